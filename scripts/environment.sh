@@ -1,0 +1,126 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+#
+# To be sourced by the commands that run on a fresh machine (tests/run.sh, bench/run.sh):
+#   ensure_environment EXTRA... [-- MODULE...]
+# sets PYTHON to an interpreter that has what these extras of pyproject.toml are for, and the modules, and puts the
+# checkout on PYTHONPATH. Ends the script with one line if it cannot.
+#
+# The interpreter named by the variable PYTHON is used as it is. Otherwise the first of .venv, python3 and python that
+# has everything, otherwise .venv is made with pip. Extras that only add a backend (cutile, triton) are not worth a
+# failure: without a network the others still run, and one line says what is missing.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+ensure_environment() {
+  export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+  local required optional candidate missing extras=()
+  while [ $# -gt 0 ] && [ "$1" != -- ]; do
+    extras+=("$1")
+    shift
+  done
+  required="$(_modules required "${extras[@]}") ${*:2}"
+  optional=$(_modules optional "${extras[@]}")
+  set -- "${extras[@]}"
+
+  if [ -n "${PYTHON:-}" ]; then
+    missing=$(_missing "$PYTHON" $required)
+    [ -z "$missing" ] || _stop "PYTHON=$PYTHON lacks:$missing. Install them there: $PYTHON -m pip install $(_target "$@")"
+    _warn_missing "$PYTHON" $optional
+    return
+  fi
+
+  for candidate in "$ROOT/.venv/bin/python" python3 python; do
+    if [ -z "$(_missing "$candidate" $required $optional)" ]; then
+      PYTHON=$candidate
+      return
+    fi
+  done
+
+  if _install "$@"; then
+    PYTHON=$ROOT/.venv/bin/python
+    missing=$(_missing "$PYTHON" $required)
+    [ -z "$missing" ] || _stop "$ROOT/.venv still lacks:$missing, although pip succeeded"
+    _warn_missing "$PYTHON" $optional
+    return
+  fi
+
+  for candidate in "$ROOT/.venv/bin/python" python3 python; do
+    if [ -z "$(_missing "$candidate" $required)" ]; then
+      PYTHON=$candidate
+      _warn_missing "$PYTHON" $optional
+      return
+    fi
+  done
+  _stop "no interpreter here has all of:$(printf " %s" $required), and pip could not install them into $ROOT/.venv (no network?)." \
+    "Name one that has them: PYTHON=/path/to/python $0"
+}
+
+# The modules that the extras are for: of those that are required, or of those that only add a backend.
+_modules() {
+  local kind=$1 extra
+  shift
+  [ "$kind" = optional ] || printf 'torch '
+  for extra in "$@"; do
+    case $kind:$extra in
+      required:bench) printf 'matplotlib tabulate tqdm ' ;; # bench/train.py asks for transformers
+      required:dev) printf 'hypothesis pytest yaml ' ;;     # format.sh asks for ruff
+      optional:cutile) [ "$(uname -s)" != Linux ] || printf 'cuda.tile ' ;;
+      optional:triton) [ "$(uname -s)" != Linux ] || printf 'triton ' ;;
+      required:cutile | required:triton | optional:bench | optional:dev) ;;
+      *) _stop "ensure_environment: unknown extra $extra" ;;
+    esac
+  done
+}
+
+# Those of the modules that an interpreter lacks, each after a space; all of them if it does not run or is too old.
+_missing() {
+  local python=$1
+  shift
+  "$python" - "$@" 2>/dev/null <<'PY' || printf ' %s' "$@"
+import importlib.util
+import sys
+
+if sys.version_info < (3, 10):
+    sys.exit("too old")
+
+
+def is_missing(name):
+    try:
+        return importlib.util.find_spec(name) is None
+    except ModuleNotFoundError:  # the package that should hold it
+        return True
+
+
+print("".join(f" {name}" for name in sys.argv[1:] if is_missing(name)))
+PY
+}
+
+_warn_missing() {
+  local python=$1 missing
+  shift
+  missing=$(_missing "$python" "$@")
+  [ -z "$missing" ] || echo "note: $python lacks:$missing; what needs them is left out (python -m tilegym_rmsnorm doctor says more)" >&2
+}
+
+# Makes .venv and installs the extras into it. Machines without a GPU get the versions that CI tests.
+_install() {
+  local base=python3 constraints=()
+  [ -z "$(_missing python3 venv)" ] || base=python
+  [ -z "$(_missing "$base" venv)" ] || _stop "neither python3 nor python is a Python of at least 3.10"
+  nvidia-smi -L >/dev/null 2>&1 || constraints=(-c "$ROOT/constraints.txt")
+  echo "installing $(_target "$@") into $ROOT/.venv" >&2
+  [ -x "$ROOT/.venv/bin/python" ] || "$base" -m venv "$ROOT/.venv" >&2 || return 1
+  "$ROOT/.venv/bin/python" -m pip install ${constraints[@]+"${constraints[@]}"} -e "$(_target "$@")" >&2
+}
+
+# What pip is asked for: the checkout with the extras.
+_target() {
+  local IFS=,
+  echo "$ROOT[$*]"
+}
+
+_stop() {
+  echo "$0: $*" >&2
+  exit 1
+}

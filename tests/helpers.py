@@ -1,0 +1,204 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What every test shares: where it runs, the sweep of shapes, inputs that discriminate, and measured tolerances.
+
+A result is compared with the formula in float64, element by element. Its tolerance is
+
+    (2 * low + floor) * scale + half a unit in the last place of the result
+
+where scale is the sum of the magnitudes of the terms that the element is made of, low the largest error, in units of
+scale and beyond the rounding of the result, that an independent implementation of the same precision makes on the same
+inputs (ATen's F.rms_norm and its autograd; for casting="llama" the formula of Hugging Face's Llama), and floor the four
+roundings that any implementation needs (square, mean, root, product), plus for dw a sum that grows as sqrt(M).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilegym_rmsnorm.registry import AUTO_ORDER, Request, why_unusable
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", torch.cuda.current_device()) if HAS_GPU else torch.device("cpu")
+BACKENDS = tuple(reversed(AUTO_ORDER))
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+DTYPE_PAIRS = (
+    (BF16, BF16),
+    (BF16, FP32),
+    (FP16, FP16),
+    (FP16, FP32),
+    (FP32, FP32),
+    (BF16, None),
+)  # x, weight
+
+# name: (M, N) where an interpreter runs the kernels, (M, N) on a GPU
+SHAPES = {
+    "one element": ((1, 1), (1, 1)),
+    "one column": ((5, 1), (4099, 1)),
+    "7 columns": ((3, 7), (1001, 7)),
+    "100 columns": ((13, 100), (5003, 100)),
+    "heads": ((67, 64), (131075, 64)),
+    "M below the grid": ((2, 1024), (5, 1024)),
+    "2880 columns": ((5, 2880), (1027, 2880)),
+    "4096 columns": ((3, 4096), (4095, 4096)),
+    "4097 columns": ((3, 4097), (515, 4097)),
+    "wide row": ((2, 18432), (37, 18432)),
+}
+
+
+class Inputs(NamedTuple):
+    """One call: x and dy (M, N), weight (N,) or None."""
+
+    x: Tensor
+    dy: Tensor
+    weight: Tensor | None
+    eps: float
+    offset: float
+    casting: str
+
+
+class Expected(NamedTuple):
+    """The float64 result, and the error that each element may have."""
+
+    truth: Tensor
+    tolerance: Tensor
+    dtype: torch.dtype
+
+
+def why_skip(backend: str) -> str | None:
+    """One line on why the backend cannot run the op tests on this machine, None if it can."""
+    unusable = why_unusable(backend, Request(DEVICE, FP32, FP32, "once", False))
+    return None if unusable is None else f"{backend}: {unusable.reason} ({unusable.remedy})"
+
+
+def shape(name: str) -> tuple[int, int]:
+    """(M, N) of a row of SHAPES for the device that the tests run on."""
+    return SHAPES[name][HAS_GPU]
+
+
+def make_inputs(
+    m: int,
+    n: int,
+    dtype: torch.dtype = BF16,
+    weight_dtype: torch.dtype | None = FP32,
+    *,
+    eps: float = 1e-3,
+    offset: float = 0.0,
+    casting: str = "once",
+    seed: int = 0,
+    device: torch.device = DEVICE,
+) -> Inputs:
+    """Rows of scale 1/16 to 16, so that eps counts in some; an outlier column; weight + offset of both signs and away
+    from 1; random dy whose rows differ in scale."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    def uniform(*size: int) -> Tensor:
+        return torch.rand(size, generator=generator, device=device)
+
+    x = normal(m, n) * torch.exp2(8 * uniform(m, 1) - 4)
+    x[:, n // 2] *= 16
+    dy = normal(m, n) * torch.exp2(4 * uniform(m, 1) - 2)
+    weight = None
+    if weight_dtype is not None:
+        weight = ((0.3 + 1.7 * uniform(n)) * normal(n).sign() - offset).to(weight_dtype)
+    return Inputs(x.to(dtype), dy.to(dtype), weight, eps, offset, casting)
+
+
+def expected_results(inputs: Inputs) -> dict[str, Expected]:
+    """What y, rstd, dx and dw must be, each within its tolerance."""
+    x, dy, weight, eps, offset, casting = inputs
+    m, n = x.shape
+    x64, dy64 = x.double(), dy.double()
+    factor = torch.ones(n, dtype=FP64, device=x.device) if weight is None else weight.double() + offset
+    rstd = 1 / torch.sqrt(x64.square().mean(dim=1, keepdim=True) + eps)
+    xhat, g = x64 * rstd, dy64 * factor
+    product = dy64 * xhat
+
+    truth = {
+        "y": xhat * factor,
+        "dx": (g - xhat * (xhat * g).mean(dim=1, keepdim=True)) * rstd,
+        "dw": product.sum(0),
+    }
+    scale = {
+        "y": truth["y"].abs(),
+        "dx": (g.abs() + xhat.abs() * (xhat * g).abs().mean(dim=1, keepdim=True)) * rstd,
+        "dw": product.square().sum(0).sqrt(),
+    }
+    low = dict(zip(("y", "dx", "dw"), _low_precision(inputs), strict=True))
+    eps_compute = torch.finfo(
+        FP64 if FP64 in (x.dtype, None if weight is None else weight.dtype) else FP32
+    ).eps
+    floor = {"y": 4 * eps_compute, "dx": 4 * eps_compute, "dw": (4 + math.sqrt(m) / 8) * eps_compute}
+
+    expected = {}
+    for name, value in truth.items():
+        if low[name] is None:
+            continue
+        rounding = _half_ulp(value, low[name].dtype)
+        excess = ((low[name].double() - value).abs() - rounding).clamp(min=0) / scale[name].clamp(min=1e-300)
+        tolerance = (2 * excess.max() + floor[name]) * scale[name] + rounding
+        expected[name] = Expected(value, tolerance, low[name].dtype)
+    rstd_dtype = FP64 if x.dtype == FP64 else FP32
+    expected["rstd"] = Expected(rstd[:, 0], 4 * torch.finfo(rstd_dtype).eps * rstd[:, 0], rstd_dtype)
+    return expected
+
+
+def assert_within(expected: dict[str, Expected], **results: Tensor | None) -> None:
+    """Each named result has the dtype, the shape and, within the tolerance, the values expected; no NaN passes."""
+    for name, got in results.items():
+        truth, tolerance, dtype = expected[name]
+        assert got is not None and got.dtype == dtype and got.shape == truth.shape, f"{name}: {got}"
+        error = (got.double() - truth).abs()
+        wrong = ~(error <= tolerance)
+        if wrong.any():
+            worst = (error / tolerance).nan_to_num(nan=math.inf).argmax()
+            at = tuple(int(i) for i in torch.unravel_index(worst, truth.shape))
+            raise AssertionError(
+                f"{name}: {int(wrong.sum())} of {wrong.numel()} elements beyond the tolerance, worst at {at}: "
+                f"got {got[at].item()}, expected {truth[at].item()} within {tolerance[at].item():.3g}"
+            )
+
+
+def _low_precision(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
+    """y, dx and dw by code that is not ours, in float32 with one rounding, or with casting="llama" the two of y."""
+    x, dy, weight, eps, offset, casting = inputs
+    y, dx, dw = _low_precision_once(x, dy, weight, eps, offset)
+    if casting == "llama":
+        y, dw = _low_precision_llama(x, dy, weight, eps, offset)  # its dx rounds where ours does not
+    return y, dx, dw
+
+
+def _low_precision_once(x, dy, weight, eps, offset):
+    compute = FP64 if x.dtype == FP64 else FP32
+    x = x.detach().requires_grad_()
+    weight = None if weight is None else weight.detach().requires_grad_()
+    factor = None if weight is None else weight.to(compute) + offset
+    y = F.rms_norm(x.to(compute), x.shape[1:], factor, eps).to(x.dtype)
+    leaves = [x] if weight is None else [x, weight]
+    dx, *dw = torch.autograd.grad(y, leaves, dy)
+    return y.detach(), dx, dw[0] if dw else None
+
+
+def _low_precision_llama(x, dy, weight, eps, offset):
+    wide = x.float()
+    xhat = (wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)).to(x.dtype)
+    if weight is None:
+        return xhat, None
+    y = ((weight.float() + offset) * xhat.float()).to(x.dtype)
+    return y, (dy.float() * xhat.float()).sum(0).to(weight.dtype)
+
+
+def _half_ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """An upper bound on the rounding of `value` to `dtype`."""
+    info = torch.finfo(dtype)
+    return (value.abs() * info.eps).clamp(min=info.smallest_normal * info.eps) / 2

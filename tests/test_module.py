@@ -1,0 +1,113 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""RMSNorm as a module: what torch.nn.RMSNorm promises, and what is added."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers import DEVICE, make_inputs
+
+import tilegym_rmsnorm
+from tilegym_rmsnorm import RMSNorm, rms_norm
+
+
+def test_is_a_torch_rms_norm_with_the_same_state_dict():
+    ours, theirs = RMSNorm(64), torch.nn.RMSNorm(64)
+    assert isinstance(ours, torch.nn.RMSNorm)
+    with torch.no_grad():
+        theirs.weight.copy_(torch.linspace(0.5, 2, 64))
+    assert list(ours.state_dict()) == list(theirs.state_dict()) == ["weight"]
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("normalized_shape", [64, [64], (2, 32), torch.Size([64])])
+def test_signature_of_torch(normalized_shape):
+    positional = (normalized_shape, 1e-5, True, "cpu", torch.bfloat16)
+    ours, theirs = RMSNorm(*positional), torch.nn.RMSNorm(*positional)
+    assert ours.normalized_shape == theirs.normalized_shape and ours.eps == theirs.eps
+    assert ours.weight.shape == theirs.weight.shape and ours.weight.dtype == theirs.weight.dtype
+    assert torch.equal(ours.weight, theirs.weight)
+    x = torch.randn(3, *theirs.normalized_shape, dtype=torch.bfloat16)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_offset_one_starts_at_zero_and_acts_as_one():
+    gemma, plain = RMSNorm(64, offset=1.0), RMSNorm(64)
+    assert torch.equal(gemma.weight, torch.zeros(64)) and torch.equal(plain.weight, torch.ones(64))
+    x = torch.randn(3, 64)
+    assert torch.equal(gemma(x), plain(x))
+    with torch.no_grad():
+        gemma.weight.fill_(3.0)
+    gemma.reset_parameters()
+    assert torch.equal(gemma.weight, torch.zeros(64))
+
+
+def test_without_weight():
+    module = RMSNorm(64, elementwise_affine=False, bias=True, offset=1.0)
+    assert not list(module.parameters()) and not module.state_dict()
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(module(x), torch.nn.functional.rms_norm(x, (64,)))
+
+
+def test_bias_is_learned():
+    module = RMSNorm(64, bias=True)
+    assert list(module.state_dict()) == ["weight", "bias"] and torch.equal(module.bias, torch.zeros(64))
+    module(torch.randn(3, 64)).sum().backward()
+    assert torch.equal(module.bias.grad, torch.full((64,), 3.0))
+    with torch.no_grad():
+        module.bias.fill_(3.0)
+    module.reset_parameters()
+    assert torch.equal(module.bias, torch.zeros(64))
+
+
+def test_every_option_reaches_the_function(backend):
+    inputs = make_inputs(5, 64, torch.bfloat16, torch.bfloat16, offset=1.0)
+    module = RMSNorm(
+        64, 0.25, device=DEVICE, dtype=torch.bfloat16, offset=1.0, casting="llama", backend=backend
+    )
+    with torch.no_grad():
+        module.weight.copy_(inputs.weight)
+    options = {"offset": 1.0, "casting": "llama", "backend": backend}
+    y, out = module(inputs.x, inputs.dy)
+    expected, expected_out = rms_norm(inputs.x, (64,), inputs.weight, 0.25, residual=inputs.dy, **options)
+    assert torch.equal(y, expected) and torch.equal(out, expected_out)
+    assert torch.equal(module(inputs.x), rms_norm(inputs.x, (64,), inputs.weight, 0.25, **options))
+
+
+def test_the_backend_is_passed_on(monkeypatch):
+    seen = []
+    monkeypatch.setattr(tilegym_rmsnorm.module, "rms_norm", lambda *_, backend, **__: seen.append(backend))
+    for name in (None, "auto", "triton"):
+        RMSNorm(64, backend=name)(torch.ones(3, 64))
+    assert seen == [None, "auto", "triton"]
+
+
+def test_copies_pickles_and_the_meta_device():
+    module = RMSNorm(64, 1e-5, offset=1.0, bias=True, casting="llama", backend="torch")
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert repr(twin) == repr(module)
+        x = torch.randn(3, 64)
+        assert torch.equal(twin(x), module(x))
+    meta = RMSNorm(64, device="meta", offset=1.0, bias=True).to_empty(device="cpu")
+    meta.reset_parameters()
+    assert torch.equal(meta.weight, torch.zeros(64)) and torch.equal(meta.bias, torch.zeros(64))
+
+
+def test_repr_tells_every_option():
+    text = "RMSNorm((64,), eps=1e-05, elementwise_affine=True, offset=1.0, bias=True, casting='llama', backend='torch')"
+    assert repr(RMSNorm(64, 1e-5, offset=1.0, bias=True, casting="llama", backend="torch")) == text
+
+
+def test_bad_options_are_refused_at_construction():
+    with pytest.raises(ValueError, match="casting: expected one of"):
+        RMSNorm(64, casting="gemma")
+    with pytest.raises(TypeError, match="offset: expected a finite number"):
+        RMSNorm(64, offset="1")
+    with pytest.raises(ValueError, match="backend: expected one of"):
+        RMSNorm(64, backend="cuda")

@@ -1,0 +1,221 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The choice of a backend: order, precedence, errors. No kernel runs here."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import tilegym_rmsnorm
+from tilegym_rmsnorm import registry
+from tilegym_rmsnorm.registry import (
+    AUTO_ORDER,
+    OPS,
+    BackendUnavailableError,
+    Request,
+    Unusable,
+    dispatch,
+    get_current_backend,
+    register_impl,
+    set_backend,
+    use_backend,
+)
+
+REQUEST = Request(torch.device("cpu"), torch.float32, torch.float32, "once", False)
+CUDA_REQUEST = REQUEST._replace(device=torch.device("cuda", 0))
+KNOWN = ", ".join(map(repr, (*AUTO_ORDER, "auto")))
+
+
+class _Probe:
+    """A backend that is usable or not as told, implemented by an empty module."""
+
+    AUTO_ON_CPU = True
+    IMPLEMENTATION = "tilegym_rmsnorm.backends"
+
+    def __init__(self, unusable=None):
+        self.answer = unusable
+
+    def unusable(self, request):
+        return self.answer
+
+
+@pytest.fixture
+def fake_backends(monkeypatch):
+    """Usable by default, each with an implementation that returns its own name; a test breaks the ones it wants."""
+    probes = {name: _Probe() for name in AUTO_ORDER}
+    monkeypatch.setattr(registry, "_probe", probes.__getitem__)
+    monkeypatch.setattr(registry, "_chosen", {})
+    monkeypatch.setattr(
+        registry, "_impls", {(op, name): (lambda name=name: name) for op in OPS for name in AUTO_ORDER}
+    )
+    return probes
+
+
+def _chosen(backend=None, request=CUDA_REQUEST):
+    return dispatch("rms_norm_forward", request, backend)()
+
+
+def test_auto_takes_the_first_usable_in_order(fake_backends):
+    expected = list(AUTO_ORDER)
+    while expected:
+        registry._chosen.clear()
+        assert _chosen() == expected[0]
+        fake_backends[expected.pop(0)].answer = Unusable("broken for the test", "none")
+    registry._chosen.clear()
+    with pytest.raises(BackendUnavailableError, match="cutile: broken.*triton: broken.*inductor.*torch"):
+        _chosen()
+
+
+def test_auto_skips_what_runs_on_a_cpu_by_name_only(fake_backends):
+    fake_backends["cutile"].AUTO_ON_CPU = False
+    assert _chosen(request=CUDA_REQUEST) == "cutile"
+    assert _chosen(request=REQUEST) == "triton"
+    assert _chosen("cutile", REQUEST) == "cutile"
+
+
+def test_precedence(fake_backends, monkeypatch):
+    assert get_current_backend() == "auto" and _chosen() == "cutile"
+    monkeypatch.setenv("TILEGYM_RMSNORM_BACKEND", "torch")
+    assert _chosen() == "torch"
+    set_backend("inductor")
+    assert _chosen() == "inductor"
+    with use_backend("triton"):
+        assert _chosen() == "triton"
+        with use_backend("auto"):  # an explicit "auto" is a choice too
+            assert _chosen() == "cutile"
+        assert _chosen("torch") == "torch"
+        assert get_current_backend() == "triton"
+    assert _chosen() == "inductor"
+    set_backend(None)
+    assert _chosen() == "torch"
+
+
+def test_use_backend_is_undone_by_an_exception():
+    with pytest.raises(KeyError), use_backend("torch"):
+        raise KeyError
+    assert get_current_backend() == "auto"
+
+
+def test_use_backend_stays_in_its_thread():
+    seen = []
+    with use_backend("torch"):
+        thread = threading.Thread(target=lambda: seen.append(get_current_backend()))
+        thread.start()
+        thread.join()
+    assert seen == ["auto"]
+
+
+@pytest.mark.parametrize("name", AUTO_ORDER)
+def test_a_named_backend_never_falls_back(fake_backends, name):
+    fake_backends[name].answer = Unusable("no such chip", "buy one")
+    with pytest.raises(BackendUnavailableError) as error:
+        _chosen(name)
+    for part in (name, "rms_norm_forward", "cuda:0", "torch.float32", "no such chip", "buy one"):
+        assert part in str(error.value)
+    with use_backend(name), pytest.raises(BackendUnavailableError):
+        _chosen()
+
+
+def test_a_choice_is_made_once(fake_backends, monkeypatch):
+    first = dispatch("rms_norm_forward", REQUEST)
+    monkeypatch.setattr(registry, "_choose", lambda *_: pytest.fail("chosen again"))
+    assert dispatch("rms_norm_forward", Request(*REQUEST)) is first
+
+
+def test_unknown_names_are_refused_with_the_known_ones(monkeypatch):
+    expected = f"^backend: expected one of {KNOWN}, got 'cuda'$"
+    for call in (
+        lambda: dispatch("rms_norm_forward", REQUEST, "cuda"),
+        lambda: set_backend("cuda"),
+        lambda: use_backend("cuda").__enter__(),
+        lambda: tilegym_rmsnorm.RMSNorm(8, backend="cuda"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            call()
+    with pytest.raises(ValueError, match="backend: expected one of"):
+        dispatch("rms_norm_forward", REQUEST, ["torch"])
+    with pytest.raises(
+        ValueError, match="op: expected one of 'rms_norm_forward', 'rms_norm_backward', got 'norm'"
+    ):
+        dispatch("norm", REQUEST)
+    with pytest.raises(ValueError, match="op: expected"):
+        tilegym_rmsnorm.get_available_backends_for_op("norm")
+    with pytest.raises(ValueError, match="backend: expected"):
+        tilegym_rmsnorm.is_backend_available("auto")
+    monkeypatch.setenv("TILEGYM_RMSNORM_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="TILEGYM_RMSNORM_BACKEND: expected one of"):
+        get_current_backend()
+
+
+def test_a_second_registration_is_refused():
+    dispatch("rms_norm_forward", REQUEST, "torch")
+    with pytest.raises(ValueError, match="registered already, by tilegym_rmsnorm.backends.torch_reference"):
+        register_impl("rms_norm_forward", "torch")(lambda: None)
+    with pytest.raises(ValueError, match="op: expected one of"):
+        register_impl("norm", "torch")
+    with pytest.raises(ValueError, match="backend: expected one of"):
+        register_impl("rms_norm_forward", "auto")
+
+
+def test_auto_on_a_cpu_is_the_reference():
+    assert dispatch("rms_norm_forward", REQUEST) is dispatch("rms_norm_forward", REQUEST, "torch")
+    assert dispatch("rms_norm_backward", REQUEST) is dispatch("rms_norm_backward", REQUEST, "torch")
+
+
+@pytest.mark.parametrize("name", ["cutile", "triton"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": torch.float64},
+        {"dtype": torch.bfloat16, "weight_dtype": torch.float16},
+        {"weight_dtype": torch.float64},
+        {"has_bias": True},
+        {"device": torch.device("meta")},
+    ],
+)
+def test_the_fused_backends_say_what_they_do_not_take(name, change):
+    unusable = registry.why_unusable(name, REQUEST._replace(**change))
+    assert unusable is not None and unusable.reason and unusable.remedy
+
+
+def test_the_torch_backend_takes_anything():
+    for device in ("cpu", "cuda", "meta"):
+        request = Request(torch.device(device), torch.float16, torch.float64, "llama", True)
+        assert registry.why_unusable("torch", request) is None
+
+
+def test_info_names_every_backend_and_its_state():
+    info = tilegym_rmsnorm.get_registry_info()
+    assert (
+        info["ops"] == list(OPS) and info["current"] == "auto" and list(info["backends"]) == list(AUTO_ORDER)
+    )
+    for name, state in info["backends"].items():
+        assert state["usable"] == tilegym_rmsnorm.is_backend_available(name)
+        assert state["usable"] == (state["reason"] is None) == (state["remedy"] is None)
+    usable = [name for name, state in info["backends"].items() if state["usable"]]
+    assert tilegym_rmsnorm.get_available_backends() == usable
+    assert tilegym_rmsnorm.get_available_backends_for_op("rms_norm_backward") == usable
+    assert usable[-1] == "torch"
+
+
+def test_importing_and_running_on_a_cpu_loads_torch_alone():
+    code = """
+import sys, torch
+before = set(sys.modules)
+import tilegym_rmsnorm
+loaded = {name.split(".")[0] for name in set(sys.modules) - before}
+assert not loaded - sys.stdlib_module_names - {"tilegym_rmsnorm"}, loaded
+tilegym_rmsnorm.rms_norm(torch.ones(2, 8), (8,))
+assert "triton" not in sys.modules and "cuda.tile" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_public_name_exists():
+    for name in tilegym_rmsnorm.__all__:
+        assert getattr(tilegym_rmsnorm, name).__doc__
+    assert tilegym_rmsnorm.__version__

@@ -1,0 +1,173 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Arguments that do not fit are refused before a backend is even looked for."""
+
+import math
+import re
+
+import pytest
+import torch
+
+import tilegym_rmsnorm as tr
+from tilegym_rmsnorm import ops
+
+M, N = 3, 8
+X, DY, W, RSTD = torch.ones(M, N), torch.ones(M, N), torch.ones(N), torch.ones(M)
+META = torch.ones(N, device="meta")
+
+
+def _norm(**kwargs):
+    arguments = {"input": X, "normalized_shape": (N,), "weight": W, "eps": 1e-6, **kwargs}
+    return tr.rms_norm(**arguments)
+
+
+def _forward(**kwargs):
+    arguments = {"x": X, "weight": W, "eps": 1e-6, **kwargs}
+    return tr.rms_norm_forward(**arguments)
+
+
+def _backward(**kwargs):
+    arguments = {"x": X, "dy": DY, "weight": W, "rstd": RSTD, **kwargs}
+    return tr.rms_norm_backward(**arguments)
+
+
+BAD_NORM = [
+    ({"input": [1.0]}, TypeError, "input: expected a torch.Tensor, got list"),
+    (
+        {"input": X.long()},
+        TypeError,
+        "input: expected a dtype of torch.float16, torch.bfloat16, torch.float32",
+    ),
+    ({"input": X.to(torch.complex64)}, TypeError, "got torch.complex64"),
+    ({"input": X.to(torch.float8_e4m3fn)}, TypeError, "got torch.float8_e4m3fn"),
+    ({"input": torch.ones(())}, ValueError, "input: expected at least one dimension"),
+    ({"normalized_shape": (4,)}, ValueError, "the last dimensions of a tensor of shape (3, 8), got (4,)"),
+    ({"normalized_shape": 4}, ValueError, "normalized_shape: expected the last dimensions"),
+    ({"normalized_shape": (8, 3)}, ValueError, "got (8, 3)"),
+    ({"normalized_shape": (1, 3, 8)}, ValueError, "got (1, 3, 8)"),
+    ({"normalized_shape": ()}, ValueError, "got ()"),
+    ({"normalized_shape": None}, ValueError, "got (None,)"),
+    ({"normalized_shape": "8"}, ValueError, "got ('8',)"),
+    (
+        {"input": torch.ones(3, 0), "normalized_shape": (0,)},
+        ValueError,
+        "expected at least one element per row",
+    ),
+    (
+        {"input": torch.ones(0, 0), "normalized_shape": (0,)},
+        ValueError,
+        "expected at least one element per row",
+    ),
+    ({"normalized_shape": (3, 8)}, ValueError, "weight: expected shape (3, 8), got (8,)"),
+    ({"residual": torch.ones(M, 1)}, ValueError, "residual: expected the shape of x, (3, 8), got (3, 1)"),
+    (
+        {"residual": DY.half()},
+        TypeError,
+        "residual: expected the dtype of x, torch.float32, got torch.float16",
+    ),
+    ({"residual": DY.to("meta")}, ValueError, "residual: expected the device of x, cpu, got meta"),
+    ({"residual": 1.0}, TypeError, "residual: expected a torch.Tensor, got float"),
+]
+BAD_VECTORS = [
+    (torch.ones(7), ValueError, "expected shape (8,), got (7,)"),
+    (torch.ones(9), ValueError, "expected shape (8,), got (9,)"),
+    (torch.ones(1, 8), ValueError, "expected shape (8,), got (1, 8)"),
+    (torch.ones(()), ValueError, "expected shape (8,), got ()"),
+    (W.long(), TypeError, "expected a dtype of torch.float16, torch.bfloat16"),
+    (META, ValueError, "expected the device of x, cpu, got meta"),
+    ([1.0] * 8, TypeError, "expected a torch.Tensor or None, got list"),
+]
+BAD_PARAMETERS = [
+    ({"casting": "gemma"}, ValueError, "casting: expected one of 'once', 'llama', got 'gemma'"),
+    ({"casting": None}, ValueError, "casting: expected one of 'once', 'llama', got None"),
+    ({"offset": "1"}, TypeError, "offset: expected a finite number, got '1'"),
+    ({"offset": None}, TypeError, "offset: expected a finite number, got None"),
+    ({"offset": math.nan}, ValueError, "offset: expected a finite number, got nan"),
+    ({"offset": -math.inf}, ValueError, "offset: expected a finite number, got -inf"),
+]
+BAD_EPS = [
+    ({"eps": "1e-6"}, TypeError, "eps: expected a finite number, at least 0, or None, got '1e-6'"),
+    ({"eps": True}, TypeError, "eps: expected a finite number, at least 0, or None, got True"),
+    ({"eps": torch.tensor(1e-6)}, TypeError, "eps: expected a finite number"),
+    ({"eps": -1e-6}, ValueError, "eps: expected a finite number, at least 0, or None, got -1e-06"),
+    ({"eps": math.nan}, ValueError, "eps: expected a finite number"),
+    ({"eps": math.inf}, ValueError, "eps: expected a finite number"),
+]
+BAD_BACKWARD = [
+    ({"dy": torch.ones(M, N - 1)}, ValueError, "dy: expected the shape of x, (3, 8), got (3, 7)"),
+    ({"dy": torch.ones(N)}, ValueError, "dy: expected the shape of x, (3, 8), got (8,)"),
+    ({"dy": DY.bfloat16()}, TypeError, "dy: expected the dtype of x, torch.float32, got torch.bfloat16"),
+    ({"dy": DY.to("meta")}, ValueError, "dy: expected the device of x, cpu, got meta"),
+    ({"dy": None}, TypeError, "dy: expected a torch.Tensor, got NoneType"),
+    (
+        {"rstd": torch.ones(M + 1)},
+        ValueError,
+        "rstd: expected shape (3,), one element per row of x, got (4,)",
+    ),
+    (
+        {"rstd": torch.ones(M, 1)},
+        ValueError,
+        "rstd: expected shape (3,), one element per row of x, got (3, 1)",
+    ),
+    (
+        {"rstd": RSTD.double()},
+        TypeError,
+        "rstd: expected torch.float32 for torch.float32 x, got torch.float64",
+    ),
+    ({"x": X.half(), "dy": DY.half(), "rstd": RSTD.half()}, TypeError, "rstd: expected torch.float32"),
+    ({"x": X.double(), "dy": DY.double()}, TypeError, "rstd: expected torch.float64 for torch.float64 x"),
+    ({"rstd": RSTD.to("meta")}, ValueError, "rstd: expected the device of x, cpu, got meta"),
+    ({"rstd": 1.0}, TypeError, "rstd: expected a torch.Tensor, got float"),
+]
+BAD_X = [
+    ({"x": X.long()}, TypeError, "x: expected a dtype of"),
+    ({"x": 1.0}, TypeError, "x: expected a torch.Tensor"),
+]
+
+CASES = (
+    [(_norm, *case) for case in BAD_NORM + BAD_PARAMETERS + BAD_EPS]
+    + [(_forward, *case) for case in BAD_X + BAD_PARAMETERS + BAD_EPS]
+    + [(_backward, *case) for case in BAD_X + BAD_PARAMETERS + BAD_BACKWARD]
+    + [
+        (call, {name: vector}, error, f"{name}: {text}")
+        for call, names in (
+            (_norm, ("weight", "bias")),
+            (_forward, ("weight", "bias")),
+            (_backward, ("weight",)),
+        )
+        for name in names
+        for vector, error, text in BAD_VECTORS
+    ]
+)
+
+
+@pytest.mark.parametrize(("call", "arguments", "error", "text"), CASES)
+def test_refused_with_name_expected_and_given(call, arguments, error, text, monkeypatch):
+    monkeypatch.setattr(ops, "dispatch", lambda *_: pytest.fail("looked for a backend"))
+    with pytest.raises(error, match=re.escape(text)):
+        call(**arguments)
+
+
+@pytest.mark.parametrize("call", [_norm, _forward, _backward])
+def test_the_arguments_that_the_cases_change_are_good(call):
+    call()
+
+
+@pytest.mark.parametrize("call", [_norm, _forward, _backward])
+def test_an_unknown_backend_is_refused(call):
+    with pytest.raises(
+        ValueError, match="backend: expected one of 'cutile', 'triton', 'inductor', 'torch', 'auto'"
+    ):
+        call(backend="Triton")
+
+
+@pytest.mark.parametrize("eps", [0, 0.0, 1, 1e-6, None])
+def test_numbers_of_any_kind_are_eps(eps):
+    expected = torch.nn.functional.rms_norm(X, (N,), W, eps)
+    assert torch.equal(_norm(eps=eps), expected)
+
+
+@pytest.mark.parametrize("normalized_shape", [N, (N,), [N], torch.Size([N])])
+def test_normalized_shape_is_an_int_or_any_sequence(normalized_shape):
+    assert _norm(normalized_shape=normalized_shape).shape == X.shape

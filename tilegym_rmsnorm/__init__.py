@@ -1,0 +1,50 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""RMSNorm for training and inference on NVIDIA GPUs, with several backends behind one set of functions.
+
+Importing this package imports torch and nothing else; a backend's own libraries are imported when it first runs.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from tilegym_rmsnorm.module import RMSNorm
+from tilegym_rmsnorm.ops import (
+    compute_rms_norm_rstd_torch,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_backward_torch,
+    rms_norm_forward,
+)
+from tilegym_rmsnorm.registry import (
+    BackendUnavailableError,
+    get_available_backends,
+    get_available_backends_for_op,
+    get_current_backend,
+    get_registry_info,
+    is_backend_available,
+    set_backend,
+    use_backend,
+)
+
+try:
+    __version__ = version("tilegym_rmsnorm")
+except PackageNotFoundError:  # run from a checkout that was not installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "BackendUnavailableError",
+    "RMSNorm",
+    "compute_rms_norm_rstd_torch",
+    "get_available_backends",
+    "get_available_backends_for_op",
+    "get_current_backend",
+    "get_registry_info",
+    "is_backend_available",
+    "rms_norm",
+    "rms_norm_backward",
+    "rms_norm_backward_torch",
+    "rms_norm_forward",
+    "set_backend",
+    "use_backend",
+]

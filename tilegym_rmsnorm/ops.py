@@ -1,0 +1,275 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The public functions: they validate, flatten the leading dimensions, and hand rows to the selected backend.
+
+Eager calls of small tensors are bound by the host, so the path of a correct call asks no device, reads no property
+twice and builds no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from tilegym_rmsnorm.reference import compute_dtype, compute_rms_norm_rstd_torch, rms_norm_backward_torch
+from tilegym_rmsnorm.registry import Request, dispatch, get_current_backend
+from tilegym_rmsnorm.validation import (
+    check_casting,
+    check_input,
+    check_like,
+    check_normalized_shape,
+    check_rstd,
+    check_vector,
+    checked_eps,
+    checked_number,
+)
+
+__all__ = [
+    "compute_rms_norm_rstd_torch",
+    "rms_norm",
+    "rms_norm_backward",
+    "rms_norm_backward_torch",
+    "rms_norm_forward",
+]
+
+
+# Whether this torch's F.rms_norm is on autocast's list for CUDA devices.
+_HAS_AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    residual: Tensor | None = None,
+    casting: str = "once",
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`torch.nn.functional.rms_norm`, differentiable (twice), on the selected backend.
+
+    y = input * rstd * (weight + offset) + bias over the last len(normalized_shape) dimensions, which hold N elements;
+    rstd = 1 / sqrt(mean(input^2) + eps). Computed in float32 (float64 for float64 tensors), y of input's dtype.
+
+    input             (*, *normalized_shape), float16, bfloat16, float32 or float64, any strides
+    weight, bias      normalized_shape, any of these dtypes; None: a factor of 1 (whatever the offset), nothing added
+    eps               None: the machine epsilon of float32 (of float64 for float64 input)
+    offset            added to weight in the precision that computes: 1 for Gemma, whose weights are stored minus 1
+    residual          input's shape and dtype: input + residual is normalized instead, and returned too
+    casting           "once": only y is rounded; "llama": input * rstd is rounded to input's dtype before the weight
+    backend           a name or "auto"; None: the one in effect, see `tilegym_rmsnorm.registry`
+
+    Returns y, or (y, input + residual) where a residual is given. The backward runs on the backend of the forward;
+    under create_graph it runs through the reference, which is differentiable again.
+
+    Under torch.autocast("cuda") it does as F.rms_norm of the installed torch does: from torch 2.12 on, half inputs are
+    normalized, and y returned, in float32. Before, and under autocast of CPUs, nothing is cast.
+
+    Raises ValueError or TypeError on arguments that do not fit, BackendUnavailableError where the backend that was
+    asked for by name cannot run them.
+    """
+    check_input("input", input)
+    n, shape = check_normalized_shape(input, normalized_shape)
+    check_vector("weight", weight, input, shape)
+    check_vector("bias", bias, input, shape)
+    check_casting(casting)
+    eps = checked_eps(eps, input.dtype)
+    offset = checked_number("offset", offset)
+
+    if residual is not None:
+        check_like("residual", residual, input)
+
+    dtype, weight_dtype = input.dtype, None if weight is None else weight.dtype
+    is_autocast = _HAS_AUTOCAST and input.is_cuda and torch.is_autocast_enabled("cuda")
+    if is_autocast:
+        dtype, weight_dtype = _autocast_dtype(dtype), _autocast_dtype(weight_dtype)
+    if backend is None:
+        backend = get_current_backend()
+    request = Request(input.device, dtype, weight_dtype, casting, bias is not None)
+    forward = dispatch("rms_norm_forward", request, backend)
+
+    residual_out = x = input if residual is None else input + residual
+    if is_autocast:
+        x, weight, bias = (None if t is None else t.to(_autocast_dtype(t.dtype)) for t in (x, weight, bias))
+    if _is_differentiated(x, weight, bias):
+        backward = dispatch(
+            "rms_norm_backward", request, backend
+        )  # now: the choice in effect may be another later
+        y = _RMSNorm.apply(x, weight, bias, (n, eps, offset, casting, forward, backward))
+    else:
+        y, _ = _forward(x, weight, bias, n, eps, offset, casting, forward)
+    return y if residual is None else (y, residual_out)
+
+
+def rms_norm_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    casting: str = "once",
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """y (x's shape and dtype) and rstd (M,), float32 (float64 for float64 x). Not differentiable.
+
+    M is the product of x's leading dimensions, N its last; weight and bias have shape (N,). See `rms_norm`.
+    """
+    check_input("x", x)
+    n, shape = check_normalized_shape(x, x.shape[-1:])
+    check_vector("weight", weight, x, shape)
+    check_vector("bias", bias, x, shape)
+    check_casting(casting)
+    eps, offset = checked_eps(eps, x.dtype), checked_number("offset", offset)
+    request = Request(x.device, x.dtype, None if weight is None else weight.dtype, casting, bias is not None)
+    forward = dispatch("rms_norm_forward", request, backend)
+    return _forward(x, weight, bias, n, eps, offset, casting, forward)
+
+
+def rms_norm_backward(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    offset: float = 0.0,
+    casting: str = "once",
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """dx (x's shape and dtype) and dw (N,) of weight's dtype, None without a weight. Not differentiable.
+
+    dy has x's shape, dtype and device; rstd (M,) is what `rms_norm_forward` returned. See `rms_norm`.
+    """
+    check_input("x", x)
+    n, shape = check_normalized_shape(x, x.shape[-1:])
+    check_vector("weight", weight, x, shape)
+    check_like("dy", dy, x)
+    check_rstd(rstd, x, x.numel() // n)
+    check_casting(casting)
+    offset = checked_number("offset", offset)
+    request = Request(x.device, x.dtype, None if weight is None else weight.dtype, casting, False)
+    backward = dispatch("rms_norm_backward", request, backend)
+    return _backward(x, dy, weight, rstd.contiguous(), n, offset, casting, weight is not None, backward)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Saves x, weight and rstd; y is never needed again.
+
+    What is no tensor comes in one tuple: each argument of `apply` costs host time.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, call):  # type: ignore[override]
+        n, eps, offset, casting, forward, _ = call
+        y, rstd = _forward(x, weight, bias, n, eps, offset, casting, forward)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.call = call
+        if bias is not None:
+            ctx.bias_dtype, ctx.bias_shape = bias.dtype, bias.shape
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[override]
+        x, weight, rstd = ctx.saved_tensors
+        n, eps, offset, casting, _, backward = ctx.call
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        dx = dw = db = None
+        if needs_dx or needs_dw:
+            if torch.is_grad_enabled():  # create_graph
+                dx, dw = _differentiable_backward(x, dy, weight, n, eps, offset, casting)
+            else:
+                dx, dw = _backward(x, dy, weight, rstd, n, offset, casting, needs_dw, backward)
+        if needs_db:
+            db = dy.reshape(-1, n).sum(dim=0, dtype=compute_dtype(dy.dtype))
+            db = db.to(ctx.bias_dtype).view(ctx.bias_shape)
+        return dx, dw, db, None
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    eps: float,
+    offset: float,
+    casting: str,
+    forward: Callable[..., Any],
+) -> tuple[Tensor, Tensor]:
+    if x.numel() == 0:
+        return torch.empty_like(x), x.new_empty(0, dtype=compute_dtype(x.dtype))  # nothing to fill
+    y, rstd = forward(_as_rows(x, n), _as_vector(weight), _as_vector(bias), eps, offset, casting)
+    # A plain view would forbid in-place operations on a custom Function's output.
+    return (y if x.ndim == 2 and x.shape[1] == n else _unsafe_view(y, x.shape)), rstd
+
+
+def _backward(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    n: int,
+    offset: float,
+    casting: str,
+    needs_dw: bool,
+    backward: Callable[..., Any],
+) -> tuple[Tensor, Tensor | None]:
+    if x.numel() == 0:
+        return torch.empty_like(x), torch.zeros_like(weight) if needs_dw else None  # a sum of no rows
+    dx, dw = backward(_as_rows(x, n), _as_rows(dy, n), _as_vector(weight), rstd, offset, casting, needs_dw)
+    if dx.shape != x.shape:
+        dx = dx.view(x.shape)
+    if dw is not None and dw.shape != weight.shape:
+        dw = dw.view(weight.shape)
+    return dx, dw
+
+
+def _differentiable_backward(
+    x: Tensor, dy: Tensor, weight: Tensor | None, n: int, eps: float, offset: float, casting: str
+) -> tuple[Tensor, Tensor | None]:
+    """By the reference; rstd is computed again, so that its dependence on x counts."""
+    rows, vector = x.reshape(-1, n), None if weight is None else weight.reshape(-1)
+    rstd = compute_rms_norm_rstd_torch(rows, eps)
+    dx, dw = rms_norm_backward_torch(rows, dy.reshape(-1, n), vector, rstd, offset=offset, casting=casting)
+    return dx.view(x.shape), None if weight is None else dw.view(weight.shape)
+
+
+def _as_rows(x: Tensor, n: int) -> Tensor:
+    """x as (M, N) with last stride 1 and a row stride of at least N: a view where one exists, else a copy."""
+    rows = x if x.ndim == 2 and x.shape[1] == n else x.reshape(-1, n)
+    row_stride, stride = rows.stride()
+    if stride == 1 and row_stride >= n:
+        return rows
+    # clone, since contiguous() returns tensors with a dimension of 1 as they are, whatever its stride
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
+def _as_vector(vector: Tensor | None) -> Tensor | None:
+    if vector is None:
+        return None
+    if vector.ndim != 1:
+        vector = vector.reshape(-1)
+    return vector if vector.stride(0) == 1 else vector.clone(memory_format=torch.contiguous_format)
+
+
+def _autocast_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    return None if dtype is None else compute_dtype(dtype)
+
+
+def _is_differentiated(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+    ):
+        return True
+    # Inside forward_ad.dual_level a bare launch would drop tangents; the Function raises that it has no jvp.
+    return forward_ad._current_level >= 0

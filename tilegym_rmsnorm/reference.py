@@ -1,0 +1,98 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""RMSNorm in plain PyTorch: the specification that every backend is checked against.
+
+Per row i of x (M x N), with weight w and offset o (0 for Llama, 1 for Gemma):
+
+    rstd_i = 1 / sqrt(mean_j x_ij^2 + eps)     xhat = x * rstd             y = xhat * (w + o) + bias
+    g = dy * (w + o)                           c_i = mean_j(xhat * g)      dx = (g - xhat * c) * rstd
+    dw_j = sum_i dy_ij * xhat_ij
+
+All of it is computed in float32 for half types and in the inputs' own precision for float32 and float64 (the wider of
+x's and weight's), and each result is rounded once, to the dtype of the tensor that it belongs to. With casting="llama"
+xhat is also rounded to x's dtype before it meets the weight: in y, and in dw (dy * round(xhat)). dx never sees that
+rounding. No weight means a factor of 1, whatever the offset.
+
+Every function takes any device, any leading dimensions (M is their product) and is differentiable.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CASTINGS = ("once", "llama")
+
+
+def default_eps(dtype: torch.dtype) -> float:
+    """What eps=None means: the machine epsilon of the precision that computes, as for `F.rms_norm`."""
+    return torch.finfo(compute_dtype(dtype)).eps
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The precision in which tensors of `dtype` are computed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def compute_rms_norm_rstd_torch(x: Tensor, eps: float | None = None) -> Tensor:
+    """1 / sqrt(mean of x^2 over the last dimension + eps), shape (M,), float32 (float64 for float64 x)."""
+    mean_square = x.to(compute_dtype(x.dtype)).square().mean(dim=-1)
+    return torch.rsqrt(mean_square + (default_eps(x.dtype) if eps is None else eps)).reshape(-1)
+
+
+def rms_norm_forward_torch(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    casting: str = "once",
+) -> tuple[Tensor, Tensor]:
+    """y of x's shape and dtype, and rstd (M,). weight and bias have shape (N,)."""
+    rstd = compute_rms_norm_rstd_torch(x, eps)
+    dtype = _joint_dtype(x, weight, bias)
+    xhat = _round_xhat(x.to(dtype) * _per_row(rstd, x, dtype), x.dtype, casting)
+    y = xhat if weight is None else xhat * (weight.to(dtype) + offset)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    return y.to(x.dtype), rstd
+
+
+def rms_norm_backward_torch(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    offset: float = 0.0,
+    casting: str = "once",
+) -> tuple[Tensor, Tensor | None]:
+    """dx of x's shape and dtype, and dw (N,) of weight's dtype, None without a weight.
+
+    dy has x's shape; rstd (M,) comes from the forward or from `compute_rms_norm_rstd_torch`.
+    """
+    dtype = _joint_dtype(x, weight)
+    rstd, dy = _per_row(rstd, x, dtype), dy.to(dtype)
+    xhat = x.to(dtype) * rstd
+    g = dy if weight is None else dy * (weight.to(dtype) + offset)
+    c = (xhat * g).mean(dim=-1, keepdim=True)
+    dx = (g - xhat * c) * rstd
+    dw = None
+    if weight is not None:
+        dw = (dy * _round_xhat(xhat, x.dtype, casting)).reshape(-1, x.shape[-1]).sum(dim=0).to(weight.dtype)
+    return dx.to(x.dtype), dw
+
+
+def _joint_dtype(*tensors: Tensor | None) -> torch.dtype:
+    is_double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
+    return torch.float64 if is_double else torch.float32
+
+
+def _per_row(rstd: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return rstd.to(dtype).reshape(*x.shape[:-1], 1)
+
+
+def _round_xhat(xhat: Tensor, dtype: torch.dtype, casting: str) -> Tensor:
+    return xhat.to(dtype).to(xhat.dtype) if casting == "llama" else xhat

@@ -1,0 +1,226 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Which backend runs an op.
+
+Selection: the `backend=` argument, then `use_backend`, then `set_backend`, then the environment variable
+TILEGYM_RMSNORM_BACKEND, then "auto". "auto" takes the first backend of AUTO_ORDER that can run these tensors on this
+machine; a backend asked for by name runs or raises `BackendUnavailableError`, it never falls back to another.
+
+A backend is a module (named in BACKEND_MODULES) that imports nothing optional and offers
+
+    unusable(request)   why it cannot run the request (None as request: on this machine at all), or None if it can
+    IMPLEMENTATION      the module that registers its functions with `register_impl`, imported on first use
+    AUTO_ON_CPU         whether "auto" may take it for tensors that are not on a CUDA device
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+
+OPS = ("rms_norm_forward", "rms_norm_backward")
+AUTO_ORDER = ("cutile", "triton", "inductor", "torch")  # fastest first
+BACKEND_MODULES = {
+    "cutile": "tilegym_rmsnorm.backends.cutile",
+    "triton": "tilegym_rmsnorm.backends.triton",
+    "inductor": "tilegym_rmsnorm.backends.inductor",
+    "torch": "tilegym_rmsnorm.backends.torch_reference",
+}
+ENVIRONMENT_VARIABLE = "TILEGYM_RMSNORM_BACKEND"
+_NAMES = (*AUTO_ORDER, "auto")
+
+
+class Request(NamedTuple):
+    """All that the choice of a backend depends on."""
+
+    device: torch.device
+    dtype: torch.dtype
+    weight_dtype: torch.dtype | None
+    casting: str
+    has_bias: bool
+
+
+class Unusable(NamedTuple):
+    """Why a backend cannot run, and the command or change that mends it."""
+
+    reason: str
+    remedy: str
+
+
+class BackendUnavailableError(RuntimeError):
+    """A backend was asked for by name and cannot run here, or not on these tensors."""
+
+
+_impls: dict[tuple[str, str], Callable[..., Any]] = {}
+_chosen: dict[tuple[str, Request, str], Callable[..., Any]] = {}
+_process_backend: str | None = None
+_context_backend: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "tilegym_rmsnorm_backend", default=None
+)
+
+
+def register_impl(op: str, backend: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator that makes a function the backend's implementation of `op`; a second registration is a ValueError."""
+    _check_name("op", op, OPS)
+    _check_name("backend", backend, AUTO_ORDER)
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        if (op, backend) in _impls:
+            raise ValueError(
+                f"{op} of backend {backend!r} is registered already, by {_impls[op, backend].__module__}"
+            )
+        _impls[op, backend] = function
+        return function
+
+    return register
+
+
+def dispatch(op: str, request: Request, backend: str | None = None) -> Callable[..., Any]:
+    """The function that runs `op` on tensors like `request`, by the backend named or the one in effect."""
+    name = get_current_backend() if backend is None else backend
+    try:
+        function = _chosen.get((op, request, name))
+    except TypeError:  # a name that is not even hashable; _choose says so in the words of every unknown name
+        function = None
+    return function or _choose(op, request, name)
+
+
+def get_current_backend() -> str:
+    """The name in effect where no `backend=` is given: a backend's, or "auto"."""
+    name = _context_backend.get() or _process_backend or os.environ.get(ENVIRONMENT_VARIABLE) or "auto"
+    if name not in _NAMES:
+        _check_name(ENVIRONMENT_VARIABLE, name, _NAMES)
+    return name
+
+
+def set_backend(backend: str | None) -> None:
+    """Make `backend` (or "auto") the default of this process; None leaves it to the environment variable again."""
+    global _process_backend
+    if backend is not None:
+        _check_name("backend", backend, _NAMES)
+    _process_backend = backend
+
+
+@contextlib.contextmanager
+def use_backend(backend: str) -> Iterator[None]:
+    """Use `backend` (or "auto") inside a `with` block, in this thread or task only.
+
+    A backward pass runs on the backend that its forward ran on, wherever it is called.
+    """
+    _check_name("backend", backend, _NAMES)
+    token = _context_backend.set(backend)
+    try:
+        yield
+    finally:
+        _context_backend.reset(token)
+
+
+def check_backend_name(backend: str) -> None:
+    """Raise the ValueError that lists the known names unless `backend` is one of them or "auto"."""
+    _check_name("backend", backend, _NAMES)
+
+
+def why_unusable(backend: str, request: Request | None = None) -> Unusable | None:
+    """Why `backend` cannot run the request (None: on this machine at all), or None if it can."""
+    return _probe(backend).unusable(request)
+
+
+def is_backend_available(backend: str) -> bool:
+    """Whether `backend` can run on this machine."""
+    return why_unusable(backend) is None
+
+
+def get_available_backends() -> list[str]:
+    """The backends that can run on this machine, fastest first."""
+    return [name for name in AUTO_ORDER if is_backend_available(name)]
+
+
+def get_available_backends_for_op(op: str) -> list[str]:
+    """The backends that can run on this machine and implement `op`, fastest first."""
+    _check_name("op", op, OPS)
+    return [name for name in get_available_backends() if op in _implemented_ops(name)]
+
+
+def get_registry_info() -> dict[str, Any]:
+    """What is known, what is in effect, and for each backend whether it is usable or why not."""
+    backends = {}
+    for name in AUTO_ORDER:
+        probe, unusable = _probe(name), why_unusable(name)
+        backends[name] = {
+            "usable": unusable is None,
+            "reason": unusable.reason if unusable else None,
+            "remedy": unusable.remedy if unusable else None,
+            "implementation": probe.IMPLEMENTATION,
+            "loaded_ops": [op for op in OPS if (op, name) in _impls],
+        }
+    return {
+        "ops": list(OPS),
+        "auto_order": list(AUTO_ORDER),
+        "current": get_current_backend(),
+        "backends": backends,
+    }
+
+
+def _choose(op: str, request: Request, name: str) -> Callable[..., Any]:
+    _check_name("op", op, OPS)
+    _check_name("backend", name, _NAMES)
+    backend = _first_usable(op, request) if name == "auto" else _usable(op, request, name)
+    if op not in _implemented_ops(backend):
+        raise BackendUnavailableError(
+            f"backend {backend!r} has no {op}; it implements {_implemented_ops(backend)}"
+        )
+    function = _impls[op, backend]
+    _chosen[op, request, name] = function
+    return function
+
+
+def _usable(op: str, request: Request, backend: str) -> str:
+    unusable = why_unusable(backend, request)
+    if unusable is None:
+        return backend
+    raise BackendUnavailableError(
+        f"backend {backend!r} was asked for and cannot run {op} here ({_describe(request)}): {unusable.reason}. "
+        f"To mend it: {unusable.remedy}. Usable on this machine: {', '.join(get_available_backends())}."
+    )
+
+
+def _first_usable(op: str, request: Request) -> str:
+    reasons = []
+    for backend in AUTO_ORDER:
+        if request.device.type != "cuda" and not _probe(backend).AUTO_ON_CPU:
+            reasons.append(f"{backend}: runs on {request.device.type} by name only")
+            continue
+        unusable = why_unusable(backend, request)
+        if unusable is None:
+            return backend
+        reasons.append(f"{backend}: {unusable.reason} (to mend it: {unusable.remedy})")
+    raise BackendUnavailableError(f"no backend can run {op} ({_describe(request)}). " + "; ".join(reasons))
+
+
+def _probe(backend: str) -> ModuleType:
+    _check_name("backend", backend, AUTO_ORDER)
+    return importlib.import_module(BACKEND_MODULES[backend])
+
+
+def _implemented_ops(backend: str) -> list[str]:
+    importlib.import_module(_probe(backend).IMPLEMENTATION)
+    return [op for op in OPS if (op, backend) in _impls]
+
+
+def _describe(request: Request) -> str:
+    weight = "no weight" if request.weight_dtype is None else f"{request.weight_dtype} weight"
+    bias = ", bias" if request.has_bias else ""
+    return f"{request.dtype} x on {request.device}, {weight}{bias}, casting {request.casting!r}"
+
+
+def _check_name(what: str, name: object, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise ValueError(f"{what}: expected one of {', '.join(map(repr, known))}, got {name!r}")

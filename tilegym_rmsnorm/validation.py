@@ -1,0 +1,120 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The checks at the door: every error here is raised before anything is allocated or launched.
+
+Shapes and values that do not fit raise ValueError, dtypes and types TypeError; the text names the argument, what was
+expected and what was given. On the good path a check is a few comparisons; text is built on failure only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from tilegym_rmsnorm.reference import CASTINGS, compute_dtype, default_eps
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INF = math.inf
+
+
+def check_input(name: str, x: Tensor) -> None:
+    """x: a tensor of a floating dtype with at least one dimension."""
+    if not isinstance(x, Tensor):
+        _fail(TypeError, name, "a torch.Tensor", type(x).__name__)
+    if x.dtype not in DTYPES:
+        _fail(TypeError, name, f"a dtype of {_names(DTYPES)}", x.dtype)
+    if x.ndim == 0:
+        _fail(ValueError, name, "at least one dimension", "a tensor of shape ()")
+
+
+def check_normalized_shape(x: Tensor, normalized_shape: int | Sequence[int]) -> tuple[int, torch.Size]:
+    """N and the shape that weight and bias must have: x's last dimensions, which `normalized_shape` must name."""
+    if not isinstance(normalized_shape, (tuple, list)):
+        normalized_shape = (normalized_shape,)
+    dims = len(normalized_shape)
+    shape = x.shape[-dims:]
+    if dims == 0 or dims > x.ndim or shape != tuple(normalized_shape):
+        expected = f"the last dimensions of a tensor of shape {tuple(x.shape)}"
+        _fail(ValueError, "normalized_shape", expected, tuple(normalized_shape))
+    n = shape[0] if dims == 1 else math.prod(shape)
+    if n == 0:
+        _fail(ValueError, "normalized_shape", "at least one element per row", tuple(normalized_shape))
+    return n, shape
+
+
+def check_vector(name: str, vector: Tensor | None, x: Tensor, shape: torch.Size) -> None:
+    """weight or bias: None, or a floating tensor of `shape` on x's device."""
+    if vector is None:
+        return
+    if not isinstance(vector, Tensor):
+        _fail(TypeError, name, "a torch.Tensor or None", type(vector).__name__)
+    if vector.shape != shape:
+        _fail(ValueError, name, f"shape {tuple(shape)}", tuple(vector.shape))
+    if vector.dtype not in DTYPES:
+        _fail(TypeError, name, f"a dtype of {_names(DTYPES)}", vector.dtype)
+    if vector.device != x.device:
+        _fail(ValueError, name, f"the device of x, {x.device}", vector.device)
+
+
+def check_like(name: str, tensor: Tensor, x: Tensor) -> None:
+    """dy or residual: x's shape, dtype and device."""
+    if not isinstance(tensor, Tensor):
+        _fail(TypeError, name, "a torch.Tensor", type(tensor).__name__)
+    if tensor.shape != x.shape:
+        _fail(ValueError, name, f"the shape of x, {tuple(x.shape)}", tuple(tensor.shape))
+    if tensor.dtype != x.dtype:
+        _fail(TypeError, name, f"the dtype of x, {x.dtype}", tensor.dtype)
+    if tensor.device != x.device:
+        _fail(ValueError, name, f"the device of x, {x.device}", tensor.device)
+
+
+def check_rstd(rstd: Tensor, x: Tensor, m: int) -> None:
+    """rstd: shape (M,), the precision that x is computed in, x's device."""
+    if not isinstance(rstd, Tensor):
+        _fail(TypeError, "rstd", "a torch.Tensor", type(rstd).__name__)
+    if rstd.shape != (m,):
+        _fail(ValueError, "rstd", f"shape ({m},), one element per row of x", tuple(rstd.shape))
+    if rstd.dtype != compute_dtype(x.dtype):
+        _fail(TypeError, "rstd", f"{compute_dtype(x.dtype)} for {x.dtype} x", rstd.dtype)
+    if rstd.device != x.device:
+        _fail(ValueError, "rstd", f"the device of x, {x.device}", rstd.device)
+
+
+def checked_eps(eps: float | None, dtype: torch.dtype) -> float:
+    """eps as a float; None means the machine epsilon of the precision that computes."""
+    if eps is None:
+        return default_eps(dtype)
+    return checked_number("eps", eps, 0.0, "a finite number, at least 0, or None")
+
+
+def checked_number(
+    name: str, value: float, lowest: float = -_INF, expected: str = "a finite number"
+) -> float:
+    """`value` as a finite float that is at least `lowest`."""
+    if type(value) is not float:
+        if not isinstance(value, Real) or isinstance(value, bool):
+            _fail(TypeError, name, expected, repr(value))
+        value = float(value)
+    if not (lowest <= value < _INF) or value == -_INF:
+        _fail(ValueError, name, expected, value)
+    return value
+
+
+def check_casting(casting: str) -> None:
+    """casting: one of CASTINGS."""
+    if casting not in CASTINGS:
+        _fail(ValueError, "casting", f"one of {', '.join(map(repr, CASTINGS))}", repr(casting))
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(dtype) for dtype in dtypes)
+
+
+def _fail(error: type[Exception], name: str, expected: str, got: object) -> NoReturn:
+    raise error(f"{name}: expected {expected}, got {got}")
