@@ -1,0 +1,118 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""A machine of the cutile backend that compiles instead of launching: tileiras needs no GPU, and tensors of device
+"meta" no memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cuda.tile as ct
+import torch
+from cuda.tile.compilation import (
+    ArrayConstraint,
+    CallingConvention,
+    KernelSignature,
+    ScalarConstraint,
+    export_kernel,
+)
+
+from tilegym_rmsnorm.backends.cutile.config import Config, uses_dependent_launch
+from tilegym_rmsnorm.backends.cutile.machine import compiled
+
+TILE_DTYPE = {torch.float16: ct.float16, torch.bfloat16: ct.bfloat16, torch.float32: ct.float32}
+
+
+class Compiled(NamedTuple):
+    """What the compiler made of one kernel. stack: bytes a thread; above 0 registers spill to local memory."""
+
+    name: str
+    config: Config
+    registers: int
+    stack: int
+
+
+class CompilingMachine:
+    """Compiles each launch for `architecture`. Keeps `results`, and the distinct `signatures` of each kernel by its
+    name.
+
+    compiles=False: only the signatures, which is what cuda-tile's JIT tells kernels apart by.
+    """
+
+    def __init__(self, architecture: int, compiles: bool = True) -> None:
+        self.architecture = architecture
+        self.sm_count = 132
+        self.dependent_launch = uses_dependent_launch(architecture)
+        self.no_weight, self.no_dw_partial = torch.empty(2, 64, device="meta").unbind()
+        self.compiles = compiles
+        self.results: list[Compiled] = []
+        self.signatures: dict[str, set[str]] = {}
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def bind(
+        self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]
+    ) -> Callable[..., None]:
+        def launch(grid: tuple[int, ...], arguments: tuple[Any, ...], dependent: bool = False) -> None:
+            signature = KernelSignature(
+                [*map(_constraint, arguments), *constants], CallingConvention.cutile_python_v1()
+            )
+            self.signatures.setdefault(function.__name__, set()).add(repr(signature))
+            if not self.compiles:
+                return
+            kernel = compiled(function, config.warps, config.occupancy)
+            with tempfile.TemporaryDirectory() as folder:
+                cubin = Path(folder) / "kernel.cubin"
+                export_kernel(
+                    kernel, [signature], cubin, gpu_code=f"sm_{self.architecture}", output_format="cubin"
+                )
+                self.results.append(Compiled(function.__name__, config, *resource_usage(cubin)))
+
+        return launch
+
+
+def _constraint(argument: torch.Tensor | float) -> ArrayConstraint | ScalarConstraint:
+    """What cuda-tile assumes of an argument: its dtype, and which strides and extents are multiples of 16 bytes or
+    elements."""
+    if not isinstance(argument, torch.Tensor):
+        return ScalarConstraint(ct.float32)
+    lanes = 16 // argument.dtype.itemsize
+    *row_strides, last_stride = argument.stride()
+    assert last_stride == 1
+    return ArrayConstraint(
+        TILE_DTYPE[argument.dtype],
+        argument.ndim,
+        index_dtype=ct.int32,
+        stride_lower_bound_incl=0,
+        alias_groups=(),
+        may_alias_internally=False,
+        stride_constant=(*(None for _ in row_strides), 1),
+        stride_divisible_by=(*(lanes if stride % lanes == 0 else 1 for stride in row_strides), 1),
+        shape_divisible_by=tuple(16 if extent % 16 == 0 else 1 for extent in argument.shape),
+        base_addr_divisible_by=16,
+    )
+
+
+def resource_usage(cubin: Path) -> tuple[int, int]:
+    """Registers and bytes of stack that a thread of the kernel in `cubin` uses."""
+    command = [str(find_cuobjdump()), "--dump-resource-usage", str(cubin)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    [(registers, stack)] = re.findall(r"REG:(\d+) STACK:(\d+)", text)
+    return int(registers), int(stack)
+
+
+def find_cuobjdump() -> Path | None:
+    """The cuobjdump of PATH, of the package nvidia-cuda-cuobjdump, or the one inside Triton's package."""
+    packages = Path(sysconfig.get_path("purelib"))
+    folders = [packages / "nvidia/cu13/bin", packages / "triton/backends/nvidia/bin"]
+    found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=os.pathsep.join(map(str, folders)))
+    return Path(found) if found else None

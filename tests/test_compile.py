@@ -1,0 +1,136 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Every kernel of the cutile backend, compiled by tileiras for every architecture over the configs that the selector
+can pick."""
+
+import pytest
+import torch
+
+from tilegym_rmsnorm.backends.cutile import toolchain
+from tilegym_rmsnorm.backends.cutile.config import (
+    ARCHITECTURES,
+    backward_config,
+    forward_config,
+    row_partials_config,
+)
+
+pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+from compiling import CompilingMachine, find_cuobjdump  # noqa: E402
+
+from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
+
+if toolchain.find_tileiras() is None:
+    pytest.skip(f"tileiras is not installed ({toolchain.PIP_INSTALL})", allow_module_level=True)
+if find_cuobjdump() is None:
+    pytest.skip("cuobjdump is not installed (pip install nvidia-cuda-cuobjdump)", allow_module_level=True)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+WIDEST = 20000  # beyond it the configs stay the same
+
+
+def widths_of_configs(configure, itemsize: int, architecture: int) -> dict:
+    """Each config that some width gets, with the widest such width that is a multiple of 16, or else the widest."""
+    widths = {}
+    for n in range(1, WIDEST):
+        config = configure(n, itemsize, architecture)
+        if n % 16 == 0 or widths.get(config, n) % 16:
+            widths[config] = n
+    return widths
+
+
+def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def run_forward(machine, config, n, dtype, weight_dtype, round_xhat=False, m=4096, eps=1e-6):
+    weight = None if weight_dtype is None else meta(n, dtype=weight_dtype)
+    Forward(machine, config, n, weight is not None, round_xhat)(meta(m, n, dtype=dtype), weight, eps, 0.0)
+
+
+def run_backward(
+    machine, config, n, dtype, weight_dtype, round_xhat=False, has_dw=True, m=4096, shares_partials=True
+):
+    weight = None if weight_dtype is None else meta(n, dtype=weight_dtype)
+    run = Backward(
+        machine, config, n, weight is not None, has_dw and weight is not None, round_xhat, shares_partials
+    )
+    run(meta(m, n, dtype=dtype), meta(m, n, dtype=dtype), weight, meta(m, dtype=FP32), 0.0)
+
+
+def assert_no_unexplained_spill(machine: CompilingMachine) -> None:
+    assert machine.results
+    spilling = [result for result in machine.results if result.stack > 0 and not result.config.spills]
+    assert not spilling, f"sm_{machine.architecture}: registers spill to local memory: {spilling}"
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_forward_configs(architecture, dtype):
+    machine = CompilingMachine(architecture)
+    for config, n in widths_of_configs(forward_config, dtype.itemsize, architecture).items():
+        run_forward(machine, config, n, dtype, dtype)
+    assert_no_unexplained_spill(machine)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_backward_configs(architecture, dtype):
+    machine = CompilingMachine(architecture)
+    for config, n in widths_of_configs(backward_config, dtype.itemsize, architecture).items():
+        run_backward(machine, config, n, dtype, dtype)
+    assert_no_unexplained_spill(machine)
+
+
+@pytest.mark.parametrize("configure", [forward_config, backward_config])
+def test_odd_widths(configure):
+    """One column less than the tiles hold: bounds checks, and strides that are no multiple of 16 bytes."""
+    machine = CompilingMachine(90)
+    run = run_forward if configure is forward_config else run_backward
+    for config, n in widths_of_configs(configure, 2, 90).items():
+        if n > 1 and configure(n - 1, 2, 90) == config:
+            run(machine, config, n - 1, BF16, BF16)
+    assert_no_unexplained_spill(machine)
+
+
+VARIANTS = {
+    "float16": dict(dtype=FP16, weight_dtype=FP16),
+    "float32 weight": dict(dtype=BF16, weight_dtype=FP32),
+    "llama casting": dict(dtype=BF16, weight_dtype=BF16, round_xhat=True),
+    "no weight": dict(dtype=BF16, weight_dtype=None),
+}
+ONE_WIDTH_PER_KERNEL = (128, 2048, 5120, 32768)
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 120])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants(architecture, variant):
+    machine = CompilingMachine(architecture)
+    for n in ONE_WIDTH_PER_KERNEL:
+        run_forward(machine, forward_config(n, 2, architecture), n, **VARIANTS[variant])
+        run_backward(machine, backward_config(n, 2, architecture), n, **VARIANTS[variant])
+    assert_no_unexplained_spill(machine)
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 120])
+def test_frozen_weight_and_one_partial_row_per_row(architecture):
+    machine = CompilingMachine(architecture)
+    for n in ONE_WIDTH_PER_KERNEL:
+        run_backward(machine, backward_config(n, 2, architecture), n, BF16, BF16, has_dw=False)
+        row_partials = row_partials_config(n, 2, architecture)
+        run_backward(machine, row_partials, n, BF16, BF16, shares_partials=False)
+    assert_no_unexplained_spill(machine)
+
+
+@pytest.mark.parametrize("n", [128, 2048, 4096, 5000, 32768])
+def test_batch_sizes_and_eps_compile_nothing_new(n):
+    """What cuda-tile tells apart by itself is whether an extent is a multiple of 16: M, and with it P, two classes
+    each."""
+    counting = CompilingMachine(90, compiles=False)
+    for m in (1, 2, 16, 100, 128, 1000, 4096, 5000, 65536, 131072, 524288):
+        for eps in (1e-6, 1e-5, 0.1):
+            run_forward(counting, forward_config(n, 2, 90), n, BF16, FP32, m=m, eps=eps)
+            run_backward(counting, backward_config(n, 2, 90), n, BF16, FP32, m=m)
+    for name, signatures in counting.signatures.items():
+        extents = 1 if name in ("sum_partials", "forward_rows", "forward_tiles", "forward_chunks") else 2
+        assert len(signatures) <= 2**extents, f"{name}: {len(signatures)} compilations"

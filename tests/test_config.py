@@ -1,0 +1,130 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The selector of the cutile backend, swept over M x N x element size x architecture. Neither torch nor a GPU takes
+part."""
+
+import ast
+import inspect
+
+import pytest
+
+from tilegym_rmsnorm.backends.cutile import config as configs
+from tilegym_rmsnorm.backends.cutile.config import (
+    ARCHITECTURES,
+    LARGEST_GRID,
+    backward_config,
+    forward_config,
+    means_config,
+    partial_rows,
+    power_of_two,
+    row_partials_config,
+    sum_config,
+)
+
+SM_COUNTS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 103: 160, 120: 188}
+WIDTHS = sorted(
+    {*range(1, 130), *(p + d for k in range(7, 17) for p in (1 << k, 3 << k) for d in (-1, 0, 1)), 131072}
+)
+EVERY_ROW_MEETS = [
+    (configure, architecture, itemsize)
+    for configure in (forward_config, backward_config, row_partials_config)
+    for architecture in ARCHITECTURES
+    for itemsize in (2, 4)
+]
+
+
+@pytest.mark.parametrize(("configure", "architecture", "itemsize"), EVERY_ROW_MEETS)
+def test_every_width_gets_a_config_that_holds_it(configure, architecture, itemsize):
+    for n in WIDTHS:
+        config = configure(n, itemsize, architecture)
+        extents = [config.width, config.rows] + ([config.rest] if config.rest else [])
+        assert all(extent == power_of_two(extent) for extent in extents), (n, config)
+        assert config.warps in (4, 8), "other counts need a later cuda-tile"
+        assert 1 <= config.latency <= 10 and 1 <= config.occupancy <= 32 and config.reason
+        if config.kernel in ("rows", "tiles"):
+            assert config.width + config.rest >= n, "columns past the tiles would be dropped"
+            assert config.width + config.rest < 2 * n or n == 1, "a smaller tile holds the row"
+        if config.rest:
+            assert config.kernel == "rows" and config.width < n, "the first tile is not bounds-checked"
+        if config.kernel == "rows":
+            assert config.rows == 1
+        if config.tma:
+            assert architecture >= 90
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_no_config_asks_for_more_registers_than_an_sm_has(architecture, itemsize):
+    """x and dy in their own dtype, the sum of dw and weight in float32: 4-byte registers, 64K an SM, 255 a thread."""
+    for n in WIDTHS:
+        config = backward_config(n, itemsize, architecture)
+        lanes = config.rows * (config.width + config.rest)
+        weight_lanes = config.width + config.rest
+        registers = lanes * (2 * itemsize + 4) / 4 + weight_lanes
+        threads = config.warps * 32
+        assert registers / threads <= 255 or config.spills, (n, config)
+        assert registers * config.occupancy <= 65536 or config.spills, (n, config)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_x_is_read_once_in_the_forward_up_to_16384_columns(architecture):
+    for n in WIDTHS:
+        for itemsize in (2, 4):
+            assert (forward_config(n, itemsize, architecture).kernel == "chunks") == (n > 16384)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_partial_rows_are_few_and_never_more_than_row_tiles(architecture):
+    sm_count = SM_COUNTS[architecture]
+    for n in WIDTHS:
+        for itemsize in (2, 4):
+            config = backward_config(n, itemsize, architecture)
+            previous = 0
+            for m in (1, 2, 31, 132, 1000, 4096, 65536, 2**24, 2**30):
+                p = partial_rows(m, n, config, sm_count)
+                assert 1 <= p <= min(8 * sm_count, -(-m // config.rows), LARGEST_GRID)
+                assert p >= previous, "more rows never get fewer blocks"
+                previous = p
+
+
+def test_a_split_row_wastes_fewer_lanes_than_one_tile():
+    assert (backward_config(5120, 2, 90).width, backward_config(5120, 2, 90).rest) == (4096, 1024)
+    for n in WIDTHS:
+        config = backward_config(n, 2, 90)
+        if config.rest:
+            assert config.width + config.rest <= power_of_two(n) * 3 // 4
+
+
+def test_configs_compile_few_kernels():
+    """Every distinct config is a kernel to compile: the sweep of all widths must not invent one per width."""
+    for configure in (forward_config, backward_config):
+        distinct = {configure(n, 2, 90) for n in range(1, 40000)}
+        assert len(distinct) <= 30
+
+
+def test_only_hopper_configs_that_were_measured_may_spill():
+    for architecture in ARCHITECTURES:
+        for itemsize in (2, 4):
+            spilling = [n for n in WIDTHS if backward_config(n, itemsize, architecture).spills]
+            assert all(architecture == 90 and n > 12288 for n in spilling)
+            assert not any(forward_config(n, itemsize, architecture).spills for n in WIDTHS)
+
+
+@pytest.mark.parametrize("arguments", [(0, 2, 90), (128, 8, 90), (128, 2, 75)])
+def test_what_no_kernel_serves_is_refused(arguments):
+    for configure in (forward_config, backward_config):
+        with pytest.raises(ValueError, match="expected n >= 1, itemsize 2 or 4, architecture one of"):
+            configure(*arguments)
+
+
+def test_helper_kernels_have_tiles_of_powers_of_two():
+    for config in (sum_config(), *map(means_config, ARCHITECTURES)):
+        assert config.width == power_of_two(config.width) and config.rows == power_of_two(config.rows)
+
+
+def test_the_selector_imports_neither_torch_nor_cuda_tile():
+    tree = ast.parse(inspect.getsource(configs))
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    assert imported == {"__future__", "dataclasses", "typing"}

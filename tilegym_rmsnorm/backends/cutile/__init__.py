@@ -1,0 +1,128 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Backend "cutile": whether it can run here. The kernels and their launch are imported on first use.
+
+With TILEGYM_RMSNORM_INTERPRET=1 the kernels' own Python runs over CPU tensors; that needs cuda-tile, but
+neither a GPU nor tileiras.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+
+from tilegym_rmsnorm.backends.cutile import config, toolchain
+from tilegym_rmsnorm.registry import Request, Unusable
+
+IMPLEMENTATION = "tilegym_rmsnorm.backends.cutile.launch"
+AUTO_ON_CPU = False
+
+ARCHITECTURES = tuple(f"sm_{number}" for number in config.ARCHITECTURES)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INTERPRET_VARIABLE = "TILEGYM_RMSNORM_INTERPRET"
+_INTERPRET_REMEDY = (
+    f"set {INTERPRET_VARIABLE}=1 to run the kernels' Python on the CPU (slow, for tests and pdb)"
+)
+
+
+def interpreting() -> bool:
+    """Whether CPU tensors are to be run through the kernels' own Python."""
+    return os.environ.get(INTERPRET_VARIABLE) == "1"
+
+
+def unusable(request: Request | None) -> Unusable | None:
+    """Why these tensors (None: this machine at all) cannot be run by cuTile kernels, None if they can."""
+    if request is None:
+        if interpreting() and not torch.cuda.is_available():
+            return _cuda_tile_unusable()
+        return _any_gpu_unusable() or _cuda_tile_unusable() or _tileiras_unusable()
+    if problem := _tensors_unusable(request):
+        return problem
+    if request.device.type == "cpu" and interpreting():
+        return _cuda_tile_unusable()
+    if request.device.type != "cuda":
+        remedy = f"move the tensors to an NVIDIA GPU, or {_INTERPRET_REMEDY}"
+        return Unusable(f"it runs on CUDA tensors, these are on {request.device}", remedy)
+    return _gpu_unusable(request.device) or _cuda_tile_unusable() or _tileiras_unusable()
+
+
+def _tensors_unusable(request: Request) -> Unusable | None:
+    other_backend = 'use backend="torch" or "auto"'
+    if request.dtype not in DTYPES:
+        return Unusable(f"it takes x of float16, bfloat16 or float32, not {request.dtype}", other_backend)
+    if request.weight_dtype not in (None, request.dtype, torch.float32):
+        expected = f"a weight of x's dtype ({request.dtype}) or torch.float32"
+        return Unusable(f"it takes {expected}, not {request.weight_dtype}", other_backend)
+    if request.has_bias:
+        return Unusable("it does not take a bias", other_backend)
+    return None
+
+
+@functools.cache
+def _any_gpu_unusable() -> Unusable | None:
+    if not torch.cuda.is_available():
+        return _no_gpu()
+    problems = [_gpu_unusable(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    return None if None in problems else problems[0]
+
+
+@functools.cache
+def _gpu_unusable(device: torch.device) -> Unusable | None:
+    if not torch.cuda.is_available():
+        return _no_gpu()
+    if torch.version.hip is not None:
+        return Unusable("it runs on NVIDIA GPUs, this PyTorch drives AMD ones", 'use backend="triton"')
+    driver = toolchain.driver_cuda_version()
+    if driver is not None and driver < toolchain.OLDEST_DRIVER:
+        reason = f"the NVIDIA driver supports CUDA {toolchain.dotted(driver)}, cuTile kernels need 13.0"
+        return Unusable(reason, 'update the driver to r580 or later, or use backend="triton"')
+    major, minor = torch.cuda.get_device_capability(device)
+    if (architecture := f"sm_{major}{minor}") not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        name = torch.cuda.get_device_name(device)
+        return Unusable(f"{name} is {architecture}, the kernels support {known}", 'use backend="triton"')
+    return None
+
+
+def _no_gpu() -> Unusable:
+    if torch.version.cuda is None:
+        reason, remedy = (
+            "this PyTorch is built without CUDA",
+            "install a CUDA build of PyTorch on a machine with an NVIDIA GPU",
+        )
+    else:
+        reason, remedy = "PyTorch sees no NVIDIA GPU", "check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    return Unusable(reason, f"{remedy}, or {_INTERPRET_REMEDY}")
+
+
+@functools.cache
+def _cuda_tile_unusable() -> Unusable | None:
+    version = toolchain.package_version("cuda-tile")
+    if version is None:
+        return Unusable("cuda-tile is not installed", toolchain.CUDA_TILE_INSTALL)
+    oldest, below = toolchain.CUDA_TILE_RANGE
+    if not oldest <= toolchain.parse_version(version) < below:
+        expected = f">={toolchain.dotted(oldest)},<{toolchain.dotted(below)}"
+        return Unusable(f"cuda-tile {version} is installed, expected {expected}", toolchain.CUDA_TILE_INSTALL)
+    return None
+
+
+@functools.cache
+def _tileiras_unusable() -> Unusable | None:
+    tileiras = toolchain.find_tileiras()
+    if tileiras is None:
+        mismatch = toolchain.pip_mismatch()
+        reason = (
+            f"pip packages of different versions ({mismatch})" if mismatch else "tileiras is not installed"
+        )
+        return Unusable(reason, toolchain.PIP_INSTALL)
+    if tileiras.release is not None and tileiras.release < toolchain.OLDEST_TILEIRAS:
+        found = f"tileiras {toolchain.dotted(tileiras.release)} (from {tileiras.source}: {tileiras.path})"
+        reason = f"{found} is too old, expected {toolchain.dotted(toolchain.OLDEST_TILEIRAS)} or later"
+        return Unusable(reason, toolchain.PIP_INSTALL)
+    if conflict := toolchain.cuda_home_conflict():
+        return Unusable(conflict, f"unset CUDA_HOME and CUDA_PATH, or {toolchain.PIP_INSTALL}")
+    return None

@@ -1,0 +1,230 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""The backward of RMSNorm in cuTile: a dx kernel that leaves partial sums, and a dw kernel that adds them.
+
+For row i of x (M x N), in float32:
+
+    xhat = x * rstd        g = dy * (weight + offset)        c = mean_j(xhat * g)
+    dx   = (g - xhat * c) * rstd                             dw = sum_i dy * xhat
+
+dx needs one row at a time, dw all of them. So P tile blocks walk the rows (block b takes rows b, b + P, b + 2P, ...),
+write dx, and keep the sum of *their* rows of dy * xhat in registers. Each writes that sum once, as row b of
+`dw_partial` (P x N, float32). `sum_partials` then adds the P rows in a fixed order and rounds once. There are no
+atomics: the order of every addition follows from indices alone, so dw has the same bits on every run.
+
+Three ways to hold a row; config.py says which one serves which width:
+
+    backward_rows     one row per step, gathered into one or two register tiles
+    backward_tiles    several narrow rows per step, as one 2-D tile
+    backward_means, backward_strips
+                      rows wider than registers hold: c of every row first, then blocks that own a strip of columns
+                      walk the rows
+
+M, offset and 1/N are run-time values; tile extents, dtypes and the switches in capitals are compiled in. Without a
+weight (HAS_WEIGHT False) or without need for dw (HAS_DW False) the arguments `weight` and `dw_partial` are
+placeholders, neither read nor written. ROUND_XHAT is casting="llama": dw then sums dy times xhat as the forward
+rounded it; dx never rounds xhat.
+"""
+
+import cuda.tile as ct
+
+from .rows import (
+    ZERO,
+    ConstBool,
+    ConstInt,
+    as_float32,
+    column_tiles,
+    load_row,
+    load_scale,
+    store_row,
+    sum_of_products,
+    xhat_as_multiplied,
+)
+
+
+def backward_rows(
+    dx,  # (M, N), x's dtype: written
+    dw_partial,  # (P, N), float32: written
+    dy,  # (M, N), any row stride
+    x,  # (M, N), any row stride
+    weight,  # (N,)
+    rstd,  # (M,), float32
+    inv_n,
+    offset,
+    WIDTH: ConstInt,
+    REST: ConstInt,
+    EVEN: ConstBool,
+    LATENCY: ConstInt,
+    HAS_WEIGHT: ConstBool,
+    HAS_DW: ConstBool,
+    ROUND_XHAT: ConstBool,
+):
+    """Grid: (P,)."""
+    columns = column_tiles(WIDTH, REST)
+    if HAS_WEIGHT:
+        tscale = load_scale(weight, columns, offset, EVEN)
+    tdw = tuple(ct.zeros(c.shape, dtype=ct.float32) for c in ct.static_iter(columns))
+
+    for row in range(ct.bid(0), x.shape[0], ct.num_blocks(0)):
+        tx = load_row(x, row, columns, EVEN, LATENCY)
+        tdy = load_row(dy, row, columns, EVEN, LATENCY)
+        trstd = ct.load(rstd, row, shape=())
+
+        txhat = tuple(t * trstd for t in ct.static_iter(tx))
+        tg = tdy
+        if HAS_WEIGHT:
+            tg = tuple(tdy[k] * tscale[k] for k in ct.static_iter(range(len(columns))))
+        c = sum_of_products(txhat, tg) * inv_n
+
+        tdx = tuple((tg[k] - txhat[k] * c) * trstd for k in ct.static_iter(range(len(columns))))
+        store_row(dx, row, columns, tdx, EVEN)
+        if HAS_DW:
+            tdw = tuple(
+                tdw[k] + tdy[k] * xhat_as_multiplied(txhat[k], x.dtype, ROUND_XHAT)
+                for k in ct.static_iter(range(len(columns)))
+            )
+
+    if HAS_DW:
+        store_row(dw_partial, ct.bid(0), columns, tdw, EVEN)
+
+
+def backward_tiles(
+    dx,
+    dw_partial,
+    dy,
+    x,
+    weight,
+    rstd,
+    inv_n,
+    offset,
+    ROWS: ConstInt,
+    WIDTH: ConstInt,
+    LATENCY: ConstInt,
+    TMA: ConstBool,
+    HAS_WEIGHT: ConstBool,
+    HAS_DW: ConstBool,
+    ROUND_XHAT: ConstBool,
+):
+    """Grid: (P,). Rows past M and columns past N read 0, so they add 0 to every sum; they are not written."""
+    if HAS_WEIGHT:
+        tscale = as_float32(ct.load(weight, (0,), (WIDTH,), padding_mode=ZERO)) + offset
+        tscale = ct.reshape(tscale, (1, WIDTH))
+    tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
+
+    for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
+        tx = as_float32(ct.load(x, (i, 0), (ROWS, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
+        tdy = as_float32(
+            ct.load(dy, (i, 0), (ROWS, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA)
+        )
+        trstd = ct.reshape(ct.load(rstd, (i,), (ROWS,), padding_mode=ZERO), (ROWS, 1))
+
+        txhat = tx * trstd
+        tg = tdy
+        if HAS_WEIGHT:
+            tg = tdy * tscale
+        c = ct.sum(txhat * tg, axis=1, keepdims=True) * inv_n
+
+        ct.store(dx, (i, 0), ct.astype((tg - txhat * c) * trstd, dx.dtype), allow_tma=TMA)
+        if HAS_DW:
+            tdw = tdw + tdy * xhat_as_multiplied(txhat, x.dtype, ROUND_XHAT)
+
+    if HAS_DW:
+        ct.store(dw_partial, (ct.bid(0), 0), ct.sum(tdw, axis=0, keepdims=True), allow_tma=False)
+
+
+def backward_means(
+    c,  # (M,), float32: written
+    dy,
+    x,
+    weight,
+    rstd,
+    inv_n,
+    offset,
+    WIDTH: ConstInt,
+    LATENCY: ConstInt,
+    TMA: ConstBool,
+    HAS_WEIGHT: ConstBool,
+):
+    """Grid: (M,). c = mean_j(xhat * g), the one number per row that dx needs from the whole row."""
+    i = ct.bid(0)
+    products = ct.zeros((1, WIDTH), dtype=ct.float32)
+    for j in range(ct.cdiv(x.shape[1], WIDTH)):
+        tx = as_float32(ct.load(x, (i, j), (1, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
+        tg = as_float32(ct.load(dy, (i, j), (1, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
+        if HAS_WEIGHT:
+            tscale = as_float32(ct.load(weight, (j,), (WIDTH,), padding_mode=ZERO)) + offset
+            tg = tg * ct.reshape(tscale, (1, WIDTH))
+        products = products + tx * tg
+
+    trstd = ct.load(rstd, i, shape=())
+    ct.scatter(c, i, ct.sum(products) * trstd * inv_n)
+
+
+def backward_strips(
+    dx,
+    dw_partial,
+    dy,
+    x,
+    weight,
+    rstd,
+    c,  # (M,), float32, from backward_means
+    offset,
+    ROWS: ConstInt,
+    WIDTH: ConstInt,
+    LATENCY: ConstInt,
+    TMA: ConstBool,
+    HAS_WEIGHT: ConstBool,
+    HAS_DW: ConstBool,
+    ROUND_XHAT: ConstBool,
+    DEPENDENT: ConstBool,
+):
+    """Grid: (P, cdiv(N, WIDTH)). Block (b, j) walks row tiles b, b + P, ... of column strip j."""
+    j = ct.bid(1)
+    if HAS_WEIGHT:
+        tscale = as_float32(ct.load(weight, (j,), (WIDTH,), padding_mode=ZERO)) + offset
+        tscale = ct.reshape(tscale, (1, WIDTH))
+    tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
+    if DEPENDENT:
+        ct.grid_dependency_control_wait()
+
+    for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
+        tx = as_float32(ct.load(x, (i, j), (ROWS, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
+        tdy = as_float32(
+            ct.load(dy, (i, j), (ROWS, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA)
+        )
+        trstd = ct.reshape(ct.load(rstd, (i,), (ROWS,), padding_mode=ZERO), (ROWS, 1))
+        tc = ct.reshape(ct.load(c, (i,), (ROWS,), padding_mode=ZERO), (ROWS, 1))
+
+        txhat = tx * trstd
+        tg = tdy
+        if HAS_WEIGHT:
+            tg = tdy * tscale
+        ct.store(dx, (i, j), ct.astype((tg - txhat * tc) * trstd, dx.dtype), allow_tma=TMA)
+        if HAS_DW:
+            tdw = tdw + tdy * xhat_as_multiplied(txhat, x.dtype, ROUND_XHAT)
+
+    if HAS_DW:
+        ct.store(dw_partial, (ct.bid(0), j), ct.sum(tdw, axis=0, keepdims=True), allow_tma=False)
+
+
+def sum_partials(
+    dw,  # (N,), weight's dtype: written
+    dw_partial,  # (P, N), float32
+    ROWS: ConstInt,
+    WIDTH: ConstInt,
+    DEPENDENT: ConstBool,
+):
+    """Grid: (cdiv(N, WIDTH),). Lane (r, j) adds rows r, r + ROWS, r + 2 ROWS, ... in that order, then the ROWS lanes
+    are added.
+
+    DEPENDENT: launched while the kernel before is still running, so everything up to the wait overlaps its tail.
+    """
+    j = ct.bid(0)
+    tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
+    if DEPENDENT:
+        ct.grid_dependency_control_wait()
+
+    for i in range(ct.cdiv(dw_partial.shape[0], ROWS)):
+        tdw = tdw + ct.load(dw_partial, (i, j), (ROWS, WIDTH), padding_mode=ZERO, latency=4, allow_tma=False)
+
+    ct.store(dw, (j,), ct.astype(ct.sum(tdw, axis=0), dw.dtype), allow_tma=False)

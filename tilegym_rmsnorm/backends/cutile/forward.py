@@ -1,0 +1,128 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""The forward of RMSNorm in cuTile. For row i of x (M x N), in float32:
+
+    rstd = 1 / sqrt(mean_j x^2 + eps)        y = x * rstd * (weight + offset)
+
+y is rounded once, on its way out; rstd (float32) is kept for the backward. With ROUND_XHAT (casting="llama") x * rstd
+is rounded to x's dtype before it meets the weight, as Hugging Face's Llama code does.
+
+    forward_rows      one row per block, gathered into one or two register tiles
+    forward_tiles     several narrow rows per block, as one 2-D tile
+    forward_chunks    a row wider than registers hold: summed chunk by chunk, then read again (from L2, mostly) and
+    written
+
+The first two read x from memory once. M, eps, offset and 1/N are run-time values; tile extents, dtypes and the
+switches in capitals are compiled in. Without a weight (HAS_WEIGHT False) the argument is a placeholder that is never
+read.
+"""
+
+import cuda.tile as ct
+
+from .rows import (
+    ZERO,
+    ConstBool,
+    ConstInt,
+    as_float32,
+    column_tiles,
+    load_row,
+    load_scale,
+    store_row,
+    sum_of_products,
+    xhat_as_multiplied,
+)
+
+
+def forward_rows(
+    y,  # (M, N), x's dtype: written
+    rstd,  # (M,), float32: written
+    x,  # (M, N), any row stride
+    weight,  # (N,)
+    inv_n,
+    eps,
+    offset,
+    WIDTH: ConstInt,
+    REST: ConstInt,
+    EVEN: ConstBool,
+    LATENCY: ConstInt,
+    HAS_WEIGHT: ConstBool,
+    ROUND_XHAT: ConstBool,
+):
+    """Grid: (M,). The weight is loaded after the reduction: loaded before it, it only holds registers while x is
+    awaited."""
+    row = ct.bid(0)
+    columns = column_tiles(WIDTH, REST)
+    tx = load_row(x, row, columns, EVEN, LATENCY)
+
+    trstd = ct.rsqrt(sum_of_products(tx, tx) * inv_n + eps)
+    ct.scatter(rstd, row, trstd)
+
+    ty = tuple(xhat_as_multiplied(t * trstd, x.dtype, ROUND_XHAT) for t in ct.static_iter(tx))
+    if HAS_WEIGHT:
+        tscale = load_scale(weight, columns, offset, EVEN)
+        ty = tuple(ty[k] * tscale[k] for k in ct.static_iter(range(len(ty))))
+
+    store_row(y, row, columns, ty, EVEN)
+
+
+def forward_tiles(
+    y,
+    rstd,
+    x,
+    weight,
+    inv_n,
+    eps,
+    offset,
+    ROWS: ConstInt,
+    WIDTH: ConstInt,
+    LATENCY: ConstInt,
+    TMA: ConstBool,
+    HAS_WEIGHT: ConstBool,
+    ROUND_XHAT: ConstBool,
+):
+    """Grid: (cdiv(M, ROWS),). Rows past M read 0 and are not written."""
+    i = ct.bid(0)
+    tx = as_float32(ct.load(x, (i, 0), (ROWS, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
+
+    trstd = ct.rsqrt(ct.sum(tx * tx, axis=1, keepdims=True) * inv_n + eps)
+    ct.store(rstd, (i,), ct.reshape(trstd, (ROWS,)), allow_tma=False)
+
+    ty = xhat_as_multiplied(tx * trstd, x.dtype, ROUND_XHAT)
+    if HAS_WEIGHT:
+        tscale = as_float32(ct.load(weight, (0,), (WIDTH,), padding_mode=ZERO)) + offset
+        ty = ty * ct.reshape(tscale, (1, WIDTH))
+
+    ct.store(y, (i, 0), ct.astype(ty, y.dtype), allow_tma=TMA)
+
+
+def forward_chunks(
+    y,
+    rstd,
+    x,
+    weight,
+    inv_n,
+    eps,
+    offset,
+    WIDTH: ConstInt,
+    LATENCY: ConstInt,
+    TMA: ConstBool,
+    HAS_WEIGHT: ConstBool,
+    ROUND_XHAT: ConstBool,
+):
+    """Grid: (M,). The squares are summed lane by lane over the chunks, and across lanes once."""
+    i = ct.bid(0)
+    squares = ct.zeros((1, WIDTH), dtype=ct.float32)
+    for j in range(ct.cdiv(x.shape[1], WIDTH)):
+        tx = as_float32(ct.load(x, (i, j), (1, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
+        squares = squares + tx * tx
+
+    trstd = ct.rsqrt(ct.sum(squares) * inv_n + eps)
+    ct.scatter(rstd, i, trstd)
+
+    for j in range(ct.cdiv(x.shape[1], WIDTH)):
+        tx = as_float32(ct.load(x, (i, j), (1, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
+        ty = xhat_as_multiplied(tx * trstd, x.dtype, ROUND_XHAT)
+        if HAS_WEIGHT:
+            tscale = as_float32(ct.load(weight, (j,), (WIDTH,), padding_mode=ZERO)) + offset
+            ty = ty * ct.reshape(tscale, (1, WIDTH))
+        ct.store(y, (i, j), ct.astype(ty, y.dtype), allow_tma=TMA)

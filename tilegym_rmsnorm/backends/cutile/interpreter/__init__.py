@@ -1,0 +1,125 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""Runs a cuTile kernel's own Python over CPU tensors, block by block, as TRITON_INTERPRET=1 does for Triton.
+
+    launch(backward_rows, (8,), (dx, dw_partial, dy, x, weight, rstd, 1 / 4096, 0.0, 4096, 0, True, 4, ...))
+
+pdb and pytest stop at the kernel's source lines. What a GPU would do silently raises here: access out of
+bounds, reading memory that nobody wrote (allocate it with `empty`), two blocks meeting at one element. What the
+compiler rejects in kernels of this kind is rejected too: extents that are no power of two, dtypes that do not mix
+or do not fit the array, indices of another rank. What is not covered raises NotImplementedError with its name.
+
+Not modelled: the GPU's order of additions in a reduction, fused multiply-add, the compiler's rule that a variable
+keeps its dtype and shape through a loop.
+"""
+
+from __future__ import annotations
+
+import math
+import typing
+from collections.abc import Sequence
+from types import FunctionType
+
+import cuda.tile as ct
+import torch
+
+from tilegym_rmsnorm.backends.cutile.config import LARGEST_GRID
+
+from .arrays import Array
+from .dtypes import NUMBER, TILE_DTYPE, TORCH_DTYPE, Constant, fits
+from .memory import Memory, empty, find_overlaps, unwritten
+from .rebind import Grid, Namespace, rebind
+from .tile import Tile
+
+__all__ = ["empty", "launch", "unwritten"]
+
+
+def launch(
+    function: FunctionType, grid: tuple[int, ...], args: tuple, *, order: Sequence[int] | None = None
+) -> None:
+    """Runs `function`, a plain Python function, once per block of `grid` (1 to 3 extents).
+
+    args: CPU tensors and numbers. order: block numbers (x counts fastest), each once, ascending by default;
+    no result may depend on it.
+
+    Raises IndexError for accesses out of bounds, RuntimeError for races, overlapping arguments and unwritten
+    memory, TypeError and ValueError for what the compiler or ct.launch refuses, NotImplementedError for what is
+    not covered. Errors from inside the kernel name the block.
+    """
+    blocks = Grid(_checked_grid(grid))
+    numbers = range(math.prod(blocks.extents))
+    if order is not None and sorted(order) != list(numbers):
+        raise ValueError(f"order: expected each of the {len(numbers)} block numbers once, got {order}")
+    parameters = _bind(function, args, blocks)
+    kernel = rebind(function, Namespace(blocks))
+    for number in numbers if order is None else order:
+        blocks.number = number
+        try:
+            kernel(*parameters)
+        except Exception as error:
+            error.args = (f"{error} [block {blocks.block} of {function.__name__}]",)
+            raise
+
+
+def _checked_grid(grid: tuple[int, ...]) -> tuple[int, ...]:
+    if not isinstance(grid, tuple) or any(not isinstance(n, int) for n in grid):
+        raise TypeError(f"grid: expected a tuple of integers, got {grid!r}")
+    if not 1 <= len(grid) <= 3 or any(not 1 <= n <= LARGEST_GRID for n in grid):
+        raise ValueError(f"grid: expected 1 to 3 extents from 1 to {LARGEST_GRID}, got {grid}")
+    return grid
+
+
+def _bind(function: FunctionType, args: tuple, blocks: Grid) -> list[Array | Tile | Constant]:
+    """The arguments as the kernel sees them: arrays, scalars, and numbers where it says ct.Constant."""
+    if not isinstance(function, FunctionType):
+        raise TypeError(f"expected a plain Python function, got {type(function).__name__}")
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    if len(args) != len(names):
+        raise TypeError(f"{function.__name__} takes {len(names)} arguments, got {len(args)}")
+    hints = typing.get_type_hints(function, include_extras=True)
+    bound = [
+        _bind_one(name, value, getattr(hints.get(name), "__metadata__", ()), blocks)
+        for name, value in zip(names, args, strict=True)
+    ]
+    find_overlaps([b.memory for b in bound if isinstance(b, Array)])
+    return bound
+
+
+def _bind_one(name: str, value: object, metadata: tuple, blocks: Grid) -> Array | Tile | Constant:
+    if any(isinstance(m, ct.ConstantAnnotation) for m in metadata):
+        if not isinstance(value, NUMBER):
+            raise TypeError(
+                f"{name}: expected a number for a ct.Constant parameter, got {type(value).__name__}"
+            )
+        return value
+    if isinstance(value, torch.Tensor):
+        return _bind_array(name, value, metadata, blocks)
+    if isinstance(value, bool):
+        return Tile(torch.tensor(value))
+    if isinstance(value, int):
+        dtype = torch.int64 if any(m in ct.ScalarInt64.__metadata__ for m in metadata) else torch.int32
+        if not fits(value, dtype):
+            raise OverflowError(
+                f"{name}: {value} is out of range of {dtype}; ct.ScalarInt64 takes larger ones"
+            )
+        return Tile(torch.tensor(value, dtype=dtype))
+    if isinstance(value, float):
+        return Tile(torch.tensor(value, dtype=torch.float32))
+    if isinstance(value, (tuple, list)):
+        raise NotImplementedError(
+            f"{name}: a {type(value).__name__} argument is not supported by the interpreter"
+        )
+    raise TypeError(f"{name}: expected a tensor or a number, got {type(value).__name__}")
+
+
+def _bind_array(name: str, tensor: torch.Tensor, metadata: tuple, blocks: Grid) -> Array:
+    if tensor.device.type != "cpu" or tensor.dtype not in TILE_DTYPE:
+        raise TypeError(f"{name}: cannot interpret a tensor of {tensor.dtype} on {tensor.device}")
+    index_dtype = torch.int32
+    for annotation in metadata:
+        if isinstance(annotation, ct.ArrayAnnotation):
+            if annotation.static_shape_dims or annotation.static_stride_dims:
+                raise NotImplementedError(f"{name}: static dimensions are not supported by the interpreter")
+            index_dtype = TORCH_DTYPE[annotation.index_dtype]
+    tensor = tensor.detach()  # as ct.launch, which sees memory and not autograd
+    return Array(tensor, Memory(name, tensor), lambda: blocks.number, index_dtype)

@@ -1,0 +1,142 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""Makes a kernel, and every function it calls, see the interpreter where its source says cuda.tile.
+
+A copy of a function shares the original's code object, so breakpoints, tracebacks and line numbers are those of
+the source; only its globals differ. cuda.tile itself is never changed.
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+from collections.abc import Iterator
+from types import CellType, CodeType, FunctionType
+
+import cuda.tile as ct
+import torch
+
+from . import arrays, ops
+from .dtypes import promote
+from .tile import Tile, as_index
+
+
+class Grid:
+    """The blocks of a launch, and the number of the one that is running (x counts fastest)."""
+
+    def __init__(self, extents: tuple[int, ...]):
+        self.extents = extents + (1,) * (3 - len(extents))
+        self.number = 0
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        x, y, _ = self.extents
+        return self.number % x, self.number // x % y, self.number // (x * y)
+
+
+class Namespace:
+    """What `ct` means inside an interpreted kernel."""
+
+    def __init__(self, grid: Grid):
+        self._grid = grid
+        vars(self).update(_OPERATIONS)
+
+    def bid(self, axis: int) -> Tile:
+        return _int32(self._grid.block[_axis(axis)])
+
+    def num_blocks(self, axis: int) -> Tile:
+        return _int32(self._grid.extents[_axis(axis)])
+
+    def grid_dependency_control_wait(self) -> None:
+        """Launches run one after the other here, so what is waited for has happened."""
+
+    def grid_dependency_control_launch_dependents(self) -> None:
+        """See grid_dependency_control_wait."""
+
+    def __getattr__(self, attribute: str):
+        getattr(ct, attribute)  # AttributeError for what cuda.tile does not have either
+        raise NotImplementedError(f"ct.{attribute} is not supported by the interpreter")
+
+
+class Range:
+    """range() in a kernel: bounds may be run-time scalars, and the loop variable is one."""
+
+    def __init__(self, *bounds: Tile | int):
+        self.bounds = bounds
+        self._range = builtins.range(*(as_index(b) for b in bounds))
+        if self._range.step < 0:
+            raise ValueError(f"range takes a positive step, got {self._range.step}")
+
+    def __iter__(self) -> Iterator[Tile]:
+        dtype = torch.int32
+        for bound in self.bounds:
+            dtype = promote(dtype, bound.value.dtype if isinstance(bound, Tile) else bound)
+        for i in self._range:
+            yield Tile(torch.tensor(i, dtype=dtype))
+
+    @property
+    def constants(self) -> range:
+        """For static_iter, which unrolls: plain integers, from plain integers."""
+        if any(isinstance(b, Tile) for b in self.bounds):
+            raise TypeError("static_iter takes compile-time bounds, got a run-time scalar")
+        return self._range
+
+
+def rebind(function: FunctionType, namespace: Namespace) -> FunctionType:
+    """A copy of `function` in which cuda.tile is `namespace`, and so in the functions that its code names."""
+    return _rebind(function, namespace, {})
+
+
+def _rebind(value: object, namespace: Namespace, done: dict[FunctionType, FunctionType]) -> object:
+    if value is ct:
+        return namespace
+    if not isinstance(value, FunctionType):
+        return value
+    if value not in done:
+        scope = dict(value.__globals__, __builtins__=_BUILTINS)
+        closure = tuple(CellType() for _ in value.__closure__ or ())
+        copy = FunctionType(value.__code__, scope, value.__name__, value.__defaults__, closure)
+        copy.__kwdefaults__ = value.__kwdefaults__
+        done[value] = copy  # before its own names are looked at: a function may call itself
+        for name in _names(value.__code__):
+            if name in scope:
+                scope[name] = _rebind(scope[name], namespace, done)
+        for cell, original in zip(closure, value.__closure__ or (), strict=True):
+            cell.cell_contents = _rebind(original.cell_contents, namespace, done)
+    return done[value]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _min(*values):
+    return ops.minimum(*values) if any(isinstance(v, Tile) for v in values) else builtins.min(*values)
+
+
+def _max(*values):
+    return ops.maximum(*values) if any(isinstance(v, Tile) for v in values) else builtins.max(*values)
+
+
+def _int32(value: int) -> Tile:
+    return Tile(torch.tensor(value, dtype=torch.int32))
+
+
+def _axis(axis: int) -> int:
+    if axis not in (0, 1, 2):
+        raise TypeError(f"expected a grid axis of 0, 1 or 2, got {axis!r}")
+    return axis
+
+
+_OPERATIONS = {
+    **{
+        name: getattr(ct, name)
+        for name in ct.__all__
+        if isinstance(getattr(ct, name), (ct.DType, enum.EnumMeta))
+    },
+    **{name: getattr(module, name) for module in (ops, arrays) for name in module.__all__},
+}
+_BUILTINS = dict(vars(builtins), range=Range, min=_min, max=_max)

@@ -1,0 +1,106 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""Where kernels run: a CUDA device, or, for CPU tensors, the interpreter. launch.py does not know which."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from tilegym_rmsnorm.backends.cutile import interpreter
+from tilegym_rmsnorm.backends.cutile.config import Config, uses_dependent_launch
+
+Launch = Callable[..., None]  # (grid, arguments, dependent=False)
+
+
+class Machine(Protocol):
+    """What launch.py and config.py ask of a device.
+
+    dependent_launch: a kernel can be launched while the one before it is still running.
+    no_weight, no_dw_partial: arguments for arrays that a kernel is compiled not to touch, since an argument cannot be
+    None.
+    """
+
+    architecture: int
+    sm_count: int
+    dependent_launch: bool
+    no_weight: Tensor
+    no_dw_partial: Tensor
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
+
+    def bind(self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]) -> Launch: ...
+
+
+class GpuMachine:
+    """One CUDA device. Launches go to that device, whichever is current, and to its current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        properties = torch.cuda.get_device_properties(device)
+        self.device = device
+        self.index = torch.cuda.current_device() if device.index is None else device.index
+        self.architecture = properties.major * 10 + properties.minor
+        self.sm_count = properties.multi_processor_count
+        self.dependent_launch = uses_dependent_launch(self.architecture)
+        self.no_weight, self.no_dw_partial = torch.empty(2, 64, device=device).unbind()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def bind(self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]) -> Launch:
+        index, kernel = self.index, compiled(function, config.warps, config.occupancy)
+        # The raw handle: torch.cuda.current_stream builds an object for 4 us.
+        current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch.cuda.current_device
+
+        def launch(grid: tuple[int, ...], arguments: tuple[Any, ...], dependent: bool = False) -> None:
+            if current_device() != index:
+                with torch.cuda.device(index):
+                    launch(grid, arguments, dependent)
+                return
+            ct.launch(
+                current_stream(index),
+                grid,
+                kernel,
+                arguments + constants,
+                programmatic_dependent_launch=dependent,
+            )
+
+        return launch
+
+
+class InterpretedMachine:
+    """CPU tensors. Few SMs, so that small inputs already give every block several rows; every array is tracked."""
+
+    architecture = 90
+    sm_count = 3
+    dependent_launch = True
+
+    def __init__(self) -> None:
+        self.no_weight, self.no_dw_partial = torch.empty(2, 64).unbind()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return interpreter.empty(shape, dtype)
+
+    def bind(self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]) -> Launch:
+        def launch(grid: tuple[int, ...], arguments: tuple[Any, ...], dependent: bool = False) -> None:
+            interpreter.launch(function, grid, arguments + constants)
+
+        return launch
+
+
+@functools.cache
+def machine_of(device: torch.device) -> Machine:
+    """The machine that runs tensors of `device`."""
+    return GpuMachine(device) if device.type == "cuda" else InterpretedMachine()
+
+
+@functools.cache
+def compiled(function: Callable[..., None], warps: int, occupancy: int) -> ct.kernel:
+    """`function` with these hints. Every kernel object has a JIT cache of its own, so there is one for each set of
+    hints."""
+    return ct.kernel(function, num_worker_warps=warps, occupancy=occupancy)

@@ -1,0 +1,80 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""Tile functions shared by the forward and backward kernels: how a row of N elements becomes register tiles and back.
+
+A tile's extent is a power of two, a row's length is not. A row is therefore held in one tile, or in two (5120 = 4096
++ 1024) where that wastes fewer lanes. The first tile always lies inside the row; where the last one reaches past
+column N (EVEN is False) its accesses are bounds-checked and the lanes past the end read 0, so that sums over the tile
+are sums over the row.
+"""
+
+import cuda.tile as ct
+
+ConstInt = ct.Constant[int]
+ConstBool = ct.Constant[bool]
+ZERO = ct.PaddingMode.ZERO
+
+
+def as_float32(tile):
+    return ct.astype(tile, ct.float32)
+
+
+def column_tiles(WIDTH, REST):
+    """Column indices of a row's tiles: WIDTH of them, then REST more unless REST is 0."""
+    columns = (ct.arange(WIDTH, dtype=ct.int32),)
+    if REST > 0:
+        columns = columns + (ct.arange(REST, dtype=ct.int32) + WIDTH,)
+    return columns
+
+
+def load_row(array, row, columns, EVEN, LATENCY):
+    """Row `row` of a 2-D array, as float32 tiles."""
+    return tuple(
+        as_float32(
+            ct.gather(
+                array,
+                (row, columns[k]),
+                check_bounds=not EVEN and k == len(columns) - 1,
+                padding_value=0,
+                latency=LATENCY,
+            )
+        )
+        for k in ct.static_iter(range(len(columns)))
+    )
+
+
+def load_scale(weight, columns, offset, EVEN):
+    """weight + offset, as float32 tiles; lanes past N hold `offset`, and meet only zeros."""
+    return tuple(
+        as_float32(
+            ct.gather(weight, columns[k], check_bounds=not EVEN and k == len(columns) - 1, padding_value=0)
+        )
+        + offset
+        for k in ct.static_iter(range(len(columns)))
+    )
+
+
+def store_row(array, row, columns, tiles, EVEN):
+    """Writes float32 tiles as row `row` of a 2-D array, rounded to its dtype."""
+    for k in ct.static_iter(range(len(columns))):
+        ct.scatter(
+            array,
+            (row, columns[k]),
+            ct.astype(tiles[k], array.dtype),
+            check_bounds=not EVEN and k == len(columns) - 1,
+        )
+
+
+def sum_of_products(a, b):
+    """Sum over all lanes of a * b, for two equally long tuples of tiles."""
+    total = ct.sum(a[0] * b[0])
+    for k in ct.static_iter(range(1, len(a))):
+        total = total + ct.sum(a[k] * b[k])
+    return total
+
+
+def xhat_as_multiplied(txhat, dtype, ROUND_XHAT):
+    """xhat as it meets the weight: rounded to x's dtype first under casting="llama"."""
+    if ROUND_XHAT:
+        txhat = as_float32(ct.astype(txhat, dtype))
+    return txhat
