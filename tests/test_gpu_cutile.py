@@ -1,0 +1,139 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The cuTile kernels on a GPU: every config that this GPU's selector can pick, the plan P = M, and what is compiled
+when."""
+
+import functools
+from collections import Counter
+
+import pytest
+import torch
+from helpers import BF16, DEVICE, FP16, FP32, HAS_GPU, assert_within, expected_results, make_inputs, why_skip
+
+from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward
+from tilegym_rmsnorm.backends.cutile.config import backward_config, forward_config, partial_rows
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_empty")]
+
+if HAS_GPU and (reason := why_skip("cutile")):
+    pytest.skip(reason, allow_module_level=True)
+
+SM_COUNT = torch.cuda.get_device_properties(DEVICE).multi_processor_count if HAS_GPU else 1
+ARCHITECTURE = (
+    10 * torch.cuda.get_device_capability(DEVICE)[0] + torch.cuda.get_device_capability(DEVICE)[1]
+    if HAS_GPU
+    else 90
+)
+
+
+def widths_of_configs(itemsize: int) -> list[int]:
+    """For each pair of configs the widest row that is a multiple of 16, and the widest odd one."""
+    widths = {}
+    for n in range(1, 20000):
+        pair = forward_config(n, itemsize, ARCHITECTURE), backward_config(n, itemsize, ARCHITECTURE)
+        if n % 16 == 0 or n % 2:
+            widths[pair, n % 2] = n
+    return sorted(widths.values())
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_every_config(dtype):
+    """Each block takes two or three row tiles, the last of them partial."""
+    for n in widths_of_configs(dtype.itemsize):
+        config = backward_config(n, dtype.itemsize, ARCHITECTURE)
+        m = min(2 * config.rows * SM_COUNT * config.occupancy + config.rows // 2 + 1, 2**27 // n)
+        inputs = make_inputs(m, n, dtype, FP32)
+        expected = expected_results(inputs)
+        y, rstd = rms_norm_forward(inputs.x, inputs.weight, inputs.eps, backend="cutile")
+        assert_within(expected, y=y, rstd=rstd)
+        for _ in range(3):
+            dx, dw = rms_norm_backward(inputs.x, inputs.dy, inputs.weight, rstd, backend="cutile")
+            assert_within(expected, dx=dx, dw=dw)
+
+
+@pytest.mark.parametrize("n", [64, 1000, 4096, 18432, 20000])
+def test_one_partial_row_per_row(n):
+    from tilegym_rmsnorm.backends.cutile import launch
+
+    inputs = make_inputs(1003, n, BF16, FP32)
+    x, dy, weight, eps, *_ = inputs
+    _, rstd = rms_norm_forward(x, weight, eps, backend="cutile")
+    results = [
+        launch.rms_norm_backward(x, dy, weight, rstd, 0.0, "once", True, plan="row_partials")
+        for _ in range(20)
+    ]
+    assert_within(expected_results(inputs), dx=results[0][0], dw=results[0][1])
+    for dx, dw in results[1:]:
+        assert torch.equal(dx, results[0][0]) and torch.equal(dw, results[0][1])
+
+
+@pytest.fixture
+def compilations(monkeypatch) -> list[str]:
+    """The names of the kernels that cuda-tile's JIT compiles or takes from its disk cache."""
+    import cuda.tile as ct
+
+    names: list[str] = []
+    compile_kernel = ct.kernel._compile
+
+    def counted(self, *args, **kwargs):
+        names.append(self._pyfunc.__name__)
+        return compile_kernel(self, *args, **kwargs)
+
+    monkeypatch.setattr(ct.kernel, "_compile", counted)
+    return names
+
+
+def alignment(extent: int) -> str:
+    """The classes of extents that cuda-tile compiles apart."""
+    return "one" if extent == 1 else "multiple of 16" if extent % 16 == 0 else "other"
+
+
+@pytest.mark.parametrize("n", [64, 1024, 3104, 5120, 18432])
+def test_batch_sizes_eps_and_offsets_compile_nothing_new(n, compilations, monkeypatch):
+    """One compilation of each kernel for each class of M and P, whatever their values, eps and offset."""
+    from tilegym_rmsnorm.backends.cutile import launch, machine
+
+    # Kernels that no other test has compiled.
+    monkeypatch.setattr(machine, "compiled", functools.cache(machine.compiled.__wrapped__))
+    launch._forward.cache_clear()
+    launch._backward.cache_clear()
+    config = backward_config(n, 2, ARCHITECTURE)
+
+    def train(m: int, eps: float, offset: float) -> tuple[str, str]:
+        x = torch.randn(m, n, device=DEVICE, dtype=BF16, requires_grad=True)
+        weight = torch.ones(n, device=DEVICE, requires_grad=True)
+        rms_norm(x, (n,), weight, eps, offset=offset, backend="cutile").sum().backward()
+        return alignment(m), alignment(partial_rows(m, n, config, SM_COUNT))
+
+    classes = {train(m, 1e-6, 0.0) for m in (1, 2, 3, 16, 100, 128, 999, 1000, 4096, 5000, 16384, 40000)}
+    counts = Counter(compilations)
+    assert len(counts) == 3, f"expected the forward, the dx and the dw kernel, got {counts}"
+    for name, count in counts.items():
+        own = {"f": {m for m, _ in classes}, "s": {p for _, p in classes}}.get(name[0], classes)
+        assert count <= len(own), f"{name}: {count} compilations for {own}"
+
+    compilations.clear()
+    for m in (1, 2, 3, 16, 48, 100, 128, 999, 1001, 4112, 16400, 33333):
+        for eps, offset in ((1e-5, 0.0), (0.25, 1.0)):
+            seen = train(m, eps, offset) in classes
+            assert not (seen and compilations), f"M = {m}: {compilations}"
+            compilations.clear()
+
+
+def test_host_threads_may_share_kernels():
+    from concurrent.futures import ThreadPoolExecutor
+
+    inputs = [make_inputs(257, 1024, BF16, FP32, seed=seed) for seed in range(8)]
+
+    def run(one):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            y, rstd = rms_norm_forward(one.x, one.weight, one.eps, backend="cutile")
+            dx, dw = rms_norm_backward(one.x, one.dy, one.weight, rstd, backend="cutile")
+            torch.cuda.current_stream().synchronize()
+        return {"y": y, "rstd": rstd, "dx": dx, "dw": dw}
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(8) as pool:
+        for one, results in zip(inputs, pool.map(run, inputs), strict=True):
+            assert_within(expected_results(one), **results)
