@@ -1,0 +1,138 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Fails where a run is slower than the kept results of the same GPU model.
+
+    python -m bench.gate RESULT...     exit status 1 if a kernel of this package became slower
+
+RESULT is a JSON file that the benchmark wrote, or a folder of them.
+
+A cell (op, rows, cols, dtype, provider) is compared with the newest kept result that has it. Only this package's own
+kernels count: a slower baseline is not a defect here. A cell that had figures and now has an error fails too; a cell
+that was not run this time is named and does not fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.provenance import RESULTS, gpu_slug
+
+THRESHOLD = 0.05  # runs of the same kernels on one H100 differ by about 2 %
+GATED_PROVIDERS = ("cutile", "triton")
+
+Result = dict[str, Any]
+Cell = tuple[str, int, int, str, str]
+
+
+class Verdict(NamedTuple):
+    """How many cells were compared, one line for each that fails, and the kept cells that were not run."""
+
+    compared: int
+    failed: list[str]
+    missing: list[Cell]
+
+
+def load_kept(gpu: str | None, results: Path = RESULTS, leave_out: Sequence[Path] = ()) -> list[Result]:
+    """The kept results of the GPU model, oldest first, without the files named: a run is not its own baseline."""
+    if gpu is None:
+        return []
+    skipped = {path.resolve() for path in leave_out}
+    paths = [
+        path for path in sorted((results / gpu_slug(gpu)).glob("*.json")) if path.resolve() not in skipped
+    ]
+    kept = [json.loads(path.read_text()) for path in paths]
+    return sorted(
+        (each for each in kept if "records" in each and each["gpu"] == gpu), key=lambda each: each["date"]
+    )
+
+
+def compare(
+    new: Result,
+    kept: list[Result],
+    threshold: float = THRESHOLD,
+    providers: tuple[str, ...] = GATED_PROVIDERS,
+) -> Verdict:
+    """The new result against the kept ones, which must be of the same GPU model and oldest first."""
+    before = {
+        cell_of(record): record for old in kept for record in old["records"] if record["us"] is not None
+    }
+    dtypes = {record["dtype"] for record in new["records"]}
+    now = {cell_of(record): record for record in new["records"]}
+    compared, failed, missing = 0, [], []
+    for cell, old in before.items():
+        if old["provider"] not in providers or old["dtype"] not in dtypes:
+            continue
+        record = now.get(cell)
+        if record is None:
+            missing.append(cell)
+        elif record["us"] is None:
+            failed.append(f"{_name(cell)}: had {old['us']:.1f} us, now fails: {record['error']}")
+        else:
+            compared += 1
+            slowdown = record["us"] / old["us"] - 1
+            if slowdown > threshold:
+                failed.append(
+                    f"{_name(cell)}: {old['us']:.1f} us before, {record['us']:.1f} us now ({slowdown:+.1%})"
+                )
+    return Verdict(compared, failed, missing)
+
+
+def cell_of(record: dict[str, Any]) -> Cell:
+    return record["op"], record["rows"], record["cols"], record["dtype"], record["provider"]
+
+
+def _name(cell: Cell) -> str:
+    op, rows, cols, dtype, provider = cell
+    return f"{provider} {op} {rows}x{cols} {dtype}"
+
+
+def explain(new: Result, kept: list[Result], verdict: Verdict) -> str:
+    """What was compared and found, one line each."""
+    if new["gpu"] is None:
+        return "gate: nothing compared: the run had no GPU"
+    if not kept:
+        return f"gate: nothing compared: no kept results of {new['gpu']}"
+    lines = [f"gate: slower: {line}" for line in verdict.failed]
+    if verdict.missing:
+        shapes = dict.fromkeys(f"{rows}x{cols}" for _, rows, cols, _, _ in verdict.missing)
+        lines.append(f"gate: not run: {len(verdict.missing)} kept cells, of {', '.join(shapes)}")
+    lines.append(
+        f"gate: {verdict.compared} cells compared on {new['gpu']}, {len(verdict.failed)} failed, "
+        f"{len(verdict.missing)} not run"
+    )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.gate", description=__doc__.splitlines()[0])
+    parser.add_argument("result", type=Path, nargs="+", help="a result or a folder of results")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the kept results")
+    parser.add_argument(
+        "--threshold", type=float, default=THRESHOLD, help="the slowdown that is still accepted"
+    )
+    arguments = parser.parse_args(argv)
+    paths = [
+        path
+        for given in arguments.result
+        for path in (sorted(given.glob("*.json")) if given.is_dir() else [given])
+    ]
+    if not paths:
+        parser.error(f"no results in {', '.join(map(str, arguments.result))}")
+    has_failed = False
+    for path in paths:
+        new = json.loads(path.read_text())
+        kept = load_kept(new["gpu"], arguments.results, leave_out=paths)
+        verdict = compare(new, kept, arguments.threshold)
+        print(explain(new, kept, verdict))
+        has_failed |= bool(verdict.failed)
+    return int(has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Plots of a result: GB/s over the shapes, one picture for each op."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from bench.provenance import one_line
+from bench.shapes import OPS
+
+# Okabe and Ito's colours, which people who are colour-blind can tell apart; every provider has a marker too.
+STYLES = {
+    "cutile": ("#D55E00", "o"),
+    "triton": ("#0072B2", "s"),
+    "inductor": ("#009E73", "^"),
+    "torch": ("#999999", "v"),
+    "F.rms_norm": ("#000000", "x"),
+    "torch.compile": ("#CC79A7", "D"),
+    "cutile[P=M]": ("#E69F00", "P"),
+}
+OTHER_STYLE = ("#56B4E9", "*")
+EMPHASISED = "cutile"
+
+
+def plot_result(result: dict[str, Any], stem: Path) -> dict[str, Path]:
+    """Writes STEM-OP.png for each op of the result and returns the paths by op."""
+    paths = {}
+    for op in OPS:
+        records = [
+            record for record in result["records"] if record["op"] == op and record["gb_per_s"] is not None
+        ]
+        if records:
+            paths[op] = stem.with_name(f"{stem.name}-{op}.png")
+            _plot_op(result, op, records, paths[op])
+    return paths
+
+
+def _plot_op(result: dict[str, Any], op: str, records: list[dict[str, Any]], path: Path) -> None:
+    shapes = list(dict.fromkeys((record["rows"], record["cols"]) for record in records))
+    figure = Figure(figsize=(max(7.0, 2.0 + 0.42 * len(shapes)), 5.5), layout="constrained")
+    axes = figure.subplots()
+    for provider in dict.fromkeys(record["provider"] for record in records):
+        rates = {(r["rows"], r["cols"]): r["gb_per_s"] for r in records if r["provider"] == provider}
+        color, marker = STYLES.get(provider, OTHER_STYLE)
+        is_ours = provider == EMPHASISED
+        axes.plot(
+            range(len(shapes)),
+            [rates.get(shape, float("nan")) for shape in shapes],
+            color=color,
+            marker=marker,
+            linewidth=2.5 if is_ours else 1.0,
+            markersize=7 if is_ours else 5,
+            zorder=3 if is_ours else 2,
+            label=provider,
+        )
+    if result["copy_gb_per_s"] is not None:
+        axes.axhline(result["copy_gb_per_s"], color="black", linestyle="--", linewidth=1, label="device copy")
+    axes.set_xticks(
+        range(len(shapes)), [f"{rows} x {cols}" for rows, cols in shapes], rotation=60, ha="right"
+    )
+    axes.set_ylabel("GB/s of compulsory bytes")
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
+    figure.suptitle(with_note(f"RMSNorm {op}, {records[0]['dtype']}", result))
+    figure.supxlabel(one_line(result), fontsize=7)
+    figure.savefig(path, dpi=120)
+
+
+def with_note(title: str, result: dict[str, Any]) -> str:
+    """The title of a plot, and under it the result's note if it has one."""
+    return f"{title}\n{textwrap.fill(result['note'], 60)}" if result["note"] else title

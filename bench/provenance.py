@@ -1,0 +1,88 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Where a figure comes from: GPU, driver, toolkit, library versions, commit and date. Part of every result."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tilegym_rmsnorm
+from tilegym_rmsnorm.backends.cutile.toolchain import dotted, find_tileiras, package_version
+from tilegym_rmsnorm.machine import driver_gpus
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+COMMIT_VARIABLE = "TILEGYM_RMSNORM_COMMIT"  # for copies of the tree without their .git
+
+
+def describe_run() -> dict[str, Any]:
+    """The provenance part of a result; `gpu` and `driver` are None without a GPU."""
+    has_gpu = torch.cuda.is_available()
+    commit, is_dirty = describe_commit()
+    return {
+        "gpu": torch.cuda.get_device_name() if has_gpu else None,
+        "driver": driver_gpus()[1] if has_gpu else None,
+        "cuda": torch.version.cuda,
+        "tileiras": _tileiras(),
+        "versions": {
+            "torch": torch.__version__,
+            "triton": package_version("triton"),
+            "cuda-tile": package_version("cuda-tile"),
+            "tilegym_rmsnorm": tilegym_rmsnorm.__version__,
+        },
+        "commit": commit,
+        "dirty": is_dirty,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def describe_commit() -> tuple[str, bool | None]:
+    """The commit and whether the tree differs from it: from TILEGYM_RMSNORM_COMMIT, else git, else "unknown"."""
+    if named := os.environ.get(COMMIT_VARIABLE):
+        return named, None
+    commit, changes = (
+        _output("git", "-C", str(ROOT), *words)
+        for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+    )
+    return commit or "unknown", None if commit is None or changes is None else bool(changes)
+
+
+def gpu_slug(gpu: str | None) -> str:
+    """The folder of a GPU model's results: 'NVIDIA H100 80GB HBM3' is nvidia-h100-80gb-hbm3; no GPU is cpu."""
+    return "cpu" if gpu is None else re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+def one_line(result: dict[str, Any]) -> str:
+    """One line for people: what the figures of a result were taken on and with."""
+    versions = [f"{name} {version}" for name, version in result["versions"].items() if version]
+    commit = result["commit"][:12] + (" with local changes" if result["dirty"] else "")
+    where = [result["gpu"] or "no GPU"]
+    where += [f"driver {result['driver']}"] if result["driver"] else []
+    where += [f"CUDA {result['cuda']}"] if result["gpu"] and result["cuda"] else []
+    where += [f"tileiras {result['tileiras']}"] if result["tileiras"] else []
+    return ", ".join([*where, *versions, f"commit {commit}", result["date"][:10]])
+
+
+def _tileiras() -> str | None:
+    found = find_tileiras()
+    if found is None:
+        return None
+    package = package_version("nvidia-cuda-tileiras") if found.source == "pip package" else None
+    return package or dotted(found.release)
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints, None where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,159 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""A result, for people and for programs: tables, JSON, CSV.
+
+A result is one run at one dtype: the provenance of provenance.py, copy_gb_per_s, `unavailable` (why a backend was not
+measured), `note` (None on a GPU) and `records` (see measure.py).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from bench.provenance import one_line
+from bench.shapes import OPS
+
+Result = dict[str, Any]
+Record = dict[str, Any]
+OURS = "cutile"
+CPU_NOTE = "Not GPU figures: wall-clock times of CPU code and interpreters, taken without a GPU."
+
+
+def write_json(result: dict[str, Any], path: Path, long_list: str = "records") -> None:
+    """The result as JSON, each item of its long list on one line, so that a diff shows cells."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({key: value for key, value in result.items() if key != long_list}, indent=1)
+    items = ",\n".join(f"  {json.dumps(item)}" for item in result[long_list])
+    path.write_text(f'{text.removesuffix("}").rstrip()},\n "{long_list}": [\n{items}\n ]\n}}\n')
+
+
+def write_csv(result: Result, path: Path) -> None:
+    """One line for each record, its errors as columns y_error, rstd_error, dx_error, dw_error."""
+    rows = [flat(record) for record in result["records"]]
+    fields = list(dict.fromkeys(field for row in rows for field in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fields)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def flat(record: Record) -> Record:
+    values = {key: value for key, value in record.items() if key != "errors"}
+    errors = record["errors"]
+    return values | {f"{kind}_error": errors.get(kind) for kind in ("y", "rstd", "dx", "dw")}
+
+
+def tables(result: Result, style: str = "simple") -> str:
+    """For each op the GB/s of every provider, and their device and host microseconds."""
+    ceiling = result["copy_gb_per_s"]
+    parts = []
+    for op in ops_of(result):
+        rate = "GB/s of compulsory bytes"
+        if ceiling is not None:
+            rate += f", and their share of this run's device copy ({ceiling:.0f} GB/s)"
+        parts.append(f"{heading(result, op)}: {rate}\n\n{op_table(result, op, _rate_cell, style)}")
+        parts.append(
+            f"{heading(result, op)}: {_time_unit(result)}\n\n{op_table(result, op, _time_cell, style)}"
+        )
+    parts += [f"failed: {line}" for line in failures(result)]
+    parts += [f"not measured: {name}: {reason}" for name, reason in result["unavailable"].items()]
+    return "\n\n".join(parts)
+
+
+def ops_of(result: Result) -> list[str]:
+    """The ops that the result has records of."""
+    return [op for op in OPS if any(record["op"] == op for record in result["records"])]
+
+
+def heading(result: Result, op: str) -> str:
+    """'backward, bfloat16'."""
+    return f"{op}, {result['records'][0]['dtype']}"
+
+
+def readme_section(result: Result, images: dict[str, str]) -> str:
+    """The result as Markdown: for each op GB/s by provider, the share and host time of cutile, and its plot."""
+    lines = [f"{one_line(result)}."]
+    if result["note"]:
+        lines.append(f"**{result['note']}**")
+    if result["copy_gb_per_s"] is not None:
+        lines.append(f"Device copy of 256 MiB in the same run: {result['copy_gb_per_s']:.0f} GB/s.")
+    parts = [" ".join(lines)]
+    for op in sorted(ops_of(result), key=lambda op: op != "backward"):
+        title = f"{heading(result, op)} (GB/s of compulsory bytes)"
+        table = op_table(result, op, _plain_rate_cell, "github", summary=True)
+        image = [f"![GB/s of {op} over shapes]({images[op]})"] if op in images else []
+        if op == "backward":  # what this package is about is shown, the rest folded
+            parts += [f"**{title}**", *image, table]
+        else:
+            parts += [f"<details><summary>{title}</summary>", *image, table, "</details>"]
+    return "\n\n".join(parts)
+
+
+def op_table(result: Result, op: str, cell: Any, style: str, summary: bool = False) -> str:
+    """A table with a row for each shape and a column for each provider; `summary` adds two columns about cutile."""
+    records = [record for record in result["records"] if record["op"] == op]
+    providers = list(dict.fromkeys(record["provider"] for record in records))
+    by_shape: dict[tuple[int, int], dict[str, Record]] = {}
+    for record in records:
+        by_shape.setdefault((record["rows"], record["cols"]), {})[record["provider"]] = record
+    rows = []
+    for (rows_, cols), of in by_shape.items():
+        row = [f"{rows_} x {cols}", *(cell(of[name]) if name in of else "" for name in providers)]
+        if summary and OURS in of:
+            row += [_percent(of[OURS]["copy_fraction"]), _number(of[OURS]["host_us"], 0)]
+        rows.append(row)
+    headers = ["rows x cols", *providers]
+    if summary and OURS in providers:
+        headers += [f"{OURS} / copy", f"{OURS} host us"]
+    align = ["left"] + ["right"] * (len(headers) - 1)
+    return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True)
+
+
+def failures(result: Result) -> list[str]:
+    """One line for each distinct reason why a provider has no figures somewhere, with the cells it concerns."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for record in result["records"]:
+        if record["error"]:
+            cell = f"{record['op']} {record['rows']}x{record['cols']}"
+            cells.setdefault((record["provider"], record["error"]), []).append(cell)
+    return [f"{provider} ({', '.join(where)}): {error}" for (provider, error), where in cells.items()]
+
+
+def _rate_cell(record: Record) -> str:
+    share = record["copy_fraction"]
+    return _plain_rate_cell(record) + ("" if share is None else f" {share:4.0%}")
+
+
+def _plain_rate_cell(record: Record) -> str:
+    rate = record["gb_per_s"]
+    if rate is None:
+        return "failed"
+    return f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
+
+
+def _time_cell(record: Record) -> str:
+    if record["us"] is None:
+        return "failed"
+    spread = (record["us_p90"] - record["us_p10"]) / record["us"]
+    cell = f"{record['us']:.1f} ±{spread / 2:.0%}"
+    return cell if record["host_us"] is None else f"{cell} / {record['host_us']:.0f}"
+
+
+def _time_unit(result: Result) -> str:
+    if result["gpu"] is None:
+        return "wall-clock us per call, ± half of the range from the 10th to the 90th percentile"
+    return "device us ± half of the range from the 10th to the 90th percentile / host us per eager call"
+
+
+def _percent(fraction: float | None) -> str:
+    return "" if fraction is None else f"{fraction:.0%}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,153 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What the benchmark writes, and the gate that compares it with kept results."""
+
+from __future__ import annotations
+
+import csv
+import json
+from typing import Any
+
+import pytest
+
+from bench import gate, plots, readme, report
+from bench.provenance import gpu_slug
+
+
+def make_record(us: float | None = 100.0, **changes: Any) -> dict[str, Any]:
+    record = {"op": "backward", "rows": 4096, "cols": 1024, "dtype": "bfloat16", "provider": "cutile"}
+    record |= {"us": us, "us_p10": us, "us_p90": us, "samples": 31, "gb_per_s": us and 2000.0}
+    record |= {"copy_fraction": us and 0.66, "host_us": us and 30.0, "errors": {"y": 0.004, "dx": 0.004}}
+    return record | {"workspace_bytes": 0, "error": None if us else "ValueError: broken"} | changes
+
+
+def make_result(
+    *records: dict[str, Any], gpu: str | None = "NVIDIA H100 80GB HBM3", **changes: Any
+) -> dict[str, Any]:
+    result = {
+        "gpu": gpu,
+        "driver": "580.1",
+        "cuda": "13.0",
+        "tileiras": "13.4.92",
+        "versions": {"torch": "2.11.0"},
+    }
+    result |= {"commit": "0123456789abcdef", "dirty": False, "date": "2026-11-21T10:00:00+00:00"}
+    return (
+        result
+        | {"copy_gb_per_s": 3009.0, "note": None, "unavailable": {}, "records": list(records)}
+        | changes
+    )
+
+
+# Tables, files, plots
+
+
+def test_result_is_written_and_read_back(tmp_path):
+    result = make_result(make_record(), make_record(None, provider="triton"))
+    report.write_json(result, tmp_path / "new" / "result.json")
+    assert json.loads((tmp_path / "new" / "result.json").read_text()) == result
+
+    report.write_csv(result, tmp_path / "result.csv")
+    first, second = csv.DictReader((tmp_path / "result.csv").open())
+    assert (first["us"], first["dx_error"], first["dw_error"]) == ("100.0", "0.004", "")
+    assert second["error"] == "ValueError: broken"
+
+
+def test_tables_show_figures_failures_and_what_was_not_measured():
+    result = make_result(
+        make_record(),
+        make_record(None, provider="triton"),
+        unavailable={"inductor": "no Triton. To mend it: pip"},
+    )
+    text = report.tables(result)
+    assert "2000  66%" in text and "100.0 ±0% / 30" in text
+    assert "failed: triton (backward 4096x1024): ValueError: broken" in text
+    assert "not measured: inductor: no Triton. To mend it: pip" in text
+
+
+def test_plots_are_pictures(tmp_path):
+    records = [
+        make_record(op=op, provider=name) for op in ("forward", "backward") for name in ("cutile", "new one")
+    ]
+    paths = plots.plot_result(
+        make_result(*records, note="Not GPU figures."), tmp_path / "2026-11-21-bfloat16"
+    )
+    assert {op: path.name for op, path in paths.items()} == {
+        op: f"2026-11-21-bfloat16-{op}.png" for op in ("forward", "backward")
+    }
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths.values())
+
+
+def test_readme_section_is_replaced_and_nothing_else(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text("before\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nafter\n")
+    section = report.readme_section(make_result(make_record()), {"backward": "bench/results/a.png"})
+    readme.refresh(path, "bench", section)
+    readme.refresh(path, "bench", section)
+    text = path.read_text()
+    assert text.startswith("before\n<!-- bench:begin -->") and text.endswith("<!-- bench:end -->\nafter\n")
+    assert "old" not in text and text.count("| 4096 x 1024") == 1
+    assert (
+        "NVIDIA H100 80GB HBM3, driver 580.1" in text
+        and "commit 0123456789ab" in text
+        and "2026-11-21" in text
+    )
+    assert "(bench/results/a.png)" in text
+
+
+def test_readme_without_markers_is_left_alone(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text("no markers")
+    with pytest.raises(ValueError, match="<!-- bench:begin -->"):
+        readme.refresh(path, "bench", "text")
+    assert path.read_text() == "no markers"
+
+
+# The gate
+
+
+@pytest.mark.parametrize(("us", "failures"), [(110.0, 1), (102.0, 0), (80.0, 0)])
+def test_gate_trips_on_slowdowns_of_more_than_five_percent(us, failures):
+    verdict = gate.compare(make_result(make_record(us)), [make_result(make_record(100.0))])
+    assert (verdict.compared, len(verdict.failed)) == (1, failures)
+
+
+def test_gate_takes_the_newest_kept_figure():
+    kept = [make_result(make_record(50.0)), make_result(make_record(100.0))]
+    assert gate.compare(make_result(make_record(102.0)), kept).failed == []
+
+
+def test_gate_reports_cells_not_run_and_fails_new_errors():
+    kept = [make_result(make_record(), make_record(op="forward"))]
+    verdict = gate.compare(make_result(make_record(None)), kept)
+    assert verdict.failed == [
+        "cutile backward 4096x1024 bfloat16: had 100.0 us, now fails: ValueError: broken"
+    ]
+    assert verdict.missing == [("forward", 4096, 1024, "bfloat16", "cutile")]
+    assert "not run: 1 kept cells, of 4096x1024" in gate.explain(
+        make_result(make_record(None)), kept, verdict
+    )
+
+
+def test_gate_ignores_baselines_and_dtypes_that_were_not_run():
+    kept = [make_result(make_record(provider="torch.compile"), make_record(dtype="float32"))]
+    verdict = gate.compare(make_result(make_record(200.0, provider="torch.compile")), kept)
+    assert verdict == gate.Verdict(0, [], [])
+
+
+def test_gate_compares_with_the_same_gpu_only_and_never_with_itself(tmp_path, capsys):
+    new = tmp_path / "new.json"
+    report.write_json(make_result(make_record(150.0)), new)
+    other = make_result(make_record(100.0), gpu="NVIDIA H200")
+    report.write_json(other, tmp_path / "results" / gpu_slug(other["gpu"]) / "2026-11-20-bfloat16.json")
+    arguments = [str(new), "--results", str(tmp_path / "results")]
+    assert gate.main(arguments) == 0
+    assert "nothing compared: no kept results of NVIDIA H100 80GB HBM3" in capsys.readouterr().out
+
+    same = tmp_path / "results" / "nvidia-h100-80gb-hbm3"
+    report.write_json(make_result(make_record(100.0)), same / "2026-11-20-bfloat16.json")
+    (same / "train.json").write_text('{"runs": []}')
+    assert gate.main(arguments) == 1
+    assert "100.0 us before, 150.0 us now (+50.0%)" in capsys.readouterr().out
+    assert gate.main([str(same / "2026-11-20-bfloat16.json"), *arguments[1:]]) == 0
