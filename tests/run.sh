@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+#
+# Every test that this machine can run, in one command: finds or makes an environment, then calls pytest. Without a GPU
+# that is the reference, registry, configs, kernels in their interpreters, and compiles for every architecture; with one
+# the kernels run on it. What is skipped says why.
+#   tests/run.sh [PYTEST ARGUMENT]...      tests/run.sh -m gpu      tests/run.sh tests/test_ci.py -k list
+# PYTHON=... chooses the interpreter; CUDA_VISIBLE_DEVICES= hides the GPU.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. scripts/environment.sh
+ensure_environment dev bench cutile triton
+
+options=(-rs)
+if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' &&
+  "$PYTHON" -c 'import xdist' 2>/dev/null; then
+  # One process for each core, each on one thread: tests of small tensors gain nothing from more. A GPU is not shared.
+  export OMP_NUM_THREADS=1
+  options+=(-n auto --maxprocesses 8 --dist worksteal)
+fi
+exec "$PYTHON" -m pytest "${options[@]}" "$@"

@@ -1,0 +1,205 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""ci.yaml is the one source of what continuous integration does: it is sound, `.ci/run` obeys it, GitHub calls that."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+JOBS = yaml.safe_load((ROOT / "ci.yaml").read_text())["jobs"]
+HEADER = (ROOT / "format.sh").read_text().splitlines()[1:3]
+
+
+def ci_run(*arguments: object) -> subprocess.CompletedProcess:
+    """`.ci/run` with this interpreter, on a machine without a GPU."""
+    environment = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    command = ["bash", str(ROOT / ".ci" / "run"), *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def job_file(tmp_path: Path):
+    """Call it with {job: (needs, command)} to have a list of such jobs, with a limit of 3 seconds each."""
+
+    def write(jobs: dict[str, tuple[str, str]]) -> Path:
+        entries = {
+            name: {"needs": needs, "timeout_minutes": 0.05, "commands": [command]}
+            for name, (needs, command) in jobs.items()
+        }
+        path = tmp_path / "jobs.yaml"
+        path.write_text(yaml.safe_dump({"jobs": entries}, sort_keys=False))
+        return path
+
+    return write
+
+
+def test_jobs_and_what_they_need():
+    assert {name: job["needs"] for name, job in JOBS.items()} == {
+        "format": "nothing",
+        "cpu-tests": "nothing",
+        "gpu-ops": "gpu",
+        "benchmark": "gpu",
+    }
+    assert sum(job["timeout_minutes"] for job in JOBS.values() if job["needs"] == "nothing") <= 20
+
+
+@pytest.mark.parametrize("command", [command for job in JOBS.values() for command in job["commands"]])
+def test_every_command_exists(command):
+    words = [word for word in command.split() if not re.match(r"\w+=", word)]
+    if words[:2] == ["$PYTHON", "-m"]:
+        assert importlib.util.find_spec(words[2]) is not None
+    elif "/" in words[0]:
+        assert os.access(ROOT / words[0], os.X_OK), f"{words[0]} is not an executable file"
+        assert subprocess.run(["bash", "-n", ROOT / words[0]]).returncode == 0
+    else:
+        assert shutil.which(words[0])
+
+
+def test_github_calls_every_job_and_nothing_else():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    commands = {
+        name: [step["run"] for step in job["steps"] if "run" in step]
+        for name, job in workflow["jobs"].items()
+    }
+
+    assert commands == {name: [f"bash .ci/run {name}"] for name in JOBS}
+
+
+def test_list_names_every_job():
+    answer = ci_run("--list")
+
+    assert answer.returncode == 0, answer.stderr
+    lines = [
+        f"{name}: " + ("skipped: needs a GPU" if job["needs"] == "gpu" else "runs here")
+        for name, job in JOBS.items()
+    ]
+    assert answer.stdout.splitlines()[-len(lines) :] == lines
+
+
+def test_runs_what_it_can_and_closes_with_the_tests_summary(job_file):
+    summary = "===== 3 passed, 1 skipped in 0.12s ====="
+    jobs = {
+        "tests": ("nothing", f"echo '{summary}'; echo more"),
+        "ops": ("gpu", "echo must not run"),
+        "last": ("nothing", "true"),
+    }
+
+    answer = ci_run("--file", job_file(jobs))
+
+    assert answer.returncode == 0, answer.stderr
+    assert "ops: skipped: needs a GPU\n" in answer.stdout
+    assert "must not run" not in answer.stdout
+    assert "tests: passed" in answer.stdout and "last: passed" in answer.stdout
+    assert answer.stdout.splitlines()[-1] == summary
+
+
+def test_one_failure_fails_the_run_and_the_others_still_run(job_file):
+    jobs = {"first": ("nothing", "false | cat"), "second": ("nothing", "echo $((6 * 7))")}
+
+    answer = ci_run("--file", job_file(jobs))
+
+    assert answer.returncode == 1
+    assert "first: failed: false | cat: exit status 1" in answer.stdout
+    assert "42\n" in answer.stdout and "second: passed" in answer.stdout
+
+
+def test_time_limit_ends_a_job_and_what_it_started(job_file):
+    answer = ci_run("--file", job_file({"slow": ("nothing", "sleep 600 & sleep 600; wait")}))
+
+    assert answer.returncode == 1
+    assert "over its time limit" in answer.stdout
+
+
+def test_job_asked_for_by_name(job_file):
+    path = job_file({"one": ("nothing", "true"), "two": ("nothing", "false"), "ops": ("gpu", "true")})
+
+    assert ci_run("--file", path, "one").returncode == 0
+    answer = ci_run("--file", path, "ops")
+    assert answer.returncode == 1 and "ops: skipped: needs a GPU" in answer.stdout
+    answer = ci_run("--file", path, "three")
+    assert answer.returncode == 2 and "unknown job three; known: one, two, ops" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (
+            {"needs": "tpu", "timeout_minutes": 1, "commands": ["true"]},
+            "expected one of ('nothing', 'gpu'), got 'tpu'",
+        ),
+        ({"needs": "gpu", "commands": ["true"]}, "expected the keys"),
+    ],
+)
+def test_unsound_list_of_jobs_is_refused(tmp_path, entry, message):
+    path = tmp_path / "jobs.yaml"
+    path.write_text(yaml.safe_dump({"jobs": {"job": entry}}))
+
+    answer = ci_run("--file", path)
+
+    assert answer.returncode != 0
+    assert message in answer.stderr
+
+
+@pytest.fixture(params=["git", "no git"])
+def checkout(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A small checkout, or copy of one, with format.sh and its configuration."""
+    for name in ("format.sh", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    if request.param == "git":
+        if shutil.which("git") is None:
+            pytest.skip("git is not installed")
+        subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    return tmp_path
+
+
+def format_sh(checkout: Path, *arguments: str) -> subprocess.CompletedProcess:
+    pytest.importorskip("ruff", reason="ruff is not installed")
+    environment = os.environ | {"PYTHON": sys.executable}
+    command = ["bash", str(checkout / "format.sh"), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_format_mends_headers_order_and_layout(checkout):
+    module, script, empty = checkout / "module.py", checkout / "script.sh", checkout / "__init__.py"
+    module.write_text("import sys\nimport os\nprint( os.name,sys.path )\n")
+    script.write_text("#!/bin/sh\necho hello\n")
+    script.chmod(0o755)
+    empty.write_text("")
+
+    before = format_sh(checkout, "--check")
+    assert before.returncode == 1
+    for name in ("module.py", "script.sh", "__init__.py"):
+        assert re.search(rf"{re.escape(name)}: no SPDX header", before.stdout)
+    assert module.read_text().startswith("import sys")
+
+    assert format_sh(checkout).returncode == 0
+    assert module.read_text().splitlines() == [
+        *HEADER,
+        "",
+        "import os",
+        "import sys",
+        "",
+        "print(os.name, sys.path)",
+    ]
+    assert script.read_text().splitlines() == ["#!/bin/sh", *HEADER, "echo hello"]
+    assert os.access(script, os.X_OK)
+    assert empty.read_text().splitlines() == HEADER
+    assert format_sh(checkout, "--check").returncode == 0
+
+
+def test_format_fails_on_what_it_cannot_mend(checkout):
+    (checkout / "module.py").write_text("\n".join([*HEADER, "", "print(undefined)", ""]))
+
+    assert format_sh(checkout, "--check").returncode == 1
+    assert format_sh(checkout).returncode == 1

@@ -1,0 +1,190 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""`python -m tilegym_rmsnorm doctor`: what this machine has, which backends work on it, what mends the others.
+
+Exit status 0 only if the best backend possible on this machine works: cutile where there is an NVIDIA GPU of an
+architecture that it supports, triton where there is another GPU, torch where there is none. A GPU that the driver
+shows and PyTorch does not see counts, unless CUDA_VISIBLE_DEVICES hides every GPU on purpose.
+
+A broken installation may raise anything, so every question is guarded by itself and the rest still gets an answer.
+Kernels run in a process for each backend: a crash, or a CUDA context that a fault has spoiled, stays in there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tilegym_rmsnorm
+from tilegym_rmsnorm import machine, ops, reference, registry
+from tilegym_rmsnorm.backends import cutile
+
+ROWS, COLUMNS, EPS = 37, 320, 1e-6
+# Largest error over largest value, against float64. The backends make up to 3e-7 in float32; a column left out of the
+# mean shows as 4e-3 in y, a row left out of dw as 3e-1.
+TOLERANCE = 1e-5
+KERNEL_SECONDS = 300  # torch.compile takes 4 to 7 on two idle CPU cores
+
+
+def add_command(commands: Any) -> None:
+    """Add `doctor` to the subcommands of an argparse parser."""
+    parser = commands.add_parser(
+        "doctor",
+        help="say what works on this machine and what mends the rest",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--backend",
+        choices=registry.AUTO_ORDER,
+        help="run only this backend's kernels, with the traceback of a failure",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the report; returns the exit status."""
+    if arguments.backend:
+        result = run_kernels(arguments.backend)
+        print(json.dumps(result) if arguments.json else result.get("traceback") or _describe(result))
+        return 0 if result["works"] else 1
+
+    show = (lambda line: None) if arguments.json else (lambda line: print(line, flush=True))
+    show(f"tilegym_rmsnorm {tilegym_rmsnorm.__version__}\n\nmachine")
+    facts = machine.describe()
+    for name, fact in facts.items():
+        show(f"  {name:<16} {fact}")
+    show("\nbackends, fastest first")
+    backends = {}
+    for name in registry.AUTO_ORDER:
+        backends[name] = check_backend(name)
+        show(f"  {name:<16} {_describe(backends[name])}")
+        if not backends[name]["works"]:
+            show(f"  {'':<16} to mend it: {backends[name]['remedy']}")
+    best = best_possible_backend()
+    works = backends[best]["works"]
+    show(
+        f"\nThe best backend possible on this machine is {best}, and it {'works' if works else 'does not work'}."
+    )
+    if arguments.json:
+        report = {"works": works, "best_possible": best, "machine": facts, "backends": backends}
+        print(json.dumps(report, indent=2))
+    return 0 if works else 1
+
+
+def best_possible_backend() -> str:
+    """The fastest backend that could work on this machine once everything it needs is installed."""
+    gpus = machine.visible_gpus()
+    if not gpus:
+        return "torch"
+    return "cutile" if any(gpu.architecture in cutile.ARCHITECTURES for gpu in gpus) else "triton"
+
+
+def check_backend(backend: str) -> dict[str, Any]:
+    """Whether a backend works here: asks it, then runs its kernels in another process."""
+    try:
+        unusable = registry.why_unusable(backend)
+    except Exception as error:  # whatever a broken installation raises
+        return _failure(backend, error)
+    if unusable is not None:
+        return {"works": False, "reason": unusable.reason, "remedy": unusable.remedy}
+    return run_kernels_apart(backend)
+
+
+def run_kernels_apart(backend: str) -> dict[str, Any]:
+    """`run_kernels` in a process of its own."""
+    command = [sys.executable, "-m", "tilegym_rmsnorm", "doctor", "--backend", backend, "--json"]
+    package_root = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+    remedy = f"see {' '.join(['python', *command[1:-1]])}"
+    try:
+        answer = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=KERNEL_SECONDS,
+            env=os.environ | {"PYTHONPATH": path},
+        )
+    except subprocess.TimeoutExpired:
+        return {"works": False, "reason": f"its kernels took more than {KERNEL_SECONDS} s", "remedy": remedy}
+    try:
+        return json.loads(answer.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        code = answer.returncode
+        end = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
+        last = (answer.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"works": False, "reason": f"its process ended {end}: {last}", "remedy": remedy}
+
+
+def run_kernels(backend: str) -> dict[str, Any]:
+    """Run a backend's forward and backward on a small problem and compare them with the reference in float64."""
+    start = time.perf_counter()
+    try:
+        device, errors = kernel_errors(backend)
+    except Exception as error:  # whatever a broken installation raises
+        return _failure(backend, error)
+    result = {"device": device, "errors": errors, "seconds": round(time.perf_counter() - start, 2)}
+    wrong = [
+        f"{name} by {error:.1e}" for name, error in errors.items() if not error <= TOLERANCE
+    ]  # NaN is wrong too
+    if wrong:
+        remedy = "compare versions with constraints.txt, run tests/run.sh, and report what it says"
+        return {"works": False, "reason": f"wrong results: {', '.join(wrong)}", "remedy": remedy, **result}
+    return {"works": True, **result}
+
+
+def kernel_errors(backend: str) -> tuple[str, dict[str, float]]:
+    """The device used, and the error of each result relative to its largest value."""
+    cuda = (
+        [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else []
+    )
+    devices = [*cuda, torch.device("cpu")]
+    requests = [registry.Request(device, torch.float32, torch.float32, "once", False) for device in devices]
+    device = next((r.device for r in requests if registry.why_unusable(backend, r) is None), devices[0])
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(2))
+    weight = torch.rand(COLUMNS, generator=generator) + 0.5
+
+    y, rstd = ops.rms_norm_forward(x.to(device), weight.to(device), EPS, backend=backend)
+    dx, dw = ops.rms_norm_backward(x.to(device), dy.to(device), weight.to(device), rstd, backend=backend)
+
+    exact_y, exact_rstd = reference.rms_norm_forward_torch(x.double(), weight.double(), EPS)
+    exact_dx, exact_dw = reference.rms_norm_backward_torch(
+        x.double(), dy.double(), weight.double(), exact_rstd
+    )
+    pairs = {"y": (y, exact_y), "rstd": (rstd, exact_rstd), "dx": (dx, exact_dx), "dw": (dw, exact_dw)}
+    errors = {
+        name: ((got.cpu().double() - exact).abs().max() / exact.abs().max()).item()
+        for name, (got, exact) in pairs.items()
+    }
+    return str(device), errors
+
+
+def _failure(backend: str, error: Exception) -> dict[str, Any]:
+    return {
+        "works": False,
+        "reason": machine.one_line(error),
+        "remedy": f"see the traceback: python -m tilegym_rmsnorm doctor --backend {backend}",
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
+def _describe(result: dict[str, Any]) -> str:
+    if not result["works"]:
+        return f"not usable: {result['reason']}"
+    errors = ", ".join(f"{name} {error:.0e}" for name, error in result["errors"].items())
+    return f"usable: ran on {result['device']} in {result['seconds']} s, errors {errors}"
