@@ -1,0 +1,71 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Backend "triton": its launch decisions, over all kinds of shapes and several SM counts."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tilegym_rmsnorm.backends.triton import config
+from tilegym_rmsnorm.backends.triton.config import backward_config, forward_config
+
+WIDTHS = sorted(
+    {n + d for p in range(19) for n in (2**p, 3 * 2**p) for d in (-1, 0, 1) if n + d > 0} | {2880, 18432}
+)
+BATCHES = (1, 2, 63, 64, 65, 4095, 4096, 131072, 2**24 + 1, 2**31 - 1)
+
+
+@pytest.mark.parametrize("sm_count", [1, 84, 132, 148])
+def test_configs_cover_every_row_and_column(sm_count):
+    for n in WIDTHS:
+        forward = forward_config(n)
+        assert (forward.tiles - 1) * forward.width < n <= forward.tiles * forward.width
+        assert forward.is_held or forward.rows == 1
+        for m in BATCHES:
+            plan = backward_config(m, n, sm_count)
+            assert (plan.tiles - 1) * plan.width < n <= plan.tiles * plan.width
+            assert plan.plan != "reread" or plan.rows == 1
+            steps = -(-m // plan.rows)
+            assert 1 <= plan.walks <= steps, "a walk without a row costs a row of dw_partial for nothing"
+            assert -(-m // forward.rows) < 2**31 and plan.walks * plan.tiles < 2**31, "the largest grid"
+
+
+def test_compiled_in_values_do_not_depend_on_the_batch():
+    for n in WIDTHS:
+        plans = {dataclasses.replace(backward_config(m, n, 132), walks=0) for m in BATCHES}
+        assert len(plans) == 1
+
+
+def test_tiles_are_what_triton_takes():
+    for n in WIDTHS:
+        forward, plan = forward_config(n), backward_config(4096, n, 132)
+        for extent in (forward.rows, forward.width, plan.rows, plan.width, plan.dw_rows, plan.dw_width):
+            assert extent & (extent - 1) == 0
+        assert forward.num_warps in (4, 8, 16) and plan.num_warps in (8, 16)
+
+
+def test_programs_fit_the_gpu_and_walk_alike():
+    """All programs of the backward are resident at once, and no walk is longer than the largest grid would make it."""
+    for sm_count in (84, 132):
+        for n in WIDTHS:
+            for m in BATCHES:
+                plan = backward_config(m, n, sm_count)
+                programs_per_walk = plan.tiles if plan.plan == "strips" else 1
+                programs = plan.walks * programs_per_walk
+                most_programs = sm_count * config.WARPS_PER_SM // plan.num_warps
+                assert programs <= most_programs or plan.walks == 1
+                steps = -(-m // plan.rows)
+                most_walks = max(1, most_programs // programs_per_walk)
+                assert -(-steps // plan.walks) == -(-steps // most_walks)
+
+
+def test_config_imports_neither_torch_nor_triton():
+    tree = ast.parse(Path(config.__file__).read_text())
+    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported == {"__future__", "dataclasses"}
+    assert not any(isinstance(node, ast.Import) for node in ast.walk(tree))

@@ -1,0 +1,113 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Compiles the Triton kernels for any architecture, without a GPU, and prints what became of them as JSON.
+
+A driver that stands in for CUDA's lets the backend's own launches compile for the target, takes the cubin where it
+would be loaded, and runs nothing. A program of its own: Triton compiles for one kind of GPU per process, and not where
+it interprets.
+
+    python triton_compile.py 90 '[{"N": 4096, "dtype": "bfloat16", "weight_dtype": "float32"}, ...]'
+        -> a list with the kernels that each call (arguments of `run`) compiled and earlier ones had not
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tilegym_rmsnorm.backends.triton import launch
+from tilegym_rmsnorm.backends.triton.config import backward_config, forward_config
+
+SM_COUNT = 132  # the dw tile depends on it
+SMALLEST_SHARED_MEMORY = (
+    101376  # bytes a block may have on sm_86, 89 and 120; the other architectures have more
+)
+
+
+class Kernel(NamedTuple):
+    name: str
+    registers: int
+    stack: int
+    shared: int
+
+
+class Compiler:
+    """What Triton asks of a driver and its utilities, for a GPU that is not there."""
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+        self.utils = self
+        self.kernels: list[Kernel] = []
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": SMALLEST_SHARED_MEMORY}
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return lambda *args: None
+
+    def load_binary(self, name: str, cubin: bytes, shared: int, device: int, *_: Any) -> tuple:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(cubin)
+            file.flush()
+            command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        registers, stack = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))
+        self.kernels.append(Kernel(name, registers, stack, shared))
+        return (
+            object(),
+            None,
+            registers,
+            0,
+            1024,
+        )  # module, function, registers, spills, most threads per block
+
+
+def run(
+    N: int,
+    dtype: str,
+    weight_dtype: str | None,
+    casting: str = "once",
+    M: int = 3,
+    row_stride: int | None = None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+) -> None:
+    """A forward and a backward."""
+    x = torch.empty(M, row_stride or N, dtype=getattr(torch, dtype))[:, :N]
+    weight = None if weight_dtype is None else torch.empty(N, dtype=getattr(torch, weight_dtype))
+    _, rstd = launch.launch_forward(forward_config(N), x, weight, eps, offset, casting)
+    launch.launch_backward(backward_config(M, N, SM_COUNT), x, x, weight, rstd, offset, casting, True)
+
+
+def main(capability: str, calls: str) -> None:
+    compiler = Compiler(int(capability))
+    triton.runtime.driver.set_active(compiler)
+    compiled = []
+    for call in json.loads(calls):
+        known = len(compiler.kernels)
+        run(**call)
+        compiled.append([kernel._asdict() for kernel in compiler.kernels[known:]])
+    json.dump(compiled, sys.stdout)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

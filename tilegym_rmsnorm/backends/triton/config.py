@@ -1,0 +1,142 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Launch decisions of the Triton backend, as data: pure functions of the shape and the SM count.
+
+Only the grid depends on M. All that is compiled in depends on N (the dw tile on the SM count besides), so that a new
+batch size compiles nothing. Sizes are in elements, not bytes: what limits them is registers, where all is float32
+whatever x's dtype. The measure is 16 elements per thread. It leaves the backward 32 to 128 registers per thread (x, dy,
+weight and dw sums), so that 16 warps fit an SM, and gives each thread 32 bytes of a bfloat16 array to load at once.
+Only rows that vector loads cannot take (N not a multiple of 8) need up to 200, and then half as many warps fit.
+
+Registers and spills here and below are ptxas's for sm_90, from Triton 3.6 and 3.9. None of these choices was timed yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ELEMENTS_PER_WARP = 512
+WARPS_PER_SM = 16  # of the backward: 512 threads share 65536 registers, 128 each
+
+# The forward has many small programs per SM to overlap; the backward has two of 8 warps that stay, since each of its
+# programs costs a row of dw_partial.
+FORWARD_TILE, FORWARD_MIN_WARPS = 2048, 4
+BACKWARD_TILE, BACKWARD_MIN_WARPS = 4096, 8
+MOST_ROWS = 128  # per tile: of narrow rows, more take up to 255 registers per thread, for their addresses
+
+FORWARD_HELD = 16384  # widest row that is read once: up to 110 registers per thread
+BACKWARD_HELD = 8192  # twice as wide, x, dy, weight and sums spill 184 to 224 bytes per thread
+BACKWARD_REREAD = 16384  # twice as wide, the sums alone spill 80 to 472 bytes per thread
+# Bytes per thread that float32 rows of 16384 do spill on sm_100 with Triton 3.9 (not on sm_80 or sm_90, not with 3.6):
+# 20 KiB to L1 per row. Strips, the other plan, would read x and dy from memory again, 128 KiB per row.
+REREAD_SPILL = 40
+CHUNK = 4096  # per step over a row that is not held: 8 warps, or 16 of them where the sums for dw are
+STRIP = 1024  # 2 KiB of a bfloat16 row in one burst, and 6 % padding at most
+
+DW_TILE, DW_WARPS = 4096, 4  # eight 16-byte loads in flight per thread
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """Tiles of (rows, width) elements, `tiles` of them to a row, held in registers or (rows is 1) visited twice."""
+
+    is_held: bool
+    rows: int
+    width: int
+    tiles: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """Tiles of (rows, width) elements, `tiles` of them to a row; dw_partial has `walks` rows.
+
+    plan "held": a program reads whole rows once; "reread": one whole row at a time, read again (from cache) once c is
+    known; "strips": first a kernel for c, then a program per walk and tile of the row.
+    """
+
+    plan: str
+    walks: int
+    rows: int
+    width: int
+    tiles: int
+    num_warps: int
+    num_stages: int  # 2: the next step's x and dy travel to shared memory (64 KiB at most) during this one
+    dw_rows: int
+    dw_width: int
+    dw_num_warps: int
+
+
+def forward_config(N: int) -> ForwardConfig:
+    """For rows of N elements. The grid is a tile of rows per program, however many: on an H100 such grids reached 2700
+    to 2930 GB/s in Triton (bfloat16, N of 128 to 16384), and persistent loops were 3 to 5 % slower in cuTile."""
+    if N > FORWARD_HELD:
+        return ForwardConfig(
+            False, rows=1, width=CHUNK, tiles=_cdiv(N, CHUNK), num_warps=CHUNK // ELEMENTS_PER_WARP
+        )
+    width, tiles = _tiles(N)
+    rows = _rows(N, FORWARD_TILE)
+    return ForwardConfig(True, rows, width, tiles, _warps(N, FORWARD_MIN_WARPS))
+
+
+def backward_config(M: int, N: int, sm_count: int) -> BackwardConfig:
+    """For M rows of N elements. All programs are resident at once, and as few as leave the longest walk no longer."""
+    rows = _rows(N, BACKWARD_TILE)
+    num_warps = _warps(N, BACKWARD_MIN_WARPS)
+    programs_per_walk = 1
+    if N <= BACKWARD_HELD:
+        plan, (width, tiles) = "held", _tiles(N)
+    elif N <= BACKWARD_REREAD:
+        plan, width, tiles = "reread", CHUNK, _cdiv(N, CHUNK)
+    else:
+        plan, rows, width, tiles = "strips", BACKWARD_TILE // STRIP, STRIP, _cdiv(N, STRIP)
+        num_warps, programs_per_walk = BACKWARD_MIN_WARPS, tiles
+    steps = _cdiv(M, rows)
+    most_walks = max(1, sm_count * WARPS_PER_SM // num_warps // programs_per_walk)
+    dw_width = _dw_width(N, sm_count)
+    return BackwardConfig(
+        plan,
+        walks=_cdiv(steps, _cdiv(steps, most_walks)),
+        rows=rows,
+        width=width,
+        tiles=tiles,
+        num_warps=num_warps,
+        num_stages=1
+        if plan == "reread"
+        else 2,  # "reread" would double its loads' way to shared memory as well
+        dw_rows=DW_TILE // dw_width,
+        dw_width=dw_width,
+        dw_num_warps=DW_WARPS,
+    )
+
+
+def _rows(N: int, tile: int) -> int:
+    return min(max(tile // _power_of_two(N), 1), MOST_ROWS)
+
+
+def _tiles(N: int) -> tuple[int, int]:
+    """Width and number of the tiles that hold a row: three quarters of a power of two where they suffice, else one.
+
+    Not below 513 columns: quarter tiles would leave each thread less than four elements (8 bytes of bfloat16) to load.
+    """
+    power = _power_of_two(N)
+    return (power // 4, 3) if power >= 1024 and 4 * N <= 3 * power else (power, 1)
+
+
+def _warps(N: int, least: int) -> int:
+    return min(max(_power_of_two(N) // ELEMENTS_PER_WARP, least), WARPS_PER_SM)
+
+
+def _dw_width(N: int, sm_count: int) -> int:
+    """Two column tiles per SM where N allows it, of 64 bytes (two sectors) to 512 bytes per row."""
+    return min(max(_power_of_two(N) // _power_of_two(2 * sm_count), 16), 128)
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
