@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)
 WIDEST_FORWARD_ROW = 16384  # elements that one block of 8 warps holds in registers, float32: 64 each thread
+FEW_TILES = 8  # row tiles per SM
 LARGEST_GRID = 2**24 - 1  # blocks in one dimension of a launch, cuda-tile's limit
 
 
@@ -34,6 +35,7 @@ class Config:
     rest: int = 0  # "rows": columns of a second tile, 0 for none
     rows: int = 1  # rows of a tile
     tma: bool = False  # may tile loads and stores use TMA
+    short: bool = False  # backward "rows": compile a way without the loop too, for as many blocks as rows
     reason: str = ""
     spills: str = ""  # why this config is kept although its kernel spills registers
 
@@ -46,6 +48,7 @@ class Rule(NamedTuple):
     occupancy: int
     latency: int
     split: bool = False  # hold the row in two tiles
+    short: bool = False
 
 
 # rows of 2-byte elements
@@ -56,14 +59,15 @@ _HOPPER_BACKWARD_HALF = (
     Rule(512, "tiles", 8, 8, 1, 2),  # 131072x512: 2853
     Rule(1024, "tiles", 8, 8, 1, 2),  # 32768x1024: 2722, 4096x1024: 1973
     Rule(2048, "tiles", 4, 8, 1, 2),  # 16384x2048: 2765
-    Rule(2560, "rows", 1, 8, 2, 6, split=True),  # 16384x2560: 2788
+    Rule(2560, "rows", 1, 8, 2, 6, split=True, short=True),  # 16384x2560: 2788
     Rule(3072, "rows", 1, 4, 2, 4),  # 16384x3072: 2818, 16384x2880: 2773
-    Rule(4096, "rows", 1, 8, 2, 4),  # 16384x4096: 2872, 16384x3584: 2830
-    Rule(6144, "rows", 1, 8, 1, 6, split=True),  # 16384x5120: 2810, 16384x6144: 2932
+    Rule(4095, "rows", 1, 8, 2, 4, short=True),  # 16384x3584: 2830
+    Rule(4096, "rows", 1, 8, 1, 6, short=True),  # 16384x4096: 2857 and 1024x4096: 1943 with the dw kernel
+    Rule(6144, "rows", 1, 8, 1, 6, split=True, short=True),  # 16384x5120: 2810, 16384x6144: 2932
     Rule(7168, "tiles", 2, 8, 1, 4),  # 8192x7168: 2805
-    Rule(8192, "rows", 1, 8, 1, 4),  # 8192x8192: 2784
-    Rule(12288, "rows", 1, 8, 1, 8, split=True),  # 8192x12288: 2723
-    Rule(16384, "rows", 1, 8, 1, 4),  # 4096x16384: 2758
+    Rule(8192, "rows", 1, 8, 1, 4, short=True),  # 8192x8192: 2784
+    Rule(12288, "rows", 1, 8, 1, 8, split=True, short=True),  # 8192x12288: 2723
+    Rule(16384, "rows", 1, 8, 1, 4, short=True),  # 4096x16384: 2758
     Rule(18432, "rows", 1, 8, 1, 4, split=True),  # 4096x18432: 2252
 )
 # rows of 4-byte elements; a rule without a figure takes over from its neighbours
@@ -173,17 +177,21 @@ def means_config(architecture: int) -> Config:
 
 def sum_config() -> Config:
     """The kernel that adds the partial rows: narrow strips, so that even 1024 columns are 64 blocks."""
-    return Config(
-        "sum", 16, 8, 4, 4, rows=64, reason="2.2 to 2.8 us after the dx kernel, 64 x 32 tiles 2.7 to 5"
-    )
+    return Config("sum", 16, 4, 4, 4, rows=128, reason="1.1 to 2 us after the dx kernel")
 
 
 def partial_rows(m: int, n: int, config: Config, sm_count: int) -> int:
-    """P: how many blocks walk the rows of a backward, each leaving one row of dw_partial. A few per SM, and no more
-    than row tiles."""
+    """P: how many blocks walk the rows of a backward, each leaving one row of dw_partial.
+
+    A few per SM; one where few rows make the partial rows a good part of all traffic (512x4096: 10.6 us with 128
+    blocks, 11.2 with 256). And no more than make the longest walk as short as it can be: 1024 tiles for 264 blocks
+    are 4 each for 256.
+    """
     strips = -(-n // config.width) if config.kernel == "strips" else 1
-    blocks = max(1, sm_count * config.occupancy // strips)
-    return min(blocks, -(-m // config.rows))
+    tiles = -(-m // config.rows)
+    blocks_per_sm = 1 if strips == 1 and tiles <= FEW_TILES * sm_count else config.occupancy
+    blocks = max(1, sm_count * blocks_per_sm // strips)
+    return -(-tiles // -(-tiles // blocks))
 
 
 def row_partials_config(n: int, itemsize: int, architecture: int) -> Config:
@@ -215,6 +223,7 @@ def _from_table(n: int, itemsize: int, table: tuple[Rule, ...]) -> Config:
         rest,
         rule.rows,
         tma=rule.kernel == "tiles",
+        short=rule.short,
         reason=f"measured: the rule for up to {rule.up_to} elements of {itemsize} bytes",
         spills="; ".join(why for (size, first), why in _SPILLS.items() if size == itemsize and n >= first),
     )

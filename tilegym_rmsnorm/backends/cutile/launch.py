@@ -143,6 +143,8 @@ class Backward:
             "tiles": backward.backward_tiles,
             "strips": backward.backward_strips,
         }[config.kernel]
+        if config.kernel == "rows":
+            switches = (*switches, config.short, self.dependent)
         self.launch = machine.bind(function, config, (*tile_constants(config, n), *switches))
         self.sum = sum_config()
         self.launch_sum = machine.bind(
@@ -199,7 +201,8 @@ class Backward:
 def tile_constants(config: Config, n: int) -> tuple[Any, ...]:
     """The compile-time arguments that a config stands for, in its kernel's order."""
     if config.kernel == "rows":
-        return config.width, config.rest, config.width + config.rest == n, config.latency
+        is_even = config.width + config.rest == n
+        return config.width, config.rest, is_even, config.latency
     if config.kernel == "sum":
         return config.rows, config.width
     rows = () if config.kernel in ("chunks", "means") else (config.rows,)
