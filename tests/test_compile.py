@@ -26,7 +26,7 @@ if find_cuobjdump() is None:
     pytest.skip("cuobjdump is not installed (pip install nvidia-cuda-cuobjdump)", allow_module_level=True)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-WIDEST = 20000  # beyond it the configs stay the same
+WIDEST = 40000  # beyond it the configs stay the same
 
 
 def widths_of_configs(configure, itemsize: int, architecture: int) -> dict:
@@ -99,7 +99,7 @@ VARIANTS = {
     "llama casting": dict(dtype=BF16, weight_dtype=BF16, round_xhat=True),
     "no weight": dict(dtype=BF16, weight_dtype=None),
 }
-ONE_WIDTH_PER_KERNEL = (128, 2048, 5120, 32768)
+ONE_WIDTH_PER_KERNEL = (128, 2048, 5120, 40000)
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 120])

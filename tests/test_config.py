@@ -68,10 +68,10 @@ def test_no_config_asks_for_more_registers_than_an_sm_has(architecture, itemsize
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_x_is_read_once_in_the_forward_up_to_16384_columns(architecture):
+def test_x_is_read_once_in_the_forward_up_to_32768_columns(architecture):
     for n in WIDTHS:
         for itemsize in (2, 4):
-            assert (forward_config(n, itemsize, architecture).kernel == "chunks") == (n > 16384)
+            assert (forward_config(n, itemsize, architecture).kernel == "chunks") == (n > 32768)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -100,7 +100,7 @@ def test_configs_compile_few_kernels():
     """Every distinct config is a kernel to compile: the sweep of all widths must not invent one per width."""
     for configure in (forward_config, backward_config):
         distinct = {configure(n, 2, 90) for n in range(1, 40000)}
-        assert len(distinct) <= 30
+        assert len(distinct) <= 60
 
 
 def test_only_hopper_configs_that_were_measured_may_spill():

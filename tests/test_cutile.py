@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def one_width_per_config(configure, itemsize: int) -> list[int]:
     """An odd width where a config serves one, so that lanes past the row are there to go wrong."""
     widths = {}
-    for n in range(1, 18700):
+    for n in range(1, 33100):
         config = configure(n, itemsize, 90)
         if n % 2 or config not in widths:
             widths[config] = n
@@ -135,6 +135,14 @@ def test_one_partial_row_per_row(n):
 def test_batch_sizes_around_the_rows_of_a_tile(m, n):
     inputs = make_inputs(m, n, BF16, FP32, device=CPU)
     assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs))
+
+
+@pytest.mark.parametrize("n", [64, 4096, 5000, 18500])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_the_only_partial_row_is_dw(n, dtype):
+    """With one block there is nothing to add: dw, of weight's dtype, takes the place of dw_partial."""
+    inputs = make_inputs(1, n, dtype, dtype, device=CPU)
+    assert_within(expected_results(inputs), **run_backward(inputs))
 
 
 @pytest.mark.parametrize("n", [64, 3000, 18500])

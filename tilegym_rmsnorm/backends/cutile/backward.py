@@ -9,8 +9,9 @@ For row i of x (M x N), in float32:
 
 dx needs one row at a time, dw all of them. So P tile blocks walk the rows (block b takes rows b, b + P, b + 2P, ...),
 write dx, and keep the sum of *their* rows of dy * xhat in registers. Each writes that sum once, as row b of
-`dw_partial` (P x N, float32). `sum_partials` then adds the P rows in a fixed order and rounds once. There are no
-atomics: the order of every addition follows from indices alone, so dw has the same bits on every run.
+`dw_partial` (P x N, float32). `sum_partials` then adds the P rows in a fixed order and rounds once. Where P is 1, that
+row is dw: it is written in weight's dtype, and nothing is left to add. There are no atomics: the order of every
+addition follows from indices alone, so dw has the same bits on every run.
 
 Three ways to hold a row; config.py says which one serves which width:
 
@@ -69,7 +70,7 @@ def row_gradients(
 
 def backward_rows(
     dx,  # (M, N), x's dtype: written
-    dw_partial,  # (P, N), float32: written
+    dw_partial,  # (P, N), float32, or weight's dtype where P is 1: written
     dy,  # (M, N), any row stride
     x,  # (M, N), any row stride
     weight,  # (N,)
@@ -183,7 +184,8 @@ def backward_tiles(
             tdw = tdw + tdy * xhat_as_multiplied(txhat, x.dtype, ROUND_XHAT)
 
     if HAS_DW:
-        ct.store(dw_partial, (ct.bid(0), 0), ct.sum(tdw, axis=0, keepdims=True), allow_tma=False)
+        tdw = ct.astype(ct.sum(tdw, axis=0, keepdims=True), dw_partial.dtype)
+        ct.store(dw_partial, (ct.bid(0), 0), tdw, allow_tma=False)
 
 
 def backward_means(
@@ -258,7 +260,8 @@ def backward_strips(
             tdw = tdw + tdy * xhat_as_multiplied(txhat, x.dtype, ROUND_XHAT)
 
     if HAS_DW:
-        ct.store(dw_partial, (ct.bid(0), j), ct.sum(tdw, axis=0, keepdims=True), allow_tma=False)
+        tdw = ct.astype(ct.sum(tdw, axis=0, keepdims=True), dw_partial.dtype)
+        ct.store(dw_partial, (ct.bid(0), j), tdw, allow_tma=False)
 
 
 def sum_partials(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)
-WIDEST_FORWARD_ROW = 16384  # elements that one block of 8 warps holds in registers, float32: 64 each thread
+WIDEST_FORWARD_ROW = 32768  # elements that one block of 8 warps holds in registers, float32: 128 each thread
 FEW_TILES = 8  # row tiles per SM
 LARGEST_GRID = 2**24 - 1  # blocks in one dimension of a launch, cuda-tile's limit
 
@@ -115,17 +115,22 @@ def forward_config(n: int, itemsize: int, architecture: int) -> Config:
     if n <= 512:
         # 524288x64 2755, 524288x128 2831, 524288x256 2934, 131072x512 2818; float32 131072x256 2812
         rows = min(256, max(2048, 64 * min(width, 64)) // width)
-        # 8 blocks leave 64 registers a thread, which sm_90 needs not exceed; for sm_100 and later tileiras then spills
-        occupancy = 8 if architecture < 100 else 4
+        # With 8 blocks tileiras keeps to 32 registers a thread; sm_100 and later, and unaligned rows, spill then.
+        occupancy = 8 if architecture < 100 and _is_aligned(n, itemsize) else 4
         return Config("tiles", width, 4, occupancy, 4, rows=rows, tma=has_tma, reason="2048 elements a block")
     if n <= 1024:
         return Config("rows", width, 4, 8, 2, reason="32768x1024 2711, 4096x1024 1945 GB/s")
     # 2048: 2748, 3072: 2825, 4096: 2840, 5120: 2873, 6144: 2766, 7168: 2775, 8192: 2806 GB/s
     width, rest = _two_tiles(n)
     if n <= 8192:
-        return Config("rows", width, 8, 4, 4, rest, reason="4 blocks of 8 warps fill an SM")
+        occupancy = 4 if _is_aligned(n, itemsize) else 2
+        return Config("rows", width, 8, occupancy, 4, rest, reason="4 blocks of 8 warps fill an SM")
+    if width == 32768:
+        width, rest = 16384, 16384
     # 8192x12288: 2909 GB/s, 4096x16384 float32: 2883
-    return Config("rows", width, 8, 1, 4, rest, reason="up to 64 elements a thread leave room for one block")
+    return Config(
+        "rows", width, 8, 1, 4, rest, reason="64 and more elements a thread leave room for one block"
+    )
 
 
 def backward_config(n: int, itemsize: int, architecture: int) -> Config:
@@ -136,10 +141,12 @@ def backward_config(n: int, itemsize: int, architecture: int) -> Config:
     elements or more keep enough bytes in flight.
     """
     _check(n, itemsize, architecture)
-    if n > widest_backward_row(itemsize, architecture):
+    if n > widest_backward_row(n, itemsize, architecture):
         reason = "no registers hold the row: its mean first, then strips of columns; 10 bytes an element instead of 6"
-        return Config("strips", 2048, 4, 3, 4, tma=architecture >= 90, reason=reason)  # 4096x32768: 3003
-    if architecture == 90:
+        if architecture < 90:
+            return Config("strips", 2048, 4, 2, 4, reason=reason)
+        return Config("strips", 2048, 4, 3, 4, tma=True, reason=reason)  # 4096x32768: 3003
+    if architecture == 90 and _is_aligned(n, itemsize):
         return _from_table(n, itemsize, _HOPPER_BACKWARD_HALF if itemsize == 2 else _HOPPER_BACKWARD_FLOAT)
     width, rest = _two_tiles(n)
     row_bytes = n * itemsize
@@ -157,12 +164,14 @@ def backward_config(n: int, itemsize: int, architecture: int) -> Config:
     return Config("rows", width, 8, 1, 4, rest, reason="one block has all registers of an SM")
 
 
-def widest_backward_row(itemsize: int, architecture: int) -> int:
-    """Elements of the widest row of which a block's registers hold x, dy, weight and the sum of dw.
+def widest_backward_row(n: int, itemsize: int, architecture: int) -> int:
+    """Elements of the widest row of n's kind of which a block's registers hold x, dy, weight and the sum of dw.
 
     Wider rows take 10 bytes of traffic an element instead of 6, so that a kernel that spills a little may still win:
-    on sm_90 it was measured (see _SPILLS), elsewhere no kernel may spill.
+    on sm_90 it was measured (see _SPILLS), elsewhere no kernel may spill. Unaligned rows need registers for addresses.
     """
+    if not _is_aligned(n, itemsize):
+        return 8192
     if architecture == 90:
         return 18432
     return 16384 if itemsize == 2 else 12288
@@ -240,6 +249,11 @@ def _two_tiles(n: int) -> tuple[int, int]:
         return whole, 0
     rest = max(power_of_two(n - width), width // 8)
     return (width, rest) if width + rest <= whole * 3 // 4 else (whole, 0)
+
+
+def _is_aligned(n: int, itemsize: int) -> bool:
+    """Whether every row of a contiguous array begins at a multiple of 16 bytes, so that it can be read 16 at a time."""
+    return n * itemsize % 16 == 0
 
 
 def _check(n: int, itemsize: int, architecture: int) -> None:

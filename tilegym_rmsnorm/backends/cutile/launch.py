@@ -164,11 +164,14 @@ class Backward:
                 self._walk(*slab, machine.no_dw_partial, scale, offset)
             return dx, None
 
+        dw = machine.empty((n,), weight.dtype)
         counts = [self.partial_rows(slab[0].shape[0]) for slab in slabs]
+        if counts == [1]:  # the one partial row is dw
+            self._walk(*slabs[0], dw.view(1, n), scale, offset)
+            return dx, dw
         dw_partial = machine.empty((sum(counts), n), torch.float32)
         for slab, part in zip(slabs, _split(dw_partial, counts), strict=True):
             self._walk(*slab, part, scale, offset)
-        dw = machine.empty((n,), weight.dtype)
         strips = -(-n // self.sum.width)
         self.launch_sum((strips,), (dw, dw_partial), dependent=self.dependent)
         return dx, dw
