@@ -81,8 +81,8 @@ class CompilingMachine:
 
 
 def _constraint(argument: torch.Tensor | float) -> ArrayConstraint | ScalarConstraint:
-    """What cuda-tile assumes of an argument: its dtype, and which strides and extents are multiples of 16 bytes or
-    elements."""
+    """What cuda-tile assumes of an argument: its dtype, which strides and extents are multiples of 16 bytes or
+    elements, and that the stride along an extent of 1 is 1, as DLPack says."""
     if not isinstance(argument, torch.Tensor):
         return ScalarConstraint(ct.float32)
     lanes = 16 // argument.dtype.itemsize
@@ -95,8 +95,14 @@ def _constraint(argument: torch.Tensor | float) -> ArrayConstraint | ScalarConst
         stride_lower_bound_incl=0,
         alias_groups=(),
         may_alias_internally=False,
-        stride_constant=(*(None for _ in row_strides), 1),
-        stride_divisible_by=(*(lanes if stride % lanes == 0 else 1 for stride in row_strides), 1),
+        stride_constant=(*(1 if extent == 1 else None for extent in argument.shape[:-1]), 1),
+        stride_divisible_by=(
+            *(
+                lanes if stride % lanes == 0 and extent > 1 else 1
+                for stride, extent in zip(row_strides, argument.shape, strict=False)
+            ),
+            1,
+        ),
         shape_divisible_by=tuple(16 if extent % 16 == 0 else 1 for extent in argument.shape),
         base_addr_divisible_by=16,
     )

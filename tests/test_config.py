@@ -56,15 +56,19 @@ def test_every_width_gets_a_config_that_holds_it(configure, architecture, itemsi
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_no_config_asks_for_more_registers_than_an_sm_has(architecture, itemsize):
-    """x and dy in their own dtype, the sum of dw and weight in float32: 4-byte registers, 64K an SM, 255 a thread."""
+    """4-byte registers, 64K an SM, 255 a thread. The backward holds x and dy in their own dtype, the sum of dw and
+    weight in float32; the forward x in float32, and little else at the same time."""
     for n in WIDTHS:
-        config = backward_config(n, itemsize, architecture)
-        lanes = config.rows * (config.width + config.rest)
-        weight_lanes = config.width + config.rest
-        registers = lanes * (2 * itemsize + 4) / 4 + weight_lanes
-        threads = config.warps * 32
-        assert registers / threads <= 255 or config.spills, (n, config)
-        assert registers * config.occupancy <= 65536 or config.spills, (n, config)
+        backward, forward = (
+            backward_config(n, itemsize, architecture),
+            forward_config(n, itemsize, architecture),
+        )
+        row = backward.width + backward.rest
+        backward_registers = backward.rows * row * (2 * itemsize + 4) / 4 + row
+        forward_registers = forward.rows * (forward.width + forward.rest)
+        for config, registers in ((backward, backward_registers), (forward, forward_registers)):
+            assert registers / (32 * config.warps) <= 255 or config.spills, (n, config)
+            assert registers * config.occupancy <= 65536 or config.spills, (n, config)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -3,15 +3,12 @@
 
 """The cuTile kernels, run as Python by the interpreter: every config that the selector can pick, on every plan."""
 
-import dataclasses
-
 import pytest
 import torch
 from helpers import BF16, FP16, FP32, Inputs, assert_within, expected_results, make_inputs
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
-from tilegym_rmsnorm.backends.cutile import config as configs  # noqa: E402
 from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.config import (  # noqa: E402
     backward_config,
@@ -96,20 +93,20 @@ def test_backward_of_every_config(n):
     assert_within(expected_results(inputs), **run_backward(inputs))
 
 
-@pytest.mark.parametrize("n", [100, 1000, 3000, 5000, 18500])
+@pytest.mark.parametrize("n", [100, 1000, 3000, 5000, 18500, 33000])
 @pytest.mark.parametrize("dtype", [FP16, FP32])
 def test_other_dtypes(n, dtype):
     inputs = make_inputs(7, n, dtype, dtype, device=CPU)
     assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs))
 
 
-@pytest.mark.parametrize("n", [64, 2048, 5000, 18500])
+@pytest.mark.parametrize("n", [64, 2048, 5000, 18500, 33000])
 def test_llama_casting(n):
     inputs = make_inputs(7, n, BF16, FP32, casting="llama", device=CPU)
     assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs))
 
 
-@pytest.mark.parametrize("n", [64, 2048, 5000, 18500])
+@pytest.mark.parametrize("n", [64, 2048, 5000, 18500, 33000])
 def test_no_weight(n):
     inputs = make_inputs(7, n, BF16, None, device=CPU)
     assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs))
@@ -186,9 +183,11 @@ def test_more_rows_than_one_launch_takes(monkeypatch):
     assert_within(expected_results(inputs), **run_backward(inputs, config, shares_partials=False))
 
 
-def test_a_row_stride_beyond_int32_is_copied_away(monkeypatch):
-    inputs = make_inputs(5, 64, BF16, FP32, device=CPU)
-    far = torch.full((5, 200), torch.nan, dtype=BF16)[:, :64].copy_(inputs.x)
+@pytest.mark.parametrize("m", [1, 5])
+def test_a_row_stride_beyond_int32_is_copied_away(m, monkeypatch):
+    """A single row too: contiguous() would return it with its stride."""
+    inputs = make_inputs(m, 64, BF16, FP32, device=CPU)
+    far = torch.full((m, 200), torch.nan, dtype=BF16)[:, :64].copy_(inputs.x)
     monkeypatch.setattr(launch, "LARGEST_ROW_STRIDE", 199)
     assert launch._with_int32_stride(far).stride() == (64, 1)
     assert_within(expected_results(inputs), **run_forward(inputs._replace(x=far)))
@@ -198,12 +197,6 @@ def test_a_row_stride_beyond_int32_is_copied_away(monkeypatch):
 def test_the_number_of_sms_changes_no_more_than_rounding(sm_count):
     inputs = make_inputs(70, 1000, BF16, FP32, device=CPU)
     assert_within(expected_results(inputs), **run_backward(inputs, sm_count=sm_count))
-
-
-def test_the_kernels_that_the_tests_ran_are_those_that_a_gpu_runs():
-    """The interpreter's machine takes Hopper's configs; only the number of SMs is its own."""
-    assert InterpretedMachine.architecture == 90
-    assert InterpretedMachine.dependent_launch == configs.uses_dependent_launch(90)
 
 
 def test_an_unknown_plan_is_refused():
@@ -253,8 +246,3 @@ def test_a_wrong_grid_is_noticed(victim, n, change, monkeypatch):
     )
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         run_forward(inputs) if victim.startswith("forward") else run_backward(inputs)
-
-
-def test_configs_are_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        forward_config(64, 2, 90).width = 1

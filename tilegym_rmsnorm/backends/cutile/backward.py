@@ -9,9 +9,9 @@ For row i of x (M x N), in float32:
 
 dx needs one row at a time, dw all of them. So P tile blocks walk the rows (block b takes rows b, b + P, b + 2P, ...),
 write dx, and keep the sum of *their* rows of dy * xhat in registers. Each writes that sum once, as row b of
-`dw_partial` (P x N, float32). `sum_partials` then adds the P rows in a fixed order and rounds once. Where P is 1, that
-row is dw: it is written in weight's dtype, and nothing is left to add. There are no atomics: the order of every
-addition follows from indices alone, so dw has the same bits on every run.
+`dw_partial` (P x N, float32). `sum_partials` then adds the P rows in a fixed order and rounds once. There are no
+atomics: the order of every addition follows from indices alone, so dw has the same bits on every run. (Where P is 1
+there is nothing to add: launch.py passes dw in the place of dw_partial.)
 
 Three ways to hold a row; config.py says which one serves which width:
 
@@ -43,34 +43,34 @@ from .rows import (
 )
 
 
-def row_gradients(
-    dx, dy, x, weight, rstd, row, columns, inv_n, offset, EVEN, LATENCY, HAS_WEIGHT, HAS_DW, ROUND_XHAT
-):
+def row_gradients(arrays, row, tcolumns, inv_n, offset, LATENCY, SWITCHES):
     """Writes dx of one row and returns dy * xhat, the row's share of dw (without HAS_DW a value nobody uses).
 
     In a loop the compiler moves the load of weight in front of it.
     """
-    tx = load_row(x, row, columns, EVEN, LATENCY)
-    tdy = load_row(dy, row, columns, EVEN, LATENCY)
+    dx, dy, x, weight, rstd = arrays
+    EVEN, HAS_WEIGHT, HAS_DW, ROUND_XHAT = SWITCHES
+    tx = load_row(x, row, tcolumns, EVEN, LATENCY)
+    tdy = load_row(dy, row, tcolumns, EVEN, LATENCY)
     trstd = ct.load(rstd, row, shape=())
 
     txhat = tuple(t * trstd for t in ct.static_iter(tx))
     tg = tdy
     if HAS_WEIGHT:
-        tscale = load_scale(weight, columns, offset, EVEN)
-        tg = tuple(tdy[k] * tscale[k] for k in ct.static_iter(range(len(columns))))
-    c = sum_of_products(txhat, tg) * inv_n
+        tscale = load_scale(weight, tcolumns, offset, EVEN)
+        tg = tuple(tdy[k] * tscale[k] for k in ct.static_iter(range(len(tcolumns))))
+    tc = sum_of_products(txhat, tg) * inv_n
 
-    tdx = tuple((tg[k] - txhat[k] * c) * trstd for k in ct.static_iter(range(len(columns))))
-    store_row(dx, row, columns, tdx, EVEN)
+    tdx = tuple((tg[k] - txhat[k] * tc) * trstd for k in ct.static_iter(range(len(tcolumns))))
+    store_row(dx, row, tcolumns, tdx, EVEN)
     if HAS_DW:
         txhat = tuple(xhat_as_multiplied(t, x.dtype, ROUND_XHAT) for t in ct.static_iter(txhat))
-    return tuple(tdy[k] * txhat[k] for k in ct.static_iter(range(len(columns))))
+    return tuple(tdy[k] * txhat[k] for k in ct.static_iter(range(len(tcolumns))))
 
 
 def backward_rows(
     dx,  # (M, N), x's dtype: written
-    dw_partial,  # (P, N), float32, or weight's dtype where P is 1: written
+    dw_partial,  # (P, N), float32: written. Where P is 1 launch.py passes dw itself, of weight's dtype
     dy,  # (M, N), any row stride
     x,  # (M, N), any row stride
     weight,  # (N,)
@@ -92,60 +92,32 @@ def backward_rows(
     SHORT adds a way without the loop, whose pipeline takes longer to fill than one row to compute: 16x4096 in 4.1 us
     instead of 4.8 on an H100.
     """
-    columns = column_tiles(WIDTH, REST)
+    arrays = (dx, dy, x, weight, rstd)
+    SWITCHES = (EVEN, HAS_WEIGHT, HAS_DW, ROUND_XHAT)
+    tcolumns = column_tiles(WIDTH, REST)
     if DEPENDENT:
         ct.grid_dependency_control_launch_dependents()
 
     if SHORT and x.shape[0] <= ct.num_blocks(0):
-        tdw = row_gradients(
-            dx,
-            dy,
-            x,
-            weight,
-            rstd,
-            ct.bid(0),
-            columns,
-            inv_n,
-            offset,
-            EVEN,
-            1,
-            HAS_WEIGHT,
-            HAS_DW,
-            ROUND_XHAT,
-        )
+        tdw = row_gradients(arrays, ct.bid(0), tcolumns, inv_n, offset, 1, SWITCHES)
         if HAS_DW:
-            store_row(dw_partial, ct.bid(0), columns, tdw, EVEN)
+            store_row(dw_partial, ct.bid(0), tcolumns, tdw, EVEN)
     else:
-        tdw = tuple(ct.zeros(c.shape, dtype=ct.float32) for c in ct.static_iter(columns))
+        tdw = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
         for row in range(ct.bid(0), x.shape[0], ct.num_blocks(0)):
-            terms = row_gradients(
-                dx,
-                dy,
-                x,
-                weight,
-                rstd,
-                row,
-                columns,
-                inv_n,
-                offset,
-                EVEN,
-                LATENCY,
-                HAS_WEIGHT,
-                HAS_DW,
-                ROUND_XHAT,
-            )
-            tdw = tuple(tdw[k] + terms[k] for k in ct.static_iter(range(len(columns))))
+            tterms = row_gradients(arrays, row, tcolumns, inv_n, offset, LATENCY, SWITCHES)
+            tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(len(tcolumns))))
         if HAS_DW:
-            store_row(dw_partial, ct.bid(0), columns, tdw, EVEN)
+            store_row(dw_partial, ct.bid(0), tcolumns, tdw, EVEN)
 
 
 def backward_tiles(
-    dx,
-    dw_partial,
-    dy,
-    x,
-    weight,
-    rstd,
+    dx,  # (M, N), x's dtype: written
+    dw_partial,  # (P, N), float32, or dw of weight's dtype where P is 1: written
+    dy,  # (M, N), any row stride
+    x,  # (M, N), any row stride
+    weight,  # (N,)
+    rstd,  # (M,), float32
     inv_n,
     offset,
     ROWS: ConstInt,
@@ -177,9 +149,9 @@ def backward_tiles(
         tg = tdy
         if HAS_WEIGHT:
             tg = tdy * tscale
-        c = ct.sum(txhat * tg, axis=1, keepdims=True) * inv_n
+        tc = ct.sum(txhat * tg, axis=1, keepdims=True) * inv_n
 
-        ct.store(dx, (i, 0), ct.astype((tg - txhat * c) * trstd, dx.dtype), allow_tma=TMA)
+        ct.store(dx, (i, 0), ct.astype((tg - txhat * tc) * trstd, dx.dtype), allow_tma=TMA)
         if HAS_DW:
             tdw = tdw + tdy * xhat_as_multiplied(txhat, x.dtype, ROUND_XHAT)
 
@@ -190,10 +162,10 @@ def backward_tiles(
 
 def backward_means(
     c,  # (M,), float32: written
-    dy,
-    x,
-    weight,
-    rstd,
+    dy,  # (M, N), any row stride
+    x,  # (M, N), any row stride
+    weight,  # (N,)
+    rstd,  # (M,), float32
     inv_n,
     offset,
     WIDTH: ConstInt,
@@ -203,26 +175,26 @@ def backward_means(
 ):
     """Grid: (M,). c = mean_j(xhat * g), the one number per row that dx needs from the whole row."""
     i = ct.bid(0)
-    products = ct.zeros((1, WIDTH), dtype=ct.float32)
+    tproducts = ct.zeros((1, WIDTH), dtype=ct.float32)
     for j in range(ct.cdiv(x.shape[1], WIDTH)):
         tx = as_float32(ct.load(x, (i, j), (1, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
         tg = as_float32(ct.load(dy, (i, j), (1, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
         if HAS_WEIGHT:
             tscale = as_float32(ct.load(weight, (j,), (WIDTH,), padding_mode=ZERO)) + offset
             tg = tg * ct.reshape(tscale, (1, WIDTH))
-        products = products + tx * tg
+        tproducts = tproducts + tx * tg
 
     trstd = ct.load(rstd, i, shape=())
-    ct.scatter(c, i, ct.sum(products) * trstd * inv_n)
+    ct.scatter(c, i, ct.sum(tproducts) * trstd * inv_n)
 
 
 def backward_strips(
-    dx,
-    dw_partial,
-    dy,
-    x,
-    weight,
-    rstd,
+    dx,  # (M, N), x's dtype: written
+    dw_partial,  # (P, N), float32, or dw of weight's dtype where P is 1: written
+    dy,  # (M, N), any row stride
+    x,  # (M, N), any row stride
+    weight,  # (N,)
+    rstd,  # (M,), float32
     c,  # (M,), float32, from backward_means
     offset,
     ROWS: ConstInt,

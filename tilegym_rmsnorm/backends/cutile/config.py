@@ -4,12 +4,14 @@
 
 Neither torch nor cuda.tile is imported, no tensor is seen; a CPU test sweeps them. What is compiled depends on N, the
 element size and the architecture only; M and the number of SMs decide how many blocks are launched (`partial_rows`),
-so a new batch size compiles nothing.
+so a new batch size compiles nothing (but for the classes of extents that cuda-tile itself tells apart).
 
 The tables are measurements: one H100 80GB HBM3, driver 580.159, cuda-tile 1.7.0, tileiras 13.4.92, cold L2, CUDA
 graphs, the first kernel of each op alone, of 2600 kernels tried. A rule's comment gives shape and GB/s of compulsory
-bytes (copy of the same run: 2991). Other architectures get rules in bytes per row, which follow the same reasons and
-are compiled for each of them by the tests, but were not timed there.
+bytes (copy of the same run: 2991); what it comes to with the dw kernel is in bench/results. Other architectures, and
+rows that do not begin at multiples of 16 bytes, get rules that follow the same reasons: thresholds in elements where
+registers decide, which hold float32 whatever the dtype, and in bytes where the bytes in flight do. The tests compile
+them for each architecture; they were not timed.
 """
 
 from __future__ import annotations
@@ -142,7 +144,9 @@ def backward_config(n: int, itemsize: int, architecture: int) -> Config:
     """
     _check(n, itemsize, architecture)
     if n > widest_backward_row(n, itemsize, architecture):
-        reason = "no registers hold the row: its mean first, then strips of columns; 10 bytes an element instead of 6"
+        reason = (
+            "too wide for registers: the mean of each row, then strips of columns; 10 bytes an element, not 6"
+        )
         if architecture < 90:
             return Config("strips", 2048, 4, 2, 4, reason=reason)
         return Config("strips", 2048, 4, 3, 4, tma=True, reason=reason)  # 4096x32768: 3003

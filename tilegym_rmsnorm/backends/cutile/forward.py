@@ -51,25 +51,25 @@ def forward_rows(
     """Grid: (M,). The weight is loaded after the reduction: loaded before it, it only holds registers while x is
     awaited."""
     row = ct.bid(0)
-    columns = column_tiles(WIDTH, REST)
-    tx = load_row(x, row, columns, EVEN, LATENCY)
+    tcolumns = column_tiles(WIDTH, REST)
+    tx = load_row(x, row, tcolumns, EVEN, LATENCY)
 
     trstd = ct.rsqrt(sum_of_products(tx, tx) * inv_n + eps)
     ct.scatter(rstd, row, trstd)
 
     ty = tuple(xhat_as_multiplied(t * trstd, x.dtype, ROUND_XHAT) for t in ct.static_iter(tx))
     if HAS_WEIGHT:
-        tscale = load_scale(weight, columns, offset, EVEN)
+        tscale = load_scale(weight, tcolumns, offset, EVEN)
         ty = tuple(ty[k] * tscale[k] for k in ct.static_iter(range(len(ty))))
 
-    store_row(y, row, columns, ty, EVEN)
+    store_row(y, row, tcolumns, ty, EVEN)
 
 
 def forward_tiles(
-    y,
-    rstd,
-    x,
-    weight,
+    y,  # (M, N), x's dtype: written
+    rstd,  # (M,), float32: written
+    x,  # (M, N), any row stride
+    weight,  # (N,)
     inv_n,
     eps,
     offset,
@@ -96,10 +96,10 @@ def forward_tiles(
 
 
 def forward_chunks(
-    y,
-    rstd,
-    x,
-    weight,
+    y,  # (M, N), x's dtype: written
+    rstd,  # (M,), float32: written
+    x,  # (M, N), any row stride
+    weight,  # (N,)
     inv_n,
     eps,
     offset,
@@ -111,12 +111,12 @@ def forward_chunks(
 ):
     """Grid: (M,). The squares are summed lane by lane over the chunks, and across lanes once."""
     i = ct.bid(0)
-    squares = ct.zeros((1, WIDTH), dtype=ct.float32)
+    tsquares = ct.zeros((1, WIDTH), dtype=ct.float32)
     for j in range(ct.cdiv(x.shape[1], WIDTH)):
         tx = as_float32(ct.load(x, (i, j), (1, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
-        squares = squares + tx * tx
+        tsquares = tsquares + tx * tx
 
-    trstd = ct.rsqrt(ct.sum(squares) * inv_n + eps)
+    trstd = ct.rsqrt(ct.sum(tsquares) * inv_n + eps)
     ct.scatter(rstd, i, trstd)
 
     for j in range(ct.cdiv(x.shape[1], WIDTH)):

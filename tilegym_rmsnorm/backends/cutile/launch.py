@@ -225,4 +225,6 @@ def _split(dw_partial: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
 
 
 def _with_int32_stride(x: Tensor) -> Tensor:
-    return x if x.stride(0) <= LARGEST_ROW_STRIDE else x.contiguous()
+    if x.stride(0) <= LARGEST_ROW_STRIDE:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)  # contiguous() leaves a single row as it is

@@ -21,47 +21,47 @@ def as_float32(tile):
 
 def column_tiles(WIDTH, REST):
     """Column indices of a row's tiles: WIDTH of them, then REST more unless REST is 0."""
-    columns = (ct.arange(WIDTH, dtype=ct.int32),)
+    tcolumns = (ct.arange(WIDTH, dtype=ct.int32),)
     if REST > 0:
-        columns = columns + (ct.arange(REST, dtype=ct.int32) + WIDTH,)
-    return columns
+        tcolumns = tcolumns + (ct.arange(REST, dtype=ct.int32) + WIDTH,)
+    return tcolumns
 
 
-def load_row(array, row, columns, EVEN, LATENCY):
+def load_row(array, row, tcolumns, EVEN, LATENCY):
     """Row `row` of a 2-D array, as float32 tiles."""
     return tuple(
         as_float32(
             ct.gather(
                 array,
-                (row, columns[k]),
-                check_bounds=not EVEN and k == len(columns) - 1,
+                (row, tcolumns[k]),
+                check_bounds=not EVEN and k == len(tcolumns) - 1,
                 padding_value=0,
                 latency=LATENCY,
             )
         )
-        for k in ct.static_iter(range(len(columns)))
+        for k in ct.static_iter(range(len(tcolumns)))
     )
 
 
-def load_scale(weight, columns, offset, EVEN):
+def load_scale(weight, tcolumns, offset, EVEN):
     """weight + offset, as float32 tiles; lanes past N hold `offset`, and meet only zeros."""
     return tuple(
         as_float32(
-            ct.gather(weight, columns[k], check_bounds=not EVEN and k == len(columns) - 1, padding_value=0)
+            ct.gather(weight, tcolumns[k], check_bounds=not EVEN and k == len(tcolumns) - 1, padding_value=0)
         )
         + offset
-        for k in ct.static_iter(range(len(columns)))
+        for k in ct.static_iter(range(len(tcolumns)))
     )
 
 
-def store_row(array, row, columns, tiles, EVEN):
+def store_row(array, row, tcolumns, tiles, EVEN):
     """Writes float32 tiles as row `row` of a 2-D array, rounded to its dtype."""
-    for k in ct.static_iter(range(len(columns))):
+    for k in ct.static_iter(range(len(tcolumns))):
         ct.scatter(
             array,
-            (row, columns[k]),
+            (row, tcolumns[k]),
             ct.astype(tiles[k], array.dtype),
-            check_bounds=not EVEN and k == len(columns) - 1,
+            check_bounds=not EVEN and k == len(tcolumns) - 1,
         )
 
 
