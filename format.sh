@@ -17,8 +17,7 @@ esac
 ruff() { "${PYTHON:-python3}" -m ruff "$@"; }
 if ! ruff --version >/dev/null 2>&1; then
   . scripts/environment.sh
-  ensure_environment dev
-  ruff --version >/dev/null || exit 1
+  ensure_environment dev -- ruff
 fi
 
 header='# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors

@@ -11,6 +11,7 @@ no larger.
 from __future__ import annotations
 
 import math
+import textwrap
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -145,5 +146,5 @@ def plot(result: Result, path: Path) -> None:
     for axes in (above, below):
         axes.grid(alpha=0.3)
     figure.suptitle(with_note("Training a small Llama with each RMSNorm", result))
-    figure.supxlabel(one_line(result), fontsize=7)
+    figure.supxlabel(textwrap.fill(one_line(result), 150), fontsize=7)
     figure.savefig(path, dpi=120)

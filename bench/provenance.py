@@ -16,7 +16,7 @@ import torch
 
 import tilegym_rmsnorm
 from tilegym_rmsnorm.backends.cutile.toolchain import dotted, find_tileiras, package_version
-from tilegym_rmsnorm.machine import driver_gpus
+from tilegym_rmsnorm.installation import driver_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"

@@ -5,7 +5,30 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+from collections.abc import Callable
 from pathlib import Path
+
+from bench.provenance import ROOT
+
+
+def result_file(long_list: str) -> Callable[[str], Path]:
+    """A parser of the path of a result whose records stand in the list of this name."""
+
+    def parse(text: str) -> Path:
+        path = Path(text)
+        try:
+            result = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise argparse.ArgumentTypeError(f"expected a result in JSON, got {text}: {error}") from None
+        if not isinstance(result, dict) or long_list not in result:
+            raise argparse.ArgumentTypeError(f"expected a result with {long_list}, got {text}")
+        if not path.resolve().is_relative_to(ROOT):  # README.md links to the plots beside it
+            raise argparse.ArgumentTypeError(f"expected a file under {ROOT}, got {text}")
+        return path
+
+    return parse
 
 
 def refresh(readme: Path, section: str, text: str) -> None:

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     unavailable = {} if arguments.provider else why_not_measured()
     providers = arguments.provider or default_providers(unavailable, arguments.p_rows, has_gpu)
     shapes = arguments.shapes or default_shapes(arguments.quick, has_gpu)
-    folder = arguments.out or RESULTS / gpu_slug(origin["gpu"])
+    folder = arguments.out or default_folder(arguments, origin["gpu"])
 
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
     bench = Bench(providers, arguments.op, device)
@@ -81,7 +81,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         prog="bench/run.sh", description="Checks every backend against float64, then times it."
     )
     names = ", ".join
-    parser.add_argument("--shapes", type=parse_shapes, help="ROWSxCOLS,...; default: see bench/shapes.py")
+    parser.add_argument("--shapes", type=some_shapes, help="ROWSxCOLS,...; default: see bench/shapes.py")
     parser.add_argument("--dtype", type=one_of(DTYPES), default=("bfloat16",), help=f"of {names(DTYPES)}")
     parser.add_argument(
         "--provider",
@@ -89,13 +89,22 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help=f"of {names(PROVIDERS)}; default: all that run here but P=M",
     )
     parser.add_argument("--op", type=one_of(OPS), default=OPS, help=f"of {names(OPS)}; default: all")
-    parser.add_argument("--out", type=Path, help="folder of the results; default: bench/results/GPU/")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of the results; default: bench/results/GPU/, and bench/results/partial/GPU/, which git ignores, "
+        "with --quick, --shapes, --op or --provider",
+    )
     parser.add_argument("--quick", action="store_true", help="a few shapes only")
     parser.add_argument(
         "--p-rows", action="store_true", help=f"also {ROW_PARTIALS}: a partial row per input row"
     )
     parser.add_argument(
-        "--readme", type=Path, nargs="+", metavar="JSON", help="measure nothing: put results into README.md"
+        "--readme",
+        type=readme.result_file("records"),
+        nargs="+",
+        metavar="JSON",
+        help="measure nothing: put results into README.md",
     )
     return parser.parse_args(argv)
 
@@ -110,6 +119,20 @@ def one_of(known: Any) -> Any:
         return chosen
 
     return parse
+
+
+def some_shapes(text: str) -> tuple[Shape, ...]:
+    """`parse_shapes`, with an error whose text argparse shows."""
+    try:
+        return parse_shapes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def default_folder(arguments: argparse.Namespace, gpu: str | None) -> Path:
+    """Where results go: a run of a part must not replace the kept one of its day."""
+    is_partial = arguments.quick or arguments.shapes or arguments.provider or set(arguments.op) != set(OPS)
+    return (RESULTS / "partial" if is_partial else RESULTS) / gpu_slug(gpu)
 
 
 def default_shapes(is_quick: bool, has_gpu: bool) -> tuple[Shape, ...]:

@@ -38,7 +38,7 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
     for item in text.split(","):
         rows, cross, cols = item.strip().partition("x")
         if not (cross and rows.isdecimal() and cols.isdecimal() and int(rows) and int(cols)):
-            raise ValueError(f"shapes: expected ROWSxCOLS,... with both at least 1, got {item!r}")
+            raise ValueError(f"expected ROWSxCOLS,... with both at least 1, got {item!r}")
         shapes.append((int(rows), int(cols)))
     return tuple(shapes)
 

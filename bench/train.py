@@ -198,7 +198,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="default: 300, without a GPU 12")
     parser.add_argument("--out", type=Path, help="folder of the results; default: bench/results/GPU/")
     parser.add_argument(
-        "--readme", type=Path, metavar="JSON", help="measure nothing: put a result into README.md"
+        "--readme",
+        type=readme.result_file("runs"),
+        metavar="JSON",
+        help="measure nothing: put a result into README.md",
     )
     arguments = parser.parse_args(argv)
     if arguments.readme:

@@ -3,12 +3,12 @@
 #
 # To be sourced by the commands that run on a fresh machine (tests/run.sh, bench/run.sh):
 #   ensure_environment EXTRA... [-- MODULE...]
-# sets PYTHON to an interpreter that has what these extras of pyproject.toml are for, and the modules, and puts the
-# checkout on PYTHONPATH. Ends the script with one line if it cannot.
+# sets PYTHON to an interpreter that has what these extras of pyproject.toml are for, and the modules, in the versions that
+# it asks for, and puts the checkout on PYTHONPATH. Ends the script with one line if it cannot.
 #
 # The interpreter named by the variable PYTHON is used as it is. Otherwise the first of .venv, python3 and python that
-# has everything, otherwise .venv is made with pip. Extras that only add a backend (cutile, triton) are not worth a
-# failure: without a network the others still run, and one line says what is missing.
+# has everything, otherwise .venv is made with pip. What only adds a backend (cutile, triton) or a check of compiled
+# kernels (cuobjdump) is not worth a failure: without a network the rest still runs, and one line says what is missing.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -56,43 +56,81 @@ ensure_environment() {
     "Name one that has them: PYTHON=/path/to/python $0"
 }
 
-# The modules that the extras are for: of those that are required, or of those that only add a backend.
+# What the extras are for: what is required, or what may be missing. Modules, distributions with a range of versions
+# (cuda-tile is the module cuda.tile), and the programs tileiras and cuobjdump.
 _modules() {
   local kind=$1 extra
   shift
-  [ "$kind" = optional ] || printf 'torch '
+  [ "$kind" = optional ] || printf 'torch>=2.9 '
   for extra in "$@"; do
     case $kind:$extra in
       required:bench) printf 'matplotlib tabulate tqdm ' ;; # bench/train.py asks for transformers
       required:dev) printf 'hypothesis pytest yaml ' ;;     # format.sh asks for ruff
-      optional:cutile) [ "$(uname -s)" != Linux ] || printf 'cuda.tile ' ;;
+      optional:cutile) [ "$(uname -s)" != Linux ] || printf 'cuda-tile>=1.7,<2 tileiras ' ;;
+      optional:dev) [ "$(uname -s)" != Linux ] || printf 'cuobjdump ' ;;
       optional:triton) [ "$(uname -s)" != Linux ] || printf 'triton ' ;;
-      required:cutile | required:triton | optional:bench | optional:dev) ;;
+      required:cutile | required:triton | optional:bench) ;;
       *) _stop "ensure_environment: unknown extra $extra" ;;
     esac
   done
 }
 
-# Those of the modules that an interpreter lacks, each after a space; all of them if it does not run or is too old.
+# Those of these things that an interpreter lacks, each after a space; all of them if it does not run or is too old.
 _missing() {
   local python=$1
   shift
   "$python" - "$@" 2>/dev/null <<'PY' || printf ' %s' "$@"
+import glob
+import importlib.metadata
 import importlib.util
+import os
+import re
+import shutil
 import sys
+import sysconfig
 
 if sys.version_info < (3, 10):
     sys.exit("too old")
 
 
-def is_missing(name):
+def has(thing):
+    if thing == "tileiras":  # where cuda-tile looks for it
+        folders = [os.path.join(os.environ.get("CUDA_HOME") or os.devnull, "bin"), *glob.glob("/usr/local/cuda*/bin")]
+        return bool(version_of("nvidia-cuda-tileiras")) or has_program(thing, folders)
+    if thing == "cuobjdump":  # where the tests look for it
+        packages = sysconfig.get_path("purelib")
+        folders = [os.path.join(packages, folder) for folder in ("nvidia/cu13/bin", "triton/backends/nvidia/bin")]
+        return has_program(thing, folders)
+    name, lowest, below = re.fullmatch(r"([\w.-]+)(?:>=([\d.]+))?(?:,<([\d.]+))?", thing).groups()
+    if not has_module(name.replace("-", ".")):
+        return False
+    version = version_of(name) if lowest else ()
+    return not lowest or (numbers(lowest) <= version and (not below or version < numbers(below)))
+
+
+def has_program(name, folders):
+    return bool(shutil.which(name) or shutil.which(name, path=os.pathsep.join(folders)))
+
+
+def has_module(name):
     try:
-        return importlib.util.find_spec(name) is None
+        return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # the package that should hold it
-        return True
+        return False
 
 
-print("".join(f" {name}" for name in sys.argv[1:] if is_missing(name)))
+def version_of(distribution):
+    try:
+        return numbers(importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+
+
+def numbers(version):  # that it starts with: 2.11.0a0+cu130 is (2, 11, 0)
+    return tuple(map(int, re.match(r"\d+(?:\.\d+)*", version)[0].split(".")))
+
+
+print("".join(f" {thing}" for thing in sys.argv[1:] if not has(thing)))
 PY
 }
 

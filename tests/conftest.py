@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,12 +21,54 @@ from helpers import BACKENDS, HAS_GPU, why_skip
 
 from tilegym_rmsnorm import registry
 
+# Files of tests that never touch a GPU: on a machine with one they run beside those that do.
+WITHOUT_GPU = {
+    "test_bench_results",
+    "test_ci",
+    "test_compile",
+    "test_config",
+    "test_cutile",
+    "test_interpreter",
+    "test_interpreter_compiler",
+    "test_interpreter_hazards",
+    "test_interpreter_memory",
+    "test_registry",
+    "test_toolchain",
+    "test_triton_compile",
+    "test_triton_config",
+    "test_validation",
+}
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not HAS_GPU:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """On a GPU --dist=loadgroup means `gpu_group`: pytest-xdist 3.8 ignores its xdist_group marks under pytest 9.2."""
+    if not HAS_GPU or config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class GpuGroups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return gpu_group(nodeid) or nodeid
+
+    return GpuGroups(config, log)
+
+
+def gpu_group(nodeid: str) -> str | None:
+    """Which tests share a process where there is a GPU: few at a time, so that memory and measurements hold."""
+    file = Path(nodeid.split("::")[0]).stem
+    if file in WITHOUT_GPU:
+        return None
+    if file == "test_gpu_cutile":
+        return "gpu-configs"
+    return "gpu-inductor" if "inductor" in nodeid else "gpu"
 
 
 @pytest.fixture(params=BACKENDS)
@@ -36,28 +78,6 @@ def backend(request: pytest.FixtureRequest) -> str:
     if reason is not None:
         pytest.skip(reason)
     return request.param
-
-
-@pytest.fixture(scope="session", autouse=True)
-def triton_interpreter_that_rounds():
-    """Triton 3.6's interpreter cuts float32 off to bfloat16 where GPUs round to nearest: kernels would be judged by an
-    error that is not theirs, and twice that with casting="llama"."""
-    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
-        yield
-        return
-    from triton import language
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def round_to_nearest(data, source, target, rounding_mode):
-        if (source, target) != (language.float32, language.bfloat16):
-            return convert(data, source, target, rounding_mode)
-        return torch.as_tensor(data).bfloat16().view(torch.uint16).numpy()
-
-    interpreter._convert_float = round_to_nearest
-    yield
-    interpreter._convert_float = convert
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,14 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ensure_environment dev bench cutile triton
 
 options=(-rs)
-if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' &&
-  "$PYTHON" -c 'import xdist' 2>/dev/null; then
-  # One process for each core, each on one thread: tests of small tensors gain nothing from more. A GPU is not shared.
+if "$PYTHON" -c 'import xdist' 2>/dev/null; then
+  # Several processes, each on one thread: tests of small tensors gain nothing from more.
   export OMP_NUM_THREADS=1
-  options+=(-n auto --maxprocesses 8 --dist worksteal)
+  if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    # Tests marked with one xdist_group share a process, so that few of them meet on the GPU and in its memory.
+    options+=(-n 6 --dist loadgroup)
+  else
+    options+=(-n auto --maxprocesses 8 --dist worksteal)
+  fi
 fi
 exec "$PYTHON" -m pytest "${options[@]}" "$@"

@@ -219,3 +219,37 @@ def test_cpu_autocast_changes_nothing_as_in_aten(dtype, backend):
         assert y.dtype == F.rms_norm(x, (100,), weight, 1e-3).dtype
     y.backward(inputs.dy)
     assert torch.equal(y, expected) and x.grad.dtype == dtype
+
+
+def test_inside_torch_compile(backend):
+    """The op is called as it is, in a break of the graph; Dynamo would trace into the caches of a launch, or fail."""
+    inputs, x, weight = _leaves()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda a: rms_norm(a * 1, (100,), weight, 1e-3, backend=backend) * 1, backend="eager"
+    )
+    y = compiled(x)
+    dx, dw = torch.autograd.grad(y, (x, weight), inputs.dy)
+    expected = rms_norm(x, (100,), weight, 1e-3, backend=backend)
+    expected_dx, expected_dw = torch.autograd.grad(expected, (x, weight), inputs.dy)
+    assert torch.equal(y, expected) and torch.equal(dx, expected_dx) and torch.equal(dw, expected_dw)
+
+
+def test_rows_inside_torch_compile(backend):
+    inputs = make_inputs(13, 100)
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager")
+    def both(x, dy, weight):
+        y, rstd = rms_norm_forward(x * 1, weight, 1e-3, backend=backend)
+        return y, rstd, *rms_norm_backward(x * 1, dy, weight, rstd, backend=backend)
+
+    results = dict(zip(("y", "rstd", "dx", "dw"), both(*inputs[:3]), strict=True))
+    assert_within(expected_results(inputs), **results)
+
+
+def test_the_reference_by_name_does_not_break_a_graph():
+    inputs, x, weight = _leaves()
+    torch._dynamo.reset()
+    norm = torch.compile(rms_norm, backend="eager", fullgraph=True)
+    assert torch.equal(norm(x, (100,), weight, backend="torch"), rms_norm(x, (100,), weight, backend="torch"))

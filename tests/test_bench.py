@@ -1,15 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The benchmark: its byte model, timer, check and commands. Figures themselves need a GPU."""
+"""The benchmark: its byte model, timer and check. Figures themselves need a GPU."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,8 +13,7 @@ import torch
 from bench import measure, timer
 from bench.check import errors_of, make_inputs, run_all, why_wrong
 from bench.measure import Bench
-from bench.provenance import ROOT
-from bench.providers import PROVIDERS, make_provider
+from bench.providers import make_provider
 from bench.shapes import DEFAULT_SHAPES, OPS, compulsory_bytes, parse_shapes
 
 CPU = torch.device("cpu")
@@ -231,47 +226,3 @@ def test_a_hidden_exception_is_described_too():
             raise RuntimeError("capture failed")
     except RuntimeError as error:
         assert measure.describe(error) == "RuntimeError: capture failed (after ValueError: the reason)"
-
-
-# The commands
-
-
-def run_command(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
-
-
-def test_one_command_measures_and_writes(tmp_path):
-    done = run_command(
-        *("bash", str(ROOT / "bench" / "run.sh"), "--quick", "--shapes", "4x16,3x7", "--provider", "torch"),
-        *("--out", str(tmp_path)),
-        PYTHON=sys.executable,
-        TILEGYM_RMSNORM_COMMIT="feedbeef",
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Not GPU figures" in done.stdout and "4 x 16" in done.stdout
-    (path,) = tmp_path.glob("*-bfloat16.json")
-    result = json.loads(path.read_text())
-    assert result["gpu"] is None and result["note"] and result["commit"] == "feedbeef"
-    assert {"driver", "cuda", "tileiras", "versions", "dirty", "date", "copy_gb_per_s"} <= set(result)
-    assert [(record["op"], record["rows"]) for record in result["records"]] == [
-        (op, m) for m in (4, 3) for op in OPS
-    ]
-    assert all(set(record) == RECORD_FIELDS and record["us"] > 0 for record in result["records"])
-    assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".csv", ".png"}
-
-
-def test_unknown_provider_is_refused(tmp_path):
-    done = run_command(sys.executable, "-m", "bench.run", "--provider", "torhc", "--out", str(tmp_path))
-    assert done.returncode == 2
-    assert f"expected some of {', '.join(PROVIDERS)}, got torhc" in done.stderr
-
-
-def test_an_interpreter_that_lacks_something_gets_one_clear_line(tmp_path):
-    bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # -S: without site-packages
-    bare.chmod(0o755)
-    done = run_command("bash", str(ROOT / "bench" / "run.sh"), PYTHON=str(bare))
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert f"PYTHON={bare} lacks: torch matplotlib tabulate tqdm. Install them there: " in line

@@ -148,6 +148,8 @@ def test_gate_compares_with_the_same_gpu_only_and_never_with_itself(tmp_path, ca
     same = tmp_path / "results" / "nvidia-h100-80gb-hbm3"
     report.write_json(make_result(make_record(100.0)), same / "2026-11-20-bfloat16.json")
     (same / "train.json").write_text('{"runs": []}')
+    partial = tmp_path / "results" / "partial" / same.name / "2026-11-21-bfloat16.json"
+    report.write_json(make_result(make_record(150.0), date="2026-11-21T11:00:00+00:00"), partial)
     assert gate.main(arguments) == 1
     assert "100.0 us before, 150.0 us now (+50.0%)" in capsys.readouterr().out
     assert gate.main([str(same / "2026-11-20-bfloat16.json"), *arguments[1:]]) == 0

@@ -66,6 +66,11 @@ def test_every_command_exists(command):
         assert shutil.which(words[0])
 
 
+@pytest.mark.parametrize("name", [name for name, job in JOBS.items() if job["needs"] == "gpu"])
+def test_gpu_jobs_fail_first_where_the_best_backend_does_not_work(name):
+    assert JOBS[name]["commands"][0] == "$PYTHON -m tilegym_rmsnorm doctor"
+
+
 def test_github_calls_every_job_and_nothing_else():
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     commands = {
@@ -149,6 +154,53 @@ def test_unsound_list_of_jobs_is_refused(tmp_path, entry, message):
 
     assert answer.returncode != 0
     assert message in answer.stderr
+
+
+# What the commands ask the environment for, and tell pytest
+
+
+@pytest.mark.parametrize("command", [["format.sh", "--check"], [".ci/run"], [".ci/run", "format"]])
+def test_ruff_is_asked_for_by_what_needs_it(tmp_path, command):
+    python = tmp_path / "python"  # any module but ruff
+    python.write_text("""#!/bin/sh
+[ "$1" = - ] || exit 1
+shift
+for name; do [ "$name" != ruff ] || printf ' ruff'; done
+""")
+    python.chmod(0o755)
+
+    answer = subprocess.run(
+        ["bash", *command], cwd=ROOT, env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True
+    )
+
+    assert answer.returncode == 1
+    assert f"PYTHON={python} lacks: ruff. Install them there" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "options"),
+    [(True, "-n 6 --dist loadgroup"), (False, "-n auto --maxprocesses 8 --dist worksteal")],
+)
+def test_tests_are_spread_over_processes(tmp_path, has_gpu, options):
+    python = tmp_path / "python"  # has everything, a GPU or none, and shows what pytest is called with
+    python.write_text(f"""#!/bin/sh
+case "$*" in
+  "- "*) ;;
+  *is_available*) exit {int(not has_gpu)} ;;
+  *pytest*) echo "$@" ;;
+esac
+""")
+    python.chmod(0o755)
+
+    answer = subprocess.run(
+        ["bash", "tests/run.sh", "-k", "name"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+    )
+
+    assert answer.stdout == f"-m pytest -rs {options} -k name\n"
 
 
 @pytest.fixture(params=["git", "no git"])

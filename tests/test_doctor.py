@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -13,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_rmsnorm import __main__, doctor, machine, ops, registry
+from tilegym_rmsnorm import __main__, doctor, installation, ops, registry
 from tilegym_rmsnorm.backends.cutile import toolchain
-from tilegym_rmsnorm.machine import Gpu
+from tilegym_rmsnorm.installation import Gpu
 from tilegym_rmsnorm.registry import Unusable
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,8 +30,8 @@ def fake(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def have(gpus=(), hidden_from_torch=(), unusable=None, results=None) -> None:
-        monkeypatch.setattr(machine, "torch_gpus", lambda: list(gpus))
-        monkeypatch.setattr(machine, "driver_gpus", lambda: ([*gpus, *hidden_from_torch], "580.1"))
+        monkeypatch.setattr(installation, "torch_gpus", lambda: list(gpus))
+        monkeypatch.setattr(installation, "driver_gpus", lambda: ([*gpus, *hidden_from_torch], "580.1"))
         monkeypatch.setattr(registry, "why_unusable", lambda name, request=None: (unusable or {}).get(name))
         monkeypatch.setattr(doctor, "run_kernels_apart", lambda name: (results or {}).get(name, RAN))
 
@@ -92,6 +93,28 @@ def test_gpu_that_pytorch_does_not_see(fake, capsys, monkeypatch):
     status, output = run_doctor(capsys)
     assert status == 0
     assert "hidden by CUDA_VISIBLE_DEVICES" in output
+
+
+@pytest.mark.parametrize(("gpus", "ignored"), [([H100], True), ([], False)])
+def test_interpreters_do_not_pass_for_a_gpu(fake, capsys, monkeypatch, gpus, ignored):
+    fake(hidden_from_torch=gpus)
+    for name in doctor.INTERPRETERS:
+        monkeypatch.setenv(name, "1")
+    seen = []
+    no_cuda = Unusable("this PyTorch is built without CUDA", "...")
+
+    def why_unusable(name, request=None):
+        seen.append({name for name in doctor.INTERPRETERS if name in os.environ})
+        return None if seen[-1] else no_cuda
+
+    monkeypatch.setattr(registry, "why_unusable", why_unusable)
+
+    status, output = run_doctor(capsys)
+
+    assert all(bool(names) is not ignored for names in seen) and seen
+    assert status == int(ignored)
+    assert ("ignored here" in output) is ignored
+    assert all(os.environ[name] == "1" for name in doctor.INTERPRETERS)
 
 
 def test_names_a_conflict_of_cuda_home(fake, capsys, monkeypatch):
@@ -220,7 +243,7 @@ def test_driver_is_asked_by_nvidia_smi(tmp_path, monkeypatch, answer, status, ex
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    assert machine.driver_gpus() == expected
+    assert installation.driver_gpus() == expected
 
 
 def test_no_command_is_a_usage_error():

@@ -3,6 +3,9 @@
 
 """What backend "inductor" compiles, and how often."""
 
+import importlib.machinery
+import importlib.util
+
 import pytest
 import torch
 from helpers import BF16, DEVICE, FP32, make_inputs, why_skip
@@ -45,6 +48,15 @@ def test_the_callers_tensors_are_not_marked():
     x = torch.ones(5, 48, device=DEVICE)
     rms_norm_forward(x, None, backend="inductor")
     assert not [name for name in vars(x) if "dynamo" in name]
+
+
+def test_a_folder_called_triton_is_not_triton(monkeypatch):
+    folder = importlib.machinery.ModuleSpec(
+        "triton", None, is_package=True
+    )  # a namespace package has no origin
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: folder)
+    request = registry.Request(torch.device("cuda", 0), FP32, FP32, "once", False)
+    assert registry.why_unusable("inductor", request).remedy == "pip install triton"
 
 
 def test_a_missing_compiler_is_named(monkeypatch):

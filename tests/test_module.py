@@ -111,3 +111,8 @@ def test_bad_options_are_refused_at_construction():
         RMSNorm(64, offset="1")
     with pytest.raises(ValueError, match="backend: expected one of"):
         RMSNorm(64, backend="cuda")
+    with pytest.raises(TypeError, match="eps: expected a finite number, at least 0, or None, got 'a'"):
+        RMSNorm(64, eps="a")
+    with pytest.raises(ValueError, match="eps: expected a finite number"):
+        RMSNorm(64, eps=-1.0)
+    assert RMSNorm(64).eps is None

@@ -121,9 +121,18 @@ def test_a_named_backend_never_falls_back(fake_backends, name):
 
 
 def test_a_choice_is_made_once(fake_backends, monkeypatch):
-    first = dispatch("rms_norm_forward", REQUEST)
+    first = dispatch("rms_norm_forward", CUDA_REQUEST)
     monkeypatch.setattr(registry, "_choose", lambda *_: pytest.fail("chosen again"))
-    assert dispatch("rms_norm_forward", Request(*REQUEST)) is first
+    assert dispatch("rms_norm_forward", Request(*CUDA_REQUEST)) is first
+
+
+@pytest.mark.parametrize("name", ["cutile", "triton"])
+def test_the_choice_of_an_interpreter_is_made_anew(fake_backends, name):
+    """An environment that asks for it no longer must count in the next call."""
+    assert _chosen(name, REQUEST) == name
+    fake_backends[name].answer = Unusable("no interpreter asked for", "ask")
+    with pytest.raises(BackendUnavailableError, match="no interpreter asked for"):
+        _chosen(name, REQUEST)
 
 
 def test_unknown_names_are_refused_with_the_known_ones(monkeypatch):

@@ -9,10 +9,12 @@ Without a GPU the kernels run in Triton's interpreter.
 from __future__ import annotations
 
 import dataclasses
+import importlib.machinery
 import importlib.util
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -156,16 +158,20 @@ def test_results_are_rounded_to_nearest_even():
 
 @needs_kernels
 @pytest.mark.skipif(HAS_GPU, reason="the interpreter runs where there is no GPU")
-def test_the_interpreter_is_left_as_it_was():
+def test_the_interpreter_is_changed_once_for_all_threads():
+    """Triton interprets with globals: two launches at once would each run programs of the other's number."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from tilegym_rmsnorm.backends.triton.interpreter import rounding_to_nearest
+    from tilegym_rmsnorm.backends.triton import launch
 
-    before = InterpreterBuilder.cast_impl
-    with pytest.raises(ZeroDivisionError), rounding_to_nearest():
-        assert InterpreterBuilder.cast_impl is not before
-        raise ZeroDivisionError
-    assert InterpreterBuilder.cast_impl is before
+    inputs = make_inputs(13, 100, BF16, FP32)
+    call = (FORWARDS["one row"], inputs.x, inputs.weight, inputs.eps, 0.0, "once")
+    expected = launch.launch_forward(*call)
+    cast = InterpreterBuilder.cast_impl
+    with ThreadPoolExecutor(4) as threads:
+        for results in threads.map(lambda _: launch.launch_forward(*call), range(12)):
+            assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    assert InterpreterBuilder.cast_impl is cast
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -188,7 +194,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
 
-    caches = (backend._triton_unusable, backend._any_gpu_unusable, backend._gpu_unusable)
+    caches = (backend._triton_unusable, backend._gpu_unusable)
     for cached in caches:
         cached.cache_clear()
     yield set_machine
@@ -238,7 +244,16 @@ def test_without_a_gpu_it_runs_interpreted_only(machine):
 def test_without_triton_it_says_what_to_install(machine):
     machine((9, 0), has_triton=False)
     for request in (None, REQUEST):
-        assert backend.unusable(request).remedy == "pip install 'tilegym_rmsnorm[triton]'"
+        assert backend.unusable(request).remedy == "pip install triton"
+
+
+def test_a_folder_called_triton_is_not_triton(machine, monkeypatch):
+    machine((9, 0))
+    folder = importlib.machinery.ModuleSpec(
+        "triton", None, is_package=True
+    )  # a namespace package has no origin
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: folder)
+    assert backend.unusable(REQUEST).reason == "triton is not installed"
 
 
 def test_asking_does_not_import_triton():

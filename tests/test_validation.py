@@ -15,6 +15,7 @@ from tilegym_rmsnorm import ops
 M, N = 3, 8
 X, DY, W, RSTD = torch.ones(M, N), torch.ones(M, N), torch.ones(N), torch.ones(M)
 META = torch.ones(N, device="meta")
+SPARSE = X.to_sparse()
 
 
 def _norm(**kwargs):
@@ -32,6 +33,15 @@ def _backward(**kwargs):
     return tr.rms_norm_backward(**arguments)
 
 
+def _backward_torch(**kwargs):
+    arguments = {"x": X, "dy": DY, "weight": W, "rstd": RSTD, **kwargs}
+    return tr.rms_norm_backward_torch(**arguments)
+
+
+def _rstd_torch(**kwargs):
+    return tr.compute_rms_norm_rstd_torch(**{"x": X, **kwargs})
+
+
 BAD_NORM = [
     ({"input": [1.0]}, TypeError, "input: expected a torch.Tensor, got list"),
     (
@@ -47,8 +57,17 @@ BAD_NORM = [
     ({"normalized_shape": (8, 3)}, ValueError, "got (8, 3)"),
     ({"normalized_shape": (1, 3, 8)}, ValueError, "got (1, 3, 8)"),
     ({"normalized_shape": ()}, ValueError, "got ()"),
-    ({"normalized_shape": None}, ValueError, "got (None,)"),
-    ({"normalized_shape": "8"}, ValueError, "got ('8',)"),
+    *(
+        ({"normalized_shape": size}, TypeError, f"expected an int or a sequence of ints, got {size!r}")
+        for size in (None, "8", 8.0, (8.0,), [8.0], True, (True,), torch.tensor([8]), (torch.tensor(8),))
+    ),
+    (
+        {"normalized_shape": torch.tensor([3, 8])},
+        TypeError,
+        "normalized_shape: expected an int or a sequence of ints, got tensor([3, 8])",
+    ),
+    ({"input": SPARSE}, TypeError, "input: expected layout torch.strided, got torch.sparse_coo"),
+    ({"residual": SPARSE}, TypeError, "residual: expected layout torch.strided, got torch.sparse_coo"),
     (
         {"input": torch.ones(3, 0), "normalized_shape": (0,)},
         ValueError,
@@ -60,13 +79,13 @@ BAD_NORM = [
         "expected at least one element per row",
     ),
     ({"normalized_shape": (3, 8)}, ValueError, "weight: expected shape (3, 8), got (8,)"),
-    ({"residual": torch.ones(M, 1)}, ValueError, "residual: expected the shape of x, (3, 8), got (3, 1)"),
+    ({"residual": torch.ones(M, 1)}, ValueError, "residual: expected the shape of input, (3, 8), got (3, 1)"),
     (
         {"residual": DY.half()},
         TypeError,
-        "residual: expected the dtype of x, torch.float32, got torch.float16",
+        "residual: expected the dtype of input, torch.float32, got torch.float16",
     ),
-    ({"residual": DY.to("meta")}, ValueError, "residual: expected the device of x, cpu, got meta"),
+    ({"residual": DY.to("meta")}, ValueError, "residual: expected the device of input, cpu, got meta"),
     ({"residual": 1.0}, TypeError, "residual: expected a torch.Tensor, got float"),
 ]
 BAD_VECTORS = [
@@ -75,7 +94,8 @@ BAD_VECTORS = [
     (torch.ones(1, 8), ValueError, "expected shape (8,), got (1, 8)"),
     (torch.ones(()), ValueError, "expected shape (8,), got ()"),
     (W.long(), TypeError, "expected a dtype of torch.float16, torch.bfloat16"),
-    (META, ValueError, "expected the device of x, cpu, got meta"),
+    (META, ValueError, "expected the device of {x}, cpu, got meta"),
+    (W.to_sparse(), TypeError, "expected layout torch.strided, got torch.sparse_coo"),
     ([1.0] * 8, TypeError, "expected a torch.Tensor or None, got list"),
 ]
 BAD_PARAMETERS = [
@@ -93,12 +113,15 @@ BAD_EPS = [
     ({"eps": -1e-6}, ValueError, "eps: expected a finite number, at least 0, or None, got -1e-06"),
     ({"eps": math.nan}, ValueError, "eps: expected a finite number"),
     ({"eps": math.inf}, ValueError, "eps: expected a finite number"),
+    ({"eps": 10**400}, ValueError, "eps: expected a finite number, at least 0, or None, got a number beyond"),
 ]
 BAD_BACKWARD = [
     ({"dy": torch.ones(M, N - 1)}, ValueError, "dy: expected the shape of x, (3, 8), got (3, 7)"),
     ({"dy": torch.ones(N)}, ValueError, "dy: expected the shape of x, (3, 8), got (8,)"),
     ({"dy": DY.bfloat16()}, TypeError, "dy: expected the dtype of x, torch.float32, got torch.bfloat16"),
     ({"dy": DY.to("meta")}, ValueError, "dy: expected the device of x, cpu, got meta"),
+    ({"dy": SPARSE}, TypeError, "dy: expected layout torch.strided, got torch.sparse_coo"),
+    ({"rstd": RSTD.to_sparse()}, TypeError, "rstd: expected layout torch.strided, got torch.sparse_coo"),
     ({"dy": None}, TypeError, "dy: expected a torch.Tensor, got NoneType"),
     (
         {"rstd": torch.ones(M + 1)},
@@ -123,18 +146,25 @@ BAD_BACKWARD = [
 BAD_X = [
     ({"x": X.long()}, TypeError, "x: expected a dtype of"),
     ({"x": 1.0}, TypeError, "x: expected a torch.Tensor"),
+    ({"x": SPARSE}, TypeError, "x: expected layout torch.strided, got torch.sparse_coo"),
 ]
 
 CASES = (
     [(_norm, *case) for case in BAD_NORM + BAD_PARAMETERS + BAD_EPS]
     + [(_forward, *case) for case in BAD_X + BAD_PARAMETERS + BAD_EPS]
-    + [(_backward, *case) for case in BAD_X + BAD_PARAMETERS + BAD_BACKWARD]
     + [
-        (call, {name: vector}, error, f"{name}: {text}")
+        (call, *case)
+        for call in (_backward, _backward_torch)
+        for case in BAD_X + BAD_PARAMETERS + BAD_BACKWARD
+    ]
+    + [(_rstd_torch, *case) for case in BAD_X + BAD_EPS]
+    + [
+        (call, {name: vector}, error, f"{name}: {text.format(x='input' if call is _norm else 'x')}")
         for call, names in (
             (_norm, ("weight", "bias")),
             (_forward, ("weight", "bias")),
             (_backward, ("weight",)),
+            (_backward_torch, ("weight",)),
         )
         for name in names
         for vector, error, text in BAD_VECTORS
@@ -149,7 +179,7 @@ def test_refused_with_name_expected_and_given(call, arguments, error, text, monk
         call(**arguments)
 
 
-@pytest.mark.parametrize("call", [_norm, _forward, _backward])
+@pytest.mark.parametrize("call", [_norm, _forward, _backward, _backward_torch, _rstd_torch])
 def test_the_arguments_that_the_cases_change_are_good(call):
     call()
 
@@ -168,6 +198,13 @@ def test_numbers_of_any_kind_are_eps(eps):
     assert torch.equal(_norm(eps=eps), expected)
 
 
-@pytest.mark.parametrize("normalized_shape", [N, (N,), [N], torch.Size([N])])
+class Index:
+    """What numpy's integers are."""
+
+    def __index__(self):
+        return N
+
+
+@pytest.mark.parametrize("normalized_shape", [N, (N,), [N], torch.Size([N]), range(N, N + 1), Index()])
 def test_normalized_shape_is_an_int_or_any_sequence(normalized_shape):
     assert _norm(normalized_shape=normalized_shape).shape == X.shape

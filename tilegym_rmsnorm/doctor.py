@@ -5,7 +5,8 @@
 
 Exit status 0 only if the best backend possible on this machine works: cutile where there is an NVIDIA GPU of an
 architecture that it supports, triton where there is another GPU, torch where there is none. A GPU that the driver
-shows and PyTorch does not see counts, unless CUDA_VISIBLE_DEVICES hides every GPU on purpose.
+shows and PyTorch does not see counts, unless CUDA_VISIBLE_DEVICES hides every GPU on purpose. Where a GPU counts, the
+kernels must run on it: the variables that run them as Python over CPU tensors are ignored.
 
 A broken installation may raise anything, so every question is guarded by itself and the rest still gets an answer.
 Kernels run in a process for each backend: a crash, or a CUDA context that a fault has spoiled, stays in there.
@@ -14,6 +15,7 @@ Kernels run in a process for each backend: a crash, or a CUDA context that a fau
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -21,19 +23,21 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import tilegym_rmsnorm
-from tilegym_rmsnorm import machine, ops, reference, registry
+from tilegym_rmsnorm import installation, ops, reference, registry
 from tilegym_rmsnorm.backends import cutile
 
 ROWS, COLUMNS, EPS = 37, 320, 1e-6
 # Largest error over largest value, against float64. The backends make up to 3e-7 in float32; a column left out of the
 # mean shows as 4e-3 in y, a row left out of dw as 3e-1.
 TOLERANCE = 1e-5
+INTERPRETERS = (cutile.INTERPRET_VARIABLE, "TRITON_INTERPRET")
 KERNEL_SECONDS = 300  # torch.compile takes 4 to 7 on two idle CPU cores
 
 
@@ -56,6 +60,25 @@ def add_command(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; returns the exit status."""
+    with without_interpreters() as ignored:
+        return _report(arguments, ignored)
+
+
+@contextlib.contextmanager
+def without_interpreters() -> Iterator[list[str]]:
+    """Where there is a GPU, hide the variables that would let a backend work without it; gives those that were set."""
+    ignored = {name: os.environ[name] for name in INTERPRETERS if name in os.environ}
+    if not installation.visible_gpus():
+        ignored = {}
+    for name in ignored:
+        del os.environ[name]
+    try:
+        yield list(ignored)
+    finally:
+        os.environ.update(ignored)
+
+
+def _report(arguments: argparse.Namespace, ignored: list[str]) -> int:
     if arguments.backend:
         result = run_kernels(arguments.backend)
         print(json.dumps(result) if arguments.json else result.get("traceback") or _describe(result))
@@ -63,7 +86,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     show = (lambda line: None) if arguments.json else (lambda line: print(line, flush=True))
     show(f"tilegym_rmsnorm {tilegym_rmsnorm.__version__}\n\nmachine")
-    facts = machine.describe()
+    facts = installation.describe()
+    if ignored:
+        facts["ignored here"] = f"{' and '.join(ignored)}: kernels must run on the GPU"
     for name, fact in facts.items():
         show(f"  {name:<16} {fact}")
     show("\nbackends, fastest first")
@@ -86,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def best_possible_backend() -> str:
     """The fastest backend that could work on this machine once everything it needs is installed."""
-    gpus = machine.visible_gpus()
+    gpus = installation.visible_gpus()
     if not gpus:
         return "torch"
     return "cutile" if any(gpu.architecture in cutile.ARCHITECTURES for gpu in gpus) else "triton"
@@ -177,7 +202,7 @@ def kernel_errors(backend: str) -> tuple[str, dict[str, float]]:
 def _failure(backend: str, error: Exception) -> dict[str, Any]:
     return {
         "works": False,
-        "reason": machine.one_line(error),
+        "reason": installation.one_line(error),
         "remedy": f"see the traceback: python -m tilegym_rmsnorm doctor --backend {backend}",
         "traceback": "".join(traceback.format_exception(error)),
     }

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from tilegym_rmsnorm.ops import rms_norm
 from tilegym_rmsnorm.registry import check_backend_name
-from tilegym_rmsnorm.validation import check_casting, checked_number
+from tilegym_rmsnorm.validation import check_casting, checked_eps, checked_number
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -39,6 +39,7 @@ class RMSNorm(torch.nn.RMSNorm):
         backend: str | None = None,
     ) -> None:
         check_casting(casting)
+        checked_eps(eps, torch.float32)  # kept as it was given: None depends on the dtype of a call
         if backend is not None:
             check_backend_name(backend)
         self.offset = checked_number("offset", offset)  # before the base class, which resets the parameters

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 
-from tilegym_rmsnorm.reference import compute_dtype, compute_rms_norm_rstd_torch, rms_norm_backward_torch
+from tilegym_rmsnorm import reference
+from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import Request, dispatch, get_current_backend
 from tilegym_rmsnorm.validation import (
     check_casting,
@@ -41,6 +43,16 @@ __all__ = [
 # Whether this torch's F.rms_norm is on autocast's list for CUDA devices.
 _HAS_AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
 _unsafe_view = torch.ops.aten._unsafe_view.default
+
+
+@torch._disable_dynamo  # torch.compiler.disable would import Dynamo here and now
+def _break_graph(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What torch.compile calls and does not look into: it would trace through the caches of a launch, or fail there.
+
+    Only the reference asked for by name is left to it. A wrapper around each function, or torch.compiler.disable, would
+    cost every eager call 0.2 to 0.5 us; asking `is_dynamo_compiling` costs 0.03 us.
+    """
+    return function(*args, **kwargs)
 
 
 def rms_norm(
@@ -77,16 +89,19 @@ def rms_norm(
     Raises ValueError or TypeError on arguments that do not fit, BackendUnavailableError where the backend that was
     asked for by name cannot run them.
     """
+    if is_dynamo_compiling() and backend != "torch":
+        options = {"offset": offset, "residual": residual, "casting": casting, "backend": backend}
+        return _break_graph(rms_norm, input, normalized_shape, weight, eps, bias=bias, **options)
     check_input("input", input)
     n, shape = check_normalized_shape(input, normalized_shape)
-    check_vector("weight", weight, input, shape)
-    check_vector("bias", bias, input, shape)
+    check_vector("weight", weight, input, shape, "input")
+    check_vector("bias", bias, input, shape, "input")
     check_casting(casting)
     eps = checked_eps(eps, input.dtype)
     offset = checked_number("offset", offset)
 
     if residual is not None:
-        check_like("residual", residual, input)
+        check_like("residual", residual, input, "input")
 
     dtype, weight_dtype = input.dtype, None if weight is None else weight.dtype
     is_autocast = _HAS_AUTOCAST and input.is_cuda and torch.is_autocast_enabled("cuda")
@@ -124,6 +139,9 @@ def rms_norm_forward(
 
     M is the product of x's leading dimensions, N its last; weight and bias have shape (N,). See `rms_norm`.
     """
+    if is_dynamo_compiling() and backend != "torch":
+        options = {"offset": offset, "casting": casting, "backend": backend}
+        return _break_graph(rms_norm_forward, x, weight, eps, bias=bias, **options)
     check_input("x", x)
     n, shape = check_normalized_shape(x, x.shape[-1:])
     check_vector("weight", weight, x, shape)
@@ -149,16 +167,37 @@ def rms_norm_backward(
 
     dy has x's shape, dtype and device; rstd (M,) is what `rms_norm_forward` returned. See `rms_norm`.
     """
-    check_input("x", x)
-    n, shape = check_normalized_shape(x, x.shape[-1:])
-    check_vector("weight", weight, x, shape)
-    check_like("dy", dy, x)
-    check_rstd(rstd, x, x.numel() // n)
-    check_casting(casting)
-    offset = checked_number("offset", offset)
+    if is_dynamo_compiling() and backend != "torch":
+        options = {"offset": offset, "casting": casting, "backend": backend}
+        return _break_graph(rms_norm_backward, x, dy, weight, rstd, **options)
+    n, offset = _checked_backward(x, dy, weight, rstd, offset, casting)
     request = Request(x.device, x.dtype, None if weight is None else weight.dtype, casting, False)
     backward = dispatch("rms_norm_backward", request, backend)
     return _backward(x, dy, weight, rstd.contiguous(), n, offset, casting, weight is not None, backward)
+
+
+def compute_rms_norm_rstd_torch(x: Tensor, eps: float | None = None) -> Tensor:
+    """1 / sqrt(mean of x^2 over the last dimension + eps), shape (M,), float32 (float64 for float64 x).
+
+    By the reference, differentiable. M is the product of x's leading dimensions; eps as for `rms_norm`.
+    """
+    check_input("x", x)
+    check_normalized_shape(x, x.shape[-1:])
+    return reference.compute_rms_norm_rstd_torch(x, checked_eps(eps, x.dtype))
+
+
+def rms_norm_backward_torch(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    offset: float = 0.0,
+    casting: str = "once",
+) -> tuple[Tensor, Tensor | None]:
+    """`rms_norm_backward` by the reference: differentiable, with rstd an input like the others."""
+    _, offset = _checked_backward(x, dy, weight, rstd, offset, casting)
+    return reference.rms_norm_backward_torch(x, dy, weight, rstd, offset=offset, casting=casting)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -192,6 +231,19 @@ class _RMSNorm(torch.autograd.Function):
             db = dy.reshape(-1, n).sum(dim=0, dtype=compute_dtype(dy.dtype))
             db = db.to(ctx.bias_dtype).view(ctx.bias_shape)
         return dx, dw, db, None
+
+
+def _checked_backward(
+    x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, casting: str
+) -> tuple[int, float]:
+    """N, and the offset as a float."""
+    check_input("x", x)
+    n, shape = check_normalized_shape(x, x.shape[-1:])
+    check_vector("weight", weight, x, shape)
+    check_like("dy", dy, x)
+    check_rstd(rstd, x, x.numel() // n)
+    check_casting(casting)
+    return n, checked_number("offset", offset)
 
 
 def _forward(
@@ -237,8 +289,10 @@ def _differentiable_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """By the reference; rstd is computed again, so that its dependence on x counts."""
     rows, vector = x.reshape(-1, n), None if weight is None else weight.reshape(-1)
-    rstd = compute_rms_norm_rstd_torch(rows, eps)
-    dx, dw = rms_norm_backward_torch(rows, dy.reshape(-1, n), vector, rstd, offset=offset, casting=casting)
+    rstd = reference.compute_rms_norm_rstd_torch(rows, eps)
+    dx, dw = reference.rms_norm_backward_torch(
+        rows, dy.reshape(-1, n), vector, rstd, offset=offset, casting=casting
+    )
     return dx.view(x.shape), None if weight is None else dw.view(weight.shape)
 
 

@@ -14,7 +14,8 @@ x's and weight's), and each result is rounded once, to the dtype of the tensor t
 xhat is also rounded to x's dtype before it meets the weight: in y, and in dw (dy * round(xhat)). dx never sees that
 rounding. No weight means a factor of 1, whatever the offset.
 
-Every function takes any device, any leading dimensions (M is their product) and is differentiable.
+Every function takes any device, any leading dimensions (M is their product) and is differentiable. None checks what it
+is given: `tilegym_rmsnorm.ops` does, in front of the two that are public.
 """
 
 from __future__ import annotations

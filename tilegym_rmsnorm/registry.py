@@ -36,6 +36,8 @@ BACKEND_MODULES = {
 }
 ENVIRONMENT_VARIABLE = "TILEGYM_RMSNORM_BACKEND"
 _NAMES = (*AUTO_ORDER, "auto")
+# On CPU tensors these run while the environment asks for their interpreters, which may change from call to call.
+_INTERPRETED_ON_CPU = ("cutile", "triton")
 
 
 class Request(NamedTuple):
@@ -178,7 +180,8 @@ def _choose(op: str, request: Request, name: str) -> Callable[..., Any]:
             f"backend {backend!r} has no {op}; it implements {_implemented_ops(backend)}"
         )
     function = _impls[op, backend]
-    _chosen[op, request, name] = function
+    if request.device.type == "cuda" or backend not in _INTERPRETED_ON_CPU:
+        _chosen[op, request, name] = function
     return function
 
 

@@ -9,10 +9,12 @@ expected and what was given. On the good path a check is a few comparisons; text
 
 from __future__ import annotations
 
+import contextlib
 import math
+import operator
 from collections.abc import Sequence
 from numbers import Real
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from tilegym_rmsnorm.reference import CASTINGS, compute_dtype, default_eps
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INF = math.inf
+_STRIDED = torch.strided
 
 
 def check_input(name: str, x: Tensor) -> None:
@@ -31,12 +34,20 @@ def check_input(name: str, x: Tensor) -> None:
         _fail(TypeError, name, f"a dtype of {_names(DTYPES)}", x.dtype)
     if x.ndim == 0:
         _fail(ValueError, name, "at least one dimension", "a tensor of shape ()")
+    if x.layout is not _STRIDED:
+        _fail(TypeError, name, f"layout {_STRIDED}", x.layout)
 
 
 def check_normalized_shape(x: Tensor, normalized_shape: int | Sequence[int]) -> tuple[int, torch.Size]:
     """N and the shape that weight and bias must have: x's last dimensions, which `normalized_shape` must name."""
-    if not isinstance(normalized_shape, (tuple, list)):
+    if type(normalized_shape) is int:
         normalized_shape = (normalized_shape,)
+    elif not isinstance(normalized_shape, (tuple, list)):
+        normalized_shape = _sizes(normalized_shape)
+    for size in normalized_shape:
+        if type(size) is not int:  # (8.0,), (True,) and (torch.tensor(8),) would compare equal to (8,)
+            normalized_shape = _sizes(normalized_shape)
+            break
     dims = len(normalized_shape)
     shape = x.shape[-dims:]
     if dims == 0 or dims > x.ndim or shape != tuple(normalized_shape):
@@ -48,7 +59,7 @@ def check_normalized_shape(x: Tensor, normalized_shape: int | Sequence[int]) -> 
     return n, shape
 
 
-def check_vector(name: str, vector: Tensor | None, x: Tensor, shape: torch.Size) -> None:
+def check_vector(name: str, vector: Tensor | None, x: Tensor, shape: torch.Size, x_name: str = "x") -> None:
     """weight or bias: None, or a floating tensor of `shape` on x's device."""
     if vector is None:
         return
@@ -59,19 +70,23 @@ def check_vector(name: str, vector: Tensor | None, x: Tensor, shape: torch.Size)
     if vector.dtype not in DTYPES:
         _fail(TypeError, name, f"a dtype of {_names(DTYPES)}", vector.dtype)
     if vector.device != x.device:
-        _fail(ValueError, name, f"the device of x, {x.device}", vector.device)
+        _fail(ValueError, name, f"the device of {x_name}, {x.device}", vector.device)
+    if vector.layout is not _STRIDED:
+        _fail(TypeError, name, f"layout {_STRIDED}", vector.layout)
 
 
-def check_like(name: str, tensor: Tensor, x: Tensor) -> None:
+def check_like(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> None:
     """dy or residual: x's shape, dtype and device."""
     if not isinstance(tensor, Tensor):
         _fail(TypeError, name, "a torch.Tensor", type(tensor).__name__)
     if tensor.shape != x.shape:
-        _fail(ValueError, name, f"the shape of x, {tuple(x.shape)}", tuple(tensor.shape))
+        _fail(ValueError, name, f"the shape of {x_name}, {tuple(x.shape)}", tuple(tensor.shape))
     if tensor.dtype != x.dtype:
-        _fail(TypeError, name, f"the dtype of x, {x.dtype}", tensor.dtype)
+        _fail(TypeError, name, f"the dtype of {x_name}, {x.dtype}", tensor.dtype)
     if tensor.device != x.device:
-        _fail(ValueError, name, f"the device of x, {x.device}", tensor.device)
+        _fail(ValueError, name, f"the device of {x_name}, {x.device}", tensor.device)
+    if tensor.layout is not _STRIDED:
+        _fail(TypeError, name, f"layout {_STRIDED}", tensor.layout)
 
 
 def check_rstd(rstd: Tensor, x: Tensor, m: int) -> None:
@@ -84,6 +99,8 @@ def check_rstd(rstd: Tensor, x: Tensor, m: int) -> None:
         _fail(TypeError, "rstd", f"{compute_dtype(x.dtype)} for {x.dtype} x", rstd.dtype)
     if rstd.device != x.device:
         _fail(ValueError, "rstd", f"the device of x, {x.device}", rstd.device)
+    if rstd.layout is not _STRIDED:
+        _fail(TypeError, "rstd", f"layout {_STRIDED}", rstd.layout)
 
 
 def checked_eps(eps: float | None, dtype: torch.dtype) -> float:
@@ -100,7 +117,10 @@ def checked_number(
     if type(value) is not float:
         if not isinstance(value, Real) or isinstance(value, bool):
             _fail(TypeError, name, expected, repr(value))
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            _fail(ValueError, name, expected, "a number beyond the range of floats")
     if not (lowest <= value < _INF) or value == -_INF:
         _fail(ValueError, name, expected, value)
     return value
@@ -110,6 +130,16 @@ def check_casting(casting: str) -> None:
     """casting: one of CASTINGS."""
     if casting not in CASTINGS:
         _fail(ValueError, "casting", f"one of {', '.join(map(repr, CASTINGS))}", repr(casting))
+
+
+def _sizes(normalized_shape: Any) -> tuple[int, ...]:
+    """One index, or a sequence of them, as ints. Bools are no sizes, and reading a tensor may wait for a device."""
+    is_sequence = isinstance(normalized_shape, Sequence) and not isinstance(normalized_shape, (str, bytes))
+    sizes = normalized_shape if is_sequence else (normalized_shape,)
+    if not any(isinstance(size, (bool, Tensor)) for size in sizes):
+        with contextlib.suppress(TypeError):
+            return tuple(operator.index(size) for size in sizes)
+    return _fail(TypeError, "normalized_shape", "an int or a sequence of ints", repr(normalized_shape))
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

@@ -11,7 +11,6 @@ without gaps, and offsets of 0 and 1 have their own: the compiler always takes t
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import shutil
 import sysconfig
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilegym_rmsnorm.backends import checks
 from tilegym_rmsnorm.reference import rms_norm_backward_torch, rms_norm_forward_torch
 from tilegym_rmsnorm.registry import Request, Unusable, register_impl
 
@@ -53,7 +53,7 @@ def _cpu_unusable() -> Unusable | None:
 
 
 def _cuda_unusable() -> Unusable | None:
-    if importlib.util.find_spec("triton") is None:
+    if not checks.is_installed("triton"):
         return Unusable("torch.compile needs Triton on a CUDA device", "pip install triton")
     return None
 

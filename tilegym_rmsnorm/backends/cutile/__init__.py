@@ -14,6 +14,7 @@ import os
 
 import torch
 
+from tilegym_rmsnorm.backends import checks
 from tilegym_rmsnorm.backends.cutile import config, toolchain
 from tilegym_rmsnorm.registry import Request, Unusable
 
@@ -21,7 +22,6 @@ IMPLEMENTATION = "tilegym_rmsnorm.backends.cutile.launch"
 AUTO_ON_CPU = False
 
 ARCHITECTURES = tuple(f"sm_{number}" for number in config.ARCHITECTURES)
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRET_VARIABLE = "TILEGYM_RMSNORM_INTERPRET"
 _INTERPRET_REMEDY = (
     f"set {INTERPRET_VARIABLE}=1 to run the kernels' Python on the CPU (slow, for tests and pdb)"
@@ -38,8 +38,8 @@ def unusable(request: Request | None) -> Unusable | None:
     if request is None:
         if interpreting() and not torch.cuda.is_available():
             return _cuda_tile_unusable()
-        return _any_gpu_unusable() or _cuda_tile_unusable() or _tileiras_unusable()
-    if problem := _tensors_unusable(request):
+        return checks.any_gpu_unusable(_gpu_unusable) or _cuda_tile_unusable() or _tileiras_unusable()
+    if problem := checks.tensors_unusable(request):
         return problem
     if request.device.type == "cpu" and interpreting():
         return _cuda_tile_unusable()
@@ -47,26 +47,6 @@ def unusable(request: Request | None) -> Unusable | None:
         remedy = f"move the tensors to an NVIDIA GPU, or {_INTERPRET_REMEDY}"
         return Unusable(f"it runs on CUDA tensors, these are on {request.device}", remedy)
     return _gpu_unusable(request.device) or _cuda_tile_unusable() or _tileiras_unusable()
-
-
-def _tensors_unusable(request: Request) -> Unusable | None:
-    other_backend = 'use backend="torch" or "auto"'
-    if request.dtype not in DTYPES:
-        return Unusable(f"it takes x of float16, bfloat16 or float32, not {request.dtype}", other_backend)
-    if request.weight_dtype not in (None, request.dtype, torch.float32):
-        expected = f"a weight of x's dtype ({request.dtype}) or torch.float32"
-        return Unusable(f"it takes {expected}, not {request.weight_dtype}", other_backend)
-    if request.has_bias:
-        return Unusable("it does not take a bias", other_backend)
-    return None
-
-
-@functools.cache
-def _any_gpu_unusable() -> Unusable | None:
-    if not torch.cuda.is_available():
-        return _no_gpu()
-    problems = [_gpu_unusable(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
-    return None if None in problems else problems[0]
 
 
 @functools.cache

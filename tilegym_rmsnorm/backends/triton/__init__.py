@@ -10,18 +10,17 @@ copies on the host.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import sys
 
 import torch
 
+from tilegym_rmsnorm.backends import checks
 from tilegym_rmsnorm.registry import Request, Unusable
 
 IMPLEMENTATION = "tilegym_rmsnorm.backends.triton.launch"
 AUTO_ON_CPU = False
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 OLDEST_CAPABILITY = (8, 0)  # the oldest that Triton supports
 _INTERPRET_REMEDY = "set TRITON_INTERPRET=1 before Python starts to run the kernels' Python on the CPU (slow)"
 
@@ -37,8 +36,8 @@ def interpreting() -> bool:
 def unusable(request: Request | None) -> Unusable | None:
     """Why these tensors (None: this machine at all) cannot be run by the Triton kernels, None if they can."""
     if request is None:
-        return _triton_unusable() or (None if interpreting() else _any_gpu_unusable())
-    if problem := _tensors_unusable(request) or _triton_unusable():
+        return _triton_unusable() or (None if interpreting() else checks.any_gpu_unusable(_gpu_unusable))
+    if problem := checks.tensors_unusable(request) or _triton_unusable():
         return problem
     if request.device.type not in ("cpu", "cuda"):
         return Unusable(f"it runs on CUDA tensors, these are on {request.device}", 'use backend="torch"')
@@ -50,38 +49,18 @@ def unusable(request: Request | None) -> Unusable | None:
     return _gpu_unusable(request.device)
 
 
-def _tensors_unusable(request: Request) -> Unusable | None:
-    other_backend = 'use backend="torch" or "auto"'
-    if request.dtype not in DTYPES:
-        return Unusable(f"it takes x of float16, bfloat16 or float32, not {request.dtype}", other_backend)
-    if request.weight_dtype not in (None, request.dtype, torch.float32):
-        expected = f"a weight of x's dtype ({request.dtype}) or torch.float32"
-        return Unusable(f"it takes {expected}, not {request.weight_dtype}", other_backend)
-    if request.has_bias:
-        return Unusable("it does not take a bias", other_backend)
-    return None
-
-
 @functools.cache
 def _triton_unusable() -> Unusable | None:
-    if importlib.util.find_spec("triton") is None:
-        return Unusable("triton is not installed", "pip install 'tilegym_rmsnorm[triton]'")
-    return None
-
-
-@functools.cache
-def _any_gpu_unusable() -> Unusable | None:
-    if not torch.cuda.is_available():
-        remedy = f"check nvidia-smi and CUDA_VISIBLE_DEVICES, or {_INTERPRET_REMEDY}"
-        return Unusable("PyTorch sees no GPU", remedy)
-    problems = [_gpu_unusable(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
-    return None if None in problems else problems[0]
+    return (
+        None if checks.is_installed("triton") else Unusable("triton is not installed", "pip install triton")
+    )
 
 
 @functools.cache
 def _gpu_unusable(device: torch.device) -> Unusable | None:
     if not torch.cuda.is_available():
-        return _any_gpu_unusable()
+        remedy = f"check nvidia-smi and CUDA_VISIBLE_DEVICES, or {_INTERPRET_REMEDY}"
+        return Unusable("PyTorch sees no GPU", remedy)
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         found = f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}"

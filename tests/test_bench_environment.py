@@ -1,0 +1,103 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""scripts/environment.sh, as the benchmark calls it: what it asks of an interpreter."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCH_MODULES = ("matplotlib", "tabulate", "tqdm", "triton", "torch", "cuda.tile")
+
+
+@pytest.fixture
+def bare_machine(tmp_path: Path):
+    """Call it with {distribution: version} to have an interpreter with these, and empty modules for the benchmark."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # -S: without site-packages
+    python.chmod(0o755)
+    for module in BENCH_MODULES:
+        package = tmp_path.joinpath("packages", *module.split("."))
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+
+    def run(versions: dict[str, str]) -> subprocess.CompletedProcess:
+        for name, version in versions.items():
+            information = tmp_path / "packages" / f"{name.replace('-', '_')}-{version}.dist-info"
+            information.mkdir()
+            (information / "METADATA").write_text(
+                f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            )
+        environment = {name: value for name, value in os.environ.items() if name != "CUDA_HOME"}
+        environment |= {
+            "PYTHON": str(python),
+            "PYTHONPATH": str(tmp_path / "packages"),
+            "PATH": "/usr/bin:/bin",
+        }
+        command = [
+            shutil.which("bash"),
+            "-euc",
+            ". scripts/environment.sh; ensure_environment bench cutile triton",
+        ]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+RIGHT = {"torch": "2.11.0a0+cu130", "cuda-tile": "1.7.0", "nvidia-cuda-tileiras": "13.4.92"}
+
+
+@pytest.mark.parametrize("torch_version", ["2.8.1", "1.13.0"])
+def test_an_interpreter_with_an_older_torch_is_not_taken(bare_machine, torch_version):
+    answer = bare_machine(RIGHT | {"torch": torch_version})
+
+    assert answer.returncode == 1
+    assert "lacks: torch>=2.9. Install" in answer.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="cuda-tile and Triton are asked for on Linux")
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({}, None),
+        ({"cuda-tile": "1.6.9"}, "cuda-tile>=1.7,<2"),
+        ({"cuda-tile": "2.0.0"}, "cuda-tile>=1.7,<2"),
+        ({"nvidia-cuda-tileiras": None}, "tileiras"),
+    ],
+)
+def test_what_the_backends_lack_is_named(bare_machine, changes, missing):
+    if missing == "tileiras" and list(Path("/usr/local").glob("cuda*/bin/tileiras")):
+        pytest.skip("this machine has a toolkit with tileiras")
+
+    answer = bare_machine({name: version for name, version in (RIGHT | changes).items() if version})
+
+    assert answer.returncode == 0
+    assert answer.stderr == "" if missing is None else f"lacks: {missing};" in answer.stderr
+
+
+def test_the_environment_asks_for_the_versions_of_pyproject():
+    script, project = ((ROOT / name).read_text() for name in ("scripts/environment.sh", "pyproject.toml"))
+    for requirement in ("torch>=2.9", "cuda-tile>=1.7,<2"):
+        assert f"printf '{requirement} " in script and f'"{requirement}' in project
+
+
+def test_an_interpreter_that_lacks_something_gets_one_clear_line(tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # -S: without site-packages
+    bare.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(ROOT / "bench" / "run.sh")],
+        env=os.environ | {"PYTHON": str(bare), "PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert f"PYTHON={bare} lacks: torch>=2.9 matplotlib tabulate tqdm. Install them there: " in line

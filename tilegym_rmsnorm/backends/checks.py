@@ -1,0 +1,41 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What more than one backend asks before it says whether it can run."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+
+from tilegym_rmsnorm.registry import Request, Unusable
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def tensors_unusable(request: Request) -> Unusable | None:
+    """Why the kernels of cutile and triton do not take these dtypes or this bias, wherever the tensors are."""
+    other_backend = 'use backend="torch" or "auto"'
+    if request.dtype not in KERNEL_DTYPES:
+        return Unusable(f"it takes x of float16, bfloat16 or float32, not {request.dtype}", other_backend)
+    if request.weight_dtype not in (None, request.dtype, torch.float32):
+        expected = f"a weight of x's dtype ({request.dtype}) or torch.float32"
+        return Unusable(f"it takes {expected}, not {request.weight_dtype}", other_backend)
+    if request.has_bias:
+        return Unusable("it does not take a bias", other_backend)
+    return None
+
+
+def any_gpu_unusable(gpu_unusable: Callable[[torch.device], Unusable | None]) -> Unusable | None:
+    """None if `gpu_unusable` finds nothing wrong with some GPU, otherwise what it says of the first, present or not."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 1
+    problems = [gpu_unusable(torch.device("cuda", index)) for index in range(count)]
+    return None if None in problems else problems[0]
+
+
+def is_installed(package: str) -> bool:
+    """Whether `package` can be imported; a folder of that name in the working directory is not it."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
