@@ -122,7 +122,8 @@ def test_backward(name, case):
     dx_alone, no_dw = launch.launch_backward(BACKWARDS[name], *call, needs_dw=False)
 
     assert_within(expected, dx=dx)
-    assert torch.equal(dx, dx_alone) and no_dw is None
+    assert_within(expected, dx=dx_alone)  # another compilation: not bit for bit
+    assert no_dw is None
     if inputs.weight is None:
         assert dw is None
     else:
