@@ -12,7 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/environment.sh
 ensure_environment dev bench cutile triton
 
-options=(-rs)
+options=(-rfEs) # a line for each failure, error and skip
 if "$PYTHON" -c 'import xdist' 2>/dev/null; then
   # Several processes, each on one thread: tests of small tensors gain nothing from more.
   export OMP_NUM_THREADS=1

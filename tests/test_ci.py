@@ -200,7 +200,7 @@ esac
         text=True,
     )
 
-    assert answer.stdout == f"-m pytest -rs {options} -k name\n"
+    assert answer.stdout == f"-m pytest -rfEs {options} -k name\n"
 
 
 @pytest.fixture(params=["git", "no git"])
