@@ -33,10 +33,11 @@ from .rows import (
     ZERO,
     ConstBool,
     ConstInt,
-    as_float32,
     column_tiles,
     load_row,
     load_scale,
+    load_scale_tile,
+    load_tile,
     store_row,
     sum_of_products,
     xhat_as_multiplied,
@@ -134,15 +135,12 @@ def backward_tiles(
     since the loop's stores then have to be ordered before it (524288x64 on an H100: 76 us without, 107 with).
     """
     if HAS_WEIGHT:
-        tscale = as_float32(ct.load(weight, (0,), (WIDTH,), padding_mode=ZERO)) + offset
-        tscale = ct.reshape(tscale, (1, WIDTH))
+        tscale = load_scale_tile(weight, 0, WIDTH, offset)
     tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
 
     for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
-        tx = as_float32(ct.load(x, (i, 0), (ROWS, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
-        tdy = as_float32(
-            ct.load(dy, (i, 0), (ROWS, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA)
-        )
+        tx = load_tile(x, (i, 0), (ROWS, WIDTH), LATENCY, TMA)
+        tdy = load_tile(dy, (i, 0), (ROWS, WIDTH), LATENCY, TMA)
         trstd = ct.reshape(ct.load(rstd, (i,), (ROWS,), padding_mode=ZERO), (ROWS, 1))
 
         txhat = tx * trstd
@@ -177,11 +175,11 @@ def backward_means(
     i = ct.bid(0)
     tproducts = ct.zeros((1, WIDTH), dtype=ct.float32)
     for j in range(ct.cdiv(x.shape[1], WIDTH)):
-        tx = as_float32(ct.load(x, (i, j), (1, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
-        tg = as_float32(ct.load(dy, (i, j), (1, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
+        tx = load_tile(x, (i, j), (1, WIDTH), LATENCY, TMA)
+        tg = load_tile(dy, (i, j), (1, WIDTH), LATENCY, TMA)
         if HAS_WEIGHT:
-            tscale = as_float32(ct.load(weight, (j,), (WIDTH,), padding_mode=ZERO)) + offset
-            tg = tg * ct.reshape(tscale, (1, WIDTH))
+            tscale = load_scale_tile(weight, j, WIDTH, offset)
+            tg = tg * tscale
         tproducts = tproducts + tx * tg
 
     trstd = ct.load(rstd, i, shape=())
@@ -209,17 +207,14 @@ def backward_strips(
     """Grid: (P, cdiv(N, WIDTH)). Block (b, j) walks row tiles b, b + P, ... of column strip j."""
     j = ct.bid(1)
     if HAS_WEIGHT:
-        tscale = as_float32(ct.load(weight, (j,), (WIDTH,), padding_mode=ZERO)) + offset
-        tscale = ct.reshape(tscale, (1, WIDTH))
+        tscale = load_scale_tile(weight, j, WIDTH, offset)
     tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
 
     for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
-        tx = as_float32(ct.load(x, (i, j), (ROWS, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
-        tdy = as_float32(
-            ct.load(dy, (i, j), (ROWS, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA)
-        )
+        tx = load_tile(x, (i, j), (ROWS, WIDTH), LATENCY, TMA)
+        tdy = load_tile(dy, (i, j), (ROWS, WIDTH), LATENCY, TMA)
         trstd = ct.reshape(ct.load(rstd, (i,), (ROWS,), padding_mode=ZERO), (ROWS, 1))
         tc = ct.reshape(ct.load(c, (i,), (ROWS,), padding_mode=ZERO), (ROWS, 1))
 

@@ -20,13 +20,13 @@ read.
 import cuda.tile as ct
 
 from .rows import (
-    ZERO,
     ConstBool,
     ConstInt,
-    as_float32,
     column_tiles,
     load_row,
     load_scale,
+    load_scale_tile,
+    load_tile,
     store_row,
     sum_of_products,
     xhat_as_multiplied,
@@ -82,15 +82,15 @@ def forward_tiles(
 ):
     """Grid: (cdiv(M, ROWS),). Rows past M read 0 and are not written."""
     i = ct.bid(0)
-    tx = as_float32(ct.load(x, (i, 0), (ROWS, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
+    tx = load_tile(x, (i, 0), (ROWS, WIDTH), LATENCY, TMA)
 
     trstd = ct.rsqrt(ct.sum(tx * tx, axis=1, keepdims=True) * inv_n + eps)
     ct.store(rstd, (i,), ct.reshape(trstd, (ROWS,)), allow_tma=False)
 
     ty = xhat_as_multiplied(tx * trstd, x.dtype, ROUND_XHAT)
     if HAS_WEIGHT:
-        tscale = as_float32(ct.load(weight, (0,), (WIDTH,), padding_mode=ZERO)) + offset
-        ty = ty * ct.reshape(tscale, (1, WIDTH))
+        tscale = load_scale_tile(weight, 0, WIDTH, offset)
+        ty = ty * tscale
 
     ct.store(y, (i, 0), ct.astype(ty, y.dtype), allow_tma=TMA)
 
@@ -113,16 +113,16 @@ def forward_chunks(
     i = ct.bid(0)
     tsquares = ct.zeros((1, WIDTH), dtype=ct.float32)
     for j in range(ct.cdiv(x.shape[1], WIDTH)):
-        tx = as_float32(ct.load(x, (i, j), (1, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
+        tx = load_tile(x, (i, j), (1, WIDTH), LATENCY, TMA)
         tsquares = tsquares + tx * tx
 
     trstd = ct.rsqrt(ct.sum(tsquares) * inv_n + eps)
     ct.scatter(rstd, i, trstd)
 
     for j in range(ct.cdiv(x.shape[1], WIDTH)):
-        tx = as_float32(ct.load(x, (i, j), (1, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
+        tx = load_tile(x, (i, j), (1, WIDTH), LATENCY, TMA)
         ty = xhat_as_multiplied(tx * trstd, x.dtype, ROUND_XHAT)
         if HAS_WEIGHT:
-            tscale = as_float32(ct.load(weight, (j,), (WIDTH,), padding_mode=ZERO)) + offset
-            ty = ty * ct.reshape(tscale, (1, WIDTH))
+            tscale = load_scale_tile(weight, j, WIDTH, offset)
+            ty = ty * tscale
         ct.store(y, (i, j), ct.astype(ty, y.dtype), allow_tma=TMA)

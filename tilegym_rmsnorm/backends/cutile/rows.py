@@ -65,6 +65,17 @@ def store_row(array, row, tcolumns, tiles, EVEN):
         )
 
 
+def load_tile(array, index, shape, LATENCY, TMA):
+    """A tile of a 2-D array by its index in tiles, as float32; lanes outside the array read 0."""
+    return as_float32(ct.load(array, index, shape, padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
+
+
+def load_scale_tile(weight, j, WIDTH, offset):
+    """Tile j of weight + offset, shape (1, WIDTH), as float32."""
+    tscale = as_float32(ct.load(weight, (j,), (WIDTH,), padding_mode=ZERO)) + offset
+    return ct.reshape(tscale, (1, WIDTH))
+
+
 def sum_of_products(a, b):
     """Sum over all lanes of a * b, for two equally long tuples of tiles."""
     total = ct.sum(a[0] * b[0])
