@@ -114,8 +114,12 @@ def make_inputs(
     return Inputs(x.to(dtype), dy.to(dtype), weight, eps, offset, casting)
 
 
-def expected_results(inputs: Inputs) -> dict[str, Expected]:
-    """What y, rstd, dx and dw must be, each within its tolerance."""
+def expected_results(inputs: Inputs, *, running_sum: bool = False) -> dict[str, Expected]:
+    """What y, rstd, dx and dw must be, each within its tolerance.
+
+    `running_sum` allows dw the error of adding M rows one after the other, as compiled reductions do; the kernels of
+    this package, like ATen's, add fewer in a row.
+    """
     x, dy, weight, eps, offset, casting = inputs
     m, n = x.shape
     x64, dy64 = x.double(), dy.double()
@@ -138,7 +142,11 @@ def expected_results(inputs: Inputs) -> dict[str, Expected]:
     eps_compute = torch.finfo(
         FP64 if FP64 in (x.dtype, None if weight is None else weight.dtype) else FP32
     ).eps
-    floor = {"y": 4 * eps_compute, "dx": 4 * eps_compute, "dw": (4 + math.sqrt(m) / 8) * eps_compute}
+    floor = {
+        "y": 4 * eps_compute,
+        "dx": 4 * eps_compute,
+        "dw": (4 + math.sqrt(m) / (2 if running_sum else 8)) * eps_compute,
+    }
 
     expected = {}
     for name, value in truth.items():

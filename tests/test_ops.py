@@ -52,7 +52,7 @@ def run(inputs: Inputs, backend: str) -> dict[str, torch.Tensor | None]:
 @pytest.mark.parametrize(("backend", "name", "dtypes"), SWEEP, indirect=["backend"])
 def test_shapes_and_dtypes(backend, name, dtypes):
     inputs = make_inputs(*shape(name), *dtypes)
-    assert_within(expected_results(inputs), **run(inputs, backend))
+    assert_within(expected_results(inputs, running_sum=backend == "inductor"), **run(inputs, backend))
 
 
 @pytest.mark.parametrize("casting", ["once", "llama"])
@@ -75,7 +75,7 @@ def test_llama_casting_rounds_xhat_in_y_and_dw(backend, dtype):
 
     llama, once = run(inputs, backend), run(inputs._replace(casting="once"), backend)
 
-    assert torch.equal(llama["dx"], once["dx"])
+    assert_within(expected_results(inputs), dx=llama["dx"])  # which is that of "once"
     assert (llama["dw"] - (dy * rounded).sum(0)).norm() < 0.2 * dw_effect.norm()
     assert (once["dw"] - (dy * xhat).sum(0)).norm() < 0.2 * dw_effect.norm()
     same = llama["y"] == (rounded * weight).to(dtype)

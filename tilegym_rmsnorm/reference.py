@@ -96,4 +96,11 @@ def _per_row(rstd: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _round_xhat(xhat: Tensor, dtype: torch.dtype, casting: str) -> Tensor:
-    return xhat.to(dtype).to(xhat.dtype) if casting == "llama" else xhat
+    if casting != "llama":
+        return xhat
+    rounded = xhat.to(dtype)
+    if dtype.itemsize == 2 and torch.compiler.is_compiling() and not xhat.requires_grad:
+        # torch.compile drops a rounding that a widening follows, and views between them; not arithmetic on its bits.
+        bits = rounded.view(torch.int16)
+        rounded = (~~bits).view(dtype)
+    return rounded.to(xhat.dtype)

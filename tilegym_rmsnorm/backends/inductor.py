@@ -97,17 +97,15 @@ def _specialization(x: Tensor, weight: Tensor | None, offset: float) -> tuple[An
 
 
 @functools.cache
-def _compiled(function: types.FunctionType, casting: str, *_specialization: Any) -> Callable[..., Any]:
+def _compiled(function: types.FunctionType, *_specialization: Any) -> Callable[..., Any]:
     """`function` compiled apart from every other specialization.
 
     Each gets a code object of its own: torch.compile counts recompilations per code object and gives up after 8,
     which the widths of one model's norms can reach.
     """
     own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    # Without this option the compiler may drop a rounding that is followed by a widening, which casting="llama" is.
-    options = {"emulate_precision_casts": True} if casting == "llama" else None
     # dynamic=True: M, eps and offset are symbols from the first compilation on; the width is marked as none.
-    return torch.compile(own, fullgraph=True, dynamic=True, options=options)
+    return torch.compile(own, fullgraph=True, dynamic=True)
 
 
 def _aliases(*tensors: Tensor | None) -> list[Tensor | None]:
