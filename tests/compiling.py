@@ -62,7 +62,7 @@ class CompilingMachine:
     def bind(
         self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]
     ) -> Callable[..., None]:
-        def launch(grid: tuple[int, ...], arguments: tuple[Any, ...], dependent: bool = False) -> None:
+        def launch(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
             signature = KernelSignature(
                 [*map(_constraint, arguments), *constants], CallingConvention.cutile_python_v1()
             )
@@ -84,7 +84,7 @@ def _constraint(argument: torch.Tensor | float) -> ArrayConstraint | ScalarConst
     """What cuda-tile assumes of an argument: its dtype, which strides and extents are multiples of 16 bytes or
     elements, and that the stride along an extent of 1 is 1, as DLPack says."""
     if not isinstance(argument, torch.Tensor):
-        return ScalarConstraint(ct.float32)
+        return ScalarConstraint(ct.int32 if isinstance(argument, int) else ct.float32)
     lanes = 16 // argument.dtype.itemsize
     *row_strides, last_stride = argument.stride()
     assert last_stride == 1

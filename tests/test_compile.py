@@ -4,6 +4,8 @@
 """Every kernel of the cutile backend, compiled by tileiras for every architecture over the configs that the selector
 can pick."""
 
+import functools
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from tilegym_rmsnorm.backends.cutile.config import (
     forward_config,
     partial_rows,
     row_partials_config,
+    size_class,
 )
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
@@ -26,8 +29,9 @@ if toolchain.find_tileiras() is None:
 if find_cuobjdump() is None:
     pytest.skip("cuobjdump is not installed (pip install nvidia-cuda-cuobjdump)", allow_module_level=True)
 
+few_rows_config = functools.partial(backward_config, size="few")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-WIDEST = 40000  # beyond it the configs stay the same
+WIDEST = 66000  # beyond it the configs stay the same
 
 
 def widths_of_configs(configure, itemsize: int, architecture: int) -> dict:
@@ -83,7 +87,17 @@ def test_backward_configs(architecture, dtype):
     assert_no_unexplained_spill(machine)
 
 
-@pytest.mark.parametrize("configure", [forward_config, backward_config])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_backward_configs_for_few_rows(architecture, dtype):
+    machine = CompilingMachine(architecture)
+    for config, n in widths_of_configs(few_rows_config, dtype.itemsize, architecture).items():
+        if config.kernel == "fused":
+            run_backward(machine, config, n, dtype, dtype, m=128)
+    assert_no_unexplained_spill(machine)
+
+
+@pytest.mark.parametrize("configure", [forward_config, backward_config, few_rows_config])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_odd_widths(architecture, configure):
     """Bounds checks, and strides that are no multiple of 16 bytes."""
@@ -103,7 +117,7 @@ VARIANTS = {
     "llama casting": dict(dtype=BF16, weight_dtype=BF16, round_xhat=True),
     "no weight": dict(dtype=BF16, weight_dtype=None),
 }
-ONE_WIDTH_PER_KERNEL = (128, 2048, 5120, 40000)
+ONE_WIDTH_PER_KERNEL = (128, 2048, 5120, 40000, 65536)
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 120])
@@ -112,7 +126,10 @@ def test_variants(architecture, variant):
     machine = CompilingMachine(architecture)
     for n in ONE_WIDTH_PER_KERNEL:
         run_forward(machine, forward_config(n, 2, architecture), n, **VARIANTS[variant])
-        run_backward(machine, backward_config(n, 2, architecture), n, **VARIANTS[variant])
+        has_dw = VARIANTS[variant]["weight_dtype"] is not None
+        for size in ("few", "large"):
+            config = backward_config(n, 2, architecture, size, has_dw)
+            run_backward(machine, config, n, **VARIANTS[variant])
     assert_no_unexplained_spill(machine)
 
 
@@ -120,26 +137,29 @@ def test_variants(architecture, variant):
 def test_frozen_weight_and_one_partial_row_per_row(architecture):
     machine = CompilingMachine(architecture)
     for n in ONE_WIDTH_PER_KERNEL:
-        run_backward(machine, backward_config(n, 2, architecture), n, BF16, BF16, has_dw=False)
+        config = backward_config(n, 2, architecture, has_dw=False)
+        run_backward(machine, config, n, BF16, BF16, has_dw=False)
         row_partials = row_partials_config(n, 2, architecture)
         run_backward(machine, row_partials, n, BF16, BF16, shares_partials=False)
     assert_no_unexplained_spill(machine)
 
 
 @pytest.mark.parametrize("weight_dtype", [BF16, FP32])
-@pytest.mark.parametrize("n", [128, 2048, 4096, 5000, 40000])
+@pytest.mark.parametrize("n", [128, 2048, 4096, 5000, 40000, 65536])
 def test_batch_sizes_and_eps_compile_nothing_new(n, weight_dtype):
-    """One compilation for each class of M and of P that cuda-tile tells apart: 1, multiples of 16, others."""
+    """In each size class one compilation for each class of M and of P that cuda-tile tells apart: 1, multiples of 16,
+    others."""
     counting = CompilingMachine(90, compiles=False)
-    config = backward_config(n, 2, 90)
     classes = set()
     for m in (1, 2, 16, 100, 128, 1000, 4096, 5000, 65536, 131072, 524288):
-        classes.add((alignment(m), alignment(partial_rows(m, n, config, counting.sm_count))))
+        size = size_class(m, n)
+        config = backward_config(n, 2, 90, size)
+        classes.add((size, alignment(m), alignment(partial_rows(m, n, config, counting.sm_count))))
         for eps in (1e-6, 1e-5, 0.1):
             run_forward(counting, forward_config(n, 2, 90), n, BF16, weight_dtype, m=m, eps=eps)
             run_backward(counting, config, n, BF16, weight_dtype, m=m)
     for name, signatures in counting.signatures.items():
-        own = {"f": {m for m, _ in classes}, "s": {p for _, p in classes}}.get(name[0], classes)
+        own = {"f": {m for _, m, _ in classes}, "s": {p for *_, p in classes}}.get(name[0], classes)
         assert len(signatures) <= len(own), f"{name}: {len(signatures)} compilations for {own}"
 
 

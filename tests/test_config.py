@@ -5,6 +5,7 @@
 part."""
 
 import ast
+import functools
 import inspect
 
 import pytest
@@ -13,12 +14,15 @@ from tilegym_rmsnorm.backends.cutile import config as configs
 from tilegym_rmsnorm.backends.cutile.config import (
     ARCHITECTURES,
     LARGEST_GRID,
+    SIZES,
     backward_config,
     forward_config,
     means_config,
     partial_rows,
     power_of_two,
     row_partials_config,
+    size_class,
+    slab_tiles,
     sum_config,
 )
 
@@ -26,9 +30,11 @@ SM_COUNTS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 103: 160, 120: 188}
 WIDTHS = sorted(
     {*range(1, 130), *(p + d for k in range(7, 17) for p in (1 << k, 3 << k) for d in (-1, 0, 1)), 131072}
 )
+few_rows_config = functools.partial(backward_config, size="few")
+dx_config = functools.partial(backward_config, has_dw=False)
 EVERY_ROW_MEETS = [
     (configure, architecture, itemsize)
-    for configure in (forward_config, backward_config, row_partials_config)
+    for configure in (forward_config, backward_config, few_rows_config, dx_config, row_partials_config)
     for architecture in ARCHITECTURES
     for itemsize in (2, 4)
 ]
@@ -38,15 +44,21 @@ EVERY_ROW_MEETS = [
 def test_every_width_gets_a_config_that_holds_it(configure, architecture, itemsize):
     for n in WIDTHS:
         config = configure(n, itemsize, architecture)
-        extents = [config.width, config.rows] + ([config.rest] if config.rest else [])
+        extents = [e for e in (config.width, config.rows, config.rest, config.strip, config.slab) if e]
         assert all(extent == power_of_two(extent) for extent in extents), (n, config)
         assert config.warps in (4, 8), "other counts need a later cuda-tile"
         assert 1 <= config.latency <= 10 and 1 <= config.occupancy <= 32 and config.reason
-        if config.kernel in ("rows", "tiles"):
+        if config.kernel in ("rows", "tiles", "fused"):
             assert config.width + config.rest >= n, "columns past the tiles would be dropped"
             assert config.width + config.rest < 2 * n or n == 1, "a smaller tile holds the row"
         if config.rest:
-            assert config.kernel == "rows" and config.width < n, "the first tile is not bounds-checked"
+            assert config.kernel in ("rows", "fused"), config
+            assert config.width < n, "the first tile is not bounds-checked"
+        if config.kernel in ("fused", "fused_chunks"):
+            assert config.strip and config.slab % config.rows == 0 < config.slab
+            assert configure not in (dx_config, row_partials_config), "it has blocks for dw"
+        else:
+            assert not config.strip and not config.slab
         if config.kernel == "rows":
             assert config.rows == 1
         if config.tma:
@@ -59,14 +71,17 @@ def test_no_config_asks_for_more_registers_than_an_sm_has(architecture, itemsize
     """4-byte registers, 64K an SM, 255 a thread. The backward holds x and dy in their own dtype, the sum of dw and
     weight in float32; the forward x in float32, and little else at the same time."""
     for n in WIDTHS:
-        backward, forward = (
-            backward_config(n, itemsize, architecture),
-            forward_config(n, itemsize, architecture),
-        )
-        row = backward.width + backward.rest
-        backward_registers = backward.rows * row * (2 * itemsize + 4) / 4 + row
-        forward_registers = forward.rows * (forward.width + forward.rest)
-        for config, registers in ((backward, backward_registers), (forward, forward_registers)):
+        forward = forward_config(n, itemsize, architecture)
+        needs = [(forward, forward.rows * (forward.width + forward.rest))]
+        for size in SIZES:
+            backward = backward_config(n, itemsize, architecture, size)
+            row, tile = backward.width + backward.rest, backward.rows * backward.strip
+            if backward.slab:  # a block for dx, whose sums are scalars or, in chunks, a tile; or one for dw
+                registers = max(row * 2 * itemsize / 4 + row, tile * (2 * itemsize + 4) / 4)
+            else:
+                registers = backward.rows * row * (2 * itemsize + 4) / 4 + row
+            needs.append((backward, registers))
+        for config, registers in needs:
             assert registers / (32 * config.warps) <= 255 or config.spills, (n, config)
             assert registers * config.occupancy <= 65536 or config.spills, (n, config)
 
@@ -83,12 +98,17 @@ def test_partial_rows_are_few_and_never_more_than_row_tiles(architecture):
     sm_count = SM_COUNTS[architecture]
     for n in WIDTHS:
         for itemsize in (2, 4):
-            config = backward_config(n, itemsize, architecture)
             for m in (1, 2, 31, 132, 1000, 4096, 65536, 2**24, 2**30):
+                config = backward_config(n, itemsize, architecture, size_class(m, n))
                 p = partial_rows(m, n, config, sm_count)
                 assert 1 <= p <= min(8 * sm_count, -(-m // config.rows), LARGEST_GRID)
                 tiles, blocks = -(-m // config.rows), sm_count * config.occupancy
-                if config.kernel != "strips" and tiles > 8 * sm_count:
+                if config.slab:
+                    slab = slab_tiles(m, config, sm_count)
+                    assert (p - 1) * slab < tiles <= p * slab, (
+                        "every row tile is in one slab, no slab is empty"
+                    )
+                elif config.kernel != "strips" and tiles > 8 * sm_count:
                     assert -(-tiles // p) == -(-tiles // blocks), "some block walks further than it has to"
 
 
@@ -100,9 +120,23 @@ def test_a_split_row_wastes_fewer_lanes_than_one_tile():
             assert config.width + config.rest <= power_of_two(n) * 3 // 4
 
 
+def test_size_classes_follow_rows_and_elements():
+    assert [size_class(m, 4096) for m in (0, 1, 1024, 1025, 2**20)] == ["few", "few", "few", "large", "large"]
+    assert [size_class(m, 256) for m in (1024, 1025, 16384, 16385)] == ["few", "small", "small", "large"]
+    assert size_class(16, 2**18) == "few" and size_class(16, 2**18 + 1) == "large"
+
+
+def test_few_rows_of_common_widths_take_one_launch():
+    for n in (64, 1024, 2048, 4096, 8192, 16384):
+        for m in (1, 16, 128, 256):
+            assert partial_rows(m, n, few_rows_config(n, 2, 90), 132) == 1, (
+                "one row of dw_partial is dw itself"
+            )
+
+
 def test_configs_compile_few_kernels():
     """Every distinct config is a kernel to compile: the sweep of all widths must not invent one per width."""
-    for configure in (forward_config, backward_config):
+    for configure in (forward_config, backward_config, few_rows_config):
         distinct = {configure(n, 2, 90) for n in range(1, 40000)}
         assert len(distinct) <= 60
 
@@ -110,9 +144,12 @@ def test_configs_compile_few_kernels():
 def test_only_hopper_configs_that_were_measured_may_spill():
     for architecture in ARCHITECTURES:
         for itemsize in (2, 4):
-            spilling = [n for n in WIDTHS if backward_config(n, itemsize, architecture).spills]
+            spilling = [
+                n for n in WIDTHS for size in SIZES if backward_config(n, itemsize, architecture, size).spills
+            ]
             assert all(architecture == 90 and n > 12288 for n in spilling)
-            assert not any(forward_config(n, itemsize, architecture).spills for n in WIDTHS)
+            spilling = [n for n in WIDTHS if forward_config(n, itemsize, architecture).spills]
+            assert all(architecture == 90 and itemsize == 4 and n > 16384 for n in spilling)
 
 
 @pytest.mark.parametrize("arguments", [(0, 2, 90), (128, 8, 90), (128, 2, 75)])

@@ -3,6 +3,8 @@
 
 """The cuTile kernels, run as Python by the interpreter: every config that the selector can pick, on every plan."""
 
+import functools
+
 import pytest
 import torch
 from helpers import BF16, FP16, FP32, Inputs, assert_within, expected_results, make_inputs
@@ -11,14 +13,18 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
 from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.config import (  # noqa: E402
+    WIDEST_FUSED_ROW,
+    Config,
     backward_config,
     forward_config,
+    partial_rows,
     row_partials_config,
 )
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.machine import InterpretedMachine  # noqa: E402
 
 CPU = torch.device("cpu")
+few_rows_config = functools.partial(backward_config, size="few")
 
 
 def one_width_per_config(configure, itemsize: int) -> list[int]:
@@ -40,11 +46,12 @@ def run_forward(inputs: Inputs, config=None, **machine):
     return {"y": y, "rstd": rstd}
 
 
-def run_backward(inputs: Inputs, config=None, has_dw=True, shares_partials=True, **machine):
+def run_backward(inputs: Inputs, config=None, has_dw=True, shares_partials=True, size="large", **machine):
+    """`size` names the class whose config is taken, whatever the number of rows."""
     x, dy, weight, eps, offset, casting = inputs
     rstd = torch.rsqrt(x.double().square().mean(dim=1) + eps).float()
-    config = config or backward_config(x.shape[1], x.dtype.itemsize, 90)
     has_dw = has_dw and weight is not None
+    config = config or backward_config(x.shape[1], x.dtype.itemsize, 90, size, has_dw)
     machine = ShuffledMachine(**machine)
     run = Backward(
         machine, config, x.shape[1], weight is not None, has_dw, casting == "llama", shares_partials
@@ -68,7 +75,7 @@ class ShuffledMachine(InterpretedMachine):
         self.grids: list[tuple[int, ...]] = []
 
     def bind(self, function, config, constants):
-        def run(grid, arguments, dependent=False):
+        def run(grid, arguments):
             self.grids.append(grid)
             blocks = torch.Size(grid).numel()
             order = torch.randperm(blocks, generator=self.generator).tolist()
@@ -93,17 +100,27 @@ def test_backward_of_every_config(n):
     assert_within(expected_results(inputs), **run_backward(inputs))
 
 
-@pytest.mark.parametrize("n", [100, 1000, 3000, 5000, 18500, 33000])
+@pytest.mark.parametrize("n", [n for n in one_width_per_config(few_rows_config, 2) if n <= WIDEST_FUSED_ROW])
+@pytest.mark.parametrize("m", [63, 300])
+def test_backward_of_every_config_for_few_rows(m, n):
+    """300 rows are a second slab for narrow rows, 63 and 300 leave a tile of rows partial."""
+    inputs = make_inputs(m, n, BF16, FP32, offset=1.0, device=CPU)
+    assert_within(expected_results(inputs), **run_backward(inputs, size="few"))
+
+
+@pytest.mark.parametrize("n", [100, 1000, 3000, 5000, 17000, 18500, 33000, 49200])
 @pytest.mark.parametrize("dtype", [FP16, FP32])
-def test_other_dtypes(n, dtype):
+@pytest.mark.parametrize("size", ["few", "large"])
+def test_other_dtypes(n, dtype, size):
     inputs = make_inputs(7, n, dtype, dtype, device=CPU)
-    assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs))
+    assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs, size=size))
 
 
-@pytest.mark.parametrize("n", [64, 2048, 5000, 18500, 33000])
-def test_llama_casting(n):
+@pytest.mark.parametrize("n", [64, 2048, 5000, 18448, 18500, 33000])
+@pytest.mark.parametrize("size", ["few", "large"])
+def test_llama_casting(n, size):
     inputs = make_inputs(7, n, BF16, FP32, casting="llama", device=CPU)
-    assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs))
+    assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs, size=size))
 
 
 @pytest.mark.parametrize("n", [64, 2048, 5000, 18500, 33000])
@@ -134,16 +151,18 @@ def test_batch_sizes_around_the_rows_of_a_tile(m, n):
     assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs))
 
 
-@pytest.mark.parametrize("n", [64, 4096, 5000, 18500])
+@pytest.mark.parametrize("n", [64, 4096, 5000, 18448, 18500])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_the_only_partial_row_is_dw(n, dtype):
-    """With one block there is nothing to add: dw, of weight's dtype, takes the place of dw_partial."""
+@pytest.mark.parametrize("size", ["few", "large"])
+def test_the_only_partial_row_is_dw(n, dtype, size):
+    """With one block, or one slab, there is nothing to add: dw, of weight's dtype, takes the place of dw_partial."""
     inputs = make_inputs(1, n, dtype, dtype, device=CPU)
-    assert_within(expected_results(inputs), **run_backward(inputs))
+    assert_within(expected_results(inputs), **run_backward(inputs, size=size))
 
 
-@pytest.mark.parametrize("n", [64, 3000, 18500])
-def test_row_strides_are_honoured_without_a_copy(n):
+@pytest.mark.parametrize("n", [64, 3000, 18448, 18500])
+@pytest.mark.parametrize("size", ["few", "large"])
+def test_row_strides_are_honoured_without_a_copy(n, size):
     inputs = make_inputs(9, n, BF16, FP32, device=CPU)
     wide_x, wide_dy = (
         torch.full((9, n + 3), torch.nan, dtype=BF16),
@@ -152,25 +171,28 @@ def test_row_strides_are_honoured_without_a_copy(n):
     strided = inputs._replace(x=wide_x[:, 1 : n + 1], dy=wide_dy.permute(1, 0, 2)[:, 1])
     strided.x.copy_(inputs.x)
     strided.dy.copy_(inputs.dy)
-    for name, value in (run_forward(strided) | run_backward(strided)).items():
-        assert torch.equal(value, (run_forward(inputs) | run_backward(inputs))[name])
+    results = run_forward(inputs) | run_backward(inputs, size=size)
+    for name, value in (run_forward(strided) | run_backward(strided, size=size)).items():
+        assert torch.equal(value, results[name])
 
 
-@pytest.mark.parametrize("n", [64, 1000, 4096, 5000, 18500])
-def test_no_bit_depends_on_the_order_of_blocks(n):
-    inputs = make_inputs(150 if n <= 1024 else 20, n, BF16, FP32, device=CPU)
-    first = run_backward(inputs, seed=1)
+@pytest.mark.parametrize("n", [64, 1000, 4096, 5000, 18448, 18500])
+@pytest.mark.parametrize("size", ["few", "large"])
+def test_no_bit_depends_on_the_order_of_blocks(n, size):
+    inputs = make_inputs(300 if n <= 1024 else 20, n, BF16, FP32, device=CPU)
+    first = run_backward(inputs, size=size, seed=1)
     for seed in (2, 3):
-        again = run_backward(inputs, seed=seed)
+        again = run_backward(inputs, size=size, seed=seed)
         assert all(torch.equal(again[name], value) for name, value in first.items())
 
 
-@pytest.mark.parametrize("n", [64, 4096, 18500])
-def test_a_row_of_y_and_dx_does_not_depend_on_the_batch(n):
+@pytest.mark.parametrize("n", [64, 4096, 18448, 18500])
+@pytest.mark.parametrize("size", ["few", "large"])
+def test_a_row_of_y_and_dx_does_not_depend_on_the_batch_within_a_size_class(n, size):
     inputs = make_inputs(70 if n == 64 else 12, n, BF16, FP32, device=CPU)
     few = inputs._replace(x=inputs.x[7:10], dy=inputs.dy[7:10])
     assert torch.equal(run_forward(few)["y"], run_forward(inputs)["y"][7:10])
-    assert torch.equal(run_backward(few)["dx"], run_backward(inputs)["dx"][7:10])
+    assert torch.equal(run_backward(few, size=size)["dx"], run_backward(inputs, size=size)["dx"][7:10])
 
 
 def test_more_rows_than_one_launch_takes(monkeypatch):
@@ -194,9 +216,22 @@ def test_a_row_stride_beyond_int32_is_copied_away(m, monkeypatch):
 
 
 @pytest.mark.parametrize("sm_count", [1, 2, 5, 40])
-def test_the_number_of_sms_changes_no_more_than_rounding(sm_count):
+@pytest.mark.parametrize("size", ["few", "large"])
+def test_the_number_of_sms_changes_no_more_than_rounding(sm_count, size):
+    inputs = make_inputs(300, 1000, BF16, FP32, device=CPU)
+    assert_within(expected_results(inputs), **run_backward(inputs, size=size, sm_count=sm_count))
+
+
+def test_many_rows_get_taller_slabs_not_more_of_them():
+    """One SM: at most 4 rows of dw_partial, though 70 rows in slabs of 8 would be 9."""
     inputs = make_inputs(70, 1000, BF16, FP32, device=CPU)
-    assert_within(expected_results(inputs), **run_backward(inputs, sm_count=sm_count))
+    config = Config("fused", 1024, 4, 1, 1, rows=8, strip=64, slab=8)
+    machine = ShuffledMachine(sm_count=1)
+    Backward(machine, config, 1000, True, True, False)(
+        inputs.x, inputs.dy, inputs.weight, torch.ones(70), 0.0
+    )
+    assert [grid[1] for grid in machine.grids[:1]] == [3] and partial_rows(70, 1000, config, 1) == 3
+    assert_within(expected_results(inputs), **run_backward(inputs, config, sm_count=1))
 
 
 def test_an_unknown_plan_is_refused():
@@ -213,10 +248,10 @@ class Sabotage(ShuffledMachine):
     def bind(self, function, config, constants):
         run = super().bind(function, config, constants)
 
-        def launch_changed(grid, arguments, dependent=False):
+        def launch_changed(grid, arguments):
             if function.__name__ == self.victim:
                 grid = (grid[0] + self.change, *grid[1:])
-            run(grid, arguments, dependent)
+            run(grid, arguments)
 
         return launch_changed
 
@@ -232,6 +267,8 @@ class Sabotage(ShuffledMachine):
         ("backward_rows", 4096, -1),
         ("backward_tiles", 64, 1),
         ("backward_means", 18500, -1),
+        ("backward_fused", 4096, -200),
+        ("backward_fused", 18448, -60),
         ("sum_partials", 4096, -1),
         ("sum_partials", 4096, 1),
     ],
@@ -245,4 +282,5 @@ def test_a_wrong_grid_is_noticed(victim, n, change, monkeypatch):
         make_inputs(200, n, BF16, FP32, device=CPU) if n == 64 else make_inputs(9, n, BF16, FP32, device=CPU)
     )
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
-        run_forward(inputs) if victim.startswith("forward") else run_backward(inputs)
+        size = "few" if victim == "backward_fused" else "large"
+        run_forward(inputs) if victim.startswith("forward") else run_backward(inputs, size=size)

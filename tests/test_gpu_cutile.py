@@ -12,7 +12,13 @@ import torch
 from helpers import BF16, DEVICE, FP16, FP32, HAS_GPU, assert_within, expected_results, make_inputs, why_skip
 
 from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward
-from tilegym_rmsnorm.backends.cutile.config import backward_config, forward_config, partial_rows
+from tilegym_rmsnorm.backends.cutile.config import (
+    SIZES,
+    backward_config,
+    forward_config,
+    partial_rows,
+    size_class,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_empty")]
 
@@ -30,8 +36,11 @@ ARCHITECTURE = (
 def widths_of_configs(itemsize: int) -> list[int]:
     """For each pair of configs the widest row that is a multiple of 16, and the widest odd one."""
     widths = {}
-    for n in range(1, 40000):
-        pair = forward_config(n, itemsize, ARCHITECTURE), backward_config(n, itemsize, ARCHITECTURE)
+    for n in range(1, 66000):
+        pair = (
+            forward_config(n, itemsize, ARCHITECTURE),
+            *(backward_config(n, itemsize, ARCHITECTURE, size) for size in SIZES),
+        )
         if n % 16 == 0 or n % 2:
             widths[pair, n % 2] = n
     return sorted(widths.values())
@@ -39,17 +48,23 @@ def widths_of_configs(itemsize: int) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_every_config(dtype):
-    """Each block takes two or three row tiles, the last of them partial."""
+    """Each block takes two or three row tiles, the last of them partial; and few rows."""
     for n in widths_of_configs(dtype.itemsize):
         config = backward_config(n, dtype.itemsize, ARCHITECTURE)
         m = min(2 * config.rows * SM_COUNT * config.occupancy + config.rows // 2 + 1, 2**27 // n)
-        inputs = make_inputs(m, n, dtype, FP32)
-        expected = expected_results(inputs)
-        y, rstd = rms_norm_forward(inputs.x, inputs.weight, inputs.eps, backend="cutile")
-        assert_within(expected, y=y, rstd=rstd)
-        for _ in range(3):
-            dx, dw = rms_norm_backward(inputs.x, inputs.dy, inputs.weight, rstd, backend="cutile")
-            assert_within(expected, dx=dx, dw=dw)
+        check_training_step(m, n, dtype)
+        for few in (1, 33, 128, 1001):
+            check_training_step(few, n, dtype)
+
+
+def check_training_step(m: int, n: int, dtype: torch.dtype) -> None:
+    inputs = make_inputs(m, n, dtype, FP32)
+    expected = expected_results(inputs)
+    y, rstd = rms_norm_forward(inputs.x, inputs.weight, inputs.eps, backend="cutile")
+    assert_within(expected, y=y, rstd=rstd)
+    for _ in range(3):
+        dx, dw = rms_norm_backward(inputs.x, inputs.dy, inputs.weight, rstd, backend="cutile")
+        assert_within(expected, dx=dx, dw=dw)
 
 
 @pytest.mark.parametrize("n", [64, 1000, 4096, 18432, 20000])
@@ -90,7 +105,7 @@ def alignment(extent: int) -> str:
 
 
 @pytest.mark.parametrize("weight_dtype", [BF16, FP32])
-@pytest.mark.parametrize("n", [64, 1024, 3104, 5120, 40000])
+@pytest.mark.parametrize("n", [64, 1024, 3104, 5120, 40000, 65536])
 def test_batch_sizes_eps_and_offsets_compile_nothing_new(n, weight_dtype, compilations, monkeypatch):
     """One compilation of each kernel for each class of M and P, whatever their values, eps and offset."""
     from tilegym_rmsnorm.backends.cutile import launch, machine
@@ -99,19 +114,20 @@ def test_batch_sizes_eps_and_offsets_compile_nothing_new(n, weight_dtype, compil
     monkeypatch.setattr(machine, "compiled", functools.cache(machine.compiled.__wrapped__))
     launch._forward.cache_clear()
     launch._backward.cache_clear()
-    config = backward_config(n, 2, ARCHITECTURE)
 
-    def train(m: int, eps: float, offset: float) -> tuple[str, str]:
+    def train(m: int, eps: float, offset: float) -> tuple[str, str, str]:
+        size = size_class(m, n)
+        config = backward_config(n, 2, ARCHITECTURE, size)
         x = torch.randn(m, n, device=DEVICE, dtype=BF16, requires_grad=True)
         weight = torch.ones(n, device=DEVICE, dtype=weight_dtype, requires_grad=True)
         rms_norm(x, (n,), weight, eps, offset=offset, backend="cutile").sum().backward()
-        return alignment(m), alignment(partial_rows(m, n, config, SM_COUNT))
+        return size, alignment(m), alignment(partial_rows(m, n, config, SM_COUNT))
 
     classes = {train(m, 1e-6, 0.0) for m in (1, 2, 3, 16, 100, 128, 999, 1000, 4096, 5000, 16384)}
     counts = Counter(compilations)
-    assert len(counts) == (4 if config.kernel == "strips" else 3), f"expected every kernel, got {counts}"
+    assert len(counts) >= 3, f"expected a forward, a backward and a sum, got {counts}"
     for name, count in counts.items():
-        own = {"f": {m for m, _ in classes}, "s": {p for _, p in classes}}.get(name[0], classes)
+        own = {"f": {m for _, m, _ in classes}, "s": {p for *_, p in classes}}.get(name[0], classes)
         assert count <= len(own), f"{name}: {count} compilations for {own}"
 
     compilations.clear()

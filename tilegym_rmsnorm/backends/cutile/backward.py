@@ -13,13 +13,16 @@ write dx, and keep the sum of *their* rows of dy * xhat in registers. Each write
 atomics: the order of every addition follows from indices alone, so dw has the same bits on every run. (Where P is 1
 there is nothing to add: launch.py passes dw in the place of dw_partial.)
 
-Three ways to hold a row; config.py says which one serves which width:
+How a row is held decides the kernel; config.py says which serves which shape:
 
     backward_rows     one row per step, gathered into one or two register tiles
     backward_tiles    several narrow rows per step, as one 2-D tile
+    backward_fused    (backward_fused.py) few rows, or wide ones: blocks for dx and blocks for dw in one launch
     backward_means, backward_strips
-                      rows wider than registers hold: c of every row first, then blocks that own a strip of columns
-                      walk the rows
+                      (backward_wide.py) the widest rows: c of every row first, then strips of columns
+
+Where the architecture has programmatic dependent launch (DEPENDENT), every kernel is launched while the one before it
+in the stream is still running, and begins by waiting for it: what is saved is the launch. Nothing is read before.
 
 M, offset and 1/N are run-time values; tile extents, dtypes and the switches in capitals are compiled in. Without a
 weight (HAS_WEIGHT False) or without need for dw (HAS_DW False) the arguments `weight` and `dw_partial` are
@@ -88,7 +91,7 @@ def backward_rows(
     SHORT: ConstBool,
     DEPENDENT: ConstBool,
 ):
-    """Grid: (P,). The next kernel may be launched right away (DEPENDENT): its blocks wait where they need dw_partial.
+    """Grid: (P,). The next kernel may be launched as soon as every block runs: its blocks wait for this one's end.
 
     SHORT adds a way without the loop, whose pipeline takes longer to fill than one row to compute: 16x4096 in 4.1 us
     instead of 4.8 on an H100.
@@ -97,6 +100,7 @@ def backward_rows(
     SWITCHES = (EVEN, HAS_WEIGHT, HAS_DW, ROUND_XHAT)
     tcolumns = column_tiles(WIDTH, REST)
     if DEPENDENT:
+        ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
 
     if SHORT and x.shape[0] <= ct.num_blocks(0):
@@ -128,20 +132,23 @@ def backward_tiles(
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
+    DEPENDENT: ConstBool,
 ):
     """Grid: (P,). Rows past M and columns past N read 0, so they add 0 to every sum; they are not written.
 
     The next kernel is not let in early, as backward_rows does: before the loop that costs 1 to 2 %, after it 30 %,
     since the loop's stores then have to be ordered before it (524288x64 on an H100: 76 us without, 107 with).
     """
+    if DEPENDENT:
+        ct.grid_dependency_control_wait()
     if HAS_WEIGHT:
-        tscale = load_scale_tile(weight, 0, WIDTH, offset)
-    tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
+        tscale = load_scale_tile(weight, 0, WIDTH, offset, TMA)
 
+    tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
     for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
         tx = load_tile(x, (i, 0), (ROWS, WIDTH), LATENCY, TMA)
         tdy = load_tile(dy, (i, 0), (ROWS, WIDTH), LATENCY, TMA)
-        trstd = ct.reshape(ct.load(rstd, (i,), (ROWS,), padding_mode=ZERO), (ROWS, 1))
+        trstd = ct.reshape(ct.load(rstd, (i,), (ROWS,), padding_mode=ZERO, allow_tma=TMA), (ROWS, 1))
 
         txhat = tx * trstd
         tg = tdy
@@ -158,79 +165,6 @@ def backward_tiles(
         ct.store(dw_partial, (ct.bid(0), 0), tdw, allow_tma=False)
 
 
-def backward_means(
-    c,  # (M,), float32: written
-    dy,  # (M, N), any row stride
-    x,  # (M, N), any row stride
-    weight,  # (N,)
-    rstd,  # (M,), float32
-    inv_n,
-    offset,
-    WIDTH: ConstInt,
-    LATENCY: ConstInt,
-    TMA: ConstBool,
-    HAS_WEIGHT: ConstBool,
-):
-    """Grid: (M,). c = mean_j(xhat * g), the one number per row that dx needs from the whole row."""
-    i = ct.bid(0)
-    tproducts = ct.zeros((1, WIDTH), dtype=ct.float32)
-    for j in range(ct.cdiv(x.shape[1], WIDTH)):
-        tx = load_tile(x, (i, j), (1, WIDTH), LATENCY, TMA)
-        tg = load_tile(dy, (i, j), (1, WIDTH), LATENCY, TMA)
-        if HAS_WEIGHT:
-            tscale = load_scale_tile(weight, j, WIDTH, offset)
-            tg = tg * tscale
-        tproducts = tproducts + tx * tg
-
-    trstd = ct.load(rstd, i, shape=())
-    ct.scatter(c, i, ct.sum(tproducts) * trstd * inv_n)
-
-
-def backward_strips(
-    dx,  # (M, N), x's dtype: written
-    dw_partial,  # (P, N), float32, or dw of weight's dtype where P is 1: written
-    dy,  # (M, N), any row stride
-    x,  # (M, N), any row stride
-    weight,  # (N,)
-    rstd,  # (M,), float32
-    c,  # (M,), float32, from backward_means
-    offset,
-    ROWS: ConstInt,
-    WIDTH: ConstInt,
-    LATENCY: ConstInt,
-    TMA: ConstBool,
-    HAS_WEIGHT: ConstBool,
-    HAS_DW: ConstBool,
-    ROUND_XHAT: ConstBool,
-    DEPENDENT: ConstBool,
-):
-    """Grid: (P, cdiv(N, WIDTH)). Block (b, j) walks row tiles b, b + P, ... of column strip j."""
-    j = ct.bid(1)
-    if HAS_WEIGHT:
-        tscale = load_scale_tile(weight, j, WIDTH, offset)
-    tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
-    if DEPENDENT:
-        ct.grid_dependency_control_wait()
-
-    for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
-        tx = load_tile(x, (i, j), (ROWS, WIDTH), LATENCY, TMA)
-        tdy = load_tile(dy, (i, j), (ROWS, WIDTH), LATENCY, TMA)
-        trstd = ct.reshape(ct.load(rstd, (i,), (ROWS,), padding_mode=ZERO), (ROWS, 1))
-        tc = ct.reshape(ct.load(c, (i,), (ROWS,), padding_mode=ZERO), (ROWS, 1))
-
-        txhat = tx * trstd
-        tg = tdy
-        if HAS_WEIGHT:
-            tg = tdy * tscale
-        ct.store(dx, (i, j), ct.astype((tg - txhat * tc) * trstd, dx.dtype), allow_tma=TMA)
-        if HAS_DW:
-            tdw = tdw + tdy * xhat_as_multiplied(txhat, x.dtype, ROUND_XHAT)
-
-    if HAS_DW:
-        tdw = ct.astype(ct.sum(tdw, axis=0, keepdims=True), dw_partial.dtype)
-        ct.store(dw_partial, (ct.bid(0), j), tdw, allow_tma=False)
-
-
 def sum_partials(
     dw,  # (N,), weight's dtype: written
     dw_partial,  # (P, N), float32
@@ -239,14 +173,12 @@ def sum_partials(
     DEPENDENT: ConstBool,
 ):
     """Grid: (cdiv(N, WIDTH),). Lane (r, j) adds rows r, r + ROWS, r + 2 ROWS, ... in that order, then the ROWS lanes
-    are added.
-
-    DEPENDENT: launched while the kernel before is still running, so everything up to the wait overlaps its tail.
-    """
+    are added."""
     j = ct.bid(0)
     tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
+        ct.grid_dependency_control_launch_dependents()
 
     for i in range(ct.cdiv(dw_partial.shape[0], ROWS)):
         tdw = tdw + ct.load(dw_partial, (i, j), (ROWS, WIDTH), padding_mode=ZERO, latency=4, allow_tma=False)

@@ -3,12 +3,13 @@
 """Which kernel runs a row of N elements, with which tile and compiler hints: pure functions of numbers.
 
 Neither torch nor cuda.tile is imported, no tensor is seen; a CPU test sweeps them. What is compiled depends on N, the
-element size and the architecture only; M and the number of SMs decide how many blocks are launched (`partial_rows`),
-so a new batch size compiles nothing (but for the classes of extents that cuda-tile itself tells apart).
+element size, the architecture and three size classes of M (`size_class`); within a class M and the number of SMs decide
+how many blocks are launched (`partial_rows`), so a new batch size compiles nothing (but for the classes of extents that
+cuda-tile itself tells apart).
 
 The tables are measurements: one H100 80GB HBM3, driver 580.159, cuda-tile 1.7.0, tileiras 13.4.92, cold L2, CUDA
-graphs, the first kernel of each op alone, of 2600 kernels tried. A rule's comment gives shape and GB/s of compulsory
-bytes (copy of the same run: 2991); what it comes to with the dw kernel is in bench/results. Other architectures, and
+graphs, of some 4000 kernels tried (bench/NOTES.md). A rule's comment gives shape and GB/s of compulsory bytes, in the
+backward of the first kernel alone (copy of the same run: 2991); the whole is in bench/results. Other architectures, and
 rows that do not begin at multiples of 16 bytes, get rules that follow the same reasons: thresholds in elements where
 registers decide, which hold float32 whatever the dtype, and in bytes where the bytes in flight do. The tests compile
 them for each architecture; they were not timed.
@@ -21,7 +22,11 @@ from typing import NamedTuple
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)
 WIDEST_FORWARD_ROW = 32768  # elements that one block of 8 warps holds in registers, float32: 128 each thread
+WIDEST_FUSED_ROW = 16384  # elements of x and dy: 128 registers, float32, in each thread of 8 warps
 FEW_TILES = 8  # row tiles per SM
+FEW_ROWS = 1024
+SMALL = 4 * 2**20  # elements of x: 8 MB in bfloat16
+SIZES = ("few", "small", "large")
 LARGEST_GRID = 2**24 - 1  # blocks in one dimension of a launch, cuda-tile's limit
 
 
@@ -29,15 +34,18 @@ LARGEST_GRID = 2**24 - 1  # blocks in one dimension of a launch, cuda-tile's lim
 class Config:
     """How one kernel is compiled. Extents are in elements."""
 
-    kernel: str  # forward: "rows", "tiles", "chunks"; backward: "rows", "tiles", "strips"
+    kernel: str  # forward: "rows", "tiles", "chunks"; backward: "rows", "tiles", "fused", "fused_chunks", "strips"
     width: int  # columns of a tile, a power of two
     warps: int
     occupancy: int  # blocks per SM that the compiler leaves room for
     latency: int  # cuda-tile's hint 1..10: how far ahead loads are issued, paid in shared memory
-    rest: int = 0  # "rows": columns of a second tile, 0 for none
-    rows: int = 1  # rows of a tile
+    rest: int = 0  # "rows", "fused": columns of a second tile, 0 for none
+    rows: int = 1  # rows of a tile; "fused", "fused_chunks": of a tile of dy * xhat
+    strip: int = 0  # "fused", "fused_chunks": columns of a tile of dy * xhat
+    slab: int = 0  # "fused", "fused_chunks": rows of x that share a row of dw_partial, a multiple of `rows`
     tma: bool = False  # may tile loads and stores use TMA
     short: bool = False  # backward "rows": compile a way without the loop too, for as many blocks as rows
+    early_weight: bool = False  # forward "rows": load the weight along with x
     reason: str = ""
     spills: str = ""  # why this config is kept although its kernel spills registers
 
@@ -51,35 +59,66 @@ class Rule(NamedTuple):
     latency: int
     split: bool = False  # hold the row in two tiles
     short: bool = False
+    tma: bool = False
+    early_weight: bool = False
 
 
-# rows of 2-byte elements
+# forward and backward, rows of 2-byte and of 4-byte elements; a rule without a figure takes over from its neighbours
+_HOPPER_FORWARD_HALF = (
+    Rule(64, "tiles", 64, 4, 4, 4),  # 524288x64: 2910, 131072x64: 2666
+    Rule(128, "tiles", 32, 4, 4, 4),  # 524288x128: 2950, 131072x128: 2817
+    Rule(256, "tiles", 16, 8, 4, 4),  # 524288x256: 2996, 131072x256: 2913, 4096x256: 1338
+    Rule(512, "tiles", 8, 4, 4, 4),
+    Rule(1024, "tiles", 4, 4, 8, 4),  # 32768x1024: 2885, 16384x1024: 2790, 4096x1024: 2402
+    Rule(2048, "rows", 1, 8, 4, 4, early_weight=True),  # 16384x2048: 2935
+    Rule(2944, "rows", 1, 4, 4, 4, split=True, early_weight=True),  # 8192x2560: 2832, 16384x2880: 2941
+    Rule(
+        4096, "rows", 1, 8, 3, 4, split=True, early_weight=True
+    ),  # 16384x3072: 2960, 16384x4096: 2973, 1024x4096: 2386
+    Rule(5120, "rows", 1, 8, 2, 4, split=True, early_weight=True),  # 16384x5120: 2997
+    Rule(6144, "rows", 1, 4, 3, 4, split=True, early_weight=True),  # 8192x6144: 2945
+    Rule(8192, "rows", 1, 8, 2, 4, early_weight=True),  # 8192x8192: 2948
+    Rule(16384, "rows", 1, 8, 2, 4),  # 8192x12288: 2974, 4096x16384: 2925
+    Rule(24576, "rows", 1, 8, 1, 4, split=True),  # 4096x18432: 2907
+    Rule(32768, "rows", 1, 8, 1, 4),  # 4096x32768: 2771
+)
+_HOPPER_FORWARD_FLOAT = (
+    Rule(64, "tiles", 64, 4, 4, 4),
+    Rule(128, "tiles", 32, 4, 4, 4),  # 131072x128: 2925
+    Rule(256, "tiles", 16, 4, 4, 4),
+    Rule(512, "tiles", 8, 4, 4, 4),
+    Rule(1024, "tiles", 8, 8, 2, 4),  # 16384x1024: 2909, 4096x1024: 2743
+    Rule(2048, "rows", 1, 8, 4, 4),
+    Rule(4096, "rows", 1, 8, 4, 4, split=True),  # 8192x4096: 2959
+    Rule(8192, "rows", 1, 8, 2, 4, early_weight=True),  # 8192x6144: 2987, 4096x8192: 2943
+    Rule(16384, "rows", 1, 8, 1, 4),  # 4096x16384: 2964
+    Rule(32768, "rows", 1, 8, 1, 4, early_weight=True),  # 2048x32768: 2868
+)
 _HOPPER_BACKWARD_HALF = (
-    Rule(64, "tiles", 128, 8, 1, 2),  # 524288x64: 2742
-    Rule(128, "tiles", 32, 4, 1, 2),  # 524288x128: 2763, 131072x128: 2500
-    Rule(256, "tiles", 16, 8, 1, 2),  # 524288x256: 2860, 131072x256: 2735
-    Rule(512, "tiles", 8, 8, 1, 2),  # 131072x512: 2853
-    Rule(1024, "tiles", 8, 8, 1, 2),  # 32768x1024: 2722, 4096x1024: 1973
-    Rule(2048, "tiles", 4, 8, 1, 2),  # 16384x2048: 2765
+    Rule(64, "tiles", 128, 8, 1, 2, tma=True),  # 524288x64: 2742
+    Rule(128, "tiles", 16, 8, 3, 1),  # 524288x128: 2813 and 131072x128: 2430 with the dw kernel
+    Rule(256, "tiles", 16, 8, 1, 2, tma=True),  # 524288x256: 2860, 131072x256: 2735
+    Rule(512, "tiles", 8, 8, 1, 2, tma=True),  # 131072x512: 2853
+    Rule(1024, "tiles", 8, 8, 1, 2, tma=True),  # 32768x1024: 2722, 4096x1024: 1973
+    Rule(2048, "tiles", 4, 8, 1, 2, tma=True),  # 16384x2048: 2765
     Rule(2560, "rows", 1, 8, 2, 6, split=True, short=True),  # 16384x2560: 2788
     Rule(3072, "rows", 1, 4, 2, 4),  # 16384x3072: 2818, 16384x2880: 2773
     Rule(4095, "rows", 1, 8, 2, 4, short=True),  # 16384x3584: 2830
     Rule(4096, "rows", 1, 8, 1, 6, short=True),  # 16384x4096: 2857 and 1024x4096: 1943 with the dw kernel
     Rule(6144, "rows", 1, 8, 1, 6, split=True, short=True),  # 16384x5120: 2810, 16384x6144: 2932
-    Rule(7168, "tiles", 2, 8, 1, 4),  # 8192x7168: 2805
+    Rule(7168, "tiles", 2, 8, 1, 4, tma=True),  # 8192x7168: 2805
     Rule(8192, "rows", 1, 8, 1, 4, short=True),  # 8192x8192: 2784
     Rule(12288, "rows", 1, 8, 1, 8, split=True, short=True),  # 8192x12288: 2723
     Rule(16384, "rows", 1, 8, 1, 4, short=True),  # 4096x16384: 2758
     Rule(18432, "rows", 1, 8, 1, 4, split=True),  # 4096x18432: 2252
 )
-# rows of 4-byte elements; a rule without a figure takes over from its neighbours
 _HOPPER_BACKWARD_FLOAT = (
-    Rule(64, "tiles", 32, 4, 1, 2),
-    Rule(128, "tiles", 16, 4, 1, 2),
-    Rule(256, "tiles", 8, 4, 1, 2),  # 131072x256: 2902
-    Rule(512, "tiles", 8, 8, 1, 2),
-    Rule(1024, "tiles", 4, 8, 1, 2),  # 16384x1024: 2782
-    Rule(2048, "tiles", 4, 8, 1, 2),
+    Rule(64, "tiles", 32, 4, 1, 2, tma=True),
+    Rule(128, "tiles", 16, 4, 1, 2, tma=True),
+    Rule(256, "tiles", 8, 4, 1, 2, tma=True),  # 131072x256: 2902
+    Rule(512, "tiles", 8, 8, 1, 2, tma=True),
+    Rule(1024, "tiles", 4, 8, 1, 2, tma=True),  # 16384x1024: 2782
+    Rule(2048, "tiles", 4, 8, 1, 2, tma=True),
     Rule(2560, "rows", 1, 8, 2, 6, split=True),
     Rule(3072, "rows", 1, 8, 1, 4),
     Rule(4096, "rows", 1, 8, 1, 4),  # 8192x4096: 2825
@@ -90,10 +129,15 @@ _HOPPER_BACKWARD_FLOAT = (
     Rule(16384, "rows", 1, 8, 1, 8),  # 4096x16384: 2754
     Rule(18432, "rows", 1, 8, 1, 4, split=True),
 )
-# (itemsize, from N on): why a Hopper kernel that spills is kept
+# (op, itemsize, from N on): why a Hopper kernel that spills is kept
 _SPILLS = {
-    (2, 16385): "4096x18432 reaches 2252 GB/s with 104 bytes of stack; strips reach 1800 at 4096x32768",
-    (4, 12289): "4096x16384 reaches 2754 GB/s, 92 % of the copy, with 56 bytes of stack",
+    ("forward", 4, 16385): "2048x32768 reaches 2868 GB/s with 40 bytes of stack, in two tiles 2824",
+    (
+        "backward",
+        2,
+        16385,
+    ): "4096x18432, which takes it where no dw is needed, reached 2252 GB/s with 104 bytes of stack",
+    ("backward", 4, 12289): "4096x16384 reaches 2754 GB/s, 92 % of the copy, with 56 bytes of stack",
 }
 
 
@@ -102,8 +146,18 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def forward_config(n: int, itemsize: int, architecture: int) -> Config:
-    """The forward kernel for rows of n elements of `itemsize` bytes, on sm_{architecture}.
+def size_class(m: int, n: int) -> str:
+    """Which of SIZES a call is: what pays for its time differs, so configs may. Nothing else about M chooses kernels.
+
+    few: launches and waits; small: half-filled SMs too; large: bytes.
+    """
+    if m * n > SMALL:
+        return "large"
+    return "few" if m <= FEW_ROWS else "small"
+
+
+def forward_config(n: int, itemsize: int, architecture: int, size: str = "large") -> Config:
+    """The forward kernel for rows of n elements of `itemsize` bytes, on sm_{architecture}, whatever the size class.
 
     A block reads its row once and waits for it once, so what counts is how many blocks an SM holds: as many as fit.
     Narrow rows share a block, 2048 elements each, below which launching blocks costs more than their work.
@@ -113,45 +167,52 @@ def forward_config(n: int, itemsize: int, architecture: int) -> Config:
     has_tma = architecture >= 90
     if n > WIDEST_FORWARD_ROW:
         reason = "no registers hold the row: it is read twice, the second time from L2"
+        if architecture == 90:
+            width = 16384 if itemsize == 2 else 8192  # 2048x65536: 2298; float32 would spill with 16384
+            return Config("chunks", width, 8, 1, 3, tma=True, reason=reason)
         return Config("chunks", 4096, 8, 2, 4, tma=has_tma, reason=reason)
+    if architecture == 90 and _is_aligned(n, itemsize):
+        table = _HOPPER_FORWARD_HALF if itemsize == 2 else _HOPPER_FORWARD_FLOAT
+        return _from_table("forward", n, itemsize, table)
     if n <= 512:
-        # 524288x64 2755, 524288x128 2831, 524288x256 2934, 131072x512 2818; float32 131072x256 2812
         rows = min(256, max(2048, 64 * min(width, 64)) // width)
         # With 8 blocks tileiras keeps to 32 registers a thread; sm_100 and later, and unaligned rows, spill then.
         occupancy = 8 if architecture < 100 and _is_aligned(n, itemsize) else 4
         return Config("tiles", width, 4, occupancy, 4, rows=rows, tma=has_tma, reason="2048 elements a block")
     if n <= 1024:
-        return Config("rows", width, 4, 8, 2, reason="32768x1024 2711, 4096x1024 1945 GB/s")
-    # 2048: 2748, 3072: 2825, 4096: 2840, 5120: 2873, 6144: 2766, 7168: 2775, 8192: 2806 GB/s
+        return Config("rows", width, 4, 8, 2, reason="a row a block: nothing to wait for but the row")
     width, rest = _two_tiles(n)
     if n <= 8192:
         occupancy = 4 if _is_aligned(n, itemsize) else 2
         return Config("rows", width, 8, occupancy, 4, rest, reason="4 blocks of 8 warps fill an SM")
     if width == 32768:
         width, rest = 16384, 16384
-    # 8192x12288: 2909 GB/s, 4096x16384 float32: 2883
     return Config(
         "rows", width, 8, 1, 4, rest, reason="64 and more elements a thread leave room for one block"
     )
 
 
-def backward_config(n: int, itemsize: int, architecture: int) -> Config:
+def backward_config(
+    n: int, itemsize: int, architecture: int, size: str = "large", has_dw: bool = True
+) -> Config:
     """The kernel that computes dx and the partial rows of dw, for rows of n elements on sm_{architecture}.
+
+    The fused kernels are for calls that need dw (has_dw): without it their blocks for dw would have nothing to do.
 
     A block keeps weight and its sum of dw, in float32, for the whole row in registers: 8 warps as soon as that is 16
     elements a thread. It waits for x and dy at every step, so loads are issued ahead (latency), and tiles of 4096
     elements or more keep enough bytes in flight.
     """
     _check(n, itemsize, architecture)
+    if has_dw and size == "few" and n <= WIDEST_FUSED_ROW:
+        return _few_rows_config(n)
+    if has_dw and architecture == 90 and _is_aligned(n, itemsize) and n > 16384:
+        return _wide_rows_config(n, itemsize)
     if n > widest_backward_row(n, itemsize, architecture):
-        reason = (
-            "too wide for registers: the mean of each row, then strips of columns; 10 bytes an element, not 6"
-        )
-        if architecture < 90:
-            return Config("strips", 2048, 4, 2, 4, reason=reason)
-        return Config("strips", 2048, 4, 3, 4, tma=True, reason=reason)  # 4096x32768: 3003
+        return _strips_config(architecture)
     if architecture == 90 and _is_aligned(n, itemsize):
-        return _from_table(n, itemsize, _HOPPER_BACKWARD_HALF if itemsize == 2 else _HOPPER_BACKWARD_FLOAT)
+        table = _HOPPER_BACKWARD_HALF if itemsize == 2 else _HOPPER_BACKWARD_FLOAT
+        return _from_table("backward", n, itemsize, table)
     width, rest = _two_tiles(n)
     row_bytes = n * itemsize
     if row_bytes <= 2048:
@@ -168,6 +229,43 @@ def backward_config(n: int, itemsize: int, architecture: int) -> Config:
     return Config("rows", width, 8, 1, 4, rest, reason="one block has all registers of an SM")
 
 
+def _few_rows_config(n: int) -> Config:
+    """One launch for few rows (backward_fused.py): narrow strips, since every strip is a block, and tall tiles, since a
+    strip's block goes down all rows of its slab. Only narrow x, which has few strips, takes more than one slab."""
+    width, rest = _two_tiles(n)
+    reason = "few rows: dx by rows and dw by columns in one launch"
+    if (
+        n <= 1024
+    ):  # 128x1024: 2.1 us, with backward_tiles 5.8; 1024x1024: 6.2, not 7.5; 1024x256: 4.4, not 5.8
+        return Config("fused", width, 4, 1, 1, rest, rows=64, strip=16, slab=256, reason=reason)
+    if n <= 2048:  # 1024x2048: 8.1 us, with backward_tiles 10.3
+        return Config("fused", width, 8, 1, 1, rest, rows=128, strip=16, slab=1024, reason=reason)
+    if (
+        n <= 4096
+    ):  # 16x4096: 2.3 us, with backward_rows 3.9; 512x4096: 7.7, not 9.8; 1024x4096: 12.3, not 14.2
+        return Config("fused", width, 8, 1, 1, rest, rows=128, strip=32, slab=1024, reason=reason)
+    # 128x8192: 4.8 us, with backward_rows 8.2; 512x8192: 12.2, not 14.4; 256x16384: 17.5
+    return Config("fused", width, 8, 1, 1, rest, rows=64, strip=64, slab=1024, reason=reason)
+
+
+def _wide_rows_config(n: int, itemsize: int) -> Config:
+    """Rows whose x, dy and sum of dw no block's registers hold, read again from the L2 of a Hopper GPU."""
+    reason = "too wide for registers: a slab of rows at a time, read again from L2"
+    if itemsize == 4 and n <= 18432:  # 4096x18432: 2646, with backward_rows 2602
+        width, rest = _two_tiles(n)
+        return Config("fused", width, 8, 1, 1, rest, rows=8, strip=1024, slab=32, reason=reason)
+    if itemsize == 4:  # 2048x32768: 2367, 1024x65536: 1713 (with strips 1505)
+        if n <= 49152:
+            return Config("fused_chunks", 8192, 8, 1, 3, rows=8, strip=1024, slab=64, reason=reason)
+        return Config("fused_chunks", 8192, 8, 2, 3, rows=8, strip=512, slab=64, reason=reason)
+    if n <= 24576:  # 4096x18432: 2379, with backward_rows, which spills there, 2224
+        return Config("fused_chunks", 4096, 8, 1, 1, rows=8, strip=512, slab=128, reason=reason)
+    if n <= 49152:  # 4096x32768: 2310
+        return Config("fused_chunks", 8192, 8, 2, 3, rows=8, strip=1024, slab=64, reason=reason)
+    # 2048x65536: 1844, with strips 1781
+    return Config("fused_chunks", 8192, 8, 2, 3, rows=8, strip=512, slab=32, reason=reason)
+
+
 def widest_backward_row(n: int, itemsize: int, architecture: int) -> int:
     """Elements of the widest row of n's kind of which a block's registers hold x, dy, weight and the sum of dw.
 
@@ -179,6 +277,15 @@ def widest_backward_row(n: int, itemsize: int, architecture: int) -> int:
     if architecture == 90:
         return 18432
     return 16384 if itemsize == 2 else 12288
+
+
+def _strips_config(architecture: int) -> Config:
+    reason = (
+        "too wide for registers: the mean of each row, then strips of columns; 10 bytes an element, not 6"
+    )
+    if architecture < 90:
+        return Config("strips", 2048, 4, 2, 4, reason=reason)
+    return Config("strips", 2048, 4, 3, 4, tma=True, reason=reason)  # 4096x32768: 3003 of those 10 bytes
 
 
 def means_config(architecture: int) -> Config:
@@ -200,6 +307,8 @@ def partial_rows(m: int, n: int, config: Config, sm_count: int) -> int:
     blocks, 11.2 with 256). And no more than make the longest walk as short as it can be: 1024 tiles for 264 blocks
     are 4 each for 256.
     """
+    if config.slab:
+        return -(-m // (config.rows * slab_tiles(m, config, sm_count)))
     strips = -(-n // config.width) if config.kernel == "strips" else 1
     tiles = -(-m // config.rows)
     blocks_per_sm = 1 if strips == 1 and tiles <= FEW_TILES * sm_count else config.occupancy
@@ -207,12 +316,18 @@ def partial_rows(m: int, n: int, config: Config, sm_count: int) -> int:
     return -(-tiles // -(-tiles // blocks))
 
 
+def slab_tiles(m: int, config: Config, sm_count: int) -> int:
+    """Row tiles in a slab of a fused backward: the config's, fewer if that is all, more where P would pass 4 per SM."""
+    tiles = -(-m // config.rows)
+    return max(min(config.slab // config.rows, tiles), -(-tiles // (4 * sm_count)))
+
+
 def row_partials_config(n: int, itemsize: int, architecture: int) -> Config:
     """The config of the plan P = M, one float32 temporary row per row of x: 14 bytes a bf16 element instead of 6.
 
     The two kernels are easiest to understand by it; it is measured to show what sharing temporary rows gains.
     """
-    config = backward_config(n, itemsize, architecture)
+    config = backward_config(n, itemsize, architecture, has_dw=False)
     if config.kernel == "tiles":
         width, rest = _two_tiles(n)
         return Config("rows", width, config.warps, config.occupancy, config.latency, rest, reason="P = M")
@@ -224,7 +339,10 @@ def uses_dependent_launch(architecture: int) -> bool:
     return architecture >= 90
 
 
-def _from_table(n: int, itemsize: int, table: tuple[Rule, ...]) -> Config:
+def _from_table(op: str, n: int, itemsize: int, table: tuple[Rule, ...]) -> Config:
+    spills = [
+        why for (op_, size, first), why in _SPILLS.items() if (op_, size) == (op, itemsize) and n >= first
+    ]
     rule = next(rule for rule in table if n <= rule.up_to)
     width, rest = _two_tiles(n) if rule.split else (power_of_two(n), 0)
     return Config(
@@ -235,10 +353,11 @@ def _from_table(n: int, itemsize: int, table: tuple[Rule, ...]) -> Config:
         rule.latency,
         rest,
         rule.rows,
-        tma=rule.kernel == "tiles",
+        tma=rule.tma,
         short=rule.short,
+        early_weight=rule.early_weight,
         reason=f"measured: the rule for up to {rule.up_to} elements of {itemsize} bytes",
-        spills="; ".join(why for (size, first), why in _SPILLS.items() if size == itemsize and n >= first),
+        spills="; ".join(spills),
     )
 
 

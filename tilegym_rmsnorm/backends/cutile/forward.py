@@ -47,19 +47,32 @@ def forward_rows(
     LATENCY: ConstInt,
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
+    EARLY_WEIGHT: ConstBool,
+    DEPENDENT: ConstBool,
 ):
-    """Grid: (M,). The weight is loaded after the reduction: loaded before it, it only holds registers while x is
-    awaited."""
+    """Grid: (M,).
+
+    The compiler moves loads of the weight behind the reduction, between the stores of y, where they are waited for once
+    more. It does not move them past the signal that lets the next kernel in, so EARLY_WEIGHT has them issued along with
+    x: 1x4096 in 1.5 us instead of 2.4 on an H100. Rows that fill the registers have no room for that.
+    """
     row = ct.bid(0)
     tcolumns = column_tiles(WIDTH, REST)
+    if DEPENDENT:
+        ct.grid_dependency_control_wait()
     tx = load_row(x, row, tcolumns, EVEN, LATENCY)
+    if HAS_WEIGHT and EARLY_WEIGHT:
+        tscale = load_scale(weight, tcolumns, offset, EVEN)
+    if DEPENDENT and EARLY_WEIGHT:
+        ct.grid_dependency_control_launch_dependents()
 
     trstd = ct.rsqrt(sum_of_products(tx, tx) * inv_n + eps)
     ct.scatter(rstd, row, trstd)
 
     ty = tuple(xhat_as_multiplied(t * trstd, x.dtype, ROUND_XHAT) for t in ct.static_iter(tx))
     if HAS_WEIGHT:
-        tscale = load_scale(weight, tcolumns, offset, EVEN)
+        if not EARLY_WEIGHT:
+            tscale = load_scale(weight, tcolumns, offset, EVEN)
         ty = tuple(ty[k] * tscale[k] for k in ct.static_iter(range(len(ty))))
 
     store_row(y, row, tcolumns, ty, EVEN)
@@ -79,17 +92,23 @@ def forward_tiles(
     TMA: ConstBool,
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
+    DEPENDENT: ConstBool,
 ):
     """Grid: (cdiv(M, ROWS),). Rows past M read 0 and are not written."""
     i = ct.bid(0)
+    if DEPENDENT:
+        ct.grid_dependency_control_wait()
     tx = load_tile(x, (i, 0), (ROWS, WIDTH), LATENCY, TMA)
+    if HAS_WEIGHT:
+        tscale = load_scale_tile(weight, 0, WIDTH, offset, TMA)
+    if DEPENDENT:
+        ct.grid_dependency_control_launch_dependents()
 
     trstd = ct.rsqrt(ct.sum(tx * tx, axis=1, keepdims=True) * inv_n + eps)
     ct.store(rstd, (i,), ct.reshape(trstd, (ROWS,)), allow_tma=False)
 
     ty = xhat_as_multiplied(tx * trstd, x.dtype, ROUND_XHAT)
     if HAS_WEIGHT:
-        tscale = load_scale_tile(weight, 0, WIDTH, offset)
         ty = ty * tscale
 
     ct.store(y, (i, 0), ct.astype(ty, y.dtype), allow_tma=TMA)
@@ -108,10 +127,13 @@ def forward_chunks(
     TMA: ConstBool,
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
+    DEPENDENT: ConstBool,
 ):
     """Grid: (M,). The squares are summed lane by lane over the chunks, and across lanes once."""
     i = ct.bid(0)
     tsquares = ct.zeros((1, WIDTH), dtype=ct.float32)
+    if DEPENDENT:
+        ct.grid_dependency_control_wait()
     for j in range(ct.cdiv(x.shape[1], WIDTH)):
         tx = load_tile(x, (i, j), (1, WIDTH), LATENCY, TMA)
         tsquares = tsquares + tx * tx
@@ -123,6 +145,6 @@ def forward_chunks(
         tx = load_tile(x, (i, j), (1, WIDTH), LATENCY, TMA)
         ty = xhat_as_multiplied(tx * trstd, x.dtype, ROUND_XHAT)
         if HAS_WEIGHT:
-            tscale = load_scale_tile(weight, j, WIDTH, offset)
+            tscale = load_scale_tile(weight, j, WIDTH, offset, TMA)
             ty = ty * tscale
         ct.store(y, (i, j), ct.astype(ty, y.dtype), allow_tma=TMA)

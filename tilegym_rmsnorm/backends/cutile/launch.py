@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.backends.cutile import backward, forward
+from tilegym_rmsnorm.backends.cutile import backward, backward_fused, backward_wide, forward
 from tilegym_rmsnorm.backends.cutile.config import (
     LARGEST_GRID,
     Config,
@@ -23,6 +23,8 @@ from tilegym_rmsnorm.backends.cutile.config import (
     means_config,
     partial_rows,
     row_partials_config,
+    size_class,
+    slab_tiles,
     sum_config,
 )
 from tilegym_rmsnorm.backends.cutile.machine import Machine, machine_of
@@ -38,7 +40,8 @@ def rms_norm_forward(
     x: Tensor, weight: Tensor | None, bias: None, eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
     """y (M, N) of x's dtype and rstd (M,), float32. x (M, N) with any row stride; `unusable` has refused a bias."""
-    run = _forward(x.device, x.shape[1], x.dtype, weight is not None, casting == "llama")
+    m, n = x.shape
+    run = _forward(x.device, n, x.dtype, weight is not None, casting == "llama", size_class(m, n))
     return run(x, weight, eps, offset)
 
 
@@ -59,16 +62,19 @@ def rms_norm_backward(
     14 bytes of traffic per bf16 element instead of 6.
     """
     has_dw = needs_dw and weight is not None
-    run = _backward(x.device, x.shape[1], x.dtype, weight is not None, has_dw, casting == "llama", plan)
+    m, n = x.shape
+    size = size_class(m, n)
+    run = _backward(x.device, n, x.dtype, weight is not None, has_dw, casting == "llama", size, plan)
     return run(x, dy, weight, rstd, offset)
 
 
 @functools.cache
-def _forward(device: torch.device, n: int, dtype: torch.dtype, has_weight: bool, round_xhat: bool) -> Forward:
+def _forward(
+    device: torch.device, n: int, dtype: torch.dtype, has_weight: bool, round_xhat: bool, size: str
+) -> Forward:
     machine = machine_of(device)
-    return Forward(
-        machine, forward_config(n, dtype.itemsize, machine.architecture), n, has_weight, round_xhat
-    )
+    config = forward_config(n, dtype.itemsize, machine.architecture, size)
+    return Forward(machine, config, n, has_weight, round_xhat)
 
 
 @functools.cache
@@ -79,13 +85,16 @@ def _backward(
     has_weight: bool,
     has_dw: bool,
     round_xhat: bool,
+    size: str,
     plan: str | None,
 ) -> Backward:
     if plan not in (None, "row_partials"):
         raise ValueError(f"plan: expected None or 'row_partials', got {plan!r}")
     machine = machine_of(device)
-    configure = backward_config if plan is None else row_partials_config
-    config = configure(n, dtype.itemsize, machine.architecture)
+    if plan is None:
+        config = backward_config(n, dtype.itemsize, machine.architecture, size, has_dw)
+    else:
+        config = row_partials_config(n, dtype.itemsize, machine.architecture)
     return Backward(machine, config, n, has_weight, has_dw, round_xhat, shares_partials=plan is None)
 
 
@@ -100,7 +109,9 @@ class Forward:
             "tiles": forward.forward_tiles,
             "chunks": forward.forward_chunks,
         }[config.kernel]
-        self.launch = machine.bind(function, config, (*tile_constants(config, n), has_weight, round_xhat))
+        early_weight = (config.early_weight,) if config.kernel == "rows" else ()
+        switches = (has_weight, round_xhat, *early_weight, machine.dependent_launch)
+        self.launch = machine.bind(function, config, (*tile_constants(config, n), *switches))
 
     def __call__(self, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
         machine, n = self.machine, self.n
@@ -131,25 +142,27 @@ class Backward:
         self.machine, self.config, self.n = machine, config, n
         self.has_dw, self.shares_partials = has_dw, shares_partials
         self.most_rows = MOST_ROWS if shares_partials else LARGEST_GRID
-        self.dependent = machine.dependent_launch
+        dependent = machine.dependent_launch
         switches = (has_weight, has_dw, round_xhat)
         if config.kernel == "strips":
             means = means_config(machine.architecture)
-            constants = (*tile_constants(means, n), has_weight)
-            self.launch_means = machine.bind(backward.backward_means, means, constants)
-            switches = (*switches, self.dependent)
+            constants = (*tile_constants(means, n), has_weight, dependent)
+            self.launch_means = machine.bind(backward_wide.backward_means, means, constants)
+        if config.kernel == "rows":
+            switches = (*switches, config.short)
+        if config.slab:
+            switches = (config.kernel == "fused", round_xhat)
         function = {
             "rows": backward.backward_rows,
             "tiles": backward.backward_tiles,
-            "strips": backward.backward_strips,
+            "fused": backward_fused.backward_fused,
+            "fused_chunks": backward_fused.backward_fused,
+            "strips": backward_wide.backward_strips,
         }[config.kernel]
-        if config.kernel == "rows":
-            switches = (*switches, config.short, self.dependent)
-        self.launch = machine.bind(function, config, (*tile_constants(config, n), *switches))
+        self.launch = machine.bind(function, config, (*tile_constants(config, n), *switches, dependent))
         self.sum = sum_config()
-        self.launch_sum = machine.bind(
-            backward.sum_partials, self.sum, (*tile_constants(self.sum, n), self.dependent)
-        )
+        constants = (*tile_constants(self.sum, n), dependent)
+        self.launch_sum = machine.bind(backward.sum_partials, self.sum, constants)
 
     def __call__(
         self, x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, offset: float
@@ -173,7 +186,7 @@ class Backward:
         for slab, part in zip(slabs, _split(dw_partial, counts), strict=True):
             self._walk(*slab, part, scale, offset)
         strips = -(-n // self.sum.width)
-        self.launch_sum((strips,), (dw, dw_partial), dependent=self.dependent)
+        self.launch_sum((strips,), (dw, dw_partial))
         return dx, dw
 
     def partial_rows(self, m: int) -> int:
@@ -191,21 +204,27 @@ class Backward:
         offset: float,
     ) -> None:
         m, n = x.shape
-        blocks = self.partial_rows(m)
-        if self.config.kernel != "strips":
-            self.launch((blocks,), (dx, dw_partial, dy, x, weight, rstd, 1.0 / n, offset))
-            return
-        c = self.machine.empty((m,), torch.float32)
-        self.launch_means((m,), (c, dy, x, weight, rstd, 1.0 / n, offset))
-        grid = (blocks, -(-n // self.config.width))
-        self.launch(grid, (dx, dw_partial, dy, x, weight, rstd, c, offset), dependent=self.dependent)
+        config, p = self.config, self.partial_rows(m)
+        arguments = (dx, dw_partial, dy, x, weight, rstd)
+        if config.kernel == "strips":
+            c = self.machine.empty((m,), torch.float32)
+            self.launch_means((m,), (c, dy, x, weight, rstd, 1.0 / n, offset))
+            self.launch((p, -(-n // config.width)), (*arguments, c, offset))
+        elif config.slab:
+            tiles = slab_tiles(m, config, self.machine.sm_count)
+            grid = (-(-n // config.strip) + tiles * config.rows, p)
+            self.launch(grid, (*arguments, 1.0 / n, offset, tiles))
+        else:
+            self.launch((p,), (*arguments, 1.0 / n, offset))
 
 
 def tile_constants(config: Config, n: int) -> tuple[Any, ...]:
     """The compile-time arguments that a config stands for, in its kernel's order."""
+    is_even = config.width + config.rest == n
     if config.kernel == "rows":
-        is_even = config.width + config.rest == n
         return config.width, config.rest, is_even, config.latency
+    if config.slab:
+        return config.rows, config.strip, config.width, config.rest, is_even, config.latency
     if config.kernel == "sum":
         return config.rows, config.width
     rows = () if config.kernel in ("chunks", "means") else (config.rows,)

@@ -15,13 +15,13 @@ from torch import Tensor
 from tilegym_rmsnorm.backends.cutile import interpreter
 from tilegym_rmsnorm.backends.cutile.config import Config, uses_dependent_launch
 
-Launch = Callable[..., None]  # (grid, arguments, dependent=False)
+Launch = Callable[[tuple[int, ...], tuple[Any, ...]], None]  # (grid, arguments)
 
 
 class Machine(Protocol):
     """What launch.py and config.py ask of a device.
 
-    dependent_launch: a kernel can be launched while the one before it is still running.
+    dependent_launch: kernels are launched while the one before is still running, and wait for it themselves.
     no_weight, no_dw_partial: arguments for arrays that a kernel is compiled not to touch, since an argument cannot be
     None.
     """
@@ -57,10 +57,12 @@ class GpuMachine:
         # The raw handle: torch.cuda.current_stream builds an object for 4 us.
         current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch.cuda.current_device
 
-        def launch(grid: tuple[int, ...], arguments: tuple[Any, ...], dependent: bool = False) -> None:
+        dependent = self.dependent_launch
+
+        def launch(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
             if current_device() != index:
                 with torch.cuda.device(index):
-                    launch(grid, arguments, dependent)
+                    launch(grid, arguments)
                 return
             ct.launch(
                 current_stream(index),
@@ -87,7 +89,7 @@ class InterpretedMachine:
         return interpreter.empty(shape, dtype)
 
     def bind(self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]) -> Launch:
-        def launch(grid: tuple[int, ...], arguments: tuple[Any, ...], dependent: bool = False) -> None:
+        def launch(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
             interpreter.launch(function, grid, arguments + constants)
 
         return launch

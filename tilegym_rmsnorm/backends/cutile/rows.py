@@ -19,6 +19,15 @@ def as_float32(tile):
     return ct.astype(tile, ct.float32)
 
 
+def at_least_zero(index):
+    """The index of a tile, which is never negative, in a form that tells the compiler so.
+
+    Where it cannot tell, it puts a branch around every load, and the loads no longer overlap: backward_fused at
+    1024x4096 in 19.2 us instead of 13.0 on an H100.
+    """
+    return ct.maximum(index, 0)
+
+
 def column_tiles(WIDTH, REST):
     """Column indices of a row's tiles: WIDTH of them, then REST more unless REST is 0."""
     tcolumns = (ct.arange(WIDTH, dtype=ct.int32),)
@@ -70,9 +79,9 @@ def load_tile(array, index, shape, LATENCY, TMA):
     return as_float32(ct.load(array, index, shape, padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
 
 
-def load_scale_tile(weight, j, WIDTH, offset):
+def load_scale_tile(weight, j, WIDTH, offset, TMA):
     """Tile j of weight + offset, shape (1, WIDTH), as float32."""
-    tscale = as_float32(ct.load(weight, (j,), (WIDTH,), padding_mode=ZERO)) + offset
+    tscale = as_float32(ct.load(weight, (j,), (WIDTH,), padding_mode=ZERO, allow_tma=TMA)) + offset
     return ct.reshape(tscale, (1, WIDTH))
 
 

@@ -1,0 +1,98 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""The backward for the widest rows, two passes over x and dy: c of every row, then strips of columns.
+
+Rows of 65536 elements fit neither registers nor, as many as are in flight, L2. So x and dy are read twice, 10 bytes an
+element in bfloat16 instead of 6. The mathematics is that of backward.py.
+"""
+
+import cuda.tile as ct
+
+from .rows import (
+    ZERO,
+    ConstBool,
+    ConstInt,
+    at_least_zero,
+    load_scale_tile,
+    load_tile,
+    xhat_as_multiplied,
+)
+
+
+def backward_means(
+    c,  # (M,), float32: written
+    dy,  # (M, N), any row stride
+    x,  # (M, N), any row stride
+    weight,  # (N,)
+    rstd,  # (M,), float32
+    inv_n,
+    offset,
+    WIDTH: ConstInt,
+    LATENCY: ConstInt,
+    TMA: ConstBool,
+    HAS_WEIGHT: ConstBool,
+    DEPENDENT: ConstBool,
+):
+    """Grid: (M,). c = mean_j(xhat * g), the one number per row that dx needs from the whole row."""
+    i = ct.bid(0)
+    if DEPENDENT:
+        ct.grid_dependency_control_wait()
+    tproducts = ct.zeros((1, WIDTH), dtype=ct.float32)
+    for j in range(ct.cdiv(x.shape[1], WIDTH)):
+        tx = load_tile(x, (i, j), (1, WIDTH), LATENCY, TMA)
+        tg = load_tile(dy, (i, j), (1, WIDTH), LATENCY, TMA)
+        if HAS_WEIGHT:
+            tscale = load_scale_tile(weight, j, WIDTH, offset, TMA)
+            tg = tg * tscale
+        tproducts = tproducts + tx * tg
+
+    trstd = ct.load(rstd, i, shape=())
+    ct.scatter(c, i, ct.sum(tproducts) * trstd * inv_n)
+
+
+def backward_strips(
+    dx,  # (M, N), x's dtype: written
+    dw_partial,  # (P, N), float32, or dw of weight's dtype where P is 1: written
+    dy,  # (M, N), any row stride
+    x,  # (M, N), any row stride
+    weight,  # (N,)
+    rstd,  # (M,), float32
+    c,  # (M,), float32, from backward_means
+    offset,
+    ROWS: ConstInt,
+    WIDTH: ConstInt,
+    LATENCY: ConstInt,
+    TMA: ConstBool,
+    HAS_WEIGHT: ConstBool,
+    HAS_DW: ConstBool,
+    ROUND_XHAT: ConstBool,
+    DEPENDENT: ConstBool,
+):
+    """Grid: (P, cdiv(N, WIDTH)). Block (b, j) walks row tiles b, b + P, ... of column strip j, counted from the last
+    row, since L2 still holds the rows that backward_means read last."""
+    j = ct.bid(1)
+    if DEPENDENT:
+        ct.grid_dependency_control_wait()
+    if HAS_WEIGHT:
+        tscale = load_scale_tile(weight, j, WIDTH, offset, TMA)
+    tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
+
+    tiles = ct.cdiv(x.shape[0], ROWS)
+    for step in range(ct.bid(0), tiles, ct.num_blocks(0)):
+        i = at_least_zero(tiles - 1 - step)
+        tx = load_tile(x, (i, j), (ROWS, WIDTH), LATENCY, TMA)
+        tdy = load_tile(dy, (i, j), (ROWS, WIDTH), LATENCY, TMA)
+        trstd = ct.reshape(ct.load(rstd, (i,), (ROWS,), padding_mode=ZERO), (ROWS, 1))
+        tc = ct.reshape(ct.load(c, (i,), (ROWS,), padding_mode=ZERO), (ROWS, 1))
+
+        txhat = tx * trstd
+        tg = tdy
+        if HAS_WEIGHT:
+            tg = tdy * tscale
+        ct.store(dx, (i, j), ct.astype((tg - txhat * tc) * trstd, dx.dtype), allow_tma=TMA)
+        if HAS_DW:
+            tdw = tdw + tdy * xhat_as_multiplied(txhat, x.dtype, ROUND_XHAT)
+
+    if HAS_DW:
+        tdw = ct.astype(ct.sum(tdw, axis=0, keepdims=True), dw_partial.dtype)
+        ct.store(dw_partial, (ct.bid(0), j), tdw, allow_tma=False)
