@@ -26,10 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.check import Errors, Inputs, Outputs, errors_of, make_inputs, rstd_for, run_all, why_wrong
+from bench.check import Inputs, errors_of, make_inputs, rstd_for, run_all
 from bench.providers import Provider, make_provider
 from bench.shapes import Shape, compulsory_bytes
-from bench.timer import (
+from tilegym_rmsnorm.accuracy import Errors, Outputs, why_wrong
+from tilegym_rmsnorm.timer import (
     Call,
     DeviceTimer,
     Sampler,

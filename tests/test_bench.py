@@ -10,11 +10,13 @@ import dataclasses
 import pytest
 import torch
 
-from bench import measure, timer
-from bench.check import errors_of, make_inputs, run_all, why_wrong
+from bench import measure
+from bench.check import errors_of, make_inputs, run_all
 from bench.measure import Bench
 from bench.providers import make_provider
 from bench.shapes import DEFAULT_SHAPES, OPS, compulsory_bytes, parse_shapes
+from tilegym_rmsnorm import timer
+from tilegym_rmsnorm.accuracy import why_wrong
 
 CPU = torch.device("cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -131,7 +133,8 @@ def spoil_autograd_only(outputs):
     ],
 )
 def test_wrong_outputs_fail_the_check(spoil, kind, monkeypatch):
-    monkeypatch.setattr("bench.check.CHUNK_ELEMENTS", 129 * 10)  # several chunks, the last one shorter
+    chunk = 129 * 10  # several chunks, the last one shorter
+    monkeypatch.setattr("tilegym_rmsnorm.accuracy.CHUNK_ELEMENTS", chunk)
     inputs = make_inputs((67, 129), BF16, CPU, sets=1)[0]
     outputs = run_all(make_provider("torch", (67, 129), BF16, CPU), inputs)
     spoil(outputs)
