@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
 from helpers import BACKENDS, HAS_GPU, why_skip
 
 from tilegym_rmsnorm import registry
+from tilegym_rmsnorm.backends.cutile import tables, toolchain
 
 # Files of tests that never touch a GPU: on a machine with one they run beside those that do.
 WITHOUT_GPU = {
@@ -33,6 +34,9 @@ WITHOUT_GPU = {
     "test_interpreter_hazards",
     "test_interpreter_memory",
     "test_registry",
+    "test_tables",
+    "test_tables_files",
+    "test_tables_random",
     "test_toolchain",
     "test_triton_compile",
     "test_triton_config",
@@ -82,8 +86,9 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def default_selection(monkeypatch: pytest.MonkeyPatch):
-    """No test inherits, or leaves behind, a choice of backend."""
+    """No test inherits, or leaves behind, a choice of backend, and none sees what was tuned on this machine."""
     monkeypatch.delenv(registry.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.setenv(tables.CACHE_VARIABLE, "off")
     registry.set_backend(None)
     yield
     registry.set_backend(None)
@@ -113,3 +118,16 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.Tensor, "new_empty_strided"),
     ):
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Empty folders for the user's and the shipped tables, and the toolkit that table_cases.TARGET names."""
+    monkeypatch.setenv(tables.CACHE_VARIABLE, str(tmp_path / "user"))
+    monkeypatch.setattr(tables, "SHIPPED_FOLDER", tmp_path / "shipped")
+    found = toolchain.Tileiras("tileiras", "PATH", (13, 4, 92), inherits_cuda_home=True)
+    monkeypatch.setattr(toolchain, "find_tileiras", lambda: found)
+    monkeypatch.setattr(toolchain, "package_version", lambda name: "1.7.0")
+    tables.table_in.cache_clear()
+    yield tmp_path / "user", tmp_path / "shipped"
+    tables.table_in.cache_clear()

@@ -23,6 +23,9 @@ ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)
 WIDEST_FORWARD_ROW = 32768  # elements that one block of 8 warps holds in registers, float32: 128 each thread
 FEW_TILES = 8  # row tiles per SM
 LARGEST_GRID = 2**24 - 1  # blocks in one dimension of a launch, cuda-tile's limit
+# Elements of x, 8 MB in bfloat16, up to which launches and half-filled SMs count as much as bytes do. A config may
+# differ on the two sides of it, and on nothing else that depends on M: batch sizes share compiled kernels.
+SMALL = 4 * 2**20
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,15 @@ from torch import Tensor
 from tilegym_rmsnorm.backends.cutile import backward, forward
 from tilegym_rmsnorm.backends.cutile.config import (
     LARGEST_GRID,
+    SMALL,
     Config,
-    backward_config,
-    forward_config,
     means_config,
     partial_rows,
     row_partials_config,
     sum_config,
 )
 from tilegym_rmsnorm.backends.cutile.machine import Machine, machine_of
+from tilegym_rmsnorm.backends.cutile.tables import chosen_config
 from tilegym_rmsnorm.registry import register_impl
 
 # A kernel sees shapes, strides and row numbers as int32; only the offsets of elements are computed in 64 bits.
@@ -38,7 +38,7 @@ def rms_norm_forward(
     x: Tensor, weight: Tensor | None, bias: None, eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
     """y (M, N) of x's dtype and rstd (M,), float32. x (M, N) with any row stride; `unusable` has refused a bias."""
-    run = _forward(x.device, x.shape[1], x.dtype, weight is not None, casting == "llama")
+    run = _forward(x.device, x.shape[1], x.dtype, weight is not None, casting == "llama", x.numel() <= SMALL)
     return run(x, weight, eps, offset)
 
 
@@ -59,16 +59,20 @@ def rms_norm_backward(
     14 bytes of traffic per bf16 element instead of 6.
     """
     has_dw = needs_dw and weight is not None
-    run = _backward(x.device, x.shape[1], x.dtype, weight is not None, has_dw, casting == "llama", plan)
+    is_small = x.numel() <= SMALL
+    run = _backward(
+        x.device, x.shape[1], x.dtype, weight is not None, has_dw, casting == "llama", is_small, plan
+    )
     return run(x, dy, weight, rstd, offset)
 
 
 @functools.cache
-def _forward(device: torch.device, n: int, dtype: torch.dtype, has_weight: bool, round_xhat: bool) -> Forward:
+def _forward(
+    device: torch.device, n: int, dtype: torch.dtype, has_weight: bool, round_xhat: bool, is_small: bool
+) -> Forward:
     machine = machine_of(device)
-    return Forward(
-        machine, forward_config(n, dtype.itemsize, machine.architecture), n, has_weight, round_xhat
-    )
+    config = chosen_config("forward", machine, n, dtype, is_small)
+    return Forward(machine, config, n, has_weight, round_xhat)
 
 
 @functools.cache
@@ -79,13 +83,16 @@ def _backward(
     has_weight: bool,
     has_dw: bool,
     round_xhat: bool,
+    is_small: bool,
     plan: str | None,
 ) -> Backward:
     if plan not in (None, "row_partials"):
         raise ValueError(f"plan: expected None or 'row_partials', got {plan!r}")
     machine = machine_of(device)
-    configure = backward_config if plan is None else row_partials_config
-    config = configure(n, dtype.itemsize, machine.architecture)
+    if plan is None:
+        config = chosen_config("backward", machine, n, dtype, is_small)
+    else:
+        config = row_partials_config(n, dtype.itemsize, machine.architecture)
     return Backward(machine, config, n, has_weight, has_dw, round_xhat, shares_partials=plan is None)
 
 

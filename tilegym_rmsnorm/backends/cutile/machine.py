@@ -21,11 +21,13 @@ Launch = Callable[..., None]  # (grid, arguments, dependent=False)
 class Machine(Protocol):
     """What launch.py and config.py ask of a device.
 
+    model: the GPU's name, by which tables of tuned configs are found; None where none apply.
     dependent_launch: a kernel can be launched while the one before it is still running.
     no_weight, no_dw_partial: arguments for arrays that a kernel is compiled not to touch, since an argument cannot be
     None.
     """
 
+    model: str | None
     architecture: int
     sm_count: int
     dependent_launch: bool
@@ -44,6 +46,7 @@ class GpuMachine:
         properties = torch.cuda.get_device_properties(device)
         self.device = device
         self.index = torch.cuda.current_device() if device.index is None else device.index
+        self.model = properties.name
         self.architecture = properties.major * 10 + properties.minor
         self.sm_count = properties.multi_processor_count
         self.dependent_launch = uses_dependent_launch(self.architecture)
@@ -76,6 +79,7 @@ class GpuMachine:
 class InterpretedMachine:
     """CPU tensors. Few SMs, so that small inputs already give every block several rows; every array is tracked."""
 
+    model = None
     architecture = 90
     sm_count = 3
     dependent_launch = True
