@@ -132,3 +132,19 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tables.table_in.cache_clear()
     yield tmp_path / "user", tmp_path / "shipped"
     tables.table_in.cache_clear()
+
+
+@pytest.fixture
+def finder(monkeypatch: pytest.MonkeyPatch):
+    """A search over the interpreter, at sizes that it can run."""
+    pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+    from tilegym_rmsnorm.backends.cutile import machine, search
+
+    monkeypatch.setattr(search, "SMALL", 40 * 64)
+    monkeypatch.setattr(search, "LARGE", 40 * 64)
+    monkeypatch.setattr(search, "RUNS", 16)
+    monkeypatch.setattr(search, "calls_needed", lambda *_: 1)
+    lines = []
+    found = search.Search(machine.InterpretedMachine(), torch.device("cpu"), lines.append)
+    found.lines = lines
+    return found

@@ -67,7 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
     device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
     request = registry.Request(device, torch.float32, torch.float32, "once", False)
     if unusable := registry.why_unusable("cutile", request):
-        return _fail(f"{unusable.reason}. To mend it: {unusable.remedy}")
+        return _fail(
+            f"tune needs a GPU that the cuTile kernels run on: {unusable.reason}. To mend it: {unusable.remedy}"
+        )
     from tilegym_rmsnorm.backends.cutile.machine import machine_of
 
     machine = machine_of(device)
@@ -197,7 +199,7 @@ def _describe(bucket: Bucket, entry: tables.Entry, is_default: bool) -> str:
 
 
 def _fail(text: str) -> int:
-    print(f"tune: {text}", file=sys.stderr)
+    print(text, file=sys.stderr)
     return 1
 
 

@@ -144,8 +144,8 @@ class Search:
                 self.tell(f"does not run: {config}: {error!r:.300}")
         return {config: timing.us for config, timing in interleave(samplers, seconds).items()}
 
-    def why_wrong(self, bucket: Bucket, config: Config, runs: int = RUNS) -> str | None:
-        """Why a config is not to be trusted, None if it is: `runs` runs on NaN, the first of each DATA_SETS against
+    def why_wrong(self, bucket: Bucket, config: Config) -> str | None:
+        """Why a config is not to be trusted, None if it is: RUNS runs on NaN, the first with each data set against
         float64, the others against its bits. Every other set has a float32 weight, whose gradient hides nothing."""
         run = runner(Poisoned(self.machine), bucket, config)
         rows, dtype = rows_of(bucket), getattr(torch, bucket.dtype)
@@ -159,7 +159,7 @@ class Search:
             errors, allowed = accuracy.errors_of({"": outputs}, x, dy, weight, EPS)
             if (reason := accuracy.why_wrong(errors[""], allowed)) is not None:
                 return f"{x.shape[0]} x {bucket.n}: {reason}"
-            for number in range(1, runs // DATA_SETS):
+            for number in range(1, RUNS // DATA_SETS):
                 again = run(x, dy, weight, rstd)
                 if not all(map(torch.equal, again, outputs.values())):
                     return f"{x.shape[0]} x {bucket.n}: run {number} has other bits than the first"
