@@ -12,7 +12,8 @@ import torch
 from helpers import BF16, DEVICE, FP16, FP32, HAS_GPU, assert_within, expected_results, make_inputs, why_skip
 
 from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward
-from tilegym_rmsnorm.backends.cutile.config import backward_config, forward_config, partial_rows
+from tilegym_rmsnorm.backends.cutile.config import SMALL, backward_config, forward_config, partial_rows
+from tilegym_rmsnorm.backends.cutile.tables import SHIPPED_FOLDER, chosen_config, tables_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_empty")]
 
@@ -92,26 +93,31 @@ def alignment(extent: int) -> str:
 @pytest.mark.parametrize("weight_dtype", [BF16, FP32])
 @pytest.mark.parametrize("n", [64, 1024, 3104, 5120, 40000])
 def test_batch_sizes_eps_and_offsets_compile_nothing_new(n, weight_dtype, compilations, monkeypatch):
-    """One compilation of each kernel for each class of M and P, whatever their values, eps and offset."""
+    """One compilation of each kernel for each class of M x N, M and P, whatever their values, eps and offset."""
     from tilegym_rmsnorm.backends.cutile import launch, machine
 
     # Kernels that no other test has compiled.
     monkeypatch.setattr(machine, "compiled", functools.cache(machine.compiled.__wrapped__))
     launch._forward.cache_clear()
     launch._backward.cache_clear()
-    config = backward_config(n, 2, ARCHITECTURE)
 
-    def train(m: int, eps: float, offset: float) -> tuple[str, str]:
+    def train(m: int, eps: float, offset: float) -> tuple[bool, str, str]:
+        is_small = m * n <= SMALL
+        config = chosen_config("backward", machine.machine_of(DEVICE), n, BF16, is_small)
+        kernels.add(config.kernel)
         x = torch.randn(m, n, device=DEVICE, dtype=BF16, requires_grad=True)
         weight = torch.ones(n, device=DEVICE, dtype=weight_dtype, requires_grad=True)
         rms_norm(x, (n,), weight, eps, offset=offset, backend="cutile").sum().backward()
-        return alignment(m), alignment(partial_rows(m, n, config, SM_COUNT))
+        return is_small, alignment(m), alignment(partial_rows(m, n, config, SM_COUNT))
 
+    kernels: set[str] = set()
     classes = {train(m, 1e-6, 0.0) for m in (1, 2, 3, 16, 100, 128, 999, 1000, 4096, 5000, 16384)}
     counts = Counter(compilations)
-    assert len(counts) == (4 if config.kernel == "strips" else 3), f"expected every kernel, got {counts}"
+    assert len(counts) >= (4 if "strips" in kernels else 3), f"expected every kernel, got {counts}"
     for name, count in counts.items():
-        own = {"f": {m for m, _ in classes}, "s": {p for _, p in classes}}.get(name[0], classes)
+        own = {"f": {(size, m) for size, m, _ in classes}, "s": {p for *_, p in classes}}.get(
+            name[0], classes
+        )
         assert count <= len(own), f"{name}: {count} compilations for {own}"
 
     compilations.clear()
@@ -120,6 +126,23 @@ def test_batch_sizes_eps_and_offsets_compile_nothing_new(n, weight_dtype, compil
             seen = train(m, eps, offset) in classes
             assert not (seen and compilations), f"M = {m}: {compilations}"
             compilations.clear()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_every_config_of_the_shipped_tables(op, dtype):
+    """As tuning checks its winners: 200 runs each, on fresh data and NaN, against float64 and the bits of the first."""
+    from tilegym_rmsnorm.backends.cutile import machine, search
+
+    found = machine.machine_of(DEVICE)
+    tables = tables_of(found.model, found.architecture)
+    [table] = [table for path, table in tables.items() if path.parent == SHIPPED_FOLDER] or [{}]
+    entries = {bucket: entry for bucket, entry in table.items() if (bucket.op, bucket.dtype) == (op, dtype)}
+    if not entries:
+        pytest.skip(f"no table ships for {found.model} and this toolkit")
+    finder = search.Search(found, DEVICE, print)
+    wrong = {bucket: finder.why_wrong(bucket, entry.config) for bucket, entry in entries.items()}
+    assert not any(wrong.values()), wrong
 
 
 def test_host_threads_may_share_kernels():
