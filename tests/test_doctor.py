@@ -275,5 +275,8 @@ def test_says_which_tables_serve_the_gpu(fake, capsys, monkeypatch, tmp_path):
     assert f"tuned configs    2 in {shipped}, then the rules of config.py" in run_doctor(capsys)[1]
     user = tables.update(tmp_path / "user", target, dict(list(entries.items())[:1]))
     expected = f"1 in {user}, then 2 in {shipped}, then the rules of config.py"
+    assert f"tuned configs    {expected}\n" in run_doctor(capsys)[1]
+    monkeypatch.setenv(tables.CACHE_VARIABLE, "off")
+    expected = f"2 in {shipped}, then the rules of config.py; the user's cache is off"
     assert f"tuned configs    {expected}" in run_doctor(capsys)[1]
     tables.table_in.cache_clear()

@@ -159,6 +159,13 @@ def test_no_place_or_no_version(gpu, monkeypatch, capsys, break_it, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_is_refused_before_any_work(gpu, finder, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(finder, "tune", lambda *_: pytest.fail("searched"))
+    (tmp_path / "file").write_text("")
+    assert run("--out", str(tmp_path / "file" / "folder")) == 1
+    assert "no table can be kept there: " in capsys.readouterr().err
+
+
 @pytest.mark.gpu
 def test_tunes_one_bucket_on_a_gpu(tmp_path, capsys, monkeypatch):
     if reason := why_skip("cutile"):

@@ -12,17 +12,25 @@ should run on the GPU meanwhile.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tilegym_rmsnorm import registry
 from tilegym_rmsnorm.backends.cutile import candidates, tables
+from tilegym_rmsnorm.backends.cutile.config import Config
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Target
+
+if TYPE_CHECKING:
+    from tilegym_rmsnorm.backends.cutile.compiling import Job
+    from tilegym_rmsnorm.backends.cutile.machine import Machine
+
+Answer = Future[str | None]  # of a job: why it failed
 
 WIDTHS = (
     *(64, 128, 256, 512, 1024, 2048, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 7168, 8192),
@@ -80,6 +88,12 @@ def run(arguments: argparse.Namespace) -> int:
     if folder is None:
         remedy = f"set {tables.CACHE_VARIABLE}, pip install platformdirs, or name a folder by --out"
         return _fail(f"the user's cache is off. To mend it: {remedy}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return _fail(f"no table can be kept there: {error}")
+    if not os.access(folder, os.W_OK):
+        return _fail(f"no table can be kept there: {folder} is not writable")
 
     buckets = [
         Bucket(op, n, dtype, size)
@@ -99,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def tune(
-    buckets: list[Bucket], machine: Any, device: torch.device, target: Target, folder: Path, most: int
+    buckets: list[Bucket], machine: Machine, device: torch.device, target: Target, folder: Path, most: int
 ) -> list[str]:
     """Search every bucket and store its entry at once; returns a line for each that has none."""
     from tilegym_rmsnorm.backends.cutile import compiling, search
@@ -108,10 +122,10 @@ def tune(
     bar = Progress(len(buckets))
     with compiling.Compilers(machine.architecture, machine.sm_count) as compilers:
         finder = search.Search(machine, device, bar.tell)
-        queue = [(bucket, list(_compile(bucket, machine, most, compilers.submit))) for bucket in buckets]
+        queue = [(bucket, _compile(bucket, machine, most, compilers.submit)) for bucket in buckets]
         for bucket, jobs in queue:
             bar.show(f"{bucket.op} {bucket.dtype} N = {bucket.n} {bucket.size}")
-            configs = list(_compiled(jobs, bar.tell))
+            configs = _compiled(jobs, bar.tell)
             try:
                 entry = finder.tune(bucket, configs)
             except search.NothingRightError as error:
@@ -159,28 +173,29 @@ class Progress:
 
 
 def _compile(
-    bucket: Bucket, machine: Any, most: int, submit: Callable[..., Future[str | None]]
-) -> Iterator[tuple[Any, list[Future[str | None]]]]:
+    bucket: Bucket, machine: Machine, most: int, submit: Callable[[Job], Answer]
+) -> list[tuple[Config, list[Answer]]]:
     """Each candidate of a bucket with the jobs that compile it for every M at which it is timed."""
     from tilegym_rmsnorm.backends.cutile.compiling import Job
     from tilegym_rmsnorm.backends.cutile.search import rows_of
 
-    dtype = getattr(torch, bucket.dtype)
-    for config in candidates.candidates(bucket, dtype.itemsize, machine.architecture, most):
-        jobs = [Job(bucket.op, bucket.n, m, dtype, dtype, config) for m in rows_of(bucket)]
-        yield config, [submit(job) for job in jobs]
+    op, n, dtype = bucket.op, bucket.n, getattr(torch, bucket.dtype)
+    configs = candidates.candidates(bucket, dtype.itemsize, machine.architecture, most)
+    return [
+        (config, [submit(Job(op, n, m, dtype, dtype, config)) for m in rows_of(bucket)]) for config in configs
+    ]
 
 
-def _compiled(
-    jobs: Iterable[tuple[Any, list[Future[str | None]]]], tell: Callable[[str], None]
-) -> Iterator[Any]:
+def _compiled(jobs: list[tuple[Config, list[Answer]]], tell: Callable[[str], None]) -> list[Config]:
     """The candidates that compile; the first, the rules' own, in any case."""
-    for number, (config, futures) in enumerate(jobs):
-        reasons = [reason for future in futures if (reason := future.result()) is not None]
-        if reasons:
-            tell(f"does not compile: {config}: {reasons[0][:300]}")
-        if number == 0 or not reasons:
-            yield config
+    configs = []
+    for config, answers in jobs:
+        reason = next((reason for answer in answers if (reason := answer.result()) is not None), None)
+        if reason is not None:
+            tell(f"does not compile: {config}: {reason:.300}")
+        if reason is None or not configs:
+            configs.append(config)
+    return configs
 
 
 def _context_lost(device: torch.device) -> str | None:

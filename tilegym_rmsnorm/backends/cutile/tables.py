@@ -101,7 +101,8 @@ def tables_of(model: str | None, architecture: int) -> dict[Path, Table]:
 def describe(model: str, architecture: int) -> str:
     """One line for people: what chooses the configs on this GPU, first the tables that exist, last the rules."""
     found = [f"{len(table)} in {path}" for path, table in tables_of(model, architecture).items() if table]
-    return ", then ".join([*found, "the rules of config.py"])
+    note = "" if user_folder() else f"; the user's cache is off ({CACHE_VARIABLE}, or no platformdirs)"
+    return ", then ".join([*found, "the rules of config.py"]) + note
 
 
 def target_of(model: str | None, architecture: int) -> Target | None:
