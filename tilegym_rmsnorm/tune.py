@@ -105,8 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.skip_tuned:
         done = tables.table_in(folder, target)
         buckets = [bucket for bucket in buckets if bucket not in done]
-    failures = tune(buckets, machine, device, target, folder, arguments.candidates)
-    print(f"{len(buckets) - len(failures)} of {len(buckets)} tuned: {tables.table_path(folder, target)}")
+    done, failures = tune(buckets, machine, device, target, folder, arguments.candidates)
+    print(f"{done} of {len(buckets)} tuned: {tables.table_path(folder, target)}")
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
     return 1 if failures else 0
@@ -114,30 +114,35 @@ def run(arguments: argparse.Namespace) -> int:
 
 def tune(
     buckets: list[Bucket], machine: Machine, device: torch.device, target: Target, folder: Path, most: int
-) -> list[str]:
-    """Search every bucket and store its entry at once; returns a line for each that has none."""
+) -> tuple[int, list[str]]:
+    """Search every bucket and store its entry at once; returns how many have one, and a line on each that has none."""
     from tilegym_rmsnorm.backends.cutile import compiling, search
 
-    failures: list[str] = []
+    done, failures = 0, []
     bar = Progress(len(buckets))
     with compiling.Compilers(machine.architecture, machine.sm_count) as compilers:
         finder = search.Search(machine, device, bar.tell)
-        queue = [(bucket, _compile(bucket, machine, most, compilers.submit)) for bucket in buckets]
-        for bucket, jobs in queue:
+        queue = []
+        for bucket in buckets:
+            configs = candidates.candidates(bucket, tables.ITEMSIZE[bucket.dtype], machine.architecture, most)
+            queue.append((bucket, configs, _compile(bucket, configs, compilers.submit)))
+        for bucket, configs, answers in queue:
             bar.show(f"{bucket.op} {bucket.dtype} N = {bucket.n} {bucket.size}")
-            configs = _compiled(jobs, bar.tell)
+            _await(answers, bar.tell)
             try:
                 entry = finder.tune(bucket, configs)
             except search.NothingRightError as error:
                 failures.append(f"{bucket}: {error}")
                 if lost := _context_lost(device):
-                    return [*failures, f"the rest: {lost}"]
+                    failures.append(f"the rest: {lost}")
+                    break
             else:
                 tables.update(folder, target, {bucket: entry})
+                done += 1
                 bar.tell(_describe(bucket, entry, entry.config == configs[0]))
             bar.advance()
     bar.close()
-    return failures
+    return done, failures
 
 
 class Progress:
@@ -172,30 +177,23 @@ class Progress:
             self.bar.close()
 
 
-def _compile(
-    bucket: Bucket, machine: Machine, most: int, submit: Callable[[Job], Answer]
-) -> list[tuple[Config, list[Answer]]]:
-    """Each candidate of a bucket with the jobs that compile it for every M at which it is timed."""
+def _compile(bucket: Bucket, configs: list[Config], submit: Callable[[Job], Answer]) -> list[Answer]:
+    """Have the candidates of a bucket compiled for every M at which they are timed."""
     from tilegym_rmsnorm.backends.cutile.compiling import Job
     from tilegym_rmsnorm.backends.cutile.search import rows_of
 
     op, n, dtype = bucket.op, bucket.n, getattr(torch, bucket.dtype)
-    configs = candidates.candidates(bucket, dtype.itemsize, machine.architecture, most)
-    return [
-        (config, [submit(Job(op, n, m, dtype, dtype, config)) for m in rows_of(bucket)]) for config in configs
-    ]
+    return [submit(Job(op, n, m, dtype, dtype, config)) for config in configs for m in rows_of(bucket)]
 
 
-def _compiled(jobs: list[tuple[Config, list[Answer]]], tell: Callable[[str], None]) -> list[Config]:
-    """The candidates that compile; the first, the rules' own, in any case."""
-    configs = []
-    for config, answers in jobs:
-        reason = next((reason for answer in answers if (reason := answer.result()) is not None), None)
-        if reason is not None:
-            tell(f"does not compile: {config}: {reason:.300}")
-        if reason is None or not configs:
-            configs.append(config)
-    return configs
+def _await(answers: list[Answer], tell: Callable[[str], None]) -> None:
+    """Wait until all is compiled. What failed is tried again by the search, which says then what it is about."""
+    reasons = [repr(error) if (error := each.exception()) else each.result() for each in answers]
+    reasons = [reason for reason in reasons if reason is not None]
+    if reasons:
+        tell(
+            f"{len(reasons)} of {len(answers)} jobs could not be compiled ahead; the first: {reasons[0]:.300}"
+        )
 
 
 def _context_lost(device: torch.device) -> str | None:
