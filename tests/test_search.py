@@ -157,6 +157,23 @@ def test_a_fast_config_that_is_wrong_is_rejected(finder, monkeypatch, bucket, sp
     assert line.startswith(f"rejected {wrong}") and reason in line
 
 
+@pytest.mark.parametrize("is_odd", [False, True])
+def test_every_m_and_an_odd_one_are_checked(finder, monkeypatch, is_odd):
+    """A kernel is compiled apart for multiples of 16; each may be the wrong one."""
+    smallest = min(search.rows_of(BACKWARD)) if not is_odd else max(search.rows_of(BACKWARD)) - 3
+
+    class WrongThere(launch.Backward):
+        def __call__(self, x, *rest):
+            dx, dw = super().__call__(x, *rest)
+            if x.shape[0] == smallest:
+                dw *= 1.01
+            return dx, dw
+
+    assert finder.why_wrong(BACKWARD, TILES[0]) is None
+    monkeypatch.setattr(launch, "Backward", WrongThere)
+    assert finder.why_wrong(BACKWARD, TILES[0]).startswith(f"{smallest} x 64: dw has a relative error")
+
+
 def test_what_a_kernel_fails_to_write_is_seen(finder, monkeypatch):
     class Lazy(launch.Forward):
         def __call__(self, x, weight, eps, offset):

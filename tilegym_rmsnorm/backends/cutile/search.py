@@ -146,13 +146,15 @@ class Search:
 
     def why_wrong(self, bucket: Bucket, config: Config) -> str | None:
         """Why a config is not to be trusted, None if it is: RUNS runs on NaN, the first with each data set against
-        float64, the others against its bits. Every other set has a float32 weight, whose gradient hides nothing."""
+        float64, the others against its bits. Every other set has an odd M, for which other kernels are compiled, and a
+        float32 weight, whose gradient hides nothing."""
         run = runner(Poisoned(self.machine), bucket, config)
         rows, dtype = rows_of(bucket), getattr(torch, bucket.dtype)
         names = ("y", "rstd") if bucket.op == "forward" else ("dx", "dw")
         for seed in range(DATA_SETS):
-            x, dy, weight = _data(rows[seed % len(rows)], bucket.n, dtype, self.device, seed)
-            if seed // len(rows) % 2:
+            m, is_odd = rows[seed // 2 % len(rows)], seed % 2
+            x, dy, weight = _data(max(1, m - 3 * is_odd), bucket.n, dtype, self.device, seed)
+            if is_odd:
                 weight = weight.float()
             rstd = compute_rms_norm_rstd_torch(x, EPS)
             outputs = dict(zip(names, run(x, dy, weight, rstd), strict=True))
