@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 
 from helpers import BACKENDS, HAS_GPU, why_skip
 
-from tilegym_rmsnorm import registry
+from tilegym_rmsnorm import ops, registry
 
 # Files of tests that never touch a GPU: on a machine with one they run beside those that do.
 WITHOUT_GPU = {
@@ -85,8 +85,10 @@ def default_selection(monkeypatch: pytest.MonkeyPatch):
     """No test inherits, or leaves behind, a choice of backend."""
     monkeypatch.delenv(registry.ENVIRONMENT_VARIABLE, raising=False)
     registry.set_backend(None)
+    ops._settled.clear()
     yield
     registry.set_backend(None)
+    ops._settled.clear()
 
 
 @pytest.fixture
