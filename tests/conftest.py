@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 
 from helpers import BACKENDS, HAS_GPU, why_skip
 
-from tilegym_rmsnorm import ops, registry
+from tilegym_rmsnorm import known, ops, registry
 
 # Files of tests that never touch a GPU: on a machine with one they run beside those that do.
 WITHOUT_GPU = {
@@ -32,6 +32,8 @@ WITHOUT_GPU = {
     "test_interpreter_compiler",
     "test_interpreter_hazards",
     "test_interpreter_memory",
+    "test_known_calls",
+    "test_known_calls_transformed",
     "test_registry",
     "test_toolchain",
     "test_triton_compile",
@@ -85,10 +87,24 @@ def default_selection(monkeypatch: pytest.MonkeyPatch):
     """No test inherits, or leaves behind, a choice of backend."""
     monkeypatch.delenv(registry.ENVIRONMENT_VARIABLE, raising=False)
     registry.set_backend(None)
-    ops._settled.clear()
+    known.forget()
     yield
     registry.set_backend(None)
-    ops._settled.clear()
+    known.forget()
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Each input of rms_norm that went through all checks."""
+    seen = []
+    check_input = ops.check_input
+
+    def counted(name, x):
+        seen.append(x)
+        check_input(name, x)
+
+    monkeypatch.setattr(ops, "check_input", counted)
+    return seen
 
 
 @pytest.fixture
@@ -107,11 +123,16 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return create_poisoned
 
-    for owner, name in (
+    allocators = [
         (torch, "empty"),
         (torch, "empty_like"),
         (torch, "empty_strided"),
         (torch.Tensor, "new_empty"),
         (torch.Tensor, "new_empty_strided"),
-    ):
+    ]
+    if HAS_GPU and why_skip("cutile") is None:
+        from tilegym_rmsnorm.backends.cutile.machine import GpuMachine
+
+        allocators.append((GpuMachine, "empty"))
+    for owner, name in allocators:
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))

@@ -27,7 +27,7 @@ Call = tuple[int, float, float, str, Callable[..., Any], Callable[..., Any] | No
 
 
 def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
-    """y of x's shape, recorded for autograd. x is (..., n); what no tensor is comes in one tuple, see RMSNormFunction."""
+    """y of x's shape, recorded for autograd; the last n elements of x's dimensions are a row."""
     if torch._C._are_functorch_transforms_active():
         return RMSNormFunction.apply(x, weight, bias, call)  # refuses
     # Function.apply without the Python around it, which asks for functorch too and takes 2 us for it.

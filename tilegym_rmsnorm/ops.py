@@ -9,7 +9,6 @@ twice and builds no text.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,12 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
-from torch.nn import Parameter
 
-from tilegym_rmsnorm import reference
-from tilegym_rmsnorm.autograd import Call, normalize, run_backward, run_forward
-from tilegym_rmsnorm.reference import compute_dtype, default_eps
-from tilegym_rmsnorm.registry import Request, dispatch, get_current_backend, is_settled
+from tilegym_rmsnorm import known, reference
+from tilegym_rmsnorm.autograd import normalize, run_backward, run_forward
+from tilegym_rmsnorm.reference import compute_dtype
+from tilegym_rmsnorm.registry import Request, dispatch, get_current_backend
 from tilegym_rmsnorm.validation import (
     check_casting,
     check_input,
@@ -45,13 +43,6 @@ __all__ = [
 
 # Whether this torch's F.rms_norm is on autocast's list for CUDA devices.
 _HAS_AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
-
-# What `_known_call` knows: (device, dtype of x, dtype of weight or None, casting, backend) to what eps=None means and
-# the implementations of forward and backward, the latter None as long as nobody needed it.
-_settled: dict[tuple[Any, ...], tuple[float, Callable[..., Any], Callable[..., Any] | None]] = {}
-_PLAIN_TYPES = (Tensor, Parameter)  # a subclass may answer for its properties with anything
-_SEQUENCES = (tuple, torch.Size, list)
-_INF = math.inf
 
 
 @torch._disable_dynamo  # torch.compiler.disable would import Dynamo here and now
@@ -102,8 +93,8 @@ def rms_norm(
         if backend != "torch":
             options = {"offset": offset, "residual": residual, "casting": casting, "backend": backend}
             return _break_graph(rms_norm, input, normalized_shape, weight, eps, bias=bias, **options)
-    elif bias is None and residual is None:
-        call = _known_call(input, normalized_shape, weight, eps, offset, casting, backend)
+    elif bias is None and residual is None and not (_HAS_AUTOCAST and torch.is_autocast_enabled("cuda")):
+        call = known.find(input, normalized_shape, weight, eps, offset, casting, backend)
         if call is not None:
             if not _is_differentiated(input, weight, None):
                 return run_forward(input, weight, None, call)[0]
@@ -139,10 +130,8 @@ def rms_norm(
     else:
         backward = None
         y, _ = run_forward(x, weight, bias, (n, eps, offset, casting, forward, None))
-    if bias is None and not is_autocast and is_settled("rms_norm_forward", request, backend):
-        key = (input.device, dtype, weight_dtype, casting, backend)
-        if backward is not None or key not in _settled:
-            _settled[key] = default_eps(dtype), forward, backward
+    if not is_autocast:
+        known.remember(request, backend, forward, backward)
     return y if residual is None else (y, residual_out)
 
 
@@ -233,55 +222,6 @@ def _checked_backward(
     check_rstd(rstd, x, x.numel() // n)
     check_casting(casting)
     return n, checked_number("offset", offset)
-
-
-def _known_call(
-    x: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None,
-    eps: float | None,
-    offset: float,
-    casting: str,
-    backend: str | None,
-) -> Call | None:
-    """What all checks and the choice of a backend come to, found by comparisons alone (1.5 us instead of 6); None: not
-    known without them.
-
-    Known are plain dense tensors, normalized over their last dimension, of a device and dtypes that have passed all
-    checks with this casting and backend before. Anything else, wrong arguments among it, is for the checks.
-    """
-    if type(x) not in _PLAIN_TYPES or type(offset) is not float or not -_INF < offset < _INF:
-        return None
-    if type(normalized_shape) in _SEQUENCES and len(normalized_shape) == 1:
-        n = normalized_shape[0]
-    else:
-        n = normalized_shape
-    shape = x.shape
-    if type(n) is not int or n < 1 or not shape or shape[-1] != n or x.layout is not torch.strided:
-        return None
-    device, weight_dtype = x.device, None
-    if weight is not None:
-        if type(weight) not in _PLAIN_TYPES or weight.shape != (n,) or weight.device != device:
-            return None
-        if weight.layout is not torch.strided:
-            return None
-        weight_dtype = weight.dtype
-    if _HAS_AUTOCAST and torch.is_autocast_enabled("cuda"):
-        return None
-    if backend is None:
-        backend = get_current_backend()
-    try:
-        settled = _settled.get((device, x.dtype, weight_dtype, casting, backend))
-    except TypeError:  # a casting or backend that is not even hashable
-        return None
-    if settled is None:
-        return None
-    default, forward, backward = settled
-    if eps is None:
-        eps = default
-    elif type(eps) is not float or not 0.0 <= eps < _INF:
-        return None
-    return n, eps, offset, casting, forward, backward
 
 
 def _autocast_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
