@@ -28,6 +28,7 @@ WITHOUT_GPU = {
     "test_compile",
     "test_config",
     "test_cutile",
+    "test_gpu_machine",
     "test_interpreter",
     "test_interpreter_compiler",
     "test_interpreter_hazards",
