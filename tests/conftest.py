@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 
 from helpers import BACKENDS, HAS_GPU, why_skip
 
-from tilegym_rmsnorm import registry
+from tilegym_rmsnorm import known, ops, registry
 from tilegym_rmsnorm.backends.cutile import tables, toolchain
 
 # Files of tests that never touch a GPU: on a machine with one they run beside those that do.
@@ -30,10 +30,13 @@ WITHOUT_GPU = {
     "test_compile",
     "test_config",
     "test_cutile",
+    "test_gpu_machine",
     "test_interpreter",
     "test_interpreter_compiler",
     "test_interpreter_hazards",
     "test_interpreter_memory",
+    "test_known_calls",
+    "test_known_calls_transformed",
     "test_registry",
     "test_tables",
     "test_tables_files",
@@ -91,8 +94,24 @@ def default_selection(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(registry.ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.setenv(tables.CACHE_VARIABLE, "off")
     registry.set_backend(None)
+    known.forget()
     yield
     registry.set_backend(None)
+    known.forget()
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Each input of rms_norm that went through all checks."""
+    seen = []
+    check_input = ops.check_input
+
+    def counted(name, x):
+        seen.append(x)
+        check_input(name, x)
+
+    monkeypatch.setattr(ops, "check_input", counted)
+    return seen
 
 
 @pytest.fixture
@@ -111,13 +130,18 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return create_poisoned
 
-    for owner, name in (
+    allocators = [
         (torch, "empty"),
         (torch, "empty_like"),
         (torch, "empty_strided"),
         (torch.Tensor, "new_empty"),
         (torch.Tensor, "new_empty_strided"),
-    ):
+    ]
+    if HAS_GPU and why_skip("cutile") is None:
+        from tilegym_rmsnorm.backends.cutile.machine import GpuMachine
+
+        allocators.append((GpuMachine, "empty"))
+    for owner, name in allocators:
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
 
 

@@ -145,6 +145,13 @@ def test_every_config_of_the_shipped_tables(op, dtype):
     assert not any(wrong.values()), wrong
 
 
+def test_memory_from_the_machine_is_poisoned():
+    """It does not come from torch.empty, whose poisoning would leave these tests blind."""
+    from tilegym_rmsnorm.backends.cutile.machine import machine_of
+
+    assert machine_of(DEVICE).empty((3, 5), BF16).isnan().all()
+
+
 def test_host_threads_may_share_kernels():
     from concurrent.futures import ThreadPoolExecutor
 
