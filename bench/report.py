@@ -4,7 +4,8 @@
 """A result, for people and for programs: tables, JSON, CSV.
 
 A result is one run at one dtype: the provenance of provenance.py, copy_gb_per_s, `unavailable` (why a backend was not
-measured), `note` (None on a GPU) and `records` (see measure.py).
+measured), `note` (None on a GPU), `processes` (the providers that were measured in processes of their own, and the copy
+rate there) and `records` (see measure.py).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def write_csv(result: Result, path: Path) -> None:
 
 
 def flat(record: Record) -> Record:
-    values = {key: value for key, value in record.items() if key != "errors"}
+    values = {key: value for key, value in record.items() if key not in ("errors", "tried_us")}
     errors = record["errors"]
     return values | {f"{kind}_error": errors.get(kind) for kind in ("y", "rstd", "dx", "dw")}
 

@@ -1,0 +1,130 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Results of several processes as one: of providers that need a process of their own, or that ended one.
+
+    python -m bench.processes RESULT.json OTHER.json...     adds to RESULT what it lacks of the others' providers
+
+Each process has its own copy ceiling, to which its records' copy_fraction refers; `processes` of the result names them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import compare, report
+from bench.cell import failed_record
+from bench.plots import plot_result
+from bench.provenance import ROOT
+from bench.shapes import Shape
+
+Result = dict[str, Any]
+SAME = ("gpu", "sms", "driver", "cuda", "tileiras")  # of two results that may be joined
+
+
+def measure_apart(
+    providers: Sequence[str],
+    shapes: Sequence[Shape],
+    dtype: str,
+    ops: Sequence[str],
+    folder: Path,
+    options: Sequence[str] = (),
+) -> Result:
+    """What a process of their own measures of these providers; where it dies, records that say so."""
+    sizes = ",".join(f"{rows}x{cols}" for rows, cols in shapes)
+    command = [sys.executable, "-m", "bench.run", "--provider", ",".join(providers), "--shapes", sizes]
+    command += ["--dtype", dtype, "--op", ",".join(ops), "--out", str(folder), *options]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    found = sorted(folder.glob(f"*-{dtype}.json"))
+    result = json.loads(found[0].read_text()) if found else {"copy_gb_per_s": None, "records": []}
+    have = {(each["provider"], each["op"], each["rows"], each["cols"]) for each in result["records"]}
+    measured = {name for name, *_ in have}
+    error = f"its process ended with status {done.returncode}"
+    result["records"] += [
+        failed_record(op, shape, dtype, name, error)
+        for name in providers
+        for shape in shapes
+        for op in ops
+        if done.returncode < 0 or name not in measured  # killed on the way, or never begun
+        if (name, op, *shape) not in have
+    ]
+    return result
+
+
+def join(result: Result, other: Result) -> list[str]:
+    """Adds the other's records of providers that the result lacks; the names of those providers."""
+    known = set(_providers(result))
+    added = [name for name in _providers(other) if name not in known]
+    result["records"] += [record for record in other["records"] if record["provider"] in added]
+    if added:
+        process = {"providers": added, "copy_gb_per_s": other["copy_gb_per_s"], "date": other.get("date")}
+        result.setdefault("processes", []).append(process)
+    for name, reason in other.get("unavailable", {}).items():
+        if name not in _providers(result):
+            result["unavailable"].setdefault(name, reason)
+    for name in added:
+        result["unavailable"].pop(name, None)
+    return added
+
+
+def differences(result: Result) -> list[str]:
+    """One line for each process of its own: its copy rate beside the result's."""
+    own = result["copy_gb_per_s"]
+    lines = []
+    for process in result.get("processes", []):
+        rate = process["copy_gb_per_s"]
+        if own is not None and rate is not None:
+            names = ", ".join(process["providers"])
+            lines.append(
+                f"{names}: in a process of its own, device copy {rate:.0f} GB/s ({rate / own - 1:+.1%})"
+            )
+    return lines
+
+
+def why_apart(result: Result, other: Result) -> str | None:
+    """Why two results cannot be joined."""
+    for key in SAME:
+        if result.get(key) != other.get(key):
+            return f"{key}: {result.get(key)} and {other.get(key)}"
+    dtypes = {record["dtype"] for each in (result, other) for record in each["records"]}
+    return None if len(dtypes) == 1 else f"dtype: {', '.join(sorted(dtypes))}"
+
+
+def write(result: Result, path: Path) -> None:
+    """The result as PATH, and its CSV and plots beside it."""
+    report.write_json(result, path)
+    report.write_csv(result, path.with_suffix(".csv"))
+    plot_result(result, path.with_suffix(""))
+
+
+def _providers(result: Result) -> list[str]:
+    return list(dict.fromkeys(record["provider"] for record in result["records"]))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.processes",
+        description="Adds to a result what it lacks of others of the same GPU.",
+    )
+    parser.add_argument("result", type=Path, metavar="RESULT.json")
+    parser.add_argument("other", type=Path, nargs="+", metavar="OTHER.json")
+    arguments = parser.parse_args(argv)
+    result = json.loads(arguments.result.read_text())
+    for path in arguments.other:
+        other = json.loads(path.read_text())
+        if reason := why_apart(result, other):
+            parser.error(f"{arguments.result} and {path} differ in {reason}")
+        print(f"{path}: added {', '.join(join(result, other)) or 'nothing'}")
+    write(result, arguments.result)
+    print("\n".join([*differences(result), "", compare.summary(result)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
