@@ -109,7 +109,9 @@ def table(result: Result, op: str, style: str = "simple") -> str:
 
 
 def summary(result: Result) -> str:
-    """Tables, means, workspace and targets, as text; empty where there is nothing to compare."""
+    """Tables, means, workspace and targets, as text; empty where there is nothing to compare, or no GPU was."""
+    if result["gpu"] is None:
+        return ""
     parts = []
     for op in OPS:
         if comparisons := compare(result, op):

@@ -188,7 +188,7 @@ def _liger_cute(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[
         return dx, dw.to(weight.dtype)
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return liger.rms_norm_cutedsl(x, weight, EPS, 0.0, "gemma", False)
+        return liger._LigerRMSNormCuTeDSLFunction.apply(x, weight, EPS, 0.0, "gemma", False, None)
 
     return [Provider("liger.cute", forward, backward, norm)]
 

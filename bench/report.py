@@ -17,6 +17,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from bench import compare
 from bench.provenance import one_line
 from bench.shapes import OPS
 
@@ -78,7 +79,10 @@ def heading(result: Result, op: str) -> str:
 
 
 def readme_section(result: Result, images: dict[str, str]) -> str:
-    """The result as Markdown: for each op GB/s by provider, the share and host time of cutile, and its plot."""
+    """The result as Markdown: for each op its picture, cutile against the best peer, and GB/s by provider, folded.
+
+    A grid has its pictures alone.
+    """
     lines = [f"{one_line(result)}."]
     if result["note"]:
         lines.append(f"**{result['note']}**")
@@ -86,14 +90,35 @@ def readme_section(result: Result, images: dict[str, str]) -> str:
         lines.append(f"Device copy of 256 MiB in the same run: {result['copy_gb_per_s']:.0f} GB/s.")
     parts = [" ".join(lines)]
     for op in sorted(ops_of(result), key=lambda op: op != "backward"):
-        title = f"{heading(result, op)} (GB/s of compulsory bytes)"
+        if op == "dx":  # what dw costs is a figure of the backward
+            continue
+        title = heading(result, op)
+        shown = [f"![{title}]({images[op]})"] if op in images else []
+        if not result.get("is_grid"):
+            shown += _comparison(result, op)
         table = op_table(result, op, _plain_rate_cell, "github", summary=True)
-        image = [f"![GB/s of {op} over shapes]({images[op]})"] if op in images else []
+        every = [] if result.get("is_grid") else _folded(f"{title}: GB/s of every provider", [table])
         if op == "backward":  # what this package is about is shown, the rest folded
-            parts += [f"**{title}**", *image, table]
+            parts += [f"**{title}**", *shown, *every]
         else:
-            parts += [f"<details><summary>{title}</summary>", *image, table, "</details>"]
+            parts += _folded(title, [*shown, table] if every else shown)
     return "\n\n".join(parts)
+
+
+def _comparison(result: Result, op: str) -> list[str]:
+    """The mean ratio, and a table by shape; nothing without peers."""
+    comparisons = compare.compare(result, op)
+    if not comparisons:
+        return []
+    mean = compare.mean_ratio(comparisons)
+    text = (
+        f"Against the best of {', '.join(compare.peers_of(result))} at each shape: {mean:.2f} times as fast"
+    )
+    return [f"{text} (geometric mean of {len(comparisons)}).", compare.table(result, op, "github")]
+
+
+def _folded(title: str, parts: list[str]) -> list[str]:
+    return [f"<details><summary>{title}</summary>", *parts, "</details>"]
 
 
 def op_table(result: Result, op: str, cell: Any, style: str, summary: bool = False) -> str:

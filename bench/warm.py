@@ -27,7 +27,7 @@ from bench.check import checked_ops, make_inputs, run_op
 from bench.peers import make_providers
 from bench.shapes import Shape
 
-PROCESSES = 10  # each has some GB of tensors at the largest shapes
+PROCESSES = 14  # each has some GB of tensors at the largest shapes
 # Without a cache on disk (liger.cute), or with nothing to compile.
 NOT_WARMED = frozenset(("liger.cute", "F.rms_norm", "torch"))
 
