@@ -108,7 +108,7 @@ class Cell:
         return [
             self._record(op, moved, name, several, fastest[name], device, host, workspace)
             for name, several in offered.items()
-            if several or (name, op) in self.failures
+            if several or (not self.providers[name] and (name, op) in self.failures)
         ]
 
     def _host_times(self, op: str, providers: list[Provider]) -> dict[str, Timing]:

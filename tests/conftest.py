@@ -23,7 +23,7 @@ from tilegym_rmsnorm import registry
 
 # Files of tests that never touch a GPU: on a machine with one they run beside those that do.
 WITHOUT_GPU = {
-    "test_bench_results",
+    "test_bench_compare",
     "test_ci",
     "test_compile",
     "test_config",

@@ -6,21 +6,24 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import pytest
 import torch
+from helpers import why_skip
 
-from bench import measure, timer
-from bench.check import errors_of, make_inputs, run_all, why_wrong
+from bench import cell, measure, timer
+from bench.check import errors_of, make_inputs, run_all, run_op, why_wrong
 from bench.measure import Bench
-from bench.providers import make_provider
-from bench.shapes import DEFAULT_SHAPES, OPS, compulsory_bytes, parse_shapes
+from bench.providers import Provider, make_provider
+from bench.shapes import DEFAULT_SHAPES, GRID, OPS, compulsory_bytes, parse_shapes
 
 CPU = torch.device("cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
 RECORD_FIELDS = {
     *("op", "rows", "cols", "dtype", "provider", "us", "us_p10", "us_p90", "samples", "gb_per_s"),
     *("copy_fraction", "host_us", "errors", "workspace_bytes", "error"),
+    *("settings", "tried_us", "first_calls_s"),
 }
 
 
@@ -32,6 +35,7 @@ def test_bytes_of_bfloat16():
     assert compulsory_bytes("forward", (3, 8), BF16) == 48 + 16 + 48 + 12
     assert compulsory_bytes("backward", (3, 8), BF16) == 48 + 48 + 16 + 12 + 48 + 16
     assert compulsory_bytes("both", (3, 8), BF16) == 124 + 188
+    assert compulsory_bytes("dx", (3, 8), BF16) == 188 - 16
 
 
 def test_bytes_of_float32_keep_rstd_at_four_bytes():
@@ -42,6 +46,11 @@ def test_default_shapes_hold_the_widths_of_real_models_and_no_shape_twice():
     widths = {2048, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16384, 18432}
     assert widths <= {cols for _, cols in DEFAULT_SHAPES}
     assert len(set(DEFAULT_SHAPES)) == len(DEFAULT_SHAPES)
+
+
+def test_the_grid_reaches_its_corners_and_no_giant():
+    assert {(1, 64), (1, 65536), (262144, 64), (16384, 4096)} <= set(GRID)
+    assert max(rows * cols for rows, cols in GRID) == 1 << 26
 
 
 @pytest.mark.parametrize("text", ["", "12", "12x", "0x4", "4x0", "ax4", "4x4,", "4x4x4", "-1x4"])
@@ -154,6 +163,15 @@ def test_a_result_of_another_dtype_is_refused():
 # Records
 
 
+def offer(monkeypatch, *providers: Provider) -> tuple[str, ...]:
+    """Makes the benchmark know these providers alone; their names."""
+    by_name: dict[str, list[Provider]] = {}
+    for each in providers:
+        by_name.setdefault(each.name, []).append(each)
+    monkeypatch.setattr(cell, "make_providers", lambda name, *_: by_name[name])
+    return tuple(by_name)
+
+
 def test_failures_are_reported_and_the_others_timed(monkeypatch):
     right = make_provider("torch", (8, 16), BF16, CPU)
 
@@ -163,15 +181,16 @@ def test_failures_are_reported_and_the_others_timed(monkeypatch):
     def forget_weight(x, weight):
         return right.forward(x, torch.ones_like(weight))
 
-    broken = {"raises": raise_error, "wrong": forget_weight}
-    monkeypatch.setattr(
-        measure,
-        "make_provider",
-        lambda name, *_: dataclasses.replace(right, name=name, forward=broken.get(name, right.forward)),
+    names = offer(
+        monkeypatch,
+        dataclasses.replace(right, name="raises", forward=raise_error),
+        dataclasses.replace(right, name="wrong", forward=forget_weight),
+        dataclasses.replace(right, name="right"),
     )
-    records = Bench(("raises", "wrong", "right"), OPS, CPU).measure((8, 16), BF16, lambda step: None)
+    ops = ("forward", "backward", "both")
+    records = Bench(names, OPS, CPU).measure((8, 16), BF16, lambda step: None)
     assert [(record["op"], record["provider"]) for record in records] == [
-        (op, name) for op in OPS for name in ("raises", "wrong", "right")
+        (op, name) for op in ops for name in names
     ]
     for record in records:
         assert set(record) == RECORD_FIELDS
@@ -188,6 +207,75 @@ def test_failures_are_reported_and_the_others_timed(monkeypatch):
     assert errors["wrong"].startswith("y has a relative error of")
 
 
+def test_a_provider_that_cannot_be_made_says_why_in_every_op(monkeypatch):
+    def make(name, *_):
+        raise ValueError("rows of 16 are too wide")
+
+    monkeypatch.setattr(cell, "make_providers", make)
+    records = Bench(("narrow",), OPS, CPU).measure((8, 16), BF16, lambda step: None)
+    assert [(record["op"], record["error"]) for record in records] == [
+        (op, "ValueError: rows of 16 are too wide") for op in ("forward", "backward", "both")
+    ]
+
+
+def test_of_several_settings_the_fastest_right_one_counts(monkeypatch):
+    right = make_provider("torch", (64, 64), BF16, CPU)
+
+    def slow(x, weight):
+        time.sleep(0.01)
+        return right.forward(x, weight)
+
+    def wrong(x, weight):
+        return x, right.forward(x, weight)[1]
+
+    several = dataclasses.replace(right, name="several", norm=None)
+    names = offer(
+        monkeypatch,
+        dataclasses.replace(several, forward=slow, settings="slow"),
+        dataclasses.replace(several, backward=None, settings="fast"),
+        dataclasses.replace(several, forward=wrong, backward=None, settings="wrong"),
+    )
+    forward, backward = Bench(names, ("forward", "backward"), CPU).measure((64, 64), BF16, lambda step: None)
+    assert forward["settings"] == "fast" and forward["us"] == forward["tried_us"]["fast"] < 10_000
+    assert forward["tried_us"]["slow"] > 10_000 and forward["tried_us"]["wrong"] is None
+    assert backward["settings"] == "slow" and set(backward["tried_us"]) == {"slow"}
+    assert forward["error"] is None and backward["error"] is None
+
+
+def test_a_backward_that_overwrites_dy_spoils_nobody_elses(monkeypatch):
+    right = make_provider("torch", (8, 16), BF16, CPU)
+
+    def backward(x, dy, weight, rstd):
+        dx, dw = right.backward(x, dy, weight, rstd)
+        return dy.copy_(dx), dw
+
+    names = offer(
+        monkeypatch,
+        dataclasses.replace(right, name="in place", backward=backward, norm=None, overwrites_dy=True),
+        dataclasses.replace(right, name="after it"),
+    )
+    records = Bench(names, ("backward", "both"), CPU).measure((8, 16), BF16, lambda step: None)
+    assert [record["error"] for record in records] == [None] * 4
+
+
+def test_dx_alone_is_checked(monkeypatch):
+    right = make_provider("torch", (8, 16), BF16, CPU)
+    wrong = dataclasses.replace(right, name="wrong", backward_dx=lambda x, dy, weight, rstd: dy)
+    (record,) = Bench(offer(monkeypatch, wrong), ("dx",), CPU).measure((8, 16), BF16, lambda step: None)
+    assert record["error"].startswith("dx has a relative error of")
+
+
+@pytest.mark.parametrize("backend", ["cutile", "triton"])
+def test_dx_alone_is_dx(backend):
+    if reason := why_skip(backend):
+        pytest.skip(reason)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    inputs = make_inputs((5, 24), FP32, device, sets=1)[0]
+    provider = make_provider(backend, (5, 24), FP32, device)
+    errors, allowed = errors_of({backend: run_op(provider, "dx", inputs)}, inputs)
+    assert set(errors[backend]) == {"dx"} and why_wrong(errors[backend], allowed) is None
+
+
 @pytest.mark.gpu
 def test_a_gpu_is_timed_and_a_failed_capture_stays_alone(monkeypatch):
     device = torch.device("cuda", torch.cuda.current_device())
@@ -197,20 +285,17 @@ def test_a_gpu_is_timed_and_a_failed_capture_stays_alone(monkeypatch):
         assert not x.isnan().any()  # a CUDA graph cannot wait for an answer
         return right.forward(x, weight)
 
-    monkeypatch.setattr(
-        measure,
-        "make_provider",
-        lambda name, shape, dtype, device: (
-            dataclasses.replace(right, name=name, forward=synchronize)
-            if name == "synchronizes"
-            else make_provider(name, shape, dtype, device)
-        ),
+    names = offer(
+        monkeypatch,
+        dataclasses.replace(right, name="synchronizes", forward=synchronize),
+        right,
+        make_provider("F.rms_norm", (256, 512), BF16, device),
     )
-    bench = Bench(("synchronizes", "torch", "F.rms_norm"), OPS, device)
+    bench = Bench(names, OPS, device)
     assert bench.copy_bytes_per_second > 1e10
     records = bench.measure((256, 512), BF16, lambda step: None)
     for record in records:
-        if record["provider"] == "synchronizes" and record["op"] != "backward":
+        if record["provider"] == "synchronizes" and record["op"] in ("forward", "both"):
             assert record["us"] is None and record["error"]
         else:
             assert record["error"] is None and record["us"] > 0 and record["host_us"] > 0
