@@ -71,6 +71,8 @@ class Cell:
                 fail = functools.partial(self._fail, provider.label, FAILS_WITH[op])
                 with self.bench.contained(provider.name, fail):
                     outputs |= run_op(provider, op, self.inputs[0])
+                    if self.bench.is_cuda:  # what goes wrong on the GPU must not surface in another's call
+                        torch.cuda.synchronize()
         return outputs
 
     def _fail(self, label: str, ops: tuple[str, ...], text: str) -> None:

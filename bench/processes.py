@@ -45,9 +45,10 @@ def measure_apart(
     result = json.loads(found[0].read_text()) if found else {"copy_gb_per_s": None, "records": []}
     have = {(each["provider"], each["op"], each["rows"], each["cols"]) for each in result["records"]}
     measured = {name for name, *_ in have}
+    reasons = result.get("unavailable", {})
     error = f"its process ended with status {done.returncode}"
     result["records"] += [
-        failed_record(op, shape, dtype, name, error)
+        failed_record(op, shape, dtype, name, reasons.get(name, error))
         for name in providers
         for shape in shapes
         for op in ops

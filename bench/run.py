@@ -96,12 +96,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def choose_providers(arguments: argparse.Namespace, has_gpu: bool) -> tuple[tuple[str, ...], dict[str, str]]:
     """Who is measured, and why others are not."""
-    if arguments.provider:
-        return arguments.provider, {}
-    unavailable = why_not_measured()
-    if arguments.grid:
-        wanted = GRID_PROVIDERS
+    unavailable: dict[str, str] = {}
+    if arguments.provider or arguments.grid:
+        wanted = arguments.provider or GRID_PROVIDERS
     else:
+        unavailable = why_not_measured()
         wanted = default_providers(unavailable, arguments.p_rows, has_gpu)
         wanted += (MAX_AUTOTUNE, *LIBRARIES) if arguments.peers else ()
     unavailable |= {name: reason for name in wanted if (reason := why_missing(name))}

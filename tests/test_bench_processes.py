@@ -88,6 +88,13 @@ def test_a_process_that_dies_leaves_records_that_say_so(tmp_path, monkeypatch):
     report.write_csv(result, tmp_path / "it.csv")
 
 
+def test_a_process_without_the_library_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(processes.ROOT))
+    result = measure_apart(("tilegym",), ((3, 8),), "bfloat16", ("forward",), tmp_path)
+    (record,) = result["records"]
+    assert record["error"].startswith("no module tilegym")
+
+
 def fake_bench(providers: tuple[str, ...]):
     class Fake:
         ops = ("backward",)
@@ -139,6 +146,12 @@ def test_peers_are_measured_or_named_as_missing(monkeypatch):
     assert {"tilegym", "liger.cute", "torch.compile-max-autotune", "F.rms_norm"} <= set(providers)
     assert "quack" not in providers and unavailable["quack"] == "no module quack"
     assert "tilegym" not in run.choose_providers(run.parse_arguments([]), True)[0]
+
+
+def test_a_named_peer_that_is_missing_is_left_out_with_the_reason(monkeypatch):
+    monkeypatch.setattr(run, "why_missing", lambda name: "no module quack" if name == "quack" else None)
+    chosen = run.choose_providers(run.parse_arguments(["--provider", "cutile,quack"]), True)
+    assert chosen == (("cutile",), {"quack": "no module quack"})
 
 
 def test_a_grid_has_few_providers(monkeypatch):
