@@ -97,11 +97,11 @@ def why_apart(result: Result, other: Result) -> str | None:
     return None if len(dtypes) == 1 else f"dtype: {', '.join(sorted(dtypes))}"
 
 
-def write(result: Result, path: Path) -> None:
-    """The result as PATH, and its CSV and plots beside it."""
+def write(result: Result, path: Path) -> dict[str, Path]:
+    """The result as PATH, and its CSV and pictures beside it; the paths of these by op."""
     report.write_json(result, path)
     report.write_csv(result, path.with_suffix(".csv"))
-    plot_result(result, path.with_suffix(""))
+    return plot_result(result, path.with_suffix(""))
 
 
 def _providers(result: Result) -> list[str]:

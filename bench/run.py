@@ -21,8 +21,7 @@ from bench import compare, readme, report
 from bench.cell import failed_record
 from bench.measure import Bench, ContextLostError
 from bench.peers import ALL_PROVIDERS, ALONE, LIBRARIES, why_missing
-from bench.plots import plot_result
-from bench.processes import differences, join, measure_apart
+from bench.processes import differences, join, measure_apart, write
 from bench.provenance import RESULTS, ROOT, describe_run, gpu_slug, one_line
 from bench.providers import BACKENDS, BASELINES, MAX_AUTOTUNE, ROW_PARTIALS
 from bench.shapes import (
@@ -67,9 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.warm or arguments.peers or arguments.grid:
         warm(here, shapes, [DTYPES[name] for name in arguments.dtype], device)
     bench = Bench(here, ops, device)
-    ceiling = bench.copy_bytes_per_second
     is_good = True
     for dtype in arguments.dtype:
+        ceiling = bench.copy_bytes_per_second
         result = {
             **origin,
             "copy_gb_per_s": None if ceiling is None else round(ceiling / 1e9, 1),
@@ -78,15 +77,12 @@ def main(argv: list[str] | None = None) -> int:
             "unavailable": unavailable,
             "records": [],
         }
-        stem = folder / f"{origin['date'][:10]}-{dtype}{'-grid' if arguments.grid else ''}"
-        lost = measure_all(bench, shapes, dtype, result, stem)
+        path = folder / f"{origin['date'][:10]}-{dtype}{'-grid' if arguments.grid else ''}.json"
+        lost = measure_all(bench, shapes, dtype, result, path)
         measure_others(apart, lost, bench, shapes, dtype, result)
-        report.write_json(result, stem.with_name(f"{stem.name}.json"))
-        print(f"\n{report.tables(result)}\n\n{compare.summary(result)}\n")
-        print("\n".join(differences(result)))
-        report.write_csv(result, stem.with_name(f"{stem.name}.csv"))
-        plots = plot_result(result, stem)
-        print(f"\nwritten: {stem}.json, .csv and plots of {', '.join(plots)}")
+        plots = write(result, path)
+        print("\n\n".join(["", report.tables(result), compare.summary(result), *differences(result)]))
+        print(f"\nwritten: {path}, .csv and plots of {', '.join(plots)}")
         is_good &= not any(each["error"] and each["provider"] in BACKENDS for each in result["records"])
         if lost is not None:
             print(f"stopped: the CUDA context was lost by {lost}", file=sys.stderr)
@@ -235,13 +231,12 @@ def default_providers(unavailable: dict[str, str], has_row_partials: bool, has_g
 
 
 def measure_all(
-    bench: Bench, shapes: tuple[Shape, ...], dtype: str, result: dict[str, Any], stem: Path
+    bench: Bench, shapes: tuple[Shape, ...], dtype: str, result: dict[str, Any], path: Path
 ) -> ContextLostError | None:
-    """Adds the records of every shape to the result, and writes STEM.json after each: a run may be cut off.
+    """Adds the records of every shape to the result, and writes it to PATH after each: a run may be cut off.
 
     None, or what broke the CUDA context, which ends the run.
     """
-    path = stem.with_name(f"{stem.name}.json")
     with tqdm(shapes, unit="shape", dynamic_ncols=True) as bar:
         for shape in bar:
             label = f"{dtype} {shape[0]}x{shape[1]}"

@@ -24,6 +24,7 @@ from tilegym_rmsnorm import registry
 # Files of tests that never touch a GPU: on a machine with one they run beside those that do.
 WITHOUT_GPU = {
     "test_bench_compare",
+    "test_bench_peers",
     "test_ci",
     "test_compile",
     "test_config",

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 import pytest
-from test_bench import RECORD_FIELDS
+from test_bench_records import RECORD_FIELDS
 
 from bench import readme, run
 from bench.peers import ALL_PROVIDERS

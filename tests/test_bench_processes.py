@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from test_bench import RECORD_FIELDS
+from test_bench_records import RECORD_FIELDS
 from test_bench_results import make_record, make_result
 
 from bench import processes, report, run, warm
