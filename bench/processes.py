@@ -3,7 +3,7 @@
 
 """Results of several processes as one: of providers that need a process of their own, or that ended one.
 
-    python -m bench.processes RESULT.json OTHER.json...     adds to RESULT what it lacks of the others' providers
+    python -m bench.processes RESULT.json OTHER.json...     adds to RESULT the others' cells that it lacks
 
 Each process has its own copy ceiling, to which its records' copy_fraction refers; `processes` of the result names them.
 """
@@ -20,6 +20,7 @@ from typing import Any
 
 from bench import compare, report
 from bench.cell import failed_record
+from bench.gate import cell_of
 from bench.plots import plot_result
 from bench.provenance import ROOT
 from bench.shapes import Shape
@@ -59,18 +60,17 @@ def measure_apart(
 
 
 def join(result: Result, other: Result) -> list[str]:
-    """Adds the other's records of providers that the result lacks; the names of those providers."""
-    known = set(_providers(result))
-    added = [name for name in _providers(other) if name not in known]
-    result["records"] += [record for record in other["records"] if record["provider"] in added]
+    """Adds the other's cells that the result lacks; the names of their providers."""
+    known = {cell_of(record) for record in result["records"]}
+    new = [record for record in other["records"] if cell_of(record) not in known]
+    result["records"] += new
+    added = list(dict.fromkeys(record["provider"] for record in new))
     if added:
         process = {"providers": added, "copy_gb_per_s": other["copy_gb_per_s"], "date": other.get("date")}
         result.setdefault("processes", []).append(process)
-    for name, reason in other.get("unavailable", {}).items():
-        if name not in _providers(result):
-            result["unavailable"].setdefault(name, reason)
-    for name in added:
-        result["unavailable"].pop(name, None)
+    measured = {record["provider"] for record in result["records"]}
+    reasons = result["unavailable"] | other.get("unavailable", {})
+    result["unavailable"] = {name: reason for name, reason in reasons.items() if name not in measured}
     return added
 
 
@@ -104,14 +104,10 @@ def write(result: Result, path: Path) -> dict[str, Path]:
     return plot_result(result, path.with_suffix(""))
 
 
-def _providers(result: Result) -> list[str]:
-    return list(dict.fromkeys(record["provider"] for record in result["records"]))
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.processes",
-        description="Adds to a result what it lacks of others of the same GPU.",
+        description="Adds to a result the cells that it lacks of others of the same GPU.",
     )
     parser.add_argument("result", type=Path, metavar="RESULT.json")
     parser.add_argument("other", type=Path, nargs="+", metavar="OTHER.json")

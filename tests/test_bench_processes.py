@@ -15,6 +15,7 @@ from test_bench_results import make_record, make_result
 
 from bench import processes, report, run, warm
 from bench.measure import ContextLostError
+from bench.peers import LIBRARIES, why_missing
 from bench.processes import differences, join, measure_apart
 
 CPU = torch.device("cpu")
@@ -33,6 +34,12 @@ def test_joining_adds_providers_that_the_result_lacks():
         "tilegym: in a process of its own, device copy 2979 GB/s (-1.0%)",
     ]
     assert join(result, other) == [] and len(result["processes"]) == 1
+
+
+def test_joining_adds_shapes_that_the_result_lacks():
+    result = make_result(make_record(rows=1))
+    assert join(result, make_result(make_record(50.0, rows=1), make_record(rows=2))) == ["cutile"]
+    assert [(record["rows"], record["us"]) for record in result["records"]] == [(1, 100.0), (2, 100.0)]
 
 
 def test_joining_keeps_why_something_was_not_measured():
@@ -73,6 +80,18 @@ def test_another_process_measures_what_it_is_told(tmp_path):
         (op, rows) for rows in (3, 4) for op in ("forward", "backward")
     ]
     assert all(set(each) == RECORD_FIELDS and each["us"] > 0 for each in result["records"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_installed_libraries_are_right_on_this_gpu(library, tmp_path):
+    if reason := why_missing(library):
+        pytest.skip(reason)
+    result = measure_apart((library,), ((256, 1024),), "bfloat16", ("forward", "backward"), tmp_path)
+    assert [(each["op"], each["error"]) for each in result["records"]] == [
+        ("forward", None),
+        ("backward", None),
+    ]
 
 
 def test_a_process_that_dies_leaves_records_that_say_so(tmp_path, monkeypatch):
