@@ -83,21 +83,22 @@ def _quack(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Provi
 
     providers = [Provider("quack", forward, backward, norm, settings="its heuristic")]
     chosen = configs.RmsNormFwdConfig.from_analytical_heuristic(cols, bits)
-    for text, config in quack_neighbours(chosen, ("reload_from",), cols):
+    for text, config in quack_neighbours(chosen, cols):
         call = functools.partial(forward_by, config)
         providers.append(Provider("quack", call, None, None, settings=f"forward {text}"))
     chosen = configs.RmsNormBwdConfig.from_analytical_heuristic(cols, bits, bits)
-    for text, config in quack_neighbours(chosen, ("reload_wdy",), cols):
+    for text, config in quack_neighbours(chosen, cols):
         call = functools.partial(backward_by, config)
         providers.append(Provider("quack", None, call, None, settings=f"backward {text}"))
     return providers
 
 
-def quack_neighbours(chosen: Any, reloads: tuple[str, ...], cols: int) -> list[tuple[str, Any]]:
+def quack_neighbours(chosen: Any, cols: int) -> list[tuple[str, Any]]:
     """quack's configs that differ from `chosen` in one thing, and fit rows of `cols`; each with that thing's name."""
-    fields = {field.name for field in dataclasses.fields(chosen)}
-    changes = [{name: None if getattr(chosen, name) else "smem"} for name in reloads]
-    changes += [{"use_tma": not chosen.use_tma}, {"smem_stages": 3}] if "use_tma" in fields else []
+    is_backward = hasattr(chosen, "use_tma")
+    reload = "reload_wdy" if is_backward else "reload_from"
+    changes: list[dict[str, Any]] = [{reload: None if getattr(chosen, reload) else "smem"}]
+    changes += [{"use_tma": not chosen.use_tma}, {"smem_stages": 3}] if is_backward else []
     changes.append({"num_threads": 384 - chosen.num_threads})  # 128 or 256
     changes.append({"threads_per_row": chosen.threads_per_row * 2})
     changes += [{"cluster_n": chosen.cluster_n * 2}] if cols >= 8192 else []

@@ -78,10 +78,10 @@ def heading(result: Result, op: str) -> str:
     return f"{op}, {result['records'][0]['dtype']}"
 
 
-def readme_section(result: Result, images: dict[str, str]) -> str:
+def readme_section(result: Result, images: dict[str, str], is_folded: bool = False) -> str:
     """The result as Markdown: for each op its picture, cutile against the best peer, and GB/s by provider, folded.
 
-    A grid has its pictures alone.
+    A grid has its pictures alone. The backward, which this package is about, stays unfolded unless `is_folded`.
     """
     lines = [f"{one_line(result)}."]
     if result["note"]:
@@ -95,13 +95,12 @@ def readme_section(result: Result, images: dict[str, str]) -> str:
         title = heading(result, op)
         shown = [f"![{title}]({images[op]})"] if op in images else []
         if not result.get("is_grid"):
-            shown += _comparison(result, op)
-        table = op_table(result, op, _plain_rate_cell, "github", summary=True)
-        every = [] if result.get("is_grid") else _folded(f"{title}: GB/s of every provider", [table])
-        if op == "backward":  # what this package is about is shown, the rest folded
-            parts += [f"**{title}**", *shown, *every]
-        else:
-            parts += _folded(title, [*shown, table] if every else shown)
+            table = op_table(result, op, _plain_rate_cell, "github", summary=True)
+            comparison = _comparison(result, op)
+            every = _folded(f"{title}: GB/s of every provider", [table]) if comparison else [table]
+            shown += [*comparison, *every]
+        is_open = op == "backward" and not is_folded
+        parts += [f"**{title}**", *shown] if is_open else _folded(title, shown)
     return "\n\n".join(parts)
 
 

@@ -257,12 +257,14 @@ def _show(bar: tqdm, label: str, step: str) -> None:
 
 
 def refresh_readme(paths: list[Path]) -> None:
-    """Puts the tables of these results, and the plots beside them, into README.md."""
-    sections = []
+    """Puts the tables of these results, and the pictures beside them, into README.md; the first is shown at full."""
+    sections: list[str] = []
     for path in paths:
         images = {op: path.with_name(f"{path.stem}-{op}.png").resolve() for op in OPS}
         links = {op: image.relative_to(ROOT).as_posix() for op, image in images.items() if image.exists()}
-        sections.append(report.readme_section(json.loads(path.read_text()), links))
+        result = json.loads(path.read_text())
+        is_folded = bool(sections) and not result.get("is_grid")
+        sections.append(report.readme_section(result, links, is_folded))
     readme.refresh(ROOT / "README.md", "bench", "\n\n".join(sections))
 
 

@@ -195,7 +195,7 @@ def test_readme_shows_the_best_peer_and_folds_the_rest(tmp_path):
     assert "![backward, bfloat16](b.png)" in shown
     assert "1.50 times as fast (geometric mean of 1)" in shown and "| quack " in shown
     assert "0.90 times as fast" in folded and "(f.png)" in folded
-    assert text.count("<details>") == text.count("</details>") == 2
+    assert text.count("<details>") == text.count("</details>") == 3
     assert "dx" not in text
 
 
@@ -207,15 +207,15 @@ def test_readme_of_a_grid_is_its_pictures(tmp_path):
 def test_readme_takes_results_and_grids_together(tmp_path, monkeypatch):
     (tmp_path / "README.md").write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
     monkeypatch.setattr(run, "ROOT", tmp_path)
-    for name, result in {
-        "a": make_result(*make_cell(100.0, ("quack", 150.0))),
-        "a-grid": make_grid(),
-    }.items():
+    half = make_result(*make_cell(100.0, ("quack", 140.0), dtype="float16"))
+    results = {"a": make_result(*make_cell(100.0, ("quack", 150.0))), "a-grid": make_grid(), "half": half}
+    for name, result in results.items():
         report.write_json(result, tmp_path / "results" / f"{name}.json")
         plots.plot_result(result, tmp_path / "results" / name)
-    run.refresh_readme([tmp_path / "results" / "a.json", tmp_path / "results" / "a-grid.json"])
+    run.refresh_readme([tmp_path / "results" / f"{name}.json" for name in results])
     text = (tmp_path / "README.md").read_text()
     assert "(results/a-backward.png)" in text and "(results/a-grid-backward.png)" in text
+    assert "**backward, bfloat16**" in text and "<summary>backward, float16</summary>" in text
 
 
 def test_settings_that_were_tried_stay_in_the_json_alone(tmp_path):

@@ -48,8 +48,7 @@ def test_names_that_are_no_library_are_providers():
 @pytest.mark.parametrize("cols", [64, 4096, 8192, 65536])
 @pytest.mark.parametrize("config", [FwdConfig(), BwdConfig()])
 def test_neighbours_of_a_quack_config_differ_in_one_thing_and_fit(config, cols):
-    reloads = ("reload_from",) if isinstance(config, FwdConfig) else ("reload_wdy",)
-    found = peers.quack_neighbours(config, reloads, cols)
+    found = peers.quack_neighbours(config, cols)
     assert len({each for _, each in found}) == len(found)
     for text, each in found:
         before, after = dataclasses.asdict(config), dataclasses.asdict(each)
