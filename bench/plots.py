@@ -42,9 +42,11 @@ EMPHASISED = "cutile"
 
 
 def plot_result(result: dict[str, Any], stem: Path) -> dict[str, Path]:
-    """Writes STEM-OP.png for each op of the result and returns the paths by op."""
+    """Writes STEM-OP.png for each op of the result but dx, a figure of the backward; returns the paths by op."""
     paths = {}
     for op in OPS:
+        if op == "dx":
+            continue
         records = [
             record for record in result["records"] if record["op"] == op and record["gb_per_s"] is not None
         ]
