@@ -58,23 +58,41 @@ def _make_set(shape: Shape, dtype: torch.dtype, device: torch.device, generator:
 
 
 def run_all(provider: Provider, inputs: Inputs) -> Outputs:
-    """What the provider computes from one set, by its ops and ("autograd_" in front) by eager autograd.
+    """What `run_op` gives for every op that the provider offers, and by autograd."""
+    outputs: Outputs = {}
+    for op in checked_ops(provider):
+        outputs |= run_op(provider, op, inputs)
+    return outputs
 
-    The first call of everything that is timed later, so it also compiles. Freed memory is poisoned before, so that an
-    element which a kernel fails to write is NaN and not the right answer of the provider before it.
+
+def checked_ops(provider: Provider) -> tuple[str, ...]:
+    """The provider's ops, with "both" wherever it can be differentiated."""
+    return provider.ops if provider.norm is None else tuple(dict.fromkeys((*provider.ops, "both")))
+
+
+def run_op(provider: Provider, op: str, inputs: Inputs) -> Outputs:
+    """What the provider computes from one set by an op: y and rstd, dx and dw, "alone_dx", or "both" by eager autograd.
+
+    The first call of what is timed later, so it also compiles. Freed memory is poisoned before, so that an element
+    which a kernel fails to write is NaN and not the right answer of the provider before it.
     """
-    x, dy, weight = inputs.x, inputs.dy, inputs.weight
+    x, weight = inputs.x, inputs.weight
+    rstd, dy = rstd_for(provider, inputs), dy_for(provider, inputs)
     _poison(x, copies=3)
-    outputs = dict(zip(("y", "rstd"), provider.forward(x, weight), strict=True))
-    if provider.backward is not None:
-        rstd = rstd_for(provider, inputs)
-        outputs |= dict(zip(("dx", "dw"), provider.backward(x, dy, weight, rstd), strict=True))
-    if provider.norm is not None:
+    if op == "forward":
+        outputs = dict(zip(("y", "rstd"), provider.forward(x, weight), strict=True))
+    elif op == "backward":
+        outputs = dict(zip(("dx", "dw"), provider.backward(x, dy, weight, rstd), strict=True))
+    elif op == "dx":
+        outputs = {"alone_dx": provider.backward_dx(x, dy, weight, rstd)}
+    elif provider.norm is None:
+        return {}  # forward, then backward: compiled and checked by now
+    else:
         results = provider.autograd(inputs.x_leaf, dy, inputs.weight_leaf)
-        outputs |= dict(zip(("autograd_y", "autograd_dx", "autograd_dw"), results, strict=True))
+        outputs = dict(zip(("autograd_y", "autograd_dx", "autograd_dw"), results, strict=True))
     like = {"y": x, "rstd": inputs.rstd, "dx": x, "dw": weight}
     for name, tensor in outputs.items():
-        expected = like[name.removeprefix("autograd_")]
+        expected = like[name.rpartition("_")[2]]
         if tensor.numel() != expected.numel() or tensor.dtype != expected.dtype:
             raise ValueError(
                 f"{name}: expected {expected.numel()} elements of {expected.dtype}, "
@@ -85,6 +103,11 @@ def run_all(provider: Provider, inputs: Inputs) -> Outputs:
 
 def rstd_for(provider: Provider, inputs: Inputs) -> Tensor:
     return inputs.rstd.unsqueeze(1) if provider.rstd_is_column else inputs.rstd
+
+
+def dy_for(provider: Provider, inputs: Inputs) -> Tensor:
+    """dy, or a copy of it for a provider that writes dx over it."""
+    return inputs.dy.clone() if provider.overwrites_dy else inputs.dy
 
 
 def errors_of(outputs: dict[str, Outputs], inputs: Inputs) -> tuple[dict[str, Errors], Errors]:

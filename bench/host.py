@@ -27,8 +27,8 @@ import torch
 from torch.nn import functional as F
 
 from bench.provenance import describe_run, one_line
-from bench.timer import host_sampler, wall_sampler
 from tilegym_rmsnorm import known, registry, rms_norm, rms_norm_forward
+from tilegym_rmsnorm.timer import host_sampler, wall_sampler
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 EPS = 1e-6

@@ -24,7 +24,8 @@ from tilegym_rmsnorm.backends.cutile import tables, toolchain
 
 # Files of tests that never touch a GPU: on a machine with one they run beside those that do.
 WITHOUT_GPU = {
-    "test_bench_results",
+    "test_bench_compare",
+    "test_bench_peers",
     "test_candidates",
     "test_ci",
     "test_compile",
