@@ -39,7 +39,7 @@ class Verdict(NamedTuple):
 
 
 def load_kept(gpu: str | None, results: Path = RESULTS, leave_out: Sequence[Path] = ()) -> list[Result]:
-    """The kept results of the GPU model, oldest first, without the files named: a run is not its own baseline."""
+    """The kept results of the GPU model, oldest first, without grids and the files named: a run is not its baseline."""
     if gpu is None:
         return []
     skipped = {path.resolve() for path in leave_out}
@@ -47,9 +47,8 @@ def load_kept(gpu: str | None, results: Path = RESULTS, leave_out: Sequence[Path
         path for path in sorted((results / gpu_slug(gpu)).glob("*.json")) if path.resolve() not in skipped
     ]
     kept = [json.loads(path.read_text()) for path in paths]
-    return sorted(
-        (each for each in kept if "records" in each and each["gpu"] == gpu), key=lambda each: each["date"]
-    )
+    kept = [each for each in kept if "records" in each and each["gpu"] == gpu and not each.get("is_grid")]
+    return sorted(kept, key=lambda each: each["date"])
 
 
 def compare(

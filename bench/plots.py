@@ -1,16 +1,22 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Plots of a result: GB/s over the shapes, one picture for each op."""
+"""Pictures of a result, one for each op: GB/s over the shapes, and of a grid of shapes two heat maps.
+
+python -m bench.plots RESULT.json...       draws them again, beside the files
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import textwrap
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
+from bench.heatmaps import plot_heatmaps
 from bench.provenance import one_line
 from bench.shapes import OPS
 
@@ -23,21 +29,33 @@ STYLES = {
     "F.rms_norm": ("#000000", "x"),
     "torch.compile": ("#CC79A7", "D"),
     "cutile[P=M]": ("#E69F00", "P"),
+    "torch.compile-max-autotune": ("#CC79A7", "d"),
+    "quack": ("#56B4E9", "h"),
+    "liger.cutile": ("#8B4513", "<"),
+    "liger.cute": ("#8B4513", ">"),
+    "liger.triton": ("#8B4513", "1"),
+    "tilegym": ("#76B900", "p"),
+    "torch.quack": ("#56B4E9", "H"),
 }
-OTHER_STYLE = ("#56B4E9", "*")
+OTHER_STYLE = ("#F0E442", "*")
 EMPHASISED = "cutile"
 
 
 def plot_result(result: dict[str, Any], stem: Path) -> dict[str, Path]:
-    """Writes STEM-OP.png for each op of the result and returns the paths by op."""
+    """Writes STEM-OP.png for each op of the result but dx, a figure of the backward; returns the paths by op."""
     paths = {}
     for op in OPS:
+        if op == "dx":
+            continue
         records = [
             record for record in result["records"] if record["op"] == op and record["gb_per_s"] is not None
         ]
         if records:
             paths[op] = stem.with_name(f"{stem.name}-{op}.png")
-            _plot_op(result, op, records, paths[op])
+            if result.get("is_grid"):
+                plot_heatmaps(result, op, paths[op])
+            else:
+                _plot_op(result, op, records, paths[op])
     return paths
 
 
@@ -76,3 +94,15 @@ def _plot_op(result: dict[str, Any], op: str, records: list[dict[str, Any]], pat
 def with_note(title: str, result: dict[str, Any]) -> str:
     """The title of a plot, and under it the result's note if it has one."""
     return f"{title}\n{textwrap.fill(result['note'], 60)}" if result["note"] else title
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.plots", description="Draws results again.")
+    parser.add_argument("result", type=Path, nargs="+", metavar="RESULT.json")
+    for path in parser.parse_args(argv).result:
+        written = plot_result(json.loads(path.read_text()), path.with_suffix(""))
+        print("\n".join(map(str, written.values())))
+
+
+if __name__ == "__main__":
+    main()

@@ -20,6 +20,12 @@ from tilegym_rmsnorm.installation import driver_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+PEERS = (
+    "quack-kernels",
+    "nvidia-cutlass-dsl",
+    "liger-kernel",
+    "tilegym",
+)  # distributions of the extra `peers`
 COMMIT_VARIABLE = "TILEGYM_RMSNORM_COMMIT"  # for copies of the tree without their .git
 
 
@@ -29,6 +35,9 @@ def describe_run() -> dict[str, Any]:
     commit, is_dirty = describe_commit()
     return {
         "gpu": torch.cuda.get_device_name() if has_gpu else None,
+        "sms": torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        if has_gpu
+        else None,
         "driver": driver_gpus()[1] if has_gpu else None,
         "cuda": torch.version.cuda,
         "tileiras": _tileiras(),
@@ -37,7 +46,8 @@ def describe_run() -> dict[str, Any]:
             "triton": package_version("triton"),
             "cuda-tile": package_version("cuda-tile"),
             "tilegym_rmsnorm": tilegym_rmsnorm.__version__,
-        },
+        }
+        | {name: version for name in PEERS if (version := package_version(name))},
         "commit": commit,
         "dirty": is_dirty,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

@@ -3,14 +3,18 @@
 
 """Who is measured: this package's backends through its public functions, and PyTorch's own RMSNorm as baselines.
 
+Other libraries' RMSNorms are in peers.py.
+
 `F.rms_norm` is eager ATen (the fused CUDA kernels, in torch since 2.9), `torch.compile` is the same ops compiled by
 Inductor, one compilation per shape (dynamic=False), which is its fastest form. The device times of a baseline's
 forward and backward come from `aten::_fused_rms_norm` and its backward, which compute what this package's two public
-ops do, rstd included; `both` by eager autograd goes through `F.rms_norm` itself.
+ops do, rstd included; `both` by eager autograd goes through `F.rms_norm` itself. `torch.compile-max-autotune` is
+`torch.compile` with the settings of that mode, but for its CUDA graphs: everything here is timed in a graph already.
 """
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,19 +24,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tilegym_rmsnorm as tr
-from bench.shapes import Shape
+from bench.shapes import OPS, Shape
+from tilegym_rmsnorm import registry
 
 EPS = 1e-6
 BACKENDS = ("cutile", "triton", "inductor", "torch")
+KERNELS = BACKENDS[:2]
 BASELINES = ("F.rms_norm", "torch.compile")
 ROW_PARTIALS = "cutile[P=M]"
-PROVIDERS = (*BACKENDS, ROW_PARTIALS, *BASELINES)
+MAX_AUTOTUNE = "torch.compile-max-autotune"
+OWN = (*BACKENDS, ROW_PARTIALS)
+PROVIDERS = (*OWN, *BASELINES, MAX_AUTOTUNE)
 # Compiled autograd, needed for the host time of `both` alone, takes seconds to compile: only where x is smaller than
 # this and the host's time can exceed the device's.
 COMPILED_NORM_BYTES = 16 << 20
 
 Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # x, weight -> y, rstd
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # x, dy, weight, rstd -> dx, dw
+BackwardDx = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # x, dy, weight, rstd -> dx
 
 
 @dataclass(frozen=True)
@@ -40,14 +49,24 @@ class Provider:
     """One way to compute RMSNorm and its gradients over x (M, N) with weight (N,)."""
 
     name: str
-    forward: Forward
-    backward: Backward | None  # None where PyTorch offers no such op on this device
+    forward: Forward | None  # None: settings of the backward alone
+    backward: Backward | None  # None: settings of the forward alone, or PyTorch has no such op on this device
     norm: Callable[[Tensor, Tensor], Tensor] | None  # differentiable; None where there is no public function
     rstd_is_column: bool = False  # aten keeps rstd as (M, 1), this package as (M,)
+    backward_dx: BackwardDx | None = None  # None where nothing is saved by a frozen weight
+    settings: str = ""  # of a peer that is measured with several, the fastest of which counts
+    overwrites_dy: bool = False  # the backward returns dx in dy's memory
+
+    @property
+    def label(self) -> str:
+        """The name, and the settings where it has some: unique among what is measured together."""
+        return f"{self.name} ({self.settings})" if self.settings else self.name
 
     @property
     def ops(self) -> tuple[str, ...]:
-        return ("forward",) if self.backward is None else ("forward", "backward", "both")
+        has = {"forward": self.forward, "backward": self.backward, "dx": self.backward_dx}
+        has["both"] = self.forward and self.backward
+        return tuple(op for op in OPS if has[op] is not None)
 
     def both(self, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """y, rstd, dx, dw by the two ops, without autograd: what is captured to time both on the device."""
@@ -68,6 +87,7 @@ def make_provider(name: str, shape: Shape, dtype: torch.dtype, device: torch.dev
             lambda x, weight: tr.rms_norm_forward(x, weight, EPS, backend=name),
             lambda x, dy, weight, rstd: tr.rms_norm_backward(x, dy, weight, rstd, backend=name),
             lambda x, weight: tr.rms_norm(x, weight.shape, weight, EPS, backend=name),
+            backward_dx=functools.partial(_backward_dx, name) if name in KERNELS else None,
         )
     if name == ROW_PARTIALS:
         return Provider(
@@ -78,17 +98,29 @@ def make_provider(name: str, shape: Shape, dtype: torch.dtype, device: torch.dev
         )
     if name == "F.rms_norm":
         # CPUs have no kernel of the backward op: there autograd differentiates the forward's parts.
-        return Provider(name, _aten_forward, _aten_backward if device.type == "cuda" else None, _norm, True)
-    if name == "torch.compile":
-        is_host_bound = shape[0] * shape[1] * dtype.itemsize < COMPILED_NORM_BYTES
+        if device.type != "cuda":
+            return Provider(name, _aten_forward, None, _norm, True)
+        _remove_overrides()
+        return Provider(name, _aten_forward, _aten_backward, _norm, True, _aten_backward_dx)
+    if name in ("torch.compile", MAX_AUTOTUNE):
+        mode = "max-autotune-no-cudagraphs" if name == MAX_AUTOTUNE else None
+        is_host_bound = mode is None and shape[0] * shape[1] * dtype.itemsize < COMPILED_NORM_BYTES
         return Provider(
             name,
-            _compiled(_aten_ops_forward),
-            _compiled(_aten_backward),
-            _compiled(_norm) if is_host_bound else None,
+            _compiled(_aten_ops_forward, mode),
+            _compiled(_aten_backward, mode),
+            _compiled(_norm, mode) if is_host_bound else None,
             True,
         )
     raise ValueError(f"provider: expected one of {', '.join(PROVIDERS)}, got {name!r}")
+
+
+def _backward_dx(backend: str, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
+    # What autograd does for a frozen weight; no public op of gradients takes that wish.
+    request = registry.Request(x.device, x.dtype, weight.dtype, "once", False)
+    backward = registry.dispatch("rms_norm_backward", request, backend)
+    dx, _ = backward(x, dy, weight, rstd, 0.0, "once", False)
+    return dx
 
 
 def _row_partials_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,15 +143,33 @@ def _aten_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple
     return torch.ops.aten._fused_rms_norm_backward.default(dy, x, weight.shape, rstd, weight, [True, True])
 
 
+def _aten_backward_dx(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
+    arguments = (dy, x, weight.shape, rstd, weight)
+    return torch.ops.aten._fused_rms_norm_backward.default(*arguments, [True, False])[0]
+
+
+@functools.cache
+def _remove_overrides() -> None:
+    """Makes F.rms_norm ATen's kernels: PyTorch 2.13 replaces them where a CuTe DSL of its choice is installed.
+
+    What it replaces them by is a peer of its own, see peers.py.
+    """
+    try:
+        from torch._native.registry import deregister_op_overrides
+    except ImportError:  # older
+        return
+    deregister_op_overrides(disable_op_symbols=["_fused_rms_norm", "_fused_rms_norm_backward"])
+
+
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, EPS)
 
 
-def _compiled(function: types.FunctionType) -> Callable[..., object]:
+def _compiled(function: types.FunctionType, mode: str | None) -> Callable[..., object]:
     """`function` compiled apart from its other compilations, on its first call.
 
     Each gets a code object of its own: torch.compile counts recompilations per code object and silently runs eager
     code after 8 of them.
     """
     own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    return torch.compile(own, dynamic=False, fullgraph=True)
+    return torch.compile(own, dynamic=False, fullgraph=True, mode=mode)

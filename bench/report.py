@@ -3,8 +3,9 @@
 
 """A result, for people and for programs: tables, JSON, CSV.
 
-A result is one run at one dtype: the provenance of provenance.py, copy_gb_per_s, `unavailable` (why a backend was not
-measured), `note` (None on a GPU) and `records` (see measure.py).
+A result is one run at one dtype: the provenance of provenance.py, copy_gb_per_s, `unavailable` (why a provider was not
+measured), `note` (None on a GPU), `is_grid` (its shapes are those of heat maps), `processes` (the providers that were
+measured in processes of their own, and the copy rate there) and `records` (see measure.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from bench import compare
 from bench.provenance import one_line
 from bench.shapes import OPS
 
@@ -44,7 +46,7 @@ def write_csv(result: Result, path: Path) -> None:
 
 
 def flat(record: Record) -> Record:
-    values = {key: value for key, value in record.items() if key != "errors"}
+    values = {key: value for key, value in record.items() if key not in ("errors", "tried_us")}
     errors = record["errors"]
     return values | {f"{kind}_error": errors.get(kind) for kind in ("y", "rstd", "dx", "dw")}
 
@@ -76,8 +78,11 @@ def heading(result: Result, op: str) -> str:
     return f"{op}, {result['records'][0]['dtype']}"
 
 
-def readme_section(result: Result, images: dict[str, str]) -> str:
-    """The result as Markdown: for each op GB/s by provider, the share and host time of cutile, and its plot."""
+def readme_section(result: Result, images: dict[str, str], is_folded: bool = False) -> str:
+    """The result as Markdown: for each op its picture, cutile against the best peer, and GB/s by provider, folded.
+
+    A grid has its pictures alone. The backward, which this package is about, stays unfolded unless `is_folded`.
+    """
     lines = [f"{one_line(result)}."]
     if result["note"]:
         lines.append(f"**{result['note']}**")
@@ -85,14 +90,34 @@ def readme_section(result: Result, images: dict[str, str]) -> str:
         lines.append(f"Device copy of 256 MiB in the same run: {result['copy_gb_per_s']:.0f} GB/s.")
     parts = [" ".join(lines)]
     for op in sorted(ops_of(result), key=lambda op: op != "backward"):
-        title = f"{heading(result, op)} (GB/s of compulsory bytes)"
-        table = op_table(result, op, _plain_rate_cell, "github", summary=True)
-        image = [f"![GB/s of {op} over shapes]({images[op]})"] if op in images else []
-        if op == "backward":  # what this package is about is shown, the rest folded
-            parts += [f"**{title}**", *image, table]
-        else:
-            parts += [f"<details><summary>{title}</summary>", *image, table, "</details>"]
+        if op == "dx":  # what dw costs is a figure of the backward
+            continue
+        title = heading(result, op)
+        shown = [f"![{title}]({images[op]})"] if op in images else []
+        if not result.get("is_grid"):
+            table = op_table(result, op, _plain_rate_cell, "github", summary=True)
+            comparison = _comparison(result, op)
+            every = _folded(f"{title}: GB/s of every provider", [table]) if comparison else [table]
+            shown += [*comparison, *every]
+        is_open = op == "backward" and not is_folded
+        parts += [f"**{title}**", *shown] if is_open else _folded(title, shown)
     return "\n\n".join(parts)
+
+
+def _comparison(result: Result, op: str) -> list[str]:
+    """The mean ratio, and a table by shape; nothing without peers."""
+    comparisons = compare.compare(result, op)
+    if not comparisons:
+        return []
+    mean = compare.mean_ratio(comparisons)
+    text = (
+        f"Against the best of {', '.join(compare.peers_of(result))} at each shape: {mean:.2f} times as fast"
+    )
+    return [f"{text} (geometric mean of {len(comparisons)}).", compare.table(result, op, "github")]
+
+
+def _folded(title: str, parts: list[str]) -> list[str]:
+    return [f"<details><summary>{title}</summary>", *parts, "</details>"]
 
 
 def op_table(result: Result, op: str, cell: Any, style: str, summary: bool = False) -> str:

@@ -10,21 +10,36 @@ import functools
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from bench import readme, report
+from bench import compare, readme, report
+from bench.cell import failed_record
 from bench.measure import Bench, ContextLostError
-from bench.plots import plot_result
+from bench.peers import ALL_PROVIDERS, ALONE, LIBRARIES, why_missing
+from bench.processes import differences, join, measure_apart, write
 from bench.provenance import RESULTS, ROOT, describe_run, gpu_slug, one_line
-from bench.providers import BACKENDS, BASELINES, PROVIDERS, ROW_PARTIALS
-from bench.shapes import CPU_QUICK_SHAPES, CPU_SHAPES, DEFAULT_SHAPES, OPS, QUICK_SHAPES, Shape, parse_shapes
+from bench.providers import BACKENDS, BASELINES, MAX_AUTOTUNE, ROW_PARTIALS
+from bench.shapes import (
+    CPU_QUICK_SHAPES,
+    CPU_SHAPES,
+    DEFAULT_SHAPES,
+    GRID,
+    OPS,
+    QUICK_SHAPES,
+    Shape,
+    parse_shapes,
+)
+from bench.warm import warm
 from tilegym_rmsnorm import registry
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+GRID_PROVIDERS = ("cutile", "F.rms_norm", "torch.compile", "quack", "liger.triton")
+GRID_OPS = ("forward", "backward")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,34 +55,81 @@ def main(argv: list[str] | None = None) -> int:
     print(one_line(origin))
     if not has_gpu:
         print(report.CPU_NOTE)
-    unavailable = {} if arguments.provider else why_not_measured()
-    providers = arguments.provider or default_providers(unavailable, arguments.p_rows, has_gpu)
-    shapes = arguments.shapes or default_shapes(arguments.quick, has_gpu)
+    providers, unavailable = choose_providers(arguments, has_gpu)
+    shapes = arguments.shapes or default_shapes(arguments, has_gpu)
+    ops = arguments.op or (GRID_OPS if arguments.grid else OPS)
     folder = arguments.out or default_folder(arguments, origin["gpu"])
+    apart = [name for name in providers if name in ALONE and len(providers) > 1]
+    here = tuple(name for name in providers if name not in apart)
 
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
-    bench = Bench(providers, arguments.op, device)
-    ceiling = bench.copy_bytes_per_second
+    if arguments.warm or arguments.peers or arguments.grid:
+        warm(here, shapes, [DTYPES[name] for name in arguments.dtype], device)
+    bench = Bench(here, ops, device)
     is_good = True
     for dtype in arguments.dtype:
+        ceiling = bench.copy_bytes_per_second
         result = {
             **origin,
             "copy_gb_per_s": None if ceiling is None else round(ceiling / 1e9, 1),
             "note": None if has_gpu else report.CPU_NOTE,
+            "is_grid": arguments.grid,
             "unavailable": unavailable,
             "records": [],
         }
-        stem = folder / f"{origin['date'][:10]}-{dtype}"
-        lost = measure_all(bench, shapes, dtype, result, stem)
-        print(f"\n{report.tables(result)}")
-        report.write_csv(result, stem.with_name(f"{stem.name}.csv"))
-        plots = plot_result(result, stem)
-        print(f"\nwritten: {stem}.json, .csv and plots of {', '.join(plots)}")
+        path = folder / f"{origin['date'][:10]}-{dtype}{'-grid' if arguments.grid else ''}.json"
+        lost = measure_all(bench, shapes, dtype, result, path)
+        measure_others(apart, lost, bench, shapes, dtype, result)
+        plots = write(result, path)
+        print("\n\n".join(["", report.tables(result), compare.summary(result), *differences(result)]))
+        print(f"\nwritten: {path}, .csv and plots of {', '.join(plots)}")
         is_good &= not any(each["error"] and each["provider"] in BACKENDS for each in result["records"])
         if lost is not None:
             print(f"stopped: the CUDA context was lost by {lost}", file=sys.stderr)
             return 1
     return 0 if is_good else 1
+
+
+def choose_providers(arguments: argparse.Namespace, has_gpu: bool) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Who is measured, and why others are not."""
+    unavailable: dict[str, str] = {}
+    if arguments.provider or arguments.grid:
+        wanted = arguments.provider or GRID_PROVIDERS
+    else:
+        unavailable = why_not_measured()
+        wanted = default_providers(unavailable, arguments.p_rows, has_gpu)
+        wanted += (MAX_AUTOTUNE, *LIBRARIES) if arguments.peers else ()
+    unavailable |= {name: reason for name in wanted if (reason := why_missing(name))}
+    return tuple(name for name in wanted if name not in unavailable), unavailable
+
+
+def measure_others(
+    apart: list[str],
+    lost: ContextLostError | None,
+    bench: Bench,
+    shapes: tuple[Shape, ...],
+    dtype: str,
+    result: dict[str, Any],
+) -> None:
+    """Adds the records that this process cannot take: of `apart`, and after a lost context of all that is left."""
+    groups = [((name,), shapes) for name in apart]
+    if lost is not None:
+        left = shapes[len({(each["rows"], each["cols"]) for each in result["records"]}) :]
+        result["records"] += [
+            failed_record(op, shape, dtype, lost.provider, f"lost the CUDA context: {lost.text}")
+            for shape in left
+            for op in bench.ops
+        ]
+        if others := tuple(name for name in bench.providers if name != lost.provider):
+            groups.insert(0, (others, left))
+    for names, some_shapes in groups:
+        with tempfile.TemporaryDirectory() as folder:
+            options = () if names[0] in bench.providers else ("--warm",)
+            other = measure_apart(names, some_shapes, dtype, bench.ops, Path(folder), options)
+        if names[0] in bench.providers:
+            result["records"] += other["records"]
+        else:
+            join(result, other)
 
 
 def run_in_interpreters() -> None:
@@ -85,10 +147,19 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", type=one_of(DTYPES), default=("bfloat16",), help=f"of {names(DTYPES)}")
     parser.add_argument(
         "--provider",
-        type=one_of(PROVIDERS),
-        help=f"of {names(PROVIDERS)}; default: all that run here but P=M",
+        type=one_of(ALL_PROVIDERS),
+        help=f"of {names(ALL_PROVIDERS)}; default: the backends that run here and PyTorch's own",
     )
-    parser.add_argument("--op", type=one_of(OPS), default=OPS, help=f"of {names(OPS)}; default: all")
+    parser.add_argument("--peers", action="store_true", help=f"also {names((MAX_AUTOTUNE, *LIBRARIES))}")
+    parser.add_argument(
+        "--grid",
+        action="store_true",
+        help=f"the shapes of the heat maps; {names(GRID_PROVIDERS)} unless --provider says otherwise",
+    )
+    parser.add_argument(
+        "--warm", action="store_true", help="compile in many processes first; --peers and --grid do it"
+    )
+    parser.add_argument("--op", type=one_of(OPS), help=f"of {names(OPS)}; default: all")
     parser.add_argument(
         "--out",
         type=Path,
@@ -131,14 +202,15 @@ def some_shapes(text: str) -> tuple[Shape, ...]:
 
 def default_folder(arguments: argparse.Namespace, gpu: str | None) -> Path:
     """Where results go: a run of a part must not replace the kept one of its day."""
-    is_partial = arguments.quick or arguments.shapes or arguments.provider or set(arguments.op) != set(OPS)
+    has_all_ops = arguments.op is None or set(arguments.op) == set(OPS)
+    is_partial = arguments.quick or arguments.shapes or arguments.provider or not has_all_ops
     return (RESULTS / "partial" if is_partial else RESULTS) / gpu_slug(gpu)
 
 
-def default_shapes(is_quick: bool, has_gpu: bool) -> tuple[Shape, ...]:
+def default_shapes(arguments: argparse.Namespace, has_gpu: bool) -> tuple[Shape, ...]:
     if has_gpu:
-        return QUICK_SHAPES if is_quick else DEFAULT_SHAPES
-    return CPU_QUICK_SHAPES if is_quick else CPU_SHAPES
+        return GRID if arguments.grid else QUICK_SHAPES if arguments.quick else DEFAULT_SHAPES
+    return CPU_QUICK_SHAPES if arguments.quick else CPU_SHAPES
 
 
 def why_not_measured() -> dict[str, str]:
@@ -159,13 +231,12 @@ def default_providers(unavailable: dict[str, str], has_row_partials: bool, has_g
 
 
 def measure_all(
-    bench: Bench, shapes: tuple[Shape, ...], dtype: str, result: dict[str, Any], stem: Path
-) -> str | None:
-    """Adds the records of every shape to the result, and writes STEM.json after each: a run may be cut off.
+    bench: Bench, shapes: tuple[Shape, ...], dtype: str, result: dict[str, Any], path: Path
+) -> ContextLostError | None:
+    """Adds the records of every shape to the result, and writes it to PATH after each: a run may be cut off.
 
     None, or what broke the CUDA context, which ends the run.
     """
-    path = stem.with_name(f"{stem.name}.json")
     with tqdm(shapes, unit="shape", dynamic_ncols=True) as bar:
         for shape in bar:
             label = f"{dtype} {shape[0]}x{shape[1]}"
@@ -173,7 +244,7 @@ def measure_all(
             try:
                 records = bench.measure(shape, DTYPES[dtype], progress)
             except ContextLostError as lost:
-                return str(lost)
+                return lost
             result["records"] += records
             report.write_json(result, path)
             for line in report.failures({"records": records}):
@@ -186,12 +257,14 @@ def _show(bar: tqdm, label: str, step: str) -> None:
 
 
 def refresh_readme(paths: list[Path]) -> None:
-    """Puts the tables of these results, and the plots beside them, into README.md."""
-    sections = []
+    """Puts the tables of these results, and the pictures beside them, into README.md; the first is shown at full."""
+    sections: list[str] = []
     for path in paths:
         images = {op: path.with_name(f"{path.stem}-{op}.png").resolve() for op in OPS}
         links = {op: image.relative_to(ROOT).as_posix() for op, image in images.items() if image.exists()}
-        sections.append(report.readme_section(json.loads(path.read_text()), links))
+        result = json.loads(path.read_text())
+        is_folded = bool(sections) and not result.get("is_grid")
+        sections.append(report.readme_section(result, links, is_folded))
     readme.refresh(ROOT / "README.md", "bench", "\n\n".join(sections))
 
 

@@ -4,9 +4,14 @@
 #
 # The benchmark in one command: finds or makes an environment, checks every backend, then times it.
 #   bench/run.sh [--quick] [--shapes 4096x4096,...] [--dtype bfloat16,...] [--provider cutile,...] [--op backward,...]
-#                [--out DIR] [--p-rows]                bench/run.sh --help says more, bench/README.md how it measures
+#                [--peers] [--grid] [--out DIR] [--p-rows]
+# bench/run.sh --help says more, bench/README.md how it measures.
 # PYTHON=... chooses the interpreter.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../scripts/environment.sh"
-ensure_environment bench cutile triton
+extras=(bench cutile triton)
+for argument in "$@"; do
+  [[ $argument != --peers && $argument != --grid ]] || extras=(bench cutile triton peers)
+done
+ensure_environment "${extras[@]}"
 exec "$PYTHON" -m bench.run "$@"

@@ -4,14 +4,16 @@
 """What is measured: the shapes, and the bytes that each op must move at least.
 
 Shapes are (rows, columns) of x. The default rows make x 64 to 134 MB in bf16 at the widths of real models, so that a
-call is bound by memory and not by its launch; the batches of BATCHES show the launch-bound end.
+call is bound by memory and not by its launch; the batches of BATCHES show the launch-bound end. GRID is for heat maps.
+
+The ops are forward, backward, both, and dx: the backward where the weight is frozen and dw not wanted.
 """
 
 from __future__ import annotations
 
 import torch
 
-OPS = ("forward", "backward", "both")
+OPS = ("forward", "backward", "both", "dx")
 
 Shape = tuple[int, int]
 
@@ -28,6 +30,9 @@ MODELS: tuple[Shape, ...] = (
 )
 DEFAULT_SHAPES = BATCHES + QK_NORM + MODELS
 QUICK_SHAPES: tuple[Shape, ...] = ((16, 4096), (524288, 128), (4096, 1024), (16384, 4096), (8192, 7168))
+GRID: tuple[Shape, ...] = tuple(
+    (4**i, 4**j) for i in range(10) for j in range(3, 9) if 4 ** (i + j) <= 1 << 27
+)  # 1 to 262144 rows, 64 to 65536 columns, x of at most 128 MiB in bf16
 CPU_SHAPES: tuple[Shape, ...] = ((32, 128), (12, 500))
 CPU_QUICK_SHAPES = CPU_SHAPES[:1]
 
@@ -46,11 +51,13 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
 def compulsory_bytes(op: str, shape: Shape, dtype: torch.dtype) -> int:
     """Bytes that any implementation must move, x, y, dy, dx and both weights in `dtype`, rstd in float32.
 
-    forward reads x, weight and writes y, rstd; backward reads x, dy, weight, rstd and writes dx, dw; both is their
-    sum. Workspace never counts, so an implementation that needs less of it shows a higher rate.
+    forward reads x, weight and writes y, rstd; backward reads x, dy, weight, rstd and writes dx, dw; dx is the backward
+    without dw; both is the sum of forward and backward. Workspace never counts, so an implementation that needs less of
+    it shows a higher rate.
     """
     rows, cols = shape
     size = dtype.itemsize
     forward = size * (2 * rows * cols + cols) + 4 * rows
     backward = size * (3 * rows * cols + 2 * cols) + 4 * rows
-    return {"forward": forward, "backward": backward, "both": forward + backward}[op]
+    both = forward + backward
+    return {"forward": forward, "backward": backward, "both": both, "dx": backward - size * cols}[op]

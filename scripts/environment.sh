@@ -7,8 +7,8 @@
 # it asks for, and puts the checkout on PYTHONPATH. Ends the script with one line if it cannot.
 #
 # The interpreter named by the variable PYTHON is used as it is. Otherwise the first of .venv, python3 and python that
-# has everything, otherwise .venv is made with pip. What only adds a backend (cutile, triton) or a check of compiled
-# kernels (cuobjdump) is not worth a failure: without a network the rest still runs, and one line says what is missing.
+# has everything, otherwise .venv is made with pip. What only adds a backend (cutile, triton), libraries to compare with
+# (peers) or a check of compiled kernels (cuobjdump) is not worth a failure: without a network the rest still runs, and one line says what is missing.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -69,7 +69,8 @@ _modules() {
       optional:cutile) [ "$(uname -s)" != Linux ] || printf 'cuda-tile>=1.7,<2 tileiras ' ;;
       optional:dev) [ "$(uname -s)" != Linux ] || printf 'cuobjdump ' ;;
       optional:triton) [ "$(uname -s)" != Linux ] || printf 'triton ' ;;
-      required:cutile | required:triton | optional:bench) ;;
+      optional:peers) [ "$(uname -s)" != Linux ] || printf 'quack liger_kernel tilegym ' ;;
+      required:cutile | required:triton | required:peers | optional:bench) ;;
       *) _stop "ensure_environment: unknown extra $extra" ;;
     esac
   done

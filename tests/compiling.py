@@ -47,6 +47,8 @@ class CompilingMachine:
     compiles=False: only the signatures, which is what cuda-tile's JIT tells kernels apart by.
     """
 
+    model = None
+
     def __init__(self, architecture: int, compiles: bool = True) -> None:
         self.architecture = architecture
         self.sm_count = 132

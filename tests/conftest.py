@@ -19,20 +19,29 @@ if not torch.cuda.is_available():
 
 from helpers import BACKENDS, HAS_GPU, why_skip
 
-from tilegym_rmsnorm import registry
+from tilegym_rmsnorm import known, ops, registry
+from tilegym_rmsnorm.backends.cutile import tables, toolchain
 
 # Files of tests that never touch a GPU: on a machine with one they run beside those that do.
 WITHOUT_GPU = {
-    "test_bench_results",
+    "test_bench_compare",
+    "test_bench_peers",
+    "test_candidates",
     "test_ci",
     "test_compile",
     "test_config",
     "test_cutile",
+    "test_gpu_machine",
     "test_interpreter",
     "test_interpreter_compiler",
     "test_interpreter_hazards",
     "test_interpreter_memory",
+    "test_known_calls",
+    "test_known_calls_transformed",
     "test_registry",
+    "test_tables",
+    "test_tables_files",
+    "test_tables_random",
     "test_toolchain",
     "test_triton_compile",
     "test_triton_config",
@@ -82,11 +91,28 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def default_selection(monkeypatch: pytest.MonkeyPatch):
-    """No test inherits, or leaves behind, a choice of backend."""
+    """No test inherits, or leaves behind, a choice of backend, and none sees what was tuned on this machine."""
     monkeypatch.delenv(registry.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.setenv(tables.CACHE_VARIABLE, "off")
     registry.set_backend(None)
+    known.forget()
     yield
     registry.set_backend(None)
+    known.forget()
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Each input of rms_norm that went through all checks."""
+    seen = []
+    check_input = ops.check_input
+
+    def counted(name, x):
+        seen.append(x)
+        check_input(name, x)
+
+    monkeypatch.setattr(ops, "check_input", counted)
+    return seen
 
 
 @pytest.fixture
@@ -105,11 +131,45 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return create_poisoned
 
-    for owner, name in (
+    allocators = [
         (torch, "empty"),
         (torch, "empty_like"),
         (torch, "empty_strided"),
         (torch.Tensor, "new_empty"),
         (torch.Tensor, "new_empty_strided"),
-    ):
+    ]
+    if HAS_GPU and why_skip("cutile") is None:
+        from tilegym_rmsnorm.backends.cutile.machine import GpuMachine
+
+        allocators.append((GpuMachine, "empty"))
+    for owner, name in allocators:
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Empty folders for the user's and the shipped tables, and the toolkit that table_cases.TARGET names."""
+    monkeypatch.setenv(tables.CACHE_VARIABLE, str(tmp_path / "user"))
+    monkeypatch.setattr(tables, "SHIPPED_FOLDER", tmp_path / "shipped")
+    found = toolchain.Tileiras("tileiras", "PATH", (13, 4, 92), inherits_cuda_home=True)
+    monkeypatch.setattr(toolchain, "find_tileiras", lambda: found)
+    monkeypatch.setattr(toolchain, "package_version", lambda name: "1.7.0")
+    tables.table_in.cache_clear()
+    yield tmp_path / "user", tmp_path / "shipped"
+    tables.table_in.cache_clear()
+
+
+@pytest.fixture
+def finder(monkeypatch: pytest.MonkeyPatch):
+    """A search over the interpreter, at sizes that it can run."""
+    pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+    from tilegym_rmsnorm.backends.cutile import machine, search
+
+    monkeypatch.setattr(search, "SMALL", 40 * 64)
+    monkeypatch.setattr(search, "LARGE", 40 * 64)
+    monkeypatch.setattr(search, "RUNS", 16)
+    monkeypatch.setattr(search, "calls_needed", lambda *_: 1)
+    lines = []
+    found = search.Search(machine.InterpretedMachine(), torch.device("cpu"), lines.append)
+    found.lines = lines
+    return found

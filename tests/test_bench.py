@@ -10,18 +10,14 @@ import dataclasses
 import pytest
 import torch
 
-from bench import measure, timer
-from bench.check import errors_of, make_inputs, run_all, why_wrong
-from bench.measure import Bench
+from bench.check import errors_of, make_inputs, run_all
 from bench.providers import make_provider
-from bench.shapes import DEFAULT_SHAPES, OPS, compulsory_bytes, parse_shapes
+from bench.shapes import DEFAULT_SHAPES, GRID, compulsory_bytes, parse_shapes
+from tilegym_rmsnorm import timer
+from tilegym_rmsnorm.accuracy import why_wrong
 
 CPU = torch.device("cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
-RECORD_FIELDS = {
-    *("op", "rows", "cols", "dtype", "provider", "us", "us_p10", "us_p90", "samples", "gb_per_s"),
-    *("copy_fraction", "host_us", "errors", "workspace_bytes", "error"),
-}
 
 
 # The byte model and the shapes
@@ -32,6 +28,7 @@ def test_bytes_of_bfloat16():
     assert compulsory_bytes("forward", (3, 8), BF16) == 48 + 16 + 48 + 12
     assert compulsory_bytes("backward", (3, 8), BF16) == 48 + 48 + 16 + 12 + 48 + 16
     assert compulsory_bytes("both", (3, 8), BF16) == 124 + 188
+    assert compulsory_bytes("dx", (3, 8), BF16) == 188 - 16
 
 
 def test_bytes_of_float32_keep_rstd_at_four_bytes():
@@ -42,6 +39,11 @@ def test_default_shapes_hold_the_widths_of_real_models_and_no_shape_twice():
     widths = {2048, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16384, 18432}
     assert widths <= {cols for _, cols in DEFAULT_SHAPES}
     assert len(set(DEFAULT_SHAPES)) == len(DEFAULT_SHAPES)
+
+
+def test_the_grid_reaches_its_corners_and_no_giant():
+    assert {(1, 64), (1, 65536), (262144, 64), (16384, 4096)} <= set(GRID)
+    assert max(rows * cols for rows, cols in GRID) == 1 << 26
 
 
 @pytest.mark.parametrize("text", ["", "12", "12x", "0x4", "4x0", "ax4", "4x4,", "4x4x4", "-1x4"])
@@ -131,7 +133,8 @@ def spoil_autograd_only(outputs):
     ],
 )
 def test_wrong_outputs_fail_the_check(spoil, kind, monkeypatch):
-    monkeypatch.setattr("bench.check.CHUNK_ELEMENTS", 129 * 10)  # several chunks, the last one shorter
+    chunk = 129 * 10  # several chunks, the last one shorter
+    monkeypatch.setattr("tilegym_rmsnorm.accuracy.CHUNK_ELEMENTS", chunk)
     inputs = make_inputs((67, 129), BF16, CPU, sets=1)[0]
     outputs = run_all(make_provider("torch", (67, 129), BF16, CPU), inputs)
     spoil(outputs)
@@ -149,80 +152,3 @@ def test_a_result_of_another_dtype_is_refused():
         ValueError, match="y: expected 32 elements of torch.bfloat16, got 32 of torch.float32"
     ):
         run_all(wide, inputs)
-
-
-# Records
-
-
-def test_failures_are_reported_and_the_others_timed(monkeypatch):
-    right = make_provider("torch", (8, 16), BF16, CPU)
-
-    def raise_error(x, weight):
-        raise RuntimeError("no such kernel")
-
-    def forget_weight(x, weight):
-        return right.forward(x, torch.ones_like(weight))
-
-    broken = {"raises": raise_error, "wrong": forget_weight}
-    monkeypatch.setattr(
-        measure,
-        "make_provider",
-        lambda name, *_: dataclasses.replace(right, name=name, forward=broken.get(name, right.forward)),
-    )
-    records = Bench(("raises", "wrong", "right"), OPS, CPU).measure((8, 16), BF16, lambda step: None)
-    assert [(record["op"], record["provider"]) for record in records] == [
-        (op, name) for op in OPS for name in ("raises", "wrong", "right")
-    ]
-    for record in records:
-        assert set(record) == RECORD_FIELDS
-        if record["provider"] == "right":
-            assert (
-                record["us"] > 0
-                and record["us_p10"] <= record["us"] <= record["us_p90"]
-                and record["error"] is None
-            )
-        else:
-            assert record["us"] is None and record["gb_per_s"] is None
-    errors = {record["provider"]: record["error"] for record in records}
-    assert errors["raises"] == "RuntimeError: no such kernel"
-    assert errors["wrong"].startswith("y has a relative error of")
-
-
-@pytest.mark.gpu
-def test_a_gpu_is_timed_and_a_failed_capture_stays_alone(monkeypatch):
-    device = torch.device("cuda", torch.cuda.current_device())
-    right = make_provider("torch", (256, 512), BF16, device)
-
-    def synchronize(x, weight):
-        assert not x.isnan().any()  # a CUDA graph cannot wait for an answer
-        return right.forward(x, weight)
-
-    monkeypatch.setattr(
-        measure,
-        "make_provider",
-        lambda name, shape, dtype, device: (
-            dataclasses.replace(right, name=name, forward=synchronize)
-            if name == "synchronizes"
-            else make_provider(name, shape, dtype, device)
-        ),
-    )
-    bench = Bench(("synchronizes", "torch", "F.rms_norm"), OPS, device)
-    assert bench.copy_bytes_per_second > 1e10
-    records = bench.measure((256, 512), BF16, lambda step: None)
-    for record in records:
-        if record["provider"] == "synchronizes" and record["op"] != "backward":
-            assert record["us"] is None and record["error"]
-        else:
-            assert record["error"] is None and record["us"] > 0 and record["host_us"] > 0
-            assert 0 < record["copy_fraction"] < 1.2 and record["workspace_bytes"] >= 0
-            assert record["dtype"] == "bfloat16" and record["samples"] >= timer.MIN_SAMPLES
-
-
-def test_a_hidden_exception_is_described_too():
-    try:
-        try:
-            raise ValueError("the reason")
-        finally:
-            raise RuntimeError("capture failed")
-    except RuntimeError as error:
-        assert measure.describe(error) == "RuntimeError: capture failed (after ValueError: the reason)"

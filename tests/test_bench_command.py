@@ -12,12 +12,11 @@ import subprocess
 import sys
 
 import pytest
-from test_bench import RECORD_FIELDS
+from test_bench_records import RECORD_FIELDS
 
 from bench import readme, run
+from bench.peers import ALL_PROVIDERS
 from bench.provenance import RESULTS, ROOT
-from bench.providers import PROVIDERS
-from bench.shapes import OPS
 
 
 def run_command(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +38,7 @@ def test_one_command_measures_and_writes(tmp_path):
     assert result["gpu"] is None and result["note"] and result["commit"] == "feedbeef"
     assert {"driver", "cuda", "tileiras", "versions", "dirty", "date", "copy_gb_per_s"} <= set(result)
     assert [(record["op"], record["rows"]) for record in result["records"]] == [
-        (op, m) for m in (4, 3) for op in OPS
+        (op, m) for m in (4, 3) for op in ("forward", "backward", "both")
     ]
     assert all(set(record) == RECORD_FIELDS and record["us"] > 0 for record in result["records"])
     assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".csv", ".png"}
@@ -48,7 +47,7 @@ def test_one_command_measures_and_writes(tmp_path):
 def test_unknown_provider_is_refused(tmp_path):
     done = run_command(sys.executable, "-m", "bench.run", "--provider", "torhc", "--out", str(tmp_path))
     assert done.returncode == 2
-    assert f"expected some of {', '.join(PROVIDERS)}, got torhc" in done.stderr
+    assert f"expected some of {', '.join(ALL_PROVIDERS)}, got torhc" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -56,7 +55,9 @@ def test_unknown_provider_is_refused(tmp_path):
     [
         ((), "nvidia-h200"),
         (("--dtype", "float32", "--p-rows"), "nvidia-h200"),
-        (("--op", "both,forward,backward"), "nvidia-h200"),
+        (("--op", "both,forward,backward,dx"), "nvidia-h200"),
+        (("--peers",), "nvidia-h200"),
+        (("--grid",), "nvidia-h200"),
         (("--quick",), "partial/nvidia-h200"),
         (("--shapes", "4x4"), "partial/nvidia-h200"),
         (("--op", "both"), "partial/nvidia-h200"),

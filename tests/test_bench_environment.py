@@ -28,7 +28,7 @@ def bare_machine(tmp_path: Path):
         package.mkdir(parents=True)
         (package / "__init__.py").touch()
 
-    def run(versions: dict[str, str]) -> subprocess.CompletedProcess:
+    def run(versions: dict[str, str], extras: str = "bench cutile triton") -> subprocess.CompletedProcess:
         for name, version in versions.items():
             information = tmp_path / "packages" / f"{name.replace('-', '_')}-{version}.dist-info"
             information.mkdir()
@@ -44,7 +44,7 @@ def bare_machine(tmp_path: Path):
         command = [
             shutil.which("bash"),
             "-euc",
-            ". scripts/environment.sh; ensure_environment bench cutile triton",
+            f". scripts/environment.sh; ensure_environment {extras}",
         ]
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
 
@@ -80,6 +80,14 @@ def test_what_the_backends_lack_is_named(bare_machine, changes, missing):
 
     assert answer.returncode == 0
     assert answer.stderr == "" if missing is None else f"lacks: {missing};" in answer.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the libraries to compare with are asked for on Linux")
+def test_missing_peers_are_named_and_no_failure(bare_machine):
+    answer = bare_machine(RIGHT, "bench peers")
+
+    assert answer.returncode == 0
+    assert "lacks: quack liger_kernel tilegym;" in answer.stderr
 
 
 def test_the_environment_asks_for_the_versions_of_pyproject():

@@ -6,13 +6,18 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 from typing import Any
 
 import pytest
+import torch
 
-from bench import gate, plots, readme, report
+from bench import cell, gate, plots, readme, report
+from bench.measure import Bench
 from bench.provenance import gpu_slug
+from bench.providers import make_provider
+from tilegym_rmsnorm import is_backend_available
 
 
 def make_record(us: float | None = 100.0, **changes: Any) -> dict[str, Any]:
@@ -107,10 +112,51 @@ def test_readme_without_markers_is_left_alone(tmp_path):
 # The gate
 
 
-@pytest.mark.parametrize(("us", "failures"), [(110.0, 1), (102.0, 0), (80.0, 0)])
-def test_gate_trips_on_slowdowns_of_more_than_five_percent(us, failures):
-    verdict = gate.compare(make_result(make_record(us)), [make_result(make_record(100.0))])
-    assert (verdict.compared, len(verdict.failed)) == (1, failures)
+@pytest.mark.parametrize(("us", "failures"), [(110.0, 1), (104.0, 0), (80.0, 0)])
+def test_gate_trips_on_slowdowns_of_more_than_five_percent(us, failures, tmp_path, capsys):
+    kept = make_result(make_record(100.0), make_record(50.0, op="forward"))
+    new = make_result(make_record(us), make_record(50.0, op="forward"))
+    verdict = gate.compare(new, [kept])
+    assert (verdict.compared, len(verdict.failed)) == (2, failures)
+
+    report.write_json(kept, tmp_path / "results" / gpu_slug(kept["gpu"]) / "2026-11-20-bfloat16.json")
+    report.write_json(new, tmp_path / "new.json")
+    # What ci.yaml's benchmark job ends with.
+    assert gate.main([str(tmp_path / "new.json"), "--results", str(tmp_path / "results")]) == failures
+    slower = "gate: slower: cutile backward 4096x1024 bfloat16: 100.0 us before, 110.0 us now (+10.0%)"
+    assert (slower in capsys.readouterr().out) is bool(failures)
+
+
+def test_gate_does_not_ask_for_the_cells_of_heat_maps(tmp_path):
+    folder = tmp_path / gpu_slug("NVIDIA H100 80GB HBM3")
+    report.write_json(make_result(make_record(), is_grid=True), folder / "2026-11-21-bfloat16-grid.json")
+    assert gate.load_kept("NVIDIA H100 80GB HBM3", tmp_path) == []
+
+
+@pytest.mark.gpu
+def test_a_kernel_that_takes_a_tenth_longer_trips_the_gate(monkeypatch):
+    """A provider, and the same with a copy behind it that takes a tenth of its time, through timer and gate."""
+    device, shape = torch.device("cuda", torch.cuda.current_device()), (16384, 4096)
+    right = make_provider(
+        "cutile" if is_backend_available("cutile") else "triton", shape, torch.bfloat16, device
+    )
+
+    def backward_us(backward):
+        changed = dataclasses.replace(right, backward=backward)
+        monkeypatch.setattr(cell, "make_providers", lambda *_: [changed])
+        bench = Bench((right.name,), ("backward",), device)
+        return bench.measure(shape, torch.bfloat16, lambda step: None)
+
+    (before,), rate = backward_us(right.backward), Bench((), (), device).copy_bytes_per_second
+    extra = torch.ones(int(0.1 * before["us"] * 1e-6 * rate / 2), dtype=torch.uint8, device=device)
+    target = torch.empty_like(extra)
+
+    def slower(*arguments):
+        target.copy_(extra)
+        return right.backward(*arguments)
+
+    assert gate.compare(make_result(*backward_us(slower)), [make_result(before)]).failed
+    assert not gate.compare(make_result(*backward_us(right.backward)), [make_result(before)]).failed
 
 
 def test_gate_takes_the_newest_kept_figure():

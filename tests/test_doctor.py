@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tilegym_rmsnorm import __main__, doctor, installation, ops, registry
-from tilegym_rmsnorm.backends.cutile import toolchain
+from tilegym_rmsnorm.backends.cutile import tables, toolchain
+from tilegym_rmsnorm.backends.cutile.config import Config
 from tilegym_rmsnorm.installation import Gpu
 from tilegym_rmsnorm.registry import Unusable
 
@@ -253,3 +254,29 @@ def test_no_command_is_a_usage_error():
 
     assert answer.returncode == 2
     assert "usage: python -m tilegym_rmsnorm" in answer.stderr and "Traceback" not in answer.stderr
+
+
+def test_says_which_tables_serve_the_gpu(fake, capsys, monkeypatch, tmp_path):
+    fake([H100])
+    found = toolchain.Tileiras("tileiras", "PATH", (13, 4, 92), inherits_cuda_home=True)
+    monkeypatch.setattr(toolchain, "find_tileiras", lambda: found)
+    monkeypatch.setattr(toolchain, "package_version", lambda name: "1.7.0")
+    monkeypatch.setattr(tables, "SHIPPED_FOLDER", tmp_path / "shipped")
+    monkeypatch.setenv(tables.CACHE_VARIABLE, str(tmp_path / "user"))
+    tables.table_in.cache_clear()
+    assert "tuned configs    the rules of config.py" in run_doctor(capsys)[1]
+
+    target = tables.Target(H100.name, 90, "1.7.0", "13.4.92")
+    entries = {
+        tables.Bucket("backward", n, "bfloat16", "large"): tables.Entry(Config("rows", n, 8, 1, 4), ())
+        for n in (4096, 8192)
+    }
+    shipped = tables.update(tmp_path / "shipped", target, entries)
+    assert f"tuned configs    2 in {shipped}, then the rules of config.py" in run_doctor(capsys)[1]
+    user = tables.update(tmp_path / "user", target, dict(list(entries.items())[:1]))
+    expected = f"1 in {user}, then 2 in {shipped}, then the rules of config.py"
+    assert f"tuned configs    {expected}\n" in run_doctor(capsys)[1]
+    monkeypatch.setenv(tables.CACHE_VARIABLE, "off")
+    expected = f"2 in {shipped}, then the rules of config.py; the user's cache is off"
+    assert f"tuned configs    {expected}" in run_doctor(capsys)[1]
+    tables.table_in.cache_clear()

@@ -198,9 +198,15 @@ def test_autocast_does_as_aten(backend, dtype):
     """ATen's rule changed in torch 2.12; ours is the installed torch's."""
     inputs = make_inputs(33, 256, dtype, FP32)
     x, weight = inputs.x.clone().requires_grad_(), inputs.weight.clone().requires_grad_()
+    rms_norm(x, (256,), weight, 1e-3, backend=backend)  # a call that is known afterwards
     with torch.autocast("cuda", BF16):
+        known = rms_norm(x, (256,), weight, 1e-3, backend=backend)
         y, out = rms_norm(x, (256,), weight, 1e-3, residual=torch.zeros_like(x), backend=backend)
-        assert y.dtype == F.rms_norm(x, (256,), weight, 1e-3).dtype and out.dtype == dtype
+        assert (
+            torch.equal(known, y)
+            and y.dtype == F.rms_norm(x, (256,), weight, 1e-3).dtype
+            and out.dtype == dtype
+        )
     expected = rms_norm(x.to(y.dtype), (256,), weight, 1e-3, backend=backend)
     assert torch.equal(y, expected)
     got = torch.autograd.grad(y, (x, weight), inputs.dy.to(y.dtype))

@@ -19,6 +19,7 @@ from tilegym_rmsnorm.backends.cutile.config import (
     partial_rows,
     size_class,
 )
+from tilegym_rmsnorm.backends.cutile.tables import SHIPPED_FOLDER, chosen_config, tables_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_empty")]
 
@@ -107,7 +108,7 @@ def alignment(extent: int) -> str:
 @pytest.mark.parametrize("weight_dtype", [BF16, FP32])
 @pytest.mark.parametrize("n", [64, 1024, 3104, 5120, 40000, 65536])
 def test_batch_sizes_eps_and_offsets_compile_nothing_new(n, weight_dtype, compilations, monkeypatch):
-    """One compilation of each kernel for each class of M and P, whatever their values, eps and offset."""
+    """One compilation of each kernel for each class of M x N, M and P, whatever their values, eps and offset."""
     from tilegym_rmsnorm.backends.cutile import launch, machine
 
     # Kernels that no other test has compiled.
@@ -117,7 +118,7 @@ def test_batch_sizes_eps_and_offsets_compile_nothing_new(n, weight_dtype, compil
 
     def train(m: int, eps: float, offset: float) -> tuple[str, str, str]:
         size = size_class(m, n)
-        config = backward_config(n, 2, ARCHITECTURE, size)
+        config = chosen_config("backward", machine.machine_of(DEVICE), n, BF16, size)
         x = torch.randn(m, n, device=DEVICE, dtype=BF16, requires_grad=True)
         weight = torch.ones(n, device=DEVICE, dtype=weight_dtype, requires_grad=True)
         rms_norm(x, (n,), weight, eps, offset=offset, backend="cutile").sum().backward()
@@ -127,7 +128,9 @@ def test_batch_sizes_eps_and_offsets_compile_nothing_new(n, weight_dtype, compil
     counts = Counter(compilations)
     assert len(counts) >= 3, f"expected a forward, a backward and a sum, got {counts}"
     for name, count in counts.items():
-        own = {"f": {m for _, m, _ in classes}, "s": {p for *_, p in classes}}.get(name[0], classes)
+        own = {"f": {(size, m) for size, m, _ in classes}, "s": {p for *_, p in classes}}.get(
+            name[0], classes
+        )
         assert count <= len(own), f"{name}: {count} compilations for {own}"
 
     compilations.clear()
@@ -136,6 +139,30 @@ def test_batch_sizes_eps_and_offsets_compile_nothing_new(n, weight_dtype, compil
             seen = train(m, eps, offset) in classes
             assert not (seen and compilations), f"M = {m}: {compilations}"
             compilations.clear()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_every_config_of_the_shipped_tables(op, dtype):
+    """As tuning checks its winners: 200 runs each, on fresh data and NaN, against float64 and the bits of the first."""
+    from tilegym_rmsnorm.backends.cutile import machine, search
+
+    found = machine.machine_of(DEVICE)
+    tables = tables_of(found.model, found.architecture)
+    [table] = [table for path, table in tables.items() if path.parent == SHIPPED_FOLDER] or [{}]
+    entries = {bucket: entry for bucket, entry in table.items() if (bucket.op, bucket.dtype) == (op, dtype)}
+    if not entries:
+        pytest.skip(f"no table ships for {found.model} and this toolkit")
+    finder = search.Search(found, DEVICE, print)
+    wrong = {bucket: finder.why_wrong(bucket, entry.config) for bucket, entry in entries.items()}
+    assert not any(wrong.values()), wrong
+
+
+def test_memory_from_the_machine_is_poisoned():
+    """It does not come from torch.empty, whose poisoning would leave these tests blind."""
+    from tilegym_rmsnorm.backends.cutile.machine import machine_of
+
+    assert machine_of(DEVICE).empty((3, 5), BF16).isnan().all()
 
 
 def test_host_threads_may_share_kernels():

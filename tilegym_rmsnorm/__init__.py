@@ -26,6 +26,7 @@ from tilegym_rmsnorm.registry import (
     set_backend,
     use_backend,
 )
+from tilegym_rmsnorm.warming import warmup
 
 try:
     __version__ = version("tilegym_rmsnorm")
@@ -47,4 +48,5 @@ __all__ = [
     "rms_norm_forward",
     "set_backend",
     "use_backend",
+    "warmup",
 ]

@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Command line: `python -m tilegym_rmsnorm doctor`."""
+"""Command line: `python -m tilegym_rmsnorm doctor` and `tune`."""
 
 import argparse
 import sys
 
-from tilegym_rmsnorm import doctor
+from tilegym_rmsnorm import doctor, tune
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -16,6 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor.add_command(commands)
+    tune.add_command(commands)
     parsed = parser.parse_args(arguments)
     return parsed.run(parsed)
 

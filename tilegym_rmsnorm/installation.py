@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from tilegym_rmsnorm import registry
-from tilegym_rmsnorm.backends.cutile import toolchain
+from tilegym_rmsnorm.backends import cutile
+from tilegym_rmsnorm.backends.cutile import tables, toolchain
 
 
 class Gpu(NamedTuple):
@@ -122,6 +123,18 @@ def _cache() -> str:
     return str(folder) if os.access(existing, os.W_OK) else f"{folder}, not writable"
 
 
+def _tuned() -> str:
+    gpus = [gpu for gpu in dict.fromkeys(visible_gpus()) if gpu.architecture in cutile.ARCHITECTURES]
+    if not gpus:
+        return "none: no GPU that the cuTile kernels support"
+    lines = [tables.describe(gpu.name, int(gpu.architecture.removeprefix("sm_"))) for gpu in gpus]
+    return (
+        lines[0]
+        if len(gpus) == 1
+        else "; ".join(f"{g.name}: {line}" for g, line in zip(gpus, lines, strict=True))
+    )
+
+
 _QUESTIONS: dict[str, Callable[[], str]] = {
     "python": lambda: f"{platform.python_version()} on {platform.system()} {platform.machine()}",
     "GPU": _gpu,
@@ -132,5 +145,6 @@ _QUESTIONS: dict[str, Callable[[], str]] = {
     "tileiras": _tileiras,
     "CUDA_HOME": _cuda_home,
     "kernel cache": _cache,
+    "tuned configs": _tuned,
     "default backend": registry.get_current_backend,
 }

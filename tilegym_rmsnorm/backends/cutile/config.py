@@ -28,6 +28,9 @@ FEW_ROWS = 1024
 SMALL = 4 * 2**20  # elements of x: 8 MB in bfloat16
 SIZES = ("few", "small", "large")
 LARGEST_GRID = 2**24 - 1  # blocks in one dimension of a launch, cuda-tile's limit
+# Elements of x, 8 MB in bfloat16, up to which launches and half-filled SMs count as much as bytes do. A config may
+# differ on the two sides of it, and on nothing else that depends on M: batch sizes share compiled kernels.
+SMALL = 4 * 2**20
 
 
 @dataclass(frozen=True)

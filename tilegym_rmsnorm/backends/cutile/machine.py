@@ -17,15 +17,20 @@ from tilegym_rmsnorm.backends.cutile.config import Config, uses_dependent_launch
 
 Launch = Callable[[tuple[int, ...], tuple[Any, ...]], None]  # (grid, arguments)
 
+# What torch.compile's own code allocates with, since torch.empty takes 2 us more. On the current device only.
+_empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
 
 class Machine(Protocol):
     """What launch.py and config.py ask of a device.
 
+    model: the GPU's name, by which tables of tuned configs are found; None where none apply.
     dependent_launch: kernels are launched while the one before is still running, and wait for it themselves.
     no_weight, no_dw_partial: arguments for arrays that a kernel is compiled not to touch, since an argument cannot be
     None.
     """
 
+    model: str | None
     architecture: int
     sm_count: int
     dependent_launch: bool
@@ -44,18 +49,21 @@ class GpuMachine:
         properties = torch.cuda.get_device_properties(device)
         self.device = device
         self.index = torch.cuda.current_device() if device.index is None else device.index
+        self.model = properties.name
         self.architecture = properties.major * 10 + properties.minor
         self.sm_count = properties.multi_processor_count
         self.dependent_launch = uses_dependent_launch(self.architecture)
         self.no_weight, self.no_dw_partial = torch.empty(2, 64, device=device).unbind()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        if _empty_strided_cuda is None or torch._C._cuda_getDevice() != self.index:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        return _empty_strided_cuda(shape, (shape[1], 1) if len(shape) == 2 else (1,), dtype)
 
     def bind(self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]) -> Launch:
         index, kernel = self.index, compiled(function, config.warps, config.occupancy)
         # The raw handle: torch.cuda.current_stream builds an object for 4 us.
-        current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch.cuda.current_device
+        current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
 
         dependent = self.dependent_launch
 
@@ -78,6 +86,7 @@ class GpuMachine:
 class InterpretedMachine:
     """CPU tensors. Few SMs, so that small inputs already give every block several rows; every array is tracked."""
 
+    model = None
     architecture = 90
     sm_count = 3
     dependent_launch = True

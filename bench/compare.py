@@ -1,0 +1,283 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The "cutile" backend against the best of all peers, cell by cell, and against the project's targets.
+
+A peer is every provider that is none of this package's backends. Ratios are of device times: above 1, cutile is faster.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any, NamedTuple
+
+from tabulate import tabulate
+
+from bench.providers import OWN
+from bench.shapes import OPS
+
+Result = dict[str, Any]
+Record = dict[str, Any]
+OURS = "cutile"
+
+LARGE_BYTES = 200e6  # calls that move at least this much should run at a share of the copy ceiling
+NO_DW_BYTES = 100e6
+SMALL_ELEMENTS = 4 << 20
+WIDEST_LARGE_BACKWARD = 16384  # columns
+PARTIAL_ROWS_PER_SM = 8
+BACKWARD_MEAN = 1.25
+SHARE = {"backward": 0.94, "forward": 0.96}
+SMALL_TIME = 0.7
+DW_COST = 0.03
+
+
+class Comparison(NamedTuple):
+    """One cell: the two records, and how many times as long the peer takes."""
+
+    ours: Record
+    peer: Record
+    ratio: float
+
+    @property
+    def shape(self) -> str:
+        return f"{self.ours['rows']} x {self.ours['cols']}"
+
+    @property
+    def spread(self) -> float:
+        """Half of the ranges from the 10th to the 90th percentile of both, relative to their medians, added up."""
+        return sum((each["us_p90"] - each["us_p10"]) / each["us"] / 2 for each in (self.ours, self.peer))
+
+
+class Target(NamedTuple):
+    """What is aimed at, in how many cells, and in which it is missed; one line about the figures."""
+
+    text: str
+    cells: int
+    missed: list[str]
+    figures: str = ""
+
+    @property
+    def is_met(self) -> bool | None:
+        """None where the result has no such cell."""
+        return None if self.cells == 0 else not self.missed
+
+
+def compare(result: Result, op: str) -> list[Comparison]:
+    """Every cell of the op where cutile and at least one peer have figures."""
+    cells: dict[tuple[int, int], list[Record]] = {}
+    for record in result["records"]:
+        if record["op"] == op and record["us"] is not None:
+            cells.setdefault((record["rows"], record["cols"]), []).append(record)
+    comparisons = []
+    for records in cells.values():
+        ours = next((each for each in records if each["provider"] == OURS), None)
+        peer = min((each for each in records if each["provider"] not in OWN), key=_us, default=None)
+        if ours is not None and peer is not None:
+            comparisons.append(Comparison(ours, peer, peer["us"] / ours["us"]))
+    return comparisons
+
+
+def mean_ratio(comparisons: list[Comparison]) -> float | None:
+    """The geometric mean over the cells."""
+    return statistics.geometric_mean(each.ratio for each in comparisons) if comparisons else None
+
+
+def peers_of(result: Result) -> list[str]:
+    """The peers that the result has records of, measured or not."""
+    names = dict.fromkeys(record["provider"] for record in result["records"])
+    return [name for name in names if name not in OWN]
+
+
+def table(result: Result, op: str, style: str = "simple") -> str:
+    """A line for each cell: cutile's GB/s, the best peer and its own, the ratio, cutile's share of the copy ceiling."""
+    rows = []
+    for each in compare(result, op):
+        share = each.ours["copy_fraction"]
+        rows.append(
+            [
+                each.shape,
+                _rate(each.ours),
+                _rate(each.peer),
+                _name(each.peer),
+                f"{each.ratio:.2f}",
+                "" if share is None else f"{share:.0%}",
+            ]
+        )
+    headers = ["rows x cols", "cutile GB/s", "best peer GB/s", "best peer", "ratio", "cutile / copy"]
+    align = ("left", "right", "right", "left", "right", "right")
+    return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True) if rows else ""
+
+
+def summary(result: Result) -> str:
+    """Tables, means, workspace and targets, as text; empty where there is nothing to compare, or no GPU was."""
+    if result["gpu"] is None:
+        return ""
+    parts = []
+    for op in OPS:
+        if comparisons := compare(result, op):
+            mean = mean_ratio(comparisons)
+            parts.append(
+                f"{op}: cutile against the best of {', '.join(peers_of(result))}\n\n{table(result, op)}\n\n"
+                f"geometric mean of {len(comparisons)} ratios: {mean:.3f}"
+            )
+    if text := workspace_table(result):
+        parts.append(f"backward of cutile: P partial rows of float32, and what dw adds to the time\n\n{text}")
+    if parts:
+        parts.append("\n".join(target_lines(result)))
+    return "\n\n".join(parts)
+
+
+def targets(result: Result) -> list[Target]:
+    """The targets that this result's dtype has, each over the result's own cells."""
+    dtype = result["records"][0]["dtype"] if result["records"] else ""
+    backward, forward = compare(result, "backward"), compare(result, "forward")
+    found = [
+        _at_least("backward: at least 1.00x the best peer in every cell", backward, 1.0),
+        _at_least("forward: at least 1.00x the best peer in every cell, within the spread", forward),
+        _large("backward", result, WIDEST_LARGE_BACKWARD),
+        _large("forward", result, None),
+        _small(backward),
+        _workspace(result),
+        _dw_cost(result),
+    ]
+    if dtype != "float32":
+        mean = mean_ratio(backward)
+        text = f"backward: geometric mean over cells at least {BACKWARD_MEAN}"
+        missed = [] if mean is None or mean >= BACKWARD_MEAN else ["the mean"]
+        found.insert(1, Target(text, len(backward), missed, "" if mean is None else f"{mean:.3f}"))
+    return found
+
+
+def target_lines(result: Result) -> list[str]:
+    """'met' or 'NOT MET', the target and the cells that miss it; targets without cells are left out."""
+    lines = []
+    for target in targets(result):
+        if target.is_met is None:
+            continue
+        line = f"{'met    ' if target.is_met else 'NOT MET'} {target.text} ({target.cells} cells)"
+        line += f": {target.figures}" if target.figures else ""
+        lines.append(line + (f"; missed by {', '.join(target.missed)}" if target.missed else ""))
+    return lines
+
+
+def workspace_table(result: Result, style: str = "simple") -> str:
+    """cutile's backward in each cell: its workspace in bytes, as rows of float32, those per SM, and what dw costs."""
+    costs = {(record["rows"], record["cols"]): cost for record, cost in dw_costs(result)}
+    rows = []
+    for record in _of(result, "backward"):
+        if record["workspace_bytes"] is not None:
+            count = partial_rows(record)
+            per_sm = f"{count / result['sms']:.2f}" if result.get("sms") else ""
+            cost = costs.get((record["rows"], record["cols"]))
+            shape = f"{record['rows']} x {record['cols']}"
+            rows.append([shape, record["workspace_bytes"], f"{count:.0f}", per_sm, _percent(cost)])
+    headers = ["rows x cols", "workspace bytes", "P", "P per SM", "dw costs"]
+    align = ("left", *["right"] * 4)
+    return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True) if rows else ""
+
+
+def partial_rows(record: Record) -> float:
+    """A record's workspace in rows of float32: P, if it holds nothing else."""
+    return record["workspace_bytes"] / (4 * record["cols"])
+
+
+def dw_costs(result: Result) -> list[tuple[Record, float]]:
+    """cutile's backward at calls of NO_DW_BYTES or more, and the share by which it takes longer than without dw."""
+    alone = {(record["rows"], record["cols"]): record["us"] for record in _of(result, "dx")}
+    costs = []
+    for record in _of(result, "backward"):
+        us = alone.get((record["rows"], record["cols"]))
+        if us is not None and _moved(record) >= NO_DW_BYTES:
+            costs.append((record, record["us"] / us - 1))
+    return costs
+
+
+def _at_least(text: str, comparisons: list[Comparison], least: float | None = None) -> Target:
+    """`least` None: 1 less the cell's own spread."""
+    missed = [
+        f"{each.shape} ({each.ratio:.3f}x {_name(each.peer)})"
+        for each in comparisons
+        if each.ratio < (1 - each.spread if least is None else least)
+    ]
+    worst = min((each.ratio for each in comparisons), default=None)
+    return Target(text, len(comparisons), missed, "" if worst is None else f"the lowest is {worst:.3f}")
+
+
+def _large(op: str, result: Result, widest: int | None) -> Target:
+    records = [
+        each
+        for each in _of(result, op)
+        if each["copy_fraction"] is not None
+        and _moved(each) >= LARGE_BYTES
+        and (widest is None or each["cols"] <= widest)
+    ]
+    text = f"{op}: at least {SHARE[op]:.0%} of the copy ceiling where {LARGE_BYTES / 1e6:.0f} MB or more move"
+    text += "" if widest is None else f", up to {widest} columns"
+    missed = [
+        f"{each['rows']} x {each['cols']} ({each['copy_fraction']:.1%})"
+        for each in records
+        if each["copy_fraction"] < SHARE[op]
+    ]
+    return Target(text, len(records), missed)
+
+
+def _small(backward: list[Comparison]) -> Target:
+    small = [each for each in backward if each.ours["rows"] * each.ours["cols"] <= SMALL_ELEMENTS]
+    missed = [
+        f"{each.shape} ({1 / each.ratio:.2f}x {_name(each.peer)})"
+        for each in small
+        if 1 / each.ratio > SMALL_TIME
+    ]
+    text = f"backward of up to {SMALL_ELEMENTS} elements: at most {SMALL_TIME} of the best peer's time"
+    return Target(text, len(small), missed)
+
+
+def _workspace(result: Result) -> Target:
+    records = [each for each in _of(result, "backward") if each["workspace_bytes"] is not None]
+    most = PARTIAL_ROWS_PER_SM * (result.get("sms") or 0)
+    text = f"backward's workspace: at most P x N x 4 bytes, P at most {PARTIAL_ROWS_PER_SM} per SM"
+    missed = [f"{each['rows']} x {each['cols']}" for each in records if partial_rows(each) > most]
+    return Target(text, len(records) if most else 0, missed)
+
+
+def _dw_cost(result: Result) -> Target:
+    costs = dw_costs(result)
+    missed = [
+        f"{record['rows']} x {record['cols']} ({cost:+.1%})" for record, cost in costs if cost > DW_COST
+    ]
+    text = (
+        f"deterministic dw costs at most {DW_COST:.0%} of the backward at {NO_DW_BYTES / 1e6:.0f} MB and more"
+    )
+    return Target(text, len(costs), missed)
+
+
+def _of(result: Result, op: str) -> list[Record]:
+    """cutile's records of the op that have figures."""
+    return [
+        each
+        for each in result["records"]
+        if each["op"] == op and each["provider"] == OURS and each["us"] is not None
+    ]
+
+
+def _moved(record: Record) -> float:
+    """The compulsory bytes of a record's call."""
+    return record["gb_per_s"] * 1e3 * record["us"]
+
+
+def _us(record: Record) -> float:
+    return record["us"]
+
+
+def _name(record: Record) -> str:
+    settings = record.get("settings")
+    return f"{record['provider']} ({settings})" if settings else record["provider"]
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:+.1%}"
+
+
+def _rate(record: Record) -> str:
+    rate = record["gb_per_s"]
+    return f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"

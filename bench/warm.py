@@ -1,0 +1,116 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Compiles in many processes what the benchmark will run, so that its own process finds it in the caches on disk.
+
+A process has a GPU context of its own and makes the first calls of one provider at one shape, with the arguments that
+are timed later. What fails here fails there again, and is reported there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tqdm import tqdm
+
+from bench.check import checked_ops, make_inputs, run_op
+from bench.peers import make_providers
+from bench.shapes import Shape
+
+PROCESSES = 14  # each has some GB of tensors at the largest shapes
+# Without a cache on disk (liger.cute), or with nothing to compile.
+NOT_WARMED = frozenset(("liger.cute", "F.rms_norm", "torch"))
+
+
+class Task(NamedTuple):
+    """The first calls of one provider at one shape."""
+
+    provider: str
+    shape: Shape
+    dtype: torch.dtype
+
+
+def warm(
+    providers: Sequence[str],
+    shapes: Sequence[Shape],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    processes: int | None = None,
+) -> int:
+    """Runs all tasks; how many there were."""
+    tasks = [
+        Task(name, shape, dtype)
+        for name in providers
+        if name not in NOT_WARMED
+        for dtype in dtypes
+        for shape in shapes
+    ]
+    if processes is None:
+        processes = min(PROCESSES, max(1, (os.cpu_count() or 1) - 2))
+    with tempfile.TemporaryDirectory() as folder:
+        pool = ProcessPoolExecutor(
+            min(processes, max(1, len(tasks))),
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_take_turns_in_tuning,
+            initargs=(Path(folder) / "lock",),
+        )
+        with pool, tqdm(total=len(tasks), unit="kernel", desc="compile", dynamic_ncols=True) as bar:
+            futures = [pool.submit(first_calls, task, device) for task in tasks]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+                    bar.update()
+            except BrokenProcessPool:  # a compiler that crashes, or too little memory
+                tqdm.write(
+                    "compiling ahead ended early: a process died; what is left compiles as it is measured"
+                )
+    return len(tasks)
+
+
+def first_calls(task: Task, device: torch.device) -> None:
+    """Every op of every setting once. A failure is left to the process that measures."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with contextlib.suppress(Exception):
+        (inputs,) = make_inputs(task.shape, task.dtype, device, sets=1)
+        for provider in make_providers(*task, device):
+            for op in checked_ops(provider):
+                with contextlib.suppress(Exception):
+                    run_op(provider, op, inputs)
+    if device.type == "cuda":
+        with contextlib.suppress(Exception):
+            torch.cuda.empty_cache()
+
+
+def _take_turns_in_tuning(lock: Path) -> None:
+    """Lets one process at a time measure on the GPU when Inductor chooses between kernels by their times."""
+    try:
+        from torch._inductor import config
+        from torch._inductor.runtime.benchmarking import benchmarker
+    except ImportError:
+        return
+    config.compile_threads = 1  # otherwise each process starts processes of its own
+    benchmark = benchmarker.benchmark
+
+    def benchmark_alone(*arguments: object, **options: object) -> object:
+        with _held(lock):
+            return benchmark(*arguments, **options)
+
+    benchmarker.benchmark = benchmark_alone
+
+
+@contextlib.contextmanager
+def _held(lock: Path) -> Iterator[None]:
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,100 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""How the benchmark calls other libraries, by way of the modules in fake_peers.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+from fake_peers import FAKES, BwdConfig, FwdConfig, module
+
+from bench import peers
+from bench.check import errors_of, make_inputs, run_all
+from bench.provenance import PEERS, ROOT
+from tilegym_rmsnorm.accuracy import why_wrong
+
+CPU = torch.device("cpu")
+
+
+def install(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
+    for name, made in FAKES[library]().items():
+        monkeypatch.setitem(sys.modules, name, made)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("library", peers.LIBRARIES)
+def test_every_setting_of_a_library_is_called_right(library, dtype, monkeypatch):
+    install(monkeypatch, library)
+    shape = (5, 64)
+    inputs = make_inputs(shape, dtype, CPU, sets=1)[0]
+    providers = peers.make_providers(library, shape, dtype, CPU)
+    labels = [provider.label for provider in providers]
+    assert len(set(labels)) == len(labels) and {provider.name for provider in providers} == {library}
+    assert providers[0].ops == ("forward", "backward", "both")
+    for provider in providers:
+        outputs = run_all(provider, inputs)
+        errors, allowed = errors_of({"it": outputs}, inputs)
+        assert outputs and why_wrong(errors["it"], allowed) is None
+
+
+def test_names_that_are_no_library_are_providers():
+    (provider,) = peers.make_providers("torch", (4, 8), torch.float32, CPU)
+    assert provider.name == "torch" and peers.why_missing("torch") is None
+
+
+@pytest.mark.parametrize("cols", [64, 4096, 8192, 65536])
+@pytest.mark.parametrize("config", [FwdConfig(), BwdConfig()])
+def test_neighbours_of_a_quack_config_differ_in_one_thing_and_fit(config, cols):
+    found = peers.quack_neighbours(config, cols)
+    assert len({each for _, each in found}) == len(found)
+    for text, each in found:
+        before, after = dataclasses.asdict(config), dataclasses.asdict(each)
+        (changed,) = [key for key in before if before[key] != after[key]]
+        assert text == f"{changed}={after[changed]}"
+        assert each.threads_per_row <= each.num_threads <= 256 and each.cluster_n <= 16
+        assert each.threads_per_row * each.cluster_n <= cols
+
+
+def test_row_mode_is_tried_where_it_changes_the_kernel(monkeypatch):
+    install(monkeypatch, "liger.triton")
+    few, many = ((rows, 64) for rows in (4096, 4096 * 8))
+    assert len(peers.make_providers("liger.triton", few, torch.bfloat16, CPU)) == 1
+    assert len(peers.make_providers("liger.triton", many, torch.bfloat16, CPU)) == 2
+
+
+def test_liger_cute_refuses_what_liger_passes_on(monkeypatch):
+    install(monkeypatch, "liger.cute")
+    with pytest.raises(ValueError, match="rows of 12, no multiple of 8"):
+        peers.make_providers("liger.cute", (4, 12), torch.bfloat16, CPU)
+
+
+def test_a_missing_library_is_named_with_the_remedy(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    assert peers.why_missing("quack") == (
+        "no module quack, cutlass, tvm_ffi. To mend it: pip install '.[peers]' in a checkout"
+    )
+
+
+def test_pytorch_says_why_it_has_no_quack(monkeypatch):
+    name = "torch._native.cutedsl_utils"
+    monkeypatch.setitem(sys.modules, name, None)
+    assert "has no overrides of F.rms_norm" in peers.why_missing("torch.quack")
+    utils = {"runtime_available": lambda: True, "runtime_version": lambda: "4.8.1"}
+    utils |= {"_CUTEDSL_REQUIRED_VERSIONS": {"4.4.2", "4.4.1"}, "_version_is_ok": lambda: False}
+    monkeypatch.setitem(sys.modules, name, module(name, **utils))
+    assert "takes nvidia-cutlass-dsl 4.4.1, 4.4.2, found 4.8.1" in peers.why_missing("torch.quack")
+    monkeypatch.setitem(sys.modules, name, module(name, **utils | {"runtime_available": lambda: False}))
+    assert "finds no nvidia-cutlass-dsl" in peers.why_missing("torch.quack")
+    monkeypatch.setitem(sys.modules, name, module(name, **utils | {"_version_is_ok": lambda: True}))
+    assert peers.why_missing("torch.quack") is None
+
+
+def test_every_peer_is_pinned_and_named_in_results():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["peers"]
+    pinned = dict(requirement.split(";")[0].strip().split("==") for requirement in extra)
+    assert {name.split("[")[0] for name in pinned} == set(PEERS)

@@ -1,0 +1,227 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Measuring in several processes: compiling ahead, providers of their own, a lost context, results joined."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+
+import pytest
+import torch
+from test_bench_records import RECORD_FIELDS
+from test_bench_results import make_record, make_result
+
+from bench import processes, report, run, warm
+from bench.measure import ContextLostError
+from bench.peers import LIBRARIES, why_missing
+from bench.processes import differences, join, measure_apart
+
+CPU = torch.device("cpu")
+
+
+# Joined results
+
+
+def test_joining_adds_providers_that_the_result_lacks():
+    result = make_result(make_record(), unavailable={"tilegym": "not installed"})
+    other = make_result(make_record(), make_record(120.0, provider="tilegym"), copy_gb_per_s=2979.0)
+    assert join(result, other) == ["tilegym"]
+    assert [record["provider"] for record in result["records"]] == ["cutile", "tilegym"]
+    assert result["unavailable"] == {}
+    assert differences(result) == [
+        "tilegym: in a process of its own, device copy 2979 GB/s (-1.0%)",
+    ]
+    assert join(result, other) == [] and len(result["processes"]) == 1
+
+
+def test_joining_adds_shapes_that_the_result_lacks():
+    result = make_result(make_record(rows=1))
+    assert join(result, make_result(make_record(50.0, rows=1), make_record(rows=2))) == ["cutile"]
+    assert [(record["rows"], record["us"]) for record in result["records"]] == [(1, 100.0), (2, 100.0)]
+
+
+def test_joining_keeps_why_something_was_not_measured():
+    result = make_result(make_record())
+    join(result, make_result(unavailable={"tilegym": "no module tilegym", "cutile": "elsewhere"}))
+    assert result["unavailable"] == {"tilegym": "no module tilegym"} and differences(result) == []
+
+
+def test_results_of_another_gpu_or_dtype_are_not_joined(tmp_path, capsys):
+    report.write_json(make_result(make_record()), tmp_path / "a.json")
+    for name, other in {
+        "gpu": make_result(make_record(provider="quack"), gpu="NVIDIA H200"),
+        "dtype": make_result(make_record(provider="quack", dtype="float16")),
+    }.items():
+        report.write_json(other, tmp_path / "b.json")
+        with pytest.raises(SystemExit, match="2"):
+            processes.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")])
+        assert f"differ in {name}: " in capsys.readouterr().err
+
+
+def test_the_command_joins_and_writes_all_files_again(tmp_path, capsys):
+    report.write_json(make_result(make_record()), tmp_path / "a.json")
+    report.write_json(make_result(make_record(130.0, provider="tilegym")), tmp_path / "b.json")
+    assert processes.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    out = capsys.readouterr().out
+    assert "added tilegym" in out and "geometric mean of 1 ratios: 1.300" in out
+    assert len(json.loads((tmp_path / "a.json").read_text())["records"]) == 2
+    assert "tilegym" in (tmp_path / "a.csv").read_text()
+    assert (tmp_path / "a-backward.png").exists()
+
+
+# Processes
+
+
+def test_another_process_measures_what_it_is_told(tmp_path):
+    result = measure_apart(("torch",), ((3, 8), (4, 8)), "float32", ("forward", "backward"), tmp_path)
+    assert [(each["op"], each["rows"]) for each in result["records"]] == [
+        (op, rows) for rows in (3, 4) for op in ("forward", "backward")
+    ]
+    assert all(set(each) == RECORD_FIELDS and each["us"] > 0 for each in result["records"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_installed_libraries_are_right_on_this_gpu(library, tmp_path):
+    if reason := why_missing(library):
+        pytest.skip(reason)
+    result = measure_apart((library,), ((256, 1024),), "bfloat16", ("forward", "backward"), tmp_path)
+    assert [(each["op"], each["error"]) for each in result["records"]] == [
+        ("forward", None),
+        ("backward", None),
+    ]
+
+
+def test_a_process_that_dies_leaves_records_that_say_so(tmp_path, monkeypatch):
+    died = processes.subprocess.CompletedProcess([], -9)
+    monkeypatch.setattr(processes.subprocess, "run", lambda *_, **__: died)
+    one = make_record(op="forward", provider="tilegym", rows=3, cols=8)
+    report.write_json(make_result(one), tmp_path / "2026-11-21-bfloat16.json")
+    result = measure_apart(("tilegym",), ((3, 8), (4, 8)), "bfloat16", ("forward",), tmp_path)
+    done, killed = result["records"]
+    assert done == one
+    assert set(killed) == RECORD_FIELDS and (killed["rows"], killed["us"]) == (4, None)
+    assert killed["error"] == "its process ended with status -9"
+    report.write_csv(result, tmp_path / "it.csv")
+
+
+def test_a_process_without_the_library_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(processes.ROOT))
+    result = measure_apart(("tilegym",), ((3, 8),), "bfloat16", ("forward",), tmp_path)
+    (record,) = result["records"]
+    assert record["error"].startswith("no module tilegym")
+
+
+def fake_bench(providers: tuple[str, ...]):
+    class Fake:
+        ops = ("backward",)
+
+    Fake.providers = providers
+    return Fake()
+
+
+def test_what_needs_its_own_process_gets_one(monkeypatch):
+    asked = []
+
+    def apart(names, shapes, dtype, ops, folder, options=()):
+        asked.append((names, shapes, dtype, tuple(ops), options))
+        return make_result(*(make_record(provider=name) for name in names), copy_gb_per_s=3000.0)
+
+    monkeypatch.setattr(run, "measure_apart", apart)
+    result = make_result(make_record())
+    run.measure_others(["tilegym"], None, fake_bench(("cutile",)), ((4, 8),), "bfloat16", result)
+    assert asked == [(("tilegym",), ((4, 8),), "bfloat16", ("backward",), ("--warm",))]
+    assert [each["provider"] for each in result["records"]] == ["cutile", "tilegym"]
+    assert result["processes"][0]["copy_gb_per_s"] == 3000.0
+
+
+def test_after_a_lost_context_the_others_go_on_in_another_process(monkeypatch):
+    asked = []
+
+    def apart(names, shapes, dtype, ops, folder, options=()):
+        asked.append((names, shapes, options))
+        return make_result(*(make_record(provider=name, rows=m) for name in names for m, _ in shapes))
+
+    monkeypatch.setattr(run, "measure_apart", apart)
+    done = [make_record(provider=name, rows=1, cols=8) for name in ("cutile", "quack")]
+    result, lost = make_result(*done), ContextLostError("quack", "illegal address")
+    shapes = ((1, 8), (2, 8), (3, 8))
+    run.measure_others([], lost, fake_bench(("cutile", "quack")), shapes, "bfloat16", result)
+    assert asked == [(("cutile",), ((2, 8), (3, 8)), ())]
+    failed = [each for each in result["records"] if each["error"]]
+    assert [(each["provider"], each["rows"]) for each in failed] == [("quack", 2), ("quack", 3)]
+    assert failed[0]["error"] == "lost the CUDA context: illegal address"
+    assert [each["rows"] for each in result["records"] if each["provider"] == "cutile"] == [1, 2, 3]
+
+
+# Who is measured
+
+
+def test_peers_are_measured_or_named_as_missing(monkeypatch):
+    monkeypatch.setattr(run, "why_missing", lambda name: "no module quack" if name == "quack" else None)
+    providers, unavailable = run.choose_providers(run.parse_arguments(["--peers"]), True)
+    assert {"tilegym", "liger.cute", "torch.compile-max-autotune", "F.rms_norm"} <= set(providers)
+    assert "quack" not in providers and unavailable["quack"] == "no module quack"
+    assert "tilegym" not in run.choose_providers(run.parse_arguments([]), True)[0]
+
+
+def test_a_named_peer_that_is_missing_is_left_out_with_the_reason(monkeypatch):
+    monkeypatch.setattr(run, "why_missing", lambda name: "no module quack" if name == "quack" else None)
+    chosen = run.choose_providers(run.parse_arguments(["--provider", "cutile,quack"]), True)
+    assert chosen == (("cutile",), {"quack": "no module quack"})
+
+
+def test_a_grid_has_few_providers(monkeypatch):
+    monkeypatch.setattr(run, "why_missing", lambda name: None)
+    providers, _ = run.choose_providers(run.parse_arguments(["--grid"]), True)
+    assert "quack" in providers and len(providers) <= 5
+
+
+# Compiling ahead
+
+
+def test_compiling_ahead_makes_the_first_calls_of_everything(monkeypatch):
+    done = []
+
+    class Now:
+        """A pool of this one process."""
+
+        def __init__(self, processes, mp_context, initializer, initargs):
+            assert processes == 2
+
+        __enter__, __exit__ = (lambda self: self), (lambda *_: None)
+
+        def submit(self, function, *arguments):
+            future = Future()
+            future.set_result(function(*arguments))
+            return future
+
+    monkeypatch.setattr(warm, "ProcessPoolExecutor", Now)
+    monkeypatch.setattr(warm, "NOT_WARMED", frozenset(("liger.cute",)))
+    monkeypatch.setattr(
+        warm, "run_op", lambda provider, op, inputs: done.append((provider.name, op, *inputs.x.shape))
+    )
+    providers, shapes = ("torch", "no such provider", "liger.cute"), ((4, 8), (2, 8))
+    assert warm.warm(providers, shapes, [torch.float32], CPU, processes=2) == 4
+    ops = ("forward", "backward", "both")
+    assert done == [("torch", op, *shape) for shape in shapes for op in ops]
+
+
+def test_compiling_ahead_fills_the_caches_from_other_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert warm.warm(("torch.compile",), ((4, 8),), [torch.float32], CPU, processes=1) == 1
+    assert list(tmp_path.rglob("*.py"))
+
+
+def test_inductor_measures_in_one_process_at_a_time(tmp_path, monkeypatch):
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    events = []
+    monkeypatch.setattr(benchmarker, "benchmark", lambda *_, **__: events.append("measured"))
+    monkeypatch.setattr(warm.fcntl, "flock", lambda file, mode: events.append("locked"))
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 4)
+    warm._take_turns_in_tuning(tmp_path / "lock")
+    benchmarker.benchmark(print, (), {})
+    assert events == ["locked", "measured"]

@@ -1,0 +1,252 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The search behind `python -m tilegym_rmsnorm tune`: what it chooses, what it refuses, and compiling ahead."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from table_cases import TARGET
+
+from tilegym_rmsnorm.backends.cutile import tables, toolchain
+from tilegym_rmsnorm.backends.cutile.config import SMALL, Config
+from tilegym_rmsnorm.backends.cutile.tables import Bucket
+
+pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+from cuda.tile.compilation import KernelSignature  # noqa: E402
+
+from tilegym_rmsnorm.backends.cutile import compiling, launch, search  # noqa: E402
+
+CONFIGS = [Config("rows", 4096, 8, 1, latency) for latency in range(1, 11)]
+
+
+# The choice, with a timer that says what it is told
+
+
+def choose(microseconds: dict[Config, tuple[float, ...]], wrong=(), told=None):
+    """What `search.choose` takes of configs with these true times; the short first round sees them distorted."""
+    asked = []
+
+    def measure(configs, seconds):
+        asked.append(configs)
+        noise = 1.0 if seconds else 1.04
+        return {
+            config: tuple(us * (noise if i % 2 else 1) for us in microseconds[config])
+            for i, config in enumerate(configs)
+            if config in microseconds
+        }
+
+    def why_wrong(config):
+        return "dw has an error" if config in wrong else None
+
+    result = search.choose(CONFIGS, measure, why_wrong, (told if told is not None else []).append)
+    assert asked[0] == CONFIGS, "every candidate is timed"
+    return result
+
+
+@given(st.permutations(range(10)), st.sets(st.integers(0, 9), max_size=9))
+def test_the_fastest_that_is_right_wins(order, wrong):
+    microseconds = {config: (10 * 1.1**place, 7.0) for config, place in zip(CONFIGS, order, strict=True)}
+    told = []
+    config, times = choose(microseconds, {CONFIGS[i] for i in wrong}, told)
+    assert order[CONFIGS.index(config)] == min(place for i, place in enumerate(order) if i not in wrong)
+    assert times[config] and len(told) <= len(wrong)
+    assert all("rejected Config(" in line and "dw has an error" in line for line in told)
+
+
+def test_the_rules_stay_unless_they_lose_by_more_than_the_spread():
+    times = dict.fromkeys(CONFIGS, (10.0, 10.0)) | {CONFIGS[7]: (9.95, 9.95)}
+    assert choose(times)[0] == CONFIGS[0]
+    assert choose(times | {CONFIGS[7]: (9.5, 10.0)})[0] == CONFIGS[7]
+    assert choose(times | {CONFIGS[7]: (9.0, 11.2)})[0] == CONFIGS[0], "worse in the mean over all M"
+
+
+def test_a_config_that_does_not_run_is_no_candidate():
+    times = {config: (10.0,) for config in CONFIGS[3:]} | {CONFIGS[5]: (5.0,)}
+    assert choose(times)[0] == CONFIGS[5]
+    with pytest.raises(search.NothingRightError, match="none of 10"):
+        choose({})
+    with pytest.raises(search.NothingRightError, match="none of 10"):
+        choose(times, wrong=CONFIGS)
+
+
+@given(n=st.integers(1, 200_000), size=st.sampled_from(tables.SIZES))
+def test_rows_at_which_a_bucket_is_timed_are_of_its_size(n, size):
+    for m in search.rows_of(Bucket("forward", n, "bfloat16", size)):
+        assert m >= 1 and (m <= 16 or m % 16 == 0)
+        assert (m * n <= SMALL) is (size == "small") or m == 1
+
+
+# The search itself, on the interpreter
+
+
+FORWARD = Bucket("forward", 64, "bfloat16", "large")
+BACKWARD = Bucket("backward", 64, "float32", "small")
+TILES = [Config("tiles", 64, 4, 1, latency, rows=8) for latency in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("bucket", [FORWARD, BACKWARD])
+def test_search_times_checks_and_describes(finder, bucket):
+    entry = finder.tune(bucket, TILES)
+    assert entry.config in TILES and not finder.lines
+    assert [timing.m for timing in entry.timings] == list(search.rows_of(bucket))
+    assert all(timing.us > 0 and timing.us_rules > 0 for timing in entry.timings)
+    tables.parse(tables.render(TARGET, {bucket: entry}), TARGET)
+
+
+def drop_a_row(results):
+    """What a race between blocks leaves: one row too few in dw, or one element too few of y."""
+    first, second = results
+    if second.ndim and second.shape[0] == 64:
+        second -= second.abs().max() / 50
+    else:
+        first[3, 5] = 0
+    return first, second
+
+
+def unwritten(results):
+    results[0][0, 0] = math.nan
+    return results
+
+
+def other_bits():
+    """Right in every run, but every fourth rounds one element otherwise."""
+    calls = itertools.count(1)
+
+    def spoil(results):
+        if next(calls) % 4 == 0:
+            first = results[0]
+            first[0, 0] = torch.nextafter(first[0, 0], torch.tensor(math.inf, dtype=first.dtype))
+        return results
+
+    return spoil
+
+
+@pytest.mark.parametrize("bucket", [FORWARD, BACKWARD])
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [(drop_a_row, "relative error"), (unwritten, "relative error of nan"), (other_bits(), "other bits")],
+)
+def test_a_fast_config_that_is_wrong_is_rejected(finder, monkeypatch, bucket, spoil, reason):
+    name = bucket.op.title()
+    right = getattr(launch, name)
+    wrong = TILES[2]
+
+    class Spoiled(right):
+        def __call__(self, *arguments):
+            results = super().__call__(*arguments)
+            return spoil(results) if self.config == wrong else results
+
+    monkeypatch.setattr(launch, name, Spoiled)
+    real = finder.times_at
+
+    def times_at(m, bucket, configs, seconds):
+        return real(m, bucket, configs, seconds) | {wrong: 1e-3}
+
+    monkeypatch.setattr(finder, "times_at", times_at)
+    entry = finder.tune(bucket, TILES)
+    assert entry.config in TILES[:2]
+    [line] = finder.lines
+    assert line.startswith(f"rejected {wrong}") and reason in line
+
+
+@pytest.mark.parametrize("is_odd", [False, True])
+def test_every_m_and_an_odd_one_are_checked(finder, monkeypatch, is_odd):
+    """A kernel is compiled apart for multiples of 16; each may be the wrong one."""
+    smallest = min(search.rows_of(BACKWARD)) if not is_odd else max(search.rows_of(BACKWARD)) - 3
+
+    class WrongThere(launch.Backward):
+        def __call__(self, x, *rest):
+            dx, dw = super().__call__(x, *rest)
+            if x.shape[0] == smallest:
+                dw *= 1.01
+            return dx, dw
+
+    assert finder.why_wrong(BACKWARD, TILES[0]) is None
+    monkeypatch.setattr(launch, "Backward", WrongThere)
+    assert finder.why_wrong(BACKWARD, TILES[0]).startswith(f"{smallest} x 64: dw has a relative error")
+
+
+def test_what_a_kernel_fails_to_write_is_seen(finder, monkeypatch):
+    class Lazy(launch.Forward):
+        def __call__(self, x, weight, eps, offset):
+            y, rstd = super().__call__(x, weight, eps, offset)
+            if self.config == TILES[0]:
+                fresh = self.machine.empty(y.shape, y.dtype)
+                fresh[:-1] = y[:-1]
+                return fresh, rstd
+            return y, rstd
+
+    monkeypatch.setattr(launch, "Forward", Lazy)
+    assert "relative error of nan" in finder.why_wrong(FORWARD, TILES[0])
+    assert finder.why_wrong(FORWARD, TILES[1]) is None
+
+
+def test_a_config_whose_launch_raises_is_left_out(finder, monkeypatch):
+    class Failing(launch.Forward):
+        def __init__(self, machine, config, *rest):
+            if config == TILES[1]:
+                raise RuntimeError("no room in shared memory")
+            super().__init__(machine, config, *rest)
+
+    monkeypatch.setattr(launch, "Forward", Failing)
+    assert finder.tune(FORWARD, TILES).config != TILES[1]
+    assert "does not run" in finder.lines[0] and "no room in shared memory" in finder.lines[0]
+
+
+# Compiling ahead
+
+
+@pytest.fixture
+def kernels_stored(monkeypatch, tmp_path):
+    """How many kernels cuda-tile has put into its disk cache."""
+    from compiling import _constraint
+    from cuda.tile._cext import default_tile_context
+    from cutile_cache._cache import cache_entries
+
+    if toolchain.find_tileiras() is None:
+        pytest.skip("tileiras is not installed")
+    monkeypatch.setattr(default_tile_context.config, "cache_dir", str(tmp_path))
+    if not torch.cuda.is_available():  # from_kernel_args needs a driver; it gives the same, see test_compile
+
+        def from_kernel_args(kernel, arguments, convention):
+            constants = len(arguments) - next(
+                i for i, each in enumerate(arguments) if type(each) in (int, bool)
+            )
+            arrays, rest = arguments[:-constants], arguments[-constants:]
+            return KernelSignature([*map(_constraint, arrays), *rest], convention)
+
+        monkeypatch.setattr(KernelSignature, "from_kernel_args", from_kernel_args)
+    return lambda: len(list(cache_entries(str(tmp_path))))
+
+
+def test_a_job_leaves_its_kernels_in_the_disk_cache(kernels_stored):
+    job = compiling.Job("backward", 64, 4096, torch.bfloat16, torch.bfloat16, TILES[0])
+    assert compiling.compile_job(job, 90, 132) is None
+    assert kernels_stored() == 2
+    assert compiling.compile_job(job, 90, 132) is None
+    assert kernels_stored() == 2
+    forward = job._replace(op="forward")
+    assert compiling.compile_job(forward, 90, 132) is None
+    assert kernels_stored() == 3
+
+
+def test_a_job_that_cannot_be_compiled_says_why(kernels_stored):
+    job = compiling.Job("forward", 64, 4096, torch.bfloat16, torch.bfloat16, replace(TILES[0], warps=5))
+    assert "warps" in compiling.compile_job(job, 90, 132)
+    assert kernels_stored() == 0
+
+
+def test_jobs_run_in_processes_of_their_own():
+    """Without a driver cuda-tile cannot say what a launch would compile: the answer is the reason, no exception."""
+    job = compiling.Job("forward", 64, 4096, torch.bfloat16, torch.bfloat16, TILES[0])
+    with compiling.Compilers(90, 132) as compilers:
+        reason = compilers.submit(job).result(timeout=120)
+    assert reason is None or "libcuda" in reason

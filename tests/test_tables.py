@@ -1,0 +1,232 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Tables of tuned configs: which one decides, what is refused, and what writing leaves intact."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from table_cases import BUCKET, ENTRY, MACHINE, TARGET, chosen, without_reason
+
+from tilegym_rmsnorm.backends.cutile import tables, toolchain
+from tilegym_rmsnorm.backends.cutile.config import (
+    ARCHITECTURES,
+    Config,
+    backward_config,
+    forward_config,
+)
+from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry, Target
+
+
+def test_rules_serve_where_no_table_has_an_entry(folders):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for n in (64, 1000, 4096, 40000):
+            for is_small in (True, False):
+                for op, rule in (("forward", forward_config), ("backward", backward_config)):
+                    expected = rule(n, dtype.itemsize, 90)
+                    assert tables.chosen_config(op, MACHINE, n, dtype, is_small) == expected
+
+
+def test_the_users_table_comes_before_the_shipped_one(folders):
+    user, shipped = folders
+    other = Entry(Config("rows", 4096, 8, 2, 5), ())
+    tables.update(
+        shipped, TARGET, {BUCKET: other, BUCKET._replace(n=8192): Entry(Config("rows", 8192, 8, 1, 5), ())}
+    )
+    assert without_reason(chosen()) == other.config
+    tables.update(user, TARGET, {BUCKET: ENTRY})
+    assert without_reason(chosen()) == ENTRY.config
+    assert chosen(BUCKET._replace(n=8192)).latency == 5, "the shipped table serves what the user's has not"
+
+
+def test_an_entry_serves_its_own_bucket_only(folders):
+    tables.update(folders[0], TARGET, {BUCKET: ENTRY})
+    assert "130.5 us instead of 140.0 at 16384 x 4096" in chosen().reason
+    for change in ({"n": 4097}, {"n": 4080}, {"dtype": "float32"}, {"size": "small"}):
+        bucket = BUCKET._replace(**change)
+        assert chosen(bucket) == backward_config(bucket.n, tables.ITEMSIZE[bucket.dtype], 90), change
+    assert chosen(BUCKET._replace(op="forward")) == forward_config(4096, 2, 90)
+
+
+@pytest.mark.parametrize("change", [{"gpu": "NVIDIA H200"}, {"cuda_tile": "1.8.0"}, {"tileiras": "13.5.37"}])
+def test_tables_of_other_gpus_and_toolkits_neither_count_nor_are_touched(folders, change):
+    user, _ = folders
+    path = tables.update(user, TARGET._replace(**change), {BUCKET: ENTRY})
+    before = path.read_bytes()
+    assert chosen() == backward_config(4096, 2, 90)
+    tables.update(user, TARGET, {BUCKET: Entry(Config("rows", 4096, 8, 2, 9), ())})
+    assert path.read_bytes() == before
+    assert chosen().latency == 9
+
+
+def test_float16_takes_the_entry_of_bfloat16_unless_it_has_its_own(folders):
+    user, shipped = folders
+    half = BUCKET._replace(dtype="float16")
+    tables.update(user, TARGET, {BUCKET: ENTRY})
+    assert chosen(half) == chosen() != backward_config(4096, 2, 90)
+    tables.update(user, TARGET, {half: Entry(Config("rows", 4096, 8, 2, 9), ())})
+    assert chosen(half).latency == 9 and chosen().latency == ENTRY.config.latency
+
+
+def test_the_interpreter_has_no_tables(folders):
+    tables.update(folders[0], TARGET, {BUCKET: ENTRY})
+    assert chosen(machine=SimpleNamespace(model=None, architecture=90)) == backward_config(4096, 2, 90)
+
+
+def test_launch_asks_for_the_size_of_x_and_keeps_one_choice_for_all_its_batch_sizes(folders, monkeypatch):
+    pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+    from tilegym_rmsnorm.backends.cutile import launch, machine
+
+    monkeypatch.setattr(machine.InterpretedMachine, "model", TARGET.gpu)
+    monkeypatch.setattr(launch, "SMALL", 10 * 64)
+    asked = []
+
+    def spied(op, machine, n, dtype, is_small):
+        asked.append((op, n, is_small))
+        return tables.chosen_config(op, machine, n, dtype, is_small)
+
+    monkeypatch.setattr(launch, "chosen_config", spied)
+    bucket = Bucket("forward", 64, "float32", "large")
+    tables.update(folders[0], TARGET, {bucket: Entry(Config("tiles", 64, 4, 1, 9, rows=2), ())})
+    for made in (launch._forward, launch._backward):
+        made.cache_clear()
+    try:
+        weight, ones = torch.ones(64), torch.ones(12)
+        for m in (1, 7, 10, 11, 12):
+            x = torch.randn(m, 64)
+            y, _ = launch.rms_norm_forward(x, weight, None, 1e-6, 0.0, "once")
+            launch.rms_norm_backward(x, x, weight, ones[:m], 0.0, "once", True)
+            torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (64,), weight, 1e-6))
+    finally:
+        for made in (launch._forward, launch._backward):
+            made.cache_clear()
+    small, large = (("forward", 64, size) for size in (True, False))
+    backward = [("backward", 64, True), ("backward", 64, False)]
+    assert asked == [small, backward[0], large, backward[1]]
+
+
+def test_a_toolkit_that_does_not_say_its_version_has_no_tables(folders, monkeypatch):
+    tables.update(folders[0], TARGET, {BUCKET: ENTRY})
+    silent = toolchain.Tileiras("tileiras", "PATH", None, inherits_cuda_home=True)
+    monkeypatch.setattr(toolchain, "find_tileiras", lambda: silent)
+    assert chosen() == backward_config(4096, 2, 90)
+
+
+def stored(**changes) -> str:
+    """A table's JSON with its one entry changed; a change named config_X is to the config."""
+    data = json.loads(tables.render(TARGET, {BUCKET: ENTRY}))
+    for name, value in changes.items():
+        owner = data["entries"][0]
+        if name.startswith("config_"):
+            owner, name = owner["config"], name.removeprefix("config_")
+        if value is None:
+            del owner[name]
+        else:
+            owner[name] = value
+    return json.dumps(data)
+
+
+UNFIT = {
+    "no JSON": "{",
+    "not UTF-8": b"\xff\xfe{}",
+    "empty": "",
+    "a list": "[]",
+    "another schema": stored().replace('"schema": 1', '"schema": 2'),
+    "another GPU": stored().replace("H100", "H200"),
+    "another architecture": stored().replace('"architecture": 90', '"architecture": 100'),
+    "another toolkit": stored().replace("13.4.92", "13.5.37"),
+    "entries no list": json.dumps({**json.loads(stored()), "entries": {"a": 1}}),
+    "nested beyond reason": "[" * 200_000,
+    "an entry twice": json.dumps(
+        {**json.loads(stored()), "entries": 2 * json.loads(stored())["entries"]},
+    ),
+    "unknown op": stored(op="sideways"),
+    "n zero": stored(n=0),
+    "n text": stored(n="4096"),
+    "unknown dtype": stored(dtype="float64"),
+    "unknown size": stored(size="medium"),
+    "unknown key": stored(note="x"),
+    "no timings": stored(timings=None),
+    "timings no time": stored(timings=[{"m": 1, "us_rules": 0.0, "us": float("nan")}]),
+    "timings no numbers": stored(timings=[{"m": 1, "us_rules": "a", "us": 1}]),
+    "kernel of the other op": stored(config_kernel="chunks"),
+    "unknown kernel": stored(config_kernel="magic"),
+    "kernel no text": stored(config_kernel=["rows"]),
+    "unknown field": stored(config_threads=4),
+    "width no power of two": stored(config_width=4097),
+    "width too narrow": stored(config_width=2048),
+    "width negative": stored(config_width=-4096),
+    "width text": stored(config_width="4096"),
+    "width true": stored(config_width=True),
+    "width huge": stored(config_width=2**20),
+    "no width": stored(config_width=None),
+    "second tile outside the row": stored(config_rest=1024),
+    "rows of the rows kernel": stored(config_rows=2),
+    "rows no power of two": stored(config_kernel="tiles", config_rows=3),
+    "tile too large": stored(config_kernel="tiles", config_rows=64, config_short=False),
+    "16 warps": stored(config_warps=16),
+    "occupancy 0": stored(config_occupancy=0),
+    "occupancy 33": stored(config_occupancy=33),
+    "latency 11": stored(config_latency=11),
+    "tma text": stored(config_tma="yes"),
+    "short tiles": stored(config_kernel="tiles"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_an_unfit_file_is_ignored_with_one_warning(folders, name):
+    path = tables.table_path(folders[0], TARGET)
+    path.parent.mkdir()
+    path.write_bytes(UNFIT[name] if isinstance(UNFIT[name], bytes) else UNFIT[name].encode())
+    with pytest.warns(UserWarning) as caught:
+        for n in (4096, 8192):
+            bucket = BUCKET._replace(n=n)
+            assert chosen(bucket) == backward_config(n, 2, 90)
+    assert len(caught) == 1
+    assert str(path) in str(caught[0].message) and "Delete the file, or run" in str(caught[0].message)
+    from_python = ("no JSON", "not UTF-8", "empty", "nested beyond reason", "unknown field", "no width")
+    assert "expected" in str(caught[0].message) or name in from_python
+
+
+def test_the_file_that_the_unfit_ones_are_made_of_is_fit(folders):
+    path = tables.table_path(folders[0], TARGET)
+    path.parent.mkdir()
+    path.write_text(stored())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert without_reason(chosen()) == ENTRY.config
+
+
+def test_no_tma_before_hopper():
+    config = Config("tiles", 128, 4, 2, 4, rows=16, tma=True)
+    bucket = Bucket("forward", 128, "bfloat16", "small")
+    tables.check_config(config, bucket, 90)
+    with pytest.raises(ValueError, match="tma: expected false on sm_89"):
+        tables.check_config(config, bucket, 89)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_the_rules_choose_would_be_accepted_from_a_table(architecture):
+    for dtype, itemsize in tables.ITEMSIZE.items():
+        for n in (1, 7, 64, 100, 1000, 2880, 4096, 4097, 5120, 12288, 18432, 20000, 40000, 131072):
+            for op, rule in tables.RULES.items():
+                tables.check_config(
+                    rule(n, itemsize, architecture), Bucket(op, n, dtype, "large"), architecture
+                )
+
+
+@pytest.mark.parametrize("path", sorted(tables.SHIPPED_FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_tables_are_fit_and_bear_their_name(path):
+    text = path.read_text(encoding="utf-8")
+    data = json.loads(text)
+    target = Target(**{name: data[name] for name in Target._fields})
+    assert tables.table_path(path.parent, target) == path
+    table = tables.parse(text, target)
+    assert table and text == tables.render(target, table)
+    for bucket, entry in table.items():
+        assert entry.timings, f"{bucket}: no figure"

@@ -1,0 +1,196 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""`python -m tilegym_rmsnorm tune`: what it stores, what it says, and how it fails."""
+
+from __future__ import annotations
+
+import builtins
+from concurrent.futures import Future
+
+import pytest
+import torch
+from helpers import why_skip
+from table_cases import TARGET
+
+from tilegym_rmsnorm import __main__, registry
+from tilegym_rmsnorm.backends.cutile import tables, toolchain
+from tilegym_rmsnorm.backends.cutile.tables import Bucket
+
+pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+from tilegym_rmsnorm.backends.cutile import compiling, machine, search  # noqa: E402
+
+
+@pytest.fixture
+def gpu(folders, finder, monkeypatch):
+    """A GPU that is the interpreter in truth: the command's own path with its tables, without its processes."""
+    interpreted = machine.InterpretedMachine()
+    monkeypatch.setattr(machine.InterpretedMachine, "model", TARGET.gpu)
+    monkeypatch.setattr(machine, "machine_of", lambda device: interpreted)
+    monkeypatch.setattr(registry, "why_unusable", lambda *_: None)
+    monkeypatch.setattr(search, "Search", lambda machine, device, tell: finder)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+
+    class NoProcesses:
+        def __init__(self, *_): ...
+
+        def submit(self, job):
+            future: Future[str | None] = Future()
+            future.set_result("too many registers" if job.op == "backward" else None)
+            return future
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_): ...
+
+    monkeypatch.setattr(compiling, "Compilers", NoProcesses)
+    return folders
+
+
+def run(*options: str) -> int:
+    return __main__.main(["tune", "--n", "64", "--candidates", "3", *options])
+
+
+def test_what_is_tuned_is_stored_and_chosen_from_then_on(gpu, capsys):
+    assert run("--size", "large") == 0
+    output = capsys.readouterr().out
+    path = tables.table_path(gpu[0], TARGET)
+    assert f"2 of 2 tuned: {path}" in output
+    assert output.count("could not be compiled ahead; the first: too many registers") == 1
+    table = tables.table_in(gpu[0], TARGET)
+    assert set(table) == {Bucket(op, 64, "bfloat16", "large") for op in ("forward", "backward")}
+    for bucket, entry in table.items():
+        chosen = tables.chosen_config(bucket.op, machine.InterpretedMachine(), 64, torch.bfloat16, False)
+        assert chosen == entry.config and "tuned: " in chosen.reason
+
+
+def test_skip_tuned_leaves_what_is_there(gpu, capsys):
+    assert run("--op", "forward", "--size", "small") == 0
+    before = tables.table_in(gpu[0], TARGET)
+    assert run("--op", "forward", "--skip-tuned") == 0
+    assert "1 of 1 tuned" in capsys.readouterr().out
+    after = tables.table_in(gpu[0], TARGET)
+    assert before.items() < after.items()
+    assert run("--op", "forward", "--skip-tuned") == 0
+    assert "0 of 0 tuned" in capsys.readouterr().out
+
+
+def test_out_names_another_folder(gpu, tmp_path):
+    assert run("--op", "forward", "--out", str(tmp_path / "other")) == 0
+    assert tables.table_path(tmp_path / "other", TARGET).exists()
+    assert not gpu[0].exists()
+
+
+def test_a_bucket_with_nothing_right_fails_alone(gpu, finder, monkeypatch, capsys):
+    monkeypatch.setattr(finder, "why_wrong", lambda bucket, config: "no" if bucket.op == "forward" else None)
+    assert run("--size", "large") == 1
+    captured = capsys.readouterr()
+    assert "1 of 2 tuned" in captured.out and "none of" in captured.err
+    assert [bucket.op for bucket in tables.table_in(gpu[0], TARGET)] == ["backward"]
+
+
+def test_a_lost_context_ends_the_run(gpu, finder, monkeypatch, capsys):
+    def lost(*_):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    monkeypatch.setattr(finder, "why_wrong", lambda *_: "no")
+    assert run() == 1
+    captured = capsys.readouterr()
+    assert "the CUDA context is lost: an illegal memory access" in captured.err
+    assert captured.err.count("none of") == 1 and "0 of 4 tuned" in captured.out
+
+
+def test_progress_without_tqdm(gpu, monkeypatch, capsys):
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name == "tqdm":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert run("--size", "large") == 0
+    output = capsys.readouterr().out
+    assert "[0/2] forward bfloat16 N = 64 large: M = 32: " in output
+    assert "[1/2] backward bfloat16 N = 64 large: M = 32: " in output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--n", "64,x"), "expected a whole number of at least 1, got 'x'"),
+        (("--n", "0"), "expected a whole number of at least 1, got '0'"),
+        (("--dtype", "bf16"), "expected some of bfloat16, float16, float32, got bf16"),
+        (("--op", "forward,sideways"), "expected some of forward, backward, got sideways"),
+        (("--size", ""), "expected some of small, large, got "),
+        (("--candidates", "-1"), "expected a whole number of at least 1, got '-1'"),
+    ],
+)
+def test_wrong_options(options, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        __main__.main(["tune", *options])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setenv("TILEGYM_RMSNORM_INTERPRET", "1")
+    assert __main__.main(["tune"]) == 1
+    error = capsys.readouterr().err
+    assert "tune needs a GPU that the cuTile kernels run on: " in error and "To mend it: " in error
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda patch: patch.setattr(tables, "user_folder", lambda: None), "the user's cache is off"),
+        (
+            lambda patch: patch.setattr(toolchain, "package_version", lambda name: None),
+            "does not say its version",
+        ),
+    ],
+)
+def test_no_place_or_no_version(gpu, monkeypatch, capsys, break_it, message):
+    break_it(monkeypatch)
+    assert run() == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_is_refused_before_any_work(gpu, finder, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(finder, "tune", lambda *_: pytest.fail("searched"))
+    (tmp_path / "file").write_text("")
+    assert run("--out", str(tmp_path / "file" / "folder")) == 1
+    assert "no table can be kept there: " in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_tunes_one_bucket_on_a_gpu(tmp_path, capsys, monkeypatch):
+    if reason := why_skip("cutile"):
+        pytest.skip(reason)
+    out = str(tmp_path)
+    command = [
+        "tune",
+        "--n",
+        "1024",
+        "--op",
+        "backward",
+        "--size",
+        "small",
+        "--candidates",
+        "4",
+        "--out",
+        out,
+    ]
+    assert __main__.main(command) == 0, capsys.readouterr().err
+    [path] = tmp_path.glob("*.json")
+    monkeypatch.setenv(tables.CACHE_VARIABLE, out)
+    tables.table_in.cache_clear()
+    found = machine.machine_of(torch.device("cuda", torch.cuda.current_device()))
+    [(bucket, entry)] = tables.tables_of(found.model, found.architecture)[path].items()
+    assert bucket == Bucket("backward", 1024, "bfloat16", "small")
+    assert len(entry.timings) == 2
+    tables.table_in.cache_clear()

@@ -1,0 +1,188 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""warmup: after it no number of rows compiles anything."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from helpers import DEVICE, why_skip
+
+import tilegym_rmsnorm as tr
+
+pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+from compiling import CompilingMachine  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from table_cases import TARGET  # noqa: E402
+
+from tilegym_rmsnorm.backends.cutile import tables  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.config import SMALL, Config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry, chosen_config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.warm import warm  # noqa: E402
+
+BF16, FP32 = torch.bfloat16, torch.float32
+WIDTHS = (1, 64, 1000, 1024, 2880, 4096, 5000, 16384, 40000, 65536)
+
+
+class CountingMachine(CompilingMachine):
+    """Counts what cuda-tile's JIT would compile: kernels by their hints and signatures."""
+
+    def __init__(self, sm_count: int, model: str | None = None) -> None:
+        super().__init__(90, compiles=False)
+        self.sm_count, self.model = sm_count, model
+        self.kernels: set[tuple] = set()
+        self.seen: dict[tuple, tuple] = {}
+
+    def bind(self, function, config, constants):
+        bound = super().bind(function, config, constants)
+        hints = (function.__name__, config.warps, config.occupancy)
+
+        def launch(grid, arguments):
+            like = (hints, constants, tuple(map(_finer_than_a_signature, arguments)))
+            if like not in self.seen:  # signatures take time
+                self.signatures.clear()
+                bound(grid, arguments)
+                self.seen[like] = (*hints, *self.signatures[function.__name__])
+            self.kernels.add(self.seen[like])
+
+        return launch
+
+
+def _finer_than_a_signature(argument):
+    if not isinstance(argument, torch.Tensor):
+        return type(argument)
+    numbers = (*argument.shape, *argument.stride())
+    return argument.dtype, tuple((number == 1, number % 16 == 0, number % 8 == 0) for number in numbers)
+
+
+def call(machine: CountingMachine, m: int, n: int, dtype: torch.dtype) -> None:
+    """A forward and a backward as launch.py runs them."""
+    weight, is_small = machine.empty((n,), dtype), m * n <= SMALL
+    x, rstd = machine.empty((m, n), dtype), machine.empty((m,), FP32)
+    forward = chosen_config("forward", machine, n, dtype, is_small)
+    Forward(machine, forward, n, True, False)(x, weight, 1e-6, 0.0)
+    backward = chosen_config("backward", machine, n, dtype, is_small)
+    Backward(machine, backward, n, True, True, False)(x, x, weight, rstd, 0.0)
+
+
+@pytest.mark.parametrize("sm_count", [132, 48])
+@pytest.mark.parametrize("n", WIDTHS)
+def test_every_kernel_of_any_number_of_rows(n, sm_count):
+    for dtype in (BF16, FP32):
+        machine = CountingMachine(sm_count)
+        warm(machine, n, dtype, dtype, round_xhat=False)
+        warmed = set(machine.kernels)
+        edge = SMALL // n
+        counts = {*range(1, 300), *range(max(1, edge - 40), edge + 300), *(2**k for k in range(24))}
+        counts |= {int(1.05**k) for k in range(1, 330)}
+        for m in counts:
+            call(machine, m, n, dtype)
+            assert machine.kernels == warmed, f"M = {m} needs {machine.kernels - warmed}"
+
+
+@given(m=st.integers(1, 2**21), n=st.sampled_from(WIDTHS))
+@settings(max_examples=300, deadline=None)
+def test_every_kernel_of_random_numbers_of_rows(m, n):
+    machine = warmed(n)
+    before = set(machine.kernels)
+    call(machine, m, n, BF16)
+    assert machine.kernels == before
+
+
+@functools.cache
+def warmed(n: int) -> CountingMachine:
+    machine = CountingMachine(132)
+    warm(machine, n, BF16, BF16, round_xhat=False)
+    return machine
+
+
+def test_nothing_is_compiled_that_no_call_needs():
+    machine = CountingMachine(132)
+    warm(machine, 4096, BF16, BF16, round_xhat=False)
+    warmed, machine.kernels = machine.kernels, set()
+    for m in (1, *range(2, 6000)):
+        call(machine, m, 4096, BF16)
+    assert machine.kernels == warmed
+
+
+def test_configs_of_tables_are_warmed(folders):
+    entries = {
+        Bucket("backward", 4096, "bfloat16", "small"): Entry(Config("tiles", 4096, 8, 2, 2, rows=2), ()),
+        Bucket("backward", 4096, "bfloat16", "large"): Entry(Config("rows", 4096, 4, 2, 7), ()),
+        Bucket("forward", 4096, "bfloat16", "large"): Entry(Config("rows", 4096, 4, 2, 7), ()),
+    }
+    tables.update(folders[0], TARGET, entries)
+    machine = CountingMachine(132, TARGET.gpu)
+    warm(machine, 4096, BF16, BF16, round_xhat=False)
+    warmed = set(machine.kernels)
+    assert {name for name, *_ in warmed} == {
+        "backward_tiles",
+        "backward_rows",
+        "forward_rows",
+        "sum_partials",
+    }
+    for m in range(1, 4000):
+        call(machine, m, 4096, BF16)
+    assert machine.kernels == warmed
+
+
+@pytest.mark.parametrize(
+    ("width", "error"),
+    [
+        (4096, TypeError),
+        ((4096,), TypeError),
+        ((4096, "bfloat16"), TypeError),
+        ((4096, BF16, "float32"), TypeError),
+        ((0, BF16), ValueError),
+        ((True, BF16), ValueError),
+    ],
+)
+def test_widths_that_are_none(width, error):
+    with pytest.raises(error, match="widths: expected"):
+        tr.warmup([width])
+
+
+def test_what_cannot_run_is_refused(monkeypatch):
+    monkeypatch.delenv("TILEGYM_RMSNORM_INTERPRET", raising=False)
+    with pytest.raises(tr.BackendUnavailableError, match="To mend it"):
+        tr.warmup([(64, BF16)], device="cpu")
+    with pytest.raises(ValueError, match="casting"):
+        tr.warmup([(64, BF16)], casting="twice")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_dtype", [BF16, FP32, None])
+@pytest.mark.parametrize("n", [64, 1024, 4096, 5120, 40000])
+def test_no_call_compiles_after_it(n, weight_dtype, monkeypatch):
+    """Neither anew nor from the disk cache, on kernels that no other test has compiled."""
+    import cuda.tile as ct
+
+    from tilegym_rmsnorm.backends.cutile import launch, machine
+
+    if reason := why_skip("cutile"):
+        pytest.skip(reason)
+    monkeypatch.setattr(machine, "compiled", functools.cache(machine.compiled.__wrapped__))
+    launch._forward.cache_clear()
+    launch._backward.cache_clear()
+    compile_kernel, names = ct.kernel._compile, []
+
+    def counted(self, *args, **kwargs):
+        names.append(self._pyfunc.__name__)
+        return compile_kernel(self, *args, **kwargs)
+
+    monkeypatch.setattr(ct.kernel, "_compile", counted)
+    tr.warmup([(n, BF16, weight_dtype)])
+    assert len(names) >= 3
+    names.clear()
+    for m in (1, 2, 3, 16, 17, 100, 128, 132, 264, 999, 1000, 1024, 2112, 4096, 5000, 16384):
+        x = torch.randn(m, n, device=DEVICE, dtype=BF16, requires_grad=True)
+        weight = None
+        if weight_dtype is not None:
+            weight = torch.ones(n, device=DEVICE, dtype=weight_dtype, requires_grad=True)
+        tr.rms_norm(x, (n,), weight, 1e-5, offset=1.0, backend="cutile").sum().backward()
+        assert not names, f"M = {m}: {names}"

@@ -1,0 +1,183 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""The configs that tuning tries for a row of N elements: the search space, as data, and how it is cut down.
+
+Neither torch nor cuda.tile is imported; a CPU test sweeps it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from tilegym_rmsnorm.backends.cutile.config import SIZES, Config, power_of_two
+from tilegym_rmsnorm.backends.cutile.tables import RULES, Bucket, check_config, largest_tile
+
+MOST = 60  # of a bucket, unless asked for otherwise
+REGISTERS_OF_SM = 65536
+REGISTERS_OF_THREAD = 255
+OTHER_REGISTERS = 24  # addresses, counters, the sums of a row
+SPILLED = 1.15  # a kernel that spills a little may still be the fastest, see config._SPILLS
+ANY_WIDTH = 2**31
+REASON = "tried"
+
+Tile = dict[str, int]  # width, rest and rows of a Config
+Tiles = Callable[[int], Iterator[Tile]]  # of rows of n elements
+
+
+def whole_rows(n: int) -> Iterator[Tile]:
+    """A row as one tile, or as two of which the first is full."""
+    whole = power_of_two(n)
+    yield {"width": whole}
+    width = whole // 2
+    yield {"width": width, "rest": max(power_of_two(n - width), width // 8)}
+
+
+def tiles_of(*elements: int) -> Tiles:
+    """Several whole rows, of about so many elements together."""
+
+    def tiles(n: int) -> Iterator[Tile]:
+        width = power_of_two(n)
+        yield from ({"width": width, "rows": each // width} for each in elements if each >= width)
+
+    return tiles
+
+
+def strips_of(widths: tuple[int, ...], rows: tuple[int, ...] = (1,)) -> Tiles:
+    """Parts of rows."""
+
+    def tiles(n: int) -> Iterator[Tile]:
+        yield from ({"width": width, "rows": each} for width in widths for each in rows if width < n)
+
+    return tiles
+
+
+def fused(rows_of_x: Tiles, strips: tuple[tuple[int, int], ...], slabs: tuple[int, ...]) -> Tiles:
+    """Whole rows or chunks of them for dx, with tiles of (rows, strip) and slabs for dw."""
+
+    def tiles(n: int) -> Iterator[Tile]:
+        for tile, (rows, strip), slab in itertools.product(rows_of_x(n), strips, slabs):
+            if slab >= rows:
+                yield {**tile, "rows": rows, "strip": strip, "slab": slab}
+
+    return tiles
+
+
+class Sweep(NamedTuple):
+    """Every combination of these tiles and of these values of Config's other fields, for N in [narrowest, widest] and
+    these size classes."""
+
+    kernel: str
+    narrowest: int
+    widest: int
+    tiles: Tiles
+    values: dict[str, tuple[Any, ...]]
+    sizes: tuple[str, ...] = SIZES
+
+
+BOTH = (False, True)
+FEW_STRIPS = ((32, 32), (64, 16), (128, 16), (128, 32), (64, 64))
+WIDE_STRIPS = ((8, 512), (8, 1024), (16, 256), (16, 512))
+SWEEPS = {
+    "forward": (
+        Sweep(
+            *("tiles", 1, 2048, tiles_of(1024, 2048, 4096, 8192)),
+            {"warps": (4, 8), "occupancy": (2, 4, 8), "latency": (2, 4), "tma": BOTH},
+        ),
+        Sweep(
+            *("rows", 512, 32768, whole_rows),
+            {"warps": (4, 8), "occupancy": (1, 2, 3, 4, 8), "latency": (2, 4, 8), "early_weight": BOTH},
+        ),
+        Sweep(
+            *("chunks", 8193, ANY_WIDTH, strips_of((2048, 4096, 8192))),
+            {"warps": (4, 8), "occupancy": (1, 2, 4), "latency": (2, 4, 8), "tma": BOTH},
+        ),
+    ),
+    "backward": (
+        Sweep(
+            *("tiles", 1, 8192, tiles_of(1024, 2048, 4096, 8192, 16384)),
+            {"warps": (4, 8), "occupancy": (1, 2), "latency": (2, 4, 6), "tma": BOTH},
+        ),
+        Sweep(
+            *("rows", 1024, 32768, whole_rows),
+            {"warps": (4, 8), "occupancy": (1, 2), "latency": (2, 4, 6, 8), "short": BOTH},
+        ),
+        Sweep(
+            *("fused", 1, 18432, fused(whole_rows, FEW_STRIPS, (256, 1024))),
+            {"warps": (4, 8), "occupancy": (1,), "latency": (1,)},
+            ("few",),
+        ),
+        Sweep(
+            *("fused_chunks", 12289, ANY_WIDTH, fused(strips_of((4096, 8192)), WIDE_STRIPS, (32, 64, 128))),
+            {"warps": (4, 8), "occupancy": (1, 2), "latency": (1, 3)},
+            ("large",),
+        ),
+        Sweep(
+            *("strips", 8193, ANY_WIDTH, strips_of((1024, 2048, 4096), rows=(1, 2, 4))),
+            {"warps": (4, 8), "occupancy": (2, 3, 4), "latency": (2, 4), "tma": BOTH},
+        ),
+    ),
+}
+
+
+def candidates(bucket: Bucket, itemsize: int, architecture: int, most: int = MOST) -> list[Config]:
+    """What is tried for a bucket: the config of the rules, then at most `most` - 1 others, the most alike first."""
+    default = RULES[bucket.op](bucket.n, itemsize, architecture, bucket.size)
+    others = {
+        config: None  # a set would not keep the order of those that are equally alike
+        for config in _combinations(bucket)
+        if _is_possible(config, bucket, architecture) and fits_registers(config, bucket.op, itemsize)
+    }
+    others.pop(dataclasses.replace(default, reason=REASON, spills=""), None)
+    return [default, *sorted(others, key=lambda config: distance(config, default))[: most - 1]]
+
+
+def fits_registers(config: Config, op: str, itemsize: int) -> bool:
+    """Whether the float32 tiles that a thread keeps, and the bytes of those that it awaits, find room in registers.
+
+    The forward keeps x and awaits weight; the backward keeps weight and the sum of dw and awaits x and dy. A thread
+    without work, of a tile smaller than its block, is not worth a try either.
+    """
+    threads = 32 * config.warps
+    elements = largest_tile(config) / threads
+    kept = 1 + itemsize / 4 if op == "forward" else 2 + itemsize / 2
+    room = min(REGISTERS_OF_THREAD, REGISTERS_OF_SM / (threads * config.occupancy))
+    return elements >= 1 and elements * kept + OTHER_REGISTERS <= room * SPILLED
+
+
+def distance(config: Config, other: Config) -> float:
+    """How unlike two configs are: doublings of a tile's elements and of other numbers, and 1 for what else differs."""
+    total = float(bool(config.rest) != bool(other.rest)) + _doublings(
+        largest_tile(config), largest_tile(other)
+    )
+    for field in dataclasses.fields(Config):
+        if field.name not in ("width", "rest", "rows", "reason", "spills"):
+            a, b = getattr(config, field.name), getattr(other, field.name)
+            total += _doublings(a, b) if type(a) is int else float(a != b)
+    return total
+
+
+def _doublings(a: int, b: int) -> float:
+    return abs(math.log2(max(a, 1) / max(b, 1)))
+
+
+def _combinations(bucket: Bucket) -> Iterator[Config]:
+    for sweep in SWEEPS[bucket.op]:
+        if not sweep.narrowest <= bucket.n <= sweep.widest or bucket.size not in sweep.sizes:
+            continue
+        values = dict(sweep.values)
+        if bucket.size == "large":
+            values.pop("short", None)  # more rows than blocks: that way is not taken
+        for tile, *chosen in itertools.product(sweep.tiles(bucket.n), *values.values()):
+            yield Config(sweep.kernel, **tile, **dict(zip(values, chosen, strict=True)), reason=REASON)
+
+
+def _is_possible(config: Config, bucket: Bucket, architecture: int) -> bool:
+    try:
+        check_config(config, bucket, architecture)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,205 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""The search for the fastest config of a bucket that is right: time all, time the best again, check in that order.
+
+`cuda.tile.tune.exhaustive_search` does not fit. It times one kernel of fixed arguments, launch by launch. A backward is
+two kernels or more that overlap by programmatic dependent launch, a config decides their grids and temporary rows, and
+small calls take less than the launches around them. So whole calls are timed, through the same classes that serve
+users, by the timer of the benchmark: in CUDA graphs, with a cold L2, the candidates in turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilegym_rmsnorm import accuracy
+from tilegym_rmsnorm.backends.cutile import launch
+from tilegym_rmsnorm.backends.cutile.config import SMALL, Config
+from tilegym_rmsnorm.backends.cutile.machine import Machine
+from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry, Timing
+from tilegym_rmsnorm.reference import compute_rms_norm_rstd_torch
+from tilegym_rmsnorm.timer import (
+    SAMPLING_SECONDS,
+    DeviceTimer,
+    Sampler,
+    calls_needed,
+    interleave,
+    sets_needed,
+)
+
+EPS = 1e-6
+LARGE = 32 * 2**20  # elements of x where a large problem is timed: 64 MB in bfloat16
+FINALISTS = 6  # are timed again, for longer
+GAIN = 1.01  # over the rules, below which they stay: runs differ by as much
+RUNS, DATA_SETS = 200, 8  # of the check; one kernel that raced was wrong in a single run of 40
+
+Times = dict[Config, tuple[float, ...]]  # microseconds at each M of the bucket
+Run = Callable[
+    [Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]
+]  # x, dy, weight, rstd -> (y, rstd) or (dx, dw)
+Tell = Callable[[str], None]
+
+
+class NothingRightError(RuntimeError):
+    """No candidate computes what it should, the config of the rules included."""
+
+
+def rows_of(bucket: Bucket) -> tuple[int, ...]:
+    """The numbers of rows at which a bucket's configs are timed; multiples of 16 where there are so many."""
+    elements = (SMALL, SMALL // 16) if bucket.size == "small" else (LARGE,)
+    rows = (each // bucket.n for each in elements)
+    return tuple(dict.fromkeys(max(1, m // 16 * 16 if m > 16 else m) for m in rows))
+
+
+def choose(
+    configs: list[Config],
+    measure: Callable[[list[Config], float], Times],
+    why_wrong: Callable[[Config], str | None],
+    tell: Tell,
+) -> tuple[Config, Times]:
+    """The fastest config that is right, and the times of the last round. configs[0] is the one of the rules.
+
+    measure(configs, seconds) times those that run, for so many seconds each and M; why_wrong is asked in the order of
+    speed, until a config is right. Raises NothingRightError where none is.
+    """
+    default = configs[0]
+    first = measure(configs, 0.0)
+    best = sorted(first, key=lambda config: mean(first[config]))[:FINALISTS]
+    if default in first and default not in best:
+        best.append(default)
+    times = measure(best, SAMPLING_SECONDS)
+    ranking = sorted(times, key=lambda config: mean(times[config]))
+    if default in times and mean(times[default]) <= GAIN * mean(times[ranking[0]]):
+        ranking.insert(0, default)
+    for config in dict.fromkeys([*ranking, *sorted(first, key=lambda config: mean(first[config]))]):
+        if (reason := why_wrong(config)) is None:
+            return config, times if config in times else first
+        tell(f"rejected {config}: {reason}")
+    raise NothingRightError(f"none of {len(configs)} configs is right")
+
+
+def mean(times: Iterable[float]) -> float:
+    """The geometric mean: a tenth gained counts alike at every M."""
+    times = tuple(times)
+    return math.exp(sum(map(math.log, times)) / len(times))
+
+
+class Search:
+    """The search of one device."""
+
+    def __init__(self, machine: Machine, device: torch.device, tell: Tell) -> None:
+        self.machine, self.device, self.tell = machine, device, tell
+        self.timer = DeviceTimer(device)
+        is_cuda = device.type == "cuda"
+        self.copy_bytes_per_second = self.timer.copy_bytes_per_second() if is_cuda else 1e9
+
+    def tune(self, bucket: Bucket, configs: list[Config]) -> Entry:
+        """The entry of a bucket, chosen from configs, of which the first is the one of the rules."""
+        rows = rows_of(bucket)
+
+        def measure(some: list[Config], seconds: float) -> Times:
+            columns = [self.times_at(m, bucket, some, seconds) for m in rows]
+            return {
+                config: tuple(c[config] for c in columns)
+                for config in some
+                if all(config in c for c in columns)
+            }
+
+        config, times = choose(configs, measure, lambda each: self.why_wrong(bucket, each), self.tell)
+        before = times.get(configs[0], times[config])
+        figures = zip(rows, before, times[config], strict=True)
+        return Entry(config, tuple(Timing(m, round(a, 3), round(b, 3)) for m, a, b in figures))
+
+    def times_at(self, m: int, bucket: Bucket, configs: list[Config], seconds: float) -> dict[Config, float]:
+        """Microseconds a call takes with m rows, of those configs that run."""
+        dtype = getattr(torch, bucket.dtype)
+        bytes_x = m * bucket.n * dtype.itemsize
+        bytes_read, bytes_moved = (
+            (bytes_x, 2 * bytes_x) if bucket.op == "forward" else (2 * bytes_x, 3 * bytes_x)
+        )
+        sets = sets_needed(bytes_read, self.device)
+        count = calls_needed(sets, bytes_moved, self.copy_bytes_per_second)
+        x, dy = (torch.randn(sets, m, bucket.n, dtype=dtype, device=self.device) for _ in range(2))
+        weight, rstd = (
+            torch.ones(bucket.n, dtype=dtype, device=self.device),
+            torch.ones(m, device=self.device),
+        )
+
+        self.timer.renew_pool()
+        samplers: dict[Config, Sampler] = {}
+        for config in configs:
+            try:
+                run = runner(self.machine, bucket, config)
+                calls = [
+                    lambda i=i, run=run: run(x[i % sets], dy[i % sets], weight, rstd) for i in range(count)
+                ]
+                calls[0]()
+                samplers[config] = self.timer.sampler(calls)
+            except Exception as error:  # whatever the compiler or a launch says of a config
+                self.tell(f"does not run: {config}: {error!r:.300}")
+        return {config: timing.us for config, timing in interleave(samplers, seconds).items()}
+
+    def why_wrong(self, bucket: Bucket, config: Config) -> str | None:
+        """Why a config is not to be trusted, None if it is: RUNS runs on NaN, the first with each data set against
+        float64, the others against its bits. Every other set has an odd M, for which other kernels are compiled, and a
+        float32 weight, whose gradient hides nothing."""
+        run = runner(Poisoned(self.machine), bucket, config)
+        rows, dtype = rows_of(bucket), getattr(torch, bucket.dtype)
+        names = ("y", "rstd") if bucket.op == "forward" else ("dx", "dw")
+        for seed in range(DATA_SETS):
+            m, is_odd = rows[seed // 2 % len(rows)], seed % 2
+            x, dy, weight = _data(max(1, m - 3 * is_odd), bucket.n, dtype, self.device, seed)
+            if is_odd:
+                weight = weight.float()
+            rstd = compute_rms_norm_rstd_torch(x, EPS)
+            outputs = dict(zip(names, run(x, dy, weight, rstd), strict=True))
+            errors, allowed = accuracy.errors_of({"": outputs}, x, dy, weight, EPS)
+            if (reason := accuracy.why_wrong(errors[""], allowed)) is not None:
+                return f"{x.shape[0]} x {bucket.n}: {reason}"
+            for number in range(1, RUNS // DATA_SETS):
+                again = run(x, dy, weight, rstd)
+                if not all(map(torch.equal, again, outputs.values())):
+                    return f"{x.shape[0]} x {bucket.n}: run {number} has other bits than the first"
+        return None
+
+
+class Poisoned:
+    """A machine whose new arrays hold NaN, so that what a kernel fails to write cannot look right."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._machine, name)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        array = self._machine.empty(shape, dtype)
+        return array.fill_(math.nan) if dtype.is_floating_point else array.fill_(torch.iinfo(dtype).max)
+
+
+def runner(machine: Machine, bucket: Bucket, config: Config) -> Run:
+    """What runs a bucket's op by a config, as launch.py does it for users."""
+    if bucket.op == "forward":
+        forward = launch.Forward(machine, config, bucket.n, True, False)
+        return lambda x, dy, weight, rstd: forward(x, weight, EPS, 0.0)
+    backward = launch.Backward(machine, config, bucket.n, True, True, False)
+    return lambda x, dy, weight, rstd: backward(x, dy, weight, rstd, 0.0)
+
+
+def _data(
+    m: int, n: int, dtype: torch.dtype, device: torch.device, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x, dy (M, N) and weight (N,) that tell wrong from right: rows of different scale, an outlier column."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, device=device, generator=generator)
+
+    x = normal(m, n) * normal(m, 1).exp()
+    x[:, n // 3] *= 8
+    return x.to(dtype), normal(m, n).to(dtype), (normal(n) * 0.5 + 1.5).to(dtype)

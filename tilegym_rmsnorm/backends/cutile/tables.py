@@ -1,0 +1,288 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""Tuned configs: tables that `python -m tilegym_rmsnorm tune` writes and the selector reads.
+
+The first that has an entry decides: the table in the user's cache, the table that ships for this GPU, the rules of
+config.py. A table belongs to one GPU model and one toolkit, which its file name says and its content repeats. Its
+entries are keyed by op, N, dtype and size class, never by M; float16 takes bfloat16's where it has none of its own. A
+file that says anything unexpected is ignored as a whole, with one warning. Neither torch nor cuda.tile is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import re
+import tempfile
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tilegym_rmsnorm.backends.cutile import toolchain
+from tilegym_rmsnorm.backends.cutile.config import (
+    SIZES,
+    Config,
+    backward_config,
+    forward_config,
+    power_of_two,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilegym_rmsnorm.backends.cutile.machine import Machine
+
+SCHEMA = 1
+SHIPPED_FOLDER = Path(__file__).with_name("tuned")
+CACHE_VARIABLE = "TILEGYM_RMSNORM_CACHE_DIR"
+OFF = ("0", "off", "none", "")
+RULES = {"forward": forward_config, "backward": backward_config}
+KERNELS = {
+    "forward": ("rows", "tiles", "chunks"),
+    "backward": ("rows", "tiles", "fused", "fused_chunks", "strips"),
+}
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+SHARED = {"float16": ("bfloat16",)}  # the same bytes, and the same float32 registers
+LARGEST_TILE = 2**16  # elements: the registers of an SM, each 4 bytes
+_STORED = [field for field in dataclasses.fields(Config) if field.name not in ("reason", "spills")]
+_TYPES = {"int": int, "bool": bool, "str": str}
+
+
+class Target(NamedTuple):
+    """What a table was measured with."""
+
+    gpu: str  # as the driver names it
+    architecture: int
+    cuda_tile: str
+    tileiras: str
+
+
+class Bucket(NamedTuple):
+    """The problems that share a config."""
+
+    op: str
+    n: int
+    dtype: str
+    size: str
+
+
+class Timing(NamedTuple):
+    """Why an entry is there: microseconds at M rows, by the config that config.py gives and by the entry's."""
+
+    m: int
+    us_rules: float
+    us: float
+
+
+class Entry(NamedTuple):
+    config: Config
+    timings: tuple[Timing, ...]
+
+
+Table = dict[Bucket, Entry]
+
+
+def chosen_config(
+    op: str, machine: Machine, n: int, dtype: torch.dtype, size: str, has_dw: bool = True
+) -> Config:
+    """The config that serves rows of n elements, for problems of one size class, on this machine.
+
+    Tables hold backwards that need dw. One that does not takes the same config unless it is of the fused kind, whose
+    blocks for dw would have nothing to do.
+    """
+    name = str(dtype).removeprefix("torch.")
+    buckets = [Bucket(op, n, each, size) for each in (name, *SHARED.get(name, ()))]
+    for table in tables_of(machine.model, machine.architecture).values():
+        for bucket in buckets:
+            if bucket in table and (has_dw or not table[bucket].config.slab):
+                return table[bucket].config
+    switches = () if op == "forward" else (has_dw,)
+    return RULES[op](n, dtype.itemsize, machine.architecture, size, *switches)
+
+
+def tables_of(model: str | None, architecture: int) -> dict[Path, Table]:
+    """The tables that serve a GPU, the one that counts most first, by their files, which need not exist."""
+    target = target_of(model, architecture)
+    if target is None:
+        return {}
+    folders = [folder for folder in (user_folder(), SHIPPED_FOLDER) if folder is not None]
+    return {table_path(folder, target): table_in(folder, target) for folder in folders}
+
+
+def describe(model: str, architecture: int) -> str:
+    """One line for people: what chooses the configs on this GPU, first the tables that exist, last the rules."""
+    found = [f"{len(table)} in {path}" for path, table in tables_of(model, architecture).items() if table]
+    note = "" if user_folder() else f"; the user's cache is off ({CACHE_VARIABLE}, or no platformdirs)"
+    return ", then ".join([*found, "the rules of config.py"]) + note
+
+
+def target_of(model: str | None, architecture: int) -> Target | None:
+    """What tables must be for to count for this GPU; None where no table can."""
+    tileiras, cuda_tile = toolchain.find_tileiras(), toolchain.package_version("cuda-tile")
+    if model is None or cuda_tile is None or tileiras is None or tileiras.release is None:
+        return None
+    return Target(model, architecture, cuda_tile, toolchain.dotted(tileiras.release))
+
+
+def user_folder() -> Path | None:
+    """Where the user's tables are: TILEGYM_RMSNORM_CACHE_DIR, or the platform's folder for caches; None if off.
+
+    None too without platformdirs, which pip installs along with this package.
+    """
+    if (folder := os.environ.get(CACHE_VARIABLE)) is not None:
+        return None if folder.strip().lower() in OFF else Path(folder)
+    try:
+        import platformdirs
+    except ImportError:
+        return None
+    return Path(platformdirs.user_cache_dir("tilegym_rmsnorm", appauthor=False))
+
+
+def table_path(folder: Path, target: Target) -> Path:
+    name = f"{target.gpu} cuda-tile {target.cuda_tile} tileiras {target.tileiras}"
+    return folder / (re.sub(r"[^a-z0-9.]+", "-", name.lower()) + ".json")
+
+
+@functools.cache
+def table_in(folder: Path, target: Target) -> Table:
+    """The table for `target` in a folder, read once in a process; empty if there is none, or none that is fit."""
+    path = table_path(folder, target)
+    try:
+        return parse(path.read_text(encoding="utf-8"), target)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        warnings.warn(
+            f"the tuned configs in {path} are ignored: {error}. Delete the file, or run "
+            "`python -m tilegym_rmsnorm tune`, which writes it anew.",
+            stacklevel=2,
+        )
+        return {}
+
+
+def parse(text: str, target: Target) -> Table:
+    """The entries of a table's JSON. Raises ValueError on the first thing that is not as `render` writes it."""
+    data = json.loads(text)
+    _expect(isinstance(data, dict), "table", "an object", data)
+    _expect(data.get("schema") == SCHEMA, "schema", SCHEMA, data.get("schema"))
+    found = {name: data.get(name) for name in Target._fields}
+    _expect(found == target._asdict(), "a table for", target._asdict(), found)
+    _expect(isinstance(data.get("entries"), list), "entries", "a list", data.get("entries"))
+    table: Table = {}
+    for number, item in enumerate(data["entries"]):
+        try:
+            bucket, entry = _parse_entry(item, target.architecture)
+            _expect(bucket not in table, "bucket", "each once", bucket)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"entry {number}: {error}") from error
+        table[bucket] = entry
+    return table
+
+
+def render(target: Target, table: Table) -> str:
+    """A table as JSON, an entry a line."""
+    entries = [
+        {
+            **bucket._asdict(),
+            "config": {field.name: getattr(entry.config, field.name) for field in _STORED},
+            "timings": [timing._asdict() for timing in entry.timings],
+        }
+        for bucket, entry in sorted(table.items())
+    ]
+    head = json.dumps({"schema": SCHEMA, **target._asdict()}, indent=1).removesuffix("\n}")
+    return head + ',\n "entries": [' + ",".join(f"\n  {json.dumps(entry)}" for entry in entries) + "\n ]\n}\n"
+
+
+def update(folder: Path, target: Target, changes: Table) -> Path:
+    """Put entries into the table in `folder` and leave the others; returns its path.
+
+    Processes that write at the same time wait for each other; one that reads sees the old table or the new one.
+    """
+    from filelock import FileLock  # comes with torch; needed by nobody who only reads
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = table_path(folder, target)
+    with FileLock(path.with_suffix(".lock")):
+        table_in.cache_clear()
+        text = render(target, table_in(folder, target) | changes)
+        descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=path.stem, suffix=".tmp")
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(temporary, 0o644)  # mkstemp's 0o600 would hide a table that is to ship
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+        table_in.cache_clear()
+    return path
+
+
+def largest_tile(config: Config) -> int:
+    """Elements of the largest tile that a block of this config holds."""
+    row = config.width + config.rest
+    return max(row, config.rows * config.strip) if config.slab else config.rows * row
+
+
+def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
+    """Raise ValueError unless a kernel of the bucket's op can be compiled with this config and covers every column."""
+    op, n, c = bucket.op, bucket.n, config
+    _expect(c.kernel in KERNELS[op], "kernel", KERNELS[op], c.kernel)
+    for field in _STORED:
+        value = getattr(c, field.name)
+        _expect(type(value) is _TYPES[field.type], field.name, field.type, value)
+
+    is_fused = c.kernel in ("fused", "fused_chunks")
+    extents = (c.width, c.rows, *([c.rest] if c.rest else []), *([c.strip] if is_fused else []))
+    _expect(all(e > 0 and e == power_of_two(e) for e in extents), "extents", "powers of two", extents)
+    elements = largest_tile(c)
+    _expect(elements <= LARGEST_TILE, "a tile", f"at most {LARGEST_TILE} elements", elements)
+    if c.kernel in ("rows", "tiles", "fused"):
+        _expect(c.width + c.rest >= n, "width + rest", f"at least {n}", c.width + c.rest)
+    can_split = c.kernel in ("rows", "fused") and c.width < n
+    _expect(not c.rest or can_split, "rest", "0, or kernel rows or fused and width < n", c.rest)
+    _expect(c.rows == 1 or c.kernel in ("tiles", "strips") or is_fused, "rows", 1, c.rows)
+    if is_fused:
+        _expect(c.slab > 0 and c.slab % c.rows == 0, "slab", f"a multiple of {c.rows}", c.slab)
+    else:
+        _expect(c.strip == c.slab == 0, "strip and slab", "0 for this kernel", (c.strip, c.slab))
+    _expect(c.warps in (4, 8), "warps", "4 or 8", c.warps)  # cuda-tile refuses others up to tileiras 13.4
+    _expect(1 <= c.occupancy <= 32, "occupancy", "1 to 32", c.occupancy)
+    _expect(1 <= c.latency <= 10, "latency", "1 to 10", c.latency)
+    _expect(architecture >= 90 or not c.tma, "tma", f"false on sm_{architecture}", c.tma)
+    _expect(
+        not c.early_weight or (op, c.kernel) == ("forward", "rows"),
+        "early_weight",
+        "forward's kernel rows",
+        c.kernel,
+    )
+    _expect(
+        not c.short or (op, c.kernel) == ("backward", "rows"), "short", "backward's kernel rows", c.kernel
+    )
+
+
+def _parse_entry(item: Any, architecture: int) -> tuple[Bucket, Entry]:
+    _expect(isinstance(item, dict), "entry", "an object", item)
+    keys = {*Bucket._fields, "config", "timings"}
+    _expect(set(item) == keys, "keys", sorted(keys), sorted(item))
+    bucket = Bucket(*(item[name] for name in Bucket._fields))
+    _expect(bucket.op in RULES, "op", tuple(RULES), bucket.op)
+    _expect(type(bucket.n) is int and bucket.n > 0, "n", "a positive whole number", bucket.n)
+    _expect(bucket.dtype in ITEMSIZE, "dtype", tuple(ITEMSIZE), bucket.dtype)
+    _expect(bucket.size in SIZES, "size", SIZES, bucket.size)
+    timings = tuple(Timing(**timing) for timing in item["timings"])
+    numbers = [number for timing in timings for number in timing]
+    is_number = all(type(number) in (int, float) and 0 < number < math.inf for number in numbers)
+    _expect(is_number, "timings", "positive numbers", numbers)
+    reason = "; ".join(f"{t.us:.1f} us instead of {t.us_rules:.1f} at {t.m} x {bucket.n}" for t in timings)
+    config = Config(**item["config"], reason=f"tuned: {reason}")
+    check_config(config, bucket, architecture)
+    return bucket, Entry(config, timings)
+
+
+def _expect(is_right: bool, what: str, expected: object, got: object) -> None:
+    if not is_right:
+        raise ValueError(f"{what}: expected {expected}, got {got!r}")

@@ -1,0 +1,81 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""Compiling ahead: the few batch sizes that together need every kernel that any batch size needs.
+
+cuda-tile compiles a kernel anew for an extent that is 1, a multiple of 16, or neither. The extents that vary are M and
+P, the rows of dw_partial; which config serves depends on the size class besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from tilegym_rmsnorm.backends.cutile.config import FEW_ROWS, FEW_TILES, SIZES, SMALL, Config
+from tilegym_rmsnorm.backends.cutile.launch import MOST_ROWS, Backward, Forward
+from tilegym_rmsnorm.backends.cutile.machine import Machine
+from tilegym_rmsnorm.backends.cutile.tables import chosen_config
+
+EPS = 1e-6
+
+
+def warm(
+    machine: Machine, n: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, round_xhat: bool
+) -> None:
+    """Launch every kernel of the forward and of the backward of rows of n elements, on arrays that hold anything."""
+    weight = None if weight_dtype is None else machine.empty((n,), weight_dtype)
+    has_weight = weight is not None
+    for size in SIZES:
+        config = chosen_config("forward", machine, n, dtype, size)
+        forward = Forward(machine, config, n, has_weight, round_xhat)
+        config = chosen_config("backward", machine, n, dtype, size)
+        backward = Backward(machine, config, n, has_weight, has_weight, round_xhat)
+        for m in rows_to_warm(n, size, config, machine.sm_count, backward.partial_rows):
+            x, rstd = machine.empty((m, n), dtype), machine.empty((m,), torch.float32)
+            forward(x, weight, EPS, 0.0)
+            backward(x, x, weight, rstd, 0.0)
+
+
+def rows_to_warm(
+    n: int, size: str, config: Config, sm_count: int, partial_rows: Callable[[int], int]
+) -> list[int]:
+    """Numbers of rows of one size class that have every pair of kinds of M and P that any number of it has.
+
+    P is tiles / k rounded up, for the k that leaves at most B blocks, so it goes through the upper part of 1..B once
+    while the tiles go from (k - 1) B to k B, and a smaller part for each larger k. From k = 16 on every P comes with
+    every kind of M; so 18 times B tiles, from where the class begins, and from where B changes, have all there is.
+    """
+    most_small = SMALL // n
+    first, last = {
+        "few": (1, min(FEW_ROWS, most_small)),
+        "small": (FEW_ROWS + 1, most_small),
+        "large": (most_small + 1, MOST_ROWS),
+    }[size]
+    blocks = sm_count * config.occupancy
+    kinds: dict[tuple[str, str], int] = {}
+    for start in (first, max(first, FEW_TILES * sm_count * config.rows + 1)):
+        tile = (start - 1) // config.rows
+        for m in _one_of_each_kind(tile, tile + 18 * blocks, config.rows):
+            if first <= m <= last:
+                kinds.setdefault((_kind(m), _kind(partial_rows(m))), m)
+    return sorted(kinds.values())
+
+
+def _one_of_each_kind(first_tile: int, last_tile: int, rows: int) -> Iterator[int]:
+    """For each number of row tiles the smallest M of each kind that makes so many."""
+    for tile in range(first_tile, last_tile):
+        low, high = tile * rows + 1, (tile + 1) * rows
+        multiple = -(-low // 16) * 16
+        if multiple <= high:
+            yield multiple
+        if low != multiple:
+            yield low
+        elif low < high:
+            yield low + 1
+        if low == 1 < high:
+            yield 2
+
+
+def _kind(extent: int) -> str:
+    return "one" if extent == 1 else "multiple of 16" if extent % 16 == 0 else "other"

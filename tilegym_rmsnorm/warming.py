@@ -1,0 +1,55 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Compiling before the first step, so that no later call has to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from tilegym_rmsnorm.registry import BackendUnavailableError, Request, why_unusable
+from tilegym_rmsnorm.validation import check_casting
+
+Widths = Iterable[tuple[int, torch.dtype] | tuple[int, torch.dtype, torch.dtype | None]]
+
+
+def warmup(widths: Widths, *, casting: str = "once", device: torch.device | str | None = None) -> None:
+    """Compile the kernels of backend "cutile" that the forward and the backward of these widths need, for any M.
+
+    widths    (n, dtype of x) or (n, dtype of x, dtype of weight), each; None as the last: no weight
+    casting   as for `rms_norm`; eps and offset do not matter
+    device    default: the current CUDA device
+
+    Afterwards a call with contiguous rows compiles nothing, whatever its number of rows, and loads nothing from the
+    disk cache either; the weight's gradient is taken to be wanted. Needs a few times 100 MB of the device's memory
+    while it runs. Raises BackendUnavailableError where the backend cannot run, ValueError or TypeError on widths that
+    are none.
+    """
+    check_casting(casting)
+    requests = [_checked(width) for width in widths]
+    device = torch.device("cuda" if device is None else device)
+    for _, dtype, weight_dtype in requests:
+        if unusable := why_unusable("cutile", Request(device, dtype, weight_dtype, casting, False)):
+            raise BackendUnavailableError(f"warmup: {unusable.reason}. To mend it: {unusable.remedy}")
+    from tilegym_rmsnorm.backends.cutile.machine import machine_of
+    from tilegym_rmsnorm.backends.cutile.warm import warm
+
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    for n, dtype, weight_dtype in requests:
+        warm(machine_of(device), n, dtype, weight_dtype, casting == "llama")
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _checked(width: object) -> tuple[int, torch.dtype, torch.dtype | None]:
+    if not isinstance(width, tuple) or len(width) not in (2, 3):
+        raise TypeError(f"widths: expected (n, dtype) or (n, dtype, weight dtype), got {width!r}")
+    n, dtype, weight_dtype = width if len(width) == 3 else (*width, width[1])
+    if type(n) is not int or n < 1:
+        raise ValueError(f"widths: expected a whole number of at least 1 as n, got {n!r}")
+    if not isinstance(dtype, torch.dtype) or not isinstance(weight_dtype, torch.dtype | None):
+        raise TypeError(f"widths: expected dtypes of torch, got {width!r}")
+    return n, dtype, weight_dtype
