@@ -132,14 +132,10 @@ def targets(result: Result) -> list[Target]:
     """The targets that this result's dtype has, each over the result's own cells."""
     dtype = result["records"][0]["dtype"] if result["records"] else ""
     backward, forward = compare(result, "backward"), compare(result, "forward")
-    failed = functools.partial(_failed, result)
+    failed, every = functools.partial(_failed, result), "at least 1.00x the best peer in every cell"
     found = [
-        _at_least("backward: at least 1.00x the best peer in every cell", backward, failed("backward"), 1.0),
-        _at_least(
-            "forward: at least 1.00x the best peer in every cell, within the spread",
-            forward,
-            failed("forward"),
-        ),
+        _at_least(f"backward: {every}", backward, failed("backward"), 1.0),
+        _at_least(f"forward: {every}, within the spread", forward, failed("forward")),
         _large("backward", result, WIDEST_LARGE_BACKWARD),
         _large("forward", result, None),
         _small(backward),
