@@ -41,9 +41,8 @@ class Cell:
 
     def __init__(self, bench: Bench, shape: Shape, dtype: torch.dtype, inputs: list[Inputs]):
         self.bench, self.shape, self.dtype, self.inputs = bench, shape, dtype, inputs
-        self.failures: dict[
-            tuple[str, str], str
-        ] = {}  # by provider, with its settings, and op: one line each
+        # One line each, by provider, with its settings where it has some, and op.
+        self.failures: dict[tuple[str, str], str] = {}
         self.first_calls: dict[str, float] = {}
         self.providers: dict[str, list[Provider]] = {name: [] for name in bench.providers}
         outputs: dict[str, Outputs] = {}
@@ -87,9 +86,7 @@ class Cell:
         bench.timer.renew_pool()
         samplers: dict[str, Sampler] = {}
         workspace: dict[str, int] = {}
-        kept: list[
-            list[Call]
-        ] = []  # with the inputs of their own that some calls have: graphs hold no references
+        kept: list[list[Call]] = []  # some hold inputs of their own, to which graphs hold no references
         for provider in (each for several in offered.values() for each in several):
             label = provider.label
             if (label, op) in self.failures:

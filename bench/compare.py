@@ -8,6 +8,7 @@ A peer is every provider that is none of this package's backends. Ratios are of 
 
 from __future__ import annotations
 
+import functools
 import statistics
 from typing import Any, NamedTuple
 
@@ -131,9 +132,10 @@ def targets(result: Result) -> list[Target]:
     """The targets that this result's dtype has, each over the result's own cells."""
     dtype = result["records"][0]["dtype"] if result["records"] else ""
     backward, forward = compare(result, "backward"), compare(result, "forward")
+    failed, every = functools.partial(_failed, result), "at least 1.00x the best peer in every cell"
     found = [
-        _at_least("backward: at least 1.00x the best peer in every cell", backward, 1.0),
-        _at_least("forward: at least 1.00x the best peer in every cell, within the spread", forward),
+        _at_least(f"backward: {every}", backward, failed("backward"), 1.0),
+        _at_least(f"forward: {every}, within the spread", forward, failed("forward")),
         _large("backward", result, WIDEST_LARGE_BACKWARD),
         _large("forward", result, None),
         _small(backward),
@@ -192,15 +194,27 @@ def dw_costs(result: Result) -> list[tuple[Record, float]]:
     return costs
 
 
-def _at_least(text: str, comparisons: list[Comparison], least: float | None = None) -> Target:
+def _failed(result: Result, op: str) -> list[str]:
+    """The cells of the op that cutile should have figures of, and has not."""
+    return [
+        f"{each['rows']} x {each['cols']} (failed)"
+        for each in result["records"]
+        if each["op"] == op and each["provider"] == OURS and each["us"] is None
+    ]
+
+
+def _at_least(
+    text: str, comparisons: list[Comparison], failed: list[str], least: float | None = None
+) -> Target:
     """`least` None: 1 less the cell's own spread."""
-    missed = [
+    missed = failed + [
         f"{each.shape} ({each.ratio:.3f}x {_name(each.peer)})"
         for each in comparisons
         if each.ratio < (1 - each.spread if least is None else least)
     ]
     worst = min((each.ratio for each in comparisons), default=None)
-    return Target(text, len(comparisons), missed, "" if worst is None else f"the lowest is {worst:.3f}")
+    cells = len(comparisons) + len(failed)
+    return Target(text, cells, missed, "" if worst is None else f"the lowest is {worst:.3f}")
 
 
 def _large(op: str, result: Result, widest: int | None) -> Target:

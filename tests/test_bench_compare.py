@@ -84,6 +84,12 @@ def test_backward_targets(peer, cells, mean):
     assert (met["cells"], met["mean"], met["small"]) == (cells, mean, None)
 
 
+def test_a_cell_that_cutile_fails_in_misses_its_target():
+    good, bad = make_cell(100.0, ("quack", 200.0)), make_cell(None, ("quack", 200.0), rows=8)
+    (target, *_) = compare.targets(make_result(*good, *bad))
+    assert (target.cells, target.missed) == (2, ["8 x 1024 (failed)"])
+
+
 def test_float32_has_no_target_of_the_mean():
     assert "mean" not in verdicts(*make_cell(100.0, ("quack", 101.0), dtype="float32"))
 
