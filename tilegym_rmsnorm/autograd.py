@@ -90,9 +90,9 @@ def run_backward(
     if x.numel() == 0:
         return torch.empty_like(x), torch.zeros_like(weight) if needs_dw else None  # a sum of no rows
     dx, dw = backward(_as_rows(x, n), _as_rows(dy, n), _as_vector(weight), rstd, offset, casting, needs_dw)
-    if dx.shape != x.shape:
+    if x.ndim != 2 or x.shape[1] != n:
         dx = dx.view_as(x)  # to unpack x.shape takes view 2 us
-    if dw is not None and dw.shape != weight.shape:
+    if dw is not None and weight.ndim != 1:
         dw = dw.view_as(weight)
     return dx, dw
 
