@@ -133,9 +133,7 @@ class Backward:
     ) -> None:
         self.machine, self.config, self.n, self.inv_n = machine, config, n, 1.0 / n
         self.has_dw, self.shares_partials = has_dw, shares_partials
-        self.partial_rows_of = functools.lru_cache(
-            self.partial_rows
-        )  # 0.3 us; the M of a model's calls repeat
+        self.partial_rows_of = functools.lru_cache(self.partial_rows)  # the M of a model's calls repeat
         self.most_rows = MOST_ROWS if shares_partials else LARGEST_GRID
         self.dependent = machine.dependent_launch
         switches = (has_weight, has_dw, round_xhat)
