@@ -195,7 +195,10 @@ def sample_in_turn(
         samplers.append(host_sampler(call, device) if is_cuda else wall_sampler([call] * 16))
     taken = [[sampler() for sampler in samplers] for _ in range(samples)]
     columns = list(zip(*taken, strict=True))
-    return [(statistics.quantiles(column, n=10)[0], statistics.median(column)) for column in columns]
+    return [
+        (statistics.quantiles(column, n=10, method="inclusive")[0], statistics.median(column))
+        for column in columns
+    ]
 
 
 def print_first_calls(n: int, arguments: argparse.Namespace) -> None:

@@ -3,10 +3,13 @@
 
 """Known calls under autograd, torch.func and torch.compile, and under every way to choose a backend."""
 
+import functools
+
 import pytest
 import torch
 from known_calls import N, W, X, call, make_known
 from torch.nn import Parameter
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tilegym_rmsnorm import (
     BackendUnavailableError,
@@ -122,6 +125,24 @@ def test_in_place_operations_on_the_output_of_a_known_call(checks):
     y = call(input=x)
     y.mul_(2)
     assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+def test_checkpointing_a_known_call(checks):
+    """Selective checkpointing keeps what the reference computes, so nothing may change that in place."""
+    x, weight = torch.randn(2, 3, N, requires_grad=True), W.clone().requires_grad_()
+    make_known(checks, input=x, weight=weight)
+
+    def norm(x):
+        return call(input=x, weight=weight).sin()
+
+    expected = torch.autograd.grad(norm(x).sum(), (x, weight))
+    keep_all = functools.partial(
+        create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE
+    )
+    for options in ({}, {"context_fn": keep_all}):
+        y = checkpoint(norm, x, use_reentrant=False, **options)
+        got = torch.autograd.grad(y.sum(), (x, weight))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def test_inside_torch_compile_a_known_call_still_breaks_the_graph(checks):

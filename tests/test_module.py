@@ -88,6 +88,55 @@ def test_the_backend_is_passed_on(monkeypatch):
     assert seen == [None, "auto", "triton"]
 
 
+def _parametrized(module):
+    torch.nn.utils.parametrize.register_parametrization(module, "weight", Doubled())
+    return 2 * module.parametrizations.weight.original
+
+
+def _plain_tensor(module):
+    """As FSDP does with a view of its flat parameter."""
+    weight = 3 * module.weight.detach()
+    del module.weight
+    module.weight = weight
+    return weight
+
+
+def _replaced(module):
+    module.weight = torch.nn.Parameter(4 * module.weight.detach())
+    return module.weight
+
+
+def _removed(module):
+    module.weight = None
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@pytest.mark.parametrize("change", [_parametrized, _plain_tensor, _replaced, _removed])
+def test_the_weight_is_whatever_the_attribute_is(change):
+    module, x = RMSNorm(64, bias=True, backend="torch"), torch.randn(3, 64)
+    module(x)
+    weight = change(module)
+    assert torch.equal(module(x), rms_norm(x, (64,), weight, bias=module.bias, backend="torch"))
+
+
+def test_functional_call_replaces_weight_and_bias():
+    module, x = RMSNorm(64, bias=True, backend="torch"), torch.randn(3, 64)
+    weight, bias = torch.rand(64), torch.rand(64)
+    y = torch.func.functional_call(module, {"weight": weight, "bias": bias}, (x,))
+    assert torch.equal(y, rms_norm(x, (64,), weight, bias=bias, backend="torch"))
+
+
+def test_the_reference_by_name_does_not_break_a_graph():
+    module, x = RMSNorm(64, backend="torch"), torch.randn(3, 64)
+    expected = module(x)  # imports the backend, which Dynamo would not
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(x), expected)
+
+
 def test_copies_pickles_and_the_meta_device():
     module = RMSNorm(64, 1e-5, offset=1.0, bias=True, casting="llama", backend="torch")
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):

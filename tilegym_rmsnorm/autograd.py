@@ -20,6 +20,8 @@ from tilegym_rmsnorm.reference import compute_dtype
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+_len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 
 # What the implementations and the autograd function need beside tensors: n, eps, offset, casting, forward, backward.
 # A plain tuple: a NamedTuple takes 0.3 us to make.
@@ -28,7 +30,7 @@ Call = tuple[int, float, float, str, Callable[..., Any], Callable[..., Any] | No
 
 def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
     """y of x's shape, recorded for autograd; the last n elements of x's dimensions are a row."""
-    if torch._C._are_functorch_transforms_active():
+    if _are_functorch_transforms_active():
         return RMSNormFunction.apply(x, weight, bias, call)  # refuses
     # Function.apply without the Python around it, which asks for functorch too and takes 2 us for it.
     x = _unwrap_if_dead(x)
@@ -90,9 +92,9 @@ def run_backward(
     if x.numel() == 0:
         return torch.empty_like(x), torch.zeros_like(weight) if needs_dw else None  # a sum of no rows
     dx, dw = backward(_as_rows(x, n), _as_rows(dy, n), _as_vector(weight), rstd, offset, casting, needs_dw)
-    if dx.shape != x.shape:
+    if x.ndim != 2 or x.shape[1] != n:
         dx = dx.view_as(x)  # to unpack x.shape takes view 2 us
-    if dw is not None and dw.shape != weight.shape:
+    if dw is not None and weight.ndim != 1:
         dw = dw.view_as(weight)
     return dx, dw
 
@@ -112,8 +114,10 @@ def _differentiable_backward(
 
 def _in_shape_of(x: Tensor, y: Tensor) -> Tensor:
     """y, new and contiguous, in x's shape and no view: in-place operations on a custom Function's output refuse one."""
-    if type(x) is Tensor and not torch._C._are_functorch_transforms_active():
-        return y.resize_as_(x)  # 1 us; _unsafe_view takes 3, by way of torch.ops
+    if type(x) is Tensor and not _are_functorch_transforms_active() and not _len_torch_dispatch_stack():
+        return y.resize_as_(
+            x
+        )  # 1 us; _unsafe_view takes 3. Modes may have kept y: selective checkpointing does
     return _unsafe_view(y, x.shape)
 
 

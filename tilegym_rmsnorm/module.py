@@ -57,12 +57,16 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """y, or (y, x + residual) where a residual is given."""
+        # Module.__getattr__ takes 0.6 us for each; what is no parameter any more (parametrized, say) is left to it.
+        parameters = self._parameters
+        weight = parameters["weight"] if "weight" in parameters else self.weight
+        bias = parameters["bias"] if "bias" in parameters else self.bias
         return rms_norm(
             x,
             self.normalized_shape,
-            self.weight,
+            weight,
             self.eps,
-            bias=self.bias,
+            bias=bias,
             offset=self.offset,
             residual=residual,
             casting=self.casting,
