@@ -137,12 +137,15 @@ class DeviceTimer:
         torch.cuda.empty_cache()
         try:
             with torch.cuda.stream(self._stream):
-                # thread_local: what other threads of the process do meanwhile must not spoil the capture
+                # thread_local: what other threads of the process do meanwhile must not spoil the capture; nor may the
+                # garbage of other libraries, whose kernels unload when it is collected
+                gc.disable()
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     outputs = [call() for call in calls]  # kept, so that no call reuses another's memory
                 finally:
                     graph.capture_end()
+                    gc.enable()
         except BaseException:
             self._abandon_pool()
             raise
