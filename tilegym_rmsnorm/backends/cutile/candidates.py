@@ -114,7 +114,7 @@ SWEEPS = {
         ),
         Sweep(
             *("fused", 12289, 24576, fused(whole_rows, WIDE_STRIPS, (32, 64, 128))),
-            {"warps": (8,), "occupancy": (1,), "latency": (1, 3)},
+            {"warps": (8,), "occupancy": (1,), "latency": (1,)},
             ("few", "large"),
         ),
         Sweep(
@@ -139,8 +139,9 @@ def candidates(bucket: Bucket, itemsize: int, architecture: int, most: int = MOS
         for config in (_with_slab_up_to(most_rows, each) for each in _combinations(bucket))
         if _is_possible(config, bucket, architecture) and fits_registers(config, bucket.op, itemsize)
     }
-    others.pop(_with_slab_up_to(most_rows, dataclasses.replace(default, reason=REASON, spills="")), None)
-    return [default, *sorted(others, key=lambda config: distance(config, default))[: most - 1]]
+    same = _with_slab_up_to(most_rows, dataclasses.replace(default, reason=REASON, spills=""))
+    others.pop(same, None)
+    return [default, *sorted(others, key=lambda config: distance(config, same))[: most - 1]]
 
 
 def fits_registers(config: Config, op: str, itemsize: int) -> bool:
