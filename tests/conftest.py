@@ -163,10 +163,11 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def finder(monkeypatch: pytest.MonkeyPatch):
     """A search over the interpreter, at sizes that it can run."""
     pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-    from tilegym_rmsnorm.backends.cutile import machine, search
+    from tilegym_rmsnorm.backends.cutile import config, machine, search
 
-    monkeypatch.setattr(search, "SMALL", 40 * 64)
-    monkeypatch.setattr(search, "LARGE", 40 * 64)
+    monkeypatch.setattr(config, "FEW_ROWS", 8)
+    monkeypatch.setattr(config, "SMALL", 40 * 64)
+    monkeypatch.setattr(search, "LARGE", 48 * 64)
     monkeypatch.setattr(search, "RUNS", 16)
     monkeypatch.setattr(search, "calls_needed", lambda *_: 1)
     lines = []

@@ -22,7 +22,7 @@ ENTRY = Entry(Config("rows", 4096, 4, 1, 3, short=True), (Timing(16384, 140.0, 1
 
 def chosen(bucket: Bucket = BUCKET, machine=MACHINE) -> Config:
     dtype = getattr(torch, bucket.dtype)
-    return tables.chosen_config(bucket.op, machine, bucket.n, dtype, bucket.size == "small")
+    return tables.chosen_config(bucket.op, machine, bucket.n, dtype, bucket.size)
 
 
 def without_reason(config: Config) -> Config:

@@ -8,13 +8,20 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tilegym_rmsnorm.backends.cutile import candidates as space
 from tilegym_rmsnorm.backends.cutile.candidates import candidates, distance, fits_registers
-from tilegym_rmsnorm.backends.cutile.config import ARCHITECTURES, Config
-from tilegym_rmsnorm.backends.cutile.tables import ITEMSIZE, RULES, SIZES, Bucket, check_config
+from tilegym_rmsnorm.backends.cutile.config import (
+    ARCHITECTURES,
+    SIZES,
+    Config,
+    power_of_two,
+    rows_of_class,
+    slab_tiles,
+)
+from tilegym_rmsnorm.backends.cutile.tables import ITEMSIZE, RULES, Bucket, check_config
 
 OPS = tuple(RULES)
 
@@ -30,24 +37,25 @@ OPS = tuple(RULES)
 def test_candidates_are_few_distinct_possible_and_begin_with_the_rules(
     op, n, dtype, size, architecture, most
 ):
+    assume(rows_of_class(size, n))
     bucket, itemsize = Bucket(op, n, dtype, size), ITEMSIZE[dtype]
     found = candidates(bucket, itemsize, architecture, most)
-    default = RULES[op](n, itemsize, architecture)
+    default = RULES[op](n, itemsize, architecture, size)
     assert found[0] == default and 1 <= len(found) <= most
     assert len({replace(config, reason="", spills="") for config in found}) == len(found)
     for config in found[1:]:
         check_config(config, bucket, architecture)
         assert fits_registers(config, op, itemsize)
-    assert [distance(config, default) for config in found[1:]] == sorted(
-        distance(config, default) for config in found[1:]
-    )
+    most_rows = power_of_two(rows_of_class(size, n)[-1])
+    distances = [distance(each, replace(default, slab=min(default.slab, most_rows))) for each in found[1:]]
+    assert distances == sorted(distances)
 
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("n", [64, 1024, 4096, 5120, 16384, 65536])
 def test_every_width_has_a_choice(op, n):
     """Of more than one value of everything that its kernels have, jointly: no field is kept while others are swept."""
-    for size in SIZES:
+    for size in (each for each in SIZES if rows_of_class(each, n)):
         found = candidates(Bucket(op, n, "bfloat16", size), 2, 90)
         assert len(found) >= 20
         for name in ("warps", "occupancy", "latency"):
@@ -64,7 +72,9 @@ def test_sweeps_name_fields_of_config_and_kernels_of_the_op(op):
     names = {field.name for field in fields(Config)}
     for sweep in space.SWEEPS[op]:
         assert set(sweep.values) < names
-        for tile in sweep.tiles(sweep.narrowest):
+        tiles = list(sweep.tiles(sweep.narrowest))
+        assert tiles
+        for tile in tiles:
             config = Config(sweep.kernel, **tile, warps=4, occupancy=1, latency=1)
             check_config(config, Bucket(op, sweep.narrowest, "float32", "large"), 90)
 
@@ -81,3 +91,42 @@ def test_registers():
     assert not fits_registers(Config("tiles", 64, 4, 8, 2, rows=1), "forward", 2), (
         "half of the threads are idle"
     )
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(
+    ("size", "n", "kernels"),
+    [
+        *(("few", n, {"fused"}) for n in (64, 1024, 2048, 4096, 8192, 12288, 16384)),
+        *((size, 18432, {"fused", "fused_chunks"}) for size in ("few", "large")),
+        *((size, n, {"fused_chunks"}) for size in ("few", "large") for n in (32768, 65536)),
+    ],
+)
+def test_fused_kernels_are_searched_around_the_one_of_the_rules(size, n, kernels, itemsize):
+    dtype = {2: "bfloat16", 4: "float32"}[itemsize]
+    default, *others = candidates(Bucket("backward", n, dtype, size), itemsize, 90)
+    assert default.kernel in kernels and fits_registers(default, "backward", itemsize)
+    near = [config for config in others if config.kernel == default.kernel]
+    assert len(near) >= 10
+    assert len({(config.rows, config.strip) for config in near}) >= 4
+    assert len({config.slab for config in near}) >= 2
+
+
+@pytest.mark.parametrize("n", [64, 4096, 5000, 8192, 16384, 65536, 500_000])
+def test_no_two_candidates_differ_only_in_a_slab_that_no_call_fills(n):
+    found = candidates(Bucket("backward", n, "float32", "few"), 4, 90, most=10_000)
+    most = rows_of_class("few", n)[-1]
+    seen = {replace(each, slab=slab_tiles(most, each, 132), reason="", spills="") for each in found}
+    assert len(seen) == len(found)
+
+
+def test_kernels_wide_rows_are_not_held_by_are_tried_below_them():
+    found = candidates(Bucket("backward", 16384, "bfloat16", "large"), 2, 90)
+    assert {"rows", "fused", "fused_chunks"} <= {config.kernel for config in found}
+
+
+def test_registers_of_the_two_kinds_of_blocks():
+    fused = Config("fused", 16384, 8, 1, 1, rows=8, strip=1024, slab=64)
+    assert fits_registers(fused, "backward", 4)
+    assert not fits_registers(replace(fused, occupancy=2), "backward", 4), "the rows"
+    assert not fits_registers(replace(fused, rows=64), "backward", 2), "256 registers for the sum alone"

@@ -9,11 +9,14 @@ import functools
 import inspect
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tilegym_rmsnorm.backends.cutile import config as configs
 from tilegym_rmsnorm.backends.cutile.config import (
     ARCHITECTURES,
     LARGEST_GRID,
+    NO_END,
     SIZES,
     backward_config,
     forward_config,
@@ -21,6 +24,7 @@ from tilegym_rmsnorm.backends.cutile.config import (
     partial_rows,
     power_of_two,
     row_partials_config,
+    rows_of_class,
     size_class,
     slab_tiles,
     sum_config,
@@ -124,6 +128,14 @@ def test_size_classes_follow_rows_and_elements():
     assert [size_class(m, 4096) for m in (0, 1, 1024, 1025, 2**20)] == ["few", "few", "few", "large", "large"]
     assert [size_class(m, 256) for m in (1024, 1025, 16384, 16385)] == ["few", "small", "small", "large"]
     assert size_class(16, 2**18) == "few" and size_class(16, 2**18 + 1) == "large"
+
+
+@given(size=st.sampled_from(SIZES), n=st.integers(1, 2**23))
+def test_the_rows_of_a_class_are_those_that_are_in_it(size, n):
+    rows = rows_of_class(size, n)
+    assert all(size_class(m, n) == size for m in (*rows[:3], *rows[-3:]))
+    for m in (rows.start - 1, rows.stop):
+        assert m < 1 or size_class(m, n) != size or m == NO_END
 
 
 def test_few_rows_of_common_widths_take_one_launch():

@@ -5,18 +5,19 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from table_cases import TARGET
 
 from tilegym_rmsnorm.backends.cutile import tables, toolchain
-from tilegym_rmsnorm.backends.cutile.config import SMALL, Config
+from tilegym_rmsnorm.backends.cutile.config import SIZES, Config, rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import Bucket
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
@@ -77,11 +78,24 @@ def test_a_config_that_does_not_run_is_no_candidate():
         choose(times, wrong=CONFIGS)
 
 
-@given(n=st.integers(1, 200_000), size=st.sampled_from(tables.SIZES))
-def test_rows_at_which_a_bucket_is_timed_are_of_its_size(n, size):
-    for m in search.rows_of(Bucket("forward", n, "bfloat16", size)):
-        assert m >= 1 and (m <= 16 or m % 16 == 0)
-        assert (m * n <= SMALL) is (size == "small") or m == 1
+@given(n=st.one_of(st.integers(1, 5000), st.integers(5000, 2**27)), size=st.sampled_from(SIZES))
+def test_rows_at_which_a_bucket_is_timed_are_of_its_class(n, size):
+    of_class = rows_of_class(size, n)
+    assume(of_class)
+    rows = search.rows_of(Bucket("forward", n, "bfloat16", size))
+    assert rows
+    for m in rows:
+        assert m in of_class
+        assert m <= 16 or m % 16 == 0 or not any(each % 16 == 0 for each in of_class[:16])
+
+
+def test_rows_at_which_common_widths_are_timed():
+    def rows(size, n):
+        return search.rows_of(Bucket("backward", n, "bfloat16", size))
+
+    assert [rows("few", n) for n in (64, 4096, 65536)] == [(1024, 128), (1024, 128), (64, 8)]
+    assert [rows("small", n) for n in (64, 1024, 4080)] == [(65536, 8192), (4096, 1040), (1028, 1025)]
+    assert [rows("large", n) for n in (64, 4096, 65536)] == [(524288,), (8192,), (512,)]
 
 
 # The search itself, on the interpreter
@@ -89,13 +103,17 @@ def test_rows_at_which_a_bucket_is_timed_are_of_its_size(n, size):
 
 FORWARD = Bucket("forward", 64, "bfloat16", "large")
 BACKWARD = Bucket("backward", 64, "float32", "small")
+FEW = BACKWARD._replace(size="few")
 TILES = [Config("tiles", 64, 4, 1, latency, rows=8) for latency in (1, 2, 3)]
+FUSED = [Config("fused", 64, 4, 1, latency, rows=4, strip=16, slab=4) for latency in (1, 2)]
 
 
-@pytest.mark.parametrize("bucket", [FORWARD, BACKWARD])
-def test_search_times_checks_and_describes(finder, bucket):
-    entry = finder.tune(bucket, TILES)
-    assert entry.config in TILES and not finder.lines
+@pytest.mark.parametrize(
+    ("bucket", "configs"), [(FORWARD, TILES), (BACKWARD, TILES), (FEW, FUSED), (FEW, TILES)]
+)
+def test_search_times_checks_and_describes(finder, bucket, configs):
+    entry = finder.tune(bucket, configs)
+    assert entry.config in configs and not finder.lines
     assert [timing.m for timing in entry.timings] == list(search.rows_of(bucket))
     assert all(timing.us > 0 and timing.us_rules > 0 for timing in entry.timings)
     tables.parse(tables.render(TARGET, {bucket: entry}), TARGET)
@@ -217,9 +235,7 @@ def kernels_stored(monkeypatch, tmp_path):
     if not torch.cuda.is_available():  # from_kernel_args needs a driver; it gives the same, see test_compile
 
         def from_kernel_args(kernel, arguments, convention):
-            constants = len(arguments) - next(
-                i for i, each in enumerate(arguments) if type(each) in (int, bool)
-            )
+            constants = sum(name.isupper() for name in inspect.signature(kernel._pyfunc).parameters)
             arrays, rest = arguments[:-constants], arguments[-constants:]
             return KernelSignature([*map(_constraint, arrays), *rest], convention)
 
@@ -236,6 +252,15 @@ def test_a_job_leaves_its_kernels_in_the_disk_cache(kernels_stored):
     forward = job._replace(op="forward")
     assert compiling.compile_job(forward, 90, 132) is None
     assert kernels_stored() == 3
+
+
+def test_a_fused_job_of_one_slab_has_no_kernel_that_sums(kernels_stored):
+    fused = Config("fused", 64, 4, 1, 1, rows=64, strip=16, slab=256)
+    job = compiling.Job("backward", 64, 128, torch.bfloat16, torch.bfloat16, fused)
+    assert compiling.compile_job(job, 90, 132) is None
+    assert kernels_stored() == 1
+    assert compiling.compile_job(job._replace(m=1024), 90, 132) is None
+    assert kernels_stored() == 3, "float32 rows of dw_partial, and their sum"
 
 
 def test_a_job_that_cannot_be_compiled_says_why(kernels_stored):

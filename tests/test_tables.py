@@ -16,9 +16,11 @@ from table_cases import BUCKET, ENTRY, MACHINE, TARGET, chosen, without_reason
 from tilegym_rmsnorm.backends.cutile import tables, toolchain
 from tilegym_rmsnorm.backends.cutile.config import (
     ARCHITECTURES,
+    SIZES,
     Config,
     backward_config,
     forward_config,
+    rows_of_class,
 )
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry, Target
 
@@ -26,10 +28,24 @@ from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry, Target
 def test_rules_serve_where_no_table_has_an_entry(folders):
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for n in (64, 1000, 4096, 40000):
-            for is_small in (True, False):
+            for size in SIZES:
                 for op, rule in (("forward", forward_config), ("backward", backward_config)):
-                    expected = rule(n, dtype.itemsize, 90)
-                    assert tables.chosen_config(op, MACHINE, n, dtype, is_small) == expected
+                    expected = rule(n, dtype.itemsize, 90, size)
+                    assert tables.chosen_config(op, MACHINE, n, dtype, size) == expected
+                expected = backward_config(n, dtype.itemsize, 90, size, has_dw=False)
+                found = tables.chosen_config("backward", MACHINE, n, dtype, size, has_dw=False)
+                assert found == expected and not found.slab
+
+
+def test_without_dw_a_fused_entry_does_not_serve(folders):
+    bucket = BUCKET._replace(size="few")
+    fused = Config("fused", 4096, 8, 1, 2, rows=64, strip=32, slab=512)
+    rows = Config("rows", 4096, 4, 1, 3, short=True)
+    for config, serves in ((fused, False), (rows, True)):
+        tables.update(folders[0], TARGET, {bucket: Entry(config, ())})
+        assert without_reason(chosen(bucket)) == config
+        found = tables.chosen_config("backward", MACHINE, 4096, torch.bfloat16, "few", has_dw=False)
+        assert (without_reason(found) == config) is serves and not found.slab
 
 
 def test_the_users_table_comes_before_the_shipped_one(folders):
@@ -47,9 +63,10 @@ def test_the_users_table_comes_before_the_shipped_one(folders):
 def test_an_entry_serves_its_own_bucket_only(folders):
     tables.update(folders[0], TARGET, {BUCKET: ENTRY})
     assert "130.5 us instead of 140.0 at 16384 x 4096" in chosen().reason
-    for change in ({"n": 4097}, {"n": 4080}, {"dtype": "float32"}, {"size": "small"}):
+    for change in ({"n": 4097}, {"n": 4080}, {"dtype": "float32"}, {"size": "few"}, {"size": "small"}):
         bucket = BUCKET._replace(**change)
-        assert chosen(bucket) == backward_config(bucket.n, tables.ITEMSIZE[bucket.dtype], 90), change
+        itemsize = tables.ITEMSIZE[bucket.dtype]
+        assert chosen(bucket) == backward_config(bucket.n, itemsize, 90, bucket.size), change
     assert chosen(BUCKET._replace(op="forward")) == forward_config(4096, 2, 90)
 
 
@@ -78,17 +95,18 @@ def test_the_interpreter_has_no_tables(folders):
     assert chosen(machine=SimpleNamespace(model=None, architecture=90)) == backward_config(4096, 2, 90)
 
 
-def test_launch_asks_for_the_size_of_x_and_keeps_one_choice_for_all_its_batch_sizes(folders, monkeypatch):
+def test_launch_asks_for_the_size_class_and_keeps_one_choice_for_all_its_batch_sizes(folders, monkeypatch):
     pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-    from tilegym_rmsnorm.backends.cutile import launch, machine
+    from tilegym_rmsnorm.backends.cutile import config, launch, machine
 
     monkeypatch.setattr(machine.InterpretedMachine, "model", TARGET.gpu)
-    monkeypatch.setattr(launch, "SMALL", 10 * 64)
+    monkeypatch.setattr(config, "FEW_ROWS", 5)
+    monkeypatch.setattr(config, "SMALL", 10 * 64)
     asked = []
 
-    def spied(op, machine, n, dtype, is_small):
-        asked.append((op, n, is_small))
-        return tables.chosen_config(op, machine, n, dtype, is_small)
+    def spied(op, machine, n, dtype, size, has_dw=True):
+        asked.append((op, n, size, has_dw))
+        return tables.chosen_config(op, machine, n, dtype, size, has_dw)
 
     monkeypatch.setattr(launch, "chosen_config", spied)
     bucket = Bucket("forward", 64, "float32", "large")
@@ -97,17 +115,17 @@ def test_launch_asks_for_the_size_of_x_and_keeps_one_choice_for_all_its_batch_si
         made.cache_clear()
     try:
         weight, ones = torch.ones(64), torch.ones(12)
-        for m in (1, 7, 10, 11, 12):
+        for m in (1, 5, 6, 10, 11, 12):
             x = torch.randn(m, 64)
             y, _ = launch.rms_norm_forward(x, weight, None, 1e-6, 0.0, "once")
-            launch.rms_norm_backward(x, x, weight, ones[:m], 0.0, "once", True)
+            for needs_dw in (True, False):
+                launch.rms_norm_backward(x, x, weight, ones[:m], 0.0, "once", needs_dw)
             torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (64,), weight, 1e-6))
     finally:
         for made in (launch._forward, launch._backward):
             made.cache_clear()
-    small, large = (("forward", 64, size) for size in (True, False))
-    backward = [("backward", 64, True), ("backward", 64, False)]
-    assert asked == [small, backward[0], large, backward[1]]
+    kinds = (("forward", True), ("backward", True), ("backward", False))
+    assert asked == [(op, 64, size, has_dw) for size in SIZES for op, has_dw in kinds]
 
 
 def test_a_toolkit_that_does_not_say_its_version_has_no_tables(folders, monkeypatch):
@@ -131,6 +149,8 @@ def stored(**changes) -> str:
     return json.dumps(data)
 
 
+FUSED = {"config_kernel": "fused", "config_short": False, "config_rows": 8, "config_strip": 64}
+
 UNFIT = {
     "no JSON": "{",
     "not UTF-8": b"\xff\xfe{}",
@@ -150,6 +170,7 @@ UNFIT = {
     "n text": stored(n="4096"),
     "unknown dtype": stored(dtype="float64"),
     "unknown size": stored(size="medium"),
+    "size that no number of rows has": stored(size="small"),
     "unknown key": stored(note="x"),
     "no timings": stored(timings=None),
     "timings no time": stored(timings=[{"m": 1, "us_rules": 0.0, "us": float("nan")}]),
@@ -175,6 +196,19 @@ UNFIT = {
     "latency 11": stored(config_latency=11),
     "tma text": stored(config_tma="yes"),
     "short tiles": stored(config_kernel="tiles"),
+    "early weight of a backward": stored(config_early_weight=True),
+    "strip of the rows kernel": stored(config_strip=64),
+    "slab of the rows kernel": stored(config_slab=64),
+    "fused without a slab": stored(**FUSED),
+    "slab no multiple of rows": stored(**FUSED, config_slab=60),
+    "slab too large": stored(**FUSED, config_slab=2048),
+    "strip no power of two": stored(**FUSED | {"config_strip": 48}, config_slab=64),
+    "no strip": stored(**FUSED | {"config_strip": 0}, config_slab=64),
+    "strip too large": stored(**FUSED | {"config_strip": 2**14}, config_slab=64),
+    "fused row too narrow": stored(**FUSED, config_slab=64, config_width=2048),
+    "chunks in two tiles": stored(
+        **FUSED | {"config_kernel": "fused_chunks"}, config_slab=64, config_width=2048, config_rest=2048
+    ),
 }
 
 
@@ -200,6 +234,10 @@ def test_the_file_that_the_unfit_ones_are_made_of_is_fit(folders):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert without_reason(chosen()) == ENTRY.config
+        for kernel in ("fused", "fused_chunks"):
+            path.write_text(stored(**FUSED | {"config_kernel": kernel}, config_slab=64))
+            tables.table_in.cache_clear()
+            assert chosen().kernel == kernel
 
 
 def test_no_tma_before_hopper():
@@ -214,10 +252,10 @@ def test_no_tma_before_hopper():
 def test_what_the_rules_choose_would_be_accepted_from_a_table(architecture):
     for dtype, itemsize in tables.ITEMSIZE.items():
         for n in (1, 7, 64, 100, 1000, 2880, 4096, 4097, 5120, 12288, 18432, 20000, 40000, 131072):
-            for op, rule in tables.RULES.items():
-                tables.check_config(
-                    rule(n, itemsize, architecture), Bucket(op, n, dtype, "large"), architecture
-                )
+            for size in (each for each in SIZES if rows_of_class(each, n)):
+                for op, rule in tables.RULES.items():
+                    config = rule(n, itemsize, architecture, size)
+                    tables.check_config(config, Bucket(op, n, dtype, size), architecture)
 
 
 @pytest.mark.parametrize("path", sorted(tables.SHIPPED_FOLDER.glob("*.json")), ids=lambda path: path.stem)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from table_cases import BUCKET, ENTRY, TARGET
 
 from tilegym_rmsnorm.backends.cutile import tables
+from tilegym_rmsnorm.backends.cutile.config import SIZES, Config, rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry, Timing
 
 VALUES = st.one_of(
@@ -22,7 +23,7 @@ VALUES = st.one_of(
     st.sampled_from([2**k for k in range(20)]),
     st.floats(),
     st.text(max_size=5),
-    st.sampled_from(["rows", "tiles", "strips", "chunks", "forward", "float32", "small"]),
+    st.sampled_from(["rows", "tiles", "fused", "strips", "chunks", "forward", "float32", "few", "small"]),
     st.lists(st.integers(), max_size=2),
     st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
 )
@@ -31,7 +32,9 @@ VALUES = st.one_of(
 @given(st.data())
 @settings(max_examples=400, deadline=None)
 def test_whatever_a_table_says_it_is_refused_or_describes_kernels(data):
-    text = json.loads(tables.render(TARGET, {BUCKET: ENTRY}))
+    fused = Config("fused", 4096, 8, 1, 1, rows=64, strip=32, slab=512)
+    config = data.draw(st.sampled_from([ENTRY.config, fused]))
+    text = json.loads(tables.render(TARGET, {BUCKET: Entry(config, ENTRY.timings)}))
     owners = [text, text["entries"][0], text["entries"][0]["config"]]
     for _ in range(data.draw(st.integers(1, 3))):
         owner = data.draw(st.sampled_from(owners))
@@ -43,7 +46,8 @@ def test_whatever_a_table_says_it_is_refused_or_describes_kernels(data):
     for bucket, entry in table.items():
         tables.check_config(entry.config, bucket, TARGET.architecture)
         assert entry.config.width * entry.config.rows >= 1 and bucket.n >= 1
-        if entry.config.kernel in ("rows", "tiles"):
+        assert rows_of_class(bucket.size, bucket.n)
+        if entry.config.kernel in ("rows", "tiles", "fused"):
             assert entry.config.width + entry.config.rest >= bucket.n
     assert tables.parse(tables.render(TARGET, table), TARGET) == table
 
@@ -57,12 +61,12 @@ def test_what_is_written_is_read_back(data):
         st.sampled_from(["forward", "backward"]),
         st.integers(1, 65536),
         st.sampled_from(list(tables.ITEMSIZE)),
-        st.sampled_from(tables.SIZES),
-    )
+        st.sampled_from(SIZES),
+    ).filter(lambda bucket: rows_of_class(bucket.size, bucket.n))
     times = st.floats(0.1, 1e6)
     table = {}
     for bucket in data.draw(st.lists(buckets, max_size=5)):
-        config = tables.RULES[bucket.op](bucket.n, tables.ITEMSIZE[bucket.dtype], 90)
+        config = tables.RULES[bucket.op](bucket.n, tables.ITEMSIZE[bucket.dtype], 90, bucket.size)
         timings = data.draw(st.lists(st.builds(Timing, st.integers(1, 2**24), times, times), max_size=2))
         table[bucket] = Entry(config, tuple(timings))
     read = tables.parse(tables.render(TARGET, table), TARGET)

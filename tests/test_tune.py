@@ -61,7 +61,7 @@ def test_what_is_tuned_is_stored_and_chosen_from_then_on(gpu, capsys):
     table = tables.table_in(gpu[0], TARGET)
     assert set(table) == {Bucket(op, 64, "bfloat16", "large") for op in ("forward", "backward")}
     for bucket, entry in table.items():
-        chosen = tables.chosen_config(bucket.op, machine.InterpretedMachine(), 64, torch.bfloat16, False)
+        chosen = tables.chosen_config(bucket.op, machine.InterpretedMachine(), 64, torch.bfloat16, "large")
         assert chosen == entry.config and "tuned: " in chosen.reason
 
 
@@ -69,10 +69,18 @@ def test_skip_tuned_leaves_what_is_there(gpu, capsys):
     assert run("--op", "forward", "--size", "small") == 0
     before = tables.table_in(gpu[0], TARGET)
     assert run("--op", "forward", "--skip-tuned") == 0
-    assert "1 of 1 tuned" in capsys.readouterr().out
+    assert "2 of 2 tuned" in capsys.readouterr().out
     after = tables.table_in(gpu[0], TARGET)
     assert before.items() < after.items()
     assert run("--op", "forward", "--skip-tuned") == 0
+    assert "0 of 0 tuned" in capsys.readouterr().out
+
+
+def test_a_class_that_no_number_of_rows_has_is_left_out(gpu, capsys):
+    assert run("--n", "320", "--op", "forward") == 0  # as 4096 with a real GPU's sizes
+    assert "2 of 2 tuned" in capsys.readouterr().out
+    assert {bucket.size for bucket in tables.table_in(gpu[0], TARGET)} == {"few", "large"}
+    assert run("--n", "320", "--size", "small") == 0
     assert "0 of 0 tuned" in capsys.readouterr().out
 
 
@@ -99,7 +107,7 @@ def test_a_lost_context_ends_the_run(gpu, finder, monkeypatch, capsys):
     assert run() == 1
     captured = capsys.readouterr()
     assert "the CUDA context is lost: an illegal memory access" in captured.err
-    assert captured.err.count("none of") == 1 and "0 of 4 tuned" in captured.out
+    assert captured.err.count("none of") == 1 and "0 of 6 tuned" in captured.out
 
 
 def test_progress_without_tqdm(gpu, monkeypatch, capsys):
@@ -113,8 +121,8 @@ def test_progress_without_tqdm(gpu, monkeypatch, capsys):
     monkeypatch.setattr(builtins, "__import__", without)
     assert run("--size", "large") == 0
     output = capsys.readouterr().out
-    assert "[0/2] forward bfloat16 N = 64 large: M = 32: " in output
-    assert "[1/2] backward bfloat16 N = 64 large: M = 32: " in output
+    assert "[0/2] forward bfloat16 N = 64 large: M = 48: " in output
+    assert "[1/2] backward bfloat16 N = 64 large: M = 48: " in output
 
 
 @pytest.mark.parametrize(
@@ -124,7 +132,7 @@ def test_progress_without_tqdm(gpu, monkeypatch, capsys):
         (("--n", "0"), "expected a whole number of at least 1, got '0'"),
         (("--dtype", "bf16"), "expected some of bfloat16, float16, float32, got bf16"),
         (("--op", "forward,sideways"), "expected some of forward, backward, got sideways"),
-        (("--size", ""), "expected some of small, large, got "),
+        (("--size", ""), "expected some of few, small, large, got "),
         (("--candidates", "-1"), "expected a whole number of at least 1, got '-1'"),
     ],
 )

@@ -20,13 +20,21 @@ from hypothesis import strategies as st  # noqa: E402
 from table_cases import TARGET  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile import tables  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.config import SMALL, Config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.config import (  # noqa: E402
+    FEW_ROWS,
+    SIZES,
+    SMALL,
+    Config,
+    partial_rows,
+    rows_of_class,
+    size_class,
+)
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry, chosen_config  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.warm import warm  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.warm import _kind, rows_to_warm, warm  # noqa: E402
 
 BF16, FP32 = torch.bfloat16, torch.float32
-WIDTHS = (1, 64, 1000, 1024, 2880, 4096, 5000, 16384, 40000, 65536)
+WIDTHS = (1, 64, 1000, 1024, 2880, 4096, 5000, 16384, 18432, 40000, 65536)
 
 
 class CountingMachine(CompilingMachine):
@@ -60,14 +68,14 @@ def _finer_than_a_signature(argument):
     return argument.dtype, tuple((number == 1, number % 16 == 0, number % 8 == 0) for number in numbers)
 
 
-def call(machine: CountingMachine, m: int, n: int, dtype: torch.dtype) -> None:
+def call(machine: CountingMachine, m: int, n: int, dtype: torch.dtype, has_weight: bool = True) -> None:
     """A forward and a backward as launch.py runs them."""
-    weight, is_small = machine.empty((n,), dtype), m * n <= SMALL
+    weight, size = machine.empty((n,), dtype) if has_weight else None, size_class(m, n)
     x, rstd = machine.empty((m, n), dtype), machine.empty((m,), FP32)
-    forward = chosen_config("forward", machine, n, dtype, is_small)
-    Forward(machine, forward, n, True, False)(x, weight, 1e-6, 0.0)
-    backward = chosen_config("backward", machine, n, dtype, is_small)
-    Backward(machine, backward, n, True, True, False)(x, x, weight, rstd, 0.0)
+    forward = chosen_config("forward", machine, n, dtype, size)
+    Forward(machine, forward, n, has_weight, False)(x, weight, 1e-6, 0.0)
+    backward = chosen_config("backward", machine, n, dtype, size, has_dw=has_weight)
+    Backward(machine, backward, n, has_weight, has_weight, False)(x, x, weight, rstd, 0.0)
 
 
 @pytest.mark.parametrize("sm_count", [132, 48])
@@ -78,11 +86,42 @@ def test_every_kernel_of_any_number_of_rows(n, sm_count):
         warm(machine, n, dtype, dtype, round_xhat=False)
         warmed = set(machine.kernels)
         edge = SMALL // n
-        counts = {*range(1, 300), *range(max(1, edge - 40), edge + 300), *(2**k for k in range(24))}
-        counts |= {int(1.05**k) for k in range(1, 330)}
+        counts = {*range(1, 200), *(2**k for k in range(24)), *(int(1.05**k) for k in range(1, 330))}
+        for first in (FEW_ROWS, edge):
+            counts |= {*range(max(1, first - 40), first + 200)}
         for m in counts:
             call(machine, m, n, dtype)
             assert machine.kernels == warmed, f"M = {m} needs {machine.kernels - warmed}"
+
+
+@pytest.mark.parametrize("n", [64, 4096, 18432, 40000])
+def test_every_kernel_without_a_weight(n):
+    machine = CountingMachine(132)
+    warm(machine, n, BF16, None, round_xhat=False)
+    warmed = set(machine.kernels)
+    assert not any(name.startswith(("backward_fused", "sum")) for name, *_ in warmed)
+    for m in {*range(1, 100), *(int(1.05**k) for k in range(1, 330))}:
+        call(machine, m, n, BF16, has_weight=False)
+        assert machine.kernels == warmed, f"M = {m} needs {machine.kernels - warmed}"
+
+
+SLABS = [(1, 1), (1, 8), (2, 4), (8, 8), (8, 24), (16, 256), (4, 1024), (128, 1024)]
+
+
+@pytest.mark.parametrize(("rows", "slab"), SLABS)
+@pytest.mark.parametrize(("n", "sm_count"), [(1000, 132), (3000, 7), (20000, 132)])
+def test_the_rows_to_warm_have_every_pair_of_kinds(n, sm_count, rows, slab):
+    """Of M and P, whatever slabs a table asks for. Beyond the slabs of the rules no kernel tells."""
+    config = Config("fused", 1, 8, 1, 1, rows=rows, strip=32, slab=slab)
+
+    def partial(m):
+        return partial_rows(m, n, config, sm_count)
+
+    for size in SIZES:
+        needed = {(_kind(m), _kind(partial(m))) for m in rows_of_class(size, n)[:60_000]}
+        chosen = rows_to_warm(n, size, config, sm_count, partial)
+        assert {(_kind(m), _kind(partial(m))) for m in chosen} == needed
+        assert len(chosen) == len(needed) and all(size_class(m, n) == size for m in chosen)
 
 
 @given(m=st.integers(1, 2**21), n=st.sampled_from(WIDTHS))
@@ -105,14 +144,14 @@ def test_nothing_is_compiled_that_no_call_needs():
     machine = CountingMachine(132)
     warm(machine, 4096, BF16, BF16, round_xhat=False)
     warmed, machine.kernels = machine.kernels, set()
-    for m in (1, *range(2, 6000)):
+    for m in (*range(1, 1100), *range(1100, 6000, 7)):
         call(machine, m, 4096, BF16)
     assert machine.kernels == warmed
 
 
 def test_configs_of_tables_are_warmed(folders):
     entries = {
-        Bucket("backward", 4096, "bfloat16", "small"): Entry(Config("tiles", 4096, 8, 2, 2, rows=2), ()),
+        Bucket("backward", 4096, "bfloat16", "few"): Entry(Config("tiles", 4096, 8, 2, 2, rows=2), ()),
         Bucket("backward", 4096, "bfloat16", "large"): Entry(Config("rows", 4096, 4, 2, 7), ()),
         Bucket("forward", 4096, "bfloat16", "large"): Entry(Config("rows", 4096, 4, 2, 7), ()),
     }
@@ -126,7 +165,7 @@ def test_configs_of_tables_are_warmed(folders):
         "forward_rows",
         "sum_partials",
     }
-    for m in range(1, 4000):
+    for m in (*range(1, 1100), *range(1100, 4000, 7)):
         call(machine, m, 4096, BF16)
     assert machine.kernels == warmed
 

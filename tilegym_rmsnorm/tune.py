@@ -3,10 +3,12 @@
 
 """`python -m tilegym_rmsnorm tune`: finds the fastest right configs of the cuTile kernels on this GPU and keeps them.
 
-For each op, width, dtype and size class (small: at most 4 Mi elements of x) it compiles up to --candidates configs,
-times them, checks the fastest 200 times against float64 and writes it into the user's cache, from which every later
-process takes it. What is done is kept when the command is interrupted; --skip-tuned goes on from there. Nothing else
-should run on the GPU meanwhile.
+For each op, width, dtype and size class it compiles up to --candidates configs, times them, checks the fastest 200
+times against float64 and writes it into the user's cache, from which every later process takes it. What is done is kept
+when the command is interrupted; --skip-tuned goes on from there. Nothing else should run on the GPU meanwhile.
+
+The size classes: large, more than 4 Mi elements of x; of others, few, at most 1024 rows, and small, which only widths
+below 4096 can be.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 
 from tilegym_rmsnorm import registry
 from tilegym_rmsnorm.backends.cutile import candidates, tables
-from tilegym_rmsnorm.backends.cutile.config import Config
+from tilegym_rmsnorm.backends.cutile.config import Config, rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Target
 
 if TYPE_CHECKING:
@@ -101,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         for op in arguments.op
         for n in arguments.n
         for size in arguments.size
+        if rows_of_class(size, n)
     ]
     if arguments.skip_tuned:
         done = tables.table_in(folder, target)

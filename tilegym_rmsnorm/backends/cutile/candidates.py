@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from tilegym_rmsnorm.backends.cutile.config import SIZES, Config, power_of_two
+from tilegym_rmsnorm.backends.cutile.config import SIZES, Config, power_of_two, rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import RULES, Bucket, check_config, largest_tile
 
 MOST = 60  # of a bucket, unless asked for otherwise
@@ -29,9 +29,11 @@ Tiles = Callable[[int], Iterator[Tile]]  # of rows of n elements
 
 
 def whole_rows(n: int) -> Iterator[Tile]:
-    """A row as one tile, or as two of which the first is full."""
+    """A row as one tile, or, unless it is narrow, as two of which the first is full."""
     whole = power_of_two(n)
     yield {"width": whole}
+    if whole < 1024:
+        return
     width = whole // 2
     yield {"width": width, "rest": max(power_of_two(n - width), width // 8)}
 
@@ -106,14 +108,19 @@ SWEEPS = {
             {"warps": (4, 8), "occupancy": (1, 2), "latency": (2, 4, 6, 8), "short": BOTH},
         ),
         Sweep(
-            *("fused", 1, 18432, fused(whole_rows, FEW_STRIPS, (256, 1024))),
-            {"warps": (4, 8), "occupancy": (1,), "latency": (1,)},
+            *("fused", 1, 24576, fused(whole_rows, FEW_STRIPS, (256, 1024))),
+            {"warps": (4, 8), "occupancy": (1, 2), "latency": (1, 2)},
             ("few",),
+        ),
+        Sweep(
+            *("fused", 12289, 24576, fused(whole_rows, WIDE_STRIPS, (32, 64, 128))),
+            {"warps": (8,), "occupancy": (1,), "latency": (1,)},
+            ("few", "large"),
         ),
         Sweep(
             *("fused_chunks", 12289, ANY_WIDTH, fused(strips_of((4096, 8192)), WIDE_STRIPS, (32, 64, 128))),
             {"warps": (4, 8), "occupancy": (1, 2), "latency": (1, 3)},
-            ("large",),
+            ("few", "large"),
         ),
         Sweep(
             *("strips", 8193, ANY_WIDTH, strips_of((1024, 2048, 4096), rows=(1, 2, 4))),
@@ -126,24 +133,27 @@ SWEEPS = {
 def candidates(bucket: Bucket, itemsize: int, architecture: int, most: int = MOST) -> list[Config]:
     """What is tried for a bucket: the config of the rules, then at most `most` - 1 others, the most alike first."""
     default = RULES[bucket.op](bucket.n, itemsize, architecture, bucket.size)
+    most_rows = rows_of_class(bucket.size, bucket.n)[-1]
     others = {
         config: None  # a set would not keep the order of those that are equally alike
-        for config in _combinations(bucket)
+        for config in (_with_slab_up_to(most_rows, each) for each in _combinations(bucket))
         if _is_possible(config, bucket, architecture) and fits_registers(config, bucket.op, itemsize)
     }
-    others.pop(dataclasses.replace(default, reason=REASON, spills=""), None)
-    return [default, *sorted(others, key=lambda config: distance(config, default))[: most - 1]]
+    same = _with_slab_up_to(most_rows, dataclasses.replace(default, reason=REASON, spills=""))
+    others.pop(same, None)
+    return [default, *sorted(others, key=lambda config: distance(config, same))[: most - 1]]
 
 
 def fits_registers(config: Config, op: str, itemsize: int) -> bool:
     """Whether the float32 tiles that a thread keeps, and the bytes of those that it awaits, find room in registers.
 
-    The forward keeps x and awaits weight; the backward keeps weight and the sum of dw and awaits x and dy. A thread
-    without work, of a tile smaller than its block, is not worth a try either.
+    The forward keeps x and awaits weight; the backward keeps weight and the sum of dw and awaits x and dy; a block of a
+    fused backward has either rows, without a sum, or the sum of a strip, without weight. A thread without work, of a
+    tile smaller than its block, is not worth a try either.
     """
     threads = 32 * config.warps
     elements = largest_tile(config) / threads
-    kept = 1 + itemsize / 4 if op == "forward" else 2 + itemsize / 2
+    kept = 1 + itemsize / 4 if op == "forward" else (1 if config.slab else 2) + itemsize / 2
     room = min(REGISTERS_OF_THREAD, REGISTERS_OF_SM / (threads * config.occupancy))
     return elements >= 1 and elements * kept + OTHER_REGISTERS <= room * SPILLED
 
@@ -154,6 +164,8 @@ def distance(config: Config, other: Config) -> float:
         largest_tile(config), largest_tile(other)
     )
     for field in dataclasses.fields(Config):
+        if field.name in ("strip", "slab") and not (config.slab and other.slab):
+            continue  # the kernels differ already
         if field.name not in ("width", "rest", "rows", "reason", "spills"):
             a, b = getattr(config, field.name), getattr(other, field.name)
             total += _doublings(a, b) if type(a) is int else float(a != b)
@@ -173,6 +185,11 @@ def _combinations(bucket: Bucket) -> Iterator[Config]:
             values.pop("short", None)  # more rows than blocks: that way is not taken
         for tile, *chosen in itertools.product(sweep.tiles(bucket.n), *values.values()):
             yield Config(sweep.kernel, **tile, **dict(zip(values, chosen, strict=True)), reason=REASON)
+
+
+def _with_slab_up_to(rows: int, config: Config) -> Config:
+    """The config with the smallest slab that is the same to so many rows as its own."""
+    return dataclasses.replace(config, slab=min(config.slab, power_of_two(rows)))
 
 
 def _is_possible(config: Config, bucket: Bucket, architecture: int) -> bool:

@@ -24,13 +24,12 @@ ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)
 WIDEST_FORWARD_ROW = 32768  # elements that one block of 8 warps holds in registers, float32: 128 each thread
 WIDEST_FUSED_ROW = 16384  # elements of x and dy: 128 registers, float32, in each thread of 8 warps
 FEW_TILES = 8  # row tiles per SM
+MOST_SLABS = 4  # per SM
 FEW_ROWS = 1024
 SMALL = 4 * 2**20  # elements of x: 8 MB in bfloat16
 SIZES = ("few", "small", "large")
 LARGEST_GRID = 2**24 - 1  # blocks in one dimension of a launch, cuda-tile's limit
-# Elements of x, 8 MB in bfloat16, up to which launches and half-filled SMs count as much as bytes do. A config may
-# differ on the two sides of it, and on nothing else that depends on M: batch sizes share compiled kernels.
-SMALL = 4 * 2**20
+NO_END = 2**62  # more rows than any memory holds
 
 
 @dataclass(frozen=True)
@@ -157,6 +156,14 @@ def size_class(m: int, n: int) -> str:
     if m * n > SMALL:
         return "large"
     return "few" if m <= FEW_ROWS else "small"
+
+
+def rows_of_class(size: str, n: int) -> range:
+    """The numbers of rows M, from 1 on, of which size_class(M, n) is `size`; none if rows of n are too wide for it."""
+    most = SMALL // n
+    if size == "large":
+        return range(most + 1, NO_END)
+    return range(1, min(FEW_ROWS, most) + 1) if size == "few" else range(FEW_ROWS + 1, most + 1)
 
 
 def forward_config(n: int, itemsize: int, architecture: int, size: str = "large") -> Config:
@@ -322,7 +329,7 @@ def partial_rows(m: int, n: int, config: Config, sm_count: int) -> int:
 def slab_tiles(m: int, config: Config, sm_count: int) -> int:
     """Row tiles in a slab of a fused backward: the config's, fewer if that is all, more where P would pass 4 per SM."""
     tiles = -(-m // config.rows)
-    return max(min(config.slab // config.rows, tiles), -(-tiles // (4 * sm_count)))
+    return max(min(config.slab // config.rows, tiles), -(-tiles // (MOST_SLABS * sm_count)))
 
 
 def row_partials_config(n: int, itemsize: int, architecture: int) -> Config:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tilegym_rmsnorm import accuracy
 from tilegym_rmsnorm.backends.cutile import launch
-from tilegym_rmsnorm.backends.cutile.config import SMALL, Config
+from tilegym_rmsnorm.backends.cutile.config import Config, rows_of_class
 from tilegym_rmsnorm.backends.cutile.machine import Machine
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry, Timing
 from tilegym_rmsnorm.reference import compute_rms_norm_rstd_torch
@@ -50,10 +50,18 @@ class NothingRightError(RuntimeError):
 
 
 def rows_of(bucket: Bucket) -> tuple[int, ...]:
-    """The numbers of rows at which a bucket's configs are timed; multiples of 16 where there are so many."""
-    elements = (SMALL, SMALL // 16) if bucket.size == "small" else (LARGE,)
-    rows = (each // bucket.n for each in elements)
-    return tuple(dict.fromkeys(max(1, m // 16 * 16 if m > 16 else m) for m in rows))
+    """The numbers of rows at which a bucket's configs are timed: of a large class one, else the most there are and an
+    eighth of that. They are of the class, and multiples of 16 where they are more than 16 and the class has one."""
+    rows = rows_of_class(bucket.size, bucket.n)
+    wanted = (LARGE // bucket.n,) if bucket.size == "large" else (rows[-1], rows[-1] // 8)
+    return tuple(dict.fromkeys(_aligned(max(m, rows.start), rows) for m in wanted))
+
+
+def _aligned(m: int, rows: range) -> int:
+    """The multiple of 16 up to m, or else the next one, if it is in `rows`; m itself if that is at most 16."""
+    below = m // 16 * 16
+    candidates = (below, below + 16) if m > 16 else ()
+    return next((each for each in candidates if each in rows), m)
 
 
 def choose(
@@ -150,10 +158,11 @@ class Search:
         float32 weight, whose gradient hides nothing."""
         run = runner(Poisoned(self.machine), bucket, config)
         rows, dtype = rows_of(bucket), getattr(torch, bucket.dtype)
+        fewest = rows_of_class(bucket.size, bucket.n).start
         names = ("y", "rstd") if bucket.op == "forward" else ("dx", "dw")
         for seed in range(DATA_SETS):
             m, is_odd = rows[seed // 2 % len(rows)], seed % 2
-            x, dy, weight = _data(max(1, m - 3 * is_odd), bucket.n, dtype, self.device, seed)
+            x, dy, weight = _data(max(fewest, m - 3 * is_odd), bucket.n, dtype, self.device, seed)
             if is_odd:
                 weight = weight.float()
             rstd = compute_rms_norm_rstd_torch(x, EPS)

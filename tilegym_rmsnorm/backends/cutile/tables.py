@@ -23,11 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilegym_rmsnorm.backends.cutile import toolchain
 from tilegym_rmsnorm.backends.cutile.config import (
+    FEW_ROWS,
     SIZES,
     Config,
     backward_config,
     forward_config,
     power_of_two,
+    rows_of_class,
 )
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ KERNELS = {
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 SHARED = {"float16": ("bfloat16",)}  # the same bytes, and the same float32 registers
 LARGEST_TILE = 2**16  # elements: the registers of an SM, each 4 bytes
+LARGEST_SLAB = FEW_ROWS  # rows: one slab of few rows; warmup needs memory for 16 slabs
 _STORED = [field for field in dataclasses.fields(Config) if field.name not in ("reason", "spills")]
 _TYPES = {"int": int, "bool": bool, "str": str}
 
@@ -66,7 +69,7 @@ class Bucket(NamedTuple):
     op: str
     n: int
     dtype: str
-    size: str
+    size: str  # of config.SIZES
 
 
 class Timing(NamedTuple):
@@ -246,7 +249,8 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     _expect(not c.rest or can_split, "rest", "0, or kernel rows or fused and width < n", c.rest)
     _expect(c.rows == 1 or c.kernel in ("tiles", "strips") or is_fused, "rows", 1, c.rows)
     if is_fused:
-        _expect(c.slab > 0 and c.slab % c.rows == 0, "slab", f"a multiple of {c.rows}", c.slab)
+        is_slab = 0 < c.slab <= LARGEST_SLAB and c.slab % c.rows == 0
+        _expect(is_slab, "slab", f"a multiple of {c.rows}, at most {LARGEST_SLAB}", c.slab)
     else:
         _expect(c.strip == c.slab == 0, "strip and slab", "0 for this kernel", (c.strip, c.slab))
     _expect(c.warps in (4, 8), "warps", "4 or 8", c.warps)  # cuda-tile refuses others up to tileiras 13.4
@@ -273,6 +277,8 @@ def _parse_entry(item: Any, architecture: int) -> tuple[Bucket, Entry]:
     _expect(type(bucket.n) is int and bucket.n > 0, "n", "a positive whole number", bucket.n)
     _expect(bucket.dtype in ITEMSIZE, "dtype", tuple(ITEMSIZE), bucket.dtype)
     _expect(bucket.size in SIZES, "size", SIZES, bucket.size)
+    has_rows = bool(rows_of_class(bucket.size, bucket.n))
+    _expect(has_rows, "size", f"a class that some number of rows of {bucket.n} is in", bucket.size)
     timings = tuple(Timing(**timing) for timing in item["timings"])
     numbers = [number for timing in timings for number in timing]
     is_number = all(type(number) in (int, float) and 0 < number < math.inf for number in numbers)

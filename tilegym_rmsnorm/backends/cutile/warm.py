@@ -3,7 +3,7 @@
 """Compiling ahead: the few batch sizes that together need every kernel that any batch size needs.
 
 cuda-tile compiles a kernel anew for an extent that is 1, a multiple of 16, or neither. The extents that vary are M and
-P, the rows of dw_partial; which config serves depends on the size class besides.
+P, the rows of dw_partial; which config serves depends on the size class of M besides.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tilegym_rmsnorm.backends.cutile.config import FEW_ROWS, FEW_TILES, SIZES, SMALL, Config
+from tilegym_rmsnorm.backends.cutile.config import FEW_TILES, MOST_SLABS, SIZES, Config, rows_of_class
 from tilegym_rmsnorm.backends.cutile.launch import MOST_ROWS, Backward, Forward
 from tilegym_rmsnorm.backends.cutile.machine import Machine
 from tilegym_rmsnorm.backends.cutile.tables import chosen_config
@@ -29,7 +29,7 @@ def warm(
     for size in SIZES:
         config = chosen_config("forward", machine, n, dtype, size)
         forward = Forward(machine, config, n, has_weight, round_xhat)
-        config = chosen_config("backward", machine, n, dtype, size)
+        config = chosen_config("backward", machine, n, dtype, size, has_dw=has_weight)
         backward = Backward(machine, config, n, has_weight, has_weight, round_xhat)
         for m in rows_to_warm(n, size, config, machine.sm_count, backward.partial_rows):
             x, rstd = machine.empty((m, n), dtype), machine.empty((m,), torch.float32)
@@ -45,27 +45,27 @@ def rows_to_warm(
     P is tiles / k rounded up, for the k that leaves at most B blocks, so it goes through the upper part of 1..B once
     while the tiles go from (k - 1) B to k B, and a smaller part for each larger k. From k = 16 on every P comes with
     every kind of M; so 18 times B tiles, from where the class begins, and from where B changes, have all there is.
+
+    A fused backward begins with the k of its slab, however few the blocks are. With 16 rows or more in a slab every P
+    comes with every kind of M, and the first 18 slabs have every kind of P; a smaller one has a k below 16.
     """
-    most_small = SMALL // n
-    first, last = {
-        "few": (1, min(FEW_ROWS, most_small)),
-        "small": (FEW_ROWS + 1, most_small),
-        "large": (most_small + 1, MOST_ROWS),
-    }[size]
-    blocks = sm_count * config.occupancy
+    rows = rows_of_class(size, n)
+    tiles_in_slab = config.slab // config.rows
+    blocks = sm_count * (MOST_SLABS if config.slab else config.occupancy)
+    stop = min(rows.stop, MOST_ROWS + 1)
     kinds: dict[tuple[str, str], int] = {}
-    for start in (first, max(first, FEW_TILES * sm_count * config.rows + 1)):
-        tile = (start - 1) // config.rows
-        for m in _one_of_each_kind(tile, tile + 18 * blocks, config.rows):
-            if first <= m <= last:
-                kinds.setdefault((_kind(m), _kind(partial_rows(m))), m)
+    for start in (rows.start, max(rows.start, FEW_TILES * sm_count * config.rows + 1)):
+        end = start + 18 * max(blocks, tiles_in_slab) * config.rows
+        for m in _one_of_each_kind(range(start, min(end, stop)), config.rows):
+            kinds.setdefault((_kind(m), _kind(partial_rows(m))), m)
     return sorted(kinds.values())
 
 
-def _one_of_each_kind(first_tile: int, last_tile: int, rows: int) -> Iterator[int]:
+def _one_of_each_kind(rows: range, rows_of_tile: int) -> Iterator[int]:
     """For each number of row tiles the smallest M of each kind that makes so many."""
-    for tile in range(first_tile, last_tile):
-        low, high = tile * rows + 1, (tile + 1) * rows
+    low = rows.start
+    while low < rows.stop:
+        high = min(-(-low // rows_of_tile) * rows_of_tile, rows.stop - 1)
         multiple = -(-low // 16) * 16
         if multiple <= high:
             yield multiple
@@ -75,6 +75,7 @@ def _one_of_each_kind(first_tile: int, last_tile: int, rows: int) -> Iterator[in
             yield low + 1
         if low == 1 < high:
             yield 2
+        low = high + 1
 
 
 def _kind(extent: int) -> str:
