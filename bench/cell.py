@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 HOST_SECONDS = 0.03
-ALLOCATION_STEP = 512  # torch's allocator rounds up to it
 FIGURES = ("us", "us_p10", "us_p90", "samples", "gb_per_s", "copy_fraction")
 GRADIENT_OPS = ("forward", "backward", "both")  # of every provider that can be made at all
 FAILS_WITH = {
@@ -204,19 +203,13 @@ def _host_call(provider: Provider, op: str, inputs: Inputs) -> Call | None:
 
 
 def _workspace_bytes(call: functools.partial) -> int:
-    """The most device memory that was allocated during a call, less what it had before and what it returns."""
+    """The most device memory that was asked for during a call, less what was held before and what it returns."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     outputs: Tensor | tuple[Tensor, ...] = call()
     torch.cuda.synchronize()
     tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
-    given = {tensor.data_ptr() for tensor in call.args}  # dx may lie in dy's memory
-    returned = sum(
-        _rounded_up(each.untyped_storage().nbytes()) for each in tensors if each.data_ptr() not in given
-    )
-    return max(0, torch.cuda.max_memory_allocated() - before - returned)
-
-
-def _rounded_up(size: int) -> int:
-    return -(-size // ALLOCATION_STEP) * ALLOCATION_STEP
+    given = {each.data_ptr() for each in call.args if isinstance(each, Tensor)}  # dx may lie in dy's memory
+    returned = sum(each.untyped_storage().nbytes() for each in tensors if each.data_ptr() not in given)
+    return max(0, torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - returned)

@@ -3,7 +3,7 @@
 
 """Results of several processes as one: of providers that need a process of their own, or that ended one.
 
-    python -m bench.processes RESULT.json OTHER.json...     adds to RESULT the others' cells that it lacks
+    python -m bench.processes RESULT.json OTHER.json...     adds to RESULT the cells that it lacks, or that failed
 
 Each process has its own copy ceiling, to which its records' copy_fraction refers; `processes` of the result names them.
 """
@@ -60,10 +60,15 @@ def measure_apart(
 
 
 def join(result: Result, other: Result) -> list[str]:
-    """Adds the other's cells that the result lacks; the names of their providers."""
-    known = {cell_of(record) for record in result["records"]}
-    new = [record for record in other["records"] if cell_of(record) not in known]
-    result["records"] += new
+    """Adds the other's cells that the result lacks or that failed in it; the names of their providers."""
+    known = {cell_of(record): record for record in result["records"]}
+    new = [
+        record
+        for record in other["records"]
+        if cell_of(record) not in known or known[cell_of(record)].get("error") and not record.get("error")
+    ]
+    replaced = {cell_of(record) for record in new}
+    result["records"] = [each for each in result["records"] if cell_of(each) not in replaced] + new
     added = list(dict.fromkeys(record["provider"] for record in new))
     if added:
         process = {"providers": added, "copy_gb_per_s": other["copy_gb_per_s"], "date": other.get("date")}
@@ -107,7 +112,7 @@ def write(result: Result, path: Path) -> dict[str, Path]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.processes",
-        description="Adds to a result the cells that it lacks of others of the same GPU.",
+        description="Adds to a result the cells that it lacks, or that failed in it, of others of the same GPU.",
     )
     parser.add_argument("result", type=Path, metavar="RESULT.json")
     parser.add_argument("other", type=Path, nargs="+", metavar="OTHER.json")

@@ -103,7 +103,9 @@ def test_odd_widths(architecture, configure):
     """Bounds checks, and strides that are no multiple of 16 bytes."""
     widths = {}
     for n in range(1, WIDEST, 2):
-        widths[configure(n, 2, architecture)] = n
+        config = configure(n, 2, architecture)
+        if configure is not few_rows_config or config.kernel == "fused":
+            widths[config] = n
     machine = CompilingMachine(architecture)
     run = run_forward if configure is forward_config else run_backward
     for config, n in widths.items():

@@ -251,7 +251,7 @@ def _few_rows_config(n: int) -> Config:
         return Config("fused", width, 8, 1, 1, rest, rows=128, strip=16, slab=1024, reason=reason)
     if (
         n <= 4096
-    ):  # 16x4096: 2.3 us, with backward_rows 3.9; 512x4096: 7.7, not 9.8; 1024x4096: 12.3, not 14.2
+    ):  # 16x4096: 2.6 us, with backward_rows 3.9; 512x4096: 7.7, not 9.8; 1024x4096: 12.2, not 14.2
         return Config("fused", width, 8, 1, 1, rest, rows=128, strip=32, slab=1024, reason=reason)
     # 128x8192: 4.8 us, with backward_rows 8.2; 512x8192: 12.2, not 14.4; 256x16384: 17.5
     return Config("fused", width, 8, 1, 1, rest, rows=64, strip=64, slab=1024, reason=reason)
