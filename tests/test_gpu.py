@@ -23,6 +23,11 @@ SHAPES_THAT_FILL_A_GPU = (
     (8192, 8192),
     (4096, 16384),
     (2048, 32768),
+    (4096, 18432),
+    (1024, 65536),
+    (1024, 1024),
+    (1024, 4096),
+    (256, 16384),
 )
 
 
@@ -49,6 +54,52 @@ def test_200_backwards_are_right_and_alike(backend, m, n):
         if not (torch.equal(again_dx, dx) and torch.equal(again_dw, dw)):
             assert_within(expected, dx=again_dx, dw=again_dw)
             pytest.fail(f"run {run} is right and has other bits")
+
+
+@fused
+@pytest.mark.parametrize(("m", "n"), [(16, 1024), (1003, 4096), (4096, 256), (300, 18432), (64, 40000)])
+def test_a_chain_of_launches_reads_what_the_one_before_wrote(backend, m, n):
+    """Kernels that are launched while the one before still runs have to wait for it: every call here reads what the
+    call before wrote, into memory that was read a moment ago. Waiting for the GPU after each call changes no bit."""
+
+    def chain(after_each_call) -> list[torch.Tensor]:
+        inputs = make_inputs(m, n, BF16, FP32)
+        x, dy, weight, eps, *_ = inputs
+        for _ in range(20):
+            y, rstd = rms_norm_forward(x, weight, eps, backend=backend)
+            after_each_call()
+            dx, dw = rms_norm_backward(y, dy, weight, rstd, backend=backend)
+            after_each_call()
+            x = (dx + y).mul_(0.5)
+            weight = weight * 0.5 + dw / dw.abs().max()
+            after_each_call()
+        return [x, weight, y, rstd, dx, dw]
+
+    expected = chain(torch.cuda.synchronize)
+    for _ in range(5):
+        for value, truth in zip(chain(lambda: None), expected, strict=True):
+            assert torch.equal(value, truth)
+
+
+@fused
+@pytest.mark.parametrize(("m", "n"), [(1024, 4096), (8192, 1024), (1024, 20000)])
+def test_streams_that_race_change_no_bit(backend, m, n):
+    """Each has inputs of its own; their kernels share SMs and come and go in any order."""
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    inputs = [make_inputs(m, n, BF16, FP32, seed=seed) for seed in range(len(streams))]
+    expected = [_run(each, backend) for each in inputs]
+    for each, results in zip(inputs, expected, strict=True):
+        assert_within(expected_results(each), **results)
+    torch.cuda.synchronize()
+    got: list[list[dict[str, torch.Tensor]]] = [[] for _ in streams]
+    for _ in range(25):
+        for stream, each, results in zip(streams, inputs, got, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(_run(each, backend))
+    torch.cuda.synchronize()
+    for runs, truth in zip(got, expected, strict=True):
+        for run in runs:
+            assert all(torch.equal(value, truth[name]) for name, value in run.items())
 
 
 def test_tensors_on_another_device_than_the_current_one(backend):

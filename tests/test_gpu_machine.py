@@ -22,7 +22,7 @@ class Driver:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current, self.launches, self.allocated = 1, [], []
-        properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+        properties = SimpleNamespace(name="a GPU", major=9, minor=0, multi_processor_count=132)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
         monkeypatch.setattr(torch.cuda, "device", self.use)
