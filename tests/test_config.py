@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilegym_rmsnorm.backends.cutile import config as configs
+from tilegym_rmsnorm.backends.cutile import hopper
 from tilegym_rmsnorm.backends.cutile.config import (
     ARCHITECTURES,
     LARGEST_GRID,
@@ -177,7 +178,22 @@ def test_helper_kernels_have_tiles_of_powers_of_two():
 
 
 def test_the_selector_imports_neither_torch_nor_cuda_tile():
-    tree = ast.parse(inspect.getsource(configs))
-    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-    assert imported == {"__future__", "dataclasses", "typing"}
+    for module in (configs, hopper):
+        tree = ast.parse(inspect.getsource(module))
+        imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        imported |= {
+            name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names
+        }
+        assert imported <= {"__future__", "dataclasses", "typing", "tilegym_rmsnorm.backends.cutile"}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_index_of_a_fused_block_passes_int32(architecture):
+    """backward_fused multiplies a block's number by the number of strips."""
+    for n in (*WIDTHS, 2**18, 2**20, 2**25, 2**30 - 8):
+        for m in (1, 1000, 2**16, 2**20, 2**24):
+            config = backward_config(n, 2, architecture, size_class(m, n))
+            if config.is_fused and m * n < 2**42:  # 8 TB of x
+                strips = -(-n // config.strip)
+                rows = slab_tiles(m, config, SM_COUNTS[architecture]) * config.rows
+                assert (strips + rows) * (1 if config.kernel == "fused" else strips) < 2**31, (m, n, config)

@@ -271,7 +271,7 @@ def test_results_do_not_depend_on_the_order_of_blocks():
         y, dx, rstd = empty((m, n), FP32), empty((m, n), FP32), empty((m,), FP32)
         dw_partial, dw = empty((blocks, n), FP32), empty((n,), FP32)
         tiles = (64, 16, True, 4)
-        arguments = (y, rstd, x, weight, 1 / n, 1e-6, 0.0, *tiles, True, False)
+        arguments = (y, rstd, x, weight, 1 / n, 1e-6, 0.0, *tiles, True, False, True, True)
         launch(forward.forward_rows, (m,), arguments, order=order_of(m))
         switches = (True, True, False, False, True)
         arguments = (dx, dw_partial, dy, x, weight, rstd, 1 / n, 0.0, *tiles, *switches)

@@ -1,18 +1,20 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The backward as one launch of two kinds of blocks, dx by rows and dw by columns.
+"""The backward's first kernel with two kinds of blocks, dx by rows and dw by columns.
 
 No block waits for another: dw needs rstd but no row's c, so a block that owns a strip of columns reads x and dy itself.
 Both are read once from memory and again from L2, where one kind of block finds what the other just read. It pays where
 that is cheaper than what backward_rows does instead:
 
-    few rows      one launch without temporary rows, as wide as the GPU: 16x4096 in 2.6 us instead of 3.9, 1024x4096 in
+    few rows      a launch as wide as the GPU, without temporary rows: 16x4096 in 2.6 us instead of 3.9, 1024x4096 in
                   12.2 instead of 14.2 (an H100)
     wide rows     more than 16384 columns of x, dy and a sum of dw do not fit a block's registers: 4096x32768 at 2310
                   GB/s, by two passes over memory (backward_wide.py) at 1800
 
-dw_partial gets a row for every `slab` of rows; the slabs follow one another in launch order, so that what is in flight
-at a time, one slab or two, fits L2. Where one slab is all, that row is dw itself.
+dw_partial gets a row for every slab of rows, and sum_partials adds them as always; where one slab is all, that row is
+dw itself. Slabs follow one another in launch order, so that what is in flight at a time, one slab or two, fits L2 (as
+long as P stays below its bound: then config.slab_tiles makes slabs taller). The kernel is for calls that need dw, so
+there is a weight.
 """
 
 import cuda.tile as ct
@@ -30,6 +32,22 @@ from .rows import (
 )
 
 
+def strip_of_dw(dw_partial, dy, x, rstd, k, j, tiles_in_slab, shape, LATENCY, ROUND_XHAT):
+    """Sums dy * xhat over the rows of slab k in column strip j, tile after tile, into row k of dw_partial."""
+    ROWS, STRIP = shape
+    tdw = ct.zeros((ROWS, STRIP), dtype=ct.float32)
+    first = at_least_zero(k * tiles_in_slab)
+    for i in range(first, ct.minimum(first + tiles_in_slab, ct.cdiv(x.shape[0], ROWS))):
+        tx = load_tile(x, (i, j), (ROWS, STRIP), LATENCY, False)
+        tdy = load_tile(dy, (i, j), (ROWS, STRIP), LATENCY, False)
+        trstd = ct.load(rstd, (i,), (ROWS,), padding_mode=ZERO, allow_tma=False)
+        txhat = tx * ct.reshape(trstd, (ROWS, 1))
+        tdw = tdw + tdy * xhat_as_multiplied(txhat, x.dtype, ROUND_XHAT)
+
+    tdw = ct.astype(ct.sum(tdw, axis=0, keepdims=True), dw_partial.dtype)
+    ct.store(dw_partial, (k, j), tdw, allow_tma=False)
+
+
 def chunked_row_gradients(arrays, row, inv_n, offset, CHUNK, LATENCY):
     """Writes dx of a row that registers do not hold: chunk by chunk, first for c, then again, from L2."""
     dx, dy, x, weight, rstd = arrays
@@ -37,16 +55,16 @@ def chunked_row_gradients(arrays, row, inv_n, offset, CHUNK, LATENCY):
     tproducts = ct.zeros((1, CHUNK), dtype=ct.float32)
     for j in range(chunks):
         tx = load_tile(x, (row, j), (1, CHUNK), LATENCY, False)
-        tg = load_tile(dy, (row, j), (1, CHUNK), LATENCY, False)
-        tg = tg * load_scale_tile(weight, j, CHUNK, offset, False)
+        tdy = load_tile(dy, (row, j), (1, CHUNK), LATENCY, False)
+        tg = tdy * load_scale_tile(weight, j, CHUNK, offset, False)
         tproducts = tproducts + tx * tg
     trstd = ct.load(rstd, row, shape=())
-    tc = ct.sum(tproducts) * trstd * inv_n
+    tc = ct.sum(tproducts) * trstd * inv_n  # rstd is the same for all of the row: multiplied once
 
     for j in range(chunks):
         tx = load_tile(x, (row, j), (1, CHUNK), LATENCY, False)
-        tg = load_tile(dy, (row, j), (1, CHUNK), LATENCY, False)
-        tg = tg * load_scale_tile(weight, j, CHUNK, offset, False)
+        tdy = load_tile(dy, (row, j), (1, CHUNK), LATENCY, False)
+        tg = tdy * load_scale_tile(weight, j, CHUNK, offset, False)
         tdx = (tg - tx * trstd * tc) * trstd
         ct.store(dx, (row, j), ct.astype(tdx, dx.dtype), allow_tma=False)
 
@@ -60,7 +78,7 @@ def backward_fused(
     rstd,  # (M,), float32
     inv_n,
     offset,
-    tiles,  # row tiles in a slab
+    tiles_in_slab,  # of ROWS rows each
     ROWS: ConstInt,
     STRIP: ConstInt,
     WIDTH: ConstInt,
@@ -71,10 +89,11 @@ def backward_fused(
     ROUND_XHAT: ConstBool,
     DEPENDENT: ConstBool,
 ):
-    """Grid: (strips + slab, P), with strips = cdiv(N, STRIP), slab = tiles * ROWS and P = cdiv(M, slab).
+    """Grid: (strips + slab, P), with strips = cdiv(N, STRIP), slab = tiles_in_slab * ROWS and P = cdiv(M, slab).
 
-    WHOLE_ROWS: a row of WIDTH + REST lanes stays in registers, and strips, which take longest, come first. Without it
-    rows go in chunks of WIDTH and both kinds of blocks alternate, so that a slab's two readings lie close together.
+    WHOLE_ROWS: a row of WIDTH + REST lanes stays in registers, and strips, which take longest, come first; where P is
+    1, a grid of (strips + M, 1) is enough. Without it rows go in chunks of WIDTH and both kinds of blocks alternate, so
+    that a slab's two readings lie close together.
     """
     if DEPENDENT:
         ct.grid_dependency_control_wait()
@@ -82,32 +101,24 @@ def backward_fused(
     b = ct.bid(0)
     k = ct.bid(1)
     strips = ct.cdiv(x.shape[1], STRIP)
-    slab = tiles * ROWS
+    slab = tiles_in_slab * ROWS
+
     if WHOLE_ROWS:
         strips_before = ct.minimum(b, strips)
         is_strip = b < strips
-    else:
+    else:  # spread evenly: b is a strip where b * strips / blocks passes a whole number
         strips_before = b * strips // (strips + slab)
         is_strip = (b + 1) * strips // (strips + slab) > strips_before
 
     if is_strip:
-        j = strips_before
-        tdw = ct.zeros((ROWS, STRIP), dtype=ct.float32)
-        first = at_least_zero(k * tiles)
-        for i in range(first, ct.minimum(first + tiles, ct.cdiv(x.shape[0], ROWS))):
-            tx = load_tile(x, (i, j), (ROWS, STRIP), LATENCY, False)
-            tdy = load_tile(dy, (i, j), (ROWS, STRIP), LATENCY, False)
-            trstd = ct.load(rstd, (i,), (ROWS,), padding_mode=ZERO, allow_tma=False)
-            txhat = tx * ct.reshape(trstd, (ROWS, 1))
-            tdw = tdw + tdy * xhat_as_multiplied(txhat, x.dtype, ROUND_XHAT)
-        tdw = ct.astype(ct.sum(tdw, axis=0, keepdims=True), dw_partial.dtype)
-        ct.store(dw_partial, (k, j), tdw, allow_tma=False)
+        shape = (ROWS, STRIP)
+        strip_of_dw(dw_partial, dy, x, rstd, k, strips_before, tiles_in_slab, shape, LATENCY, ROUND_XHAT)
     else:
         row = at_least_zero(k * slab + b - strips_before)
         if row < x.shape[0]:
             arrays = (dx, dy, x, weight, rstd)
-            if WHOLE_ROWS:
-                SWITCHES = (EVEN, True, False, ROUND_XHAT)
+            if WHOLE_ROWS:  # loaded once, so no latency to hide from one row to the next
+                SWITCHES = (EVEN, True, False, ROUND_XHAT)  # a weight, and no dw from rows
                 row_gradients(arrays, row, column_tiles(WIDTH, REST), inv_n, offset, 1, SWITCHES)
             else:
                 chunked_row_gradients(arrays, row, inv_n, offset, WIDTH, LATENCY)

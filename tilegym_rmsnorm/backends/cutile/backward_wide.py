@@ -1,9 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The backward for the widest rows, two passes over x and dy: c of every row, then strips of columns.
+"""The backward of wide rows by two passes over x and dy: c of every row, then strips of columns.
 
-Rows of 65536 elements fit neither registers nor, as many as are in flight, L2. So x and dy are read twice, 10 bytes an
-element in bfloat16 instead of 6. The mathematics is that of backward.py.
+10 bytes an element in bfloat16 instead of 6. It serves wide rows where backward_fused does not: without need for dw,
+beyond 131072 columns, in rows that do not begin at multiples of 16 bytes, and on other architectures than sm_90, for
+which nobody has timed backward_fused on wide rows. The mathematics is that of backward.py.
 """
 
 import cuda.tile as ct
@@ -12,7 +13,6 @@ from .rows import (
     ZERO,
     ConstBool,
     ConstInt,
-    at_least_zero,
     load_scale_tile,
     load_tile,
     xhat_as_multiplied,
@@ -68,18 +68,15 @@ def backward_strips(
     ROUND_XHAT: ConstBool,
     DEPENDENT: ConstBool,
 ):
-    """Grid: (P, cdiv(N, WIDTH)). Block (b, j) walks row tiles b, b + P, ... of column strip j, counted from the last
-    row, since L2 still holds the rows that backward_means read last."""
+    """Grid: (P, cdiv(N, WIDTH)). Block (b, j) walks row tiles b, b + P, ... of column strip j."""
     j = ct.bid(1)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
     if HAS_WEIGHT:
         tscale = load_scale_tile(weight, j, WIDTH, offset, TMA)
-    tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
 
-    tiles = ct.cdiv(x.shape[0], ROWS)
-    for step in range(ct.bid(0), tiles, ct.num_blocks(0)):
-        i = at_least_zero(tiles - 1 - step)
+    tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
+    for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
         tx = load_tile(x, (i, j), (ROWS, WIDTH), LATENCY, TMA)
         tdy = load_tile(dy, (i, j), (ROWS, WIDTH), LATENCY, TMA)
         trstd = ct.reshape(ct.load(rstd, (i,), (ROWS,), padding_mode=ZERO), (ROWS, 1))

@@ -153,7 +153,7 @@ def fits_registers(config: Config, op: str, itemsize: int) -> bool:
     """
     threads = 32 * config.warps
     elements = largest_tile(config) / threads
-    kept = 1 + itemsize / 4 if op == "forward" else (1 if config.slab else 2) + itemsize / 2
+    kept = 1 + itemsize / 4 if op == "forward" else (1 if config.is_fused else 2) + itemsize / 2
     room = min(REGISTERS_OF_THREAD, REGISTERS_OF_SM / (threads * config.occupancy))
     return elements >= 1 and elements * kept + OTHER_REGISTERS <= room * SPILLED
 
@@ -164,7 +164,7 @@ def distance(config: Config, other: Config) -> float:
         largest_tile(config), largest_tile(other)
     )
     for field in dataclasses.fields(Config):
-        if field.name in ("strip", "slab") and not (config.slab and other.slab):
+        if field.name in ("strip", "slab") and not (config.is_fused and other.is_fused):
             continue  # the kernels differ already
         if field.name not in ("width", "rest", "rows", "reason", "spills"):
             a, b = getattr(config, field.name), getattr(other, field.name)
@@ -189,7 +189,7 @@ def _combinations(bucket: Bucket) -> Iterator[Config]:
 
 def _with_slab_up_to(rows: int, config: Config) -> Config:
     """The config with the smallest slab that is the same to so many rows as its own."""
-    return dataclasses.replace(config, slab=min(config.slab, power_of_two(rows)))
+    return dataclasses.replace(config, slab=min(config.slab, max(config.rows, power_of_two(rows))))
 
 
 def _is_possible(config: Config, bucket: Bucket, architecture: int) -> bool:

@@ -57,8 +57,8 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """dx (M, N) of x's dtype; dw (N,) of weight's, or None where not needed. x, dy (M, N), any row strides; rstd (M,).
 
-    plan="row_partials" keeps one temporary row per row of x (P = M) instead of a few per SM: the same two kernels,
-    14 bytes of traffic per bf16 element instead of 6.
+    plan="row_partials" keeps one temporary row per row of x (P = M) instead of a few per SM: 14 bytes of traffic per
+    bf16 element instead of 6 (wide rows: 18).
     """
     has_dw = needs_dw and weight is not None
     m, n = x.shape
@@ -122,9 +122,9 @@ class Forward:
         if m <= self.most_rows:
             self.launch((-(-m // rows),), (y, rstd, x, weight, self.inv_n, eps, offset))
             return y, rstd
-        for slab in zip(*(array.split(self.most_rows) for array in (y, rstd, x)), strict=True):
-            blocks = -(-slab[0].shape[0] // rows)
-            self.launch((blocks,), (*slab, weight, self.inv_n, eps, offset))
+        for part in zip(*(array.split(self.most_rows) for array in (y, rstd, x)), strict=True):
+            blocks = -(-part[0].shape[0] // rows)
+            self.launch((blocks,), (*part, weight, self.inv_n, eps, offset))
         return y, rstd
 
 
@@ -153,7 +153,7 @@ class Backward:
             self.launch_means = machine.bind(backward_wide.backward_means, means, constants)
         if config.kernel == "rows":
             switches = (*switches, config.short)
-        if config.slab:
+        if config.is_fused:
             switches = (config.kernel == "fused", round_xhat)
         function = {
             "rows": backward.backward_rows,
@@ -177,7 +177,7 @@ class Backward:
         scale = machine.no_weight if weight is None else weight
         dw = machine.empty((n,), weight.dtype) if self.has_dw else None
         if m > self.most_rows:
-            self._run_slabs(dx, dw, dy, x, scale, rstd, offset)
+            self._run_parts(dx, dw, dy, x, scale, rstd, offset)
             return dx, dw
 
         p = self.partial_rows_of(m)
@@ -192,7 +192,7 @@ class Backward:
             self.launch_sum(self.sum_grid, (dw, dw_partial))
         return dx, dw
 
-    def _run_slabs(
+    def _run_parts(
         self,
         dx: Tensor,
         dw: Tensor | None,
@@ -202,15 +202,15 @@ class Backward:
         rstd: Tensor,
         offset: float,
     ) -> None:
-        """More rows than one launch takes: the partial rows of each slab lie behind those of the one before."""
-        slabs = list(zip(*(array.split(self.most_rows) for array in (dx, dy, x, rstd)), strict=True))
-        counts = [self.partial_rows(slab[0].shape[0]) for slab in slabs]
-        parts = [self.machine.no_dw_partial] * len(slabs)
+        """More rows than one launch takes: the partial rows of each part lie behind those of the one before."""
+        parts = list(zip(*(array.split(self.most_rows) for array in (dx, dy, x, rstd)), strict=True))
+        counts = [self.partial_rows(part[0].shape[0]) for part in parts]
+        sums = [self.machine.no_dw_partial] * len(parts)
         if dw is not None:
             dw_partial = self.machine.empty((sum(counts), self.n), torch.float32)
-            parts = dw_partial.split(counts)
-        for p, part, (slab_dx, slab_dy, slab_x, slab_rstd) in zip(counts, parts, slabs, strict=True):
-            self._walk(p, slab_dx, part, slab_dy, slab_x, scale, slab_rstd, offset)
+            sums = dw_partial.split(counts)
+        for p, part_sums, (part_dx, part_dy, part_x, part_rstd) in zip(counts, sums, parts, strict=True):
+            self._walk(p, part_dx, part_sums, part_dy, part_x, scale, part_rstd, offset)
         if dw is not None:
             self.launch_sum(self.sum_grid, (dw, dw_partial))
 
@@ -235,9 +235,12 @@ class Backward:
             c = self.machine.empty((m,), torch.float32)
             self.launch_means((m,), (c, dy, x, weight, rstd, self.inv_n, offset))
             self.launch((p, -(-n // config.width)), (*arguments, c, offset))
-        elif config.slab:
+        elif config.is_fused:
             tiles = slab_tiles(m, config, self.machine.sm_count)
-            grid = (-(-n // config.strip) + tiles * config.rows, p)
+            rows = tiles * config.rows
+            if p == 1 and config.kernel == "fused":
+                rows = m  # blocks for rows past M would have nothing to do
+            grid = (-(-n // config.strip) + rows, p)
             self.launch(grid, (*arguments, self.inv_n, offset, tiles))
         else:
             self.launch((p,), (*arguments, self.inv_n, offset))
@@ -248,7 +251,7 @@ def tile_constants(config: Config, n: int) -> tuple[Any, ...]:
     is_even = config.width + config.rest == n
     if config.kernel == "rows":
         return config.width, config.rest, is_even, config.latency
-    if config.slab:
+    if config.is_fused:
         return config.rows, config.strip, config.width, config.rest, is_even, config.latency
     if config.kernel == "sum":
         return config.rows, config.width

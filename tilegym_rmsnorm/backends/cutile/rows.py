@@ -23,7 +23,7 @@ def at_least_zero(index):
     """The index of a tile, which is never negative, in a form that tells the compiler so.
 
     Where it cannot tell, it puts a branch around every load, and the loads no longer overlap: backward_fused at
-    1024x4096 in 19.2 us instead of 13.0 on an H100.
+    1024x4096 in 19.2 us instead of 12.2 on an H100.
     """
     return ct.maximum(index, 0)
 

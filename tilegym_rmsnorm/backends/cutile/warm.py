@@ -51,7 +51,7 @@ def rows_to_warm(
     """
     rows = rows_of_class(size, n)
     tiles_in_slab = config.slab // config.rows
-    blocks = sm_count * (MOST_SLABS if config.slab else config.occupancy)
+    blocks = sm_count * (MOST_SLABS if config.is_fused else config.occupancy)
     stop = min(rows.stop, MOST_ROWS + 1)
     kinds: dict[tuple[str, str], int] = {}
     for start in (rows.start, max(rows.start, FEW_TILES * sm_count * config.rows + 1)):

@@ -1,0 +1,98 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""The rules of config.py for sm_90, as measured: which kernel runs a row of up to so many elements, and how.
+
+One H100 80GB HBM3, driver 580.159, cuda-tile 1.7.0, tileiras 13.4.92, cold L2, CUDA graphs, of some 4000 kernels tried
+(bench/NOTES.md). A rule's comment gives shape and GB/s of compulsory bytes. In the backward that is the first kernel
+alone, from before its launch became dependent (copy of that run: 2991); bench/results has the whole of today. A rule
+without a figure takes over from its neighbours. _HALF are rows of 2-byte elements, _FLOAT of 4-byte ones.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Rule(NamedTuple):
+    up_to: int  # elements in a row
+    kernel: str
+    rows: int
+    warps: int
+    occupancy: int
+    latency: int
+    split: bool = False  # hold the row in two tiles
+    short: bool = False
+    tma: bool = False
+    early_weight: bool = False
+
+
+FORWARD_HALF = (
+    Rule(64, "tiles", 64, 4, 4, 4),  # 524288x64: 2910, 131072x64: 2666
+    Rule(128, "tiles", 32, 4, 4, 4),  # 524288x128: 2950, 131072x128: 2817
+    Rule(256, "tiles", 16, 8, 4, 4),  # 524288x256: 2996, 131072x256: 2913, 4096x256: 1338
+    Rule(512, "tiles", 8, 4, 4, 4),
+    Rule(1024, "tiles", 4, 4, 8, 4),  # 32768x1024: 2885, 16384x1024: 2790, 4096x1024: 2402
+    Rule(2048, "rows", 1, 8, 4, 4, early_weight=True),  # 16384x2048: 2935
+    Rule(2944, "rows", 1, 4, 4, 4, split=True, early_weight=True),  # 8192x2560: 2832, 16384x2880: 2941
+    # 16384x3072: 2960, 16384x4096: 2973, 1024x4096: 2386
+    Rule(4096, "rows", 1, 8, 3, 4, split=True, early_weight=True),
+    Rule(5120, "rows", 1, 8, 2, 4, split=True, early_weight=True),  # 16384x5120: 2997
+    Rule(6144, "rows", 1, 4, 3, 4, split=True, early_weight=True),  # 8192x6144: 2945
+    Rule(8192, "rows", 1, 8, 2, 4, early_weight=True),  # 8192x8192: 2948
+    Rule(16384, "rows", 1, 8, 2, 4),  # 8192x12288: 2974, 4096x16384: 2925
+    Rule(24576, "rows", 1, 8, 1, 4, split=True),  # 4096x18432: 2907
+    Rule(32768, "rows", 1, 8, 1, 4),  # 4096x32768: 2771
+)
+FORWARD_FLOAT = (
+    Rule(64, "tiles", 64, 4, 4, 4),
+    Rule(128, "tiles", 32, 4, 4, 4),  # 131072x128: 2925
+    Rule(256, "tiles", 16, 4, 4, 4),
+    Rule(512, "tiles", 8, 4, 4, 4),
+    Rule(1024, "tiles", 8, 8, 2, 4),  # 16384x1024: 2909, 4096x1024: 2743
+    Rule(2048, "rows", 1, 8, 4, 4),
+    Rule(4096, "rows", 1, 8, 4, 4, split=True),  # 8192x4096: 2959
+    Rule(8192, "rows", 1, 8, 2, 4, early_weight=True),  # 8192x6144: 2987, 4096x8192: 2943
+    Rule(16384, "rows", 1, 8, 1, 4),  # 4096x16384: 2964
+    Rule(32768, "rows", 1, 8, 1, 4, early_weight=True),  # 2048x32768: 2868
+)
+BACKWARD_HALF = (
+    Rule(64, "tiles", 128, 8, 1, 2, tma=True),  # 524288x64: 2742
+    Rule(128, "tiles", 16, 8, 3, 1),  # 524288x128: 2813, 131072x128: 2430, with the sum of dw
+    Rule(256, "tiles", 16, 8, 1, 2, tma=True),  # 524288x256: 2860, 131072x256: 2735
+    Rule(512, "tiles", 8, 8, 1, 2, tma=True),  # 131072x512: 2853
+    Rule(1024, "tiles", 8, 8, 1, 2, tma=True),  # 32768x1024: 2722, 4096x1024: 1973
+    Rule(2048, "tiles", 4, 8, 1, 2, tma=True),  # 16384x2048: 2765
+    Rule(2560, "rows", 1, 8, 2, 6, split=True, short=True),  # 16384x2560: 2788
+    Rule(3072, "rows", 1, 4, 2, 4),  # 16384x3072: 2818, 16384x2880: 2773
+    Rule(4095, "rows", 1, 8, 2, 4, short=True),  # 16384x3584: 2830
+    Rule(4096, "rows", 1, 8, 1, 6, short=True),  # 16384x4096: 2857
+    Rule(6144, "rows", 1, 8, 1, 6, split=True, short=True),  # 16384x5120: 2810, 16384x6144: 2932
+    Rule(7168, "tiles", 2, 8, 1, 4, tma=True),  # 8192x7168: 2805
+    Rule(8192, "rows", 1, 8, 1, 4, short=True),  # 8192x8192: 2784
+    Rule(12288, "rows", 1, 8, 1, 8, split=True, short=True),  # 8192x12288: 2723
+    Rule(16384, "rows", 1, 8, 1, 4, short=True),  # 4096x16384: 2758
+    Rule(18432, "rows", 1, 8, 1, 4, split=True),  # 4096x18432: 2252
+)
+BACKWARD_FLOAT = (
+    Rule(64, "tiles", 32, 4, 1, 2, tma=True),
+    Rule(128, "tiles", 16, 4, 1, 2, tma=True),
+    Rule(256, "tiles", 8, 4, 1, 2, tma=True),  # 131072x256: 2902
+    Rule(512, "tiles", 8, 8, 1, 2, tma=True),
+    Rule(1024, "tiles", 4, 8, 1, 2, tma=True),  # 16384x1024: 2782
+    Rule(2048, "tiles", 4, 8, 1, 2, tma=True),
+    Rule(2560, "rows", 1, 8, 2, 6, split=True),
+    Rule(3072, "rows", 1, 8, 1, 4),
+    Rule(4096, "rows", 1, 8, 1, 4),  # 8192x4096: 2825
+    Rule(5120, "rows", 1, 8, 1, 8, split=True),  # 8192x5120: 2802
+    Rule(6144, "rows", 1, 4, 1, 3, split=True),  # 8192x6144: 2911
+    Rule(8192, "rows", 1, 8, 1, 4),  # 4096x8192: 2731
+    Rule(12288, "rows", 1, 8, 1, 8, split=True),
+    Rule(16384, "rows", 1, 8, 1, 8),  # 4096x16384: 2754
+    Rule(18432, "rows", 1, 8, 1, 4, split=True),
+)
+# (op, itemsize, from N on): why a Hopper kernel that spills is kept
+SPILLS = {
+    ("forward", 4, 16385): "2048x32768 reaches 2868 GB/s with 40 bytes of stack, in two tiles 2824",
+    ("backward", 2, 16385): "4096x18432 reached 2252 GB/s with 104 bytes of stack; now where no dw is needed",
+    ("backward", 4, 12289): "4096x16384 reaches 2754 GB/s, 92 % of the copy, with 56 bytes of stack",
+}
