@@ -6,7 +6,7 @@ No block waits for another: dw needs rstd but no row's c, so a block that owns a
 Both are read once from memory and again from L2, where one kind of block finds what the other just read. It pays where
 that is cheaper than what backward_rows does instead:
 
-    few rows      a launch as wide as the GPU, without temporary rows: 16x4096 in 2.6 us instead of 3.9, 1024x4096 in
+    few rows      a launch as wide as the GPU, without temporary rows: 16x4096 in 2.7 us instead of 3.9, 1024x4096 in
                   12.2 instead of 14.2 (an H100)
     wide rows     more than 16384 columns of x, dy and a sum of dw do not fit a block's registers: 4096x32768 at 2310
                   GB/s, by two passes over memory (backward_wide.py) at 1800

@@ -158,7 +158,7 @@ def _few_rows_config(n: int) -> Config:
     rows of its slab. Only narrow x, which has few strips, takes more than one slab, and the sum after it.
 
     Microseconds with backward_rows or backward_tiles, and by this: 1024x256 5.8, 4.4; 1024x1024 7.5, 6.2; 1024x2048
-    10.3, 8.1; 16x4096 3.9, 2.6; 1024x4096 14.2, 12.2; 128x8192 8.2, 4.8; 512x8192 14.4, 12.2.
+    10.3, 8.1; 16x4096 3.9, 2.7; 1024x4096 14.2, 12.2; 128x8192 8.2, 4.8; 512x8192 14.4, 12.2.
     """
     width, rest = _two_tiles(n)
     reason = "few rows: dx by rows and dw by columns in one launch"
