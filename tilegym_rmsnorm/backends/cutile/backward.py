@@ -37,11 +37,12 @@ from .rows import (
     ConstBool,
     ConstInt,
     column_tiles,
+    load_gradient_tiles,
     load_row,
     load_scale,
     load_scale_tile,
-    load_tile,
     store_row,
+    store_sum_of_rows,
     sum_of_products,
     xhat_as_multiplied,
 )
@@ -146,11 +147,7 @@ def backward_tiles(
 
     tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
     for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
-        tx = load_tile(x, (i, 0), (ROWS, WIDTH), LATENCY, TMA)
-        tdy = load_tile(dy, (i, 0), (ROWS, WIDTH), LATENCY, TMA)
-        trstd = ct.reshape(ct.load(rstd, (i,), (ROWS,), padding_mode=ZERO, allow_tma=TMA), (ROWS, 1))
-
-        txhat = tx * trstd
+        txhat, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, 0), (ROWS, WIDTH), LATENCY, TMA)
         tg = tdy
         if HAS_WEIGHT:
             tg = tdy * tscale
@@ -161,8 +158,7 @@ def backward_tiles(
             tdw = tdw + tdy * xhat_as_multiplied(txhat, x.dtype, ROUND_XHAT)
 
     if HAS_DW:
-        tdw = ct.astype(ct.sum(tdw, axis=0, keepdims=True), dw_partial.dtype)
-        ct.store(dw_partial, (ct.bid(0), 0), tdw, allow_tma=False)
+        store_sum_of_rows(dw_partial, (ct.bid(0), 0), tdw)
 
 
 def sum_partials(

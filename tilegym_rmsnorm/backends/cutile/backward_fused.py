@@ -20,48 +20,36 @@ there is a weight.
 import cuda.tile as ct
 
 from .backward import row_gradients
+from .backward_wide import mean_by_chunks
 from .rows import (
-    ZERO,
     ConstBool,
     ConstInt,
     at_least_zero,
     column_tiles,
+    load_gradient_tiles,
     load_scale_tile,
     load_tile,
+    store_sum_of_rows,
     xhat_as_multiplied,
 )
 
 
 def strip_of_dw(dw_partial, dy, x, rstd, k, j, tiles_in_slab, shape, LATENCY, ROUND_XHAT):
     """Sums dy * xhat over the rows of slab k in column strip j, tile after tile, into row k of dw_partial."""
-    ROWS, STRIP = shape
-    tdw = ct.zeros((ROWS, STRIP), dtype=ct.float32)
+    tdw = ct.zeros(shape, dtype=ct.float32)
     first = at_least_zero(k * tiles_in_slab)
-    for i in range(first, ct.minimum(first + tiles_in_slab, ct.cdiv(x.shape[0], ROWS))):
-        tx = load_tile(x, (i, j), (ROWS, STRIP), LATENCY, False)
-        tdy = load_tile(dy, (i, j), (ROWS, STRIP), LATENCY, False)
-        trstd = ct.load(rstd, (i,), (ROWS,), padding_mode=ZERO, allow_tma=False)
-        txhat = tx * ct.reshape(trstd, (ROWS, 1))
+    for i in range(first, ct.minimum(first + tiles_in_slab, ct.cdiv(x.shape[0], shape[0]))):
+        txhat, tdy, _ = load_gradient_tiles(x, dy, rstd, (i, j), shape, LATENCY, False)
         tdw = tdw + tdy * xhat_as_multiplied(txhat, x.dtype, ROUND_XHAT)
-
-    tdw = ct.astype(ct.sum(tdw, axis=0, keepdims=True), dw_partial.dtype)
-    ct.store(dw_partial, (k, j), tdw, allow_tma=False)
+    store_sum_of_rows(dw_partial, (k, j), tdw)
 
 
 def chunked_row_gradients(arrays, row, inv_n, offset, CHUNK, LATENCY):
     """Writes dx of a row that registers do not hold: chunk by chunk, first for c, then again, from L2."""
     dx, dy, x, weight, rstd = arrays
-    chunks = ct.cdiv(x.shape[1], CHUNK)
-    tproducts = ct.zeros((1, CHUNK), dtype=ct.float32)
-    for j in range(chunks):
-        tx = load_tile(x, (row, j), (1, CHUNK), LATENCY, False)
-        tdy = load_tile(dy, (row, j), (1, CHUNK), LATENCY, False)
-        tg = tdy * load_scale_tile(weight, j, CHUNK, offset, False)
-        tproducts = tproducts + tx * tg
-    trstd = ct.load(rstd, row, shape=())
-    tc = ct.sum(tproducts) * trstd * inv_n  # rstd is the same for all of the row: multiplied once
+    tc, trstd = mean_by_chunks(x, dy, weight, rstd, row, inv_n, offset, CHUNK, LATENCY, False, True)
 
-    for j in range(chunks):
+    for j in range(ct.cdiv(x.shape[1], CHUNK)):
         tx = load_tile(x, (row, j), (1, CHUNK), LATENCY, False)
         tdy = load_tile(dy, (row, j), (1, CHUNK), LATENCY, False)
         tg = tdy * load_scale_tile(weight, j, CHUNK, offset, False)

@@ -13,10 +13,26 @@ from .rows import (
     ZERO,
     ConstBool,
     ConstInt,
+    load_gradient_tiles,
     load_scale_tile,
     load_tile,
+    store_sum_of_rows,
     xhat_as_multiplied,
 )
+
+
+def mean_by_chunks(x, dy, weight, rstd, i, inv_n, offset, CHUNK, LATENCY, TMA, HAS_WEIGHT):
+    """c and rstd of row i, whose products are summed lane by lane over the chunks, and across lanes once."""
+    tproducts = ct.zeros((1, CHUNK), dtype=ct.float32)
+    for j in range(ct.cdiv(x.shape[1], CHUNK)):
+        tx = load_tile(x, (i, j), (1, CHUNK), LATENCY, TMA)
+        tg = load_tile(dy, (i, j), (1, CHUNK), LATENCY, TMA)
+        if HAS_WEIGHT:
+            tg = tg * load_scale_tile(weight, j, CHUNK, offset, TMA)
+        tproducts = tproducts + tx * tg
+
+    trstd = ct.load(rstd, i, shape=())
+    return ct.sum(tproducts) * trstd * inv_n, trstd  # rstd is the same for all of the row: multiplied once
 
 
 def backward_means(
@@ -37,17 +53,8 @@ def backward_means(
     i = ct.bid(0)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
-    tproducts = ct.zeros((1, WIDTH), dtype=ct.float32)
-    for j in range(ct.cdiv(x.shape[1], WIDTH)):
-        tx = load_tile(x, (i, j), (1, WIDTH), LATENCY, TMA)
-        tg = load_tile(dy, (i, j), (1, WIDTH), LATENCY, TMA)
-        if HAS_WEIGHT:
-            tscale = load_scale_tile(weight, j, WIDTH, offset, TMA)
-            tg = tg * tscale
-        tproducts = tproducts + tx * tg
-
-    trstd = ct.load(rstd, i, shape=())
-    ct.scatter(c, i, ct.sum(tproducts) * trstd * inv_n)
+    tc, _ = mean_by_chunks(x, dy, weight, rstd, i, inv_n, offset, WIDTH, LATENCY, TMA, HAS_WEIGHT)
+    ct.scatter(c, i, tc)
 
 
 def backward_strips(
@@ -77,12 +84,8 @@ def backward_strips(
 
     tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
     for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
-        tx = load_tile(x, (i, j), (ROWS, WIDTH), LATENCY, TMA)
-        tdy = load_tile(dy, (i, j), (ROWS, WIDTH), LATENCY, TMA)
-        trstd = ct.reshape(ct.load(rstd, (i,), (ROWS,), padding_mode=ZERO), (ROWS, 1))
+        txhat, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, j), (ROWS, WIDTH), LATENCY, TMA)
         tc = ct.reshape(ct.load(c, (i,), (ROWS,), padding_mode=ZERO), (ROWS, 1))
-
-        txhat = tx * trstd
         tg = tdy
         if HAS_WEIGHT:
             tg = tdy * tscale
@@ -91,5 +94,4 @@ def backward_strips(
             tdw = tdw + tdy * xhat_as_multiplied(txhat, x.dtype, ROUND_XHAT)
 
     if HAS_DW:
-        tdw = ct.astype(ct.sum(tdw, axis=0, keepdims=True), dw_partial.dtype)
-        ct.store(dw_partial, (ct.bid(0), j), tdw, allow_tma=False)
+        store_sum_of_rows(dw_partial, (ct.bid(0), j), tdw)

@@ -85,6 +85,20 @@ def load_scale_tile(weight, j, WIDTH, offset, TMA):
     return ct.reshape(tscale, (1, WIDTH))
 
 
+def load_gradient_tiles(x, dy, rstd, index, shape, LATENCY, TMA):
+    """xhat and dy at `index`, and rstd as (rows, 1): what the backward needs of a 2-D tile."""
+    tx = load_tile(x, index, shape, LATENCY, TMA)
+    tdy = load_tile(dy, index, shape, LATENCY, TMA)
+    trstd = ct.load(rstd, (index[0],), (shape[0],), padding_mode=ZERO, allow_tma=TMA)
+    trstd = ct.reshape(trstd, (shape[0], 1))
+    return tx * trstd, tdy, trstd
+
+
+def store_sum_of_rows(array, index, tile):
+    """Adds the rows of a float32 tile, and writes that one row, rounded, as tile `index` of a 2-D array."""
+    ct.store(array, index, ct.astype(ct.sum(tile, axis=0, keepdims=True), array.dtype), allow_tma=False)
+
+
 def sum_of_products(a, b):
     """Sum over all lanes of a * b, for two equally long tuples of tiles."""
     total = ct.sum(a[0] * b[0])
