@@ -59,20 +59,24 @@ def measure_apart(
     return result
 
 
-def join(result: Result, other: Result) -> list[str]:
-    """Adds the other's cells that the result lacks or that failed in it; the names of their providers."""
+def join(result: Result, other: Result, ops: Sequence[str] | None = None) -> list[str]:
+    """Adds the other's cells that the result lacks or that failed in it; the names of their providers.
+
+    ops: only these; None means all.
+    """
     known = {cell_of(record): record for record in result["records"]}
     new = [
         record
         for record in other["records"]
+        if ops is None or record["op"] in ops
         if cell_of(record) not in known or known[cell_of(record)].get("error") and not record.get("error")
     ]
     replaced = {cell_of(record) for record in new}
     result["records"] = [each for each in result["records"] if cell_of(each) not in replaced] + new
     added = list(dict.fromkeys(record["provider"] for record in new))
     if added:
-        process = {"providers": added, "copy_gb_per_s": other["copy_gb_per_s"], "date": other.get("date")}
-        result.setdefault("processes", []).append(process)
+        process = {key: other.get(key) for key in ("copy_gb_per_s", "date", "commit")}
+        result.setdefault("processes", []).append({"providers": added, **process})
     measured = {record["provider"] for record in result["records"]}
     reasons = result["unavailable"] | other.get("unavailable", {})
     result["unavailable"] = {name: reason for name, reason in reasons.items() if name not in measured}
@@ -116,13 +120,16 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("result", type=Path, metavar="RESULT.json")
     parser.add_argument("other", type=Path, nargs="+", metavar="OTHER.json")
+    parser.add_argument(
+        "--op", type=lambda text: text.split(","), help="only these ops of the others: OP,..."
+    )
     arguments = parser.parse_args(argv)
     result = json.loads(arguments.result.read_text())
     for path in arguments.other:
         other = json.loads(path.read_text())
         if reason := why_apart(result, other):
             parser.error(f"{arguments.result} and {path} differ in {reason}")
-        print(f"{path}: added {', '.join(join(result, other)) or 'nothing'}")
+        print(f"{path}: added {', '.join(join(result, other, arguments.op)) or 'nothing'}")
     write(result, arguments.result)
     print("\n".join([*differences(result), "", compare.summary(result)]))
     return 0

@@ -78,7 +78,12 @@ def one_line(result: dict[str, Any]) -> str:
     where += [f"driver {result['driver']}"] if result["driver"] else []
     where += [f"CUDA {result['cuda']}"] if result["gpu"] and result["cuda"] else []
     where += [f"tileiras {result['tileiras']}"] if result["tileiras"] else []
-    return ", ".join([*where, *versions, f"commit {commit}", result["date"][:10]])
+    others = [
+        f"{', '.join(process['providers'])} in part of commit {process['commit'][:12]}"
+        for process in result.get("processes", [])
+        if process.get("commit") not in (None, result["commit"])
+    ]
+    return ", ".join([*where, *versions, f"commit {commit}", *others, result["date"][:10]])
 
 
 def _tileiras() -> str | None:

@@ -13,7 +13,7 @@ import torch
 from test_bench_records import RECORD_FIELDS
 from test_bench_results import make_record, make_result
 
-from bench import processes, report, run, warm
+from bench import processes, provenance, report, run, warm
 from bench.measure import ContextLostError
 from bench.peers import LIBRARIES, why_missing
 from bench.processes import differences, join, measure_apart
@@ -40,6 +40,23 @@ def test_joining_adds_shapes_that_the_result_lacks():
     result = make_result(make_record(rows=1))
     assert join(result, make_result(make_record(50.0, rows=1), make_record(rows=2))) == ["cutile"]
     assert [(record["rows"], record["us"]) for record in result["records"]] == [(1, 100.0), (2, 100.0)]
+
+
+def test_joining_replaces_cells_that_failed_and_no_others():
+    failed = make_record(None, rows=1)
+    result = make_result(failed, make_record(50.0, rows=2))
+    other = make_result(make_record(70.0, rows=1), make_record(70.0, rows=2), commit="f" * 40)
+    assert join(result, other) == ["cutile"]
+    assert [(record["rows"], record["us"]) for record in result["records"]] == [(2, 50.0), (1, 70.0)]
+    assert "cutile in part of commit ffffffffffff" in provenance.one_line(result)
+    assert join(result, make_result(failed)) == [] and len(result["processes"]) == 1
+
+
+def test_joining_of_some_ops_only():
+    result = make_result(make_record())
+    other = make_result(make_record(rows=9), make_record(rows=9, op="forward"))
+    join(result, other, ops=["forward"])
+    assert [(record["op"], record["rows"]) for record in result["records"][1:]] == [("forward", 9)]
 
 
 def test_joining_keeps_why_something_was_not_measured():
