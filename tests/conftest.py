@@ -71,13 +71,38 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 
 
 def gpu_group(nodeid: str) -> str | None:
-    """Which tests share a process where there is a GPU: few at a time, so that memory and measurements hold."""
+    """Which tests share a process where there is a GPU, so that few at a time need much of its memory.
+
+    None for a test that goes wherever there is time: it needs no GPU, or mostly waits for compilations."""
     file = Path(nodeid.split("::")[0]).stem
-    if file in WITHOUT_GPU:
-        return None
-    if file == "test_gpu_cutile":
-        return "gpu-configs"
-    return "gpu-inductor" if "inductor" in nodeid else "gpu"
+    if "inductor" in nodeid:
+        return "gpu-inductor"
+    if (
+        file not in WITHOUT_GPU
+        and file.startswith(("test_bench", "test_gpu"))
+        and "every_config" not in nodeid
+    ):
+        return f"gpu-{file}"
+    return None
+
+
+@pytest.fixture(autouse=True)
+def share_of_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """A test that is marked `alone` has the GPU to itself: until it ends, no test in another process begins."""
+    if not HAS_GPU or "PYTEST_XDIST_WORKER" not in os.environ or request.path.stem in WITHOUT_GPU:
+        yield
+        return
+    import fcntl  # not on Windows
+
+    folder = tmp_path_factory.getbasetemp().parent
+    with open(folder / "door", "w") as door, open(folder / "room", "w") as room:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        if request.node.get_closest_marker("alone"):
+            fcntl.flock(room, fcntl.LOCK_EX)  # waits with the door closed, so that the room empties
+        else:
+            fcntl.flock(room, fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        yield
 
 
 @pytest.fixture(params=BACKENDS)

@@ -235,6 +235,11 @@ def axis_beyond_the_rank(x):
 
 
 @refused(x=FLOATS)
+def bitcast_to_another_width(x):
+    ct.bitcast(ct.load(x, (0,), (4,)), ct.int16)
+
+
+@refused(x=FLOATS)
 def dtype_by_keyword(x):
     ct.store(x, (0,), ct.astype(ct.load(x, (0,), (4,)), dtype=ct.float32))
 

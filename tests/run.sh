@@ -17,8 +17,8 @@ if "$PYTHON" -c 'import xdist' 2>/dev/null; then
   # Several processes, each on one thread: tests of small tensors gain nothing from more.
   export OMP_NUM_THREADS=1
   if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    # Tests marked with one xdist_group share a process, so that few of them meet on the GPU and in its memory.
-    options+=(-n 6 --dist loadgroup)
+    # conftest.py says which tests share a process, so that few of them meet in the GPU's memory.
+    options+=(-n auto --maxprocesses 14 --dist loadgroup)
   else
     options+=(-n auto --maxprocesses 8 --dist worksteal)
   fi

@@ -134,6 +134,7 @@ def test_gate_does_not_ask_for_the_cells_of_heat_maps(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_kernel_that_takes_a_tenth_longer_trips_the_gate(monkeypatch):
     """A provider, and the same with a copy behind it that takes a tenth of its time, through timer and gate."""
     device, shape = torch.device("cuda", torch.cuda.current_device()), (16384, 4096)

@@ -179,7 +179,10 @@ for name; do [ "$name" != ruff ] || printf ' ruff'; done
 
 @pytest.mark.parametrize(
     ("has_gpu", "options"),
-    [(True, "-n 6 --dist loadgroup"), (False, "-n auto --maxprocesses 8 --dist worksteal")],
+    [
+        (True, "-n auto --maxprocesses 14 --dist loadgroup"),
+        (False, "-n auto --maxprocesses 8 --dist worksteal"),
+    ],
 )
 def test_tests_are_spread_over_processes(tmp_path, has_gpu, options):
     python = tmp_path / "python"  # has everything, a GPU or none, and shows what pytest is called with

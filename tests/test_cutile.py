@@ -283,3 +283,24 @@ def test_a_wrong_grid_is_noticed(victim, n, change, monkeypatch):
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         size = "few" if victim == "backward_fused" else "large"
         run_forward(inputs) if victim.startswith("forward") else run_backward(inputs, size=size)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_packed_rows_give_the_same_bits(pieces, dtype):
+    """Also for what no arithmetic keeps: NaN, infinities, zeros of either sign, subnormal numbers."""
+    n = 80 if pieces == 1 else 7 * 12
+    width = 128 if pieces == 1 else 32
+    inputs = make_inputs(6, n, dtype, FP32, offset=1.0, device=CPU)
+    special = torch.tensor(
+        [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, torch.finfo(dtype).tiny / 2]
+    )
+    inputs.x[0, : len(special)], inputs.dy[1, : len(special)] = special, special
+    inputs.x[2, :3], inputs.x[3] = special[3:], 0.0
+    plain = Config("rows", width, 4, 1, 2, pieces=pieces)
+    packed = Config("rows", width, 4, 1, 2, pieces=pieces, packed=True)
+    for run in (run_forward, run_backward):
+        expected, got = run(inputs, plain), run(inputs, packed)
+        for name, value in expected.items():
+            assert torch.equal(got[name].nan_to_num(), value.nan_to_num()), name
+            assert torch.equal(got[name].isnan(), value.isnan()), name

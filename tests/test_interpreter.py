@@ -80,6 +80,7 @@ VALUES = {
     "shifts": (lambda: (ints(5, -6) << 2) >> 1, INT32, [10, -12]),
     "where": (lambda: ct.where(ints(0, 1) == 0, 1.5, ints(7, 8)), FP32, [1.5, 8.0]),
     "where of constants": (lambda: ct.where(ints(0, 1) == 0, 1.5, 2), FP32, [1.5, 2.0]),
+    "bitcast": (lambda: ct.bitcast(ct.full((1,), -0.0, ct.float16), ct.int16), torch.int16, [-(2**15)]),
     "astype of a constant": (lambda: ct.reshape(ct.astype(0.1, ct.float64), (1,)), FP64, [0.1]),
     "minimum passes over NaN": (lambda: ct.minimum(tile(math.nan, 1.0), 2.0), FP32, [2.0, 1.0]),
     "minimum propagates NaN": (
@@ -270,7 +271,7 @@ def test_results_do_not_depend_on_the_order_of_blocks():
     def run(order_of):
         y, dx, rstd = empty((m, n), FP32), empty((m, n), FP32), empty((m,), FP32)
         dw_partial, dw = empty((blocks, n), FP32), empty((n,), FP32)
-        tiles = (64, 16, True, 4)
+        tiles = (32, 2, 16, True, 4, False)
         arguments = (y, rstd, x, weight, 1 / n, 1e-6, 0.0, *tiles, True, False, True, True)
         launch(forward.forward_rows, (m,), arguments, order=order_of(m))
         switches = (True, True, False, False, True)

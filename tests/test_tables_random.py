@@ -48,7 +48,7 @@ def test_whatever_a_table_says_it_is_refused_or_describes_kernels(data):
         assert entry.config.width * entry.config.rows >= 1 and bucket.n >= 1
         assert rows_of_class(bucket.size, bucket.n)
         if entry.config.kernel in ("rows", "tiles", "fused"):
-            assert entry.config.width + entry.config.rest >= bucket.n
+            assert entry.config.lanes >= bucket.n
     assert tables.parse(tables.render(TARGET, table), TARGET) == table
 
 

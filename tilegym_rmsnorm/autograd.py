@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm import reference
 from tilegym_rmsnorm.reference import compute_dtype
@@ -30,8 +31,9 @@ Call = tuple[int, float, float, str, Callable[..., Any], Callable[..., Any] | No
 
 def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
     """y of x's shape, recorded for autograd; the last n elements of x's dimensions are a row."""
-    if _are_functorch_transforms_active():
-        return RMSNormFunction.apply(x, weight, bias, call)  # refuses
+    if _are_functorch_transforms_active() or is_dynamo_compiling():
+        # functorch refuses it; Dynamo traces it, where before torch 2.13 it does not know _record.
+        return RMSNormFunction.apply(x, weight, bias, call)
     # Function.apply without the Python around it, which asks for functorch too and takes 2 us for it.
     x = _unwrap_if_dead(x)
     if weight is not None:

@@ -15,7 +15,7 @@ there is nothing to add: launch.py passes dw in the place of dw_partial.)
 
 How a row is held decides the kernel; config.py says which serves which shape:
 
-    backward_rows     one row per step, gathered into one or two register tiles
+    backward_rows     one row per step, gathered into register tiles
     backward_tiles    several narrow rows per step, as one 2-D tile
     backward_fused    (backward_fused.py) few rows, or wide ones: blocks for dx and blocks for dw side by side
     backward_means, backward_strips
@@ -41,6 +41,8 @@ from .rows import (
     load_row,
     load_scale,
     load_scale_tile,
+    packed_row_as_float32,
+    row_as_float32,
     store_row,
     store_sum_of_rows,
     sum_of_products,
@@ -48,23 +50,36 @@ from .rows import (
 )
 
 
-def row_gradients(arrays, row, tcolumns, inv_n, offset, LATENCY, SWITCHES):
+def xhat_and_g(tx, tdy, trstd, tscale):
+    """x * rstd, and dy * tscale; without a weight tscale is empty."""
+    txhat = tuple(t * trstd for t in ct.static_iter(tx))
+    tg = tdy
+    if len(tscale) > 0:
+        tg = tuple(tdy[k] * tscale[k] for k in ct.static_iter(range(len(tdy))))
+    return txhat, tg
+
+
+def row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED, SWITCHES):
     """Writes dx of one row and returns dy * xhat, the row's share of dw (without HAS_DW a value nobody uses).
 
-    In a loop the compiler moves the load of weight in front of it.
+    In a loop the compiler moves the load of weight in front of it. PACKED keeps x and dy in their own 16 bits while
+    the products are summed.
     """
     dx, dy, x, weight, rstd = arrays
     EVEN, HAS_WEIGHT, HAS_DW, ROUND_XHAT = SWITCHES
-    tx = load_row(x, row, tcolumns, EVEN, LATENCY)
-    tdy = load_row(dy, row, tcolumns, EVEN, LATENCY)
+    tstored_x = load_row(x, row, tcolumns, EVEN, LATENCY)
+    tstored_dy = load_row(dy, row, tcolumns, EVEN, LATENCY)
     trstd = ct.load(rstd, row, shape=())
 
-    txhat = tuple(t * trstd for t in ct.static_iter(tx))
-    tg = tdy
+    tscale = ()
     if HAS_WEIGHT:
         tscale = load_scale(weight, tcolumns, offset, EVEN)
-        tg = tuple(tdy[k] * tscale[k] for k in ct.static_iter(range(len(tcolumns))))
-    tc = sum_of_products(txhat, tg) * inv_n
+    tdy = row_as_float32(tstored_dy)
+    txhat, tg = xhat_and_g(row_as_float32(tstored_x), tdy, trstd, tscale)
+    tc = sum_of_products(txhat, tg, PIECES) * inv_n
+    if PACKED:
+        tdy = packed_row_as_float32(tstored_dy)
+        txhat, tg = xhat_and_g(packed_row_as_float32(tstored_x), tdy, trstd, tscale)
 
     tdx = tuple((tg[k] - txhat[k] * tc) * trstd for k in ct.static_iter(range(len(tcolumns))))
     store_row(dx, row, tcolumns, tdx, EVEN)
@@ -83,9 +98,11 @@ def backward_rows(
     inv_n,
     offset,
     WIDTH: ConstInt,
+    PIECES: ConstInt,
     REST: ConstInt,
     EVEN: ConstBool,
     LATENCY: ConstInt,
+    PACKED: ConstBool,
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
@@ -99,19 +116,19 @@ def backward_rows(
     """
     arrays = (dx, dy, x, weight, rstd)
     SWITCHES = (EVEN, HAS_WEIGHT, HAS_DW, ROUND_XHAT)
-    tcolumns = column_tiles(WIDTH, REST)
+    tcolumns = column_tiles(WIDTH, PIECES, REST)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
 
     if SHORT and x.shape[0] <= ct.num_blocks(0):
-        tdw = row_gradients(arrays, ct.bid(0), tcolumns, inv_n, offset, 1, SWITCHES)
+        tdw = row_gradients(arrays, ct.bid(0), tcolumns, inv_n, offset, PIECES, 1, PACKED, SWITCHES)
         if HAS_DW:
             store_row(dw_partial, ct.bid(0), tcolumns, tdw, EVEN)
     else:
         tdw = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
         for row in range(ct.bid(0), x.shape[0], ct.num_blocks(0)):
-            tterms = row_gradients(arrays, row, tcolumns, inv_n, offset, LATENCY, SWITCHES)
+            tterms = row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED, SWITCHES)
             tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(len(tcolumns))))
         if HAS_DW:
             store_row(dw_partial, ct.bid(0), tcolumns, tdw, EVEN)

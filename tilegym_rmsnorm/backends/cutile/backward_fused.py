@@ -107,6 +107,7 @@ def backward_fused(
             arrays = (dx, dy, x, weight, rstd)
             if WHOLE_ROWS:  # loaded once, so no latency to hide from one row to the next
                 SWITCHES = (EVEN, True, False, ROUND_XHAT)  # a weight, and no dw from rows
-                row_gradients(arrays, row, column_tiles(WIDTH, REST), inv_n, offset, 1, SWITCHES)
+                tcolumns = column_tiles(WIDTH, 1, REST)
+                row_gradients(arrays, row, tcolumns, inv_n, offset, 1, 1, False, SWITCHES)
             else:
                 chunked_row_gradients(arrays, row, inv_n, offset, WIDTH, LATENCY)

@@ -24,7 +24,7 @@ SPILLED = 1.15  # a kernel that spills a little may still be the fastest, see co
 ANY_WIDTH = 2**31
 REASON = "tried"
 
-Tile = dict[str, int]  # width, rest and rows of a Config
+Tile = dict[str, int]  # width, pieces, rest and rows of a Config
 Tiles = Callable[[int], Iterator[Tile]]  # of rows of n elements
 
 
@@ -36,6 +36,15 @@ def whole_rows(n: int) -> Iterator[Tile]:
         return
     width = whole // 2
     yield {"width": width, "rest": max(power_of_two(n - width), width // 8)}
+
+
+def rows_of_tiles(n: int) -> Iterator[Tile]:
+    """`whole_rows`, and a row as several equal tiles that waste at most an eighth of their lanes."""
+    yield from whole_rows(n)
+    for width in (512, 1024, 2048, 4096, 8192, 16384):
+        pieces = -(-n // width)
+        if 1 < pieces <= 9 and width * pieces <= n * 9 / 8:
+            yield {"width": width, "pieces": pieces}
 
 
 def tiles_of(*elements: int) -> Tiles:
@@ -90,8 +99,14 @@ SWEEPS = {
             {"warps": (4, 8), "occupancy": (2, 4, 8), "latency": (2, 4), "tma": BOTH},
         ),
         Sweep(
-            *("rows", 512, 32768, whole_rows),
-            {"warps": (4, 8), "occupancy": (1, 2, 3, 4, 8), "latency": (2, 4, 8), "early_weight": BOTH},
+            *("rows", 512, 65536, rows_of_tiles),
+            {
+                "warps": (4, 8),
+                "occupancy": (1, 2, 3, 4, 8),
+                "latency": (2, 4, 8),
+                "early_weight": BOTH,
+                "packed": BOTH,
+            },
         ),
         Sweep(
             *("chunks", 8193, ANY_WIDTH, strips_of((2048, 4096, 8192))),
@@ -104,8 +119,14 @@ SWEEPS = {
             {"warps": (4, 8), "occupancy": (1, 2), "latency": (2, 4, 6), "tma": BOTH},
         ),
         Sweep(
-            *("rows", 1024, 32768, whole_rows),
-            {"warps": (4, 8), "occupancy": (1, 2), "latency": (2, 4, 6, 8), "short": BOTH},
+            *("rows", 1024, 32768, rows_of_tiles),
+            {
+                "warps": (4, 8),
+                "occupancy": (1, 2),
+                "latency": (2, 4, 6, 8),
+                "short": BOTH,
+                "packed": BOTH,
+            },
         ),
         Sweep(
             *("fused", 1, 24576, fused(whole_rows, FEW_STRIPS, (256, 1024))),
@@ -147,26 +168,28 @@ def candidates(bucket: Bucket, itemsize: int, architecture: int, most: int = MOS
 def fits_registers(config: Config, op: str, itemsize: int) -> bool:
     """Whether the float32 tiles that a thread keeps, and the bytes of those that it awaits, find room in registers.
 
-    The forward keeps x and awaits weight; the backward keeps weight and the sum of dw and awaits x and dy; a block of a
-    fused backward has either rows, without a sum, or the sum of a strip, without weight. A thread without work, of a
-    tile smaller than its block, is not worth a try either.
+    The forward keeps x, packed in its own dtype, and awaits weight; the backward keeps weight and the sum of dw and
+    awaits x and dy; a block of a fused backward has either rows, without a sum, or the sum of a strip, without weight.
+    A thread without work, of a tile smaller than its block, is not worth a try either.
     """
     threads = 32 * config.warps
     elements = largest_tile(config) / threads
-    kept = 1 + itemsize / 4 if op == "forward" else (1 if config.is_fused else 2) + itemsize / 2
+    if op == "forward":
+        kept = (itemsize / 4 if config.packed else 1) + itemsize / 4
+    else:
+        kept = (1 if config.is_fused else 2) + itemsize / 2
     room = min(REGISTERS_OF_THREAD, REGISTERS_OF_SM / (threads * config.occupancy))
     return elements >= 1 and elements * kept + OTHER_REGISTERS <= room * SPILLED
 
 
 def distance(config: Config, other: Config) -> float:
     """How unlike two configs are: doublings of a tile's elements and of other numbers, and 1 for what else differs."""
-    total = float(bool(config.rest) != bool(other.rest)) + _doublings(
-        largest_tile(config), largest_tile(other)
-    )
+    tiles = [(each.pieces > 1, each.rest > 0) for each in (config, other)]
+    total = float(tiles[0] != tiles[1]) + _doublings(largest_tile(config), largest_tile(other))
     for field in dataclasses.fields(Config):
         if field.name in ("strip", "slab") and not (config.is_fused and other.is_fused):
             continue  # the kernels differ already
-        if field.name not in ("width", "rest", "rows", "reason", "spills"):
+        if field.name not in ("width", "pieces", "rest", "rows", "reason", "spills"):
             a, b = getattr(config, field.name), getattr(other, field.name)
             total += _doublings(a, b) if type(a) is int else float(a != b)
     return total

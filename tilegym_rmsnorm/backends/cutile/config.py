@@ -41,15 +41,22 @@ class Config:
     warps: int
     occupancy: int  # blocks per SM that the compiler leaves room for
     latency: int  # cuda-tile's hint 1..10: how far ahead loads are issued, paid in shared memory
-    rest: int = 0  # "rows", "fused": columns of a second tile, 0 for none
+    rest: int = 0  # "rows", "fused": columns of one more tile after those of `width`, 0 for none
     rows: int = 1  # rows of a tile; "fused", "fused_chunks": of a tile of dy * xhat
     strip: int = 0  # "fused", "fused_chunks": columns of a tile of dy * xhat
     slab: int = 0  # "fused", "fused_chunks": rows of x that share a row of dw_partial, a multiple of `rows`
     tma: bool = False  # may tile loads and stores use TMA
     short: bool = False  # backward "rows": compile a way without the loop too, for as many blocks as rows
     early_weight: bool = False  # forward "rows": load the weight along with x
+    pieces: int = 1  # "rows": tiles of `width` in a row
+    packed: bool = False  # "rows" of 2-byte elements: registers hold them as they are while a row is summed
     reason: str = ""
     spills: str = ""  # why this config is kept although its kernel spills registers
+
+    @property
+    def lanes(self) -> int:
+        """Columns of all tiles of a row, or of a chunk or strip."""
+        return self.width * self.pieces + self.rest
 
     @property
     def is_fused(self) -> bool:
@@ -90,14 +97,15 @@ def forward_config(n: int, itemsize: int, architecture: int, size: str = "large"
     _check(n, itemsize, architecture)
     width = power_of_two(n)
     has_tma = architecture >= 90
+    if architecture == 90 and _is_aligned(n, itemsize):
+        table = hopper.FORWARD_HALF if itemsize == 2 else hopper.FORWARD_FLOAT
+        if n <= table[-1].up_to:
+            return _from_table("forward", n, itemsize, table)
     if n > WIDEST_FORWARD_ROW:
         reason = "no registers hold the row: it is read twice, the second time from L2"
         if architecture == 90 and itemsize == 2:
             return Config("chunks", 16384, 8, 1, 3, tma=True, reason=reason)  # 2048x65536: 2298
         return Config("chunks", 4096, 8, 2, 4, tma=has_tma, reason=reason)
-    if architecture == 90 and _is_aligned(n, itemsize):
-        table = hopper.FORWARD_HALF if itemsize == 2 else hopper.FORWARD_FLOAT
-        return _from_table("forward", n, itemsize, table)
     if n <= 512:
         rows = min(256, max(2048, 64 * min(width, 64)) // width)
         # With 8 blocks tileiras keeps to 32 registers a thread; sm_100 and later, and unaligned rows, spill then.
@@ -268,7 +276,7 @@ def _from_table(op: str, n: int, itemsize: int, table: tuple[hopper.Rule, ...]) 
         if (op_, size) == (op, itemsize) and n >= first
     ]
     rule = next(rule for rule in table if n <= rule.up_to)
-    width, rest = _two_tiles(n) if rule.split else (power_of_two(n), 0)
+    width, rest = _two_tiles(n) if rule.split else (rule.piece or power_of_two(n), 0)
     return Config(
         rule.kernel,
         width,
@@ -280,6 +288,8 @@ def _from_table(op: str, n: int, itemsize: int, table: tuple[hopper.Rule, ...]) 
         tma=rule.tma,
         short=rule.short,
         early_weight=rule.early_weight,
+        pieces=-(-n // rule.piece) if rule.piece else 1,
+        packed=rule.packed,
         reason=f"measured: the rule for up to {rule.up_to} elements of {itemsize} bytes",
         spills="; ".join(spills),
     )

@@ -7,7 +7,7 @@
 y is rounded once, on its way out; rstd (float32) is kept for the backward. With ROUND_XHAT (casting="llama") x * rstd
 is rounded to x's dtype before it meets the weight, as Hugging Face's Llama code does.
 
-    forward_rows      one row per block, gathered into one or two register tiles
+    forward_rows      one row per block, gathered into register tiles
     forward_tiles     several narrow rows per block, as one 2-D tile
     forward_chunks    a row wider than registers hold: summed chunk by chunk, then read again (from L2, mostly) and
     written
@@ -27,6 +27,8 @@ from .rows import (
     load_scale,
     load_scale_tile,
     load_tile,
+    packed_row_as_float32,
+    row_as_float32,
     store_row,
     sum_of_products,
     xhat_as_multiplied,
@@ -42,9 +44,11 @@ def forward_rows(
     eps,
     offset,
     WIDTH: ConstInt,
+    PIECES: ConstInt,
     REST: ConstInt,
     EVEN: ConstBool,
     LATENCY: ConstInt,
+    PACKED: ConstBool,
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
     EARLY_WEIGHT: ConstBool,
@@ -55,21 +59,24 @@ def forward_rows(
     The compiler moves loads of the weight behind the reduction, between the stores of y, where they are waited for once
     more. It does not move them past the signal that lets the next kernel in, so EARLY_WEIGHT has them issued along with
     x: 1x4096 in 2.4 us instead of 2.6 on an H100, before launches became dependent. Rows that fill the registers have
-    no room for that.
+    no room for that. PACKED keeps x in its own 16 bits while the squares are summed: so a row of 65536 fits.
     """
     row = ct.bid(0)
-    tcolumns = column_tiles(WIDTH, REST)
+    tcolumns = column_tiles(WIDTH, PIECES, REST)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
-    tx = load_row(x, row, tcolumns, EVEN, LATENCY)
+    tstored = load_row(x, row, tcolumns, EVEN, LATENCY)
     if HAS_WEIGHT and EARLY_WEIGHT:
         tscale = load_scale(weight, tcolumns, offset, EVEN)
     if DEPENDENT and EARLY_WEIGHT:
         ct.grid_dependency_control_launch_dependents()
 
-    trstd = ct.rsqrt(sum_of_products(tx, tx) * inv_n + eps)
+    tx = row_as_float32(tstored)
+    trstd = ct.rsqrt(sum_of_products(tx, tx, PIECES) * inv_n + eps)
     ct.scatter(rstd, row, trstd)
 
+    if PACKED:
+        tx = packed_row_as_float32(tstored)
     ty = tuple(xhat_as_multiplied(t * trstd, x.dtype, ROUND_XHAT) for t in ct.static_iter(tx))
     if HAS_WEIGHT:
         if not EARLY_WEIGHT:

@@ -21,9 +21,11 @@ class Rule(NamedTuple):
     occupancy: int
     latency: int
     split: bool = False  # hold the row in two tiles
+    piece: int = 0  # hold the row in equal tiles of so many columns
     short: bool = False
     tma: bool = False
     early_weight: bool = False
+    packed: bool = False
 
 
 FORWARD_HALF = (
@@ -34,14 +36,17 @@ FORWARD_HALF = (
     Rule(1024, "tiles", 4, 4, 8, 4),  # 32768x1024: 2885, 16384x1024: 2790, 4096x1024: 2402
     Rule(2048, "rows", 1, 8, 4, 4, early_weight=True),  # 16384x2048: 2935
     Rule(2944, "rows", 1, 4, 4, 4, split=True, early_weight=True),  # 8192x2560: 2832, 16384x2880: 2941
-    # 16384x3072: 2960, 16384x4096: 2973, 1024x4096: 2386
-    Rule(4096, "rows", 1, 8, 3, 4, split=True, early_weight=True),
+    Rule(3072, "rows", 1, 8, 3, 4, split=True, early_weight=True),  # 16384x3072: 2960
+    Rule(3584, "rows", 1, 8, 2, 4, piece=512, early_weight=True),  # 16384x3584: 2951
+    Rule(4096, "rows", 1, 8, 3, 4, split=True, early_weight=True),  # 16384x4096: 2973, 1024x4096: 2386
     Rule(5120, "rows", 1, 8, 2, 4, split=True, early_weight=True),  # 16384x5120: 2997
     Rule(6144, "rows", 1, 4, 3, 4, split=True, early_weight=True),  # 8192x6144: 2945
+    Rule(7168, "rows", 1, 4, 3, 4, piece=1024, early_weight=True),  # 8192x7168: 2957
     Rule(8192, "rows", 1, 8, 2, 4, early_weight=True),  # 8192x8192: 2948
     Rule(16384, "rows", 1, 8, 2, 4),  # 8192x12288: 2974, 4096x16384: 2925
     Rule(24576, "rows", 1, 8, 1, 4, split=True),  # 4096x18432: 2907
-    Rule(32768, "rows", 1, 8, 1, 4),  # 4096x32768: 2771
+    Rule(32768, "rows", 1, 8, 1, 4, packed=True),  # 4096x32768: 2954
+    Rule(65536, "rows", 1, 8, 1, 2, piece=8192, packed=True),  # 2048x65536: 2527
 )
 FORWARD_FLOAT = (
     Rule(64, "tiles", 64, 4, 4, 4),
@@ -63,7 +68,8 @@ BACKWARD_HALF = (
     Rule(1024, "tiles", 8, 8, 1, 2, tma=True),  # 32768x1024: 2722, 4096x1024: 1973
     Rule(2048, "tiles", 4, 8, 1, 2, tma=True),  # 16384x2048: 2765
     Rule(2560, "rows", 1, 8, 2, 6, split=True, short=True),  # 16384x2560: 2788
-    Rule(3072, "rows", 1, 4, 2, 4),  # 16384x3072: 2818, 16384x2880: 2773
+    Rule(2944, "rows", 1, 4, 2, 6, piece=1024, packed=True),  # 16384x2880: 2792
+    Rule(3072, "rows", 1, 4, 2, 4),  # 16384x3072: 2818
     Rule(4095, "rows", 1, 8, 2, 4, short=True),  # 16384x3584: 2830
     Rule(4096, "rows", 1, 8, 1, 6, short=True),  # 16384x4096: 2857
     Rule(6144, "rows", 1, 8, 1, 6, split=True, short=True),  # 16384x5120: 2810, 16384x6144: 2932

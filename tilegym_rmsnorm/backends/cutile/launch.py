@@ -248,9 +248,9 @@ class Backward:
 
 def tile_constants(config: Config, n: int) -> tuple[Any, ...]:
     """The compile-time arguments that a config stands for, in its kernel's order."""
-    is_even = config.width + config.rest == n
+    is_even = config.lanes == n
     if config.kernel == "rows":
-        return config.width, config.rest, is_even, config.latency
+        return config.width, config.pieces, config.rest, is_even, config.latency, config.packed
     if config.is_fused:
         return config.rows, config.strip, config.width, config.rest, is_even, config.latency
     if config.kernel == "sum":

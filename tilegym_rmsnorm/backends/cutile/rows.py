@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: MIT
 """Tile functions shared by the forward and backward kernels: how a row of N elements becomes register tiles and back.
 
-A tile's extent is a power of two, a row's length is not. A row is therefore held in one tile, or in two (5120 = 4096
-+ 1024) where that wastes fewer lanes. The first tile always lies inside the row; where the last one reaches past
-column N (EVEN is False) its accesses are bounds-checked and the lanes past the end read 0, so that sums over the tile
-are sums over the row.
+A tile's extent is a power of two, a row's length is not. A row is therefore held in one tile, in several equal ones
+(7168 = 7 * 1024), or in one and a smaller one (5120 = 4096 + 1024), which wastes fewer lanes. All tiles but the last
+lie inside the row; where the last one reaches past column N (EVEN is False) its accesses are bounds-checked and the
+lanes past the end read 0, so that sums over the tiles are sums over the row.
 """
 
 import cuda.tile as ct
@@ -28,27 +28,41 @@ def at_least_zero(index):
     return ct.maximum(index, 0)
 
 
-def column_tiles(WIDTH, REST):
-    """Column indices of a row's tiles: WIDTH of them, then REST more unless REST is 0."""
-    tcolumns = (ct.arange(WIDTH, dtype=ct.int32),)
+def column_tiles(WIDTH, PIECES, REST):
+    """Column indices of a row's tiles: PIECES tiles of WIDTH, then one of REST more unless REST is 0."""
+    tcolumns = tuple(ct.arange(WIDTH, dtype=ct.int32) + k * WIDTH for k in ct.static_iter(range(PIECES)))
     if REST > 0:
-        tcolumns = tcolumns + (ct.arange(REST, dtype=ct.int32) + WIDTH,)
+        tcolumns = tcolumns + (ct.arange(REST, dtype=ct.int32) + PIECES * WIDTH,)
     return tcolumns
 
 
 def load_row(array, row, tcolumns, EVEN, LATENCY):
-    """Row `row` of a 2-D array, as float32 tiles."""
+    """Row `row` of a 2-D array, as tiles of its dtype."""
     return tuple(
-        as_float32(
-            ct.gather(
-                array,
-                (row, tcolumns[k]),
-                check_bounds=not EVEN and k == len(tcolumns) - 1,
-                padding_value=0,
-                latency=LATENCY,
-            )
+        ct.gather(
+            array,
+            (row, tcolumns[k]),
+            check_bounds=not EVEN and k == len(tcolumns) - 1,
+            padding_value=0,
+            latency=LATENCY,
         )
         for k in ct.static_iter(range(len(tcolumns)))
+    )
+
+
+def row_as_float32(tiles):
+    return tuple(as_float32(t) for t in ct.static_iter(tiles))
+
+
+def packed_row_as_float32(tiles):
+    """16-bit tiles as float32 once more, after a reduction that needed them as float32 already.
+
+    The compiler would keep the float32 of the first conversion, twice the registers, all through the reduction. It
+    cannot if these are other numbers to it: it does not know that the grids of kernels on rows have one block along y.
+    """
+    zero = ct.astype(ct.num_blocks(1) - 1, ct.int16)
+    return tuple(
+        as_float32(ct.bitcast(ct.bitcast(t, ct.int16) ^ zero, t.dtype)) for t in ct.static_iter(tiles)
     )
 
 
@@ -99,10 +113,16 @@ def store_sum_of_rows(array, index, tile):
     ct.store(array, index, ct.astype(ct.sum(tile, axis=0, keepdims=True), array.dtype), allow_tma=False)
 
 
-def sum_of_products(a, b):
-    """Sum over all lanes of a * b, for two equally long tuples of tiles."""
-    total = ct.sum(a[0] * b[0])
-    for k in ct.static_iter(range(1, len(a))):
+def sum_of_products(a, b, PIECES):
+    """Sum over all lanes of a * b, for two tuples of tiles of which the first PIECES are equally wide.
+
+    Those are added lane by lane first: the sum across lanes, which waits for all warps, comes once for them.
+    """
+    tproducts = a[0] * b[0]
+    for k in ct.static_iter(range(1, PIECES)):
+        tproducts = tproducts + a[k] * b[k]
+    total = ct.sum(tproducts)
+    for k in ct.static_iter(range(PIECES, len(a))):
         total = total + ct.sum(a[k] * b[k])
     return total
 

@@ -226,7 +226,7 @@ def update(folder: Path, target: Target, changes: Table) -> Path:
 
 def largest_tile(config: Config) -> int:
     """Elements of the largest tile that a block of this config holds."""
-    row = config.width + config.rest
+    row = config.lanes
     return max(row, config.rows * config.strip) if config.is_fused else config.rows * row
 
 
@@ -244,9 +244,17 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     elements = largest_tile(c)
     _expect(elements <= LARGEST_TILE, "a tile", f"at most {LARGEST_TILE} elements", elements)
     if c.kernel in ("rows", "tiles", "fused"):
-        _expect(c.width + c.rest >= n, "width + rest", f"at least {n}", c.width + c.rest)
-    can_split = c.kernel in ("rows", "fused") and c.width < n
-    _expect(not c.rest or can_split, "rest", "0, or kernel rows or fused and width < n", c.rest)
+        _expect(c.lanes >= n, "columns of all tiles", f"at least {n}", c.lanes)
+    _expect(
+        c.pieces == 1 or c.pieces > 1 and c.kernel == "rows", "pieces", "1, or more of kernel rows", c.pieces
+    )
+    _expect(not c.rest or c.kernel in ("rows", "fused"), "rest", "0, or kernel rows or fused", c.rest)
+    last = c.rest or c.width  # the only tile that is bounds-checked
+    _expect(
+        c.lanes == last or c.lanes - last < n, "columns before the last tile", f"below {n}", c.lanes - last
+    )
+    is_packable = c.kernel == "rows" and ITEMSIZE[bucket.dtype] == 2
+    _expect(not c.packed or is_packable, "packed", "kernel rows and 2-byte elements", c.packed)
     _expect(c.rows == 1 or c.kernel in ("tiles", "strips") or is_fused, "rows", 1, c.rows)
     if is_fused:
         is_slab = 0 < c.slab <= LARGEST_SLAB and c.slab % c.rows == 0
