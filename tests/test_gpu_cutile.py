@@ -57,7 +57,7 @@ def test_every_config(dtype, part):
     """Each block takes two or three row tiles, the last of them partial."""
     for n in widths_of_configs(dtype.itemsize, "large")[part::PARTS]:
         config = backward_config(n, dtype.itemsize, ARCHITECTURE)
-        m = min(2 * config.rows * SM_COUNT * config.occupancy + config.rows // 2 + 1, 2**25 // n)
+        m = min(2 * config.rows * SM_COUNT * config.occupancy + config.rows // 2 + 1, 2**23 // n)
         check_training_step(m, n, dtype)
 
 

@@ -288,7 +288,7 @@ def _from_table(op: str, n: int, itemsize: int, table: tuple[hopper.Rule, ...]) 
         tma=rule.tma,
         short=rule.short,
         early_weight=rule.early_weight,
-        pieces=-(-n // rule.piece) if rule.piece else 1,
+        pieces=-(-n // rule.piece) if rule.piece and rule.kernel == "rows" else 1,
         packed=rule.packed,
         reason=f"measured: the rule for up to {rule.up_to} elements of {itemsize} bytes",
         spills="; ".join(spills),

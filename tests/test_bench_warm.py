@@ -1,0 +1,59 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Compiling ahead of a benchmark, in other processes."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import torch
+
+from bench import warm
+
+CPU = torch.device("cpu")
+
+
+def test_compiling_ahead_makes_the_first_calls_of_everything(monkeypatch):
+    done = []
+
+    class Now:
+        """A pool of this one process."""
+
+        def __init__(self, processes, mp_context, initializer, initargs):
+            assert processes == 2
+
+        __enter__, __exit__ = (lambda self: self), (lambda *_: None)
+
+        def submit(self, function, *arguments):
+            future = Future()
+            future.set_result(function(*arguments))
+            return future
+
+    monkeypatch.setattr(warm, "ProcessPoolExecutor", Now)
+    monkeypatch.setattr(warm, "NOT_WARMED", frozenset(("liger.cute",)))
+    monkeypatch.setattr(
+        warm, "run_op", lambda provider, op, inputs: done.append((provider.name, op, *inputs.x.shape))
+    )
+    providers, shapes = ("torch", "no such provider", "liger.cute"), ((4, 8), (2, 8))
+    assert warm.warm(providers, shapes, [torch.float32], CPU, processes=2) == 4
+    ops = ("forward", "backward", "both")
+    assert done == [("torch", op, *shape) for shape in shapes for op in ops]
+
+
+def test_compiling_ahead_fills_the_caches_from_other_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert warm.warm(("torch.compile",), ((4, 8),), [torch.float32], CPU, processes=1) == 1
+    assert list(tmp_path.rglob("*.py"))
+
+
+def test_inductor_measures_in_one_process_at_a_time(tmp_path, monkeypatch):
+    from torch._inductor.runtime.benchmarking import benchmarker
+
+    events = []
+    monkeypatch.setattr(benchmarker, "benchmark", lambda *_, **__: events.append("measured"))
+    monkeypatch.setattr(warm.fcntl, "flock", lambda file, mode: events.append("locked"))
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 4)
+    warm._take_turns_in_tuning(tmp_path / "lock")
+    benchmarker.benchmark(print, (), {})
+    assert events == ["locked", "measured"]
