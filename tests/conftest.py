@@ -74,17 +74,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 def gpu_group(nodeid: str) -> str | None:
     """Which tests share a process where there is a GPU, so that few at a time need much of its memory.
 
-    None for a test that goes wherever there is time: it needs no GPU, or mostly waits for compilations."""
-    file = Path(nodeid.split("::")[0]).stem
-    if "inductor" in nodeid:
+    None for a test that goes wherever there is time: it needs no GPU, or small tensors only.
+    """
+    path, _, test = nodeid.partition("::")
+    file = Path(path).stem
+    if file in WITHOUT_GPU or test.startswith(("test_every_config[", "test_every_config_for_few_rows[")):
+        return None
+    if "inductor" in test:
         return "gpu-inductor"
-    if (
-        file not in WITHOUT_GPU
-        and file.startswith(("test_bench", "test_gpu"))
-        and "every_config" not in nodeid
-    ):
-        return f"gpu-{file}"
-    return None
+    return f"gpu-{file}" if file.startswith(("test_bench", "test_gpu")) else None
 
 
 @pytest.fixture(autouse=True)
@@ -103,9 +101,12 @@ def share_of_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
         else:
             fcntl.flock(room, fcntl.LOCK_SH)
         fcntl.flock(door, fcntl.LOCK_UN)
-        yield
-        if torch.cuda.memory_reserved() > 2**29:
-            torch.cuda.empty_cache()  # other processes need it now
+        try:
+            yield
+        finally:
+            fcntl.flock(room, fcntl.LOCK_UN)  # closing it would not, if a test had forked
+            if torch.cuda.memory_reserved() > 2**29:
+                torch.cuda.empty_cache()  # other processes need it now
 
 
 @pytest.fixture(params=BACKENDS)

@@ -14,8 +14,8 @@ ensure_environment dev bench cutile triton
 
 options=(-rfEs) # a line for each failure, error and skip
 if "$PYTHON" -c 'import xdist' 2>/dev/null; then
-  # Several processes, each on one thread: tests of small tensors gain nothing from more. Nor do few compilations from
-  # Inductor's pool of processes, one for each core and for each process that compiles.
+  # Several processes, each on one thread: tests of small tensors gain nothing from more. Inductor's own pool is off:
+  # each of these processes would start one process per core.
   export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
   if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     # conftest.py says which tests share a process, so that few of them meet in the GPU's memory.

@@ -113,6 +113,19 @@ def test_odd_widths(architecture, configure):
     assert_no_unexplained_spill(machine)
 
 
+@pytest.mark.parametrize("configure", [forward_config, backward_config])
+@pytest.mark.parametrize("architecture", [80, 90, 120])
+def test_widths_that_are_no_multiple_of_16(architecture, configure):
+    """Rows of these begin at multiples of 16 bytes, yet each bounds check is one lane's."""
+    machine = CompilingMachine(architecture)
+    run = run_forward if configure is forward_config else run_backward
+    for dtype, step in ((BF16, 8), (FP32, 4)):
+        widths = {configure(n, dtype.itemsize, architecture): n for n in range(step, WIDEST, step) if n % 16}
+        for config, n in widths.items():
+            run(machine, config, n, dtype, dtype)
+    assert_no_unexplained_spill(machine)
+
+
 VARIANTS = {
     "float16": dict(dtype=FP16, weight_dtype=FP16),
     "float32 weight": dict(dtype=BF16, weight_dtype=FP32),

@@ -57,7 +57,6 @@ def test_every_width_gets_a_config_that_holds_it(configure, architecture, itemsi
             assert config.lanes >= n, "columns past the tiles would be dropped"
             assert config.lanes < 2 * n or n == 1, "a smaller tile holds the row"
             last = config.rest or config.width
-            assert config.lanes in (last, last + config.width * (config.pieces - (not config.rest)))
             assert config.lanes == last or config.lanes - last < n, "only the last tile is bounds-checked"
         assert not config.rest or config.kernel in ("rows", "fused"), config
         assert config.pieces == 1 or config.kernel == "rows", config

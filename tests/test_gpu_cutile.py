@@ -16,8 +16,10 @@ from tilegym_rmsnorm.backends.cutile.config import (
     backward_config,
     forward_config,
     partial_rows,
+    rows_of_class,
     size_class,
 )
+from tilegym_rmsnorm.backends.cutile.machine import machine_of
 from tilegym_rmsnorm.backends.cutile.tables import SHIPPED_FOLDER, chosen_config, tables_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_empty")]
@@ -46,27 +48,28 @@ def widths_of_configs(itemsize: int, size: str) -> list[int]:
     return sorted(widths.values())
 
 
-PARTS = (
-    8  # of a sweep over widths: most of its time is compilation, which processes share (conftest.gpu_group)
-)
+# Most of a sweep's time is compilation, so its parts go to different processes (conftest.gpu_group).
+PARTS = 8
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_every_config(dtype, part):
-    """Each block takes two or three row tiles, the last of them partial."""
+    """Each block takes two or three row tiles, the last of them partial, where 8M elements are enough for that."""
     for n in widths_of_configs(dtype.itemsize, "large")[part::PARTS]:
         config = backward_config(n, dtype.itemsize, ARCHITECTURE)
         m = min(2 * config.rows * SM_COUNT * config.occupancy + config.rows // 2 + 1, 2**23 // n)
+        m = max(m, rows_of_class("large", n)[0])
+        assert chosen_config("backward", machine_of(DEVICE), n, dtype, size_class(m, n)) == config
         check_training_step(m, n, dtype)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_every_config_for_few_rows(dtype, part):
-    """1001 rows are four slabs of narrow rows; neither M fills its last tile of rows."""
+    """1001 rows are four slabs of narrow rows; no M fills its last tile of rows."""
     for n in widths_of_configs(dtype.itemsize, "few")[part::PARTS]:
-        for m in (33, 1001):
+        for m in {33, min(1001, rows_of_class("few", n)[-1] - 3)}:
             check_training_step(m, n, dtype)
 
 

@@ -188,8 +188,9 @@ UNFIT = {
     "no width": stored(config_width=None),
     "second tile outside the row": stored(config_rest=1024),
     "last tile outside the row": stored(config_width=2048, config_pieces=3),
-    "no pieces": stored(config_pieces=0),
-    "pieces of tiles": stored(config_kernel="tiles", config_short=False, config_pieces=2),
+    "no pieces": stored(config_pieces=0, config_rest=4096),
+    "pieces of tiles": stored(config_kernel="tiles", config_short=False, config_width=2048, config_pieces=2),
+    "too many pieces": stored(config_width=128, config_pieces=32),
     "packed tiles": stored(config_kernel="tiles", config_short=False, config_packed=True),
     "packed float32": stored(config_packed=True, dtype="float32"),
     "rows of the rows kernel": stored(config_rows=2),
@@ -210,6 +211,7 @@ UNFIT = {
     "strip no power of two": stored(**FUSED | {"config_strip": 48}, config_slab=64),
     "no strip": stored(**FUSED | {"config_strip": 0}, config_slab=64),
     "strip too large": stored(**FUSED | {"config_strip": 2**14}, config_slab=64),
+    "pieces of fused rows": stored(**FUSED, config_slab=64, config_width=2048, config_pieces=2),
     "fused row too narrow": stored(**FUSED, config_slab=64, config_width=2048),
     "chunks in two tiles": stored(
         **FUSED | {"config_kernel": "fused_chunks"}, config_slab=64, config_width=2048, config_rest=2048

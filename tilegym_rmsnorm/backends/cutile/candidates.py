@@ -20,7 +20,7 @@ MOST = 60  # of a bucket, unless asked for otherwise
 REGISTERS_OF_SM = 65536
 REGISTERS_OF_THREAD = 255
 OTHER_REGISTERS = 24  # addresses, counters, the sums of a row
-SPILLED = 1.15  # a kernel that spills a little may still be the fastest, see config._SPILLS
+SPILLED = 1.15  # a kernel that spills a little may still be the fastest, see hopper.SPILLS
 ANY_WIDTH = 2**31
 REASON = "tried"
 
@@ -39,11 +39,11 @@ def whole_rows(n: int) -> Iterator[Tile]:
 
 
 def rows_of_tiles(n: int) -> Iterator[Tile]:
-    """`whole_rows`, and a row as several equal tiles that waste at most an eighth of their lanes."""
+    """`whole_rows`, and a row as three to nine equal tiles of which the last is at least half full."""
     yield from whole_rows(n)
     for width in (512, 1024, 2048, 4096, 8192, 16384):
         pieces = -(-n // width)
-        if 1 < pieces <= 9 and width * pieces <= n * 9 / 8:
+        if 3 <= pieces <= 9 and pieces * width - n <= width // 2:
             yield {"width": width, "pieces": pieces}
 
 
@@ -152,7 +152,10 @@ SWEEPS = {
 
 
 def candidates(bucket: Bucket, itemsize: int, architecture: int, most: int = MOST) -> list[Config]:
-    """What is tried for a bucket: the config of the rules, then at most `most` - 1 others, the most alike first."""
+    """What is tried for a bucket: the config of the rules, then at most `most` - 1 others, the most alike first.
+
+    Of every kernel with every number of warps and of blocks an SM there is the most alike, as long as they are so few.
+    """
     default = RULES[bucket.op](bucket.n, itemsize, architecture, bucket.size)
     most_rows = rows_of_class(bucket.size, bucket.n)[-1]
     others = {
@@ -162,7 +165,11 @@ def candidates(bucket: Bucket, itemsize: int, architecture: int, most: int = MOS
     }
     same = _with_slab_up_to(most_rows, dataclasses.replace(default, reason=REASON, spills=""))
     others.pop(same, None)
-    return [default, *sorted(others, key=lambda config: distance(config, same))[: most - 1]]
+    ranks = {config: distance(config, same) for config in others}
+    alike = sorted(ranks, key=ranks.__getitem__)
+    first = {(each.kernel, each.warps, each.occupancy): each for each in reversed(alike)}.values()
+    chosen = sorted(alike, key=lambda config: (config not in first, ranks[config]))[: most - 1]
+    return [default, *sorted(chosen, key=ranks.__getitem__)]
 
 
 def fits_registers(config: Config, op: str, itemsize: int) -> bool:
@@ -206,6 +213,8 @@ def _combinations(bucket: Bucket) -> Iterator[Config]:
         values = dict(sweep.values)
         if bucket.size == "large":
             values.pop("short", None)  # more rows than blocks: that way is not taken
+        if bucket.n <= 4096:
+            values.pop("packed", None)  # registers are not what such rows lack
         for tile, *chosen in itertools.product(sweep.tiles(bucket.n), *values.values()):
             yield Config(sweep.kernel, **tile, **dict(zip(values, chosen, strict=True)), reason=REASON)
 

@@ -21,7 +21,7 @@ class Rule(NamedTuple):
     occupancy: int
     latency: int
     split: bool = False  # hold the row in two tiles
-    piece: int = 0  # columns of the equal tiles that hold the row, or of a chunk
+    piece: int = 0  # hold the row in equal tiles of so many columns
     short: bool = False
     tma: bool = False
     early_weight: bool = False
@@ -41,14 +41,12 @@ FORWARD_HALF = (
     Rule(4096, "rows", 1, 8, 3, 4, split=True, early_weight=True),  # 16384x4096: 2973, 1024x4096: 2386
     Rule(5120, "rows", 1, 8, 2, 4, split=True, early_weight=True),  # 16384x5120: 2997
     Rule(6144, "rows", 1, 4, 3, 4, split=True, early_weight=True),  # 8192x6144: 2945
-    Rule(7168, "rows", 1, 4, 3, 4, piece=1024, early_weight=True),  # 8192x7168: 2957
+    Rule(7168, "rows", 1, 4, 3, 4, piece=1024, early_weight=True),  # 8192x7168: 2953
     Rule(8192, "rows", 1, 8, 2, 4, early_weight=True),  # 8192x8192: 2948
     # 8192x12288: 2995, 4096x16384: 2954, 4096x18432: 2949
     Rule(18432, "rows", 1, 8, 2, 4, piece=2048, early_weight=True, packed=True),
     Rule(24576, "rows", 1, 8, 1, 4, split=True),
     Rule(32768, "rows", 1, 8, 1, 4, packed=True),  # 4096x32768: 2948
-    Rule(65535, "chunks", 1, 8, 1, 3, piece=16384, tma=True),
-    Rule(65536, "rows", 1, 8, 1, 2, packed=True),  # 2048x65536: 2531, in chunks 2293
 )
 FORWARD_FLOAT = (
     Rule(64, "tiles", 64, 4, 4, 4),
@@ -70,7 +68,7 @@ BACKWARD_HALF = (
     Rule(1024, "tiles", 8, 8, 1, 2, tma=True),  # 32768x1024: 2722, 4096x1024: 1973
     Rule(2048, "tiles", 4, 8, 1, 2, tma=True),  # 16384x2048: 2765
     Rule(2560, "rows", 1, 8, 2, 6, split=True, short=True),  # 16384x2560: 2788
-    Rule(3072, "rows", 1, 4, 2, 6, piece=1024),  # 16384x2880: 2837
+    Rule(3072, "rows", 1, 4, 2, 6, piece=1024),  # 16384x2880: 2837 with the sum of dw
     Rule(4095, "rows", 1, 8, 2, 4, short=True),  # 16384x3584: 2830
     Rule(4096, "rows", 1, 8, 1, 6, short=True),  # 16384x4096: 2857
     Rule(6144, "rows", 1, 8, 1, 6, split=True, short=True),  # 16384x5120: 2810, 16384x6144: 2932

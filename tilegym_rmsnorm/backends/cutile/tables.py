@@ -48,6 +48,7 @@ KERNELS = {
 }
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 SHARED = {"float16": ("bfloat16",)}  # the same bytes, and the same float32 registers
+MOST_PIECES = 16  # each is code of its own: 64 compile in seconds
 LARGEST_TILE = 2**16  # elements: the registers of an SM, each 4 bytes
 LARGEST_SLAB = FEW_ROWS  # rows: one slab of few rows; warmup needs memory for 16 slabs
 _STORED = [field for field in dataclasses.fields(Config) if field.name not in ("reason", "spills")]
@@ -245,9 +246,8 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     _expect(elements <= LARGEST_TILE, "a tile", f"at most {LARGEST_TILE} elements", elements)
     if c.kernel in ("rows", "tiles", "fused"):
         _expect(c.lanes >= n, "columns of all tiles", f"at least {n}", c.lanes)
-    _expect(
-        c.pieces == 1 or c.pieces > 1 and c.kernel == "rows", "pieces", "1, or more of kernel rows", c.pieces
-    )
+    most = MOST_PIECES if c.kernel == "rows" else 1
+    _expect(1 <= c.pieces <= most, "pieces", f"1 to {most}", c.pieces)
     _expect(not c.rest or c.kernel in ("rows", "fused"), "rest", "0, or kernel rows or fused", c.rest)
     last = c.rest or c.width  # the only tile that is bounds-checked
     _expect(
