@@ -83,9 +83,9 @@ def mean_ratio(comparisons: list[Comparison]) -> float | None:
     return statistics.geometric_mean(each.ratio for each in comparisons) if comparisons else None
 
 
-def peers_of(result: Result) -> list[str]:
-    """The peers that the result has records of, measured or not."""
-    names = dict.fromkeys(record["provider"] for record in result["records"])
+def peers_of(result: Result, op: str) -> list[str]:
+    """The peers that the result has records of for the op, measured or not."""
+    names = dict.fromkeys(record["provider"] for record in result["records"] if record["op"] == op)
     return [name for name in names if name not in OWN]
 
 
@@ -118,7 +118,7 @@ def summary(result: Result) -> str:
         if comparisons := compare(result, op):
             mean = mean_ratio(comparisons)
             parts.append(
-                f"{op}: cutile against the best of {', '.join(peers_of(result))}\n\n{table(result, op)}\n\n"
+                f"{op}: cutile against the best of {', '.join(peers_of(result, op))}\n\n{table(result, op)}\n\n"
                 f"geometric mean of {len(comparisons)} ratios: {mean:.3f}"
             )
     if text := workspace_table(result):

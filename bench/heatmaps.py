@@ -48,7 +48,7 @@ def plot_heatmaps(result: dict[str, Any], op: str, path: Path) -> None:
     )
     right.set_title("share of the device copy's rate")
     dtype = result["records"][0]["dtype"]
-    figure.suptitle(f"RMSNorm {op}, {dtype}; peers: {', '.join(peers_of(result))}")
+    figure.suptitle(f"RMSNorm {op}, {dtype}; peers: {', '.join(peers_of(result, op))}")
     figure.supxlabel(one_line(result), fontsize=7)
     figure.savefig(path, dpi=120)
 

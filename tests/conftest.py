@@ -119,8 +119,11 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-def default_selection(monkeypatch: pytest.MonkeyPatch):
-    """No test inherits, or leaves behind, a choice of backend, and none sees what was tuned on this machine."""
+def default_selection(share_of_the_gpu, monkeypatch: pytest.MonkeyPatch):
+    """No test inherits, or leaves behind, a choice of backend, and none sees what was tuned on this machine.
+
+    share_of_the_gpu comes first, and so ends when nothing is patched any more.
+    """
     monkeypatch.delenv(registry.ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.setenv(tables.CACHE_VARIABLE, "off")
     registry.set_backend(None)

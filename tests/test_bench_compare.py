@@ -194,13 +194,15 @@ def test_pictures_can_be_drawn_again(tmp_path, capsys):
 
 
 def test_readme_shows_the_best_peer_and_folds_the_rest(tmp_path):
-    records = make_cell(100.0, ("quack", 150.0)) + make_cell(100.0, ("quack", 90.0), op="forward")
+    records = make_cell(100.0, ("quack", 150.0), ("tilegym", 160.0))
+    records += make_cell(100.0, ("quack", 90.0), op="forward")
     records.append(make_record(99.0, op="dx"))
     text = report.readme_section(make_result(*records), {"backward": "b.png", "forward": "f.png"})
     shown, folded = text.split("<details>", 1)
     assert "![backward, bfloat16](b.png)" in shown
     assert "1.50 times as fast (geometric mean of 1)" in shown and "| quack " in shown
-    assert "0.90 times as fast" in folded and "(f.png)" in folded
+    assert "best of quack, tilegym at each shape: 1.50" in shown
+    assert "best of quack at each shape: 0.90 times as fast" in folded and "(f.png)" in folded
     assert text.count("<details>") == text.count("</details>") == 3
     assert "dx" not in text
 

@@ -58,6 +58,18 @@ def test_joining_of_some_ops_only():
     assert [(record["op"], record["rows"]) for record in result["records"][1:]] == [("forward", 9)]
 
 
+def test_joining_a_joined_result_names_the_processes_that_measured():
+    """tilegym never shares one; of the others in a joined result both may have measured a part."""
+    parts = make_result(make_record(120.0, provider="quack"), make_record(120.0, provider="tilegym"))
+    parts |= {"commit": "one", "processes": [{"providers": ["tilegym", "cutile"], "commit": "two"}]}
+    result = make_result(make_record())
+    assert join(result, parts) == ["quack", "tilegym"]
+    assert [(each["commit"], each["providers"]) for each in result["processes"]] == [
+        ("one", ["quack"]),
+        ("two", ["tilegym"]),
+    ]
+
+
 def test_joining_keeps_why_something_was_not_measured():
     result = make_result(make_record())
     join(result, make_result(unavailable={"tilegym": "no module tilegym", "cutile": "elsewhere"}))

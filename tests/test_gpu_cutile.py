@@ -49,7 +49,7 @@ def widths_of_configs(itemsize: int, size: str) -> list[int]:
 
 
 # Most of a sweep's time is compilation, so its parts go to different processes (conftest.gpu_group).
-PARTS = 8
+PARTS = 24
 
 
 @pytest.mark.parametrize("part", range(PARTS))

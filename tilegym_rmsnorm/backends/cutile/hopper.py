@@ -72,7 +72,7 @@ BACKWARD_HALF = (
     Rule(4095, "rows", 1, 8, 2, 4, short=True),  # 16384x3584: 2830
     Rule(4096, "rows", 1, 8, 1, 6, short=True),  # 16384x4096: 2857
     Rule(6144, "rows", 1, 8, 1, 6, split=True, short=True),  # 16384x5120: 2810, 16384x6144: 2932
-    Rule(7168, "rows", 1, 8, 1, 6, packed=True),  # 8192x7168: 2792 with the sum of dw
+    Rule(7168, "tiles", 2, 8, 1, 4, tma=True),  # 8192x7168: 2805
     Rule(8192, "rows", 1, 8, 1, 4, short=True),  # 8192x8192: 2784
     Rule(10240, "rows", 1, 8, 1, 8, split=True, short=True),
     Rule(12288, "rows", 1, 8, 1, 4, piece=4096),  # 8192x12288: 2803 with the sum of dw
