@@ -82,7 +82,9 @@ def join(result: Result, other: Result, ops: Sequence[str] | None = None) -> lis
     ]
     named = {name for part in parts for name in part["providers"]}
     whole["providers"] += [name for name in added if name in ALONE and name not in named]
-    result["processes"] = result.get("processes", []) + [part for part in (whole, *parts) if part["providers"]]
+    result["processes"] = result.get("processes", []) + [
+        part for part in (whole, *parts) if part["providers"]
+    ]
     measured = {record["provider"] for record in result["records"]}
     reasons = result["unavailable"] | other.get("unavailable", {})
     result["unavailable"] = {name: reason for name, reason in reasons.items() if name not in measured}

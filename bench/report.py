@@ -110,9 +110,7 @@ def _comparison(result: Result, op: str) -> list[str]:
     if not comparisons:
         return []
     mean = compare.mean_ratio(comparisons)
-    text = (
-        f"Against the best of {', '.join(compare.peers_of(result, op))} at each shape: {mean:.2f} times as fast"
-    )
+    text = f"Against the best of {', '.join(compare.peers_of(result, op))} at each shape: {mean:.2f} times as fast"
     return [f"{text} (geometric mean of {len(comparisons)}).", compare.table(result, op, "github")]
 
 
