@@ -48,12 +48,13 @@ def test_compiling_ahead_fills_the_caches_from_other_processes(tmp_path, monkeyp
 
 
 def test_inductor_measures_in_one_process_at_a_time(tmp_path, monkeypatch):
+    from torch._inductor import config
     from torch._inductor.runtime.benchmarking import benchmarker
 
     events = []
     monkeypatch.setattr(benchmarker, "benchmark", lambda *_, **__: events.append("measured"))
     monkeypatch.setattr(warm.fcntl, "flock", lambda file, mode: events.append("locked"))
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 4)
-    warm._take_turns_in_tuning(tmp_path / "lock")
-    benchmarker.benchmark(print, (), {})
-    assert events == ["locked", "measured"]
+    with config.patch(compile_threads=4):  # monkeypatch would leave the config without it
+        warm._take_turns_in_tuning(tmp_path / "lock")
+        benchmarker.benchmark(print, (), {})
+        assert events == ["locked", "measured"] and config.compile_threads == 1
