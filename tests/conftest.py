@@ -39,6 +39,7 @@ WITHOUT_GPU = {
     "test_interpreter_memory",
     "test_known_calls",
     "test_known_calls_transformed",
+    "test_packed",
     "test_registry",
     "test_tables",
     "test_tables_files",
@@ -195,10 +196,10 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def finder(monkeypatch: pytest.MonkeyPatch):
     """A search over the interpreter, at sizes that it can run."""
     pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-    from tilegym_rmsnorm.backends.cutile import config, machine, search
+    from tilegym_rmsnorm.backends.cutile import machine, search, sizes
 
-    monkeypatch.setattr(config, "FEW_ROWS", 8)
-    monkeypatch.setattr(config, "SMALL", 40 * 64)
+    monkeypatch.setattr(sizes, "FEW_ROWS", 8)
+    monkeypatch.setattr(sizes, "SMALL", 40 * 64)
     monkeypatch.setattr(search, "LARGE", 48 * 64)
     monkeypatch.setattr(search, "RUNS", 16)
     monkeypatch.setattr(search, "calls_needed", lambda *_: 1)

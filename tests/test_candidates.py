@@ -15,9 +15,11 @@ from tilegym_rmsnorm.backends.cutile import candidates as space
 from tilegym_rmsnorm.backends.cutile.candidates import candidates, distance, fits_registers
 from tilegym_rmsnorm.backends.cutile.config import (
     ARCHITECTURES,
-    SIZES,
     Config,
     power_of_two,
+)
+from tilegym_rmsnorm.backends.cutile.sizes import (
+    SIZES,
     rows_of_class,
     slab_tiles,
 )

@@ -14,8 +14,10 @@ from tilegym_rmsnorm.backends.cutile.config import (
     ARCHITECTURES,
     backward_config,
     forward_config,
-    partial_rows,
     row_partials_config,
+)
+from tilegym_rmsnorm.backends.cutile.sizes import (
+    partial_rows,
     size_class,
 )
 

@@ -13,22 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilegym_rmsnorm.backends.cutile import config as configs
-from tilegym_rmsnorm.backends.cutile import hopper
+from tilegym_rmsnorm.backends.cutile import hopper, sizes
 from tilegym_rmsnorm.backends.cutile.config import (
     ARCHITECTURES,
-    LARGEST_GRID,
-    NO_END,
-    SIZES,
     backward_config,
     forward_config,
     means_config,
-    partial_rows,
     power_of_two,
     row_partials_config,
+    sum_config,
+)
+from tilegym_rmsnorm.backends.cutile.sizes import (
+    LARGEST_GRID,
+    NO_END,
+    SIZES,
+    partial_rows,
     rows_of_class,
     size_class,
     slab_tiles,
-    sum_config,
 )
 
 SM_COUNTS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 103: 160, 120: 188}
@@ -184,13 +186,19 @@ def test_helper_kernels_have_tiles_of_powers_of_two():
 
 
 def test_the_selector_imports_neither_torch_nor_cuda_tile():
-    for module in (configs, hopper):
+    for module in (configs, hopper, sizes):
         tree = ast.parse(inspect.getsource(module))
         imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         imported |= {
             name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names
         }
-        assert imported <= {"__future__", "dataclasses", "typing", "tilegym_rmsnorm.backends.cutile"}
+        assert imported <= {
+            "__future__",
+            "dataclasses",
+            "typing",
+            "tilegym_rmsnorm.backends.cutile",
+            "tilegym_rmsnorm.backends.cutile.config",
+        }
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

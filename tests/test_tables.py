@@ -16,10 +16,12 @@ from table_cases import BUCKET, ENTRY, MACHINE, TARGET, chosen, without_reason
 from tilegym_rmsnorm.backends.cutile import tables, toolchain
 from tilegym_rmsnorm.backends.cutile.config import (
     ARCHITECTURES,
-    SIZES,
     Config,
     backward_config,
     forward_config,
+)
+from tilegym_rmsnorm.backends.cutile.sizes import (
+    SIZES,
     rows_of_class,
 )
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry, Target
@@ -97,11 +99,11 @@ def test_the_interpreter_has_no_tables(folders):
 
 def test_launch_asks_for_the_size_class_and_keeps_one_choice_for_all_its_batch_sizes(folders, monkeypatch):
     pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-    from tilegym_rmsnorm.backends.cutile import config, launch, machine
+    from tilegym_rmsnorm.backends.cutile import launch, machine, sizes
 
     monkeypatch.setattr(machine.InterpretedMachine, "model", TARGET.gpu)
-    monkeypatch.setattr(config, "FEW_ROWS", 5)
-    monkeypatch.setattr(config, "SMALL", 10 * 64)
+    monkeypatch.setattr(sizes, "FEW_ROWS", 5)
+    monkeypatch.setattr(sizes, "SMALL", 10 * 64)
     asked = []
 
     def spied(op, machine, n, dtype, size, has_dw=True):

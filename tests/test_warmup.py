@@ -21,15 +21,17 @@ from table_cases import TARGET  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile import tables  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.config import (  # noqa: E402
+    Config,
+)
+from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.sizes import (  # noqa: E402
     FEW_ROWS,
     SIZES,
     SMALL,
-    Config,
     partial_rows,
     rows_of_class,
     size_class,
 )
-from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry, chosen_config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.warm import _kind, rows_to_warm, warm  # noqa: E402
 

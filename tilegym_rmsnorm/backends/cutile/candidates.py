@@ -13,7 +13,14 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from tilegym_rmsnorm.backends.cutile.config import SIZES, Config, power_of_two, rows_of_class
+from tilegym_rmsnorm.backends.cutile.config import (
+    Config,
+    power_of_two,
+)
+from tilegym_rmsnorm.backends.cutile.sizes import (
+    SIZES,
+    rows_of_class,
+)
 from tilegym_rmsnorm.backends.cutile.tables import RULES, Bucket, check_config, largest_tile
 
 MOST = 60  # of a bucket, unless asked for otherwise

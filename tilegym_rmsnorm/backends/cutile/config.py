@@ -3,9 +3,9 @@
 """Which kernel runs a row of N elements, with which tile and compiler hints: pure functions of numbers.
 
 Neither torch nor cuda.tile is imported, no tensor is seen; a CPU test sweeps them. What is compiled depends on N, the
-element size, the architecture and three size classes of M (`size_class`); within a class M and the number of SMs decide
-how many blocks are launched (`partial_rows`), so a new batch size compiles nothing (but for the classes of extents that
-cuda-tile itself tells apart).
+element size, the architecture and three size classes of M; within a class M and the number of SMs decide how many
+blocks are launched (sizes.py), so a new batch size compiles nothing (but for the classes of extents that cuda-tile
+itself tells apart).
 
 The rules for sm_90 are measurements (hopper.py, and the comments here: shape and GB/s). Other architectures, and rows
 that are not aligned (`_is_aligned`), get rules that follow the same reasons: thresholds in elements where
@@ -23,13 +23,6 @@ ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)
 WIDEST_FORWARD_ROW = 32768  # elements that one block of 8 warps holds in registers, float32: 128 each thread
 WIDEST_FUSED_ROW = 16384  # elements of x and dy: 128 registers, float32, in each thread of 8 warps
 WIDEST_SLABBED_ROW = 131072  # elements of which 32 rows of x and dy fit the L2 of an H100
-FEW_TILES = 8  # row tiles per SM
-MOST_SLABS = 4  # per SM
-FEW_ROWS = 1024
-SMALL = 4 * 2**20  # elements of x: 8 MB in bfloat16
-SIZES = ("few", "small", "large")
-LARGEST_GRID = 2**24 - 1  # blocks in one dimension of a launch, cuda-tile's limit
-NO_END = 2**62  # more rows than any memory holds
 
 
 @dataclass(frozen=True)
@@ -67,24 +60,6 @@ class Config:
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
-
-
-def size_class(m: int, n: int) -> str:
-    """Which of SIZES a call is: what pays for its time differs, so configs may. Nothing else about M chooses kernels.
-
-    few: launches and waits; small: half-filled SMs too; large: bytes.
-    """
-    if m * n > SMALL:
-        return "large"
-    return "few" if m <= FEW_ROWS else "small"
-
-
-def rows_of_class(size: str, n: int) -> range:
-    """The numbers of rows M, from 1 on, of which size_class(M, n) is `size`; none if rows of n are too wide for it."""
-    most = SMALL // n
-    if size == "large":
-        return range(most + 1, NO_END)
-    return range(1, min(FEW_ROWS, most) + 1) if size == "few" else range(FEW_ROWS + 1, most + 1)
 
 
 def forward_config(n: int, itemsize: int, architecture: int, size: str = "large") -> Config:
@@ -231,27 +206,6 @@ def means_config(architecture: int) -> Config:
 def sum_config() -> Config:
     """The kernel that adds the partial rows: narrow strips, so that even 1024 columns are 64 blocks."""
     return Config("sum", 16, 4, 4, 4, rows=128, reason="1.1 to 2 us after the dx kernel")
-
-
-def partial_rows(m: int, n: int, config: Config, sm_count: int) -> int:
-    """P: how many blocks walk the rows of a backward, each leaving one row of dw_partial.
-
-    A few per SM; one where few rows make the partial rows a good part of all traffic. And no more than make the
-    longest walk as short as it can be: 1024 tiles for 264 blocks are 4 each for 256.
-    """
-    if config.is_fused:
-        return -(-m // (config.rows * slab_tiles(m, config, sm_count)))
-    strips = -(-n // config.width) if config.kernel == "strips" else 1
-    tiles = -(-m // config.rows)
-    blocks_per_sm = 1 if strips == 1 and tiles <= FEW_TILES * sm_count else config.occupancy
-    blocks = max(1, sm_count * blocks_per_sm // strips)
-    return -(-tiles // -(-tiles // blocks))
-
-
-def slab_tiles(m: int, config: Config, sm_count: int) -> int:
-    """Row tiles in a slab of a fused backward: the config's, fewer if that is all, more where P would pass 4 per SM."""
-    tiles = -(-m // config.rows)
-    return max(min(config.slab // config.rows, tiles), -(-tiles // (MOST_SLABS * sm_count)))
 
 
 def row_partials_config(n: int, itemsize: int, architecture: int) -> Config:

@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilegym_rmsnorm.backends.cutile import toolchain
 from tilegym_rmsnorm.backends.cutile.config import (
-    FEW_ROWS,
-    SIZES,
     Config,
     backward_config,
     forward_config,
     power_of_two,
+)
+from tilegym_rmsnorm.backends.cutile.sizes import (
+    FEW_ROWS,
+    SIZES,
     rows_of_class,
 )
 
@@ -70,7 +72,7 @@ class Bucket(NamedTuple):
     op: str
     n: int
     dtype: str
-    size: str  # of config.SIZES
+    size: str  # of sizes.SIZES
 
 
 class Timing(NamedTuple):
@@ -264,7 +266,7 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     _expect(c.warps in (4, 8), "warps", "4 or 8", c.warps)  # cuda-tile refuses others up to tileiras 13.4
     most = (
         8 if op == "backward" else 32
-    )  # the backward's blocks each leave a row of dw_partial: P of at most 8 per SM
+    )  # each block of a backward leaves a row of dw_partial: P of at most 8 per SM
     _expect(1 <= c.occupancy <= most, "occupancy", f"1 to {most}", c.occupancy)
     _expect(1 <= c.latency <= 10, "latency", "1 to 10", c.latency)
     _expect(architecture >= 90 or not c.tma, "tma", f"false on sm_{architecture}", c.tma)

@@ -1,0 +1,57 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""What M, the number of rows, decides: the size class of a call, and how many blocks share its rows.
+
+Pure functions of numbers, as config.py's: neither torch nor cuda.tile is imported.
+"""
+
+from __future__ import annotations
+
+from tilegym_rmsnorm.backends.cutile.config import Config
+
+SIZES = ("few", "small", "large")
+FEW_ROWS = 1024
+SMALL = 4 * 2**20  # elements of x: 8 MB in bfloat16
+FEW_TILES = 8  # row tiles per SM
+MOST_SLABS = 4  # per SM
+LARGEST_GRID = 2**24 - 1  # blocks in one dimension of a launch, cuda-tile's limit
+NO_END = 2**62  # more rows than any memory holds
+
+
+def size_class(m: int, n: int) -> str:
+    """Which of SIZES a call is: what pays for its time differs, so configs may. Nothing else about M chooses kernels.
+
+    few: launches and waits; small: half-filled SMs too; large: bytes.
+    """
+    if m * n > SMALL:
+        return "large"
+    return "few" if m <= FEW_ROWS else "small"
+
+
+def rows_of_class(size: str, n: int) -> range:
+    """The numbers of rows M, from 1 on, of which size_class(M, n) is `size`; none if rows of n are too wide for it."""
+    most = SMALL // n
+    if size == "large":
+        return range(most + 1, NO_END)
+    return range(1, min(FEW_ROWS, most) + 1) if size == "few" else range(FEW_ROWS + 1, most + 1)
+
+
+def partial_rows(m: int, n: int, config: Config, sm_count: int) -> int:
+    """P: how many blocks walk the rows of a backward, each leaving one row of dw_partial.
+
+    A few per SM; one where few rows make the partial rows a good part of all traffic. And no more than make the
+    longest walk as short as it can be: 1024 tiles for 264 blocks are 4 each for 256.
+    """
+    if config.is_fused:
+        return -(-m // (config.rows * slab_tiles(m, config, sm_count)))
+    strips = -(-n // config.width) if config.kernel == "strips" else 1
+    tiles = -(-m // config.rows)
+    blocks_per_sm = 1 if strips == 1 and tiles <= FEW_TILES * sm_count else config.occupancy
+    blocks = max(1, sm_count * blocks_per_sm // strips)
+    return -(-tiles // -(-tiles // blocks))
+
+
+def slab_tiles(m: int, config: Config, sm_count: int) -> int:
+    """Row tiles in a slab of a fused backward: the config's, fewer if that is all, more where P would pass 4 per SM."""
+    tiles = -(-m // config.rows)
+    return max(min(config.slab // config.rows, tiles), -(-tiles // (MOST_SLABS * sm_count)))
