@@ -59,7 +59,8 @@ def forward_rows(
     The compiler moves loads of the weight behind the reduction, between the stores of y, where they are waited for once
     more. It does not move them past the signal that lets the next kernel in, so EARLY_WEIGHT has them issued along with
     x: 1x4096 in 2.4 us instead of 2.6 on an H100, before launches became dependent. Rows that fill the registers have
-    no room for that. PACKED keeps x in its own 16 bits while the squares are summed: so a row of 65536 fits.
+    no room for that. PACKED makes room: it keeps x in its own 16 bits while the squares are summed, so that even a row
+    of 65536 fits.
     """
     row = ct.bid(0)
     tcolumns = column_tiles(WIDTH, PIECES, REST)
