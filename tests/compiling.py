@@ -25,10 +25,7 @@ from cuda.tile.compilation import (
     export_kernel,
 )
 
-from tilegym_rmsnorm.backends.cutile.config import (
-    Config,
-    uses_dependent_launch,
-)
+from tilegym_rmsnorm.backends.cutile.config import Config, uses_dependent_launch
 from tilegym_rmsnorm.backends.cutile.machine import compiled
 
 TILE_DTYPE = {torch.float16: ct.float16, torch.bfloat16: ct.bfloat16, torch.float32: ct.float32}

@@ -11,9 +11,7 @@ from types import SimpleNamespace
 import torch
 
 from tilegym_rmsnorm.backends.cutile import tables
-from tilegym_rmsnorm.backends.cutile.config import (
-    Config,
-)
+from tilegym_rmsnorm.backends.cutile.config import Config
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry, Target, Timing
 
 TARGET = Target("NVIDIA H100 80GB HBM3", 90, "1.7.0", "13.4.92")

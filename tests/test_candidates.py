@@ -13,16 +13,8 @@ from hypothesis import strategies as st
 
 from tilegym_rmsnorm.backends.cutile import candidates as space
 from tilegym_rmsnorm.backends.cutile.candidates import candidates, distance, fits_registers
-from tilegym_rmsnorm.backends.cutile.config import (
-    ARCHITECTURES,
-    Config,
-    power_of_two,
-)
-from tilegym_rmsnorm.backends.cutile.sizes import (
-    SIZES,
-    rows_of_class,
-    slab_tiles,
-)
+from tilegym_rmsnorm.backends.cutile.config import ARCHITECTURES, Config, power_of_two
+from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class, slab_tiles
 from tilegym_rmsnorm.backends.cutile.tables import ITEMSIZE, RULES, Bucket, check_config
 
 OPS = tuple(RULES)

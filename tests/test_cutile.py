@@ -21,9 +21,7 @@ from tilegym_rmsnorm.backends.cutile.config import (  # noqa: E402
 )
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.machine import InterpretedMachine  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.sizes import (  # noqa: E402
-    partial_rows,
-)
+from tilegym_rmsnorm.backends.cutile.sizes import partial_rows  # noqa: E402
 
 CPU = torch.device("cpu")
 few_rows_config = functools.partial(backward_config, size="few")

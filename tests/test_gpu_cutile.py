@@ -12,16 +12,9 @@ import torch
 from helpers import BF16, DEVICE, FP16, FP32, HAS_GPU, assert_within, expected_results, make_inputs, why_skip
 
 from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward
-from tilegym_rmsnorm.backends.cutile.config import (
-    backward_config,
-    forward_config,
-)
+from tilegym_rmsnorm.backends.cutile.config import backward_config, forward_config
 from tilegym_rmsnorm.backends.cutile.machine import machine_of
-from tilegym_rmsnorm.backends.cutile.sizes import (
-    partial_rows,
-    rows_of_class,
-    size_class,
-)
+from tilegym_rmsnorm.backends.cutile.sizes import partial_rows, rows_of_class, size_class
 from tilegym_rmsnorm.backends.cutile.tables import SHIPPED_FOLDER, chosen_config, tables_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_empty")]

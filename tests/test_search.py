@@ -17,13 +17,8 @@ from hypothesis import strategies as st
 from table_cases import TARGET
 
 from tilegym_rmsnorm.backends.cutile import tables, toolchain
-from tilegym_rmsnorm.backends.cutile.config import (
-    Config,
-)
-from tilegym_rmsnorm.backends.cutile.sizes import (
-    SIZES,
-    rows_of_class,
-)
+from tilegym_rmsnorm.backends.cutile.config import Config
+from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import Bucket
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")

@@ -14,16 +14,8 @@ import torch
 from table_cases import BUCKET, ENTRY, MACHINE, TARGET, chosen, without_reason
 
 from tilegym_rmsnorm.backends.cutile import tables, toolchain
-from tilegym_rmsnorm.backends.cutile.config import (
-    ARCHITECTURES,
-    Config,
-    backward_config,
-    forward_config,
-)
-from tilegym_rmsnorm.backends.cutile.sizes import (
-    SIZES,
-    rows_of_class,
-)
+from tilegym_rmsnorm.backends.cutile.config import ARCHITECTURES, Config, backward_config, forward_config
+from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry, Target
 
 

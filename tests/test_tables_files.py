@@ -13,9 +13,7 @@ import pytest
 from table_cases import BUCKET, ENTRY, TARGET, chosen, without_reason
 
 from tilegym_rmsnorm.backends.cutile import tables
-from tilegym_rmsnorm.backends.cutile.config import (
-    backward_config,
-)
+from tilegym_rmsnorm.backends.cutile.config import backward_config
 
 
 def test_an_unfit_table_is_replaced_by_the_next_write(folders):
@@ -45,9 +43,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from tilegym_rmsnorm.backends.cutile import tables
-from tilegym_rmsnorm.backends.cutile.config import (
-    Config,
-)
+from tilegym_rmsnorm.backends.cutile.config import Config
 target = tables.Target("NVIDIA H100 80GB HBM3", 90, "1.7.0", "13.4.92")
 for n in range(int(sys.argv[2]), 40, 2):
     entry = tables.Entry(Config("rows", 4096, 8, 1, 4), ())

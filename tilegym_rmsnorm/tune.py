@@ -26,12 +26,8 @@ import torch
 
 from tilegym_rmsnorm import registry
 from tilegym_rmsnorm.backends.cutile import candidates, tables
-from tilegym_rmsnorm.backends.cutile.config import (
-    Config,
-)
-from tilegym_rmsnorm.backends.cutile.sizes import (
-    rows_of_class,
-)
+from tilegym_rmsnorm.backends.cutile.config import Config
+from tilegym_rmsnorm.backends.cutile.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Target
 
 if TYPE_CHECKING:

@@ -13,15 +13,10 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from tilegym_rmsnorm.backends.cutile.config import (
-    Config,
-    power_of_two,
-)
-from tilegym_rmsnorm.backends.cutile.sizes import (
-    SIZES,
-    rows_of_class,
-)
-from tilegym_rmsnorm.backends.cutile.tables import RULES, Bucket, check_config, largest_tile
+from tilegym_rmsnorm.backends.cutile.config import Config, power_of_two
+from tilegym_rmsnorm.backends.cutile.limits import check_config, largest_tile
+from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.tables import RULES, Bucket
 
 MOST = 60  # of a bucket, unless asked for otherwise
 REGISTERS_OF_SM = 65536
@@ -174,7 +169,7 @@ def candidates(bucket: Bucket, itemsize: int, architecture: int, most: int = MOS
     others.pop(same, None)
     ranks = {config: distance(config, same) for config in others}
     alike = sorted(ranks, key=ranks.__getitem__)
-    first = {(each.kernel, each.warps, each.occupancy): each for each in reversed(alike)}.values()
+    first = set({(each.kernel, each.warps, each.occupancy): each for each in reversed(alike)}.values())
     chosen = sorted(alike, key=lambda config: (config not in first, ranks[config]))[: most - 1]
     return [default, *sorted(chosen, key=ranks.__getitem__)]
 

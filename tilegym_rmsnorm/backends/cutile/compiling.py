@@ -17,10 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.backends.cutile.config import (
-    Config,
-    uses_dependent_launch,
-)
+from tilegym_rmsnorm.backends.cutile.config import Config, uses_dependent_launch
 
 MOST_PROCESSES = 16
 FLOAT32 = torch.float32

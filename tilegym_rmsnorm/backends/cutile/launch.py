@@ -15,19 +15,9 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.backends.cutile import backward, backward_fused, backward_wide, forward
-from tilegym_rmsnorm.backends.cutile.config import (
-    Config,
-    means_config,
-    row_partials_config,
-    sum_config,
-)
+from tilegym_rmsnorm.backends.cutile.config import Config, means_config, row_partials_config, sum_config
 from tilegym_rmsnorm.backends.cutile.machine import Machine, machine_of
-from tilegym_rmsnorm.backends.cutile.sizes import (
-    LARGEST_GRID,
-    partial_rows,
-    size_class,
-    slab_tiles,
-)
+from tilegym_rmsnorm.backends.cutile.sizes import LARGEST_GRID, partial_rows, size_class, slab_tiles
 from tilegym_rmsnorm.backends.cutile.tables import chosen_config
 from tilegym_rmsnorm.registry import register_impl
 

@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.backends.cutile import interpreter
-from tilegym_rmsnorm.backends.cutile.config import (
-    Config,
-    uses_dependent_launch,
-)
+from tilegym_rmsnorm.backends.cutile.config import Config, uses_dependent_launch
 
 Launch = Callable[[tuple[int, ...], tuple[Any, ...]], None]  # (grid, arguments)
 

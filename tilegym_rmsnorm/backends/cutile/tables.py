@@ -10,7 +10,6 @@ file that says anything unexpected is ignored as a whole, with one warning. Neit
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import math
@@ -22,17 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilegym_rmsnorm.backends.cutile import toolchain
-from tilegym_rmsnorm.backends.cutile.config import (
-    Config,
-    backward_config,
-    forward_config,
-    power_of_two,
-)
-from tilegym_rmsnorm.backends.cutile.sizes import (
-    FEW_ROWS,
-    SIZES,
-    rows_of_class,
-)
+from tilegym_rmsnorm.backends.cutile.config import Config, backward_config, forward_config
+from tilegym_rmsnorm.backends.cutile.limits import ITEMSIZE, STORED, check_config, expect
+from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
 
 if TYPE_CHECKING:
     import torch
@@ -44,17 +35,7 @@ SHIPPED_FOLDER = Path(__file__).with_name("tuned")
 CACHE_VARIABLE = "TILEGYM_RMSNORM_CACHE_DIR"
 OFF = ("0", "off", "none", "")
 RULES = {"forward": forward_config, "backward": backward_config}
-KERNELS = {
-    "forward": ("rows", "tiles", "chunks"),
-    "backward": ("rows", "tiles", "fused", "fused_chunks", "strips"),
-}
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 SHARED = {"float16": ("bfloat16",)}  # the same bytes, and the same float32 registers
-MOST_PIECES = 16  # each is code of its own: 64 compile in seconds
-LARGEST_TILE = 2**16  # elements: the registers of an SM, each 4 bytes
-LARGEST_SLAB = FEW_ROWS  # rows: one slab of few rows; warmup needs memory for 16 slabs
-_STORED = [field for field in dataclasses.fields(Config) if field.name not in ("reason", "spills")]
-_TYPES = {"int": int, "bool": bool, "str": str}
 
 
 class Target(NamedTuple):
@@ -172,16 +153,16 @@ def table_in(folder: Path, target: Target) -> Table:
 def parse(text: str, target: Target) -> Table:
     """The entries of a table's JSON. Raises ValueError on the first thing that is not as `render` writes it."""
     data = json.loads(text)
-    _expect(isinstance(data, dict), "table", "an object", data)
-    _expect(data.get("schema") == SCHEMA, "schema", SCHEMA, data.get("schema"))
+    expect(isinstance(data, dict), "table", "an object", data)
+    expect(data.get("schema") == SCHEMA, "schema", SCHEMA, data.get("schema"))
     found = {name: data.get(name) for name in Target._fields}
-    _expect(found == target._asdict(), "a table for", target._asdict(), found)
-    _expect(isinstance(data.get("entries"), list), "entries", "a list", data.get("entries"))
+    expect(found == target._asdict(), "a table for", target._asdict(), found)
+    expect(isinstance(data.get("entries"), list), "entries", "a list", data.get("entries"))
     table: Table = {}
     for number, item in enumerate(data["entries"]):
         try:
             bucket, entry = _parse_entry(item, target.architecture)
-            _expect(bucket not in table, "bucket", "each once", bucket)
+            expect(bucket not in table, "bucket", "each once", bucket)
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"entry {number}: {error}") from error
         table[bucket] = entry
@@ -193,7 +174,7 @@ def render(target: Target, table: Table) -> str:
     entries = [
         {
             **bucket._asdict(),
-            "config": {field.name: getattr(entry.config, field.name) for field in _STORED},
+            "config": {field.name: getattr(entry.config, field.name) for field in STORED},
             "timings": [timing._asdict() for timing in entry.timings],
         }
         for bucket, entry in sorted(table.items())
@@ -227,81 +208,22 @@ def update(folder: Path, target: Target, changes: Table) -> Path:
     return path
 
 
-def largest_tile(config: Config) -> int:
-    """Elements of the largest tile that a block of this config holds."""
-    row = config.lanes
-    return max(row, config.rows * config.strip) if config.is_fused else config.rows * row
-
-
-def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
-    """Raise ValueError unless a kernel of the bucket's op can be compiled with this config and covers every column."""
-    op, n, c = bucket.op, bucket.n, config
-    _expect(c.kernel in KERNELS[op], "kernel", KERNELS[op], c.kernel)
-    for field in _STORED:
-        value = getattr(c, field.name)
-        _expect(type(value) is _TYPES[field.type], field.name, field.type, value)
-
-    is_fused = c.kernel in ("fused", "fused_chunks")
-    extents = (c.width, c.rows, *([c.rest] if c.rest else []), *([c.strip] if is_fused else []))
-    _expect(all(e > 0 and e == power_of_two(e) for e in extents), "extents", "powers of two", extents)
-    elements = largest_tile(c)
-    _expect(elements <= LARGEST_TILE, "a tile", f"at most {LARGEST_TILE} elements", elements)
-    if c.kernel in ("rows", "tiles", "fused"):
-        _expect(c.lanes >= n, "columns of all tiles", f"at least {n}", c.lanes)
-    most = MOST_PIECES if c.kernel == "rows" else 1
-    _expect(1 <= c.pieces <= most, "pieces", f"1 to {most}", c.pieces)
-    _expect(not c.rest or c.kernel in ("rows", "fused"), "rest", "0, or kernel rows or fused", c.rest)
-    last = c.rest or c.width  # the only tile that is bounds-checked
-    _expect(
-        c.lanes == last or c.lanes - last < n, "columns before the last tile", f"below {n}", c.lanes - last
-    )
-    is_packable = c.kernel == "rows" and ITEMSIZE[bucket.dtype] == 2
-    _expect(not c.packed or is_packable, "packed", "kernel rows and 2-byte elements", c.packed)
-    _expect(c.rows == 1 or c.kernel in ("tiles", "strips") or is_fused, "rows", 1, c.rows)
-    if is_fused:
-        is_slab = 0 < c.slab <= LARGEST_SLAB and c.slab % c.rows == 0
-        _expect(is_slab, "slab", f"a multiple of {c.rows}, at most {LARGEST_SLAB}", c.slab)
-    else:
-        _expect(c.strip == c.slab == 0, "strip and slab", "0 for this kernel", (c.strip, c.slab))
-    _expect(c.warps in (4, 8), "warps", "4 or 8", c.warps)  # cuda-tile refuses others up to tileiras 13.4
-    most = (
-        8 if op == "backward" else 32
-    )  # each block of a backward leaves a row of dw_partial: P of at most 8 per SM
-    _expect(1 <= c.occupancy <= most, "occupancy", f"1 to {most}", c.occupancy)
-    _expect(1 <= c.latency <= 10, "latency", "1 to 10", c.latency)
-    _expect(architecture >= 90 or not c.tma, "tma", f"false on sm_{architecture}", c.tma)
-    _expect(
-        not c.early_weight or (op, c.kernel) == ("forward", "rows"),
-        "early_weight",
-        "forward's kernel rows",
-        c.kernel,
-    )
-    _expect(
-        not c.short or (op, c.kernel) == ("backward", "rows"), "short", "backward's kernel rows", c.kernel
-    )
-
-
 def _parse_entry(item: Any, architecture: int) -> tuple[Bucket, Entry]:
-    _expect(isinstance(item, dict), "entry", "an object", item)
+    expect(isinstance(item, dict), "entry", "an object", item)
     keys = {*Bucket._fields, "config", "timings"}
-    _expect(set(item) == keys, "keys", sorted(keys), sorted(item))
+    expect(set(item) == keys, "keys", sorted(keys), sorted(item))
     bucket = Bucket(*(item[name] for name in Bucket._fields))
-    _expect(bucket.op in RULES, "op", tuple(RULES), bucket.op)
-    _expect(type(bucket.n) is int and bucket.n > 0, "n", "a positive whole number", bucket.n)
-    _expect(bucket.dtype in ITEMSIZE, "dtype", tuple(ITEMSIZE), bucket.dtype)
-    _expect(bucket.size in SIZES, "size", SIZES, bucket.size)
+    expect(bucket.op in RULES, "op", tuple(RULES), bucket.op)
+    expect(type(bucket.n) is int and bucket.n > 0, "n", "a positive whole number", bucket.n)
+    expect(bucket.dtype in ITEMSIZE, "dtype", tuple(ITEMSIZE), bucket.dtype)
+    expect(bucket.size in SIZES, "size", SIZES, bucket.size)
     has_rows = bool(rows_of_class(bucket.size, bucket.n))
-    _expect(has_rows, "size", f"a class that some number of rows of {bucket.n} is in", bucket.size)
+    expect(has_rows, "size", f"a class that some number of rows of {bucket.n} is in", bucket.size)
     timings = tuple(Timing(**timing) for timing in item["timings"])
     numbers = [number for timing in timings for number in timing]
     is_number = all(type(number) in (int, float) and 0 < number < math.inf for number in numbers)
-    _expect(is_number, "timings", "positive numbers", numbers)
+    expect(is_number, "timings", "positive numbers", numbers)
     reason = "; ".join(f"{t.us:.1f} us instead of {t.us_rules:.1f} at {t.m} x {bucket.n}" for t in timings)
     config = Config(**item["config"], reason=f"tuned: {reason}")
     check_config(config, bucket, architecture)
     return bucket, Entry(config, timings)
-
-
-def _expect(is_right: bool, what: str, expected: object, got: object) -> None:
-    if not is_right:
-        raise ValueError(f"{what}: expected {expected}, got {got!r}")

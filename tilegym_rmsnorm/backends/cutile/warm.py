@@ -12,17 +12,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tilegym_rmsnorm.backends.cutile.config import (
-    Config,
-)
+from tilegym_rmsnorm.backends.cutile.config import Config
 from tilegym_rmsnorm.backends.cutile.launch import MOST_ROWS, Backward, Forward
 from tilegym_rmsnorm.backends.cutile.machine import Machine
-from tilegym_rmsnorm.backends.cutile.sizes import (
-    FEW_TILES,
-    MOST_SLABS,
-    SIZES,
-    rows_of_class,
-)
+from tilegym_rmsnorm.backends.cutile.sizes import FEW_TILES, MOST_SLABS, SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import chosen_config
 
 EPS = 1e-6

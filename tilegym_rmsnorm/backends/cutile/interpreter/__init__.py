@@ -23,9 +23,7 @@ from types import FunctionType
 import cuda.tile as ct
 import torch
 
-from tilegym_rmsnorm.backends.cutile.sizes import (
-    LARGEST_GRID,
-)
+from tilegym_rmsnorm.backends.cutile.sizes import LARGEST_GRID
 
 from .arrays import Array
 from .dtypes import NUMBER, TILE_DTYPE, TORCH_DTYPE, Constant, fits

@@ -1,0 +1,83 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""Which configs there can be: what a table may say, and what tuning may try. No torch, no cuda.tile."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from tilegym_rmsnorm.backends.cutile.config import Config, power_of_two
+from tilegym_rmsnorm.backends.cutile.sizes import FEW_ROWS
+
+if TYPE_CHECKING:
+    from tilegym_rmsnorm.backends.cutile.tables import Bucket
+
+KERNELS = {
+    "forward": ("rows", "tiles", "chunks"),
+    "backward": ("rows", "tiles", "fused", "fused_chunks", "strips"),
+}
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+MOST_PIECES = 16  # each is code of its own: 64 compile in seconds
+LARGEST_TILE = 2**16  # elements: the registers of an SM, each 4 bytes
+LARGEST_SLAB = FEW_ROWS  # rows: one slab of few rows; warmup needs memory for 16 slabs
+STORED = [field for field in dataclasses.fields(Config) if field.name not in ("reason", "spills")]
+_TYPES = {"int": int, "bool": bool, "str": str}
+
+
+def largest_tile(config: Config) -> int:
+    """Elements of the largest tile that a block of this config holds."""
+    row = config.lanes
+    return max(row, config.rows * config.strip) if config.is_fused else config.rows * row
+
+
+def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
+    """Raise ValueError unless a kernel of the bucket's op can be compiled with this config and covers every column."""
+    op, n, c = bucket.op, bucket.n, config
+    expect(c.kernel in KERNELS[op], "kernel", KERNELS[op], c.kernel)
+    for field in STORED:
+        value = getattr(c, field.name)
+        expect(type(value) is _TYPES[field.type], field.name, field.type, value)
+
+    is_fused = c.kernel in ("fused", "fused_chunks")
+    extents = (c.width, c.rows, *([c.rest] if c.rest else []), *([c.strip] if is_fused else []))
+    expect(all(e > 0 and e == power_of_two(e) for e in extents), "extents", "powers of two", extents)
+    elements = largest_tile(c)
+    expect(elements <= LARGEST_TILE, "a tile", f"at most {LARGEST_TILE} elements", elements)
+    if c.kernel in ("rows", "tiles", "fused"):
+        expect(c.lanes >= n, "columns of all tiles", f"at least {n}", c.lanes)
+    most = MOST_PIECES if c.kernel == "rows" else 1
+    expect(1 <= c.pieces <= most, "pieces", f"1 to {most}", c.pieces)
+    expect(not c.rest or c.kernel in ("rows", "fused"), "rest", "0, or kernel rows or fused", c.rest)
+    last = c.rest or c.width  # the only tile that is bounds-checked
+    expect(
+        c.lanes == last or c.lanes - last < n, "columns before the last tile", f"below {n}", c.lanes - last
+    )
+    is_packable = c.kernel == "rows" and ITEMSIZE[bucket.dtype] == 2
+    expect(not c.packed or is_packable, "packed", "kernel rows and 2-byte elements", c.packed)
+    expect(c.rows == 1 or c.kernel in ("tiles", "strips") or is_fused, "rows", 1, c.rows)
+    if is_fused:
+        is_slab = 0 < c.slab <= LARGEST_SLAB and c.slab % c.rows == 0
+        expect(is_slab, "slab", f"a multiple of {c.rows}, at most {LARGEST_SLAB}", c.slab)
+    else:
+        expect(c.strip == c.slab == 0, "strip and slab", "0 for this kernel", (c.strip, c.slab))
+    expect(c.warps in (4, 8), "warps", "4 or 8", c.warps)  # cuda-tile refuses others up to tileiras 13.4
+    most = (
+        8 if op == "backward" else 32
+    )  # each block of a backward leaves a row of dw_partial: P of at most 8 per SM
+    expect(1 <= c.occupancy <= most, "occupancy", f"1 to {most}", c.occupancy)
+    expect(1 <= c.latency <= 10, "latency", "1 to 10", c.latency)
+    expect(architecture >= 90 or not c.tma, "tma", f"false on sm_{architecture}", c.tma)
+    expect(
+        not c.early_weight or (op, c.kernel) == ("forward", "rows"),
+        "early_weight",
+        "forward's kernel rows",
+        c.kernel,
+    )
+    expect(not c.short or (op, c.kernel) == ("backward", "rows"), "short", "backward's kernel rows", c.kernel)
+
+
+def expect(is_right: bool, what: str, expected: object, got: object) -> None:
+    """Raise ValueError that says what was expected and what was given, unless it is right."""
+    if not is_right:
+        raise ValueError(f"{what}: expected {expected}, got {got!r}")
