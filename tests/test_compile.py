@@ -16,10 +16,7 @@ from tilegym_rmsnorm.backends.cutile.config import (
     forward_config,
     row_partials_config,
 )
-from tilegym_rmsnorm.backends.cutile.sizes import (
-    partial_rows,
-    size_class,
-)
+from tilegym_rmsnorm.backends.cutile.sizes import partial_rows, size_class
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from compiling import CompilingMachine, find_cuobjdump  # noqa: E402
@@ -36,11 +33,13 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDEST = 66000  # beyond it the configs stay the same
 
 
-def widths_of_configs(configure, itemsize: int, architecture: int) -> dict:
-    """Each config that some width gets, with the widest such width that is a multiple of 16, or else the widest."""
+def widths_of_configs(configure, itemsize: int, architecture: int, among=range(1, WIDEST)) -> dict:
+    """Each config that one of these widths gets, with the widest that is a multiple of 16, or else the widest."""
     widths = {}
-    for n in range(1, WIDEST):
+    for n in among:
         config = configure(n, itemsize, architecture)
+        if configure is few_rows_config and config.kernel != "fused":
+            continue  # the config of other sizes
         if n % 16 == 0 or widths.get(config, n) % 16:
             widths[config] = n
     return widths
@@ -94,8 +93,7 @@ def test_backward_configs(architecture, dtype):
 def test_backward_configs_for_few_rows(architecture, dtype):
     machine = CompilingMachine(architecture)
     for config, n in widths_of_configs(few_rows_config, dtype.itemsize, architecture).items():
-        if config.kernel == "fused":
-            run_backward(machine, config, n, dtype, dtype, m=128)
+        run_backward(machine, config, n, dtype, dtype, m=128)
     assert_no_unexplained_spill(machine)
 
 
@@ -103,14 +101,9 @@ def test_backward_configs_for_few_rows(architecture, dtype):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_odd_widths(architecture, configure):
     """Bounds checks, and strides that are no multiple of 16 bytes."""
-    widths = {}
-    for n in range(1, WIDEST, 2):
-        config = configure(n, 2, architecture)
-        if configure is not few_rows_config or config.kernel == "fused":
-            widths[config] = n
     machine = CompilingMachine(architecture)
     run = run_forward if configure is forward_config else run_backward
-    for config, n in widths.items():
+    for config, n in widths_of_configs(configure, 2, architecture, range(1, WIDEST, 2)).items():
         run(machine, config, n, BF16, BF16)
     assert_no_unexplained_spill(machine)
 
@@ -122,8 +115,8 @@ def test_widths_that_are_no_multiple_of_16(architecture, configure):
     machine = CompilingMachine(architecture)
     run = run_forward if configure is forward_config else run_backward
     for dtype, step in ((BF16, 8), (FP32, 4)):
-        widths = {configure(n, dtype.itemsize, architecture): n for n in range(step, WIDEST, step) if n % 16}
-        for config, n in widths.items():
+        among = [n for n in range(step, WIDEST, step) if n % 16]
+        for config, n in widths_of_configs(configure, dtype.itemsize, architecture, among).items():
             run(machine, config, n, dtype, dtype)
     assert_no_unexplained_spill(machine)
 
