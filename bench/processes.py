@@ -75,25 +75,19 @@ def join(result: Result, other: Result, ops: Sequence[str] | None = None) -> lis
     replaced = {cell_of(record) for record in new}
     result["records"] = [each for each in result["records"] if cell_of(each) not in replaced] + new
     added = list(dict.fromkeys(record["provider"] for record in new))
-    whole = {"providers": [name for name in added if name not in ALONE], **_process(other)}
     parts = [
         part | {"providers": [name for name in part["providers"] if name in added]}
         for part in other.get("processes", [])
     ]
-    named = {name for part in parts for name in part["providers"]}
-    whole["providers"] += [name for name in added if name in ALONE and name not in named]
-    result["processes"] = result.get("processes", []) + [
-        part for part in (whole, *parts) if part["providers"]
-    ]
+    apart = {name for part in parts for name in part["providers"] if name in ALONE}
+    whole = {key: other.get(key) for key in ("copy_gb_per_s", "date", "commit")}
+    whole["providers"] = [name for name in added if name not in apart]
+    if found := [part for part in (whole, *parts) if part["providers"]]:
+        result.setdefault("processes", []).extend(found)
     measured = {record["provider"] for record in result["records"]}
     reasons = result["unavailable"] | other.get("unavailable", {})
     result["unavailable"] = {name: reason for name, reason in reasons.items() if name not in measured}
     return added
-
-
-def _process(result: Result) -> dict[str, Any]:
-    """Where and when a result's own process ran."""
-    return {key: result.get(key) for key in ("copy_gb_per_s", "date", "commit")}
 
 
 def differences(result: Result) -> list[str]:
