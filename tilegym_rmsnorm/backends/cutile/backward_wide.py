@@ -3,8 +3,8 @@
 """The backward of wide rows by two passes over x and dy: c of every row, then strips of columns.
 
 10 bytes an element in bfloat16 instead of 6. It serves wide rows where backward_fused does not: without need for dw,
-beyond 131072 columns, in rows that do not begin at multiples of 16 bytes, and on other architectures than sm_90, for
-which nobody has timed backward_fused on wide rows. The mathematics is that of backward.py.
+beyond 131072 columns, in rows that are not aligned (config.py says what that means), and on other architectures than
+sm_90, for which nobody has timed backward_fused on wide rows. The mathematics is that of backward.py.
 """
 
 import cuda.tile as ct
