@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -81,6 +82,18 @@ def test_interleave_takes_turns_and_bounds_slow_samplers(monkeypatch):
 def test_summary_is_the_median_and_the_outer_deciles():
     timing = timer.summarize([5.0, 1.0, 2.0, 3.0, 4.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0])
     assert (timing.us, timing.us_p10, timing.us_p90) == (6.0, 2.0, 10.0)
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_garbage_collection_is_as_before_also_after_a_failed_capture(was_enabled):
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        with pytest.raises(RuntimeError, match="lost"), timer._no_collection():
+            assert not gc.isenabled()
+            raise RuntimeError("lost")
+        assert gc.isenabled() is was_enabled
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("sets", [2, 3, 25, 1024])

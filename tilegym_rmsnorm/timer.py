@@ -12,11 +12,12 @@ hits all of them alike.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -139,13 +140,12 @@ class DeviceTimer:
             with torch.cuda.stream(self._stream):
                 # thread_local: what other threads of the process do meanwhile must not spoil the capture; nor may the
                 # garbage of other libraries, whose kernels unload when it is collected
-                gc.disable()
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    outputs = [call() for call in calls]  # kept, so that no call reuses another's memory
-                finally:
-                    graph.capture_end()
-                    gc.enable()
+                with _no_collection():
+                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                    try:
+                        outputs = [call() for call in calls]  # kept, so that no call reuses another's memory
+                    finally:
+                        graph.capture_end()
         except BaseException:
             self._abandon_pool()
             raise
@@ -184,13 +184,22 @@ def host_sampler(call: Call, device: torch.device) -> Sampler:
 
     def sample() -> float:
         torch.cuda.synchronize(device)
-        gc.disable()
-        try:
+        with _no_collection():
             start = time.perf_counter()
             for _ in range(HOST_CALLS):
                 call()
             return (time.perf_counter() - start) * 1e6 / HOST_CALLS
-        finally:
-            gc.enable()
 
     return sample
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected meanwhile; afterwards it is as before, whatever was raised."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
