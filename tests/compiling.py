@@ -19,12 +19,12 @@ import cuda.tile as ct
 import torch
 from cuda.tile.compilation import (
     ArrayConstraint,
-    CallingConvention,
     KernelSignature,
     ScalarConstraint,
     export_kernel,
 )
 
+from tilegym_rmsnorm.backends.cutile.compiling import calling_convention
 from tilegym_rmsnorm.backends.cutile.config import Config, uses_dependent_launch
 from tilegym_rmsnorm.backends.cutile.machine import compiled
 
@@ -65,9 +65,7 @@ class CompilingMachine:
         self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]
     ) -> Callable[..., None]:
         def launch(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-            signature = KernelSignature(
-                [*map(_constraint, arguments), *constants], CallingConvention.cutile_python_v1()
-            )
+            signature = signature_of(arguments, constants)
             self.signatures.setdefault(function.__name__, set()).add(repr(signature))
             if not self.compiles:
                 return
@@ -82,29 +80,33 @@ class CompilingMachine:
         return launch
 
 
+def signature_of(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> KernelSignature:
+    """What cuda-tile's JIT compiles for these arguments. KernelSignature.from_kernel_args says it too, given a driver:
+    tests/test_gpu_cutile.py compares them."""
+    constraints = [*map(_constraint, arguments), *constants]
+    return KernelSignature(constraints, calling_convention(arguments))
+
+
 def _constraint(argument: torch.Tensor | float) -> ArrayConstraint | ScalarConstraint:
-    """What cuda-tile assumes of an argument: its dtype, which strides and extents are multiples of 16 bytes or
-    elements, and that the stride along an extent of 1 is 1, as DLPack says."""
+    """What cuda-tile assumes of an argument: of an array its dtype, which extents and strides are 1, which extents are
+    multiples of 16, and which strides of 16 bytes. DLPack gives an extent of 1 the stride 1."""
     if not isinstance(argument, torch.Tensor):
         return ScalarConstraint(ct.int32 if isinstance(argument, int) else ct.float32)
     lanes = 16 // argument.dtype.itemsize
-    *row_strides, last_stride = argument.stride()
-    assert last_stride == 1
+    strides = [
+        1 if extent == 1 else stride for extent, stride in zip(argument.shape, argument.stride(), strict=True)
+    ]
+    assert strides[-1] == 1
     return ArrayConstraint(
         TILE_DTYPE[argument.dtype],
         argument.ndim,
         index_dtype=ct.int32,
-        stride_lower_bound_incl=0,
+        stride_lower_bound_incl=tuple(None if stride == 1 else 0 for stride in strides),
         alias_groups=(),
         may_alias_internally=False,
-        stride_constant=(*(1 if extent == 1 else None for extent in argument.shape[:-1]), 1),
-        stride_divisible_by=(
-            *(
-                lanes if stride % lanes == 0 and extent > 1 else 1
-                for stride, extent in zip(row_strides, argument.shape, strict=False)
-            ),
-            1,
-        ),
+        stride_constant=tuple(1 if stride == 1 else None for stride in strides),
+        shape_constant=tuple(1 if extent == 1 else None for extent in argument.shape),
+        stride_divisible_by=tuple(lanes if stride % lanes == 0 else 1 for stride in strides),
         shape_divisible_by=tuple(16 if extent % 16 == 0 else 1 for extent in argument.shape),
         base_addr_divisible_by=16,
     )

@@ -154,6 +154,31 @@ def test_frozen_weight_and_one_partial_row_per_row(architecture):
     assert_no_unexplained_spill(machine)
 
 
+@pytest.mark.parametrize("m, n", [(1, 100), (1, 128), (1, 2048), (1, 40000), (33, 1), (5000, 1)])
+def test_nothing_of_a_single_row_or_column_goes_by_tma(m, n, monkeypatch):
+    """x is one-dimensional to the compiler then: such a forward hung an H100. Twelve rows of 100 do go by TMA."""
+    compiled = []
+
+    def bind(machine, function, config, constants):
+        def launch(grid, arguments):
+            assert not any(1 in each.shape for each in arguments[:1]) or not config.tma, (function, config)
+            compiled.append(config)
+
+        return launch
+
+    monkeypatch.setattr(CompilingMachine, "bind", bind)
+    for architecture in ARCHITECTURES:
+        machine = CompilingMachine(architecture)
+        for size in ("few", "large"):
+            run_forward(machine, forward_config(n, 2, architecture, size), n, BF16, BF16, m=m)
+            for has_dw in (True, False):
+                config = backward_config(n, 2, architecture, size, has_dw)
+                run_backward(machine, config, n, BF16, BF16, has_dw=has_dw, m=m)
+    assert len(compiled) >= 3 * 2 * len(ARCHITECTURES)
+    run_forward(machine, forward_config(100, 2, 120), 100, BF16, BF16, m=12)
+    assert compiled[-1].tma
+
+
 @pytest.mark.parametrize("weight_dtype", [BF16, FP32])
 @pytest.mark.parametrize("n", [128, 2048, 4096, 5000, 40000, 65536])
 def test_batch_sizes_and_eps_compile_nothing_new(n, weight_dtype):

@@ -70,8 +70,7 @@ def test_every_width_gets_a_config_that_holds_it(configure, architecture, itemsi
             assert not config.strip and not config.slab
         if config.kernel == "rows":
             assert config.rows == 1
-        if config.tma:
-            assert architecture >= 90
+        assert not config.tma or (architecture >= 90 and n > 1), "of a single column tileiras makes a hang"
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -5,6 +5,7 @@
 when."""
 
 import functools
+import inspect
 from collections import Counter
 
 import pytest
@@ -62,9 +63,10 @@ def test_every_config(dtype, part):
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_every_config_for_few_rows(dtype, part):
-    """1001 rows are four slabs of narrow rows; no M fills its last tile of rows."""
+    """1001 rows are four slabs of narrow rows; no M fills its last tile of rows. A single row has kernels of its own,
+    since cuda-tile compiles an extent of 1 in."""
     for n in widths_of_configs(dtype.itemsize, "few")[part::PARTS]:
-        for m in {33, min(1001, rows_of_class("few", n)[-1] - 3)}:
+        for m in {1, 33, min(1001, rows_of_class("few", n)[-1] - 3)}:
             check_training_step(m, n, dtype)
 
 
@@ -92,6 +94,52 @@ def test_one_partial_row_per_row(n):
     assert_within(expected_results(inputs), dx=results[0][0], dw=results[0][1])
     for dx, dw in results[1:]:
         assert torch.equal(dx, results[0][0]) and torch.equal(dw, results[0][1])
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 64), (33, 1), (128, 64), (4096, 64), (33, 4096)])
+def test_what_is_compiled_ahead_is_what_a_launch_takes(m, n, tmp_path, monkeypatch):
+    """cuda-tile compiles extents of 1 in: of single rows and columns, and of dw_partial where P is 1."""
+    from compiling import signature_of
+    from cuda.tile._cext import default_tile_context
+    from cuda.tile.compilation import KernelSignature
+    from cutile_cache._cache import cache_entries
+
+    from tilegym_rmsnorm.backends.cutile import compiling, launch, machine
+
+    signatures = []
+    from_kernel_args = KernelSignature.from_kernel_args
+
+    def compared(kernel, arguments, convention):
+        signature = from_kernel_args(kernel, arguments, convention)
+        constants = sum(name.isupper() for name in inspect.signature(kernel._pyfunc).parameters)
+        ours = signature_of(arguments[:-constants], arguments[-constants:])
+        signatures.append((signature.symbol, ours.with_mangled_symbol(kernel._pyfunc.__name__).symbol))
+        return signature
+
+    monkeypatch.setattr(KernelSignature, "from_kernel_args", compared)
+    monkeypatch.setattr(default_tile_context.config, "cache_dir", str(tmp_path))
+    device, inputs = machine_of(DEVICE), make_inputs(m, n, BF16, FP32)
+    size = size_class(m, n)
+    configs = {
+        "forward": chosen_config("forward", device, n, BF16, size),
+        "backward": chosen_config("backward", device, n, BF16, size),
+    }
+    for op, config in configs.items():
+        job = compiling.Job(op, n, m, BF16, FP32, config)
+        assert compiling.compile_job(job, device.architecture, device.sm_count) is None
+    stored = len(list(cache_entries(str(tmp_path))))
+    assert stored >= 2
+
+    machine.compiled.cache_clear()  # kernels that have compiled nothing
+    y, rstd = launch.Forward(device, configs["forward"], n, True, False)(
+        inputs.x, inputs.weight, inputs.eps, 0.0
+    )
+    dx, dw = launch.Backward(device, configs["backward"], n, True, True, False)(
+        inputs.x, inputs.dy, inputs.weight, rstd, 0.0
+    )
+    assert len(list(cache_entries(str(tmp_path)))) == stored, "a launch has compiled something else"
+    assert_within(expected_results(inputs), y=y, rstd=rstd, dx=dx, dw=dw)
+    assert all(theirs == ours for theirs, ours in signatures), signatures
 
 
 @pytest.fixture

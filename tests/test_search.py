@@ -70,6 +70,11 @@ def test_the_rules_stay_unless_they_lose_by_more_than_the_spread():
     assert choose(times | {CONFIGS[7]: (9.0, 11.2)})[0] == CONFIGS[0], "worse in the mean over all M"
 
 
+def test_where_all_finalists_are_wrong_the_next_of_the_first_round_comes_before_slower_rules():
+    times = {config: (10.0 * 1.1**i,) for i, config in enumerate(reversed(CONFIGS))}  # the rules come last
+    assert choose(times, CONFIGS[-search.FINALISTS :])[0] == CONFIGS[-search.FINALISTS - 1]
+
+
 def test_a_config_that_does_not_run_is_no_candidate():
     times = {config: (10.0,) for config in CONFIGS[3:]} | {CONFIGS[5]: (5.0,)}
     assert choose(times)[0] == CONFIGS[5]
@@ -226,7 +231,7 @@ def test_a_config_whose_launch_raises_is_left_out(finder, monkeypatch):
 @pytest.fixture
 def kernels_stored(monkeypatch, tmp_path):
     """How many kernels cuda-tile has put into its disk cache."""
-    from compiling import _constraint
+    from compiling import signature_of
     from cuda.tile._cext import default_tile_context
     from cutile_cache._cache import cache_entries
 
@@ -237,8 +242,7 @@ def kernels_stored(monkeypatch, tmp_path):
 
         def from_kernel_args(kernel, arguments, convention):
             constants = sum(name.isupper() for name in inspect.signature(kernel._pyfunc).parameters)
-            arrays, rest = arguments[:-constants], arguments[-constants:]
-            return KernelSignature([*map(_constraint, arrays), *rest], convention)
+            return signature_of(arguments[:-constants], arguments[-constants:])
 
         monkeypatch.setattr(KernelSignature, "from_kernel_args", from_kernel_args)
     return lambda: len(list(cache_entries(str(tmp_path))))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -245,8 +246,16 @@ def test_no_tma_before_hopper():
     config = Config("tiles", 128, 4, 2, 4, rows=16, tma=True)
     bucket = Bucket("forward", 128, "bfloat16", "small")
     tables.check_config(config, bucket, 90)
-    with pytest.raises(ValueError, match="tma: expected false on sm_89"):
+    with pytest.raises(ValueError, match="tma: expected false for 128 columns on sm_89"):
         tables.check_config(config, bucket, 89)
+
+
+def test_no_tma_for_one_column():
+    config = Config("tiles", 1, 4, 2, 4, rows=256, tma=True)
+    bucket = Bucket("forward", 1, "bfloat16", "small")
+    tables.check_config(replace(config, tma=False), bucket, 90)
+    with pytest.raises(ValueError, match="tma: expected false for 1 columns on sm_90"):
+        tables.check_config(config, bucket, 90)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -12,12 +12,15 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.backends.cutile.config import Config, uses_dependent_launch
+
+if TYPE_CHECKING:
+    from cuda.tile.compilation import CallingConvention
 
 MOST_PROCESSES = 16
 FLOAT32 = torch.float32
@@ -50,7 +53,7 @@ class CompilingMachine:
     def bind(
         self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]
     ) -> Callable[..., None]:
-        from cuda.tile.compilation import CallingConvention, KernelSignature, export_kernel
+        from cuda.tile.compilation import KernelSignature, export_kernel
 
         from tilegym_rmsnorm.backends.cutile.machine import compiled
 
@@ -59,11 +62,19 @@ class CompilingMachine:
         def launch(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
             # What a launch with these arguments would compile; export_kernel keeps it in the same cache.
             signature = KernelSignature.from_kernel_args(
-                kernel, (*arguments, *constants), CallingConvention.cutile_python_v1()
+                kernel, (*arguments, *constants), calling_convention(arguments)
             )
             export_kernel(kernel, [signature], io.BytesIO(), gpu_code=gpu_code, output_format="cubin")
 
         return launch
+
+
+def calling_convention(arguments: tuple[Any, ...]) -> CallingConvention:
+    """The one that cuda-tile's JIT takes for these arguments: the second knows extents of 1."""
+    from cuda.tile.compilation import CallingConvention
+
+    has_extent_of_1 = any(isinstance(each, Tensor) and 1 in each.shape for each in arguments)
+    return CallingConvention.cutile_python_v2() if has_extent_of_1 else CallingConvention.cutile_python_v1()
 
 
 def compile_job(job: Job, architecture: int, sm_count: int) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from tilegym_rmsnorm.backends.cutile.config import Config, power_of_two
+from tilegym_rmsnorm.backends.cutile.config import Config, may_use_tma, power_of_two
 from tilegym_rmsnorm.backends.cutile.sizes import FEW_ROWS
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     )  # each block of a backward leaves a row of dw_partial: P of at most 8 per SM
     expect(1 <= c.occupancy <= most, "occupancy", f"1 to {most}", c.occupancy)
     expect(1 <= c.latency <= 10, "latency", "1 to 10", c.latency)
-    expect(architecture >= 90 or not c.tma, "tma", f"false on sm_{architecture}", c.tma)
+    may = may_use_tma(n, architecture)
+    expect(may or not c.tma, "tma", f"false for {n} columns on sm_{architecture}", c.tma)
     expect(
         not c.early_weight or (op, c.kernel) == ("forward", "rows"),
         "early_weight",

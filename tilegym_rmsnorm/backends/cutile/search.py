@@ -78,14 +78,15 @@ def choose(
     """
     default = configs[0]
     first = measure(configs, 0.0)
-    best = sorted(first, key=lambda config: mean(first[config]))[:FINALISTS]
-    if default in first and default not in best:
-        best.append(default)
-    times = measure(best, SAMPLING_SECONDS)
+    rest = sorted(first, key=lambda config: mean(first[config]))
+    best = rest[:FINALISTS]
+    times = measure(list(dict.fromkeys([*best, *([default] if default in first else [])])), SAMPLING_SECONDS)
     ranking = sorted(times, key=lambda config: mean(times[config]))
     if default in times and mean(times[default]) <= GAIN * mean(times[ranking[0]]):
         ranking.insert(0, default)
-    for config in dict.fromkeys([*ranking, *sorted(first, key=lambda config: mean(first[config]))]):
+    elif ranking and ranking[-1] not in best:
+        ranking.pop()  # the rules, timed for comparison; others of the first round may be faster
+    for config in dict.fromkeys([*ranking, *rest]):
         if (reason := why_wrong(config)) is None:
             return config, times if config in times else first
         tell(f"rejected {config}: {reason}")
