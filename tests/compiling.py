@@ -89,14 +89,11 @@ def signature_of(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> Kern
 
 def _constraint(argument: torch.Tensor | float) -> ArrayConstraint | ScalarConstraint:
     """What cuda-tile assumes of an argument: of an array its dtype, which extents and strides are 1, which extents are
-    multiples of 16, and which strides of 16 bytes. DLPack gives an extent of 1 the stride 1."""
+    multiples of 16, and which strides of 16 bytes."""
     if not isinstance(argument, torch.Tensor):
         return ScalarConstraint(ct.int32 if isinstance(argument, int) else ct.float32)
     lanes = 16 // argument.dtype.itemsize
-    strides = [
-        1 if extent == 1 else stride for extent, stride in zip(argument.shape, argument.stride(), strict=True)
-    ]
-    assert strides[-1] == 1
+    strides = argument.stride()
     return ArrayConstraint(
         TILE_DTYPE[argument.dtype],
         argument.ndim,
