@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""A machine of the cutile backend that compiles instead of launching: tileiras needs no GPU, and tensors of device
-"meta" no memory."""
+"""The machine that compiles instead of launching, for any architecture and without a driver, and what its kernels use:
+tileiras needs no GPU, and tensors of device "meta" no memory."""
 
 from __future__ import annotations
 
@@ -11,22 +11,15 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import cuda.tile as ct
 import torch
-from cuda.tile.compilation import (
-    ArrayConstraint,
-    KernelSignature,
-    ScalarConstraint,
-    export_kernel,
-)
+from cuda.tile.compilation import ArrayConstraint, KernelSignature, ScalarConstraint
 
-from tilegym_rmsnorm.backends.cutile.compiling import calling_convention
-from tilegym_rmsnorm.backends.cutile.config import Config, uses_dependent_launch
-from tilegym_rmsnorm.backends.cutile.machine import compiled
+from tilegym_rmsnorm.backends.cutile import compiling
+from tilegym_rmsnorm.backends.cutile.config import Config
 
 TILE_DTYPE = {torch.float16: ct.float16, torch.bfloat16: ct.bfloat16, torch.float32: ct.float32}
 
@@ -40,51 +33,37 @@ class Compiled(NamedTuple):
     stack: int
 
 
-class CompilingMachine:
+class CompilingMachine(compiling.CompilingMachine):
     """Compiles each launch for `architecture`. Keeps `results`, and the distinct `signatures` of each kernel by its
     name.
 
     compiles=False: only the signatures, which is what cuda-tile's JIT tells kernels apart by.
     """
 
-    model = None
-
     def __init__(self, architecture: int, compiles: bool = True) -> None:
-        self.architecture = architecture
-        self.sm_count = 132
-        self.dependent_launch = uses_dependent_launch(architecture)
-        self.no_weight, self.no_dw_partial = torch.empty(2, 64, device="meta").unbind()
+        super().__init__(architecture, sm_count=132)
         self.compiles = compiles
         self.results: list[Compiled] = []
         self.signatures: dict[str, set[str]] = {}
 
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    def bind(
-        self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]
-    ) -> Callable[..., None]:
-        def launch(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-            signature = signature_of(arguments, constants)
-            self.signatures.setdefault(function.__name__, set()).add(repr(signature))
-            if not self.compiles:
-                return
-            kernel = compiled(function, config.warps, config.occupancy)
-            with tempfile.TemporaryDirectory() as folder:
-                cubin = Path(folder) / "kernel.cubin"
-                export_kernel(
-                    kernel, [signature], cubin, gpu_code=f"sm_{self.architecture}", output_format="cubin"
-                )
-                self.results.append(Compiled(function.__name__, config, *resource_usage(cubin)))
-
-        return launch
+    def compile(
+        self, kernel: ct.kernel, config: Config, arguments: tuple[Any, ...], constants: tuple[Any, ...]
+    ) -> None:
+        name, signature = kernel._pyfunc.__name__, signature_of(arguments, constants)
+        self.signatures.setdefault(name, set()).add(repr(signature))
+        if not self.compiles:
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder) / "kernel.cubin"
+            self.export(kernel, signature, cubin)
+            self.results.append(Compiled(name, config, *resource_usage(cubin)))
 
 
 def signature_of(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> KernelSignature:
     """What cuda-tile's JIT compiles for these arguments. KernelSignature.from_kernel_args says it too, given a driver:
     tests/test_gpu_cutile.py compares them."""
     constraints = [*map(_constraint, arguments), *constants]
-    return KernelSignature(constraints, calling_convention(arguments))
+    return KernelSignature(constraints, compiling.calling_convention(arguments))
 
 
 def _constraint(argument: torch.Tensor | float) -> ArrayConstraint | ScalarConstraint:

@@ -20,7 +20,10 @@ from torch import Tensor
 from tilegym_rmsnorm.backends.cutile.config import Config, uses_dependent_launch
 
 if TYPE_CHECKING:
-    from cuda.tile.compilation import CallingConvention
+    from pathlib import Path
+
+    import cuda.tile as ct
+    from cuda.tile.compilation import CallingConvention, KernelSignature
 
 MOST_PROCESSES = 16
 FLOAT32 = torch.float32
@@ -53,20 +56,31 @@ class CompilingMachine:
     def bind(
         self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]
     ) -> Callable[..., None]:
-        from cuda.tile.compilation import KernelSignature, export_kernel
-
         from tilegym_rmsnorm.backends.cutile.machine import compiled
 
-        kernel, gpu_code = compiled(function, config.warps, config.occupancy), f"sm_{self.architecture}"
+        kernel = compiled(function, config.warps, config.occupancy)
 
         def launch(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-            # What a launch with these arguments would compile; export_kernel keeps it in the same cache.
-            signature = KernelSignature.from_kernel_args(
-                kernel, (*arguments, *constants), calling_convention(arguments)
-            )
-            export_kernel(kernel, [signature], io.BytesIO(), gpu_code=gpu_code, output_format="cubin")
+            self.compile(kernel, config, arguments, constants)
 
         return launch
+
+    def compile(
+        self, kernel: ct.kernel, config: Config, arguments: tuple[Any, ...], constants: tuple[Any, ...]
+    ) -> None:
+        """What a launch with these arguments would compile; export_kernel keeps it in the same cache."""
+        from cuda.tile.compilation import KernelSignature
+
+        convention = calling_convention(arguments)
+        signature = KernelSignature.from_kernel_args(kernel, (*arguments, *constants), convention)
+        self.export(kernel, signature, io.BytesIO())
+
+    def export(self, kernel: ct.kernel, signature: KernelSignature, file: io.BytesIO | Path) -> None:
+        """Writes the cubin of a kernel for this architecture."""
+        from cuda.tile.compilation import export_kernel
+
+        gpu_code = f"sm_{self.architecture}"
+        export_kernel(kernel, [signature], file, gpu_code=gpu_code, output_format="cubin")
 
 
 def calling_convention(arguments: tuple[Any, ...]) -> CallingConvention:
