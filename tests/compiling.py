@@ -11,15 +11,22 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import cuda.tile as ct
 import torch
-from cuda.tile.compilation import ArrayConstraint, KernelSignature, ScalarConstraint
+from cuda.tile.compilation import (
+    ArrayConstraint,
+    CallingConvention,
+    KernelSignature,
+    ScalarConstraint,
+    export_kernel,
+)
 
-from tilegym_rmsnorm.backends.cutile import compiling
-from tilegym_rmsnorm.backends.cutile.config import Config
+from tilegym_rmsnorm.backends.cutile.config import Config, uses_dependent_launch
+from tilegym_rmsnorm.backends.cutile.machine import compiled
 
 TILE_DTYPE = {torch.float16: ct.float16, torch.bfloat16: ct.bfloat16, torch.float32: ct.float32}
 
@@ -33,37 +40,52 @@ class Compiled(NamedTuple):
     stack: int
 
 
-class CompilingMachine(compiling.CompilingMachine):
-    """Compiles each launch for `architecture`. Keeps `results`, and the distinct `signatures` of each kernel by its
-    name.
+class CompilingMachine:
+    """Compiles each launch for `architecture`. Keeps `results`, and the distinct `symbols` of each kernel by its name,
+    which hold all that cuda-tile's JIT tells kernels apart by.
 
-    compiles=False: only the signatures, which is what cuda-tile's JIT tells kernels apart by.
+    compiles=False: only the symbols.
     """
 
-    def __init__(self, architecture: int, compiles: bool = True) -> None:
-        super().__init__(architecture, sm_count=132)
+    model = None
+
+    def __init__(self, architecture: int, compiles: bool = True, sm_count: int = 132) -> None:
+        self.architecture, self.sm_count = architecture, sm_count
+        self.dependent_launch = uses_dependent_launch(architecture)
+        self.no_weight, self.no_dw_partial = torch.empty(2, 64, device="meta").unbind()
         self.compiles = compiles
         self.results: list[Compiled] = []
-        self.signatures: dict[str, set[str]] = {}
+        self.symbols: dict[str, set[str]] = {}
 
-    def compile(
-        self, kernel: ct.kernel, config: Config, arguments: tuple[Any, ...], constants: tuple[Any, ...]
-    ) -> None:
-        name, signature = kernel._pyfunc.__name__, signature_of(arguments, constants)
-        self.signatures.setdefault(name, set()).add(repr(signature))
-        if not self.compiles:
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            cubin = Path(folder) / "kernel.cubin"
-            self.export(kernel, signature, cubin)
-            self.results.append(Compiled(name, config, *resource_usage(cubin)))
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def bind(
+        self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]
+    ) -> Callable[..., None]:
+        name = function.__name__
+
+        def launch(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+            signature = signature_of(arguments, constants).with_mangled_symbol(name)
+            self.symbols.setdefault(name, set()).add(signature.symbol)
+            if not self.compiles:
+                return
+            kernel = compiled(function, config.warps, config.occupancy)
+            with tempfile.TemporaryDirectory() as folder:
+                cubin = Path(folder) / "kernel.cubin"
+                gpu_code = f"sm_{self.architecture}"
+                export_kernel(kernel, [signature], cubin, gpu_code=gpu_code, output_format="cubin")
+                self.results.append(Compiled(name, config, *resource_usage(cubin)))
+
+        return launch
 
 
 def signature_of(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> KernelSignature:
-    """What cuda-tile's JIT compiles for these arguments. KernelSignature.from_kernel_args says it too, given a driver:
-    tests/test_gpu_cutile.py compares them."""
-    constraints = [*map(_constraint, arguments), *constants]
-    return KernelSignature(constraints, compiling.calling_convention(arguments))
+    """What cuda-tile's JIT compiles for these arguments (tests/test_gpu_cutile.py compares them). Extents of 1 are
+    compiled in, for which it takes its second calling convention."""
+    has_extent_of_1 = any(isinstance(each, torch.Tensor) and 1 in each.shape for each in arguments)
+    convention = CallingConvention.cutile_python_v2 if has_extent_of_1 else CallingConvention.cutile_python_v1
+    return KernelSignature([*map(_constraint, arguments), *constants], convention())
 
 
 def _constraint(argument: torch.Tensor | float) -> ArrayConstraint | ScalarConstraint:

@@ -193,7 +193,7 @@ def test_batch_sizes_and_eps_compile_nothing_new(n, weight_dtype):
         for eps in (1e-6, 1e-5, 0.1):
             run_forward(counting, forward_config(n, 2, 90), n, BF16, weight_dtype, m=m, eps=eps)
             run_backward(counting, config, n, BF16, weight_dtype, m=m)
-    for name, signatures in counting.signatures.items():
+    for name, signatures in counting.symbols.items():
         own = {"f": {m for _, m, _ in classes}, "s": {p for *_, p in classes}}.get(name[0], classes)
         assert len(signatures) <= len(own), f"{name}: {len(signatures)} compilations for {own}"
 

@@ -5,7 +5,6 @@
 when."""
 
 import functools
-import inspect
 from collections import Counter
 
 import pytest
@@ -97,49 +96,35 @@ def test_one_partial_row_per_row(n):
 
 
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 64), (33, 1), (128, 64), (4096, 64), (33, 4096)])
-def test_what_is_compiled_ahead_is_what_a_launch_takes(m, n, tmp_path, monkeypatch):
-    """cuda-tile compiles extents of 1 in: of single rows and columns, and of dw_partial where P is 1."""
-    from compiling import signature_of
-    from cuda.tile._cext import default_tile_context
-    from cuda.tile.compilation import KernelSignature
-    from cutile_cache._cache import cache_entries
+def test_the_compile_tests_compile_what_launches_do(m, n, monkeypatch):
+    """Extents of 1 are compiled in: of single rows and columns, and of dw_partial where P is 1."""
+    import cuda.tile as ct
+    from compiling import CompilingMachine
 
-    from tilegym_rmsnorm.backends.cutile import compiling, launch, machine
+    from tilegym_rmsnorm.backends.cutile import launch, machine
 
-    signatures = []
-    from_kernel_args = KernelSignature.from_kernel_args
+    symbols, compile_kernel = set(), ct.kernel._compile
 
-    def compared(kernel, arguments, convention):
-        signature = from_kernel_args(kernel, arguments, convention)
-        constants = sum(name.isupper() for name in inspect.signature(kernel._pyfunc).parameters)
-        ours = signature_of(arguments[:-constants], arguments[-constants:])
-        signatures.append((signature.symbol, ours.with_mangled_symbol(kernel._pyfunc.__name__).symbol))
-        return signature
+    def spied(self, signature, *args, **kwargs):
+        symbols.add(signature.with_mangled_symbol(self._pyfunc.__name__).symbol)
+        return compile_kernel(self, signature, *args, **kwargs)
 
-    monkeypatch.setattr(KernelSignature, "from_kernel_args", compared)
-    monkeypatch.setattr(default_tile_context.config, "cache_dir", str(tmp_path))
+    monkeypatch.setattr(ct.kernel, "_compile", spied)
+    machine.compiled.cache_clear()  # for kernels that nothing has been compiled of
     device, inputs = machine_of(DEVICE), make_inputs(m, n, BF16, FP32)
-    size = size_class(m, n)
-    configs = {
-        "forward": chosen_config("forward", device, n, BF16, size),
-        "backward": chosen_config("backward", device, n, BF16, size),
-    }
-    for op, config in configs.items():
-        job = compiling.Job(op, n, m, BF16, FP32, config)
-        assert compiling.compile_job(job, device.architecture, device.sm_count) is None
-    stored = len(list(cache_entries(str(tmp_path))))
-    assert stored >= 2
+    forward, backward = (
+        chosen_config(op, device, n, BF16, size_class(m, n)) for op in ("forward", "backward")
+    )
 
-    machine.compiled.cache_clear()  # kernels that have compiled nothing
-    y, rstd = launch.Forward(device, configs["forward"], n, True, False)(
-        inputs.x, inputs.weight, inputs.eps, 0.0
-    )
-    dx, dw = launch.Backward(device, configs["backward"], n, True, True, False)(
-        inputs.x, inputs.dy, inputs.weight, rstd, 0.0
-    )
-    assert len(list(cache_entries(str(tmp_path)))) == stored, "a launch has compiled something else"
-    assert_within(expected_results(inputs), y=y, rstd=rstd, dx=dx, dw=dw)
-    assert all(theirs == ours for theirs, ours in signatures), signatures
+    def run(on, x, dy, weight):
+        y, rstd = launch.Forward(on, forward, n, True, False)(x, weight, inputs.eps, 0.0)
+        dx, dw = launch.Backward(on, backward, n, True, True, False)(x, dy, weight, rstd, 0.0)
+        return {"y": y, "rstd": rstd, "dx": dx, "dw": dw}
+
+    assert_within(expected_results(inputs), **run(device, inputs.x, inputs.dy, inputs.weight))
+    meta = CompilingMachine(device.architecture, compiles=False, sm_count=device.sm_count)
+    run(meta, *(each.to("meta") for each in (inputs.x, inputs.dy, inputs.weight)))
+    assert symbols == set().union(*meta.symbols.values())
 
 
 @pytest.fixture

@@ -1,14 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The search behind `python -m tilegym_rmsnorm tune`: what it chooses, what it refuses, and compiling ahead."""
+"""The search behind `python -m tilegym_rmsnorm tune`: what it chooses and what it refuses."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,15 +14,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from table_cases import TARGET
 
-from tilegym_rmsnorm.backends.cutile import tables, toolchain
+from tilegym_rmsnorm.backends.cutile import tables
 from tilegym_rmsnorm.backends.cutile.config import Config
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import Bucket
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from cuda.tile.compilation import KernelSignature  # noqa: E402
-
-from tilegym_rmsnorm.backends.cutile import compiling, launch, search  # noqa: E402
+from tilegym_rmsnorm.backends.cutile import launch, search  # noqa: E402
 
 CONFIGS = [Config("rows", 4096, 8, 1, latency) for latency in range(1, 11)]
 
@@ -223,60 +219,3 @@ def test_a_config_whose_launch_raises_is_left_out(finder, monkeypatch):
     monkeypatch.setattr(launch, "Forward", Failing)
     assert finder.tune(FORWARD, TILES).config != TILES[1]
     assert "does not run" in finder.lines[0] and "no room in shared memory" in finder.lines[0]
-
-
-# Compiling ahead
-
-
-@pytest.fixture
-def kernels_stored(monkeypatch, tmp_path):
-    """How many kernels cuda-tile has put into its disk cache."""
-    from compiling import signature_of
-    from cuda.tile._cext import default_tile_context
-    from cutile_cache._cache import cache_entries
-
-    if toolchain.find_tileiras() is None:
-        pytest.skip("tileiras is not installed")
-    monkeypatch.setattr(default_tile_context.config, "cache_dir", str(tmp_path))
-    if not torch.cuda.is_available():  # from_kernel_args needs a driver; it gives the same, see test_compile
-
-        def from_kernel_args(kernel, arguments, convention):
-            constants = sum(name.isupper() for name in inspect.signature(kernel._pyfunc).parameters)
-            return signature_of(arguments[:-constants], arguments[-constants:])
-
-        monkeypatch.setattr(KernelSignature, "from_kernel_args", from_kernel_args)
-    return lambda: len(list(cache_entries(str(tmp_path))))
-
-
-def test_a_job_leaves_its_kernels_in_the_disk_cache(kernels_stored):
-    job = compiling.Job("backward", 64, 4096, torch.bfloat16, torch.bfloat16, TILES[0])
-    assert compiling.compile_job(job, 90, 132) is None
-    assert kernels_stored() == 2
-    assert compiling.compile_job(job, 90, 132) is None
-    assert kernels_stored() == 2
-    forward = job._replace(op="forward")
-    assert compiling.compile_job(forward, 90, 132) is None
-    assert kernels_stored() == 3
-
-
-def test_a_fused_job_of_one_slab_has_no_kernel_that_sums(kernels_stored):
-    fused = Config("fused", 64, 4, 1, 1, rows=64, strip=16, slab=256)
-    job = compiling.Job("backward", 64, 128, torch.bfloat16, torch.bfloat16, fused)
-    assert compiling.compile_job(job, 90, 132) is None
-    assert kernels_stored() == 1
-    assert compiling.compile_job(job._replace(m=1024), 90, 132) is None
-    assert kernels_stored() == 3, "float32 rows of dw_partial, and their sum"
-
-
-def test_a_job_that_cannot_be_compiled_says_why(kernels_stored):
-    job = compiling.Job("forward", 64, 4096, torch.bfloat16, torch.bfloat16, replace(TILES[0], warps=5))
-    assert "warps" in compiling.compile_job(job, 90, 132)
-    assert kernels_stored() == 0
-
-
-def test_jobs_run_in_processes_of_their_own():
-    """Without a driver cuda-tile cannot say what a launch would compile: the answer is the reason, no exception."""
-    job = compiling.Job("forward", 64, 4096, torch.bfloat16, torch.bfloat16, TILES[0])
-    with compiling.Compilers(90, 132) as compilers:
-        reason = compilers.submit(job).result(timeout=120)
-    assert reason is None or "libcuda" in reason

@@ -53,9 +53,9 @@ class CountingMachine(CompilingMachine):
         def launch(grid, arguments):
             like = (hints, constants, tuple(map(_finer_than_a_signature, arguments)))
             if like not in self.seen:  # signatures take time
-                self.signatures.clear()
+                self.symbols.clear()
                 bound(grid, arguments)
-                self.seen[like] = (*hints, *self.signatures[function.__name__])
+                self.seen[like] = (*hints, *self.symbols[function.__name__])
             self.kernels.add(self.seen[like])
 
         return launch

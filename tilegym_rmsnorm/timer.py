@@ -102,12 +102,17 @@ class DeviceTimer:
             self._pool = torch.cuda.graph_pool_handle()
 
     def sampler(self, calls: Sequence[Call]) -> Sampler:
-        """A sampler of the mean device time of `calls`; each must have run once before, so that all is compiled."""
+        """A sampler of the mean device time of `calls`, already warm."""
+        sample = self.cold_sampler(calls)
+        sample()
+        return sample
+
+    def cold_sampler(self, calls: Sequence[Call]) -> Sampler:
+        """A sampler whose first sample is worth nothing. Nothing has run on the GPU before that, although kernels that
+        were never launched are compiled now."""
         if self.device.type != "cuda":
             return wall_sampler(calls)
         graph = self._capture(calls)
-        graph.replay()
-        torch.cuda.synchronize(self.device)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
         def sample() -> float:
@@ -138,10 +143,10 @@ class DeviceTimer:
         torch.cuda.empty_cache()
         try:
             with torch.cuda.stream(self._stream):
-                # thread_local: what other threads of the process do meanwhile must not spoil the capture; nor may the
-                # garbage of other libraries, whose kernels unload when it is collected
+                # relaxed: a kernel's first launch loads it; and what other threads of the process do meanwhile must not
+                # spoil the capture, nor the garbage of other libraries, whose kernels unload when it is collected
                 with _no_collection():
-                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                    graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
                     try:
                         outputs = [call() for call in calls]  # kept, so that no call reuses another's memory
                     finally:

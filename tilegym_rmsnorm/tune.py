@@ -5,8 +5,8 @@
 
 For each op, width, dtype and size class it compiles up to --candidates configs, times them, runs the fastest 200
 times on 8 sets of data, each compared with float64, and writes it into the user's cache, from which every later process
-takes it. What is done is kept when the command is interrupted; --skip-tuned goes on from there. Nothing else should run
-on the GPU meanwhile.
+takes it. Several processes compile, one at a time uses the GPU; nothing else should run there meanwhile. What is done
+is kept when the command is interrupted; --skip-tuned goes on from there.
 
 The size classes: large, more than 4 Mi elements of x; of others, few, at most 1024 rows, and small, which only widths
 below 4096 can be.
@@ -18,7 +18,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,15 +25,13 @@ import torch
 
 from tilegym_rmsnorm import registry
 from tilegym_rmsnorm.backends.cutile import candidates, tables
-from tilegym_rmsnorm.backends.cutile.config import Config
 from tilegym_rmsnorm.backends.cutile.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Target
 
 if TYPE_CHECKING:
-    from tilegym_rmsnorm.backends.cutile.compiling import Job
     from tilegym_rmsnorm.backends.cutile.machine import Machine
 
-Answer = Future[str | None]  # of a job: why it failed
+GO_ON = "To go on from there: the same command with --skip-tuned"
 
 WIDTHS = (
     *(64, 128, 256, 512, 1024, 2048, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 7168, 8192),
@@ -66,6 +63,12 @@ def add_command(commands: Any) -> None:
         default=candidates.MOST,
         metavar="COUNT",
         help="at most so many configs for each bucket; default: %(default)s",
+    )
+    parser.add_argument(
+        "--processes",
+        type=_positive,
+        metavar="COUNT",
+        help="compile side by side and take turns on the GPU; default: by this machine's cores and GPU memory",
     )
     parser.add_argument("--skip-tuned", action="store_true", help="leave out what the table has already")
     parser.add_argument(
@@ -110,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.skip_tuned:
         done = tables.table_in(folder, target)
         buckets = [bucket for bucket in buckets if bucket not in done]
-    done, failures = tune(buckets, machine, device, target, folder, arguments.candidates)
+    done, failures = tune(buckets, machine, device, target, folder, arguments.candidates, arguments.processes)
     print(f"{done} of {len(buckets)} tuned: {tables.table_path(folder, target)}")
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
@@ -118,34 +121,36 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def tune(
-    buckets: list[Bucket], machine: Machine, device: torch.device, target: Target, folder: Path, most: int
+    buckets: list[Bucket],
+    machine: Machine,
+    device: torch.device,
+    target: Target,
+    folder: Path,
+    most: int,
+    processes: int | None = None,
 ) -> tuple[int, list[str]]:
     """Search every bucket and store its entry at once; returns how many have one, and a line on each that has none."""
-    from tilegym_rmsnorm.backends.cutile import compiling, search
+    from tilegym_rmsnorm.backends.cutile import workers
 
     done, failures = 0, []
+    processes = processes or workers.count_processes(device, len(buckets))
     bar = Progress(len(buckets))
-    with compiling.Compilers(machine.architecture, machine.sm_count) as compilers:
-        finder = search.Search(machine, device, bar.tell)
-        queue = []
-        for bucket in buckets:
-            configs = candidates.candidates(bucket, tables.ITEMSIZE[bucket.dtype], machine.architecture, most)
-            queue.append((bucket, configs, _compile(bucket, configs, compilers.submit)))
-        for bucket, configs, answers in queue:
-            bar.show(f"{bucket.op} {bucket.dtype} N = {bucket.n} {bucket.size}")
-            _await(answers, bar.tell)
-            try:
-                entry = finder.tune(bucket, configs)
-            except search.NothingRightError as error:
-                failures.append(f"{bucket}: {error}")
-                if lost := _context_lost(device):
-                    failures.append(f"the rest: {lost}")
-                    break
+    bar.tell(f"{len(buckets)} buckets in {processes} {'process' if processes == 1 else 'processes'}")
+    try:
+        for bucket, entry, lines, failure, lost in workers.search_all(buckets, device, most, processes):
+            for line in lines:
+                bar.tell(line)
+            if entry is None:
+                failures.append(failure)
             else:
                 tables.update(folder, target, {bucket: entry})
                 done += 1
-                bar.tell(_describe(bucket, entry, entry.config == configs[0]))
+                bar.tell(_describe(bucket, entry, machine.architecture))
             bar.advance()
+            if lost:
+                failures.append(f"the rest: not searched after that. {GO_ON}")
+    except workers.DiedError as error:
+        failures.append(f"the rest: {error}. {GO_ON}")
     bar.close()
     return done, failures
 
@@ -161,10 +166,6 @@ class Progress:
         else:
             self.bar = tqdm(total=total, unit="bucket", dynamic_ncols=True)
         self.total, self.done = total, 0
-
-    def show(self, what: str) -> None:
-        if self.bar is not None:
-            self.bar.set_description(what, refresh=sys.stderr.isatty())  # a log file gets a line per bucket
 
     def tell(self, line: str) -> None:
         if self.bar is None:
@@ -182,36 +183,10 @@ class Progress:
             self.bar.close()
 
 
-def _compile(bucket: Bucket, configs: list[Config], submit: Callable[[Job], Answer]) -> list[Answer]:
-    """Have the candidates of a bucket compiled for every M at which they are timed."""
-    from tilegym_rmsnorm.backends.cutile.compiling import Job
-    from tilegym_rmsnorm.backends.cutile.search import rows_of
-
-    op, n, dtype = bucket.op, bucket.n, getattr(torch, bucket.dtype)
-    return [submit(Job(op, n, m, dtype, dtype, config)) for config in configs for m in rows_of(bucket)]
-
-
-def _await(answers: list[Answer], tell: Callable[[str], None]) -> None:
-    """Wait until all is compiled. What failed is tried again by the search, which says then what it is about."""
-    reasons = [repr(error) if (error := each.exception()) else each.result() for each in answers]
-    reasons = [reason for reason in reasons if reason is not None]
-    if reasons:
-        tell(
-            f"{len(reasons)} of {len(answers)} jobs could not be compiled ahead; the first: {reasons[0]:.300}"
-        )
-
-
-def _context_lost(device: torch.device) -> str | None:
-    """Why nothing more can run in this process, after a kernel that broke its CUDA context; None if it can."""
-    try:
-        torch.cuda.synchronize(device)
-    except RuntimeError as error:
-        return f"the CUDA context is lost: {error}"
-    return None
-
-
-def _describe(bucket: Bucket, entry: tables.Entry, is_default: bool) -> str:
+def _describe(bucket: Bucket, entry: tables.Entry, architecture: int) -> str:
     figures = ", ".join(f"M = {t.m}: {t.us:.1f} us, by the rules {t.us_rules:.1f}" for t in entry.timings)
+    itemsize = tables.ITEMSIZE[bucket.dtype]
+    is_default = entry.config == tables.RULES[bucket.op](bucket.n, itemsize, architecture, bucket.size)
     what = "the rules' config" if is_default else str(entry.config)
     return f"{bucket.op} {bucket.dtype} N = {bucket.n} {bucket.size}: {figures}; {what}"
 

@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: MIT
 """The search for the fastest config of a bucket that is right: time all, time the best again, check in that order.
 
+Most of its time cuda-tile compiles, on one core. So several processes may search, each another bucket, and take turns
+on the GPU (workers.py): what runs there does so in `Search.turn`, and compiles before, while CUDA graphs are captured.
+
 `cuda.tile.tune.exhaustive_search` does not fit. It times one kernel of fixed arguments, launch by launch. A backward is
 two kernels or more that overlap by programmatic dependent launch, a config decides their grids and temporary rows, and
 small calls take less than the launches around them. So whole calls are timed, through the same classes that serve
@@ -10,8 +13,10 @@ users, by the timer of the benchmark: in CUDA graphs, with a cold L2, the candid
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -44,6 +49,8 @@ Run = Callable[
     [Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]
 ]  # x, dy, weight, rstd -> (y, rstd) or (dx, dw)
 Tell = Callable[[str], None]
+Turn = AbstractContextManager[object]
+ALONE: Turn = contextlib.nullcontext()
 
 
 class NothingRightError(RuntimeError):
@@ -100,13 +107,17 @@ def mean(times: Iterable[float]) -> float:
 
 
 class Search:
-    """The search of one device."""
+    """The search of one device.
 
-    def __init__(self, machine: Machine, device: torch.device, tell: Tell) -> None:
-        self.machine, self.device, self.tell = machine, device, tell
-        self.timer = DeviceTimer(device)
-        is_cuda = device.type == "cuda"
-        self.copy_bytes_per_second = self.timer.copy_bytes_per_second() if is_cuda else 1e9
+    turn: held while the device works, by a lock that the processes of a search share.
+    """
+
+    def __init__(self, machine: Machine, device: torch.device, tell: Tell, turn: Turn = ALONE) -> None:
+        self.machine, self.device, self.tell, self.turn = machine, device, tell, turn
+        with self.turn:
+            self.timer = DeviceTimer(device)
+            is_cuda = device.type == "cuda"
+            self.copy_bytes_per_second = self.timer.copy_bytes_per_second() if is_cuda else 1e9
 
     def tune(self, bucket: Bucket, configs: list[Config]) -> Entry:
         """The entry of a bucket, chosen from configs, of which the first is the one of the rules."""
@@ -120,7 +131,11 @@ class Search:
                 if all(config in c for c in columns)
             }
 
-        config, times = choose(configs, measure, lambda each: self.why_wrong(bucket, each), self.tell)
+        def why_wrong(config: Config) -> str | None:
+            with self.turn:
+                return self.why_wrong(bucket, config)
+
+        config, times = choose(configs, measure, why_wrong, self.tell)
         before = times.get(configs[0], times[config])
         figures = zip(rows, before, times[config], strict=True)
         return Entry(config, tuple(Timing(m, round(a, 3), round(b, 3)) for m, a, b in figures))
@@ -134,11 +149,13 @@ class Search:
         )
         sets = sets_needed(bytes_read, self.device)
         count = calls_needed(sets, bytes_moved, self.copy_bytes_per_second)
-        x, dy = (torch.randn(sets, m, bucket.n, dtype=dtype, device=self.device) for _ in range(2))
-        weight, rstd = (
-            torch.ones(bucket.n, dtype=dtype, device=self.device),
-            torch.ones(m, device=self.device),
-        )
+        with self.turn:
+            x, dy = (torch.randn(sets, m, bucket.n, dtype=dtype, device=self.device) for _ in range(2))
+            weight, rstd = (
+                torch.ones(bucket.n, dtype=dtype, device=self.device),
+                torch.ones(m, device=self.device),
+            )
+            self.synchronize()
 
         self.timer.renew_pool()
         samplers: dict[Config, Sampler] = {}
@@ -148,11 +165,18 @@ class Search:
                 calls = [
                     lambda i=i, run=run: run(x[i % sets], dy[i % sets], weight, rstd) for i in range(count)
                 ]
-                calls[0]()
-                samplers[config] = self.timer.sampler(calls)
+                samplers[config] = self.timer.cold_sampler(calls)
             except Exception as error:  # whatever the compiler or a launch says of a config
                 self.tell(f"does not run: {config}: {error!r:.300}")
-        return {config: timing.us for config, timing in interleave(samplers, seconds).items()}
+        with self.turn:
+            for sample in samplers.values():
+                sample()
+            return {config: timing.us for config, timing in interleave(samplers, seconds).items()}
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was asked of it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def why_wrong(self, bucket: Bucket, config: Config) -> str | None:
         """Why a config is not to be trusted, None if it is: RUNS runs on NaN, the first with each data set against
