@@ -32,12 +32,14 @@ TILE_DTYPE = {torch.float16: ct.float16, torch.bfloat16: ct.bfloat16, torch.floa
 
 
 class Compiled(NamedTuple):
-    """What the compiler made of one kernel. stack: bytes a thread; above 0 registers spill to local memory."""
+    """What the compiler made of one kernel. registers: of a thread as it starts; stack: bytes a thread, above 0
+    registers spill to local memory; lacking: registers that a block's warps ask for and that it does not have."""
 
     name: str
     config: Config
     registers: int
     stack: int
+    lacking: int
 
 
 class CompilingMachine:
@@ -75,7 +77,9 @@ class CompilingMachine:
                 cubin = Path(folder) / "kernel.cubin"
                 gpu_code = f"sm_{self.architecture}"
                 export_kernel(kernel, [signature], cubin, gpu_code=gpu_code, output_format="cubin")
-                self.results.append(Compiled(name, config, *resource_usage(cubin)))
+                registers, stack = resource_usage(cubin)
+                lacking = lacking_registers(cubin, registers, config.warps)
+                self.results.append(Compiled(name, config, registers, stack, lacking))
 
         return launch
 
@@ -116,6 +120,27 @@ def resource_usage(cubin: Path) -> tuple[int, int]:
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     [(registers, stack)] = re.findall(r"REG:(\d+) STACK:(\d+)", text)
     return int(registers), int(stack)
+
+
+def lacking_registers(cubin: Path, registers: int, workers: int) -> int:
+    """How many registers the warps of a block ask for beyond those that it starts with: then some wait forever.
+
+    A kernel with TMA has warps beside the `workers` of its config, which load for them. All start with `registers` a
+    thread, in steps of 8; the workers ask for more (setmaxnreg.inc) and the others give some back (.dec). The cubin has
+    the PTX that says so.
+    """
+    ptx = cubin.read_bytes()
+    threads = re.search(rb"\.reqntid (\d+)", ptx)
+    assert threads, f"{cubin} has no PTX"
+    more, fewer = (
+        [int(each) for each in re.findall(rb"setmaxnreg\.%b\S*\s+(\d+)" % step, ptx)]
+        for step in (b"inc", b"dec")
+    )
+    if not more:
+        return 0
+    others = int(threads[1]) - 32 * workers
+    has = int(threads[1]) * -(-registers // 8) * 8
+    return max(0, 32 * workers * max(more) + others * min(fewer, default=registers) - has)
 
 
 def find_cuobjdump() -> Path | None:

@@ -70,7 +70,8 @@ def test_every_width_gets_a_config_that_holds_it(configure, architecture, itemsi
             assert not config.strip and not config.slab
         if config.kernel == "rows":
             assert config.rows == 1
-        assert not config.tma or (architecture >= 90 and n > 1), "of a single column tileiras makes a hang"
+        assert not config.tma or architecture >= 90
+        assert not config.tma or (configure, config.kernel) != (forward_config, "tiles"), "some of these hang"
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

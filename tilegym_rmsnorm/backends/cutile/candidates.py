@@ -98,7 +98,7 @@ SWEEPS = {
     "forward": (
         Sweep(
             *("tiles", 1, 2048, tiles_of(1024, 2048, 4096, 8192)),
-            {"warps": (4, 8), "occupancy": (2, 4, 8), "latency": (2, 4), "tma": BOTH},
+            {"warps": (4, 8), "occupancy": (2, 4, 8), "latency": (2, 4)},
         ),
         Sweep(
             *("rows", 512, 65536, rows_of_tiles),

@@ -71,7 +71,7 @@ def forward_config(n: int, itemsize: int, architecture: int, size: str = "large"
     """
     _check(n, itemsize, architecture)
     width = power_of_two(n)
-    has_tma = may_use_tma(n, architecture)
+    has_tma = architecture >= 90
     if (architecture, itemsize, n) == (90, 2, 65536):  # 2048x65536: 2531, in chunks 2293
         reason = "registers hold the row packed; widths near it were not timed"
         return Config("rows", 65536, 8, 1, 2, packed=True, reason=reason)
@@ -88,7 +88,7 @@ def forward_config(n: int, itemsize: int, architecture: int, size: str = "large"
         # With 8 blocks tileiras keeps to 32 registers a thread: sm_100 and later, and bounds checks of single lanes,
         # spill then.
         occupancy = 8 if architecture < 100 and n % 16 == 0 else 4
-        return Config("tiles", width, 4, occupancy, 4, rows=rows, tma=has_tma, reason="2048 elements a block")
+        return Config("tiles", width, 4, occupancy, 4, rows=rows, reason="2048 elements a block")
     if n <= 1024:
         return Config("rows", width, 4, 8, 2, reason="a row a block: nothing to wait for but the row")
     width, rest = _two_tiles(n)
@@ -127,9 +127,8 @@ def backward_config(
     row_bytes = n * itemsize
     if row_bytes <= 2048:
         rows = min(256, max(1, 8192 // (width * itemsize)))
-        has_tma = may_use_tma(n, architecture)
         reason = "8 KB of x a step; two blocks hide each other's waits"
-        return Config("tiles", width, 4, 2, 4, rows=rows, tma=has_tma, reason=reason)
+        return Config("tiles", width, 4, 2, 4, rows=rows, tma=architecture >= 90, reason=reason)
     if row_bytes <= 4096:
         return Config("rows", width, 4, 2, 4, rest, reason="at most 16 elements a thread")
     if row_bytes <= 8192:
@@ -220,15 +219,6 @@ def row_partials_config(n: int, itemsize: int, architecture: int) -> Config:
         width, rest = _two_tiles(n)
         return Config("rows", width, config.warps, config.occupancy, config.latency, rest, reason="P = M")
     return config
-
-
-def may_use_tma(n: int, architecture: int) -> bool:
-    """Whether tiles of rows of n elements may go by TMA, which came with Hopper.
-
-    A single column is M adjacent elements, which tileiras 13.4 then moves as one-dimensional tiles, and forward_tiles
-    never ends (an H100). launch._bind sees to single rows.
-    """
-    return architecture >= 90 and n > 1
 
 
 def uses_dependent_launch(architecture: int) -> bool:

@@ -8,9 +8,7 @@ launches. With TILEGYM_RMSNORM_INTERPRET=1 CPU tensors take the same path and th
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from tilegym_rmsnorm.backends.cutile import backward, backward_fused, backward_wide, forward
 from tilegym_rmsnorm.backends.cutile.config import Config, means_config, row_partials_config, sum_config
-from tilegym_rmsnorm.backends.cutile.machine import Launch, Machine, machine_of
+from tilegym_rmsnorm.backends.cutile.machine import Machine, machine_of
 from tilegym_rmsnorm.backends.cutile.sizes import LARGEST_GRID, partial_rows, size_class, slab_tiles
 from tilegym_rmsnorm.backends.cutile.tables import chosen_config
 from tilegym_rmsnorm.registry import register_impl
@@ -104,7 +102,7 @@ class Forward:
         }[config.kernel]
         early_weight = (config.early_weight,) if config.kernel == "rows" else ()
         switches = (has_weight, round_xhat, *early_weight, machine.dependent_launch)
-        self.launch = _bind(machine, function, config, n, switches)
+        self.launch = machine.bind(function, config, (*tile_constants(config, n), *switches))
 
     def __call__(self, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
         machine, n = self.machine, self.n
@@ -143,9 +141,8 @@ class Backward:
         switches = (has_weight, has_dw, round_xhat)
         if config.kernel == "strips":
             means = means_config(machine.architecture)
-            self.launch_means = _bind(
-                machine, backward_wide.backward_means, means, n, (has_weight, dependent)
-            )
+            constants = (*tile_constants(means, n), has_weight, dependent)
+            self.launch_means = machine.bind(backward_wide.backward_means, means, constants)
         if config.kernel == "rows":
             switches = (*switches, config.short)
         if config.is_fused:
@@ -157,10 +154,11 @@ class Backward:
             "fused_chunks": backward_fused.backward_fused,
             "strips": backward_wide.backward_strips,
         }[config.kernel]
-        self.launch = _bind(machine, function, config, n, (*switches, dependent))
+        self.launch = machine.bind(function, config, (*tile_constants(config, n), *switches, dependent))
         self.sum = sum_config()
         self.sum_grid = (-(-n // self.sum.width),)
-        self.launch_sum = _bind(machine, backward.sum_partials, self.sum, n, (dependent,))
+        constants = (*tile_constants(self.sum, n), dependent)
+        self.launch_sum = machine.bind(backward.sum_partials, self.sum, constants)
 
     def __call__(
         self, x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, offset: float
@@ -238,26 +236,6 @@ class Backward:
             self.launch(grid, (*arguments, self.inv_n, offset, tiles))
         else:
             self.launch((p,), (*arguments, self.inv_n, offset))
-
-
-def _bind(
-    machine: Machine, function: Callable[..., None], config: Config, n: int, switches: tuple[bool, ...]
-) -> Launch:
-    """What launches a kernel that has its config's constants, then switches; its first argument has a row per row of x.
-
-    A single row goes without TMA. cuda-tile compiles an extent of 1 in, so that x is one-dimensional to tileiras 13.4,
-    and of such tiles it makes kernels that wait for their loads forever (config.may_use_tma says where that was seen).
-    """
-    launch = machine.bind(function, config, (*tile_constants(config, n), *switches))
-    if not config.tma:
-        return launch
-    plain = dataclasses.replace(config, tma=False)
-    launch_plain = machine.bind(function, plain, (*tile_constants(plain, n), *switches))
-
-    def launch_either(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-        (launch if arguments[0].shape[0] > 1 else launch_plain)(grid, arguments)
-
-    return launch_either
 
 
 def tile_constants(config: Config, n: int) -> tuple[Any, ...]:

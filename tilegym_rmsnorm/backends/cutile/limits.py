@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from tilegym_rmsnorm.backends.cutile.config import Config, may_use_tma, power_of_two
+from tilegym_rmsnorm.backends.cutile.config import Config, power_of_two
 from tilegym_rmsnorm.backends.cutile.sizes import FEW_ROWS
 
 if TYPE_CHECKING:
@@ -67,8 +67,10 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     )  # each block of a backward leaves a row of dw_partial: P of at most 8 per SM
     expect(1 <= c.occupancy <= most, "occupancy", f"1 to {most}", c.occupancy)
     expect(1 <= c.latency <= 10, "latency", "1 to 10", c.latency)
-    may = may_use_tma(n, architecture)
-    expect(may or not c.tma, "tma", f"false for {n} columns on sm_{architecture}", c.tma)
+    expect(architecture >= 90 or not c.tma, "tma", f"false on sm_{architecture}", c.tma)
+    # tileiras 13.4 makes some of them of warps that together ask for more registers than a block has, and wait forever:
+    # M x 1 on an H100
+    expect((op, c.kernel) != ("forward", "tiles") or not c.tma, "tma", "false for forward's tiles", c.tma)
     expect(
         not c.early_weight or (op, c.kernel) == ("forward", "rows"),
         "early_weight",
