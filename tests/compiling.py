@@ -94,7 +94,7 @@ def signature_of(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> Kern
 
 def _constraint(argument: torch.Tensor | float) -> ArrayConstraint | ScalarConstraint:
     """What cuda-tile assumes of an argument: of an array its dtype, which extents and strides are 1, which extents are
-    multiples of 16, and which strides of 16 bytes."""
+    multiples of 16, and which strides of 16 bytes. DLPack of torch 2.9 may give an extent of 1 the stride 1."""
     if not isinstance(argument, torch.Tensor):
         return ScalarConstraint(ct.int32 if isinstance(argument, int) else ct.float32)
     lanes = 16 // argument.dtype.itemsize

@@ -85,7 +85,7 @@ def backward_strips(
     tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
     for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
         txhat, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, j), (ROWS, WIDTH), LATENCY, TMA)
-        tc = ct.reshape(ct.load(c, (i,), (ROWS,), padding_mode=ZERO), (ROWS, 1))
+        tc = ct.reshape(ct.load(c, (i,), (ROWS,), padding_mode=ZERO, allow_tma=TMA), (ROWS, 1))
         tg = tdy
         if HAS_WEIGHT:
             tg = tdy * tscale

@@ -85,15 +85,16 @@ def choose(
     """
     default = configs[0]
     first = measure(configs, 0.0)
-    rest = sorted(first, key=lambda config: mean(first[config]))
-    best = rest[:FINALISTS]
-    times = measure(list(dict.fromkeys([*best, *([default] if default in first else [])])), SAMPLING_SECONDS)
+    first_ranking = sorted(first, key=lambda config: mean(first[config]))
+    finalists = first_ranking[:FINALISTS]
+    is_extra = default in first and default not in finalists
+    times = measure([*finalists, default] if is_extra else finalists, SAMPLING_SECONDS)
     ranking = sorted(times, key=lambda config: mean(times[config]))
     if default in times and mean(times[default]) <= GAIN * mean(times[ranking[0]]):
         ranking.insert(0, default)
-    elif ranking and ranking[-1] not in best:
-        ranking.pop()  # the rules, timed for comparison; others of the first round may be faster
-    for config in dict.fromkeys([*ranking, *rest]):
+    elif is_extra and ranking[-1:] == [default]:
+        ranking.pop()  # timed for comparison; others of the first round may be faster
+    for config in dict.fromkeys([*ranking, *first_ranking]):
         if (reason := why_wrong(config)) is None:
             return config, times if config in times else first
         tell(f"rejected {config}: {reason}")
