@@ -103,7 +103,7 @@ def forward_tiles(
     ROUND_XHAT: ConstBool,
     DEPENDENT: ConstBool,
 ):
-    """Grid: (cdiv(M, ROWS),). Rows past M read 0 and are not written."""
+    """Grid: (cdiv(M, ROWS),). Rows past M read 0 and are not written. No config has TMA here: limits.py says why."""
     i = ct.bid(0)
     if DEPENDENT:
         ct.grid_dependency_control_wait()

@@ -75,9 +75,8 @@ def search_all(
                 return
         return
 
-    spawn = multiprocessing.get_context(
-        "spawn"
-    )  # a fork of a process that has used CUDA cannot use its libraries
+    # A fork of a process that has used CUDA cannot use its libraries.
+    spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(processes, spawn, initializer=start, initargs=(device, spawn.Lock()))
     try:
         for future in as_completed([pool.submit(_search, bucket, most) for bucket in buckets]):
