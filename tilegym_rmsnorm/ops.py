@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from tilegym_rmsnorm import known, reference
+from tilegym_rmsnorm import known, reference, registry
 from tilegym_rmsnorm.autograd import normalize, run_backward, run_forward
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import Request, dispatch, get_current_backend
@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 
+registry.load("torch")  # the one backend whose calls torch.compile traces
 # Whether this torch's F.rms_norm is on autocast's list for CUDA devices.
 _HAS_AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
 

@@ -62,6 +62,7 @@ class BackendUnavailableError(RuntimeError):
     """A backend was asked for by name and cannot run here, or not on these tensors."""
 
 
+_modules: dict[str, ModuleType] = {}
 _impls: dict[tuple[str, str], Callable[..., Any]] = {}
 _chosen: dict[tuple[str, Request, str], Callable[..., Any]] = {}
 _process_backend: str | None = None
@@ -84,6 +85,11 @@ def register_impl(op: str, backend: str) -> Callable[[Callable[..., Any]], Calla
         return function
 
     return register
+
+
+def load(backend: str) -> None:
+    """Import what `backend` needs, which else its first call does: torch.compile traces calls, but no imports."""
+    _implemented_ops(backend)
 
 
 def dispatch(op: str, request: Request, backend: str | None = None) -> Callable[..., Any]:
@@ -223,12 +229,18 @@ def _first_usable(op: str, request: Request) -> str:
 
 def _probe(backend: str) -> ModuleType:
     _check_name("backend", backend, AUTO_ORDER)
-    return importlib.import_module(BACKEND_MODULES[backend])
+    return _import(BACKEND_MODULES[backend])
 
 
 def _implemented_ops(backend: str) -> list[str]:
-    importlib.import_module(_probe(backend).IMPLEMENTATION)
+    _import(_probe(backend).IMPLEMENTATION)
     return [op for op in OPS if (op, backend) in _impls]
+
+
+def _import(name: str) -> ModuleType:
+    if name not in _modules:
+        _modules[name] = importlib.import_module(name)
+    return _modules[name]
 
 
 def _describe(request: Request) -> str:
