@@ -185,11 +185,20 @@ def assert_alike(
     check: one that was wrong in a third of its runs did."""
     first = run()
     assert_within(expected, **dict(zip(names, first, strict=True)))
-    for number in range(1, runs):
-        again = run()
-        if not all(map(torch.equal, again, first)):
-            assert_within(expected, **dict(zip(names, again, strict=True)))
-            raise AssertionError(f"run {number} is right and has other bits")
+    for start in range(1, runs, BATCH):
+        numbers = range(start, min(start + BATCH, runs))
+        gaps = torch.stack([_largest_gap(run(), first) for _ in numbers]).tolist()
+        differing = {number: gap for number, gap in zip(numbers, gaps, strict=True) if gap != 0}
+        assert not differing, f"runs that differ from the first one, by at most: {differing}"
+
+
+BATCH = 20  # runs that follow one another on the GPU, as in training, without the host in between
+
+
+def _largest_gap(results: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
+    """NaN where one is NaN."""
+    gaps = [(one - other).abs().amax().double() for one, other in zip(results, others, strict=True)]
+    return torch.stack(gaps).amax()
 
 
 def _low_precision(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:
