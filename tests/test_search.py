@@ -63,7 +63,18 @@ def test_the_rules_stay_unless_they_lose_by_more_than_the_spread():
     times = dict.fromkeys(CONFIGS, (10.0, 10.0)) | {CONFIGS[7]: (9.95, 9.95)}
     assert choose(times)[0] == CONFIGS[0]
     assert choose(times | {CONFIGS[7]: (9.5, 10.0)})[0] == CONFIGS[7]
-    assert choose(times | {CONFIGS[7]: (9.0, 11.2)})[0] == CONFIGS[0], "worse in the mean over all M"
+
+
+def test_nobody_loses_to_the_rules():
+    times = dict.fromkeys(CONFIGS, (10.0, 10.0)) | {CONFIGS[7]: (5.0, 10.05)}
+    assert choose(times)[0] == CONFIGS[7]
+    times[CONFIGS[7]] = (5.0, 10.2)
+    assert choose(times)[0] == CONFIGS[0]
+    times[CONFIGS[4]] = (9.0, 9.9)
+    assert choose(times)[0] == CONFIGS[4]
+    fast = {config: (5.0, 10.2) for config in CONFIGS[1:-1]}  # more than there are finalists
+    assert choose(times | fast | {CONFIGS[-1]: (9.0, 9.9)})[0] == CONFIGS[-1]
+    assert choose(times, wrong=(CONFIGS[0], CONFIGS[4]))[0] not in (CONFIGS[0], CONFIGS[4], CONFIGS[7])
 
 
 def test_where_all_finalists_are_wrong_the_next_of_the_first_round_comes_before_slower_rules():

@@ -41,7 +41,7 @@ from tilegym_rmsnorm.timer import (
 EPS = 1e-6
 LARGE = 32 * 2**20  # elements of x where a large problem is timed: 64 MB in bfloat16
 FINALISTS = 6  # are timed again, for longer
-GAIN = 1.01  # over the rules, below which they stay: runs differ by as much
+SPREAD, FIRST_SPREAD = 1.01, 1.05  # how far two timings of one config lie apart, at most, and in the short first round
 RUNS, DATA_SETS = 200, 8  # of the check; one kernel that raced was wrong in a single run of 40
 
 Times = dict[Config, tuple[float, ...]]  # microseconds at each M of the bucket
@@ -78,27 +78,38 @@ def choose(
     why_wrong: Callable[[Config], str | None],
     tell: Tell,
 ) -> tuple[Config, Times]:
-    """The fastest config that is right, and the times of the last round. configs[0] is the one of the rules.
+    """The fastest config that is right, and the times of the last round. configs[0] is the one of the rules, which stays
+    unless it loses by more than the spread, and at no M wins by more.
 
     measure(configs, seconds) times those that run, for so many seconds each and M; why_wrong is asked in the order of
     speed, until a config is right. Raises NothingRightError where none is.
     """
     default = configs[0]
     first = measure(configs, 0.0)
-    first_ranking = sorted(first, key=lambda config: mean(first[config]))
+    first_ranking = _rank(first, default, FIRST_SPREAD)
     finalists = first_ranking[:FINALISTS]
     is_extra = default in first and default not in finalists
     times = measure([*finalists, default] if is_extra else finalists, SAMPLING_SECONDS)
-    ranking = sorted(times, key=lambda config: mean(times[config]))
-    if default in times and mean(times[default]) <= GAIN * mean(times[ranking[0]]):
+    ranking = _rank(times, default, SPREAD)
+    if default in times and mean(times[default]) <= SPREAD * mean(times[ranking[0]]):
         ranking.insert(0, default)
-    elif is_extra and ranking[-1:] == [default]:
-        ranking.pop()  # timed for comparison; others of the first round may be faster
+    elif is_extra:
+        ranking = ranking[: ranking.index(default)]  # timed for comparison; others of the first round may be faster
     for config in dict.fromkeys([*ranking, *first_ranking]):
         if (reason := why_wrong(config)) is None:
             return config, times if config in times else first
         tell(f"rejected {config}: {reason}")
     raise NothingRightError(f"none of {len(configs)} configs is right")
+
+
+def _rank(times: Times, default: Config, spread: float) -> list[Config]:
+    """By the mean over all M. Last those that are slower than the default at one of them: who has that M, loses."""
+
+    def rank(config: Config) -> tuple[bool, float]:
+        pairs = zip(times[config], times.get(default, times[config]), strict=True)
+        return any(own > spread * rules for own, rules in pairs), mean(times[config])
+
+    return sorted(times, key=rank)
 
 
 def mean(times: Iterable[float]) -> float:
