@@ -135,6 +135,13 @@ def test_frozen_weight_gives_the_same_dx(n):
     assert torch.equal(run_backward(inputs, has_dw=False)["dx"], run_backward(inputs)["dx"])
 
 
+@pytest.mark.parametrize("n", [18448, 33001, 33008])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_dx_alone_of_wide_rows(n, dtype):
+    inputs = make_inputs(5, n, dtype, FP32, offset=1.0, device=CPU)
+    assert_within(expected_results(inputs), **run_backward(inputs, has_dw=False))
+
+
 @pytest.mark.parametrize("n", [1, 64, 1000, 4096, 18500])
 def test_one_partial_row_per_row(n):
     inputs = make_inputs(19, n, BF16, FP32, device=CPU)

@@ -92,6 +92,22 @@ def check_training_step(m: int, n: int, dtype: torch.dtype, runs: int = RUNS) ->
     assert_alike(expected, ("dx", "dw"), backward, runs)
 
 
+@pytest.mark.parametrize("n", [1, 64, 1000, 4096, 18432, 18448, 33001, 65536])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_dx_alone(dtype, n):
+    from tilegym_rmsnorm.backends.cutile import launch
+
+    inputs = make_inputs(min(4099, 2**24 // n), n, dtype, FP32)
+    x, dy, weight, eps, *_ = inputs
+    _, rstd = rms_norm_forward(x, weight, eps, backend="cutile")
+    assert_alike(
+        expected_results(inputs),
+        ("dx",),
+        lambda: launch.rms_norm_backward(x, dy, weight, rstd, 0.0, "once", False)[:1],
+        RUNS,
+    )
+
+
 @pytest.mark.parametrize("n", [64, 1000, 4096, 18432, 20000])
 def test_one_partial_row_per_row(n):
     from tilegym_rmsnorm.backends.cutile import launch

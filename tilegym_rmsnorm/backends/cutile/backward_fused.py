@@ -14,21 +14,19 @@ that is cheaper than what backward_rows does instead:
 dw_partial gets a row for every slab of rows, and sum_partials adds them as always; where one slab is all, that row is
 dw itself. Slabs follow one another in launch order, so that what is in flight at a time, one slab or two, fits L2 (as
 long as P stays below its bound: then sizes.slab_tiles makes slabs taller). The kernel is for calls that need dw, so
-there is a weight.
+there is a weight; dx alone of wide rows has backward_chunks in backward_wide.py.
 """
 
 import cuda.tile as ct
 
 from .backward import row_gradients
-from .backward_wide import mean_by_chunks
+from .backward_wide import chunked_row_gradients
 from .rows import (
     ConstBool,
     ConstInt,
     at_least_zero,
     column_tiles,
     load_gradient_tiles,
-    load_scale_tile,
-    load_tile,
     store_sum_of_rows,
     xhat_as_multiplied,
 )
@@ -42,19 +40,6 @@ def strip_of_dw(dw_partial, dy, x, rstd, k, j, tiles_in_slab, shape, LATENCY, RO
         txhat, tdy, _ = load_gradient_tiles(x, dy, rstd, (i, j), shape, LATENCY, False)
         tdw = tdw + tdy * xhat_as_multiplied(txhat, x.dtype, ROUND_XHAT)
     store_sum_of_rows(dw_partial, (k, j), tdw)
-
-
-def chunked_row_gradients(arrays, row, inv_n, offset, CHUNK, LATENCY):
-    """Writes dx of a row that registers do not hold: chunk by chunk, first for c, then again, from L2."""
-    dx, dy, x, weight, rstd = arrays
-    tc, trstd = mean_by_chunks(x, dy, weight, rstd, row, inv_n, offset, CHUNK, LATENCY, False, True)
-
-    for j in range(ct.cdiv(x.shape[1], CHUNK)):
-        tx = load_tile(x, (row, j), (1, CHUNK), LATENCY, False)
-        tdy = load_tile(dy, (row, j), (1, CHUNK), LATENCY, False)
-        tg = tdy * load_scale_tile(weight, j, CHUNK, offset, False)
-        tdx = (tg - tx * trstd * tc) * trstd
-        ct.store(dx, (row, j), ct.astype(tdx, dx.dtype), allow_tma=False)
 
 
 def backward_fused(
@@ -110,4 +95,4 @@ def backward_fused(
                 tcolumns = column_tiles(WIDTH, 1, REST)
                 row_gradients(arrays, row, tcolumns, inv_n, offset, 1, 1, False, SWITCHES)
             else:
-                chunked_row_gradients(arrays, row, inv_n, offset, WIDTH, LATENCY)
+                chunked_row_gradients(arrays, row, inv_n, offset, WIDTH, LATENCY, False, True)

@@ -1,10 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The backward of wide rows by two passes over x and dy: c of every row, then strips of columns.
+"""The backward of rows too wide for registers, beside backward_fused. The mathematics is that of backward.py.
 
-10 bytes an element in bfloat16 instead of 6. It serves wide rows where backward_fused does not: without need for dw,
-beyond 131072 columns, in rows that are not aligned (config.py says what that means), and on other architectures than
-sm_90, for which nobody has timed backward_fused on wide rows. The mathematics is that of backward.py.
+    backward_chunks   dx alone: a row per block, summed chunk by chunk for c, then read again, from L2 mostly
+    backward_means    dx and dw by two passes over x and dy, 10 bytes an element in bfloat16 instead of 6: c of every
+    backward_strips   row, then strips of columns
+
+The passes serve where backward_fused does not: beyond 131072 columns, in rows that are not aligned (config.py says what
+that means), and on other architectures than sm_90, for which nobody has timed backward_fused on wide rows.
 """
 
 import cuda.tile as ct
@@ -33,6 +36,41 @@ def mean_by_chunks(x, dy, weight, rstd, i, inv_n, offset, CHUNK, LATENCY, TMA, H
 
     trstd = ct.load(rstd, i, shape=())
     return ct.sum(tproducts) * trstd * inv_n, trstd  # rstd is the same for all of the row: multiplied once
+
+
+def chunked_row_gradients(arrays, row, inv_n, offset, CHUNK, LATENCY, TMA, HAS_WEIGHT):
+    """Writes dx of a row that registers do not hold: chunk by chunk, first for c, then again, from L2."""
+    dx, dy, x, weight, rstd = arrays
+    tc, trstd = mean_by_chunks(x, dy, weight, rstd, row, inv_n, offset, CHUNK, LATENCY, TMA, HAS_WEIGHT)
+
+    for j in range(ct.cdiv(x.shape[1], CHUNK)):
+        tx = load_tile(x, (row, j), (1, CHUNK), LATENCY, TMA)
+        tg = load_tile(dy, (row, j), (1, CHUNK), LATENCY, TMA)
+        if HAS_WEIGHT:
+            tg = tg * load_scale_tile(weight, j, CHUNK, offset, TMA)
+        tdx = (tg - tx * trstd * tc) * trstd
+        ct.store(dx, (row, j), ct.astype(tdx, dx.dtype), allow_tma=TMA)
+
+
+def backward_chunks(
+    dx,  # (M, N), x's dtype: written
+    dy,  # (M, N), any row stride
+    x,  # (M, N), any row stride
+    weight,  # (N,)
+    rstd,  # (M,), float32
+    inv_n,
+    offset,
+    WIDTH: ConstInt,
+    LATENCY: ConstInt,
+    TMA: ConstBool,
+    HAS_WEIGHT: ConstBool,
+    DEPENDENT: ConstBool,
+):
+    """Grid: (M,). dx where dw is not needed."""
+    if DEPENDENT:
+        ct.grid_dependency_control_wait()
+    arrays = (dx, dy, x, weight, rstd)
+    chunked_row_gradients(arrays, ct.bid(0), inv_n, offset, WIDTH, LATENCY, TMA, HAS_WEIGHT)
 
 
 def backward_means(

@@ -29,7 +29,7 @@ WIDEST_SLABBED_ROW = 131072  # elements of which 32 rows of x and dy fit the L2 
 class Config:
     """How one kernel is compiled. Extents are in elements."""
 
-    kernel: str  # forward: "rows", "tiles", "chunks"; backward: "rows", "tiles", "fused", "fused_chunks", "strips"
+    kernel: str  # forward: "rows", "tiles", "chunks"; backward: these, "fused", "fused_chunks", "strips"
     width: int  # columns of a tile, a power of two; "chunks", "fused_chunks": of a chunk of a row
     warps: int
     occupancy: int  # blocks per SM that the compiler leaves room for
@@ -119,7 +119,7 @@ def backward_config(
     if has_dw and architecture == 90 and _is_aligned(n, itemsize) and 16384 < n <= WIDEST_SLABBED_ROW:
         return _wide_rows_config(n, itemsize)
     if n > widest_backward_row(n, itemsize, architecture):
-        return _strips_config(architecture)
+        return _strips_config(architecture) if has_dw else _chunks_config(architecture)
     if architecture == 90 and _is_aligned(n, itemsize):
         table = hopper.BACKWARD_HALF if itemsize == 2 else hopper.BACKWARD_FLOAT
         return _from_table("backward", n, itemsize, table)
@@ -196,6 +196,11 @@ def _strips_config(architecture: int) -> Config:
     return Config("strips", 2048, 4, 3, 4, tma=True, reason=reason)  # 4096x32768: 3003 of those 10 bytes
 
 
+def _chunks_config(architecture: int) -> Config:
+    reason = "dx alone, of rows too wide for registers: read twice, the second time from L2"
+    return Config("chunks", 4096, 8, 2, 4, tma=architecture >= 90, reason=reason)
+
+
 def means_config(architecture: int) -> Config:
     """The kernel that reads wide rows for their mean, before the strips."""
     has_tma = architecture >= 90
@@ -218,7 +223,7 @@ def row_partials_config(n: int, itemsize: int, architecture: int) -> Config:
     if config.kernel == "tiles":
         width, rest = _two_tiles(n)
         return Config("rows", width, config.warps, config.occupancy, config.latency, rest, reason="P = M")
-    return config
+    return _strips_config(architecture) if config.kernel == "chunks" else config
 
 
 def uses_dependent_launch(architecture: int) -> bool:

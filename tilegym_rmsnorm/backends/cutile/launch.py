@@ -136,7 +136,8 @@ class Backward:
         self.machine, self.config, self.n, self.inv_n = machine, config, n, 1.0 / n
         self.has_dw, self.shares_partials = has_dw, shares_partials
         self.partial_rows_of = functools.lru_cache(self.partial_rows)  # the M of a model's calls repeat
-        self.most_rows = MOST_ROWS if shares_partials else LARGEST_GRID
+        is_block_per_row = not shares_partials or config.kernel == "chunks"
+        self.most_rows = LARGEST_GRID if is_block_per_row else MOST_ROWS
         dependent = machine.dependent_launch
         switches = (has_weight, has_dw, round_xhat)
         if config.kernel == "strips":
@@ -147,12 +148,15 @@ class Backward:
             switches = (*switches, config.short)
         if config.is_fused:
             switches = (config.kernel == "fused", round_xhat)
+        if config.kernel == "chunks":  # dx alone
+            switches = (has_weight,)
         function = {
             "rows": backward.backward_rows,
             "tiles": backward.backward_tiles,
             "fused": backward_fused.backward_fused,
             "fused_chunks": backward_fused.backward_fused,
             "strips": backward_wide.backward_strips,
+            "chunks": backward_wide.backward_chunks,
         }[config.kernel]
         self.launch = machine.bind(function, config, (*tile_constants(config, n), *switches, dependent))
         self.sum = sum_config()
@@ -223,7 +227,9 @@ class Backward:
     ) -> None:
         m, n = x.shape
         config, arguments = self.config, (dx, dw_partial, dy, x, weight, rstd)
-        if config.kernel == "strips":
+        if config.kernel == "chunks":
+            self.launch((m,), (dx, *arguments[2:], self.inv_n, offset))
+        elif config.kernel == "strips":
             c = self.machine.empty((m,), torch.float32)
             self.launch_means((m,), (c, dy, x, weight, rstd, self.inv_n, offset))
             self.launch((p, -(-n // config.width)), (*arguments, c, offset))

@@ -41,7 +41,8 @@ from tilegym_rmsnorm.timer import (
 EPS = 1e-6
 LARGE = 32 * 2**20  # elements of x where a large problem is timed: 64 MB in bfloat16
 FINALISTS = 6  # are timed again, for longer
-SPREAD, FIRST_SPREAD = 1.01, 1.05  # how far two timings of one config lie apart, at most, and in the short first round
+SPREAD = 1.01  # how far two timings of one config lie apart, at most
+FIRST_SPREAD = 1.05  # and in the short first round
 RUNS, DATA_SETS = 200, 8  # of the check; one kernel that raced was wrong in a single run of 40
 
 Times = dict[Config, tuple[float, ...]]  # microseconds at each M of the bucket
@@ -78,8 +79,8 @@ def choose(
     why_wrong: Callable[[Config], str | None],
     tell: Tell,
 ) -> tuple[Config, Times]:
-    """The fastest config that is right, and the times of the last round. configs[0] is the one of the rules, which stays
-    unless it loses by more than the spread, and at no M wins by more.
+    """The fastest config that is right, and the times of the last round. configs[0] is the one of the rules: it stays
+    unless it loses by more than the spread in the mean, and wins by more at no M.
 
     measure(configs, seconds) times those that run, for so many seconds each and M; why_wrong is asked in the order of
     speed, until a config is right. Raises NothingRightError where none is.
@@ -94,7 +95,8 @@ def choose(
     if default in times and mean(times[default]) <= SPREAD * mean(times[ranking[0]]):
         ranking.insert(0, default)
     elif is_extra:
-        ranking = ranking[: ranking.index(default)]  # timed for comparison; others of the first round may be faster
+        # timed for comparison; others of the first round may be faster
+        ranking = ranking[: ranking.index(default)]
     for config in dict.fromkeys([*ranking, *first_ranking]):
         if (reason := why_wrong(config)) is None:
             return config, times if config in times else first

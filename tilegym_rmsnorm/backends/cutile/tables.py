@@ -77,14 +77,14 @@ def chosen_config(
 ) -> Config:
     """The config that serves rows of n elements, for problems of one size class, on this machine.
 
-    Tables hold backwards that need dw. One that does not takes the same config unless it is of the fused kind, whose
-    blocks for dw would have nothing to do.
+    Tables hold backwards that need dw. One that does not takes the same config unless its kernel reads x and dy once
+    more for dw: of the fused kind and the strips.
     """
     name = str(dtype).removeprefix("torch.")
     buckets = [Bucket(op, n, each, size) for each in (name, *SHARED.get(name, ()))]
     for table in tables_of(machine.model, machine.architecture).values():
         for bucket in buckets:
-            if bucket in table and (has_dw or not table[bucket].config.is_fused):
+            if bucket in table and (has_dw or table[bucket].config.kernel in ("rows", "tiles")):
                 return table[bucket].config
     switches = () if op == "forward" else (has_dw,)
     return RULES[op](n, dtype.itemsize, machine.architecture, size, *switches)
