@@ -178,6 +178,9 @@ def assert_within(expected: dict[str, Expected], **results: Tensor | None) -> No
             )
 
 
+BATCH = 20  # runs that follow one another on the GPU, as in training, without the host in between
+
+
 def assert_alike(
     expected: dict[str, Expected], names: tuple[str, ...], run: Callable[[], tuple[Tensor, ...]], runs: int
 ) -> None:
@@ -187,18 +190,20 @@ def assert_alike(
     assert_within(expected, **dict(zip(names, first, strict=True)))
     for start in range(1, runs, BATCH):
         numbers = range(start, min(start + BATCH, runs))
-        gaps = torch.stack([_largest_gap(run(), first) for _ in numbers]).tolist()
-        differing = {number: gap for number, gap in zip(numbers, gaps, strict=True) if gap != 0}
+        gaps = torch.stack([_gaps(run(), first) for _ in numbers]).tolist()
+        differing = {
+            number: dict(zip(names, each, strict=True))
+            for number, each in zip(numbers, gaps, strict=True)
+            if each != [0] * len(names)
+        }
         assert not differing, f"runs that differ from the first one, by at most: {differing}"
 
 
-BATCH = 20  # runs that follow one another on the GPU, as in training, without the host in between
-
-
-def _largest_gap(results: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
-    """NaN where one is NaN."""
-    gaps = [(one - other).abs().amax().double() for one, other in zip(results, others, strict=True)]
-    return torch.stack(gaps).amax()
+def _gaps(results: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:
+    """The largest difference of each pair, NaN where one is NaN."""
+    return torch.stack(
+        [(one - other).abs().amax().double() for one, other in zip(results, others, strict=True)]
+    )
 
 
 def _low_precision(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | None]:

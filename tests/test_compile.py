@@ -163,10 +163,12 @@ def test_variants(architecture, variant):
 def test_frozen_weight_and_one_partial_row_per_row(architecture):
     machine = CompilingMachine(architecture)
     for n in ONE_WIDTH_PER_KERNEL:
-        config = backward_config(n, 2, architecture, has_dw=False)
-        run_backward(machine, config, n, BF16, BF16, has_dw=False)
+        run_dx(machine, dx_config(n, 2, architecture), n, BF16, BF16)
         row_partials = row_partials_config(n, 2, architecture)
         run_backward(machine, row_partials, n, BF16, BF16, shares_partials=False)
+    for n in (33000, 33001):
+        run_dx(machine, dx_config(n, 2, architecture), n, BF16, None)
+    run_dx(machine, dx_config(40000, 4, architecture), 40000, FP32, FP32)
     assert_sound(machine)
 
 

@@ -123,13 +123,13 @@ def test_llama_casting(n, size):
     assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs, size=size))
 
 
-@pytest.mark.parametrize("n", [64, 2048, 5000, 18500, 33000])
+@pytest.mark.parametrize("n", [64, 2048, 5000, 18500, 33000, 33008])
 def test_no_weight(n):
     inputs = make_inputs(7, n, BF16, None, device=CPU)
     assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs))
 
 
-@pytest.mark.parametrize("n", [64, 2048, 5000, 18500])
+@pytest.mark.parametrize("n", [64, 2048, 5000, 18448, 18500, 33008])
 def test_frozen_weight_gives_the_same_dx(n):
     inputs = make_inputs(7, n, BF16, FP32, device=CPU)
     assert torch.equal(run_backward(inputs, has_dw=False)["dx"], run_backward(inputs)["dx"])
@@ -206,10 +206,13 @@ def test_more_rows_than_one_launch_takes(monkeypatch):
     """Rows past cuda-tile's limits go into further launches, whose partial rows lie behind those of the first."""
     inputs = make_inputs(90, 64, BF16, FP32, device=CPU)
     monkeypatch.setattr(launch, "MOST_ROWS", 40)
-    monkeypatch.setattr(launch, "LARGEST_GRID", 17)
+    for module in (launch, interpreter):
+        monkeypatch.setattr(module, "LARGEST_GRID", 17)
     assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs))
     config = row_partials_config(64, 2, 90)
     assert_within(expected_results(inputs), **run_backward(inputs, config, shares_partials=False))
+    wide = make_inputs(40, 18448, BF16, FP32, device=CPU)
+    assert_within(expected_results(wide), **run_backward(wide, has_dw=False))
 
 
 @pytest.mark.parametrize("m", [1, 5])
@@ -274,6 +277,8 @@ class Sabotage(ShuffledMachine):
         ("backward_rows", 4096, -1),
         ("backward_tiles", 64, 1),
         ("backward_means", 18500, -1),
+        ("backward_chunks", 33008, -1),
+        ("backward_chunks", 33008, 1),
         ("backward_fused", 4096, -1),
         ("backward_fused", 18448, -1),
         ("sum_partials", 4096, -1),
@@ -289,4 +294,5 @@ def test_a_wrong_grid_is_noticed(victim, n, change, monkeypatch):
     inputs = make_inputs(m, n, BF16, FP32, device=CPU)
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         size = "few" if victim == "backward_fused" else "large"
-        run_forward(inputs) if victim.startswith("forward") else run_backward(inputs, size=size)
+        has_dw = victim != "backward_chunks"
+        run_forward(inputs) if victim.startswith("forward") else run_backward(inputs, None, has_dw, size=size)

@@ -31,11 +31,12 @@ def test_rules_serve_where_no_table_has_an_entry(folders):
                 assert found == expected and not found.slab
 
 
-def test_without_dw_a_fused_entry_does_not_serve(folders):
+def test_without_dw_no_entry_serves_that_reads_more_for_dw(folders):
     bucket = BUCKET._replace(size="few")
     fused = Config("fused", 4096, 8, 1, 2, rows=64, strip=32, slab=512)
     rows = Config("rows", 4096, 4, 1, 3, short=True)
-    for config, serves in ((fused, False), (rows, True)):
+    strips = Config("strips", 2048, 4, 3, 4, tma=True)
+    for config, serves in ((fused, False), (rows, True), (strips, False)):
         tables.update(folders[0], TARGET, {bucket: Entry(config, ())})
         assert without_reason(chosen(bucket)) == config
         found = tables.chosen_config("backward", MACHINE, 4096, torch.bfloat16, "few", has_dw=False)
@@ -169,7 +170,7 @@ UNFIT = {
     "no timings": stored(timings=None),
     "timings no time": stored(timings=[{"m": 1, "us_rules": 0.0, "us": float("nan")}]),
     "timings no numbers": stored(timings=[{"m": 1, "us_rules": "a", "us": 1}]),
-    "kernel of the other op": stored(config_kernel="chunks"),
+    "kernel of dx alone": stored(config_kernel="chunks"),
     "unknown kernel": stored(config_kernel="magic"),
     "kernel no text": stored(config_kernel=["rows"]),
     "unknown field": stored(config_threads=4),
@@ -276,3 +277,6 @@ def test_shipped_tables_are_fit_and_bear_their_name(path):
     assert table and text == tables.render(target, table)
     for bucket, entry in table.items():
         assert entry.timings, f"{bucket}: no figure"
+        assert all(each.us <= 1.01 * each.us_rules for each in entry.timings), (
+            f"{bucket}: slower than the rules"
+        )

@@ -18,6 +18,7 @@ How a row is held decides the kernel; config.py says which serves which shape:
     backward_rows     one row per step, gathered into register tiles
     backward_tiles    several narrow rows per step, as one 2-D tile
     backward_fused    (backward_fused.py) few rows, or wide ones: blocks for dx and blocks for dw side by side
+    backward_chunks   (backward_wide.py) dx alone, of rows that registers do not hold
     backward_means, backward_strips
                       (backward_wide.py) wide rows that backward_fused does not serve: c first, then strips of columns
 

@@ -84,14 +84,13 @@ def backward_means(
     WIDTH: ConstInt,
     LATENCY: ConstInt,
     TMA: ConstBool,
-    HAS_WEIGHT: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """Grid: (M,). c = mean_j(xhat * g), the one number per row that dx needs from the whole row."""
     i = ct.bid(0)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
-    tc, _ = mean_by_chunks(x, dy, weight, rstd, i, inv_n, offset, WIDTH, LATENCY, TMA, HAS_WEIGHT)
+    tc, _ = mean_by_chunks(x, dy, weight, rstd, i, inv_n, offset, WIDTH, LATENCY, TMA, True)
     ct.scatter(c, i, tc)
 
 
@@ -108,8 +107,6 @@ def backward_strips(
     WIDTH: ConstInt,
     LATENCY: ConstInt,
     TMA: ConstBool,
-    HAS_WEIGHT: ConstBool,
-    HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
     DEPENDENT: ConstBool,
 ):
@@ -117,19 +114,13 @@ def backward_strips(
     j = ct.bid(1)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
-    if HAS_WEIGHT:
-        tscale = load_scale_tile(weight, j, WIDTH, offset, TMA)
+    tscale = load_scale_tile(weight, j, WIDTH, offset, TMA)
 
     tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
     for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
         txhat, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, j), (ROWS, WIDTH), LATENCY, TMA)
         tc = ct.reshape(ct.load(c, (i,), (ROWS,), padding_mode=ZERO, allow_tma=TMA), (ROWS, 1))
-        tg = tdy
-        if HAS_WEIGHT:
-            tg = tdy * tscale
-        ct.store(dx, (i, j), ct.astype((tg - txhat * tc) * trstd, dx.dtype), allow_tma=TMA)
-        if HAS_DW:
-            tdw = tdw + tdy * xhat_as_multiplied(txhat, x.dtype, ROUND_XHAT)
+        ct.store(dx, (i, j), ct.astype((tdy * tscale - txhat * tc) * trstd, dx.dtype), allow_tma=TMA)
+        tdw = tdw + tdy * xhat_as_multiplied(txhat, x.dtype, ROUND_XHAT)
 
-    if HAS_DW:
-        store_sum_of_rows(dw_partial, (ct.bid(0), j), tdw)
+    store_sum_of_rows(dw_partial, (ct.bid(0), j), tdw)

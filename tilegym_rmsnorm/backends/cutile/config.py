@@ -107,7 +107,8 @@ def backward_config(
 ) -> Config:
     """The kernel that computes dx and the partial rows of dw, for rows of n elements on sm_{architecture}.
 
-    The fused kernels are for calls that need dw (has_dw): without it their blocks for dw would have nothing to do.
+    The fused kernels and strips are for calls that need dw (has_dw): without it blocks for dw would have nothing to do,
+    and rows too wide for registers take "chunks".
 
     A block keeps weight and its sum of dw, in float32, for the whole row in registers: 8 warps as soon as that is 16
     elements a thread. It waits for x and dy at every step, so loads are issued ahead (latency), and tiles of 4096
@@ -178,9 +179,8 @@ def _wide_rows_config(n: int, itemsize: int) -> Config:
 def widest_backward_row(n: int, itemsize: int, architecture: int) -> int:
     """Elements of the widest row of n's kind of which a block's registers hold x, dy, weight and the sum of dw.
 
-    Wider rows take 10 bytes of traffic an element instead of 6, so that a kernel that spills a little may still win:
-    on sm_90 it was measured (hopper.SPILLS), elsewhere no kernel may spill. Unaligned rows need registers for
-    addresses.
+    Wider rows are read twice, so that a kernel that spills a little may still win: on sm_90 it was measured
+    (hopper.SPILLS), elsewhere no kernel may spill. Unaligned rows need registers for addresses.
     """
     if not _is_aligned(n, itemsize):
         return 8192

@@ -82,11 +82,12 @@ def _backward(
     if plan not in (None, "row_partials"):
         raise ValueError(f"plan: expected None or 'row_partials', got {plan!r}")
     machine = machine_of(device)
-    if plan is None:
+    shares_partials = plan is None or not has_dw
+    if shares_partials:
         config = chosen_config("backward", machine, n, dtype, size, has_dw)
     else:
         config = row_partials_config(n, dtype.itemsize, machine.architecture)
-    return Backward(machine, config, n, has_weight, has_dw, round_xhat, shares_partials=plan is None)
+    return Backward(machine, config, n, has_weight, has_dw, round_xhat, shares_partials)
 
 
 class Forward:
@@ -136,27 +137,21 @@ class Backward:
         self.machine, self.config, self.n, self.inv_n = machine, config, n, 1.0 / n
         self.has_dw, self.shares_partials = has_dw, shares_partials
         self.partial_rows_of = functools.lru_cache(self.partial_rows)  # the M of a model's calls repeat
-        is_block_per_row = not shares_partials or config.kernel == "chunks"
-        self.most_rows = LARGEST_GRID if is_block_per_row else MOST_ROWS
+        has_block_per_row = not shares_partials or config.kernel in ("chunks", "strips")
+        self.most_rows = LARGEST_GRID if has_block_per_row else MOST_ROWS
         dependent = machine.dependent_launch
-        switches = (has_weight, has_dw, round_xhat)
         if config.kernel == "strips":
             means = means_config(machine.architecture)
-            constants = (*tile_constants(means, n), has_weight, dependent)
-            self.launch_means = machine.bind(backward_wide.backward_means, means, constants)
-        if config.kernel == "rows":
-            switches = (*switches, config.short)
-        if config.is_fused:
-            switches = (config.kernel == "fused", round_xhat)
-        if config.kernel == "chunks":  # dx alone
-            switches = (has_weight,)
-        function = {
-            "rows": backward.backward_rows,
-            "tiles": backward.backward_tiles,
-            "fused": backward_fused.backward_fused,
-            "fused_chunks": backward_fused.backward_fused,
-            "strips": backward_wide.backward_strips,
-            "chunks": backward_wide.backward_chunks,
+            self.launch_means = machine.bind(
+                backward_wide.backward_means, means, (*tile_constants(means, n), dependent)
+            )
+        function, switches = {
+            "rows": (backward.backward_rows, (has_weight, has_dw, round_xhat, config.short)),
+            "tiles": (backward.backward_tiles, (has_weight, has_dw, round_xhat)),
+            "fused": (backward_fused.backward_fused, (True, round_xhat)),
+            "fused_chunks": (backward_fused.backward_fused, (False, round_xhat)),
+            "strips": (backward_wide.backward_strips, (round_xhat,)),
+            "chunks": (backward_wide.backward_chunks, (has_weight,)),
         }[config.kernel]
         self.launch = machine.bind(function, config, (*tile_constants(config, n), *switches, dependent))
         self.sum = sum_config()

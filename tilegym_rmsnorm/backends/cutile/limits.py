@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 KERNELS = {
     "forward": ("rows", "tiles", "chunks"),
-    "backward": ("rows", "tiles", "fused", "fused_chunks", "strips"),
+    "backward": ("rows", "tiles", "fused", "fused_chunks", "strips"),  # of calls that need dw
 }
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 MOST_PIECES = 16  # each is code of its own: 64 compile in seconds

@@ -41,8 +41,8 @@ from tilegym_rmsnorm.timer import (
 EPS = 1e-6
 LARGE = 32 * 2**20  # elements of x where a large problem is timed: 64 MB in bfloat16
 FINALISTS = 6  # are timed again, for longer
-SPREAD = 1.01  # how far two timings of one config lie apart, at most
-FIRST_SPREAD = 1.05  # and in the short first round
+SPREAD = 1.01  # two timings of one config in one process differ by about as much
+FIRST_SPREAD = 1.03  # in the first round, which is shorter: five samples each
 RUNS, DATA_SETS = 200, 8  # of the check; one kernel that raced was wrong in a single run of 40
 
 Times = dict[Config, tuple[float, ...]]  # microseconds at each M of the bucket
@@ -79,24 +79,23 @@ def choose(
     why_wrong: Callable[[Config], str | None],
     tell: Tell,
 ) -> tuple[Config, Times]:
-    """The fastest config that is right, and the times of the last round. configs[0] is the one of the rules: it stays
-    unless it loses by more than the spread in the mean, and wins by more at no M.
+    """The fastest config that is right, and its times. configs[0] is the one of the rules: another takes its place only
+    if it is faster by more than the spread in the mean over all M, and slower by more at none of them.
 
-    measure(configs, seconds) times those that run, for so many seconds each and M; why_wrong is asked in the order of
-    speed, until a config is right. Raises NothingRightError where none is.
+    measure(configs, seconds) times those that run, for so many seconds each and M: all of them, then the fastest and
+    the rules' again. why_wrong is asked in the order of speed, until a config is right; where none of the fastest is,
+    the rules' is next. Raises NothingRightError where none is.
     """
     default = configs[0]
     first = measure(configs, 0.0)
     first_ranking = _rank(first, default, FIRST_SPREAD)
     finalists = first_ranking[:FINALISTS]
-    is_extra = default in first and default not in finalists
-    times = measure([*finalists, default] if is_extra else finalists, SAMPLING_SECONDS)
+    if default in first and default not in finalists:
+        finalists.append(default)
+    times = measure(finalists, SAMPLING_SECONDS)
     ranking = _rank(times, default, SPREAD)
     if default in times and mean(times[default]) <= SPREAD * mean(times[ranking[0]]):
         ranking.insert(0, default)
-    elif is_extra:
-        # timed for comparison; others of the first round may be faster
-        ranking = ranking[: ranking.index(default)]
     for config in dict.fromkeys([*ranking, *first_ranking]):
         if (reason := why_wrong(config)) is None:
             return config, times if config in times else first

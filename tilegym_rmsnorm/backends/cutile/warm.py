@@ -32,7 +32,9 @@ def warm(
         forward = Forward(machine, config, n, has_weight, round_xhat)
         config = chosen_config("backward", machine, n, dtype, size, has_dw=has_weight)
         backward = Backward(machine, config, n, has_weight, has_weight, round_xhat)
-        for m in rows_to_warm(n, size, config, machine.sm_count, backward.partial_rows):
+        # without a weight no array has P rows
+        partial_rows = backward.partial_rows if has_weight else lambda m: 1
+        for m in rows_to_warm(n, size, config, machine.sm_count, partial_rows):
             x, rstd = machine.empty((m, n), dtype), machine.empty((m,), torch.float32)
             forward(x, weight, EPS, 0.0)
             backward(x, x, weight, rstd, 0.0)
