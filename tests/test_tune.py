@@ -104,6 +104,17 @@ def test_a_lost_context_ends_the_run(gpu, finder, monkeypatch, capsys):
     )
 
 
+def test_an_interrupted_run_says_how_to_go_on(gpu, finder, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(finder, "tune", interrupted)
+    assert run() == 1
+    captured = capsys.readouterr()
+    assert "0 of 6 tuned" in captured.out
+    assert "the rest: interrupted. To go on from there: the same command with --skip-tuned" in captured.err
+
+
 def test_progress_without_tqdm(gpu, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tqdm", None)  # what `import` refuses
     assert run("--size", "large") == 0

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import time
 
 import pytest
 import torch
@@ -34,6 +36,13 @@ class Deadly(Bucket):
         return os._exit, (1,)
 
 
+class Endless(Bucket):
+    """Keeps the process that receives it busy."""
+
+    def __reduce__(self):
+        return time.sleep, (600,)
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 def test_every_bucket_comes_back(processes, finder):
     buckets = [SMALL, SMALL._replace(n=16)]
@@ -52,6 +61,18 @@ def test_an_error_of_a_process_reaches_the_caller():
 def test_a_process_that_dies_ends_the_search():
     with pytest.raises(workers.DiedError, match="a process died"):
         list(workers.search_all([Deadly(*SMALL), SMALL], CPU, 1, 2))
+
+
+def test_a_search_that_is_left_ends_its_processes():
+    others = set(multiprocessing.active_children())
+    searches = workers.search_all([Endless(*SMALL), SMALL], CPU, 1, 2, start_small)
+    assert next(searches).bucket == SMALL
+    processes = set(multiprocessing.active_children()) - others
+    assert processes
+    searches.close()
+    for process in processes:
+        process.join(30)
+        assert not process.is_alive()
 
 
 @pytest.mark.parametrize(

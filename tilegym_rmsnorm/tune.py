@@ -151,6 +151,8 @@ def tune(
                 failures.append(f"the rest: not searched after that. {GO_ON}")
     except workers.DiedError as error:
         failures.append(f"the rest: {error}. {GO_ON}")
+    except KeyboardInterrupt:
+        failures.append(f"the rest: interrupted. {GO_ON}")
     bar.close()
     return done, failures
 
