@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What the tests of tuned tables share: one target, one bucket, one entry."""
+"""What the tests of tuned tables share: one target, one bucket, one entry; and the configs of the tables that ship."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -27,3 +28,18 @@ def chosen(bucket: Bucket = BUCKET, machine=MACHINE) -> Config:
 
 def without_reason(config: Config) -> Config:
     return replace(config, reason="")
+
+
+def shipped_configs(op: str, dtype: str) -> list[tuple[int, Bucket, Config]]:
+    """Architecture, bucket and config of every entry of the tables that ship, but for those that other tests have: the
+    rules' configs, and what another entry of that width has too."""
+    found = {}
+    for path in sorted(tables.SHIPPED_FOLDER.glob("*.json")):
+        text = path.read_text(encoding="utf-8")
+        target = Target(**{name: json.loads(text)[name] for name in Target._fields})
+        for bucket, entry in tables.parse(text, target).items():
+            rule = tables.RULES[op](bucket.n, tables.ITEMSIZE[dtype], target.architecture, bucket.size)
+            config = without_reason(entry.config)
+            if (bucket.op, bucket.dtype) == (op, dtype) and config != replace(rule, reason="", spills=""):
+                found.setdefault((target.architecture, bucket.n, config), bucket)
+    return [(architecture, bucket, config) for (architecture, _, config), bucket in found.items()]

@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 from helpers import BF16, FP16, FP32, Inputs, assert_within, expected_results, make_inputs
+from table_cases import shipped_configs
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
@@ -22,6 +23,7 @@ from tilegym_rmsnorm.backends.cutile.config import (  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.machine import InterpretedMachine  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.sizes import partial_rows  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.tables import ITEMSIZE  # noqa: E402
 
 CPU = torch.device("cpu")
 few_rows_config = functools.partial(backward_config, size="few")
@@ -106,6 +108,14 @@ def test_backward_of_every_config_for_few_rows(m, n):
     """300 rows are a second slab for narrow rows, 63 and 300 leave a tile of rows partial."""
     inputs = make_inputs(m, n, BF16, FP32, offset=1.0, device=CPU)
     assert_within(expected_results(inputs), **run_backward(inputs, size="few"))
+
+
+@pytest.mark.parametrize("dtype", ITEMSIZE)
+@pytest.mark.parametrize(("op", "run"), [("forward", run_forward), ("backward", run_backward)])
+def test_configs_of_the_shipped_tables(op, run, dtype):
+    for _, bucket, config in shipped_configs(op, dtype):
+        inputs = make_inputs(7, bucket.n, getattr(torch, dtype), FP32, offset=1.0, device=CPU)
+        assert_within(expected_results(inputs), **run(inputs, config))
 
 
 @pytest.mark.parametrize("n", [100, 1000, 3000, 5000, 17000, 18500, 33000, 49200])
