@@ -224,7 +224,7 @@ def test_batch_sizes_eps_and_offsets_compile_nothing_new(n, weight_dtype, compil
             compilations.clear()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("op", ["forward", "backward"])
 def test_every_config_of_the_shipped_tables(op, dtype, monkeypatch):
     """As tuning checks its winners, with more runs: fresh data, NaN, float64, and the bits of the first run."""
