@@ -32,6 +32,7 @@ from helpers import (
     why_skip,
 )
 
+from tilegym_rmsnorm.backends import checks
 from tilegym_rmsnorm.backends import triton as backend
 from tilegym_rmsnorm.backends.triton.config import BackwardConfig, ForwardConfig
 from tilegym_rmsnorm.registry import Request
@@ -195,7 +196,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
 
-    caches = (backend._triton_unusable, backend._gpu_unusable)
+    caches = (backend._triton_unusable, backend._interpreter_unusable, backend._gpu_unusable)
     for cached in caches:
         cached.cache_clear()
     yield set_machine
@@ -232,14 +233,44 @@ def test_tensors_that_it_cannot_take(machine, request_, reason, remedy):
     assert reason in unusable.reason and remedy in unusable.remedy
 
 
-def test_without_a_gpu_it_runs_interpreted_only(machine):
+def test_without_a_gpu_it_runs_interpreted_only(machine, monkeypatch):
     machine()
     for request in (None, REQUEST._replace(device=CPU)):
         assert "TRITON_INTERPRET=1" in backend.unusable(request).remedy
     machine(is_interpreting=True)
+    monkeypatch.setattr(checks, "installed_version", {"triton": (3, 9), "numpy": (2, 4)}.get)
     assert backend.unusable(REQUEST._replace(device=CPU)) is None
     assert backend.unusable(None) is None
     assert not backend.AUTO_ON_CPU
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "remedy"),
+    [
+        ((3, 6), (2, 4), 'pip install "numpy<2.4"'),
+        ((3, 6), (2, 3), None),
+        ((3, 7), (2, 4), None),
+        (None, (2, 4), None),  # another distribution of it, such as triton-windows
+    ],
+)
+def test_versions_that_cannot_interpret(machine, monkeypatch, triton, numpy, remedy):
+    machine(is_interpreting=True)
+    monkeypatch.setattr(checks, "installed_version", {"triton": triton, "numpy": numpy}.get)
+    for request in (None, REQUEST._replace(device=CPU)):
+        unusable = backend.unusable(request)
+        assert (unusable and unusable.remedy) == remedy
+        assert unusable is None or unusable.reason.endswith("Triton 3.6 does not work with numpy 2.4")
+
+
+def test_an_interpreter_without_numpy_says_so(machine, monkeypatch):
+    machine(is_interpreting=True)
+    monkeypatch.setattr(checks, "is_installed", lambda package: package != "numpy")
+    assert backend.unusable(None).remedy == "pip install numpy"
+
+
+def test_the_version_of_a_distribution():
+    assert checks.installed_version("torch") == tuple(map(int, torch.__version__.split(".")[:2]))
+    assert checks.installed_version("no-such-thing") is None
 
 
 def test_without_triton_it_says_what_to_install(machine):

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable
 
 import torch
@@ -33,6 +35,15 @@ def any_gpu_unusable(gpu_unusable: Callable[[torch.device], Unusable | None]) ->
     count = torch.cuda.device_count() if torch.cuda.is_available() else 1
     problems = [gpu_unusable(torch.device("cuda", index)) for index in range(count)]
     return None if None in problems else problems[0]
+
+
+def installed_version(distribution: str) -> tuple[int, int] | None:
+    """Major and minor version, None where that distribution is missing or says no such thing."""
+    try:
+        numbers = re.match(r"(\d+)\.(\d+)", importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return numbers and (int(numbers[1]), int(numbers[2]))
 
 
 def is_installed(package: str) -> bool:

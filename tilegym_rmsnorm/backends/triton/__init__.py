@@ -36,13 +36,15 @@ def interpreting() -> bool:
 def unusable(request: Request | None) -> Unusable | None:
     """Why these tensors (None: this machine at all) cannot be run by the Triton kernels, None if they can."""
     if request is None:
-        return _triton_unusable() or (None if interpreting() else checks.any_gpu_unusable(_gpu_unusable))
+        return _triton_unusable() or (
+            _interpreter_unusable() if interpreting() else checks.any_gpu_unusable(_gpu_unusable)
+        )
     if problem := checks.tensors_unusable(request) or _triton_unusable():
         return problem
     if request.device.type not in ("cpu", "cuda"):
         return Unusable(f"it runs on CUDA tensors, these are on {request.device}", 'use backend="torch"')
     if interpreting():
-        return None
+        return _interpreter_unusable()
     if request.device.type == "cpu":
         remedy = f"move the tensors to a GPU, or {_INTERPRET_REMEDY}"
         return Unusable("it runs on CUDA tensors, these are on the CPU", remedy)
@@ -54,6 +56,18 @@ def _triton_unusable() -> Unusable | None:
     return (
         None if checks.is_installed("triton") else Unusable("triton is not installed", "pip install triton")
     )
+
+
+@functools.cache
+def _interpreter_unusable() -> Unusable | None:
+    """Triton's interpreter computes with numpy, which since 2.4 refuses how Triton before 3.7 begins a loop."""
+    if not checks.is_installed("numpy"):
+        return Unusable("Triton's interpreter needs numpy", "pip install numpy")
+    triton, numpy = map(checks.installed_version, ("triton", "numpy"))
+    if triton is not None and numpy is not None and triton < (3, 7) and numpy >= (2, 4):
+        reason = f"the interpreter of Triton {triton[0]}.{triton[1]} does not work with numpy {numpy[0]}.{numpy[1]}"
+        return Unusable(reason, 'pip install "numpy<2.4"')
+    return None
 
 
 @functools.cache
