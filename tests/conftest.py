@@ -75,11 +75,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
 def gpu_group(nodeid: str) -> str | None:
     """Which tests share a process where there is a GPU, so that few at a time need much of its memory.
 
-    None for a test that goes wherever there is time: it needs no GPU, or small tensors only.
+    None for a test that goes wherever there is time: it needs no GPU, or no more than some GB of its memory.
     """
     path, _, test = nodeid.partition("::")
     file = Path(path).stem
-    if file in WITHOUT_GPU or test.startswith(("test_every_config[", "test_every_config_for_few_rows[")):
+    if file in WITHOUT_GPU or test.startswith("test_every_config"):
         return None
     if "inductor" in test:
         return "gpu-inductor"

@@ -31,15 +31,22 @@ def without_reason(config: Config) -> Config:
 
 
 def shipped_configs(op: str, dtype: str) -> list[tuple[int, Bucket, Config]]:
-    """Architecture, bucket and config of every entry of the tables that ship, but for those that other tests have: the
-    rules' configs, and what another entry of that width has too."""
+    """Architecture, bucket and config of all that the tables that ship give to `dtype`, but for what other tests have:
+    the rules' configs, and what another entry of that width has too."""
     found = {}
     for path in sorted(tables.SHIPPED_FOLDER.glob("*.json")):
         text = path.read_text(encoding="utf-8")
         target = Target(**{name: json.loads(text)[name] for name in Target._fields})
-        for bucket, entry in tables.parse(text, target).items():
+        for bucket, entry in serving(tables.parse(text, target), op, dtype).items():
             rule = tables.RULES[op](bucket.n, tables.ITEMSIZE[dtype], target.architecture, bucket.size)
             config = without_reason(entry.config)
-            if (bucket.op, bucket.dtype) == (op, dtype) and config != replace(rule, reason="", spills=""):
+            if config != replace(rule, reason="", spills=""):
                 found.setdefault((target.architecture, bucket.n, config), bucket)
     return [(architecture, bucket, config) for (architecture, _, config), bucket in found.items()]
+
+
+def serving(table: tables.Table, op: str, dtype: str) -> tables.Table:
+    """The entries that serve tensors of `dtype`, those that it takes from another dtype among them."""
+    lenders = tables.SHARED.get(dtype, ())
+    lent = {b._replace(dtype=dtype): entry for b, entry in table.items() if b.op == op and b.dtype in lenders}
+    return lent | {b: entry for b, entry in table.items() if (b.op, b.dtype) == (op, dtype)}

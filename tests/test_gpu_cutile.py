@@ -21,6 +21,7 @@ from helpers import (
     make_inputs,
     why_skip,
 )
+from table_cases import serving
 
 from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward
 from tilegym_rmsnorm.backends.cutile.config import backward_config, forward_config
@@ -56,7 +57,7 @@ def widths_of_configs(itemsize: int, size: str) -> list[int]:
 
 RUNS = 1000  # of each config where it fills the GPU, on NaN
 # Most of a sweep's time is compilation, so its parts go to different processes (conftest.gpu_group).
-PARTS = 24
+PARTS, TABLE_PARTS = 24, 4
 
 
 @pytest.fixture
@@ -224,9 +225,10 @@ def test_batch_sizes_eps_and_offsets_compile_nothing_new(n, weight_dtype, compil
             compilations.clear()
 
 
+@pytest.mark.parametrize("part", range(TABLE_PARTS))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("op", ["forward", "backward"])
-def test_every_config_of_the_shipped_tables(op, dtype, monkeypatch):
+def test_every_config_of_the_shipped_tables(op, dtype, part, monkeypatch):
     """As tuning checks its winners, with more runs: fresh data, NaN, float64, and the bits of the first run."""
     from tilegym_rmsnorm.backends.cutile import machine, search
 
@@ -234,12 +236,34 @@ def test_every_config_of_the_shipped_tables(op, dtype, monkeypatch):
     found = machine.machine_of(DEVICE)
     tables = tables_of(found.model, found.architecture)
     [table] = [table for path, table in tables.items() if path.parent == SHIPPED_FOLDER] or [{}]
-    entries = {bucket: entry for bucket, entry in table.items() if (bucket.op, bucket.dtype) == (op, dtype)}
+    entries = dict(sorted(serving(table, op, dtype).items())[part::TABLE_PARTS])
     if not entries:
-        pytest.skip(f"no table ships for {found.model} and this toolkit")
+        pytest.skip(f"no table ships with entries of {op} and {dtype} for {found.model} and this toolkit")
     finder = search.Search(found, DEVICE, print)
     wrong = {bucket: finder.why_wrong(bucket, entry.config) for bucket, entry in entries.items()}
     assert not any(wrong.values()), wrong
+    for bucket, entry in entries.items():
+        for m in (1, 33) if bucket.size == "few" else (search.rows_of(bucket)[0],):
+            check_entry(found, bucket, entry.config, m)
+
+
+def check_entry(machine, bucket, config, m):
+    """Single rows, whose kernels are others, and dx alone, which takes the same config: tuning checks neither."""
+    from tilegym_rmsnorm.backends.cutile import launch
+
+    inputs = make_inputs(m, bucket.n, getattr(torch, bucket.dtype), FP32)
+    x, dy, weight, eps, *_ = inputs
+    expected = expected_results(inputs)
+    forward = launch.Forward(machine, config, bucket.n, True, False) if bucket.op == "forward" else None
+    if forward is not None:
+        assert_alike(expected, ("y", "rstd"), lambda: forward(x, weight, eps, 0.0), 20)
+        return
+    _, rstd = rms_norm_forward(x, weight, eps, backend="cutile")
+    backward = launch.Backward(machine, config, bucket.n, True, True, False)
+    assert_alike(expected, ("dx", "dw"), lambda: backward(x, dy, weight, rstd, 0.0), 20)
+    if config.kernel in ("rows", "tiles"):
+        dx_alone = launch.Backward(machine, config, bucket.n, True, False, False)
+        assert_alike(expected, ("dx",), lambda: dx_alone(x, dy, weight, rstd, 0.0)[:1], 20)
 
 
 def test_memory_from_the_machine_is_poisoned():

@@ -40,7 +40,7 @@ def any_gpu_unusable(gpu_unusable: Callable[[torch.device], Unusable | None]) ->
 def installed_version(distribution: str) -> tuple[int, int] | None:
     """Major and minor version, None where that distribution is missing or says no such thing."""
     try:
-        numbers = re.match(r"(\d+)\.(\d+)", importlib.metadata.version(distribution))
+        numbers = re.match(r"(\d+)\.(\d+)", importlib.metadata.version(distribution) or "")
     except importlib.metadata.PackageNotFoundError:
         return None
     return numbers and (int(numbers[1]), int(numbers[2]))

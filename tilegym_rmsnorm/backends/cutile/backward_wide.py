@@ -6,8 +6,8 @@
     backward_means    dx and dw by two passes over x and dy, 10 bytes an element in bfloat16 instead of 6: c of every
     backward_strips   row, then strips of columns
 
-The passes serve where backward_fused does not: beyond 131072 columns, in rows that are not aligned (config.py says what
-that means), and on other architectures than sm_90, for which nobody has timed backward_fused on wide rows.
+The passes serve where a tuned table says so, beyond 131072 columns, in rows that are not aligned (config.py), and on
+other architectures than sm_90, for which nobody has timed backward_fused on wide rows.
 """
 
 import cuda.tile as ct

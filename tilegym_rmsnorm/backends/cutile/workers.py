@@ -66,7 +66,7 @@ def search_all(
     start: Callable[[torch.device, search.Turn], None] = start,
 ) -> Iterator[Found]:
     """The searches of all buckets over at most `most` candidates each, as they end. A lost context ends them: the
-    last one has it. With one process it is this one; others are ended with the generator, whatever they do."""
+    last one has it. With one process it is this one; others end with the generator, whatever they do."""
     if processes == 1:
         start(device, search.ALONE)
         for bucket in buckets:
@@ -79,8 +79,10 @@ def search_all(
     spawn = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(processes, spawn, initializer=start, initargs=(device, spawn.Lock()))
+    futures = [pool.submit(_search, bucket, most) for bucket in buckets]
+    own = set(multiprocessing.active_children()) - others
     try:
-        for future in as_completed([pool.submit(_search, bucket, most) for bucket in buckets]):
+        for future in as_completed(futures):
             yield (found := future.result())
             if found.lost:
                 return
@@ -88,7 +90,7 @@ def search_all(
         raise DiedError("a process died, of a crash or for want of memory") from None
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in set(multiprocessing.active_children()) - others:
+        for process in own:
             process.terminate()
 
 
