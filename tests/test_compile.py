@@ -200,7 +200,6 @@ def test_a_kernel_that_asks_for_registers_that_its_block_lacks_is_seen():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("op", ["forward", "backward"])
 def test_configs_of_the_shipped_tables(op, dtype):
-    """One that spills is there for its figures: it was timed, and the rules' was slower."""
     shipped = shipped_configs(op, dtype)
     if not shipped:
         pytest.skip(f"no table that ships has an entry of {op} and {dtype}")
@@ -214,7 +213,7 @@ def test_configs_of_the_shipped_tables(op, dtype):
             if op == "backward" and config.kernel in ("rows", "tiles"):  # they serve dx alone too
                 run_dx(machine, config, bucket.n, weight_dtype, weight_dtype, m=m)
     for machine in machines.values():
-        assert_ends(machine)
+        assert_sound(machine)
 
 
 @pytest.mark.parametrize("weight_dtype", [BF16, FP32])

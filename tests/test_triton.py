@@ -238,7 +238,7 @@ def test_without_a_gpu_it_runs_interpreted_only(machine, monkeypatch):
     for request in (None, REQUEST._replace(device=CPU)):
         assert "TRITON_INTERPRET=1" in backend.unusable(request).remedy
     machine(is_interpreting=True)
-    monkeypatch.setattr(checks, "installed_version", {"triton": (3, 9), "numpy": (2, 4)}.get)
+    monkeypatch.setattr(checks, "package_version", {"triton": "3.9", "numpy": "2.4"}.get)
     assert backend.unusable(REQUEST._replace(device=CPU)) is None
     assert backend.unusable(None) is None
     assert not backend.AUTO_ON_CPU
@@ -247,15 +247,15 @@ def test_without_a_gpu_it_runs_interpreted_only(machine, monkeypatch):
 @pytest.mark.parametrize(
     ("triton", "numpy", "remedy"),
     [
-        ((3, 6), (2, 4), 'pip install "numpy<2.4"'),
-        ((3, 6), (2, 3), None),
-        ((3, 7), (2, 4), None),
-        (None, (2, 4), None),  # another distribution of it, such as triton-windows
+        ("3.6", "2.4", 'pip install "numpy<2.4"'),
+        ("3.6", "2.3.5", None),
+        ("3.7.1+git", "2.4.6", None),
+        (None, "2.4", None),  # another distribution of it, such as triton-windows
     ],
 )
 def test_versions_that_cannot_interpret(machine, monkeypatch, triton, numpy, remedy):
     machine(is_interpreting=True)
-    monkeypatch.setattr(checks, "installed_version", {"triton": triton, "numpy": numpy}.get)
+    monkeypatch.setattr(checks, "package_version", {"triton": triton, "numpy": numpy}.get)
     for request in (None, REQUEST._replace(device=CPU)):
         unusable = backend.unusable(request)
         assert (unusable and unusable.remedy) == remedy
@@ -269,8 +269,9 @@ def test_an_interpreter_without_numpy_says_so(machine, monkeypatch):
 
 
 def test_the_version_of_a_distribution():
-    assert checks.installed_version("torch") == tuple(map(int, torch.__version__.split(".")[:2]))
-    assert checks.installed_version("no-such-thing") is None
+    found = checks.parse_version(checks.package_version("torch"))
+    assert found[:2] == tuple(map(int, torch.__version__.split(".")[:2]))
+    assert checks.package_version("no-such-thing") is None
 
 
 def test_without_triton_it_says_what_to_install(machine):

@@ -14,6 +14,8 @@ import torch
 
 from tilegym_rmsnorm.registry import Request, Unusable
 
+Version = tuple[int, ...]
+
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -37,13 +39,20 @@ def any_gpu_unusable(gpu_unusable: Callable[[torch.device], Unusable | None]) ->
     return None if None in problems else problems[0]
 
 
-def installed_version(distribution: str) -> tuple[int, int] | None:
-    """Major and minor version, None where that distribution is missing or says no such thing."""
+def package_version(name: str) -> str | None:
+    """The installed version of a distribution, None where it is missing."""
     try:
-        numbers = re.match(r"(\d+)\.(\d+)", importlib.metadata.version(distribution) or "")
+        return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-    return numbers and (int(numbers[1]), int(numbers[2]))
+
+
+def parse_version(text: str) -> Version:
+    """The numbers that a version starts with: (13, 4, 92)."""
+    match = re.match(r"\d+(?:\.\d+)*", text)
+    if match is None:
+        raise ValueError(f"version: expected MAJOR.MINOR..., got {text!r}")
+    return tuple(map(int, match[0].split(".")))
 
 
 def is_installed(package: str) -> bool:

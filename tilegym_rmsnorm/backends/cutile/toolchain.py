@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.metadata
 import importlib.util
 import math
 import os
@@ -34,6 +33,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from tilegym_rmsnorm.backends.checks import Version, package_version, parse_version
+
 CUDA_TILE_RANGE = ((1, 7), (2,))  # from, below
 # Gathers without bounds checks, which the kernels use, are refused by cuda-tile for any older tileiras.
 OLDEST_TILEIRAS = (13, 4)
@@ -41,8 +42,6 @@ OLDEST_DRIVER = (13, 0)  # as the CUDA version that the driver supports: r580
 PIP_PACKAGES = ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
 PIP_INSTALL = "pip install " + " ".join(f'"{name}==13.4.*"' for name in PIP_PACKAGES)
 CUDA_TILE_INSTALL = 'pip install "cuda-tile>=1.7,<2"'
-
-Version = tuple[int, ...]
 
 
 class Tileiras(NamedTuple):
@@ -52,22 +51,6 @@ class Tileiras(NamedTuple):
     source: str  # "pip package", "PATH", "CUDA_HOME" or "default folder"
     release: Version | None  # None where the program does not say
     inherits_cuda_home: bool
-
-
-def package_version(name: str) -> str | None:
-    """The installed version of a distribution, None where it is missing."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def parse_version(text: str) -> Version:
-    """The numbers that a version starts with: (13, 4, 92)."""
-    match = re.match(r"\d+(?:\.\d+)*", text)
-    if match is None:
-        raise ValueError(f"version: expected MAJOR.MINOR..., got {text!r}")
-    return tuple(map(int, match[0].split(".")))
 
 
 @functools.cache

@@ -63,9 +63,11 @@ def _interpreter_unusable() -> Unusable | None:
     """Triton's interpreter computes with numpy, which since 2.4 refuses how Triton before 3.7 begins a loop."""
     if not checks.is_installed("numpy"):
         return Unusable("Triton's interpreter needs numpy", "pip install numpy")
-    triton, numpy = map(checks.installed_version, ("triton", "numpy"))
-    if triton is not None and numpy is not None and triton < (3, 7) and numpy >= (2, 4):
-        reason = f"the interpreter of Triton {triton[0]}.{triton[1]} does not work with numpy {numpy[0]}.{numpy[1]}"
+    triton, numpy = map(checks.package_version, ("triton", "numpy"))
+    if triton is None or numpy is None:
+        return None  # another distribution of it, such as triton-windows
+    if checks.parse_version(triton) < (3, 7) and checks.parse_version(numpy) >= (2, 4):
+        reason = f"the interpreter of Triton {triton} does not work with numpy {numpy}"
         return Unusable(reason, 'pip install "numpy<2.4"')
     return None
 
