@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection
 
 import pytest
@@ -62,6 +63,15 @@ def test_an_error_of_a_process_reaches_the_caller():
 def test_a_process_that_dies_ends_the_search():
     with pytest.raises(workers.DiedError, match="a process died"):
         list(workers.search_all([Deadly(*SMALL), SMALL], CPU, 1, 2))
+
+
+def test_a_process_that_dies_while_buckets_are_handed_out_ends_the_search(monkeypatch):
+    def submit(*_):
+        raise BrokenProcessPool
+
+    monkeypatch.setattr(workers.ProcessPoolExecutor, "submit", submit)
+    with pytest.raises(workers.DiedError, match="a process died"):
+        list(workers.search_all([SMALL, SMALL], CPU, 1, 2))
 
 
 def test_a_search_that_is_left_ends_its_processes():

@@ -79,9 +79,10 @@ def search_all(
     spawn = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(processes, spawn, initializer=start, initargs=(device, spawn.Lock()))
-    futures = [pool.submit(_search, bucket, most) for bucket in buckets]
-    own = set(multiprocessing.active_children()) - others
+    own = set()
     try:
+        futures = [pool.submit(_search, bucket, most) for bucket in buckets]
+        own = set(multiprocessing.active_children()) - others
         for future in as_completed(futures):
             yield (found := future.result())
             if found.lost:
