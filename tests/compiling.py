@@ -25,10 +25,16 @@ from cuda.tile.compilation import (
     export_kernel,
 )
 
-from tilegym_rmsnorm.backends.cutile.config import Config, uses_dependent_launch
+from tilegym_rmsnorm.backends.cutile.config import uses_dependent_launch
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.machine import compiled
 
-TILE_DTYPE = {torch.float16: ct.float16, torch.bfloat16: ct.bfloat16, torch.float32: ct.float32}
+TILE_DTYPE = {
+    torch.float16: ct.float16,
+    torch.bfloat16: ct.bfloat16,
+    torch.float32: ct.float32,
+    torch.int32: ct.int32,
+}
 
 
 class Compiled(NamedTuple):
@@ -52,7 +58,7 @@ class CompilingMachine:
     model = None
 
     def __init__(self, architecture: int, compiles: bool = True, sm_count: int = 132) -> None:
-        self.architecture, self.sm_count = architecture, sm_count
+        self.architecture, self.sm_count, self.most_members = architecture, sm_count, sm_count
         self.dependent_launch = uses_dependent_launch(architecture)
         self.no_weight, self.no_dw_partial = torch.empty(2, 64, device="meta").unbind()
         self.compiles = compiles

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tilegym_rmsnorm.backends.cutile import candidates as space
 from tilegym_rmsnorm.backends.cutile.candidates import candidates, distance, fits_registers
-from tilegym_rmsnorm.backends.cutile.config import ARCHITECTURES, Config, power_of_two
+from tilegym_rmsnorm.backends.cutile.config import ARCHITECTURES
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class, slab_tiles
 from tilegym_rmsnorm.backends.cutile.tables import ITEMSIZE, RULES, Bucket, check_config
 
@@ -92,8 +93,8 @@ def test_registers():
     ("size", "n", "kernels"),
     [
         *(("few", n, {"fused"}) for n in (64, 1024, 2048, 4096, 8192, 12288, 16384)),
-        *((size, 18432, {"fused", "fused_chunks"}) for size in ("few", "large")),
-        *((size, n, {"fused_chunks"}) for size in ("few", "large") for n in (32768, 65536)),
+        ("few", 18432, {"fused", "fused_chunks"}),
+        *(("few", n, {"fused_chunks"}) for n in (32768, 65536)),
     ],
 )
 def test_fused_kernels_are_searched_around_the_one_of_the_rules(size, n, kernels, itemsize):
@@ -114,9 +115,23 @@ def test_no_two_candidates_differ_only_in_a_slab_that_no_call_fills(n):
     assert len(seen) == len(found)
 
 
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("n", [18432, 32768, 65536])
+def test_teams_are_searched_around_the_one_of_the_rules(n, itemsize):
+    dtype = {2: "bfloat16", 4: "float32"}[itemsize]
+    default, *others = candidates(Bucket("backward", n, dtype, "large"), itemsize, 90)
+    assert default.kernel == "teams" and fits_registers(default, "backward", itemsize)
+    near = [config for config in others if config.kernel == "teams"]
+    assert len({(config.members, config.warps, config.occupancy) for config in near}) >= 5
+    assert all(config.width * config.pieces * (config.members - 1) < n for config in near), (
+        "one has no columns"
+    )
+    assert "strips" in {config.kernel for config in others}
+
+
 def test_kernels_wide_rows_are_not_held_by_are_tried_below_them():
     found = candidates(Bucket("backward", 16384, "bfloat16", "large"), 2, 90)
-    assert {"rows", "fused", "fused_chunks"} <= {config.kernel for config in found}
+    assert {"rows", "teams", "strips"} <= {config.kernel for config in found}
 
 
 def test_registers_of_the_two_kinds_of_blocks():

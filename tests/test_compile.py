@@ -13,11 +13,11 @@ from table_cases import shipped_configs
 from tilegym_rmsnorm.backends.cutile import toolchain
 from tilegym_rmsnorm.backends.cutile.config import (
     ARCHITECTURES,
-    Config,
     backward_config,
     forward_config,
     row_partials_config,
 )
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.sizes import partial_rows, size_class
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")

@@ -13,16 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilegym_rmsnorm.backends.cutile import config as configs
-from tilegym_rmsnorm.backends.cutile import hopper, sizes
+from tilegym_rmsnorm.backends.cutile import hopper, kernel_config, sizes, wide
 from tilegym_rmsnorm.backends.cutile.config import (
     ARCHITECTURES,
     backward_config,
     forward_config,
-    means_config,
-    power_of_two,
     row_partials_config,
     sum_config,
 )
+from tilegym_rmsnorm.backends.cutile.kernel_config import power_of_two
 from tilegym_rmsnorm.backends.cutile.sizes import (
     LARGEST_GRID,
     NO_END,
@@ -32,6 +31,7 @@ from tilegym_rmsnorm.backends.cutile.sizes import (
     size_class,
     slab_tiles,
 )
+from tilegym_rmsnorm.backends.cutile.wide import means_config
 
 SM_COUNTS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 103: 160, 120: 188}
 WIDTHS = sorted(
@@ -61,7 +61,7 @@ def test_every_width_gets_a_config_that_holds_it(configure, architecture, itemsi
             last = config.rest or config.width
             assert config.lanes == last or config.lanes - last < n, "only the last tile is bounds-checked"
         assert not config.rest or config.kernel in ("rows", "fused"), config
-        assert config.pieces == 1 or config.kernel == "rows", config
+        assert config.pieces == 1 or config.kernel in ("rows", "teams"), config
         assert not config.packed or (config.kernel, itemsize) == ("rows", 2), config
         if config.kernel in ("fused", "fused_chunks"):
             assert config.strip and config.slab % config.rows == 0 < config.slab
@@ -84,7 +84,7 @@ def test_no_config_asks_for_more_registers_than_an_sm_has(architecture, itemsize
         needs = [(forward, forward.rows * forward.lanes // (2 if forward.packed else 1))]
         for size in SIZES:
             backward = backward_config(n, itemsize, architecture, size)
-            row, tile = backward.lanes, backward.rows * backward.strip
+            row, tile = backward.lanes // backward.members, backward.rows * backward.strip
             if backward.slab:  # a block for dx, whose sums are scalars or, in chunks, a tile; or one for dw
                 registers = max(row * 2 * itemsize / 4 + row, tile * (2 * itemsize + 4) / 4)
             else:
@@ -115,7 +115,7 @@ def test_partial_rows_are_few_and_never_more_than_row_tiles(architecture):
                 config = backward_config(n, itemsize, architecture, size_class(m, n))
                 p = partial_rows(m, n, config, sm_count)
                 assert 1 <= p <= min(8 * sm_count, -(-m // config.rows), LARGEST_GRID)
-                tiles, blocks = -(-m // config.rows), sm_count * config.occupancy
+                tiles, blocks = -(-m // config.rows), sm_count * config.occupancy // config.members
                 if config.slab:
                     slab = slab_tiles(m, config, sm_count)
                     assert (p - 1) * slab < tiles <= p * slab, (
@@ -186,7 +186,7 @@ def test_helper_kernels_have_tiles_of_powers_of_two():
 
 
 def test_the_selector_imports_neither_torch_nor_cuda_tile():
-    for module in (configs, hopper, sizes):
+    for module in (configs, hopper, kernel_config, sizes, wide):
         tree = ast.parse(inspect.getsource(module))
         imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         imported |= {
@@ -197,7 +197,8 @@ def test_the_selector_imports_neither_torch_nor_cuda_tile():
             "dataclasses",
             "typing",
             "tilegym_rmsnorm.backends.cutile",
-            "tilegym_rmsnorm.backends.cutile.config",
+            "tilegym_rmsnorm.backends.cutile.kernel_config",
+            "tilegym_rmsnorm.backends.cutile.wide",
         }
 
 

@@ -13,13 +13,13 @@ from table_cases import shipped_configs
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
 from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.config import (  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.config import (
     WIDEST_FUSED_ROW,
-    Config,
     backward_config,
     forward_config,
     row_partials_config,
 )
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.machine import InterpretedMachine  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.sizes import partial_rows  # noqa: E402
@@ -297,8 +297,10 @@ class Sabotage(ShuffledMachine):
         ("backward_rows", 4096, -1),
         ("backward_tiles", 64, 1),
         ("backward_means", 18500, -1),
-        ("backward_chunks", 33008, -1),
-        ("backward_chunks", 33008, 1),
+        ("backward_chunks", 33001, -1),
+        ("backward_chunks", 33001, 1),
+        ("backward_teams", 18432, -1),
+        ("backward_teams", 18432, 1),
         ("backward_fused", 4096, -1),
         ("backward_fused", 18448, -1),
         ("sum_partials", 4096, -1),

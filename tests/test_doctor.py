@@ -16,7 +16,7 @@ import pytest
 
 from tilegym_rmsnorm import __main__, doctor, installation, ops, registry
 from tilegym_rmsnorm.backends.cutile import tables, toolchain
-from tilegym_rmsnorm.backends.cutile.config import Config
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.installation import Gpu
 from tilegym_rmsnorm.registry import Unusable
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tilegym_rmsnorm.backends.cutile import backward, forward
-from tilegym_rmsnorm.backends.cutile.interpreter import arrays, empty, launch, ops, unwritten
+from tilegym_rmsnorm.backends.cutile.interpreter import arrays, atomics, empty, launch, ops, unwritten
 
 FP16, FP32, FP64, INT32, BOOL = torch.float16, torch.float32, torch.float64, torch.int32, torch.bool
 
@@ -132,14 +132,16 @@ def test_values(name):
     torch.testing.assert_close(result, expected, rtol=1e-7 if dtype == FP32 else 0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", [*ops.__all__, *arrays.__all__])
-def test_signatures_are_those_of_cuda_tile(name):
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module in (ops, arrays, atomics) for name in module.__all__]
+)
+def test_signatures_are_those_of_cuda_tile(module, name):
     def parameters(module):
         return [
             (p.name, p.kind, p.default) for p in inspect.signature(getattr(module, name)).parameters.values()
         ]
 
-    assert parameters(ops if name in ops.__all__ else arrays) == parameters(ct)
+    assert parameters(module) == parameters(ct)
 
 
 def test_numbers_arrive_as_float32_and_int32_and_constants_as_they_are():

@@ -82,7 +82,7 @@ def test_writing_what_another_block_wrote_or_read_is_a_race():
             ct.scatter(y, 2, 1.0)
 
     with pytest.raises(
-        RuntimeError, match=r"y\[1\] is written here and by block number 0.*block \(1, 0, 0\)"
+        RuntimeError, match=r"y\[1\] is written here and written by block number 0.*block \(1, 0, 0\)"
     ):
         launch(all_write, (2,), (torch.zeros(2),))
     with pytest.raises(RuntimeError, match=r"y\[2\] is written here and read by several other blocks"):
@@ -158,5 +158,5 @@ def test_planted_bugs():
         total_of_rows("reads past the end")
     with pytest.raises(RuntimeError, match=r"partial\[0, 0\] is read, but no kernel has written it"):
         total_of_rows("one block does not write")
-    with pytest.raises(RuntimeError, match=r"partial\[0, 0\] is written here and by block number 0"):
+    with pytest.raises(RuntimeError, match=r"partial\[0, 0\] is written here and written by block number 0"):
         total_of_rows("all blocks write one row")

@@ -12,7 +12,7 @@ ct = pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from test_cutile import CPU, run_backward, run_forward  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile import interpreter  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.config import Config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.rows import packed_row_as_float32, row_as_float32  # noqa: E402
 
 

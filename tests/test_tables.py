@@ -14,7 +14,8 @@ import torch
 from table_cases import BUCKET, ENTRY, MACHINE, TARGET, chosen, without_reason
 
 from tilegym_rmsnorm.backends.cutile import tables, toolchain
-from tilegym_rmsnorm.backends.cutile.config import ARCHITECTURES, Config, backward_config, forward_config
+from tilegym_rmsnorm.backends.cutile.config import ARCHITECTURES, backward_config, forward_config
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry, Target
 
@@ -85,9 +86,22 @@ def test_float16_takes_the_entry_of_bfloat16_unless_it_has_its_own(folders):
     assert chosen(half).latency == 9 and chosen().latency == ENTRY.config.latency
 
 
+def test_no_team_serves_that_may_not_fit_the_gpu(folders):
+    """Its blocks would wait for those that never start: a GPU of which a process may use a few SMs."""
+    wide = BUCKET._replace(n=65536)
+    slice_of = SimpleNamespace(model=TARGET.gpu, architecture=90, most_members=7)
+    tables.update(folders[0], TARGET, {wide: Entry(Config("teams", 8192, 4, 2, 4, members=8), ())})
+    assert chosen(wide).members == 8 and chosen(wide).latency == 4
+    assert chosen(wide, slice_of) == backward_config(65536, 2, 90, most_members=7)
+    assert chosen(wide, slice_of).members == 1
+    assert chosen(wide._replace(n=32768), slice_of).members == 4
+
+
 def test_the_interpreter_has_no_tables(folders):
     tables.update(folders[0], TARGET, {BUCKET: ENTRY})
-    assert chosen(machine=SimpleNamespace(model=None, architecture=90)) == backward_config(4096, 2, 90)
+    assert chosen(machine=SimpleNamespace(model=None, architecture=90, most_members=16)) == backward_config(
+        4096, 2, 90
+    )
 
 
 def test_launch_asks_for_the_size_class_and_keeps_one_choice_for_all_its_batch_sizes(folders, monkeypatch):

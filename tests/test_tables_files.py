@@ -43,7 +43,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from tilegym_rmsnorm.backends.cutile import tables
-from tilegym_rmsnorm.backends.cutile.config import Config
+from tilegym_rmsnorm.backends.cutile.kernel_config import (Config)
 target = tables.Target("NVIDIA H100 80GB HBM3", 90, "1.7.0", "13.4.92")
 for n in range(int(sys.argv[2]), 40, 2):
     entry = tables.Entry(Config("rows", 4096, 8, 1, 4), ())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from table_cases import BUCKET, ENTRY, TARGET
 
 from tilegym_rmsnorm.backends.cutile import tables
-from tilegym_rmsnorm.backends.cutile.config import Config
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry, Timing
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st  # noqa: E402
 from table_cases import TARGET  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile import tables  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.config import Config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.sizes import (  # noqa: E402
     FEW_ROWS,

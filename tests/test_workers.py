@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from tilegym_rmsnorm.backends.cutile import candidates, search, sizes, workers  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.config import Config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.tables import Bucket  # noqa: E402
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ For row i of x (M x N), in float32:
 
 dx needs one row at a time, dw all of them. So P tile blocks walk the rows (block b takes rows b, b + P, b + 2P, ...),
 write dx, and keep the sum of *their* rows of dy * xhat in registers. Each writes that sum once, as row b of
-`dw_partial` (P x N, float32). `sum_partials` then adds the P rows in a fixed order and rounds once. There are no
+`dw_partial` (P x N, float32). `sum_partials` then adds the P rows in a fixed order and rounds once. Nothing is added by
 atomics: the order of every addition follows from indices alone, so dw has the same bits on every run. (Where P is 1
 there is nothing to add: launch.py passes dw in the place of dw_partial.)
 
@@ -17,10 +17,11 @@ How a row is held decides the kernel; config.py says which serves which shape:
 
     backward_rows     one row per step, gathered into register tiles
     backward_tiles    several narrow rows per step, as one 2-D tile
-    backward_fused    (backward_fused.py) few rows, or wide ones: blocks for dx and blocks for dw side by side
+    backward_teams    (backward_teams.py) wide rows, each shared by several blocks
+    backward_fused    (backward_fused.py) few rows: blocks for dx and blocks for dw side by side
     backward_chunks   (backward_wide.py) dx alone, of rows that registers do not hold
     backward_means, backward_strips
-                      (backward_wide.py) wide rows that backward_fused does not serve: c first, then strips of columns
+                      (backward_wide.py) wide rows that those do not serve: c first, then strips of columns
 
 Where the architecture has programmatic dependent launch (DEPENDENT), every kernel is launched while the one before it
 in the stream is still running, and begins by waiting for it: what is saved is the launch. Nothing is read before.
@@ -49,6 +50,7 @@ from .rows import (
     sum_of_products,
     xhat_as_multiplied,
 )
+from .team import sum_of_team
 
 
 def xhat_and_g(tx, tdy, trstd, tscale):
@@ -60,11 +62,11 @@ def xhat_and_g(tx, tdy, trstd, tscale):
     return txhat, tg
 
 
-def row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED, SWITCHES):
+def row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED, SWITCHES, team=()):
     """Writes dx of one row and returns dy * xhat, the row's share of dw (without HAS_DW a value nobody uses).
 
     In a loop the compiler moves the load of weight in front of it. PACKED keeps x and dy in their own 16 bits while
-    the products are summed.
+    the products are summed. team: what a block needs to know that holds a part of the row (backward_teams.py).
     """
     dx, dy, x, weight, rstd = arrays
     EVEN, HAS_WEIGHT, HAS_DW, ROUND_XHAT = SWITCHES
@@ -77,7 +79,11 @@ def row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED,
         tscale = load_scale(weight, tcolumns, offset, EVEN)
     tdy = row_as_float32(tstored_dy)
     txhat, tg = xhat_and_g(row_as_float32(tstored_x), tdy, trstd, tscale)
-    tc = sum_of_products(txhat, tg, PIECES) * inv_n
+    total = sum_of_products(txhat, tg, PIECES)
+    if len(team) > 0:
+        board, member, MEMBERS, SLOTS = team
+        total = sum_of_team(board, row, member, total, MEMBERS, SLOTS)
+    tc = total * inv_n
     if PACKED:
         tdy = packed_row_as_float32(tstored_dy)
         txhat, tg = xhat_and_g(packed_row_as_float32(tstored_x), tdy, trstd, tscale)

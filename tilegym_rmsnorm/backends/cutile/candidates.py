@@ -13,10 +13,11 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from tilegym_rmsnorm.backends.cutile.config import Config, power_of_two
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
 from tilegym_rmsnorm.backends.cutile.limits import check_config, largest_tile
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import RULES, Bucket
+from tilegym_rmsnorm.backends.cutile.wide import MOST_MEMBERS
 
 MOST = 60  # of a bucket, unless asked for otherwise
 REGISTERS_OF_SM = 65536
@@ -66,6 +67,16 @@ def strips_of(widths: tuple[int, ...], rows: tuple[int, ...] = (1,)) -> Tiles:
         yield from ({"width": width, "rows": each} for width in widths for each in rows if width < n)
 
     return tiles
+
+
+def parts_of_rows(n: int) -> Iterator[Tile]:
+    """A row as one, three or five tiles in each of the fewest blocks that hold it, an eighth of their lanes empty at
+    most."""
+    for width, pieces in itertools.product((1024, 2048, 4096, 8192, 16384), (1, 3, 5)):
+        members = -(-n // (width * pieces))
+        lanes = members * width * pieces
+        if 2 <= members <= MOST_MEMBERS and 8 * n >= 7 * lanes and lanes - width < n:
+            yield {"width": width, "pieces": pieces, "members": members}
 
 
 def fused(rows_of_x: Tiles, strips: tuple[tuple[int, int], ...], slabs: tuple[int, ...]) -> Tiles:
@@ -131,6 +142,16 @@ SWEEPS = {
             },
         ),
         Sweep(
+            *("teams", 12289, ANY_WIDTH, parts_of_rows),
+            {"warps": (4, 8), "occupancy": (1, 2, 3, 4), "latency": (2, 4)},
+            ("large",),
+        ),
+        Sweep(
+            *("teams", 16385, ANY_WIDTH, parts_of_rows),
+            {"warps": (4, 8), "occupancy": (1, 2, 3, 4), "latency": (2,)},
+            ("few",),
+        ),
+        Sweep(
             *("fused", 1, 24576, fused(whole_rows, FEW_STRIPS, (256, 1024))),
             {"warps": (4, 8), "occupancy": (1, 2), "latency": (1, 2)},
             ("few",),
@@ -138,12 +159,17 @@ SWEEPS = {
         Sweep(
             *("fused", 12289, 24576, fused(whole_rows, WIDE_STRIPS, (32, 64, 128))),
             {"warps": (8,), "occupancy": (1,), "latency": (1,)},
-            ("few", "large"),
+            ("few",),
         ),
         Sweep(
             *("fused_chunks", 12289, ANY_WIDTH, fused(strips_of((4096, 8192)), WIDE_STRIPS, (32, 64, 128))),
             {"warps": (4, 8), "occupancy": (1, 2), "latency": (1, 3)},
-            ("few", "large"),
+            ("few",),
+        ),
+        Sweep(
+            *("fused_chunks", 65537, ANY_WIDTH, fused(strips_of((4096, 8192)), WIDE_STRIPS, (32, 64))),
+            {"warps": (4, 8), "occupancy": (1, 2), "latency": (1, 3)},
+            ("large",),
         ),
         Sweep(
             *("strips", 8193, ANY_WIDTH, strips_of((1024, 2048, 4096), rows=(1, 2, 4))),

@@ -15,51 +15,20 @@ them for each architecture; they were not timed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tilegym_rmsnorm.backends.cutile import hopper
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two, two_tiles
+from tilegym_rmsnorm.backends.cutile.wide import (
+    MOST_MEMBERS,
+    WIDEST_SLABBED_ROW,
+    chunks_config,
+    slabs_config,
+    strips_config,
+    teams_config,
+)
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)
 WIDEST_FORWARD_ROW = 32768  # elements that one block of 8 warps holds in registers, float32: 128 each thread
 WIDEST_FUSED_ROW = 16384  # elements of x and dy: 128 registers, float32, in each thread of 8 warps
-WIDEST_SLABBED_ROW = 131072  # elements of which 32 rows of x and dy fit the L2 of an H100
-
-
-@dataclass(frozen=True)
-class Config:
-    """How one kernel is compiled. Extents are in elements."""
-
-    kernel: str  # forward: "rows", "tiles", "chunks"; backward: these, "fused", "fused_chunks", "strips"
-    width: int  # columns of a tile, a power of two; "chunks", "fused_chunks": of a chunk of a row
-    warps: int
-    occupancy: int  # blocks per SM that the compiler leaves room for
-    latency: int  # cuda-tile's hint 1..10: how far ahead loads are issued, paid in shared memory
-    rest: int = 0  # "rows", "fused": columns of one more tile after those of `width`, 0 for none
-    rows: int = 1  # rows of a tile; "fused", "fused_chunks": of a tile of dy * xhat
-    strip: int = 0  # "fused", "fused_chunks": columns of a tile of dy * xhat
-    slab: int = 0  # "fused", "fused_chunks": rows of x that share a row of dw_partial, a multiple of `rows`
-    tma: bool = False  # may tile loads and stores use TMA
-    short: bool = False  # backward "rows": compile a way without the loop too, for as many blocks as rows
-    early_weight: bool = False  # forward "rows": load the weight along with x
-    pieces: int = 1  # "rows": tiles of `width` in a row
-    packed: bool = False  # "rows" of 2-byte elements: registers hold them as they are while a row is summed
-    reason: str = ""
-    spills: str = ""  # why this config is kept although its kernel spills registers
-
-    @property
-    def lanes(self) -> int:
-        """Columns of all tiles of a row, or of a chunk or strip."""
-        return self.width * self.pieces + self.rest
-
-    @property
-    def is_fused(self) -> bool:
-        """Whether one launch has blocks for dx and blocks for dw (backward_fused.py)."""
-        return self.slab > 0
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
 
 
 def forward_config(n: int, itemsize: int, architecture: int, size: str = "large") -> Config:
@@ -91,7 +60,7 @@ def forward_config(n: int, itemsize: int, architecture: int, size: str = "large"
         return Config("tiles", width, 4, occupancy, 4, rows=rows, reason="2048 elements a block")
     if n <= 1024:
         return Config("rows", width, 4, 8, 2, reason="a row a block: nothing to wait for but the row")
-    width, rest = _two_tiles(n)
+    width, rest = two_tiles(n)
     if n <= 8192:
         occupancy = 4 if n % 16 == 0 else 2
         return Config("rows", width, 8, occupancy, 4, rest, reason="4 blocks of 8 warps fill an SM")
@@ -103,12 +72,17 @@ def forward_config(n: int, itemsize: int, architecture: int, size: str = "large"
 
 
 def backward_config(
-    n: int, itemsize: int, architecture: int, size: str = "large", has_dw: bool = True
+    n: int,
+    itemsize: int,
+    architecture: int,
+    size: str = "large",
+    has_dw: bool = True,
+    most_members: int = MOST_MEMBERS,
 ) -> Config:
     """The kernel that computes dx and the partial rows of dw, for rows of n elements on sm_{architecture}.
 
     The fused kernels and strips are for calls that need dw (has_dw): without it blocks for dw would have nothing to do,
-    and rows too wide for registers take "chunks".
+    and few rows too wide for registers take "chunks". A team has at most so many members (most_members).
 
     A block keeps weight and its sum of dw, in float32, for the whole row in registers: 8 warps as soon as that is 16
     elements a thread. It waits for x and dy at every step, so loads are issued ahead (latency), and tiles of 4096
@@ -117,14 +91,17 @@ def backward_config(
     _check(n, itemsize, architecture)
     if has_dw and size == "few" and n <= WIDEST_FUSED_ROW:
         return _few_rows_config(n)
-    if has_dw and architecture == 90 and _is_aligned(n, itemsize) and 16384 < n <= WIDEST_SLABBED_ROW:
-        return _wide_rows_config(n, itemsize)
+    if architecture == 90 and _is_aligned(n, itemsize) and 16384 < n <= WIDEST_SLABBED_ROW:
+        if size != "few" and (config := teams_config(n, itemsize, most_members)) is not None:
+            return config
+        if has_dw:
+            return slabs_config(n, itemsize)
     if n > widest_backward_row(n, itemsize, architecture):
-        return _strips_config(architecture) if has_dw else _chunks_config(itemsize, architecture)
+        return strips_config(architecture) if has_dw else chunks_config(itemsize, architecture)
     if architecture == 90 and _is_aligned(n, itemsize):
         table = hopper.BACKWARD_HALF if itemsize == 2 else hopper.BACKWARD_FLOAT
         return _from_table("backward", n, itemsize, table)
-    width, rest = _two_tiles(n)
+    width, rest = two_tiles(n)
     row_bytes = n * itemsize
     if row_bytes <= 2048:
         rows = min(256, max(1, 8192 // (width * itemsize)))
@@ -147,7 +124,7 @@ def _few_rows_config(n: int) -> Config:
     Microseconds with backward_rows or backward_tiles, and by this: 1024x256 5.8, 4.4; 1024x1024 7.5, 6.2; 1024x2048
     10.3, 8.1; 16x4096 3.9, 2.7; 1024x4096 14.2, 12.2; 128x8192 8.2, 4.8; 512x8192 14.4, 12.2.
     """
-    width, rest = _two_tiles(n)
+    width, rest = two_tiles(n)
     reason = "few rows: dx by rows and dw by columns in one launch"
     if n <= 1024:
         return Config("fused", width, 4, 1, 1, rest, rows=64, strip=16, slab=256, reason=reason)
@@ -156,24 +133,6 @@ def _few_rows_config(n: int) -> Config:
     if n <= 4096:
         return Config("fused", width, 8, 1, 1, rest, rows=128, strip=32, slab=1024, reason=reason)
     return Config("fused", width, 8, 1, 1, rest, rows=64, strip=64, slab=1024, reason=reason)
-
-
-def _wide_rows_config(n: int, itemsize: int) -> Config:
-    """Rows whose x, dy and sum of dw no block's registers hold, read again from the L2 of a Hopper GPU."""
-    reason = "too wide for registers: a slab of rows at a time, read again from L2"
-    if itemsize == 4 and n <= 18432:  # 4096x18432: 2646, with backward_rows 2602
-        width, rest = _two_tiles(n)
-        return Config("fused", width, 8, 1, 1, rest, rows=8, strip=1024, slab=32, reason=reason)
-    if itemsize == 4:  # 2048x32768: 2367, 1024x65536: 1713 (with strips 1505)
-        if n <= 49152:
-            return Config("fused_chunks", 8192, 8, 1, 3, rows=8, strip=1024, slab=64, reason=reason)
-        return Config("fused_chunks", 8192, 8, 2, 3, rows=8, strip=512, slab=64, reason=reason)
-    if n <= 24576:  # 4096x18432: 2379, with backward_rows, which spills there, 2224
-        return Config("fused_chunks", 4096, 8, 1, 1, rows=8, strip=512, slab=128, reason=reason)
-    spills = "not with a weight of x's dtype; a float32 weight takes 40 bytes of stack, and was not timed"
-    # 4096x32768: 2310; 2048x65536: 1844, with strips 1781
-    strip, slab = (1024, 64) if n <= 49152 else (512, 32)
-    return Config("fused_chunks", 8192, 8, 2, 3, rows=8, strip=strip, slab=slab, reason=reason, spills=spills)
 
 
 def widest_backward_row(n: int, itemsize: int, architecture: int) -> int:
@@ -189,27 +148,6 @@ def widest_backward_row(n: int, itemsize: int, architecture: int) -> int:
     return 16384 if itemsize == 2 else 12288
 
 
-def _strips_config(architecture: int) -> Config:
-    reason = "too wide for registers: the mean of each row, then strips of columns; two passes over memory"
-    if architecture < 90:
-        return Config("strips", 2048, 4, 2, 4, reason=reason)
-    return Config("strips", 2048, 4, 3, 4, tma=True, reason=reason)  # 4096x32768: 3003 of those 10 bytes
-
-
-def _chunks_config(itemsize: int, architecture: int) -> Config:
-    # an H200, us: 4096x32768 270, 2048x65536 323, in float32 about 514 (best of 70: 496) and 633; by two passes an H100
-    # took 509 for both, in float32 904
-    reason = "dx alone, of rows too wide for registers: read twice, the second time from L2"
-    return Config("chunks", 4096, 4, 2, 4 if itemsize == 2 else 3, tma=architecture >= 90, reason=reason)
-
-
-def means_config(architecture: int) -> Config:
-    """The kernel that reads wide rows for their mean, before the strips."""
-    has_tma = architecture >= 90
-    reason = "4096x32768: 2986 GB/s of x and dy"
-    return Config("means", 4096 if has_tma else 2048, 4, 4, 4, tma=has_tma, reason=reason)
-
-
 def sum_config() -> Config:
     """The kernel that adds the partial rows: narrow strips, so that even 1024 columns are 64 blocks."""
     return Config("sum", 16, 4, 4, 4, rows=128, reason="1.1 to 2 us after the dx kernel")
@@ -223,9 +161,9 @@ def row_partials_config(n: int, itemsize: int, architecture: int) -> Config:
     """
     config = backward_config(n, itemsize, architecture, has_dw=False)
     if config.kernel == "tiles":
-        width, rest = _two_tiles(n)
+        width, rest = two_tiles(n)
         return Config("rows", width, config.warps, config.occupancy, config.latency, rest, reason="P = M")
-    return _strips_config(architecture) if config.kernel == "chunks" else config
+    return strips_config(architecture) if config.kernel == "chunks" else config
 
 
 def uses_dependent_launch(architecture: int) -> bool:
@@ -240,7 +178,7 @@ def _from_table(op: str, n: int, itemsize: int, table: tuple[hopper.Rule, ...]) 
         if (op_, size) == (op, itemsize) and n >= first
     ]
     rule = next(rule for rule in table if n <= rule.up_to)
-    width, rest = _two_tiles(n) if rule.split else (rule.piece or power_of_two(n), 0)
+    width, rest = two_tiles(n) if rule.split else (rule.piece or power_of_two(n), 0)
     return Config(
         rule.kernel,
         width,
@@ -257,19 +195,6 @@ def _from_table(op: str, n: int, itemsize: int, table: tuple[hopper.Rule, ...]) 
         reason=f"measured: the rule for up to {rule.up_to} elements of {itemsize} bytes",
         spills="; ".join(spills),
     )
-
-
-def _two_tiles(n: int) -> tuple[int, int]:
-    """n as one tile, or as two where that leaves at most three quarters of the lanes of one: 5120 = 4096 + 1024.
-
-    The second is at least an eighth of the first: less saves nothing, and would be a kernel of its own.
-    """
-    whole = power_of_two(n)
-    width = whole // 2
-    if n < 2048 or n == whole:
-        return whole, 0
-    rest = max(power_of_two(n - width), width // 8)
-    return (width, rest) if width + rest <= whole * 3 // 4 else (whole, 0)
 
 
 def _is_aligned(n: int, itemsize: int) -> bool:

@@ -14,11 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.backends.cutile import backward, backward_fused, backward_wide, forward
-from tilegym_rmsnorm.backends.cutile.config import Config, means_config, row_partials_config, sum_config
+from tilegym_rmsnorm.backends.cutile import (
+    backward,
+    backward_fused,
+    backward_teams,
+    backward_wide,
+    forward,
+    team,
+)
+from tilegym_rmsnorm.backends.cutile.config import row_partials_config, sum_config
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
 from tilegym_rmsnorm.backends.cutile.machine import Machine, machine_of
 from tilegym_rmsnorm.backends.cutile.sizes import LARGEST_GRID, partial_rows, size_class, slab_tiles
 from tilegym_rmsnorm.backends.cutile.tables import chosen_config
+from tilegym_rmsnorm.backends.cutile.wide import clear_config, means_config
 from tilegym_rmsnorm.registry import register_impl
 
 # A kernel sees shapes, strides and row numbers as int32; only the offsets of elements are computed in 64 bits.
@@ -138,16 +147,21 @@ class Backward:
         self.has_dw, self.shares_partials = has_dw, shares_partials
         self.partial_rows_of = functools.lru_cache(self.partial_rows)  # the M of a model's calls repeat
         has_block_per_row = not shares_partials or config.kernel in ("chunks", "strips")
-        self.most_rows = LARGEST_GRID if has_block_per_row else MOST_ROWS
+        self.most_rows = LARGEST_GRID // config.members if has_block_per_row else MOST_ROWS
         dependent = machine.dependent_launch
         if config.kernel == "strips":
             means = means_config(machine.architecture)
             self.launch_means = machine.bind(
                 backward_wide.backward_means, means, (*tile_constants(means, n), dependent)
             )
+        if config.kernel == "teams":
+            self.slots = power_of_two(config.members)
+            constants = (team.BOARD_ROWS, self.slots, dependent)
+            self.launch_clear = machine.bind(team.clear_board, clear_config(), constants)
         function, switches = {
             "rows": (backward.backward_rows, (has_weight, has_dw, round_xhat, config.short)),
             "tiles": (backward.backward_tiles, (has_weight, has_dw, round_xhat)),
+            "teams": (backward_teams.backward_teams, (has_weight, has_dw, round_xhat)),
             "fused": (backward_fused.backward_fused, (True, round_xhat)),
             "fused_chunks": (backward_fused.backward_fused, (False, round_xhat)),
             "strips": (backward_wide.backward_strips, (round_xhat,)),
@@ -228,6 +242,11 @@ class Backward:
             c = self.machine.empty((m,), torch.float32)
             self.launch_means((m,), (c, dy, x, weight, rstd, self.inv_n, offset))
             self.launch((p, -(-n // config.width)), (*arguments, c, offset))
+        elif config.kernel == "teams":
+            groups = m // team.BOARD_ROWS + 1
+            board = self.machine.empty((groups * team.BOARD_ROWS, self.slots), torch.int32)
+            self.launch_clear((groups,), (board,))
+            self.launch((p * config.members,), (*arguments, board, self.inv_n, offset))
         elif config.is_fused:
             tiles = slab_tiles(m, config, self.machine.sm_count)
             rows = tiles * config.rows
@@ -244,6 +263,9 @@ def tile_constants(config: Config, n: int) -> tuple[Any, ...]:
     is_even = config.lanes == n
     if config.kernel == "rows":
         return config.width, config.pieces, config.rest, is_even, config.latency, config.packed
+    if config.kernel == "teams":
+        slots = power_of_two(config.members)
+        return config.width, config.pieces, is_even, config.latency, config.members, slots
     if config.is_fused:
         return config.rows, config.strip, config.width, config.rest, is_even, config.latency
     if config.kernel == "sum":

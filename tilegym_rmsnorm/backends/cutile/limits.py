@@ -7,15 +7,16 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from tilegym_rmsnorm.backends.cutile.config import Config, power_of_two
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
 from tilegym_rmsnorm.backends.cutile.sizes import FEW_ROWS
+from tilegym_rmsnorm.backends.cutile.wide import MOST_MEMBERS
 
 if TYPE_CHECKING:
     from tilegym_rmsnorm.backends.cutile.tables import Bucket
 
 KERNELS = {
     "forward": ("rows", "tiles", "chunks"),
-    "backward": ("rows", "tiles", "fused", "fused_chunks", "strips"),  # of calls that need dw
+    "backward": ("rows", "tiles", "teams", "fused", "fused_chunks", "strips"),  # of calls that need dw
 }
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 MOST_PIECES = 16  # each is code of its own: 64 compile in seconds
@@ -27,7 +28,7 @@ _TYPES = {"int": int, "bool": bool, "str": str}
 
 def largest_tile(config: Config) -> int:
     """Elements of the largest tile that a block of this config holds."""
-    row = config.lanes
+    row = config.lanes // config.members
     return max(row, config.rows * config.strip) if config.is_fused else config.rows * row
 
 
@@ -39,14 +40,16 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
         value = getattr(c, field.name)
         expect(type(value) is _TYPES[field.type], field.name, field.type, value)
 
+    fewest, most = (2, MOST_MEMBERS) if c.kernel == "teams" else (1, 1)
+    expect(fewest <= c.members <= most, "members", f"{fewest} to {most}", c.members)
     is_fused = c.kernel in ("fused", "fused_chunks")
     extents = (c.width, c.rows, *([c.rest] if c.rest else []), *([c.strip] if is_fused else []))
     expect(all(e > 0 and e == power_of_two(e) for e in extents), "extents", "powers of two", extents)
     elements = largest_tile(c)
     expect(elements <= LARGEST_TILE, "a tile", f"at most {LARGEST_TILE} elements", elements)
-    if c.kernel in ("rows", "tiles", "fused"):
+    if c.kernel in ("rows", "tiles", "teams", "fused"):
         expect(c.lanes >= n, "columns of all tiles", f"at least {n}", c.lanes)
-    most = MOST_PIECES if c.kernel == "rows" else 1
+    most = MOST_PIECES if c.kernel in ("rows", "teams") else 1
     expect(1 <= c.pieces <= most, "pieces", f"1 to {most}", c.pieces)
     expect(not c.rest or c.kernel in ("rows", "fused"), "rest", "0, or kernel rows or fused", c.rest)
     last = c.rest or c.width  # the only tile that is bounds-checked

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.backends.cutile import interpreter
-from tilegym_rmsnorm.backends.cutile.config import Config, uses_dependent_launch
+from tilegym_rmsnorm.backends.cutile.config import uses_dependent_launch
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config
+from tilegym_rmsnorm.backends.cutile.wide import MOST_MEMBERS
 
 Launch = Callable[[tuple[int, ...], tuple[Any, ...]], None]  # (grid, arguments)
 
@@ -25,6 +27,7 @@ class Machine(Protocol):
     """What launch.py and config.py ask of a device.
 
     model: the GPU's name, by which tables of tuned configs are found; None where none apply.
+    most_members: blocks that are sure to run at the same time, of which a team may therefore have so many.
     dependent_launch: kernels are launched while the one before is still running, and wait for it themselves.
     no_weight, no_dw_partial: arguments for arrays that a kernel is compiled not to touch, since an argument cannot be
     None.
@@ -33,6 +36,7 @@ class Machine(Protocol):
     model: str | None
     architecture: int
     sm_count: int
+    most_members: int
     dependent_launch: bool
     no_weight: Tensor
     no_dw_partial: Tensor
@@ -51,7 +55,7 @@ class GpuMachine:
         self.index = torch.cuda.current_device() if device.index is None else device.index
         self.model = properties.name
         self.architecture = properties.major * 10 + properties.minor
-        self.sm_count = properties.multi_processor_count
+        self.sm_count = self.most_members = properties.multi_processor_count
         self.dependent_launch = uses_dependent_launch(self.architecture)
         self.no_weight, self.no_dw_partial = torch.empty(2, 64, device=device).unbind()
 
@@ -89,6 +93,7 @@ class InterpretedMachine:
     model = None
     architecture = 90
     sm_count = 3
+    most_members = MOST_MEMBERS  # blocks that wait let others run
     dependent_launch = True
 
     def __init__(self) -> None:

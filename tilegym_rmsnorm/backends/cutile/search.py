@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tilegym_rmsnorm import accuracy
 from tilegym_rmsnorm.backends.cutile import launch
-from tilegym_rmsnorm.backends.cutile.config import Config
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.machine import Machine
 from tilegym_rmsnorm.backends.cutile.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry, Timing

@@ -7,7 +7,7 @@ Pure functions of numbers, as config.py's: neither torch nor cuda.tile is import
 
 from __future__ import annotations
 
-from tilegym_rmsnorm.backends.cutile.config import Config
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 
 SIZES = ("few", "small", "large")
 FEW_ROWS = 1024
@@ -44,10 +44,22 @@ def partial_rows(m: int, n: int, config: Config, sm_count: int) -> int:
     """
     if config.is_fused:
         return -(-m // (config.rows * slab_tiles(m, config, sm_count)))
+    if config.members > 1:  # each block of a team writes its part of the row
+        return _shortest_walks(m, most_partial_rows(config, sm_count))
     strips = -(-n // config.width) if config.kernel == "strips" else 1
     tiles = -(-m // config.rows)
     blocks_per_sm = 1 if strips == 1 and tiles <= FEW_TILES * sm_count else config.occupancy
     blocks = max(1, sm_count * blocks_per_sm // strips)
+    return _shortest_walks(tiles, blocks)
+
+
+def most_partial_rows(config: Config, sm_count: int) -> int:
+    """The largest P of a config that is not fused, for any number of rows; of strips, of one strip."""
+    return max(1, sm_count * config.occupancy // config.members)
+
+
+def _shortest_walks(tiles: int, blocks: int) -> int:
+    """Of at most so many blocks, as few as leave the longest walk as short as it can be."""
     return -(-tiles // -(-tiles // blocks))
 
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilegym_rmsnorm.backends.cutile import toolchain
-from tilegym_rmsnorm.backends.cutile.config import Config, backward_config, forward_config
+from tilegym_rmsnorm.backends.cutile.config import backward_config, forward_config
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.limits import ITEMSIZE, STORED, check_config, expect
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
 
@@ -35,6 +36,7 @@ SHIPPED_FOLDER = Path(__file__).with_name("tuned")
 CACHE_VARIABLE = "TILEGYM_RMSNORM_CACHE_DIR"
 OFF = ("0", "off", "none", "")
 RULES = {"forward": forward_config, "backward": backward_config}
+READS_ONCE = ("rows", "tiles", "teams")  # backwards that dw costs no second reading of x and dy
 SHARED = {"float16": ("bfloat16",)}  # the same bytes, and the same float32 registers
 
 
@@ -84,9 +86,12 @@ def chosen_config(
     buckets = [Bucket(op, n, each, size) for each in (name, *SHARED.get(name, ()))]
     for table in tables_of(machine.model, machine.architecture).values():
         for bucket in buckets:
-            if bucket in table and (has_dw or table[bucket].config.kernel in ("rows", "tiles")):
-                return table[bucket].config
-    switches = () if op == "forward" else (has_dw,)
+            if bucket not in table:
+                continue
+            config = table[bucket].config
+            if (has_dw or config.kernel in READS_ONCE) and config.members <= machine.most_members:
+                return config
+    switches = () if op == "forward" else (has_dw, machine.most_members)
     return RULES[op](n, dtype.itemsize, machine.architecture, size, *switches)
 
 

@@ -12,10 +12,16 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tilegym_rmsnorm.backends.cutile.config import Config
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.launch import MOST_ROWS, Backward, Forward
 from tilegym_rmsnorm.backends.cutile.machine import Machine
-from tilegym_rmsnorm.backends.cutile.sizes import FEW_TILES, MOST_SLABS, SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.sizes import (
+    FEW_TILES,
+    MOST_SLABS,
+    SIZES,
+    most_partial_rows,
+    rows_of_class,
+)
 from tilegym_rmsnorm.backends.cutile.tables import chosen_config
 
 EPS = 1e-6
@@ -54,7 +60,7 @@ def rows_to_warm(
     """
     rows = rows_of_class(size, n)
     tiles_in_slab = config.slab // config.rows
-    blocks = sm_count * (MOST_SLABS if config.is_fused else config.occupancy)
+    blocks = MOST_SLABS * sm_count if config.is_fused else most_partial_rows(config, sm_count)
     stop = min(rows.stop, MOST_ROWS + 1)
     kinds: dict[tuple[str, str], int] = {}
     for start in (rows.start, max(rows.start, FEW_TILES * sm_count * config.rows + 1)):

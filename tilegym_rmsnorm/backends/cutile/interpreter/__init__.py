@@ -9,8 +9,11 @@ bounds, reading memory that nobody wrote (allocate it with `empty`), two blocks 
 compiler rejects in kernels of this kind is rejected too: extents that are no power of two, dtypes that do not mix
 or do not fit the array, indices of another rank. What is not covered raises NotImplementedError with its name.
 
+Blocks may wait for each other by atomics and by loads and stores that are RELAXED: see blocks.py. A debugger that was
+started outside stops at breakpoints in the caller's thread, where all blocks run until one waits.
+
 Not modelled: the GPU's order of additions in a reduction, fused multiply-add, the compiler's rule that a variable
-keeps its dtype and shape through a loop.
+keeps its dtype and shape through a loop, atomic accesses that other blocks see out of program order.
 """
 
 from __future__ import annotations
@@ -26,39 +29,43 @@ import torch
 from tilegym_rmsnorm.backends.cutile.sizes import LARGEST_GRID
 
 from .arrays import Array
+from .blocks import Blocks
 from .dtypes import NUMBER, TILE_DTYPE, TORCH_DTYPE, Constant, fits
 from .memory import Memory, empty, find_overlaps, unwritten
-from .rebind import Grid, Namespace, rebind
+from .rebind import Namespace, rebind
 from .tile import Tile
 
 __all__ = ["empty", "launch", "unwritten"]
 
 
 def launch(
-    function: FunctionType, grid: tuple[int, ...], args: tuple, *, order: Sequence[int] | None = None
+    function: FunctionType,
+    grid: tuple[int, ...],
+    args: tuple,
+    *,
+    order: Sequence[int] | None = None,
+    resident: int | None = None,
+    lockstep: bool = False,
 ) -> None:
     """Runs `function`, a plain Python function, once per block of `grid` (1 to 3 extents).
 
-    args: CPU tensors and numbers. order: block numbers (x counts fastest), each once, ascending by default;
-    no result may depend on it.
+    args: CPU tensors and numbers. No result may depend on the other three, which choose among the ways in which a GPU
+    may run blocks. order: the block numbers (x counts fastest) as they start, each once, ascending by default.
+    resident: how many blocks at most have started and not ended, all by default. lockstep: a block lets another run
+    after each atomic access; by default only when it has found there what it has found there before.
 
-    Raises IndexError for accesses out of bounds, RuntimeError for races, overlapping arguments and unwritten
-    memory, TypeError and ValueError for what the compiler or ct.launch refuses, NotImplementedError for what is
-    not covered. Errors from inside the kernel name the block.
+    Raises IndexError for accesses out of bounds, RuntimeError for races, overlapping arguments, unwritten memory and
+    blocks that wait for each other forever, TypeError and ValueError for what the compiler or ct.launch refuses,
+    NotImplementedError for what is not covered. Errors from inside the kernel name the block.
     """
-    blocks = Grid(_checked_grid(grid))
-    numbers = range(math.prod(blocks.extents))
+    blocks = Blocks(_checked_grid(grid), resident, lockstep)
+    numbers = range(math.prod(grid))
     if order is not None and sorted(order) != list(numbers):
         raise ValueError(f"order: expected each of the {len(numbers)} block numbers once, got {order}")
+    if resident is not None and resident < 1:
+        raise ValueError(f"resident: expected at least 1, got {resident}")
     parameters = _bind(function, args, blocks)
-    kernel = rebind(function, Namespace(blocks))
-    for number in numbers if order is None else order:
-        blocks.number = number
-        try:
-            kernel(*parameters)
-        except Exception as error:
-            error.args = (f"{error} [block {blocks.block} of {function.__name__}]",)
-            raise
+    blocks.run(rebind(function, Namespace(blocks)), parameters, numbers if order is None else order)
 
 
 def _checked_grid(grid: tuple[int, ...]) -> tuple[int, ...]:
@@ -69,7 +76,7 @@ def _checked_grid(grid: tuple[int, ...]) -> tuple[int, ...]:
     return grid
 
 
-def _bind(function: FunctionType, args: tuple, blocks: Grid) -> list[Array | Tile | Constant]:
+def _bind(function: FunctionType, args: tuple, blocks: Blocks) -> list[Array | Tile | Constant]:
     """The arguments as the kernel sees them: arrays, scalars, and numbers where it says ct.Constant."""
     if not isinstance(function, FunctionType):
         raise TypeError(f"expected a plain Python function, got {type(function).__name__}")
@@ -85,7 +92,7 @@ def _bind(function: FunctionType, args: tuple, blocks: Grid) -> list[Array | Til
     return bound
 
 
-def _bind_one(name: str, value: object, metadata: tuple, blocks: Grid) -> Array | Tile | Constant:
+def _bind_one(name: str, value: object, metadata: tuple, blocks: Blocks) -> Array | Tile | Constant:
     if any(isinstance(m, ct.ConstantAnnotation) for m in metadata):
         if not isinstance(value, NUMBER):
             raise TypeError(
@@ -112,7 +119,7 @@ def _bind_one(name: str, value: object, metadata: tuple, blocks: Grid) -> Array 
     raise TypeError(f"{name}: expected a tensor or a number, got {type(value).__name__}")
 
 
-def _bind_array(name: str, tensor: torch.Tensor, metadata: tuple, blocks: Grid) -> Array:
+def _bind_array(name: str, tensor: torch.Tensor, metadata: tuple, blocks: Blocks) -> Array:
     if tensor.device.type != "cpu" or tensor.dtype not in TILE_DTYPE:
         raise TypeError(f"{name}: cannot interpret a tensor of {tensor.dtype} on {tensor.device}")
     index_dtype = torch.int32
@@ -122,4 +129,4 @@ def _bind_array(name: str, tensor: torch.Tensor, metadata: tuple, blocks: Grid) 
                 raise NotImplementedError(f"{name}: static dimensions are not supported by the interpreter")
             index_dtype = TORCH_DTYPE[annotation.index_dtype]
     tensor = tensor.detach()  # as ct.launch, which sees memory and not autograd
-    return Array(tensor, Memory(name, tensor), lambda: blocks.number, index_dtype)
+    return Array(tensor, Memory(name, tensor), blocks, index_dtype)

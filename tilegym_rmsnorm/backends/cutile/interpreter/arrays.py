@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Arrays and the four ways into them: load and store by tile index, gather and scatter by element index.
+"""Arrays and four ways into them: load and store by tile index, gather and scatter by element index.
 
 What cuda.tile documents as undefined raises IndexError here: an access past the end with check_bounds=False, and
 a tile that lies wholly outside its array even without. Latency and TMA hints are checked, with no other effect.
@@ -9,16 +9,17 @@ a tile that lies wholly outside its array even without. Latency and TMA hints ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from types import NoneType
 
 import cuda.tile as ct
 import torch
 from torch import Tensor
 
+from .blocks import Blocks
 from .dtypes import TILE_DTYPE, check_implicit_cast, is_integer
 from .memory import Box, Lanes, Memory, poison
 from .ops import as_tile
+from .ordering import is_atomic
 from .tile import (
     Tile,
     as_index,
@@ -42,16 +43,16 @@ _PADDING = {
 
 
 class Array:
-    """An array argument, or a slice of one. `block`: answers the number of the block that is running."""
+    """An array argument, or a slice of one. `blocks`: of the launch."""
 
-    def __init__(self, tensor: Tensor, memory: Memory, block: Callable[[], int], index_dtype: torch.dtype):
+    def __init__(self, tensor: Tensor, memory: Memory, blocks: Blocks, index_dtype: torch.dtype):
         self.tensor = tensor
         self.memory = memory
+        self.blocks = blocks
         self.dtype = TILE_DTYPE[tensor.dtype]
         self.ndim = tensor.ndim
         self.shape = tuple(Tile(torch.tensor(n, dtype=index_dtype)) for n in tensor.shape)
         self.strides = tuple(Tile(torch.tensor(s, dtype=index_dtype)) for s in tensor.stride())
-        self._block = block
         self._index_dtype = index_dtype
 
     def slice(self, axis: int, start: Tile | int, stop: Tile | int) -> Array:
@@ -60,13 +61,13 @@ class Array:
         if not (0 <= first < self.tensor.shape[axis] and first <= end <= self.tensor.shape[axis]):
             raise IndexError(f"slice {first}:{end} of axis {axis} is outside {self}")
         part = self.tensor.narrow(axis, first, end - first)
-        return Array(part, self.memory, self._block, self._index_dtype)
+        return Array(part, self.memory, self.blocks, self._index_dtype)
 
-    def read(self, cells: Box | Lanes) -> None:
-        self.memory.read(cells, self._block())
+    def read(self, cells: Box | Lanes, is_atomic: bool = False) -> None:
+        self.memory.read(cells, self.blocks.number, is_atomic)
 
-    def write(self, cells: Box | Lanes) -> None:
-        self.memory.write(cells, self._block())
+    def write(self, cells: Box | Lanes, is_atomic: bool = False) -> None:
+        self.memory.write(cells, self.blocks.number, is_atomic)
 
     def __getattr__(self, attribute: str):
         if hasattr(ct.Array, attribute):
@@ -78,7 +79,7 @@ class Array:
 
 
 def num_tiles(array, /, axis, shape, order="C"):
-    _check_array("num_tiles", array)
+    check_array("num_tiles", array)
     _check_order("num_tiles", order, array.ndim)
     axis, extents = normalize_axis(axis, array.ndim), _tile_extents(array, shape)
     return Tile(torch.tensor(-(-array.tensor.shape[axis] // extents[axis]), dtype=torch.int32))
@@ -98,20 +99,23 @@ def load(
     memory_order=ct.MemoryOrder.WEAK,
     memory_scope=ct.MemoryScope.NONE,
 ):
-    _check_array("load", array)
+    check_array("load", array)
     _check_order("load", order, array.ndim)
-    _check_hints("load", check_bounds, latency, allow_tma, memory_order)
+    check_hints("load", check_bounds, latency, allow_tma)
+    atomically = is_atomic("load", memory_order, memory_scope)
     extents = _tile_extents(array, shape)
     padding = _padding(array, padding_mode)
 
     part = _part("load", array, index, extents, check_bounds)
-    array.read(Box(part, array.memory.base))
+    array.read(Box(part, array.memory.base), atomically)
 
     if part.shape == extents:
         value = part.clone(memory_format=torch.contiguous_format)
     else:
         value = torch.full(extents, padding, dtype=part.dtype)
         _corner(value, part).copy_(part)
+    if atomically:
+        array.blocks.saw((part.data_ptr(), part.shape), value)
     return Tile(value.reshape(()) if shape == () else value)
 
 
@@ -128,26 +132,29 @@ def store(
     memory_order=ct.MemoryOrder.WEAK,
     memory_scope=ct.MemoryScope.NONE,
 ):
-    _check_array("store", array)
+    check_array("store", array)
     _check_order("store", order, array.ndim)
-    _check_hints("store", check_bounds, latency, allow_tma, memory_order)
-    value = _as_stored(array, tile)
+    check_hints("store", check_bounds, latency, allow_tma)
+    atomically = is_atomic("store", memory_order, memory_scope)
+    value = as_stored(array, tile)
     if value.ndim == 0:
         value = value.reshape((1,) * array.ndim)
     if value.ndim != array.ndim:
         raise TypeError(f"store of a tile of shape {tuple(value.shape)} into {array}: the ranks differ")
 
     part = _part("store", array, index, tuple(value.shape), check_bounds)
-    array.write(Box(part, array.memory.base))
+    array.write(Box(part, array.memory.base), atomically)
 
     part.copy_(_corner(value, part))
+    if atomically:
+        array.blocks.published()
 
 
 def gather(array, indices, /, *, mask=None, padding_value=0, check_bounds=True, latency=None):
-    _check_array("gather", array)
-    _check_hints("gather", check_bounds, latency)
-    lanes, shape, active = _lanes("gather", array, indices, mask, check_bounds)
-    padding = _broadcast(_as_stored(array, padding_value), shape, "padding_value")
+    check_array("gather", array)
+    check_hints("gather", check_bounds, latency)
+    lanes, shape, active = find_lanes("gather", array, indices, mask, check_bounds)
+    padding = broadcast(as_stored(array, padding_value), shape, "padding_value")
 
     array.read(lanes)
 
@@ -160,10 +167,10 @@ def gather(array, indices, /, *, mask=None, padding_value=0, check_bounds=True, 
 
 
 def scatter(array, indices, value, /, *, mask=None, check_bounds=True, latency=None):
-    _check_array("scatter", array)
-    _check_hints("scatter", check_bounds, latency)
-    lanes, shape, active = _lanes("scatter", array, indices, mask, check_bounds)
-    stored = _broadcast(_as_stored(array, value), shape, "value").reshape(-1)
+    check_array("scatter", array)
+    check_hints("scatter", check_bounds, latency)
+    lanes, shape, active = find_lanes("scatter", array, indices, mask, check_bounds)
+    stored = broadcast(as_stored(array, value), shape, "value").reshape(-1)
     ascending = bool((lanes.offsets[1:] > lanes.offsets[:-1]).all())
     if not ascending and lanes.offsets.unique().numel() != lanes.offsets.numel():
         raise RuntimeError(f"several lanes of one scatter write the same element of {array}")
@@ -194,7 +201,7 @@ def _corner(value: Tensor, part: Tensor) -> Tensor:
     return value[tuple(slice(n) for n in part.shape)]
 
 
-def _lanes(
+def find_lanes(
     op: str, array: Array, indices: object, mask: object, check_bounds: bool
 ) -> tuple[Lanes, tuple[int, ...], Tensor | None]:
     """The elements that are accessed, the tile's shape, and the lanes that access them (flat; None: all do)."""
@@ -211,7 +218,7 @@ def _lanes(
     if mask is not None:
         if as_tile(mask).value.dtype != torch.bool:
             raise TypeError(f"{op} takes a mask of bool_, got {mask!r}")
-        active = _broadcast(as_tile(mask).value, shape, "mask")
+        active = broadcast(as_tile(mask).value, shape, "mask")
     offsets = torch.tensor(array.tensor.storage_offset() - array.memory.base)
     for axis, (value, extent, stride) in enumerate(
         zip(values, array.tensor.shape, array.tensor.stride(), strict=True)
@@ -234,7 +241,7 @@ def _lanes(
     return Lanes(offsets if active is None else offsets[active]), shape, active
 
 
-def _broadcast(value: Tensor, shape: tuple[int, ...], what: str) -> Tensor:
+def broadcast(value: Tensor, shape: tuple[int, ...], what: str) -> Tensor:
     try:
         return value.expand(shape)
     except RuntimeError as error:
@@ -243,7 +250,7 @@ def _broadcast(value: Tensor, shape: tuple[int, ...], what: str) -> Tensor:
         ) from error
 
 
-def _as_stored(array: Array, value: object) -> Tensor:
+def as_stored(array: Array, value: object) -> Tensor:
     source = loose_dtype(value)
     if source is not array.tensor.dtype:
         check_implicit_cast(source, array.tensor.dtype, f"value for {array}")
@@ -266,7 +273,7 @@ def _padding(array: Array, mode: ct.PaddingMode) -> float | int | bool:
     return _PADDING[mode]
 
 
-def _check_array(op: str, array: object) -> None:
+def check_array(op: str, array: object) -> None:
     if not isinstance(array, Array):
         raise TypeError(f"{op} takes an array, got {type(array).__name__}")
 
@@ -276,16 +283,8 @@ def _check_order(op: str, order: object, rank: int) -> None:
         raise NotImplementedError(f"{op}(order={order!r}) is not supported by the interpreter")
 
 
-def _check_hints(
-    op: str,
-    check_bounds: object,
-    latency: object,
-    allow_tma: object = None,
-    memory_order: ct.MemoryOrder = ct.MemoryOrder.WEAK,
-) -> None:
+def check_hints(op: str, check_bounds: object, latency: object = None, allow_tma: object = None) -> None:
     if not isinstance(check_bounds, bool) or not isinstance(allow_tma, (bool, NoneType)):
         raise TypeError(f"{op}: expected constant bools, got {check_bounds=}, {allow_tma=}")
     if latency is not None and not (isinstance(latency, int) and 1 <= latency <= 10):
         raise ValueError(f"{op}: expected a latency from 1 to 10, got {latency}")
-    if memory_order != ct.MemoryOrder.WEAK:
-        raise NotImplementedError(f"{op}(memory_order={memory_order}) is not supported by the interpreter")

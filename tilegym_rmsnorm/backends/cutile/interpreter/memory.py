@@ -3,8 +3,9 @@
 """What happened to each element of each array: who wrote it, who read it, and whether anybody ever wrote it.
 
 Blocks of one launch run in no particular order on a GPU, so an element that one block writes may not be touched
-by another in the same launch. A `Memory` keeps, for one array argument in one launch, which block wrote and which
-read each element; memory from `empty` remembers besides, over all launches, which elements no kernel has written.
+by another in the same launch, unless both do it atomically. A `Memory` keeps, for one array argument in one launch,
+which block accessed each element and how; memory from `empty` remembers besides, over all launches, which elements no
+kernel has written.
 """
 
 from __future__ import annotations
@@ -19,6 +20,14 @@ from torch import Tensor
 _unwritten: weakref.WeakKeyDictionary[torch.UntypedStorage, Tensor] = weakref.WeakKeyDictionary()
 
 _NOBODY, _SEVERAL = 0, -1  # besides these, a map holds the number of the block, counted from 1
+
+# What a block may not do to an element, by what another block has done to it.
+_RACES = {
+    "read": ("written", "atomically written"),
+    "written": ("written", "read", "atomically written", "atomically read"),
+    "atomically read": ("written",),
+    "atomically written": ("written", "read"),
+}
 
 
 def poison(dtype: torch.dtype) -> float | int | bool:
@@ -97,8 +106,7 @@ class Memory:
         reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         self.extent = 1 + reach if tensor.numel() else 0
         self.overlapping: list[Memory] = []
-        self._readers: Tensor | None = None
-        self._writers: Tensor | None = None
+        self._blocks: dict[str, Tensor] = {}  # for each kind of access, which block did it to each element
         self._unwritten = _unwritten_elements(tensor)
         if self._unwritten is not None:
             self._unwritten = self._unwritten[self.base : self.base + self.extent]
@@ -106,40 +114,34 @@ class Memory:
     def flat(self) -> Tensor:
         return self.tensor.as_strided((self.extent,), (1,))
 
-    def read(self, cells: Box | Lanes, number: int) -> None:
+    def read(self, cells: Box | Lanes, number: int, is_atomic: bool = False) -> None:
         if self._unwritten is not None:
             self._refuse(cells, cells.of(self._unwritten), "is read, but no kernel has written it")
-        if self._writers is not None:
-            self._check_race(cells, self._writers, number, "is read here and written by")
-        if self._readers is None:
-            self._readers = self._map()
-            self._check_overlap()
-        seen = cells.of(self._readers)
-        others = (seen != _NOBODY) & (seen != number + 1)
-        cells.set(self._readers, others.int() * (_SEVERAL - number - 1) + (number + 1))
+        self._access("atomically read" if is_atomic else "read", cells, number)
 
-    def write(self, cells: Box | Lanes, number: int) -> None:
-        if self._writers is not None:
-            self._check_race(cells, self._writers, number, "is written here and by")
-        if self._readers is not None:
-            self._check_race(cells, self._readers, number, "is written here and read by")
-        if self._writers is None:
-            self._writers = self._map()
-            self._check_overlap()
-        cells.set(self._writers, number + 1)
+    def write(self, cells: Box | Lanes, number: int, is_atomic: bool = False) -> None:
+        self._access("atomically written" if is_atomic else "written", cells, number)
         if self._unwritten is not None:
             cells.set(self._unwritten, False)
 
-    def _map(self) -> Tensor:
-        return torch.zeros(self.extent, dtype=torch.int32)
+    def _access(self, how: str, cells: Box | Lanes, number: int) -> None:
+        for earlier in _RACES[how]:
+            if earlier in self._blocks:
+                self._check_race(how, cells, number, earlier)
+        if how not in self._blocks:
+            self._blocks[how] = torch.zeros(self.extent, dtype=torch.int32)
+            self._check_overlap()
+        others = False if how == "written" else _is_other(cells.of(self._blocks[how]), number).int()
+        cells.set(self._blocks[how], others * (_SEVERAL - number - 1) + (number + 1))
 
-    def _check_race(self, cells: Box | Lanes, blocks: Tensor, number: int, what: str) -> None:
-        seen = cells.of(blocks)
-        others = (seen != _NOBODY) & (seen != number + 1)
+    def _check_race(self, how: str, cells: Box | Lanes, number: int, earlier: str) -> None:
+        seen = cells.of(self._blocks[earlier])
+        others = _is_other(seen, number)
         if others.any():
             block = int(seen[others][0])
             who = "several other blocks" if block == _SEVERAL else f"block number {block - 1}"
-            self._refuse(cells, others, f"{what} {who}, and blocks run in no order: a race")
+            why = f"is {how} here and {earlier} by {who}, and blocks run in no order: a race"
+            self._refuse(cells, others, why)
 
     def _refuse(self, cells: Box | Lanes, at: Tensor, why: str) -> None:
         if at.any():
@@ -154,14 +156,21 @@ class Memory:
                 index[axis], offset = divmod(offset, self.tensor.stride(axis))
         return index
 
+    @property
+    def _is_written(self) -> bool:
+        return "written" in self._blocks or "atomically written" in self._blocks
+
     def _check_overlap(self) -> None:
-        """At the first read and the first write: of two overlapping arguments none may be written."""
+        """At the first access of a kind: of two overlapping arguments none may be written."""
         for other in self.overlapping:
-            touched = other._readers is not None or other._writers is not None
-            if touched and (self._writers is not None or other._writers is not None):
+            if other._blocks and (self._is_written or other._is_written):
                 raise RuntimeError(
                     f"{self.name} and {other.name} overlap in memory, and one of them is written"
                 )
+
+
+def _is_other(seen: Tensor, number: int) -> Tensor:
+    return (seen != _NOBODY) & (seen != number + 1)
 
 
 def find_overlaps(memories: list[Memory]) -> None:

@@ -16,36 +16,24 @@ from types import CellType, CodeType, FunctionType
 import cuda.tile as ct
 import torch
 
-from . import arrays, ops
+from . import arrays, atomics, ops
+from .blocks import Blocks
 from .dtypes import promote
 from .tile import Tile, as_index
-
-
-class Grid:
-    """The blocks of a launch, and the number of the one that is running (x counts fastest)."""
-
-    def __init__(self, extents: tuple[int, ...]):
-        self.extents = extents + (1,) * (3 - len(extents))
-        self.number = 0
-
-    @property
-    def block(self) -> tuple[int, int, int]:
-        x, y, _ = self.extents
-        return self.number % x, self.number // x % y, self.number // (x * y)
 
 
 class Namespace:
     """What `ct` means inside an interpreted kernel."""
 
-    def __init__(self, grid: Grid):
-        self._grid = grid
+    def __init__(self, blocks: Blocks):
+        self._blocks = blocks
         vars(self).update(_OPERATIONS)
 
     def bid(self, axis: int) -> Tile:
-        return _int32(self._grid.block[_axis(axis)])
+        return _int32(self._blocks.block[_axis(axis)])
 
     def num_blocks(self, axis: int) -> Tile:
-        return _int32(self._grid.extents[_axis(axis)])
+        return _int32(self._blocks.extents[_axis(axis)])
 
     def grid_dependency_control_wait(self) -> None:
         """Launches run one after the other here, so what is waited for has happened."""
@@ -137,6 +125,6 @@ _OPERATIONS = {
         for name in ct.__all__
         if isinstance(getattr(ct, name), (ct.DType, enum.EnumMeta))
     },
-    **{name: getattr(module, name) for module in (ops, arrays) for name in module.__all__},
+    **{name: getattr(module, name) for module in (ops, arrays, atomics) for name in module.__all__},
 }
 _BUILTINS = dict(vars(builtins), range=Range, min=_min, max=_max)

@@ -1,0 +1,74 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Teams of blocks that share a row (team.py), in the interpreter: whatever order blocks start and go on in, and however
+few run at a time, a team ends and adds up the same bits."""
+
+import pytest
+import torch
+from helpers import BF16, FP32, assert_within, expected_results, make_inputs
+
+pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+
+from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.machine import InterpretedMachine  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+class Scheduled(InterpretedMachine):
+    """Three SMs, that run at most `resident` blocks at a time, in a random order."""
+
+    def __init__(self, seed: int = 0, **schedule) -> None:
+        super().__init__()
+        self.generator, self.schedule = torch.Generator().manual_seed(seed), schedule
+
+    def bind(self, function, config, constants):
+        def run(grid, arguments):
+            order = torch.randperm(torch.Size(grid).numel(), generator=self.generator).tolist()
+            interpreter.launch(function, grid, arguments + constants, order=order, **self.schedule)
+
+        return run
+
+
+def backward_of(inputs, config, machine):
+    x, dy, weight, eps, offset, _ = inputs
+    rstd = torch.rsqrt(x.double().square().mean(dim=1) + eps).float()
+    return launch.Backward(machine, config, x.shape[1], True, True, False)(x, dy, weight, rstd, offset)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(("members", "pieces"), [(2, 1), (3, 1), (3, 3), (8, 1), (13, 2), (16, 1)])
+def test_every_schedule_gives_the_same_bits(members, pieces, dtype):
+    """The last member's last tile is partial, and there are more teams than one that stays."""
+    config = Config("teams", 16, 4, members, 1, members=members, pieces=pieces)
+    inputs = make_inputs(13, config.lanes - 5, dtype, FP32, offset=1.0, device=CPU)
+    schedules = [
+        {"seed": seed, "lockstep": lockstep, "resident": resident}
+        for seed in range(2)
+        for lockstep in (False, True)
+        for resident in (None, members, members + 1)
+    ]
+    (dx, dw), *others = (backward_of(inputs, config, Scheduled(**schedule)) for schedule in schedules)
+    assert_within(expected_results(inputs), dx=dx, dw=dw)
+    for schedule, results in zip(schedules[1:], others, strict=True):
+        assert torch.equal(results[0], dx) and torch.equal(results[1], dw), schedule
+
+
+def test_a_team_that_does_not_fit_would_wait_forever():
+    """So machine.most_members must be true: a team is not launched where it does not fit."""
+    config = Config("teams", 16, 4, 1, 1, members=4)
+    with pytest.raises(RuntimeError, match="wait for each other forever"):
+        backward_of(make_inputs(3, 64, device=CPU), config, Scheduled(resident=3))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_no_bits_of_the_input_keep_a_team_waiting(dtype):
+    """A slot of the board is empty while it holds -1, which read as float32 is a NaN: one that these inputs make."""
+    inputs = make_inputs(7, 64, dtype, FP32, device=CPU)
+    for array in (inputs.x, inputs.dy):
+        array.view(torch.int16 if dtype is BF16 else torch.int32)[5] = -1
+    dx, dw = backward_of(inputs, Config("teams", 16, 4, 1, 1, members=4), Scheduled())
+    assert dx[5].isnan().all() and dw.isnan().all()
+    assert not dx[:5].isnan().any() and not dx[6:].isnan().any()

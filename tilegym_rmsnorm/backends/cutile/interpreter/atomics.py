@@ -1,0 +1,86 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""Atomics: they change the elements that a gather with the same indices would read, and return what was there.
+
+Where several lanes meet at one element they follow each other in the tile's order; a GPU may take any. For a lane
+out of bounds nothing happens, and the value returned, which cuda.tile leaves open, is poison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from .arrays import Array, as_stored, broadcast, check_array, check_hints, find_lanes
+from .dtypes import name
+from .memory import poison
+from .ops import as_tile
+from .ordering import is_atomic
+from .tile import Tile
+
+__all__ = ["atomic_add", "atomic_or", "atomic_xchg"]
+
+_INTEGERS = (torch.int32, torch.int64)
+_NUMBERS = (*_INTEGERS, torch.float32, torch.float64)
+_NUMBERS_AND_HALVES = (*_NUMBERS, torch.float16, torch.bfloat16)
+
+
+def _atomic(op: str, dtypes: tuple[torch.dtype, ...], combine: Callable, is_bitwise: bool = False):
+    def operation(
+        array,
+        indices,
+        update,
+        /,
+        *,
+        check_bounds=True,
+        memory_order=ct.MemoryOrder.ACQ_REL,
+        memory_scope=ct.MemoryScope.DEVICE,
+    ):
+        check_array(op, array)
+        check_hints(op, check_bounds)
+        atomically = is_atomic(op, memory_order, memory_scope)
+        if array.tensor.dtype not in dtypes:
+            raise TypeError(f"{op} takes an array of {', '.join(map(name, dtypes))}, got {array}")
+        lanes, shape, active = find_lanes(op, array, indices, None, check_bounds)
+        operand = broadcast(_as_operand(array, update, shape, is_bitwise), shape, "update").reshape(-1)
+
+        array.read(lanes, atomically)
+        array.write(lanes, atomically)
+
+        elements = array.memory.flat()
+        found = _change(combine, elements, lanes.offsets, operand if active is None else operand[active])
+        array.blocks.saw((array.memory.name, *lanes.offsets.tolist()), found)
+        if active is None:
+            return Tile(found.reshape(shape))
+        value = torch.full(shape, poison(array.tensor.dtype), dtype=array.tensor.dtype)
+        value.view(-1)[active] = found
+        return Tile(value)
+
+    return operation
+
+
+def _change(combine: Callable, elements: Tensor, offsets: Tensor, operand: Tensor) -> Tensor:
+    """What each lane found before it changed its element."""
+    found = torch.empty(offsets.shape, dtype=operand.dtype)
+    do_lanes_meet = offsets.unique().numel() < offsets.numel()
+    for lane in range(offsets.numel()) if do_lanes_meet else [slice(None)]:
+        found[lane] = elements[offsets[lane]]
+        elements[offsets[lane]] = combine(found[lane], operand[lane])
+    return found
+
+
+def _as_operand(array: Array, update: object, shape: tuple[int, ...], is_bitwise: bool) -> Tensor:
+    """A constant is loosely typed only beside scalar indices: the compiler broadcasts it before it casts it."""
+    if shape or is_bitwise:
+        update = as_tile(update)
+    if is_bitwise and update.dtype != array.dtype:
+        raise TypeError(f"update for {array}: expected exactly its dtype, got {update.dtype.name}")
+    return as_stored(array, update)
+
+
+atomic_add = _atomic("atomic_add", _NUMBERS_AND_HALVES, torch.add)
+atomic_or = _atomic("atomic_or", _INTEGERS, torch.bitwise_or, is_bitwise=True)
+atomic_xchg = _atomic("atomic_xchg", _NUMBERS, lambda found, operand: operand)

@@ -1,0 +1,58 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""What a config is: how one kernel is compiled, as data. No torch, no cuda.tile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one kernel is compiled. Extents are in elements."""
+
+    kernel: str  # one of limits.KERNELS, which says what serves which op; "chunks" of a backward: dx alone
+    width: int  # columns of a tile, a power of two; "chunks", "fused_chunks": of a chunk of a row
+    warps: int
+    occupancy: int  # blocks per SM that the compiler leaves room for
+    latency: int  # cuda-tile's hint 1..10: how far ahead loads are issued, paid in shared memory
+    rest: int = 0  # "rows", "fused": columns of one more tile after those of `width`, 0 for none
+    rows: int = 1  # rows of a tile; "fused", "fused_chunks": of a tile of dy * xhat
+    strip: int = 0  # "fused", "fused_chunks": columns of a tile of dy * xhat
+    slab: int = 0  # "fused", "fused_chunks": rows of x that share a row of dw_partial, a multiple of `rows`
+    tma: bool = False  # may tile loads and stores use TMA
+    short: bool = False  # backward "rows": compile a way without the loop too, for as many blocks as rows
+    early_weight: bool = False  # forward "rows": load the weight along with x
+    pieces: int = 1  # "rows", "teams": tiles of `width` that a block holds of a row
+    members: int = 1  # "teams": blocks that share a row
+    packed: bool = False  # "rows" of 2-byte elements: registers hold them as they are while a row is summed
+    reason: str = ""
+    spills: str = ""  # why this config is kept although its kernel spills registers
+
+    @property
+    def lanes(self) -> int:
+        """Columns of all tiles of a row, or of a chunk or strip."""
+        return self.width * self.pieces * self.members + self.rest
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether one launch has blocks for dx and blocks for dw (backward_fused.py)."""
+        return self.slab > 0
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def two_tiles(n: int) -> tuple[int, int]:
+    """n as one tile, or as two where that leaves at most three quarters of the lanes of one: 5120 = 4096 + 1024.
+
+    The second is at least an eighth of the first: less saves nothing, and would be a kernel of its own.
+    """
+    whole = power_of_two(n)
+    width = whole // 2
+    if n < 2048 or n == whole:
+        return whole, 0
+    rest = max(power_of_two(n - width), width // 8)
+    return (width, rest) if width + rest <= whole * 3 // 4 else (whole, 0)

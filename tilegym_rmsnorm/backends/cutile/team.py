@@ -1,0 +1,67 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""How blocks that share a row add up one number each: a team of blocks, its tickets and its board.
+
+Each member writes its part to `board`, where row i has a slot for every member, and reads the slots of row i until none
+is EMPTY. It adds them in the order of the members, so all get the same bits on every run, whoever came first. A slot is
+written once and is all that one block tells another, so its accesses need no order among others (RELAXED).
+
+No block waits forever. Teams are formed of blocks in the order in which they start: each takes a ticket. So of all the
+blocks of a launch that have started, only those of the last team can wait for one that has not; the other teams end and
+make room. What that takes is room for one team on the GPU (`most_members` of machine.py), beside one incomplete team of
+each launch that runs at the same time.
+"""
+
+import cuda.tile as ct
+
+from .rows import ConstBool, ConstInt, at_least_zero
+
+EMPTY = -1  # as float32 a NaN, whose bits no sum has: `post` sees to it
+OTHER_NAN = 0x7FC00000
+BOARD_ROWS = 16  # a board has a multiple of them, so that its kernels are compiled once for any M
+RELAXED = ct.MemoryOrder.RELAXED
+DEVICE = ct.MemoryScope.DEVICE
+
+
+def take_ticket(board):
+    """0, 1, 2, ... for the blocks in the order in which they ask; the counter is in the board's last row."""
+    last = (board.shape[0] - 1, 0)
+    ticket = ct.atomic_add(board, last, 1, check_bounds=False, memory_order=RELAXED, memory_scope=DEVICE)
+    return at_least_zero(ticket + 1)
+
+
+def post(board, row, member, part):
+    """Writes a member's part of a row's sum."""
+    bits = ct.bitcast(part, ct.int32)
+    bits = ct.reshape(ct.where(bits == EMPTY, OTHER_NAN, bits), (1, 1))
+    ct.store(board, (row, member), bits, allow_tma=False, memory_order=RELAXED, memory_scope=DEVICE)
+
+
+def read_slots(board, row, tslots):
+    """By an atomic operation that changes nothing: the compiler may take a load, even a relaxed one, out of a loop."""
+    return ct.atomic_or(
+        board, (row, tslots), 0, check_bounds=False, memory_order=RELAXED, memory_scope=DEVICE
+    )
+
+
+def sum_of_team(board, row, member, part, MEMBERS, SLOTS):
+    """The sum of all members' parts, once they are there."""
+    post(board, row, member, part)
+    tslots = ct.arange(SLOTS, dtype=ct.int32)
+    tbits = read_slots(board, row, tslots)
+    while ct.max(ct.astype((tbits == EMPTY) & (tslots < MEMBERS), ct.int32)) > 0:
+        tbits = read_slots(board, row, tslots)
+    return ct.sum(ct.where(tslots < MEMBERS, ct.bitcast(tbits, ct.float32), 0.0))
+
+
+def clear_board(
+    board,  # (any multiple of ROWS, SLOTS), int32: written
+    ROWS: ConstInt,
+    SLOTS: ConstInt,
+    DEPENDENT: ConstBool,
+):
+    """Grid: (rows of the board / ROWS,)."""
+    if DEPENDENT:
+        ct.grid_dependency_control_wait()
+        ct.grid_dependency_control_launch_dependents()
+    ct.store(board, (ct.bid(0), 0), ct.full((ROWS, SLOTS), EMPTY, dtype=ct.int32), allow_tma=False)

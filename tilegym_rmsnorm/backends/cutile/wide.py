@@ -1,0 +1,75 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""The rules of config.py for backwards of rows that the registers of one block do not hold: functions of numbers."""
+
+from __future__ import annotations
+
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config, two_tiles
+
+WIDEST_SLABBED_ROW = 131072  # elements of which 32 rows of x and dy fit the L2 of an H100
+MOST_MEMBERS = 16  # of a team: the smallest slice of a Hopper GPU has 16 SMs, and a team must fit
+
+
+def teams_config(n: int, itemsize: int, most_members: int) -> Config | None:
+    """Rows shared by as few blocks as hold them in registers with at most a ninth of their lanes empty, if any do."""
+    spills = (
+        "not with a weight of x's dtype; a float32 weight takes up to 80 bytes of stack, and was not timed"
+    )
+    # 8192 columns with bounds checks spill, as more of float32 do
+    widest = ((8192, 1),) if itemsize == 2 and n % 8192 == 0 else ()
+    for width, pieces in (*widest, (2048, 3), (1024, 5), (4096, 1), (2048, 1)):
+        part = width * pieces
+        members = -(-n // part)
+        lanes = members * part
+        if members <= min(most_members, MOST_MEMBERS) and lanes <= n * 9 / 8 and lanes - width < n:
+            why = spills if itemsize == 2 and part > 4096 else ""
+            occupancy = 2 if part > 2048 else 4
+            reason = "a team of blocks a row, each with as much of it as its registers hold"
+            return Config(
+                "teams", width, 4, occupancy, 2, pieces=pieces, members=members, reason=reason, spills=why
+            )
+    return None
+
+
+def slabs_config(n: int, itemsize: int) -> Config:
+    """Rows whose x, dy and sum of dw no block's registers hold, read again from the L2 of a Hopper GPU."""
+    reason = "too wide for registers: a slab of rows at a time, read again from L2"
+    if itemsize == 4 and n <= 18432:  # 4096x18432: 2646, with backward_rows 2602
+        width, rest = two_tiles(n)
+        return Config("fused", width, 8, 1, 1, rest, rows=8, strip=1024, slab=32, reason=reason)
+    if itemsize == 4:  # 2048x32768: 2367, 1024x65536: 1713 (with strips 1505)
+        if n <= 49152:
+            return Config("fused_chunks", 8192, 8, 1, 3, rows=8, strip=1024, slab=64, reason=reason)
+        return Config("fused_chunks", 8192, 8, 2, 3, rows=8, strip=512, slab=64, reason=reason)
+    if n <= 24576:  # 4096x18432: 2379, with backward_rows, which spills there, 2224
+        return Config("fused_chunks", 4096, 8, 1, 1, rows=8, strip=512, slab=128, reason=reason)
+    spills = "not with a weight of x's dtype; a float32 weight takes 40 bytes of stack, and was not timed"
+    # 4096x32768: 2310; 2048x65536: 1844, with strips 1781
+    strip, slab = (1024, 64) if n <= 49152 else (512, 32)
+    return Config("fused_chunks", 8192, 8, 2, 3, rows=8, strip=strip, slab=slab, reason=reason, spills=spills)
+
+
+def strips_config(architecture: int) -> Config:
+    reason = "too wide for registers: the mean of each row, then strips of columns; two passes over memory"
+    if architecture < 90:
+        return Config("strips", 2048, 4, 2, 4, reason=reason)
+    return Config("strips", 2048, 4, 3, 4, tma=True, reason=reason)  # 4096x32768: 3003 of those 10 bytes
+
+
+def chunks_config(itemsize: int, architecture: int) -> Config:
+    # an H200, us: 4096x32768 270, 2048x65536 323, in float32 about 514 (best of 70: 496) and 633; by two passes an H100
+    # took 509 for both, in float32 904
+    reason = "dx alone, of rows too wide for registers: read twice, the second time from L2"
+    return Config("chunks", 4096, 4, 2, 4 if itemsize == 2 else 3, tma=architecture >= 90, reason=reason)
+
+
+def means_config(architecture: int) -> Config:
+    """The kernel that reads wide rows for their mean, before the strips."""
+    has_tma = architecture >= 90
+    reason = "4096x32768: 2986 GB/s of x and dy"
+    return Config("means", 4096 if has_tma else 2048, 4, 4, 4, tma=has_tma, reason=reason)
+
+
+def clear_config() -> Config:
+    """The kernel that empties the board of a team, 16 rows a block: a microsecond."""
+    return Config("clear", 16, 4, 4, 1, reason="64 KB of a board for 4096 rows")
