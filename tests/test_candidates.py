@@ -139,3 +139,10 @@ def test_registers_of_the_two_kinds_of_blocks():
     assert fits_registers(fused, "backward", 4)
     assert not fits_registers(replace(fused, occupancy=2), "backward", 4), "the rows"
     assert not fits_registers(replace(fused, rows=64), "backward", 2), "256 registers for the sum alone"
+
+
+def test_the_weight_is_tried_early_and_late_with_every_number_of_warps():
+    """Which of them is faster depends on both, and the rules know one."""
+    found = candidates(Bucket("forward", 4096, "float32", "few"), 4, 90, most=20)
+    pairs = {(config.warps, config.early_weight) for config in found}
+    assert pairs == {(warps, early) for warps in (4, 8) for early in (False, True)}

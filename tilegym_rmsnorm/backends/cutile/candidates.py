@@ -182,7 +182,8 @@ SWEEPS = {
 def candidates(bucket: Bucket, itemsize: int, architecture: int, most: int = MOST) -> list[Config]:
     """What is tried for a bucket: the config of the rules, then at most `most` - 1 others, the most alike first.
 
-    Of every kernel with every number of warps and of blocks an SM there is the most alike, as long as they are so few.
+    Of every kernel with every number of warps and of blocks an SM, and with the weight loaded early and late, there is
+    the most alike, as long as they are so few.
     """
     default = RULES[bucket.op](bucket.n, itemsize, architecture, bucket.size)
     most_rows = rows_of_class(bucket.size, bucket.n)[-1]
@@ -195,7 +196,14 @@ def candidates(bucket: Bucket, itemsize: int, architecture: int, most: int = MOS
     others.pop(same, None)
     ranks = {config: distance(config, same) for config in others}
     alike = sorted(ranks, key=ranks.__getitem__)
-    first = set({(each.kernel, each.warps, each.occupancy): each for each in reversed(alike)}.values())
+    first = {
+        config
+        for kind in (
+            lambda c: (c.kernel, c.warps, c.occupancy),
+            lambda c: (c.kernel, c.warps, c.early_weight),
+        )
+        for config in {kind(each): each for each in reversed(alike)}.values()
+    }
     chosen = sorted(alike, key=lambda config: (config not in first, ranks[config]))[: most - 1]
     return [default, *sorted(chosen, key=ranks.__getitem__)]
 
