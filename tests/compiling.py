@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,16 +52,18 @@ class CompilingMachine:
     """Compiles each launch for `architecture`. Keeps `results`, and the distinct `symbols` of each kernel by its name,
     which hold all that cuda-tile's JIT tells kernels apart by.
 
-    compiles=False: only the symbols.
+    compiles=False: only the symbols. keep: a folder for the cubins, each by its kernel's name.
     """
 
     model = None
 
-    def __init__(self, architecture: int, compiles: bool = True, sm_count: int = 132) -> None:
-        self.architecture, self.sm_count, self.most_members = architecture, sm_count, sm_count
+    def __init__(
+        self, architecture: int, compiles: bool = True, sm_count: int = 132, keep: Path | None = None
+    ) -> None:
+        self.architecture, self.sm_count, self.most_members = architecture, sm_count, sm_count // 8
         self.dependent_launch = uses_dependent_launch(architecture)
         self.no_weight, self.no_dw_partial = torch.empty(2, 64, device="meta").unbind()
-        self.compiles = compiles
+        self.compiles, self.keep = compiles, keep
         self.results: list[Compiled] = []
         self.symbols: dict[str, set[str]] = {}
 
@@ -83,6 +85,8 @@ class CompilingMachine:
                 cubin = Path(folder) / "kernel.cubin"
                 gpu_code = f"sm_{self.architecture}"
                 export_kernel(kernel, [signature], cubin, gpu_code=gpu_code, output_format="cubin")
+                if self.keep is not None:
+                    shutil.copy(cubin, self.keep / f"{name}.cubin")
                 registers, stack = resource_usage(cubin)
                 lacking = lacking_registers(cubin, registers, config.warps)
                 self.results.append(Compiled(name, config, registers, stack, lacking))
@@ -126,6 +130,23 @@ def resource_usage(cubin: Path) -> tuple[int, int]:
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     [(registers, stack)] = re.findall(r"REG:(\d+) STACK:(\d+)", text)
     return int(registers), int(stack)
+
+
+def disassembled(cubin: Path) -> list[str]:
+    """The instructions of the one kernel in `cubin`, in order; each begins with its address."""
+    text = subprocess.run(
+        [str(find_cuobjdump()), "-sass", str(cubin)], capture_output=True, text=True, check=True
+    )
+    return re.findall(r"^\s+/\*([0-9a-f]{4,5}\*/.*?;)", text.stdout, re.MULTILINE)
+
+
+def backward_branches(code: list[str]) -> Iterator[tuple[int, int]]:
+    """Of each branch to an earlier instruction its own index in `code` and that of its target."""
+    numbers = {int(line.split("*/")[0], 16): number for number, line in enumerate(code)}
+    for number, line in enumerate(code):
+        target = re.search(r"\bBRA\S* (?:\w+, )?0x([0-9a-f]+)", line)
+        if target and numbers[int(target[1], 16)] < number:
+            yield number, numbers[int(target[1], 16)]
 
 
 def lacking_registers(cubin: Path, registers: int, workers: int) -> int:

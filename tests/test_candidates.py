@@ -94,7 +94,6 @@ def test_registers():
     [
         *(("few", n, {"fused"}) for n in (64, 1024, 2048, 4096, 8192, 12288, 16384)),
         ("few", 18432, {"fused", "fused_chunks"}),
-        *(("few", n, {"fused_chunks"}) for n in (32768, 65536)),
     ],
 )
 def test_fused_kernels_are_searched_around_the_one_of_the_rules(size, n, kernels, itemsize):
@@ -116,10 +115,12 @@ def test_no_two_candidates_differ_only_in_a_slab_that_no_call_fills(n):
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("n", [18432, 32768, 65536])
-def test_teams_are_searched_around_the_one_of_the_rules(n, itemsize):
+@pytest.mark.parametrize(
+    ("size", "n"), [("large", 18432), ("large", 32768), ("large", 65536), ("few", 65536)]
+)
+def test_teams_are_searched_around_the_one_of_the_rules(size, n, itemsize):
     dtype = {2: "bfloat16", 4: "float32"}[itemsize]
-    default, *others = candidates(Bucket("backward", n, dtype, "large"), itemsize, 90)
+    default, *others = candidates(Bucket("backward", n, dtype, size), itemsize, 90)
     assert default.kernel == "teams" and fits_registers(default, "backward", itemsize)
     near = [config for config in others if config.kernel == "teams"]
     assert len({(config.members, config.warps, config.occupancy) for config in near}) >= 5

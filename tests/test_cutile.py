@@ -80,7 +80,7 @@ class ShuffledMachine(InterpretedMachine):
             self.grids.append(grid)
             blocks = torch.Size(grid).numel()
             order = torch.randperm(blocks, generator=self.generator).tolist()
-            interpreter.launch(function, grid, arguments + constants, order=order)
+            interpreter.launch(function, grid, arguments + constants, order=order, dependent=True)
 
         return run
 
@@ -162,7 +162,7 @@ def test_dx_alone_of_wide_rows(n, dtype):
     assert_within(expected_results(inputs), **run_backward(inputs, has_dw=False))
 
 
-@pytest.mark.parametrize("n", [1, 64, 1000, 4096, 18500])
+@pytest.mark.parametrize("n", [1, 64, 1000, 4096, 18448, 18500])
 def test_one_partial_row_per_row(n):
     inputs = make_inputs(19, n, BF16, FP32, device=CPU)
     config = row_partials_config(n, 2, 90)
@@ -231,8 +231,12 @@ def test_more_rows_than_one_launch_takes(monkeypatch):
     assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs))
     config = row_partials_config(64, 2, 90)
     assert_within(expected_results(inputs), **run_backward(inputs, config, shares_partials=False))
-    wide = make_inputs(40, 18448, BF16, FP32, device=CPU)
-    assert_within(expected_results(wide), **run_backward(wide, has_dw=False))
+    wide = make_inputs(40, 33001, BF16, FP32, device=CPU)
+    assert_within(expected_results(wide), **run_backward(wide, has_dw=False))  # a block a row
+    shared = make_inputs(40, 60, BF16, FP32, device=CPU)
+    config = Config("teams", 16, 4, 1, 1, members=4)
+    assert_within(expected_results(shared), **run_backward(shared, config))
+    assert_within(expected_results(shared), **run_backward(shared, config, shares_partials=False))
 
 
 @pytest.mark.parametrize("m", [1, 5])

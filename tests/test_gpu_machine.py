@@ -69,6 +69,15 @@ def test_memory_of_a_device_that_is_not_current(gpu, driver, size, dtype):
     assert got.shape == size and got.dtype == dtype and not driver.allocated
 
 
+@pytest.mark.parametrize(("sm_count", "most"), [(132, 16), (114, 14), (16, 2), (4, 0)])
+def test_teams_of_eight_launches_at_once_leave_room(driver, monkeypatch, sm_count, most):
+    properties = SimpleNamespace(name="a GPU", major=9, minor=0, multi_processor_count=sm_count)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    found = machine.GpuMachine(torch.device("cpu"))
+    assert found.most_members == most
+    assert 8 * (most - 1) < sm_count, "launches, each with all of a team but one"
+
+
 def test_memory_from_a_torch_without_the_private_function(gpu, driver, monkeypatch):
     monkeypatch.setattr(machine, "_empty_strided_cuda", None)
     assert gpu.empty((3, 5), BF16).shape == (3, 5) and not driver.allocated

@@ -14,7 +14,13 @@ import torch
 from table_cases import BUCKET, ENTRY, MACHINE, TARGET, chosen, without_reason
 
 from tilegym_rmsnorm.backends.cutile import tables, toolchain
-from tilegym_rmsnorm.backends.cutile.config import ARCHITECTURES, backward_config, forward_config
+from tilegym_rmsnorm.backends.cutile.candidates import candidates
+from tilegym_rmsnorm.backends.cutile.config import (
+    ARCHITECTURES,
+    backward_config,
+    forward_config,
+    row_partials_config,
+)
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry, Target
@@ -95,6 +101,10 @@ def test_no_team_serves_that_may_not_fit_the_gpu(folders):
     assert chosen(wide, slice_of) == backward_config(65536, 2, 90, most_members=7)
     assert chosen(wide, slice_of).members == 1
     assert chosen(wide._replace(n=32768), slice_of).members == 4
+    assert row_partials_config(65536, 2, 90, most_members=7).members == 1
+    for n in (32768, 65536):
+        tried = candidates(wide._replace(n=n), 2, 90, most_members=7)
+        assert all(config.members <= 7 for config in tried)
 
 
 def test_the_interpreter_has_no_tables(folders):

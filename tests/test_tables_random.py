@@ -24,7 +24,9 @@ VALUES = st.one_of(
     st.sampled_from([2**k for k in range(20)]),
     st.floats(),
     st.text(max_size=5),
-    st.sampled_from(["rows", "tiles", "fused", "strips", "chunks", "forward", "float32", "few", "small"]),
+    st.sampled_from(
+        ["rows", "tiles", "teams", "fused", "strips", "chunks", "forward", "float32", "few", "small"]
+    ),
     st.lists(st.integers(), max_size=2),
     st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
 )
@@ -34,7 +36,8 @@ VALUES = st.one_of(
 @settings(max_examples=400, deadline=None)
 def test_whatever_a_table_says_it_is_refused_or_describes_kernels(data):
     fused = Config("fused", 4096, 8, 1, 1, rows=64, strip=32, slab=512)
-    config = data.draw(st.sampled_from([ENTRY.config, fused]))
+    teams = Config("teams", 1024, 8, 1, 1, members=4)
+    config = data.draw(st.sampled_from([ENTRY.config, fused, teams]))
     text = json.loads(tables.render(TARGET, {BUCKET: Entry(config, ENTRY.timings)}))
     owners = [text, text["entries"][0], text["entries"][0]["config"]]
     for _ in range(data.draw(st.integers(1, 3))):
@@ -48,7 +51,7 @@ def test_whatever_a_table_says_it_is_refused_or_describes_kernels(data):
         tables.check_config(entry.config, bucket, TARGET.architecture)
         assert entry.config.width * entry.config.rows >= 1 and bucket.n >= 1
         assert rows_of_class(bucket.size, bucket.n)
-        if entry.config.kernel in ("rows", "tiles", "fused"):
+        if entry.config.kernel in ("rows", "tiles", "teams", "fused"):
             assert entry.config.lanes >= bucket.n
     assert tables.parse(tables.render(TARGET, table), TARGET) == table
 

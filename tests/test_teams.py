@@ -27,7 +27,9 @@ class Scheduled(InterpretedMachine):
     def bind(self, function, config, constants):
         def run(grid, arguments):
             order = torch.randperm(torch.Size(grid).numel(), generator=self.generator).tolist()
-            interpreter.launch(function, grid, arguments + constants, order=order, **self.schedule)
+            interpreter.launch(
+                function, grid, arguments + constants, order=order, dependent=True, **self.schedule
+            )
 
         return run
 
@@ -39,11 +41,14 @@ def backward_of(inputs, config, machine):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize(("members", "pieces"), [(2, 1), (3, 1), (3, 3), (8, 1), (13, 2), (16, 1)])
-def test_every_schedule_gives_the_same_bits(members, pieces, dtype):
-    """The last member's last tile is partial, and there are more teams than one that stays."""
+@pytest.mark.parametrize(
+    ("m", "members", "pieces"), [(16, 2, 1), (13, 3, 1), (13, 3, 3), (32, 8, 1), (13, 13, 2), (16, 16, 1)]
+)
+def test_every_schedule_gives_the_same_bits(m, members, pieces, dtype):
+    """The last member's last tile is partial, and there are more teams than one that stays. A board has rows to spare
+    for any M, multiples of 16 included."""
     config = Config("teams", 16, 4, members, 1, members=members, pieces=pieces)
-    inputs = make_inputs(13, config.lanes - 5, dtype, FP32, offset=1.0, device=CPU)
+    inputs = make_inputs(m, config.lanes - 5, dtype, FP32, offset=1.0, device=CPU)
     schedules = [
         {"seed": seed, "lockstep": lockstep, "resident": resident}
         for seed in range(2)
@@ -61,6 +66,19 @@ def test_a_team_that_does_not_fit_would_wait_forever():
     config = Config("teams", 16, 4, 1, 1, members=4)
     with pytest.raises(RuntimeError, match="wait for each other forever"):
         backward_of(make_inputs(3, 64, device=CPU), config, Scheduled(resident=3))
+
+
+def test_casting_like_llama_rounds_what_dw_sums():
+    config = Config("teams", 16, 4, 1, 1, members=4)
+    inputs = make_inputs(5, 64, BF16, FP32, casting="llama", device=CPU)
+    x, dy, weight, eps, offset, _ = inputs
+    rstd = torch.rsqrt(x.double().square().mean(dim=1) + eps).float()
+    once, rounded = (
+        launch.Backward(Scheduled(), config, 64, True, True, rounds)(x, dy, weight, rstd, offset)[1]
+        for rounds in (False, True)
+    )
+    assert_within(expected_results(inputs), dw=rounded)
+    assert not torch.equal(once, rounded)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -19,7 +19,7 @@ How a row is held decides the kernel; config.py says which serves which shape:
     backward_tiles    several narrow rows per step, as one 2-D tile
     backward_teams    (backward_teams.py) wide rows, each shared by several blocks
     backward_fused    (backward_fused.py) few rows: blocks for dx and blocks for dw side by side
-    backward_chunks   (backward_wide.py) dx alone, of rows that registers do not hold
+    backward_chunks   (backward_wide.py) dx alone, of rows that neither registers nor a team hold
     backward_means, backward_strips
                       (backward_wide.py) wide rows that those do not serve: c first, then strips of columns
 

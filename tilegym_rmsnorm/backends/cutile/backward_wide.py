@@ -7,7 +7,7 @@
     backward_strips   row, then strips of columns
 
 The passes serve where a tuned table says so, beyond 131072 columns, in rows that are not aligned (config.py), and on
-other architectures than sm_90, for which nobody has timed backward_fused on wide rows.
+other architectures than sm_90, for which nobody has timed teams or backward_fused on wide rows.
 """
 
 import cuda.tile as ct

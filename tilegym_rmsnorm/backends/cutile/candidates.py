@@ -179,18 +179,23 @@ SWEEPS = {
 }
 
 
-def candidates(bucket: Bucket, itemsize: int, architecture: int, most: int = MOST) -> list[Config]:
+def candidates(
+    bucket: Bucket, itemsize: int, architecture: int, most: int = MOST, most_members: int = MOST_MEMBERS
+) -> list[Config]:
     """What is tried for a bucket: the config of the rules, then at most `most` - 1 others, the most alike first.
 
     Of every kernel with every number of warps and of blocks an SM, and with the weight loaded early and late, there is
     the most alike, as long as they are so few.
     """
-    default = RULES[bucket.op](bucket.n, itemsize, architecture, bucket.size)
+    rule = {"most_members": most_members} if bucket.op == "backward" else {}
+    default = RULES[bucket.op](bucket.n, itemsize, architecture, bucket.size, **rule)
     most_rows = rows_of_class(bucket.size, bucket.n)[-1]
     others = {
         config: None  # a set would not keep the order of those that are equally alike
         for config in (_with_slab_up_to(most_rows, each) for each in _combinations(bucket))
-        if _is_possible(config, bucket, architecture) and fits_registers(config, bucket.op, itemsize)
+        if config.members <= most_members
+        and _is_possible(config, bucket, architecture)
+        and fits_registers(config, bucket.op, itemsize)
     }
     same = _with_slab_up_to(most_rows, dataclasses.replace(default, reason=REASON, spills=""))
     others.pop(same, None)

@@ -28,6 +28,7 @@ from tilegym_rmsnorm.backends.cutile.wide import (
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)
 WIDEST_FORWARD_ROW = 32768  # elements that one block of 8 warps holds in registers, float32: 128 each thread
+FEW_SHARED_BYTES = 131072  # of rows that teams take although they are few: float32 128x32768 32.4 -> 26.9 us
 WIDEST_FUSED_ROW = 16384  # elements of x and dy: 128 registers, float32, in each thread of 8 warps
 
 
@@ -82,7 +83,7 @@ def backward_config(
     """The kernel that computes dx and the partial rows of dw, for rows of n elements on sm_{architecture}.
 
     The fused kernels and strips are for calls that need dw (has_dw): without it blocks for dw would have nothing to do,
-    and few rows too wide for registers take "chunks". A team has at most so many members (most_members).
+    and rows that neither registers nor a team hold take "chunks". A team has at most so many members (most_members).
 
     A block keeps weight and its sum of dw, in float32, for the whole row in registers: 8 warps as soon as that is 16
     elements a thread. It waits for x and dy at every step, so loads are issued ahead (latency), and tiles of 4096
@@ -92,7 +93,8 @@ def backward_config(
     if has_dw and size == "few" and n <= WIDEST_FUSED_ROW:
         return _few_rows_config(n)
     if architecture == 90 and _is_aligned(n, itemsize) and 16384 < n <= WIDEST_SLABBED_ROW:
-        if size != "few" and (config := teams_config(n, itemsize, most_members)) is not None:
+        is_wide = size != "few" or n * itemsize >= FEW_SHARED_BYTES
+        if is_wide and (config := teams_config(n, itemsize, size, most_members)) is not None:
             return config
         if has_dw:
             return slabs_config(n, itemsize)
@@ -138,14 +140,12 @@ def _few_rows_config(n: int) -> Config:
 def widest_backward_row(n: int, itemsize: int, architecture: int) -> int:
     """Elements of the widest row of n's kind of which a block's registers hold x, dy, weight and the sum of dw.
 
-    Wider rows are read twice, so that a kernel that spills a little may still win: on sm_90 it was measured
-    (hopper.SPILLS), elsewhere no kernel may spill. Unaligned rows need registers for addresses.
+    On sm_90 a kernel that spills a little was measured to win (hopper.SPILLS), elsewhere none may. Unaligned rows need
+    registers for addresses.
     """
     if not _is_aligned(n, itemsize):
         return 8192
-    if architecture == 90:
-        return 18432
-    return 16384 if itemsize == 2 else 12288
+    return 16384 if itemsize == 2 or architecture == 90 else 12288
 
 
 def sum_config() -> Config:
@@ -153,13 +153,13 @@ def sum_config() -> Config:
     return Config("sum", 16, 4, 4, 4, rows=128, reason="1.1 to 2 us after the dx kernel")
 
 
-def row_partials_config(n: int, itemsize: int, architecture: int) -> Config:
+def row_partials_config(n: int, itemsize: int, architecture: int, most_members: int = MOST_MEMBERS) -> Config:
     """The config of the plan P = M, one float32 temporary row per row of x: 14 bytes a bf16 element instead of 6.
 
     Its two kernels (three for wide rows) are the easiest to understand. `bench/run.sh --p-rows` measures it; against
-    few and wide rows, whose own kernel is backward_fused, that compares more than shared temporary rows.
+    few rows, whose own kernel is backward_fused, that compares more than shared temporary rows.
     """
-    config = backward_config(n, itemsize, architecture, has_dw=False)
+    config = backward_config(n, itemsize, architecture, has_dw=False, most_members=most_members)
     if config.kernel == "tiles":
         width, rest = two_tiles(n)
         return Config("rows", width, config.warps, config.occupancy, config.latency, rest, reason="P = M")

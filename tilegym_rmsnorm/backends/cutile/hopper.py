@@ -77,7 +77,6 @@ BACKWARD_HALF = (
     Rule(10240, "rows", 1, 8, 1, 8, split=True, short=True),
     Rule(12288, "rows", 1, 8, 1, 4, piece=4096),  # 8192x12288: 2803 with the sum of dw
     Rule(16384, "rows", 1, 8, 1, 4, short=True),  # 4096x16384: 2758
-    Rule(18432, "rows", 1, 8, 1, 4, split=True),  # 4096x18432: 2252
 )
 BACKWARD_FLOAT = (
     Rule(64, "tiles", 32, 4, 1, 2, tma=True),
@@ -94,11 +93,9 @@ BACKWARD_FLOAT = (
     Rule(8192, "rows", 1, 8, 1, 4),  # 4096x8192: 2731
     Rule(12288, "rows", 1, 8, 1, 8, split=True),
     Rule(16384, "rows", 1, 8, 1, 8),  # 4096x16384: 2754
-    Rule(18432, "rows", 1, 8, 1, 4, split=True),
 )
 # (op, itemsize, from N on): why a Hopper kernel that spills is kept
 SPILLS = {
     ("forward", 4, 16385): "2048x32768 reaches 2868 GB/s with 40 bytes of stack, in two tiles 2824",
-    ("backward", 2, 16385): "4096x18432 reached 2252 GB/s with 104 bytes of stack; now where no dw is needed",
     ("backward", 4, 12289): "4096x16384 reaches 2754 GB/s, 92 % of the copy, with 56 bytes of stack",
 }

@@ -59,7 +59,7 @@ def rms_norm_backward(
     """dx (M, N) of x's dtype; dw (N,) of weight's, or None where not needed. x, dy (M, N), any row strides; rstd (M,).
 
     plan="row_partials" keeps one temporary row per row of x (P = M) instead of a few per SM: 14 bytes of traffic per
-    bf16 element instead of 6 (wide rows: 18).
+    bf16 element instead of 6 (18 where rows are too wide for registers and for teams).
     """
     has_dw = needs_dw and weight is not None
     m, n = x.shape
@@ -95,7 +95,7 @@ def _backward(
     if shares_partials:
         config = chosen_config("backward", machine, n, dtype, size, has_dw)
     else:
-        config = row_partials_config(n, dtype.itemsize, machine.architecture)
+        config = row_partials_config(n, dtype.itemsize, machine.architecture, machine.most_members)
     return Backward(machine, config, n, has_weight, has_dw, round_xhat, shares_partials)
 
 
@@ -147,7 +147,7 @@ class Backward:
         self.has_dw, self.shares_partials = has_dw, shares_partials
         self.partial_rows_of = functools.lru_cache(self.partial_rows)  # the M of a model's calls repeat
         has_block_per_row = not shares_partials or config.kernel in ("chunks", "strips")
-        self.most_rows = LARGEST_GRID // config.members if has_block_per_row else MOST_ROWS
+        self.most_rows = LARGEST_GRID if has_block_per_row else MOST_ROWS
         dependent = machine.dependent_launch
         if config.kernel == "strips":
             means = means_config(machine.architecture)
@@ -155,9 +155,12 @@ class Backward:
                 backward_wide.backward_means, means, (*tile_constants(means, n), dependent)
             )
         if config.kernel == "teams":
-            self.slots = power_of_two(config.members)
-            constants = (team.BOARD_ROWS, self.slots, dependent)
-            self.launch_clear = machine.bind(team.clear_board, clear_config(), constants)
+            self.clear, self.slots = clear_config(), power_of_two(config.members)
+            constants = (self.clear.rows, self.slots, dependent)
+            self.launch_clear = machine.bind(team.clear_board, self.clear, constants)
+            self.most_rows = min(
+                self.most_rows // config.members, LARGEST_GRID
+            )  # of blocks, and of a board's
         function, switches = {
             "rows": (backward.backward_rows, (has_weight, has_dw, round_xhat, config.short)),
             "tiles": (backward.backward_tiles, (has_weight, has_dw, round_xhat)),
@@ -243,8 +246,8 @@ class Backward:
             self.launch_means((m,), (c, dy, x, weight, rstd, self.inv_n, offset))
             self.launch((p, -(-n // config.width)), (*arguments, c, offset))
         elif config.kernel == "teams":
-            groups = m // team.BOARD_ROWS + 1
-            board = self.machine.empty((groups * team.BOARD_ROWS, self.slots), torch.int32)
+            groups = m // self.clear.rows + 1
+            board = self.machine.empty((groups * self.clear.rows, self.slots), torch.int32)
             self.launch_clear((groups,), (board,))
             self.launch((p * config.members,), (*arguments, board, self.inv_n, offset))
         elif config.is_fused:

@@ -17,6 +17,9 @@ from tilegym_rmsnorm.backends.cutile.config import uses_dependent_launch
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.wide import MOST_MEMBERS
 
+# of teams, for all of which an SM holds one block at least
+LAUNCHES_AT_ONCE = 8
+
 Launch = Callable[[tuple[int, ...], tuple[Any, ...]], None]  # (grid, arguments)
 
 # What torch.compile's own code allocates with, since torch.empty takes 2 us more. On the current device only.
@@ -27,7 +30,7 @@ class Machine(Protocol):
     """What launch.py and config.py ask of a device.
 
     model: the GPU's name, by which tables of tuned configs are found; None where none apply.
-    most_members: blocks that are sure to run at the same time, of which a team may therefore have so many.
+    most_members: of how many blocks a team may be: they wait for each other, so all must find room (team.py).
     dependent_launch: kernels are launched while the one before is still running, and wait for it themselves.
     no_weight, no_dw_partial: arguments for arrays that a kernel is compiled not to touch, since an argument cannot be
     None.
@@ -55,7 +58,8 @@ class GpuMachine:
         self.index = torch.cuda.current_device() if device.index is None else device.index
         self.model = properties.name
         self.architecture = properties.major * 10 + properties.minor
-        self.sm_count = self.most_members = properties.multi_processor_count
+        self.sm_count = properties.multi_processor_count
+        self.most_members = self.sm_count // LAUNCHES_AT_ONCE
         self.dependent_launch = uses_dependent_launch(self.architecture)
         self.no_weight, self.no_dw_partial = torch.empty(2, 64, device=device).unbind()
 
@@ -104,7 +108,7 @@ class InterpretedMachine:
 
     def bind(self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]) -> Launch:
         def launch(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-            interpreter.launch(function, grid, arguments + constants)
+            interpreter.launch(function, grid, arguments + constants, dependent=True)
 
         return launch
 

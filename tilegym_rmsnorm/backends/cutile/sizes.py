@@ -37,7 +37,7 @@ def rows_of_class(size: str, n: int) -> range:
 
 
 def partial_rows(m: int, n: int, config: Config, sm_count: int) -> int:
-    """P: how many blocks walk the rows of a backward, each leaving one row of dw_partial.
+    """P: how many blocks, or teams of them, walk the rows of a backward, each leaving one row of dw_partial.
 
     A few per SM; one where few rows make the partial rows a good part of all traffic. And no more than make the
     longest walk as short as it can be: 1024 tiles for 264 blocks are 4 each for 256.

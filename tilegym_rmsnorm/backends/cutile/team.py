@@ -3,13 +3,13 @@
 """How blocks that share a row add up one number each: a team of blocks, its tickets and its board.
 
 Each member writes its part to `board`, where row i has a slot for every member, and reads the slots of row i until none
-is EMPTY. It adds them in the order of the members, so all get the same bits on every run, whoever came first. A slot is
+is EMPTY. It adds them in an order that only their numbers decide, so all get the same bits on every run. A slot is
 written once and is all that one block tells another, so its accesses need no order among others (RELAXED).
 
 No block waits forever. Teams are formed of blocks in the order in which they start: each takes a ticket. So of all the
-blocks of a launch that have started, only those of the last team can wait for one that has not; the other teams end and
-make room. What that takes is room for one team on the GPU (`most_members` of machine.py), beside one incomplete team of
-each launch that runs at the same time.
+blocks of a launch that have started, at most MEMBERS - 1 wait for one that has not; the other teams end and make room.
+What that takes: that launches which run at the same time, each with so many, leave room for a block. machine.py allows
+teams of up to an eighth of the GPU's SMs, which do for eight launches at least, by twice as many blocks for sixteen.
 """
 
 import cuda.tile as ct
@@ -18,13 +18,12 @@ from .rows import ConstBool, ConstInt, at_least_zero
 
 EMPTY = -1  # as float32 a NaN, whose bits no sum has: `post` sees to it
 OTHER_NAN = 0x7FC00000
-BOARD_ROWS = 16  # a board has a multiple of them, so that its kernels are compiled once for any M
 RELAXED = ct.MemoryOrder.RELAXED
 DEVICE = ct.MemoryScope.DEVICE
 
 
 def take_ticket(board):
-    """0, 1, 2, ... for the blocks in the order in which they ask; the counter is in the board's last row."""
+    """0, 1, 2, ... for the blocks in the order in which they ask: of a counter in the board's last row, at first EMPTY."""
     last = (board.shape[0] - 1, 0)
     ticket = ct.atomic_add(board, last, 1, check_bounds=False, memory_order=RELAXED, memory_scope=DEVICE)
     return at_least_zero(ticket + 1)
@@ -38,7 +37,7 @@ def post(board, row, member, part):
 
 
 def read_slots(board, row, tslots):
-    """By an atomic operation that changes nothing: the compiler may take a load, even a relaxed one, out of a loop."""
+    """By an atomic operation that changes nothing: tileiras 13.4 takes a load, even a relaxed one, out of the loop."""
     return ct.atomic_or(
         board, (row, tslots), 0, check_bounds=False, memory_order=RELAXED, memory_scope=DEVICE
     )

@@ -10,20 +10,23 @@ WIDEST_SLABBED_ROW = 131072  # elements of which 32 rows of x and dy fit the L2 
 MOST_MEMBERS = 16  # of a team: the smallest slice of a Hopper GPU has 16 SMs, and a team must fit
 
 
-def teams_config(n: int, itemsize: int, most_members: int) -> Config | None:
-    """Rows shared by as few blocks as hold them in registers with at most a ninth of their lanes empty, if any do."""
+def teams_config(n: int, itemsize: int, size: str, most_members: int) -> Config | None:
+    """Rows shared by as few blocks as hold them in registers with at most a ninth of their lanes empty, if any do.
+
+    Of few rows by more: 1x65536 in 4.1 us, by slabs 16.9. 8192 columns with bounds checks spill, as more of float32 do.
+    """
     spills = (
         "not with a weight of x's dtype; a float32 weight takes up to 80 bytes of stack, and was not timed"
     )
-    # 8192 columns with bounds checks spill, as more of float32 do
-    widest = ((8192, 1),) if itemsize == 2 and n % 8192 == 0 else ()
+    widest = ((8192, 1),) if itemsize == 2 and n % 8192 == 0 and size != "few" else ()
     for width, pieces in (*widest, (2048, 3), (1024, 5), (4096, 1), (2048, 1)):
         part = width * pieces
         members = -(-n // part)
         lanes = members * part
         if members <= min(most_members, MOST_MEMBERS) and lanes <= n * 9 / 8 and lanes - width < n:
             why = spills if itemsize == 2 and part > 4096 else ""
-            occupancy = 2 if part > 2048 else 4
+            # float32 1024x32768: 144 us with 3 blocks of 4096 columns an SM, 160 with 2
+            occupancy = 4 if part <= 2048 else 3 if part == 4096 and itemsize == 4 else 2
             reason = "a team of blocks a row, each with as much of it as its registers hold"
             return Config(
                 "teams", width, 4, occupancy, 2, pieces=pieces, members=members, reason=reason, spills=why
@@ -32,19 +35,20 @@ def teams_config(n: int, itemsize: int, most_members: int) -> Config | None:
 
 
 def slabs_config(n: int, itemsize: int) -> Config:
-    """Rows whose x, dy and sum of dw no block's registers hold, read again from the L2 of a Hopper GPU."""
+    """Rows whose x, dy and sum of dw no block's registers hold, read again from the L2 of a Hopper GPU.
+
+    For few rows that teams are not faster for, and for rows that no team holds, from 67600 elements on.
+    """
     reason = "too wide for registers: a slab of rows at a time, read again from L2"
-    if itemsize == 4 and n <= 18432:  # 4096x18432: 2646, with backward_rows 2602
+    if itemsize == 4 and n <= 18432:
         width, rest = two_tiles(n)
         return Config("fused", width, 8, 1, 1, rest, rows=8, strip=1024, slab=32, reason=reason)
-    if itemsize == 4:  # 2048x32768: 2367, 1024x65536: 1713 (with strips 1505)
-        if n <= 49152:
-            return Config("fused_chunks", 8192, 8, 1, 3, rows=8, strip=1024, slab=64, reason=reason)
-        return Config("fused_chunks", 8192, 8, 2, 3, rows=8, strip=512, slab=64, reason=reason)
-    if n <= 24576:  # 4096x18432: 2379, with backward_rows, which spills there, 2224
+    if itemsize == 4:
+        blocks, strip = (1, 1024) if n <= 49152 else (2, 512)
+        return Config("fused_chunks", 8192, 8, blocks, 3, rows=8, strip=strip, slab=64, reason=reason)
+    if n <= 24576:
         return Config("fused_chunks", 4096, 8, 1, 1, rows=8, strip=512, slab=128, reason=reason)
     spills = "not with a weight of x's dtype; a float32 weight takes 40 bytes of stack, and was not timed"
-    # 4096x32768: 2310; 2048x65536: 1844, with strips 1781
     strip, slab = (1024, 64) if n <= 49152 else (512, 32)
     return Config("fused_chunks", 8192, 8, 2, 3, rows=8, strip=strip, slab=slab, reason=reason, spills=spills)
 
@@ -71,5 +75,8 @@ def means_config(architecture: int) -> Config:
 
 
 def clear_config() -> Config:
-    """The kernel that empties the board of a team, 16 rows a block: a microsecond."""
-    return Config("clear", 16, 4, 4, 1, reason="64 KB of a board for 4096 rows")
+    """The kernel that empties the board of a launch by teams, so many of its rows a block.
+
+    A board has a multiple of them, so that the kernels on it are compiled once for any M.
+    """
+    return Config("clear", 1, 4, 4, 1, rows=16, reason="64 KB of slots for 4096 rows")

@@ -98,8 +98,8 @@ def search_all(
 def _search(bucket: Bucket, most: int) -> Found:
     """One bucket's search in this process."""
     _lines.clear()
-    itemsize, architecture = ITEMSIZE[bucket.dtype], _searching.machine.architecture
-    configs = candidates.candidates(bucket, itemsize, architecture, most)
+    itemsize, machine = ITEMSIZE[bucket.dtype], _searching.machine
+    configs = candidates.candidates(bucket, itemsize, machine.architecture, most, machine.most_members)
     try:
         entry = _searching.tune(bucket, configs)
     except RuntimeError as error:  # nothing right, no memory, or a kernel that broke the context

@@ -46,19 +46,23 @@ def launch(
     order: Sequence[int] | None = None,
     resident: int | None = None,
     lockstep: bool = False,
+    dependent: bool = False,
 ) -> None:
     """Runs `function`, a plain Python function, once per block of `grid` (1 to 3 extents).
 
-    args: CPU tensors and numbers. No result may depend on the other three, which choose among the ways in which a GPU
+    args: CPU tensors and numbers. No result may depend on the next three, which choose among the ways in which a GPU
     may run blocks. order: the block numbers (x counts fastest) as they start, each once, ascending by default.
     resident: how many blocks at most have started and not ended, all by default. lockstep: a block lets another run
     after each atomic access; by default only when it has found there what it has found there before.
+
+    dependent: the launch begins before the one before it has ended, so a block that accesses an array before
+    ct.grid_dependency_control_wait raises RuntimeError.
 
     Raises IndexError for accesses out of bounds, RuntimeError for races, overlapping arguments, unwritten memory and
     blocks that wait for each other forever, TypeError and ValueError for what the compiler or ct.launch refuses,
     NotImplementedError for what is not covered. Errors from inside the kernel name the block.
     """
-    blocks = Blocks(_checked_grid(grid), resident, lockstep)
+    blocks = Blocks(_checked_grid(grid), resident, lockstep, dependent)
     numbers = range(math.prod(grid))
     if order is not None and sorted(order) != list(numbers):
         raise ValueError(f"order: expected each of the {len(numbers)} block numbers once, got {order}")

@@ -64,9 +64,11 @@ class Array:
         return Array(part, self.memory, self.blocks, self._index_dtype)
 
     def read(self, cells: Box | Lanes, is_atomic: bool = False) -> None:
+        self.blocks.check_access()
         self.memory.read(cells, self.blocks.number, is_atomic)
 
     def write(self, cells: Box | Lanes, is_atomic: bool = False) -> None:
+        self.blocks.check_access()
         self.memory.write(cells, self.blocks.number, is_atomic)
 
     def __getattr__(self, attribute: str):

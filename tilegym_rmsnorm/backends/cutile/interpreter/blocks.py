@@ -35,11 +35,19 @@ class _Turn:
 
 
 class Blocks:
-    """number: of the block that is running (x counts fastest). resident, lockstep: as for `launch`."""
+    """number: of the block that is running (x counts fastest). resident, lockstep, dependent: as for `launch`."""
 
-    def __init__(self, extents: tuple[int, ...], resident: int | None = None, lockstep: bool = False):
+    def __init__(
+        self,
+        extents: tuple[int, ...],
+        resident: int | None = None,
+        lockstep: bool = False,
+        dependent: bool = False,
+    ):
         self.extents = extents + (1,) * (3 - len(extents))
         self.number = 0
+        self._is_dependent = dependent
+        self._waited: set[int] = set()  # the blocks for which the launch before has ended
         self._found: set[int] = set()
         self._lockstep = lockstep
         self._vacancies = resident
@@ -67,6 +75,14 @@ class Blocks:
                 raise failure
             finally:
                 del failure  # its traceback holds this frame: a cycle that would keep the arguments alive
+
+    def wait_for_launch_before(self) -> None:
+        self._waited.add(self.number)
+
+    def check_access(self) -> None:
+        """Raise RuntimeError if the launch before may still be running for this block."""
+        if self._is_dependent and self.number not in self._waited:
+            raise RuntimeError("an array is accessed before ct.grid_dependency_control_wait")
 
     def saw(self, where: Hashable, values: Tensor) -> None:
         """The running block found `values` by an atomic access: perhaps it is another block's turn."""

@@ -36,7 +36,8 @@ class Namespace:
         return _int32(self._blocks.extents[_axis(axis)])
 
     def grid_dependency_control_wait(self) -> None:
-        """Launches run one after the other here, so what is waited for has happened."""
+        """Launches run one after the other here, so what is waited for has happened; that it is, is checked."""
+        self._blocks.wait_for_launch_before()
 
     def grid_dependency_control_launch_dependents(self) -> None:
         """See grid_dependency_control_wait."""
