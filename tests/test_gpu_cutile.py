@@ -50,7 +50,8 @@ def widths_of_configs(itemsize: int, size: str) -> list[int]:
             forward_config(n, itemsize, ARCHITECTURE, size),
             backward_config(n, itemsize, ARCHITECTURE, size),
         )
-        if (n % 16 == 0 or n % 2) and (size != "few" or pair[1].kernel == "fused"):
+        is_tested = size == "few" and pair[1] == backward_config(n, itemsize, ARCHITECTURE)  # as a large one
+        if (n % 16 == 0 or n % 2) and not is_tested:
             widths[pair, n % 2] = n
     return sorted(widths.values())
 

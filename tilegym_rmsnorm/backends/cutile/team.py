@@ -23,7 +23,7 @@ DEVICE = ct.MemoryScope.DEVICE
 
 
 def take_ticket(board):
-    """0, 1, 2, ... for the blocks in the order in which they ask: of a counter in the board's last row, at first EMPTY."""
+    """0, 1, 2, ... for the blocks in the order in which they ask. The counter, in the board's last row, is EMPTY first."""
     last = (board.shape[0] - 1, 0)
     ticket = ct.atomic_add(board, last, 1, check_bounds=False, memory_order=RELAXED, memory_scope=DEVICE)
     return at_least_zero(ticket + 1)
