@@ -23,10 +23,10 @@ DEVICE = ct.MemoryScope.DEVICE
 
 
 def take_ticket(board):
-    """0, 1, 2, ... for the blocks in the order in which they ask. The counter, in the board's last row, is EMPTY first."""
+    """0, 1, 2, ... for the blocks in the order in which they ask. The counter is in the board's last row."""
     last = (board.shape[0] - 1, 0)
     ticket = ct.atomic_add(board, last, 1, check_bounds=False, memory_order=RELAXED, memory_scope=DEVICE)
-    return at_least_zero(ticket + 1)
+    return at_least_zero(ticket + 1)  # the counter begins at EMPTY
 
 
 def post(board, row, member, part):
