@@ -41,14 +41,14 @@ def _atomic(op: str, dtypes: tuple[torch.dtype, ...], combine: Callable, is_bitw
     ):
         check_array(op, array)
         check_hints(op, check_bounds)
-        atomically = is_atomic(op, memory_order, memory_scope)
+        is_atomic(op, memory_order, memory_scope)  # always, or it raises
         if array.tensor.dtype not in dtypes:
             raise TypeError(f"{op} takes an array of {', '.join(map(name, dtypes))}, got {array}")
         lanes, shape, active = find_lanes(op, array, indices, None, check_bounds)
         operand = broadcast(_as_operand(array, update, shape, is_bitwise), shape, "update").reshape(-1)
 
-        array.read(lanes, atomically)
-        array.write(lanes, atomically)
+        array.read(lanes, is_atomic=True)
+        array.write(lanes, is_atomic=True)
 
         elements = array.memory.flat()
         found = _change(combine, elements, lanes.offsets, operand if active is None else operand[active])
@@ -65,8 +65,9 @@ def _atomic(op: str, dtypes: tuple[torch.dtype, ...], combine: Callable, is_bitw
 def _change(combine: Callable, elements: Tensor, offsets: Tensor, operand: Tensor) -> Tensor:
     """What each lane found before it changed its element."""
     found = torch.empty(offsets.shape, dtype=operand.dtype)
-    do_lanes_meet = offsets.unique().numel() < offsets.numel()
-    for lane in range(offsets.numel()) if do_lanes_meet else [slice(None)]:
+    all_at_once = [slice(None)]
+    one_by_one = range(offsets.numel())
+    for lane in one_by_one if offsets.unique().numel() < offsets.numel() else all_at_once:
         found[lane] = elements[offsets[lane]]
         elements[offsets[lane]] = combine(found[lane], operand[lane])
     return found

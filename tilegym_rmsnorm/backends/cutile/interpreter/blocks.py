@@ -6,6 +6,10 @@ A block runs on while what it does is its own, or while what it finds at an atom
 what it has found there before, it is polling, and the baton goes to a block that has not started yet or else to the
 one that has been suspended longest. A suspended block keeps its thread and the next one gets another, so a launch in
 which no block is ever suspended runs in the caller's thread alone.
+
+One hand-over: block 0, in the caller's thread, polls. `saw` calls `_suspend`, which queues a `_Turn` for block 0 and
+lets `_pass_on` start a thread for block 1; block 0's thread waits for the turn's baton. When block 1 polls in its turn
+and no block is left to start, `_pass_on` sets that baton: block 0 goes on, in the thread that it has kept.
 """
 
 from __future__ import annotations

@@ -131,8 +131,10 @@ class Memory:
         if how not in self._blocks:
             self._blocks[how] = torch.zeros(self.extent, dtype=torch.int32)
             self._check_overlap()
-        others = False if how == "written" else _is_other(cells.of(self._blocks[how]), number).int()
-        cells.set(self._blocks[how], others * (_SEVERAL - number - 1) + (number + 1))
+        who = torch.tensor(number + 1, dtype=torch.int32)
+        if how != "written":  # by several is an error already
+            who = torch.where(_is_other(cells.of(self._blocks[how]), number), _SEVERAL, who)
+        cells.set(self._blocks[how], who)
 
     def _check_race(self, how: str, cells: Box | Lanes, number: int, earlier: str) -> None:
         seen = cells.of(self._blocks[earlier])
