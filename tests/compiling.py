@@ -134,10 +134,12 @@ def resource_usage(cubin: Path) -> tuple[int, int]:
 
 def disassembled(cubin: Path) -> list[str]:
     """The instructions of the one kernel in `cubin`, in order; each begins with its address."""
+    path = os.pathsep.join([*map(str, _FOLDERS), os.environ["PATH"]])  # where cuobjdump looks for nvdisasm
+    command = [str(find_cuobjdump()), "-sass", str(cubin)]
     text = subprocess.run(
-        [str(find_cuobjdump()), "-sass", str(cubin)], capture_output=True, text=True, check=True
-    )
-    return re.findall(r"^\s+/\*([0-9a-f]{4,5}\*/.*?;)", text.stdout, re.MULTILINE)
+        command, capture_output=True, text=True, check=True, env=os.environ | {"PATH": path}
+    ).stdout
+    return re.findall(r"^\s+/\*([0-9a-f]{4,5}\*/.*?;)", text, re.MULTILINE)
 
 
 def backward_branches(code: list[str]) -> Iterator[tuple[int, int]]:
@@ -170,9 +172,20 @@ def lacking_registers(cubin: Path, registers: int, workers: int) -> int:
     return max(0, 32 * workers * max(more) + others * min(fewer, default=registers) - has)
 
 
+_PACKAGES = Path(sysconfig.get_path("purelib"))
+_FOLDERS = (_PACKAGES / "nvidia/cu13/bin", _PACKAGES / "triton/backends/nvidia/bin")
+
+
 def find_cuobjdump() -> Path | None:
     """The cuobjdump of PATH, of the package nvidia-cuda-cuobjdump, or the one inside Triton's package."""
-    packages = Path(sysconfig.get_path("purelib"))
-    folders = [packages / "nvidia/cu13/bin", packages / "triton/backends/nvidia/bin"]
-    found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=os.pathsep.join(map(str, folders)))
+    return _find("cuobjdump")
+
+
+def find_nvdisasm() -> Path | None:
+    """What cuobjdump disassembles by: of PATH, or the one inside Triton's package."""
+    return _find("nvdisasm")
+
+
+def _find(program: str) -> Path | None:
+    found = shutil.which(program) or shutil.which(program, path=os.pathsep.join(map(str, _FOLDERS)))
     return Path(found) if found else None

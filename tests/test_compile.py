@@ -27,6 +27,7 @@ from compiling import (  # noqa: E402
     backward_branches,
     disassembled,
     find_cuobjdump,
+    find_nvdisasm,
 )
 
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
@@ -41,7 +42,7 @@ few_rows_config = functools.partial(backward_config, size="few")
 dx_config = functools.partial(backward_config, has_dw=False)
 few_dx_config = functools.partial(backward_config, size="few", has_dw=False)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-WIDEST = 131100  # beyond it the configs stay the same
+WIDEST = 66000  # beyond it the configs stay the same, but for teams of more members
 
 
 def widths_of_configs(configure, itemsize: int, architecture: int, among=range(1, WIDEST)) -> dict:
@@ -205,6 +206,15 @@ def test_a_kernel_that_asks_for_registers_that_its_block_lacks_is_seen():
         assert_ends(machine)
 
 
+@pytest.mark.parametrize("n", [67584, 81920, 98288, 131072])
+def test_teams_of_the_widest_rows(n):
+    machine = CompilingMachine(90)
+    for dtype in (BF16, FP32):
+        run_backward(machine, backward_config(n, dtype.itemsize, 90), n, dtype, dtype)
+    assert_sound(machine)
+
+
+@pytest.mark.skipif(find_nvdisasm() is None, reason="nvdisasm is not installed (it comes with triton)")
 def test_a_team_asks_for_its_slots_again_and_again(tmp_path):
     """A compiler that took the question out of the loop would leave one that never ends. Atomics are what it keeps."""
     machine = CompilingMachine(90, keep=tmp_path)
