@@ -17,8 +17,7 @@ from tilegym_rmsnorm.backends.cutile.config import uses_dependent_launch
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.wide import MOST_MEMBERS
 
-# of teams, for all of which an SM holds one block at least
-LAUNCHES_AT_ONCE = 8
+LAUNCHES_AT_ONCE = 8  # that teams of blocks are safe in, even where an SM holds one block (team.py)
 
 Launch = Callable[[tuple[int, ...], tuple[Any, ...]], None]  # (grid, arguments)
 

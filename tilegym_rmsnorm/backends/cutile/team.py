@@ -9,7 +9,7 @@ written once and is all that one block tells another, so its accesses need no or
 No block waits forever. Teams are formed of blocks in the order in which they start: each takes a ticket. So of all the
 blocks of a launch that have started, at most MEMBERS - 1 wait for one that has not; the other teams end and make room.
 What that takes: that launches which run at the same time, each with so many, leave room for a block. machine.py allows
-teams of up to an eighth of the GPU's SMs, which do for eight launches at least, by twice as many blocks for sixteen.
+teams of an eighth of the GPU's SMs at most: eight launches at once always do, more where an SM holds several blocks.
 """
 
 import cuda.tile as ct
