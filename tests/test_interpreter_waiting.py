@@ -258,6 +258,7 @@ def test_an_interrupt_while_the_caller_waits(has_ended, monkeypatch):
     """Block 0 runs in the caller's thread: it is suspended when the signal comes, or has ended. However late that is,
     the others poll until then."""
     monkeypatch.setattr(blocks, "_ROUNDS_IN_VAIN", 10**9)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 
     def interrupt():
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
@@ -271,8 +272,11 @@ def test_an_interrupt_while_the_caller_waits(has_ended, monkeypatch):
             interrupt()
         wait_for(board, 0 if ct.bid(0) == 0 else 1)
 
-    with pytest.raises(KeyboardInterrupt):
-        launch(kernel, (3,), (torch.full((2,), -1, dtype=INT32),))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            launch(kernel, (3,), (torch.full((2,), -1, dtype=INT32),))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_blocks_that_do_not_wait_start_no_thread(monkeypatch):
