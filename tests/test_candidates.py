@@ -116,18 +116,23 @@ def test_no_two_candidates_differ_only_in_a_slab_that_no_call_fills(n):
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize(
-    ("size", "n"), [("large", 18432), ("large", 32768), ("large", 65536), ("few", 65536)]
+    ("op", "size", "n"),
+    [
+        *(("backward", "large", n) for n in (18432, 32768, 65536)),
+        ("backward", "few", 65536),
+        *(("forward", size, n) for size in ("few", "large") for n in (49152, 65536)),
+    ],
 )
-def test_teams_are_searched_around_the_one_of_the_rules(size, n, itemsize):
+def test_teams_are_searched_around_the_one_of_the_rules(op, size, n, itemsize):
     dtype = {2: "bfloat16", 4: "float32"}[itemsize]
-    default, *others = candidates(Bucket("backward", n, dtype, size), itemsize, 90)
-    assert default.kernel == "teams" and fits_registers(default, "backward", itemsize)
+    default, *others = candidates(Bucket(op, n, dtype, size), itemsize, 90)
+    assert default.kernel == "teams" and fits_registers(default, op, itemsize)
     near = [config for config in others if config.kernel == "teams"]
     assert len({(config.members, config.warps, config.occupancy) for config in near}) >= 5
     assert all(config.width * config.pieces * (config.members - 1) < n for config in near), (
         "one has no columns"
     )
-    assert "strips" in {config.kernel for config in others}
+    assert {"forward": "chunks", "backward": "strips"}[op] in {config.kernel for config in others}
 
 
 def test_kernels_wide_rows_are_not_held_by_are_tried_below_them():

@@ -210,6 +210,7 @@ def test_a_kernel_that_asks_for_registers_that_its_block_lacks_is_seen():
 def test_teams_of_the_widest_rows(n):
     machine = CompilingMachine(90)
     for dtype in (BF16, FP32):
+        run_forward(machine, forward_config(n, dtype.itemsize, 90), n, dtype, dtype)
         run_backward(machine, backward_config(n, dtype.itemsize, 90), n, dtype, dtype)
     assert_sound(machine)
 

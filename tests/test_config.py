@@ -62,7 +62,8 @@ def test_every_width_gets_a_config_that_holds_it(configure, architecture, itemsi
             assert config.lanes == last or config.lanes - last < n, "only the last tile is bounds-checked"
         assert not config.rest or config.kernel in ("rows", "fused"), config
         assert config.pieces == 1 or config.kernel in ("rows", "teams"), config
-        assert not config.packed or (config.kernel, itemsize) == ("rows", 2), config
+        packing = ("rows", "teams") if configure is forward_config else ("rows",)
+        assert not config.packed or (config.kernel in packing and itemsize == 2), config
         if config.kernel in ("fused", "fused_chunks"):
             assert config.strip and config.slab % config.rows == 0 < config.slab
             assert configure not in (dx_config, row_partials_config), "it has blocks for dw"
@@ -81,7 +82,7 @@ def test_no_config_asks_for_more_registers_than_an_sm_has(architecture, itemsize
     weight in float32; the forward x in float32, or in its own dtype, and little else at the same time."""
     for n in WIDTHS:
         forward = forward_config(n, itemsize, architecture)
-        needs = [(forward, forward.rows * forward.lanes // (2 if forward.packed else 1))]
+        needs = [(forward, forward.rows * forward.lanes // forward.members // (2 if forward.packed else 1))]
         for size in SIZES:
             backward = backward_config(n, itemsize, architecture, size)
             row, tile = backward.lanes // backward.members, backward.rows * backward.strip
@@ -97,13 +98,26 @@ def test_no_config_asks_for_more_registers_than_an_sm_has(architecture, itemsize
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_x_is_read_once_in_the_forward_up_to_32768_columns(architecture):
-    """And at 65536, where Hopper's registers hold 2-byte elements as they are."""
+    """And on Hopper up to 131072, by teams."""
     for n in WIDTHS:
         for itemsize in (2, 4):
-            is_packed = (architecture, itemsize, n) == (90, 2, 65536)
+            is_shared = architecture == 90 and n % 16 == 0 and n <= 131072
             assert (forward_config(n, itemsize, architecture).kernel == "chunks") == (
-                n > 32768 and not is_packed
+                n > 32768 and not is_shared
             )
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("configure", [forward_config, backward_config])
+def test_no_member_of_a_team_is_without_columns_and_few_lanes_are_empty(configure, itemsize):
+    wide = {n: configure(n, itemsize, 90) for n in range(16400, 131073, 112)}
+    teams = {n: config for n, config in wide.items() if config.kernel == "teams"}
+    assert len(teams) > len(wide) / 2
+    for n, config in teams.items():
+        assert config.lanes - config.width < n <= config.lanes <= n * 9 / 8, (n, config)
+        assert 2 <= config.members <= 16
+        fewer = configure(n, itemsize, 90, most_members=config.members - 1)
+        assert fewer.members < config.members, "a team that does not fit the GPU"
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

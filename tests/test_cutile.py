@@ -31,7 +31,7 @@ few_rows_config = functools.partial(backward_config, size="few")
 def one_width_per_config(configure, itemsize: int) -> list[int]:
     """An odd width where a config serves one, so that lanes past the row are there to go wrong."""
     widths = {}
-    for n in range(1, 33100):
+    for n in range(1, 33100):  # beyond 32768: of the forward chunks, teams
         config = configure(n, itemsize, 90)
         if n % 2 or config not in widths:
             widths[config] = n
@@ -237,6 +237,7 @@ def test_more_rows_than_one_launch_takes(monkeypatch):
     config = Config("teams", 16, 4, 1, 1, members=4)
     assert_within(expected_results(shared), **run_backward(shared, config))
     assert_within(expected_results(shared), **run_backward(shared, config, shares_partials=False))
+    assert_within(expected_results(shared), **run_forward(shared, config))
 
 
 @pytest.mark.parametrize("m", [1, 5])
@@ -303,6 +304,8 @@ class Sabotage(ShuffledMachine):
         ("backward_means", 18500, -1),
         ("backward_chunks", 33001, -1),
         ("backward_chunks", 33001, 1),
+        ("forward_teams", 33008, -1),
+        ("forward_teams", 33008, 1),
         ("backward_teams", 18432, -1),
         ("backward_teams", 18432, 1),
         ("backward_fused", 4096, -1),

@@ -49,6 +49,15 @@ def backward_of(inputs, config, factor=1):
     return functools.partial(backward, x, dy, weight, rstd, 0.0)
 
 
+def forward_of(inputs, config):
+    """A call of the forward by this config."""
+    from tilegym_rmsnorm.backends.cutile import launch, machine
+
+    x, _, weight, eps, *_ = inputs
+    forward = launch.Forward(machine.machine_of(DEVICE), config, x.shape[1], True, False)
+    return functools.partial(forward, x, weight, eps, 0.0)
+
+
 def wait_for_the_gpu():
     """torch.cuda.synchronize, which would wait forever for blocks that do."""
     ended = torch.cuda.Event()
@@ -65,21 +74,24 @@ def wait_for_the_gpu():
 def test_teams_that_do_not_all_fit_the_gpu_take_turns(config):
     """Eight times as many blocks as there is room for, so most teams start when others have ended."""
     inputs = make_inputs(8 * 2 * 132 * 4 // config.members + 5, 32768, BF16, FP32)
-    run = backward_of(inputs, config, factor=8)
-    first = run()
-    wait_for_the_gpu()
-    assert_within(expected_results(inputs), dx=first[0], dw=first[1])
-    for _ in range(50):
-        results = run()
+    expected = expected_results(inputs)
+    calls = {("y", "rstd"): forward_of(inputs, config), ("dx", "dw"): backward_of(inputs, config, factor=8)}
+    for names, run in calls.items():
+        first = run()
         wait_for_the_gpu()
-        assert all(map(torch.equal, results, first))
+        assert_within(expected, **dict(zip(names, first, strict=True)))
+        for _ in range(50):
+            results = run()
+            wait_for_the_gpu()
+            assert all(map(torch.equal, results, first))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.members} members")
 def test_teams_of_many_launches_at_once(config):
     """The blocks of 24 streams share the GPU, so teams of several launches are incomplete at a time."""
     streams = [torch.cuda.Stream() for _ in range(24)]
-    calls = [backward_of(make_inputs(131, 32768, BF16, FP32, seed=seed), config) for seed in range(4)]
+    inputs = [make_inputs(131, 32768, BF16, FP32, seed=seed) for seed in range(4)]
+    calls = [op(each, config) for op in (forward_of, backward_of) for each in inputs]
     expected = [call() for call in calls]
     wait_for_the_gpu()
     for _ in range(5):
@@ -87,7 +99,7 @@ def test_teams_of_many_launches_at_once(config):
         for number, stream in enumerate(streams):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                results += [(number % 4, calls[number % 4]()) for _ in range(4)]
+                results += [(number % 8, calls[number % 8]()) for _ in range(4)]
         for stream in streams:
             torch.cuda.current_stream().wait_stream(stream)
         wait_for_the_gpu()
@@ -100,7 +112,9 @@ def test_no_bits_of_the_input_keep_a_team_waiting(dtype):
     inputs = make_inputs(67, 32768, dtype, FP32)
     for array in (inputs.x, inputs.dy):
         array.view(torch.int16 if dtype is BF16 else torch.int32)[5] = -1
-    dx, dw = backward_of(inputs, Config("teams", 4096, 4, 2, 2, members=8))()
+    config = Config("teams", 4096, 4, 2, 2, members=8)
+    (y, rstd), (dx, dw) = forward_of(inputs, config)(), backward_of(inputs, config)()
     wait_for_the_gpu()
+    assert y[5].isnan().all() and rstd.isnan().nonzero().tolist() == [[5]]
     assert dx[5].isnan().all() and dw.isnan().all()
     assert not dx[:5].isnan().any() and not dx[6:].isnan().any()

@@ -40,32 +40,56 @@ def backward_of(inputs, config, machine):
     return launch.Backward(machine, config, x.shape[1], True, True, False)(x, dy, weight, rstd, offset)
 
 
+def forward_of(inputs, config, machine):
+    x, _, weight, eps, offset, casting = inputs
+    run = launch.Forward(machine, config, x.shape[1], weight is not None, casting == "llama")
+    return run(x, weight, eps, offset)
+
+
+RUN = {"forward": (forward_of, ("y", "rstd")), "backward": (backward_of, ("dx", "dw"))}
+
+
+@pytest.mark.parametrize("op", RUN)
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize(
     ("m", "members", "pieces"), [(16, 2, 1), (13, 3, 1), (13, 3, 3), (32, 8, 1), (13, 13, 2), (16, 16, 1)]
 )
-def test_every_schedule_gives_the_same_bits(m, members, pieces, dtype):
+def test_every_schedule_gives_the_same_bits(m, members, pieces, dtype, op):
     """The last member's last tile is partial, and there are more teams than one that stays. A board has rows to spare
     for any M, multiples of 16 included."""
+    run, names = RUN[op]
     config = Config("teams", 16, 4, members, 1, members=members, pieces=pieces)
     inputs = make_inputs(m, config.lanes - 5, dtype, FP32, offset=1.0, device=CPU)
     schedules = [
-        {"seed": seed, "lockstep": lockstep, "resident": resident}
-        for seed in range(2)
+        {"seed": members, "lockstep": lockstep, "resident": resident}
         for lockstep in (False, True)
         for resident in (None, members, members + 1)
     ]
-    (dx, dw), *others = (backward_of(inputs, config, Scheduled(**schedule)) for schedule in schedules)
-    assert_within(expected_results(inputs), dx=dx, dw=dw)
+    first, *others = (run(inputs, config, Scheduled(**schedule)) for schedule in schedules)
+    assert interpreter.unwritten(first[0]) == interpreter.unwritten(first[1]) == 0
+    assert_within(expected_results(inputs), **dict(zip(names, first, strict=True)))
     for schedule, results in zip(schedules[1:], others, strict=True):
-        assert torch.equal(results[0], dx) and torch.equal(results[1], dw), schedule
+        assert all(map(torch.equal, results, first)), schedule
 
 
-def test_a_team_that_does_not_fit_would_wait_forever():
+@pytest.mark.parametrize("run", [forward_of, backward_of])
+def test_a_team_that_does_not_fit_would_wait_forever(run):
     """So machine.most_members must be true: a team is not launched where it does not fit."""
     config = Config("teams", 16, 4, 1, 1, members=4)
     with pytest.raises(RuntimeError, match="wait for each other forever"):
-        backward_of(make_inputs(3, 64, device=CPU), config, Scheduled(resident=3))
+        run(make_inputs(3, 64, device=CPU), config, Scheduled(resident=3))
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"early_weight": True}, {"packed": True}, {"early_weight": True, "packed": True}]
+)
+@pytest.mark.parametrize("weight_dtype", [FP32, None])
+@pytest.mark.parametrize("casting", ["once", "llama"])
+def test_variants_of_the_forward(change, weight_dtype, casting):
+    config = Config("teams", 16, 4, 1, 1, members=4, **change)
+    inputs = make_inputs(9, 60, BF16, weight_dtype, casting=casting, device=CPU)
+    y, rstd = forward_of(inputs, config, Scheduled())
+    assert_within(expected_results(inputs), y=y, rstd=rstd)
 
 
 def test_casting_like_llama_rounds_what_dw_sums():
@@ -90,3 +114,5 @@ def test_no_bits_of_the_input_keep_a_team_waiting(dtype):
     dx, dw = backward_of(inputs, Config("teams", 16, 4, 1, 1, members=4), Scheduled())
     assert dx[5].isnan().all() and dw.isnan().all()
     assert not dx[:5].isnan().any() and not dx[6:].isnan().any()
+    y, rstd = forward_of(inputs, Config("teams", 16, 4, 1, 1, members=4), Scheduled())
+    assert y[5].isnan().all() and rstd.isnan().nonzero().tolist() == [[5]]

@@ -145,7 +145,7 @@ def tune(
             else:
                 tables.update(folder, target, {bucket: entry})
                 done += 1
-                bar.tell(_describe(bucket, entry, machine.architecture))
+                bar.tell(_describe(bucket, entry, machine))
             bar.advance()
             if lost:
                 failures.append(f"the rest: not searched after that. {GO_ON}")
@@ -185,11 +185,12 @@ class Progress:
             self.bar.close()
 
 
-def _describe(bucket: Bucket, entry: tables.Entry, architecture: int) -> str:
+def _describe(bucket: Bucket, entry: tables.Entry, machine: Machine) -> str:
     figures = ", ".join(f"M = {t.m}: {t.us:.1f} us, by the rules {t.us_rules:.1f}" for t in entry.timings)
     itemsize = tables.ITEMSIZE[bucket.dtype]
-    is_default = entry.config == tables.RULES[bucket.op](bucket.n, itemsize, architecture, bucket.size)
-    what = "the rules' config" if is_default else str(entry.config)
+    rule = tables.RULES[bucket.op]
+    default = rule(bucket.n, itemsize, machine.architecture, bucket.size, most_members=machine.most_members)
+    what = "the rules' config" if entry.config == default else str(entry.config)
     return f"{bucket.op} {bucket.dtype} N = {bucket.n} {bucket.size}: {figures}; {what}"
 
 

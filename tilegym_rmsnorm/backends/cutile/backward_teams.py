@@ -11,7 +11,7 @@ number, the sum of its products: team.py adds it up.
 import cuda.tile as ct
 
 from .backward import row_gradients
-from .rows import ConstBool, ConstInt, column_tiles, store_row
+from .rows import ConstBool, ConstInt, column_tiles_of, store_row
 from .team import take_ticket
 
 
@@ -42,10 +42,7 @@ def backward_teams(
         ct.grid_dependency_control_launch_dependents()
     ticket = take_ticket(board)
     member = ticket % MEMBERS
-    first = member * (WIDTH * PIECES)
-    tcolumns = column_tiles(WIDTH, PIECES, 0)
-    tcolumns = tuple(t + first for t in ct.static_iter(tcolumns))
-
+    tcolumns = column_tiles_of(member, WIDTH, PIECES)
     arrays = (dx, dy, x, weight, rstd)
     SWITCHES = (EVEN, HAS_WEIGHT, HAS_DW, ROUND_XHAT)
     team = (board, member, MEMBERS, SLOTS)

@@ -122,6 +122,16 @@ SWEEPS = {
             },
         ),
         Sweep(
+            *("teams", 8193, ANY_WIDTH, parts_of_rows),
+            {
+                "warps": (4, 8),
+                "occupancy": (2, 3, 4, 8),
+                "latency": (2, 4),
+                "early_weight": BOTH,
+                "packed": BOTH,
+            },
+        ),
+        Sweep(
             *("chunks", 8193, ANY_WIDTH, strips_of((2048, 4096, 8192))),
             {"warps": (4, 8), "occupancy": (1, 2, 4), "latency": (2, 4, 8), "tma": BOTH},
         ),
@@ -187,8 +197,7 @@ def candidates(
     Of every kernel with every number of warps and of blocks an SM, and with the weight loaded early and late, there is
     the most alike, as long as they are so few.
     """
-    rule = {"most_members": most_members} if bucket.op == "backward" else {}
-    default = RULES[bucket.op](bucket.n, itemsize, architecture, bucket.size, **rule)
+    default = RULES[bucket.op](bucket.n, itemsize, architecture, bucket.size, most_members=most_members)
     most_rows = rows_of_class(bucket.size, bucket.n)[-1]
     others = {
         config: None  # a set would not keep the order of those that are equally alike

@@ -20,10 +20,11 @@ from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two, 
 from tilegym_rmsnorm.backends.cutile.wide import (
     MOST_MEMBERS,
     WIDEST_SLABBED_ROW,
+    backward_teams_config,
     chunks_config,
+    forward_teams_config,
     slabs_config,
     strips_config,
-    teams_config,
 )
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)
@@ -32,8 +33,10 @@ FEW_SHARED_BYTES = 131072  # of rows that teams take although they are few: floa
 WIDEST_FUSED_ROW = 16384  # elements of x and dy: 128 registers, float32, in each thread of 8 warps
 
 
-def forward_config(n: int, itemsize: int, architecture: int, size: str = "large") -> Config:
-    """The forward kernel for rows of n elements of `itemsize` bytes, on sm_{architecture}, whatever the size class.
+def forward_config(
+    n: int, itemsize: int, architecture: int, size: str = "large", most_members: int = MOST_MEMBERS
+) -> Config:
+    """The forward kernel for rows of n elements of `itemsize` bytes, on sm_{architecture}.
 
     A block reads its row once and waits for it once, so what counts is how many blocks an SM holds: as many as fit.
     Narrow rows share a block, 4096 elements on Hopper, 2048 elsewhere (not timed): with fewer, launching blocks costs
@@ -42,9 +45,10 @@ def forward_config(n: int, itemsize: int, architecture: int, size: str = "large"
     _check(n, itemsize, architecture)
     width = power_of_two(n)
     has_tma = architecture >= 90
-    if (architecture, itemsize, n) == (90, 2, 65536):  # 2048x65536: 2531, in chunks 2293
-        reason = "registers hold the row packed; widths near it were not timed"
-        return Config("rows", 65536, 8, 1, 2, packed=True, reason=reason)
+    if architecture == 90 and _is_aligned(n, itemsize):
+        widest = 16384 if itemsize == 4 and size != "few" else WIDEST_FORWARD_ROW
+        if n > widest and (config := forward_teams_config(n, itemsize, most_members)) is not None:
+            return config
     if n > WIDEST_FORWARD_ROW:
         reason = "no registers hold the row: it is read twice, the second time from L2"
         if architecture == 90 and itemsize == 2:
@@ -94,7 +98,7 @@ def backward_config(
         return _few_rows_config(n)
     if architecture == 90 and _is_aligned(n, itemsize) and 16384 < n <= WIDEST_SLABBED_ROW:
         is_wide = size != "few" or n * itemsize >= FEW_SHARED_BYTES
-        if is_wide and (config := teams_config(n, itemsize, size, most_members)) is not None:
+        if is_wide and (config := backward_teams_config(n, itemsize, size, most_members)) is not None:
             return config
         if has_dw:
             return slabs_config(n, itemsize)

@@ -9,10 +9,10 @@ is rounded to x's dtype before it meets the weight, as Hugging Face's Llama code
 
     forward_rows      one row per block, gathered into register tiles
     forward_tiles     several narrow rows per block, as one 2-D tile
-    forward_chunks    a row wider than registers hold: summed chunk by chunk, then read again (from L2, mostly) and
-    written
+    forward_teams     (forward_teams.py) wide rows, each shared by several blocks
+    forward_chunks    wide rows that those do not serve: summed chunk by chunk, then read again (from L2, mostly)
 
-The first two read x from memory once. M, eps, offset and 1/N are run-time values; tile extents, dtypes and the
+All but the last read x from memory once. M, eps, offset and 1/N are run-time values; tile extents, dtypes and the
 switches in capitals are compiled in. Without a weight (HAS_WEIGHT False) the argument is a placeholder that is never
 read.
 """
@@ -33,6 +33,40 @@ from .rows import (
     sum_of_products,
     xhat_as_multiplied,
 )
+from .team import sum_of_team
+
+
+def normalize_row(arrays, row, tcolumns, inv_n, eps, offset, PIECES, LATENCY, SWITCHES, team=()):
+    """Writes y and rstd of one row. team: what a block needs to know that holds a part of the row
+    (forward_teams.py)."""
+    y, rstd, x, weight = arrays
+    EVEN, PACKED, HAS_WEIGHT, ROUND_XHAT, EARLY_WEIGHT, DEPENDENT = SWITCHES
+    tstored = load_row(x, row, tcolumns, EVEN, LATENCY)
+    if HAS_WEIGHT and EARLY_WEIGHT:
+        tscale = load_scale(weight, tcolumns, offset, EVEN)
+    if DEPENDENT and EARLY_WEIGHT:
+        ct.grid_dependency_control_launch_dependents()
+
+    tx = row_as_float32(tstored)
+    total = sum_of_products(tx, tx, PIECES)
+    is_first = True
+    if len(team) > 0:
+        board, member, MEMBERS, SLOTS = team
+        total = sum_of_team(board, row, member, total, MEMBERS, SLOTS)
+        is_first = member == 0
+    trstd = ct.rsqrt(total * inv_n + eps)
+    if is_first:
+        ct.scatter(rstd, row, trstd)
+
+    if PACKED:
+        tx = packed_row_as_float32(tstored)
+    ty = tuple(xhat_as_multiplied(t * trstd, x.dtype, ROUND_XHAT) for t in ct.static_iter(tx))
+    if HAS_WEIGHT:
+        if not EARLY_WEIGHT:
+            tscale = load_scale(weight, tcolumns, offset, EVEN)
+        ty = tuple(ty[k] * tscale[k] for k in ct.static_iter(range(len(ty))))
+
+    store_row(y, row, tcolumns, ty, EVEN)
 
 
 def forward_rows(
@@ -59,32 +93,13 @@ def forward_rows(
     The compiler moves loads of the weight behind the reduction, between the stores of y, where they are waited for once
     more. It does not move them past the signal that lets the next kernel in, so EARLY_WEIGHT has them issued along with
     x: 1x4096 in 2.4 us instead of 2.6 on an H100, before launches became dependent. Rows that fill the registers have
-    no room for that. PACKED makes room: it keeps x in its own 16 bits while the squares are summed, so that even a row
-    of 65536 fits.
+    no room for that. PACKED makes room: it keeps x in its own 16 bits while the squares are summed.
     """
-    row = ct.bid(0)
     tcolumns = column_tiles(WIDTH, PIECES, REST)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
-    tstored = load_row(x, row, tcolumns, EVEN, LATENCY)
-    if HAS_WEIGHT and EARLY_WEIGHT:
-        tscale = load_scale(weight, tcolumns, offset, EVEN)
-    if DEPENDENT and EARLY_WEIGHT:
-        ct.grid_dependency_control_launch_dependents()
-
-    tx = row_as_float32(tstored)
-    trstd = ct.rsqrt(sum_of_products(tx, tx, PIECES) * inv_n + eps)
-    ct.scatter(rstd, row, trstd)
-
-    if PACKED:
-        tx = packed_row_as_float32(tstored)
-    ty = tuple(xhat_as_multiplied(t * trstd, x.dtype, ROUND_XHAT) for t in ct.static_iter(tx))
-    if HAS_WEIGHT:
-        if not EARLY_WEIGHT:
-            tscale = load_scale(weight, tcolumns, offset, EVEN)
-        ty = tuple(ty[k] * tscale[k] for k in ct.static_iter(range(len(ty))))
-
-    store_row(y, row, tcolumns, ty, EVEN)
+    SWITCHES = (EVEN, PACKED, HAS_WEIGHT, ROUND_XHAT, EARLY_WEIGHT, DEPENDENT)
+    normalize_row((y, rstd, x, weight), ct.bid(0), tcolumns, inv_n, eps, offset, PIECES, LATENCY, SWITCHES)
 
 
 def forward_tiles(

@@ -22,10 +22,10 @@ class Config:
     slab: int = 0  # "fused", "fused_chunks": rows of x that share a row of dw_partial, a multiple of `rows`
     tma: bool = False  # may tile loads and stores use TMA
     short: bool = False  # backward "rows": compile a way without the loop too, for as many blocks as rows
-    early_weight: bool = False  # forward "rows": load the weight along with x
+    early_weight: bool = False  # forward "rows", "teams": load the weight along with x
     pieces: int = 1  # "rows", "teams": tiles of `width` that a block holds of a row
     members: int = 1  # "teams": blocks that share a row
-    packed: bool = False  # "rows" of 2-byte elements: registers hold them as they are while a row is summed
+    packed: bool = False  # "rows", forward "teams": 2-byte elements stay so in registers while summed
     reason: str = ""
     spills: str = ""  # why this config is kept although its kernel spills registers
 

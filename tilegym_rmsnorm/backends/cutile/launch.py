@@ -20,14 +20,15 @@ from tilegym_rmsnorm.backends.cutile import (
     backward_teams,
     backward_wide,
     forward,
-    team,
+    forward_teams,
 )
+from tilegym_rmsnorm.backends.cutile.boards import Boards
 from tilegym_rmsnorm.backends.cutile.config import row_partials_config, sum_config
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
 from tilegym_rmsnorm.backends.cutile.machine import Machine, machine_of
 from tilegym_rmsnorm.backends.cutile.sizes import LARGEST_GRID, partial_rows, size_class, slab_tiles
 from tilegym_rmsnorm.backends.cutile.tables import chosen_config
-from tilegym_rmsnorm.backends.cutile.wide import clear_config, means_config
+from tilegym_rmsnorm.backends.cutile.wide import means_config
 from tilegym_rmsnorm.registry import register_impl
 
 # A kernel sees shapes, strides and row numbers as int32; only the offsets of elements are computed in 64 bits.
@@ -108,11 +109,18 @@ class Forward:
         function = {
             "rows": forward.forward_rows,
             "tiles": forward.forward_tiles,
+            "teams": forward_teams.forward_teams,
             "chunks": forward.forward_chunks,
         }[config.kernel]
-        early_weight = (config.early_weight,) if config.kernel == "rows" else ()
-        switches = (has_weight, round_xhat, *early_weight, machine.dependent_launch)
+        holds_row = config.kernel in ("rows", "teams")
+        packed = (config.packed,) if config.kernel == "teams" else ()
+        early_weight = (config.early_weight,) if holds_row else ()
+        switches = (*packed, has_weight, round_xhat, *early_weight, machine.dependent_launch)
         self.launch = machine.bind(function, config, (*tile_constants(config, n), *switches))
+        self.boards = None
+        if config.kernel == "teams":
+            self.boards = Boards(machine, config.members)
+            self.most_rows = LARGEST_GRID // config.members
 
     def __call__(self, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
         machine, n = self.machine, self.n
@@ -120,14 +128,21 @@ class Forward:
         y, rstd = machine.empty((m, n), x.dtype), machine.empty((m,), torch.float32)
         if weight is None:
             weight = machine.no_weight
-        rows = self.config.rows
         if m <= self.most_rows:
-            self.launch((-(-m // rows),), (y, rstd, x, weight, self.inv_n, eps, offset))
+            self._walk(m, y, rstd, x, weight, eps, offset)
             return y, rstd
         for part in zip(*(array.split(self.most_rows) for array in (y, rstd, x)), strict=True):
-            blocks = -(-part[0].shape[0] // rows)
-            self.launch((blocks,), (*part, weight, self.inv_n, eps, offset))
+            self._walk(part[0].shape[0], *part, weight, eps, offset)
         return y, rstd
+
+    def _walk(
+        self, m: int, y: Tensor, rstd: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float
+    ) -> None:
+        if self.boards is None:
+            self.launch((-(-m // self.config.rows),), (y, rstd, x, weight, self.inv_n, eps, offset))
+            return
+        board = self.boards.new(m)
+        self.launch((m * self.config.members,), (y, rstd, x, weight, board, self.inv_n, eps, offset))
 
 
 class Backward:
@@ -155,12 +170,8 @@ class Backward:
                 backward_wide.backward_means, means, (*tile_constants(means, n), dependent)
             )
         if config.kernel == "teams":
-            self.clear, self.slots = clear_config(), power_of_two(config.members)
-            constants = (self.clear.rows, self.slots, dependent)
-            self.launch_clear = machine.bind(team.clear_board, self.clear, constants)
-            self.most_rows = min(
-                self.most_rows // config.members, LARGEST_GRID
-            )  # of blocks, and of a board's
+            self.boards = Boards(machine, config.members)
+            self.most_rows = min(self.most_rows // config.members, LARGEST_GRID)  # of blocks, and of a board
         function, switches = {
             "rows": (backward.backward_rows, (has_weight, has_dw, round_xhat, config.short)),
             "tiles": (backward.backward_tiles, (has_weight, has_dw, round_xhat)),
@@ -246,10 +257,7 @@ class Backward:
             self.launch_means((m,), (c, dy, x, weight, rstd, self.inv_n, offset))
             self.launch((p, -(-n // config.width)), (*arguments, c, offset))
         elif config.kernel == "teams":
-            groups = m // self.clear.rows + 1
-            board = self.machine.empty((groups * self.clear.rows, self.slots), torch.int32)
-            self.launch_clear((groups,), (board,))
-            self.launch((p * config.members,), (*arguments, board, self.inv_n, offset))
+            self.launch((p * config.members,), (*arguments, self.boards.new(m), self.inv_n, offset))
         elif config.is_fused:
             tiles = slab_tiles(m, config, self.machine.sm_count)
             rows = tiles * config.rows

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tilegym_rmsnorm.backends.cutile.tables import Bucket
 
 KERNELS = {
-    "forward": ("rows", "tiles", "chunks"),
+    "forward": ("rows", "tiles", "teams", "chunks"),
     "backward": ("rows", "tiles", "teams", "fused", "fused_chunks", "strips"),  # of calls that need dw
 }
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -56,8 +56,9 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     expect(
         c.lanes == last or c.lanes - last < n, "columns before the last tile", f"below {n}", c.lanes - last
     )
-    is_packable = c.kernel == "rows" and ITEMSIZE[bucket.dtype] == 2
-    expect(not c.packed or is_packable, "packed", "kernel rows and 2-byte elements", c.packed)
+    packing = ("rows", "teams") if op == "forward" else ("rows",)
+    is_packable = c.kernel in packing and ITEMSIZE[bucket.dtype] == 2
+    expect(not c.packed or is_packable, "packed", f"kernel of {packing} and 2-byte elements", c.packed)
     expect(c.rows == 1 or c.kernel in ("tiles", "strips") or is_fused, "rows", 1, c.rows)
     if is_fused:
         is_slab = 0 < c.slab <= LARGEST_SLAB and c.slab % c.rows == 0
@@ -74,12 +75,8 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     # tileiras 13.4 makes some of them of warps that together ask for more registers than a block has, and wait forever:
     # M x 1 on an H100
     expect((op, c.kernel) != ("forward", "tiles") or not c.tma, "tma", "false for forward's tiles", c.tma)
-    expect(
-        not c.early_weight or (op, c.kernel) == ("forward", "rows"),
-        "early_weight",
-        "forward's kernel rows",
-        c.kernel,
-    )
+    is_early = op == "forward" and c.kernel in ("rows", "teams")
+    expect(not c.early_weight or is_early, "early_weight", "forward's kernels rows and teams", c.kernel)
     expect(not c.short or (op, c.kernel) == ("backward", "rows"), "short", "backward's kernel rows", c.kernel)
 
 

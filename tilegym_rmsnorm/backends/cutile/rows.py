@@ -36,6 +36,13 @@ def column_tiles(WIDTH, PIECES, REST):
     return tcolumns
 
 
+def column_tiles_of(member, WIDTH, PIECES):
+    """Column indices of what a member of a team holds: PIECES tiles of WIDTH, behind those of the members before."""
+    first = member * (WIDTH * PIECES)
+    tcolumns = column_tiles(WIDTH, PIECES, 0)
+    return tuple(t + first for t in ct.static_iter(tcolumns))
+
+
 def load_row(array, row, tcolumns, EVEN, LATENCY):
     """Row `row` of a 2-D array, as tiles of its dtype."""
     return tuple(

@@ -91,8 +91,8 @@ def chosen_config(
             config = table[bucket].config
             if (has_dw or config.kernel in READS_ONCE) and config.members <= machine.most_members:
                 return config
-    switches = () if op == "forward" else (has_dw, machine.most_members)
-    return RULES[op](n, dtype.itemsize, machine.architecture, size, *switches)
+    rule = RULES[op] if has_dw else functools.partial(backward_config, has_dw=False)
+    return rule(n, dtype.itemsize, machine.architecture, size, most_members=machine.most_members)
 
 
 def tables_of(model: str | None, architecture: int) -> dict[Path, Table]:

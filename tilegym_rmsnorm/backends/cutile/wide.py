@@ -1,16 +1,54 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The rules of config.py for backwards of rows that the registers of one block do not hold: functions of numbers."""
+"""The rules of config.py for rows that the registers of one block do not hold: functions of numbers."""
 
 from __future__ import annotations
 
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, two_tiles
 
 WIDEST_SLABBED_ROW = 131072  # elements of which 32 rows of x and dy fit the L2 of an H100
-MOST_MEMBERS = 16  # of a team: the smallest slice of a Hopper GPU has 16 SMs, and a team must fit
+MOST_MEMBERS = 16  # of a team: an eighth of the 132 SMs of an H100 (machine.py says why)
 
 
-def teams_config(n: int, itemsize: int, size: str, most_members: int) -> Config | None:
+def forward_teams_config(n: int, itemsize: int, most_members: int) -> Config | None:
+    """Rows of a forward shared by blocks of which an SM holds several, if any parts hold them with few lanes empty.
+
+    How large the parts are matters little: 2048x65536 181.7 to 183.6 us by 4 to 16 members, float32 358.0 to 361.3.
+    """
+    is_float = itemsize == 4
+    parts = ((4096, 1), (1024, 3), (2048, 1)) if is_float else ((8192, 1), (2048, 3), (1024, 5), (4096, 1))
+    reason = "a team of blocks a row, each with so little of it that an SM holds several"
+    if found := fewest_members(n, parts, most_members):
+        width, pieces, members = found
+        occupancy = 2 if is_float else 3  # with 4 a float32 weight takes 8 bytes of stack beside bfloat16
+        return Config(
+            *("teams", width, 4, occupancy, 4),
+            early_weight=True,
+            pieces=pieces,
+            members=members,
+            packed=not is_float,
+            reason=reason,
+        )
+    if is_float and (found := fewest_members(n, ((8192, 1),), most_members)):
+        return Config("teams", 8192, 8, 2, 4, early_weight=True, members=found[2], reason=reason)
+    return None
+
+
+def fewest_members(
+    n: int, parts: tuple[tuple[int, int], ...], most_members: int
+) -> tuple[int, int, int] | None:
+    """The first of these parts (columns of a tile, tiles) of which so few hold a row with at most a ninth of their
+    lanes empty, and how many that are."""
+    for width, pieces in parts:
+        part = width * pieces
+        members = -(-n // part)
+        lanes = members * part
+        if members <= min(most_members, MOST_MEMBERS) and lanes <= n * 9 / 8 and lanes - width < n:
+            return width, pieces, members
+    return None
+
+
+def backward_teams_config(n: int, itemsize: int, size: str, most_members: int) -> Config | None:
     """Rows shared by as few blocks as hold them in registers with at most a ninth of their lanes empty, if any do.
 
     Of few rows by more: 1x65536 in 4.1 us, by slabs 16.9. 8192 columns with bounds checks spill, as more of float32 do.
@@ -19,19 +57,16 @@ def teams_config(n: int, itemsize: int, size: str, most_members: int) -> Config 
         "not with a weight of x's dtype; a float32 weight takes up to 80 bytes of stack, and was not timed"
     )
     widest = ((8192, 1),) if itemsize == 2 and n % 8192 == 0 and size != "few" else ()
-    for width, pieces in (*widest, (2048, 3), (1024, 5), (4096, 1), (2048, 1)):
-        part = width * pieces
-        members = -(-n // part)
-        lanes = members * part
-        if members <= min(most_members, MOST_MEMBERS) and lanes <= n * 9 / 8 and lanes - width < n:
-            why = spills if itemsize == 2 and part > 4096 else ""
-            # float32 1024x32768: 144 us with 3 blocks of 4096 columns an SM, 160 with 2
-            occupancy = 4 if part <= 2048 else 3 if part == 4096 and itemsize == 4 else 2
-            reason = "a team of blocks a row, each with as much of it as its registers hold"
-            return Config(
-                "teams", width, 4, occupancy, 2, pieces=pieces, members=members, reason=reason, spills=why
-            )
-    return None
+    found = fewest_members(n, (*widest, (2048, 3), (1024, 5), (4096, 1), (2048, 1)), most_members)
+    if found is None:
+        return None
+    width, pieces, members = found
+    part = width * pieces
+    why = spills if itemsize == 2 and part > 4096 else ""
+    # float32 1024x32768: 144 us with 3 blocks of 4096 columns an SM, 160 with 2
+    occupancy = 4 if part <= 2048 else 3 if part == 4096 and itemsize == 4 else 2
+    reason = "a team of blocks a row, each with as much of it as its registers hold"
+    return Config("teams", width, 4, occupancy, 2, pieces=pieces, members=members, reason=reason, spills=why)
 
 
 def slabs_config(n: int, itemsize: int) -> Config:

@@ -1,0 +1,29 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""What a launch by teams of blocks (team.py) needs beside its own arrays: a board for each, emptied by a kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilegym_rmsnorm.backends.cutile import team
+from tilegym_rmsnorm.backends.cutile.kernel_config import power_of_two
+from tilegym_rmsnorm.backends.cutile.machine import Machine
+from tilegym_rmsnorm.backends.cutile.wide import clear_config
+
+
+class Boards:
+    """Makes the empty boards of teams with so many members (team.py)."""
+
+    def __init__(self, machine: Machine, members: int) -> None:
+        self.machine, self.config, self.slots = machine, clear_config(), power_of_two(members)
+        constants = (self.config.rows, self.slots, machine.dependent_launch)
+        self.clear = machine.bind(team.clear_board, self.config, constants)
+
+    def new(self, m: int) -> Tensor:
+        """One for m rows, which has more: the last counts tickets."""
+        groups = m // self.config.rows + 1
+        board = self.machine.empty((groups * self.config.rows, self.slots), torch.int32)
+        self.clear((groups,), (board,))
+        return board
