@@ -78,10 +78,38 @@ def heading(result: Result, op: str) -> str:
     return f"{op}, {result['records'][0]['dtype']}"
 
 
-def readme_section(result: Result, images: dict[str, str], is_folded: bool = False) -> str:
+def overview(results: list[Result]) -> str:
+    """A Markdown table with a line for each result, of cutile against the best peer: geometric means, cells won."""
+    rows = []
+    for result in results:
+        row = [f"{result['gpu']}, {result['records'][0]['dtype']}"]
+        for op in ("backward", "forward"):
+            comparisons = compare.compare(result, op)
+            won = sum(each.ratio >= 1.0 for each in comparisons)
+            mean = compare.mean_ratio(comparisons)
+            row += [
+                "" if mean is None else f"{mean:.2f}",
+                f"{won} of {len(comparisons)}" if comparisons else "",
+            ]
+        rows.append(row)
+    headers = [
+        "GPU, dtype",
+        "backward: mean ratio",
+        "shapes at 1.00 or more",
+        "forward: mean ratio",
+        "at 1.00 or more",
+    ]
+    align = ["left"] + ["right"] * (len(headers) - 1)
+    return tabulate(rows, headers, tablefmt="github", colalign=align, disable_numparse=True)
+
+
+def readme_section(
+    result: Result, images: dict[str, str], is_folded: bool = False, is_brief: bool = False
+) -> str:
     """The result as Markdown: for each op its picture, cutile against the best peer, and GB/s by provider, folded.
 
     A grid has its pictures alone. The backward, which this package is about, stays unfolded unless `is_folded`.
+    `is_brief` leaves out the GB/s by provider where there is a best peer.
     """
     lines = [f"{one_line(result)}."]
     if result["note"]:
@@ -98,7 +126,7 @@ def readme_section(result: Result, images: dict[str, str], is_folded: bool = Fal
             table = op_table(result, op, _plain_rate_cell, "github", summary=True)
             comparison = _comparison(result, op)
             every = _folded(f"{title}: GB/s of every provider", [table]) if comparison else [table]
-            shown += [*comparison, *every]
+            shown += comparison if is_brief and comparison else [*comparison, *every]
         is_open = op == "backward" and not is_folded
         parts += [f"**{title}**", *shown] if is_open else _folded(title, shown)
     return "\n\n".join(parts)

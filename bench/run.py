@@ -175,7 +175,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         type=readme.result_file("records"),
         nargs="+",
         metavar="JSON",
-        help="measure nothing: put results into README.md",
+        help="measure nothing: put results into README.md and bench/results/README.md",
     )
     return parser.parse_args(argv)
 
@@ -257,15 +257,30 @@ def _show(bar: tqdm, label: str, step: str) -> None:
 
 
 def refresh_readme(paths: list[Path]) -> None:
-    """Puts the tables of these results, and the pictures beside them, into README.md; the first is shown at full."""
-    sections: list[str] = []
-    for path in paths:
-        images = {op: path.with_name(f"{path.stem}-{op}.png").resolve() for op in OPS}
-        links = {op: image.relative_to(ROOT).as_posix() for op, image in images.items() if image.exists()}
-        result = json.loads(path.read_text())
-        is_folded = bool(sections) and not result.get("is_grid")
-        sections.append(report.readme_section(result, links, is_folded))
-    readme.refresh(ROOT / "README.md", "bench", "\n\n".join(sections))
+    """Puts a line about each of these results, the first one and all grids into README.md, and every table and picture
+    into bench/results/README.md."""
+    results = {path: json.loads(path.read_text()) for path in paths}
+
+    def sections(shown: list[Path], folder: Path, is_brief: bool) -> list[str]:
+        found = []
+        for path in shown:
+            images = {op: path.with_name(f"{path.stem}-{op}.png").resolve() for op in OPS}
+            links = {
+                op: image.relative_to(folder).as_posix() for op, image in images.items() if image.exists()
+            }
+            is_folded = bool(found) and not results[path].get("is_grid")
+            found.append(report.readme_section(results[path], links, is_folded, is_brief))
+        return found
+
+    grids = [path for path in paths if results[path].get("is_grid")]
+    tables = [path for path in paths if path not in grids]
+    parts = [report.overview([results[path] for path in tables])] if tables else []
+    parts += sections(tables[:1] + grids, ROOT, is_brief=True)
+    readme.refresh(ROOT / "README.md", "bench", "\n\n".join(parts))
+    folder = ROOT / "bench/results"
+    readme.refresh(
+        folder / "README.md", "bench", "\n\n".join(sections(tables + grids, folder, is_brief=False))
+    )
 
 
 if __name__ == "__main__":

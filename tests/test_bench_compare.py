@@ -207,23 +207,51 @@ def test_readme_shows_the_best_peer_and_folds_the_rest(tmp_path):
     assert "dx" not in text
 
 
+def test_a_brief_section_leaves_the_other_providers_out(tmp_path):
+    result = make_result(*make_cell(100.0, ("quack", 150.0), ("tilegym", 160.0)))
+    full, brief = (report.readme_section(result, {}, is_brief=is_brief) for is_brief in (False, True))
+    assert "| 4096 x 1024" in brief and "1.50 times as fast" in brief
+    assert "GB/s of every provider" in full and "GB/s of every provider" not in brief
+    alone = make_result(make_record(100.0))
+    assert "| 4096 x 1024" in report.readme_section(alone, {}, is_brief=True), "nothing else shows it"
+
+
+def test_the_overview_has_a_line_for_each_result():
+    lost = make_cell(100.0, ("quack", 90.0), op="forward")
+    first = make_result(*make_cell(100.0, ("quack", 150.0)), *lost)
+    second = make_result(*make_cell(100.0, ("quack", 120.0), dtype="float16"))
+    lines = report.overview([first, second]).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+    gpu = first["gpu"]
+    assert cells[0] == [f"{gpu}, bfloat16", "1.50", "1 of 1", "0.90", "0 of 1"]
+    assert cells[1] == [f"{gpu}, float16", "1.20", "1 of 1", "", ""]
+
+
 def test_readme_of_a_grid_is_its_pictures(tmp_path):
     text = report.readme_section(make_grid(), {"backward": "b.png"})
     assert "(b.png)" in text and "|" not in text
 
 
 def test_readme_takes_results_and_grids_together(tmp_path, monkeypatch):
-    (tmp_path / "README.md").write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
+    every, folder = tmp_path / "bench/results/README.md", tmp_path / "bench/results"
+    folder.mkdir(parents=True)
+    for path in (tmp_path / "README.md", every):
+        path.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
     monkeypatch.setattr(run, "ROOT", tmp_path)
     half = make_result(*make_cell(100.0, ("quack", 140.0), dtype="float16"))
     results = {"a": make_result(*make_cell(100.0, ("quack", 150.0))), "a-grid": make_grid(), "half": half}
     for name, result in results.items():
-        report.write_json(result, tmp_path / "results" / f"{name}.json")
-        plots.plot_result(result, tmp_path / "results" / name)
-    run.refresh_readme([tmp_path / "results" / f"{name}.json" for name in results])
+        report.write_json(result, folder / f"{name}.json")
+        plots.plot_result(result, folder / name)
+    run.refresh_readme([folder / f"{name}.json" for name in results])
     text = (tmp_path / "README.md").read_text()
-    assert "(results/a-backward.png)" in text and "(results/a-grid-backward.png)" in text
+    assert "(bench/results/a-backward.png)" in text and "(bench/results/a-grid-backward.png)" in text
+    assert "**backward, bfloat16**" in text and ", float16 " in text
+    assert "half-backward.png" not in text and "every provider" not in text
+    text = every.read_text()
+    assert all(f"({name}-backward.png)" in text for name in results)
     assert "**backward, bfloat16**" in text and "<summary>backward, float16</summary>" in text
+    assert "GB/s of every provider" in text
 
 
 def test_settings_that_were_tried_stay_in_the_json_alone(tmp_path):
