@@ -173,7 +173,7 @@ def test_configs_compile_few_kernels():
     """Every distinct config is a kernel to compile: the sweep of all widths must not invent one per width."""
     for configure in (forward_config, backward_config, few_rows_config):
         distinct = {configure(n, 2, 90) for n in range(1, 40000)}
-        assert len(distinct) <= 60
+        assert len(distinct) <= 65
 
 
 def test_only_hopper_configs_that_were_measured_may_spill():

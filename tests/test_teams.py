@@ -80,13 +80,11 @@ def test_a_team_that_does_not_fit_would_wait_forever(run):
         run(make_inputs(3, 64, device=CPU), config, Scheduled(resident=3))
 
 
-@pytest.mark.parametrize(
-    "change", [{}, {"early_weight": True}, {"packed": True}, {"early_weight": True, "packed": True}]
-)
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("weight_dtype", [FP32, None])
 @pytest.mark.parametrize("casting", ["once", "llama"])
-def test_variants_of_the_forward(change, weight_dtype, casting):
-    config = Config("teams", 16, 4, 1, 1, members=4, **change)
+def test_variants_of_the_forward(packed, weight_dtype, casting):
+    config = Config("teams", 16, 4, 1, 1, members=4, packed=packed)
     inputs = make_inputs(9, 60, BF16, weight_dtype, casting=casting, device=CPU)
     y, rstd = forward_of(inputs, config, Scheduled())
     assert_within(expected_results(inputs), y=y, rstd=rstd)

@@ -127,7 +127,6 @@ SWEEPS = {
                 "warps": (4, 8),
                 "occupancy": (2, 3, 4, 8),
                 "latency": (2, 4),
-                "early_weight": BOTH,
                 "packed": BOTH,
             },
         ),

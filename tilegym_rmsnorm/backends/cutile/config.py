@@ -46,8 +46,10 @@ def forward_config(
     width = power_of_two(n)
     has_tma = architecture >= 90
     if architecture == 90 and _is_aligned(n, itemsize):
-        widest = 16384 if itemsize == 4 and size != "few" else WIDEST_FORWARD_ROW
-        if n > widest and (config := forward_teams_config(n, itemsize, most_members)) is not None:
+        held = 16384 if itemsize == 4 else 24576  # 4096x32768: 181.7 us by one block a row, by four 181.2
+        if size == "few":
+            held = WIDEST_FORWARD_ROW
+        if n > held and (config := forward_teams_config(n, itemsize, most_members)) is not None:
             return config
     if n > WIDEST_FORWARD_ROW:
         reason = "no registers hold the row: it is read twice, the second time from L2"

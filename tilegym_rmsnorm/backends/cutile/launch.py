@@ -112,9 +112,8 @@ class Forward:
             "teams": forward_teams.forward_teams,
             "chunks": forward.forward_chunks,
         }[config.kernel]
-        holds_row = config.kernel in ("rows", "teams")
         packed = (config.packed,) if config.kernel == "teams" else ()
-        early_weight = (config.early_weight,) if holds_row else ()
+        early_weight = (config.early_weight,) if config.kernel == "rows" else ()
         switches = (*packed, has_weight, round_xhat, *early_weight, machine.dependent_launch)
         self.launch = machine.bind(function, config, (*tile_constants(config, n), *switches))
         self.boards = None

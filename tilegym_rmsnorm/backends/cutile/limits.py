@@ -75,8 +75,8 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     # tileiras 13.4 makes some of them of warps that together ask for more registers than a block has, and wait forever:
     # M x 1 on an H100
     expect((op, c.kernel) != ("forward", "tiles") or not c.tma, "tma", "false for forward's tiles", c.tma)
-    is_early = op == "forward" and c.kernel in ("rows", "teams")
-    expect(not c.early_weight or is_early, "early_weight", "forward's kernels rows and teams", c.kernel)
+    is_early = (op, c.kernel) == ("forward", "rows")
+    expect(not c.early_weight or is_early, "early_weight", "forward's kernel rows", c.kernel)
     expect(not c.short or (op, c.kernel) == ("backward", "rows"), "short", "backward's kernel rows", c.kernel)
 
 

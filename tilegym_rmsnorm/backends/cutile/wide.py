@@ -13,24 +13,18 @@ MOST_MEMBERS = 16  # of a team: an eighth of the 132 SMs of an H100 (machine.py 
 def forward_teams_config(n: int, itemsize: int, most_members: int) -> Config | None:
     """Rows of a forward shared by blocks of which an SM holds several, if any parts hold them with few lanes empty.
 
-    How large the parts are matters little: 2048x65536 181.7 to 183.6 us by 4 to 16 members, float32 358.0 to 361.3.
+    How large the parts are, and how many fit an SM, matters little: 2048x65536 181.4 to 183.6 us by 4 to 16 members,
+    float32 358.0 to 361.3.
     """
     is_float = itemsize == 4
     parts = ((4096, 1), (1024, 3), (2048, 1)) if is_float else ((8192, 1), (2048, 3), (1024, 5), (4096, 1))
     reason = "a team of blocks a row, each with so little of it that an SM holds several"
     if found := fewest_members(n, parts, most_members):
         width, pieces, members = found
-        occupancy = 2 if is_float else 3  # with 4 a float32 weight takes 8 bytes of stack beside bfloat16
-        return Config(
-            *("teams", width, 4, occupancy, 4),
-            early_weight=True,
-            pieces=pieces,
-            members=members,
-            packed=not is_float,
-            reason=reason,
-        )
+        packed = not is_float
+        return Config("teams", width, 4, 2, 4, pieces=pieces, members=members, packed=packed, reason=reason)
     if is_float and (found := fewest_members(n, ((8192, 1),), most_members)):
-        return Config("teams", 8192, 8, 2, 4, early_weight=True, members=found[2], reason=reason)
+        return Config("teams", 8192, 8, 2, 4, members=found[2], reason=reason)
     return None
 
 
