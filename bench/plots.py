@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Pictures of a result, one for each op: GB/s over the shapes, and of a grid of shapes two heat maps.
+"""Pictures of a result for each op: GB/s over the shapes, and, if there are peers, two heat maps over rows and columns.
 
 python -m bench.plots RESULT.json...       draws them again, beside the files
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from bench import compare
 from bench.heatmaps import plot_heatmaps
 from bench.provenance import one_line
 from bench.shapes import OPS
@@ -42,7 +43,8 @@ EMPHASISED = "cutile"
 
 
 def plot_result(result: dict[str, Any], stem: Path) -> dict[str, Path]:
-    """Writes STEM-OP.png for each op of the result but dx, a figure of the backward; returns the paths by op."""
+    """Writes STEM-OP.png, GB/s, and STEM-OP-map.png, heat maps, for each op of the result but dx, a figure of the
+    backward; of a grid STEM-OP.png, its heat maps. Returns the paths by op, and by OP-map."""
     paths = {}
     for op in OPS:
         if op == "dx":
@@ -54,8 +56,11 @@ def plot_result(result: dict[str, Any], stem: Path) -> dict[str, Path]:
             paths[op] = stem.with_name(f"{stem.name}-{op}.png")
             if result.get("is_grid"):
                 plot_heatmaps(result, op, paths[op])
-            else:
-                _plot_op(result, op, records, paths[op])
+                continue
+            _plot_op(result, op, records, paths[op])
+            if compare.compare(result, op):
+                paths[f"{op}-map"] = stem.with_name(f"{stem.name}-{op}-map.png")
+                plot_heatmaps(result, op, paths[f"{op}-map"])
     return paths
 
 

@@ -106,10 +106,10 @@ def overview(results: list[Result]) -> str:
 def readme_section(
     result: Result, images: dict[str, str], is_folded: bool = False, is_brief: bool = False
 ) -> str:
-    """The result as Markdown: for each op its picture, cutile against the best peer, and GB/s by provider, folded.
+    """The result as Markdown: for each op its pictures, cutile against the best peer, and GB/s by provider, folded.
 
     A grid has its pictures alone. The backward, which this package is about, stays unfolded unless `is_folded`.
-    `is_brief` leaves out the GB/s by provider where there is a best peer.
+    `is_brief` leaves out the GB/s by provider, and their picture, where there is a best peer.
     """
     lines = [f"{one_line(result)}."]
     if result["note"]:
@@ -121,7 +121,8 @@ def readme_section(
         if op == "dx":  # what dw costs is a figure of the backward
             continue
         title = heading(result, op)
-        shown = [f"![{title}]({images[op]})"] if op in images else []
+        names = [name for name in (f"{op}-map", op) if name in images]
+        shown = [f"![{title}]({images[name]})" for name in (names[:1] if is_brief else names)]
         if not result.get("is_grid"):
             table = op_table(result, op, _plain_rate_cell, "github", summary=True)
             comparison = _comparison(result, op)

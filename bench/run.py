@@ -264,9 +264,10 @@ def refresh_readme(paths: list[Path]) -> None:
     def sections(shown: list[Path], folder: Path, is_brief: bool) -> list[str]:
         found = []
         for path in shown:
-            images = {op: path.with_name(f"{path.stem}-{op}.png").resolve() for op in OPS}
+            names = [name for op in OPS for name in (op, f"{op}-map")]
+            images = {name: path.with_name(f"{path.stem}-{name}.png").resolve() for name in names}
             links = {
-                op: image.relative_to(folder).as_posix() for op, image in images.items() if image.exists()
+                name: image.relative_to(folder).as_posix() for name, image in images.items() if image.exists()
             }
             is_folded = bool(found) and not results[path].get("is_grid")
             found.append(report.readme_section(results[path], links, is_folded, is_brief))

@@ -176,6 +176,20 @@ def test_a_grid_is_drawn_as_heat_maps(tmp_path, monkeypatch):
     assert drawn["Greens"][1][1, 64] == "66%"
 
 
+def test_a_result_with_peers_has_both_pictures(tmp_path):
+    result = make_grid()
+    del result["is_grid"]
+    paths = plots.plot_result(result, tmp_path / "a")
+    assert {name: path.name for name, path in paths.items()} == {
+        "backward": "a-backward.png",
+        "backward-map": "a-backward-map.png",
+    }
+    images = {name: path.name for name, path in paths.items()}
+    full, brief = (report.readme_section(result, images, is_brief=is_brief) for is_brief in (False, True))
+    assert "(a-backward.png)" in full and "(a-backward-map.png)" in full
+    assert "(a-backward.png)" not in brief and "(a-backward-map.png)" in brief
+
+
 def test_heat_maps_are_pictures_also_with_holes(tmp_path):
     grid = make_grid()
     del grid["records"][2:4]  # one cell
@@ -245,7 +259,7 @@ def test_readme_takes_results_and_grids_together(tmp_path, monkeypatch):
         plots.plot_result(result, folder / name)
     run.refresh_readme([folder / f"{name}.json" for name in results])
     text = (tmp_path / "README.md").read_text()
-    assert "(bench/results/a-backward.png)" in text and "(bench/results/a-grid-backward.png)" in text
+    assert "(bench/results/a-backward-map.png)" in text and "(bench/results/a-grid-backward.png)" in text
     assert "**backward, bfloat16**" in text and ", float16 " in text
     assert "half-backward.png" not in text and "every provider" not in text
     text = every.read_text()

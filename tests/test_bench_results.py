@@ -78,9 +78,13 @@ def test_plots_are_pictures(tmp_path):
     paths = plots.plot_result(
         make_result(*records, note="Not GPU figures."), tmp_path / "2026-11-21-bfloat16"
     )
-    assert {op: path.name for op, path in paths.items()} == {
-        op: f"2026-11-21-bfloat16-{op}.png" for op in ("forward", "backward")
+    assert {name: path.name for name, path in paths.items()} == {
+        f"{op}{kind}": f"2026-11-21-bfloat16-{op}{kind}.png"
+        for op in ("forward", "backward")
+        for kind in ("", "-map")
     }
+    alone = plots.plot_result(make_result(make_record()), tmp_path / "alone")
+    assert list(alone) == ["backward"], "maps compare with peers"
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths.values())
 
 
