@@ -46,6 +46,7 @@ WITHOUT_GPU = {
     "test_tables",
     "test_tables_files",
     "test_tables_random",
+    "test_tables_unfit",
     "test_teams",
     "test_toolchain",
     "test_triton_compile",

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Every kernel of the cutile backend, compiled by tileiras for every architecture over the configs that the selector
-can pick."""
+"""Every kernel of the cutile backend, compiled by tileiras for every architecture: for Hopper with all configs that the
+selector can pick, for the others with all or a sample (`sampling`)."""
 
 import functools
 
@@ -41,12 +41,16 @@ few_rows_config = functools.partial(backward_config, size="few")
 dx_config = functools.partial(backward_config, has_dw=False)
 few_dx_config = functools.partial(backward_config, size="few", has_dw=False)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-WIDEST = 66000  # beyond it the configs stay the same, but for teams of more members
-SIBLINGS = (
-    86,
-    89,
-    103,
-)  # have the rules of sm_80 and sm_100: every fifth of their kernels is compiled for them too
+WIDEST = 50000  # beyond it the configs stay the same, but for teams of more members
+SIBLINGS = (86, 89, 103)  # have the rules of sm_80 and sm_100
+
+
+def sampling(itemsize: int, architecture: int) -> int:
+    """Every how many-th config is compiled: all of Hopper's, which are measurements; elsewhere all of 2-byte elements,
+    every third of float32, which has the same float32 tiles, and every fifth for siblings. Compiling takes minutes."""
+    if architecture == 90:
+        return 1
+    return 5 if architecture in SIBLINGS else 3 if itemsize == 4 else 1
 
 
 def widths_of_configs(configure, itemsize: int, architecture: int, among=range(1, WIDEST)) -> dict:
@@ -58,7 +62,7 @@ def widths_of_configs(configure, itemsize: int, architecture: int, among=range(1
             continue  # tested as that of other sizes
         if n % 16 == 0 or widths.get(config, n) % 16:
             widths[config] = n
-    return dict(list(widths.items())[::-5]) if architecture in SIBLINGS else widths
+    return dict(list(widths.items())[:: -sampling(itemsize, architecture)])
 
 
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -124,7 +128,7 @@ def test_backward_configs_for_few_rows(architecture, dtype):
 
 
 @pytest.mark.parametrize("configure", [forward_config, backward_config, few_rows_config])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [80, 90, 100, 120])
 def test_odd_widths(architecture, configure):
     """Bounds checks, and strides that are no multiple of 16 bytes."""
     machine = CompilingMachine(architecture)
@@ -135,7 +139,7 @@ def test_odd_widths(architecture, configure):
 
 
 @pytest.mark.parametrize("configure", [forward_config, backward_config])
-@pytest.mark.parametrize("architecture", [80, 90, 120])
+@pytest.mark.parametrize("architecture", [80, 90])
 def test_widths_that_are_no_multiple_of_16(architecture, configure):
     """Rows of these begin at multiples of 16 bytes, yet each bounds check is one lane's."""
     machine = CompilingMachine(architecture)
@@ -194,7 +198,7 @@ def test_tma_of_single_rows_and_columns_and_of_odd_numbers(architecture):
             (backward_config, run_backward),
         ):
             for config, n in widths_of_configs(configure, dtype.itemsize, architecture).items():
-                for m in (1, 33) if config.tma else ():
+                for m in (1, 33)[dtype is FP32 or architecture != 90 :] if config.tma else ():
                     run(machine, config, n, dtype, dtype, m=m)
             for m in (33, 4112):
                 run(machine, configure(1, dtype.itemsize, architecture), 1, dtype, dtype, m=m)
@@ -210,7 +214,7 @@ def test_a_kernel_that_asks_for_registers_that_its_block_lacks_is_seen():
         assert_ends(machine)
 
 
-@pytest.mark.parametrize("n", [67584, 81920, 98288, 131072])
+@pytest.mark.parametrize("n", [50960, 58240, 65536, 67584, 81920, 98288, 131072])
 def test_teams_of_the_widest_rows(n):
     machine = CompilingMachine(90)
     for dtype in (BF16, FP32):

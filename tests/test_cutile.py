@@ -7,10 +7,13 @@ import functools
 
 import pytest
 import torch
-from helpers import BF16, FP16, FP32, Inputs, assert_within, expected_results, make_inputs
+from helpers import BF16, FP16, FP32, assert_within, expected_results, make_inputs
 from table_cases import shipped_configs
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+
+import cutile_runs  # noqa: E402
+from cutile_runs import ShuffledMachine, run_backward, run_forward  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.config import (
@@ -20,8 +23,7 @@ from tilegym_rmsnorm.backends.cutile.config import (
     row_partials_config,
 )
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
-from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.machine import InterpretedMachine  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.sizes import partial_rows  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -36,53 +38,6 @@ def one_width_per_config(configure, itemsize: int) -> list[int]:
         if n % 2 or config not in widths:
             widths[config] = n
     return sorted({*widths.values(), *([65536] if configure is forward_config else [])})
-
-
-def run_forward(inputs: Inputs, config=None, **machine):
-    x, _, weight, eps, offset, casting = inputs
-    config = config or forward_config(x.shape[1], x.dtype.itemsize, 90)
-    forward = Forward(ShuffledMachine(**machine), config, x.shape[1], weight is not None, casting == "llama")
-    y, rstd = forward(x, weight, eps, offset)
-    assert interpreter.unwritten(y) == interpreter.unwritten(rstd) == 0
-    return {"y": y, "rstd": rstd}
-
-
-def run_backward(inputs: Inputs, config=None, has_dw=True, shares_partials=True, size="large", **machine):
-    """`size` names the class whose config is taken, whatever the number of rows."""
-    x, dy, weight, eps, offset, casting = inputs
-    rstd = torch.rsqrt(x.double().square().mean(dim=1) + eps).float()
-    has_dw = has_dw and weight is not None
-    config = config or backward_config(x.shape[1], x.dtype.itemsize, 90, size, has_dw)
-    machine = ShuffledMachine(**machine)
-    run = Backward(
-        machine, config, x.shape[1], weight is not None, has_dw, casting == "llama", shares_partials
-    )
-    dx, dw = run(x, dy, weight, rstd, offset)
-    assert interpreter.unwritten(dx) == 0
-    if not has_dw:
-        assert dw is None
-        return {"dx": dx}
-    assert interpreter.unwritten(dw) == 0
-    return {"dx": dx, "dw": dw}
-
-
-class ShuffledMachine(InterpretedMachine):
-    """Runs blocks in a random order, as a GPU may, and each launch in the order given."""
-
-    def __init__(self, seed: int = 0, sm_count: int = 3) -> None:
-        super().__init__()
-        self.sm_count = sm_count
-        self.generator = torch.Generator().manual_seed(seed)
-        self.grids: list[tuple[int, ...]] = []
-
-    def bind(self, function, config, constants):
-        def run(grid, arguments):
-            self.grids.append(grid)
-            blocks = torch.Size(grid).numel()
-            order = torch.randperm(blocks, generator=self.generator).tolist()
-            interpreter.launch(function, grid, arguments + constants, order=order, dependent=True)
-
-        return run
 
 
 @pytest.mark.parametrize("n", one_width_per_config(forward_config, 2))
@@ -318,7 +273,7 @@ def test_a_wrong_grid_is_noticed(victim, n, change, monkeypatch):
     """A block too few leaves rows or columns unwritten, one too many reaches outside: none of it passes in silence."""
     monkeypatch.setattr(Sabotage, "victim", victim, raising=False)
     monkeypatch.setattr(Sabotage, "change", change)
-    monkeypatch.setitem(globals(), "ShuffledMachine", Sabotage)
+    monkeypatch.setattr(cutile_runs, "ShuffledMachine", Sabotage)
     m = {64: 200, 18448: 16}.get(n, 9)  # 16: two whole tiles, so that the last block has a row
     inputs = make_inputs(m, n, BF16, FP32, device=CPU)
     with pytest.raises((AssertionError, IndexError, RuntimeError)):

@@ -21,7 +21,8 @@ from cuda.tile.compilation import (
     ScalarConstraint,
     export_kernel,
 )
-from interpreter_cases import CASES, FLOATS
+from interpreter_cases import FLOATS
+from interpreter_cases_of_atomics import CASES
 
 from tilegym_rmsnorm.backends.cutile import toolchain
 from tilegym_rmsnorm.backends.cutile.interpreter import launch

@@ -1,0 +1,127 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Tables that say anything unexpected: each is ignored as a whole, with one warning."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+from table_cases import BUCKET, ENTRY, TARGET, chosen, without_reason
+
+from tilegym_rmsnorm.backends.cutile import tables
+from tilegym_rmsnorm.backends.cutile.config import backward_config
+
+
+def stored(**changes) -> str:
+    """A table's JSON with its one entry changed; a change named config_X is to the config."""
+    data = json.loads(tables.render(TARGET, {BUCKET: ENTRY}))
+    for name, value in changes.items():
+        owner = data["entries"][0]
+        if name.startswith("config_"):
+            owner, name = owner["config"], name.removeprefix("config_")
+        if value is None:
+            del owner[name]
+        else:
+            owner[name] = value
+    return json.dumps(data)
+
+
+FUSED = {"config_kernel": "fused", "config_short": False, "config_rows": 8, "config_strip": 64}
+
+UNFIT = {
+    "no JSON": "{",
+    "not UTF-8": b"\xff\xfe{}",
+    "empty": "",
+    "a list": "[]",
+    "another schema": stored().replace('"schema": 1', '"schema": 2'),
+    "another GPU": stored().replace("H100", "H200"),
+    "another architecture": stored().replace('"architecture": 90', '"architecture": 100'),
+    "another toolkit": stored().replace("13.4.92", "13.5.37"),
+    "entries no list": json.dumps({**json.loads(stored()), "entries": {"a": 1}}),
+    "nested beyond reason": "[" * 200_000,
+    "an entry twice": json.dumps(
+        {**json.loads(stored()), "entries": 2 * json.loads(stored())["entries"]},
+    ),
+    "unknown op": stored(op="sideways"),
+    "n zero": stored(n=0),
+    "n text": stored(n="4096"),
+    "unknown dtype": stored(dtype="float64"),
+    "unknown size": stored(size="medium"),
+    "size that no number of rows has": stored(size="small"),
+    "unknown key": stored(note="x"),
+    "no timings": stored(timings=None),
+    "timings no time": stored(timings=[{"m": 1, "us_rules": 0.0, "us": float("nan")}]),
+    "timings no numbers": stored(timings=[{"m": 1, "us_rules": "a", "us": 1}]),
+    "kernel of dx alone": stored(config_kernel="chunks"),
+    "unknown kernel": stored(config_kernel="magic"),
+    "kernel no text": stored(config_kernel=["rows"]),
+    "unknown field": stored(config_threads=4),
+    "width no power of two": stored(config_width=4097),
+    "width too narrow": stored(config_width=2048),
+    "width negative": stored(config_width=-4096),
+    "width text": stored(config_width="4096"),
+    "width true": stored(config_width=True),
+    "width huge": stored(config_width=2**20),
+    "no width": stored(config_width=None),
+    "second tile outside the row": stored(config_rest=1024),
+    "last tile outside the row": stored(config_width=2048, config_pieces=3),
+    "no pieces": stored(config_pieces=0, config_rest=4096),
+    "pieces of tiles": stored(config_kernel="tiles", config_short=False, config_width=2048, config_pieces=2),
+    "too many pieces": stored(config_width=128, config_pieces=32),
+    "packed tiles": stored(config_kernel="tiles", config_short=False, config_packed=True),
+    "packed float32": stored(config_packed=True, dtype="float32"),
+    "rows of the rows kernel": stored(config_rows=2),
+    "rows no power of two": stored(config_kernel="tiles", config_rows=3),
+    "tile too large": stored(config_kernel="tiles", config_rows=64, config_short=False),
+    "16 warps": stored(config_warps=16),
+    "occupancy 0": stored(config_occupancy=0),
+    "occupancy 33": stored(config_occupancy=33),
+    "latency 11": stored(config_latency=11),
+    "tma text": stored(config_tma="yes"),
+    "short tiles": stored(config_kernel="tiles"),
+    "early weight of a backward": stored(config_early_weight=True),
+    "strip of the rows kernel": stored(config_strip=64),
+    "slab of the rows kernel": stored(config_slab=64),
+    "fused without a slab": stored(**FUSED),
+    "slab no multiple of rows": stored(**FUSED, config_slab=60),
+    "slab too large": stored(**FUSED, config_slab=2048),
+    "strip no power of two": stored(**FUSED | {"config_strip": 48}, config_slab=64),
+    "no strip": stored(**FUSED | {"config_strip": 0}, config_slab=64),
+    "strip too large": stored(**FUSED | {"config_strip": 2**14}, config_slab=64),
+    "pieces of fused rows": stored(**FUSED, config_slab=64, config_width=2048, config_pieces=2),
+    "fused row too narrow": stored(**FUSED, config_slab=64, config_width=2048),
+    "chunks in two tiles": stored(
+        **FUSED | {"config_kernel": "fused_chunks"}, config_slab=64, config_width=2048, config_rest=2048
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_an_unfit_file_is_ignored_with_one_warning(folders, name):
+    path = tables.table_path(folders[0], TARGET)
+    path.parent.mkdir()
+    path.write_bytes(UNFIT[name] if isinstance(UNFIT[name], bytes) else UNFIT[name].encode())
+    with pytest.warns(UserWarning) as caught:
+        for n in (4096, 8192):
+            bucket = BUCKET._replace(n=n)
+            assert chosen(bucket) == backward_config(n, 2, 90)
+    assert len(caught) == 1
+    assert str(path) in str(caught[0].message) and "Delete the file, or run" in str(caught[0].message)
+    from_python = ("no JSON", "not UTF-8", "empty", "nested beyond reason", "unknown field", "no width")
+    assert "expected" in str(caught[0].message) or name in from_python
+
+
+def test_the_file_that_the_unfit_ones_are_made_of_is_fit(folders):
+    path = tables.table_path(folders[0], TARGET)
+    path.parent.mkdir()
+    path.write_text(stored())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert without_reason(chosen()) == ENTRY.config
+        for kernel in ("fused", "fused_chunks"):
+            path.write_text(stored(**FUSED | {"config_kernel": kernel}, config_slab=64))
+            tables.table_in.cache_clear()
+            assert chosen().kernel == kernel
