@@ -64,7 +64,7 @@ def _draw(axes: Axes, values: dict[Shape, float], labels: dict[Shape, str], **co
         at = all_rows.index(rows), all_cols.index(cols)
         dark = sum(image.cmap(image.norm(values[rows, cols]))[:3]) < 1.5
         axes.text(*at, label, ha="center", va="center", fontsize=8, color="white" if dark else "black")
-    axes.set_xticks(range(len(all_rows)), all_rows)
+    axes.set_xticks(range(len(all_rows)), all_rows, rotation=45)
     axes.set_yticks(range(len(all_cols)), all_cols)
     axes.set_xlabel("rows (M)")
     axes.set_ylabel("columns (N)")

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Puts measured figures into README.md, so that none of them is typed by hand."""
+"""Puts measured figures into README.md and bench/results/README.md, so that none of them is typed by hand."""
 
 from __future__ import annotations
 

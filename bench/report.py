@@ -95,9 +95,9 @@ def overview(results: list[Result]) -> str:
     headers = [
         "GPU, dtype",
         "backward: mean ratio",
-        "shapes at 1.00 or more",
+        "as fast or faster",
         "forward: mean ratio",
-        "at 1.00 or more",
+        "as fast or faster",
     ]
     align = ["left"] + ["right"] * (len(headers) - 1)
     return tabulate(rows, headers, tablefmt="github", colalign=align, disable_numparse=True)

@@ -266,9 +266,7 @@ def refresh_readme(paths: list[Path]) -> None:
         for path in shown:
             names = [name for op in OPS for name in (op, f"{op}-map")]
             images = {name: path.with_name(f"{path.stem}-{name}.png").resolve() for name in names}
-            links = {
-                name: image.relative_to(folder).as_posix() for name, image in images.items() if image.exists()
-            }
+            links = {name: os.path.relpath(image, folder) for name, image in images.items() if image.exists()}
             is_folded = bool(found) and not results[path].get("is_grid")
             found.append(report.readme_section(results[path], links, is_folded, is_brief))
         return found
@@ -277,11 +275,10 @@ def refresh_readme(paths: list[Path]) -> None:
     tables = [path for path in paths if path not in grids]
     parts = [report.overview([results[path] for path in tables])] if tables else []
     parts += sections(tables[:1] + grids, ROOT, is_brief=True)
-    readme.refresh(ROOT / "README.md", "bench", "\n\n".join(parts))
     folder = ROOT / "bench/results"
-    readme.refresh(
-        folder / "README.md", "bench", "\n\n".join(sections(tables + grids, folder, is_brief=False))
-    )
+    every = sections(tables + grids, folder, is_brief=False)
+    readme.refresh(ROOT / "README.md", "bench", "\n\n".join(parts))
+    readme.refresh(folder / "README.md", "bench", "\n\n".join(every))
 
 
 if __name__ == "__main__":

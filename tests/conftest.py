@@ -32,6 +32,7 @@ WITHOUT_GPU = {
     "test_compile",
     "test_config",
     "test_cutile",
+    "test_cutile_launches",
     "test_gpu_machine",
     "test_interpreter",
     "test_interpreter_atomics",

@@ -231,13 +231,13 @@ def test_a_brief_section_leaves_the_other_providers_out(tmp_path):
 
 
 def test_the_overview_has_a_line_for_each_result():
-    lost = make_cell(100.0, ("quack", 90.0), op="forward")
+    lost = make_cell(100.0, ("quack", 99.6), op="forward")  # 1.00 in the tables, which round
     first = make_result(*make_cell(100.0, ("quack", 150.0)), *lost)
     second = make_result(*make_cell(100.0, ("quack", 120.0), dtype="float16"))
     lines = report.overview([first, second]).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
     gpu = first["gpu"]
-    assert cells[0] == [f"{gpu}, bfloat16", "1.50", "1 of 1", "0.90", "0 of 1"]
+    assert cells[0] == [f"{gpu}, bfloat16", "1.50", "1 of 1", "1.00", "0 of 1"]
     assert cells[1] == [f"{gpu}, float16", "1.20", "1 of 1", "", ""]
 
 
@@ -254,10 +254,13 @@ def test_readme_takes_results_and_grids_together(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "ROOT", tmp_path)
     half = make_result(*make_cell(100.0, ("quack", 140.0), dtype="float16"))
     results = {"a": make_result(*make_cell(100.0, ("quack", 150.0))), "a-grid": make_grid(), "half": half}
+    elsewhere = tmp_path / "mine" / "b"
+    report.write_json(half, elsewhere.with_suffix(".json"))
+    plots.plot_result(half, elsewhere)
     for name, result in results.items():
         report.write_json(result, folder / f"{name}.json")
         plots.plot_result(result, folder / name)
-    run.refresh_readme([folder / f"{name}.json" for name in results])
+    run.refresh_readme([*(folder / f"{name}.json" for name in results), elsewhere.with_suffix(".json")])
     text = (tmp_path / "README.md").read_text()
     assert "(bench/results/a-backward-map.png)" in text and "(bench/results/a-grid-backward.png)" in text
     assert "**backward, bfloat16**" in text and ", float16 " in text
@@ -265,7 +268,7 @@ def test_readme_takes_results_and_grids_together(tmp_path, monkeypatch):
     text = every.read_text()
     assert all(f"({name}-backward.png)" in text for name in results)
     assert "**backward, bfloat16**" in text and "<summary>backward, float16</summary>" in text
-    assert "GB/s of every provider" in text
+    assert "GB/s of every provider" in text and "(../../mine/b-backward.png)" in text
 
 
 def test_settings_that_were_tried_stay_in_the_json_alone(tmp_path):

@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Every kernel of the cutile backend, compiled by tileiras for every architecture: for Hopper with all configs that the
-selector can pick, for the others with all or a sample (`sampling`)."""
+"""Every kernel of the cutile backend, compiled by tileiras for every architecture: for Hopper with the configs of all
+widths up to WIDEST and some beyond, for the others with those or a sample (`sampling`)."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ if find_cuobjdump() is None:
     pytest.skip("cuobjdump is not installed (pip install nvidia-cuda-cuobjdump)", allow_module_level=True)
 
 few_rows_config = functools.partial(backward_config, size="few")
+few_forward_config = functools.partial(forward_config, size="few")
 dx_config = functools.partial(backward_config, has_dw=False)
 few_dx_config = functools.partial(backward_config, size="few", has_dw=False)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -46,11 +48,11 @@ SIBLINGS = (86, 89, 103)  # have the rules of sm_80 and sm_100
 
 
 def sampling(itemsize: int, architecture: int) -> int:
-    """Every how many-th config is compiled: all of Hopper's, which are measurements; elsewhere all of 2-byte elements,
-    every third of float32, which has the same float32 tiles, and every fifth for siblings. Compiling takes minutes."""
+    """Every how many-th config is compiled: all of Hopper's, which are measurements; elsewhere a third of those of
+    2-byte elements, half as many of float32, and fewer for siblings. All of them would take CI a quarter of an hour."""
     if architecture == 90:
         return 1
-    return 5 if architecture in SIBLINGS else 3 if itemsize == 4 else 1
+    return 9 if architecture in SIBLINGS else 6 if itemsize == 4 else 3
 
 
 def widths_of_configs(configure, itemsize: int, architecture: int, among=range(1, WIDEST)) -> dict:
@@ -107,6 +109,29 @@ def test_forward_configs(architecture, dtype):
     for config, n in widths_of_configs(forward_config, dtype.itemsize, architecture).items():
         run_forward(machine, config, n, dtype, dtype)
     assert_sound(machine)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_forward_configs_of_few_wide_rows(dtype):
+    """Of other architectures, and of narrower rows, they are those of more rows."""
+    machine = CompilingMachine(90)
+    among = range(16400, 33000, 16)
+    for config, n in widths_of_configs(few_forward_config, dtype.itemsize, 90, among).items():
+        run_forward(machine, config, n, dtype, dtype, m=16)
+    assert_sound(machine)
+
+
+@pytest.mark.parametrize("n", [32768, 65536])
+def test_packed_rows_take_fewer_registers(n):
+    """They are why such rows, and parts of them, fit."""
+    registers = []
+    for packed in (True, False):
+        machine = CompilingMachine(90)
+        config = few_forward_config(n, 2, 90)
+        assert config.packed
+        run_forward(machine, replace(config, packed=packed), n, BF16, BF16)
+        registers.append(machine.results[-1].registers)
+    assert registers[0] < 0.8 * registers[1], registers
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -250,10 +275,8 @@ def test_configs_of_the_shipped_tables(op, dtype):
         run = run_forward if op == "forward" else run_backward
         for m in {rows_of(bucket)[0], 33 if config.tma else rows_of(bucket)[0]}:
             run(machine, config, bucket.n, weight_dtype, weight_dtype, m=m)
-            if op == "backward" and config.kernel in (
-                "tiles",
-                "teams",
-            ):  # dx alone, by what waits for other warps
+            # dx alone, but of kernels on rows, which then need fewer registers for certain
+            if op == "backward" and config.kernel in ("tiles", "teams"):
                 run_dx(machine, config, bucket.n, weight_dtype, weight_dtype, m=m)
     for machine in machines.values():
         assert_sound(machine)

@@ -147,7 +147,7 @@ def test_the_current_stream_is_used(backend):
 
 
 @fused
-@pytest.mark.parametrize(("m", "n"), [(1003, 1024), (37, 18432)])
+@pytest.mark.parametrize(("m", "n"), [(1003, 1024), (37, 18432), (300, 32768)])
 def test_graph_replay_sees_changed_inputs(backend, m, n):
     first, second = make_inputs(m, n, BF16, FP32), make_inputs(m, n, BF16, FP32, seed=1)
     static = first._replace(**{name: getattr(first, name).clone() for name in ("x", "dy", "weight")})
@@ -204,7 +204,7 @@ def _assert_large(inputs: Inputs, backend: str) -> None:
 
 
 @fused
-@pytest.mark.parametrize("n", [64, 4096, 18432])
+@pytest.mark.parametrize("n", [64, 4096, 18432, 32768])
 def test_more_than_2_to_the_31_elements(backend, n):
     m = 2**31 // n + 131
     _require_memory(7 * m * n * 2)
@@ -236,7 +236,8 @@ def test_a_row_stride_beyond_32_bits(backend):
 @fused
 @pytest.mark.parametrize(("m", "n"), [(16384, 4096), (4096, 16384)])
 def test_memory_beyond_the_results(backend, m, n):
-    """The forward needs none; the backward a few float32 rows per multiprocessor, not one per row of x."""
+    """Of rows that a block holds the forward needs none; the backward a few float32 rows per multiprocessor, not one
+    per row of x."""
     inputs = make_inputs(m, n, BF16, BF16)
     x, dy, weight, *_ = inputs
     results = _run(inputs, backend)

@@ -50,7 +50,8 @@ def widths_of_configs(itemsize: int, size: str) -> list[int]:
             forward_config(n, itemsize, ARCHITECTURE, size),
             backward_config(n, itemsize, ARCHITECTURE, size),
         )
-        is_tested = size == "few" and pair[1] == backward_config(n, itemsize, ARCHITECTURE)  # as a large one
+        large = (forward_config(n, itemsize, ARCHITECTURE), backward_config(n, itemsize, ARCHITECTURE))
+        is_tested = size == "few" and pair == large
         if (n % 16 == 0 or n % 2) and not is_tested:
             widths[pair, n % 2] = n
     return sorted(widths.values())

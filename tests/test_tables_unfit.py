@@ -73,6 +73,17 @@ UNFIT = {
     "too many pieces": stored(config_width=128, config_pieces=32),
     "packed tiles": stored(config_kernel="tiles", config_short=False, config_packed=True),
     "packed float32": stored(config_packed=True, dtype="float32"),
+    "packed teams of a backward": stored(
+        config_kernel="teams", config_short=False, config_width=2048, config_members=2, config_packed=True
+    ),
+    "early weight of teams": stored(
+        op="forward",
+        config_kernel="teams",
+        config_short=False,
+        config_width=2048,
+        config_members=2,
+        config_early_weight=True,
+    ),
     "rows of the rows kernel": stored(config_rows=2),
     "rows no power of two": stored(config_kernel="tiles", config_rows=3),
     "tile too large": stored(config_kernel="tiles", config_rows=64, config_short=False),

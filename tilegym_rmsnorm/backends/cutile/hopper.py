@@ -46,7 +46,7 @@ FORWARD_HALF = (
     # 8192x12288: 2995, 4096x16384: 2954, 4096x18432: 2949
     Rule(18432, "rows", 1, 8, 2, 4, piece=2048, early_weight=True, packed=True),
     Rule(24576, "rows", 1, 8, 1, 4, split=True),
-    Rule(32768, "rows", 1, 8, 1, 4, packed=True),  # few rows; 4096x32768: 2948
+    Rule(32768, "rows", 1, 8, 1, 4, packed=True),  # above 24576 few rows alone
 )
 FORWARD_FLOAT = (
     Rule(64, "tiles", 64, 4, 4, 4),
@@ -59,7 +59,7 @@ FORWARD_FLOAT = (
     Rule(8192, "rows", 1, 8, 2, 4, early_weight=True),  # 8192x6144: 2987, 4096x8192: 2943
     # 8192x12288 267.3 us (without early_weight 272.9), 4096x16384 181.9 (183.6)
     Rule(16384, "rows", 1, 8, 1, 4, early_weight=True),
-    Rule(32768, "rows", 1, 8, 1, 4, early_weight=True),  # few rows; 2048x32768: 2868
+    Rule(32768, "rows", 1, 8, 1, 4, early_weight=True),  # above 16384 few rows alone
 )
 BACKWARD_HALF = (
     Rule(64, "tiles", 128, 8, 1, 2, tma=True),  # 524288x64: 2742
