@@ -43,6 +43,7 @@ WITHOUT_GPU = {
     "test_known_calls",
     "test_known_calls_transformed",
     "test_packed",
+    "test_pipelines",
     "test_registry",
     "test_tables",
     "test_tables_files",

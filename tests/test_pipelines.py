@@ -1,0 +1,122 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""No kernel with TMA overwrites what its own workers still read: a race inside a block, which most runs do not show."""
+
+import pytest
+import torch
+from table_cases import shipped_configs
+
+pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+import cuda.tile as ct  # noqa: E402
+from compiling import (  # noqa: E402
+    CompilingMachine,
+    disassembled,
+    find_cuobjdump,
+    find_nvdisasm,
+)
+from pipelines import overwritten  # noqa: E402
+
+from tilegym_rmsnorm.backends.cutile import toolchain  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.config import backward_config, forward_config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.rows import ConstBool, ConstInt, load_gradient_tiles  # noqa: E402
+
+if toolchain.find_tileiras() is None or find_cuobjdump() is None or find_nvdisasm() is None:
+    pytest.skip("needs tileiras, cuobjdump and nvdisasm", allow_module_level=True)
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def configs_with_tma(op: str, dtype: torch.dtype) -> list[tuple[Config, int]]:
+    """Of the rules, each with the widest row that it serves, and of the tables that ship."""
+    configure = forward_config if op == "forward" else backward_config
+    widths = {configure(n, dtype.itemsize, 90): n for n in (*range(1, 4100), 33001, 40000, 140000)}
+    rules = {(config, n) for config, n in widths.items() if config.tma}
+    name = str(dtype).removeprefix("torch.")
+    tables = {(c, bucket.n) for sm, bucket, c in shipped_configs(op, name) if c.tma and sm == 90}
+    return sorted(rules | tables, key=str)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
+    checked = 0
+    for config, n in configs_with_tma("backward", dtype):
+        for has_dw in (True, False) if config.kernel == "tiles" else (True,):
+            machine = CompilingMachine(90, keep=tmp_path)
+            run = Backward(machine, config, n, True, has_dw, False)
+            x = meta(4096, n, dtype=dtype)
+            run(x, x, meta(n, dtype=dtype), meta(4096, dtype=FP32), 0.0)
+            for path in tmp_path.glob("backward_*.cubin"):
+                code = disassembled(path)
+                assert not overwritten(code), (path.stem, config, n, has_dw)
+                checked += any("UTMALDG" in line for line in code)
+                path.unlink()
+    assert checked > 20
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_no_forward_or_dx_alone_overwrites_chunks_in_use(dtype, tmp_path):
+    for n in (33001, 33008, 140000):
+        machine = CompilingMachine(90, keep=tmp_path)
+        x, weight = meta(4096, n, dtype=dtype), meta(n, dtype=dtype)
+        config = forward_config(n, dtype.itemsize, 90)
+        Forward(machine, config, n, True, False)(x, weight, 1e-6, 0.0)
+        config = backward_config(n, dtype.itemsize, 90, has_dw=False)
+        Backward(machine, config, n, True, False, False)(x, x, weight, meta(4096, dtype=FP32), 0.0)
+        for path in tmp_path.glob("*.cubin"):
+            assert not overwritten(disassembled(path)), (path.stem, config, n)
+            path.unlink()
+
+
+def last_block_sums(
+    dx, dw_partial, dw, count, dy, x, weight, rstd, ROWS: ConstInt, WIDTH: ConstInt, SUMS: ConstBool
+):
+    """The dw kernel that this package does not have: the last block to end adds the partial rows, if SUMS."""
+    tdw = ct.zeros((1, WIDTH), dtype=ct.float32)
+    tscale = ct.reshape(ct.astype(ct.load(weight, (0,), (WIDTH,)), ct.float32), (1, WIDTH))
+    for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
+        txhat, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, 0), (ROWS, WIDTH), 4, True)
+        tg = tdy * tscale
+        tc = ct.sum(txhat * tg, axis=1, keepdims=True)
+        ct.store(dx, (i, 0), ct.astype((tg - txhat * tc) * trstd, dx.dtype), allow_tma=False)
+        tdw = tdw + ct.sum(tdy * txhat, axis=0, keepdims=True)
+    ct.store(dw_partial, (ct.bid(0), 0), tdw, allow_tma=False)
+    if SUMS:
+        ended = ct.atomic_add(count, 0, 1, memory_order=ct.MemoryOrder.ACQ_REL)
+        if ended == ct.num_blocks(0) - 1:
+            for j in range(ct.cdiv(x.shape[1], 16)):
+                tsum = ct.zeros((128, 16), dtype=ct.float32)
+                for i in range(ct.cdiv(dw_partial.shape[0], 128)):
+                    tsum = tsum + ct.load(
+                        dw_partial, (i, j), (128, 16), padding_mode=ct.PaddingMode.ZERO, allow_tma=False
+                    )
+                ct.store(dw, (j,), ct.sum(tsum, axis=0), allow_tma=False)
+
+
+@pytest.mark.parametrize("sums", [True, False])
+def test_a_kernel_whose_last_block_sums_overwrites_tiles_in_use(sums, tmp_path):
+    """So its sums of dw were wrong on an H100, in 36 of 40 runs of 16384x4096. The loop alone has slots enough."""
+    m, n = 4096, 4096
+    machine = CompilingMachine(90, keep=tmp_path)
+    launch = machine.bind(last_block_sums, Config("tiles", n, 8, 1, 4, rows=2), (2, n, sums))
+    x, partial = meta(m, n, dtype=BF16), meta(132, n, dtype=FP32)
+    launch(
+        (132,),
+        (
+            x,
+            partial,
+            meta(n, dtype=FP32),
+            meta(16, dtype=torch.int32),
+            x,
+            x,
+            meta(n, dtype=FP32),
+            meta(m, dtype=FP32),
+        ),
+    )
+    assert bool(overwritten(disassembled(tmp_path / "last_block_sums.cubin"))) is sums
