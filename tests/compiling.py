@@ -27,6 +27,7 @@ from cuda.tile.compilation import (
 
 from tilegym_rmsnorm.backends.cutile.config import uses_dependent_launch
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
+from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward
 from tilegym_rmsnorm.backends.cutile.machine import compiled
 
 TILE_DTYPE = {
@@ -100,6 +101,27 @@ class CompilingMachine:
                 self.results.append(_KNOWN[key])
 
         return launch
+
+
+def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def run_forward(machine, config, n, dtype, weight_dtype, round_xhat=False, m=4096, eps=1e-6):
+    """The launches of a forward of (m, n), by this config."""
+    weight = None if weight_dtype is None else meta(n, dtype=weight_dtype)
+    Forward(machine, config, n, weight is not None, round_xhat)(meta(m, n, dtype=dtype), weight, eps, 0.0)
+
+
+def run_backward(
+    machine, config, n, dtype, weight_dtype, round_xhat=False, has_dw=True, m=4096, shares_partials=True
+):
+    """The launches of a backward of (m, n), by this config."""
+    weight = None if weight_dtype is None else meta(n, dtype=weight_dtype)
+    run = Backward(
+        machine, config, n, weight is not None, has_dw and weight is not None, round_xhat, shares_partials
+    )
+    run(meta(m, n, dtype=dtype), meta(m, n, dtype=dtype), weight, meta(m, dtype=torch.float32), 0.0)
 
 
 def signature_of(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> KernelSignature:

@@ -22,15 +22,8 @@ from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.sizes import partial_rows, size_class
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from compiling import (  # noqa: E402
-    CompilingMachine,
-    backward_branches,
-    disassembled,
-    find_cuobjdump,
-    find_nvdisasm,
-)
+from compiling import CompilingMachine, find_cuobjdump, run_backward, run_forward  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.search import rows_of  # noqa: E402
 
 if toolchain.find_tileiras() is None:
@@ -65,25 +58,6 @@ def widths_of_configs(configure, itemsize: int, architecture: int, among=range(1
         if n % 16 == 0 or widths.get(config, n) % 16:
             widths[config] = n
     return dict(list(widths.items())[:: -sampling(itemsize, architecture)])
-
-
-def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def run_forward(machine, config, n, dtype, weight_dtype, round_xhat=False, m=4096, eps=1e-6):
-    weight = None if weight_dtype is None else meta(n, dtype=weight_dtype)
-    Forward(machine, config, n, weight is not None, round_xhat)(meta(m, n, dtype=dtype), weight, eps, 0.0)
-
-
-def run_backward(
-    machine, config, n, dtype, weight_dtype, round_xhat=False, has_dw=True, m=4096, shares_partials=True
-):
-    weight = None if weight_dtype is None else meta(n, dtype=weight_dtype)
-    run = Backward(
-        machine, config, n, weight is not None, has_dw and weight is not None, round_xhat, shares_partials
-    )
-    run(meta(m, n, dtype=dtype), meta(m, n, dtype=dtype), weight, meta(m, dtype=FP32), 0.0)
 
 
 def run_dx(machine, config, n, dtype, weight_dtype, m=4096):
@@ -246,20 +220,6 @@ def test_teams_of_the_widest_rows(n):
         run_forward(machine, forward_config(n, dtype.itemsize, 90), n, dtype, dtype)
         run_backward(machine, backward_config(n, dtype.itemsize, 90), n, dtype, dtype)
     assert_sound(machine)
-
-
-@pytest.mark.skipif(find_nvdisasm() is None, reason="nvdisasm is not installed (it comes with triton)")
-def test_a_team_asks_for_its_slots_again_and_again(tmp_path):
-    """A compiler that took the question out of the loop would leave one that never ends. Atomics are what it keeps."""
-    machine = CompilingMachine(90, keep=tmp_path)
-    run_backward(machine, backward_config(32768, 2, 90), 32768, BF16, BF16)
-    code = disassembled(tmp_path / "backward_teams.cubin")
-    loops = [
-        code[target:branch]
-        for branch, target in backward_branches(code)
-        if not any("STG" in line for line in code[target:branch])  # the loop over rows writes dx
-    ]
-    assert any("ATOMG.E.OR" in line for loop in loops for line in loop)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

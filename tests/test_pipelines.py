@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""No kernel with TMA overwrites what its own workers still read: a race inside a block, which most runs do not show."""
+"""Loops that wait, in machine code. No kernel with TMA overwrites what its own workers still read, a race inside a
+block which most runs do not show; and a team's loop asks anew each time."""
 
 import pytest
 import torch
@@ -11,26 +12,25 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 import cuda.tile as ct  # noqa: E402
 from compiling import (  # noqa: E402
     CompilingMachine,
+    backward_branches,
     disassembled,
     find_cuobjdump,
     find_nvdisasm,
+    meta,
+    run_backward,
+    run_forward,
 )
 from pipelines import overwritten  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile import toolchain  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.config import backward_config, forward_config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.rows import ConstBool, ConstInt, load_gradient_tiles  # noqa: E402
 
 if toolchain.find_tileiras() is None or find_cuobjdump() is None or find_nvdisasm() is None:
     pytest.skip("needs tileiras, cuobjdump and nvdisasm", allow_module_level=True)
 
 BF16, FP32 = torch.bfloat16, torch.float32
-
-
-def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def configs_with_tma(op: str, dtype: torch.dtype) -> list[tuple[Config, int]]:
@@ -49,9 +49,7 @@ def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
     for config, n in configs_with_tma("backward", dtype):
         for has_dw in (True, False) if config.kernel == "tiles" else (True,):
             machine = CompilingMachine(90, keep=tmp_path)
-            run = Backward(machine, config, n, True, has_dw, False)
-            x = meta(4096, n, dtype=dtype)
-            run(x, x, meta(n, dtype=dtype), meta(4096, dtype=FP32), 0.0)
+            run_backward(machine, config, n, dtype, dtype, has_dw=has_dw)
             for path in tmp_path.glob("backward_*.cubin"):
                 code = disassembled(path)
                 assert not overwritten(code), (path.stem, config, n, has_dw)
@@ -64,13 +62,11 @@ def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
 def test_no_forward_or_dx_alone_overwrites_chunks_in_use(dtype, tmp_path):
     for n in (33001, 33008, 140000):
         machine = CompilingMachine(90, keep=tmp_path)
-        x, weight = meta(4096, n, dtype=dtype), meta(n, dtype=dtype)
-        config = forward_config(n, dtype.itemsize, 90)
-        Forward(machine, config, n, True, False)(x, weight, 1e-6, 0.0)
-        config = backward_config(n, dtype.itemsize, 90, has_dw=False)
-        Backward(machine, config, n, True, False, False)(x, x, weight, meta(4096, dtype=FP32), 0.0)
+        run_forward(machine, forward_config(n, dtype.itemsize, 90), n, dtype, dtype)
+        dx_config = backward_config(n, dtype.itemsize, 90, has_dw=False)
+        run_backward(machine, dx_config, n, dtype, dtype, has_dw=False)
         for path in tmp_path.glob("*.cubin"):
-            assert not overwritten(disassembled(path)), (path.stem, config, n)
+            assert not overwritten(disassembled(path)), (path.stem, n)
             path.unlink()
 
 
@@ -120,3 +116,16 @@ def test_a_kernel_whose_last_block_sums_overwrites_tiles_in_use(sums, tmp_path):
         ),
     )
     assert bool(overwritten(disassembled(tmp_path / "last_block_sums.cubin"))) is sums
+
+
+def test_a_team_asks_for_its_slots_again_and_again(tmp_path):
+    """A compiler that took the question out of the loop would leave one that never ends. Atomics are what it keeps."""
+    machine = CompilingMachine(90, keep=tmp_path)
+    run_backward(machine, backward_config(32768, 2, 90), 32768, BF16, BF16)
+    code = disassembled(tmp_path / "backward_teams.cubin")
+    loops = [
+        code[target:branch]
+        for branch, target in backward_branches(code)
+        if not any("STG" in line for line in code[target:branch])  # the loop over rows writes dx
+    ]
+    assert any("ATOMG.E.OR" in line for loop in loops for line in loop)
