@@ -26,6 +26,7 @@ from tilegym_rmsnorm.backends.cutile.sizes import (
     LARGEST_GRID,
     NO_END,
     SIZES,
+    most_partial_rows,
     partial_rows,
     rows_of_class,
     size_class,
@@ -218,8 +219,19 @@ def test_what_no_kernel_serves_is_refused(arguments):
 
 
 def test_helper_kernels_have_tiles_of_powers_of_two():
-    for config in (sum_config(), *map(means_config, ARCHITECTURES)):
+    sums = {sum_config(backward_config(n, itemsize, 90)) for n in WIDTHS for itemsize in (2, 4)}
+    for config in (*sums, *map(means_config, ARCHITECTURES)):
         assert config.width == power_of_two(config.width) and config.rows == power_of_two(config.rows)
+
+
+def test_the_sum_takes_the_partial_rows_of_two_blocks_an_sm_in_two_steps():
+    """Each step waits for memory; one that adds fewer rows than a tile has wastes the rest of its lanes."""
+    for n in WIDTHS:
+        for itemsize in (2, 4):
+            config = backward_config(n, itemsize, 90)
+            if not config.is_fused and config.kernel != "strips":
+                steps = -(-most_partial_rows(config, 132) // sum_config(config).rows)
+                assert steps <= max(2, config.occupancy - 1), config
 
 
 def test_the_selector_imports_neither_torch_nor_cuda_tile():
