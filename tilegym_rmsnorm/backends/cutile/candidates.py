@@ -70,9 +70,9 @@ def strips_of(widths: tuple[int, ...], rows: tuple[int, ...] = (1,)) -> Tiles:
 
 
 def parts_of_rows(n: int) -> Iterator[Tile]:
-    """A row as one, three or five tiles in each of the fewest blocks that hold it, an eighth of their lanes empty at
+    """A row as 1, 3, 5 or 9 tiles in each of the fewest blocks that hold it, an eighth of their lanes empty at
     most."""
-    for width, pieces in itertools.product((1024, 2048, 4096, 8192, 16384), (1, 3, 5)):
+    for width, pieces in itertools.product((512, 1024, 2048, 4096, 8192, 16384), (1, 3, 5, 9)):
         members = -(-n // (width * pieces))
         lanes = members * width * pieces
         if 2 <= members <= MOST_MEMBERS and 8 * n >= 7 * lanes and lanes - width < n:
