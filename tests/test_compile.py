@@ -37,6 +37,9 @@ dx_config = functools.partial(backward_config, has_dw=False)
 few_dx_config = functools.partial(backward_config, size="few", has_dw=False)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDEST = 50000  # beyond it the configs stay the same, but for teams of more members
+TIMED_STACK = (
+    64  # bytes that a config of a table may spill: the table says how much faster than the rules' it is
+)
 SIBLINGS = (86, 89, 103)  # have the rules of sm_80 and sm_100
 
 
@@ -64,9 +67,10 @@ def run_dx(machine, config, n, dtype, weight_dtype, m=4096):
     run_backward(machine, config, n, dtype, weight_dtype, has_dw=False, m=m)
 
 
-def assert_sound(machine: CompilingMachine) -> None:
+def assert_sound(machine: CompilingMachine, most_stack: int = 0) -> None:
+    """No kernel waits for registers, and none spills more bytes than that, unless its config says why."""
     assert_ends(machine)
-    spilling = [result for result in machine.results if result.stack > 0 and not result.config.spills]
+    spilling = [each for each in machine.results if each.stack > most_stack and not each.config.spills]
     assert not spilling, f"sm_{machine.architecture}: registers spill to local memory: {spilling}"
 
 
@@ -239,7 +243,7 @@ def test_configs_of_the_shipped_tables(op, dtype):
             if op == "backward" and config.kernel in ("tiles", "teams"):
                 run_dx(machine, config, bucket.n, weight_dtype, weight_dtype, m=m)
     for machine in machines.values():
-        assert_sound(machine)
+        assert_sound(machine, most_stack=TIMED_STACK)
 
 
 @pytest.mark.parametrize("weight_dtype", [BF16, FP32])

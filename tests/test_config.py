@@ -219,7 +219,7 @@ def test_what_no_kernel_serves_is_refused(arguments):
 
 
 def test_helper_kernels_have_tiles_of_powers_of_two():
-    sums = {sum_config(backward_config(n, itemsize, 90)) for n in WIDTHS for itemsize in (2, 4)}
+    sums = {sum_config(backward_config(n, itemsize, 90), 90) for n in WIDTHS for itemsize in (2, 4)}
     for config in (*sums, *map(means_config, ARCHITECTURES)):
         assert config.width == power_of_two(config.width) and config.rows == power_of_two(config.rows)
 
@@ -230,7 +230,7 @@ def test_the_sum_takes_the_partial_rows_of_two_blocks_an_sm_in_two_steps():
         for itemsize in (2, 4):
             config = backward_config(n, itemsize, 90)
             if not config.is_fused and config.kernel != "strips":
-                steps = -(-most_partial_rows(config, 132) // sum_config(config).rows)
+                steps = -(-most_partial_rows(config, 132) // sum_config(config, 90).rows)
                 assert steps <= max(2, config.occupancy - 1), config
 
 

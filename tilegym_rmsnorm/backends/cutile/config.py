@@ -154,15 +154,16 @@ def widest_backward_row(n: int, itemsize: int, architecture: int) -> int:
     return 16384 if itemsize == 2 or architecture == 90 else 12288
 
 
-def sum_config(first: Config) -> Config:
+def sum_config(first: Config, architecture: int) -> Config:
     """The kernel that adds the partial rows that the first kernel of a backward leaves.
 
     Narrow strips, so that even 1024 columns are 64 blocks, and as tall as there are partial rows: each step waits for
     memory. Up to 264 rows are two steps instead of three, us, H200: 8192x2560 39.1 -> 38.3, 16384x2880 78.0 -> 77.2,
-    2048x2560 13.8 -> 12.9; where P is 128, 4096x16384, 116.4 -> 117.0.
+    2048x2560 13.8 -> 12.9; where P is 128, 4096x16384, 116.4 -> 117.0. On sm_80 the taller tile spills.
     """
-    rows = 256 if first.kernel in ("rows", "tiles") and first.occupancy > 1 else 128
-    return Config("sum", 16, 4, 4, 4, rows=rows, reason="latency: 1 to 4 us after the first kernel")
+    has_many = first.kernel in ("rows", "tiles") and first.occupancy > 1
+    rows, occupancy = (256, 2) if architecture == 90 and has_many else (128, 4)
+    return Config("sum", 16, 4, occupancy, 4, rows=rows, reason="latency: 1 to 4 us after the first kernel")
 
 
 def row_partials_config(n: int, itemsize: int, architecture: int, most_members: int = MOST_MEMBERS) -> Config:
