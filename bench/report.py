@@ -79,10 +79,13 @@ def heading(result: Result, op: str) -> str:
 
 
 def overview(results: list[Result]) -> str:
-    """A Markdown table with a line for each result, of cutile against the best peer: geometric means, cells won."""
+    """A Markdown table with a line for each result, of cutile against the best peer: how many peers, geometric means,
+    cells won."""
     rows = []
     for result in results:
-        row = [f"{result['gpu']}, {result['records'][0]['dtype']}"]
+        timed = {each["provider"] for each in result["records"] if each["us"] is not None}
+        peers = timed.difference(compare.OWN)
+        row = [f"{result['gpu']}, {result['records'][0]['dtype']}", str(len(peers))]
         for op in ("backward", "forward"):
             comparisons = compare.compare(result, op)
             won = sum(each.ratio >= 1.0 for each in comparisons)
@@ -94,6 +97,7 @@ def overview(results: list[Result]) -> str:
         rows.append(row)
     headers = [
         "GPU, dtype",
+        "peers",
         "backward: mean ratio",
         "as fast or faster",
         "forward: mean ratio",

@@ -232,13 +232,14 @@ def test_a_brief_section_leaves_the_other_providers_out(tmp_path):
 
 def test_the_overview_has_a_line_for_each_result():
     lost = make_cell(100.0, ("quack", 99.6), op="forward")  # 1.00 in the tables, which round
-    first = make_result(*make_cell(100.0, ("quack", 150.0)), *lost)
+    not_timed = make_record(None, provider="tilegym")
+    first = make_result(*make_cell(100.0, ("quack", 150.0), ("liger.triton", 170.0)), *lost, not_timed)
     second = make_result(*make_cell(100.0, ("quack", 120.0), dtype="float16"))
     lines = report.overview([first, second]).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
     gpu = first["gpu"]
-    assert cells[0] == [f"{gpu}, bfloat16", "1.50", "1 of 1", "1.00", "0 of 1"]
-    assert cells[1] == [f"{gpu}, float16", "1.20", "1 of 1", "", ""]
+    assert cells[0] == [f"{gpu}, bfloat16", "2", "1.50", "1 of 1", "1.00", "0 of 1"]
+    assert cells[1] == [f"{gpu}, float16", "1", "1.20", "1 of 1", "", ""]
 
 
 def test_readme_of_a_grid_is_its_pictures(tmp_path):

@@ -112,7 +112,11 @@ def test_rows_at_which_common_widths_are_timed():
 
     assert [rows("few", n) for n in (64, 4096, 65536)] == [(1024, 128, 16), (1024, 128, 16), (64, 8, 1)]
     assert [rows("small", n) for n in (64, 1024, 4080)] == [(65536, 8192), (4096, 1040), (1028, 1025)]
-    assert [rows("large", n) for n in (64, 4096, 65536)] == [(524288,), (8192,), (512,)]
+    assert [rows("large", n) for n in (64, 4096, 65536)] == [
+        (1048576, 524288),
+        (16384, 8192),
+        (1024, 512),
+    ]
 
 
 # The search itself, on the interpreter

@@ -27,7 +27,7 @@ UNKNOWN = Bucket("sideways", 8, "float32", "few")
 def start_small(device, turn):
     """What conftest.finder does for the interpreter, in another process."""
     sizes.FEW_ROWS = 8
-    search.LARGE, search.RUNS, search.calls_needed = 48 * 64, 16, lambda *_: 1
+    search.LARGE, search.RUNS, search.calls_needed = (48 * 64,), 16, lambda *_: 1
     workers.start(device, turn)
 
 
@@ -154,7 +154,7 @@ def test_processes_are_as_many_as_cores_memory_and_buckets_allow(monkeypatch):
     memory = 40 * 2**30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory, memory))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert workers.count_processes(CPU, 100) == 6
+    assert workers.count_processes(CPU, 100) == 5
     assert workers.count_processes(CPU, 2) == 2
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     assert workers.count_processes(CPU, 100) == 3
