@@ -226,7 +226,7 @@ def test_teams_of_the_widest_rows(n):
     assert_sound(machine)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("op", ["forward", "backward"])
 def test_configs_of_the_shipped_tables(op, dtype):
     shipped = shipped_configs(op, dtype)

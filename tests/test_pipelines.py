@@ -30,7 +30,7 @@ from tilegym_rmsnorm.backends.cutile.rows import ConstBool, ConstInt, load_gradi
 if toolchain.find_tileiras() is None or find_cuobjdump() is None or find_nvdisasm() is None:
     pytest.skip("needs tileiras, cuobjdump and nvdisasm", allow_module_level=True)
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def configs_with_tma(op: str, dtype: torch.dtype) -> list[tuple[Config, int]]:
@@ -43,7 +43,7 @@ def configs_with_tma(op: str, dtype: torch.dtype) -> list[tuple[Config, int]]:
     return sorted(rules | tables, key=str)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
     checked = 0
     for config, n in configs_with_tma("backward", dtype):
@@ -58,7 +58,7 @@ def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
     assert checked > 20
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_no_forward_or_dx_alone_overwrites_chunks_in_use(dtype, tmp_path):
     for n in (33001, 33008, 140000):
         machine = CompilingMachine(90, keep=tmp_path)
