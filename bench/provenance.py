@@ -26,6 +26,7 @@ PEERS = (
     "liger-kernel",
     "tilegym",
 )  # distributions of the extra `peers`
+OWN = "tilegym_rmsnorm"
 COMMIT_VARIABLE = "TILEGYM_RMSNORM_COMMIT"  # for copies of the tree without their .git
 
 
@@ -45,7 +46,7 @@ def describe_run() -> dict[str, Any]:
             "torch": torch.__version__,
             "triton": package_version("triton"),
             "cuda-tile": package_version("cuda-tile"),
-            "tilegym_rmsnorm": tilegym_rmsnorm.__version__,
+            OWN: tilegym_rmsnorm.__version__,
         }
         | {name: version for name in PEERS if (version := package_version(name))},
         "commit": commit,
@@ -72,7 +73,11 @@ def gpu_slug(gpu: str | None) -> str:
 
 def one_line(result: dict[str, Any]) -> str:
     """One line for people: what the figures of a result were taken on and with."""
-    versions = [f"{name} {version}" for name, version in result["versions"].items() if version]
+    own = result["versions"].get(OWN)
+    versions = [
+        f"{name} {version}" for name, version in result["versions"].items() if version and name != OWN
+    ]
+    version = "" if own in (None, tilegym_rmsnorm.NOT_INSTALLED) else f" {own}"
     commit = result["commit"][:12] + (" with local changes" if result["dirty"] else "")
     where = [result["gpu"] or "no GPU"]
     where += [f"driver {result['driver']}"] if result["driver"] else []
@@ -83,7 +88,7 @@ def one_line(result: dict[str, Any]) -> str:
         for process in result.get("processes", [])
         if process.get("commit") not in (None, result["commit"])
     ]
-    return ", ".join([*where, *versions, f"commit {commit}", *others, result["date"][:10]])
+    return ", ".join([*where, *versions, f"{OWN}{version} at commit {commit}", *others, result["date"][:10]])
 
 
 def _tileiras() -> str | None:

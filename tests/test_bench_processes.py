@@ -41,6 +41,17 @@ def test_joining_adds_shapes_that_the_result_lacks():
     assert [(record["rows"], record["us"]) for record in result["records"]] == [(1, 100.0), (2, 100.0)]
 
 
+@pytest.mark.parametrize(
+    ("version", "text"),
+    [("0+unknown", "tilegym_rmsnorm at commit 0123"), ("1.2", "tilegym_rmsnorm 1.2 at commit 0123")],
+)
+def test_a_line_about_a_run_names_the_commit_and_a_version_if_there_is_one(version, text):
+    result = make_result(make_record(), commit="0123456789abcdef")
+    result["versions"] = {"torch": "2.11.0", "tilegym_rmsnorm": version, "quack-kernels": "0.6.5"}
+    line = provenance.one_line(result)
+    assert text in line and "unknown" not in line and "torch 2.11.0, quack-kernels 0.6.5" in line
+
+
 def test_joining_replaces_cells_that_failed_and_no_others():
     failed = make_record(None, rows=1)
     result = make_result(failed, make_record(50.0, rows=2))

@@ -28,10 +28,12 @@ from tilegym_rmsnorm.registry import (
 )
 from tilegym_rmsnorm.warming import warmup
 
+NOT_INSTALLED = "0+unknown"
+
 try:
     __version__ = version("tilegym_rmsnorm")
 except PackageNotFoundError:  # run from a checkout that was not installed
-    __version__ = "0+unknown"
+    __version__ = NOT_INSTALLED
 
 __all__ = [
     "BackendUnavailableError",
