@@ -19,6 +19,7 @@ from tabulate import tabulate
 
 from bench import compare
 from bench.provenance import one_line
+from bench.providers import OWN
 from bench.shapes import OPS
 
 Result = dict[str, Any]
@@ -79,12 +80,12 @@ def heading(result: Result, op: str) -> str:
 
 
 def overview(results: list[Result]) -> str:
-    """A Markdown table with a line for each result, of cutile against the best peer: how many peers, geometric means,
-    cells won."""
+    """A Markdown table with a line for each result, of cutile against the best peer: how many peers have figures,
+    geometric means, cells won before any rounding."""
     rows = []
     for result in results:
         timed = {each["provider"] for each in result["records"] if each["us"] is not None}
-        peers = timed.difference(compare.OWN)
+        peers = timed.difference(OWN)
         row = [f"{result['gpu']}, {result['records'][0]['dtype']}", str(len(peers))]
         for op in ("backward", "forward"):
             comparisons = compare.compare(result, op)

@@ -74,6 +74,11 @@ def test_sweeps_name_fields_of_config_and_kernels_of_the_op(op):
             check_config(config, Bucket(op, sweep.narrowest, "float32", "large"), 90)
 
 
+def test_rows_of_18432_are_tried_as_teams_of_two_and_four_blocks_of_nine_tiles():
+    found = {(tile["width"], tile["pieces"], tile["members"]) for tile in space.parts_of_rows(18432)}
+    assert {(1024, 9, 2), (512, 9, 4), (2048, 3, 3)} <= found
+
+
 def test_registers():
     rows = Config("rows", 16384, 8, 1, 4)
     assert fits_registers(rows, "backward", 2)

@@ -7,6 +7,7 @@ part."""
 import ast
 import functools
 import inspect
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ from tilegym_rmsnorm.backends.cutile.config import (
     row_partials_config,
     sum_config,
 )
-from tilegym_rmsnorm.backends.cutile.kernel_config import power_of_two
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
 from tilegym_rmsnorm.backends.cutile.sizes import (
     LARGEST_GRID,
     NO_END,
@@ -230,8 +231,19 @@ def test_the_sum_takes_the_partial_rows_of_two_blocks_an_sm_in_two_steps():
         for itemsize in (2, 4):
             config = backward_config(n, itemsize, 90)
             if not config.is_fused and config.kernel != "strips":
-                steps = -(-most_partial_rows(config, 132) // sum_config(config, 90).rows)
-                assert steps <= max(2, config.occupancy - 1), config
+                assert -(-most_partial_rows(config, 132) // sum_config(config, 90).rows) <= 2, config
+
+
+def test_the_sum_is_taller_only_where_it_was_measured_to_win():
+    two, one = Config("rows", 2048, 8, 2, 6), Config("rows", 8192, 8, 1, 4)
+    team, fused = (
+        Config("teams", 8192, 4, 2, 2, members=4),
+        Config("fused", 4096, 8, 2, 1, rows=64, slab=1024),
+    )
+    for first in (two, replace(two, kernel="tiles")):
+        assert (sum_config(first, 90).rows, sum_config(first, 90).occupancy) == (256, 2)
+    for first, architecture in ((one, 90), (team, 90), (fused, 90), (two, 80), (two, 100)):
+        assert (sum_config(first, architecture).rows, sum_config(first, architecture).occupancy) == (128, 4)
 
 
 def test_the_selector_imports_neither_torch_nor_cuda_tile():

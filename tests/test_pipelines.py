@@ -47,7 +47,8 @@ def configs_with_tma(op: str, dtype: torch.dtype) -> list[tuple[Config, int]]:
 def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
     checked = 0
     for config, n in configs_with_tma("backward", dtype):
-        for has_dw in (True, False) if config.kernel == "tiles" else (True,):
+        # For time, dx alone in bfloat16 and float32 only.
+        for has_dw in (True, False) if config.kernel == "tiles" and dtype is not FP16 else (True,):
             machine = CompilingMachine(90, keep=tmp_path)
             run_backward(machine, config, n, dtype, dtype, has_dw=has_dw)
             for path in tmp_path.glob("backward_*.cubin"):

@@ -47,7 +47,8 @@ def forward_config(
     has_tma = architecture >= 90
     if architecture == 90 and _is_aligned(n, itemsize):
         # Elements that one block holds as fast as a team would. H100, 4096x32768: bfloat16 181.7 and 181.2 us, float32
-        # 370.0 and 357.7. Few rows of up to 32768 keep one block: nobody has timed them by teams.
+        # 370.0 and 357.7. Few rows of up to 32768 keep one block, unless a table knows better: `tune` on an H200 found
+        # teams of 3 for float32 rows of 18432, 4.7 -> 3.4 us for three of them.
         held = WIDEST_FORWARD_ROW if size == "few" else 16384 if itemsize == 4 else 24576
         if n > held and (config := forward_teams_config(n, itemsize, most_members)) is not None:
             return config
@@ -157,13 +158,15 @@ def widest_backward_row(n: int, itemsize: int, architecture: int) -> int:
 def sum_config(first: Config, architecture: int) -> Config:
     """The kernel that adds the partial rows that the first kernel of a backward leaves.
 
-    Narrow strips, so that even 1024 columns are 64 blocks, and as tall as there are partial rows: each step waits for
-    memory. Up to 264 rows are two steps instead of three, us, H200: 8192x2560 39.1 -> 38.3, 16384x2880 78.0 -> 77.2,
-    2048x2560 13.8 -> 12.9; where P is 128, 4096x16384, 116.4 -> 117.0. On sm_80 the taller tile spills.
+    Narrow strips, so that even 1024 columns are 64 blocks. Each step of them waits for memory, so where several blocks
+    an SM leave more than 128 partial rows a step takes 256; us, whole backward, H200: one step instead of two (P = 256)
+    8192x2560 39.1 -> 38.3, 2048x2560 13.8 -> 12.9, two instead of three (261) 16384x2880 78.0 -> 77.2; where P is 128,
+    4096x16384, 116.4 -> 117.0. Timed on sm_90 alone. With room for four blocks the taller tile spills, at widths that
+    are no multiple of 16.
     """
     has_many = first.kernel in ("rows", "tiles") and first.occupancy > 1
     rows, occupancy = (256, 2) if architecture == 90 and has_many else (128, 4)
-    return Config("sum", 16, 4, occupancy, 4, rows=rows, reason="latency: 1 to 4 us after the first kernel")
+    return Config("sum", 16, 4, occupancy, 4, rows=rows, reason="1.1 to 5.1 us after the first kernel")
 
 
 def row_partials_config(n: int, itemsize: int, architecture: int, most_members: int = MOST_MEMBERS) -> Config:

@@ -61,11 +61,11 @@ class NothingRightError(RuntimeError):
 
 
 def rows_of(bucket: Bucket) -> tuple[int, ...]:
-    """The numbers of rows at which a bucket's configs are timed: of a large class those of LARGE, else the most there
-    are, an eighth of that and, of few rows, an eighth of that too. They are of the class, and multiples of 16 where
-    they are more than 16 and the class has one."""
+    """The numbers of rows at which a bucket's configs are timed: of a large class as many as have LARGE elements, else
+    the most there are, an eighth of that and, of few rows, an eighth of that too. They are of the class, and multiples
+    of 16 where they are more than 16 and the class has one."""
     rows = rows_of_class(bucket.size, bucket.n)
-    parts = {"large": [elements // bucket.n for elements in LARGE], "small": (rows[-1], rows[-1] // 8)}
+    parts = {"large": tuple(elements // bucket.n for elements in LARGE), "small": (rows[-1], rows[-1] // 8)}
     wanted = parts.get(bucket.size, (rows[-1], rows[-1] // 8, rows[-1] // 64))
     return tuple(dict.fromkeys(_aligned(max(m, rows.start), rows) for m in wanted))
 
