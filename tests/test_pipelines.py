@@ -45,10 +45,12 @@ def configs_with_tma(op: str, dtype: torch.dtype) -> list[tuple[Config, int]]:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
+    """For time, a third of float16's and of the kernels for dx alone: reading one takes as long as compiling it."""
     checked = 0
-    for config, n in configs_with_tma("backward", dtype):
-        # For time, dx alone in bfloat16 and float32 only.
-        for has_dw in (True, False) if config.kernel == "tiles" and dtype is not FP16 else (True,):
+    for number, (config, n) in enumerate(configs_with_tma("backward", dtype)):
+        if dtype is FP16 and number % 3:
+            continue
+        for has_dw in (True, False) if config.kernel == "tiles" and number % 3 == 0 else (True,):
             machine = CompilingMachine(90, keep=tmp_path)
             run_backward(machine, config, n, dtype, dtype, has_dw=has_dw)
             for path in tmp_path.glob("backward_*.cubin"):
@@ -56,10 +58,10 @@ def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
                 assert not overwritten(code), (path.stem, config, n, has_dw)
                 checked += any("UTMALDG" in line for line in code)
                 path.unlink()
-    assert checked > 20
+    assert checked > (10 if dtype is FP16 else 20)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_no_forward_or_dx_alone_overwrites_chunks_in_use(dtype, tmp_path):
     for n in (33001, 33008, 140000):
         machine = CompilingMachine(90, keep=tmp_path)
