@@ -20,6 +20,7 @@ from tilegym_rmsnorm.backends.cutile.config import (
     backward_config,
     forward_config,
     row_partials_config,
+    sum_config,
 )
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
@@ -129,6 +130,15 @@ def test_dx_alone_of_wide_rows(n, dtype):
 def test_one_partial_row_per_row(n):
     inputs = make_inputs(19, n, BF16, FP32, device=CPU)
     config = row_partials_config(n, 2, 90)
+    assert_within(expected_results(inputs), **run_backward(inputs, config, shares_partials=False))
+
+
+@pytest.mark.parametrize(("occupancy", "rows"), [(1, 128), (2, 256)])
+def test_every_partial_row_is_added_once_in_several_steps(occupancy, rows):
+    """300 partial rows: three steps of the sum, or two, of which the last is not full."""
+    inputs = make_inputs(300, 20, BF16, FP32, device=CPU)
+    config = Config("rows", 32, 4, occupancy, 4)
+    assert sum_config(config, 90).rows == rows
     assert_within(expected_results(inputs), **run_backward(inputs, config, shares_partials=False))
 
 
