@@ -26,7 +26,7 @@ PEERS = (
     "liger-kernel",
     "tilegym",
 )  # distributions of the extra `peers`
-OWN = "tilegym_rmsnorm"
+PACKAGE = "tilegym_rmsnorm"
 COMMIT_VARIABLE = "TILEGYM_RMSNORM_COMMIT"  # for copies of the tree without their .git
 
 
@@ -46,7 +46,7 @@ def describe_run() -> dict[str, Any]:
             "torch": torch.__version__,
             "triton": package_version("triton"),
             "cuda-tile": package_version("cuda-tile"),
-            OWN: tilegym_rmsnorm.__version__,
+            PACKAGE: tilegym_rmsnorm.__version__,
         }
         | {name: version for name in PEERS if (version := package_version(name))},
         "commit": commit,
@@ -73,9 +73,9 @@ def gpu_slug(gpu: str | None) -> str:
 
 def one_line(result: dict[str, Any]) -> str:
     """One line for people: what the figures of a result were taken on and with."""
-    own = result["versions"].get(OWN)
+    own = result["versions"].get(PACKAGE)
     versions = [
-        f"{name} {version}" for name, version in result["versions"].items() if version and name != OWN
+        f"{name} {version}" for name, version in result["versions"].items() if version and name != PACKAGE
     ]
     version = "" if own in (None, tilegym_rmsnorm.NOT_INSTALLED) else f" {own}"
     commit = result["commit"][:12] + (" with local changes" if result["dirty"] else "")
@@ -88,7 +88,9 @@ def one_line(result: dict[str, Any]) -> str:
         for process in result.get("processes", [])
         if process.get("commit") not in (None, result["commit"])
     ]
-    return ", ".join([*where, *versions, f"{OWN}{version} at commit {commit}", *others, result["date"][:10]])
+    return ", ".join(
+        [*where, *versions, f"{PACKAGE}{version} at commit {commit}", *others, result["date"][:10]]
+    )
 
 
 def _tileiras() -> str | None:
