@@ -69,7 +69,9 @@ UNFIT = {
     "second tile outside the row": stored(config_rest=1024),
     "last tile outside the row": stored(config_width=2048, config_pieces=3),
     "no pieces": stored(config_pieces=0, config_rest=4096),
-    "pieces of tiles": stored(config_kernel="tiles", config_short=False, config_width=2048, config_pieces=2),
+    "pieces of a forward's tiles": stored(
+        op="forward", config_kernel="tiles", config_short=False, config_width=2048, config_pieces=2
+    ),
     "too many pieces": stored(config_width=128, config_pieces=32),
     "packed tiles": stored(config_kernel="tiles", config_short=False, config_packed=True),
     "packed float32": stored(config_packed=True, dtype="float32"),

@@ -28,7 +28,7 @@ from .rows import (
     column_tiles,
     load_gradient_tiles,
     store_sum_of_rows,
-    xhat_as_multiplied,
+    terms_of_dw,
 )
 
 
@@ -37,8 +37,8 @@ def strip_of_dw(dw_partial, dy, x, rstd, k, j, tiles_in_slab, shape, LATENCY, RO
     tdw = ct.zeros(shape, dtype=ct.float32)
     first = at_least_zero(k * tiles_in_slab)
     for i in range(first, ct.minimum(first + tiles_in_slab, ct.cdiv(x.shape[0], shape[0]))):
-        txhat, tdy, _ = load_gradient_tiles(x, dy, rstd, (i, j), shape, LATENCY, False)
-        tdw = tdw + tdy * xhat_as_multiplied(txhat, x.dtype, ROUND_XHAT)
+        tx, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, j), shape, LATENCY, False)
+        tdw = tdw + terms_of_dw(tx, tdy, tdy * trstd, trstd, x.dtype, ROUND_XHAT)
     store_sum_of_rows(dw_partial, (k, j), tdw)
 
 

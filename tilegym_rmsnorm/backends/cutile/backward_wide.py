@@ -16,11 +16,12 @@ from .rows import (
     ZERO,
     ConstBool,
     ConstInt,
+    factor_of_x,
     load_gradient_tiles,
     load_scale_tile,
     load_tile,
     store_sum_of_rows,
-    xhat_as_multiplied,
+    terms_of_dw,
 )
 
 
@@ -43,12 +44,13 @@ def chunked_row_gradients(arrays, row, inv_n, offset, CHUNK, LATENCY, TMA, HAS_W
     dx, dy, x, weight, rstd = arrays
     tc, trstd = mean_by_chunks(x, dy, weight, rstd, row, inv_n, offset, CHUNK, LATENCY, TMA, HAS_WEIGHT)
 
+    tfactor = factor_of_x(tc, trstd)
     for j in range(ct.cdiv(x.shape[1], CHUNK)):
         tx = load_tile(x, (row, j), (1, CHUNK), LATENCY, TMA)
-        tg = load_tile(dy, (row, j), (1, CHUNK), LATENCY, TMA)
+        tg = load_tile(dy, (row, j), (1, CHUNK), LATENCY, TMA) * trstd
         if HAS_WEIGHT:
             tg = tg * load_scale_tile(weight, j, CHUNK, offset, TMA)
-        tdx = (tg - tx * trstd * tc) * trstd
+        tdx = tx * tfactor + tg
         ct.store(dx, (row, j), ct.astype(tdx, dx.dtype), allow_tma=TMA)
 
 
@@ -86,7 +88,7 @@ def backward_means(
     TMA: ConstBool,
     DEPENDENT: ConstBool,
 ):
-    """Grid: (M,). c = mean_j(xhat * g), the one number per row that dx needs from the whole row."""
+    """Grid: (M,). c = mean_j(x * g), the one number per row that dx needs from the whole row."""
     i = ct.bid(0)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
@@ -118,9 +120,11 @@ def backward_strips(
 
     tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
     for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
-        txhat, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, j), (ROWS, WIDTH), LATENCY, TMA)
+        tx, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, j), (ROWS, WIDTH), LATENCY, TMA)
         tc = ct.reshape(ct.load(c, (i,), (ROWS,), padding_mode=ZERO, allow_tma=TMA), (ROWS, 1))
-        ct.store(dx, (i, j), ct.astype((tdy * tscale - txhat * tc) * trstd, dx.dtype), allow_tma=TMA)
-        tdw = tdw + tdy * xhat_as_multiplied(txhat, x.dtype, ROUND_XHAT)
+        th = tdy * trstd
+        tdx = tx * factor_of_x(tc, trstd) + th * tscale
+        ct.store(dx, (i, j), ct.astype(tdx, dx.dtype), allow_tma=TMA)
+        tdw = tdw + terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
 
     store_sum_of_rows(dw_partial, (ct.bid(0), j), tdw)

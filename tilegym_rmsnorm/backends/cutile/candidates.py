@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
@@ -58,6 +58,14 @@ def tiles_of(*elements: int) -> Tiles:
         yield from ({"width": width, "rows": each // width} for each in elements if each >= width)
 
     return tiles
+
+
+def rows_of_equal_tiles(n: int) -> Iterator[Tile]:
+    """One to four rows as two to nine equal tiles each, an eighth of their lanes empty at most."""
+    for width, rows in itertools.product((512, 1024, 2048, 4096, 8192), (1, 2, 4)):
+        pieces = -(-n // width)
+        if 2 <= pieces <= 9 and 8 * n >= 7 * pieces * width:
+            yield {"width": width, "pieces": pieces, "rows": rows}
 
 
 def strips_of(widths: tuple[int, ...], rows: tuple[int, ...] = (1,)) -> Tiles:
@@ -141,6 +149,11 @@ SWEEPS = {
             {"warps": (4, 8), "occupancy": (1, 2), "latency": (2, 4, 6), "tma": BOTH},
         ),
         Sweep(
+            *("tiles", 2560, 18432, rows_of_equal_tiles),
+            {"warps": (4, 8), "occupancy": (1, 2), "latency": (2, 4), "tma": BOTH},
+            ("large",),
+        ),
+        Sweep(
             *("rows", 1024, 32768, rows_of_tiles),
             {
                 "warps": (4, 8),
@@ -189,12 +202,18 @@ SWEEPS = {
 
 
 def candidates(
-    bucket: Bucket, itemsize: int, architecture: int, most: int = MOST, most_members: int = MOST_MEMBERS
+    bucket: Bucket,
+    itemsize: int,
+    architecture: int,
+    most: int = MOST,
+    most_members: int = MOST_MEMBERS,
+    known: Iterable[Config] = (),
 ) -> list[Config]:
-    """What is tried for a bucket: the config of the rules, then at most `most` - 1 others, the most alike first.
+    """What is tried for a bucket: the config of the rules, those of `known` that are possible, and others, the most
+    alike first, `most` in all.
 
-    Of every kernel with every number of warps and of blocks an SM, and with the weight loaded early and late, there is
-    the most alike, as long as they are so few.
+    Of every kernel with every number of warps and of blocks an SM, with and without TMA, in one tile a row and in
+    several, and with the weight loaded early and late, there is the most alike, as long as they are so few.
     """
     default = RULES[bucket.op](bucket.n, itemsize, architecture, bucket.size, most_members=most_members)
     most_rows = rows_of_class(bucket.size, bucket.n)[-1]
@@ -207,6 +226,13 @@ def candidates(
     }
     same = _with_slab_up_to(most_rows, dataclasses.replace(default, reason=REASON, spills=""))
     others.pop(same, None)
+    won = [
+        config
+        for config in dict.fromkeys(_with_slab_up_to(most_rows, each) for each in known)
+        if config != same and config.members <= most_members and _is_possible(config, bucket, architecture)
+    ][: most - 1]
+    for config in won:
+        others.pop(config, None)
     ranks = {config: distance(config, same) for config in others}
     alike = sorted(ranks, key=ranks.__getitem__)
     first = {
@@ -214,11 +240,13 @@ def candidates(
         for kind in (
             lambda c: (c.kernel, c.warps, c.occupancy),
             lambda c: (c.kernel, c.warps, c.early_weight),
+            lambda c: (c.kernel, c.warps, c.occupancy, c.tma, c.pieces > 1),
         )
         for config in {kind(each): each for each in reversed(alike)}.values()
     }
-    chosen = sorted(alike, key=lambda config: (config not in first, ranks[config]))[: most - 1]
-    return [default, *sorted(chosen, key=ranks.__getitem__)]
+    room = most - 1 - len(won)
+    chosen = sorted(alike, key=lambda config: (config not in first, ranks[config]))[:room]
+    return [default, *won, *sorted(chosen, key=ranks.__getitem__)]
 
 
 def fits_registers(config: Config, op: str, itemsize: int) -> bool:

@@ -23,7 +23,7 @@ class Config:
     tma: bool = False  # may tile loads and stores use TMA
     short: bool = False  # backward "rows": compile a way without the loop too, for as many blocks as rows
     early_weight: bool = False  # forward "rows": load the weight along with x
-    pieces: int = 1  # "rows", "teams": tiles of `width` that a block holds of a row
+    pieces: int = 1  # "rows", "teams", backward "tiles": tiles of `width` that a block holds of a row
     members: int = 1  # "teams": blocks that share a row
     packed: bool = False  # "rows", forward "teams": 2-byte elements stay so in registers while summed
     reason: str = ""

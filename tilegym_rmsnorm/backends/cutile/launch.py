@@ -173,7 +173,7 @@ class Backward:
             self.most_rows = min(self.most_rows // config.members, LARGEST_GRID)  # of blocks, and of a board
         function, switches = {
             "rows": (backward.backward_rows, (has_weight, has_dw, round_xhat, config.short)),
-            "tiles": (backward.backward_tiles, (has_weight, has_dw, round_xhat)),
+            "tiles": (backward.backward_tiles, (config.pieces, has_weight, has_dw, round_xhat)),
             "teams": (backward_teams.backward_teams, (has_weight, has_dw, round_xhat)),
             "fused": (backward_fused.backward_fused, (True, round_xhat)),
             "fused_chunks": (backward_fused.backward_fused, (False, round_xhat)),

@@ -49,7 +49,8 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     expect(elements <= LARGEST_TILE, "a tile", f"at most {LARGEST_TILE} elements", elements)
     if c.kernel in ("rows", "tiles", "teams", "fused"):
         expect(c.lanes >= n, "columns of all tiles", f"at least {n}", c.lanes)
-    most = MOST_PIECES if c.kernel in ("rows", "teams") else 1
+    has_pieces = c.kernel in ("rows", "teams") or (op, c.kernel) == ("backward", "tiles")
+    most = MOST_PIECES if has_pieces else 1
     expect(1 <= c.pieces <= most, "pieces", f"1 to {most}", c.pieces)
     expect(not c.rest or c.kernel in ("rows", "fused"), "rest", "0, or kernel rows or fused", c.rest)
     last = c.rest or c.width  # the only tile that is bounds-checked

@@ -107,12 +107,15 @@ def load_scale_tile(weight, j, WIDTH, offset, TMA):
 
 
 def load_gradient_tiles(x, dy, rstd, index, shape, LATENCY, TMA):
-    """xhat and dy at `index`, and rstd as (rows, 1): what the backward needs of a 2-D tile."""
+    """x and dy at `index`, and rstd as (rows, 1): what the backward needs of a 2-D tile, float32."""
     tx = load_tile(x, index, shape, LATENCY, TMA)
     tdy = load_tile(dy, index, shape, LATENCY, TMA)
-    trstd = ct.load(rstd, (index[0],), (shape[0],), padding_mode=ZERO, allow_tma=TMA)
-    trstd = ct.reshape(trstd, (shape[0], 1))
-    return tx * trstd, tdy, trstd
+    return tx, tdy, load_rstd_tile(rstd, index[0], shape[0], TMA)
+
+
+def load_rstd_tile(rstd, i, ROWS, TMA):
+    """Tile i of rstd, as (ROWS, 1)."""
+    return ct.reshape(ct.load(rstd, (i,), (ROWS,), padding_mode=ZERO, allow_tma=TMA), (ROWS, 1))
 
 
 def store_sum_of_rows(array, index, tile):
@@ -132,6 +135,20 @@ def sum_of_products(a, b, PIECES):
     for k in ct.static_iter(range(PIECES, len(a))):
         total = total + ct.sum(a[k] * b[k])
     return total
+
+
+def factor_of_x(tc, trstd):
+    """What dx adds of x to g: -c * rstd^2. As `x * factor + g` the compiler fuses it, as `g - x * c` it does not."""
+    return -(tc * trstd) * trstd
+
+
+def terms_of_dw(tx, tdy, th, trstd, dtype, ROUND_XHAT):
+    """dy * xhat, as h * x (backward.py): added to a sum it is one instruction an element. Under casting="llama" xhat
+    is rounded to x's dtype, as the forward did."""
+    tterms = th * tx  # an early return would keep the compiler from fusing it
+    if ROUND_XHAT:
+        tterms = tdy * xhat_as_multiplied(tx * trstd, dtype, True)
+    return tterms
 
 
 def xhat_as_multiplied(txhat, dtype, ROUND_XHAT):

@@ -104,6 +104,18 @@ def tables_of(model: str | None, architecture: int) -> dict[Path, Table]:
     return {table_path(folder, target): table_in(folder, target) for folder in folders}
 
 
+def shipped_for(bucket: Bucket, reason: str) -> list[Config]:
+    """What the tables that ship choose for a bucket's rows on any GPU, with any toolkit, and for any dtype of that
+    size: what tuning tries before all else."""
+    found = []
+    for path in sorted(SHIPPED_FOLDER.glob("*.json")):
+        for item in json.loads(path.read_text(encoding="utf-8"))["entries"]:
+            same = all(item[name] == getattr(bucket, name) for name in ("op", "n", "size"))
+            if same and ITEMSIZE[item["dtype"]] == ITEMSIZE[bucket.dtype]:
+                found.append(Config(**item["config"], reason=reason))
+    return list(dict.fromkeys(found))
+
+
 def describe(model: str, architecture: int) -> str:
     """One line for people: what chooses the configs on this GPU, first the tables that exist, last the rules."""
     found = [f"{len(table)} in {path}" for path, table in tables_of(model, architecture).items() if table]
