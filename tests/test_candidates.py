@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields, replace
 
 import pytest
@@ -77,6 +78,24 @@ def test_sweeps_name_fields_of_config_and_kernels_of_the_op(op):
 def test_rows_of_18432_are_tried_as_teams_of_two_and_four_blocks_of_nine_tiles():
     found = {(tile["width"], tile["pieces"], tile["members"]) for tile in space.parts_of_rows(18432)}
     assert {(1024, 9, 2), (512, 9, 4), (2048, 3, 3)} <= found
+
+
+def test_what_is_known_is_tried_first():
+    bucket = Bucket("backward", 5120, "bfloat16", "large")
+    default, *others = candidates(bucket, 2, 90, most=60)
+    fits, impossible = Config("tiles", 1024, 4, 2, 7, pieces=5, tma=True), Config("rows", 2048, 8, 1, 4)
+    too_many = Config("teams", 512, 4, 1, 4, members=10)
+    known = [others[9], impossible, default, fits, too_many, fits]
+    found = candidates(bucket, 2, 90, most=6, most_members=8, known=known)
+    assert found[:3] == [default, others[9], replace(fits, reason=space.REASON)] and len(set(found)) == 6
+    assert candidates(bucket, 2, 90, most=2, most_members=8, known=known) == [default, others[9]]
+
+
+def test_rows_are_tried_in_several_tiles_with_and_without_tma():
+    for n, warps in ((2560, (4, 8)), (5120, (4, 8)), (7168, (4, 8)), (12288, (8,))):
+        found = candidates(Bucket("backward", n, "bfloat16", "large"), 2, 90)
+        in_tiles = {(c.tma, c.warps) for c in found if c.kernel == "tiles" and c.pieces > 1}
+        assert in_tiles == set(itertools.product((False, True), warps)), n
 
 
 def test_registers():

@@ -126,6 +126,18 @@ def test_dx_alone_of_wide_rows(n, dtype):
     assert_within(expected_results(inputs), **run_backward(inputs, has_dw=False))
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("casting", ["once", "llama"])
+@pytest.mark.parametrize("weight_dtype", [FP32, None])
+def test_rows_as_several_2d_tiles(rows, casting, weight_dtype):
+    """The last tile of columns and the last tile of rows reach past x."""
+    inputs = make_inputs(7 * rows + 1, 150, BF16, weight_dtype, casting=casting, offset=0.5, device=CPU)
+    config = Config("tiles", 64, 4, 1, 2, rows=rows, pieces=3, tma=True)
+    found = run_backward(inputs, config)
+    assert_within(expected_results(inputs), **found)
+    assert torch.equal(run_backward(inputs, config, has_dw=False)["dx"], found["dx"])
+
+
 @pytest.mark.parametrize("n", [1, 64, 1000, 4096, 18448, 18500])
 def test_one_partial_row_per_row(n):
     inputs = make_inputs(19, n, BF16, FP32, device=CPU)

@@ -121,6 +121,18 @@ def test_a_kernel_whose_last_block_sums_overwrites_tiles_in_use(sums, tmp_path):
     assert bool(overwritten(disassembled(tmp_path / "last_block_sums.cubin"))) is sums
 
 
+@pytest.mark.parametrize("config", [Config("rows", 4096, 8, 1, 6), Config("tiles", 4096, 8, 1, 4, tma=True)])
+def test_two_of_five_multiplications_are_fused_with_an_addition(config, tmp_path):
+    """An early return in terms_of_dw, or dx as g - x * factor, would leave one of them in two instructions: h, g and
+    their product with x are multiplied, dw and dx multiplied and added."""
+    machine = CompilingMachine(90, keep=tmp_path)
+    run_backward(machine, config, 4096, BF16, BF16)
+    [cubin] = tmp_path.glob("backward_*.cubin")
+    code = disassembled(cubin)
+    multiplied, fused = (sum(f" {name} " in line for line in code) for name in ("FMUL", "FFMA"))
+    assert 0.6 * multiplied < fused < multiplied, (multiplied, fused)
+
+
 def test_a_team_asks_for_its_slots_again_and_again(tmp_path):
     """A compiler that took the question out of the loop would leave one that never ends. Atomics are what it keeps."""
     machine = CompilingMachine(90, keep=tmp_path)

@@ -117,6 +117,7 @@ def test_rows_at_which_common_widths_are_timed():
         (16384, 8192),
         (1024, 512),
     ]
+    assert [rows("large", n) for n in (2880, 12288, 18432)] == [(16384, 8192), (4096, 2048), (2048, 1024)]
 
 
 # The search itself, on the interpreter

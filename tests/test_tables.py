@@ -91,6 +91,25 @@ def test_float16_takes_the_entry_of_bfloat16_unless_it_has_its_own(folders):
     assert chosen(half).latency == 9 and chosen().latency == ENTRY.config.latency
 
 
+def test_shipped_for_is_what_any_gpu_takes_for_such_rows(folders):
+    """Of other GPUs and toolkits, and of a dtype of that size; not of other widths, sizes or ops, nor the user's."""
+    half = Entry(Config("tiles", 4096, 8, 1, 2, tma=True), ENTRY.timings)
+    wide = BUCKET._replace(n=8192)
+    tables.update(
+        folders[1], TARGET, {BUCKET: ENTRY, wide: Entry(Config("rows", 8192, 8, 1, 4), ENTRY.timings)}
+    )
+    tables.update(
+        folders[1],
+        TARGET._replace(gpu="NVIDIA H200", tileiras="13.5.1"),
+        {BUCKET: ENTRY, BUCKET._replace(dtype="float16"): half, BUCKET._replace(size="few"): half},
+    )
+    tables.update(folders[0], TARGET, {BUCKET: Entry(Config("rows", 4096, 8, 1, 9), ENTRY.timings)})
+    for dtype in ("bfloat16", "float16"):
+        assert tables.shipped_for(BUCKET._replace(dtype=dtype)) == [ENTRY.config, half.config]
+    assert tables.shipped_for(BUCKET._replace(dtype="float32")) == []
+    assert tables.shipped_for(BUCKET._replace(op="forward")) == []
+
+
 def test_no_team_serves_that_may_not_fit_the_gpu(folders):
     """Its blocks would wait for those that never start: a GPU of which a process may use a few SMs."""
     wide = BUCKET._replace(n=65536)

@@ -228,7 +228,9 @@ def candidates(
     others.pop(same, None)
     won = [
         config
-        for config in dict.fromkeys(_with_slab_up_to(most_rows, each) for each in known)
+        for config in dict.fromkeys(
+            _with_slab_up_to(most_rows, dataclasses.replace(each, reason=REASON, spills="")) for each in known
+        )
         if config != same and config.members <= most_members and _is_possible(config, bucket, architecture)
     ][: most - 1]
     for config in won:

@@ -104,7 +104,7 @@ def tables_of(model: str | None, architecture: int) -> dict[Path, Table]:
     return {table_path(folder, target): table_in(folder, target) for folder in folders}
 
 
-def shipped_for(bucket: Bucket, reason: str) -> list[Config]:
+def shipped_for(bucket: Bucket) -> list[Config]:
     """What the tables that ship choose for a bucket's rows on any GPU, with any toolkit, and for any dtype of that
     size: what tuning tries before all else."""
     found = []
@@ -112,7 +112,7 @@ def shipped_for(bucket: Bucket, reason: str) -> list[Config]:
         for item in json.loads(path.read_text(encoding="utf-8"))["entries"]:
             same = all(item[name] == getattr(bucket, name) for name in ("op", "n", "size"))
             if same and ITEMSIZE[item["dtype"]] == ITEMSIZE[bucket.dtype]:
-                found.append(Config(**item["config"], reason=reason))
+                found.append(Config(**item["config"]))
     return list(dict.fromkeys(found))
 
 

@@ -101,7 +101,7 @@ def _search(bucket: Bucket, most: int) -> Found:
     """One bucket's search in this process."""
     _lines.clear()
     itemsize, machine = ITEMSIZE[bucket.dtype], _searching.machine
-    known = shipped_for(bucket, candidates.REASON)
+    known = shipped_for(bucket)
     configs = candidates.candidates(bucket, itemsize, machine.architecture, most, machine.most_members, known)
     try:
         entry = _searching.tune(bucket, configs)
