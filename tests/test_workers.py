@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import time
@@ -53,6 +54,19 @@ def test_every_bucket_comes_back(processes, finder):
     for bucket, each in found.items():
         [config] = candidates.candidates(bucket, 4, 90, 1)
         assert each.entry.config == config and not each.failure and not each.lost
+
+
+def test_what_ships_for_a_bucket_is_tried_whatever_the_number_of_candidates(finder, monkeypatch):
+    shipped = Config("tiles", 8, 4, 4, 7, rows=32)
+    monkeypatch.setattr(workers, "shipped_for", lambda bucket: [shipped] if bucket == SMALL else [])
+    tried = {}
+    for bucket in (SMALL, SMALL._replace(n=16)):
+        monkeypatch.setattr(
+            search.Search, "tune", lambda self, bucket, configs: tried.update({bucket: configs})
+        )
+        list(workers.search_all([bucket], CPU, 2, 1, start_small))
+    assert dataclasses.replace(tried[SMALL][1], reason="") == shipped and len(tried[SMALL]) == 2
+    assert dataclasses.replace(tried[SMALL._replace(n=16)][1], reason="") != shipped
 
 
 def test_an_error_of_a_process_reaches_the_caller():
