@@ -138,6 +138,25 @@ def test_rows_as_several_2d_tiles(rows, casting, weight_dtype):
     assert torch.equal(run_backward(inputs, config, has_dw=False)["dx"], found["dx"])
 
 
+@pytest.mark.parametrize(("x_scale", "dy_scale"), [(1e-15, 1e3), (1e10, 1e-10), (3e-20, 1e-6), (1e21, 1e10)])
+@pytest.mark.parametrize("kernel", ["rows", "tiles", "strips", "fused"])
+def test_scales_far_from_one(kernel, x_scale, dy_scale):
+    """Without eps rstd is 1 / x: its square alone, which no kernel computes, would be 0 or infinite at the last two."""
+    inputs = make_inputs(9, 50, FP32, FP32, eps=0.0, device=CPU)
+    inputs = inputs._replace(x=inputs.x * x_scale, dy=inputs.dy * dy_scale)
+    shape = {"rows": 2, "width": 16, "strip": 16, "slab": 8} if kernel == "fused" else {"width": 16}
+    shape |= {"width": 64} if kernel != "strips" else {}
+    found = run_backward(inputs, Config(kernel, warps=4, occupancy=1, latency=1, **shape))
+    x, dy, weight = inputs.x.double(), inputs.dy.double(), inputs.weight.double()
+    rstd = x.square().mean(dim=1, keepdim=True).rsqrt()
+    c = (x * rstd * dy * weight).mean(dim=1, keepdim=True)
+    for name, expected in {
+        "dx": (dy * weight - x * rstd * c) * rstd,
+        "dw": (dy * x * rstd).sum(dim=0),
+    }.items():
+        assert (found[name] - expected).abs().max() < 1e-5 * expected.abs().max(), name
+
+
 @pytest.mark.parametrize("n", [1, 64, 1000, 4096, 18448, 18500])
 def test_one_partial_row_per_row(n):
     inputs = make_inputs(19, n, BF16, FP32, device=CPU)

@@ -80,7 +80,8 @@ def last_block_sums(
     tdw = ct.zeros((1, WIDTH), dtype=ct.float32)
     tscale = ct.reshape(ct.astype(ct.load(weight, (0,), (WIDTH,)), ct.float32), (1, WIDTH))
     for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
-        txhat, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, 0), (ROWS, WIDTH), 4, True)
+        tx, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, 0), (ROWS, WIDTH), 4, True)
+        txhat = tx * trstd
         tg = tdy * tscale
         tc = ct.sum(txhat * tg, axis=1, keepdims=True)
         ct.store(dx, (i, 0), ct.astype((tg - txhat * tc) * trstd, dx.dtype), allow_tma=False)

@@ -12,6 +12,9 @@ The kernels compute it with rstd moved to dy, six instructions an element instea
     h = dy * rstd      g = h * (weight + offset)      c = mean_j(x * g)
     dx = g - x * (c * rstd^2)                         dw = sum_i h * x
 
+(So g holds rstd here, and not in reference.py.) Where float32 cannot hold h or c * rstd^2, as between 1e-38 and 3e38,
+dx or dw is lost that the first form would keep: with x of 1e-19 and no eps, or with x of 1e10 and dy of 1e-26.
+
 dx needs one row at a time, dw all of them. So P tile blocks walk the rows (block b takes rows b, b + P, b + 2P, ...),
 write dx, and keep the sum of *their* rows of h * x in registers. Each writes that sum once, as row b of
 `dw_partial` (P x N, float32). `sum_partials` then adds the P rows in a fixed order and rounds once. Nothing is added by
@@ -46,16 +49,17 @@ from .rows import (
     column_tiles,
     factor_of_x,
     load_row,
+    load_row_of_tiles,
     load_rstd_tile,
     load_scale,
     load_scale_tile,
-    load_tile,
     packed_row_as_float32,
+    products_lane_by_lane,
     row_as_float32,
+    row_of_terms_of_dw,
     store_row,
     store_sum_of_rows,
     sum_of_products,
-    terms_of_dw,
 )
 from .team import sum_of_team
 
@@ -97,10 +101,7 @@ def row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED,
 
     tdx = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tcolumns))))
     store_row(dx, row, tcolumns, tdx, EVEN)
-    return tuple(
-        terms_of_dw(tx[k], tdy[k], th[k], trstd, x.dtype, ROUND_XHAT)
-        for k in ct.static_iter(range(len(tcolumns)))
-    )
+    return row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
 
 
 def backward_rows(
@@ -184,22 +185,17 @@ def backward_tiles(
     tdw = tuple(ct.zeros((ROWS, WIDTH), dtype=ct.float32) for k in ct.static_iter(range(PIECES)))
     for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
         trstd = load_rstd_tile(rstd, i, ROWS, TMA)
-        shape = (ROWS, WIDTH)
-        tx = tuple(load_tile(x, (i, k), shape, LATENCY, TMA) for k in ct.static_iter(range(PIECES)))
-        tdy = tuple(load_tile(dy, (i, k), shape, LATENCY, TMA) for k in ct.static_iter(range(PIECES)))
+        tx = load_row_of_tiles(x, i, (ROWS, WIDTH), PIECES, LATENCY, TMA)
+        tdy = load_row_of_tiles(dy, i, (ROWS, WIDTH), PIECES, LATENCY, TMA)
         th, tg = h_and_g(tdy, trstd, tscale)
-        tproducts = tx[0] * tg[0]
-        for k in ct.static_iter(range(1, PIECES)):
-            tproducts = tproducts + tx[k] * tg[k]
+        tproducts = products_lane_by_lane(tx, tg, PIECES)
         tfactor = factor_of_x(ct.sum(tproducts, axis=1, keepdims=True) * inv_n, trstd)
 
         for k in ct.static_iter(range(PIECES)):
             ct.store(dx, (i, k), ct.astype(tx[k] * tfactor + tg[k], dx.dtype), allow_tma=TMA)
         if HAS_DW:
-            tdw = tuple(
-                tdw[k] + terms_of_dw(tx[k], tdy[k], th[k], trstd, x.dtype, ROUND_XHAT)
-                for k in ct.static_iter(range(PIECES))
-            )
+            tterms = row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
+            tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(PIECES)))
 
     if HAS_DW:
         for k in ct.static_iter(range(PIECES)):

@@ -30,10 +30,10 @@ def mean_by_chunks(x, dy, weight, rstd, i, inv_n, offset, CHUNK, LATENCY, TMA, H
     tproducts = ct.zeros((1, CHUNK), dtype=ct.float32)
     for j in range(ct.cdiv(x.shape[1], CHUNK)):
         tx = load_tile(x, (i, j), (1, CHUNK), LATENCY, TMA)
-        tg = load_tile(dy, (i, j), (1, CHUNK), LATENCY, TMA)
+        tscaled_dy = load_tile(dy, (i, j), (1, CHUNK), LATENCY, TMA)
         if HAS_WEIGHT:
-            tg = tg * load_scale_tile(weight, j, CHUNK, offset, TMA)
-        tproducts = tproducts + tx * tg
+            tscaled_dy = tscaled_dy * load_scale_tile(weight, j, CHUNK, offset, TMA)
+        tproducts = tproducts + tx * tscaled_dy
 
     trstd = ct.load(rstd, i, shape=())
     return ct.sum(tproducts) * trstd * inv_n, trstd  # rstd is the same for all of the row: multiplied once

@@ -10,13 +10,23 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
 from tilegym_rmsnorm.backends.cutile.limits import check_config, largest_tile
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import RULES, Bucket
+from tilegym_rmsnorm.backends.cutile.tilings import (
+    Tiles,
+    fused,
+    parts_of_rows,
+    rows_of_equal_tiles,
+    rows_of_tiles,
+    strips_of,
+    tiles_of,
+    whole_rows,
+)
 from tilegym_rmsnorm.backends.cutile.wide import MOST_MEMBERS
 
 MOST = 60  # of a bucket, unless asked for otherwise
@@ -26,76 +36,6 @@ OTHER_REGISTERS = 24  # addresses, counters, the sums of a row
 SPILLED = 1.15  # a kernel that spills a little may still be the fastest, see hopper.SPILLS
 ANY_WIDTH = 2**31
 REASON = "tried"
-
-Tile = dict[str, int]  # width, pieces, rest and rows of a Config
-Tiles = Callable[[int], Iterator[Tile]]  # of rows of n elements
-
-
-def whole_rows(n: int) -> Iterator[Tile]:
-    """A row as one tile, or, unless it is narrow, as two of which the first is full."""
-    whole = power_of_two(n)
-    yield {"width": whole}
-    if whole < 1024:
-        return
-    width = whole // 2
-    yield {"width": width, "rest": max(power_of_two(n - width), width // 8)}
-
-
-def rows_of_tiles(n: int) -> Iterator[Tile]:
-    """`whole_rows`, and a row as three to nine equal tiles of which the last is at least half full."""
-    yield from whole_rows(n)
-    for width in (512, 1024, 2048, 4096, 8192, 16384):
-        pieces = -(-n // width)
-        if 3 <= pieces <= 9 and pieces * width - n <= width // 2:
-            yield {"width": width, "pieces": pieces}
-
-
-def tiles_of(*elements: int) -> Tiles:
-    """Several whole rows, of about so many elements together."""
-
-    def tiles(n: int) -> Iterator[Tile]:
-        width = power_of_two(n)
-        yield from ({"width": width, "rows": each // width} for each in elements if each >= width)
-
-    return tiles
-
-
-def rows_of_equal_tiles(n: int) -> Iterator[Tile]:
-    """One to four rows as two to nine equal tiles each, an eighth of their lanes empty at most."""
-    for width, rows in itertools.product((512, 1024, 2048, 4096, 8192), (1, 2, 4)):
-        pieces = -(-n // width)
-        if 2 <= pieces <= 9 and 8 * n >= 7 * pieces * width:
-            yield {"width": width, "pieces": pieces, "rows": rows}
-
-
-def strips_of(widths: tuple[int, ...], rows: tuple[int, ...] = (1,)) -> Tiles:
-    """Parts of rows."""
-
-    def tiles(n: int) -> Iterator[Tile]:
-        yield from ({"width": width, "rows": each} for width in widths for each in rows if width < n)
-
-    return tiles
-
-
-def parts_of_rows(n: int) -> Iterator[Tile]:
-    """A row as 1, 3, 5 or 9 tiles in each of the fewest blocks that hold it, an eighth of their lanes empty at
-    most."""
-    for width, pieces in itertools.product((512, 1024, 2048, 4096, 8192, 16384), (1, 3, 5, 9)):
-        members = -(-n // (width * pieces))
-        lanes = members * width * pieces
-        if 2 <= members <= MOST_MEMBERS and 8 * n >= 7 * lanes and lanes - width < n:
-            yield {"width": width, "pieces": pieces, "members": members}
-
-
-def fused(rows_of_x: Tiles, strips: tuple[tuple[int, int], ...], slabs: tuple[int, ...]) -> Tiles:
-    """Whole rows or chunks of them for dx, with tiles of (rows, strip) and slabs for dw."""
-
-    def tiles(n: int) -> Iterator[Tile]:
-        for tile, (rows, strip), slab in itertools.product(rows_of_x(n), strips, slabs):
-            if slab >= rows:
-                yield {**tile, "rows": rows, "strip": strip, "slab": slab}
-
-    return tiles
 
 
 class Sweep(NamedTuple):
@@ -210,7 +150,7 @@ def candidates(
     known: Iterable[Config] = (),
 ) -> list[Config]:
     """What is tried for a bucket: the config of the rules, those of `known` that are possible, and others, the most
-    alike first, `most` in all.
+    alike first, `most` in all. `known` won somewhere: whether registers hold them is not estimated again.
 
     Of every kernel with every number of warps and of blocks an SM, with and without TMA, in one tile a row and in
     several, and with the weight loaded early and late, there is the most alike, as long as they are so few.

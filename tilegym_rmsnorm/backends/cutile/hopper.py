@@ -3,9 +3,10 @@
 """The rules of config.py for sm_90, as measured: which kernel runs a row of up to so many elements, and how.
 
 One H100 80GB HBM3, driver 580.159, cuda-tile 1.7.0, tileiras 13.4.92, cold L2, CUDA graphs, of some 4000 kernels tried
-(bench/NOTES.md). A rule's comment gives shape and GB/s of compulsory bytes. In the backward that is the first kernel
-alone, from before its launch became dependent (copy of that run: 2991); bench/results has the whole of today. A rule
-without a figure takes over from its neighbours. _HALF are rows of 2-byte elements, _FLOAT of 4-byte ones.
+(bench/NOTES.md). A rule's comment gives shape and GB/s of compulsory bytes. In the backward that is, unless it says
+"with the sum of dw", the first kernel alone, from before its launch became dependent and its loop shorter (copy of that
+run: 2991); bench/results has the whole of today. A rule without a figure takes over from its neighbours. _HALF are rows
+of 2-byte elements, _FLOAT of 4-byte ones.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ BACKWARD_HALF = (
     Rule(3072, "rows", 1, 4, 2, 6, piece=1024),  # 16384x2880: 2837 with the sum of dw
     Rule(4095, "rows", 1, 8, 2, 4, short=True),  # 16384x3584: 2830
     Rule(4096, "rows", 1, 8, 1, 6, short=True),  # 16384x4096: 2857
+    Rule(4608, "rows", 1, 8, 1, 6, split=True, short=True),  # one tile of 8192 would waste most lanes
     Rule(5120, "rows", 1, 8, 1, 8),  # 13104x5120: 2919 with the sum of dw, in two tiles 2800
     Rule(6144, "rows", 1, 8, 1, 8, piece=2048),  # 10912x6144: 2939 with the sum of dw
     Rule(7168, "tiles", 2, 8, 1, 4, tma=True),  # 8192x7168: 2805
@@ -86,11 +88,12 @@ BACKWARD_FLOAT = (
     Rule(256, "tiles", 8, 4, 1, 2, tma=True),  # 131072x256: 2902
     Rule(512, "tiles", 8, 8, 1, 2, tma=True),
     Rule(1024, "tiles", 4, 8, 1, 2, tma=True),  # 16384x1024: 2782
-    # From here on with the sum of dw, of 64 Mi elements.
+    # From here on with the sum of dw, of as many rows as have 64 Mi elements.
     Rule(2048, "tiles", 1, 8, 1, 4, tma=True),  # 3014
     Rule(2560, "rows", 1, 4, 1, 6, split=True),  # 2954
     Rule(3072, "tiles", 1, 8, 1, 4, tma=True),  # 3021, 2880: 3021
     Rule(4096, "tiles", 1, 8, 1, 6),  # 2959, 3584: 2923
+    Rule(4608, "rows", 1, 8, 1, 8, split=True),
     Rule(5120, "tiles", 1, 8, 1, 6, tma=True),  # 2974
     Rule(6144, "tiles", 1, 4, 1, 4, piece=1024, tma=True),  # 2944
     Rule(8192, "rows", 1, 8, 1, 4),  # 2835, 7168: 2910

@@ -100,6 +100,11 @@ def load_tile(array, index, shape, LATENCY, TMA):
     return as_float32(ct.load(array, index, shape, padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
 
 
+def load_row_of_tiles(array, i, shape, PIECES, LATENCY, TMA):
+    """The first PIECES tiles of row i of tiles, as float32."""
+    return tuple(load_tile(array, (i, k), shape, LATENCY, TMA) for k in ct.static_iter(range(PIECES)))
+
+
 def load_scale_tile(weight, j, WIDTH, offset, TMA):
     """Tile j of weight + offset, shape (1, WIDTH), as float32."""
     tscale = as_float32(ct.load(weight, (j,), (WIDTH,), padding_mode=ZERO, allow_tma=TMA)) + offset
@@ -123,15 +128,20 @@ def store_sum_of_rows(array, index, tile):
     ct.store(array, index, ct.astype(ct.sum(tile, axis=0, keepdims=True), array.dtype), allow_tma=False)
 
 
+def products_lane_by_lane(a, b, PIECES):
+    """The sum of a[k] * b[k] over the first PIECES tiles, as one tile."""
+    tproducts = a[0] * b[0]
+    for k in ct.static_iter(range(1, PIECES)):
+        tproducts = tproducts + a[k] * b[k]
+    return tproducts
+
+
 def sum_of_products(a, b, PIECES):
     """Sum over all lanes of a * b, for two tuples of tiles of which the first PIECES are equally wide.
 
     Those are added lane by lane first: the sum across lanes, which waits for all warps, comes once for them.
     """
-    tproducts = a[0] * b[0]
-    for k in ct.static_iter(range(1, PIECES)):
-        tproducts = tproducts + a[k] * b[k]
-    total = ct.sum(tproducts)
+    total = ct.sum(products_lane_by_lane(a, b, PIECES))
     for k in ct.static_iter(range(PIECES, len(a))):
         total = total + ct.sum(a[k] * b[k])
     return total
@@ -149,6 +159,13 @@ def terms_of_dw(tx, tdy, th, trstd, dtype, ROUND_XHAT):
     if ROUND_XHAT:
         tterms = tdy * xhat_as_multiplied(tx * trstd, dtype, True)
     return tterms
+
+
+def row_of_terms_of_dw(tx, tdy, th, trstd, dtype, ROUND_XHAT):
+    """The same of a row's tiles."""
+    return tuple(
+        terms_of_dw(tx[k], tdy[k], th[k], trstd, dtype, ROUND_XHAT) for k in ct.static_iter(range(len(tx)))
+    )
 
 
 def xhat_as_multiplied(txhat, dtype, ROUND_XHAT):

@@ -109,9 +109,9 @@ def shipped_for(bucket: Bucket) -> list[Config]:
     size: what tuning tries before all else."""
     found = []
     for path in sorted(SHIPPED_FOLDER.glob("*.json")):
-        for item in json.loads(path.read_text(encoding="utf-8"))["entries"]:
-            same = all(item[name] == getattr(bucket, name) for name in ("op", "n", "size"))
-            if same and ITEMSIZE[item["dtype"]] == ITEMSIZE[bucket.dtype]:
+        for item in json.loads(path.read_text(encoding="utf-8"))["entries"]:  # that they are fit is tested
+            is_alike = ITEMSIZE[item["dtype"]] == ITEMSIZE[bucket.dtype]
+            if is_alike and (item["op"], item["n"], item["size"]) == (bucket.op, bucket.n, bucket.size):
                 found.append(Config(**item["config"]))
     return list(dict.fromkeys(found))
 
