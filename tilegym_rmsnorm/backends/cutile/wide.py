@@ -74,7 +74,10 @@ def slabs_config(n: int, itemsize: int) -> Config:
         return Config("fused", width, 8, 1, 1, rest, rows=8, strip=1024, slab=32, reason=reason)
     if itemsize == 4:
         blocks, strip = (1, 1024) if n <= 49152 else (2, 512)
-        return Config("fused_chunks", 8192, 8, blocks, 3, rows=8, strip=strip, slab=64, reason=reason)
+        spills = "8 bytes of stack at 131072 columns, not timed" if n > 49152 else ""
+        return Config(
+            *("fused_chunks", 8192, 8, blocks, 3), rows=8, strip=strip, slab=64, reason=reason, spills=spills
+        )
     if n <= 24576:
         return Config("fused_chunks", 4096, 8, 1, 1, rows=8, strip=512, slab=128, reason=reason)
     spills = "not with a weight of x's dtype; a float32 weight takes 40 bytes of stack, and was not timed"
