@@ -247,6 +247,22 @@ def test_driver_is_asked_by_nvidia_smi(tmp_path, monkeypatch, answer, status, ex
     assert installation.driver_gpus() == expected
 
 
+def test_reader_that_leaves_early_gets_no_traceback():
+    """`python -m tilegym_rmsnorm doctor | head -1`."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tilegym_rmsnorm", "doctor"],
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_no_command_is_a_usage_error():
     answer = subprocess.run(
         [sys.executable, "-m", "tilegym_rmsnorm"], cwd=ROOT, capture_output=True, text=True
