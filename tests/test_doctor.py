@@ -254,6 +254,7 @@ def test_reader_that_leaves_early_gets_no_traceback():
     try:
         done = subprocess.run(
             [sys.executable, "-m", "tilegym_rmsnorm", "doctor"],
+            cwd=ROOT,
             stdout=write,
             stderr=subprocess.PIPE,
             text=True,
