@@ -138,6 +138,20 @@ def test_rows_as_several_2d_tiles(rows, casting, weight_dtype):
     assert torch.equal(run_backward(inputs, config, has_dw=False)["dx"], found["dx"])
 
 
+@pytest.mark.parametrize("m", [1, 29])
+def test_rows_as_several_2d_tiles_in_any_order_and_layout(m):
+    """29 rows are 8 tiles for 3 blocks. A single one leaves one partial row, which is dw and has weight's dtype."""
+    inputs = make_inputs(m, 150, BF16, BF16, offset=0.5, device=CPU)
+    config = Config("tiles", 64, 4, 1, 2, rows=4, pieces=3, tma=True)
+    first = run_backward(inputs, config, seed=1)
+    assert_within(expected_results(inputs), **first)
+    x, dy = (torch.full((m, 153), torch.nan, dtype=BF16) for _ in range(2))
+    x[:, :150], dy[:, 3:] = inputs.x, inputs.dy
+    strided = inputs._replace(x=x[:, :150], dy=dy[:, 3:])
+    for again in (run_backward(inputs, config, seed=2), run_backward(strided, config, seed=3)):
+        assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
 @pytest.mark.parametrize(("x_scale", "dy_scale"), [(1e-15, 1e3), (1e10, 1e-10), (3e-20, 1e-6), (1e21, 1e10)])
 @pytest.mark.parametrize("kernel", ["rows", "tiles", "strips", "fused"])
 def test_scales_far_from_one(kernel, x_scale, dy_scale):

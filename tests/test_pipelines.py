@@ -122,12 +122,19 @@ def test_a_kernel_whose_last_block_sums_overwrites_tiles_in_use(sums, tmp_path):
     assert bool(overwritten(disassembled(tmp_path / "last_block_sums.cubin"))) is sums
 
 
-@pytest.mark.parametrize("config", [Config("rows", 4096, 8, 1, 6), Config("tiles", 4096, 8, 1, 4, tma=True)])
-def test_two_of_five_multiplications_are_fused_with_an_addition(config, tmp_path):
+@pytest.mark.parametrize(
+    ("n", "config"),
+    [
+        (4096, Config("rows", 4096, 8, 1, 6)),
+        (4096, Config("tiles", 4096, 8, 1, 4, tma=True)),
+        (32768, Config("teams", 8192, 8, 1, 4, members=4)),
+    ],
+)
+def test_two_of_five_multiplications_are_fused_with_an_addition(n, config, tmp_path):
     """An early return in terms_of_dw, or dx as g - x * factor, would leave one of them in two instructions: h, g and
     their product with x are multiplied, dw and dx multiplied and added."""
     machine = CompilingMachine(90, keep=tmp_path)
-    run_backward(machine, config, 4096, BF16, BF16)
+    run_backward(machine, config, n, BF16, BF16)
     [cubin] = tmp_path.glob("backward_*.cubin")
     code = disassembled(cubin)
     multiplied, fused = (sum(f" {name} " in line for line in code) for name in ("FMUL", "FFMA"))
