@@ -199,7 +199,11 @@ def test_frozen_weight_and_one_partial_row_per_row(architecture):
 
 @pytest.mark.parametrize("architecture", [90, 100, 120])
 def test_tma_of_single_rows_and_columns_and_of_odd_numbers(architecture):
-    """Kernels apart: extents of 1 are compiled in, and which ones are multiples of 16. So few rows may spill."""
+    """Kernels apart: extents of 1 are compiled in, and which ones are multiples of 16. So few rows may spill.
+
+    For time, dx alone of bfloat16 is compiled for odd numbers and not for single rows, that of float32 not at all: the
+    backward with dw asks for as many registers or more.
+    """
     machine = CompilingMachine(architecture)
     for dtype in (BF16, FP32) if architecture == 90 else (BF16,):
         for configure, run in (
@@ -207,8 +211,13 @@ def test_tma_of_single_rows_and_columns_and_of_odd_numbers(architecture):
             (dx_config, run_dx),
             (backward_config, run_backward),
         ):
+            if configure is dx_config and dtype is FP32:
+                continue
+            numbers = (
+                (1, 33) if architecture == 90 and dtype is BF16 and configure is not dx_config else (33,)
+            )
             for config, n in widths_of_configs(configure, dtype.itemsize, architecture).items():
-                for m in (1, 33)[dtype is FP32 or architecture != 90 :] if config.tma else ():
+                for m in numbers if config.tma else ():
                     run(machine, config, n, dtype, dtype, m=m)
             for m in (33, 4112):
                 run(machine, configure(1, dtype.itemsize, architecture), 1, dtype, dtype, m=m)

@@ -45,12 +45,12 @@ def configs_with_tma(op: str, dtype: torch.dtype) -> list[tuple[Config, int]]:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
-    """For time, a third of float16's: reading one takes as long as compiling it."""
+    """For time, a third of float16's and of the kernels for dx alone: reading one takes as long as compiling it."""
     checked = 0
     for number, (config, n) in enumerate(configs_with_tma("backward", dtype)):
         if dtype is FP16 and number % 3:
             continue
-        for has_dw in (True, False) if config.kernel == "tiles" else (True,):
+        for has_dw in (True, False) if config.kernel == "tiles" and number % 3 == 0 else (True,):
             machine = CompilingMachine(90, keep=tmp_path)
             run_backward(machine, config, n, dtype, dtype, has_dw=has_dw)
             for path in tmp_path.glob("backward_*.cubin"):
