@@ -4,12 +4,9 @@
 """Command line: `python -m tilegym_rmsnorm doctor` and `tune`."""
 
 import argparse
-import os
 import sys
 
 from tilegym_rmsnorm import doctor, tune
-
-SIGPIPE = 13  # by number, since Windows does not name it
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -21,13 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     doctor.add_command(commands)
     tune.add_command(commands)
     parsed = parser.parse_args(arguments)
-    try:
-        return parsed.run(parsed)
-    except BrokenPipeError:  # `... | head`: who reads has seen enough
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # or Python complains as it flushes at its end
-        return 128 + SIGPIPE
+    return parsed.run(parsed)
 
 
 if __name__ == "__main__":

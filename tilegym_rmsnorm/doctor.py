@@ -37,6 +37,7 @@ ROWS, COLUMNS, EPS = 37, 320, 1e-6
 # Largest error over largest value, against float64. The backends make up to 3e-7 in float32; a column left out of the
 # mean shows as 4e-3 in y, a row left out of dw as 3e-1.
 TOLERANCE = 1e-5
+SIGPIPE = 13  # by number, since Windows does not name it
 INTERPRETERS = (cutile.INTERPRET_VARIABLE, "TRITON_INTERPRET")
 KERNEL_SECONDS = 300  # torch.compile takes 4 to 7 on two idle CPU cores
 
@@ -59,9 +60,16 @@ def add_command(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report; returns the exit status."""
+    """Print the report; returns the exit status, 141 where who read it left early, as `doctor | head` does."""
     with without_interpreters() as ignored:
-        return _report(arguments, ignored)
+        try:
+            status = _report(arguments, ignored)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # What is left to write goes nowhere, or Python would complain about the pipe as it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 128 + SIGPIPE
+        return status
 
 
 @contextlib.contextmanager
