@@ -57,8 +57,12 @@ WITHOUT_GPU = {
 }
 
 
+LONG = ("test_compile", "test_pipelines", "test_teams")  # files of tests of up to two minutes each
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not HAS_GPU:
+        items.sort(key=lambda item: item.path.stem not in LONG)
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -21,7 +21,8 @@ if "$PYTHON" -c 'import xdist' 2>/dev/null; then
     # conftest.py says which tests share a process, so that few of them meet in the GPU's memory.
     options+=(-n auto --maxprocesses 14 --dist loadgroup)
   else
-    options+=(-n auto --maxprocesses 8 --dist worksteal)
+    # The longest tests first (conftest.py), handed out one by one: else a process has minutes of them left at the end.
+    options+=(-n auto --maxprocesses 8 --dist load --maxschedchunk 1)
   fi
 fi
 exec "$PYTHON" -m pytest "${options[@]}" "$@"

@@ -181,7 +181,7 @@ for name; do [ "$name" != ruff ] || printf ' ruff'; done
     ("has_gpu", "options"),
     [
         (True, "-n auto --maxprocesses 14 --dist loadgroup"),
-        (False, "-n auto --maxprocesses 8 --dist worksteal"),
+        (False, "-n auto --maxprocesses 8 --dist load --maxschedchunk 1"),
     ],
 )
 def test_tests_are_spread_over_processes(tmp_path, has_gpu, options):
