@@ -22,6 +22,8 @@ from helpers import BACKENDS, HAS_GPU, why_skip
 from tilegym_rmsnorm import known, ops, registry
 from tilegym_rmsnorm.backends.cutile import tables, toolchain
 
+# Files of tests of up to two minutes each.
+LONG = ("test_compile", "test_pipelines", "test_teams")
 # Files of tests that never touch a GPU: on a machine with one they run beside those that do.
 WITHOUT_GPU = {
     "test_bench_compare",
@@ -55,9 +57,6 @@ WITHOUT_GPU = {
     "test_triton_config",
     "test_validation",
 }
-
-
-LONG = ("test_compile", "test_pipelines", "test_teams")  # files of tests of up to two minutes each
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -187,9 +187,8 @@ def test_frozen_weight_and_one_partial_row_per_row(architecture):
             run_dx(machine, configure(n, 2, architecture), n, BF16, BF16)
         row_partials = row_partials_config(n, 2, architecture)
         run_backward(machine, row_partials, n, BF16, BF16, shares_partials=False)
-    for n in (
-        (2048, 5120, 6144) if architecture == 90 else ()
-    ):  # tiles by the rules: rows of two, with their warps
+    # Tiles by Hopper's rules: rows of two, with their warps.
+    for n in (2048, 5120, 6144) if architecture == 90 else ():
         config = row_partials_config(n, 4, 90)
         run_backward(machine, config, n, FP32, FP32, shares_partials=False)
     for n in (33000, 33001):

@@ -50,11 +50,8 @@ RUN = {"forward": (forward_of, ("y", "rstd")), "backward": (backward_of, ("dx", 
 
 
 SMALL_TEAMS = [(16, 2, 1), (13, 3, 1), (13, 3, 3)]  # rows, members, pieces
-LARGE_TEAMS = [
-    (32, 8, 1),
-    (13, 13, 2),
-    (16, 16, 1),
-]  # a quarter of a minute each; what they exchange is float32 always
+# A quarter of a minute each, so of one dtype; what they exchange is float32 always.
+LARGE_TEAMS = [(32, 8, 1), (13, 13, 2), (16, 16, 1)]
 
 
 @pytest.mark.parametrize("op", RUN)

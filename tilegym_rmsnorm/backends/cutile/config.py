@@ -15,8 +15,6 @@ a sample of them for each architecture; they were not timed.
 
 from __future__ import annotations
 
-import dataclasses
-
 from tilegym_rmsnorm.backends.cutile import hopper
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two, two_tiles
 from tilegym_rmsnorm.backends.cutile.wide import (
@@ -103,10 +101,7 @@ def backward_config(
         return _few_rows_config(n)
     if architecture == 90 and _is_aligned(n, itemsize) and 16384 < n <= WIDEST_SLABBED_ROW:
         is_wide = size != "few" or n * itemsize >= FEW_SHARED_BYTES
-        if is_wide and (config := backward_teams_config(n, itemsize, size, most_members)) is not None:
-            if not has_dw and size == "few" and itemsize == 2 and config.width * config.pieces == 4096:
-                # By 4 warps its loop takes 176 bytes of stack where there is no sum of dw. Not timed.
-                return dataclasses.replace(config, warps=8, occupancy=1)
+        if is_wide and (config := backward_teams_config(n, itemsize, size, has_dw, most_members)) is not None:
             return config
         if has_dw:
             return slabs_config(n, itemsize)

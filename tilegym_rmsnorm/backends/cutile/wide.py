@@ -42,7 +42,7 @@ def fewest_members(
     return None
 
 
-def backward_teams_config(n: int, itemsize: int, size: str, most_members: int) -> Config | None:
+def backward_teams_config(n: int, itemsize: int, size: str, has_dw: bool, most_members: int) -> Config | None:
     """Rows shared by as few blocks as hold them in registers with at most a ninth of their lanes empty, if any do.
 
     Of few rows by more: 1x65536 in 4.1 us, by slabs 16.9. 8192 columns with bounds checks spill, as more of float32 do.
@@ -59,8 +59,16 @@ def backward_teams_config(n: int, itemsize: int, size: str, most_members: int) -
     why = spills if itemsize == 2 and part > 4096 else ""
     # float32 1024x32768: 144 us with 3 blocks of 4096 columns an SM, 160 with 2
     occupancy = 4 if part <= 2048 else 3 if part == 4096 and itemsize == 4 else 2
+    warps = 4
+    if not has_dw and size == "few" and itemsize == 2 and part == 4096:
+        warps, occupancy = (
+            8,
+            1,
+        )  # by 4 warps its loop takes 176 bytes of stack where there is no sum of dw; not timed
     reason = "a team of blocks a row, each with as much of it as its registers hold"
-    return Config("teams", width, 4, occupancy, 2, pieces=pieces, members=members, reason=reason, spills=why)
+    return Config(
+        "teams", width, warps, occupancy, 2, pieces=pieces, members=members, reason=reason, spills=why
+    )
 
 
 def slabs_config(n: int, itemsize: int) -> Config:
