@@ -65,8 +65,7 @@ def rows_of(bucket: Bucket) -> tuple[int, ...]:
     most LARGE elements, else the most there are, an eighth of that and, of few rows, an eighth of that too. They are of
     the class, and multiples of 16 where they are more than 16 and the class has one.
 
-    Powers of two, since batches of sequences mostly are, and configs that win elsewhere may lose there: on an H200 one
-    for float32 rows of 2880 took 133 us for each 16384 of 23296 rows, and in the benchmark, at 16384, 150 (backward).
+    Powers of two, since batches of sequences mostly are.
     """
     rows = rows_of_class(bucket.size, bucket.n)
     parts = {
