@@ -39,6 +39,8 @@ DTYPE_PAIRS = (
     (BF16, None),
 )  # x, weight
 
+every_config = False  # whether --every-config was given; conftest.py sets it
+
 # name: (M, N) where an interpreter runs the kernels, (M, N) on a GPU
 SHAPES = {
     "one element": ((1, 1), (1, 1)),
@@ -197,6 +199,26 @@ def assert_alike(
             if each != [0] * len(names)
         }
         assert not differing, f"runs that differ from the first one, by at most: {differing}"
+
+
+def assert_llama_rounds(inputs: Inputs, llama: dict[str, Tensor], once: dict[str, Tensor]) -> None:
+    """`llama` and `once` hold y, dw or both, by either casting. Tolerances alone let "once" pass as "llama": here each
+    must be close to its own formula and far from the other's. Not bit by bit, since another rstd may turn a rounding of
+    xhat over. x is of 16 bits, weight and dw are float32."""
+    x, dy, weight, eps, offset, _ = inputs
+    xhat = x.double() / torch.sqrt(x.double().square().mean(dim=1, keepdim=True) + eps)
+    rounded = xhat.to(x.dtype).double()
+    if "y" in llama:
+        scale = weight.double() + offset
+        expected = (rounded * scale).to(x.dtype)
+        assert (llama["y"] == expected).float().mean() > 0.99
+        assert (once["y"] == expected).float().mean() < 0.9
+        assert (once["y"] == (xhat * scale).to(x.dtype)).float().mean() > 0.99
+        assert (llama["y"].double() - once["y"].double()).norm() > 0.5 * ((rounded - xhat) * scale).norm()
+    if "dw" in llama:
+        effect = (dy.double() * (rounded - xhat)).sum(0).norm()
+        assert (llama["dw"] - (dy.double() * rounded).sum(0)).norm() < 0.2 * effect
+        assert (once["dw"] - (dy.double() * xhat).sum(0)).norm() < 0.2 * effect
 
 
 def _gaps(results: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> Tensor:

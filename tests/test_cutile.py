@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from helpers import BF16, FP16, FP32, assert_within, expected_results, make_inputs
+from helpers import BF16, FP16, FP32, assert_llama_rounds, assert_within, expected_results, make_inputs
 from table_cases import shipped_configs
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
@@ -100,11 +100,16 @@ def test_other_dtypes(n, dtype, size):
     assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs, size=size))
 
 
-@pytest.mark.parametrize("n", [64, 2048, 5000, 18448, 18500, 33000])
+@pytest.mark.parametrize("n", [64, 2048, 5000, 18448, 18500, 33000, 33001])
 @pytest.mark.parametrize("size", ["few", "large"])
 def test_llama_casting(n, size):
     inputs = make_inputs(7, n, BF16, FP32, casting="llama", device=CPU)
-    assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs, size=size))
+    llama, once = (
+        run_forward(each) | run_backward(each, size=size)
+        for each in (inputs, inputs._replace(casting="once"))
+    )
+    assert_within(expected_results(inputs), **llama)
+    assert_llama_rounds(inputs, llama, once)
 
 
 @pytest.mark.parametrize("n", [64, 2048, 5000, 18500, 33000, 33008])
@@ -135,6 +140,8 @@ def test_rows_as_several_2d_tiles(rows, casting, weight_dtype):
     config = Config("tiles", 64, 4, 1, 2, rows=rows, pieces=3, tma=True)
     found = run_backward(inputs, config)
     assert_within(expected_results(inputs), **found)
+    if casting == "llama" and weight_dtype is not None:
+        assert_llama_rounds(inputs, found, run_backward(inputs._replace(casting="once"), config))
     assert torch.equal(run_backward(inputs, config, has_dw=False)["dx"], found["dx"])
 
 

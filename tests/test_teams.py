@@ -6,7 +6,7 @@ few run at a time, a team ends and adds up the same bits."""
 
 import pytest
 import torch
-from helpers import BF16, FP32, assert_within, expected_results, make_inputs
+from helpers import BF16, FP32, assert_llama_rounds, assert_within, expected_results, make_inputs
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
@@ -96,6 +96,9 @@ def test_variants_of_the_forward(packed, weight_dtype, casting):
     inputs = make_inputs(9, 60, BF16, weight_dtype, casting=casting, device=CPU)
     y, rstd = forward_of(inputs, config, Scheduled())
     assert_within(expected_results(inputs), y=y, rstd=rstd)
+    if casting == "llama" and weight_dtype is not None:
+        once, _ = forward_of(inputs._replace(casting="once"), config, Scheduled())
+        assert_llama_rounds(inputs, {"y": y}, {"y": once})
 
 
 def test_casting_like_llama_rounds_what_dw_sums():
@@ -104,11 +107,11 @@ def test_casting_like_llama_rounds_what_dw_sums():
     x, dy, weight, eps, offset, _ = inputs
     rstd = torch.rsqrt(x.double().square().mean(dim=1) + eps).float()
     once, rounded = (
-        launch.Backward(Scheduled(), config, 64, True, True, rounds)(x, dy, weight, rstd, offset)[1]
+        {"dw": launch.Backward(Scheduled(), config, 64, True, True, rounds)(x, dy, weight, rstd, offset)[1]}
         for rounds in (False, True)
     )
-    assert_within(expected_results(inputs), dw=rounded)
-    assert not torch.equal(once, rounded)
+    assert_within(expected_results(inputs), **rounded)
+    assert_llama_rounds(inputs, rounded, once)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
