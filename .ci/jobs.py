@@ -20,7 +20,7 @@ from typing import NamedTuple
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDS = ("nothing", "gpu")
+NEEDS = ("nothing", "gpu", "asking")
 PYTEST_SUMMARY = re.compile(r"\d+ (passed|failed|errors?|skipped|deselected)\b.* in \d+\.\d+s")
 
 
@@ -54,8 +54,10 @@ def load_jobs(path: Path) -> list[Job]:
     return jobs
 
 
-def why_skipped(job: Job) -> str | None:
-    """Why this machine cannot run a job, None if it can."""
+def why_skipped(job: Job, is_asked_for: bool) -> str | None:
+    """Why a job does not run, None if it does."""
+    if job.needs == "asking" and not is_asked_for:
+        return f"takes up to {job.timeout_minutes:g} minutes, runs by name only: bash .ci/run {job.name}"
     return "needs a GPU" if job.needs == "gpu" and not has_gpu() else None
 
 
@@ -116,9 +118,12 @@ def run_command(command: str, seconds: float) -> tuple[str | None, str | None]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog=".ci/run", description="Run the jobs of ci.yaml that this machine can run."
+        prog=".ci/run",
+        description="Run the jobs of ci.yaml that this machine can run and that do not take long.",
     )
-    parser.add_argument("jobs", nargs="*", metavar="JOB", help="only these; one that cannot run here fails")
+    parser.add_argument(
+        "jobs", nargs="*", metavar="JOB", help="only these, long ones too; one that cannot run here fails"
+    )
     parser.add_argument(
         "--list", action="store_true", help="name the jobs and whether they run here, run none"
     )
@@ -135,7 +140,7 @@ def main() -> int:
     for job in jobs:
         if arguments.jobs and job.name not in arguments.jobs:
             continue
-        if reason := why_skipped(job):
+        if reason := why_skipped(job, job.name in arguments.jobs):
             print(f"{job.name}: skipped: {reason}", flush=True)
             results.append(Result(job.name, f"skipped: {reason}", 0, None))
         elif arguments.list:

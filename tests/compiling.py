@@ -11,11 +11,13 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import cuda.tile as ct
+import helpers
 import torch
 from cuda.tile.compilation import (
     ArrayConstraint,
@@ -50,6 +52,19 @@ class Compiled(NamedTuple):
 
 
 _KNOWN: dict[tuple[int, str, int, int], Compiled] = {}  # what this process compiled: tests share many kernels
+
+
+def sampled(cases: Iterable[tuple[Any, ...]], step: int = 1) -> list[tuple[Any, ...]]:
+    """Of these cases, each with a Config in it, the last of each kernel and every (4 * step)-th before it; with
+    --every-config every step-th."""
+    step *= 1 if helpers.every_config else 4
+    kept, counts = [], Counter()
+    for case in reversed(list(cases)):
+        [kernel] = {part.kernel for part in case if isinstance(part, Config)}
+        if counts[kernel] % step == 0:
+            kept.append(case)
+        counts[kernel] += 1
+    return kept
 
 
 class CompilingMachine:

@@ -17,12 +17,13 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("TILEGYM_RMSNORM_INTERPRET", "1")
 
+import helpers
 from helpers import BACKENDS, HAS_GPU, why_skip
 
 from tilegym_rmsnorm import known, ops, registry
 from tilegym_rmsnorm.backends.cutile import tables, toolchain
 
-# Files of tests of up to two minutes each.
+# Files of the longest tests.
 LONG = ("test_compile", "test_pipelines", "test_teams")
 # Files of tests that never touch a GPU: on a machine with one they run beside those that do.
 WITHOUT_GPU = {
@@ -57,6 +58,18 @@ WITHOUT_GPU = {
     "test_triton_config",
     "test_validation",
 }
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-config",
+        action="store_true",
+        help="compile every config of Hopper and of the tables, and more of the others, in place of a sample",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    helpers.every_config = config.getoption("--every-config")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

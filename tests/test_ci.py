@@ -48,10 +48,11 @@ def test_jobs_and_what_they_need():
     assert {name: job["needs"] for name, job in JOBS.items()} == {
         "format": "nothing",
         "cpu-tests": "nothing",
+        "every-config": "asking",
         "gpu-ops": "gpu",
         "benchmark": "gpu",
     }
-    assert sum(job["timeout_minutes"] for job in JOBS.values() if job["needs"] == "nothing") <= 30
+    assert sum(job["timeout_minutes"] for job in JOBS.values() if job["needs"] == "nothing") <= 25
 
 
 @pytest.mark.parametrize("command", [command for job in JOBS.values() for command in job["commands"]])
@@ -85,10 +86,13 @@ def test_list_names_every_job():
     answer = ci_run("--list")
 
     assert answer.returncode == 0, answer.stderr
-    lines = [
-        f"{name}: " + ("skipped: needs a GPU" if job["needs"] == "gpu" else "runs here")
-        for name, job in JOBS.items()
-    ]
+    minutes = JOBS["every-config"]["timeout_minutes"]
+    states = {
+        "nothing": "runs here",
+        "gpu": "skipped: needs a GPU",
+        "asking": f"skipped: takes up to {minutes} minutes, runs by name only: bash .ci/run every-config",
+    }
+    lines = [f"{name}: {states[job['needs']]}" for name, job in JOBS.items()]
     assert answer.stdout.splitlines()[-len(lines) :] == lines
 
 
@@ -97,6 +101,7 @@ def test_runs_what_it_can_and_closes_with_the_tests_summary(job_file):
     jobs = {
         "tests": ("nothing", f"echo '{summary}'; echo more"),
         "ops": ("gpu", "echo must not run"),
+        "long": ("asking", "echo must not run"),
         "last": ("nothing", "true"),
     }
 
@@ -104,6 +109,7 @@ def test_runs_what_it_can_and_closes_with_the_tests_summary(job_file):
 
     assert answer.returncode == 0, answer.stderr
     assert "ops: skipped: needs a GPU\n" in answer.stdout
+    assert "long: skipped: takes up to 0.05 minutes, runs by name only" in answer.stdout
     assert "must not run" not in answer.stdout
     assert "tests: passed" in answer.stdout and "last: passed" in answer.stdout
     assert answer.stdout.splitlines()[-1] == summary
@@ -127,13 +133,16 @@ def test_time_limit_ends_a_job_and_what_it_started(job_file):
 
 
 def test_job_asked_for_by_name(job_file):
-    path = job_file({"one": ("nothing", "true"), "two": ("nothing", "false"), "ops": ("gpu", "true")})
+    jobs = {"one": ("nothing", "true"), "two": ("nothing", "false"), "ops": ("gpu", "true")}
+    path = job_file(jobs | {"long": ("asking", "echo $((6 * 7))")})
 
     assert ci_run("--file", path, "one").returncode == 0
+    answer = ci_run("--file", path, "long")
+    assert answer.returncode == 0 and "42\n" in answer.stdout and "long: passed" in answer.stdout
     answer = ci_run("--file", path, "ops")
     assert answer.returncode == 1 and "ops: skipped: needs a GPU" in answer.stdout
     answer = ci_run("--file", path, "three")
-    assert answer.returncode == 2 and "unknown job three; known: one, two, ops" in answer.stderr
+    assert answer.returncode == 2 and "unknown job three; known: one, two, ops, long" in answer.stderr
 
 
 @pytest.mark.parametrize(
@@ -141,7 +150,7 @@ def test_job_asked_for_by_name(job_file):
     [
         (
             {"needs": "tpu", "timeout_minutes": 1, "commands": ["true"]},
-            "expected one of ('nothing', 'gpu'), got 'tpu'",
+            "expected one of ('nothing', 'gpu', 'asking'), got 'tpu'",
         ),
         ({"needs": "gpu", "commands": ["true"]}, "expected the keys"),
     ],

@@ -1,8 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Every kernel of the cutile backend, compiled by tileiras for every architecture: for Hopper with the configs of all
-widths up to WIDEST and some beyond, for the others with a sample (`sampling`)."""
+"""The kernels of the cutile backend, compiled by tileiras for every architecture, by a sample of the configs of all
+widths up to WIDEST and some beyond: one at least of each kernel that serves there. --every-config compiles all of
+Hopper's and of the tables, and a larger sample of the others."""
 
 import functools
 from dataclasses import replace
@@ -23,7 +24,13 @@ from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.sizes import partial_rows, size_class
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from compiling import CompilingMachine, find_cuobjdump, run_backward, run_forward  # noqa: E402
+from compiling import (  # noqa: E402
+    CompilingMachine,
+    find_cuobjdump,
+    run_backward,
+    run_forward,
+    sampled,
+)
 
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.search import rows_of  # noqa: E402
@@ -45,25 +52,27 @@ TIMED_STACK = 40
 SIBLINGS = (86, 89, 103)  # have the rules of sm_80 and sm_100
 
 
-def sampling(itemsize: int, architecture: int) -> int:
-    """Every how many-th config is compiled: all of Hopper's, which are measurements; elsewhere a third of those of
-    2-byte elements, half as many of float32, and fewer for siblings. All of them would take CI a quarter of an hour."""
+def step_of(itemsize: int, architecture: int) -> int:
+    """Of which every how many-th config is sampled: all of Hopper's, which are measurements; elsewhere a third of those
+    of 2-byte elements, half as many of float32, and fewer for siblings."""
     if architecture == 90:
         return 1
     return 9 if architecture in SIBLINGS else 6 if itemsize == 4 else 3
 
 
-def widths_of_configs(configure, itemsize: int, architecture: int, among=range(1, WIDEST), every=0) -> dict:
-    """Each config that one of these widths gets, or for time `every` how many-th, with the widest that is a multiple of
+def widths_of_configs(
+    configure, itemsize: int, architecture: int, among=range(1, WIDEST), with_tma=False
+) -> list:
+    """A sample of the configs that these widths get, or of those with TMA, each with the widest that is a multiple of
     16, or else the widest."""
     widths = {}
     for n in among:
         config = configure(n, itemsize, architecture)
         if configure is few_rows_config and config == backward_config(n, itemsize, architecture):
             continue  # tested as that of other sizes
-        if n % 16 == 0 or widths.get(config, n) % 16:
+        if (config.tma or not with_tma) and (n % 16 == 0 or widths.get(config, n) % 16):
             widths[config] = n
-    return dict(list(widths.items())[:: -max(every, sampling(itemsize, architecture))])
+    return sampled(widths.items(), step_of(itemsize, architecture))
 
 
 def run_dx(machine, config, n, dtype, weight_dtype, m=4096):
@@ -87,7 +96,7 @@ def assert_ends(machine: CompilingMachine) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_forward_configs(architecture, dtype):
     machine = CompilingMachine(architecture)
-    for config, n in widths_of_configs(forward_config, dtype.itemsize, architecture).items():
+    for config, n in widths_of_configs(forward_config, dtype.itemsize, architecture):
         run_forward(machine, config, n, dtype, dtype)
     assert_sound(machine)
 
@@ -97,7 +106,7 @@ def test_forward_configs_of_few_wide_rows(dtype):
     """Of other architectures, and of narrower rows, they are those of more rows."""
     machine = CompilingMachine(90)
     among = range(16400, 33000, 16)
-    for config, n in widths_of_configs(few_forward_config, dtype.itemsize, 90, among).items():
+    for config, n in widths_of_configs(few_forward_config, dtype.itemsize, 90, among):
         run_forward(machine, config, n, dtype, dtype, m=16)
     assert_sound(machine)
 
@@ -119,7 +128,7 @@ def test_packed_rows_take_fewer_registers(n):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_backward_configs(architecture, dtype):
     machine = CompilingMachine(architecture)
-    for config, n in widths_of_configs(backward_config, dtype.itemsize, architecture).items():
+    for config, n in widths_of_configs(backward_config, dtype.itemsize, architecture):
         run_backward(machine, config, n, dtype, dtype)
     assert_sound(machine)
 
@@ -128,7 +137,7 @@ def test_backward_configs(architecture, dtype):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_backward_configs_for_few_rows(architecture, dtype):
     machine = CompilingMachine(architecture)
-    for config, n in widths_of_configs(few_rows_config, dtype.itemsize, architecture).items():
+    for config, n in widths_of_configs(few_rows_config, dtype.itemsize, architecture):
         run_backward(machine, config, n, dtype, dtype, m=128)
     assert_sound(machine)
 
@@ -139,7 +148,7 @@ def test_odd_widths(architecture, configure):
     """Bounds checks, and strides that are no multiple of 16 bytes."""
     machine = CompilingMachine(architecture)
     run = run_forward if configure is forward_config else run_backward
-    for config, n in widths_of_configs(configure, 2, architecture, range(1, WIDEST, 2), every=2).items():
+    for config, n in widths_of_configs(configure, 2, architecture, range(1, WIDEST, 2)):
         run(machine, config, n, BF16, BF16)
     assert_sound(machine)
 
@@ -152,7 +161,7 @@ def test_widths_that_are_no_multiple_of_16(architecture, configure):
     run = run_forward if configure is forward_config else run_backward
     for dtype, step in ((BF16, 8), (FP32, 4)):
         among = [n for n in range(step, WIDEST, step) if n % 16]
-        for config, n in widths_of_configs(configure, dtype.itemsize, architecture, among, every=2).items():
+        for config, n in widths_of_configs(configure, dtype.itemsize, architecture, among):
             run(machine, config, n, dtype, dtype)
     assert_sound(machine)
 
@@ -199,11 +208,7 @@ def test_frozen_weight_and_one_partial_row_per_row(architecture):
 
 @pytest.mark.parametrize("architecture", [90, 100, 120])
 def test_tma_of_single_rows_and_columns_and_of_odd_numbers(architecture):
-    """Kernels apart: extents of 1 are compiled in, and which ones are multiples of 16. So few rows may spill.
-
-    For time, dx alone is compiled where its config is not the backward's, which asks for its registers or more, and for
-    33 rows of bfloat16 on Hopper.
-    """
+    """Kernels apart: extents of 1 are compiled in, and which ones are multiples of 16. So few rows may spill."""
     machine = CompilingMachine(architecture)
     for dtype in (BF16, FP32) if architecture == 90 else (BF16,):
         numbers = (1, 33) if architecture == 90 and dtype is BF16 else (33,)
@@ -212,11 +217,8 @@ def test_tma_of_single_rows_and_columns_and_of_odd_numbers(architecture):
             (dx_config, run_dx),
             (backward_config, run_backward),
         ):
-            for config, n in widths_of_configs(configure, dtype.itemsize, architecture).items():
-                is_shared = configure is dx_config and config == backward_config(
-                    n, dtype.itemsize, architecture
-                )
-                for m in (numbers[1:] if is_shared else numbers) if config.tma else ():
+            for config, n in widths_of_configs(configure, dtype.itemsize, architecture, with_tma=True):
+                for m in numbers:
                     run(machine, config, n, dtype, dtype, m=m)
             for m in (33, 4112):
                 run(machine, configure(1, dtype.itemsize, architecture), 1, dtype, dtype, m=m)
@@ -245,7 +247,7 @@ def test_teams_of_the_widest_rows(n):
 @pytest.mark.parametrize("op", ["forward", "backward"])
 def test_configs_of_the_shipped_tables(op, dtype):
     shipped = shipped_configs(op, dtype)
-    if dtype == "float16":  # what it shares is compiled as bfloat16
+    if dtype == "float16":  # what it shares is compiled as bfloat16, if at all
         shared = {
             (architecture, bucket.n, config)
             for architecture, bucket, config in shipped_configs(op, "bfloat16")
@@ -255,7 +257,7 @@ def test_configs_of_the_shipped_tables(op, dtype):
         pytest.skip(f"no table that ships has an entry of {op} and {dtype}")
     machines = {}
     weight_dtype = getattr(torch, dtype)
-    for architecture, bucket, config in shipped:
+    for architecture, bucket, config in sampled(shipped):
         machine = machines.setdefault(architecture, CompilingMachine(architecture))
         run = run_forward if op == "forward" else run_backward
         for m in {rows_of(bucket)[0], 33 if config.tma else rows_of(bucket)[0]}:

@@ -125,8 +125,10 @@ def test_no_team_serves_that_may_not_fit_the_gpu(folders):
         assert all(config.members <= 7 for config in tried)
 
 
-def test_the_interpreter_has_no_tables(folders):
+def test_the_interpreter_has_no_tables(folders, monkeypatch):
+    """Nor does it read files for the versions of a toolkit, a hundred times in a test of batch sizes."""
     tables.update(folders[0], TARGET, {BUCKET: ENTRY})
+    monkeypatch.setattr(tables.toolchain, "package_version", lambda name: pytest.fail(f"asks for {name}"))
     assert chosen(machine=SimpleNamespace(model=None, architecture=90, most_members=16)) == backward_config(
         4096, 2, 90
     )

@@ -125,8 +125,10 @@ def describe(model: str, architecture: int) -> str:
 
 def target_of(model: str | None, architecture: int) -> Target | None:
     """What tables must be for to count for this GPU; None where no table can."""
+    if model is None:  # before files are read for versions
+        return None
     tileiras, cuda_tile = toolchain.find_tileiras(), toolchain.package_version("cuda-tile")
-    if model is None or cuda_tile is None or tileiras is None or tileiras.release is None:
+    if cuda_tile is None or tileiras is None or tileiras.release is None:
         return None
     return Target(model, architecture, cuda_tile, toolchain.dotted(tileiras.release))
 
