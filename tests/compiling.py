@@ -55,9 +55,9 @@ _KNOWN: dict[tuple[int, str, int, int], Compiled] = {}  # what this process comp
 
 
 def sampled(cases: Iterable[tuple[Any, ...]], step: int = 1) -> list[tuple[Any, ...]]:
-    """Of these cases, each with a Config in it, the last of each kernel and every (4 * step)-th before it; with
+    """Of these cases, each with a Config in it, the last of each kernel and every (6 * step)-th before it; with
     --every-config every step-th."""
-    step *= 1 if helpers.every_config else 4
+    step *= 1 if helpers.every_config else 6
     kept, counts = [], Counter()
     for case in reversed(list(cases)):
         [kernel] = {part.kernel for part in case if isinstance(part, Config)}

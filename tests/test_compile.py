@@ -8,6 +8,7 @@ Hopper's and of the tables, and a larger sample of the others."""
 import functools
 from dataclasses import replace
 
+import helpers
 import pytest
 import torch
 from table_cases import shipped_configs
@@ -24,13 +25,7 @@ from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.sizes import partial_rows, size_class
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from compiling import (  # noqa: E402
-    CompilingMachine,
-    find_cuobjdump,
-    run_backward,
-    run_forward,
-    sampled,
-)
+from compiling import CompilingMachine, find_cuobjdump, run_backward, run_forward, sampled  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.search import rows_of  # noqa: E402
@@ -172,14 +167,19 @@ VARIANTS = {
     "llama casting": dict(dtype=BF16, weight_dtype=BF16, round_xhat=True),
     "no weight": dict(dtype=BF16, weight_dtype=None),
 }
-ONE_WIDTH_PER_KERNEL = (128, 2048, 5120, 40000, 65536)
+
+
+def one_width_per_kernel(architecture: int) -> tuple[int, ...]:
+    """All of them for Hopper or with --every-config, else every second."""
+    widths = (128, 2048, 5120, 40000, 65536)
+    return widths if architecture == 90 or helpers.every_config else widths[::2]
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 120])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants(architecture, variant):
     machine = CompilingMachine(architecture)
-    for n in ONE_WIDTH_PER_KERNEL:
+    for n in one_width_per_kernel(architecture):
         run_forward(machine, forward_config(n, 2, architecture), n, **VARIANTS[variant])
         has_dw = VARIANTS[variant]["weight_dtype"] is not None
         for size in ("few", "large"):
@@ -191,7 +191,7 @@ def test_variants(architecture, variant):
 @pytest.mark.parametrize("architecture", [80, 90, 120])
 def test_frozen_weight_and_one_partial_row_per_row(architecture):
     machine = CompilingMachine(architecture)
-    for n in ONE_WIDTH_PER_KERNEL:
+    for n in one_width_per_kernel(architecture):
         for configure in (dx_config, few_dx_config):
             run_dx(machine, configure(n, 2, architecture), n, BF16, BF16)
         row_partials = row_partials_config(n, 2, architecture)
