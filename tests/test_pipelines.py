@@ -65,7 +65,7 @@ def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
                 assert not overwritten(code), (path.stem, config, n, has_dw)
                 checked += any("UTMALDG" in line for line in code)
                 path.unlink()
-    assert checked >= (30 if dtype is BF16 else 15)
+    assert checked > (10 if dtype is FP16 else 20)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

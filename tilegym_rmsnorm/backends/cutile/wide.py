@@ -61,10 +61,8 @@ def backward_teams_config(n: int, itemsize: int, size: str, has_dw: bool, most_m
     occupancy = 4 if part <= 2048 else 3 if part == 4096 and itemsize == 4 else 2
     warps = 4
     if not has_dw and size == "few" and itemsize == 2 and part == 4096:
-        warps, occupancy = (
-            8,
-            1,
-        )  # by 4 warps its loop takes 176 bytes of stack where there is no sum of dw; not timed
+        # By 4 warps its loop takes 176 bytes of stack where there is no sum of dw. Not timed.
+        warps, occupancy = 8, 1
     reason = "a team of blocks a row, each with as much of it as its registers hold"
     return Config(
         "teams", width, warps, occupancy, 2, pieces=pieces, members=members, reason=reason, spills=why
