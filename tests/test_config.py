@@ -227,24 +227,35 @@ def test_helper_kernels_have_tiles_of_powers_of_two():
 
 
 def test_the_sum_takes_the_partial_rows_of_two_blocks_an_sm_in_two_steps():
-    """Each step waits for memory; one that adds fewer rows than a tile has wastes the rest of its lanes."""
+    """Each step waits for memory; one that adds fewer rows than a tile has wastes the rest of its lanes. Teams leave
+    fewer and wider rows: three steps, of which the last adds one row."""
     for n in WIDTHS:
         for itemsize in (2, 4):
             config = backward_config(n, itemsize, 90)
             if not config.is_fused and config.kernel != "strips":
-                assert -(-most_partial_rows(config, 132) // sum_config(config, 90).rows) <= 2, config
+                most = most_partial_rows(config, 132) - (config.kernel == "teams")
+                assert -(-most // sum_config(config, 90).rows) <= 2, config
 
 
-def test_the_sum_is_taller_only_where_it_was_measured_to_win():
+def test_the_sum_differs_only_where_it_was_measured_to_win():
     two, one = Config("rows", 2048, 8, 2, 6), Config("rows", 8192, 8, 1, 4)
-    team, fused = (
-        Config("teams", 8192, 4, 2, 2, members=4),
-        Config("fused", 4096, 8, 2, 1, rows=64, slab=1024),
-    )
-    for first in (two, replace(two, kernel="tiles")):
-        assert (sum_config(first, 90).rows, sum_config(first, 90).occupancy) == (256, 2)
-    for first, architecture in ((one, 90), (team, 90), (fused, 90), (two, 80), (two, 100)):
-        assert (sum_config(first, architecture).rows, sum_config(first, architecture).occupancy) == (128, 4)
+    team, small_team = Config("teams", 8192, 4, 2, 2, members=8), Config("teams", 8192, 4, 2, 2, members=4)
+    fused = Config("fused", 4096, 8, 2, 1, rows=64, slab=1024)
+    wide = Config("fused", 16384, 8, 1, 1, rest=2048, rows=8, strip=1024, slab=32)
+    tiles = {
+        (256, 16, 2): (two, replace(two, kernel="tiles")),
+        (16, 256, 2): (team, replace(small_team, members=16, occupancy=3)),
+        (64, 64, 2): (small_team, replace(small_team, members=3)),
+        (4, 512, 4): (wide, replace(wide, kernel="fused_chunks", width=4096, rest=0)),
+        (128, 16, 4): (one, fused, replace(one, kernel="strips")),
+    }
+    for expected, firsts in tiles.items():
+        for first in firsts:
+            found = sum_config(first, 90)
+            assert (found.rows, found.width, found.occupancy) == expected, first
+            for architecture in (80, 100):
+                found = sum_config(first, architecture)
+                assert (found.rows, found.width, found.occupancy) == (128, 16, 4), first
 
 
 def test_the_selector_imports_neither_torch_nor_cuda_tile():

@@ -20,7 +20,6 @@ from tilegym_rmsnorm.backends.cutile.config import (
     backward_config,
     forward_config,
     row_partials_config,
-    sum_config,
 )
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
@@ -178,22 +177,6 @@ def test_scales_far_from_one(kernel, x_scale, dy_scale):
         assert (found[name] - expected).abs().max() < 1e-5 * expected.abs().max(), name
 
 
-@pytest.mark.parametrize("n", [1, 64, 1000, 4096, 18448, 18500])
-def test_one_partial_row_per_row(n):
-    inputs = make_inputs(19, n, BF16, FP32, device=CPU)
-    config = row_partials_config(n, 2, 90)
-    assert_within(expected_results(inputs), **run_backward(inputs, config, shares_partials=False))
-
-
-@pytest.mark.parametrize(("occupancy", "rows"), [(1, 128), (2, 256)])
-def test_every_partial_row_is_added_once_in_several_steps(occupancy, rows):
-    """300 partial rows: three steps of the sum, or two, of which the last is not full."""
-    inputs = make_inputs(300, 20, BF16, FP32, device=CPU)
-    config = Config("rows", 32, 4, occupancy, 4)
-    assert sum_config(config, 90).rows == rows
-    assert_within(expected_results(inputs), **run_backward(inputs, config, shares_partials=False))
-
-
 @pytest.mark.parametrize(
     ("m", "n"),
     [(m, 64) for m in (1, 2, 127, 128, 129)] + [(m, n) for m in (1, 2, 5) for n in (4096, 18500)],
@@ -201,15 +184,6 @@ def test_every_partial_row_is_added_once_in_several_steps(occupancy, rows):
 def test_batch_sizes_around_the_rows_of_a_tile(m, n):
     inputs = make_inputs(m, n, BF16, FP32, device=CPU)
     assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs))
-
-
-@pytest.mark.parametrize("n", [64, 4096, 5000, 18448, 18500])
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("size", ["few", "large"])
-def test_the_only_partial_row_is_dw(n, dtype, size):
-    """With one block, or one slab, there is nothing to add: dw, of weight's dtype, takes the place of dw_partial."""
-    inputs = make_inputs(1, n, dtype, dtype, device=CPU)
-    assert_within(expected_results(inputs), **run_backward(inputs, size=size))
 
 
 @pytest.mark.parametrize("n", [64, 3000, 18448, 18500])

@@ -161,12 +161,25 @@ def sum_config(first: Config, architecture: int) -> Config:
     Narrow strips, so that even 1024 columns are 64 blocks. Each step of them waits for memory, so where several blocks
     an SM leave more than 128 partial rows a step takes 256; us, whole backward, H200: one step instead of two (P = 256)
     8192x2560 39.1 -> 38.3, 2048x2560 13.8 -> 12.9, two instead of three (261) 16384x2880 78.0 -> 77.2; where P is 128,
-    4096x16384, 116.4 -> 117.0. Timed on sm_90 alone. With room for four blocks the taller tile spills, at widths that
-    are no multiple of 16.
+    4096x16384, 116.4 -> 117.0. With room for four blocks the taller tile spills, at widths that are no multiple of 16.
+
+    Rows of more than 16384 columns leave few partial rows, and are strips enough however wide those. H100: teams of 8
+    or 16, P of up to 33, 2048x65536 309.8 -> 306.5, 16x65536 13.0 -> 9.4; teams of 3 to 5, 4096x32768 (66) 299.1 ->
+    298.2; slabs, 128x32768 (2) 19.6 -> 17.2, float32 64x18432 (2) 11.4 -> 10.0. All timed on sm_90 alone.
     """
-    has_many = first.kernel in ("rows", "tiles") and first.occupancy > 1
-    rows, occupancy = (256, 2) if architecture == 90 and has_many else (128, 4)
-    return Config("sum", 16, 4, occupancy, 4, rows=rows, reason="1.1 to 5.1 us after the first kernel")
+    rows, width, occupancy = _sum_tile_on_hopper(first) if architecture == 90 else (128, 16, 4)
+    return Config("sum", width, 4, occupancy, 4, rows=rows, reason="1.1 to 5.1 us after the first kernel")
+
+
+def _sum_tile_on_hopper(first: Config) -> tuple[int, int, int]:
+    """Rows, columns, and blocks an SM that the compiler leaves room for."""
+    if first.kernel in ("rows", "tiles") and first.occupancy > 1:
+        return 256, 16, 2
+    if first.members > 1:
+        return (16, 256, 2) if first.members >= 4 * first.occupancy else (64, 64, 2)
+    if first.kernel == "fused_chunks" or (first.is_fused and first.lanes > WIDEST_FUSED_ROW):
+        return 4, 512, 4
+    return 128, 16, 4
 
 
 def row_partials_config(n: int, itemsize: int, architecture: int, most_members: int = MOST_MEMBERS) -> Config:
