@@ -113,8 +113,8 @@ def readme_section(
 ) -> str:
     """The result as Markdown: for each op its pictures, cutile against the best peer, and GB/s by provider, folded.
 
-    A grid has its pictures alone. The backward, which this package is about, stays unfolded unless `is_folded`.
-    `is_brief` leaves out the GB/s by provider, and their picture, where there is a best peer.
+    A grid has its pictures and their mean alone. The backward, which this package is about, stays unfolded unless
+    `is_folded`. `is_brief` leaves out the GB/s by provider, and their picture, where there is a best peer.
     """
     lines = [f"{one_line(result)}."]
     if result["note"]:
@@ -125,12 +125,14 @@ def readme_section(
     for op in sorted(ops_of(result), key=lambda op: op != "backward"):
         if op == "dx":  # what dw costs is a figure of the backward
             continue
-        title = heading(result, op)
+        title = heading(result, op) + (", over rows and columns" if result.get("is_grid") else "")
         names = [name for name in (f"{op}-map", op) if name in images]
         shown = [f"![{title}]({images[name]})" for name in (names[:1] if is_brief else names)]
-        if not result.get("is_grid"):
+        comparison = _comparison(result, op)
+        if result.get("is_grid"):
+            shown += comparison[:1]
+        else:
             table = op_table(result, op, _plain_rate_cell, "github", summary=True)
-            comparison = _comparison(result, op)
             every = _folded(f"{title}: GB/s of every provider", [table]) if comparison else [table]
             shown += comparison if is_brief and comparison else [*comparison, *every]
         is_open = op == "backward" and not is_folded

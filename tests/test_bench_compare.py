@@ -242,9 +242,11 @@ def test_the_overview_has_a_line_for_each_result():
     assert cells[1] == [f"{gpu}, float16", "1", "1.20", "1 of 1", "", ""]
 
 
-def test_readme_of_a_grid_is_its_pictures(tmp_path):
+def test_readme_of_a_grid_is_its_pictures_and_their_mean(tmp_path):
     text = report.readme_section(make_grid(), {"backward": "b.png"})
     assert "(b.png)" in text and "|" not in text
+    assert "**backward, bfloat16, over rows and columns**" in text
+    assert "best of quack at each shape: 1.27 times as fast (geometric mean of 6)." in text
 
 
 def test_readme_takes_results_and_grids_together(tmp_path, monkeypatch):
