@@ -20,7 +20,7 @@ from typing import NamedTuple
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDS = ("nothing", "gpu", "asking")
+NEEDS = ("nothing", "gpu")
 PYTEST_SUMMARY = re.compile(r"\d+ (passed|failed|errors?|skipped|deselected)\b.* in \d+\.\d+s")
 
 
@@ -29,6 +29,7 @@ class Job(NamedTuple):
     needs: str
     timeout_minutes: float
     commands: list[str]
+    by_name: bool = False  # takes long: runs only where it is named
 
 
 class Result(NamedTuple):
@@ -46,8 +47,11 @@ def load_jobs(path: Path) -> list[Job]:
     """The jobs of a file, in its order. Raises ValueError for one that does not say what is expected."""
     jobs = []
     for name, entry in yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].items():
-        if set(entry) != set(Job._fields[1:]):
-            raise ValueError(f"job {name}: expected the keys {Job._fields[1:]}, got {tuple(entry)}")
+        required, optional = set(Job._fields[1:]) - set(Job._field_defaults), set(Job._field_defaults)
+        if not required <= set(entry) <= required | optional:
+            raise ValueError(
+                f"job {name}: expected the keys {sorted(required)}, if need be {sorted(optional)}, got {sorted(entry)}"
+            )
         if entry["needs"] not in NEEDS:
             raise ValueError(f"job {name}: needs: expected one of {NEEDS}, got {entry['needs']!r}")
         jobs.append(Job(name, **entry))
@@ -56,7 +60,7 @@ def load_jobs(path: Path) -> list[Job]:
 
 def why_skipped(job: Job, is_asked_for: bool) -> str | None:
     """Why a job does not run, None if it does."""
-    if job.needs == "asking" and not is_asked_for:
+    if job.by_name and not is_asked_for:
         return f"takes up to {job.timeout_minutes:g} minutes, runs by name only: bash .ci/run {job.name}"
     return "needs a GPU" if job.needs == "gpu" and not has_gpu() else None
 
