@@ -54,6 +54,8 @@ def load_jobs(path: Path) -> list[Job]:
             )
         if entry["needs"] not in NEEDS:
             raise ValueError(f"job {name}: needs: expected one of {NEEDS}, got {entry['needs']!r}")
+        if not isinstance(entry.get("by_name", False), bool):
+            raise ValueError(f"job {name}: by_name: expected true or false, got {entry['by_name']!r}")
         jobs.append(Job(name, **entry))
     return jobs
 

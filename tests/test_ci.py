@@ -161,6 +161,10 @@ def test_job_asked_for_by_name(job_file):
             {"needs": "gpu", "timeout_minutes": 1, "commands": ["true"], "by_nam": True},
             "if need be ['by_name'], got ['by_nam', ",
         ),
+        (
+            {"needs": "gpu", "timeout_minutes": 1, "commands": ["true"], "by_name": "no"},
+            "by_name: expected true or false, got 'no'",
+        ),
     ],
 )
 def test_unsound_list_of_jobs_is_refused(tmp_path, entry, message):

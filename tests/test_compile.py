@@ -272,9 +272,9 @@ def test_configs_of_the_shipped_tables(op, dtype):
 @pytest.mark.parametrize("architecture", [80, 90, 120])
 def test_a_backward_sums_by_the_config_for_its_kernel_and_architecture(architecture):
     machine = CompilingMachine(architecture, compiles=False)
-    for config in (Config("rows", 2048, 8, 2, 6), Config("rows", 2048, 8, 1, 6)):
-        backward = Backward(machine, config, 2048, True, True, False)
-        assert backward.sum == sum_config(config, architecture)
+    for n, size in ((2560, "large"), (8192, "large"), (65536, "large"), (18432, "few")):
+        backward = Backward(machine, config := backward_config(n, 2, 90, size), n, True, True, False)
+        assert backward.sum == sum_config(config, n, architecture)
 
 
 @pytest.mark.parametrize("weight_dtype", [BF16, FP32])

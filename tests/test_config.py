@@ -221,41 +221,50 @@ def test_what_no_kernel_serves_is_refused(arguments):
 
 
 def test_helper_kernels_have_tiles_of_powers_of_two():
-    sums = {sum_config(backward_config(n, itemsize, 90), 90) for n in WIDTHS for itemsize in (2, 4)}
+    sums = {sum_config(backward_config(n, itemsize, 90), n, 90) for n in WIDTHS for itemsize in (2, 4)}
     for config in (*sums, *map(means_config, ARCHITECTURES)):
         assert config.width == power_of_two(config.width) and config.rows == power_of_two(config.rows)
 
 
 def test_the_sum_takes_the_partial_rows_of_two_blocks_an_sm_in_two_steps():
-    """Each step waits for memory; one that adds fewer rows than a tile has wastes the rest of its lanes. Teams leave
-    fewer and wider rows: three steps, of which the last adds one row."""
+    """Each step waits for memory; fewer rows than a tile has waste its lanes. Many rows in slabs are no such case."""
     for n in WIDTHS:
         for itemsize in (2, 4):
-            config = backward_config(n, itemsize, 90)
-            if not config.is_fused and config.kernel != "strips":
-                most = most_partial_rows(config, 132) - (config.kernel == "teams")
-                assert -(-most // sum_config(config, 90).rows) <= 2, config
+            for size in ("few", "large"):
+                config = backward_config(n, itemsize, 90, size)
+                if config.kernel == "strips" or config.slab and size == "large":
+                    continue
+                most = most_partial_rows(config, 132)
+                if config.is_fused:
+                    most = max(partial_rows(m, n, config, 132) for m in rows_of_class(size, n))
+                assert -(-most // sum_config(config, n, 90).rows) <= 2, (n, config, most)
 
 
 def test_the_sum_differs_only_where_it_was_measured_to_win():
-    two, one = Config("rows", 2048, 8, 2, 6), Config("rows", 8192, 8, 1, 4)
-    team, small_team = Config("teams", 8192, 4, 2, 2, members=8), Config("teams", 8192, 4, 2, 2, members=4)
-    fused = Config("fused", 4096, 8, 2, 1, rows=64, slab=1024)
-    wide = Config("fused", 16384, 8, 1, 1, rest=2048, rows=8, strip=1024, slab=32)
+    two, one = (Config("rows", 2048, 8, blocks, 6) for blocks in (2, 1))
+    fused = Config("fused", 16384, 8, 1, 1, 2048, 8, 1024, 32)
+    chunks = replace(fused, kernel="fused_chunks", width=4096, rest=0)
+
+    def team(members: int, occupancy: int) -> Config:
+        return Config("teams", 4096, 4, occupancy, 2, members=members)
+
     tiles = {
-        (256, 16, 2): (two, replace(two, kernel="tiles")),
-        (16, 256, 2): (team, replace(small_team, members=16, occupancy=3)),
-        (64, 64, 2): (small_team, replace(small_team, members=3)),
-        (4, 512, 4): (wide, replace(wide, kernel="fused_chunks", width=4096, rest=0)),
-        (128, 16, 4): (one, fused, replace(one, kernel="strips")),
+        (256, 16, 2): [(two, 2048), (replace(two, kernel="tiles"), 2048)],
+        (32, 128, 2): [(team(8, 2), 65536), (team(16, 3), 65536), (team(8, 3), 32768), (team(6, 2), 49152)],
+        (4, 512, 4): [(fused, 18432), (chunks, 16400), (chunks, 131072)],
+        (128, 16, 4): [
+            *((one, 8192), (replace(one, kernel="strips"), 140000), (fused, 4096), (chunks, 16384)),
+            *((team(members, 2), 8192 * members) for members in (3, 4, 5)),
+            *((team(6, 4), 18432), (team(4, 3), 16384)),
+        ],
     }
-    for expected, firsts in tiles.items():
-        for first in firsts:
-            found = sum_config(first, 90)
-            assert (found.rows, found.width, found.occupancy) == expected, first
+    for expected, cases in tiles.items():
+        for first, n in cases:
+            found = sum_config(first, n, 90)
+            assert (found.rows, found.width, found.occupancy) == expected, (first, n)
             for architecture in (80, 100):
-                found = sum_config(first, architecture)
-                assert (found.rows, found.width, found.occupancy) == (128, 16, 4), first
+                found = sum_config(first, n, architecture)
+                assert (found.rows, found.width, found.occupancy) == (128, 16, 4), (first, n)
 
 
 def test_the_selector_imports_neither_torch_nor_cuda_tile():

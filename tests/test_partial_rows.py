@@ -25,19 +25,22 @@ def test_one_partial_row_per_row(n):
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "config", "rows"),
+    ("m", "n", "config"),
     [
-        (300, 20, Config("rows", 32, 4, 1, 4), 128),
-        (300, 20, Config("rows", 32, 4, 2, 4), 256),
-        (35, 300, Config("teams", 128, 4, 1, 4, members=4), 16),
-        (70, 80, Config("teams", 64, 4, 1, 4, members=2), 64),
-        (11, 600, Config("fused_chunks", 128, 4, 1, 1, rows=2, strip=64, slab=2), 4),
+        (300, 20, Config("rows", 32, 4, 1, 4)),
+        (300, 20, Config("rows", 32, 4, 2, 4)),
+        (35, 16656, Config("teams", 8192, 4, 1, 4, members=3)),
+        (11, 16656, Config("fused_chunks", 4096, 4, 1, 1, rows=2, strip=512, slab=2)),
     ],
+    ids=["128x16", "256x16", "32x128", "4x512"],
 )
-def test_every_partial_row_is_added_once_in_several_steps(m, n, config, rows):
-    """A step of the sum that is not full follows others that are; so does its last block, where there are several."""
+def test_every_partial_row_is_added_once_in_several_steps(m, n, config, request):
+    """The last step of the sum is not full, nor are all its blocks."""
     inputs = make_inputs(m, n, BF16, FP32, device=CPU)
-    assert sum_config(config, 90).rows == rows
+    config_of_sum = sum_config(config, n, 90)
+    assert f"{config_of_sum.rows}x{config_of_sum.width}" in request.node.name
+    partial_rows = m if not config.is_fused else -(-m // config.slab)
+    assert partial_rows > config_of_sum.rows and partial_rows % config_of_sum.rows
     results = run_backward(inputs, config, shares_partials=config.is_fused)
     assert_within(expected_results(inputs), **results)
 

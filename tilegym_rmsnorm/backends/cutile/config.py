@@ -155,7 +155,7 @@ def widest_backward_row(n: int, itemsize: int, architecture: int) -> int:
     return 16384 if itemsize == 2 or architecture == 90 else 12288
 
 
-def sum_config(first: Config, architecture: int) -> Config:
+def sum_config(first: Config, n: int, architecture: int) -> Config:
     """The kernel that adds the partial rows that the first kernel of a backward leaves.
 
     Narrow strips, so that even 1024 columns are 64 blocks. Each step of them waits for memory, so where several blocks
@@ -163,22 +163,26 @@ def sum_config(first: Config, architecture: int) -> Config:
     8192x2560 39.1 -> 38.3, 2048x2560 13.8 -> 12.9, two instead of three (261) 16384x2880 78.0 -> 77.2; where P is 128,
     4096x16384, 116.4 -> 117.0. With room for four blocks the taller tile spills, at widths that are no multiple of 16.
 
-    Rows of more than 16384 columns leave few partial rows, and are strips enough however wide those. H100: teams of 8
-    or 16, P of up to 33, 2048x65536 309.8 -> 306.5, 16x65536 13.0 -> 9.4; teams of 3 to 5, 4096x32768 (66) 299.1 ->
-    298.2; slabs, 128x32768 (2) 19.6 -> 17.2, float32 64x18432 (2) 11.4 -> 10.0. All timed on sm_90 alone.
+    Teams of many members and slabs leave fewer partial rows of more than 16384 columns, which fill little of such a
+    tile. H100 (cuda-tile 1.7.0, tileiras 13.4.92), teams: 16x65536 (16 partial rows) 12.98 -> 9.44, 2048x65536 (33)
+    309.8 -> 307.0, float32 128x32768 (43) 27.31 -> 26.53; with 66 and more nothing. Slabs: 128x32768 (2) 19.58 ->
+    17.24, float32 64x18432 (2) 11.44 -> 10.04, 512x131072 (8) 592.7 -> 584.6; more than 8 were not timed.
+
+    All timed on sm_90 alone.
     """
-    rows, width, occupancy = _sum_tile_on_hopper(first) if architecture == 90 else (128, 16, 4)
+    rows, width, occupancy = _sum_tile_on_hopper(first, n) if architecture == 90 else (128, 16, 4)
     return Config("sum", width, 4, occupancy, 4, rows=rows, reason="1.1 to 5.1 us after the first kernel")
 
 
-def _sum_tile_on_hopper(first: Config) -> tuple[int, int, int]:
+def _sum_tile_on_hopper(first: Config, n: int) -> tuple[int, int, int]:
     """Rows, columns, and blocks an SM that the compiler leaves room for."""
     if first.kernel in ("rows", "tiles") and first.occupancy > 1:
         return 256, 16, 2
-    if first.members > 1:
-        return (16, 256, 2) if first.members >= 4 * first.occupancy else (64, 64, 2)
-    if first.kernel == "fused_chunks" or (first.is_fused and first.lanes > WIDEST_FUSED_ROW):
+    if n > WIDEST_FUSED_ROW and first.is_fused:
         return 4, 512, 4
+    # P is SMs * occupancy / members at most: on 132 SMs up to 49 of these, 66 and more of the others
+    if n > WIDEST_FUSED_ROW and 3 * first.members >= 8 * first.occupancy:
+        return 32, 128, 2
     return 128, 16, 4
 
 

@@ -181,7 +181,7 @@ class Backward:
             "chunks": (backward_wide.backward_chunks, (has_weight,)),
         }[config.kernel]
         self.launch = machine.bind(function, config, (*tile_constants(config, n), *switches, dependent))
-        self.sum = sum_config(config, machine.architecture)
+        self.sum = sum_config(config, n, machine.architecture)
         self.sum_grid = (-(-n // self.sum.width),)
         constants = (*tile_constants(self.sum, n), dependent)
         self.launch_sum = machine.bind(backward.sum_partials, self.sum, constants)
