@@ -46,12 +46,11 @@ class Result(NamedTuple):
 def load_jobs(path: Path) -> list[Job]:
     """The jobs of a file, in its order. Raises ValueError for one that does not say what is expected."""
     jobs = []
+    fields, optional = set(Job._fields[1:]), set(Job._field_defaults)
     for name, entry in yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"].items():
-        required, optional = set(Job._fields[1:]) - set(Job._field_defaults), set(Job._field_defaults)
-        if not required <= set(entry) <= required | optional:
-            raise ValueError(
-                f"job {name}: expected the keys {sorted(required)}, if need be {sorted(optional)}, got {sorted(entry)}"
-            )
+        if not fields - optional <= set(entry) <= fields:
+            expected = f"the keys {sorted(fields - optional)}, if need be {sorted(optional)}"
+            raise ValueError(f"job {name}: expected {expected}, got {sorted(entry)}")
         if entry["needs"] not in NEEDS:
             raise ValueError(f"job {name}: needs: expected one of {NEEDS}, got {entry['needs']!r}")
         if not isinstance(entry.get("by_name", False), bool):

@@ -7,6 +7,7 @@ part."""
 import ast
 import functools
 import inspect
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -221,7 +222,8 @@ def test_what_no_kernel_serves_is_refused(arguments):
 
 
 def test_helper_kernels_have_tiles_of_powers_of_two():
-    sums = {sum_config(backward_config(n, itemsize, 90), n, 90) for n in WIDTHS for itemsize in (2, 4)}
+    kinds = itertools.product(WIDTHS, (2, 4), SIZES)
+    sums = {sum_config(backward_config(n, itemsize, 90, size), n, 90) for n, itemsize, size in kinds}
     for config in (*sums, *map(means_config, ARCHITECTURES)):
         assert config.width == power_of_two(config.width) and config.rows == power_of_two(config.rows)
 
@@ -232,7 +234,7 @@ def test_the_sum_takes_the_partial_rows_of_two_blocks_an_sm_in_two_steps():
         for itemsize in (2, 4):
             for size in ("few", "large"):
                 config = backward_config(n, itemsize, 90, size)
-                if config.kernel == "strips" or config.slab and size == "large":
+                if config.kernel == "strips" or (config.is_fused and size == "large"):
                     continue
                 most = most_partial_rows(config, 132)
                 if config.is_fused:

@@ -25,22 +25,21 @@ def test_one_partial_row_per_row(n):
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "config"),
+    ("m", "n", "config", "tile"),
     [
-        (300, 20, Config("rows", 32, 4, 1, 4)),
-        (300, 20, Config("rows", 32, 4, 2, 4)),
-        (35, 16656, Config("teams", 8192, 4, 1, 4, members=3)),
-        (11, 16656, Config("fused_chunks", 4096, 4, 1, 1, rows=2, strip=512, slab=2)),
+        (300, 20, Config("rows", 32, 4, 1, 4), (128, 16)),
+        (300, 20, Config("rows", 32, 4, 2, 4), (256, 16)),
+        (35, 16656, Config("teams", 8192, 4, 1, 4, members=3), (32, 128)),
+        (11, 16656, Config("fused_chunks", 4096, 4, 1, 1, rows=2, strip=512, slab=2), (4, 512)),
     ],
-    ids=["128x16", "256x16", "32x128", "4x512"],
 )
-def test_every_partial_row_is_added_once_in_several_steps(m, n, config, request):
+def test_every_partial_row_is_added_once_in_several_steps(m, n, config, tile):
     """The last step of the sum is not full, nor are all its blocks."""
+    chosen = sum_config(config, n, 90)
+    assert (chosen.rows, chosen.width) == tile
+    p = -(-m // config.slab) if config.is_fused else m
+    assert p > chosen.rows and p % chosen.rows and n % chosen.width
     inputs = make_inputs(m, n, BF16, FP32, device=CPU)
-    config_of_sum = sum_config(config, n, 90)
-    assert f"{config_of_sum.rows}x{config_of_sum.width}" in request.node.name
-    partial_rows = m if not config.is_fused else -(-m // config.slab)
-    assert partial_rows > config_of_sum.rows and partial_rows % config_of_sum.rows
     results = run_backward(inputs, config, shares_partials=config.is_fused)
     assert_within(expected_results(inputs), **results)
 
