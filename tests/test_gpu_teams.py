@@ -24,8 +24,14 @@ PATIENCE = 60  # seconds
 CONFIGS = [
     Config("teams", 8192, 4, 2, 2, members=4),
     Config("teams", 4096, 4, 2, 2, members=8),
+    Config(
+        "teams", 4096, 4, 2, 4, members=8, tma=True
+    ),  # the backward alone: a forward's parts never come by TMA
     Config("teams", 2048, 8, 4, 2, members=16),
 ]
+every_config = pytest.mark.parametrize(
+    "config", CONFIGS, ids=lambda config: f"{config.members} members" + " by TMA" * config.tma
+)
 
 
 class Larger:
@@ -70,7 +76,7 @@ def wait_for_the_gpu():
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.members} members")
+@every_config
 def test_teams_that_do_not_all_fit_the_gpu_take_turns(config):
     """Eight times as many blocks as there is room for, so most teams start when others have ended."""
     inputs = make_inputs(8 * 2 * 132 * 4 // config.members + 5, 32768, BF16, FP32)
@@ -86,7 +92,7 @@ def test_teams_that_do_not_all_fit_the_gpu_take_turns(config):
             assert all(map(torch.equal, results, first))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.members} members")
+@every_config
 def test_teams_of_many_launches_at_once(config):
     """The blocks of 24 streams share the GPU, so teams of several launches are incomplete at a time."""
     streams = [torch.cuda.Stream() for _ in range(24)]

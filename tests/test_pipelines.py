@@ -68,6 +68,24 @@ def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
     assert checked > (10 if dtype is FP16 else 20)
 
 
+def test_a_team_asks_for_its_next_row_before_it_sums_this_one(tmp_path):
+    """By TMA: a block gives its slots of shared memory back as soon as their tiles are in registers, before it adds
+    its products and waits for its members."""
+    config = Config("teams", 2048, 4, 2, 4, pieces=3, members=3, tma=True)
+    run_backward(CompilingMachine(90, keep=tmp_path), config, 18432, BF16, BF16)
+    code = disassembled(tmp_path / "backward_teams.cubin")
+    assert not overwritten(code)
+    loops = [code[target : branch + 1] for branch, target in backward_branches(code)]
+    [workers] = [
+        loop
+        for loop in loops
+        if any("FFMA" in line for line in loop) and not any("UTMALDG" in line for line in loop)
+    ]
+    given_back = [i for i, line in enumerate(workers) if "SYNCS.ARRIVE.TRANS64.A1T0" in line]
+    last = given_back[2 * config.pieces - 1]
+    assert last < next(i for i, line in enumerate(workers) if "BAR.SYNC" in line)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_no_forward_or_dx_alone_overwrites_chunks_in_use(dtype, tmp_path):
     for n in (33001, 33008, 140000):

@@ -48,6 +48,7 @@ from .rows import (
     ConstInt,
     column_tiles,
     factor_of_x,
+    load_part_of_row,
     load_row,
     load_row_of_tiles,
     load_rstd_tile,
@@ -57,6 +58,7 @@ from .rows import (
     products_lane_by_lane,
     row_as_float32,
     row_of_terms_of_dw,
+    store_part_of_row,
     store_row,
     store_sum_of_rows,
     sum_of_products,
@@ -81,8 +83,15 @@ def row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED,
     """
     dx, dy, x, weight, rstd = arrays
     EVEN, HAS_WEIGHT, HAS_DW, ROUND_XHAT = SWITCHES
-    tstored_x = load_row(x, row, tcolumns, EVEN, LATENCY)
-    tstored_dy = load_row(dy, row, tcolumns, EVEN, LATENCY)
+    TMA = False
+    if len(team) > 0:
+        board, member, MEMBERS, SLOTS, TMA = team
+    if TMA:
+        tstored_x = load_part_of_row(x, row, member, tcolumns, LATENCY)
+        tstored_dy = load_part_of_row(dy, row, member, tcolumns, LATENCY)
+    else:
+        tstored_x = load_row(x, row, tcolumns, EVEN, LATENCY)
+        tstored_dy = load_row(dy, row, tcolumns, EVEN, LATENCY)
     trstd = ct.load(rstd, row, shape=())
 
     tscale = ()
@@ -92,7 +101,6 @@ def row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED,
     th, tg = h_and_g(tdy, trstd, tscale)
     total = sum_of_products(tx, tg, PIECES)
     if len(team) > 0:
-        board, member, MEMBERS, SLOTS = team
         total = sum_of_team(board, row, member, total, MEMBERS, SLOTS)
     tfactor = factor_of_x(total * inv_n, trstd)
     if PACKED:
@@ -100,7 +108,10 @@ def row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED,
         th, tg = h_and_g(tdy, trstd, tscale)
 
     tdx = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tcolumns))))
-    store_row(dx, row, tcolumns, tdx, EVEN)
+    if TMA:
+        store_part_of_row(dx, row, member, tdx)
+    else:
+        store_row(dx, row, tcolumns, tdx, EVEN)
     return row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
 
 

@@ -6,6 +6,9 @@ x and dy of a row of more than 16384 elements, and its sum of dw, do not fit the
 blocks share the rows, each with the same columns of every row of its team, so x and dy are read once: 2048x65536 in 312
 us on an H100, where backward_fused, which reads them twice, took 437. What a row needs from all of its columns is one
 number, the sum of its products: team.py adds it up.
+
+By TMA a block's next row comes into shared memory while it sums this one and waits for its team: 4096x18432 in 165.0 us
+instead of 182.8.
 """
 
 import cuda.tile as ct
@@ -31,6 +34,7 @@ def backward_teams(
     LATENCY: ConstInt,
     MEMBERS: ConstInt,
     SLOTS: ConstInt,
+    TMA: ConstBool,
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
@@ -45,7 +49,7 @@ def backward_teams(
     tcolumns = column_tiles_of(member, WIDTH, PIECES)
     arrays = (dx, dy, x, weight, rstd)
     SWITCHES = (EVEN, HAS_WEIGHT, HAS_DW, ROUND_XHAT)
-    team = (board, member, MEMBERS, SLOTS)
+    team = (board, member, MEMBERS, SLOTS, TMA)
     tdw = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
     for row in range(ticket // MEMBERS, x.shape[0], ct.num_blocks(0) // MEMBERS):
         tterms = row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, False, SWITCHES, team)

@@ -21,6 +21,7 @@ from tilegym_rmsnorm.backends.cutile.tilings import (
     Tiles,
     fused,
     parts_of_rows,
+    parts_of_rows_by_tma,
     rows_of_equal_tiles,
     rows_of_tiles,
     strips_of,
@@ -106,6 +107,16 @@ SWEEPS = {
         Sweep(
             *("teams", 12289, ANY_WIDTH, parts_of_rows),
             {"warps": (4, 8), "occupancy": (1, 2, 3, 4), "latency": (2, 4)},
+            ("large",),
+        ),
+        Sweep(
+            *("teams", 8193, ANY_WIDTH, parts_of_rows_by_tma),
+            {"warps": (4,), "occupancy": (2, 3), "latency": (4,), "tma": (True,)},
+            ("large",),
+        ),
+        Sweep(
+            *("teams", 8193, ANY_WIDTH, parts_of_rows_by_tma),
+            {"warps": (8,), "occupancy": (1, 2), "latency": (4,), "tma": (True,)},
             ("large",),
         ),
         Sweep(

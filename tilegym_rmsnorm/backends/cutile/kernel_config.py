@@ -20,7 +20,7 @@ class Config:
     rows: int = 1  # rows of a tile; "fused", "fused_chunks": of a tile of dy * xhat
     strip: int = 0  # "fused", "fused_chunks": columns of a tile of dy * xhat
     slab: int = 0  # "fused", "fused_chunks": rows of x that share a row of dw_partial, a multiple of `rows`
-    tma: bool = False  # may tile loads and stores use TMA
+    tma: bool = False  # may tile loads and stores use TMA: limits.WITH_TMA
     short: bool = False  # backward "rows": compile a way without the loop too, for as many blocks as rows
     early_weight: bool = False  # forward "rows": load the weight along with x
     pieces: int = 1  # "rows", "teams", backward "tiles": tiles of `width` that a block holds of a row

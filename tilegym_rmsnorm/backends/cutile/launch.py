@@ -174,7 +174,7 @@ class Backward:
         function, switches = {
             "rows": (backward.backward_rows, (has_weight, has_dw, round_xhat, config.short)),
             "tiles": (backward.backward_tiles, (config.pieces, has_weight, has_dw, round_xhat)),
-            "teams": (backward_teams.backward_teams, (has_weight, has_dw, round_xhat)),
+            "teams": (backward_teams.backward_teams, (config.tma, has_weight, has_dw, round_xhat)),
             "fused": (backward_fused.backward_fused, (True, round_xhat)),
             "fused_chunks": (backward_fused.backward_fused, (False, round_xhat)),
             "strips": (backward_wide.backward_strips, (round_xhat,)),

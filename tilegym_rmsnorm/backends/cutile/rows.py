@@ -57,6 +57,25 @@ def load_row(array, row, tcolumns, EVEN, LATENCY):
     )
 
 
+def load_part_of_row(array, row, part, tcolumns, LATENCY):
+    """The same, of the equal tiles of part `part` of a row, by TMA; any lanes past the end read 0."""
+    width, pieces = tcolumns[0].shape[0], len(tcolumns)
+    return tuple(
+        ct.reshape(
+            ct.load(
+                array,
+                (row, part * pieces + k),
+                (1, width),
+                padding_mode=ZERO,
+                latency=LATENCY,
+                allow_tma=True,
+            ),
+            (width,),
+        )
+        for k in ct.static_iter(range(pieces))
+    )
+
+
 def row_as_float32(tiles):
     return tuple(as_float32(t) for t in ct.static_iter(tiles))
 
@@ -93,6 +112,14 @@ def store_row(array, row, tcolumns, tiles, EVEN):
             ct.astype(tiles[k], array.dtype),
             check_bounds=not EVEN and k == len(tcolumns) - 1,
         )
+
+
+def store_part_of_row(array, row, part, tiles):
+    """The same, of the equal tiles of part `part` of a row, by TMA."""
+    pieces = len(tiles)
+    for k in ct.static_iter(range(pieces)):
+        tile = ct.reshape(ct.astype(tiles[k], array.dtype), (1, tiles[k].shape[0]))
+        ct.store(array, (row, part * pieces + k), tile, allow_tma=True)
 
 
 def load_tile(array, index, shape, LATENCY, TMA):

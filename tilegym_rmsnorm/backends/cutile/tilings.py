@@ -61,9 +61,18 @@ def strips_of(widths: tuple[int, ...], rows: tuple[int, ...] = (1,)) -> Tiles:
 
 
 def parts_of_rows(n: int) -> Iterator[Tile]:
-    """A row as 1, 3, 5 or 9 tiles in each of the fewest blocks that hold it, an eighth of their lanes empty at
-    most."""
-    for width, pieces in itertools.product((512, 1024, 2048, 4096, 8192, 16384), (1, 3, 5, 9)):
+    """A row as 1, 3, 5 or 9 tiles in each of the fewest blocks that hold it."""
+    yield from _parts(n, (512, 1024, 2048, 4096, 8192, 16384), (1, 3, 5, 9))
+
+
+def parts_of_rows_by_tma(n: int) -> Iterator[Tile]:
+    """The same as 1 to 4 tiles, none so small that it takes many requests to load a row."""
+    yield from _parts(n, (1024, 2048, 4096, 8192), (1, 2, 3, 4))
+
+
+def _parts(n: int, widths: tuple[int, ...], counts: tuple[int, ...]) -> Iterator[Tile]:
+    """Of those the ones with an eighth of their lanes empty at most."""
+    for width, pieces in itertools.product(widths, counts):
         members = -(-n // (width * pieces))
         lanes = members * width * pieces
         if 2 <= members <= MOST_MEMBERS and 8 * n >= 7 * lanes and lanes - width < n:

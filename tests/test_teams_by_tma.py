@@ -1,0 +1,73 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Backwards by teams whose parts of rows come and go by TMA, in the interpreter: the same bits as by gathers."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import BF16, FP32, assert_llama_rounds, assert_within, expected_results, make_inputs
+
+pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+
+from cutile_runs import run_backward  # noqa: E402
+
+from tilegym_rmsnorm.backends.cutile.config import backward_config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
+
+CPU = torch.device("cpu")
+# A row's columns and a team that holds it: of several tiles each or of one.
+TEAMS = {
+    "full": (96, Config("teams", 16, 4, 1, 2, pieces=3, members=2)),
+    "partial": (84, Config("teams", 16, 4, 1, 2, pieces=3, members=2)),
+    "one tile": (84, Config("teams", 32, 4, 1, 2, members=3)),
+}
+every_team = pytest.mark.parametrize(("n", "config"), TEAMS.values(), ids=TEAMS)
+
+
+def by_tma(config: Config) -> Config:
+    return dataclasses.replace(config, tma=True)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("weight_dtype", [BF16, FP32, None])
+@every_team
+def test_the_same_bits_as_by_gathers(n, config, weight_dtype, dtype):
+    inputs = make_inputs(11, n, dtype, weight_dtype, offset=1.0, device=CPU)
+    expected = run_backward(inputs, config)
+    assert_within(expected_results(inputs), **expected)
+    got = run_backward(inputs, by_tma(config), seed=1)
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], value) for name, value in expected.items())
+    alone = run_backward(inputs, by_tma(config), has_dw=False)
+    assert torch.equal(alone["dx"], expected["dx"])
+
+
+@every_team
+def test_single_rows_and_other_layouts(n, config):
+    for m in (1, 2):
+        inputs = make_inputs(m, n, BF16, BF16, device=CPU)
+        assert_within(expected_results(inputs), **run_backward(inputs, by_tma(config)))
+    x, dy = (torch.full((m, n + 3), torch.nan, dtype=BF16) for _ in range(2))
+    x[:, :n], dy[:, 3:] = inputs.x, inputs.dy
+    strided = run_backward(inputs._replace(x=x[:, :n], dy=dy[:, 3:]), by_tma(config))
+    assert_within(expected_results(inputs), **strided)
+
+
+@every_team
+def test_casting_like_llama_rounds_what_dw_sums(n, config):
+    inputs = make_inputs(7, n, BF16, FP32, casting="llama", device=CPU)
+    found = run_backward(inputs, by_tma(config))
+    assert_within(expected_results(inputs), **found)
+    assert_llama_rounds(inputs, found, run_backward(inputs._replace(casting="once"), by_tma(config)))
+
+
+@pytest.mark.parametrize(("n", "members"), [(18432, 3), (24576, 4), (66000, 11)])
+def test_rules_take_it_for_many_wide_rows_of_16_bits(n, members):
+    config = backward_config(n, 2, 90)
+    assert (config.width, config.pieces, config.members, config.tma) == (2048, 3, members, True)
+    assert not any(
+        backward_config(n, itemsize, 90, size, has_dw).tma
+        for itemsize, size, has_dw in ((4, "large", True), (2, "few", True), (2, "large", False))
+    )
