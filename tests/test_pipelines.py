@@ -4,6 +4,8 @@
 """Loops that wait, in machine code. The kernels with TMA that are read here do not overwrite what their own workers
 still read, a race inside a block which most runs do not show; and a team's loop asks anew each time."""
 
+import re
+
 import helpers
 import pytest
 import torch
@@ -68,12 +70,18 @@ def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
     assert checked > (10 if dtype is FP16 else 20)
 
 
-def test_a_team_asks_for_its_next_row_before_it_sums_this_one(tmp_path):
+@pytest.mark.parametrize(
+    ("n", "config"),
+    [
+        (16384, Config("rows", 4096, 8, 1, 4, pieces=4, tma=True)),
+        (18432, Config("teams", 2048, 4, 2, 4, pieces=3, members=3, tma=True)),
+    ],
+)
+def test_the_next_row_is_asked_for_before_this_one_is_summed(n, config, tmp_path):
     """By TMA: a block gives its slots of shared memory back as soon as their tiles are in registers, before it adds
-    its products and waits for its members."""
-    config = Config("teams", 2048, 4, 2, 4, pieces=3, members=3, tma=True)
-    run_backward(CompilingMachine(90, keep=tmp_path), config, 18432, BF16, BF16)
-    code = disassembled(tmp_path / "backward_teams.cubin")
+    its products and waits for its team. What it loads itself, rstd, is the next row's: nothing waits for it here."""
+    run_backward(CompilingMachine(90, keep=tmp_path), config, n, BF16, BF16)
+    code = disassembled(tmp_path / f"backward_{config.kernel}.cubin")
     assert not overwritten(code)
     loops = [code[target : branch + 1] for branch, target in backward_branches(code)]
     [workers] = [
@@ -83,7 +91,13 @@ def test_a_team_asks_for_its_next_row_before_it_sums_this_one(tmp_path):
     ]
     given_back = [i for i, line in enumerate(workers) if "SYNCS.ARRIVE.TRANS64.A1T0" in line]
     last = given_back[2 * config.pieces - 1]
-    assert last < next(i for i, line in enumerate(workers) if "BAR.SYNC" in line)
+    sums = [i for i, line in enumerate(workers) if "BAR.SYNC" in line]
+    assert last < sums[0]
+    [rstd] = re.findall(r"LDG\.E (R\d+),", "\n".join(workers))
+    uses = [i for i, line in enumerate(workers) if re.search(rf"\b{rstd}\b", line)]
+    assert "LDG.E" in workers[uses[0]]
+    assert uses[0] < sums[0]
+    assert uses[1] > max(i for i, line in enumerate(workers) if "FFMA" in line)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -94,7 +94,11 @@ UNFIT = {
     "occupancy 33": stored(config_occupancy=33),
     "latency 11": stored(config_latency=11),
     "tma text": stored(config_tma="yes"),
-    "tma of rows": stored(config_tma=True),
+    "tma of rows in two tiles": stored(
+        config_short=False, config_width=2048, config_rest=2048, config_tma=True
+    ),
+    "tma of packed rows": stored(config_short=False, config_packed=True, config_tma=True),
+    "tma of short rows": stored(config_tma=True),
     "tma of a fused backward": stored(**FUSED, config_slab=64, config_tma=True),
     "tma of a forward's rows": stored(op="forward", config_short=False, config_tma=True),
     "short tiles": stored(config_kernel="tiles"),

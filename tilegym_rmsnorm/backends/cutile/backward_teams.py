@@ -8,13 +8,13 @@ us on an H100, where backward_fused, which reads them twice, took 437. What a ro
 number, the sum of its products: team.py adds it up.
 
 By TMA a block's next row comes into shared memory while it sums this one and waits for its team: 4096x18432 in 165.0 us
-instead of 182.8.
+instead of 182.8, and in 159.6 with its rstd (AHEAD).
 """
 
 import cuda.tile as ct
 
 from .backward import row_gradients
-from .rows import ConstBool, ConstInt, column_tiles_of, store_row
+from .rows import ConstBool, ConstInt, column_tiles_of, rstd_ahead, store_row
 from .team import take_ticket
 
 
@@ -35,6 +35,7 @@ def backward_teams(
     MEMBERS: ConstInt,
     SLOTS: ConstInt,
     TMA: ConstBool,
+    AHEAD: ConstBool,
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
@@ -48,11 +49,16 @@ def backward_teams(
     member = ticket % MEMBERS
     tcolumns = column_tiles_of(member, WIDTH, PIECES)
     arrays = (dx, dy, x, weight, rstd)
-    SWITCHES = (EVEN, HAS_WEIGHT, HAS_DW, ROUND_XHAT)
-    team = (board, member, MEMBERS, SLOTS, TMA)
+    SWITCHES = (EVEN, TMA, HAS_WEIGHT, HAS_DW, ROUND_XHAT)
+    team = (board, member, MEMBERS, SLOTS)
     tdw = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
+    tahead = rstd_ahead(rstd, ticket // MEMBERS, AHEAD)
     for row in range(ticket // MEMBERS, x.shape[0], ct.num_blocks(0) // MEMBERS):
-        tterms = row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, False, SWITCHES, team)
+        tnext = rstd_ahead(rstd, row + ct.num_blocks(0) // MEMBERS, AHEAD)
+        tterms = row_gradients(
+            arrays, row, tahead, tcolumns, inv_n, offset, PIECES, LATENCY, False, SWITCHES, team
+        )
         tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(len(tcolumns))))
+        tahead = tnext
     if HAS_DW:
         store_row(dw_partial, ticket // MEMBERS, tcolumns, tdw, EVEN)

@@ -23,6 +23,7 @@ from tilegym_rmsnorm.backends.cutile.tilings import (
     parts_of_rows,
     parts_of_rows_by_tma,
     rows_of_equal_tiles,
+    rows_of_few_equal_tiles,
     rows_of_tiles,
     strips_of,
     tiles_of,
@@ -103,6 +104,11 @@ SWEEPS = {
                 "short": BOTH,
                 "packed": BOTH,
             },
+        ),
+        Sweep(
+            *("rows", 2688, 18432, rows_of_few_equal_tiles),
+            {"warps": (4, 8), "occupancy": (1, 2), "latency": (4,), "tma": (True,)},
+            ("large",),
         ),
         Sweep(
             *("teams", 12289, ANY_WIDTH, parts_of_rows),

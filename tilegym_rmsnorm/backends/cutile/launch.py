@@ -171,10 +171,11 @@ class Backward:
         if config.kernel == "teams":
             self.boards = Boards(machine, config.members)
             self.most_rows = min(self.most_rows // config.members, LARGEST_GRID)  # of blocks, and of a board
+        by_tma = (config.tma, config.loads_rstd_ahead)
         function, switches = {
-            "rows": (backward.backward_rows, (has_weight, has_dw, round_xhat, config.short)),
+            "rows": (backward.backward_rows, (*by_tma, has_weight, has_dw, round_xhat, config.short)),
             "tiles": (backward.backward_tiles, (config.pieces, has_weight, has_dw, round_xhat)),
-            "teams": (backward_teams.backward_teams, (config.tma, has_weight, has_dw, round_xhat)),
+            "teams": (backward_teams.backward_teams, (*by_tma, has_weight, has_dw, round_xhat)),
             "fused": (backward_fused.backward_fused, (True, round_xhat)),
             "fused_chunks": (backward_fused.backward_fused, (False, round_xhat)),
             "strips": (backward_wide.backward_strips, (round_xhat,)),

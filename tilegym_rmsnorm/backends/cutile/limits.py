@@ -18,7 +18,7 @@ KERNELS = {
     "forward": ("rows", "tiles", "teams", "chunks"),
     "backward": ("rows", "tiles", "teams", "fused", "fused_chunks", "strips"),  # of calls that need dw
 }
-WITH_TMA = {"forward": ("chunks",), "backward": ("tiles", "teams", "strips")}
+WITH_TMA = {"forward": ("chunks",), "backward": ("rows", "tiles", "teams", "strips")}
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 MOST_PIECES = 16  # each is code of its own: 64 compile in seconds
 LARGEST_TILE = 2**16  # elements: the registers of an SM, each 4 bytes
@@ -77,6 +77,8 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     # Not forward's tiles: tileiras 13.4 makes some of them of warps that together ask for more registers than a block
     # has, and wait forever: M x 1 on an H100
     expect(not c.tma or c.kernel in WITH_TMA[op], "tma", f"false, or kernel of {WITH_TMA[op]}", c.kernel)
+    is_plain = not (c.rest or c.packed or c.short)
+    expect(not c.tma or c.kernel != "rows" or is_plain, "tma of rows", "no rest, not packed, not short", c)
     is_early = (op, c.kernel) == ("forward", "rows")
     expect(not c.early_weight or is_early, "early_weight", "forward's kernel rows", c.kernel)
     expect(not c.short or (op, c.kernel) == ("backward", "rows"), "short", "backward's kernel rows", c.kernel)

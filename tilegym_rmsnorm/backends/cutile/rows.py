@@ -145,6 +145,14 @@ def load_gradient_tiles(x, dy, rstd, index, shape, LATENCY, TMA):
     return tx, tdy, load_rstd_tile(rstd, index[0], shape[0], TMA)
 
 
+def rstd_ahead(rstd, row, AHEAD):
+    """rstd of a row to come, or of the last one if there is none: nothing unless AHEAD."""
+    tahead = ()
+    if AHEAD:
+        tahead = (ct.load(rstd, ct.minimum(row, rstd.shape[0] - 1), shape=()),)
+    return tahead
+
+
 def load_rstd_tile(rstd, i, ROWS, TMA):
     """Tile i of rstd, as (ROWS, 1)."""
     return ct.reshape(ct.load(rstd, (i,), (ROWS,), padding_mode=ZERO, allow_tma=TMA), (ROWS, 1))

@@ -51,6 +51,14 @@ def rows_of_equal_tiles(n: int) -> Iterator[Tile]:
             yield {"width": width, "pieces": pieces, "rows": rows}
 
 
+def rows_of_few_equal_tiles(n: int) -> Iterator[Tile]:
+    """One row as two to eight of them, the fewest first, an eighth of their lanes empty at most."""
+    for width in (4096, 2048, 1024):
+        pieces = -(-n // width)
+        if 2 <= pieces <= 8 and 8 * n >= 7 * pieces * width:
+            yield {"width": width, "pieces": pieces}
+
+
 def strips_of(widths: tuple[int, ...], rows: tuple[int, ...] = (1,)) -> Tiles:
     """Parts of rows."""
 

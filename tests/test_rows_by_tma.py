@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Backwards by teams whose parts of rows come and go by TMA, in the interpreter: the same bits as by gathers."""
+"""Backwards whose rows, or parts of rows, come and go by TMA, in the interpreter: the same bits as by gathers."""
 
 import dataclasses
 
@@ -17,13 +17,17 @@ from tilegym_rmsnorm.backends.cutile.config import backward_config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
 
 CPU = torch.device("cpu")
-# A row's columns and a team that holds it: of several tiles each or of one.
-TEAMS = {
-    "full": (96, Config("teams", 16, 4, 1, 2, pieces=3, members=2)),
-    "partial": (84, Config("teams", 16, 4, 1, 2, pieces=3, members=2)),
-    "one tile": (84, Config("teams", 32, 4, 1, 2, members=3)),
+# A row's columns, and a config without TMA that holds it. Blocks of which an SM holds three load no rstd ahead.
+CONFIGS = {
+    "rows of one tile": (84, Config("rows", 128, 4, 2, 2)),
+    "rows": (96, Config("rows", 32, 4, 1, 2, pieces=3)),
+    "rows, the last tile partial": (84, Config("rows", 32, 4, 1, 2, pieces=3)),
+    "rows, three blocks an SM": (84, Config("rows", 32, 4, 3, 2, pieces=3)),
+    "teams": (96, Config("teams", 16, 4, 1, 2, pieces=3, members=2)),
+    "teams, the last tile partial": (84, Config("teams", 16, 4, 1, 2, pieces=3, members=2)),
+    "teams, three blocks an SM": (84, Config("teams", 32, 4, 3, 2, members=3)),
 }
-every_team = pytest.mark.parametrize(("n", "config"), TEAMS.values(), ids=TEAMS)
+every_config = pytest.mark.parametrize(("n", "config"), CONFIGS.values(), ids=CONFIGS)
 
 
 def by_tma(config: Config) -> Config:
@@ -32,7 +36,7 @@ def by_tma(config: Config) -> Config:
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("weight_dtype", [BF16, FP32, None])
-@every_team
+@every_config
 def test_the_same_bits_as_by_gathers(n, config, weight_dtype, dtype):
     inputs = make_inputs(11, n, dtype, weight_dtype, offset=1.0, device=CPU)
     expected = run_backward(inputs, config)
@@ -44,7 +48,7 @@ def test_the_same_bits_as_by_gathers(n, config, weight_dtype, dtype):
     assert torch.equal(alone["dx"], expected["dx"])
 
 
-@every_team
+@every_config
 def test_single_rows_and_other_layouts(n, config):
     for m in (1, 2):
         inputs = make_inputs(m, n, BF16, BF16, device=CPU)
@@ -55,7 +59,7 @@ def test_single_rows_and_other_layouts(n, config):
     assert_within(expected_results(inputs), **strided)
 
 
-@every_team
+@every_config
 def test_casting_like_llama_rounds_what_dw_sums(n, config):
     inputs = make_inputs(7, n, BF16, FP32, casting="llama", device=CPU)
     found = run_backward(inputs, by_tma(config))
@@ -64,7 +68,7 @@ def test_casting_like_llama_rounds_what_dw_sums(n, config):
 
 
 @pytest.mark.parametrize(("n", "members"), [(18432, 3), (24576, 4), (66000, 11)])
-def test_rules_take_it_for_many_wide_rows_of_16_bits(n, members):
+def test_rules_take_it_for_teams_of_many_rows_of_16_bits(n, members):
     config = backward_config(n, 2, 90)
     assert (config.width, config.pieces, config.members, config.tma) == (2048, 3, members, True)
     assert not any(
