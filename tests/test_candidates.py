@@ -176,3 +176,16 @@ def test_the_weight_is_tried_early_and_late_with_every_number_of_warps():
     found = candidates(Bucket("forward", 4096, "float32", "few"), 4, 90, most=20)
     pairs = {(config.warps, config.early_weight) for config in found}
     assert pairs == {(warps, early) for warps in (4, 8) for early in (False, True)}
+
+
+def test_other_shares_of_a_backward_of_many_rows_alone():
+    config = Config("rows", 4096, 8, 1, 4, pieces=4, tma=True, share=84)
+    large = Bucket("backward", 16384, "bfloat16", "large")
+    found = space.with_other_shares(config, large)
+    assert {each.share for each in found} == set(space.SHARES) - {84}
+    assert {replace(each, share=84) for each in found} == {config}
+    for each in found:
+        check_config(each, large, 90)
+    assert not space.with_other_shares(config, large._replace(size="few"))
+    assert not space.with_other_shares(config, large._replace(op="forward"))
+    assert not space.with_other_shares(Config("strips", 2048, 4, 3, 4), large)

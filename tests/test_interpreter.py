@@ -276,7 +276,7 @@ def test_results_do_not_depend_on_the_order_of_blocks():
         tiles = (32, 2, 16, True, 4, False)
         arguments = (y, rstd, x, weight, 1 / n, 1e-6, 0.0, *tiles, True, False, True, True)
         launch(forward.forward_rows, (m,), arguments, order=order_of(m))
-        switches = (False, False, True, True, False, False, True)
+        switches = (True, True, False, False, True)
         arguments = (dx, dw_partial, dy, x, weight, rstd, 1 / n, 0.0, *tiles, *switches)
         launch(backward.backward_rows, (blocks,), arguments, order=order_of(blocks))
         launch(backward.sum_partials, (5,), (dw, dw_partial, 4, 16, True), order=order_of(5))

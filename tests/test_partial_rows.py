@@ -3,6 +3,8 @@
 
 """The partial rows of dw and their sum, in the interpreter: as many as rows of x, some, and only one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import BF16, FP32, assert_within, expected_results, make_inputs
@@ -13,6 +15,7 @@ from cutile_runs import run_backward  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile.config import row_partials_config, sum_config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.sizes import most_partial_rows, partial_rows  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -51,3 +54,29 @@ def test_the_only_partial_row_is_dw(n, dtype, size):
     """With one block, or one slab, there is nothing to add: dw, of weight's dtype, takes the place of dw_partial."""
     inputs = make_inputs(1, n, dtype, dtype, device=CPU)
     assert_within(expected_results(inputs), **run_backward(inputs, size=size))
+
+
+def test_a_share_of_the_blocks_leaves_as_many_partial_rows():
+    rows = Config("rows", 4096, 8, 1, 4, pieces=4, tma=True, share=72)
+    teams = Config("teams", 2048, 4, 2, 4, pieces=3, members=3, tma=True, share=72)
+    tiles = Config("tiles", 1024, 8, 2, 4, rows=4, share=72)
+    assert [most_partial_rows(each, 132) for each in (rows, teams, tiles)] == [95, 63, 190]
+    assert partial_rows(4096, 16384, rows, 132) == 94, "no more than leave the longest walk at 44 rows"
+    assert partial_rows(4096, 18432, teams, 132) == 63 and partial_rows(8 * 10**6, 1024, tiles, 132) == 190
+    assert partial_rows(1, 16384, rows, 1) == most_partial_rows(rows, 1) == 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Config("rows", 32, 4, 4, 2, pieces=3, tma=True),
+        Config("teams", 16, 4, 4, 2, pieces=3, members=2),
+        Config("tiles", 128, 4, 4, 2, rows=2),
+    ],
+    ids=lambda config: config.kernel,
+)
+def test_a_share_of_the_blocks_computes_the_same(config):
+    inputs = make_inputs(37, 84, BF16, FP32, offset=1.0, device=CPU)
+    whole, part = (run_backward(inputs, replace(config, share=share)) for share in (100, 30))
+    assert torch.equal(part["dx"], whole["dx"])
+    assert_within(expected_results(inputs), **part)

@@ -71,17 +71,19 @@ def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("n", "config"),
+    ("n", "config", "name"),
     [
-        (16384, Config("rows", 4096, 8, 1, 4, pieces=4, tma=True)),
-        (18432, Config("teams", 2048, 4, 2, 4, pieces=3, members=3, tma=True)),
+        (12288, Config("rows", 4096, 8, 1, 4, pieces=3, tma=True), "backward_rows_by_tma"),
+        (16384, Config("rows", 2048, 8, 1, 4, pieces=8, tma=True), "backward_rows_by_tma"),
+        (18432, Config("teams", 2048, 4, 2, 4, pieces=3, members=3, tma=True), "backward_teams"),
     ],
 )
-def test_the_next_row_is_asked_for_before_this_one_is_summed(n, config, tmp_path):
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_the_next_row_is_asked_for_before_this_one_is_summed(dtype, n, config, name, tmp_path):
     """By TMA: a block gives its slots of shared memory back as soon as their tiles are in registers, before it adds
     its products and waits for its team. What it loads itself, rstd, is the next row's: nothing waits for it here."""
-    run_backward(CompilingMachine(90, keep=tmp_path), config, n, BF16, BF16)
-    code = disassembled(tmp_path / f"backward_{config.kernel}.cubin")
+    run_backward(CompilingMachine(90, keep=tmp_path), config, n, dtype, dtype)
+    code = disassembled(tmp_path / f"{name}.cubin")
     assert not overwritten(code)
     loops = [code[target : branch + 1] for branch, target in backward_branches(code)]
     [workers] = [
@@ -93,11 +95,11 @@ def test_the_next_row_is_asked_for_before_this_one_is_summed(n, config, tmp_path
     last = given_back[2 * config.pieces - 1]
     sums = [i for i, line in enumerate(workers) if "BAR.SYNC" in line]
     assert last < sums[0]
-    [rstd] = re.findall(r"LDG\.E (R\d+),", "\n".join(workers))
-    uses = [i for i, line in enumerate(workers) if re.search(rf"\b{rstd}\b", line)]
-    assert "LDG.E" in workers[uses[0]]
-    assert uses[0] < sums[0]
-    assert uses[1] > max(i for i, line in enumerate(workers) if "FFMA" in line)
+    [(load, rstd)] = [
+        (i, found[1]) for i, line in enumerate(workers) if (found := re.search(r"LDG\.E (R\d+),", line))
+    ]
+    used = next(i for i, line in enumerate(workers) if i > load and re.search(rf"\b{rstd}\b", line))
+    assert load < sums[0] and used > max(i for i, line in enumerate(workers) if "FFMA" in line)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

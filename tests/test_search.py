@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -28,7 +29,11 @@ CONFIGS = [Config("rows", 4096, 8, 1, latency) for latency in range(1, 11)]
 # The choice, with a timer that says what it is told
 
 
-def choose(microseconds: dict[Config, tuple[float, ...]], wrong=(), told=None):
+def halved(config: Config) -> Config:
+    return dataclasses.replace(config, share=50)
+
+
+def choose(microseconds: dict[Config, tuple[float, ...]], wrong=(), told=None, **more):
     """What `search.choose` takes of configs with these true times; the short first round sees them distorted."""
     asked = []
 
@@ -44,7 +49,7 @@ def choose(microseconds: dict[Config, tuple[float, ...]], wrong=(), told=None):
     def why_wrong(config):
         return "dw has an error" if config in wrong else None
 
-    result = search.choose(CONFIGS, measure, why_wrong, (told if told is not None else []).append)
+    result = search.choose(CONFIGS, measure, why_wrong, (told if told is not None else []).append, **more)
     assert asked[0] == CONFIGS, "every candidate is timed"
     return result
 
@@ -59,6 +64,20 @@ def test_the_fastest_that_is_right_wins(order, wrong):
     assert CONFIGS.index(config) == best, "the rules serve where none of the fastest is right"
     assert times[config] and len(told) <= len(wrong)
     assert all("rejected Config(" in line and "dw has an error" in line for line in told)
+
+
+def test_variants_of_the_fastest_are_timed_and_win_if_they_are_faster():
+    times = {config: (10.0 + place, 10.0) for place, config in enumerate(CONFIGS)}
+    slow = {halved(config): (20.0, 20.0) for config in CONFIGS}
+    chosen, _ = choose(
+        times | slow | {halved(CONFIGS[2]): (8.0, 8.0)}, variants=lambda config: [halved(config)]
+    )
+    assert chosen == halved(CONFIGS[2])
+    # of the fourth fastest no variant is tried
+    chosen, _ = choose(
+        times | slow | {halved(CONFIGS[3]): (8.0, 8.0)}, variants=lambda config: [halved(config)]
+    )
+    assert chosen == CONFIGS[0]
 
 
 def test_the_rules_stay_unless_they_lose_by_more_than_the_spread():

@@ -58,7 +58,6 @@ from .rows import (
     products_lane_by_lane,
     row_as_float32,
     row_of_terms_of_dw,
-    rstd_ahead,
     store_part_of_row,
     store_row,
     store_sum_of_rows,
@@ -76,21 +75,21 @@ def h_and_g(tdy, trstd, tscale):
     return th, tg
 
 
-def row_gradients(arrays, row, tahead, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED, SWITCHES, team=()):
+def row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED, SWITCHES, team=()):
     """Writes dx of one row and returns its share of dw (without HAS_DW a value nobody uses).
 
     In a loop the compiler moves the load of weight in front of it. PACKED keeps x and dy in their own 16 bits while
-    the products are summed. tahead: the row's rstd, if it is here already. team: what a block needs to know that holds
-    a part of the row (backward_teams.py).
+    the products are summed. team: what a block needs to know that holds a part of the row (backward_teams.py), and the
+    row's rstd if it is here already.
     """
     dx, dy, x, weight, rstd = arrays
-    EVEN, TMA, HAS_WEIGHT, HAS_DW, ROUND_XHAT = SWITCHES
-    part = 0
+    EVEN, HAS_WEIGHT, HAS_DW, ROUND_XHAT = SWITCHES
+    TMA, tahead = False, ()
     if len(team) > 0:
-        board, part, MEMBERS, SLOTS = team
+        board, member, MEMBERS, SLOTS, TMA, tahead = team
     if TMA:
-        tstored_x = load_part_of_row(x, row, part, tcolumns, LATENCY)
-        tstored_dy = load_part_of_row(dy, row, part, tcolumns, LATENCY)
+        tstored_x = load_part_of_row(x, row, member, tcolumns, LATENCY)
+        tstored_dy = load_part_of_row(dy, row, member, tcolumns, LATENCY)
     else:
         tstored_x = load_row(x, row, tcolumns, EVEN, LATENCY)
         tstored_dy = load_row(dy, row, tcolumns, EVEN, LATENCY)
@@ -106,7 +105,7 @@ def row_gradients(arrays, row, tahead, tcolumns, inv_n, offset, PIECES, LATENCY,
     th, tg = h_and_g(tdy, trstd, tscale)
     total = sum_of_products(tx, tg, PIECES)
     if len(team) > 0:
-        total = sum_of_team(board, row, part, total, MEMBERS, SLOTS)
+        total = sum_of_team(board, row, member, total, MEMBERS, SLOTS)
     tfactor = factor_of_x(total * inv_n, trstd)
     if PACKED:
         tx, tdy = packed_row_as_float32(tstored_x), packed_row_as_float32(tstored_dy)
@@ -114,7 +113,7 @@ def row_gradients(arrays, row, tahead, tcolumns, inv_n, offset, PIECES, LATENCY,
 
     tdx = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tcolumns))))
     if TMA:
-        store_part_of_row(dx, row, part, tdx)
+        store_part_of_row(dx, row, member, tdx)
     else:
         store_row(dx, row, tcolumns, tdx, EVEN)
     return row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
@@ -135,8 +134,6 @@ def backward_rows(
     EVEN: ConstBool,
     LATENCY: ConstInt,
     PACKED: ConstBool,
-    TMA: ConstBool,
-    AHEAD: ConstBool,
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
@@ -145,33 +142,25 @@ def backward_rows(
 ):
     """Grid: (P,). The next kernel may be launched as soon as every block runs: its blocks wait for this one's end.
 
-    By TMA a row comes into shared memory while the one before is summed. AHEAD: its rstd comes with the one before too,
-    else a block waits for that alone.
-
     SHORT adds a way without the loop, whose pipeline takes longer to fill than one row to compute: 16x4096 in 4.1 us
     instead of 4.8 on an H100, before backward_fused took the calls of few rows that need dw.
     """
     arrays = (dx, dy, x, weight, rstd)
-    SWITCHES = (EVEN, TMA, HAS_WEIGHT, HAS_DW, ROUND_XHAT)
+    SWITCHES = (EVEN, HAS_WEIGHT, HAS_DW, ROUND_XHAT)
     tcolumns = column_tiles(WIDTH, PIECES, REST)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
 
     if SHORT and x.shape[0] <= ct.num_blocks(0):
-        tdw = row_gradients(arrays, ct.bid(0), (), tcolumns, inv_n, offset, PIECES, 1, PACKED, SWITCHES)
+        tdw = row_gradients(arrays, ct.bid(0), tcolumns, inv_n, offset, PIECES, 1, PACKED, SWITCHES)
         if HAS_DW:
             store_row(dw_partial, ct.bid(0), tcolumns, tdw, EVEN)
     else:
         tdw = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
-        tahead = rstd_ahead(rstd, ct.bid(0), AHEAD)
         for row in range(ct.bid(0), x.shape[0], ct.num_blocks(0)):
-            tnext = rstd_ahead(rstd, row + ct.num_blocks(0), AHEAD)
-            tterms = row_gradients(
-                arrays, row, tahead, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED, SWITCHES
-            )
+            tterms = row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED, SWITCHES)
             tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(len(tcolumns))))
-            tahead = tnext
         if HAS_DW:
             store_row(dw_partial, ct.bid(0), tcolumns, tdw, EVEN)
 

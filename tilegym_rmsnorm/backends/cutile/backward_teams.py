@@ -49,15 +49,17 @@ def backward_teams(
     member = ticket % MEMBERS
     tcolumns = column_tiles_of(member, WIDTH, PIECES)
     arrays = (dx, dy, x, weight, rstd)
-    SWITCHES = (EVEN, TMA, HAS_WEIGHT, HAS_DW, ROUND_XHAT)
-    team = (board, member, MEMBERS, SLOTS)
+    SWITCHES = (EVEN, HAS_WEIGHT, HAS_DW, ROUND_XHAT)
     tdw = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
-    tahead = rstd_ahead(rstd, ticket // MEMBERS, AHEAD)
+    tahead = ()
+    if AHEAD:
+        tahead = (rstd_ahead(rstd, ticket // MEMBERS),)
     for row in range(ticket // MEMBERS, x.shape[0], ct.num_blocks(0) // MEMBERS):
-        tnext = rstd_ahead(rstd, row + ct.num_blocks(0) // MEMBERS, AHEAD)
-        tterms = row_gradients(
-            arrays, row, tahead, tcolumns, inv_n, offset, PIECES, LATENCY, False, SWITCHES, team
-        )
+        tnext = ()
+        if AHEAD:
+            tnext = (rstd_ahead(rstd, row + ct.num_blocks(0) // MEMBERS),)
+        team = (board, member, MEMBERS, SLOTS, TMA, tahead)
+        tterms = row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, False, SWITCHES, team)
         tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(len(tcolumns))))
         tahead = tnext
     if HAS_DW:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
-from tilegym_rmsnorm.backends.cutile.limits import check_config, largest_tile
+from tilegym_rmsnorm.backends.cutile.limits import SHARED, check_config, largest_tile
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import RULES, Bucket
 from tilegym_rmsnorm.backends.cutile.tilings import (
@@ -53,6 +53,7 @@ class Sweep(NamedTuple):
 
 
 BOTH = (False, True)
+SHARES = (100, 96, 92, 88, 84, 80, 76, 72, 68)  # percent of the blocks that fit
 FEW_STRIPS = ((32, 32), (64, 16), (128, 16), (128, 32), (64, 64))
 WIDE_STRIPS = ((8, 512), (8, 1024), (16, 256), (16, 512))
 SWEEPS = {
@@ -107,7 +108,13 @@ SWEEPS = {
         ),
         Sweep(
             *("rows", 2688, 18432, rows_of_few_equal_tiles),
-            {"warps": (4, 8), "occupancy": (1, 2), "latency": (4,), "tma": (True,)},
+            {
+                "warps": (4, 8),
+                "occupancy": (1, 2),
+                "latency": (4,),
+                "tma": (True,),
+                "share": (100, 84, 72),
+            },
             ("large",),
         ),
         Sweep(
@@ -169,8 +176,9 @@ def candidates(
     """What is tried for a bucket: the config of the rules, those of `known` that are possible, and others, the most
     alike first, `most` in all. `known` won somewhere: whether registers hold them is not estimated again.
 
-    Of every kernel with every number of warps and of blocks an SM, with and without TMA, in one tile a row and in
-    several, and with the weight loaded early and late, there is the most alike, as long as they are so few.
+    Of every kernel with every number of warps and of blocks an SM and every share of them, with and without TMA, in one
+    tile a row and in several, and with the weight loaded early and late, there is the most alike, as long as they are
+    so few.
     """
     default = RULES[bucket.op](bucket.n, itemsize, architecture, bucket.size, most_members=most_members)
     most_rows = rows_of_class(bucket.size, bucket.n)[-1]
@@ -199,13 +207,24 @@ def candidates(
         for kind in (
             lambda c: (c.kernel, c.warps, c.occupancy),
             lambda c: (c.kernel, c.warps, c.early_weight),
-            lambda c: (c.kernel, c.warps, c.occupancy, c.tma, c.pieces > 1),
+            lambda c: (c.kernel, c.warps, c.occupancy, c.tma, c.pieces > 1, c.share),
         )
         for config in {kind(each): each for each in reversed(alike)}.values()
     }
     room = most - 1 - len(won)
     chosen = sorted(alike, key=lambda config: (config not in first, ranks[config]))[:room]
     return [default, *won, *sorted(chosen, key=ranks.__getitem__)]
+
+
+def with_other_shares(config: Config, bucket: Bucket) -> list[Config]:
+    """The same kernel with fewer of its blocks, or more: what is compiled is the same.
+
+    Memory that more is asked of than it delivers is slower. bfloat16 on an H100: 8192x8192 by 132 blocks 139.3 us, by
+    114 of them 137.8; backward_tma.py's 4096x16384 by 128 blocks 155.6, by 98, 94 and 86 of them 144.2, 141.3, 145.4.
+    """
+    if bucket.op != "backward" or bucket.size != "large" or config.kernel not in SHARED:
+        return []
+    return [dataclasses.replace(config, share=share) for share in SHARES if share != config.share]
 
 
 def fits_registers(config: Config, op: str, itemsize: int) -> bool:

@@ -26,6 +26,9 @@ class Config:
     pieces: int = 1  # "rows", "teams", backward "tiles": tiles of `width` that a block holds of a row
     members: int = 1  # "teams": blocks that share a row
     packed: bool = False  # "rows", forward "teams": 2-byte elements stay so in registers while summed
+    share: int = (
+        100  # backward "rows", "tiles", "teams": percent of the blocks that fit the SMs, which walk the rows
+    )
     reason: str = ""
     spills: str = ""  # why this config is kept although its kernel spills registers
 
@@ -35,12 +38,11 @@ class Config:
         return self.width * self.pieces * self.members + self.rest
 
     @property
-    def loads_rstd_ahead(self) -> bool:
-        """Whether a block loads the next row's rstd with this row, as TMA does the row (backward "rows", "teams").
+    def has_rstd_ahead(self) -> bool:
+        """Whether a block of a backward's team loads the next row's rstd with this row, as TMA does the row.
 
-        Without it a block waits for rstd alone: 4096x18432 by two blocks an SM 165.0 -> 159.6 us (H200: 138.5 ->
-        131.3), the H200's 4096x16384 by one 116.5 -> 102.6. Of three there are no registers left for it: 4096x32768 on
-        the H200 249.8 -> 264.2.
+        Otherwise it waits for that alone: 4096x18432 by two blocks an SM 165.0 -> 159.6 us (H200: 138.5 -> 131.3).
+        Three leave no registers for it: 4096x32768 on the H200 249.8 -> 264.2.
         """
         return self.tma and self.occupancy < 3
 

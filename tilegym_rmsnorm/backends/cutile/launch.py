@@ -18,6 +18,7 @@ from tilegym_rmsnorm.backends.cutile import (
     backward,
     backward_fused,
     backward_teams,
+    backward_tma,
     backward_wide,
     forward,
     forward_teams,
@@ -171,16 +172,19 @@ class Backward:
         if config.kernel == "teams":
             self.boards = Boards(machine, config.members)
             self.most_rows = min(self.most_rows // config.members, LARGEST_GRID)  # of blocks, and of a board
-        by_tma = (config.tma, config.loads_rstd_ahead)
         function, switches = {
-            "rows": (backward.backward_rows, (*by_tma, has_weight, has_dw, round_xhat, config.short)),
+            "rows": (backward.backward_rows, (has_weight, has_dw, round_xhat, config.short)),
+            "rows by TMA": (backward_tma.backward_rows_by_tma, (has_weight, has_dw, round_xhat)),
             "tiles": (backward.backward_tiles, (config.pieces, has_weight, has_dw, round_xhat)),
-            "teams": (backward_teams.backward_teams, (*by_tma, has_weight, has_dw, round_xhat)),
+            "teams": (
+                backward_teams.backward_teams,
+                (config.tma, config.has_rstd_ahead, has_weight, has_dw, round_xhat),
+            ),
             "fused": (backward_fused.backward_fused, (True, round_xhat)),
             "fused_chunks": (backward_fused.backward_fused, (False, round_xhat)),
             "strips": (backward_wide.backward_strips, (round_xhat,)),
             "chunks": (backward_wide.backward_chunks, (has_weight,)),
-        }[config.kernel]
+        }["rows by TMA" if config.kernel == "rows" and config.tma else config.kernel]
         self.launch = machine.bind(function, config, (*tile_constants(config, n), *switches, dependent))
         self.sum = sum_config(config, n, machine.architecture)
         self.sum_grid = (-(-n // self.sum.width),)
@@ -273,6 +277,8 @@ def tile_constants(config: Config, n: int) -> tuple[Any, ...]:
     """The compile-time arguments that a config stands for, in its kernel's order."""
     is_even = config.lanes == n
     if config.kernel == "rows":
+        if config.tma:
+            return config.width, config.pieces, is_even, config.latency
         return config.width, config.pieces, config.rest, is_even, config.latency, config.packed
     if config.kernel == "teams":
         slots = power_of_two(config.members)

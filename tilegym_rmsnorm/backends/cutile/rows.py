@@ -145,12 +145,9 @@ def load_gradient_tiles(x, dy, rstd, index, shape, LATENCY, TMA):
     return tx, tdy, load_rstd_tile(rstd, index[0], shape[0], TMA)
 
 
-def rstd_ahead(rstd, row, AHEAD):
-    """rstd of a row to come, or of the last one if there is none: nothing unless AHEAD."""
-    tahead = ()
-    if AHEAD:
-        tahead = (ct.load(rstd, ct.minimum(row, rstd.shape[0] - 1), shape=()),)
-    return tahead
+def rstd_ahead(rstd, row):
+    """rstd of a row to come, or of the last one if there is none."""
+    return ct.load(rstd, ct.minimum(row, rstd.shape[0] - 1), shape=())
 
 
 def load_rstd_tile(rstd, i, ROWS, TMA):

@@ -14,6 +14,7 @@ users, by the timer of the benchmark: in CUDA graphs, with a cold L2, the candid
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from tilegym_rmsnorm import accuracy
 from tilegym_rmsnorm.backends.cutile import launch
+from tilegym_rmsnorm.backends.cutile.candidates import with_other_shares
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
 from tilegym_rmsnorm.backends.cutile.machine import Machine
 from tilegym_rmsnorm.backends.cutile.sizes import rows_of_class
@@ -43,6 +45,7 @@ EPS = 1e-6
 # that was 2 % slower at the former (backward of 8192 columns on an H100).
 LARGE = (64 * 2**20, 32 * 2**20)
 FINALISTS = 6  # are timed again, for longer
+VARIED = 3  # of the fastest, by as many variants as they have
 SPREAD = 1.01  # two timings of one config in one process differ by about as much
 FIRST_SPREAD = 1.03  # in the first round, which is shorter: five samples each
 RUNS, DATA_SETS = 200, 8  # of the check; one kernel that raced was wrong in a single run of 40
@@ -88,16 +91,21 @@ def choose(
     measure: Callable[[list[Config], float], Times],
     why_wrong: Callable[[Config], str | None],
     tell: Tell,
+    variants: Callable[[Config], list[Config]] = lambda config: [],
 ) -> tuple[Config, Times]:
     """The fastest config that is right, and its times. configs[0] is the one of the rules: another takes its place only
     if it is faster by more than the spread in the mean over all M, and slower by more at none of them.
 
-    measure(configs, seconds) times those that run, for so many seconds each and M: all of them, then the fastest and
-    the rules' again. why_wrong is asked in the order of speed, until a config is right; where none of the fastest is,
-    the rules' is next. Raises NothingRightError where none is.
+    measure(configs, seconds) times those that run, for so many seconds each and M: all of them, and the variants of the
+    fastest; then the fastest of both and the rules' again. why_wrong is asked in the order of speed, until a config is
+    right; where none of the fastest is, the rules' is next. Raises NothingRightError where none is.
     """
     default = configs[0]
     first = measure(configs, 0.0)
+    fastest = _rank(first, default, FIRST_SPREAD)[:VARIED]
+    others = dict.fromkeys(each for config in fastest for each in variants(config) if each not in first)
+    if others:
+        first |= measure(list(others), 0.0)
     first_ranking = _rank(first, default, FIRST_SPREAD)
     finalists = first_ranking[:FINALISTS]
     if default in first and default not in finalists:
@@ -158,7 +166,9 @@ class Search:
             with self.turn:
                 return self.why_wrong(bucket, config)
 
-        config, times = choose(configs, measure, why_wrong, self.tell)
+        config, times = choose(
+            configs, measure, why_wrong, self.tell, functools.partial(with_other_shares, bucket=bucket)
+        )
         before = times.get(configs[0], times[config])
         figures = zip(rows, before, times[config], strict=True)
         return Entry(config, tuple(Timing(m, round(a, 3), round(b, 3)) for m, a, b in figures))

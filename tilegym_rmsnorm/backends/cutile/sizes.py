@@ -39,8 +39,8 @@ def rows_of_class(size: str, n: int) -> range:
 def partial_rows(m: int, n: int, config: Config, sm_count: int) -> int:
     """P: how many blocks, or teams of them, walk the rows of a backward, each leaving one row of dw_partial.
 
-    A few per SM; one where few rows make the partial rows a good part of all traffic. And no more than make the
-    longest walk as short as it can be: 1024 tiles for 264 blocks are 4 each for 256.
+    A few per SM; one where few rows make the partial rows a good part of all traffic; of those the config's share. And
+    no more than make the longest walk as short as it can be: 1024 tiles for 264 blocks are 4 each for 256.
     """
     if config.is_fused:
         return -(-m // (config.rows * slab_tiles(m, config, sm_count)))
@@ -49,13 +49,13 @@ def partial_rows(m: int, n: int, config: Config, sm_count: int) -> int:
     strips = -(-n // config.width) if config.kernel == "strips" else 1
     tiles = -(-m // config.rows)
     blocks_per_sm = 1 if strips == 1 and tiles <= FEW_TILES * sm_count else config.occupancy
-    blocks = max(1, sm_count * blocks_per_sm // strips)
+    blocks = max(1, sm_count * blocks_per_sm * config.share // 100 // strips)
     return _shortest_walks(tiles, blocks)
 
 
 def most_partial_rows(config: Config, sm_count: int) -> int:
     """The largest P of a config that is not fused, for any number of rows; of strips, of one strip."""
-    return max(1, sm_count * config.occupancy // config.members)
+    return max(1, sm_count * config.occupancy * config.share // 100 // config.members)
 
 
 def _shortest_walks(tiles: int, blocks: int) -> int:

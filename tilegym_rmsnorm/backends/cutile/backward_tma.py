@@ -1,0 +1,77 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""The backward of rows that TMA brings into shared memory while the row before is summed. The mathematics is that of
+backward.py.
+
+Gathers of more than 12288 columns wait for memory at each row: tileiras 13.4 asks for a row only when the one before is
+stored. Here a warp of its own asks for it as soon as this one is in registers. Then nothing may wait for rstd either:
+each row's comes with the row before.
+
+On an H200 4096x16384 in bfloat16 takes 102.6 us instead of 115.7, and 116.5 where rstd comes with its own row. An H100
+has so much less bandwidth that 132 blocks ask for more than its memory delivers well: 155.6 us, by 94 of them 141.3 (by
+gathers 144.3, where fewer blocks are slower). So how many walk the rows is for the tables to say: `Config.share`.
+"""
+
+import cuda.tile as ct
+
+from .backward import h_and_g
+from .rows import (
+    ConstBool,
+    ConstInt,
+    column_tiles,
+    factor_of_x,
+    load_part_of_row,
+    load_scale,
+    row_as_float32,
+    row_of_terms_of_dw,
+    rstd_ahead,
+    store_part_of_row,
+    store_row,
+    sum_of_products,
+)
+
+
+def backward_rows_by_tma(
+    dx,  # (M, N), x's dtype: written
+    dw_partial,  # (P, N), float32, or dw of weight's dtype where P is 1: written
+    dy,  # (M, N), any row stride
+    x,  # (M, N), any row stride
+    weight,  # (N,)
+    rstd,  # (M,), float32
+    inv_n,
+    offset,
+    WIDTH: ConstInt,
+    PIECES: ConstInt,
+    EVEN: ConstBool,
+    LATENCY: ConstInt,
+    HAS_WEIGHT: ConstBool,
+    HAS_DW: ConstBool,
+    ROUND_XHAT: ConstBool,
+    DEPENDENT: ConstBool,
+):
+    """Grid: (P,). A row is added to dw before its products are summed: after that h would take registers that 16384
+    columns do not leave, 256 bytes of stack by 8 * 2048."""
+    if DEPENDENT:
+        ct.grid_dependency_control_wait()
+        ct.grid_dependency_control_launch_dependents()
+    tcolumns = column_tiles(WIDTH, PIECES, 0)
+    tdw = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
+    trstd = rstd_ahead(rstd, ct.bid(0))
+    for row in range(ct.bid(0), x.shape[0], ct.num_blocks(0)):
+        tnext = rstd_ahead(rstd, row + ct.num_blocks(0))
+        tstored_x = load_part_of_row(x, row, 0, tcolumns, LATENCY)
+        tstored_dy = load_part_of_row(dy, row, 0, tcolumns, LATENCY)
+        tscale = ()
+        if HAS_WEIGHT:
+            tscale = load_scale(weight, tcolumns, offset, EVEN)
+        tx, tdy = row_as_float32(tstored_x), row_as_float32(tstored_dy)
+        th, tg = h_and_g(tdy, trstd, tscale)
+        tterms = row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
+        tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(PIECES)))
+
+        tfactor = factor_of_x(sum_of_products(tx, tg, PIECES) * inv_n, trstd)
+        tdx = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(PIECES)))
+        store_part_of_row(dx, row, 0, tdx)
+        trstd = tnext
+    if HAS_DW:
+        store_row(dw_partial, ct.bid(0), tcolumns, tdw, EVEN)
