@@ -183,7 +183,7 @@ def test_other_shares_of_a_backward_of_many_rows_alone():
     large = Bucket("backward", 16384, "bfloat16", "large")
     found = space.with_other_shares(config, large)
     assert {each.share for each in found} == set(space.SHARES) - {84}
-    assert {replace(each, share=84) for each in found} == {config}
+    assert {replace(each, share=84, reason="") for each in found} == {config}
     for each in found:
         check_config(each, large, 90)
     assert not space.with_other_shares(config, large._replace(size="few"))

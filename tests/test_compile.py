@@ -171,7 +171,7 @@ VARIANTS = {
 
 def one_width_per_kernel(architecture: int) -> tuple[int, ...]:
     """All of them for Hopper or with --every-config, else every second."""
-    widths = (128, 2048, 5120, 40000, 65536)
+    widths = (128, 2048, 5120, 18432, 40000, 65536)
     return widths if architecture == 90 or helpers.every_config else widths[::2]
 
 

@@ -15,6 +15,8 @@ from cutile_runs import run_backward  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile.config import row_partials_config, sum_config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.machine import InterpretedMachine  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.sizes import most_partial_rows, partial_rows  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -56,6 +58,23 @@ def test_the_only_partial_row_is_dw(n, dtype, size):
     assert_within(expected_results(inputs), **run_backward(inputs, size=size))
 
 
+class Counting(InterpretedMachine):
+    """Keeps the blocks of each launch, by the kernel's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grids: dict[str, int] = {}
+
+    def bind(self, function, config, constants):
+        launch = super().bind(function, config, constants)
+
+        def run(grid, arguments):
+            self.grids[function.__name__] = grid[0]
+            launch(grid, arguments)
+
+        return run
+
+
 def test_a_share_of_the_blocks_leaves_as_many_partial_rows():
     rows = Config("rows", 4096, 8, 1, 4, pieces=4, tma=True, share=72)
     teams = Config("teams", 2048, 4, 2, 4, pieces=3, members=3, tma=True, share=72)
@@ -77,6 +96,15 @@ def test_a_share_of_the_blocks_leaves_as_many_partial_rows():
 )
 def test_a_share_of_the_blocks_computes_the_same(config):
     inputs = make_inputs(37, 84, BF16, FP32, offset=1.0, device=CPU)
-    whole, part = (run_backward(inputs, replace(config, share=share)) for share in (100, 30))
-    assert torch.equal(part["dx"], whole["dx"])
-    assert_within(expected_results(inputs), **part)
+    x, dy, weight, eps, *_ = inputs
+    rstd = torch.rsqrt(x.double().square().mean(dim=1) + eps).float()
+    results, blocks = [], []
+    for share in (100, 50):
+        machine = Counting()
+        run = Backward(machine, replace(config, share=share), 84, True, True, False)
+        results.append(dict(zip(("dx", "dw"), run(x, dy, weight, rstd, inputs.offset), strict=True)))
+        blocks.append(machine.grids[f"backward_{config.kernel}" + "_by_tma" * config.tma])
+    assert blocks[1] < blocks[0]
+    assert torch.equal(results[0]["dx"], results[1]["dx"])
+    for each in results:
+        assert_within(expected_results(inputs), **each)

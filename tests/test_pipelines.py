@@ -40,7 +40,7 @@ def configs_with_tma(op: str, dtype: torch.dtype) -> list[tuple[Config, int]]:
     """Of the rules, each with the widest row that it serves, and of the tables that ship; those of the largest tiles
     first."""
     configure = forward_config if op == "forward" else backward_config
-    widths = {configure(n, dtype.itemsize, 90): n for n in (*range(1, 4100), 33001, 40000, 140000)}
+    widths = {configure(n, dtype.itemsize, 90): n for n in (*range(1, 4100), 18432, 33001, 40000, 140000)}
     rules = {(config, n) for config, n in widths.items() if config.tma}
     name = str(dtype).removeprefix("torch.")
     tables = {(c, bucket.n) for sm, bucket, c in shipped_configs(op, name) if c.tma and sm == 90}

@@ -4,6 +4,7 @@
 """Backwards whose rows, or parts of rows, come and go by TMA, in the interpreter: the same bits as by gathers."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,16 +16,16 @@ from cutile_runs import run_backward  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile.config import backward_config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.tables import chosen_config  # noqa: E402
 
 CPU = torch.device("cpu")
-# A row's columns, and a config without TMA that holds it. Blocks of which an SM holds three load no rstd ahead.
+# A row's columns, and a config without TMA that holds it. Of a team three blocks an SM load no rstd ahead.
 CONFIGS = {
     "rows of one tile": (84, Config("rows", 128, 4, 2, 2)),
     "rows": (96, Config("rows", 32, 4, 1, 2, pieces=3)),
     "rows, the last tile partial": (84, Config("rows", 32, 4, 1, 2, pieces=3)),
-    "rows, three blocks an SM": (84, Config("rows", 32, 4, 3, 2, pieces=3)),
-    "teams": (96, Config("teams", 16, 4, 1, 2, pieces=3, members=2)),
-    "teams, the last tile partial": (84, Config("teams", 16, 4, 1, 2, pieces=3, members=2)),
+    "teams": (96, Config("teams", 16, 4, 2, 2, pieces=3, members=2)),
+    "teams, the last tile partial": (84, Config("teams", 16, 4, 2, 2, pieces=3, members=2)),
     "teams, three blocks an SM": (84, Config("teams", 32, 4, 3, 2, members=3)),
 }
 every_config = pytest.mark.parametrize(("n", "config"), CONFIGS.values(), ids=CONFIGS)
@@ -49,14 +50,22 @@ def test_the_same_bits_as_by_gathers(n, config, weight_dtype, dtype):
 
 
 @every_config
-def test_single_rows_and_other_layouts(n, config):
+def test_fewer_rows_than_blocks(n, config):
     for m in (1, 2):
         inputs = make_inputs(m, n, BF16, BF16, device=CPU)
         assert_within(expected_results(inputs), **run_backward(inputs, by_tma(config)))
-    x, dy = (torch.full((m, n + 3), torch.nan, dtype=BF16) for _ in range(2))
+
+
+@every_config
+def test_other_layouts(n, config):
+    """Rows farther apart than they are long, at an offset, and one row that is all rows of dy."""
+    inputs = make_inputs(11, n, BF16, BF16, device=CPU)
+    x, dy = (torch.full((11, n + 3), torch.nan, dtype=BF16) for _ in range(2))
     x[:, :n], dy[:, 3:] = inputs.x, inputs.dy
-    strided = run_backward(inputs._replace(x=x[:, :n], dy=dy[:, 3:]), by_tma(config))
-    assert_within(expected_results(inputs), **strided)
+    strided = inputs._replace(x=x[:, :n], dy=dy[:, 3:])
+    assert_within(expected_results(inputs), **run_backward(strided, by_tma(config)))
+    expanded = inputs._replace(dy=inputs.dy[4:5].expand(11, n))
+    assert_within(expected_results(expanded), **run_backward(expanded, by_tma(config)))
 
 
 @every_config
@@ -75,3 +84,11 @@ def test_rules_take_it_for_teams_of_many_rows_of_16_bits(n, members):
         backward_config(n, itemsize, 90, size, has_dw).tma
         for itemsize, size, has_dw in ((4, "large", True), (2, "few", True), (2, "large", False))
     )
+
+
+def test_dx_alone_takes_no_teams_by_tma():
+    """Neither from the tables that ship, nor from the rules: with a float32 weight they spill."""
+    machine = SimpleNamespace(model="NVIDIA H100 80GB HBM3", architecture=90, most_members=16)
+    for n in (18432, 24576, 32768, 65536):
+        with_dw, alone = (chosen_config("backward", machine, n, BF16, "large", dw) for dw in (True, False))
+        assert with_dw.tma and not alone.tma

@@ -101,7 +101,7 @@ UNFIT = {
     "tma of short rows": stored(config_tma=True),
     "tma of a fused backward": stored(**FUSED, config_slab=64, config_tma=True),
     "tma of a forward's rows": stored(op="forward", config_short=False, config_tma=True),
-    "a share of 24 percent": stored(config_short=False, config_share=24),
+    "a share of 49 percent": stored(config_short=False, config_share=49),
     "a share of 101 percent": stored(config_short=False, config_share=101),
     "a share of a fused backward": stored(**FUSED, config_slab=64, config_share=80),
     "a share of a forward": stored(op="forward", config_short=False, config_share=80),

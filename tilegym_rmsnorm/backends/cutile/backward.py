@@ -25,6 +25,8 @@ How a row is held decides the kernel; config.py says which serves which shape:
 
     backward_rows     one row per step, gathered into register tiles
     backward_tiles    one or several rows per step, as 2-D tiles, which TMA can load
+    backward_rows_by_tma
+                      (backward_tma.py) one row per step, which TMA brings while the one before is summed
     backward_teams    (backward_teams.py) wide rows, each shared by several blocks
     backward_fused    (backward_fused.py) few rows: blocks for dx and blocks for dw side by side
     backward_chunks   (backward_wide.py) dx alone, of rows that neither registers nor a team hold
@@ -79,8 +81,8 @@ def row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED,
     """Writes dx of one row and returns its share of dw (without HAS_DW a value nobody uses).
 
     In a loop the compiler moves the load of weight in front of it. PACKED keeps x and dy in their own 16 bits while
-    the products are summed. team: what a block needs to know that holds a part of the row (backward_teams.py), and the
-    row's rstd if it is here already.
+    the products are summed. team, of a block that holds a part of the row (backward_teams.py): the board, which part,
+    MEMBERS and SLOTS, whether x, dy and dx go by TMA, and the row's rstd if it is here already.
     """
     dx, dy, x, weight, rstd = arrays
     EVEN, HAS_WEIGHT, HAS_DW, ROUND_XHAT = SWITCHES

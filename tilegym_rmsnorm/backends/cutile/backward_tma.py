@@ -7,9 +7,10 @@ Gathers of more than 12288 columns wait for memory at each row: tileiras 13.4 as
 stored. Here a warp of its own asks for it as soon as this one is in registers. Then nothing may wait for rstd either:
 each row's comes with the row before.
 
-On an H200 4096x16384 in bfloat16 takes 102.6 us instead of 115.7, and 116.5 where rstd comes with its own row. An H100
-has so much less bandwidth that 132 blocks ask for more than its memory delivers well: 155.6 us, by 94 of them 141.3 (by
-gathers 144.3, where fewer blocks are slower). So how many walk the rows is for the tables to say: `Config.share`.
+4096x16384 in bfloat16 (cuda-tile 1.7.0, tileiras 13.4.92) takes 102.6 us on an H200 instead of 115.7, and 116.5 where
+rstd comes with its own row. On an H100 it takes 155.6 by 128 blocks, 141.3 by 94 of them (by gathers 144.3, where fewer
+blocks are slower): what has less bandwidth seems to be asked for too much at once. So how many blocks walk the rows is
+for the tables to say: `Config.share`.
 """
 
 import cuda.tile as ct
@@ -49,8 +50,11 @@ def backward_rows_by_tma(
     ROUND_XHAT: ConstBool,
     DEPENDENT: ConstBool,
 ):
-    """Grid: (P,). A row is added to dw before its products are summed: after that h would take registers that 16384
-    columns do not leave, 256 bytes of stack by 8 * 2048."""
+    """Grid: (P,). The next kernel is let in early, as backward_rows does.
+
+    A row is added to dw before its products are summed: after that h would take registers that 16384 columns do not
+    leave, 256 bytes of stack by 8 * 2048.
+    """
     if DEPENDENT:
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()

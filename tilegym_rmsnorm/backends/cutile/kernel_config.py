@@ -20,14 +20,14 @@ class Config:
     rows: int = 1  # rows of a tile; "fused", "fused_chunks": of a tile of dy * xhat
     strip: int = 0  # "fused", "fused_chunks": columns of a tile of dy * xhat
     slab: int = 0  # "fused", "fused_chunks": rows of x that share a row of dw_partial, a multiple of `rows`
-    tma: bool = False  # may tile loads and stores use TMA: limits.WITH_TMA
+    tma: bool = False  # loads and stores by TMA, of kernels of limits.WITH_TMA; "rows": by backward_tma.py
     short: bool = False  # backward "rows": compile a way without the loop too, for as many blocks as rows
     early_weight: bool = False  # forward "rows": load the weight along with x
     pieces: int = 1  # "rows", "teams", backward "tiles": tiles of `width` that a block holds of a row
     members: int = 1  # "teams": blocks that share a row
     packed: bool = False  # "rows", forward "teams": 2-byte elements stay so in registers while summed
     share: int = (
-        100  # backward "rows", "tiles", "teams": percent of the blocks that fit the SMs, which walk the rows
+        100  # backwards of limits.WALKS_ROWS: so many percent of the blocks that fit the SMs walk the rows
     )
     reason: str = ""
     spills: str = ""  # why this config is kept although its kernel spills registers
@@ -36,15 +36,6 @@ class Config:
     def lanes(self) -> int:
         """Columns of all tiles of a row, or of a chunk or strip."""
         return self.width * self.pieces * self.members + self.rest
-
-    @property
-    def has_rstd_ahead(self) -> bool:
-        """Whether a block of a backward's team loads the next row's rstd with this row, as TMA does the row.
-
-        Otherwise it waits for that alone: 4096x18432 by two blocks an SM 165.0 -> 159.6 us (H200: 138.5 -> 131.3).
-        Three leave no registers for it: 4096x32768 on the H200 249.8 -> 264.2.
-        """
-        return self.tma and self.occupancy < 3
 
     @property
     def is_fused(self) -> bool:

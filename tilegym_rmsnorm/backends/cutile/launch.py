@@ -172,19 +172,19 @@ class Backward:
         if config.kernel == "teams":
             self.boards = Boards(machine, config.members)
             self.most_rows = min(self.most_rows // config.members, LARGEST_GRID)  # of blocks, and of a board
+        variant = (has_weight, has_dw, round_xhat)
+        rows = (backward.backward_rows, (*variant, config.short))
+        # Three blocks an SM leave no registers for it: 4096x32768 on an H200 249.8 -> 264.2 us
+        has_rstd_ahead = config.tma and config.occupancy < 3
         function, switches = {
-            "rows": (backward.backward_rows, (has_weight, has_dw, round_xhat, config.short)),
-            "rows by TMA": (backward_tma.backward_rows_by_tma, (has_weight, has_dw, round_xhat)),
-            "tiles": (backward.backward_tiles, (config.pieces, has_weight, has_dw, round_xhat)),
-            "teams": (
-                backward_teams.backward_teams,
-                (config.tma, config.has_rstd_ahead, has_weight, has_dw, round_xhat),
-            ),
+            "rows": (backward_tma.backward_rows_by_tma, variant) if config.tma else rows,
+            "tiles": (backward.backward_tiles, (config.pieces, *variant)),
+            "teams": (backward_teams.backward_teams, (config.tma, has_rstd_ahead, *variant)),
             "fused": (backward_fused.backward_fused, (True, round_xhat)),
             "fused_chunks": (backward_fused.backward_fused, (False, round_xhat)),
             "strips": (backward_wide.backward_strips, (round_xhat,)),
             "chunks": (backward_wide.backward_chunks, (has_weight,)),
-        }["rows by TMA" if config.kernel == "rows" and config.tma else config.kernel]
+        }[config.kernel]
         self.launch = machine.bind(function, config, (*tile_constants(config, n), *switches, dependent))
         self.sum = sum_config(config, n, machine.architecture)
         self.sum_grid = (-(-n // self.sum.width),)

@@ -14,6 +14,7 @@ users, by the timer of the benchmark: in CUDA graphs, with a cold L2, the candid
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
@@ -103,7 +104,13 @@ def choose(
     default = configs[0]
     first = measure(configs, 0.0)
     fastest = _rank(first, default, FIRST_SPREAD)[:VARIED]
-    others = dict.fromkeys(each for config in fastest for each in variants(config) if each not in first)
+    known = {dataclasses.replace(config, reason="", spills="") for config in first}
+    others = {
+        each: None
+        for config in fastest
+        for each in variants(config)
+        if dataclasses.replace(each, reason="", spills="") not in known
+    }
     if others:
         first |= measure(list(others), 0.0)
     first_ranking = _rank(first, default, FIRST_SPREAD)

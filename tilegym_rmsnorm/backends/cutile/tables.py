@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tilegym_rmsnorm.backends.cutile import toolchain
 from tilegym_rmsnorm.backends.cutile.config import backward_config, forward_config
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
-from tilegym_rmsnorm.backends.cutile.limits import ITEMSIZE, STORED, check_config, expect
+from tilegym_rmsnorm.backends.cutile.limits import ITEMSIZE, STORED, WALKS_ROWS, check_config, expect
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ SHIPPED_FOLDER = Path(__file__).with_name("tuned")
 CACHE_VARIABLE = "TILEGYM_RMSNORM_CACHE_DIR"
 OFF = ("0", "off", "none", "")
 RULES = {"forward": forward_config, "backward": backward_config}
-READS_ONCE = ("rows", "tiles", "teams")  # backwards that dw costs no second reading of x and dy
 SHARED = {"float16": ("bfloat16",)}  # the same bytes, and the same float32 registers
 
 
@@ -79,8 +78,7 @@ def chosen_config(
 ) -> Config:
     """The config that serves rows of n elements, for problems of one size class, on this machine.
 
-    Tables hold backwards that need dw. One that does not takes the same config unless its kernel reads x and dy once
-    more for dw: of the fused kind and the strips.
+    Tables hold backwards that need dw. One that does not takes the same config if that `serves_dx_alone`.
     """
     name = str(dtype).removeprefix("torch.")
     buckets = [Bucket(op, n, each, size) for each in (name, *SHARED.get(name, ()))]
@@ -89,10 +87,16 @@ def chosen_config(
             if bucket not in table:
                 continue
             config = table[bucket].config
-            if (has_dw or config.kernel in READS_ONCE) and config.members <= machine.most_members:
+            if (has_dw or serves_dx_alone(config)) and config.members <= machine.most_members:
                 return config
     rule = RULES[op] if has_dw else functools.partial(backward_config, has_dw=False)
     return rule(n, dtype.itemsize, machine.architecture, size, most_members=machine.most_members)
+
+
+def serves_dx_alone(config: Config) -> bool:
+    """Whether a backward that needs no dw takes a table's config: not of kernels that read x and dy once more for dw,
+    nor of teams by TMA, some of which take 240 bytes of stack without dw and were not timed."""
+    return config.kernel in WALKS_ROWS and not (config.kernel == "teams" and config.tma)
 
 
 def tables_of(model: str | None, architecture: int) -> dict[Path, Table]:

@@ -52,7 +52,7 @@ def rows_of_equal_tiles(n: int) -> Iterator[Tile]:
 
 
 def rows_of_few_equal_tiles(n: int) -> Iterator[Tile]:
-    """One row as two to eight of them, the fewest first, an eighth of their lanes empty at most."""
+    """One row as two to eight tiles of 1024 columns or more, an eighth of their lanes empty at most."""
     for width in (4096, 2048, 1024):
         pieces = -(-n // width)
         if 2 <= pieces <= 8 and 8 * n >= 7 * pieces * width:
@@ -74,12 +74,12 @@ def parts_of_rows(n: int) -> Iterator[Tile]:
 
 
 def parts_of_rows_by_tma(n: int) -> Iterator[Tile]:
-    """The same as 1 to 4 tiles, none so small that it takes many requests to load a row."""
+    """A row as 1 to 4 tiles of 1024 columns or more, each a request, in each of the fewest blocks that hold it."""
     yield from _parts(n, (1024, 2048, 4096, 8192), (1, 2, 3, 4))
 
 
 def _parts(n: int, widths: tuple[int, ...], counts: tuple[int, ...]) -> Iterator[Tile]:
-    """Of those the ones with an eighth of their lanes empty at most."""
+    """Parts of rows of which an eighth of the lanes is empty at most."""
     for width, pieces in itertools.product(widths, counts):
         members = -(-n // (width * pieces))
         lanes = members * width * pieces

@@ -47,8 +47,9 @@ def backward_teams_config(n: int, itemsize: int, size: str, has_dw: bool, most_m
 
     Of few rows by more: 1x65536 in 4.1 us, by slabs 16.9. 8192 columns with bounds checks spill, as more of float32 do.
 
-    By TMA parts of 3 * 2048 columns alone, in 16 bits: 4096x18432 182.8 -> 165.0 us (H200: 153.3 -> 138.7). Not without
-    dw, where a float32 weight takes 232 bytes of stack.
+    By TMA parts of 3 * 2048 columns alone, in 16 bits: 4096x18432 182.8 -> 159.6 us, on an H200 153.3 -> 131.3
+    (cuda-tile 1.7.0, tileiras 13.4.92); other rows of such parts were not timed. Not without dw, where a float32 weight
+    takes 240 bytes of stack.
     """
     reason = "a team of blocks a row, each with as much of it as its registers hold"
     is_large_half = itemsize == 2 and size == "large"

@@ -1,0 +1,61 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Backwards of rows by TMA, compiled by tileiras. `tune` tries them on any GPU from Hopper on, and one whose warps wait
+for registers that nobody gives back would hang there."""
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+from compiling import CompilingMachine, find_cuobjdump, run_backward  # noqa: E402
+
+from tilegym_rmsnorm.backends.cutile import toolchain  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
+
+if toolchain.find_tileiras() is None or find_cuobjdump() is None:
+    pytest.skip("needs tileiras and cuobjdump", allow_module_level=True)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# What was fastest or near it at 16384, 12288, 5120 and 3072 columns, and the smallest.
+CASES = [
+    (16384, Config("rows", 4096, 8, 1, 4, pieces=4, tma=True)),
+    (16384, Config("rows", 2048, 8, 1, 4, pieces=8, tma=True)),
+    (12288, Config("rows", 4096, 8, 1, 4, pieces=3, tma=True)),
+    (5120, Config("rows", 1024, 4, 2, 4, pieces=5, tma=True)),
+    (2880, Config("rows", 1024, 8, 2, 4, pieces=3, tma=True)),
+]
+VARIANTS = {
+    "bfloat16": {"dtype": BF16, "weight_dtype": BF16},
+    "float16, dx alone": {"dtype": FP16, "weight_dtype": FP16, "has_dw": False},
+    "float32 weight, llama, odd M": {"dtype": BF16, "weight_dtype": FP32, "round_xhat": True, "m": 4097},
+    "no weight, one row": {"dtype": BF16, "weight_dtype": None, "m": 1},
+}
+
+
+@pytest.mark.parametrize("architecture", [90, 100, 120])
+@pytest.mark.parametrize(("n", "config"), CASES, ids=lambda case: str(case) if isinstance(case, int) else "")
+def test_no_warp_waits_for_registers(n, config, architecture):
+    machine = CompilingMachine(architecture)
+    for variant in VARIANTS.values():
+        run_backward(machine, config, n, **variant)
+    found = [each for each in machine.results if each.name == "backward_rows_by_tma"]
+    assert len(found) == len(VARIANTS) and not any(each.lacking > 0 for each in found), found
+
+
+@pytest.mark.parametrize(
+    ("n", "config", "dtype", "most_stack"),
+    [
+        (16384, CASES[0][1], BF16, 16),
+        (16384, CASES[1][1], BF16, 0),
+        (16384, CASES[1][1], FP16, 0),
+        (12288, CASES[2][1], BF16, 0),
+        (12288, CASES[2][1], FP32, 0),
+    ],
+)
+def test_registers_hold_rows_and_dw(n, config, dtype, most_stack):
+    """What adds a row to dw before its products are summed. After that 8 * 2048 columns took 256 bytes of stack."""
+    machine = CompilingMachine(90)
+    run_backward(machine, config, n, dtype, dtype)
+    [found] = [each for each in machine.results if each.name == "backward_rows_by_tma"]
+    assert found.stack <= most_stack
