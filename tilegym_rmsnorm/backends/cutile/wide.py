@@ -54,10 +54,10 @@ def backward_teams_config(n: int, itemsize: int, size: str, has_dw: bool, most_m
     reason = "a team of blocks a row, each with as much of it as its registers hold"
     is_large_half = itemsize == 2 and size == "large"
     if is_large_half and has_dw and (found := fewest_members(n, ((2048, 3),), most_members)):
-        spills = "not with a weight of x's dtype; a float32 weight takes up to 16 bytes of stack, not timed"
-        members = found[2]
+        width, pieces, members = found
+        spills = "not with a weight of x's dtype; a float32 weight takes up to 32 bytes of stack, and was not timed"
         return Config(
-            "teams", 2048, 4, 2, 4, pieces=3, members=members, tma=True, reason=reason, spills=spills
+            *("teams", width, 4, 2, 4), pieces=pieces, members=members, tma=True, reason=reason, spills=spills
         )
     spills = (
         "not with a weight of x's dtype; a float32 weight takes up to 80 bytes of stack, and was not timed"
