@@ -18,8 +18,17 @@ from tilegym_rmsnorm.backends.cutile.config import ARCHITECTURES
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class, slab_tiles
 from tilegym_rmsnorm.backends.cutile.tables import ITEMSIZE, RULES, Bucket, check_config
+from tilegym_rmsnorm.backends.cutile.tilings import rows_of_few_equal_tiles
 
 OPS = tuple(RULES)
+
+
+@pytest.mark.parametrize("n", [3584, 12288, 16384])
+def test_rows_by_tma_are_tried_in_tiles_of_every_width_by_every_share(n):
+    found = candidates(Bucket("backward", n, "float16", "large"), 2, 90, most=24)
+    by_tma = {(config.width, config.share) for config in found if config.kernel == "rows" and config.tma}
+    widths = {tile["width"] for tile in rows_of_few_equal_tiles(n)}
+    assert len(widths) == 2 and by_tma == set(itertools.product(widths, (100, 84, 72)))
 
 
 @given(

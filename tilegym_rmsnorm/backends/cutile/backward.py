@@ -49,6 +49,7 @@ from .rows import (
     ConstBool,
     ConstInt,
     column_tiles,
+    columns_again,
     factor_of_x,
     load_part_of_row,
     load_row,
@@ -80,7 +81,8 @@ def h_and_g(tdy, trstd, tscale):
 def row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED, SWITCHES, team=()):
     """Writes dx of one row and returns its share of dw (without HAS_DW a value nobody uses).
 
-    In a loop the compiler moves the load of weight in front of it. PACKED keeps x and dy in their own 16 bits while
+    In a loop the compiler moves the load of weight in front of it. Teams by TMA of which three blocks fill an SM have
+    no registers to keep it: `columns_again` hides that it is the same. PACKED keeps x and dy in their own 16 bits while
     the products are summed. team, of a block that holds a part of the row (backward_teams.py): the board, which part,
     MEMBERS and SLOTS, whether x, dy and dx go by TMA, and the row's rstd if it is here already.
     """
@@ -102,7 +104,10 @@ def row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED,
 
     tscale = ()
     if HAS_WEIGHT:
-        tscale = load_scale(weight, tcolumns, offset, EVEN)
+        tplaces = tcolumns
+        if TMA and len(tahead) == 0:
+            tplaces = columns_again(tcolumns, row)
+        tscale = load_scale(weight, tplaces, offset, EVEN)
     tx, tdy = row_as_float32(tstored_x), row_as_float32(tstored_dy)
     th, tg = h_and_g(tdy, trstd, tscale)
     total = sum_of_products(tx, tg, PIECES)

@@ -43,6 +43,21 @@ def column_tiles_of(member, WIDTH, PIECES):
     return tuple(t + first for t in ct.static_iter(tcolumns))
 
 
+def hidden_zero():
+    """0, but not to the compiler: it does not know that the grids of kernels on rows have one block along y."""
+    return ct.num_blocks(1) - 1
+
+
+def columns_again(tcolumns, row):
+    """The same indices, in a form that the compiler takes for other ones at each row: a loop loads what is there again,
+    from L1, and needs no registers to keep it.
+
+    In multiples of the tile's width: it still sees that 16 bytes lie together, and does not load one element at a time.
+    """
+    zero = hidden_zero() * row * tcolumns[0].shape[0]
+    return tuple(t + zero for t in ct.static_iter(tcolumns))
+
+
 def load_row(array, row, tcolumns, EVEN, LATENCY):
     """Row `row` of a 2-D array, as tiles of its dtype."""
     return tuple(
@@ -84,9 +99,9 @@ def packed_row_as_float32(tiles):
     """16-bit tiles as float32 once more, after a reduction that needed them as float32 already.
 
     The compiler would keep the float32 of the first conversion, twice the registers, all through the reduction. It
-    cannot if these are other numbers to it: it does not know that the grids of kernels on rows have one block along y.
+    cannot if these are other numbers to it.
     """
-    zero = ct.astype(ct.num_blocks(1) - 1, ct.int16)
+    zero = ct.astype(hidden_zero(), ct.int16)
     return tuple(
         as_float32(ct.bitcast(ct.bitcast(t, ct.int16) ^ zero, t.dtype)) for t in ct.static_iter(tiles)
     )
