@@ -33,6 +33,7 @@ WITHOUT_GPU = {
     "test_candidates",
     "test_ci",
     "test_compile",
+    "test_compile_tma",
     "test_config",
     "test_cutile",
     "test_cutile_launches",

@@ -16,6 +16,9 @@ roundings that any implementation needs (square, mean, root, product), plus for 
 from __future__ import annotations
 
 import math
+import os
+import sys
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -39,6 +42,7 @@ DTYPE_PAIRS = (
     (BF16, None),
 )  # x, weight
 
+PATIENCE = 60  # seconds, of wait_for_the_gpu
 every_config = False  # whether --every-config was given; conftest.py sets it
 
 # name: (M, N) where an interpreter runs the kernels, (M, N) on a GPU
@@ -199,6 +203,18 @@ def assert_alike(
             if each != [0] * len(names)
         }
         assert not differing, f"runs that differ from the first one, by at most: {differing}"
+
+
+def wait_for_the_gpu() -> None:
+    """Wait for the current stream, as torch.cuda.synchronize would, which waits forever for blocks that do."""
+    ended = torch.cuda.Event()
+    ended.record()
+    deadline = time.monotonic() + PATIENCE
+    while not ended.query():
+        if time.monotonic() > deadline:
+            print("blocks that wait forever", file=sys.stderr, flush=True)
+            os._exit(1)  # whatever else this process asked of the GPU would wait for them too
+        time.sleep(0.001)
 
 
 def assert_llama_rounds(inputs: Inputs, llama: dict[str, Tensor], once: dict[str, Tensor]) -> None:

@@ -9,6 +9,7 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from tilegym_rmsnorm.backends.cutile import tables
@@ -43,6 +44,17 @@ def shipped_configs(op: str, dtype: str) -> list[tuple[int, Bucket, Config]]:
             if config != replace(rule, reason="", spills=""):
                 found.setdefault((target.architecture, bucket.n, config), bucket)
     return [(architecture, bucket, config) for (architecture, _, config), bucket in found.items()]
+
+
+def entries_that_ship(machine, op: str, dtype: str) -> list[tuple[Bucket, Entry]]:
+    """Those of the table that ships for this GPU and toolkit which serve `op` on tensors of `dtype`, in order. Skips
+    the test where there are none."""
+    found = tables.tables_of(machine.model, machine.architecture)
+    [table] = [table for path, table in found.items() if path.parent == tables.SHIPPED_FOLDER] or [{}]
+    entries = sorted(serving(table, op, dtype).items())
+    if not entries:
+        pytest.skip(f"no table ships with entries of {op} and {dtype} for {machine.model} and this toolkit")
+    return entries
 
 
 def serving(table: tables.Table, op: str, dtype: str) -> tables.Table:

@@ -21,13 +21,13 @@ from helpers import (
     make_inputs,
     why_skip,
 )
-from table_cases import serving
+from table_cases import entries_that_ship
 
 from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward
 from tilegym_rmsnorm.backends.cutile.config import backward_config, forward_config
 from tilegym_rmsnorm.backends.cutile.machine import machine_of
 from tilegym_rmsnorm.backends.cutile.sizes import partial_rows, rows_of_class, size_class
-from tilegym_rmsnorm.backends.cutile.tables import SHIPPED_FOLDER, chosen_config, serves_dx_alone, tables_of
+from tilegym_rmsnorm.backends.cutile.tables import chosen_config, serves_dx_alone
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_empty")]
 
@@ -238,11 +238,7 @@ def test_every_config_of_the_shipped_tables(op, dtype, part, monkeypatch):
     monkeypatch.setattr(search, "RUNS", RUNS)
     monkeypatch.setattr(search, "LARGE", tuple(elements // 4 for elements in search.LARGE))
     found = machine.machine_of(DEVICE)
-    tables = tables_of(found.model, found.architecture)
-    [table] = [table for path, table in tables.items() if path.parent == SHIPPED_FOLDER] or [{}]
-    entries = dict(sorted(serving(table, op, dtype).items())[part::TABLE_PARTS])
-    if not entries:
-        pytest.skip(f"no table ships with entries of {op} and {dtype} for {found.model} and this toolkit")
+    entries = dict(entries_that_ship(found, op, dtype)[part::TABLE_PARTS])
     finder = search.Search(found, DEVICE, print)
     wrong = {bucket: finder.why_wrong(bucket, entry.config) for bucket, entry in entries.items()}
     assert not any(wrong.values()), wrong

@@ -4,13 +4,20 @@
 """Blocks that wait for each other (team.py) on a GPU: they end, and are right, whatever else runs there."""
 
 import functools
-import os
-import sys
-import time
 
 import pytest
 import torch
-from helpers import BF16, DEVICE, FP32, HAS_GPU, assert_within, expected_results, make_inputs, why_skip
+from helpers import (
+    BF16,
+    DEVICE,
+    FP32,
+    HAS_GPU,
+    assert_within,
+    expected_results,
+    make_inputs,
+    wait_for_the_gpu,
+    why_skip,
+)
 
 from tilegym_rmsnorm import rms_norm_forward
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
@@ -20,7 +27,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_empty")]
 if HAS_GPU and (reason := why_skip("cutile")):
     pytest.skip(reason, allow_module_level=True)
 
-PATIENCE = 60  # seconds
 CONFIGS = [
     Config("teams", 8192, 4, 2, 2, members=4),
     Config("teams", 4096, 4, 2, 2, members=8),
@@ -63,18 +69,6 @@ def forward_of(inputs, config):
     x, _, weight, eps, *_ = inputs
     forward = launch.Forward(machine.machine_of(DEVICE), config, x.shape[1], True, False)
     return functools.partial(forward, x, weight, eps, 0.0)
-
-
-def wait_for_the_gpu():
-    """torch.cuda.synchronize, which would wait forever for blocks that do."""
-    ended = torch.cuda.Event()
-    ended.record()
-    deadline = time.monotonic() + PATIENCE
-    while not ended.query():
-        if time.monotonic() > deadline:
-            print("blocks that wait forever", file=sys.stderr, flush=True)
-            os._exit(1)  # whatever else this process asked of the GPU would wait for them too
-        time.sleep(0.001)
 
 
 @every_config
