@@ -10,8 +10,8 @@ each row's comes with the row before.
 4096x16384 in bfloat16 (cuda-tile 1.7.0, tileiras 13.4.92) takes 102.6 us on an H200 instead of 115.7, and 116.5 where
 rstd comes with its own row. On an H100 it takes 155.6 by 128 blocks, 141.3 by 94 of them (by gathers 144.3, where fewer
 blocks are slower). So how many blocks walk the rows is for the tables to say: `Config.share`. They take this kernel at
-16384 columns, and some of them at 3584, 5120, 6144 and 12288. A float32 weight takes 136 bytes of stack at 16384
-columns, and was not timed.
+16384 columns of 16 bits, and some of them at 3584, 5120, 6144 and 12288. A float32 weight takes 136 to 144 bytes of
+stack at 16384 columns, and was not timed.
 """
 
 import cuda.tile as ct

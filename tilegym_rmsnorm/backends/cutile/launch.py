@@ -174,7 +174,7 @@ class Backward:
             self.most_rows = min(self.most_rows // config.members, LARGEST_GRID)  # of blocks, and of a board
         variant = (has_weight, has_dw, round_xhat)
         rows = (backward.backward_rows, (*variant, config.short))
-        # Three blocks an SM leave no registers for it, nor for the weight: 4096x32768 on an H200 249.8 -> 264.2 us
+        # Three blocks an SM have no registers for it (4096x32768, H200: 249.8 -> 264.2 us), nor to keep the weight
         has_rstd_ahead = config.tma and config.occupancy < 3
         function, switches = {
             "rows": (backward_tma.backward_rows_by_tma, variant) if config.tma else rows,
