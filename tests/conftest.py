@@ -71,6 +71,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     helpers.every_config = config.getoption("--every-config")
+    helpers.stderr = os.dup(2)  # pytest captures none of what plugins do here
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -44,6 +43,7 @@ DTYPE_PAIRS = (
 
 PATIENCE = 60  # seconds, of wait_for_the_gpu
 every_config = False  # whether --every-config was given; conftest.py sets it
+stderr = 2  # what pytest does not capture; conftest.py sets it
 
 # name: (M, N) where an interpreter runs the kernels, (M, N) on a GPU
 SHAPES = {
@@ -205,16 +205,22 @@ def assert_alike(
         assert not differing, f"runs that differ from the first one, by at most: {differing}"
 
 
-def wait_for_the_gpu() -> None:
-    """Wait for the current stream, as torch.cuda.synchronize would, which waits forever for blocks that do."""
+def wait_for_the_gpu(what: str = "") -> None:
+    """Wait for the current stream, as torch.cuda.synchronize would, which waits forever for blocks that do. `what` runs
+    there: this process says so and ends, since all else that it asked of the GPU would wait for them too."""
     ended = torch.cuda.Event()
     ended.record()
     deadline = time.monotonic() + PATIENCE
     while not ended.query():
         if time.monotonic() > deadline:
-            print("blocks that wait forever", file=sys.stderr, flush=True)
-            os._exit(1)  # whatever else this process asked of the GPU would wait for them too
+            os.write(stderr, f"blocks that wait forever {what}\n".encode())
+            os._exit(1)
         time.sleep(0.001)
+
+
+def alignment(extent: int) -> str:
+    """The classes of extents that cuda-tile compiles apart."""
+    return "one" if extent == 1 else "multiple of 16" if extent % 16 == 0 else "other"
 
 
 def assert_llama_rounds(inputs: Inputs, llama: dict[str, Tensor], once: dict[str, Tensor]) -> None:

@@ -15,6 +15,7 @@ from helpers import (
     FP16,
     FP32,
     HAS_GPU,
+    alignment,
     assert_alike,
     assert_within,
     expected_results,
@@ -184,11 +185,6 @@ def compilations(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(ct.kernel, "_compile", counted)
     return names
-
-
-def alignment(extent: int) -> str:
-    """The classes of extents that cuda-tile compiles apart."""
-    return "one" if extent == 1 else "multiple of 16" if extent % 16 == 0 else "other"
 
 
 @pytest.mark.parametrize("weight_dtype", [BF16, FP32])

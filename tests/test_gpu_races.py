@@ -13,6 +13,7 @@ from helpers import (
     DEVICE,
     FP32,
     Inputs,
+    alignment,
     assert_within,
     expected_results,
     make_inputs,
@@ -26,13 +27,14 @@ from tilegym_rmsnorm.reference import compute_rms_norm_rstd_torch
 
 pytestmark = pytest.mark.gpu
 
-STREAMS = 4
-GATES, ROUNDS = 3, 10  # at most 8 launches a call: the queue holds what 4 streams ask for in 10 rounds
-GATE_CYCLES = 40_000_000  # about 20 ms, several times what queuing takes
+STREAMS, ROUNDS = 4, 6
+RACES, MOST_TRIES = 3, 8
+GATE_CYCLES = 40_000_000  # about 20 ms, to begin with
 ELEMENTS = 2**23  # of x, at most
 PARTS = 4
 
-Call = Callable[[], tuple[torch.Tensor, ...]]
+Results = tuple[torch.Tensor, ...]
+Call = Callable[[], Results]
 
 
 @functools.cache
@@ -42,52 +44,64 @@ def streams() -> list[torch.cuda.Stream]:
 
 
 def assert_racing_changes_no_bit(
-    each_inputs: list[Inputs], names: tuple[str, ...], calls: list[Call], *others: list[Call]
+    each_inputs: list[Inputs], names: tuple[str, ...], calls: list[Call], *others: list[Call], what: str = ""
 ) -> None:
-    """Of each stream its inputs, and a call with them whose results have these names. Alone its results are within
-    tolerance of float64; those of every call that raced have the same bits. `others`: the same calls in another way."""
+    """STREAMS inputs, and a call with each whose results have these names. Alone its results are within tolerance of
+    float64; those of every call that raced have the same bits. `others`: the same calls made in another way."""
     alone = [call() for call in calls]
-    wait_for_the_gpu()
+    wait_for_the_gpu(what)
     for inputs, results in zip(each_inputs, alone, strict=True):
         assert_within(expected_results(inputs), **dict(zip(names, results, strict=True)))
     for racing in (calls, *others):
-        held = [race(racing, alone, names) for _ in range(GATES)]
-        assert any(held), "nothing raced: each gate opened before all calls were queued"
+        cycles, races = GATE_CYCLES, 0
+        for _ in range(MOST_TRIES):
+            if race(racing, alone, names, cycles, what):
+                races += 1
+            else:
+                cycles *= 2
+            if races == RACES:
+                break
+        assert races == RACES, f"{races} races of {MOST_TRIES}: the others began before all calls were queued"
 
 
-def race(calls: list[Call], alone: list[tuple[torch.Tensor, ...]], names: tuple[str, ...]) -> bool:
-    """Queues every call ROUNDS times on a stream of its own, behind a gate, as kernels would have ended before the host
-    launches the next. Whether the gate held until all were queued."""
+def race(calls: list[Call], alone: list[Results], names: tuple[str, ...], cycles: int, what: str) -> bool:
+    """Queues ROUNDS calls on each stream behind a gate, since kernels would have ended before the host launches the
+    next. Each call of a stream has other inputs than the one before, so what it left behind is wrong for this one.
+    Whether the gate held until all were queued."""
+    all_streams = streams()
     gate = torch.cuda.Event()
-    torch.cuda._sleep(GATE_CYCLES)
+    torch.cuda._sleep(cycles)
     gate.record()
-    for stream in streams():
+    for stream in all_streams:
         stream.wait_event(gate)
-    raced: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in calls]
-    for _ in range(ROUNDS):
-        for stream, call, turns in zip(streams(), calls, raced, strict=True):
+    raced: list[tuple[int, int, int, Results]] = []
+    for turn in range(ROUNDS):
+        for number, stream in enumerate(all_streams):
             with torch.cuda.stream(stream):
-                turns.append(call())
+                which = (number + turn) % len(calls)
+                raced.append((number, turn, which, calls[which]()))
     held = not gate.query()
-    for stream in streams():
+    for stream in all_streams:
         torch.cuda.current_stream().wait_stream(stream)
-    wait_for_the_gpu()
+    wait_for_the_gpu(what)
     wrong = [
         f"{name} of stream {number} in round {turn}"
-        for number, (turns, truth) in enumerate(zip(raced, alone, strict=True))
-        for turn, results in enumerate(turns)
-        for name, value, expected in zip(names, results, truth, strict=True)
+        for number, turn, which, results in raced
+        for name, value, expected in zip(names, results, alone[which], strict=True)
         if not torch.equal(value, expected)
     ]
     assert not wrong, f"other bits than without other streams: {len(wrong)} results, {wrong[:9]}"
     return held
 
 
-@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("memory", ["of NaN", "as it is"])
 @pytest.mark.parametrize("backend", ["triton", "cutile"], indirect=True)
 @pytest.mark.parametrize(("m", "n"), [(1024, 4096), (8192, 1024), (1024, 20000), (300, 32768)])
-def test_training_steps_that_race(backend, m, n):
-    def step(inputs: Inputs) -> tuple[torch.Tensor, ...]:
+def test_training_steps_that_race(backend, m, n, memory, request):
+    if memory == "of NaN":
+        request.getfixturevalue("poisoned_empty")
+
+    def step(inputs: Inputs) -> Results:
         x, dy, weight, eps, *_ = inputs
         y, rstd = rms_norm_forward(x, weight, eps, backend=backend)
         return y, rstd, *rms_norm_backward(x, dy, weight, rstd, backend=backend)
@@ -101,17 +115,14 @@ def test_training_steps_that_race(backend, m, n):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("op", ["forward", "backward"])
 def test_every_config_of_the_shipped_tables_that_races(op, dtype, part):
-    """The streams share a config's launcher, as the layers of a model do. On NaN, and without: what writes it stands
-    between two launches, and the second of them would not start early."""
+    """The streams share a config's launcher, as the layers of a model do. Once on memory filled with NaN, and once as
+    it is: the fills keep a call's first kernel from starting while the call before still runs."""
     if reason := why_skip("cutile"):
         pytest.skip(reason)
     from tilegym_rmsnorm.backends.cutile.machine import machine_of
 
     wrong = {}
     for bucket, entry in entries_that_ship(machine_of(DEVICE), op, dtype)[part::PARTS]:
-        print(
-            f"racing: {bucket} {entry.config}", flush=True
-        )  # what pytest shows of a test that ends the process
         try:
             check_racing(machine_of(DEVICE), bucket, entry.config)
         except Exception as error:
@@ -120,10 +131,9 @@ def test_every_config_of_the_shipped_tables_that_races(op, dtype, part):
 
 
 def check_racing(machine, bucket, config):
-    """At a multiple of 16 rows and with a weight of x's dtype: the kernels that were timed."""
     from tilegym_rmsnorm.backends.cutile import search
 
-    m, dtype = min(search.rows_of(bucket)[0], ELEMENTS // bucket.n // 16 * 16), getattr(torch, bucket.dtype)
+    m, dtype = rows_that_race(machine, bucket, config), getattr(torch, bucket.dtype)
     each_inputs = [
         make_inputs(m, bucket.n, dtype, dtype, eps=search.EPS, seed=seed) for seed in range(STREAMS)
     ]
@@ -131,6 +141,22 @@ def check_racing(machine, bucket, config):
         (x, dy, weight, compute_rms_norm_rstd_torch(x, eps)) for x, dy, weight, eps, *_ in each_inputs
     ]
     runs = (search.runner(each, bucket, config) for each in (search.Poisoned(machine), machine))
-    on_nan, as_users_do = ([functools.partial(run, *one) for one in arguments] for run in runs)
+    on_nan, as_it_is = ([functools.partial(run, *one) for one in arguments] for run in runs)
     names = ("y", "rstd") if bucket.op == "forward" else ("dx", "dw")
-    assert_racing_changes_no_bit(each_inputs, names, on_nan, as_users_do)
+    assert_racing_changes_no_bit(each_inputs, names, on_nan, as_it_is, what=f"{bucket} {config}")
+
+
+def rows_that_race(machine, bucket, config) -> int:
+    """As many as ELEMENTS allow for which cuda-tile compiles the kernels that were timed: a multiple of 16, and so is
+    the number of partial rows if it was."""
+    from tilegym_rmsnorm.backends.cutile.search import rows_of
+    from tilegym_rmsnorm.backends.cutile.sizes import partial_rows
+
+    def class_of(m: int) -> str:
+        return (
+            alignment(partial_rows(m, bucket.n, config, machine.sm_count)) if bucket.op == "backward" else ""
+        )
+
+    timed = rows_of(bucket)[0]
+    most = min(timed, ELEMENTS // bucket.n // 16 * 16)
+    return next(m for m in range(most, 0, -16) if class_of(m) == class_of(timed))
