@@ -49,7 +49,6 @@ from .rows import (
     ConstBool,
     ConstInt,
     column_tiles,
-    columns_again,
     factor_of_x,
     load_part_of_row,
     load_row,
@@ -81,10 +80,10 @@ def h_and_g(tdy, trstd, tscale):
 def row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED, SWITCHES, team=()):
     """Writes dx of one row and returns its share of dw (without HAS_DW a value nobody uses).
 
-    In a loop the compiler moves the load of weight in front of it. Where three blocks of teams by TMA share an SM (no
-    rstd ahead), no registers are left to keep it: `columns_again` hides that it is the same. PACKED keeps x and dy in
-    their own 16 bits while the products are summed. team, of a block that holds a part of the row (backward_teams.py):
-    the board, which part, MEMBERS and SLOTS, whether x, dy and dx go by TMA, and the row's rstd if it is here already.
+    In a loop the compiler moves the load of weight in front of it. PACKED keeps x and dy in their own 16 bits while
+    the products are summed. team, of a block that holds a part of the row (backward_teams.py): the board, which part,
+    MEMBERS and SLOTS, whether x, dy and dx go by TMA (tcolumns then serve the weight alone), and the row's rstd if it
+    is here already.
     """
     dx, dy, x, weight, rstd = arrays
     EVEN, HAS_WEIGHT, HAS_DW, ROUND_XHAT = SWITCHES
@@ -104,10 +103,7 @@ def row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED,
 
     tscale = ()
     if HAS_WEIGHT:
-        tplaces = tcolumns
-        if TMA and len(tahead) == 0:
-            tplaces = columns_again(tcolumns, row)
-        tscale = load_scale(weight, tplaces, offset, EVEN)
+        tscale = load_scale(weight, tcolumns, offset, EVEN)
     tx, tdy = row_as_float32(tstored_x), row_as_float32(tstored_dy)
     th, tg = h_and_g(tdy, trstd, tscale)
     total = sum_of_products(tx, tg, PIECES)
