@@ -18,7 +18,6 @@ from helpers import (
     expected_results,
     make_inputs,
     wait_for_the_gpu,
-    why_skip,
 )
 from table_cases import entries_that_ship
 
@@ -114,17 +113,16 @@ def test_training_steps_that_race(backend, m, n, memory, request):
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("op", ["forward", "backward"])
-def test_every_config_of_the_shipped_tables_that_races(op, dtype, part):
+@pytest.mark.parametrize("backend", ["cutile"], indirect=True)
+def test_every_config_of_the_shipped_tables_that_races(backend, op, dtype, part):
     """The streams share a config's launcher, as the layers of a model do. Once on memory filled with NaN, and once as
     it is: the fills keep a call's first kernel from starting while the call before still runs."""
-    if reason := why_skip("cutile"):
-        pytest.skip(reason)
     from tilegym_rmsnorm.backends.cutile.machine import machine_of
 
-    wrong = {}
-    for bucket, entry in entries_that_ship(machine_of(DEVICE), op, dtype)[part::PARTS]:
+    machine, wrong = machine_of(DEVICE), {}
+    for bucket, entry in entries_that_ship(machine, op, dtype)[part::PARTS]:
         try:
-            check_racing(machine_of(DEVICE), bucket, entry.config)
+            check_racing(machine, bucket, entry.config)
         except Exception as error:
             wrong[bucket] = repr(error)
     assert not wrong, wrong
@@ -152,11 +150,12 @@ def rows_that_race(machine, bucket, config) -> int:
     from tilegym_rmsnorm.backends.cutile.search import rows_of
     from tilegym_rmsnorm.backends.cutile.sizes import partial_rows
 
-    def class_of(m: int) -> str:
-        return (
-            alignment(partial_rows(m, bucket.n, config, machine.sm_count)) if bucket.op == "backward" else ""
-        )
-
     timed = rows_of(bucket)[0]
     most = min(timed, ELEMENTS // bucket.n // 16 * 16)
-    return next(m for m in range(most, 0, -16) if class_of(m) == class_of(timed))
+    if bucket.op == "forward":
+        return most
+
+    def class_of_partials(m: int) -> str:
+        return alignment(partial_rows(m, bucket.n, config, machine.sm_count))
+
+    return next(m for m in range(most, 0, -16) if class_of_partials(m) == class_of_partials(timed))
