@@ -34,6 +34,7 @@ def test_every_block_lets_the_next_kernel_in_once(monkeypatch):
         late: 9,
         replace(late, early_weight=True): 9,
         Config("tiles", 64, 4, 4, 4, rows=2): 5,
+        Config("tiles", 64, 4, 4, 4, rows=2, early_weight=True): 5,
         Config("teams", 16, 4, 2, 4, members=4): 1 + 9 * 4,  # one to empty the board
     }
     for config, blocks in forwards.items():

@@ -107,6 +107,9 @@ UNFIT = {
     "a share of a forward": stored(op="forward", config_short=False, config_share=80),
     "short tiles": stored(config_kernel="tiles"),
     "early weight of a backward": stored(config_early_weight=True),
+    "early weight of a backward's tiles": stored(
+        config_kernel="tiles", config_short=False, config_early_weight=True
+    ),
     "strip of the rows kernel": stored(config_strip=64),
     "slab of the rows kernel": stored(config_slab=64),
     "fused without a slab": stored(**FUSED),

@@ -26,18 +26,35 @@ from .rows import (
     ConstInt,
     at_least_zero,
     column_tiles,
+    load_gradient_rows,
     load_gradient_tiles,
+    places_of_rows,
     store_sum_of_rows,
     terms_of_dw,
 )
 
 
-def strip_of_dw(dw_partial, dy, x, rstd, k, j, tiles_in_slab, shape, LATENCY, ROUND_XHAT):
-    """Sums dy * xhat over the rows of slab k in column strip j, tile after tile, into row k of dw_partial."""
+def strip_of_dw(dw_partial, dy, x, rstd, k, j, tiles_in_slab, shape, LATENCY, SWITCHES):
+    """Sums dy * xhat over the rows of slab k in column strip j, tile after tile, into row k of dw_partial.
+
+    GATHERS: a tile's elements are addressed one by one, and so all asked for at once; in place of rows past the last
+    one it is read again, with a dy of 0. By tiles, such rows read 0, but what is loaded next waits for the branch that
+    leaves them out. EVEN: every column of every strip is one of x's.
+    """
+    GATHERS, EVEN, ROUND_XHAT = SWITCHES
+    ROWS, STRIP = shape
+    tcolumns = j * STRIP + ct.arange(STRIP, dtype=ct.int32)
     tdw = ct.zeros(shape, dtype=ct.float32)
     first = at_least_zero(k * tiles_in_slab)
-    for i in range(first, ct.minimum(first + tiles_in_slab, ct.cdiv(x.shape[0], shape[0]))):
-        tx, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, j), shape, LATENCY, False)
+    for i in range(first, ct.minimum(first + tiles_in_slab, ct.cdiv(x.shape[0], ROWS))):
+        if GATHERS:
+            trows = places_of_rows(x, i, ROWS)
+            tx, tdy, trstd = load_gradient_rows(x, dy, rstd, trows, tcolumns, EVEN, LATENCY)
+            is_row = i * ROWS + ct.arange(ROWS, dtype=ct.int32) < x.shape[0]
+            # not the terms below: their addition would no longer be one instruction with their product
+            tdy = ct.where(is_row[:, None], tdy, 0.0)
+        else:
+            tx, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, j), shape, LATENCY, False)
         tdw = tdw + terms_of_dw(tx, tdy, tdy * trstd, trstd, x.dtype, ROUND_XHAT)
     store_sum_of_rows(dw_partial, (k, j), tdw)
 
@@ -58,6 +75,7 @@ def backward_fused(
     REST: ConstInt,
     EVEN: ConstBool,
     LATENCY: ConstInt,
+    EVEN_STRIPS: ConstBool,
     WHOLE_ROWS: ConstBool,
     ROUND_XHAT: ConstBool,
     DEPENDENT: ConstBool,
@@ -84,8 +102,10 @@ def backward_fused(
         is_strip = (b + 1) * strips // (strips + slab) > strips_before
 
     if is_strip:
+        # Chunks of wide rows have strips of few rows: issued ahead, those are faster by tiles.
+        STRIP_SWITCHES = (WHOLE_ROWS or LATENCY == 1, EVEN_STRIPS, ROUND_XHAT)
         shape = (ROWS, STRIP)
-        strip_of_dw(dw_partial, dy, x, rstd, k, strips_before, tiles_in_slab, shape, LATENCY, ROUND_XHAT)
+        strip_of_dw(dw_partial, dy, x, rstd, k, strips_before, tiles_in_slab, shape, LATENCY, STRIP_SWITCHES)
     else:
         row = at_least_zero(k * slab + b - strips_before)
         if row < x.shape[0]:

@@ -54,13 +54,13 @@ class Sweep(NamedTuple):
 
 BOTH = (False, True)
 SHARES = (100, 96, 92, 88, 84, 80, 76, 72, 68)  # percent of the blocks that fit; one step of 4 was worth 2 %
-FEW_STRIPS = ((32, 32), (64, 16), (128, 16), (128, 32), (64, 64))
+FEW_STRIPS = ((32, 32), (64, 16), (128, 16), (128, 32), (32, 64), (64, 64))
 WIDE_STRIPS = ((8, 512), (8, 1024), (16, 256), (16, 512))
 SWEEPS = {
     "forward": (
         Sweep(
             *("tiles", 1, 2048, tiles_of(1024, 2048, 4096, 8192)),
-            {"warps": (4, 8), "occupancy": (2, 4, 8), "latency": (2, 4)},
+            {"warps": (4, 8), "occupancy": (2, 4, 8), "latency": (2, 4), "early_weight": BOTH},
         ),
         Sweep(
             *("rows", 512, 65536, rows_of_tiles),
@@ -133,7 +133,7 @@ SWEEPS = {
             ("few",),
         ),
         Sweep(
-            *("fused", 1, 24576, fused(whole_rows, FEW_STRIPS, (256, 1024))),
+            *("fused", 1, 24576, fused(whole_rows, FEW_STRIPS, (128, 256, 1024))),
             {"warps": (4, 8), "occupancy": (1, 2), "latency": (1, 2)},
             ("few",),
         ),

@@ -98,7 +98,7 @@ def backward_config(
     """
     _check(n, itemsize, architecture)
     if has_dw and size == "few" and n <= WIDEST_FUSED_ROW:
-        return _few_rows_config(n)
+        return _few_rows_config(n, itemsize)
     if architecture == 90 and _is_aligned(n, itemsize) and 16384 < n <= WIDEST_SLABBED_ROW:
         is_wide = size != "few" or n * itemsize >= FEW_SHARED_BYTES
         if is_wide and (config := backward_teams_config(n, itemsize, size, has_dw, most_members)) is not None:
@@ -126,21 +126,27 @@ def backward_config(
     return Config("rows", width, 8, 1, 4, rest, reason="one block has all registers of an SM")
 
 
-def _few_rows_config(n: int) -> Config:
+def _few_rows_config(n: int, itemsize: int) -> Config:
     """Few rows: narrow strips of dw, since every strip is a block, and tall tiles, since a strip's block goes down all
-    rows of its slab. Only narrow x, which has few strips, takes more than one slab, and the sum after it.
+    rows of its slab. Only the narrowest x, which has few strips, and the widest float32 take more than one slab, and
+    the sum after it.
 
     Microseconds with backward_rows or backward_tiles, and by this: 1024x256 5.8, 4.4; 1024x1024 7.5, 6.2; 1024x2048
     10.3, 8.1; 16x4096 3.9, 2.7; 1024x4096 14.2, 12.2; 128x8192 8.2, 4.8; 512x8192 14.4, 12.2.
     """
     width, rest = two_tiles(n)
     reason = "few rows: dx by rows and dw by columns in one launch"
-    if n <= 1024:
-        return Config("fused", width, 4, 1, 1, rest, rows=64, strip=16, slab=256, reason=reason)
+    if n <= 512:
+        rows = 128 if itemsize == 2 else 64
+        return Config("fused", width, 4, 1, 1, rest, rows=rows, strip=16, slab=256, reason=reason)
     if n <= 2048:
-        return Config("fused", width, 8, 1, 1, rest, rows=128, strip=16, slab=1024, reason=reason)
+        return Config("fused", width, 8, 1, 1, rest, rows=64, strip=16, slab=1024, reason=reason)
     if n <= 4096:
         return Config("fused", width, 8, 1, 1, rest, rows=128, strip=32, slab=1024, reason=reason)
+    if n > 12288 and itemsize == 4:
+        return Config("fused", width, 8, 1, 1, rest, rows=16, strip=256, slab=128, reason=reason)
+    if n > 8192 and itemsize == 4:
+        return Config("fused", width, 8, 1, 2, rest, rows=32, strip=64, slab=512, reason=reason)
     return Config("fused", width, 8, 1, 1, rest, rows=64, strip=64, slab=1024, reason=reason)
 
 

@@ -24,10 +24,12 @@ from .rows import (
     ConstInt,
     column_tiles,
     load_row,
+    load_rows,
     load_scale,
     load_scale_tile,
     load_tile,
     packed_row_as_float32,
+    places_of_rows,
     row_as_float32,
     store_row,
     sum_of_products,
@@ -117,16 +119,29 @@ def forward_tiles(
     WIDTH: ConstInt,
     LATENCY: ConstInt,
     TMA: ConstBool,
+    EVEN: ConstBool,
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
+    EARLY_WEIGHT: ConstBool,
     DEPENDENT: ConstBool,
 ):
-    """Grid: (cdiv(M, ROWS),). Rows past M read 0 and are not written. No config has TMA here: limits.py says why."""
+    """Grid: (cdiv(M, ROWS),). Rows past M are not written. No config has TMA here: limits.py says why.
+
+    By tiles, x has a branch around it, since rows past M are left out, and the weight waits for x. EARLY_WEIGHT has
+    all addressed one by one, rows past M in the last one's place, and so awaited once.
+    """
     i = ct.bid(0)
+    tcolumns = ct.arange(WIDTH, dtype=ct.int32)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
-    tx = load_tile(x, (i, 0), (ROWS, WIDTH), LATENCY, TMA)
-    if HAS_WEIGHT:
+    if EARLY_WEIGHT:
+        tx = load_rows(x, places_of_rows(x, i, ROWS), tcolumns, EVEN, LATENCY)
+    else:
+        tx = load_tile(x, (i, 0), (ROWS, WIDTH), LATENCY, TMA)
+    if HAS_WEIGHT and EARLY_WEIGHT:
+        (tscale,) = load_scale(weight, (tcolumns,), offset, EVEN)
+        tscale = ct.reshape(tscale, (1, WIDTH))
+    if HAS_WEIGHT and not EARLY_WEIGHT:
         tscale = load_scale_tile(weight, 0, WIDTH, offset, TMA)
     if DEPENDENT:
         ct.grid_dependency_control_launch_dependents()

@@ -114,8 +114,9 @@ class Forward:
             "chunks": forward.forward_chunks,
         }[config.kernel]
         packed = (config.packed,) if config.kernel == "teams" else ()
-        early_weight = (config.early_weight,) if config.kernel == "rows" else ()
-        switches = (*packed, has_weight, round_xhat, *early_weight, machine.dependent_launch)
+        is_even = (config.lanes == n,) if config.kernel == "tiles" else ()
+        early_weight = (config.early_weight,) if config.kernel in ("rows", "tiles") else ()
+        switches = (*packed, *is_even, has_weight, round_xhat, *early_weight, machine.dependent_launch)
         self.launch = machine.bind(function, config, (*tile_constants(config, n), *switches))
         self.boards = None
         if config.kernel == "teams":
@@ -284,7 +285,8 @@ def tile_constants(config: Config, n: int) -> tuple[Any, ...]:
         slots = power_of_two(config.members)
         return config.width, config.pieces, is_even, config.latency, config.members, slots
     if config.is_fused:
-        return config.rows, config.strip, config.width, config.rest, is_even, config.latency
+        even_strips = n % config.strip == 0
+        return config.rows, config.strip, config.width, config.rest, is_even, config.latency, even_strips
     if config.kernel == "sum":
         return config.rows, config.width
     rows = () if config.kernel in ("chunks", "means") else (config.rows,)

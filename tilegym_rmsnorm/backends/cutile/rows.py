@@ -142,6 +142,21 @@ def load_tile(array, index, shape, LATENCY, TMA):
     return as_float32(ct.load(array, index, shape, padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
 
 
+def places_of_rows(array, i, ROWS):
+    """Tile i of ROWS rows of a 2-D array; those past the last are the last once more.
+
+    For loads by single addresses: one that may be left out has a branch around it, and what follows waits for it.
+    """
+    return ct.minimum(i * ROWS + ct.arange(ROWS, dtype=ct.int32), array.shape[0] - 1)
+
+
+def load_rows(array, trows, tcolumns, EVEN, LATENCY):
+    """These rows and columns of a 2-D array, as float32, by single addresses. Columns past its end read 0; EVEN: there
+    are none."""
+    places = (trows[:, None], tcolumns[None, :])
+    return as_float32(ct.gather(array, places, check_bounds=not EVEN, padding_value=0, latency=LATENCY))
+
+
 def load_row_of_tiles(array, i, shape, PIECES, LATENCY, TMA):
     """The first PIECES tiles of row i of tiles, as float32."""
     return tuple(load_tile(array, (i, k), shape, LATENCY, TMA) for k in ct.static_iter(range(PIECES)))
@@ -158,6 +173,13 @@ def load_gradient_tiles(x, dy, rstd, index, shape, LATENCY, TMA):
     tx = load_tile(x, index, shape, LATENCY, TMA)
     tdy = load_tile(dy, index, shape, LATENCY, TMA)
     return tx, tdy, load_rstd_tile(rstd, index[0], shape[0], TMA)
+
+
+def load_gradient_rows(x, dy, rstd, trows, tcolumns, EVEN, LATENCY):
+    """The same of these rows and columns, by single addresses."""
+    tx = load_rows(x, trows, tcolumns, EVEN, LATENCY)
+    tdy = load_rows(dy, trows, tcolumns, EVEN, LATENCY)
+    return tx, tdy, ct.gather(rstd, trows, check_bounds=False, latency=LATENCY)[:, None]
 
 
 def rstd_ahead(rstd, row):

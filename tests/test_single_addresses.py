@@ -1,0 +1,78 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Tiles whose elements are addressed one by one: what stands for rows past the last, and columns past the last."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cutile_runs import run_backward, run_forward
+from helpers import BF16, FP32, assert_llama_rounds, assert_within, expected_results, make_inputs
+
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config
+
+CPU = torch.device("cpu")
+STRIPS = {
+    "whole rows": Config("fused", 64, 4, 1, 1, rows=4, strip=16, slab=8),
+    "whole rows, ahead": Config("fused", 64, 4, 1, 2, rows=4, strip=16, slab=8),
+    "chunks": Config("fused_chunks", 32, 4, 1, 1, rows=4, strip=16, slab=8),
+    "chunks, ahead": Config("fused_chunks", 32, 4, 1, 3, rows=4, strip=16, slab=8),
+}
+EARLY = Config("tiles", 64, 4, 4, 4, rows=4, early_weight=True)
+
+
+@pytest.fixture(params=STRIPS)
+def strips(request):
+    return STRIPS[request.param]
+
+
+def far_from_each_other(x):
+    """The same rows, between others of NaN columns."""
+    wide = torch.full((x.shape[0], x.shape[1] + 9), torch.nan, dtype=x.dtype)
+    return wide[:, 4:-5].copy_(x)
+
+
+@pytest.mark.parametrize("m", [1, 3, 8, 13])
+@pytest.mark.parametrize("n", [48, 50, 64])
+def test_strips(strips, m, n):
+    """13 rows are two slabs, of which the last has a tile of one row."""
+    inputs = make_inputs(m, n, BF16, FP32, offset=0.5, device=CPU)
+    found = run_backward(inputs, strips)
+    assert_within(expected_results(inputs), **found)
+    strided = inputs._replace(x=far_from_each_other(inputs.x), dy=far_from_each_other(inputs.dy))
+    again = run_backward(strided, strips, seed=1)
+    assert all(torch.equal(again[name], value) for name, value in found.items())
+
+
+def test_strips_round_as_llama_does(strips):
+    inputs = make_inputs(13, 50, BF16, FP32, casting="llama", device=CPU)
+    found = run_backward(inputs, strips)
+    assert_within(expected_results(inputs), **found)
+    assert_llama_rounds(inputs, found, run_backward(inputs._replace(casting="once"), strips))
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_last_row_that_is_not_finite_counts_once(strips, value):
+    """dw of that column is what the row makes it: not NaN for an infinity less itself, or times 0."""
+    inputs = make_inputs(13, 50, BF16, FP32, device=CPU)
+    inputs.x[-1, 7] = 1.0
+    finite = run_backward(inputs, strips)["dw"]
+    inputs.dy[-1, 7] = value
+    dw = run_backward(inputs, strips)["dw"]
+    assert torch.equal(dw[7], torch.tensor(value)) or (dw[7].isnan() and value != value)
+    others = torch.arange(50) != 7
+    assert torch.equal(dw[others], finite[others])
+
+
+@pytest.mark.parametrize("m", [1, 4, 13])
+@pytest.mark.parametrize("n", [33, 48, 64])
+@pytest.mark.parametrize("weight", [BF16, FP32, None])
+@pytest.mark.parametrize("casting", ["once", "llama"])
+def test_the_forward_has_the_bits_of_its_tiles(m, n, weight, casting):
+    inputs = make_inputs(m, n, BF16, weight, casting=casting, offset=0.5 if weight else 0.0, device=CPU)
+    strided = inputs._replace(x=far_from_each_other(inputs.x))
+    found = run_forward(strided, EARLY)
+    assert_within(expected_results(inputs), **found)
+    tiles = run_forward(inputs, replace(EARLY, early_weight=False))
+    assert all(torch.equal(tiles[name], value) for name, value in found.items())
