@@ -189,11 +189,18 @@ def test_the_rows_of_a_class_are_those_that_are_in_it(size, n):
 
 
 def test_few_rows_of_common_widths_take_one_launch():
-    for n in (64, 1024, 2048, 4096, 8192, 16384):
-        for m in (1, 16, 128, 256):
-            assert partial_rows(m, n, few_rows_config(n, 2, 90), 132) == 1, (
-                "one row of dw_partial is dw itself"
-            )
+    """One row of dw_partial is dw itself."""
+    slabs = {
+        (n, itemsize): partial_rows(min(1024, 2**22 // n), n, few_rows_config(n, itemsize, 90), 132)
+        for n in (64, 512, 513, 1024, 2048, 4096, 8192, 12288, 16384)
+        for itemsize in (2, 4)
+    }
+    assert {key: p for key, p in slabs.items() if p > 1} == {
+        **{(n, itemsize): 4 for n in (64, 512) for itemsize in (2, 4)},
+        (16384, 4): 2,
+    }
+    for n, itemsize in slabs:
+        assert partial_rows(128, n, few_rows_config(n, itemsize, 90), 132) == 1
 
 
 def test_configs_compile_few_kernels():

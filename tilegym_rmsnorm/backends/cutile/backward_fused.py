@@ -6,8 +6,8 @@ No block waits for another: dw needs rstd but no row's c, so a block that owns a
 Both are read once from memory and again from L2, where one kind of block finds what the other just read. It pays where
 that is cheaper than what backward_rows does instead:
 
-    few rows      a launch as wide as the GPU, without temporary rows: 16x4096 in 2.7 us instead of 3.9, 1024x4096 in
-                  12.2 instead of 14.2 (an H100)
+    few rows      a launch as wide as the GPU, without temporary rows: 16x4096 in 2.3 us instead of 3.9, 1024x4096 in
+                  12.0 instead of 14.2 (bfloat16, an H100)
     wide rows     more than 16384 columns of x, dy and a sum of dw do not fit a block's registers. Of many such rows
                   each has a team of blocks (backward_teams.py), unless it is too wide for that
 
@@ -26,9 +26,8 @@ from .rows import (
     ConstInt,
     at_least_zero,
     column_tiles,
-    load_gradient_rows,
+    gather_gradient_tiles,
     load_gradient_tiles,
-    places_of_rows,
     store_sum_of_rows,
     terms_of_dw,
 )
@@ -37,9 +36,10 @@ from .rows import (
 def strip_of_dw(dw_partial, dy, x, rstd, k, j, tiles_in_slab, shape, LATENCY, SWITCHES):
     """Sums dy * xhat over the rows of slab k in column strip j, tile after tile, into row k of dw_partial.
 
-    GATHERS: a tile's elements are addressed one by one, and so all asked for at once; in place of rows past the last
-    one it is read again, with a dy of 0. By tiles, such rows read 0, but what is loaded next waits for the branch that
-    leaves them out. EVEN: every column of every strip is one of x's.
+    GATHERS: all of a tile is asked for at once; in place of rows past the last one it is read again, with a dy of 0,
+    and a product that is NaN in spite of that is NaN in the last row too. Without, tiles that read 0 there, each load
+    behind a branch: faster where chunks of wide rows are issued ahead (launch.py says what takes which). EVEN: every
+    column of every strip is one of x's.
     """
     GATHERS, EVEN, ROUND_XHAT = SWITCHES
     ROWS, STRIP = shape
@@ -48,11 +48,11 @@ def strip_of_dw(dw_partial, dy, x, rstd, k, j, tiles_in_slab, shape, LATENCY, SW
     first = at_least_zero(k * tiles_in_slab)
     for i in range(first, ct.minimum(first + tiles_in_slab, ct.cdiv(x.shape[0], ROWS))):
         if GATHERS:
-            trows = places_of_rows(x, i, ROWS)
-            tx, tdy, trstd = load_gradient_rows(x, dy, rstd, trows, tcolumns, EVEN, LATENCY)
-            is_row = i * ROWS + ct.arange(ROWS, dtype=ct.int32) < x.shape[0]
+            trows = i * ROWS + ct.arange(ROWS, dtype=ct.int32)
+            trows_of_x = ct.minimum(trows, x.shape[0] - 1)
+            tx, tdy, trstd = gather_gradient_tiles(x, dy, rstd, trows_of_x, tcolumns, EVEN, LATENCY)
             # not the terms below: their addition would no longer be one instruction with their product
-            tdy = ct.where(is_row[:, None], tdy, 0.0)
+            tdy = ct.where((trows < x.shape[0])[:, None], tdy, 0.0)
         else:
             tx, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, j), shape, LATENCY, False)
         tdw = tdw + terms_of_dw(tx, tdy, tdy * trstd, trstd, x.dtype, ROUND_XHAT)
@@ -76,6 +76,7 @@ def backward_fused(
     EVEN: ConstBool,
     LATENCY: ConstInt,
     EVEN_STRIPS: ConstBool,
+    GATHERS: ConstBool,
     WHOLE_ROWS: ConstBool,
     ROUND_XHAT: ConstBool,
     DEPENDENT: ConstBool,
@@ -102,8 +103,7 @@ def backward_fused(
         is_strip = (b + 1) * strips // (strips + slab) > strips_before
 
     if is_strip:
-        # Chunks of wide rows have strips of few rows: issued ahead, those are faster by tiles.
-        STRIP_SWITCHES = (WHOLE_ROWS or LATENCY == 1, EVEN_STRIPS, ROUND_XHAT)
+        STRIP_SWITCHES = (GATHERS, EVEN_STRIPS, ROUND_XHAT)
         shape = (ROWS, STRIP)
         strip_of_dw(dw_partial, dy, x, rstd, k, strips_before, tiles_in_slab, shape, LATENCY, STRIP_SWITCHES)
     else:

@@ -128,11 +128,14 @@ def backward_config(
 
 def _few_rows_config(n: int, itemsize: int) -> Config:
     """Few rows: narrow strips of dw, since every strip is a block, and tall tiles, since a strip's block goes down all
-    rows of its slab. Only the narrowest x, which has few strips, and the widest float32 take more than one slab, and
-    the sum after it.
+    rows of its slab. More than one slab, and so a sum after it, have x of at most 512 columns (from 257 rows on), which
+    has few strips, and float32 of more than 12288 (from 129 rows on).
 
-    Microseconds with backward_rows or backward_tiles, and by this: 1024x256 5.8, 4.4; 1024x1024 7.5, 6.2; 1024x2048
-    10.3, 8.1; 16x4096 3.9, 2.7; 1024x4096 14.2, 12.2; 128x8192 8.2, 4.8; 512x8192 14.4, 12.2.
+    Microseconds, H100, bfloat16, at 1024 rows and up to 4 Mi elements, with backward_rows or backward_tiles and by
+    this: 256 columns 5.8, 4.2; 1024 7.5, 6.1; 2048 10.3, 8.2; 4096 14.2, 12.0; 8192 14.4, 11.8; 16x4096 3.9, 2.3. Of
+    this kernel's configs, by `tune`: up to 512 columns tiles of 128 rows for 2-byte elements (128x256 1.76, of 64 rows
+    2.08), of 64 for float32; 1024 8 warps and one slab 6.1 (4 warps, slabs of 256 rows: 6.35); float32 336x12288 22.3
+    (64 x 64 at latency 1: 29.5), 256x16384 by 16 x 256 24.6 (28.6 by 64 x 64).
     """
     width, rest = two_tiles(n)
     reason = "few rows: dx by rows and dw by columns in one launch"
@@ -146,7 +149,7 @@ def _few_rows_config(n: int, itemsize: int) -> Config:
     if n > 12288 and itemsize == 4:
         return Config("fused", width, 8, 1, 1, rest, rows=16, strip=256, slab=128, reason=reason)
     if n > 8192 and itemsize == 4:
-        return Config("fused", width, 8, 1, 2, rest, rows=32, strip=64, slab=512, reason=reason)
+        return Config("fused", width, 8, 1, 2, rest, rows=32, strip=64, slab=1024, reason=reason)
     return Config("fused", width, 8, 1, 1, rest, rows=64, strip=64, slab=1024, reason=reason)
 
 
@@ -172,7 +175,8 @@ def sum_config(first: Config, n: int, architecture: int) -> Config:
     Teams of many members and slabs leave fewer partial rows of more than 16384 columns, which fill little of such a
     tile. H100 (cuda-tile 1.7.0, tileiras 13.4.92), teams: 16x65536 (16 partial rows) 12.98 -> 9.44, 2048x65536 (33)
     309.8 -> 307.0, float32 128x32768 (43) 27.31 -> 26.53; with 66 and more nothing. Slabs: 128x32768 (2) 19.58 ->
-    17.24, float32 64x18432 (2) 11.44 -> 10.04, 512x131072 (8) 592.7 -> 584.6; more than 8 were not timed.
+    17.24, float32 64x18432 (2) 11.44 -> 10.04, 512x131072 (8) 592.7 -> 584.6; more than 8 were not timed, nor
+    slabs of 16384 columns and fewer.
 
     All timed on sm_90 alone.
     """

@@ -22,7 +22,7 @@ class Config:
     slab: int = 0  # "fused", "fused_chunks": rows of x that share a row of dw_partial, a multiple of `rows`
     tma: bool = False  # loads and stores by TMA, of kernels of limits.WITH_TMA; "rows": by backward_tma.py
     short: bool = False  # backward "rows": compile a way without the loop too, for as many blocks as rows
-    early_weight: bool = False  # forward "rows", "tiles": load the weight along with x
+    early_weight: bool = False  # forward "rows", "tiles": load the weight along with x, tiles by gathers
     pieces: int = 1  # "rows", "teams", backward "tiles": tiles of `width` that a block holds of a row
     members: int = 1  # "teams": blocks that share a row
     packed: bool = False  # "rows", forward "teams": 2-byte elements stay so in registers while summed

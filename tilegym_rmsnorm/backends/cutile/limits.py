@@ -88,9 +88,10 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     has_share = op == "backward" and c.kernel in WALKS_ROWS
     expect(c.share == 100 or has_share, "share", f"100, or a backward's kernel of {WALKS_ROWS}", c.share)
     expect(SMALLEST_SHARE <= c.share <= 100, "share", f"{SMALLEST_SHARE} to 100", c.share)
+    kind = f"{op}'s {c.kernel}"
     is_early = op == "forward" and c.kernel in ("rows", "tiles")
-    expect(not c.early_weight or is_early, "early_weight", "forward's kernel rows or tiles", c.kernel)
-    expect(not c.short or (op, c.kernel) == ("backward", "rows"), "short", "backward's kernel rows", c.kernel)
+    expect(not c.early_weight or is_early, "early_weight", "forward's kernel rows or tiles", kind)
+    expect(not c.short or (op, c.kernel) == ("backward", "rows"), "short", "backward's kernel rows", kind)
 
 
 def expect(is_right: bool, what: str, expected: object, got: object) -> None:

@@ -22,8 +22,8 @@ def as_float32(tile):
 def at_least_zero(index):
     """The index of a tile, which is never negative, in a form that tells the compiler so.
 
-    Where it cannot tell, it puts a branch around every load, and the loads no longer overlap: backward_fused at
-    1024x4096 in 19.2 us instead of 12.2 on an H100.
+    Where it cannot tell, it puts a branch around every load of a tile, and the loads no longer overlap: a backward of
+    4096x32768 by strips took 382 us instead of 349 on an H100.
     """
     return ct.maximum(index, 0)
 
@@ -142,19 +142,14 @@ def load_tile(array, index, shape, LATENCY, TMA):
     return as_float32(ct.load(array, index, shape, padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
 
 
-def places_of_rows(array, i, ROWS):
-    """Tile i of ROWS rows of a 2-D array; those past the last are the last once more.
+def gather_tile(array, trows, tcolumns, EVEN, LATENCY):
+    """These rows and columns of a 2-D array, as float32. Columns past its end read 0; EVEN: there are none.
 
-    For loads by single addresses: one that may be left out has a branch around it, and what follows waits for it.
+    All rows must be the array's: a condition on them would be one on every load. A tile that `ct.load` cuts off at the
+    last row has a branch around it, and what is loaded next waits.
     """
-    return ct.minimum(i * ROWS + ct.arange(ROWS, dtype=ct.int32), array.shape[0] - 1)
-
-
-def load_rows(array, trows, tcolumns, EVEN, LATENCY):
-    """These rows and columns of a 2-D array, as float32, by single addresses. Columns past its end read 0; EVEN: there
-    are none."""
-    places = (trows[:, None], tcolumns[None, :])
-    return as_float32(ct.gather(array, places, check_bounds=not EVEN, padding_value=0, latency=LATENCY))
+    index = (trows[:, None], tcolumns[None, :])
+    return as_float32(ct.gather(array, index, check_bounds=not EVEN, padding_value=0, latency=LATENCY))
 
 
 def load_row_of_tiles(array, i, shape, PIECES, LATENCY, TMA):
@@ -175,10 +170,10 @@ def load_gradient_tiles(x, dy, rstd, index, shape, LATENCY, TMA):
     return tx, tdy, load_rstd_tile(rstd, index[0], shape[0], TMA)
 
 
-def load_gradient_rows(x, dy, rstd, trows, tcolumns, EVEN, LATENCY):
-    """The same of these rows and columns, by single addresses."""
-    tx = load_rows(x, trows, tcolumns, EVEN, LATENCY)
-    tdy = load_rows(dy, trows, tcolumns, EVEN, LATENCY)
+def gather_gradient_tiles(x, dy, rstd, trows, tcolumns, EVEN, LATENCY):
+    """The same of these rows and columns, as `gather_tile` has them."""
+    tx = gather_tile(x, trows, tcolumns, EVEN, LATENCY)
+    tdy = gather_tile(dy, trows, tcolumns, EVEN, LATENCY)
     return tx, tdy, ct.gather(rstd, trows, check_bounds=False, latency=LATENCY)[:, None]
 
 

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Tiles whose elements are addressed one by one: what stands for rows past the last, and columns past the last."""
+"""Tiles of rows by gathers: what stands for rows past the last and columns past the last, and which calls have them."""
 
 from dataclasses import replace
 
@@ -10,12 +10,14 @@ import torch
 from cutile_runs import run_backward, run_forward
 from helpers import BF16, FP32, assert_llama_rounds, assert_within, expected_results, make_inputs
 
+from tilegym_rmsnorm.backends.cutile.interpreter.rebind import _OPERATIONS
+from tilegym_rmsnorm.backends.cutile.interpreter.tile import Tile
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 
 CPU = torch.device("cpu")
 STRIPS = {
     "whole rows": Config("fused", 64, 4, 1, 1, rows=4, strip=16, slab=8),
-    "whole rows, ahead": Config("fused", 64, 4, 1, 2, rows=4, strip=16, slab=8),
+    "rows in two tiles, ahead": Config("fused", 32, 4, 1, 2, 32, rows=4, strip=16, slab=8),
     "chunks": Config("fused_chunks", 32, 4, 1, 1, rows=4, strip=16, slab=8),
     "chunks, ahead": Config("fused_chunks", 32, 4, 1, 3, rows=4, strip=16, slab=8),
 }
@@ -53,16 +55,57 @@ def test_strips_round_as_llama_does(strips):
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_a_last_row_that_is_not_finite_counts_once(strips, value):
-    """dw of that column is what the row makes it: not NaN for an infinity less itself, or times 0."""
+@pytest.mark.parametrize("name", ["dy", "x"])
+def test_a_last_row_that_is_not_finite(strips, name, value):
+    """It is read in place of rows past the last: 0 times infinity must not reach a column that it does not reach."""
     inputs = make_inputs(13, 50, BF16, FP32, device=CPU)
     inputs.x[-1, 7] = 1.0
     finite = run_backward(inputs, strips)["dw"]
-    inputs.dy[-1, 7] = value
+    getattr(inputs, name)[-1, 7] = value
     dw = run_backward(inputs, strips)["dw"]
-    assert torch.equal(dw[7], torch.tensor(value)) or (dw[7].isnan() and value != value)
     others = torch.arange(50) != 7
-    assert torch.equal(dw[others], finite[others])
+    if name == "dy":
+        assert dw[7].isnan() if value != value else dw[7] == value
+        assert torch.equal(dw[others], finite[others])
+    else:  # rstd of that row is 0, or NaN
+        assert dw[7].isnan()
+        assert dw[others].isnan().all() if value != value else dw[others].isfinite().all()
+
+
+@pytest.mark.parametrize("m", [1, 5])
+def test_one_slab_is_dw_itself(m):
+    inputs = make_inputs(m, 50, BF16, BF16, device=CPU)
+    found = run_backward(inputs, STRIPS["whole rows"])
+    assert found["dw"].dtype == BF16
+    assert_within(expected_results(inputs), **found)
+
+
+@pytest.mark.parametrize(
+    ("config", "by_tiles"),
+    [(config, kind == "chunks, ahead") for kind, config in STRIPS.items()]
+    + [(EARLY, False), (replace(EARLY, early_weight=False), True)],
+)
+@pytest.mark.parametrize("n", [64, 50])
+def test_what_is_loaded_by_gathers(config, by_tiles, n, monkeypatch):
+    """And with which conditions: where tiles end with x, none."""
+    tiles, conditions = [], []
+    load, gather = (_OPERATIONS[name] for name in ("load", "gather"))
+
+    def counting_load(array, index, shape, **options):
+        tiles.append(len(shape) == 2 and shape[0] == 4)  # not those of the sum
+        return load(array, index, shape, **options)
+
+    def counting_gather(array, index, **options):
+        if isinstance(index, tuple) and isinstance(index[0], Tile) and len(index[0].shape) == 2:
+            conditions.append(options["check_bounds"])
+        return gather(array, index, **options)
+
+    monkeypatch.setitem(_OPERATIONS, "load", counting_load)
+    monkeypatch.setitem(_OPERATIONS, "gather", counting_gather)
+    inputs = make_inputs(13, n, BF16, FP32, device=CPU)
+    run_backward(inputs, config) if config.is_fused else run_forward(inputs, config)
+    assert any(tiles) is by_tiles
+    assert set(conditions) == (set() if by_tiles else {n == 50})
 
 
 @pytest.mark.parametrize("m", [1, 4, 13])
