@@ -187,6 +187,8 @@ def test_the_weight_is_tried_early_and_late_with_every_number_of_warps():
     assert pairs == {(warps, early) for warps in (4, 8) for early in (False, True)}
     narrow = candidates(Bucket("forward", 128, "float32", "few"), 4, 90, most=20)
     assert {(config.warps, config.early_weight) for config in narrow} == pairs
+    large = candidates(Bucket("forward", 128, "float32", "large"), 4, 90)
+    assert not any(config.early_weight for config in large if config.kernel == "tiles")
 
 
 def test_other_shares_of_a_backward_of_many_rows_alone():

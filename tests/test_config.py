@@ -188,19 +188,18 @@ def test_the_rows_of_a_class_are_those_that_are_in_it(size, n):
         assert m < 1 or size_class(m, n) != size or m == NO_END
 
 
-def test_few_rows_of_common_widths_take_one_launch():
+def test_which_few_rows_take_more_than_one_slab():
     """One row of dw_partial is dw itself."""
-    slabs = {
-        (n, itemsize): partial_rows(min(1024, 2**22 // n), n, few_rows_config(n, itemsize, 90), 132)
-        for n in (64, 512, 513, 1024, 2048, 4096, 8192, 12288, 16384)
-        for itemsize in (2, 4)
-    }
-    assert {key: p for key, p in slabs.items() if p > 1} == {
-        **{(n, itemsize): 4 for n in (64, 512) for itemsize in (2, 4)},
-        (16384, 4): 2,
-    }
-    for n, itemsize in slabs:
-        assert partial_rows(128, n, few_rows_config(n, itemsize, 90), 132) == 1
+
+    def slabs(m, n, itemsize):
+        return partial_rows(m, n, few_rows_config(n, itemsize, 90), 132)
+
+    for n in (64, 512, 513, 1024, 2048, 4096, 8192, 12288, 16384):
+        for itemsize in (2, 4):
+            one_slab = 256 if n <= 512 else 128 if n > 12288 and itemsize == 4 else 1024
+            for m in (1, 16, 128, 129, 256, 257, 1024):
+                if m in rows_of_class("few", n):
+                    assert slabs(m, n, itemsize) == -(-m // one_slab), (m, n, itemsize)
 
 
 def test_configs_compile_few_kernels():

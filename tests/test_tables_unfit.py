@@ -152,3 +152,15 @@ def test_the_file_that_the_unfit_ones_are_made_of_is_fit(folders):
             path.write_text(stored(**FUSED | {"config_kernel": kernel}, config_slab=64))
             tables.table_in.cache_clear()
             assert chosen().kernel == kernel
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("early_weight", "forward's kernel rows or tiles"), ("short", "backward's kernel rows")],
+)
+def test_a_switch_of_another_kernel_is_refused_with_its_op(folders, name, expected):
+    path = tables.table_path(folders[0], TARGET)
+    path.parent.mkdir()
+    path.write_text(stored(config_kernel="tiles", **{"config_short": False, f"config_{name}": True}))
+    with pytest.warns(UserWarning, match=f'{name}: expected {expected}, got "backward\'s tiles"'):
+        chosen()

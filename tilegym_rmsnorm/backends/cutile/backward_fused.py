@@ -36,10 +36,10 @@ from .rows import (
 def strip_of_dw(dw_partial, dy, x, rstd, k, j, tiles_in_slab, shape, LATENCY, SWITCHES):
     """Sums dy * xhat over the rows of slab k in column strip j, tile after tile, into row k of dw_partial.
 
-    GATHERS: all of a tile is asked for at once; in place of rows past the last one it is read again, with a dy of 0,
-    and a product that is NaN in spite of that is NaN in the last row too. Without, tiles that read 0 there, each load
-    behind a branch: faster where chunks of wide rows are issued ahead (launch.py says what takes which). EVEN: every
-    column of every strip is one of x's.
+    GATHERS: all of a tile is asked for at once; in place of rows past the last one it is read again, with a dy of 0; a
+    product that is NaN in spite of that is NaN or infinite in the last row too. Without, tiles that read 0 there, each
+    load behind a branch: faster where chunks of wide rows are issued ahead (launch.py says what takes which). EVEN:
+    every column of every strip is one of x's.
     """
     GATHERS, EVEN, ROUND_XHAT = SWITCHES
     ROWS, STRIP = shape

@@ -173,7 +173,7 @@ def candidates(
 
     Of every kernel with every number of warps and of blocks an SM and every share of them, with and without TMA, in one
     tile a row and in several, of backward_tma.py in tiles of every width by every share, and with the weight loaded
-    early and late, there is the most alike, as long as they are so few.
+    early and late (large calls by tiles: late), there is the most alike, as long as they are so few.
     """
     default = RULES[bucket.op](bucket.n, itemsize, architecture, bucket.size, most_members=most_members)
     most_rows = rows_of_class(bucket.size, bucket.n)[-1]
@@ -266,7 +266,7 @@ def _combinations(bucket: Bucket) -> Iterator[Config]:
         if bucket.size == "large":
             values.pop("short", None)  # more rows than blocks: that way is not taken
             if sweep.kernel == "tiles":
-                values.pop("early_weight", None)  # 0.2 % faster to 7 % slower (bench/NOTES.md)
+                values.pop("early_weight", None)  # 0.8 % faster to 7 % slower (bench/NOTES.md)
         if bucket.n <= 4096:
             values.pop("packed", None)  # registers are not what such rows lack
         for tile, *chosen in itertools.product(sweep.tiles(bucket.n), *values.values()):

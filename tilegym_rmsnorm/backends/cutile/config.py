@@ -134,7 +134,7 @@ def _few_rows_config(n: int, itemsize: int) -> Config:
     Microseconds, H100, bfloat16, at 1024 rows and up to 4 Mi elements, with backward_rows or backward_tiles and by
     this: 256 columns 5.8, 4.2; 1024 7.5, 6.1; 2048 10.3, 8.2; 4096 14.2, 12.0; 8192 14.4, 11.8; 16x4096 3.9, 2.3. Of
     this kernel's configs, by `tune`: up to 512 columns tiles of 128 rows for 2-byte elements (128x256 1.76, of 64 rows
-    2.08), of 64 for float32; 1024 8 warps and one slab 6.1 (4 warps, slabs of 256 rows: 6.35); float32 336x12288 22.3
+    2.08), of 64 for float32; 1024 8 warps and one slab 6.10 (4 warps, slabs of 256 rows: 6.35); float32 336x12288 22.3
     (64 x 64 at latency 1: 29.5), 256x16384 by 16 x 256 24.6 (28.6 by 64 x 64).
     """
     width, rest = two_tiles(n)
