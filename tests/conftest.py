@@ -49,6 +49,7 @@ WITHOUT_GPU = {
     "test_packed",
     "test_pipelines",
     "test_registry",
+    "test_sizes",
     "test_tables",
     "test_tables_files",
     "test_tables_random",

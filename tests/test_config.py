@@ -11,8 +11,6 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tilegym_rmsnorm.backends.cutile import config as configs
 from tilegym_rmsnorm.backends.cutile import hopper, kernel_config, sizes, wide
@@ -26,7 +24,6 @@ from tilegym_rmsnorm.backends.cutile.config import (
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
 from tilegym_rmsnorm.backends.cutile.sizes import (
     LARGEST_GRID,
-    NO_END,
     SIZES,
     most_partial_rows,
     partial_rows,
@@ -172,34 +169,6 @@ def test_a_split_row_wastes_fewer_lanes_than_one_tile():
         config = backward_config(n, 2, 90)
         if config.rest:
             assert config.lanes <= power_of_two(n) * 3 // 4
-
-
-def test_size_classes_follow_rows_and_elements():
-    assert [size_class(m, 4096) for m in (0, 1, 1024, 1025, 2**20)] == ["few", "few", "few", "large", "large"]
-    assert [size_class(m, 256) for m in (1024, 1025, 16384, 16385)] == ["few", "small", "small", "large"]
-    assert size_class(16, 2**18) == "few" and size_class(16, 2**18 + 1) == "large"
-
-
-@given(size=st.sampled_from(SIZES), n=st.integers(1, 2**23))
-def test_the_rows_of_a_class_are_those_that_are_in_it(size, n):
-    rows = rows_of_class(size, n)
-    assert all(size_class(m, n) == size for m in (*rows[:3], *rows[-3:]))
-    for m in (rows.start - 1, rows.stop):
-        assert m < 1 or size_class(m, n) != size or m == NO_END
-
-
-def test_which_few_rows_take_more_than_one_slab():
-    """One row of dw_partial is dw itself."""
-
-    def slabs(m, n, itemsize):
-        return partial_rows(m, n, few_rows_config(n, itemsize, 90), 132)
-
-    for n in (64, 512, 513, 1024, 2048, 4096, 8192, 12288, 16384):
-        for itemsize in (2, 4):
-            one_slab = 256 if n <= 512 else 128 if n > 12288 and itemsize == 4 else 1024
-            for m in (1, 16, 128, 129, 256, 257, 1024):
-                if m in rows_of_class("few", n):
-                    assert slabs(m, n, itemsize) == -(-m // one_slab), (m, n, itemsize)
 
 
 def test_configs_compile_few_kernels():

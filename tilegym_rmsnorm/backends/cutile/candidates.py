@@ -61,6 +61,12 @@ SWEEPS = {
         Sweep(
             *("tiles", 1, 2048, tiles_of(1024, 2048, 4096, 8192)),
             {"warps": (4, 8), "occupancy": (2, 4, 8), "latency": (2, 4), "early_weight": BOTH},
+            ("few", "small"),
+        ),
+        Sweep(
+            *("tiles", 1, 2048, tiles_of(1024, 2048, 4096, 8192)),
+            {"warps": (4, 8), "occupancy": (2, 4, 8), "latency": (2, 4)},  # early: 0.8 % faster to 7 % slower
+            ("large",),
         ),
         Sweep(
             *("rows", 512, 65536, rows_of_tiles),
@@ -265,8 +271,6 @@ def _combinations(bucket: Bucket) -> Iterator[Config]:
         values = dict(sweep.values)
         if bucket.size == "large":
             values.pop("short", None)  # more rows than blocks: that way is not taken
-            if sweep.kernel == "tiles":
-                values.pop("early_weight", None)  # 0.8 % faster to 7 % slower (bench/NOTES.md)
         if bucket.n <= 4096:
             values.pop("packed", None)  # registers are not what such rows lack
         for tile, *chosen in itertools.product(sweep.tiles(bucket.n), *values.values()):

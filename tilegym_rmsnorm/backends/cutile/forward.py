@@ -130,19 +130,19 @@ def forward_tiles(
     branch leaves such rows of x out, and the weight waits behind it (bfloat16 1x256 1.41 us instead of 1.15, an H200).
     """
     i = ct.bid(0)
-    tcolumns = ct.arange(WIDTH, dtype=ct.int32)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
     if EARLY_WEIGHT:
         trows = ct.minimum(i * ROWS + ct.arange(ROWS, dtype=ct.int32), x.shape[0] - 1)
+        tcolumns = ct.arange(WIDTH, dtype=ct.int32)
         tx = gather_tile(x, trows, tcolumns, EVEN, LATENCY)
+        if HAS_WEIGHT:
+            (tscale,) = load_scale(weight, (tcolumns,), offset, EVEN)
+            tscale = ct.reshape(tscale, (1, WIDTH))
     else:
         tx = load_tile(x, (i, 0), (ROWS, WIDTH), LATENCY, TMA)
-    if HAS_WEIGHT and EARLY_WEIGHT:
-        (tscale,) = load_scale(weight, (tcolumns,), offset, EVEN)
-        tscale = ct.reshape(tscale, (1, WIDTH))
-    if HAS_WEIGHT and not EARLY_WEIGHT:
-        tscale = load_scale_tile(weight, 0, WIDTH, offset, TMA)
+        if HAS_WEIGHT:
+            tscale = load_scale_tile(weight, 0, WIDTH, offset, TMA)
     if DEPENDENT:
         ct.grid_dependency_control_launch_dependents()
 
