@@ -254,6 +254,7 @@ def test_the_selector_imports_neither_torch_nor_cuda_tile():
         assert imported <= {
             "__future__",
             "dataclasses",
+            "math",
             "typing",
             "tilegym_rmsnorm.backends.cutile",
             "tilegym_rmsnorm.backends.cutile.kernel_config",

@@ -122,7 +122,7 @@ def last_block_sums(
     tdw = ct.zeros((1, WIDTH), dtype=ct.float32)
     tscale = ct.reshape(ct.astype(ct.load(weight, (0,), (WIDTH,)), ct.float32), (1, WIDTH))
     for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
-        tx, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, 0), (ROWS, WIDTH), 4, True)
+        tx, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, 0), (ROWS, WIDTH), 4, True, 16)
         txhat = tx * trstd
         tg = tdy * tscale
         tc = ct.sum(txhat * tg, axis=1, keepdims=True)

@@ -45,7 +45,6 @@ rounded it; dx never rounds xhat.
 import cuda.tile as ct
 
 from .rows import (
-    ZERO,
     ConstBool,
     ConstInt,
     column_tiles,
@@ -56,6 +55,7 @@ from .rows import (
     load_rstd_tile,
     load_scale,
     load_scale_tile,
+    load_tile,
     packed_row_as_float32,
     products_lane_by_lane,
     row_as_float32,
@@ -64,6 +64,7 @@ from .rows import (
     store_row,
     store_sum_of_rows,
     sum_of_products,
+    with_divisor,
 )
 from .team import sum_of_team
 
@@ -137,6 +138,7 @@ def backward_rows(
     EVEN: ConstBool,
     LATENCY: ConstInt,
     PACKED: ConstBool,
+    DIVISOR: ConstInt,
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
@@ -148,6 +150,7 @@ def backward_rows(
     SHORT adds a way without the loop, whose pipeline takes longer to fill than one row to compute: 16x4096 in 4.1 us
     instead of 4.8 on an H100, before backward_fused took the calls of few rows that need dw.
     """
+    dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
     arrays = (dx, dy, x, weight, rstd)
     SWITCHES = (EVEN, HAS_WEIGHT, HAS_DW, ROUND_XHAT)
     tcolumns = column_tiles(WIDTH, PIECES, REST)
@@ -181,6 +184,7 @@ def backward_tiles(
     WIDTH: ConstInt,
     LATENCY: ConstInt,
     TMA: ConstBool,
+    DIVISOR: ConstInt,
     PIECES: ConstInt,
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
@@ -194,17 +198,20 @@ def backward_tiles(
     The next kernel is not let in early, as backward_rows does: before the loop that costs 1 to 2 %; after it 41 %,
     since the loop's stores then have to be ordered before it (524288x64 on an H100: 76 us without, 107 with).
     """
+    dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
     tscale = ()
     if HAS_WEIGHT:
-        tscale = tuple(load_scale_tile(weight, k, WIDTH, offset, TMA) for k in ct.static_iter(range(PIECES)))
+        tscale = tuple(
+            load_scale_tile(weight, k, WIDTH, offset, TMA, DIVISOR) for k in ct.static_iter(range(PIECES))
+        )
 
     tdw = tuple(ct.zeros((ROWS, WIDTH), dtype=ct.float32) for k in ct.static_iter(range(PIECES)))
     for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
         trstd = load_rstd_tile(rstd, i, ROWS, TMA)
-        tx = load_row_of_tiles(x, i, (ROWS, WIDTH), PIECES, LATENCY, TMA)
-        tdy = load_row_of_tiles(dy, i, (ROWS, WIDTH), PIECES, LATENCY, TMA)
+        tx = load_row_of_tiles(x, i, (ROWS, WIDTH), PIECES, LATENCY, TMA, DIVISOR)
+        tdy = load_row_of_tiles(dy, i, (ROWS, WIDTH), PIECES, LATENCY, TMA, DIVISOR)
         th, tg = h_and_g(tdy, trstd, tscale)
         tproducts = products_lane_by_lane(tx, tg, PIECES)
         tfactor = factor_of_x(ct.sum(tproducts, axis=1, keepdims=True) * inv_n, trstd)
@@ -225,10 +232,12 @@ def sum_partials(
     dw_partial,  # (P, N), float32
     ROWS: ConstInt,
     WIDTH: ConstInt,
+    DIVISOR: ConstInt,
     DEPENDENT: ConstBool,
 ):
     """Grid: (cdiv(N, WIDTH),). Lane (r, j) adds rows r, r + ROWS, r + 2 ROWS, ... in that order, then the ROWS lanes
     are added."""
+    dw, dw_partial = with_divisor((dw, dw_partial), DIVISOR)
     j = ct.bid(0)
     tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
     if DEPENDENT:
@@ -236,6 +245,6 @@ def sum_partials(
         ct.grid_dependency_control_launch_dependents()
 
     for i in range(ct.cdiv(dw_partial.shape[0], ROWS)):
-        tdw = tdw + ct.load(dw_partial, (i, j), (ROWS, WIDTH), padding_mode=ZERO, latency=4, allow_tma=False)
+        tdw = tdw + load_tile(dw_partial, (i, j), (ROWS, WIDTH), 4, False, DIVISOR)
 
     ct.store(dw, (j,), ct.astype(ct.sum(tdw, axis=0), dw.dtype), allow_tma=False)

@@ -30,6 +30,7 @@ from .rows import (
     load_gradient_tiles,
     store_sum_of_rows,
     terms_of_dw,
+    with_divisor,
 )
 
 
@@ -41,7 +42,7 @@ def strip_of_dw(dw_partial, dy, x, rstd, k, j, tiles_in_slab, shape, LATENCY, SW
     load behind a branch: faster where chunks of wide rows are issued ahead (launch.py says what takes which). EVEN:
     every column of every strip is one of x's.
     """
-    GATHERS, EVEN, ROUND_XHAT = SWITCHES
+    GATHERS, EVEN, ROUND_XHAT, DIVISOR = SWITCHES
     ROWS, STRIP = shape
     tcolumns = j * STRIP + ct.arange(STRIP, dtype=ct.int32)
     tdw = ct.zeros(shape, dtype=ct.float32)
@@ -54,7 +55,7 @@ def strip_of_dw(dw_partial, dy, x, rstd, k, j, tiles_in_slab, shape, LATENCY, SW
             # not the terms below: their addition would no longer be one instruction with their product
             tdy = ct.where((trows < x.shape[0])[:, None], tdy, 0.0)
         else:
-            tx, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, j), shape, LATENCY, False)
+            tx, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, j), shape, LATENCY, False, DIVISOR)
         tdw = tdw + terms_of_dw(tx, tdy, tdy * trstd, trstd, x.dtype, ROUND_XHAT)
     store_sum_of_rows(dw_partial, (k, j), tdw)
 
@@ -77,6 +78,7 @@ def backward_fused(
     LATENCY: ConstInt,
     EVEN_STRIPS: ConstBool,
     GATHERS: ConstBool,
+    DIVISOR: ConstInt,
     WHOLE_ROWS: ConstBool,
     ROUND_XHAT: ConstBool,
     DEPENDENT: ConstBool,
@@ -87,6 +89,7 @@ def backward_fused(
     1, a grid of (strips + M, 1) is enough. Without it rows go in chunks of WIDTH and both kinds of blocks alternate, so
     that a slab's two readings lie close together.
     """
+    dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
@@ -103,7 +106,7 @@ def backward_fused(
         is_strip = (b + 1) * strips // (strips + slab) > strips_before
 
     if is_strip:
-        STRIP_SWITCHES = (GATHERS, EVEN_STRIPS, ROUND_XHAT)
+        STRIP_SWITCHES = (GATHERS, EVEN_STRIPS, ROUND_XHAT, DIVISOR)
         shape = (ROWS, STRIP)
         strip_of_dw(dw_partial, dy, x, rstd, k, strips_before, tiles_in_slab, shape, LATENCY, STRIP_SWITCHES)
     else:
@@ -115,4 +118,4 @@ def backward_fused(
                 tcolumns = column_tiles(WIDTH, 1, REST)
                 row_gradients(arrays, row, tcolumns, inv_n, offset, 1, 1, False, SWITCHES)
             else:
-                chunked_row_gradients(arrays, row, inv_n, offset, WIDTH, LATENCY, False, True)
+                chunked_row_gradients(arrays, row, inv_n, offset, WIDTH, LATENCY, False, DIVISOR, True)

@@ -30,6 +30,7 @@ from .rows import (
     store_part_of_row,
     store_row,
     sum_of_products,
+    with_divisor,
 )
 
 
@@ -46,6 +47,7 @@ def backward_rows_by_tma(
     PIECES: ConstInt,
     EVEN: ConstBool,
     LATENCY: ConstInt,
+    DIVISOR: ConstInt,
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
     ROUND_XHAT: ConstBool,
@@ -56,6 +58,7 @@ def backward_rows_by_tma(
     A row is added to dw before its products are summed: after that h would take registers that 16384 columns do not
     leave, 256 bytes of stack by 8 * 2048.
     """
+    dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()

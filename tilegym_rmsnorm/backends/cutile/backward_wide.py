@@ -22,34 +22,37 @@ from .rows import (
     load_tile,
     store_sum_of_rows,
     terms_of_dw,
+    with_divisor,
 )
 
 
-def mean_by_chunks(x, dy, weight, rstd, i, inv_n, offset, CHUNK, LATENCY, TMA, HAS_WEIGHT):
+def mean_by_chunks(x, dy, weight, rstd, i, inv_n, offset, CHUNK, LATENCY, TMA, DIVISOR, HAS_WEIGHT):
     """c and rstd of row i, whose products are summed lane by lane over the chunks, and across lanes once."""
     tproducts = ct.zeros((1, CHUNK), dtype=ct.float32)
     for j in range(ct.cdiv(x.shape[1], CHUNK)):
-        tx = load_tile(x, (i, j), (1, CHUNK), LATENCY, TMA)
-        tscaled_dy = load_tile(dy, (i, j), (1, CHUNK), LATENCY, TMA)
+        tx = load_tile(x, (i, j), (1, CHUNK), LATENCY, TMA, DIVISOR)
+        tscaled_dy = load_tile(dy, (i, j), (1, CHUNK), LATENCY, TMA, DIVISOR)
         if HAS_WEIGHT:
-            tscaled_dy = tscaled_dy * load_scale_tile(weight, j, CHUNK, offset, TMA)
+            tscaled_dy = tscaled_dy * load_scale_tile(weight, j, CHUNK, offset, TMA, DIVISOR)
         tproducts = tproducts + tx * tscaled_dy
 
     trstd = ct.load(rstd, i, shape=())
     return ct.sum(tproducts) * trstd * inv_n, trstd  # rstd is the same for all of the row: multiplied once
 
 
-def chunked_row_gradients(arrays, row, inv_n, offset, CHUNK, LATENCY, TMA, HAS_WEIGHT):
+def chunked_row_gradients(arrays, row, inv_n, offset, CHUNK, LATENCY, TMA, DIVISOR, HAS_WEIGHT):
     """Writes dx of a row that registers do not hold: chunk by chunk, first for c, then again, from L2."""
     dx, dy, x, weight, rstd = arrays
-    tc, trstd = mean_by_chunks(x, dy, weight, rstd, row, inv_n, offset, CHUNK, LATENCY, TMA, HAS_WEIGHT)
+    tc, trstd = mean_by_chunks(
+        x, dy, weight, rstd, row, inv_n, offset, CHUNK, LATENCY, TMA, DIVISOR, HAS_WEIGHT
+    )
 
     tfactor = factor_of_x(tc, trstd)
     for j in range(ct.cdiv(x.shape[1], CHUNK)):
-        tx = load_tile(x, (row, j), (1, CHUNK), LATENCY, TMA)
-        tg = load_tile(dy, (row, j), (1, CHUNK), LATENCY, TMA) * trstd
+        tx = load_tile(x, (row, j), (1, CHUNK), LATENCY, TMA, DIVISOR)
+        tg = load_tile(dy, (row, j), (1, CHUNK), LATENCY, TMA, DIVISOR) * trstd
         if HAS_WEIGHT:
-            tg = tg * load_scale_tile(weight, j, CHUNK, offset, TMA)
+            tg = tg * load_scale_tile(weight, j, CHUNK, offset, TMA, DIVISOR)
         tdx = tx * tfactor + tg
         ct.store(dx, (row, j), ct.astype(tdx, dx.dtype), allow_tma=TMA)
 
@@ -65,14 +68,16 @@ def backward_chunks(
     WIDTH: ConstInt,
     LATENCY: ConstInt,
     TMA: ConstBool,
+    DIVISOR: ConstInt,
     HAS_WEIGHT: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """Grid: (M,). dx where dw is not needed."""
+    dx, dy, x, weight = with_divisor((dx, dy, x, weight), DIVISOR)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
     arrays = (dx, dy, x, weight, rstd)
-    chunked_row_gradients(arrays, ct.bid(0), inv_n, offset, WIDTH, LATENCY, TMA, HAS_WEIGHT)
+    chunked_row_gradients(arrays, ct.bid(0), inv_n, offset, WIDTH, LATENCY, TMA, DIVISOR, HAS_WEIGHT)
 
 
 def backward_means(
@@ -86,13 +91,15 @@ def backward_means(
     WIDTH: ConstInt,
     LATENCY: ConstInt,
     TMA: ConstBool,
+    DIVISOR: ConstInt,
     DEPENDENT: ConstBool,
 ):
     """Grid: (M,). c = mean_j(x * g), the one number per row that dx needs from the whole row."""
+    dy, x, weight = with_divisor((dy, x, weight), DIVISOR)
     i = ct.bid(0)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
-    tc, _ = mean_by_chunks(x, dy, weight, rstd, i, inv_n, offset, WIDTH, LATENCY, TMA, True)
+    tc, _ = mean_by_chunks(x, dy, weight, rstd, i, inv_n, offset, WIDTH, LATENCY, TMA, DIVISOR, True)
     ct.scatter(c, i, tc)
 
 
@@ -109,18 +116,20 @@ def backward_strips(
     WIDTH: ConstInt,
     LATENCY: ConstInt,
     TMA: ConstBool,
+    DIVISOR: ConstInt,
     ROUND_XHAT: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """Grid: (P, cdiv(N, WIDTH)). Block (b, j) walks row tiles b, b + P, ... of column strip j."""
+    dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
     j = ct.bid(1)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
-    tscale = load_scale_tile(weight, j, WIDTH, offset, TMA)
+    tscale = load_scale_tile(weight, j, WIDTH, offset, TMA, DIVISOR)
 
     tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
     for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
-        tx, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, j), (ROWS, WIDTH), LATENCY, TMA)
+        tx, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, j), (ROWS, WIDTH), LATENCY, TMA, DIVISOR)
         tc = ct.reshape(ct.load(c, (i,), (ROWS,), padding_mode=ZERO, allow_tma=TMA), (ROWS, 1))
         th = tdy * trstd
         tdx = tx * factor_of_x(tc, trstd) + th * tscale

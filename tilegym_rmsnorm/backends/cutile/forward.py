@@ -32,6 +32,7 @@ from .rows import (
     row_as_float32,
     store_row,
     sum_of_products,
+    with_divisor,
     xhat_as_multiplied,
 )
 from .team import sum_of_team
@@ -84,6 +85,7 @@ def forward_rows(
     EVEN: ConstBool,
     LATENCY: ConstInt,
     PACKED: ConstBool,
+    DIVISOR: ConstInt,
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
     EARLY_WEIGHT: ConstBool,
@@ -97,6 +99,7 @@ def forward_rows(
     no room for that, and give the signal first: 16384x3072 float32 136.5 us with it, 137.1 without. PACKED makes room:
     it keeps x in its own 16 bits while the squares are summed.
     """
+    y, x, weight = with_divisor((y, x, weight), DIVISOR)
     tcolumns = column_tiles(WIDTH, PIECES, REST)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
@@ -118,6 +121,7 @@ def forward_tiles(
     WIDTH: ConstInt,
     LATENCY: ConstInt,
     TMA: ConstBool,
+    DIVISOR: ConstInt,
     EVEN: ConstBool,
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
@@ -129,6 +133,7 @@ def forward_tiles(
     EARLY_WEIGHT: x and the weight by gathers, which are awaited together; rows past M read the last one. Without, a
     branch leaves such rows of x out, and the weight waits behind it (bfloat16 1x256 1.41 us instead of 1.15, an H200).
     """
+    y, x, weight = with_divisor((y, x, weight), DIVISOR)
     i = ct.bid(0)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
@@ -140,9 +145,9 @@ def forward_tiles(
             (tscale,) = load_scale(weight, (tcolumns,), offset, EVEN)
             tscale = ct.reshape(tscale, (1, WIDTH))
     else:
-        tx = load_tile(x, (i, 0), (ROWS, WIDTH), LATENCY, TMA)
+        tx = load_tile(x, (i, 0), (ROWS, WIDTH), LATENCY, TMA, DIVISOR)
         if HAS_WEIGHT:
-            tscale = load_scale_tile(weight, 0, WIDTH, offset, TMA)
+            tscale = load_scale_tile(weight, 0, WIDTH, offset, TMA, DIVISOR)
     if DEPENDENT:
         ct.grid_dependency_control_launch_dependents()
 
@@ -167,26 +172,28 @@ def forward_chunks(
     WIDTH: ConstInt,
     LATENCY: ConstInt,
     TMA: ConstBool,
+    DIVISOR: ConstInt,
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """Grid: (M,). The squares are summed lane by lane over the chunks, and across lanes once."""
+    y, x, weight = with_divisor((y, x, weight), DIVISOR)
     i = ct.bid(0)
     tsquares = ct.zeros((1, WIDTH), dtype=ct.float32)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
     for j in range(ct.cdiv(x.shape[1], WIDTH)):
-        tx = load_tile(x, (i, j), (1, WIDTH), LATENCY, TMA)
+        tx = load_tile(x, (i, j), (1, WIDTH), LATENCY, TMA, DIVISOR)
         tsquares = tsquares + tx * tx
 
     trstd = ct.rsqrt(ct.sum(tsquares) * inv_n + eps)
     ct.scatter(rstd, i, trstd)
 
     for j in range(ct.cdiv(x.shape[1], WIDTH)):
-        tx = load_tile(x, (i, j), (1, WIDTH), LATENCY, TMA)
+        tx = load_tile(x, (i, j), (1, WIDTH), LATENCY, TMA, DIVISOR)
         ty = xhat_as_multiplied(tx * trstd, x.dtype, ROUND_XHAT)
         if HAS_WEIGHT:
-            tscale = load_scale_tile(weight, j, WIDTH, offset, TMA)
+            tscale = load_scale_tile(weight, j, WIDTH, offset, TMA, DIVISOR)
             ty = ty * tscale
         ct.store(y, (i, j), ct.astype(ty, y.dtype), allow_tma=TMA)

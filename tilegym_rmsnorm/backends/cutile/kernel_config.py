@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,26 @@ def two_tiles(n: int) -> tuple[int, int]:
         return whole, 0
     rest = max(power_of_two(n - width), width // 8)
     return (width, rest) if width + rest <= whole * 3 // 4 else (whole, 0)
+
+
+def tile_constants(config: Config, n: int) -> tuple[Any, ...]:
+    """The compile-time arguments that a config stands for, in its kernel's order: extents and hints, and last, except
+    of teams, whose n is always a multiple of 16, DIVISOR: the largest power of two up to 16 that divides n."""
+    is_even = config.lanes == n
+    divisor = math.gcd(n, 16)
+    if config.kernel == "rows":
+        if config.tma:
+            return config.width, config.pieces, is_even, config.latency, divisor
+        return config.width, config.pieces, config.rest, is_even, config.latency, config.packed, divisor
+    if config.kernel == "teams":
+        slots = power_of_two(config.members)
+        return config.width, config.pieces, is_even, config.latency, config.members, slots
+    if config.is_fused:
+        # not chunks issued ahead: float32 512x131072 584 us by tiles, 634 by gathers, on an H100
+        switches = (n % config.strip == 0, config.kernel == "fused" or config.latency == 1)
+        lanes = (config.width, config.rest, is_even)
+        return config.rows, config.strip, *lanes, config.latency, *switches, divisor
+    if config.kernel == "sum":
+        return config.rows, config.width, divisor
+    rows = () if config.kernel in ("chunks", "means") else (config.rows,)
+    return *rows, config.width, config.latency, config.tma, divisor

@@ -9,7 +9,6 @@ launches. With TILEGYM_RMSNORM_INTERPRET=1 CPU tensors take the same path and th
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from tilegym_rmsnorm.backends.cutile import (
 )
 from tilegym_rmsnorm.backends.cutile.boards import Boards
 from tilegym_rmsnorm.backends.cutile.config import row_partials_config, sum_config
-from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config, tile_constants
 from tilegym_rmsnorm.backends.cutile.machine import Machine, machine_of
 from tilegym_rmsnorm.backends.cutile.sizes import LARGEST_GRID, partial_rows, size_class, slab_tiles
 from tilegym_rmsnorm.backends.cutile.tables import chosen_config
@@ -272,26 +271,6 @@ class Backward:
             self.launch(grid, (*arguments, self.inv_n, offset, tiles))
         else:
             self.launch((p,), (*arguments, self.inv_n, offset))
-
-
-def tile_constants(config: Config, n: int) -> tuple[Any, ...]:
-    """The compile-time arguments that a config stands for, in its kernel's order."""
-    is_even = config.lanes == n
-    if config.kernel == "rows":
-        if config.tma:
-            return config.width, config.pieces, is_even, config.latency
-        return config.width, config.pieces, config.rest, is_even, config.latency, config.packed
-    if config.kernel == "teams":
-        slots = power_of_two(config.members)
-        return config.width, config.pieces, is_even, config.latency, config.members, slots
-    if config.is_fused:
-        # not chunks issued ahead: float32 512x131072 584 us by tiles, 634 by gathers, on an H100
-        switches = (n % config.strip == 0, config.kernel == "fused" or config.latency == 1)
-        return config.rows, config.strip, config.width, config.rest, is_even, config.latency, *switches
-    if config.kernel == "sum":
-        return config.rows, config.width
-    rows = () if config.kernel in ("chunks", "means") else (config.rows,)
-    return (*rows, config.width, config.latency, config.tma)
 
 
 def _with_int32_stride(x: Tensor) -> Tensor:
