@@ -246,8 +246,8 @@ def _from_table(op: str, n: int, itemsize: int, table: tuple[hopper.Rule, ...]) 
 def _is_aligned(n: int, itemsize: int) -> bool:
     """Whether every row of a contiguous array begins at a multiple of 16 bytes, so that it can be read 16 at a time.
 
-    What cuda-tile knows of N is whether it is a multiple of 16. Where it is not, bounds checks take registers, and rows
-    of more than 12288 elements leave none: those count as not aligned.
+    Where N is no multiple of 16, bounds checks take registers, and rows of more than 12288 elements left none: those
+    count as not aligned. (Not tried since kernels know what divides N.)
     """
     return n * itemsize % 16 == 0 and (n % 16 == 0 or n <= 12288)
 
