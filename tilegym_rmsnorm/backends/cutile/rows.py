@@ -164,18 +164,18 @@ def load_tile(array, index, shape, LATENCY, TMA, DIVISOR):
     waits at each; a gather does not.
     """
     if has_aligned_rows(array, DIVISOR):
-        tstored = ct.load(array, index, shape, padding_mode=ZERO, latency=LATENCY, allow_tma=TMA)
+        tile = as_float32(ct.load(array, index, shape, padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
     else:
         trows = index[0] * shape[0] + ct.arange(shape[0], dtype=ct.int32)
         tcolumns = index[1] * shape[1] + ct.arange(shape[1], dtype=ct.int32)
-        tstored = ct.gather(array, (trows[:, None], tcolumns[None, :]), padding_value=0, latency=LATENCY)
-    return as_float32(tstored)
+        tile = gather_tile(array, trows, tcolumns, False, LATENCY)
+    return tile
 
 
 def gather_tile(array, trows, tcolumns, EVEN, LATENCY):
-    """These rows and columns of a 2-D array, as float32. Columns past its end read 0; EVEN: there are none.
+    """These rows and columns of a 2-D array, as float32. What lies past its end reads 0; EVEN: nothing does.
 
-    All rows must be the array's: where EVEN nothing checks that, and a condition on them would be one on every load. A
+    Where EVEN, all rows must be the array's: nothing checks that, and a condition on them would be one on every load. A
     tile that `ct.load` cuts off at the last row has a branch around it, and what is loaded next waits.
     """
     index = (trows[:, None], tcolumns[None, :])
@@ -192,10 +192,11 @@ def load_row_of_tiles(array, i, shape, PIECES, LATENCY, TMA, DIVISOR):
 def load_scale_tile(weight, j, WIDTH, offset, TMA, DIVISOR):
     """Tile j of weight + offset, shape (1, WIDTH), as float32; how, `load_tile` says."""
     if has_aligned_rows(weight, DIVISOR):
-        tstored = ct.load(weight, (j,), (WIDTH,), padding_mode=ZERO, allow_tma=TMA)
+        tscale = as_float32(ct.load(weight, (j,), (WIDTH,), padding_mode=ZERO, allow_tma=TMA)) + offset
     else:
-        tstored = ct.gather(weight, j * WIDTH + ct.arange(WIDTH, dtype=ct.int32), padding_value=0)
-    return ct.reshape(as_float32(tstored) + offset, (1, WIDTH))
+        tcolumns = j * WIDTH + ct.arange(WIDTH, dtype=ct.int32)
+        (tscale,) = load_scale(weight, (tcolumns,), offset, False)
+    return ct.reshape(tscale, (1, WIDTH))
 
 
 def load_gradient_tiles(x, dy, rstd, index, shape, LATENCY, TMA, DIVISOR):
