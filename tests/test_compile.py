@@ -150,7 +150,7 @@ def test_odd_widths(architecture, configure):
 @pytest.mark.parametrize("configure", [forward_config, backward_config])
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_widths_that_are_no_multiple_of_16(architecture, configure):
-    """Rows of these begin at multiples of 16 bytes, yet each bounds check is one lane's."""
+    """Rows of these begin at multiples of 16 bytes, and their last tile is cut off at one."""
     machine = CompilingMachine(architecture)
     run = run_forward if configure is forward_config else run_backward
     for dtype, step in ((BF16, 8), (FP32, 4)):

@@ -97,7 +97,7 @@ def test_what_is_loaded_by_gathers(config, by_tiles, n, monkeypatch):
 
     def counting_gather(array, index, **options):
         if isinstance(index, tuple) and isinstance(index[0], Tile) and index[0].shape == (4, 1):
-            conditions.append(options.get("check_bounds", True))
+            conditions.append(options["check_bounds"])
         return gather(array, index, **options)
 
     monkeypatch.setitem(_OPERATIONS, "load", counting_load)

@@ -16,7 +16,7 @@ in 287.2 us instead of 291.9.
 import cuda.tile as ct
 
 from .backward import row_gradients
-from .rows import ConstBool, ConstInt, column_tiles_of, columns_again, rstd_ahead, store_row
+from .rows import ConstBool, ConstInt, column_tiles_of, columns_again, rstd_ahead, store_row, with_divisor
 from .team import take_ticket
 
 
@@ -36,6 +36,7 @@ def backward_teams(
     LATENCY: ConstInt,
     MEMBERS: ConstInt,
     SLOTS: ConstInt,
+    DIVISOR: ConstInt,
     TMA: ConstBool,
     AHEAD: ConstBool,
     HAS_WEIGHT: ConstBool,
@@ -44,6 +45,7 @@ def backward_teams(
     DEPENDENT: ConstBool,
 ):
     """Grid: (P * MEMBERS,). Team k walks rows k, k + P, ...; its member m holds PIECES tiles of columns of each."""
+    dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()

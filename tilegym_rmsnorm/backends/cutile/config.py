@@ -62,8 +62,8 @@ def forward_config(
         return _from_table("forward", n, itemsize, table)
     if n <= 512:
         rows = min(256, max(2048, 64 * min(width, 64)) // width)
-        # With 8 blocks tileiras keeps to 32 registers a thread: sm_100 and later, and bounds checks of single lanes,
-        # spill then.
+        # With 8 blocks tileiras keeps to 32 registers a thread: sm_100 and later spill then, and where N is no multiple
+        # of 16 others did, before kernels knew what divides it.
         occupancy = 8 if architecture < 100 and n % 16 == 0 else 4
         return Config("tiles", width, 4, occupancy, 4, rows=rows, reason="2048 elements a block")
     if n <= 1024:
@@ -170,7 +170,8 @@ def sum_config(first: Config, n: int, architecture: int) -> Config:
     Narrow strips, so that even 1024 columns are 64 blocks. Each step of them waits for memory, so where several blocks
     an SM leave more than 128 partial rows a step takes 256; us, whole backward, H200: one step instead of two (P = 256)
     8192x2560 39.1 -> 38.3, 2048x2560 13.8 -> 12.9, two instead of three (261) 16384x2880 78.0 -> 77.2; where P is 128,
-    4096x16384, 116.4 -> 117.0. With room for four blocks the taller tile spills, at widths that are no multiple of 16.
+    4096x16384, 116.4 -> 117.0. With room for four blocks the taller tile spilled where N is no multiple of 16, before
+    kernels knew what divides it; not timed with four since.
 
     Teams of many members and slabs leave fewer partial rows of more than 16384 columns, which fill little of such a
     tile. H100 (cuda-tile 1.7.0, tileiras 13.4.92), teams: 16x65536 (16 partial rows) 12.98 -> 9.44, 2048x65536 (33)
@@ -223,7 +224,9 @@ def _from_table(op: str, n: int, itemsize: int, table: tuple[hopper.Rule, ...]) 
     rule = next(rule for rule in table if n <= rule.up_to)
     latency = rule.latency
     if op == "backward" and n > 8192 and n % 16 != 0:
-        latency = min(latency, 4)  # bfloat16 4096x10008: 104.6 us by 4, 133.3 by 8, an H100
+        # Two bytes an element, up to 10240: others have 4 or less. bfloat16 4096x10008: 104.6 us by 4, 133.3 by 8, one
+        # H100, cuda-tile 1.7.0, tileiras 13.4.92
+        latency = min(latency, 4)
     width, rest = two_tiles(n) if rule.split else (rule.piece or power_of_two(n), 0)
     return Config(
         rule.kernel,

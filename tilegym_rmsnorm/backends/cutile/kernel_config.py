@@ -64,8 +64,8 @@ def two_tiles(n: int) -> tuple[int, int]:
 
 
 def tile_constants(config: Config, n: int) -> tuple[Any, ...]:
-    """The compile-time arguments that a config stands for, in its kernel's order: extents and hints, and last, except
-    of teams, whose n is always a multiple of 16, DIVISOR: the largest power of two up to 16 that divides n."""
+    """The compile-time arguments that a config stands for, in its kernel's order: extents and hints, and last DIVISOR,
+    the largest power of two up to 16 that divides n."""
     is_even = config.lanes == n
     divisor = math.gcd(n, 16)
     if config.kernel == "rows":
@@ -74,7 +74,7 @@ def tile_constants(config: Config, n: int) -> tuple[Any, ...]:
         return config.width, config.pieces, config.rest, is_even, config.latency, config.packed, divisor
     if config.kernel == "teams":
         slots = power_of_two(config.members)
-        return config.width, config.pieces, is_even, config.latency, config.members, slots
+        return config.width, config.pieces, is_even, config.latency, config.members, slots, divisor
     if config.is_fused:
         # not chunks issued ahead: float32 512x131072 584 us by tiles, 634 by gathers, on an H100
         switches = (n % config.strip == 0, config.kernel == "fused" or config.latency == 1)

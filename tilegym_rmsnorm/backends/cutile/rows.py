@@ -20,7 +20,8 @@ def as_float32(tile):
 
 
 def has_aligned_rows(array, DIVISOR):
-    """Whether rows whose length is a multiple of DIVISOR elements begin and end at multiples of 16 bytes."""
+    """Whether rows whose length is a multiple of DIVISOR elements begin and end at multiples of 16 bytes, if nothing
+    lies between them."""
     return DIVISOR >= 8 or DIVISOR == 4 and array.dtype == ct.float32
 
 
@@ -29,7 +30,9 @@ def with_divisor(arrays, DIVISOR):
 
     cuda-tile asks of an extent only whether it is a multiple of 16. Of another one it must assume that a row may end
     between any two elements, and loads and stores each alone, although 72 bfloat16 end where 16 bytes end: a backward
-    of 100000x72 took 87 us instead of 25 on an H100. Arrays whose rows do not end there stay as they are.
+    of 100000x72 took 87 us instead of 25 on an H100. Arrays whose rows do not end there stay as they are. Where rows
+    begin, cuda-tile sees for itself, at strides and base: a view whose rows begin elsewhere is none the worse read, by
+    more code. Every kernel declares all arrays that have N columns, also those which gain nothing by it.
     """
     return tuple(
         a.slice(-1, 0, ct.assume_divisible_by(a.shape[-1], DIVISOR))
