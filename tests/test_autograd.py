@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import BF16, DEVICE, FP32, FP64, assert_within, expected_results, make_inputs
+from torch._dynamo.testing import CompileCounter
 
 from tilegym_rmsnorm import (
     BackendUnavailableError,
@@ -249,10 +250,51 @@ def test_rows_inside_torch_compile(backend):
     assert_within(expected_results(inputs), **results)
 
 
-def test_the_reference_by_name_does_not_break_a_graph(monkeypatch):
+@pytest.mark.parametrize("size", [(3, 100), (2, 3, 100), (100,)])
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_the_reference_by_name_does_not_break_a_graph(size, needs_grad, monkeypatch):
     """Not in a process's very first call either, before anything is chosen."""
     monkeypatch.setattr(registry, "_chosen", {})
-    inputs, x, weight = _leaves()
+    x, weight = torch.randn(size, requires_grad=needs_grad), torch.rand(100, requires_grad=needs_grad)
     torch._dynamo.reset()
     norm = torch.compile(rms_norm, backend="eager", fullgraph=True)
-    assert torch.equal(norm(x, (100,), weight, backend="torch"), rms_norm(x, (100,), weight, backend="torch"))
+    y, expected = (run(x, (100,), weight, backend="torch") for run in (norm, rms_norm))
+    assert torch.equal(y, expected) and y.requires_grad == needs_grad
+
+
+def test_no_graph_is_compiled_again_for_other_calls():
+    """Dynamo guards on all that a call reads: caches that grow by each new dtype must not be among it."""
+    frames = CompileCounter()
+    torch._dynamo.reset()
+    norm = torch.compile(
+        lambda x, weight: rms_norm(x, (8,), weight, backend="torch"), backend=frames, fullgraph=True
+    )
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.rand(8)
+    for dtype in (None, FP64, BF16, torch.float16):
+        if dtype is not None:
+            rms_norm(x.to(dtype), (8,), weight.to(dtype), backend="torch")
+        norm(x, weight)
+    assert frames.frame_count == 1
+
+
+def test_vmap_loses_no_gradient():
+    """What vmap gives a function says that it requires no grad. It raised nothing, and the gradient was 0."""
+    x, weights = torch.randn(4, 3, 8), torch.rand(4, 8)
+
+    def mapped(rows, weight=weights[0]):
+        return rms_norm(rows, (8,), weight, backend="torch")
+
+    vmap, grad = torch.func.vmap, torch.func.grad
+    for attempt in (
+        lambda: grad(lambda batch: vmap(mapped)(batch).square().sum())(x),
+        lambda: vmap(mapped)(x.clone().requires_grad_()),
+        lambda: vmap(lambda weight: mapped(x, weight))(weights.clone().requires_grad_()),
+        lambda: vmap(vmap(mapped))(x.clone().requires_grad_()),
+        lambda: vmap(lambda rows: rms_norm(x[0], (8,), weights[0], bias=rows))(
+            weights.clone().requires_grad_()
+        ),
+    ):
+        with pytest.raises(RuntimeError, match="setup_context"):
+            attempt()
+        with torch.no_grad():
+            vmap(mapped)(x.clone().requires_grad_())

@@ -44,6 +44,15 @@ def test_widths_do_not_use_up_the_limit_of_recompilations():
             assert _compilations(lambda n=n: _forward(5, n)) == 1
 
 
+def test_one_compilation_serves_every_mode():
+    """torch.compile guards on grad mode and autocast: nine of their combinations, and it gives up after eight."""
+    _forward(5, 56)
+    for grad_mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        for dtype in (None, BF16, torch.float16):
+            with grad_mode(), torch.autocast(DEVICE.type, dtype, enabled=dtype is not None):
+                assert _compilations(lambda: _forward(5, 56)) <= (grad_mode is torch.inference_mode)
+
+
 def test_the_callers_tensors_are_not_marked():
     x = torch.ones(5, 48, device=DEVICE)
     rms_norm_forward(x, None, backend="inductor")

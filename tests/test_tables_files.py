@@ -39,6 +39,22 @@ def test_a_write_that_fails_leaves_the_old_table_and_nothing_else(folders, monke
     assert {file.suffix for file in path.parent.iterdir()} <= {".json", ".lock"}
 
 
+def test_a_table_that_cannot_be_read_is_not_written_over(folders, monkeypatch):
+    """It is no empty one: that would take its 288 entries for none."""
+    path = tables.update(folders[0], TARGET, {BUCKET: ENTRY})
+    before = path.read_bytes()
+
+    def broken(*_, **__):
+        raise OSError("Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", broken)
+        patch.setattr(Path, "read_text", broken)
+        with pytest.raises(OSError, match="Input/output error"):
+            tables.update(folders[0], TARGET, {})
+    assert path.read_bytes() == before
+
+
 WRITER = """
 import sys
 from pathlib import Path
@@ -74,3 +90,8 @@ def test_the_users_cache_is_where_the_platform_keeps_caches(monkeypatch):
     assert tables.user_folder() == Path(platformdirs.user_cache_dir("tilegym_rmsnorm", appauthor=False))
     monkeypatch.setitem(sys.modules, "platformdirs", None)
     assert tables.user_folder() is None
+
+
+def test_the_users_cache_may_be_named_from_home(monkeypatch):
+    monkeypatch.setenv(tables.CACHE_VARIABLE, "~/tuned")
+    assert tables.user_folder() == Path.home() / "tuned"

@@ -54,6 +54,7 @@ UNFIT = {
     "unknown key": stored(note="x"),
     "no timings": stored(timings=None),
     "timings no time": stored(timings=[{"m": 1, "us_rules": 0.0, "us": float("nan")}]),
+    "timings beyond floats": stored(timings=[{"m": 1, "us_rules": 10**400, "us": 1}]),
     "timings no numbers": stored(timings=[{"m": 1, "us_rules": "a", "us": 1}]),
     "kernel of dx alone": stored(config_kernel="chunks"),
     "unknown kernel": stored(config_kernel="magic"),

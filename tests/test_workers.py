@@ -15,7 +15,7 @@ from multiprocessing import connection
 import pytest
 import torch
 
-pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+ct = pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from tilegym_rmsnorm.backends.cutile import candidates, search, sizes, workers  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.tables import Bucket  # noqa: E402
@@ -102,7 +102,12 @@ def test_a_search_that_is_left_ends_its_processes():
 
 
 @pytest.mark.parametrize(
-    "error", [search.NothingRightError("none of 3"), torch.OutOfMemoryError("no memory")]
+    "error",
+    [
+        search.NothingRightError("none of 3"),
+        torch.OutOfMemoryError("no memory"),
+        ct.TileCompilerTimeoutError("took too long", "", None),
+    ],
 )
 def test_what_fails_one_bucket_is_its_outcome(monkeypatch, error):
     def tune(self, bucket, configs):

@@ -31,7 +31,7 @@ Call = tuple[int, float, float, str, Callable[..., Any], Callable[..., Any] | No
 
 def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
     """y of x's shape, recorded for autograd; the last n elements of x's dimensions are a row."""
-    if _are_functorch_transforms_active() or is_dynamo_compiling():
+    if is_dynamo_compiling() or _are_functorch_transforms_active():
         # functorch refuses it; Dynamo traces it, where before torch 2.13 it does not know _record.
         return RMSNormFunction.apply(x, weight, bias, call)
     # Function.apply without the Python around it, which asks for functorch too and takes 2 us for it.
@@ -116,11 +116,11 @@ def _differentiable_backward(
 
 def _in_shape_of(x: Tensor, y: Tensor) -> Tensor:
     """y, new and contiguous, in x's shape and no view: in-place operations on a custom Function's output refuse one."""
-    if type(x) is Tensor and not _are_functorch_transforms_active() and not _len_torch_dispatch_stack():
-        return y.resize_as_(
-            x
-        )  # 1 us; _unsafe_view takes 3. Modes may have kept y: selective checkpointing does
-    return _unsafe_view(y, x.shape)
+    if is_dynamo_compiling() or type(x) is not Tensor:
+        return _unsafe_view(y, x.shape)
+    if _are_functorch_transforms_active() or _len_torch_dispatch_stack():
+        return _unsafe_view(y, x.shape)  # modes may have kept y: selective checkpointing does
+    return y.resize_as_(x)  # 1 us; _unsafe_view takes 3
 
 
 def _as_rows(x: Tensor, n: int) -> Tensor:

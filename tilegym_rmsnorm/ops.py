@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
@@ -30,6 +31,7 @@ from tilegym_rmsnorm.validation import (
     check_vector,
     checked_eps,
     checked_number,
+    have_memory,
 )
 
 __all__ = [
@@ -44,6 +46,9 @@ __all__ = [
 registry.load("torch")  # the one backend whose calls torch.compile traces
 # Whether this torch's F.rms_norm is on autocast's list for CUDA devices.
 _HAS_AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
+
+
+_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 
 
 @torch._disable_dynamo  # torch.compiler.disable would import Dynamo here and now
@@ -94,7 +99,12 @@ def rms_norm(
         if backend != "torch":
             options = {"offset": offset, "residual": residual, "casting": casting, "backend": backend}
             return _break_graph(rms_norm, input, normalized_shape, weight, eps, bias=bias, **options)
-    elif bias is None and residual is None and not (_HAS_AUTOCAST and torch.is_autocast_enabled("cuda")):
+    elif (
+        bias is None
+        and residual is None
+        and not (_HAS_AUTOCAST and torch.is_autocast_enabled("cuda"))
+        and not _are_functorch_transforms_active()
+    ):
         call = known.find(input, normalized_shape, weight, eps, offset, casting, backend)
         if call is not None:
             if not _is_differentiated(input, weight, None):
@@ -118,7 +128,8 @@ def rms_norm(
         dtype, weight_dtype = _autocast_dtype(dtype), _autocast_dtype(weight_dtype)
     if backend is None:
         backend = get_current_backend()
-    request = Request(input.device, dtype, weight_dtype, casting, bias is not None)
+    has_memory = is_dynamo_compiling() or have_memory(input, weight, residual)
+    request = Request(input.device, dtype, weight_dtype, casting, bias is not None, has_memory)
     forward = dispatch("rms_norm_forward", request, backend)
 
     residual_out = x = input if residual is None else input + residual
@@ -131,7 +142,7 @@ def rms_norm(
     else:
         backward = None
         y, _ = run_forward(x, weight, bias, (n, eps, offset, casting, forward, None))
-    if not is_autocast:
+    if not is_autocast and not is_dynamo_compiling():  # whose graph would guard on all that is remembered
         known.remember(request, backend, forward, backward)
     return y if residual is None else (y, residual_out)
 
@@ -159,7 +170,7 @@ def rms_norm_forward(
     check_vector("bias", bias, x, shape)
     check_casting(casting)
     eps, offset = checked_eps(eps, x.dtype), checked_number("offset", offset)
-    request = Request(x.device, x.dtype, None if weight is None else weight.dtype, casting, bias is not None)
+    request = _request(x, weight, casting, bias is not None)
     forward = dispatch("rms_norm_forward", request, backend)
     return run_forward(x, weight, bias, (n, eps, offset, casting, forward, None))
 
@@ -182,7 +193,7 @@ def rms_norm_backward(
         options = {"offset": offset, "casting": casting, "backend": backend}
         return _break_graph(rms_norm_backward, x, dy, weight, rstd, **options)
     n, offset = _checked_backward(x, dy, weight, rstd, offset, casting)
-    request = Request(x.device, x.dtype, None if weight is None else weight.dtype, casting, False)
+    request = _request(x, weight, casting, False, dy, rstd)
     backward = dispatch("rms_norm_backward", request, backend)
     call = (n, 0.0, offset, casting, None, backward)
     return run_backward(x, dy, weight, rstd.contiguous(), call, weight is not None)
@@ -225,16 +236,35 @@ def _checked_backward(
     return n, checked_number("offset", offset)
 
 
+def _request(x: Tensor, weight: Tensor | None, casting: str, has_bias: bool, *others: Tensor) -> Request:
+    has_memory = is_dynamo_compiling() or have_memory(x, weight, *others)
+    weight_dtype = None if weight is None else weight.dtype
+    return Request(x.device, x.dtype, weight_dtype, casting, has_bias, has_memory)
+
+
 def _autocast_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
     return None if dtype is None else compute_dtype(dtype)
 
 
 def _is_differentiated(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    if torch.is_grad_enabled() and (
-        x.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-    ):
-        return True
+    if torch.is_grad_enabled():
+        if (
+            x.requires_grad
+            or (weight is not None and weight.requires_grad)
+            or (bias is not None and bias.requires_grad)
+        ):
+            return True
+        if not is_dynamo_compiling() and _are_functorch_transforms_active():
+            if any(map(_wraps_what_requires_grad, (x, weight, bias))):
+                return True
     # Inside forward_ad.dual_level a bare launch would drop tangents; the Function raises that it has no jvp.
     return forward_ad._current_level >= 0
+
+
+def _wraps_what_requires_grad(tensor: Tensor | None) -> bool:
+    """Inside torch.func.vmap a tensor says that it requires no grad, whatever the batch does that it is one of."""
+    while tensor is not None and is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
+        if tensor.requires_grad:
+            return True
+    return False

@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 OPS = ("rms_norm_forward", "rms_norm_backward")
 AUTO_ORDER = ("cutile", "triton", "inductor", "torch")  # fastest first
@@ -50,6 +51,9 @@ class Request(NamedTuple):
     weight_dtype: torch.dtype | None
     casting: str
     has_bias: bool
+    has_memory: bool = (
+        True  # False: tensors that stand for others, as DTensor, FakeTensor and those of vmap do
+    )
 
 
 class Unusable(NamedTuple):
@@ -96,6 +100,10 @@ def load(backend: str) -> None:
 def dispatch(op: str, request: Request, backend: str | None = None) -> Callable[..., Any]:
     """The function that runs `op` on tensors like `request`, by the backend named or the one in effect."""
     name = get_current_backend() if backend is None else backend
+    if (
+        is_dynamo_compiling()
+    ):  # the reference (ops.py). A graph that reads _chosen is compiled again whenever that grows
+        return _impls[op, name]
     try:
         function = _chosen.get((op, request, name))
     except TypeError:  # a name that is not even hashable; _choose says so in the words of every unknown name
@@ -128,7 +136,9 @@ def set_backend(backend: str | None) -> None:
 def use_backend(backend: str) -> Iterator[None]:
     """Use `backend` (or "auto") inside a `with` block, in this thread or task only.
 
-    A backward pass runs on the backend that its forward ran on, wherever it is called.
+    A backward pass runs on the backend that its forward ran on, wherever it is called. But torch.utils.checkpoint runs
+    the forward once more, when the backward is called, on what is in effect then: with it, name the backend by
+    `backend=` or `set_backend`.
     """
     _check_name("backend", backend, _NAMES)
     token = _context_backend.set(backend)
@@ -247,7 +257,8 @@ def _import(name: str) -> ModuleType:
 def _describe(request: Request) -> str:
     weight = "no weight" if request.weight_dtype is None else f"{request.weight_dtype} weight"
     bias = ", bias" if request.has_bias else ""
-    return f"{request.dtype} x on {request.device}, {weight}{bias}, casting {request.casting!r}"
+    memory = "" if request.has_memory else " without memory of its own"
+    return f"{request.dtype} x on {request.device}{memory}, {weight}{bias}, casting {request.casting!r}"
 
 
 def _check_name(what: str, name: object, known: tuple[str, ...]) -> None:

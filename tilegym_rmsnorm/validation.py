@@ -18,12 +18,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from tilegym_rmsnorm.reference import CASTINGS, compute_dtype, default_eps
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INF = math.inf
 _STRIDED = torch.strided
+_NO_DISPATCH = Tensor.__torch_dispatch__  # what a subclass without a __torch_dispatch__ of its own has
 
 
 def check_input(name: str, x: Tensor) -> None:
@@ -124,6 +126,16 @@ def checked_number(
     if not (lowest <= value < _INF) or value == -_INF:
         _fail(ValueError, name, expected, value)
     return value
+
+
+def have_memory(*tensors: Tensor | None) -> bool:
+    """Whether kernels can be given the addresses of all of these: not of a subclass that dispatches its operations
+    itself (DTensor, FakeTensor), of what torch.func.vmap makes, or of zeros that are nowhere."""
+    return not any(
+        type(t).__torch_dispatch__ is not _NO_DISPATCH or is_functorch_wrapped_tensor(t) or t._is_zerotensor()
+        for t in tensors
+        if t is not None
+    )
 
 
 def check_casting(casting: str) -> None:

@@ -21,6 +21,8 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 def tensors_unusable(request: Request) -> Unusable | None:
     """Why the kernels of cutile and triton do not take these dtypes or this bias, wherever the tensors are."""
+    if problem := memory_unusable(request):
+        return problem
     other_backend = 'use backend="torch" or "auto"'
     if request.dtype not in KERNEL_DTYPES:
         return Unusable(f"it takes x of float16, bfloat16 or float32, not {request.dtype}", other_backend)
@@ -30,6 +32,16 @@ def tensors_unusable(request: Request) -> Unusable | None:
     if request.has_bias:
         return Unusable("it does not take a bias", other_backend)
     return None
+
+
+def memory_unusable(request: Request) -> Unusable | None:
+    """Why no kernel can be given the addresses of these tensors."""
+    if request.has_memory:
+        return None
+    reason = (
+        "it takes tensors with memory of their own, no DTensor, FakeTensor or one that torch.func.vmap makes"
+    )
+    return Unusable(reason, 'pass local tensors (DTensor.to_local()), or use backend="torch" or "auto"')
 
 
 def any_gpu_unusable(gpu_unusable: Callable[[torch.device], Unusable | None]) -> Unusable | None:

@@ -10,12 +10,13 @@ without gaps, and offsets of 0 and 1 have their own: the compiler always takes t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
 import sysconfig
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ def unusable(request: Request | None) -> Unusable | None:
     """Why torch.compile cannot run the request, or, without a request, any at all on this machine."""
     if request is None:
         return _cuda_unusable() if torch.cuda.is_available() else _cpu_unusable()
+    if problem := checks.memory_unusable(request):
+        return problem
     if request.device.type == "cpu":
         return _cpu_unusable()
     if request.device.type == "cuda":
@@ -63,7 +66,8 @@ def rms_norm_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
     compiled = _compiled(_forward, casting, *_specialization(x, weight, offset), _dtype(bias))
-    return compiled(*_aliases(x, weight, bias), eps, offset, casting)
+    with _one_mode(x):
+        return compiled(*_aliases(x, weight, bias), eps, offset, casting)
 
 
 @register_impl("rms_norm_backward", "inductor")
@@ -73,7 +77,8 @@ def rms_norm_backward(
     compiled = _compiled(
         _backward, casting, *_specialization(x, weight, offset), dy.is_contiguous(), needs_dw
     )
-    return compiled(*_aliases(x, dy, weight), rstd.detach(), offset, casting, needs_dw)
+    with _one_mode(x):
+        return compiled(*_aliases(x, dy, weight), rstd.detach(), offset, casting, needs_dw)
 
 
 def _forward(
@@ -87,6 +92,13 @@ def _backward(
 ) -> tuple[Tensor, Tensor | None]:
     dx, dw = rms_norm_backward_torch(x, dy, weight, rstd, offset=offset, casting=casting)
     return dx, dw if needs_dw else None
+
+
+@contextlib.contextmanager
+def _one_mode(x: Tensor) -> Iterator[None]:
+    """Without grad and autocast, for each of which, and each pair of them, torch.compile would compile once more."""
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        yield
 
 
 def _specialization(x: Tensor, weight: Tensor | None, offset: float) -> tuple[Any, ...]:

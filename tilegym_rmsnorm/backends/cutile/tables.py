@@ -10,11 +10,12 @@ file that says anything unexpected is ignored as a whole, with one warning. Neit
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-import math
 import os
 import re
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -143,7 +144,7 @@ def user_folder() -> Path | None:
     None too without platformdirs, which pip installs along with this package.
     """
     if (folder := os.environ.get(CACHE_VARIABLE)) is not None:
-        return None if folder.strip().lower() in OFF else Path(folder)
+        return None if folder.strip().lower() in OFF else Path(folder).expanduser()
     try:
         import platformdirs
     except ImportError:
@@ -216,6 +217,8 @@ def update(folder: Path, target: Target, changes: Table) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = table_path(folder, target)
     with FileLock(path.with_suffix(".lock")):
+        with contextlib.suppress(FileNotFoundError):
+            path.read_bytes()  # a file that cannot be read is an error here: table_in would take it for an empty table
         table_in.cache_clear()
         text = render(target, table_in(folder, target) | changes)
         descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=path.stem, suffix=".tmp")
@@ -244,7 +247,7 @@ def _parse_entry(item: Any, architecture: int) -> tuple[Bucket, Entry]:
     expect(has_rows, "size", f"a class that some number of rows of {bucket.n} is in", bucket.size)
     timings = tuple(Timing(**timing) for timing in item["timings"])
     numbers = [number for timing in timings for number in timing]
-    is_number = all(type(number) in (int, float) and 0 < number < math.inf for number in numbers)
+    is_number = all(type(number) in (int, float) and 0 < number <= sys.float_info.max for number in numbers)
     expect(is_number, "timings", "positive numbers", numbers)
     reason = "; ".join(f"{t.us:.1f} us instead of {t.us_rules:.1f} at {t.m} x {bucket.n}" for t in timings)
     config = Config(**item["config"], reason=f"tuned: {reason}")

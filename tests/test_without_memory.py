@@ -1,0 +1,91 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Tensors whose data is elsewhere, or nowhere: kernels would be launched on address 0."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tilegym_rmsnorm import BackendUnavailableError, registry, rms_norm, rms_norm_backward, rms_norm_forward
+from tilegym_rmsnorm.validation import have_memory
+
+X, W = torch.randn(3, 8), torch.rand(8) + 0.5
+KERNELS = ("cutile", "triton", "inductor")
+
+
+class Named(torch.Tensor):
+    """A subclass that leaves its operations to PyTorch."""
+
+
+@contextlib.contextmanager
+def dtensors():
+    if not dist.is_available() or dist.is_initialized():
+        pytest.skip("needs torch.distributed, not initialized")
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        yield lambda tensor: distribute_tensor(tensor, mesh, [Replicate()])
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def fakes():
+    with FakeTensorMode() as mode:
+        yield mode.from_tensor
+
+
+@contextlib.contextmanager
+def zeros():
+    yield lambda tensor: torch._efficientzerotensor(tensor.shape)
+
+
+STAND_INS = {"DTensor": dtensors, "FakeTensor": fakes, "zero": zeros}
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("kind", STAND_INS)
+def test_kernels_refuse_them_by_name(kind, backend):
+    rstd = torch.rand(3)
+    with STAND_INS[kind]() as stand_in:
+        attempts = (
+            lambda: rms_norm(stand_in(X), (8,), stand_in(W), backend=backend),
+            lambda: rms_norm(X, (8,), stand_in(W), backend=backend),
+            lambda: rms_norm_forward(stand_in(X), None, backend=backend),
+            lambda: rms_norm_backward(X, stand_in(X), W, rstd, backend=backend),
+            lambda: rms_norm_backward(X, X, W, stand_in(rstd), backend=backend),
+        )
+        for attempt in attempts:
+            with pytest.raises(BackendUnavailableError, match=r"memory of their own.*DTensor\.to_local"):
+                attempt()
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_kernels_refuse_what_vmap_makes(backend):
+    with pytest.raises(BackendUnavailableError, match="memory of their own"):
+        torch.func.vmap(lambda row: rms_norm(row, (8,), W, backend=backend))(X)
+
+
+def test_auto_takes_the_reference_for_them(monkeypatch):
+    """Though every kernel is usable for others."""
+    for backend in ("cutile", "triton"):
+        probe = registry._probe(backend)
+        monkeypatch.setattr(probe, "AUTO_ON_CPU", True)
+        monkeypatch.setattr(probe, "interpreting", lambda: True)
+    expected = rms_norm(X, (8,), W, backend="torch")
+    assert torch.equal(torch.func.vmap(lambda row: rms_norm(row, (8,), W, backend="auto"))(X), expected)
+    with dtensors() as stand_in:
+        y = rms_norm(stand_in(X), (8,), stand_in(W), backend="auto")
+        assert torch.equal(y.full_tensor(), expected)
+    with fakes() as stand_in:
+        assert rms_norm(stand_in(X), (8,), stand_in(W), backend="auto").shape == X.shape
+
+
+def test_who_has_memory():
+    assert have_memory(X, None, torch.nn.Parameter(W), X.as_subclass(Named), X[:, ::2], X.expand(2, 3, 8))
