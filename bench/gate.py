@@ -8,8 +8,9 @@
 RESULT is a JSON file that the benchmark wrote, or a folder of them.
 
 A cell (op, rows, cols, dtype, provider) is compared with the newest kept result that has it. Only this package's own
-kernels count: a slower baseline is not a defect here. A cell that had figures and now has an error fails too; a cell
-that was not run this time is named and does not fail.
+kernels count: a slower baseline is not a defect here. A cell that had figures and now has an error fails too, and one
+of cutile where only others were run. A shape that was not run this time is named and does not fail, but a result that
+has none of those that are kept of its dtypes does.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ def load_kept(gpu: str | None, results: Path = RESULTS, leave_out: Sequence[Path
     return sorted(kept, key=lambda each: each["date"])
 
 
+def results_in(folder: Path) -> list[Path]:
+    """The results of the benchmark in a folder, which may hold those of training too."""
+    return [path for path in sorted(folder.glob("*.json")) if "records" in json.loads(path.read_text())]
+
+
 def compare(
     new: Result,
     kept: list[Result],
@@ -63,12 +69,15 @@ def compare(
     }
     dtypes = {record["dtype"] for record in new["records"]}
     now = {cell_of(record): record for record in new["records"]}
+    run = {cell[:-1] for cell in now}
     compared, failed, missing = 0, [], []
     for cell, old in before.items():
         if old["provider"] not in providers or old["dtype"] not in dtypes:
             continue
         record = now.get(cell)
-        if record is None:
+        if record is None and old["provider"] == "cutile" and cell[:-1] in run:
+            failed.append(f"{_name(cell)}: had {old['us']:.1f} us, now only other providers were run")
+        elif record is None:
             missing.append(cell)
         elif record["us"] is None:
             failed.append(f"{_name(cell)}: had {old['us']:.1f} us, now fails: {record['error']}")
@@ -101,6 +110,8 @@ def explain(new: Result, kept: list[Result], verdict: Verdict) -> str:
     if verdict.missing:
         shapes = dict.fromkeys(f"{rows}x{cols}" for _, rows, cols, _, _ in verdict.missing)
         lines.append(f"gate: not run: {len(verdict.missing)} kept cells, of {', '.join(shapes)}")
+    if verdict.compared == 0 and verdict.missing:
+        lines.append("gate: nothing compared: the run has no cell of those that are kept")
     lines.append(
         f"gate: {verdict.compared} cells compared on {new['gpu']}, {len(verdict.failed)} failed, "
         f"{len(verdict.missing)} not run"
@@ -117,9 +128,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     paths = [
-        path
-        for given in arguments.result
-        for path in (sorted(given.glob("*.json")) if given.is_dir() else [given])
+        path for given in arguments.result for path in (results_in(given) if given.is_dir() else [given])
     ]
     if not paths:
         parser.error(f"no results in {', '.join(map(str, arguments.result))}")
@@ -129,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
         kept = load_kept(new["gpu"], arguments.results, leave_out=paths)
         verdict = compare(new, kept, arguments.threshold)
         print(explain(new, kept, verdict))
-        has_failed |= bool(verdict.failed)
+        has_failed |= bool(verdict.failed) or (verdict.compared == 0 and bool(verdict.missing))
     return int(has_failed)
 
 

@@ -60,6 +60,10 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.child:
         print(*first_calls(arguments.first_call[0], DTYPES[arguments.dtype], arguments.backend, device))
         return 0
+    request = registry.Request(device, DTYPES[arguments.dtype], DTYPES[arguments.dtype], "once", False)
+    if unusable := registry.why_unusable(arguments.backend, request):
+        print(f"{arguments.backend}: {unusable.reason}. To mend it: {unusable.remedy}", file=sys.stderr)
+        return 1
     print(one_line(describe_run()))
     if arguments.first_call:
         for n in arguments.first_call:
@@ -207,7 +211,9 @@ def print_first_calls(n: int, arguments: argparse.Namespace) -> None:
             command = [sys.executable, "-m", "bench.host", "--child", "--first-call", str(n)]
             command += ["--dtype", arguments.dtype, "--backend", arguments.backend]
             environment = {**os.environ, "CUDA_TILE_CACHE_DIR": cache}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            if done.returncode:
+                sys.exit(f"N = {n}, {what}:\n{done.stderr}")
             forward, backward = map(float, done.stdout.split()[-2:])
             print(
                 f"N = {n:6d} {arguments.dtype}  {what:20s} forward {forward:5.2f} s   backward {backward:5.2f} s"

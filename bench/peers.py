@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from bench.providers import EPS, PROVIDERS, Provider, make_provider
+from bench.quack_configs import quack_grids, quack_neighbours
 from bench.shapes import Shape
 
 # Libraries that must be measured in a process of their own, with the reason.
@@ -53,7 +54,12 @@ def _is_installed(module: str) -> bool:
 
 
 def _quack(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Provider]:
-    """Its own choice of a config, as `quack.rmsnorm` makes it, and that choice's neighbours in its search space."""
+    """Its own choice of a config, as `quack.rmsnorm` makes it, and that choice's neighbours in its search space.
+
+    Its backward takes the grid from the partial rows of dw, whose number is its heuristic's, whatever the cluster: of
+    9000 columns 66 clusters, with one block each where cluster_n is 1. So for rows that its heuristic shares between
+    blocks each cluster is timed with as many partial rows as fill the SMs once, too.
+    """
     quack = importlib.import_module("quack.rmsnorm")  # `quack.rmsnorm` as an attribute is the function
     configs = importlib.import_module("quack.rmsnorm_config")
     cols, bits = shape[1], dtype.itemsize * 8
@@ -71,10 +77,10 @@ def _quack(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Provi
         return y, rstd
 
     def backward_by(
-        config: Any, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor
+        config: Any, partial_rows: int, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor
     ) -> tuple[Tensor, Tensor]:
         dx = torch.empty_like(x)
-        partial = x.new_empty((configs.get_sm_count(cols, device), cols), dtype=torch.float32)
+        partial = x.new_empty((partial_rows, cols), dtype=torch.float32)
         quack.rmsnorm_bwd_tuned.fn(x, weight, dy, rstd, dx, partial, has_dw_partial=True, config=config)
         return dx, partial.sum(dim=0).to(weight.dtype)
 
@@ -87,31 +93,15 @@ def _quack(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Provi
         call = functools.partial(forward_by, config)
         providers.append(Provider("quack", call, None, None, settings=f"forward {text}"))
     chosen = configs.RmsNormBwdConfig.from_analytical_heuristic(cols, bits, bits)
+    usual = configs.get_sm_count(cols, device)
     for text, config in quack_neighbours(chosen, cols):
-        call = functools.partial(backward_by, config)
+        call = functools.partial(backward_by, config, usual)
+        providers.append(Provider("quack", None, call, None, settings=f"backward {text}"))
+    sm_count = configs.get_sm_count(8192, device)  # one partial row an SM, of Hopper
+    for text, config, partial_rows in quack_grids(chosen, cols, usual, sm_count):
+        call = functools.partial(backward_by, config, partial_rows)
         providers.append(Provider("quack", None, call, None, settings=f"backward {text}"))
     return providers
-
-
-def quack_neighbours(chosen: Any, cols: int) -> list[tuple[str, Any]]:
-    """quack's configs that differ from `chosen` in one thing, and fit rows of `cols`; each with that thing's name."""
-    is_backward = hasattr(chosen, "use_tma")
-    reload = "reload_wdy" if is_backward else "reload_from"
-    changes: list[dict[str, Any]] = [{reload: None if getattr(chosen, reload) else "smem"}]
-    changes += [{"use_tma": not chosen.use_tma}, {"smem_stages": 3}] if is_backward else []
-    changes.append({"num_threads": 384 - chosen.num_threads})  # 128 or 256
-    changes.append({"threads_per_row": chosen.threads_per_row * 2})
-    changes += [{"cluster_n": chosen.cluster_n * 2}] if cols >= 8192 else []
-    changes += [{"cluster_n": chosen.cluster_n // 2}] if chosen.cluster_n > 1 else []
-    neighbours = []
-    for change in changes:
-        config = dataclasses.replace(chosen, **change)
-        fits = config.threads_per_row <= config.num_threads and config.cluster_n <= 16
-        # Its TMA path copies multiples of 16 bytes of each row.
-        fits &= not (getattr(config, "use_tma", False) and cols // config.cluster_n % 8)
-        if fits and config.threads_per_row * config.cluster_n <= cols:
-            neighbours.append((" ".join(f"{key}={value}" for key, value in change.items()), config))
-    return neighbours
 
 
 def _liger_triton(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Provider]:

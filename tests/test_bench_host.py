@@ -22,6 +22,13 @@ def test_every_call_and_slice_is_printed(capsys, monkeypatch):
         assert re.search(rf"^{line} +\d+\.\d", out, re.MULTILINE), out
 
 
+def test_a_backend_that_cannot_run_here_is_named_with_the_remedy(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TILEGYM_RMSNORM_INTERPRET", raising=False)
+    assert host.main([]) == 1
+    assert re.match("cutile: it runs on CUDA tensors.*To mend it: ", capsys.readouterr().err)
+
+
 def test_first_calls_run_in_processes_of_their_own(capsys, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert host.main(["--backend", "torch", "--first-call", "64"]) == 0

@@ -15,6 +15,7 @@ from fake_peers import FAKES, BwdConfig, FwdConfig, module
 from bench import peers
 from bench.check import errors_of, make_inputs, run_all
 from bench.provenance import PEERS, ROOT
+from bench.quack_configs import quack_grids, quack_neighbours
 from tilegym_rmsnorm.accuracy import why_wrong
 
 CPU = torch.device("cpu")
@@ -47,16 +48,34 @@ def test_names_that_are_no_library_are_providers():
 
 
 @pytest.mark.parametrize("cols", [64, 4096, 8192, 65536])
-@pytest.mark.parametrize("config", [FwdConfig(), BwdConfig()])
-def test_neighbours_of_a_quack_config_differ_in_one_thing_and_fit(config, cols):
-    found = peers.quack_neighbours(config, cols)
-    assert len({each for _, each in found}) == len(found)
+@pytest.mark.parametrize("config", [FwdConfig(), BwdConfig(), BwdConfig(cluster_n=1, threads_per_row=128)])
+def test_neighbours_of_a_quack_config_say_how_they_differ_and_fit(config, cols):
+    found = quack_neighbours(config, cols)
+    assert len({each for _, each in found}) == len(found) and config not in [each for _, each in found]
     for text, each in found:
         before, after = dataclasses.asdict(config), dataclasses.asdict(each)
-        (changed,) = [key for key in before if before[key] != after[key]]
-        assert text == f"{changed}={after[changed]}"
+        changed = {f"{key}={after[key]}" for key in before if before[key] != after[key]}
+        assert set(text.split()) == changed
         assert each.threads_per_row <= each.num_threads <= 256 and each.cluster_n <= 16
         assert each.threads_per_row * each.cluster_n <= cols
+
+
+def test_tma_cluster_and_reload_of_quack_are_tried_together():
+    """Each alone takes a quarter less at 8192x12288."""
+    texts = {frozenset(text.split()) for text, _ in quack_neighbours(BwdConfig(), 12288)}
+    assert {"cluster_n=1", "reload_wdy=None", "use_tma=True"} in texts
+    assert {"cluster_n=4", "use_tma=True"} in texts and {"reload_x=smem", "use_tma=True"} in texts
+    texts = {frozenset(text.split()) for text, _ in quack_neighbours(FwdConfig(), 12288)}
+    assert {"cluster_n=2", "reload_from=gmem"} in texts
+
+
+def test_every_cluster_of_quack_may_fill_the_gpu():
+    """On 132 SMs its heuristic leaves 66 partial rows of 12288 columns: by cluster_n=1 half of the SMs would idle."""
+    grids = quack_grids(BwdConfig(), 12288, 66, 132)
+    assert {(each.cluster_n, rows) for _, each, rows in grids} == {(1, 132), (4, 33)}
+    assert {each.use_tma for _, each, _ in grids} == {False, True}
+    assert all(text.endswith(f"partial_rows={rows}") for text, _, rows in grids)
+    assert quack_grids(BwdConfig(cluster_n=1), 4096, 264, 132) == []
 
 
 def test_row_mode_is_tried_where_it_changes_the_kernel(monkeypatch):

@@ -181,6 +181,29 @@ def test_gate_reports_cells_not_run_and_fails_new_errors():
     )
 
 
+def test_gate_fails_a_run_without_the_product(tmp_path, capsys):
+    """One whose cells of triton were all compared, and whose cutile was left out, has passed."""
+    kept = make_result(make_record(), make_record(provider="triton"))
+    assert gate.compare(make_result(make_record(provider="triton")), [kept]).failed == [
+        "cutile backward 4096x1024 bfloat16: had 100.0 us, now only other providers were run"
+    ]
+    assert gate.compare(make_result(make_record()), [kept]).failed == []
+
+    report.write_json(kept, tmp_path / "results" / gpu_slug(kept["gpu"]) / "2026-11-20-bfloat16.json")
+    report.write_json(make_result(make_record(provider="quack", rows=8)), tmp_path / "new.json")
+    assert gate.main([str(tmp_path / "new.json"), "--results", str(tmp_path / "results")]) == 1
+    assert "nothing compared: the run has no cell" in capsys.readouterr().out
+
+
+def test_gate_takes_a_folder_with_results_of_training_too(tmp_path):
+    folder = tmp_path / "results" / gpu_slug("NVIDIA H100 80GB HBM3")
+    report.write_json(make_result(make_record()), folder / "2026-11-20-bfloat16.json")
+    new = tmp_path / "new"
+    report.write_json(make_result(make_record(104.0)), new / "2026-11-21-bfloat16.json")
+    (new / "train.json").write_text("{}")
+    assert gate.main([str(new), "--results", str(tmp_path / "results")]) == 0
+
+
 def test_gate_ignores_baselines_and_dtypes_that_were_not_run():
     kept = [make_result(make_record(provider="torch.compile"), make_record(dtype="float32"))]
     verdict = gate.compare(make_result(make_record(200.0, provider="torch.compile")), kept)
