@@ -127,7 +127,11 @@ class Cell:
     ) -> Record:
         shown = fastest or (offered[0] if offered else None)
         label = name if shown is None else shown.label
-        tried = {each.settings: _rounded_us(device.get(each.label)) for each in offered if each.settings}
+        tried = {
+            each.settings: _rounded_us(device.get(each.label)) or self.failures.get((each.label, op))
+            for each in offered
+            if each.settings
+        }
         labels = dict.fromkeys((name, *(each.label for each in offered)))
         reasons = [self.failures[each, op] for each in labels if (each, op) in self.failures]
         record: Record = {"op": op, "rows": self.shape[0], "cols": self.shape[1]}

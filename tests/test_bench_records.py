@@ -103,7 +103,8 @@ def test_of_several_settings_the_fastest_right_one_counts(monkeypatch):
     )
     forward, backward = Bench(names, ("forward", "backward"), CPU).measure((64, 64), BF16, lambda step: None)
     assert forward["settings"] == "fast" and forward["us"] == forward["tried_us"]["fast"] < 10_000
-    assert forward["tried_us"]["slow"] > 10_000 and forward["tried_us"]["wrong"] is None
+    assert forward["tried_us"]["slow"] > 10_000
+    assert "against float64" in forward["tried_us"]["wrong"], "why it has no time"
     assert backward["settings"] == "slow" and set(backward["tried_us"]) == {"slow"}
     assert forward["error"] is None and backward["error"] is None
 
