@@ -275,26 +275,3 @@ def test_no_graph_is_compiled_again_for_other_calls():
             rms_norm(x.to(dtype), (8,), weight.to(dtype), backend="torch")
         norm(x, weight)
     assert frames.frame_count == 1
-
-
-def test_vmap_loses_no_gradient():
-    """What vmap gives a function says that it requires no grad. It raised nothing, and the gradient was 0."""
-    x, weights = torch.randn(4, 3, 8), torch.rand(4, 8)
-
-    def mapped(rows, weight=weights[0]):
-        return rms_norm(rows, (8,), weight, backend="torch")
-
-    vmap, grad = torch.func.vmap, torch.func.grad
-    for attempt in (
-        lambda: grad(lambda batch: vmap(mapped)(batch).square().sum())(x),
-        lambda: vmap(mapped)(x.clone().requires_grad_()),
-        lambda: vmap(lambda weight: mapped(x, weight))(weights.clone().requires_grad_()),
-        lambda: vmap(vmap(mapped))(x.clone().requires_grad_()),
-        lambda: vmap(lambda rows: rms_norm(x[0], (8,), weights[0], bias=rows))(
-            weights.clone().requires_grad_()
-        ),
-    ):
-        with pytest.raises(RuntimeError, match="setup_context"):
-            attempt()
-        with torch.no_grad():
-            vmap(mapped)(x.clone().requires_grad_())

@@ -81,17 +81,17 @@ def test_forward_mode_is_refused_in_a_known_call(checks):
 
 
 @pytest.mark.parametrize("size", [(3, N), (2, 3, N)])
-def test_transforms_of_torch_func_do_as_before(size, checks):
-    """vmap of the reference works where nothing is recorded; what records for autograd refuses, known or not."""
+def test_known_calls_are_transformed_as_others(size, checks):
     x, weight = torch.randn(4, *size), W.clone().requires_grad_()
     make_known(checks, weight=weight)
     for is_known in (True, False):
         mapped = torch.func.vmap(lambda rows: call(input=rows))(x)
         assert torch.equal(mapped, call(input=x))
-        with pytest.raises(RuntimeError, match="setup_context"):
-            torch.func.vmap(lambda rows: call(input=rows, weight=weight))(x)
-        with pytest.raises(RuntimeError, match="setup_context"):
-            torch.func.grad(lambda rows: call(input=rows).sum())(x)
+        mapped = torch.func.vmap(lambda rows: call(input=rows, weight=weight))(x)
+        assert torch.equal(mapped, call(input=x, weight=weight)) and mapped.requires_grad
+        dx = torch.func.grad(lambda rows: call(input=rows).sum())(x)
+        recorded = x.clone().requires_grad_()
+        torch.testing.assert_close(dx, torch.autograd.grad(call(input=recorded).sum(), recorded)[0])
         if is_known:
             known.forget()
 

@@ -31,9 +31,12 @@ Call = tuple[int, float, float, str, Callable[..., Any], Callable[..., Any] | No
 
 def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
     """y of x's shape, recorded for autograd; the last n elements of x's dimensions are a row."""
-    if is_dynamo_compiling() or _are_functorch_transforms_active():
-        # functorch refuses it; Dynamo traces it, where before torch 2.13 it does not know _record.
+    if is_dynamo_compiling():  # it traces this, where before torch 2.13 it does not know _record
         return RMSNormFunction.apply(x, weight, bias, call)
+    if _are_functorch_transforms_active():
+        # a Function is refused there
+        differentiable = hasattr(call[4], "differentiable")
+        return (_transformable if differentiable else RMSNormFunction.apply)(x, weight, bias, call)
     # Function.apply without the Python around it, which asks for functorch too and takes 2 us for it.
     x = _unwrap_if_dead(x)
     if weight is not None:
@@ -41,6 +44,14 @@ def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call)
     if bias is not None:
         bias = _unwrap_if_dead(bias)
     return _record(x, weight, bias, call)
+
+
+def _transformable(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
+    """y by operations that PyTorch differentiates, batches and transforms by itself."""
+    n, eps, offset, casting, forward, _ = call
+    weight, bias = (None if t is None else t.reshape(-1) for t in (weight, bias))
+    y, _ = forward.differentiable(x.reshape(-1, n), weight, eps, bias=bias, offset=offset, casting=casting)
+    return y.reshape(x.shape)
 
 
 class RMSNormFunction(torch.autograd.Function):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
@@ -247,24 +247,15 @@ def _autocast_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def _is_differentiated(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    if torch.is_grad_enabled():
-        if (
-            x.requires_grad
-            or (weight is not None and weight.requires_grad)
-            or (bias is not None and bias.requires_grad)
-        ):
+    if torch.is_grad_enabled() and (
+        x.requires_grad
+        or (weight is not None and weight.requires_grad)
+        or (bias is not None and bias.requires_grad)
+    ):
+        return True
+    if not is_dynamo_compiling() and _are_functorch_transforms_active():
+        # Inside vmap a tensor says that it requires no grad, whatever the batch does that it is one of.
+        if any(t is not None and is_functorch_wrapped_tensor(t) for t in (x, weight, bias)):
             return True
-        if not is_dynamo_compiling() and _are_functorch_transforms_active():
-            if any(map(_wraps_what_requires_grad, (x, weight, bias))):
-                return True
     # Inside forward_ad.dual_level a bare launch would drop tangents; the Function raises that it has no jvp.
     return forward_ad._current_level >= 0
-
-
-def _wraps_what_requires_grad(tensor: Tensor | None) -> bool:
-    """Inside torch.func.vmap a tensor says that it requires no grad, whatever the batch does that it is one of."""
-    while tensor is not None and is_functorch_wrapped_tensor(tensor):
-        tensor = get_unwrapped(tensor)
-        if tensor.requires_grad:
-            return True
-    return False

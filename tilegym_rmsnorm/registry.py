@@ -51,9 +51,8 @@ class Request(NamedTuple):
     weight_dtype: torch.dtype | None
     casting: str
     has_bias: bool
-    has_memory: bool = (
-        True  # False: tensors that stand for others, as DTensor, FakeTensor and those of vmap do
-    )
+    # False for tensors that stand for others: DTensor, FakeTensor, what torch.func.vmap makes
+    has_memory: bool = True
 
 
 class Unusable(NamedTuple):

@@ -1,0 +1,94 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""rms_norm under torch.func: the reference, which "auto" takes there, does all that F.rms_norm does."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+from tilegym_rmsnorm import BackendUnavailableError, RMSNorm, rms_norm
+
+N = 8
+X, W = torch.randn(4, 3, N, dtype=torch.float64), torch.rand(5, N, dtype=torch.float64) + 0.5
+EPS = 1e-3
+
+
+def ours(rows, weight=W[0]):
+    return rms_norm(rows, (N,), weight, EPS)
+
+
+def theirs(rows, weight=W[0]):
+    return F.rms_norm(rows, (N,), weight, EPS)
+
+
+def leaf(tensor):
+    return tensor.clone().requires_grad_()
+
+
+def gradient_of(function, tensor):
+    """By backward, through a transform of a tensor that is recorded outside of it: such gradients were lost."""
+    tensor = leaf(tensor)
+    return torch.autograd.grad(function(tensor).sin().sum(), tensor)[0]
+
+
+TRANSFORMS = {
+    "vmap": lambda f: vmap(f)(X),
+    "vmap of vmap": lambda f: vmap(vmap(f))(X),
+    "vmap over the second dimension": lambda f: vmap(f, in_dims=1, out_dims=1)(X),
+    "grad": lambda f: grad(lambda x: f(x).sin().sum())(X),
+    "grad of vmap": lambda f: grad(lambda x: vmap(f)(x).sin().sum())(X),
+    "backward of vmap": lambda f: gradient_of(vmap(f), X),
+    "backward of vmap of vmap": lambda f: gradient_of(vmap(vmap(f)), X),
+    "backward of vmap over weights": lambda f: gradient_of(vmap(lambda weight: f(X, weight)), W),
+    "backward of vmap to a captured weight": lambda f: gradient_of(
+        lambda weight: vmap(lambda x: f(x, weight))(X), W[0]
+    ),
+    "gradients of each sample": lambda f: vmap(grad(lambda w, x: f(x, w).sin().sum()), (None, 0))(W[0], X),
+    "vjp": lambda f: vjp(f, X, W[0])[1](X.cos()),
+    "jvp": lambda f: jvp(f, (X, W[0]), (X.cos(), W[1])),
+    "jacrev": lambda f: jacrev(f)(X[0]),
+    "jacfwd": lambda f: jacfwd(f)(X[0]),
+    "hessian": lambda f: hessian(lambda x: f(x).sin().sum())(X[0, 0]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms_do_as_for_aten(transform):
+    torch.testing.assert_close(transform(ours), transform(theirs))
+
+
+@pytest.mark.parametrize(
+    "options", [{"offset": 1.0}, {"casting": "llama"}, {"bias": W[1]}, {"residual": X[0]}]
+)
+def test_options_are_transformed_too(options):
+    """Compared with what autograd makes of the same call outside of torch.func."""
+
+    def loss(x):
+        y = rms_norm(x, (N,), W[0], EPS, **options)
+        return sum(each.sin().sum() for each in (y if isinstance(y, tuple) else (y,)))
+
+    for x in X:
+        torch.testing.assert_close(grad(loss)(x), torch.autograd.grad(loss(x := leaf(x)), x)[0])
+
+
+def test_a_module_and_half_precision():
+    norm = RMSNorm((2, N), eps=EPS, dtype=torch.bfloat16)
+    x = torch.randn(3, 5, 2, N, dtype=torch.bfloat16)
+    parameters = dict(norm.named_parameters())
+    y = vmap(lambda rows: functional_call(norm, parameters, (rows,)))(x)
+    assert torch.equal(y, norm(x)) and y.requires_grad
+    (dw,) = grad(lambda given: functional_call(norm, given, (x,)).float().sin().sum())(parameters).values()
+    expected = torch.autograd.grad(norm(x).float().sin().sum(), norm.weight)[0]
+    torch.testing.assert_close(dw, expected, rtol=2e-2, atol=2e-1)
+
+
+@pytest.mark.parametrize("backend", ["cutile", "triton", "inductor"])
+def test_kernels_refuse_what_is_transformed(backend):
+    for transform in (
+        lambda: vmap(lambda x: rms_norm(x, (N,), backend=backend))(X.float()),
+        lambda: grad(lambda x: rms_norm(x, (N,), backend=backend).sum())(X.float()),
+    ):
+        with pytest.raises(BackendUnavailableError, match="memory of their own"):
+            transform()
