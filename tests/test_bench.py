@@ -155,6 +155,19 @@ def test_wrong_outputs_fail_the_check(spoil, kind, monkeypatch):
     assert why_wrong(errors["torch"], allowed).startswith(f"{kind} has a relative error of")
 
 
+def test_a_subnormal_dw_does_not_widen_what_is_allowed():
+    """One row of float16: a dw of 1e-6 is rounded by 5 %, and 15 % were allowed to all."""
+    inputs = make_inputs((1, 4096), torch.float16, CPU, sets=1)[0]
+    inputs.dy[0, :9] = 2.0**-20
+    outputs = run_all(make_provider("torch", (1, 4096), torch.float16, CPU), inputs)
+    errors, allowed = errors_of({"torch": outputs}, inputs)
+    assert why_wrong(errors["torch"], allowed) is None and allowed["dw"] < 0.01
+    typical = outputs["dw"].abs().float().sort().indices[2048]
+    outputs["dw"][typical] *= 1.05
+    errors, allowed = errors_of({"torch": outputs}, inputs)
+    assert why_wrong(errors["torch"], allowed).startswith("dw has")
+
+
 def test_a_result_of_another_dtype_is_refused():
     inputs = make_inputs((4, 8), BF16, CPU, sets=1)[0]
     right = make_provider("torch", (4, 8), BF16, CPU)

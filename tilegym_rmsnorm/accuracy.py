@@ -28,8 +28,8 @@ def errors_of(
     x, dy (M, N), weight (N,). A result names its outputs y, rstd, dx and dw, with any prefix that ends in "_".
 
     An error is relative to the sum of the magnitudes of the terms that the element is made of, of which dx has
-    g * rstd and one for each column, and dw, whose terms are random, takes the root of the sum of their squares; y and
-    dx to no less than 1/256 of the largest such scale in their row.
+    g * rstd and one for each column, and dw, whose terms are random, takes the root of the sum of their squares; of y,
+    dx and dw to no less than 1/256 of the largest such scale in the row.
 
     Allowed is three times the error of rounding the float64 result itself to the output's dtype, and the error of
     float32 arithmetic: 32 steps of 2^-23, for dw 4 sqrt(M) steps where that is more.
@@ -52,7 +52,7 @@ def errors_of(
                 for tensor in _of_kind(kind, tensors):
                     actual = tensor.reshape(rows, -1)[part].view(reference.shape)
                     worst[name].meet(kind, actual, reference, scale)
-    scale = torch.maximum(dw.abs(), dw_squares.sqrt())
+    scale = _row_scale(torch.maximum(dw.abs(), dw_squares.sqrt()))
     rounding.meet("dw", dw.to(weight.dtype), dw, scale)
     for name, tensors in outputs.items():
         for tensor in _of_kind("dw", tensors):
@@ -109,4 +109,4 @@ class _Worst:
 
 def _row_scale(scale: Tensor) -> Tensor:
     # Below this a half type may be subnormal, and its rounding error no longer relative.
-    return torch.maximum(scale, scale.amax(dim=1, keepdim=True) / 256)
+    return torch.maximum(scale, scale.amax(dim=-1, keepdim=True) / 256)
