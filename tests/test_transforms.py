@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from tilegym_rmsnorm import BackendUnavailableError, RMSNorm, rms_norm
+from tilegym_rmsnorm import BackendUnavailableError, RMSNorm, registry, rms_norm
 
 N = 8
 X, W = torch.randn(4, 3, N, dtype=torch.float64), torch.rand(5, N, dtype=torch.float64) + 0.5
@@ -84,11 +84,45 @@ def test_a_module_and_half_precision():
     torch.testing.assert_close(dw, expected, rtol=2e-2, atol=2e-1)
 
 
+@pytest.mark.parametrize(
+    "transform", ["vmap", "grad", "grad of vmap", "gradients of each sample", "vjp", "jacrev"]
+)
+def test_transforms_inside_torch_compile_do_as_for_aten(transform):
+    """Their gradients were 0."""
+    torch._dynamo.reset()
+
+    def norm(rows, weight=W[0]):
+        return rms_norm(rows, (N,), weight, EPS, backend="torch")
+
+    compiled = torch.compile(lambda: TRANSFORMS[transform](norm), backend="eager")
+    torch.testing.assert_close(compiled(), TRANSFORMS[transform](theirs))
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_a_tensor_that_is_not_transformed_among_some_that_are(needs_grad):
+    """A frozen norm in front of a head whose parameters alone are transformed."""
+    x = X.clone().requires_grad_(needs_grad)
+    for rows in (x, x[0]):
+        got, expected = (
+            grad(lambda head, rows=rows, norm=norm: (norm(rows) * head).sin().sum())(W[1])
+            for norm in (ours, theirs)
+        )
+        torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.parametrize("backend", ["cutile", "triton", "inductor"])
-def test_kernels_refuse_what_is_transformed(backend):
-    for transform in (
-        lambda: vmap(lambda x: rms_norm(x, (N,), backend=backend))(X.float()),
-        lambda: grad(lambda x: rms_norm(x, (N,), backend=backend).sum())(X.float()),
+def test_others_refuse_what_is_transformed(backend):
+    """In a call that they know too."""
+    x, weight = X.float(), W[0].float()
+    if (
+        registry.why_unusable(backend, registry.Request(x.device, x.dtype, weight.dtype, "once", False))
+        is None
     ):
-        with pytest.raises(BackendUnavailableError, match="memory of their own"):
+        rms_norm(x, (N,), weight, backend=backend)
+    for transform in (
+        lambda: vmap(lambda rows: rms_norm(rows, (N,), weight, backend=backend))(x),
+        lambda: grad(lambda rows: rms_norm(rows, (N,), weight, backend=backend).sum())(x),
+        lambda: grad(lambda head: (rms_norm(x, (N,), weight, backend=backend) * head).sum())(weight),
+    ):
+        with pytest.raises(BackendUnavailableError, match="torch.func"):
             transform()

@@ -10,11 +10,28 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tilegym_rmsnorm import BackendUnavailableError, registry, rms_norm, rms_norm_backward, rms_norm_forward
-from tilegym_rmsnorm.validation import have_memory
+from tilegym_rmsnorm import (
+    BackendUnavailableError,
+    known,
+    registry,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_forward,
+)
+from tilegym_rmsnorm.registry import PLAIN
+from tilegym_rmsnorm.validation import kind_of
 
 X, W = torch.randn(3, 8), torch.rand(8) + 0.5
-KERNELS = ("cutile", "triton", "inductor")
+KERNELS = ("cutile", "triton")
+
+
+@pytest.fixture
+def every_kernel_by_auto(monkeypatch):
+    """As on a GPU, "auto" takes kernels for what they can run."""
+    for backend in KERNELS:
+        probe = registry._probe(backend)
+        monkeypatch.setattr(probe, "AUTO_ON_CPU", True)
+        monkeypatch.setattr(probe, "interpreting", lambda: True)
 
 
 class Named(torch.Tensor):
@@ -66,20 +83,23 @@ def test_kernels_refuse_them_by_name(kind, backend):
                 attempt()
 
 
-@pytest.mark.parametrize("backend", KERNELS)
-def test_kernels_refuse_what_vmap_makes(backend):
-    with pytest.raises(BackendUnavailableError, match="memory of their own"):
-        torch.func.vmap(lambda row: rms_norm(row, (8,), W, backend=backend))(X)
+@pytest.mark.parametrize("kind", ["FakeTensor", "zero"])
+def test_inductor_refuses_what_has_no_values(kind):
+    with (
+        STAND_INS[kind]() as stand_in,
+        pytest.raises(BackendUnavailableError, match="tensors that have values"),
+    ):
+        rms_norm(stand_in(X), (8,), stand_in(W), backend="inductor")
 
 
-def test_auto_takes_the_reference_for_them(monkeypatch):
-    """Though every kernel is usable for others."""
-    for backend in ("cutile", "triton"):
-        probe = registry._probe(backend)
-        monkeypatch.setattr(probe, "AUTO_ON_CPU", True)
-        monkeypatch.setattr(probe, "interpreting", lambda: True)
+def test_a_zero_tensor_is_refused_by_a_known_call_too():
+    rms_norm(X, (8,), backend="torch")
+    assert known.find(X, (8,), None, None, 0.0, "once", "torch") is not None
+    assert known.find(torch._efficientzerotensor(X.shape), (8,), None, None, 0.0, "once", "torch") is None
+
+
+def test_auto_takes_the_reference_for_them(every_kernel_by_auto):
     expected = rms_norm(X, (8,), W, backend="torch")
-    assert torch.equal(torch.func.vmap(lambda row: rms_norm(row, (8,), W, backend="auto"))(X), expected)
     with dtensors() as stand_in:
         y = rms_norm(stand_in(X), (8,), stand_in(W), backend="auto")
         assert torch.equal(y.full_tensor(), expected)
@@ -87,5 +107,15 @@ def test_auto_takes_the_reference_for_them(monkeypatch):
         assert rms_norm(stand_in(X), (8,), stand_in(W), backend="auto").shape == X.shape
 
 
-def test_who_has_memory():
-    assert have_memory(X, None, torch.nn.Parameter(W), X.as_subclass(Named), X[:, ::2], X.expand(2, 3, 8))
+def test_what_auto_takes_for_them_is_not_what_others_get(every_kernel_by_auto):
+    """One call under vmap would leave all later ones of its dtypes to the reference."""
+    torch.func.vmap(lambda row: rms_norm(row, (8,), W, backend="auto"))(X)
+    with fakes() as stand_in:
+        rms_norm(stand_in(X), (8,), stand_in(W), backend="auto")
+    assert known.find(X, (8,), W, None, 0.0, "once", "auto") is None
+
+
+def test_what_is_plain():
+    assert (
+        kind_of(X, None, torch.nn.Parameter(W), X.as_subclass(Named), X[:, ::2], X.expand(2, 3, 8)) == PLAIN
+    )

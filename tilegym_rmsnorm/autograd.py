@@ -31,12 +31,10 @@ Call = tuple[int, float, float, str, Callable[..., Any], Callable[..., Any] | No
 
 def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
     """y of x's shape, recorded for autograd; the last n elements of x's dimensions are a row."""
+    if _are_functorch_transforms_active():
+        return _transformable(x, weight, bias, call)
     if is_dynamo_compiling():  # it traces this, where before torch 2.13 it does not know _record
         return RMSNormFunction.apply(x, weight, bias, call)
-    if _are_functorch_transforms_active():
-        # a Function is refused there
-        differentiable = hasattr(call[4], "differentiable")
-        return (_transformable if differentiable else RMSNormFunction.apply)(x, weight, bias, call)
     # Function.apply without the Python around it, which asks for functorch too and takes 2 us for it.
     x = _unwrap_if_dead(x)
     if weight is not None:
@@ -47,11 +45,13 @@ def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call)
 
 
 def _transformable(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
-    """y by operations that PyTorch differentiates, batches and transforms by itself."""
-    n, eps, offset, casting, forward, _ = call
-    weight, bias = (None if t is None else t.reshape(-1) for t in (weight, bias))
-    y, _ = forward.differentiable(x.reshape(-1, n), weight, eps, bias=bias, offset=offset, casting=casting)
-    return y.reshape(x.shape)
+    """y by operations that torch.func transforms, which refuses the Function below. No backend but the reference is
+    chosen there (`ops._kind_of`), and this is it."""
+    n, eps, offset, casting, *_ = call
+    weight = None if weight is None else weight.reshape(-1)
+    bias = None if bias is None else bias.reshape(-1)
+    options = {"bias": bias, "offset": offset, "casting": casting}
+    return reference.rms_norm_forward_torch(x.reshape(-1, n), weight, eps, **options)[0].reshape(x.shape)
 
 
 class RMSNormFunction(torch.autograd.Function):

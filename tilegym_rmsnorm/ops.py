@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm import known, reference, registry
 from tilegym_rmsnorm.autograd import normalize, run_backward, run_forward
 from tilegym_rmsnorm.reference import compute_dtype
-from tilegym_rmsnorm.registry import Request, dispatch, get_current_backend
+from tilegym_rmsnorm.registry import ABSTRACT, PLAIN, Request, dispatch, get_current_backend
 from tilegym_rmsnorm.validation import (
     check_casting,
     check_input,
@@ -31,7 +30,7 @@ from tilegym_rmsnorm.validation import (
     check_vector,
     checked_eps,
     checked_number,
-    have_memory,
+    kind_of,
 )
 
 __all__ = [
@@ -128,8 +127,8 @@ def rms_norm(
         dtype, weight_dtype = _autocast_dtype(dtype), _autocast_dtype(weight_dtype)
     if backend is None:
         backend = get_current_backend()
-    has_memory = is_dynamo_compiling() or have_memory(input, weight, residual)
-    request = Request(input.device, dtype, weight_dtype, casting, bias is not None, has_memory)
+    kind = _kind_of(input, weight, residual)
+    request = Request(input.device, dtype, weight_dtype, casting, bias is not None, kind)
     forward = dispatch("rms_norm_forward", request, backend)
 
     residual_out = x = input if residual is None else input + residual
@@ -237,9 +236,16 @@ def _checked_backward(
 
 
 def _request(x: Tensor, weight: Tensor | None, casting: str, has_bias: bool, *others: Tensor) -> Request:
-    has_memory = is_dynamo_compiling() or have_memory(x, weight, *others)
     weight_dtype = None if weight is None else weight.dtype
-    return Request(x.device, x.dtype, weight_dtype, casting, has_bias, has_memory)
+    return Request(x.device, x.dtype, weight_dtype, casting, has_bias, _kind_of(x, weight, *others))
+
+
+def _kind_of(*tensors: Tensor | None) -> str:
+    """`kind_of`, but that inside a transform of torch.func even new memory is a tensor of the transform's, and that
+    Dynamo, which meets the reference alone, is not to look."""
+    if is_dynamo_compiling():
+        return PLAIN
+    return ABSTRACT if _are_functorch_transforms_active() else kind_of(*tensors)
 
 
 def _autocast_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
@@ -253,9 +259,8 @@ def _is_differentiated(x: Tensor, weight: Tensor | None, bias: Tensor | None) ->
         or (bias is not None and bias.requires_grad)
     ):
         return True
-    if not is_dynamo_compiling() and _are_functorch_transforms_active():
-        # Inside vmap a tensor says that it requires no grad, whatever the batch does that it is one of.
-        if any(t is not None and is_functorch_wrapped_tensor(t) for t in (x, weight, bias)):
-            return True
+    # Inside vmap a tensor says that it requires no grad, whatever the batch does that it is one of.
+    if _are_functorch_transforms_active():
+        return True
     # Inside forward_ad.dual_level a bare launch would drop tangents; the Function raises that it has no jvp.
     return forward_ad._current_level >= 0

@@ -37,6 +37,9 @@ BACKEND_MODULES = {
     "torch": "tilegym_rmsnorm.backends.torch_reference",
 }
 ENVIRONMENT_VARIABLE = "TILEGYM_RMSNORM_BACKEND"
+# Of a call's tensors: all have memory whose addresses kernels can be given; one is of a subclass that computes its
+# operations itself, as DTensor is; one has no values (FakeTensor), or torch.func transforms what is computed.
+PLAIN, WRAPPED, ABSTRACT = "plain", "wrapped", "abstract"
 _NAMES = (*AUTO_ORDER, "auto")
 _ENVIRONMENT_KEY = os.environ.encodekey(ENVIRONMENT_VARIABLE)
 # On CPU tensors these run while the environment asks for their interpreters, which may change from call to call.
@@ -51,8 +54,7 @@ class Request(NamedTuple):
     weight_dtype: torch.dtype | None
     casting: str
     has_bias: bool
-    # False for tensors that stand for others: DTensor, FakeTensor, what torch.func.vmap makes
-    has_memory: bool = True
+    kind: str = PLAIN
 
 
 class Unusable(NamedTuple):
@@ -256,8 +258,8 @@ def _import(name: str) -> ModuleType:
 def _describe(request: Request) -> str:
     weight = "no weight" if request.weight_dtype is None else f"{request.weight_dtype} weight"
     bias = ", bias" if request.has_bias else ""
-    memory = "" if request.has_memory else " without memory of its own"
-    return f"{request.dtype} x on {request.device}{memory}, {weight}{bias}, casting {request.casting!r}"
+    kind = "" if request.kind == PLAIN else f", {request.kind}"
+    return f"{request.dtype} x on {request.device}, {weight}{bias}, casting {request.casting!r}{kind}"
 
 
 def _check_name(what: str, name: object, known: tuple[str, ...]) -> None:

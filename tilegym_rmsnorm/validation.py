@@ -18,9 +18,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tilegym_rmsnorm.reference import CASTINGS, compute_dtype, default_eps
+from tilegym_rmsnorm.registry import ABSTRACT, PLAIN, WRAPPED
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INF = math.inf
@@ -128,14 +129,16 @@ def checked_number(
     return value
 
 
-def have_memory(*tensors: Tensor | None) -> bool:
-    """Whether kernels can be given the addresses of all of these: not of a subclass that dispatches its operations
-    itself (DTensor, FakeTensor), of what torch.func.vmap makes, or of zeros that are nowhere."""
-    return not any(
-        type(t).__torch_dispatch__ is not _NO_DISPATCH or is_functorch_wrapped_tensor(t) or t._is_zerotensor()
-        for t in tensors
-        if t is not None
-    )
+def kind_of(*tensors: Tensor | None) -> str:
+    """What a backend can make of these: registry.PLAIN, WRAPPED or ABSTRACT, the worst that one of them is."""
+    kind = PLAIN
+    for tensor in tensors:
+        if tensor is not None:
+            if isinstance(tensor, FakeTensor) or tensor._is_zerotensor():
+                return ABSTRACT
+            if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
+                kind = WRAPPED
+    return kind
 
 
 def check_casting(casting: str) -> None:

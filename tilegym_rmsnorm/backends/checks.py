@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from tilegym_rmsnorm.registry import Request, Unusable
+from tilegym_rmsnorm.registry import PLAIN, Request, Unusable
 
 Version = tuple[int, ...]
 
@@ -21,8 +21,11 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 def tensors_unusable(request: Request) -> Unusable | None:
     """Why the kernels of cutile and triton do not take these dtypes or this bias, wherever the tensors are."""
-    if problem := memory_unusable(request):
-        return problem
+    if request.kind != PLAIN:
+        reason = (
+            "it takes tensors with memory of their own, no DTensor or FakeTensor, and none inside torch.func"
+        )
+        return Unusable(reason, 'pass local tensors (DTensor.to_local()), or use backend="torch" or "auto"')
     other_backend = 'use backend="torch" or "auto"'
     if request.dtype not in KERNEL_DTYPES:
         return Unusable(f"it takes x of float16, bfloat16 or float32, not {request.dtype}", other_backend)
@@ -32,16 +35,6 @@ def tensors_unusable(request: Request) -> Unusable | None:
     if request.has_bias:
         return Unusable("it does not take a bias", other_backend)
     return None
-
-
-def memory_unusable(request: Request) -> Unusable | None:
-    """Why no kernel can be given the addresses of these tensors."""
-    if request.has_memory:
-        return None
-    reason = (
-        "it takes tensors with memory of their own, no DTensor, FakeTensor or one that torch.func.vmap makes"
-    )
-    return Unusable(reason, 'pass local tensors (DTensor.to_local()), or use backend="torch" or "auto"')
 
 
 def any_gpu_unusable(gpu_unusable: Callable[[torch.device], Unusable | None]) -> Unusable | None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tilegym_rmsnorm.backends import checks
 from tilegym_rmsnorm.reference import rms_norm_backward_torch, rms_norm_forward_torch
-from tilegym_rmsnorm.registry import Request, Unusable, register_impl
+from tilegym_rmsnorm.registry import ABSTRACT, Request, Unusable, register_impl
 
 IMPLEMENTATION = __name__
 AUTO_ON_CPU = False  # each width compiles for seconds, more than a CPU run of the reference costs
@@ -35,8 +35,9 @@ def unusable(request: Request | None) -> Unusable | None:
     """Why torch.compile cannot run the request, or, without a request, any at all on this machine."""
     if request is None:
         return _cuda_unusable() if torch.cuda.is_available() else _cpu_unusable()
-    if problem := checks.memory_unusable(request):
-        return problem
+    if request.kind == ABSTRACT:
+        reason = "it compiles for tensors that have values, outside of torch.func"
+        return Unusable(reason, 'use backend="torch" or "auto"')
     if request.device.type == "cpu":
         return _cpu_unusable()
     if request.device.type == "cuda":

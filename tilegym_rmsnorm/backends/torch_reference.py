@@ -28,9 +28,6 @@ def rms_norm_forward(
     return rms_norm_forward_torch(x, weight, eps, bias=bias, offset=offset, casting=casting)
 
 
-rms_norm_forward.differentiable = rms_norm_forward_torch  # for torch.func, see autograd.normalize
-
-
 @register_impl("rms_norm_backward", "torch")
 @torch.no_grad()
 def rms_norm_backward(

@@ -144,7 +144,7 @@ def user_folder() -> Path | None:
     None too without platformdirs, which pip installs along with this package.
     """
     if (folder := os.environ.get(CACHE_VARIABLE)) is not None:
-        return None if folder.strip().lower() in OFF else Path(folder).expanduser()
+        return None if folder.strip().lower() in OFF else Path(os.path.expanduser(folder))
     try:
         import platformdirs
     except ImportError:
