@@ -70,7 +70,7 @@ def checked_ops(provider: Provider) -> tuple[str, ...]:
     return provider.ops if provider.norm is None else tuple(dict.fromkeys((*provider.ops, "both")))
 
 
-def run_op(provider: Provider, op: str, inputs: Inputs) -> Outputs:
+def run_op(provider: Provider, op: str, inputs: Inputs, poisons: bool = True) -> Outputs:
     """What the provider computes from one set by an op: y and rstd, dx and dw, "alone_dx", or "both" by eager autograd.
 
     The first call of what is timed later, so it also compiles. Freed memory is poisoned before, so that an element
@@ -78,7 +78,8 @@ def run_op(provider: Provider, op: str, inputs: Inputs) -> Outputs:
     """
     x, weight = inputs.x, inputs.weight
     rstd, dy = rstd_for(provider, inputs), dy_for(provider, inputs)
-    _poison(x, copies=3)
+    if poisons:
+        _poison(x, copies=3)
     if op == "forward":
         outputs = dict(zip(("y", "rstd"), provider.forward(x, weight), strict=True))
     elif op == "backward":

@@ -57,6 +57,15 @@ def results_in(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("*.json")) if "records" in json.loads(path.read_text())]
 
 
+def joined(news: Sequence[Result]) -> list[Result]:
+    """One result of each GPU model: parts of a run may have other providers, or shapes."""
+    by_gpu: dict[str | None, Result] = {}
+    for new in news:
+        records = [*by_gpu.get(new["gpu"], {"records": []})["records"], *new["records"]]
+        by_gpu[new["gpu"]] = {**new, "records": records}
+    return list(by_gpu.values())
+
+
 def compare(
     new: Result,
     kept: list[Result],
@@ -110,7 +119,9 @@ def explain(new: Result, kept: list[Result], verdict: Verdict) -> str:
     if verdict.missing:
         shapes = dict.fromkeys(f"{rows}x{cols}" for _, rows, cols, _, _ in verdict.missing)
         lines.append(f"gate: not run: {len(verdict.missing)} kept cells, of {', '.join(shapes)}")
-    if verdict.compared == 0 and verdict.missing:
+    if not new["records"]:
+        lines.append("gate: nothing compared: the run has no records")
+    elif verdict.compared == 0 and verdict.missing:
         lines.append("gate: nothing compared: the run has no cell of those that are kept")
     lines.append(
         f"gate: {verdict.compared} cells compared on {new['gpu']}, {len(verdict.failed)} failed, "
@@ -133,12 +144,12 @@ def main(argv: list[str] | None = None) -> int:
     if not paths:
         parser.error(f"no results in {', '.join(map(str, arguments.result))}")
     has_failed = False
-    for path in paths:
-        new = json.loads(path.read_text())
+    for new in joined([json.loads(path.read_text()) for path in paths]):
         kept = load_kept(new["gpu"], arguments.results, leave_out=paths)
         verdict = compare(new, kept, arguments.threshold)
         print(explain(new, kept, verdict))
-        has_failed |= bool(verdict.failed) or (verdict.compared == 0 and bool(verdict.missing))
+        has_nothing = not new["records"] or (verdict.compared == 0 and bool(verdict.missing))
+        has_failed |= bool(verdict.failed) or has_nothing
     return int(has_failed)
 
 

@@ -89,16 +89,16 @@ def _quack(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Provi
 
     providers = [Provider("quack", forward, backward, norm, settings="its heuristic")]
     chosen = configs.RmsNormFwdConfig.from_analytical_heuristic(cols, bits)
-    for text, config in quack_neighbours(chosen, cols):
+    for text, config in quack_neighbours(chosen, cols, dtype.itemsize):
         call = functools.partial(forward_by, config)
         providers.append(Provider("quack", call, None, None, settings=f"forward {text}"))
     chosen = configs.RmsNormBwdConfig.from_analytical_heuristic(cols, bits, bits)
     usual = configs.get_sm_count(cols, device)
-    for text, config in quack_neighbours(chosen, cols):
+    for text, config in quack_neighbours(chosen, cols, dtype.itemsize):
         call = functools.partial(backward_by, config, usual)
         providers.append(Provider("quack", None, call, None, settings=f"backward {text}"))
     sm_count = configs.get_sm_count(8192, device)  # one partial row an SM, of Hopper
-    for text, config, partial_rows in quack_grids(chosen, cols, usual, sm_count):
+    for text, config, partial_rows in quack_grids(chosen, cols, dtype.itemsize, usual, sm_count):
         call = functools.partial(backward_by, config, partial_rows)
         providers.append(Provider("quack", None, call, None, settings=f"backward {text}"))
     return providers

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Which of quack's configs are timed: all near its heuristic's choice that may win, since its whole search space, 400
-backwards of 4096 columns, would compile for minutes a cell."""
+"""Which of quack's configs are timed: those near its heuristic's choice, since its whole search space, 400 backwards of
+4096 columns, would compile for minutes a cell."""
 
 from __future__ import annotations
 
@@ -11,49 +11,64 @@ import itertools
 from typing import Any
 
 
-def quack_neighbours(chosen: Any, cols: int) -> list[tuple[str, Any]]:
+def quack_neighbours(chosen: Any, cols: int, itemsize: int) -> list[tuple[str, Any]]:
     """quack's configs near `chosen` that fit rows of `cols`, each with what differs: any combination of TMA, cluster
-    and one reload, and each other knob alone."""
+    and one reload, and each other knob, of wide rows with TMA and without."""
     is_backward = hasattr(chosen, "use_tma")
-    reload = "reload_wdy" if is_backward else "reload_from"
-    clusters = [chosen.cluster_n, *([chosen.cluster_n * 2] if cols >= 8192 else [])]
-    clusters += [chosen.cluster_n // 2] if chosen.cluster_n > 1 else []
-    values = {"cluster_n": clusters, reload: [None, "smem"] if is_backward else [None, "smem", "gmem"]}
-    if is_backward:
-        values["use_tma"] = [False, True]
-    changes = [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
-    if is_backward:
-        changes += [{"reload_x": "smem"}, {"reload_x": "smem", "use_tma": True}]
-        changes += [{"smem_stages": 3}, {"smem_stages": 3, "use_tma": True}]
-    changes.append({"num_threads": 384 - chosen.num_threads})  # 128 or 256
-    changes += [{"threads_per_row": threads} for threads in (chosen.threads_per_row * 2, 64)]
+    tma = {"use_tma": [False, True]} if is_backward else {}
+    reload = {"reload_wdy": [None, "smem"]} if is_backward else {"reload_from": [None, "smem", "gmem"]}
+    others: list[dict[str, Any]] = [{"num_threads": 384 - chosen.num_threads}]  # 128 or 256
+    others += [
+        {"num_threads": 256, "threads_per_row": 256},
+        {"threads_per_row": 128},
+        {"threads_per_row": 64},
+    ]
+    others += [{"reload_x": "smem"}, {"smem_stages": 3}] if is_backward else []
+    changes = _combinations({"cluster_n": _clusters(chosen, cols)} | reload | tma)
+    # Of narrow rows by TMA only the reload varies: each config compiles for seconds.
+    changes += [other | each for other in others for each in _combinations(tma if cols >= 2048 else {})]
     found: dict[Any, str] = {}
     for change in changes:
         config = dataclasses.replace(chosen, **change)
-        text = " ".join(f"{key}={value}" for key, value in change.items() if value != getattr(chosen, key))
-        if config != chosen and _quack_fits(config, cols):
-            found.setdefault(config, text)
+        if config != chosen and _fits(config, cols, itemsize):
+            found.setdefault(config, _text(chosen, config))
     return [(text, config) for config, text in found.items()]
 
 
-def quack_grids(chosen: Any, cols: int, usual: int, sm_count: int) -> list[tuple[str, Any, int]]:
+def quack_grids(
+    chosen: Any, cols: int, itemsize: int, usual: int, sm_count: int
+) -> list[tuple[str, Any, int]]:
     """Configs of the backward that differ from `chosen` in cluster and TMA alone, each with as many partial rows as
-    leave an SM one block; where `chosen` has no cluster, none. usual: the partial rows that quack itself takes."""
+    leave an SM one block or two; where `chosen` has no cluster, none. usual: the partial rows that quack takes."""
     if chosen.cluster_n == 1:
         return []
     grids = []
-    for cluster in (chosen.cluster_n // 2, chosen.cluster_n, chosen.cluster_n * 2):
-        for use_tma in (False, True):
-            config = dataclasses.replace(chosen, cluster_n=cluster, use_tma=use_tma)
-            partial_rows = sm_count // cluster
-            if partial_rows != usual and _quack_fits(config, cols):
-                text = f"cluster_n={cluster} use_tma={use_tma} partial_rows={partial_rows}"
-                grids.append((text, config, partial_rows))
+    for cluster, use_tma, blocks in itertools.product(_clusters(chosen, cols), (False, True), (1, 2)):
+        config = dataclasses.replace(chosen, cluster_n=cluster, use_tma=use_tma)
+        partial_rows = sm_count * blocks // cluster
+        if cluster <= chosen.cluster_n and partial_rows != usual and _fits(config, cols, itemsize):
+            text = f"{_text(chosen, config)} partial_rows={partial_rows}".strip()
+            grids.append((text, config, partial_rows))
     return grids
 
 
-def _quack_fits(config: Any, cols: int) -> bool:
+def _clusters(chosen: Any, cols: int) -> list[int]:
+    """Its heuristic's, down to a quarter of that, and where rows are wide twice that."""
+    fewer = [chosen.cluster_n // part for part in (2, 4) if chosen.cluster_n >= part]
+    return [chosen.cluster_n, *fewer, *([chosen.cluster_n * 2] if cols >= 8192 else [])]
+
+
+def _combinations(values: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+
+
+def _text(chosen: Any, config: Any) -> str:
+    before, after = dataclasses.asdict(chosen), dataclasses.asdict(config)
+    return " ".join(f"{key}={value}" for key, value in after.items() if value != before[key])
+
+
+def _fits(config: Any, cols: int, itemsize: int) -> bool:
     fits = config.threads_per_row <= config.num_threads and config.cluster_n <= 16
     # Its TMA path copies multiples of 16 bytes of each row.
-    fits &= not (getattr(config, "use_tma", False) and cols // config.cluster_n % 8)
+    fits &= not (getattr(config, "use_tma", False) and cols // config.cluster_n * itemsize % 16)
     return fits and config.threads_per_row * config.cluster_n <= cols

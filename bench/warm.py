@@ -6,9 +6,9 @@
 A process has a GPU context of its own and makes the first calls of one provider at one shape, with the arguments that
 are timed later. What fails here fails there again, and is reported there.
 
-Inductor chooses between kernels by their times, which other work on the GPU falsifies: published runs had a forward of
-torch.compile that took 80 us instead of 24. So what Inductor compiles comes last, when nothing else runs, and its
-processes take turns on the GPU.
+Inductor chooses between kernels by their times, which other work on the GPU may falsify: in kept results a forward of
+torch.compile takes 80 us that took 24 in others. So what Inductor compiles comes last, and its processes take turns in
+measuring and in making inputs. What else they do on the GPU meanwhile is to run each kernel once.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def first_calls(task: Task, device: torch.device) -> None:
         for provider in make_providers(*task, device):
             for op in checked_ops(provider):
                 with contextlib.suppress(Exception):
-                    run_op(provider, op, inputs)
+                    run_op(provider, op, inputs, poisons=False)
     if device.type == "cuda":
         with contextlib.suppress(Exception):
             torch.cuda.empty_cache()

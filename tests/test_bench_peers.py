@@ -50,7 +50,7 @@ def test_names_that_are_no_library_are_providers():
 @pytest.mark.parametrize("cols", [64, 4096, 8192, 65536])
 @pytest.mark.parametrize("config", [FwdConfig(), BwdConfig(), BwdConfig(cluster_n=1, threads_per_row=128)])
 def test_neighbours_of_a_quack_config_say_how_they_differ_and_fit(config, cols):
-    found = quack_neighbours(config, cols)
+    found = quack_neighbours(config, cols, 2)
     assert len({each for _, each in found}) == len(found) and config not in [each for _, each in found]
     for text, each in found:
         before, after = dataclasses.asdict(config), dataclasses.asdict(each)
@@ -60,22 +60,43 @@ def test_neighbours_of_a_quack_config_say_how_they_differ_and_fit(config, cols):
         assert each.threads_per_row * each.cluster_n <= cols
 
 
-def test_tma_cluster_and_reload_of_quack_are_tried_together():
-    """Each alone takes a quarter less at 8192x12288."""
-    texts = {frozenset(text.split()) for text, _ in quack_neighbours(BwdConfig(), 12288)}
-    assert {"cluster_n=1", "reload_wdy=None", "use_tma=True"} in texts
-    assert {"cluster_n=4", "use_tma=True"} in texts and {"reload_x=smem", "use_tma=True"} in texts
-    texts = {frozenset(text.split()) for text, _ in quack_neighbours(FwdConfig(), 12288)}
-    assert {"cluster_n=2", "reload_from=gmem"} in texts
+def settings(config, cols, itemsize=2):
+    return {frozenset(text.split()) for text, _ in quack_neighbours(config, cols, itemsize)}
+
+
+def test_what_wins_alone_in_quack_is_tried_together():
+    """TMA and another cluster take a quarter less each at 8192x12288; 256 threads won 31 cells, TMA 93."""
+    wide = settings(BwdConfig(), 12288)
+    assert {"cluster_n=1", "reload_wdy=None", "use_tma=True"} in wide and {
+        "cluster_n=4",
+        "use_tma=True",
+    } in wide
+    assert {"reload_x=smem", "use_tma=True"} in wide and {"use_tma=True", "smem_stages=3"} in wide
+    assert {"cluster_n=1", "use_tma=True"} in settings(BwdConfig(cluster_n=4), 18432)
+    narrow = settings(BwdConfig(num_threads=128, threads_per_row=128, cluster_n=1), 4096)
+    assert {"num_threads=256", "use_tma=True"} in narrow
+    assert {"num_threads=256", "threads_per_row=256"} in narrow
+    forward = settings(FwdConfig(num_threads=128, threads_per_row=128), 12288)
+    assert {"cluster_n=2", "reload_from=gmem"} in forward and {
+        "num_threads=256",
+        "threads_per_row=256",
+    } in forward
+
+
+def test_tma_of_quack_copies_multiples_of_16_bytes():
+    for itemsize, has_tma in ((2, False), (4, True)):
+        by_tma = [each for each in settings(BwdConfig(), 9000, itemsize) if "use_tma=True" in each]
+        assert any(not any("cluster_n" in knob for knob in each) for each in by_tma) is has_tma
 
 
 def test_every_cluster_of_quack_may_fill_the_gpu():
     """On 132 SMs its heuristic leaves 66 partial rows of 12288 columns: by cluster_n=1 half of the SMs would idle."""
-    grids = quack_grids(BwdConfig(), 12288, 66, 132)
-    assert {(each.cluster_n, rows) for _, each, rows in grids} == {(1, 132), (4, 33)}
+    grids = quack_grids(BwdConfig(), 12288, 2, 66, 132)
+    assert {(each.cluster_n, rows) for _, each, rows in grids} == {(1, 132), (1, 264), (2, 132)}
     assert {each.use_tma for _, each, _ in grids} == {False, True}
     assert all(text.endswith(f"partial_rows={rows}") for text, _, rows in grids)
-    assert quack_grids(BwdConfig(cluster_n=1), 4096, 264, 132) == []
+    assert len({text for text, _, _ in grids}) == len(grids)
+    assert quack_grids(BwdConfig(cluster_n=1), 4096, 2, 264, 132) == []
 
 
 def test_row_mode_is_tried_where_it_changes_the_kernel(monkeypatch):

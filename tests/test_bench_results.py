@@ -195,6 +195,18 @@ def test_gate_fails_a_run_without_the_product(tmp_path, capsys):
     assert "nothing compared: the run has no cell" in capsys.readouterr().out
 
 
+def test_gate_takes_parts_of_a_run_together_and_none_without_records(tmp_path, capsys):
+    kept = make_result(make_record(), make_record(provider="triton"))
+    report.write_json(kept, tmp_path / "results" / gpu_slug(kept["gpu"]) / "2026-11-20-bfloat16.json")
+    for provider in ("cutile", "triton"):
+        report.write_json(make_result(make_record(provider=provider)), tmp_path / "new" / f"{provider}.json")
+    assert gate.main([str(tmp_path / "new"), "--results", str(tmp_path / "results")]) == 0
+    assert "gate: 2 cells compared" in capsys.readouterr().out
+    report.write_json(make_result(), tmp_path / "empty.json")
+    assert gate.main([str(tmp_path / "empty.json"), "--results", str(tmp_path / "results")]) == 1
+    assert "the run has no records" in capsys.readouterr().out
+
+
 def test_gate_takes_a_folder_with_results_of_training_too(tmp_path):
     folder = tmp_path / "results" / gpu_slug("NVIDIA H100 80GB HBM3")
     report.write_json(make_result(make_record()), folder / "2026-11-20-bfloat16.json")

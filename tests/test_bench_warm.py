@@ -33,7 +33,9 @@ def test_compiling_ahead_makes_the_first_calls_of_everything(monkeypatch):
     monkeypatch.setattr(warm, "ProcessPoolExecutor", Now)
     monkeypatch.setattr(warm, "NOT_WARMED", frozenset(("liger.cute",)))
     monkeypatch.setattr(
-        warm, "run_op", lambda provider, op, inputs: done.append((provider.name, op, *inputs.x.shape))
+        warm,
+        "run_op",
+        lambda provider, op, inputs, poisons: done.append((provider.name, op, *inputs.x.shape)),
     )
     providers, shapes = ("torch", "no such provider", "liger.cute"), ((4, 8), (2, 8))
     assert warm.warm(providers, shapes, [torch.float32], CPU, processes=2) == 4

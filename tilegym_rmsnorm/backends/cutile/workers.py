@@ -105,9 +105,8 @@ def _search(bucket: Bucket, most: int) -> Found:
     configs = candidates.candidates(bucket, itemsize, machine.architecture, most, machine.most_members, known)
     try:
         entry = _searching.tune(bucket, configs)
-    except (
-        Exception
-    ) as error:  # nothing right, no memory, a kernel that broke the context or that none could compile
+    # nothing right, no memory, a kernel that broke the context, or one that the compiler fails at
+    except Exception as error:
         failure, lost = f"{bucket}: {error}", _why_lost()
         return Found(bucket, None, tuple(_lines), f"{failure}; {lost}" if lost else failure, bool(lost))
     return Found(bucket, entry, tuple(_lines))
