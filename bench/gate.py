@@ -52,13 +52,9 @@ def load_kept(gpu: str | None, results: Path = RESULTS, leave_out: Sequence[Path
     return sorted(kept, key=lambda each: each["date"])
 
 
-def results_in(folder: Path) -> list[Path]:
-    """The results of the benchmark in a folder, which may hold those of training too."""
-    return [path for path in sorted(folder.glob("*.json")) if "records" in json.loads(path.read_text())]
-
-
 def joined(news: Sequence[Result]) -> list[Result]:
-    """One result of each GPU model: parts of a run may have other providers, or shapes."""
+    """One result of each GPU model, with all records: parts of a run have other providers or shapes, and of a cell that
+    several have each counts."""
     by_gpu: dict[str | None, Result] = {}
     for new in news:
         records = [*by_gpu.get(new["gpu"], {"records": []})["records"], *new["records"]]
@@ -77,20 +73,22 @@ def compare(
         cell_of(record): record for old in kept for record in old["records"] if record["us"] is not None
     }
     dtypes = {record["dtype"] for record in new["records"]}
-    now = {cell_of(record): record for record in new["records"]}
+    now: dict[Cell, list[dict[str, Any]]] = {}
+    for record in new["records"]:
+        now.setdefault(cell_of(record), []).append(record)
     run = {cell[:-1] for cell in now}
     compared, failed, missing = 0, [], []
     for cell, old in before.items():
         if old["provider"] not in providers or old["dtype"] not in dtypes:
             continue
-        record = now.get(cell)
-        if record is None and old["provider"] == "cutile" and cell[:-1] in run:
+        if cell not in now and old["provider"] == "cutile" and cell[:-1] in run:
             failed.append(f"{_name(cell)}: had {old['us']:.1f} us, now only other providers were run")
-        elif record is None:
+        elif cell not in now:
             missing.append(cell)
-        elif record["us"] is None:
-            failed.append(f"{_name(cell)}: had {old['us']:.1f} us, now fails: {record['error']}")
-        else:
+        for record in now.get(cell, ()):
+            if record["us"] is None:
+                failed.append(f"{_name(cell)}: had {old['us']:.1f} us, now fails: {record['error']}")
+                continue
             compared += 1
             slowdown = record["us"] / old["us"] - 1
             if slowdown > threshold:
@@ -139,12 +137,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     paths = [
-        path for given in arguments.result for path in (results_in(given) if given.is_dir() else [given])
+        path
+        for given in arguments.result
+        for path in (sorted(given.glob("*.json")) if given.is_dir() else [given])
     ]
-    if not paths:
+    news = [
+        new for new in (json.loads(path.read_text()) for path in paths) if "records" in new
+    ]  # not of training
+    if not news:
         parser.error(f"no results in {', '.join(map(str, arguments.result))}")
     has_failed = False
-    for new in joined([json.loads(path.read_text()) for path in paths]):
+    for new in joined(news):
         kept = load_kept(new["gpu"], arguments.results, leave_out=paths)
         verdict = compare(new, kept, arguments.threshold)
         print(explain(new, kept, verdict))

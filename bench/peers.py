@@ -58,7 +58,7 @@ def _quack(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Provi
 
     Its backward takes the grid from the partial rows of dw, whose number is its heuristic's, whatever the cluster: of
     9000 columns 66 clusters, with one block each where cluster_n is 1. So for rows that its heuristic shares between
-    blocks each cluster is timed with as many partial rows as fill the SMs once, too.
+    blocks each cluster is timed with as many partial rows as fill the SMs once and twice, too.
     """
     quack = importlib.import_module("quack.rmsnorm")  # `quack.rmsnorm` as an attribute is the function
     configs = importlib.import_module("quack.rmsnorm_config")

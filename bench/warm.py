@@ -46,6 +46,11 @@ class Task(NamedTuple):
     shape: Shape
     dtype: torch.dtype
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether Inductor measures in it."""
+        return self.provider in MEASURED_BY_INDUCTOR
+
 
 def warm(
     providers: Sequence[str],
@@ -62,7 +67,7 @@ def warm(
         for dtype in dtypes
         for shape in shapes
     ]
-    tasks.sort(key=lambda task: task.provider in MEASURED_BY_INDUCTOR)
+    tasks.sort(key=lambda task: task.is_measured)
     if processes is None:
         processes = min(PROCESSES, max(1, (os.cpu_count() or 1) - 2))
     with tempfile.TemporaryDirectory() as folder:
@@ -74,7 +79,7 @@ def warm(
         )
         with pool, tqdm(total=len(tasks), unit="kernel", desc="compile", dynamic_ncols=True) as bar:
             try:
-                for _, part in itertools.groupby(tasks, lambda task: task.provider in MEASURED_BY_INDUCTOR):
+                for _, part in itertools.groupby(tasks, lambda task: task.is_measured):
                     for future in as_completed([pool.submit(first_calls, task, device) for task in part]):
                         future.result()
                         bar.update()
@@ -90,7 +95,7 @@ def first_calls(task: Task, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with contextlib.suppress(Exception):
-        with _held(_turn) if task.provider in MEASURED_BY_INDUCTOR else contextlib.nullcontext():
+        with _held(_turn) if task.is_measured else contextlib.nullcontext():
             (inputs,) = make_inputs(task.shape, task.dtype, device, sets=1)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

@@ -202,6 +202,11 @@ def test_gate_takes_parts_of_a_run_together_and_none_without_records(tmp_path, c
         report.write_json(make_result(make_record(provider=provider)), tmp_path / "new" / f"{provider}.json")
     assert gate.main([str(tmp_path / "new"), "--results", str(tmp_path / "results")]) == 0
     assert "gate: 2 cells compared" in capsys.readouterr().out
+    # of a cell that two files have the slow one counts, whichever comes first
+    for name in ("a", "z"):
+        report.write_json(make_result(make_record(150.0)), tmp_path / "new" / f"{name}.json")
+        assert gate.main([str(tmp_path / "new"), "--results", str(tmp_path / "results")]) == 1
+        (tmp_path / "new" / f"{name}.json").unlink()
     report.write_json(make_result(), tmp_path / "empty.json")
     assert gate.main([str(tmp_path / "empty.json"), "--results", str(tmp_path / "results")]) == 1
     assert "the run has no records" in capsys.readouterr().out

@@ -46,12 +46,11 @@ def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call)
 
 def _transformable(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
     """y by operations that torch.func transforms, which refuses the Function below. No backend but the reference is
-    chosen there (`ops._kind_of`), and this is it."""
+    chosen there (`validation.kind_of`), and this is it."""
     n, eps, offset, casting, *_ = call
-    weight = None if weight is None else weight.reshape(-1)
-    bias = None if bias is None else bias.reshape(-1)
-    options = {"bias": bias, "offset": offset, "casting": casting}
-    return reference.rms_norm_forward_torch(x.reshape(-1, n), weight, eps, **options)[0].reshape(x.shape)
+    options = {"bias": _as_vector(bias), "offset": offset, "casting": casting}
+    y, _ = reference.rms_norm_forward_torch(x.reshape(-1, n), _as_vector(weight), eps, **options)
+    return y.reshape(x.shape)
 
 
 class RMSNormFunction(torch.autograd.Function):
@@ -127,11 +126,10 @@ def _differentiable_backward(
 
 def _in_shape_of(x: Tensor, y: Tensor) -> Tensor:
     """y, new and contiguous, in x's shape and no view: in-place operations on a custom Function's output refuse one."""
-    if is_dynamo_compiling() or type(x) is not Tensor:
-        return _unsafe_view(y, x.shape)
-    if _are_functorch_transforms_active() or _len_torch_dispatch_stack():
-        return _unsafe_view(y, x.shape)  # modes may have kept y: selective checkpointing does
-    return y.resize_as_(x)  # 1 us; _unsafe_view takes 3
+    is_plain = not is_dynamo_compiling() and type(x) is Tensor and not _are_functorch_transforms_active()
+    if is_plain and not _len_torch_dispatch_stack():  # a mode may have kept y: selective checkpointing does
+        return y.resize_as_(x)  # 1 us; _unsafe_view takes 3
+    return _unsafe_view(y, x.shape)
 
 
 def _as_rows(x: Tensor, n: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch.compiler import is_dynamo_compiling
 from tilegym_rmsnorm import known, reference, registry
 from tilegym_rmsnorm.autograd import normalize, run_backward, run_forward
 from tilegym_rmsnorm.reference import compute_dtype
-from tilegym_rmsnorm.registry import ABSTRACT, PLAIN, Request, dispatch, get_current_backend
+from tilegym_rmsnorm.registry import Request, dispatch, get_current_backend
 from tilegym_rmsnorm.validation import (
     check_casting,
     check_input,
@@ -45,8 +45,6 @@ __all__ = [
 registry.load("torch")  # the one backend whose calls torch.compile traces
 # Whether this torch's F.rms_norm is on autocast's list for CUDA devices.
 _HAS_AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
-
-
 _are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 
 
@@ -127,7 +125,7 @@ def rms_norm(
         dtype, weight_dtype = _autocast_dtype(dtype), _autocast_dtype(weight_dtype)
     if backend is None:
         backend = get_current_backend()
-    kind = _kind_of(input, weight, residual)
+    kind = kind_of(input, weight, residual)
     request = Request(input.device, dtype, weight_dtype, casting, bias is not None, kind)
     forward = dispatch("rms_norm_forward", request, backend)
 
@@ -237,15 +235,7 @@ def _checked_backward(
 
 def _request(x: Tensor, weight: Tensor | None, casting: str, has_bias: bool, *others: Tensor) -> Request:
     weight_dtype = None if weight is None else weight.dtype
-    return Request(x.device, x.dtype, weight_dtype, casting, has_bias, _kind_of(x, weight, *others))
-
-
-def _kind_of(*tensors: Tensor | None) -> str:
-    """`kind_of`, but that inside a transform of torch.func even new memory is a tensor of the transform's, and that
-    Dynamo, which meets the reference alone, is not to look."""
-    if is_dynamo_compiling():
-        return PLAIN
-    return ABSTRACT if _are_functorch_transforms_active() else kind_of(*tensors)
+    return Request(x.device, x.dtype, weight_dtype, casting, has_bias, kind_of(x, weight, *others))
 
 
 def _autocast_dtype(dtype: torch.dtype | None) -> torch.dtype | None:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm.reference import CASTINGS, compute_dtype, default_eps
 from tilegym_rmsnorm.registry import ABSTRACT, PLAIN, WRAPPED
@@ -26,6 +27,7 @@ from tilegym_rmsnorm.registry import ABSTRACT, PLAIN, WRAPPED
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INF = math.inf
 _STRIDED = torch.strided
+_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 _NO_DISPATCH = Tensor.__torch_dispatch__  # what a subclass without a __torch_dispatch__ of its own has
 
 
@@ -130,7 +132,15 @@ def checked_number(
 
 
 def kind_of(*tensors: Tensor | None) -> str:
-    """What a backend can make of these: registry.PLAIN, WRAPPED or ABSTRACT, the worst that one of them is."""
+    """What a backend can make of these: registry.PLAIN, WRAPPED or ABSTRACT, the worst that one of them is.
+
+    Inside a transform of torch.func all are ABSTRACT: even new memory is a tensor of the transform's there. To Dynamo,
+    which meets the reference alone, all are PLAIN.
+    """
+    if is_dynamo_compiling():
+        return PLAIN
+    if _are_functorch_transforms_active():
+        return ABSTRACT
     kind = PLAIN
     for tensor in tensors:
         if tensor is not None:
