@@ -96,6 +96,9 @@ def test_a_zero_tensor_is_refused_by_a_known_call_too():
     rms_norm(X, (8,), backend="torch")
     assert known.find(X, (8,), None, None, 0.0, "once", "torch") is not None
     assert known.find(torch._efficientzerotensor(X.shape), (8,), None, None, 0.0, "once", "torch") is None
+    rms_norm(X, (8,), W, backend="torch")
+    assert known.find(X, (8,), W, None, 0.0, "once", "torch") is not None
+    assert known.find(X, (8,), torch._efficientzerotensor(8), None, 0.0, "once", "torch") is None
 
 
 def test_auto_takes_the_reference_for_them(every_kernel_by_auto):

@@ -56,7 +56,7 @@ def find(
     if weight is not None:
         if type(weight) not in _PLAIN_TYPES or weight.shape != (n,) or weight.device != device:
             return None
-        if weight.layout is not _STRIDED:
+        if weight.layout is not _STRIDED or weight._is_zerotensor():
             return None
         weight_dtype = weight.dtype
     try:
