@@ -4,7 +4,8 @@
 """Compiles in many processes what the benchmark will run, so that its own process finds it in the caches on disk.
 
 A process has a GPU context of its own and makes the first calls of one provider at one shape, with the arguments that
-are timed later. What fails here fails there again, and is reported there.
+are timed later; quack's many settings are shared between processes. What fails here fails there again, and is reported
+there.
 
 Inductor chooses between kernels by their times, which other work on the GPU may falsify: in kept results a forward of
 torch.compile takes 80 us that took 24 in others. So what Inductor compiles comes last, and its processes take turns in
@@ -35,16 +36,18 @@ from bench.shapes import Shape
 PROCESSES = 14  # each has some GB of tensors at the largest shapes
 # Without a cache on disk (liger.cute), or with nothing to compile.
 NOT_WARMED = frozenset(("liger.cute", "F.rms_norm", "torch"))
+SHARES = {"quack": 4}  # how many processes share the settings of one shape; of others one has them all
 MEASURED_BY_INDUCTOR = frozenset(("inductor", "torch.compile", "torch.compile-max-autotune"))
 _turn: Path | None = None  # the file that whoever uses the GPU locks, where Inductor measures
 
 
 class Task(NamedTuple):
-    """The first calls of one provider at one shape."""
+    """The first calls of one provider at one shape, or of every SHARES-th of its settings."""
 
     provider: str
     shape: Shape
     dtype: torch.dtype
+    share: int = 0
 
     @property
     def is_measured(self) -> bool:
@@ -61,11 +64,12 @@ def warm(
 ) -> int:
     """Runs all tasks; how many there were."""
     tasks = [
-        Task(name, shape, dtype)
+        Task(name, shape, dtype, share)
         for name in providers
         if name not in NOT_WARMED
         for dtype in dtypes
         for shape in shapes
+        for share in range(SHARES.get(name, 1))
     ]
     tasks.sort(key=lambda task: task.is_measured)
     if processes is None:
@@ -91,7 +95,7 @@ def warm(
 
 
 def first_calls(task: Task, device: torch.device) -> None:
-    """Every op of every setting once. A failure is left to the process that measures."""
+    """Every op of every setting of the task once. A failure is left to the process that measures."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with contextlib.suppress(Exception):
@@ -99,7 +103,8 @@ def first_calls(task: Task, device: torch.device) -> None:
             (inputs,) = make_inputs(task.shape, task.dtype, device, sets=1)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        for provider in make_providers(*task, device):
+        settings = make_providers(task.provider, task.shape, task.dtype, device)
+        for provider in settings[task.share :: SHARES.get(task.provider, 1)]:
             for op in checked_ops(provider):
                 with contextlib.suppress(Exception):
                     run_op(provider, op, inputs, poisons=False)

@@ -68,7 +68,20 @@ def test_what_inductor_measures_comes_last_and_alone(monkeypatch):
     monkeypatch.setattr(warm, "ProcessPoolExecutor", Later)
     monkeypatch.setattr(warm, "as_completed", as_completed)
     warm.warm(("torch.compile", "cutile", "inductor", "quack"), ((4, 8),), [torch.float32], CPU, processes=2)
-    assert events == ["cutile", "quack", "all done", "torch.compile", "inductor", "all done"]
+    quack = ["quack"] * warm.SHARES["quack"]
+    assert events == ["cutile", *quack, "all done", "torch.compile", "inductor", "all done"]
+
+
+def test_processes_share_the_settings_of_one_provider(monkeypatch):
+    done = []
+    monkeypatch.setattr(warm, "SHARES", {"quack": 3})
+    monkeypatch.setattr(warm, "make_inputs", lambda *_, **__: [None])
+    monkeypatch.setattr(warm, "make_providers", lambda *_: list(range(7)))
+    monkeypatch.setattr(warm, "checked_ops", lambda setting: ("forward",))
+    monkeypatch.setattr(warm, "run_op", lambda setting, *_, **__: done.append(setting))
+    for share in range(3):
+        warm.first_calls(warm.Task("quack", (4, 8), torch.float32, share), CPU)
+    assert done == [0, 3, 6, 1, 4, 2, 5]
 
 
 def test_inputs_of_what_inductor_measures_are_made_in_turn(tmp_path, monkeypatch):
