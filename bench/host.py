@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from bench.provenance import describe_run, one_line
@@ -111,11 +112,7 @@ def print_calls(
         name: lambda y=y: torch.autograd.grad(y, (x, weight), dy, retain_graph=True)
         for name, y in outputs.items()
     }
-    rows["backward, the node alone"] = {
-        # A Python function's node has `apply`, ATen's own is called itself.
-        name: without_grad(functools.partial(getattr(y.grad_fn, "apply", y.grad_fn), dy))
-        for name, y in outputs.items()
-    }
+    rows["backward, the node alone"] = {name: node_alone(y, dy) for name, y in outputs.items()}
     rows["both"] = {
         name: lambda norm=norm: torch.autograd.grad(norm(), (x, weight), dy) for name, norm in norms.items()
     }
@@ -161,6 +158,15 @@ def print_slices(
         timings = sample_in_turn(list(slices.values()), arguments.samples, device)
     for label, (low, median) in zip(slices, timings, strict=True):
         print(f"{label:34s}{median:12.1f} ({low:5.1f})")
+
+
+def node_alone(y: Tensor, dy: Tensor) -> Callable[[], object]:
+    """The backward of what made y, without the rest of autograd. y is its first output."""
+    node = y.grad_fn
+    # A Python function's node has `apply`. ATen's own is called itself, with a gradient for each output: of its fused
+    # kernel, which GPUs have, rstd is one.
+    others = [None] * (len(node._input_metadata) - 1)
+    return without_grad(functools.partial(getattr(node, "apply", node), dy, *others))
 
 
 def without_grad(call: Callable[[], object]) -> Callable[[], object]:

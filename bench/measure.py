@@ -19,6 +19,7 @@ Without a GPU the time is the wall clock's and copy_fraction, host_us and worksp
 from __future__ import annotations
 
 import contextlib
+import re
 import traceback
 from collections.abc import Callable, Iterator
 
@@ -28,6 +29,8 @@ from bench.cell import Cell, Record
 from bench.check import make_inputs
 from bench.shapes import Shape
 from tilegym_rmsnorm.timer import DeviceTimer, sets_needed
+
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal: compilers write it into their errors
 
 
 class ContextLostError(RuntimeError):
@@ -84,4 +87,5 @@ def describe(error: BaseException) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join("".join(traceback.format_exception_only(error)).split())[:400]
+    text = COLOUR.sub("", "".join(traceback.format_exception_only(error)))
+    return " ".join(text.split())[:400]

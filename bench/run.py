@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench import compare, readme, report
+from bench import compare, inductor, readme, report
 from bench.cell import failed_record
 from bench.measure import Bench, ContextLostError
 from bench.peers import ALL_PROVIDERS, ALONE, LIBRARIES, why_missing
@@ -65,6 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
     if arguments.warm or arguments.peers or arguments.grid:
         warm(here, shapes, [DTYPES[name] for name in arguments.dtype], device)
+    if inductor.PROVIDERS.intersection(here):  # what was not compiled ahead
+        inductor.time_by_device()
     bench = Bench(here, ops, device)
     is_good = True
     for dtype in arguments.dtype:

@@ -7,20 +7,19 @@ A process has a GPU context of its own and makes the first calls of one provider
 are timed later; quack's many settings are shared between processes. What fails here fails there again, and is reported
 there.
 
-Inductor chooses between kernels by their times, which other work on the GPU may falsify: in kept results a forward of
-torch.compile takes 80 us that took 24 in others. So what Inductor compiles comes last, and its processes take turns in
-measuring and in making inputs. What else they do on the GPU meanwhile is to run each kernel once.
+Inductor chooses between kernels by their times, which other work on the GPU may falsify. So what Inductor compiles
+comes last, and its processes take turns in measuring, by inductor.py, and in making inputs. What else they do on the
+GPU meanwhile is to run each kernel once.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
+from bench import inductor
 from bench.check import checked_ops, make_inputs, run_op
 from bench.peers import make_providers
 from bench.shapes import Shape
@@ -37,7 +37,6 @@ PROCESSES = 14  # each has some GB of tensors at the largest shapes
 # Without a cache on disk (liger.cute), or with nothing to compile.
 NOT_WARMED = frozenset(("liger.cute", "F.rms_norm", "torch"))
 SHARES = {"quack": 4}  # how many processes share the settings of one shape; of others one has them all
-MEASURED_BY_INDUCTOR = frozenset(("inductor", "torch.compile", "torch.compile-max-autotune"))
 _turn: Path | None = None  # the file that whoever uses the GPU locks, where Inductor measures
 
 
@@ -52,7 +51,7 @@ class Task(NamedTuple):
     @property
     def is_measured(self) -> bool:
         """Whether Inductor measures in it."""
-        return self.provider in MEASURED_BY_INDUCTOR
+        return self.provider in inductor.PROVIDERS
 
 
 def warm(
@@ -99,7 +98,7 @@ def first_calls(task: Task, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with contextlib.suppress(Exception):
-        with _held(_turn) if task.is_measured else contextlib.nullcontext():
+        with inductor.held(_turn) if task.is_measured else contextlib.nullcontext():
             (inputs,) = make_inputs(task.shape, task.dtype, device, sets=1)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -119,24 +118,7 @@ def _take_turns_in_tuning(lock: Path) -> None:
     _turn = lock
     try:
         from torch._inductor import config
-        from torch._inductor.runtime.benchmarking import benchmarker
     except ImportError:
         return
     config.compile_threads = 1  # otherwise each process starts processes of its own
-    benchmark = benchmarker.benchmark
-
-    def benchmark_alone(*arguments: object, **options: object) -> object:
-        with _held(lock):
-            return benchmark(*arguments, **options)
-
-    benchmarker.benchmark = benchmark_alone
-
-
-@contextlib.contextmanager
-def _held(lock: Path | None) -> Iterator[None]:
-    if lock is None:  # called in the process that asked, which has no others beside it
-        yield
-        return
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    inductor.time_by_device(lock)

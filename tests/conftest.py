@@ -28,6 +28,7 @@ LONG = ("test_compile", "test_pipelines", "test_teams")
 # Files of tests that never touch a GPU: on a machine with one they run beside those that do.
 WITHOUT_GPU = {
     "test_bench_compare",
+    "test_bench_inductor",
     "test_bench_peers",
     "test_bench_warm",
     "test_candidates",

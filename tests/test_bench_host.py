@@ -22,6 +22,14 @@ def test_every_call_and_slice_is_printed(capsys, monkeypatch):
         assert re.search(rf"^{line} +\d+\.\d", out, re.MULTILINE), out
 
 
+def test_a_node_of_several_outputs_runs_alone():
+    """As F.rms_norm's is on a GPU: y and rstd."""
+    x = torch.randn(3, 8, requires_grad=True)
+    y = torch.native_layer_norm(x, (8,), None, None, 1e-5)[0]
+    dx = host.node_alone(y, torch.ones_like(y))()[0]
+    assert torch.equal(dx, torch.autograd.grad(y, x, torch.ones_like(y))[0])
+
+
 def test_a_backend_that_cannot_run_here_is_named_with_the_remedy(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("TILEGYM_RMSNORM_INTERPRET", raising=False)

@@ -178,3 +178,5 @@ def test_a_hidden_exception_is_described_too():
             raise RuntimeError("capture failed")
     except RuntimeError as error:
         assert measure.describe(error) == "RuntimeError: capture failed (after ValueError: the reason)"
+    coloured = RuntimeError("\x1b[91m\x1b[1mno such \x1b[0mkernel\n")
+    assert measure.describe(coloured) == "RuntimeError: no such kernel"
