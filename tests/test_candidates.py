@@ -202,3 +202,18 @@ def test_other_shares_of_a_backward_of_many_rows_alone():
     assert not space.with_other_shares(config, large._replace(size="few"))
     assert not space.with_other_shares(config, large._replace(op="forward"))
     assert not space.with_other_shares(Config("strips", 2048, 4, 3, 4), large)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_dx_alone_is_searched_among_kernels_that_need_no_dw(size):
+    for n in (each for each in (256, 4096, 16384, 65536) if rows_of_class(size, each)):
+        found = candidates(Bucket("dx", n, "bfloat16", size), 2, 90)
+        kernels = {config.kernel for config in found}
+        assert kernels <= {"rows", "tiles", "teams", "chunks"} and ("chunks" in kernels) == (n > 8192)
+        assert any(config.tma for config in found)
+
+
+def test_dx_alone_needs_registers_for_no_sum():
+    rows = Config("rows", 8192, 8, 2, 4)
+    assert fits_registers(rows, "dx", 4) and not fits_registers(rows, "backward", 4)
+    assert space.with_other_shares(rows, Bucket("dx", 8192, "float32", "large"))

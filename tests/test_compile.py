@@ -243,7 +243,7 @@ def test_teams_of_the_widest_rows(n):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("op", ["forward", "backward"])
+@pytest.mark.parametrize("op", ["forward", "backward", "dx"])
 def test_configs_of_the_shipped_tables(op, dtype):
     shipped = shipped_configs(op, dtype)
     if dtype == "float16":  # what it shares is compiled as bfloat16, if at all
@@ -258,7 +258,7 @@ def test_configs_of_the_shipped_tables(op, dtype):
     weight_dtype = getattr(torch, dtype)
     for architecture, bucket, config in sampled(shipped):
         machine = machines.setdefault(architecture, CompilingMachine(architecture))
-        run = run_forward if op == "forward" else run_backward
+        run = {"forward": run_forward, "backward": run_backward, "dx": run_dx}[op]
         for m in {rows_of(bucket)[0], 33 if config.tma else rows_of(bucket)[0]}:
             run(machine, config, bucket.n, weight_dtype, weight_dtype, m=m)
             # dx alone. Rows then need fewer registers; test_compile_tma.py compiles some of those by TMA

@@ -76,7 +76,7 @@ def test_backward_of_every_config_for_few_rows(m, n):
     ("bucket", "config"),
     [
         pytest.param(bucket, config, id=f"{op}-{bucket.n}-{dtype}-{bucket.size}-{number}")
-        for op in ("forward", "backward")
+        for op in ("forward", "backward", "dx")
         for dtype in ("bfloat16", "float32")
         for number, (_, bucket, config) in enumerate(shipped_configs(op, dtype))
     ],
@@ -87,8 +87,9 @@ def test_configs_of_the_shipped_tables(bucket, config):
     )  # as above, if that is not too much for a test
     m = max(7, min(m, 300, 2**18 // bucket.n))
     inputs = make_inputs(m, bucket.n, getattr(torch, bucket.dtype), FP32, offset=1.0, device=CPU)
+    more = {"has_dw": False} if bucket.op == "dx" else {}
     run = run_forward if bucket.op == "forward" else run_backward
-    assert_within(expected_results(inputs), **run(inputs, config))
+    assert_within(expected_results(inputs), **run(inputs, config, **more))
 
 
 @pytest.mark.parametrize("n", [100, 1000, 3000, 5000, 17000, 18500, 33000, 49200])

@@ -112,7 +112,7 @@ def test_training_steps_that_race(backend, m, n, memory, request):
 
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("op", ["forward", "backward"])
+@pytest.mark.parametrize("op", ["forward", "backward", "dx"])
 @pytest.mark.parametrize("backend", ["cutile"], indirect=True)
 def test_every_config_of_the_shipped_tables_that_races(backend, op, dtype, part):
     """The streams share a config's launcher, as the layers of a model do. Once on memory filled with NaN, and once as
@@ -140,7 +140,7 @@ def check_racing(machine, bucket, config):
     ]
     runs = (search.runner(each, bucket, config) for each in (search.Poisoned(machine), machine))
     on_nan, as_it_is = ([functools.partial(run, *one) for one in arguments] for run in runs)
-    names = ("y", "rstd") if bucket.op == "forward" else ("dx", "dw")
+    names = search.RESULTS[bucket.op]
     assert_racing_changes_no_bit(each_inputs, names, on_nan, as_it_is, what=f"{bucket} {config}")
 
 

@@ -29,6 +29,7 @@ from tilegym_rmsnorm.backends.cutile import toolchain  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.config import backward_config, forward_config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.rows import ConstBool, ConstInt, load_gradient_tiles  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.tables import RULES  # noqa: E402
 
 if toolchain.find_tileiras() is None or find_cuobjdump() is None or find_nvdisasm() is None:
     pytest.skip("needs tileiras, cuobjdump and nvdisasm", allow_module_level=True)
@@ -39,8 +40,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def configs_with_tma(op: str, dtype: torch.dtype) -> list[tuple[Config, int]]:
     """Of the rules, each with the widest row that it serves, and of the tables that ship; those of the largest tiles
     first."""
-    configure = forward_config if op == "forward" else backward_config
-    widths = {configure(n, dtype.itemsize, 90): n for n in (*range(1, 4100), 18432, 33001, 40000, 140000)}
+    widths = {RULES[op](n, dtype.itemsize, 90): n for n in (*range(1, 4100), 18432, 33001, 40000, 140000)}
     rules = {(config, n) for config, n in widths.items() if config.tma}
     name = str(dtype).removeprefix("torch.")
     tables = {(c, bucket.n) for sm, bucket, c in shipped_configs(op, name) if c.tma and sm == 90}
@@ -53,14 +53,23 @@ def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
     read for each set of warps, blocks, latency, pieces, and one or more rows: that of the largest tiles, of which the
     fewest are under way."""
     checked, kinds = 0, set()
-    for config, n in configs_with_tma("backward", dtype):
-        kind = (config.kernel, config.rows > 1, config.pieces, config.warps, config.occupancy, config.latency)
+    alone = {each: "dx" for each in configs_with_tma("dx", dtype)}
+    for (config, n), op in (alone | dict.fromkeys(configs_with_tma("backward", dtype), "backward")).items():
+        kind = (
+            op,
+            config.kernel,
+            config.rows > 1,
+            config.pieces,
+            config.warps,
+            config.occupancy,
+            config.latency,
+        )
         is_read = helpers.every_config or kind not in kinds
         kinds.add(kind)
         if dtype is not BF16 and not is_read:
             continue
         reads_dx = config.kernel == "tiles" and is_read or config.kernel == "rows" and helpers.every_config
-        for has_dw in (True, False) if reads_dx else (True,):
+        for has_dw in (False,) if op == "dx" else (True, False) if reads_dx else (True,):
             machine = CompilingMachine(90, keep=tmp_path)
             run_backward(machine, config, n, dtype, dtype, has_dw=has_dw)
             for path in tmp_path.glob("backward_*.cubin"):

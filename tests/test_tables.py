@@ -49,6 +49,25 @@ def test_without_dw_no_entry_serves_that_reads_more_for_dw(folders):
         assert (without_reason(found) == config) is serves and not found.slab
 
 
+def test_a_backward_without_dw_has_entries_of_its_own(folders):
+    """Wherever they are, they come before those of backwards with dw, for which they are nothing."""
+
+    def dx_alone(dtype=torch.bfloat16):
+        return without_reason(tables.chosen_config("backward", MACHINE, 4096, dtype, "large", has_dw=False))
+
+    user, shipped = folders
+    alone = BUCKET._replace(op="dx")
+    by_tma = Config("tiles", 4096, 8, 1, 2, rows=2, tma=True)
+    tables.update(user, TARGET, {BUCKET: ENTRY})
+    assert dx_alone() == ENTRY.config
+    tables.update(shipped, TARGET, {alone: Entry(by_tma, ())})
+    assert dx_alone() == by_tma and dx_alone(torch.float16) == by_tma
+    assert without_reason(chosen()) == ENTRY.config
+    chunks = Config("chunks", 4096, 4, 2, 4, tma=True)
+    tables.update(user, TARGET, {alone: Entry(chunks, ())})
+    assert dx_alone() == chunks, "no kernel of a backward with dw"
+
+
 def test_the_users_table_comes_before_the_shipped_one(folders):
     user, shipped = folders
     other = Entry(Config("rows", 4096, 8, 2, 5), ())
@@ -108,6 +127,11 @@ def test_shipped_for_is_what_any_gpu_takes_for_such_rows(folders):
         assert tables.shipped_for(BUCKET._replace(dtype=dtype)) == [ENTRY.config, half.config]
     assert tables.shipped_for(BUCKET._replace(dtype="float32")) == []
     assert tables.shipped_for(BUCKET._replace(op="forward")) == []
+    assert tables.shipped_for(BUCKET._replace(op="dx")) == [ENTRY.config, half.config]
+    strips = Entry(Config("strips", 2048, 4, 3, 4), ENTRY.timings)
+    tables.update(folders[1], TARGET, {BUCKET: strips, BUCKET._replace(op="dx"): half})
+    assert strips.config in tables.shipped_for(BUCKET)
+    assert tables.shipped_for(BUCKET._replace(op="dx")) == [half.config, ENTRY.config]
 
 
 def test_no_team_serves_that_may_not_fit_the_gpu(folders):

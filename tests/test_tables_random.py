@@ -62,7 +62,7 @@ def test_what_is_written_is_read_back(data):
     """Every field of Config that decides something is kept, also one that is added later."""
     buckets = st.builds(
         Bucket,
-        st.sampled_from(["forward", "backward"]),
+        st.sampled_from(list(tables.RULES)),
         st.integers(1, 65536),
         st.sampled_from(list(tables.ITEMSIZE)),
         st.sampled_from(SIZES),

@@ -47,11 +47,13 @@ def test_what_is_tuned_is_stored_and_chosen_from_then_on(gpu, capsys):
     assert run("--size", "large") == 0
     output = capsys.readouterr().out
     path = tables.table_path(gpu[0], TARGET)
-    assert f"2 of 2 tuned: {path}" in output
+    assert f"3 of 3 tuned: {path}" in output
     table = tables.table_in(gpu[0], TARGET)
-    assert set(table) == {Bucket(op, 64, "bfloat16", "large") for op in ("forward", "backward")}
+    assert set(table) == {Bucket(op, 64, "bfloat16", "large") for op in ("forward", "backward", "dx")}
+    interpreted = machine.InterpretedMachine()
     for bucket, entry in table.items():
-        chosen = tables.chosen_config(bucket.op, machine.InterpretedMachine(), 64, torch.bfloat16, "large")
+        op, has_dw = {"dx": ("backward", False)}.get(bucket.op, (bucket.op, True))
+        chosen = tables.chosen_config(op, interpreted, 64, torch.bfloat16, "large", has_dw)
         assert chosen == entry.config and "tuned: " in chosen.reason
 
 
@@ -84,8 +86,8 @@ def test_a_bucket_with_nothing_right_fails_alone(gpu, finder, monkeypatch, capsy
     monkeypatch.setattr(finder, "why_wrong", lambda bucket, config: "no" if bucket.op == "forward" else None)
     assert run("--size", "large") == 1
     captured = capsys.readouterr()
-    assert "1 of 2 tuned" in captured.out and "none of" in captured.err
-    assert [bucket.op for bucket in tables.table_in(gpu[0], TARGET)] == ["backward"]
+    assert "2 of 3 tuned" in captured.out and "none of" in captured.err
+    assert [bucket.op for bucket in tables.table_in(gpu[0], TARGET)] == ["backward", "dx"]
 
 
 def test_a_lost_context_ends_the_run(gpu, finder, monkeypatch, capsys):
@@ -97,7 +99,7 @@ def test_a_lost_context_ends_the_run(gpu, finder, monkeypatch, capsys):
     assert run() == 1
     captured = capsys.readouterr()
     assert "the CUDA context is lost: an illegal memory access" in captured.err
-    assert captured.err.count("failed: ") == 2 and "0 of 6 tuned" in captured.out
+    assert captured.err.count("failed: ") == 2 and "0 of 9 tuned" in captured.out
     assert (
         "the rest: not searched after that. To go on from there: the same command with --skip-tuned"
         in captured.err
@@ -123,9 +125,9 @@ def test_progress_without_tqdm(gpu, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tqdm", None)  # what `import` refuses
     assert run("--size", "large") == 0
     output = capsys.readouterr().out
-    assert "[0/2] 2 buckets in 1 process" in output
-    assert "[0/2] forward bfloat16 N = 64 large: M = 48: " in output
-    assert "[1/2] backward bfloat16 N = 64 large: M = 48: " in output
+    assert "[0/3] 3 buckets in 1 process" in output
+    for number, op in enumerate(("forward", "backward", "dx")):
+        assert f"[{number}/3] {op} bfloat16 N = 64 large: M = 48: " in output
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_progress_without_tqdm(gpu, monkeypatch, capsys):
         (("--n", "64,x"), "expected a whole number of at least 1, got 'x'"),
         (("--n", "0"), "expected a whole number of at least 1, got '0'"),
         (("--dtype", "bf16"), "expected some of bfloat16, float16, float32, got bf16"),
-        (("--op", "forward,sideways"), "expected some of forward, backward, got sideways"),
+        (("--op", "forward,sideways"), "expected some of forward, backward, dx, got sideways"),
         (("--size", ""), "expected some of few, small, large, got "),
         (("--candidates", "-1"), "expected a whole number of at least 1, got '-1'"),
     ],

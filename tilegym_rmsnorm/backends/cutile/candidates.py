@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
-from tilegym_rmsnorm.backends.cutile.limits import WALKS_ROWS, check_config, largest_tile
+from tilegym_rmsnorm.backends.cutile.limits import BACKWARDS, WALKS_ROWS, check_config, largest_tile
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import RULES, Bucket
 from tilegym_rmsnorm.backends.cutile.tilings import (
@@ -164,6 +164,14 @@ SWEEPS = {
         ),
     ),
 }
+# Without dw: as with it, less the kernels that read x and dy once more for it; and rows that are read twice.
+SWEEPS["dx"] = (
+    *(sweep for sweep in SWEEPS["backward"] if sweep.kernel in WALKS_ROWS),
+    Sweep(
+        *("chunks", 8193, ANY_WIDTH, strips_of((2048, 4096, 8192))),
+        {"warps": (4, 8), "occupancy": (1, 2, 4), "latency": (2, 3, 4), "tma": BOTH},
+    ),
+)
 
 
 def candidates(
@@ -224,7 +232,7 @@ def with_other_shares(config: Config, bucket: Bucket) -> list[Config]:
     H100, bfloat16: 8192x8192 by 131 blocks 139.3 us, by 114 of them 137.8; 4096x16384 by backward_tma.py by 128 blocks
     155.6, by 98, 94 and 86 of them 144.2, 141.3, 145.4.
     """
-    if bucket.op != "backward" or bucket.size != "large" or config.kernel not in WALKS_ROWS:
+    if bucket.op not in BACKWARDS or bucket.size != "large" or config.kernel not in WALKS_ROWS:
         return []
     others = [share for share in SHARES if share != config.share]
     return [dataclasses.replace(config, share=share, reason=REASON, spills="") for share in others]
@@ -233,16 +241,16 @@ def with_other_shares(config: Config, bucket: Bucket) -> list[Config]:
 def fits_registers(config: Config, op: str, itemsize: int) -> bool:
     """Whether the float32 tiles that a thread keeps, and the bytes of those that it awaits, find room in registers.
 
-    The forward keeps x, packed in its own dtype, and awaits weight; the backward keeps weight and the sum of dw and
-    awaits x and dy; a block of a fused backward has either rows, without a sum, or the sum of a strip, without weight.
-    A thread without work, of a tile smaller than its block, is not worth a try either.
+    The forward keeps x, packed in its own dtype, and awaits weight; the backward keeps weight and, if it is needed, the
+    sum of dw, and awaits x and dy; a block of a fused backward has either rows, without a sum, or the sum of a strip,
+    without weight. A thread without work, of a tile smaller than its block, is not worth a try either.
     """
     threads = 32 * config.warps
     elements = largest_tile(config) / threads
     if op == "forward":
         kept = (itemsize / 4 if config.packed else 1) + itemsize / 4
     else:
-        kept = (1 if config.is_fused else 2) + itemsize / 2
+        kept = (1 if config.is_fused or op == "dx" else 2) + itemsize / 2
     room = min(REGISTERS_OF_THREAD, REGISTERS_OF_SM / (threads * config.occupancy))
     return elements >= 1 and elements * kept + OTHER_REGISTERS <= room * SPILLED
 

@@ -14,11 +14,17 @@ from tilegym_rmsnorm.backends.cutile.wide import MOST_MEMBERS
 if TYPE_CHECKING:
     from tilegym_rmsnorm.backends.cutile.tables import Bucket
 
+BACKWARDS = ("backward", "dx")  # of calls that need dw, and of those that do not: their weight is frozen
 KERNELS = {
     "forward": ("rows", "tiles", "teams", "chunks"),
-    "backward": ("rows", "tiles", "teams", "fused", "fused_chunks", "strips"),  # of calls that need dw
+    "backward": ("rows", "tiles", "teams", "fused", "fused_chunks", "strips"),
+    "dx": ("rows", "tiles", "teams", "chunks"),
 }
-WITH_TMA = {"forward": ("chunks",), "backward": ("rows", "tiles", "teams", "strips")}
+WITH_TMA = {
+    "forward": ("chunks",),
+    "backward": ("rows", "tiles", "teams", "strips"),
+    "dx": ("rows", "tiles", "teams", "chunks"),
+}
 WALKS_ROWS = (
     "rows",
     "tiles",
@@ -56,7 +62,7 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     expect(elements <= LARGEST_TILE, "a tile", f"at most {LARGEST_TILE} elements", elements)
     if c.kernel in ("rows", "tiles", "teams", "fused"):
         expect(c.lanes >= n, "columns of all tiles", f"at least {n}", c.lanes)
-    has_pieces = c.kernel in ("rows", "teams") or (op, c.kernel) == ("backward", "tiles")
+    has_pieces = c.kernel in ("rows", "teams") or (op in BACKWARDS and c.kernel == "tiles")
     most = MOST_PIECES if has_pieces else 1
     expect(1 <= c.pieces <= most, "pieces", f"1 to {most}", c.pieces)
     expect(not c.rest or c.kernel in ("rows", "fused"), "rest", "0, or kernel rows or fused", c.rest)
@@ -85,13 +91,14 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     expect(not c.tma or c.kernel in WITH_TMA[op], "tma", f"false, or kernel of {WITH_TMA[op]}", c.kernel)
     is_plain = not (c.rest or c.packed or c.short)
     expect(not c.tma or c.kernel != "rows" or is_plain, "tma of rows", "no rest, not packed, not short", c)
-    has_share = op == "backward" and c.kernel in WALKS_ROWS
+    has_share = op in BACKWARDS and c.kernel in WALKS_ROWS
     expect(c.share == 100 or has_share, "share", f"100, or a backward's kernel of {WALKS_ROWS}", c.share)
     expect(SMALLEST_SHARE <= c.share <= 100, "share", f"{SMALLEST_SHARE} to 100", c.share)
     kind = f"{op}'s {c.kernel}"
     is_early = op == "forward" and c.kernel in ("rows", "tiles")
     expect(not c.early_weight or is_early, "early_weight", "forward's kernel rows or tiles", kind)
-    expect(not c.short or (op, c.kernel) == ("backward", "rows"), "short", "backward's kernel rows", kind)
+    may_be_short = op in BACKWARDS and c.kernel == "rows"
+    expect(not c.short or may_be_short, "short", "a backward's kernel rows", kind)
 
 
 def expect(is_right: bool, what: str, expected: object, got: object) -> None:

@@ -51,10 +51,12 @@ SPREAD = 1.01  # two timings of one config in one process differ by about as muc
 FIRST_SPREAD = 1.03  # in the first round, which is shorter: five samples each
 RUNS, DATA_SETS = 200, 8  # of the check; one kernel that raced was wrong in a single run of 40
 
+RESULTS = {"forward": ("y", "rstd"), "backward": ("dx", "dw"), "dx": ("dx",)}
+
 Times = dict[Config, tuple[float, ...]]  # microseconds at each M of the bucket
 Run = Callable[
     [Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]
-]  # x, dy, weight, rstd -> (y, rstd) or (dx, dw)
+]  # x, dy, weight, rstd -> RESULTS of its op
 Tell = Callable[[str], None]
 Turn = AbstractContextManager[object]
 ALONE: Turn = contextlib.nullcontext()
@@ -225,7 +227,7 @@ class Search:
         run = runner(Poisoned(self.machine), bucket, config)
         rows, dtype = rows_of(bucket), getattr(torch, bucket.dtype)
         fewest = rows_of_class(bucket.size, bucket.n).start
-        names = ("y", "rstd") if bucket.op == "forward" else ("dx", "dw")
+        names = RESULTS[bucket.op]
         for seed in range(DATA_SETS):
             m, is_odd = rows[seed // 2 % len(rows)], seed % 2
             x, dy, weight = _data(max(fewest, m - 3 * is_odd), bucket.n, dtype, self.device, seed)
@@ -262,8 +264,9 @@ def runner(machine: Machine, bucket: Bucket, config: Config) -> Run:
     if bucket.op == "forward":
         forward = launch.Forward(machine, config, bucket.n, True, False)
         return lambda x, dy, weight, rstd: forward(x, weight, EPS, 0.0)
-    backward = launch.Backward(machine, config, bucket.n, True, True, False)
-    return lambda x, dy, weight, rstd: backward(x, dy, weight, rstd, 0.0)
+    results = len(RESULTS[bucket.op])  # without dw the second is None
+    backward = launch.Backward(machine, config, bucket.n, True, bucket.op == "backward", False)
+    return lambda x, dy, weight, rstd: backward(x, dy, weight, rstd, 0.0)[:results]
 
 
 def _data(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
@@ -24,7 +25,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tilegym_rmsnorm.backends.cutile import toolchain
 from tilegym_rmsnorm.backends.cutile.config import backward_config, forward_config
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
-from tilegym_rmsnorm.backends.cutile.limits import ITEMSIZE, STORED, WALKS_ROWS, check_config, expect
+from tilegym_rmsnorm.backends.cutile.limits import (
+    ITEMSIZE,
+    KERNELS,
+    STORED,
+    WALKS_ROWS,
+    check_config,
+    expect,
+)
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
 
 if TYPE_CHECKING:
@@ -36,7 +44,11 @@ SCHEMA = 1
 SHIPPED_FOLDER = Path(__file__).with_name("tuned")
 CACHE_VARIABLE = "TILEGYM_RMSNORM_CACHE_DIR"
 OFF = ("0", "off", "none", "")
-RULES = {"forward": forward_config, "backward": backward_config}
+RULES = {
+    "forward": forward_config,
+    "backward": backward_config,
+    "dx": functools.partial(backward_config, has_dw=False),
+}
 SHARED = {"float16": ("bfloat16",)}  # the same bytes, and the same float32 registers
 
 
@@ -52,7 +64,7 @@ class Target(NamedTuple):
 class Bucket(NamedTuple):
     """The problems that share a config."""
 
-    op: str
+    op: str  # of RULES: "dx" is a backward without dw
     n: int
     dtype: str
     size: str  # of sizes.SIZES
@@ -79,24 +91,24 @@ def chosen_config(
 ) -> Config:
     """The config that serves rows of n elements, for problems of one size class, on this machine.
 
-    Tables hold backwards that need dw. One that does not takes the same config if that `serves_dx_alone`.
+    A backward that needs no dw has an op of its own, "dx". Where no table has an entry of that it takes the backward's
+    config, if that `serves_dx_alone`.
     """
     name = str(dtype).removeprefix("torch.")
-    buckets = [Bucket(op, n, each, size) for each in (name, *SHARED.get(name, ()))]
-    for table in tables_of(machine.model, machine.architecture).values():
-        for bucket in buckets:
-            if bucket not in table:
-                continue
-            config = table[bucket].config
-            if (has_dw or serves_dx_alone(config)) and config.members <= machine.most_members:
-                return config
-    rule = RULES[op] if has_dw else functools.partial(backward_config, has_dw=False)
-    return rule(n, dtype.itemsize, machine.architecture, size, most_members=machine.most_members)
+    found = tables_of(machine.model, machine.architecture).values()
+    ops = (op,) if has_dw else ("dx", op)
+    for each_op, table, each in itertools.product(ops, found, (name, *SHARED.get(name, ()))):
+        entry = table.get(Bucket(each_op, n, each, size))
+        if entry is None or entry.config.members > machine.most_members:
+            continue
+        if has_dw or each_op == "dx" or serves_dx_alone(entry.config):
+            return entry.config
+    return RULES[ops[0]](n, dtype.itemsize, machine.architecture, size, most_members=machine.most_members)
 
 
 def serves_dx_alone(config: Config) -> bool:
-    """Whether a backward that needs no dw takes a table's config: not of kernels that read x and dy once more for dw,
-    nor of teams by TMA, some of which take 240 bytes of stack without dw and were not timed."""
+    """Whether a backward that needs no dw takes the config of one that does: not of kernels that read x and dy once
+    more for dw, nor of teams by TMA, some of which take 240 bytes of stack without dw and were not timed."""
     return config.kernel in WALKS_ROWS and not (config.kernel == "teams" and config.tma)
 
 
@@ -111,12 +123,14 @@ def tables_of(model: str | None, architecture: int) -> dict[Path, Table]:
 
 def shipped_for(bucket: Bucket) -> list[Config]:
     """What the tables that ship choose for a bucket's rows on any GPU, with any toolkit, and for any dtype of that
-    size: what tuning tries before all else."""
+    size: what tuning tries before all else. For dx alone that is also what they choose for dx with dw."""
+    ops = ("dx", "backward") if bucket.op == "dx" else (bucket.op,)
     found = []
     for path in sorted(SHIPPED_FOLDER.glob("*.json")):
         for item in json.loads(path.read_text(encoding="utf-8"))["entries"]:  # that they are fit is tested
             is_alike = ITEMSIZE[item["dtype"]] == ITEMSIZE[bucket.dtype]
-            if is_alike and (item["op"], item["n"], item["size"]) == (bucket.op, bucket.n, bucket.size):
+            is_alike &= item["op"] in ops and (item["n"], item["size"]) == (bucket.n, bucket.size)
+            if is_alike and item["config"]["kernel"] in KERNELS[bucket.op]:
                 found.append(Config(**item["config"]))
     return list(dict.fromkeys(found))
 
