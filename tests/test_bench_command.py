@@ -104,3 +104,23 @@ def test_readme_takes_only_results_of_the_repository(tmp_path):
         readme.result_file("records")(str(result))
     with pytest.raises(argparse.ArgumentTypeError, match="expected a result with runs"):
         readme.result_file("runs")(str(result))
+
+
+@pytest.mark.parametrize(("providers", "is_given"), [("torch,inductor", True), ("torch,F.rms_norm", False)])
+def test_the_process_that_measures_gives_inductor_its_timer(monkeypatch, providers, is_given):
+    """Before anything is compiled there."""
+    events = []
+
+    class Stop(Exception):
+        pass
+
+    def bench(*_):
+        events.append("measures")
+        raise Stop
+
+    monkeypatch.setattr(run.inductor, "time_by_device", lambda: events.append("timer"))
+    monkeypatch.setattr(run, "Bench", bench)
+    monkeypatch.setattr(run, "run_in_interpreters", lambda: None)  # for the rest of this process
+    with pytest.raises(Stop):
+        run.main(["--provider", providers, "--shapes", "4x8"])
+    assert events == ["timer", "measures"][not is_given :]

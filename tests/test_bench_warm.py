@@ -101,7 +101,7 @@ def test_compiling_ahead_fills_the_caches_from_other_processes(tmp_path, monkeyp
     assert list(tmp_path.rglob("*.py"))
 
 
-def test_inductor_measures_in_one_process_at_a_time(tmp_path, monkeypatch):
+def test_inductor_is_given_the_lock_of_all_processes(tmp_path, monkeypatch):
     from torch._inductor import config
 
     locks = []

@@ -244,7 +244,7 @@ def test_every_config_of_the_shipped_tables(op, dtype, part, monkeypatch):
 
 
 def check_entry(machine, bucket, config, m):
-    """Single rows, whose kernels are others, and dx alone, which takes the same config: tuning checks neither."""
+    """What tuning does not check: single rows, whose kernels are others, and dx alone by a backward's config."""
     from tilegym_rmsnorm.backends.cutile import launch
 
     inputs = make_inputs(m, bucket.n, getattr(torch, bucket.dtype), FP32)

@@ -90,5 +90,5 @@ def test_dx_alone_takes_no_teams_by_tma():
     """Neither from the tables that ship, nor from the rules: with a float32 weight they spill."""
     machine = SimpleNamespace(model="NVIDIA H100 80GB HBM3", architecture=90, most_members=16)
     for n in (18432, 24576, 32768, 65536):
-        with_dw, alone = (chosen_config("backward", machine, n, BF16, "large", dw) for dw in (True, False))
+        with_dw, alone = (chosen_config(op, machine, n, BF16, "large") for op in ("backward", "dx"))
         assert with_dw.tma and not alone.tma

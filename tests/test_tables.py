@@ -33,7 +33,7 @@ def test_rules_serve_where_no_table_has_an_entry(folders):
                     expected = rule(n, dtype.itemsize, 90, size)
                     assert tables.chosen_config(op, MACHINE, n, dtype, size) == expected
                 expected = backward_config(n, dtype.itemsize, 90, size, has_dw=False)
-                found = tables.chosen_config("backward", MACHINE, n, dtype, size, has_dw=False)
+                found = tables.chosen_config("dx", MACHINE, n, dtype, size)
                 assert found == expected and not found.slab
 
 
@@ -45,7 +45,7 @@ def test_without_dw_no_entry_serves_that_reads_more_for_dw(folders):
     for config, serves in ((fused, False), (rows, True), (strips, False)):
         tables.update(folders[0], TARGET, {bucket: Entry(config, ())})
         assert without_reason(chosen(bucket)) == config
-        found = tables.chosen_config("backward", MACHINE, 4096, torch.bfloat16, "few", has_dw=False)
+        found = tables.chosen_config("dx", MACHINE, 4096, torch.bfloat16, "few")
         assert (without_reason(found) == config) is serves and not found.slab
 
 
@@ -53,7 +53,7 @@ def test_a_backward_without_dw_has_entries_of_its_own(folders):
     """Wherever they are, they come before those of backwards with dw, for which they are nothing."""
 
     def dx_alone(dtype=torch.bfloat16):
-        return without_reason(tables.chosen_config("backward", MACHINE, 4096, dtype, "large", has_dw=False))
+        return without_reason(tables.chosen_config("dx", MACHINE, 4096, dtype, "large"))
 
     user, shipped = folders
     alone = BUCKET._replace(op="dx")
@@ -128,10 +128,6 @@ def test_shipped_for_is_what_any_gpu_takes_for_such_rows(folders):
     assert tables.shipped_for(BUCKET._replace(dtype="float32")) == []
     assert tables.shipped_for(BUCKET._replace(op="forward")) == []
     assert tables.shipped_for(BUCKET._replace(op="dx")) == [ENTRY.config, half.config]
-    strips = Entry(Config("strips", 2048, 4, 3, 4), ENTRY.timings)
-    tables.update(folders[1], TARGET, {BUCKET: strips, BUCKET._replace(op="dx"): half})
-    assert strips.config in tables.shipped_for(BUCKET)
-    assert tables.shipped_for(BUCKET._replace(op="dx")) == [half.config, ENTRY.config]
 
 
 def test_no_team_serves_that_may_not_fit_the_gpu(folders):
@@ -167,9 +163,9 @@ def test_launch_asks_for_the_size_class_and_keeps_one_choice_for_all_its_batch_s
     monkeypatch.setattr(sizes, "SMALL", 10 * 64)
     asked = []
 
-    def spied(op, machine, n, dtype, size, has_dw=True):
-        asked.append((op, n, size, has_dw))
-        return tables.chosen_config(op, machine, n, dtype, size, has_dw)
+    def spied(op, machine, n, dtype, size):
+        asked.append((op, n, size))
+        return tables.chosen_config(op, machine, n, dtype, size)
 
     monkeypatch.setattr(launch, "chosen_config", spied)
     bucket = Bucket("forward", 64, "float32", "large")
@@ -187,8 +183,7 @@ def test_launch_asks_for_the_size_class_and_keeps_one_choice_for_all_its_batch_s
     finally:
         for made in (launch._forward, launch._backward):
             made.cache_clear()
-    kinds = (("forward", True), ("backward", True), ("backward", False))
-    assert asked == [(op, 64, size, has_dw) for size in SIZES for op, has_dw in kinds]
+    assert asked == [(op, 64, size) for size in SIZES for op in ("forward", "backward", "dx")]
 
 
 def test_a_toolkit_that_does_not_say_its_version_has_no_tables(folders, monkeypatch):

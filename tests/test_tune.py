@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import pytest
@@ -14,7 +15,8 @@ from table_cases import TARGET
 
 from tilegym_rmsnorm import __main__, registry
 from tilegym_rmsnorm.backends.cutile import tables, toolchain
-from tilegym_rmsnorm.backends.cutile.tables import Bucket
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config
+from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from tilegym_rmsnorm.backends.cutile import machine, search, workers  # noqa: E402
@@ -52,9 +54,21 @@ def test_what_is_tuned_is_stored_and_chosen_from_then_on(gpu, capsys):
     assert set(table) == {Bucket(op, 64, "bfloat16", "large") for op in ("forward", "backward", "dx")}
     interpreted = machine.InterpretedMachine()
     for bucket, entry in table.items():
-        op, has_dw = {"dx": ("backward", False)}.get(bucket.op, (bucket.op, True))
-        chosen = tables.chosen_config(op, interpreted, 64, torch.bfloat16, "large", has_dw)
+        chosen = tables.chosen_config(bucket.op, interpreted, 64, torch.bfloat16, "large")
         assert chosen == entry.config and "tuned: " in chosen.reason
+
+
+@pytest.mark.parametrize("op", ["backward", "dx"])
+def test_what_serves_until_then_is_tried(gpu, finder, monkeypatch, op):
+    """Of the user's table too, where dx alone takes what the backward has."""
+    serving = Config("tiles", 64, 4, 1, 9, rows=2)
+    tables.update(gpu[0], TARGET, {Bucket("backward", 64, "bfloat16", "large"): Entry(serving, ())})
+    tried, real = [], finder.tune
+    monkeypatch.setattr(
+        finder, "tune", lambda bucket, configs: (tried.extend(configs), real(bucket, configs))[1]
+    )
+    assert run("--size", "large", "--op", op) == 0
+    assert serving in [dataclasses.replace(config, reason="") for config in tried]
 
 
 def test_skip_tuned_leaves_what_is_there(gpu, capsys):

@@ -74,7 +74,7 @@ def call(machine: CountingMachine, m: int, n: int, dtype: torch.dtype, has_weigh
     x, rstd = machine.empty((m, n), dtype), machine.empty((m,), FP32)
     forward = chosen_config("forward", machine, n, dtype, size)
     Forward(machine, forward, n, has_weight, False)(x, weight, 1e-6, 0.0)
-    backward = chosen_config("backward", machine, n, dtype, size, has_dw=has_weight)
+    backward = chosen_config("backward" if has_weight else "dx", machine, n, dtype, size)
     Backward(machine, backward, n, has_weight, has_weight, False)(x, x, weight, rstd, 0.0)
 
 

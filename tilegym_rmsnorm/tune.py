@@ -9,7 +9,7 @@ float64, and writes it into the user's cache, from which every later process tak
 a time uses the GPU; nothing else should run there meanwhile. What is done is kept when the command is interrupted;
 --skip-tuned goes on from there.
 
-The ops: forward, backward, which is dx and dw, and dx, the backward of a weight that is frozen.
+The ops: forward, backward, which is dx and dw, and dx, a backward whose weight is frozen, or that has none.
 
 The size classes: large, more than 4 Mi elements of x; of others, few, at most 1024 rows, and small, which only widths
 below 4096 can be.

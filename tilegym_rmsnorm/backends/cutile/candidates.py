@@ -164,13 +164,14 @@ SWEEPS = {
         ),
     ),
 }
-# Without dw: as with it, less the kernels that read x and dy once more for it; and rows that are read twice.
+# Without dw: less the kernels that read x and dy once more for it, more blocks an SM, and rows that are read twice.
 SWEEPS["dx"] = (
-    *(sweep for sweep in SWEEPS["backward"] if sweep.kernel in WALKS_ROWS),
-    Sweep(
-        *("chunks", 8193, ANY_WIDTH, strips_of((2048, 4096, 8192))),
-        {"warps": (4, 8), "occupancy": (1, 2, 4), "latency": (2, 3, 4), "tma": BOTH},
+    *(
+        each._replace(values=each.values | ({} if each.kernel == "teams" else {"occupancy": (1, 2, 3, 4)}))
+        for each in SWEEPS["backward"]
+        if each.kernel in WALKS_ROWS
     ),
+    *(each for each in SWEEPS["forward"] if each.kernel == "chunks"),
 )
 
 

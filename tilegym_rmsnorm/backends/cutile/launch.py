@@ -94,7 +94,7 @@ def _backward(
     machine = machine_of(device)
     shares_partials = plan is None or not has_dw
     if shares_partials:
-        config = chosen_config("backward", machine, n, dtype, size, has_dw)
+        config = chosen_config("backward" if has_dw else "dx", machine, n, dtype, size)
     else:
         config = row_partials_config(n, dtype.itemsize, machine.architecture, machine.most_members)
     return Backward(machine, config, n, has_weight, has_dw, round_xhat, shares_partials)

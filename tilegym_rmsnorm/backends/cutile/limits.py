@@ -14,7 +14,7 @@ from tilegym_rmsnorm.backends.cutile.wide import MOST_MEMBERS
 if TYPE_CHECKING:
     from tilegym_rmsnorm.backends.cutile.tables import Bucket
 
-BACKWARDS = ("backward", "dx")  # of calls that need dw, and of those that do not: their weight is frozen
+BACKWARDS = ("backward", "dx")  # with dw, and without: the weight is frozen, or there is none
 KERNELS = {
     "forward": ("rows", "tiles", "teams", "chunks"),
     "backward": ("rows", "tiles", "teams", "fused", "fused_chunks", "strips"),
@@ -25,11 +25,8 @@ WITH_TMA = {
     "backward": ("rows", "tiles", "teams", "strips"),
     "dx": ("rows", "tiles", "teams", "chunks"),
 }
-WALKS_ROWS = (
-    "rows",
-    "tiles",
-    "teams",
-)  # backwards whose blocks walk the rows, and read x and dy once for dx and dw
+# Backwards whose blocks walk the rows, and read x and dy once for dx and dw.
+WALKS_ROWS = ("rows", "tiles", "teams")
 SMALLEST_SHARE = 50  # percent; `tune` tries 68 and more
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 MOST_PIECES = 16  # each is code of its own: 64 compile in seconds

@@ -4,7 +4,8 @@
 
 The first that has an entry decides: the table in the user's cache, the table that ships for this GPU, the rules of
 config.py. A table belongs to one GPU model and one toolkit, which its file name says and its content repeats. Its
-entries are keyed by op, N, dtype and size class, never by M; float16 takes bfloat16's where it has none of its own. A
+entries are keyed by op, N, dtype and size class, never by M; float16 takes bfloat16's where it has none of its own. Op
+"dx" is a backward without dw; where no table has an entry of it, it takes a backward's, if that `serves_dx_alone`. A
 file that says anything unexpected is ignored as a whole, with one warning. Neither torch nor cuda.tile is imported.
 """
 
@@ -25,14 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tilegym_rmsnorm.backends.cutile import toolchain
 from tilegym_rmsnorm.backends.cutile.config import backward_config, forward_config
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
-from tilegym_rmsnorm.backends.cutile.limits import (
-    ITEMSIZE,
-    KERNELS,
-    STORED,
-    WALKS_ROWS,
-    check_config,
-    expect,
-)
+from tilegym_rmsnorm.backends.cutile.limits import ITEMSIZE, STORED, WALKS_ROWS, check_config, expect
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
 
 if TYPE_CHECKING:
@@ -86,24 +80,18 @@ class Entry(NamedTuple):
 Table = dict[Bucket, Entry]
 
 
-def chosen_config(
-    op: str, machine: Machine, n: int, dtype: torch.dtype, size: str, has_dw: bool = True
-) -> Config:
-    """The config that serves rows of n elements, for problems of one size class, on this machine.
-
-    A backward that needs no dw has an op of its own, "dx". Where no table has an entry of that it takes the backward's
-    config, if that `serves_dx_alone`.
-    """
+def chosen_config(op: str, machine: Machine, n: int, dtype: torch.dtype, size: str) -> Config:
+    """The config that serves rows of n elements, for problems of one size class, on this machine."""
     name = str(dtype).removeprefix("torch.")
     found = tables_of(machine.model, machine.architecture).values()
-    ops = (op,) if has_dw else ("dx", op)
-    for each_op, table, each in itertools.product(ops, found, (name, *SHARED.get(name, ()))):
-        entry = table.get(Bucket(each_op, n, each, size))
+    ops = ("dx", "backward") if op == "dx" else (op,)
+    for its_op, table, its_dtype in itertools.product(ops, found, (name, *SHARED.get(name, ()))):
+        entry = table.get(Bucket(its_op, n, its_dtype, size))
         if entry is None or entry.config.members > machine.most_members:
             continue
-        if has_dw or each_op == "dx" or serves_dx_alone(entry.config):
+        if its_op == op or serves_dx_alone(entry.config):
             return entry.config
-    return RULES[ops[0]](n, dtype.itemsize, machine.architecture, size, most_members=machine.most_members)
+    return RULES[op](n, dtype.itemsize, machine.architecture, size, most_members=machine.most_members)
 
 
 def serves_dx_alone(config: Config) -> bool:
@@ -123,14 +111,13 @@ def tables_of(model: str | None, architecture: int) -> dict[Path, Table]:
 
 def shipped_for(bucket: Bucket) -> list[Config]:
     """What the tables that ship choose for a bucket's rows on any GPU, with any toolkit, and for any dtype of that
-    size: what tuning tries before all else. For dx alone that is also what they choose for dx with dw."""
+    size: what tuning tries before all else. For dx that is also what they choose for dx with dw."""
     ops = ("dx", "backward") if bucket.op == "dx" else (bucket.op,)
     found = []
     for path in sorted(SHIPPED_FOLDER.glob("*.json")):
         for item in json.loads(path.read_text(encoding="utf-8"))["entries"]:  # that they are fit is tested
             is_alike = ITEMSIZE[item["dtype"]] == ITEMSIZE[bucket.dtype]
-            is_alike &= item["op"] in ops and (item["n"], item["size"]) == (bucket.n, bucket.size)
-            if is_alike and item["config"]["kernel"] in KERNELS[bucket.op]:
+            if is_alike and item["op"] in ops and (item["n"], item["size"]) == (bucket.n, bucket.size):
                 found.append(Config(**item["config"]))
     return list(dict.fromkeys(found))
 

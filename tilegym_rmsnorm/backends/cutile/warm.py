@@ -36,7 +36,7 @@ def warm(
     for size in SIZES:
         config = chosen_config("forward", machine, n, dtype, size)
         forward = Forward(machine, config, n, has_weight, round_xhat)
-        config = chosen_config("backward", machine, n, dtype, size, has_dw=has_weight)
+        config = chosen_config("backward" if has_weight else "dx", machine, n, dtype, size)
         backward = Backward(machine, config, n, has_weight, has_weight, round_xhat)
         # without a weight no array has P rows
         partial_rows = backward.partial_rows if has_weight else lambda m: 1

@@ -18,7 +18,7 @@ import torch
 
 from tilegym_rmsnorm.backends.cutile import candidates, search
 from tilegym_rmsnorm.backends.cutile.machine import machine_of
-from tilegym_rmsnorm.backends.cutile.tables import ITEMSIZE, Bucket, Entry, shipped_for
+from tilegym_rmsnorm.backends.cutile.tables import ITEMSIZE, Bucket, Entry, chosen_config, shipped_for
 
 MOST_PROCESSES = 16
 # Of GPU memory: the context, inputs that overflow the L2, a graph's outputs. 6.8 GiB were seen, of 60 configs at 32 Mi
@@ -101,7 +101,8 @@ def _search(bucket: Bucket, most: int) -> Found:
     """One bucket's search in this process."""
     _lines.clear()
     itemsize, machine = ITEMSIZE[bucket.dtype], _searching.machine
-    known = shipped_for(bucket)
+    serving = chosen_config(bucket.op, machine, bucket.n, getattr(torch, bucket.dtype), bucket.size)
+    known = [serving, *shipped_for(bucket)]
     configs = candidates.candidates(bucket, itemsize, machine.architecture, most, machine.most_members, known)
     try:
         entry = _searching.tune(bucket, configs)
