@@ -95,7 +95,7 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     is_early = op == "forward" and c.kernel in ("rows", "tiles")
     expect(not c.early_weight or is_early, "early_weight", "forward's kernel rows or tiles", kind)
     may_be_short = op in BACKWARDS and c.kernel == "rows"
-    expect(not c.short or may_be_short, "short", "a backward's kernel rows", kind)
+    expect(not c.short or may_be_short, "short", "backward's kernel rows", kind)
 
 
 def expect(is_right: bool, what: str, expected: object, got: object) -> None:
