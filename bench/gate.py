@@ -107,6 +107,15 @@ def _name(cell: Cell) -> str:
     return f"{provider} {op} {rows}x{cols} {dtype}"
 
 
+def why_nothing(new: Result, verdict: Verdict) -> str | None:
+    """Why a result is none that a gate could pass, though it may have no cell that fails; None if it is one."""
+    if not new["records"]:
+        return "the run has no records"
+    if verdict.compared == 0 and verdict.missing:
+        return "the run has no cell of those that are kept"
+    return None
+
+
 def explain(new: Result, kept: list[Result], verdict: Verdict) -> str:
     """What was compared and found, one line each."""
     if new["gpu"] is None:
@@ -117,10 +126,8 @@ def explain(new: Result, kept: list[Result], verdict: Verdict) -> str:
     if verdict.missing:
         shapes = dict.fromkeys(f"{rows}x{cols}" for _, rows, cols, _, _ in verdict.missing)
         lines.append(f"gate: not run: {len(verdict.missing)} kept cells, of {', '.join(shapes)}")
-    if not new["records"]:
-        lines.append("gate: nothing compared: the run has no records")
-    elif verdict.compared == 0 and verdict.missing:
-        lines.append("gate: nothing compared: the run has no cell of those that are kept")
+    if reason := why_nothing(new, verdict):
+        lines.append(f"gate: nothing compared: {reason}")
     lines.append(
         f"gate: {verdict.compared} cells compared on {new['gpu']}, {len(verdict.failed)} failed, "
         f"{len(verdict.missing)} not run"
@@ -151,8 +158,7 @@ def main(argv: list[str] | None = None) -> int:
         kept = load_kept(new["gpu"], arguments.results, leave_out=paths)
         verdict = compare(new, kept, arguments.threshold)
         print(explain(new, kept, verdict))
-        has_nothing = not new["records"] or (verdict.compared == 0 and bool(verdict.missing))
-        has_failed |= bool(verdict.failed) or has_nothing
+        has_failed |= bool(verdict.failed or why_nothing(new, verdict))
     return int(has_failed)
 
 

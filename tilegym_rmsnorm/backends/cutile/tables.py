@@ -44,6 +44,8 @@ RULES = {
     "dx": functools.partial(backward_config, has_dw=False),
 }
 SHARED = {"float16": ("bfloat16",)}  # the same bytes, and the same float32 registers
+# By whose entries an op may be served, its own first.
+SERVED_BY = {"forward": ("forward",), "backward": ("backward",), "dx": ("dx", "backward")}
 
 
 class Target(NamedTuple):
@@ -84,8 +86,8 @@ def chosen_config(op: str, machine: Machine, n: int, dtype: torch.dtype, size: s
     """The config that serves rows of n elements, for problems of one size class, on this machine."""
     name = str(dtype).removeprefix("torch.")
     found = tables_of(machine.model, machine.architecture).values()
-    ops = ("dx", "backward") if op == "dx" else (op,)
-    for its_op, table, its_dtype in itertools.product(ops, found, (name, *SHARED.get(name, ()))):
+    dtypes = (name, *SHARED.get(name, ()))
+    for its_op, table, its_dtype in itertools.product(SERVED_BY[op], found, dtypes):
         entry = table.get(Bucket(its_op, n, its_dtype, size))
         if entry is None or entry.config.members > machine.most_members:
             continue
@@ -112,7 +114,7 @@ def tables_of(model: str | None, architecture: int) -> dict[Path, Table]:
 def shipped_for(bucket: Bucket) -> list[Config]:
     """What the tables that ship choose for a bucket's rows on any GPU, with any toolkit, and for any dtype of that
     size: what tuning tries before all else. For dx that is also what they choose for dx with dw."""
-    ops = ("dx", "backward") if bucket.op == "dx" else (bucket.op,)
+    ops = SERVED_BY[bucket.op]
     found = []
     for path in sorted(SHIPPED_FOLDER.glob("*.json")):
         for item in json.loads(path.read_text(encoding="utf-8"))["entries"]:  # that they are fit is tested
