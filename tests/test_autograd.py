@@ -202,15 +202,6 @@ def test_second_derivatives_on_every_backend(backend):
         assert (a.double() - b).norm() < 1e-5 * b.norm()
 
 
-def test_forward_mode_is_refused(backend):
-    """Not silently zero: only reverse mode is implemented."""
-    x = torch.randn(3, 64, device=DEVICE)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        with pytest.raises(RuntimeError, match="jvp"):
-            rms_norm(dual, (64,), backend=backend)
-
-
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="autocast of CPU tensors")
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_cpu_autocast_changes_nothing_as_in_aten(dtype, backend):

@@ -7,7 +7,9 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from known_calls import N, W, X, call, make_known
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -71,13 +73,25 @@ def test_second_derivatives_of_a_known_call(checks):
     assert not checks
 
 
-def test_forward_mode_is_refused_in_a_known_call(checks):
-    x = X.clone().requires_grad_()
-    make_known(checks, input=x)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(X, torch.ones_like(X))
-        with pytest.raises(RuntimeError, match="jvp"):
-            call(input=dual)
+def test_forward_mode_in_a_known_call(checks):
+    """The tangent was lost, or nothing but an error."""
+    tangent = torch.randn_like(X)
+    _, expected = torch.func.jvp(lambda x: F.rms_norm(x, (N,), W, 1e-6), (X,), (tangent,))
+    for needs_grad in (False, True):
+        make_known(checks, input=X.clone().requires_grad_(needs_grad))
+        with forward_ad.dual_level():
+            x = X.clone().requires_grad_(needs_grad)
+            y = call(input=forward_ad.make_dual(x, tangent))
+            torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, expected)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+def test_a_known_call_is_traced(checks):
+    """Its y was a constant of the trace."""
+    make_known(checks)
+    traced = torch.jit.trace(lambda x: call(input=x) * 2.0, (X,))
+    x = torch.randn(7, N)
+    torch.testing.assert_close(traced(x), 2.0 * F.rms_norm(x, (N,), W, 1e-6))
 
 
 @pytest.mark.parametrize("size", [(3, N), (2, 3, N)])

@@ -6,7 +6,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.autograd import forward_ad, gradcheck
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from tilegym_rmsnorm import BackendUnavailableError, RMSNorm, registry, rms_norm
 
@@ -110,6 +111,54 @@ def test_a_tensor_that_is_not_transformed_among_some_that_are(needs_grad):
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+def test_linearize():
+    tangent = torch.randn_like(X)
+    (y, product), (expected, expected_product) = linearize(ours, X), linearize(theirs, X)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(product(tangent), expected_product(tangent))
+
+
+@pytest.mark.parametrize("options", [{}, {"offset": 1.0}, {"bias": W[1]}, {"residual": X[1]}])
+def test_forward_mode_against_finite_differences(options):
+    """Of x and weight, recorded for autograd too, so that forward runs over backward."""
+
+    def norm(x, weight):
+        return rms_norm(x, (N,), weight, EPS, **options)
+
+    assert gradcheck(norm, (leaf(X[0]), leaf(W[0])), check_forward_ad=True, check_batched_forward_grad=True)
+
+
+@pytest.mark.parametrize("name", ["input", "weight", "bias", "residual"])
+def test_each_argument_may_be_the_one_with_a_tangent(name):
+    arguments = {"input": X[0], "weight": W[0], "bias": W[1], "residual": X[1]}
+    tangent = torch.randn_like(arguments[name])
+
+    def norm(argument):
+        return rms_norm(normalized_shape=(N,), eps=EPS, **{**arguments, name: argument})
+
+    with forward_ad.dual_level():
+        y, out = norm(forward_ad.make_dual(arguments[name], tangent))
+        tangents = tuple(forward_ad.unpack_dual(each).tangent for each in (y, out))
+    _, expected = jvp(norm, (arguments[name],), (tangent,))
+    torch.testing.assert_close(tangents[0], expected[0])
+    if name in ("input", "residual"):
+        torch.testing.assert_close(tangents[1], expected[1])
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("needs_grad", [True, False])
+@pytest.mark.parametrize("size", [(4, N), (2, 3, N)])
+def test_torch_jit_trace(size, needs_grad):
+    """Rows were a constant of the trace, or it failed; nn.RMSNorm can be traced."""
+    norm = RMSNorm(N, eps=EPS).requires_grad_(needs_grad)
+    traced = torch.jit.trace(torch.nn.Sequential(norm, torch.nn.SiLU()), torch.randn(size))
+    x = torch.randn(7, *size[1:])
+    torch.testing.assert_close(traced(x), F.silu(norm(x)))
+    assert traced(x).requires_grad == needs_grad
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["cutile", "triton", "inductor"])
 def test_others_refuse_what_is_transformed(backend):
     """In a call that they know too."""
@@ -126,3 +175,10 @@ def test_others_refuse_what_is_transformed(backend):
     ):
         with pytest.raises(BackendUnavailableError, match="torch.func"):
             transform()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        for arguments in ({"input": dual}, {"residual": dual}, {"bias": dual[0, 0]}):
+            with pytest.raises(BackendUnavailableError, match="tangent"):
+                rms_norm(**{"input": x, **arguments}, normalized_shape=(N,), weight=weight, backend=backend)
+    with pytest.raises(BackendUnavailableError, match=r"torch\.jit\.trace"):
+        torch.jit.trace(lambda rows: rms_norm(rows, (N,), weight, backend=backend), (x,))

@@ -18,6 +18,7 @@ from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm import reference
 from tilegym_rmsnorm.reference import compute_dtype
+from tilegym_rmsnorm.validation import is_transformed
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
@@ -31,10 +32,15 @@ Call = tuple[int, float, float, str, Callable[..., Any], Callable[..., Any] | No
 
 def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
     """y of x's shape, recorded for autograd; the last n elements of x's dimensions are a row."""
-    if _are_functorch_transforms_active():
+    if is_transformed(x, weight, bias):
         return _transformable(x, weight, bias, call)
     if is_dynamo_compiling():  # it traces this, where before torch 2.13 it does not know _record
         return RMSNormFunction.apply(x, weight, bias, call)
+    return record(x, weight, bias, call)
+
+
+def record(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
+    """`normalize` of tensors that nothing transforms, in eager mode."""
     # Function.apply without the Python around it, which asks for functorch too and takes 2 us for it.
     x = _unwrap_if_dead(x)
     if weight is not None:
@@ -45,8 +51,8 @@ def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call)
 
 
 def _transformable(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
-    """y by operations that torch.func transforms, which refuses the Function below. No backend but the reference is
-    chosen there (`validation.kind_of`), and this is it."""
+    """y by operations that torch.func transforms, forward mode differentiates and torch.jit.trace records: none of
+    these takes the Function below. No backend but the reference is chosen there (`validation.kind_of`): this is it."""
     n, eps, offset, casting, *_ = call
     options = {"bias": _as_vector(bias), "offset": offset, "casting": casting}
     y, _ = reference.rms_norm_forward_torch(x.reshape(-1, n), _as_vector(weight), eps, **options)

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm import known, reference, registry
-from tilegym_rmsnorm.autograd import normalize, run_backward, run_forward
+from tilegym_rmsnorm.autograd import normalize, record, run_backward, run_forward
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import Request, dispatch, get_current_backend
 from tilegym_rmsnorm.validation import (
@@ -30,6 +30,7 @@ from tilegym_rmsnorm.validation import (
     check_vector,
     checked_eps,
     checked_number,
+    is_transformed,
     kind_of,
 )
 
@@ -46,6 +47,7 @@ registry.load("torch")  # the one backend whose calls torch.compile traces
 # Whether this torch's F.rms_norm is on autocast's list for CUDA devices.
 _HAS_AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
 _are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+_is_traced_by_jit = torch._C._is_tracing
 
 
 @torch._disable_dynamo  # torch.compiler.disable would import Dynamo here and now
@@ -101,13 +103,15 @@ def rms_norm(
         and residual is None
         and not (_HAS_AUTOCAST and torch.is_autocast_enabled("cuda"))
         and not _are_functorch_transforms_active()
+        and not _is_traced_by_jit()
+        and forward_ad._current_level < 0
     ):
         call = known.find(input, normalized_shape, weight, eps, offset, casting, backend)
         if call is not None:
             if not _is_differentiated(input, weight, None):
                 return run_forward(input, weight, None, call)[0]
             if call[-1] is not None:
-                return normalize(input, weight, None, call)
+                return record(input, weight, None, call)
     check_input("input", input)
     n, shape = check_normalized_shape(input, normalized_shape)
     check_vector("weight", weight, input, shape, "input")
@@ -125,14 +129,14 @@ def rms_norm(
         dtype, weight_dtype = _autocast_dtype(dtype), _autocast_dtype(weight_dtype)
     if backend is None:
         backend = get_current_backend()
-    kind = kind_of(input, weight, residual)
+    kind = kind_of(input, weight, bias, residual)
     request = Request(input.device, dtype, weight_dtype, casting, bias is not None, kind)
     forward = dispatch("rms_norm_forward", request, backend)
 
     residual_out = x = input if residual is None else input + residual
     if is_autocast:
         x, weight, bias = (None if t is None else t.to(_autocast_dtype(t.dtype)) for t in (x, weight, bias))
-    if _is_differentiated(x, weight, bias):
+    if _is_differentiated(x, weight, bias) or is_transformed(x, weight, bias):
         # now: the choice in effect may be another later
         backward = dispatch("rms_norm_backward", request, backend)
         y = normalize(x, weight, bias, (n, eps, offset, casting, forward, backward))
@@ -243,14 +247,8 @@ def _autocast_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def _is_differentiated(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:
-    if torch.is_grad_enabled() and (
+    return torch.is_grad_enabled() and (
         x.requires_grad
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
-    ):
-        return True
-    # Inside vmap a tensor says that it requires no grad, whatever the batch does that it is one of.
-    if _are_functorch_transforms_active():
-        return True
-    # Inside forward_ad.dual_level a bare launch would drop tangents; the Function raises that it has no jvp.
-    return forward_ad._current_level >= 0
+    )

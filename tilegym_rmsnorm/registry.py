@@ -38,7 +38,8 @@ BACKEND_MODULES = {
 }
 ENVIRONMENT_VARIABLE = "TILEGYM_RMSNORM_BACKEND"
 # Of a call's tensors: all have memory whose addresses kernels can be given; one is of a subclass that computes its
-# operations itself, as DTensor is; one has no values (FakeTensor), or torch.func transforms what is computed.
+# operations itself, as DTensor is; one has no values (FakeTensor), or PyTorch transforms or records what is computed
+# (`validation.is_transformed`).
 PLAIN, WRAPPED, ABSTRACT = "plain", "wrapped", "abstract"
 _NAMES = (*AUTO_ORDER, "auto")
 _ENVIRONMENT_KEY = os.environ.encodekey(ENVIRONMENT_VARIABLE)

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm.reference import CASTINGS, compute_dtype, default_eps
@@ -28,6 +29,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INF = math.inf
 _STRIDED = torch.strided
 _are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+_is_traced_by_jit = torch._C._is_tracing
 _NO_DISPATCH = Tensor.__torch_dispatch__  # what a subclass without a __torch_dispatch__ of its own has
 
 
@@ -134,12 +136,11 @@ def checked_number(
 def kind_of(*tensors: Tensor | None) -> str:
     """What a backend can make of these: registry.PLAIN, WRAPPED or ABSTRACT, the worst that one of them is.
 
-    Inside a transform of torch.func all are ABSTRACT: even new memory is a tensor of the transform's there. To Dynamo,
-    which meets the reference alone, all are PLAIN.
+    To Dynamo, which meets the reference alone, all are PLAIN.
     """
     if is_dynamo_compiling():
         return PLAIN
-    if _are_functorch_transforms_active():
+    if is_transformed(*tensors):
         return ABSTRACT
     kind = PLAIN
     for tensor in tensors:
@@ -149,6 +150,19 @@ def kind_of(*tensors: Tensor | None) -> str:
             if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
                 kind = WRAPPED
     return kind
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether PyTorch's own operations alone will do: torch.func transforms them, torch.jit.trace records them, or one
+    of the tensors has a tangent of forward-mode differentiation. A kernel would be missing there, without a word.
+
+    Inside a transform of torch.func it is so of all tensors: even new memory is a tensor of the transform's there.
+    """
+    if _are_functorch_transforms_active() or (not is_dynamo_compiling() and _is_traced_by_jit()):
+        return True
+    return forward_ad._current_level >= 0 and any(
+        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
+    )
 
 
 def check_casting(casting: str) -> None:

@@ -23,7 +23,8 @@ def tensors_unusable(request: Request) -> Unusable | None:
     """Why the kernels of cutile and triton do not take these dtypes or this bias, wherever the tensors are."""
     if request.kind != PLAIN:
         reason = (
-            "it takes tensors with memory of their own, no DTensor or FakeTensor, and none inside torch.func"
+            "it takes tensors with memory of their own, no DTensor or FakeTensor, and none inside torch.func or "
+            "torch.jit.trace, or with a tangent of forward-mode differentiation"
         )
         return Unusable(reason, 'pass local tensors (DTensor.to_local()), or use backend="torch" or "auto"')
     other_backend = 'use backend="torch" or "auto"'

@@ -36,7 +36,7 @@ def unusable(request: Request | None) -> Unusable | None:
     if request is None:
         return _cuda_unusable() if torch.cuda.is_available() else _cpu_unusable()
     if request.kind == ABSTRACT:
-        reason = "it compiles for tensors that have values, outside of torch.func"
+        reason = "it compiles for tensors that have values and no tangent, outside of torch.func and torch.jit.trace"
         return Unusable(reason, 'use backend="torch" or "auto"')
     if request.device.type == "cpu":
         return _cpu_unusable()
