@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     for leading in ((arguments.rows,), (2, arguments.rows // 2)):
         print_calls((*leading, arguments.columns), DTYPES[arguments.dtype], arguments, device)
-    print_slices((arguments.rows, arguments.columns), DTYPES[arguments.dtype], arguments, device)
+    print_slices((arguments.rows, arguments.columns), request, arguments)
     return 0
 
 
@@ -121,17 +121,14 @@ def print_calls(
         print(f"{label:34s}" + "".join(f"{median:12.1f} ({low:5.1f})" for low, median in timings))
 
 
-def print_slices(
-    size: tuple[int, int], dtype: torch.dtype, arguments: argparse.Namespace, device: torch.device
-) -> None:
+def print_slices(size: tuple[int, int], request: registry.Request, arguments: argparse.Namespace) -> None:
     """The parts of our own calls."""
-    m, n = size
+    (m, n), device, dtype = size, request.device, request.dtype
     x, dy = (torch.randn(size, dtype=dtype, device=device) for _ in range(2))
     weight = torch.ones(n, dtype=dtype, device=device)
     options = ((n,), weight, EPS, 0.0, "once", arguments.backend)
     rms_norm(x.clone().requires_grad_(), *options[:3], backend=arguments.backend)
     _, rstd = rms_norm_forward(x, weight, EPS, backend=arguments.backend)
-    request = registry.Request(x.device, dtype, dtype, "once", False)
     forward, backward = (registry.dispatch(op, request, arguments.backend) for op in registry.OPS)
 
     def run_forward():

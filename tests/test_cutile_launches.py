@@ -14,6 +14,7 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 import cutile_runs  # noqa: E402
 from cutile_runs import ShuffledMachine, run_backward, run_forward  # noqa: E402
 
+from tilegym_rmsnorm import rms_norm_backward, rms_norm_forward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.interpreter.rebind import Namespace  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
 
@@ -102,3 +103,19 @@ def test_a_wrong_grid_is_noticed(victim, n, change, monkeypatch):
         size = "few" if victim == "backward_fused" else "large"
         has_dw = victim != "backward_chunks"
         run_forward(inputs) if victim.startswith("forward") else run_backward(inputs, None, has_dw, size=size)
+
+
+@pytest.mark.parametrize("n", [64, 20000])
+def test_another_default_device_changes_nothing(n, monkeypatch):
+    """The interpreter's own memory lies beside the arrays, on the CPU; it was made on the default device."""
+    monkeypatch.setenv("TILEGYM_RMSNORM_INTERPRET", "1")
+    inputs = make_inputs(5, n, FP32, FP32, device=CPU)
+
+    def run():
+        y, rstd = rms_norm_forward(inputs.x, inputs.weight, 1e-3, backend="cutile")
+        return y, rstd, *rms_norm_backward(inputs.x, inputs.dy, inputs.weight, rstd, backend="cutile")
+
+    expected = run()
+    with torch.device("meta"):
+        got = run()
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

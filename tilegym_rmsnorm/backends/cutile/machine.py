@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -100,16 +101,24 @@ class InterpretedMachine:
     dependent_launch = True
 
     def __init__(self) -> None:
-        self.no_weight, self.no_dw_partial = torch.empty(2, 64).unbind()
+        self.no_weight, self.no_dw_partial = torch.empty(2, 64, device="cpu").unbind()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return interpreter.empty(shape, dtype)
+        with _default_device_cpu():
+            return interpreter.empty(shape, dtype)
 
     def bind(self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]) -> Launch:
         def launch(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-            interpreter.launch(function, grid, arguments + constants, dependent=True)
+            with _default_device_cpu():
+                interpreter.launch(function, grid, arguments + constants, dependent=True)
 
         return launch
+
+
+def _default_device_cpu() -> contextlib.AbstractContextManager[Any]:
+    """What the interpreter makes lies on the CPU, where its arrays do. As a mode of PyTorch's this slows every
+    operation down, so only where it is needed."""
+    return contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 @functools.cache

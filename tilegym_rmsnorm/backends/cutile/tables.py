@@ -11,7 +11,6 @@ file that says anything unexpected is ignored as a whole, with one warning. Neit
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import json
@@ -165,16 +164,28 @@ def table_in(folder: Path, target: Target) -> Table:
     """The table for `target` in a folder, read once in a process; empty if there is none, or none that is fit."""
     path = table_path(folder, target)
     try:
+        return _read(path, target)
+    except OSError as error:
+        return _ignored(path, error)
+
+
+def _read(path: Path, target: Target) -> Table:
+    """The table in a file, empty if there is none, or none that is fit. Raises OSError if it cannot be read."""
+    try:
         return parse(path.read_text(encoding="utf-8"), target)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        warnings.warn(
-            f"the tuned configs in {path} are ignored: {error}. Delete the file, or run "
-            "`python -m tilegym_rmsnorm tune`, which writes it anew.",
-            stacklevel=2,
-        )
-        return {}
+    except (ValueError, RecursionError) as error:
+        return _ignored(path, error)
+
+
+def _ignored(path: Path, error: Exception) -> Table:
+    warnings.warn(
+        f"the tuned configs in {path} are ignored: {error}. Delete the file, or run "
+        "`python -m tilegym_rmsnorm tune`, which writes it anew.",
+        stacklevel=3,
+    )
+    return {}
 
 
 def parse(text: str, target: Target) -> Table:
@@ -220,10 +231,7 @@ def update(folder: Path, target: Target, changes: Table) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = table_path(folder, target)
     with FileLock(path.with_suffix(".lock")):
-        with contextlib.suppress(FileNotFoundError):
-            path.read_bytes()  # a file that cannot be read is an error here: table_in would take it for an empty table
-        table_in.cache_clear()
-        text = render(target, table_in(folder, target) | changes)
+        text = render(target, _read(path, target) | changes)
         descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=path.stem, suffix=".tmp")
         try:
             with open(descriptor, "w", encoding="utf-8") as file:
