@@ -123,7 +123,7 @@ def print_calls(
 
 def print_slices(size: tuple[int, int], request: registry.Request, arguments: argparse.Namespace) -> None:
     """The parts of our own calls."""
-    (m, n), device, dtype = size, request.device, request.dtype
+    n, device, dtype = size[1], request.device, request.dtype
     x, dy = (torch.randn(size, dtype=dtype, device=device) for _ in range(2))
     weight = torch.ones(n, dtype=dtype, device=device)
     options = ((n,), weight, EPS, 0.0, "once", arguments.backend)
