@@ -18,8 +18,7 @@ from tilegym_rmsnorm import (
     rms_norm_backward,
     rms_norm_forward,
 )
-from tilegym_rmsnorm.registry import PLAIN
-from tilegym_rmsnorm.validation import kind_of
+from tilegym_rmsnorm.validation import are_plain
 
 X, W = torch.randn(3, 8), torch.rand(8) + 0.5
 KERNELS = ("cutile", "triton")
@@ -66,9 +65,9 @@ def zeros():
 STAND_INS = {"DTensor": dtensors, "FakeTensor": fakes, "zero": zeros}
 
 
-@pytest.mark.parametrize("backend", KERNELS)
+@pytest.mark.parametrize("backend", (*KERNELS, "inductor"))
 @pytest.mark.parametrize("kind", STAND_INS)
-def test_kernels_refuse_them_by_name(kind, backend):
+def test_others_refuse_them_by_name(kind, backend):
     rstd = torch.rand(3)
     with STAND_INS[kind]() as stand_in:
         attempts = (
@@ -83,13 +82,22 @@ def test_kernels_refuse_them_by_name(kind, backend):
                 attempt()
 
 
-@pytest.mark.parametrize("kind", ["FakeTensor", "zero"])
-def test_inductor_refuses_what_has_no_values(kind):
-    with (
-        STAND_INS[kind]() as stand_in,
-        pytest.raises(BackendUnavailableError, match="tensors that have values"),
-    ):
-        rms_norm(stand_in(X), (8,), stand_in(W), backend="inductor")
+def test_auto_takes_dtensors_that_are_sharded_in_the_middle(monkeypatch):
+    """As sequence parallelism shards them: backend "inductor" was taken, in which Dynamo failed."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    monkeypatch.setattr(registry._probe("inductor"), "AUTO_ON_CPU", True)  # as on a GPU
+    x, weight = torch.randn(2, 4, 8), W.clone().requires_grad_()
+    expected = rms_norm(x, (8,), weight, backend="torch")
+    expected.sum().backward()
+    with dtensors() as distribute:
+        replicated = distribute(W).requires_grad_()
+        y = rms_norm(
+            distribute_tensor(x, replicated.device_mesh, [Shard(1)]), (8,), replicated, backend="auto"
+        )
+        y.sum().backward()
+        assert y.placements == (Shard(1),) and torch.equal(y.full_tensor(), expected)
+        torch.testing.assert_close(replicated.grad.full_tensor(), weight.grad)
 
 
 def test_a_zero_tensor_is_refused_by_a_known_call_too():
@@ -119,6 +127,4 @@ def test_what_auto_takes_for_them_is_not_what_others_get(every_kernel_by_auto):
 
 
 def test_what_is_plain():
-    assert (
-        kind_of(X, None, torch.nn.Parameter(W), X.as_subclass(Named), X[:, ::2], X.expand(2, 3, 8)) == PLAIN
-    )
+    assert are_plain(X, None, torch.nn.Parameter(W), X.as_subclass(Named), X[:, ::2], X.expand(2, 3, 8))

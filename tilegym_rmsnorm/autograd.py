@@ -51,8 +51,9 @@ def record(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) ->
 
 
 def _transformable(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
-    """y by operations that torch.func transforms, forward mode differentiates and torch.jit.trace records: none of
-    these takes the Function below. No backend but the reference is chosen there (`validation.kind_of`): this is it."""
+    """y by operations that torch.func transforms, forward mode differentiates and torch.export and torch.jit.trace
+    record: none of these takes the Function below, or its gradients are lost. No backend but the reference is chosen
+    there (`validation.are_plain`): this is it."""
     n, eps, offset, casting, *_ = call
     options = {"bias": _as_vector(bias), "offset": offset, "casting": casting}
     y, _ = reference.rms_norm_forward_torch(x.reshape(-1, n), _as_vector(weight), eps, **options)

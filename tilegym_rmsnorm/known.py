@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from tilegym_rmsnorm.autograd import Call
 from tilegym_rmsnorm.reference import default_eps
-from tilegym_rmsnorm.registry import PLAIN, Request, get_current_backend, is_settled
+from tilegym_rmsnorm.registry import Request, get_current_backend, is_settled
 
 _PLAIN_TYPES = (Tensor, Parameter)  # a subclass may answer for its properties with anything
 _SEQUENCES = (tuple, torch.Size, list)
@@ -79,7 +79,7 @@ def remember(
     request: Request, backend: str, forward: Callable[..., Any], backward: Callable[..., Any] | None
 ) -> None:
     """Keep what the checks of a call came to, unless the environment may change it."""
-    if request.has_bias or request.kind != PLAIN or not is_settled("rms_norm_forward", request, backend):
+    if request.has_bias or not request.is_plain or not is_settled("rms_norm_forward", request, backend):
         return
     key = (request.device, request.dtype, request.weight_dtype, request.casting, backend)
     if backward is not None or key not in _outcomes:

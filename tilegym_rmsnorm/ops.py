@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
 
 from tilegym_rmsnorm import known, reference, registry
 from tilegym_rmsnorm.autograd import normalize, record, run_backward, run_forward
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import Request, dispatch, get_current_backend
 from tilegym_rmsnorm.validation import (
+    are_plain,
     check_casting,
     check_input,
     check_like,
@@ -31,7 +32,6 @@ from tilegym_rmsnorm.validation import (
     checked_eps,
     checked_number,
     is_transformed,
-    kind_of,
 )
 
 __all__ = [
@@ -58,6 +58,15 @@ def _break_graph(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     cost every eager call 0.2 to 0.5 us; asking `is_dynamo_compiling` costs 0.03 us.
     """
     return function(*args, **kwargs)
+
+
+# What Dynamo says where it may not break the graph (fullgraph=True, strict export), as torch.compiler.disable sets it.
+_break_graph._torchdynamo_disable = True
+_break_graph._torchdynamo_disable_msg = (
+    "the kernels of tilegym_rmsnorm are launched outside of graphs. To have an RMSNorm in the graph, pass "
+    'backend="torch" to rms_norm or RMSNorm: Inductor then compiles the reference. What set_backend and use_backend '
+    "say is not seen here"
+)
 
 
 def rms_norm(
@@ -95,6 +104,8 @@ def rms_norm(
     asked for by name cannot run them.
     """
     if is_dynamo_compiling():
+        if backend in (None, "auto") and is_exporting():
+            backend = "torch"  # which "auto" takes there; Dynamo cannot read what use_backend says
         if backend != "torch":
             options = {"offset": offset, "residual": residual, "casting": casting, "backend": backend}
             return _break_graph(rms_norm, input, normalized_shape, weight, eps, bias=bias, **options)
@@ -129,8 +140,8 @@ def rms_norm(
         dtype, weight_dtype = _autocast_dtype(dtype), _autocast_dtype(weight_dtype)
     if backend is None:
         backend = get_current_backend()
-    kind = kind_of(input, weight, bias, residual)
-    request = Request(input.device, dtype, weight_dtype, casting, bias is not None, kind)
+    is_plain = are_plain(input, weight, bias, residual)
+    request = Request(input.device, dtype, weight_dtype, casting, bias is not None, is_plain)
     forward = dispatch("rms_norm_forward", request, backend)
 
     residual_out = x = input if residual is None else input + residual
@@ -239,7 +250,7 @@ def _checked_backward(
 
 def _request(x: Tensor, weight: Tensor | None, casting: str, has_bias: bool, *others: Tensor) -> Request:
     weight_dtype = None if weight is None else weight.dtype
-    return Request(x.device, x.dtype, weight_dtype, casting, has_bias, kind_of(x, weight, *others))
+    return Request(x.device, x.dtype, weight_dtype, casting, has_bias, are_plain(x, weight, *others))
 
 
 def _autocast_dtype(dtype: torch.dtype | None) -> torch.dtype | None:

@@ -37,10 +37,6 @@ BACKEND_MODULES = {
     "torch": "tilegym_rmsnorm.backends.torch_reference",
 }
 ENVIRONMENT_VARIABLE = "TILEGYM_RMSNORM_BACKEND"
-# Of a call's tensors: all have memory whose addresses kernels can be given; one is of a subclass that computes its
-# operations itself, as DTensor is; one has no values (FakeTensor), or PyTorch transforms or records what is computed
-# (`validation.is_transformed`).
-PLAIN, WRAPPED, ABSTRACT = "plain", "wrapped", "abstract"
 _NAMES = (*AUTO_ORDER, "auto")
 _ENVIRONMENT_KEY = os.environ.encodekey(ENVIRONMENT_VARIABLE)
 # On CPU tensors these run while the environment asks for their interpreters, which may change from call to call.
@@ -55,7 +51,9 @@ class Request(NamedTuple):
     weight_dtype: torch.dtype | None
     casting: str
     has_bias: bool
-    kind: str = PLAIN
+    is_plain: bool = (
+        True  # all tensors have memory whose addresses kernels can be given, see `validation.are_plain`
+    )
 
 
 class Unusable(NamedTuple):
@@ -258,7 +256,7 @@ def _import(name: str) -> ModuleType:
 def _describe(request: Request) -> str:
     weight = "no weight" if request.weight_dtype is None else f"{request.weight_dtype} weight"
     bias = ", bias" if request.has_bias else ""
-    kind = "" if request.kind == PLAIN else f", {request.kind}"
+    kind = "" if request.is_plain else ", not plain tensors"
     return f"{request.dtype} x on {request.device}, {weight}{bias}, casting {request.casting!r}{kind}"
 
 

@@ -18,12 +18,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
 
 from tilegym_rmsnorm.reference import CASTINGS, compute_dtype, default_eps
-from tilegym_rmsnorm.registry import ABSTRACT, PLAIN, WRAPPED
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INF = math.inf
@@ -133,32 +131,30 @@ def checked_number(
     return value
 
 
-def kind_of(*tensors: Tensor | None) -> str:
-    """What a backend can make of these: registry.PLAIN, WRAPPED or ABSTRACT, the worst that one of them is.
+def are_plain(*tensors: Tensor | None) -> bool:
+    """Whether a kernel can be given these: all have memory of their own, and nothing transforms or records what is
+    computed. Not so a FakeTensor, nor a subclass that computes its operations itself, as DTensor does.
 
-    To Dynamo, which meets the reference alone, all are PLAIN.
+    To Dynamo, which meets the reference alone, all are plain.
     """
     if is_dynamo_compiling():
-        return PLAIN
-    if is_transformed(*tensors):
-        return ABSTRACT
-    kind = PLAIN
-    for tensor in tensors:
-        if tensor is not None:
-            if isinstance(tensor, FakeTensor) or tensor._is_zerotensor():
-                return ABSTRACT
-            if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
-                kind = WRAPPED
-    return kind
+        return True
+    return not is_transformed(*tensors) and all(
+        tensor is None or (type(tensor).__torch_dispatch__ is _NO_DISPATCH and not tensor._is_zerotensor())
+        for tensor in tensors
+    )
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
-    """Whether PyTorch's own operations alone will do: torch.func transforms them, torch.jit.trace records them, or one
-    of the tensors has a tangent of forward-mode differentiation. A kernel would be missing there, without a word.
+    """Whether PyTorch's own operations alone will do: torch.func transforms them, torch.export or torch.jit.trace
+    records them, or one of the tensors has a tangent of forward-mode differentiation. A kernel would be missing there,
+    or its gradients, without a word.
 
     Inside a transform of torch.func it is so of all tensors: even new memory is a tensor of the transform's there.
     """
-    if _are_functorch_transforms_active() or (not is_dynamo_compiling() and _is_traced_by_jit()):
+    if _are_functorch_transforms_active() or is_exporting():
+        return True
+    if not is_dynamo_compiling() and _is_traced_by_jit():
         return True
     return forward_ad._current_level >= 0 and any(
         tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors

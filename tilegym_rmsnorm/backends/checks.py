@@ -12,21 +12,22 @@ from collections.abc import Callable
 
 import torch
 
-from tilegym_rmsnorm.registry import PLAIN, Request, Unusable
+from tilegym_rmsnorm.registry import Request, Unusable
 
 Version = tuple[int, ...]
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+NOT_PLAIN = Unusable(
+    "it takes tensors with memory of their own, no DTensor or FakeTensor, and none inside torch.func, torch.export or "
+    "torch.jit.trace, or with a tangent of forward-mode differentiation",
+    'pass local tensors (DTensor.to_local()), or use backend="torch" or "auto"',
+)
 
 
 def tensors_unusable(request: Request) -> Unusable | None:
     """Why the kernels of cutile and triton do not take these dtypes or this bias, wherever the tensors are."""
-    if request.kind != PLAIN:
-        reason = (
-            "it takes tensors with memory of their own, no DTensor or FakeTensor, and none inside torch.func or "
-            "torch.jit.trace, or with a tangent of forward-mode differentiation"
-        )
-        return Unusable(reason, 'pass local tensors (DTensor.to_local()), or use backend="torch" or "auto"')
+    if not request.is_plain:
+        return NOT_PLAIN
     other_backend = 'use backend="torch" or "auto"'
     if request.dtype not in KERNEL_DTYPES:
         return Unusable(f"it takes x of float16, bfloat16 or float32, not {request.dtype}", other_backend)

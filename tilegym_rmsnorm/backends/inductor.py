@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tilegym_rmsnorm.backends import checks
 from tilegym_rmsnorm.reference import rms_norm_backward_torch, rms_norm_forward_torch
-from tilegym_rmsnorm.registry import ABSTRACT, Request, Unusable, register_impl
+from tilegym_rmsnorm.registry import Request, Unusable, register_impl
 
 IMPLEMENTATION = __name__
 AUTO_ON_CPU = False  # each width compiles for seconds, more than a CPU run of the reference costs
@@ -35,9 +35,8 @@ def unusable(request: Request | None) -> Unusable | None:
     """Why torch.compile cannot run the request, or, without a request, any at all on this machine."""
     if request is None:
         return _cuda_unusable() if torch.cuda.is_available() else _cpu_unusable()
-    if request.kind == ABSTRACT:
-        reason = "it compiles for tensors that have values and no tangent, outside of torch.func and torch.jit.trace"
-        return Unusable(reason, 'use backend="torch" or "auto"')
+    if not request.is_plain:  # of DTensors Dynamo fails on some: those of sequence parallelism
+        return checks.NOT_PLAIN
     if request.device.type == "cpu":
         return _cpu_unusable()
     if request.device.type == "cuda":

@@ -1,0 +1,56 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What torch.export and torch.compile(fullgraph=True) make of a model with an RMSNorm in it."""
+
+import pytest
+import torch
+from torch.nn import Linear, Sequential
+
+from tilegym_rmsnorm import RMSNorm
+
+X = torch.randn(4, 8)
+
+
+def make_model(norm):
+    torch.manual_seed(0)
+    return Sequential(Linear(8, 8), norm, Linear(8, 1))
+
+
+def gradients(module):
+    module(X).sin().sum().backward()
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize("backend", [None, "auto", "torch"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_model_has_all_gradients(strict, backend):
+    """Those of all that comes before the norm were lost: the graph turned gradients off at it."""
+    expected = gradients(make_model(torch.nn.RMSNorm(8)))
+    torch._dynamo.reset()
+    exported = torch.export.export(make_model(RMSNorm(8, backend=backend)), (X,), strict=strict)
+    assert "set_grad_enabled" not in exported.graph_module.code
+    got = gradients(exported.module())
+    assert got.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], msg=name)
+
+
+def test_an_exported_norm_takes_other_batches():
+    batch = torch.export.Dim("batch", min=2, max=64)
+    exported = torch.export.export(RMSNorm(8), (X,), dynamic_shapes=({0: batch},)).module()
+    x = torch.randn(7, 8)
+    torch.testing.assert_close(exported(x), torch.nn.functional.rms_norm(x, (8,)))
+
+
+def test_a_graph_that_may_not_break_says_what_to_do():
+    """Dynamo's own words were: please file an issue to PyTorch."""
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r'pass backend="torch" to rms_norm or RMSNorm'):
+        torch.compile(RMSNorm(8), backend="eager", fullgraph=True)(X)
+
+
+def test_the_reference_is_traced_into_one_graph():
+    torch._dynamo.reset()
+    model = make_model(RMSNorm(8, backend="torch"))
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(X), model(X))
