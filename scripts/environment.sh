@@ -24,6 +24,7 @@ ensure_environment() {
   set -- "${extras[@]}"
 
   if [ -n "${PYTHON:-}" ]; then
+    [ -z "$(_missing "$PYTHON" sys)" ] || _stop "PYTHON=$PYTHON is no Python of at least 3.10 that runs here"
     missing=$(_missing "$PYTHON" $required)
     [ -z "$missing" ] || _stop "PYTHON=$PYTHON lacks:$missing. Install them there: $PYTHON -m pip install $(_target "$@")"
     _warn_missing "$PYTHON" $optional

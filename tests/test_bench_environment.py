@@ -62,6 +62,20 @@ def test_an_interpreter_with_an_older_torch_is_not_taken(bare_machine, torch_ver
     assert "lacks: torch>=2.9. Install" in answer.stderr
 
 
+@pytest.mark.parametrize("python", ["/nonexistent", "/usr/bin/false"])
+def test_an_interpreter_that_does_not_run_is_named(python):
+    """It was told what to install there."""
+    answer = subprocess.run(
+        [shutil.which("bash"), "-euc", ". scripts/environment.sh; ensure_environment bench"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHON": python},
+        capture_output=True,
+        text=True,
+    )
+    assert answer.returncode == 1 and "lacks" not in answer.stderr
+    assert f"PYTHON={python} is no Python of at least 3.10" in answer.stderr
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="cuda-tile and Triton are asked for on Linux")
 @pytest.mark.parametrize(
     ("changes", "missing"),

@@ -3,6 +3,7 @@
 
 """The choice of a backend: order, precedence, errors. No kernel runs here."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import tilegym_rmsnorm
-from tilegym_rmsnorm import registry
+from tilegym_rmsnorm import doctor, registry
 from tilegym_rmsnorm.registry import (
     AUTO_ORDER,
     OPS,
@@ -118,6 +119,41 @@ def test_a_named_backend_never_falls_back(fake_backends, name):
         assert part in str(error.value)
     with use_backend(name), pytest.raises(BackendUnavailableError):
         _chosen()
+
+
+def test_the_log_says_what_was_chosen_and_why_not_the_others(fake_backends, caplog):
+    """The one way to see why a call is slow: nothing else names what "auto" took."""
+    fake_backends["cutile"].answer = Unusable("no such chip", "buy one")
+    with caplog.at_level("INFO", logger="tilegym_rmsnorm"):
+        _chosen()
+        _chosen()
+    [record] = caplog.records
+    assert record.message.startswith("rms_norm_forward of torch.float32 x on cuda:0")
+    assert "runs on backend triton; not cutile: no such chip (to mend it: buy one)" in record.message
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("", None),
+        ("auto", None),
+        (" torch\n", None),
+        (
+            "nope",
+            r"calls that name no backend fail: TILEGYM_RMSNORM_BACKEND.*'nope'\. To mend it: unset TILEGYM_R",
+        ),
+        (
+            "triton",
+            r"ask for triton, which does not work: no triton here\. To mend it: unset TILEGYM_RMSNORM_BACKEND",
+        ),
+    ],
+)
+def test_doctor_looks_at_the_backend_of_the_environment(monkeypatch, value, problem):
+    """It passed, though every call that names no backend would raise."""
+    monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, value)
+    backends = {name: {"works": name != "triton", "reason": f"no {name} here"} for name in AUTO_ORDER}
+    said = doctor.default_problem(backends)
+    assert said is None if problem is None else re.search(problem, said)
 
 
 def test_a_choice_is_made_once(fake_backends, monkeypatch):

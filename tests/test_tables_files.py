@@ -55,6 +55,17 @@ def test_a_table_that_cannot_be_read_is_not_written_over(folders, monkeypatch):
     assert path.read_bytes() == before
 
 
+def test_a_toolkit_that_no_table_is_for_is_named(folders, monkeypatch):
+    """Tables are for one version of each: the rules served after an update, and nothing said so."""
+    monkeypatch.setattr(tables, "target_of", lambda model, architecture: TARGET._replace(cuda_tile="1.7.99"))
+    tables.update(folders[1], TARGET, {BUCKET: ENTRY})
+    said = tables.describe(TARGET.gpu, TARGET.architecture)
+    assert said.startswith(
+        f"the rules of config.py; no table for {TARGET.gpu} with cuda-tile 1.7.99 and tileiras"
+    )
+    assert f"those that ship are for {TARGET}. `python -m tilegym_rmsnorm tune` makes one" in said
+
+
 WRITER = """
 import sys
 from pathlib import Path

@@ -51,12 +51,21 @@ BAD_NORM = [
     ),
     ({"input": X.to(torch.complex64)}, TypeError, "got torch.complex64"),
     ({"input": X.to(torch.float8_e4m3fn)}, TypeError, "got torch.float8_e4m3fn"),
+    (
+        {"input": torch.nested.nested_tensor([X, X[:1]], layout=torch.jagged)},
+        TypeError,
+        "input: expected no nested tensor, but its values(), got layout torch.jagged",
+    ),
+    ({"input": torch.nested.nested_tensor([X, X[:1]])}, TypeError, "input: expected no nested tensor"),
     ({"input": torch.ones(())}, ValueError, "input: expected at least one dimension"),
-    ({"normalized_shape": (4,)}, ValueError, "the last dimensions of a tensor of shape (3, 8), got (4,)"),
-    ({"normalized_shape": 4}, ValueError, "normalized_shape: expected the last dimensions"),
-    ({"normalized_shape": (8, 3)}, ValueError, "got (8, 3)"),
-    ({"normalized_shape": (1, 3, 8)}, ValueError, "got (1, 3, 8)"),
-    ({"normalized_shape": ()}, ValueError, "got ()"),
+    (
+        {"normalized_shape": 4},
+        ValueError,
+        "input: expected shape (*, 4), as normalized_shape says, got (3, 8)",
+    ),
+    ({"normalized_shape": (8, 3)}, ValueError, "input: expected shape (*, 8, 3), as"),
+    ({"normalized_shape": (1, 3, 8)}, ValueError, "input: expected shape (*, 1, 3, 8), as"),
+    ({"normalized_shape": ()}, ValueError, "normalized_shape: expected at least one dimension, got ()"),
     *(
         ({"normalized_shape": size}, TypeError, f"expected an int or a sequence of ints, got {size!r}")
         for size in (None, "8", 8.0, (8.0,), [8.0], True, (True,), torch.tensor([8]), (torch.tensor(8),))

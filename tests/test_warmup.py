@@ -19,6 +19,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from table_cases import TARGET  # noqa: E402
 
+from tilegym_rmsnorm.backends import cutile  # noqa: E402
 from tilegym_rmsnorm.backends.cutile import tables  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
@@ -179,6 +180,9 @@ def test_configs_of_tables_are_warmed(folders):
         ((4096, BF16, "float32"), TypeError),
         ((0, BF16), ValueError),
         ((True, BF16), ValueError),
+        ((64, torch.int8), TypeError),
+        ((64, torch.float64), TypeError),
+        ((64, torch.float32, BF16), TypeError),
     ],
 )
 def test_widths_that_are_none(width, error):
@@ -187,8 +191,13 @@ def test_widths_that_are_none(width, error):
 
 
 def test_what_cannot_run_is_refused(monkeypatch):
-    monkeypatch.delenv("TILEGYM_RMSNORM_INTERPRET", raising=False)
-    with pytest.raises(tr.BackendUnavailableError, match="To mend it"):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cutile, "_gpu_unusable", cutile._gpu_unusable.__wrapped__)
+    monkeypatch.setenv("TILEGYM_RMSNORM_INTERPRET", "1")  # does not help
+    with pytest.raises(tr.BackendUnavailableError, match="To mend it") as raised:
+        tr.warmup([(64, BF16)])
+    assert "INTERPRET" not in str(raised.value)
+    with pytest.raises(ValueError, match="device: expected a CUDA device, got cpu"):
         tr.warmup([(64, BF16)], device="cpu")
     with pytest.raises(ValueError, match="casting"):
         tr.warmup([(64, BF16)], casting="twice")

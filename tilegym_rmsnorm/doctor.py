@@ -111,10 +111,32 @@ def _report(arguments: argparse.Namespace, ignored: list[str]) -> int:
     show(
         f"\nThe best backend possible on this machine is {best}, and it {'works' if works else 'does not work'}."
     )
+    if problem := default_problem(backends):
+        works = False
+        show(f"But {problem}")
     if arguments.json:
-        report = {"works": works, "best_possible": best, "machine": facts, "backends": backends}
+        report = {
+            "works": works,
+            "problem": problem,
+            "best_possible": best,
+            "machine": facts,
+            "backends": backends,
+        }
         print(json.dumps(report, indent=2))
     return 0 if works else 1
+
+
+def default_problem(backends: dict[str, dict[str, Any]]) -> str | None:
+    """Why calls that name no backend fail all the same, and what to do; None where they do not."""
+    mend = f"unset {registry.ENVIRONMENT_VARIABLE}, or set it to a backend that works here, or auto"
+    try:
+        name = registry.get_current_backend()
+    except ValueError as error:
+        return f"calls that name no backend fail: {error}. To mend it: {mend}."
+    if name == "auto" or backends[name]["works"]:
+        return None
+    reason = backends[name]["reason"]
+    return f"calls that name no backend ask for {name}, which does not work: {reason}. To mend it: {mend}."
 
 
 def best_possible_backend() -> str:

@@ -47,7 +47,10 @@ def find(
     n = normalized_shape
     if type(n) in _SEQUENCES and len(n) == 1:
         n = n[0]
-    shape, weight_dtype = x.shape, None
+    try:
+        shape, weight_dtype = x.shape, None
+    except RuntimeError:  # a nested tensor of layout strided has none
+        return None
     if type(n) is not int or n < 1 or not shape or shape[-1] != n or x.layout is not _STRIDED:
         return None
     if x._is_zerotensor():  # which has no memory

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import importlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -38,6 +39,7 @@ BACKEND_MODULES = {
 }
 ENVIRONMENT_VARIABLE = "TILEGYM_RMSNORM_BACKEND"
 _NAMES = (*AUTO_ORDER, "auto")
+_log = logging.getLogger("tilegym_rmsnorm")
 _ENVIRONMENT_KEY = os.environ.encodekey(ENVIRONMENT_VARIABLE)
 # On CPU tensors these run while the environment asks for their interpreters, which may change from call to call.
 _INTERPRETED_ON_CPU = ("cutile", "triton")
@@ -197,18 +199,19 @@ def _environment_backend() -> str | None:
     # os.environ takes 0.7 us to say that a variable is not set, the dictionary behind it 0.03; it is CPython's own.
     if _ENVIRONMENT_KEY not in getattr(os.environ, "_data", (_ENVIRONMENT_KEY,)):
         return None
-    return os.environ.get(ENVIRONMENT_VARIABLE)
+    return os.environ.get(ENVIRONMENT_VARIABLE, "").strip() or None
 
 
 def _choose(op: str, request: Request, name: str) -> Callable[..., Any]:
     _check_name("op", op, OPS)
     _check_name("backend", name, _NAMES)
-    backend = _first_usable(op, request) if name == "auto" else _usable(op, request, name)
+    backend, passed_over = _first_usable(op, request) if name == "auto" else (_usable(op, request, name), "")
     if op not in _implemented_ops(backend):
         raise BackendUnavailableError(
             f"backend {backend!r} has no {op}; it implements {_implemented_ops(backend)}"
         )
     function = _impls[op, backend]
+    _log.info("%s of %s runs on backend %s%s", op, _describe(request), backend, passed_over)
     if request.device.type == "cuda" or backend not in _INTERPRETED_ON_CPU:
         _chosen[op, request, name] = function
     return function
@@ -224,15 +227,16 @@ def _usable(op: str, request: Request, backend: str) -> str:
     )
 
 
-def _first_usable(op: str, request: Request) -> str:
-    reasons = []
+def _first_usable(op: str, request: Request) -> tuple[str, str]:
+    """The backend that "auto" takes, and for the log why not those before it."""
+    reasons: list[str] = []
     for backend in AUTO_ORDER:
         if request.device.type != "cuda" and not _probe(backend).AUTO_ON_CPU:
             reasons.append(f"{backend}: runs on {request.device.type} by name only")
             continue
         unusable = why_unusable(backend, request)
         if unusable is None:
-            return backend
+            return backend, "".join(f"; not {reason}" for reason in reasons)
         reasons.append(f"{backend}: {unusable.reason} (to mend it: {unusable.remedy})")
     raise BackendUnavailableError(f"no backend can run {op} ({_describe(request)}). " + "; ".join(reasons))
 

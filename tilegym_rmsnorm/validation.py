@@ -35,6 +35,8 @@ def check_input(name: str, x: Tensor) -> None:
     """x: a tensor of a floating dtype with at least one dimension."""
     if not isinstance(x, Tensor):
         _fail(TypeError, name, "a torch.Tensor", type(x).__name__)
+    if x.is_nested:
+        _fail(TypeError, name, "no nested tensor, but its values()", f"layout {x.layout}")
     if x.dtype not in DTYPES:
         _fail(TypeError, name, f"a dtype of {_names(DTYPES)}", x.dtype)
     if x.ndim == 0:
@@ -55,9 +57,11 @@ def check_normalized_shape(x: Tensor, normalized_shape: int | Sequence[int]) -> 
             break
     dims = len(normalized_shape)
     shape = x.shape[-dims:]
-    if dims == 0 or dims > x.ndim or shape != tuple(normalized_shape):
-        expected = f"the last dimensions of a tensor of shape {tuple(x.shape)}"
-        _fail(ValueError, "normalized_shape", expected, tuple(normalized_shape))
+    if dims == 0:
+        _fail(ValueError, "normalized_shape", "at least one dimension", "()")
+    if shape != tuple(normalized_shape):  # in a model it is mostly the input that is not what it should be
+        sizes = ", ".join(map(str, normalized_shape))
+        _fail(ValueError, "input", f"shape (*, {sizes}), as normalized_shape says", tuple(x.shape))
     n = shape[0] if dims == 1 else math.prod(shape)
     if n == 0:
         _fail(ValueError, "normalized_shape", "at least one element per row", tuple(normalized_shape))

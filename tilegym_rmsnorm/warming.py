@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
+from tilegym_rmsnorm.backends.checks import KERNEL_DTYPES
 from tilegym_rmsnorm.registry import BackendUnavailableError, Request, why_unusable
 from tilegym_rmsnorm.validation import check_casting
 
@@ -24,12 +25,14 @@ def warmup(widths: Widths, *, casting: str = "once", device: torch.device | str 
 
     Afterwards a call with contiguous rows compiles nothing, whatever its number of rows, and loads nothing from the
     disk cache either; the weight's gradient is taken to be wanted. Needs a few times 100 MB of the device's memory
-    while it runs. Raises BackendUnavailableError where the backend cannot run, ValueError or TypeError on widths that
-    are none.
+    while it runs. Raises BackendUnavailableError where the backend cannot run, ValueError or TypeError on widths and
+    devices that have no kernels.
     """
     check_casting(casting)
     requests = [_checked(width) for width in widths]
     device = torch.device("cuda" if device is None else device)
+    if device.type != "cuda":
+        raise ValueError(f"device: expected a CUDA device, got {device}: nothing is compiled for others")
     for _, dtype, weight_dtype in requests:
         if unusable := why_unusable("cutile", Request(device, dtype, weight_dtype, casting, False)):
             raise BackendUnavailableError(f"warmup: {unusable.reason}. To mend it: {unusable.remedy}")
@@ -52,4 +55,7 @@ def _checked(width: object) -> tuple[int, torch.dtype, torch.dtype | None]:
         raise ValueError(f"widths: expected a whole number of at least 1 as n, got {n!r}")
     if not isinstance(dtype, torch.dtype) or not isinstance(weight_dtype, torch.dtype | None):
         raise TypeError(f"widths: expected dtypes of torch, got {width!r}")
+    if dtype not in KERNEL_DTYPES or weight_dtype not in (None, dtype, torch.float32):
+        expected = "x of float16, bfloat16 or float32, and a weight of that dtype, of float32, or None"
+        raise TypeError(f"widths: expected {expected}, got {width!r}: there are no kernels for others")
     return n, dtype, weight_dtype

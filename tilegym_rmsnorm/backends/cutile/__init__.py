@@ -30,7 +30,7 @@ _INTERPRET_REMEDY = (
 
 def interpreting() -> bool:
     """Whether CPU tensors are to be run through the kernels' own Python."""
-    return os.environ.get(INTERPRET_VARIABLE) == "1"
+    return os.environ.get(INTERPRET_VARIABLE, "").strip().lower() in ("1", "true", "on", "yes")
 
 
 def unusable(request: Request | None) -> Unusable | None:
@@ -38,14 +38,22 @@ def unusable(request: Request | None) -> Unusable | None:
     if request is None:
         if interpreting() and not torch.cuda.is_available():
             return _cuda_tile_unusable()
-        return checks.any_gpu_unusable(_gpu_unusable) or _cuda_tile_unusable() or _tileiras_unusable()
+        problem = checks.any_gpu_unusable(_gpu_unusable)
+        if problem is not None and not torch.cuda.is_available():
+            return Unusable(problem.reason, f"{problem.remedy}, or {_INTERPRET_REMEDY}")
+        return problem or _cuda_tile_unusable() or _tileiras_unusable()
     if problem := checks.tensors_unusable(request):
         return problem
     if request.device.type == "cpu" and interpreting():
         return _cuda_tile_unusable()
     if request.device.type != "cuda":
-        remedy = f"move the tensors to an NVIDIA GPU, or {_INTERPRET_REMEDY}"
-        return Unusable(f"it runs on CUDA tensors, these are on {request.device}", remedy)
+        reason, remedy = (
+            f"it runs on CUDA tensors, these are on {request.device}",
+            "move the tensors to an NVIDIA GPU",
+        )
+        return Unusable(
+            reason, f"{remedy}, or {_INTERPRET_REMEDY}" if request.device.type == "cpu" else remedy
+        )
     return _gpu_unusable(request.device) or _cuda_tile_unusable() or _tileiras_unusable()
 
 
@@ -75,7 +83,7 @@ def _no_gpu() -> Unusable:
         )
     else:
         reason, remedy = "PyTorch sees no NVIDIA GPU", "check nvidia-smi and CUDA_VISIBLE_DEVICES"
-    return Unusable(reason, f"{remedy}, or {_INTERPRET_REMEDY}")
+    return Unusable(reason, remedy)
 
 
 @functools.cache

@@ -55,6 +55,9 @@ class Target(NamedTuple):
     cuda_tile: str
     tileiras: str
 
+    def __str__(self) -> str:
+        return f"{self.gpu} with cuda-tile {self.cuda_tile} and tileiras {self.tileiras}"
+
 
 class Bucket(NamedTuple):
     """The problems that share a config."""
@@ -126,8 +129,21 @@ def shipped_for(bucket: Bucket) -> list[Config]:
 def describe(model: str, architecture: int) -> str:
     """One line for people: what chooses the configs on this GPU, first the tables that exist, last the rules."""
     found = [f"{len(table)} in {path}" for path, table in tables_of(model, architecture).items() if table]
-    note = "" if user_folder() else f"; the user's cache is off ({CACHE_VARIABLE}, or no platformdirs)"
-    return ", then ".join([*found, "the rules of config.py"]) + note
+    notes = [] if user_folder() else [f"the user's cache is off ({CACHE_VARIABLE}, or no platformdirs)"]
+    if not found:
+        target, shipped = target_of(model, architecture), ", ".join(map(str, sorted(shipped_targets())))
+        wanted = "" if target is None else f" for {target}"
+        notes.insert(
+            0,
+            f"no table{wanted}; those that ship are for {shipped}. `python -m tilegym_rmsnorm tune` makes one",
+        )
+    return "; ".join([", then ".join([*found, "the rules of config.py"]), *notes])
+
+
+def shipped_targets() -> list[Target]:
+    """What the tables that ship are for."""
+    tables = [json.loads(path.read_text(encoding="utf-8")) for path in SHIPPED_FOLDER.glob("*.json")]
+    return [Target(*(table[name] for name in Target._fields)) for table in tables]
 
 
 def target_of(model: str | None, architecture: int) -> Target | None:
