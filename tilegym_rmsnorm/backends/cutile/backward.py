@@ -78,8 +78,8 @@ def h_and_g(tdy, trstd, tscale):
     return th, tg
 
 
-def row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED, SWITCHES, team=()):
-    """Writes dx of one row and returns its share of dw (without HAS_DW a value nobody uses).
+def row_gradients(arrays, row, tcolumns, inv_n, offset, SWITCHES, *, PIECES, LATENCY, PACKED=False, team=()):
+    """Writes dx of one row and returns its share of dw, which the compiler leaves out where nobody uses it.
 
     In a loop the compiler moves the load of weight in front of it. PACKED keeps x and dy in their own 16 bits while
     the products are summed. team, of a block that holds a part of the row (backward_teams.py): the board, which part,
@@ -87,7 +87,7 @@ def row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED,
     is here already.
     """
     dx, dy, x, weight, rstd = arrays
-    EVEN, HAS_WEIGHT, HAS_DW, ROUND_XHAT = SWITCHES
+    EVEN, HAS_WEIGHT, ROUND_XHAT = SWITCHES
     TMA, tahead = False, ()
     if len(team) > 0:
         board, member, MEMBERS, SLOTS, TMA, tahead = team
@@ -152,20 +152,24 @@ def backward_rows(
     """
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
     arrays = (dx, dy, x, weight, rstd)
-    SWITCHES = (EVEN, HAS_WEIGHT, HAS_DW, ROUND_XHAT)
+    SWITCHES = (EVEN, HAS_WEIGHT, ROUND_XHAT)
     tcolumns = column_tiles(WIDTH, PIECES, REST)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
 
     if SHORT and x.shape[0] <= ct.num_blocks(0):
-        tdw = row_gradients(arrays, ct.bid(0), tcolumns, inv_n, offset, PIECES, 1, PACKED, SWITCHES)
+        tdw = row_gradients(
+            arrays, ct.bid(0), tcolumns, inv_n, offset, SWITCHES, PIECES=PIECES, LATENCY=1, PACKED=PACKED
+        )
         if HAS_DW:
             store_row(dw_partial, ct.bid(0), tcolumns, tdw, EVEN)
     else:
         tdw = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
         for row in range(ct.bid(0), x.shape[0], ct.num_blocks(0)):
-            tterms = row_gradients(arrays, row, tcolumns, inv_n, offset, PIECES, LATENCY, PACKED, SWITCHES)
+            tterms = row_gradients(
+                arrays, row, tcolumns, inv_n, offset, SWITCHES, PIECES=PIECES, LATENCY=LATENCY, PACKED=PACKED
+            )
             tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(len(tcolumns))))
         if HAS_DW:
             store_row(dw_partial, ct.bid(0), tcolumns, tdw, EVEN)

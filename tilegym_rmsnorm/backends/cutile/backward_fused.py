@@ -114,8 +114,8 @@ def backward_fused(
         if row < x.shape[0]:
             arrays = (dx, dy, x, weight, rstd)
             if WHOLE_ROWS:  # loaded once, so no latency to hide from one row to the next
-                SWITCHES = (EVEN, True, False, ROUND_XHAT)  # a weight, and no dw from rows
+                SWITCHES = (EVEN, True, ROUND_XHAT)  # there is a weight: without one nothing needs dw
                 tcolumns = column_tiles(WIDTH, 1, REST)
-                row_gradients(arrays, row, tcolumns, inv_n, offset, 1, 1, False, SWITCHES)
+                row_gradients(arrays, row, tcolumns, inv_n, offset, SWITCHES, PIECES=1, LATENCY=1)
             else:
                 chunked_row_gradients(arrays, row, inv_n, offset, WIDTH, LATENCY, False, DIVISOR, True)

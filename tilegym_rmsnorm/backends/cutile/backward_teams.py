@@ -53,7 +53,7 @@ def backward_teams(
     member = ticket % MEMBERS
     tcolumns = column_tiles_of(member, WIDTH, PIECES)
     arrays = (dx, dy, x, weight, rstd)
-    SWITCHES = (EVEN, HAS_WEIGHT, HAS_DW, ROUND_XHAT)
+    SWITCHES = (EVEN, HAS_WEIGHT, ROUND_XHAT)
     tdw = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
     tahead = ()
     if AHEAD:
@@ -66,7 +66,9 @@ def backward_teams(
         tplaces = tcolumns
         if TMA and not AHEAD:
             tplaces = columns_again(tcolumns, row)
-        tterms = row_gradients(arrays, row, tplaces, inv_n, offset, PIECES, LATENCY, False, SWITCHES, team)
+        tterms = row_gradients(
+            arrays, row, tplaces, inv_n, offset, SWITCHES, PIECES=PIECES, LATENCY=LATENCY, team=team
+        )
         tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(len(tcolumns))))
         tahead = tnext
     if HAS_DW:
