@@ -249,6 +249,20 @@ def test_what_a_kernel_fails_to_write_is_seen(finder, monkeypatch):
     assert finder.why_wrong(FORWARD, TILES[1]) is None
 
 
+def test_calls_that_follow_one_another_are_checked_too(finder, monkeypatch):
+    """Filling memory with NaN keeps a call's first kernel from starting while the call before still runs."""
+
+    class Racing(launch.Backward):
+        def __call__(self, x, *rest):
+            dx, dw = super().__call__(x, *rest)
+            if not isinstance(self.machine, search.Poisoned) and x.shape[0] % 2:
+                dw[-1] += 1
+            return dx, dw
+
+    monkeypatch.setattr(launch, "Backward", Racing)
+    assert finder.why_wrong(BACKWARD, TILES[0]).endswith("calls that follow one another has other bits")
+
+
 def test_a_config_whose_launch_raises_is_left_out(finder, monkeypatch):
     class Failing(launch.Forward):
         def __init__(self, machine, config, *rest):

@@ -50,6 +50,7 @@ VARIED = 3  # of the fastest, by as many variants as they have
 SPREAD = 1.01  # two timings of one config in one process differ by about as much
 FIRST_SPREAD = 1.03  # in the first round, which is shorter: five samples each
 RUNS, DATA_SETS = 200, 8  # of the check; one kernel that raced was wrong in a single run of 40
+OVERLAPPING = 6  # calls with each data set that follow one another; of RUNS each waits for NaN to be written
 
 RESULTS = {"forward": ("y", "rstd"), "backward": ("dx", "dw"), "dx": ("dx",)}
 
@@ -222,9 +223,11 @@ class Search:
 
     def why_wrong(self, bucket: Bucket, config: Config) -> str | None:
         """Why a config is not to be trusted, None if it is: RUNS runs on NaN, the first with each data set against
-        float64, the others against its bits. Every other set has an odd M, for which other kernels are compiled, and a
-        float32 weight, whose gradient hides nothing."""
-        run = runner(Poisoned(self.machine), bucket, config)
+        float64, the others against its bits, and then OVERLAPPING calls on memory as it comes. Every other set has an
+        odd M, for which other kernels are compiled, and a float32 weight, whose gradient hides nothing."""
+        run, overlapping = (
+            runner(machine, bucket, config) for machine in (Poisoned(self.machine), self.machine)
+        )
         rows, dtype = rows_of(bucket), getattr(torch, bucket.dtype)
         fewest = rows_of_class(bucket.size, bucket.n).start
         names = RESULTS[bucket.op]
@@ -242,6 +245,9 @@ class Search:
                 again = run(x, dy, weight, rstd)
                 if not all(map(torch.equal, again, outputs.values())):
                     return f"{x.shape[0]} x {bucket.n}: run {number} has other bits than the first"
+            for again in [overlapping(x, dy, weight, rstd) for _ in range(OVERLAPPING)]:
+                if not all(map(torch.equal, again, outputs.values())):
+                    return f"{x.shape[0]} x {bucket.n}: one of calls that follow one another has other bits"
         return None
 
 
