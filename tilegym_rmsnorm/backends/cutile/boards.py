@@ -8,17 +8,18 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.backends.cutile import team
-from tilegym_rmsnorm.backends.cutile.kernel_config import power_of_two
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config, constants_of
 from tilegym_rmsnorm.backends.cutile.machine import Machine
 from tilegym_rmsnorm.backends.cutile.wide import clear_config
 
 
 class Boards:
-    """Makes the empty boards of teams with so many members (team.py)."""
+    """Makes the empty boards of teams by one config (team.py)."""
 
-    def __init__(self, machine: Machine, members: int) -> None:
-        self.machine, self.config, self.slots = machine, clear_config(), power_of_two(members)
-        constants = (self.config.rows, self.slots, machine.dependent_launch)
+    def __init__(self, machine: Machine, config: Config, n: int) -> None:
+        self.machine, self.config, self.slots = machine, clear_config(), config.slots
+        switches = {"SLOTS": config.slots, "DEPENDENT": machine.dependent_launch}
+        constants = constants_of(team.clear_board, self.config, n, **switches)
         self.clear = machine.bind(team.clear_board, self.config, constants)
 
     def new(self, m: int) -> Tensor:

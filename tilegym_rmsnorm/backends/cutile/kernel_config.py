@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +42,11 @@ class Config:
         return self.width * self.pieces * self.members + self.rest
 
     @property
+    def slots(self) -> int:
+        """Elements of a row of a team's board (team.py), of which each member has one."""
+        return power_of_two(self.members)
+
+    @property
     def is_fused(self) -> bool:
         """Whether one launch has blocks for dx and blocks for dw (backward_fused.py)."""
         return self.slab > 0
@@ -63,24 +70,30 @@ def two_tiles(n: int) -> tuple[int, int]:
     return (width, rest) if width + rest <= whole * 3 // 4 else (whole, 0)
 
 
-def tile_constants(config: Config, n: int) -> tuple[Any, ...]:
-    """The compile-time arguments that a config stands for, in its kernel's order: extents and hints, and last DIVISOR,
-    the largest power of two up to 16 that divides n."""
-    is_even = config.lanes == n
-    divisor = math.gcd(n, 16)
-    if config.kernel == "rows":
-        if config.tma:
-            return config.width, config.pieces, is_even, config.latency, divisor
-        return config.width, config.pieces, config.rest, is_even, config.latency, config.packed, divisor
-    if config.kernel == "teams":
-        slots = power_of_two(config.members)
-        return config.width, config.pieces, is_even, config.latency, config.members, slots, divisor
-    if config.is_fused:
+def constants_of(function: Callable[..., None], config: Config, n: int, **switches: bool) -> tuple[Any, ...]:
+    """The compile-time arguments of a kernel for rows of n elements, in its order: those that the config stands for,
+    by their names in capitals, and the switches of the call."""
+    values = {
+        "ROWS": config.rows,
+        "WIDTH": config.width,
+        "PIECES": config.pieces,
+        "REST": config.rest,
+        "EVEN": config.lanes == n,
+        "LATENCY": config.latency,
+        "TMA": config.tma,
+        "PACKED": config.packed,
+        "SHORT": config.short,
+        "EARLY_WEIGHT": config.early_weight,
+        "MEMBERS": config.members,
+        "SLOTS": config.slots,
+        # Three blocks an SM have no registers for it (4096x32768, H200: 249.8 -> 264.2 us), nor to keep the weight
+        "AHEAD": config.tma and config.occupancy < 3,
+        "STRIP": config.strip,
+        "EVEN_STRIPS": config.strip > 0 and n % config.strip == 0,
         # not chunks issued ahead: float32 512x131072 584 us by tiles, 634 by gathers, on an H100
-        switches = (n % config.strip == 0, config.kernel == "fused" or config.latency == 1)
-        lanes = (config.width, config.rest, is_even)
-        return config.rows, config.strip, *lanes, config.latency, *switches, divisor
-    if config.kernel == "sum":
-        return config.rows, config.width, divisor
-    rows = () if config.kernel in ("chunks", "means") else (config.rows,)
-    return *rows, config.width, config.latency, config.tma, divisor
+        "GATHERS": config.kernel == "fused" or config.latency == 1,
+        "WHOLE_ROWS": config.kernel == "fused",
+        "DIVISOR": math.gcd(n, 16),  # the largest power of two up to 16 that divides n
+        **switches,
+    }
+    return tuple(values[name] for name in inspect.signature(function).parameters if name.isupper())

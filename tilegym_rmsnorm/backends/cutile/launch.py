@@ -9,6 +9,7 @@ launches. With TILEGYM_RMSNORM_INTERPRET=1 CPU tensors take the same path and th
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,8 +25,8 @@ from tilegym_rmsnorm.backends.cutile import (
 )
 from tilegym_rmsnorm.backends.cutile.boards import Boards
 from tilegym_rmsnorm.backends.cutile.config import row_partials_config, sum_config
-from tilegym_rmsnorm.backends.cutile.kernel_config import Config, tile_constants
-from tilegym_rmsnorm.backends.cutile.machine import Machine, machine_of
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config, constants_of
+from tilegym_rmsnorm.backends.cutile.machine import Launch, Machine, machine_of
 from tilegym_rmsnorm.backends.cutile.sizes import LARGEST_GRID, partial_rows, size_class, slab_tiles
 from tilegym_rmsnorm.backends.cutile.tables import chosen_config
 from tilegym_rmsnorm.backends.cutile.wide import means_config
@@ -112,14 +113,10 @@ class Forward:
             "teams": forward_teams.forward_teams,
             "chunks": forward.forward_chunks,
         }[config.kernel]
-        packed = (config.packed,) if config.kernel == "teams" else ()
-        is_even = (config.lanes == n,) if config.kernel == "tiles" else ()
-        early_weight = (config.early_weight,) if config.kernel in ("rows", "tiles") else ()
-        switches = (*packed, *is_even, has_weight, round_xhat, *early_weight, machine.dependent_launch)
-        self.launch = machine.bind(function, config, (*tile_constants(config, n), *switches))
+        self.launch = _bind(machine, function, config, n, HAS_WEIGHT=has_weight, ROUND_XHAT=round_xhat)
         self.boards = None
         if config.kernel == "teams":
-            self.boards = Boards(machine, config.members)
+            self.boards = Boards(machine, config, n)
             self.most_rows = LARGEST_GRID // config.members
 
     def __call__(self, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
@@ -163,33 +160,27 @@ class Backward:
         self.partial_rows_of = functools.lru_cache(self.partial_rows)  # the M of a model's calls repeat
         has_block_per_row = not shares_partials or config.kernel in ("chunks", "strips")
         self.most_rows = LARGEST_GRID if has_block_per_row else MOST_ROWS
-        dependent = machine.dependent_launch
         if config.kernel == "strips":
-            means = means_config(machine.architecture)
-            self.launch_means = machine.bind(
-                backward_wide.backward_means, means, (*tile_constants(means, n), dependent)
+            self.launch_means = _bind(
+                machine, backward_wide.backward_means, means_config(machine.architecture), n
             )
         if config.kernel == "teams":
-            self.boards = Boards(machine, config.members)
+            self.boards = Boards(machine, config, n)
             self.most_rows = min(self.most_rows // config.members, LARGEST_GRID)  # of blocks, and of a board
-        variant = (has_weight, has_dw, round_xhat)
-        rows = (backward.backward_rows, (*variant, config.short))
-        # Three blocks an SM have no registers for it (4096x32768, H200: 249.8 -> 264.2 us), nor to keep the weight
-        has_rstd_ahead = config.tma and config.occupancy < 3
-        function, switches = {
-            "rows": (backward_tma.backward_rows_by_tma, variant) if config.tma else rows,
-            "tiles": (backward.backward_tiles, (config.pieces, *variant)),
-            "teams": (backward_teams.backward_teams, (config.tma, has_rstd_ahead, *variant)),
-            "fused": (backward_fused.backward_fused, (True, round_xhat)),
-            "fused_chunks": (backward_fused.backward_fused, (False, round_xhat)),
-            "strips": (backward_wide.backward_strips, (round_xhat,)),
-            "chunks": (backward_wide.backward_chunks, (has_weight,)),
+        function = {
+            "rows": backward_tma.backward_rows_by_tma if config.tma else backward.backward_rows,
+            "tiles": backward.backward_tiles,
+            "teams": backward_teams.backward_teams,
+            "fused": backward_fused.backward_fused,
+            "fused_chunks": backward_fused.backward_fused,
+            "strips": backward_wide.backward_strips,
+            "chunks": backward_wide.backward_chunks,
         }[config.kernel]
-        self.launch = machine.bind(function, config, (*tile_constants(config, n), *switches, dependent))
+        switches = {"HAS_WEIGHT": has_weight, "HAS_DW": has_dw, "ROUND_XHAT": round_xhat}
+        self.launch = _bind(machine, function, config, n, **switches)
         self.sum = sum_config(config, n, machine.architecture)
         self.sum_grid = (-(-n // self.sum.width),)
-        constants = (*tile_constants(self.sum, n), dependent)
-        self.launch_sum = machine.bind(backward.sum_partials, self.sum, constants)
+        self.launch_sum = _bind(machine, backward.sum_partials, self.sum, n)
 
     def __call__(
         self, x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, offset: float
@@ -271,6 +262,14 @@ class Backward:
             self.launch(grid, (*arguments, self.inv_n, offset, tiles))
         else:
             self.launch((p,), (*arguments, self.inv_n, offset))
+
+
+def _bind(
+    machine: Machine, function: Callable[..., None], config: Config, n: int, **switches: bool
+) -> Launch:
+    """What launches a kernel by a config on rows of n elements."""
+    constants = constants_of(function, config, n, DEPENDENT=machine.dependent_launch, **switches)
+    return machine.bind(function, config, constants)
 
 
 def _with_int32_stride(x: Tensor) -> Tensor:
