@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +28,7 @@ from tilegym_rmsnorm.timer import FLUSH_BYTES
 PROVIDERS = frozenset(("inductor", "torch.compile", "torch.compile-max-autotune"))  # whose kernels it chooses
 # Part of the names in its caches on disk: choices made by its own timer are not found there.
 CACHE_TAG = "timed by bench.inductor"
+TAG_VARIABLE = "TORCH_COMPILE_CACHE_KEY_TAG"  # that tag of processes that this one starts
 MOST_ROUNDS, FEWEST_ROUNDS = 25, 5
 MOST_SECONDS = 0.025  # of a kernel's rounds, unless FEWEST_ROUNDS take longer
 CYCLES_PER_SECOND = 3e9  # more than any GPU's clock: to wait too long costs time alone
@@ -37,11 +41,15 @@ _is_held = False  # by this process
 def time_by_device(lock: Path | None = None) -> None:
     """Gives Inductor, in this process, this timer. lock: the file that processes hold while they measure."""
     try:
+        from torch._inductor import config
         from torch._inductor.runtime.benchmarking import benchmarker
-        from torch.compiler import config
+        from torch.compiler import config as caches
     except ImportError:
         return
-    config.cache_key_tag = CACHE_TAG
+    # Where Inductor has worker processes, they name the files of its choices, by the tag that they were started with.
+    caches.cache_key_tag = os.environ[TAG_VARIABLE] = CACHE_TAG
+    # Those that began before have another tag, and none is to work while this process measures.
+    config.compile_threads = 1
     own = type(benchmarker).benchmark
 
     def benchmark(fn: Callable[..., object], *arguments: object, **options: object) -> object:
@@ -91,7 +99,19 @@ def device_milliseconds(call: Callable[[], object]) -> float:
         torch.cuda.synchronize()
         if not has_begun:
             break
+    else:
+        _warn_of_the_host()
     return statistics.median(start.elapsed_time(end) for start, end in pairs)
+
+
+@functools.cache  # once for a process, of whose kernels any may be concerned
+def _warn_of_the_host() -> None:
+    warnings.warn(
+        f"The GPU began before the host had asked for all calls, also when it waited {2**MOST_WAITS} times as long as "
+        "those took at first: the host's time is in what Inductor compares, and its choices may be bad ones",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 @contextlib.contextmanager

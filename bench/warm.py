@@ -116,9 +116,4 @@ def _take_turns_in_tuning(lock: Path) -> None:
     """Lets one process at a time measure on the GPU when Inductor chooses between kernels by their times."""
     global _turn
     _turn = lock
-    try:
-        from torch._inductor import config
-    except ImportError:
-        return
-    config.compile_threads = 1  # otherwise each process starts processes of its own
     inductor.time_by_device(lock)

@@ -6,15 +6,21 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._inductor import config
 from torch._inductor.runtime import autotune_cache
 from torch._inductor.runtime.benchmarking import benchmarker
-from torch.compiler import config
+from torch.compiler import config as caches
 
 from bench import inductor
+from bench.provenance import ROOT
 
 
 @pytest.fixture
@@ -27,9 +33,11 @@ def events(monkeypatch):
     monkeypatch.setattr(
         type(benchmarker), "benchmark", lambda self, fn, *_, **__: (found.append("its own"), fn())[1]
     )
-    tag = config.cache_key_tag
-    yield found
-    config.cache_key_tag = tag
+    monkeypatch.setenv(inductor.TAG_VARIABLE, "of before")
+    tag = caches.cache_key_tag
+    with config.patch(compile_threads=4):  # monkeypatch would leave the config without it
+        yield found
+    caches.cache_key_tag = tag
     vars(benchmarker).pop("benchmark", None)
 
 
@@ -98,6 +106,37 @@ def test_choices_of_inductor_s_own_timer_are_not_taken_from_its_cache(events):
     assert key() != before
 
 
+def test_inductor_compiles_in_the_process_that_was_given_the_timer(events):
+    """Each of many would start processes of its own, and those that run already have the tag of before."""
+    inductor.time_by_device()
+    assert config.compile_threads == 1
+
+
+IN_A_WORKER = """
+from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.runtime.autotune_cache import AutotuneCache
+from bench import inductor
+
+if __name__ == "__main__":
+    inductor.time_by_device()
+    config.compile_threads = 2
+    pool = AsyncCompile.process_pool()
+    theirs = pool.submit(AutotuneCache._prepare_key, "/kernels/norm.py").result()
+    pool.shutdown()
+    print(theirs == AutotuneCache._prepare_key("/kernels/norm.py"))
+"""
+
+
+def test_worker_processes_of_inductor_name_its_choices_alike():
+    """They make the cache of a kernel's choice, by whose name it is read and kept."""
+    environment = {name: value for name, value in os.environ.items() if name != inductor.TAG_VARIABLE}
+    environment |= {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", IN_A_WORKER]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["True"], done.stderr
+
+
 class Gpu:
     """A GPU that has `seconds` of sleep to do before anything else, and a host that needs 1 ms for each call."""
 
@@ -150,3 +189,15 @@ def test_a_gpu_that_did_not_wait_long_enough_waits_again(monkeypatch):
     took = inductor.device_milliseconds(lambda: gpu.call(lambda number: 1e-3 if number == 1 else 5e-3))
     assert took == pytest.approx(0.02)
     assert len(gpu.sleeps) == 3 and gpu.sleeps[2] == 4 * gpu.sleeps[0]
+
+
+def test_a_gpu_that_never_waits_long_enough_is_told_once(monkeypatch):
+    """Each call takes the host longer than the one before."""
+    gpu = Gpu(monkeypatch)
+    inductor._warn_of_the_host.cache_clear()
+    with pytest.warns(RuntimeWarning, match="the host's time is in what Inductor compares"):
+        assert inductor.device_milliseconds(lambda: gpu.call(lambda number: 1e-3 * 1.3**number)) > 0.02
+    assert len(gpu.sleeps) == inductor.MOST_WAITS
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inductor.device_milliseconds(lambda: gpu.call(lambda number: 1e-3 * 1.3**number))
