@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.providers import EPS, PROVIDERS, Provider, make_provider
+from bench.providers import COMPILED_MODES, EPS, PROVIDERS, Provider, compiled_providers, make_provider
 from bench.quack_configs import quack_grids, quack_neighbours
 from bench.shapes import Shape
 
@@ -30,9 +30,11 @@ GEMMA = 1  # Liger's number of that casting mode, in all of its implementations
 
 
 def make_providers(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Provider]:
-    """The provider of that name for one shape and dtype; of a library one for each of its settings."""
+    """The provider of that name for one shape and dtype; of a library, and torch.compile, one for each setting."""
     if name in LIBRARIES:
         return LIBRARIES[name].make(shape, dtype, device)
+    if name in COMPILED_MODES:
+        return compiled_providers(name, shape, dtype, device)
     return [make_provider(name, shape, dtype, device)]
 
 

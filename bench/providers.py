@@ -10,6 +10,7 @@ Inductor, one compilation per shape (dynamic=False), which is its fastest form. 
 forward and backward come from `aten::_fused_rms_norm` and its backward, which compute what this package's two public
 ops do, rstd included; `both` by eager autograd goes through `F.rms_norm` itself. `torch.compile-max-autotune` is
 `torch.compile` with the settings of that mode, but for its CUDA graphs: everything here is timed in a graph already.
+Both are timed with programmatic dependent launch too, which cutile has, where this torch and the GPU have it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ KERNELS = BACKENDS[:2]
 BASELINES = ("F.rms_norm", "torch.compile")
 ROW_PARTIALS = "cutile[P=M]"
 MAX_AUTOTUNE = "torch.compile-max-autotune"
+COMPILED_MODES = {"torch.compile": "default", MAX_AUTOTUNE: "max-autotune-no-cudagraphs"}
+PDL = "triton.enable_pdl"  # Inductor's option, off unless asked for
 OWN = (*BACKENDS, ROW_PARTIALS)
 PROVIDERS = (*OWN, *BASELINES, MAX_AUTOTUNE)
 # Compiled autograd, needed for the host time of `both` alone, takes seconds to compile: only where x is smaller than
@@ -102,17 +105,39 @@ def make_provider(name: str, shape: Shape, dtype: torch.dtype, device: torch.dev
             return Provider(name, _aten_forward, None, _norm, True)
         _remove_overrides()
         return Provider(name, _aten_forward, _aten_backward, _norm, True, _aten_backward_dx)
-    if name in ("torch.compile", MAX_AUTOTUNE):
-        mode = "max-autotune-no-cudagraphs" if name == MAX_AUTOTUNE else None
-        is_host_bound = mode is None and shape[0] * shape[1] * dtype.itemsize < COMPILED_NORM_BYTES
-        return Provider(
-            name,
-            _compiled(_aten_ops_forward, mode),
-            _compiled(_aten_backward, mode),
-            _compiled(_norm, mode) if is_host_bound else None,
-            True,
-        )
+    if name in COMPILED_MODES:
+        return compiled_providers(name, shape, dtype, device)[0]
     raise ValueError(f"provider: expected one of {', '.join(PROVIDERS)}, got {name!r}")
+
+
+def compiled_providers(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Provider]:
+    """torch.compile by one of its modes: without PDL and, where it has a choice, with it."""
+    from torch._inductor import list_mode_options
+
+    options = list_mode_options(COMPILED_MODES[name], dynamic=False)
+    settings = {"": options}
+    if _has_pdl(device):
+        settings = {f"enable_pdl={has_pdl}": options | {PDL: has_pdl} for has_pdl in (False, True)}
+    is_host_bound = name != MAX_AUTOTUNE and shape[0] * shape[1] * dtype.itemsize < COMPILED_NORM_BYTES
+    return [
+        Provider(
+            name,
+            _compiled(_aten_ops_forward, options),
+            _compiled(_aten_backward, options),
+            _compiled(_norm, options) if is_host_bound else None,
+            True,
+            settings=text,
+        )
+        for text, options in settings.items()
+    ]
+
+
+def _has_pdl(device: torch.device) -> bool:
+    """Whether Inductor's Triton kernels can be launched so on this device, by this torch."""
+    from torch._inductor import list_options
+
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return is_hopper and PDL in list_options()
 
 
 def _backward_dx(backend: str, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
@@ -165,11 +190,11 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, EPS)
 
 
-def _compiled(function: types.FunctionType, mode: str | None) -> Callable[..., object]:
+def _compiled(function: types.FunctionType, options: dict[str, object]) -> Callable[..., object]:
     """`function` compiled apart from its other compilations, on its first call.
 
     Each gets a code object of its own: torch.compile counts recompilations per code object and silently runs eager
     code after 8 of them.
     """
     own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    return torch.compile(own, dynamic=False, fullgraph=True, mode=mode)
+    return torch.compile(own, dynamic=False, fullgraph=True, options=options)

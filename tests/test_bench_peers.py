@@ -11,10 +11,13 @@ import sys
 import pytest
 import torch
 from fake_peers import FAKES, BwdConfig, FwdConfig, module
+from torch import _inductor
+from torch._inductor import list_mode_options
 
-from bench import peers
+from bench import peers, providers, warm
 from bench.check import errors_of, make_inputs, run_all
 from bench.provenance import PEERS, ROOT
+from bench.providers import MAX_AUTOTUNE, PDL
 from bench.quack_configs import quack_grids, quack_neighbours
 from tilegym_rmsnorm.accuracy import why_wrong
 
@@ -131,6 +134,56 @@ def test_pytorch_says_why_it_has_no_quack(monkeypatch):
     assert "finds no nvidia-cutlass-dsl" in peers.why_missing("torch.quack")
     monkeypatch.setitem(sys.modules, name, module(name, **utils | {"_version_is_ok": lambda: True}))
     assert peers.why_missing("torch.quack") is None
+
+
+# torch.compile
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The options of each call of torch.compile."""
+    found = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: found.append(options))
+    return found
+
+
+@pytest.mark.parametrize("name", ["torch.compile", MAX_AUTOTUNE])
+def test_torch_compile_is_timed_with_programmatic_launches_too(name, compiled, monkeypatch):
+    """cutile has them; Inductor only if it is told."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    made = peers.make_providers(name, (4, 8), torch.bfloat16, torch.device("cuda", 0))
+    assert [each.label for each in made] == [f"{name} (enable_pdl={on})" for on in (False, True)]
+    mode = list_mode_options("max-autotune-no-cudagraphs") if name == MAX_AUTOTUNE else {}
+    assert bool(mode) is (name == MAX_AUTOTUNE)
+    each = len(compiled) // 2
+    assert each >= 2
+    assert [options["options"] for options in compiled] == [mode | {PDL: False}] * each + [
+        mode | {PDL: True}
+    ] * each
+
+
+@pytest.mark.parametrize("reason", ["older GPU", "older torch", "no GPU"])
+def test_torch_compile_has_one_setting_where_it_has_no_choice(reason, compiled, monkeypatch):
+    device = CPU if reason == "no GPU" else torch.device("cuda", 0)
+    capability = (8, 9) if reason == "older GPU" else (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    if reason == "older torch":
+        monkeypatch.setattr(_inductor, "list_options", list)
+    (provider,) = peers.make_providers("torch.compile", (4, 8), torch.bfloat16, device)
+    assert provider.label == "torch.compile" and all(each["options"] == {} for each in compiled)
+
+
+def test_inductor_takes_both_settings_and_they_compile_ahead(monkeypatch):
+    seen = []
+
+    def run_op(provider, op, inputs, poisons):
+        if op == "forward":  # compiles it
+            seen.append((provider.settings, provider.forward(inputs.x, inputs.weight)[0].shape))
+
+    monkeypatch.setattr(providers, "_has_pdl", lambda device: True)
+    monkeypatch.setattr(warm, "run_op", run_op)
+    warm.first_calls(warm.Task(MAX_AUTOTUNE, (4, 8), torch.float32), CPU)
+    assert seen == [(f"enable_pdl={on}", (4, 8)) for on in (False, True)]
 
 
 def test_every_peer_is_pinned_and_named_in_results():
