@@ -58,9 +58,9 @@ def _is_installed(module: str) -> bool:
 def _quack(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Provider]:
     """Its own choice of a config, as `quack.rmsnorm` makes it, and that choice's neighbours in its search space.
 
-    Its backward takes the grid from the partial rows of dw, whose number is its heuristic's, whatever the cluster: of
-    9000 columns 66 clusters, with one block each where cluster_n is 1. So for rows that its heuristic shares between
-    blocks each cluster is timed with as many partial rows as fill the SMs once and twice, too.
+    Its backward takes the grid from the partial rows of dw, whose number is its heuristic's, whatever the cluster and
+    however few the rows of x: of 9000 columns 66 clusters, with one block each where cluster_n is 1, of one row of 64
+    columns 2112 blocks, whose partial rows are all summed. So other numbers are timed too, see quack_grids.
     """
     quack = importlib.import_module("quack.rmsnorm")  # `quack.rmsnorm` as an attribute is the function
     configs = importlib.import_module("quack.rmsnorm_config")
@@ -100,7 +100,7 @@ def _quack(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Provi
         call = functools.partial(backward_by, config, usual)
         providers.append(Provider("quack", None, call, None, settings=f"backward {text}"))
     sm_count = configs.get_sm_count(8192, device)  # one partial row an SM, of Hopper
-    for text, config, partial_rows in quack_grids(chosen, cols, dtype.itemsize, usual, sm_count):
+    for text, config, partial_rows in quack_grids(chosen, cols, dtype.itemsize, usual, sm_count, shape[0]):
         call = functools.partial(backward_by, config, partial_rows)
         providers.append(Provider("quack", None, call, None, settings=f"backward {text}"))
     return providers

@@ -36,20 +36,20 @@ def quack_neighbours(chosen: Any, cols: int, itemsize: int) -> list[tuple[str, A
 
 
 def quack_grids(
-    chosen: Any, cols: int, itemsize: int, usual: int, sm_count: int
+    chosen: Any, cols: int, itemsize: int, usual: int, sm_count: int, rows: int
 ) -> list[tuple[str, Any, int]]:
     """Configs of the backward that differ from `chosen` in cluster and TMA alone, each with as many partial rows as
-    leave an SM one block or two; where `chosen` has no cluster, none. usual: the partial rows that quack takes."""
-    if chosen.cluster_n == 1:
-        return []
-    grids = []
-    for cluster, use_tma, blocks in itertools.product(_clusters(chosen, cols), (False, True), (1, 2)):
+    leave an SM one block or two, or four where `chosen` has no cluster; never more than rows of x, of which each block
+    has at least one. usual: the partial rows that quack takes, whatever the rows of x."""
+    per_sm = (1, 2, 4) if chosen.cluster_n == 1 else (1, 2)
+    clusters = [each for each in _clusters(chosen, cols) if each <= chosen.cluster_n]
+    grids: dict[tuple[Any, int], str] = {}
+    for cluster, use_tma, blocks in itertools.product(clusters, (False, True), per_sm):
         config = dataclasses.replace(chosen, cluster_n=cluster, use_tma=use_tma)
-        partial_rows = sm_count * blocks // cluster
-        if cluster <= chosen.cluster_n and partial_rows != usual and _fits(config, cols, itemsize):
-            text = f"{_text(chosen, config)} partial_rows={partial_rows}".strip()
-            grids.append((text, config, partial_rows))
-    return grids
+        partial_rows = max(1, min(rows, sm_count * blocks // cluster))
+        if partial_rows != usual and _fits(config, cols, itemsize):
+            grids[config, partial_rows] = f"{_text(chosen, config)} partial_rows={partial_rows}".strip()
+    return [(text, config, partial_rows) for (config, partial_rows), text in grids.items()]
 
 
 def _clusters(chosen: Any, cols: int) -> list[int]:

@@ -96,7 +96,7 @@ def fake_quack() -> dict[str, types.ModuleType]:
         assert isinstance(config, BwdConfig) and has_dw_partial and dw_partial.dtype == torch.float32
         dx.copy_(tr.rms_norm_backward_torch(x, dout, weight, rstd)[0])
         dw_partial.zero_()
-        dw_partial[1] = (dout.float() * x.float() * rstd.unsqueeze(1)).sum(0)
+        dw_partial[-1] = (dout.float() * x.float() * rstd.unsqueeze(1)).sum(0)
 
     def rmsnorm(x, weight=None, bias=None, residual=None, out_dtype=None, residual_dtype=None, eps=1e-6):
         return Torch.apply(x, weight, eps)

@@ -94,12 +94,44 @@ def test_tma_of_quack_copies_multiples_of_16_bytes():
 
 def test_every_cluster_of_quack_may_fill_the_gpu():
     """On 132 SMs its heuristic leaves 66 partial rows of 12288 columns: by cluster_n=1 half of the SMs would idle."""
-    grids = quack_grids(BwdConfig(), 12288, 2, 66, 132)
+    grids = quack_grids(BwdConfig(), 12288, 2, 66, 132, 8192)
     assert {(each.cluster_n, rows) for _, each, rows in grids} == {(1, 132), (1, 264), (2, 132)}
     assert {each.use_tma for _, each, _ in grids} == {False, True}
     assert all(text.endswith(f"partial_rows={rows}") for text, _, rows in grids)
     assert len({text for text, _, _ in grids}) == len(grids)
-    assert quack_grids(BwdConfig(cluster_n=1), 4096, 2, 264, 132) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "usual", "partial_rows"),
+    [
+        (8192, 4096, 264, {132, 528}),
+        (524288, 64, 2112, {132, 264, 528}),
+        (8192, 7168, 132, {264, 528}),
+        (200, 4096, 264, {132, 200}),
+        (16, 4096, 264, {16}),
+        (1, 64, 2112, {1}),
+    ],
+)
+def test_quack_without_a_cluster_has_other_grids_too(rows, cols, usual, partial_rows):
+    """Its heuristic looks at the columns alone: 264 blocks, and as many partial rows to sum, for 16 rows of 4096."""
+    grids = quack_grids(BwdConfig(cluster_n=1, threads_per_row=8), cols, 2, usual, 132, rows)
+    assert {each for *_, each in grids} == partial_rows
+    assert len({text for text, *_ in grids}) == len(grids) == 2 * len(partial_rows), "by TMA, and without"
+
+
+def test_few_rows_leave_few_grids_of_quack_s_clusters():
+    grids = quack_grids(BwdConfig(), 12288, 2, 66, 132, 4)
+    assert {(each.cluster_n, rows) for _, each, rows in grids} == {(1, 4), (2, 4)}
+    assert len({text for text, *_ in grids}) == len(grids) == 4
+
+
+@pytest.mark.parametrize("cluster", [1, 2, 4, 8])
+@pytest.mark.parametrize("cols", [64, 1024, 4096, 8192, 65536])
+def test_quack_has_at_most_forty_settings_of_an_op(cluster, cols):
+    """Each is compiled, or at least timed, in every cell."""
+    chosen = BwdConfig(cluster_n=cluster)
+    grids = quack_grids(chosen, cols, 2, 264, 132, 1 << 17)
+    assert 1 + len(quack_neighbours(chosen, cols, 2)) + len(grids) <= 40
 
 
 def test_row_mode_is_tried_where_it_changes_the_kernel(monkeypatch):
