@@ -5,7 +5,8 @@
 
     python -m bench.processes RESULT.json OTHER.json...     adds to RESULT the cells that it lacks, or that failed
 
-Each process has its own copy ceiling, to which its records' copy_fraction refers; `processes` of the result names them.
+Each process has its own copy ceiling, to which its records' copy_fraction refers; `processes` of the result names them,
+by provider and shape.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench import compare, report
 from bench.cell import failed_record
@@ -24,10 +26,62 @@ from bench.gate import cell_of
 from bench.peers import ALONE
 from bench.plots import plot_result
 from bench.provenance import ROOT
-from bench.shapes import Shape
+from bench.shapes import Shape, parse_shapes
 
 Result = dict[str, Any]
+Record = dict[str, Any]
+# Providers, and the shapes at which one process measures them.
+Group = tuple[tuple[str, ...], tuple[Shape, ...]]
 SAME = ("gpu", "sms", "driver", "cuda", "tileiras")  # of two results that may be joined
+
+
+class Loss(NamedTuple):
+    """By whose kernel, at which shape and with what message a process lost its CUDA context, which ended it."""
+
+    provider: str
+    shape: Shape
+    text: str
+
+
+def measure_others(
+    groups: Sequence[Group], compiled: Collection[str], ops: Sequence[str], dtype: str, result: Result
+) -> None:
+    """Adds to the result what a process for each of these groups measures, and one for what those leave that lose their
+    CUDA context: a provider fails where it does so, and nobody elsewhere.
+
+    compiled: the providers whose kernels are in the caches by now.
+    """
+    groups = list(groups)
+    while groups:
+        names, shapes = groups.pop(0)
+        options = () if set(names) <= set(compiled) else ("--warm",)
+        with tempfile.TemporaryDirectory() as folder:
+            other = measure_apart(names, shapes, dtype, ops, Path(folder), options)
+        lost = other.pop("lost", None)
+        join(result, other)
+        if lost is not None:
+            provider, shape, text = lost
+            groups = [*left_by(Loss(provider, tuple(shape), text), names, shapes), *groups]
+
+
+def left_by(loss: Loss, providers: Sequence[str], shapes: Sequence[Shape]) -> list[Group]:
+    """What is still to be measured of these: at the shape of the loss the others, behind it all."""
+    others = tuple(name for name in providers if name != loss.provider)
+    behind = tuple(shapes)[shapes.index(loss.shape) + 1 :]
+    return [group for group in ((others, (loss.shape,)), (tuple(providers), behind)) if all(group)]
+
+
+def lost_records(loss: Loss, ops: Sequence[str], dtype: str, records: Sequence[Record]) -> list[Record]:
+    """The records of the provider at the shape where it lost the context. records: those of the shapes before."""
+    error = f"lost the CUDA context: {loss.text}"
+    offered = _offered(loss.provider, ops, records)
+    return [failed_record(op, loss.shape, dtype, loss.provider, error) for op in offered]
+
+
+def _offered(provider: str, ops: Sequence[str], records: Sequence[Record]) -> list[str]:
+    """The ops that it has records of; all, where it has none."""
+    found = {record["op"] for record in records if record["provider"] == provider}
+    return [op for op in ops if op in found or not found]
 
 
 def measure_apart(
@@ -38,26 +92,37 @@ def measure_apart(
     folder: Path,
     options: Sequence[str] = (),
 ) -> Result:
-    """What a process of their own measures of these providers; where it dies, records that say so."""
-    sizes = ",".join(f"{rows}x{cols}" for rows, cols in shapes)
+    """What a process of their own measures of these providers. Where it dies, records say so; where it loses its CUDA
+    context, `lost` does, and what it left has none."""
+    sizes = shapes_text(shapes)
     command = [sys.executable, "-m", "bench.run", "--provider", ",".join(providers), "--shapes", sizes]
-    command += ["--dtype", dtype, "--op", ",".join(ops), "--out", str(folder), *options]
+    command += ["--dtype", dtype, "--op", ",".join(ops), "--out", str(folder), "--part", *options]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     found = sorted(folder.glob(f"*-{dtype}.json"))
     result = json.loads(found[0].read_text()) if found else {"copy_gb_per_s": None, "records": []}
-    have = {(each["provider"], each["op"], each["rows"], each["cols"]) for each in result["records"]}
-    measured = {name for name, *_ in have}
+    if "lost" in result:
+        return result
+    records = list(result["records"])
+    reached, measured = {_shape(each) for each in records}, {each["provider"] for each in records}
     reasons = result.get("unavailable", {})
     error = f"its process ended with status {done.returncode}"
     result["records"] += [
         failed_record(op, shape, dtype, name, reasons.get(name, error))
         for name in providers
         for shape in shapes
-        for op in ops
-        if done.returncode < 0 or name not in measured  # killed on the way, or never begun
-        if (name, op, *shape) not in have
+        for op in _offered(name, ops, records)
+        if name not in measured or shape not in reached
     ]
     return result
+
+
+def shapes_text(shapes: Sequence[Shape]) -> str:
+    """As `parse_shapes` reads it."""
+    return ",".join(f"{rows}x{cols}" for rows, cols in shapes)
+
+
+def _shape(record: Record) -> Shape:
+    return record["rows"], record["cols"]
 
 
 def join(result: Result, other: Result, ops: Sequence[str] | None = None) -> list[str]:
@@ -79,9 +144,13 @@ def join(result: Result, other: Result, ops: Sequence[str] | None = None) -> lis
         part | {"providers": [name for name in part["providers"] if name in added]}
         for part in other.get("processes", [])
     ]
-    apart = {name for part in parts for name in part["providers"] if name in ALONE}
+    apart = {
+        (name, shape) for part in parts for name in part["providers"] for shape in _shapes_of(name, part, new)
+    }
+    own = [record for record in new if (record["provider"], _shape(record)) not in apart]
     whole = {key: other.get(key) for key in ("copy_gb_per_s", "date", "commit")}
-    whole["providers"] = [name for name in added if name not in apart]
+    whole["providers"] = list(dict.fromkeys(record["provider"] for record in own))
+    whole["shapes"] = shapes_text(list(dict.fromkeys(map(_shape, own))))
     if found := [part for part in (whole, *parts) if part["providers"]]:
         result.setdefault("processes", []).extend(found)
     measured = {record["provider"] for record in result["records"]}
@@ -90,14 +159,25 @@ def join(result: Result, other: Result, ops: Sequence[str] | None = None) -> lis
     return added
 
 
+def _shapes_of(provider: str, part: Record, records: Sequence[Record]) -> list[Shape]:
+    """The shapes at which that process measured the provider. Results from before `shapes` do not say them: one that
+    never shares a process was there at all, of another both processes may have measured some."""
+    if "shapes" in part:
+        return list(parse_shapes(part["shapes"]))
+    return [_shape(record) for record in records] if provider in ALONE else []
+
+
 def differences(result: Result) -> list[str]:
     """One line for each process of its own: its copy rate beside the result's."""
     own = result["copy_gb_per_s"]
+    every = {_shape(record) for record in result["records"]}
     lines = []
     for process in result.get("processes", []):
         rate = process["copy_gb_per_s"]
         if own is not None and rate is not None:
             names = ", ".join(process["providers"])
+            shapes = set(parse_shapes(process["shapes"])) if "shapes" in process else every
+            names += "" if shapes >= every else f" at {len(shapes)} of {len(every)} shapes"
             lines.append(
                 f"{names}: in a process of its own, device copy {rate:.0f} GB/s ({rate / own - 1:+.1%})"
             )

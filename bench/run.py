@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ import torch
 from tqdm import tqdm
 
 from bench import compare, inductor, readme, report
-from bench.cell import failed_record
 from bench.measure import Bench, ContextLostError
 from bench.peers import ALL_PROVIDERS, ALONE, LIBRARIES, why_missing
-from bench.processes import differences, join, measure_apart, write
+from bench.processes import Loss, differences, left_by, lost_records, measure_others, write
 from bench.provenance import RESULTS, ROOT, describe_run, gpu_slug, one_line
 from bench.providers import BACKENDS, BASELINES, MAX_AUTOTUNE, ROW_PARTIALS
 from bench.shapes import (
@@ -69,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         inductor.time_by_device()
     bench = Bench(here, ops, device)
     is_good = True
+    loss: Loss | None = None  # of this process, in which nothing runs behind it
     for dtype in arguments.dtype:
         ceiling = bench.copy_bytes_per_second
         result = {
@@ -80,15 +79,21 @@ def main(argv: list[str] | None = None) -> int:
             "records": [],
         }
         path = folder / f"{origin['date'][:10]}-{dtype}{'-grid' if arguments.grid else ''}.json"
-        lost = measure_all(bench, shapes, dtype, result, path)
-        measure_others(apart, lost, bench, shapes, dtype, result)
+        if loss is not None:
+            groups = [(here, shapes)]
+        elif loss := measure_all(bench, shapes, dtype, result, path):
+            groups = left_by(loss, here, shapes)
+        else:
+            groups = []
+        if loss is not None and arguments.part:
+            report.write_json(result | {"lost": loss}, path)
+            return 1
+        groups += [((name,), shapes) for name in apart]
+        measure_others(groups, here, ops, dtype, result)
         plots = write(result, path)
         print("\n\n".join(["", report.tables(result), compare.summary(result), *differences(result)]))
         print(f"\nwritten: {path}, .csv and plots of {', '.join(plots)}")
         is_good &= not any(each["error"] and each["provider"] in BACKENDS for each in result["records"])
-        if lost is not None:
-            print(f"stopped: the CUDA context was lost by {lost}", file=sys.stderr)
-            return 1
     return 0 if is_good else 1
 
 
@@ -103,35 +108,6 @@ def choose_providers(arguments: argparse.Namespace, has_gpu: bool) -> tuple[tupl
         wanted += (MAX_AUTOTUNE, *LIBRARIES) if arguments.peers else ()
     unavailable |= {name: reason for name in wanted if (reason := why_missing(name))}
     return tuple(name for name in wanted if name not in unavailable), unavailable
-
-
-def measure_others(
-    apart: list[str],
-    lost: ContextLostError | None,
-    bench: Bench,
-    shapes: tuple[Shape, ...],
-    dtype: str,
-    result: dict[str, Any],
-) -> None:
-    """Adds the records that this process cannot take: of `apart`, and after a lost context of all that is left."""
-    groups = [((name,), shapes) for name in apart]
-    if lost is not None:
-        left = shapes[len({(each["rows"], each["cols"]) for each in result["records"]}) :]
-        result["records"] += [
-            failed_record(op, shape, dtype, lost.provider, f"lost the CUDA context: {lost.text}")
-            for shape in left
-            for op in bench.ops
-        ]
-        if others := tuple(name for name in bench.providers if name != lost.provider):
-            groups.insert(0, (others, left))
-    for names, some_shapes in groups:
-        with tempfile.TemporaryDirectory() as folder:
-            options = () if names[0] in bench.providers else ("--warm",)
-            other = measure_apart(names, some_shapes, dtype, bench.ops, Path(folder), options)
-        if names[0] in bench.providers:
-            result["records"] += other["records"]
-        else:
-            join(result, other)
 
 
 def run_in_interpreters() -> None:
@@ -169,6 +145,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "with --quick, --shapes, --op or --provider",
     )
     parser.add_argument("--quick", action="store_true", help="a few shapes only")
+    # Of processes.py: a lost CUDA context ends the run, whose result says so.
+    parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--p-rows", action="store_true", help=f"also {ROW_PARTIALS}: a partial row per input row"
     )
@@ -234,23 +212,27 @@ def default_providers(unavailable: dict[str, str], has_row_partials: bool, has_g
 
 def measure_all(
     bench: Bench, shapes: tuple[Shape, ...], dtype: str, result: dict[str, Any], path: Path
-) -> ContextLostError | None:
+) -> Loss | None:
     """Adds the records of every shape to the result, and writes it to PATH after each: a run may be cut off.
 
-    None, or what broke the CUDA context, which ends the run.
+    None, or what broke the CUDA context: of that shape only the record of who did it is there, of those behind none.
     """
     with tqdm(shapes, unit="shape", dynamic_ncols=True) as bar:
         for shape in bar:
             label = f"{dtype} {shape[0]}x{shape[1]}"
             progress = functools.partial(_show, bar, label)
+            loss = None
             try:
                 records = bench.measure(shape, DTYPES[dtype], progress)
             except ContextLostError as lost:
-                return lost
+                loss = Loss(lost.provider, shape, lost.text)
+                records = lost_records(loss, bench.ops, dtype, result["records"])
             result["records"] += records
             report.write_json(result, path)
             for line in report.failures({"records": records}):
                 tqdm.write(f"failed: {line}")
+            if loss is not None:
+                return loss
     return None
 
 

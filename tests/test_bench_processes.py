@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Measuring in several processes: providers of their own, a lost context, results joined."""
+"""Measuring in several processes: providers of their own, results joined. What they do about a lost context:
+test_bench_lost.py."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ from test_bench_records import RECORD_FIELDS
 from test_bench_results import make_record, make_result
 
 from bench import processes, provenance, report, run
-from bench.measure import ContextLostError
 from bench.peers import LIBRARIES, why_missing
 from bench.processes import differences, join, measure_apart
 
@@ -32,6 +32,8 @@ def test_joining_adds_providers_that_the_result_lacks():
     assert differences(result) == [
         "tilegym: in a process of its own, device copy 2979 GB/s (-1.0%)",
     ]
+    del result["processes"][0]["shapes"]  # as in results of before
+    assert len(differences(result)) == 1
     assert join(result, other) == [] and len(result["processes"]) == 1
 
 
@@ -78,6 +80,23 @@ def test_joining_a_joined_result_names_the_processes_that_measured():
     assert [(each["commit"], each["providers"]) for each in result["processes"]] == [
         ("one", ["quack"]),
         ("two", ["tilegym"]),
+    ]
+
+
+def test_joining_names_the_shapes_that_a_process_measured():
+    """Also of a result that was joined itself: the rate of the copy in one process is not that of another."""
+    records = [make_record(120.0, provider="quack", rows=rows, cols=8) for rows in (1, 2, 3)]
+    other = make_result(*records, copy_gb_per_s=2979.0)
+    other["processes"] = [{"providers": ["quack"], "shapes": "2x8", "copy_gb_per_s": 2900.0}]
+    result = make_result(*(make_record(rows=rows, cols=8) for rows in (1, 2, 3)))
+    join(result, other)
+    assert [(each["shapes"], each["copy_gb_per_s"]) for each in result["processes"]] == [
+        ("1x8,3x8", 2979.0),
+        ("2x8", 2900.0),
+    ]
+    assert differences(result) == [
+        "quack at 2 of 3 shapes: in a process of its own, device copy 2979 GB/s (-1.0%)",
+        "quack at 1 of 3 shapes: in a process of its own, device copy 2900 GB/s (-3.6%)",
     ]
 
 
@@ -146,53 +165,33 @@ def test_a_process_that_dies_leaves_records_that_say_so(tmp_path, monkeypatch):
     report.write_csv(result, tmp_path / "it.csv")
 
 
+def test_a_process_that_ends_early_leaves_records_of_what_it_did_not_reach(tmp_path, monkeypatch):
+    """An exception that nothing contains, as of a replay of a CUDA graph: status 1, as of a kernel that is wrong."""
+    ended = processes.subprocess.CompletedProcess([], 1)
+    monkeypatch.setattr(processes.subprocess, "run", lambda *_, **__: ended)
+    one = make_record(provider="torch", rows=3, cols=8)
+    report.write_json(make_result(one), tmp_path / "2026-11-21-bfloat16.json")
+    result = measure_apart(("torch",), ((3, 8), (4, 8)), "bfloat16", ("backward", "dx"), tmp_path)
+    assert [(each["op"], each["rows"], each["error"]) for each in result["records"]] == [
+        ("backward", 3, None),
+        ("backward", 4, "its process ended with status 1"),
+    ]
+
+
+def test_what_a_process_left_that_lost_its_context_is_not_said_to_have_failed(tmp_path, monkeypatch):
+    ended = processes.subprocess.CompletedProcess([], 1)
+    monkeypatch.setattr(processes.subprocess, "run", lambda *_, **__: ended)
+    lost = {"lost": ["quack", [3, 8], "illegal address"]}
+    report.write_json(make_result(**lost), tmp_path / "2026-11-21-bfloat16.json")
+    result = measure_apart(("cutile", "quack"), ((3, 8), (4, 8)), "bfloat16", ("backward",), tmp_path)
+    assert result["records"] == [] and result["lost"] == lost["lost"]
+
+
 def test_a_process_without_the_library_says_what_is_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(processes.ROOT))
     result = measure_apart(("tilegym",), ((3, 8),), "bfloat16", ("forward",), tmp_path)
     (record,) = result["records"]
     assert record["error"].startswith("no module tilegym")
-
-
-def fake_bench(providers: tuple[str, ...]):
-    class Fake:
-        ops = ("backward",)
-
-    Fake.providers = providers
-    return Fake()
-
-
-def test_what_needs_its_own_process_gets_one(monkeypatch):
-    asked = []
-
-    def apart(names, shapes, dtype, ops, folder, options=()):
-        asked.append((names, shapes, dtype, tuple(ops), options))
-        return make_result(*(make_record(provider=name) for name in names), copy_gb_per_s=3000.0)
-
-    monkeypatch.setattr(run, "measure_apart", apart)
-    result = make_result(make_record())
-    run.measure_others(["tilegym"], None, fake_bench(("cutile",)), ((4, 8),), "bfloat16", result)
-    assert asked == [(("tilegym",), ((4, 8),), "bfloat16", ("backward",), ("--warm",))]
-    assert [each["provider"] for each in result["records"]] == ["cutile", "tilegym"]
-    assert result["processes"][0]["copy_gb_per_s"] == 3000.0
-
-
-def test_after_a_lost_context_the_others_go_on_in_another_process(monkeypatch):
-    asked = []
-
-    def apart(names, shapes, dtype, ops, folder, options=()):
-        asked.append((names, shapes, options))
-        return make_result(*(make_record(provider=name, rows=m) for name in names for m, _ in shapes))
-
-    monkeypatch.setattr(run, "measure_apart", apart)
-    done = [make_record(provider=name, rows=1, cols=8) for name in ("cutile", "quack")]
-    result, lost = make_result(*done), ContextLostError("quack", "illegal address")
-    shapes = ((1, 8), (2, 8), (3, 8))
-    run.measure_others([], lost, fake_bench(("cutile", "quack")), shapes, "bfloat16", result)
-    assert asked == [(("cutile",), ((2, 8), (3, 8)), ())]
-    failed = [each for each in result["records"] if each["error"]]
-    assert [(each["provider"], each["rows"]) for each in failed] == [("quack", 2), ("quack", 3)]
-    assert failed[0]["error"] == "lost the CUDA context: illegal address"
-    assert [each["rows"] for each in result["records"] if each["provider"] == "cutile"] == [1, 2, 3]
 
 
 # Who is measured
