@@ -136,7 +136,7 @@ class Cell:
         reasons = [self.failures[each, op] for each in labels if (each, op) in self.failures]
         record: Record = {"op": op, "rows": self.shape[0], "cols": self.shape[1]}
         record |= {"dtype": dtype_name(self.dtype), "provider": name}
-        record |= {"settings": (fastest and fastest.settings) or None, "tried_us": tried or None}
+        record |= {"settings": _settings(fastest, op), "tried_us": tried or None}
         record |= self._figures(moved, device.get(label) if fastest else None)
         return record | {
             "host_us": round(host[label].us, 2) if label in host else None,
@@ -165,6 +165,13 @@ def _fastest(providers: list[Provider], device: dict[str, Timing]) -> Provider |
     """Of one provider's settings those of the lowest median; None where none was timed."""
     timed = [each for each in providers if each.label in device]
     return min(timed, key=lambda each: device[each.label].us, default=None)
+
+
+def _settings(provider: Provider | None, op: str) -> str | None:
+    """Of a peer with several the fastest, of cutile the config that served."""
+    if provider is None:
+        return None
+    return provider.settings or (provider.config_of and provider.config_of(op)) or None
 
 
 def failed_record(op: str, shape: Shape, dtype: str, provider: str, error: str) -> Record:

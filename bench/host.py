@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.provenance import describe_run, one_line
+from bench.provenance import choose_tables, describe_run, one_line
 from tilegym_rmsnorm import known, registry, rms_norm, rms_norm_forward
 from tilegym_rmsnorm.timer import host_sampler, wall_sampler
 
@@ -65,6 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     if unusable := registry.why_unusable(arguments.backend, request):
         print(f"{arguments.backend}: {unusable.reason}. To mend it: {unusable.remedy}", file=sys.stderr)
         return 1
+    choose_tables()
     print(one_line(describe_run()))
     if arguments.first_call:
         for n in arguments.first_call:

@@ -25,14 +25,15 @@ from bench.cell import failed_record
 from bench.gate import cell_of
 from bench.peers import ALONE
 from bench.plots import plot_result
-from bench.provenance import ROOT
+from bench.provenance import PACKAGE, ROOT
 from bench.shapes import Shape, parse_shapes
 
 Result = dict[str, Any]
 Record = dict[str, Any]
 # Providers, and the shapes at which one process measures them.
 Group = tuple[tuple[str, ...], tuple[Shape, ...]]
-SAME = ("gpu", "sms", "driver", "cuda", "tileiras")  # of two results that may be joined
+# Of two results that may be joined.
+SAME = ("gpu", "sms", "driver", "cuda", "tileiras", "versions", "is_grid")
 
 
 class Loss(NamedTuple):
@@ -148,11 +149,15 @@ def join(result: Result, other: Result, ops: Sequence[str] | None = None) -> lis
         (name, shape) for part in parts for name in part["providers"] for shape in _shapes_of(name, part, new)
     }
     own = [record for record in new if (record["provider"], _shape(record)) not in apart]
-    whole = {key: other.get(key) for key in ("copy_gb_per_s", "date", "commit")}
+    whole = {key: other.get(key) for key in ("copy_gb_per_s", "date", "commit", "sources", "inductor_timer")}
     whole["providers"] = list(dict.fromkeys(record["provider"] for record in own))
     whole["shapes"] = shapes_text(list(dict.fromkeys(map(_shape, own))))
     if found := [part for part in (whole, *parts) if part["providers"]]:
         result.setdefault("processes", []).extend(found)
+    if new:  # of libraries that this environment lacked
+        versions = result.get("versions", {})
+        others = {name: each for name, each in other.get("versions", {}).items() if name not in versions}
+        result["versions"] = versions | others
     measured = {record["provider"] for record in result["records"]}
     reasons = result["unavailable"] | other.get("unavailable", {})
     result["unavailable"] = {name: reason for name, reason in reasons.items() if name not in measured}
@@ -185,12 +190,20 @@ def differences(result: Result) -> list[str]:
 
 
 def why_apart(result: Result, other: Result) -> str | None:
-    """Why two results cannot be joined."""
+    """Why two results cannot be joined. What an old one does not say is no reason."""
     for key in SAME:
-        if result.get(key) != other.get(key):
-            return f"{key}: {result.get(key)} and {other.get(key)}"
+        one, two = (_compared(each, key) for each in (result, other))
+        if key == "versions":  # of what both had; their own commits say which package it was
+            both = (one.keys() & two.keys()) - {PACKAGE}
+            one, two = ({name: each[name] for name in sorted(both)} for each in (one, two))
+        if one != two:
+            return f"{key}: {one} and {two}"
     dtypes = {record["dtype"] for each in (result, other) for record in each["records"]}
     return None if len(dtypes) == 1 else f"dtype: {', '.join(sorted(dtypes))}"
+
+
+def _compared(result: Result, key: str) -> Any:
+    return result.get(key, {"versions": {}, "is_grid": False}.get(key))
 
 
 def write(result: Result, path: Path) -> dict[str, Path]:

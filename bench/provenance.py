@@ -1,11 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Where a figure comes from: GPU, driver, toolkit, library versions, commit and date. Part of every result."""
+"""Where a figure comes from: GPU, driver, toolkit, library versions, sources, tables, commit and date. Part of every
+result."""
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 import re
 import subprocess
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 
 import tilegym_rmsnorm
+from tilegym_rmsnorm.backends.cutile import tables
 from tilegym_rmsnorm.backends.cutile.toolchain import dotted, find_tileiras, package_version
 from tilegym_rmsnorm.installation import driver_gpus
 
@@ -51,6 +54,8 @@ def describe_run() -> dict[str, Any]:
         | {name: version for name in PEERS if (version := package_version(name))},
         "commit": commit,
         "dirty": is_dirty,
+        "sources": hash_sources(),
+        "user_tables": None if (folder := tables.user_folder()) is None else str(folder),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 
@@ -64,6 +69,33 @@ def describe_commit() -> tuple[str, bool | None]:
         for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
     )
     return commit or "unknown", None if commit is None or changes is None else bool(changes)
+
+
+def choose_tables(folder: Path | None = None) -> None:
+    """Lets the user's tables in this folder, or in TILEGYM_RMSNORM_CACHE_DIR, choose cutile's configs before those that
+    ship. Without either none do: what somebody tuned on a machine once is not what this package is.
+
+    Of this process and those that it starts, which have another working directory. To be called before any kernel.
+    """
+    if folder is not None:
+        os.environ[tables.CACHE_VARIABLE] = str(folder)
+    if tables.CACHE_VARIABLE not in os.environ or (chosen := tables.user_folder()) is None:
+        os.environ[tables.CACHE_VARIABLE] = "off"
+    else:
+        os.environ[tables.CACHE_VARIABLE] = str(chosen.resolve())
+
+
+def hash_sources(package: Path | None = None) -> str:
+    """SHA-256 over the names and contents of the package's sources and tables: the same where the same code ran, also
+    with local changes or without git."""
+    package = package or Path(tilegym_rmsnorm.__file__).parent
+    digest = hashlib.sha256()
+    paths = [path for path in package.rglob("*") if path.suffix in (".py", ".json") and path.is_file()]
+    for name, path in sorted((path.relative_to(package).as_posix(), path) for path in paths):
+        content = path.read_bytes()
+        digest.update(f"{name} {len(content)}\n".encode())
+        digest.update(content)
+    return digest.hexdigest()
 
 
 def gpu_slug(gpu: str | None) -> str:
@@ -83,6 +115,7 @@ def one_line(result: dict[str, Any]) -> str:
     where += [f"driver {result['driver']}"] if result["driver"] else []
     where += [f"CUDA {result['cuda']}"] if result["gpu"] and result["cuda"] else []
     where += [f"tileiras {result['tileiras']}"] if result["tileiras"] else []
+    where += [f"the user's tables in {result['user_tables']}"] if result.get("user_tables") else []
     others = [
         f"{', '.join(process['providers'])} in part of commit {process['commit'][:12]}"
         for process in result.get("processes", [])

@@ -15,10 +15,12 @@ Both are timed with programmatic dependent launch too, which cutile has, where t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +29,9 @@ from torch.nn import functional as F
 import tilegym_rmsnorm as tr
 from bench.shapes import OPS, Shape
 from tilegym_rmsnorm import registry
+
+if TYPE_CHECKING:
+    from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 
 EPS = 1e-6
 BACKENDS = ("cutile", "triton", "inductor", "torch")
@@ -59,6 +64,7 @@ class Provider:
     backward_dx: BackwardDx | None = None  # None where nothing is saved by a frozen weight
     settings: str = ""  # of a peer that is measured with several, the fastest of which counts
     overwrites_dy: bool = False  # the backward returns dx in dy's memory
+    config_of: Callable[[str], str] | None = None  # of cutile: what its tables or rules chose for an op
 
     @property
     def label(self) -> str:
@@ -91,6 +97,7 @@ def make_provider(name: str, shape: Shape, dtype: torch.dtype, device: torch.dev
             lambda x, dy, weight, rstd: tr.rms_norm_backward(x, dy, weight, rstd, backend=name),
             lambda x, weight: tr.rms_norm(x, weight.shape, weight, EPS, backend=name),
             backward_dx=functools.partial(_backward_dx, name) if name in KERNELS else None,
+            config_of=functools.partial(_config_of, shape, dtype, device) if name == "cutile" else None,
         )
     if name == ROW_PARTIALS:
         return Provider(
@@ -146,6 +153,26 @@ def _backward_dx(backend: str, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tens
     backward = registry.dispatch("rms_norm_backward", request, backend)
     dx, _ = backward(x, dy, weight, rstd, 0.0, "once", False)
     return dx
+
+
+def _config_of(shape: Shape, dtype: torch.dtype, device: torch.device, op: str) -> str:
+    """The config that serves an op, as launch.py asks for it; of both ops both."""
+    from tilegym_rmsnorm.backends.cutile import machine, sizes, tables
+
+    found = [
+        tables.chosen_config(each, machine.machine_of(device), shape[1], dtype, sizes.size_class(*shape))
+        for each in (("forward", "backward") if op == "both" else (op,))
+    ]
+    return "; ".join(map(_config_text, found))
+
+
+def _config_text(config: Config) -> str:
+    """The kernel and the fields that are not its defaults."""
+    fields = [each for each in dataclasses.fields(config) if each.name not in ("kernel", "reason", "spills")]
+    values = {each.name: (getattr(config, each.name), each.default) for each in fields}
+    return " ".join(
+        [config.kernel, *(f"{name}={value}" for name, (value, usual) in values.items() if value != usual)]
+    )
 
 
 def _row_partials_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:

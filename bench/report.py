@@ -4,8 +4,9 @@
 """A result, for people and for programs: tables, JSON, CSV.
 
 A result is one run at one dtype: the provenance of provenance.py, copy_gb_per_s, `unavailable` (why a provider was not
-measured), `note` (None on a GPU), `is_grid` (its shapes are those of heat maps), `processes` (which providers were
-measured in processes of their own, at which shapes, and the copy rate there) and `records` (see measure.py).
+measured), `note` (None on a GPU), `is_grid` (its shapes are those of heat maps), `inductor_timer` (whether Inductor was
+given inductor.py's timer), `processes` (which providers were measured in processes of their own, at which shapes, and
+the copy rate there) and `records` (see measure.py).
 """
 
 from __future__ import annotations

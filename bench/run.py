@@ -20,7 +20,7 @@ from bench import compare, inductor, readme, report
 from bench.measure import Bench, ContextLostError
 from bench.peers import ALL_PROVIDERS, ALONE, LIBRARIES, why_missing
 from bench.processes import Loss, differences, left_by, lost_records, measure_others, write
-from bench.provenance import RESULTS, ROOT, describe_run, gpu_slug, one_line
+from bench.provenance import RESULTS, ROOT, choose_tables, describe_run, gpu_slug, one_line
 from bench.providers import BACKENDS, BASELINES, MAX_AUTOTUNE, ROW_PARTIALS
 from bench.shapes import (
     CPU_QUICK_SHAPES,
@@ -49,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         run_in_interpreters()
+    choose_tables(arguments.tables)
     origin = describe_run()
     print(one_line(origin))
     if not has_gpu:
@@ -63,7 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
     if arguments.warm or arguments.peers or arguments.grid:
         warm(here, shapes, [DTYPES[name] for name in arguments.dtype], device)
-    if inductor.PROVIDERS.intersection(here):  # what was not compiled ahead
+    has_inductor = bool(inductor.PROVIDERS.intersection(here))
+    if has_inductor:  # what was not compiled ahead
         inductor.time_by_device()
     bench = Bench(here, ops, device)
     is_good = True
@@ -75,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
             "copy_gb_per_s": None if ceiling is None else round(ceiling / 1e9, 1),
             "note": None if has_gpu else report.CPU_NOTE,
             "is_grid": arguments.grid,
+            "inductor_timer": has_inductor,
             "unavailable": unavailable,
             "records": [],
         }
@@ -144,6 +147,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="folder of the results; default: bench/results/GPU/, and bench/results/partial/GPU/, which git ignores, "
         "with --quick, --shapes, --op or --provider",
     )
+    parser.add_argument(
+        "--tables",
+        type=tables_folder,
+        metavar="FOLDER",
+        help="of tuned configs, which count before those that ship; default: TILEGYM_RMSNORM_CACHE_DIR, or none",
+    )
     parser.add_argument("--quick", action="store_true", help="a few shapes only")
     # Of processes.py: a lost CUDA context ends the run, whose result says so.
     parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
@@ -178,6 +187,12 @@ def some_shapes(text: str) -> tuple[Shape, ...]:
         return parse_shapes(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def tables_folder(text: str) -> Path:
+    if not Path(text).is_dir():  # which would choose nothing, without a word
+        raise argparse.ArgumentTypeError(f"expected a folder, got {text}")
+    return Path(text)
 
 
 def default_folder(arguments: argparse.Namespace, gpu: str | None) -> Path:

@@ -38,7 +38,7 @@ from tqdm import trange
 import tilegym_rmsnorm as tr
 from bench import curves, readme
 from bench.corpus import VOCABULARY, batches, load_corpus
-from bench.provenance import RESULTS, ROOT, describe_run, gpu_slug, one_line
+from bench.provenance import RESULTS, ROOT, choose_tables, describe_run, gpu_slug, one_line
 from bench.report import CPU_NOTE, write_json
 from bench.run import one_of, run_in_interpreters
 
@@ -227,6 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     if setup.steps < setup.skipped + setup.smoothed:
         parser.error(f"--steps: expected at least {setup.skipped + setup.smoothed}, got {setup.steps}")
     texts = tuple(text.to("cuda" if has_gpu else "cpu") for text in load_corpus())
+    choose_tables()
     origin = describe_run()
     origin["versions"]["transformers"] = transformers.__version__
     print(one_line(origin))

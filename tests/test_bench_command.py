@@ -8,15 +8,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from test_bench_records import RECORD_FIELDS
+from test_bench_results import make_record
 
+import tilegym_rmsnorm
 from bench import readme, run
 from bench.peers import ALL_PROVIDERS
-from bench.provenance import RESULTS, ROOT
+from bench.provenance import RESULTS, ROOT, choose_tables, describe_run, hash_sources, one_line
+from bench.shapes import OPS
+from tilegym_rmsnorm.backends.cutile import tables
 
 
 def run_command(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -37,6 +43,7 @@ def test_one_command_measures_and_writes(tmp_path):
     result = json.loads(path.read_text())
     assert result["gpu"] is None and result["note"] and result["commit"] == "feedbeef"
     assert {"driver", "cuda", "tileiras", "versions", "dirty", "date", "copy_gb_per_s"} <= set(result)
+    assert result["sources"] == hash_sources() and result["inductor_timer"] is False
     assert [(record["op"], record["rows"]) for record in result["records"]] == [
         (op, m) for m in (4, 3) for op in ("forward", "backward", "both")
     ]
@@ -106,21 +113,80 @@ def test_readme_takes_only_results_of_the_repository(tmp_path):
         readme.result_file("runs")(str(result))
 
 
-@pytest.mark.parametrize(("providers", "is_given"), [("torch,inductor", True), ("torch,F.rms_norm", False)])
-def test_the_process_that_measures_gives_inductor_its_timer(monkeypatch, providers, is_given):
-    """Before anything is compiled there."""
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """What happens in main, called with some options, which measures nothing; its result."""
     events = []
 
-    class Stop(Exception):
-        pass
+    class Nothing:
+        copy_bytes_per_second, ops = None, OPS
 
-    def bench(*_):
-        events.append("measures")
-        raise Stop
+        def __init__(self, providers, ops, device):
+            events.append("measures")
+            self.providers = providers
+
+        def measure(self, shape, dtype, progress):
+            events.append(os.environ[tables.CACHE_VARIABLE])
+            return [make_record(provider=name) for name in self.providers]
+
+    def main(*options):
+        assert run.main(["--shapes", "4x8", "--out", str(tmp_path), *options]) == 0
+        (path,) = tmp_path.glob("*.json")
+        return json.loads(path.read_text())
 
     monkeypatch.setattr(run.inductor, "time_by_device", lambda: events.append("timer"))
-    monkeypatch.setattr(run, "Bench", bench)
+    monkeypatch.setattr(run, "Bench", Nothing)
     monkeypatch.setattr(run, "run_in_interpreters", lambda: None)  # for the rest of this process
-    with pytest.raises(Stop):
-        run.main(["--provider", providers, "--shapes", "4x8"])
-    assert events == ["timer", "measures"][not is_given :]
+    return main, events
+
+
+@pytest.mark.parametrize(("providers", "is_given"), [("torch,inductor", True), ("torch,F.rms_norm", False)])
+def test_the_process_that_measures_gives_inductor_its_timer(measured, providers, is_given):
+    """Before anything is compiled there; and the result says so."""
+    main, events = measured
+    assert main("--provider", providers)["inductor_timer"] is is_given
+    assert events == ["timer", "measures", "off"][not is_given :]
+
+
+# The user's tables
+
+
+def test_what_a_user_tuned_is_not_measured_unless_asked_for(measured, monkeypatch, tmp_path):
+    main, events = measured
+    monkeypatch.delenv(tables.CACHE_VARIABLE)
+    result = main("--provider", "torch")
+    assert events[-1] == "off" and result["user_tables"] is None and "tables" not in one_line(result)
+    result = main("--provider", "torch", "--tables", str(tmp_path))
+    assert events[-1] == result["user_tables"] == str(tmp_path)
+    assert f"the user's tables in {tmp_path}" in one_line(result)
+
+
+def test_a_folder_of_tables_in_the_environment_counts_in_every_process(monkeypatch, tmp_path):
+    """Others run in the repository."""
+    monkeypatch.chdir(tmp_path)
+    for value, expected in (("tuned", str(tmp_path / "tuned")), ("off", None), ("", None)):
+        monkeypatch.setenv(tables.CACHE_VARIABLE, value)
+        choose_tables()
+        assert describe_run()["user_tables"] == expected
+        assert os.environ[tables.CACHE_VARIABLE] == (expected or "off")
+
+
+def test_tables_that_are_not_there_are_refused(capsys, tmp_path):
+    with pytest.raises(SystemExit, match="2"):
+        run.parse_arguments(["--tables", str(tmp_path / "none")])
+    assert "argument --tables: expected a folder, got" in capsys.readouterr().err
+
+
+def test_sources_are_told_apart_by_names_and_contents(tmp_path):
+    package = tmp_path / "package"
+    shutil.copytree(Path(tilegym_rmsnorm.__file__).parent, package)
+    assert hash_sources(package) == hash_sources() == describe_run()["sources"]
+    table = next(package.rglob("tuned/*.json"))
+    before = table.read_text()
+    table.write_text(before.replace('"warps": 8', '"warps": 4', 1))
+    assert hash_sources(package) != hash_sources()
+    table.write_text(before)
+    (package / "cache.pyc").write_text("")
+    assert hash_sources(package) == hash_sources()
+    (package / "ops.py").rename(package / "opt.py")
+    assert hash_sources(package) != hash_sources()

@@ -16,6 +16,7 @@ from test_bench_results import make_record, make_result
 from bench import processes, provenance, report, run
 from bench.peers import LIBRARIES, why_missing
 from bench.processes import differences, join, measure_apart
+from bench.provenance import PACKAGE
 
 CPU = torch.device("cpu")
 
@@ -116,6 +117,39 @@ def test_results_of_another_gpu_or_dtype_are_not_joined(tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             processes.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")])
         assert f"differ in {name}: " in capsys.readouterr().err
+
+
+def test_results_of_other_libraries_or_a_grid_are_not_joined():
+    result, versions = make_result(make_record()), {"torch": "2.11.0", "triton": "3.6.0"}
+    assert processes.why_apart(
+        result, make_result(make_record(), versions=versions | {"torch": "2.13.0"})
+    ) == ("versions: {'torch': '2.11.0'} and {'torch': '2.13.0'}")
+    assert processes.why_apart(result, make_result(make_record(), is_grid=True)) == "is_grid: False and True"
+
+
+@pytest.mark.parametrize("key", ["versions", "is_grid", "sources", "user_tables", "inductor_timer"])
+def test_what_an_old_result_does_not_say_keeps_it_from_nothing(key):
+    new = {"is_grid": False, "sources": "5eed", "user_tables": None, "inductor_timer": True}
+    result, old = make_result(make_record(), **new), make_result(make_record(provider="quack"), **new)
+    del old[key]
+    for one, other in ((result, old), (old, result)):
+        assert processes.why_apart(one, other) is None
+        assert join(one, other)
+        assert len(one["records"]) == 2 and differences(one)
+
+
+def test_parts_of_other_commits_and_of_environments_with_more_libraries_are_joined():
+    """What they ran with is in the result then."""
+    result = make_result(make_record(), versions={"torch": "2.11.0", PACKAGE: "1.0"})
+    versions = {"torch": "2.11.0", PACKAGE: "1.1", "tilegym": "1.5.1"}
+    other = make_result(
+        make_record(provider="tilegym"), versions=versions, sources="5eed", inductor_timer=True
+    )
+    assert processes.why_apart(result, other) is None
+    join(result, other)
+    assert result["versions"] == {"torch": "2.11.0", PACKAGE: "1.0", "tilegym": "1.5.1"}
+    (part,) = result["processes"]
+    assert (part["sources"], part["inductor_timer"]) == ("5eed", True)
 
 
 def test_the_command_joins_and_writes_all_files_again(tmp_path, capsys):

@@ -143,6 +143,25 @@ def test_dx_alone_is_dx(backend):
     assert set(errors[backend]) == {"dx"} and why_wrong(errors[backend], allowed) is None
 
 
+def test_records_of_cutile_name_the_config_that_served():
+    if reason := why_skip("cutile"):
+        pytest.skip(reason)
+    from tilegym_rmsnorm.backends.cutile import machine, tables
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+    records = Bench(("cutile", "torch"), ("forward", "both"), device).measure(
+        (5, 24), FP32, lambda step: None
+    )
+    served = {each["op"]: each["settings"] for each in records if each["provider"] == "cutile"}
+    config = tables.chosen_config("forward", machine.machine_of(device), 24, FP32, "few")
+    kernel, *fields = served["forward"].split()
+    said = dict(field.split("=") for field in fields)
+    assert kernel == config.kernel and {"width", "warps", "occupancy", "latency"} <= said.keys()
+    assert all(value == str(getattr(config, name)) for name, value in said.items())
+    assert served["both"].split("; ")[0] == served["forward"] and len(served["both"].split("; ")) == 2
+    assert {each["settings"] for each in records if each["provider"] == "torch"} == {None}
+
+
 @pytest.mark.gpu
 def test_a_gpu_is_timed_and_a_failed_capture_stays_alone(monkeypatch):
     device = torch.device("cuda", torch.cuda.current_device())
