@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from bench import compare, inductor, readme, report
 from bench.measure import Bench, ContextLostError
 from bench.peers import ALL_PROVIDERS, ALONE, LIBRARIES, why_missing
 from bench.processes import Loss, differences, left_by, lost_records, measure_others, write
-from bench.provenance import RESULTS, ROOT, choose_tables, describe_run, gpu_slug, one_line
+from bench.provenance import RESULTS, choose_tables, describe_run, gpu_slug, one_line
 from bench.providers import BACKENDS, BASELINES, MAX_AUTOTUNE, ROW_PARTIALS
 from bench.shapes import (
     CPU_QUICK_SHAPES,
@@ -41,10 +40,10 @@ GRID_OPS = ("forward", "backward")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 if every backend measured is right; 1 otherwise."""
+    """0 if every backend measured is right; 1 otherwise, and where nothing was measured."""
     arguments = parse_arguments(argv)
     if arguments.readme:
-        refresh_readme(arguments.readme)
+        readme.refresh_results(arguments.readme)
         return 0
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
@@ -58,6 +57,9 @@ def main(argv: list[str] | None = None) -> int:
     shapes = arguments.shapes or default_shapes(arguments, has_gpu)
     ops = arguments.op or (GRID_OPS if arguments.grid else OPS)
     folder = arguments.out or default_folder(arguments, origin["gpu"])
+    if reason := report.why_not_writable(folder):
+        print(f"no results can be kept there: {reason}", file=sys.stderr)
+        return 1
     apart = [name for name in providers if name in ALONE and len(providers) > 1]
     here = tuple(name for name in providers if name not in apart)
 
@@ -93,11 +95,33 @@ def main(argv: list[str] | None = None) -> int:
             return 1
         groups += [((name,), shapes) for name in apart]
         measure_others(groups, here, ops, dtype, result)
-        plots = write(result, path)
-        print("\n\n".join(["", report.tables(result), compare.summary(result), *differences(result)]))
-        print(f"\nwritten: {path}, .csv and plots of {', '.join(plots)}")
-        is_good &= not any(each["error"] and each["provider"] in BACKENDS for each in result["records"])
+        if not any(record["us"] is not None for record in result["records"]):
+            print(f"nothing was measured: {why_nothing(result, providers, ops)}", file=sys.stderr)
+            is_good = False
+        if result["records"]:
+            is_good &= publish(result, path)
+        elif arguments.part:  # whoever asked for it is to know why
+            result["unavailable"] = unavailable | {name: lack(name, ops) for name in providers}
+            report.write_json(result, path)
     return 0 if is_good else 1
+
+
+def publish(result: dict[str, Any], path: Path) -> bool:
+    """Writes and prints a result; whether this package's backends are right in it."""
+    plots = write(result, path)
+    print("\n\n".join(["", report.tables(result), compare.summary(result), *differences(result)]))
+    print(f"\nwritten: {path}, .csv and plots of {', '.join(plots)}")
+    return not any(each["error"] and each["provider"] in BACKENDS for each in result["records"])
+
+
+def why_nothing(result: dict[str, Any], providers: tuple[str, ...], ops: tuple[str, ...]) -> str:
+    """Why a result has no figure."""
+    reasons = report.failures(result) or [lack(name, ops) for name in providers]
+    return "; ".join([*reasons, *(f"{name}: {reason}" for name, reason in result["unavailable"].items())])
+
+
+def lack(provider: str, ops: tuple[str, ...]) -> str:
+    return f"{provider} has no {' or '.join(ops)}"
 
 
 def choose_providers(arguments: argparse.Namespace, has_gpu: bool) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -243,7 +267,8 @@ def measure_all(
                 loss = Loss(lost.provider, shape, lost.text)
                 records = lost_records(loss, bench.ops, dtype, result["records"])
             result["records"] += records
-            report.write_json(result, path)
+            if result["records"]:
+                report.write_json(result, path)
             for line in report.failures({"records": records}):
                 tqdm.write(f"failed: {line}")
             if loss is not None:
@@ -253,31 +278,6 @@ def measure_all(
 
 def _show(bar: tqdm, label: str, step: str) -> None:
     bar.set_description(f"{label} {step}", refresh=sys.stderr.isatty())  # a log file gets a line per shape
-
-
-def refresh_readme(paths: list[Path]) -> None:
-    """Puts a line about each of these results, the first one and all grids into README.md, and every table and picture
-    into bench/results/README.md."""
-    results = {path: json.loads(path.read_text()) for path in paths}
-
-    def sections(shown: list[Path], folder: Path, is_brief: bool) -> list[str]:
-        found = []
-        for path in shown:
-            names = [name for op in OPS for name in (op, f"{op}-map")]
-            images = {name: path.with_name(f"{path.stem}-{name}.png").resolve() for name in names}
-            links = {name: os.path.relpath(image, folder) for name, image in images.items() if image.exists()}
-            is_folded = bool(found) and not results[path].get("is_grid")
-            found.append(report.readme_section(results[path], links, is_folded, is_brief))
-        return found
-
-    grids = [path for path in paths if results[path].get("is_grid")]
-    tables = [path for path in paths if path not in grids]
-    parts = [report.overview([results[path] for path in tables])] if tables else []
-    parts += sections(tables[:1] + grids, ROOT, is_brief=True)
-    folder = ROOT / "bench/results"
-    every = sections(tables + grids, folder, is_brief=False)
-    readme.refresh(ROOT / "README.md", "bench", "\n\n".join(parts))
-    readme.refresh(folder / "README.md", "bench", "\n\n".join(every))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ import tilegym_rmsnorm as tr
 from bench import curves, readme
 from bench.corpus import VOCABULARY, batches, load_corpus
 from bench.provenance import RESULTS, ROOT, choose_tables, describe_run, gpu_slug, one_line
-from bench.report import CPU_NOTE, write_json
+from bench.report import CPU_NOTE, why_not_writable, write_json
 from bench.run import one_of, run_in_interpreters
 
 NAMES = ("baseline", "F.rms_norm", "cutile", "triton", "inductor", "torch")
@@ -226,9 +226,12 @@ def main(argv: list[str] | None = None) -> int:
         setup = Setup(**{**asdict(setup), "steps": arguments.steps})
     if setup.steps < setup.skipped + setup.smoothed:
         parser.error(f"--steps: expected at least {setup.skipped + setup.smoothed}, got {setup.steps}")
-    texts = tuple(text.to("cuda" if has_gpu else "cpu") for text in load_corpus())
     choose_tables()
     origin = describe_run()
+    folder = arguments.out or RESULTS / gpu_slug(origin["gpu"])
+    if reason := why_not_writable(folder):
+        parser.error(f"--out: no results can be kept there: {reason}")
+    texts = tuple(text.to("cuda" if has_gpu else "cpu") for text in load_corpus())
     origin["versions"]["transformers"] = transformers.__version__
     print(one_line(origin))
 
@@ -245,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
         "runs": runs,
     }
     result |= curves.compare(runs, setup.smoothed)
-    stem = (arguments.out or RESULTS / gpu_slug(origin["gpu"])) / "train"
+    stem = folder / "train"
     write_json(result, stem.with_suffix(".json"), "runs")
     curves.plot(result, stem.with_suffix(".png"))
     print(f"\n{curves.loss_table(result)}\n\n{curves.summary_table(result)}\n\n{curves.verdict(result)}")

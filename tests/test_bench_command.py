@@ -18,7 +18,7 @@ from test_bench_records import RECORD_FIELDS
 from test_bench_results import make_record
 
 import tilegym_rmsnorm
-from bench import readme, run
+from bench import processes, readme, report, run
 from bench.peers import ALL_PROVIDERS
 from bench.provenance import RESULTS, ROOT, choose_tables, describe_run, hash_sources, one_line
 from bench.shapes import OPS
@@ -113,6 +113,46 @@ def test_readme_takes_only_results_of_the_repository(tmp_path):
         readme.result_file("runs")(str(result))
 
 
+def test_a_run_that_measures_nothing_says_why_and_fails(tmp_path):
+    command = (sys.executable, "-m", "bench.run", "--shapes", "4x16", "--provider", "torch", "--op", "dx")
+    done = run_command(*command, "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "nothing was measured: torch has no dx"
+    assert "written" not in done.stdout and not list(tmp_path.iterdir())
+
+
+def test_what_a_part_of_a_run_does_not_offer_is_its_reason(tmp_path):
+    result = processes.measure_apart(("torch",), ((4, 16),), "bfloat16", ("dx",), tmp_path)
+    assert [(each["op"], each["error"]) for each in result["records"]] == [("dx", "torch has no dx")]
+
+
+def test_a_run_in_which_everything_failed_fails(measured, monkeypatch, capsys):
+    """Also of peers, whose failures alone are no reason."""
+    main, _ = measured
+    monkeypatch.setattr(run, "why_missing", lambda name: None)
+    failed = make_record(None, provider="quack")
+    monkeypatch.setattr(run.Bench, "measure", lambda *_: [failed])
+    result = main("--provider", "quack", status=1)
+    assert "nothing was measured: quack (backward 4096x1024): ValueError: broken" in capsys.readouterr().err
+    assert result["records"] == [failed], "with the reason"
+    monkeypatch.setattr(run.Bench, "measure", lambda *_: [failed, make_record(provider="F.rms_norm")])
+    main("--provider", "quack,F.rms_norm")
+
+
+@pytest.mark.parametrize("why", ["a file", "no permission"])
+def test_results_that_cannot_be_kept_are_refused_before_anything_is_measured(
+    why, measured, tmp_path, monkeypatch, capsys
+):
+    _, events = measured
+    folder = tmp_path / "results"
+    if why == "a file":
+        folder.write_text("")
+    else:
+        monkeypatch.setattr(report.os, "access", lambda path, mode: path != folder)
+    assert run.main(["--provider", "torch", "--out", str(folder)]) == 1
+    assert events == [] and "no results can be kept there: " in capsys.readouterr().err
+
+
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
     """What happens in main, called with some options, which measures nothing; its result."""
@@ -129,8 +169,8 @@ def measured(monkeypatch, tmp_path):
             events.append(os.environ[tables.CACHE_VARIABLE])
             return [make_record(provider=name) for name in self.providers]
 
-    def main(*options):
-        assert run.main(["--shapes", "4x8", "--out", str(tmp_path), *options]) == 0
+    def main(*options, status=0):
+        assert run.main(["--shapes", "4x8", "--out", str(tmp_path), *options]) == status
         (path,) = tmp_path.glob("*.json")
         return json.loads(path.read_text())
 

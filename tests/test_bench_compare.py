@@ -11,7 +11,7 @@ import math
 import pytest
 from test_bench_results import make_record, make_result
 
-from bench import compare, plots, report, run
+from bench import compare, plots, readme, report
 
 
 def make_cell(ours: float | None, *peers: tuple[str, float | None], **cell):
@@ -254,7 +254,7 @@ def test_readme_takes_results_and_grids_together(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     for path in (tmp_path / "README.md", every):
         path.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
-    monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
     half = make_result(*make_cell(100.0, ("quack", 140.0), dtype="float16"))
     results = {"a": make_result(*make_cell(100.0, ("quack", 150.0))), "a-grid": make_grid(), "half": half}
     elsewhere = tmp_path / "mine" / "b"
@@ -263,7 +263,7 @@ def test_readme_takes_results_and_grids_together(tmp_path, monkeypatch):
     for name, result in results.items():
         report.write_json(result, folder / f"{name}.json")
         plots.plot_result(result, folder / name)
-    run.refresh_readme([*(folder / f"{name}.json" for name in results), elsewhere.with_suffix(".json")])
+    readme.refresh_results([*(folder / f"{name}.json" for name in results), elsewhere.with_suffix(".json")])
     text = (tmp_path / "README.md").read_text()
     assert "(bench/results/a-backward-map.png)" in text and "(bench/results/a-grid-backward.png)" in text
     assert "**backward, bfloat16**" in text and ", float16 " in text

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -79,3 +81,13 @@ def test_master_parameters_keep_updates_that_bfloat16_would_lose():
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     assert weight.dtype == torch.bfloat16 and (weight < 1).all()
+
+
+def test_results_that_cannot_be_kept_are_refused_before_training(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
+    monkeypatch.setattr(train, "run_in_interpreters", lambda: None)  # for the rest of this process
+    monkeypatch.setattr(train, "load_corpus", lambda: pytest.fail("it began"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        train.main(["--out", str(tmp_path / "file")])
+    assert "--out: no results can be kept there: " in capsys.readouterr().err
