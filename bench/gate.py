@@ -7,10 +7,13 @@
 
 RESULT is a JSON file that the benchmark wrote, or a folder of them.
 
-A cell (op, rows, cols, dtype, provider) is compared with the newest kept result that has it. Only this package's own
-kernels count: a slower baseline is not a defect here. A cell that had figures and now has an error fails too, and one
-of cutile where only others were run. A shape that was not run this time is named and does not fail, but a result that
-has none of those that are kept of its dtypes does.
+A cell (op, rows, cols, dtype, provider) is compared with the newest kept result that has it, and with the fastest of
+those that the same toolkit compiled: a kernel that becomes a little slower with each result would never fail against
+the newest alone. A slowdown that is known and wanted is let pass by accepted.py, with the reason.
+
+Only this package's own kernels count: a slower baseline is not a defect here. A cell that had figures and now has an
+error fails too, and one of cutile where only others were run. A shape that was not run this time is named and does not
+fail, but a result that has none of those that are kept of its dtypes does.
 """
 
 from __future__ import annotations
@@ -22,21 +25,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.accepted import ACCEPTED, Slowdown
 from bench.provenance import RESULTS, gpu_slug
 
 THRESHOLD = 0.05  # runs of the same kernels on one H100 differ by about 2 %
 GATED_PROVIDERS = ("cutile", "triton")
 
 Result = dict[str, Any]
+Record = dict[str, Any]
 Cell = tuple[str, int, int, str, str]
 
 
 class Verdict(NamedTuple):
-    """How many cells were compared, one line for each that fails, and the kept cells that were not run."""
+    """How many cells were compared, one line for each that fails, the kept cells that were not run, and one line for
+    each slowdown that was let pass."""
 
     compared: int
     failed: list[str]
     missing: list[Cell]
+    accepted: tuple[str, ...] = ()
 
 
 def load_kept(gpu: str | None, results: Path = RESULTS, leave_out: Sequence[Path] = ()) -> list[Result]:
@@ -67,17 +74,18 @@ def compare(
     kept: list[Result],
     threshold: float = THRESHOLD,
     providers: tuple[str, ...] = GATED_PROVIDERS,
+    accepted: Sequence[Slowdown] = (),
 ) -> Verdict:
     """The new result against the kept ones, which must be of the same GPU model and oldest first."""
-    before = {
-        cell_of(record): record for old in kept for record in old["records"] if record["us"] is not None
-    }
+    before = _timed(kept)
+    fastest = _fastest(kept, new)
+    passed = {_cell(each): each for each in accepted if each.gpu == new["gpu"]}
     dtypes = {record["dtype"] for record in new["records"]}
-    now: dict[Cell, list[dict[str, Any]]] = {}
+    now: dict[Cell, list[Record]] = {}
     for record in new["records"]:
         now.setdefault(cell_of(record), []).append(record)
     run = {cell[:-1] for cell in now}
-    compared, failed, missing = 0, [], []
+    compared, failed, missing, let_pass = 0, [], [], []
     for cell, old in before.items():
         if old["provider"] not in providers or old["dtype"] not in dtypes:
             continue
@@ -90,16 +98,58 @@ def compare(
                 failed.append(f"{_name(cell)}: had {old['us']:.1f} us, now fails: {record['error']}")
                 continue
             compared += 1
-            slowdown = record["us"] / old["us"] - 1
-            if slowdown > threshold:
-                failed.append(
-                    f"{_name(cell)}: {old['us']:.1f} us before, {record['us']:.1f} us now ({slowdown:+.1%})"
-                )
-    return Verdict(compared, failed, missing)
+            line = _slowdown(record, old, fastest.get(cell, old), threshold)
+            if line and cell in passed and record["us"] <= passed[cell].us * (1 + threshold):
+                let_pass.append(f"{line}: up to {passed[cell].us:.1f} us: {passed[cell].reason}")
+            elif line:
+                failed.append(line)
+    return Verdict(compared, failed, missing, tuple(let_pass))
 
 
-def cell_of(record: dict[str, Any]) -> Cell:
+def _timed(results: Sequence[Result]) -> dict[Cell, Record]:
+    """Of each cell that has a figure in any of them the last."""
+    return {cell_of(each): each for result in results for each in result["records"] if each["us"] is not None}
+
+
+def _fastest(results: Sequence[Result], new: Result) -> dict[Cell, Record]:
+    """Of each cell the lowest figure that the new result's toolkit has reached."""
+    records = [
+        each
+        for result in results
+        for each in result["records"]
+        if each["us"] is not None
+        and toolkit_of(result, each["provider"]) == toolkit_of(new, each["provider"])
+    ]
+    return {cell_of(each): each for each in sorted(records, key=lambda record: -record["us"])}
+
+
+def toolkit_of(result: Result, provider: str) -> tuple[str | None, ...]:
+    """What compiled a provider's kernels: those of another toolkit may be faster for reasons of its own."""
+    versions = result.get("versions", {})
+    return (
+        (versions.get("triton"),)
+        if provider == "triton"
+        else (result.get("tileiras"), versions.get("cuda-tile"))
+    )
+
+
+def _slowdown(record: Record, old: Record, fastest: Record, threshold: float) -> str | None:
+    """One line about the newest kept figure or, where that one is within the threshold, about the fastest."""
+    for us, when in ((old["us"], "before"), (fastest["us"], "in the fastest kept result")):
+        slowdown = record["us"] / us - 1
+        if slowdown > threshold:
+            return (
+                f"{_name(cell_of(record))}: {us:.1f} us {when}, {record['us']:.1f} us now ({slowdown:+.1%})"
+            )
+    return None
+
+
+def cell_of(record: Record) -> Cell:
     return record["op"], record["rows"], record["cols"], record["dtype"], record["provider"]
+
+
+def _cell(slowdown: Slowdown) -> Cell:
+    return slowdown.op, slowdown.rows, slowdown.cols, slowdown.dtype, slowdown.provider
 
 
 def _name(cell: Cell) -> str:
@@ -123,9 +173,13 @@ def explain(new: Result, kept: list[Result], verdict: Verdict) -> str:
     if not kept:
         return f"gate: nothing compared: no kept results of {new['gpu']}"
     lines = [f"gate: slower: {line}" for line in verdict.failed]
-    if verdict.missing:
-        shapes = dict.fromkeys(f"{rows}x{cols}" for _, rows, cols, _, _ in verdict.missing)
-        lines.append(f"gate: not run: {len(verdict.missing)} kept cells, of {', '.join(shapes)}")
+    lines += [f"gate: accepted: {line}" for line in verdict.accepted]
+    run = {record["provider"] for record in new["records"]}
+    if absent := dict.fromkeys(cell[-1] for cell in verdict.missing if cell[-1] not in run):
+        lines.append(f"gate: not run: {', '.join(absent)}")
+    if left := [cell for cell in verdict.missing if cell[-1] in run]:
+        shapes = dict.fromkeys(f"{rows}x{cols}" for _, rows, cols, _, _ in left)
+        lines.append(f"gate: not run: {len(left)} kept cells, of {', '.join(shapes)}")
     if reason := why_nothing(new, verdict):
         lines.append(f"gate: nothing compared: {reason}")
     lines.append(
@@ -156,7 +210,7 @@ def main(argv: list[str] | None = None) -> int:
     has_failed = False
     for new in joined(news):
         kept = load_kept(new["gpu"], arguments.results, leave_out=paths)
-        verdict = compare(new, kept, arguments.threshold)
+        verdict = compare(new, kept, arguments.threshold, accepted=ACCEPTED)
         print(explain(new, kept, verdict))
         has_failed |= bool(verdict.failed or why_nothing(new, verdict))
     return int(has_failed)

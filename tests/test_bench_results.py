@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import cell, gate, plots, readme, report
+from bench import accepted, cell, gate, plots, readme, report
 from bench.measure import Bench
 from bench.provenance import gpu_slug
 from bench.providers import make_provider
@@ -164,9 +164,57 @@ def test_a_kernel_that_takes_a_tenth_longer_trips_the_gate(monkeypatch):
     assert not gate.compare(make_result(*backward_us(right.backward)), [make_result(before)]).failed
 
 
-def test_gate_takes_the_newest_kept_figure():
-    kept = [make_result(make_record(50.0)), make_result(make_record(100.0))]
-    assert gate.compare(make_result(make_record(102.0)), kept).failed == []
+def test_gate_takes_the_newest_kept_figure_whatever_the_toolkit():
+    """A kernel of another may have been faster for reasons of its own."""
+    old = [make_result(make_record(50.0), tileiras="13.3.0")]
+    old.append(make_result(make_record(50.0), versions={"torch": "2.11.0", "cuda-tile": "1.6.0"}))
+    newest = make_result(make_record(100.0), tileiras="13.3.0")
+    assert len(gate.compare(make_result(make_record(102.0), tileiras="13.3.0"), [*old, newest]).failed) == 1
+    assert gate.compare(make_result(make_record(102.0)), [*old, newest]).failed == []
+    assert len(gate.compare(make_result(make_record(106.0)), [*old, newest]).failed) == 1
+
+
+def test_gate_takes_the_fastest_kept_figure_too():
+    """Three times 4 % are within the threshold of the newest each time."""
+    kept = [make_result(make_record(us)) for us in (104.0, 100.0, 104.0)]
+    assert gate.compare(make_result(make_record(104.9)), kept).failed == []
+    assert gate.compare(make_result(make_record(108.0)), kept).failed == [
+        "cutile backward 4096x1024 bfloat16: 100.0 us in the fastest kept result, 108.0 us now (+8.0%)"
+    ]
+    assert "104.0 us before, 110.0" in gate.compare(make_result(make_record(110.0)), kept).failed[0]
+
+
+def test_gate_lets_a_slowdown_pass_that_is_accepted_with_a_reason(tmp_path, monkeypatch, capsys):
+    kept = make_result(make_record(100.0))
+    report.write_json(kept, tmp_path / "results" / gpu_slug(kept["gpu"]) / "2026-11-20-bfloat16.json")
+    slowdown = accepted.Slowdown(
+        kept["gpu"], "backward", 4096, 1024, "bfloat16", "cutile", 120.0, "it was wrong"
+    )
+
+    def status(us, **changes):
+        monkeypatch.setattr(gate, "ACCEPTED", (dataclasses.replace(slowdown, **changes),))
+        report.write_json(make_result(make_record(us)), tmp_path / "new.json")
+        return gate.main([str(tmp_path / "new.json"), "--results", str(tmp_path / "results")])
+
+    assert status(125.0) == 0
+    assert (
+        "gate: accepted: cutile backward 4096x1024 bfloat16: 100.0 us before, 125.0 us now (+25.0%): up to 120.0 us: "
+        "it was wrong"
+    ) in capsys.readouterr().out
+    assert status(127.0) == 1, "more than was accepted"
+    for change in ({"gpu": "NVIDIA H200"}, {"op": "forward"}, {"cols": 2048}, {"dtype": "float16"}):
+        assert status(125.0, **change) == 1, "of another cell"
+    with pytest.raises(ValueError, match="reason: expected why cutile backward may take 120.0 us"):
+        dataclasses.replace(slowdown, reason=" ")
+
+
+def test_gate_names_a_provider_that_was_not_run_instead_of_its_cells():
+    kept = [
+        make_result(make_record(), make_record(provider="triton"), make_record(provider="triton", rows=8))
+    ]
+    new = make_result(make_record())
+    text = gate.explain(new, kept, gate.compare(new, kept))
+    assert "gate: not run: triton\n" in text and "kept cells" not in text
 
 
 def test_gate_reports_cells_not_run_and_fails_new_errors():

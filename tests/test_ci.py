@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bench import run
+from bench.shapes import DEFAULT_SHAPES
+
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = yaml.safe_load((ROOT / "ci.yaml").read_text())["jobs"]
 HEADER = (ROOT / "format.sh").read_text().splitlines()[1:3]
@@ -73,6 +76,16 @@ def test_every_command_exists(command):
 @pytest.mark.parametrize("name", [name for name, job in JOBS.items() if job["needs"] == "gpu"])
 def test_gpu_jobs_fail_first_where_the_best_backend_does_not_work(name):
     assert JOBS[name]["commands"][0] == "$PYTHON -m tilegym_rmsnorm doctor"
+
+
+def test_the_gate_gets_every_cell_of_cutile_that_is_kept():
+    """Of five shapes a slowdown elsewhere, or in another dtype, would pass."""
+    (command,) = [each for each in JOBS["benchmark"]["commands"] if each.startswith("bench/run.sh")]
+    arguments = run.parse_arguments(command.split()[1:])
+    assert run.default_shapes(arguments, has_gpu=True) == DEFAULT_SHAPES and arguments.shapes is None
+    assert set(arguments.dtype) == set(run.DTYPES) and "cutile" in arguments.provider
+    assert arguments.op is None or {"forward", "backward", "dx"} <= set(arguments.op)
+    assert JOBS["benchmark"]["commands"][-1] == f"$PYTHON -m bench.gate {arguments.out}"
 
 
 def test_github_calls_every_job_and_nothing_else():
