@@ -124,8 +124,9 @@ def readme_section(
 ) -> str:
     """The result as Markdown: for each op its pictures, cutile against the best peer, and GB/s by provider, folded.
 
-    A grid has its pictures and their mean alone. The backward, which this package is about, stays unfolded unless
-    `is_folded`. `is_brief` leaves out the GB/s by provider, and their picture, where there is a best peer.
+    A grid has its pictures and their mean alone; others end with the targets. The backward, which this package is
+    about, stays unfolded unless `is_folded`. `is_brief` leaves out the targets and, where there is a best peer, the
+    GB/s by provider with their picture; the backward's table is folded then.
     """
     lines = [f"{one_line(result)}."]
     if result["note"]:
@@ -140,14 +141,19 @@ def readme_section(
         names = [name for name in (f"{op}-map", op) if name in images]
         shown = [f"![{title}]({images[name]})" for name in (names[:1] if is_brief else names)]
         comparison = _comparison(result, op)
+        is_open = op == "backward" and not is_folded
         if result.get("is_grid"):
             shown += comparison[:1]
+        elif is_brief and comparison:
+            mean, table = comparison
+            shown += [mean, *(_folded(f"{title}: shape by shape", [table]) if is_open else [table])]
         else:
             table = op_table(result, op, _plain_rate_cell, "github", summary=True)
             every = _folded(f"{title}: GB/s of every provider", [table]) if comparison else [table]
-            shown += comparison if is_brief and comparison else [*comparison, *every]
-        is_open = op == "backward" and not is_folded
+            shown += [*comparison, *every]
         parts += [f"**{title}**", *shown] if is_open else _folded(title, shown)
+    if not is_brief and not result.get("is_grid") and result["gpu"] is not None:
+        parts += _targets(result)
     return "\n\n".join(parts)
 
 
@@ -159,6 +165,12 @@ def _comparison(result: Result, op: str) -> list[str]:
     mean = compare.mean_ratio(comparisons)
     text = f"Against the best of {', '.join(compare.peers_of(result, op))} at each shape: {mean:.2f} times as fast"
     return [f"{text} (geometric mean of {len(comparisons)}).", compare.table(result, op, "github")]
+
+
+def _targets(result: Result) -> list[str]:
+    """The targets that it meets and misses, folded; nothing where it has cells of none."""
+    lines = [f"- {' '.join(line.split())}" for line in compare.target_lines(result)]
+    return _folded("Targets", ["\n".join(lines)]) if lines else []
 
 
 def _folded(title: str, parts: list[str]) -> list[str]:

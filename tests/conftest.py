@@ -29,6 +29,7 @@ LONG = ("test_compile", "test_pipelines", "test_teams")
 WITHOUT_GPU = {
     "test_bench_compare",
     "test_bench_inductor",
+    "test_bench_pages",
     "test_bench_peers",
     "test_bench_warm",
     "test_candidates",
