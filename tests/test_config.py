@@ -261,7 +261,9 @@ def test_the_selector_imports_neither_torch_nor_cuda_tile():
         }
         assert imported <= {
             "__future__",
+            "collections.abc",
             "dataclasses",
+            "inspect",
             "math",
             "typing",
             "tilegym_rmsnorm.backends.cutile",
