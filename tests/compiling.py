@@ -12,7 +12,7 @@ import subprocess
 import sysconfig
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -185,15 +185,6 @@ def disassembled(cubin: Path) -> list[str]:
         command, capture_output=True, text=True, check=True, env=os.environ | {"PATH": path}
     ).stdout
     return re.findall(r"^\s+/\*([0-9a-f]{4,5}\*/.*?;)", text, re.MULTILINE)
-
-
-def backward_branches(code: list[str]) -> Iterator[tuple[int, int]]:
-    """Of each branch to an earlier instruction its own index in `code` and that of its target."""
-    numbers = {int(line.split("*/")[0], 16): number for number, line in enumerate(code)}
-    for number, line in enumerate(code):
-        target = re.search(r"\bBRA\S* (?:\w+, )?0x([0-9a-f]+)", line)
-        if target and numbers[int(target[1], 16)] < number:
-            yield number, numbers[int(target[1], 16)]
 
 
 def lacking_registers(cubin: Path, registers: int, workers: int) -> int:

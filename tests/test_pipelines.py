@@ -5,6 +5,7 @@
 still read, a race inside a block which most runs do not show; and a team's loop asks anew each time."""
 
 import re
+from collections import Counter
 
 import helpers
 import pytest
@@ -15,7 +16,6 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 import cuda.tile as ct  # noqa: E402
 from compiling import (  # noqa: E402
     CompilingMachine,
-    backward_branches,
     disassembled,
     find_cuobjdump,
     find_nvdisasm,
@@ -23,6 +23,7 @@ from compiling import (  # noqa: E402
     run_backward,
     run_forward,
 )
+from control_flow import loops  # noqa: E402
 from pipelines import overwritten  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile import toolchain  # noqa: E402
@@ -37,10 +38,11 @@ if toolchain.find_tileiras() is None or find_cuobjdump() is None or find_nvdisas
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def configs_with_tma(op: str, dtype: torch.dtype) -> list[tuple[Config, int]]:
-    """Of the rules, each with the widest row that it serves, and of the tables that ship; those of the largest tiles
-    first."""
-    widths = {RULES[op](n, dtype.itemsize, 90): n for n in (*range(1, 4100), 18432, 33001, 40000, 140000)}
+def configs_with_tma(op: str, dtype: torch.dtype, architecture: int = 90) -> list[tuple[Config, int]]:
+    """Of the rules, each with the widest row that it serves, and of the tables that ship for Hopper, which `tune` tries
+    on any GPU; those of the largest tiles first."""
+    among = (*range(1, 4100), 18432, 33001, 40000, 140000)
+    widths = {RULES[op](n, dtype.itemsize, architecture): n for n in among}
     rules = {(config, n) for config, n in widths.items() if config.tma}
     name = str(dtype).removeprefix("torch.")
     tables = {(c, bucket.n) for sm, bucket, c in shipped_configs(op, name) if c.tma and sm == 90}
@@ -80,6 +82,34 @@ def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
     assert checked > (10 if dtype is FP16 else 20)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("architecture", [100, 120])
+def test_none_of_later_architectures_overwrites_tiles_in_use(architecture, dtype, tmp_path):
+    """Without --every-config one is read of each kernel by one row and by several, in one tile and in several. Their
+    branches are others than Hopper's, and sm_120 has so little shared memory that its steps are."""
+    read, kinds = Counter(), set()
+    for op in RULES:
+        for config, n in configs_with_tma(op, dtype, architecture):
+            kind = (op, config.kernel, config.rows > 1, config.pieces > 1)
+            if kind in kinds and not helpers.every_config:
+                continue
+            kinds.add(kind)
+            machine = CompilingMachine(architecture, keep=tmp_path)
+            if op == "forward":
+                run_forward(machine, config, n, dtype, dtype)
+            else:
+                run_backward(machine, config, n, dtype, dtype, has_dw=op == "backward")
+            for path in tmp_path.glob("*.cubin"):
+                code = disassembled(path)
+                assert not overwritten(code), (path.stem, config, n)
+                read[path.stem] += any("UTMALDG" in line for line in code)
+                path.unlink()
+    kernels = {"forward_chunks"} | {
+        f"backward_{each}" for each in ("rows_by_tma", "tiles", "teams", "means", "strips", "chunks")
+    }
+    assert kernels <= {name for name, count in read.items() if count}
+
+
 @pytest.mark.parametrize(
     ("n", "config", "name"),
     [
@@ -95,10 +125,9 @@ def test_the_next_row_is_asked_for_before_this_one_is_summed(dtype, n, config, n
     run_backward(CompilingMachine(90, keep=tmp_path), config, n, dtype, dtype)
     code = disassembled(tmp_path / f"{name}.cubin")
     assert not overwritten(code)
-    loops = [code[target : branch + 1] for branch, target in backward_branches(code)]
     [workers] = [
         loop
-        for loop in loops
+        for loop in ([code[place] for place in places] for places in loops(code))
         if any("FFMA" in line for line in loop) and not any("UTMALDG" in line for line in loop)
     ]
     given_back = [i for i, line in enumerate(workers) if "SYNCS.ARRIVE.TRANS64.A1T0" in line]
@@ -122,6 +151,52 @@ def test_no_forward_or_dx_alone_overwrites_chunks_in_use(dtype, tmp_path):
         for path in tmp_path.glob("*.cubin"):
             assert not overwritten(disassembled(path)), (path.stem, n)
             path.unlink()
+
+
+def code_of(architecture: int, config: Config, n: int, name: str, folder) -> list[str]:
+    """The machine code of a backward's kernel."""
+    run_backward(CompilingMachine(architecture, keep=folder), config, n, BF16, BF16)
+    return disassembled(folder / f"{name}.cubin")
+
+
+STRIPS = Config("strips", 2048, 4, 3, 4, tma=True)
+TILES = Config("tiles", 1024, 8, 1, 2, rows=8, tma=True)
+
+
+@pytest.mark.parametrize(
+    ("n", "config", "name", "arrays"),
+    [(1024, TILES, "backward_tiles", 3), (140000, STRIPS, "backward_means", 2 * 3)],  # two kinds of steps
+)
+def test_a_slot_too_few_is_seen(n, config, name, arrays, tmp_path):
+    code = code_of(90, config, n, name, tmp_path)
+    made = [i for i, line in enumerate(code) if "SYNCS.EXCH" in line]
+    found = [overwritten([*code[:i], *code[i + 1 :]]) for i in made]
+    assert not overwritten(code) and len({each.split(":")[0] for each in sum(found, [])}) == arrays, found
+
+
+def test_a_wait_for_this_step_is_told_from_one_for_the_step_before(tmp_path):
+    """By the parity that the loop of a kernel with one slot for each tile begins with."""
+    code = code_of(120, STRIPS, 140000, "backward_means", tmp_path)
+    others = [re.sub(r"UMOV (UR\d+), URZ", r"UMOV \1, 0x1", line) for line in code]
+    assert not overwritten(code) and overwritten(others)
+
+
+@pytest.mark.parametrize(
+    ("found", "other"),
+    [
+        (r"\bBRA\b", "NOP"),  # no loops
+        (r"PHASECHK", "OTHER"),  # no waits
+        (r"ARRIVE\.TRANS64 ", "OTHER "),  # no loads
+        (r"ARRIVE\.TRANS64\.A1T0", "OTHER"),  # no ends of steps
+        (r"SYNCS\.PHASECHK\S+ P\d", "SYNCS.OTHER 1"),
+        (r"BRA 0x\w+", "BRX R2"),
+    ],
+)
+def test_a_kernel_that_is_not_recognised_does_not_pass(found, other, tmp_path):
+    code = code_of(90, TILES, 1024, "backward_tiles", tmp_path)
+    assert not overwritten(code)
+    with pytest.raises(ValueError):
+        overwritten([re.sub(found, other, line) for line in code])
 
 
 def last_block_sums(
@@ -198,9 +273,8 @@ def test_a_team_asks_for_its_slots_again_and_again(tmp_path):
     machine = CompilingMachine(90, keep=tmp_path)
     run_backward(machine, backward_config(32768, 2, 90), 32768, BF16, BF16)
     code = disassembled(tmp_path / "backward_teams.cubin")
-    loops = [
-        code[target:branch]
-        for branch, target in backward_branches(code)
-        if not any("STG" in line for line in code[target:branch])  # the loop over rows writes dx
-    ]
-    assert any("ATOMG.E.OR" in line for loop in loops for line in loop)
+    lines = [[code[place] for place in places] for places in loops(code)]
+    asking = [
+        loop for loop in lines if not any("STG" in line for line in loop)
+    ]  # the loop over rows writes dx
+    assert any("ATOMG.E.OR" in line for loop in asking for line in loop)

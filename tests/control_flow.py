@@ -1,0 +1,62 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Where a kernel goes from each of its instructions, and its loops, from its machine code (compiling.disassembled)."""
+
+from __future__ import annotations
+
+import re
+
+BRANCH = re.compile(r"\bBRA\S* (!?\w+, )?0x([0-9a-f]+)")
+NOT_READ = re.compile(r"\b(?:BRX|BRXU|JMP|JMX|CALL|RET|BREAK)\b.*")
+
+
+def followers(code: list[str]) -> list[list[int]]:
+    """Of each instruction the indices in `code` of those that may be next. Raises ValueError for a jump whose target
+    is not in the instruction."""
+    numbers = {int(line.split("*/")[0], 16): number for number, line in enumerate(code)}
+    found = []
+    for number, line in enumerate(code):
+        if other := NOT_READ.search(line):
+            raise ValueError(f"expected branches to addresses, got {other[0]}")
+        branch = BRANCH.search(line)
+        # by a predicate in front, or from sm_100 on by a uniform one behind: BRA.U !UP0, 0x230
+        is_conditional = "@" in line or bool(branch and branch[1])
+        is_last = number + 1 == len(code) or (branch or re.search(r"\bEXIT\b", line)) and not is_conditional
+        found.append(([numbers[int(branch[2], 16)]] if branch else []) + ([] if is_last else [number + 1]))
+    return found
+
+
+def reaching(
+    targets: set[int], following: list[list[int]], without: frozenset[int] = frozenset()
+) -> set[int]:
+    """What may be followed by one of `targets`, and these; on ways that do not pass any of `without`."""
+    preceding: list[list[int]] = [[] for _ in following]
+    for number, nexts in enumerate(following):
+        for each in nexts:
+            preceding[each].append(number)
+    found, waiting = set(targets), list(targets)
+    while waiting:
+        for each in preceding[waiting.pop()]:
+            if each not in found and each not in without:
+                found.add(each)
+                waiting.append(each)
+    return found
+
+
+def loops(code: list[str]) -> list[list[int]]:
+    """The instructions of each loop, in order: from the one that all ways into it lead to, up to the last branch back
+    there. So what a loop does far behind, where a wait for a barrier tries again, is left out."""
+    following = followers(code)
+    found: dict[int, tuple[set[int], int]] = {}
+    for last, nexts in enumerate(following):
+        for first in nexts:
+            if first >= last:
+                continue
+            body = reaching({last}, following, frozenset({first})) | {first}
+            if (
+                0 not in body
+            ):  # else it is only laid out backwards: there is a way to its end around its beginning
+                known, before = found.get(first, (set(), 0))
+                found[first] = known | body, max(last, before)
+    return [[each for each in sorted(body) if each <= last] for body, last in found.values()]
