@@ -39,6 +39,7 @@ WITHOUT_GPU = {
     "test_config",
     "test_cutile",
     "test_cutile_launches",
+    "test_dependencies",
     "test_gpu_machine",
     "test_interpreter",
     "test_interpreter_atomics",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 BRANCH = re.compile(r"\bBRA\S* (!?\w+, )?0x([0-9a-f]+)")
 NOT_READ = re.compile(r"\b(?:BRX|BRXU|JMP|JMX|CALL|RET|BREAK)\b.*")
@@ -27,21 +28,24 @@ def followers(code: list[str]) -> list[list[int]]:
     return found
 
 
-def reaching(
-    targets: set[int], following: list[list[int]], without: frozenset[int] = frozenset()
-) -> set[int]:
-    """What may be followed by one of `targets`, and these; on ways that do not pass any of `without`."""
-    preceding: list[list[int]] = [[] for _ in following]
-    for number, nexts in enumerate(following):
-        for each in nexts:
-            preceding[each].append(number)
-    found, waiting = set(targets), list(targets)
+def reached(starts: set[int], following: list[list[int]], without: Collection[int] = ()) -> set[int]:
+    """What may come after `starts`, and these; on ways that do not pass any of `without`."""
+    found, waiting = set(starts), list(starts)
     while waiting:
-        for each in preceding[waiting.pop()]:
+        for each in following[waiting.pop()]:
             if each not in found and each not in without:
                 found.add(each)
                 waiting.append(each)
     return found
+
+
+def reaching(targets: set[int], following: list[list[int]], without: Collection[int] = ()) -> set[int]:
+    """What may be followed by one of `targets`, and these; on such ways."""
+    preceding: list[list[int]] = [[] for _ in following]
+    for number, nexts in enumerate(following):
+        for each in nexts:
+            preceding[each].append(number)
+    return reached(targets, preceding, without)
 
 
 def loops(code: list[str]) -> list[list[int]]:
@@ -53,7 +57,7 @@ def loops(code: list[str]) -> list[list[int]]:
         for first in nexts:
             if first >= last:
                 continue
-            body = reaching({last}, following, frozenset({first})) | {first}
+            body = reaching({last}, following, {first}) | {first}
             if (
                 0 not in body
             ):  # else it is only laid out backwards: there is a way to its end around its beginning

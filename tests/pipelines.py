@@ -60,13 +60,13 @@ def overwritten(code: list[str]) -> list[str]:
     loading = [loop for loop in every if any("UTMALDG" in code[place] for place in loop)]
     if not loading:
         raise ValueError("loads by TMA, and none of them in a loop")
-    workers = [_operations(code, loop) for loop in every if loop not in loading]
+    workers = [operations(code, loop) for loop in every if loop not in loading]
     return [each for loop in loading for each in _overwritten_by(loop, workers, code)]
 
 
 def _overwritten_by(loop: list[int], workers: list[list[Operation]], code: list[str]) -> list[str]:
     """The same of one loop. workers: what is done in each of those that load nothing."""
-    counts, own = _barriers(code), _operations(code, loop)
+    counts, own = _barriers(code), operations(code, loop)
     loads, all_waits = _each_once(own, LOADED), _each_once(own, WAITED)
     waits = {barrier: each for barrier, each in all_waits.items() if barrier not in loads}
     if not loads or not all_waits or not (waits or all_waits.keys() >= loads.keys()):
@@ -88,7 +88,7 @@ def _overwritten_by(loop: list[int], workers: list[list[Operation]], code: list[
             slot = full[barrier]
             is_early = loads[slot].place < waits[end].place
             needed = counts[end] + is_early
-            if counts[slot] < needed and _awaits_same_step(code, waits[end]):
+            if counts[slot] < needed and awaits_first_end(code, waits[end]):
                 needed = int(is_early)
             if counts[slot] < needed:
                 found.append(f"{slot}: {counts[slot]} slots instead of {needed}, {counts[end]} steps")
@@ -98,7 +98,7 @@ def _overwritten_by(loop: list[int], workers: list[list[Operation]], code: list[
     return found
 
 
-def _operations(code: list[str], places: Iterable[int]) -> list[Operation]:
+def operations(code: list[str], places: Iterable[int]) -> list[Operation]:
     found = ((place, BARRIER.search(code[place])) for place in places)
     return [Operation(place, *match.groups("")) for place, match in found if match]
 
@@ -150,9 +150,10 @@ def _meet(code: list[str], loop: list[int], load: int, wait: int) -> bool:
     return any("BAR.SYNC" in code[place] for place in following[: following.index(load)])
 
 
-def _awaits_same_step(code: list[str], wait: Operation) -> bool:
-    """Whether a wait in a loop begins with parity 0, and so waits for the first end of all at once. With 1 the first
-    passes, and each later one waits for a step before. What is not copied from a zero counts as 1."""
+def awaits_first_end(code: list[str], wait: Operation) -> bool:
+    """Whether a wait begins with parity 0, and so for the first arrivals of all. In a loop that is the end of the same
+    step: with 1 the first passes, and each later one waits for a step before. What is not copied from a zero counts as
+    1."""
     register, place = wait.parity, wait.place
     earlier = reaching({place}, followers(code))  # not the workers, whose registers have the same names
     while register not in ("RZ", "URZ"):
@@ -167,8 +168,8 @@ def _awaits_same_step(code: list[str], wait: Operation) -> bool:
 
 def _barriers(code: list[str]) -> dict[str, int]:
     """How many barriers, one beside the other, begin at each address that is waited for or arrived at."""
-    operations = _operations(code, range(len(code)))
-    made = {int(each.barrier, 16) for each in operations if each.name == MADE}
-    used = sorted({int(each.barrier, 16) for each in operations if each.name != MADE})
+    done = operations(code, range(len(code)))
+    made = {int(each.barrier, 16) for each in done if each.name == MADE}
+    used = sorted({int(each.barrier, 16) for each in done if each.name != MADE})
     ends = dict(zip(used, [*used[1:], 2**32], strict=False))
     return {hex(address): sum(address <= each < end for each in made) for address, end in ends.items()}

@@ -1,0 +1,135 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""No kernel touches memory before the launch before it has ended, in machine code: whatever the compiler moves, and in
+the warps that load for others too. The interpreter refuses what the source would do early; it knows no such warps."""
+
+import inspect
+import re
+
+import helpers
+import pytest
+import torch
+
+pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+import cuda.tile as ct  # noqa: E402
+from compiling import (  # noqa: E402
+    CompilingMachine,
+    disassembled,
+    find_cuobjdump,
+    find_nvdisasm,
+    meta,
+    run_backward,
+    run_forward,
+    sampled,
+)
+from control_flow import followers, reached  # noqa: E402
+from pipelines import ENDED, WAITED, awaits_first_end, operations  # noqa: E402
+
+from tilegym_rmsnorm.backends.cutile import launch, team, toolchain  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.rows import ConstBool, load_tile  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.tables import RULES  # noqa: E402
+
+if toolchain.find_tileiras() is None or find_cuobjdump() is None or find_nvdisasm() is None:
+    pytest.skip("needs tileiras, cuobjdump and nvdisasm", allow_module_level=True)
+
+BF16, FP32 = torch.bfloat16, torch.float32
+# Of global memory: not shared (LDS, ATOMS), nor local (LDL), nor arguments and constants (LDC).
+ACCESS = re.compile(
+    r"\*/\s+(?:@!?U?P\d )?(?:LDG|STG|LDGSTS|ATOMG?|REDG?|LD|ST|UTMALDG|UTMASTG|UTMAREDG|UBLKCP)[. ]"
+)
+CASES = [
+    ("forward", 4096, Config("rows", 4096, 8, 3, 4, early_weight=True)),
+    ("forward", 128, Config("tiles", 128, 4, 4, 4, rows=32)),
+    ("forward", 65536, Config("teams", 8192, 4, 2, 4, members=8, packed=True)),
+    ("forward", 40000, Config("chunks", 4096, 8, 2, 4)),
+    ("forward", 40000, Config("chunks", 4096, 8, 2, 4, tma=True)),
+    ("backward", 4096, Config("rows", 4096, 8, 1, 6, short=True)),
+    ("backward", 12288, Config("rows", 4096, 8, 1, 4, pieces=3, tma=True)),
+    ("backward", 128, Config("tiles", 128, 8, 3, 1, rows=16)),
+    ("backward", 7168, Config("tiles", 8192, 8, 1, 4, rows=2, tma=True)),
+    ("backward", 32768, Config("teams", 8192, 4, 2, 2, members=4)),
+    ("backward", 18432, Config("teams", 2048, 4, 2, 4, pieces=3, members=3, tma=True)),
+    ("backward", 32768, Config("teams", 4096, 4, 3, 4, members=8, tma=True)),
+    ("backward", 4096, Config("fused", 4096, 8, 1, 1, rows=128, strip=32, slab=1024)),
+    ("backward", 32768, Config("fused_chunks", 8192, 8, 2, 3, rows=8, strip=1024, slab=64)),
+    ("backward", 40000, Config("strips", 2048, 4, 2, 4)),
+    ("backward", 40000, Config("strips", 2048, 4, 3, 4, tma=True)),
+    ("dx", 40000, Config("chunks", 4096, 4, 2, 4)),
+    ("dx", 40000, Config("chunks", 4096, 4, 2, 4, tma=True)),
+]
+
+
+def accesses_too_early(code: list[str]) -> list[str]:
+    """The accesses to global memory that there is a way to from a kernel's beginning without its wait for the launch
+    before: ACQBULK, or a barrier at which other warps arrive only after it."""
+    following, done = followers(code), operations(code, range(len(code)))
+    waits = {place for place, line in enumerate(code) if "ACQBULK" in line}
+    while True:
+        early = reached({0}, following, without=waits)
+        late = {each.barrier for each in done if each.name == ENDED} - {
+            each.barrier for each in done if each.name == ENDED and each.place in early
+        }
+        more = {
+            each.place
+            for each in done
+            if each.name == WAITED and each.place in early and each.barrier in late
+            if awaits_first_end(code, each)
+        }
+        if not more:
+            return [code[place] for place in sorted(early) if ACCESS.search(code[place])]
+        waits |= more
+
+
+def run(machine: CompilingMachine, op: str, n: int, config: Config) -> None:
+    if op == "forward":
+        run_forward(machine, config, n, BF16, BF16)
+    else:
+        run_backward(machine, config, n, BF16, BF16, has_dw=op == "backward")
+
+
+def test_no_kernel_touches_memory_before_the_launch_before_has_ended(tmp_path):
+    """Each with and without TMA; with --every-config for three architectures, and every fifteenth of Hopper's rules."""
+    architectures, cases = (90,), CASES
+    if helpers.every_config:
+        architectures = (90, 100, 120)
+        for op, rule in RULES.items():
+            rules = {rule(n, 2, 90): n for n in (*range(1, 4096), *range(4096, 140000, 128))}
+            cases = cases + [(op, n, config) for config, n in sampled(rules.items(), step=15)]
+    checked = set()
+    for architecture in architectures:
+        for op, n, config in cases:
+            run(CompilingMachine(architecture, keep=tmp_path), op, n, config)
+            for path in tmp_path.glob("*.cubin"):
+                code = disassembled(path)
+                assert sum("ACQBULK" in line for line in code) == 1, (architecture, path.stem, n, config)
+                assert not accesses_too_early(code), (architecture, path.stem, n, config)
+                checked.add(path.stem)
+                path.unlink()
+    modules = [team, *(each for each in vars(launch).values() if inspect.ismodule(each))]
+    kernels = [each for module in modules for each in vars(module).values() if inspect.isfunction(each)]
+    assert checked == {each.__name__ for each in kernels if "DEPENDENT" in inspect.signature(each).parameters}
+
+
+def sums_of_rows(y, x, TMA: ConstBool, WAITS_FIRST: ConstBool):
+    tsum = ct.zeros((1, 4096), dtype=ct.float32)
+    if WAITS_FIRST:
+        ct.grid_dependency_control_wait()
+    for j in range(ct.cdiv(x.shape[1], 4096)):
+        tsum = tsum + load_tile(x, (ct.bid(0), j), (1, 4096), 4, TMA, 16)
+    if not WAITS_FIRST:
+        ct.grid_dependency_control_wait()
+    ct.scatter(y, ct.bid(0), ct.sum(tsum))
+
+
+@pytest.mark.parametrize("waits_first", [True, False])
+@pytest.mark.parametrize("tma", [True, False])
+@pytest.mark.parametrize("architecture", [90, 100, 120])
+def test_loads_before_the_wait_are_seen(architecture, tma, waits_first, tmp_path):
+    machine = CompilingMachine(architecture, keep=tmp_path)
+    launch_one = machine.bind(sums_of_rows, Config("chunks", 4096, 4, 1, 4), (tma, waits_first))
+    launch_one((64,), (meta(64, dtype=FP32), meta(64, 40000, dtype=BF16)))
+    code = disassembled(tmp_path / "sums_of_rows.cubin")
+    assert any("UTMALDG" in line for line in code) is tma
+    assert bool(accesses_too_early(code)) is not waits_first
