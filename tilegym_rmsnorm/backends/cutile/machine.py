@@ -59,7 +59,8 @@ class GpuMachine:
         self.model = properties.name
         self.architecture = properties.major * 10 + properties.minor
         self.sm_count = properties.multi_processor_count
-        self.most_members = self.sm_count // LAUNCHES_AT_ONCE
+        # 1 on a slice of few SMs: with 0 the tables would serve it nothing, for a config without a team has one member
+        self.most_members = max(1, self.sm_count // LAUNCHES_AT_ONCE)
         self.dependent_launch = uses_dependent_launch(self.architecture)
         self.no_weight, self.no_dw_partial = torch.empty(2, 64, device=device).unbind()
 
