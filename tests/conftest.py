@@ -32,6 +32,7 @@ WITHOUT_GPU = {
     "test_bench_pages",
     "test_bench_peers",
     "test_bench_warm",
+    "test_branches",
     "test_candidates",
     "test_ci",
     "test_compile",
