@@ -168,6 +168,19 @@ def test_teams_are_searched_around_the_one_of_the_rules(op, size, n, itemsize):
     assert {"forward": "chunks", "backward": "strips"}[op] in {config.kernel for config in others}
 
 
+@pytest.mark.parametrize("n", [2**24, 2**25, 2**26, 2**27 - 2**11])
+def test_no_candidate_of_the_widest_rows_passes_int32_or_the_grid(n):
+    """2**25 columns: 65536 strips of 512, whose blocks' numbers times strips are no int32."""
+    found = candidates(Bucket("backward", n, "float32", "large"), 4, 90, most=10_000)
+    chunks = {(config.strip, config.slab) for config in found if config.kernel == "fused_chunks"}
+    for strip, slab in chunks:
+        strips = -(-n // strip)
+        last = strips + slab - 1
+        assert (last + 1) * strips < 2**31, (strip, slab)
+    assert any(strip == 1024 for strip, _ in chunks) == (n <= 2**25)
+    assert all(-(-n // config.width) < 2**16 for config in found if config.kernel == "strips")
+
+
 def test_kernels_wide_rows_are_not_held_by_are_tried_below_them():
     found = candidates(Bucket("backward", 16384, "bfloat16", "large"), 2, 90)
     assert {"rows", "teams", "strips"} <= {config.kernel for config in found}

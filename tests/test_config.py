@@ -144,6 +144,21 @@ def test_no_member_of_a_team_is_without_columns_and_few_lanes_are_empty(configur
         assert fewer.members < config.members, "a team that does not fit the GPU"
 
 
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_rows_of_more_strips_than_a_grid_has_are_refused_with_dw(architecture):
+    """CUDA has 65535 blocks in a grid's second dimension, where other calls have one. The grid of the sum of dw has
+    fewer then than its first dimension takes."""
+    widest = 65535 * 2048
+    for configure in (backward_config, row_partials_config):
+        config = configure(widest, 2, architecture)
+        assert config.kernel == "strips" and -(-widest // config.width) == 65535
+        assert -(-widest // sum_config(config, widest, architecture).width) <= LARGEST_GRID
+        with pytest.raises(ValueError, match=f"at most {widest} elements, got {widest + 1}: use backend"):
+            configure(widest + 1, 2, architecture)
+    assert backward_config(widest + 1, 2, architecture, has_dw=False).kernel == "chunks"
+    assert forward_config(widest + 1, 2, architecture).kernel == "chunks"
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_partial_rows_are_few_and_never_more_than_row_tiles(architecture):
     sm_count = SM_COUNTS[architecture]
@@ -268,6 +283,7 @@ def test_the_selector_imports_neither_torch_nor_cuda_tile():
             "typing",
             "tilegym_rmsnorm.backends.cutile",
             "tilegym_rmsnorm.backends.cutile.kernel_config",
+            "tilegym_rmsnorm.backends.cutile.sizes",
             "tilegym_rmsnorm.backends.cutile.wide",
         }
 
@@ -275,7 +291,7 @@ def test_the_selector_imports_neither_torch_nor_cuda_tile():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_no_index_of_a_fused_block_passes_int32(architecture):
     """backward_fused multiplies a block's number by the number of strips."""
-    for n in (*WIDTHS, 2**18, 2**20, 2**25, 2**30 - 8):
+    for n in (*WIDTHS, 2**18, 2**20, 2**25, 2**27 - 2048):
         for m in (1, 1000, 2**16, 2**20, 2**24):
             config = backward_config(n, 2, architecture, size_class(m, n))
             if config.is_fused and m * n < 2**42:  # 8 TB of x

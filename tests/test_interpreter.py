@@ -166,7 +166,7 @@ def test_blocks_are_numbered_along_three_axes():
     assert out[1, 2, 3] == 4123 and out.unique().numel() == 24 and unwritten(out) == 0
 
 
-@pytest.mark.parametrize("grid", [(), (0,), (2, -1), (1, 2**24), (1, 1, 1, 1)])
+@pytest.mark.parametrize("grid", [(), (0,), (2, -1), (2**24,), (1, 2**16), (1, 1, 2**16), (1, 1, 1, 1)])
 def test_grids_that_cannot_be_launched(grid):
     with pytest.raises(ValueError, match="grid: expected"):
         launch(lambda: None, grid, ())

@@ -120,6 +120,12 @@ UNFIT = {
     "no strip": stored(**FUSED | {"config_strip": 0}, config_slab=64),
     "strip too large": stored(**FUSED | {"config_strip": 2**14}, config_slab=64),
     "pieces of fused rows": stored(**FUSED, config_slab=64, config_width=2048, config_pieces=2),
+    "more strips than a grid has": stored(
+        n=2**27, config_kernel="strips", config_width=2048, config_short=False
+    ),
+    "fused chunks beyond int32": stored(
+        **FUSED | {"config_kernel": "fused_chunks", "config_strip": 512}, n=2**25, config_slab=64
+    ),
     "fused row too narrow": stored(**FUSED, config_slab=64, config_width=2048),
     "chunks in two tiles": stored(
         **FUSED | {"config_kernel": "fused_chunks"}, config_slab=64, config_width=2048, config_rest=2048
@@ -153,6 +159,15 @@ def test_the_file_that_the_unfit_ones_are_made_of_is_fit(folders):
             path.write_text(stored(**FUSED | {"config_kernel": kernel}, config_slab=64))
             tables.table_in.cache_clear()
             assert chosen().kernel == kernel
+        wide = {
+            "strips": {"config_width": 4096},
+            "fused_chunks": FUSED | {"config_strip": 1024, "config_slab": 64},
+        }
+        for n, (kernel, changes) in zip((2**27, 2**25), wide.items(), strict=True):
+            changes = changes | {"config_kernel": kernel, "config_short": False, "n": n}
+            path.write_text(stored(**changes))
+            tables.table_in.cache_clear()
+            assert chosen(BUCKET._replace(n=n)).kernel == kernel
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def backward_config(
         if has_dw:
             return slabs_config(n, itemsize)
     if n > widest_backward_row(n, itemsize, architecture):
-        return strips_config(architecture) if has_dw else chunks_config(itemsize, architecture)
+        return strips_config(n, architecture) if has_dw else chunks_config(itemsize, architecture)
     if architecture == 90 and _is_aligned(n, itemsize):
         table = hopper.BACKWARD_HALF if itemsize == 2 else hopper.BACKWARD_FLOAT
         return _from_table("backward", n, itemsize, table)
@@ -207,7 +207,7 @@ def row_partials_config(n: int, itemsize: int, architecture: int, most_members: 
     if config.kernel == "tiles":
         width, rest = two_tiles(n)
         return Config("rows", width, config.warps, config.occupancy, config.latency, rest, reason="P = M")
-    return strips_config(architecture) if config.kernel == "chunks" else config
+    return strips_config(n, architecture) if config.kernel == "chunks" else config
 
 
 def uses_dependent_launch(architecture: int) -> bool:

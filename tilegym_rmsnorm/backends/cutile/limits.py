@@ -8,7 +8,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
-from tilegym_rmsnorm.backends.cutile.sizes import FEW_ROWS
+from tilegym_rmsnorm.backends.cutile.sizes import FEW_ROWS, LARGEST_GRID_Y
 from tilegym_rmsnorm.backends.cutile.wide import MOST_MEMBERS
 
 if TYPE_CHECKING:
@@ -76,6 +76,15 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
         expect(is_slab, "slab", f"a multiple of {c.rows}, at most {LARGEST_SLAB}", c.slab)
     else:
         expect(c.strip == c.slab == 0, "strip and slab", "0 for this kernel", (c.strip, c.slab))
+    if c.kernel == "fused_chunks":
+        # By such a product, of int32, a block finds its place. Taller slabs (sizes.slab_tiles) are of more rows of such
+        # a width than any memory holds.
+        strips = -(-n // c.strip)
+        product = strips * (strips + c.slab)
+        expect(product < 2**31, "strips * (strips + slab)", "below 2**31", product)
+    if c.kernel == "strips":
+        strips = -(-n // c.width)
+        expect(strips <= LARGEST_GRID_Y, "strips", f"at most {LARGEST_GRID_Y} in a grid", strips)
     expect(c.warps in (4, 8), "warps", "4 or 8", c.warps)  # cuda-tile refuses others up to tileiras 13.4
     most = (
         8 if op == "backward" else 32

@@ -15,6 +15,7 @@ SMALL = 4 * 2**20  # elements of x: 8 MB in bfloat16
 FEW_TILES = 8  # row tiles per SM
 MOST_SLABS = 4  # per SM
 LARGEST_GRID = 2**24 - 1  # blocks in one dimension of a launch, cuda-tile's limit
+LARGEST_GRID_Y = 2**16 - 1  # in its second dimension, and its third: CUDA's
 NO_END = 2**62  # more rows than any memory holds
 
 

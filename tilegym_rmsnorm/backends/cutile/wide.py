@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, two_tiles
+from tilegym_rmsnorm.backends.cutile.sizes import LARGEST_GRID_Y
 
 WIDEST_SLABBED_ROW = 131072  # elements of which 32 rows of x and dy fit the L2 of an H100
+STRIP = 2048  # columns
 MOST_MEMBERS = 16  # of a team: an eighth of the 132 SMs of an H100 (machine.py says why)
 
 
@@ -102,11 +104,17 @@ def slabs_config(n: int, itemsize: int) -> Config:
     return Config("fused_chunks", 8192, 8, 2, 3, rows=8, strip=strip, slab=slab, reason=reason, spills=spills)
 
 
-def strips_config(architecture: int) -> Config:
+def strips_config(n: int, architecture: int) -> Config:
+    """Raises ValueError for rows of more strips than a launch has blocks in its second dimension."""
+    if n > STRIP * LARGEST_GRID_Y:
+        raise ValueError(
+            f"a backward with dw: expected rows of at most {STRIP * LARGEST_GRID_Y} elements, got {n}: "
+            'use backend="torch"'
+        )
     reason = "too wide for registers: the mean of each row, then strips of columns; two passes over memory"
     if architecture < 90:
-        return Config("strips", 2048, 4, 2, 4, reason=reason)
-    return Config("strips", 2048, 4, 3, 4, tma=True, reason=reason)  # 4096x32768: 3003 of those 10 bytes
+        return Config("strips", STRIP, 4, 2, 4, reason=reason)
+    return Config("strips", STRIP, 4, 3, 4, tma=True, reason=reason)  # 4096x32768: 3003 of those 10 bytes
 
 
 def chunks_config(itemsize: int, architecture: int) -> Config:

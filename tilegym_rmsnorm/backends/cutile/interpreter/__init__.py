@@ -26,7 +26,7 @@ from types import FunctionType
 import cuda.tile as ct
 import torch
 
-from tilegym_rmsnorm.backends.cutile.sizes import LARGEST_GRID
+from tilegym_rmsnorm.backends.cutile.sizes import LARGEST_GRID, LARGEST_GRID_Y
 
 from .arrays import Array
 from .blocks import Blocks
@@ -75,8 +75,9 @@ def launch(
 def _checked_grid(grid: tuple[int, ...]) -> tuple[int, ...]:
     if not isinstance(grid, tuple) or any(not isinstance(n, int) for n in grid):
         raise TypeError(f"grid: expected a tuple of integers, got {grid!r}")
-    if not 1 <= len(grid) <= 3 or any(not 1 <= n <= LARGEST_GRID for n in grid):
-        raise ValueError(f"grid: expected 1 to 3 extents from 1 to {LARGEST_GRID}, got {grid}")
+    most = (LARGEST_GRID, LARGEST_GRID_Y, LARGEST_GRID_Y)
+    if not 1 <= len(grid) <= 3 or any(not 1 <= n <= limit for n, limit in zip(grid, most, strict=False)):
+        raise ValueError(f"grid: expected 1 to 3 extents from 1 to at most {most}, got {grid}")
     return grid
 
 
