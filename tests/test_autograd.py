@@ -3,11 +3,14 @@
 
 """rms_norm under autograd: which gradients, from which backend, once and twice."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import BF16, DEVICE, FP32, FP64, assert_within, expected_results, make_inputs
 from torch._dynamo.testing import CompileCounter
+from torch.autograd import forward_ad
 
 from tilegym_rmsnorm import (
     BackendUnavailableError,
@@ -200,6 +203,31 @@ def test_second_derivatives_on_every_backend(backend):
     expected = penalty_gradients(F.rms_norm(x64, (100,), weight64, 1e-3), x64, weight64)
     for a, b in zip(got, expected, strict=True):
         assert (a.double() - b).norm() < 1e-5 * b.norm()
+
+
+def test_a_tangent_that_reaches_the_backward_through_dy_alone(backend):
+    """Forward mode over reverse mode, of what comes behind the norm: the tangent was lost."""
+    inputs, x, weight = _leaves(FP32, FP32)
+
+    def tangent_of(norm):
+        with forward_ad.dual_level():
+            scale = forward_ad.make_dual(torch.ones((), device=DEVICE), torch.ones((), device=DEVICE))
+            loss = (norm(x, (100,), weight, 1e-3) * scale).square().sum()
+            return [forward_ad.unpack_dual(each).tangent for each in torch.autograd.grad(loss, (x, weight))]
+
+    got = tangent_of(functools.partial(rms_norm, backend=backend))
+    for a, b in zip(got, tangent_of(F.rms_norm), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+
+
+def test_batched_gradients(backend):
+    _, x, weight = _leaves(FP32, FP32)
+    y = rms_norm(x, (100,), weight, 1e-3, backend=backend)
+    dy = torch.randn(3, *y.shape, device=DEVICE)
+    batched = torch.autograd.grad(y, (x, weight), dy, retain_graph=True, is_grads_batched=True)
+    each = zip(*(torch.autograd.grad(y, (x, weight), one, retain_graph=True) for one in dy), strict=True)
+    for a, b in zip(batched, each, strict=True):
+        torch.testing.assert_close(a, torch.stack(b), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="autocast of CPU tensors")

@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch.nn import Linear, Sequential
 
-from tilegym_rmsnorm import RMSNorm
+from tilegym_rmsnorm import (
+    BackendUnavailableError,
+    RMSNorm,
+    rms_norm_backward,
+    rms_norm_forward,
+    use_backend,
+)
 
 X = torch.randn(4, 8)
 
@@ -34,6 +40,31 @@ def test_an_exported_model_has_all_gradients(strict, backend):
     assert got.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(got[name], expected[name], msg=name)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_backend_that_cannot_be_exported_is_refused(strict):
+    """Strict export took the reference, whatever was in effect."""
+    torch._dynamo.reset()
+    refused = (torch._dynamo.exc.Unsupported, BackendUnavailableError)
+    with use_backend("cutile"), pytest.raises(refused, match="outside of graphs|torch.export"):
+        torch.export.export(make_model(RMSNorm(8)), (X,), strict=strict)
+    with use_backend("auto"):
+        torch.export.export(make_model(RMSNorm(8)), (X,), strict=strict)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_ops_below_autograd_are_exported(strict):
+    class Ops(torch.nn.Module):
+        def forward(self, x):
+            y, rstd = rms_norm_forward(x, None)
+            return y, rms_norm_backward(x, y, None, rstd)[0]
+
+    torch._dynamo.reset()
+    for got, expected in zip(
+        torch.export.export(Ops(), (X,), strict=strict).module()(X), Ops()(X), strict=True
+    ):
+        torch.testing.assert_close(got, expected)
 
 
 def test_an_exported_norm_takes_other_batches():

@@ -121,13 +121,15 @@ def test_a_named_backend_never_falls_back(fake_backends, name):
         _chosen()
 
 
-def test_the_log_says_what_was_chosen_and_why_not_the_others(fake_backends, caplog):
+def test_the_log_says_what_was_chosen_and_why_not_the_others(fake_backends, caplog, monkeypatch):
     """The one way to see why a call is slow: nothing else names what "auto" took."""
     fake_backends["cutile"].answer = Unusable("no such chip", "buy one")
+    monkeypatch.setattr(registry, "_told", set())
     with caplog.at_level("INFO", logger="tilegym_rmsnorm"):
-        _chosen()
-        _chosen()
-    [record] = caplog.records
+        for _ in range(2):
+            _chosen()
+            _chosen("triton", REQUEST)  # whose interpreter is chosen anew in each call
+    record, _ = caplog.records
     assert record.message.startswith("rms_norm_forward of torch.float32 x on cuda:0")
     assert "runs on backend triton; not cutile: no such chip (to mend it: buy one)" in record.message
 

@@ -65,6 +65,7 @@ BAD_NORM = [
     ),
     ({"normalized_shape": (8, 3)}, ValueError, "input: expected shape (*, 8, 3), as"),
     ({"normalized_shape": (1, 3, 8)}, ValueError, "input: expected shape (*, 1, 3, 8), as"),
+    ({"normalized_shape": -1}, ValueError, "normalized_shape: expected sizes of at least 1, got (-1,)"),
     ({"normalized_shape": ()}, ValueError, "normalized_shape: expected at least one dimension, got ()"),
     *(
         ({"normalized_shape": size}, TypeError, f"expected an int or a sequence of ints, got {size!r}")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm import reference
@@ -22,6 +23,7 @@ from tilegym_rmsnorm.validation import is_transformed
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+_is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 _are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 
@@ -81,7 +83,7 @@ class RMSNormFunction(torch.autograd.Function):
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
         dx = dw = db = None
         if needs_dx or needs_dw:
-            if torch.is_grad_enabled():  # create_graph
+            if _is_derived_further(dy):
                 dx, dw = _differentiable_backward(x, dy, weight, ctx.call)
             else:
                 dx, dw = run_backward(x, dy, weight, rstd, ctx.call, needs_dw)
@@ -116,6 +118,15 @@ def run_backward(
     if dw is not None and weight.ndim != 1:
         dw = dw.view_as(weight)
     return dx, dw
+
+
+def _is_derived_further(dy: Tensor) -> bool:
+    """Whether gradients are to be differentiated (create_graph, or a tangent), or are a batch (is_grads_batched)."""
+    if torch.is_grad_enabled():
+        return True
+    if is_dynamo_compiling():  # which traces the reference alone, and knows none of the functions below
+        return False
+    return _is_legacy_batchedtensor(dy) or (forward_ad._current_level >= 0 and is_transformed(dy))
 
 
 def _differentiable_backward(

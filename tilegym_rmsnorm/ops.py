@@ -104,8 +104,7 @@ def rms_norm(
     asked for by name cannot run them.
     """
     if is_dynamo_compiling():
-        if backend in (None, "auto") and is_exporting():
-            backend = "torch"  # which "auto" takes there; Dynamo cannot read what use_backend says
+        backend = _traced(backend)
         if backend != "torch":
             options = {"offset": offset, "residual": residual, "casting": casting, "backend": backend}
             return _break_graph(rms_norm, input, normalized_shape, weight, eps, bias=bias, **options)
@@ -173,7 +172,7 @@ def rms_norm_forward(
 
     M is the product of x's leading dimensions, N its last; weight and bias have shape (N,). See `rms_norm`.
     """
-    if is_dynamo_compiling() and backend != "torch":
+    if is_dynamo_compiling() and (backend := _traced(backend)) != "torch":
         options = {"offset": offset, "casting": casting, "backend": backend}
         return _break_graph(rms_norm_forward, x, weight, eps, bias=bias, **options)
     check_input("x", x)
@@ -201,7 +200,7 @@ def rms_norm_backward(
 
     dy has x's shape, dtype and device; rstd (M,) is what `rms_norm_forward` returned. See `rms_norm`.
     """
-    if is_dynamo_compiling() and backend != "torch":
+    if is_dynamo_compiling() and (backend := _traced(backend)) != "torch":
         options = {"offset": offset, "casting": casting, "backend": backend}
         return _break_graph(rms_norm_backward, x, dy, weight, rstd, **options)
     n, offset = _checked_backward(x, dy, weight, rstd, offset, casting)
@@ -233,6 +232,23 @@ def rms_norm_backward_torch(
     """`rms_norm_backward` by the reference: differentiable, with rstd an input like the others."""
     _, offset = _checked_backward(x, dy, weight, rstd, offset, casting)
     return reference.rms_norm_backward_torch(x, dy, weight, rstd, offset=offset, casting=casting)
+
+
+def _traced(backend: str | None) -> str | None:
+    """The backend as Dynamo traces it: for strict export the one in effect, "torch" where that is "auto"."""
+    if not is_exporting():
+        return backend
+    name = _backend_in_effect() if backend is None else backend
+    return "torch" if name == "auto" else name
+
+
+def _backend_in_effect() -> str:
+    return get_current_backend()
+
+
+# As torch.compiler.assume_constant_result does, which would import Dynamo: it cannot read what use_backend sets. In a
+# graph that is run again that would go unseen; an exported one stays as it is.
+_backend_in_effect._dynamo_marked_constant = True
 
 
 def _checked_backward(

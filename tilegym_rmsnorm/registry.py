@@ -40,6 +40,7 @@ BACKEND_MODULES = {
 ENVIRONMENT_VARIABLE = "TILEGYM_RMSNORM_BACKEND"
 _NAMES = (*AUTO_ORDER, "auto")
 _log = logging.getLogger("tilegym_rmsnorm")
+_told: set[tuple[Any, ...]] = set()
 _ENVIRONMENT_KEY = os.environ.encodekey(ENVIRONMENT_VARIABLE)
 # On CPU tensors these run while the environment asks for their interpreters, which may change from call to call.
 _INTERPRETED_ON_CPU = ("cutile", "triton")
@@ -53,9 +54,8 @@ class Request(NamedTuple):
     weight_dtype: torch.dtype | None
     casting: str
     has_bias: bool
-    is_plain: bool = (
-        True  # all tensors have memory whose addresses kernels can be given, see `validation.are_plain`
-    )
+    # all tensors have memory whose addresses kernels can be given, see `validation.are_plain`
+    is_plain: bool = True
 
 
 class Unusable(NamedTuple):
@@ -211,10 +211,17 @@ def _choose(op: str, request: Request, name: str) -> Callable[..., Any]:
             f"backend {backend!r} has no {op}; it implements {_implemented_ops(backend)}"
         )
     function = _impls[op, backend]
-    _log.info("%s of %s runs on backend %s%s", op, _describe(request), backend, passed_over)
+    _tell(op, request, name, f"runs on backend {backend}{passed_over}")
     if request.device.type == "cuda" or backend not in _INTERPRETED_ON_CPU:
         _chosen[op, request, name] = function
     return function
+
+
+def _tell(op: str, request: Request, name: str, what: str) -> None:
+    """Logs a choice that was not made before; those of interpreters are made anew in each call."""
+    if _log.isEnabledFor(logging.INFO) and (op, request, name, what) not in _told:
+        _told.add((op, request, name, what))
+        _log.info("%s of %s %s", op, _describe(request), what)
 
 
 def _usable(op: str, request: Request, backend: str) -> str:

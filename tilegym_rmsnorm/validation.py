@@ -59,6 +59,8 @@ def check_normalized_shape(x: Tensor, normalized_shape: int | Sequence[int]) -> 
     shape = x.shape[-dims:]
     if dims == 0:
         _fail(ValueError, "normalized_shape", "at least one dimension", "()")
+    if any(size < 0 for size in normalized_shape):
+        _fail(ValueError, "normalized_shape", "sizes of at least 1", tuple(normalized_shape))
     if shape != tuple(normalized_shape):  # in a model it is mostly the input that is not what it should be
         sizes = ", ".join(map(str, normalized_shape))
         _fail(ValueError, "input", f"shape (*, {sizes}), as normalized_shape says", tuple(x.shape))
