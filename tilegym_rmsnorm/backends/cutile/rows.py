@@ -31,8 +31,9 @@ def with_divisor(arrays, DIVISOR):
     cuda-tile asks of an extent only whether it is a multiple of 16. Of another one it must assume that a row may end
     between any two elements, and loads and stores each alone, although 72 bfloat16 end where 16 bytes end: a backward
     of 100000x72 took 87 us instead of 25 on an H100. Arrays whose rows do not end there stay as they are. Where rows
-    begin, cuda-tile sees for itself, at strides and base: a view whose rows begin elsewhere is none the worse read, by
-    more code. Every kernel declares all arrays that have N columns, also those which gain nothing by it.
+    begin, cuda-tile sees for itself, at strides and base: of a view whose rows begin elsewhere it loads each element
+    alone, whatever is declared. Every kernel declares all arrays that have N columns, also those which gain nothing by
+    it.
     """
     return tuple(
         a.slice(-1, 0, ct.assume_divisible_by(a.shape[-1], DIVISOR))
@@ -164,7 +165,8 @@ def load_tile(array, index, shape, LATENCY, TMA, DIVISOR):
     """A tile of a 2-D array by its index in tiles, as float32; lanes outside the array read 0.
 
     Where rows do not begin at multiples of 16 bytes, `ct.load` puts a branch around every one or two elements, and
-    waits at each; a gather does not.
+    waits at each; a gather does not. That is decided by N alone, so a view with another row stride has the branches: a
+    backward by tiles of 1160 bfloat16, 1161 apart, has 67 loads and 45 branches in place of 6 and 7 (sm_90; not timed).
     """
     if has_aligned_rows(array, DIVISOR):
         tile = as_float32(ct.load(array, index, shape, padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))

@@ -55,7 +55,7 @@ def partial_rows(m: int, n: int, config: Config, sm_count: int) -> int:
 
 
 def most_partial_rows(config: Config, sm_count: int) -> int:
-    """The largest P of a config that is not fused, for any number of rows; of strips, of one strip."""
+    """The largest P of a config that is not fused, for any number of rows; of strips an upper bound."""
     return max(1, sm_count * config.occupancy * config.share // 100 // config.members)
 
 
