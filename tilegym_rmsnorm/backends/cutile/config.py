@@ -11,6 +11,8 @@ The rules for sm_90 are measurements (hopper.py, and the comments here: shape an
 that are not aligned (`_is_aligned`), get rules that follow the same reasons: thresholds in elements where
 registers decide, which hold float32 whatever the dtype, and in bytes where the bytes in flight do. The tests compile
 a sample of them for each architecture; they were not timed.
+
+The numbers of a Config that have no name are its width, warps, blocks an SM and latency, and of two tiles the rest.
 """
 
 from __future__ import annotations

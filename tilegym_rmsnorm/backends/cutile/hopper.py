@@ -29,6 +29,7 @@ class Rule(NamedTuple):
     packed: bool = False
 
 
+# Up to how many elements: kernel, rows, warps, blocks an SM, latency
 FORWARD_HALF = (
     Rule(64, "tiles", 64, 4, 4, 4),  # 524288x64: 2910, 131072x64: 2666
     Rule(128, "tiles", 32, 4, 4, 4),  # 524288x128: 2950, 131072x128: 2817

@@ -1,6 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The rules of config.py for rows that the registers of one block do not hold: functions of numbers."""
+"""The rules of config.py for rows that the registers of one block do not hold: functions of numbers.
+
+The numbers of a Config that have no name are its width, warps, blocks an SM and latency, and of two tiles the rest.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,16 @@ def backward_teams_config(n: int, itemsize: int, size: str, has_dw: bool, most_m
         width, pieces, members = found
         spills = "not with a weight of x's dtype; a float32 weight takes up to 32 bytes of stack, and was not timed"
         return Config(
-            *("teams", width, 4, 2, 4), pieces=pieces, members=members, tma=True, reason=reason, spills=spills
+            "teams",
+            width,
+            warps=4,
+            occupancy=2,
+            latency=4,
+            pieces=pieces,
+            members=members,
+            tma=True,
+            reason=reason,
+            spills=spills,
         )
     spills = (
         "not with a weight of x's dtype; a float32 weight takes up to 80 bytes of stack, and was not timed"
@@ -95,7 +107,16 @@ def slabs_config(n: int, itemsize: int) -> Config:
         blocks, strip = (1, 1024) if n <= 49152 else (2, 512)
         spills = "8 bytes of stack at 131072 columns, not timed" if n > 49152 else ""
         return Config(
-            *("fused_chunks", 8192, 8, blocks, 3), rows=8, strip=strip, slab=64, reason=reason, spills=spills
+            "fused_chunks",
+            8192,
+            warps=8,
+            occupancy=blocks,
+            latency=3,
+            rows=8,
+            strip=strip,
+            slab=64,
+            reason=reason,
+            spills=spills,
         )
     if n <= 24576:
         return Config("fused_chunks", 4096, 8, 1, 1, rows=8, strip=512, slab=128, reason=reason)
