@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,6 @@ Result = dict[str, Any]
 Record = dict[str, Any]
 OURS = "cutile"
 CPU_NOTE = "Not GPU figures: wall-clock times of CPU code and interpreters, taken without a GPU."
-
-
-def why_not_writable(folder: Path) -> str | None:
-    """Why no file can be written there; makes the folder. Not to be found out when all has been measured."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return str(error)
-    return None if os.access(folder, os.W_OK) else f"{folder} is not writable"
 
 
 def write_json(result: dict[str, Any], path: Path, long_list: str = "records") -> None:

@@ -33,6 +33,7 @@ from bench.shapes import (
 )
 from bench.warm import warm
 from tilegym_rmsnorm import registry
+from tilegym_rmsnorm.installation import why_not_writable
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 GRID_PROVIDERS = ("cutile", "F.rms_norm", "torch.compile", "quack", "liger.triton")
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     shapes = arguments.shapes or default_shapes(arguments, has_gpu)
     ops = arguments.op or (GRID_OPS if arguments.grid else OPS)
     folder = arguments.out or default_folder(arguments, origin["gpu"])
-    if reason := report.why_not_writable(folder):
+    if reason := why_not_writable(folder):
         print(f"no results can be kept there: {reason}", file=sys.stderr)
         return 1
     apart = [name for name in providers if name in ALONE and len(providers) > 1]

@@ -39,8 +39,9 @@ import tilegym_rmsnorm as tr
 from bench import curves, readme
 from bench.corpus import VOCABULARY, batches, load_corpus
 from bench.provenance import RESULTS, ROOT, choose_tables, describe_run, gpu_slug, one_line
-from bench.report import CPU_NOTE, why_not_writable, write_json
+from bench.report import CPU_NOTE, write_json
 from bench.run import one_of, run_in_interpreters
+from tilegym_rmsnorm.installation import why_not_writable
 
 NAMES = ("baseline", "F.rms_norm", "cutile", "triton", "inductor", "torch")
 SEED, OTHER_SEED, VALIDATION_SEED = 0, 1, 2

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import cuda.tile as ct
 import helpers
+import pytest
 import torch
 from cuda.tile.compilation import (
     ArrayConstraint,
@@ -27,6 +28,7 @@ from cuda.tile.compilation import (
     export_kernel,
 )
 
+from tilegym_rmsnorm.backends.cutile import toolchain
 from tilegym_rmsnorm.backends.cutile.config import uses_dependent_launch
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward
@@ -220,6 +222,12 @@ def find_cuobjdump() -> Path | None:
 def find_nvdisasm() -> Path | None:
     """What cuobjdump disassembles by: of PATH, or the one inside Triton's package."""
     return _find("nvdisasm")
+
+
+def skip_without_disassembler(is_module: bool = True) -> None:
+    """Skips tests that read machine code, all of a module or the one that calls, where the tools for it are missing."""
+    if toolchain.find_tileiras() is None or find_cuobjdump() is None or find_nvdisasm() is None:
+        pytest.skip("needs tileiras, cuobjdump and nvdisasm", allow_module_level=is_module)
 
 
 def _find(program: str) -> Path | None:

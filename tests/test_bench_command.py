@@ -18,10 +18,11 @@ from test_bench_records import RECORD_FIELDS
 from test_bench_results import make_record
 
 import tilegym_rmsnorm
-from bench import processes, readme, report, run
+from bench import processes, readme, run
 from bench.peers import ALL_PROVIDERS
 from bench.provenance import RESULTS, ROOT, choose_tables, describe_run, hash_sources, one_line
 from bench.shapes import OPS
+from tilegym_rmsnorm import installation
 from tilegym_rmsnorm.backends.cutile import tables
 
 
@@ -148,7 +149,7 @@ def test_results_that_cannot_be_kept_are_refused_before_anything_is_measured(
     if why == "a file":
         folder.write_text("")
     else:
-        monkeypatch.setattr(report.os, "access", lambda path, mode: path != folder)
+        monkeypatch.setattr(installation.os, "access", lambda path, mode: path != folder)
     assert run.main(["--provider", "torch", "--out", str(folder)]) == 1
     assert events == [] and "no results can be kept there: " in capsys.readouterr().err
 

@@ -10,16 +10,13 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from compiling import (  # noqa: E402
     CompilingMachine,
     disassembled,
-    find_cuobjdump,
-    find_nvdisasm,
     run_backward,
+    skip_without_disassembler,
 )
 
-from tilegym_rmsnorm.backends.cutile import toolchain  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.wide import slabs_config  # noqa: E402
 
-if toolchain.find_tileiras() is None or find_cuobjdump() is None or find_nvdisasm() is None:
-    pytest.skip("needs tileiras, cuobjdump and nvdisasm", allow_module_level=True)
+skip_without_disassembler()
 
 
 @pytest.mark.parametrize("n", [32768, 131072])

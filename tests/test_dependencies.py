@@ -16,23 +16,21 @@ import cuda.tile as ct  # noqa: E402
 from compiling import (  # noqa: E402
     CompilingMachine,
     disassembled,
-    find_cuobjdump,
-    find_nvdisasm,
     meta,
     run_backward,
     run_forward,
     sampled,
+    skip_without_disassembler,
 )
 from control_flow import followers, reached  # noqa: E402
 from pipelines import ENDED, WAITED, awaits_first_end, operations  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile import launch, team, toolchain  # noqa: E402
+from tilegym_rmsnorm.backends.cutile import launch, team  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.rows import ConstBool, load_tile  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.tables import RULES  # noqa: E402
 
-if toolchain.find_tileiras() is None or find_cuobjdump() is None or find_nvdisasm() is None:
-    pytest.skip("needs tileiras, cuobjdump and nvdisasm", allow_module_level=True)
+skip_without_disassembler()
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # Of global memory: not shared (LDS, ATOMS), nor local (LDL), nor arguments and constants (LDC).

@@ -17,23 +17,20 @@ import cuda.tile as ct  # noqa: E402
 from compiling import (  # noqa: E402
     CompilingMachine,
     disassembled,
-    find_cuobjdump,
-    find_nvdisasm,
     meta,
     run_backward,
     run_forward,
+    skip_without_disassembler,
 )
 from control_flow import loops  # noqa: E402
 from pipelines import overwritten  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile import toolchain  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.config import backward_config, forward_config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.rows import ConstBool, ConstInt, load_gradient_tiles  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.tables import RULES  # noqa: E402
 
-if toolchain.find_tileiras() is None or find_cuobjdump() is None or find_nvdisasm() is None:
-    pytest.skip("needs tileiras, cuobjdump and nvdisasm", allow_module_level=True)
+skip_without_disassembler()
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

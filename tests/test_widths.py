@@ -13,7 +13,6 @@ import torch
 from cutile_runs import run_backward, run_forward
 from helpers import BF16, FP32, assert_within, expected_results, make_inputs
 
-from tilegym_rmsnorm.backends.cutile import toolchain
 from tilegym_rmsnorm.backends.cutile.interpreter.arrays import Array
 from tilegym_rmsnorm.backends.cutile.interpreter.rebind import _OPERATIONS
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
@@ -115,10 +114,9 @@ def test_aligned_rows_are_loaded_and_stored_as_those_of_multiples_of_16(op, kern
     """16 bytes at a time as often as there: 100000x72 in 11.8 us instead of 43.7, its backward in 24.6 instead of 87.2
     (bfloat16, an H100)."""
     pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-    from compiling import find_cuobjdump, find_nvdisasm
+    from compiling import skip_without_disassembler
 
-    if toolchain.find_tileiras() is None or find_cuobjdump() is None or find_nvdisasm() is None:
-        pytest.skip("needs tileiras, cuobjdump and nvdisasm")
+    skip_without_disassembler(is_module=False)
     widths = (1160 if dtype is BF16 else 1164, 1168)
     found, wanted = (accesses(op, kernel, n, dtype, tmp_path / str(n)) for n in widths)
     assert found and found == wanted

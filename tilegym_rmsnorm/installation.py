@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -148,3 +149,12 @@ _QUESTIONS: dict[str, Callable[[], str]] = {
     "tuned configs": _tuned,
     "default backend": registry.get_current_backend,
 }
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Why no file can be written there; makes the folder. Not to be found out when all has been measured."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return str(error)
+    return None if os.access(folder, os.W_OK) else f"{folder} is not writable"

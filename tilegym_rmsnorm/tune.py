@@ -18,7 +18,6 @@ below 4096 can be.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilegym_rmsnorm import registry
+from tilegym_rmsnorm import installation, registry
 from tilegym_rmsnorm.backends.cutile import candidates, tables
 from tilegym_rmsnorm.backends.cutile.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Target
@@ -98,12 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
     if folder is None:
         remedy = f"set {tables.CACHE_VARIABLE}, pip install platformdirs, or name a folder by --out"
         return _fail(f"the user's cache is off. To mend it: {remedy}")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return _fail(f"no table can be kept there: {error}")
-    if not os.access(folder, os.W_OK):
-        return _fail(f"no table can be kept there: {folder} is not writable")
+    if reason := installation.why_not_writable(folder):
+        return _fail(f"no table can be kept there: {reason}")
 
     buckets = [
         Bucket(op, n, dtype, size)

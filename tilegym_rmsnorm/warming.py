@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from tilegym_rmsnorm.backends.checks import KERNEL_DTYPES
+from tilegym_rmsnorm.backends.checks import tensors_unusable
 from tilegym_rmsnorm.registry import BackendUnavailableError, Request, why_unusable
 from tilegym_rmsnorm.validation import check_casting
 
@@ -55,7 +55,8 @@ def _checked(width: object) -> tuple[int, torch.dtype, torch.dtype | None]:
         raise ValueError(f"widths: expected a whole number of at least 1 as n, got {n!r}")
     if not isinstance(dtype, torch.dtype) or not isinstance(weight_dtype, torch.dtype | None):
         raise TypeError(f"widths: expected dtypes of torch, got {width!r}")
-    if dtype not in KERNEL_DTYPES or weight_dtype not in (None, dtype, torch.float32):
-        expected = "x of float16, bfloat16 or float32, and a weight of that dtype, of float32, or None"
-        raise TypeError(f"widths: expected {expected}, got {width!r}: there are no kernels for others")
+    if problem := tensors_unusable(Request(torch.device("cuda"), dtype, weight_dtype, "once", False)):
+        raise TypeError(
+            f"widths: expected dtypes that there are kernels for, got {width!r}: {problem.reason}"
+        )
     return n, dtype, weight_dtype
