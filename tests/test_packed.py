@@ -3,6 +3,8 @@
 
 """Rows of 16-bit numbers that stay packed while they are summed, in the interpreter."""
 
+import dataclasses
+
 import pytest
 import torch
 from helpers import BF16, FP16, FP32, make_inputs
@@ -38,8 +40,11 @@ def test_packed_rows_give_the_same_bits(width, pieces, dtype):
     inputs.x[0], inputs.x[1, :2] = 0.0, torch.tensor([-0.0, torch.finfo(dtype).tiny / 2])
     plain = Config("rows", width, 4, 1, 2, pieces=pieces)
     packed = Config("rows", width, 4, 1, 2, pieces=pieces, packed=True)
-    for run in (run_forward, run_backward):
-        expected, got = run(inputs, plain), run(inputs, packed)
-        for name, value in expected.items():
-            bits = torch.int32 if value.dtype == FP32 else torch.int16
-            assert torch.equal(got[name].view(bits), value.view(bits)), name
+    by_tma = dataclasses.replace(packed, tma=True)
+    for run, configs in ((run_forward, (packed,)), (run_backward, (packed, by_tma))):
+        expected = run(inputs, plain)
+        for config in configs:
+            got = run(inputs, config)
+            for name, value in expected.items():
+                bits = torch.int32 if value.dtype == FP32 else torch.int16
+                assert torch.equal(got[name].view(bits), value.view(bits)), (name, config)

@@ -112,6 +112,7 @@ def test_none_of_later_architectures_overwrites_tiles_in_use(architecture, dtype
     [
         (12288, Config("rows", 4096, 8, 1, 4, pieces=3, tma=True), "backward_rows_by_tma"),
         (16384, Config("rows", 2048, 8, 1, 4, pieces=8, tma=True), "backward_rows_by_tma"),
+        (18432, Config("rows", 2048, 8, 1, 4, pieces=9, tma=True, packed=True), "backward_rows_by_tma"),
         (18432, Config("teams", 2048, 4, 2, 4, pieces=3, members=3, tma=True), "backward_teams"),
     ],
 )

@@ -21,9 +21,11 @@ from .rows import (
     ConstBool,
     ConstInt,
     column_tiles,
+    columns_again,
     factor_of_x,
     load_part_of_row,
     load_scale,
+    packed_row_as_float32,
     row_as_float32,
     row_of_terms_of_dw,
     rstd_ahead,
@@ -47,6 +49,7 @@ def backward_rows_by_tma(
     PIECES: ConstInt,
     EVEN: ConstBool,
     LATENCY: ConstInt,
+    PACKED: ConstBool,
     DIVISOR: ConstInt,
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
@@ -57,6 +60,9 @@ def backward_rows_by_tma(
 
     A row is added to dw before its products are summed: after that h would take registers that 16384 columns do not
     leave, 256 bytes of stack by 8 * 2048.
+
+    PACKED, for rows that fill the registers even so: x stays in its own 16 bits while the products are summed, and the
+    weight is read again at each row.
     """
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
     if DEPENDENT:
@@ -71,13 +77,18 @@ def backward_rows_by_tma(
         tstored_dy = load_part_of_row(dy, row, 0, tcolumns, LATENCY)
         tscale = ()
         if HAS_WEIGHT:
-            tscale = load_scale(weight, tcolumns, offset, EVEN)
+            tweight_columns = tcolumns
+            if PACKED:
+                tweight_columns = columns_again(tcolumns, row)
+            tscale = load_scale(weight, tweight_columns, offset, EVEN)
         tx, tdy = row_as_float32(tstored_x), row_as_float32(tstored_dy)
         th, tg = h_and_g(tdy, trstd, tscale)
         tterms = row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
         tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(PIECES)))
 
         tfactor = factor_of_x(sum_of_products(tx, tg, PIECES) * inv_n, trstd)
+        if PACKED:
+            tx = packed_row_as_float32(tstored_x)
         tdx = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(PIECES)))
         store_part_of_row(dx, row, 0, tdx)
         trstd = tnext

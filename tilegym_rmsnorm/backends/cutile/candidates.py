@@ -115,7 +115,14 @@ SWEEPS = {
         Sweep(
             *("rows", 2688, 18432, rows_of_few_equal_tiles),  # the narrowest row of three tiles of 1024
             # By all blocks it may be too slow to be among those whose other shares are tried: `with_other_shares`.
-            {"warps": (4, 8), "occupancy": (1, 2), "latency": (4,), "tma": (True,), "share": (100, 84, 72)},
+            {
+                "warps": (4, 8),
+                "occupancy": (1, 2),
+                "latency": (4,),
+                "tma": (True,),
+                "packed": BOTH,
+                "share": (100, 84, 72),
+            },
             ("large",),
         ),
         Sweep(
@@ -218,7 +225,7 @@ def candidates(
             lambda c: (c.kernel, c.warps, c.occupancy),
             lambda c: (c.kernel, c.warps, c.early_weight),
             lambda c: (c.kernel, c.warps, c.occupancy, c.tma, c.pieces > 1, c.share),
-            lambda c: c.kernel == "rows" and c.tma and (c.width, c.share),
+            lambda c: c.kernel == "rows" and c.tma and (c.width, c.packed, c.share),
         )
         for config in {kind(each): each for each in reversed(alike)}.values()
     }

@@ -95,8 +95,8 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     # Not forward's tiles: tileiras 13.4 makes some of them of warps that together ask for more registers than a block
     # has, and wait forever: M x 1 on an H100
     expect(not c.tma or c.kernel in WITH_TMA[op], "tma", f"false, or kernel of {WITH_TMA[op]}", c.kernel)
-    is_plain = not (c.rest or c.packed or c.short)
-    expect(not c.tma or c.kernel != "rows" or is_plain, "tma of rows", "no rest, not packed, not short", c)
+    is_plain = not (c.rest or c.short)
+    expect(not c.tma or c.kernel != "rows" or is_plain, "tma of rows", "no rest, not short", c)
     has_share = op in BACKWARDS and c.kernel in WALKS_ROWS
     expect(c.share == 100 or has_share, "share", f"100, or a backward's kernel of {WALKS_ROWS}", c.share)
     expect(SMALLEST_SHARE <= c.share <= 100, "share", f"{SMALLEST_SHARE} to 100", c.share)

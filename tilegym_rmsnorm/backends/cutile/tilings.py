@@ -52,10 +52,10 @@ def rows_of_equal_tiles(n: int) -> Iterator[Tile]:
 
 
 def rows_of_few_equal_tiles(n: int) -> Iterator[Tile]:
-    """One row as two to eight tiles of 1024 columns or more, an eighth of their lanes empty at most."""
+    """One row as two to nine tiles of 1024 columns or more, an eighth of their lanes empty at most."""
     for width in (4096, 2048, 1024):
         pieces = -(-n // width)
-        if 2 <= pieces <= 8 and 8 * n >= 7 * pieces * width:
+        if 2 <= pieces <= 9 and 8 * n >= 7 * pieces * width:
             yield {"width": width, "pieces": pieces}
 
 
