@@ -240,6 +240,21 @@ def bitcast_to_another_width(x):
 
 
 @refused(x=FLOATS)
+def unpacking_of_no_bytes(x):
+    ct.unpack_from_bytes(ct.load(x, (0,), (4,)), ct.int32)
+
+
+@refused(x=FLOATS)
+def unpacking_of_rows_of_bytes(x):
+    ct.unpack_from_bytes(ct.reshape(ct.pack_to_bytes(ct.load(x, (0,), (4,))), (4, 4)), ct.int32)
+
+
+@refused(x=FLOATS)
+def unpacking_of_half_a_number(x):
+    ct.unpack_from_bytes(ct.pack_to_bytes(ct.zeros((1,), ct.float16)), ct.int32)
+
+
+@refused(x=FLOATS)
 def dtype_by_keyword(x):
     ct.store(x, (0,), ct.astype(ct.load(x, (0,), (4,)), dtype=ct.float32))
 

@@ -24,6 +24,7 @@ CASES = [
     (16384, Config("rows", 2048, 8, 1, 4, pieces=8, tma=True)),
     (12288, Config("rows", 2048, 8, 1, 4, pieces=6, tma=True)),
     (3584, Config("rows", 2048, 8, 2, 4, pieces=2, tma=True)),
+    (18432, Config("rows", 2048, 8, 1, 4, pieces=9, tma=True, packed=True)),
 ]
 VARIANTS = {
     "bfloat16": {"dtype": BF16, "weight_dtype": BF16},
@@ -51,10 +52,12 @@ def test_no_warp_waits_for_registers(n, config, architecture):
 @pytest.mark.parametrize(
     ("n", "config", "dtype", "most_stack"),
     [
-        (16384, CASES[0][1], BF16, 16),
+        (16384, CASES[0][1], BF16, 8),
         (16384, CASES[1][1], BF16, 0),
         (16384, CASES[1][1], FP16, 0),
         (12288, CASES[2][1], BF16, 0),
+        (18432, CASES[4][1], BF16, 0),
+        (18432, CASES[4][1], FP16, 0),
         (5120, Config("rows", 1024, 8, 1, 4, pieces=5, tma=True), FP32, 0),
     ],
 )

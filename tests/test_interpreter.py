@@ -81,6 +81,12 @@ VALUES = {
     "where": (lambda: ct.where(ints(0, 1) == 0, 1.5, ints(7, 8)), FP32, [1.5, 8.0]),
     "where of constants": (lambda: ct.where(ints(0, 1) == 0, 1.5, 2), FP32, [1.5, 2.0]),
     "bitcast": (lambda: ct.bitcast(ct.full((1,), -0.0, ct.float16), ct.int16), torch.int16, [-(2**15)]),
+    "bytes": (lambda: ct.pack_to_bytes(tile(1, -2, dtype=ct.int16)), torch.uint8, [1, 0, 254, 255]),
+    "pairs": (
+        lambda: ct.unpack_from_bytes(ct.pack_to_bytes(tile(1, 2, dtype=ct.int16)[:, None]), ct.int32),
+        INT32,
+        [2 * 2**16 + 1],
+    ),
     "astype of a constant": (lambda: ct.reshape(ct.astype(0.1, ct.float64), (1,)), FP64, [0.1]),
     "minimum passes over NaN": (lambda: ct.minimum(tile(math.nan, 1.0), 2.0), FP32, [2.0, 1.0]),
     "minimum propagates NaN": (

@@ -57,6 +57,7 @@ from .rows import (
     load_scale_tile,
     load_tile,
     packed_row_as_float32,
+    paired_row_as_float32,
     products_lane_by_lane,
     row_as_float32,
     row_of_terms_of_dw,
@@ -106,6 +107,8 @@ def row_gradients(arrays, row, tcolumns, inv_n, offset, SWITCHES, *, PIECES, LAT
     if HAS_WEIGHT:
         tscale = load_scale(weight, tcolumns, offset, EVEN)
     tx, tdy = row_as_float32(tstored_x), row_as_float32(tstored_dy)
+    if TMA and not ROUND_XHAT:  # rounding leaves no registers; by gathers the loop comes out slower
+        tx, tdy = paired_row_as_float32(tstored_x), paired_row_as_float32(tstored_dy)
     th, tg = h_and_g(tdy, trstd, tscale)
     total = sum_of_products(tx, tg, PIECES)
     if len(team) > 0:

@@ -25,7 +25,7 @@ from .rows import (
     factor_of_x,
     load_part_of_row,
     load_scale,
-    packed_row_as_float32,
+    paired_row_as_float32,
     row_as_float32,
     row_of_terms_of_dw,
     rstd_ahead,
@@ -81,14 +81,14 @@ def backward_rows_by_tma(
             if PACKED:
                 tweight_columns = columns_again(tcolumns, row)
             tscale = load_scale(weight, tweight_columns, offset, EVEN)
-        tx, tdy = row_as_float32(tstored_x), row_as_float32(tstored_dy)
+        tx, tdy = paired_row_as_float32(tstored_x), paired_row_as_float32(tstored_dy)
+        if PACKED:
+            tx = row_as_float32(tstored_x)
         th, tg = h_and_g(tdy, trstd, tscale)
         tterms = row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
         tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(PIECES)))
 
         tfactor = factor_of_x(sum_of_products(tx, tg, PIECES) * inv_n, trstd)
-        if PACKED:
-            tx = packed_row_as_float32(tstored_x)
         tdx = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(PIECES)))
         store_part_of_row(dx, row, 0, tdx)
         trstd = tnext

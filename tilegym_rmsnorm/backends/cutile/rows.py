@@ -19,6 +19,19 @@ def as_float32(tile):
     return ct.astype(tile, ct.float32)
 
 
+def paired_as_float32(tile):
+    """The same of a 1-D tile, bfloat16 two at a time: a shift and a mask make two float32 of 32 bits.
+
+    By astype the second of two takes two instructions, and is kept in 32 bits rather than made again.
+    """
+    if tile.dtype != ct.bfloat16:
+        return as_float32(tile)
+    tpairs = ct.unpack_from_bytes(ct.pack_to_bytes(tile), ct.int32)
+    tfirst = ct.bitcast(tpairs << 16, ct.float32)
+    tsecond = ct.bitcast(tpairs & -0x10000, ct.float32)
+    return ct.reshape(ct.cat((tfirst[:, None], tsecond[:, None]), 1), tile.shape)
+
+
 def has_aligned_rows(array, DIVISOR):
     """Whether rows whose length is a multiple of DIVISOR elements begin and end at multiples of 16 bytes, if nothing
     lies between them."""
@@ -117,6 +130,10 @@ def load_part_of_row(array, row, part, tcolumns, LATENCY):
 
 def row_as_float32(tiles):
     return tuple(as_float32(t) for t in ct.static_iter(tiles))
+
+
+def paired_row_as_float32(tiles):
+    return tuple(paired_as_float32(t) for t in ct.static_iter(tiles))
 
 
 def packed_row_as_float32(tiles):

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import cuda.tile as ct
 import torch
 
-from .dtypes import NUMBER, constant_dtype, name, torch_dtype
+from .dtypes import NUMBER, constant_dtype, torch_dtype
 from .tile import (
     Tile,
     arithmetic,
@@ -31,7 +31,7 @@ from .tile import (
 )
 
 __all__ = """
-    abs add arange assert_ assume_divisible_by astype bitcast bitwise_and bitwise_lshift bitwise_not bitwise_or
+    abs add arange assert_ assume_divisible_by astype bitwise_and bitwise_lshift bitwise_not bitwise_or
     bitwise_rshift bitwise_xor broadcast_to cat cdiv equal exp expand_dims extract floordiv full greater
     greater_equal less less_equal max maximum min minimum mod mul negative not_equal ones permute print printf
     reshape rsqrt sqrt static_assert static_eval static_iter sub sum transpose truediv where zeros
@@ -73,14 +73,6 @@ def astype(x, dtype, /, *, rounding_mode=None):
     if isinstance(x, NUMBER):
         return Tile(as_tensor(x, torch_dtype(dtype)))
     return as_tile(x).astype(dtype, rounding_mode=rounding_mode)
-
-
-def bitcast(x, /, dtype):
-    value = as_tile(x).value
-    target = torch_dtype(dtype)
-    if torch.bool in (value.dtype, target) or value.dtype.itemsize != target.itemsize:
-        raise TypeError(f"bitcast takes dtypes of the same width, got {name(value.dtype)} and {name(target)}")
-    return Tile(value.view(target))
 
 
 def reshape(x, /, shape):

@@ -16,7 +16,7 @@ from types import CellType, CodeType, FunctionType
 import cuda.tile as ct
 import torch
 
-from . import arrays, atomics, ops
+from . import arrays, atomics, bits, ops
 from .blocks import Blocks
 from .dtypes import promote
 from .tile import Tile, as_index
@@ -126,6 +126,6 @@ _OPERATIONS = {
         for name in ct.__all__
         if isinstance(getattr(ct, name), (ct.DType, enum.EnumMeta))
     },
-    **{name: getattr(module, name) for module in (ops, arrays, atomics) for name in module.__all__},
+    **{name: getattr(module, name) for module in (ops, bits, arrays, atomics) for name in module.__all__},
 }
 _BUILTINS = dict(vars(builtins), range=Range, min=_min, max=_max)
