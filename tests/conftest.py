@@ -24,7 +24,7 @@ from tilegym_rmsnorm import known, ops, registry
 from tilegym_rmsnorm.backends.cutile import tables, toolchain
 
 # Files of the longest tests.
-LONG = ("test_compile", "test_pipelines", "test_teams")
+LONG = ("test_compile", "test_pipelines", "test_pipelines_variants", "test_teams")
 # Files of tests that never touch a GPU: on a machine with one they run beside those that do.
 WITHOUT_GPU = {
     "test_bench_compare",

@@ -42,7 +42,7 @@ dx_config = functools.partial(backward_config, has_dw=False)
 few_dx_config = functools.partial(backward_config, size="few", has_dw=False)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WIDEST = 50000  # beyond it the configs stay the same, but for teams of more members
-TIMED_STACK = 24  # bytes that a table's config may spill: H200, float32 18432; bfloat16 16384 takes 16
+TIMED_STACK = 24  # bytes that a table's config may spill: H200, float32 18432; bfloat16 16384 takes 8
 SIBLINGS = (86, 89, 103)  # have the rules of sm_80 and sm_100
 
 

@@ -52,8 +52,8 @@ def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
     read for each set of warps, blocks, latency, pieces, and one or more rows: that of the largest tiles, of which the
     fewest are under way."""
     checked, kinds = 0, set()
-    alone = {each: "dx" for each in configs_with_tma("dx", dtype)}
-    for (config, n), op in (alone | dict.fromkeys(configs_with_tma("backward", dtype), "backward")).items():
+    cases = [(op, *case) for op in ("backward", "dx") for case in configs_with_tma(op, dtype)]
+    for op, config, n in cases:
         kind = (
             op,
             config.kernel,

@@ -5,14 +5,28 @@
 its own. One block of 18432 bfloat16 columns was right with a bfloat16 weight, and with a float32 weight asked for the
 next x while its workers still read this one."""
 
+import dataclasses
+
 import helpers
 import pytest
 import torch
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from compiling import CompilingMachine, disassembled, run_backward, run_forward, skip_without_disassembler  # noqa: E402
+from compiling import (  # noqa: E402
+    CompilingMachine,
+    disassembled,
+    meta,
+    run_backward,
+    run_forward,
+    skip_without_disassembler,
+)
 from pipelines import overwritten  # noqa: E402
 from test_pipelines import configs_with_tma  # noqa: E402
+
+from tilegym_rmsnorm.backends.cutile.candidates import candidates  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.tables import Bucket  # noqa: E402
 
 skip_without_disassembler()
 
@@ -20,14 +34,17 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 VARIANTS = {
     "another weight": {"round_xhat": False, "m": 4096},
     "no weight": {"round_xhat": False, "m": 4096},
-    "llama": {"round_xhat": True, "m": 4097},
+    "llama": {"round_xhat": True, "m": 4096},
+    "llama, another weight": {"round_xhat": True, "m": 4097},
 }
 
 
 def weight_dtype_of(variant: str, dtype: torch.dtype) -> torch.dtype | None:
     if variant == "no weight":
         return None
-    return BF16 if dtype is FP32 and variant == "another weight" else FP32
+    if variant == "llama":
+        return dtype
+    return FP32
 
 
 @pytest.mark.parametrize("op", ["forward", "backward", "dx"])
@@ -38,7 +55,9 @@ def test_no_variant_overwrites_tiles_in_use(variant, dtype, op, tmp_path):
     weight."""
     if variant == "no weight" and op == "backward":
         pytest.skip("without a weight there is no dw")
-    if not helpers.every_config and (variant != "another weight" or dtype is FP32 or op == "forward"):
+    if dtype is FP32 and variant in ("another weight", "llama, another weight"):
+        pytest.skip("there is no other weight beside float32")
+    if not helpers.every_config and (variant != "another weight" or op == "forward"):
         pytest.skip("read with --every-config")
     weight_dtype = weight_dtype_of(variant, dtype)
     checked = 0
@@ -58,3 +77,34 @@ def test_no_variant_overwrites_tiles_in_use(variant, dtype, op, tmp_path):
             checked += any("UTMALDG" in line for line in code)
             path.unlink()
     assert checked
+
+
+@pytest.mark.parametrize("weight_dtype", [BF16, FP16, FP32])
+def test_no_packed_rows_that_tune_tries_overwrite_tiles_in_use(weight_dtype, tmp_path):
+    """Without --every-config of 18432 columns, which no other test reads but for what the tables have."""
+    dtype = BF16 if weight_dtype is FP32 else weight_dtype
+    name = str(dtype).removeprefix("torch.")
+    found = {
+        (dataclasses.replace(config, share=100), n)
+        for n in ((5120, 6144, 8192, 10240, 12288, 16384, 18432) if helpers.every_config else (18432,))
+        for config in candidates(Bucket("backward", n, name, "large"), 2, 90, most=10000)
+        if config.kernel == "rows" and config.tma and config.packed
+    }
+    assert found
+    for config, n in sorted(found, key=str):
+        run_backward(CompilingMachine(90, keep=tmp_path), config, n, dtype, weight_dtype)
+        assert not overwritten(disassembled(tmp_path / "backward_rows_by_tma.cubin")), (config, n)
+
+
+@pytest.mark.parametrize("tma", [False, True])
+def test_views_of_odd_strides_are_copied_for_tma_alone(tma):
+    """float32 rows of 5 * 1024 columns with such a dy alone have one slot of shared memory where two are needed. By
+    gathers views are read where they are. What is compiled says which: their strides are part of it."""
+    config = Config("rows", 1024, 8, 1, 4, pieces=5, tma=tma)
+    machine = CompilingMachine(90, compiles=False)
+    run = Backward(machine, config, 5120, True, True, False)
+    plain, odd = meta(9, 5120, dtype=FP32), meta(9, 5121, dtype=FP32)[:, :5120]
+    for x, dy in ((plain, plain), (plain, odd), (odd, plain), (odd, odd)):
+        run(x, dy, meta(5120, dtype=FP32), meta(9, dtype=FP32), 0.0)
+    (symbols,) = (each for name, each in machine.symbols.items() if name.startswith("backward_rows"))
+    assert len(symbols) == (1 if tma else 4)

@@ -98,7 +98,10 @@ UNFIT = {
     "tma of rows in two tiles": stored(
         config_short=False, config_width=2048, config_rest=2048, config_tma=True
     ),
-    "tma of packed rows": stored(config_short=False, config_packed=True, config_tma=True),
+    "tma of packed rows by 4 warps": stored(
+        config_short=False, config_packed=True, config_tma=True, config_warps=4
+    ),
+    "tma of rows in tiles of one column": stored(config_short=False, config_tma=True, n=1, config_width=1),
     "tma of short rows": stored(config_tma=True),
     "tma of a fused backward": stored(**FUSED, config_slab=64, config_tma=True),
     "tma of a forward's rows": stored(op="forward", config_short=False, config_tma=True),

@@ -7,12 +7,12 @@ Gathers of more than 12288 columns wait for memory at each row: tileiras 13.4 as
 stored. Here a warp of its own asks for it as soon as this one is in registers. Then nothing may wait for rstd either:
 each row's comes with the row before.
 
-4096x16384 in bfloat16 (cuda-tile 1.7.0, tileiras 13.4.92) takes 102.3 us on an H200 instead of 115.7, and 116.5 where
+4096x16384 in bfloat16 (cuda-tile 1.7.0, tileiras 13.4.92) takes 102.3 us on an H200 instead of 115.8, and 116.5 where
 rstd comes with its own row; 4096x18432 119.0, by teams of three blocks (backward_teams.py) 132.2. On an H100 4096x16384
 takes 155.6 by 128 blocks, 141.3 by 94 of them (by gathers 144.3, where fewer blocks are slower), and 18432 columns
-are faster by teams. So which kernel, and how many blocks walk the rows (`Config.share`), is for the tables to say. They
-take this one at 16384 columns of 16 bits, and some of them at 3584 to 12288 and at 18432. A float32 weight takes 136 to
-160 bytes of stack at 16384 columns, and was not timed.
+with dw are faster by teams. So which kernel, and how many blocks walk the rows (`Config.share`), is for the tables to
+say. They take this one at 16384 columns of 16 bits, and some of them at 3584 to 12288 and at 18432. A float32 weight
+takes 136 to 160 bytes of stack at 16384 columns (none if PACKED), and was not timed.
 """
 
 import cuda.tile as ct
@@ -62,10 +62,10 @@ def backward_rows_by_tma(
     A row is added to dw before its products are summed: after that h would take registers that 16384 columns do not
     leave, 256 bytes of stack by 8 * 2048.
 
-    PACKED, for rows that fill the registers even so: the weight is read again at each row, and x stays in 16 bits while
-    the products are summed, bfloat16's widened one at a time: in pairs 9 * 2048 columns take 104 bytes of stack. Beside
-    a float32 weight they take none in pairs, and one at a time the compiler loads over x that is still read
-    (tests/test_pipelines_variants.py).
+    PACKED, for rows that fill the registers even so: the weight is read again at each row, and the compiler makes x
+    again from its 16 bits. bfloat16's x is widened one at a time beside a 16-bit weight: in pairs 9 * 2048 columns take
+    104 bytes of stack. Else they take none in pairs, and one at a time beside a float32 weight the compiler loads over
+    x that is still read (tests/test_pipelines_variants.py).
     """
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
     if DEPENDENT:
@@ -85,7 +85,7 @@ def backward_rows_by_tma(
                 tweight_columns = columns_again(tcolumns, row)
             tscale = load_scale(weight, tweight_columns, offset, EVEN)
         tx, tdy = paired_row_as_float32(tstored_x), paired_row_as_float32(tstored_dy)
-        if PACKED and weight.dtype != ct.float32:
+        if PACKED and HAS_WEIGHT and weight.dtype != ct.float32:
             tx = row_as_float32(tstored_x)
         th, tg = h_and_g(tdy, trstd, tscale)
         tterms = row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)

@@ -121,7 +121,7 @@ class Forward:
 
     def __call__(self, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
         machine, n = self.machine, self.n
-        x, m = _with_int32_stride(x), x.shape[0]
+        x, m = _as_read(x, self.config.tma), x.shape[0]
         y, rstd = machine.empty((m, n), x.dtype), machine.empty((m,), torch.float32)
         if weight is None:
             weight = machine.no_weight
@@ -186,7 +186,8 @@ class Backward:
         self, x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, offset: float
     ) -> tuple[Tensor, Tensor | None]:
         machine, n = self.machine, self.n
-        x, dy, m = _with_int32_stride(x), _with_int32_stride(dy), x.shape[0]
+        tma = self.config.tma
+        x, dy, m = _as_read(x, tma), _as_read(dy, tma), x.shape[0]
         dx = machine.empty((m, n), x.dtype)
         scale = machine.no_weight if weight is None else weight
         dw = machine.empty((n,), weight.dtype) if self.has_dw else None
@@ -272,7 +273,14 @@ def _bind(
     return machine.bind(function, config, constants)
 
 
-def _with_int32_stride(x: Tensor) -> Tensor:
-    if x.stride()[0] <= LARGEST_ROW_STRIDE:
-        return x
+def _as_read(x: Tensor, tma: bool) -> Tensor:
+    """x, or a copy where its rows lie too far apart, or by TMA do not begin at multiples of 16 bytes and a copy's do.
+
+    Of such rows the compiler loads each element alone, and may load over others that are still read: float32 rows of
+    5120 columns and teams of 12288 whose dy alone is like that.
+    """
+    stride = x.stride()[0]
+    if stride <= LARGEST_ROW_STRIDE:
+        if not tma or not (stride * x.itemsize | x.data_ptr()) & 15 or x.shape[1] * x.itemsize & 15:
+            return x
     return x.clone(memory_format=torch.contiguous_format)  # contiguous() leaves a single row as it is

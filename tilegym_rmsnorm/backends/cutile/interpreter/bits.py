@@ -24,15 +24,15 @@ def bitcast(x, /, dtype):
 def pack_to_bytes(x, /):
     value = as_tile(x).value
     if value.dtype == torch.bool:
-        raise NotImplementedError("pack_to_bytes of bool_ is not supported by the interpreter")
-    return Tile(value.reshape(-1).view(torch.uint8))
+        raise TypeError("pack_to_bytes takes numbers, got bool_")
+    return Tile(value.reshape(-1).contiguous().view(torch.uint8))
 
 
 def unpack_from_bytes(x, /, dtype):
     value = as_tile(x).value
     target = torch_dtype(dtype)
     if target == torch.bool:
-        raise NotImplementedError("unpack_from_bytes to bool_ is not supported by the interpreter")
+        raise TypeError("unpack_from_bytes makes numbers, got bool_")
     if value.dtype != torch.uint8 or value.ndim != 1:
         raise TypeError(
             f"unpack_from_bytes takes a 1-D tile of uint8, got {value.ndim}-D of {name(value.dtype)}"
