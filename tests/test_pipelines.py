@@ -48,9 +48,9 @@ def configs_with_tma(op: str, dtype: torch.dtype, architecture: int = 90) -> lis
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
-    """Reading a kernel takes as long as compiling it. So without --every-config, but for bfloat16's that sum dw, one is
-    read for each set of warps, blocks, latency, pieces, and one or more rows: that of the largest tiles, of which the
-    fewest are under way."""
+    """Reading a kernel takes as long as compiling it. So without --every-config, but for bfloat16's that sum dw or have
+    an entry of dx, one is read for each set of warps, blocks, latency, pieces, and one or more rows: that of the
+    largest tiles, of which the fewest are under way."""
     checked, kinds = 0, set()
     cases = [(op, *case) for op in ("backward", "dx") for case in configs_with_tma(op, dtype)]
     for op, config, n in cases:

@@ -96,15 +96,17 @@ def test_no_packed_rows_that_tune_tries_overwrite_tiles_in_use(weight_dtype, tmp
         assert not overwritten(disassembled(tmp_path / "backward_rows_by_tma.cubin")), (config, n)
 
 
+@pytest.mark.parametrize("n", [5120, 5119])
 @pytest.mark.parametrize("tma", [False, True])
-def test_views_of_odd_strides_are_copied_for_tma_alone(tma):
-    """float32 rows of 5 * 1024 columns with such a dy alone have one slot of shared memory where two are needed. By
-    gathers views are read where they are. What is compiled says which: their strides are part of it."""
+def test_views_unlike_packed_rows_are_copied_for_tma_alone(tma, n):
+    """float32 rows of 5 * 1024 columns with a dy whose rows begin anywhere have one slot of shared memory where two are
+    needed, rows of 5119 where x alone is aligned. By gathers views are read where they are. What is compiled says
+    which: what divides strides is part of it."""
     config = Config("rows", 1024, 8, 1, 4, pieces=5, tma=tma)
     machine = CompilingMachine(90, compiles=False)
-    run = Backward(machine, config, 5120, True, True, False)
-    plain, odd = meta(9, 5120, dtype=FP32), meta(9, 5121, dtype=FP32)[:, :5120]
-    for x, dy in ((plain, plain), (plain, odd), (odd, plain), (odd, odd)):
-        run(x, dy, meta(5120, dtype=FP32), meta(9, dtype=FP32), 0.0)
+    run = Backward(machine, config, n, True, True, False)
+    plain, view = meta(9, n, dtype=FP32), meta(9, 5121 if n == 5120 else 5120, dtype=FP32)[:, :n]
+    for x, dy in ((plain, plain), (plain, view), (view, plain), (view, view)):
+        run(x, dy, meta(n, dtype=FP32), meta(9, dtype=FP32), 0.0)
     (symbols,) = (each for name, each in machine.symbols.items() if name.startswith("backward_rows"))
     assert len(symbols) == (1 if tma else 4)

@@ -12,7 +12,7 @@ rstd comes with its own row; 4096x18432 119.0, by teams of three blocks (backwar
 takes 155.6 by 128 blocks, 141.3 by 94 of them (by gathers 144.3, where fewer blocks are slower), and 18432 columns
 with dw are faster by teams. So which kernel, and how many blocks walk the rows (`Config.share`), is for the tables to
 say. They take this one at 16384 columns of 16 bits, and some of them at 3584 to 12288 and at 18432. A float32 weight
-takes 136 to 160 bytes of stack at 16384 columns (none if PACKED), and was not timed.
+takes 136 to 160 bytes of stack at 16384 columns, none if PACKED.
 """
 
 import cuda.tile as ct

@@ -160,10 +160,11 @@ class Backward:
         self.partial_rows_of = functools.lru_cache(self.partial_rows)  # the M of a model's calls repeat
         has_block_per_row = not shares_partials or config.kernel in ("chunks", "strips")
         self.most_rows = LARGEST_GRID if has_block_per_row else MOST_ROWS
+        self.tma = config.tma
         if config.kernel == "strips":
-            self.launch_means = _bind(
-                machine, backward_wide.backward_means, means_config(machine.architecture), n
-            )
+            means = means_config(machine.architecture)
+            self.tma |= means.tma
+            self.launch_means = _bind(machine, backward_wide.backward_means, means, n)
         if config.kernel == "teams":
             self.boards = Boards(machine, config, n)
             self.most_rows = min(self.most_rows // config.members, LARGEST_GRID)  # of blocks, and of a board
@@ -186,8 +187,7 @@ class Backward:
         self, x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, offset: float
     ) -> tuple[Tensor, Tensor | None]:
         machine, n = self.machine, self.n
-        tma = self.config.tma
-        x, dy, m = _as_read(x, tma), _as_read(dy, tma), x.shape[0]
+        x, dy, m = _as_read(x, self.tma), _as_read(dy, self.tma), x.shape[0]
         dx = machine.empty((m, n), x.dtype)
         scale = machine.no_weight if weight is None else weight
         dw = machine.empty((n,), weight.dtype) if self.has_dw else None
@@ -274,13 +274,14 @@ def _bind(
 
 
 def _as_read(x: Tensor, tma: bool) -> Tensor:
-    """x, or a copy where its rows lie too far apart, or by TMA do not begin at multiples of 16 bytes and a copy's do.
+    """x, or a copy where rows lie too far apart, or where a kernel by TMA would not read them as it reads packed ones.
 
-    Of such rows the compiler loads each element alone, and may load over others that are still read: float32 rows of
-    5120 columns and teams of 12288 whose dy alone is like that.
+    Packed rows begin at multiples of 16 bytes or, by their length, do not. Rows that do not the compiler loads element
+    by element, and beside an array by TMA it may load over tiles that are still read: float32 rows of 5120 columns and
+    teams of 12288 where dy alone is such a view, rows of 5119 where x alone is aligned.
     """
-    stride = x.stride()[0]
+    stride, itemsize = x.stride()[0], x.itemsize
     if stride <= LARGEST_ROW_STRIDE:
-        if not tma or not (stride * x.itemsize | x.data_ptr()) & 15 or x.shape[1] * x.itemsize & 15:
+        if not tma or ((stride * itemsize | x.data_ptr()) & 15 == 0) == (x.shape[1] * itemsize & 15 == 0):
             return x
     return x.clone(memory_format=torch.contiguous_format)  # contiguous() leaves a single row as it is

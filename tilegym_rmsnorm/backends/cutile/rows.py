@@ -182,8 +182,8 @@ def load_tile(array, index, shape, LATENCY, TMA, DIVISOR):
     """A tile of a 2-D array by its index in tiles, as float32; lanes outside the array read 0.
 
     Where rows do not begin at multiples of 16 bytes, `ct.load` puts a branch around every one or two elements, and
-    waits at each; a gather does not. That is decided by N alone, so a view with another row stride has the branches: a
-    backward by tiles of 1160 bfloat16, 1161 apart, has 67 loads and 45 branches in place of 6 and 7 (sm_90; not timed).
+    waits at each; a gather does not. That is decided by N alone. Views whose rows begin elsewhere have the branches
+    (1160 bfloat16, 1161 apart, 67 loads and 45 branches in place of 6 and 7 on sm_90), unless launch.py copies them.
     """
     if has_aligned_rows(array, DIVISOR):
         tile = as_float32(ct.load(array, index, shape, padding_mode=ZERO, latency=LATENCY, allow_tma=TMA))
