@@ -141,6 +141,23 @@ def run_backward(
     run(meta(m, n, dtype=dtype), meta(m, n, dtype=dtype), weight, meta(m, dtype=torch.float32), 0.0)
 
 
+def code_of_call(
+    folder: Path, op: str, config: Config, n: int, dtype, weight_dtype, architecture: int = 90, **options
+) -> dict[str, list[str]]:
+    """The machine code of each kernel of a forward, a backward or a dx of (4096, n), by its name. folder: an empty one,
+    which is left so."""
+    machine = CompilingMachine(architecture, keep=folder)
+    if op == "forward":
+        run_forward(machine, config, n, dtype, weight_dtype, **options)
+    else:
+        run_backward(machine, config, n, dtype, weight_dtype, has_dw=op == "backward", **options)
+    found = {}
+    for cubin in folder.glob("*.cubin"):
+        found[cubin.stem] = disassembled(cubin)
+        cubin.unlink()
+    return found
+
+
 def signature_of(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> KernelSignature:
     """What cuda-tile's JIT compiles for these arguments (tests/test_gpu_cutile.py compares them). Extents of 1 are
     compiled in, for which it takes its second calling convention."""

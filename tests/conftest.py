@@ -52,6 +52,7 @@ WITHOUT_GPU = {
     "test_known_calls_transformed",
     "test_packed",
     "test_pipelines",
+    "test_pipelines_variants",
     "test_registry",
     "test_sizes",
     "test_tables",

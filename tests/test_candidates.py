@@ -17,8 +17,9 @@ from tilegym_rmsnorm.backends.cutile.candidates import candidates, distance, fit
 from tilegym_rmsnorm.backends.cutile.config import ARCHITECTURES
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class, slab_tiles
+from tilegym_rmsnorm.backends.cutile.sweeps import SWEEPS
 from tilegym_rmsnorm.backends.cutile.tables import ITEMSIZE, RULES, Bucket, check_config
-from tilegym_rmsnorm.backends.cutile.tilings import rows_of_few_equal_tiles
+from tilegym_rmsnorm.backends.cutile.tilings import parts_of_rows, rows_of_few_equal_tiles
 
 OPS = tuple(RULES)
 
@@ -75,7 +76,7 @@ def test_every_width_has_a_choice(op, n):
 @pytest.mark.parametrize("op", OPS)
 def test_sweeps_name_fields_of_config_and_kernels_of_the_op(op):
     names = {field.name for field in fields(Config)}
-    for sweep in space.SWEEPS[op]:
+    for sweep in SWEEPS[op]:
         assert set(sweep.values) < names
         tiles = list(sweep.tiles(sweep.narrowest))
         assert tiles
@@ -85,7 +86,7 @@ def test_sweeps_name_fields_of_config_and_kernels_of_the_op(op):
 
 
 def test_rows_of_18432_are_tried_as_teams_of_two_and_four_blocks_of_nine_tiles():
-    found = {(tile["width"], tile["pieces"], tile["members"]) for tile in space.parts_of_rows(18432)}
+    found = {(tile["width"], tile["pieces"], tile["members"]) for tile in parts_of_rows(18432)}
     assert {(1024, 9, 2), (512, 9, 4), (2048, 3, 3)} <= found
 
 

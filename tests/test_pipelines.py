@@ -16,16 +16,16 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 import cuda.tile as ct  # noqa: E402
 from compiling import (  # noqa: E402
     CompilingMachine,
+    code_of_call,
     disassembled,
     meta,
     run_backward,
-    run_forward,
     skip_without_disassembler,
 )
 from control_flow import loops  # noqa: E402
 from pipelines import overwritten  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile.config import backward_config, forward_config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.config import backward_config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.rows import ConstBool, ConstInt, load_gradient_tiles  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.tables import RULES  # noqa: E402
@@ -68,14 +68,10 @@ def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
         if dtype is not BF16 and not is_read:
             continue
         reads_dx = config.kernel == "tiles" and is_read or config.kernel == "rows" and helpers.every_config
-        for has_dw in (False,) if op == "dx" else (True, False) if reads_dx else (True,):
-            machine = CompilingMachine(90, keep=tmp_path)
-            run_backward(machine, config, n, dtype, dtype, has_dw=has_dw)
-            for path in tmp_path.glob("backward_*.cubin"):
-                code = disassembled(path)
-                assert not overwritten(code), (path.stem, config, n, has_dw)
+        for each in {op, "dx"} if reads_dx else {op}:
+            for name, code in code_of_call(tmp_path, each, config, n, dtype, dtype).items():
+                assert not overwritten(code), (name, each, config, n)
                 checked += any("UTMALDG" in line for line in code)
-                path.unlink()
     assert checked > (10 if dtype is FP16 else 20)
 
 
@@ -91,16 +87,9 @@ def test_none_of_later_architectures_overwrites_tiles_in_use(architecture, dtype
             if kind in kinds and not helpers.every_config:
                 continue
             kinds.add(kind)
-            machine = CompilingMachine(architecture, keep=tmp_path)
-            if op == "forward":
-                run_forward(machine, config, n, dtype, dtype)
-            else:
-                run_backward(machine, config, n, dtype, dtype, has_dw=op == "backward")
-            for path in tmp_path.glob("*.cubin"):
-                code = disassembled(path)
-                assert not overwritten(code), (path.stem, config, n)
-                read[path.stem] += any("UTMALDG" in line for line in code)
-                path.unlink()
+            for name, code in code_of_call(tmp_path, op, config, n, dtype, dtype, architecture).items():
+                assert not overwritten(code), (name, config, n)
+                read[name] += any("UTMALDG" in line for line in code)
     kernels = {"forward_chunks"} | {
         f"backward_{each}" for each in ("rows_by_tma", "tiles", "teams", "means", "strips", "chunks")
     }
@@ -142,13 +131,10 @@ def test_the_next_row_is_asked_for_before_this_one_is_summed(dtype, n, config, n
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_no_forward_or_dx_alone_overwrites_chunks_in_use(dtype, tmp_path):
     for n in (33001, 33008, 140000):
-        machine = CompilingMachine(90, keep=tmp_path)
-        run_forward(machine, forward_config(n, dtype.itemsize, 90), n, dtype, dtype)
-        dx_config = backward_config(n, dtype.itemsize, 90, has_dw=False)
-        run_backward(machine, dx_config, n, dtype, dtype, has_dw=False)
-        for path in tmp_path.glob("*.cubin"):
-            assert not overwritten(disassembled(path)), (path.stem, n)
-            path.unlink()
+        for op in ("forward", "dx"):
+            config = RULES[op](n, dtype.itemsize, 90)
+            for name, code in code_of_call(tmp_path, op, config, n, dtype, dtype).items():
+                assert not overwritten(code), (name, n)
 
 
 def code_of(architecture: int, config: Config, n: int, name: str, folder) -> list[str]:

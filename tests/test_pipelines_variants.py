@@ -10,16 +10,10 @@ import dataclasses
 import helpers
 import pytest
 import torch
+from helpers import BF16, FP16, FP32
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from compiling import (  # noqa: E402
-    CompilingMachine,
-    disassembled,
-    meta,
-    run_backward,
-    run_forward,
-    skip_without_disassembler,
-)
+from compiling import CompilingMachine, code_of_call, meta, skip_without_disassembler  # noqa: E402
 from pipelines import overwritten  # noqa: E402
 from test_pipelines import configs_with_tma  # noqa: E402
 
@@ -30,7 +24,6 @@ from tilegym_rmsnorm.backends.cutile.tables import Bucket  # noqa: E402
 
 skip_without_disassembler()
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 VARIANTS = {
     "another weight": {"round_xhat": False, "m": 4096},
     "no weight": {"round_xhat": False, "m": 4096},
@@ -64,18 +57,10 @@ def test_no_variant_overwrites_tiles_in_use(variant, dtype, op, tmp_path):
     for config, n in configs_with_tma(op, dtype):
         if not helpers.every_config and config.kernel not in ("rows", "teams"):
             continue
-        machine = CompilingMachine(90, keep=tmp_path)
-        if op == "forward":
-            run_forward(machine, config, n, dtype, weight_dtype, **VARIANTS[variant])
-        else:
-            run_backward(
-                machine, config, n, dtype, weight_dtype, has_dw=op == "backward", **VARIANTS[variant]
-            )
-        for path in tmp_path.glob("*.cubin"):
-            code = disassembled(path)
-            assert not overwritten(code), (path.stem, config, n)
+        kernels = code_of_call(tmp_path, op, config, n, dtype, weight_dtype, **VARIANTS[variant])
+        for name, code in kernels.items():
+            assert not overwritten(code), (name, config, n)
             checked += any("UTMALDG" in line for line in code)
-            path.unlink()
     assert checked
 
 
@@ -92,8 +77,8 @@ def test_no_packed_rows_that_tune_tries_overwrite_tiles_in_use(weight_dtype, tmp
     }
     assert found
     for config, n in sorted(found, key=str):
-        run_backward(CompilingMachine(90, keep=tmp_path), config, n, dtype, weight_dtype)
-        assert not overwritten(disassembled(tmp_path / "backward_rows_by_tma.cubin")), (config, n)
+        kernels = code_of_call(tmp_path, "backward", config, n, dtype, weight_dtype)
+        assert not overwritten(kernels["backward_rows_by_tma"]), (config, n)
 
 
 @pytest.mark.parametrize("n", [5120, 5119])

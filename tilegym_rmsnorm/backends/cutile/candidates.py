@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The configs that tuning tries for a row of N elements: the search space, as data, and how it is cut down.
+"""The configs that tuning tries for a row of N elements: how the search space of sweeps.py is cut down.
 
 Neither torch nor cuda.tile is imported; a CPU test sweeps it.
 """
@@ -11,24 +11,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
 
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
 from tilegym_rmsnorm.backends.cutile.limits import BACKWARDS, WALKS_ROWS, check_config, largest_tile
-from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.sizes import rows_of_class
+from tilegym_rmsnorm.backends.cutile.sweeps import SWEEPS
 from tilegym_rmsnorm.backends.cutile.tables import RULES, Bucket
-from tilegym_rmsnorm.backends.cutile.tilings import (
-    Tiles,
-    fused,
-    parts_of_rows,
-    parts_of_rows_by_tma,
-    rows_of_equal_tiles,
-    rows_of_few_equal_tiles,
-    rows_of_tiles,
-    strips_of,
-    tiles_of,
-    whole_rows,
-)
 from tilegym_rmsnorm.backends.cutile.wide import MOST_MEMBERS
 
 MOST = 60  # of a bucket, unless asked for otherwise
@@ -36,150 +24,8 @@ REGISTERS_OF_SM = 65536
 REGISTERS_OF_THREAD = 255
 OTHER_REGISTERS = 24  # addresses, counters, the sums of a row
 SPILLED = 1.15  # a kernel that spills a little may still be the fastest, see hopper.SPILLS
-ANY_WIDTH = 2**31
 REASON = "tried"
-
-
-class Sweep(NamedTuple):
-    """Every combination of these tiles and of these values of Config's other fields, for N in [narrowest, widest] and
-    these size classes."""
-
-    kernel: str
-    narrowest: int
-    widest: int
-    tiles: Tiles
-    values: dict[str, tuple[Any, ...]]
-    sizes: tuple[str, ...] = SIZES
-
-
-BOTH = (False, True)
 SHARES = (100, 96, 92, 88, 84, 80, 76, 72, 68)  # percent of the blocks that fit; one step of 4 was worth 2 %
-FEW_STRIPS = ((32, 32), (64, 16), (128, 16), (128, 32), (32, 64), (64, 64))
-WIDE_STRIPS = ((8, 512), (8, 1024), (16, 256), (16, 512))
-SWEEPS = {
-    "forward": (
-        Sweep(
-            *("tiles", 1, 2048, tiles_of(1024, 2048, 4096, 8192)),
-            {"warps": (4, 8), "occupancy": (2, 4, 8), "latency": (2, 4), "early_weight": BOTH},
-            ("few", "small"),
-        ),
-        Sweep(
-            *("tiles", 1, 2048, tiles_of(1024, 2048, 4096, 8192)),
-            {"warps": (4, 8), "occupancy": (2, 4, 8), "latency": (2, 4)},  # early: 0.8 % faster to 7 % slower
-            ("large",),
-        ),
-        Sweep(
-            *("rows", 512, 65536, rows_of_tiles),
-            {
-                "warps": (4, 8),
-                "occupancy": (1, 2, 3, 4, 8),
-                "latency": (2, 4, 8),
-                "early_weight": BOTH,
-                "packed": BOTH,
-            },
-        ),
-        Sweep(
-            *("teams", 8193, ANY_WIDTH, parts_of_rows),
-            {
-                "warps": (4, 8),
-                "occupancy": (2, 3, 4, 8),
-                "latency": (2, 4),
-                "packed": BOTH,
-            },
-        ),
-        Sweep(
-            *("chunks", 8193, ANY_WIDTH, strips_of((2048, 4096, 8192))),
-            {"warps": (4, 8), "occupancy": (1, 2, 4), "latency": (2, 4, 8), "tma": BOTH},
-        ),
-    ),
-    "backward": (
-        Sweep(
-            *("tiles", 1, 8192, tiles_of(1024, 2048, 4096, 8192, 16384)),
-            {"warps": (4, 8), "occupancy": (1, 2), "latency": (2, 4, 6), "tma": BOTH},
-        ),
-        Sweep(
-            *("tiles", 2560, 18432, rows_of_equal_tiles),
-            {"warps": (4, 8), "occupancy": (1, 2), "latency": (2, 4), "tma": BOTH},
-            ("large",),
-        ),
-        Sweep(
-            *("rows", 1024, 32768, rows_of_tiles),
-            {
-                "warps": (4, 8),
-                "occupancy": (1, 2),
-                "latency": (2, 4, 6, 8),
-                "short": BOTH,
-                "packed": BOTH,
-            },
-        ),
-        Sweep(
-            *("rows", 2688, 18432, rows_of_few_equal_tiles),  # the narrowest row of three tiles of 1024
-            # By all blocks it may be too slow to be among those whose other shares are tried: `with_other_shares`.
-            {
-                "warps": (4, 8),
-                "occupancy": (1, 2),
-                "latency": (4,),
-                "tma": (True,),
-                "packed": BOTH,
-                "share": (100, 84, 72),
-            },
-            ("large",),
-        ),
-        Sweep(
-            *("teams", 12289, ANY_WIDTH, parts_of_rows),
-            {"warps": (4, 8), "occupancy": (1, 2, 3, 4), "latency": (2, 4)},
-            ("large",),
-        ),
-        Sweep(
-            *("teams", 8193, ANY_WIDTH, parts_of_rows_by_tma),
-            {"warps": (4,), "occupancy": (2, 3), "latency": (4,), "tma": (True,)},
-            ("large",),
-        ),
-        Sweep(
-            *("teams", 8193, ANY_WIDTH, parts_of_rows_by_tma),
-            {"warps": (8,), "occupancy": (1, 2), "latency": (4,), "tma": (True,)},
-            ("large",),
-        ),
-        Sweep(
-            *("teams", 16385, ANY_WIDTH, parts_of_rows),
-            {"warps": (4, 8), "occupancy": (1, 2, 3, 4), "latency": (2,)},
-            ("few",),
-        ),
-        Sweep(
-            *("fused", 1, 24576, fused(whole_rows, FEW_STRIPS, (128, 256, 1024))),
-            {"warps": (4, 8), "occupancy": (1, 2), "latency": (1, 2)},
-            ("few",),
-        ),
-        Sweep(
-            *("fused", 12289, 24576, fused(whole_rows, WIDE_STRIPS, (32, 64, 128))),
-            {"warps": (8,), "occupancy": (1,), "latency": (1,)},
-            ("few",),
-        ),
-        Sweep(
-            *("fused_chunks", 12289, ANY_WIDTH, fused(strips_of((4096, 8192)), WIDE_STRIPS, (32, 64, 128))),
-            {"warps": (4, 8), "occupancy": (1, 2), "latency": (1, 3)},
-            ("few",),
-        ),
-        Sweep(
-            *("fused_chunks", 65537, ANY_WIDTH, fused(strips_of((4096, 8192)), WIDE_STRIPS, (32, 64))),
-            {"warps": (4, 8), "occupancy": (1, 2), "latency": (1, 3)},
-            ("large",),
-        ),
-        Sweep(
-            *("strips", 8193, ANY_WIDTH, strips_of((1024, 2048, 4096), rows=(1, 2, 4))),
-            {"warps": (4, 8), "occupancy": (2, 3, 4), "latency": (2, 4), "tma": BOTH},
-        ),
-    ),
-}
-# Without dw: less the kernels that read x and dy once more for it, more blocks an SM, and rows that are read twice.
-SWEEPS["dx"] = (
-    *(
-        each._replace(values=each.values | ({} if each.kernel == "teams" else {"occupancy": (1, 2, 3, 4)}))
-        for each in SWEEPS["backward"]
-        if each.kernel in WALKS_ROWS
-    ),
-    *(each for each in SWEEPS["forward"] if each.kernel == "chunks"),
-)
 
 
 def candidates(
