@@ -25,6 +25,7 @@ CASES = [
     (12288, Config("rows", 2048, 8, 1, 4, pieces=6, tma=True)),
     (3584, Config("rows", 2048, 8, 2, 4, pieces=2, tma=True)),
     (18432, Config("rows", 2048, 8, 1, 4, pieces=9, tma=True, packed=True)),
+    (32768, Config("teams", 8192, 8, 1, 4, pieces=2, members=2, tma=True, packed=True)),
 ]
 VARIANTS = {
     "bfloat16": {"dtype": BF16, "weight_dtype": BF16},
@@ -45,7 +46,7 @@ def test_no_warp_waits_for_registers(n, config, architecture):
     machine = CompilingMachine(architecture)
     for variant in variants:
         run_backward(machine, config, n, **variant)
-    found = [each for each in machine.results if each.name == "backward_rows_by_tma"]
+    found = [each for each in machine.results if each.name in ("backward_rows_by_tma", "backward_teams")]
     assert len(found) == len(variants) and not any(each.lacking > 0 for each in found), found
 
 
@@ -58,6 +59,8 @@ def test_no_warp_waits_for_registers(n, config, architecture):
         (12288, CASES[2][1], BF16, 0),
         (18432, CASES[4][1], BF16, 0),
         (18432, CASES[4][1], FP16, 0),
+        (32768, CASES[5][1], BF16, 0),
+        (32768, CASES[5][1], FP16, 0),
         (5120, Config("rows", 1024, 8, 1, 4, pieces=5, tma=True), FP32, 0),
     ],
 )
@@ -65,7 +68,7 @@ def test_registers_hold_rows_and_dw(n, config, dtype, most_stack):
     """What adds a row to dw before its products are summed. After that 8 * 2048 columns took 256 bytes of stack."""
     machine = CompilingMachine(90)
     run_backward(machine, config, n, dtype, dtype)
-    [found] = [each for each in machine.results if each.name == "backward_rows_by_tma"]
+    [found] = [each for each in machine.results if each.name in ("backward_rows_by_tma", "backward_teams")]
     assert found.stack <= most_stack
 
 

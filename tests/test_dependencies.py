@@ -50,6 +50,7 @@ CASES = [
     ("backward", 32768, Config("teams", 8192, 4, 2, 2, members=4)),
     ("backward", 18432, Config("teams", 2048, 4, 2, 4, pieces=3, members=3, tma=True)),
     ("backward", 32768, Config("teams", 4096, 4, 3, 4, members=8, tma=True)),
+    ("backward", 32768, Config("teams", 8192, 8, 1, 4, pieces=2, members=2, tma=True, packed=True)),
     ("backward", 4096, Config("fused", 4096, 8, 1, 1, rows=128, strip=32, slab=1024)),
     ("backward", 32768, Config("fused_chunks", 8192, 8, 2, 3, rows=8, strip=1024, slab=64)),
     ("backward", 40000, Config("strips", 2048, 4, 2, 4)),

@@ -32,8 +32,11 @@ CONFIGS = [
     Config("teams", 4096, 4, 2, 2, members=8),
     Config("teams", 2048, 8, 4, 2, members=16),
 ]
-# The two ways by TMA, with the next row's rstd and without: of a backward alone.
-BY_TMA = [Config("teams", 4096, 4, occupancy, 4, members=8, tma=True) for occupancy in (2, 3)]
+# The ways by TMA, with the next row's rstd, without, and packed: of a backward alone.
+BY_TMA = [
+    *(Config("teams", 4096, 4, occupancy, 4, members=8, tma=True) for occupancy in (2, 3)),
+    Config("teams", 8192, 8, 1, 4, pieces=2, members=2, tma=True, packed=True),
+]
 every_config = pytest.mark.parametrize(
     "config",
     [*CONFIGS, *BY_TMA],

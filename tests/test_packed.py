@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Rows of 16-bit numbers that stay packed while they are summed, or are widened in pairs, in the interpreter."""
+"""Rows of 16-bit numbers that stay packed while they are summed, by one block or by a team, or are widened in pairs, in
+the interpreter."""
 
 import dataclasses
 
@@ -39,19 +40,42 @@ def test_every_number_is_the_same(dtype, again):
     assert torch.equal(other.view(torch.int32), plain.view(torch.int32))
 
 
+def with_numbers_that_a_wrong_widening_shows(m, n, dtype, weight_dtype):
+    """Rows of zeros, of -0 and a denormal."""
+    inputs = make_inputs(m, n, dtype, weight_dtype, offset=1.0, device=CPU)
+    inputs.x[0], inputs.x[1, :2] = 0.0, torch.tensor([-0.0, torch.finfo(dtype).tiny / 2])
+    return inputs
+
+
+def assert_same_bits(got, expected, config):
+    for name, value in expected.items():
+        bits = torch.int32 if value.dtype == FP32 else torch.int16
+        assert torch.equal(got[name].view(bits), value.view(bits)), (name, config)
+
+
 @pytest.mark.parametrize("weight_dtype", [BF16, FP32, None])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("width", "pieces"), [(128, 1), (32, 3)])
 def test_packed_rows_give_the_same_bits(width, pieces, dtype, weight_dtype):
-    inputs = make_inputs(6, 84, dtype, weight_dtype, offset=1.0, device=CPU)
-    inputs.x[0], inputs.x[1, :2] = 0.0, torch.tensor([-0.0, torch.finfo(dtype).tiny / 2])
+    inputs = with_numbers_that_a_wrong_widening_shows(6, 84, dtype, weight_dtype)
     plain = Config("rows", width, 4, 1, 2, pieces=pieces)
     packed = Config("rows", width, 4, 1, 2, pieces=pieces, packed=True)
     by_tma = dataclasses.replace(packed, tma=True, warps=8)
     for run, configs in ((run_forward, (packed,)), (run_backward, (packed, by_tma))):
         expected = run(inputs, plain)
         for config in configs:
-            got = run(inputs, config)
-            for name, value in expected.items():
-                bits = torch.int32 if value.dtype == FP32 else torch.int16
-                assert torch.equal(got[name].view(bits), value.view(bits)), (name, config)
+            assert_same_bits(run(inputs, config), expected, config)
+
+
+@pytest.mark.parametrize("weight_dtype", [BF16, FP32, None])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("width", "pieces", "members"), [(64, 1, 2), (16, 2, 3), (16, 3, 2)])
+def test_packed_teams_give_the_same_bits(width, pieces, members, dtype, weight_dtype):
+    """As teams by gathers, with dw and without."""
+    inputs = with_numbers_that_a_wrong_widening_shows(11, 84, dtype, weight_dtype)
+    plain = Config("teams", width, 8, 1, 2, pieces=pieces, members=members)
+    packed = dataclasses.replace(plain, tma=True, packed=True)
+    expected = run_backward(inputs, plain)
+    assert_same_bits(run_backward(inputs, packed), expected, packed)
+    alone = run_backward(inputs, packed, has_dw=False)
+    assert_same_bits(alone, {"dx": expected["dx"]}, packed)

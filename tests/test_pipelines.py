@@ -103,6 +103,7 @@ def test_none_of_later_architectures_overwrites_tiles_in_use(architecture, dtype
         (16384, Config("rows", 2048, 8, 1, 4, pieces=8, tma=True), "backward_rows_by_tma"),
         (18432, Config("rows", 2048, 8, 1, 4, pieces=9, tma=True, packed=True), "backward_rows_by_tma"),
         (18432, Config("teams", 2048, 4, 2, 4, pieces=3, members=3, tma=True), "backward_teams"),
+        (32768, Config("teams", 8192, 8, 1, 4, pieces=2, members=2, tma=True, packed=True), "backward_teams"),
     ],
 )
 @pytest.mark.parametrize("dtype", [BF16, FP16])

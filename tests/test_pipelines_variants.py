@@ -65,20 +65,21 @@ def test_no_variant_overwrites_tiles_in_use(variant, dtype, op, tmp_path):
 
 
 @pytest.mark.parametrize("weight_dtype", [BF16, FP16, FP32])
-def test_no_packed_rows_that_tune_tries_overwrite_tiles_in_use(weight_dtype, tmp_path):
-    """Without --every-config of 18432 columns, which no other test reads but for what the tables have."""
+def test_nothing_packed_that_tune_tries_overwrites_tiles_in_use(weight_dtype, tmp_path):
+    """Without --every-config of 18432 columns, which no other test reads but for what the tables have, and of teams."""
     dtype = BF16 if weight_dtype is FP32 else weight_dtype
     name = str(dtype).removeprefix("torch.")
+    widths = (5120, 6144, 8192, 10240, 12288, 16384, 18432, 24576, 32768, 65536)
     found = {
         (dataclasses.replace(config, share=100), n)
-        for n in ((5120, 6144, 8192, 10240, 12288, 16384, 18432) if helpers.every_config else (18432,))
+        for n in (widths if helpers.every_config else (18432, 32768))
         for config in candidates(Bucket("backward", n, name, "large"), 2, 90, most=10000)
-        if config.kernel == "rows" and config.tma and config.packed
+        if config.tma and config.packed
     }
-    assert found
+    assert {config.kernel for config, _ in found} == {"rows", "teams"}
     for config, n in sorted(found, key=str):
-        kernels = code_of_call(tmp_path, "backward", config, n, dtype, weight_dtype)
-        assert not overwritten(kernels["backward_rows_by_tma"]), (config, n)
+        for code in code_of_call(tmp_path, "backward", config, n, dtype, weight_dtype).values():
+            assert not overwritten(code), (config, n)
 
 
 @pytest.mark.parametrize("n", [5120, 5119])

@@ -79,6 +79,15 @@ UNFIT = {
     "packed teams of a backward": stored(
         config_kernel="teams", config_short=False, config_width=2048, config_members=2, config_packed=True
     ),
+    "packed teams of two blocks an SM": stored(
+        config_kernel="teams",
+        config_short=False,
+        config_width=2048,
+        config_members=2,
+        config_packed=True,
+        config_tma=True,
+        config_occupancy=2,
+    ),
     "early weight of teams": stored(
         op="forward",
         config_kernel="teams",

@@ -79,19 +79,32 @@ def h_and_g(tdy, trstd, tscale):
     return th, tg
 
 
-def row_gradients(arrays, row, tcolumns, inv_n, offset, SWITCHES, *, PIECES, LATENCY, PACKED=False, team=()):
+def row_gradients(
+    arrays,
+    row,
+    tcolumns,
+    inv_n,
+    offset,
+    SWITCHES,
+    *,
+    PIECES,
+    LATENCY,
+    PACKED=False,
+    TMA=False,
+    tahead=(),
+    team=(),
+):
     """Writes dx of one row and returns its share of dw, which the compiler leaves out where nobody uses it.
 
     In a loop the compiler moves the load of weight in front of it. PACKED keeps x and dy in their own 16 bits while
     the products are summed. team, of a block that holds a part of the row (backward_teams.py): the board, which part,
-    MEMBERS and SLOTS, whether x, dy and dx go by TMA (tcolumns then serve the weight alone), and the row's rstd if it
-    is here already.
+    MEMBERS and SLOTS. TMA: x, dy and dx of a team go by it (tcolumns then serve the weight alone); tahead: the row's
+    rstd, if it is here already.
     """
     dx, dy, x, weight, rstd = arrays
     EVEN, HAS_WEIGHT, ROUND_XHAT = SWITCHES
-    TMA, tahead = False, ()
     if len(team) > 0:
-        board, member, MEMBERS, SLOTS, TMA, tahead = team
+        board, member, MEMBERS, SLOTS = team
     if TMA:
         tstored_x = load_part_of_row(x, row, member, tcolumns, LATENCY)
         tstored_dy = load_part_of_row(dy, row, member, tcolumns, LATENCY)
@@ -106,9 +119,10 @@ def row_gradients(arrays, row, tcolumns, inv_n, offset, SWITCHES, *, PIECES, LAT
     tscale = ()
     if HAS_WEIGHT:
         tscale = load_scale(weight, tcolumns, offset, EVEN)
-    tx, tdy = row_as_float32(tstored_x), row_as_float32(tstored_dy)
     if TMA and not ROUND_XHAT:  # rounding leaves no registers; by gathers the loop comes out slower
         tx, tdy = paired_row_as_float32(tstored_x), paired_row_as_float32(tstored_dy)
+    else:
+        tx, tdy = row_as_float32(tstored_x), row_as_float32(tstored_dy)
     th, tg = h_and_g(tdy, trstd, tscale)
     total = sum_of_products(tx, tg, PIECES)
     if len(team) > 0:

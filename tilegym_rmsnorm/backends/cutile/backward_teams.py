@@ -16,6 +16,7 @@ in 287.2 us instead of 291.9.
 import cuda.tile as ct
 
 from .backward import row_gradients
+from .backward_tma import add_row_by_tma
 from .rows import ConstBool, ConstInt, column_tiles_of, columns_again, rstd_ahead, store_row, with_divisor
 from .team import take_ticket
 
@@ -38,6 +39,7 @@ def backward_teams(
     SLOTS: ConstInt,
     DIVISOR: ConstInt,
     TMA: ConstBool,
+    PACKED: ConstBool,
     AHEAD: ConstBool,
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
@@ -58,18 +60,33 @@ def backward_teams(
     tahead = ()
     if AHEAD:
         tahead = (rstd_ahead(rstd, ticket // MEMBERS),)
+    team = (board, member, MEMBERS, SLOTS)
     for row in range(ticket // MEMBERS, x.shape[0], ct.num_blocks(0) // MEMBERS):
         tnext = ()
         if AHEAD:
             tnext = (rstd_ahead(rstd, row + ct.num_blocks(0) // MEMBERS),)
-        team = (board, member, MEMBERS, SLOTS, TMA, tahead)
-        tplaces = tcolumns
-        if TMA and not AHEAD:
-            tplaces = columns_again(tcolumns, row)
-        tterms = row_gradients(
-            arrays, row, tplaces, inv_n, offset, SWITCHES, PIECES=PIECES, LATENCY=LATENCY, team=team
-        )
-        tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(len(tcolumns))))
+        if PACKED:
+            tdw = add_row_by_tma(
+                arrays, row, tdw, tahead[0], tcolumns, inv_n, offset, SWITCHES, LATENCY, PACKED, team
+            )
+        else:
+            tplaces = tcolumns
+            if TMA and not AHEAD:
+                tplaces = columns_again(tcolumns, row)
+            tterms = row_gradients(
+                arrays,
+                row,
+                tplaces,
+                inv_n,
+                offset,
+                SWITCHES,
+                PIECES=PIECES,
+                LATENCY=LATENCY,
+                TMA=TMA,
+                tahead=tahead,
+                team=team,
+            )
+            tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(len(tcolumns))))
         tahead = tnext
     if HAS_DW:
         store_row(dw_partial, ticket // MEMBERS, tcolumns, tdw, EVEN)

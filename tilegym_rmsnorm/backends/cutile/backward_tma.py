@@ -26,6 +26,7 @@ from .rows import (
     factor_of_x,
     load_part_of_row,
     load_scale,
+    packed_row_as_float32,
     paired_row_as_float32,
     row_as_float32,
     row_of_terms_of_dw,
@@ -35,6 +36,53 @@ from .rows import (
     sum_of_products,
     with_divisor,
 )
+from .team import sum_of_team
+
+
+def add_row_by_tma(arrays, row, tdw, trstd, tcolumns, inv_n, offset, SWITCHES, LATENCY, PACKED, team=()):
+    """Writes dx of one row and returns tdw with the row's share added. rstd of the row is here already.
+
+    It is added before the products are summed: after that h would take registers that 16384 columns do not leave, 256
+    bytes of stack by 8 * 2048.
+
+    PACKED, for rows that fill the registers even so: the weight is read again at each row, and the compiler makes x
+    again from its 16 bits. bfloat16's x is widened one at a time beside a 16-bit weight: in pairs 9 * 2048 columns take
+    104 bytes of stack. Else they take none in pairs, and one at a time beside a float32 weight the compiler loads over
+    x that is still read (tests/test_pipelines_variants.py).
+
+    team, of a block that holds a part of the row (backward_teams.py): the board, which part, MEMBERS and SLOTS. By two
+    tiles of 8192 columns bfloat16's x takes no stack in pairs, and is kept as float32; float16's, and bfloat16's beside
+    a float32 weight, would take 120 and 88 bytes, and is made again from its 16 bits once the team's sum is there.
+    """
+    dx, dy, x, weight, _ = arrays
+    EVEN, HAS_WEIGHT, ROUND_XHAT = SWITCHES
+    member = 0
+    if len(team) > 0:
+        board, member, MEMBERS, SLOTS = team
+    tstored_x = load_part_of_row(x, row, member, tcolumns, LATENCY)
+    tstored_dy = load_part_of_row(dy, row, member, tcolumns, LATENCY)
+    tscale = ()
+    if HAS_WEIGHT:
+        tweight_columns = tcolumns
+        if PACKED:
+            tweight_columns = columns_again(tcolumns, row)
+        tscale = load_scale(weight, tweight_columns, offset, EVEN)
+    tx, tdy = paired_row_as_float32(tstored_x), paired_row_as_float32(tstored_dy)
+    if PACKED and len(team) == 0 and HAS_WEIGHT and weight.dtype != ct.float32:
+        tx = row_as_float32(tstored_x)
+    th, tg = h_and_g(tdy, trstd, tscale)
+    tterms = row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
+    tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(len(tcolumns))))
+
+    total = sum_of_products(tx, tg, len(tcolumns))
+    if len(team) > 0:
+        total = sum_of_team(board, row, member, total, MEMBERS, SLOTS)
+        if PACKED and (x.dtype == ct.float16 or HAS_WEIGHT and weight.dtype == ct.float32):
+            tx = packed_row_as_float32(tstored_x)
+    tfactor = factor_of_x(total * inv_n, trstd)
+    tdx = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tcolumns))))
+    store_part_of_row(dx, row, member, tdx)
+    return tdw
 
 
 def backward_rows_by_tma(
@@ -57,43 +105,19 @@ def backward_rows_by_tma(
     ROUND_XHAT: ConstBool,
     DEPENDENT: ConstBool,
 ):
-    """Grid: (P,). The next kernel is let in early, as backward_rows does.
-
-    A row is added to dw before its products are summed: after that h would take registers that 16384 columns do not
-    leave, 256 bytes of stack by 8 * 2048.
-
-    PACKED, for rows that fill the registers even so: the weight is read again at each row, and the compiler makes x
-    again from its 16 bits. bfloat16's x is widened one at a time beside a 16-bit weight: in pairs 9 * 2048 columns take
-    104 bytes of stack. Else they take none in pairs, and one at a time beside a float32 weight the compiler loads over
-    x that is still read (tests/test_pipelines_variants.py).
-    """
+    """Grid: (P,). The next kernel is let in early, as backward_rows does."""
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
+    arrays = (dx, dy, x, weight, rstd)
+    SWITCHES = (EVEN, HAS_WEIGHT, ROUND_XHAT)
     tcolumns = column_tiles(WIDTH, PIECES, 0)
     tdw = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
     trstd = rstd_ahead(rstd, ct.bid(0))
     for row in range(ct.bid(0), x.shape[0], ct.num_blocks(0)):
         tnext = rstd_ahead(rstd, row + ct.num_blocks(0))
-        tstored_x = load_part_of_row(x, row, 0, tcolumns, LATENCY)
-        tstored_dy = load_part_of_row(dy, row, 0, tcolumns, LATENCY)
-        tscale = ()
-        if HAS_WEIGHT:
-            tweight_columns = tcolumns
-            if PACKED:
-                tweight_columns = columns_again(tcolumns, row)
-            tscale = load_scale(weight, tweight_columns, offset, EVEN)
-        tx, tdy = paired_row_as_float32(tstored_x), paired_row_as_float32(tstored_dy)
-        if PACKED and HAS_WEIGHT and weight.dtype != ct.float32:
-            tx = row_as_float32(tstored_x)
-        th, tg = h_and_g(tdy, trstd, tscale)
-        tterms = row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
-        tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(PIECES)))
-
-        tfactor = factor_of_x(sum_of_products(tx, tg, PIECES) * inv_n, trstd)
-        tdx = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(PIECES)))
-        store_part_of_row(dx, row, 0, tdx)
+        tdw = add_row_by_tma(arrays, row, tdw, trstd, tcolumns, inv_n, offset, SWITCHES, LATENCY, PACKED)
         trstd = tnext
     if HAS_DW:
         store_row(dw_partial, ct.bid(0), tcolumns, tdw, EVEN)

@@ -40,8 +40,9 @@ def candidates(
     alike first, `most` in all. `known` won somewhere: whether registers hold them is not estimated again.
 
     Of every kernel with every number of warps and of blocks an SM and every share of them, with and without TMA, in one
-    tile a row and in several, of backward_tma.py in tiles of every width by every share, packed and not, and with
-    the weight loaded early and late (large calls by tiles: late), there is the most alike, as long as they are so few.
+    tile a row and in several, of backward_tma.py in tiles of every width by every share, packed and not, of packed
+    teams in tiles of every width, and with the weight loaded early and late (large calls by tiles: late), there is the
+    most alike, as long as they are so few.
     """
     default = RULES[bucket.op](bucket.n, itemsize, architecture, bucket.size, most_members=most_members)
     most_rows = rows_of_class(bucket.size, bucket.n)[-1]
@@ -72,6 +73,7 @@ def candidates(
             lambda c: (c.kernel, c.warps, c.early_weight),
             lambda c: (c.kernel, c.warps, c.occupancy, c.tma, c.pieces > 1, c.share),
             lambda c: c.kernel == "rows" and c.tma and (c.width, c.packed, c.share),
+            lambda c: c.kernel == "teams" and c.tma and c.packed and c.width,
         )
         for config in {kind(each): each for each in reversed(alike)}.values()
     }

@@ -67,9 +67,8 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     expect(
         c.lanes == last or c.lanes - last < n, "columns before the last tile", f"below {n}", c.lanes - last
     )
-    packing = ("rows", "teams") if op == "forward" else ("rows",)
-    is_packable = c.kernel in packing and ITEMSIZE[bucket.dtype] == 2
-    expect(not c.packed or is_packable, "packed", f"kernel of {packing} and 2-byte elements", c.packed)
+    is_packable = c.kernel in ("rows", "teams") and ITEMSIZE[bucket.dtype] == 2
+    expect(not c.packed or is_packable, "packed", "kernel rows or teams and 2-byte elements", c.packed)
     expect(c.rows == 1 or c.kernel in ("tiles", "strips") or is_fused, "rows", 1, c.rows)
     if is_fused:
         is_slab = 0 < c.slab <= LARGEST_SLAB and c.slab % c.rows == 0
@@ -95,13 +94,14 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     # Not forward's tiles: tileiras 13.4 makes some of them of warps that together ask for more registers than a block
     # has, and wait forever: M x 1 on an H100
     expect(not c.tma or c.kernel in WITH_TMA[op], "tma", f"false, or kernel of {WITH_TMA[op]}", c.kernel)
-    is_plain = not (c.rest or c.short)
-    expect(not c.tma or c.kernel != "rows" or is_plain, "tma of rows", "no rest, not short", c)
-    # By 4 warps the compiler makes kernels that load over x that is still read, at some of 7168 to 10240 columns
-    is_safe = c.warps == 8 or not c.packed
-    expect(not c.tma or c.kernel != "rows" or is_safe, "packed rows by tma", "8 warps", c.warps)
-    has_pairs = c.kernel not in ("rows", "teams") or c.width > 1  # bfloat16 by TMA is widened two at a time
-    expect(not c.tma or has_pairs, "tma", "tiles of 2 columns or more", c.width)
+    if c.tma and c.kernel in ("rows", "teams"):
+        expect(c.width > 1, "tma", "tiles of 2 columns or more", c.width)  # bfloat16 is widened two at a time
+        # By 4 warps the compiler makes kernels that load over x that is still read, at some of 7168 to 10240 columns
+        expect(c.warps == 8 or not c.packed, "packed rows by tma", "8 warps", c.warps)
+    if c.tma and c.kernel == "rows":
+        expect(not (c.rest or c.short), "tma of rows", "no rest, not short", c)
+    if c.packed and c.kernel == "teams" and op in BACKWARDS:
+        expect(c.tma and c.occupancy == 1, "packed teams of a backward", "tma, one block an SM", c)
     has_share = op in BACKWARDS and c.kernel in WALKS_ROWS
     expect(c.share == 100 or has_share, "share", f"100, or a backward's kernel of {WALKS_ROWS}", c.share)
     expect(SMALLEST_SHARE <= c.share <= 100, "share", f"{SMALLEST_SHARE} to 100", c.share)

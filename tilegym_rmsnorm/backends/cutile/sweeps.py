@@ -14,6 +14,7 @@ from tilegym_rmsnorm.backends.cutile.sizes import SIZES
 from tilegym_rmsnorm.backends.cutile.tilings import (
     Tiles,
     fused,
+    large_parts_by_tma,
     parts_of_rows,
     parts_of_rows_by_tma,
     rows_of_equal_tiles,
@@ -124,6 +125,11 @@ SWEEPS = {
         Sweep(
             *("teams", 8193, ANY_WIDTH, parts_of_rows_by_tma),
             {"warps": (8,), "occupancy": (1, 2), "latency": (4,), "tma": (True,)},
+            ("large",),
+        ),
+        Sweep(
+            *("teams", 21504, ANY_WIDTH, large_parts_by_tma),  # two parts of 12288, an eighth empty
+            {"warps": (8,), "occupancy": (1,), "latency": (4,), "tma": (True,), "packed": (True,)},
             ("large",),
         ),
         Sweep(

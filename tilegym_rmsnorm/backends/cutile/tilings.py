@@ -78,6 +78,11 @@ def parts_of_rows_by_tma(n: int) -> Iterator[Tile]:
     yield from _parts(n, (1024, 2048, 4096, 8192), (1, 2, 3, 4))
 
 
+def large_parts_by_tma(n: int) -> Iterator[Tile]:
+    """Those of them that take all registers of a block: of more than 8192 columns."""
+    yield from (tile for tile in parts_of_rows_by_tma(n) if tile["width"] * tile["pieces"] > 8192)
+
+
 def _parts(n: int, widths: tuple[int, ...], counts: tuple[int, ...]) -> Iterator[Tile]:
     """Parts of rows of which an eighth of the lanes is empty at most."""
     for width, pieces in itertools.product(widths, counts):
