@@ -132,11 +132,15 @@ def test_rows_at_which_common_widths_are_timed():
     assert [rows("few", n) for n in (64, 4096, 65536)] == [(1024, 128, 16), (1024, 128, 16), (64, 8, 1)]
     assert [rows("small", n) for n in (64, 1024, 4080)] == [(65536, 8192), (4096, 1040), (1028, 1025)]
     assert [rows("large", n) for n in (64, 4096, 65536)] == [
-        (1048576, 524288),
-        (16384, 8192),
-        (1024, 512),
+        (2097152, 1048576, 524288),
+        (32768, 16384, 8192),
+        (2048, 1024, 512),
     ]
-    assert [rows("large", n) for n in (2880, 12288, 18432)] == [(16384, 8192), (4096, 2048), (2048, 1024)]
+    assert [rows("large", n) for n in (2880, 12288, 18432)] == [
+        (32768, 16384, 8192),
+        (8192, 4096, 2048),
+        (4096, 2048, 1024),
+    ]
 
 
 # The search itself, on the interpreter
@@ -215,6 +219,18 @@ def test_a_fast_config_that_is_wrong_is_rejected(finder, monkeypatch, bucket, sp
     assert entry.config in TILES[:2]
     [line] = finder.lines
     assert line.startswith(f"rejected {wrong}") and reason in line
+
+
+@pytest.mark.parametrize(("most", "largest"), [(96 * 64, 64), (48 * 64, 48), (1, 48)])
+def test_large_calls_are_checked_where_float64_has_room(finder, monkeypatch, most, largest):
+    """Or at the fewest rows that are timed."""
+    monkeypatch.setattr(search, "LARGE", (96 * 64, 48 * 64))
+    monkeypatch.setattr(search, "CHECKED", most)
+    checked = set()
+    real = search._data
+    monkeypatch.setattr(search, "_data", lambda m, *rest: checked.add(m) or real(m, *rest))
+    assert finder.why_wrong(FORWARD, TILES[0]) is None
+    assert max(checked) == largest
 
 
 @pytest.mark.parametrize("is_odd", [False, True])
