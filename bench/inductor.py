@@ -49,9 +49,9 @@ def time_by_device(lock: Path | None = None) -> None:
         return
     # Where Inductor has worker processes, they name the files of its choices, by the tag that they were started with.
     caches.cache_key_tag = os.environ[TAG_VARIABLE] = CACHE_TAG
-    _name_no_script_in_keys()
     # Those that began before have another tag, and none is to work while this process measures.
     config.compile_threads = 1
+    _name_no_script_in_keys()
     own = type(benchmarker).benchmark
 
     def benchmark(fn: Callable[..., object], *arguments: object, **options: object) -> object:
@@ -67,9 +67,9 @@ def time_by_device(lock: Path | None = None) -> None:
 def _name_no_script_in_keys() -> None:
     """So that one process finds on disk what another has compiled.
 
-    Keys are pickled, and pickle names torch's memory formats by the first module that has a `torch`: in a process that
-    a script spawned that script, here torch's own. On an H200 max-autotune compiled 29 shapes anew for it, in 132 s;
-    now twice as many settings take 17 s.
+    Keys are pickled, and pickle names torch's memory formats by the first module that has a `torch`: a spawned
+    process's `__mp_main__`, else a module of torch's. On an H200 max-autotune compiled 29 shapes anew for that, in 132
+    s; now twice as many settings take 17 s.
     """
     if (script := sys.modules.pop("__mp_main__", None)) is not None:
         sys.modules["__mp_main__"] = script  # the last of them

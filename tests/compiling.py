@@ -144,8 +144,8 @@ def run_backward(
 def code_of_call(
     folder: Path, op: str, config: Config, n: int, dtype, weight_dtype, architecture: int = 90, **options
 ) -> dict[str, list[str]]:
-    """The machine code of each kernel of a forward, a backward or a dx of (4096, n), by its name. folder: an empty one,
-    which is left so."""
+    """The machine code of each kernel of a forward, a backward or a dx of (m, n), by its name; m is 4096 unless given.
+    folder: an empty one, which is left so."""
     machine = CompilingMachine(architecture, keep=folder)
     if op == "forward":
         run_forward(machine, config, n, dtype, weight_dtype, **options)

@@ -230,7 +230,7 @@ def finder(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(sizes, "FEW_ROWS", 8)
     monkeypatch.setattr(sizes, "SMALL", 40 * 64)
-    monkeypatch.setattr(search, "LARGE", (48 * 64,))
+    monkeypatch.setattr(search, "LARGE", (2 * 48 * 64,))
     monkeypatch.setattr(search, "RUNS", 16)
     monkeypatch.setattr(search, "calls_needed", lambda *_: 1)
     lines = []

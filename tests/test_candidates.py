@@ -85,6 +85,17 @@ def test_sweeps_name_fields_of_config_and_kernels_of_the_op(op):
             check_config(config, Bucket(op, sweep.narrowest, "float32", "large"), 90)
 
 
+@pytest.mark.parametrize("op", ["backward", "dx"])
+@pytest.mark.parametrize("n", [32768, 65536])
+def test_packed_teams_are_tried_in_tiles_of_every_width(n, op):
+    found = {
+        (config.width, config.pieces)
+        for config in candidates(Bucket(op, n, "bfloat16", "large"), 2, 90)
+        if config.kernel == "teams" and config.packed
+    }
+    assert found == {(4096, 4), (8192, 2)}
+
+
 def test_rows_of_18432_are_tried_as_teams_of_two_and_four_blocks_of_nine_tiles():
     found = {(tile["width"], tile["pieces"], tile["members"]) for tile in parts_of_rows(18432)}
     assert {(1024, 9, 2), (512, 9, 4), (2048, 3, 3)} <= found

@@ -51,23 +51,25 @@ def test_no_warp_waits_for_registers(n, config, architecture):
 
 
 @pytest.mark.parametrize(
-    ("n", "config", "dtype", "most_stack"),
+    ("n", "config", "dtype", "weight_dtype", "most_stack"),
     [
-        (16384, CASES[0][1], BF16, 8),
-        (16384, CASES[1][1], BF16, 0),
-        (16384, CASES[1][1], FP16, 0),
-        (12288, CASES[2][1], BF16, 0),
-        (18432, CASES[4][1], BF16, 0),
-        (18432, CASES[4][1], FP16, 0),
-        (32768, CASES[5][1], BF16, 0),
-        (32768, CASES[5][1], FP16, 0),
-        (5120, Config("rows", 1024, 8, 1, 4, pieces=5, tma=True), FP32, 0),
+        (16384, CASES[0][1], BF16, BF16, 8),
+        (16384, CASES[1][1], BF16, BF16, 0),
+        (16384, CASES[1][1], FP16, FP16, 0),
+        (12288, CASES[2][1], BF16, BF16, 0),
+        (18432, CASES[4][1], BF16, BF16, 0),
+        (18432, CASES[4][1], FP16, FP16, 0),
+        (18432, CASES[4][1], BF16, FP32, 0),
+        (32768, CASES[5][1], BF16, BF16, 0),
+        (32768, CASES[5][1], FP16, FP16, 0),
+        (32768, CASES[5][1], BF16, FP32, 0),
+        (5120, Config("rows", 1024, 8, 1, 4, pieces=5, tma=True), FP32, FP32, 0),
     ],
 )
-def test_registers_hold_rows_and_dw(n, config, dtype, most_stack):
+def test_registers_hold_rows_and_dw(n, config, dtype, weight_dtype, most_stack):
     """What adds a row to dw before its products are summed. After that 8 * 2048 columns took 256 bytes of stack."""
     machine = CompilingMachine(90)
-    run_backward(machine, config, n, dtype, dtype)
+    run_backward(machine, config, n, dtype, weight_dtype)
     [found] = [each for each in machine.results if each.name in ("backward_rows_by_tma", "backward_teams")]
     assert found.stack <= most_stack
 

@@ -228,11 +228,11 @@ def test_batch_sizes_eps_and_offsets_compile_nothing_new(n, weight_dtype, compil
 @pytest.mark.parametrize("op", ["forward", "backward", "dx"])
 def test_every_config_of_the_shipped_tables(op, dtype, part, monkeypatch):
     """As tuning checks its winners, with more runs: fresh data, NaN, float64, and the bits of the first run. Of large
-    calls on a quarter of the elements that tuning checks, since several processes check at once, in float64."""
+    calls on a quarter of the elements, since several processes check at once, in float64."""
     from tilegym_rmsnorm.backends.cutile import machine, search
 
     monkeypatch.setattr(search, "RUNS", RUNS)
-    monkeypatch.setattr(search, "LARGE", tuple(elements // 4 for elements in search.LARGE[1:]))
+    monkeypatch.setattr(search, "LARGE", tuple(most // 4 for most in search.LARGE))
     found = machine.machine_of(DEVICE)
     entries = dict(entries_that_ship(found, op, dtype)[part::TABLE_PARTS])
     finder = search.Search(found, DEVICE, print)

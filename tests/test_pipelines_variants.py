@@ -71,15 +71,16 @@ def test_nothing_packed_that_tune_tries_overwrites_tiles_in_use(weight_dtype, tm
     name = str(dtype).removeprefix("torch.")
     widths = (5120, 6144, 8192, 10240, 12288, 16384, 18432, 24576, 32768, 65536)
     found = {
-        (dataclasses.replace(config, share=100), n)
+        (op, dataclasses.replace(config, share=100), n)
         for n in (widths if helpers.every_config else (18432, 32768))
-        for config in candidates(Bucket("backward", n, name, "large"), 2, 90, most=10000)
+        for op in (("backward", "dx") if helpers.every_config else ("backward",))
+        for config in candidates(Bucket(op, n, name, "large"), 2, 90, most=10000)
         if config.tma and config.packed
     }
-    assert {config.kernel for config, _ in found} == {"rows", "teams"}
-    for config, n in sorted(found, key=str):
-        for code in code_of_call(tmp_path, "backward", config, n, dtype, weight_dtype).values():
-            assert not overwritten(code), (config, n)
+    assert {config.kernel for _, config, _ in found} == {"rows", "teams"}
+    for op, config, n in sorted(found, key=str):
+        for code in code_of_call(tmp_path, op, config, n, dtype, weight_dtype).values():
+            assert not overwritten(code), (op, config, n)
 
 
 @pytest.mark.parametrize("n", [5120, 5119])

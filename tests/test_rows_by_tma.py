@@ -91,7 +91,8 @@ def test_rules_take_it_for_teams_of_many_rows_of_16_bits(n, members):
 
 
 def test_dx_alone_takes_no_teams_by_tma_of_a_backward():
-    """Neither from the tables that ship, nor by the rules: with a float32 weight they spill."""
+    """On an H100, neither from its table nor by the rules: with a float32 weight they spill. The H200's table has
+    entries of dx."""
     machine = SimpleNamespace(model="NVIDIA H100 80GB HBM3", architecture=90, most_members=16)
     for n in (18432, 24576, 32768, 65536):
         with_dw = chosen_config("backward", machine, n, BF16, "large")

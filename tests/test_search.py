@@ -141,6 +141,7 @@ def test_rows_at_which_common_widths_are_timed():
         (8192, 4096, 2048),
         (4096, 2048, 1024),
     ]
+    assert search.rows_of(Bucket("dx", 4096, "float32", "large")) == (16384, 8192, 4096)
 
 
 # The search itself, on the interpreter
@@ -219,18 +220,6 @@ def test_a_fast_config_that_is_wrong_is_rejected(finder, monkeypatch, bucket, sp
     assert entry.config in TILES[:2]
     [line] = finder.lines
     assert line.startswith(f"rejected {wrong}") and reason in line
-
-
-@pytest.mark.parametrize(("most", "largest"), [(96 * 64, 64), (48 * 64, 48), (1, 48)])
-def test_large_calls_are_checked_where_float64_has_room(finder, monkeypatch, most, largest):
-    """Or at the fewest rows that are timed."""
-    monkeypatch.setattr(search, "LARGE", (96 * 64, 48 * 64))
-    monkeypatch.setattr(search, "CHECKED", most)
-    checked = set()
-    real = search._data
-    monkeypatch.setattr(search, "_data", lambda m, *rest: checked.add(m) or real(m, *rest))
-    assert finder.why_wrong(FORWARD, TILES[0]) is None
-    assert max(checked) == largest
 
 
 @pytest.mark.parametrize("is_odd", [False, True])

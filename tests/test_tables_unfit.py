@@ -29,6 +29,14 @@ def stored(**changes) -> str:
     return json.dumps(data)
 
 
+TEAMS = {
+    "config_kernel": "teams",
+    "config_short": False,
+    "config_width": 2048,
+    "config_members": 2,
+    "config_packed": True,
+    "config_tma": True,
+}
 FUSED = {"config_kernel": "fused", "config_short": False, "config_rows": 8, "config_strip": 64}
 
 UNFIT = {
@@ -79,14 +87,11 @@ UNFIT = {
     "packed teams of a backward": stored(
         config_kernel="teams", config_short=False, config_width=2048, config_members=2, config_packed=True
     ),
-    "packed teams of two blocks an SM": stored(
-        config_kernel="teams",
-        config_short=False,
-        config_width=2048,
-        config_members=2,
-        config_packed=True,
-        config_tma=True,
-        config_occupancy=2,
+    "packed teams of two blocks an SM": stored(**TEAMS, config_warps=8, config_occupancy=2),
+    "packed teams by 4 warps": stored(**TEAMS, config_warps=4),
+    "packed teams by gathers": stored(**TEAMS | {"config_tma": False}, config_warps=8),
+    "tma of teams in tiles of one column": stored(
+        **TEAMS | {"config_packed": False, "config_width": 1}, config_warps=8, n=2
     ),
     "early weight of teams": stored(
         op="forward",

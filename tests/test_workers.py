@@ -28,7 +28,7 @@ UNKNOWN = Bucket("sideways", 8, "float32", "few")
 def start_small(device, turn):
     """What conftest.finder does for the interpreter, in another process."""
     sizes.FEW_ROWS = 8
-    search.LARGE, search.RUNS, search.calls_needed = (48 * 64,), 16, lambda *_: 1
+    search.LARGE, search.RUNS, search.calls_needed = (2 * 48 * 64,), 16, lambda *_: 1
     workers.start(device, turn)
 
 

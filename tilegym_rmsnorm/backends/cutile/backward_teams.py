@@ -2,19 +2,20 @@
 # SPDX-License-Identifier: MIT
 """The backward of wide rows, each held in the registers of a team of blocks. The mathematics is that of backward.py.
 
-x and dy of a row of more than 16384 elements, and its sum of dw, do not fit the registers of one block. Here MEMBERS
-blocks share the rows, each with the same columns of every row of its team, so x and dy are read once: 2048x65536 in 312
-us on an H100, where backward_fused, which reads them twice, took 437. What a row needs from all of its columns is one
-number, the sum of its products: team.py adds it up.
+x and dy of a row of more than 16384 elements, and its sum of dw, mostly do not fit the registers of one block. Here
+MEMBERS blocks share the rows, each with the same columns of every row of its team, so x and dy are read once:
+2048x65536 in 312 us on an H100, where backward_fused, which reads them twice, took 437. What a row needs from all of
+its columns is one number, the sum of its products: team.py adds it up.
 
 By TMA a block's next row comes into shared memory while it sums this one and waits for its team: 4096x18432 in 165.0 us
 instead of 182.8. Then nothing may wait for rstd either: AHEAD, each row's comes with the row before, 159.6. Where an SM
 holds three blocks, they have no registers for that, nor for the weight, which they read again for each row: 4096x32768
 in 287.2 us instead of 291.9.
 
-PACKED, by TMA alone: one block an SM holds 16384 columns of 16 bits, with the loop of backward_tma.py. Then two blocks
-share a row of 32768, where eight of 4096 columns did: on an H200 in bfloat16 220.4 us instead of 234.7 (cuda-tile
-1.7.0, tileiras 13.4.92).
+PACKED, by TMA and AHEAD: one block of 8 warps an SM holds 16384 columns of 16 bits, by the loop of backward_tma.py. It
+reads the weight again for each row, and adds the row to dw before the team's sum: no registers would hold its terms
+until then. So two blocks share a row of 32768, not eight: on an H200 in bfloat16 4096x32768 takes 220.4 us instead of
+234.7, 2048x65536 225.4 instead of 248.2 (cuda-tile 1.7.0, tileiras 13.4.92).
 """
 
 import cuda.tile as ct
@@ -71,7 +72,7 @@ def backward_teams(
             tnext = (rstd_ahead(rstd, row + ct.num_blocks(0) // MEMBERS),)
         if PACKED:
             tdw = add_row_by_tma(
-                arrays, row, tdw, tahead[0], tcolumns, inv_n, offset, SWITCHES, LATENCY, PACKED, team
+                arrays[:4], row, tdw, tahead[0], tcolumns, inv_n, offset, SWITCHES, LATENCY, PACKED, team
             )
         else:
             tplaces = tcolumns

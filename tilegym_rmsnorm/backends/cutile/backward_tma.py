@@ -47,14 +47,17 @@ def add_row_by_tma(arrays, row, tdw, trstd, tcolumns, inv_n, offset, SWITCHES, L
 
     PACKED, for rows that fill the registers even so: the weight is read again at each row, and the compiler makes x
     again from its 16 bits. bfloat16's x is widened one at a time beside a 16-bit weight: in pairs 9 * 2048 columns take
-    104 bytes of stack. Else they take none in pairs, and one at a time beside a float32 weight the compiler loads over
-    x that is still read (tests/test_pipelines_variants.py).
+    104 bytes of stack (so they do under casting="llama" as it is). Else they take none in pairs, 16 under
+    casting="llama", and one at a time beside a float32 weight the compiler loads over x that is still read
+    (tests/test_pipelines_variants.py).
 
-    team, of a block that holds a part of the row (backward_teams.py): the board, which part, MEMBERS and SLOTS. By two
-    tiles of 8192 columns bfloat16's x takes no stack in pairs, and is kept as float32; float16's, and bfloat16's beside
-    a float32 weight, would take 120 and 88 bytes, and is made again from its 16 bits once the team's sum is there.
+    team, of a block that holds a part of the row, PACKED (backward_teams.py): the board, which part, MEMBERS and SLOTS.
+    x is made again from its 16 bits once the team's sum is there where it would take stack as float32: by 2 * 8192
+    columns 120 bytes in float16, 88 in bfloat16 beside a float32 weight (made again 0; 16 in float16 beside a float32
+    weight, 24 and 40 in bfloat16 under casting="llama"). bfloat16 takes none beside a 16-bit weight, where 4096x32768
+    is 1 % slower with x made again.
     """
-    dx, dy, x, weight, _ = arrays
+    dx, dy, x, weight = arrays
     EVEN, HAS_WEIGHT, ROUND_XHAT = SWITCHES
     member = 0
     if len(team) > 0:
@@ -77,7 +80,7 @@ def add_row_by_tma(arrays, row, tdw, trstd, tcolumns, inv_n, offset, SWITCHES, L
     total = sum_of_products(tx, tg, len(tcolumns))
     if len(team) > 0:
         total = sum_of_team(board, row, member, total, MEMBERS, SLOTS)
-        if PACKED and (x.dtype == ct.float16 or HAS_WEIGHT and weight.dtype == ct.float32):
+        if x.dtype == ct.float16 or HAS_WEIGHT and weight.dtype == ct.float32:
             tx = packed_row_as_float32(tstored_x)
     tfactor = factor_of_x(total * inv_n, trstd)
     tdx = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tcolumns))))
@@ -110,7 +113,7 @@ def backward_rows_by_tma(
     if DEPENDENT:
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
-    arrays = (dx, dy, x, weight, rstd)
+    arrays = (dx, dy, x, weight)
     SWITCHES = (EVEN, HAS_WEIGHT, ROUND_XHAT)
     tcolumns = column_tiles(WIDTH, PIECES, 0)
     tdw = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))

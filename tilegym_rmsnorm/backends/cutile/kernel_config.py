@@ -29,7 +29,7 @@ class Config:
     early_weight: bool = False  # forward "rows", "tiles": load the weight along with x, tiles by gathers
     pieces: int = 1  # "rows", "teams", backward "tiles": tiles of `width` that a block holds of a row
     members: int = 1  # "teams": blocks that share a row
-    # "rows", forward "teams": 2-byte elements stay so in registers while summed; "rows" by TMA: see backward_tma.py
+    # "rows", forward "teams": 2-byte elements stay so in registers while summed; backwards by TMA: see backward_tma.py
     packed: bool = False
     share: int = (
         100  # backwards of limits.WALKS_ROWS: so many percent of the blocks that fit the SMs walk the rows

@@ -96,11 +96,12 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     expect(not c.tma or c.kernel in WITH_TMA[op], "tma", f"false, or kernel of {WITH_TMA[op]}", c.kernel)
     if c.tma and c.kernel in ("rows", "teams"):
         expect(c.width > 1, "tma", "tiles of 2 columns or more", c.width)  # bfloat16 is widened two at a time
-        # By 4 warps the compiler makes kernels that load over x that is still read, at some of 7168 to 10240 columns
-        expect(c.warps == 8 or not c.packed, "packed rows by tma", "8 warps", c.warps)
+        # By 4 warps some rows of 7168 to 10240 columns load over x that is still read; such teams were not looked at
+        expect(c.warps == 8 or not c.packed, "packed rows and teams by tma", "8 warps", c.warps)
     if c.tma and c.kernel == "rows":
         expect(not (c.rest or c.short), "tma of rows", "no rest, not short", c)
     if c.packed and c.kernel == "teams" and op in BACKWARDS:
+        # With rstd ahead, which by gathers and by three blocks an SM there is not
         expect(c.tma and c.occupancy == 1, "packed teams of a backward", "tma, one block an SM", c)
     has_share = op in BACKWARDS and c.kernel in WALKS_ROWS
     expect(c.share == 100 or has_share, "share", f"100, or a backward's kernel of {WALKS_ROWS}", c.share)

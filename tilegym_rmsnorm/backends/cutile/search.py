@@ -30,7 +30,7 @@ from tilegym_rmsnorm.backends.cutile.candidates import with_other_shares
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
 from tilegym_rmsnorm.backends.cutile.machine import Machine
 from tilegym_rmsnorm.backends.cutile.sizes import rows_of_class
-from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry, Timing
+from tilegym_rmsnorm.backends.cutile.tables import ITEMSIZE, Bucket, Entry, Timing
 from tilegym_rmsnorm.reference import compute_rms_norm_rstd_torch
 from tilegym_rmsnorm.timer import (
     SAMPLING_SECONDS,
@@ -42,13 +42,10 @@ from tilegym_rmsnorm.timer import (
 )
 
 EPS = 1e-6
-# Elements of x, at most, where large problems are timed: 256 to 64 MB in bfloat16. At the last alone a config won that
-# was 2 % slower at twice as many (backward of 8192 columns on an H100); at the last two, on an H200, teams of 32768 and
-# 65536 columns by 96 % of the blocks, which at twice as many walk 66 rows each instead of 63.
-LARGE = (128 * 2**20, 64 * 2**20, 32 * 2**20)
-CHECKED = LARGE[
-    1
-]  # elements of x at most where they are checked: what float64 computes takes ten times their memory
+# Bytes of x, at most, where large problems are timed. At the last alone a config won that was 2 % slower at twice as
+# many (backward of 8192 columns on an H100); at the last two, on an H200, teams of 32768 columns by 96 % of the blocks,
+# most of which at twice as many walk 66 rows instead of 63.
+LARGE = (256 * 2**20, 128 * 2**20, 64 * 2**20)
 FINALISTS = 6  # are timed again, for longer
 VARIED = 3  # of the fastest, by as many variants as they have
 SPREAD = 1.01  # two timings of one config in one process differ by about as much
@@ -73,14 +70,15 @@ class NothingRightError(RuntimeError):
 
 def rows_of(bucket: Bucket) -> tuple[int, ...]:
     """The numbers of rows at which a bucket's configs are timed: of a large class the largest powers of two with at
-    most LARGE elements, else the most there are, an eighth of that and, of few rows, an eighth of that too. They are of
+    most LARGE bytes, else the most there are, an eighth of that and, of few rows, an eighth of that too. They are of
     the class, and multiples of 16 where they are more than 16 and the class has one.
 
     Powers of two, since batches of sequences mostly are.
     """
     rows = rows_of_class(bucket.size, bucket.n)
+    bytes_of_row = bucket.n * ITEMSIZE[bucket.dtype]
     parts = {
-        "large": tuple(power_of_two(elements // bucket.n // 2 + 1) for elements in LARGE),
+        "large": tuple(power_of_two(most // bytes_of_row // 2 + 1) for most in LARGE),
         "small": (rows[-1], rows[-1] // 8),
     }
     wanted = parts.get(bucket.size, (rows[-1], rows[-1] // 8, rows[-1] // 64))
@@ -232,8 +230,7 @@ class Search:
         run, overlapping = (
             runner(machine, bucket, config) for machine in (Poisoned(self.machine), self.machine)
         )
-        rows = [m for m in rows_of(bucket) if m * bucket.n <= CHECKED] or rows_of(bucket)[-1:]
-        dtype = getattr(torch, bucket.dtype)
+        rows, dtype = rows_of(bucket), getattr(torch, bucket.dtype)
         fewest = rows_of_class(bucket.size, bucket.n).start
         names = RESULTS[bucket.op]
         for seed in range(DATA_SETS):

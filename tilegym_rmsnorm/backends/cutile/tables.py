@@ -100,7 +100,7 @@ def chosen_config(op: str, machine: Machine, n: int, dtype: torch.dtype, size: s
 
 def serves_dx_alone(config: Config) -> bool:
     """Whether a backward that needs no dw takes the config of one that does: not of kernels that read x and dy once
-    more for dw, nor of teams by TMA, some of which take 240 bytes of stack without dw and were not timed."""
+    more for dw, nor of teams by TMA, some of which take 240 bytes of stack without dw (entries of dx may be such)."""
     return config.kernel in WALKS_ROWS and not (config.kernel == "teams" and config.tma)
 
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The ways to cut rows of N elements into tiles that tuning tries (candidates.py). Neither torch nor cuda.tile."""
+"""The ways to cut rows of N elements into tiles that tuning tries (sweeps.py). Neither torch nor cuda.tile."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def parts_of_rows_by_tma(n: int) -> Iterator[Tile]:
 
 
 def large_parts_by_tma(n: int) -> Iterator[Tile]:
-    """Those of them that take all registers of a block: of more than 8192 columns."""
+    """The parts by TMA that take all registers of a block: of more than 8192 columns."""
     yield from (tile for tile in parts_of_rows_by_tma(n) if tile["width"] * tile["pieces"] > 8192)
 
 

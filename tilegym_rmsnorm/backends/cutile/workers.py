@@ -21,8 +21,8 @@ from tilegym_rmsnorm.backends.cutile.machine import machine_of
 from tilegym_rmsnorm.backends.cutile.tables import ITEMSIZE, Bucket, Entry, chosen_config, shipped_for
 
 MOST_PROCESSES = 16
-# Of GPU memory: the context, inputs that overflow the L2, a graph's outputs. 6.8 GiB were seen, of 60 configs at 32 Mi
-# elements of 2 bytes; 64 Mi of 4 bytes add three quarters of a GiB of inputs.
+# Of GPU memory: the context, inputs that overflow the L2, a graph's outputs. 6.8 GiB were seen, of 60 configs at 64 MB
+# of x; 256 MB add three quarters of a GiB of inputs.
 BYTES_PER_PROCESS = 8 * 2**30
 
 
