@@ -222,6 +222,19 @@ def test_a_fast_config_that_is_wrong_is_rejected(finder, monkeypatch, bucket, sp
     assert line.startswith(f"rejected {wrong}") and reason in line
 
 
+def test_every_set_has_a_weight_and_rstd_of_its_own(finder, monkeypatch):
+    """One for all would be in L2 after the first call of a graph; a layer's is not."""
+    monkeypatch.setattr(search, "sets_needed", lambda *_: 3)
+    monkeypatch.setattr(search, "calls_needed", lambda *_: 6)
+    met = []
+    monkeypatch.setattr(search, "runner", lambda *_: lambda *arrays: met.append(arrays))
+    finder.times_at(48, BACKWARD, TILES[:1], 0.0)
+    assert len(met) >= 6
+    for arrays in zip(*met, strict=True):
+        places = [each.data_ptr() for each in arrays]
+        assert len(set(places)) == 3 and places[:3] == places[3:6]
+
+
 @pytest.mark.parametrize("is_odd", [False, True])
 def test_every_m_and_an_odd_one_are_checked(finder, monkeypatch, is_odd):
     """A kernel is compiled apart for multiples of 16; each may be the wrong one."""

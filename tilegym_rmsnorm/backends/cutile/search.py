@@ -196,10 +196,10 @@ class Search:
         count = calls_needed(sets, bytes_moved, self.copy_bytes_per_second)
         with self.turn:
             x, dy = (torch.randn(sets, m, bucket.n, dtype=dtype, device=self.device) for _ in range(2))
-            weight, rstd = (
-                torch.ones(bucket.n, dtype=dtype, device=self.device),
-                torch.ones(m, device=self.device),
-            )
+            # Of each set its own, as in the benchmark and of each layer: or else they come from L2
+            weights = [torch.ones(bucket.n, dtype=dtype, device=self.device) for _ in range(sets)]
+            rstds = [torch.ones(m, device=self.device) for _ in range(sets)]
+            inputs = list(zip(x, dy, weights, rstds, strict=True))
             self.synchronize()
 
         self.timer.renew_pool()
@@ -207,9 +207,7 @@ class Search:
         for config in configs:
             try:
                 run = runner(self.machine, bucket, config)
-                calls = [
-                    lambda i=i, run=run: run(x[i % sets], dy[i % sets], weight, rstd) for i in range(count)
-                ]
+                calls = [functools.partial(run, *inputs[i % sets]) for i in range(count)]
                 samplers[config] = self.timer.cold_sampler(calls)
             except Exception as error:  # whatever the compiler or a launch says of a config
                 self.tell(f"does not run: {config}: {error!r:.300}")
