@@ -4,6 +4,7 @@
 """Loops that wait, in machine code. The kernels with TMA that are read here do not overwrite what their own workers
 still read, a race inside a block which most runs do not show; and a team's loop asks anew each time."""
 
+import dataclasses
 import re
 from collections import Counter
 
@@ -37,13 +38,14 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 def configs_with_tma(op: str, dtype: torch.dtype, architecture: int = 90) -> list[tuple[Config, int]]:
     """Of the rules, each with the widest row that it serves, and of the tables that ship for Hopper, which `tune` tries
-    on any GPU; those of the largest tiles first."""
+    on any GPU; each kernel once, whatever share of the blocks walks the rows, those of the largest tiles first."""
     among = (*range(1, 4100), 18432, 33001, 40000, 140000)
     widths = {RULES[op](n, dtype.itemsize, architecture): n for n in among}
     rules = {(config, n) for config, n in widths.items() if config.tma}
     name = str(dtype).removeprefix("torch.")
     tables = {(c, bucket.n) for sm, bucket, c in shipped_configs(op, name) if c.tma and sm == 90}
-    return sorted(rules | tables, key=lambda case: (-case[0].rows * case[0].width, str(case)))
+    kernels = {(dataclasses.replace(c, share=100, reason="", spills=""), n) for c, n in rules | tables}
+    return sorted(kernels, key=lambda case: (-case[0].rows * case[0].width, str(case)))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
