@@ -14,8 +14,8 @@ in 287.2 us instead of 291.9.
 
 PACKED, by TMA and AHEAD: one block of 8 warps an SM holds 16384 columns of 16 bits, by the loop of backward_tma.py. It
 reads the weight again for each row, and adds the row to dw before the team's sum: no registers would hold its terms
-until then. So two blocks share a row of 32768, not eight: on an H200 in bfloat16 4096x32768 takes 220.4 us instead of
-234.7, 2048x65536 225.4 instead of 248.2 (cuda-tile 1.7.0, tileiras 13.4.92).
+until then. So two blocks share a row of 32768, not eight: on an H200 in bfloat16 4096x32768 takes 220.0 us instead of
+234.7, 2048x65536 226.2 instead of 248.2 (cuda-tile 1.7.0, tileiras 13.4.92).
 """
 
 import cuda.tile as ct

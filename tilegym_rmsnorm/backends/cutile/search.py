@@ -44,7 +44,7 @@ from tilegym_rmsnorm.timer import (
 EPS = 1e-6
 # Bytes of x, at most, where large problems are timed. At the last alone a config won that was 2 % slower at twice as
 # many (backward of 8192 columns on an H100); at the last two, on an H200, teams of 32768 columns by 96 % of the blocks,
-# most of which at twice as many walk 66 rows instead of 63.
+# whose longest walk at twice as many is 66 rows instead of 63.
 LARGE = (256 * 2**20, 128 * 2**20, 64 * 2**20)
 FINALISTS = 6  # are timed again, for longer
 VARIED = 3  # of the fastest, by as many variants as they have
