@@ -26,8 +26,9 @@ from control_flow import followers, reached  # noqa: E402
 from pipelines import ENDED, WAITED, awaits_first_end, operations  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile import launch, team  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.dependent import NO_BLOCK, wait_for_launch_before  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.rows import ConstBool, load_tile  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.rows import ConstBool, ConstInt, load_tile  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.tables import RULES  # noqa: E402
 
 skip_without_disassembler()
@@ -60,11 +61,44 @@ CASES = [
 ]
 
 
+# `wait_for_launch_before` asks whether a block's number is one that no block has.
+ASKED = re.compile(rf"ISETP\.GT(?:\.U32)?\.AND (U?P\d), U?PT, [\w.]+, {NO_BLOCK - 1:#x}, U?PT")
+WAIT = re.compile(r"\*/\s+ACQBULK\b")  # without a condition
+
+
+def goes_around(code: list[str], place: int) -> bool:
+    """Whether the branch at `place` is taken where that is so: by the predicate, or a copy, of such a comparison."""
+    branch = re.search(r"@(P\d) BRA 0x|BRA\.U (UP\d), 0x", code[place])
+    if branch is None:
+        return False
+    predicate = branch[1] or branch[2]
+    for line in reversed(code[:place]):
+        if not re.search(rf"\*/\s+(?:@\S+ )?(?!BRA)[\w.]+ (?:[^,;]+, )?{predicate}\b", line):
+            continue  # it is not written here: results come first
+        if (asked := ASKED.search(line)) and asked[1] == predicate:
+            return True
+        copied = re.search(rf"\bPLOP3\.LUT {predicate}, PT, PT, PT, (UP\d), 0x80, 0x0\b", line)
+        if copied is None:
+            return False
+        predicate = copied[1]
+    return False
+
+
+def waits_of(code: list[str], following: list[list[int]]) -> set[int]:
+    """The places of waits, and of branches in front of them around nothing else that no block takes."""
+    waits = {place for place, line in enumerate(code) if WAIT.search(line)}
+    return waits | {
+        place - 1
+        for place in waits
+        if set(following[place - 1]) == {place, place + 1} and goes_around(code, place - 1)
+    }
+
+
 def accesses_too_early(code: list[str]) -> list[str]:
     """The accesses to global memory that there is a way to from a kernel's beginning without its wait for the launch
     before: ACQBULK, or a barrier at which other warps arrive only after it."""
     following, done = followers(code), operations(code, range(len(code)))
-    waits = {place for place, line in enumerate(code) if "ACQBULK" in line}
+    waits = waits_of(code, following)
     while True:
         early = reached({0}, following, without=waits)
         late = {each.barrier for each in done if each.name == ENDED} - {
@@ -111,24 +145,73 @@ def test_no_kernel_touches_memory_before_the_launch_before_has_ended(tmp_path):
     assert checked == {each.__name__ for each in kernels if "DEPENDENT" in inspect.signature(each).parameters}
 
 
-def sums_of_rows(y, x, TMA: ConstBool, WAITS_FIRST: ConstBool):
+EVERYWHERE, WHERE_A_BLOCK_IS, SOMEWHERE, SOMEWHERE_AND_ASKED, WHERE_ASKED_AND_SOMEWHERE = range(5)
+
+
+def sums_of_rows(y, x, TMA: ConstBool, WAITS_FIRST: ConstBool, WAITS_WHERE: ConstInt):
     tsum = ct.zeros((1, 4096), dtype=ct.float32)
     if WAITS_FIRST:
-        ct.grid_dependency_control_wait()
-    for j in range(ct.cdiv(x.shape[1], 4096)):
+        if WAITS_WHERE == EVERYWHERE:
+            ct.grid_dependency_control_wait()
+        elif WAITS_WHERE == WHERE_A_BLOCK_IS:
+            wait_for_launch_before(ct.bid(0))
+        elif WAITS_WHERE == WHERE_ASKED_AND_SOMEWHERE:
+            if x.shape[1] < NO_BLOCK:
+                if ct.bid(0) < x.shape[0] - 1:
+                    ct.grid_dependency_control_wait()
+        elif ct.bid(0) < x.shape[0] - 1:
+            ct.grid_dependency_control_wait()
+    columns = x.shape[1]
+    if WAITS_WHERE == SOMEWHERE_AND_ASKED:
+        if columns >= NO_BLOCK:
+            columns = 0
+    for j in range(ct.cdiv(columns, 4096)):
         tsum = tsum + load_tile(x, (ct.bid(0), j), (1, 4096), 4, TMA, 16)
     if not WAITS_FIRST:
         ct.grid_dependency_control_wait()
     ct.scatter(y, ct.bid(0), ct.sum(tsum))
 
 
+def code_of_sums(folder, architecture: int, *switches: bool | int) -> list[str]:
+    machine = CompilingMachine(architecture, keep=folder)
+    launch_one = machine.bind(sums_of_rows, Config("chunks", 4096, 4, 1, 4), switches)
+    launch_one((64,), (meta(64, dtype=FP32), meta(64, 40000, dtype=BF16)))
+    return disassembled(folder / "sums_of_rows.cubin")
+
+
 @pytest.mark.parametrize("waits_first", [True, False])
 @pytest.mark.parametrize("tma", [True, False])
 @pytest.mark.parametrize("architecture", [90, 100, 120])
 def test_loads_before_the_wait_are_seen(architecture, tma, waits_first, tmp_path):
-    machine = CompilingMachine(architecture, keep=tmp_path)
-    launch_one = machine.bind(sums_of_rows, Config("chunks", 4096, 4, 1, 4), (tma, waits_first))
-    launch_one((64,), (meta(64, dtype=FP32), meta(64, 40000, dtype=BF16)))
-    code = disassembled(tmp_path / "sums_of_rows.cubin")
+    code = code_of_sums(tmp_path, architecture, tma, waits_first, EVERYWHERE)
     assert any("UTMALDG" in line for line in code) is tma
     assert bool(accesses_too_early(code)) is not waits_first
+
+
+@pytest.mark.parametrize(
+    "where", [WHERE_A_BLOCK_IS, SOMEWHERE, SOMEWHERE_AND_ASKED, WHERE_ASKED_AND_SOMEWHERE]
+)
+@pytest.mark.parametrize("architecture", [90, 100, 120])
+def test_a_wait_that_some_blocks_leave_out_is_seen(architecture, where, tmp_path):
+    """Also beside a comparison such as `wait_for_launch_before` makes."""
+    early = accesses_too_early(code_of_sums(tmp_path, architecture, False, True, where))
+    assert bool(early) is (where != WHERE_A_BLOCK_IS)
+
+
+WAIT_BEHIND_INDICES = ("forward_tiles", "backward_fused", "sum_partials")
+
+
+@pytest.mark.parametrize(
+    "op, n, config", [case for case in CASES if case[2].kernel == "fused" or case[1] == 128]
+)
+def test_what_follows_from_a_blocks_number_is_not_left_until_after_the_wait(op, n, config, tmp_path):
+    """A division by the blocks of a cluster, in the kernels between which small calls pass their time."""
+    run(CompilingMachine(90, keep=tmp_path), op, n, config)
+    found = {path for path in tmp_path.glob("*.cubin") if path.stem in WAIT_BEHIND_INDICES}
+    assert found
+    for path in found:
+        code = disassembled(path)
+        following = followers(code)
+        behind = reached({place for place, line in enumerate(code) if WAIT.search(line)}, following)
+        behind -= reached({place for place in behind if ACCESS.search(code[place])}, following)
+        assert not [code[place] for place in behind if re.search(r"\b(?:MUFU\.RCP|F2I)", code[place])], path

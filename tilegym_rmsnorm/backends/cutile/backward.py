@@ -44,6 +44,7 @@ rounded it; dx never rounds xhat.
 
 import cuda.tile as ct
 
+from .dependent import wait_for_launch_before
 from .rows import (
     ConstBool,
     ConstInt,
@@ -262,7 +263,7 @@ def sum_partials(
     j = ct.bid(0)
     tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
     if DEPENDENT:
-        ct.grid_dependency_control_wait()
+        wait_for_launch_before(j)
         ct.grid_dependency_control_launch_dependents()
 
     for i in range(ct.cdiv(dw_partial.shape[0], ROWS)):

@@ -21,6 +21,7 @@ import cuda.tile as ct
 
 from .backward import row_gradients
 from .backward_wide import chunked_row_gradients
+from .dependent import wait_for_launch_before
 from .rows import (
     ConstBool,
     ConstInt,
@@ -90,11 +91,11 @@ def backward_fused(
     that a slab's two readings lie close together.
     """
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
-    if DEPENDENT:
-        ct.grid_dependency_control_wait()
-        ct.grid_dependency_control_launch_dependents()
     b = ct.bid(0)
     k = ct.bid(1)
+    if DEPENDENT:
+        wait_for_launch_before(b + k)
+        ct.grid_dependency_control_launch_dependents()
     strips = ct.cdiv(x.shape[1], STRIP)
     slab = tiles_in_slab * ROWS
 

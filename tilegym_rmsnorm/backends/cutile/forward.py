@@ -19,6 +19,7 @@ read.
 
 import cuda.tile as ct
 
+from .dependent import wait_for_launch_before
 from .rows import (
     ConstBool,
     ConstInt,
@@ -136,7 +137,7 @@ def forward_tiles(
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
     i = ct.bid(0)
     if DEPENDENT:
-        ct.grid_dependency_control_wait()
+        wait_for_launch_before(i)
     if EARLY_WEIGHT:
         trows = ct.minimum(i * ROWS + ct.arange(ROWS, dtype=ct.int32), x.shape[0] - 1)
         tcolumns = ct.arange(WIDTH, dtype=ct.int32)
