@@ -1,11 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The search behind `python -m tilegym_rmsnorm tune`: what it chooses and what it refuses."""
+"""The search behind `python -m tilegym_rmsnorm tune`: what it times, what it checks and what it refuses."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 
@@ -17,101 +16,11 @@ from table_cases import TARGET
 
 from tilegym_rmsnorm.backends.cutile import tables
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
-from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.sizes import MOST_LOSS, SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import Bucket
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from tilegym_rmsnorm.backends.cutile import launch, search  # noqa: E402
-
-CONFIGS = [Config("rows", 4096, 8, 1, latency) for latency in range(1, 11)]
-
-
-# The choice, with a timer that says what it is told
-
-
-def halved(config: Config) -> Config:
-    return dataclasses.replace(config, share=50)
-
-
-def choose(microseconds: dict[Config, tuple[float, ...]], wrong=(), told=None, **more):
-    """What `search.choose` takes of configs with these true times; the short first round sees them distorted."""
-    asked = []
-
-    def measure(configs, seconds):
-        asked.append(configs)
-        noise = 1.0 if seconds else 1.02
-        return {
-            config: tuple(us * (noise if i % 2 else 1) for us in microseconds[config])
-            for i, config in enumerate(configs)
-            if config in microseconds
-        }
-
-    def why_wrong(config):
-        return "dw has an error" if config in wrong else None
-
-    result = search.choose(CONFIGS, measure, why_wrong, (told if told is not None else []).append, **more)
-    assert asked[0] == CONFIGS, "every candidate is timed"
-    return result
-
-
-@given(st.permutations(range(10)), st.sets(st.integers(0, 9), max_size=9))
-def test_the_fastest_that_is_right_wins(order, wrong):
-    microseconds = {config: (10 * 1.1**place, 7.0) for config, place in zip(CONFIGS, order, strict=True)}
-    told = []
-    config, times = choose(microseconds, {CONFIGS[i] for i in wrong}, told)
-    right = [i for i in sorted(range(10), key=order.__getitem__) if i not in wrong]
-    best = right[0] if order[right[0]] < search.FINALISTS or 0 in wrong else 0
-    assert CONFIGS.index(config) == best, "the rules serve where none of the fastest is right"
-    assert times[config] and len(told) <= len(wrong)
-    assert all("rejected Config(" in line and "dw has an error" in line for line in told)
-
-
-def test_variants_of_the_fastest_are_timed_and_win_if_they_are_faster():
-    times = {config: (10.0 + place, 10.0) for place, config in enumerate(CONFIGS)}
-    slow = {halved(config): (20.0, 20.0) for config in CONFIGS}
-    chosen, _ = choose(
-        times | slow | {halved(CONFIGS[2]): (8.0, 8.0)}, variants=lambda config: [halved(config)]
-    )
-    assert chosen == halved(CONFIGS[2])
-    # of the fourth fastest no variant is tried
-    chosen, _ = choose(
-        times | slow | {halved(CONFIGS[3]): (8.0, 8.0)}, variants=lambda config: [halved(config)]
-    )
-    assert chosen == CONFIGS[0]
-
-
-def test_the_rules_stay_unless_they_lose_by_more_than_the_spread():
-    times = dict.fromkeys(CONFIGS, (10.0, 10.0)) | {CONFIGS[7]: (9.95, 9.95)}
-    assert choose(times)[0] == CONFIGS[0]
-    assert choose(times | {CONFIGS[7]: (9.5, 10.0)})[0] == CONFIGS[7]
-
-
-def test_nobody_loses_to_the_rules():
-    times = dict.fromkeys(CONFIGS, (10.0, 10.0)) | {CONFIGS[7]: (5.0, 10.05)}
-    assert choose(times)[0] == CONFIGS[7]
-    times[CONFIGS[7]] = (5.0, 10.2)
-    assert choose(times)[0] == CONFIGS[0]
-    times[CONFIGS[4]] = (9.0, 9.9)
-    assert choose(times)[0] == CONFIGS[4]
-    fast = {config: (5.0, 10.2) for config in CONFIGS[1:-1]}  # more than there are finalists
-    assert choose(times | fast | {CONFIGS[-1]: (9.0, 9.9)})[0] == CONFIGS[-1]
-    assert choose(times, wrong=(CONFIGS[0], CONFIGS[4]))[0] not in (CONFIGS[0], CONFIGS[4], CONFIGS[7])
-
-
-def test_a_wrong_winner_makes_no_loser_to_the_rules_win():
-    losers = dict.fromkeys(CONFIGS[2:6], (5.0, 10.3))
-    times = dict.fromkeys(CONFIGS, (20.0, 20.0)) | losers | {CONFIGS[0]: (10.0, 10.0), CONFIGS[1]: (4.0, 9.5)}
-    assert choose(times)[0] == CONFIGS[1]
-    assert choose(times, wrong=[CONFIGS[1]])[0] == CONFIGS[0]
-
-
-def test_a_config_that_does_not_run_is_no_candidate():
-    times = {config: (10.0,) for config in CONFIGS[3:]} | {CONFIGS[5]: (5.0,)}
-    assert choose(times)[0] == CONFIGS[5]
-    with pytest.raises(search.NothingRightError, match="none of 10"):
-        choose({})
-    with pytest.raises(search.NothingRightError, match="none of 10"):
-        choose(times, wrong=CONFIGS)
 
 
 @given(n=st.one_of(st.integers(1, 5000), st.integers(5000, 2**27)), size=st.sampled_from(SIZES))
@@ -144,7 +53,7 @@ def test_rows_at_which_common_widths_are_timed():
     assert search.rows_of(Bucket("dx", 4096, "float32", "large")) == (16384, 8192, 4096)
 
 
-# The search itself, on the interpreter
+# On the interpreter
 
 
 FORWARD = Bucket("forward", 64, "bfloat16", "large")
@@ -153,6 +62,20 @@ FEW = BACKWARD._replace(size="few")
 DX = BACKWARD._replace(op="dx")
 TILES = [Config("tiles", 64, 4, 1, latency, rows=8) for latency in (1, 2, 3)]
 FUSED = [Config("fused", 64, 4, 1, latency, rows=4, strip=16, slab=4) for latency in (1, 2)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_search_passes_on_what_its_size_class_may_lose(finder, monkeypatch, size):
+    asked = []
+
+    def choose(configs, measure, why_wrong, tell, variants, most_loss):
+        asked.append(most_loss)
+        return configs[0], {configs[0]: (1.0,) * len(search.rows_of(bucket))}
+
+    bucket = Bucket("forward", 64, "float32", size)
+    monkeypatch.setattr(search, "choose", choose)
+    finder.tune(bucket, TILES[:1])
+    assert asked == [MOST_LOSS[size]]
 
 
 @pytest.mark.parametrize(

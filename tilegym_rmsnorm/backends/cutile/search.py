@@ -29,7 +29,7 @@ from tilegym_rmsnorm.backends.cutile import launch
 from tilegym_rmsnorm.backends.cutile.candidates import with_other_shares
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
 from tilegym_rmsnorm.backends.cutile.machine import Machine
-from tilegym_rmsnorm.backends.cutile.sizes import rows_of_class
+from tilegym_rmsnorm.backends.cutile.sizes import MOST_LOSS, rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import ITEMSIZE, Bucket, Entry, Timing
 from tilegym_rmsnorm.reference import compute_rms_norm_rstd_torch
 from tilegym_rmsnorm.timer import (
@@ -98,17 +98,18 @@ def choose(
     why_wrong: Callable[[Config], str | None],
     tell: Tell,
     variants: Callable[[Config], list[Config]] = lambda config: [],
+    most_loss: float = SPREAD,
 ) -> tuple[Config, Times]:
     """The fastest config that is right, and its times. configs[0] is the one of the rules: another takes its place only
-    if it is faster by more than the spread in the mean over all M, and slower by more at none of them.
+    if it is faster by more than the spread in the mean over all M, and takes more than most_loss times as long at none.
 
     measure(configs, seconds) times those that run, for so many seconds each and M: all of them, and the variants of the
     fastest; then the fastest of both and the rules' again. why_wrong is asked in the order of speed, until a config is
     right; where none of the fastest is, the rules' is next. Raises NothingRightError where none is.
     """
     default = configs[0]
-    first = measure(configs, 0.0)
-    fastest = _rank(first, default, FIRST_SPREAD)[:VARIED]
+    first, most_first_loss = measure(configs, 0.0), most_loss * FIRST_SPREAD / SPREAD
+    fastest = _rank(first, default, most_first_loss)[:VARIED]
     known = {dataclasses.replace(config, reason="", spills="") for config in first}
     others = {
         each: None
@@ -118,12 +119,14 @@ def choose(
     }
     if others:
         first |= measure(list(others), 0.0)
-    first_ranking = _rank(first, default, FIRST_SPREAD)
-    finalists = first_ranking[:FINALISTS]
+    first_ranking = _rank(first, default, most_first_loss)
+    # Half of the places are for those that already stay below most_loss: the others may all be found above it.
+    sure = _rank(first, default, most_loss)[: FINALISTS // 2]
+    finalists = list(dict.fromkeys([*sure, *first_ranking]))[:FINALISTS]
     if default in first and default not in finalists:
         finalists.append(default)
     times = measure(finalists, SAMPLING_SECONDS)
-    ranking = _rank(times, default, SPREAD)
+    ranking = _rank(times, default, most_loss)
     if default in times and mean(times[default]) <= SPREAD * mean(times[ranking[0]]):
         ranking.insert(0, default)
     for config in dict.fromkeys([*ranking, *first_ranking]):
@@ -133,12 +136,12 @@ def choose(
     raise NothingRightError(f"none of {len(configs)} configs is right")
 
 
-def _rank(times: Times, default: Config, spread: float) -> list[Config]:
-    """By the mean over all M. Last those that are slower than the default at one of them: who has that M, loses."""
+def _rank(times: Times, default: Config, most_loss: float) -> list[Config]:
+    """By the mean over all M. Last those that take more than most_loss times as long as the default at any M."""
 
     def rank(config: Config) -> tuple[bool, float]:
         pairs = zip(times[config], times.get(default, times[config]), strict=True)
-        return any(own > spread * rules for own, rules in pairs), mean(times[config])
+        return any(own > most_loss * rules for own, rules in pairs), mean(times[config])
 
     return sorted(times, key=rank)
 
@@ -178,9 +181,8 @@ class Search:
             with self.turn:
                 return self.why_wrong(bucket, config)
 
-        config, times = choose(
-            configs, measure, why_wrong, self.tell, functools.partial(with_other_shares, bucket=bucket)
-        )
+        variants = functools.partial(with_other_shares, bucket=bucket)
+        config, times = choose(configs, measure, why_wrong, self.tell, variants, MOST_LOSS[bucket.size])
         before = times.get(configs[0], times[config])
         figures = zip(rows, before, times[config], strict=True)
         return Entry(config, tuple(Timing(m, round(a, 3), round(b, 3)) for m, a, b in figures))
