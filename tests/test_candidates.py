@@ -80,8 +80,9 @@ def test_sweeps_name_fields_of_config_and_kernels_of_the_op(op):
         assert set(sweep.values) < names
         tiles = list(sweep.tiles(sweep.narrowest))
         assert tiles
+        together = sweep.values.get("together", (False,))[-1]
         for tile in tiles:
-            config = Config(sweep.kernel, **tile, warps=4, occupancy=1, latency=1)
+            config = Config(sweep.kernel, **tile, warps=4, occupancy=1, latency=1, together=together)
             check_config(config, Bucket(op, sweep.narrowest, "float32", "large"), 90)
 
 
@@ -205,15 +206,32 @@ def test_registers_of_the_two_kinds_of_blocks():
     assert not fits_registers(replace(fused, rows=64), "backward", 2), "256 registers for the sum alone"
 
 
-def test_the_weight_is_tried_early_and_late_with_every_number_of_warps():
+def test_the_weight_is_tried_late_early_and_together_with_every_number_of_warps():
     """Which of them is faster depends on both, and the rules know one."""
-    found = candidates(Bucket("forward", 4096, "float32", "few"), 4, 90, most=20)
-    pairs = {(config.warps, config.early_weight) for config in found}
-    assert pairs == {(warps, early) for warps in (4, 8) for early in (False, True)}
-    narrow = candidates(Bucket("forward", 128, "float32", "few"), 4, 90, most=20)
-    assert {(config.warps, config.early_weight) for config in narrow} == pairs
-    large = candidates(Bucket("forward", 128, "float32", "large"), 4, 90)
-    assert not any(config.early_weight for config in large if config.kernel == "tiles")
+
+    def kinds(*bucket, most):
+        found = candidates(Bucket("forward", *bucket), 4, 90, most=most)
+        return {
+            (config.warps, config.early_weight, config.together)
+            for config in found
+            if config.kernel in ("tiles", "rows")
+        }
+
+    weights = ((False, False), (True, False), (False, True))
+    every = {(warps, *weight) for warps in (4, 8) for weight in weights}
+    for n in (128, 4096):
+        assert kinds(n, "float32", "few", most=20) == every
+    assert kinds(128, "float32", "large", most=60) == {kind for kind in every if not kind[1]}, "not early"
+
+
+@pytest.mark.parametrize("n", [512, 1024, 2048])
+@pytest.mark.parametrize("size", SIZES)
+def test_rows_that_a_warp_holds_are_tried(n, size):
+    """Each row of a block is in one warp where its tiles are of 512 bytes: their sums take no barrier."""
+    found = candidates(Bucket("forward", n, "bfloat16", size), 2, 90)
+    by_warps = [config for config in found if config.kernel == "tiles" and config.pieces > 1]
+    assert {(256, 4), (256, 8)} <= {(config.width, config.warps) for config in by_warps}
+    assert all(config.together and config.rows % config.warps == 0 for config in by_warps)
 
 
 def test_other_shares_of_a_backward_of_many_rows_alone():

@@ -34,9 +34,12 @@ def test_every_block_lets_the_next_kernel_in_once(monkeypatch):
     forwards = {
         late: 9,
         replace(late, early_weight=True): 9,
+        replace(late, together=True): 9,
         Config("tiles", 64, 4, 4, 4, rows=2): 5,
         Config("tiles", 64, 4, 4, 4, rows=2, early_weight=True): 5,
+        Config("tiles", 32, 4, 4, 4, rows=2, pieces=2, together=True): 5,
         Config("teams", 16, 4, 2, 4, members=4): 1 + 9 * 4,  # one to empty the board
+        Config("teams", 16, 4, 2, 4, members=4, together=True): 1 + 9 * 4,
     }
     for config, blocks in forwards.items():
         run_forward(inputs, config)

@@ -81,6 +81,7 @@ def test_a_last_row_that_is_not_finite(strips, name, value):
     [
         *(pytest.param(config, kind == "chunks, ahead", id=kind) for kind, config in STRIPS.items()),
         pytest.param(EARLY, False, id="early weight"),
+        pytest.param(replace(EARLY, early_weight=False, together=True), False, id="together"),
         pytest.param(replace(EARLY, early_weight=False), True, id="late weight"),
     ],
 )
@@ -113,10 +114,11 @@ def test_what_is_loaded_by_gathers(config, by_tiles, n, monkeypatch):
 @pytest.mark.parametrize("n", [33, 48, 64])
 @pytest.mark.parametrize("weight", [BF16, FP32, None])
 @pytest.mark.parametrize("casting", ["once", "llama"])
-def test_the_forward_has_the_bits_of_its_tiles(m, n, weight, casting):
+@pytest.mark.parametrize("config", [EARLY, replace(EARLY, early_weight=False, together=True)])
+def test_the_forward_has_the_bits_of_its_tiles(config, m, n, weight, casting):
     inputs = make_inputs(m, n, BF16, weight, casting=casting, offset=0.5 if weight else 0.0, device=CPU)
     strided = inputs._replace(x=far_from_each_other(inputs.x))
-    found = run_forward(strided, EARLY)
+    found = run_forward(strided, config)
     assert_within(expected_results(inputs), **found)
     tiles = run_forward(inputs, replace(EARLY, early_weight=False))
     assert all(torch.equal(tiles[name], value) for name, value in found.items())

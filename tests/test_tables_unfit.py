@@ -101,6 +101,21 @@ UNFIT = {
         config_members=2,
         config_early_weight=True,
     ),
+    "weight of a row early and together": stored(
+        op="forward", config_short=False, config_early_weight=True, config_together=True
+    ),
+    "together in tiles of one column": stored(
+        op="forward", config_short=False, config_together=True, n=1, config_width=1
+    ),
+    "together in a last tile of one column": stored(
+        op="forward", config_short=False, config_together=True, n=4097, config_rest=1
+    ),
+    "together of a forward by chunks": stored(
+        op="forward", config_kernel="chunks", config_short=False, config_together=True
+    ),
+    "pieces of a forward's tiles, weight late": stored(
+        op="forward", config_kernel="tiles", config_short=False, config_width=2048, config_pieces=2
+    ),
     "rows of the rows kernel": stored(config_rows=2),
     "rows no power of two": stored(config_kernel="tiles", config_rows=3),
     "tile too large": stored(config_kernel="tiles", config_rows=64, config_short=False),
@@ -189,7 +204,11 @@ def test_the_file_that_the_unfit_ones_are_made_of_is_fit(folders):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("early_weight", "forward's kernel rows or tiles"), ("short", "backward's kernel rows")],
+    [
+        ("early_weight", "forward's kernel rows or tiles"),
+        ("together", "forward's kernel rows, tiles or teams"),
+        ("short", "backward's kernel rows"),
+    ],
 )
 def test_a_switch_of_another_kernel_is_refused_with_its_op(folders, name, expected):
     path = tables.table_path(folders[0], TARGET)

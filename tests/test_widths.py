@@ -20,10 +20,13 @@ from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 CPU = torch.device("cpu")
 FORWARDS = {
     "rows": Config("rows", 64, 4, 4, 4, rest=32),
+    "rows, together": Config("rows", 64, 4, 4, 4, rest=32, together=True),
     "tiles": Config("tiles", 128, 4, 4, 4, rows=4),
     "tiles, early": Config("tiles", 128, 4, 4, 4, rows=4, early_weight=True),
+    "tiles, together": Config("tiles", 32, 4, 4, 4, rows=4, pieces=3, together=True),
     "chunks": Config("chunks", 32, 4, 4, 4),
     "teams": Config("teams", 32, 4, 1, 1, members=3),
+    "teams, together": Config("teams", 32, 4, 1, 1, members=3, together=True),
 }
 BACKWARDS = {
     "rows": Config("rows", 64, 4, 2, 4, rest=32),

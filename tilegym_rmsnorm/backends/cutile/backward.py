@@ -54,8 +54,6 @@ from .rows import (
     load_row,
     load_row_of_tiles,
     load_rstd_tile,
-    load_scale,
-    load_scale_tile,
     load_tile,
     packed_row_as_float32,
     paired_row_as_float32,
@@ -69,6 +67,7 @@ from .rows import (
     with_divisor,
 )
 from .team import sum_of_team
+from .weights import load_scale, load_scale_tile
 
 
 def h_and_g(tdy, trstd, tscale):

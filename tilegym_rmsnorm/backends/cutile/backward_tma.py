@@ -25,7 +25,6 @@ from .rows import (
     columns_again,
     factor_of_x,
     load_part_of_row,
-    load_scale,
     packed_row_as_float32,
     paired_row_as_float32,
     row_as_float32,
@@ -37,6 +36,7 @@ from .rows import (
     with_divisor,
 )
 from .team import sum_of_team
+from .weights import load_scale
 
 
 def add_row_by_tma(arrays, row, tdw, trstd, tcolumns, inv_n, offset, SWITCHES, LATENCY, PACKED, team=()):

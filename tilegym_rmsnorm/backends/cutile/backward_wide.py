@@ -18,12 +18,12 @@ from .rows import (
     ConstInt,
     factor_of_x,
     load_gradient_tiles,
-    load_scale_tile,
     load_tile,
     store_sum_of_rows,
     terms_of_dw,
     with_divisor,
 )
+from .weights import load_scale_tile
 
 
 def mean_by_chunks(x, dy, weight, rstd, i, inv_n, offset, CHUNK, LATENCY, TMA, DIVISOR, HAS_WEIGHT):

@@ -41,8 +41,8 @@ def candidates(
 
     Of every kernel with every number of warps and of blocks an SM and every share of them, with and without TMA, in one
     tile a row and in several, of backward_tma.py in tiles of every width by every share, packed and not, of packed
-    teams in tiles of every width, and with the weight loaded early and late (large calls by tiles: late), there is the
-    most alike, as long as they are so few.
+    teams and of rows that a warp holds in tiles of every width, and with the weight loaded late, early (not large calls
+    by tiles) and together with x, there is the most alike, as long as they are so few.
     """
     default = RULES[bucket.op](bucket.n, itemsize, architecture, bucket.size, most_members=most_members)
     most_rows = rows_of_class(bucket.size, bucket.n)[-1]
@@ -70,10 +70,11 @@ def candidates(
         config
         for kind in (
             lambda c: (c.kernel, c.warps, c.occupancy),
-            lambda c: (c.kernel, c.warps, c.early_weight),
+            lambda c: (c.kernel, c.warps, c.early_weight, c.together),
             lambda c: (c.kernel, c.warps, c.occupancy, c.tma, c.pieces > 1, c.share),
             lambda c: c.kernel == "rows" and c.tma and (c.width, c.packed, c.share),
             lambda c: c.kernel == "teams" and c.tma and c.packed and c.width,
+            lambda c: c.kernel == "tiles" and c.pieces > 1 and c.width <= 256 and (c.width, c.warps),
         )
         for config in {kind(each): each for each in reversed(alike)}.values()
     }

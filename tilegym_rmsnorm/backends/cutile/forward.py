@@ -25,11 +25,11 @@ from .rows import (
     ConstInt,
     column_tiles,
     gather_tile,
+    has_aligned_rows,
     load_row,
-    load_scale,
-    load_scale_tile,
     load_tile,
     packed_row_as_float32,
+    products_lane_by_lane,
     row_as_float32,
     store_row,
     sum_of_products,
@@ -37,14 +37,18 @@ from .rows import (
     xhat_as_multiplied,
 )
 from .team import sum_of_team
+from .weights import awaited_together, gather_scale_tile, load_scale, load_scale_tile, load_weight, scale_of
 
 
 def normalize_row(arrays, row, tcolumns, inv_n, eps, offset, PIECES, LATENCY, SWITCHES, team=()):
     """Writes y and rstd of one row. team: what a block needs to know that holds a part of the row
     (forward_teams.py)."""
     y, rstd, x, weight = arrays
-    EVEN, PACKED, HAS_WEIGHT, ROUND_XHAT, EARLY_WEIGHT, SIGNALS = SWITCHES
+    EVEN, ALIGNED, PACKED, HAS_WEIGHT, ROUND_XHAT, EARLY_WEIGHT, TOGETHER, SIGNALS = SWITCHES
     tstored = load_row(x, row, tcolumns, EVEN, LATENCY)
+    if HAS_WEIGHT and TOGETHER:
+        tweight = load_weight(weight, tcolumns, EVEN)
+        tstored = awaited_together(tstored, tweight, ALIGNED)
     if HAS_WEIGHT and EARLY_WEIGHT:
         tscale = load_scale(weight, tcolumns, offset, EVEN)
     if SIGNALS:
@@ -65,7 +69,9 @@ def normalize_row(arrays, row, tcolumns, inv_n, eps, offset, PIECES, LATENCY, SW
         tx = packed_row_as_float32(tstored)
     ty = tuple(xhat_as_multiplied(t * trstd, x.dtype, ROUND_XHAT) for t in ct.static_iter(tx))
     if HAS_WEIGHT:
-        if not EARLY_WEIGHT:
+        if TOGETHER:
+            tscale = scale_of(tweight, offset)
+        elif not EARLY_WEIGHT:
             tscale = load_scale(weight, tcolumns, offset, EVEN)
         ty = tuple(ty[k] * tscale[k] for k in ct.static_iter(range(len(ty))))
 
@@ -90,6 +96,7 @@ def forward_rows(
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
     EARLY_WEIGHT: ConstBool,
+    TOGETHER: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """Grid: (M,).
@@ -99,14 +106,20 @@ def forward_rows(
     x: 1x4096 in 2.4 us instead of 2.6 on an H100, before launches became dependent. Rows that fill the registers have
     no room for that, and give the signal first: 16384x3072 float32 136.5 us with it, 137.1 without. PACKED makes room:
     it keeps x in its own 16 bits while the squares are summed.
+
+    In some kernels (4096 columns of float16 and of float32) it moves them behind the first sums all the same, and the
+    signal too. TOGETHER leaves it no choice (`weights.awaited_together`), and gives the signal first.
     """
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
     tcolumns = column_tiles(WIDTH, PIECES, REST)
-    if DEPENDENT:
+    if DEPENDENT and TOGETHER:
+        wait_for_launch_before(ct.bid(0))
+    elif DEPENDENT:
         ct.grid_dependency_control_wait()
     if DEPENDENT and not EARLY_WEIGHT:
         ct.grid_dependency_control_launch_dependents()
-    SWITCHES = (EVEN, PACKED, HAS_WEIGHT, ROUND_XHAT, EARLY_WEIGHT, DEPENDENT and EARLY_WEIGHT)
+    ALIGNED, SIGNALS = has_aligned_rows(x, DIVISOR), DEPENDENT and EARLY_WEIGHT
+    SWITCHES = (EVEN, ALIGNED, PACKED, HAS_WEIGHT, ROUND_XHAT, EARLY_WEIGHT, TOGETHER, SIGNALS)
     normalize_row((y, rstd, x, weight), ct.bid(0), tcolumns, inv_n, eps, offset, PIECES, LATENCY, SWITCHES)
 
 
@@ -120,6 +133,7 @@ def forward_tiles(
     offset,
     ROWS: ConstInt,
     WIDTH: ConstInt,
+    PIECES: ConstInt,
     LATENCY: ConstInt,
     TMA: ConstBool,
     DIVISOR: ConstInt,
@@ -127,39 +141,53 @@ def forward_tiles(
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
     EARLY_WEIGHT: ConstBool,
+    TOGETHER: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """Grid: (cdiv(M, ROWS),). Rows past M are not written. No config has TMA here: limits.py says why.
 
     EARLY_WEIGHT: x and the weight by gathers, which are awaited together; rows past M read the last one. Without, a
     branch leaves such rows of x out, and the weight waits behind it (bfloat16 1x256 1.41 us instead of 1.15, an H200).
+    TOGETHER: the same, and each thread gathers the weight that it multiplies by (`weights.gather_scale_tile`). A row
+    may then be PIECES tiles side by side. Of tiles of 512 bytes it lies in one warp, 16 bytes a thread, and its sum
+    takes no barrier; a wider tile has a row in all warps, two rows at a time.
     """
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
     i = ct.bid(0)
     if DEPENDENT:
         wait_for_launch_before(i)
-    if EARLY_WEIGHT:
+    if EARLY_WEIGHT or TOGETHER:
         trows = ct.minimum(i * ROWS + ct.arange(ROWS, dtype=ct.int32), x.shape[0] - 1)
-        tcolumns = ct.arange(WIDTH, dtype=ct.int32)
-        tx = gather_tile(x, trows, tcolumns, EVEN, LATENCY)
-        if HAS_WEIGHT:
-            (tscale,) = load_scale(weight, (tcolumns,), offset, EVEN)
-            tscale = ct.reshape(tscale, (1, WIDTH))
+        tcolumns = column_tiles(WIDTH, PIECES, 0)
+        tx = tuple(
+            gather_tile(x, trows, tcolumns[k], EVEN or k < PIECES - 1, LATENCY)
+            for k in ct.static_iter(range(PIECES))
+        )
+        if HAS_WEIGHT and TOGETHER:
+            tscale = tuple(
+                gather_scale_tile(weight, ROWS, tcolumns[k], offset, EVEN or k < PIECES - 1)
+                for k in ct.static_iter(range(PIECES))
+            )
+        elif HAS_WEIGHT:
+            tscale = load_scale(weight, tcolumns, offset, EVEN)
+            tscale = (ct.reshape(tscale[0], (1, WIDTH)),)
     else:
-        tx = load_tile(x, (i, 0), (ROWS, WIDTH), LATENCY, TMA, DIVISOR)
+        tx = (load_tile(x, (i, 0), (ROWS, WIDTH), LATENCY, TMA, DIVISOR),)
         if HAS_WEIGHT:
-            tscale = load_scale_tile(weight, 0, WIDTH, offset, TMA, DIVISOR)
+            tscale = (load_scale_tile(weight, 0, WIDTH, offset, TMA, DIVISOR),)
     if DEPENDENT:
         ct.grid_dependency_control_launch_dependents()
 
-    trstd = ct.rsqrt(ct.sum(tx * tx, axis=1, keepdims=True) * inv_n + eps)
+    tsquares = products_lane_by_lane(tx, tx, PIECES)
+    trstd = ct.rsqrt(ct.sum(tsquares, axis=1, keepdims=True) * inv_n + eps)
     ct.store(rstd, (i,), ct.reshape(trstd, (ROWS,)), allow_tma=False)
 
-    ty = xhat_as_multiplied(tx * trstd, x.dtype, ROUND_XHAT)
+    ty = tuple(xhat_as_multiplied(t * trstd, x.dtype, ROUND_XHAT) for t in ct.static_iter(tx))
     if HAS_WEIGHT:
-        ty = ty * tscale
+        ty = tuple(ty[k] * tscale[k] for k in ct.static_iter(range(PIECES)))
 
-    ct.store(y, (i, 0), ct.astype(ty, y.dtype), allow_tma=TMA)
+    for k in ct.static_iter(range(PIECES)):
+        ct.store(y, (i, k), ct.astype(ty[k], y.dtype), allow_tma=TMA)
 
 
 def forward_chunks(

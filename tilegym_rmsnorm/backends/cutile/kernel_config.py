@@ -27,7 +27,9 @@ class Config:
     tma: bool = False  # loads and stores by TMA, of kernels of limits.WITH_TMA; "rows": by backward_tma.py
     short: bool = False  # backward "rows": compile a way without the loop too, for as many blocks as rows
     early_weight: bool = False  # forward "rows", "tiles": load the weight along with x, tiles by gathers
-    pieces: int = 1  # "rows", "teams", backward "tiles": tiles of `width` that a block holds of a row
+    # forward "rows", "tiles", "teams": x and the weight are awaited together, whatever the compiler thinks of it
+    together: bool = False
+    pieces: int = 1  # "rows", "teams", "tiles": tiles of `width` that a block holds of a row
     members: int = 1  # "teams": blocks that share a row
     # "rows", forward "teams": 2-byte elements stay so in registers while summed; backwards by TMA: see backward_tma.py
     packed: bool = False
@@ -85,6 +87,7 @@ def constants_of(function: Callable[..., None], config: Config, n: int, **switch
         "PACKED": config.packed,
         "SHORT": config.short,
         "EARLY_WEIGHT": config.early_weight,
+        "TOGETHER": config.together,
         "MEMBERS": config.members,
         "SLOTS": config.slots,
         # Three blocks an SM have no registers for it (4096x32768, H200: 249.8 -> 264.2 us), nor to keep the weight

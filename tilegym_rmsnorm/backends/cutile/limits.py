@@ -59,7 +59,7 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     expect(elements <= LARGEST_TILE, "a tile", f"at most {LARGEST_TILE} elements", elements)
     if c.kernel in ("rows", "tiles", "teams", "fused"):
         expect(c.lanes >= n, "columns of all tiles", f"at least {n}", c.lanes)
-    has_pieces = c.kernel in ("rows", "teams") or (op in BACKWARDS and c.kernel == "tiles")
+    has_pieces = c.kernel in ("rows", "teams") or c.kernel == "tiles" and (op in BACKWARDS or c.together)
     most = MOST_PIECES if has_pieces else 1
     expect(1 <= c.pieces <= most, "pieces", f"1 to {most}", c.pieces)
     expect(not c.rest or c.kernel in ("rows", "fused"), "rest", "0, or kernel rows or fused", c.rest)
@@ -109,6 +109,13 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     kind = f"{op}'s {c.kernel}"
     is_early = op == "forward" and c.kernel in ("rows", "tiles")
     expect(not c.early_weight or is_early, "early_weight", "forward's kernel rows or tiles", kind)
+    may_wait = op == "forward" and c.kernel in ("rows", "tiles", "teams")
+    expect(not c.together or may_wait, "together", "forward's kernel rows, tiles or teams", kind)
+    expect(not (c.together and c.early_weight), "together", "no early_weight beside it", c)
+    if c.together and c.kernel != "tiles":
+        expect(
+            min(c.width, last) > 1, "together", "tiles of 2 columns or more", c.width
+        )  # words of two elements
     may_be_short = op in BACKWARDS and c.kernel == "rows"
     expect(not c.short or may_be_short, "short", "backward's kernel rows", kind)
 

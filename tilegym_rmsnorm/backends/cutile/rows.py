@@ -148,17 +148,6 @@ def packed_row_as_float32(tiles):
     )
 
 
-def load_scale(weight, tcolumns, offset, EVEN):
-    """weight + offset, as float32 tiles; lanes past N hold `offset`, and meet only zeros."""
-    return tuple(
-        as_float32(
-            ct.gather(weight, tcolumns[k], check_bounds=not EVEN and k == len(tcolumns) - 1, padding_value=0)
-        )
-        + offset
-        for k in ct.static_iter(range(len(tcolumns)))
-    )
-
-
 def store_row(array, row, tcolumns, tiles, EVEN):
     """Writes float32 tiles as row `row` of a 2-D array, rounded to its dtype."""
     for k in ct.static_iter(range(len(tcolumns))):
@@ -209,16 +198,6 @@ def load_row_of_tiles(array, i, shape, PIECES, LATENCY, TMA, DIVISOR):
     return tuple(
         load_tile(array, (i, k), shape, LATENCY, TMA, DIVISOR) for k in ct.static_iter(range(PIECES))
     )
-
-
-def load_scale_tile(weight, j, WIDTH, offset, TMA, DIVISOR):
-    """Tile j of weight + offset, shape (1, WIDTH), as float32; how, `load_tile` says."""
-    if has_aligned_rows(weight, DIVISOR):
-        tscale = as_float32(ct.load(weight, (j,), (WIDTH,), padding_mode=ZERO, allow_tma=TMA)) + offset
-    else:
-        tcolumns = j * WIDTH + ct.arange(WIDTH, dtype=ct.int32)
-        (tscale,) = load_scale(weight, (tcolumns,), offset, False)
-    return ct.reshape(tscale, (1, WIDTH))
 
 
 def load_gradient_tiles(x, dy, rstd, index, shape, LATENCY, TMA, DIVISOR):

@@ -20,6 +20,7 @@ from tilegym_rmsnorm.backends.cutile.tilings import (
     rows_of_equal_tiles,
     rows_of_few_equal_tiles,
     rows_of_tiles,
+    rows_of_warps,
     strips_of,
     tiles_of,
     whole_rows,
@@ -47,13 +48,27 @@ SWEEPS = {
     "forward": (
         Sweep(
             *("tiles", 1, 2048, tiles_of(1024, 2048, 4096, 8192)),
-            {"warps": (4, 8), "occupancy": (2, 4, 8), "latency": (2, 4), "early_weight": BOTH},
+            {
+                "warps": (4, 8),
+                "occupancy": (2, 4, 8),
+                "latency": (2, 4),
+                "early_weight": BOTH,
+                "together": BOTH,
+            },
             ("few", "small"),
         ),
         Sweep(
             *("tiles", 1, 2048, tiles_of(1024, 2048, 4096, 8192)),
-            {"warps": (4, 8), "occupancy": (2, 4, 8), "latency": (2, 4)},  # early: 0.8 % faster to 7 % slower
+            # early_weight: 0.8 % faster to 7 % slower
+            {"warps": (4, 8), "occupancy": (2, 4, 8), "latency": (2, 4), "together": BOTH},
             ("large",),
+        ),
+        *(
+            Sweep(
+                *("tiles", 336, 4096, rows_of_warps(warps)),
+                {"warps": (warps,), "occupancy": (2, 4, 6, 8), "latency": (2, 4), "together": (True,)},
+            )
+            for warps in (4, 8)
         ),
         Sweep(
             *("rows", 512, 65536, rows_of_tiles),
@@ -62,6 +77,7 @@ SWEEPS = {
                 "occupancy": (1, 2, 3, 4, 8),
                 "latency": (2, 4, 8),
                 "early_weight": BOTH,
+                "together": BOTH,
                 "packed": BOTH,
             },
         ),
@@ -71,6 +87,7 @@ SWEEPS = {
                 "warps": (4, 8),
                 "occupancy": (2, 3, 4, 8),
                 "latency": (2, 4),
+                "together": BOTH,
                 "packed": BOTH,
             },
         ),
@@ -83,6 +100,14 @@ SWEEPS = {
         Sweep(
             *("tiles", 1, 8192, tiles_of(1024, 2048, 4096, 8192, 16384)),
             {"warps": (4, 8), "occupancy": (1, 2), "latency": (2, 4, 6), "tma": BOTH},
+        ),
+        *(
+            Sweep(
+                *("tiles", 336, 1024, rows_of_warps(warps)),  # wider ones spill
+                {"warps": (warps,), "occupancy": (1, 2), "latency": (2, 4), "tma": BOTH},
+                ("small", "large"),
+            )
+            for warps in (4, 8)
         ),
         Sweep(
             *("tiles", 2560, 18432, rows_of_equal_tiles),

@@ -43,6 +43,18 @@ def tiles_of(*elements: int) -> Tiles:
     return tiles
 
 
+def rows_of_warps(warps: int) -> Tiles:
+    """One or two rows a warp, as 2 to 16 tiles of 4 or 8 elements a thread, an eighth of their lanes empty at most."""
+
+    def tiles(n: int) -> Iterator[Tile]:
+        for width, rows in itertools.product((128, 256), (warps, 2 * warps)):
+            pieces = -(-n // width)
+            if 2 <= pieces <= 16 and 8 * n >= 7 * pieces * width:
+                yield {"width": width, "pieces": pieces, "rows": rows}
+
+    return tiles
+
+
 def rows_of_equal_tiles(n: int) -> Iterator[Tile]:
     """One to four rows as two to nine equal tiles each, an eighth of their lanes empty at most."""
     for width, rows in itertools.product((512, 1024, 2048, 4096, 8192), (1, 2, 4)):
