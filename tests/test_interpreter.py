@@ -20,6 +20,7 @@ import torch
 
 from tilegym_rmsnorm.backends.cutile import backward, forward
 from tilegym_rmsnorm.backends.cutile.interpreter import arrays, atomics, empty, launch, ops, unwritten
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config, constants_of
 
 FP16, FP32, FP64, INT32, BOOL = torch.float16, torch.float32, torch.float64, torch.int32, torch.bool
 
@@ -275,15 +276,17 @@ def test_results_do_not_depend_on_the_order_of_blocks():
     torch.manual_seed(0)
     m, n, blocks = 23, 80, 5
     x, dy, weight = torch.randn(m, n), torch.randn(m, n), torch.randn(n)
+    config = Config("rows", 32, 4, 1, 4, rest=16, pieces=2)
+    switches = {"HAS_WEIGHT": True, "HAS_DW": True, "ROUND_XHAT": False, "DEPENDENT": True}
 
     def run(order_of):
         y, dx, rstd = empty((m, n), FP32), empty((m, n), FP32), empty((m,), FP32)
         dw_partial, dw = empty((blocks, n), FP32), empty((n,), FP32)
-        tiles = (32, 2, 16, True, 4, False, 16)
-        arguments = (y, rstd, x, weight, 1 / n, 1e-6, 0.0, *tiles, True, False, True, True)
+        constants = constants_of(forward.forward_rows, config, n, **switches)
+        arguments = (y, rstd, x, weight, 1 / n, 1e-6, 0.0, *constants)
         launch(forward.forward_rows, (m,), arguments, order=order_of(m))
-        switches = (True, True, False, False, True)
-        arguments = (dx, dw_partial, dy, x, weight, rstd, 1 / n, 0.0, *tiles, *switches)
+        constants = constants_of(backward.backward_rows, config, n, **switches)
+        arguments = (dx, dw_partial, dy, x, weight, rstd, 1 / n, 0.0, *constants)
         launch(backward.backward_rows, (blocks,), arguments, order=order_of(blocks))
         launch(backward.sum_partials, (5,), (dw, dw_partial, 4, 16, 16, True), order=order_of(5))
         return y, rstd, dx, dw
