@@ -29,6 +29,7 @@ LONG = ("test_compile", "test_pipelines", "test_pipelines_variants", "test_teams
 WITHOUT_GPU = {
     "test_bench_compare",
     "test_bench_inductor",
+    "test_bench_kept",
     "test_bench_pages",
     "test_bench_peers",
     "test_bench_warm",
@@ -64,6 +65,7 @@ WITHOUT_GPU = {
     "test_triton_compile",
     "test_triton_config",
     "test_validation",
+    "test_weights",
 }
 
 
