@@ -49,9 +49,7 @@ def test_the_bits_are_those_of_the_weight_loaded_late(kind, weight, casting, dty
         inputs.weight[4] = torch.inf
     found = run_forward(inputs, config)
     late = replace(config, together=False)
-    if (
-        config.kernel == "tiles"
-    ):  # which adds its squares as rows of such tiles do, and cannot have pieces late
+    if config.kernel == "tiles":  # cannot have pieces late, and adds its squares as rows of such tiles do
         late = replace(late, kernel="rows", rows=1)
     again = run_forward(inputs, late)
     assert all(bits(again[name]).equal(bits(value)) for name, value in found.items())
@@ -114,9 +112,8 @@ def test_aligned_rows_of_16_bits_are_taken_two_elements_at_a_time(n, dtype, tmp_
         for each in (config, replace(config, together=False, early_weight=True))
     )
     elements = config.lanes // (32 * config.warps)
-    assert len(together) < len(early) + 2 * elements, (
-        "one instruction for two elements, and some to begin with"
-    )
+    most = len(early) + 2 * elements  # one for two elements, and some to begin with
+    assert len(together) < most
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
