@@ -55,6 +55,7 @@ WITHOUT_GPU = {
     "test_pipelines",
     "test_pipelines_variants",
     "test_registry",
+    "test_search_choice",
     "test_sizes",
     "test_tables",
     "test_tables_files",

@@ -107,8 +107,8 @@ def forward_rows(
     no room for that, and give the signal first: 16384x3072 float32 136.5 us with it, 137.1 without. PACKED makes room:
     it keeps x in its own 16 bits while the squares are summed.
 
-    In some kernels (4096 columns of float16 and of float32) it moves them behind the first sums all the same, and the
-    signal too. TOGETHER leaves it no choice (`weights.awaited_together`), and gives the signal first.
+    In some kernels (4096 columns of float16 and of float32) the compiler moves them behind the first sums all the
+    same, and the signal too. TOGETHER leaves it no choice (`weights.awaited_together`), and gives the signal first.
     """
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
     tcolumns = column_tiles(WIDTH, PIECES, REST)
@@ -150,7 +150,8 @@ def forward_tiles(
     branch leaves such rows of x out, and the weight waits behind it (bfloat16 1x256 1.41 us instead of 1.15, an H200).
     TOGETHER: the same, and each thread gathers the weight that it multiplies by (`weights.gather_scale_tile`). A row
     may then be PIECES tiles side by side. Of tiles of 512 bytes it lies in one warp, 16 bytes a thread, and its sum
-    takes no barrier; a wider tile has a row in all warps, two rows at a time.
+    takes no barrier; a wider tile has a row in all warps, two rows at a time. A float32 weight beside x of 16 bits
+    is mostly loaded behind the sum all the same (tiles of 256 columns and more), through shared memory.
     """
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
     i = ct.bid(0)

@@ -29,7 +29,8 @@ class Config:
     early_weight: bool = False  # forward "rows", "tiles": load the weight along with x, tiles by gathers
     # forward "rows", "tiles", "teams": x and the weight are awaited together, whatever the compiler thinks of it
     together: bool = False
-    pieces: int = 1  # "rows", "teams", "tiles": tiles of `width` that a block holds of a row
+    # "rows", "teams", "tiles" (forward: with `together`): tiles of `width` that a block holds of a row
+    pieces: int = 1
     members: int = 1  # "teams": blocks that share a row
     # "rows", forward "teams": 2-byte elements stay so in registers while summed; backwards by TMA: see backward_tma.py
     packed: bool = False

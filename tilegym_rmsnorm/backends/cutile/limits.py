@@ -112,8 +112,8 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     may_wait = op == "forward" and c.kernel in ("rows", "tiles", "teams")
     expect(not c.together or may_wait, "together", "forward's kernel rows, tiles or teams", kind)
     expect(not (c.together and c.early_weight), "together", "no early_weight beside it", c)
-    if c.together and c.kernel != "tiles":  # which take words of two elements
-        expect(min(c.width, last) > 1, "together", "tiles of 2 columns or more", c.width)
+    if c.together and c.kernel != "tiles":  # rows and teams take two 16-bit elements as one word
+        expect(min(c.width, last) > 1, "together", "tiles of 2 columns or more", min(c.width, last))
     may_be_short = op in BACKWARDS and c.kernel == "rows"
     expect(not c.short or may_be_short, "short", "backward's kernel rows", kind)
 

@@ -103,7 +103,7 @@ SWEEPS = {
         ),
         *(
             Sweep(
-                *("tiles", 336, 1024, rows_of_warps(warps)),  # wider ones spill
+                *("tiles", 336, 1024, rows_of_warps(warps)),  # from 768 columns some spill
                 {"warps": (warps,), "occupancy": (1, 2), "latency": (2, 4), "tma": BOTH},
                 ("small", "large"),
             )

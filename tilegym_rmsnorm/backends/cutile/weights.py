@@ -24,7 +24,8 @@ def scale_of(tweight, offset):
 
 
 def load_scale(weight, tcolumns, offset, EVEN):
-    """The same, loaded here: tile by tile, since the compiler keeps to that order."""
+    """weight + offset of a row, as float32 tiles: each is loaded, then widened, since the compiler keeps to the order
+    in which they are written, and another gives other machine code."""
     return tuple(
         as_float32(weight_tile(weight, tcolumns, k, EVEN)) + offset
         for k in ct.static_iter(range(len(tcolumns)))
@@ -35,6 +36,7 @@ def awaited_together(tiles, others, ALIGNED):
     """The same tiles, in a form that the compiler can do nothing with before the others are there: it asks for both at
     once. Otherwise it asks for the others where they are needed, behind a reduction of the tiles.
 
+    tiles, others: 1-D, of 16 or 32 bits an element, as wide one as the other; their dtypes may differ.
     ALIGNED: 16 bytes are loaded at once, so two elements of 16 bits lie in one register. Else they would be put
     together first (4090 bfloat16 columns: 736 instructions, 408 one at a time).
     """
@@ -43,7 +45,8 @@ def awaited_together(tiles, others, ALIGNED):
 
 
 def awaited_with(tile, other, zero, ALIGNED):
-    """One tile of `awaited_together`: its bits, XOR those of the other one that a zero leaves."""
+    """One tile of `awaited_together`: its bits, XOR those of the other one that a zero leaves. A float32 one beside one
+    of 16 bits goes element by element: 4096 columns take 352 instructions instead of 264."""
     if ALIGNED and (tile.dtype == ct.float32) == (other.dtype == ct.float32):
         tbits = words_of(tile) ^ (words_of(other) & zero)
         return ct.unpack_from_bytes(ct.pack_to_bytes(tbits), tile.dtype)
@@ -72,9 +75,10 @@ def load_scale_tile(weight, j, WIDTH, offset, TMA, DIVISOR):
 
 
 def gather_scale_tile(weight, ROWS, tcolumns, offset, EVEN):
-    """weight + offset in these columns, as float32, once for each of ROWS rows: a thread asks for what it multiplies.
+    """weight + offset in these columns, as float32 (ROWS, columns), once a row: a thread asks for what it multiplies.
 
-    Asked for once, as (1, columns), the tile goes through shared memory to where it is needed, behind a barrier.
+    Asked for once, as (1, columns), the tile goes through shared memory to where it is needed, behind a barrier; so
+    does a float32 weight beside x of 16 bits in most tiles of 256 columns and more.
     """
     index = ct.broadcast_to(tcolumns[None, :], (ROWS, tcolumns.shape[0]))
     return as_float32(ct.gather(weight, index, check_bounds=not EVEN, padding_value=0)) + offset
