@@ -5,6 +5,7 @@ tileiras needs no GPU, and tensors of device "meta" no memory."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -53,7 +54,9 @@ class Compiled(NamedTuple):
     lacking: int
 
 
-_KNOWN: dict[tuple[int, str, int, int], Compiled] = {}  # what this process compiled: tests share many kernels
+# What this process compiled, each with its cubin: tests share many kernels. The function itself is in the key, since
+# tests have kernels of their own by the names of others.
+_KNOWN: dict[tuple[int, Callable[..., None], str, int, int], tuple[Compiled, bytes]] = {}
 
 
 def sampled(cases: Iterable[tuple[Any, ...]], step: int = 1) -> list[tuple[Any, ...]]:
@@ -101,23 +104,28 @@ class CompilingMachine:
             self.symbols.setdefault(name, set()).add(signature.symbol)
             if not self.compiles:
                 return
-            key = (self.architecture, signature.symbol, config.warps, config.occupancy)
-            if key in _KNOWN and self.keep is None:
-                self.results.append(_KNOWN[key]._replace(config=config))
-                return
-            kernel = compiled(function, config.warps, config.occupancy)
-            with tempfile.TemporaryDirectory() as folder:
-                cubin = Path(folder) / "kernel.cubin"
-                gpu_code = f"sm_{self.architecture}"
-                export_kernel(kernel, [signature], cubin, gpu_code=gpu_code, output_format="cubin")
-                if self.keep is not None:
-                    shutil.copy(cubin, self.keep / f"{name}.cubin")
-                registers, stack = resource_usage(cubin)
-                lacking = lacking_registers(cubin, registers, config.warps)
-                _KNOWN[key] = Compiled(name, config, registers, stack, lacking)
-                self.results.append(_KNOWN[key])
+            key = (self.architecture, function, signature.symbol, config.warps, config.occupancy)
+            if key not in _KNOWN:
+                _KNOWN[key] = self._compiled(function, signature, config)
+            known, cubin = _KNOWN[key]
+            self.results.append(known._replace(config=config))
+            if self.keep is not None:
+                (self.keep / f"{name}.cubin").write_bytes(cubin)
 
         return launch
+
+    def _compiled(
+        self, function: Callable[..., None], signature: KernelSignature, config: Config
+    ) -> tuple[Compiled, bytes]:
+        kernel = compiled(function, config.warps, config.occupancy)
+        with tempfile.TemporaryDirectory() as folder:
+            cubin = Path(folder) / "kernel.cubin"
+            export_kernel(
+                kernel, [signature], cubin, gpu_code=f"sm_{self.architecture}", output_format="cubin"
+            )
+            registers, stack = resource_usage(cubin)
+            lacking = lacking_registers(cubin, registers, config.warps)
+            return Compiled(function.__name__, config, registers, stack, lacking), cubin.read_bytes()
 
 
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -198,12 +206,20 @@ def resource_usage(cubin: Path) -> tuple[int, int]:
 
 def disassembled(cubin: Path) -> list[str]:
     """The instructions of the one kernel in `cubin`, in order; each begins with its address."""
+    return list(_disassembled(cubin.read_bytes()))
+
+
+@functools.lru_cache(maxsize=256)  # the sum of dw is the same in many backwards, and starting takes 0.2 s
+def _disassembled(cubin: bytes) -> tuple[str, ...]:
     path = os.pathsep.join([*map(str, _FOLDERS), os.environ["PATH"]])  # where cuobjdump looks for nvdisasm
-    command = [str(find_cuobjdump()), "-sass", str(cubin)]
-    text = subprocess.run(
-        command, capture_output=True, text=True, check=True, env=os.environ | {"PATH": path}
-    ).stdout
-    return re.findall(r"^\s+/\*([0-9a-f]{4,5}\*/.*?;)", text, re.MULTILINE)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(find_cuobjdump()), "-sass", file.name]
+        text = subprocess.run(
+            command, capture_output=True, text=True, check=True, env=os.environ | {"PATH": path}
+        ).stdout
+    return tuple(re.findall(r"^\s+/\*([0-9a-f]{4,5}\*/.*?;)", text, re.MULTILINE))
 
 
 def lacking_registers(cubin: Path, registers: int, workers: int) -> int:
