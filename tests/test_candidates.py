@@ -199,6 +199,15 @@ def test_kernels_wide_rows_are_not_held_by_are_tried_below_them():
     assert {"rows", "teams", "strips"} <= {config.kernel for config in found}
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("n", "most"), [(12288, 4), (24576, 4), (32768, 3)])
+def test_packed_rows_with_a_late_weight_are_tried_by_as_many_blocks_as_fit(n, most, dtype):
+    """Two bytes an element are all that a thread keeps then: of 32768 columns 93 registers in each of 8 warps."""
+    found = candidates(Bucket("forward", n, dtype, "large"), 2, 90, most=200)
+    rows = [each for each in found if each.kernel == "rows" and each.packed and each.warps == 8]
+    assert max(each.occupancy for each in rows if not (each.early_weight or each.together)) == most
+
+
 def test_registers_of_the_two_kinds_of_blocks():
     fused = Config("fused", 16384, 8, 1, 1, rows=8, strip=1024, slab=64)
     assert fits_registers(fused, "backward", 4)
@@ -224,14 +233,40 @@ def test_the_weight_is_tried_late_early_and_together_with_every_number_of_warps(
     assert kinds(128, "float32", "large", most=60) == {kind for kind in every if not kind[1]}, "not early"
 
 
-@pytest.mark.parametrize("n", [512, 1024, 2048])
-@pytest.mark.parametrize("size", SIZES)
-def test_rows_that_a_warp_holds_are_tried(n, size):
-    """Each row of a block is in one warp where its tiles are of 512 bytes: their sums take no barrier."""
-    found = candidates(Bucket("forward", n, "bfloat16", size), 2, 90)
-    by_warps = [config for config in found if config.kernel == "tiles" and config.pieces > 1]
-    assert {(256, 4), (256, 8)} <= {(config.width, config.warps) for config in by_warps}
-    assert all(config.together and config.rows % config.warps == 0 for config in by_warps)
+@pytest.mark.parametrize("dtype", list(ITEMSIZE))
+@pytest.mark.parametrize("size", ["few", "large"])
+@pytest.mark.parametrize("n", [2048, 4096, 8192, 16384])
+def test_each_way_of_the_weight_has_a_share(n, size, dtype):
+    """As many of each as there are of the others, nearly: they are tried with the same tiles, warps and blocks."""
+    found = candidates(Bucket("forward", n, dtype, size), ITEMSIZE[dtype], 90)
+    for way in ((False, False), (True, False), (False, True)):
+        assert sum((config.early_weight, config.together) == way for config in found) >= 8
+
+
+def by_warps(op, n, dtype, size):
+    return [
+        config
+        for config in candidates(Bucket(op, n, dtype, size), ITEMSIZE[dtype], 90)
+        if config.kernel == "tiles" and config.pieces > 1 and config.width <= 256
+    ]
+
+
+@pytest.mark.parametrize("dtype", list(ITEMSIZE))
+@pytest.mark.parametrize(
+    ("op", "n", "size"),
+    [
+        *(("forward", n, size) for n in (512, 1024, 2048) for size in SIZES),
+        *(("backward", n, size) for n in (512, 1024) for size in ("small", "large")),
+    ],
+)
+def test_rows_that_a_warp_holds_are_tried(op, n, size, dtype):
+    """Each row of a block is in one warp where its tiles are of at most 512 bytes: their sums take no barrier."""
+    found = by_warps(op, n, dtype, size)
+    widest = 512 // ITEMSIZE[dtype]
+    assert {config.width for config in found} <= {128, widest}
+    assert all(config.rows % config.warps == 0 and config.together == (op == "forward") for config in found)
+    warps = (4,) if dtype == "float32" and n == 2048 else (4, 8)  # two blocks of 8 lack registers for those
+    assert {(widest, each) for each in warps} <= {(config.width, config.warps) for config in found}
 
 
 def test_other_shares_of_a_backward_of_many_rows_alone():

@@ -44,6 +44,7 @@ CASES = [
     ("forward", 128, Config("tiles", 128, 4, 4, 4, rows=32)),
     ("forward", 1024, Config("tiles", 256, 4, 2, 4, rows=4, pieces=4, together=True)),
     ("forward", 65536, Config("teams", 8192, 4, 2, 4, members=8, packed=True)),
+    ("forward", 65536, Config("teams", 8192, 4, 2, 4, members=8, packed=True, together=True)),
     ("forward", 40000, Config("chunks", 4096, 8, 2, 4)),
     ("forward", 40000, Config("chunks", 4096, 8, 2, 4, tma=True)),
     ("backward", 4096, Config("rows", 4096, 8, 1, 6, short=True)),
@@ -205,7 +206,11 @@ WAIT_BEHIND_INDICES = ("forward_tiles", "backward_fused", "sum_partials")
 
 @pytest.mark.parametrize(
     "op, n, config",
-    [case for case in CASES if case[2].kernel == "fused" or case[1] == 128 or case[2].together],
+    [
+        case
+        for case in CASES
+        if case[2].kernel == "fused" or case[1] == 128 or case[2].together and case[2].kernel != "teams"
+    ],
 )
 def test_what_follows_from_a_blocks_number_is_not_left_until_after_the_wait(op, n, config, tmp_path):
     """A division by the blocks of a cluster, in the kernels between which small calls pass their time."""

@@ -32,12 +32,12 @@ TOGETHER = {
 @pytest.mark.parametrize("n", [56, 50])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize(
-    ("weight", "casting"), [(BF16, "once"), (BF16, "llama"), (FP32, "llama"), (None, "once")]
+    ("weight", "casting"), [("x's", "once"), ("x's", "llama"), (FP32, "llama"), (None, "once")]
 )
 @pytest.mark.parametrize("kind", TOGETHER)
 def test_the_bits_are_those_of_the_weight_loaded_late(kind, weight, casting, dtype, n):
     """With what an exclusive or could spoil: rows of zeros of both signs, of infinities and NaN."""
-    config = TOGETHER[kind]
+    config, weight = TOGETHER[kind], dtype if weight == "x's" else weight
     if config.packed and dtype is FP32:
         config = replace(config, packed=False)
     inputs = make_inputs(13, n, dtype, weight, casting=casting, offset=0.5 if weight else 0.0, device=CPU)
@@ -114,6 +114,25 @@ def test_aligned_rows_of_16_bits_are_taken_two_elements_at_a_time(n, dtype, tmp_
     elements = config.lanes // (32 * config.warps)
     most = len(early) + 2 * elements  # one for two elements, and some to begin with
     assert len(together) < most
+
+
+# A float32 weight beside x of 16 bits comes behind the sum in some tiles of 512 columns and more.
+@pytest.mark.parametrize(("dtype", "weight"), [(BF16, BF16), (FP16, FP16), (FP32, FP32), (BF16, FP32)])
+@pytest.mark.parametrize(
+    ("n", "config"),
+    [
+        (64, Config("tiles", 64, 4, 4, 4, rows=32)),
+        (256, Config("tiles", 256, 4, 4, 4, rows=8)),
+        (512, Config("tiles", 128, 4, 2, 4, rows=8, pieces=4)),
+    ],
+)
+def test_tiles_ask_for_x_and_the_weight_before_any_sum(n, config, dtype, weight, tmp_path):
+    skip_without_disassembler(is_module=False)
+    code = forward_code(tmp_path, replace(config, together=True), n, dtype, weight)
+    loads, sums = places(LOAD, code), places(SUMMED, code)
+    assert loads and max(loads) < min(sums)
+    if weight is dtype and config.width * dtype.itemsize <= 512:
+        assert not places(SHARED, code), "each thread asked for what it multiplies by"
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

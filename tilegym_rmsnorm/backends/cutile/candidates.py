@@ -16,7 +16,7 @@ from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
 from tilegym_rmsnorm.backends.cutile.limits import BACKWARDS, WALKS_ROWS, check_config, largest_tile
 from tilegym_rmsnorm.backends.cutile.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.sweeps import SWEEPS
-from tilegym_rmsnorm.backends.cutile.tables import RULES, Bucket
+from tilegym_rmsnorm.backends.cutile.tables import ITEMSIZE, RULES, Bucket
 from tilegym_rmsnorm.backends.cutile.wide import MOST_MEMBERS
 
 MOST = 60  # of a bucket, unless asked for otherwise
@@ -25,6 +25,7 @@ REGISTERS_OF_THREAD = 255
 OTHER_REGISTERS = 24  # addresses, counters, the sums of a row
 SPILLED = 1.15  # a kernel that spills a little may still be the fastest, see hopper.SPILLS
 REASON = "tried"
+TILE_AND_WEIGHT = ("width", "pieces", "rest", "rows", "early_weight", "together")
 SHARES = (100, 96, 92, 88, 84, 80, 76, 72, 68)  # percent of the blocks that fit; one step of 4 was worth 2 %
 
 
@@ -98,14 +99,16 @@ def with_other_shares(config: Config, bucket: Bucket) -> list[Config]:
 def fits_registers(config: Config, op: str, itemsize: int) -> bool:
     """Whether the float32 tiles that a thread keeps, and the bytes of those that it awaits, find room in registers.
 
-    The forward keeps x, packed in its own dtype, and awaits weight; the backward keeps weight and, if it is needed, the
-    sum of dw, and awaits x and dy; a block of a fused backward has either rows, without a sum, or the sum of a strip,
-    without weight. A thread without work, of a tile smaller than its block, is not worth a try either.
+    The forward keeps x, packed in its own dtype, and awaits weight with it unless that comes late, tile by tile; the
+    backward keeps weight and, if it is needed, the sum of dw, and awaits x and dy; a block of a fused backward has
+    either rows, without a sum, or the sum of a strip, without weight. A thread without work, of a tile smaller than its
+    block, is not worth a try either.
     """
     threads = 32 * config.warps
     elements = largest_tile(config) / threads
     if op == "forward":
-        kept = (itemsize / 4 if config.packed else 1) + itemsize / 4
+        awaits_weight = config.early_weight or config.together
+        kept = (itemsize / 4 if config.packed else 1) + (itemsize / 4 if awaits_weight else 0)
     else:
         kept = (1 if config.is_fused or op == "dx" else 2) + itemsize / 2
     room = min(REGISTERS_OF_THREAD, REGISTERS_OF_SM / (threads * config.occupancy))
@@ -113,13 +116,16 @@ def fits_registers(config: Config, op: str, itemsize: int) -> bool:
 
 
 def distance(config: Config, other: Config) -> float:
-    """How unlike two configs are: doublings of a tile's elements and of other numbers, and 1 for what else differs."""
+    """How unlike two configs are: doublings of a tile's elements and of other numbers, and 1 for what else differs.
+
+    When the weight comes makes no difference: all three ways are tried with whatever is near.
+    """
     tiles = [(each.pieces > 1, each.rest > 0) for each in (config, other)]
     total = float(tiles[0] != tiles[1]) + _doublings(largest_tile(config), largest_tile(other))
     for field in dataclasses.fields(Config):
         if field.name in ("strip", "slab") and not (config.is_fused and other.is_fused):
             continue  # the kernels differ already
-        if field.name not in ("width", "pieces", "rest", "rows", "reason", "spills"):
+        if field.name not in TILE_AND_WEIGHT and field.name not in ("reason", "spills"):
             a, b = getattr(config, field.name), getattr(other, field.name)
             total += _doublings(a, b) if type(a) is int else float(a != b)
     return total
@@ -138,7 +144,8 @@ def _combinations(bucket: Bucket) -> Iterator[Config]:
             values.pop("short", None)  # more rows than blocks: that way is not taken
         if bucket.n <= 4096:
             values.pop("packed", None)  # registers are not what such rows lack
-        for tile, *chosen in itertools.product(sweep.tiles(bucket.n), *values.values()):
+        tiles = [t for t in sweep.tiles(bucket.n) if t["width"] * ITEMSIZE[bucket.dtype] <= sweep.tile_bytes]
+        for tile, *chosen in itertools.product(tiles, *values.values()):
             yield Config(sweep.kernel, **tile, **dict(zip(values, chosen, strict=True)), reason=REASON)
 
 

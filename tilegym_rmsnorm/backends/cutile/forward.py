@@ -46,10 +46,10 @@ def normalize_row(arrays, row, tcolumns, inv_n, eps, offset, PIECES, LATENCY, SW
     y, rstd, x, weight = arrays
     EVEN, ALIGNED, PACKED, HAS_WEIGHT, ROUND_XHAT, EARLY_WEIGHT, TOGETHER, SIGNALS = SWITCHES
     tstored = load_row(x, row, tcolumns, EVEN, LATENCY)
-    if HAS_WEIGHT and TOGETHER:
+    if HAS_WEIGHT and TOGETHER and weight.dtype == x.dtype:
         tweight = load_weight(weight, tcolumns, EVEN)
         tstored = awaited_together(tstored, tweight, ALIGNED)
-    if HAS_WEIGHT and EARLY_WEIGHT:
+    if HAS_WEIGHT and (EARLY_WEIGHT or TOGETHER and weight.dtype != x.dtype):
         tscale = load_scale(weight, tcolumns, offset, EVEN)
     if SIGNALS:
         ct.grid_dependency_control_launch_dependents()
@@ -69,9 +69,9 @@ def normalize_row(arrays, row, tcolumns, inv_n, eps, offset, PIECES, LATENCY, SW
         tx = packed_row_as_float32(tstored)
     ty = tuple(xhat_as_multiplied(t * trstd, x.dtype, ROUND_XHAT) for t in ct.static_iter(tx))
     if HAS_WEIGHT:
-        if TOGETHER:
+        if TOGETHER and weight.dtype == x.dtype:
             tscale = scale_of(tweight, offset)
-        elif not EARLY_WEIGHT:
+        elif not (EARLY_WEIGHT or TOGETHER):
             tscale = load_scale(weight, tcolumns, offset, EVEN)
         ty = tuple(ty[k] * tscale[k] for k in ct.static_iter(range(len(ty))))
 
@@ -108,7 +108,9 @@ def forward_rows(
     it keeps x in its own 16 bits while the squares are summed.
 
     In some kernels (4096 columns of float16 and of float32) the compiler moves them behind the first sums all the
-    same, and the signal too. TOGETHER leaves it no choice (`weights.awaited_together`), and gives the signal first.
+    same, and the signal too. TOGETHER leaves it no choice (`weights.awaited_together`), and gives the signal first. A
+    weight of another dtype than x is asked for as early, but not awaited: float32 beside x of 16 bits would take twice
+    the registers, which rows of many blocks an SM do not have (14336 columns: 128 bytes a thread spilled).
     """
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
     tcolumns = column_tiles(WIDTH, PIECES, REST)
@@ -148,10 +150,10 @@ def forward_tiles(
 
     EARLY_WEIGHT: x and the weight by gathers, which are awaited together; rows past M read the last one. Without, a
     branch leaves such rows of x out, and the weight waits behind it (bfloat16 1x256 1.41 us instead of 1.15, an H200).
-    TOGETHER: the same, and each thread gathers the weight that it multiplies by (`weights.gather_scale_tile`). A row
-    may then be PIECES tiles side by side. Of tiles of 512 bytes it lies in one warp, 16 bytes a thread, and its sum
-    takes no barrier; a wider tile has a row in all warps, two rows at a time. A float32 weight beside x of 16 bits
-    is mostly loaded behind the sum all the same (tiles of 256 columns and more), through shared memory.
+    TOGETHER: the same, and each thread gathers the weight that it multiplies by (`weights.gather_scale_tile`); of
+    another dtype than x, other threads load it. A row may then be PIECES tiles side by side. Of tiles of 512 bytes it
+    lies in one warp, 16 bytes a thread, and its sum takes no barrier; a wider tile has a row in all warps, two rows
+    at a time.
     """
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
     i = ct.bid(0)
@@ -164,14 +166,14 @@ def forward_tiles(
             gather_tile(x, trows, tcolumns[k], EVEN or k < PIECES - 1, LATENCY)
             for k in ct.static_iter(range(PIECES))
         )
-        if HAS_WEIGHT and TOGETHER:
+        if HAS_WEIGHT and TOGETHER and weight.dtype == x.dtype:
             tscale = tuple(
                 gather_scale_tile(weight, ROWS, tcolumns[k], offset, EVEN or k < PIECES - 1)
                 for k in ct.static_iter(range(PIECES))
             )
         elif HAS_WEIGHT:
             tscale = load_scale(weight, tcolumns, offset, EVEN)
-            tscale = (ct.reshape(tscale[0], (1, WIDTH)),)
+            tscale = tuple(ct.reshape(t, (1, WIDTH)) for t in ct.static_iter(tscale))
     else:
         tx = (load_tile(x, (i, 0), (ROWS, WIDTH), LATENCY, TMA, DIVISOR),)
         if HAS_WEIGHT:

@@ -26,10 +26,15 @@ def paired_as_float32(tile):
     """
     if tile.dtype != ct.bfloat16:
         return as_float32(tile)
-    tpairs = ct.unpack_from_bytes(ct.pack_to_bytes(tile), ct.int32)
+    tpairs = words_of(tile)
     tfirst = ct.bitcast(tpairs << 16, ct.float32)
     tsecond = ct.bitcast(tpairs & -0x10000, ct.float32)
     return ct.reshape(ct.cat((tfirst[:, None], tsecond[:, None]), 1), tile.shape)
+
+
+def words_of(tile):
+    """The bits of a 1-D tile as int32, of two elements of 16 bits together: one at a time takes more instructions."""
+    return ct.unpack_from_bytes(ct.pack_to_bytes(tile), ct.int32)
 
 
 def has_aligned_rows(array, DIVISOR):

@@ -27,11 +27,12 @@ from tilegym_rmsnorm.backends.cutile.tilings import (
 )
 
 ANY_WIDTH = 2**31
+OF_A_WARP = 512  # bytes: 16 of each thread; a wider tile has a row in all warps
 
 
 class Sweep(NamedTuple):
-    """Every combination of these tiles and of these values of Config's other fields, for N in [narrowest, widest] and
-    these size classes."""
+    """Every combination of these tiles, `tile_bytes` wide at most, and of these values of Config's other fields, for N
+    in [narrowest, widest] and these size classes."""
 
     kernel: str
     narrowest: int
@@ -39,6 +40,7 @@ class Sweep(NamedTuple):
     tiles: Tiles
     values: dict[str, tuple[Any, ...]]
     sizes: tuple[str, ...] = SIZES
+    tile_bytes: int = ANY_WIDTH
 
 
 BOTH = (False, True)
@@ -67,6 +69,7 @@ SWEEPS = {
             Sweep(
                 *("tiles", 336, 4096, rows_of_warps(warps)),
                 {"warps": (warps,), "occupancy": (2, 4, 6, 8), "latency": (2, 4), "together": (True,)},
+                tile_bytes=OF_A_WARP,
             )
             for warps in (4, 8)
         ),
@@ -106,6 +109,7 @@ SWEEPS = {
                 *("tiles", 336, 1024, rows_of_warps(warps)),  # from 768 columns some spill
                 {"warps": (warps,), "occupancy": (1, 2), "latency": (2, 4), "tma": BOTH},
                 ("small", "large"),
+                tile_bytes=OF_A_WARP,
             )
             for warps in (4, 8)
         ),

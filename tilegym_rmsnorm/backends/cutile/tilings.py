@@ -44,10 +44,7 @@ def tiles_of(*elements: int) -> Tiles:
 
 
 def rows_of_warps(warps: int) -> Tiles:
-    """One or two rows a warp, as 2 to 16 tiles of 4 or 8 elements a thread, an eighth of their lanes empty at most.
-
-    In float32 tiles of 256 columns have a row in more than one warp.
-    """
+    """One or two rows a warp, as 2 to 16 tiles of 4 or 8 elements a thread, an eighth of their lanes empty at most."""
 
     def tiles(n: int) -> Iterator[Tile]:
         for width, rows in itertools.product((128, 256), (warps, 2 * warps)):

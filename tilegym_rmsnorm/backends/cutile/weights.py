@@ -4,7 +4,7 @@
 
 import cuda.tile as ct
 
-from .rows import ZERO, as_float32, has_aligned_rows, hidden_zero
+from .rows import ZERO, as_float32, has_aligned_rows, hidden_zero, words_of
 
 
 def weight_tile(weight, tcolumns, k, EVEN):
@@ -36,27 +36,20 @@ def awaited_together(tiles, others, ALIGNED):
     """The same tiles, in a form that the compiler can do nothing with before the others are there: it asks for both at
     once. Otherwise it asks for the others where they are needed, behind a reduction of the tiles.
 
-    tiles, others: 1-D, of 16 or 32 bits an element, as wide one as the other; their dtypes may differ.
-    ALIGNED: 16 bytes are loaded at once, so two elements of 16 bits lie in one register. Else they would be put
-    together first (4090 bfloat16 columns: 736 instructions, 408 one at a time).
+    tiles, others: 1-D, of one dtype. ALIGNED: 16 bytes are loaded at once, so two elements of 16 bits lie in one
+    register. Else they would be put together first (4090 bfloat16 columns: 736 instructions, 408 one at a time).
     """
     zero = hidden_zero()
     return tuple(awaited_with(tiles[k], others[k], zero, ALIGNED) for k in ct.static_iter(range(len(tiles))))
 
 
 def awaited_with(tile, other, zero, ALIGNED):
-    """One tile of `awaited_together`: its bits, XOR those of the other one that a zero leaves. A float32 one beside one
-    of 16 bits goes element by element: 4096 columns take 352 instructions instead of 264."""
-    if ALIGNED and (tile.dtype == ct.float32) == (other.dtype == ct.float32):
+    """One tile of `awaited_together`: its bits, XOR those of the other one that a zero leaves."""
+    if ALIGNED:
         tbits = words_of(tile) ^ (words_of(other) & zero)
         return ct.unpack_from_bytes(ct.pack_to_bytes(tbits), tile.dtype)
-    tzero = ct.astype(bits_of(other) & ct.astype(zero, bits_of(other).dtype), bits_of(tile).dtype)
-    return ct.bitcast(bits_of(tile) ^ tzero, tile.dtype)
-
-
-def words_of(tile):
-    """The bits of a 1-D tile as int32, of two elements of 16 bits together: one at a time takes more instructions."""
-    return ct.unpack_from_bytes(ct.pack_to_bytes(tile), ct.int32)
+    tbits = bits_of(tile)
+    return ct.bitcast(tbits ^ (bits_of(other) & ct.astype(zero, tbits.dtype)), tile.dtype)
 
 
 def bits_of(tile):
@@ -77,8 +70,8 @@ def load_scale_tile(weight, j, WIDTH, offset, TMA, DIVISOR):
 def gather_scale_tile(weight, ROWS, tcolumns, offset, EVEN):
     """weight + offset in these columns, as float32 (ROWS, columns), once a row: a thread asks for what it multiplies.
 
-    Asked for once, as (1, columns), the tile goes through shared memory to where it is needed, behind a barrier; so
-    does a float32 weight beside x of 16 bits in most tiles of 256 columns and more.
+    Asked for once, as (1, columns), the tile goes through shared memory to where it is needed, behind a barrier. A
+    weight of another width than x does so anyhow, and its loads come behind the sum if asked for like this.
     """
     index = ct.broadcast_to(tcolumns[None, :], (ROWS, tcolumns.shape[0]))
     return as_float32(ct.gather(weight, index, check_bounds=not EVEN, padding_value=0)) + offset
