@@ -60,7 +60,10 @@ def forward_config(
             return Config("chunks", 16384, 8, 1, 3, tma=True, reason=reason)
         return Config("chunks", 4096, 8, 2, 4, tma=has_tma, reason=reason)
     if architecture == 90 and _is_aligned(n, itemsize):
-        table = hopper.FORWARD_HALF if itemsize == 2 else hopper.FORWARD_FLOAT
+        if size == "few":
+            table = hopper.FORWARD_FEW_HALF if itemsize == 2 else hopper.FORWARD_FEW_FLOAT
+        else:
+            table = hopper.FORWARD_HALF if itemsize == 2 else hopper.FORWARD_FLOAT
         return _from_table("forward", n, itemsize, table)
     if n <= 512:
         rows = min(256, max(2048, 64 * min(width, 64)) // width)
@@ -241,6 +244,7 @@ def _from_table(op: str, n: int, itemsize: int, table: tuple[hopper.Rule, ...]) 
         tma=rule.tma,
         short=rule.short,
         early_weight=rule.early_weight,
+        together=rule.together,
         pieces=-(-n // rule.piece) if rule.piece else 1,
         packed=rule.packed,
         reason=f"measured: the rule for up to {rule.up_to} elements of {itemsize} bytes",

@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: MIT
 """The rules of config.py for sm_90, as measured: which kernel runs a row of up to so many elements, and how.
 
-One H100 80GB HBM3, driver 580.159, cuda-tile 1.7.0, tileiras 13.4.92, cold L2, CUDA graphs, of some 4000 kernels tried
-(bench/NOTES.md). A rule's comment gives shape and GB/s of compulsory bytes. In the backward that is, unless it says
-"with the sum of dw", the first kernel alone, from before its launch became dependent and its loop shorter (copy of that
-run: 2991); bench/results has the whole of today. A rule without a figure takes over from its neighbours. _HALF are rows
-of 2-byte elements, _FLOAT of 4-byte ones.
+The forward: one H200, the backward: one H100 80GB HBM3, of some 2500 and 4000 kernels tried; driver 580.159, cuda-tile
+1.7.0, tileiras 13.4.92, cold L2, CUDA graphs (bench/NOTES.md). A rule's comment gives shapes: in the forward
+microseconds by the rule of before, without `together`, and by this one; in the backward GB/s of compulsory bytes, which
+is, unless it says "with the sum of dw", the first kernel alone, from before its launch became dependent and its loop
+shorter (copy of that run: 2991); bench/results has the whole of today. A rule without a figure takes over from its
+neighbours. _HALF are rows of 2-byte elements, _FLOAT of 4-byte ones.
 """
 
 from __future__ import annotations
@@ -26,42 +27,70 @@ class Rule(NamedTuple):
     short: bool = False
     tma: bool = False
     early_weight: bool = False
+    together: bool = False
     packed: bool = False
 
 
 # Up to how many elements: kernel, rows, warps, blocks an SM, latency
 FORWARD_HALF = (
-    Rule(64, "tiles", 64, 4, 4, 4),  # 524288x64: 2910, 131072x64: 2666
-    Rule(128, "tiles", 32, 4, 4, 4),  # 524288x128: 2950, 131072x128: 2817
-    Rule(256, "tiles", 16, 8, 4, 4),  # 524288x256: 2996, 131072x256: 2913, 4096x256: 1338
-    Rule(512, "tiles", 8, 4, 4, 4),
-    Rule(1024, "tiles", 4, 4, 8, 4),  # 32768x1024: 2885, 16384x1024: 2790, 4096x1024: 2402
-    Rule(2048, "rows", 1, 8, 4, 4, early_weight=True),  # 16384x2048: 2935
-    Rule(2944, "rows", 1, 4, 4, 4, split=True, early_weight=True),  # 8192x2560: 2832, 16384x2880: 2941
-    Rule(3072, "rows", 1, 8, 3, 4, split=True, early_weight=True),  # 16384x3072: 2960
-    Rule(3584, "rows", 1, 8, 2, 4, piece=512, early_weight=True),  # 16384x3584: 2951
-    Rule(4096, "rows", 1, 8, 3, 4, split=True, early_weight=True),  # 16384x4096: 2973, 1024x4096: 2386
-    Rule(5120, "rows", 1, 8, 2, 4, split=True, early_weight=True),  # 16384x5120: 2997
-    Rule(6144, "rows", 1, 4, 3, 4, split=True, early_weight=True),  # 8192x6144: 2945
-    Rule(7168, "rows", 1, 4, 3, 4, piece=1024, early_weight=True),  # 8192x7168: 2953
-    Rule(8192, "rows", 1, 8, 2, 4, early_weight=True),  # 8192x8192: 2948
-    # 8192x12288: 2995, 4096x16384: 2954, 4096x18432: 2949
-    Rule(18432, "rows", 1, 8, 2, 4, piece=2048, early_weight=True, packed=True),
-    Rule(24576, "rows", 1, 8, 1, 4, split=True),
+    Rule(64, "tiles", 32, 4, 4, 4, together=True),  # 524288x64: 34.0 -> 33.5
+    Rule(128, "tiles", 16, 4, 8, 4, together=True),  # 524288x128: 66.2 -> 65.0, 4096x128: 2.32 -> 1.97
+    Rule(256, "tiles", 8, 4, 4, 4, together=True),  # float16 524288x256: 141.7 -> 128.0
+    Rule(512, "tiles", 8, 4, 4, 4, together=True),  # 131072x512: 66.1 -> 65.8, 262144x320: 102.2 -> 99.2
+    Rule(1023, "tiles", 4, 4, 8, 4, together=True),  # 131072x768: 100.3 -> 100.4, 1040x768: 2.51 -> 2.35
+    Rule(1024, "tiles", 2, 4, 8, 2, together=True),  # 32768x1024: 34.0 -> 33.1
+    Rule(
+        1536, "rows", 1, 4, 6, 4, piece=512, together=True
+    ),  # 65536x1280: 115.9 -> 82.6, x1536: 121.1 -> 95.9
+    Rule(2048, "rows", 1, 4, 4, 4, early_weight=True),  # float16 16384x2048: 38.2 -> 33.1
+    Rule(2560, "rows", 1, 4, 6, 4, piece=512, together=True),  # 32768x2304: 74.5 -> 72.2
+    # 32768x2688: 87.9 -> 83.7, x3840: 142.0 -> 119.3
+    Rule(4096, "rows", 1, 4, 3, 4, piece=1024, together=True),
+    Rule(5120, "rows", 1, 4, 6, 4, piece=1024, together=True),  # 16384x4608: 80.1 -> 72.4
+    # 16384x5376: 91.4 -> 84.8, 768x5376: 6.46 -> 5.44
+    Rule(6144, "rows", 1, 4, 6, 4, piece=1024, together=True, packed=True),
+    # 16384x6656: 104.9 -> 104.6, 624x6656: 6.91 -> 5.46
+    Rule(7168, "rows", 1, 4, 3, 4, piece=1024, together=True, packed=True),
+    # 8192x9216: 76.1 -> 73.3, 448x9216: 7.51 -> 5.77
+    Rule(9216, "rows", 1, 8, 4, 4, piece=1024, together=True, packed=True),
+    Rule(10240, "rows", 1, 8, 3, 4, piece=2048, together=True),  # 8192x10240: 83.0 -> 80.5
+    Rule(14336, "rows", 1, 8, 3, 4, piece=2048, together=True, packed=True),  # 8192x14336: 119.7 -> 113.8
+    Rule(18432, "rows", 1, 8, 2, 4, piece=2048, early_weight=True),  # packed 8192x16384: 133.9 -> 129.7
+    Rule(24576, "rows", 1, 8, 2, 4, piece=4096, together=True, packed=True),  # 4096x20480: 98.1 -> 82.8
     Rule(32768, "rows", 1, 8, 1, 4, packed=True),  # above 24576 few rows alone
 )
 FORWARD_FLOAT = (
-    Rule(64, "tiles", 64, 4, 4, 4),
-    Rule(128, "tiles", 32, 4, 4, 4),  # 131072x128: 2925
-    Rule(256, "tiles", 16, 4, 4, 4),
-    Rule(512, "tiles", 8, 4, 4, 4),
-    Rule(1024, "tiles", 8, 8, 2, 4),  # 16384x1024: 2909, 4096x1024: 2743
-    Rule(2048, "rows", 1, 8, 4, 4),
-    Rule(4096, "rows", 1, 8, 4, 4, split=True),  # 8192x4096: 2959
-    Rule(8192, "rows", 1, 8, 2, 4, early_weight=True),  # 8192x6144: 2987, 4096x8192: 2943
-    # 8192x12288 267.3 us (without early_weight 272.9), 4096x16384 181.9 (183.6)
-    Rule(16384, "rows", 1, 8, 1, 4, early_weight=True),
+    Rule(64, "tiles", 16, 4, 2, 2, together=True),  # 524288x64: 66.4 -> 64.8
+    Rule(128, "tiles", 8, 4, 2, 2, together=True),  # 262144x128: 66.2 -> 64.6
+    Rule(256, "tiles", 4, 4, 4, 4),  # 131072x256: 66.3 -> 65.2
+    Rule(511, "tiles", 4, 4, 4, 4, together=True),  # 131072x320: 82.1 -> 81.2
+    Rule(512, "tiles", 2, 4, 4, 4, together=True),  # 131072x512: 131.3 -> 128.6
+    Rule(1023, "tiles", 2, 4, 4, 4, together=True),  # 65536x768: 98.3 -> 96.6
+    Rule(1024, "rows", 1, 4, 2, 4, early_weight=True),  # 32768x1024: 66.2 -> 64.6
+    Rule(1536, "rows", 1, 4, 3, 4, piece=512, together=True),  # 32768x1280: 83.1 -> 80.5
+    Rule(2048, "rows", 1, 8, 3, 4, piece=1024, together=True),  # 32768x1792: 112.6 -> 112.1
+    Rule(2560, "rows", 1, 8, 3, 4, piece=512, together=True),  # 16384x2304: 73.3 -> 72.6
+    # 16384x2688: 85.5 -> 84.4, x3840: 122.4 -> 120.5
+    Rule(4096, "rows", 1, 8, 4, 4, split=True, together=True),
+    # 8192x4608: 83.3 -> 72.3, x5376: 93.4 -> 84.8
+    Rule(6144, "rows", 1, 8, 3, 4, piece=2048, together=True),
+    Rule(8192, "rows", 1, 4, 3, 4, piece=2048, together=True),  # 8192x6656: 106.6 -> 105.2
+    # 400x10240: 11.9 -> 10.0, 288x14336: 11.8 -> 9.9
+    Rule(14336, "rows", 1, 8, 2, 4, piece=2048, together=True),
+    Rule(16384, "rows", 1, 8, 1, 4, piece=4096, early_weight=True),  # 4096x16384: 132.8 -> 131.0
     Rule(32768, "rows", 1, 8, 1, 4, early_weight=True),  # above 16384 few rows alone
+)
+# Of few rows, up to 2048 elements: 1024 of them a block of 8 warps. bfloat16 and float32, x64: 1024 rows 1.86 -> 1.55,
+# 1.85 -> 1.59, 16 rows 1.55 -> 1.37, 1.49 -> 1.38; x256: 2.06 -> 1.72, 2.34 -> 1.87, 1.66 -> 1.39, 1.91 -> 1.41;
+# x1024: 2.76 -> 2.44, 4.03 -> 3.27, 1.72 -> 1.44, 2.15 -> 1.47; x2048: 3.47 -> 3.37, 5.58 -> 5.21, 1.56 -> 1.49,
+# 1.65 -> 1.66
+_FEW = tuple(Rule(n, "tiles", 1024 // n, 8, 4, 4, together=True) for n in (64, 128, 256, 512, 1024))
+FORWARD_FEW_HALF = (*_FEW, Rule(2048, "tiles", 1, 8, 4, 4, together=True), *FORWARD_HALF)
+FORWARD_FEW_FLOAT = (
+    *_FEW,
+    Rule(2048, "tiles", 1, 4, 4, 4, together=True),
+    Rule(3072, "rows", 1, 4, 6, 4, piece=512, together=True),  # 1024x2304: 7.11 -> 5.95, x2688: 7.72 -> 6.49
+    *FORWARD_FLOAT,
 )
 BACKWARD_HALF = (
     Rule(64, "tiles", 128, 8, 1, 2, tma=True),  # 524288x64: 2742
@@ -103,6 +132,11 @@ BACKWARD_FLOAT = (
 )
 # (op, itemsize, from N on): why a Hopper kernel that spills is kept
 SPILLS = {
+    (
+        "forward",
+        2,
+        18433,
+    ): "beside a float32 weight alone: 4096x24576 takes 143.9 us with 32 bytes of stack, in two tiles 197.6",
     ("forward", 4, 16385): "2048x32768 reaches 2868 GB/s with 40 bytes of stack, in two tiles 2824",
     ("backward", 4, 12289): "4096x16384 reaches 2754 GB/s, 92 % of the copy, with 56 bytes of stack",
 }
