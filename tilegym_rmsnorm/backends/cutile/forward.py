@@ -125,6 +125,29 @@ def forward_rows(
     normalize_row((y, rstd, x, weight), ct.bid(0), tcolumns, inv_n, eps, offset, PIECES, LATENCY, SWITCHES)
 
 
+def gathered_rows(x, weight, i, offset, shape, PIECES, LATENCY, SWITCHES):
+    """Tiles of x, float32, of the rows of block i, past the last one that one again; and of weight + offset, or nothing
+    where there is no weight."""
+    ROWS, WIDTH = shape
+    EVEN, HAS_WEIGHT, TOGETHER = SWITCHES
+    trows = ct.minimum(i * ROWS + ct.arange(ROWS, dtype=ct.int32), x.shape[0] - 1)
+    tcolumns = column_tiles(WIDTH, PIECES, 0)
+    tx = tuple(
+        gather_tile(x, trows, tcolumns[k], EVEN or k < PIECES - 1, LATENCY)
+        for k in ct.static_iter(range(PIECES))
+    )
+    tscale = ()
+    if HAS_WEIGHT and TOGETHER and weight.dtype == x.dtype:
+        tscale = tuple(
+            gather_scale_tile(weight, ROWS, tcolumns[k], offset, EVEN or k < PIECES - 1)
+            for k in ct.static_iter(range(PIECES))
+        )
+    elif HAS_WEIGHT:
+        tscale = load_scale(weight, tcolumns, offset, EVEN)
+        tscale = tuple(ct.reshape(t, (1, WIDTH)) for t in ct.static_iter(tscale))
+    return tx, tscale
+
+
 def forward_tiles(
     y,  # (M, N), x's dtype: written
     rstd,  # (M,), float32: written
@@ -160,20 +183,8 @@ def forward_tiles(
     if DEPENDENT:
         wait_for_launch_before(i)
     if EARLY_WEIGHT or TOGETHER:
-        trows = ct.minimum(i * ROWS + ct.arange(ROWS, dtype=ct.int32), x.shape[0] - 1)
-        tcolumns = column_tiles(WIDTH, PIECES, 0)
-        tx = tuple(
-            gather_tile(x, trows, tcolumns[k], EVEN or k < PIECES - 1, LATENCY)
-            for k in ct.static_iter(range(PIECES))
-        )
-        if HAS_WEIGHT and TOGETHER and weight.dtype == x.dtype:
-            tscale = tuple(
-                gather_scale_tile(weight, ROWS, tcolumns[k], offset, EVEN or k < PIECES - 1)
-                for k in ct.static_iter(range(PIECES))
-            )
-        elif HAS_WEIGHT:
-            tscale = load_scale(weight, tcolumns, offset, EVEN)
-            tscale = tuple(ct.reshape(t, (1, WIDTH)) for t in ct.static_iter(tscale))
+        SWITCHES = (EVEN, HAS_WEIGHT, TOGETHER)
+        tx, tscale = gathered_rows(x, weight, i, offset, (ROWS, WIDTH), PIECES, LATENCY, SWITCHES)
     else:
         tx = (load_tile(x, (i, 0), (ROWS, WIDTH), LATENCY, TMA, DIVISOR),)
         if HAS_WEIGHT:
