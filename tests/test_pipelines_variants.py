@@ -83,6 +83,23 @@ def test_nothing_packed_that_tune_tries_overwrites_tiles_in_use(weight_dtype, tm
             assert not overwritten(code), (op, config, n)
 
 
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [(BF16, BF16), (BF16, FP32), (FP32, FP32)])
+def test_no_rows_of_a_warp_that_tune_tries_are_overwritten_in_use(dtype, weight_dtype, tmp_path):
+    """Without --every-config those of 1024 columns by latency 4 alone."""
+    name = str(dtype).removeprefix("torch.")
+    found = {
+        (config, n)
+        for n in ((384, 512, 768, 1024) if helpers.every_config else (1024,))
+        for config in candidates(Bucket("backward", n, name, "large"), dtype.itemsize, 90, most=10000)
+        if config.kernel == "tiles" and config.pieces > 1 and config.width <= 256 and config.tma
+        if helpers.every_config or config.latency == 4
+    }
+    assert {config.warps for config, _ in found} == {4, 8}
+    for config, n in sorted(found, key=str):
+        for code in code_of_call(tmp_path, "backward", config, n, dtype, weight_dtype).values():
+            assert not overwritten(code), (config, n)
+
+
 @pytest.mark.parametrize("n", [5120, 5119])
 @pytest.mark.parametrize("tma", [False, True])
 def test_views_unlike_packed_rows_are_copied_for_tma_alone(tma, n):

@@ -43,14 +43,14 @@ def tiles_of(*elements: int) -> Tiles:
     return tiles
 
 
-def rows_of_warps(warps: int) -> Tiles:
-    """One or two rows a warp, as 2 to 16 tiles of 4 or 8 elements a thread, an eighth of their lanes empty at most."""
+def rows_of_warps(warps: int, rows_each: tuple[int, ...] = (1, 2)) -> Tiles:
+    """So many rows a warp, as 2 to 16 tiles of 4 or 8 elements a thread, an eighth of their lanes empty at most."""
 
     def tiles(n: int) -> Iterator[Tile]:
-        for width, rows in itertools.product((128, 256), (warps, 2 * warps)):
+        for width, rows in itertools.product((128, 256), rows_each):
             pieces = -(-n // width)
             if 2 <= pieces <= 16 and 8 * n >= 7 * pieces * width:
-                yield {"width": width, "pieces": pieces, "rows": rows}
+                yield {"width": width, "pieces": pieces, "rows": rows * warps}
 
     return tiles
 
