@@ -40,9 +40,9 @@ def forward_config(
 ) -> Config:
     """The forward kernel for rows of n elements of `itemsize` bytes, on sm_{architecture}.
 
-    A block reads its row once and waits for it once, so what counts is how many blocks an SM holds: as many as fit.
-    Narrow rows share a block, 4096 elements on Hopper, 2048 elsewhere (not timed): with fewer, launching blocks costs
-    more than their work.
+    A block reads its row once and waits for it once, so what counts is how many blocks an SM holds: as many as fit. On
+    Hopper x and the weight are waited for together, and rows are cut into equal tiles that leave few lanes empty.
+    Narrow rows share a block, 1024 to 4096 elements: with fewer, launching blocks costs more than their work.
     """
     _check(n, itemsize, architecture)
     width = power_of_two(n)
