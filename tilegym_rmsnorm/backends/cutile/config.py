@@ -41,16 +41,16 @@ def forward_config(
     """The forward kernel for rows of n elements of `itemsize` bytes, on sm_{architecture}.
 
     A block reads its row once and waits for it once, so what counts is how many blocks an SM holds: as many as fit. On
-    Hopper x and the weight are waited for together, and rows are cut into equal tiles that leave few lanes empty.
-    Narrow rows share a block, 1024 to 4096 elements: with fewer, launching blocks costs more than their work.
+    Hopper x and the weight are mostly waited for together, and rows are cut into equal tiles: above 2048 columns at
+    most a third of the lanes is empty. Narrow rows share a block, mostly 1024 to 4096 elements: with fewer, launching
+    blocks costs more than their work.
     """
     _check(n, itemsize, architecture)
     width = power_of_two(n)
     has_tma = architecture >= 90
     if architecture == 90 and _is_aligned(n, itemsize):
         # Elements that one block holds as fast as a team would. H100, 4096x32768: bfloat16 181.7 and 181.2 us, float32
-        # 370.0 and 357.7. Few rows of up to 32768 keep one block, unless a table knows better: `tune` on an H200 found
-        # teams of 3 for float32 rows of 18432, 4.7 -> 3.4 us for three of them.
+        # 370.0 and 357.7. Few rows of up to 32768 keep one block.
         held = WIDEST_FORWARD_ROW if size == "few" else 16384 if itemsize == 4 else 24576
         if n > held and (config := forward_teams_config(n, itemsize, most_members)) is not None:
             return config
@@ -161,8 +161,8 @@ def _few_rows_config(n: int, itemsize: int) -> Config:
 def widest_backward_row(n: int, itemsize: int, architecture: int) -> int:
     """Elements of the widest row of n's kind of which a block's registers hold x, dy, weight and the sum of dw.
 
-    On sm_90 a kernel that spills a little was measured to win (hopper.SPILLS), elsewhere none may. Unaligned rows need
-    registers for addresses.
+    On sm_90 a kernel that spills a little was measured to win (`spills` of hopper.Rule), elsewhere none may. Unaligned
+    rows need registers for addresses.
     """
     if not _is_aligned(n, itemsize):
         return 8192
@@ -221,11 +221,6 @@ def uses_dependent_launch(architecture: int) -> bool:
 
 
 def _from_table(op: str, n: int, itemsize: int, table: tuple[hopper.Rule, ...]) -> Config:
-    spills = [
-        why
-        for (op_, size, first), why in hopper.SPILLS.items()
-        if (op_, size) == (op, itemsize) and n >= first
-    ]
     rule = next(rule for rule in table if n <= rule.up_to)
     latency = rule.latency
     if op == "backward" and n > 8192 and n % 16 != 0:
@@ -248,7 +243,7 @@ def _from_table(op: str, n: int, itemsize: int, table: tuple[hopper.Rule, ...]) 
         pieces=-(-n // rule.piece) if rule.piece else 1,
         packed=rule.packed,
         reason=f"measured: the rule for up to {rule.up_to} elements of {itemsize} bytes",
-        spills="; ".join(spills),
+        spills=rule.spills,
     )
 
 

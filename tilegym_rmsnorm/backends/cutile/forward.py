@@ -45,11 +45,13 @@ def normalize_row(arrays, row, tcolumns, inv_n, eps, offset, PIECES, LATENCY, SW
     (forward_teams.py)."""
     y, rstd, x, weight = arrays
     EVEN, ALIGNED, PACKED, HAS_WEIGHT, ROUND_XHAT, EARLY_WEIGHT, TOGETHER, SIGNALS = SWITCHES
+    IS_AWAITED = HAS_WEIGHT and TOGETHER and weight.dtype == x.dtype
+    IS_ASKED_FOR = HAS_WEIGHT and not IS_AWAITED and (EARLY_WEIGHT or TOGETHER)
     tstored = load_row(x, row, tcolumns, EVEN, LATENCY)
-    if HAS_WEIGHT and TOGETHER and weight.dtype == x.dtype:
+    if IS_AWAITED:
         tweight = load_weight(weight, tcolumns, EVEN)
         tstored = awaited_together(tstored, tweight, ALIGNED)
-    if HAS_WEIGHT and (EARLY_WEIGHT or TOGETHER and weight.dtype != x.dtype):
+    if IS_ASKED_FOR:
         tscale = load_scale(weight, tcolumns, offset, EVEN)
     if SIGNALS:
         ct.grid_dependency_control_launch_dependents()
@@ -69,9 +71,9 @@ def normalize_row(arrays, row, tcolumns, inv_n, eps, offset, PIECES, LATENCY, SW
         tx = packed_row_as_float32(tstored)
     ty = tuple(xhat_as_multiplied(t * trstd, x.dtype, ROUND_XHAT) for t in ct.static_iter(tx))
     if HAS_WEIGHT:
-        if TOGETHER and weight.dtype == x.dtype:
+        if IS_AWAITED:
             tscale = scale_of(tweight, offset)
-        elif not (EARLY_WEIGHT or TOGETHER):
+        elif not IS_ASKED_FOR:
             tscale = load_scale(weight, tcolumns, offset, EVEN)
         ty = tuple(ty[k] * tscale[k] for k in ct.static_iter(range(len(ty))))
 
@@ -109,8 +111,9 @@ def forward_rows(
 
     In some kernels (4096 columns of float16 and of float32) the compiler moves them behind the first sums all the
     same, and the signal too. TOGETHER leaves it no choice (`weights.awaited_together`), and gives the signal first. A
-    weight of another dtype than x is asked for as early, but not awaited: float32 beside x of 16 bits would take twice
-    the registers, which rows of many blocks an SM do not have (14336 columns: 128 bytes a thread spilled).
+    weight of another dtype than x is written beside x, but not awaited: float32 beside x of 16 bits would take twice
+    the registers, which rows of many blocks an SM do not have (14336 columns: 128 bytes a thread spilled). So it is
+    mostly loaded behind the sum all the same (read: all of it from 3840 columns on, but for 8192 and 9216).
     """
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
     tcolumns = column_tiles(WIDTH, PIECES, REST)
@@ -125,26 +128,33 @@ def forward_rows(
     normalize_row((y, rstd, x, weight), ct.bid(0), tcolumns, inv_n, eps, offset, PIECES, LATENCY, SWITCHES)
 
 
-def gathered_rows(x, weight, i, offset, shape, PIECES, LATENCY, SWITCHES):
-    """Tiles of x, float32, of the rows of block i, past the last one that one again; and of weight + offset, or nothing
-    where there is no weight."""
+def rows_and_scale(x, weight, i, offset, shape, PIECES, LATENCY, HOW):
+    """The rows of block i as tiles of x, float32, and of weight + offset, or nothing where there is no weight.
+
+    By gathers rows past the last one are that one again; tiles have zeros there.
+    """
     ROWS, WIDTH = shape
-    EVEN, HAS_WEIGHT, TOGETHER = SWITCHES
-    trows = ct.minimum(i * ROWS + ct.arange(ROWS, dtype=ct.int32), x.shape[0] - 1)
-    tcolumns = column_tiles(WIDTH, PIECES, 0)
-    tx = tuple(
-        gather_tile(x, trows, tcolumns[k], EVEN or k < PIECES - 1, LATENCY)
-        for k in ct.static_iter(range(PIECES))
-    )
+    EVEN, HAS_WEIGHT, GATHERS, TOGETHER, TMA, DIVISOR = HOW
     tscale = ()
-    if HAS_WEIGHT and TOGETHER and weight.dtype == x.dtype:
-        tscale = tuple(
-            gather_scale_tile(weight, ROWS, tcolumns[k], offset, EVEN or k < PIECES - 1)
+    if GATHERS:
+        trows = ct.minimum(i * ROWS + ct.arange(ROWS, dtype=ct.int32), x.shape[0] - 1)
+        tcolumns = column_tiles(WIDTH, PIECES, 0)
+        tx = tuple(
+            gather_tile(x, trows, tcolumns[k], EVEN or k < PIECES - 1, LATENCY)
             for k in ct.static_iter(range(PIECES))
         )
-    elif HAS_WEIGHT:
-        tscale = load_scale(weight, tcolumns, offset, EVEN)
-        tscale = tuple(ct.reshape(t, (1, WIDTH)) for t in ct.static_iter(tscale))
+        if HAS_WEIGHT and TOGETHER and weight.dtype == x.dtype:
+            tscale = tuple(
+                gather_scale_tile(weight, ROWS, tcolumns[k], offset, EVEN or k < PIECES - 1)
+                for k in ct.static_iter(range(PIECES))
+            )
+        elif HAS_WEIGHT:
+            tscale = load_scale(weight, tcolumns, offset, EVEN)
+            tscale = tuple(ct.reshape(t, (1, WIDTH)) for t in ct.static_iter(tscale))
+    else:
+        tx = (load_tile(x, (i, 0), (ROWS, WIDTH), LATENCY, TMA, DIVISOR),)
+        if HAS_WEIGHT:
+            tscale = (load_scale_tile(weight, 0, WIDTH, offset, TMA, DIVISOR),)
     return tx, tscale
 
 
@@ -182,13 +192,8 @@ def forward_tiles(
     i = ct.bid(0)
     if DEPENDENT:
         wait_for_launch_before(i)
-    if EARLY_WEIGHT or TOGETHER:
-        SWITCHES = (EVEN, HAS_WEIGHT, TOGETHER)
-        tx, tscale = gathered_rows(x, weight, i, offset, (ROWS, WIDTH), PIECES, LATENCY, SWITCHES)
-    else:
-        tx = (load_tile(x, (i, 0), (ROWS, WIDTH), LATENCY, TMA, DIVISOR),)
-        if HAS_WEIGHT:
-            tscale = (load_scale_tile(weight, 0, WIDTH, offset, TMA, DIVISOR),)
+    HOW = (EVEN, HAS_WEIGHT, EARLY_WEIGHT or TOGETHER, TOGETHER, TMA, DIVISOR)
+    tx, tscale = rows_and_scale(x, weight, i, offset, (ROWS, WIDTH), PIECES, LATENCY, HOW)
     if DEPENDENT:
         ct.grid_dependency_control_launch_dependents()
 

@@ -29,20 +29,25 @@ class Rule(NamedTuple):
     early_weight: bool = False
     together: bool = False
     packed: bool = False
+    spills: str = ""  # why a kernel that spills registers is kept
 
 
 # Up to how many elements: kernel, rows, warps, blocks an SM, latency
+_NARROWEST = Rule(32, "tiles", 64, 4, 4, 4, together=True)  # as many rows as before `together`
+_BY_TWO = (
+    "8 bytes where the last tile is cut off; 32 beside a float32 weight, with which 4096x24576 takes 143.9 us on an "
+    "H200, in two tiles 197.6"
+)
 FORWARD_HALF = (
-    Rule(32, "tiles", 64, 4, 4, 4, together=True),  # as many rows as before
+    _NARROWEST,
     Rule(64, "tiles", 32, 4, 4, 4, together=True),  # 524288x64: 34.0 -> 33.5
     Rule(128, "tiles", 16, 4, 8, 4, together=True),  # 524288x128: 66.2 -> 65.0, 4096x128: 2.32 -> 1.97
     Rule(256, "tiles", 8, 4, 4, 4, together=True),  # float16 524288x256: 141.7 -> 128.0
     Rule(512, "tiles", 8, 4, 4, 4, together=True),  # 131072x512: 66.1 -> 65.8, 262144x320: 102.2 -> 99.2
     Rule(1023, "tiles", 4, 4, 8, 4, together=True),  # 131072x768: 100.3 -> 100.4, 1040x768: 2.51 -> 2.35
     Rule(1024, "tiles", 2, 4, 8, 2, together=True),  # 32768x1024: 34.0 -> 33.1
-    Rule(
-        1536, "rows", 1, 4, 6, 4, piece=512, together=True
-    ),  # 65536x1280: 115.9 -> 82.6, x1536: 121.1 -> 95.9
+    # 65536x1280: 115.9 -> 82.6, x1536: 121.1 -> 95.9
+    Rule(1536, "rows", 1, 4, 6, 4, piece=512, together=True),
     Rule(2048, "rows", 1, 4, 4, 4, early_weight=True),  # float16 16384x2048: 38.2 -> 33.1
     Rule(2560, "rows", 1, 4, 6, 4, piece=512, together=True),  # 32768x2304: 74.5 -> 72.2
     # 32768x2688: 87.9 -> 83.7, x3840: 142.0 -> 119.3
@@ -56,12 +61,14 @@ FORWARD_HALF = (
     Rule(9216, "rows", 1, 8, 4, 4, piece=1024, together=True, packed=True),
     Rule(10240, "rows", 1, 8, 3, 4, piece=2048, together=True),  # 8192x10240: 83.0 -> 80.5
     Rule(14336, "rows", 1, 8, 3, 4, piece=2048, together=True, packed=True),  # 8192x14336: 119.7 -> 113.8
-    Rule(18432, "rows", 1, 8, 2, 4, piece=2048, early_weight=True),  # packed 8192x16384: 133.9 -> 129.7
-    Rule(24576, "rows", 1, 8, 2, 4, piece=4096, together=True, packed=True),  # 4096x20480: 98.1 -> 82.8
+    Rule(18432, "rows", 1, 8, 2, 4, piece=2048, early_weight=True, packed=True),
+    # 4096x20480: 98.1 -> 82.8
+    Rule(24576, "rows", 1, 8, 2, 4, piece=4096, together=True, packed=True, spills=_BY_TWO),
     Rule(32768, "rows", 1, 8, 1, 4, packed=True),  # above 24576 few rows alone
 )
+_ONE_TILE = "2048x32768 reaches 2868 GB/s with 40 bytes of stack on an H100, in two tiles 2824"
 FORWARD_FLOAT = (
-    Rule(32, "tiles", 64, 4, 4, 4, together=True),  # as many rows as before
+    _NARROWEST,
     Rule(64, "tiles", 16, 4, 2, 2, together=True),  # 524288x64: 66.4 -> 64.8
     Rule(128, "tiles", 8, 4, 2, 2, together=True),  # 262144x128: 66.2 -> 64.6
     Rule(256, "tiles", 4, 4, 4, 4),  # 131072x256: 66.3 -> 65.2
@@ -81,20 +88,41 @@ FORWARD_FLOAT = (
     Rule(14336, "rows", 1, 8, 2, 4, piece=2048, together=True),
     Rule(16384, "rows", 1, 8, 1, 4, piece=4096, early_weight=True),  # 4096x16384: 132.8 -> 131.0
     # above 16384 few rows alone. 224x18432: 15.1 -> 11.8, 16x18432: 5.22 -> 3.58
-    Rule(20480, "rows", 1, 8, 1, 4, piece=4096, early_weight=True),
-    Rule(32768, "rows", 1, 8, 1, 4, early_weight=True),
+    Rule(28672, "rows", 1, 8, 1, 4, piece=4096, early_weight=True),
+    Rule(32768, "rows", 1, 8, 1, 4, early_weight=True, spills=_ONE_TILE),
 )
-# Of few rows, up to 2048 elements: 1024 of them a block of 8 warps. bfloat16 and float32, x64: 1024 rows 1.86 -> 1.55,
-# 1.85 -> 1.59, 16 rows 1.55 -> 1.37, 1.49 -> 1.38; x256: 2.06 -> 1.72, 2.34 -> 1.87, 1.66 -> 1.39, 1.91 -> 1.41;
-# x1024: 2.76 -> 2.44, 4.03 -> 3.27, 1.72 -> 1.44, 2.15 -> 1.47; x2048: 3.47 -> 3.37, 5.58 -> 5.21, 1.56 -> 1.49,
-# 1.65 -> 1.66
-_FEW = tuple(Rule(n, "tiles", 1024 // n, 8, 4, 4, together=True) for n in (64, 128, 256, 512, 1024))
-FORWARD_FEW_HALF = (*_FEW, Rule(2048, "tiles", 1, 8, 4, 4, together=True), *FORWARD_HALF)
+# Of few rows, up to 2048 elements: 1024 of them a block. One H200, bfloat16 and float32, by the rule before `together`
+# and by 8 warps, x64: 1024 rows 1.86 -> 1.55, 1.85 -> 1.59, 16 rows 1.55 -> 1.37, 1.49 -> 1.38; x2048: 3.47 -> 3.37,
+# 5.58 -> 5.21, 1.56 -> 1.49, 1.65 -> 1.66. In the lines below one H100, unless they say otherwise, by the rule of after
+# that (8 warps up to 1024 elements, above 2048 the one of more rows) and by this one, which the H200 likes as well.
+_FEW = (_NARROWEST, *(Rule(n, "tiles", 1024 // n, 8, 4, 4, together=True) for n in (64, 128)))
+FORWARD_FEW_HALF = (
+    *_FEW,
+    Rule(256, "tiles", 4, 4, 4, 4, together=True),  # 1024x256: 1.77 -> 1.60, 16x256: 1.27 -> 1.19
+    Rule(512, "tiles", 2, 4, 4, 4, together=True),  # 1024x512: 2.21 -> 2.00
+    Rule(1024, "tiles", 1, 4, 4, 4, together=True),  # float16 128x1024: 1.73 -> 1.52
+    Rule(2048, "tiles", 1, 8, 4, 4, together=True),
+    *(rule for rule in FORWARD_HALF if rule.up_to == 2560),
+    Rule(3072, "rows", 1, 4, 3, 4, piece=1024, together=True),
+    # 12x5120: 1.78 -> 1.72, 816x5120: 6.80 -> 6.86
+    Rule(5120, "rows", 1, 8, 4, 4, piece=1024, together=True),
+    Rule(6144, "rows", 1, 8, 4, 4, piece=1024, together=True, packed=True),  # float16 672x6144: 7.09 -> 6.75
+    Rule(7168, "rows", 1, 8, 3, 4, piece=1024, together=True, packed=True),  # 576x7168: 7.15 -> 6.88
+    *(rule for rule in FORWARD_HALF if 7168 < rule.up_to < 32768),
+    # float16 16x32768: 4.55 -> 4.01, 2x32768: 4.39 -> 3.62, 128x32768: 8.36 -> 8.35
+    Rule(32768, "rows", 1, 8, 1, 4, piece=4096, together=True, packed=True),
+)
 FORWARD_FEW_FLOAT = (
     *_FEW,
+    Rule(256, "tiles", 4, 8, 4, 4, together=True),  # H200: 1024 rows 2.34 -> 1.87
+    Rule(512, "tiles", 2, 8, 4, 4, together=True),
+    Rule(1024, "tiles", 1, 4, 4, 4, together=True),  # H200: 3.36 -> 3.23, 128x1024: 1.72 -> 1.64
     Rule(2048, "tiles", 1, 4, 4, 4, together=True),
     Rule(3072, "rows", 1, 4, 6, 4, piece=512, together=True),  # 1024x2304: 7.11 -> 5.95, x2688: 7.72 -> 6.49
-    *FORWARD_FLOAT,
+    *(rule for rule in FORWARD_FLOAT if 3072 < rule.up_to < 16384),
+    # 256x16384: 14.7 -> 14.2, 4x16384: 3.30 -> 3.08
+    Rule(16384, "rows", 1, 8, 1, 4, piece=2048, together=True),
+    *(rule for rule in FORWARD_FLOAT if rule.up_to > 16384),
 )
 BACKWARD_HALF = (
     Rule(64, "tiles", 128, 8, 1, 2, tma=True),  # 524288x64: 2742
@@ -116,6 +144,7 @@ BACKWARD_HALF = (
     Rule(12288, "tiles", 1, 8, 1, 2, piece=4096, tma=True),  # 5456x12288: 2896 with the sum of dw
     Rule(16384, "rows", 1, 8, 1, 4, short=True),  # 4096x16384: 2758
 )
+_ONE_ROW = "4096x16384 reaches 2754 GB/s, 92 % of the copy, with 56 bytes of stack on an H100"
 BACKWARD_FLOAT = (
     Rule(64, "tiles", 32, 4, 1, 2, tma=True),
     Rule(128, "tiles", 16, 4, 1, 2, tma=True),
@@ -132,15 +161,5 @@ BACKWARD_FLOAT = (
     Rule(6144, "tiles", 1, 4, 1, 4, piece=1024, tma=True),  # 2944
     Rule(8192, "rows", 1, 8, 1, 4),  # 2835, 7168: 2910
     Rule(12288, "rows", 1, 8, 1, 4, piece=2048),  # 2921
-    Rule(16384, "rows", 1, 8, 1, 8),  # 2750, by teams 2905 (a table's)
+    Rule(16384, "rows", 1, 8, 1, 8, spills=_ONE_ROW),  # 2750, by teams 2905 (a table's)
 )
-# (op, itemsize, from N on): why a Hopper kernel that spills is kept
-SPILLS = {
-    (
-        "forward",
-        2,
-        18433,
-    ): "beside a float32 weight alone: 4096x24576 takes 143.9 us with 32 bytes of stack, in two tiles 197.6",
-    ("forward", 4, 20481): "2048x32768 reaches 2868 GB/s with 40 bytes of stack, in two tiles 2824",
-    ("backward", 4, 12289): "4096x16384 reaches 2754 GB/s, 92 % of the copy, with 56 bytes of stack",
-}

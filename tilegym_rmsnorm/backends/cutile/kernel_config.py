@@ -27,7 +27,7 @@ class Config:
     tma: bool = False  # loads and stores by TMA, of kernels of limits.WITH_TMA; "rows": by backward_tma.py
     short: bool = False  # backward "rows": compile a way without the loop too, for as many blocks as rows
     early_weight: bool = False  # forward "rows", "tiles": load the weight along with x, tiles by gathers
-    # forward "rows", "tiles", "teams": x and the weight are awaited together, whatever the compiler thinks of it
+    # forward "rows", "tiles", "teams": x and a weight of its dtype are awaited together, whatever the compiler thinks
     together: bool = False
     # "rows", "teams", "tiles" (forward: with `together`): tiles of `width` that a block holds of a row
     pieces: int = 1
