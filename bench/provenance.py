@@ -116,11 +116,11 @@ def one_line(result: dict[str, Any]) -> str:
     where += [f"CUDA {result['cuda']}"] if result["gpu"] and result["cuda"] else []
     where += [f"tileiras {result['tileiras']}"] if result["tileiras"] else []
     where += [f"the user's tables in {result['user_tables']}"] if result.get("user_tables") else []
-    others = [
+    others = dict.fromkeys(
         f"{', '.join(process['providers'])} in part of commit {process['commit'][:12]}"
         for process in result.get("processes", [])
         if process.get("commit") not in (None, result["commit"])
-    ]
+    )
     return ", ".join(
         [*where, *versions, f"{PACKAGE}{version} at commit {commit}", *others, result["date"][:10]]
     )

@@ -62,6 +62,9 @@ def test_joining_replaces_cells_that_failed_and_no_others():
     assert join(result, other) == ["cutile"]
     assert [(record["rows"], record["us"]) for record in result["records"]] == [(2, 50.0), (1, 70.0)]
     assert "cutile in part of commit ffffffffffff" in provenance.one_line(result)
+    result["processes"] *= 2
+    assert provenance.one_line(result).count("in part of") == 1, "said once, whatever the number of processes"
+    del result["processes"][1:]
     assert join(result, make_result(failed)) == [] and len(result["processes"]) == 1
 
 

@@ -237,7 +237,7 @@ def test_the_weight_is_tried_late_early_and_together_with_every_number_of_warps(
 @pytest.mark.parametrize("size", ["few", "large"])
 @pytest.mark.parametrize("n", [2048, 4096, 8192, 16384])
 def test_each_way_of_the_weight_has_a_share(n, size, dtype):
-    """As many of each as there are of the others, nearly: they are tried with the same tiles, warps and blocks."""
+    """Of 60 at least 8 each, with the same tiles, warps and blocks; more come late, chunks and teams among them."""
     found = candidates(Bucket("forward", n, dtype, size), ITEMSIZE[dtype], 90)
     for way in ((False, False), (True, False), (False, True)):
         assert sum((config.early_weight, config.together) == way for config in found) >= 8

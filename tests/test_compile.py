@@ -6,7 +6,6 @@ widths up to WIDEST and some beyond: one at least of each kernel that serves the
 Hopper's and of the tables, and a larger sample of the others."""
 
 import functools
-from dataclasses import replace
 
 import helpers
 import pytest
@@ -37,7 +36,6 @@ if find_cuobjdump() is None:
     pytest.skip("cuobjdump is not installed (pip install nvidia-cuda-cuobjdump)", allow_module_level=True)
 
 few_rows_config = functools.partial(backward_config, size="few")
-few_forward_config = functools.partial(forward_config, size="few")
 dx_config = functools.partial(backward_config, has_dw=False)
 few_dx_config = functools.partial(backward_config, size="few", has_dw=False)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -93,29 +91,6 @@ def test_forward_configs(architecture, dtype):
     for config, n in widths_of_configs(forward_config, dtype.itemsize, architecture):
         run_forward(machine, config, n, dtype, dtype)
     assert_sound(machine)
-
-
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_forward_configs_of_few_wide_rows(dtype):
-    """Of other architectures, and of narrower rows, they are those of more rows."""
-    machine = CompilingMachine(90)
-    among = range(16400, 33000, 16)
-    for config, n in widths_of_configs(few_forward_config, dtype.itemsize, 90, among):
-        run_forward(machine, config, n, dtype, dtype, m=16)
-    assert_sound(machine)
-
-
-@pytest.mark.parametrize("n", [32768, 65536])
-def test_packed_rows_take_fewer_registers(n):
-    """They are why such rows, and parts of them, fit."""
-    registers = []
-    for packed in (True, False):
-        machine = CompilingMachine(90)
-        config = replace(few_forward_config(n, 2, 90), together=False)  # the weight takes registers, too
-        assert config.packed
-        run_forward(machine, replace(config, packed=packed), n, BF16, BF16)
-        registers.append(machine.results[-1].registers)
-    assert registers[0] < 0.8 * registers[1], registers
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -289,10 +264,12 @@ def test_batch_sizes_and_eps_compile_nothing_new(n, weight_dtype):
         config = backward_config(n, 2, 90, size)
         classes.add((size, alignment(m), alignment(partial_rows(m, n, config, counting.sm_count))))
         for eps in (1e-6, 1e-5, 0.1):
-            run_forward(counting, forward_config(n, 2, 90), n, BF16, weight_dtype, m=m, eps=eps)
+            run_forward(counting, forward_config(n, 2, 90, size), n, BF16, weight_dtype, m=m, eps=eps)
             run_backward(counting, config, n, BF16, weight_dtype, m=m)
     for name, signatures in counting.symbols.items():
-        own = {"f": {m for _, m, _ in classes}, "s": {p for *_, p in classes}}.get(name[0], classes)
+        own = {"f": {(size, m) for size, m, _ in classes}, "s": {p for *_, p in classes}}.get(
+            name[0], classes
+        )
         assert len(signatures) <= len(own), f"{name}: {len(signatures)} compilations for {own}"
 
 

@@ -37,21 +37,33 @@ def one_width_per_config(configure, itemsize: int) -> list[int]:
         config = configure(n, itemsize, 90)
         if n % 2 or config not in widths:
             widths[config] = n
-    return sorted({*widths.values(), *([65536] if configure is forward_config else [])})
+    return sorted(widths.values())
 
 
-@pytest.mark.parametrize("n", one_width_per_config(forward_config, 2))
-def test_forward_of_every_config(n):
-    inputs = make_inputs(5, n, BF16, FP32, offset=1.0, device=CPU)
-    assert_within(expected_results(inputs), **run_forward(inputs))
+def forward_configs(itemsize: int, widest: int = 65536) -> list[tuple[Config, int]]:
+    """Of all sizes, each with the widest row whose last tile is cut off, or else with the widest."""
+    widths = {}
+    for n in (*range(1, min(33100, widest + 1)), widest):  # beyond 32768: chunks, teams
+        for config in (forward_config(n, itemsize, 90), few_forward_config(n, itemsize, 90)):
+            if config.lanes > n or config not in widths:
+                widths[config] = n
+    return list(widths.items())
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("n", [24600, 32760, 32768, 32784])
-def test_forward_of_few_wide_rows(n, dtype):
-    """Where one block still holds what a team takes of more rows, and the first width that a team takes."""
-    inputs = make_inputs(5, n, dtype, FP32, offset=1.0, device=CPU)
-    assert_within(expected_results(inputs), **run_forward(inputs, few_forward_config(n, dtype.itemsize, 90)))
+# A weight of x's dtype is awaited together with x, one of another dtype is not.
+@pytest.mark.parametrize(
+    ("config", "n", "weight"),
+    [(*each, BF16) for each in forward_configs(2)] + [(*each, FP32) for each in forward_configs(2, 4096)],
+)
+def test_forward_of_every_config(config, n, weight):
+    inputs = make_inputs(5, n, BF16, weight, offset=1.0, device=CPU)
+    assert_within(expected_results(inputs), **run_forward(inputs, config))
+
+
+@pytest.mark.parametrize(("config", "n"), forward_configs(4, 4096))
+def test_forward_of_float32(config, n):
+    inputs = make_inputs(5, n, FP32, FP32, offset=1.0, device=CPU)
+    assert_within(expected_results(inputs), **run_forward(inputs, config))
 
 
 @pytest.mark.parametrize("n", one_width_per_config(backward_config, 2))

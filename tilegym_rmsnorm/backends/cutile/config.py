@@ -7,10 +7,10 @@ element size, the architecture and three size classes of M; within a class M and
 blocks are launched (sizes.py), so a new batch size compiles nothing (but for the classes of extents that cuda-tile
 itself tells apart).
 
-The rules for sm_90 are measurements (hopper.py, and the comments here: shape and GB/s). Other architectures, and rows
-that are not aligned (`_is_aligned`), get rules that follow the same reasons: thresholds in elements where
-registers decide, which hold float32 whatever the dtype, and in bytes where the bytes in flight do. The tests compile
-a sample of them for each architecture; they were not timed.
+The rules for sm_90 are measurements (hopper.py, and the comments here: shape and us, or GB/s). Other architectures, and
+rows that are not aligned (`_is_aligned`), get rules that follow the same reasons: thresholds in elements where
+registers decide, which hold float32 whatever the dtype, and in bytes where the bytes in flight do. The tests compile a
+sample of them for each architecture; they were not timed.
 
 The numbers of a Config that have no name are its width, warps, blocks an SM and latency, and of two tiles the rest.
 """
