@@ -193,7 +193,7 @@ def test_configs_compile_few_kernels():
         assert len(distinct) <= 65
 
 
-def test_only_hopper_configs_that_were_measured_may_spill():
+def test_only_the_widest_hopper_rows_may_spill():
     for architecture, itemsize, size in itertools.product(ARCHITECTURES, (2, 4), SIZES):
         spilling = [n for n in WIDTHS if backward_config(n, itemsize, architecture, size).spills]
         assert all(architecture == 90 and n > 12288 for n in spilling)

@@ -41,7 +41,7 @@ def one_width_per_config(configure, itemsize: int) -> list[int]:
 
 
 def forward_configs(itemsize: int, widest: int = 65536) -> list[tuple[Config, int]]:
-    """Of all sizes, each with the widest row whose last tile is cut off, or else with the widest."""
+    """Of all sizes, each with the widest row whose last tile is cut off, or else with the first."""
     widths = {}
     for n in (*range(1, min(33100, widest + 1)), widest):  # beyond 32768: chunks, teams
         for config in (forward_config(n, itemsize, 90), few_forward_config(n, itemsize, 90)):
@@ -53,14 +53,22 @@ def forward_configs(itemsize: int, widest: int = 65536) -> list[tuple[Config, in
 # A weight of x's dtype is awaited together with x, one of another dtype is not.
 @pytest.mark.parametrize(
     ("config", "n", "weight"),
-    [(*each, BF16) for each in forward_configs(2)] + [(*each, FP32) for each in forward_configs(2, 4096)],
+    [(*each, BF16) for each in forward_configs(2)]
+    + [(*each, FP32) for each in forward_configs(2, 4096)]
+    + [(few_forward_config(n, 2, 90), n, FP32) for n in (7152, 18416, 24560)],
 )
 def test_forward_of_every_config(config, n, weight):
     inputs = make_inputs(5, n, BF16, weight, offset=1.0, device=CPU)
     assert_within(expected_results(inputs), **run_forward(inputs, config))
 
 
-@pytest.mark.parametrize(("config", "n"), forward_configs(4, 4096))
+@pytest.mark.parametrize(
+    ("config", "n"),
+    [
+        *forward_configs(4, 4096),
+        *((few_forward_config(n, 4, 90), n) for n in (8188, 14320, 16368, 24560, 28672, 32752, 32784)),
+    ],
+)
 def test_forward_of_float32(config, n):
     inputs = make_inputs(5, n, FP32, FP32, offset=1.0, device=CPU)
     assert_within(expected_results(inputs), **run_forward(inputs, config))

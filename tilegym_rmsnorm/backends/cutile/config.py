@@ -161,8 +161,8 @@ def _few_rows_config(n: int, itemsize: int) -> Config:
 def widest_backward_row(n: int, itemsize: int, architecture: int) -> int:
     """Elements of the widest row of n's kind of which a block's registers hold x, dy, weight and the sum of dw.
 
-    On sm_90 a kernel that spills a little was measured to win (`spills` of hopper.Rule), elsewhere none may. Unaligned
-    rows need registers for addresses.
+    On sm_90 a kernel that spills a little is kept (`spills` of hopper.Rule says why), elsewhere none may spill.
+    Unaligned rows need registers for addresses.
     """
     if not _is_aligned(n, itemsize):
         return 8192
