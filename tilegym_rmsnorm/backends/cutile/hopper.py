@@ -35,7 +35,7 @@ class Rule(NamedTuple):
 # Up to how many elements: kernel, rows, warps, blocks an SM, latency
 _NARROWEST = Rule(32, "tiles", 64, 4, 4, 4, together=True)  # as many rows as before `together`
 # Above 24576 few rows, and others on a GPU too small for a team. Before in one tile: one H100, float16 16x32768 4.55 ->
-# 4.01, 2x32768 4.39 -> 3.62, 128x32768 8.36 -> 8.35
+# 4.01, 2x32768 4.39 -> 3.62, 128x32768 8.36 -> 8.35, bfloat16 16x28672 4.54 -> 3.99, 128x28672 7.67 -> 7.88
 _WIDEST_HALF = Rule(32768, "rows", 1, 8, 1, 4, piece=4096, together=True, packed=True)
 _BY_TWO = (
     "8 bytes where the last tile is cut off; 32 beside a float32 weight, with which 4096x24576 takes 143.9 us on an "
@@ -64,15 +64,15 @@ FORWARD_HALF = (
     Rule(9216, "rows", 1, 8, 4, 4, piece=1024, together=True, packed=True),
     Rule(10240, "rows", 1, 8, 3, 4, piece=2048, together=True),  # 8192x10240: 83.0 -> 80.5
     Rule(14336, "rows", 1, 8, 3, 4, piece=2048, together=True, packed=True),  # 8192x14336: 119.7 -> 113.8
-    # not packed 8192x16384 takes 129.7 instead of 133.9, but 40 to 104 bytes of stack where the last tile is cut off
-    Rule(18432, "rows", 1, 8, 2, 4, piece=2048, early_weight=True, packed=True),
+    # one H100, packed and with an early weight, then this: 4096x14848: 82.2 -> 82.0, 2048x17408: 49.6 -> 49.4
+    Rule(18432, "rows", 1, 8, 2, 4, piece=2048, together=True),
     # 4096x20480: 98.1 -> 82.8
     Rule(24576, "rows", 1, 8, 2, 4, piece=4096, together=True, packed=True, spills=_BY_TWO),
     _WIDEST_HALF,
 )
-_ONE_TILE = (
-    "2048x32768 reaches 2868 GB/s with 40 bytes of stack on an H100, in two tiles 2824; 176 "
-    "bytes where the last tile is cut off, which nobody timed"
+_EIGHT_TILES = (
+    "56 bytes where the last tile is cut off, else 40: 136x30720 takes 17.2 us on an H100, in one tile with 176 bytes "
+    "19.8; 128x32768 14.2 and 14.3"
 )
 FORWARD_FLOAT = (
     _NARROWEST,
@@ -96,8 +96,10 @@ FORWARD_FLOAT = (
     Rule(16384, "rows", 1, 8, 1, 4, piece=4096, early_weight=True),  # 4096x16384: 132.8 -> 131.0
     # above 16384 few rows, and others on a GPU too small for a team
     # 224x18432: 15.1 -> 11.8, 16x18432: 5.22 -> 3.58
+    # one H100, by one tile and by this: 186x22528: 18.4 -> 15.2, 16x22528: 5.67 -> 4.22, 157x26624: 19.2 -> 15.7
     Rule(28672, "rows", 1, 8, 1, 4, piece=4096, early_weight=True),
-    Rule(32768, "rows", 1, 8, 1, 4, early_weight=True, spills=_ONE_TILE),
+    # 16x30720: 6.52 -> 5.59, 2x32768: 5.35 -> 5.17
+    Rule(32768, "rows", 1, 8, 1, 4, piece=4096, early_weight=True, spills=_EIGHT_TILES),
 )
 # Of few rows, up to 2048 elements: 1024 of them a block. One H200, bfloat16 and float32, by the rule before `together`
 # and by 8 warps, x64: 1024 rows 1.86 -> 1.55, 1.85 -> 1.59, 16 rows 1.55 -> 1.37, 1.49 -> 1.38; x2048: 3.47 -> 3.37,
@@ -131,7 +133,6 @@ FORWARD_FEW_FLOAT = (
     Rule(16384, "rows", 1, 8, 1, 4, piece=2048, together=True),
     *(rule for rule in FORWARD_FLOAT if rule.up_to > 16384),
 )
-_CUT_OFF = "where the last tile is cut off 96 bytes, which nobody timed; 16384 columns have none"
 BACKWARD_HALF = (
     Rule(64, "tiles", 128, 8, 1, 2, tma=True),  # 524288x64: 2742
     Rule(128, "tiles", 16, 8, 3, 1),  # 524288x128: 2813, 131072x128: 2430, with the sum of dw
@@ -150,7 +151,9 @@ BACKWARD_HALF = (
     Rule(8192, "rows", 1, 8, 1, 4, short=True),  # 8192x8192: 2784
     Rule(10240, "rows", 1, 8, 1, 8, split=True, short=True),
     Rule(12288, "tiles", 1, 8, 1, 2, piece=4096, tma=True),  # 5456x12288: 2896 with the sum of dw
-    Rule(16384, "rows", 1, 8, 1, 4, short=True, spills=_CUT_OFF),  # 4096x16384: 2758
+    # us, bfloat16, before by one tile cut off, which spilled: 4096x14336: 158.4 -> 130.8, 4096x15360: 161.6 -> 137.2
+    Rule(16383, "rows", 1, 8, 1, 4, piece=4096),
+    Rule(16384, "rows", 1, 8, 1, 4, short=True),  # 4096x16384: 2758
 )
 _ONE_ROW = (
     "4096x16384 reaches 2754 GB/s, 92 % of the copy, with 56 bytes of stack on an H100; 112 bytes "
