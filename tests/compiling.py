@@ -41,6 +41,7 @@ TILE_DTYPE = {
     torch.float32: ct.float32,
     torch.int32: ct.int32,
 }
+WIDEST = 50000  # columns; beyond it the configs stay the same, but for teams of more members
 
 
 class Compiled(NamedTuple):
@@ -126,6 +127,19 @@ class CompilingMachine:
             registers, stack = resource_usage(cubin)
             lacking = lacking_registers(cubin, registers, config.warps)
             return Compiled(function.__name__, config, registers, stack, lacking), cubin.read_bytes()
+
+
+def assert_sound(machine: CompilingMachine, most_stack: int = 0) -> None:
+    """No kernel waits for registers, and none spills more bytes than that, unless its config says why."""
+    assert_ends(machine)
+    spilling = [each for each in machine.results if each.stack > most_stack and not each.config.spills]
+    assert not spilling, f"sm_{machine.architecture}: registers spill to local memory: {spilling}"
+
+
+def assert_ends(machine: CompilingMachine) -> None:
+    assert machine.results
+    waiting = [result for result in machine.results if result.lacking > 0]
+    assert not waiting, f"sm_{machine.architecture}: warps wait forever for registers: {waiting}"
 
 
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:

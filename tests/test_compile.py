@@ -24,7 +24,16 @@ from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.sizes import partial_rows, size_class
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from compiling import CompilingMachine, find_cuobjdump, run_backward, run_forward, sampled  # noqa: E402
+from compiling import (  # noqa: E402
+    WIDEST,
+    CompilingMachine,
+    assert_ends,
+    assert_sound,
+    find_cuobjdump,
+    run_backward,
+    run_forward,
+    sampled,
+)
 
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.search import rows_of  # noqa: E402
@@ -39,7 +48,6 @@ few_rows_config = functools.partial(backward_config, size="few")
 dx_config = functools.partial(backward_config, has_dw=False)
 few_dx_config = functools.partial(backward_config, size="few", has_dw=False)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-WIDEST = 50000  # beyond it the configs stay the same, but for teams of more members
 TIMED_STACK = 24  # bytes that a table's config may spill: H200, float32 18432; bfloat16 16384 takes 8
 SIBLINGS = (86, 89, 103)  # have the rules of sm_80 and sm_100
 
@@ -69,19 +77,6 @@ def widths_of_configs(
 
 def run_dx(machine, config, n, dtype, weight_dtype, m=4096):
     run_backward(machine, config, n, dtype, weight_dtype, has_dw=False, m=m)
-
-
-def assert_sound(machine: CompilingMachine, most_stack: int = 0) -> None:
-    """No kernel waits for registers, and none spills more bytes than that, unless its config says why."""
-    assert_ends(machine)
-    spilling = [each for each in machine.results if each.stack > most_stack and not each.config.spills]
-    assert not spilling, f"sm_{machine.architecture}: registers spill to local memory: {spilling}"
-
-
-def assert_ends(machine: CompilingMachine) -> None:
-    assert machine.results
-    waiting = [result for result in machine.results if result.lacking > 0]
-    assert not waiting, f"sm_{machine.architecture}: warps wait forever for registers: {waiting}"
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
@@ -255,21 +250,22 @@ def test_a_backward_sums_by_the_config_for_its_kernel_and_architecture(architect
 @pytest.mark.parametrize("weight_dtype", [BF16, FP32])
 @pytest.mark.parametrize("n", [128, 2048, 4096, 5000, 40000, 65536])
 def test_batch_sizes_and_eps_compile_nothing_new(n, weight_dtype):
-    """In each size class one compilation for each class of M and of P that cuda-tile tells apart: 1, multiples of 16,
-    others."""
+    """Of each config, which a size class has alone or shares, one compilation for each class of M and of P that
+    cuda-tile tells apart: 1, multiples of 16, others."""
     counting = CompilingMachine(90, compiles=False)
-    classes = set()
+    forwards, backwards, sums = set(), set(), set()
     for m in (1, 2, 16, 100, 128, 1000, 4096, 5000, 65536, 131072, 524288):
         size = size_class(m, n)
-        config = backward_config(n, 2, 90, size)
-        classes.add((size, alignment(m), alignment(partial_rows(m, n, config, counting.sm_count))))
+        forward, backward = forward_config(n, 2, 90, size), backward_config(n, 2, 90, size)
+        p = alignment(partial_rows(m, n, backward, counting.sm_count))
+        forwards.add((forward, alignment(m)))
+        backwards.add((backward, alignment(m), p))
+        sums.add((backward, p))
         for eps in (1e-6, 1e-5, 0.1):
-            run_forward(counting, forward_config(n, 2, 90, size), n, BF16, weight_dtype, m=m, eps=eps)
-            run_backward(counting, config, n, BF16, weight_dtype, m=m)
+            run_forward(counting, forward, n, BF16, weight_dtype, m=m, eps=eps)
+            run_backward(counting, backward, n, BF16, weight_dtype, m=m)
     for name, signatures in counting.symbols.items():
-        own = {"f": {(size, m) for size, m, _ in classes}, "s": {p for *_, p in classes}}.get(
-            name[0], classes
-        )
+        own = {"f": forwards, "s": sums}.get(name[0], backwards)
         assert len(signatures) <= len(own), f"{name}: {len(signatures)} compilations for {own}"
 
 

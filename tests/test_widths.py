@@ -30,6 +30,7 @@ FORWARDS = {
 }
 BACKWARDS = {
     "rows": Config("rows", 64, 4, 2, 4, rest=32),
+    "rows, equal tiles": Config("rows", 32, 4, 1, 4, pieces=3),
     "rows by TMA": Config("rows", 32, 4, 1, 4, pieces=3, tma=True),
     "tiles": Config("tiles", 32, 4, 2, 4, rows=4, pieces=3),
     "teams": Config("teams", 32, 4, 1, 1, members=3),

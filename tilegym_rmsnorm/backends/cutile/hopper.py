@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: MIT
 """The rules of config.py for sm_90, as measured: which kernel runs a row of up to so many elements, and how.
 
-The forward: one H200, of few rows also one H100; the backward: one H100 80GB HBM3, of some 2500 and 4000 kernels tried;
-driver 580.159, cuda-tile 1.7.0, tileiras 13.4.92, cold L2, CUDA graphs (bench/NOTES.md). A rule's comment gives shapes:
-in the forward microseconds by the rule of before, without `together`, and by this one; in the backward GB/s of
-compulsory bytes, which is, unless it says "with the sum of dw", the first kernel alone, from before its launch became
-dependent and its loop shorter (copy of that run: 2991); bench/results has the whole of today. A rule without a figure
-takes over from its neighbours. _HALF are rows of 2-byte elements, _FLOAT of 4-byte ones.
+The forward: one H200, or one H100 where a comment says so; the backward: one H100 80GB HBM3, of some 2500 and 4000
+kernels tried; driver 580.159, cuda-tile 1.7.0, tileiras 13.4.92, cold L2, CUDA graphs (bench/NOTES.md). A rule's
+comment gives shapes: in the forward microseconds by the rule of before, without `together`, and by this one; in the
+backward GB/s of compulsory bytes, which is, unless it says "with the sum of dw", the first kernel alone, from before
+its launch became dependent and its loop shorter (copy of that run: 2991); bench/results has the whole of today. A rule
+without a figure takes over from its neighbours. _HALF are rows of 2-byte elements, _FLOAT of 4-byte ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Rule(NamedTuple):
 # Up to how many elements: kernel, rows, warps, blocks an SM, latency
 _NARROWEST = Rule(32, "tiles", 64, 4, 4, 4, together=True)  # as many rows as before `together`
 # Above 24576 few rows, and others on a GPU too small for a team. Before in one tile: one H100, float16 16x32768 4.55 ->
-# 4.01, 2x32768 4.39 -> 3.62, 128x32768 8.36 -> 8.35, bfloat16 16x28672 4.54 -> 3.99, 128x28672 7.67 -> 7.88
+# 4.01, 2x32768 4.39 -> 3.62, 128x32768 8.36 -> 8.35, bfloat16 4.77 -> 4.36, 4.60 -> 4.03, but 8.36 -> 8.69
 _WIDEST_HALF = Rule(32768, "rows", 1, 8, 1, 4, piece=4096, together=True, packed=True)
 _BY_TWO = (
     "8 bytes where the last tile is cut off; 32 beside a float32 weight, with which 4096x24576 takes 143.9 us on an "
@@ -64,7 +64,8 @@ FORWARD_HALF = (
     Rule(9216, "rows", 1, 8, 4, 4, piece=1024, together=True, packed=True),
     Rule(10240, "rows", 1, 8, 3, 4, piece=2048, together=True),  # 8192x10240: 83.0 -> 80.5
     Rule(14336, "rows", 1, 8, 3, 4, piece=2048, together=True, packed=True),  # 8192x14336: 119.7 -> 113.8
-    # one H100, packed and with an early weight, then this: 4096x14848: 82.2 -> 82.0, 2048x17408: 49.6 -> 49.4
+    # one H100, of 2048 rows and more, packed with an early weight -> this: 4096x14848: 82.2 -> 82.0, 2048x17408:
+    # 49.6 -> 49.4. Beside a float32 weight 140 registers where nine tiles are cut off: then one block an SM, not two
     Rule(18432, "rows", 1, 8, 2, 4, piece=2048, together=True),
     # 4096x20480: 98.1 -> 82.8
     Rule(24576, "rows", 1, 8, 2, 4, piece=4096, together=True, packed=True, spills=_BY_TWO),
@@ -96,7 +97,10 @@ FORWARD_FLOAT = (
     Rule(16384, "rows", 1, 8, 1, 4, piece=4096, early_weight=True),  # 4096x16384: 132.8 -> 131.0
     # above 16384 few rows, and others on a GPU too small for a team
     # 224x18432: 15.1 -> 11.8, 16x18432: 5.22 -> 3.58
-    # one H100, by one tile and by this: 186x22528: 18.4 -> 15.2, 16x22528: 5.67 -> 4.22, 157x26624: 19.2 -> 15.7
+    Rule(20480, "rows", 1, 8, 1, 4, piece=4096, early_weight=True),
+    # from here on one H100, by one tile -> by this: 186x22528: 18.4 -> 14.9 (early 15.2), 16x22528: 5.67 -> 4.12 (4.22)
+    Rule(24576, "rows", 1, 8, 1, 4, piece=4096, together=True),
+    # 157x26624: 19.2 -> 15.7 (together 15.8), 16x26624: 6.11 -> 4.64 (4.64)
     Rule(28672, "rows", 1, 8, 1, 4, piece=4096, early_weight=True),
     # 16x30720: 6.52 -> 5.59, 2x32768: 5.35 -> 5.17
     Rule(32768, "rows", 1, 8, 1, 4, piece=4096, early_weight=True, spills=_EIGHT_TILES),
@@ -151,7 +155,8 @@ BACKWARD_HALF = (
     Rule(8192, "rows", 1, 8, 1, 4, short=True),  # 8192x8192: 2784
     Rule(10240, "rows", 1, 8, 1, 8, split=True, short=True),
     Rule(12288, "tiles", 1, 8, 1, 2, piece=4096, tma=True),  # 5456x12288: 2896 with the sum of dw
-    # us, bfloat16, before by one tile cut off, which spilled: 4096x14336: 158.4 -> 130.8, 4096x15360: 161.6 -> 137.2
+    # us, bfloat16, by one tile of 16384, cut off, which spilled -> by this: 4096x14336: 158.4 -> 130.8,
+    # 4096x15360: 161.6 -> 137.2
     Rule(16383, "rows", 1, 8, 1, 4, piece=4096),
     Rule(16384, "rows", 1, 8, 1, 4, short=True),  # 4096x16384: 2758
 )
