@@ -106,12 +106,13 @@ SWEEPS = {
         ),
         *(
             Sweep(
-                *("tiles", 336, 1024, rows_of_warps(warps, rows_each=(1,))),  # by two more of them spill
-                {"warps": (warps,), "occupancy": (1, 2), "latency": (2, 4), "tma": BOTH},
+                *("tiles", 336, widest, rows_of_warps(warps, rows_each=(1,))),  # by two more of them spill
+                {"warps": (warps,), "occupancy": occupancy, "latency": (2, 4), "tma": BOTH},
                 ("small", "large"),
                 tile_bytes=OF_A_WARP,
             )
-            for warps in (4, 8)
+            # 768 columns by 8 warps twice an SM spill
+            for warps, occupancy, widest in ((4, (1, 2), 1024), (8, (1,), 1024), (8, (2,), 767))
         ),
         Sweep(
             *("tiles", 2560, 18432, rows_of_equal_tiles),
