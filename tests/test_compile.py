@@ -6,6 +6,7 @@ widths up to WIDEST and some beyond: one at least of each kernel that serves the
 Hopper's and of the tables, and a larger sample of the others."""
 
 import functools
+from collections import defaultdict
 
 import helpers
 import pytest
@@ -251,22 +252,27 @@ def test_a_backward_sums_by_the_config_for_its_kernel_and_architecture(architect
 @pytest.mark.parametrize("n", [128, 2048, 4096, 5000, 40000, 65536])
 def test_batch_sizes_and_eps_compile_nothing_new(n, weight_dtype):
     """Of each config, which a size class has alone or shares, one compilation for each class of M and of P that
-    cuda-tile tells apart: 1, multiples of 16, others."""
-    counting = CompilingMachine(90, compiles=False)
-    forwards, backwards, sums = set(), set(), set()
+    cuda-tile tells apart: 1, multiples of 16, others. The sum of dw has a config of its own, and no M."""
+    symbols, expected = defaultdict(set), defaultdict(set)
     for m in (1, 2, 16, 100, 128, 1000, 4096, 5000, 65536, 131072, 524288):
         size = size_class(m, n)
         forward, backward = forward_config(n, 2, 90, size), backward_config(n, 2, 90, size)
-        p = alignment(partial_rows(m, n, backward, counting.sm_count))
-        forwards.add((forward, alignment(m)))
-        backwards.add((backward, alignment(m), p))
-        sums.add((backward, p))
+        counting = CompilingMachine(90, compiles=False)
         for eps in (1e-6, 1e-5, 0.1):
             run_forward(counting, forward, n, BF16, weight_dtype, m=m, eps=eps)
             run_backward(counting, backward, n, BF16, weight_dtype, m=m)
-    for name, signatures in counting.symbols.items():
-        own = {"f": forwards, "s": sums}.get(name[0], backwards)
-        assert len(signatures) <= len(own), f"{name}: {len(signatures)} compilations for {own}"
+        p = alignment(partial_rows(m, n, backward, counting.sm_count))
+        keys = {
+            "forward": (forward, alignment(m)),
+            "backward": (backward, alignment(m), p),
+            "sum": (sum_config(backward, n, 90), p),
+            "clear": (forward, backward, alignment(m), p),
+        }
+        for name, found in counting.symbols.items():
+            symbols[name] |= found
+            expected[name].add(keys[name.partition("_")[0]])
+    for name, found in symbols.items():
+        assert len(found) <= len(expected[name]), f"{name}: {len(found)} compilations for {expected[name]}"
 
 
 def alignment(extent: int) -> str:

@@ -111,8 +111,8 @@ SWEEPS = {
                 ("small", "large"),
                 tile_bytes=OF_A_WARP,
             )
-            # 768 columns by 8 warps twice an SM spill
-            for warps, occupancy, widest in ((4, (1, 2), 1024), (8, (1,), 1024), (8, (2,), 767))
+            # 641 columns and more spill by 8 warps twice an SM
+            for warps, occupancy, widest in ((4, (1, 2), 1024), (8, (1,), 1024), (8, (2,), 640))
         ),
         Sweep(
             *("tiles", 2560, 18432, rows_of_equal_tiles),
