@@ -5,8 +5,8 @@
 
 Its own timer records an event, calls, and records another, while the GPU empties its L2. A host that is slower than the
 GPU at that measures itself, and short kernels look alike. Its choices do differ from run to run: a forward of 131072x64
-took 13 us in some runs and 80 in others (NOTES.md). timer.py's CUDA graphs would not hold its launches, which
-go to the stream that was current before.
+took 13 us in some runs and 80 in others (NOTES.md). timer.py's CUDA graphs would not hold its launches, which go to
+the stream that was current before.
 """
 
 from __future__ import annotations

@@ -271,6 +271,14 @@ def find_nvdisasm() -> Path | None:
     return _find("nvdisasm")
 
 
+def skip_without_compiler() -> None:
+    """Skips a module of tests that compile and read what kernels use, where the tools for it are missing."""
+    if toolchain.find_tileiras() is None:
+        pytest.skip(f"tileiras is not installed ({toolchain.PIP_INSTALL})", allow_module_level=True)
+    if find_cuobjdump() is None:
+        pytest.skip("cuobjdump is not installed (pip install nvidia-cuda-cuobjdump)", allow_module_level=True)
+
+
 def skip_without_disassembler(is_module: bool = True) -> None:
     """Skips tests that read machine code, all of a module or the one that calls, where the tools for it are missing."""
     if toolchain.find_tileiras() is None or find_cuobjdump() is None or find_nvdisasm() is None:

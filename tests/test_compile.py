@@ -13,7 +13,6 @@ import pytest
 import torch
 from table_cases import shipped_configs
 
-from tilegym_rmsnorm.backends.cutile import toolchain
 from tilegym_rmsnorm.backends.cutile.config import (
     ARCHITECTURES,
     backward_config,
@@ -30,20 +29,17 @@ from compiling import (  # noqa: E402
     CompilingMachine,
     assert_ends,
     assert_sound,
-    find_cuobjdump,
     run_backward,
     run_forward,
     sampled,
+    skip_without_compiler,
 )
 
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.search import rows_of  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.tables import serves_dx_alone  # noqa: E402
 
-if toolchain.find_tileiras() is None:
-    pytest.skip(f"tileiras is not installed ({toolchain.PIP_INSTALL})", allow_module_level=True)
-if find_cuobjdump() is None:
-    pytest.skip("cuobjdump is not installed (pip install nvidia-cuda-cuobjdump)", allow_module_level=True)
+skip_without_compiler()
 
 few_rows_config = functools.partial(backward_config, size="few")
 dx_config = functools.partial(backward_config, has_dw=False)

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilegym_rmsnorm.backends.cutile import toolchain
 from tilegym_rmsnorm.backends.cutile.config import backward_config, forward_config
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
 
@@ -19,14 +18,13 @@ from compiling import (  # noqa: E402
     WIDEST,
     CompilingMachine,
     assert_sound,
-    find_cuobjdump,
     run_backward,
     run_forward,
     sampled,
+    skip_without_compiler,
 )
 
-if toolchain.find_tileiras() is None or find_cuobjdump() is None:
-    pytest.skip("needs tileiras and cuobjdump", allow_module_level=True)
+skip_without_compiler()
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

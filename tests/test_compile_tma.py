@@ -9,13 +9,11 @@ import pytest
 import torch
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from compiling import CompilingMachine, disassembled, find_cuobjdump, run_backward  # noqa: E402
+from compiling import CompilingMachine, disassembled, run_backward, skip_without_compiler  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile import toolchain  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
 
-if toolchain.find_tileiras() is None or find_cuobjdump() is None:
-    pytest.skip("needs tileiras and cuobjdump", allow_module_level=True)
+skip_without_compiler()
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Most of what the tables have.

@@ -66,7 +66,10 @@ def test_forward_of_every_config(config, n, weight):
     ("config", "n"),
     [
         *forward_configs(4, 4096),
-        *((few_forward_config(n, 4, 90), n) for n in (8188, 14320, 16368, 24560, 28672, 32752, 32784)),
+        *(
+            (few_forward_config(n, 4, 90), n)
+            for n in (8188, 14320, 16368, 20464, 24560, 28656, 28672, 32752, 32784)
+        ),
     ],
 )
 def test_forward_of_float32(config, n):
