@@ -66,7 +66,8 @@ def test_every_width_gets_a_config_that_holds_it(configure, architecture, itemsi
             assert config.lanes == last or config.lanes - last < n, "only the last tile is bounds-checked"
         assert not config.rest or config.kernel in ("rows", "fused"), config
         is_forward = configure in (forward_config, few_forward_config)
-        with_pieces = ("rows", "teams") if is_forward else ("rows", "teams", "tiles")
+        has_tiles = config.together or not is_forward
+        with_pieces = ("rows", "teams", "tiles") if has_tiles else ("rows", "teams")
         assert config.pieces == 1 or config.kernel in with_pieces, config
         packing = ("rows", "teams") if is_forward else ("rows",)
         assert not config.packed or (config.kernel in packing and itemsize == 2), config

@@ -104,11 +104,12 @@ def backward_config(
     _check(n, itemsize, architecture)
     if has_dw and size == "few" and n <= WIDEST_FUSED_ROW:
         return _few_rows_config(n, itemsize)
-    if architecture == 90 and _is_aligned(n, itemsize) and 16384 < n <= WIDEST_SLABBED_ROW:
-        is_wide = size != "few" or n * itemsize >= FEW_SHARED_BYTES
+    if architecture == 90 and _is_aligned(n, itemsize) and n <= WIDEST_SLABBED_ROW:
+        narrowest = 12289 if itemsize == 4 and has_dw and size == "large" else 16385
+        is_wide = n >= narrowest and (size != "few" or n * itemsize >= FEW_SHARED_BYTES)
         if is_wide and (config := backward_teams_config(n, itemsize, size, has_dw, most_members)) is not None:
             return config
-        if has_dw:
+        if has_dw and n > 16384:
             return slabs_config(n, itemsize)
     if n > widest_backward_row(n, itemsize, architecture):
         return strips_config(n, architecture) if has_dw else chunks_config(itemsize, architecture)

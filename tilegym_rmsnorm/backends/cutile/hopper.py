@@ -48,7 +48,9 @@ FORWARD_HALF = (
     Rule(256, "tiles", 8, 4, 4, 4, together=True),  # float16 524288x256: 141.7 -> 128.0
     Rule(512, "tiles", 8, 4, 4, 4, together=True),  # 131072x512: 66.1 -> 65.8, 262144x320: 102.2 -> 99.2
     Rule(1023, "tiles", 4, 4, 8, 4, together=True),  # 131072x768: 100.3 -> 100.4, 1040x768: 2.51 -> 2.35
-    Rule(1024, "tiles", 2, 4, 8, 2, together=True),  # 32768x1024: 34.0 -> 33.1
+    # by 2 rows in one tile each -> this, H200: float16 32768x1024 34.4 -> 33.6, 4096x1024 6.99 -> 5.15, bfloat16 33.1
+    # -> 33.6, 5.45 -> 5.20; H100: 47.5 -> 46.2, 8.20 -> 6.66, bfloat16 46.2 -> 46.2, 6.94 -> 6.67
+    Rule(1024, "tiles", 4, 4, 8, 2, piece=128, together=True),
     # 65536x1280: 115.9 -> 82.6, x1536: 121.1 -> 95.9
     Rule(1536, "rows", 1, 4, 6, 4, piece=512, together=True),
     Rule(2048, "rows", 1, 4, 4, 4, early_weight=True),  # float16 16384x2048: 38.2 -> 33.1
@@ -96,13 +98,10 @@ FORWARD_FLOAT = (
     Rule(14336, "rows", 1, 8, 2, 4, piece=2048, together=True),
     Rule(16384, "rows", 1, 8, 1, 4, piece=4096, early_weight=True),  # 4096x16384: 132.8 -> 131.0
     # above 16384 few rows, and others on a GPU too small for a team
-    # 224x18432: 15.1 -> 11.8, 16x18432: 5.22 -> 3.58
-    Rule(20480, "rows", 1, 8, 1, 4, piece=4096, early_weight=True),
-    # from here on one H100, by one tile -> by this: 186x22528: 18.4 -> 14.9 (early 15.2), 16x22528: 5.67 -> 4.12 (4.22)
-    Rule(24576, "rows", 1, 8, 1, 4, piece=4096, together=True),
-    # 157x26624: 19.2 -> 15.7 (together 15.8), 16x26624: 6.11 -> 4.64 (4.64)
-    Rule(28672, "rows", 1, 8, 1, 4, piece=4096, early_weight=True),
-    # 16x30720: 6.52 -> 5.59, 2x32768: 5.35 -> 5.17
+    # by an early weight -> this, H200: 227x18432 11.79 -> 11.53, 16x22528 4.13 -> 4.01, 157x26624 13.07 -> 13.05; H100:
+    # 14.54 -> 14.33, 4.28 -> 4.23, 15.63 -> 15.60; in one tile 19.2, of 186x22528 18.4, by this 14.6
+    Rule(28672, "rows", 1, 8, 1, 4, piece=4096, together=True),
+    # one H100, in one tile -> this: 16x30720: 6.52 -> 5.59, 2x32768: 5.35 -> 5.17
     Rule(32768, "rows", 1, 8, 1, 4, piece=4096, early_weight=True, spills=_EIGHT_TILES),
 )
 # Of few rows, up to 2048 elements: 1024 of them a block. One H200, bfloat16 and float32, by the rule before `together`
@@ -155,14 +154,14 @@ BACKWARD_HALF = (
     Rule(8192, "rows", 1, 8, 1, 4, short=True),  # 8192x8192: 2784
     Rule(10240, "rows", 1, 8, 1, 8, split=True, short=True),
     Rule(12288, "tiles", 1, 8, 1, 2, piece=4096, tma=True),  # 5456x12288: 2896 with the sum of dw
-    # us, bfloat16, by one tile of 16384, cut off, which spilled -> by this: 4096x14336: 158.4 -> 130.8,
-    # 4096x15360: 161.6 -> 137.2
-    Rule(16383, "rows", 1, 8, 1, 4, piece=4096),
+    # us, bfloat16, by gathers of tiles of 4096 -> this, H200: 4096x14336 109.3 -> 91.6, 4096x15360 112.8 -> 99.5; H100:
+    # 130.7 -> 133.4, 137.1 -> 146.1 (by 72 % of the blocks 126.0, 136.4); one tile of 16384, cut off: 160.3, 166.8
+    Rule(16383, "rows", 1, 8, 1, 4, piece=2048, tma=True),
     Rule(16384, "rows", 1, 8, 1, 4, short=True),  # 4096x16384: 2758
 )
 _ONE_ROW = (
-    "4096x16384 reaches 2754 GB/s, 92 % of the copy, with 56 bytes of stack on an H100; 112 bytes "
-    "where the last tile is cut off, which nobody timed"
+    "4096x16384 reaches 2754 GB/s, 92 % of the copy, with 56 bytes of stack on an H100; 112 bytes where the last tile "
+    "is cut off: 4096x16368 310.3 us there, in tiles of 2048, with 80 bytes, 307.3"
 )
 BACKWARD_FLOAT = (
     Rule(64, "tiles", 32, 4, 1, 2, tma=True),
@@ -180,5 +179,9 @@ BACKWARD_FLOAT = (
     Rule(6144, "tiles", 1, 4, 1, 4, piece=1024, tma=True),  # 2944
     Rule(8192, "rows", 1, 8, 1, 4),  # 2835, 7168: 2910
     Rule(12288, "rows", 1, 8, 1, 4, piece=2048),  # 2921
-    Rule(16384, "rows", 1, 8, 1, 8, spills=_ONE_ROW),  # 2750, by teams 2905 (a table's)
+    # from here on dx alone, and large calls with dw on a GPU too small for a team (wide.py); us with dw, by one tile of
+    # 16384, cut off -> this: 4096x14336 H100 284.5 -> 256.7, H200 218.3 -> 182.2; 4096x12304 243.9 -> 229.9, 194.3 ->
+    # 154.8
+    Rule(14336, "rows", 1, 8, 1, 4, piece=2048),
+    Rule(16384, "rows", 1, 8, 1, 8, spills=_ONE_ROW),
 )
