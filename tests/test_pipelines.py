@@ -26,7 +26,7 @@ from compiling import (  # noqa: E402
 from control_flow import loops  # noqa: E402
 from pipelines import overwritten  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile.config import backward_config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.config import backward_config, beside_float32_config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.rows import ConstBool, ConstInt, load_gradient_tiles  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.tables import RULES  # noqa: E402
@@ -129,6 +129,17 @@ def test_the_next_row_is_asked_for_before_this_one_is_summed(dtype, n, config, n
     ]
     used = next(i for i, line in enumerate(workers) if i > load and re.search(rf"\b{rstd}\b", line))
     assert load < sums[0] and used > max(i for i, line in enumerate(workers) if "FFMA" in line)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_no_backward_beside_a_float32_weight_overwrites_tiles_in_use(dtype, tmp_path):
+    widths = {beside_float32_config("backward", n, 2, 90, "large"): n for n in range(8, 8193, 8)}
+    cases = [(config, n) for config, n in widths.items() if config is not None]
+    cases += [(backward_config(n, 2, 90), n) for n in (10240, 14336, 16368)]
+    for config, n in cases:
+        for name, code in code_of_call(tmp_path, "backward", config, n, dtype, FP32).items():
+            assert not overwritten(code), (name, config, n)
+    assert len(cases) > 5 and all(config.tma for config, _ in cases)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -17,6 +17,7 @@ from tilegym_rmsnorm.backends.cutile.candidates import candidates
 from tilegym_rmsnorm.backends.cutile.config import (
     ARCHITECTURES,
     backward_config,
+    beside_float32_config,
     forward_config,
     row_partials_config,
 )
@@ -88,6 +89,24 @@ def test_an_entry_serves_its_own_bucket_only(folders):
         itemsize = tables.ITEMSIZE[bucket.dtype]
         assert chosen(bucket) == backward_config(bucket.n, itemsize, 90, bucket.size), change
     assert chosen(BUCKET._replace(op="forward")) == forward_config(4096, 2, 90)
+
+
+def test_an_entry_does_not_serve_16_bit_rows_beside_a_float32_weight_that_have_rules(folders):
+    """It was timed beside a weight of x's dtype: on an H200 8192x7168 took 151.5 us so, by the rules 100.3."""
+    half, single = torch.bfloat16, torch.float32
+    entries = {"forward": Config("rows", 8192, 8, 2, 4), "backward": Config("rows", 8192, 8, 1, 8)}
+    for op, config in entries.items():
+        for dtype in ("bfloat16", "float32"):
+            tables.update(folders[0], TARGET, {Bucket(op, 7168, dtype, "large"): Entry(config, ())})
+
+        def kernel(dtype, weight_dtype=None, op=op, n=7168):
+            return without_reason(tables.chosen_config(op, MACHINE, n, dtype, "large", weight_dtype))
+
+        assert kernel(half) == kernel(half, half) == config != kernel(half, single)
+        assert kernel(torch.float16, single) == kernel(half, single)
+        assert kernel(single, single) == kernel(single) == config
+        for n in (1000, 1024):  # have no such rules
+            assert kernel(half, single, n=n) == kernel(half, n=n)
 
 
 @pytest.mark.parametrize("change", [{"gpu": "NVIDIA H200"}, {"cuda_tile": "1.8.0"}, {"tileiras": "13.5.37"}])
@@ -163,9 +182,9 @@ def test_launch_asks_for_the_size_class_and_keeps_one_choice_for_all_its_batch_s
     monkeypatch.setattr(sizes, "SMALL", 10 * 64)
     asked = []
 
-    def spied(op, machine, n, dtype, size):
+    def spied(op, machine, n, dtype, size, weight_dtype):
         asked.append((op, n, size))
-        return tables.chosen_config(op, machine, n, dtype, size)
+        return tables.chosen_config(op, machine, n, dtype, size, weight_dtype)
 
     monkeypatch.setattr(launch, "chosen_config", spied)
     bucket = Bucket("forward", 64, "float32", "large")
@@ -214,8 +233,10 @@ def test_what_the_rules_choose_would_be_accepted_from_a_table(architecture):
         for n in (1, 7, 64, 100, 1000, 2880, 4096, 4097, 5120, 12288, 18432, 20000, 40000, 131072):
             for size in (each for each in SIZES if rows_of_class(each, n)):
                 for op, rule in tables.RULES.items():
-                    config = rule(n, itemsize, architecture, size)
-                    tables.check_config(config, Bucket(op, n, dtype, size), architecture)
+                    beside_float32 = beside_float32_config(op, n, itemsize, architecture, size)
+                    for config in (rule(n, itemsize, architecture, size), beside_float32):
+                        if config is not None:
+                            tables.check_config(config, Bucket(op, n, dtype, size), architecture)
 
 
 @pytest.mark.parametrize("path", sorted(tables.SHIPPED_FOLDER.glob("*.json")), ids=lambda path: path.stem)

@@ -81,7 +81,7 @@ UNFIT = {
     "pieces of a forward's tiles": stored(
         op="forward", config_kernel="tiles", config_short=False, config_width=2048, config_pieces=2
     ),
-    "too many pieces": stored(config_width=128, config_pieces=32),
+    "too many pieces": stored(config_width=64, config_pieces=64),
     "packed tiles": stored(config_kernel="tiles", config_short=False, config_packed=True),
     "packed float32": stored(config_packed=True, dtype="float32"),
     "packed teams of a backward": stored(

@@ -11,6 +11,7 @@ import pytest
 from cutile_runs import run_forward
 from helpers import BF16, FP16, FP32, assert_within, expected_results, make_inputs
 
+from tilegym_rmsnorm.backends.cutile.config import beside_float32_config, forward_config
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
@@ -166,3 +167,16 @@ def test_teams_ask_for_the_weight_before_any_sum(n, dtype, config, tmp_path):
     for code, is_late in ((together, False), (late, True)):
         loads, sums = places(LOAD, code), places(SUMMED, code)
         assert any(min(loads) < each < max(loads) for each in sums) is is_late
+
+
+@pytest.mark.parametrize("n", [2048, 4096, 14336, 20480])
+def test_a_float32_weight_comes_to_the_threads_that_need_it(n, tmp_path):
+    """Beside x of 16 bits, in tiles of which a thread has four elements, 16 bytes of the weight. In the rules' tiles of
+    eight it goes through shared memory."""
+    skip_without_disassembler(is_module=False)
+    own, rule = beside_float32_config("forward", n, 2, 90, "large"), forward_config(n, 2, 90)
+    through_memory = {}
+    for config in (own, rule):
+        code = code_of_call(tmp_path, "forward", config, n, BF16, FP32)["forward_rows"]
+        through_memory[config] = sum("STS.128" in line or "LDS.128" in line for line in code)
+    assert through_memory[own] == 0 < through_memory[rule]

@@ -24,6 +24,7 @@ from tilegym_rmsnorm.backends.cutile.wide import (
     WIDEST_SLABBED_ROW,
     backward_teams_config,
     chunks_config,
+    forward_teams_beside_float32,
     forward_teams_config,
     slabs_config,
     strips_config,
@@ -64,7 +65,7 @@ def forward_config(
             table = hopper.FORWARD_FEW_HALF if itemsize == 2 else hopper.FORWARD_FEW_FLOAT
         else:
             table = hopper.FORWARD_HALF if itemsize == 2 else hopper.FORWARD_FLOAT
-        return _from_table("forward", n, itemsize, table)
+        return _from_table(n, itemsize, table)
     if n <= 512:
         rows = min(256, max(2048, 64 * min(width, 64)) // width)
         # With 8 blocks tileiras keeps to 32 registers a thread: sm_100 and later spill then, and where N is no multiple
@@ -115,7 +116,7 @@ def backward_config(
         return strips_config(n, architecture) if has_dw else chunks_config(itemsize, architecture)
     if architecture == 90 and _is_aligned(n, itemsize):
         table = hopper.BACKWARD_HALF if itemsize == 2 else hopper.BACKWARD_FLOAT
-        return _from_table("backward", n, itemsize, table)
+        return _from_table(n, itemsize, table)
     width, rest = two_tiles(n)
     row_bytes = n * itemsize
     if row_bytes <= 2048:
@@ -130,6 +131,26 @@ def backward_config(
         # As one tile it spills on sm_100 and later.
         width, rest = 8192, 8192
     return Config("rows", width, 8, 1, 4, rest, reason="one block has all registers of an SM")
+
+
+def beside_float32_config(
+    op: str, n: int, itemsize: int, architecture: int, size: str, most_members: int = MOST_MEMBERS
+) -> Config | None:
+    """What serves rows of 2-byte elements beside a float32 weight; None: what serves them beside one of x's dtype.
+
+    op: one of tables.RULES. Measured on sm_90 alone, where tiles that suit a weight of 2 bytes took up to 1.5 times as
+    long beside one of 4 (H200, 2048x32768: 103.6 us instead of 70.0).
+    """
+    if itemsize != 2 or architecture != 90 or not _is_aligned(n, itemsize):
+        return None
+    if op == "forward" and n > WIDEST_FORWARD_ROW:
+        return forward_teams_beside_float32(n, most_members)
+    if op == "forward":
+        table = hopper.FORWARD_FEW_BESIDE_FLOAT if size == "few" else hopper.FORWARD_BESIDE_FLOAT
+    else:
+        table = hopper.BACKWARD_BESIDE_FLOAT if op == "backward" and size == "large" else ()
+    rule = next((rule for rule in table if n <= rule.up_to), None)
+    return _from_table(n, itemsize, (rule,)) if rule and rule.kernel else None
 
 
 def _few_rows_config(n: int, itemsize: int) -> Config:
@@ -221,20 +242,15 @@ def uses_dependent_launch(architecture: int) -> bool:
     return architecture >= 90
 
 
-def _from_table(op: str, n: int, itemsize: int, table: tuple[hopper.Rule, ...]) -> Config:
+def _from_table(n: int, itemsize: int, table: tuple[hopper.Rule, ...]) -> Config:
     rule = next(rule for rule in table if n <= rule.up_to)
-    latency = rule.latency
-    if op == "backward" and n > 8192 and n % 16 != 0:
-        # Two bytes an element, up to 10240: others have 4 or less. bfloat16 4096x10008: 104.6 us by 4, 133.3 by 8, one
-        # H100, cuda-tile 1.7.0, tileiras 13.4.92
-        latency = min(latency, 4)
     width, rest = two_tiles(n) if rule.split else (rule.piece or power_of_two(n), 0)
     return Config(
         rule.kernel,
         width,
         rule.warps,
         rule.occupancy,
-        latency,
+        rule.latency,
         rest,
         rule.rows,
         tma=rule.tma,

@@ -113,7 +113,7 @@ def forward_rows(
     same, and the signal too. TOGETHER leaves it no choice (`weights.awaited_together`), and gives the signal first. A
     weight of another dtype than x is written beside x, but not awaited: float32 beside x of 16 bits would take twice
     the registers, which rows of many blocks an SM do not have (14336 columns: 128 bytes a thread spilled). So it is
-    mostly loaded behind the sum all the same (read: all of it from 3840 columns on, but for 8192 and 9216).
+    mostly loaded behind the sum all the same; hopper.py has rules of its own for it, mostly with EARLY_WEIGHT.
     """
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
     tcolumns = column_tiles(WIDTH, PIECES, REST)

@@ -136,6 +136,65 @@ FORWARD_FEW_FLOAT = (
     Rule(16384, "rows", 1, 8, 1, 4, piece=2048, together=True),
     *(rule for rule in FORWARD_FLOAT if rule.up_to > 16384),
 )
+
+
+def _same(up_to: int) -> Rule:
+    """Rows of up to so many elements take what they take beside a weight of x's dtype."""
+    return Rule(up_to, kernel="", rows=0, warps=0, occupancy=0, latency=0)
+
+
+# Rows of 2-byte elements beside a float32 weight. They come before a table's entries, which were timed beside a weight
+# of x's dtype. In tiles of 128 columns a warp each thread has four elements, 16 bytes of the weight, and loads what it
+# multiplies by; in wider ones the weight goes through shared memory (tests/test_weights.py). us, bfloat16, by the
+# config beside a weight of x's dtype -> by this, in brackets that one beside such a weight. Widths between those were
+# not timed.
+_CUT_OFF = "8 or 16 bytes where the last tile is cut off, which was not timed"
+FORWARD_BESIDE_FLOAT = (
+    _same(1024),
+    # 32768x2048: H200 73.9 -> 65.4 (65.5), H100 95.6 -> 90.5 (90.4); 16384x4096: 75.1 -> 64.9 (65.1), 97.0 -> 90.4
+    # (90.5)
+    Rule(4096, "rows", 1, 4, 4, 4, piece=512, early_weight=True, packed=True),
+    # 8192x7168: H200 69.5 -> 56.8 (57.2); 10922x6144: H100 92.0 -> 90.2 (90.5)
+    Rule(8192, "rows", 1, 8, 4, 4, piece=1024, early_weight=True, packed=True),
+    # 4096x12288: H200 61.8 -> 49.6 (49.7); 5461x12288: H100 97.9 -> 90.7 (90.6)
+    Rule(12288, "rows", 1, 8, 3, 4, piece=1024, early_weight=True, packed=True, spills=_CUT_OFF),
+    # 4096x16384: H200 84.4 -> 66.9 (66.9), H100 98.1 -> 90.5 (90.6); 3276x20480: 101.5 -> 67.0 (67.3), 117.7 -> 91.3
+    # (91.2)
+    Rule(20480, "rows", 1, 8, 2, 4, piece=1024, early_weight=True, packed=True, spills=_CUT_OFF),
+    # 2048x24576: H200 73.9 -> 64.2 (51.7); 2730x24576: H100 111.0 -> 96.5 (91.6); 2048x32768: 103.6 -> 80.0 (70.0),
+    # 119.6 -> 93.1 (92.9)
+    Rule(32768, "rows", 1, 8, 1, 4, piece=1024, early_weight=True, packed=True, spills=_CUT_OFF),
+)
+FORWARD_FEW_BESIDE_FLOAT = (
+    _same(512),
+    # 1024x1024: H200 3.71 -> 2.46 (2.48), H100 4.01 -> 2.80 (2.77); 16x1024: H100 2.04 -> 1.55 (1.53)
+    Rule(1024, "tiles", 2, 4, 8, 2, piece=512, together=True),
+    # 1024x2048: H200 4.52 -> 3.44 (3.36), H100 5.14 -> 4.15 (4.05); 128x4096: H100 2.29 -> 2.33 (2.28)
+    Rule(4096, "rows", 1, 4, 4, 4, piece=512, early_weight=True, packed=True),
+    _same(8192),  # has tiles of 1024: 128x7168 2.64 (2.69) on an H200
+    # 256x16384: H100 9.09 -> 7.93 (7.29), 16x16384: 3.72 -> 2.88 (2.73); 128x12288: H200 4.32 -> 3.90 (3.67)
+    Rule(16384, "rows", 1, 8, 2, 4, piece=1024, together=True, packed=True),
+    # 128x20480: H200 6.74 -> 5.48 (5.11)
+    Rule(24576, "rows", 1, 8, 1, 4, piece=1024, together=True, packed=True),
+    _same(32768),
+)
+_BY_TILES = (
+    "16 bytes, in float16 8: 8192x7168 takes 124.6 us on an H100, in tiles of 2048 by TMA without stack 130.9"
+)
+BACKWARD_BESIDE_FLOAT = (
+    _same(4608),
+    # 16384x5120: H100 260.5 -> 179.0 (170.9), H200 the same config as beside a weight of x's dtype, 124.1 (124.4)
+    Rule(5120, "rows", 1, 4, 2, 4, piece=1024, tma=True),
+    _same(6144),
+    # 8192x7168: H200 151.5 -> 100.3 (86.8), H100 the same config, 124.6 (124.3)
+    Rule(7168, "tiles", 2, 8, 1, 4, tma=True, spills=_BY_TILES),
+    # 8192x8192: H200 163.0 -> 114.2 (99.4), but H100 137.1 -> 143.5 (137.8)
+    Rule(8192, "rows", 1, 8, 1, 4, piece=2048, tma=True),
+)
+_EIGHT_BY_TMA = (
+    "16 bytes where the last tile is cut off: 4096x15360 takes 99.5 us on an H200, by gathers without stack 112.8; "
+    "160 beside a float32 weight, which was not timed"
+)
 BACKWARD_HALF = (
     Rule(64, "tiles", 128, 8, 1, 2, tma=True),  # 524288x64: 2742
     Rule(128, "tiles", 16, 8, 3, 1),  # 524288x128: 2813, 131072x128: 2430, with the sum of dw
@@ -152,11 +211,14 @@ BACKWARD_HALF = (
     Rule(6144, "rows", 1, 8, 1, 8, piece=2048),  # 10912x6144: 2939 with the sum of dw
     Rule(7168, "tiles", 2, 8, 1, 4, tma=True),  # 8192x7168: 2805
     Rule(8192, "rows", 1, 8, 1, 4, short=True),  # 8192x8192: 2784
-    Rule(10240, "rows", 1, 8, 1, 8, split=True, short=True),
+    # us with the sum of dw, by tiles of 8192 and 2048, gathered -> this: 4096x9216 H100 87.5 -> 82.2, H200 74.6 ->
+    # 65.6, 4096x10240 125.3 -> 89.9, 112.3 -> 68.6
+    Rule(10240, "rows", 1, 8, 1, 4, piece=2048, tma=True),
     Rule(12288, "tiles", 1, 8, 1, 2, piece=4096, tma=True),  # 5456x12288: 2896 with the sum of dw
     # us, bfloat16, by gathers of tiles of 4096 -> this, H200: 4096x14336 109.3 -> 91.6, 4096x15360 112.8 -> 99.5; H100:
     # 130.7 -> 133.4, 137.1 -> 146.1 (by 72 % of the blocks 126.0, 136.4); one tile of 16384, cut off: 160.3, 166.8
-    Rule(16383, "rows", 1, 8, 1, 4, piece=2048, tma=True),
+    Rule(14336, "rows", 1, 8, 1, 4, piece=2048, tma=True),
+    Rule(16383, "rows", 1, 8, 1, 4, piece=2048, tma=True, spills=_EIGHT_BY_TMA),
     Rule(16384, "rows", 1, 8, 1, 4, short=True),  # 4096x16384: 2758
 )
 _ONE_ROW = (

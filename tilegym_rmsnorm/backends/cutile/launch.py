@@ -43,7 +43,8 @@ def rms_norm_forward(
 ) -> tuple[Tensor, Tensor]:
     """y (M, N) of x's dtype and rstd (M,), float32. x (M, N) with any row stride; `unusable` has refused a bias."""
     m, n = x.shape
-    run = _forward(x.device, n, x.dtype, weight is not None, casting == "llama", size_class(m, n))
+    weight_dtype = None if weight is None else weight.dtype
+    run = _forward(x.device, n, x.dtype, weight_dtype, casting == "llama", size_class(m, n))
     return run(x, weight, eps, offset)
 
 
@@ -65,18 +66,23 @@ def rms_norm_backward(
     """
     has_dw = needs_dw and weight is not None
     m, n = x.shape
-    size = size_class(m, n)
-    run = _backward(x.device, n, x.dtype, weight is not None, has_dw, casting == "llama", size, plan)
+    size, weight_dtype = size_class(m, n), None if weight is None else weight.dtype
+    run = _backward(x.device, n, x.dtype, weight_dtype, has_dw, casting == "llama", size, plan)
     return run(x, dy, weight, rstd, offset)
 
 
 @functools.cache
 def _forward(
-    device: torch.device, n: int, dtype: torch.dtype, has_weight: bool, round_xhat: bool, size: str
+    device: torch.device,
+    n: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    round_xhat: bool,
+    size: str,
 ) -> Forward:
     machine = machine_of(device)
-    config = chosen_config("forward", machine, n, dtype, size)
-    return Forward(machine, config, n, has_weight, round_xhat)
+    config = chosen_config("forward", machine, n, dtype, size, weight_dtype)
+    return Forward(machine, config, n, weight_dtype is not None, round_xhat)
 
 
 @functools.cache
@@ -84,7 +90,7 @@ def _backward(
     device: torch.device,
     n: int,
     dtype: torch.dtype,
-    has_weight: bool,
+    weight_dtype: torch.dtype | None,
     has_dw: bool,
     round_xhat: bool,
     size: str,
@@ -95,10 +101,10 @@ def _backward(
     machine = machine_of(device)
     shares_partials = plan is None or not has_dw
     if shares_partials:
-        config = chosen_config("backward" if has_dw else "dx", machine, n, dtype, size)
+        config = chosen_config("backward" if has_dw else "dx", machine, n, dtype, size, weight_dtype)
     else:
         config = row_partials_config(n, dtype.itemsize, machine.architecture, machine.most_members)
-    return Backward(machine, config, n, has_weight, has_dw, round_xhat, shares_partials)
+    return Backward(machine, config, n, weight_dtype is not None, has_dw, round_xhat, shares_partials)
 
 
 class Forward:

@@ -3,10 +3,11 @@
 """Tuned configs: tables that `python -m tilegym_rmsnorm tune` writes and the selector reads.
 
 The first that has an entry decides: the table in the user's cache, the table that ships for this GPU, the rules of
-config.py. A table belongs to one GPU model and one toolkit, which its file name says and its content repeats. Its
-entries are keyed by op, N, dtype and size class, never by M; float16 takes bfloat16's where it has none of its own. Op
-"dx" is a backward without dw; where no table has an entry of it, it takes a backward's, if that `serves_dx_alone`. A
-file that says anything unexpected is ignored as a whole, with one warning. Neither torch nor cuda.tile is imported.
+config.py. Before them all come the rules for 16-bit rows beside a float32 weight. A table belongs to one GPU model and
+one toolkit, which its file name says and its content repeats. Its entries are keyed by op, N, dtype and size class,
+never by M; float16 takes bfloat16's where it has none of its own. Op "dx" is a backward without dw; where no table has
+an entry of it, it takes a backward's, if that `serves_dx_alone`. A file that says anything unexpected is ignored as a
+whole, with one warning. Neither torch nor cuda.tile is imported.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilegym_rmsnorm.backends.cutile import toolchain
-from tilegym_rmsnorm.backends.cutile.config import backward_config, forward_config
+from tilegym_rmsnorm.backends.cutile.config import backward_config, beside_float32_config, forward_config
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.limits import ITEMSIZE, STORED, WALKS_ROWS, check_config, expect
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
@@ -84,8 +85,23 @@ class Entry(NamedTuple):
 Table = dict[Bucket, Entry]
 
 
-def chosen_config(op: str, machine: Machine, n: int, dtype: torch.dtype, size: str) -> Config:
-    """The config that serves rows of n elements, for problems of one size class, on this machine."""
+def chosen_config(
+    op: str,
+    machine: Machine,
+    n: int,
+    dtype: torch.dtype,
+    size: str,
+    weight_dtype: torch.dtype | None = None,
+) -> Config:
+    """The config that serves rows of n elements, for problems of one size class, on this machine.
+
+    weight_dtype None: that of x, or there is no weight. A wider one may have rules of its own, which come first: every
+    entry was timed beside a weight of x's dtype.
+    """
+    if weight_dtype is not None and weight_dtype.itemsize > dtype.itemsize:
+        numbers = n, dtype.itemsize, machine.architecture, size, machine.most_members
+        if config := beside_float32_config(op, *numbers):
+            return config
     name = str(dtype).removeprefix("torch.")
     found = tables_of(machine.model, machine.architecture).values()
     dtypes = (name, *SHARED.get(name, ()))

@@ -34,9 +34,9 @@ def warm(
     weight = None if weight_dtype is None else machine.empty((n,), weight_dtype)
     has_weight = weight is not None
     for size in SIZES:
-        config = chosen_config("forward", machine, n, dtype, size)
+        config = chosen_config("forward", machine, n, dtype, size, weight_dtype)
         forward = Forward(machine, config, n, has_weight, round_xhat)
-        config = chosen_config("backward" if has_weight else "dx", machine, n, dtype, size)
+        config = chosen_config("backward" if has_weight else "dx", machine, n, dtype, size, weight_dtype)
         backward = Backward(machine, config, n, has_weight, has_weight, round_xhat)
         # without a weight no array has P rows
         partial_rows = backward.partial_rows if has_weight else lambda m: 1
