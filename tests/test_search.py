@@ -158,6 +158,23 @@ def test_every_set_has_a_weight_and_rstd_of_its_own(finder, monkeypatch):
         assert len(set(places)) == 3 and places[:3] == places[3:6]
 
 
+@pytest.mark.parametrize("weight", tables.WEIGHTS)
+def test_configs_are_timed_and_checked_beside_the_weight_of_their_bucket(finder, monkeypatch, weight):
+    bucket, met = Bucket("forward", 64, "bfloat16", "small", weight), set()
+
+    class Spied(launch.Forward):
+        def __call__(self, x, weight, *rest):
+            met.add(weight.dtype)
+            return super().__call__(x, weight, *rest)
+
+    monkeypatch.setattr(launch, "Forward", Spied)
+    finder.times_at(48, bucket, TILES[:1], 0.0)
+    assert met == {torch.bfloat16 if weight == tables.SAME else torch.float32}
+    met.clear()
+    assert finder.why_wrong(bucket, TILES[0]) is None
+    assert met == ({torch.bfloat16, torch.float32} if weight == tables.SAME else {torch.float32})
+
+
 @pytest.mark.parametrize("is_odd", [False, True])
 def test_every_m_and_an_odd_one_are_checked(finder, monkeypatch, is_odd):
     """A kernel is compiled apart for multiples of 16; each may be the wrong one."""

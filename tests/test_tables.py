@@ -91,6 +91,27 @@ def test_an_entry_serves_its_own_bucket_only(folders):
     assert chosen(BUCKET._replace(op="forward")) == forward_config(4096, 2, 90)
 
 
+def test_entries_of_a_float32_weight_come_first_and_serve_nothing_else(folders):
+    user, shipped = folders
+    half, single = torch.bfloat16, torch.float32
+    beside = Bucket("backward", 4096, "bfloat16", "large", tables.FLOAT32)
+    tuned = Config("rows", 1024, 4, 2, 4, pieces=4, tma=True)
+    tables.update(user, TARGET, {BUCKET: ENTRY})
+    tables.update(shipped, TARGET, {beside: Entry(tuned, ())})
+
+    def config(dtype, weight_dtype, op="backward", n=4096):
+        return without_reason(tables.chosen_config(op, MACHINE, n, dtype, "large", weight_dtype))
+
+    for dtype in (half, torch.float16):
+        assert config(dtype, single) == config(dtype, single, "dx") == tuned, (
+            "the user has none of such a weight"
+        )
+        assert config(dtype, dtype) == config(dtype, None) == ENTRY.config
+    assert config(single, single) == without_reason(backward_config(4096, 4, 90))
+    assert json.loads(next(shipped.glob("*.json")).read_text())["entries"][0]["weight"] == "float32"
+    assert "weight" not in json.loads(next(user.glob("*.json")).read_text())["entries"][0]
+
+
 def test_an_entry_does_not_serve_16_bit_rows_beside_a_float32_weight_that_have_rules(folders):
     """It was timed beside a weight of x's dtype: on an H200 8192x7168 took 151.5 us so, by the rules 100.3."""
     half, single = torch.bfloat16, torch.float32

@@ -58,6 +58,8 @@ UNFIT = {
     "n text": stored(n="4096"),
     "unknown dtype": stored(dtype="float64"),
     "unknown size": stored(size="medium"),
+    "unknown weight": stored(weight="bfloat16"),
+    "a float32 weight beside float32": stored(dtype="float32", weight="float32"),
     "size that no number of rows has": stored(size="small"),
     "unknown key": stored(note="x"),
     "no timings": stored(timings=None),

@@ -71,6 +71,22 @@ def test_what_serves_until_then_is_tried(gpu, finder, monkeypatch, op):
     assert serving in [dataclasses.replace(config, reason="") for config in tried]
 
 
+def test_beside_a_float32_weight_entries_are_of_their_own(gpu, capsys):
+    assert (
+        run("--size", "large", "--op", "forward", "--weight", "same,float32", "--dtype", "bfloat16,float32")
+        == 0
+    )
+    output = capsys.readouterr().out
+    assert (
+        "3 of 3 tuned" in output and "forward bfloat16 N = 64 large beside a float32 weight: M = " in output
+    )
+    assert set(tables.table_in(gpu[0], TARGET)) == {
+        Bucket("forward", 64, "bfloat16", "large"),
+        Bucket("forward", 64, "bfloat16", "large", "float32"),
+        Bucket("forward", 64, "float32", "large"),
+    }
+
+
 def test_skip_tuned_leaves_what_is_there(gpu, capsys):
     assert run("--op", "forward", "--size", "small") == 0
     before = tables.table_in(gpu[0], TARGET)
@@ -152,6 +168,7 @@ def test_progress_without_tqdm(gpu, monkeypatch, capsys):
         (("--dtype", "bf16"), "expected some of bfloat16, float16, float32, got bf16"),
         (("--op", "forward,sideways"), "expected some of forward, backward, dx, got sideways"),
         (("--size", ""), "expected some of few, small, large, got "),
+        (("--weight", "bfloat16"), "expected some of same, float32, got bfloat16"),
         (("--candidates", "-1"), "expected a whole number of at least 1, got '-1'"),
     ],
 )

@@ -13,6 +13,8 @@ The ops: forward, backward, which is dx and dw, and dx, a backward whose weight 
 
 The size classes: large, more than 4 Mi elements of x; of others, few, at most 1024 rows, and small, which only widths
 below 4096 can be.
+
+--weight float32: beside a float32 weight, as x of 16 bits has under autocast; entries of their own, for such calls.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ def add_command(commands: Any) -> None:
         ("dtype", tuple(tables.ITEMSIZE), ("bfloat16",)),
         ("op", tuple(tables.RULES), tuple(tables.RULES)),
         ("size", tables.SIZES, tables.SIZES),
+        ("weight", tables.WEIGHTS, (tables.SAME,)),
     ):
         text = f"of {', '.join(known)}; default: {','.join(default)}"
         parser.add_argument(f"--{name}", type=_some_of(known), default=default, help=text)
@@ -101,12 +104,13 @@ def run(arguments: argparse.Namespace) -> int:
         return _fail(f"no table can be kept there: {reason}")
 
     buckets = [
-        Bucket(op, n, dtype, size)
+        Bucket(op, n, dtype, size, weight)
+        for weight in arguments.weight
         for dtype in arguments.dtype
         for op in arguments.op
         for n in arguments.n
         for size in arguments.size
-        if rows_of_class(size, n)
+        if rows_of_class(size, n) and (weight == tables.SAME or tables.ITEMSIZE[dtype] == 2)
     ]
     if arguments.skip_tuned:
         done = tables.table_in(folder, target)
@@ -185,11 +189,10 @@ class Progress:
 
 def _describe(bucket: Bucket, entry: tables.Entry, machine: Machine) -> str:
     figures = ", ".join(f"M = {t.m}: {t.us:.1f} us, by the rules {t.us_rules:.1f}" for t in entry.timings)
-    itemsize = tables.ITEMSIZE[bucket.dtype]
-    rule = tables.RULES[bucket.op]
-    default = rule(bucket.n, itemsize, machine.architecture, bucket.size, most_members=machine.most_members)
+    default = tables.config_of_rules(bucket, machine.architecture, machine.most_members)
     what = "the rules' config" if entry.config == default else str(entry.config)
-    return f"{bucket.op} {bucket.dtype} N = {bucket.n} {bucket.size}: {figures}; {what}"
+    beside = "" if bucket.weight == tables.SAME else f" beside a {bucket.weight} weight"
+    return f"{bucket.op} {bucket.dtype} N = {bucket.n} {bucket.size}{beside}: {figures}; {what}"
 
 
 def _fail(text: str) -> int:

@@ -16,7 +16,7 @@ from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
 from tilegym_rmsnorm.backends.cutile.limits import BACKWARDS, WALKS_ROWS, check_config, largest_tile
 from tilegym_rmsnorm.backends.cutile.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.sweeps import SWEEPS
-from tilegym_rmsnorm.backends.cutile.tables import ITEMSIZE, RULES, Bucket
+from tilegym_rmsnorm.backends.cutile.tables import FLOAT32, ITEMSIZE, SAME, Bucket, config_of_rules
 from tilegym_rmsnorm.backends.cutile.wide import MOST_MEMBERS
 
 MOST = 60  # of a bucket, unless asked for otherwise
@@ -45,14 +45,14 @@ def candidates(
     teams and of rows that a warp holds in tiles of every width, and with the weight loaded late, early (not large calls
     by tiles) and together with x, there is the most alike, as long as they are so few.
     """
-    default = RULES[bucket.op](bucket.n, itemsize, architecture, bucket.size, most_members=most_members)
+    default = config_of_rules(bucket, architecture, most_members)
     most_rows = rows_of_class(bucket.size, bucket.n)[-1]
     others = {
         config: None  # a set would not keep the order of those that are equally alike
         for config in (_with_slab_up_to(most_rows, each) for each in _combinations(bucket))
         if config.members <= most_members
         and _is_possible(config, bucket, architecture)
-        and fits_registers(config, bucket.op, itemsize)
+        and fits_registers(config, bucket.op, itemsize, bucket.weight)
     }
     same = _with_slab_up_to(most_rows, dataclasses.replace(default, reason=REASON, spills=""))
     others.pop(same, None)
@@ -96,7 +96,7 @@ def with_other_shares(config: Config, bucket: Bucket) -> list[Config]:
     return [dataclasses.replace(config, share=share, reason=REASON, spills="") for share in others]
 
 
-def fits_registers(config: Config, op: str, itemsize: int) -> bool:
+def fits_registers(config: Config, op: str, itemsize: int, weight: str = SAME) -> bool:
     """Whether the float32 tiles that a thread keeps, and the bytes of those that it awaits, find room in registers.
 
     The forward keeps x, packed in its own dtype, and awaits weight with it unless that comes late, tile by tile; the
@@ -108,7 +108,8 @@ def fits_registers(config: Config, op: str, itemsize: int) -> bool:
     elements = largest_tile(config) / threads
     if op == "forward":
         awaits_weight = config.early_weight or config.together
-        kept = (itemsize / 4 if config.packed else 1) + (itemsize / 4 if awaits_weight else 0)
+        of_weight = 1 if weight == FLOAT32 else itemsize / 4
+        kept = (itemsize / 4 if config.packed else 1) + (of_weight if awaits_weight else 0)
     else:
         kept = (1 if config.is_fused or op == "dx" else 2) + itemsize / 2
     room = min(REGISTERS_OF_THREAD, REGISTERS_OF_SM / (threads * config.occupancy))

@@ -143,11 +143,10 @@ def _same(up_to: int) -> Rule:
     return Rule(up_to, kernel="", rows=0, warps=0, occupancy=0, latency=0)
 
 
-# Rows of 2-byte elements beside a float32 weight. They come before a table's entries, which were timed beside a weight
-# of x's dtype. In tiles of 128 columns a warp each thread has four elements, 16 bytes of the weight, and loads what it
-# multiplies by; in wider ones the weight goes through shared memory (tests/test_weights.py). us, bfloat16, by the
-# config beside a weight of x's dtype -> by this, in brackets that one beside such a weight. Widths between those were
-# not timed.
+# Rows of 2-byte elements beside a float32 weight. They come before a table's entries of a weight of x's dtype. In tiles
+# of 128 columns a warp each thread has four elements, 16 bytes of the weight, and loads what it multiplies by; in wider
+# ones the weight goes through shared memory (tests/test_weights.py). us, bfloat16, by the config beside a weight of x's
+# dtype -> by this, in brackets that one beside such a weight. Widths between those were not timed.
 _CUT_OFF = "8 or 16 bytes where the last tile is cut off, which was not timed"
 FORWARD_BESIDE_FLOAT = (
     _same(1024),

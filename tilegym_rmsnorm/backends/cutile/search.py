@@ -30,7 +30,7 @@ from tilegym_rmsnorm.backends.cutile.candidates import with_other_shares
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
 from tilegym_rmsnorm.backends.cutile.machine import Machine
 from tilegym_rmsnorm.backends.cutile.sizes import MOST_LOSS, rows_of_class
-from tilegym_rmsnorm.backends.cutile.tables import ITEMSIZE, Bucket, Entry, Timing
+from tilegym_rmsnorm.backends.cutile.tables import FLOAT32, ITEMSIZE, Bucket, Entry, Timing
 from tilegym_rmsnorm.reference import compute_rms_norm_rstd_torch
 from tilegym_rmsnorm.timer import (
     SAMPLING_SECONDS,
@@ -199,7 +199,8 @@ class Search:
         with self.turn:
             x, dy = (torch.randn(sets, m, bucket.n, dtype=dtype, device=self.device) for _ in range(2))
             # Of each set its own, as in the benchmark and of each layer: or else they come from L2
-            weights = [torch.ones(bucket.n, dtype=dtype, device=self.device) for _ in range(sets)]
+            weight_dtype = torch.float32 if bucket.weight == FLOAT32 else dtype
+            weights = [torch.ones(bucket.n, dtype=weight_dtype, device=self.device) for _ in range(sets)]
             rstds = [torch.ones(m, device=self.device) for _ in range(sets)]
             inputs = list(zip(x, dy, weights, rstds, strict=True))
             self.synchronize()
@@ -226,7 +227,8 @@ class Search:
     def why_wrong(self, bucket: Bucket, config: Config) -> str | None:
         """Why a config is not to be trusted, None if it is: RUNS runs on NaN, the first with each data set against
         float64, the others against its bits, and then OVERLAPPING calls on memory as it comes. Every other set has an
-        odd M, for which other kernels are compiled, and a float32 weight, whose gradient hides nothing."""
+        odd M, for which other kernels are compiled, and a float32 weight, whose gradient hides nothing (so all have
+        where the bucket's is float32)."""
         run, overlapping = (
             runner(machine, bucket, config) for machine in (Poisoned(self.machine), self.machine)
         )
@@ -236,7 +238,7 @@ class Search:
         for seed in range(DATA_SETS):
             m, is_odd = rows[seed // 2 % len(rows)], seed % 2
             x, dy, weight = _data(max(fewest, m - 3 * is_odd), bucket.n, dtype, self.device, seed)
-            if is_odd:
+            if is_odd or bucket.weight == FLOAT32:
                 weight = weight.float()
             rstd = compute_rms_norm_rstd_torch(x, EPS)
             outputs = dict(zip(names, run(x, dy, weight, rstd), strict=True))

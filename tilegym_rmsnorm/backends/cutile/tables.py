@@ -3,11 +3,13 @@
 """Tuned configs: tables that `python -m tilegym_rmsnorm tune` writes and the selector reads.
 
 The first that has an entry decides: the table in the user's cache, the table that ships for this GPU, the rules of
-config.py. Before them all come the rules for 16-bit rows beside a float32 weight. A table belongs to one GPU model and
-one toolkit, which its file name says and its content repeats. Its entries are keyed by op, N, dtype and size class,
-never by M; float16 takes bfloat16's where it has none of its own. Op "dx" is a backward without dw; where no table has
-an entry of it, it takes a backward's, if that `serves_dx_alone`. A file that says anything unexpected is ignored as a
-whole, with one warning. Neither torch nor cuda.tile is imported.
+config.py. A table belongs to one GPU model and one toolkit, which its file name says and its content repeats. Its
+entries are keyed by op, N, dtype and size class, never by M; float16 takes bfloat16's where it has none of its own. Op
+"dx" is a backward without dw; where no table has an entry of it, it takes a backward's, if that `serves_dx_alone`. A
+file that says anything unexpected is ignored as a whole, with one warning. Neither torch nor cuda.tile is imported.
+
+Rows of 2-byte elements beside a float32 weight take entries of such a weight, then the rules for it, and only then what
+serves beside a weight of x's dtype.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from tilegym_rmsnorm.backends.cutile.config import backward_config, beside_float
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.limits import ITEMSIZE, STORED, WALKS_ROWS, check_config, expect
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.wide import MOST_MEMBERS
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 SHIPPED_FOLDER = Path(__file__).with_name("tuned")
+SAME, FLOAT32 = WEIGHTS = ("same", "float32")  # of x's dtype, or none; float32 beside x of 2 bytes
 CACHE_VARIABLE = "TILEGYM_RMSNORM_CACHE_DIR"
 OFF = ("0", "off", "none", "")
 RULES = {
@@ -67,6 +71,7 @@ class Bucket(NamedTuple):
     n: int
     dtype: str
     size: str  # of sizes.SIZES
+    weight: str = SAME  # of WEIGHTS
 
 
 class Timing(NamedTuple):
@@ -93,25 +98,39 @@ def chosen_config(
     size: str,
     weight_dtype: torch.dtype | None = None,
 ) -> Config:
-    """The config that serves rows of n elements, for problems of one size class, on this machine.
-
-    weight_dtype None: that of x, or there is no weight. A wider one may have rules of its own, which come first: every
-    entry was timed beside a weight of x's dtype.
-    """
+    """The config that serves rows of n elements, for problems of one size class, on this machine. weight_dtype: None
+    without a weight."""
+    name = str(dtype).removeprefix("torch.")
+    bucket = Bucket(op, n, name, size)
     if weight_dtype is not None and weight_dtype.itemsize > dtype.itemsize:
+        beside_float32 = bucket._replace(weight=FLOAT32)
+        if config := _entry_of(beside_float32, machine):
+            return config
         numbers = n, dtype.itemsize, machine.architecture, size, machine.most_members
         if config := beside_float32_config(op, *numbers):
             return config
-    name = str(dtype).removeprefix("torch.")
+    return _entry_of(bucket, machine) or config_of_rules(bucket, machine.architecture, machine.most_members)
+
+
+def _entry_of(bucket: Bucket, machine: Machine) -> Config | None:
+    """The config of the first entry that serves a bucket on this machine."""
     found = tables_of(machine.model, machine.architecture).values()
-    dtypes = (name, *SHARED.get(name, ()))
-    for its_op, table, its_dtype in itertools.product(SERVED_BY[op], found, dtypes):
-        entry = table.get(Bucket(its_op, n, its_dtype, size))
+    dtypes = (bucket.dtype, *SHARED.get(bucket.dtype, ()))
+    for its_op, table, its_dtype in itertools.product(SERVED_BY[bucket.op], found, dtypes):
+        entry = table.get(bucket._replace(op=its_op, dtype=its_dtype))
         if entry is None or entry.config.members > machine.most_members:
             continue
-        if its_op == op or serves_dx_alone(entry.config):
+        if its_op == bucket.op or serves_dx_alone(entry.config):
             return entry.config
-    return RULES[op](n, dtype.itemsize, machine.architecture, size, most_members=machine.most_members)
+    return None
+
+
+def config_of_rules(bucket: Bucket, architecture: int, most_members: int = MOST_MEMBERS) -> Config:
+    """What the rules of config.py give to a bucket."""
+    numbers = bucket.n, ITEMSIZE[bucket.dtype], architecture, bucket.size
+    if bucket.weight == FLOAT32 and (config := beside_float32_config(bucket.op, *numbers, most_members)):
+        return config
+    return RULES[bucket.op](*numbers, most_members=most_members)
 
 
 def serves_dx_alone(config: Config) -> bool:
@@ -243,7 +262,7 @@ def render(target: Target, table: Table) -> str:
     """A table as JSON, an entry a line."""
     entries = [
         {
-            **bucket._asdict(),
+            **{name: value for name, value in bucket._asdict().items() if (name, value) != ("weight", SAME)},
             "config": {field.name: getattr(entry.config, field.name) for field in STORED},
             "timings": [timing._asdict() for timing in entry.timings],
         }
@@ -279,6 +298,7 @@ def update(folder: Path, target: Target, changes: Table) -> Path:
 
 def _parse_entry(item: Any, architecture: int) -> tuple[Bucket, Entry]:
     expect(isinstance(item, dict), "entry", "an object", item)
+    item = {"weight": SAME, **item}
     keys = {*Bucket._fields, "config", "timings"}
     expect(set(item) == keys, "keys", sorted(keys), sorted(item))
     bucket = Bucket(*(item[name] for name in Bucket._fields))
@@ -286,6 +306,8 @@ def _parse_entry(item: Any, architecture: int) -> tuple[Bucket, Entry]:
     expect(type(bucket.n) is int and bucket.n > 0, "n", "a positive whole number", bucket.n)
     expect(bucket.dtype in ITEMSIZE, "dtype", tuple(ITEMSIZE), bucket.dtype)
     expect(bucket.size in SIZES, "size", SIZES, bucket.size)
+    weights = WEIGHTS if ITEMSIZE[bucket.dtype] == 2 else (SAME,)
+    expect(bucket.weight in weights, "weight", weights, bucket.weight)
     has_rows = bool(rows_of_class(bucket.size, bucket.n))
     expect(has_rows, "size", f"a class that some number of rows of {bucket.n} is in", bucket.size)
     timings = tuple(Timing(**timing) for timing in item["timings"])
