@@ -93,6 +93,10 @@ def test_configs_beside_a_float32_weight(op, size, n):
 
 
 def test_launch_takes_configs_by_the_dtype_of_the_weight():
+    beside = beside_float32_config("backward", 5120, 2, 90, "large")
+    for weight_dtype in (BF16, FP32):
+        made = launch._backward(CPU, 5120, BF16, weight_dtype, True, False, "large", None)
+        assert (made.config == beside) is (weight_dtype is FP32)
     x = torch.randn(3, 1000, dtype=BF16)
     for weight_dtype in (BF16, FP32, None):
         made = launch._forward(CPU, 1000, BF16, weight_dtype, False, "few")

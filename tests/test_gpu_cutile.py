@@ -25,7 +25,8 @@ from helpers import (
 from table_cases import entries_that_ship
 
 from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward
-from tilegym_rmsnorm.backends.cutile.config import backward_config, forward_config
+from tilegym_rmsnorm.backends.cutile.config import backward_config, beside_float32_config, forward_config
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.machine import machine_of
 from tilegym_rmsnorm.backends.cutile.sizes import partial_rows, rows_of_class, size_class
 from tilegym_rmsnorm.backends.cutile.tables import chosen_config, serves_dx_alone
@@ -43,19 +44,28 @@ ARCHITECTURE = (
 )
 
 
+def configs_of_rules(n: int, itemsize: int, size: str) -> dict[bool, tuple[Config, Config]]:
+    """Of the forward and the backward: beside a float32 weight (True) and beside one of x's dtype."""
+    same = forward_config(n, itemsize, ARCHITECTURE, size), backward_config(n, itemsize, ARCHITECTURE, size)
+    own = (beside_float32_config(op, n, itemsize, ARCHITECTURE, size) for op in ("forward", "backward"))
+    return {False: same, True: tuple(a or b for a, b in zip(own, same, strict=True))}
+
+
 def widths_of_configs(itemsize: int, size: str) -> list[int]:
-    """For each pair of configs the widest row that is a multiple of 16, and the widest odd one."""
+    """For each set of configs the widest row that is a multiple of 16, and the widest odd one."""
     widths = {}
     for n in range(1, 66000):
-        pair = (
-            forward_config(n, itemsize, ARCHITECTURE, size),
-            backward_config(n, itemsize, ARCHITECTURE, size),
-        )
-        large = (forward_config(n, itemsize, ARCHITECTURE), backward_config(n, itemsize, ARCHITECTURE))
-        is_tested = size == "few" and pair == large
+        configs = configs_of_rules(n, itemsize, size)
+        is_tested = size == "few" and configs == configs_of_rules(n, itemsize, "large")
         if (n % 16 == 0 or n % 2) and not is_tested:
-            widths[pair, n % 2] = n
+            widths[(*configs.values(), n % 2)] = n
     return sorted(widths.values())
+
+
+def weight_dtypes(n: int, dtype: torch.dtype, size: str) -> list[torch.dtype]:
+    """float32, whose gradient hides nothing, and x's dtype where that is served by another config."""
+    configs = configs_of_rules(n, dtype.itemsize, size)
+    return [FP32] if configs[True] == configs[False] else [FP32, dtype]
 
 
 RUNS = 1000  # of each config where it fills the GPU, on NaN
@@ -85,8 +95,13 @@ def test_every_config(dtype, part):
         config = backward_config(n, dtype.itemsize, ARCHITECTURE)
         m = min(2 * config.rows * SM_COUNT * config.occupancy + config.rows // 2 + 1, 2**23 // n)
         m = max(m, rows_of_class("large", n)[0])
-        assert chosen_config("backward", machine_of(DEVICE), n, dtype, size_class(m, n)) == config
-        check_training_step(m, n, dtype)
+        for weight_dtype in weight_dtypes(n, dtype, "large"):
+            expected = configs_of_rules(n, dtype.itemsize, "large")[weight_dtype is FP32]
+            for op, config in zip(("forward", "backward"), expected, strict=True):
+                assert (
+                    chosen_config(op, machine_of(DEVICE), n, dtype, size_class(m, n), weight_dtype) == config
+                )
+            check_training_step(m, n, dtype, weight_dtype)
 
 
 @pytest.mark.usefixtures("rules_alone")
@@ -97,12 +112,15 @@ def test_every_config_for_few_rows(dtype, part):
     since cuda-tile compiles an extent of 1 in."""
     for n in widths_of_configs(dtype.itemsize, "few")[part::PARTS]:
         most = min(1001, rows_of_class("few", n)[-1] - 3)
-        for m, runs in ((1, 20), (33, 20), (most, RUNS)):
-            check_training_step(m, n, dtype, runs)
+        for weight_dtype in weight_dtypes(n, dtype, "few"):
+            for m, runs in ((1, 20), (33, 20), (most, RUNS)):
+                check_training_step(m, n, dtype, weight_dtype, runs)
 
 
-def check_training_step(m: int, n: int, dtype: torch.dtype, runs: int = RUNS) -> None:
-    inputs = make_inputs(m, n, dtype, FP32)
+def check_training_step(
+    m: int, n: int, dtype: torch.dtype, weight_dtype: torch.dtype, runs: int = RUNS
+) -> None:
+    inputs = make_inputs(m, n, dtype, weight_dtype)
     x, dy, weight, eps, *_ = inputs
     expected = expected_results(inputs)
     forward = functools.partial(rms_norm_forward, x, weight, eps, backend="cutile")
@@ -157,7 +175,7 @@ def test_the_compile_tests_compile_what_launches_do(m, n, monkeypatch):
     machine.compiled.cache_clear()  # for kernels that nothing has been compiled of
     device, inputs = machine_of(DEVICE), make_inputs(m, n, BF16, FP32)
     forward, backward = (
-        chosen_config(op, device, n, BF16, size_class(m, n)) for op in ("forward", "backward")
+        chosen_config(op, device, n, BF16, size_class(m, n), FP32) for op in ("forward", "backward")
     )
 
     def run(on, x, dy, weight):
@@ -200,7 +218,7 @@ def test_batch_sizes_eps_and_offsets_compile_nothing_new(n, weight_dtype, compil
 
     def train(m: int, eps: float, offset: float) -> tuple[str, str, str]:
         size = size_class(m, n)
-        config = chosen_config("backward", machine.machine_of(DEVICE), n, BF16, size)
+        config = chosen_config("backward", machine.machine_of(DEVICE), n, BF16, size, weight_dtype)
         x = torch.randn(m, n, device=DEVICE, dtype=BF16, requires_grad=True)
         weight = torch.ones(n, device=DEVICE, dtype=weight_dtype, requires_grad=True)
         rms_norm(x, (n,), weight, eps, offset=offset, backend="cutile").sum().backward()

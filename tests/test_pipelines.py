@@ -5,6 +5,7 @@
 still read, a race inside a block which most runs do not show; and a team's loop asks anew each time."""
 
 import dataclasses
+import itertools
 import re
 from collections import Counter
 
@@ -39,7 +40,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def configs_with_tma(op: str, dtype: torch.dtype, architecture: int = 90) -> list[tuple[Config, int]]:
     """Of the rules, each with the widest row that it serves, and of the tables that ship for Hopper, which `tune` tries
     on any GPU; each kernel once, whatever share of the blocks walks the rows, those of the largest tiles first."""
-    among = (*range(1, 4100), 18432, 33001, 40000, 140000)
+    among = (*range(1, 4100), 10232, 14336, 16368, 18432, 33001, 40000, 140000)
     widths = {RULES[op](n, dtype.itemsize, architecture): n for n in among}
     rules = {(config, n) for config, n in widths.items() if config.tma}
     name = str(dtype).removeprefix("torch.")
@@ -133,12 +134,14 @@ def test_the_next_row_is_asked_for_before_this_one_is_summed(dtype, n, config, n
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_no_backward_beside_a_float32_weight_overwrites_tiles_in_use(dtype, tmp_path):
-    widths = {beside_float32_config("backward", n, 2, 90, "large"): n for n in range(8, 8193, 8)}
+    widths = {beside_float32_config("backward", n, 2, 90, "large"): n for n in range(8, 16384, 8)}
     cases = [(config, n) for config, n in widths.items() if config is not None]
-    cases += [(backward_config(n, 2, 90), n) for n in (10240, 14336, 16368)]
-    for config, n in cases:
-        for name, code in code_of_call(tmp_path, "backward", config, n, dtype, FP32).items():
-            assert not overwritten(code), (name, config, n)
+    cases += [(backward_config(n, 2, 90), n) for n in (10240, 14336)]
+    for (config, n), round_xhat in itertools.product(cases, (False, True)):
+        for name, code in code_of_call(
+            tmp_path, "backward", config, n, dtype, FP32, round_xhat=round_xhat
+        ).items():
+            assert not overwritten(code), (name, config, n, round_xhat)
     assert len(cases) > 5 and all(config.tma for config, _ in cases)
 
 

@@ -69,13 +69,20 @@ def _finer_than_a_signature(argument):
     return argument.dtype, tuple((number == 1, number % 16 == 0, number % 8 == 0) for number in numbers)
 
 
-def call(machine: CountingMachine, m: int, n: int, dtype: torch.dtype, has_weight: bool = True) -> None:
-    """A forward and a backward as launch.py runs them."""
-    weight, size = machine.empty((n,), dtype) if has_weight else None, size_class(m, n)
-    x, rstd = machine.empty((m, n), dtype), machine.empty((m,), FP32)
-    forward = chosen_config("forward", machine, n, dtype, size)
+def call(
+    machine: CountingMachine,
+    m: int,
+    n: int,
+    dtype: torch.dtype,
+    has_weight: bool = True,
+    weight_dtype: torch.dtype | None = None,
+) -> None:
+    """A forward and a backward as launch.py runs them. weight_dtype: None for that of x."""
+    weight = machine.empty((n,), weight_dtype or dtype) if has_weight else None
+    x, rstd, size = machine.empty((m, n), dtype), machine.empty((m,), FP32), size_class(m, n)
+    forward = chosen_config("forward", machine, n, dtype, size, weight_dtype)
     Forward(machine, forward, n, has_weight, False)(x, weight, 1e-6, 0.0)
-    backward = chosen_config("backward" if has_weight else "dx", machine, n, dtype, size)
+    backward = chosen_config("backward" if has_weight else "dx", machine, n, dtype, size, weight_dtype)
     Backward(machine, backward, n, has_weight, has_weight, False)(x, x, weight, rstd, 0.0)
 
 
@@ -93,6 +100,16 @@ def test_every_kernel_of_any_number_of_rows(n, sm_count):
         for m in counts:
             call(machine, m, n, dtype)
             assert machine.kernels == warmed, f"M = {m} needs {machine.kernels - warmed}"
+
+
+@pytest.mark.parametrize("n", [1024, 4096, 5120, 16384, 65536])
+def test_every_kernel_beside_a_float32_weight(n):
+    machine = CountingMachine(132)
+    warm(machine, n, BF16, FP32, round_xhat=False)
+    warmed = set(machine.kernels)
+    for m in (*range(1, 50), *(2**k for k in range(24)), *(int(1.3**k) for k in range(1, 62))):
+        call(machine, m, n, BF16, weight_dtype=FP32)
+        assert machine.kernels == warmed, f"M = {m} needs {machine.kernels - warmed}"
 
 
 @pytest.mark.parametrize("n", [64, 4096, 18432, 40000])

@@ -14,7 +14,8 @@ The ops: forward, backward, which is dx and dw, and dx, a backward whose weight 
 The size classes: large, more than 4 Mi elements of x; of others, few, at most 1024 rows, and small, which only widths
 below 4096 can be.
 
---weight float32: beside a float32 weight, as x of 16 bits has under autocast; entries of their own, for such calls.
+The weight has x's dtype, or with --weight float32, for x of 16 bits, that one, as under autocast: those calls take
+entries of their own before any rule, and before entries of a weight of x's dtype.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 """Which kernel runs a row of N elements, with which tile and compiler hints: pure functions of numbers.
 
 Neither torch nor cuda.tile is imported, no tensor is seen; a CPU test sweeps them. What is compiled depends on N, the
-element size, the architecture and three size classes of M; within a class M and the number of SMs decide how many
-blocks are launched (sizes.py), so a new batch size compiles nothing (but for the classes of extents that cuda-tile
-itself tells apart).
+element sizes of x and the weight, the architecture and three size classes of M; within a class M and the number of SMs
+decide how many blocks are launched (sizes.py), so a new batch size compiles nothing (but for the classes of extents
+that cuda-tile itself tells apart).
 
 The rules for sm_90 are measurements (hopper.py, and the comments here: shape and us, or GB/s). Other architectures, and
 rows that are not aligned (`_is_aligned`), get rules that follow the same reasons: thresholds in elements where
@@ -96,7 +96,8 @@ def backward_config(
     """The kernel that computes dx and the partial rows of dw, for rows of n elements on sm_{architecture}.
 
     The fused kernels and strips are for calls that need dw (has_dw): without it blocks for dw would have nothing to do,
-    and rows that neither registers nor a team hold take "chunks". A team has at most so many members (most_members).
+    and rows that neither registers nor a team hold take "chunks". A team has at most so many members (most_members); on
+    sm_90 teams hold rows of more than 16384 elements, and float32 ones of more than 12288 in large calls with dw.
 
     A block keeps weight and its sum of dw, in float32, for the whole row in registers: 8 warps as soon as that is 16
     elements a thread. It waits for x and dy at every step, so loads are issued ahead (latency), and tiles of 4096
@@ -139,7 +140,7 @@ def beside_float32_config(
     """What serves rows of 2-byte elements beside a float32 weight; None: what serves them beside one of x's dtype.
 
     op: one of tables.RULES. Measured on sm_90 alone, where tiles that suit a weight of 2 bytes took up to 1.5 times as
-    long beside one of 4 (H200, 2048x32768: 103.6 us instead of 70.0).
+    long beside one of 4 (H200, 2048x32768: 103.6 us instead of 70.0). Of backwards large ones with dw.
     """
     if itemsize != 2 or architecture != 90 or not _is_aligned(n, itemsize):
         return None
@@ -150,7 +151,7 @@ def beside_float32_config(
     else:
         table = hopper.BACKWARD_BESIDE_FLOAT if op == "backward" and size == "large" else ()
     rule = next((rule for rule in table if n <= rule.up_to), None)
-    return _from_table(n, itemsize, (rule,)) if rule and rule.kernel else None
+    return _from_table(n, itemsize, (rule,)) if isinstance(rule, hopper.Rule) else None
 
 
 def _few_rows_config(n: int, itemsize: int) -> Config:

@@ -3,11 +3,13 @@
 """The rules of config.py for sm_90, as measured: which kernel runs a row of up to so many elements, and how.
 
 The forward: one H200, or one H100 where a comment says so; the backward: one H100 80GB HBM3, of some 2500 and 4000
-kernels tried; driver 580.159, cuda-tile 1.7.0, tileiras 13.4.92, cold L2, CUDA graphs (bench/NOTES.md). A rule's
-comment gives shapes: in the forward microseconds by the rule of before, without `together`, and by this one; in the
-backward GB/s of compulsory bytes, which is, unless it says "with the sum of dw", the first kernel alone, from before
-its launch became dependent and its loop shorter (copy of that run: 2991); bench/results has the whole of today. A rule
-without a figure takes over from its neighbours. _HALF are rows of 2-byte elements, _FLOAT of 4-byte ones.
+kernels tried, and one H200 where a comment names it; driver 580.159, cuda-tile 1.7.0, tileiras 13.4.92, cold L2, CUDA
+graphs (bench/NOTES.md). A rule's comment gives shapes. A figure without an arrow, of backwards, is GB/s of compulsory
+bytes, and unless it says "with the sum of dw" of the first kernel alone, from before its launch became dependent and
+its loop shorter (copy of that run: 2991); with one it is microseconds by what was there before and by this, of whole
+calls, in the forward by the rule without `together` where the comment does not say by what. bench/results has the whole
+of today. A rule without a figure takes over from its neighbours. _HALF are rows of 2-byte elements, _FLOAT of 4-byte
+ones.
 """
 
 from __future__ import annotations
@@ -138,18 +140,20 @@ FORWARD_FEW_FLOAT = (
 )
 
 
-def _same(up_to: int) -> Rule:
+class Same(NamedTuple):
     """Rows of up to so many elements take what they take beside a weight of x's dtype."""
-    return Rule(up_to, kernel="", rows=0, warps=0, occupancy=0, latency=0)
+
+    up_to: int
 
 
-# Rows of 2-byte elements beside a float32 weight. They come before a table's entries of a weight of x's dtype. In tiles
-# of 128 columns a warp each thread has four elements, 16 bytes of the weight, and loads what it multiplies by; in wider
-# ones the weight goes through shared memory (tests/test_weights.py). us, bfloat16, by the config beside a weight of x's
-# dtype -> by this, in brackets that one beside such a weight. Widths between those were not timed.
+# Rows of 2-byte elements beside a float32 weight. They come before a table's entries of a weight of x's dtype. In
+# forwards by rows and by teams a tile is 128 columns a warp: each thread has four elements, 16 bytes of the weight, and
+# loads what it multiplies by; in wider tiles the weight goes through shared memory (tests/test_weights.py). us,
+# bfloat16, by the rule beside a weight of x's dtype (backwards: by the table's entry) -> by this, in brackets what
+# comes before the arrow beside such a weight. Not timed: widths between those, float16, size class "small".
 _CUT_OFF = "8 or 16 bytes where the last tile is cut off, which was not timed"
 FORWARD_BESIDE_FLOAT = (
-    _same(1024),
+    Same(1024),
     # 32768x2048: H200 73.9 -> 65.4 (65.5), H100 95.6 -> 90.5 (90.4); 16384x4096: 75.1 -> 64.9 (65.1), 97.0 -> 90.4
     # (90.5)
     Rule(4096, "rows", 1, 4, 4, 4, piece=512, early_weight=True, packed=True),
@@ -165,34 +169,38 @@ FORWARD_BESIDE_FLOAT = (
     Rule(32768, "rows", 1, 8, 1, 4, piece=1024, early_weight=True, packed=True, spills=_CUT_OFF),
 )
 FORWARD_FEW_BESIDE_FLOAT = (
-    _same(512),
+    Same(512),
     # 1024x1024: H200 3.71 -> 2.46 (2.48), H100 4.01 -> 2.80 (2.77); 16x1024: H100 2.04 -> 1.55 (1.53)
     Rule(1024, "tiles", 2, 4, 8, 2, piece=512, together=True),
     # 1024x2048: H200 4.52 -> 3.44 (3.36), H100 5.14 -> 4.15 (4.05); 128x4096: H100 2.29 -> 2.33 (2.28)
     Rule(4096, "rows", 1, 4, 4, 4, piece=512, early_weight=True, packed=True),
-    _same(8192),  # has tiles of 1024: 128x7168 2.64 (2.69) on an H200
+    Same(8192),  # has tiles of 1024: 128x7168 2.64 (2.69) on an H200
     # 256x16384: H100 9.09 -> 7.93 (7.29), 16x16384: 3.72 -> 2.88 (2.73); 128x12288: H200 4.32 -> 3.90 (3.67)
     Rule(16384, "rows", 1, 8, 2, 4, piece=1024, together=True, packed=True),
     # 128x20480: H200 6.74 -> 5.48 (5.11)
     Rule(24576, "rows", 1, 8, 1, 4, piece=1024, together=True, packed=True),
-    _same(32768),
+    Same(32768),
 )
 _BY_TILES = (
     "16 bytes, in float16 8: 8192x7168 takes 124.6 us on an H100, in tiles of 2048 by TMA without stack 130.9"
 )
 BACKWARD_BESIDE_FLOAT = (
-    _same(4608),
+    Same(4608),
     # 16384x5120: H100 260.5 -> 179.0 (170.9), H200 the same config as beside a weight of x's dtype, 124.1 (124.4)
     Rule(5120, "rows", 1, 4, 2, 4, piece=1024, tma=True),
-    _same(6144),
+    Same(6144),
     # 8192x7168: H200 151.5 -> 100.3 (86.8), H100 the same config, 124.6 (124.3)
     Rule(7168, "tiles", 2, 8, 1, 4, tma=True, spills=_BY_TILES),
-    # 8192x8192: H200 163.0 -> 114.2 (99.4), but H100 137.1 -> 143.5 (137.8)
+    # 8192x8192: H200 163.0 -> 114.2 (99.4), but H100 137.1 -> 143.5 (137.8): a rule serves both
     Rule(8192, "rows", 1, 8, 1, 4, piece=2048, tma=True),
+    Same(14336),
+    # not timed; 4096x16384, whose entries are not packed and take 160 bytes of stack: H200 110.4, packed 107.8, H100 by
+    # 72 % of the blocks 145.7 and 145.6
+    Rule(16383, "rows", 1, 8, 1, 4, piece=2048, tma=True, packed=True),
 )
+_SEVEN_BY_TMA = "24 bytes beside a float32 weight: 4096x14336 takes 91.4 us so on an H200, without 91.7"
 _EIGHT_BY_TMA = (
-    "16 bytes where the last tile is cut off: 4096x15360 takes 99.5 us on an H200, by gathers without stack 112.8; "
-    "160 beside a float32 weight, which was not timed"
+    "16 bytes where the last tile is cut off: 4096x15360 takes 99.5 us on an H200, by gathers without 112.8"
 )
 BACKWARD_HALF = (
     Rule(64, "tiles", 128, 8, 1, 2, tma=True),  # 524288x64: 2742
@@ -216,7 +224,7 @@ BACKWARD_HALF = (
     Rule(12288, "tiles", 1, 8, 1, 2, piece=4096, tma=True),  # 5456x12288: 2896 with the sum of dw
     # us, bfloat16, by gathers of tiles of 4096 -> this, H200: 4096x14336 109.3 -> 91.6, 4096x15360 112.8 -> 99.5; H100:
     # 130.7 -> 133.4, 137.1 -> 146.1 (by 72 % of the blocks 126.0, 136.4); one tile of 16384, cut off: 160.3, 166.8
-    Rule(14336, "rows", 1, 8, 1, 4, piece=2048, tma=True),
+    Rule(14336, "rows", 1, 8, 1, 4, piece=2048, tma=True, spills=_SEVEN_BY_TMA),
     Rule(16383, "rows", 1, 8, 1, 4, piece=2048, tma=True, spills=_EIGHT_BY_TMA),
     Rule(16384, "rows", 1, 8, 1, 4, short=True),  # 4096x16384: 2758
 )

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Backend "cutile": allocates outputs, computes grids and launches the configured kernels.
 
-`Forward` and `Backward` hold what is decided once per device, width, dtype and switches; a call only allocates and
+`Forward` and `Backward` hold what is decided once per device, width, dtypes and switches; a call only allocates and
 launches. With TILEGYM_RMSNORM_INTERPRET=1 CPU tensors take the same path and the interpreter runs the kernels.
 """
 

@@ -35,8 +35,11 @@ def forward_teams_config(n: int, itemsize: int, most_members: int) -> Config | N
 
 def forward_teams_beside_float32(n: int, most_members: int) -> Config | None:
     """The same for x of 2 bytes beside a float32 weight, in tiles narrow enough that a thread gets of it what it needs
-    (hopper.FORWARD_BESIDE_FLOAT). 1024x65536, beside a weight of x's dtype in brackets: H200 106.4 -> 89.2 us (70.9),
-    H100 122.3 -> 105.1 (93.3); 128x65536: H200 18.6 -> 14.6 (13.8)."""
+    (hopper.FORWARD_BESIDE_FLOAT). 1024x65536, beside a weight of x's dtype in brackets: H200 105.4 -> 89.2 us (70.4),
+    H100 122.3 -> 105.1 (93.3); 128x65536: H200 18.6 -> 14.6 (13.8).
+
+    Few widths have such teams: those up to 512 below a multiple of 4096, beyond 65536 of 8192.
+    """
     found = fewest_members(n, ((512, 8), (512, 16)), most_members)
     if found is None:
         return None
@@ -73,7 +76,7 @@ def backward_teams_config(n: int, itemsize: int, size: str, has_dw: bool, most_m
     238.6, 199.2.
     """
     reason = "a team of blocks a row, each with as much of it as its registers hold"
-    if n <= 16384:
+    if n <= 16384:  # float32, large, with dw: backward_config asks for no others
         if most_members < 2:
             return None
         return Config("teams", 8192, 8, 1, 4, members=2, tma=True, reason=reason)
