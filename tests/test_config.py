@@ -17,7 +17,6 @@ from tilegym_rmsnorm.backends.cutile import hopper, kernel_config, sizes, wide
 from tilegym_rmsnorm.backends.cutile.config import (
     ARCHITECTURES,
     backward_config,
-    beside_float32_config,
     forward_config,
     row_partials_config,
     sum_config,
@@ -186,27 +185,6 @@ def test_a_split_row_wastes_fewer_lanes_than_one_tile():
         config = backward_config(n, 2, 90)
         if config.rest:
             assert config.lanes <= power_of_two(n) * 3 // 4
-
-
-def test_beside_a_float32_weight_a_thread_has_16_bytes_of_it_in_each_tile():
-    """That is four elements of x: of wider tiles the weight would pass through shared memory."""
-    for op, size, n in itertools.product(("forward", "backward", "dx"), SIZES, range(1, 66000)):
-        config = beside_float32_config(op, n, 2, 90, size)
-        if config is None:
-            continue
-        assert n % 8 == 0 and config.lanes >= n and config.lanes - config.width < n, (op, n, config)
-        assert n > 512 and (op == "forward" or (op, size) == ("backward", "large")), (op, size, n)
-        if op == "forward" and config.kernel in ("rows", "teams"):
-            assert config.width == 4 * 32 * config.warps, (n, config)
-    for n, itemsize, architecture in (
-        (4096, 4, 90),
-        (4096, 2, 100),
-        (4096, 2, 89),
-        (4095, 2, 90),
-        (12296, 2, 90),
-    ):
-        assert beside_float32_config("forward", n, itemsize, architecture, "large") is None
-    assert beside_float32_config("forward", 65536, 2, 90, "large", most_members=4) is None
 
 
 def test_configs_compile_few_kernels():

@@ -18,7 +18,6 @@ from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.config import (
     WIDEST_FUSED_ROW,
     backward_config,
-    beside_float32_config,
     forward_config,
     row_partials_config,
 )
@@ -76,38 +75,6 @@ def test_forward_of_every_config(config, n, weight):
 def test_forward_of_float32(config, n):
     inputs = make_inputs(5, n, FP32, FP32, offset=1.0, device=CPU)
     assert_within(expected_results(inputs), **run_forward(inputs, config))
-
-
-# Of each rule a row whose last tile is cut off, and two that fill theirs.
-@pytest.mark.parametrize(
-    ("op", "size", "n"),
-    [("forward", "large", n) for n in (2048, 4088, 8184, 12280, 20464, 32752, 40960, 65536)]
-    + [("forward", "few", n) for n in (1000, 4088, 16368, 24560)]
-    + [("backward", "large", n) for n in (5112, 7160, 8184)],
-)
-def test_configs_beside_a_float32_weight(op, size, n):
-    config = beside_float32_config(op, n, 2, 90, size)
-    inputs = make_inputs(5 if op == "forward" else 9, n, BF16, FP32, offset=1.0, device=CPU)
-    run = run_forward if op == "forward" else run_backward
-    assert_within(expected_results(inputs), **run(inputs, config))
-
-
-def test_launch_takes_configs_by_the_dtype_of_the_weight():
-    beside = beside_float32_config("backward", 5120, 2, 90, "large")
-    for weight_dtype in (BF16, FP32):
-        made = launch._backward(CPU, 5120, BF16, weight_dtype, True, False, "large", None)
-        assert (made.config == beside) is (weight_dtype is FP32)
-    x = torch.randn(3, 1000, dtype=BF16)
-    for weight_dtype in (BF16, FP32, None):
-        made = launch._forward(CPU, 1000, BF16, weight_dtype, False, "few")
-        beside = beside_float32_config("forward", 1000, 2, 90, "few")
-        assert (made.config == beside) is (weight_dtype is FP32)
-        weight = None if weight_dtype is None else torch.randn(1000).to(weight_dtype)
-        y, _ = launch.rms_norm_forward(x, weight, None, 1e-6, 0.0, "once")
-        expected = torch.nn.functional.rms_norm(
-            x.double(), (1000,), None if weight is None else weight.double(), 1e-6
-        )
-        torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize("n", one_width_per_config(backward_config, 2))

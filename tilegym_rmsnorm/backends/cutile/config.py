@@ -24,6 +24,7 @@ from tilegym_rmsnorm.backends.cutile.wide import (
     WIDEST_SLABBED_ROW,
     backward_teams_config,
     chunks_config,
+    float32_pairs_config,
     forward_teams_beside_float32,
     forward_teams_config,
     slabs_config,
@@ -106,13 +107,15 @@ def backward_config(
     _check(n, itemsize, architecture)
     if has_dw and size == "few" and n <= WIDEST_FUSED_ROW:
         return _few_rows_config(n, itemsize)
-    if architecture == 90 and _is_aligned(n, itemsize) and n <= WIDEST_SLABBED_ROW:
-        narrowest = 12289 if itemsize == 4 and has_dw and size == "large" else 16385
-        is_wide = n >= narrowest and (size != "few" or n * itemsize >= FEW_SHARED_BYTES)
+    if architecture == 90 and _is_aligned(n, itemsize) and 16384 < n <= WIDEST_SLABBED_ROW:
+        is_wide = size != "few" or n * itemsize >= FEW_SHARED_BYTES
         if is_wide and (config := backward_teams_config(n, itemsize, size, has_dw, most_members)) is not None:
             return config
-        if has_dw and n > 16384:
+        if has_dw:
             return slabs_config(n, itemsize)
+    if architecture == 90 and _is_aligned(n, itemsize) and 12288 < n <= 16384 and most_members > 1:
+        if itemsize == 4 and has_dw and size == "large":
+            return float32_pairs_config()
     if n > widest_backward_row(n, itemsize, architecture):
         return strips_config(n, architecture) if has_dw else chunks_config(itemsize, architecture)
     if architecture == 90 and _is_aligned(n, itemsize):
@@ -151,7 +154,7 @@ def beside_float32_config(
     else:
         table = hopper.BACKWARD_BESIDE_FLOAT if op == "backward" and size == "large" else ()
     rule = next((rule for rule in table if n <= rule.up_to), None)
-    return _from_table(n, itemsize, (rule,)) if isinstance(rule, hopper.Rule) else None
+    return _config_of(rule, n, itemsize) if isinstance(rule, hopper.Rule) else None
 
 
 def _few_rows_config(n: int, itemsize: int) -> Config:
@@ -244,7 +247,10 @@ def uses_dependent_launch(architecture: int) -> bool:
 
 
 def _from_table(n: int, itemsize: int, table: tuple[hopper.Rule, ...]) -> Config:
-    rule = next(rule for rule in table if n <= rule.up_to)
+    return _config_of(next(rule for rule in table if n <= rule.up_to), n, itemsize)
+
+
+def _config_of(rule: hopper.Rule, n: int, itemsize: int) -> Config:
     width, rest = two_tiles(n) if rule.split else (rule.piece or power_of_two(n), 0)
     return Config(
         rule.kernel,

@@ -85,6 +85,10 @@ def rows_of(bucket: Bucket) -> tuple[int, ...]:
     return tuple(dict.fromkeys(_aligned(max(m, rows.start), rows) for m in wanted))
 
 
+def weight_dtype_of(bucket: Bucket) -> torch.dtype:
+    return torch.float32 if bucket.weight == FLOAT32 else getattr(torch, bucket.dtype)
+
+
 def _aligned(m: int, rows: range) -> int:
     """The multiple of 16 up to m, or else the next one, if it is in `rows`; m itself if that is at most 16."""
     below = m // 16 * 16
@@ -199,7 +203,7 @@ class Search:
         with self.turn:
             x, dy = (torch.randn(sets, m, bucket.n, dtype=dtype, device=self.device) for _ in range(2))
             # Of each set its own, as in the benchmark and of each layer: or else they come from L2
-            weight_dtype = torch.float32 if bucket.weight == FLOAT32 else dtype
+            weight_dtype = weight_dtype_of(bucket)
             weights = [torch.ones(bucket.n, dtype=weight_dtype, device=self.device) for _ in range(sets)]
             rstds = [torch.ones(m, device=self.device) for _ in range(sets)]
             inputs = list(zip(x, dy, weights, rstds, strict=True))

@@ -100,15 +100,12 @@ def chosen_config(
 ) -> Config:
     """The config that serves rows of n elements, for problems of one size class, on this machine. weight_dtype: None
     without a weight."""
-    name = str(dtype).removeprefix("torch.")
-    bucket = Bucket(op, n, name, size)
+    bucket = Bucket(op, n, str(dtype).removeprefix("torch."), size)
     if weight_dtype is not None and weight_dtype.itemsize > dtype.itemsize:
-        beside_float32 = bucket._replace(weight=FLOAT32)
-        if config := _entry_of(beside_float32, machine):
-            return config
         numbers = n, dtype.itemsize, machine.architecture, size, machine.most_members
-        if config := beside_float32_config(op, *numbers):
-            return config
+        beside = _entry_of(bucket._replace(weight=FLOAT32), machine) or beside_float32_config(op, *numbers)
+        if beside is not None:
+            return beside
     return _entry_of(bucket, machine) or config_of_rules(bucket, machine.architecture, machine.most_members)
 
 

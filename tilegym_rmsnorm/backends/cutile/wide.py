@@ -70,16 +70,8 @@ def backward_teams_config(n: int, itemsize: int, size: str, has_dw: bool, most_m
     By TMA parts of 3 * 2048 columns alone, in 16 bits: 4096x18432 182.8 -> 159.6 us, on an H200 153.3 -> 131.3
     (cuda-tile 1.7.0, tileiras 13.4.92); other rows of such parts were not timed. Not without dw, where a float32 weight
     takes 240 bytes of stack.
-
-    float32 rows of 12289 to 16384 columns by two blocks of 8192, by TMA; us by one block in one tile, which spills, and
-    by this: 4096x14336 H100 284.5, 240.5, H200 218.3, 182.1; 4096x16368 310.3, 293.5 (by 88 % of the blocks 273.7),
-    238.6, 199.2.
     """
     reason = "a team of blocks a row, each with as much of it as its registers hold"
-    if n <= 16384:  # float32, large, with dw: backward_config asks for no others
-        if most_members < 2:
-            return None
-        return Config("teams", 8192, 8, 1, 4, members=2, tma=True, reason=reason)
     is_large_half = itemsize == 2 and size == "large"
     if is_large_half and has_dw and (found := fewest_members(n, ((2048, 3),), most_members)):
         width, pieces, members = found
@@ -115,6 +107,14 @@ def backward_teams_config(n: int, itemsize: int, size: str, has_dw: bool, most_m
     return Config(
         "teams", width, warps, occupancy, 2, pieces=pieces, members=members, reason=reason, spills=why
     )
+
+
+def float32_pairs_config() -> Config:
+    """float32 rows of 12289 to 16384 elements, with dw, of large calls, by two blocks. us by one block in one tile,
+    which spills, and by this: 4096x14336 H100 284.5, 240.5, H200 218.3, 182.1; 4096x16368 310.3, 293.5 (by 88 % of the
+    blocks 273.7), 238.6, 199.2."""
+    reason = "a team of two blocks a row, which spills in one"
+    return Config("teams", 8192, 8, 1, 4, members=2, tma=True, reason=reason)
 
 
 def slabs_config(n: int, itemsize: int) -> Config:

@@ -18,14 +18,7 @@ import torch
 
 from tilegym_rmsnorm.backends.cutile import candidates, search
 from tilegym_rmsnorm.backends.cutile.machine import machine_of
-from tilegym_rmsnorm.backends.cutile.tables import (
-    FLOAT32,
-    ITEMSIZE,
-    Bucket,
-    Entry,
-    chosen_config,
-    shipped_for,
-)
+from tilegym_rmsnorm.backends.cutile.tables import ITEMSIZE, Bucket, Entry, chosen_config, shipped_for
 
 MOST_PROCESSES = 16
 # Of GPU memory: the context, inputs that overflow the L2, a graph's outputs. 6.8 GiB were seen, of 60 configs at 64 MB
@@ -108,8 +101,7 @@ def _search(bucket: Bucket, most: int) -> Found:
     """One bucket's search in this process."""
     _lines.clear()
     itemsize, machine = ITEMSIZE[bucket.dtype], _searching.machine
-    dtype = getattr(torch, bucket.dtype)
-    weight_dtype = torch.float32 if bucket.weight == FLOAT32 else dtype
+    dtype, weight_dtype = getattr(torch, bucket.dtype), search.weight_dtype_of(bucket)
     serving = chosen_config(bucket.op, machine, bucket.n, dtype, bucket.size, weight_dtype)
     known = [serving, *shipped_for(bucket)]
     configs = candidates.candidates(bucket, itemsize, machine.architecture, most, machine.most_members, known)
