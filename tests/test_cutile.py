@@ -115,7 +115,7 @@ def test_configs_of_the_shipped_tables(bucket, config):
     assert_within(expected_results(inputs), **run(inputs, config, **more))
 
 
-@pytest.mark.parametrize("n", [100, 1000, 3000, 5000, 17000, 18500, 33000, 49200])
+@pytest.mark.parametrize("n", [100, 1000, 3000, 5000, 12304, 17000, 18500, 33000, 49200])
 @pytest.mark.parametrize("dtype", [FP16, FP32])
 @pytest.mark.parametrize("size", ["few", "large"])
 def test_other_dtypes(n, dtype, size):
