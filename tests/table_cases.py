@@ -33,17 +33,17 @@ def without_reason(config: Config) -> Config:
 
 def shipped_configs(op: str, dtype: str) -> list[tuple[int, Bucket, Config]]:
     """Architecture, bucket and config of all that the tables that ship give to `dtype`, but for what other tests have:
-    the rules' configs, and what another entry of that width has too."""
+    the rules' configs, and what another entry of that width beside such a weight has too."""
     found = {}
     for path in sorted(tables.SHIPPED_FOLDER.glob("*.json")):
         text = path.read_text(encoding="utf-8")
         target = Target(**{name: json.loads(text)[name] for name in Target._fields})
         for bucket, entry in serving(tables.parse(text, target), op, dtype).items():
-            rule = tables.RULES[op](bucket.n, tables.ITEMSIZE[dtype], target.architecture, bucket.size)
+            rule = tables.config_of_rules(bucket, target.architecture)
             config = without_reason(entry.config)
             if config != replace(rule, reason="", spills=""):
-                found.setdefault((target.architecture, bucket.n, config), bucket)
-    return [(architecture, bucket, config) for (architecture, _, config), bucket in found.items()]
+                found.setdefault((target.architecture, bucket.n, bucket.weight, config), bucket)
+    return [(architecture, bucket, config) for (architecture, *_, config), bucket in found.items()]
 
 
 def entries_that_ship(machine, op: str, dtype: str) -> list[tuple[Bucket, Entry]]:

@@ -36,7 +36,7 @@ from compiling import (  # noqa: E402
 )
 
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.search import rows_of  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.search import rows_of, weight_dtype_of  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.tables import serves_dx_alone  # noqa: E402
 
 skip_without_compiler()
@@ -215,23 +215,23 @@ def test_configs_of_the_shipped_tables(op, dtype):
     shipped = shipped_configs(op, dtype)
     if dtype == "float16":  # what it shares is compiled as bfloat16, if at all
         shared = {
-            (architecture, bucket.n, config)
+            (architecture, bucket.n, bucket.weight, config)
             for architecture, bucket, config in shipped_configs(op, "bfloat16")
         }
-        shipped = [each for each in shipped if (each[0], each[1].n, each[2]) not in shared]
+        shipped = [each for each in shipped if (each[0], each[1].n, each[1].weight, each[2]) not in shared]
     if not shipped:
         pytest.skip(f"no table that ships has an entry of {op} and {dtype}")
-    machines = {}
-    weight_dtype = getattr(torch, dtype)
+    machines, its_dtype = {}, getattr(torch, dtype)
     for architecture, bucket, config in sampled(shipped):
+        weight_dtype = weight_dtype_of(bucket)
         machine = machines.setdefault(architecture, CompilingMachine(architecture))
         run = {"forward": run_forward, "backward": run_backward, "dx": run_dx}[op]
         for m in {rows_of(bucket)[0], 33 if config.tma else rows_of(bucket)[0]}:
-            run(machine, config, bucket.n, weight_dtype, weight_dtype, m=m)
+            run(machine, config, bucket.n, its_dtype, weight_dtype, m=m)
             # dx alone. Rows then need fewer registers; test_compile_tma.py compiles some of those by TMA
             compiles_dx = config.kernel != "rows" or helpers.every_config
             if op == "backward" and compiles_dx and serves_dx_alone(config):
-                run_dx(machine, config, bucket.n, weight_dtype, weight_dtype, m=m)
+                run_dx(machine, config, bucket.n, its_dtype, weight_dtype, m=m)
     for machine in machines.values():
         assert_sound(machine, most_stack=TIMED_STACK)
 

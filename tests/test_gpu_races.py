@@ -132,8 +132,9 @@ def check_racing(machine, bucket, config):
     from tilegym_rmsnorm.backends.cutile import search
 
     m, dtype = rows_that_race(machine, bucket, config), getattr(torch, bucket.dtype)
+    weight_dtype = search.weight_dtype_of(bucket)
     each_inputs = [
-        make_inputs(m, bucket.n, dtype, dtype, eps=search.EPS, seed=seed) for seed in range(STREAMS)
+        make_inputs(m, bucket.n, dtype, weight_dtype, eps=search.EPS, seed=seed) for seed in range(STREAMS)
     ]
     arguments = [
         (x, dy, weight, compute_rms_norm_rstd_torch(x, eps)) for x, dy, weight, eps, *_ in each_inputs
