@@ -58,7 +58,7 @@ def test_candidates_begin_with_the_rules_beside_a_float32_weight(op, architectur
     ("op", "size", "n"),
     [("forward", "large", n) for n in (2048, 4088, 8184, 12280, 20464, 32752, 40960, 65536)]
     + [("forward", "few", n) for n in (1000, 4088, 16368, 24560)]
-    + [("backward", "large", n) for n in (5112, 7160, 8184)],
+    + [("backward", "large", n) for n in (4096, 7160, 8184, 15360, 16368)],
 )
 def test_configs_beside_a_float32_weight(op, size, n):
     config = beside_float32_config(op, n, 2, 90, size)
@@ -68,9 +68,9 @@ def test_configs_beside_a_float32_weight(op, size, n):
 
 
 def test_launch_takes_configs_by_the_dtype_of_the_weight():
-    beside = beside_float32_config("backward", 5120, 2, 90, "large")
+    beside = beside_float32_config("backward", 8192, 2, 90, "large")
     for weight_dtype in (BF16, FP32):
-        made = launch._backward(CPU, 5120, BF16, weight_dtype, True, False, "large", None)
+        made = launch._backward(CPU, 8192, BF16, weight_dtype, True, False, "large", None)
         assert (made.config == beside) is (weight_dtype is FP32)
     x = torch.randn(3, 1000, dtype=BF16)
     for weight_dtype in (BF16, FP32, None):

@@ -180,7 +180,7 @@ def test_partial_rows_are_few_and_never_more_than_row_tiles(architecture):
 
 
 def test_a_split_row_wastes_fewer_lanes_than_one_tile():
-    assert (backward_config(4608, 2, 90).width, backward_config(4608, 2, 90).rest) == (4096, 512)
+    assert (backward_config(2560, 2, 90).width, backward_config(2560, 2, 90).rest) == (2048, 512)
     for n in WIDTHS:
         config = backward_config(n, 2, 90)
         if config.rest:

@@ -30,7 +30,7 @@ from pipelines import overwritten  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.config import backward_config, beside_float32_config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.rows import ConstBool, ConstInt, load_gradient_tiles  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.tables import RULES  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.tables import FLOAT32, RULES, SAME  # noqa: E402
 
 skip_without_disassembler()
 
@@ -44,7 +44,7 @@ def configs_with_tma(op: str, dtype: torch.dtype, architecture: int = 90) -> lis
     widths = {RULES[op](n, dtype.itemsize, architecture): n for n in among}
     rules = {(config, n) for config, n in widths.items() if config.tma}
     name = str(dtype).removeprefix("torch.")
-    tables = {(c, bucket.n) for sm, bucket, c in shipped_configs(op, name) if c.tma and sm == 90}
+    tables = {(c, b.n) for sm, b, c in shipped_configs(op, name) if c.tma and sm == 90 and b.weight == SAME}
     kernels = {(dataclasses.replace(c, share=100, reason="", spills=""), n) for c, n in rules | tables}
     return sorted(kernels, key=lambda case: (-case[0].rows * case[0].width, str(case)))
 
@@ -134,15 +134,24 @@ def test_the_next_row_is_asked_for_before_this_one_is_summed(dtype, n, config, n
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_no_backward_beside_a_float32_weight_overwrites_tiles_in_use(dtype, tmp_path):
-    widths = {beside_float32_config("backward", n, 2, 90, "large"): n for n in range(8, 16384, 8)}
-    cases = [(config, n) for config, n in widths.items() if config is not None]
-    cases += [(backward_config(n, 2, 90), n) for n in (10240, 14336)]
-    for (config, n), round_xhat in itertools.product(cases, (False, True)):
+    """By its rules, by those of wide rows, and by the entries for such a weight: of tiles with --every-config, which
+    also reads all entries with both castings."""
+    widths = {beside_float32_config("backward", n, 2, 90, "large"): n for n in range(8, 16400, 8)}
+    rules = [(config, n) for config, n in widths.items() if config is not None and config.tma]
+    rules += [(backward_config(n, 2, 90), n) for n in (3840, 4608, 10240, 14336, 20480, 32752)]
+    entries = {
+        (dataclasses.replace(config, share=100), bucket.n)
+        for _, bucket, config in shipped_configs("backward", "bfloat16")
+        if bucket.weight == FLOAT32 and config.tma and (config.kernel != "tiles" or helpers.every_config)
+    }
+    castings = (False, True) if helpers.every_config else (False,)
+    cases = [*itertools.product(rules, (False, True)), *itertools.product(sorted(entries, key=str), castings)]
+    for (config, n), round_xhat in cases:
         for name, code in code_of_call(
             tmp_path, "backward", config, n, dtype, FP32, round_xhat=round_xhat
         ).items():
             assert not overwritten(code), (name, config, n, round_xhat)
-    assert len(cases) > 5 and all(config.tma for config, _ in cases)
+    assert len(rules) > 8 and len(entries) > 5 and all(config.tma for config, _ in rules)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -41,9 +41,10 @@ def candidates(
     alike first, `most` in all. `known` won somewhere: whether registers hold them is not estimated again.
 
     Of every kernel with every number of warps and of blocks an SM and every share of them, with and without TMA, in one
-    tile a row and in several, of backward_tma.py in tiles of every width by every share, packed and not, of packed
-    teams and of rows that a warp holds in tiles of every width, and with the weight loaded late, early (not large calls
-    by tiles) and together with x, there is the most alike, as long as they are so few.
+    tile a row and in several, of backwards with every latency, of backward_tma.py in tiles of every width by every
+    share, packed and not, of packed teams and of rows that a warp holds in tiles of every width, and with the weight
+    loaded late, early (not large calls by tiles) and together with x, there is the most alike, as long as they are so
+    few.
     """
     default = config_of_rules(bucket, architecture, most_members)
     most_rows = rows_of_class(bucket.size, bucket.n)[-1]
@@ -72,6 +73,7 @@ def candidates(
         for kind in (
             lambda c: (c.kernel, c.warps, c.occupancy),
             lambda c: (c.kernel, c.warps, c.early_weight, c.together),
+            lambda c: bucket.op in BACKWARDS and (c.kernel, c.latency),
             lambda c: (c.kernel, c.warps, c.occupancy, c.tma, c.pieces > 1, c.share),
             lambda c: c.kernel == "rows" and c.tma and (c.width, c.packed, c.share),
             lambda c: c.kernel == "teams" and c.tma and c.packed and c.width,

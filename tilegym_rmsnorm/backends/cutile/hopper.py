@@ -184,19 +184,22 @@ FORWARD_FEW_BESIDE_FLOAT = (
 _BY_TILES = (
     "16 bytes, in float16 8: 8192x7168 takes 124.6 us on an H100, in tiles of 2048 by TMA without stack 130.9"
 )
+# By the rule of the moment -> this: beside such a weight both.
 BACKWARD_BESIDE_FLOAT = (
-    Same(4608),
-    # 16384x5120: H100 260.5 -> 179.0 (170.9), H200 the same config as beside a weight of x's dtype, 124.1 (124.4)
-    Rule(5120, "rows", 1, 4, 2, 4, piece=1024, tma=True),
+    Same(4095),
+    # H100 16384x4096: 149.5 -> 139.2 (in one tile for two blocks an SM 137.9), H200: 120.7, in two tiles of 2048,
+    # gathered by 4 warps, 100.5
+    Rule(4096, "rows", 1, 8, 2, 4, piece=2048, tma=True),
     Same(6144),
     # 8192x7168: H200 151.5 -> 100.3 (86.8), H100 the same config, 124.6 (124.3)
     Rule(7168, "tiles", 2, 8, 1, 4, tma=True, spills=_BY_TILES),
-    # 8192x8192: H200 163.0 -> 114.2 (99.4), but H100 137.1 -> 143.5 (137.8): a rule serves both
-    Rule(8192, "rows", 1, 8, 1, 4, piece=2048, tma=True),
+    # in tiles of 2048 by TMA -> this, 8192x8192: H200 113.2 -> 102.8 (99.4), H100 143.6 -> 136.8 (137.8); H100
+    # 9024x7424: 146.7 -> 137.0, 8208x8176: 144.1 -> 139.5, float16 143.9 -> 142.8
+    Rule(8192, "rows", 1, 8, 1, 6, split=True),
     Same(14336),
-    # not timed; 4096x16384, whose entries are not packed and take 160 bytes of stack: H200 110.4, packed 107.8, H100 by
-    # 72 % of the blocks 145.7 and 145.6
-    Rule(16383, "rows", 1, 8, 1, 4, piece=2048, tma=True, packed=True),
+    # in tiles of 2048 by TMA, packed -> this, H100, 4368x15360: 155.5 -> 154.6, 4096x16368: 160.2 -> 158.3;
+    # 4096x16384: H200 in one tile 143.3, in packed tiles of 2048 107.8, by this 103.3
+    Rule(16384, "rows", 1, 8, 1, 4, piece=4096, tma=True, packed=True),
 )
 _SEVEN_BY_TMA = "24 bytes beside a float32 weight: 4096x14336 takes 91.4 us so on an H200, without 91.7"
 _EIGHT_BY_TMA = (
@@ -211,10 +214,15 @@ BACKWARD_HALF = (
     Rule(2048, "tiles", 4, 8, 1, 2, tma=True),  # 16384x2048: 2765
     Rule(2560, "rows", 1, 8, 2, 6, split=True, short=True),  # 16384x2560: 2788
     Rule(3072, "rows", 1, 4, 2, 6, piece=1024),  # 16384x2880: 2837 with the sum of dw
-    Rule(4095, "rows", 1, 8, 2, 4, short=True),  # 16384x3584: 2830
+    # us with the sum of dw, in one tile of 4096, gathered -> this, H100: 20160x3328 142.9 -> 139.3, 17472x3840 139.0 ->
+    # 136.8, 16448x4080 139.7 -> 137.9; beside a float32 weight 170.5 -> 137.3, 162.0 -> 138.3, 161.0 -> 142.0, and H200
+    # 16384x3584 124.3 -> 92.1
+    Rule(4095, "rows", 1, 8, 2, 4, piece=2048, tma=True),
     Rule(4096, "rows", 1, 8, 1, 6, short=True),  # 16384x4096: 2857
-    Rule(4608, "rows", 1, 8, 1, 6, split=True, short=True),  # one tile of 8192 would waste most lanes
-    Rule(5120, "rows", 1, 8, 1, 8),  # 13104x5120: 2919 with the sum of dw, in two tiles 2800
+    # us with the sum of dw, in two tiles of 4096 and 512, gathered -> this, H100: 14560x4608 148.2 -> 141.1, beside a
+    # float32 weight 148.4 -> 140.9. In one tile of 8192, gathered -> this: 8192x5120 H200 75.2 -> 65.1, H100 88.8, not
+    # timed; beside a float32 weight 16384x5120 260.5 -> 179.0
+    Rule(5120, "rows", 1, 4, 2, 4, piece=1024, tma=True),
     Rule(6144, "rows", 1, 8, 1, 8, piece=2048),  # 10912x6144: 2939 with the sum of dw
     Rule(7168, "tiles", 2, 8, 1, 4, tma=True),  # 8192x7168: 2805
     Rule(8192, "rows", 1, 8, 1, 4, short=True),  # 8192x8192: 2784

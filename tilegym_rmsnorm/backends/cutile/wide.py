@@ -12,6 +12,7 @@ from tilegym_rmsnorm.backends.cutile.sizes import LARGEST_GRID_Y
 
 WIDEST_SLABBED_ROW = 131072  # elements of which 32 rows of x and dy fit the L2 of an H100
 STRIP = 2048  # columns
+_TEAMS_BY_TMA = "16 bytes, 32 beside a float32 weight: 3264x20480 takes 147.5 us on an H100, by gathers 379.7"
 MOST_MEMBERS = 16  # of a team: an eighth of the 132 SMs of an H100 (machine.py says why)
 
 
@@ -67,27 +68,29 @@ def backward_teams_config(n: int, itemsize: int, size: str, has_dw: bool, most_m
 
     Of few rows by more: 1x65536 in 4.1 us, by slabs 16.9. 8192 columns with bounds checks spill, as more of float32 do.
 
-    By TMA parts of 3 * 2048 columns alone, in 16 bits: 4096x18432 182.8 -> 159.6 us, on an H200 153.3 -> 131.3
-    (cuda-tile 1.7.0, tileiras 13.4.92); other rows of such parts were not timed. Not without dw, where a float32 weight
-    takes 240 bytes of stack.
+    Large ones of 16 bits with dw by TMA, in parts of 3 * 2048 columns, or else of 4096; us (cuda-tile 1.7.0, tileiras
+    13.4.92). By gathers and by the former: 4096x18432 182.8, 159.6, on an H200 153.3, 131.3. By gathers, of 8192, 5 *
+    1024 or 4096 columns, and by the latter, an H100: 3264x20480 379.7, 147.5, 2336x28672 199.6, 149.3, 2048x32768
+    159.7, 147.6, 1632x40960 160.0, 149.2, 1168x57344 160.0, 150.6; beside a float32 weight 178.4, 144.7; 207.7, 147.6;
+    169.6, 147.2; 184.6, 146.3; 199.2, 147.2. By the former and the latter: 2720x24576 144.9, 148.7, 1360x49152 146.2,
+    149.8. Not without dw, where a float32 weight takes 240 bytes of stack.
     """
     reason = "a team of blocks a row, each with as much of it as its registers hold"
-    is_large_half = itemsize == 2 and size == "large"
-    if is_large_half and has_dw and (found := fewest_members(n, ((2048, 3),), most_members)):
-        width, pieces, members = found
-        spills = "not with a weight of x's dtype; a float32 weight takes up to 32 bytes of stack, and was not timed"
-        return Config(
-            "teams",
-            width,
-            warps=4,
-            occupancy=2,
-            latency=4,
-            pieces=pieces,
-            members=members,
-            tma=True,
-            reason=reason,
-            spills=spills,
-        )
+    if itemsize == 2 and size == "large" and has_dw:
+        if found := fewest_members(n, ((2048, 3), (4096, 1)), most_members):
+            width, pieces, members = found
+            return Config(
+                "teams",
+                width,
+                warps=4,
+                occupancy=2 if pieces == 3 else 3,
+                latency=4,
+                pieces=pieces,
+                members=members,
+                tma=True,
+                reason=reason,
+                spills=_TEAMS_BY_TMA,
+            )
     spills = (
         "not with a weight of x's dtype; a float32 weight takes up to 80 bytes of stack, and was not timed"
     )
