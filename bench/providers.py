@@ -157,10 +157,10 @@ def _backward_dx(backend: str, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tens
 
 def _config_of(shape: Shape, dtype: torch.dtype, device: torch.device, op: str) -> str:
     """The config that serves an op, as launch.py asks for it; of both ops both."""
-    from tilegym_rmsnorm.backends.cutile import machine, sizes, tables
+    from tilegym_rmsnorm.backends.cutile import machine, selector, sizes
 
     found = [
-        tables.chosen_config(each, machine.machine_of(device), shape[1], dtype, sizes.size_class(*shape))
+        selector.chosen_config(each, machine.machine_of(device), shape[1], dtype, sizes.size_class(*shape))
         for each in (("forward", "backward") if op == "both" else (op,))
     ]
     return "; ".join(map(_config_text, found))

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tilegym_rmsnorm.backends.cutile import tables
+from tilegym_rmsnorm.backends.cutile import selector, tables
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry, Target, Timing
 
@@ -24,7 +24,7 @@ ENTRY = Entry(Config("rows", 4096, 4, 1, 3, short=True), (Timing(16384, 140.0, 1
 
 def chosen(bucket: Bucket = BUCKET, machine=MACHINE) -> Config:
     dtype = getattr(torch, bucket.dtype)
-    return tables.chosen_config(bucket.op, machine, bucket.n, dtype, bucket.size)
+    return selector.chosen_config(bucket.op, machine, bucket.n, dtype, bucket.size)
 
 
 def without_reason(config: Config) -> Config:
@@ -39,7 +39,7 @@ def shipped_configs(op: str, dtype: str) -> list[tuple[int, Bucket, Config]]:
         text = path.read_text(encoding="utf-8")
         target = Target(**{name: json.loads(text)[name] for name in Target._fields})
         for bucket, entry in serving(tables.parse(text, target), op, dtype).items():
-            rule = tables.config_of_rules(bucket, target.architecture)
+            rule = selector.config_of_rules(bucket, target.architecture)
             config = without_reason(entry.config)
             if config != replace(rule, reason="", spills=""):
                 found.setdefault((target.architecture, bucket.n, bucket.weight, config), bucket)

@@ -146,14 +146,14 @@ def test_dx_alone_is_dx(backend):
 def test_records_of_cutile_name_the_config_that_served():
     if reason := why_skip("cutile"):
         pytest.skip(reason)
-    from tilegym_rmsnorm.backends.cutile import machine, tables
+    from tilegym_rmsnorm.backends.cutile import machine, selector
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
     records = Bench(("cutile", "torch"), ("forward", "both"), device).measure(
         (5, 24), FP32, lambda step: None
     )
     served = {each["op"]: each["settings"] for each in records if each["provider"] == "cutile"}
-    config = tables.chosen_config("forward", machine.machine_of(device), 24, FP32, "few")
+    config = selector.chosen_config("forward", machine.machine_of(device), 24, FP32, "few")
     kernel, *fields = served["forward"].split()
     said = dict(field.split("=") for field in fields)
     assert kernel == config.kernel and {"width", "warps", "occupancy", "latency"} <= said.keys()

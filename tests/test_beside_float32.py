@@ -11,8 +11,9 @@ from helpers import BF16, FP32, assert_within, expected_results, make_inputs
 
 from tilegym_rmsnorm.backends.cutile.candidates import candidates
 from tilegym_rmsnorm.backends.cutile.config import ARCHITECTURES, beside_float32_config
+from tilegym_rmsnorm.backends.cutile.selector import RULES
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
-from tilegym_rmsnorm.backends.cutile.tables import FLOAT32, RULES, Bucket
+from tilegym_rmsnorm.backends.cutile.tables import FLOAT32, Bucket
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from cutile_runs import run_backward, run_forward  # noqa: E402

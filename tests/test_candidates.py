@@ -16,9 +16,10 @@ from tilegym_rmsnorm.backends.cutile import candidates as space
 from tilegym_rmsnorm.backends.cutile.candidates import candidates, distance, fits_registers
 from tilegym_rmsnorm.backends.cutile.config import ARCHITECTURES
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
+from tilegym_rmsnorm.backends.cutile.selector import RULES
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class, slab_tiles
 from tilegym_rmsnorm.backends.cutile.sweeps import SWEEPS
-from tilegym_rmsnorm.backends.cutile.tables import ITEMSIZE, RULES, Bucket, check_config
+from tilegym_rmsnorm.backends.cutile.tables import ITEMSIZE, Bucket, check_config
 from tilegym_rmsnorm.backends.cutile.tilings import parts_of_rows, rows_of_few_equal_tiles
 
 OPS = tuple(RULES)

@@ -37,7 +37,7 @@ from compiling import (  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.search import rows_of, weight_dtype_of  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.tables import serves_dx_alone  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.selector import serves_dx_alone  # noqa: E402
 
 skip_without_compiler()
 

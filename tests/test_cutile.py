@@ -101,8 +101,7 @@ def test_backward_of_every_config_for_few_rows(m, n):
         pytest.param(bucket, config, id=f"{op}-{bucket.n}-{dtype}-{bucket.size}-{number}")
         for op in ("forward", "backward", "dx")
         for dtype in ("bfloat16", "float32")
-        # All beside a float32 weight, so one of those that differ in their weight alone is enough.
-        for number, (bucket, config) in enumerate(
+        for number, (bucket, config) in enumerate(  # one of those that differ in their weight alone
             {(b.n, config): (b, config) for _, b, config in shipped_configs(op, dtype)}.values()
         )
     ],

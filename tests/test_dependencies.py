@@ -29,7 +29,7 @@ from tilegym_rmsnorm.backends.cutile import launch, team  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.dependent import NO_BLOCK, wait_for_launch_before  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.rows import ConstBool, ConstInt, load_tile  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.tables import RULES  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.selector import RULES  # noqa: E402
 
 skip_without_disassembler()
 

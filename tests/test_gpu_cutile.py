@@ -28,8 +28,8 @@ from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward
 from tilegym_rmsnorm.backends.cutile.config import backward_config, beside_float32_config, forward_config
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.machine import machine_of
+from tilegym_rmsnorm.backends.cutile.selector import chosen_config, serves_dx_alone
 from tilegym_rmsnorm.backends.cutile.sizes import partial_rows, rows_of_class, size_class
-from tilegym_rmsnorm.backends.cutile.tables import chosen_config, serves_dx_alone
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_empty")]
 
@@ -286,21 +286,3 @@ def test_memory_from_the_machine_is_poisoned():
     from tilegym_rmsnorm.backends.cutile.machine import machine_of
 
     assert machine_of(DEVICE).empty((3, 5), BF16).isnan().all()
-
-
-def test_host_threads_may_share_kernels():
-    from concurrent.futures import ThreadPoolExecutor
-
-    inputs = [make_inputs(257, 1024, BF16, FP32, seed=seed) for seed in range(8)]
-
-    def run(one):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            y, rstd = rms_norm_forward(one.x, one.weight, one.eps, backend="cutile")
-            dx, dw = rms_norm_backward(one.x, one.dy, one.weight, rstd, backend="cutile")
-            torch.cuda.current_stream().synchronize()
-        return {"y": y, "rstd": rstd, "dx": dx, "dw": dw}
-
-    torch.cuda.synchronize()
-    with ThreadPoolExecutor(8) as pool:
-        for one, results in zip(inputs, pool.map(run, inputs), strict=True):
-            assert_within(expected_results(one), **results)

@@ -5,6 +5,7 @@
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -108,6 +109,24 @@ def test_training_steps_that_race(backend, m, n, memory, request):
     each_inputs = [make_inputs(m, n, BF16, FP32, seed=seed) for seed in range(STREAMS)]
     calls = [functools.partial(step, inputs) for inputs in each_inputs]
     assert_racing_changes_no_bit(each_inputs, ("y", "rstd", "dx", "dw"), calls)
+
+
+@pytest.mark.usefixtures("poisoned_empty")
+@pytest.mark.parametrize("backend", ["cutile"], indirect=True)
+def test_host_threads_may_share_kernels(backend):
+    inputs = [make_inputs(257, 1024, BF16, FP32, seed=seed) for seed in range(8)]
+
+    def run(one):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            y, rstd = rms_norm_forward(one.x, one.weight, one.eps, backend=backend)
+            dx, dw = rms_norm_backward(one.x, one.dy, one.weight, rstd, backend=backend)
+            torch.cuda.current_stream().synchronize()
+        return {"y": y, "rstd": rstd, "dx": dx, "dw": dw}
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(8) as pool:
+        for one, results in zip(inputs, pool.map(run, inputs), strict=True):
+            assert_within(expected_results(one), **results)
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -30,7 +30,8 @@ from pipelines import overwritten  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.config import backward_config, beside_float32_config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.rows import ConstBool, ConstInt, load_gradient_tiles  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.tables import FLOAT32, RULES, SAME  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.selector import RULES  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.tables import FLOAT32, SAME  # noqa: E402
 
 skip_without_disassembler()
 

@@ -16,7 +16,7 @@ from cutile_runs import run_backward  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile.config import backward_config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.tables import RULES, chosen_config, serves_dx_alone  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.selector import RULES, chosen_config, serves_dx_alone  # noqa: E402
 
 CPU = torch.device("cpu")
 # A row's columns, and a config without TMA that holds it. Of a team three blocks an SM load no rstd ahead.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from table_cases import BUCKET, ENTRY, MACHINE, TARGET, chosen, without_reason
 
-from tilegym_rmsnorm.backends.cutile import tables, toolchain
+from tilegym_rmsnorm.backends.cutile import selector, tables, toolchain
 from tilegym_rmsnorm.backends.cutile.candidates import candidates
 from tilegym_rmsnorm.backends.cutile.config import (
     ARCHITECTURES,
@@ -32,9 +32,9 @@ def test_rules_serve_where_no_table_has_an_entry(folders):
             for size in SIZES:
                 for op, rule in (("forward", forward_config), ("backward", backward_config)):
                     expected = rule(n, dtype.itemsize, 90, size)
-                    assert tables.chosen_config(op, MACHINE, n, dtype, size) == expected
+                    assert selector.chosen_config(op, MACHINE, n, dtype, size) == expected
                 expected = backward_config(n, dtype.itemsize, 90, size, has_dw=False)
-                found = tables.chosen_config("dx", MACHINE, n, dtype, size)
+                found = selector.chosen_config("dx", MACHINE, n, dtype, size)
                 assert found == expected and not found.slab
 
 
@@ -46,7 +46,7 @@ def test_without_dw_no_entry_serves_that_reads_more_for_dw(folders):
     for config, serves in ((fused, False), (rows, True), (strips, False)):
         tables.update(folders[0], TARGET, {bucket: Entry(config, ())})
         assert without_reason(chosen(bucket)) == config
-        found = tables.chosen_config("dx", MACHINE, 4096, torch.bfloat16, "few")
+        found = selector.chosen_config("dx", MACHINE, 4096, torch.bfloat16, "few")
         assert (without_reason(found) == config) is serves and not found.slab
 
 
@@ -54,7 +54,7 @@ def test_a_backward_without_dw_has_entries_of_its_own(folders):
     """Wherever they are, they come before those of backwards with dw, for which they are nothing."""
 
     def dx_alone(dtype=torch.bfloat16):
-        return without_reason(tables.chosen_config("dx", MACHINE, 4096, dtype, "large"))
+        return without_reason(selector.chosen_config("dx", MACHINE, 4096, dtype, "large"))
 
     user, shipped = folders
     alone = BUCKET._replace(op="dx")
@@ -100,7 +100,7 @@ def test_entries_of_a_float32_weight_come_first_and_serve_nothing_else(folders):
     tables.update(shipped, TARGET, {beside: Entry(tuned, ())})
 
     def config(dtype, weight_dtype, op="backward", n=4096):
-        return without_reason(tables.chosen_config(op, MACHINE, n, dtype, "large", weight_dtype))
+        return without_reason(selector.chosen_config(op, MACHINE, n, dtype, "large", weight_dtype))
 
     for dtype in (half, torch.float16):
         assert config(dtype, single) == config(dtype, single, "dx") == tuned, (
@@ -121,7 +121,7 @@ def test_an_entry_does_not_serve_16_bit_rows_beside_a_float32_weight_that_have_r
             tables.update(folders[0], TARGET, {Bucket(op, 7168, dtype, "large"): Entry(config, ())})
 
         def kernel(dtype, weight_dtype=None, op=op, n=7168):
-            return without_reason(tables.chosen_config(op, MACHINE, n, dtype, "large", weight_dtype))
+            return without_reason(selector.chosen_config(op, MACHINE, n, dtype, "large", weight_dtype))
 
         assert kernel(half) == kernel(half, half) == config != kernel(half, single)
         assert kernel(torch.float16, single) == kernel(half, single)
@@ -196,7 +196,7 @@ def test_the_interpreter_has_no_tables(folders, monkeypatch):
 
 def test_launch_asks_for_the_size_class_and_keeps_one_choice_for_all_its_batch_sizes(folders, monkeypatch):
     pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-    from tilegym_rmsnorm.backends.cutile import launch, machine, sizes
+    from tilegym_rmsnorm.backends.cutile import launch, machine, selector, sizes
 
     monkeypatch.setattr(machine.InterpretedMachine, "model", TARGET.gpu)
     monkeypatch.setattr(sizes, "FEW_ROWS", 5)
@@ -205,7 +205,7 @@ def test_launch_asks_for_the_size_class_and_keeps_one_choice_for_all_its_batch_s
 
     def spied(op, machine, n, dtype, size, weight_dtype):
         asked.append((op, n, size))
-        return tables.chosen_config(op, machine, n, dtype, size, weight_dtype)
+        return selector.chosen_config(op, machine, n, dtype, size, weight_dtype)
 
     monkeypatch.setattr(launch, "chosen_config", spied)
     bucket = Bucket("forward", 64, "float32", "large")
@@ -255,7 +255,7 @@ def test_what_the_rules_choose_would_be_accepted_from_a_table(architecture):
         wide = (12288, 14352, 16384, 18432, 20000, 20480, 32768, 40000, 65536, 131072)
         for n in (*narrow, *wide):
             for size in (each for each in SIZES if rows_of_class(each, n)):
-                for op, rule in tables.RULES.items():
+                for op, rule in selector.RULES.items():
                     beside_float32 = beside_float32_config(op, n, itemsize, architecture, size)
                     for config in (rule(n, itemsize, architecture, size), beside_float32):
                         if config is not None:

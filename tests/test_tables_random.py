@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_cases import BUCKET, ENTRY, TARGET
 
-from tilegym_rmsnorm.backends.cutile import tables
+from tilegym_rmsnorm.backends.cutile import selector, tables
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry, Timing
@@ -62,7 +62,7 @@ def test_what_is_written_is_read_back(data):
     """Every field of Config that decides something is kept, also one that is added later."""
     buckets = st.builds(
         Bucket,
-        st.sampled_from(list(tables.RULES)),
+        st.sampled_from(list(selector.RULES)),
         st.integers(1, 65536),
         st.sampled_from(list(tables.ITEMSIZE)),
         st.sampled_from(SIZES),
@@ -75,7 +75,7 @@ def test_what_is_written_is_read_back(data):
     times = st.floats(0.1, 1e6)
     table = {}
     for bucket in data.draw(st.lists(buckets, max_size=5)):
-        config = tables.RULES[bucket.op](bucket.n, tables.ITEMSIZE[bucket.dtype], 90, bucket.size)
+        config = selector.RULES[bucket.op](bucket.n, tables.ITEMSIZE[bucket.dtype], 90, bucket.size)
         timings = data.draw(st.lists(st.builds(Timing, st.integers(1, 2**24), times, times), max_size=2))
         table[bucket] = Entry(config, tuple(timings))
     read = tables.parse(tables.render(TARGET, table), TARGET)

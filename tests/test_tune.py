@@ -14,7 +14,7 @@ from helpers import why_skip
 from table_cases import TARGET
 
 from tilegym_rmsnorm import __main__, registry
-from tilegym_rmsnorm.backends.cutile import tables, toolchain
+from tilegym_rmsnorm.backends.cutile import selector, tables, toolchain
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry
 
@@ -54,7 +54,7 @@ def test_what_is_tuned_is_stored_and_chosen_from_then_on(gpu, capsys):
     assert set(table) == {Bucket(op, 64, "bfloat16", "large") for op in ("forward", "backward", "dx")}
     interpreted = machine.InterpretedMachine()
     for bucket, entry in table.items():
-        chosen = tables.chosen_config(bucket.op, interpreted, 64, torch.bfloat16, "large")
+        chosen = selector.chosen_config(bucket.op, interpreted, 64, torch.bfloat16, "large")
         assert chosen == entry.config and "tuned: " in chosen.reason
 
 

@@ -23,6 +23,7 @@ from tilegym_rmsnorm.backends import cutile  # noqa: E402
 from tilegym_rmsnorm.backends.cutile import tables  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.selector import chosen_config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.sizes import (  # noqa: E402
     FEW_ROWS,
     SIZES,
@@ -31,7 +32,7 @@ from tilegym_rmsnorm.backends.cutile.sizes import (  # noqa: E402
     rows_of_class,
     size_class,
 )
-from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry, chosen_config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.tables import Bucket, Entry  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.warm import _kind, rows_to_warm, warm  # noqa: E402
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilegym_rmsnorm import installation, registry
-from tilegym_rmsnorm.backends.cutile import candidates, tables
+from tilegym_rmsnorm.backends.cutile import candidates, selector, tables
 from tilegym_rmsnorm.backends.cutile.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Target
 
@@ -57,7 +57,7 @@ def add_command(commands: Any) -> None:
     )
     for name, known, default in (
         ("dtype", tuple(tables.ITEMSIZE), ("bfloat16",)),
-        ("op", tuple(tables.RULES), tuple(tables.RULES)),
+        ("op", tuple(selector.RULES), tuple(selector.RULES)),
         ("size", tables.SIZES, tables.SIZES),
         ("weight", tables.WEIGHTS, (tables.SAME,)),
     ):
@@ -190,7 +190,7 @@ class Progress:
 
 def _describe(bucket: Bucket, entry: tables.Entry, machine: Machine) -> str:
     figures = ", ".join(f"M = {t.m}: {t.us:.1f} us, by the rules {t.us_rules:.1f}" for t in entry.timings)
-    default = tables.config_of_rules(bucket, machine.architecture, machine.most_members)
+    default = selector.config_of_rules(bucket, machine.architecture, machine.most_members)
     what = "the rules' config" if entry.config == default else str(entry.config)
     beside = "" if bucket.weight == tables.SAME else f" beside a {bucket.weight} weight"
     return f"{bucket.op} {bucket.dtype} N = {bucket.n} {bucket.size}{beside}: {figures}; {what}"

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator
 
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
 from tilegym_rmsnorm.backends.cutile.limits import BACKWARDS, WALKS_ROWS, check_config, largest_tile
+from tilegym_rmsnorm.backends.cutile.selector import config_of_rules
 from tilegym_rmsnorm.backends.cutile.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.sweeps import SWEEPS
-from tilegym_rmsnorm.backends.cutile.tables import FLOAT32, ITEMSIZE, SAME, Bucket, config_of_rules
+from tilegym_rmsnorm.backends.cutile.tables import FLOAT32, ITEMSIZE, SAME, Bucket
 from tilegym_rmsnorm.backends.cutile.wide import MOST_MEMBERS
 
 MOST = 60  # of a bucket, unless asked for otherwise

@@ -142,7 +142,7 @@ def beside_float32_config(
 ) -> Config | None:
     """What serves rows of 2-byte elements beside a float32 weight; None: what serves them beside one of x's dtype.
 
-    op: one of tables.RULES. Measured on sm_90 alone, where tiles that suit a weight of 2 bytes took up to 1.5 times as
+    op: of selector.RULES. Measured on sm_90 alone, where tiles that suit a weight of 2 bytes took up to 1.5 times as
     long beside one of 4 (H200, 2048x32768: 103.6 us instead of 70.0). Of backwards large ones with dw.
     """
     if itemsize != 2 or architecture != 90 or not _is_aligned(n, itemsize):

@@ -27,8 +27,8 @@ from tilegym_rmsnorm.backends.cutile.boards import Boards
 from tilegym_rmsnorm.backends.cutile.config import row_partials_config, sum_config
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, constants_of
 from tilegym_rmsnorm.backends.cutile.machine import Launch, Machine, machine_of
+from tilegym_rmsnorm.backends.cutile.selector import chosen_config
 from tilegym_rmsnorm.backends.cutile.sizes import LARGEST_GRID, partial_rows, size_class, slab_tiles
-from tilegym_rmsnorm.backends.cutile.tables import chosen_config
 from tilegym_rmsnorm.backends.cutile.wide import means_config
 from tilegym_rmsnorm.registry import register_impl
 

@@ -27,8 +27,8 @@ _empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", No
 
 
 class Machine(Protocol):
-    """What is asked of a device: by launch.py and boards.py, which launch; by tables.py, which chooses configs; by the
-    search for them (workers.py, search.py, and tune.py); and by warm.py.
+    """What is asked of a device: by launch.py and boards.py, which launch; by selector.py, which chooses configs; by
+    those that search them (workers.py, search.py, and tune.py); and by warm.py.
 
     model: the GPU's name, by which tables of tuned configs are found; None where none apply.
     most_members: of how many blocks a team may be: they wait for each other, so all must find room (team.py).

@@ -1,21 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Tuned configs: tables that `python -m tilegym_rmsnorm tune` writes and the selector reads.
+"""Tuned configs: tables that `python -m tilegym_rmsnorm tune` writes and the selector (selector.py) reads.
 
-The first that has an entry decides: the table in the user's cache, the table that ships for this GPU, the rules of
-config.py. A table belongs to one GPU model and one toolkit, which its file name says and its content repeats. Its
-entries are keyed by op, N, dtype and size class, never by M; float16 takes bfloat16's where it has none of its own. Op
-"dx" is a backward without dw; where no table has an entry of it, it takes a backward's, if that `serves_dx_alone`. A
-file that says anything unexpected is ignored as a whole, with one warning. Neither torch nor cuda.tile is imported.
-
-Rows of 2-byte elements beside a float32 weight take entries of such a weight, then the rules for it, and only then what
-serves beside a weight of x's dtype.
+A table belongs to one GPU model and one toolkit, which its file name says and its content repeats. Its entries are
+keyed by op, N, dtype, size class and the weight's dtype, never by M. Op "dx" is a backward without dw. A file that says
+anything unexpected is ignored as a whole, with one warning. Neither torch nor cuda.tile is imported.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import os
 import re
@@ -23,32 +17,20 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tilegym_rmsnorm.backends.cutile import toolchain
-from tilegym_rmsnorm.backends.cutile.config import backward_config, beside_float32_config, forward_config
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
-from tilegym_rmsnorm.backends.cutile.limits import ITEMSIZE, STORED, WALKS_ROWS, check_config, expect
+from tilegym_rmsnorm.backends.cutile.limits import ITEMSIZE, STORED, check_config, expect
 from tilegym_rmsnorm.backends.cutile.sizes import SIZES, rows_of_class
-from tilegym_rmsnorm.backends.cutile.wide import MOST_MEMBERS
-
-if TYPE_CHECKING:
-    import torch
-
-    from tilegym_rmsnorm.backends.cutile.machine import Machine
 
 SCHEMA = 1
 SHIPPED_FOLDER = Path(__file__).with_name("tuned")
 SAME, FLOAT32 = WEIGHTS = ("same", "float32")  # of x's dtype, or none; float32 beside x of 2 bytes
 CACHE_VARIABLE = "TILEGYM_RMSNORM_CACHE_DIR"
 OFF = ("0", "off", "none", "")
-RULES = {
-    "forward": forward_config,
-    "backward": backward_config,
-    "dx": functools.partial(backward_config, has_dw=False),
-}
 SHARED = {"float16": ("bfloat16",)}  # the same bytes, and the same float32 registers
-# By whose entries an op may be served, its own first.
+# The ops, and by whose entries each may be served, its own first.
 SERVED_BY = {"forward": ("forward",), "backward": ("backward",), "dx": ("dx", "backward")}
 
 
@@ -67,7 +49,7 @@ class Target(NamedTuple):
 class Bucket(NamedTuple):
     """The problems that share a config."""
 
-    op: str  # of RULES: "dx" is a backward without dw
+    op: str  # of SERVED_BY: "dx" is a backward without dw
     n: int
     dtype: str
     size: str  # of sizes.SIZES
@@ -88,52 +70,6 @@ class Entry(NamedTuple):
 
 
 Table = dict[Bucket, Entry]
-
-
-def chosen_config(
-    op: str,
-    machine: Machine,
-    n: int,
-    dtype: torch.dtype,
-    size: str,
-    weight_dtype: torch.dtype | None = None,
-) -> Config:
-    """The config that serves rows of n elements, for problems of one size class, on this machine. weight_dtype: None
-    without a weight."""
-    bucket = Bucket(op, n, str(dtype).removeprefix("torch."), size)
-    if weight_dtype is not None and weight_dtype.itemsize > dtype.itemsize:
-        numbers = n, dtype.itemsize, machine.architecture, size, machine.most_members
-        beside = _entry_of(bucket._replace(weight=FLOAT32), machine) or beside_float32_config(op, *numbers)
-        if beside is not None:
-            return beside
-    return _entry_of(bucket, machine) or config_of_rules(bucket, machine.architecture, machine.most_members)
-
-
-def _entry_of(bucket: Bucket, machine: Machine) -> Config | None:
-    """The config of the first entry that serves a bucket on this machine."""
-    found = tables_of(machine.model, machine.architecture).values()
-    dtypes = (bucket.dtype, *SHARED.get(bucket.dtype, ()))
-    for its_op, table, its_dtype in itertools.product(SERVED_BY[bucket.op], found, dtypes):
-        entry = table.get(bucket._replace(op=its_op, dtype=its_dtype))
-        if entry is None or entry.config.members > machine.most_members:
-            continue
-        if its_op == bucket.op or serves_dx_alone(entry.config):
-            return entry.config
-    return None
-
-
-def config_of_rules(bucket: Bucket, architecture: int, most_members: int = MOST_MEMBERS) -> Config:
-    """What the rules of config.py give to a bucket."""
-    numbers = bucket.n, ITEMSIZE[bucket.dtype], architecture, bucket.size
-    if bucket.weight == FLOAT32 and (config := beside_float32_config(bucket.op, *numbers, most_members)):
-        return config
-    return RULES[bucket.op](*numbers, most_members=most_members)
-
-
-def serves_dx_alone(config: Config) -> bool:
-    """Whether a backward that needs no dw takes the config of one that does: not of kernels that read x and dy once
-    more for dw, nor of teams by TMA, some of which take 240 bytes of stack without dw (entries of dx may be such)."""
-    return config.kernel in WALKS_ROWS and not (config.kernel == "teams" and config.tma)
 
 
 def tables_of(model: str | None, architecture: int) -> dict[Path, Table]:
@@ -299,7 +235,7 @@ def _parse_entry(item: Any, architecture: int) -> tuple[Bucket, Entry]:
     keys = {*Bucket._fields, "config", "timings"}
     expect(set(item) == keys, "keys", sorted(keys), sorted(item))
     bucket = Bucket(*(item[name] for name in Bucket._fields))
-    expect(bucket.op in RULES, "op", tuple(RULES), bucket.op)
+    expect(bucket.op in SERVED_BY, "op", tuple(SERVED_BY), bucket.op)
     expect(type(bucket.n) is int and bucket.n > 0, "n", "a positive whole number", bucket.n)
     expect(bucket.dtype in ITEMSIZE, "dtype", tuple(ITEMSIZE), bucket.dtype)
     expect(bucket.size in SIZES, "size", SIZES, bucket.size)

@@ -15,6 +15,7 @@ import torch
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.launch import MOST_ROWS, Backward, Forward
 from tilegym_rmsnorm.backends.cutile.machine import Machine
+from tilegym_rmsnorm.backends.cutile.selector import chosen_config
 from tilegym_rmsnorm.backends.cutile.sizes import (
     FEW_TILES,
     MOST_SLABS,
@@ -22,7 +23,6 @@ from tilegym_rmsnorm.backends.cutile.sizes import (
     most_partial_rows,
     rows_of_class,
 )
-from tilegym_rmsnorm.backends.cutile.tables import chosen_config
 
 EPS = 1e-6
 

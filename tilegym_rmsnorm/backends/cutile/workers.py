@@ -18,7 +18,8 @@ import torch
 
 from tilegym_rmsnorm.backends.cutile import candidates, search
 from tilegym_rmsnorm.backends.cutile.machine import machine_of
-from tilegym_rmsnorm.backends.cutile.tables import ITEMSIZE, Bucket, Entry, chosen_config, shipped_for
+from tilegym_rmsnorm.backends.cutile.selector import chosen_config
+from tilegym_rmsnorm.backends.cutile.tables import ITEMSIZE, Bucket, Entry, shipped_for
 
 MOST_PROCESSES = 16
 # Of GPU memory: the context, inputs that overflow the L2, a graph's outputs. 6.8 GiB were seen, of 60 configs at 64 MB
