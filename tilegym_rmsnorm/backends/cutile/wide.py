@@ -68,12 +68,20 @@ def backward_teams_config(n: int, itemsize: int, size: str, has_dw: bool, most_m
 
     Of few rows by more: 1x65536 in 4.1 us, by slabs 16.9. 8192 columns with bounds checks spill, as more of float32 do.
 
-    Large ones of 16 bits with dw by TMA, in parts of 3 * 2048 columns, or else of 4096; us (cuda-tile 1.7.0, tileiras
-    13.4.92). By gathers and by the former: 4096x18432 182.8, 159.6, on an H200 153.3, 131.3. By gathers, of 8192, 5 *
-    1024 or 4096 columns, and by the latter, an H100: 3264x20480 379.7, 147.5, 2336x28672 199.6, 149.3, 2048x32768
-    159.7, 147.6, 1632x40960 160.0, 149.2, 1168x57344 160.0, 150.6; beside a float32 weight 178.4, 144.7; 207.7, 147.6;
-    169.6, 147.2; 184.6, 146.3; 199.2, 147.2. By the former and the latter: 2720x24576 144.9, 148.7, 1360x49152 146.2,
-    149.8. Not without dw, where a float32 weight takes 240 bytes of stack.
+    Large ones of 16 bits with dw by TMA, in parts of 3 * 2048 columns where those fit, or else of 4096. us, bfloat16,
+    one H100 (cuda-tile 1.7.0, tileiras 13.4.92), beside a float32 weight in brackets:
+
+                     gathered        3 * 2048        4096
+        4096x18432   182.8           159.6                              H200: gathered 153.3, this 131.3
+        3264x20480   379.7 (178.4)                   147.5 (144.7)
+        2720x24576                   144.9 (144.8)   148.7 (145.7)
+        2336x28672   199.6 (207.7)                   149.3 (147.6)
+        2048x32768   159.7 (169.6)                   147.6 (147.2)      H200: 129.7 (143.3), this (121.8)
+        1632x40960   160.0 (184.6)                   149.2 (146.3)
+        1360x49152                   146.2 (146.6)   149.8 (146.6)
+        1168x57344   160.0 (199.2)                   150.6 (147.2)
+
+    Not without dw, where parts of 8192 take 240 bytes of stack beside a float32 weight; others were not tried.
     """
     reason = "a team of blocks a row, each with as much of it as its registers hold"
     if itemsize == 2 and size == "large" and has_dw:
@@ -91,16 +99,14 @@ def backward_teams_config(n: int, itemsize: int, size: str, has_dw: bool, most_m
                 reason=reason,
                 spills=_TEAMS_BY_TMA,
             )
-    spills = (
-        "not with a weight of x's dtype; a float32 weight takes up to 80 bytes of stack, and was not timed"
-    )
+    spills = "up to 80 bytes beside a float32 weight, and up to 176 without dw beside any, neither timed"
     widest = ((8192, 1),) if itemsize == 2 and n % 8192 == 0 and size != "few" else ()
     found = fewest_members(n, (*widest, (2048, 3), (1024, 5), (4096, 1), (2048, 1)), most_members)
     if found is None:
         return None
     width, pieces, members = found
     part = width * pieces
-    why = spills if itemsize == 2 and part > 4096 else ""
+    why = spills if itemsize == 2 and (part > 4096 or not has_dw) else ""
     # float32 1024x32768: 144 us with 3 blocks of 4096 columns an SM, 160 with 2
     occupancy = 4 if part <= 2048 else 3 if part == 4096 and itemsize == 4 else 2
     warps = 4
