@@ -150,7 +150,8 @@ class Same(NamedTuple):
 # forwards by rows and by teams a tile is 128 columns a warp: each thread has four elements, 16 bytes of the weight, and
 # loads what it multiplies by; in wider tiles the weight goes through shared memory (tests/test_weights.py). us,
 # bfloat16, by the rule beside a weight of x's dtype (backwards: by the table's entry) -> by this, in brackets what
-# comes before the arrow beside such a weight. Not timed: widths between those, float16, size class "small".
+# comes before the arrow beside such a weight. Not timed: forwards of widths between those and of float16, size class
+# "small".
 _CUT_OFF = "8 or 16 bytes where the last tile is cut off, which was not timed"
 FORWARD_BESIDE_FLOAT = (
     Same(1024),
@@ -184,11 +185,10 @@ FORWARD_FEW_BESIDE_FLOAT = (
 _BY_TILES = (
     "16 bytes, in float16 8: 8192x7168 takes 124.6 us on an H100, in tiles of 2048 by TMA without stack 130.9"
 )
-# By the rule of the moment -> this: beside such a weight both.
 BACKWARD_BESIDE_FLOAT = (
     Same(4095),
-    # H100 16384x4096: 149.5 -> 139.2 (in one tile for two blocks an SM 137.9), H200: 120.7, in two tiles of 2048,
-    # gathered by 4 warps, 100.5
+    # H100 16384x4096: 149.5 -> 139.2 (136.7); the entries beside such a weight, which are other configs, 137.8 and, on
+    # the H200, 100.5 (the rule beside a weight of x's dtype 120.7)
     Rule(4096, "rows", 1, 8, 2, 4, piece=2048, tma=True),
     Same(6144),
     # 8192x7168: H200 151.5 -> 100.3 (86.8), H100 the same config, 124.6 (124.3)
