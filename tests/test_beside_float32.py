@@ -54,7 +54,7 @@ def test_candidates_begin_with_the_rules_beside_a_float32_weight(op, architectur
             assert first == (expected or RULES[op](n, 2, architecture, size))
 
 
-# Of each rule a row whose last tile is cut off, and two that fill theirs.
+# Of each rule a row whose last tile is cut off, and some that fill theirs.
 @pytest.mark.parametrize(
     ("op", "size", "n"),
     [("forward", "large", n) for n in (2048, 4088, 8184, 12280, 20464, 32752, 40960, 65536)]
@@ -66,6 +66,13 @@ def test_configs_beside_a_float32_weight(op, size, n):
     inputs = make_inputs(5 if op == "forward" else 9, n, BF16, FP32, offset=1.0, device=CPU)
     run = run_forward if op == "forward" else run_backward
     assert_within(expected_results(inputs), **run(inputs, config))
+
+
+def test_rows_of_7169_to_8192_are_two_tiles_as_timed():
+    """Not one of 8192, as `split` would have it."""
+    for n in (7176, 7424, 8176, 8192):
+        config = beside_float32_config("backward", n, 2, 90, "large")
+        assert (config.width, config.rest, config.pieces) == (4096, 4096, 1)
 
 
 def test_launch_takes_configs_by_the_dtype_of_the_weight():

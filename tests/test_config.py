@@ -21,7 +21,7 @@ from tilegym_rmsnorm.backends.cutile.config import (
     row_partials_config,
     sum_config,
 )
-from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two
+from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two, two_tiles
 from tilegym_rmsnorm.backends.cutile.sizes import (
     LARGEST_GRID,
     SIZES,
@@ -132,19 +132,6 @@ def test_forwards_of_teams_begin_where_one_block_is_slower():
         assert all(config.packed == (itemsize == 2) for config in few)
 
 
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("configure", [forward_config, backward_config])
-def test_no_member_of_a_team_is_without_columns_and_few_lanes_are_empty(configure, itemsize):
-    wide = {n: configure(n, itemsize, 90) for n in range(16400, 131073, 112)}
-    teams = {n: config for n, config in wide.items() if config.kernel == "teams"}
-    assert len(teams) > len(wide) / 2
-    for n, config in teams.items():
-        assert config.lanes - config.width < n <= config.lanes <= n * 9 / 8, (n, config)
-        assert 2 <= config.members <= 16
-        fewer = configure(n, itemsize, 90, most_members=config.members - 1)
-        assert fewer.members < config.members, "a team that does not fit the GPU"
-
-
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_rows_of_more_strips_than_a_grid_has_are_refused_with_dw(architecture):
     """CUDA has 65535 blocks in a grid's second dimension, where other calls have one. The grid of the sum of dw has
@@ -185,6 +172,19 @@ def test_a_split_row_wastes_fewer_lanes_than_one_tile():
         config = backward_config(n, 2, 90)
         if config.rest:
             assert config.lanes <= power_of_two(n) * 3 // 4
+
+
+def test_every_rule_that_splits_rows_splits_some():
+    """In one of the tables that have it: two_tiles makes one tile of what fills more than three quarters of it."""
+    rests = {}
+    for rules in vars(hopper).values():
+        if not isinstance(rules, tuple) or not all(hasattr(rule, "up_to") for rule in rules):
+            continue
+        for before, rule in itertools.pairwise(rules):
+            if getattr(rule, "split", False):
+                widths = range(before.up_to + 1, rule.up_to + 1)
+                rests.setdefault(rule, set()).update(two_tiles(n)[1] for n in widths)
+    assert len(rests) > 3 and all(found - {0} for found in rests.values()), rests
 
 
 def test_configs_compile_few_kernels():

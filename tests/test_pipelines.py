@@ -41,7 +41,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def configs_with_tma(op: str, dtype: torch.dtype, architecture: int = 90) -> list[tuple[Config, int]]:
     """Of the rules, each with the widest row that it serves, and of the tables that ship for Hopper, which `tune` tries
     on any GPU; each kernel once, whatever share of the blocks walks the rows, those of the largest tiles first."""
-    among = (*range(1, 4100), 10232, 14336, 16368, 18432, 33001, 40000, 140000)
+    among = (*range(1, 4100), 4608, 5120, 10232, 14336, 16368, 18432, 20480, 33001, 40000, 140000)
     widths = {RULES[op](n, dtype.itemsize, architecture): n for n in among}
     rules = {(config, n) for config, n in widths.items() if config.tma}
     name = str(dtype).removeprefix("torch.")
@@ -139,7 +139,7 @@ def test_no_backward_beside_a_float32_weight_overwrites_tiles_in_use(dtype, tmp_
     with --every-config, which also reads all entries with both castings."""
     widths = {beside_float32_config("backward", n, 2, 90, "large"): n for n in range(8, 16400, 8)}
     rules = [(config, n) for config, n in widths.items() if config is not None and config.tma]
-    rules += [(backward_config(n, 2, 90), n) for n in (3840, 4608, 10240, 14336, 20480, 32752)]
+    rules += [(backward_config(n, 2, 90), n) for n in (3840, 4608, 10240, 14336, 20480, 24576, 32752)]
     entries = {
         (dataclasses.replace(config, share=100), bucket.n)
         for _, bucket, config in shipped_configs("backward", "bfloat16")

@@ -251,7 +251,7 @@ def _from_table(n: int, itemsize: int, table: tuple[hopper.Rule, ...]) -> Config
 
 
 def _config_of(rule: hopper.Rule, n: int, itemsize: int) -> Config:
-    width, rest = two_tiles(n) if rule.split else (rule.piece or power_of_two(n), 0)
+    width, rest = two_tiles(n) if rule.split else (rule.piece or power_of_two(n), rule.rest)
     return Config(
         rule.kernel,
         width,
@@ -264,7 +264,7 @@ def _config_of(rule: hopper.Rule, n: int, itemsize: int) -> Config:
         short=rule.short,
         early_weight=rule.early_weight,
         together=rule.together,
-        pieces=-(-n // rule.piece) if rule.piece else 1,
+        pieces=-(-n // rule.piece) if rule.piece and not rule.rest else 1,
         packed=rule.packed,
         reason=f"measured: the rule for up to {rule.up_to} elements of {itemsize} bytes",
         spills=rule.spills,

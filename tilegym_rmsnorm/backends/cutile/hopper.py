@@ -26,6 +26,7 @@ class Rule(NamedTuple):
     latency: int
     split: bool = False  # hold the row in two tiles
     piece: int = 0  # hold the row in equal tiles of so many columns
+    rest: int = 0  # hold it in a tile of `piece` columns and one of so many
     short: bool = False
     tma: bool = False
     early_weight: bool = False
@@ -183,19 +184,19 @@ FORWARD_FEW_BESIDE_FLOAT = (
     Same(32768),
 )
 _BY_TILES = (
-    "16 bytes, in float16 8: 8192x7168 takes 124.6 us on an H100, in tiles of 2048 by TMA without stack 130.9"
+    "16 bytes, float16 8 or, casting as llama, 32: 8192x7168 takes 124.6 us on an H100, in tiles of 2048 by TMA, "
+    "without stack, 130.9"
 )
 BACKWARD_BESIDE_FLOAT = (
     Same(4095),
-    # H100 16384x4096: 149.5 -> 139.2 (136.7); the entries beside such a weight, which are other configs, 137.8 and, on
-    # the H200, 100.5 (the rule beside a weight of x's dtype 120.7)
+    # H100 16384x4096: 149.5 -> 139.2 (136.7), not timed on an H200; both have entries of other configs, 137.8 and 100.5
     Rule(4096, "rows", 1, 8, 2, 4, piece=2048, tma=True),
     Same(6144),
     # 8192x7168: H200 151.5 -> 100.3 (86.8), H100 the same config, 124.6 (124.3)
     Rule(7168, "tiles", 2, 8, 1, 4, tma=True, spills=_BY_TILES),
     # in tiles of 2048 by TMA -> this, 8192x8192: H200 113.2 -> 102.8 (99.4), H100 143.6 -> 136.8 (137.8); H100
     # 9024x7424: 146.7 -> 137.0, 8208x8176: 144.1 -> 139.5, float16 143.9 -> 142.8
-    Rule(8192, "rows", 1, 8, 1, 6, split=True),
+    Rule(8192, "rows", 1, 8, 1, 6, piece=4096, rest=4096),
     Same(14336),
     # in tiles of 2048 by TMA, packed -> this, H100, 4368x15360: 155.5 -> 154.6, 4096x16368: 160.2 -> 158.3;
     # 4096x16384: H200 in one tile 143.3, in packed tiles of 2048 107.8, by this 103.3
@@ -220,8 +221,9 @@ BACKWARD_HALF = (
     Rule(4095, "rows", 1, 8, 2, 4, piece=2048, tma=True),
     Rule(4096, "rows", 1, 8, 1, 6, short=True),  # 16384x4096: 2857
     # us with the sum of dw, in two tiles of 4096 and 512, gathered -> this, H100: 14560x4608 148.2 -> 141.1, beside a
-    # float32 weight 148.4 -> 140.9. In one tile of 8192, gathered -> this: 8192x5120 H200 75.2 -> 65.1, H100 88.8, not
-    # timed; beside a float32 weight 16384x5120 260.5 -> 179.0
+    # float32 weight 148.4 -> 140.9. In one tile of 8192, gathered -> this: H200 8192x5120 75.2 -> 65.1; H100, where
+    # this was not timed, 88.8; beside a float32 weight 16384x5120 260.5 -> 179.0. dx alone of 3073 to 5120, which takes
+    # these rules, too, was not timed
     Rule(5120, "rows", 1, 4, 2, 4, piece=1024, tma=True),
     Rule(6144, "rows", 1, 8, 1, 8, piece=2048),  # 10912x6144: 2939 with the sum of dw
     Rule(7168, "tiles", 2, 8, 1, 4, tma=True),  # 8192x7168: 2805

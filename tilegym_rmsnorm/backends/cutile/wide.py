@@ -12,7 +12,9 @@ from tilegym_rmsnorm.backends.cutile.sizes import LARGEST_GRID_Y
 
 WIDEST_SLABBED_ROW = 131072  # elements of which 32 rows of x and dy fit the L2 of an H100
 STRIP = 2048  # columns
-_TEAMS_BY_TMA = "16 bytes, 32 beside a float32 weight: 3264x20480 takes 147.5 us on an H100, by gathers 379.7"
+_TEAMS_BY_TMA = (
+    "up to 16 bytes: 3264x20480 takes 147.5 us with 16 of them on an H100, by gathers 379.7 without"
+)
 MOST_MEMBERS = 16  # of a team: an eighth of the 132 SMs of an H100 (machine.py says why)
 
 
@@ -50,15 +52,15 @@ def forward_teams_beside_float32(n: int, most_members: int) -> Config | None:
 
 
 def fewest_members(
-    n: int, parts: tuple[tuple[int, int], ...], most_members: int
+    n: int, parts: tuple[tuple[int, int], ...], most_members: int, most_lanes: float = 9 / 8
 ) -> tuple[int, int, int] | None:
-    """The first of these parts (columns of a tile, tiles) of which so few hold a row with at most a ninth of their
-    lanes empty, and how many that are."""
+    """The first of these parts (columns of a tile, tiles) of which so few hold a row in at most so many lanes an
+    element, and how many that are."""
     for width, pieces in parts:
         part = width * pieces
         members = -(-n // part)
         lanes = members * part
-        if members <= min(most_members, MOST_MEMBERS) and lanes <= n * 9 / 8 and lanes - width < n:
+        if members <= min(most_members, MOST_MEMBERS) and lanes <= n * most_lanes and lanes - width < n:
             return width, pieces, members
     return None
 
@@ -85,8 +87,10 @@ def backward_teams_config(n: int, itemsize: int, size: str, has_dw: bool, most_m
     """
     reason = "a team of blocks a row, each with as much of it as its registers hold"
     if itemsize == 2 and size == "large" and has_dw:
-        if found := fewest_members(n, ((2048, 3), (4096, 1)), most_members):
-            width, pieces, members = found
+        by_tma = fewest_members(n, ((2048, 3), (4096, 1)), most_members)
+        # 20496 to 21840 and 24592 to 25472 columns would be gathered by the 11 or in five tiles of 1024. Not timed.
+        if by_tma := by_tma or fewest_members(n, ((4096, 1),), most_members, 6 / 5):
+            width, pieces, members = by_tma
             return Config(
                 "teams",
                 width,
