@@ -88,7 +88,8 @@ def backward_teams_config(n: int, itemsize: int, size: str, has_dw: bool, most_m
     reason = "a team of blocks a row, each with as much of it as its registers hold"
     if itemsize == 2 and size == "large" and has_dw:
         by_tma = fewest_members(n, ((2048, 3), (4096, 1)), most_members)
-        # 20496 to 21840 and 24592 to 25472 columns would be gathered by the 11 or in five tiles of 1024. Not timed.
+        # 20496 to 21840 and 24592 to 25472 columns would be gathered, by eleven blocks or in five tiles of 1024. This
+        # was not timed.
         if by_tma := by_tma or fewest_members(n, ((4096, 1),), most_members, 6 / 5):
             width, pieces, members = by_tma
             return Config(
