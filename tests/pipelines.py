@@ -22,6 +22,7 @@ What is not read: which slots lie in the same memory, as some of different steps
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -37,6 +38,11 @@ MADE, LOADED, ENDED, WAITED = "EXCH.64", "ARRIVE.TRANS64", "ARRIVE.TRANS64.A1T0"
 COPY = re.compile(
     r"\*/\s+(?:U?MOV|R2UR|IMAD(?:\.MOV)?\.U32|SHF\.L\.U32) \w+, (?:RZ, RZ, )?(\w+)(?:, 0x1f, RZ)? ;"
 )
+# An address in shared memory that does not change with the step, from the base of all; and a worker's read at one.
+SUM = re.compile(r"\*/\s+UIADD3 (UR\d+), (UR\d+), (0x[0-9a-f]+), URZ ;")
+UNIFORM = re.compile(r"\*/\s+(?:@!?U?P\d )?[\w.]+ (UR\d+),")
+TILE = re.compile(r"UTMALDG\.2D \[UR(\d+)\]")
+READ = re.compile(r"LDS[\w.]* \w+, \[\w+\+UR\d+(?:\+(0x[0-9a-f]+))?\]")
 
 
 class Operation(NamedTuple):
@@ -77,6 +83,7 @@ def _overwritten_by(loop: list[int], workers: list[list[Operation]], code: list[
         places = {slot: (each.place, all_waits[slot].place) for slot, each in loads.items()}
         return [f"{slot}: read on" for slot, each in places.items() if not _meet(code, loop, *each)]
 
+    memory = _memory_of_slots(code, loop)
     full = {slot: slot for slot in loads} | _passed_on(own, loads, waits)
     found, read = [], set()
     counting = {WAITED: full, ENDED: waits}
@@ -84,7 +91,10 @@ def _overwritten_by(loop: list[int], workers: list[list[Operation]], code: list[
         steps = [each for each in done if each.barrier in counting.get(each.name, ())]
         if not _each_once(steps, ENDED) or not _each_once(steps, WAITED):
             continue  # a wait that tries again, or a loop of other warps
-        for barrier, end in _ends_of_slots(steps).items():
+        ends = _ends_by_memory(steps, memory, code)
+        if ends.keys() != loads.keys():
+            ends = _ends_of_slots(steps)
+        for barrier, end in ends.items():
             slot = full[barrier]
             is_early = loads[slot].place < waits[end].place
             needed = counts[end] + is_early
@@ -141,6 +151,41 @@ def _ends_of_slots(steps: list[Operation]) -> dict[str, str]:
             del unread[barrier]
             ends[barrier] = each.barrier
     return ends
+
+
+def _memory_of_slots(code: list[str], loop: list[int]) -> dict[str, range]:
+    """Where in shared memory the tiles of each slot's barrier go that several loads fill, if it is the same at each
+    step."""
+    offsets: dict[str, tuple[str, int]] = {}
+    found: dict[str, list[int]] = {}
+    for place in loop:
+        if tile := TILE.search(code[place]):
+            registers = [f"UR{int(tile[1]) + i}" for i in range(2)]  # of the tile, of its barrier
+            (base, offset), (other, barrier) = (offsets.get(each, (each, 0)) for each in registers)
+            if base == other:
+                found.setdefault(hex(barrier), []).append(offset)
+        elif added := SUM.search(code[place]):
+            offsets[added[1]] = added[2], int(added[3], 16)
+        elif written := UNIFORM.search(code[place]):
+            offsets[written[1]] = written[1] + " of unknown value", 0
+    steps = {end - start for each in found.values() for start, end in itertools.pairwise(each)}
+    if len(steps) != 1:
+        return {}
+    [size] = steps
+    return {barrier: range(each[0], each[-1] + size) for barrier, each in found.items()}
+
+
+def _ends_by_memory(steps: list[Operation], memory: dict[str, range], code: list[str]) -> dict[str, str]:
+    """Of each slot's barrier that at which workers arrive next when they have read it for the last time. Of none, where
+    they are not seen to read of each slot as much."""
+    places = range(min(each.place for each in steps), max(each.place for each in steps))
+    reads = [(place, int(read[1] or "0", 16)) for place in places if (read := READ.search(code[place]))]
+    by_slot = {slot: [place for place, offset in reads if offset in tiles] for slot, tiles in memory.items()}
+    if len({len(each) for each in by_slot.values()}) != 1 or not all(by_slot.values()):
+        return {}
+    arrivals = [each for each in steps if each.name == ENDED]
+    later = {slot: [each.barrier for each in arrivals if each.place > max(by_slot[slot])] for slot in by_slot}
+    return {slot: barriers[0] for slot, barriers in later.items() if barriers}
 
 
 def _meet(code: list[str], loop: list[int], load: int, wait: int) -> bool:

@@ -41,7 +41,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def configs_with_tma(op: str, dtype: torch.dtype, architecture: int = 90) -> list[tuple[Config, int]]:
     """Of the rules, each with the widest row that it serves, and of the tables that ship for Hopper, which `tune` tries
     on any GPU; each kernel once, whatever share of the blocks walks the rows, those of the largest tiles first."""
-    among = (*range(1, 4100), 4608, 5120, 10232, 14336, 16368, 18432, 20480, 33001, 40000, 140000)
+    among = (*range(1, 4100), 4608, 5120, 7168, 10232, 14336, 16368, 18432, 20480, 33001, 40000, 140000)
     widths = {RULES[op](n, dtype.itemsize, architecture): n for n in among}
     rules = {(config, n) for config, n in widths.items() if config.tma}
     name = str(dtype).removeprefix("torch.")
@@ -191,6 +191,21 @@ def test_a_wait_for_this_step_is_told_from_one_for_the_step_before(tmp_path):
     code = code_of(120, STRIPS, 140000, "backward_means", tmp_path)
     others = [re.sub(r"UMOV (UR\d+), URZ", r"UMOV \1, 0x1", line) for line in code]
     assert not overwritten(code) and overwritten(others)
+
+
+def test_a_read_after_the_end_that_its_slot_waits_for_is_seen(tmp_path):
+    """Of a kernel with one slot for each tile and fewer ends of steps: by the memory that is read."""
+    config = Config("tiles", 8192, 8, 1, 4, rows=2, tma=True)
+    [code] = code_of_call(tmp_path, "dx", config, 7168, BF16, BF16).values()
+    assert not overwritten(code)
+    first, last = "+0x8200]", "+0xe200]"  # the second halves of the first and of the last of dy's four tiles
+    swap = {first: last, last: first}
+    late = [
+        re.sub(r"\+0x[8e]200\]", lambda found: swap[found[0]], line) if "LDS" in line else line
+        for line in code
+    ]
+    assert sum(a != b for a, b in zip(code, late, strict=True)) == 2
+    assert len(overwritten(late)) == 1
 
 
 @pytest.mark.parametrize(
