@@ -75,6 +75,22 @@ def test_configs_beside_a_float32_weight_whole_and_cut_off(op, size, dtype):
     assert_sound(machine)
 
 
+@pytest.mark.parametrize("n", [16400, 18448, 24576, 114672])
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"), [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32)]
+)
+def test_wide_backwards_spill_no_more_than_their_rules_say(dtype, weight_dtype, n):
+    """Beside each weight, with dw and dx alone, of many rows and of few."""
+    machine = CompilingMachine(90)
+    for size, has_dw in itertools.product(("large", "few"), (True, False)):
+        config = backward_config(n, dtype.itemsize, 90, size, has_dw=has_dw)
+        run_backward(
+            machine, config, n, dtype, weight_dtype, has_dw=has_dw, m=max(rows_of_class(size, n)[0], 16)
+        )
+    assert_sound(machine)
+    assert not [each for each in machine.results if each.stack > 48]
+
+
 @pytest.mark.parametrize("n", [12304, 16384])
 def test_float32_backwards_by_teams_of_two_spill_no_more(n):
     """By one block in one tile they took 112 and 56 bytes of stack, and 6 to 18 % longer on an H100."""

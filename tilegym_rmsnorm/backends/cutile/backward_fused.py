@@ -9,7 +9,7 @@ that is cheaper than what backward_rows does instead:
     few rows      a launch as wide as the GPU, without temporary rows: 16x4096 in 2.3 us instead of 3.9, 1024x4096 in
                   12.0 instead of 14.2 (bfloat16, an H100)
     wide rows     more than 16384 columns of x, dy and a sum of dw do not fit a block's registers. Of many such rows
-                  each has a team of blocks (backward_teams.py), unless it is too wide for that
+                  each has a team of blocks (backward_teams.py), where a GPU, or a part of one, runs so many at once
 
 dw_partial gets a row for every slab of rows, and sum_partials adds them as always; where one slab is all, that row is
 dw itself. Slabs follow one another in launch order, so that what is in flight at a time, one slab or two, fits L2 (as

@@ -21,19 +21,25 @@ from tilegym_rmsnorm.backends.cutile import hopper
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two, two_tiles
 from tilegym_rmsnorm.backends.cutile.wide import (
     MOST_MEMBERS,
+    NINE_TILES,
     WIDEST_SLABBED_ROW,
     backward_teams_config,
     chunks_config,
     float32_pairs_config,
     forward_teams_beside_float32,
     forward_teams_config,
+    nine_tiles_config,
     slabs_config,
     strips_config,
 )
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)
 WIDEST_FORWARD_ROW = 32768  # elements that one block of 8 warps holds in registers, float32: 128 each thread
-FEW_SHARED_BYTES = 131072  # of rows that teams take although they are few: float32 128x32768 32.4 -> 26.9 us
+# Elements up to which few rows with dw are faster by slabs than by teams, by bytes of an element. us, H200, 1, 16, 64
+# and 2**22 / N rows, by slabs and by teams: bfloat16 28672 8.4, 7.8, 9.9, 15.5 and 4.5, 8.1, 12.2, 17.0; 40960 11.3,
+# 10.0, 12.7, 16.9 and 4.5, 7.7, 13.0, 16.5; float32 16400 4.2, 4.7, 7.5, 19.6 and 4.8, 7.9, 11.9, 20.4; 18448 6.3, 6.9,
+# 12.1, 25.5 and 5.1, 8.0, 12.3, 21.0
+WIDEST_FEW_BY_SLABS = {2: 32768, 4: 18432}
 WIDEST_FUSED_ROW = 16384  # elements of x and dy: 128 registers, float32, in each thread of 8 warps
 
 
@@ -98,7 +104,8 @@ def backward_config(
 
     The fused kernels and strips are for calls that need dw (has_dw): without it blocks for dw would have nothing to do,
     and rows that neither registers nor a team hold take "chunks". A team has at most so many members (most_members); on
-    sm_90 teams hold rows of more than 16384 elements, and float32 ones of more than 12288 in large calls with dw.
+    sm_90 teams hold rows of more than 16384 elements (dx alone of 16 bits: of more than 18432), and float32 ones of
+    more than 12288 in large calls with dw.
 
     A block keeps weight and its sum of dw, in float32, for the whole row in registers: 8 warps as soon as that is 16
     elements a thread. It waits for x and dy at every step, so loads are issued ahead (latency), and tiles of 4096
@@ -108,8 +115,10 @@ def backward_config(
     if has_dw and size == "few" and n <= WIDEST_FUSED_ROW:
         return _few_rows_config(n, itemsize)
     if architecture == 90 and _is_aligned(n, itemsize) and 16384 < n <= WIDEST_SLABBED_ROW:
-        is_wide = size != "few" or n * itemsize >= FEW_SHARED_BYTES
-        if is_wide and (config := backward_teams_config(n, itemsize, size, has_dw, most_members)) is not None:
+        if n <= NINE_TILES and itemsize == 2 and not has_dw:
+            return nine_tiles_config()
+        by_slabs = has_dw and size == "few" and n <= WIDEST_FEW_BY_SLABS[itemsize]
+        if not by_slabs and (config := backward_teams_config(n, itemsize, size, has_dw, most_members)):
             return config
         if has_dw:
             return slabs_config(n, itemsize)
@@ -234,11 +243,12 @@ def row_partials_config(n: int, itemsize: int, architecture: int, most_members: 
     Its two kernels (three for wide rows) are the easiest to understand. `bench/run.sh --p-rows` measures it; against
     few rows, whose own kernel is backward_fused, that compares more than shared temporary rows.
     """
-    config = backward_config(n, itemsize, architecture, has_dw=False, most_members=most_members)
+    is_wide = n > WIDEST_FUSED_ROW  # dx alone has no registers left there for a row's terms of dw
+    config = backward_config(n, itemsize, architecture, has_dw=is_wide, most_members=most_members)
     if config.kernel == "tiles":
         width, rest = two_tiles(n)
         return Config("rows", width, config.warps, config.occupancy, config.latency, rest, reason="P = M")
-    return strips_config(n, architecture) if config.kernel == "chunks" else config
+    return strips_config(n, architecture) if config.kernel == "chunks" or config.is_fused else config
 
 
 def uses_dependent_launch(architecture: int) -> bool:

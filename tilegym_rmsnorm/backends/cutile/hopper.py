@@ -220,14 +220,16 @@ BACKWARD_HALF = (
     # 16384x3584 124.3 -> 92.1
     Rule(4095, "rows", 1, 8, 2, 4, piece=2048, tma=True),
     Rule(4096, "rows", 1, 8, 1, 6, short=True),  # 16384x4096: 2857
-    # us with the sum of dw, in two tiles of 4096 and 512, gathered -> this, H100: 14560x4608 148.2 -> 141.1, beside a
-    # float32 weight 148.4 -> 140.9. In one tile of 8192, gathered -> this: H200 8192x5120 75.2 -> 65.1; H100, where
-    # this was not timed, 88.8; beside a float32 weight 16384x5120 260.5 -> 179.0. dx alone of 3073 to 5120, which takes
-    # these rules, too, was not timed
+    # us with the sum of dw, in two tiles of 4096 and 512, gathered -> this, H100: 14560x4608 148.2 -> 141.1, H200 121.0
+    # -> 103.2, beside a float32 weight H100 148.4 -> 140.9. In one tile of 8192, gathered -> this: 13136x5104 H100
+    # 138.3 -> 147.6, H200 119.4 -> 101.2; beside a float32 weight H100 16384x5120 260.5 -> 179.0. dx alone by these two
+    # rules and gathered, H100: 17472x3840 134.5, 142.2, 14560x4608 141.3, 135.3; H200: 100.0, 95.6, 100.2, 119.4
     Rule(5120, "rows", 1, 4, 2, 4, piece=1024, tma=True),
     Rule(6144, "rows", 1, 8, 1, 8, piece=2048),  # 10912x6144: 2939 with the sum of dw
-    Rule(7168, "tiles", 2, 8, 1, 4, tma=True),  # 8192x7168: 2805
-    Rule(8192, "rows", 1, 8, 1, 4, short=True),  # 8192x8192: 2784
+    # us with the sum of dw, by two rows a block by TMA up to 7168 columns, above by this at latency 4 -> by this, H100:
+    # 10080x6656 139.6 -> 140.3, 9024x7424 145.7 -> 145.5, 8208x8176 144.2 -> 148.6; H200: 118.6 -> 103.2, 115.0 ->
+    # 100.5, 113.7 -> 100.8. dx alone, H100: 140.6, 142.3, 144.1; H200: 117.2 -> 99.7, 110.9 -> 96.6, 109.6 -> 96.9
+    Rule(8192, "rows", 1, 8, 1, 6),
     # us with the sum of dw, by tiles of 8192 and 2048, gathered -> this: 4096x9216 H100 87.5 -> 82.2, H200 74.6 ->
     # 65.6, 4096x10240 125.3 -> 89.9, 112.3 -> 68.6
     Rule(10240, "rows", 1, 8, 1, 4, piece=2048, tma=True),

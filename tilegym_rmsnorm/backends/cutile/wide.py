@@ -7,14 +7,19 @@ The numbers of a Config that have no name are its width, warps, blocks an SM and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, two_tiles
 from tilegym_rmsnorm.backends.cutile.sizes import LARGEST_GRID_Y
 
 WIDEST_SLABBED_ROW = 131072  # elements of which 32 rows of x and dy fit the L2 of an H100
 STRIP = 2048  # columns
-_TEAMS_BY_TMA = (
-    "up to 16 bytes: 3264x20480 takes 147.5 us with 16 of them on an H100, by gathers 379.7 without"
+_TEAMS_OF_HALF = (
+    "up to 24 bytes of float16 without dw, 16 with: 3264x20480 takes 120.2 us with them on an H200, by gathers 131.4, "
+    "and with dw 147.5 on an H100, by gathers 379.7 without"
 )
+_TEAMS_OF_FLOAT = "24 to 48 bytes: 1920x17408 takes 105.0 us so on an H200, in parts of 4096 without 109.0"
+NINE_TILES = 18432  # columns, of 2048 a tile: three blocks hold them with a sum of dw, or one without
 MOST_MEMBERS = 16  # of a team: an eighth of the 132 SMs of an H100 (machine.py says why)
 
 
@@ -52,7 +57,7 @@ def forward_teams_beside_float32(n: int, most_members: int) -> Config | None:
 
 
 def fewest_members(
-    n: int, parts: tuple[tuple[int, int], ...], most_members: int, most_lanes: float = 9 / 8
+    n: int, parts: Sequence[tuple[int, int]], most_members: int, most_lanes: float = 9 / 8
 ) -> tuple[int, int, int] | None:
     """The first of these parts (columns of a tile, tiles) of which so few hold a row in at most so many lanes an
     element, and how many that are."""
@@ -66,61 +71,68 @@ def fewest_members(
 
 
 def backward_teams_config(n: int, itemsize: int, size: str, has_dw: bool, most_members: int) -> Config | None:
-    """Rows shared by as few blocks as hold them in registers with at most a ninth of their lanes empty, if any do.
+    """Rows shared by blocks whose registers hold them, if a team of few enough does.
 
-    Of few rows by more: 1x65536 in 4.1 us, by slabs 16.9. 8192 columns with bounds checks spill, as more of float32 do.
+    By TMA, in parts of 4096 columns, of 8192 where no sum of dw takes registers or the row is too wide for 16 blocks of
+    fewer, or of three tiles of 2048. us of large calls on an H100 and an H200 (cuda-tile 1.7.0, tileiras 13.4.92):
 
-    Large ones of 16 bits with dw by TMA, in parts of 3 * 2048 columns where those fit, or else of 4096. us, bfloat16,
-    one H100 (cuda-tile 1.7.0, tileiras 13.4.92), beside a float32 weight in brackets:
+                                          gathered         by TMA
+        bfloat16            4096x18432    182.8, 153.3     159.6, 131.3    3 * 2048
+                            3264x20480    194.1, 175.4     147.7, 125.7    4096, as those below
+                            2336x28672    199.5, 181.7     149.3, 124.6
+                            1632x40960    206.2, 191.0     149.4, 129.5
+        bfloat16, dx alone  3632x18448    205.9, 189.9     142.7, 118.5    8192, as those below
+                            2720x24576    144.8, 115.1     139.7, 100.2
+                            1632x40960    150.8, 121.7     135.8, 102.5
+        float32             1632x20480    144.3, 111.6     141.8, 104.1    4096, as those below
+                            816x40960     147.6, 116.7     140.6, 105.6
+        float32, dx alone   1632x20480    142.6, 110.5     138.2, 100.7
+                            816x40960     145.5, 115.3     137.4, 102.4
 
-                     gathered        3 * 2048        4096
-        4096x18432   182.8           159.6                              H200: gathered 153.3, this 131.3
-        3264x20480   379.7 (178.4)                   147.5 (144.7)
-        2720x24576                   144.9 (144.8)   148.7 (145.7)
-        2336x28672   199.6 (207.7)                   149.3 (147.6)
-        2048x32768   159.7 (169.6)                   147.6 (147.2)      H200: 129.7 (143.3), this (121.8)
-        1632x40960   160.0 (184.6)                   149.2 (146.3)
-        1360x49152                   146.2 (146.6)   149.8 (146.6)
-        1168x57344   160.0 (199.2)                   150.6 (147.2)
+    Gathered in the same tiles, those of float32, and of 18448 columns, in five of 1024. A float32 weight beside
+    bfloat16 changes "by TMA" by 3 % at most.
 
-    Not without dw, where parts of 8192 take 240 bytes of stack beside a float32 weight; others were not tried.
+    More than 65536 columns were held by slabs. By those and by parts of 8192, of 8 warps, which have an SM to
+    themselves: bfloat16 512x131072 314.7, 259.4 -> 162.6, 146.7 us, beside a float32 weight 432.2, 391.0 -> 173.2,
+    158.3, float32 256x131072 298.4, 219.5 -> 145.7, 116.3, and bfloat16 1x131072 33.7, 33.4 -> 5.5, 5.4.
+
+    Of few rows (config.WIDEST_FEW_BY_SLABS says which) those of 16 bits with dw are gathered, H200, 1, 16, 64 and 96
+    rows of 40960: 4.5, 7.7, 13.0 and 16.5 us, by TMA 5.4, 8.6, 13.3 and 15.7.
     """
-    reason = "a team of blocks a row, each with as much of it as its registers hold"
-    if itemsize == 2 and size == "large" and has_dw:
-        by_tma = fewest_members(n, ((2048, 3), (4096, 1)), most_members)
-        # 20496 to 21840 and 24592 to 25472 columns would be gathered, by eleven blocks or in five tiles of 1024. This
-        # was not timed.
-        if by_tma := by_tma or fewest_members(n, ((4096, 1),), most_members, 6 / 5):
-            width, pieces, members = by_tma
-            return Config(
-                "teams",
-                width,
-                warps=4,
-                occupancy=2 if pieces == 3 else 3,
-                latency=4,
-                pieces=pieces,
-                members=members,
-                tma=True,
-                reason=reason,
-                spills=_TEAMS_BY_TMA,
-            )
-    spills = "up to 80 bytes beside a float32 weight, and up to 176 without dw beside any, neither timed"
-    widest = ((8192, 1),) if itemsize == 2 and n % 8192 == 0 and size != "few" else ()
-    found = fewest_members(n, (*widest, (2048, 3), (1024, 5), (4096, 1), (2048, 1)), most_members)
+    is_half, is_dx_of_half = itemsize == 2, itemsize == 2 and not has_dw
+    is_few_half = is_half and has_dw and size == "few"
+    parts = [(2048, 3), (4096, 1), (8192, 1)]
+    if is_dx_of_half:
+        parts = [(8192, 1)]
+    elif is_few_half or n > NINE_TILES and not is_half:
+        parts = [(4096, 1), (2048, 3), (8192, 1)]
+    found = fewest_members(n, parts, most_members, most_lanes=3 / 2)
     if found is None:
         return None
     width, pieces, members = found
-    part = width * pieces
-    why = spills if itemsize == 2 and (part > 4096 or not has_dw) else ""
-    # float32 1024x32768: 144 us with 3 blocks of 4096 columns an SM, 160 with 2
-    occupancy = 4 if part <= 2048 else 3 if part == 4096 and itemsize == 4 else 2
-    warps = 4
-    if not has_dw and size == "few" and itemsize == 2 and part == 4096:
-        # By 4 warps its loop takes 176 bytes of stack where there is no sum of dw. Not timed.
-        warps, occupancy = 8, 1
+    is_gathered = is_few_half and width == 4096
+    fills_an_sm = width == 8192 and not is_dx_of_half
+    spills = _TEAMS_OF_HALF if is_half else _TEAMS_OF_FLOAT if width == 2048 and has_dw else ""
     return Config(
-        "teams", width, warps, occupancy, 2, pieces=pieces, members=members, reason=reason, spills=why
+        "teams",
+        width,
+        warps=8 if fills_an_sm else 4,
+        occupancy=1 if fills_an_sm else 3 if width == 4096 and is_half else 2,
+        latency=2 if is_gathered else 4,
+        pieces=pieces,
+        members=members,
+        tma=not is_gathered,
+        reason="a team of blocks a row, each with as much of it as its registers hold",
+        spills="" if fills_an_sm else spills,
     )
+
+
+def nine_tiles_config() -> Config:
+    """dx alone of 16385 to 18432 elements of 16 bits, by one block. us, bfloat16, by three blocks -> by this: 16400
+    columns, one H100, 1, 16 and 240 rows 5.08 -> 3.99, 5.65 -> 4.57, 13.6 -> 10.7; 3840x17408 143.9 -> 142.4, H200
+    118.3 -> 96.3; beside a float32 weight 4080x16400 163.1 -> 150.5 and 134.8 -> 100.3."""
+    reason = "dx alone needs no registers for a sum: nine tiles fit one block"
+    return Config("rows", 2048, 8, 1, 4, pieces=9, tma=True, reason=reason)
 
 
 def float32_pairs_config() -> Config:
@@ -134,7 +146,7 @@ def float32_pairs_config() -> Config:
 def slabs_config(n: int, itemsize: int) -> Config:
     """Rows whose x, dy and sum of dw no block's registers hold, read again from the L2 of a Hopper GPU.
 
-    For few rows that teams are not faster for, and for rows that no team holds, from 67600 elements on.
+    For few rows that teams are not faster for, and on a GPU, or a part of one, that does not hold a team's blocks.
     """
     reason = "too wide for registers: a slab of rows at a time, read again from L2"
     if itemsize == 4 and n <= 18432:
@@ -157,7 +169,7 @@ def slabs_config(n: int, itemsize: int) -> Config:
         )
     if n <= 24576:
         return Config("fused_chunks", 4096, 8, 1, 1, rows=8, strip=512, slab=128, reason=reason)
-    spills = "not with a weight of x's dtype; a float32 weight takes 40 bytes of stack, and was not timed"
+    spills = "not with a weight of x's dtype; a float32 weight takes 40 bytes of stack: 816x81920 388.9 us on an H100"
     strip, slab = (1024, 64) if n <= 49152 else (512, 32)
     return Config("fused_chunks", 8192, 8, 2, 3, rows=8, strip=strip, slab=slab, reason=reason, spills=spills)
 
