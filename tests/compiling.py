@@ -41,7 +41,9 @@ TILE_DTYPE = {
     torch.float32: ct.float32,
     torch.int32: ct.int32,
 }
-WIDEST = 50000  # columns; beyond it the configs stay the same, but for teams of more members
+WIDEST = (
+    50000  # columns of a sweep; test_compile_hopper.py has wider backwards, which teams of other parts hold
+)
 
 
 class Compiled(NamedTuple):

@@ -75,7 +75,7 @@ def test_configs_beside_a_float32_weight_whole_and_cut_off(op, size, dtype):
     assert_sound(machine)
 
 
-@pytest.mark.parametrize("n", [16400, 18448, 24576, 114672])
+@pytest.mark.parametrize("n", [16400, 18448, 65536, 81920, 114672])
 @pytest.mark.parametrize(
     ("dtype", "weight_dtype"), [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32)]
 )
@@ -88,7 +88,7 @@ def test_wide_backwards_spill_no_more_than_their_rules_say(dtype, weight_dtype, 
             machine, config, n, dtype, weight_dtype, has_dw=has_dw, m=max(rows_of_class(size, n)[0], 16)
         )
     assert_sound(machine)
-    assert not [each for each in machine.results if each.stack > 48]
+    assert not [each for each in machine.results if each.stack > (0 if dtype is FP32 else 32)]
 
 
 @pytest.mark.parametrize("n", [12304, 16384])

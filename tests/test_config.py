@@ -69,8 +69,7 @@ def test_every_width_gets_a_config_that_holds_it(configure, architecture, itemsi
         has_tiles = config.together or not is_forward
         with_pieces = ("rows", "teams", "tiles") if has_tiles else ("rows", "teams")
         assert config.pieces == 1 or config.kernel in with_pieces, config
-        packing = ("rows", "teams") if is_forward else ("rows",)
-        assert not config.packed or (config.kernel in packing and itemsize == 2), config
+        assert not config.packed or (config.kernel in ("rows", "teams") and itemsize == 2), config
         if config.kernel in ("fused", "fused_chunks"):
             assert config.strip and config.slab % config.rows == 0 < config.slab
             assert configure not in (dx_config, row_partials_config), "it has blocks for dw"

@@ -30,6 +30,7 @@ from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.machine import machine_of
 from tilegym_rmsnorm.backends.cutile.selector import chosen_config, serves_dx_alone
 from tilegym_rmsnorm.backends.cutile.sizes import partial_rows, rows_of_class, size_class
+from tilegym_rmsnorm.backends.cutile.wide import WIDEST_SLABBED_ROW
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_empty")]
 
@@ -52,9 +53,9 @@ def configs_of_rules(n: int, itemsize: int, size: str) -> dict[bool, tuple[Confi
 
 
 def widths_of_configs(itemsize: int, size: str) -> list[int]:
-    """For each set of configs the widest row that is a multiple of 16, and the widest odd one."""
+    """For each set of configs the widest row that is a multiple of 16, and up to 66000 columns the widest odd one."""
     widths = {}
-    for n in range(1, 66000):
+    for n in (*range(1, 66000), *range(66000, WIDEST_SLABBED_ROW + 1, 16)):
         configs = configs_of_rules(n, itemsize, size)
         is_tested = size == "few" and configs == configs_of_rules(n, itemsize, "large")
         if (n % 16 == 0 or n % 2) and not is_tested:
@@ -129,8 +130,8 @@ def check_training_step(
     assert_alike(expected, ("dx", "dw"), backward, runs)
 
 
-@pytest.mark.parametrize("n", [1, 64, 1000, 4096, 18432, 18448, 33001, 65536])
-@pytest.mark.parametrize(("dtype", "weight_dtype"), [(BF16, FP32), (BF16, None), (FP32, FP32)])
+@pytest.mark.parametrize("n", [1, 64, 1000, 4096, 8192, 16400, 18432, 18448, 33001, 65536, 131072])
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [(BF16, FP32), (BF16, None), (FP16, FP16), (FP32, FP32)])
 def test_dx_alone(dtype, weight_dtype, n):
     from tilegym_rmsnorm.backends.cutile import launch
 
@@ -142,11 +143,11 @@ def test_dx_alone(dtype, weight_dtype, n):
         assert_alike(expected_results(inputs), ("dx",), lambda run=run: run()[:1], runs)
 
 
-@pytest.mark.parametrize("n", [64, 1000, 4096, 18432, 20000])
+@pytest.mark.parametrize("n", [64, 1000, 4096, 18432, 20000, 81920])
 def test_one_partial_row_per_row(n):
     from tilegym_rmsnorm.backends.cutile import launch
 
-    inputs = make_inputs(1003, n, BF16, FP32)
+    inputs = make_inputs(min(1003, 2**25 // n), n, BF16, FP32)
     x, dy, weight, eps, *_ = inputs
     _, rstd = rms_norm_forward(x, weight, eps, backend="cutile")
     assert_alike(

@@ -22,7 +22,7 @@ from tilegym_rmsnorm.backends.cutile.sizes import most_partial_rows, partial_row
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("n", [1, 64, 1000, 4096, 18448, 18500])
+@pytest.mark.parametrize("n", [1, 64, 1000, 4096, 18448, 18500, 73744])
 def test_one_partial_row_per_row(n):
     inputs = make_inputs(19, n, BF16, FP32, device=CPU)
     config = row_partials_config(n, 2, 90)

@@ -16,7 +16,7 @@ from cutile_runs import run_backward  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile.config import backward_config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.selector import RULES, chosen_config, serves_dx_alone  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.selector import chosen_config, serves_dx_alone  # noqa: E402
 
 CPU = torch.device("cpu")
 # A row's columns, and a config without TMA that holds it. Of a team three blocks an SM load no rstd ahead.
@@ -87,9 +87,9 @@ def test_rules_take_it_for_teams_of_many_rows_of_16_bits(n, members):
 
 
 def test_dx_alone_takes_no_teams_by_tma_of_a_backward():
-    """On an H100: with a float32 weight they spill. The rules have others, the H200's table entries of dx."""
+    """On an H100: with a float32 weight they spill. The rules have others, the tables entries of dx."""
     machine = SimpleNamespace(model="NVIDIA H100 80GB HBM3", architecture=90, most_members=16)
     for n in (18432, 24576, 32768, 65536):
         with_dw = chosen_config("backward", machine, n, BF16, "large")
         assert with_dw.kernel == "teams" and with_dw.tma and not serves_dx_alone(with_dw)
-        assert (with_dw.width, with_dw.pieces) != (RULES["dx"](n, 2, 90, "large").width, 1)
+        assert chosen_config("dx", machine, n, BF16, "large") != with_dw

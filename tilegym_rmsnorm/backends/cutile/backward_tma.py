@@ -10,9 +10,9 @@ each row's comes with the row before.
 4096x16384 in bfloat16 (cuda-tile 1.7.0, tileiras 13.4.92) takes 102.3 us on an H200 instead of 115.8, and 116.5 where
 rstd comes with its own row; 4096x18432 119.0, by teams of three blocks (backward_teams.py) 132.2. On an H100 4096x16384
 takes 155.6 by 128 blocks, 141.3 by 94 of them (by gathers 144.3, where fewer blocks are slower), and 18432 columns
-with dw are faster by teams. So which kernel, and how many blocks walk the rows (`Config.share`), is for the tables to
-say. They take this one at 16384 columns of 16 bits, and some of them at 3584 to 12288 and at 18432. A float32 weight
-takes 136 to 160 bytes of stack at 16384 columns, none if PACKED.
+with dw are faster by teams. So which kernel serves a width is for the rules and the tables to say, and how many blocks
+walk the rows (`Config.share`) for the tables. A float32 weight takes 136 to 160 bytes of stack at 16384 columns, none
+if PACKED.
 """
 
 import cuda.tile as ct

@@ -35,10 +35,11 @@ from tilegym_rmsnorm.backends.cutile.wide import (
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)
 WIDEST_FORWARD_ROW = 32768  # elements that one block of 8 warps holds in registers, float32: 128 each thread
-# Elements up to which few rows with dw are faster by slabs than by teams, by bytes of an element. us, H200, 1, 16, 64
-# and 2**22 / N rows, by slabs and by teams: bfloat16 28672 8.4, 7.8, 9.9, 15.5 and 4.5, 8.1, 12.2, 17.0; 40960 11.3,
-# 10.0, 12.7, 16.9 and 4.5, 7.7, 13.0, 16.5; float32 16400 4.2, 4.7, 7.5, 19.6 and 4.8, 7.9, 11.9, 20.4; 18448 6.3, 6.9,
-# 12.1, 25.5 and 5.1, 8.0, 12.3, 21.0
+# Elements up to which few rows with dw take slabs, above which teams, by bytes of an element. us, H200, 1, 16, 64 and
+# 2**22 / N rows, by slabs and by teams: bfloat16 28672 8.4, 7.8, 9.9, 15.5 and 4.5, 8.1, 12.2, 17.0; 40960 11.3, 10.0,
+# 12.7, 16.9 and 4.5, 7.7, 13.0, 16.5; float32 16400 4.2, 4.7, 7.5, 19.6 and 4.8, 7.9, 11.9, 20.4; 18448 6.3, 6.9, 12.1,
+# 25.5 and 5.1, 8.0, 12.3, 21.0. An H100 is faster by slabs somewhat above these widths, too: bfloat16 96x40960 18.2 and
+# 18.7, float32 16x18448 7.0 and 8.4, 16x20480 7.2 and 8.5
 WIDEST_FEW_BY_SLABS = {2: 32768, 4: 18432}
 WIDEST_FUSED_ROW = 16384  # elements of x and dy: 128 registers, float32, in each thread of 8 warps
 
@@ -104,8 +105,8 @@ def backward_config(
 
     The fused kernels and strips are for calls that need dw (has_dw): without it blocks for dw would have nothing to do,
     and rows that neither registers nor a team hold take "chunks". A team has at most so many members (most_members); on
-    sm_90 teams hold rows of more than 16384 elements (dx alone of 16 bits: of more than 18432), and float32 ones of
-    more than 12288 in large calls with dw.
+    sm_90 teams hold rows of more than 16384 elements (dx alone of 16 bits: of more than 18432; few rows with dw: of
+    more than WIDEST_FEW_BY_SLABS), and float32 ones of more than 12288 in large calls with dw.
 
     A block keeps weight and its sum of dw, in float32, for the whole row in registers: 8 warps as soon as that is 16
     elements a thread. It waits for x and dy at every step, so loads are issued ahead (latency), and tiles of 4096

@@ -226,9 +226,10 @@ BACKWARD_HALF = (
     # rules and gathered, H100: 17472x3840 134.5, 142.2, 14560x4608 141.3, 135.3; H200: 100.0, 95.6, 100.2, 119.4
     Rule(5120, "rows", 1, 4, 2, 4, piece=1024, tma=True),
     Rule(6144, "rows", 1, 8, 1, 8, piece=2048),  # 10912x6144: 2939 with the sum of dw
-    # us with the sum of dw, by two rows a block by TMA up to 7168 columns, above by this at latency 4 -> by this, H100:
-    # 10080x6656 139.6 -> 140.3, 9024x7424 145.7 -> 145.5, 8208x8176 144.2 -> 148.6; H200: 118.6 -> 103.2, 115.0 ->
-    # 100.5, 113.7 -> 100.8. dx alone, H100: 140.6, 142.3, 144.1; H200: 117.2 -> 99.7, 110.9 -> 96.6, 109.6 -> 96.9
+    # us with the sum of dw, by two rows a block by TMA up to 7168 columns, above by this at latency 4 -> by this: H200
+    # 10080x6656 118.6 -> 103.2, 9360x7168 112.4 -> 100.9, 8208x8176 113.7 -> 100.8; the H100 loses: 139.6 -> 140.3,
+    # 144.2 -> 146.5, 144.2 -> 148.6. dx alone, H200 116.2 -> 99.7, 111.0 -> 97.2, 108.3 -> 96.8, H100 140.7 -> 140.5,
+    # 139.5 -> 142.0, 139.6 -> 143.9; 64x6656 4.58 -> 3.30, 4.73 -> 3.51
     Rule(8192, "rows", 1, 8, 1, 6),
     # us with the sum of dw, by tiles of 8192 and 2048, gathered -> this: 4096x9216 H100 87.5 -> 82.2, H200 74.6 ->
     # 65.6, 4096x10240 125.3 -> 89.9, 112.3 -> 68.6

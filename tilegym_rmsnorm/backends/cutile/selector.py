@@ -76,5 +76,6 @@ def config_of_rules(bucket: Bucket, architecture: int, most_members: int = MOST_
 
 def serves_dx_alone(config: Config) -> bool:
     """Whether a backward that needs no dw takes the config of one that does: not of kernels that read x and dy once
-    more for dw, nor of teams by TMA, some of which take 240 bytes of stack without dw (entries of dx may be such)."""
+    more for dw, nor of teams by TMA, some of which take more than 200 bytes of stack without dw (entries of dx may be
+    such)."""
     return config.kernel in WALKS_ROWS and not (config.kernel == "teams" and config.tma)

@@ -14,12 +14,16 @@ from tilegym_rmsnorm.backends.cutile.sizes import LARGEST_GRID_Y
 
 WIDEST_SLABBED_ROW = 131072  # elements of which 32 rows of x and dy fit the L2 of an H100
 STRIP = 2048  # columns
-_TEAMS_OF_HALF = (
-    "up to 24 bytes of float16 without dw, 16 with: 3264x20480 takes 120.2 us with them on an H200, by gathers 131.4, "
-    "and with dw 147.5 on an H100, by gathers 379.7 without"
+_TEAMS_BY_TMA = (
+    "up to 32 bytes: 3264x20480 takes 147.7 us on an H100 with the 16 of its parts, which by gathers have none, and "
+    "take 194.1"
 )
-_TEAMS_OF_FLOAT = "24 to 48 bytes: 1920x17408 takes 105.0 us so on an H200, in parts of 4096 without 109.0"
-NINE_TILES = 18432  # columns, of 2048 a tile: three blocks hold them with a sum of dw, or one without
+_TEAMS_OF_PAIRS = (
+    "up to 16 bytes, 56 beside a float32 weight casting as llama: 816x81904 takes 155.5 us on an H100 with 16, in one "
+    "tile of 8192 a block, without, 163.1"
+)
+NINE_TILES = 18432  # columns, of 2048 a tile: without a sum of dw one block's registers hold them
+WIDEST_BY_SIXTEEN = 65536  # columns that 16 blocks hold in parts of 4096
 MOST_MEMBERS = 16  # of a team: an eighth of the 132 SMs of an H100 (machine.py says why)
 
 
@@ -73,64 +77,81 @@ def fewest_members(
 def backward_teams_config(n: int, itemsize: int, size: str, has_dw: bool, most_members: int) -> Config | None:
     """Rows shared by blocks whose registers hold them, if a team of few enough does.
 
-    By TMA, in parts of 4096 columns, of 8192 where no sum of dw takes registers or the row is too wide for 16 blocks of
-    fewer, or of three tiles of 2048. us of large calls on an H100 and an H200 (cuda-tile 1.7.0, tileiras 13.4.92):
+    By TMA, in the first of these parts of which none has a tile without columns:
+
+        16 bits with dw, large calls    two tiles of 8192, packed, from 65537 columns on; three of 2048; 4096; 8192
+                         few rows       4096, gathered; three of 2048; 8192
+        dx alone of 16 bits             8192
+        float32                         4096; 8192
+
+    us of large calls, H100 and H200 (cuda-tile 1.7.0, tileiras 13.4.92), in parts of 4096 by gathers and as here:
 
                                           gathered         by TMA
-        bfloat16            4096x18432    182.8, 153.3     159.6, 131.3    3 * 2048
-                            3264x20480    194.1, 175.4     147.7, 125.7    4096, as those below
+        bfloat16            4096x18432    182.8, 153.3     159.6, 131.3    (gathered in three of 2048, too)
+                            3264x20480    194.1, 175.4     147.7, 125.7
                             2336x28672    199.5, 181.7     149.3, 124.6
-                            1632x40960    206.2, 191.0     149.4, 129.5
-        bfloat16, dx alone  3632x18448    205.9, 189.9     142.7, 118.5    8192, as those below
-                            2720x24576    144.8, 115.1     139.7, 100.2
-                            1632x40960    150.8, 121.7     135.8, 102.5
-        float32             1632x20480    144.3, 111.6     141.8, 104.1    4096, as those below
-                            816x40960     147.6, 116.7     140.6, 105.6
-        float32, dx alone   1632x20480    142.6, 110.5     138.2, 100.7
-                            816x40960     145.5, 115.3     137.4, 102.4
+                            1632x40960    206.2, 191.0     149.4, 129.5    (8192 gathered: 160.0 on an H100)
+        bfloat16, dx alone  3632x18448    205.9, 189.9     142.7, 118.5
+                            2720x24576    144.8, 115.1     139.7, 100.2    (8192 gathered)
+                            1632x40960    150.8, 121.7     135.8, 102.5    (8192 gathered)
+        float32             1632x20480    144.3, 111.6     141.8, 104.1    (five of 1024 gathered)
+                            816x40960     147.6, 116.7     140.6, 105.6    (five of 1024 gathered)
+        float32, dx alone   1632x20480    142.6, 110.5     138.2, 100.7    (five of 1024 gathered)
+                            816x40960     145.5, 115.3     137.4, 102.4    (five of 1024 gathered)
 
-    Gathered in the same tiles, those of float32, and of 18448 columns, in five of 1024. A float32 weight beside
-    bfloat16 changes "by TMA" by 3 % at most.
+    Above 65536 columns, by 8192 gathered, by 8192 by TMA (8 warps) and by two packed tiles of it, where those fit:
 
-    More than 65536 columns were held by slabs. By those and by parts of 8192, of 8 warps, which have an SM to
-    themselves: bfloat16 512x131072 314.7, 259.4 -> 162.6, 146.7 us, beside a float32 weight 432.2, 391.0 -> 173.2,
-    158.3, float32 256x131072 298.4, 219.5 -> 145.7, 116.3, and bfloat16 1x131072 33.7, 33.4 -> 5.5, 5.4.
+        bfloat16            816x81920     163.2, 137.8     158.9, 141.9    151.1, 122.6
+                            512x131072    172.6, 144.4     162.9, 146.9    157.2, 127.3
+        float16             816x81920     161.8, 136.3     172.8, 159.6    166.1, 140.7
+                            512x131072    170.8, 143.4     177.1, 161.9    160.8, 138.4
+        beside float32      816x81920     199.5, 166.0     168.8, 153.1    154.0, 132.4
+        (bfloat16)          512x131072    194.8, 166.9     173.1, 158.1    159.3, 135.1
 
-    Of few rows (config.WIDEST_FEW_BY_SLABS says which) those of 16 bits with dw are gathered, H200, 1, 16, 64 and 96
-    rows of 40960: 4.5, 7.7, 13.0 and 16.5 us, by TMA 5.4, 8.6, 13.3 and 15.7.
+    Calls of 64 to 128 such rows take up to 17 % longer by two tiles than by one. Of widths that two do not fit, float16
+    is faster gathered (736x90112 159.7, 134.7, by TMA 171.2, 157.0), bfloat16 beside a float32 weight slower (199.3,
+    166.3, by TMA 167.0, 151.7).
     """
-    is_half, is_dx_of_half = itemsize == 2, itemsize == 2 and not has_dw
-    is_few_half = is_half and has_dw and size == "few"
-    parts = [(2048, 3), (4096, 1), (8192, 1)]
+    is_dx_of_half = itemsize == 2 and not has_dw
+    is_few_half = itemsize == 2 and has_dw and size == "few"
+    parts = [(4096, 1), (8192, 1)]
     if is_dx_of_half:
         parts = [(8192, 1)]
-    elif is_few_half or n > NINE_TILES and not is_half:
+    elif is_few_half:
         parts = [(4096, 1), (2048, 3), (8192, 1)]
-    found = fewest_members(n, parts, most_members, most_lanes=3 / 2)
+    elif itemsize == 2:
+        pairs = [(8192, 2)] if n > WIDEST_BY_SIXTEEN else []
+        parts = [*pairs, (2048, 3), (4096, 1), (8192, 1)]
+    found = fewest_members(n, parts, most_members, most_lanes=4 / 3)
     if found is None:
         return None
     width, pieces, members = found
     is_gathered = is_few_half and width == 4096
-    fills_an_sm = width == 8192 and not is_dx_of_half
-    spills = _TEAMS_OF_HALF if is_half else _TEAMS_OF_FLOAT if width == 2048 and has_dw else ""
+    is_pairs = width * pieces == 16384
+    fills_an_sm = is_pairs or width == 8192 and not is_dx_of_half
+    spills = _TEAMS_OF_PAIRS if is_pairs else _TEAMS_BY_TMA
     return Config(
         "teams",
         width,
         warps=8 if fills_an_sm else 4,
-        occupancy=1 if fills_an_sm else 3 if width == 4096 and is_half else 2,
+        occupancy=1 if fills_an_sm else 3 if width == 4096 and itemsize == 2 else 2,
         latency=2 if is_gathered else 4,
         pieces=pieces,
         members=members,
         tma=not is_gathered,
+        packed=is_pairs,
         reason="a team of blocks a row, each with as much of it as its registers hold",
-        spills="" if fills_an_sm else spills,
+        spills="" if is_gathered or itemsize == 4 else spills,
     )
 
 
 def nine_tiles_config() -> Config:
-    """dx alone of 16385 to 18432 elements of 16 bits, by one block. us, bfloat16, by three blocks -> by this: 16400
-    columns, one H100, 1, 16 and 240 rows 5.08 -> 3.99, 5.65 -> 4.57, 13.6 -> 10.7; 3840x17408 143.9 -> 142.4, H200
-    118.3 -> 96.3; beside a float32 weight 4080x16400 163.1 -> 150.5 and 134.8 -> 100.3."""
+    """dx alone of 16385 to 18432 elements of 16 bits, by one block.
+
+    us, H100 and H200, by three blocks of three tiles of 2048, by TMA -> by this: bfloat16 3840x17408 142.3 -> 142.6,
+    117.3 -> 96.2; float16 4080x16400 154.3 -> 147.9, 126.7 -> 99.9. By three of 8192: 224x16400 13.0 -> 10.3, 11.9 ->
+    8.2; beside a float32 weight 4080x16400 163.1 -> 150.5, 134.8 -> 100.3.
+    """
     reason = "dx alone needs no registers for a sum: nine tiles fit one block"
     return Config("rows", 2048, 8, 1, 4, pieces=9, tma=True, reason=reason)
 
@@ -154,7 +175,11 @@ def slabs_config(n: int, itemsize: int) -> Config:
         return Config("fused", width, 8, 1, 1, rest, rows=8, strip=1024, slab=32, reason=reason)
     if itemsize == 4:
         blocks, strip = (1, 1024) if n <= 49152 else (2, 512)
-        spills = "8 bytes of stack at 131072 columns, not timed" if n > 49152 else ""
+        spills = (
+            "8 bytes at 131072 columns: 256x131072 298.4 us on an H100; others were not tried"
+            if n > 49152
+            else ""
+        )
         return Config(
             "fused_chunks",
             8192,
@@ -169,7 +194,7 @@ def slabs_config(n: int, itemsize: int) -> Config:
         )
     if n <= 24576:
         return Config("fused_chunks", 4096, 8, 1, 1, rows=8, strip=512, slab=128, reason=reason)
-    spills = "not with a weight of x's dtype; a float32 weight takes 40 bytes of stack: 816x81920 388.9 us on an H100"
+    spills = "40 bytes beside a float32 weight: 816x81920 388.9 us on an H100; others were not tried"
     strip, slab = (1024, 64) if n <= 49152 else (512, 32)
     return Config("fused_chunks", 8192, 8, 2, 3, rows=8, strip=strip, slab=slab, reason=reason, spills=spills)
 
