@@ -41,7 +41,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def configs_with_tma(op: str, dtype: torch.dtype, architecture: int = 90) -> list[tuple[Config, int]]:
     """Of the rules, each with the widest row that it serves, and of the tables that ship for Hopper, which `tune` tries
     on any GPU; each kernel once, whatever share of the blocks walks the rows, those of the largest tiles first."""
-    wide = 14336, 16368, 18432, 20480, 33001, 40000, 98304, 131072, 140000
+    wide = 14336, 16368, 18432, 20480, 33001, 40000, 90112, 98304, 131072, 140000
     among = (*range(1, 4100), 4608, 5120, 7168, 10232, *wide)
     widths = {RULES[op](n, dtype.itemsize, architecture): n for n in among}
     rules = {(config, n) for config, n in widths.items() if config.tma}

@@ -92,4 +92,5 @@ def test_dx_alone_takes_no_teams_by_tma_of_a_backward():
     for n in (18432, 24576, 32768, 65536):
         with_dw = chosen_config("backward", machine, n, BF16, "large")
         assert with_dw.kernel == "teams" and with_dw.tma and not serves_dx_alone(with_dw)
-        assert chosen_config("dx", machine, n, BF16, "large") != with_dw
+        alone = chosen_config("dx", machine, n, BF16, "large")
+        assert alone != with_dw and alone.reason.startswith("tuned") == (n != 24576)

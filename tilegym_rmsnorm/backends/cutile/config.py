@@ -38,8 +38,9 @@ WIDEST_FORWARD_ROW = 32768  # elements that one block of 8 warps holds in regist
 # Elements up to which few rows with dw take slabs, above which teams, by bytes of an element. us, H200, 1, 16, 64 and
 # 2**22 / N rows, by slabs and by teams: bfloat16 28672 8.4, 7.8, 9.9, 15.5 and 4.5, 8.1, 12.2, 17.0; 40960 11.3, 10.0,
 # 12.7, 16.9 and 4.5, 7.7, 13.0, 16.5; float32 16400 4.2, 4.7, 7.5, 19.6 and 4.8, 7.9, 11.9, 20.4; 18448 6.3, 6.9, 12.1,
-# 25.5 and 5.1, 8.0, 12.3, 21.0. An H100 is faster by slabs somewhat above these widths, too: bfloat16 96x40960 18.2 and
-# 18.7, float32 16x18448 7.0 and 8.4, 16x20480 7.2 and 8.5
+# 25.5 and 5.1, 8.0, 12.3, 21.0. So at some numbers of rows slabs are faster above these widths and teams below
+# them. H100: bfloat16 1, 16 and 96 rows of 40960 11.2, 10.0, 18.2 and 4.5, 8.2, 18.7; float32 1, 16 and 224 of 18448
+# 6.3, 7.0, 28.7 and 4.8, 8.4, 24.6
 WIDEST_FEW_BY_SLABS = {2: 32768, 4: 18432}
 WIDEST_FUSED_ROW = 16384  # elements of x and dy: 128 registers, float32, in each thread of 8 warps
 

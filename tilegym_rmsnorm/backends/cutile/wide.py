@@ -14,10 +14,7 @@ from tilegym_rmsnorm.backends.cutile.sizes import LARGEST_GRID_Y
 
 WIDEST_SLABBED_ROW = 131072  # elements of which 32 rows of x and dy fit the L2 of an H100
 STRIP = 2048  # columns
-_TEAMS_BY_TMA = (
-    "up to 32 bytes: 3264x20480 takes 147.7 us on an H100 with the 16 of its parts, which by gathers have none, and "
-    "take 194.1"
-)
+_TEAMS_BY_TMA = "up to 32 bytes: 3264x20480 takes 147.7 us on an H100 with 16, gathered, without, 194.1"
 _TEAMS_OF_PAIRS = (
     "up to 16 bytes, 56 beside a float32 weight casting as llama: 816x81904 takes 155.5 us on an H100 with 16, in one "
     "tile of 8192 a block, without, 163.1"
@@ -77,40 +74,47 @@ def fewest_members(
 def backward_teams_config(n: int, itemsize: int, size: str, has_dw: bool, most_members: int) -> Config | None:
     """Rows shared by blocks whose registers hold them, if a team of few enough does.
 
-    By TMA, in the first of these parts of which none has a tile without columns:
+    In the first of these parts of which at most 16 hold the row, none with a tile without columns. All come by TMA but
+    the few rows' parts of 4096, which are gathered:
 
-        16 bits with dw, large calls    two tiles of 8192, packed, from 65537 columns on; three of 2048; 4096; 8192
-                         few rows       4096, gathered; three of 2048; 8192
+        16 bits with dw, large calls    above 65536 columns two tiles of 8192, packed; three of 2048; 4096; 8192
+                         few rows       4096; three of 2048; 8192 (config.WIDEST_FEW_BY_SLABS: from which width on)
         dx alone of 16 bits             8192
         float32                         4096; 8192
 
-    us of large calls, H100 and H200 (cuda-tile 1.7.0, tileiras 13.4.92), in parts of 4096 by gathers and as here:
+    us of large calls, H100 and H200 (cuda-tile 1.7.0, tileiras 13.4.92), by gathers -> by these:
 
-                                          gathered         by TMA
-        bfloat16            4096x18432    182.8, 153.3     159.6, 131.3    (gathered in three of 2048, too)
-                            3264x20480    194.1, 175.4     147.7, 125.7
-                            2336x28672    199.5, 181.7     149.3, 124.6
-                            1632x40960    206.2, 191.0     149.4, 129.5    (8192 gathered: 160.0 on an H100)
-        bfloat16, dx alone  3632x18448    205.9, 189.9     142.7, 118.5
-                            2720x24576    144.8, 115.1     139.7, 100.2    (8192 gathered)
-                            1632x40960    150.8, 121.7     135.8, 102.5    (8192 gathered)
-        float32             1632x20480    144.3, 111.6     141.8, 104.1    (five of 1024 gathered)
-                            816x40960     147.6, 116.7     140.6, 105.6    (five of 1024 gathered)
-        float32, dx alone   1632x20480    142.6, 110.5     138.2, 100.7    (five of 1024 gathered)
-                            816x40960     145.5, 115.3     137.4, 102.4    (five of 1024 gathered)
+                                          by gathers of
+        bfloat16            4096x18432    3 * 2048    182.8, 153.3 -> 159.6, 131.3
+                            3264x20480    4096        194.1, 175.4 -> 147.7, 125.7
+                            2336x28672    4096        199.5, 181.7 -> 149.3, 124.6
+                            1632x40960    4096        206.2, 191.0 -> 149.4, 129.5
+        bfloat16, dx alone  3632x18448    4096        205.9, 189.9 -> 142.7, 118.5
+                            2720x24576    8192        144.8, 115.1 -> 139.7, 100.2
+                            1632x40960    8192        150.8, 121.7 -> 135.8, 102.5
+        float32             1168x28672    4096        143.5, 108.0 -> 141.1, 105.8
+                            816x40960     5 * 1024    147.6, 116.7 -> 140.6, 105.6
+                            576x57344     4096        143.4, 111.6 -> 139.3, 106.9
+        float32, dx alone   1808x18448    4096        137.3, 104.0 -> 139.7, 102.6
+                            816x40960     5 * 1024    145.5, 115.3 -> 137.4, 102.4
+                            576x57344     4096        138.8, 107.1 -> 136.2, 103.8
+
+    float32 rows of 16385 to 18432 columns would be faster in three tiles of 2048 by TMA on an H200 (dx alone 2032x16400
+    99.4 us, by this 108.4), and slower on an H100 (142.9, 136.9).
 
     Above 65536 columns, by 8192 gathered, by 8192 by TMA (8 warps) and by two packed tiles of it, where those fit:
 
-        bfloat16            816x81920     163.2, 137.8     158.9, 141.9    151.1, 122.6
-                            512x131072    172.6, 144.4     162.9, 146.9    157.2, 127.3
-        float16             816x81920     161.8, 136.3     172.8, 159.6    166.1, 140.7
-                            512x131072    170.8, 143.4     177.1, 161.9    160.8, 138.4
-        beside float32      816x81920     199.5, 166.0     168.8, 153.1    154.0, 132.4
-        (bfloat16)          512x131072    194.8, 166.9     173.1, 158.1    159.3, 135.1
+        bfloat16            816x81920     163.2, 137.8    158.9, 141.9    151.1, 122.6
+                            512x131072    172.6, 144.4    162.9, 146.9    157.2, 127.3
+        float16             816x81920     161.8, 136.3    172.8, 159.6    166.1, 140.7
+                            512x131072    170.8, 143.4    177.1, 161.9    160.8, 138.4
+        beside float32      816x81920     199.5, 166.0    168.8, 153.1    154.0, 132.4
+        (bfloat16)          512x131072    194.8, 166.9    173.1, 158.1    159.3, 135.1
 
-    Calls of 64 to 128 such rows take up to 17 % longer by two tiles than by one. Of widths that two do not fit, float16
-    is faster gathered (736x90112 159.7, 134.7, by TMA 171.2, 157.0), bfloat16 beside a float32 weight slower (199.3,
-    166.3, by TMA 167.0, 151.7).
+    Rules know the bytes of an element, not the dtype, and a float32 weight only where beside_float32_config has them.
+    So one tile of 8192, by TMA, serves 736x90112 in 157.6, 141.7 (bfloat16; gathered 161.1, 136.4), 171.0, 157.0
+    (float16; 159.7, 134.7), 167.0, 151.6 (bfloat16 beside float32; 199.3, 166.3) and 182.0, 170.0 (float16 beside
+    float32; 190.9, 161.2). On an H100 64 to 128 rows take up to 17 % longer by two tiles than by one.
     """
     is_dx_of_half = itemsize == 2 and not has_dw
     is_few_half = itemsize == 2 and has_dw and size == "few"
@@ -122,7 +126,7 @@ def backward_teams_config(n: int, itemsize: int, size: str, has_dw: bool, most_m
     elif itemsize == 2:
         pairs = [(8192, 2)] if n > WIDEST_BY_SIXTEEN else []
         parts = [*pairs, (2048, 3), (4096, 1), (8192, 1)]
-    found = fewest_members(n, parts, most_members, most_lanes=4 / 3)
+    found = fewest_members(n, parts, most_members, most_lanes=4 / 3)  # 18448 columns in parts of 8192
     if found is None:
         return None
     width, pieces, members = found
@@ -167,7 +171,8 @@ def float32_pairs_config() -> Config:
 def slabs_config(n: int, itemsize: int) -> Config:
     """Rows whose x, dy and sum of dw no block's registers hold, read again from the L2 of a Hopper GPU.
 
-    For few rows that teams are not faster for, and on a GPU, or a part of one, that does not hold a team's blocks.
+    For few rows of up to config.WIDEST_FEW_BY_SLABS elements, and on a GPU, or a part of one, that does not hold a
+    team's blocks.
     """
     reason = "too wide for registers: a slab of rows at a time, read again from L2"
     if itemsize == 4 and n <= 18432:
@@ -176,7 +181,7 @@ def slabs_config(n: int, itemsize: int) -> Config:
     if itemsize == 4:
         blocks, strip = (1, 1024) if n <= 49152 else (2, 512)
         spills = (
-            "8 bytes at 131072 columns: 256x131072 298.4 us on an H100; others were not tried"
+            "8 bytes at 131072 columns: 256x131072 298.4 us on an H100; no other kernel of slabs was tried"
             if n > 49152
             else ""
         )
@@ -194,7 +199,9 @@ def slabs_config(n: int, itemsize: int) -> Config:
         )
     if n <= 24576:
         return Config("fused_chunks", 4096, 8, 1, 1, rows=8, strip=512, slab=128, reason=reason)
-    spills = "40 bytes beside a float32 weight: 816x81920 388.9 us on an H100; others were not tried"
+    spills = (
+        "40 bytes beside a float32 weight: 816x81920 388.9 us on an H100; no other kernel of slabs was tried"
+    )
     strip, slab = (1024, 64) if n <= 49152 else (512, 32)
     return Config("fused_chunks", 8192, 8, 2, 3, rows=8, strip=strip, slab=slab, reason=reason, spills=spills)
 
