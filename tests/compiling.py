@@ -41,9 +41,7 @@ TILE_DTYPE = {
     torch.float32: ct.float32,
     torch.int32: ct.int32,
 }
-WIDEST = (
-    50000  # columns of a sweep; test_compile_hopper.py has wider backwards, which teams of other parts hold
-)
+WIDEST = 50000  # columns of a sweep; test_compile_hopper.py has wider backwards, by teams of other parts
 
 
 class Compiled(NamedTuple):

@@ -51,6 +51,7 @@ WITHOUT_GPU = {
     "test_interpreter_waiting",
     "test_known_calls",
     "test_known_calls_transformed",
+    "test_machine_code",
     "test_packed",
     "test_pipelines",
     "test_pipelines_variants",

@@ -55,15 +55,15 @@ def configs_of_rules(n: int, itemsize: int, size: str) -> dict[bool, tuple[Confi
 def widths_of_configs(itemsize: int, size: str) -> list[int]:
     """For each set of configs the widest row that is a multiple of 16; up to 66000 columns also the widest odd one, and
     above them the narrowest, whose last tile is cut off."""
-    widths, narrowest = {}, {}
+    widths = {}
     for n in (*range(1, 66000), *range(66000, WIDEST_SLABBED_ROW + 1, 16)):
         configs = configs_of_rules(n, itemsize, size)
         is_tested = size == "few" and configs == configs_of_rules(n, itemsize, "large")
         if (n % 16 == 0 or n % 2) and not is_tested:
             widths[(*configs.values(), n % 2)] = n
             if n >= 66000:
-                narrowest.setdefault((*configs.values(),), n)
-    return sorted({*widths.values(), *narrowest.values()})
+                widths.setdefault((*configs.values(), "narrowest"), n)
+    return sorted(set(widths.values()))
 
 
 def weight_dtypes(n: int, dtype: torch.dtype, size: str) -> list[torch.dtype]:

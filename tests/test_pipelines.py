@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 
 """Loops that wait, in machine code. The kernels with TMA that are read here do not overwrite what their own workers
-still read, a race inside a block which most runs do not show; and a team's loop asks anew each time."""
+still read, a race inside a block which most runs do not show."""
 
 import dataclasses
 import itertools
@@ -274,35 +274,3 @@ def test_a_kernel_whose_last_block_sums_overwrites_tiles_in_use(sums, tmp_path):
         ),
     )
     assert bool(overwritten(disassembled(tmp_path / "last_block_sums.cubin"))) is sums
-
-
-@pytest.mark.parametrize(
-    ("n", "config", "least"),
-    [
-        (4096, Config("rows", 4096, 8, 1, 6), 0.6),
-        (4096, Config("tiles", 4096, 8, 1, 4, tma=True), 0.6),
-        (32768, backward_config(32768, 2, 90), 0.6),
-        (4096, backward_config(4096, 2, 90, "few"), 0.4),  # its blocks for dw multiply dy and rstd once more
-    ],
-)
-def test_two_of_five_multiplications_are_fused_with_an_addition(n, config, least, tmp_path):
-    """An early return in terms_of_dw, or dx as g - x * factor, would leave one of them in two instructions: h, g and
-    their product with x are multiplied, dw and dx multiplied and added."""
-    machine = CompilingMachine(90, keep=tmp_path)
-    run_backward(machine, config, n, BF16, BF16)
-    [cubin] = tmp_path.glob("backward_*.cubin")
-    code = disassembled(cubin)
-    multiplied, fused = (sum(f" {name} " in line for line in code) for name in ("FMUL", "FFMA"))
-    assert least * multiplied < fused < multiplied, (multiplied, fused)
-
-
-def test_a_team_asks_for_its_slots_again_and_again(tmp_path):
-    """A compiler that took the question out of the loop would leave one that never ends. Atomics are what it keeps."""
-    machine = CompilingMachine(90, keep=tmp_path)
-    run_backward(machine, backward_config(32768, 2, 90), 32768, BF16, BF16)
-    code = disassembled(tmp_path / "backward_teams.cubin")
-    lines = [[code[place] for place in places] for places in loops(code)]
-    asking = [
-        loop for loop in lines if not any("STG" in line for line in loop)
-    ]  # the loop over rows writes dx
-    assert any("ATOMG.E.OR" in line for loop in asking for line in loop)

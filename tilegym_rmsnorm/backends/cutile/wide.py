@@ -20,7 +20,6 @@ _TEAMS_OF_PAIRS = (
     "tile of 8192 a block, without, 163.1"
 )
 NINE_TILES = 18432  # columns, of 2048 a tile: without a sum of dw one block's registers hold them
-WIDEST_BY_SIXTEEN = 65536  # columns that 16 blocks hold in parts of 4096
 MOST_MEMBERS = 16  # of a team: an eighth of the 132 SMs of an H100 (machine.py says why)
 
 
@@ -116,23 +115,23 @@ def backward_teams_config(n: int, itemsize: int, size: str, has_dw: bool, most_m
     (float16; 159.7, 134.7), 167.0, 151.6 (bfloat16 beside float32; 199.3, 166.3) and 182.0, 170.0 (float16 beside
     float32; 190.9, 161.2). On an H100 64 to 128 rows take up to 17 % longer by two tiles than by one.
     """
-    is_dx_of_half = itemsize == 2 and not has_dw
-    is_few_half = itemsize == 2 and has_dw and size == "few"
-    parts = [(4096, 1), (8192, 1)]
-    if is_dx_of_half:
+    if itemsize == 4:
+        parts = [(4096, 1), (8192, 1)]
+    elif not has_dw:
         parts = [(8192, 1)]
-    elif is_few_half:
+    elif size == "few":
         parts = [(4096, 1), (2048, 3), (8192, 1)]
-    elif itemsize == 2:
-        pairs = [(8192, 2)] if n > WIDEST_BY_SIXTEEN else []
-        parts = [*pairs, (2048, 3), (4096, 1), (8192, 1)]
+    else:
+        parts = [(2048, 3), (4096, 1), (8192, 1)]
+        if n > MOST_MEMBERS * 4096:
+            parts = [(8192, 2), *parts]
     found = fewest_members(n, parts, most_members, most_lanes=4 / 3)  # 18448 columns in parts of 8192
     if found is None:
         return None
     width, pieces, members = found
-    is_gathered = is_few_half and width == 4096
-    is_pairs = width * pieces == 16384
-    fills_an_sm = is_pairs or width == 8192 and not is_dx_of_half
+    is_gathered = itemsize == 2 and has_dw and size == "few" and width == 4096
+    is_pairs = pieces == 2
+    fills_an_sm = width == 8192 and (has_dw or itemsize == 4)
     spills = _TEAMS_OF_PAIRS if is_pairs else _TEAMS_BY_TMA
     return Config(
         "teams",
