@@ -34,6 +34,8 @@ def test_one_partial_row_per_row(n):
     [
         (300, 20, Config("rows", 32, 4, 1, 4), (128, 16)),
         (300, 20, Config("rows", 32, 4, 2, 4), (256, 16)),
+        (129, 20, Config("rows", 32, 4, 1, 4), (128, 16)),  # the last row is alone in its step
+        (257, 20, Config("rows", 32, 4, 2, 4), (256, 16)),
         (35, 16656, Config("teams", 8192, 4, 1, 4, members=3), (32, 128)),
         (11, 16656, Config("fused_chunks", 4096, 4, 1, 1, rows=2, strip=512, slab=2), (4, 512)),
     ],
