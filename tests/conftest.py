@@ -174,9 +174,9 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list:
     seen = []
     check_input = ops.check_input
 
-    def counted(name, x):
+    def counted(name, x, **options):
         seen.append(x)
-        check_input(name, x)
+        check_input(name, x, **options)
 
     monkeypatch.setattr(ops, "check_input", counted)
     return seen

@@ -92,7 +92,7 @@ def test_no_weight(backend):
 
 def test_no_graph_where_nobody_asks(backend, monkeypatch):
     inputs, x, weight = _leaves()
-    monkeypatch.setattr(ops, "normalize", lambda *_: pytest.fail("recorded for autograd"))
+    monkeypatch.setattr(ops, "recorded", lambda *_: pytest.fail("recorded for autograd"))
     with torch.no_grad():
         assert not rms_norm(x, (100,), weight, backend=backend).requires_grad
     assert not rms_norm(inputs.x, (100,), inputs.weight, backend=backend).requires_grad
@@ -215,8 +215,13 @@ def test_a_tangent_that_reaches_the_backward_through_dy_alone(backend):
             loss = (norm(x, (100,), weight, 1e-3) * scale).square().sum()
             return [forward_ad.unpack_dual(each).tangent for each in torch.autograd.grad(loss, (x, weight))]
 
+    def formula(
+        x, shape, weight, eps
+    ):  # F.rms_norm's own backward has no forward mode on GPUs before torch 2.13
+        return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
+
     got = tangent_of(functools.partial(rms_norm, backend=backend))
-    for a, b in zip(got, tangent_of(F.rms_norm), strict=True):
+    for a, b in zip(got, tangent_of(formula), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
 
 

@@ -12,13 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilegym_rmsnorm import (
     BackendUnavailableError,
+    gate,
     known,
     registry,
     rms_norm,
     rms_norm_backward,
     rms_norm_forward,
 )
-from tilegym_rmsnorm.validation import are_plain
 
 X, W = torch.randn(3, 8), torch.rand(8) + 0.5
 KERNELS = ("cutile", "triton")
@@ -57,12 +57,7 @@ def fakes():
         yield mode.from_tensor
 
 
-@contextlib.contextmanager
-def zeros():
-    yield lambda tensor: torch._efficientzerotensor(tensor.shape)
-
-
-STAND_INS = {"DTensor": dtensors, "FakeTensor": fakes, "zero": zeros}
+STAND_INS = {"DTensor": dtensors, "FakeTensor": fakes}  # zeros without memory get some: test_gate.py
 
 
 @pytest.mark.parametrize("backend", (*KERNELS, "inductor"))
@@ -127,4 +122,9 @@ def test_what_auto_takes_for_them_is_not_what_others_get(every_kernel_by_auto):
 
 
 def test_what_is_plain():
-    assert are_plain(X, None, torch.nn.Parameter(W), X.as_subclass(Named), X[:, ::2], X.expand(2, 3, 8))
+    named = X.as_subclass(Named)
+    assert (
+        gate.obstacle(a=X, b=None, c=torch.nn.Parameter(W), d=named, e=X[:, ::2], f=X.expand(2, 3, 8)) is None
+    )
+    assert gate.is_plain(X) and gate.is_plain(X[:, ::2]) and gate.is_plain(torch.nn.Parameter(W))
+    assert not gate.is_plain(named), "a subclass may answer with anything: it takes the longer way"

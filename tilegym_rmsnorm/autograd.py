@@ -14,56 +14,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
-from tilegym_rmsnorm import reference
+from tilegym_rmsnorm import gate, reference
+from tilegym_rmsnorm.gate import is_plain, is_watched
 from tilegym_rmsnorm.reference import compute_dtype
-from tilegym_rmsnorm.validation import is_transformed
+from tilegym_rmsnorm.registry import Request, dispatch, is_reference
+from tilegym_rmsnorm.validation import check_saved
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
-_unwrap_if_dead = torch._C._functorch.unwrap_if_dead
-_is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 _are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 
-# What the implementations and the autograd function need beside tensors: n, eps, offset, casting, forward, backward.
-# A plain tuple: a NamedTuple takes 0.3 us to make.
-Call = tuple[int, float, float, str, Callable[..., Any], Callable[..., Any] | None]
-
-
-def normalize(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
-    """y of x's shape, recorded for autograd; the last n elements of x's dimensions are a row."""
-    if is_transformed(x, weight, bias):
-        return _transformable(x, weight, bias, call)
-    if is_dynamo_compiling():  # it traces this, where before torch 2.13 it does not know _record
-        return RMSNormFunction.apply(x, weight, bias, call)
-    return record(x, weight, bias, call)
-
-
-def record(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
-    """`normalize` of tensors that nothing transforms, in eager mode."""
-    # Function.apply without the Python around it, which asks for functorch too and takes 2 us for it.
-    x = _unwrap_if_dead(x)
-    if weight is not None:
-        weight = _unwrap_if_dead(weight)
-    if bias is not None:
-        bias = _unwrap_if_dead(bias)
-    return _record(x, weight, bias, call)
-
-
-def _transformable(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
-    """y by operations that torch.func transforms, forward mode differentiates and torch.export and torch.jit.trace
-    record: none of these takes the Function below, or its gradients are lost. No backend but the reference is chosen
-    there (`validation.are_plain`): this is it."""
-    n, eps, offset, casting, *_ = call
-    options = {"bias": _as_vector(bias), "offset": offset, "casting": casting}
-    y, _ = reference.rms_norm_forward_torch(x.reshape(-1, n), _as_vector(weight), eps, **options)
-    return y.reshape(x.shape)
+# What the implementations and the autograd function need beside tensors: n, eps, offset, casting, forward, backward,
+# and the backend as it was asked for, a name or "auto". A plain tuple: a NamedTuple takes 0.3 us to make.
+Call = tuple[int, float, float, str, Callable[..., Any], Callable[..., Any] | None, str]
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """Saves x, weight and rstd; y is never needed again.
+    """Saves x, weight and rstd; y is never needed again. The gate has let x, weight and bias through.
 
     What is no tensor comes in one tuple: each argument of `apply` costs host time.
     """
@@ -83,22 +52,35 @@ class RMSNormFunction(torch.autograd.Function):
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
         dx = dw = db = None
         if needs_dx or needs_dw:
-            if _is_derived_further(dy):
+            if torch.is_grad_enabled():  # create_graph
                 dx, dw = _differentiable_backward(x, dy, weight, ctx.call)
-            else:
+            elif is_dynamo_compiling():
+                run = run_backward if ctx.call[6] == "torch" else _untraced_backward
+                dx, dw = run(x, dy, weight, rstd, ctx.call, needs_dw)
+            elif not is_watched() and _fit(dy, x, weight, rstd, ctx.call[0]):
                 dx, dw = run_backward(x, dy, weight, rstd, ctx.call, needs_dw)
+            else:
+                dx, dw = _backward_of_others(x, dy, weight, rstd, ctx.call, needs_dw)
         if needs_db:
             db = dy.reshape(-1, ctx.call[0]).sum(dim=0, dtype=compute_dtype(dy.dtype))
             db = db.to(ctx.bias_dtype).view(ctx.bias_shape)
         return dx, dw, db, None
 
 
-_record = super(torch.autograd.Function, RMSNormFunction).apply
+# Function.apply without the Python around it, which asks for functorch and unwraps, as the gate has done: 2 us less.
+# Before torch 2.13 Dynamo does not know it.
+record = super(torch.autograd.Function, RMSNormFunction).apply
+
+
+def recorded(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
+    """y of x's shape, recorded for autograd; the last n elements of x's dimensions are a row."""
+    function = RMSNormFunction.apply if is_dynamo_compiling() else record
+    return function(x, weight, bias, call)
 
 
 def run_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
-    """y of x's shape and rstd (M,)."""
-    n, eps, offset, casting, forward, _ = call
+    """y of x's shape and rstd (M,), of tensors that the gate has let through."""
+    n, eps, offset, casting, forward, *_ = call
     if x.numel() == 0:
         return torch.empty_like(x), x.new_empty(0, dtype=compute_dtype(x.dtype))  # nothing to fill
     y, rstd = forward(_as_rows(x, n), _as_vector(weight), _as_vector(bias), eps, offset, casting)
@@ -108,8 +90,9 @@ def run_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Cal
 def run_backward(
     x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, call: Call, needs_dw: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """dx of x's shape; dw of weight's, or None where it is not needed."""
-    n, _, offset, casting, _, backward = call
+    """dx of x's shape; dw of weight's, or None where it is not needed. The gate has let the tensors through; rstd is
+    contiguous."""
+    n, _, offset, casting, _, backward, _ = call
     if x.numel() == 0:
         return torch.empty_like(x), torch.zeros_like(weight) if needs_dw else None  # a sum of no rows
     dx, dw = backward(_as_rows(x, n), _as_rows(dy, n), _as_vector(weight), rstd, offset, casting, needs_dw)
@@ -120,20 +103,74 @@ def run_backward(
     return dx, dw
 
 
-def _is_derived_further(dy: Tensor) -> bool:
-    """Whether gradients are to be differentiated (create_graph, or a tangent), or are a batch (is_grads_batched)."""
-    if torch.is_grad_enabled():
-        return True
-    if is_dynamo_compiling():  # which traces the reference alone, and knows none of the functions below
-        return False
-    return _is_legacy_batchedtensor(dy) or (forward_ad._current_level >= 0 and is_transformed(dy))
+def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An implementation, called where no dispatch mode that is active sees it; the reference is for all to see."""
+    if is_dynamo_compiling() or _len_torch_dispatch_stack() == 0 or is_reference(function):
+        return function
+
+    def call(*arguments: Any) -> Any:
+        with gate.out_of_sight():
+            return function(*arguments)
+
+    return call
+
+
+def _fit(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, n: int) -> bool:
+    """Whether all is as the forward left it. Hooks of saved tensors may return anything, and dy be anything."""
+    return (
+        is_plain(dy)
+        and is_plain(x)
+        and is_plain(rstd)
+        and dy.dtype is x.dtype
+        and rstd.dtype is compute_dtype(x.dtype)
+        and dy.shape == x.shape
+        and rstd.numel() * n == x.numel()
+        and rstd.is_contiguous()
+        and rstd.device == x.device == dy.device
+        and (
+            weight is None
+            or (
+                is_plain(weight)
+                and (weight.dtype is x.dtype or weight.dtype is torch.float32)
+                and weight.numel() == n
+                and weight.device == x.device
+            )
+        )
+    )
+
+
+def _backward_of_others(
+    x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, call: Call, needs_dw: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`run_backward` of whatever `_fit` did not let through: made plain, chosen for anew, or an error."""
+    n, eps, offset, casting, forward, _, name = call
+    dy, x, weight, rstd = map(gate.resolved, (dy, x, weight, rstd))
+    # Batches of gradients, and gradients with tangents, are the reference's for every backend, as gradients of
+    # gradients are: autograd asks for them, not the caller of rms_norm.
+    if any(gate.is_batched(t) or gate.has_tangent(t) for t in (dy, x, weight, rstd) if t is not None):
+        return _differentiable_backward(x, dy, weight, call)
+    check_saved(x, weight, rstd, dy, n)
+    weight_dtype = None if weight is None else weight.dtype
+    obstacle = gate.obstacle(dy=dy, x=x, weight=weight, rstd=rstd)
+    request = Request(x.device, x.dtype, weight_dtype, casting, obstacle=obstacle)
+    backward = dispatch("rms_norm_backward", request, name)
+    if obstacle is not None:
+        return _differentiable_backward(x, dy, weight, call)
+    call = (n, eps, offset, casting, forward, unseen(backward), name)
+    return run_backward(x, dy, weight, rstd.contiguous(), call, needs_dw)
+
+
+@torch._disable_dynamo  # torch.compiler.disable would import Dynamo here and now
+def _untraced_backward(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+    """The backward of a forward that ran outside of graphs, in one: compiled autograd traces what autograd runs."""
+    return _backward_of_others(*arguments)
 
 
 def _differentiable_backward(
     x: Tensor, dy: Tensor, weight: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor | None]:
     """By the reference; rstd is computed again, so that its dependence on x counts."""
-    n, eps, offset, casting, _, _ = call
+    n, eps, offset, casting, *_ = call
     rows, vector = x.reshape(-1, n), None if weight is None else weight.reshape(-1)
     rstd = reference.compute_rms_norm_rstd_torch(rows, eps)
     dx, dw = reference.rms_norm_backward_torch(
@@ -144,8 +181,8 @@ def _differentiable_backward(
 
 def _in_shape_of(x: Tensor, y: Tensor) -> Tensor:
     """y, new and contiguous, in x's shape and no view: in-place operations on a custom Function's output refuse one."""
-    is_plain = not is_dynamo_compiling() and type(x) is Tensor and not _are_functorch_transforms_active()
-    if is_plain and not _len_torch_dispatch_stack():  # a mode may have kept y: selective checkpointing does
+    is_eager = not is_dynamo_compiling() and type(x) is Tensor and not _are_functorch_transforms_active()
+    if is_eager and not _len_torch_dispatch_stack():  # a mode may have kept y: selective checkpointing does
         return y.resize_as_(x)  # 1 us; _unsafe_view takes 3
     return _unsafe_view(y, x.shape)
 

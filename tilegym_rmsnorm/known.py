@@ -5,7 +5,7 @@
 
 The checks and the choice of a backend depend on little of a call: what kind of tensors it has and where they are. What
 they came to is kept here for each such combination. `find` compares the rest (shapes, eps, offset) itself, and knows
-plain dense tensors normalized over their last dimension; anything else, wrong arguments among it, is for the checks.
+plain tensors (gate.py) normalized over their last dimension; anything else is for the checks.
 """
 
 from __future__ import annotations
@@ -16,15 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from tilegym_rmsnorm.autograd import Call
+from tilegym_rmsnorm.gate import PLAIN_TYPES
 from tilegym_rmsnorm.reference import default_eps
 from tilegym_rmsnorm.registry import Request, get_current_backend, is_settled
 
-_PLAIN_TYPES = (Tensor, Parameter)  # a subclass may answer for its properties with anything
 _SEQUENCES = (tuple, torch.Size, list)
-_STRIDED = torch.strided
 _INF = math.inf
 
 # (device, dtype of x, dtype of weight or None, casting, backend): what eps=None means, the forward, and the backward or
@@ -42,26 +40,27 @@ def find(
     backend: str | None,
 ) -> Call | None:
     """What `rms_norm` without bias and residual makes of its arguments, or None where that takes its checks."""
-    if type(x) not in _PLAIN_TYPES or type(offset) is not float or not -_INF < offset < _INF:
+    if type(x) not in PLAIN_TYPES or type(offset) is not float or not -_INF < offset < _INF:
         return None
     n = normalized_shape
     if type(n) in _SEQUENCES and len(n) == 1:
         n = n[0]
+    # What follows for x and weight is `gate.is_plain`, without the calls.
     try:
         shape, weight_dtype = x.shape, None
-    except RuntimeError:  # a nested tensor of layout strided has none
-        return None
-    if type(n) is not int or n < 1 or not shape or shape[-1] != n or x.layout is not _STRIDED:
-        return None
-    if x._is_zerotensor():  # which has no memory
-        return None
-    device = x.device
-    if weight is not None:
-        if type(weight) not in _PLAIN_TYPES or weight.shape != (n,) or weight.device != device:
+        if type(n) is not int or n < 1 or not shape or shape[-1] != n or x.is_neg():
             return None
-        if weight.layout is not _STRIDED or weight._is_zerotensor():
+        if x.data_ptr() == 0 and 0 not in shape:
             return None
-        weight_dtype = weight.dtype
+        device = x.device
+        if weight is not None:
+            if type(weight) not in PLAIN_TYPES or weight.shape != (n,) or weight.device != device:
+                return None
+            if weight.data_ptr() == 0 or weight.is_neg():
+                return None
+            weight_dtype = weight.dtype
+    except RuntimeError:  # a tensor that has no shape, or no address
+        return None
     try:
         if backend is None:
             backend = get_current_backend()
@@ -75,14 +74,18 @@ def find(
         eps = default
     elif type(eps) is not float or not 0.0 <= eps < _INF:
         return None
-    return n, eps, offset, casting, forward, backward
+    return n, eps, offset, casting, forward, backward, backend
 
 
 def remember(
     request: Request, backend: str, forward: Callable[..., Any], backward: Callable[..., Any] | None
 ) -> None:
     """Keep what the checks of a call came to, unless the environment may change it."""
-    if request.has_bias or not request.is_plain or not is_settled("rms_norm_forward", request, backend):
+    if (
+        request.has_bias
+        or request.obstacle is not None
+        or not is_settled("rms_norm_forward", request, backend)
+    ):
         return
     key = (request.device, request.dtype, request.weight_dtype, request.casting, backend)
     if backward is not None or key not in _outcomes:

@@ -10,28 +10,27 @@ twice and builds no text.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling, is_exporting
+from torch.compiler import is_dynamo_compiling
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from tilegym_rmsnorm import known, reference, registry
-from tilegym_rmsnorm.autograd import normalize, record, run_backward, run_forward
+from tilegym_rmsnorm import composite, gate, known, reference, registry
+from tilegym_rmsnorm.autograd import record, recorded, run_backward, run_forward, unseen
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import Request, dispatch, get_current_backend
 from tilegym_rmsnorm.validation import (
-    are_plain,
     check_casting,
     check_input,
     check_like,
+    check_memory,
     check_normalized_shape,
     check_rstd,
     check_vector,
     checked_eps,
     checked_number,
-    is_transformed,
 )
 
 __all__ = [
@@ -46,8 +45,6 @@ __all__ = [
 registry.load("torch")  # the one backend whose calls torch.compile traces
 # Whether this torch's F.rms_norm is on autocast's list for CUDA devices.
 _HAS_AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
-_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
-_is_traced_by_jit = torch._C._is_tracing
 
 
 @torch._disable_dynamo  # torch.compiler.disable would import Dynamo here and now
@@ -64,9 +61,39 @@ def _break_graph(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 _break_graph._torchdynamo_disable = True
 _break_graph._torchdynamo_disable_msg = (
     "the kernels of tilegym_rmsnorm are launched outside of graphs. To have an RMSNorm in the graph, pass "
-    'backend="torch" to rms_norm or RMSNorm: Inductor then compiles the reference. What set_backend and use_backend '
-    "say is not seen here"
+    'backend="torch" to rms_norm or RMSNorm: Inductor then compiles the reference. What set_backend says, and '
+    "use_backend around the compiled function, is not seen here"
 )
+
+
+@overload
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    residual: None = None,
+    casting: str = "once",
+    backend: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    residual: Tensor,
+    casting: str = "once",
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def rms_norm(
@@ -108,28 +135,37 @@ def rms_norm(
         if backend != "torch":
             options = {"offset": offset, "residual": residual, "casting": casting, "backend": backend}
             return _break_graph(rms_norm, input, normalized_shape, weight, eps, bias=bias, **options)
-    elif (
-        bias is None
-        and residual is None
-        and not (_HAS_AUTOCAST and torch.is_autocast_enabled("cuda"))
-        and not _are_functorch_transforms_active()
-        and not _is_traced_by_jit()
-        and forward_ad._current_level < 0
-    ):
-        call = known.find(input, normalized_shape, weight, eps, offset, casting, backend)
-        if call is not None:
-            if not _is_differentiated(input, weight, None):
-                return run_forward(input, weight, None, call)[0]
-            if call[-1] is not None:
-                return record(input, weight, None, call)
-    check_input("input", input)
-    n, shape = check_normalized_shape(input, normalized_shape)
+    else:
+        if (
+            bias is None
+            and residual is None
+            and not (_HAS_AUTOCAST and torch.is_autocast_enabled("cuda"))
+            and not gate.is_watched()
+        ):
+            call = known.find(input, normalized_shape, weight, eps, offset, casting, backend)
+            if call is not None:
+                if not _is_differentiated(input, weight, None):
+                    return run_forward(input, weight, None, call)[0]
+                if call[5] is not None:
+                    return record(input, weight, None, call)
+        tensors = (input, weight, bias, residual)
+        is_nested = (
+            isinstance(input, Tensor) and input.is_nested
+        )  # whose protocol takes PyTorch's functions alone
+        if has_torch_function_variadic(*tensors) and not is_nested:
+            options = {"bias": bias, "offset": offset, "residual": residual, "casting": casting}
+            return handle_torch_function(
+                rms_norm, tensors, input, normalized_shape, weight, eps, **options, backend=backend
+            )
+        input, weight, bias, residual = map(gate.resolved, tensors)
+
+    check_input("input", input, is_any_kind=True)
+    n, shape = check_normalized_shape(input, normalized_shape, may_be_empty=True)
     check_vector("weight", weight, input, shape, "input")
     check_vector("bias", bias, input, shape, "input")
     check_casting(casting)
     eps = checked_eps(eps, input.dtype)
     offset = checked_number("offset", offset)
-
     if residual is not None:
         check_like("residual", residual, input, "input")
 
@@ -139,22 +175,25 @@ def rms_norm(
         dtype, weight_dtype = _autocast_dtype(dtype), _autocast_dtype(weight_dtype)
     if backend is None:
         backend = get_current_backend()
-    is_plain = are_plain(input, weight, bias, residual)
-    request = Request(input.device, dtype, weight_dtype, casting, bias is not None, is_plain)
+    obstacle = _obstacle(input=input, weight=weight, bias=bias, residual=residual)
+    if obstacle is None and n == 0:
+        obstacle = "rows of input have no elements"
+    request = Request(input.device, dtype, weight_dtype, casting, bias is not None, obstacle)
     forward = dispatch("rms_norm_forward", request, backend)
 
     residual_out = x = input if residual is None else input + residual
     if is_autocast:
         x, weight, bias = (None if t is None else t.to(_autocast_dtype(t.dtype)) for t in (x, weight, bias))
-    if _is_differentiated(x, weight, bias) or is_transformed(x, weight, bias):
+    if obstacle is not None or gate.is_transformed(x, weight, bias):
+        y = composite.rms_norm(x, shape, weight, bias, eps, offset, casting)
+    elif _is_differentiated(x, weight, bias):
         # now: the choice in effect may be another later
         backward = dispatch("rms_norm_backward", request, backend)
-        y = normalize(x, weight, bias, (n, eps, offset, casting, forward, backward))
+        y = recorded(x, weight, bias, (n, eps, offset, casting, unseen(forward), backward, backend))
+        _remember(request, backend, forward, backward, is_autocast)
     else:
-        backward = None
-        y, _ = run_forward(x, weight, bias, (n, eps, offset, casting, forward, None))
-    if not is_autocast and not is_dynamo_compiling():  # whose graph would guard on all that is remembered
-        known.remember(request, backend, forward, backward)
+        y, _ = run_forward(x, weight, bias, (n, eps, offset, casting, unseen(forward), None, backend))
+        _remember(request, backend, forward, None, is_autocast)
     return y if residual is None else (y, residual_out)
 
 
@@ -175,15 +214,19 @@ def rms_norm_forward(
     if is_dynamo_compiling() and (backend := _traced(backend)) != "torch":
         options = {"offset": offset, "casting": casting, "backend": backend}
         return _break_graph(rms_norm_forward, x, weight, eps, bias=bias, **options)
+    x, weight, bias = _handed_over(x, weight, bias)
     check_input("x", x)
     n, shape = check_normalized_shape(x, x.shape[-1:])
     check_vector("weight", weight, x, shape)
     check_vector("bias", bias, x, shape)
     check_casting(casting)
     eps, offset = checked_eps(eps, x.dtype), checked_number("offset", offset)
-    request = _request(x, weight, casting, bias is not None)
+    request = _request(x, weight, casting, bias is not None, x=x, weight=weight, bias=bias)
+    backend = get_current_backend() if backend is None else backend
     forward = dispatch("rms_norm_forward", request, backend)
-    return run_forward(x, weight, bias, (n, eps, offset, casting, forward, None))
+    if request.obstacle is not None:  # the reference's, which takes rows of any leading dimensions
+        return forward(x, weight, bias, eps, offset, casting)
+    return run_forward(x, weight, bias, (n, eps, offset, casting, unseen(forward), None, backend))
 
 
 def rms_norm_backward(
@@ -203,10 +246,14 @@ def rms_norm_backward(
     if is_dynamo_compiling() and (backend := _traced(backend)) != "torch":
         options = {"offset": offset, "casting": casting, "backend": backend}
         return _break_graph(rms_norm_backward, x, dy, weight, rstd, **options)
+    x, dy, weight, rstd = _handed_over(x, dy, weight, rstd)
     n, offset = _checked_backward(x, dy, weight, rstd, offset, casting)
-    request = _request(x, weight, casting, False, dy, rstd)
+    request = _request(x, weight, casting, False, x=x, dy=dy, weight=weight, rstd=rstd)
+    backend = get_current_backend() if backend is None else backend
     backward = dispatch("rms_norm_backward", request, backend)
-    call = (n, 0.0, offset, casting, None, backward)
+    if request.obstacle is not None:
+        return backward(x, dy, weight, rstd, offset, casting, weight is not None)
+    call = (n, 0.0, offset, casting, None, unseen(backward), backend)
     return run_backward(x, dy, weight, rstd.contiguous(), call, weight is not None)
 
 
@@ -235,11 +282,13 @@ def rms_norm_backward_torch(
 
 
 def _traced(backend: str | None) -> str | None:
-    """The backend as Dynamo traces it: for strict export the one in effect, "torch" where that is "auto"."""
-    if not is_exporting():
-        return backend
-    name = _backend_in_effect() if backend is None else backend
-    return "torch" if name == "auto" else name
+    """The backend as Dynamo traces it: what `use_backend` says in the traced function; for strict export the one in
+    effect, "torch" where that is "auto"."""
+    name = registry.traced_backend() if backend is None else backend
+    if gate.is_exporting():
+        name = _backend_in_effect() if name is None else name
+        return "torch" if name == "auto" else name
+    return name
 
 
 def _backend_in_effect() -> str:
@@ -264,9 +313,36 @@ def _checked_backward(
     return n, checked_number("offset", offset)
 
 
-def _request(x: Tensor, weight: Tensor | None, casting: str, has_bias: bool, *others: Tensor) -> Request:
+def _handed_over(*tensors: Any) -> tuple[Any, ...]:
+    """What was handed over, made plain where it can be; see gate.py."""
+    return tensors if is_dynamo_compiling() else tuple(map(gate.resolved, tensors))
+
+
+def _obstacle(**tensors: Tensor | None) -> str | None:
+    """`gate.obstacle`, once the memory of all is known to be there."""
+    if not is_dynamo_compiling():
+        for name, tensor in tensors.items():
+            if tensor is not None:
+                check_memory(name, tensor)
+    return gate.obstacle(**tensors)
+
+
+def _request(
+    x: Tensor, weight: Tensor | None, casting: str, has_bias: bool, /, **tensors: Tensor | None
+) -> Request:
     weight_dtype = None if weight is None else weight.dtype
-    return Request(x.device, x.dtype, weight_dtype, casting, has_bias, are_plain(x, weight, *others))
+    return Request(x.device, x.dtype, weight_dtype, casting, has_bias, _obstacle(**tensors))
+
+
+def _remember(
+    request: Request,
+    backend: str,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any] | None,
+    is_autocast: bool,
+) -> None:
+    if not is_autocast and not is_dynamo_compiling():  # whose graph would guard on all that is remembered
+        known.remember(request, backend, forward, backward)
 
 
 def _autocast_dtype(dtype: torch.dtype | None) -> torch.dtype | None:

@@ -33,13 +33,12 @@ def default_eps(dtype: torch.dtype) -> float:
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The precision in which tensors of `dtype` are computed."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def compute_rms_norm_rstd_torch(x: Tensor, eps: float | None = None) -> Tensor:
     """1 / sqrt(mean of x^2 over the last dimension + eps), shape (M,), float32 (float64 for float64 x)."""
-    mean_square = x.to(compute_dtype(x.dtype)).square().mean(dim=-1)
-    return torch.rsqrt(mean_square + (default_eps(x.dtype) if eps is None else eps)).reshape(-1)
+    return _rstd(x, eps, (-1,)).reshape(-1)
 
 
 def rms_norm_forward_torch(
@@ -52,13 +51,46 @@ def rms_norm_forward_torch(
     casting: str = "once",
 ) -> tuple[Tensor, Tensor]:
     """y of x's shape and dtype, and rstd (M,). weight and bias have shape (N,)."""
-    rstd = compute_rms_norm_rstd_torch(x, eps)
+    y, rstd = _forward(x, weight, eps, bias, offset, casting, dims=1)
+    return y, rstd.reshape(-1)
+
+
+def rms_norm_torch(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    casting: str = "once",
+    dims: int = 1,
+) -> Tensor:
+    """y alone, over the last `dims` dimensions, whose shape weight and bias have. Nothing is flattened."""
+    return _forward(x, weight, eps, bias, offset, casting, dims)[0]
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+    bias: Tensor | None,
+    offset: float,
+    casting: str,
+    dims: int,
+) -> tuple[Tensor, Tensor]:
+    """y, and rstd with an extent of 1 in the place of each normalized dimension."""
+    rstd = _rstd(x, eps, tuple(range(-dims, 0)))
     dtype = _joint_dtype(x, weight, bias)
-    xhat = _round_xhat(x.to(dtype) * _per_row(rstd, x, dtype), x.dtype, casting)
+    xhat = _round_xhat(x.to(dtype) * rstd.to(dtype), x.dtype, casting)
     y = xhat if weight is None else xhat * (weight.to(dtype) + offset)
     if bias is not None:
         y = y + bias.to(dtype)
     return y.to(x.dtype), rstd
+
+
+def _rstd(x: Tensor, eps: float | None, dims: tuple[int, ...]) -> Tensor:
+    mean_square = x.to(compute_dtype(x.dtype)).square().mean(dim=dims, keepdim=True)
+    return torch.rsqrt(mean_square + (default_eps(x.dtype) if eps is None else eps))
 
 
 def rms_norm_backward_torch(

@@ -22,7 +22,7 @@ import contextvars
 import importlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -53,9 +53,8 @@ class Request(NamedTuple):
     dtype: torch.dtype
     weight_dtype: torch.dtype | None
     casting: str
-    has_bias: bool
-    # all tensors have memory whose addresses kernels can be given, see `validation.are_plain`
-    is_plain: bool = True
+    has_bias: bool = False
+    obstacle: str | None = None  # why no kernel can be given these tensors here, see `gate.obstacle`
 
 
 class Unusable(NamedTuple):
@@ -76,6 +75,7 @@ _process_backend: str | None = None
 _context_backend: contextvars.ContextVar[str | None] = contextvars.ContextVar(
     "tilegym_rmsnorm_backend", default=None
 )
+_traced_backends: list[str] = []  # of the blocks that Dynamo is tracing, and empty whenever it is not
 
 
 def register_impl(op: str, backend: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -112,6 +112,11 @@ def dispatch(op: str, request: Request, backend: str | None = None) -> Callable[
     return function or _choose(op, request, name)
 
 
+def is_reference(function: Callable[..., Any]) -> bool:
+    """Whether an implementation that `dispatch` returned is the reference's: operations of PyTorch's, no kernels."""
+    return any(function is _impls.get((op, "torch")) for op in OPS)
+
+
 def is_settled(op: str, request: Request, backend: str) -> bool:
     """Whether `dispatch` will give the same function for these arguments from now on, whatever the environment says."""
     return (op, request, backend) in _chosen
@@ -133,20 +138,41 @@ def set_backend(backend: str | None) -> None:
     _process_backend = backend
 
 
-@contextlib.contextmanager
-def use_backend(backend: str) -> Iterator[None]:
-    """Use `backend` (or "auto") inside a `with` block, in this thread or task only.
+class use_backend(contextlib.ContextDecorator):  # named as the function that it is to its callers
+    """Use `backend` (or "auto") inside a `with` block, or a decorated function, in this thread or task only.
 
     A backward pass runs on the backend that its forward ran on, wherever it is called. But torch.utils.checkpoint runs
     the forward once more, when the backward is called, on what is in effect then: with it, name the backend by
     `backend=` or `set_backend`.
+
+    Inside a function that torch.compile compiles it holds for the calls that are traced in its block; around that
+    function it is not seen.
     """
-    _check_name("backend", backend, _NAMES)
-    token = _context_backend.set(backend)
-    try:
-        yield
-    finally:
-        _context_backend.reset(token)
+
+    def __init__(self, backend: str) -> None:
+        _check_name("backend", backend, _NAMES)
+        self.backend = backend
+        self._tokens: list[contextvars.Token[str | None]] = []  # one for each block that is open
+
+    def _recreate_cm(self) -> use_backend:
+        return use_backend(self.backend)  # a decorated function may call itself, or run in several threads
+
+    def __enter__(self) -> None:
+        if is_dynamo_compiling():  # it traces no context variables
+            _traced_backends.append(self.backend)
+        else:
+            self._tokens.append(_context_backend.set(self.backend))
+
+    def __exit__(self, *_: object) -> None:
+        if is_dynamo_compiling():
+            _traced_backends.pop()
+        else:
+            _context_backend.reset(self._tokens.pop())
+
+
+def traced_backend() -> str | None:
+    """What `use_backend` says where Dynamo traces it; None outside of its blocks."""
+    return _traced_backends[-1] if _traced_backends else None
 
 
 def check_backend_name(backend: str) -> None:
@@ -267,8 +293,7 @@ def _import(name: str) -> ModuleType:
 def _describe(request: Request) -> str:
     weight = "no weight" if request.weight_dtype is None else f"{request.weight_dtype} weight"
     bias = ", bias" if request.has_bias else ""
-    kind = "" if request.is_plain else ", not plain tensors"
-    return f"{request.dtype} x on {request.device}, {weight}{bias}, casting {request.casting!r}{kind}"
+    return f"{request.dtype} x on {request.device}, {weight}{bias}, casting {request.casting!r}"
 
 
 def _check_name(what: str, name: object, known: tuple[str, ...]) -> None:

@@ -18,35 +18,44 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling, is_exporting
 
+from tilegym_rmsnorm.gate import has_no_memory
 from tilegym_rmsnorm.reference import CASTINGS, compute_dtype, default_eps
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 _INF = math.inf
 _STRIDED = torch.strided
-_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
-_is_traced_by_jit = torch._C._is_tracing
-_NO_DISPATCH = Tensor.__torch_dispatch__  # what a subclass without a __torch_dispatch__ of its own has
 
 
-def check_input(name: str, x: Tensor) -> None:
-    """x: a tensor of a floating dtype with at least one dimension."""
+def check_input(name: str, x: Tensor, is_any_kind: bool = False) -> None:
+    """x: a tensor of a floating dtype with at least one dimension. `is_any_kind`: also those that F.rms_norm alone
+    takes, complex ones and nested ones of layout torch.jagged."""
+    dtypes = DTYPES + COMPLEX_DTYPES if is_any_kind else DTYPES
     if not isinstance(x, Tensor):
         _fail(TypeError, name, "a torch.Tensor", type(x).__name__)
-    if x.is_nested:
-        _fail(TypeError, name, "no nested tensor, but its values()", f"layout {x.layout}")
-    if x.dtype not in DTYPES:
-        _fail(TypeError, name, f"a dtype of {_names(DTYPES)}", x.dtype)
+    if x.is_nested and not (is_any_kind and x.layout is torch.jagged):
+        _fail(
+            TypeError,
+            name,
+            f"no nested tensor{', or one of layout torch.jagged' * is_any_kind}, but its values()",
+            f"layout {x.layout}",
+        )
+    if x.dtype not in dtypes:
+        _fail(TypeError, name, f"a dtype of {_names(dtypes)}", x.dtype)
     if x.ndim == 0:
         _fail(ValueError, name, "at least one dimension", "a tensor of shape ()")
-    if x.layout is not _STRIDED:
+    if x.layout is not _STRIDED and not x.is_nested:
         _fail(TypeError, name, f"layout {_STRIDED}", x.layout)
 
 
-def check_normalized_shape(x: Tensor, normalized_shape: int | Sequence[int]) -> tuple[int, torch.Size]:
-    """N and the shape that weight and bias must have: x's last dimensions, which `normalized_shape` must name."""
+def check_normalized_shape(
+    x: Tensor, normalized_shape: int | Sequence[int], may_be_empty: bool = False
+) -> tuple[int, torch.Size]:
+    """N and the shape that weight and bias must have: x's last dimensions, which `normalized_shape` must name.
+
+    `may_be_empty`: rows may have no elements, as F.rms_norm's may.
+    """
     if type(normalized_shape) is int:
         normalized_shape = (normalized_shape,)
     elif not isinstance(normalized_shape, (tuple, list)):
@@ -65,7 +74,7 @@ def check_normalized_shape(x: Tensor, normalized_shape: int | Sequence[int]) -> 
         sizes = ", ".join(map(str, normalized_shape))
         _fail(ValueError, "input", f"shape (*, {sizes}), as normalized_shape says", tuple(x.shape))
     n = shape[0] if dims == 1 else math.prod(shape)
-    if n == 0:
+    if n == 0 and not may_be_empty:
         _fail(ValueError, "normalized_shape", "at least one element per row", tuple(normalized_shape))
     return n, shape
 
@@ -78,8 +87,9 @@ def check_vector(name: str, vector: Tensor | None, x: Tensor, shape: torch.Size,
         _fail(TypeError, name, "a torch.Tensor or None", type(vector).__name__)
     if vector.shape != shape:
         _fail(ValueError, name, f"shape {tuple(shape)}", tuple(vector.shape))
-    if vector.dtype not in DTYPES:
-        _fail(TypeError, name, f"a dtype of {_names(DTYPES)}", vector.dtype)
+    dtypes = DTYPES + COMPLEX_DTYPES if x.is_complex() else DTYPES
+    if vector.dtype not in dtypes:
+        _fail(TypeError, name, f"a dtype of {_names(dtypes)}", vector.dtype)
     if vector.device != x.device:
         _fail(ValueError, name, f"the device of {x_name}, {x.device}", vector.device)
     if vector.layout is not _STRIDED:
@@ -96,8 +106,8 @@ def check_like(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> None:
         _fail(TypeError, name, f"the dtype of {x_name}, {x.dtype}", tensor.dtype)
     if tensor.device != x.device:
         _fail(ValueError, name, f"the device of {x_name}, {x.device}", tensor.device)
-    if tensor.layout is not _STRIDED:
-        _fail(TypeError, name, f"layout {_STRIDED}", tensor.layout)
+    if tensor.layout is not x.layout:
+        _fail(TypeError, name, f"layout {x.layout}", tensor.layout)
 
 
 def check_rstd(rstd: Tensor, x: Tensor, m: int) -> None:
@@ -112,6 +122,36 @@ def check_rstd(rstd: Tensor, x: Tensor, m: int) -> None:
         _fail(ValueError, "rstd", f"the device of x, {x.device}", rstd.device)
     if rstd.layout is not _STRIDED:
         _fail(TypeError, "rstd", f"layout {_STRIDED}", rstd.layout)
+
+
+def check_saved(x: Tensor, weight: Tensor | None, rstd: Tensor, dy: Tensor, n: int) -> None:
+    """What the backward was given: dy as y was, and what autograd saved as it was saved, which hooks
+    (`torch.autograd.graph.saved_tensors_hooks`) may have changed."""
+    check_like("x, as unpacked for the backward", x, dy, "dy")
+    for name, tensor in (("x", x), ("weight", weight), ("rstd", rstd), ("dy", dy)):
+        if tensor is not None:
+            check_memory(name, tensor)
+    if weight is not None:
+        name = "weight, as unpacked for the backward"
+        if weight.numel() != n:
+            _fail(ValueError, name, f"{n} elements", tuple(weight.shape))
+        check_vector(name, weight, x, weight.shape)
+    m = x.numel() // n
+    if rstd.shape != (m,) or rstd.dtype != compute_dtype(x.dtype) or rstd.device != x.device:
+        expected = f"shape ({m},), {compute_dtype(x.dtype)}, on {x.device}"
+        got = f"{tuple(rstd.shape)}, {rstd.dtype}, on {rstd.device}"
+        _fail(ValueError, "rstd, as unpacked for the backward", expected, got)
+
+
+def check_memory(name: str, tensor: Tensor) -> None:
+    """That a tensor's memory is there."""
+    if has_no_memory(tensor):
+        _fail(
+            ValueError,
+            name,
+            "memory behind its elements",
+            "a storage of 0 bytes: it was freed, as FSDP frees them",
+        )
 
 
 def checked_eps(eps: float | None, dtype: torch.dtype) -> float:
@@ -135,36 +175,6 @@ def checked_number(
     if not (lowest <= value < _INF) or value == -_INF:
         _fail(ValueError, name, expected, value)
     return value
-
-
-def are_plain(*tensors: Tensor | None) -> bool:
-    """Whether a kernel can be given these: all have memory of their own, and nothing transforms or records what is
-    computed. Not so a FakeTensor, nor a subclass that computes its operations itself, as DTensor does.
-
-    To Dynamo, which meets the reference alone, all are plain.
-    """
-    if is_dynamo_compiling():
-        return True
-    return not is_transformed(*tensors) and all(
-        tensor is None or (type(tensor).__torch_dispatch__ is _NO_DISPATCH and not tensor._is_zerotensor())
-        for tensor in tensors
-    )
-
-
-def is_transformed(*tensors: Tensor | None) -> bool:
-    """Whether PyTorch's own operations alone will do: torch.func transforms them, torch.export or torch.jit.trace
-    records them, or one of the tensors has a tangent of forward-mode differentiation. A kernel would be missing there,
-    or its gradients, without a word.
-
-    Inside a transform of torch.func it is so of all tensors: even new memory is a tensor of the transform's there.
-    """
-    if _are_functorch_transforms_active() or is_exporting():
-        return True
-    if not is_dynamo_compiling() and _is_traced_by_jit():
-        return True
-    return forward_ad._current_level >= 0 and any(
-        tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors
-    )
 
 
 def check_casting(casting: str) -> None:

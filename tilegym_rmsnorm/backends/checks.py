@@ -17,17 +17,12 @@ from tilegym_rmsnorm.registry import Request, Unusable
 Version = tuple[int, ...]
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-NOT_PLAIN = Unusable(
-    "it takes tensors with memory of their own, no DTensor or FakeTensor, and none inside torch.func, torch.export or "
-    "torch.jit.trace, or with a tangent of forward-mode differentiation",
-    'pass local tensors (DTensor.to_local()), or use backend="torch" or "auto"',
-)
 
 
 def tensors_unusable(request: Request) -> Unusable | None:
     """Why the kernels of cutile and triton do not take these dtypes or this bias, wherever the tensors are."""
-    if not request.is_plain:
-        return NOT_PLAIN
+    if request.obstacle is not None:
+        return no_plain_tensors(request.obstacle)
     other_backend = 'use backend="torch" or "auto"'
     if request.dtype not in KERNEL_DTYPES:
         return Unusable(f"it takes x of float16, bfloat16 or float32, not {request.dtype}", other_backend)
@@ -37,6 +32,14 @@ def tensors_unusable(request: Request) -> Unusable | None:
     if request.has_bias:
         return Unusable("it does not take a bias", other_backend)
     return None
+
+
+def no_plain_tensors(obstacle: str) -> Unusable:
+    """Why a backend that is given addresses, or compiles, does not take tensors with this `gate.obstacle`."""
+    reason = f"it takes tensors with memory of their own, in calls that nothing records or transforms, but {obstacle}"
+    return Unusable(
+        reason, 'pass local tensors (DTensor.to_local()), or use backend="torch" or "auto", which take them'
+    )
 
 
 def any_gpu_unusable(gpu_unusable: Callable[[torch.device], Unusable | None]) -> Unusable | None:

@@ -35,8 +35,8 @@ def unusable(request: Request | None) -> Unusable | None:
     """Why torch.compile cannot run the request, or, without a request, any at all on this machine."""
     if request is None:
         return _cuda_unusable() if torch.cuda.is_available() else _cpu_unusable()
-    if not request.is_plain:  # of DTensors Dynamo fails on some: those of sequence parallelism
-        return checks.NOT_PLAIN
+    if request.obstacle is not None:  # of DTensors Dynamo fails on some: those of sequence parallelism
+        return checks.no_plain_tensors(request.obstacle)
     if request.device.type == "cpu":
         return _cpu_unusable()
     if request.device.type == "cuda":

@@ -1,0 +1,89 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""A backend that reads and writes by address, as a kernel on a GPU does, for tests on a CPU.
+
+PyTorch does not know what it does, and it takes each array for what launch.py and the kernels take it: x and dy have
+any row stride, all else is packed. So a tensor that is no plain memory is wrong here as it would be on a GPU; only
+address 0, which ends a CUDA context, is an AssertionError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import types
+
+import pytest
+import torch
+
+from tilegym_rmsnorm import known, registry
+from tilegym_rmsnorm.backends import checks
+
+_MODULE = registry.BACKEND_MODULES["cutile"]
+
+
+def array(tensor: torch.Tensor, rows: int, columns: int, row_stride: int) -> list[list[float]]:
+    """What stands at the tensor's address, row after row."""
+    memory = _memory(tensor, (rows - 1) * row_stride + columns)
+    return [memory[row * row_stride : row * row_stride + columns] for row in range(rows)]
+
+
+def _memory(tensor: torch.Tensor, count: int):
+    assert tensor.dtype is torch.float32, "the only dtype that this backend knows"
+    address = tensor.data_ptr()
+    assert address != 0, (
+        f"launched on address 0, for a {type(tensor).__name__} of shape {tuple(tensor.shape)}"
+    )
+    return (ctypes.c_float * count).from_address(address)
+
+
+def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    memory = _memory(tensor, values.numel())
+    memory[:] = values.flatten().tolist()
+
+
+def rms_norm_forward(x, weight, bias, eps, offset, casting):
+    m, n = x.shape
+    y, rstd = torch.empty((m, n), dtype=torch.float32), torch.empty((m,), dtype=torch.float32)
+    tx = torch.tensor(array(x, m, n, x.stride(0)))
+    tscale = 1.0 if weight is None else torch.tensor(array(weight, 1, n, n)[0]) + offset
+    trstd = torch.rsqrt(tx.square().mean(dim=1) + eps)
+    _write(rstd, trstd)
+    _write(y, tx * trstd[:, None] * tscale)
+    return y, rstd
+
+
+def rms_norm_backward(x, dy, weight, rstd, offset, casting, needs_dw):
+    m, n = x.shape
+    dx = torch.empty((m, n), dtype=torch.float32)
+    dw = torch.empty((n,), dtype=torch.float32) if needs_dw and weight is not None else None
+    tx, tdy = (torch.tensor(array(each, m, n, each.stride(0))) for each in (x, dy))
+    trstd = torch.tensor(array(rstd, 1, m, m)[0])[:, None]
+    tscale = 1.0 if weight is None else torch.tensor(array(weight, 1, n, n)[0]) + offset
+    txhat, tg = tx * trstd, tdy * tscale
+    _write(dx, (tg - txhat * (txhat * tg).mean(dim=1, keepdim=True)) * trstd)
+    if dw is not None:
+        _write(dw, (tdy * txhat).sum(0))
+    return dx, dw
+
+
+def use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put this backend in the place of "cutile": by name, and first of those that "auto" tries, as on a GPU."""
+    for backend in registry.AUTO_ORDER:  # now: what is loaded while this lasts would be forgotten with it
+        with contextlib.suppress(ImportError):
+            registry.load(backend)
+    probe = types.SimpleNamespace(
+        AUTO_ON_CPU=True,
+        IMPLEMENTATION=registry._probe("torch").IMPLEMENTATION,  # nothing to import
+        unusable=lambda request: None if request is None else checks.tensors_unusable(request),
+    )
+    impls = {
+        ("rms_norm_forward", "cutile"): rms_norm_forward,
+        ("rms_norm_backward", "cutile"): rms_norm_backward,
+    }
+    monkeypatch.setattr(registry, "_modules", {**registry._modules, _MODULE: probe})
+    monkeypatch.setattr(registry, "_impls", {**registry._impls, **impls})
+    monkeypatch.setattr(registry, "_chosen", {})
+    monkeypatch.setattr(registry, "_INTERPRETED_ON_CPU", ())  # its calls become known ones, as a GPU's do
+    known.forget()

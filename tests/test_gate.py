@@ -1,0 +1,306 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Tensors that are no plain memory, in front of every kernel: they are made plain, or the kernel is not launched.
+
+Each ended in a wrong result, a dead CUDA context or an error that F.rms_norm does not have. "by address" is a backend
+that reads addresses on a CPU (by_address.py); the others run as they do here, on a GPU by their kernels.
+"""
+
+import by_address
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import DEVICE, why_skip
+
+from tilegym_rmsnorm import BackendUnavailableError, rms_norm, rms_norm_backward, rms_norm_forward
+
+M, N = 6, 8
+KERNELS = ("by address", "cutile", "triton", "inductor")
+
+
+@pytest.fixture(params=[*KERNELS, "auto", "auto by address"])
+def backend(request, monkeypatch):
+    """The name to ask for."""
+    if "by address" in request.param:
+        by_address.use(monkeypatch)
+        return "auto" if "auto" in request.param else "cutile"
+    if reason := None if request.param == "auto" else why_skip(request.param):
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.fixture
+def device(request, backend, monkeypatch):
+    """Where the tensors are: by address on the CPU, else where the tests run."""
+    return torch.device("cpu") if "by address" in request.node.callspec.id else DEVICE
+
+
+@pytest.fixture
+def tensors(device):
+    """x, weight and dy, random; x and weight are leaves that require grad."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(M, N, device=device), torch.rand(N, device=device) + 0.5
+    return x.requires_grad_(), weight.requires_grad_(), torch.randn(M, N, device=device)
+
+
+def theirs(x, weight, eps=1e-6):
+    return F.rms_norm(x, (N,), weight, eps)
+
+
+def gradients_of_theirs(x, weight, dy):
+    return torch.autograd.grad(theirs(x, weight), (x, weight), dy)
+
+
+def check(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+
+
+class Scattered(torch.autograd.Function):
+    """A hand-written gather, as tensor parallelism has it: its backward returns what a collective will write."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+        return AsyncCollectiveTensor(dy.clone())
+
+
+needs_distributed = pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+
+
+@needs_distributed
+def test_a_gradient_that_is_still_communicated(backend, tensors):
+    x, weight, dy = tensors
+    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    check(torch.autograd.grad(Scattered.apply(y), (x, weight), dy), gradients_of_theirs(x, weight, dy))
+
+
+@needs_distributed
+def test_a_gradient_from_reduce_scatter(backend, tensors, device):
+    """By the collective itself, where the process group has it."""
+    import torch.distributed as dist
+    import torch.distributed._functional_collectives as collectives
+
+    if dist.is_initialized() or device.type != "cpu":
+        pytest.skip("needs a process group of its own, on CPUs")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+
+        class Gather(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, y):
+                return collectives.all_gather_tensor(y, 0, dist.group.WORLD).clone()
+
+            @staticmethod
+            def backward(ctx, dy):
+                scattered = collectives.reduce_scatter_tensor(dy, "sum", 0, dist.group.WORLD)
+                assert isinstance(scattered, collectives.AsyncCollectiveTensor)
+                return scattered
+
+        x, weight, dy = tensors
+        y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+        check(torch.autograd.grad(Gather.apply(y), (x, weight), dy), gradients_of_theirs(x, weight, dy))
+    finally:
+        dist.destroy_process_group()
+
+
+@needs_distributed
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_an_input_that_is_still_communicated(backend, tensors, needs_grad):
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    x, weight, dy = tensors
+    waiting = AsyncCollectiveTensor(x.detach().clone()).requires_grad_(needs_grad)
+    y = rms_norm(waiting, (N,), weight, 1e-6, backend=backend)
+    assert type(y) is torch.Tensor
+    check([y], [theirs(x, weight)])
+    wanted = (waiting, weight) if needs_grad else (weight,)
+    check(torch.autograd.grad(y, wanted, dy), gradients_of_theirs(x, weight, dy)[-len(wanted) :])
+    check([rms_norm_forward(waiting, weight, 1e-6, backend=backend)[0]], [theirs(x, weight)])
+
+
+def test_a_gradient_without_memory(backend, tensors):
+    x, weight, _ = tensors
+    zero = torch._efficientzerotensor(x.shape, device=x.device)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    check(torch.autograd.grad(y, (x, weight), zero), (torch.zeros_like(x), torch.zeros_like(weight)))
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_zeros_without_memory(backend, tensors, is_known):
+    x, weight, dy = tensors
+    zero = torch._efficientzerotensor(x.shape, device=x.device)
+    zero_weight = torch._efficientzerotensor(weight.shape, device=x.device)
+    if is_known:
+        rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    for arguments in ((zero, weight), (x, zero_weight), (zero, None)):
+        y = rms_norm(arguments[0], (N,), arguments[1], 1e-6, backend=backend)
+        assert torch.equal(y, torch.zeros_like(x))
+    leaf = torch._efficientzerotensor(x.shape, device=x.device).requires_grad_()
+    y = rms_norm(leaf, (N,), weight, 1.0, backend=backend)
+    check(torch.autograd.grad(y, leaf, dy), [dy * weight])
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_pending_minus_sign(backend, tensors, is_known):
+    x, weight, dy = tensors
+    if is_known:
+        rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    minus = [torch._neg_view(-tensor.detach()).requires_grad_() for tensor in tensors]
+    assert all(tensor.is_neg() for tensor in minus)
+    expected, expected_grads = theirs(x, weight), gradients_of_theirs(x, weight, dy)
+    for arguments in ((minus[0], weight, dy), (x, minus[1], dy), (x, weight, minus[2].detach()), minus):
+        for needs_grad in (True, False):
+            with torch.set_grad_enabled(needs_grad):
+                y = rms_norm(*(arguments[0], (N,), arguments[1], 1e-6), backend=backend)
+            check([y], [expected])
+            if needs_grad:
+                check(torch.autograd.grad(y, arguments[:2], arguments[2]), expected_grads)
+    with torch.no_grad():
+        _, rstd = rms_norm_forward(minus[0], minus[1], 1e-6, backend=backend)
+        got = rms_norm_backward(minus[0], minus[2], minus[1], torch._neg_view(-rstd), backend=backend)
+    check(got, expected_grads)
+
+
+def test_gradients_mapped_by_vmap(backend, tensors):
+    """PyTorch's documented pattern for Jacobians."""
+    x, weight, _ = tensors
+    dys = torch.randn(3, M, N, device=x.device)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    for wanted in ((x,), (x, weight)):
+        got = torch.vmap(lambda dy, wanted=wanted: torch.autograd.grad(y, wanted, dy, retain_graph=True))(dys)
+        each = [torch.autograd.grad(theirs(x, weight), wanted, dy) for dy in dys]
+        check(got, [torch.stack(parts) for parts in zip(*each, strict=True)])
+    (got,) = torch.autograd.grad(y, x, dys, is_grads_batched=True)
+    check(got, [torch.autograd.grad(theirs(x, weight), x, dy)[0] for dy in dys])
+
+
+UNPACKED = {  # what a hook makes of each saved tensor; the values are the same
+    "other strides": lambda t: torch.stack([t, torch.full_like(t, torch.nan)], dim=-1)[..., 0],
+    "columns first": lambda t: t.t().contiguous().t() if t.ndim == 2 else t,
+    "a minus sign of x": lambda t: torch._neg_view(-t) if t.ndim == 2 else t,
+    "a minus sign of the others": lambda t: t if t.ndim == 2 or t.shape == (N,) else torch._neg_view(-t),
+    "an offset": lambda t: torch.cat([t.new_full((1,), torch.nan), t.flatten()])[1:].view(t.shape),
+    "a subclass": lambda t: t.as_subclass(Named),
+    "another copy": lambda t: t.clone(),
+}
+
+
+class Named(torch.Tensor):
+    """A subclass that leaves its operations to PyTorch."""
+
+
+@pytest.mark.parametrize("unpack", UNPACKED.values(), ids=UNPACKED)
+def test_what_hooks_of_saved_tensors_return(backend, tensors, unpack):
+    """rstd with other strides was read as packed: NaN."""
+    x, weight, dy = tensors
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), unpack):
+        y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    check(torch.autograd.grad(y, (x, weight), dy), gradients_of_theirs(x, weight, dy))
+
+
+def test_saved_tensors_that_are_offloaded(backend, tensors):
+    x, weight, dy = tensors
+    with torch.autograd.graph.save_on_cpu():
+        y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    check(torch.autograd.grad(y, (x, weight), dy), gradients_of_theirs(x, weight, dy))
+
+
+WRONG = {
+    "x of another dtype": (
+        0,
+        lambda t: t.half(),
+        TypeError,
+        "x, as unpacked for the backward: .* dtype of dy",
+    ),
+    "x shorter": (0, lambda t: t[1:], ValueError, "x, as unpacked for the backward: .* the shape of dy"),
+    "weight longer": (1, lambda t: torch.cat([t, t]), ValueError, "weight, as unpacked .* 8 elements"),
+    "weight elsewhere": (1, lambda t: t.to("meta"), ValueError, "weight, as unpacked .* the device of x"),
+    "rstd shorter": (2, lambda t: t[1:], ValueError, r"rstd, as unpacked .* shape \(6,\)"),
+    "rstd of 16 bits": (2, lambda t: t.bfloat16(), ValueError, "rstd, as unpacked .* torch.float32"),
+    "rstd freed": (2, lambda t: freed(t), ValueError, "rstd: expected memory behind its elements"),
+    "x freed": (0, lambda t: freed(t), ValueError, "x: expected memory behind its elements"),
+}
+
+
+def freed(tensor):
+    tensor = tensor.clone()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(("index", "unpack", "error", "text"), WRONG.values(), ids=WRONG)
+def test_what_hooks_may_not_return(backend, tensors, index, unpack, error, text):
+    x, weight, dy = tensors
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor.detach())
+        return len(saved) - 1
+
+    def unpacked(number):
+        return unpack(saved[number]) if number == index else saved[number]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpacked):
+        y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    with pytest.raises(error, match=text):
+        torch.autograd.grad(y, (x, weight), dy)
+
+
+def test_freed_memory_is_an_error_in_the_forward(backend, tensors):
+    """FSDP frees parameters between uses; the process ended."""
+    x, weight, dy = (tensor.detach() for tensor in tensors)
+    for _ in range(2):
+        for arguments, name in (((freed(x), weight), "input"), ((x, freed(weight)), "weight")):
+            with pytest.raises(
+                ValueError, match=f"{name}: expected memory behind its elements, got a storage of 0"
+            ):
+                rms_norm(*(arguments[0], (N,), arguments[1]), backend=backend)
+        rms_norm(x, (N,), weight, backend=backend)
+    with pytest.raises(ValueError, match="dy: expected memory"):
+        rms_norm_backward(x, freed(dy), weight, torch.ones(M, device=x.device), backend=backend)
+
+
+def test_a_tensor_kept_from_inside_a_transform(backend, tensors):
+    x, weight, dy = tensors
+    kept = []
+    torch.func.grad(lambda t: (kept.append(t), t.sum())[1])(x.detach())
+    for grad_mode in (torch.no_grad, torch.enable_grad):
+        with grad_mode():
+            check([rms_norm(kept[0], (N,), weight, 1e-6, backend=backend)], [theirs(x, weight)])
+    check([rms_norm_forward(kept[0], weight, 1e-6, backend=backend)[0]], [theirs(x, weight)])
+    got = torch.autograd.grad(rms_norm(kept[0], (N,), weight, 1e-6, backend=backend), weight, dy)
+    check(got, gradients_of_theirs(x, weight, dy)[1:])
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_functional_tensors(backend, tensors, is_known):
+    """As they are handed over, without their mode: the CUDA context was dead."""
+    x, weight, dy = tensors
+    if is_known:
+        rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    functional = torch._to_functional_tensor(x.detach())
+    attempts = (
+        lambda: rms_norm(functional, (N,), weight, 1e-6, backend=backend),
+        lambda: rms_norm_forward(functional, weight, 1e-6, backend=backend)[0],
+    )
+    for attempt in attempts:
+        if backend != "auto":
+            with pytest.raises(BackendUnavailableError, match="functional tensor"):
+                attempt()
+        else:
+            y = attempt()
+            assert torch._is_functional_tensor(y)
+            torch._sync(y)
+            check([torch._from_functional_tensor(y)], [theirs(x, weight)])
+    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    functional_dy = torch._to_functional_tensor(dy)
+    if backend != "auto":
+        with pytest.raises(BackendUnavailableError, match="dy is a functional tensor"):
+            torch.autograd.grad(y, x, functional_dy)

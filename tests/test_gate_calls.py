@@ -1,0 +1,221 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Calls that PyTorch records, transforms or watches, in front of every kernel: recorded, or seen by nobody, not burnt
+into a graph and not launched on what a mode put into memory's place. Backends as in test_gate.py."""
+
+import pytest
+import torch
+from test_gate import N, backend, check, device, gradients_of_theirs, tensors, theirs  # noqa: F401
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from tilegym_rmsnorm import BackendUnavailableError, rms_norm
+
+
+def is_by_name(backend):  # noqa: F811
+    return backend != "auto"
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_make_fx_records_the_norm(backend, tensors, tracing_mode, pre_dispatch, is_known):  # noqa: F811
+    """With real tensors the first y was a constant of the graph."""
+    x, weight = (tensor.detach() for tensor in tensors[:2])
+    if is_known:
+        rms_norm(x, (N,), weight, 1e-6, backend=backend)
+
+    def doubled(t):
+        return rms_norm(t, (N,), weight, 1e-6, backend=backend) * 2
+
+    options = {"tracing_mode": tracing_mode, "pre_dispatch": pre_dispatch, "_allow_non_fake_inputs": True}
+    if is_by_name(backend):
+        with pytest.raises(BackendUnavailableError, match="make_fx records this call|FakeTensor"):
+            make_fx(doubled, **options)(x)
+        return
+    graph = make_fx(doubled, **options)(x)
+    other = torch.randn_like(x)
+    check([graph(other)], [theirs(other, weight) * 2])
+
+
+def test_make_fx_records_forward_and_backward(backend, tensors):  # noqa: F811
+    x, weight, dy = (tensor.detach() for tensor in tensors)
+
+    def gradients(x, weight, dy):
+        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        return torch.autograd.grad(rms_norm(x, (N,), weight, 1e-6, backend=backend), (x, weight), dy)
+
+    if is_by_name(backend):
+        with pytest.raises(BackendUnavailableError, match="make_fx records this call"):
+            make_fx(gradients)(x, weight, dy)
+        return
+    graph = make_fx(gradients)(x, weight, dy)
+    others = [torch.randn_like(tensor) for tensor in (x, weight, dy)]
+    leaves = [tensor.clone().requires_grad_() for tensor in others[:2]]
+    check(graph(*others), gradients_of_theirs(*leaves, others[2]))
+
+
+def test_make_fx_records_a_backward_alone(backend, tensors):  # noqa: F811
+    """Of a forward that ran before, by a kernel: dx was a constant of the graph."""
+    x, weight, dy = tensors
+    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+
+    def gradients(dy):
+        return torch.autograd.grad(y, (x, weight), dy, retain_graph=True)
+
+    if is_by_name(backend):
+        with pytest.raises(BackendUnavailableError, match="make_fx records this call"):
+            make_fx(gradients)(dy)
+        return
+    graph, other = make_fx(gradients)(dy), torch.randn_like(dy)
+    check(graph(other), gradients_of_theirs(x, weight, other))
+
+
+def test_real_tensors_in_a_fake_mode(backend, tensors):  # noqa: F811
+    """What a kernel would write to has no memory there."""
+    x, weight, dy = tensors
+    rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        if is_by_name(backend):
+            with pytest.raises(BackendUnavailableError, match="FakeTensorMode is active"):
+                rms_norm(x, (N,), weight, 1e-6, backend=backend)
+            with pytest.raises(BackendUnavailableError, match="FakeTensorMode is active"):
+                torch.autograd.grad(y, x, dy)
+        else:
+            assert rms_norm(x, (N,), weight, 1e-6, backend=backend).shape == x.shape
+            assert torch.autograd.grad(y, x, dy)[0].shape == x.shape
+
+
+class Silent(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class Wrapping(TorchDispatchMode):
+    """Gives every new tensor a subclass, whose own address is 0."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        return tree_map_only(
+            torch.Tensor, lambda t: t if isinstance(t, TwoTensor) else TwoTensor(t, t), result
+        )
+
+
+MODES = {
+    "flop counter": lambda: FlopCounterMode(display=False),
+    "saved tensors that may change": torch.autograd.graph.allow_mutation_on_saved_tensors,
+    "silent": Silent,
+    "wrapping": Wrapping,
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_modes_that_watch(backend, tensors, mode, is_known):  # noqa: F811
+    x, weight, dy = tensors
+    expected = (theirs(x, weight), *gradients_of_theirs(x, weight, dy))
+    if is_known:
+        rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    with mode():
+        y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+        got = (y, *torch.autograd.grad(y, (x, weight), dy))
+    check([getattr(t, "a", t).detach() for t in got], expected)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    check((y, *torch.autograd.grad(y, (x, weight), dy)), expected)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    if mode is not Wrapping:
+        with mode():
+            check(torch.autograd.grad(y, (x, weight), dy), expected[1:])
+
+
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE])
+def test_selective_checkpointing(backend, tensors, policy):  # noqa: F811
+    x, weight, dy = tensors
+
+    def contexts():
+        return create_selective_checkpoint_contexts(lambda *_, **__: policy)
+
+    def block(x):
+        return rms_norm(x * 1.5, (N,), weight, 1e-6, backend=backend).sin()
+
+    expected = torch.autograd.grad(theirs(x * 1.5, weight).sin(), (x, weight), dy)
+    for _ in range(2):
+        y = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+        check(torch.autograd.grad(y, (x, weight), dy), expected)
+
+
+def test_a_backend_in_effect_when_the_forward_ran_serves_the_backward_in_any_thread(tensors):  # noqa: F811
+    """Context variables do not reach autograd's threads."""
+    import by_address
+
+    from tilegym_rmsnorm import use_backend
+
+    x, weight, dy = (t.detach().cpu() for t in tensors)
+    x.requires_grad_()
+    patch = pytest.MonkeyPatch()
+    try:
+        by_address.use(patch)
+        with use_backend("cutile"):
+            y = rms_norm(x, (N,), weight, 1e-6)
+        functional = torch._to_functional_tensor(dy)
+        with use_backend("torch"), pytest.raises(BackendUnavailableError, match="'cutile' was asked for"):
+            torch.autograd.grad(y, x, functional)
+    finally:
+        patch.undo()
+
+
+def test_functionalize(backend, tensors):  # noqa: F811
+    x, weight = (tensor.detach() for tensor in tensors[:2])
+
+    def norm(t):
+        return rms_norm(t, (N,), weight, 1e-6, backend=backend)
+
+    if is_by_name(backend):
+        with pytest.raises(BackendUnavailableError, match="torch.func transforms this call"):
+            torch.func.functionalize(norm)(x)
+    else:
+        check([torch.func.functionalize(norm)(x)], [theirs(x, weight)])
+
+
+def test_aot_function(backend, tensors):  # noqa: F811
+    from functorch.compile import aot_function
+
+    x, weight, dy = tensors
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    def norm(x, weight):
+        return rms_norm(x, (N,), weight, 1e-6, backend=backend)
+
+    if is_by_name(backend):
+        with pytest.raises(BackendUnavailableError):
+            aot_function(norm, keep, keep)(x, weight)
+        return
+    y = aot_function(norm, keep, keep)(x, weight)
+    check(
+        (y, *torch.autograd.grad(y, (x, weight), dy)),
+        (theirs(x, weight), *gradients_of_theirs(x, weight, dy)),
+    )
+    assert len(graphs) == 2
+
+
+def test_compiled_autograd(backend, tensors):  # noqa: F811
+    x, weight, dy = (tensor.detach().clone() for tensor in tensors)
+    x.requires_grad_()
+    weight.requires_grad_()
+    expected = gradients_of_theirs(x, weight, dy)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    torch._dynamo.reset()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        y.backward(dy)
+    check((x.grad, weight.grad), expected)

@@ -1,0 +1,85 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""RMSNorm composed of PyTorch's differentiable operations, for what no kernel can be given (gate.py).
+
+PyTorch derives the gradients, so that these calls can be transformed by torch.func, recorded by tracers, differentiated
+in forward mode, or computed by a tensor subclass. No dimensions are flattened: a DTensor that is sharded in the middle
+could not be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilegym_rmsnorm import reference
+from tilegym_rmsnorm.gate import has_own_operations
+
+
+def rms_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    casting: str,
+) -> Tensor:
+    """y of x's shape and dtype. weight and bias have `normalized_shape`, the last dimensions of x.
+
+    x may also be complex, a jagged nested tensor, or have rows of no elements, as F.rms_norm's may.
+    """
+    dims = len(normalized_shape)
+    is_own = any(t is not None and has_own_operations(t) for t in (x, weight, bias))
+    is_for_aten = x.is_complex() or x.is_nested or 0 in normalized_shape
+    if is_for_aten or (is_own and not _is_sharded_within_rows(x, dims)):
+        return _by_f_rms_norm(x, list(normalized_shape), weight, bias, eps, offset, casting)
+    return reference.rms_norm_torch(x, weight, eps, bias=bias, offset=offset, casting=casting, dims=dims)
+
+
+def _is_sharded_within_rows(x: Tensor, dims: int) -> bool:
+    """Whether x is a DTensor sharded in a normalized dimension. F.rms_norm would gather it, or on a CPU fail; the
+    formula communicates one number a row."""
+    return any(
+        placement.is_shard() and placement.dim % x.ndim >= x.ndim - dims
+        for placement in getattr(x, "placements", ())
+    )
+
+
+def _by_f_rms_norm(
+    x: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    casting: str,
+) -> Tensor:
+    """By the operation that every subclass knows: DTensor shards it without communication."""
+    if bias is None and (weight is None or (casting == "once" and offset == 0.0 and weight.dtype == x.dtype)):
+        return F.rms_norm(x, normalized_shape, weight, eps)
+    dtype = _wide(x, weight, bias)
+    scale = None if weight is None else weight.to(dtype)
+    if scale is not None and offset != 0.0:
+        scale = scale + offset
+    if casting == "llama":
+        y = F.rms_norm(x, normalized_shape, None, eps).to(dtype)  # xhat, rounded to x's dtype
+        y = y if scale is None else y * scale
+    else:
+        y = F.rms_norm(x.to(dtype), normalized_shape, scale, eps)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    return y.to(x.dtype)
+
+
+def _wide(*tensors: Tensor | None) -> torch.dtype:
+    """The precision that computes: float32, or float64 if any of the tensors has it; complex if any is."""
+    dtype = torch.float32
+    for tensor in tensors:
+        if tensor is not None:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype

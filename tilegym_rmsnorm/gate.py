@@ -1,0 +1,202 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What may be handed to a kernel: the one gate in front of all of them, in the forward and in the backward.
+
+A kernel reads and writes by address, and PyTorch does not know. So a tensor must be *plain*: its values stand at its
+address, as its strides say, and are its values as they are. Many tensors are not: a DTensor, a gradient that is still
+being communicated, a tensor of zeros without memory, one with a pending minus sign, a tensor that a tracer records.
+And a call must not be one that PyTorch records or transforms, for a kernel would be missing there without a word.
+
+    is_plain     the question, as cheaply as it can be asked; what it lets through needs nothing else
+    resolved     a plain tensor of the same values, where there is one: waits, materializes, copies, unwraps
+    obstacle     why kernels cannot have these tensors in this call; None if they can
+
+What has an obstacle goes to the reference under "auto", and is refused by a kernel asked for by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
+
+PLAIN_TYPES = (Tensor, Parameter)  # a subclass may answer for its properties with anything
+
+_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+_is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
+_is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
+_unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+_is_traced_by_jit = torch._C._is_tracing
+_len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
+_is_key_included = torch._C._dispatch_tls_is_dispatch_key_included
+_get_dispatch_mode = torch._C._get_dispatch_mode
+_PRE_DISPATCH, _FUNCTIONALIZE = torch._C.DispatchKey.PreDispatch, torch._C.DispatchKey.Functionalize
+_NO_DISPATCH = Tensor.__torch_dispatch__  # what a subclass without a __torch_dispatch__ of its own has
+
+# The modes of PyTorch's own that record or replace what is computed; others watch it.
+_TRACING_MODES = {
+    torch._C._TorchDispatchModeKey.PROXY: "make_fx records this call",
+    torch._C._TorchDispatchModeKey.FAKE: "a FakeTensorMode is active",
+    torch._C._TorchDispatchModeKey.FUNCTIONAL: "this call is functionalized",
+}
+
+
+def is_exporting() -> bool:
+    """`torch.compiler.is_exporting`, which Dynamo takes for True under torch.compile too before torch 2.13."""
+    return torch.compiler._is_exporting_flag
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a kernel may be given `tensor`. False too for tensors without elements, which no kernel needs.
+
+    Only a tensor of exactly these types is asked, so that the answers are PyTorch's own. Those with nothing at an
+    address of their own (zero, functional, wrapped by torch.func, freed by FSDP) say 0 or raise.
+    """
+    if type(tensor) not in PLAIN_TYPES:
+        return False
+    try:
+        return tensor.data_ptr() != 0 and not tensor.is_neg()
+    except RuntimeError:
+        return False
+
+
+def is_watched() -> bool:
+    """Whether this call is inside anything that records, transforms, differentiates forward or watches what PyTorch
+    computes."""
+    return (
+        forward_ad._current_level >= 0
+        or _are_functorch_transforms_active()
+        or _len_torch_dispatch_stack() != 0
+        or _is_traced_by_jit()
+        or _is_key_included(_PRE_DISPATCH)
+    )
+
+
+def resolved(tensor: Any) -> Any:
+    """`tensor`, or a plain one of the same values; what cannot be made plain, or is no tensor, is returned as it is.
+
+    Differentiable, so that gradients reach `tensor`.
+    """
+    if not isinstance(tensor, Tensor) or is_plain(tensor):
+        return tensor
+    tensor = _waited(_unwrap_if_dead(tensor))
+    if has_own_operations(tensor) or _is_functorch_wrapped_tensor(tensor):
+        return tensor
+    if tensor._is_zerotensor():
+        return tensor.clone()  # the copy of a tensor of zeros has memory
+    return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
+def obstacle(**tensors: Tensor | None) -> str | None:
+    """Why kernels cannot be given these `resolved` tensors here, in words; None if they can. Dynamo, which meets the
+    reference alone, finds none."""
+    if is_dynamo_compiling():
+        return None
+    if (reason := _obstacle_of_call()) is not None:
+        return reason
+    for name, tensor in tensors.items():
+        if tensor is not None and (reason := _obstacle_of(tensor)) is not None:
+            return f"{name} {reason}"
+    return None
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether PyTorch's own operations alone will do, whatever the backend: they are transformed by torch.func,
+    recorded, or one of the tensors has a tangent."""
+    if is_dynamo_compiling():
+        return _are_functorch_transforms_active() or is_exporting()
+    return _obstacle_of_call() is not None or any(has_tangent(t) for t in tensors if t is not None)
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether `tensor` is one of vmap's, or of autograd.grad's is_grads_batched."""
+    return _is_legacy_batchedtensor(tensor) or _is_functorch_wrapped_tensor(tensor)
+
+
+def has_tangent(tensor: Tensor) -> bool:
+    """Whether `tensor` has a tangent of forward-mode differentiation."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def has_own_operations(tensor: Tensor) -> bool:
+    """Whether `tensor` is of a subclass that computes its operations itself, as DTensor and FakeTensor do."""
+    return type(tensor).__torch_dispatch__ is not _NO_DISPATCH
+
+
+def out_of_sight() -> contextlib.AbstractContextManager[Any]:
+    """Inside it no dispatch mode sees what is called. A mode that watches (FlopCounterMode, a logger, selective
+    checkpointing) could keep, wrap or replace the memory that a kernel is about to fill."""
+    return _disable_current_modes() if _len_torch_dispatch_stack() else contextlib.nullcontext()
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """Whether `tensor`, which is otherwise plain, has elements whose storage was freed, as FSDP does between uses.
+    PyTorch's own operations end the process there."""
+    if tensor.is_meta or tensor.numel() == 0 or has_own_operations(tensor):
+        return False
+    try:
+        return tensor.untyped_storage().nbytes() == 0 and not tensor._is_zerotensor()
+    except (RuntimeError, NotImplementedError):  # tensors without a storage have their memory elsewhere
+        return False
+
+
+def _obstacle_of_call() -> str | None:
+    if _are_functorch_transforms_active():
+        return "torch.func transforms this call"
+    if is_exporting():
+        return "torch.export records this call"
+    if _is_traced_by_jit():
+        return "torch.jit.trace records this call"
+    if _is_key_included(_PRE_DISPATCH):
+        return "make_fx records this call"
+    if _is_key_included(_FUNCTIONALIZE):
+        return "this call is functionalized"
+    if _len_torch_dispatch_stack():
+        for key, reason in _TRACING_MODES.items():
+            if _get_dispatch_mode(key) is not None:
+                return reason
+    return None
+
+
+def _obstacle_of(tensor: Tensor) -> str | None:
+    if tensor.is_complex():
+        return "is complex"
+    if tensor.is_nested:
+        return "is a nested tensor"
+    if has_own_operations(tensor):
+        return f"is a {type(tensor).__name__}"
+    if torch._is_functional_tensor(tensor):
+        return "is a functional tensor"
+    if is_batched(tensor):
+        return "is a tensor of torch.func, outside of its transform"
+    return "has a tangent of forward-mode differentiation" if has_tangent(tensor) else None
+
+
+def _waited(tensor: Tensor) -> Tensor:
+    """The result of a collective that may still be running."""
+    collectives = sys.modules.get("torch.distributed._functional_collectives")
+    if collectives is None or not isinstance(tensor, collectives.AsyncCollectiveTensor):
+        return tensor
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _Wait.apply(tensor)
+    return tensor.wait()
+
+
+class _Wait(torch.autograd.Function):
+    """Waits, without the copy that any operation on the tensor would make."""
+
+    @staticmethod
+    def forward(ctx, tensor):  # type: ignore[override]
+        return tensor.wait().detach()
+
+    @staticmethod
+    def backward(ctx, gradient):  # type: ignore[override]
+        return gradient
