@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import platform
 import shutil
@@ -152,9 +154,20 @@ _QUESTIONS: dict[str, Callable[[], str]] = {
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Why no file can be written there; makes the folder. Not to be found out when all has been measured."""
+    """Why no file can be written there, None if it can. Not to be found out when all has been measured.
+
+    The folder is made and, where it was not there before, removed again: who writes makes it, and a run that ends
+    early leaves none.
+    """
+    made = list(itertools.takewhile(lambda each: not os.path.exists(each), (folder, *folder.parents)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        return None if os.access(folder, os.W_OK) else f"{folder} is not writable"
     except OSError as error:
         return str(error)
-    return None if os.access(folder, os.W_OK) else f"{folder} is not writable"
+    finally:
+        for each in made:
+            with contextlib.suppress(
+                OSError
+            ):  # it could not be made, or another process writes into it by now
+                each.rmdir()
