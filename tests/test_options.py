@@ -12,7 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import tilegym_rmsnorm
 from tilegym_rmsnorm import __main__, installation
 from tilegym_rmsnorm.tune import tune
 
@@ -107,6 +109,17 @@ def test_a_script_of_the_benchmark_may_be_called_by_its_path(command, tmp_path):
 def test_every_script_of_the_benchmark_is_known_here():
     scripts = [path for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()]
     assert sorted(path.stem for path in scripts) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("missing", [None, "cuda-tile", "triton"])
+def test_version_names_what_chooses_the_kernels(missing, monkeypatch, capsys):
+    versions = {"cuda-tile": "1.7.3", "triton": "3.9.1"} | ({missing: None} if missing else {})
+    monkeypatch.setattr(__main__, "package_version", versions.get)
+    with pytest.raises(SystemExit) as end:
+        __main__.main(["--version"])
+    tile, triton = (f"{name} {version or 'not installed'}" for name, version in versions.items())
+    own = f"tilegym_rmsnorm {tilegym_rmsnorm.__version__}, torch {torch.__version__}"
+    assert end.value.code == 0 and capsys.readouterr().out == f"{own}, {tile}, {triton}\n"
 
 
 # Folders that are asked about
