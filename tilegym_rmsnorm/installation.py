@@ -122,6 +122,8 @@ def _cache() -> str:
     folder = toolchain.cache_folder()
     if folder is None:
         return "off (CUDA_TILE_CACHE_DIR): every process compiles its kernels again"
+    if str(folder).startswith("~"):
+        return "off: no home folder is known. To mend it: set CUDA_TILE_CACHE_DIR to a folder"
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return str(folder) if os.access(existing, os.W_OK) else f"{folder}, not writable"
 
