@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -52,20 +53,25 @@ def job_file(tmp_path: Path):
 def test_jobs_and_what_they_need():
     assert {name: job["needs"] for name, job in JOBS.items()} == {
         "format": "nothing",
+        "types": "nothing",
         "cpu-tests": "nothing",
         "every-config": "nothing",
         "gpu-ops": "gpu",
         "benchmark": "gpu",
     }
     always = [job for job in JOBS.values() if job["needs"] == "nothing" and not job.get("by_name")]
-    assert len(always) == 2 and sum(job["timeout_minutes"] for job in always) <= 70
+    assert len(always) == 3 and sum(job["timeout_minutes"] for job in always) <= 70
 
 
 @pytest.mark.parametrize("command", [command for job in JOBS.values() for command in job["commands"]])
 def test_every_command_exists(command):
     words = [word for word in command.split() if not re.match(r"\w+=", word)]
     if words[:2] == ["$PYTHON", "-m"]:
+        if words[2] == "mypy":
+            pytest.importorskip("mypy", reason="mypy is not installed")
         assert importlib.util.find_spec(words[2]) is not None
+    elif words[0] == "$PYTHON":
+        assert ast.parse((ROOT / words[1]).read_text(), words[1])
     elif "/" in words[0]:
         assert os.access(ROOT / words[0], os.X_OK), f"{words[0]} is not an executable file"
         assert subprocess.run(["bash", "-n", ROOT / words[0]]).returncode == 0
@@ -193,13 +199,22 @@ def test_unsound_list_of_jobs_is_refused(tmp_path, entry, message):
 # What the commands ask the environment for, and tell pytest
 
 
-@pytest.mark.parametrize("command", [["format.sh", "--check"], [".ci/run"], [".ci/run", "format"]])
-def test_ruff_is_asked_for_by_what_needs_it(tmp_path, command):
-    python = tmp_path / "python"  # any module but ruff
-    python.write_text("""#!/bin/sh
+@pytest.mark.parametrize(
+    ("tool", "command"),
+    [
+        ("ruff", ["format.sh", "--check"]),
+        ("ruff", [".ci/run"]),
+        ("ruff", [".ci/run", "format"]),
+        ("mypy", [".ci/run"]),
+        ("mypy", [".ci/run", "types"]),
+    ],
+)
+def test_a_tool_is_asked_for_by_what_needs_it(tmp_path, tool, command):
+    python = tmp_path / "python"  # any module but that one
+    python.write_text(f"""#!/bin/sh
 [ "$1" = - ] || exit 1
 shift
-for name; do [ "$name" != ruff ] || printf ' ruff'; done
+for name; do [ "$name" != {tool} ] || printf ' {tool}'; done
 """)
     python.chmod(0o755)
 
@@ -208,7 +223,28 @@ for name; do [ "$name" != ruff ] || printf ' ruff'; done
     )
 
     assert answer.returncode == 1
-    assert f"PYTHON={python} lacks: ruff. Install them there" in answer.stderr
+    assert f"PYTHON={python} lacks: {tool}. Install them there" in answer.stderr
+
+
+@pytest.mark.parametrize("tool", ["ruff", "mypy"])
+def test_a_tool_is_not_asked_for_by_other_jobs(tmp_path, tool):
+    python = tmp_path / "python"  # any module but that one; and it runs nothing
+    python.write_text(f"""#!/bin/sh
+[ "$1" = - ] || {{ echo "ran $*"; exit; }}
+shift
+for name; do [ "$name" != {tool} ] || printf ' {tool}'; done
+""")
+    python.chmod(0o755)
+
+    answer = subprocess.run(
+        ["bash", ".ci/run", "cpu-tests"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+    )
+
+    assert answer.returncode == 0 and answer.stdout == "ran .ci/jobs.py cpu-tests\n", answer.stderr
 
 
 @pytest.mark.parametrize(
