@@ -42,6 +42,7 @@ WITHOUT_GPU = {
     "test_cutile",
     "test_cutile_launches",
     "test_dependencies",
+    "test_format",
     "test_gpu_machine",
     "test_interpret_variable",
     "test_interpreter",
