@@ -17,8 +17,6 @@ The numbers of a Config that have no name are its width, warps, blocks an SM and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tilegym_rmsnorm.backends.cutile import hopper
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config, power_of_two, two_tiles
 from tilegym_rmsnorm.backends.cutile.wide import (
@@ -163,7 +161,7 @@ def beside_float32_config(
     if op == "forward" and n > WIDEST_FORWARD_ROW:
         return forward_teams_beside_float32(n, most_members)
     if op == "forward":
-        table: Sequence[hopper.Same | hopper.Rule]
+        table: tuple[hopper.Same | hopper.Rule, ...]
         table = hopper.FORWARD_FEW_BESIDE_FLOAT if size == "few" else hopper.FORWARD_BESIDE_FLOAT
     else:
         table = hopper.BACKWARD_BESIDE_FLOAT if op == "backward" and size == "large" else ()
