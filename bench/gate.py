@@ -19,6 +19,7 @@ fail, but a result that has none of those that are kept of its dtypes does.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 
 from bench.accepted import ACCEPTED, Slowdown
 from bench.provenance import RESULTS, gpu_slug
+from tilegym_rmsnorm import options
 
 THRESHOLD = 0.05  # runs of the same kernels on one H100 differ by about 2 %
 GATED_PROVIDERS = ("cutile", "triton")
@@ -54,9 +56,30 @@ def load_kept(gpu: str | None, results: Path = RESULTS, leave_out: Sequence[Path
     paths = [
         path for path in sorted((results / gpu_slug(gpu)).glob("*.json")) if path.resolve() not in skipped
     ]
-    kept = [json.loads(path.read_text()) for path in paths]
-    kept = [each for each in kept if "records" in each and each["gpu"] == gpu and not each.get("is_grid")]
+    kept = [each for path in paths if _is_kept(each := json.loads(path.read_text()), gpu)]
     return sorted(kept, key=lambda each: each["date"])
+
+
+def kept_gpus(results: Path = RESULTS) -> list[str]:
+    """The GPU models of which `load_kept` finds results, in the order of their folders.
+
+    A result is kept in the folder of its GPU model. So what else lies there is none, whatever its name: parts of runs,
+    those of CI and of machines without a GPU, training, a file or an empty folder.
+    """
+    gpus: dict[str, None] = {}
+    for path in sorted(results.glob("*/*.json")):
+        with contextlib.suppress(
+            ValueError
+        ):  # no JSON: what a run that was cut off leaves in a folder of parts
+            result = json.loads(path.read_text())
+            gpu = result.get("gpu") if isinstance(result, dict) else None
+            if gpu is not None and gpu_slug(gpu) == path.parent.name and _is_kept(result, gpu):
+                gpus[gpu] = None
+    return list(gpus)
+
+
+def _is_kept(result: Result, gpu: str) -> bool:
+    return "records" in result and result["gpu"] == gpu and not result.get("is_grid")
 
 
 def joined(news: Sequence[Result]) -> list[Result]:
@@ -191,10 +214,12 @@ def explain(new: Result, kept: list[Result], verdict: Verdict) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gate", description=__doc__.splitlines()[0])
-    parser.add_argument("result", type=Path, nargs="+", help="a result or a folder of results")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the kept results")
+    parser.add_argument("result", type=options.path, nargs="+", help="a result or a folder of results")
     parser.add_argument(
-        "--threshold", type=float, default=THRESHOLD, help="the slowdown that is still accepted"
+        "--results", type=options.path, default=RESULTS, help="the folder of the kept results"
+    )
+    parser.add_argument(
+        "--threshold", type=options.share, default=THRESHOLD, help="the slowdown that is still accepted"
     )
     arguments = parser.parse_args(argv)
     paths = [

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bench.provenance import choose_tables, describe_run, one_line
+from bench.provenance import ROOT, choose_tables, describe_run, one_line
 from tilegym_rmsnorm import known, registry, rms_norm, rms_norm_forward
+from tilegym_rmsnorm.options import positive
 from tilegym_rmsnorm.timer import host_sampler, wall_sampler
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -81,14 +82,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.host", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--columns", type=int, default=1024)
+    parser.add_argument("--rows", type=positive, default=16)
+    parser.add_argument("--columns", type=positive, default=1024)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--backend", choices=registry.AUTO_ORDER, default="cutile")
-    parser.add_argument("--samples", type=int, default=400)
-    parser.add_argument("--first-call", type=int, nargs="+", metavar="N", default=[])
+    parser.add_argument("--samples", type=positive, default=400)
+    parser.add_argument("--first-call", type=positive, nargs="+", metavar="N", default=[])
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.samples < 2:
+        parser.error("--samples: expected at least 2, of which there are percentiles, got 1")
+    return arguments
 
 
 def print_calls(
@@ -215,7 +219,7 @@ def print_first_calls(n: int, arguments: argparse.Namespace) -> None:
             command = [sys.executable, "-m", "bench.host", "--child", "--first-call", str(n)]
             command += ["--dtype", arguments.dtype, "--backend", arguments.backend]
             environment = {**os.environ, "CUDA_TILE_CACHE_DIR": cache}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
             if done.returncode:
                 sys.exit(f"N = {n}, {what}:\n{done.stderr}")
             forward, backward = map(float, done.stdout.split()[-2:])

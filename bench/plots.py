@@ -20,6 +20,7 @@ from bench import compare
 from bench.heatmaps import plot_heatmaps
 from bench.provenance import one_line
 from bench.shapes import OPS
+from tilegym_rmsnorm import options
 
 # Okabe and Ito's colours, which people who are colour-blind can tell apart; every provider has a marker too.
 STYLES = {
@@ -103,7 +104,7 @@ def with_note(title: str, result: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.plots", description="Draws results again.")
-    parser.add_argument("result", type=Path, nargs="+", metavar="RESULT.json")
+    parser.add_argument("result", type=options.path, nargs="+", metavar="RESULT.json")
     for path in parser.parse_args(argv).result:
         written = plot_result(json.loads(path.read_text()), path.with_suffix(""))
         print("\n".join(map(str, written.values())))

@@ -26,7 +26,8 @@ from bench.gate import cell_of
 from bench.peers import ALONE
 from bench.plots import plot_result
 from bench.provenance import PACKAGE, ROOT
-from bench.shapes import Shape, parse_shapes
+from bench.shapes import OPS, Shape, parse_shapes
+from tilegym_rmsnorm import options
 
 Result = dict[str, Any]
 Record = dict[str, Any]
@@ -218,11 +219,9 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m bench.processes",
         description="Adds to a result the cells that it lacks, or that failed in it, of others of the same GPU.",
     )
-    parser.add_argument("result", type=Path, metavar="RESULT.json")
-    parser.add_argument("other", type=Path, nargs="+", metavar="OTHER.json")
-    parser.add_argument(
-        "--op", type=lambda text: text.split(","), help="only these ops of the others: OP,..."
-    )
+    parser.add_argument("result", type=options.path, metavar="RESULT.json")
+    parser.add_argument("other", type=options.path, nargs="+", metavar="OTHER.json")
+    parser.add_argument("--op", type=options.some_of(OPS), help="only these ops of the others: OP,...")
     arguments = parser.parse_args(argv)
     result = json.loads(arguments.result.read_text())
     for path in arguments.other:

@@ -32,7 +32,7 @@ from bench.shapes import (
     parse_shapes,
 )
 from bench.warm import warm
-from tilegym_rmsnorm import registry
+from tilegym_rmsnorm import options, registry
 from tilegym_rmsnorm.installation import why_not_writable
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -55,9 +55,9 @@ def main(argv: list[str] | None = None) -> int:
     if not has_gpu:
         print(report.CPU_NOTE)
     providers, unavailable = choose_providers(arguments, has_gpu)
-    shapes = arguments.shapes or default_shapes(arguments, has_gpu)
-    ops = arguments.op or (GRID_OPS if arguments.grid else OPS)
-    folder = arguments.out or default_folder(arguments, origin["gpu"])
+    shapes = default_shapes(arguments, has_gpu) if arguments.shapes is None else arguments.shapes
+    ops = (GRID_OPS if arguments.grid else OPS) if arguments.op is None else arguments.op
+    folder = default_folder(arguments, origin["gpu"]) if arguments.out is None else arguments.out
     if reason := why_not_writable(folder):
         print(f"no results can be kept there: {reason}", file=sys.stderr)
         return 1
@@ -128,8 +128,8 @@ def lack(provider: str, ops: tuple[str, ...]) -> str:
 def choose_providers(arguments: argparse.Namespace, has_gpu: bool) -> tuple[tuple[str, ...], dict[str, str]]:
     """Who is measured, and why others are not."""
     unavailable: dict[str, str] = {}
-    if arguments.provider or arguments.grid:
-        wanted = arguments.provider or GRID_PROVIDERS
+    if arguments.provider is not None or arguments.grid:
+        wanted = GRID_PROVIDERS if arguments.provider is None else arguments.provider
     else:
         unavailable = why_not_measured()
         wanted = default_providers(unavailable, arguments.p_rows, has_gpu)
@@ -150,10 +150,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     names = ", ".join
     parser.add_argument("--shapes", type=some_shapes, help="ROWSxCOLS,...; default: see bench/shapes.py")
-    parser.add_argument("--dtype", type=one_of(DTYPES), default=("bfloat16",), help=f"of {names(DTYPES)}")
+    parser.add_argument(
+        "--dtype", type=options.some_of(DTYPES), default=("bfloat16",), help=f"of {names(DTYPES)}"
+    )
     parser.add_argument(
         "--provider",
-        type=one_of(ALL_PROVIDERS),
+        type=options.some_of(ALL_PROVIDERS),
         help=f"of {names(ALL_PROVIDERS)}; default: the backends that run here and PyTorch's own",
     )
     parser.add_argument("--peers", action="store_true", help=f"also {names((MAX_AUTOTUNE, *LIBRARIES))}")
@@ -165,10 +167,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--warm", action="store_true", help="compile in many processes first; --peers and --grid do it"
     )
-    parser.add_argument("--op", type=one_of(OPS), help=f"of {names(OPS)}; default: all")
+    parser.add_argument("--op", type=options.some_of(OPS), help=f"of {names(OPS)}; default: all")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=options.path,
         help="folder of the results; default: bench/results/GPU/, and bench/results/partial/GPU/, which git ignores, "
         "with --quick, --shapes, --op or --provider",
     )
@@ -194,18 +196,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def one_of(known: Any) -> Any:
-    """A parser of comma-separated names out of `known`."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        chosen = tuple(text.split(","))
-        if wrong := [name for name in chosen if name not in known]:
-            raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {', '.join(wrong)}")
-        return chosen
-
-    return parse
-
-
 def some_shapes(text: str) -> tuple[Shape, ...]:
     """`parse_shapes`, with an error whose text argparse shows."""
     try:
@@ -215,15 +205,17 @@ def some_shapes(text: str) -> tuple[Shape, ...]:
 
 
 def tables_folder(text: str) -> Path:
-    if not Path(text).is_dir():  # which would choose nothing, without a word
+    folder = options.path(text)
+    if not folder.is_dir():  # which would choose nothing, without a word
         raise argparse.ArgumentTypeError(f"expected a folder, got {text}")
-    return Path(text)
+    return folder
 
 
 def default_folder(arguments: argparse.Namespace, gpu: str | None) -> Path:
     """Where results go: a run of a part must not replace the kept one of its day."""
     has_all_ops = arguments.op is None or set(arguments.op) == set(OPS)
-    is_partial = arguments.quick or arguments.shapes or arguments.provider or not has_all_ops
+    is_part = arguments.shapes is not None or arguments.provider is not None
+    is_partial = arguments.quick or is_part or not has_all_ops
     return (RESULTS / "partial" if is_partial else RESULTS) / gpu_slug(gpu)
 
 

@@ -27,7 +27,6 @@ import math
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,12 +34,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import trange
 
-import tilegym_rmsnorm as tr
 from bench import curves, readme
 from bench.corpus import VOCABULARY, batches, load_corpus
 from bench.provenance import RESULTS, ROOT, choose_tables, describe_run, gpu_slug, one_line
 from bench.report import CPU_NOTE, write_json
-from bench.run import one_of, run_in_interpreters
+from bench.run import run_in_interpreters
+from tilegym_rmsnorm import RMSNorm, options
 from tilegym_rmsnorm.installation import why_not_writable
 
 NAMES = ("baseline", "F.rms_norm", "cutile", "triton", "inductor", "torch")
@@ -131,7 +130,7 @@ def replace_norms(model: nn.Module, name: str) -> None:
         if name == "F.rms_norm":
             new = nn.RMSNorm(old.weight.shape, old.variance_epsilon, **like)
         else:
-            new = tr.RMSNorm(old.weight.shape, old.variance_epsilon, casting="llama", backend=name, **like)
+            new = RMSNorm(old.weight.shape, old.variance_epsilon, casting="llama", backend=name, **like)
         new.load_state_dict(old.state_dict())
         model.set_submodule(path, new)
 
@@ -194,10 +193,10 @@ def main(argv: list[str] | None = None) -> int:
     """0 if every curve agrees with the baseline's; 1 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m bench.train", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--backend", type=one_of(NAMES), default=("cutile", "baseline"), help=", ".join(NAMES)
+        "--backend", type=options.some_of(NAMES), default=("cutile", "baseline"), help=", ".join(NAMES)
     )
-    parser.add_argument("--steps", type=int, help="default: 300, without a GPU 12")
-    parser.add_argument("--out", type=Path, help="folder of the results; default: bench/results/GPU/")
+    parser.add_argument("--steps", type=options.positive, help="default: 300, without a GPU 12")
+    parser.add_argument("--out", type=options.path, help="folder of the results; default: bench/results/GPU/")
     parser.add_argument(
         "--readme",
         type=readme.result_file("runs"),
@@ -223,13 +222,13 @@ def main(argv: list[str] | None = None) -> int:
         run_in_interpreters()
         print(CPU_NOTE)
     setup = Setup() if has_gpu else CPU_SETUP
-    if arguments.steps:
+    if arguments.steps is not None:
         setup = Setup(**{**asdict(setup), "steps": arguments.steps})
     if setup.steps < setup.skipped + setup.smoothed:
         parser.error(f"--steps: expected at least {setup.skipped + setup.smoothed}, got {setup.steps}")
     choose_tables()
     origin = describe_run()
-    folder = arguments.out or RESULTS / gpu_slug(origin["gpu"])
+    folder = RESULTS / gpu_slug(origin["gpu"]) if arguments.out is None else arguments.out
     if reason := why_not_writable(folder):
         parser.error(f"--out: no results can be kept there: {reason}")
     texts = tuple(text.to("cuda" if has_gpu else "cpu") for text in load_corpus())

@@ -8,7 +8,8 @@
 #
 # The interpreter named by the variable PYTHON is used as it is. Otherwise the first of .venv, python3 and python that
 # has everything, otherwise .venv is made with pip. What only adds a backend (cutile, triton), libraries to compare with
-# (peers) or a check of compiled kernels (cuobjdump) is not worth a failure: without a network the rest still runs, and one line says what is missing.
+# (peers) or a check, of compiled kernels (cuobjdump) or of types (mypy), is not worth a failure: without a network the
+# rest still runs, and one line says what is missing.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -66,9 +67,12 @@ _modules() {
   for extra in "$@"; do
     case $kind:$extra in
       required:bench) printf 'matplotlib tabulate tqdm ' ;; # bench/train.py asks for transformers
-      required:dev) printf 'hypothesis pytest yaml ' ;;     # format.sh asks for ruff
+      required:dev) printf 'hypothesis pytest yaml ' ;;     # format.sh asks for ruff, the job types for mypy
       optional:cutile) [ "$(uname -s)" != Linux ] || printf 'cuda-tile>=1.7,<2 tileiras ' ;;
-      optional:dev) [ "$(uname -s)" != Linux ] || printf 'cuobjdump ' ;;
+      optional:dev)
+        printf 'mypy '
+        [ "$(uname -s)" != Linux ] || printf 'cuobjdump '
+        ;;
       optional:triton) [ "$(uname -s)" != Linux ] || printf 'triton ' ;;
       optional:peers) [ "$(uname -s)" != Linux ] || printf 'quack liger_kernel tilegym ' ;;
       required:cutile | required:triton | required:peers | optional:bench) ;;

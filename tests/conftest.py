@@ -42,7 +42,9 @@ WITHOUT_GPU = {
     "test_cutile",
     "test_cutile_launches",
     "test_dependencies",
+    "test_format",
     "test_gpu_machine",
+    "test_interpret_variable",
     "test_interpreter",
     "test_interpreter_atomics",
     "test_interpreter_compiler",
@@ -52,9 +54,11 @@ WITHOUT_GPU = {
     "test_known_calls",
     "test_known_calls_transformed",
     "test_machine_code",
+    "test_options",
     "test_packed",
     "test_pipelines",
     "test_pipelines_variants",
+    "test_readme_types",
     "test_registry",
     "test_search_choice",
     "test_sizes",
@@ -68,6 +72,7 @@ WITHOUT_GPU = {
     "test_triton_config",
     "test_validation",
     "test_weights",
+    "test_without_home",
 }
 
 

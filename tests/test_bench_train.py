@@ -91,3 +91,39 @@ def test_results_that_cannot_be_kept_are_refused_before_training(monkeypatch, tm
     with pytest.raises(SystemExit, match="2"):
         train.main(["--out", str(tmp_path / "file")])
     assert "--out: no results can be kept there: " in capsys.readouterr().err
+
+
+class EndedError(Exception):
+    """Where training would begin."""
+
+
+@pytest.fixture
+def without_training(monkeypatch):
+    """`main` as far as the first step, which ends it."""
+
+    def end(*_):
+        raise EndedError
+
+    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
+    sys.modules["transformers"].__version__ = "5"
+    monkeypatch.setattr(train, "run_in_interpreters", lambda: None)  # for the rest of this process
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(train, "load_corpus", lambda: (torch.zeros(9, dtype=torch.uint8),) * 2)
+    monkeypatch.setattr(train, "train", end)
+
+
+def test_training_that_ends_early_leaves_no_folder(without_training, monkeypatch, tmp_path):
+    """An empty bench/results/cpu was left by each such run."""
+    monkeypatch.setattr(train, "RESULTS", tmp_path / "results")
+    with pytest.raises(EndedError):
+        train.main([])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("steps", ["0", "-3", "1.5", ""])
+def test_a_number_of_steps_that_is_none_is_refused(without_training, steps, capsys):
+    """0 trained the 12 steps of the default."""
+    with pytest.raises(SystemExit, match="2"):
+        train.main(["--steps", steps])
+    error = capsys.readouterr().err
+    assert f"argument --steps: expected a whole number of at least 1, got {steps!r}" in error

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import re
@@ -21,7 +22,6 @@ from bench.shapes import DEFAULT_SHAPES
 
 ROOT = Path(__file__).resolve().parents[1]
 JOBS = yaml.safe_load((ROOT / "ci.yaml").read_text())["jobs"]
-HEADER = (ROOT / "format.sh").read_text().splitlines()[1:3]
 
 
 def ci_run(*arguments: object) -> subprocess.CompletedProcess:
@@ -52,20 +52,25 @@ def job_file(tmp_path: Path):
 def test_jobs_and_what_they_need():
     assert {name: job["needs"] for name, job in JOBS.items()} == {
         "format": "nothing",
+        "types": "nothing",
         "cpu-tests": "nothing",
         "every-config": "nothing",
         "gpu-ops": "gpu",
         "benchmark": "gpu",
     }
     always = [job for job in JOBS.values() if job["needs"] == "nothing" and not job.get("by_name")]
-    assert len(always) == 2 and sum(job["timeout_minutes"] for job in always) <= 70
+    assert len(always) == 3 and sum(job["timeout_minutes"] for job in always) <= 70
 
 
 @pytest.mark.parametrize("command", [command for job in JOBS.values() for command in job["commands"]])
 def test_every_command_exists(command):
     words = [word for word in command.split() if not re.match(r"\w+=", word)]
     if words[:2] == ["$PYTHON", "-m"]:
+        if words[2] == "mypy":
+            pytest.importorskip("mypy", reason="mypy is not installed")
         assert importlib.util.find_spec(words[2]) is not None
+    elif words[0] == "$PYTHON":
+        assert ast.parse((ROOT / words[1]).read_text(), words[1])
     elif "/" in words[0]:
         assert os.access(ROOT / words[0], os.X_OK), f"{words[0]} is not an executable file"
         assert subprocess.run(["bash", "-n", ROOT / words[0]]).returncode == 0
@@ -193,13 +198,22 @@ def test_unsound_list_of_jobs_is_refused(tmp_path, entry, message):
 # What the commands ask the environment for, and tell pytest
 
 
-@pytest.mark.parametrize("command", [["format.sh", "--check"], [".ci/run"], [".ci/run", "format"]])
-def test_ruff_is_asked_for_by_what_needs_it(tmp_path, command):
-    python = tmp_path / "python"  # any module but ruff
-    python.write_text("""#!/bin/sh
+@pytest.mark.parametrize(
+    ("tool", "command"),
+    [
+        ("ruff", ["format.sh", "--check"]),
+        ("ruff", [".ci/run"]),
+        ("ruff", [".ci/run", "format"]),
+        ("mypy", [".ci/run"]),
+        ("mypy", [".ci/run", "types"]),
+    ],
+)
+def test_a_tool_is_asked_for_by_what_needs_it(tmp_path, tool, command):
+    python = tmp_path / "python"  # any module but that one
+    python.write_text(f"""#!/bin/sh
 [ "$1" = - ] || exit 1
 shift
-for name; do [ "$name" != ruff ] || printf ' ruff'; done
+for name; do [ "$name" != {tool} ] || printf ' {tool}'; done
 """)
     python.chmod(0o755)
 
@@ -208,7 +222,28 @@ for name; do [ "$name" != ruff ] || printf ' ruff'; done
     )
 
     assert answer.returncode == 1
-    assert f"PYTHON={python} lacks: ruff. Install them there" in answer.stderr
+    assert f"PYTHON={python} lacks: {tool}. Install them there" in answer.stderr
+
+
+@pytest.mark.parametrize("tool", ["ruff", "mypy"])
+def test_a_tool_is_not_asked_for_by_other_jobs(tmp_path, tool):
+    python = tmp_path / "python"  # any module but that one; and it runs nothing
+    python.write_text(f"""#!/bin/sh
+[ "$1" = - ] || {{ echo "ran $*"; exit; }}
+shift
+for name; do [ "$name" != {tool} ] || printf ' {tool}'; done
+""")
+    python.chmod(0o755)
+
+    answer = subprocess.run(
+        ["bash", ".ci/run", "cpu-tests"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+    )
+
+    assert answer.returncode == 0 and answer.stdout == "ran .ci/jobs.py cpu-tests\n", answer.stderr
 
 
 @pytest.mark.parametrize(
@@ -238,57 +273,3 @@ esac
     )
 
     assert answer.stdout == f"-m pytest -rfEs {options} -k name\n"
-
-
-@pytest.fixture(params=["git", "no git"])
-def checkout(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A small checkout, or copy of one, with format.sh and its configuration."""
-    for name in ("format.sh", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
-    if request.param == "git":
-        if shutil.which("git") is None:
-            pytest.skip("git is not installed")
-        subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    return tmp_path
-
-
-def format_sh(checkout: Path, *arguments: str) -> subprocess.CompletedProcess:
-    pytest.importorskip("ruff", reason="ruff is not installed")
-    environment = os.environ | {"PYTHON": sys.executable}
-    command = ["bash", str(checkout / "format.sh"), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-
-
-def test_format_mends_headers_order_and_layout(checkout):
-    module, script, empty = checkout / "module.py", checkout / "script.sh", checkout / "__init__.py"
-    module.write_text("import sys\nimport os\nprint( os.name,sys.path )\n")
-    script.write_text("#!/bin/sh\necho hello\n")
-    script.chmod(0o755)
-    empty.write_text("")
-
-    before = format_sh(checkout, "--check")
-    assert before.returncode == 1
-    for name in ("module.py", "script.sh", "__init__.py"):
-        assert re.search(rf"{re.escape(name)}: no SPDX header", before.stdout)
-    assert module.read_text().startswith("import sys")
-
-    assert format_sh(checkout).returncode == 0
-    assert module.read_text().splitlines() == [
-        *HEADER,
-        "",
-        "import os",
-        "import sys",
-        "",
-        "print(os.name, sys.path)",
-    ]
-    assert script.read_text().splitlines() == ["#!/bin/sh", *HEADER, "echo hello"]
-    assert os.access(script, os.X_OK)
-    assert empty.read_text().splitlines() == HEADER
-    assert format_sh(checkout, "--check").returncode == 0
-
-
-def test_format_fails_on_what_it_cannot_mend(checkout):
-    (checkout / "module.py").write_text("\n".join([*HEADER, "", "print(undefined)", ""]))
-
-    assert format_sh(checkout, "--check").returncode == 1
-    assert format_sh(checkout).returncode == 1

@@ -208,6 +208,47 @@ def test_widths_that_are_none(width, error):
         tr.warmup([width])
 
 
+@pytest.mark.parametrize("widths", [4096, None, "4096", BF16, 4096.0])
+def test_what_is_no_sequence_of_widths(widths):
+    """'int' object is not iterable."""
+    with pytest.raises(TypeError) as raised:
+        tr.warmup(widths)
+    expected = "a sequence of (n, dtype) or (n, dtype, weight dtype), such as [(4096, torch.bfloat16)]"
+    assert str(raised.value) == f"widths: expected {expected}, got {widths!r}"
+
+
+@pytest.mark.parametrize(
+    ("widths", "warmed"),
+    [
+        ((64, BF16), [(64, BF16, BF16)]),
+        ((64, BF16, None), [(64, BF16, None)]),
+        ((64, BF16, FP32), [(64, BF16, FP32)]),
+        (((64, BF16), (128, FP32)), [(64, BF16, BF16), (128, FP32, FP32)]),
+        ([(64, BF16)], [(64, BF16, BF16)]),
+        (((n, BF16) for n in (64, 128)), [(64, BF16, BF16), (128, BF16, BF16)]),
+        ((), []),
+    ],
+)
+def test_widths_of_every_form_are_warmed(monkeypatch, widths, warmed):
+    from tilegym_rmsnorm import warming
+    from tilegym_rmsnorm.backends.cutile import machine
+    from tilegym_rmsnorm.backends.cutile import warm as warm_module
+
+    seen = []
+    monkeypatch.setattr(warming, "why_unusable", lambda *_: None)
+    monkeypatch.setattr(machine, "machine_of", lambda device: None)
+    monkeypatch.setattr(warm_module, "warm", lambda machine, *width: seen.append(width[:3]))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    tr.warmup(widths, device="cuda:0")
+    assert seen == warmed
+
+
+@pytest.mark.parametrize("width", [(0, BF16), ("64", BF16), (True, BF16)])
+def test_one_width_is_checked_like_those_of_a_sequence(width):
+    with pytest.raises(ValueError, match=r"widths: expected a whole number of at least 1 as n, got "):
+        tr.warmup(width)
+
+
 def test_what_cannot_run_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(cutile, "_gpu_unusable", cutile._gpu_unusable.__wrapped__)

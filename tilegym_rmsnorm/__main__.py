@@ -6,7 +6,11 @@
 import argparse
 import sys
 
+import torch
+
+import tilegym_rmsnorm
 from tilegym_rmsnorm import doctor, tune
+from tilegym_rmsnorm.backends.checks import package_version
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -14,11 +18,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tilegym_rmsnorm", description="Tools of tilegym_rmsnorm."
     )
+    parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor.add_command(commands)
     tune.add_command(commands)
     parsed = parser.parse_args(arguments)
     return parsed.run(parsed)
+
+
+def _versions() -> str:
+    """One line: this package, and what of those that choose its kernels is found here."""
+    found = [f"tilegym_rmsnorm {tilegym_rmsnorm.__version__}", f"torch {torch.__version__}"]
+    found += [f"{name} {package_version(name) or 'not installed'}" for name in ("cuda-tile", "triton")]
+    return ", ".join(found)
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ def _in_float64(
     x, dy = x.double(), dy.double()
     y, rstd = rms_norm_forward_torch(x, weight, eps)
     dx, dw = rms_norm_backward_torch(x, dy, weight, rstd)
+    assert dw is not None, "there is a weight"
     xhat, g = x * rstd.unsqueeze(1), dy * weight
     dx_scale = g.abs() + xhat.abs() * (xhat * g).abs().mean(dim=1, keepdim=True)
     expected = {

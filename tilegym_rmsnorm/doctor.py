@@ -221,7 +221,12 @@ def kernel_errors(backend: str) -> tuple[str, dict[str, float]]:
     exact_dx, exact_dw = reference.rms_norm_backward_torch(
         x.double(), dy.double(), weight.double(), exact_rstd
     )
-    pairs = {"y": (y, exact_y), "rstd": (rstd, exact_rstd), "dx": (dx, exact_dx), "dw": (dw, exact_dw)}
+    pairs: dict[str, tuple[Any, Any]] = {
+        "y": (y, exact_y),
+        "rstd": (rstd, exact_rstd),
+        "dx": (dx, exact_dx),
+        "dw": (dw, exact_dw),
+    }
     errors = {
         name: ((got.cpu().double() - exact).abs().max() / exact.abs().max()).item()
         for name, (got, exact) in pairs.items()

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import platform
 import shutil
@@ -120,6 +122,8 @@ def _cache() -> str:
     folder = toolchain.cache_folder()
     if folder is None:
         return "off (CUDA_TILE_CACHE_DIR): every process compiles its kernels again"
+    if str(folder).startswith("~"):
+        return "off: no home folder is known. To mend it: set CUDA_TILE_CACHE_DIR to a folder"
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return str(folder) if os.access(existing, os.W_OK) else f"{folder}, not writable"
 
@@ -152,9 +156,20 @@ _QUESTIONS: dict[str, Callable[[], str]] = {
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """Why no file can be written there; makes the folder. Not to be found out when all has been measured."""
+    """Why no file can be written there, None if it can. Not to be found out when all has been measured.
+
+    The folder is made and, where it was not there before, removed again: who writes makes it, and a run that ends
+    early leaves none.
+    """
+    made = list(itertools.takewhile(lambda each: not os.path.exists(each), (folder, *folder.parents)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        return None if os.access(folder, os.W_OK) else f"{folder} is not writable"
     except OSError as error:
         return str(error)
-    return None if os.access(folder, os.W_OK) else f"{folder} is not writable"
+    finally:
+        for each in made:
+            with contextlib.suppress(
+                OSError
+            ):  # it could not be made, or another process writes into it by now
+                each.rmdir()

@@ -19,10 +19,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 Call = Callable[[], object]
+Name = TypeVar("Name")  # whatever tells samplers apart
 Sampler = Callable[[], float]  # takes one sample and returns microseconds per call
 
 COPY_BYTES = 256 << 20
@@ -52,9 +54,9 @@ def summarize(samples: Sequence[float]) -> Timing:
     return Timing(statistics.median(samples), deciles[0], deciles[-1], len(samples))
 
 
-def interleave(samplers: dict[str, Sampler], seconds: float = SAMPLING_SECONDS) -> dict[str, Timing]:
+def interleave(samplers: dict[Name, Sampler], seconds: float = SAMPLING_SECONDS) -> dict[Name, Timing]:
     """One sample of each in turn, round after round; each leaves once it has used `seconds` and has MIN_SAMPLES."""
-    samples: dict[str, list[float]] = {name: [] for name in samplers}
+    samples: dict[Name, list[float]] = {name: [] for name in samplers}
     used = dict.fromkeys(samplers, 0.0)
     for _ in range(MAX_SAMPLES):
         for name, sample in samplers.items():

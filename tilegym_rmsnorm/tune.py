@@ -22,13 +22,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilegym_rmsnorm import installation, registry
+from tilegym_rmsnorm import installation, options, registry
 from tilegym_rmsnorm.backends.cutile import candidates, selector, tables
 from tilegym_rmsnorm.backends.cutile.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.tables import Bucket, Target
@@ -62,23 +61,26 @@ def add_command(commands: Any) -> None:
         ("weight", tables.WEIGHTS, (tables.SAME,)),
     ):
         text = f"of {', '.join(known)}; default: {','.join(default)}"
-        parser.add_argument(f"--{name}", type=_some_of(known), default=default, help=text)
+        parser.add_argument(f"--{name}", type=options.some_of(known), default=default, help=text)
     parser.add_argument(
         "--candidates",
-        type=_positive,
+        type=options.positive,
         default=candidates.MOST,
         metavar="COUNT",
         help="at most so many configs for each bucket; default: %(default)s",
     )
     parser.add_argument(
         "--processes",
-        type=_positive,
+        type=options.positive,
         metavar="COUNT",
         help="compile side by side and take turns on the GPU; default: by this machine's cores and GPU memory",
     )
     parser.add_argument("--skip-tuned", action="store_true", help="leave out what the table has already")
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="where the table is kept instead of the user's cache"
+        "--out",
+        type=options.path,
+        metavar="FOLDER",
+        help="where the table is kept instead of the user's cache",
     )
     parser.set_defaults(run=run)
 
@@ -97,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     target = tables.target_of(machine.model, machine.architecture)
     if target is None:
         return _fail("tileiras does not say its version, and a table belongs to one")
-    folder = arguments.out or tables.user_folder()
+    folder = tables.user_folder() if arguments.out is None else arguments.out
     if folder is None:
         remedy = f"set {tables.CACHE_VARIABLE}, pip install platformdirs, or name a folder by --out"
         return _fail(f"the user's cache is off. To mend it: {remedy}")
@@ -114,8 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
         if rows_of_class(size, n) and (weight == tables.SAME or tables.ITEMSIZE[dtype] == 2)
     ]
     if arguments.skip_tuned:
-        done = tables.table_in(folder, target)
-        buckets = [bucket for bucket in buckets if bucket not in done]
+        known = tables.table_in(folder, target)
+        buckets = [bucket for bucket in buckets if bucket not in known]
     done, failures = tune(buckets, machine, device, target, folder, arguments.candidates, arguments.processes)
     print(f"{done} of {len(buckets)} tuned: {tables.table_path(folder, target)}")
     for failure in failures:
@@ -136,7 +138,8 @@ def tune(
     from tilegym_rmsnorm.backends.cutile import workers
 
     done, failures = 0, []
-    processes = processes or workers.count_processes(device, len(buckets))
+    if processes is None:
+        processes = workers.count_processes(device, len(buckets))
     bar = Progress(len(buckets))
     bar.tell(f"{len(buckets)} buckets in {processes} {'process' if processes == 1 else 'processes'}")
     try:
@@ -201,23 +204,5 @@ def _fail(text: str) -> int:
     return 1
 
 
-def _some_of(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
-    """A parser of comma-separated names out of `known`."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        chosen = tuple(dict.fromkeys(text.split(",")))
-        if wrong := [name for name in chosen if name not in known]:
-            raise argparse.ArgumentTypeError(f"expected some of {', '.join(known)}, got {', '.join(wrong)}")
-        return chosen
-
-    return parse
-
-
 def _widths(text: str) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(_positive(item) for item in text.split(",")))
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
-    return int(text)
+    return tuple(dict.fromkeys(map(options.positive, text.split(","))))

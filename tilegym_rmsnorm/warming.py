@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -13,13 +13,15 @@ from tilegym_rmsnorm.backends.checks import tensors_unusable
 from tilegym_rmsnorm.registry import BackendUnavailableError, Request, why_unusable
 from tilegym_rmsnorm.validation import check_casting
 
-Widths = Iterable[tuple[int, torch.dtype] | tuple[int, torch.dtype, torch.dtype | None]]
+Width = tuple[int, torch.dtype] | tuple[int, torch.dtype, torch.dtype | None]
 
 
-def warmup(widths: Widths, *, casting: str = "once", device: torch.device | str | None = None) -> None:
+def warmup(
+    widths: Width | Iterable[Width], *, casting: str = "once", device: torch.device | str | None = None
+) -> None:
     """Compile the kernels of backend "cutile" that the forward and the backward of these widths need, for any M.
 
-    widths    (n, dtype of x) or (n, dtype of x, dtype of weight), each; None as the last: no weight
+    widths    (n, dtype of x) or (n, dtype of x, dtype of weight), each; None as the last: no weight. Or one of these
     casting   as for `rms_norm`; eps and offset do not matter
     device    default: the current CUDA device
 
@@ -29,7 +31,7 @@ def warmup(widths: Widths, *, casting: str = "once", device: torch.device | str 
     devices that have no kernels.
     """
     check_casting(casting)
-    requests = [_checked(width) for width in widths]
+    requests = [_checked(width) for width in _each(widths)]
     device = torch.device("cuda" if device is None else device)
     if device.type != "cuda":
         raise ValueError(f"device: expected a CUDA device, got {device}: nothing is compiled for others")
@@ -45,6 +47,16 @@ def warmup(widths: Widths, *, casting: str = "once", device: torch.device | str 
         warm(machine_of(device), n, dtype, weight_dtype, casting == "llama")
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _each(widths: object) -> Iterator[object]:
+    """What is asked for, one after the other; a pair or triple by itself, which no sequence of such looks like."""
+    if isinstance(widths, tuple) and len(widths) in (2, 3) and isinstance(widths[1], torch.dtype):
+        return iter((widths,))
+    if not isinstance(widths, Iterable) or isinstance(widths, str):
+        expected = "a sequence of (n, dtype) or (n, dtype, weight dtype), such as [(4096, torch.bfloat16)]"
+        raise TypeError(f"widths: expected {expected}, got {widths!r}")
+    return iter(widths)
 
 
 def _checked(width: object) -> tuple[int, torch.dtype, torch.dtype | None]:

@@ -4,7 +4,9 @@
 """Backend "cutile": whether it can run here. The kernels and their launch are imported on first use.
 
 With TILEGYM_RMSNORM_INTERPRET=1 the kernels' own Python runs over CPU tensors; that needs cuda-tile, but
-neither a GPU nor tileiras.
+neither a GPU nor tileiras. The variable is read where the interpreter would be used, and nowhere else: for CPU tensors
+and this backend by name, and for what this machine can run where it has no GPU. A value that means neither on nor off
+is an error there; "auto", which takes this backend for no CPU tensor, does not see it, nor does a call on a GPU.
 """
 
 from __future__ import annotations
@@ -23,25 +25,37 @@ AUTO_ON_CPU = False
 
 ARCHITECTURES = tuple(f"sm_{number}" for number in config.ARCHITECTURES)
 INTERPRET_VARIABLE = "TILEGYM_RMSNORM_INTERPRET"
+INTERPRET_ON, INTERPRET_OFF = ("1", "true", "on", "yes"), ("0", "false", "off", "no", "")
 _INTERPRET_REMEDY = (
     f"set {INTERPRET_VARIABLE}=1 to run the kernels' Python on the CPU (slow, for tests and pdb)"
 )
 
 
 def interpreting() -> bool:
-    """Whether CPU tensors are to be run through the kernels' own Python."""
-    return os.environ.get(INTERPRET_VARIABLE, "").strip().lower() in ("1", "true", "on", "yes")
+    """Whether CPU tensors are to be run through the kernels' own Python. ValueError on a value that does not say."""
+    value = os.environ.get(INTERPRET_VARIABLE, "")
+    if (said := value.strip().lower()) not in INTERPRET_ON + INTERPRET_OFF:
+        known = f"{', '.join(INTERPRET_ON)} or {', '.join(filter(None, INTERPRET_OFF))}"
+        raise ValueError(f"{INTERPRET_VARIABLE}: expected {known}, or nothing, got {value!r}")
+    return said in INTERPRET_ON
 
 
 def unusable(request: Request | None) -> Unusable | None:
-    """Why these tensors (None: this machine at all) cannot be run by cuTile kernels, None if they can."""
+    """Why these tensors (None: this machine at all) cannot be run by cuTile kernels, None if they can.
+
+    A misspelt TILEGYM_RMSNORM_INTERPRET is a ValueError for CPU tensors, and a reason for a machine without a GPU.
+    """
     if request is None:
-        if interpreting() and not torch.cuda.is_available():
-            return _cuda_tile_unusable()
-        problem = checks.any_gpu_unusable(_gpu_unusable)
-        if problem is not None and not torch.cuda.is_available():
-            return Unusable(problem.reason, f"{problem.remedy}, or {_INTERPRET_REMEDY}")
-        return problem or _cuda_tile_unusable() or _tileiras_unusable()
+        if torch.cuda.is_available():
+            problem = checks.any_gpu_unusable(_gpu_unusable)
+            return problem or _cuda_tile_unusable() or _tileiras_unusable()
+        try:
+            if interpreting():
+                return _cuda_tile_unusable()
+        except ValueError as error:
+            return Unusable(str(error), f"correct {INTERPRET_VARIABLE}, or unset it")
+        problem = _no_gpu()
+        return Unusable(problem.reason, f"{problem.remedy}, or {_INTERPRET_REMEDY}")
     if problem := checks.tensors_unusable(request):
         return problem
     if request.device.type == "cpu" and interpreting():

@@ -161,6 +161,7 @@ def beside_float32_config(
     if op == "forward" and n > WIDEST_FORWARD_ROW:
         return forward_teams_beside_float32(n, most_members)
     if op == "forward":
+        table: tuple[hopper.Same | hopper.Rule, ...]
         table = hopper.FORWARD_FEW_BESIDE_FLOAT if size == "few" else hopper.FORWARD_BESIDE_FLOAT
     else:
         table = hopper.BACKWARD_BESIDE_FLOAT if op == "backward" and size == "large" else ()

@@ -74,7 +74,7 @@ def two_tiles(n: int) -> tuple[int, int]:
     return (width, rest) if width + rest <= whole * 3 // 4 else (whole, 0)
 
 
-def constants_of(function: Callable[..., None], config: Config, n: int, **switches: bool) -> tuple[Any, ...]:
+def constants_of(function: Callable[..., None], config: Config, n: int, **switches: int) -> tuple[Any, ...]:
     """The compile-time arguments of a kernel for rows of n elements, in its order: those that the config stands for,
     by their names in capitals, and the switches of the call."""
     values = {

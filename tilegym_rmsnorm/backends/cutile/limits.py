@@ -48,7 +48,7 @@ def check_config(config: Config, bucket: Bucket, architecture: int) -> None:
     expect(c.kernel in KERNELS[op], "kernel", KERNELS[op], c.kernel)
     for field in STORED:
         value = getattr(c, field.name)
-        expect(type(value) is _TYPES[field.type], field.name, field.type, value)
+        expect(type(value) is _TYPES[str(field.type)], field.name, field.type, value)
 
     fewest, most = (2, MOST_MEMBERS) if c.kernel == "teams" else (1, 1)
     expect(fewest <= c.members <= most, "members", f"{fewest} to {most}", c.members)

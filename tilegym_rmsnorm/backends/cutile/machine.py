@@ -13,7 +13,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.backends.cutile import interpreter
+from tilegym_rmsnorm.backends.cutile import disk_cache, interpreter
 from tilegym_rmsnorm.backends.cutile.config import uses_dependent_launch
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.wide import MOST_MEMBERS
@@ -54,6 +54,7 @@ class GpuMachine:
     """One CUDA device. Launches go to that device, whichever is current, and to its current stream."""
 
     def __init__(self, device: torch.device) -> None:
+        disk_cache.turn_off_where_it_fails()
         properties = torch.cuda.get_device_properties(device)
         self.device = device
         self.index = torch.cuda.current_device() if device.index is None else device.index

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tilegym_rmsnorm.backends.cutile.config import backward_config, beside_float32_config, forward_config
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from tilegym_rmsnorm.backends.cutile.machine import Machine
 
-RULES = {
+RULES: dict[str, Callable[..., Config]] = {
     "forward": forward_config,
     "backward": backward_config,
     "dx": functools.partial(backward_config, has_dw=False),

@@ -97,7 +97,11 @@ def shipped_for(bucket: Bucket) -> list[Config]:
 def describe(model: str, architecture: int) -> str:
     """One line for people: what chooses the configs on this GPU, first the tables that exist, last the rules."""
     found = [f"{len(table)} in {path}" for path, table in tables_of(model, architecture).items() if table]
-    notes = [] if user_folder() else [f"the user's cache is off ({CACHE_VARIABLE}, or no platformdirs)"]
+    notes = (
+        []
+        if user_folder()
+        else [f"the user's cache is off ({CACHE_VARIABLE}, no home folder, or no platformdirs)"]
+    )
     if not found:
         target, shipped = target_of(model, architecture), ", ".join(map(str, sorted(shipped_targets())))
         wanted = "" if target is None else f" for {target}"
@@ -127,15 +131,40 @@ def target_of(model: str | None, architecture: int) -> Target | None:
 def user_folder() -> Path | None:
     """Where the user's tables are: TILEGYM_RMSNORM_CACHE_DIR, or the platform's folder for caches; None if off.
 
-    None too without platformdirs, which pip installs along with this package.
+    None too without platformdirs, which pip installs along with this package; and, with one warning, where no home
+    folder is known: HOME is unset and the user's number has no name, as in many containers, or a "~name" is nobody's.
     """
-    if (folder := os.environ.get(CACHE_VARIABLE)) is not None:
-        return None if folder.strip().lower() in OFF else Path(os.path.expanduser(folder))
-    try:
-        import platformdirs
-    except ImportError:
+    named = os.environ.get(CACHE_VARIABLE)
+    if named is None:
+        try:
+            import platformdirs
+        except ImportError:
+            return None
+        try:
+            folder = platformdirs.user_cache_dir("tilegym_rmsnorm", appauthor=False)
+        except (RuntimeError, KeyError, OSError) as error:  # by its release, and by the platform
+            _warn_homeless(f"{type(error).__name__}: {error}")
+            return None
+        if not os.path.isabs(folder):  # of older releases: "~" itself, which would be a folder of that name
+            _warn_homeless(f"expected an absolute folder for caches, got {folder!r}")
+            return None
+    elif named.strip().lower() in OFF:
         return None
-    return Path(platformdirs.user_cache_dir("tilegym_rmsnorm", appauthor=False))
+    else:
+        folder = os.path.expanduser(named)
+        if folder.startswith("~"):
+            _warn_homeless(f"{CACHE_VARIABLE}: expected a user that exists, got {named!r}")
+            return None
+    return Path(folder)
+
+
+@functools.cache
+def _warn_homeless(reason: str) -> None:
+    warnings.warn(
+        f"no home folder is known, so tuned configs of the user's are neither read nor kept: {reason}. "
+        f'Set {CACHE_VARIABLE} to a folder, or to "off", which says nothing.',
+        stacklevel=2,
+    )
 
 
 def table_path(folder: Path, target: Target) -> Path:
@@ -157,7 +186,7 @@ def _read(path: Path, target: Target) -> Table:
     """The table in a file, empty if there is none, or none that is fit. Raises OSError if it cannot be read."""
     try:
         return parse(path.read_text(encoding="utf-8"), target)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # the latter for a HOME of /dev/null
         return {}
     except (ValueError, RecursionError) as error:
         return _ignored(path, error)

@@ -57,7 +57,8 @@ class Tileiras(NamedTuple):
 def pip_mismatch() -> str | None:
     """The three compiler packages with their versions if all are installed and not of one major.minor."""
     versions = {name: package_version(name) for name in PIP_PACKAGES}
-    if None in versions.values() or len({parse_version(version)[:2] for version in versions.values()}) == 1:
+    minors = {None if version is None else parse_version(version)[:2] for version in versions.values()}
+    if None in minors or len(minors) == 1:
         return None
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 

@@ -1,0 +1,57 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Type-checks the Python examples of README.md against this checkout's package, each by itself.
+
+python scripts/readme_types.py     prints mypy's messages, with README's line numbers; exit status 0 if there is none
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def python_blocks(text: str) -> list[str]:
+    """The Python blocks of a Markdown text, each behind as many empty lines as there are lines before it."""
+    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in found]
+
+
+def check(sources: list[str]) -> tuple[int, str]:
+    """mypy's exit status and messages for these sources, by the settings of pyproject.toml."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / f"README_example_{number}.py" for number, _ in enumerate(sources, 1)]
+        for path, source in zip(paths, sources, strict=True):
+            path.write_text(source, encoding="utf-8")
+        # Of the package itself `mypy -p tilegym_rmsnorm` tells.
+        command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--no-error-summary"]
+        done = subprocess.run(
+            [*command, *map(str, paths)],
+            cwd=ROOT,
+            env=os.environ | {"MYPYPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return done.returncode, done.stdout.replace(f"{folder}{os.sep}", "")
+
+
+def main() -> int:
+    blocks = python_blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+    if not blocks:
+        print("README.md: expected Python blocks, got none", file=sys.stderr)
+        return 1
+    status, text = check(blocks)
+    print(text or f"README.md: {len(blocks)} examples pass", end="" if text else "\n")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
