@@ -6,6 +6,10 @@ C++ compiler.
 
 One compilation per width, dtypes and casting, shared by all batch sizes, row strides, eps and offsets. M = 1, rows
 without gaps, and offsets of 0 and 1 have their own: the compiler always takes these for constants.
+
+Where torch.compile fails for reasons of its own, the reference runs as it is, with one warning: under a dispatch mode,
+in a state of the process (number of threads, modes, ...) beyond the eight that Dynamo compiles for, or where the
+compiler breaks. What the caller must hear of, such as a lack of memory, is raised.
 """
 
 from __future__ import annotations
@@ -15,12 +19,15 @@ import functools
 import os
 import shutil
 import sysconfig
+import textwrap
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tilegym_rmsnorm.backends import checks
 from tilegym_rmsnorm.reference import rms_norm_backward_torch, rms_norm_forward_torch
@@ -29,6 +36,15 @@ from tilegym_rmsnorm.registry import Request, Unusable, register_impl
 IMPLEMENTATION = __name__
 AUTO_ON_CPU = False  # each width compiles for seconds, more than a CPU run of the reference costs
 _CXX_NAMES = ("g++", "clang++", "c++", "cl")
+_COMPILER_PACKAGES = (
+    "torch._dynamo.",
+    "torch._functorch.",
+    "torch._inductor.",
+    "torch._subclasses.",
+    "torch.fx.",
+)
+_REMEDY = 'name backend="triton" (CUDA devices) or backend="torch" to choose what runs'
+_len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 
 
 def unusable(request: Request | None) -> Unusable | None:
@@ -65,20 +81,17 @@ def _cuda_unusable() -> Unusable | None:
 def rms_norm_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor]:
-    compiled = _compiled(_forward, casting, *_specialization(x, weight, offset), _dtype(bias))
-    with _one_mode(x):
-        return compiled(*_aliases(x, weight, bias), eps, offset, casting)
+    specialization = casting, *_specialization(x, weight, offset), _dtype(bias)
+    return _run(_forward, specialization, (x, weight, bias), (eps, offset, casting))
 
 
 @register_impl("rms_norm_backward", "inductor")
 def rms_norm_backward(
     x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, casting: str, needs_dw: bool
 ) -> tuple[Tensor, Tensor | None]:
-    compiled = _compiled(
-        _backward, casting, *_specialization(x, weight, offset), dy.is_contiguous(), needs_dw
-    )
-    with _one_mode(x):
-        return compiled(*_aliases(x, dy, weight), rstd.detach(), offset, casting, needs_dw)
+    specialization = casting, *_specialization(x, weight, offset), dy.is_contiguous(), needs_dw
+    rest = rstd.detach(), offset, casting, needs_dw
+    return _run(_backward, specialization, (x, dy, weight), rest)
 
 
 def _forward(
@@ -92,6 +105,29 @@ def _backward(
 ) -> tuple[Tensor, Tensor | None]:
     dx, dw = rms_norm_backward_torch(x, dy, weight, rstd, offset=offset, casting=casting)
     return dx, dw if needs_dw else None
+
+
+def _run(
+    function: Callable[..., Any],
+    specialization: tuple[Any, ...],
+    tensors: tuple[Any, ...],
+    rest: tuple[Any, ...],
+) -> Any:
+    """function(*tensors, *rest), compiled where that can be. tensors[0] is x; all of them are N wide, or None."""
+    with _one_mode(tensors[0]):
+        if _len_torch_dispatch_stack():
+            # Dynamo would skip the code for good: every later call of it would fail (torch 2.13) or be slow (2.11).
+            _warn_of_dispatch_modes()
+            return function(*tensors, *rest)
+        program = _program(function, *specialization)
+        try:
+            return program.get()(*_aliases(*tensors), *rest)
+        except Exception as exception:
+            if not _is_of_the_compiler(exception):
+                raise
+            result = function(*tensors, *rest)  # an error that the reference makes too is the caller's
+            program.recover(exception, tensors[0])
+            return result
 
 
 @contextlib.contextmanager
@@ -109,15 +145,105 @@ def _specialization(x: Tensor, weight: Tensor | None, offset: float) -> tuple[An
 
 
 @functools.cache
-def _compiled(function: types.FunctionType, *_specialization: Any) -> Callable[..., Any]:
-    """`function` compiled apart from every other specialization.
+def _program(function: types.FunctionType, *_specialization: Any) -> _Program:
+    return _Program(function)
 
-    Each gets a code object of its own: torch.compile counts recompilations per code object and gives up after 8,
-    which the widths of one model's norms can reach.
+
+class _Program:
+    """What runs one specialization of a pass: `function` compiled, for as long as the compiler does its part."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        self._function = function
+        self._callable: Callable[..., Any] | None = None
+        self._is_final = False
+        self._told: set[type] = set()
+
+    def get(self) -> Callable[..., Any]:
+        if self._callable is None:
+            self._callable = self._compiled()
+        return self._callable
+
+    def _compiled(self) -> Callable[..., Any]:
+        """`function` compiled apart from every other specialization.
+
+        Each gets a code object of its own: torch.compile counts recompilations per code object and gives up after 8,
+        which the widths of one model's norms can reach.
+        """
+        function = self._function
+        own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+        # dynamic=True: M, eps and offset are symbols from the first compilation on; the width is marked as none.
+        return torch.compile(own, fullgraph=True, dynamic=True)
+
+    def recover(self, exception: Exception, x: Tensor) -> None:
+        """Choose what runs from now on, so that no later call fails, or compiles in vain, for the same reason."""
+        from torch._dynamo import config, decorators, exc
+
+        is_of_compiling = isinstance(exception, (exc.TorchDynamoException, exc.FailOnRecompileLimitHit))
+        if config.disable:
+            self._callable = None  # Dynamo skips this code from now on, also when it is enabled again
+        elif _is_passing(exception):
+            pass
+        elif is_of_compiling and not self._is_final:
+            # Where an earlier compilation fits, that; else `function` as it is. Nothing is compiled any more: the limit
+            # stays reached, and a compiler that breaks does so after seconds.
+            self._callable, self._is_final = decorators.run(self.get()), True
+        else:
+            self._callable = self._function  # what was compiled fails, or Dynamo skips the code for good
+        if type(exception) not in self._told:
+            self._told.add(type(exception))
+            self._warn(exception, x)
+
+    def _warn(self, exception: Exception, x: Tensor) -> None:
+        reason = textwrap.shorten(str(exception.__cause__ or exception).partition("\n\n")[0], 200)
+        warnings.warn(
+            f'backend "inductor": torch.compile failed in {self._function.__name__} of {x.shape[-1]} columns of '
+            f"{x.dtype} on {x.device}, with {type(exception).__name__}: {reason}. The reference runs in its "
+            f"place: right, and slower. To mend it: {_REMEDY}.",
+            stacklevel=2,
+        )
+
+
+def _is_of_the_compiler(exception: BaseException) -> bool:
+    """Whether Dynamo or Inductor raised it for reasons of theirs.
+
+    Its type says so or, since some are plain RuntimeErrors, the code that raised it. Out of memory is the caller's,
+    whatever it is wrapped in.
     """
-    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    # dynamic=True: M, eps and offset are symbols from the first compilation on; the width is marked as none.
-    return torch.compile(own, fullgraph=True, dynamic=True)
+    from torch._dynamo import exc
+
+    cause: BaseException | None = exception
+    while cause is not None:
+        if isinstance(cause, (MemoryError, torch.OutOfMemoryError)):
+            return False
+        cause = getattr(cause, "inner_exception", None) or cause.__cause__
+    if isinstance(exception, (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)):
+        return True
+    traceback = exception.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    raiser = "" if traceback is None else traceback.tb_frame.f_globals.get("__name__", "")
+    return f"{raiser}.".startswith(_COMPILER_PACKAGES)
+
+
+def _is_passing(exception: Exception) -> bool:
+    """Whether a setting that forbids to compile just now is the reason: what was compiled stays as good as it was."""
+    from torch._dynamo import eval_frame, exc
+    from torch.fx import _symbolic_trace
+
+    stance = getattr(getattr(eval_frame, "_stance", None), "stance", "default")
+    is_traced_by_fx = getattr(_symbolic_trace, "_is_fx_tracing_flag", False)
+    return isinstance(exception, exc.RecompileError) or stance != "default" or is_traced_by_fx
+
+
+@functools.cache
+def _warn_of_dispatch_modes() -> None:
+    """Once a process: selective checkpointing has two modes, and all of a model's norms run under them."""
+    mode = type(_get_current_dispatch_mode()).__name__
+    warnings.warn(
+        f'backend "inductor": torch.compile does not run under dispatch modes, here {mode}. The reference runs in its '
+        f"place: right, and slower. To mend it: leave the mode, or {_REMEDY}.",
+        stacklevel=2,
+    )
 
 
 def _aliases(*tensors: Tensor | None) -> list[Tensor | None]:
