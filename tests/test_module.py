@@ -184,7 +184,7 @@ def test_pickles_of_the_time_when_there_was_always_a_bias():
     assert torch.equal(twin(x), rms_norm(x, (64,), bias=twin.bias))
 
 
-@pytest.mark.parametrize("cls", [RMSNorm])
+@pytest.mark.parametrize("cls", [RMSNorm, RMSNorm.configured(offset=1.0, casting="llama", backend="torch")])
 def test_a_built_torch_norm_can_change_its_class(cls):
     module, x = torch.nn.RMSNorm(64, 1e-5), torch.randn(3, 64, dtype=torch.bfloat16)
     module.__class__ = cls
@@ -225,6 +225,9 @@ def test_the_reference_by_name_does_not_break_a_graph():
     assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(x), module(x))
     module.bias = torch.nn.Parameter(torch.rand(64))  # compiled again
     assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(x), module(x))
+    changed = torch.nn.RMSNorm(64)
+    changed.__class__ = RMSNorm.configured(backend="torch")
+    assert torch.equal(torch.compile(changed, backend="eager", fullgraph=True)(x), RMSNorm(64)(x))
 
 
 def test_copies_pickles_and_the_meta_device():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tilegym_rmsnorm.configured import Norm, configured
 from tilegym_rmsnorm.ops import rms_norm
 from tilegym_rmsnorm.registry import check_backend_name
 from tilegym_rmsnorm.validation import check_casting, checked_eps, checked_number
@@ -24,6 +25,8 @@ class RMSNorm(torch.nn.RMSNorm):
     backend     a name or "auto"; None: the one in effect when the module is called
 
     y has x's dtype, also where weight is float32 beside 16-bit x: there Hugging Face's LlamaRMSNorm returns float32.
+
+    `configured` makes a class with other defaults.
     """
 
     # What a module has that was built as a torch.nn.RMSNorm and got this class later.
@@ -54,6 +57,18 @@ class RMSNorm(torch.nn.RMSNorm):
         self.backend = backend
         if bias and elementwise_affine:
             self.bias = Parameter(torch.zeros_like(self.weight))
+
+    @classmethod
+    def configured(cls: type[Norm], **defaults: Any) -> type[Norm]:
+        """A subclass with other defaults, to stand in for a model's norm class: `RMSNorm.configured(offset=1.0)`.
+
+        defaults    eps, elementwise_affine, device, dtype, offset, bias, casting, backend: checked here
+
+        Its constructor also takes hidden_size or dim for normalized_shape and with_scale for elementwise_affine. The
+        same defaults give the same class; copies, pickles and configured() of it work. Raises as the constructor does,
+        TypeError on an unknown name.
+        """
+        return configured(cls, defaults)
 
     def reset_parameters(self) -> None:
         if self.elementwise_affine:
