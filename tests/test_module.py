@@ -123,6 +123,95 @@ def test_the_weight_is_whatever_the_attribute_is(change):
     assert torch.equal(module(x), rms_norm(x, (64,), weight, bias=module.bias, backend="torch"))
 
 
+def _later(module):
+    module.bias = torch.nn.Parameter(torch.rand(64))
+    return module.bias
+
+
+def _later_parametrized(module):
+    _later(module)
+    torch.nn.utils.parametrize.register_parametrization(module, "bias", Doubled())
+    return 2 * module.parametrizations.bias.original
+
+
+def _later_plain(module):
+    module.bias = torch.rand(64)
+    return module.bias
+
+
+def _later_a_buffer(module):
+    module.register_buffer("bias", torch.rand(64))
+    return module.bias
+
+
+def _as_data_parallel_does(module):
+    _later(module)
+    replica = module._replicate_for_data_parallel()
+    assert not replica._parameters
+    module.__dict__ = {**replica.__dict__, "weight": module.weight.detach(), "bias": module.bias.detach()}
+    return module.bias
+
+
+@pytest.mark.parametrize(
+    "change", [_later, _later_parametrized, _later_plain, _later_a_buffer, _as_data_parallel_does]
+)
+def test_a_bias_that_is_set_later_counts(change):
+    module, x = RMSNorm(64, backend="torch"), torch.randn(3, 64)
+    assert not hasattr(module, "bias")
+    bias = change(module)
+    assert torch.equal(module(x), rms_norm(x, (64,), module.weight, bias=bias, backend="torch"))
+    assert "bias=True" in repr(module)
+
+
+def test_without_a_bias_there_is_no_attribute():
+    for module in (RMSNorm(64), RMSNorm(64, elementwise_affine=False, bias=True)):
+        assert not hasattr(module, "bias") and "bias" not in module._parameters
+        assert "bias=False" in repr(module)
+    module = RMSNorm(64, bias=True)
+    del module.bias
+    assert not hasattr(module, "bias")
+    x = torch.randn(3, 64)
+    assert torch.equal(module(x), RMSNorm(64)(x))
+
+
+def test_pickles_of_the_time_when_there_was_always_a_bias():
+    module = RMSNorm(64, backend="torch")
+    module._parameters["bias"] = None
+    twin, x = pickle.loads(pickle.dumps(module)), torch.randn(3, 64)
+    assert torch.equal(twin(x), RMSNorm(64)(x)) and repr(twin) == repr(RMSNorm(64, backend="torch"))
+    assert list(twin.state_dict()) == ["weight"]
+    twin.bias = torch.nn.Parameter(torch.ones(64))
+    assert torch.equal(twin(x), rms_norm(x, (64,), bias=twin.bias))
+
+
+@pytest.mark.parametrize("cls", [RMSNorm, RMSNorm.configured(offset=1.0, casting="llama", backend="torch")])
+def test_a_built_torch_norm_can_change_its_class(cls):
+    module, x = torch.nn.RMSNorm(64, 1e-5), torch.randn(3, 64, dtype=torch.bfloat16)
+    module.__class__ = cls
+    text = f"offset={cls.offset}, bias=False, casting={cls.casting!r}, backend={cls.backend!r}"
+    options = {"offset": cls.offset, "casting": cls.casting, "backend": cls.backend}
+    assert text in repr(module) and list(module.state_dict()) == ["weight"]
+    expected = rms_norm(x, (64,), torch.ones(64), 1e-5, **options)
+    assert torch.equal(torch.compile(copy.deepcopy(module), backend="eager")(x), expected)
+    assert torch.equal(module(x), expected)
+    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(twin(x), expected)
+    module.reset_parameters()
+    assert torch.equal(module.weight, torch.full((64,), 1.0 - cls.offset))
+
+
+def test_y_has_the_dtype_of_x_where_hugging_face_widens_it():
+    """LlamaRMSNorm multiplies its float32 weight by the 16-bit xhat, and returns float32."""
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama", reason="needs transformers")
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    ours, theirs = RMSNorm(64, 1e-6, casting="llama"), modeling.LlamaRMSNorm(64, eps=1e-6)
+    with torch.no_grad():
+        theirs.weight.copy_(torch.rand(64))
+    ours.load_state_dict(theirs.state_dict())
+    assert theirs(x).dtype == torch.float32 and ours(x).dtype == torch.bfloat16
+    torch.testing.assert_close(ours(x), theirs(x).bfloat16(), rtol=0, atol=0)
+
+
 def test_functional_call_replaces_weight_and_bias():
     module, x = RMSNorm(64, bias=True, backend="torch"), torch.randn(3, 64)
     weight, bias = torch.rand(64), torch.rand(64)
@@ -134,6 +223,11 @@ def test_the_reference_by_name_does_not_break_a_graph():
     module, x = RMSNorm(64, backend="torch"), torch.randn(3, 64)
     torch._dynamo.reset()
     assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(x), module(x))
+    module.bias = torch.nn.Parameter(torch.rand(64))  # compiled again
+    assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(x), module(x))
+    changed = torch.nn.RMSNorm(64)
+    changed.__class__ = RMSNorm.configured(backend="torch")
+    assert torch.equal(torch.compile(changed, backend="eager", fullgraph=True)(x), RMSNorm(64)(x))
 
 
 def test_copies_pickles_and_the_meta_device():

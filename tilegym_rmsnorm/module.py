@@ -3,16 +3,18 @@
 
 """`RMSNorm`, a drop-in for `torch.nn.RMSNorm` on the selected backend."""
 
-from __future__ import annotations
-
-from typing import Any
+# torch.jit.script reads annotations as objects, so that they are no strings here.
+from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.jit import is_scripting
 from torch.nn import Parameter
 
+from tilegym_rmsnorm.configured import Norm, configured
 from tilegym_rmsnorm.ops import rms_norm
-from tilegym_rmsnorm.registry import check_backend_name
+from tilegym_rmsnorm.registry import BackendUnavailableError, check_backend_name
+from tilegym_rmsnorm.scripting import scripted_rms_norm
 from tilegym_rmsnorm.validation import check_casting, checked_eps, checked_number
 
 
@@ -20,10 +22,22 @@ class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm over the last dimensions; the first five parameters and the state dict are `torch.nn.RMSNorm`'s.
 
     offset      added to the weight: 1 for Gemma. The weight starts at 1 - offset, so that the factor starts at 1
-    bias        learn an additive bias too, started at 0; as in `torch.nn.LayerNorm`, only with elementwise_affine
+    bias        learn an additive bias too, started at 0; as in `torch.nn.LayerNorm`, only with elementwise_affine.
+                Without it there is no attribute `bias`
     casting     "once" or "llama", see `tilegym_rmsnorm.rms_norm`
     backend     a name or "auto"; None: the one in effect when the module is called
+
+    y has x's dtype, also where weight is float32 beside 16-bit x: there Hugging Face's LlamaRMSNorm returns float32.
+
+    `torch.jit.script` compiles the reference, without residual; it raises BackendUnavailableError for a backend other
+    than "torch" and "auto". `configured` makes a class with other defaults.
     """
+
+    __constants__ = [*torch.nn.RMSNorm.__constants__, "offset", "casting"]
+    # What a module has that was built as a torch.nn.RMSNorm and got this class later.
+    offset = 0.0
+    casting = "once"
+    backend: str | None = None
 
     def __init__(
         self,
@@ -46,8 +60,20 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.casting = casting
         self.backend = backend
-        has_bias = bias and elementwise_affine
-        self.register_parameter("bias", Parameter(torch.zeros_like(self.weight)) if has_bias else None)
+        if bias and elementwise_affine:
+            self.bias = Parameter(torch.zeros_like(self.weight))
+
+    @classmethod
+    def configured(cls: type[Norm], **defaults: Any) -> type[Norm]:
+        """A subclass with other defaults, to stand in for a model's norm class: `RMSNorm.configured(offset=1.0)`.
+
+        defaults    eps, elementwise_affine, device, dtype, offset, bias, casting, backend: checked here
+
+        Its constructor also takes hidden_size or dim for normalized_shape and with_scale for elementwise_affine. The
+        same defaults give the same class; copies, pickles and configured() of it work. Raises as the constructor does,
+        TypeError on an unknown name.
+        """
+        return configured(cls, defaults)
 
     def reset_parameters(self) -> None:
         if self.elementwise_affine:
@@ -55,26 +81,68 @@ class RMSNorm(torch.nn.RMSNorm):
         if getattr(self, "bias", None) is not None:  # absent while the base class initializes
             torch.nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    @overload
+    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    def forward(self, x: Tensor, residual: Tensor | None = None):
         """y, or (y, x + residual) where a residual is given."""
-        # Module.__getattr__ takes 0.6 us for each; what is no parameter any more (parametrized, say) is left to it.
-        parameters = self._parameters
+        if is_scripting():
+            return self._scripted(x, residual)
+        # Looked up in dictionaries: Module.__getattr__ takes 0.6 us for what it finds and 2 us for what it does not.
+        attributes = self.__dict__
+        parameters = attributes["_parameters"]
         weight = parameters["weight"] if "weight" in parameters else self.weight
-        bias = parameters["bias"] if "bias" in parameters else self.bias
+        if "bias" in parameters:
+            bias = parameters["bias"]
+        elif "bias" in attributes or attributes["_modules"] or attributes["_buffers"]:
+            bias = getattr(self, "bias", None)  # a plain tensor, parametrized, or a buffer
+        else:
+            bias = None
+        if "backend" not in attributes:
+            self._take_defaults()
         return rms_norm(
             x,
-            self.normalized_shape,
+            attributes["normalized_shape"],
             weight,
-            self.eps,
+            attributes["eps"],
             bias=bias,
-            offset=self.offset,
+            offset=attributes["offset"],
             residual=residual,
-            casting=self.casting,
-            backend=self.backend,
+            casting=attributes["casting"],
+            backend=attributes["backend"],
         )
 
+    def _take_defaults(self) -> None:
+        """For a module that was built as a torch.nn.RMSNorm."""
+        self.offset, self.casting, self.backend = self.offset, self.casting, self.backend
+
+    def _scripted(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        if residual is not None:
+            raise ValueError(
+                "residual: expected None in TorchScript, got a tensor. Add it to x before the norm"
+            )
+        bias: Tensor | None = None
+        if hasattr(self, "bias"):
+            bias = self.bias
+        return scripted_rms_norm(
+            x, list(self.normalized_shape), self.weight, self.eps, bias, self.offset, self.casting
+        )
+
+    def __prepare_scriptable__(self) -> "RMSNorm":
+        """This module: `forward` is compiled as it is. Whoever returns another has it put into the eager model too."""
+        if self.backend not in (None, "auto", "torch"):
+            raise BackendUnavailableError(
+                f"backend {self.backend!r} was asked for and cannot run in TorchScript, which holds PyTorch's own "
+                'operations alone. To mend it: set the module\'s backend to "torch" or None before torch.jit.script.'
+            )
+        return self
+
     def extra_repr(self) -> str:
+        has_bias = getattr(self, "bias", None) is not None
         return (
-            f"{super().extra_repr()}, offset={self.offset}, bias={self.bias is not None}, "
+            f"{super().extra_repr()}, offset={self.offset}, bias={has_bias}, "
             f"casting={self.casting!r}, backend={self.backend!r}"
         )

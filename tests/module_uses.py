@@ -1,0 +1,299 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""How a norm is built, kept and changed.
+
+Functions of the class, torch.nn.RMSNorm or one that stands in for it.
+"""
+
+import copy
+import inspect
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+N = 8
+SAVED_STATE = {"weight": torch.linspace(0.5, 2, N)}
+USES: dict[str, Callable[[type], Any]] = {}
+REFUSALS: dict[str, Callable[[type], Any]] = {}
+
+
+def use(function: Callable[[type], Any]) -> Callable[[type], Any]:
+    """It runs and comes to the same."""
+    USES[function.__name__] = function
+    return function
+
+
+def refusal(function: Callable[[type], Any]) -> Callable[[type], Any]:
+    """It raises."""
+    REFUSALS[function.__name__] = function
+    return function
+
+
+def rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*(shape or (5, N)), generator=generator).to(dtype)
+
+
+def built(cls: type, *args: Any, **options: Any) -> nn.Module:
+    """A norm with weights away from 1."""
+    norm = cls(*(args or (N,)), **options)
+    if norm.weight is not None:
+        with torch.no_grad():
+            norm.weight.copy_(torch.linspace(0.5, 2, norm.weight.numel()).view_as(norm.weight))
+    return norm
+
+
+def results(norm: nn.Module, x: Tensor | None = None) -> list[Any]:
+    """y, dx and the gradients of the parameters by name."""
+    x = (rows() if x is None else x).detach().requires_grad_()
+    y = norm(x)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad, {name: p.grad for name, p in norm.named_parameters()}]
+
+
+@use
+def positional_arguments(cls):
+    norm = built(cls, (2, 4), 1e-3, True, "cpu", torch.float64)
+    return (
+        norm.normalized_shape,
+        norm.eps,
+        norm.elementwise_affine,
+        norm.weight,
+        norm(rows(3, 2, 4, dtype=torch.float64)),
+    )
+
+
+@use
+def keyword_arguments(cls):
+    norm = cls(normalized_shape=N, eps=0.5, elementwise_affine=True, device="cpu", dtype=torch.float16)
+    return norm.eps, norm.weight, norm(rows(dtype=torch.float16))
+
+
+@use
+def the_signature_begins_alike(cls):
+    return [(p.name, p.default, p.kind) for p in inspect.signature(cls).parameters.values()][:5]
+
+
+@refusal
+def an_unknown_keyword(cls):
+    return cls(N, momentum=0.1)
+
+
+@refusal
+def no_shape(cls):
+    return cls()
+
+
+@refusal
+def a_shape_of_no_dimensions(cls):
+    return cls(())(rows())
+
+
+@refusal
+def a_shape_of_strings(cls):
+    return cls("ab")
+
+
+@use
+def no_bias(cls):
+    norm = cls(N)
+    return hasattr(norm, "bias"), getattr(norm, "bias", "none"), dict(norm._parameters), "bias" in dir(norm)
+
+
+@refusal
+def bias_is_an_attribute_error(cls):
+    return cls(N).bias
+
+
+@use
+def registers_a_bias_of_ones_own(cls):
+    norm = cls(N)
+    norm.register_parameter("bias", nn.Parameter(torch.zeros(N)))
+    return list(norm.state_dict()), norm(rows())
+
+
+@use
+def names(cls):
+    norm = cls(N)
+    parts = norm.named_parameters, norm.named_buffers, norm.named_modules, norm.named_children
+    return (
+        [[name for name, _ in part()] for part in parts],
+        list(norm.state_dict()),
+        cls.__name__,
+        norm._get_name(),
+    )
+
+
+@use
+def loads_strictly(cls):
+    norm = cls(N)
+    return (
+        norm.load_state_dict(SAVED_STATE, strict=True),
+        norm.load_state_dict(SAVED_STATE, assign=True),
+        norm(rows()),
+    )
+
+
+@refusal
+def refuses_unexpected_keys(cls):
+    return cls(N).load_state_dict({**SAVED_STATE, "bias": torch.zeros(N)})
+
+
+@refusal
+def refuses_missing_keys(cls):
+    return cls(N).load_state_dict({})
+
+
+@use
+def the_state_dict_goes_to_torch(cls):
+    norm = nn.RMSNorm(N)
+    return norm.load_state_dict(built(cls).state_dict()), norm.weight
+
+
+@use
+def casts(cls):
+    changes = (
+        lambda n: n.to(torch.bfloat16),
+        nn.Module.half,
+        nn.Module.double,
+        nn.Module.bfloat16,
+        lambda n: n.to("cpu"),
+    )
+    changed = [change(built(cls)) for change in changes]
+    return [(norm.weight, norm(rows(dtype=norm.weight.dtype))) for norm in changed]
+
+
+@use
+def the_meta_device(cls):
+    norm = cls(N, device="meta")
+    y = norm(torch.empty(2, N, device="meta"))
+    norm = norm.to_empty(device="cpu")
+    norm.reset_parameters()
+    return y.device, y.shape, norm.weight
+
+
+@use
+def under_the_meta_device(cls):
+    with torch.device("meta"):
+        norm = cls(N)
+    return norm.weight.device, norm.weight.shape
+
+
+@use
+def skip_init(cls):
+    norm = nn.utils.skip_init(cls, N, dtype=torch.float64)
+    return norm.weight.shape, norm.weight.dtype, norm.weight.device
+
+
+@use
+def copies_and_pickles(cls):
+    norm = built(cls)
+    norm.eval()
+    twins = [copy.deepcopy(norm), copy.copy(norm)]
+    twins += [pickle.loads(pickle.dumps(norm, protocol)) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)]
+    file = io.BytesIO()
+    torch.save(norm, file)
+    file.seek(0)
+    twins.append(torch.load(file, weights_only=False))
+    return [(type(twin) is type(norm), twin.training, *results(twin)) for twin in twins]
+
+
+@use
+def set_state(cls):
+    norm, other = cls(N), built(cls)
+    norm.__setstate__(other.__dict__.copy())
+    return norm(rows())
+
+
+@use
+def shares_memory(cls):
+    return cls(N).share_memory().weight.is_shared()
+
+
+@use
+def flat_parameters(cls):
+    norm = built(cls)
+    vector = nn.utils.parameters_to_vector(norm.parameters())
+    nn.utils.vector_to_parameters(2 * vector, norm.parameters())
+    return vector, norm.weight
+
+
+@use
+def constants(cls):
+    return set(nn.RMSNorm.__constants__) <= set(cls.__constants__)
+
+
+@use
+def resets(cls):
+    norm = built(cls)
+    norm.reset_parameters()
+    return norm.weight
+
+
+@use
+def modes(cls):
+    norm = cls(N)
+    return norm.training, norm.eval().training, norm.train().training
+
+
+@use
+def applies_an_initialization(cls):
+    def initialize(part):
+        if isinstance(part, nn.RMSNorm):
+            nn.init.constant_(part.weight, 3.0)
+
+    return nn.Sequential(cls(N)).apply(initialize)[0].weight
+
+
+@use
+def assignments(cls):
+    norm = built(cls)
+    norm.weight = nn.Parameter(torch.full((N,), 2.0))
+    norm.eps = 0.25
+    return norm(rows())
+
+
+@refusal
+def a_weight_that_is_no_parameter(cls):
+    norm = cls(N)
+    norm.weight = torch.ones(N)
+
+
+@use
+def a_weight_taken_away(cls):
+    norm = built(cls)
+    norm.weight = None
+    return norm(rows())
+
+
+@refusal
+def deletes_the_weight(cls):
+    norm = cls(N)
+    del norm.weight
+    return norm(rows())
+
+
+@use
+def the_fields_of_its_text(cls):
+    text = repr(cls((2, 4), 1e-5))
+    return text.startswith("RMSNorm((2, 4), eps=1e-05, elementwise_affine=True")
+
+
+@use
+def optimizers(cls):
+    norm = built(cls)
+    optimizer = torch.optim.AdamW(norm.parameters(), lr=0.1)
+    results(norm)
+    optimizer.step()
+    return norm.weight
+
+
+@use
+def a_dictionary_of_attributes(cls):
+    norm = cls(N, 1e-5)
+    return {name: norm.__dict__[name] for name in nn.RMSNorm(N).__dict__ if name not in ("_parameters",)}

@@ -1,0 +1,154 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Classes of RMSNorm with other defaults, to be put in the place of a model's norm class.
+
+Model code asks more of a norm class than that it can be called: isinstance, its __name__, copies and pickles. So the
+place is taken by a class; functools.partial fails at isinstance.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import inspect
+from collections.abc import Mapping
+from inspect import Parameter
+from typing import Any, TypeVar
+
+import torch
+
+from tilegym_rmsnorm.registry import check_backend_name
+from tilegym_rmsnorm.validation import check_casting, checked_eps, checked_number
+
+Norm = TypeVar("Norm", bound=torch.nn.RMSNorm)
+
+# What the norms of transformers call their parameters, beside `eps`.
+OTHER_NAMES = {
+    "hidden_size": "normalized_shape",
+    "dim": "normalized_shape",
+    "with_scale": "elementwise_affine",
+}
+# What `forward` reads: attributes of the class too, for modules whose class is replaced.
+_READ_BY_FORWARD = ("offset", "casting", "backend")
+
+_classes: dict[tuple[Any, ...], type] = {}
+
+
+class ConfiguredType(type):
+    """The type of configured classes. They are pickled as what made them: no name leads to them."""
+
+
+def configured(base: type[Norm], options: Mapping[str, Any]) -> type[Norm]:
+    """The subclass of `base` that has `options` as defaults: the same object for the same options.
+
+    Raises TypeError or ValueError on an option that is unknown or does not fit.
+    """
+    defaults = _checked(base, options)
+    if made_from := _made_from(base):
+        base, inherited = made_from
+        defaults = {**inherited, **defaults}
+    items = sorted(defaults.items())
+    key = (base, *items)
+    if key not in _classes:
+        _classes.setdefault(key, _make(base, dict(items)))  # two threads: one class
+    return _classes[key]
+
+
+def _make(base: Any, defaults: dict[str, Any]) -> type:
+    parameters = _parameters_of(base)
+    positional = [p.name for p in parameters.values() if p.kind is not Parameter.KEYWORD_ONLY]
+
+    def __init__(self: Any, *args: Any, **named: Any) -> None:
+        if len(args) > len(positional):
+            raise TypeError(
+                f"{base.__name__}: expected at most {len(positional)} positional arguments, got {len(args)}"
+            )
+        options = dict(zip(positional, args, strict=False))
+        for name, value in named.items():
+            parameter = name if name in parameters else OTHER_NAMES.get(name, "")
+            if parameter not in parameters:
+                known = ", ".join((*parameters, *OTHER_NAMES))
+                raise TypeError(f"{base.__name__}: expected arguments among {known}, got {name!r}")
+            if parameter in options:
+                raise TypeError(
+                    f"{base.__name__}: expected one value of {parameter}, got another by {name!r}"
+                )
+            options[parameter] = value
+        base.__init__(self, **{**defaults, **options})
+
+    text = ", ".join(f"{name}={value!r}" for name, value in defaults.items())
+    qualified = f"{base.__qualname__}.configured({text})"
+    constructor: Any = __init__
+    constructor.__qualname__ = f"{qualified}.__init__"
+    # What torch.nn.utils.skip_init and help() read.
+    constructor.__signature__ = inspect.Signature(
+        [
+            Parameter("self", Parameter.POSITIONAL_OR_KEYWORD),
+            *(p.replace(default=defaults.get(p.name, p.default)) for p in parameters.values()),
+        ]
+    )
+    attributes = {
+        "__init__": constructor,
+        "__module__": base.__module__,
+        "__qualname__": qualified,
+        "__doc__": base.__doc__,
+        "made_from": (base, defaults),
+        **{name: defaults[name] for name in _READ_BY_FORWARD if name in defaults},
+    }
+    # The short name stays: transformers initializes what has RMSNorm in its name.
+    return ConfiguredType(base.__name__, (base,), attributes)
+
+
+def _made_from(cls: type) -> tuple[Any, dict[str, Any]] | None:
+    return cls.__dict__.get(
+        "made_from"
+    )  # a subclass of a configured class is not made, though it inherits this
+
+
+def _parameters_of(cls: type) -> dict[str, Parameter]:
+    """The constructor's parameters but self; where it takes any keyword, those of its base class too."""
+    parameters: dict[str, Parameter] = {}
+    each: Any
+    for each in cls.__mro__:
+        found = list(inspect.signature(each.__init__).parameters.values())[1:]
+        any_keyword = False
+        for parameter in found:
+            if parameter.kind is Parameter.VAR_KEYWORD:
+                any_keyword = True
+            elif parameter.kind is not Parameter.VAR_POSITIONAL:
+                parameters.setdefault(parameter.name, parameter)
+        if not any_keyword:
+            break
+    return parameters
+
+
+def _checked(base: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    known = [name for name in _parameters_of(base) if name != "normalized_shape"]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"configured: expected options among {', '.join(known)}, got {name!r}")
+    checked = dict(options)
+    if "eps" in options:
+        checked_eps(options["eps"], torch.float32)
+    if "casting" in options:
+        check_casting(options["casting"])
+    if "offset" in options:
+        checked["offset"] = checked_number("offset", options["offset"])
+    if options.get("backend") is not None:
+        check_backend_name(options["backend"])
+    if options.get("device") is not None:
+        checked["device"] = torch.device(options["device"])
+    if not isinstance(options.get("dtype"), (torch.dtype, type(None))):
+        raise TypeError(f"dtype: expected a torch.dtype or None, got {options['dtype']!r}")
+    for name in ("elementwise_affine", "bias"):
+        if not isinstance(options.get(name, False), bool):
+            raise TypeError(f"{name}: expected a bool, got {options[name]!r}")
+    return checked
+
+
+def _reduce(cls: ConfiguredType) -> str | tuple[Any, ...]:
+    made_from = _made_from(cls)
+    return (configured, made_from) if made_from else cls.__qualname__
+
+
+copyreg.pickle(ConfiguredType, _reduce)
