@@ -194,9 +194,9 @@ class _Wait(torch.autograd.Function):
     """Waits, without the copy that any operation on the tensor would make."""
 
     @staticmethod
-    def forward(ctx, tensor):  # type: ignore[override]
+    def forward(ctx, tensor):
         return tensor.wait().detach()
 
     @staticmethod
-    def backward(ctx, gradient):  # type: ignore[override]
+    def backward(ctx, gradient):
         return gradient
