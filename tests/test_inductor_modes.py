@@ -16,7 +16,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilegym_rmsnorm import rms_norm
-from tilegym_rmsnorm.backends import inductor
 
 pytestmark = pytest.mark.skipif(why_skip("inductor") is not None, reason=str(why_skip("inductor")))
 
@@ -24,12 +23,6 @@ pytestmark = pytest.mark.skipif(why_skip("inductor") is not None, reason=str(why
 class Seeing(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
-
-
-@pytest.fixture(autouse=True)
-def untold():
-    """The warning of dispatch modes comes once a process."""
-    inductor._warn_of_dispatch_modes.cache_clear()
 
 
 DISPATCH_MODES = {
@@ -40,24 +33,24 @@ DISPATCH_MODES = {
 
 
 @pytest.mark.parametrize("mode", DISPATCH_MODES)
-def test_a_dispatch_mode_gets_the_reference_and_breaks_no_later_call(mode):
+def test_a_dispatch_mode_breaks_no_later_call(mode):
+    """Each later call of that width failed."""
     norm = Norm()
     assert not norm.check()
     with DISPATCH_MODES[mode]():
-        told = norm.check()
-        assert not norm.check()
-    assert len(told) == 1 and "dispatch modes" in told[0] and 'backend="torch"' in told[0]
+        assert norm.is_compiled()
     assert norm.is_compiled()
 
 
 def test_a_first_call_under_a_dispatch_mode_breaks_no_later_one():
     norm = uncompiled()
     with FlopCounterMode(display=False):
-        assert len(norm.check()) == 1
+        assert not norm.check()
     assert norm.is_compiled()
 
 
-def test_a_dispatch_mode_sees_the_operations():
+def test_a_dispatch_mode_does_not_see_what_is_compiled():
+    """No more than it sees of a kernel: Dynamo would refuse."""
     norm, seen = Norm(), []
 
     class Listing(TorchDispatchMode):
@@ -67,7 +60,7 @@ def test_a_dispatch_mode_sees_the_operations():
 
     with Listing():
         norm.check()
-    assert "aten.rsqrt.default" in seen
+    assert seen and "aten.rsqrt.default" not in seen
 
 
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
@@ -87,8 +80,7 @@ def test_selective_checkpointing(policy):
         y.backward(dy)
         return {"y": y.detach(), "dx": x.grad, "dw": weight.grad}
 
-    assert len(norm.check(train)) == 1
-    assert norm.is_compiled()
+    assert norm.is_compiled(train)
 
 
 MODES = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ class RMSNormFunction(torch.autograd.Function):
         y, rstd = run_forward(x, weight, bias, call)
         ctx.save_for_backward(x, weight, rstd)
         ctx.call = call
+        ctx.saved = ref(x), None if weight is None else ref(weight), ref(rstd)
         if bias is not None:
             ctx.bias_dtype, ctx.bias_shape = bias.dtype, bias.shape
         return y
@@ -57,7 +59,7 @@ class RMSNormFunction(torch.autograd.Function):
             elif is_dynamo_compiling():
                 run = run_backward if ctx.call[6] == "torch" else _untraced_backward
                 dx, dw = run(x, dy, weight, rstd, ctx.call, needs_dw)
-            elif not is_watched() and _fit(dy, x, weight, rstd, ctx.call[0]):
+            elif _are_as_saved(dy, x, weight, rstd, *ctx.saved) and not is_watched():
                 dx, dw = run_backward(x, dy, weight, rstd, ctx.call, needs_dw)
             else:
                 dx, dw = _backward_of_others(x, dy, weight, rstd, ctx.call, needs_dw)
@@ -80,7 +82,7 @@ def recorded(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) 
 
 def run_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
     """y of x's shape and rstd (M,), of tensors that the gate has let through."""
-    n, eps, offset, casting, forward, *_ = call
+    n, eps, offset, casting, forward, _, _ = call
     if x.numel() == 0:
         return torch.empty_like(x), x.new_empty(0, dtype=compute_dtype(x.dtype))  # nothing to fill
     y, rstd = forward(_as_rows(x, n), _as_vector(weight), _as_vector(bias), eps, offset, casting)
@@ -115,34 +117,30 @@ def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _fit(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, n: int) -> bool:
-    """Whether all is as the forward left it. Hooks of saved tensors may return anything, and dy be anything."""
+def _are_as_saved(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    saved_x: ref[Tensor],
+    saved_weight: ref[Tensor] | None,
+    saved_rstd: ref[Tensor],
+) -> bool:
+    """Whether dy is plain and the others are the very objects that the gate let through in the forward: then no hook of
+    saved tensors has put others in their place. To ask each of them anew would take 4 us."""
     return (
-        is_plain(dy)
-        and is_plain(x)
-        and is_plain(rstd)
-        and dy.dtype is x.dtype
-        and rstd.dtype is compute_dtype(x.dtype)
-        and dy.shape == x.shape
-        and rstd.numel() * n == x.numel()
-        and rstd.is_contiguous()
-        and rstd.device == x.device == dy.device
-        and (
-            weight is None
-            or (
-                is_plain(weight)
-                and (weight.dtype is x.dtype or weight.dtype is torch.float32)
-                and weight.numel() == n
-                and weight.device == x.device
-            )
-        )
+        saved_x() is x
+        and saved_rstd() is rstd
+        and (saved_weight is None or (saved_weight() is weight and weight.data_ptr() != 0))
+        and x.data_ptr() != 0  # FSDP frees memory behind tensors that stay
+        and is_plain(dy)
     )
 
 
 def _backward_of_others(
     x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, call: Call, needs_dw: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`run_backward` of whatever `_fit` did not let through: made plain, chosen for anew, or an error."""
+    """`run_backward` of whatever is not as it was saved: made plain, chosen for anew, or an error."""
     n, eps, offset, casting, forward, _, name = call
     dy, x, weight, rstd = map(gate.resolved, (dy, x, weight, rstd))
     # Batches of gradients, and gradients with tangents, are the reference's for every backend, as gradients of

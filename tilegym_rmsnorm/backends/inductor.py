@@ -7,9 +7,10 @@ C++ compiler.
 One compilation per width, dtypes and casting, shared by all batch sizes, row strides, eps and offsets. M = 1, rows
 without gaps, and offsets of 0 and 1 have their own: the compiler always takes these for constants.
 
-Where torch.compile fails for reasons of its own, the reference runs as it is, with one warning: under a dispatch mode,
-in a state of the process (number of threads, modes, ...) beyond the eight that Dynamo compiles for, or where the
-compiler breaks. What the caller must hear of, such as a lack of memory, is raised.
+Where torch.compile fails for reasons of its own, the reference runs as it is, with one warning: in a state of the
+process (number of threads, ...) beyond the eight that Dynamo compiles for, or where the compiler breaks. What the
+caller must hear of, such as a lack of memory, is raised. Dispatch modes, in which Dynamo fails too, are not seen here
+(gate.out_of_sight).
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tilegym_rmsnorm.backends import checks
 from tilegym_rmsnorm.reference import rms_norm_backward_torch, rms_norm_forward_torch
@@ -44,7 +44,6 @@ _COMPILER_PACKAGES = (
     "torch.fx.",
 )
 _REMEDY = 'name backend="triton" (CUDA devices) or backend="torch" to choose what runs'
-_len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 
 
 def unusable(request: Request | None) -> Unusable | None:
@@ -115,10 +114,6 @@ def _run(
 ) -> Any:
     """function(*tensors, *rest), compiled where that can be. tensors[0] is x; all of them are N wide, or None."""
     with _one_mode(tensors[0]):
-        if _len_torch_dispatch_stack():
-            # Dynamo would skip the code for good: every later call of it would fail (torch 2.13) or be slow (2.11).
-            _warn_of_dispatch_modes()
-            return function(*tensors, *rest)
         program = _program(function, *specialization)
         try:
             return program.get()(*_aliases(*tensors), *rest)
@@ -233,17 +228,6 @@ def _is_passing(exception: Exception) -> bool:
     stance = getattr(getattr(eval_frame, "_stance", None), "stance", "default")
     is_traced_by_fx = getattr(_symbolic_trace, "_is_fx_tracing_flag", False)
     return isinstance(exception, exc.RecompileError) or stance != "default" or is_traced_by_fx
-
-
-@functools.cache
-def _warn_of_dispatch_modes() -> None:
-    """Once a process: selective checkpointing has two modes, and all of a model's norms run under them."""
-    mode = type(_get_current_dispatch_mode()).__name__
-    warnings.warn(
-        f'backend "inductor": torch.compile does not run under dispatch modes, here {mode}. The reference runs in its '
-        f"place: right, and slower. To mend it: leave the mode, or {_REMEDY}.",
-        stacklevel=2,
-    )
 
 
 def _aliases(*tensors: Tensor | None) -> list[Tensor | None]:
