@@ -12,8 +12,10 @@ The kernels compute it with rstd moved to dy, six instructions an element instea
     h = dy * rstd      g = h * (weight + offset)      c = mean_j(x * g)
     dx = g - x * (c * rstd^2)                         dw = sum_i h * x
 
-(So g holds rstd here, and not in reference.py.) Where float32 cannot hold h or c * rstd^2, as between 1e-38 and 3e38,
-dx or dw is lost that the first form would keep: with x of 1e-19 and no eps, or with x of 1e10 and dy of 1e-26.
+(So g holds rstd here, and not in reference.py.) The range is narrower than the first form's: dx and dw are right where
+dy * rstd and dy * (weight + offset) times rstd and times rstd^2 are 0 or between 1.2e-38 and 3.4e38. Above that dx is
+infinite or NaN: with x of 1e-20, dy of 1 and no eps; an eps of 1e-12 allows dy * (weight + offset) of 1e26. Below it dx
+loses its second term and dw its digits: with x of 1e10 and dy of 1e-26; x of 1e9 allows dy of 1e-19.
 
 dx needs one row at a time, dw all of them. So P tile blocks walk the rows (block b takes rows b, b + P, b + 2P, ...),
 write dx, and keep the sum of *their* rows of h * x in registers. Each writes that sum once, as row b of

@@ -7,6 +7,7 @@
 
 x (M, N) has any row stride; weight (N,), y (M, N) and rstd (M,) float32 are contiguous; weight_ptr may be None.
 ROUND_XHAT (casting="llama") rounds xhat to x's dtype before it meets the weight. ALIGN divides the row stride of x.
+rstd by sqrt_rn: `tl.rsqrt` takes a subnormal mean + eps (below 1.2e-38) for 0.
 
     forward_rows      ROWS whole rows per program, x read once
     forward_chunks    one row, wider than registers hold: summed chunk by chunk, then read again (from L2, mostly)
@@ -61,7 +62,7 @@ def forward_rows(
     tsquares = tl.zeros((ROWS, WIDTH), tl.float32)
     for k in tl.static_range(TILES):
         tsquares += tx[k] * tx[k]
-    trstd = tl.rsqrt(tl.sum(tsquares, axis=1) / N + eps)
+    trstd = 1 / tl.sqrt_rn(tl.sum(tsquares, axis=1) / N + eps)
     tl.store(rstd_ptr + rows, trstd, mask=rows < M)
 
     for k in tl.static_range(TILES):
@@ -96,7 +97,7 @@ def forward_chunks(
         tx = load_columns(x_row_ptr, columns, column_mask(columns, CHUNKS * WIDTH, N), "")
         tsquares += tx * tx
 
-    rstd = tl.rsqrt(tl.sum(tsquares) / N + eps)
+    rstd = 1 / tl.sqrt_rn(tl.sum(tsquares) / N + eps)
     tl.store(rstd_ptr + row, rstd)
 
     for chunk in range(CHUNKS):
