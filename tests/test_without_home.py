@@ -103,6 +103,7 @@ def test_a_user_whose_number_has_no_name(how):
     pytest.importorskip("platformdirs", reason="platformdirs is not installed")
     caches = (tables.CACHE_VARIABLE, "XDG_CACHE_HOME", "HOME")
     environment = {name: value for name, value in os.environ.items() if name not in caches}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)  # without HOME there are no packages of the user's
     done = subprocess.run(
         [sys.executable, "-c", CHILD, how], cwd=ROOT, env=environment, capture_output=True, text=True
     )

@@ -16,7 +16,9 @@ from tilegym_rmsnorm.backends.checks import package_version
 def main(arguments: list[str] | None = None) -> int:
     """Run the command that `arguments` (default: the process's own) name; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m tilegym_rmsnorm", description="Tools of tilegym_rmsnorm."
+        prog="python -m tilegym_rmsnorm",
+        description="Tools of tilegym_rmsnorm.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # versions in one line, however narrow the terminal
     )
     parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes
 
 PLAIN_TYPES = (Tensor, Parameter)  # a subclass may answer for its properties with anything
@@ -40,6 +41,9 @@ _is_key_included = torch._C._dispatch_tls_is_dispatch_key_included
 _get_dispatch_mode = torch._C._get_dispatch_mode
 _PRE_DISPATCH, _FUNCTIONALIZE = torch._C.DispatchKey.PreDispatch, torch._C.DispatchKey.Functionalize
 _NO_DISPATCH = Tensor.__torch_dispatch__  # what a subclass without a __torch_dispatch__ of its own has
+
+# Before, Dynamo forgets that the input of an autograd.Function needs a gradient if that was computed in the graph: 0.
+_DYNAMO_TRACES_FUNCTIONS = TorchVersion(torch.__version__) >= "2.13"
 
 # The modes of PyTorch's own that record or replace what is computed; others watch it.
 _TRACING_MODES = {
@@ -110,9 +114,14 @@ def obstacle(**tensors: Tensor | None) -> str | None:
 
 def is_transformed(*tensors: Tensor | None) -> bool:
     """Whether PyTorch's own operations alone will do, whatever the backend: they are transformed by torch.func,
-    recorded, or one of the tensors has a tangent."""
+    recorded, or one of the tensors has a tangent. To Dynamo also where a tensor computes its operations itself."""
     if is_dynamo_compiling():
-        return _are_functorch_transforms_active() or is_exporting()
+        return (
+            not _DYNAMO_TRACES_FUNCTIONS
+            or _are_functorch_transforms_active()
+            or is_exporting()
+            or any(t is not None and has_own_operations(t) for t in tensors)
+        )
     return _obstacle_of_call() is not None or any(has_tangent(t) for t in tensors if t is not None)
 
 
