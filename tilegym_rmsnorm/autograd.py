@@ -54,10 +54,11 @@ class RMSNormFunction(torch.autograd.Function):
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
         dx = dw = db = None
         if needs_dx or needs_dw:
-            if torch.is_grad_enabled():  # create_graph
+            if torch.is_grad_enabled():  # in a backward only under create_graph
                 dx, dw = _differentiable_backward(x, dy, weight, ctx.call)
             elif is_dynamo_compiling():
-                run = run_backward if ctx.call[6] == "torch" else _untraced_backward
+                *_, name = ctx.call
+                run = run_backward if name == "torch" else _untraced_backward
                 dx, dw = run(x, dy, weight, rstd, ctx.call, needs_dw)
             elif _are_as_saved(dy, x, weight, rstd, *ctx.saved) and not is_watched():
                 dx, dw = run_backward(x, dy, weight, rstd, ctx.call, needs_dw)
@@ -69,15 +70,9 @@ class RMSNormFunction(torch.autograd.Function):
         return dx, dw, db, None
 
 
-# Function.apply without the Python around it, which asks for functorch and unwraps, as the gate has done: 2 us less.
-# Before torch 2.13 Dynamo does not know it.
+# Function.apply in C++, without the Python around it, which asks for functorch and unwraps, as the gate has done: 2 us.
+# Not for Dynamo, which before torch 2.13 does not know it.
 record = super(torch.autograd.Function, RMSNormFunction).apply
-
-
-def recorded(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> Tensor:
-    """y of x's shape, recorded for autograd; the last n elements of x's dimensions are a row."""
-    function = RMSNormFunction.apply if is_dynamo_compiling() else record
-    return function(x, weight, bias, call)
 
 
 def run_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
@@ -99,14 +94,15 @@ def run_backward(
         return torch.empty_like(x), torch.zeros_like(weight) if needs_dw else None  # a sum of no rows
     dx, dw = backward(_as_rows(x, n), _as_rows(dy, n), _as_vector(weight), rstd, offset, casting, needs_dw)
     if x.ndim != 2 or x.shape[1] != n:
-        dx = dx.view_as(x)  # to unpack x.shape takes view 2 us
+        dx = dx.view_as(x)  # view(x.shape) takes 2 us more, to unpack the shape
     if dw is not None and weight.ndim != 1:
         dw = dw.view_as(weight)
     return dx, dw
 
 
 def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation, called where no dispatch mode that is active sees it; the reference is for all to see."""
+    """An implementation, called where no dispatch mode that is active sees it. The reference is PyTorch's operations,
+    which modes may count, save or replace as they do any."""
     if is_dynamo_compiling() or _len_torch_dispatch_stack() == 0 or is_reference(function):
         return function
 
@@ -160,7 +156,7 @@ def _backward_of_others(
 
 @torch._disable_dynamo  # torch.compiler.disable would import Dynamo here and now
 def _untraced_backward(*arguments: Any) -> tuple[Tensor, Tensor | None]:
-    """The backward of a forward that ran outside of graphs, in one: compiled autograd traces what autograd runs."""
+    """Compiled autograd traces this backward although its forward ran a kernel: kept out of its graph."""
     return _backward_of_others(*arguments)
 
 
@@ -178,7 +174,8 @@ def _differentiable_backward(
 
 
 def _in_shape_of(x: Tensor, y: Tensor) -> Tensor:
-    """y, new and contiguous, in x's shape and no view: in-place operations on a custom Function's output refuse one."""
+    """y, new and contiguous, in x's shape, and no view: autograd forbids in-place operations on views that a custom
+    Function returns. No data is moved."""
     is_eager = not is_dynamo_compiling() and type(x) is Tensor and not _are_functorch_transforms_active()
     if is_eager and not _len_torch_dispatch_stack():  # a mode may have kept y: selective checkpointing does
         return y.resize_as_(x)  # 1 us; _unsafe_view takes 3

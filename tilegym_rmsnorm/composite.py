@@ -34,9 +34,9 @@ def rms_norm(
     x may also be complex, a jagged nested tensor, or have rows of no elements, as F.rms_norm's may.
     """
     dims = len(normalized_shape)
-    is_own = any(t is not None and has_own_operations(t) for t in (x, weight, bias))
-    is_for_aten = x.is_complex() or x.is_nested or 0 in normalized_shape
-    if is_for_aten or (is_own and not _is_sharded_within_rows(x, dims)):
+    has_subclass = any(t is not None and has_own_operations(t) for t in (x, weight, bias))
+    only_f_rms_norm_can = x.is_complex() or x.is_nested or 0 in normalized_shape
+    if only_f_rms_norm_can or (has_subclass and not _is_sharded_within_rows(x, dims)):
         return _by_f_rms_norm(x, list(normalized_shape), weight, bias, eps, offset, casting)
     return reference.rms_norm_torch(x, weight, eps, bias=bias, offset=offset, casting=casting, dims=dims)
 
@@ -59,7 +59,9 @@ def _by_f_rms_norm(
     offset: float,
     casting: str,
 ) -> Tensor:
-    """By the operation that every subclass knows: DTensor shards it without communication."""
+    """By the operation that every subclass knows: DTensor shards it without communication. Where it is not F.rms_norm
+    itself, it is F.rms_norm with the weight applied behind it, or in the wider dtype. Without a weight neither casting
+    nor offset has anything to act on."""
     if bias is None and (weight is None or (casting == "once" and offset == 0.0 and weight.dtype == x.dtype)):
         return F.rms_norm(x, normalized_shape, weight, eps)
     dtype = _wide(x, weight, bias)
@@ -77,7 +79,7 @@ def _by_f_rms_norm(
 
 
 def _wide(*tensors: Tensor | None) -> torch.dtype:
-    """The precision that computes: float32, or float64 if any of the tensors has it; complex if any is."""
+    """The dtype to compute in: float32, or float64 if any of the tensors has it; complex if any is."""
     dtype = torch.float32
     for tensor in tensors:
         if tensor is not None:

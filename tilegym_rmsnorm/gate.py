@@ -3,16 +3,23 @@
 
 """What may be handed to a kernel: the one gate in front of all of them, in the forward and in the backward.
 
-A kernel reads and writes by address, and PyTorch does not know. So a tensor must be *plain*: its values stand at its
-address, as its strides say, and are its values as they are. Many tensors are not: a DTensor, a gradient that is still
-being communicated, a tensor of zeros without memory, one with a pending minus sign, a tensor that a tracer records.
-And a call must not be one that PyTorch records or transforms, for a kernel would be missing there without a word.
+A kernel reads and writes by address, and PyTorch's dispatcher is not asked: nobody waits, unwraps or records for it.
+So a tensor must be *plain*: its values stand at its address, as its strides say, with no negation pending. Many tensors
+are not: a DTensor, a gradient that is still being communicated, a tensor of zeros without memory, one that a tracer
+records. And a call must not be one that PyTorch records or transforms: a kernel would be missing there without a word.
 
-    is_plain     the question, as cheaply as it can be asked; what it lets through needs nothing else
-    resolved     a plain tensor of the same values, where there is one: waits, materializes, copies, unwraps
-    obstacle     why kernels cannot have these tensors in this call; None if they can
+    is_plain         a tensor, asked as cheaply as can be: true where its memory can be read
+    is_watched       a call, asked as cheaply: whether anything of what follows may apply to it
+    resolved         a plain tensor of the same values, where there is one: waits, materializes, copies, unwraps
+    obstacle         why kernels cannot have these tensors in this call; None if they can
+    is_transformed   whether PyTorch's own operations alone will do, whatever the backend
 
+ops.py asks the first two in calls of a known kind, and the others in every other call; autograd.py in the backward.
 What has an obstacle goes to the reference under "auto", and is refused by a kernel asked for by name.
+
+Tangents are those of forward-mode differentiation. A functional tensor, and functionalization, stand for in-place
+operations by new tensors: AOTAutograd traces with them. The PreDispatch key is included while make_fx or export trace
+above autograd.
 """
 
 from __future__ import annotations
@@ -61,8 +68,9 @@ def is_exporting() -> bool:
 def is_plain(tensor: Tensor) -> bool:
     """Whether a kernel may be given `tensor`. False too for tensors without elements, which no kernel needs.
 
-    Only a tensor of exactly these types is asked, so that the answers are PyTorch's own. Those with nothing at an
-    address of their own (zero, functional, wrapped by torch.func, freed by FSDP) say 0 or raise.
+    Only a tensor of exactly PLAIN_TYPES is asked, so that the answers are PyTorch's own. Those with nothing at an
+    address of their own (zero, functional, wrapped by torch.func, freed by FSDP) say 0 or raise. Complex tensors and
+    those with a tangent are plain too: their values are there, and `obstacle` refuses them.
     """
     if type(tensor) not in PLAIN_TYPES:
         return False
@@ -91,7 +99,9 @@ def resolved(tensor: Any) -> Any:
     """
     if not isinstance(tensor, Tensor) or is_plain(tensor):
         return tensor
-    tensor = _waited(_unwrap_if_dead(tensor))
+    tensor = _waited(
+        _unwrap_if_dead(tensor)
+    )  # dead: kept from inside a transform of torch.func that has ended
     if has_own_operations(tensor) or _is_functorch_wrapped_tensor(tensor):
         return tensor
     if tensor._is_zerotensor():
@@ -100,8 +110,8 @@ def resolved(tensor: Any) -> Any:
 
 
 def obstacle(**tensors: Tensor | None) -> str | None:
-    """Why kernels cannot be given these `resolved` tensors here, in words; None if they can. Dynamo, which meets the
-    reference alone, finds none."""
+    """Why kernels cannot be given these `resolved` tensors here, in words; None if they can. Under Dynamo always None:
+    it traces the reference alone."""
     if is_dynamo_compiling():
         return None
     if (reason := _obstacle_of_call()) is not None:
@@ -126,7 +136,7 @@ def is_transformed(*tensors: Tensor | None) -> bool:
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether `tensor` is one of vmap's, or of autograd.grad's is_grads_batched."""
+    """Whether `tensor` is a wrapper of torch.func's, as vmap's are, or of autograd.grad's is_grads_batched."""
     return _is_legacy_batchedtensor(tensor) or _is_functorch_wrapped_tensor(tensor)
 
 
@@ -148,7 +158,7 @@ def out_of_sight() -> contextlib.AbstractContextManager[Any]:
 
 def has_no_memory(tensor: Tensor) -> bool:
     """Whether `tensor`, which is otherwise plain, has elements whose storage was freed, as FSDP does between uses.
-    PyTorch's own operations end the process there."""
+    PyTorch's own operations read address 0 there: a segmentation fault."""
     if tensor.is_meta or tensor.numel() == 0 or has_own_operations(tensor):
         return False
     try:

@@ -18,7 +18,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from tilegym_rmsnorm import composite, gate, known, reference, registry
-from tilegym_rmsnorm.autograd import record, recorded, run_backward, run_forward, unseen
+from tilegym_rmsnorm.autograd import RMSNormFunction, record, run_backward, run_forward, unseen
 from tilegym_rmsnorm.gate import is_watched
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import Request, dispatch, get_current_backend
@@ -114,7 +114,8 @@ def rms_norm(
     y = input * rstd * (weight + offset) + bias over the last len(normalized_shape) dimensions, which hold N elements;
     rstd = 1 / sqrt(mean(input^2) + eps). Computed in float32 (float64 for float64 tensors), y of input's dtype.
 
-    input             (*, *normalized_shape), float16, bfloat16, float32 or float64, any strides
+    input             (*, *normalized_shape), float16, bfloat16, float32 or float64, any strides; also what F.rms_norm
+                      takes and no kernel does: complex, jagged nested, a DTensor, rows of no elements
     weight, bias      normalized_shape, any of these dtypes; None: a factor of 1 (whatever the offset), nothing added
     eps               None: the machine epsilon of float32 (of float64 for float64 input)
     offset            added to weight in the precision that computes: 1 for Gemma, whose weights are stored minus 1
@@ -150,9 +151,8 @@ def rms_norm(
                 if call[5] is not None:
                     return record(input, weight, None, call)
         tensors = (input, weight, bias, residual)
-        is_nested = (
-            isinstance(input, Tensor) and input.is_nested
-        )  # whose protocol takes PyTorch's functions alone
+        # The __torch_function__ of nested tensors takes PyTorch's own functions alone; F.rms_norm is called below.
+        is_nested = isinstance(input, Tensor) and input.is_nested
         if has_torch_function_variadic(*tensors) and not is_nested:
             options = {"bias": bias, "offset": offset, "residual": residual, "casting": casting}
             return handle_torch_function(
@@ -190,7 +190,8 @@ def rms_norm(
     elif _is_differentiated(x, weight, bias):
         # now: the choice in effect may be another later
         backward = dispatch("rms_norm_backward", request, backend)
-        y = recorded(x, weight, bias, (n, eps, offset, casting, unseen(forward), backward, backend))
+        apply = RMSNormFunction.apply if is_dynamo_compiling() else record
+        y = apply(x, weight, bias, (n, eps, offset, casting, unseen(forward), backward, backend))
         _remember(request, backend, forward, backward, is_autocast)
     else:
         y, _ = run_forward(x, weight, bias, (n, eps, offset, casting, unseen(forward), None, backend))
