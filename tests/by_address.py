@@ -68,6 +68,14 @@ def rms_norm_backward(x, dy, weight, rstd, offset, casting, needs_dw):
     return dx, dw
 
 
+def _unusable(request: registry.Request | None) -> registry.Unusable | None:
+    if request is None:
+        return None
+    if request.device.type != "cpu":
+        return registry.Unusable("it reads a CPU's addresses", 'use backend="torch"')
+    return checks.tensors_unusable(request)
+
+
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put this backend in the place of "cutile": by name, and first of those that "auto" tries, as on a GPU."""
     for backend in registry.AUTO_ORDER:  # now: what is loaded while this lasts would be forgotten with it
@@ -76,7 +84,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = types.SimpleNamespace(
         AUTO_ON_CPU=True,
         IMPLEMENTATION=registry._probe("torch").IMPLEMENTATION,  # nothing to import
-        unusable=lambda request: None if request is None else checks.tensors_unusable(request),
+        unusable=_unusable,
     )
     impls = {
         ("rms_norm_forward", "cutile"): rms_norm_forward,

@@ -304,3 +304,75 @@ def test_functional_tensors(backend, tensors, is_known):
     if backend != "auto":
         with pytest.raises(BackendUnavailableError, match="dy is a functional tensor"):
             torch.autograd.grad(y, x, functional_dy)
+
+
+CHANGED = {  # by `.data =`, which autograd's versions do not see: what F.rms_norm makes of it
+    "weight shorter": (1, lambda t: t[:4].clone(), ValueError, "weight, as unpacked .* 8 elements"),
+    "weight longer": (1, lambda t: torch.cat([t, t]), ValueError, "weight, as unpacked .* 8 elements"),
+    "weight on another device": (1, lambda t: t.to("meta"), (ValueError, RuntimeError), "device|meta|type"),
+    "x longer": (0, lambda t: torch.cat([t, t]), ValueError, "x, as unpacked .* the shape of dy"),
+    "x of another dtype": (0, lambda t: t.double(), TypeError, "x, as unpacked .* the dtype of dy"),
+    "x with a minus sign": (0, lambda t: torch._neg_view(-t), None, ""),
+    "weight with a minus sign": (1, lambda t: torch._neg_view(-t), None, ""),
+    "weight of other strides": (1, lambda t: torch.stack([t, t * torch.nan], -1)[:, 0], None, ""),
+    "rstd of other strides": (2, lambda t: torch.stack([t, t * torch.nan], -1)[:, 0], None, ""),
+    "rstd shorter": (2, lambda t: t[:2].clone(), ValueError, "rstd, as unpacked"),
+    "rstd freed": (2, freed, ValueError, "rstd: expected memory behind its elements"),
+}
+
+
+@pytest.mark.parametrize(("index", "change", "error", "text"), CHANGED.values(), ids=CHANGED)
+def test_data_changed_between_forward_and_backward(backend, tensors, index, change, error, text):
+    x, weight, dy = tensors
+    expected = gradients_of_theirs(x, weight, dy)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    tensor = y.grad_fn.saved_tensors[index]
+    with torch.no_grad():
+        try:
+            tensor.data = change(tensor.detach())
+        except RuntimeError as refused:  # PyTorch allows no other device there
+            pytest.skip(str(refused))
+    if error is None:
+        check(torch.autograd.grad(y, (x, weight), dy), expected)
+    else:
+        with pytest.raises(error, match=text):
+            torch.autograd.grad(y, (x, weight), dy)
+
+
+def test_a_weight_made_double_after_the_forward(backend, tensors):
+    """As module.double() does: no kernel is for that pair; "auto" has a backend that is."""
+    x, weight, dy = tensors
+    expected = gradients_of_theirs(x, weight, dy)[0]
+    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    weight.data = weight.data.double()
+    if backend in ("cutile", "triton"):
+        with pytest.raises(BackendUnavailableError, match="not torch.float64"):
+            torch.autograd.grad(y, x, dy)
+    else:
+        check(torch.autograd.grad(y, x, dy), [expected])
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_memory_freed_before_the_backward(backend, tensors, create_graph):
+    """Under create_graph the process ended."""
+    x, weight, dy = tensors
+    held = x * 1.0
+    y = rms_norm(held, (N,), weight, 1e-6, backend=backend)
+    held.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="x: expected memory behind its elements"):
+        torch.autograd.grad(y, weight, dy, create_graph=create_graph)
+
+
+def test_parameters_can_be_swapped_while_y_lives(backend, tensors):
+    """By torch.utils.swap_tensors, which refuses tensors that are weakly referenced."""
+    x, weight, dy = tensors
+    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    y.backward(dy)
+    torch.utils.swap_tensors(weight, torch.zeros_like(weight))
+
+
+def test_a_sparse_gradient_is_named(backend, tensors):
+    x, weight, dy = tensors
+    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    with pytest.raises(TypeError, match="dy: expected layout torch.strided, got torch.sparse_coo"):
+        torch.autograd.grad(y, (x, weight), dy.to_sparse())

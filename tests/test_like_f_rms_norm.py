@@ -237,3 +237,69 @@ def test_use_backend_nests_and_repeats():
     with pytest.raises(ZeroDivisionError), use_backend("torch"):
         raise ZeroDivisionError
     assert get_current_backend() == "auto"
+
+
+def test_one_block_in_several_threads_and_tasks():
+    """They ended in each other's, and stayed there."""
+    import asyncio
+    import threading
+
+    from tilegym_rmsnorm import get_current_backend
+
+    block, seen, meeting = use_backend("torch"), [], threading.Barrier(2)
+
+    def work():
+        meeting.wait()
+        with block:
+            meeting.wait()
+            seen.append(get_current_backend())
+            meeting.wait()
+        seen.append(get_current_backend())
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == ["auto", "auto", "torch", "torch"]
+
+    async def task():
+        with block:
+            await asyncio.sleep(0)
+            inside = get_current_backend()
+            await asyncio.sleep(0)
+        return inside, get_current_backend()
+
+    async def both():
+        return await asyncio.gather(task(), task())
+
+    assert asyncio.run(both()) == [("torch", "auto")] * 2
+
+
+def test_use_backend_decorates_plain_functions_alone():
+    """A coroutine's body ran on another backend, without a word."""
+
+    async def coroutine():
+        pass
+
+    def generator():
+        yield
+
+    for function in (coroutine, generator):
+        with pytest.raises(TypeError, match="use_backend: expected a plain function"):
+            use_backend("torch")(function)
+
+
+@pytest.mark.parametrize("name", [None, "torch"])
+def test_transforms_inside_torch_compile(name):
+    """Dynamo could not go on behind the call that it left out."""
+    torch._dynamo.reset()
+    x = torch.randn(3, N)
+
+    def gradient(norm):
+        return torch.func.grad(lambda rows: norm(rows).sin().sum())
+
+    compiled = torch.compile(
+        lambda x: gradient(lambda rows: rms_norm(rows, (N,), None, 1e-6, backend=name))(x), backend="eager"
+    )
+    torch.testing.assert_close(compiled(x), gradient(lambda rows: F.rms_norm(rows, (N,), None, 1e-6))(x))

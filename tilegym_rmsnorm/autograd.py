@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -21,11 +20,12 @@ from tilegym_rmsnorm import gate, reference
 from tilegym_rmsnorm.gate import is_plain, is_watched
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import Request, dispatch, is_reference
-from tilegym_rmsnorm.validation import check_saved
+from tilegym_rmsnorm.validation import check_memory, check_saved
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
+_FLOAT32, _FLOAT64 = torch.float32, torch.float64
 
 # What the implementations and the autograd function need beside tensors: n, eps, offset, casting, forward, backward,
 # and the backend as it was asked for, a name or "auto". A plain tuple: a NamedTuple takes 0.3 us to make.
@@ -43,7 +43,6 @@ class RMSNormFunction(torch.autograd.Function):
         y, rstd = run_forward(x, weight, bias, call)
         ctx.save_for_backward(x, weight, rstd)
         ctx.call = call
-        ctx.saved = ref(x), None if weight is None else ref(weight), ref(rstd)
         if bias is not None:
             ctx.bias_dtype, ctx.bias_shape = bias.dtype, bias.shape
         return y
@@ -55,12 +54,16 @@ class RMSNormFunction(torch.autograd.Function):
         dx = dw = db = None
         if needs_dx or needs_dw:
             if torch.is_grad_enabled():  # in a backward only under create_graph
+                if not is_dynamo_compiling():
+                    check_memory("x", x)
+                    if weight is not None:
+                        check_memory("weight", weight)
                 dx, dw = _differentiable_backward(x, dy, weight, ctx.call)
             elif is_dynamo_compiling():
                 *_, name = ctx.call
                 run = run_backward if name == "torch" else _untraced_backward
                 dx, dw = run(x, dy, weight, rstd, ctx.call, needs_dw)
-            elif _are_as_saved(dy, x, weight, rstd, *ctx.saved) and not is_watched():
+            elif not is_watched() and _fit(dy, x, weight, rstd, ctx.call[0]):
                 dx, dw = run_backward(x, dy, weight, rstd, ctx.call, needs_dw)
             else:
                 dx, dw = _backward_of_others(x, dy, weight, rstd, ctx.call, needs_dw)
@@ -113,30 +116,34 @@ def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _are_as_saved(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    saved_x: ref[Tensor],
-    saved_weight: ref[Tensor] | None,
-    saved_rstd: ref[Tensor],
-) -> bool:
-    """Whether dy is plain and the others are the very objects that the gate let through in the forward: then no hook of
-    saved tensors has put others in their place. To ask each of them anew would take 4 us."""
+def _fit(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, n: int) -> bool:
+    """Whether kernels can be given these as they are. dy may be any tensor. Hooks of saved tensors may put any other in
+    the place of the rest, and `tensor.data = ...` may have changed them: the version that autograd compares stays."""
+    if not (is_plain(dy) and is_plain(x) and is_plain(rstd)):
+        return False
+    dtype, index = x.dtype, x.get_device()  # -1 for a CPU; is_plain has left out other devices without memory
+    if weight is not None and not (
+        is_plain(weight)
+        and (weight.dtype is dtype or weight.dtype is _FLOAT32)
+        and weight.numel() == n
+        and weight.get_device() == index
+    ):
+        return False
     return (
-        saved_x() is x
-        and saved_rstd() is rstd
-        and (saved_weight is None or (saved_weight() is weight and weight.data_ptr() != 0))
-        and x.data_ptr() != 0  # FSDP frees memory behind tensors that stay
-        and is_plain(dy)
+        dy.dtype is dtype
+        and dy.shape == x.shape
+        and dy.get_device() == index
+        and rstd.dtype is (_FLOAT64 if dtype is _FLOAT64 else _FLOAT32)
+        and rstd.numel() * n == x.numel()
+        and rstd.get_device() == index
+        and rstd.is_contiguous()
     )
 
 
 def _backward_of_others(
     x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, call: Call, needs_dw: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`run_backward` of whatever is not as it was saved: made plain, chosen for anew, or an error."""
+    """`run_backward` of whatever `_fit` does not let through: made plain, chosen for anew, or an error."""
     n, eps, offset, casting, forward, _, name = call
     dy, x, weight, rstd = map(gate.resolved, (dy, x, weight, rstd))
     # Batches of gradients, and gradients with tangents, are the reference's for every backend, as gradients of

@@ -20,11 +20,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import importlib
+import inspect
 import logging
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -39,6 +40,7 @@ BACKEND_MODULES = {
 }
 ENVIRONMENT_VARIABLE = "TILEGYM_RMSNORM_BACKEND"
 _NAMES = (*AUTO_ORDER, "auto")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _log = logging.getLogger("tilegym_rmsnorm")
 _told: set[tuple[Any, ...]] = set()
 _ENVIRONMENT_KEY = os.environ.encodekey(ENVIRONMENT_VARIABLE)
@@ -72,8 +74,9 @@ _modules: dict[str, ModuleType] = {}
 _impls: dict[tuple[str, str], Callable[..., Any]] = {}
 _chosen: dict[tuple[str, Request, str], Callable[..., Any]] = {}
 _process_backend: str | None = None
-_context_backend: contextvars.ContextVar[str | None] = contextvars.ContextVar(
-    "tilegym_rmsnorm_backend", default=None
+# The names of the `use_backend` blocks that this thread or task is in, the innermost last.
+_context_backends: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
+    "tilegym_rmsnorm_backends", default=()
 )
 _traced_backends: list[str] = []  # of the blocks that Dynamo is tracing, and empty whenever it is not
 
@@ -124,7 +127,8 @@ def is_settled(op: str, request: Request, backend: str) -> bool:
 
 def get_current_backend() -> str:
     """The name in effect where no `backend=` is given: a backend's, or "auto"."""
-    name = _context_backend.get() or _process_backend or _environment_backend() or "auto"
+    names = _context_backends.get()
+    name = names[-1] if names else _process_backend or _environment_backend() or "auto"
     if name not in _NAMES:
         _check_name(ENVIRONMENT_VARIABLE, name, _NAMES)
     return name
@@ -145,29 +149,41 @@ class use_backend(contextlib.ContextDecorator):  # named as the function that it
     the forward once more, when the backward is called, on what is in effect then: with it, name the backend by
     `backend=` or `set_backend`.
 
-    Inside a function that torch.compile compiles it holds for the calls that are traced in its block; around that
-    function it is not seen.
+    Inside a function that torch.compile compiles it holds for the calls that are traced in its block, if it is made
+    there; around that function it is not seen.
     """
 
     def __init__(self, backend: str) -> None:
         _check_name("backend", backend, _NAMES)
         self.backend = backend
-        self._tokens: list[contextvars.Token[str | None]] = []  # one for each block that is open
+
+    def __call__(self, function: _Function) -> _Function:
+        """Decorator: the block is each call of `function`, which may be no coroutine and no generator."""
+        is_plain_function = not (
+            inspect.iscoroutinefunction(function)
+            or inspect.isgeneratorfunction(function)
+            or inspect.isasyncgenfunction(function)
+        )
+        if not is_plain_function:  # the block would end before its body begins
+            raise TypeError(
+                f"use_backend: expected a plain function, got {function!r}. Put a `with` block into its body"
+            )
+        return super().__call__(function)
 
     def _recreate_cm(self) -> use_backend:
-        return use_backend(self.backend)  # a decorated function may call itself, or run in several threads
+        return use_backend(self.backend)  # in the decorated function, where Dynamo can see it made
 
     def __enter__(self) -> None:
         if is_dynamo_compiling():  # it traces no context variables
             _traced_backends.append(self.backend)
         else:
-            self._tokens.append(_context_backend.set(self.backend))
+            _context_backends.set((*_context_backends.get(), self.backend))
 
     def __exit__(self, *_: object) -> None:
         if is_dynamo_compiling():
             _traced_backends.pop()
         else:
-            _context_backend.reset(self._tokens.pop())
+            _context_backends.set(_context_backends.get()[:-1])
 
 
 def traced_backend() -> str | None:

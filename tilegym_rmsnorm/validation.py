@@ -126,7 +126,9 @@ def check_rstd(rstd: Tensor, x: Tensor, m: int) -> None:
 
 def check_saved(x: Tensor, weight: Tensor | None, rstd: Tensor, dy: Tensor, n: int) -> None:
     """What the backward was given: dy as y was, and what autograd saved as it was saved, which hooks
-    (`torch.autograd.graph.saved_tensors_hooks`) may have changed."""
+    (`torch.autograd.graph.saved_tensors_hooks`) or `tensor.data = ...` may have changed."""
+    if dy.layout is not _STRIDED:
+        _fail(TypeError, "dy", f"layout {_STRIDED}", dy.layout)
     check_like("x, as unpacked for the backward", x, dy, "dy")
     for name, tensor in (("x", x), ("weight", weight), ("rstd", rstd), ("dy", dy)):
         if tensor is not None:
