@@ -99,7 +99,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes(mode):
-    norm = Norm()
+    norm = uncompiled()  # Dynamo compiles for eight states of a process, and each mode may be one more
     norm.check()
     with MODES[mode]():
         assert not norm.check()

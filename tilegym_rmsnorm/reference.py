@@ -79,9 +79,12 @@ def _forward(
     dims: int,
 ) -> tuple[Tensor, Tensor]:
     """y, and rstd with an extent of 1 in the place of each normalized dimension."""
-    rstd = _rstd(x, eps, tuple(range(-dims, 0)))
+    wide = x.to(
+        compute_dtype(x.dtype)
+    )  # once: where PyTorch derives the gradient of x it is rounded as often
+    rstd = _rstd(wide, eps, tuple(range(-dims, 0)))
     dtype = _joint_dtype(x, weight, bias)
-    xhat = _round_xhat(x.to(dtype) * rstd.to(dtype), x.dtype, casting)
+    xhat = _round_xhat(wide.to(dtype) * rstd.to(dtype), x.dtype, casting)
     y = xhat if weight is None else xhat * (weight.to(dtype) + offset)
     if bias is not None:
         y = y + bias.to(dtype)
