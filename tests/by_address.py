@@ -44,6 +44,7 @@ def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def rms_norm_forward(x, weight, bias, eps, offset, casting):
+    assert bias is None and casting == "once", "this backend knows no other"
     m, n = x.shape
     y, rstd = torch.empty((m, n), dtype=torch.float32), torch.empty((m,), dtype=torch.float32)
     tx = torch.tensor(array(x, m, n, x.stride(0)))

@@ -54,10 +54,6 @@ class RMSNormFunction(torch.autograd.Function):
         dx = dw = db = None
         if needs_dx or needs_dw:
             if torch.is_grad_enabled():  # in a backward only under create_graph
-                if not is_dynamo_compiling():
-                    check_memory("x", x)
-                    if weight is not None:
-                        check_memory("weight", weight)
                 dx, dw = _differentiable_backward(x, dy, weight, ctx.call)
             elif is_dynamo_compiling():
                 *_, name = ctx.call
@@ -172,6 +168,10 @@ def _differentiable_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """By the reference; rstd is computed again, so that its dependence on x counts."""
     n, eps, offset, casting, *_ = call
+    if not is_dynamo_compiling():
+        check_memory("x", x)
+        if weight is not None:
+            check_memory("weight", weight)
     rows, vector = x.reshape(-1, n), None if weight is None else weight.reshape(-1)
     rstd = reference.compute_rms_norm_rstd_torch(rows, eps)
     dx, dw = reference.rms_norm_backward_torch(

@@ -47,10 +47,9 @@ def rms_norm(
 def _is_sharded_within_rows(x: Tensor, dims: int) -> bool:
     """Whether x is a DTensor sharded in a normalized dimension. F.rms_norm would gather it, or on a CPU fail; the
     formula communicates one number a row."""
-    return any(
-        placement.is_shard() and placement.dim % x.ndim >= x.ndim - dims
-        for placement in getattr(x, "placements", ())
-    )
+    # By `dim`, which every kind of shard has: is_shard() says no to some.
+    sharded = [getattr(placement, "dim", None) for placement in getattr(x, "placements", ())]
+    return any(dim is not None and dim % x.ndim >= x.ndim - dims for dim in sharded)
 
 
 def _by_f_rms_norm(

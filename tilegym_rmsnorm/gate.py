@@ -75,7 +75,8 @@ def is_plain(tensor: Tensor) -> bool:
     if type(tensor) not in PLAIN_TYPES:
         return False
     try:
-        return tensor.data_ptr() != 0 and not tensor.is_neg()
+        # Of a view of freed memory the address is its offset.
+        return tensor.data_ptr() != tensor.storage_offset() * tensor.itemsize and not tensor.is_neg()
     except RuntimeError:
         return False
 
@@ -89,6 +90,7 @@ def is_watched() -> bool:
         or _len_torch_dispatch_stack() != 0
         or _is_traced_by_jit()
         or _is_key_included(_PRE_DISPATCH)
+        or _is_key_included(_FUNCTIONALIZE)
     )
 
 

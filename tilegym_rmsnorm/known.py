@@ -50,13 +50,13 @@ def find(
         shape, weight_dtype = x.shape, None
         if type(n) is not int or n < 1 or not shape or shape[-1] != n or x.is_neg():
             return None
-        if x.data_ptr() == 0 and 0 not in shape:
+        if x.data_ptr() == x.storage_offset() * x.itemsize and 0 not in shape:
             return None
         device = x.device
         if weight is not None:
             if type(weight) not in PLAIN_TYPES or weight.shape != (n,) or weight.device != device:
                 return None
-            if weight.data_ptr() == 0 or weight.is_neg():
+            if weight.data_ptr() == weight.storage_offset() * weight.itemsize or weight.is_neg():
                 return None
             weight_dtype = weight.dtype
     except RuntimeError:  # a tensor that has no shape, or no address

@@ -183,7 +183,12 @@ class use_backend(contextlib.ContextDecorator):  # named as the function that it
         if is_dynamo_compiling():
             _traced_backends.pop()
         else:
-            _context_backends.set(_context_backends.get()[:-1])
+            names = list(_context_backends.get())
+            last = (
+                len(names) - 1 - names[::-1].index(self.backend)
+            )  # its own, should blocks end in another order
+            del names[last]
+            _context_backends.set(tuple(names))
 
 
 def traced_backend() -> str | None:
