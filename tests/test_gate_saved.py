@@ -1,0 +1,140 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What the backward finds in the place of what the forward saved: hooks, `tensor.data = ...` and freed memory change
+it. Backends as in test_gate.py."""
+
+import pytest
+import torch
+from test_gate import N, backend, check, device, freed, freed_view, gradients_of_theirs, tensors  # noqa: F401
+
+from tilegym_rmsnorm import BackendUnavailableError, rms_norm
+
+UNPACKED = {  # what a hook makes of each saved tensor; the values are the same
+    "other strides": lambda t: torch.stack([t, torch.full_like(t, torch.nan)], dim=-1)[..., 0],
+    "columns first": lambda t: t.t().contiguous().t() if t.ndim == 2 else t,
+    "a minus sign of x": lambda t: torch._neg_view(-t) if t.ndim == 2 else t,
+    "a minus sign of the others": lambda t: t if t.ndim == 2 or t.shape == (N,) else torch._neg_view(-t),
+    "an offset": lambda t: torch.cat([t.new_full((1,), torch.nan), t.flatten()])[1:].view(t.shape),
+    "a subclass": lambda t: t.as_subclass(Named),
+    "another copy": lambda t: t.clone(),
+}
+
+
+class Named(torch.Tensor):
+    """A subclass that leaves its operations to PyTorch."""
+
+
+@pytest.mark.parametrize("unpack", UNPACKED.values(), ids=UNPACKED)
+def test_what_hooks_of_saved_tensors_return(backend, tensors, unpack):  # noqa: F811
+    """rstd with other strides was read as packed: NaN."""
+    x, weight, dy = tensors
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), unpack):
+        y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    check(torch.autograd.grad(y, (x, weight), dy), gradients_of_theirs(x, weight, dy))
+
+
+def test_saved_tensors_that_are_offloaded(backend, tensors):  # noqa: F811
+    x, weight, dy = tensors
+    with torch.autograd.graph.save_on_cpu():
+        y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    check(torch.autograd.grad(y, (x, weight), dy), gradients_of_theirs(x, weight, dy))
+
+
+WRONG = {
+    "x of another dtype": (
+        0,
+        lambda t: t.half(),
+        TypeError,
+        "x, as unpacked for the backward: .* dtype of dy",
+    ),
+    "x shorter": (0, lambda t: t[1:], ValueError, "x, as unpacked for the backward: .* the shape of dy"),
+    "weight longer": (1, lambda t: torch.cat([t, t]), ValueError, "weight, as unpacked .* 8 elements"),
+    "weight elsewhere": (1, lambda t: t.to("meta"), ValueError, "weight, as unpacked .* the device of x"),
+    "rstd shorter": (2, lambda t: t[1:], ValueError, r"rstd, as unpacked .* shape \(6,\)"),
+    "rstd of 16 bits": (2, lambda t: t.bfloat16(), ValueError, "rstd, as unpacked .* torch.float32"),
+    "rstd freed": (2, lambda t: freed(t), ValueError, "rstd: expected memory behind its elements"),
+    "x freed": (0, lambda t: freed(t), ValueError, "x: expected memory behind its elements"),
+    "x a view of freed memory": (0, lambda t: freed_view(t), ValueError, "x: expected memory behind its"),
+    "weight a view of freed memory": (1, lambda t: freed_view(t), ValueError, "weight: expected memory"),
+}
+
+
+@pytest.mark.parametrize(("index", "unpack", "error", "text"), WRONG.values(), ids=WRONG)
+def test_what_hooks_may_not_return(backend, tensors, index, unpack, error, text):  # noqa: F811
+    x, weight, dy = tensors
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor.detach())
+        return len(saved) - 1
+
+    def unpacked(number):
+        return unpack(saved[number]) if number == index else saved[number]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpacked):
+        y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    with pytest.raises(error, match=text):
+        torch.autograd.grad(y, (x, weight), dy)
+
+
+CHANGED = {  # by `.data =`, which autograd's versions do not see: what F.rms_norm makes of it
+    "weight shorter": (1, lambda t: t[:4].clone(), ValueError, "weight, as unpacked .* 8 elements"),
+    "weight longer": (1, lambda t: torch.cat([t, t]), ValueError, "weight, as unpacked .* 8 elements"),
+    "x longer": (0, lambda t: torch.cat([t, t]), ValueError, "x, as unpacked .* the shape of dy"),
+    "x of another dtype": (0, lambda t: t.double(), TypeError, "x, as unpacked .* the dtype of dy"),
+    "x with a minus sign": (0, lambda t: torch._neg_view(-t), None, ""),
+    "weight with a minus sign": (1, lambda t: torch._neg_view(-t), None, ""),
+    "weight of other strides": (1, lambda t: torch.stack([t, t * torch.nan], -1)[:, 0], None, ""),
+    "rstd of other strides": (2, lambda t: torch.stack([t, t * torch.nan], -1)[:, 0], None, ""),
+    "rstd shorter": (2, lambda t: t[:2].clone(), ValueError, "rstd, as unpacked"),
+    "rstd freed": (2, freed, ValueError, "rstd: expected memory behind its elements"),
+}
+
+
+@pytest.mark.parametrize(("index", "change", "error", "text"), CHANGED.values(), ids=CHANGED)
+def test_data_changed_between_forward_and_backward(backend, tensors, index, change, error, text):  # noqa: F811
+    x, weight, dy = tensors
+    expected = gradients_of_theirs(x, weight, dy)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    tensor = y.grad_fn.saved_tensors[index]
+    with torch.no_grad():
+        tensor.data = change(tensor.detach())
+    if error is None:
+        check(torch.autograd.grad(y, (x, weight), dy), expected)
+    else:
+        with pytest.raises(error, match=text):
+            torch.autograd.grad(y, (x, weight), dy)
+
+
+def test_a_weight_made_double_after_the_forward(backend, tensors):  # noqa: F811
+    """As module.double() does: no kernel is for that pair; "auto" has a backend that is."""
+    x, weight, dy = tensors
+    expected = gradients_of_theirs(x, weight, dy)[0]
+    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    weight.data = weight.data.double()
+    if backend in ("cutile", "triton"):
+        with pytest.raises(BackendUnavailableError, match="not torch.float64"):
+            torch.autograd.grad(y, x, dy)
+    else:
+        check(torch.autograd.grad(y, x, dy), [expected])
+
+
+@pytest.mark.parametrize("options", [{}, {"create_graph": True}, {"is_grads_batched": True}])
+def test_memory_freed_before_the_backward(backend, tensors, options):  # noqa: F811
+    """Under create_graph, and for batches of gradients, the process ended."""
+    x, weight, dy = tensors
+    held = x * 1.0
+    y = rms_norm(held, (N,), weight, 1e-6, backend=backend)
+    held.untyped_storage().resize_(0)
+    dy = torch.stack([dy, dy]) if "is_grads_batched" in options else dy
+    with pytest.raises(ValueError, match="x: expected memory behind its elements"):
+        torch.autograd.grad(y, weight, dy, **options)
+
+
+def test_parameters_can_be_swapped_while_y_lives(backend, tensors):  # noqa: F811
+    """By torch.utils.swap_tensors, which refuses tensors that are weakly referenced."""
+    x, weight, dy = tensors
+    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    y.backward(dy)
+    torch.utils.swap_tensors(weight, torch.zeros_like(weight))
