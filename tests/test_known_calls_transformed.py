@@ -243,3 +243,22 @@ def test_autocast_that_casts_goes_through_all_checks(is_enabled, monkeypatch, ch
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: is_enabled)
     call()
     assert len(checks) == is_enabled
+
+
+def test_a_function_mode_sees_every_call(checks):
+    """As it sees F.rms_norm: known calls went past it."""
+
+    class Seeing(torch.overrides.TorchFunctionMode):
+        seen: list = []
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            self.seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    make_known(checks)
+    expected = call()
+    for times in (1, 2, 3):
+        with Seeing():
+            assert torch.equal(call(), expected)
+        assert Seeing.seen.count(rms_norm) == times
+    assert not checks, "below the mode, which is off there, the call is a known one"

@@ -20,6 +20,7 @@ from tilegym_rmsnorm import gate, reference
 from tilegym_rmsnorm.gate import is_plain, is_watched
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import Request, dispatch, is_reference
+from tilegym_rmsnorm.resolve import resolved
 from tilegym_rmsnorm.validation import check_memory, check_saved
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -141,7 +142,7 @@ def _backward_of_others(
 ) -> tuple[Tensor, Tensor | None]:
     """`run_backward` of whatever `_fit` does not let through: made plain, chosen for anew, or an error."""
     n, eps, offset, casting, forward, _, name = call
-    dy, x, weight, rstd = map(gate.resolved, (dy, x, weight, rstd))
+    dy, x, weight, rstd = map(resolved, (dy, x, weight, rstd))
     # Batches of gradients, and gradients with tangents, are the reference's for every backend, as gradients of
     # gradients are: autograd asks for them, not the caller of rms_norm.
     if any(gate.is_batched(t) or gate.has_tangent(t) for t in (dy, x, weight, rstd) if t is not None):

@@ -29,9 +29,11 @@ def rms_norm(
     offset: float,
     casting: str,
 ) -> Tensor:
-    """y of x's shape and dtype. weight and bias have `normalized_shape`, the last dimensions of x.
+    """y of x's shape and dtype. weight and bias have `normalized_shape`, the last dimensions of x, and any floating
+    dtypes; eps, offset and casting as for `tilegym_rmsnorm.rms_norm`, which has checked them all.
 
-    x may also be complex, a jagged nested tensor, or have rows of no elements, as F.rms_norm's may.
+    x may also be complex, a jagged nested tensor, or have rows of no elements, as F.rms_norm's may. What a subclass
+    cannot compute is its own error.
     """
     dims = len(normalized_shape)
     has_subclass = any(t is not None and has_own_operations(t) for t in (x, weight, bias))
@@ -66,7 +68,7 @@ def _by_f_rms_norm(
     nor offset has anything to act on."""
     if bias is None and (weight is None or (casting == "once" and offset == 0.0 and weight.dtype == x.dtype)):
         return F.rms_norm(x, normalized_shape, weight, eps)
-    dtype = _wide(x, weight, bias)
+    dtype = reference.joint_dtype(x, weight, bias)
     scale = None if weight is None else weight.to(dtype)
     if scale is not None and offset != 0.0:
         scale = scale + offset
@@ -78,12 +80,3 @@ def _by_f_rms_norm(
     if bias is not None:
         y = y + bias.to(dtype)
     return y.to(x.dtype)
-
-
-def _wide(*tensors: Tensor | None) -> torch.dtype:
-    """The dtype to compute in: float32, or float64 if any of the tensors has it; complex if any is."""
-    dtype = torch.float32
-    for tensor in tensors:
-        if tensor is not None:
-            dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype

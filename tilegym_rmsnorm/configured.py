@@ -100,9 +100,8 @@ def _make(base: Any, defaults: dict[str, Any]) -> type:
 
 
 def _made_from(cls: type) -> tuple[Any, dict[str, Any]] | None:
-    return cls.__dict__.get(
-        "made_from"
-    )  # a subclass of a configured class is not made, though it inherits this
+    # A subclass of a configured class is not made by it, though it inherits this.
+    return cls.__dict__.get("made_from")
 
 
 def _parameters_of(cls: type) -> dict[str, Parameter]:

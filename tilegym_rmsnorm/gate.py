@@ -8,14 +8,16 @@ So a tensor must be *plain*: its values stand at its address, as its strides say
 are not: a DTensor, a gradient that is still being communicated, a tensor of zeros without memory, one that a tracer
 records. And a call must not be one that PyTorch records or transforms: a kernel would be missing there without a word.
 
-    is_plain         a tensor, asked as cheaply as can be: true where its memory can be read
-    is_watched       a call, asked as cheaply: whether anything of what follows may apply to it
-    resolved         a plain tensor of the same values, where there is one: waits, materializes, copies, unwraps
-    obstacle         why kernels cannot have these tensors in this call; None if they can
-    is_transformed   whether PyTorch's own operations alone will do, whatever the backend
+    of a tensor  is_plain            its memory can be read: asked of every tensor, so as cheaply as can be
+                 is_batched, has_tangent, has_own_operations, has_no_memory     what else it may be
+    of a call    is_watched          PyTorch records, transforms or watches it: asked of every call, as cheaply
+                 is_exporting, is_composed_in_graph                             for torch.export and Dynamo
+    of both      obstacle            why kernels cannot have these tensors in this call, in words; None if they can
+    out_of_sight                     a block that no mode sees into
 
-ops.py asks the first two in calls of a known kind, and the others in every other call; autograd.py in the backward.
-What has an obstacle goes to the reference under "auto", and is refused by a kernel asked for by name.
+ops.py asks `is_plain` and `is_watched` in calls of a known kind, and `obstacle` in every other; autograd.py asks in
+the backward. In between, resolve.py makes plain what can be made so. What has an obstacle goes to the reference under
+"auto", and is refused by a kernel asked for by name.
 
 Tangents are those of forward-mode differentiation. A functional tensor, and functionalization, stand for in-place
 operations by new tensors: AOTAutograd traces with them. The PreDispatch key is included while make_fx or export trace
@@ -25,7 +27,6 @@ above autograd.
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import Any
 
 import torch
@@ -41,7 +42,6 @@ PLAIN_TYPES = (Tensor, Parameter)  # a subclass may answer for its properties wi
 _are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 _is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 _is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
-_unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 _is_traced_by_jit = torch._C._is_tracing
 _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 _is_key_included = torch._C._dispatch_tls_is_dispatch_key_included
@@ -49,7 +49,10 @@ _get_dispatch_mode = torch._C._get_dispatch_mode
 _PRE_DISPATCH, _FUNCTIONALIZE = torch._C.DispatchKey.PreDispatch, torch._C.DispatchKey.Functionalize
 _NO_DISPATCH = Tensor.__torch_dispatch__  # what a subclass without a __torch_dispatch__ of its own has
 
-# Before, Dynamo forgets that the input of an autograd.Function needs a gradient if that was computed in the graph: 0.
+# No view of freed memory is so far from the storage's start, and nearly all memory on 64 bits is beyond.
+_TEBIBYTE = 2**40
+
+# Before torch 2.13 Dynamo loses the gradient of an autograd.Function if its input was computed in the graph: it is 0.
 _DYNAMO_TRACES_FUNCTIONS = TorchVersion(torch.__version__) >= "2.13"
 
 # The modes of PyTorch's own that record or replace what is computed; others watch it.
@@ -75,8 +78,11 @@ def is_plain(tensor: Tensor) -> bool:
     if type(tensor) not in PLAIN_TYPES:
         return False
     try:
-        # Of a view of freed memory the address is its offset.
-        return tensor.data_ptr() != tensor.storage_offset() * tensor.itemsize and not tensor.is_neg()
+        address = tensor.data_ptr()
+        # Of a view of freed memory the address is its offset. Asked where it could be: that takes two more calls.
+        if address < _TEBIBYTE and address == tensor.storage_offset() * tensor.itemsize:
+            return False
+        return not tensor.is_neg()
     except RuntimeError:
         return False
 
@@ -94,26 +100,9 @@ def is_watched() -> bool:
     )
 
 
-def resolved(tensor: Any) -> Any:
-    """`tensor`, or a plain one of the same values; what cannot be made plain, or is no tensor, is returned as it is.
-
-    Differentiable, so that gradients reach `tensor`.
-    """
-    if not isinstance(tensor, Tensor) or is_plain(tensor):
-        return tensor
-    tensor = _waited(
-        _unwrap_if_dead(tensor)
-    )  # dead: kept from inside a transform of torch.func that has ended
-    if has_own_operations(tensor) or _is_functorch_wrapped_tensor(tensor):
-        return tensor
-    if tensor._is_zerotensor():
-        return tensor.clone()  # the copy of a tensor of zeros has memory
-    return tensor.resolve_neg() if tensor.is_neg() else tensor
-
-
 def obstacle(**tensors: Tensor | None) -> str | None:
-    """Why kernels cannot be given these `resolved` tensors here, in words; None if they can. Under Dynamo always None:
-    it traces the reference alone."""
+    """Why kernels cannot be given these tensors here, which resolve.py has seen; None if they can. Under Dynamo always
+    None: it traces the reference alone."""
     if is_dynamo_compiling():
         return None
     if (reason := _obstacle_of_call()) is not None:
@@ -124,17 +113,15 @@ def obstacle(**tensors: Tensor | None) -> str | None:
     return None
 
 
-def is_transformed(*tensors: Tensor | None) -> bool:
-    """Whether PyTorch's own operations alone will do, whatever the backend: they are transformed by torch.func,
-    recorded, or one of the tensors has a tangent. To Dynamo also where a tensor computes its operations itself."""
-    if is_dynamo_compiling():
-        return (
-            not _DYNAMO_TRACES_FUNCTIONS
-            or _are_functorch_transforms_active()
-            or is_exporting()
-            or any(t is not None and has_own_operations(t) for t in tensors)
-        )
-    return _obstacle_of_call() is not None or any(has_tangent(t) for t in tensors if t is not None)
+def is_composed_in_graph(*tensors: Tensor | None) -> bool:
+    """Whether Dynamo must trace differentiable operations in the place of our autograd function: they are transformed
+    by torch.func, exported, or one of the tensors computes its operations itself."""
+    return is_dynamo_compiling() and (
+        not _DYNAMO_TRACES_FUNCTIONS
+        or _are_functorch_transforms_active()
+        or is_exporting()
+        or any(t is not None and has_own_operations(t) for t in tensors)
+    )
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -199,25 +186,3 @@ def _obstacle_of(tensor: Tensor) -> str | None:
     if is_batched(tensor):
         return "is a tensor of torch.func, outside of its transform"
     return "has a tangent of forward-mode differentiation" if has_tangent(tensor) else None
-
-
-def _waited(tensor: Tensor) -> Tensor:
-    """The result of a collective that may still be running."""
-    collectives = sys.modules.get("torch.distributed._functional_collectives")
-    if collectives is None or not isinstance(tensor, collectives.AsyncCollectiveTensor):
-        return tensor
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return _Wait.apply(tensor)
-    return tensor.wait()
-
-
-class _Wait(torch.autograd.Function):
-    """Waits, without the copy that any operation on the tensor would make."""
-
-    @staticmethod
-    def forward(ctx, tensor):
-        return tensor.wait().detach()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient

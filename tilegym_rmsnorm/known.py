@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.autograd import Call
-from tilegym_rmsnorm.gate import PLAIN_TYPES
+from tilegym_rmsnorm.gate import is_plain
 from tilegym_rmsnorm.reference import default_eps
 from tilegym_rmsnorm.registry import Request, get_current_backend, is_settled
 
@@ -40,27 +40,23 @@ def find(
     backend: str | None,
 ) -> Call | None:
     """What `rms_norm` without bias and residual makes of its arguments, or None where that takes its checks."""
-    if type(x) not in PLAIN_TYPES or type(offset) is not float or not -_INF < offset < _INF:
+    if type(offset) is not float or not -_INF < offset < _INF:
         return None
     n = normalized_shape
     if type(n) in _SEQUENCES and len(n) == 1:
         n = n[0]
-    # What follows for x and weight is `gate.is_plain`, without the calls.
-    try:
-        shape, weight_dtype = x.shape, None
-        if type(n) is not int or n < 1 or not shape or shape[-1] != n or x.is_neg():
-            return None
-        if x.data_ptr() == x.storage_offset() * x.itemsize and 0 not in shape:
-            return None
-        device = x.device
-        if weight is not None:
-            if type(weight) not in PLAIN_TYPES or weight.shape != (n,) or weight.device != device:
-                return None
-            if weight.data_ptr() == weight.storage_offset() * weight.itemsize or weight.is_neg():
-                return None
-            weight_dtype = weight.dtype
-    except RuntimeError:  # a tensor that has no shape, or no address
+    if type(n) is not int or n < 1 or not is_plain(x):
         return None
+    try:
+        shape, device, weight_dtype = x.shape, x.device, None
+    except RuntimeError:  # a nested tensor of layout torch.strided has no shape
+        return None
+    if not shape or shape[-1] != n:
+        return None
+    if weight is not None:
+        if not is_plain(weight) or weight.shape != (n,) or weight.device != device:
+            return None
+        weight_dtype = weight.dtype
     try:
         if backend is None:
             backend = get_current_backend()

@@ -22,6 +22,7 @@ from tilegym_rmsnorm.autograd import RMSNormFunction, record, run_backward, run_
 from tilegym_rmsnorm.gate import is_watched
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import Request, dispatch, get_current_backend
+from tilegym_rmsnorm.resolve import resolved
 from tilegym_rmsnorm.validation import (
     check_casting,
     check_input,
@@ -44,6 +45,7 @@ __all__ = [
 
 
 registry.load("torch")  # the one backend whose calls torch.compile traces
+_len_torch_function_stack = torch._C._len_torch_function_stack  # of the modes that see function calls
 # Whether this torch's F.rms_norm is on autocast's list for CUDA devices.
 _HAS_AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
 
@@ -141,8 +143,9 @@ def rms_norm(
         if (
             bias is None
             and residual is None
-            and not (_HAS_AUTOCAST and torch.is_autocast_enabled("cuda"))
+            and not (_HAS_AUTOCAST and torch.is_autocast_enabled())  # of CUDA devices; to name them takes 0.2 us
             and not is_watched()
+            and not _len_torch_function_stack()
         ):
             call = known.find(input, normalized_shape, weight, eps, offset, casting, backend)
             if call is not None:
@@ -158,7 +161,7 @@ def rms_norm(
             return handle_torch_function(
                 rms_norm, tensors, input, normalized_shape, weight, eps, **options, backend=backend
             )
-        input, weight, bias, residual = map(gate.resolved, tensors)
+        input, weight, bias, residual = map(resolved, tensors)
 
     check_input("input", input, is_any_kind=True)
     n, shape = check_normalized_shape(input, normalized_shape, may_be_empty=True)
@@ -185,7 +188,7 @@ def rms_norm(
     residual_out = x = input if residual is None else input + residual
     if is_autocast:
         x, weight, bias = (None if t is None else t.to(_autocast_dtype(t.dtype)) for t in (x, weight, bias))
-    if obstacle is not None or gate.is_transformed(x, weight, bias):
+    if obstacle is not None or gate.is_composed_in_graph(x, weight, bias):
         y = composite.rms_norm(x, shape, weight, bias, eps, offset, casting)
     elif _is_differentiated(x, weight, bias):
         # now: the choice in effect may be another later
@@ -316,8 +319,8 @@ def _checked_backward(
 
 
 def _handed_over(*tensors: Any) -> tuple[Any, ...]:
-    """What was handed over, made plain where it can be; see gate.py."""
-    return tensors if is_dynamo_compiling() else tuple(map(gate.resolved, tensors))
+    """What was handed over, made plain where it can be; see resolve.py."""
+    return tensors if is_dynamo_compiling() else tuple(map(resolved, tensors))
 
 
 def _obstacle(**tensors: Tensor | None) -> str | None:

@@ -36,9 +36,18 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
+def joint_dtype(*tensors: Tensor | None) -> torch.dtype:
+    """The precision in which these tensors are computed together: that of the widest of them, complex if any is."""
+    dtype = torch.float32
+    for tensor in tensors:
+        if tensor is not None:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
 def compute_rms_norm_rstd_torch(x: Tensor, eps: float | None = None) -> Tensor:
     """1 / sqrt(mean of x^2 over the last dimension + eps), shape (M,), float32 (float64 for float64 x)."""
-    return _rstd(x, eps, (-1,)).reshape(-1)
+    return _rstd(x.to(compute_dtype(x.dtype)), eps, (-1,)).reshape(-1)
 
 
 def rms_norm_forward_torch(
@@ -65,7 +74,10 @@ def rms_norm_torch(
     casting: str = "once",
     dims: int = 1,
 ) -> Tensor:
-    """y alone, over the last `dims` dimensions, whose shape weight and bias have. Nothing is flattened."""
+    """y alone, of x's shape and dtype, over the last `dims` dimensions, whose shape weight and bias have.
+
+    Nothing is flattened, so that tensors that are sharded or jagged in the middle can pass.
+    """
     return _forward(x, weight, eps, bias, offset, casting, dims)[0]
 
 
@@ -79,11 +91,10 @@ def _forward(
     dims: int,
 ) -> tuple[Tensor, Tensor]:
     """y, and rstd with an extent of 1 in the place of each normalized dimension."""
-    wide = x.to(
-        compute_dtype(x.dtype)
-    )  # once: where PyTorch derives the gradient of x it is rounded as often
+    # Once: where PyTorch derives the gradient of x, it is rounded as often.
+    wide = x.to(compute_dtype(x.dtype))
     rstd = _rstd(wide, eps, tuple(range(-dims, 0)))
-    dtype = _joint_dtype(x, weight, bias)
+    dtype = joint_dtype(x, weight, bias)
     xhat = _round_xhat(wide.to(dtype) * rstd.to(dtype), x.dtype, casting)
     y = xhat if weight is None else xhat * (weight.to(dtype) + offset)
     if bias is not None:
@@ -91,9 +102,9 @@ def _forward(
     return y.to(x.dtype), rstd
 
 
-def _rstd(x: Tensor, eps: float | None, dims: tuple[int, ...]) -> Tensor:
-    mean_square = x.to(compute_dtype(x.dtype)).square().mean(dim=dims, keepdim=True)
-    return torch.rsqrt(mean_square + (default_eps(x.dtype) if eps is None else eps))
+def _rstd(wide: Tensor, eps: float | None, dims: tuple[int, ...]) -> Tensor:
+    mean_square = wide.square().mean(dim=dims, keepdim=True)
+    return torch.rsqrt(mean_square + (default_eps(wide.dtype) if eps is None else eps))
 
 
 def rms_norm_backward_torch(
@@ -109,7 +120,7 @@ def rms_norm_backward_torch(
 
     dy has x's shape; rstd (M,) comes from the forward or from `compute_rms_norm_rstd_torch`.
     """
-    dtype = _joint_dtype(x, weight)
+    dtype = joint_dtype(x, weight)
     rstd, dy = _per_row(rstd, x, dtype), dy.to(dtype)
     xhat = x.to(dtype) * rstd
     g = dy if weight is None else dy * (weight.to(dtype) + offset)
@@ -119,11 +130,6 @@ def rms_norm_backward_torch(
     if weight is not None:
         dw = (dy * _round_xhat(xhat, x.dtype, casting)).reshape(-1, x.shape[-1]).sum(dim=0).to(weight.dtype)
     return dx.to(x.dtype), dw
-
-
-def _joint_dtype(*tensors: Tensor | None) -> torch.dtype:
-    is_double = any(tensor is not None and tensor.dtype == torch.float64 for tensor in tensors)
-    return torch.float64 if is_double else torch.float32
 
 
 def _per_row(rstd: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:

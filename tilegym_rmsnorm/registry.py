@@ -184,10 +184,8 @@ class use_backend(contextlib.ContextDecorator):  # named as the function that it
             _traced_backends.pop()
         else:
             names = list(_context_backends.get())
-            last = (
-                len(names) - 1 - names[::-1].index(self.backend)
-            )  # its own, should blocks end in another order
-            del names[last]
+            # Its own name, should blocks end in another order.
+            del names[len(names) - 1 - names[::-1].index(self.backend)]
             _context_backends.set(tuple(names))
 
 
