@@ -23,6 +23,8 @@ from helpers import BACKENDS, HAS_GPU, why_skip
 from tilegym_rmsnorm import known, ops, registry
 from tilegym_rmsnorm.backends.cutile import tables, toolchain
 
+pytest_plugins = ("gate_cases",)  # its fixtures are asked for in several files
+
 # Files of the longest tests.
 LONG = ("test_compile", "test_pipelines", "test_pipelines_variants", "test_teams")
 # Files of tests that never touch a GPU: on a machine with one they run beside those that do.

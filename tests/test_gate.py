@@ -3,58 +3,15 @@
 
 """Tensors that are no plain memory, in front of every kernel: they are made plain, or the kernel is not launched.
 
-Each ended in a wrong result, a dead CUDA context or an error that F.rms_norm does not have. "by address" is a backend
-that reads addresses on a CPU (by_address.py); the others run as they do here, on a GPU by their kernels.
+Each ended in a wrong result, a dead CUDA context or an error that F.rms_norm does not have. Fixtures as in
+gate_cases.py.
 """
 
-import by_address
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import DEVICE, why_skip
+from gate_cases import M, N, check, freed, freed_view, gradients_of_theirs, theirs
 
 from tilegym_rmsnorm import BackendUnavailableError, rms_norm, rms_norm_backward, rms_norm_forward
-
-M, N = 6, 8
-KERNELS = ("by address", "cutile", "triton", "inductor")
-
-
-@pytest.fixture(params=[*KERNELS, "auto", "auto by address"])
-def backend(request, monkeypatch):
-    """The name to ask for."""
-    if "by address" in request.param:
-        by_address.use(monkeypatch)
-        return "auto" if "auto" in request.param else "cutile"
-    if reason := None if request.param == "auto" else why_skip(request.param):
-        pytest.skip(reason)
-    return request.param
-
-
-@pytest.fixture
-def device(request, backend, monkeypatch):
-    """Where the tensors are: by address on the CPU, else where the tests run."""
-    return torch.device("cpu") if "by address" in request.node.callspec.id else DEVICE
-
-
-@pytest.fixture
-def tensors(device):
-    """x, weight and dy, random; x and weight are leaves that require grad."""
-    torch.manual_seed(0)
-    x, weight = torch.randn(M, N, device=device), torch.rand(N, device=device) + 0.5
-    return x.requires_grad_(), weight.requires_grad_(), torch.randn(M, N, device=device)
-
-
-def theirs(x, weight, eps=1e-6):
-    return F.rms_norm(x, (N,), weight, eps)
-
-
-def gradients_of_theirs(x, weight, dy):
-    return torch.autograd.grad(theirs(x, weight), (x, weight), dy)
-
-
-def check(got, expected):
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
 
 
 class Scattered(torch.autograd.Function):
@@ -75,19 +32,20 @@ needs_distributed = pytest.mark.skipif(not torch.distributed.is_available(), rea
 
 
 @needs_distributed
-def test_a_gradient_that_is_still_communicated(backend, tensors):
+def test_a_gradient_that_is_still_communicated(asked_for, tensors):
     x, weight, dy = tensors
-    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     check(torch.autograd.grad(Scattered.apply(y), (x, weight), dy), gradients_of_theirs(x, weight, dy))
 
 
 @needs_distributed
-def test_a_gradient_from_reduce_scatter(backend, tensors, device):
+def test_a_gradient_from_reduce_scatter(asked_for, tensors):
     """By the collective itself, where the process group has it."""
     import torch.distributed as dist
     import torch.distributed._functional_collectives as collectives
 
-    if dist.is_initialized() or device.type != "cpu":
+    x, weight, dy = tensors
+    if dist.is_initialized() or not x.is_cpu:
         pytest.skip("needs a process group of its own, on CPUs")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -103,8 +61,7 @@ def test_a_gradient_from_reduce_scatter(backend, tensors, device):
                 assert isinstance(scattered, collectives.AsyncCollectiveTensor)
                 return scattered
 
-        x, weight, dy = tensors
-        y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+        y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
         check(torch.autograd.grad(Gather.apply(y), (x, weight), dy), gradients_of_theirs(x, weight, dy))
     finally:
         dist.destroy_process_group()
@@ -112,67 +69,67 @@ def test_a_gradient_from_reduce_scatter(backend, tensors, device):
 
 @needs_distributed
 @pytest.mark.parametrize("needs_grad", [True, False])
-def test_an_input_that_is_still_communicated(backend, tensors, needs_grad):
+def test_an_input_that_is_still_communicated(asked_for, tensors, needs_grad):
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     x, weight, dy = tensors
     waiting = AsyncCollectiveTensor(x.detach().clone()).requires_grad_(needs_grad)
-    y = rms_norm(waiting, (N,), weight, 1e-6, backend=backend)
+    y = rms_norm(waiting, (N,), weight, 1e-6, backend=asked_for)
     assert type(y) is torch.Tensor
     check([y], [theirs(x, weight)])
     wanted = (waiting, weight) if needs_grad else (weight,)
     check(torch.autograd.grad(y, wanted, dy), gradients_of_theirs(x, weight, dy)[-len(wanted) :])
-    check([rms_norm_forward(waiting, weight, 1e-6, backend=backend)[0]], [theirs(x, weight)])
+    check([rms_norm_forward(waiting, weight, 1e-6, backend=asked_for)[0]], [theirs(x, weight)])
 
 
-def test_a_gradient_without_memory(backend, tensors):
+def test_a_gradient_without_memory(asked_for, tensors):
     x, weight, _ = tensors
     zero = torch._efficientzerotensor(x.shape, device=x.device)
-    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     check(torch.autograd.grad(y, (x, weight), zero), (torch.zeros_like(x), torch.zeros_like(weight)))
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_zeros_without_memory(backend, tensors, is_known):
+def test_zeros_without_memory(asked_for, tensors, is_known):
     x, weight, dy = tensors
     zero = torch._efficientzerotensor(x.shape, device=x.device)
     zero_weight = torch._efficientzerotensor(weight.shape, device=x.device)
     if is_known:
-        rms_norm(x, (N,), weight, 1e-6, backend=backend)
+        rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     for arguments in ((zero, weight), (x, zero_weight), (zero, None)):
-        y = rms_norm(arguments[0], (N,), arguments[1], 1e-6, backend=backend)
+        y = rms_norm(arguments[0], (N,), arguments[1], 1e-6, backend=asked_for)
         assert torch.equal(y, torch.zeros_like(x))
     leaf = torch._efficientzerotensor(x.shape, device=x.device).requires_grad_()
-    y = rms_norm(leaf, (N,), weight, 1.0, backend=backend)
+    y = rms_norm(leaf, (N,), weight, 1.0, backend=asked_for)
     check(torch.autograd.grad(y, leaf, dy), [dy * weight])
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_a_pending_minus_sign(backend, tensors, is_known):
+def test_a_pending_minus_sign(asked_for, tensors, is_known):
     x, weight, dy = tensors
     if is_known:
-        rms_norm(x, (N,), weight, 1e-6, backend=backend)
+        rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     minus = [torch._neg_view(-tensor.detach()).requires_grad_() for tensor in tensors]
     assert all(tensor.is_neg() for tensor in minus)
     expected, expected_grads = theirs(x, weight), gradients_of_theirs(x, weight, dy)
     for arguments in ((minus[0], weight, dy), (x, minus[1], dy), (x, weight, minus[2].detach()), minus):
         for needs_grad in (True, False):
             with torch.set_grad_enabled(needs_grad):
-                y = rms_norm(*(arguments[0], (N,), arguments[1], 1e-6), backend=backend)
+                y = rms_norm(*(arguments[0], (N,), arguments[1], 1e-6), backend=asked_for)
             check([y], [expected])
             if needs_grad:
                 check(torch.autograd.grad(y, arguments[:2], arguments[2]), expected_grads)
     with torch.no_grad():
-        _, rstd = rms_norm_forward(minus[0], minus[1], 1e-6, backend=backend)
-        got = rms_norm_backward(minus[0], minus[2], minus[1], torch._neg_view(-rstd), backend=backend)
+        _, rstd = rms_norm_forward(minus[0], minus[1], 1e-6, backend=asked_for)
+        got = rms_norm_backward(minus[0], minus[2], minus[1], torch._neg_view(-rstd), backend=asked_for)
     check(got, expected_grads)
 
 
-def test_gradients_mapped_by_vmap(backend, tensors):
+def test_gradients_mapped_by_vmap(asked_for, tensors):
     """PyTorch's documented pattern for Jacobians."""
     x, weight, _ = tensors
     dys = torch.randn(3, M, N, device=x.device)
-    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     for wanted in ((x,), (x, weight)):
         got = torch.vmap(lambda dy, wanted=wanted: torch.autograd.grad(y, wanted, dy, retain_graph=True))(dys)
         each = [torch.autograd.grad(theirs(x, weight), wanted, dy) for dy in dys]
@@ -181,21 +138,7 @@ def test_gradients_mapped_by_vmap(backend, tensors):
     check(got, [torch.autograd.grad(theirs(x, weight), x, dy)[0] for dy in dys])
 
 
-def freed(tensor):
-    tensor = tensor.clone()
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-def freed_view(tensor):
-    """As FSDP's parameters are: its address is its offset, not 0."""
-    flat = torch.cat([tensor.new_zeros(8), tensor.flatten()])
-    view = flat[8:].view(tensor.shape)
-    flat.untyped_storage().resize_(0)
-    return view
-
-
-def test_freed_memory_is_an_error_in_the_forward(backend, tensors):
+def test_freed_memory_is_an_error_in_the_forward(asked_for, tensors):
     """FSDP frees parameters between uses; the process ended."""
     x, weight, dy = (tensor.detach() for tensor in tensors)
     for make in (freed, freed_view, freed, freed_view):
@@ -203,37 +146,37 @@ def test_freed_memory_is_an_error_in_the_forward(backend, tensors):
             with pytest.raises(
                 ValueError, match=f"{name}: expected memory behind its elements, got a storage of 0"
             ):
-                rms_norm(*(arguments[0], (N,), arguments[1]), backend=backend)
-        rms_norm(x, (N,), weight, backend=backend)
+                rms_norm(*(arguments[0], (N,), arguments[1]), backend=asked_for)
+        rms_norm(x, (N,), weight, backend=asked_for)
     with pytest.raises(ValueError, match="dy: expected memory"):
-        rms_norm_backward(x, freed(dy), weight, torch.ones(M, device=x.device), backend=backend)
+        rms_norm_backward(x, freed(dy), weight, torch.ones(M, device=x.device), backend=asked_for)
 
 
-def test_a_tensor_kept_from_inside_a_transform(backend, tensors):
+def test_a_tensor_kept_from_inside_a_transform(asked_for, tensors):
     x, weight, dy = tensors
     kept = []
     torch.func.grad(lambda t: (kept.append(t), t.sum())[1])(x.detach())
     for grad_mode in (torch.no_grad, torch.enable_grad):
         with grad_mode():
-            check([rms_norm(kept[0], (N,), weight, 1e-6, backend=backend)], [theirs(x, weight)])
-    check([rms_norm_forward(kept[0], weight, 1e-6, backend=backend)[0]], [theirs(x, weight)])
-    got = torch.autograd.grad(rms_norm(kept[0], (N,), weight, 1e-6, backend=backend), weight, dy)
+            check([rms_norm(kept[0], (N,), weight, 1e-6, backend=asked_for)], [theirs(x, weight)])
+    check([rms_norm_forward(kept[0], weight, 1e-6, backend=asked_for)[0]], [theirs(x, weight)])
+    got = torch.autograd.grad(rms_norm(kept[0], (N,), weight, 1e-6, backend=asked_for), weight, dy)
     check(got, gradients_of_theirs(x, weight, dy)[1:])
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_functional_tensors(backend, tensors, is_known):
+def test_functional_tensors(asked_for, tensors, is_known):
     """As they are handed over, without their mode: the CUDA context was dead."""
     x, weight, dy = tensors
     if is_known:
-        rms_norm(x, (N,), weight, 1e-6, backend=backend)
+        rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     functional = torch._to_functional_tensor(x.detach())
     attempts = (
-        lambda: rms_norm(functional, (N,), weight, 1e-6, backend=backend),
-        lambda: rms_norm_forward(functional, weight, 1e-6, backend=backend)[0],
+        lambda: rms_norm(functional, (N,), weight, 1e-6, backend=asked_for),
+        lambda: rms_norm_forward(functional, weight, 1e-6, backend=asked_for)[0],
     )
     for attempt in attempts:
-        if backend != "auto":
+        if asked_for != "auto":
             with pytest.raises(BackendUnavailableError, match="functional tensor"):
                 attempt()
         else:
@@ -241,36 +184,36 @@ def test_functional_tensors(backend, tensors, is_known):
             assert torch._is_functional_tensor(y)
             torch._sync(y)
             check([torch._from_functional_tensor(y)], [theirs(x, weight)])
-    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     functional_dy = torch._to_functional_tensor(dy)
-    if backend != "auto":
+    if asked_for != "auto":
         with pytest.raises(BackendUnavailableError, match="dy is a functional tensor"):
             torch.autograd.grad(y, x, functional_dy)
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_functionalization_by_hand(backend, tensors, is_known):
+def test_functionalization_by_hand(asked_for, tensors, is_known):
     """In a call of a known kind a kernel was launched on address 0."""
     x, weight, _ = (tensor.detach() for tensor in tensors)
     if is_known:
-        rms_norm(x, (N,), weight, 1e-6, backend=backend)
+        rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     torch._enable_functionalization(reapply_views=True)
     try:
-        if backend != "auto":
+        if asked_for != "auto":
             with pytest.raises(BackendUnavailableError, match="functionalized"):
-                rms_norm(x, (N,), weight, 1e-6, backend=backend)
+                rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
         else:
-            y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+            y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     finally:
         torch._disable_functionalization()
-    if backend == "auto":
+    if asked_for == "auto":
         check(
             [torch._from_functional_tensor(y) if torch._is_functional_tensor(y) else y], [theirs(x, weight)]
         )
 
 
-def test_a_sparse_gradient_is_named(backend, tensors):
+def test_a_sparse_gradient_is_named(asked_for, tensors):
     x, weight, dy = tensors
-    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     with pytest.raises(TypeError, match="dy: expected layout torch.strided, got torch.sparse_coo"):
         torch.autograd.grad(y, (x, weight), dy.to_sparse())

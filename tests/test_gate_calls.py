@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: MIT
 
 """Calls that PyTorch records, transforms or watches, in front of every kernel: recorded, or seen by nobody, not burnt
-into a graph and not launched on what a mode put into memory's place. Backends as in test_gate.py."""
+into a graph and not launched on what a mode put into memory's place. Fixtures as in gate_cases.py."""
 
 import pytest
 import torch
-from test_gate import N, backend, check, device, gradients_of_theirs, tensors, theirs  # noqa: F401
+from gate_cases import N, check, gradients_of_theirs, theirs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
@@ -18,24 +18,20 @@ from torch.utils.flop_counter import FlopCounterMode
 from tilegym_rmsnorm import BackendUnavailableError, rms_norm
 
 
-def is_by_name(backend):  # noqa: F811
-    return backend != "auto"
-
-
 @pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
 @pytest.mark.parametrize("pre_dispatch", [False, True])
 @pytest.mark.parametrize("is_known", [False, True])
-def test_make_fx_records_the_norm(backend, tensors, tracing_mode, pre_dispatch, is_known):  # noqa: F811
+def test_make_fx_records_the_norm(asked_for, tensors, tracing_mode, pre_dispatch, is_known):
     """With real tensors the first y was a constant of the graph."""
     x, weight = (tensor.detach() for tensor in tensors[:2])
     if is_known:
-        rms_norm(x, (N,), weight, 1e-6, backend=backend)
+        rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
 
     def doubled(t):
-        return rms_norm(t, (N,), weight, 1e-6, backend=backend) * 2
+        return rms_norm(t, (N,), weight, 1e-6, backend=asked_for) * 2
 
     options = {"tracing_mode": tracing_mode, "pre_dispatch": pre_dispatch, "_allow_non_fake_inputs": True}
-    if is_by_name(backend):
+    if asked_for != "auto":
         with pytest.raises(BackendUnavailableError, match="make_fx records this call|FakeTensor"):
             make_fx(doubled, **options)(x)
         return
@@ -44,14 +40,14 @@ def test_make_fx_records_the_norm(backend, tensors, tracing_mode, pre_dispatch, 
     check([graph(other)], [theirs(other, weight) * 2])
 
 
-def test_make_fx_records_forward_and_backward(backend, tensors):  # noqa: F811
+def test_make_fx_records_forward_and_backward(asked_for, tensors):
     x, weight, dy = (tensor.detach() for tensor in tensors)
 
     def gradients(x, weight, dy):
         x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-        return torch.autograd.grad(rms_norm(x, (N,), weight, 1e-6, backend=backend), (x, weight), dy)
+        return torch.autograd.grad(rms_norm(x, (N,), weight, 1e-6, backend=asked_for), (x, weight), dy)
 
-    if is_by_name(backend):
+    if asked_for != "auto":
         with pytest.raises(BackendUnavailableError, match="make_fx records this call"):
             make_fx(gradients)(x, weight, dy)
         return
@@ -61,15 +57,15 @@ def test_make_fx_records_forward_and_backward(backend, tensors):  # noqa: F811
     check(graph(*others), gradients_of_theirs(*leaves, others[2]))
 
 
-def test_make_fx_records_a_backward_alone(backend, tensors):  # noqa: F811
+def test_make_fx_records_a_backward_alone(asked_for, tensors):
     """Of a forward that ran before, by a kernel: dx was a constant of the graph."""
     x, weight, dy = tensors
-    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
 
     def gradients(dy):
         return torch.autograd.grad(y, (x, weight), dy, retain_graph=True)
 
-    if is_by_name(backend):
+    if asked_for != "auto":
         with pytest.raises(BackendUnavailableError, match="make_fx records this call"):
             make_fx(gradients)(dy)
         return
@@ -77,19 +73,19 @@ def test_make_fx_records_a_backward_alone(backend, tensors):  # noqa: F811
     check(graph(other), gradients_of_theirs(x, weight, other))
 
 
-def test_real_tensors_in_a_fake_mode(backend, tensors):  # noqa: F811
+def test_real_tensors_in_a_fake_mode(asked_for, tensors):
     """What a kernel would write to has no memory there."""
     x, weight, dy = tensors
-    rms_norm(x, (N,), weight, 1e-6, backend=backend)
-    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        if is_by_name(backend):
+        if asked_for != "auto":
             with pytest.raises(BackendUnavailableError, match="FakeTensorMode is active"):
-                rms_norm(x, (N,), weight, 1e-6, backend=backend)
+                rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
             with pytest.raises(BackendUnavailableError, match="FakeTensorMode is active"):
                 torch.autograd.grad(y, x, dy)
         else:
-            assert rms_norm(x, (N,), weight, 1e-6, backend=backend).shape == x.shape
+            assert rms_norm(x, (N,), weight, 1e-6, backend=asked_for).shape == x.shape
             assert torch.autograd.grad(y, x, dy)[0].shape == x.shape
 
 
@@ -118,32 +114,32 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("is_known", [False, True])
-def test_modes_that_watch(backend, tensors, mode, is_known):  # noqa: F811
+def test_modes_that_watch(asked_for, tensors, mode, is_known):
     x, weight, dy = tensors
     expected = (theirs(x, weight), *gradients_of_theirs(x, weight, dy))
     if is_known:
-        rms_norm(x, (N,), weight, 1e-6, backend=backend)
+        rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     with mode():
-        y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+        y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
         got = (y, *torch.autograd.grad(y, (x, weight), dy))
     check([getattr(t, "a", t).detach() for t in got], expected)
-    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     check((y, *torch.autograd.grad(y, (x, weight), dy)), expected)
-    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     if mode is not Wrapping:
         with mode():
             check(torch.autograd.grad(y, (x, weight), dy), expected[1:])
 
 
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE])
-def test_selective_checkpointing(backend, tensors, policy):  # noqa: F811
+def test_selective_checkpointing(asked_for, tensors, policy):
     x, weight, dy = tensors
 
     def contexts():
         return create_selective_checkpoint_contexts(lambda *_, **__: policy)
 
     def block(x):
-        return rms_norm(x * 1.5, (N,), weight, 1e-6, backend=backend).sin()
+        return rms_norm(x * 1.5, (N,), weight, 1e-6, backend=asked_for).sin()
 
     expected = torch.autograd.grad(theirs(x * 1.5, weight).sin(), (x, weight), dy)
     for _ in range(2):
@@ -151,7 +147,7 @@ def test_selective_checkpointing(backend, tensors, policy):  # noqa: F811
         check(torch.autograd.grad(y, (x, weight), dy), expected)
 
 
-def test_a_backend_in_effect_when_the_forward_ran_serves_the_backward_in_any_thread(tensors):  # noqa: F811
+def test_a_backend_in_effect_when_the_forward_ran_serves_the_backward_in_any_thread(tensors):
     """Context variables do not reach autograd's threads."""
     import by_address
 
@@ -171,20 +167,20 @@ def test_a_backend_in_effect_when_the_forward_ran_serves_the_backward_in_any_thr
         patch.undo()
 
 
-def test_functionalize(backend, tensors):  # noqa: F811
+def test_functionalize(asked_for, tensors):
     x, weight = (tensor.detach() for tensor in tensors[:2])
 
     def norm(t):
-        return rms_norm(t, (N,), weight, 1e-6, backend=backend)
+        return rms_norm(t, (N,), weight, 1e-6, backend=asked_for)
 
-    if is_by_name(backend):
+    if asked_for != "auto":
         with pytest.raises(BackendUnavailableError, match="torch.func transforms this call"):
             torch.func.functionalize(norm)(x)
     else:
         check([torch.func.functionalize(norm)(x)], [theirs(x, weight)])
 
 
-def test_aot_function(backend, tensors):  # noqa: F811
+def test_aot_function(asked_for, tensors):
     from functorch.compile import aot_function
 
     x, weight, dy = tensors
@@ -195,9 +191,9 @@ def test_aot_function(backend, tensors):  # noqa: F811
         return graph
 
     def norm(x, weight):
-        return rms_norm(x, (N,), weight, 1e-6, backend=backend)
+        return rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
 
-    if is_by_name(backend):
+    if asked_for != "auto":
         with pytest.raises(BackendUnavailableError):
             aot_function(norm, keep, keep)(x, weight)
         return
@@ -209,12 +205,12 @@ def test_aot_function(backend, tensors):  # noqa: F811
     assert len(graphs) == 2
 
 
-def test_compiled_autograd(backend, tensors):  # noqa: F811
+def test_compiled_autograd(asked_for, tensors):
     x, weight, dy = (tensor.detach().clone() for tensor in tensors)
     x.requires_grad_()
     weight.requires_grad_()
     expected = gradients_of_theirs(x, weight, dy)
-    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     torch._dynamo.reset()
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         y.backward(dy)

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: MIT
 
 """What the backward finds in the place of what the forward saved: hooks, `tensor.data = ...` and freed memory change
-it. Backends as in test_gate.py."""
+it. Fixtures as in gate_cases.py."""
 
 import pytest
 import torch
-from test_gate import N, backend, check, device, freed, freed_view, gradients_of_theirs, tensors  # noqa: F401
+from gate_cases import N, check, freed, freed_view, gradients_of_theirs
 
 from tilegym_rmsnorm import BackendUnavailableError, rms_norm
 
@@ -26,18 +26,18 @@ class Named(torch.Tensor):
 
 
 @pytest.mark.parametrize("unpack", UNPACKED.values(), ids=UNPACKED)
-def test_what_hooks_of_saved_tensors_return(backend, tensors, unpack):  # noqa: F811
+def test_what_hooks_of_saved_tensors_return(asked_for, tensors, unpack):
     """rstd with other strides was read as packed: NaN."""
     x, weight, dy = tensors
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), unpack):
-        y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+        y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     check(torch.autograd.grad(y, (x, weight), dy), gradients_of_theirs(x, weight, dy))
 
 
-def test_saved_tensors_that_are_offloaded(backend, tensors):  # noqa: F811
+def test_saved_tensors_that_are_offloaded(asked_for, tensors):
     x, weight, dy = tensors
     with torch.autograd.graph.save_on_cpu():
-        y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+        y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     check(torch.autograd.grad(y, (x, weight), dy), gradients_of_theirs(x, weight, dy))
 
 
@@ -61,7 +61,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("index", "unpack", "error", "text"), WRONG.values(), ids=WRONG)
-def test_what_hooks_may_not_return(backend, tensors, index, unpack, error, text):  # noqa: F811
+def test_what_hooks_may_not_return(asked_for, tensors, index, unpack, error, text):
     x, weight, dy = tensors
     saved = []
 
@@ -73,7 +73,7 @@ def test_what_hooks_may_not_return(backend, tensors, index, unpack, error, text)
         return unpack(saved[number]) if number == index else saved[number]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpacked):
-        y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+        y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     with pytest.raises(error, match=text):
         torch.autograd.grad(y, (x, weight), dy)
 
@@ -93,10 +93,10 @@ CHANGED = {  # by `.data =`, which autograd's versions do not see: what F.rms_no
 
 
 @pytest.mark.parametrize(("index", "change", "error", "text"), CHANGED.values(), ids=CHANGED)
-def test_data_changed_between_forward_and_backward(backend, tensors, index, change, error, text):  # noqa: F811
+def test_data_changed_between_forward_and_backward(asked_for, tensors, index, change, error, text):
     x, weight, dy = tensors
     expected = gradients_of_theirs(x, weight, dy)
-    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     tensor = y.grad_fn.saved_tensors[index]
     with torch.no_grad():
         tensor.data = change(tensor.detach())
@@ -107,13 +107,13 @@ def test_data_changed_between_forward_and_backward(backend, tensors, index, chan
             torch.autograd.grad(y, (x, weight), dy)
 
 
-def test_a_weight_made_double_after_the_forward(backend, tensors):  # noqa: F811
+def test_a_weight_made_double_after_the_forward(asked_for, tensors):
     """As module.double() does: no kernel is for that pair; "auto" has a backend that is."""
     x, weight, dy = tensors
     expected = gradients_of_theirs(x, weight, dy)[0]
-    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     weight.data = weight.data.double()
-    if backend in ("cutile", "triton"):
+    if asked_for in ("cutile", "triton"):
         with pytest.raises(BackendUnavailableError, match="not torch.float64"):
             torch.autograd.grad(y, x, dy)
     else:
@@ -121,20 +121,20 @@ def test_a_weight_made_double_after_the_forward(backend, tensors):  # noqa: F811
 
 
 @pytest.mark.parametrize("options", [{}, {"create_graph": True}, {"is_grads_batched": True}])
-def test_memory_freed_before_the_backward(backend, tensors, options):  # noqa: F811
+def test_memory_freed_before_the_backward(asked_for, tensors, options):
     """Under create_graph, and for batches of gradients, the process ended."""
     x, weight, dy = tensors
     held = x * 1.0
-    y = rms_norm(held, (N,), weight, 1e-6, backend=backend)
+    y = rms_norm(held, (N,), weight, 1e-6, backend=asked_for)
     held.untyped_storage().resize_(0)
     dy = torch.stack([dy, dy]) if "is_grads_batched" in options else dy
     with pytest.raises(ValueError, match="x: expected memory behind its elements"):
         torch.autograd.grad(y, weight, dy, **options)
 
 
-def test_parameters_can_be_swapped_while_y_lives(backend, tensors):  # noqa: F811
+def test_parameters_can_be_swapped_while_y_lives(asked_for, tensors):
     """By torch.utils.swap_tensors, which refuses tensors that are weakly referenced."""
     x, weight, dy = tensors
-    y = rms_norm(x, (N,), weight, 1e-6, backend=backend)
+    y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     y.backward(dy)
     torch.utils.swap_tensors(weight, torch.zeros_like(weight))
