@@ -45,6 +45,7 @@ CASES = {
 def gate_case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Case:
     """Each of CASES, in effect; one that cannot run here is skipped with its reason."""
     title, case = request.param
+    by_address.calls.clear()
     if "by address" in title:
         by_address.use(monkeypatch)
     elif case.name != "auto" and (reason := why_skip(case.name)):
@@ -81,6 +82,13 @@ def gradients_of_theirs(x: Tensor, weight: Tensor, dy: Tensor) -> tuple[Tensor, 
 def check(got: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+
+
+def unwrapped(functional: Tensor) -> Tensor:
+    """The tensor behind a functional one, after all that it still has to take over."""
+    assert torch._is_functional_tensor(functional)
+    torch._sync(functional)
+    return torch._from_functional_tensor(functional)
 
 
 def freed(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ gate_cases.py.
 
 import pytest
 import torch
-from gate_cases import M, N, check, freed, freed_view, gradients_of_theirs, theirs
+from gate_cases import M, N, check, freed, freed_view, gradients_of_theirs, theirs, unwrapped
 
 from tilegym_rmsnorm import BackendUnavailableError, rms_norm, rms_norm_backward, rms_norm_forward
 
@@ -180,15 +180,15 @@ def test_functional_tensors(asked_for, tensors, is_known):
             with pytest.raises(BackendUnavailableError, match="functional tensor"):
                 attempt()
         else:
-            y = attempt()
-            assert torch._is_functional_tensor(y)
-            torch._sync(y)
-            check([torch._from_functional_tensor(y)], [theirs(x, weight)])
+            check([unwrapped(attempt())], [theirs(x, weight)])
     y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     functional_dy = torch._to_functional_tensor(dy)
     if asked_for != "auto":
         with pytest.raises(BackendUnavailableError, match="dy is a functional tensor"):
             torch.autograd.grad(y, x, functional_dy)
+    else:
+        got = torch.autograd.grad(y, (x, weight), functional_dy)
+        check([unwrapped(gradient) for gradient in got], gradients_of_theirs(x, weight, dy))
 
 
 @pytest.mark.parametrize("is_known", [False, True])
@@ -207,9 +207,7 @@ def test_functionalization_by_hand(asked_for, tensors, is_known):
     finally:
         torch._disable_functionalization()
     if asked_for == "auto":
-        check(
-            [torch._from_functional_tensor(y) if torch._is_functional_tensor(y) else y], [theirs(x, weight)]
-        )
+        check([unwrapped(y) if torch._is_functional_tensor(y) else y], [theirs(x, weight)])
 
 
 def test_a_sparse_gradient_is_named(asked_for, tensors):

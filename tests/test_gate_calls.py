@@ -4,10 +4,13 @@
 """Calls that PyTorch records, transforms or watches, in front of every kernel: recorded, or seen by nobody, not burnt
 into a graph and not launched on what a mode put into memory's place. Fixtures as in gate_cases.py."""
 
+from concurrent.futures import ThreadPoolExecutor
+
+import by_address
 import pytest
 import torch
-from gate_cases import N, check, gradients_of_theirs, theirs
-from torch._subclasses.fake_tensor import FakeTensorMode
+from gate_cases import CPU, N, check, gradients_of_theirs, make_tensors, theirs
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from tilegym_rmsnorm import BackendUnavailableError, rms_norm
+from tilegym_rmsnorm import BackendUnavailableError, rms_norm, use_backend
 
 
 @pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
@@ -35,7 +38,9 @@ def test_make_fx_records_the_norm(asked_for, tensors, tracing_mode, pre_dispatch
         with pytest.raises(BackendUnavailableError, match="make_fx records this call|FakeTensor"):
             make_fx(doubled, **options)(x)
         return
+    by_address.calls.clear()
     graph = make_fx(doubled, **options)(x)
+    assert not by_address.calls
     other = torch.randn_like(x)
     check([graph(other)], [theirs(other, weight) * 2])
 
@@ -52,6 +57,7 @@ def test_make_fx_records_forward_and_backward(asked_for, tensors):
             make_fx(gradients)(x, weight, dy)
         return
     graph = make_fx(gradients)(x, weight, dy)
+    assert not by_address.calls
     others = [torch.randn_like(tensor) for tensor in (x, weight, dy)]
     leaves = [tensor.clone().requires_grad_() for tensor in others[:2]]
     check(graph(*others), gradients_of_theirs(*leaves, others[2]))
@@ -69,7 +75,10 @@ def test_make_fx_records_a_backward_alone(asked_for, tensors):
         with pytest.raises(BackendUnavailableError, match="make_fx records this call"):
             make_fx(gradients)(dy)
         return
-    graph, other = make_fx(gradients)(dy), torch.randn_like(dy)
+    by_address.calls.clear()
+    graph = make_fx(gradients)(dy)
+    assert not by_address.calls
+    other = torch.randn_like(dy)
     check(graph(other), gradients_of_theirs(x, weight, other))
 
 
@@ -78,6 +87,7 @@ def test_real_tensors_in_a_fake_mode(asked_for, tensors):
     x, weight, dy = tensors
     rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
+    by_address.calls.clear()
     with FakeTensorMode(allow_non_fake_inputs=True):
         if asked_for != "auto":
             with pytest.raises(BackendUnavailableError, match="FakeTensorMode is active"):
@@ -85,8 +95,10 @@ def test_real_tensors_in_a_fake_mode(asked_for, tensors):
             with pytest.raises(BackendUnavailableError, match="FakeTensorMode is active"):
                 torch.autograd.grad(y, x, dy)
         else:
-            assert rms_norm(x, (N,), weight, 1e-6, backend=asked_for).shape == x.shape
-            assert torch.autograd.grad(y, x, dy)[0].shape == x.shape
+            results = rms_norm(x, (N,), weight, 1e-6, backend=asked_for), *torch.autograd.grad(y, x, dy)
+            for result in results:
+                assert isinstance(result, FakeTensor) and result.shape == x.shape
+    assert not by_address.calls
 
 
 class Silent(TorchDispatchMode):
@@ -147,24 +159,24 @@ def test_selective_checkpointing(asked_for, tensors, policy):
         check(torch.autograd.grad(y, (x, weight), dy), expected)
 
 
-def test_a_backend_in_effect_when_the_forward_ran_serves_the_backward_in_any_thread(tensors):
+def test_a_backend_in_effect_when_the_forward_ran_serves_the_backward_in_any_thread(monkeypatch):
     """Context variables do not reach autograd's threads."""
-    import by_address
+    by_address.use(monkeypatch)
+    x, weight, dy = make_tensors(CPU)
+    with use_backend("cutile"):
+        y = rms_norm(x, (N,), weight, 1e-6)
+    functional, expected = torch._to_functional_tensor(dy), gradients_of_theirs(x, weight, dy)
 
-    from tilegym_rmsnorm import use_backend
+    def backward():
+        by_address.calls.clear()
+        check(torch.autograd.grad(y, (x, weight), dy, retain_graph=True), expected)
+        assert by_address.calls == ["rms_norm_backward"]
+        with pytest.raises(BackendUnavailableError, match="'cutile' was asked for"):
+            torch.autograd.grad(y, x, functional, retain_graph=True)
 
-    x, weight, dy = (t.detach().cpu() for t in tensors)
-    x.requires_grad_()
-    patch = pytest.MonkeyPatch()
-    try:
-        by_address.use(patch)
-        with use_backend("cutile"):
-            y = rms_norm(x, (N,), weight, 1e-6)
-        functional = torch._to_functional_tensor(dy)
-        with use_backend("torch"), pytest.raises(BackendUnavailableError, match="'cutile' was asked for"):
-            torch.autograd.grad(y, x, functional)
-    finally:
-        patch.undo()
+    with use_backend("torch"), ThreadPoolExecutor() as pool:
+        backward()
+        pool.submit(backward).result()
 
 
 def test_functionalize(asked_for, tensors):
