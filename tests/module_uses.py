@@ -19,7 +19,7 @@ from torch import Tensor, nn
 N = 8
 SAVED_STATE = {"weight": torch.linspace(0.5, 2, N)}
 USES: dict[str, Callable[[type], Any]] = {}
-REFUSALS: dict[str, Callable[[type], Any]] = {}
+REFUSALS: dict[str, tuple[Callable[[type], Any], str]] = {}
 
 
 def use(function: Callable[[type], Any]) -> Callable[[type], Any]:
@@ -28,10 +28,14 @@ def use(function: Callable[[type], Any]) -> Callable[[type], Any]:
     return function
 
 
-def refusal(function: Callable[[type], Any]) -> Callable[[type], Any]:
-    """It raises."""
-    REFUSALS[function.__name__] = function
-    return function
+def refusal(text: str) -> Callable[[Callable[[type], Any]], Callable[[type], Any]]:
+    """It raises, and the message of either class matches `text`: it names what is wrong."""
+
+    def keep(function: Callable[[type], Any]) -> Callable[[type], Any]:
+        REFUSALS[function.__name__] = function, text
+        return function
+
+    return keep
 
 
 def rows(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -79,22 +83,22 @@ def the_signature_begins_alike(cls):
     return [(p.name, p.default, p.kind) for p in inspect.signature(cls).parameters.values()][:5]
 
 
-@refusal
+@refusal("momentum")
 def an_unknown_keyword(cls):
     return cls(N, momentum=0.1)
 
 
-@refusal
+@refusal("normalized_shape")
 def no_shape(cls):
     return cls()
 
 
-@refusal
+@refusal("normalized_shape")
 def a_shape_of_no_dimensions(cls):
     return cls(())(rows())
 
 
-@refusal
+@refusal("str")
 def a_shape_of_strings(cls):
     return cls("ab")
 
@@ -105,7 +109,7 @@ def no_bias(cls):
     return hasattr(norm, "bias"), getattr(norm, "bias", "none"), dict(norm._parameters), "bias" in dir(norm)
 
 
-@refusal
+@refusal("'bias'")
 def bias_is_an_attribute_error(cls):
     return cls(N).bias
 
@@ -139,12 +143,12 @@ def loads_strictly(cls):
     )
 
 
-@refusal
+@refusal("bias")
 def refuses_unexpected_keys(cls):
     return cls(N).load_state_dict({**SAVED_STATE, "bias": torch.zeros(N)})
 
 
-@refusal
+@refusal("weight")
 def refuses_missing_keys(cls):
     return cls(N).load_state_dict({})
 
@@ -258,7 +262,7 @@ def assignments(cls):
     return norm(rows())
 
 
-@refusal
+@refusal("'weight'")
 def a_weight_that_is_no_parameter(cls):
     norm = cls(N)
     norm.weight = torch.ones(N)
@@ -271,7 +275,7 @@ def a_weight_taken_away(cls):
     return norm(rows())
 
 
-@refusal
+@refusal("'weight'")
 def deletes_the_weight(cls):
     norm = cls(N)
     del norm.weight

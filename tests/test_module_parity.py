@@ -28,9 +28,16 @@ def test_it_comes_to_the_same_as_with_torch(name, cls):
 @pytest.mark.parametrize("name", REFUSALS)
 @CLASSES
 def test_it_raises_as_with_torch(name, cls):
-    for each in (nn.RMSNorm, cls):
-        with pytest.raises((TypeError, ValueError, AttributeError, RuntimeError)):
-            REFUSALS[name](each)
+    """By the same kind of error, whose message names what is wrong. Of arguments that do not fit rms_norm makes a
+    TypeError or ValueError, F.rms_norm mostly a RuntimeError. No more of the messages is compared: PyTorch's change
+    from version to version."""
+    function, text = REFUSALS[name]
+    with pytest.raises(Exception, match=text) as theirs:
+        function(nn.RMSNorm)
+    with pytest.raises(Exception, match=text) as ours:
+        function(cls)
+    is_of_arguments = ours.type in (TypeError, ValueError) and issubclass(theirs.type, RuntimeError)
+    assert ours.type is theirs.type or is_of_arguments
 
 
 def assert_same(result: Any, expected: Any) -> None:
