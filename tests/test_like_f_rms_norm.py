@@ -211,7 +211,7 @@ def test_use_backend_inside_a_compiled_function(make, fullgraph):
 
 def test_use_backend_of_a_kernel_in_one_graph_says_what_to_do():
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r'pass backend="torch" to rms_norm or RMSNorm'):
         torch.compile(in_block("auto"), backend="eager", fullgraph=True)(torch.randn(3, N))
     compiled = torch.compile(in_block("auto"), backend="eager")
     x = torch.randn(3, N)
