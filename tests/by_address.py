@@ -20,7 +20,7 @@ import torch
 from tilegym_rmsnorm import known, registry
 from tilegym_rmsnorm.backends import checks
 
-calls: list[str] = []  # the ops that it ran, since whoever reads this cleared it
+calls: list[str] = []  # the ops that it ran, since `use` or a test cleared this
 _MODULE = registry.BACKEND_MODULES["cutile"]
 
 
@@ -99,3 +99,4 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_chosen", {})
     monkeypatch.setattr(registry, "_INTERPRETED_ON_CPU", ())  # its calls become known ones, as a GPU's do
     known.forget()
+    calls.clear()

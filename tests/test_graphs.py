@@ -3,13 +3,17 @@
 
 """What torch.export and torch.compile(fullgraph=True) make of a model with an RMSNorm in it."""
 
+import by_address
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn import Linear, Sequential
 
 from tilegym_rmsnorm import (
     BackendUnavailableError,
     RMSNorm,
+    get_current_backend,
+    rms_norm,
     rms_norm_backward,
     rms_norm_forward,
     use_backend,
@@ -71,7 +75,7 @@ def test_an_exported_norm_takes_other_batches():
     batch = torch.export.Dim("batch", min=2, max=64)
     exported = torch.export.export(RMSNorm(8), (X,), dynamic_shapes=({0: batch},)).module()
     x = torch.randn(7, 8)
-    torch.testing.assert_close(exported(x), torch.nn.functional.rms_norm(x, (8,)))
+    torch.testing.assert_close(exported(x), F.rms_norm(x, (8,)))
 
 
 def test_a_graph_that_may_not_break_says_what_to_do():
@@ -79,6 +83,29 @@ def test_a_graph_that_may_not_break_says_what_to_do():
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r'pass backend="torch" to rms_norm or RMSNorm'):
         torch.compile(RMSNorm(8), backend="eager", fullgraph=True)(X)
+
+
+def test_a_block_of_use_backend_made_outside_of_the_graph(monkeypatch):
+    """Dynamo cannot enter it. In one graph that is an error, which says why; else the graph breaks there, and the block
+    is in effect as in any eager call."""
+    by_address.use(monkeypatch)
+    block = use_backend("cutile")
+
+    def norm(x):
+        with block:
+            y = rms_norm(x * 1, (8,))
+        return y * 2
+
+    torch._dynamo.reset()
+    text = "(?s)`use_backend` context manager.*created outside the compiled region"
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=text):
+        torch.compile(norm, backend="eager", fullgraph=True)(X)
+    assert not by_address.calls and get_current_backend() == "auto"
+    compiled = torch.compile(norm, backend="eager")
+    for count in (1, 2):
+        torch.testing.assert_close(compiled(X), F.rms_norm(X, (8,)) * 2)
+        assert by_address.calls == ["rms_norm_forward"] * count
+    assert get_current_backend() == "auto"
 
 
 def test_the_reference_is_traced_into_one_graph():
