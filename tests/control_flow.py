@@ -58,9 +58,8 @@ def loops(code: list[str]) -> list[list[int]]:
             if first >= last:
                 continue
             body = reaching({last}, following, {first}) | {first}
-            if (
-                0 not in body
-            ):  # else it is only laid out backwards: there is a way to its end around its beginning
+            # Else it is only laid out backwards: there is a way to its end around its beginning.
+            if 0 not in body:
                 known, before = found.get(first, (set(), 0))
                 found[first] = known | body, max(last, before)
     return [[each for each in sorted(body) if each <= last] for body, last in found.values()]

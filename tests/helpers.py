@@ -32,14 +32,8 @@ DEVICE = torch.device("cuda", torch.cuda.current_device()) if HAS_GPU else torch
 BACKENDS = tuple(reversed(AUTO_ORDER))
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-DTYPE_PAIRS = (
-    (BF16, BF16),
-    (BF16, FP32),
-    (FP16, FP16),
-    (FP16, FP32),
-    (FP32, FP32),
-    (BF16, None),
-)  # x, weight
+# The dtypes of x and weight.
+DTYPE_PAIRS = ((BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32), (BF16, None))
 
 PATIENCE = 60  # seconds, of wait_for_the_gpu
 every_config = False  # whether --every-config was given; conftest.py sets it

@@ -216,9 +216,8 @@ def test_a_tangent_that_reaches_the_backward_through_dy_alone(backend):
             loss = (norm(x, (100,), weight, 1e-3) * scale).square().sum()
             return [forward_ad.unpack_dual(each).tangent for each in torch.autograd.grad(loss, (x, weight))]
 
-    def formula(
-        x, shape, weight, eps
-    ):  # F.rms_norm's own backward has no forward mode on GPUs before torch 2.13
+    # F.rms_norm's own backward has no forward mode on GPUs before torch 2.13.
+    def formula(x, shape, weight, eps):
         return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
 
     got = tangent_of(functools.partial(rms_norm, backend=backend))

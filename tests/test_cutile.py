@@ -80,9 +80,8 @@ def test_forward_of_float32(config, n):
 @pytest.mark.parametrize("n", one_width_per_config(backward_config, 2))
 def test_backward_of_every_config(n):
     config = backward_config(n, 2, 90)
-    m = (
-        2 * config.rows * 3 * config.occupancy + config.rows // 2 + 1
-    )  # some blocks take a tile more, one is partial
+    # Some blocks take a tile more, one is partial.
+    m = 2 * config.rows * 3 * config.occupancy + config.rows // 2 + 1
     inputs = make_inputs(min(m, 300), n, BF16, FP32, offset=1.0, device=CPU)
     assert_within(expected_results(inputs), **run_backward(inputs))
 
@@ -107,9 +106,8 @@ def test_backward_of_every_config_for_few_rows(m, n):
     ],
 )
 def test_configs_of_the_shipped_tables(bucket, config):
-    m = (
-        6 * config.rows * config.occupancy + config.rows // 2 + 1
-    )  # as above, if that is not too much for a test
+    # As above, if that is not too much for a test.
+    m = 6 * config.rows * config.occupancy + config.rows // 2 + 1
     m = max(7, min(m, 300, 2**18 // bucket.n))
     inputs = make_inputs(m, bucket.n, getattr(torch, bucket.dtype), FP32, offset=1.0, device=CPU)
     more = {"has_dw": False} if bucket.op == "dx" else {}

@@ -31,14 +31,10 @@ N = 96
 EPS = (0.0, 1e-45, 1e-38, 1e-30, None)
 X_SCALES = (0.0, 1e-30, 1e-20, 1e-19, 1.0, 1e10, 1e18)
 DY_SCALES = (1.0, 1e-10, 1e-26)
-LARGEST, STEP, GRID = (
-    torch.finfo(FP32).max,
-    2.0**-24,
-    2.0**-149,
-)  # GRID: what subnormal numbers are multiples of
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*encountered in:RuntimeWarning"
-)  # numpy, of Triton's interpreter
+# GRID: what subnormal numbers are multiples of.
+LARGEST, STEP, GRID = torch.finfo(FP32).max, 2.0**-24, 2.0**-149
+# Of numpy, as Triton's interpreter calls it.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 PAST_THE_RANGE = pytest.mark.xfail(strict=True, reason="past the range that cutile/backward.py names")
 BY_KERNELS = pytest.mark.parametrize("backend", ["torch", "triton", "cutile"], indirect=True)
 

@@ -60,9 +60,8 @@ def test_the_callers_tensors_are_not_marked():
 
 
 def test_a_folder_called_triton_is_not_triton(monkeypatch):
-    folder = importlib.machinery.ModuleSpec(
-        "triton", None, is_package=True
-    )  # a namespace package has no origin
+    # A namespace package has no origin.
+    folder = importlib.machinery.ModuleSpec("triton", None, is_package=True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: folder)
     request = registry.Request(torch.device("cuda", 0), FP32, FP32, "once", False)
     assert registry.why_unusable("inductor", request).remedy == "pip install triton"

@@ -132,9 +132,8 @@ def test_compiled_code_that_fails_is_not_run_again():
     def compiles(*_):
         def run(*_):
             runs.append(1)
-            torch.fx.Graph().node_copy(
-                None
-            )  # an error within PyTorch's compiler, which is no type of its own
+            # An error within PyTorch's compiler, which is no type of its own.
+            torch.fx.Graph().node_copy(None)
 
         return run
 

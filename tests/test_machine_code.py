@@ -45,7 +45,6 @@ def test_a_team_asks_for_its_slots_again_and_again(tmp_path):
     run_backward(machine, backward_config(32768, 2, 90), 32768, BF16, BF16)
     code = disassembled(tmp_path / "backward_teams.cubin")
     lines = [[code[place] for place in places] for places in loops(code)]
-    asking = [
-        loop for loop in lines if not any("STG" in line for line in loop)
-    ]  # the loop over rows writes dx
+    # The loop over rows writes dx.
+    asking = [loop for loop in lines if not any("STG" in line for line in loop)]
     assert any("ATOMG.E.OR" in line for loop in asking for line in loop)

@@ -55,9 +55,8 @@ def test_a_scripted_model_computes_and_trains_as_the_eager_one(name, dtype):
     torch.testing.assert_close(scripted(x), model(x))
     for one, other in zip(gradients(scripted, x), gradients(model, x), strict=True):
         torch.testing.assert_close(one, other)
-    assert (
-        model[0] is norm and type(norm) is RMSNorm
-    )  # PyTorch puts what __prepare_scriptable__ returns into the model
+    # PyTorch puts what __prepare_scriptable__ returns into the model.
+    assert model[0] is norm and type(norm) is RMSNorm
 
 
 @pytest.mark.parametrize("name", OPTIONS)

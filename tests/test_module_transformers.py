@@ -177,9 +177,8 @@ def test_the_readme_s_snippet(monkeypatch):
     (snippet,) = re.findall(r"```python\n([^`]*modeling_llama[^`]*)```", README.read_text())
     case = CASES[0]
     original = built(case)
-    monkeypatch.setattr(
-        case.modeling, case.norm_name, getattr(case.modeling, case.norm_name)
-    )  # put back at the end
+    # So that it is put back at the end.
+    monkeypatch.setattr(case.modeling, case.norm_name, getattr(case.modeling, case.norm_name))
     exec(compile(snippet, str(README), "exec"), {})
     ours = built(case)
     ours.load_state_dict(original.state_dict())

@@ -126,9 +126,8 @@ def test_without_triton_it_says_what_to_install(machine):
 
 def test_a_folder_called_triton_is_not_triton(machine, monkeypatch):
     machine((9, 0))
-    folder = importlib.machinery.ModuleSpec(
-        "triton", None, is_package=True
-    )  # a namespace package has no origin
+    # A namespace package has no origin.
+    folder = importlib.machinery.ModuleSpec("triton", None, is_package=True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: folder)
     assert backend.unusable(REQUEST).reason == "triton is not installed"
 

@@ -95,9 +95,8 @@ def test_a_search_that_is_left_ends_its_processes():
     processes = set(multiprocessing.active_children()) - others
     assert processes
     searches.close()
-    for (
-        process
-    ) in processes:  # not by join: the pool's own thread joins them too, and one of the two sees nothing
+    # Not by join: the pool's own thread joins them too, and one of the two sees nothing.
+    for process in processes:
         assert connection.wait([process.sentinel], 30), "it still runs"
 
 

@@ -72,13 +72,8 @@ class Compiler:
             usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         registers, stack = (int(re.search(rf"{what}:(\d+)", usage)[1]) for what in ("REG", "STACK"))
         self.kernels.append(Kernel(name, registers, stack, shared))
-        return (
-            object(),
-            None,
-            registers,
-            0,
-            1024,
-        )  # module, function, registers, spills, most threads per block
+        # Module, function, registers, spills, most threads per block.
+        return object(), None, registers, 0, 1024
 
 
 def run(
