@@ -60,6 +60,7 @@ WITHOUT_GPU = {
     "test_packed",
     "test_pipelines",
     "test_pipelines_variants",
+    "test_private_names",
     "test_readme_types",
     "test_registry",
     "test_search_choice",
