@@ -5,6 +5,7 @@
 
 import math
 import re
+import warnings
 
 import pytest
 import torch
@@ -214,3 +215,57 @@ class Index:
 @pytest.mark.parametrize("normalized_shape", [N, (N,), [N], torch.Size([N]), range(N, N + 1), Index()])
 def test_normalized_shape_is_an_int_or_any_sequence(normalized_shape):
     assert _norm(normalized_shape=normalized_shape).shape == X.shape
+
+
+def _traced(function, *inputs):
+    """The trace of a function, and what it warned of, but for the question whether memory was freed (gate.py)."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        traced = torch.jit.trace(function, inputs)
+    return traced, [
+        str(each.message)
+        for each in caught
+        if issubclass(each.category, torch.jit.TracerWarning) and not each.filename.endswith("gate.py")
+    ]
+
+
+TRACED = {
+    "a row's shape": lambda x, _: tr.RMSNorm(N)(x),
+    "two dimensions": lambda x, _: tr.RMSNorm((M, N), bias=True)(x),
+    "no weight": lambda x, _: tr.RMSNorm(N, elementwise_affine=False)(x),
+    "residual": lambda x, other: tr.RMSNorm(N)(x, other),
+    "x's own shape": lambda x, _: tr.rms_norm(x, x.shape[-1:], W),
+    "x's own size": lambda x, _: tr.rms_norm(x, [x.shape[-1]], W),
+    "forward": lambda x, _: tr.rms_norm_forward(x, W),
+    "backward": lambda x, dy: tr.rms_norm_backward(x, dy, W, tr.compute_rms_norm_rstd_torch(x)),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_checks_leave_no_warning_in_a_trace(name):
+    """Each printed five lines of "the trace might not generalize", nn.RMSNorm none. Some were refused."""
+    traced, found = _traced(TRACED[name], torch.randn(2, M, N), torch.randn(2, M, N))
+    assert found == []
+    inputs = torch.randn(5, M, N), torch.randn(5, M, N)
+    torch.testing.assert_close(traced(*inputs), TRACED[name](*inputs))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda x: tr.rms_norm(x, (4,), None), r"input: expected shape \(\*, 4\).*, got \(3, 8\)"),
+        (
+            lambda x: tr.rms_norm(x, (-N,), None),
+            r"normalized_shape: expected sizes of at least 1, got \(-8,\)",
+        ),
+        (lambda x: tr.rms_norm(x, (N,), W[1:]), r"weight: expected shape \(8,\), got \(7,\)"),
+        (lambda x: tr.rms_norm(x, (N,), W, residual=x[1:]), r"residual: .*input, \(3, 8\), got \(2, 8\)"),
+        (lambda x: tr.rms_norm_backward(x, x, W, RSTD[1:]), r"rstd: expected shape \(3,\).*, got \(2,\)"),
+    ],
+)
+def test_what_is_traced_is_checked(function, text):
+    with pytest.raises(ValueError, match=text):
+        torch.jit.trace(function, (X,))
+    assert torch.jit.is_tracing() is False
+    assert tr.rms_norm(X, (N,), W).shape == X.shape

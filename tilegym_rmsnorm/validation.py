@@ -5,6 +5,9 @@
 
 Shapes and values that do not fit raise ValueError, dtypes and types TypeError; the text names the argument, what was
 expected and what was given. On the good path a check is a few comparisons; text is built on failure only.
+
+While torch.jit.trace records, sizes are tensors, and each comparison of one would warn that the trace may be wrong. So
+what compares shapes runs outside of the trace, which has no use for it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -24,14 +27,17 @@ from tilegym_rmsnorm.reference import CASTINGS, compute_dtype, default_eps
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)
+_ALL_DTYPES = DTYPES + COMPLEX_DTYPES
 _INF = math.inf
 _STRIDED = torch.strided
+_get_trace = torch._C._get_tracing_state  # None where torch.jit.trace does not record; to Dynamo always
+_set_trace = torch._C._set_tracing_state  # type: ignore[attr-defined]
 
 
 def check_input(name: str, x: Tensor, is_any_kind: bool = False) -> None:
     """x: a tensor of a floating dtype with at least one dimension. `is_any_kind`: also those that F.rms_norm alone
     takes, complex ones and nested ones of layout torch.jagged."""
-    dtypes = DTYPES + COMPLEX_DTYPES if is_any_kind else DTYPES
+    dtypes = _ALL_DTYPES if is_any_kind else DTYPES
     if not isinstance(x, Tensor):
         _fail(TypeError, name, "a torch.Tensor", type(x).__name__)
     if x.is_nested and not (is_any_kind and x.layout is torch.jagged):
@@ -56,6 +62,8 @@ def check_normalized_shape(
 
     `may_be_empty`: rows may have no elements, as F.rms_norm's may.
     """
+    if _get_trace() is not None:
+        return _outside_of_trace(_check_traced_shape, x, normalized_shape, may_be_empty)
     if type(normalized_shape) is int:
         normalized_shape = (normalized_shape,)
     elif not isinstance(normalized_shape, (tuple, list)):
@@ -68,13 +76,14 @@ def check_normalized_shape(
     shape = x.shape[-dims:]
     if dims == 0:
         _fail(ValueError, "normalized_shape", "at least one dimension", "()")
-    if any(size < 0 for size in normalized_shape):
-        _fail(ValueError, "normalized_shape", "sizes of at least 1", tuple(normalized_shape))
-    if shape != tuple(normalized_shape):  # in a model it is mostly the input that is not what it should be
+    if shape != tuple(normalized_shape):
+        if any(size < 0 for size in normalized_shape):
+            _fail(ValueError, "normalized_shape", "sizes of at least 1", tuple(normalized_shape))
+        # In a model it is mostly the input that is not what it should be.
         sizes = ", ".join(map(str, normalized_shape))
         _fail(ValueError, "input", f"shape (*, {sizes}), as normalized_shape says", tuple(x.shape))
     n = shape[0] if dims == 1 else math.prod(shape)
-    if n == 0 and not may_be_empty:
+    if not may_be_empty and n == 0:
         _fail(ValueError, "normalized_shape", "at least one element per row", tuple(normalized_shape))
     return n, shape
 
@@ -83,13 +92,16 @@ def check_vector(name: str, vector: Tensor | None, x: Tensor, shape: torch.Size,
     """weight or bias: None, or a floating tensor of `shape` on x's device."""
     if vector is None:
         return
+    if _get_trace() is not None:
+        return _outside_of_trace(check_vector, name, vector, x, shape, x_name)
     if not isinstance(vector, Tensor):
         _fail(TypeError, name, "a torch.Tensor or None", type(vector).__name__)
     if vector.shape != shape:
         _fail(ValueError, name, f"shape {tuple(shape)}", tuple(vector.shape))
-    dtypes = DTYPES + COMPLEX_DTYPES if x.is_complex() else DTYPES
-    if vector.dtype not in dtypes:
-        _fail(TypeError, name, f"a dtype of {_names(dtypes)}", vector.dtype)
+    if vector.dtype not in DTYPES:
+        dtypes = _ALL_DTYPES if x.is_complex() else DTYPES
+        if vector.dtype not in dtypes:
+            _fail(TypeError, name, f"a dtype of {_names(dtypes)}", vector.dtype)
     if vector.device != x.device:
         _fail(ValueError, name, f"the device of {x_name}, {x.device}", vector.device)
     if vector.layout is not _STRIDED:
@@ -100,6 +112,8 @@ def check_like(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> None:
     """dy or residual: x's shape, dtype and device."""
     if not isinstance(tensor, Tensor):
         _fail(TypeError, name, "a torch.Tensor", type(tensor).__name__)
+    if _get_trace() is not None:
+        return _outside_of_trace(check_like, name, tensor, x, x_name)
     if tensor.shape != x.shape:
         _fail(ValueError, name, f"the shape of {x_name}, {tuple(x.shape)}", tuple(tensor.shape))
     if tensor.dtype != x.dtype:
@@ -114,6 +128,8 @@ def check_rstd(rstd: Tensor, x: Tensor, m: int) -> None:
     """rstd: shape (M,), the precision that x is computed in, x's device."""
     if not isinstance(rstd, Tensor):
         _fail(TypeError, "rstd", "a torch.Tensor", type(rstd).__name__)
+    if _get_trace() is not None:
+        return _outside_of_trace(check_rstd, rstd, x, m)
     if rstd.shape != (m,):
         _fail(ValueError, "rstd", f"shape ({m},), one element per row of x", tuple(rstd.shape))
     if rstd.dtype != compute_dtype(x.dtype):
@@ -183,6 +199,27 @@ def check_casting(casting: str) -> None:
     """casting: one of CASTINGS."""
     if casting not in CASTINGS:
         _fail(ValueError, "casting", f"one of {', '.join(map(repr, CASTINGS))}", repr(casting))
+
+
+def _outside_of_trace(check: Callable[..., Any], *arguments: Any) -> Any:
+    """What `check` returns while torch.jit.trace does not record."""
+    trace = _get_trace()
+    _set_trace(None)
+    try:
+        return check(*arguments)
+    finally:
+        _set_trace(trace)
+
+
+def _check_traced_shape(
+    x: Tensor, normalized_shape: int | Sequence[int], may_be_empty: bool
+) -> tuple[int, torch.Size]:
+    """`check_normalized_shape` outside of the trace. Sizes that were read inside, as x.shape[-1:], are tensors."""
+    if isinstance(normalized_shape, (tuple, list)):
+        normalized_shape = tuple(
+            operator.index(size) if isinstance(size, Tensor) else size for size in normalized_shape
+        )
+    return check_normalized_shape(x, normalized_shape, may_be_empty)
 
 
 def _sizes(normalized_shape: Any) -> tuple[int, ...]:
