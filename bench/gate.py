@@ -18,6 +18,11 @@ fail, but a result that has none of those that are kept of its dtypes does.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports that would fail
+    from bench import extra
+
+    extra.require("torch")
+
 import argparse
 import contextlib
 import json

@@ -12,6 +12,11 @@ computes nothing: what any Python function pays. On a GPU the backward of all th
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports that would fail
+    from bench import extra
+
+    extra.require("torch")
+
 import argparse
 import functools
 import os

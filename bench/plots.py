@@ -8,6 +8,11 @@ python -m bench.plots RESULT.json...       draws them again, beside the files
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports that would fail
+    from bench import extra
+
+    extra.require()
+
 import argparse
 import json
 import textwrap

@@ -11,6 +11,11 @@ by provider and shape.
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports that would fail
+    from bench import extra
+
+    extra.require()
+
 import argparse
 import json
 import subprocess

@@ -5,6 +5,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports that would fail
+    from bench import extra
+
+    extra.require()
+
 import argparse
 import functools
 import os

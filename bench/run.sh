@@ -4,14 +4,31 @@
 #
 # The benchmark in one command: finds or makes an environment, checks every backend, then times it.
 #   bench/run.sh [--quick] [--shapes 4096x4096,...] [--dtype bfloat16,...] [--provider cutile,...] [--op backward,...]
-#                [--peers] [--grid] [--out DIR] [--p-rows]
-# bench/run.sh --help says more, bench/README.md how it measures.
+#                [--peers] [--grid] [--warm] [--p-rows] [--tables FOLDER] [--out FOLDER] [--readme RESULT.json...]
+# bench/README.md says how it measures, and --help, once its environment is there, what each option does.
 # PYTHON=... chooses the interpreter.
+
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../scripts/environment.sh"
+
+# Installs nothing: where no interpreter has what the options are read with, the text above is the help.
+print_help() {
+  local python
+  for python in ${PYTHON:+"$PYTHON"} "$ROOT/.venv/bin/python" python3 python; do
+    if [ -z "$(_missing "$python" $(_modules required bench))" ]; then
+      PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m bench.run --help
+    fi
+  done
+  sed -n '/^# The benchmark/,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+  exit
+}
+
 extras=(bench cutile triton)
 for argument in "$@"; do
-  [[ $argument != --peers && $argument != --grid ]] || extras=(bench cutile triton peers)
+  case $argument in
+    -h | --help) print_help ;;
+    --peers | --grid) extras=(bench cutile triton peers) ;;
+  esac
 done
 ensure_environment "${extras[@]}"
 exec "$PYTHON" -m bench.run "$@"

@@ -20,6 +20,11 @@ curve must stay nearer to the baseline's than that run does, at every step; see 
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports that would fail
+    from bench import extra
+
+    extra.require()
+
 import argparse
 import gc
 import json
@@ -34,7 +39,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import trange
 
-from bench import curves, readme
+from bench import curves, extra, readme
 from bench.corpus import VOCABULARY, batches, load_corpus
 from bench.provenance import RESULTS, ROOT, choose_tables, describe_run, gpu_slug, one_line
 from bench.report import CPU_NOTE, write_json
@@ -209,13 +214,8 @@ def main(argv: list[str] | None = None) -> int:
         image = arguments.readme.with_suffix(".png").resolve().relative_to(ROOT).as_posix()
         readme.refresh(ROOT / "README.md", "train", curves.readme_section(result, image))
         return 0
-    try:
-        import transformers
-    except ImportError:
-        print(
-            f"bench.train needs transformers: {sys.executable} -m pip install transformers", file=sys.stderr
-        )
-        return 1
+    extra.require("transformers")
+    import transformers
 
     has_gpu = torch.cuda.is_available()
     if not has_gpu:

@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from bench import extra
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCH_MODULES = ("matplotlib", "tabulate", "tqdm", "triton", "torch", "cuda.tile")
@@ -123,3 +126,73 @@ def test_an_interpreter_that_lacks_something_gets_one_clear_line(tmp_path):
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert f"PYTHON={bare} lacks: torch>=2.9 matplotlib tabulate tqdm. Install them there: " in line
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        ("gate", "torch"),
+        ("host", "torch"),
+        *((name, "torch matplotlib tabulate tqdm") for name in ("plots", "processes", "run", "train")),
+    ],
+)
+def test_a_command_that_lacks_something_gets_one_clear_line(command, missing):
+    """A traceback of the first import that failed."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", f"bench.{command}", "--help"],  # -S: without site-packages
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    remedy = f"{sys.executable} -m pip install '{ROOT}[bench]'"
+    assert line == f"the benchmark needs {missing}. To install what it needs: {remedy}"
+
+
+def test_only_what_is_missing_is_named(monkeypatch):
+    extra.require()
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # as if it were not installed
+    with pytest.raises(SystemExit, match="^the benchmark needs tqdm\\. "):
+        extra.require()
+
+
+def options_of_run() -> set[str]:
+    from bench import run
+
+    return {"--" + name.replace("_", "-") for name in vars(run.parse_arguments([]))} - {"--part"}
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_needs_no_environment(tmp_path, flag):
+    """It began to install one."""
+    python = tmp_path / "python3"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # -S: without site-packages
+    python.chmod(0o755)
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "scripts").mkdir()
+    for name in ("bench/run.sh", "scripts/environment.sh"):  # elsewhere: the checkout may have a .venv
+        shutil.copy(ROOT / name, tmp_path / name)
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "PYTHONPATH")}
+    done = subprocess.run(
+        [shutil.which("bash"), str(tmp_path / "bench" / "run.sh"), "--quick", flag],
+        env=environment | {"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("The benchmark in one command") and "set -euo" not in done.stdout
+    assert not (tmp_path / ".venv").exists()
+    assert options_of_run() <= set(re.findall(r"--[\w-]+", done.stdout))
+
+
+def test_help_explains_each_option_where_it_can():
+    done = subprocess.run(
+        ["bash", str(ROOT / "bench" / "run.sh"), "--help"],
+        env=os.environ | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and done.stdout.startswith("usage: bench/run.sh "), done.stderr
+    assert options_of_run() <= set(re.findall(r"^  (--[\w-]+)", done.stdout, re.MULTILINE))

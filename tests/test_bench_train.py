@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import pytest
@@ -83,8 +84,14 @@ def test_master_parameters_keep_updates_that_bfloat16_would_lose():
     assert weight.dtype == torch.bfloat16 and (weight < 1).all()
 
 
+def fake_transformers(monkeypatch):
+    fake = types.ModuleType("transformers")
+    fake.__version__, fake.__spec__ = "5", ModuleSpec("transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+
+
 def test_results_that_cannot_be_kept_are_refused_before_training(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
+    fake_transformers(monkeypatch)
     monkeypatch.setattr(train, "run_in_interpreters", lambda: None)  # for the rest of this process
     monkeypatch.setattr(train, "load_corpus", lambda: pytest.fail("it began"))
     (tmp_path / "file").write_text("")
@@ -104,8 +111,7 @@ def without_training(monkeypatch):
     def end(*_):
         raise EndedError
 
-    monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
-    sys.modules["transformers"].__version__ = "5"
+    fake_transformers(monkeypatch)
     monkeypatch.setattr(train, "run_in_interpreters", lambda: None)  # for the rest of this process
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(train, "load_corpus", lambda: (torch.zeros(9, dtype=torch.uint8),) * 2)
@@ -118,6 +124,12 @@ def test_training_that_ends_early_leaves_no_folder(without_training, monkeypatch
     with pytest.raises(EndedError):
         train.main([])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_training_without_transformers_says_what_to_install(without_training, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
+    with pytest.raises(SystemExit, match=r"needs transformers\. To install .* -m pip install '.*\[bench\]'"):
+        train.main([])
 
 
 @pytest.mark.parametrize("steps", ["0", "-3", "1.5", ""])

@@ -1,0 +1,22 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What the benchmark's commands import from elsewhere. They ask for it first, so that one line names all that is
+missing and the command that installs it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARIES = ("torch", "matplotlib", "tabulate", "tqdm")
+
+
+def require(*modules: str) -> None:
+    """Ends the process with one line if this interpreter lacks any of the modules, by default LIBRARIES."""
+    missing = [name for name in modules or LIBRARIES if importlib.util.find_spec(name) is None]
+    if missing:
+        remedy = f"{sys.executable} -m pip install '{ROOT}[bench]'"
+        sys.exit(f"the benchmark needs {' '.join(missing)}. To install what it needs: {remedy}")
