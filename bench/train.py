@@ -31,7 +31,8 @@ import json
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ VALIDATION_BATCHES = 16
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, and how. `skipped` steps at the start do not count for tokens/s: kernels compile there."""
+    """What is trained, and how. `skipped` steps at the start do not count for tokens/s: kernels compile there. The
+    curves of at least `smoothed` others are compared."""
 
     layers: int = 8
     width: int = 1024
@@ -66,6 +68,10 @@ class Setup:
     skipped: int = 20
     smoothed: int = 25
     learning_rate: float = 6e-4
+
+    @property
+    def least(self) -> int:
+        return self.skipped + self.smoothed
 
 
 CPU_SETUP = Setup(2, 64, 128, 4, batch=2, length=24, steps=12, skipped=2, smoothed=4, learning_rate=3e-3)
@@ -194,13 +200,34 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+def steps_of(setup: Setup) -> Callable[[str], int]:
+    """A parser of --steps."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < setup.least:
+            raise argparse.ArgumentTypeError(
+                f"expected a whole number of at least {setup.least}, got {text!r}"
+            )
+        return int(text)
+
+    return parse
+
+
 def main(argv: list[str] | None = None) -> int:
     """0 if every curve agrees with the baseline's; 1 otherwise."""
+    has_gpu = torch.cuda.is_available()
+    setup = Setup() if has_gpu else CPU_SETUP
     parser = argparse.ArgumentParser(prog="python -m bench.train", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--backend", type=options.some_of(NAMES), default=("cutile", "baseline"), help=", ".join(NAMES)
     )
-    parser.add_argument("--steps", type=options.positive, help="default: 300, without a GPU 12")
+    parser.add_argument(
+        "--steps",
+        type=steps_of(setup),
+        help="default: {0.steps}, at least {0.least}; without a GPU {1.steps}, at least {1.least}".format(
+            Setup(), CPU_SETUP
+        ),
+    )
     parser.add_argument("--out", type=options.path, help="folder of the results; default: bench/results/GPU/")
     parser.add_argument(
         "--readme",
@@ -217,15 +244,11 @@ def main(argv: list[str] | None = None) -> int:
     extra.require("transformers")
     import transformers
 
-    has_gpu = torch.cuda.is_available()
     if not has_gpu:
         run_in_interpreters()
         print(CPU_NOTE)
-    setup = Setup() if has_gpu else CPU_SETUP
     if arguments.steps is not None:
-        setup = Setup(**{**asdict(setup), "steps": arguments.steps})
-    if setup.steps < setup.skipped + setup.smoothed:
-        parser.error(f"--steps: expected at least {setup.skipped + setup.smoothed}, got {setup.steps}")
+        setup = replace(setup, steps=arguments.steps)
     choose_tables()
     origin = describe_run()
     folder = RESULTS / gpu_slug(origin["gpu"]) if arguments.out is None else arguments.out

@@ -132,10 +132,15 @@ def test_training_without_transformers_says_what_to_install(without_training, mo
         train.main([])
 
 
-@pytest.mark.parametrize("steps", ["0", "-3", "1.5", ""])
-def test_a_number_of_steps_that_is_none_is_refused(without_training, steps, capsys):
-    """0 trained the 12 steps of the default."""
+@pytest.mark.parametrize("steps", ["0", "-3", "1.5", "", "2", "5"])
+def test_too_few_steps_are_refused_by_one_rule(without_training, steps, capsys):
+    """0 trained the 12 steps of the default. Then 0 was told of a minimum of 1, and 2 of one of 6."""
     with pytest.raises(SystemExit, match="2"):
         train.main(["--steps", steps])
     error = capsys.readouterr().err
-    assert f"argument --steps: expected a whole number of at least 1, got {steps!r}" in error
+    assert f"argument --steps: expected a whole number of at least 6, got {steps!r}" in error
+
+
+def test_the_fewest_steps_are_trained(without_training, tmp_path):
+    with pytest.raises(EndedError):
+        train.main(["--steps", "6", "--out", str(tmp_path)])
