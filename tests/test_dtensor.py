@@ -145,7 +145,8 @@ def main(rank, path):
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(main, (sys.argv[1],), nprocs=2)
+    # Forked, so that torch is imported once.
+    torch.multiprocessing.start_processes(main, (sys.argv[1],), nprocs=2, start_method="fork")
     print("both agree")
 """
 

@@ -5,6 +5,7 @@
 
 import pytest
 import torch
+from gate_cases import freed, freed_view
 
 from tilegym_rmsnorm import gate, known, rms_norm
 from tilegym_rmsnorm.autograd import _fit
@@ -29,19 +30,6 @@ def batched(tensor):
         return torch._C._functorch._add_batch_dim(tensor[None], 0, level)
     finally:
         torch._C._functorch._vmap_decrement_nesting()
-
-
-def freed(tensor):
-    tensor = tensor.clone()
-    tensor.untyped_storage().resize_(0)
-    return tensor
-
-
-def freed_view(tensor):
-    flat = torch.cat([tensor.new_zeros(5), tensor.flatten()])
-    view = flat[5:].view(tensor.shape)
-    flat.untyped_storage().resize_(0)
-    return view
 
 
 def waiting(tensor):

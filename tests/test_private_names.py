@@ -120,6 +120,24 @@ def test_len_torch_dispatch_stack_counts():
         assert torch._C._len_torch_dispatch_stack() == 2
 
 
+def test_len_torch_function_stack_counts():
+    """Of the modes, which are off below their own __torch_function__."""
+    seen = []
+
+    class Asking(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(torch._C._len_torch_function_stack())
+            return function(*args, **(kwargs or {}))
+
+    assert torch._C._len_torch_function_stack() == 0
+    with Asking():
+        assert torch._C._len_torch_function_stack() == 1
+        X.sin()
+        with Asking():
+            assert torch._C._len_torch_function_stack() == 2
+    assert seen == [0]
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_is_exporting_flag_in_torch_export(strict):
     class Asking(torch.nn.Module):

@@ -143,7 +143,9 @@ def rms_norm(
         if (
             bias is None
             and residual is None
-            and not (_HAS_AUTOCAST and torch.is_autocast_enabled())  # of CUDA devices; to name them takes 0.2 us
+            and not (
+                _HAS_AUTOCAST and torch.is_autocast_enabled()
+            )  # of CUDA devices; to name them takes 0.2 us
             and not is_watched()
             and not _len_torch_function_stack()
         ):
