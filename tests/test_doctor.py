@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tilegym_rmsnorm import __main__, doctor, installation, ops, registry
 from tilegym_rmsnorm.backends.cutile import tables, toolchain
@@ -69,7 +70,38 @@ def test_verdict_is_about_the_best_possible_backend(fake, capsys, gpus, unusable
 
     ending = "works" if status == 0 else "does not work"
     assert got == status
-    assert output.endswith(f"The best backend possible on this machine is {best}, and it {ending}.\n")
+    verdict = (
+        f"The best backend possible on this machine is {best}"
+        if gpus
+        else 'For CPU tensors "auto" takes torch'
+    )
+    assert output.splitlines()[-1].endswith(f"{ending}.") and verdict in output.splitlines()[-1]
+
+
+def test_without_a_gpu_it_says_what_runs_there(fake, capsys):
+    """It called inductor usable, which "auto" never takes there, and torch the best that is possible."""
+    ran = RAN | {"device": "cpu"}
+    fake(unusable=NO_CUTILE, results={"triton": BROKEN, "inductor": ran, "torch": ran})
+    request = registry.Request(torch.device("cpu"), torch.float32, torch.float32, "once")
+    assert registry.is_reference(registry.dispatch("rms_norm_forward", request, "auto"))
+
+    _, output = run_doctor(capsys)
+
+    assert "backends, fastest first on a GPU\n" in output
+    assert "inductor         usable by name: ran on cpu" in output
+    assert "torch            usable: ran on cpu" in output
+    assert "best" not in output
+    last = output.splitlines()[-1]
+    assert last.startswith(
+        "No GPU is seen here: the kernels of cutile and triton need one, or their interpreters."
+    )
+    assert last.endswith('For CPU tensors "auto" takes torch, plain PyTorch, and it works.')
+
+
+def test_on_a_gpu_nothing_is_said_of_cpu_tensors(fake, capsys):
+    fake([H100])
+    _, output = run_doctor(capsys)
+    assert "backends, fastest first\n" in output and "by name" not in output and "CPU tensors" not in output
 
 
 def test_says_why_not_and_what_mends_it(fake, capsys):

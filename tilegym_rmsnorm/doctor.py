@@ -4,9 +4,10 @@
 """`python -m tilegym_rmsnorm doctor`: what this machine has, which backends work on it, what mends the others.
 
 Exit status 0 only if the best backend possible on this machine works: cutile where there is an NVIDIA GPU of an
-architecture that it supports, triton where there is another GPU, torch where there is none. A GPU that the driver
-shows and PyTorch does not see counts, unless CUDA_VISIBLE_DEVICES hides every GPU on purpose. Where a GPU counts, the
-kernels must run on it: the variables that run them as Python over CPU tensors are ignored.
+architecture that it supports, triton where there is another GPU, torch, which "auto" takes for CPU tensors, where there
+is none. A GPU that the driver shows and PyTorch does not see counts, unless CUDA_VISIBLE_DEVICES hides every GPU on
+purpose. Where a GPU counts, the kernels must run on it: the variables that run them as Python over CPU tensors are
+ignored.
 
 A broken installation may raise anything, so every question is guarded by itself and the rest still gets an answer.
 Kernels run in a process for each backend: a crash, or a CUDA context that a fault has spoiled, stays in there.
@@ -39,6 +40,11 @@ ROWS, COLUMNS, EPS = 37, 320, 1e-6
 TOLERANCE = 1e-5
 SIGPIPE = 13  # by number, since Windows does not name it
 INTERPRETERS = (cutile.INTERPRET_VARIABLE, "TRITON_INTERPRET")
+ON_CPU = "torch"  # what "auto" takes there
+WITHOUT_GPU = (
+    "No GPU is seen here: the kernels of cutile and triton need one, or their interpreters. "
+    f'For CPU tensors "auto" takes {ON_CPU}, plain PyTorch, and it'
+)
 KERNEL_SECONDS = 300  # torch.compile takes 4 to 7 on two idle CPU cores
 
 
@@ -99,18 +105,18 @@ def _report(arguments: argparse.Namespace, ignored: list[str]) -> int:
         facts["ignored here"] = f"{' and '.join(ignored)}: kernels must run on the GPU"
     for name, fact in facts.items():
         show(f"  {name:<16} {fact}")
-    show("\nbackends, fastest first")
+    best = best_possible_backend()
+    has_gpu = best != ON_CPU
+    show(f"\nbackends, fastest first{'' if has_gpu else ' on a GPU'}")
     backends = {}
     for name in registry.AUTO_ORDER:
         backends[name] = check_backend(name)
-        show(f"  {name:<16} {_describe(backends[name])}")
+        show(f"  {name:<16} {_describe(backends[name], is_by_name=not has_gpu and name != ON_CPU)}")
         if not backends[name]["works"]:
             show(f"  {'':<16} to mend it: {backends[name]['remedy']}")
-    best = best_possible_backend()
     works = backends[best]["works"]
-    show(
-        f"\nThe best backend possible on this machine is {best}, and it {'works' if works else 'does not work'}."
-    )
+    verdict = f"The best backend possible on this machine is {best}, and it" if has_gpu else WITHOUT_GPU
+    show(f"\n{verdict} {'works' if works else 'does not work'}.")
     if problem := default_problem(backends):
         works = False
         show(f"But {problem}")
@@ -143,7 +149,7 @@ def best_possible_backend() -> str:
     """The fastest backend that could work on this machine once everything it needs is installed."""
     gpus = installation.visible_gpus()
     if not gpus:
-        return "torch"
+        return ON_CPU
     return "cutile" if any(gpu.architecture in cutile.ARCHITECTURES for gpu in gpus) else "triton"
 
 
@@ -243,8 +249,9 @@ def _failure(backend: str, error: Exception) -> dict[str, Any]:
     }
 
 
-def _describe(result: dict[str, Any]) -> str:
+def _describe(result: dict[str, Any], is_by_name: bool = False) -> str:
     if not result["works"]:
         return f"not usable: {result['reason']}"
     errors = ", ".join(f"{name} {error:.0e}" for name, error in result["errors"].items())
-    return f"usable: ran on {result['device']} in {result['seconds']} s, errors {errors}"
+    usable = "usable by name" if is_by_name else "usable"
+    return f"{usable}: ran on {result['device']} in {result['seconds']} s, errors {errors}"
