@@ -55,6 +55,8 @@ def test_jobs_and_what_they_need():
         "types": "nothing",
         "cpu-tests": "nothing",
         "every-config": "nothing",
+        "torch-2-9": "nothing",
+        "torch-2-11": "nothing",
         "gpu-ops": "gpu",
         "benchmark": "gpu",
     }
@@ -101,15 +103,17 @@ def test_github_calls_every_job_and_nothing_else():
     }
 
     assert commands == {name: [f"bash .ci/run {name}"] for name in JOBS}
+    assert all(re.fullmatch(r"[A-Za-z_][\w-]*", name) for name in JOBS), "GitHub refuses other names"
 
 
 def test_list_names_every_job():
     answer = ci_run("--list")
 
     assert answer.returncode == 0, answer.stderr
-    minutes = JOBS["every-config"]["timeout_minutes"]
-    by_name = f"skipped: takes up to {minutes} minutes, runs by name only: bash .ci/run every-config"
-    states = dict.fromkeys(JOBS, "runs here") | {"every-config": by_name}
+    states = dict.fromkeys(JOBS, "runs here")
+    for name in ("every-config", "torch-2-9", "torch-2-11"):
+        minutes = JOBS[name]["timeout_minutes"]
+        states[name] = f"skipped: takes up to {minutes} minutes, runs by name only: bash .ci/run {name}"
     states |= dict.fromkeys(("gpu-ops", "benchmark"), "skipped: needs a GPU")
     lines = [f"{name}: {state}" for name, state in states.items()]
     assert answer.stdout.splitlines()[-len(lines) :] == lines
@@ -273,3 +277,78 @@ esac
     )
 
     assert answer.stdout == f"-m pytest -rfEs {options} -k name\n"
+
+
+# Other releases of PyTorch
+
+
+@pytest.fixture
+def torch_release(tmp_path: Path):
+    """`scripts/torch_release.sh` in a checkout that has no environment yet, and a Python that has everything, makes
+    environments of its own kind, and shows what pip and pytest are called with."""
+    for path in ("scripts/environment.sh", "scripts/torch_release.sh", "tests/run.sh", "constraints.txt"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / path)
+    python = tmp_path / "python"
+    python.write_text("""#!/bin/sh
+case "$*" in
+  "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+  *is_available*) exit 1 ;;
+  "-m pip "* | "-m pytest "*) echo "$@ [$CUDA_VISIBLE_DEVICES]" ;;
+esac
+""")
+    python.chmod(0o755)
+
+    def call(*arguments: str) -> subprocess.CompletedProcess:
+        command = ["bash", str(tmp_path / "scripts" / "torch_release.sh"), *arguments]
+        environment = os.environ | {"PYTHON": str(python), "CUDA_VISIBLE_DEVICES": "0"}
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    return call
+
+
+def test_a_release_gets_an_environment_once(torch_release, tmp_path):
+    folder = tmp_path / ".venv-torch-2.9.1"
+
+    first, again = torch_release("2.9.1", "-k", "name"), torch_release("2.9.1", "-k", "name")
+
+    assert first.returncode == 0, first.stderr
+    installed, tested = first.stdout.splitlines()
+    assert installed.startswith(f"-m pip install --no-compile -c {folder}/constraints.txt ")
+    assert tested.startswith("-m pytest ") and tested.endswith(" -k name []")
+    assert again.stdout.splitlines() == [tested]
+
+    kept = (folder / "constraints.txt").read_text().splitlines()
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    assert [line for line in pins if line not in kept] == [
+        line for line in pins if line.startswith(("torch=", "triton="))
+    ]
+    assert [line for line in kept if line not in pins] == ["torch==2.9.1", "triton==3.5.1", "numpy<2.4"]
+
+
+def test_a_release_gets_the_tests_that_may_depend_on_it(torch_release):
+    words = torch_release("2.11.0").stdout.splitlines()[-1].split()
+
+    globs = [word.removeprefix("--ignore-glob=") for word in words if word.startswith("--ignore-glob=")]
+    assert globs and all(list(ROOT.glob(glob)) for glob in globs), "a file that is no longer there"
+    ignored = {path.stem for glob in globs for path in ROOT.glob(glob)}
+    assert not ignored & {"test_ops", "test_gate", "test_module", "test_inductor", "test_triton_compile"}
+    assert len(ignored) < len(list(ROOT.glob("tests/test_*.py"))) / 4
+
+
+@pytest.mark.parametrize("arguments", [[], ["2.9"], ["tests/test_ops.py"]])
+def test_a_release_that_nobody_named_is_refused(torch_release, arguments):
+    answer = torch_release(*arguments)
+
+    assert answer.returncode == 1 and not answer.stdout
+    assert "expected the release 2.9.1 or 2.11.0, got" in answer.stderr
+
+
+def test_every_release_has_a_job():
+    """The oldest is the one from which pyproject.toml allows PyTorch."""
+    commands = [command for job in JOBS.values() for command in job["commands"]]
+    releases = [line.split()[1] for line in commands if line.startswith("scripts/torch_release.sh")]
+    script = (ROOT / "scripts" / "torch_release.sh").read_text()
+    assert releases == re.findall(r"^  ([\d.]+)\) triton=", script, flags=re.MULTILINE)
+    (lowest,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert releases[0].startswith(f"{lowest}.")
