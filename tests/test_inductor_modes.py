@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import DEVICE, why_skip
 from inductor_runs import Norm, Passing, uncompiled
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -42,6 +43,14 @@ def test_a_dispatch_mode_breaks_no_later_call(mode):
     assert norm.is_compiled()
 
 
+# Torch 2.9 asks a flag of the process, which hiding a mode does not change; 2.11 asks the stack of modes.
+not_on_torch_2_9 = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.11",
+    reason="Dynamo of torch 2.9 never compiles what it first sees under a dispatch mode: the reference serves there",
+)
+
+
+@not_on_torch_2_9
 def test_a_first_call_under_a_dispatch_mode_breaks_no_later_one():
     norm = uncompiled()
     with FlopCounterMode(display=False):
@@ -63,6 +72,7 @@ def test_a_dispatch_mode_does_not_see_what_is_compiled():
     assert seen and "aten.rsqrt.default" not in seen
 
 
+@not_on_torch_2_9
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
 def test_selective_checkpointing(policy):
     norm = Norm()

@@ -85,7 +85,7 @@ def test_forward_mode_in_a_known_call(checks):
             torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, expected)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
 def test_a_known_call_is_traced(checks):
     """Its y was a constant of the trace."""
     make_known(checks)
@@ -240,7 +240,7 @@ def test_a_backend_that_the_environment_may_take_back_is_never_known(monkeypatch
 def test_autocast_that_casts_goes_through_all_checks(is_enabled, monkeypatch, checks):
     make_known(checks)
     monkeypatch.setattr(ops, "_HAS_AUTOCAST", True)
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: is_enabled)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cuda": is_enabled)
     call()
     assert len(checks) == is_enabled
 

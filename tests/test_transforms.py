@@ -146,7 +146,7 @@ def test_each_argument_may_be_the_one_with_a_tangent(name):
         torch.testing.assert_close(tangents[1], expected[1])
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("needs_grad", [True, False])
 @pytest.mark.parametrize("size", [(4, N), (2, 3, N)])
 def test_torch_jit_trace(size, needs_grad):
@@ -158,7 +158,7 @@ def test_torch_jit_trace(size, needs_grad):
     assert traced(x).requires_grad == needs_grad
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["cutile", "triton", "inductor"])
 def test_others_refuse_what_is_transformed(backend):
     """In a call that they know too."""

@@ -17,14 +17,13 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm import gate, reference
-from tilegym_rmsnorm.gate import is_plain, is_watched
+from tilegym_rmsnorm.gate import is_in_torch_func, is_plain, is_watched
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import Request, dispatch, is_reference
 from tilegym_rmsnorm.resolve import resolved
 from tilegym_rmsnorm.validation import check_memory, check_saved
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
-_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
 _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 _FLOAT32, _FLOAT64 = torch.float32, torch.float64
 
@@ -184,7 +183,7 @@ def _differentiable_backward(
 def _in_shape_of(x: Tensor, y: Tensor) -> Tensor:
     """y, new and contiguous, in x's shape, and no view: autograd forbids in-place operations on views that a custom
     Function returns. No data is moved."""
-    is_eager = not is_dynamo_compiling() and type(x) is Tensor and not _are_functorch_transforms_active()
+    is_eager = not is_dynamo_compiling() and type(x) is Tensor and not is_in_torch_func()
     if is_eager and not _len_torch_dispatch_stack():  # a mode may have kept y: selective checkpointing does
         return y.resize_as_(x)  # 1 us; _unsafe_view takes 3
     return _unsafe_view(y, x.shape)

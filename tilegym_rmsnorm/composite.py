@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -40,10 +39,7 @@ def rms_norm(
     only_f_rms_norm_can = x.is_complex() or x.is_nested or 0 in normalized_shape
     if only_f_rms_norm_can or (has_subclass and not _is_sharded_within_rows(x, dims)):
         return _by_f_rms_norm(x, list(normalized_shape), weight, bias, eps, offset, casting)
-    y = reference.rms_norm_torch(x, weight, eps, bias=bias, offset=offset, casting=casting, dims=dims)
-    # A view: behind a call that it left out, inside a transform, Dynamo (torch 2.13) cannot go on with a wrapper of
-    # torch.func's that is none.
-    return y.view_as(y) if torch._C._are_functorch_transforms_active() else y
+    return reference.rms_norm_torch(x, weight, eps, bias=bias, offset=offset, casting=casting, dims=dims)
 
 
 def _is_sharded_within_rows(x: Tensor, dims: int) -> bool:

@@ -11,7 +11,7 @@ records. And a call must not be one that PyTorch records or transforms: a kernel
     of a tensor  is_plain            its memory can be read: asked of every tensor, so as cheaply as can be
                  is_batched, has_tangent, has_own_operations, has_no_memory     what else it may be
     of a call    is_watched          PyTorch records, transforms or watches it: asked of every call, as cheaply
-                 is_exporting, is_composed_in_graph                             for torch.export and Dynamo
+                 is_in_torch_func, is_exporting, is_composed_in_graph           the same in parts, to Dynamo too
     of both      obstacle            why kernels cannot have these tensors in this call, in words; None if they can
     out_of_sight                     a block that no mode sees into
 
@@ -39,7 +39,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 PLAIN_TYPES = (Tensor, Parameter)  # a subclass may answer for its properties with anything
 
-_are_functorch_transforms_active = torch._C._are_functorch_transforms_active
+# Whether a transform of torch.func, such as vmap or grad, runs the caller. Dynamo knows it too.
+is_in_torch_func = torch._C._are_functorch_transforms_active
 _is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 _is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 _is_traced_by_jit = torch._C._is_tracing
@@ -92,7 +93,7 @@ def is_watched() -> bool:
     computes."""
     return (
         forward_ad._current_level >= 0
-        or _are_functorch_transforms_active()
+        or is_in_torch_func()
         or _len_torch_dispatch_stack() != 0
         or _is_traced_by_jit()
         or _is_key_included(_PRE_DISPATCH)
@@ -118,7 +119,7 @@ def is_composed_in_graph(*tensors: Tensor | None) -> bool:
     by torch.func, exported, or one of the tensors computes its operations itself."""
     return is_dynamo_compiling() and (
         not _DYNAMO_TRACES_FUNCTIONS
-        or _are_functorch_transforms_active()
+        or is_in_torch_func()
         or is_exporting()
         or any(t is not None and has_own_operations(t) for t in tensors)
     )
@@ -148,16 +149,18 @@ def out_of_sight() -> contextlib.AbstractContextManager[Any]:
 def has_no_memory(tensor: Tensor) -> bool:
     """Whether `tensor`, which is otherwise plain, has elements whose storage was freed, as FSDP does between uses.
     PyTorch's own operations read address 0 there: a segmentation fault."""
-    if tensor.is_meta or tensor.numel() == 0 or has_own_operations(tensor):
+    if tensor.is_meta or has_own_operations(tensor):
         return False
     try:
-        return tensor.untyped_storage().nbytes() == 0 and not tensor._is_zerotensor()
+        # numel last: it is a tensor while torch.jit.trace records, which warns where one is compared.
+        is_freed = tensor.untyped_storage().nbytes() == 0 and not tensor._is_zerotensor()
+        return is_freed and tensor.numel() != 0
     except (RuntimeError, NotImplementedError):  # tensors without a storage have their memory elsewhere
         return False
 
 
 def _obstacle_of_call() -> str | None:
-    if _are_functorch_transforms_active():
+    if is_in_torch_func():
         return "torch.func transforms this call"
     if is_exporting():
         return "torch.export records this call"

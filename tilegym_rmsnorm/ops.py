@@ -19,7 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from tilegym_rmsnorm import composite, gate, known, reference, registry
 from tilegym_rmsnorm.autograd import RMSNormFunction, record, run_backward, run_forward, unseen
-from tilegym_rmsnorm.gate import is_watched
+from tilegym_rmsnorm.gate import is_plain, is_watched
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import Request, dispatch, get_current_backend
 from tilegym_rmsnorm.resolve import resolved
@@ -163,7 +163,9 @@ def rms_norm(
             return handle_torch_function(
                 rms_norm, tensors, input, normalized_shape, weight, eps, **options, backend=backend
             )
-        input, weight, bias, residual = map(resolved, tensors)
+    is_usual = _is_usual(input, weight, bias, residual)
+    if not is_usual:
+        input, weight, bias, residual = _handed_over(input, weight, bias, residual)
 
     check_input("input", input, is_any_kind=True)
     n, shape = check_normalized_shape(input, normalized_shape, may_be_empty=True)
@@ -175,13 +177,15 @@ def rms_norm(
     if residual is not None:
         check_like("residual", residual, input, "input")
 
-    dtype, weight_dtype = input.dtype, None if weight is None else weight.dtype
+    dtype, weight_dtype = input.dtype, _dtype_of(weight)
     is_autocast = _HAS_AUTOCAST and input.is_cuda and torch.is_autocast_enabled("cuda")
     if is_autocast:
         dtype, weight_dtype = _autocast_dtype(dtype), _autocast_dtype(weight_dtype)
     if backend is None:
         backend = get_current_backend()
-    obstacle = _obstacle(input=input, weight=weight, bias=bias, residual=residual)
+    obstacle = None
+    if not is_usual or input.is_complex():
+        obstacle = _obstacle(input=input, weight=weight, bias=bias, residual=residual)
     if obstacle is None and n == 0:
         obstacle = "rows of input have no elements"
     request = Request(input.device, dtype, weight_dtype, casting, bias is not None, obstacle)
@@ -221,17 +225,20 @@ def rms_norm_forward(
     if is_dynamo_compiling() and (backend := _traced(backend)) != "torch":
         options = {"offset": offset, "casting": casting, "backend": backend}
         return _break_graph(rms_norm_forward, x, weight, eps, bias=bias, **options)
-    x, weight, bias = _handed_over(x, weight, bias)
+    is_usual = _is_usual(x, weight, bias)
+    if not is_usual:
+        x, weight, bias = _handed_over(x, weight, bias)
     check_input("x", x)
     n, shape = check_normalized_shape(x, x.shape[-1:])
     check_vector("weight", weight, x, shape)
     check_vector("bias", bias, x, shape)
     check_casting(casting)
     eps, offset = checked_eps(eps, x.dtype), checked_number("offset", offset)
-    request = _request(x, weight, casting, bias is not None, x=x, weight=weight, bias=bias)
+    obstacle = None if is_usual else _obstacle(x=x, weight=weight, bias=bias)
+    request = Request(x.device, x.dtype, _dtype_of(weight), casting, bias is not None, obstacle)
     backend = get_current_backend() if backend is None else backend
     forward = dispatch("rms_norm_forward", request, backend)
-    if request.obstacle is not None:  # the reference's, which takes rows of any leading dimensions
+    if obstacle is not None:  # the reference's, which takes rows of any leading dimensions
         return forward(x, weight, bias, eps, offset, casting)
     return run_forward(x, weight, bias, (n, eps, offset, casting, unseen(forward), None, backend))
 
@@ -253,12 +260,15 @@ def rms_norm_backward(
     if is_dynamo_compiling() and (backend := _traced(backend)) != "torch":
         options = {"offset": offset, "casting": casting, "backend": backend}
         return _break_graph(rms_norm_backward, x, dy, weight, rstd, **options)
-    x, dy, weight, rstd = _handed_over(x, dy, weight, rstd)
+    is_usual = _is_usual(x, dy, weight, rstd)
+    if not is_usual:
+        x, dy, weight, rstd = _handed_over(x, dy, weight, rstd)
     n, offset = _checked_backward(x, dy, weight, rstd, offset, casting)
-    request = _request(x, weight, casting, False, x=x, dy=dy, weight=weight, rstd=rstd)
+    obstacle = None if is_usual else _obstacle(x=x, dy=dy, weight=weight, rstd=rstd)
+    request = Request(x.device, x.dtype, _dtype_of(weight), casting, False, obstacle)
     backend = get_current_backend() if backend is None else backend
     backward = dispatch("rms_norm_backward", request, backend)
-    if request.obstacle is not None:
+    if obstacle is not None:
         return backward(x, dy, weight, rstd, offset, casting, weight is not None)
     call = (n, 0.0, offset, casting, None, unseen(backward), backend)
     return run_backward(x, dy, weight, rstd.contiguous(), call, weight is not None)
@@ -289,10 +299,11 @@ def rms_norm_backward_torch(
 
 
 def _traced(backend: str | None) -> str | None:
-    """The backend as Dynamo traces it: what `use_backend` says in the traced function; for strict export the one in
-    effect, "torch" where that is "auto"."""
+    """The backend as Dynamo traces it: what `use_backend` says in the traced function. For strict export, and inside a
+    transform of torch.func, it is the one in effect, "torch" where that is "auto": no kernel would be chosen there, and
+    Dynamo cannot go on behind a call that it leaves out."""
     name = registry.traced_backend() if backend is None else backend
-    if gate.is_exporting():
+    if gate.is_exporting() or gate.is_in_torch_func():
         name = _backend_in_effect() if name is None else name
         return "torch" if name == "auto" else name
     return name
@@ -302,8 +313,8 @@ def _backend_in_effect() -> str:
     return get_current_backend()
 
 
-# As torch.compiler.assume_constant_result does, which would import Dynamo: it cannot read what use_backend sets. In a
-# graph that is run again that would go unseen; an exported one stays as it is.
+# As torch.compiler.assume_constant_result does, which would import Dynamo: it cannot read what use_backend sets. So a
+# graph that is run again keeps the backend that was in effect when it was traced; it is the reference's in each case.
 _backend_in_effect._dynamo_marked_constant = True
 
 
@@ -320,6 +331,14 @@ def _checked_backward(
     return n, checked_number("offset", offset)
 
 
+def _is_usual(*tensors: Tensor | None) -> bool:
+    """Whether these are plain tensors, or None, in a call that nothing watches: no kernel has an obstacle there, unless
+    they are complex, and there is nothing to resolve."""
+    if is_dynamo_compiling() or is_watched():
+        return False
+    return all(tensor is None or is_plain(tensor) for tensor in tensors)
+
+
 def _handed_over(*tensors: Any) -> tuple[Any, ...]:
     """What was handed over, made plain where it can be; see resolve.py."""
     return tensors if is_dynamo_compiling() else tuple(map(resolved, tensors))
@@ -334,11 +353,8 @@ def _obstacle(**tensors: Tensor | None) -> str | None:
     return gate.obstacle(**tensors)
 
 
-def _request(
-    x: Tensor, weight: Tensor | None, casting: str, has_bias: bool, /, **tensors: Tensor | None
-) -> Request:
-    weight_dtype = None if weight is None else weight.dtype
-    return Request(x.device, x.dtype, weight_dtype, casting, has_bias, _obstacle(**tensors))
+def _dtype_of(weight: Tensor | None) -> torch.dtype | None:
+    return None if weight is None else weight.dtype
 
 
 def _remember(
