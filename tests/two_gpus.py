@@ -49,14 +49,15 @@ def gradient_of_a_collective() -> None:
     def gradients(norm):
         leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
         y = Gather.apply(norm(leaves[0], (N,), leaves[1], 1e-6))
-        (y.sin() * torch.arange(len(y), device=DEVICE)[:, None]).sum().backward()
+        # Another factor for each row; small ones, or the rounding of dw's sum alone would show.
+        (y.sin() * torch.linspace(0, 1, len(y), device=DEVICE)[:, None]).sum().backward()
         return [leaf.grad for leaf in leaves]
 
     expected = gradients(F.rms_norm)
     for backend in ("auto", *filter(is_backend_available, AUTO_ORDER)):
         got = gradients(lambda *arguments, backend=backend: rms_norm(*arguments, backend=backend))
         for one, other in zip(got, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 def input_of_a_collective() -> None:
