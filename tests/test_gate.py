@@ -11,7 +11,14 @@ import pytest
 import torch
 from gate_cases import M, N, check, freed, freed_view, gradients_of_theirs, theirs, unwrapped
 
-from tilegym_rmsnorm import BackendUnavailableError, rms_norm, rms_norm_backward, rms_norm_forward
+from tilegym_rmsnorm import (
+    BackendUnavailableError,
+    compute_rms_norm_rstd_torch,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_backward_torch,
+    rms_norm_forward,
+)
 
 
 class Scattered(torch.autograd.Function):
@@ -138,6 +145,19 @@ def test_gradients_mapped_by_vmap(asked_for, tensors):
     check(got, [torch.autograd.grad(theirs(x, weight), x, dy)[0] for dy in dys])
 
 
+def test_gradients_asked_for_inside_a_transform(asked_for, tensors):
+    """Of one dy, which the transform does not touch."""
+    x, weight, dy = tensors
+    y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
+    expected = gradients_of_theirs(x, weight, dy)
+
+    def scaled(factor):
+        return [each * factor for each in torch.autograd.grad(y, (x, weight), dy, retain_graph=True)]
+
+    got = torch.vmap(scaled)(torch.tensor([1.0, 2.0], device=x.device))
+    check(got, [torch.stack([each, each * 2]) for each in expected])
+
+
 def test_freed_memory_is_an_error_in_the_forward(asked_for, tensors):
     """FSDP frees parameters between uses; the process ended."""
     x, weight, dy = (tensor.detach() for tensor in tensors)
@@ -148,6 +168,15 @@ def test_freed_memory_is_an_error_in_the_forward(asked_for, tensors):
             ):
                 rms_norm(*(arguments[0], (N,), arguments[1]), backend=asked_for)
         rms_norm(x, (N,), weight, backend=asked_for)
+    for make in (freed, freed_view):
+        with pytest.raises(ValueError, match="input: expected memory"):
+            torch.func.grad(lambda t: rms_norm(t, (N,), weight, backend="torch").sum())(make(x))
+        with pytest.raises(ValueError, match="weight: expected memory"):
+            torch.func.grad(lambda w: rms_norm(x, (N,), w, backend="torch").sum())(make(weight))
+        with pytest.raises(ValueError, match="x: expected memory"):
+            rms_norm_backward_torch(make(x), dy, weight, torch.ones(M, device=x.device))
+        with pytest.raises(ValueError, match="x: expected memory"):
+            compute_rms_norm_rstd_torch(make(x))
     with pytest.raises(ValueError, match="dy: expected memory"):
         rms_norm_backward(x, freed(dy), weight, torch.ones(M, device=x.device), backend=asked_for)
 
@@ -160,6 +189,11 @@ def test_a_tensor_kept_from_inside_a_transform(asked_for, tensors):
         with grad_mode():
             check([rms_norm(kept[0], (N,), weight, 1e-6, backend=asked_for)], [theirs(x, weight)])
     check([rms_norm_forward(kept[0], weight, 1e-6, backend=asked_for)[0]], [theirs(x, weight)])
+    nested = []
+    torch.func.grad(lambda t: torch.func.grad(lambda t: (nested.append(t), t.square().sum())[1])(t).sum())(
+        x.detach()
+    )
+    check([rms_norm(nested[0], (N,), weight, 1e-6, backend=asked_for)], [theirs(x, weight)])
     got = torch.autograd.grad(rms_norm(kept[0], (N,), weight, 1e-6, backend=asked_for), weight, dy)
     check(got, gradients_of_theirs(x, weight, dy)[1:])
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import by_address
 import pytest
 import torch
-from gate_cases import CPU, N, check, gradients_of_theirs, make_tensors, theirs
+from gate_cases import CPU, M, N, check, gradients_of_theirs, make_tensors, theirs
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
@@ -138,9 +138,39 @@ def test_modes_that_watch(asked_for, tensors, mode, is_known):
     y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     check((y, *torch.autograd.grad(y, (x, weight), dy)), expected)
     y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
-    if mode is not Wrapping:
+    with mode():
+        got = torch.autograd.grad(y, (x, weight), dy)
+    check([getattr(t, "a", t) for t in got], expected[1:])
+
+
+LAYOUTS = {  # of x and dy; a kernel is given rows, which are made of them
+    "three dimensions": lambda t: t.view(2, M // 2, N).clone(),
+    "columns first": lambda t: t.t().contiguous().t(),
+    "every second column": lambda t: torch.stack([t, t * torch.nan], dim=-1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_modes_that_watch_see_no_tensor_of_a_kernel(asked_for, tensors, mode, layout, has_residual):
+    """The rows, and the sum with a residual, were made where a mode put other tensors in their place: address 0."""
+    x, weight, dy = tensors
+    residual = torch.randn_like(dy) if has_residual else torch.zeros_like(dy)
+    leaf = (x.detach() + residual).requires_grad_()
+    expected = (theirs(leaf, weight), *gradients_of_theirs(leaf, weight, dy))
+    x, dy, residual = layout(x.detach()).requires_grad_(), layout(dy), layout(residual)
+
+    def results():
+        y = rms_norm(x, (N,), weight, 1e-6, residual=residual if has_residual else None, backend=asked_for)
+        y = y[0] if has_residual else y
+        return y, *torch.autograd.grad(y, (x, weight), dy)
+
+    for _ in range(2):
         with mode():
-            check(torch.autograd.grad(y, (x, weight), dy), expected[1:])
+            got = results()
+        got = [getattr(each, "a", each).detach() for each in got]
+        check([got[0].reshape(M, N), got[1].reshape(M, N), got[2]], expected)
 
 
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE])

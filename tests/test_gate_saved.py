@@ -4,9 +4,10 @@
 """What the backward finds in the place of what the forward saved: hooks, `tensor.data = ...` and freed memory change
 it. Fixtures as in gate_cases.py."""
 
+import by_address
 import pytest
 import torch
-from gate_cases import N, check, freed, freed_view, gradients_of_theirs
+from gate_cases import CPU, N, check, freed, freed_view, gradients_of_theirs, make_tensors
 
 from tilegym_rmsnorm import BackendUnavailableError, rms_norm
 
@@ -138,3 +139,35 @@ def test_parameters_can_be_swapped_while_y_lives(asked_for, tensors):
     y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     y.backward(dy)
     torch.utils.swap_tensors(weight, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("options", [{}, {"create_graph": True}])
+@pytest.mark.parametrize("make", [freed, freed_view])
+def test_a_gradient_whose_memory_was_freed(asked_for, tensors, make, options):
+    """Under create_graph the process ended."""
+    x, weight, dy = tensors
+    y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
+    dy = make(dy)
+    with pytest.raises(ValueError, match="dy: expected memory behind its elements"):
+        torch.autograd.grad(y, (x, weight), dy, **options)
+
+
+def test_a_gradient_for_a_bias_alone_whose_memory_was_freed(tensors):
+    x, _, dy = tensors
+    bias = torch.zeros(N, device=x.device, requires_grad=True)
+    y = rms_norm(x.detach(), (N,), None, 1e-6, bias=bias, backend="torch")
+    with pytest.raises(ValueError, match="dy: expected memory behind its elements"):
+        torch.autograd.grad(y, bias, freed(dy))
+
+
+def test_the_backward_of_a_bias_stays_with_backends_that_take_one(monkeypatch):
+    """A gradient that had to be made plain sent it to a kernel that "auto" had not taken for the forward."""
+    by_address.use(monkeypatch)
+    x, weight, dy = make_tensors(CPU)
+    bias = torch.zeros(N, requires_grad=True)
+    expected = gradients_of_theirs(x, weight, dy)
+    for gradient in (dy, torch._neg_view(-dy)):
+        y = rms_norm(x, (N,), weight, 1e-6, bias=bias, backend="auto")
+        dx, dw, db = torch.autograd.grad(y, (x, weight, bias), gradient)
+        check((dx, dw, db), (*expected, dy.sum(0)))
+    assert not by_address.calls

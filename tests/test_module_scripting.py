@@ -60,6 +60,13 @@ def test_a_scripted_model_computes_and_trains_as_the_eager_one(name, dtype):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
+def test_complex_numbers(name):
+    """With an offset, a bias or casting="llama" the imaginary part was lost."""
+    norm, x = built(**OPTIONS[name]), torch.complex(rows(), rows().flip(0))
+    torch.testing.assert_close(torch.jit.script(norm)(x), norm(x))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weight_dtype", DTYPES)
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")

@@ -182,3 +182,23 @@ def test_others_refuse_what_is_transformed(backend):
                 rms_norm(**{"input": x, **arguments}, normalized_shape=(N,), weight=weight, backend=backend)
     with pytest.raises(BackendUnavailableError, match=r"torch\.jit\.trace"):
         torch.jit.trace(lambda rows: rms_norm(rows, (N,), weight, backend=backend), (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_by_transforms_do_not_see_the_rounding_of_xhat(dtype):
+    """They were rounded with it, and in float16 overflowed to NaN."""
+    x = (1000 * torch.randn(16, N)).to(dtype)
+    weight, dy = torch.full((N,), 3.0), torch.full((16, N), 5e4 if dtype is torch.float16 else 1.0).to(dtype)
+
+    def norm(x, weight):
+        return rms_norm(x, (N,), weight, EPS, casting="llama", backend="torch")
+
+    leaves = leaf(x), leaf(weight)
+    y = norm(*leaves)
+    expected = torch.autograd.grad(y, leaves, dy)
+    transformed, pullback = vjp(norm, x, weight)
+    dx, dw = pullback(dy)
+    assert torch.equal(transformed, y) and dx.isfinite().all()
+    # The reference's own backward, and PyTorch's of its formula, round once, in another order of operations.
+    torch.testing.assert_close(dx, expected[0], rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+    torch.testing.assert_close(dw, expected[1], rtol=1e-5, atol=1e-5 * float(expected[1].abs().max()))

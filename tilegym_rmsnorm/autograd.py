@@ -9,6 +9,7 @@ those of torch 2.13 on a 2 GHz Xeon.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,14 +18,13 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm import gate, reference
-from tilegym_rmsnorm.gate import is_in_torch_func, is_plain, is_watched
+from tilegym_rmsnorm.gate import count_modes, is_in_torch_func, is_plain, is_watched
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import Request, dispatch, is_reference
 from tilegym_rmsnorm.resolve import resolved
 from tilegym_rmsnorm.validation import check_memory, check_saved
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
-_len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
 _FLOAT32, _FLOAT64 = torch.float32, torch.float64
 
 # What the implementations and the autograd function need beside tensors: n, eps, offset, casting, forward, backward,
@@ -55,15 +55,19 @@ class RMSNormFunction(torch.autograd.Function):
         if needs_dx or needs_dw:
             if torch.is_grad_enabled():  # in a backward only under create_graph
                 dx, dw = _differentiable_backward(x, dy, weight, ctx.call)
-            elif is_dynamo_compiling():
-                *_, name = ctx.call
-                run = run_backward if name == "torch" else _untraced_backward
-                dx, dw = run(x, dy, weight, rstd, ctx.call, needs_dw)
-            elif not is_watched() and _fit(dy, x, weight, rstd, ctx.call[0]):
+            elif is_dynamo_compiling() and ctx.call[-1] != "torch":
+                dx, dw = _untraced_backward(
+                    x, dy, weight, rstd, ctx.call, needs_dw, hasattr(ctx, "bias_dtype")
+                )
+            elif is_dynamo_compiling() or (not is_watched() and _fit(dy, x, weight, rstd, ctx.call[0])):
                 dx, dw = run_backward(x, dy, weight, rstd, ctx.call, needs_dw)
             else:
-                dx, dw = _backward_of_others(x, dy, weight, rstd, ctx.call, needs_dw)
+                dx, dw = _checked_backward(
+                    x, dy, weight, rstd, ctx.call, needs_dw, hasattr(ctx, "bias_dtype")
+                )
         if needs_db:
+            if not is_dynamo_compiling():
+                check_memory("dy", dy)
             db = dy.reshape(-1, ctx.call[0]).sum(dim=0, dtype=compute_dtype(dy.dtype))
             db = db.to(ctx.bias_dtype).view(ctx.bias_shape)
         return dx, dw, db, None
@@ -99,17 +103,13 @@ def run_backward(
     return dx, dw
 
 
-def unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation, called where no dispatch mode that is active sees it. The reference is PyTorch's operations,
-    which modes may count, save or replace as they do any."""
-    if is_dynamo_compiling() or _len_torch_dispatch_stack() == 0 or is_reference(function):
-        return function
-
-    def call(*arguments: Any) -> Any:
-        with gate.out_of_sight():
-            return function(*arguments)
-
-    return call
+def unseen(function: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
+    """The block in which `run_forward` or `run_backward` may call this implementation: kernels where no active dispatch
+    mode sees them, or puts other tensors in the place of theirs. The reference is PyTorch's operations, which modes may
+    count, save or replace as they do any."""
+    if is_dynamo_compiling() or count_modes() == 0 or is_reference(function):
+        return contextlib.nullcontext()
+    return gate.out_of_sight()
 
 
 def _fit(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, n: int) -> bool:
@@ -136,42 +136,55 @@ def _fit(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, n: int) -> 
     )
 
 
-def _backward_of_others(
-    x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, call: Call, needs_dw: bool
+def _checked_backward(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    call: Call,
+    needs_dw: bool,
+    has_bias: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`run_backward` of whatever `_fit` does not let through: made plain, chosen for anew, or an error."""
+    """`run_backward` of whatever `_fit` does not let through, after all checks: made plain, and dispatched anew.
+
+    Raises ValueError or TypeError on what does not fit what the forward saved, and BackendUnavailableError where the
+    backend that was asked for by name cannot run it.
+    """
     n, eps, offset, casting, forward, _, name = call
     dy, x, weight, rstd = map(resolved, (dy, x, weight, rstd))
-    # Batches of gradients, and gradients with tangents, are the reference's for every backend, as gradients of
-    # gradients are: autograd asks for them, not the caller of rms_norm.
-    if any(gate.is_batched(t) or gate.has_tangent(t) for t in (dy, x, weight, rstd) if t is not None):
+    # Batches of gradients, gradients with tangents, and those inside a transform of torch.func are the reference's for
+    # every backend, as gradients of gradients are: autograd asks for them, not the caller of rms_norm.
+    tensors = [t for t in (dy, x, weight, rstd) if t is not None]
+    if is_in_torch_func() or any(gate.is_batched(t) or gate.has_tangent(t) for t in tensors):
         return _differentiable_backward(x, dy, weight, call)
     check_saved(x, weight, rstd, dy, n)
     weight_dtype = None if weight is None else weight.dtype
     obstacle = gate.obstacle(dy=dy, x=x, weight=weight, rstd=rstd)
-    request = Request(x.device, x.dtype, weight_dtype, casting, obstacle=obstacle)
+    request = Request(x.device, x.dtype, weight_dtype, casting, has_bias, obstacle)
     backward = dispatch("rms_norm_backward", request, name)
     if obstacle is not None:
         return _differentiable_backward(x, dy, weight, call)
-    call = (n, eps, offset, casting, forward, unseen(backward), name)
-    return run_backward(x, dy, weight, rstd.contiguous(), call, needs_dw)
+    call = (n, eps, offset, casting, forward, backward, name)
+    with unseen(backward):
+        return run_backward(x, dy, weight, rstd.contiguous(), call, needs_dw)
 
 
 @torch._disable_dynamo  # torch.compiler.disable would import Dynamo here and now
 def _untraced_backward(*arguments: Any) -> tuple[Tensor, Tensor | None]:
     """Compiled autograd traces this backward although its forward ran a kernel: kept out of its graph."""
-    return _backward_of_others(*arguments)
+    return _checked_backward(*arguments)
 
 
 def _differentiable_backward(
     x: Tensor, dy: Tensor, weight: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor | None]:
-    """By the reference; rstd is computed again, so that its dependence on x counts."""
+    """dx of x's shape and dtype, dw of weight's, by the reference; rstd is computed again, so that its dependence on x
+    counts. Raises ValueError where the memory of one was freed."""
     n, eps, offset, casting, *_ = call
     if not is_dynamo_compiling():
-        check_memory("x", x)
-        if weight is not None:
-            check_memory("weight", weight)
+        for name, tensor in (("x", x), ("weight", weight), ("dy", dy)):
+            if tensor is not None:
+                check_memory(name, tensor)
     rows, vector = x.reshape(-1, n), None if weight is None else weight.reshape(-1)
     rstd = reference.compute_rms_norm_rstd_torch(rows, eps)
     dx, dw = reference.rms_norm_backward_torch(
@@ -184,7 +197,7 @@ def _in_shape_of(x: Tensor, y: Tensor) -> Tensor:
     """y, new and contiguous, in x's shape, and no view: autograd forbids in-place operations on views that a custom
     Function returns. No data is moved."""
     is_eager = not is_dynamo_compiling() and type(x) is Tensor and not is_in_torch_func()
-    if is_eager and not _len_torch_dispatch_stack():  # a mode may have kept y: selective checkpointing does
+    if is_eager and not count_modes():  # a mode may have kept y: selective checkpointing does
         return y.resize_as_(x)  # 1 us; _unsafe_view takes 3
     return _unsafe_view(y, x.shape)
 

@@ -12,11 +12,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.torch_version import TorchVersion
 
 from tilegym_rmsnorm import reference
-from tilegym_rmsnorm.gate import has_own_operations
+from tilegym_rmsnorm.gate import has_own_operations, is_exporting, is_in_torch_func
+
+# Before torch 2.13 Dynamo loses the gradient of an autograd.Function if its input was computed in the graph: it is 0.
+_DYNAMO_TRACES_FUNCTIONS = TorchVersion(torch.__version__) >= "2.13"
+
+
+def is_needed_in_graph(*tensors: Tensor | None) -> bool:
+    """Whether Dynamo must trace this module's operations in the place of our autograd function: the call is transformed
+    by torch.func or exported, or one of the tensors is complex, or computes its operations itself. False in eager mode,
+    where `gate.obstacle` says it."""
+    return is_dynamo_compiling() and (
+        not _DYNAMO_TRACES_FUNCTIONS
+        or is_in_torch_func()
+        or is_exporting()
+        or any(t is not None and (t.is_complex() or has_own_operations(t)) for t in tensors)
+    )
 
 
 def rms_norm(
@@ -43,8 +61,8 @@ def rms_norm(
 
 
 def _is_sharded_within_rows(x: Tensor, dims: int) -> bool:
-    """Whether x is a DTensor sharded in a normalized dimension. F.rms_norm would gather it, or on a CPU fail; the
-    formula communicates one number a row."""
+    """Whether x is a DTensor sharded in a normalized dimension. F.rms_norm would gather it, or on a CPU fail; of the
+    formula only the mean communicates: one number a row, where the shards are even."""
     # By `dim`, which every kind of shard has: is_shard() says no to some.
     sharded = [getattr(placement, "dim", None) for placement in getattr(x, "placements", ())]
     return any(dim is not None and dim % x.ndim >= x.ndim - dims for dim in sharded)
@@ -69,7 +87,8 @@ def _by_f_rms_norm(
     if scale is not None and offset != 0.0:
         scale = scale + offset
     if casting == "llama":
-        y = F.rms_norm(x, normalized_shape, None, eps).to(dtype)  # xhat, rounded to x's dtype
+        xhat = F.rms_norm(x.to(dtype), normalized_shape, None, eps)
+        y = reference.round_xhat(xhat, x.dtype, casting)
         y = y if scale is None else y * scale
     else:
         y = F.rms_norm(x.to(dtype), normalized_shape, scale, eps)

@@ -11,13 +11,13 @@ records. And a call must not be one that PyTorch records or transforms: a kernel
     of a tensor  is_plain            its memory can be read: asked of every tensor, so as cheaply as can be
                  is_batched, has_tangent, has_own_operations, has_no_memory     what else it may be
     of a call    is_watched          PyTorch records, transforms or watches it: asked of every call, as cheaply
-                 is_in_torch_func, is_exporting, is_composed_in_graph           the same in parts, to Dynamo too
+                 is_in_torch_func, is_exporting, count_modes    parts of that, which Dynamo knows too
     of both      obstacle            why kernels cannot have these tensors in this call, in words; None if they can
     out_of_sight                     a block that no mode sees into
 
-ops.py asks `is_plain` and `is_watched` in calls of a known kind, and `obstacle` in every other; autograd.py asks in
-the backward. In between, resolve.py makes plain what can be made so. What has an obstacle goes to the reference under
-"auto", and is refused by a kernel asked for by name.
+Where all tensors of a call are plain and nothing watches it, no more is asked, in ops.py as in the backward
+(autograd.py). Else resolve.py makes plain what can be made so, and `obstacle` is asked. What has an obstacle goes to
+the reference under "auto", and is refused by a kernel asked for by name.
 
 Tangents are those of forward-mode differentiation. A functional tensor, and functionalization, stand for in-place
 operations by new tensors: AOTAutograd traces with them. The PreDispatch key is included while make_fx or export trace
@@ -34,7 +34,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
-from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import _disable_current_modes
 
 PLAIN_TYPES = (Tensor, Parameter)  # a subclass may answer for its properties with anything
@@ -42,9 +41,10 @@ PLAIN_TYPES = (Tensor, Parameter)  # a subclass may answer for its properties wi
 # Whether a transform of torch.func, such as vmap or grad, runs the caller. Dynamo knows it too.
 is_in_torch_func = torch._C._are_functorch_transforms_active
 _is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
+_get_unwrapped = torch._C._functorch.get_unwrapped
 _is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 _is_traced_by_jit = torch._C._is_tracing
-_len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
+count_modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes see this call
 _is_key_included = torch._C._dispatch_tls_is_dispatch_key_included
 _get_dispatch_mode = torch._C._get_dispatch_mode
 _PRE_DISPATCH, _FUNCTIONALIZE = torch._C.DispatchKey.PreDispatch, torch._C.DispatchKey.Functionalize
@@ -52,9 +52,6 @@ _NO_DISPATCH = Tensor.__torch_dispatch__  # what a subclass without a __torch_di
 
 # No view of freed memory is so far from the storage's start, and nearly all memory on 64 bits is beyond.
 _TEBIBYTE = 2**40
-
-# Before torch 2.13 Dynamo loses the gradient of an autograd.Function if its input was computed in the graph: it is 0.
-_DYNAMO_TRACES_FUNCTIONS = TorchVersion(torch.__version__) >= "2.13"
 
 # The modes of PyTorch's own that record or replace what is computed; others watch it.
 _TRACING_MODES = {
@@ -94,7 +91,7 @@ def is_watched() -> bool:
     return (
         forward_ad._current_level >= 0
         or is_in_torch_func()
-        or _len_torch_dispatch_stack() != 0
+        or count_modes() != 0
         or _is_traced_by_jit()
         or _is_key_included(_PRE_DISPATCH)
         or _is_key_included(_FUNCTIONALIZE)
@@ -103,7 +100,7 @@ def is_watched() -> bool:
 
 def obstacle(**tensors: Tensor | None) -> str | None:
     """Why kernels cannot be given these tensors here, which resolve.py has seen; None if they can. Under Dynamo always
-    None: it traces the reference alone."""
+    None: it traces the reference alone, which composite.py chooses the form of."""
     if is_dynamo_compiling():
         return None
     if (reason := _obstacle_of_call()) is not None:
@@ -112,17 +109,6 @@ def obstacle(**tensors: Tensor | None) -> str | None:
         if tensor is not None and (reason := _obstacle_of(tensor)) is not None:
             return f"{name} {reason}"
     return None
-
-
-def is_composed_in_graph(*tensors: Tensor | None) -> bool:
-    """Whether Dynamo must trace differentiable operations in the place of our autograd function: they are transformed
-    by torch.func, exported, or one of the tensors computes its operations itself."""
-    return is_dynamo_compiling() and (
-        not _DYNAMO_TRACES_FUNCTIONS
-        or is_in_torch_func()
-        or is_exporting()
-        or any(t is not None and has_own_operations(t) for t in tensors)
-    )
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -143,7 +129,7 @@ def has_own_operations(tensor: Tensor) -> bool:
 def out_of_sight() -> contextlib.AbstractContextManager[Any]:
     """Inside it no dispatch mode sees what is called. A mode that watches (FlopCounterMode, a logger, selective
     checkpointing) could keep, wrap or replace the memory that a kernel is about to fill."""
-    return _disable_current_modes() if _len_torch_dispatch_stack() else contextlib.nullcontext()
+    return _disable_current_modes() if count_modes() else contextlib.nullcontext()
 
 
 def has_no_memory(tensor: Tensor) -> bool:
@@ -152,6 +138,8 @@ def has_no_memory(tensor: Tensor) -> bool:
     if tensor.is_meta or has_own_operations(tensor):
         return False
     try:
+        while _is_functorch_wrapped_tensor(tensor):  # the memory is that of what is wrapped
+            tensor = _get_unwrapped(tensor)
         # numel last: it is a tensor while torch.jit.trace records, which warns where one is compared.
         is_freed = tensor.untyped_storage().nbytes() == 0 and not tensor._is_zerotensor()
         return is_freed and tensor.numel() != 0
@@ -170,7 +158,7 @@ def _obstacle_of_call() -> str | None:
         return "make_fx records this call"
     if _is_key_included(_FUNCTIONALIZE):
         return "this call is functionalized"
-    if _len_torch_dispatch_stack():
+    if count_modes():
         for key, reason in _TRACING_MODES.items():
             if _get_dispatch_mode(key) is not None:
                 return reason

@@ -116,7 +116,7 @@ class RMSNorm(torch.nn.RMSNorm):
         )
 
     def _take_defaults(self) -> None:
-        """For a module that was built as a torch.nn.RMSNorm."""
+        """For a module that was built as a torch.nn.RMSNorm, whose own eps stays."""
         self.offset, self.casting, self.backend = self.offset, self.casting, self.backend
 
     def _scripted(self, x: Tensor, residual: Tensor | None) -> Tensor:

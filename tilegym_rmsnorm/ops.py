@@ -9,6 +9,7 @@ twice and builds no text.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -136,37 +137,49 @@ def rms_norm(
     """
     if is_dynamo_compiling():
         backend = _traced(backend)
+        options = {
+            "bias": bias,
+            "offset": offset,
+            "residual": residual,
+            "casting": casting,
+            "backend": backend,
+        }
         if backend != "torch":
-            options = {"offset": offset, "residual": residual, "casting": casting, "backend": backend}
-            return _break_graph(rms_norm, input, normalized_shape, weight, eps, bias=bias, **options)
-    else:
-        if (
-            bias is None
-            and residual is None
-            and not (
-                _HAS_AUTOCAST and torch.is_autocast_enabled()
-            )  # of CUDA devices; to name them takes 0.2 us
-            and not is_watched()
-            and not _len_torch_function_stack()
-        ):
-            call = known.find(input, normalized_shape, weight, eps, offset, casting, backend)
-            if call is not None:
-                if not _is_differentiated(input, weight, None):
-                    return run_forward(input, weight, None, call)[0]
-                if call[5] is not None:
-                    return record(input, weight, None, call)
-        tensors = (input, weight, bias, residual)
-        # The __torch_function__ of nested tensors takes PyTorch's own functions alone; F.rms_norm is called below.
-        is_nested = isinstance(input, Tensor) and input.is_nested
-        if has_torch_function_variadic(*tensors) and not is_nested:
-            options = {"bias": bias, "offset": offset, "residual": residual, "casting": casting}
-            return handle_torch_function(
-                rms_norm, tensors, input, normalized_shape, weight, eps, **options, backend=backend
-            )
-    is_usual = _is_usual(input, weight, bias, residual)
-    if not is_usual:
-        input, weight, bias, residual = _handed_over(input, weight, bias, residual)
+            return _break_graph(rms_norm, input, normalized_shape, weight, eps, **options)
+        return _checked_rms_norm(input, normalized_shape, weight, eps, **options)
+    is_cast = _HAS_AUTOCAST and torch.is_autocast_enabled()  # of CUDA devices; to name them takes 0.2 us
+    if bias is None and residual is None and not (is_cast or _len_torch_function_stack() or is_watched()):
+        call = known.find(input, normalized_shape, weight, eps, offset, casting, backend)
+        if call is not None:
+            if not _is_differentiated(input, weight, None):
+                return run_forward(input, weight, None, call)[0]
+            if call[5] is not None:
+                return record(input, weight, None, call)
+    tensors = (input, weight, bias, residual)
+    options = {"bias": bias, "offset": offset, "residual": residual, "casting": casting, "backend": backend}
+    # The __torch_function__ of nested tensors takes PyTorch's own functions alone; composite.py calls F.rms_norm.
+    if has_torch_function_variadic(*tensors) and not (isinstance(input, Tensor) and input.is_nested):
+        arguments = (input, normalized_shape, weight, eps)
+        return handle_torch_function(rms_norm, tensors, *arguments, **options)
+    return _checked_rms_norm(input, normalized_shape, weight, eps, **options)
 
+
+def _checked_rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    *,
+    bias: Tensor | None,
+    offset: float,
+    residual: Tensor | None,
+    casting: str,
+    backend: str | None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`rms_norm`, by all checks. Dynamo traces it for the reference."""
+    are_plain = _are_plain(input, weight, bias, residual)
+    if not are_plain:
+        input, weight, bias, residual = _handed_over(input, weight, bias, residual)
     check_input("input", input, is_any_kind=True)
     n, shape = check_normalized_shape(input, normalized_shape, may_be_empty=True)
     check_vector("weight", weight, input, shape, "input")
@@ -184,27 +197,31 @@ def rms_norm(
     if backend is None:
         backend = get_current_backend()
     obstacle = None
-    if not is_usual or input.is_complex():
+    if not are_plain or input.is_complex():
         obstacle = _obstacle(input=input, weight=weight, bias=bias, residual=residual)
     if obstacle is None and n == 0:
         obstacle = "rows of input have no elements"
     request = Request(input.device, dtype, weight_dtype, casting, bias is not None, obstacle)
     forward = dispatch("rms_norm_forward", request, backend)
 
-    residual_out = x = input if residual is None else input + residual
-    if is_autocast:
-        x, weight, bias = (None if t is None else t.to(_autocast_dtype(t.dtype)) for t in (x, weight, bias))
-    if obstacle is not None or gate.is_composed_in_graph(x, weight, bias):
-        y = composite.rms_norm(x, shape, weight, bias, eps, offset, casting)
-    elif _is_differentiated(x, weight, bias):
-        # now: the choice in effect may be another later
-        backward = dispatch("rms_norm_backward", request, backend)
-        apply = RMSNormFunction.apply if is_dynamo_compiling() else record
-        y = apply(x, weight, bias, (n, eps, offset, casting, unseen(forward), backward, backend))
-        _remember(request, backend, forward, backward, is_autocast)
-    else:
-        y, _ = run_forward(x, weight, bias, (n, eps, offset, casting, unseen(forward), None, backend))
-        _remember(request, backend, forward, None, is_autocast)
+    is_composed = obstacle is not None or composite.is_needed_in_graph(input, weight, bias, residual)
+    with (
+        contextlib.nullcontext() if is_composed else unseen(forward)
+    ):  # the sum and the casts too are the kernel's
+        residual_out = x = input if residual is None else input + residual
+        if is_autocast:
+            x, weight, bias = map(_autocast, (x, weight, bias))
+        if is_composed:
+            y = composite.rms_norm(x, shape, weight, bias, eps, offset, casting)
+        elif _is_differentiated(x, weight, bias):
+            # Now: the choice in effect may be another later.
+            backward = dispatch("rms_norm_backward", request, backend)
+            apply = RMSNormFunction.apply if is_dynamo_compiling() else record
+            y = apply(x, weight, bias, (n, eps, offset, casting, forward, backward, backend))
+            _remember(request, backend, forward, backward, is_autocast)
+        else:
+            y, _ = run_forward(x, weight, bias, (n, eps, offset, casting, forward, None, backend))
+            _remember(request, backend, forward, None, is_autocast)
     return y if residual is None else (y, residual_out)
 
 
@@ -225,8 +242,8 @@ def rms_norm_forward(
     if is_dynamo_compiling() and (backend := _traced(backend)) != "torch":
         options = {"offset": offset, "casting": casting, "backend": backend}
         return _break_graph(rms_norm_forward, x, weight, eps, bias=bias, **options)
-    is_usual = _is_usual(x, weight, bias)
-    if not is_usual:
+    are_plain = _are_plain(x, weight, bias)
+    if not are_plain:
         x, weight, bias = _handed_over(x, weight, bias)
     check_input("x", x)
     n, shape = check_normalized_shape(x, x.shape[-1:])
@@ -234,13 +251,14 @@ def rms_norm_forward(
     check_vector("bias", bias, x, shape)
     check_casting(casting)
     eps, offset = checked_eps(eps, x.dtype), checked_number("offset", offset)
-    obstacle = None if is_usual else _obstacle(x=x, weight=weight, bias=bias)
+    obstacle = None if are_plain else _obstacle(x=x, weight=weight, bias=bias)
     request = Request(x.device, x.dtype, _dtype_of(weight), casting, bias is not None, obstacle)
     backend = get_current_backend() if backend is None else backend
     forward = dispatch("rms_norm_forward", request, backend)
     if obstacle is not None:  # the reference's, which takes rows of any leading dimensions
         return forward(x, weight, bias, eps, offset, casting)
-    return run_forward(x, weight, bias, (n, eps, offset, casting, unseen(forward), None, backend))
+    with unseen(forward):
+        return run_forward(x, weight, bias, (n, eps, offset, casting, forward, None, backend))
 
 
 def rms_norm_backward(
@@ -260,18 +278,19 @@ def rms_norm_backward(
     if is_dynamo_compiling() and (backend := _traced(backend)) != "torch":
         options = {"offset": offset, "casting": casting, "backend": backend}
         return _break_graph(rms_norm_backward, x, dy, weight, rstd, **options)
-    is_usual = _is_usual(x, dy, weight, rstd)
-    if not is_usual:
+    are_plain = _are_plain(x, dy, weight, rstd)
+    if not are_plain:
         x, dy, weight, rstd = _handed_over(x, dy, weight, rstd)
     n, offset = _checked_backward(x, dy, weight, rstd, offset, casting)
-    obstacle = None if is_usual else _obstacle(x=x, dy=dy, weight=weight, rstd=rstd)
+    obstacle = None if are_plain else _obstacle(x=x, dy=dy, weight=weight, rstd=rstd)
     request = Request(x.device, x.dtype, _dtype_of(weight), casting, False, obstacle)
     backend = get_current_backend() if backend is None else backend
     backward = dispatch("rms_norm_backward", request, backend)
     if obstacle is not None:
         return backward(x, dy, weight, rstd, offset, casting, weight is not None)
-    call = (n, 0.0, offset, casting, None, unseen(backward), backend)
-    return run_backward(x, dy, weight, rstd.contiguous(), call, weight is not None)
+    call = (n, 0.0, offset, casting, None, backward, backend)
+    with unseen(backward):
+        return run_backward(x, dy, weight, rstd.contiguous(), call, weight is not None)
 
 
 def compute_rms_norm_rstd_torch(x: Tensor, eps: float | None = None) -> Tensor:
@@ -280,6 +299,7 @@ def compute_rms_norm_rstd_torch(x: Tensor, eps: float | None = None) -> Tensor:
     By the reference, differentiable. M is the product of x's leading dimensions; eps as for `rms_norm`.
     """
     check_input("x", x)
+    _check_memory(x=x)
     check_normalized_shape(x, x.shape[-1:])
     return reference.compute_rms_norm_rstd_torch(x, checked_eps(eps, x.dtype))
 
@@ -295,6 +315,7 @@ def rms_norm_backward_torch(
 ) -> tuple[Tensor, Tensor | None]:
     """`rms_norm_backward` by the reference: differentiable, with rstd an input like the others."""
     _, offset = _checked_backward(x, dy, weight, rstd, offset, casting)
+    _check_memory(x=x, dy=dy, weight=weight, rstd=rstd)
     return reference.rms_norm_backward_torch(x, dy, weight, rstd, offset=offset, casting=casting)
 
 
@@ -331,7 +352,7 @@ def _checked_backward(
     return n, checked_number("offset", offset)
 
 
-def _is_usual(*tensors: Tensor | None) -> bool:
+def _are_plain(*tensors: Tensor | None) -> bool:
     """Whether these are plain tensors, or None, in a call that nothing watches: no kernel has an obstacle there, unless
     they are complex, and there is nothing to resolve."""
     if is_dynamo_compiling() or is_watched():
@@ -344,12 +365,16 @@ def _handed_over(*tensors: Any) -> tuple[Any, ...]:
     return tensors if is_dynamo_compiling() else tuple(map(resolved, tensors))
 
 
-def _obstacle(**tensors: Tensor | None) -> str | None:
-    """`gate.obstacle`, once the memory of all is known to be there."""
+def _check_memory(**tensors: Tensor | None) -> None:
     if not is_dynamo_compiling():
         for name, tensor in tensors.items():
             if tensor is not None:
                 check_memory(name, tensor)
+
+
+def _obstacle(**tensors: Tensor | None) -> str | None:
+    """`gate.obstacle`, once the memory of all is known to be there."""
+    _check_memory(**tensors)
     return gate.obstacle(**tensors)
 
 
@@ -369,7 +394,11 @@ def _remember(
 
 
 def _autocast_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
-    return None if dtype is None else compute_dtype(dtype)
+    return dtype if dtype is None or dtype.is_complex else compute_dtype(dtype)
+
+
+def _autocast(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(_autocast_dtype(tensor.dtype))
 
 
 def _is_differentiated(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> bool:

@@ -95,7 +95,7 @@ def _forward(
     wide = x.to(compute_dtype(x.dtype))
     rstd = _rstd(wide, eps, tuple(range(-dims, 0)))
     dtype = joint_dtype(x, weight, bias)
-    xhat = _round_xhat(wide.to(dtype) * rstd.to(dtype), x.dtype, casting)
+    xhat = round_xhat(wide.to(dtype) * rstd.to(dtype), x.dtype, casting)
     y = xhat if weight is None else xhat * (weight.to(dtype) + offset)
     if bias is not None:
         y = y + bias.to(dtype)
@@ -128,7 +128,7 @@ def rms_norm_backward_torch(
     dx = (g - xhat * c) * rstd
     dw = None
     if weight is not None:
-        dw = (dy * _round_xhat(xhat, x.dtype, casting)).reshape(-1, x.shape[-1]).sum(dim=0).to(weight.dtype)
+        dw = (dy * round_xhat(xhat, x.dtype, casting)).reshape(-1, x.shape[-1]).sum(dim=0).to(weight.dtype)
     return dx.to(x.dtype), dw
 
 
@@ -136,12 +136,15 @@ def _per_row(rstd: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return rstd.to(dtype).reshape(*x.shape[:-1], 1)
 
 
-def _round_xhat(xhat: Tensor, dtype: torch.dtype, casting: str) -> Tensor:
+def round_xhat(xhat: Tensor, dtype: torch.dtype, casting: str) -> Tensor:
+    """xhat, with casting="llama" rounded to `dtype` (x's) but kept in its own. Gradients do not see that rounding."""
     if casting != "llama":
         return xhat
-    rounded = xhat.to(dtype)
-    if dtype.itemsize == 2 and torch.compiler.is_compiling() and not xhat.requires_grad:
+    fixed = xhat.detach()
+    rounded = fixed.to(dtype)
+    if dtype.itemsize == 2 and torch.compiler.is_compiling():
         # torch.compile drops a rounding that a widening follows, and views between them; not arithmetic on its bits.
-        bits = rounded.view(torch.int16)
-        rounded = (~~bits).view(dtype)
-    return rounded.to(xhat.dtype)
+        rounded = (~~rounded.view(torch.int16)).view(dtype)
+    rounded = rounded.to(xhat.dtype)
+    # The difference is exact, and so is the sum. PyTorch's gradient of a rounding is rounded as well, and can overflow.
+    return xhat + (rounded - fixed) if torch.is_grad_enabled() else rounded

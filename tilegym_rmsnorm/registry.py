@@ -184,9 +184,11 @@ class use_backend(contextlib.ContextDecorator):  # named as the function that it
             _traced_backends.pop()
         else:
             names = list(_context_backends.get())
-            # Its own name, should blocks end in another order.
-            del names[len(names) - 1 - names[::-1].index(self.backend)]
-            _context_backends.set(tuple(names))
+            # Its own name, should blocks end in another order. It is not there where a block is left in another context
+            # than it was entered in, as pytest leaves those of async fixtures.
+            if self.backend in names:
+                del names[len(names) - 1 - names[::-1].index(self.backend)]
+                _context_backends.set(tuple(names))
 
 
 def traced_backend() -> str | None:

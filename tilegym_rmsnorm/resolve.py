@@ -23,8 +23,10 @@ def resolved(tensor: Any) -> Any:
     """
     if not isinstance(tensor, Tensor) or is_plain(tensor):
         return tensor
-    # Dead is a tensor that was kept from inside a transform of torch.func, and that has ended.
-    tensor = _waited(_unwrap_if_dead(tensor))
+    # Dead are tensors kept from inside transforms of torch.func that have ended, with a wrapper for each transform.
+    while (inner := _unwrap_if_dead(tensor)) is not tensor:
+        tensor = inner
+    tensor = _waited(tensor)
     if has_own_operations(tensor) or is_batched(tensor):
         return tensor
     if tensor._is_zerotensor():

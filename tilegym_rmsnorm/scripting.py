@@ -27,6 +27,13 @@ def scripted_rms_norm(
         raise ValueError(
             f"input: expected shape (*, {normalized_shape}), as normalized_shape says, got {x.shape}"
         )
+    if x.is_complex():  # in its own precision: there is nothing to widen or to round
+        y = torch.nn.functional.rms_norm(x, normalized_shape, None, eps)
+        if weight is not None:
+            y = y * (weight + offset)
+        if bias is not None:
+            y = y + bias
+        return y.to(x.dtype)
     is_double = x.dtype == torch.float64
     if eps is None:
         eps = 2.0**-52 if is_double else 2.0**-23  # the machine epsilons of float64 and float32
