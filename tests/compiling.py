@@ -61,9 +61,9 @@ _KNOWN: dict[tuple[int, Callable[..., None], str, int, int], tuple[Compiled, byt
 
 
 def sampled(cases: Iterable[tuple[Any, ...]], step: int = 1) -> list[tuple[Any, ...]]:
-    """Of these cases, each with a Config in it, the last of each kernel and every (6 * step)-th before it; with
+    """Of these cases, each with a Config in it, the last of each kernel and every (12 * step)-th before it; with
     --every-config every step-th."""
-    step *= 1 if helpers.every_config else 6
+    step *= 1 if helpers.every_config else 12
     kept, counts = [], Counter()
     for case in reversed(list(cases)):
         [kernel] = {part.kernel for part in case if isinstance(part, Config)}
