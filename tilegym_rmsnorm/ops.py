@@ -205,9 +205,8 @@ def _checked_rms_norm(
     forward = dispatch("rms_norm_forward", request, backend)
 
     is_composed = obstacle is not None or composite.is_needed_in_graph(input, weight, bias, residual)
-    with (
-        contextlib.nullcontext() if is_composed else unseen(forward)
-    ):  # the sum and the casts too are the kernel's
+    # Of a kernel's call the sum and the casts, too, are made where no mode puts other tensors in their place.
+    with contextlib.nullcontext() if is_composed else unseen(forward):
         residual_out = x = input if residual is None else input + residual
         if is_autocast:
             x, weight, bias = map(_autocast, (x, weight, bias))
