@@ -26,6 +26,7 @@ from test_triton import FORWARDS as TRITON_FORWARDS
 from torch import Tensor
 
 from tilegym_rmsnorm import rms_norm_backward, rms_norm_forward
+from tilegym_rmsnorm.backends.checks import package_version, parse_version
 from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 
 N = 96
@@ -255,6 +256,11 @@ def test_backward_by_each_kernel_of_cutile(name, x_scales, dy_scale):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.xfail(
+    parse_version(package_version("triton") or "3.6") < (3, 6),
+    reason="tl.sqrt_rn of Triton 3.5 is sqrt.rn.ftz: README says the range",
+    strict=True,
+)
 def test_no_triton_kernel_flushes_subnormal_numbers(tmp_path):
     """`tl.rsqrt` is rsqrt.approx.ftz, to which a mean of squares below 1.2e-38 is 0. The values above show it on a GPU
     alone: Triton's interpreter flushes nothing."""

@@ -168,7 +168,8 @@ def check_memory(name: str, tensor: Tensor) -> None:
             ValueError,
             name,
             "memory behind its elements",
-            "a storage of 0 bytes: it was freed, as FSDP frees them",
+            "a storage of 0 bytes: it was freed. Parameters of FSDP have memory inside the forward and backward of "
+            "their own module alone: call that, or unshard() it first",
         )
 
 

@@ -121,7 +121,11 @@ class InterpretedMachine:
 def _default_device_cpu() -> contextlib.AbstractContextManager[Any]:
     """What the interpreter makes lies on the CPU, where its arrays do. As a mode of PyTorch's this slows every
     operation down, so only where it is needed."""
-    return contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    try:
+        is_cpu = torch.get_default_device().type == "cpu"
+    except AttributeError:  # torch 2.9, once set_default_device(None) was called
+        is_cpu = True
+    return contextlib.nullcontext() if is_cpu else torch.device("cpu")
 
 
 @functools.cache
