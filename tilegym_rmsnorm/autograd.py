@@ -66,8 +66,7 @@ class RMSNormFunction(torch.autograd.Function):
                     x, dy, weight, rstd, ctx.call, needs_dw, hasattr(ctx, "bias_dtype")
                 )
         if needs_db:
-            if not is_dynamo_compiling():
-                check_memory("dy", dy)
+            check_memory(dy=dy)
             db = dy.reshape(-1, ctx.call[0]).sum(dim=0, dtype=compute_dtype(dy.dtype))
             db = db.to(ctx.bias_dtype).view(ctx.bias_shape)
         return dx, dw, db, None
@@ -181,10 +180,7 @@ def _differentiable_backward(
     """dx of x's shape and dtype, dw of weight's, by the reference; rstd is computed again, so that its dependence on x
     counts. Raises ValueError where the memory of one was freed."""
     n, eps, offset, casting, *_ = call
-    if not is_dynamo_compiling():
-        for name, tensor in (("x", x), ("weight", weight), ("dy", dy)):
-            if tensor is not None:
-                check_memory(name, tensor)
+    check_memory(x=x, weight=weight, dy=dy)
     rows, vector = x.reshape(-1, n), None if weight is None else weight.reshape(-1)
     rstd = reference.compute_rms_norm_rstd_torch(rows, eps)
     dx, dw = reference.rms_norm_backward_torch(

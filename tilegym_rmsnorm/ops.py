@@ -21,6 +21,7 @@ from torch.overrides import handle_torch_function, has_torch_function_variadic
 from tilegym_rmsnorm import composite, gate, known, reference, registry
 from tilegym_rmsnorm.autograd import RMSNormFunction, record, run_backward, run_forward, unseen
 from tilegym_rmsnorm.gate import is_plain, is_watched
+from tilegym_rmsnorm.graphs import break_graph, traced
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import Request, dispatch, get_current_backend
 from tilegym_rmsnorm.resolve import resolved
@@ -49,25 +50,6 @@ registry.load("torch")  # the one backend whose calls torch.compile traces
 _len_torch_function_stack = torch._C._len_torch_function_stack  # of the modes that see function calls
 # Whether this torch's F.rms_norm is on autocast's list for CUDA devices.
 _HAS_AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
-
-
-@torch._disable_dynamo  # torch.compiler.disable would import Dynamo here and now
-def _break_graph(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What torch.compile calls and does not look into: it would trace through the caches of a launch, or fail there.
-
-    Only the reference asked for by name is left to it. A wrapper around each function, or torch.compiler.disable, would
-    cost every eager call 0.2 to 0.5 us; asking `is_dynamo_compiling` costs 0.03 us.
-    """
-    return function(*args, **kwargs)
-
-
-# What Dynamo says where it may not break the graph (fullgraph=True, strict export), as torch.compiler.disable sets it.
-_break_graph._torchdynamo_disable = True
-_break_graph._torchdynamo_disable_msg = (
-    "the kernels of tilegym_rmsnorm are launched outside of graphs. To have an RMSNorm in the graph, pass "
-    'backend="torch" to rms_norm or RMSNorm: Inductor then compiles the reference. What set_backend says, and '
-    "use_backend around the compiled function, is not seen here"
-)
 
 
 @overload
@@ -136,7 +118,7 @@ def rms_norm(
     asked for by name cannot run them.
     """
     if is_dynamo_compiling():
-        backend = _traced(backend)
+        backend = traced(backend)
         options = {
             "bias": bias,
             "offset": offset,
@@ -145,7 +127,7 @@ def rms_norm(
             "backend": backend,
         }
         if backend != "torch":
-            return _break_graph(rms_norm, input, normalized_shape, weight, eps, **options)
+            return break_graph(rms_norm, input, normalized_shape, weight, eps, **options)
         return _checked_rms_norm(input, normalized_shape, weight, eps, **options)
     is_cast = _HAS_AUTOCAST and torch.is_autocast_enabled()  # of CUDA devices; to name them takes 0.2 us
     if bias is None and residual is None and not (is_cast or _len_torch_function_stack() or is_watched()):
@@ -238,9 +220,9 @@ def rms_norm_forward(
 
     M is the product of x's leading dimensions, N its last; weight and bias have shape (N,). See `rms_norm`.
     """
-    if is_dynamo_compiling() and (backend := _traced(backend)) != "torch":
+    if is_dynamo_compiling() and (backend := traced(backend)) != "torch":
         options = {"offset": offset, "casting": casting, "backend": backend}
-        return _break_graph(rms_norm_forward, x, weight, eps, bias=bias, **options)
+        return break_graph(rms_norm_forward, x, weight, eps, bias=bias, **options)
     are_plain = _are_plain(x, weight, bias)
     if not are_plain:
         x, weight, bias = _handed_over(x, weight, bias)
@@ -274,9 +256,9 @@ def rms_norm_backward(
 
     dy has x's shape, dtype and device; rstd (M,) is what `rms_norm_forward` returned. See `rms_norm`.
     """
-    if is_dynamo_compiling() and (backend := _traced(backend)) != "torch":
+    if is_dynamo_compiling() and (backend := traced(backend)) != "torch":
         options = {"offset": offset, "casting": casting, "backend": backend}
-        return _break_graph(rms_norm_backward, x, dy, weight, rstd, **options)
+        return break_graph(rms_norm_backward, x, dy, weight, rstd, **options)
     are_plain = _are_plain(x, dy, weight, rstd)
     if not are_plain:
         x, dy, weight, rstd = _handed_over(x, dy, weight, rstd)
@@ -298,7 +280,7 @@ def compute_rms_norm_rstd_torch(x: Tensor, eps: float | None = None) -> Tensor:
     By the reference, differentiable. M is the product of x's leading dimensions; eps as for `rms_norm`.
     """
     check_input("x", x)
-    _check_memory(x=x)
+    check_memory(x=x)
     check_normalized_shape(x, x.shape[-1:])
     return reference.compute_rms_norm_rstd_torch(x, checked_eps(eps, x.dtype))
 
@@ -314,28 +296,8 @@ def rms_norm_backward_torch(
 ) -> tuple[Tensor, Tensor | None]:
     """`rms_norm_backward` by the reference: differentiable, with rstd an input like the others."""
     _, offset = _checked_backward(x, dy, weight, rstd, offset, casting)
-    _check_memory(x=x, dy=dy, weight=weight, rstd=rstd)
+    check_memory(x=x, dy=dy, weight=weight, rstd=rstd)
     return reference.rms_norm_backward_torch(x, dy, weight, rstd, offset=offset, casting=casting)
-
-
-def _traced(backend: str | None) -> str | None:
-    """The backend as Dynamo traces it: what `use_backend` says in the traced function. For strict export, and inside a
-    transform of torch.func, it is the one in effect, "torch" where that is "auto": no kernel would be chosen there, and
-    Dynamo cannot go on behind a call that it leaves out."""
-    name = registry.traced_backend() if backend is None else backend
-    if gate.is_exporting() or gate.is_in_torch_func():
-        name = _backend_in_effect() if name is None else name
-        return "torch" if name == "auto" else name
-    return name
-
-
-def _backend_in_effect() -> str:
-    return get_current_backend()
-
-
-# As torch.compiler.assume_constant_result does, which would import Dynamo: it cannot read what use_backend sets. So a
-# graph that is run again keeps the backend that was in effect when it was traced; it is the reference's in each case.
-_backend_in_effect._dynamo_marked_constant = True
 
 
 def _checked_backward(
@@ -364,16 +326,9 @@ def _handed_over(*tensors: Any) -> tuple[Any, ...]:
     return tensors if is_dynamo_compiling() else tuple(map(resolved, tensors))
 
 
-def _check_memory(**tensors: Tensor | None) -> None:
-    if not is_dynamo_compiling():
-        for name, tensor in tensors.items():
-            if tensor is not None:
-                check_memory(name, tensor)
-
-
 def _obstacle(**tensors: Tensor | None) -> str | None:
     """`gate.obstacle`, once the memory of all is known to be there."""
-    _check_memory(**tensors)
+    check_memory(**tensors)
     return gate.obstacle(**tensors)
 
 

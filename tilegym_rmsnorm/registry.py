@@ -105,7 +105,7 @@ def load(backend: str) -> None:
 def dispatch(op: str, request: Request, backend: str | None = None) -> Callable[..., Any]:
     """The function that runs `op` on tensors like `request`, by the backend named or the one in effect."""
     name = get_current_backend() if backend is None else backend
-    # The reference alone is traced (ops.py), and a graph that reads _chosen is compiled again whenever that grows.
+    # The reference alone is traced (graphs.py), and a graph that reads _chosen is compiled again whenever that grows.
     if is_dynamo_compiling():
         return _impls[op, name]
     try:

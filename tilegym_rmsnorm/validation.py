@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm.gate import has_no_memory
 from tilegym_rmsnorm.reference import CASTINGS, compute_dtype, default_eps
@@ -146,9 +147,7 @@ def check_saved(x: Tensor, weight: Tensor | None, rstd: Tensor, dy: Tensor, n: i
     if dy.layout is not _STRIDED:
         _fail(TypeError, "dy", f"layout {_STRIDED}", dy.layout)
     check_like("x, as unpacked for the backward", x, dy, "dy")
-    for name, tensor in (("x", x), ("weight", weight), ("rstd", rstd), ("dy", dy)):
-        if tensor is not None:
-            check_memory(name, tensor)
+    check_memory(x=x, weight=weight, rstd=rstd, dy=dy)
     if weight is not None:
         name = "weight, as unpacked for the backward"
         if weight.numel() != n:
@@ -161,16 +160,19 @@ def check_saved(x: Tensor, weight: Tensor | None, rstd: Tensor, dy: Tensor, n: i
         _fail(ValueError, "rstd, as unpacked for the backward", expected, got)
 
 
-def check_memory(name: str, tensor: Tensor) -> None:
-    """That a tensor's memory is there."""
-    if has_no_memory(tensor):
-        _fail(
-            ValueError,
-            name,
-            "memory behind its elements",
-            "a storage of 0 bytes: it was freed. Parameters of FSDP have memory inside the forward and backward of "
-            "their own module alone: call that, or unshard() it first",
-        )
+def check_memory(**tensors: Tensor | None) -> None:
+    """That the memory of these tensors, by their names, is there. Not asked while Dynamo traces: there is none yet."""
+    if is_dynamo_compiling():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and has_no_memory(tensor):
+            _fail(
+                ValueError,
+                name,
+                "memory behind its elements",
+                "a storage of 0 bytes: it was freed. Parameters of FSDP have memory inside the forward and backward of "
+                "their own module alone: call that, or unshard() it first",
+            )
 
 
 def checked_eps(eps: float | None, dtype: torch.dtype) -> float:
