@@ -24,6 +24,10 @@ M, N = 6, 8
 CPU = torch.device("cpu")
 
 
+class Named(torch.Tensor):
+    """A subclass that leaves its operations to PyTorch."""
+
+
 class Case(NamedTuple):
     """What `backend=` says, and where the tensors are."""
 

@@ -7,7 +7,7 @@ it. Fixtures as in gate_cases.py."""
 import by_address
 import pytest
 import torch
-from gate_cases import CPU, N, check, freed, freed_view, gradients_of_theirs, make_tensors
+from gate_cases import CPU, N, Named, check, freed, freed_view, gradients_of_theirs, make_tensors
 
 from tilegym_rmsnorm import BackendUnavailableError, rms_norm
 
@@ -20,10 +20,6 @@ UNPACKED = {  # what a hook makes of each saved tensor; the values are the same
     "a subclass": lambda t: t.as_subclass(Named),
     "another copy": lambda t: t.clone(),
 }
-
-
-class Named(torch.Tensor):
-    """A subclass that leaves its operations to PyTorch."""
 
 
 @pytest.mark.parametrize("unpack", UNPACKED.values(), ids=UNPACKED)

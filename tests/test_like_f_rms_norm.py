@@ -6,6 +6,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from gate_cases import Named
 from torch.torch_version import TorchVersion
 
 from tilegym_rmsnorm import (
@@ -133,10 +134,6 @@ def test_autocast_leaves_complex_numbers_alone():
     assert ops._autocast_dtype(torch.complex64) is torch.complex64
     assert ops._autocast_dtype(torch.complex128) is torch.complex128
     assert ops._autocast_dtype(torch.bfloat16) is torch.float32 and ops._autocast_dtype(None) is None
-
-
-class Named(torch.Tensor):
-    """A subclass that leaves its operations to PyTorch."""
 
 
 class Counted(torch.Tensor):

@@ -5,17 +5,13 @@
 
 import pytest
 import torch
-from gate_cases import freed, freed_view
+from gate_cases import Named, freed, freed_view
 
 from tilegym_rmsnorm import gate, known, rms_norm
 from tilegym_rmsnorm.autograd import _fit
 
 M, N = 3, 8
 X, W = torch.randn(M, N), torch.rand(N) + 0.5
-
-
-class Named(torch.Tensor):
-    """A subclass that leaves its operations to PyTorch."""
 
 
 def kept_from_a_transform(tensor):
