@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +16,10 @@ from torch import Tensor
 from bench.check import Inputs, checked_ops, dy_for, errors_of, rstd_for, run_op
 from bench.peers import make_providers
 from bench.providers import Provider
+from bench.session import Session
 from bench.shapes import OPS, Shape, compulsory_bytes
-from tilegym_rmsnorm.accuracy import Errors, Outputs, why_wrong
-from tilegym_rmsnorm.timer import Call, Sampler, Timing, calls_needed, host_sampler, interleave
-
-if TYPE_CHECKING:
-    from bench.measure import Bench
+from tilegym_rmsnorm.measure.accuracy import Errors, Outputs, why_wrong
+from tilegym_rmsnorm.measure.timer import Call, Sampler, Timing, calls_needed, host_sampler, interleave
 
 Record = dict[str, Any]
 HOST_SECONDS = 0.03
@@ -38,7 +36,7 @@ FAILS_WITH = {
 class Cell:
     """The providers at one shape and dtype, each with all its settings."""
 
-    def __init__(self, bench: Bench, shape: Shape, dtype: torch.dtype, inputs: list[Inputs]):
+    def __init__(self, bench: Session, shape: Shape, dtype: torch.dtype, inputs: list[Inputs]):
         self.bench, self.shape, self.dtype, self.inputs = bench, shape, dtype, inputs
         # One line each, by provider, with its settings where it has some, and op.
         self.failures: dict[tuple[str, str], str] = {}

@@ -14,8 +14,8 @@ from torch import Tensor
 import tilegym_rmsnorm as tr
 from bench.providers import EPS, Provider
 from bench.shapes import Shape
-from tilegym_rmsnorm import accuracy
-from tilegym_rmsnorm.accuracy import Errors, Outputs
+from tilegym_rmsnorm.measure import accuracy
+from tilegym_rmsnorm.measure.accuracy import Errors, Outputs
 
 
 @dataclass(frozen=True)

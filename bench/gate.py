@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from bench.accepted import ACCEPTED, Slowdown
 from bench.provenance import RESULTS, gpu_slug
-from tilegym_rmsnorm import options
+from tilegym_rmsnorm.commands import options
 
 THRESHOLD = 0.05  # runs of the same kernels on one H100 differ by about 2 %
 GATED_PROVIDERS = ("cutile", "triton")

@@ -33,9 +33,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.provenance import ROOT, choose_tables, describe_run, one_line
-from tilegym_rmsnorm import known, registry, rms_norm, rms_norm_forward
-from tilegym_rmsnorm.options import positive
-from tilegym_rmsnorm.timer import host_sampler, wall_sampler
+from tilegym_rmsnorm import fastpath, registry, rms_norm, rms_norm_forward
+from tilegym_rmsnorm.commands.options import positive
+from tilegym_rmsnorm.measure.timer import host_sampler, wall_sampler
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 EPS = 1e-6
@@ -148,13 +148,13 @@ def print_slices(size: tuple[int, int], request: registry.Request, arguments: ar
         return backward(x, dy, weight, rstd, 0.0, "once", True)
 
     slices = {
-        "find a known call": lambda: known.find(x, *options),
+        "find a known call": lambda: fastpath.find(x, *options),
         "torch.empty of y": lambda: torch.empty(size, dtype=dtype, device=device),
         "forward below autograd": run_forward,
         "backward below autograd": run_backward,
     }
     if arguments.backend == "cutile" and device.type == "cuda":
-        from tilegym_rmsnorm.backends.cutile.machine import machine_of
+        from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
         machine = machine_of(device)
         slices["allocate y"] = lambda: machine.empty(size, dtype)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from tilegym_rmsnorm.timer import FLUSH_BYTES
+from tilegym_rmsnorm.measure.timer import FLUSH_BYTES
 
 PROVIDERS = frozenset(("inductor", "torch.compile", "torch.compile-max-autotune"))  # whose kernels it chooses
 # Part of the names in its caches on disk: choices made by its own timer are not found there.

@@ -25,7 +25,7 @@ from bench import compare
 from bench.heatmaps import plot_heatmaps
 from bench.provenance import one_line
 from bench.shapes import OPS
-from tilegym_rmsnorm import options
+from tilegym_rmsnorm.commands import options
 
 # Okabe and Ito's colours, which people who are colour-blind can tell apart; every provider has a marker too.
 STYLES = {

@@ -32,7 +32,7 @@ from bench.peers import ALONE
 from bench.plots import plot_result
 from bench.provenance import PACKAGE, ROOT
 from bench.shapes import OPS, Shape, parse_shapes
-from tilegym_rmsnorm import options
+from tilegym_rmsnorm.commands import options
 
 Result = dict[str, Any]
 Record = dict[str, Any]

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 import tilegym_rmsnorm
-from tilegym_rmsnorm.backends.cutile import tables
-from tilegym_rmsnorm.backends.cutile.toolchain import dotted, find_tileiras, package_version
-from tilegym_rmsnorm.installation import driver_gpus
+from tilegym_rmsnorm.backends.cutile.plans import tables
+from tilegym_rmsnorm.backends.cutile.runtime.toolchain import dotted, find_tileiras, package_version
+from tilegym_rmsnorm.commands.installation import driver_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"

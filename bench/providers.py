@@ -31,7 +31,7 @@ from bench.shapes import OPS, Shape
 from tilegym_rmsnorm import registry
 
 if TYPE_CHECKING:
-    from tilegym_rmsnorm.backends.cutile.kernel_config import Config
+    from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
 
 EPS = 1e-6
 BACKENDS = ("cutile", "triton", "inductor", "torch")
@@ -157,10 +157,11 @@ def _backward_dx(backend: str, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tens
 
 def _config_of(shape: Shape, dtype: torch.dtype, device: torch.device, op: str) -> str:
     """The config that serves an op, as launch.py asks for it; of both ops both."""
-    from tilegym_rmsnorm.backends.cutile import machine, selector, sizes
+    from tilegym_rmsnorm.backends.cutile.plans import select, sizes
+    from tilegym_rmsnorm.backends.cutile.runtime import machine
 
     found = [
-        selector.chosen_config(each, machine.machine_of(device), shape[1], dtype, sizes.size_class(*shape))
+        select.chosen_config(each, machine.machine_of(device), shape[1], dtype, sizes.size_class(*shape))
         for each in (("forward", "backward") if op == "both" else (op,))
     ]
     return "; ".join(map(_config_text, found))

@@ -21,11 +21,12 @@ import torch
 from tqdm import tqdm
 
 from bench import compare, inductor, readme, report
-from bench.measure import Bench, ContextLostError
+from bench.measure import Bench
 from bench.peers import ALL_PROVIDERS, ALONE, LIBRARIES, why_missing
 from bench.processes import Loss, differences, left_by, lost_records, measure_others, write
 from bench.provenance import RESULTS, choose_tables, describe_run, gpu_slug, one_line
 from bench.providers import BACKENDS, BASELINES, MAX_AUTOTUNE, ROW_PARTIALS
+from bench.session import ContextLostError
 from bench.shapes import (
     CPU_QUICK_SHAPES,
     CPU_SHAPES,
@@ -37,8 +38,9 @@ from bench.shapes import (
     parse_shapes,
 )
 from bench.warm import warm
-from tilegym_rmsnorm import options, registry
-from tilegym_rmsnorm.installation import why_not_writable
+from tilegym_rmsnorm import registry
+from tilegym_rmsnorm.commands import options
+from tilegym_rmsnorm.commands.installation import why_not_writable
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 GRID_PROVIDERS = ("cutile", "F.rms_norm", "torch.compile", "quack", "liger.triton")

@@ -45,8 +45,9 @@ from bench.corpus import VOCABULARY, batches, load_corpus
 from bench.provenance import RESULTS, ROOT, choose_tables, describe_run, gpu_slug, one_line
 from bench.report import CPU_NOTE, write_json
 from bench.run import run_in_interpreters
-from tilegym_rmsnorm import RMSNorm, options
-from tilegym_rmsnorm.installation import why_not_writable
+from tilegym_rmsnorm import RMSNorm
+from tilegym_rmsnorm.commands import options
+from tilegym_rmsnorm.commands.installation import why_not_writable
 
 NAMES = ("baseline", "F.rms_norm", "cutile", "triton", "inductor", "torch")
 SEED, OTHER_SEED, VALIDATION_SEED = 0, 1, 2

@@ -17,7 +17,7 @@ import types
 import pytest
 import torch
 
-from tilegym_rmsnorm import known, registry
+from tilegym_rmsnorm import fastpath, registry
 from tilegym_rmsnorm.backends import checks
 
 calls: list[str] = []  # the ops that it ran, since `use` or a test cleared this
@@ -98,5 +98,5 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_impls", {**registry._impls, **impls})
     monkeypatch.setattr(registry, "_chosen", {})
     monkeypatch.setattr(registry, "_INTERPRETED_ON_CPU", ())  # its calls become known ones, as a GPU's do
-    known.forget()
+    fastpath.forget()
     calls.clear()

@@ -29,11 +29,11 @@ from cuda.tile.compilation import (
     export_kernel,
 )
 
-from tilegym_rmsnorm.backends.cutile import toolchain
-from tilegym_rmsnorm.backends.cutile.config import uses_dependent_launch
-from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward
-from tilegym_rmsnorm.backends.cutile.machine import compiled
+from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
+from tilegym_rmsnorm.backends.cutile.plans.rules import uses_dependent_launch
+from tilegym_rmsnorm.backends.cutile.runtime import toolchain
+from tilegym_rmsnorm.backends.cutile.runtime.machine import compiled
 
 TILE_DTYPE = {
     torch.float16: ct.float16,
@@ -80,7 +80,7 @@ class CompilingMachine:
     compiles=False: only the symbols. keep: a folder for the cubins, each by its kernel's name.
     """
 
-    model = None
+    target = None
 
     def __init__(
         self, architecture: int, compiles: bool = True, sm_count: int = 132, keep: Path | None = None
@@ -181,7 +181,7 @@ def code_of_call(
 
 
 def signature_of(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> KernelSignature:
-    """What cuda-tile's JIT compiles for these arguments (tests/test_gpu_cutile.py compares them). Extents of 1 are
+    """What cuda-tile's JIT compiles for these arguments (tests/gpu/test_gpu_cutile.py compares them). Extents of 1 are
     compiled in, for which it takes its second calling convention."""
     has_extent_of_1 = any(isinstance(each, torch.Tensor) and 1 in each.shape for each in arguments)
     convention = CallingConvention.cutile_python_v2 if has_extent_of_1 else CallingConvention.cutile_python_v1

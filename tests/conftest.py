@@ -20,8 +20,9 @@ if not torch.cuda.is_available():
 import helpers
 from helpers import BACKENDS, HAS_GPU, why_skip
 
-from tilegym_rmsnorm import known, ops, registry
-from tilegym_rmsnorm.backends.cutile import tables, toolchain
+from tilegym_rmsnorm import api, fastpath, registry
+from tilegym_rmsnorm.backends.cutile.plans import tables
+from tilegym_rmsnorm.backends.cutile.runtime import toolchain
 
 pytest_plugins = ("gate_cases",)  # its fixtures are asked for in several files
 
@@ -170,23 +171,23 @@ def default_selection(share_of_the_gpu, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(registry.ENVIRONMENT_VARIABLE, raising=False)
     monkeypatch.setenv(tables.CACHE_VARIABLE, "off")
     registry.set_backend(None)
-    known.forget()
+    fastpath.forget()
     yield
     registry.set_backend(None)
-    known.forget()
+    fastpath.forget()
 
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list:
     """Each input of rms_norm that went through all checks."""
     seen = []
-    check_input = ops.check_input
+    check_input = api.check_input
 
     def counted(name, x, **options):
         seen.append(x)
         check_input(name, x, **options)
 
-    monkeypatch.setattr(ops, "check_input", counted)
+    monkeypatch.setattr(api, "check_input", counted)
     return seen
 
 
@@ -214,7 +215,7 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.Tensor, "new_empty_strided"),
     ]
     if HAS_GPU and why_skip("cutile") is None:
-        from tilegym_rmsnorm.backends.cutile.machine import GpuMachine
+        from tilegym_rmsnorm.backends.cutile.runtime.machine import GpuMachine
 
         allocators.append((GpuMachine, "empty"))
     for owner, name in allocators:
@@ -238,7 +239,9 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def finder(monkeypatch: pytest.MonkeyPatch):
     """A search over the interpreter, at sizes that it can run."""
     pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-    from tilegym_rmsnorm.backends.cutile import machine, search, sizes
+    from tilegym_rmsnorm.backends.cutile.plans import sizes
+    from tilegym_rmsnorm.backends.cutile.runtime import machine
+    from tilegym_rmsnorm.backends.cutile.tuning import search
 
     monkeypatch.setattr(sizes, "FEW_ROWS", 8)
     monkeypatch.setattr(sizes, "SMALL", 40 * 64)

@@ -6,9 +6,9 @@ import torch
 from helpers import Inputs
 
 from tilegym_rmsnorm.backends.cutile import interpreter
-from tilegym_rmsnorm.backends.cutile.config import backward_config, forward_config
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward
-from tilegym_rmsnorm.backends.cutile.machine import InterpretedMachine
+from tilegym_rmsnorm.backends.cutile.plans.rules import backward_config, forward_config
+from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
 
 
 def run_forward(inputs: Inputs, config=None, **machine):

@@ -8,14 +8,14 @@ Importing this package imports torch and nothing else; a backend's own libraries
 
 from importlib.metadata import PackageNotFoundError, version
 
-from tilegym_rmsnorm.module import RMSNorm
-from tilegym_rmsnorm.ops import (
+from tilegym_rmsnorm.api import (
     compute_rms_norm_rstd_torch,
     rms_norm,
     rms_norm_backward,
     rms_norm_backward_torch,
     rms_norm_forward,
 )
+from tilegym_rmsnorm.module import RMSNorm
 from tilegym_rmsnorm.registry import (
     BackendUnavailableError,
     get_available_backends,

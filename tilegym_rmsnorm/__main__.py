@@ -9,8 +9,8 @@ import sys
 import torch
 
 import tilegym_rmsnorm
-from tilegym_rmsnorm import doctor, tune
-from tilegym_rmsnorm.backends.checks import package_version
+from tilegym_rmsnorm.backends.versions import package_version
+from tilegym_rmsnorm.commands import doctor, tune
 
 
 def main(arguments: list[str] | None = None) -> int:

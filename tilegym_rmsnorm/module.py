@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.jit import is_scripting
 from torch.nn import Parameter
 
+from tilegym_rmsnorm.api import rms_norm
 from tilegym_rmsnorm.configured import Norm, configured
-from tilegym_rmsnorm.ops import rms_norm
 from tilegym_rmsnorm.registry import BackendUnavailableError, check_backend_name
 from tilegym_rmsnorm.scripting import scripted_rms_norm
 from tilegym_rmsnorm.validation import check_casting, checked_eps, checked_number

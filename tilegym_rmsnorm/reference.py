@@ -15,7 +15,7 @@ xhat is also rounded to x's dtype before it meets the weight: in y, and in dw (d
 rounding. No weight means a factor of 1, whatever the offset.
 
 Every function takes any device, any leading dimensions (M is their product) and is differentiable. None checks what it
-is given: `tilegym_rmsnorm.ops` does, in front of the two that are public.
+is given: `tilegym_rmsnorm.api` does, in front of the two that are public.
 """
 
 from __future__ import annotations

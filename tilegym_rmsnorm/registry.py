@@ -11,7 +11,7 @@ A backend is a module (named in BACKEND_MODULES) that imports nothing optional a
 
     unusable(request)   why it cannot run the request (None as request: on this machine at all), or None if it can
     IMPLEMENTATION      the module that registers its functions with `register_impl`, imported on first use; the
-                        reference's by ops.py, since torch.compile traces its calls, and no import
+                        reference's by api.py, since torch.compile traces its calls, and no import
     AUTO_ON_CPU         whether "auto" may take it for tensors that are not on a CUDA device
 """
 

@@ -38,7 +38,7 @@ def warmup(
     for _, dtype, weight_dtype in requests:
         if unusable := why_unusable("cutile", Request(device, dtype, weight_dtype, casting, False)):
             raise BackendUnavailableError(f"warmup: {unusable.reason}. To mend it: {unusable.remedy}")
-    from tilegym_rmsnorm.backends.cutile.machine import machine_of
+    from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
     from tilegym_rmsnorm.backends.cutile.warm import warm
 
     if device.type == "cuda" and device.index is None:

@@ -5,16 +5,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-import re
 from collections.abc import Callable
 
 import torch
 
 from tilegym_rmsnorm.registry import Request, Unusable
-
-Version = tuple[int, ...]
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -46,25 +41,3 @@ def any_gpu_unusable(gpu_unusable: Callable[[torch.device], Unusable | None]) ->
     count = torch.cuda.device_count() if torch.cuda.is_available() else 1
     problems = [gpu_unusable(torch.device("cuda", index)) for index in range(count)]
     return None if None in problems else problems[0]
-
-
-def package_version(name: str) -> str | None:
-    """The installed version of a distribution, None where it is missing."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def parse_version(text: str) -> Version:
-    """The numbers that a version starts with: (13, 4, 92)."""
-    match = re.match(r"\d+(?:\.\d+)*", text)
-    if match is None:
-        raise ValueError(f"version: expected MAJOR.MINOR..., got {text!r}")
-    return tuple(map(int, match[0].split(".")))
-
-
-def is_installed(package: str) -> bool:
-    """Whether `package` can be imported; a folder of that name in the working directory is not it."""
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.backends import checks
+from tilegym_rmsnorm.backends import checks, versions
 from tilegym_rmsnorm.reference import rms_norm_backward_torch, rms_norm_forward_torch
 from tilegym_rmsnorm.registry import Request, Unusable, register_impl
 
@@ -71,7 +71,7 @@ def _cpu_unusable() -> Unusable | None:
 
 
 def _cuda_unusable() -> Unusable | None:
-    if not checks.is_installed("triton"):
+    if not versions.is_installed("triton"):
         return Unusable("torch.compile needs Triton on a CUDA device", "pip install triton")
     return None
 

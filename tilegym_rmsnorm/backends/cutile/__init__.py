@@ -17,13 +17,14 @@ import os
 import torch
 
 from tilegym_rmsnorm.backends import checks
-from tilegym_rmsnorm.backends.cutile import config, toolchain
+from tilegym_rmsnorm.backends.cutile.plans import rules
+from tilegym_rmsnorm.backends.cutile.runtime import toolchain
 from tilegym_rmsnorm.registry import Request, Unusable
 
 IMPLEMENTATION = "tilegym_rmsnorm.backends.cutile.launch"
 AUTO_ON_CPU = False
 
-ARCHITECTURES = tuple(f"sm_{number}" for number in config.ARCHITECTURES)
+ARCHITECTURES = tuple(f"sm_{number}" for number in rules.ARCHITECTURES)
 INTERPRET_VARIABLE = "TILEGYM_RMSNORM_INTERPRET"
 INTERPRET_ON, INTERPRET_OFF = ("1", "true", "on", "yes"), ("0", "false", "off", "no", "")
 _INTERPRET_REMEDY = (

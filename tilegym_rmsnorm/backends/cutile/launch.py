@@ -14,22 +14,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.backends.cutile import (
+from tilegym_rmsnorm.backends.cutile.kernels import (
     backward,
-    backward_fused,
-    backward_teams,
-    backward_tma,
-    backward_wide,
+    backward_team,
     forward,
-    forward_teams,
+    forward_team,
+    pipelined,
+    reduce,
+    reread,
+    split,
+    two_pass,
 )
-from tilegym_rmsnorm.backends.cutile.boards import Boards
-from tilegym_rmsnorm.backends.cutile.config import row_partials_config, sum_config
-from tilegym_rmsnorm.backends.cutile.kernel_config import Config, constants_of
-from tilegym_rmsnorm.backends.cutile.machine import Launch, Machine, machine_of
-from tilegym_rmsnorm.backends.cutile.selector import chosen_config
-from tilegym_rmsnorm.backends.cutile.sizes import LARGEST_GRID, partial_rows, size_class, slab_tiles
-from tilegym_rmsnorm.backends.cutile.wide import means_config
+from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config, constants_of
+from tilegym_rmsnorm.backends.cutile.plans.rules import row_partials_config, sum_config
+from tilegym_rmsnorm.backends.cutile.plans.select import chosen_config
+from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID, partial_rows, size_class, slab_tiles
+from tilegym_rmsnorm.backends.cutile.plans.wide import means_config
+from tilegym_rmsnorm.backends.cutile.runtime.boards import Boards
+from tilegym_rmsnorm.backends.cutile.runtime.machine import Launch, Machine, machine_of
 from tilegym_rmsnorm.registry import register_impl
 
 # A kernel sees shapes, strides and row numbers as int32; only the offsets of elements are computed in 64 bits.
@@ -116,8 +118,8 @@ class Forward:
         function = {
             "rows": forward.forward_rows,
             "tiles": forward.forward_tiles,
-            "teams": forward_teams.forward_teams,
-            "chunks": forward.forward_chunks,
+            "teams": forward_team.forward_team,
+            "chunks": reread.forward_reread,
         }[config.kernel]
         self.launch = _bind(machine, function, config, n, HAS_WEIGHT=has_weight, ROUND_XHAT=round_xhat)
         self.boards = None
@@ -170,24 +172,24 @@ class Backward:
         if config.kernel == "strips":
             means = means_config(machine.architecture)
             self.tma |= means.tma
-            self.launch_means = _bind(machine, backward_wide.backward_means, means, n)
+            self.launch_means = _bind(machine, two_pass.backward_means, means, n)
         if config.kernel == "teams":
             self.boards = Boards(machine, config, n)
             self.most_rows = min(self.most_rows // config.members, LARGEST_GRID)  # of blocks, and of a board
         function = {
-            "rows": backward_tma.backward_rows_by_tma if config.tma else backward.backward_rows,
+            "rows": pipelined.backward_pipelined if config.tma else backward.backward_rows,
             "tiles": backward.backward_tiles,
-            "teams": backward_teams.backward_teams,
-            "fused": backward_fused.backward_fused,
-            "fused_chunks": backward_fused.backward_fused,
-            "strips": backward_wide.backward_strips,
-            "chunks": backward_wide.backward_chunks,
+            "teams": backward_team.backward_team,
+            "fused": split.backward_split,
+            "fused_chunks": split.backward_split,
+            "strips": two_pass.backward_strips,
+            "chunks": reread.backward_reread,
         }[config.kernel]
         switches = {"HAS_WEIGHT": has_weight, "HAS_DW": has_dw, "ROUND_XHAT": round_xhat}
         self.launch = _bind(machine, function, config, n, **switches)
         self.sum = sum_config(config, n, machine.architecture)
         self.sum_grid = (-(-n // self.sum.width),)
-        self.launch_sum = _bind(machine, backward.sum_partials, self.sum, n)
+        self.launch_sum = _bind(machine, reduce.sum_partials, self.sum, n)
 
     def __call__(
         self, x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, offset: float

@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tilegym_rmsnorm.backends.cutile.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.launch import MOST_ROWS, Backward, Forward
-from tilegym_rmsnorm.backends.cutile.machine import Machine
-from tilegym_rmsnorm.backends.cutile.selector import chosen_config
-from tilegym_rmsnorm.backends.cutile.sizes import (
+from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
+from tilegym_rmsnorm.backends.cutile.plans.select import chosen_config
+from tilegym_rmsnorm.backends.cutile.plans.sizes import (
     FEW_TILES,
     MOST_SLABS,
     SIZES,
     most_partial_rows,
     rows_of_class,
 )
+from tilegym_rmsnorm.backends.cutile.runtime.machine import Machine
 
 EPS = 1e-6
 

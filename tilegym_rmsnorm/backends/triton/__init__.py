@@ -15,7 +15,7 @@ import sys
 
 import torch
 
-from tilegym_rmsnorm.backends import checks
+from tilegym_rmsnorm.backends import checks, versions
 from tilegym_rmsnorm.registry import Request, Unusable
 
 IMPLEMENTATION = "tilegym_rmsnorm.backends.triton.launch"
@@ -54,19 +54,19 @@ def unusable(request: Request | None) -> Unusable | None:
 @functools.cache
 def _triton_unusable() -> Unusable | None:
     return (
-        None if checks.is_installed("triton") else Unusable("triton is not installed", "pip install triton")
+        None if versions.is_installed("triton") else Unusable("triton is not installed", "pip install triton")
     )
 
 
 @functools.cache
 def _interpreter_unusable() -> Unusable | None:
     """Triton's interpreter computes with numpy, which since 2.4 refuses how Triton before 3.7 begins a loop."""
-    if not checks.is_installed("numpy"):
+    if not versions.is_installed("numpy"):
         return Unusable("Triton's interpreter needs numpy", "pip install numpy")
-    triton, numpy = map(checks.package_version, ("triton", "numpy"))
+    triton, numpy = map(versions.package_version, ("triton", "numpy"))
     if triton is None or numpy is None:
         return None  # another distribution of it, such as triton-windows
-    if checks.parse_version(triton) < (3, 7) and checks.parse_version(numpy) >= (2, 4):
+    if versions.parse_version(triton) < (3, 7) and versions.parse_version(numpy) >= (2, 4):
         reason = f"the interpreter of Triton {triton} does not work with numpy {numpy}"
         return Unusable(reason, 'pip install "numpy<2.4"')
     return None

@@ -10,7 +10,7 @@ ROUND_XHAT (casting="llama") rounds xhat to x's dtype before it meets the weight
 rstd by sqrt_rn: `tl.rsqrt` takes a subnormal mean + eps (below 1.2e-38) for 0.
 
     forward_rows      ROWS whole rows per program, x read once
-    forward_chunks    one row, wider than registers hold: summed chunk by chunk, then read again (from L2, mostly)
+    forward_reread    one row, wider than registers hold: summed chunk by chunk, then read again (from L2, mostly)
 """
 
 import triton
@@ -73,7 +73,7 @@ def forward_rows(
 
 
 @triton.jit(do_not_specialize=["x_row_stride"])
-def forward_chunks(
+def forward_reread(
     x_ptr,
     weight_ptr,
     y_ptr,

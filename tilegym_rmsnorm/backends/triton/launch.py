@@ -62,7 +62,7 @@ def launch_forward(
             forward.forward_rows[grid](x, weight, y, rstd, M, x_row_stride, eps, offset, **tiles, **common)
         else:
             chunks = {"CHUNKS": config.tiles}
-            forward.forward_chunks[(M,)](x, weight, y, rstd, x_row_stride, eps, offset, **chunks, **common)
+            forward.forward_reread[(M,)](x, weight, y, rstd, x_row_stride, eps, offset, **chunks, **common)
     return y, rstd
 
 

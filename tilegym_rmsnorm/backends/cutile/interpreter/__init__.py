@@ -26,14 +26,14 @@ from types import FunctionType
 import cuda.tile as ct
 import torch
 
-from tilegym_rmsnorm.backends.cutile.sizes import LARGEST_GRID, LARGEST_GRID_Y
-
 from .arrays import Array
 from .blocks import Blocks
 from .dtypes import NUMBER, TILE_DTYPE, TORCH_DTYPE, Constant, fits
 from .memory import Memory, empty, find_overlaps, unwritten
 from .rebind import Namespace, rebind
 from .tile import Tile
+
+LARGEST_GRID = (2**24 - 1, 2**16 - 1, 2**16 - 1)  # blocks in each dimension: cuda-tile's limit, then CUDA's
 
 __all__ = ["empty", "launch", "unwritten"]
 
@@ -75,9 +75,10 @@ def launch(
 def _checked_grid(grid: tuple[int, ...]) -> tuple[int, ...]:
     if not isinstance(grid, tuple) or any(not isinstance(n, int) for n in grid):
         raise TypeError(f"grid: expected a tuple of integers, got {grid!r}")
-    most = (LARGEST_GRID, LARGEST_GRID_Y, LARGEST_GRID_Y)
-    if not 1 <= len(grid) <= 3 or any(not 1 <= n <= limit for n, limit in zip(grid, most, strict=False)):
-        raise ValueError(f"grid: expected 1 to 3 extents from 1 to at most {most}, got {grid}")
+    if not 1 <= len(grid) <= 3 or any(
+        not 1 <= n <= limit for n, limit in zip(grid, LARGEST_GRID, strict=False)
+    ):
+        raise ValueError(f"grid: expected 1 to 3 extents from 1 to at most {LARGEST_GRID}, got {grid}")
     return grid
 
 

@@ -1,0 +1,304 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""rms_norm under autograd: which gradients, from which backend, once and twice."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import BF16, DEVICE, FP32, FP64, assert_within, expected_results, make_inputs
+from torch._dynamo.testing import CompileCounter
+from torch.autograd import forward_ad
+from torch.torch_version import TorchVersion
+
+from tilegym_rmsnorm import (
+    BackendUnavailableError,
+    api,
+    registry,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_forward,
+    use_backend,
+)
+from tilegym_rmsnorm.registry import Request, dispatch, why_unusable
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Each call of an implementation: (function, its arguments)."""
+    seen = []
+
+    def recording(op, request, backend=None):
+        function = dispatch(op, request, backend)
+
+        def call(*args):
+            seen.append((function, args))
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(api, "dispatch", recording)
+    return seen
+
+
+def _leaves(dtype=BF16, weight_dtype=FP32):
+    inputs = make_inputs(13, 100, dtype, weight_dtype)
+    return inputs, inputs.x.detach().requires_grad_(), inputs.weight.detach().requires_grad_()
+
+
+@pytest.mark.parametrize("casting", ["once", "llama"])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_gradients_are_those_of_the_backward_function(backend, casting, offset):
+    inputs, x, weight = _leaves()
+    options = {"offset": offset, "casting": casting, "backend": backend}
+    y = rms_norm(x, (100,), weight, 1e-3, **options)
+    y.backward(inputs.dy)
+    expected, rstd = rms_norm_forward(x, weight, 1e-3, **options)
+    dx, dw = rms_norm_backward(x, inputs.dy, weight, rstd, **options)
+    assert torch.equal(y, expected) and torch.equal(x.grad, dx) and torch.equal(weight.grad, dw)
+    assert y.requires_grad and not any(t.requires_grad for t in (expected, rstd, dx, dw))
+
+
+def test_expanded_dy_of_a_sum(backend):
+    inputs, x, weight = _leaves()
+    rms_norm(x, (100,), weight, 1e-3, backend=backend).sum().backward()
+    expected = expected_results(inputs._replace(dy=torch.ones_like(inputs.dy)))
+    assert_within(expected, dx=x.grad, dw=weight.grad)
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (True, True)])
+def test_only_needed_gradients(backend, needs, calls):
+    inputs, x, weight = _leaves()
+    x.requires_grad_(needs[0])
+    weight.requires_grad_(needs[1])
+    rms_norm(x, (100,), weight, 1e-3, backend=backend).backward(inputs.dy)
+    assert (x.grad is not None, weight.grad is not None) == needs
+    assert len(calls) == 2 and calls[-1][1][-1] == needs[1]  # the last argument is needs_dw
+    grads = {"dx": x.grad, "dw": weight.grad}
+    assert_within(
+        expected_results(inputs), **{name: grad for name, grad in grads.items() if grad is not None}
+    )
+
+
+def test_no_weight(backend):
+    inputs = make_inputs(13, 100, BF16, None)
+    x = inputs.x.detach().requires_grad_()
+    rms_norm(x, (100,), None, 1e-3, offset=1.0, backend=backend).backward(inputs.dy)
+    assert_within(expected_results(inputs), dx=x.grad)
+
+
+def test_no_graph_where_nobody_asks(backend, monkeypatch):
+    inputs, x, weight = _leaves()
+    monkeypatch.setattr(api, "record", lambda *_: pytest.fail("recorded for autograd"))
+    with torch.no_grad():
+        assert not rms_norm(x, (100,), weight, backend=backend).requires_grad
+    assert not rms_norm(inputs.x, (100,), inputs.weight, backend=backend).requires_grad
+
+
+def test_backward_twice_through_a_retained_graph(backend):
+    inputs, x, weight = _leaves()
+    y = rms_norm(x, (100,), weight, backend=backend)
+    first = torch.autograd.grad(y, (x, weight), inputs.dy, retain_graph=True)
+    second = torch.autograd.grad(y, (x, weight), inputs.dy)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("size", [(6, 64), (2, 3, 64), (64,)])
+def test_in_place_operations_on_the_output(backend, size):
+    x = torch.randn(size, device=DEVICE, requires_grad=True)
+    expected = torch.autograd.grad((2 * rms_norm(x, (64,), backend=backend)).sum(), x)[0]
+    y = rms_norm(x, (64,), backend=backend)
+    y.mul_(2)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+def test_an_input_changed_before_the_backward_is_an_error(backend):
+    _, x, weight = _leaves()
+    held = x * 1
+    y = rms_norm(held, (100,), weight, backend=backend)
+    held.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_the_backward_runs_on_the_forwards_backend(calls, monkeypatch):
+    inputs, x, weight = _leaves(FP32)
+    with use_backend("torch"):
+        y = rms_norm(x, (100,), weight)
+    monkeypatch.setattr(api, "dispatch", lambda *_: pytest.fail("chosen again"))
+    with use_backend("cutile"):
+        y.backward(inputs.dy)
+    request = Request(x.device, FP32, FP32, "once", False)
+    expected = [dispatch(op, request, "torch") for op in ("rms_norm_forward", "rms_norm_backward")]
+    assert [function for function, _ in calls] == expected
+
+
+def test_residual(backend):
+    """(y, x + residual), and gradients through both outputs."""
+    inputs, x, weight = _leaves()
+    residual = inputs.dy.flip(0).clone().requires_grad_()
+    d_out = inputs.dy.roll(1, 0)
+    y, out = rms_norm(x, (100,), weight, 1e-3, residual=residual, backend=backend)
+    total = inputs._replace(x=(inputs.x + residual).detach())
+    assert torch.equal(out, total.x)
+    assert_within(expected_results(total), y=y.detach())
+
+    grads = torch.autograd.grad((y, out), (x, residual, weight), (inputs.dy, d_out))
+    _, rstd = rms_norm_forward(total.x, weight, 1e-3, backend=backend)
+    dx, dw = rms_norm_backward(total.x, inputs.dy, weight, rstd, backend=backend)
+    assert torch.equal(grads[0], dx + d_out) and torch.equal(grads[1], grads[0]) and torch.equal(grads[2], dw)
+
+
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_bias(backend, has_weight):
+    inputs, x, weight = _leaves()
+    weight = weight if has_weight else None
+    bias = torch.linspace(-1, 1, 100, device=DEVICE, dtype=FP32).requires_grad_()
+    unusable = why_unusable(backend, Request(DEVICE, BF16, FP32 if has_weight else None, "once", True))
+    if unusable is not None:
+        with pytest.raises(BackendUnavailableError, match="bias"):
+            rms_norm(x, (100,), weight, 1e-3, bias=bias, backend=backend)
+        return
+    y = rms_norm(x, (100,), weight, 1e-3, bias=bias, backend=backend)
+    y.backward(inputs.dy)
+    without = rms_norm_forward(
+        x.double(), None if weight is None else weight.double(), 1e-3, backend="torch"
+    )[0]
+    torch.testing.assert_close(y.double(), without + bias.double(), rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close(bias.grad, inputs.dy.float().sum(0), rtol=1e-5, atol=1e-5)
+    assert_within(
+        expected_results(inputs._replace(weight=None if weight is None else weight.detach())), dx=x.grad
+    )
+
+
+@pytest.mark.parametrize("casting", ["once", "llama"])
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_second_derivatives_are_right_numerically(casting, has_weight):
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(size, generator=generator, dtype=FP64) for size in ((2, 3, 5), (5,), (5,))]
+    x, weight, bias = (t.to(DEVICE).requires_grad_() for t in tensors)
+
+    def norm(x, bias, *weight):
+        weight = weight[0] if weight else None
+        return rms_norm(x, (5,), weight, 1e-3, bias=bias, offset=1.0, casting=casting, backend="torch")
+
+    inputs = (x, bias, weight) if has_weight else (x, bias)
+    assert torch.autograd.gradcheck(norm, inputs)
+    assert torch.autograd.gradgradcheck(norm, inputs)
+
+
+def test_second_derivatives_on_every_backend(backend):
+    """A gradient penalty, against float64 ATen: where x's share of rstd is dropped it is off by tens of percent."""
+    inputs, x, weight = _leaves(FP32)
+    x64, weight64 = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+
+    def penalty_gradients(y, x, weight):
+        (dx,) = torch.autograd.grad(y, x, inputs.dy.to(y.dtype), create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), (x, weight))
+
+    got = penalty_gradients(rms_norm(x, (100,), weight, 1e-3, backend=backend), x, weight)
+    expected = penalty_gradients(F.rms_norm(x64, (100,), weight64, 1e-3), x64, weight64)
+    for a, b in zip(got, expected, strict=True):
+        assert (a.double() - b).norm() < 1e-5 * b.norm()
+
+
+def test_a_tangent_that_reaches_the_backward_through_dy_alone(backend):
+    """Forward mode over reverse mode, of what comes behind the norm: the tangent was lost."""
+    inputs, x, weight = _leaves(FP32, FP32)
+
+    def tangent_of(norm):
+        with forward_ad.dual_level():
+            scale = forward_ad.make_dual(torch.ones((), device=DEVICE), torch.ones((), device=DEVICE))
+            loss = (norm(x, (100,), weight, 1e-3) * scale).square().sum()
+            return [forward_ad.unpack_dual(each).tangent for each in torch.autograd.grad(loss, (x, weight))]
+
+    # F.rms_norm's own backward has no forward mode on GPUs before torch 2.13.
+    def formula(x, shape, weight, eps):
+        return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
+
+    got = tangent_of(functools.partial(rms_norm, backend=backend))
+    for a, b in zip(got, tangent_of(formula), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+
+
+def test_batched_gradients(backend):
+    _, x, weight = _leaves(FP32, FP32)
+    y = rms_norm(x, (100,), weight, 1e-3, backend=backend)
+    dy = torch.randn(3, *y.shape, device=DEVICE)
+    batched = torch.autograd.grad(y, (x, weight), dy, retain_graph=True, is_grads_batched=True)
+    each = zip(*(torch.autograd.grad(y, (x, weight), one, retain_graph=True) for one in dy), strict=True)
+    for a, b in zip(batched, each, strict=True):
+        torch.testing.assert_close(a, torch.stack(b), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="autocast of CPU tensors")
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_cpu_autocast_changes_nothing_as_in_aten(dtype, backend):
+    inputs, x, weight = _leaves(dtype, dtype)
+    expected = rms_norm(x, (100,), weight, 1e-3, backend=backend)
+    with torch.autocast("cpu", BF16):
+        y = rms_norm(x, (100,), weight, 1e-3, backend=backend)
+        assert y.dtype == F.rms_norm(x, (100,), weight, 1e-3).dtype
+    y.backward(inputs.dy)
+    assert torch.equal(y, expected) and x.grad.dtype == dtype
+
+
+def test_inside_torch_compile(backend):
+    """The op is called as it is, in a break of the graph; Dynamo would trace into the caches of a launch, or fail."""
+    inputs, x, weight = _leaves()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda a: rms_norm(a * 1, (100,), weight, 1e-3, backend=backend) * 1, backend="eager"
+    )
+    y = compiled(x)
+    dx, dw = torch.autograd.grad(y, (x, weight), inputs.dy)
+    expected = rms_norm(x, (100,), weight, 1e-3, backend=backend)
+    expected_dx, expected_dw = torch.autograd.grad(expected, (x, weight), inputs.dy)
+    assert torch.equal(y, expected)
+    if backend != "torch" or TorchVersion(torch.__version__) >= "2.13":
+        assert torch.equal(dx, expected_dx) and torch.equal(dw, expected_dw)
+    assert_within(expected_results(inputs), y=y.detach(), dx=dx, dw=dw)
+
+
+def test_rows_inside_torch_compile(backend):
+    inputs = make_inputs(13, 100)
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager")
+    def both(x, dy, weight):
+        y, rstd = rms_norm_forward(x * 1, weight, 1e-3, backend=backend)
+        return y, rstd, *rms_norm_backward(x * 1, dy, weight, rstd, backend=backend)
+
+    results = dict(zip(("y", "rstd", "dx", "dw"), both(*inputs[:3]), strict=True))
+    assert_within(expected_results(inputs), **results)
+
+
+@pytest.mark.parametrize("size", [(3, 100), (2, 3, 100), (100,)])
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_the_reference_by_name_does_not_break_a_graph(size, needs_grad, monkeypatch):
+    """Not in a process's very first call either, before anything is chosen."""
+    monkeypatch.setattr(registry, "_chosen", {})
+    x, weight = torch.randn(size, requires_grad=needs_grad), torch.rand(100, requires_grad=needs_grad)
+    torch._dynamo.reset()
+    norm = torch.compile(rms_norm, backend="eager", fullgraph=True)
+    y, expected = (run(x, (100,), weight, backend="torch") for run in (norm, rms_norm))
+    assert torch.equal(y, expected) and y.requires_grad == needs_grad
+
+
+def test_no_graph_is_compiled_again_for_other_calls():
+    """Dynamo guards on all that a call reads: caches that grow by each new dtype must not be among it."""
+    frames = CompileCounter()
+    torch._dynamo.reset()
+    norm = torch.compile(
+        lambda x, weight: rms_norm(x, (8,), weight, backend="torch"), backend=frames, fullgraph=True
+    )
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.rand(8)
+    for dtype in (None, FP64, BF16, torch.float16):
+        if dtype is not None:
+            rms_norm(x.to(dtype), (8,), weight.to(dtype), backend="torch")
+        norm(x, weight)
+    assert frames.frame_count == 1

@@ -1,0 +1,175 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""A call like one that has passed all checks skips them. Whatever may differ between two calls must be seen: each case
+makes a call known, changes one thing, and must get what it would get as the first call of a process."""
+
+import math
+
+import pytest
+import torch
+from known_calls import N, W, X, call, make_known
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import Parameter
+
+from tilegym_rmsnorm import fastpath
+
+
+class Subclass(Tensor):
+    pass
+
+
+def outcome(**arguments):
+    """What a call returns or raises, to compare."""
+    try:
+        result = call(**arguments)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return type(error), str(error)
+    tensors = result if isinstance(result, tuple) else (result,)
+    return [
+        (type(t), t.dtype, t.shape, t.device, None if isinstance(t, FakeTensor) or t.is_meta else t.tolist())
+        for t in tensors
+    ]
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        {},
+        {"weight": Parameter(W)},
+        {"weight": None},
+        {"eps": None},
+        {"input": X.bfloat16(), "weight": W.bfloat16()},
+        {"offset": 1.0},
+        {"casting": "llama"},
+        {"normalized_shape": N},
+        {"normalized_shape": [N]},
+        {"normalized_shape": torch.Size([N])},
+        {"input": X[0]},
+        {"input": X.view(3, 1, N)},
+        {"backend": "auto"},
+        {"backend": None},
+    ],
+)
+def test_the_second_call_is_known(same, checks):
+    make_known(checks, **same)
+    shortly = outcome(**same)
+    fastpath.forget()
+    assert shortly == outcome(**same)
+
+
+KNOWN_TOO = {  # seen without the checks, and they must count
+    "eps": {"eps": 0.5},
+    "no eps": {"eps": None},
+    "offset": {"offset": 1.0},
+    "more rows": {"input": torch.randn(7, N)},
+    "another width": {"input": torch.randn(3, 5), "normalized_shape": (5,), "weight": torch.rand(5)},
+    "one dimension": {"input": X[1]},
+    "three dimensions": {"input": torch.randn(2, 3, N)},
+    "row stride": {"input": torch.randn(3, 2 * N)[:, :N]},
+    "column stride": {"input": torch.randn(3, 2 * N)[:, ::2]},
+    "transposed": {"input": torch.randn(N, 3).t()},
+    "transposed heads": {"input": torch.randn(2, 5, 3, N).transpose(1, 2)},
+    "expanded": {"input": X[:1].expand(3, N)},
+    "one row of any stride": {"input": X.as_strided((1, N), (0, 1))},
+    "storage offset": {"input": torch.randn(3 * N + 1)[1:].view(3, N)},
+    "strided weight": {"weight": torch.rand(2 * N)[::2]},
+    "parameter": {"weight": Parameter(W + 1, requires_grad=False)},
+}
+
+
+@pytest.mark.parametrize("change", KNOWN_TOO.values(), ids=KNOWN_TOO)
+def test_what_may_differ_between_known_calls_counts(change, checks):
+    make_known(checks)
+    shortly = outcome(**change)
+    assert not checks
+    fastpath.forget()
+    assert shortly == outcome(**change) and shortly != outcome()
+
+
+UNKNOWN = {  # must go through the checks, to run or to be refused
+    "dtype": {"input": X.double()},
+    "dtype of weight": {"weight": W.bfloat16()},
+    "parameter of another dtype": {"weight": Parameter(W.half())},
+    "no weight": {"weight": None},
+    "casting": {"casting": "llama"},
+    "bias": {"bias": torch.ones(N)},
+    "residual": {"residual": torch.ones(3, N)},
+    "several dimensions": {
+        "input": torch.randn(3, 2, 4),
+        "normalized_shape": (2, 4),
+        "weight": torch.rand(2, 4),
+    },
+    "device": {"input": X.to("meta"), "weight": W.to("meta")},
+    "device of input": {"input": X.to("meta")},
+    "device of weight": {"weight": W.to("meta")},
+    "subclass": {"input": X.as_subclass(Subclass)},
+    "subclass as weight": {"weight": W.as_subclass(Subclass)},
+    "sparse": {"input": X.to_sparse()},
+    "sparse weight": {"weight": W.to_sparse()},
+    "integers": {"input": X.long()},
+    "no tensor": {"input": X.tolist()},
+    "weight no tensor": {"weight": W.tolist()},
+    "no dimension": {"input": torch.ones(())},
+    "no rows": {"input": torch.empty(0, N)},
+    "no rows of many dimensions": {"input": torch.empty(2, 0, N)},
+    "no columns": {"input": torch.ones(3, 0), "normalized_shape": (0,), "weight": torch.ones(0)},
+    "longer weight": {"weight": torch.rand(N + 1)},
+    "weight of two dimensions": {"weight": torch.rand(1, N)},
+    "weight of no dimension": {"weight": torch.rand(())},
+    "narrower": {"normalized_shape": (N - 1,)},
+    "float size": {"normalized_shape": (float(N),)},
+    "bool size": {"input": X[:, :1], "normalized_shape": (True,), "weight": W[:1]},
+    "no size": {"normalized_shape": ()},
+    "text": {"normalized_shape": "8"},
+    "negative eps": {"eps": -1e-6},
+    "eps nan": {"eps": math.nan},
+    "eps infinite": {"eps": math.inf},
+    "eps bool": {"eps": True},
+    "eps int": {"eps": 1},
+    "eps text": {"eps": "1"},
+    "offset nan": {"offset": math.nan},
+    "offset infinite": {"offset": -math.inf},
+    "offset int": {"offset": 1},
+    "offset None": {"offset": None},
+    "unknown casting": {"casting": "gemma"},
+    "casting not hashable": {"casting": ["once"]},
+    "unknown backend": {"backend": "cuda"},
+    "backend not hashable": {"backend": ["torch"]},
+}
+
+
+@pytest.mark.parametrize("change", UNKNOWN.values(), ids=UNKNOWN)
+def test_everything_else_goes_through_all_checks(change, checks):
+    make_known(checks)
+    changed = outcome(**change)
+    assert len(checks) == 1
+    fastpath.forget()
+    assert changed == outcome(**change)
+
+
+def test_a_fake_tensor_goes_through_all_checks(checks):
+    make_known(checks)
+    with FakeTensorMode() as mode:
+        change = {"input": mode.from_tensor(X), "weight": mode.from_tensor(W)}
+        assert outcome(**change)[0][:3] == (FakeTensor, X.dtype, X.shape)
+    assert len(checks) == 1
+
+
+def test_a_dtensor_goes_through_all_checks(checks):
+    dist = pytest.importorskip("torch.distributed")
+    if not dist.is_available() or dist.is_initialized():
+        pytest.skip("needs torch.distributed, not initialized")
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
+
+    make_known(checks)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x, weight = (distribute_tensor(t, mesh, [Replicate()]) for t in (X, W))
+        y = call(input=x, weight=weight)
+        assert isinstance(y, DTensor) and torch.equal(y.full_tensor(), call())
+    finally:
+        dist.destroy_process_group()
+    assert len(checks) == 1

@@ -1,0 +1,264 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Known calls under autograd, torch.func and torch.compile, and under every way to choose a backend."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from known_calls import N, W, X, call, make_known
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tilegym_rmsnorm import (
+    BackendUnavailableError,
+    RMSNorm,
+    api,
+    fastpath,
+    registry,
+    rms_norm,
+    set_backend,
+    use_backend,
+)
+
+
+def test_gradients_may_be_wanted_later_and_no_longer(checks):
+    make_known(checks)
+    x, weight = X.clone().requires_grad_(), Parameter(W)
+    ops_first = call(input=x, weight=weight)
+    assert len(checks) == 1, "the backward's implementation was not chosen yet"
+    checks.clear()
+    y = call(input=x, weight=weight)
+    assert not checks and torch.equal(y, ops_first)
+    dy = torch.randn(3, N)
+    again = torch.autograd.grad(y, (x, weight), dy)
+    expected = torch.autograd.grad(ops_first, (x, weight), dy)
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
+
+    assert call(input=X, weight=weight).requires_grad and not call(input=X, weight=W).requires_grad
+    for quiet in (torch.no_grad(), torch.inference_mode()):
+        with quiet:
+            assert not call(input=x, weight=weight).requires_grad
+    x.requires_grad_(False)
+    weight.requires_grad_(False)
+    assert not call(input=x, weight=weight).requires_grad
+    assert not checks
+
+
+def test_a_parameter_replaced_in_a_module_by_one_of_another_dtype(checks):
+    module = RMSNorm(N, eps=1e-6, backend="torch")
+    for _ in range(2):
+        module(X)
+    module.weight = Parameter(torch.rand(N, dtype=torch.float64))
+    checks.clear()
+    y = module(X)
+    assert len(checks) == 1 and torch.equal(y, rms_norm(X, (N,), module.weight, 1e-6, backend="torch"))
+    module.double()
+    assert module(X.double()).dtype == torch.float64
+
+
+def test_second_derivatives_of_a_known_call(checks):
+    x = X.double().requires_grad_()
+    weight = W.double().requires_grad_()
+    make_known(checks, input=x, weight=weight)
+    checks.clear()
+
+    def norm(x, weight):
+        return call(input=x, weight=weight)
+
+    assert torch.autograd.gradcheck(norm, (x, weight)) and torch.autograd.gradgradcheck(norm, (x, weight))
+    assert not checks
+
+
+def test_forward_mode_in_a_known_call(checks):
+    """The tangent was lost, or nothing but an error."""
+    tangent = torch.randn_like(X)
+    _, expected = torch.func.jvp(lambda x: F.rms_norm(x, (N,), W, 1e-6), (X,), (tangent,))
+    for needs_grad in (False, True):
+        make_known(checks, input=X.clone().requires_grad_(needs_grad))
+        with forward_ad.dual_level():
+            x = X.clone().requires_grad_(needs_grad)
+            y = call(input=forward_ad.make_dual(x, tangent))
+            torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, expected)
+
+
+@pytest.mark.filterwarnings("error::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+def test_a_known_call_is_traced(checks):
+    """Its y was a constant of the trace."""
+    make_known(checks)
+    traced = torch.jit.trace(lambda x: call(input=x) * 2.0, (X,))
+    x = torch.randn(7, N)
+    torch.testing.assert_close(traced(x), 2.0 * F.rms_norm(x, (N,), W, 1e-6))
+
+
+@pytest.mark.parametrize("size", [(3, N), (2, 3, N)])
+def test_known_calls_are_transformed_as_others(size, checks):
+    x, weight = torch.randn(4, *size), W.clone().requires_grad_()
+    make_known(checks, weight=weight)
+    for is_known in (True, False):
+        mapped = torch.func.vmap(lambda rows: call(input=rows))(x)
+        assert torch.equal(mapped, call(input=x))
+        mapped = torch.func.vmap(lambda rows: call(input=rows, weight=weight))(x)
+        assert torch.equal(mapped, call(input=x, weight=weight)) and mapped.requires_grad
+        dx = torch.func.grad(lambda rows: call(input=rows).sum())(x)
+        recorded = x.clone().requires_grad_()
+        torch.testing.assert_close(dx, torch.autograd.grad(call(input=recorded).sum(), recorded)[0])
+        if is_known:
+            fastpath.forget()
+
+
+@pytest.mark.parametrize("size", [(3, N), (2, 3, N)])
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_a_tensor_that_outlived_its_transform(size, needs_grad, checks):
+    """It is a wrapper around nothing; Function.apply unwraps it, and so does what stands in for it."""
+    x, weight, outlived = torch.randn(size), W.clone().requires_grad_(needs_grad), []
+    torch.func.grad(lambda t: (outlived.append(t), t.sum())[1])(x)
+    make_known(checks, weight=weight)
+    y = call(input=outlived[0], weight=weight)
+    assert torch.equal(y, call(input=x, weight=weight)) and y.requires_grad == needs_grad
+    if needs_grad:
+        grads = [torch.autograd.grad(call(input=t, weight=weight).sum(), weight)[0] for t in (outlived[0], x)]
+        assert torch.equal(*grads)
+
+
+def test_batched_gradients_of_a_known_call(checks):
+    x, dy = torch.randn(2, 3, N, requires_grad=True), torch.randn(4, 2, 3, N)
+    make_known(checks, input=x)
+    (batched,) = torch.autograd.grad(call(input=x), x, dy, is_grads_batched=True)
+    expected = [torch.autograd.grad(call(input=x), x, one)[0] for one in dy]
+    torch.testing.assert_close(batched, torch.stack(expected))
+
+
+def test_in_place_operations_on_the_output_of_a_known_call(checks):
+    x = torch.randn(2, 3, N, requires_grad=True)
+    make_known(checks, input=x)
+    expected = torch.autograd.grad((2 * call(input=x)).sum(), x)[0]
+    y = call(input=x)
+    y.mul_(2)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+def test_checkpointing_a_known_call(checks):
+    """Selective checkpointing keeps what the reference computes, so nothing may change that in place."""
+    x, weight = torch.randn(2, 3, N, requires_grad=True), W.clone().requires_grad_()
+    make_known(checks, input=x, weight=weight)
+
+    def norm(x):
+        return call(input=x, weight=weight).sin()
+
+    expected = torch.autograd.grad(norm(x).sum(), (x, weight))
+    keep_all = functools.partial(
+        create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE
+    )
+    for options in ({}, {"context_fn": keep_all}):
+        y = checkpoint(norm, x, use_reentrant=False, **options)
+        got = torch.autograd.grad(y.sum(), (x, weight))
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_inside_torch_compile_a_known_call_still_breaks_the_graph(checks):
+    make_known(checks, backend="auto")
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: call(input=x * 1, backend="auto") * 1, backend="eager")
+    assert torch.equal(compiled(X), call(backend="auto"))
+
+
+class Probe:
+    AUTO_ON_CPU = True
+    IMPLEMENTATION = "tilegym_rmsnorm.backends"
+
+    def unusable(self, request):
+        return None
+
+
+@pytest.fixture
+def two_backends(monkeypatch):
+    """ "triton" and "torch", replaced: y is all 1 or all 2."""
+
+    def forward(value):
+        return lambda x, *_: (torch.full_like(x, value), x.new_ones(x.shape[0]))
+
+    monkeypatch.setattr(registry, "_probe", lambda name: Probe())
+    monkeypatch.setattr(registry, "_chosen", {})
+    monkeypatch.setattr(registry, "_INTERPRETED_ON_CPU", ())
+    values = {"cutile": 0.0, "triton": 1.0, "inductor": 3.0, "torch": 2.0}
+    impls = {("rms_norm_forward", name): forward(value) for name, value in values.items()}
+    impls |= {("rms_norm_backward", name): lambda *_: pytest.fail("not called") for name in values}
+    monkeypatch.setattr(registry, "_impls", impls)
+    return lambda **arguments: {value: name for name, value in values.items()}[call(**arguments)[0, 0].item()]
+
+
+def test_every_way_to_choose_a_backend_reaches_a_known_call(two_backends, monkeypatch, checks):
+    ran = two_backends
+    for name in ("triton", "torch", "auto", None):
+        make_known(checks, backend=name)
+    assert ran(backend="triton") == "triton" and ran(backend="torch") == "torch"
+    assert ran(backend=None) == ran(backend="auto") == "cutile"
+
+    monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, "triton")
+    assert ran(backend=None) == "triton"
+    set_backend("torch")
+    assert ran(backend=None) == "torch"
+    with use_backend("triton"):
+        assert ran(backend=None) == "triton"
+        assert ran(backend="torch") == "torch"
+    assert ran(backend=None) == "torch"
+    set_backend(None)
+    monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, "torch")
+    assert ran(backend=None) == "torch"
+    monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, "cuda")
+    with pytest.raises(ValueError, match="TILEGYM_RMSNORM_BACKEND: expected one of"):
+        call(backend=None)
+    monkeypatch.delenv(registry.ENVIRONMENT_VARIABLE)
+    assert ran(backend=None) == "cutile"
+    assert not [x for x in checks if x is not X]
+
+
+def test_an_environment_without_its_private_dictionary_is_read_too(two_backends, monkeypatch):
+    monkeypatch.setattr(registry.os, "environ", {registry.ENVIRONMENT_VARIABLE: "triton"})
+    assert two_backends(backend=None) == "triton"
+    monkeypatch.setattr(registry.os, "environ", {})
+    assert two_backends(backend=None) == "cutile"
+
+
+def test_a_backend_that_the_environment_may_take_back_is_never_known(monkeypatch, checks):
+    """cutile runs CPU tensors only while its variable says so."""
+    pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+    monkeypatch.setenv("TILEGYM_RMSNORM_INTERPRET", "1")
+    for _ in range(2):
+        call(backend="cutile")
+    assert len(checks) == 2
+    monkeypatch.delenv("TILEGYM_RMSNORM_INTERPRET")
+    with pytest.raises(BackendUnavailableError):
+        call(backend="cutile")
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_autocast_that_casts_goes_through_all_checks(is_enabled, monkeypatch, checks):
+    make_known(checks)
+    monkeypatch.setattr(api, "_HAS_AUTOCAST", True)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cuda": is_enabled)
+    call()
+    assert len(checks) == is_enabled
+
+
+def test_a_function_mode_sees_every_call(checks):
+    """As it sees F.rms_norm: known calls went past it."""
+
+    class Seeing(torch.overrides.TorchFunctionMode):
+        seen: list = []
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            self.seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    make_known(checks)
+    expected = call()
+    for times in (1, 2, 3):
+        with Seeing():
+            assert torch.equal(call(), expected)
+        assert Seeing.seen.count(rms_norm) == times
+    assert not checks, "below the mode, which is off there, the call is a known one"

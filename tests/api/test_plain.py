@@ -1,0 +1,98 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Which tensors are plain: the three places that ask without the longer checks must give one answer."""
+
+import pytest
+import torch
+from gate_cases import Named, freed, freed_view
+
+from tilegym_rmsnorm import fastpath, gate, rms_norm
+from tilegym_rmsnorm.autograd import _fit
+
+M, N = 3, 8
+X, W = torch.randn(M, N), torch.rand(N) + 0.5
+
+
+def kept_from_a_transform(tensor):
+    kept = []
+    torch.func.grad(lambda t: (kept.append(t), t.sum())[1])(tensor.clone())
+    return kept[0]
+
+
+def batched(tensor):
+    level = torch._C._functorch._vmap_increment_nesting(1, "error")
+    try:
+        return torch._C._functorch._add_batch_dim(tensor[None], 0, level)
+    finally:
+        torch._C._functorch._vmap_decrement_nesting()
+
+
+def waiting(tensor):
+    collectives = pytest.importorskip("torch.distributed._functional_collectives")
+    return collectives.AsyncCollectiveTensor(tensor.clone())
+
+
+PLAIN = {
+    "new": lambda t: t.clone(),
+    "parameter": lambda t: torch.nn.Parameter(t.clone()),
+    "strided": lambda t: torch.stack([t, t], dim=-1)[..., 0],
+    "with an offset": lambda t: torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape),
+    "an output of autograd": lambda t: t.clone().requires_grad_() * 1,
+}
+NOT_PLAIN = {
+    "a subclass": lambda t: t.as_subclass(Named),
+    "a minus sign": lambda t: torch._neg_view(-t),
+    "zeros without memory": lambda t: torch._efficientzerotensor(t.shape),
+    "functional": torch._to_functional_tensor,
+    "of torch.func": kept_from_a_transform,
+    "of vmap": batched,
+    "freed": freed,
+    "a view of freed memory": freed_view,
+    "on no device": lambda t: t.to("meta"),
+    "sparse": lambda t: t.to_sparse(),
+    "being communicated": waiting,
+    "no rows": lambda t: t[:0],
+}
+
+
+def answers(make):
+    """What each place says of a tensor in the place of each argument that may be one."""
+    rms_norm(X, (N,), W, 1e-6, backend="torch")
+    arguments = {"dy": X, "x": X, "weight": W, "rstd": torch.ones(M)}
+    fit = {name: _fit(**{**arguments, name: make(tensor)}, n=N) for name, tensor in arguments.items()}
+    found = {
+        "x": fastpath.find(make(X), (N,), W, 1e-6, 0.0, "once", "torch"),
+        "weight": fastpath.find(X, (N,), make(W), 1e-6, 0.0, "once", "torch"),
+    }
+    plain = [gate.is_plain(make(tensor)) for tensor in arguments.values()]
+    return plain, list(fit.values()), [call is not None for call in found.values()]
+
+
+@pytest.mark.parametrize("make", NOT_PLAIN.values(), ids=NOT_PLAIN)
+def test_no_place_takes_them(make):
+    fastpath.forget()
+    assert answers(make) == ([False] * 4, [False] * 4, [False] * 2)
+
+
+@pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
+def test_every_place_takes_them(make):
+    fastpath.forget()
+    plain, fit, found = answers(make)
+    # A kernel reads rstd as packed: one of other strides is copied first, on the longer way.
+    assert (plain, fit[:3], found) == ([True] * 4, [True] * 3, [True] * 2)
+    assert fit[3] == make(torch.ones(M)).is_contiguous()
+
+
+def test_an_address_below_all_memory_is_compared_with_the_offset(monkeypatch):
+    """Such as a heap has where programs are loaded at low addresses: the answer is the same."""
+    monkeypatch.setattr(gate, "_TEBIBYTE", 2**63)
+    for make in (PLAIN["new"], PLAIN["with an offset"]):
+        assert gate.is_plain(make(X))
+    for make in (freed, freed_view):
+        assert not gate.is_plain(make(X))
+
+
+def test_what_has_no_obstacle():
+    tensors = {"a": X, "b": None, "c": torch.nn.Parameter(W), "d": X.as_subclass(Named), "e": X[:, ::2]}
+    assert gate.obstacle(**tensors, f=X.expand(2, M, N)) is None

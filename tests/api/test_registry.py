@@ -1,0 +1,281 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The choice of a backend: order, precedence, errors. No kernel runs here."""
+
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import tilegym_rmsnorm
+from tilegym_rmsnorm import registry
+from tilegym_rmsnorm.commands import doctor
+from tilegym_rmsnorm.registry import (
+    AUTO_ORDER,
+    OPS,
+    BackendUnavailableError,
+    Request,
+    Unusable,
+    dispatch,
+    get_current_backend,
+    register_impl,
+    set_backend,
+    use_backend,
+)
+
+REQUEST = Request(torch.device("cpu"), torch.float32, torch.float32, "once", False)
+CUDA_REQUEST = REQUEST._replace(device=torch.device("cuda", 0))
+KNOWN = ", ".join(map(repr, (*AUTO_ORDER, "auto")))
+
+
+class _Probe:
+    """A backend that is usable or not as told, implemented by an empty module."""
+
+    AUTO_ON_CPU = True
+    IMPLEMENTATION = "tilegym_rmsnorm.backends"
+
+    def __init__(self, unusable=None):
+        self.answer = unusable
+
+    def unusable(self, request):
+        return self.answer
+
+
+@pytest.fixture
+def fake_backends(monkeypatch):
+    """Usable by default, each with an implementation that returns its own name; a test breaks the ones it wants."""
+    probes = {name: _Probe() for name in AUTO_ORDER}
+    monkeypatch.setattr(registry, "_probe", probes.__getitem__)
+    monkeypatch.setattr(registry, "_chosen", {})
+    monkeypatch.setattr(
+        registry, "_impls", {(op, name): (lambda name=name: name) for op in OPS for name in AUTO_ORDER}
+    )
+    return probes
+
+
+def _chosen(backend=None, request=CUDA_REQUEST):
+    return dispatch("rms_norm_forward", request, backend)()
+
+
+def test_auto_takes_the_first_usable_in_order(fake_backends):
+    expected = list(AUTO_ORDER)
+    while expected:
+        registry._chosen.clear()
+        assert _chosen() == expected[0]
+        fake_backends[expected.pop(0)].answer = Unusable("broken for the test", "none")
+    registry._chosen.clear()
+    with pytest.raises(BackendUnavailableError, match="cutile: broken.*triton: broken.*inductor.*torch"):
+        _chosen()
+
+
+def test_auto_skips_what_runs_on_a_cpu_by_name_only(fake_backends):
+    fake_backends["cutile"].AUTO_ON_CPU = False
+    assert _chosen(request=CUDA_REQUEST) == "cutile"
+    assert _chosen(request=REQUEST) == "triton"
+    assert _chosen("cutile", REQUEST) == "cutile"
+
+
+def test_precedence(fake_backends, monkeypatch):
+    assert get_current_backend() == "auto" and _chosen() == "cutile"
+    monkeypatch.setenv("TILEGYM_RMSNORM_BACKEND", "torch")
+    assert _chosen() == "torch"
+    set_backend("inductor")
+    assert _chosen() == "inductor"
+    with use_backend("triton"):
+        assert _chosen() == "triton"
+        with use_backend("auto"):  # an explicit "auto" is a choice too
+            assert _chosen() == "cutile"
+        assert _chosen("torch") == "torch"
+        assert get_current_backend() == "triton"
+    assert _chosen() == "inductor"
+    set_backend(None)
+    assert _chosen() == "torch"
+
+
+def test_use_backend_is_undone_by_an_exception():
+    with pytest.raises(KeyError), use_backend("torch"):
+        raise KeyError
+    assert get_current_backend() == "auto"
+
+
+def test_use_backend_stays_in_its_thread():
+    seen = []
+    with use_backend("torch"):
+        thread = threading.Thread(target=lambda: seen.append(get_current_backend()))
+        thread.start()
+        thread.join()
+    assert seen == ["auto"]
+
+
+@pytest.mark.parametrize("name", AUTO_ORDER)
+def test_a_named_backend_never_falls_back(fake_backends, name):
+    fake_backends[name].answer = Unusable("no such chip", "buy one")
+    with pytest.raises(BackendUnavailableError) as error:
+        _chosen(name)
+    for part in (name, "rms_norm_forward", "cuda:0", "torch.float32", "no such chip", "buy one"):
+        assert part in str(error.value)
+    with use_backend(name), pytest.raises(BackendUnavailableError):
+        _chosen()
+
+
+def test_the_log_says_what_was_chosen_and_why_not_the_others(fake_backends, caplog, monkeypatch):
+    """The one way to see why a call is slow: nothing else names what "auto" took."""
+    fake_backends["cutile"].answer = Unusable("no such chip", "buy one")
+    monkeypatch.setattr(registry, "_told", set())
+    with caplog.at_level("INFO", logger="tilegym_rmsnorm"):
+        for _ in range(2):
+            _chosen()
+            _chosen("triton", REQUEST)  # whose interpreter is chosen anew in each call
+    record, _ = caplog.records
+    assert record.message.startswith("rms_norm_forward of torch.float32 x on cuda:0")
+    assert "runs on backend triton; not cutile: no such chip (to mend it: buy one)" in record.message
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("", None),
+        ("auto", None),
+        (" torch\n", None),
+        (
+            "nope",
+            r"calls that name no backend fail: TILEGYM_RMSNORM_BACKEND.*'nope'\. To mend it: unset TILEGYM_R",
+        ),
+        (
+            "triton",
+            r"ask for triton, which does not work: no triton here\. To mend it: unset TILEGYM_RMSNORM_BACKEND",
+        ),
+    ],
+)
+def test_doctor_looks_at_the_backend_of_the_environment(monkeypatch, value, problem):
+    """It passed, though every call that names no backend would raise."""
+    monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, value)
+    backends = {name: {"works": name != "triton", "reason": f"no {name} here"} for name in AUTO_ORDER}
+    said = doctor.default_problem(backends)
+    assert said is None if problem is None else re.search(problem, said)
+
+
+def test_a_choice_is_made_once(fake_backends, monkeypatch):
+    first = dispatch("rms_norm_forward", CUDA_REQUEST)
+    monkeypatch.setattr(registry, "_choose", lambda *_: pytest.fail("chosen again"))
+    assert dispatch("rms_norm_forward", Request(*CUDA_REQUEST)) is first
+
+
+@pytest.mark.parametrize("name", ["cutile", "triton"])
+def test_the_choice_of_an_interpreter_is_made_anew(fake_backends, name):
+    """An environment that asks for it no longer must count in the next call."""
+    assert _chosen(name, REQUEST) == name
+    fake_backends[name].answer = Unusable("no interpreter asked for", "ask")
+    with pytest.raises(BackendUnavailableError, match="no interpreter asked for"):
+        _chosen(name, REQUEST)
+
+
+def test_unknown_names_are_refused_with_the_known_ones(monkeypatch):
+    expected = f"^backend: expected one of {KNOWN}, got 'cuda'$"
+    for call in (
+        lambda: dispatch("rms_norm_forward", REQUEST, "cuda"),
+        lambda: set_backend("cuda"),
+        lambda: use_backend("cuda").__enter__(),
+        lambda: tilegym_rmsnorm.RMSNorm(8, backend="cuda"),
+    ):
+        with pytest.raises(ValueError, match=expected):
+            call()
+    with pytest.raises(ValueError, match="backend: expected one of"):
+        dispatch("rms_norm_forward", REQUEST, ["torch"])
+    with pytest.raises(
+        ValueError, match="op: expected one of 'rms_norm_forward', 'rms_norm_backward', got 'norm'"
+    ):
+        dispatch("norm", REQUEST)
+    with pytest.raises(ValueError, match="op: expected"):
+        tilegym_rmsnorm.get_available_backends_for_op("norm")
+    with pytest.raises(ValueError, match="backend: expected"):
+        tilegym_rmsnorm.is_backend_available("auto")
+    monkeypatch.setenv("TILEGYM_RMSNORM_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="TILEGYM_RMSNORM_BACKEND: expected one of"):
+        get_current_backend()
+
+
+def test_a_second_registration_is_refused():
+    dispatch("rms_norm_forward", REQUEST, "torch")
+    with pytest.raises(ValueError, match="registered already, by tilegym_rmsnorm.backends.torch_reference"):
+        register_impl("rms_norm_forward", "torch")(lambda: None)
+    with pytest.raises(ValueError, match="op: expected one of"):
+        register_impl("norm", "torch")
+    with pytest.raises(ValueError, match="backend: expected one of"):
+        register_impl("rms_norm_forward", "auto")
+
+
+def test_auto_on_a_cpu_is_the_reference():
+    assert dispatch("rms_norm_forward", REQUEST) is dispatch("rms_norm_forward", REQUEST, "torch")
+    assert dispatch("rms_norm_backward", REQUEST) is dispatch("rms_norm_backward", REQUEST, "torch")
+
+
+@pytest.mark.parametrize("name", ["cutile", "triton"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": torch.float64},
+        {"dtype": torch.bfloat16, "weight_dtype": torch.float16},
+        {"weight_dtype": torch.float64},
+        {"has_bias": True},
+        {"device": torch.device("meta")},
+    ],
+)
+def test_the_fused_backends_say_what_they_do_not_take(name, change):
+    unusable = registry.why_unusable(name, REQUEST._replace(**change))
+    assert unusable is not None and unusable.reason and unusable.remedy
+
+
+def test_the_torch_backend_takes_anything():
+    for device in ("cpu", "cuda", "meta"):
+        request = Request(torch.device(device), torch.float16, torch.float64, "llama", True)
+        assert registry.why_unusable("torch", request) is None
+
+
+def test_info_names_every_backend_and_its_state():
+    info = tilegym_rmsnorm.get_registry_info()
+    assert (
+        info["ops"] == list(OPS) and info["current"] == "auto" and list(info["backends"]) == list(AUTO_ORDER)
+    )
+    for name, state in info["backends"].items():
+        assert state["usable"] == tilegym_rmsnorm.is_backend_available(name)
+        assert state["usable"] == (state["reason"] is None) == (state["remedy"] is None)
+    usable = [name for name, state in info["backends"].items() if state["usable"]]
+    assert tilegym_rmsnorm.get_available_backends() == usable
+    assert tilegym_rmsnorm.get_available_backends_for_op("rms_norm_backward") == usable
+    assert usable[-1] == "torch"
+
+
+def test_importing_and_running_on_a_cpu_loads_torch_alone():
+    code = """
+import sys, torch
+before = set(sys.modules)
+import tilegym_rmsnorm
+loaded = {name.split(".")[0] for name in set(sys.modules) - before}
+assert not loaded - sys.stdlib_module_names - {"tilegym_rmsnorm"}, loaded
+tilegym_rmsnorm.rms_norm(torch.ones(2, 8), (8,))
+assert "triton" not in sys.modules and "cuda.tile" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_first_call_of_a_process_may_be_traced():
+    """torch 2.11 traces no import, so the reference has to be there before."""
+    code = """
+import torch, tilegym_rmsnorm
+norm = torch.compile(tilegym_rmsnorm.rms_norm, backend="eager", fullgraph=True)
+x = torch.ones(2, 8, requires_grad=True)
+norm(x, (8,), torch.ones(8), backend="torch").sum().backward()
+assert x.grad is not None
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_public_name_exists():
+    for name in tilegym_rmsnorm.__all__:
+        assert getattr(tilegym_rmsnorm, name).__doc__
+    assert tilegym_rmsnorm.__version__

@@ -1,0 +1,269 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Arguments that do not fit are refused before a backend is even looked for."""
+
+import math
+import re
+import warnings
+
+import pytest
+import torch
+
+import tilegym_rmsnorm as tr
+from tilegym_rmsnorm import api
+
+M, N = 3, 8
+X, DY, W, RSTD = torch.ones(M, N), torch.ones(M, N), torch.ones(N), torch.ones(M)
+META = torch.ones(N, device="meta")
+SPARSE = X.to_sparse()
+
+
+def _norm(**kwargs):
+    arguments = {"input": X, "normalized_shape": (N,), "weight": W, "eps": 1e-6, **kwargs}
+    return tr.rms_norm(**arguments)
+
+
+def _forward(**kwargs):
+    arguments = {"x": X, "weight": W, "eps": 1e-6, **kwargs}
+    return tr.rms_norm_forward(**arguments)
+
+
+def _backward(**kwargs):
+    arguments = {"x": X, "dy": DY, "weight": W, "rstd": RSTD, **kwargs}
+    return tr.rms_norm_backward(**arguments)
+
+
+def _backward_torch(**kwargs):
+    arguments = {"x": X, "dy": DY, "weight": W, "rstd": RSTD, **kwargs}
+    return tr.rms_norm_backward_torch(**arguments)
+
+
+def _rstd_torch(**kwargs):
+    return tr.compute_rms_norm_rstd_torch(**{"x": X, **kwargs})
+
+
+BAD_NORM = [
+    ({"input": [1.0]}, TypeError, "input: expected a torch.Tensor, got list"),
+    (
+        {"input": X.long()},
+        TypeError,
+        "input: expected a dtype of torch.float16, torch.bfloat16, torch.float32",
+    ),
+    ({"input": X.to(torch.float8_e4m3fn)}, TypeError, "got torch.float8_e4m3fn"),
+    (
+        {"input": torch.nested.nested_tensor([X, X[:1]])},
+        TypeError,
+        "input: expected no nested tensor, or one of layout torch.jagged, but its values(), got layout",
+    ),
+    ({"input": torch.ones(())}, ValueError, "input: expected at least one dimension"),
+    (
+        {"normalized_shape": 4},
+        ValueError,
+        "input: expected shape (*, 4), as normalized_shape says, got (3, 8)",
+    ),
+    ({"normalized_shape": (8, 3)}, ValueError, "input: expected shape (*, 8, 3), as"),
+    ({"normalized_shape": (1, 3, 8)}, ValueError, "input: expected shape (*, 1, 3, 8), as"),
+    ({"normalized_shape": -1}, ValueError, "normalized_shape: expected sizes of at least 1, got (-1,)"),
+    ({"normalized_shape": ()}, ValueError, "normalized_shape: expected at least one dimension, got ()"),
+    *(
+        ({"normalized_shape": size}, TypeError, f"expected an int or a sequence of ints, got {size!r}")
+        for size in (None, "8", 8.0, (8.0,), [8.0], True, (True,), torch.tensor([8]), (torch.tensor(8),))
+    ),
+    (
+        {"normalized_shape": torch.tensor([3, 8])},
+        TypeError,
+        "normalized_shape: expected an int or a sequence of ints, got tensor([3, 8])",
+    ),
+    ({"input": SPARSE}, TypeError, "input: expected layout torch.strided, got torch.sparse_coo"),
+    ({"residual": SPARSE}, TypeError, "residual: expected layout torch.strided, got torch.sparse_coo"),
+    ({"normalized_shape": (3, 8)}, ValueError, "weight: expected shape (3, 8), got (8,)"),
+    ({"residual": torch.ones(M, 1)}, ValueError, "residual: expected the shape of input, (3, 8), got (3, 1)"),
+    (
+        {"residual": DY.half()},
+        TypeError,
+        "residual: expected the dtype of input, torch.float32, got torch.float16",
+    ),
+    ({"residual": DY.to("meta")}, ValueError, "residual: expected the device of input, cpu, got meta"),
+    ({"residual": 1.0}, TypeError, "residual: expected a torch.Tensor, got float"),
+]
+BAD_VECTORS = [
+    (torch.ones(7), ValueError, "expected shape (8,), got (7,)"),
+    (torch.ones(9), ValueError, "expected shape (8,), got (9,)"),
+    (torch.ones(1, 8), ValueError, "expected shape (8,), got (1, 8)"),
+    (torch.ones(()), ValueError, "expected shape (8,), got ()"),
+    (W.long(), TypeError, "expected a dtype of torch.float16, torch.bfloat16"),
+    (META, ValueError, "expected the device of {x}, cpu, got meta"),
+    (W.to_sparse(), TypeError, "expected layout torch.strided, got torch.sparse_coo"),
+    ([1.0] * 8, TypeError, "expected a torch.Tensor or None, got list"),
+]
+BAD_PARAMETERS = [
+    ({"casting": "gemma"}, ValueError, "casting: expected one of 'once', 'llama', got 'gemma'"),
+    ({"casting": None}, ValueError, "casting: expected one of 'once', 'llama', got None"),
+    ({"offset": "1"}, TypeError, "offset: expected a finite number, got '1'"),
+    ({"offset": None}, TypeError, "offset: expected a finite number, got None"),
+    ({"offset": math.nan}, ValueError, "offset: expected a finite number, got nan"),
+    ({"offset": -math.inf}, ValueError, "offset: expected a finite number, got -inf"),
+]
+BAD_EPS = [
+    ({"eps": "1e-6"}, TypeError, "eps: expected a finite number, at least 0, or None, got '1e-6'"),
+    ({"eps": True}, TypeError, "eps: expected a finite number, at least 0, or None, got True"),
+    ({"eps": torch.tensor(1e-6)}, TypeError, "eps: expected a finite number"),
+    ({"eps": -1e-6}, ValueError, "eps: expected a finite number, at least 0, or None, got -1e-06"),
+    ({"eps": math.nan}, ValueError, "eps: expected a finite number"),
+    ({"eps": math.inf}, ValueError, "eps: expected a finite number"),
+    ({"eps": 10**400}, ValueError, "eps: expected a finite number, at least 0, or None, got a number beyond"),
+]
+BAD_BACKWARD = [
+    ({"dy": torch.ones(M, N - 1)}, ValueError, "dy: expected the shape of x, (3, 8), got (3, 7)"),
+    ({"dy": torch.ones(N)}, ValueError, "dy: expected the shape of x, (3, 8), got (8,)"),
+    ({"dy": DY.bfloat16()}, TypeError, "dy: expected the dtype of x, torch.float32, got torch.bfloat16"),
+    ({"dy": DY.to("meta")}, ValueError, "dy: expected the device of x, cpu, got meta"),
+    ({"dy": SPARSE}, TypeError, "dy: expected layout torch.strided, got torch.sparse_coo"),
+    ({"rstd": RSTD.to_sparse()}, TypeError, "rstd: expected layout torch.strided, got torch.sparse_coo"),
+    ({"dy": None}, TypeError, "dy: expected a torch.Tensor, got NoneType"),
+    (
+        {"rstd": torch.ones(M + 1)},
+        ValueError,
+        "rstd: expected shape (3,), one element per row of x, got (4,)",
+    ),
+    (
+        {"rstd": torch.ones(M, 1)},
+        ValueError,
+        "rstd: expected shape (3,), one element per row of x, got (3, 1)",
+    ),
+    (
+        {"rstd": RSTD.double()},
+        TypeError,
+        "rstd: expected torch.float32 for torch.float32 x, got torch.float64",
+    ),
+    ({"x": X.half(), "dy": DY.half(), "rstd": RSTD.half()}, TypeError, "rstd: expected torch.float32"),
+    ({"x": X.double(), "dy": DY.double()}, TypeError, "rstd: expected torch.float64 for torch.float64 x"),
+    ({"rstd": RSTD.to("meta")}, ValueError, "rstd: expected the device of x, cpu, got meta"),
+    ({"rstd": 1.0}, TypeError, "rstd: expected a torch.Tensor, got float"),
+]
+BAD_X = [
+    ({"x": X.to(torch.complex64)}, TypeError, "got torch.complex64"),
+    (
+        {"x": torch.nested.nested_tensor([X, X[:1]], layout=torch.jagged)},
+        TypeError,
+        "x: expected no nested tensor, but its values(), got layout torch.jagged",
+    ),
+    ({"x": torch.ones(3, 0)}, ValueError, "expected at least one element per row"),
+    ({"x": torch.ones(0, 0)}, ValueError, "expected at least one element per row"),
+    ({"x": X.long()}, TypeError, "x: expected a dtype of"),
+    ({"x": 1.0}, TypeError, "x: expected a torch.Tensor"),
+    ({"x": SPARSE}, TypeError, "x: expected layout torch.strided, got torch.sparse_coo"),
+]
+
+CASES = (
+    [(_norm, *case) for case in BAD_NORM + BAD_PARAMETERS + BAD_EPS]
+    + [(_forward, *case) for case in BAD_X + BAD_PARAMETERS + BAD_EPS]
+    + [
+        (call, *case)
+        for call in (_backward, _backward_torch)
+        for case in BAD_X + BAD_PARAMETERS + BAD_BACKWARD
+    ]
+    + [(_rstd_torch, *case) for case in BAD_X + BAD_EPS]
+    + [
+        (call, {name: vector}, error, f"{name}: {text.format(x='input' if call is _norm else 'x')}")
+        for call, names in (
+            (_norm, ("weight", "bias")),
+            (_forward, ("weight", "bias")),
+            (_backward, ("weight",)),
+            (_backward_torch, ("weight",)),
+        )
+        for name in names
+        for vector, error, text in BAD_VECTORS
+    ]
+)
+
+
+@pytest.mark.parametrize(("call", "arguments", "error", "text"), CASES)
+def test_refused_with_name_expected_and_given(call, arguments, error, text, monkeypatch):
+    monkeypatch.setattr(api, "dispatch", lambda *_: pytest.fail("looked for a backend"))
+    with pytest.raises(error, match=re.escape(text)):
+        call(**arguments)
+
+
+@pytest.mark.parametrize("call", [_norm, _forward, _backward, _backward_torch, _rstd_torch])
+def test_the_arguments_that_the_cases_change_are_good(call):
+    call()
+
+
+@pytest.mark.parametrize("call", [_norm, _forward, _backward])
+def test_an_unknown_backend_is_refused(call):
+    with pytest.raises(
+        ValueError, match="backend: expected one of 'cutile', 'triton', 'inductor', 'torch', 'auto'"
+    ):
+        call(backend="Triton")
+
+
+@pytest.mark.parametrize("eps", [0, 0.0, 1, 1e-6, None])
+def test_numbers_of_any_kind_are_eps(eps):
+    expected = torch.nn.functional.rms_norm(X, (N,), W, eps)
+    assert torch.equal(_norm(eps=eps), expected)
+
+
+class Index:
+    """What numpy's integers are."""
+
+    def __index__(self):
+        return N
+
+
+@pytest.mark.parametrize("normalized_shape", [N, (N,), [N], torch.Size([N]), range(N, N + 1), Index()])
+def test_normalized_shape_is_an_int_or_any_sequence(normalized_shape):
+    assert _norm(normalized_shape=normalized_shape).shape == X.shape
+
+
+def _traced(function, *inputs):
+    """The trace of a function, and what it warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        traced = torch.jit.trace(function, inputs)
+    return traced, [
+        str(each.message) for each in caught if issubclass(each.category, torch.jit.TracerWarning)
+    ]
+
+
+TRACED = {
+    "a row's shape": lambda x, _: tr.RMSNorm(N)(x),
+    "two dimensions": lambda x, _: tr.RMSNorm((M, N), bias=True)(x),
+    "no weight": lambda x, _: tr.RMSNorm(N, elementwise_affine=False)(x),
+    "residual": lambda x, other: tr.RMSNorm(N)(x, other),
+    "x's own shape": lambda x, _: tr.rms_norm(x, x.shape[-1:], W),
+    "x's own size": lambda x, _: tr.rms_norm(x, [x.shape[-1]], W),
+    "forward": lambda x, _: tr.rms_norm_forward(x, W),
+    "backward": lambda x, dy: tr.rms_norm_backward(x, dy, W, tr.compute_rms_norm_rstd_torch(x)),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_checks_leave_no_warning_in_a_trace(name):
+    """Each printed five lines of "the trace might not generalize", nn.RMSNorm none. Some were refused."""
+    traced, found = _traced(TRACED[name], torch.randn(2, M, N), torch.randn(2, M, N))
+    assert found == []
+    inputs = torch.randn(5, M, N), torch.randn(5, M, N)
+    torch.testing.assert_close(traced(*inputs), TRACED[name](*inputs))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda x: tr.rms_norm(x, (4,), None), r"input: expected shape \(\*, 4\).*, got \(3, 8\)"),
+        (
+            lambda x: tr.rms_norm(x, (-N,), None),
+            r"normalized_shape: expected sizes of at least 1, got \(-8,\)",
+        ),
+        (lambda x: tr.rms_norm(x, (N,), W[1:]), r"weight: expected shape \(8,\), got \(7,\)"),
+        (lambda x: tr.rms_norm(x, (N,), W, residual=x[1:]), r"residual: .*input, \(3, 8\), got \(2, 8\)"),
+        (lambda x: tr.rms_norm_backward(x, x, W, RSTD[1:]), r"rstd: expected shape \(3,\).*, got \(2,\)"),
+    ],
+)
+def test_what_is_traced_is_checked(function, text):
+    with pytest.raises(ValueError, match=text):
+        torch.jit.trace(function, (X,))
+    assert torch.jit.is_tracing() is False
+    assert tr.rms_norm(X, (N,), W).shape == X.shape

@@ -1,0 +1,108 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Tensors whose data is elsewhere, or nowhere: kernels would be launched on address 0."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tilegym_rmsnorm import (
+    BackendUnavailableError,
+    fastpath,
+    registry,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_forward,
+)
+
+X, W = torch.randn(3, 8), torch.rand(8) + 0.5
+KERNELS = ("cutile", "triton")
+
+
+@pytest.fixture
+def every_kernel_by_auto(monkeypatch):
+    """As on a GPU, "auto" takes kernels for what they can run."""
+    for backend in KERNELS:
+        probe = registry._probe(backend)
+        monkeypatch.setattr(probe, "AUTO_ON_CPU", True)
+        monkeypatch.setattr(probe, "interpreting", lambda: True)
+
+
+@contextlib.contextmanager
+def dtensors():
+    if not dist.is_available() or dist.is_initialized():
+        pytest.skip("needs torch.distributed, not initialized")
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        yield lambda tensor: distribute_tensor(tensor, mesh, [Replicate()])
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def fakes():
+    with FakeTensorMode() as mode:
+        yield mode.from_tensor
+
+
+STAND_INS = {"DTensor": dtensors, "FakeTensor": fakes}  # zeros without memory get some: test_gate.py
+
+
+@pytest.mark.parametrize("backend", (*KERNELS, "inductor"))
+@pytest.mark.parametrize("kind", STAND_INS)
+def test_others_refuse_them_by_name(kind, backend):
+    rstd = torch.rand(3)
+    with STAND_INS[kind]() as stand_in:
+        attempts = (
+            lambda: rms_norm(stand_in(X), (8,), stand_in(W), backend=backend),
+            lambda: rms_norm(X, (8,), stand_in(W), backend=backend),
+            lambda: rms_norm_forward(stand_in(X), None, backend=backend),
+            lambda: rms_norm_backward(X, stand_in(X), W, rstd, backend=backend),
+            lambda: rms_norm_backward(X, X, W, stand_in(rstd), backend=backend),
+        )
+        for attempt in attempts:
+            with pytest.raises(BackendUnavailableError, match="memory of their own") as refused:
+                attempt()
+            assert ("DTensor.to_local()" in str(refused.value)) == (kind == "DTensor")
+
+
+def test_auto_takes_dtensors_that_are_sharded_in_the_middle(monkeypatch):
+    """As sequence parallelism shards them: backend "inductor" was taken, in which Dynamo failed."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    monkeypatch.setattr(registry._probe("inductor"), "AUTO_ON_CPU", True)  # as on a GPU
+    x, weight = torch.randn(2, 4, 8), W.clone().requires_grad_()
+    expected = rms_norm(x, (8,), weight, backend="torch")
+    expected.sum().backward()
+    with dtensors() as distribute:
+        replicated = distribute(W).requires_grad_()
+        y = rms_norm(
+            distribute_tensor(x, replicated.device_mesh, [Shard(1)]), (8,), replicated, backend="auto"
+        )
+        y.sum().backward()
+        assert y.placements == (Shard(1),) and torch.equal(y.full_tensor(), expected)
+        torch.testing.assert_close(replicated.grad.full_tensor(), weight.grad)
+
+
+def test_auto_takes_the_reference_for_them(every_kernel_by_auto):
+    expected = rms_norm(X, (8,), W, backend="torch")
+    with dtensors() as stand_in:
+        y = rms_norm(stand_in(X), (8,), stand_in(W), backend="auto")
+        assert torch.equal(y.full_tensor(), expected)
+    with fakes() as stand_in:
+        assert rms_norm(stand_in(X), (8,), stand_in(W), backend="auto").shape == X.shape
+
+
+def test_what_auto_takes_for_them_is_not_what_others_get(every_kernel_by_auto):
+    """One call under vmap would leave all later ones of its dtypes to the reference."""
+    torch.func.vmap(lambda row: rms_norm(row, (8,), W, backend="auto"))(X)
+    with fakes() as stand_in:
+        rms_norm(stand_in(X), (8,), stand_in(W), backend="auto")
+    assert fastpath.find(X, (8,), W, None, 0.0, "once", "auto") is None

@@ -1,0 +1,296 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Rows near the ends of float32, without eps or with one that float32 hardly holds. The kernels, interpreted or on a
+GPU, are held to float64 wherever float32 can hold what the formula names, and are finite wherever F.rms_norm is; the
+cutile backwards in the range that cutile/backward.py names."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import helpers
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import BF16, DEVICE, FP32, FP64, why_skip
+from test_triton import BACKWARDS as TRITON_BACKWARDS
+from test_triton import FORWARDS as TRITON_FORWARDS
+from torch import Tensor
+
+from tilegym_rmsnorm import rms_norm_backward, rms_norm_forward
+from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
+from tilegym_rmsnorm.backends.versions import package_version, parse_version
+
+N = 96
+EPS = (0.0, 1e-45, 1e-38, 1e-30, None)
+X_SCALES = (0.0, 1e-30, 1e-20, 1e-19, 1.0, 1e10, 1e18)
+DY_SCALES = (1.0, 1e-10, 1e-26)
+# GRID: what subnormal numbers are multiples of.
+LARGEST, STEP, GRID = torch.finfo(FP32).max, 2.0**-24, 2.0**-149
+# Of numpy, as Triton's interpreter calls it.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+PAST_THE_RANGE = pytest.mark.xfail(strict=True, reason="past the range that cutile/backward.py names")
+BY_KERNELS = pytest.mark.parametrize("backend", ["torch", "triton", "cutile"], indirect=True)
+
+
+class Rows(NamedTuple):
+    """One call, and for each result its float64 value and how far from it float32 may be. x, dy (M, N)."""
+
+    x: Tensor
+    dy: Tensor
+    weight: Tensor
+    eps: float
+    rstd: Tensor
+    truth: dict[str, Tensor]
+    tolerance: dict[str, Tensor]
+
+    @property
+    def are_held(self) -> Tensor:
+        """(M,): the rows whose sum of squares, mean + eps and dx float32 can hold."""
+        mean = self.x.double().square().mean(dim=1)
+        largest = self.truth["dx"].abs().amax(dim=1)
+        return (mean * N < LARGEST) & (mean + self.eps >= GRID) & (largest < LARGEST)
+
+
+def make_rows(x_scales, dy_scale: float, eps: float | None, dtype: torch.dtype = FP32) -> Rows:
+    """A row for each scale of x, whose elements are 0.5 to 2 times that. Most dy have the sign of x * weight, so that
+    the mean of xhat * dy * weight is about 1 times dy's scale. eps=None is F.rms_norm's default."""
+    generator = torch.Generator().manual_seed(0)
+
+    def spread(rows: int, positive: float = 0.5) -> Tensor:
+        sizes, signs = torch.rand(2, rows, N, generator=generator, dtype=FP64).unbind()
+        return (0.5 + 1.5 * sizes).where(signs < positive, -0.5 - 1.5 * sizes)
+
+    scales = torch.tensor(x_scales, dtype=FP64)[:, None]
+    x, weight = spread(len(scales)), spread(1)[0]
+    dy = spread(len(scales), 0.9) * (x * weight).sign() * dy_scale
+    return rows_of(*(t.to(DEVICE, dtype) for t in (x * scales, dy, weight)), eps)
+
+
+def rows_of(x: Tensor, dy: Tensor, weight: Tensor, eps: float | None) -> Rows:
+    """The formula in float64. Squares and their mean may be subnormal: each is then off by up to GRID, or is 0."""
+    eps = torch.finfo(FP32).eps if eps is None else torch.tensor(eps, dtype=FP32).item()
+    x64, dy64, weight64 = x.double(), dy.double(), weight.double()
+    mean = x64.square().mean(dim=1, keepdim=True)
+    rstd = (mean + eps).rsqrt()
+    xhat, g = x64 * rstd, dy64 * weight64
+    truth = {
+        "y": xhat * weight64,
+        "dx": (g - xhat * (xhat * g).mean(dim=1, keepdim=True)) * rstd,
+        "dw": (dy64 * xhat).sum(dim=0),
+    }
+    error = 8 * STEP + mean.clamp(max=GRID) / (mean + eps)  # of rstd, relative
+    dx_scale = (g.abs() + xhat.abs() * (xhat * g).abs().mean(dim=1, keepdim=True)) * rstd
+    tolerance = {
+        "y": 2 * error * truth["y"].abs(),
+        "dx": 4 * error * dx_scale + GRID * xhat.abs() * rstd,
+        "dw": (2 * error * (dy64 * xhat).abs()).sum(dim=0) + len(x) * GRID,
+    }
+    info = torch.finfo(x.dtype)
+    for name, value in truth.items():
+        tolerance[name] = tolerance[name] + info.eps * value.abs() + info.smallest_normal * info.eps
+    return Rows(x, dy, weight, eps, rstd[:, 0].to(FP32), truth, tolerance)
+
+
+def held(rows: Rows) -> Rows:
+    """Those of them that `are_held`, with a dw of their own: beside the others it would be NaN."""
+    kept = rows.are_held
+    return rows_of(rows.x[kept], rows.dy[kept], rows.weight, rows.eps)
+
+
+def in_range_of_cutile(rows: Rows) -> Rows:
+    """Those that the cutile backwards promise: cutile/backward.py names the two ends."""
+    gradient = (rows.dy.double() * rows.weight).abs()
+    rstd = rows.rstd.double()[:, None]
+    terms = torch.stack([rows.dy.double().abs() * rstd, gradient * rstd, gradient * rstd**2])
+    kept = (terms.amin(dim=(0, 2)) > 1.2e-38) & (terms.amax(dim=(0, 2)) < LARGEST)
+    return rows_of(rows.x[kept], rows.dy[kept], rows.weight, rows.eps)
+
+
+def check(rows: Rows, **results: Tensor) -> None:
+    for name, got in results.items():
+        error = (got.double() - rows.truth[name]).abs()
+        wrong = ~(error <= rows.tolerance[name])
+        places = wrong.nonzero().tolist()
+        assert not places, f"{name}: {got[wrong][:4]}, expected {rows.truth[name][wrong][:4]} at {places[:4]}"
+
+
+def by_pytorch(rows: Rows) -> tuple[Tensor, Tensor]:
+    """y and dx of F.rms_norm."""
+    x = rows.x.detach().requires_grad_()
+    y = F.rms_norm(x, (N,), rows.weight, rows.eps)
+    return y.detach(), torch.autograd.grad(y, x, rows.dy)[0]
+
+
+@BY_KERNELS
+@pytest.mark.parametrize("eps", EPS)
+def test_forward(backend, eps):
+    rows = make_rows(X_SCALES, 1.0, eps)
+    y, _ = rms_norm_forward(rows.x, rows.weight, eps, backend=backend)
+    assert (y.isfinite() | ~by_pytorch(rows)[0].isfinite()).all()
+    rows = held(rows)
+    assert len(rows.x) >= 5
+    y, rstd = rms_norm_forward(rows.x, rows.weight, eps, backend=backend)
+    check(rows, y=y)
+    assert rstd.isfinite().all()
+
+
+@BY_KERNELS
+@pytest.mark.parametrize("dy_scale", DY_SCALES)
+@pytest.mark.parametrize("eps", EPS)
+def test_backward(backend, eps, dy_scale):
+    rows = make_rows(X_SCALES, dy_scale, eps)
+    if backend == "cutile":
+        rows = in_range_of_cutile(rows)
+    dx, _ = rms_norm_backward(rows.x, rows.dy, rows.weight, rows.rstd, backend=backend)
+    assert (dx.isfinite() | ~by_pytorch(rows)[1].isfinite()).all()
+    rows = held(rows)
+    assert len(rows.x) >= (2 if backend == "cutile" else 5)
+    dx, dw = rms_norm_backward(rows.x, rows.dy, rows.weight, rows.rstd, backend=backend)
+    check(rows, dx=dx, dw=dw)
+
+
+@BY_KERNELS
+def test_rows_whose_squares_overflow_become_zero(backend):
+    """As F.rms_norm makes them: 1 / sqrt(inf) is 0. The row beside them is what it is alone."""
+    rows = make_rows((1e20, 1.0, 1e30), 1.0, None)
+    y, rstd = rms_norm_forward(rows.x, rows.weight, backend=backend)
+    dx, dw = rms_norm_backward(rows.x, rows.dy, rows.weight, rstd, backend=backend)
+    for result in (y, dx):
+        assert torch.equal(result[::2], torch.zeros_like(result[::2]))
+    assert torch.equal(by_pytorch(rows)[0][::2], y[::2])
+    rows = held(rows)
+    check(rows, y=y[1:2], dx=dx[1:2], dw=dw)
+
+
+needs = {
+    name: pytest.mark.skipif(why_skip(name) is not None, reason=str(why_skip(name)))
+    for name in ("triton", "cutile")
+}
+CUTILE_FORWARDS = {
+    "rows": Config("rows", 32, 4, 1, 1, pieces=3),
+    "tiles": Config("tiles", 128, 4, 1, 1, rows=4),
+    "teams": Config("teams", 32, 4, 1, 1, members=3),
+    "chunks": Config("chunks", 64, 4, 1, 1),
+}
+CUTILE_BACKWARDS = {
+    "rows": Config("rows", 32, 4, 1, 1, pieces=3),
+    "packed rows": Config("rows", 128, 4, 1, 1, packed=True),
+    "rows by TMA": Config("rows", 32, 8, 1, 1, pieces=3, tma=True),
+    "packed rows by TMA": Config("rows", 32, 8, 1, 1, pieces=3, tma=True, packed=True),
+    "tiles": Config("tiles", 128, 4, 1, 1, rows=4),
+    "teams": Config("teams", 32, 4, 1, 1, members=3),
+    "packed teams": Config("teams", 32, 8, 1, 1, members=3, tma=True, packed=True),
+    "fused": Config("fused", 128, 4, 1, 1, rows=4, strip=32, slab=4),
+    "fused chunks": Config("fused_chunks", 64, 4, 1, 1, rows=4, strip=32, slab=4),
+    "strips": Config("strips", 64, 4, 1, 1, rows=4),
+    "chunks": Config("chunks", 64, 4, 1, 1),
+}
+# x and dy: near both ends of what the cutile backwards hold, and past them
+TINY, HUGE = ((1e-18, 1e-16, 1e-12), 1.0), ((1.0, 1e8, 1e10), 1e-16)
+PAST = [((3e-20, 1e-19), 4.0), ((1e10, 1e15, 1e18), 1e-26)]
+
+
+@needs["triton"]
+@pytest.mark.parametrize("name", TRITON_FORWARDS)
+@pytest.mark.parametrize("eps", [0.0, 1e-38])
+def test_forward_by_each_kernel_of_triton(name, eps):
+    from tilegym_rmsnorm.backends.triton import launch
+
+    rows = held(make_rows(X_SCALES, 1.0, eps))
+    y, rstd = launch.launch_forward(TRITON_FORWARDS[name], rows.x, rows.weight, eps, 0.0, "once")
+    check(rows, y=y)
+    assert rstd.isfinite().all()
+
+
+@needs["triton"]
+@pytest.mark.parametrize("name", TRITON_BACKWARDS)
+@pytest.mark.parametrize(("x_scales", "dy_scale"), [TINY, HUGE, *PAST])
+def test_backward_by_each_kernel_of_triton(name, x_scales, dy_scale):
+    from tilegym_rmsnorm.backends.triton import launch
+
+    rows = held(make_rows(x_scales, dy_scale, 0.0))
+    arguments = (rows.x, rows.dy, rows.weight, rows.rstd, 0.0, "once", True)
+    dx, dw = launch.launch_backward(TRITON_BACKWARDS[name], *arguments)
+    check(rows, dx=dx, dw=dw)
+
+
+@needs["cutile"]
+@pytest.mark.parametrize("name", CUTILE_FORWARDS)
+@pytest.mark.parametrize("eps", [0.0, 1e-38])
+def test_forward_by_each_kernel_of_cutile(name, eps):
+    from tilegym_rmsnorm.backends.cutile.launch import Forward
+    from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
+
+    rows = held(make_rows(X_SCALES, 1.0, eps))
+    run = Forward(machine_of(DEVICE), CUTILE_FORWARDS[name], N, True, False)
+    y, rstd = run(rows.x, rows.weight, eps, 0.0)
+    check(rows, y=y)
+    assert rstd.isfinite().all()
+
+
+@needs["cutile"]
+@pytest.mark.parametrize("name", CUTILE_BACKWARDS)
+@pytest.mark.parametrize(
+    ("x_scales", "dy_scale"), [TINY, HUGE, *(pytest.param(*each, marks=PAST_THE_RANGE) for each in PAST)]
+)
+def test_backward_by_each_kernel_of_cutile(name, x_scales, dy_scale):
+    """Packed kernels are for 16 bits; bfloat16 has float32's range."""
+    from tilegym_rmsnorm.backends.cutile.launch import Backward
+    from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
+
+    config = CUTILE_BACKWARDS[name]
+    has_dw = config.kernel != "chunks"
+    rows = held(make_rows(x_scales, dy_scale, 0.0, BF16 if config.packed else FP32))
+    run = Backward(machine_of(DEVICE), config, N, True, has_dw, False)
+    dx, dw = run(rows.x, rows.dy, rows.weight, rows.rstd, 0.0)
+    check(rows, dx=dx, **({"dw": dw} if has_dw else {}))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.xfail(
+    parse_version(package_version("triton") or "3.6") < (3, 6),
+    reason="tl.sqrt_rn of Triton 3.5 is sqrt.rn.ftz: README says the range",
+    strict=True,
+)
+def test_no_triton_kernel_flushes_subnormal_numbers(tmp_path):
+    """`tl.rsqrt` is rsqrt.approx.ftz, to which a mean of squares below 1.2e-38 is 0. The values above show it on a GPU
+    alone: Triton's interpreter flushes nothing."""
+    widths = (64, 16384, 18432)  # every kernel
+    calls = [{"N": n, "dtype": "float32", "weight_dtype": "float32"} for n in widths]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, Path(__file__).parents[1] / "triton_compile.py", "90", json.dumps(calls)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {path.stem: path.read_text() for path in tmp_path.rglob("*.ptx")}
+    assert {"forward_rows", "forward_reread", "backward_dx", "backward_dx_reread", "backward_c"} <= set(found)
+    flushing = {name: line for name, ptx in found.items() for line in ptx.splitlines() if ".ftz" in line}
+    assert not flushing
+
+
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_no_cutile_kernel_flushes_subnormal_numbers(architecture, tmp_path):
+    """MUFU.RSQ does, so the compiler scales what is below 1.2e-38 first."""
+    if architecture != 90 and not helpers.every_config:
+        pytest.skip("compiled with --every-config only")
+    pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+    from compiling import code_of_call, skip_without_disassembler
+
+    skip_without_disassembler(is_module=False)
+    calls = [("forward", config) for config in CUTILE_FORWARDS.values()]
+    calls += [("backward", CUTILE_BACKWARDS[name]) for name in ("rows", "tiles", "fused", "strips")]
+    for op, config in calls:
+        for name, code in code_of_call(tmp_path, op, config, N, FP32, FP32, architecture).items():
+            assert not [line for line in code if re.search(r" (FADD|FMUL|FFMA|MUFU)\S*\.FTZ", line)], name
+            if name.startswith("forward"):
+                assert any("MUFU.RSQ" in line for line in code), name
+                assert any("1.175494350822287508e-38" in line for line in code), name

@@ -1,0 +1,85 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What the Triton kernels compile to, for several GPUs, on any machine: `triton_compile.py` compiles them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilegym_rmsnorm.backends.triton import config
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+# Every branch of the selector, with and without a masked last tile
+COMPILED_WIDTHS = (1, 64, 100, 640, 1024, 2880, 4096, 5120, 8192, 12288, 16384, 16385, 18432)
+FEW_WIDTHS = (100, 4096, 8192, 16384, 18432)
+
+
+def _compile(capability, calls):
+    """The kernels that each call compiled. Triton's cache makes a second run short."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [
+        sys.executable,
+        Path(__file__).parents[1] / "triton_compile.py",
+        str(capability),
+        json.dumps(calls),
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def _allowed_spill(capability, call, kernel):
+    if kernel["name"] == "backward_dx_reread" and call["dtype"] == "float32" and capability == 100:
+        return config.REREAD_SPILL
+    # At 32 of 255 registers ptxas may park one address, by choice and not for want of registers.
+    return 8 if kernel["registers"] <= 32 else 0
+
+
+@pytest.mark.parametrize(
+    ("capability", "widths"),
+    [(80, FEW_WIDTHS), (90, COMPILED_WIDTHS), (100, FEW_WIDTHS)],
+    ids=["sm_80", "sm_90", "sm_100"],
+)
+def test_compiled_kernels_spill_nothing_and_are_resident(capability, widths):
+    pairs = (
+        ("bfloat16", "bfloat16", "llama"),
+        ("bfloat16", "float32", "once"),
+        ("float32", "float32", "once"),
+    )
+    calls = [
+        {"N": n, "dtype": dtype, "weight_dtype": weight_dtype, "casting": casting}
+        for n in widths
+        for dtype, weight_dtype, casting in pairs
+    ]
+    for call, kernels in zip(calls, _compile(capability, calls), strict=True):
+        names = " ".join(kernel["name"] for kernel in kernels)
+        assert "forward_" in names and "backward_dx" in names
+        for kernel in kernels:
+            assert kernel["stack"] <= _allowed_spill(capability, call, kernel), (call, kernel)
+            # What the grid of the backward counts on; elements loaded one by one keep more addresses
+            if kernel["name"].startswith("backward_dx") and call["N"] % 8 == 0:
+                assert kernel["registers"] * 32 * config.WARPS_PER_SM <= 65536, (call, kernel)
+
+
+@pytest.mark.parametrize("n", [64, 16384, 18432], ids=["held", "reread", "strips"])
+def test_batch_size_eps_offset_and_stride_compile_nothing(n):
+    first = {"N": n, "dtype": "bfloat16", "weight_dtype": "float32", "M": 37}
+    calls = [first]
+    calls += [first | {"M": m} for m in (1, 2, 15, 16, 17, 64, 264, 1000)]
+    calls += [
+        first | {"row_stride": n + 16},
+        first | {"row_stride": 2 * n},
+        first | {"M": 1, "row_stride": n + 1},
+    ]
+    calls += [first | {"eps": 0.0}, first | {"eps": 1.0}, first | {"offset": 1.0}, first | {"offset": -0.25}]
+    compiled = _compile(90, calls)
+    assert compiled[0] and not any(compiled[1:])

@@ -1,0 +1,180 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The benchmark: its byte model, timer and check. Figures themselves need a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+
+import pytest
+import torch
+
+from bench.check import errors_of, make_inputs, run_all
+from bench.providers import make_provider
+from bench.shapes import DEFAULT_SHAPES, GRID, compulsory_bytes, parse_shapes
+from tilegym_rmsnorm.measure import timer
+from tilegym_rmsnorm.measure.accuracy import why_wrong
+
+CPU = torch.device("cpu")
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+# The byte model and the shapes
+
+
+def test_bytes_of_bfloat16():
+    # 3 x 8: x, y, dy, dx have 24 elements of 2 bytes, weight and dw 8, rstd 3 of 4 bytes
+    assert compulsory_bytes("forward", (3, 8), BF16) == 48 + 16 + 48 + 12
+    assert compulsory_bytes("backward", (3, 8), BF16) == 48 + 48 + 16 + 12 + 48 + 16
+    assert compulsory_bytes("both", (3, 8), BF16) == 124 + 188
+    assert compulsory_bytes("dx", (3, 8), BF16) == 188 - 16
+
+
+def test_bytes_of_float32_keep_rstd_at_four_bytes():
+    assert compulsory_bytes("forward", (2, 5), FP32) == 40 + 20 + 40 + 8
+
+
+def test_default_shapes_hold_the_widths_of_real_models_and_no_shape_twice():
+    widths = {2048, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16384, 18432}
+    assert widths <= {cols for _, cols in DEFAULT_SHAPES}
+    assert len(set(DEFAULT_SHAPES)) == len(DEFAULT_SHAPES)
+
+
+def test_the_grid_reaches_its_corners_and_no_giant():
+    assert {(1, 64), (1, 65536), (262144, 64), (16384, 4096)} <= set(GRID)
+    assert max(rows * cols for rows, cols in GRID) == 1 << 26
+
+
+@pytest.mark.parametrize("text", ["", "12", "12x", "0x4", "4x0", "ax4", "4x4,", "4x4x4", "-1x4"])
+def test_wrong_shapes_are_refused(text):
+    with pytest.raises(ValueError, match="expected ROWSxCOLS"):
+        parse_shapes(text)
+
+
+def test_shapes_are_parsed():
+    assert parse_shapes("4096x1024,16x64") == ((4096, 1024), (16, 64))
+
+
+# The timer
+
+
+def test_interleave_takes_turns_and_bounds_slow_samplers(monkeypatch):
+    clock, order = [0.0], []
+    monkeypatch.setattr(timer.time, "perf_counter", lambda: clock[0])
+
+    def sampler(name: str, seconds: float):
+        def sample() -> float:
+            order.append(name)
+            clock[0] += seconds
+            return seconds * 1e6
+
+        return sample
+
+    timings = timer.interleave({"fast": sampler("fast", 1e-6), "slow": sampler("slow", 1.0)})
+    assert order[:4] == ["fast", "slow", "fast", "slow"]
+    assert timings["slow"].samples == timer.MIN_SAMPLES
+    assert timings["fast"].samples == timer.MAX_SAMPLES
+    assert timings["slow"].us == 1e6
+
+
+def test_summary_is_the_median_and_the_outer_deciles():
+    timing = timer.summarize([5.0, 1.0, 2.0, 3.0, 4.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0])
+    assert (timing.us, timing.us_p10, timing.us_p90) == (6.0, 2.0, 10.0)
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_garbage_collection_is_as_before_also_after_a_failed_capture(was_enabled):
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        with pytest.raises(RuntimeError, match="lost"), timer._no_collection():
+            assert not gc.isenabled()
+            raise RuntimeError("lost")
+        assert gc.isenabled() is was_enabled
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("sets", [2, 3, 25, 1024])
+def test_calls_use_every_set_equally_and_fill_a_replay(sets):
+    calls = timer.calls_needed(sets, bytes_moved=16 << 20, copy_bytes_per_second=3e12)
+    assert calls % sets == 0
+    assert calls == sets == timer.MAX_CALLS or calls * ((16 << 20) / 3e12 + 2e-6) >= timer.REPLAY_SECONDS
+
+
+# The check against float64
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, FP32])
+@pytest.mark.parametrize("name", ["torch", "F.rms_norm"])
+def test_right_providers_pass_the_check(name, dtype):
+    inputs = make_inputs((67, 129), dtype, CPU, sets=1)[0]
+    outputs = run_all(make_provider(name, (67, 129), dtype, CPU), inputs)
+    errors, allowed = errors_of({name: outputs}, inputs)
+    assert why_wrong(errors[name], allowed) is None
+
+
+def spoil_nan(outputs):
+    outputs["dx"][5, 7] = float("nan")
+
+
+def spoil_one_element(outputs):
+    outputs["y"][66, 128] *= 1.05
+
+
+def spoil_lost_row(outputs):
+    outputs["dw"] -= outputs["dw"].abs().max() / 20
+
+
+def spoil_rstd(outputs):
+    outputs["rstd"][0] *= 1.001
+
+
+def spoil_autograd_only(outputs):
+    outputs["autograd_dx"][0] = 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind"),
+    [
+        (spoil_nan, "dx"),
+        (spoil_one_element, "y"),
+        (spoil_lost_row, "dw"),
+        (spoil_rstd, "rstd"),
+        (spoil_autograd_only, "dx"),
+    ],
+)
+def test_wrong_outputs_fail_the_check(spoil, kind, monkeypatch):
+    chunk = 129 * 10  # several chunks, the last one shorter
+    monkeypatch.setattr("tilegym_rmsnorm.measure.accuracy.CHUNK_ELEMENTS", chunk)
+    inputs = make_inputs((67, 129), BF16, CPU, sets=1)[0]
+    outputs = run_all(make_provider("torch", (67, 129), BF16, CPU), inputs)
+    spoil(outputs)
+    errors, allowed = errors_of({"torch": outputs}, inputs)
+    assert why_wrong(errors["torch"], allowed).startswith(f"{kind} has a relative error of")
+
+
+def test_a_subnormal_dw_does_not_widen_what_is_allowed():
+    """One row of float16: a dw of 1e-6 is rounded by 5 %, and 15 % were allowed to all."""
+    inputs = make_inputs((1, 4096), torch.float16, CPU, sets=1)[0]
+    inputs.dy[0, :9] = 2.0**-20
+    outputs = run_all(make_provider("torch", (1, 4096), torch.float16, CPU), inputs)
+    errors, allowed = errors_of({"torch": outputs}, inputs)
+    assert why_wrong(errors["torch"], allowed) is None and allowed["dw"] < 0.01
+    typical = outputs["dw"].abs().float().sort().indices[2048]
+    outputs["dw"][typical] *= 1.05
+    errors, allowed = errors_of({"torch": outputs}, inputs)
+    assert why_wrong(errors["torch"], allowed).startswith("dw has")
+
+
+def test_a_result_of_another_dtype_is_refused():
+    inputs = make_inputs((4, 8), BF16, CPU, sets=1)[0]
+    right = make_provider("torch", (4, 8), BF16, CPU)
+    wide = dataclasses.replace(
+        right, forward=lambda x, weight: tuple(map(torch.Tensor.float, right.forward(x, weight)))
+    )
+    with pytest.raises(
+        ValueError, match="y: expected 32 elements of torch.bfloat16, got 32 of torch.float32"
+    ):
+        run_all(wide, inputs)

@@ -1,0 +1,232 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The benchmark's command: what it takes, where its results go."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bench_records import RECORD_FIELDS, make_record
+
+import tilegym_rmsnorm
+from bench import processes, readme, run
+from bench.peers import ALL_PROVIDERS
+from bench.provenance import RESULTS, ROOT, choose_tables, describe_run, hash_sources, one_line
+from bench.shapes import OPS
+from tilegym_rmsnorm.backends.cutile.plans import tables
+from tilegym_rmsnorm.commands import installation
+
+
+def run_command(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(command, capture_output=True, text=True, env=variables, timeout=300)
+
+
+def test_one_command_measures_and_writes(tmp_path):
+    done = run_command(
+        *("bash", str(ROOT / "bench" / "run.sh"), "--quick", "--shapes", "4x16,3x7", "--provider", "torch"),
+        *("--out", str(tmp_path)),
+        PYTHON=sys.executable,
+        TILEGYM_RMSNORM_COMMIT="feedbeef",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Not GPU figures" in done.stdout and "4 x 16" in done.stdout
+    (path,) = tmp_path.glob("*-bfloat16.json")
+    result = json.loads(path.read_text())
+    assert result["gpu"] is None and result["note"] and result["commit"] == "feedbeef"
+    assert {"driver", "cuda", "tileiras", "versions", "dirty", "date", "copy_gb_per_s"} <= set(result)
+    assert result["sources"] == hash_sources() and result["inductor_timer"] is False
+    assert [(record["op"], record["rows"]) for record in result["records"]] == [
+        (op, m) for m in (4, 3) for op in ("forward", "backward", "both")
+    ]
+    assert all(set(record) == RECORD_FIELDS and record["us"] > 0 for record in result["records"])
+    assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".csv", ".png"}
+
+
+def test_unknown_provider_is_refused(tmp_path):
+    done = run_command(sys.executable, "-m", "bench.run", "--provider", "torhc", "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert f"expected some of {', '.join(ALL_PROVIDERS)}, got torhc" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "folder"),
+    [
+        ((), "nvidia-h200"),
+        (("--dtype", "float32", "--p-rows"), "nvidia-h200"),
+        (("--op", "both,forward,backward,dx"), "nvidia-h200"),
+        (("--peers",), "nvidia-h200"),
+        (("--grid",), "nvidia-h200"),
+        (("--quick",), "partial/nvidia-h200"),
+        (("--shapes", "4x4"), "partial/nvidia-h200"),
+        (("--op", "both"), "partial/nvidia-h200"),
+        (("--provider", "cutile"), "partial/nvidia-h200"),
+    ],
+)
+def test_part_of_a_run_does_not_replace_kept_results(options, folder):
+    assert run.default_folder(run.parse_arguments(list(options)), "NVIDIA H200") == RESULTS / folder
+
+
+def test_git_ignores_parts_of_runs_and_not_whole_ones():
+    if subprocess.run(["git", "-C", str(ROOT), "rev-parse"], capture_output=True).returncode != 0:
+        pytest.skip("not a git checkout")
+    for folder, status in (("partial/nvidia-h200", 0), ("nvidia-h200", 1)):
+        command = [
+            "git",
+            "-C",
+            str(ROOT),
+            "check-ignore",
+            "-q",
+            f"bench/results/{folder}/2026-11-21-bfloat16.json",
+        ]
+        assert subprocess.run(command).returncode == status
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shapes", "4x"], "argument --shapes: expected ROWSxCOLS,... with both at least 1, got '4x'"),
+        (["--readme", "nope.json"], "argument --readme: expected a result in JSON, got nope.json"),
+        (["--readme", str(ROOT / "ci.yaml")], "argument --readme: expected a result in JSON, got"),
+    ],
+)
+def test_wrong_options_are_refused_with_the_reason(options, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run.parse_arguments(options)
+    assert message in capsys.readouterr().err
+
+
+def test_readme_takes_only_results_of_the_repository(tmp_path):
+    result = tmp_path / "result.json"
+    result.write_text('{"records": []}')
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a file under"):
+        readme.result_file("records")(str(result))
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a result with runs"):
+        readme.result_file("runs")(str(result))
+
+
+def test_a_run_that_measures_nothing_says_why_and_fails(tmp_path):
+    command = (sys.executable, "-m", "bench.run", "--shapes", "4x16", "--provider", "torch", "--op", "dx")
+    done = run_command(*command, "--out", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "nothing was measured: torch has no dx"
+    assert "written" not in done.stdout and not list(tmp_path.iterdir())
+
+
+def test_what_a_part_of_a_run_does_not_offer_is_its_reason(tmp_path):
+    result = processes.measure_apart(("torch",), ((4, 16),), "bfloat16", ("dx",), tmp_path)
+    assert [(each["op"], each["error"]) for each in result["records"]] == [("dx", "torch has no dx")]
+
+
+def test_a_run_in_which_everything_failed_fails(measured, monkeypatch, capsys):
+    """Also of peers, whose failures alone are no reason."""
+    main, _ = measured
+    monkeypatch.setattr(run, "why_missing", lambda name: None)
+    failed = make_record(None, provider="quack")
+    monkeypatch.setattr(run.Bench, "measure", lambda *_: [failed])
+    result = main("--provider", "quack", status=1)
+    assert "nothing was measured: quack (backward 4096x1024): ValueError: broken" in capsys.readouterr().err
+    assert result["records"] == [failed], "with the reason"
+    monkeypatch.setattr(run.Bench, "measure", lambda *_: [failed, make_record(provider="F.rms_norm")])
+    main("--provider", "quack,F.rms_norm")
+
+
+@pytest.mark.parametrize("why", ["a file", "no permission"])
+def test_results_that_cannot_be_kept_are_refused_before_anything_is_measured(
+    why, measured, tmp_path, monkeypatch, capsys
+):
+    _, events = measured
+    folder = tmp_path / "results"
+    if why == "a file":
+        folder.write_text("")
+    else:
+        monkeypatch.setattr(installation.os, "access", lambda path, mode: path != folder)
+    assert run.main(["--provider", "torch", "--out", str(folder)]) == 1
+    assert events == [] and "no results can be kept there: " in capsys.readouterr().err
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """What happens in main, called with some options, which measures nothing; its result."""
+    events = []
+
+    class Nothing:
+        copy_bytes_per_second, ops = None, OPS
+
+        def __init__(self, providers, ops, device):
+            events.append("measures")
+            self.providers = providers
+
+        def measure(self, shape, dtype, progress):
+            events.append(os.environ[tables.CACHE_VARIABLE])
+            return [make_record(provider=name) for name in self.providers]
+
+    def main(*options, status=0):
+        assert run.main(["--shapes", "4x8", "--out", str(tmp_path), *options]) == status
+        (path,) = tmp_path.glob("*.json")
+        return json.loads(path.read_text())
+
+    monkeypatch.setattr(run.inductor, "time_by_device", lambda: events.append("timer"))
+    monkeypatch.setattr(run, "Bench", Nothing)
+    monkeypatch.setattr(run, "run_in_interpreters", lambda: None)  # for the rest of this process
+    return main, events
+
+
+@pytest.mark.parametrize(("providers", "is_given"), [("torch,inductor", True), ("torch,F.rms_norm", False)])
+def test_the_process_that_measures_gives_inductor_its_timer(measured, providers, is_given):
+    """Before anything is compiled there; and the result says so."""
+    main, events = measured
+    assert main("--provider", providers)["inductor_timer"] is is_given
+    assert events == ["timer", "measures", "off"][not is_given :]
+
+
+# The user's tables
+
+
+def test_what_a_user_tuned_is_not_measured_unless_asked_for(measured, monkeypatch, tmp_path):
+    main, events = measured
+    monkeypatch.delenv(tables.CACHE_VARIABLE)
+    result = main("--provider", "torch")
+    assert events[-1] == "off" and result["user_tables"] is None and "tables" not in one_line(result)
+    result = main("--provider", "torch", "--tables", str(tmp_path))
+    assert events[-1] == result["user_tables"] == str(tmp_path)
+    assert f"the user's tables in {tmp_path}" in one_line(result)
+
+
+def test_a_folder_of_tables_in_the_environment_counts_in_every_process(monkeypatch, tmp_path):
+    """Others run in the repository."""
+    monkeypatch.chdir(tmp_path)
+    for value, expected in (("tuned", str(tmp_path / "tuned")), ("off", None), ("", None)):
+        monkeypatch.setenv(tables.CACHE_VARIABLE, value)
+        choose_tables()
+        assert describe_run()["user_tables"] == expected
+        assert os.environ[tables.CACHE_VARIABLE] == (expected or "off")
+
+
+def test_tables_that_are_not_there_are_refused(capsys, tmp_path):
+    with pytest.raises(SystemExit, match="2"):
+        run.parse_arguments(["--tables", str(tmp_path / "none")])
+    assert "argument --tables: expected a folder, got" in capsys.readouterr().err
+
+
+def test_sources_are_told_apart_by_names_and_contents(tmp_path):
+    package = tmp_path / "package"
+    shutil.copytree(Path(tilegym_rmsnorm.__file__).parent, package)
+    assert hash_sources(package) == hash_sources() == describe_run()["sources"]
+    table = next(package.rglob("tuned/*.json"))
+    before = table.read_text()
+    table.write_text(before.replace('"warps": 8', '"warps": 4', 1))
+    assert hash_sources(package) != hash_sources()
+    table.write_text(before)
+    (package / "cache.pyc").write_text("")
+    assert hash_sources(package) == hash_sources()
+    (package / "api.py").rename(package / "opt.py")
+    assert hash_sources(package) != hash_sources()

@@ -1,0 +1,61 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The command that times the host."""
+
+import os
+import re
+
+import pytest
+import torch
+
+from bench import host
+from tilegym_rmsnorm.backends.cutile.plans import tables
+
+
+def test_every_call_and_slice_is_printed(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv(tables.CACHE_VARIABLE)
+    assert host.main(["--backend", "torch", "--rows", "4", "--columns", "16", "--samples", "3"]) == 0
+    assert os.environ[tables.CACHE_VARIABLE] == "off", "what somebody tuned is not what this package is"
+    out = capsys.readouterr().out
+    for line in ("forward", "forward, no_grad", "backward", "backward, the node alone", "both"):
+        found = re.findall(rf"^{line}(?: +\d+\.\d \( *\d+\.\d\)){{3}}$", out, re.MULTILINE)
+        assert len(found) == 2, f"{line}: {out}"
+    for line in ("find a known call", "forward below autograd", "backward below autograd"):
+        assert re.search(rf"^{line} +\d+\.\d", out, re.MULTILINE), out
+
+
+def test_a_node_of_several_outputs_runs_alone():
+    """As F.rms_norm's is on a GPU: y and rstd."""
+    x = torch.randn(1, 3, 8, requires_grad=True)
+    y = torch.native_group_norm(x, None, None, 1, 3, 8, 1, 1e-5)[0]
+    dx = host.node_alone(y, torch.ones_like(y))()[0]
+    assert torch.equal(dx, torch.autograd.grad(y, x, torch.ones_like(y))[0])
+
+
+def test_a_backend_that_cannot_run_here_is_named_with_the_remedy(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TILEGYM_RMSNORM_INTERPRET", raising=False)
+    assert host.main([]) == 1
+    assert re.match("cutile: it runs on CUDA tensors.*To mend it: ", capsys.readouterr().err)
+
+
+def test_first_calls_run_in_processes_of_their_own(capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert host.main(["--backend", "torch", "--first-call", "64"]) == 0
+    out = capsys.readouterr().out
+    assert len(re.findall(r"N = +64 .* forward +\d+\.\d\d s   backward +\d+\.\d\d s", out)) == 2
+
+
+def test_without_launches_puts_ct_launch_back():
+    ct = pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+    launch, seen = ct.launch, []
+
+    def call():
+        seen.append(ct.launch)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        host.without_launches(call)()
+    assert seen == [host._launch_nothing] and ct.launch is launch

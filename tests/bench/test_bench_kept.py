@@ -1,0 +1,82 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The gate on the results that are kept: what they say again passes, and a tenth more of any cell fails."""
+
+import pytest
+from bench_records import make_record, make_result
+
+from bench import gate, report
+from bench.provenance import gpu_slug
+
+GPUS = gate.kept_gpus()
+SHIPPED = ["NVIDIA H100 80GB HBM3", "NVIDIA H200"]  # of which README shows figures
+
+
+def newest(gpu):
+    """One result of this GPU model, with the newest kept figure of each cell of this package's kernels."""
+    kept = gate.load_kept(gpu)
+    records = {gate.cell_of(each): each for result in kept for each in result["records"] if each["us"]}
+    ours = [each for cell, each in records.items() if cell[-1] in gate.GATED_PROVIDERS]
+    return {**kept[-1], "records": ours}
+
+
+def slowed(result, cells, factor):
+    """The result, were these cells slower by a factor."""
+    records = [
+        {**each, "us": each["us"] * (factor if gate.cell_of(each) in cells else 1)}
+        for each in result["records"]
+    ]
+    return {**result, "records": records}
+
+
+@pytest.mark.parametrize("gpu", SHIPPED)
+def test_every_shape_op_and_dtype_is_kept(gpu):
+    assert len({gate.cell_of(each) for each in newest(gpu)["records"]}) >= 29 * 2 * 3
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=gpu_slug)
+def test_kept_results_pass_and_a_tenth_more_fails(gpu, tmp_path, capsys):
+    """By the command that CI's benchmark job ends with."""
+    result, path = newest(gpu), tmp_path / "new.json"
+    cells = {gate.cell_of(each) for each in result["records"]}
+    for factor, failed in ((1.0, 0), (1.1, len(cells))):
+        report.write_json(slowed(result, cells, factor), path)
+        assert gate.main([str(path)]) == (1 if failed else 0)
+        text = f"{len(cells)} cells compared on {result['gpu']}, {failed} failed, 0 not run"
+        assert text in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=gpu_slug)
+def test_one_cell_that_takes_a_tenth_more_is_found(gpu):
+    result = newest(gpu)
+    kept = gate.load_kept(result["gpu"])
+    for record in result["records"]:
+        cell = gate.cell_of(record)
+        [line] = gate.compare(slowed(result, {cell}, 1.1), kept, accepted=gate.ACCEPTED).failed
+        assert "{4} {0} {1}x{2} {3}".format(*cell) in line and "+10.0%" in line
+
+
+# What counts as kept
+
+
+def test_only_what_is_kept_counts(tmp_path):
+    """In a checkout where everything was run that git ignores: each of these folders was taken for a GPU's."""
+    h100, h200 = SHIPPED
+    report.write_json(make_result(make_record()), tmp_path / gpu_slug(h100) / "2026-11-20-float32.json")
+    assert gate.kept_gpus(tmp_path) == [h100]
+    for name, result in {
+        "cpu/2026-11-20-bfloat16": make_result(make_record(), gpu=None),
+        "ci/2026-11-20-bfloat16": make_result(make_record(), gpu=h200),
+        f"partial/{gpu_slug(h200)}/2026-11-20-bfloat16": make_result(make_record(), gpu=h200),
+        f"{gpu_slug(h200)}/2026-11-20-bfloat16-grid": make_result(make_record(), gpu=h200, is_grid=True),
+    }.items():
+        report.write_json(result, tmp_path / f"{name}.json")
+    for name, text in {"train": '{"gpu": "NVIDIA H200", "runs": []}', "list": "[]", "cut": "{"}.items():
+        (tmp_path / gpu_slug(h200) / f"{name}.json").write_text(text)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "README.md").write_text("")
+    assert gate.kept_gpus(tmp_path) == [h100]
+    assert gate.kept_gpus(tmp_path / "none") == []
+    report.write_json(make_result(make_record(), gpu=h200), tmp_path / gpu_slug(h200) / "2026-11-21.json")
+    assert gate.kept_gpus(tmp_path) == [h100, h200]

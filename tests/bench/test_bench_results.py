@@ -1,0 +1,268 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What the benchmark writes, and the gate that compares it with kept results."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+
+import pytest
+import torch
+from bench_records import make_record, make_result
+
+from bench import accepted, cell, gate, plots, readme, report
+from bench.measure import Bench
+from bench.provenance import gpu_slug
+from bench.providers import make_provider
+from tilegym_rmsnorm import is_backend_available
+
+# Tables, files, plots
+
+
+def test_result_is_written_and_read_back(tmp_path):
+    result = make_result(make_record(), make_record(None, provider="triton"))
+    report.write_json(result, tmp_path / "new" / "result.json")
+    assert json.loads((tmp_path / "new" / "result.json").read_text()) == result
+
+    report.write_csv(result, tmp_path / "result.csv")
+    first, second = csv.DictReader((tmp_path / "result.csv").open())
+    assert (first["us"], first["dx_error"], first["dw_error"]) == ("100.0", "0.004", "")
+    assert second["error"] == "ValueError: broken"
+
+
+def test_tables_show_figures_failures_and_what_was_not_measured():
+    result = make_result(
+        make_record(),
+        make_record(None, provider="triton"),
+        unavailable={"inductor": "no Triton. To mend it: pip"},
+    )
+    text = report.tables(result)
+    assert "2000  66%" in text and "100.0 ±0% / 30" in text
+    assert "failed: triton (backward 4096x1024): ValueError: broken" in text
+    assert "not measured: inductor: no Triton. To mend it: pip" in text
+
+
+def test_plots_are_pictures(tmp_path):
+    records = [
+        make_record(op=op, provider=name) for op in ("forward", "backward") for name in ("cutile", "new one")
+    ]
+    paths = plots.plot_result(
+        make_result(*records, note="Not GPU figures."), tmp_path / "2026-11-21-bfloat16"
+    )
+    assert {name: path.name for name, path in paths.items()} == {
+        f"{op}{kind}": f"2026-11-21-bfloat16-{op}{kind}.png"
+        for op in ("forward", "backward")
+        for kind in ("", "-map")
+    }
+    alone = plots.plot_result(make_result(make_record()), tmp_path / "alone")
+    assert list(alone) == ["backward"], "maps compare with peers"
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths.values())
+
+
+def test_readme_section_is_replaced_and_nothing_else(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text("before\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nafter\n")
+    section = report.readme_section(make_result(make_record()), {"backward": "bench/results/a.png"})
+    readme.refresh(path, "bench", section)
+    readme.refresh(path, "bench", section)
+    text = path.read_text()
+    assert text.startswith("before\n<!-- bench:begin -->") and text.endswith("<!-- bench:end -->\nafter\n")
+    assert "old" not in text and text.count("| 4096 x 1024") == 1
+    assert (
+        "NVIDIA H100 80GB HBM3, driver 580.1" in text
+        and "commit 0123456789ab" in text
+        and "2026-11-21" in text
+    )
+    assert "(bench/results/a.png)" in text
+
+
+def test_readme_without_markers_is_left_alone(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text("no markers")
+    with pytest.raises(ValueError, match="<!-- bench:begin -->"):
+        readme.refresh(path, "bench", "text")
+    assert path.read_text() == "no markers"
+
+
+# The gate
+
+
+@pytest.mark.parametrize(("us", "failures"), [(110.0, 1), (104.0, 0), (80.0, 0)])
+def test_gate_trips_on_slowdowns_of_more_than_five_percent(us, failures, tmp_path, capsys):
+    kept = make_result(make_record(100.0), make_record(50.0, op="forward"))
+    new = make_result(make_record(us), make_record(50.0, op="forward"))
+    verdict = gate.compare(new, [kept])
+    assert (verdict.compared, len(verdict.failed)) == (2, failures)
+
+    report.write_json(kept, tmp_path / "results" / gpu_slug(kept["gpu"]) / "2026-11-20-bfloat16.json")
+    report.write_json(new, tmp_path / "new.json")
+    # What ci.yaml's benchmark job ends with.
+    assert gate.main([str(tmp_path / "new.json"), "--results", str(tmp_path / "results")]) == failures
+    slower = "gate: slower: cutile backward 4096x1024 bfloat16: 100.0 us before, 110.0 us now (+10.0%)"
+    assert (slower in capsys.readouterr().out) is bool(failures)
+
+
+def test_gate_does_not_ask_for_the_cells_of_heat_maps(tmp_path):
+    folder = tmp_path / gpu_slug("NVIDIA H100 80GB HBM3")
+    report.write_json(make_result(make_record(), is_grid=True), folder / "2026-11-21-bfloat16-grid.json")
+    assert gate.load_kept("NVIDIA H100 80GB HBM3", tmp_path) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_a_kernel_that_takes_a_tenth_longer_trips_the_gate(monkeypatch):
+    """A provider, and the same with a copy behind it that takes a tenth of its time, through timer and gate."""
+    device, shape = torch.device("cuda", torch.cuda.current_device()), (16384, 4096)
+    right = make_provider(
+        "cutile" if is_backend_available("cutile") else "triton", shape, torch.bfloat16, device
+    )
+
+    def backward_us(backward):
+        changed = dataclasses.replace(right, backward=backward)
+        monkeypatch.setattr(cell, "make_providers", lambda *_: [changed])
+        bench = Bench((right.name,), ("backward",), device)
+        return bench.measure(shape, torch.bfloat16, lambda step: None)
+
+    (before,), rate = backward_us(right.backward), Bench((), (), device).copy_bytes_per_second
+    extra = torch.ones(int(0.1 * before["us"] * 1e-6 * rate / 2), dtype=torch.uint8, device=device)
+    target = torch.empty_like(extra)
+
+    def slower(*arguments):
+        target.copy_(extra)
+        return right.backward(*arguments)
+
+    assert gate.compare(make_result(*backward_us(slower)), [make_result(before)]).failed
+    assert not gate.compare(make_result(*backward_us(right.backward)), [make_result(before)]).failed
+
+
+def test_gate_takes_the_newest_kept_figure_whatever_the_toolkit():
+    """A kernel of another may have been faster for reasons of its own."""
+    old = [make_result(make_record(50.0), tileiras="13.3.0")]
+    old.append(make_result(make_record(50.0), versions={"torch": "2.11.0", "cuda-tile": "1.6.0"}))
+    newest = make_result(make_record(100.0), tileiras="13.3.0")
+    assert len(gate.compare(make_result(make_record(102.0), tileiras="13.3.0"), [*old, newest]).failed) == 1
+    assert gate.compare(make_result(make_record(102.0)), [*old, newest]).failed == []
+    assert len(gate.compare(make_result(make_record(106.0)), [*old, newest]).failed) == 1
+
+
+def test_gate_takes_the_fastest_kept_figure_too():
+    """Three times 4 % are within the threshold of the newest each time."""
+    kept = [make_result(make_record(us)) for us in (104.0, 100.0, 104.0)]
+    assert gate.compare(make_result(make_record(104.9)), kept).failed == []
+    assert gate.compare(make_result(make_record(108.0)), kept).failed == [
+        "cutile backward 4096x1024 bfloat16: 100.0 us in the fastest kept result, 108.0 us now (+8.0%)"
+    ]
+    assert "104.0 us before, 110.0" in gate.compare(make_result(make_record(110.0)), kept).failed[0]
+
+
+def test_gate_lets_a_slowdown_pass_that_is_accepted_with_a_reason(tmp_path, monkeypatch, capsys):
+    kept = make_result(make_record(100.0))
+    report.write_json(kept, tmp_path / "results" / gpu_slug(kept["gpu"]) / "2026-11-20-bfloat16.json")
+    slowdown = accepted.Slowdown(
+        kept["gpu"], "backward", 4096, 1024, "bfloat16", "cutile", 120.0, "it was wrong"
+    )
+
+    def status(us, **changes):
+        monkeypatch.setattr(gate, "ACCEPTED", (dataclasses.replace(slowdown, **changes),))
+        report.write_json(make_result(make_record(us)), tmp_path / "new.json")
+        return gate.main([str(tmp_path / "new.json"), "--results", str(tmp_path / "results")])
+
+    assert status(125.0) == 0
+    assert (
+        "gate: accepted: cutile backward 4096x1024 bfloat16: 100.0 us before, 125.0 us now (+25.0%): up to 120.0 us: "
+        "it was wrong"
+    ) in capsys.readouterr().out
+    assert status(127.0) == 1, "more than was accepted"
+    for change in ({"gpu": "NVIDIA H200"}, {"op": "forward"}, {"cols": 2048}, {"dtype": "float16"}):
+        assert status(125.0, **change) == 1, "of another cell"
+    with pytest.raises(ValueError, match="reason: expected why cutile backward may take 120.0 us"):
+        dataclasses.replace(slowdown, reason=" ")
+
+
+def test_gate_names_a_provider_that_was_not_run_instead_of_its_cells():
+    kept = [
+        make_result(make_record(), make_record(provider="triton"), make_record(provider="triton", rows=8))
+    ]
+    new = make_result(make_record())
+    text = gate.explain(new, kept, gate.compare(new, kept))
+    assert "gate: not run: triton\n" in text and "kept cells" not in text
+
+
+def test_gate_reports_cells_not_run_and_fails_new_errors():
+    kept = [make_result(make_record(), make_record(op="forward"))]
+    verdict = gate.compare(make_result(make_record(None)), kept)
+    assert verdict.failed == [
+        "cutile backward 4096x1024 bfloat16: had 100.0 us, now fails: ValueError: broken"
+    ]
+    assert verdict.missing == [("forward", 4096, 1024, "bfloat16", "cutile")]
+    assert "not run: 1 kept cells, of 4096x1024" in gate.explain(
+        make_result(make_record(None)), kept, verdict
+    )
+
+
+def test_gate_fails_a_run_without_the_product(tmp_path, capsys):
+    """One whose cells of triton were all compared, and whose cutile was left out, has passed."""
+    kept = make_result(make_record(), make_record(provider="triton"))
+    assert gate.compare(make_result(make_record(provider="triton")), [kept]).failed == [
+        "cutile backward 4096x1024 bfloat16: had 100.0 us, now only other providers were run"
+    ]
+    assert gate.compare(make_result(make_record()), [kept]).failed == []
+
+    report.write_json(kept, tmp_path / "results" / gpu_slug(kept["gpu"]) / "2026-11-20-bfloat16.json")
+    report.write_json(make_result(make_record(provider="quack", rows=8)), tmp_path / "new.json")
+    assert gate.main([str(tmp_path / "new.json"), "--results", str(tmp_path / "results")]) == 1
+    assert "nothing compared: the run has no cell" in capsys.readouterr().out
+
+
+def test_gate_takes_parts_of_a_run_together_and_none_without_records(tmp_path, capsys):
+    kept = make_result(make_record(), make_record(provider="triton"))
+    report.write_json(kept, tmp_path / "results" / gpu_slug(kept["gpu"]) / "2026-11-20-bfloat16.json")
+    for provider in ("cutile", "triton"):
+        report.write_json(make_result(make_record(provider=provider)), tmp_path / "new" / f"{provider}.json")
+    assert gate.main([str(tmp_path / "new"), "--results", str(tmp_path / "results")]) == 0
+    assert "gate: 2 cells compared" in capsys.readouterr().out
+    # of a cell that two files have the slow one counts, whichever comes first
+    for name in ("a", "z"):
+        report.write_json(make_result(make_record(150.0)), tmp_path / "new" / f"{name}.json")
+        assert gate.main([str(tmp_path / "new"), "--results", str(tmp_path / "results")]) == 1
+        (tmp_path / "new" / f"{name}.json").unlink()
+    report.write_json(make_result(), tmp_path / "empty.json")
+    assert gate.main([str(tmp_path / "empty.json"), "--results", str(tmp_path / "results")]) == 1
+    assert "the run has no records" in capsys.readouterr().out
+
+
+def test_gate_takes_a_folder_with_results_of_training_too(tmp_path):
+    folder = tmp_path / "results" / gpu_slug("NVIDIA H100 80GB HBM3")
+    report.write_json(make_result(make_record()), folder / "2026-11-20-bfloat16.json")
+    new = tmp_path / "new"
+    report.write_json(make_result(make_record(104.0)), new / "2026-11-21-bfloat16.json")
+    (new / "train.json").write_text("{}")
+    assert gate.main([str(new), "--results", str(tmp_path / "results")]) == 0
+
+
+def test_gate_ignores_baselines_and_dtypes_that_were_not_run():
+    kept = [make_result(make_record(provider="torch.compile"), make_record(dtype="float32"))]
+    verdict = gate.compare(make_result(make_record(200.0, provider="torch.compile")), kept)
+    assert verdict == gate.Verdict(0, [], [])
+
+
+def test_gate_compares_with_the_same_gpu_only_and_never_with_itself(tmp_path, capsys):
+    new = tmp_path / "new.json"
+    report.write_json(make_result(make_record(150.0)), new)
+    other = make_result(make_record(100.0), gpu="NVIDIA H200")
+    report.write_json(other, tmp_path / "results" / gpu_slug(other["gpu"]) / "2026-11-20-bfloat16.json")
+    arguments = [str(new), "--results", str(tmp_path / "results")]
+    assert gate.main(arguments) == 0
+    assert "nothing compared: no kept results of NVIDIA H100 80GB HBM3" in capsys.readouterr().out
+
+    same = tmp_path / "results" / "nvidia-h100-80gb-hbm3"
+    report.write_json(make_result(make_record(100.0)), same / "2026-11-20-bfloat16.json")
+    (same / "train.json").write_text('{"runs": []}')
+    partial = tmp_path / "results" / "partial" / same.name / "2026-11-21-bfloat16.json"
+    report.write_json(make_result(make_record(150.0), date="2026-11-21T11:00:00+00:00"), partial)
+    assert gate.main(arguments) == 1
+    assert "100.0 us before, 150.0 us now (+50.0%)" in capsys.readouterr().out
+    assert gate.main([str(same / "2026-11-20-bfloat16.json"), *arguments[1:]]) == 0

@@ -1,0 +1,38 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""Records and results of the benchmark, as tests make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+RECORD_FIELDS = {
+    *("op", "rows", "cols", "dtype", "provider", "us", "us_p10", "us_p90", "samples", "gb_per_s"),
+    *("copy_fraction", "host_us", "errors", "workspace_bytes", "error"),
+    *("settings", "tried_us", "first_calls_s"),
+}
+
+
+def make_record(us: float | None = 100.0, **changes: Any) -> dict[str, Any]:
+    record = {"op": "backward", "rows": 4096, "cols": 1024, "dtype": "bfloat16", "provider": "cutile"}
+    record |= {"us": us, "us_p10": us, "us_p90": us, "samples": 31, "gb_per_s": us and 2000.0}
+    record |= {"copy_fraction": us and 0.66, "host_us": us and 30.0, "errors": {"y": 0.004, "dx": 0.004}}
+    return record | {"workspace_bytes": 0, "error": None if us else "ValueError: broken"} | changes
+
+
+def make_result(
+    *records: dict[str, Any], gpu: str | None = "NVIDIA H100 80GB HBM3", **changes: Any
+) -> dict[str, Any]:
+    result = {
+        "gpu": gpu,
+        "driver": "580.1",
+        "cuda": "13.0",
+        "tileiras": "13.4.92",
+        "versions": {"torch": "2.11.0"},
+    }
+    result |= {"commit": "0123456789abcdef", "dirty": False, "date": "2026-11-21T10:00:00+00:00"}
+    return (
+        result
+        | {"copy_gb_per_s": 3009.0, "note": None, "unavailable": {}, "records": list(records)}
+        | changes
+    )

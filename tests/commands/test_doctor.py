@@ -1,0 +1,333 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""`python -m tilegym_rmsnorm doctor`: its verdict, its exit status, and that no broken installation stops it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilegym_rmsnorm import __main__, api, registry
+from tilegym_rmsnorm.backends.cutile.plans import problem, tables
+from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
+from tilegym_rmsnorm.backends.cutile.runtime import toolchain
+from tilegym_rmsnorm.commands import doctor, installation
+from tilegym_rmsnorm.commands.installation import Gpu
+from tilegym_rmsnorm.registry import Unusable
+
+ROOT = Path(__file__).resolve().parents[2]
+H100, T4 = Gpu("an H100", "sm_90"), Gpu("a T4", "sm_75")
+RAN = {"works": True, "device": "cuda:0", "errors": {"y": 1e-7, "dx": 2e-7}, "seconds": 1.5}
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch):
+    """Call it to have these GPUs, and these backends unusable; the kernels of the others work, unless said."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def have(gpus=(), hidden_from_torch=(), unusable=None, results=None) -> None:
+        monkeypatch.setattr(installation, "torch_gpus", lambda: list(gpus))
+        monkeypatch.setattr(installation, "driver_gpus", lambda: ([*gpus, *hidden_from_torch], "580.1"))
+        monkeypatch.setattr(registry, "why_unusable", lambda name, request=None: (unusable or {}).get(name))
+        monkeypatch.setattr(doctor, "run_kernels_apart", lambda name: (results or {}).get(name, RAN))
+
+    return have
+
+
+def run_doctor(capsys: pytest.CaptureFixture, *options: str) -> tuple[int, str]:
+    status = __main__.main(["doctor", *options])
+    return status, capsys.readouterr().out
+
+
+NO_CUTILE = {"cutile": Unusable("cuda-tile is not installed", 'pip install "cuda-tile>=1.7,<2"')}
+BROKEN = {"works": False, "reason": "its process ended by SIGSEGV: no message", "remedy": "reinstall it"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "unusable", "results", "best", "status"),
+    [
+        ([H100], {}, {}, "cutile", 0),
+        ([H100], NO_CUTILE, {}, "cutile", 1),
+        ([H100], {}, {"cutile": BROKEN}, "cutile", 1),
+        ([H100], {}, {"triton": BROKEN}, "cutile", 0),
+        ([T4, H100], {}, {}, "cutile", 0),
+        ([T4], NO_CUTILE, {}, "triton", 0),
+        ([T4], NO_CUTILE, {"triton": BROKEN}, "triton", 1),
+        ([], NO_CUTILE, {"triton": BROKEN, "inductor": BROKEN}, "torch", 0),
+        ([], {}, {"torch": BROKEN}, "torch", 1),
+    ],
+)
+def test_verdict_is_about_the_best_possible_backend(fake, capsys, gpus, unusable, results, best, status):
+    fake(gpus, unusable=unusable, results=results)
+
+    got, output = run_doctor(capsys)
+
+    ending = "works" if status == 0 else "does not work"
+    assert got == status
+    verdict = (
+        f"The best backend possible on this machine is {best}"
+        if gpus
+        else 'For CPU tensors "auto" takes torch'
+    )
+    assert output.splitlines()[-1].endswith(f"{ending}.") and verdict in output.splitlines()[-1]
+
+
+def test_without_a_gpu_it_says_what_runs_there(fake, capsys):
+    """It called inductor usable, which "auto" never takes there, and torch the best that is possible."""
+    ran = RAN | {"device": "cpu"}
+    fake(unusable=NO_CUTILE, results={"triton": BROKEN, "inductor": ran, "torch": ran})
+    request = registry.Request(torch.device("cpu"), torch.float32, torch.float32, "once")
+    assert registry.is_reference(registry.dispatch("rms_norm_forward", request, "auto"))
+
+    _, output = run_doctor(capsys)
+
+    assert "backends, fastest first on a GPU\n" in output
+    assert "inductor         usable by name: ran on cpu" in output
+    assert "torch            usable: ran on cpu" in output
+    assert "best" not in output
+    last = output.splitlines()[-1]
+    assert last.startswith(
+        "No GPU is seen here: the kernels of cutile and triton need one, or their interpreters."
+    )
+    assert last.endswith('For CPU tensors "auto" takes torch, plain PyTorch, and it works.')
+
+
+def test_on_a_gpu_nothing_is_said_of_cpu_tensors(fake, capsys):
+    fake([H100])
+    _, output = run_doctor(capsys)
+    assert "backends, fastest first\n" in output and "by name" not in output and "CPU tensors" not in output
+
+
+def test_says_why_not_and_what_mends_it(fake, capsys):
+    fake([H100], unusable=NO_CUTILE, results={"inductor": BROKEN})
+
+    _, output = run_doctor(capsys)
+
+    assert "not usable: cuda-tile is not installed" in output
+    assert 'to mend it: pip install "cuda-tile>=1.7,<2"' in output
+    assert "not usable: its process ended by SIGSEGV" in output
+    assert "to mend it: reinstall it" in output
+    assert output.count("usable: ran on cuda:0") == 2
+
+
+def test_gpu_that_pytorch_does_not_see(fake, capsys, monkeypatch):
+    fake(hidden_from_torch=[H100], unusable={"cutile": Unusable("this PyTorch is built without CUDA", "...")})
+    status, output = run_doctor(capsys)
+    assert status == 1
+    assert "an H100 (sm_90), not seen by PyTorch" in output
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    status, output = run_doctor(capsys)
+    assert status == 0
+    assert "hidden by CUDA_VISIBLE_DEVICES" in output
+
+
+@pytest.mark.parametrize(("gpus", "ignored"), [([H100], True), ([], False)])
+def test_interpreters_do_not_pass_for_a_gpu(fake, capsys, monkeypatch, gpus, ignored):
+    fake(hidden_from_torch=gpus)
+    for name in doctor.INTERPRETERS:
+        monkeypatch.setenv(name, "1")
+    seen = []
+    no_cuda = Unusable("this PyTorch is built without CUDA", "...")
+
+    def why_unusable(name, request=None):
+        seen.append({name for name in doctor.INTERPRETERS if name in os.environ})
+        return None if seen[-1] else no_cuda
+
+    monkeypatch.setattr(registry, "why_unusable", why_unusable)
+
+    status, output = run_doctor(capsys)
+
+    assert all(bool(names) is not ignored for names in seen) and seen
+    assert status == int(ignored)
+    assert ("ignored here" in output) is ignored
+    assert all(os.environ[name] == "1" for name in doctor.INTERPRETERS)
+
+
+def test_names_a_conflict_of_cuda_home(fake, capsys, monkeypatch):
+    fake([H100])
+    found = toolchain.Tileiras("/toolkit/bin/tileiras", "PATH", (13, 4, 92), inherits_cuda_home=True)
+    monkeypatch.setattr(toolchain, "find_tileiras", lambda: found)
+    monkeypatch.setattr(toolchain, "cuda_home_conflict", lambda: "which is CUDA 12.4, older than tileiras")
+    monkeypatch.setenv("CUDA_HOME", "/old")
+
+    _, output = run_doctor(capsys)
+
+    assert "13.4.92, from PATH: /toolkit/bin/tileiras" in output
+    assert "/old, in conflict: which is CUDA 12.4, older than tileiras" in output
+
+
+def test_broken_parts_are_named_and_the_rest_still_answers(fake, capsys, monkeypatch):
+    fake()
+
+    def broken(*_):
+        raise OSError("libsomething.so: cannot open shared object file")
+
+    monkeypatch.setattr(toolchain, "find_tileiras", broken)
+    monkeypatch.setattr(registry, "why_unusable", lambda name: broken() if name == "triton" else None)
+    monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, "nonsense")
+
+    status, output = run_doctor(capsys)
+
+    assert status == 1, "every call that names no backend fails"
+    assert "unknown: OSError: libsomething.so: cannot open shared object file" in output
+    assert "not usable: OSError: libsomething.so: cannot open shared object file" in output
+    assert "unknown: ValueError: TILEGYM_RMSNORM_BACKEND" in output
+    assert "Traceback" not in output
+
+
+def test_json_holds_all_that_the_text_says(fake, capsys):
+    fake([H100], unusable=NO_CUTILE)
+
+    status, output = run_doctor(capsys, "--json")
+
+    report = json.loads(output)
+    assert status == 1
+    assert report["works"] is False and report["best_possible"] == "cutile"
+    assert report["machine"]["GPU"] == "an H100 (sm_90)"
+    assert report["machine"]["driver"].startswith("580.1")
+    assert report["backends"]["cutile"] == {"works": False, **NO_CUTILE["cutile"]._asdict()}
+    assert report["backends"]["triton"] == RAN
+
+
+def test_kernels_of_the_reference_run_in_a_process_of_their_own():
+    result = doctor.run_kernels_apart("torch")
+
+    assert result["works"], result
+    assert set(result["errors"]) == {"y", "rstd", "dx", "dw"}
+    assert all(0 < error < doctor.TOLERANCE for error in result["errors"].values())
+
+
+@pytest.mark.parametrize("spoil", [lambda dw: dw * 1.001, lambda dw: dw * float("nan")])
+def test_wrong_results_are_not_usable(monkeypatch, spoil):
+    right = api.rms_norm_backward
+
+    def wrong(*arguments, **options):
+        dx, dw = right(*arguments, **options)
+        return dx, spoil(dw)
+
+    monkeypatch.setattr(api, "rms_norm_backward", wrong)
+
+    result = doctor.run_kernels("torch")
+
+    assert not result["works"]
+    assert result["reason"].startswith("wrong results: dw by")
+
+
+def test_failure_of_one_backend_shows_its_traceback(monkeypatch, capsys):
+    def broken(*_, **__):
+        raise RuntimeError("failed to compile\nTile IR program")
+
+    monkeypatch.setattr(api, "rms_norm_forward", broken)
+
+    status, output = run_doctor(capsys, "--backend", "torch")
+    assert status == 1
+    assert "Traceback" in output and "in broken" in output
+
+    _, output = run_doctor(capsys, "--backend", "torch", "--json")
+    assert json.loads(output)["reason"] == "RuntimeError: failed to compile Tile IR program"
+
+
+@pytest.mark.parametrize(
+    ("status", "stdout", "stderr", "reason"),
+    [
+        (-signal.SIGSEGV, "", "", "its process ended by SIGSEGV: no message"),
+        (
+            1,
+            "",
+            "Traceback\nImportError: libcuda",
+            "its process ended with exit status 1: ImportError: libcuda",
+        ),
+    ],
+)
+def test_process_that_dies_is_reported(monkeypatch, status, stdout, stderr, reason):
+    died = subprocess.CompletedProcess([], status, stdout, stderr)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: died)
+
+    assert doctor.run_kernels_apart("triton")["reason"] == reason
+
+
+def test_process_that_hangs_is_reported(monkeypatch):
+    def hang(command, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+
+    assert doctor.run_kernels_apart("triton")["reason"] == "its kernels took more than 300 s"
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "expected"),
+    [
+        ("580.1, 9.0, NVIDIA H100, 80GB", 0, ([Gpu("NVIDIA H100, 80GB", "sm_90")], "580.1")),
+        ("NVIDIA-SMI has failed because it could not communicate with the driver", 9, ([], None)),
+        ("No devices were found", 0, ([], None)),
+    ],
+)
+def test_driver_is_asked_by_nvidia_smi(tmp_path, monkeypatch, answer, status, expected):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho '{answer}'\nexit {status}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    assert installation.driver_gpus() == expected
+
+
+@pytest.mark.parametrize("options", [(), ("--json", "--backend", "torch")])
+def test_reader_that_leaves_early_gets_no_traceback(options):
+    """`python -m tilegym_rmsnorm doctor | head -1`. What --json prints is written as the command ends."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "tilegym_rmsnorm", "doctor", *options],
+            cwd=ROOT,
+            stdout=write,
+            stderr=subprocess.PIPE,
+        )
+    finally:
+        os.close(write)
+    assert done.returncode == 141 and not any(word in done.stderr for word in (b"Traceback", b"BrokenPipe"))
+
+
+def test_no_command_is_a_usage_error():
+    answer = subprocess.run(
+        [sys.executable, "-m", "tilegym_rmsnorm"], cwd=ROOT, capture_output=True, text=True
+    )
+
+    assert answer.returncode == 2
+    assert "usage: python -m tilegym_rmsnorm" in answer.stderr and "Traceback" not in answer.stderr
+
+
+def test_says_which_tables_serve_the_gpu(fake, capsys, monkeypatch, tmp_path):
+    fake([H100])
+    found = toolchain.Tileiras("tileiras", "PATH", (13, 4, 92), inherits_cuda_home=True)
+    monkeypatch.setattr(toolchain, "find_tileiras", lambda: found)
+    monkeypatch.setattr(toolchain, "package_version", lambda name: "1.7.0")
+    monkeypatch.setattr(tables, "SHIPPED_FOLDER", tmp_path / "shipped")
+    monkeypatch.setenv(tables.CACHE_VARIABLE, str(tmp_path / "user"))
+    tables.table_in.cache_clear()
+    assert "tuned configs    the rules of rules.py" in run_doctor(capsys)[1]
+
+    target = tables.Target(H100.name, 90, "1.7.0", "13.4.92")
+    entries = {
+        problem.Bucket("backward", n, "bfloat16", "large"): tables.Entry(Config("rows", n, 8, 1, 4), ())
+        for n in (4096, 8192)
+    }
+    shipped = tables.update(tmp_path / "shipped", target, entries)
+    assert f"tuned configs    2 in {shipped}, then the rules of rules.py" in run_doctor(capsys)[1]
+    user = tables.update(tmp_path / "user", target, dict(list(entries.items())[:1]))
+    expected = f"1 in {user}, then 2 in {shipped}, then the rules of rules.py"
+    assert f"tuned configs    {expected}\n" in run_doctor(capsys)[1]
+    monkeypatch.setenv(tables.CACHE_VARIABLE, "off")
+    expected = f"2 in {shipped}, then the rules of rules.py; the user's cache is off"
+    assert f"tuned configs    {expected}" in run_doctor(capsys)[1]
+    tables.table_in.cache_clear()

@@ -1,0 +1,165 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Command lines: what is no value is refused, by every command, however it is called."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilegym_rmsnorm
+from tilegym_rmsnorm import __main__
+from tilegym_rmsnorm.commands import installation
+from tilegym_rmsnorm.commands.tune import tune
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = ("gate", "host", "plots", "processes", "run", "train")  # of bench, each with a main
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "message"),
+    [
+        # An empty text is what an unset variable of a shell leaves; as a path it was the working directory.
+        ("run", ("--out", ""), "--out: expected a path, got ''"),
+        ("run", ("--tables", ""), "--tables: expected a path, got ''"),
+        ("run", ("--provider", ""), "--provider: expected some of "),
+        ("run", ("--shapes", ""), "--shapes: expected ROWSxCOLS,... with both at least 1, got ''"),
+        ("train", ("--out", ""), "--out: expected a path, got ''"),
+        ("train", ("--backend", ""), "--backend: expected some of "),
+        ("gate", ("",), "result: expected a path, got ''"),
+        ("gate", ("new.json", "--results", ""), "--results: expected a path, got ''"),
+        # No slowdown is above a NaN, so every result passed.
+        (
+            "gate",
+            ("new.json", "--threshold", "nan"),
+            "--threshold: expected a number of at least 0, got 'nan'",
+        ),
+        ("gate", ("new.json", "--threshold", "-1"), "--threshold: expected a number of at least 0, got '-1'"),
+        ("gate", ("new.json", "--threshold", "a"), "--threshold: expected a number of at least 0, got 'a'"),
+        ("plots", ("",), "RESULT.json: expected a path, got ''"),
+        ("processes", ("", "other.json"), "RESULT.json: expected a path, got ''"),
+        # It added nothing, and said so.
+        ("processes", ("a.json", "b.json", "--op", ""), "--op: expected some of forward, backward, both, dx"),
+        ("host", ("--rows", "0"), "--rows: expected a whole number of at least 1, got '0'"),
+        ("host", ("--columns", "-1"), "--columns: expected a whole number of at least 1, got '-1'"),
+        ("host", ("--samples", "0"), "--samples: expected a whole number of at least 1, got '0'"),
+        ("host", ("--samples", "1"), "--samples: expected at least 2"),
+        ("host", ("--first-call", "0"), "--first-call: expected a whole number of at least 1, got '0'"),
+        ("tune", ("--out", ""), "--out: expected a path, got ''"),
+        ("tune", ("--n", ""), "--n: expected a whole number of at least 1, got ''"),
+        ("tune", ("--processes", "0"), "--processes: expected a whole number of at least 1, got '0'"),
+        ("doctor", ("--backend", ""), "--backend: invalid choice: ''"),
+    ],
+)
+def test_what_is_no_value_is_refused(command, options, message, capsys):
+    in_bench = command in COMMANDS
+    main = importlib.import_module(f"bench.{command}").main if in_bench else __main__.main
+    with pytest.raises(SystemExit, match="2"):
+        main(list(options) if in_bench else [command, *options])
+    assert message in capsys.readouterr().err
+
+
+def test_no_slowdown_at_all_may_be_asked_for(tmp_path, capsys):
+    from bench_records import make_record, make_result
+
+    from bench import gate, report
+
+    report.write_json(make_result(make_record(100.0)), tmp_path / "nvidia-h100-80gb-hbm3" / "old.json")
+    report.write_json(make_result(make_record(101.0)), tmp_path / "new.json")
+    arguments = [str(tmp_path / "new.json"), "--results", str(tmp_path)]
+    assert gate.main(arguments) == 0
+    assert gate.main([*arguments, "--threshold", "0"]) == 1
+
+
+def test_a_number_of_processes_is_chosen_only_where_none_is_given(monkeypatch):
+    """0 of them was taken for none given."""
+    pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+    from tilegym_rmsnorm.backends.cutile.tuning import workers
+
+    asked = []
+    monkeypatch.setattr(workers, "count_processes", lambda *_: 3)
+    monkeypatch.setattr(workers, "search_all", lambda *options: asked.append(options[-1]) or [])
+    for given in (None, 0, 2):
+        tune([], None, None, None, None, 1, given)
+    assert asked == [3, 0, 2]
+
+
+# Runs scripts as `python PATH --help` does, one after the other, with one import of torch for all.
+HELP_OF_EACH = """
+import os, runpy, sys, torch
+for path in sys.argv[1:]:
+    process = os.fork()
+    if process == 0:
+        sys.path[0], sys.argv = os.path.dirname(path), [path, "--help"]
+        runpy.run_path(path, run_name="__main__")
+        sys.exit(0)
+    if status := os.waitpid(process, 0)[1]:
+        sys.exit(f"{path}: status {status}")
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_scripts_of_the_benchmark_may_be_called_by_their_paths(tmp_path):
+    """From any folder, and with this checkout's package, also where another is installed."""
+    other = tmp_path / "tilegym_rmsnorm"
+    other.mkdir()
+    (other / "__init__.py").write_text("raise ImportError('the package of another checkout')")
+    done = subprocess.run(
+        [sys.executable, "-c", HELP_OF_EACH, *(str(ROOT / "bench" / f"{name}.py") for name in COMMANDS)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall("^usage: ", done.stdout, re.MULTILINE)) == len(COMMANDS)
+
+
+def test_every_script_of_the_benchmark_is_known_here():
+    scripts = [path for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()]
+    assert sorted(path.stem for path in scripts) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("missing", [None, "cuda-tile", "triton"])
+def test_version_names_what_chooses_the_kernels(missing, monkeypatch, capsys):
+    versions = {"cuda-tile": "1.7.3", "triton": "3.9.1"} | ({missing: None} if missing else {})
+    monkeypatch.setattr(__main__, "package_version", versions.get)
+    with pytest.raises(SystemExit) as end:
+        __main__.main(["--version"])
+    tile, triton = (f"{name} {version or 'not installed'}" for name, version in versions.items())
+    own = f"tilegym_rmsnorm {tilegym_rmsnorm.__version__}, torch {torch.__version__}"
+    assert end.value.code == 0 and capsys.readouterr().out == f"{own}, {tile}, {triton}\n"
+
+
+# Folders that are asked about
+
+
+def test_a_folder_that_may_be_written_to_is_not_left_behind(tmp_path):
+    folder = tmp_path / "new" / "folder"
+    assert installation.why_not_writable(folder) is None and not any(tmp_path.iterdir())
+    folder.parent.mkdir()
+    assert installation.why_not_writable(folder) is None and folder.parent.exists()
+    assert not folder.exists()
+    folder.mkdir()
+    assert installation.why_not_writable(folder) is None and folder.exists(), "it was there before"
+
+
+def test_a_folder_that_cannot_be_made_leaves_nothing(tmp_path, monkeypatch):
+    mkdir = Path.mkdir
+
+    def full(self, *options, **named):
+        if self.name == "folder" and self.parent.exists():
+            raise OSError("No space left on device")
+        mkdir(self, *options, **named)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    assert installation.why_not_writable(tmp_path / "new" / "folder") == "No space left on device"
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,298 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What the cutile backend finds on a machine, and what it says where something is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilegym_rmsnorm.backends import cutile
+from tilegym_rmsnorm.backends.cutile.runtime import toolchain
+from tilegym_rmsnorm.registry import Request
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+BF16, FP32 = torch.bfloat16, torch.float32
+COMPILERS = dict.fromkeys(toolchain.PIP_PACKAGES, "13.4.92")
+ALL_PACKAGES = {"cuda-tile": "1.7.0", **COMPILERS}
+
+
+@pytest.fixture(autouse=True)
+def fresh_answers(monkeypatch: pytest.MonkeyPatch):
+    """No cached answer, no CUDA variable and no interpreter from outside a test, or from it to the next."""
+    for name in (
+        "CUDA_HOME",
+        "CUDA_PATH",
+        "CUDA_TILE_CACHE_DIR",
+        "XDG_CACHE_HOME",
+        cutile.INTERPRET_VARIABLE,
+    ):
+        monkeypatch.delenv(name, raising=False)
+
+    def clear():
+        for module in (toolchain, cutile):
+            for value in vars(module).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+
+    clear()
+    yield
+    clear()
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch):
+    """Call it with {name: version} to have exactly these of the packages that the backend asks for."""
+    real = importlib.metadata.version
+
+    def have(installed: dict[str, str]) -> None:
+        def version(name: str) -> str:
+            if name not in ALL_PACKAGES:
+                return real(name)
+            if name not in installed:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return installed[name]
+
+        monkeypatch.setattr(importlib.metadata, "version", version)
+
+    return have
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch):
+    """Call it with a compute capability to have one GPU of it, with a new driver."""
+
+    def have(major: int, minor: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+        monkeypatch.setattr(toolchain, "driver_cuda_version", lambda: (13, 0))
+
+    return have
+
+
+def make_toolkit(folder: Path, version: str, *programs: str) -> Path:
+    """A folder whose bin holds programs that only know their version."""
+    (folder / "bin").mkdir(parents=True)
+    release = ".".join(version.split(".")[:2])
+    for name in programs:
+        program = folder / "bin" / name
+        program.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{version}'\n")
+        program.chmod(0o755)
+    return folder
+
+
+def request(device=GPU, dtype=BF16, weight_dtype=BF16, has_bias=False) -> Request:
+    return Request(device, dtype, weight_dtype, "once", has_bias)
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packages):
+    """Call it with the places that hold a tileiras, of "pip package", "PATH" and "CUDA_HOME"."""
+
+    def have(*names: str) -> None:
+        packages(COMPILERS if "pip package" in names else {})
+        pip = make_toolkit(tmp_path / "site" / "nvidia" / "cu13", "13.4.92", "tileiras")
+        monkeypatch.syspath_prepend(str(pip.parents[1]))
+        path = make_toolkit(tmp_path / "path", "13.4.1", *(["tileiras"] if "PATH" in names else []))
+        monkeypatch.setenv("PATH", str(path / "bin"))
+        home = make_toolkit(
+            tmp_path / "home", "13.5.7", "ptxas", *(["tileiras"] if "CUDA_HOME" in names else [])
+        )
+        monkeypatch.setenv("CUDA_HOME", str(home))
+        monkeypatch.setattr(toolchain, "_default_toolkits", lambda: [])
+
+    return have
+
+
+@pytest.mark.parametrize(
+    ("found_in", "source", "release"),
+    [
+        (("pip package", "PATH", "CUDA_HOME"), "pip package", (13, 4, 92)),
+        (("PATH", "CUDA_HOME"), "PATH", (13, 4, 1)),
+        (("CUDA_HOME",), "CUDA_HOME", (13, 5, 7)),
+    ],
+)
+def test_tileiras_is_searched_in_the_order_of_cuda_tile(places, found_in, source, release):
+    places(*found_in)
+
+    found = toolchain.find_tileiras()
+
+    assert (found.source, found.release) == (source, release)
+    # The search is written again from this private function: a cuda-tile that changes it must be noticed here.
+    theirs = pytest.importorskip("cuda.tile._compile")
+    theirs._find_compiler_bin.cache_clear()
+    binary = theirs._find_compiler_bin()
+    theirs._find_compiler_bin.cache_clear()
+    assert (found.path, found.inherits_cuda_home) == (binary.path, binary.pass_cuda_home_var)
+
+
+def test_no_tileiras_anywhere(places, packages, gpu):
+    places()
+    gpu(9, 0)
+    packages({"cuda-tile": "1.7.0"})
+
+    assert toolchain.find_tileiras() is None
+    assert cutile.unusable(request()) == ("tileiras is not installed", toolchain.PIP_INSTALL)
+
+
+def test_pip_packages_of_different_versions_are_named(places, packages, gpu):
+    places()
+    gpu(9, 0)
+    packages(ALL_PACKAGES | {"nvidia-nvvm": "13.3.73"})
+
+    reason, remedy = cutile.unusable(request())
+
+    assert "nvidia-cuda-tileiras 13.4.92" in reason and "nvidia-nvvm 13.3.73" in reason
+    assert remedy == toolchain.PIP_INSTALL
+
+
+def test_patch_versions_may_differ(packages):
+    packages(COMPILERS | {"nvidia-nvvm": "13.4.49"})
+    assert toolchain.pip_mismatch() is None
+
+
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
+@pytest.mark.parametrize(
+    ("version", "programs", "conflict"),
+    [
+        ("13.0.88", ["ptxas"], "is CUDA 13.0.88, older than tileiras 13.4.1"),
+        ("13.4.92", [], "holds no ptxas"),
+        ("13.4.0", ["ptxas"], None),
+        ("13.5.37", ["ptxas"], None),
+    ],
+)
+def test_cuda_home_conflicts(places, tmp_path, monkeypatch, variable, version, programs, conflict):
+    places("PATH")
+    other = make_toolkit(tmp_path / "other", version, *programs)
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setenv(variable, str(other))
+
+    found = toolchain.cuda_home_conflict()
+
+    assert found is None if conflict is None else f"{variable}={other}" in found and conflict in found
+
+
+def test_cuda_home_cannot_disturb_the_pip_package(places, tmp_path, monkeypatch):
+    places("pip package")
+    monkeypatch.setenv("CUDA_HOME", str(make_toolkit(tmp_path / "old", "12.4.1", "ptxas")))
+
+    assert toolchain.cuda_home_conflict() is None
+
+
+def test_conflict_makes_the_backend_unusable(places, packages, gpu, tmp_path, monkeypatch):
+    places("PATH")
+    gpu(9, 0)
+    packages({"cuda-tile": "1.7.0"})
+    monkeypatch.setenv("CUDA_HOME", str(make_toolkit(tmp_path / "old", "12.4.1", "ptxas")))
+
+    reason, remedy = cutile.unusable(request())
+
+    assert "older than tileiras" in reason
+    assert remedy.startswith("unset CUDA_HOME")
+
+
+@pytest.mark.parametrize(("value", "folder"), [("off", None), ("0", None), ("", None), ("/k", Path("/k"))])
+def test_cache_folder_from_the_variable(monkeypatch, value, folder):
+    monkeypatch.setenv("CUDA_TILE_CACHE_DIR", value)
+
+    assert toolchain.cache_folder() == folder
+
+
+def test_default_cache_folder_is_that_of_cuda_tile():
+    theirs = pytest.importorskip("cutile_cache._env")
+    assert str(toolchain.cache_folder()) == theirs.get_cache_dir_from_env()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)])
+def test_supported_architectures(places, packages, gpu, capability):
+    places("pip package")
+    packages(ALL_PACKAGES)
+    gpu(*capability)
+
+    assert cutile.unusable(None) is None
+    assert cutile.unusable(request()) is None
+
+
+def test_unsupported_architecture(gpu):
+    gpu(7, 5)
+
+    reason, remedy = cutile.unusable(request())
+
+    assert "sm_75" in reason and "sm_90" in reason
+    assert 'backend="triton"' in remedy
+
+
+def test_old_driver(gpu, monkeypatch):
+    gpu(9, 0)
+    monkeypatch.setattr(toolchain, "driver_cuda_version", lambda: (12, 8))
+
+    assert "CUDA 12.8" in cutile.unusable(None).reason
+    assert "r580" in cutile.unusable(request()).remedy
+
+
+@pytest.mark.parametrize("version", [None, "1.6.2", "2.0.0"])
+def test_missing_or_other_cuda_tile(packages, gpu, version):
+    gpu(9, 0)
+    packages(COMPILERS | ({"cuda-tile": version} if version else {}))
+
+    reason, remedy = cutile.unusable(request())
+
+    assert reason.startswith(f"cuda-tile {version}" if version else "cuda-tile is not installed")
+    assert remedy == 'pip install "cuda-tile>=1.7,<2"'
+
+
+def test_old_tileiras(places, packages, gpu, tmp_path, monkeypatch):
+    places()
+    packages({"cuda-tile": "1.7.0"})
+    gpu(9, 0)
+    old = make_toolkit(tmp_path / "old", "13.2.78", "tileiras", "ptxas")
+    monkeypatch.setenv("CUDA_HOME", str(old))
+
+    reason, remedy = cutile.unusable(request())
+
+    assert "tileiras 13.2.78 (from CUDA_HOME" in reason
+    assert remedy == toolchain.PIP_INSTALL
+
+
+def test_cpu_tensors_run_in_the_interpreter_only(packages, monkeypatch):
+    packages({"cuda-tile": "1.7.0"})
+    reason, remedy = cutile.unusable(request(CPU))
+    assert "cpu" in reason and "TILEGYM_RMSNORM_INTERPRET=1" in remedy
+
+    monkeypatch.setenv("TILEGYM_RMSNORM_INTERPRET", "1")
+    assert cutile.unusable(request(CPU)) is None  # no tileiras, no GPU
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        (request(dtype=torch.float64, weight_dtype=torch.float64), "torch.float64"),
+        (request(dtype=FP32, weight_dtype=BF16), "torch.bfloat16"),
+        (request(weight_dtype=torch.float16), "torch.float16"),
+        (request(has_bias=True), "bias"),
+    ],
+)
+def test_tensors_that_the_kernels_do_not_take(places, packages, gpu, asked, named):
+    places("pip package")
+    packages(ALL_PACKAGES)
+    gpu(9, 0)
+
+    reason, remedy = cutile.unusable(asked)
+
+    assert named in reason
+    assert remedy == 'use backend="torch" or "auto"'
+
+
+@pytest.mark.parametrize("weight_dtype", [None, BF16, FP32])
+def test_weights_that_the_kernels_take(places, packages, gpu, weight_dtype):
+    places("pip package")
+    packages(ALL_PACKAGES)
+    gpu(9, 0)
+
+    assert cutile.unusable(request(weight_dtype=weight_dtype)) is None

@@ -1,0 +1,298 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""warmup: after it no number of rows compiles anything."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from helpers import DEVICE, why_skip
+
+import tilegym_rmsnorm as tr
+
+pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+from compiling import CompilingMachine  # noqa: E402
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from table_cases import TARGET  # noqa: E402
+
+from tilegym_rmsnorm.backends import cutile  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans import tables  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.select import chosen_config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.sizes import (
+    FEW_ROWS,
+    SIZES,
+    SMALL,
+    partial_rows,
+    rows_of_class,
+    size_class,
+)
+from tilegym_rmsnorm.backends.cutile.plans.tables import Entry  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.runtime import toolchain  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.warm import _kind, rows_to_warm, warm  # noqa: E402
+
+BF16, FP32 = torch.bfloat16, torch.float32
+WIDTHS = (1, 64, 1000, 1024, 2880, 4096, 5000, 16384, 18432, 40000, 65536)
+
+
+class CountingMachine(CompilingMachine):
+    """Counts what cuda-tile's JIT would compile: kernels by their hints and signatures."""
+
+    def __init__(self, sm_count: int, model: str | None = None) -> None:
+        super().__init__(90, compiles=False)
+        self.sm_count, self.target = sm_count, toolchain.target_of(model, 90)
+        self.kernels: set[tuple] = set()
+        self.seen: dict[tuple, tuple] = {}
+
+    def bind(self, function, config, constants):
+        bound = super().bind(function, config, constants)
+        hints = (function.__name__, config.warps, config.occupancy)
+
+        def launch(grid, arguments):
+            like = (hints, constants, tuple(map(_finer_than_a_signature, arguments)))
+            if like not in self.seen:  # signatures take time
+                self.symbols.clear()
+                bound(grid, arguments)
+                self.seen[like] = (*hints, *self.symbols[function.__name__])
+            self.kernels.add(self.seen[like])
+
+        return launch
+
+
+def _finer_than_a_signature(argument):
+    if not isinstance(argument, torch.Tensor):
+        return type(argument)
+    numbers = (*argument.shape, *argument.stride())
+    return argument.dtype, tuple((number == 1, number % 16 == 0, number % 8 == 0) for number in numbers)
+
+
+def call(
+    machine: CountingMachine,
+    m: int,
+    n: int,
+    dtype: torch.dtype,
+    has_weight: bool = True,
+    weight_dtype: torch.dtype | None = None,
+) -> None:
+    """A forward and a backward as launch.py runs them. weight_dtype: None for that of x."""
+    weight = machine.empty((n,), weight_dtype or dtype) if has_weight else None
+    x, rstd, size = machine.empty((m, n), dtype), machine.empty((m,), FP32), size_class(m, n)
+    forward = chosen_config("forward", machine, n, dtype, size, weight_dtype)
+    Forward(machine, forward, n, has_weight, False)(x, weight, 1e-6, 0.0)
+    backward = chosen_config("backward" if has_weight else "dx", machine, n, dtype, size, weight_dtype)
+    Backward(machine, backward, n, has_weight, has_weight, False)(x, x, weight, rstd, 0.0)
+
+
+@pytest.mark.parametrize("sm_count", [132, 48])
+@pytest.mark.parametrize("n", WIDTHS)
+def test_every_kernel_of_any_number_of_rows(n, sm_count):
+    for dtype in (BF16, FP32):
+        machine = CountingMachine(sm_count)
+        warm(machine, n, dtype, dtype, round_xhat=False)
+        warmed = set(machine.kernels)
+        edge = SMALL // n
+        counts = {*range(1, 200), *(2**k for k in range(24)), *(int(1.05**k) for k in range(1, 330))}
+        for first in (FEW_ROWS, edge):
+            counts |= {*range(max(1, first - 40), first + 200)}
+        for m in counts:
+            call(machine, m, n, dtype)
+            assert machine.kernels == warmed, f"M = {m} needs {machine.kernels - warmed}"
+
+
+@pytest.mark.parametrize("n", [1024, 4096, 5120, 16384, 65536])
+def test_every_kernel_beside_a_float32_weight(n):
+    machine = CountingMachine(132)
+    warm(machine, n, BF16, FP32, round_xhat=False)
+    warmed = set(machine.kernels)
+    for m in (*range(1, 50), *(2**k for k in range(24)), *(int(1.3**k) for k in range(1, 62))):
+        call(machine, m, n, BF16, weight_dtype=FP32)
+        assert machine.kernels == warmed, f"M = {m} needs {machine.kernels - warmed}"
+
+
+@pytest.mark.parametrize("n", [64, 4096, 18432, 40000])
+def test_every_kernel_without_a_weight(n):
+    machine = CountingMachine(132)
+    warm(machine, n, BF16, None, round_xhat=False)
+    warmed = set(machine.kernels)
+    assert not any(name.startswith(("backward_split", "sum")) for name, *_ in warmed)
+    for m in {*range(1, 100), *(int(1.05**k) for k in range(1, 330))}:
+        call(machine, m, n, BF16, has_weight=False)
+        assert machine.kernels == warmed, f"M = {m} needs {machine.kernels - warmed}"
+
+
+SLABS = [(1, 1), (1, 8), (2, 4), (8, 8), (8, 24), (16, 256), (4, 1024), (128, 1024)]
+
+
+@pytest.mark.parametrize(("rows", "slab"), SLABS)
+@pytest.mark.parametrize(("n", "sm_count"), [(1000, 132), (3000, 7), (20000, 132)])
+def test_the_rows_to_warm_have_every_pair_of_kinds(n, sm_count, rows, slab):
+    """Of M and P, whatever slabs a table asks for. Beyond the slabs of the rules no kernel tells."""
+    config = Config("fused", 1, 8, 1, 1, rows=rows, strip=32, slab=slab)
+
+    def partial(m):
+        return partial_rows(m, n, config, sm_count)
+
+    for size in SIZES:
+        needed = {(_kind(m), _kind(partial(m))) for m in rows_of_class(size, n)[:60_000]}
+        chosen = rows_to_warm(n, size, config, sm_count, partial)
+        assert {(_kind(m), _kind(partial(m))) for m in chosen} == needed
+        assert len(chosen) == len(needed) and all(size_class(m, n) == size for m in chosen)
+
+
+@given(m=st.integers(1, 2**21), n=st.sampled_from(WIDTHS))
+@settings(max_examples=300, deadline=None)
+def test_every_kernel_of_random_numbers_of_rows(m, n):
+    machine = warmed(n)
+    before = set(machine.kernels)
+    call(machine, m, n, BF16)
+    assert machine.kernels == before
+
+
+@functools.cache
+def warmed(n: int) -> CountingMachine:
+    machine = CountingMachine(132)
+    warm(machine, n, BF16, BF16, round_xhat=False)
+    return machine
+
+
+def test_nothing_is_compiled_that_no_call_needs():
+    machine = CountingMachine(132)
+    warm(machine, 4096, BF16, BF16, round_xhat=False)
+    warmed, machine.kernels = machine.kernels, set()
+    for m in (*range(1, 1100), *range(1100, 6000, 7)):
+        call(machine, m, 4096, BF16)
+    assert machine.kernels == warmed
+
+
+def test_configs_of_tables_are_warmed(folders):
+    entries = {
+        Bucket("backward", 4096, "bfloat16", "few"): Entry(Config("tiles", 4096, 8, 2, 2, rows=2), ()),
+        Bucket("backward", 4096, "bfloat16", "large"): Entry(Config("rows", 4096, 4, 2, 7), ()),
+        Bucket("forward", 4096, "bfloat16", "large"): Entry(Config("rows", 4096, 4, 2, 7), ()),
+    }
+    tables.update(folders[0], TARGET, entries)
+    machine = CountingMachine(132, TARGET.gpu)
+    warm(machine, 4096, BF16, BF16, round_xhat=False)
+    warmed = set(machine.kernels)
+    assert {name for name, *_ in warmed} == {
+        "backward_tiles",
+        "backward_rows",
+        "forward_rows",
+        "sum_partials",
+    }
+    for m in (*range(1, 1100), *range(1100, 4000, 7)):
+        call(machine, m, 4096, BF16)
+    assert machine.kernels == warmed
+
+
+@pytest.mark.parametrize(
+    ("width", "error"),
+    [
+        (4096, TypeError),
+        ((4096,), TypeError),
+        ((4096, "bfloat16"), TypeError),
+        ((4096, BF16, "float32"), TypeError),
+        ((0, BF16), ValueError),
+        ((True, BF16), ValueError),
+        ((64, torch.int8), TypeError),
+        ((64, torch.float64), TypeError),
+        ((64, torch.float32, BF16), TypeError),
+    ],
+)
+def test_widths_that_are_none(width, error):
+    with pytest.raises(error, match="widths: expected"):
+        tr.warmup([width])
+
+
+@pytest.mark.parametrize("widths", [4096, None, "4096", BF16, 4096.0])
+def test_what_is_no_sequence_of_widths(widths):
+    """'int' object is not iterable."""
+    with pytest.raises(TypeError) as raised:
+        tr.warmup(widths)
+    expected = "a sequence of (n, dtype) or (n, dtype, weight dtype), such as [(4096, torch.bfloat16)]"
+    assert str(raised.value) == f"widths: expected {expected}, got {widths!r}"
+
+
+@pytest.mark.parametrize(
+    ("widths", "warmed"),
+    [
+        ((64, BF16), [(64, BF16, BF16)]),
+        ((64, BF16, None), [(64, BF16, None)]),
+        ((64, BF16, FP32), [(64, BF16, FP32)]),
+        (((64, BF16), (128, FP32)), [(64, BF16, BF16), (128, FP32, FP32)]),
+        ([(64, BF16)], [(64, BF16, BF16)]),
+        (((n, BF16) for n in (64, 128)), [(64, BF16, BF16), (128, BF16, BF16)]),
+        ((), []),
+    ],
+)
+def test_widths_of_every_form_are_warmed(monkeypatch, widths, warmed):
+    from tilegym_rmsnorm import warming
+    from tilegym_rmsnorm.backends.cutile import warm as warm_module
+    from tilegym_rmsnorm.backends.cutile.runtime import machine
+
+    seen = []
+    monkeypatch.setattr(warming, "why_unusable", lambda *_: None)
+    monkeypatch.setattr(machine, "machine_of", lambda device: None)
+    monkeypatch.setattr(warm_module, "warm", lambda machine, *width: seen.append(width[:3]))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    tr.warmup(widths, device="cuda:0")
+    assert seen == warmed
+
+
+@pytest.mark.parametrize("width", [(0, BF16), ("64", BF16), (True, BF16)])
+def test_one_width_is_checked_like_those_of_a_sequence(width):
+    with pytest.raises(ValueError, match=r"widths: expected a whole number of at least 1 as n, got "):
+        tr.warmup(width)
+
+
+def test_what_cannot_run_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cutile, "_gpu_unusable", cutile._gpu_unusable.__wrapped__)
+    monkeypatch.setenv("TILEGYM_RMSNORM_INTERPRET", "1")  # does not help
+    with pytest.raises(tr.BackendUnavailableError, match="To mend it") as raised:
+        tr.warmup([(64, BF16)])
+    assert "INTERPRET" not in str(raised.value)
+    with pytest.raises(ValueError, match="device: expected a CUDA device, got cpu"):
+        tr.warmup([(64, BF16)], device="cpu")
+    with pytest.raises(ValueError, match="casting"):
+        tr.warmup([(64, BF16)], casting="twice")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_dtype", [BF16, FP32, None])
+@pytest.mark.parametrize("n", [64, 1024, 4096, 5120, 40000])
+def test_no_call_compiles_after_it(n, weight_dtype, monkeypatch):
+    """Neither anew nor from the disk cache, on kernels that no other test has compiled."""
+    import cuda.tile as ct
+
+    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.runtime import machine
+
+    if reason := why_skip("cutile"):
+        pytest.skip(reason)
+    monkeypatch.setattr(machine, "compiled", functools.cache(machine.compiled.__wrapped__))
+    launch._forward.cache_clear()
+    launch._backward.cache_clear()
+    compile_kernel, names = ct.kernel._compile, []
+
+    def counted(self, *args, **kwargs):
+        names.append(self._pyfunc.__name__)
+        return compile_kernel(self, *args, **kwargs)
+
+    monkeypatch.setattr(ct.kernel, "_compile", counted)
+    tr.warmup([(n, BF16, weight_dtype)])
+    assert len(names) >= 3
+    names.clear()
+    for m in (1, 2, 3, 16, 17, 100, 128, 132, 264, 999, 1000, 1024, 2112, 4096, 5000, 16384):
+        x = torch.randn(m, n, device=DEVICE, dtype=BF16, requires_grad=True)
+        weight = None
+        if weight_dtype is not None:
+            weight = torch.ones(n, device=DEVICE, dtype=weight_dtype, requires_grad=True)
+        tr.rms_norm(x, (n,), weight, 1e-5, offset=1.0, backend="cutile").sum().backward()
+        assert not names, f"M = {m}: {names}"

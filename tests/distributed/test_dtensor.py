@@ -1,0 +1,170 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""DTensors, by the operations of F.rms_norm: no dimension is flattened, nothing is gathered, dw is Partial."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+dist = pytest.importorskip("torch.distributed")
+if not dist.is_available():
+    pytest.skip("torch is built without torch.distributed", allow_module_level=True)
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import Replicate, Shard, debug, distribute_tensor  # noqa: E402
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module  # noqa: E402
+
+from tilegym_rmsnorm import RMSNorm, rms_norm  # noqa: E402
+
+OPTIONS = {
+    "as F.rms_norm": {},
+    "offset": {"offset": 1.0},
+    "llama": {"casting": "llama"},
+    "bias": {"bias": True},
+    "residual": {"residual": True},
+}
+
+
+@pytest.fixture
+def mesh():
+    if dist.is_initialized():
+        pytest.skip("needs a process group of its own")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def outcome(x, weight, name, bias=False, residual=False, **options):
+    """y, and the gradients of x and weight, of a sum as training has it."""
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    options |= {"bias": weight.detach()} if bias else {}
+    options |= {"residual": x.detach()} if residual else {}
+    y = rms_norm(x, (8,), weight, 1e-6, backend=name, **options)
+    y = y[0] if residual else y
+    y.sin().sum().backward()
+    return y, x.grad, weight.grad
+
+
+CASES = [
+    (torch.float32, Shard(0), "auto"),
+    (torch.float32, Shard(1), "torch"),
+    (torch.float32, Shard(2), "auto"),
+]
+CASES += [(torch.float32, Replicate(), "auto"), (torch.bfloat16, Shard(1), "auto")]
+
+
+@pytest.mark.parametrize(("dtype", "placement", "name"), CASES)
+def test_values_and_placements(mesh, dtype, placement, name):
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 6, 8).to(dtype), torch.rand(8) + 0.5
+    tensors = distribute_tensor(x, mesh, [placement]), distribute_tensor(weight, mesh, [Replicate()])
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    for options in OPTIONS.values():
+        expected = outcome(x, weight, "torch", **options)
+        got = outcome(*tensors, name, **options)
+        assert got[0].placements == (placement,)
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one.full_tensor(), other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", [None, "torch"])
+def test_sequence_parallel(mesh, name):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(RMSNorm(8, backend=name))
+    torch.nn.init.uniform_(model[0].weight, 0.5, 1.5)
+    x, weight = torch.randn(2, 6, 8, requires_grad=True), model[0].weight
+    expected = model(x)
+    expected_grads = torch.autograd.grad(expected.sin().sum(), (x, weight))
+    parallelize_module(model, mesh, {"0": SequenceParallel()})
+    y = model(x)
+    assert y.placements == (Shard(1),)
+    torch.testing.assert_close(y.full_tensor(), expected)
+    y.sin().sum().backward()
+    got = x.grad, model[0].weight.grad.full_tensor()
+    for one, other in zip(got, expected_grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_in_one_graph(mesh):
+    """Of the reference by name, as Dynamo traces it."""
+    torch._dynamo.reset()
+    # PyTorch's caches of placements name the mesh of an earlier test, an equal one, which this graph does not have.
+    # Graphs of torch 2.9 hold no mesh.
+    if clear := getattr(debug, "_clear_sharding_prop_cache", None):
+        clear()
+    x = distribute_tensor(torch.randn(2, 6, 8), mesh, [Shard(1)])
+    weight = distribute_tensor(torch.rand(8), mesh, [Replicate()]).requires_grad_()
+    norm = torch.compile(
+        lambda x: rms_norm(x, (8,), weight, 1e-6, backend="torch"), backend="aot_eager", fullgraph=True
+    )
+    y = norm(x)
+    assert y.placements == (Shard(1),)
+    torch.testing.assert_close(y.full_tensor(), rms_norm(x, (8,), weight, 1e-6).full_tensor())
+    y.sum().backward()
+    assert weight.grad is not None
+
+
+TWO_PROCESSES = """
+import sys, torch, torch.distributed as dist, torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from test_dtensor import OPTIONS, outcome
+from tilegym_rmsnorm import rms_norm
+
+def communication(norm, mesh, placement):
+    # How many collectives a step has, and how the gradient of weight is placed.
+    x = distribute_tensor(torch.randn(1, 6, 8), mesh, [placement]).requires_grad_()
+    weight = distribute_tensor(torch.rand(8), mesh, [Replicate()]).requires_grad_()
+    with CommDebugMode() as counts:
+        norm(x, (8,), weight, 1e-6).sum().backward()
+    return counts.get_total_counts(), weight.grad.placements
+
+def main(rank, path):
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 5, 8), torch.rand(8) + 0.5
+    for placement in (Shard(1), Shard(2)):  # five rows: one process has more than the other
+        for options in ({}, OPTIONS["llama"] | OPTIONS["bias"]):
+            tensors = distribute_tensor(x, mesh, [placement]), distribute_tensor(weight, mesh, [Replicate()])
+            got, expected = outcome(*tensors, "auto", **options), outcome(x, weight, "torch", **options)
+            for one, other in zip(got, expected):
+                torch.testing.assert_close(one.full_tensor(), other)
+    for placement in (Shard(0), Shard(1)):
+        ours, theirs = (communication(norm, mesh, placement) for norm in (rms_norm, F.rms_norm))
+        assert ours == theirs, (ours, theirs)
+        if rank == 0:
+            print(placement, "collectives:", ours[0])
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    # Forked, so that torch is imported once.
+    torch.multiprocessing.start_processes(main, (sys.argv[1],), nprocs=2, start_method="fork")
+    print("both agree")
+"""
+
+
+def test_two_processes(tmp_path):
+    """Values, and as much communication as F.rms_norm has: there were four all-gathers. Before torch 2.13 it has some
+    on CPUs, where it is no one operation."""
+    script = tmp_path / "two.py"
+    script.write_text(TWO_PROCESSES)
+    folder = Path(__file__).parents[1]
+    path = os.pathsep.join(
+        [str(folder), str(folder / "distributed"), str(folder.parent), os.environ.get("PYTHONPATH", "")]
+    )
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "store"], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0 and "both agree" in done.stdout, done.stderr[-3000:]
+    if TorchVersion(torch.__version__) >= "2.13":
+        assert "S(1) collectives: 0" in done.stdout

@@ -1,0 +1,38 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Two GPUs and NCCL: gradients that are still communicated, sequence parallelism, FSDP2. The first of these ended in an
+illegal memory access."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+NAMES = ("gradient_of_a_collective", "input_of_a_collective", "sequence_parallel", "fully_sharded")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("name", NAMES)
+def test_two_gpus(name):
+    script = Path(__file__).parents[1] / "two_gpus.py"
+    path = os.pathsep.join([str(script.parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            str(script),
+            name,
+        ],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]

@@ -1,0 +1,296 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The cuTile kernels on a GPU: every config that this GPU's selector can pick, the plan P = M, and what is compiled
+when."""
+
+import functools
+from collections import Counter
+
+import pytest
+import torch
+from helpers import (
+    BF16,
+    DEVICE,
+    FP16,
+    FP32,
+    HAS_GPU,
+    alignment,
+    assert_alike,
+    assert_within,
+    expected_results,
+    make_inputs,
+    why_skip,
+)
+from table_cases import entries_that_ship
+
+from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward
+from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
+from tilegym_rmsnorm.backends.cutile.plans.rules import backward_config, beside_float32_config, forward_config
+from tilegym_rmsnorm.backends.cutile.plans.select import chosen_config, serves_dx_alone
+from tilegym_rmsnorm.backends.cutile.plans.sizes import partial_rows, rows_of_class, size_class
+from tilegym_rmsnorm.backends.cutile.plans.wide import WIDEST_SLABBED_ROW
+from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_empty")]
+
+if HAS_GPU and (reason := why_skip("cutile")):
+    pytest.skip(reason, allow_module_level=True)
+
+SM_COUNT = torch.cuda.get_device_properties(DEVICE).multi_processor_count if HAS_GPU else 1
+ARCHITECTURE = (
+    10 * torch.cuda.get_device_capability(DEVICE)[0] + torch.cuda.get_device_capability(DEVICE)[1]
+    if HAS_GPU
+    else 90
+)
+
+
+def configs_of_rules(n: int, itemsize: int, size: str) -> dict[bool, tuple[Config, Config]]:
+    """Of the forward and the backward: beside a float32 weight (True) and beside one of x's dtype."""
+    same = forward_config(n, itemsize, ARCHITECTURE, size), backward_config(n, itemsize, ARCHITECTURE, size)
+    own = (beside_float32_config(op, n, itemsize, ARCHITECTURE, size) for op in ("forward", "backward"))
+    return {False: same, True: tuple(a or b for a, b in zip(own, same, strict=True))}
+
+
+def widths_of_configs(itemsize: int, size: str) -> list[int]:
+    """For each set of configs the widest row that is a multiple of 16; up to 66000 columns also the widest odd one, and
+    above them the narrowest, whose last tile is cut off."""
+    widths = {}
+    for n in (*range(1, 66000), *range(66000, WIDEST_SLABBED_ROW + 1, 16)):
+        configs = configs_of_rules(n, itemsize, size)
+        is_tested = size == "few" and configs == configs_of_rules(n, itemsize, "large")
+        if (n % 16 == 0 or n % 2) and not is_tested:
+            widths[(*configs.values(), n % 2)] = n
+            if n >= 66000:
+                widths.setdefault((*configs.values(), "narrowest"), n)
+    return sorted(set(widths.values()))
+
+
+def weight_dtypes(n: int, dtype: torch.dtype, size: str) -> list[torch.dtype]:
+    """float32, whose gradient hides nothing, and x's dtype where that is served by another config."""
+    configs = configs_of_rules(n, dtype.itemsize, size)
+    return [FP32] if configs[True] == configs[False] else [FP32, dtype]
+
+
+RUNS = 1000  # of each config where it fills the GPU, on NaN
+# Most of a sweep's time is compilation, so its parts go to different processes (conftest.gpu_group).
+PARTS, TABLE_PARTS = 24, 4
+
+
+@pytest.fixture
+def rules_alone(tmp_path, monkeypatch):
+    """No table that ships: it would hide the rules of its widths, and has a test of its own."""
+    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.plans import tables
+
+    monkeypatch.setattr(tables, "SHIPPED_FOLDER", tmp_path)
+    for made in (launch._forward, launch._backward):
+        made.cache_clear()
+    yield
+    for made in (launch._forward, launch._backward):
+        made.cache_clear()
+
+
+@pytest.mark.usefixtures("rules_alone")
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_every_config(dtype, part):
+    """Each block takes two or three row tiles, the last of them partial, where 8M elements are enough for that."""
+    for n in widths_of_configs(dtype.itemsize, "large")[part::PARTS]:
+        config = backward_config(n, dtype.itemsize, ARCHITECTURE)
+        m = min(2 * config.rows * SM_COUNT * config.occupancy + config.rows // 2 + 1, 2**23 // n)
+        m = max(m, rows_of_class("large", n)[0])
+        for weight_dtype in weight_dtypes(n, dtype, "large"):
+            expected = configs_of_rules(n, dtype.itemsize, "large")[weight_dtype is FP32]
+            for op, config in zip(("forward", "backward"), expected, strict=True):
+                assert (
+                    chosen_config(op, machine_of(DEVICE), n, dtype, size_class(m, n), weight_dtype) == config
+                )
+            check_training_step(m, n, dtype, weight_dtype)
+
+
+@pytest.mark.usefixtures("rules_alone")
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+def test_every_config_for_few_rows(dtype, part):
+    """1001 rows are four slabs of narrow rows; no M fills its last tile of rows. A single row has kernels of its own,
+    since cuda-tile compiles an extent of 1 in."""
+    for n in widths_of_configs(dtype.itemsize, "few")[part::PARTS]:
+        most = min(1001, rows_of_class("few", n)[-1] - 3)
+        for weight_dtype in weight_dtypes(n, dtype, "few"):
+            for m, runs in ((1, 20), (33, 20), (most, RUNS)):
+                check_training_step(m, n, dtype, weight_dtype, runs)
+
+
+def check_training_step(
+    m: int, n: int, dtype: torch.dtype, weight_dtype: torch.dtype, runs: int = RUNS
+) -> None:
+    inputs = make_inputs(m, n, dtype, weight_dtype)
+    x, dy, weight, eps, *_ = inputs
+    expected = expected_results(inputs)
+    forward = functools.partial(rms_norm_forward, x, weight, eps, backend="cutile")
+    assert_alike(expected, ("y", "rstd"), forward, runs)
+    backward = functools.partial(rms_norm_backward, x, dy, weight, forward()[1], backend="cutile")
+    assert_alike(expected, ("dx", "dw"), backward, runs)
+
+
+@pytest.mark.parametrize("n", [1, 64, 1000, 4096, 8192, 16400, 18432, 18448, 33001, 65536, 131072])
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [(BF16, FP32), (BF16, None), (FP16, FP16), (FP32, FP32)])
+def test_dx_alone(dtype, weight_dtype, n):
+    from tilegym_rmsnorm.backends.cutile import launch
+
+    for m, runs in ((1, 20), (33, 20), (min(4099, 2**24 // n), RUNS)):
+        inputs = make_inputs(m, n, dtype, weight_dtype)
+        x, dy, weight, eps, *_ = inputs
+        _, rstd = rms_norm_forward(x, weight, eps, backend="cutile")
+        run = functools.partial(launch.rms_norm_backward, x, dy, weight, rstd, 0.0, "once", False)
+        assert_alike(expected_results(inputs), ("dx",), lambda run=run: run()[:1], runs)
+
+
+@pytest.mark.parametrize("n", [64, 1000, 4096, 18432, 20000, 81920])
+def test_one_partial_row_per_row(n):
+    from tilegym_rmsnorm.backends.cutile import launch
+
+    inputs = make_inputs(min(1003, 2**25 // n), n, BF16, FP32)
+    x, dy, weight, eps, *_ = inputs
+    _, rstd = rms_norm_forward(x, weight, eps, backend="cutile")
+    assert_alike(
+        expected_results(inputs),
+        ("dx", "dw"),
+        lambda: launch.rms_norm_backward(x, dy, weight, rstd, 0.0, "once", True, plan="row_partials"),
+        RUNS,
+    )
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 64), (33, 1), (128, 64), (4096, 64), (33, 4096)])
+def test_the_compile_tests_compile_what_launches_do(m, n, monkeypatch):
+    """Extents of 1 are compiled in: of single rows and columns, and of dw_partial where P is 1."""
+    import cuda.tile as ct
+    from compiling import CompilingMachine
+
+    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.runtime import machine
+
+    symbols, compile_kernel = set(), ct.kernel._compile
+
+    def spied(self, signature, *args, **kwargs):
+        symbols.add(signature.with_mangled_symbol(self._pyfunc.__name__).symbol)
+        return compile_kernel(self, signature, *args, **kwargs)
+
+    monkeypatch.setattr(ct.kernel, "_compile", spied)
+    machine.compiled.cache_clear()  # for kernels that nothing has been compiled of
+    device, inputs = machine_of(DEVICE), make_inputs(m, n, BF16, FP32)
+    forward, backward = (
+        chosen_config(op, device, n, BF16, size_class(m, n), FP32) for op in ("forward", "backward")
+    )
+
+    def run(on, x, dy, weight):
+        y, rstd = launch.Forward(on, forward, n, True, False)(x, weight, inputs.eps, 0.0)
+        dx, dw = launch.Backward(on, backward, n, True, True, False)(x, dy, weight, rstd, 0.0)
+        return {"y": y, "rstd": rstd, "dx": dx, "dw": dw}
+
+    assert_within(expected_results(inputs), **run(device, inputs.x, inputs.dy, inputs.weight))
+    meta = CompilingMachine(device.architecture, compiles=False, sm_count=device.sm_count)
+    run(meta, *(each.to("meta") for each in (inputs.x, inputs.dy, inputs.weight)))
+    assert symbols == set().union(*meta.symbols.values())
+
+
+@pytest.fixture
+def compilations(monkeypatch) -> list[str]:
+    """The names of the kernels that cuda-tile's JIT compiles or takes from its disk cache."""
+    import cuda.tile as ct
+
+    names: list[str] = []
+    compile_kernel = ct.kernel._compile
+
+    def counted(self, *args, **kwargs):
+        names.append(self._pyfunc.__name__)
+        return compile_kernel(self, *args, **kwargs)
+
+    monkeypatch.setattr(ct.kernel, "_compile", counted)
+    return names
+
+
+@pytest.mark.parametrize("weight_dtype", [BF16, FP32])
+@pytest.mark.parametrize("n", [64, 1024, 3104, 5120, 40000, 65536])
+def test_batch_sizes_eps_and_offsets_compile_nothing_new(n, weight_dtype, compilations, monkeypatch):
+    """One compilation of each kernel for each class of M x N, M and P, whatever their values, eps and offset."""
+    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.runtime import machine
+
+    # Kernels that no other test has compiled.
+    monkeypatch.setattr(machine, "compiled", functools.cache(machine.compiled.__wrapped__))
+    launch._forward.cache_clear()
+    launch._backward.cache_clear()
+
+    def train(m: int, eps: float, offset: float) -> tuple[str, str, str]:
+        size = size_class(m, n)
+        config = chosen_config("backward", machine.machine_of(DEVICE), n, BF16, size, weight_dtype)
+        x = torch.randn(m, n, device=DEVICE, dtype=BF16, requires_grad=True)
+        weight = torch.ones(n, device=DEVICE, dtype=weight_dtype, requires_grad=True)
+        rms_norm(x, (n,), weight, eps, offset=offset, backend="cutile").sum().backward()
+        return size, alignment(m), alignment(partial_rows(m, n, config, SM_COUNT))
+
+    classes = {train(m, 1e-6, 0.0) for m in (1, 2, 3, 16, 100, 128, 999, 1000, 4096, 5000, 16384)}
+    counts = Counter(compilations)
+    assert len(counts) >= 3, f"expected a forward, a backward and a sum, got {counts}"
+    for name, count in counts.items():
+        own = {"f": {(size, m) for size, m, _ in classes}, "s": {p for *_, p in classes}}.get(
+            name[0], classes
+        )
+        assert count <= len(own), f"{name}: {count} compilations for {own}"
+
+    compilations.clear()
+    for m in (1, 2, 3, 16, 48, 100, 128, 999, 1001, 4112, 16400, 33333):
+        for eps, offset in ((1e-5, 0.0), (0.25, 1.0)):
+            seen = train(m, eps, offset) in classes
+            assert not (seen and compilations), f"M = {m}: {compilations}"
+            compilations.clear()
+
+
+@pytest.mark.parametrize("part", range(TABLE_PARTS))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("op", ["forward", "backward", "dx"])
+def test_every_config_of_the_shipped_tables(op, dtype, part, monkeypatch):
+    """As tuning checks its winners, with more runs: fresh data, NaN, float64, and the bits of the first run. Of large
+    calls on a quarter of the elements, since several processes check at once, in float64."""
+    from tilegym_rmsnorm.backends.cutile.runtime import machine
+    from tilegym_rmsnorm.backends.cutile.tuning import search
+
+    monkeypatch.setattr(search, "RUNS", RUNS)
+    monkeypatch.setattr(search, "LARGE", tuple(most // 4 for most in search.LARGE))
+    found = machine.machine_of(DEVICE)
+    entries = dict(entries_that_ship(found, op, dtype)[part::TABLE_PARTS])
+    finder = search.Search(found, DEVICE, print)
+    wrong = {bucket: finder.why_wrong(bucket, entry.config) for bucket, entry in entries.items()}
+    assert not any(wrong.values()), wrong
+    for bucket, entry in entries.items():
+        for m in (1, 33) if bucket.size == "few" else (search.rows_of(bucket)[0],):
+            check_entry(found, bucket, entry.config, m)
+
+
+def check_entry(machine, bucket, config, m):
+    """What tuning does not check: single rows, whose kernels are others, and dx alone by a backward's config."""
+    from tilegym_rmsnorm.backends.cutile import launch
+
+    inputs = make_inputs(m, bucket.n, getattr(torch, bucket.dtype), FP32)
+    x, dy, weight, eps, *_ = inputs
+    expected = expected_results(inputs)
+    if bucket.op == "forward":
+        forward = launch.Forward(machine, config, bucket.n, True, False)
+        assert_alike(expected, ("y", "rstd"), lambda: forward(x, weight, eps, 0.0), 20)
+        return
+    _, rstd = rms_norm_forward(x, weight, eps, backend="cutile")
+    if bucket.op == "backward":
+        backward = launch.Backward(machine, config, bucket.n, True, True, False)
+        assert_alike(expected, ("dx", "dw"), lambda: backward(x, dy, weight, rstd, 0.0), 20)
+    if bucket.op == "dx" or serves_dx_alone(config):
+        dx_alone = launch.Backward(machine, config, bucket.n, True, False, False)
+        assert_alike(expected, ("dx",), lambda: dx_alone(x, dy, weight, rstd, 0.0)[:1], 20)
+
+
+def test_memory_from_the_machine_is_poisoned():
+    """It does not come from torch.empty, whose poisoning would leave these tests blind."""
+    from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
+
+    assert machine_of(DEVICE).empty((3, 5), BF16).isnan().all()

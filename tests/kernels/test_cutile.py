@@ -1,0 +1,298 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The cuTile kernels, run as Python by the interpreter: every config that the selector can pick, on every plan."""
+
+import functools
+
+import pytest
+import torch
+from helpers import BF16, FP16, FP32, assert_llama_rounds, assert_within, expected_results, make_inputs
+from table_cases import shipped_configs
+
+pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+
+from cutile_runs import ShuffledMachine, run_backward, run_forward  # noqa: E402
+
+from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
+from tilegym_rmsnorm.backends.cutile.plans.rules import (
+    WIDEST_FUSED_ROW,
+    backward_config,
+    forward_config,
+    row_partials_config,
+)
+from tilegym_rmsnorm.backends.cutile.plans.sizes import partial_rows  # noqa: E402
+
+CPU = torch.device("cpu")
+few_rows_config = functools.partial(backward_config, size="few")
+few_forward_config = functools.partial(forward_config, size="few")
+
+
+def one_width_per_config(configure, itemsize: int) -> list[int]:
+    """An odd width where a config serves one, so that lanes past the row are there to go wrong."""
+    widths = {}
+    for n in range(1, 33100):  # beyond 32768: of the forward chunks, teams
+        config = configure(n, itemsize, 90)
+        if n % 2 or config not in widths:
+            widths[config] = n
+    return sorted(widths.values())
+
+
+def forward_configs(itemsize: int, widest: int = 65536) -> list[tuple[Config, int]]:
+    """Of all sizes, each with the widest row whose last tile is cut off, or else with the first."""
+    widths = {}
+    for n in (*range(1, min(33100, widest + 1)), widest):  # beyond 32768: chunks, teams
+        for config in (forward_config(n, itemsize, 90), few_forward_config(n, itemsize, 90)):
+            if config.lanes > n or config not in widths:
+                widths[config] = n
+    return list(widths.items())
+
+
+# A weight of x's dtype is awaited together with x, one of another dtype is not.
+@pytest.mark.parametrize(
+    ("config", "n", "weight"),
+    [(*each, BF16) for each in forward_configs(2)]
+    + [(*each, FP32) for each in forward_configs(2, 4096)]
+    + [(few_forward_config(n, 2, 90), n, FP32) for n in (7152, 18416, 24560)],
+)
+def test_forward_of_every_config(config, n, weight):
+    inputs = make_inputs(5, n, BF16, weight, offset=1.0, device=CPU)
+    assert_within(expected_results(inputs), **run_forward(inputs, config))
+
+
+@pytest.mark.parametrize(
+    ("config", "n"),
+    [
+        *forward_configs(4, 4096),
+        *(
+            (few_forward_config(n, 4, 90), n)
+            for n in (8188, 14320, 16368, 20464, 24560, 28656, 28672, 32752, 32784)
+        ),
+    ],
+)
+def test_forward_of_float32(config, n):
+    inputs = make_inputs(5, n, FP32, FP32, offset=1.0, device=CPU)
+    assert_within(expected_results(inputs), **run_forward(inputs, config))
+
+
+@pytest.mark.parametrize("n", one_width_per_config(backward_config, 2))
+def test_backward_of_every_config(n):
+    config = backward_config(n, 2, 90)
+    # Some blocks take a tile more, one is partial.
+    m = 2 * config.rows * 3 * config.occupancy + config.rows // 2 + 1
+    inputs = make_inputs(min(m, 300), n, BF16, FP32, offset=1.0, device=CPU)
+    assert_within(expected_results(inputs), **run_backward(inputs))
+
+
+@pytest.mark.parametrize("n", [n for n in one_width_per_config(few_rows_config, 2) if n <= WIDEST_FUSED_ROW])
+@pytest.mark.parametrize("m", [63, 300])
+def test_backward_of_every_config_for_few_rows(m, n):
+    """300 rows are a second slab for narrow rows, 63 and 300 leave a tile of rows partial."""
+    inputs = make_inputs(m, n, BF16, FP32, offset=1.0, device=CPU)
+    assert_within(expected_results(inputs), **run_backward(inputs, size="few"))
+
+
+@pytest.mark.parametrize(
+    ("bucket", "config"),
+    [
+        pytest.param(bucket, config, id=f"{op}-{bucket.n}-{dtype}-{bucket.size}-{number}")
+        for op in ("forward", "backward", "dx")
+        for dtype in ("bfloat16", "float32")
+        for number, (bucket, config) in enumerate(  # one of those that differ in their weight alone
+            {(b.n, config): (b, config) for _, b, config in shipped_configs(op, dtype)}.values()
+        )
+    ],
+)
+def test_configs_of_the_shipped_tables(bucket, config):
+    # As above, if that is not too much for a test.
+    m = 6 * config.rows * config.occupancy + config.rows // 2 + 1
+    m = max(7, min(m, 300, 2**18 // bucket.n))
+    inputs = make_inputs(m, bucket.n, getattr(torch, bucket.dtype), FP32, offset=1.0, device=CPU)
+    more = {"has_dw": False} if bucket.op == "dx" else {}
+    run = run_forward if bucket.op == "forward" else run_backward
+    assert_within(expected_results(inputs), **run(inputs, config, **more))
+
+
+@pytest.mark.parametrize("n", [100, 1000, 3000, 5000, 12304, 17000, 18500, 33000, 49200])
+@pytest.mark.parametrize("dtype", [FP16, FP32])
+@pytest.mark.parametrize("size", ["few", "large"])
+def test_other_dtypes(n, dtype, size):
+    inputs = make_inputs(7, n, dtype, dtype, device=CPU)
+    assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs, size=size))
+
+
+@pytest.mark.parametrize("n", [64, 2048, 5000, 18448, 18500, 33000, 33001])
+@pytest.mark.parametrize("size", ["few", "large"])
+def test_llama_casting(n, size):
+    inputs = make_inputs(7, n, BF16, FP32, casting="llama", device=CPU)
+    llama, once = (
+        run_forward(each) | run_backward(each, size=size)
+        for each in (inputs, inputs._replace(casting="once"))
+    )
+    assert_within(expected_results(inputs), **llama)
+    assert_llama_rounds(inputs, llama, once)
+
+
+@pytest.mark.parametrize("n", [64, 2048, 5000, 18500, 33000, 33008])
+def test_no_weight(n):
+    inputs = make_inputs(7, n, BF16, None, device=CPU)
+    assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs))
+
+
+@pytest.mark.parametrize("n", [64, 2048, 5000, 18448, 18500, 33008])
+def test_frozen_weight_gives_the_same_dx(n):
+    inputs = make_inputs(7, n, BF16, FP32, device=CPU)
+    assert torch.equal(run_backward(inputs, has_dw=False)["dx"], run_backward(inputs)["dx"])
+
+
+@pytest.mark.parametrize("n", [18448, 33001, 33008])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_dx_alone_of_wide_rows(n, dtype):
+    inputs = make_inputs(5, n, dtype, FP32, offset=1.0, device=CPU)
+    assert_within(expected_results(inputs), **run_backward(inputs, has_dw=False))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("casting", ["once", "llama"])
+@pytest.mark.parametrize("weight_dtype", [FP32, None])
+def test_rows_as_several_2d_tiles(rows, casting, weight_dtype):
+    """The last tile of columns and the last tile of rows reach past x."""
+    inputs = make_inputs(7 * rows + 1, 150, BF16, weight_dtype, casting=casting, offset=0.5, device=CPU)
+    config = Config("tiles", 64, 4, 1, 2, rows=rows, pieces=3, tma=True)
+    found = run_backward(inputs, config)
+    assert_within(expected_results(inputs), **found)
+    if casting == "llama" and weight_dtype is not None:
+        assert_llama_rounds(inputs, found, run_backward(inputs._replace(casting="once"), config))
+    assert torch.equal(run_backward(inputs, config, has_dw=False)["dx"], found["dx"])
+
+
+@pytest.mark.parametrize("m", [1, 29])
+def test_rows_as_several_2d_tiles_in_any_order_and_layout(m):
+    """29 rows are 8 tiles for 3 blocks. A single one leaves one partial row, which is dw and has weight's dtype."""
+    inputs = make_inputs(m, 150, BF16, BF16, offset=0.5, device=CPU)
+    config = Config("tiles", 64, 4, 1, 2, rows=4, pieces=3, tma=True)
+    first = run_backward(inputs, config, seed=1)
+    assert_within(expected_results(inputs), **first)
+    x, dy = (torch.full((m, 153), torch.nan, dtype=BF16) for _ in range(2))
+    x[:, :150], dy[:, 3:] = inputs.x, inputs.dy
+    strided = inputs._replace(x=x[:, :150], dy=dy[:, 3:])
+    for again in (run_backward(inputs, config, seed=2), run_backward(strided, config, seed=3)):
+        assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+@pytest.mark.parametrize(("x_scale", "dy_scale"), [(1e-15, 1e3), (1e10, 1e-10), (3e-20, 1e-6), (1e21, 1e10)])
+@pytest.mark.parametrize("kernel", ["rows", "tiles", "strips", "fused"])
+def test_scales_far_from_one(kernel, x_scale, dy_scale):
+    """Without eps rstd is 1 / x: its square alone, which no kernel computes, would be 0 or infinite at the last two."""
+    inputs = make_inputs(9, 50, FP32, FP32, eps=0.0, device=CPU)
+    inputs = inputs._replace(x=inputs.x * x_scale, dy=inputs.dy * dy_scale)
+    shape = {"rows": 2, "width": 16, "strip": 16, "slab": 8} if kernel == "fused" else {"width": 16}
+    shape |= {"width": 64} if kernel != "strips" else {}
+    found = run_backward(inputs, Config(kernel, warps=4, occupancy=1, latency=1, **shape))
+    x, dy, weight = inputs.x.double(), inputs.dy.double(), inputs.weight.double()
+    rstd = x.square().mean(dim=1, keepdim=True).rsqrt()
+    c = (x * rstd * dy * weight).mean(dim=1, keepdim=True)
+    for name, expected in {
+        "dx": (dy * weight - x * rstd * c) * rstd,
+        "dw": (dy * x * rstd).sum(dim=0),
+    }.items():
+        assert (found[name] - expected).abs().max() < 1e-5 * expected.abs().max(), name
+
+
+@pytest.mark.parametrize(
+    ("m", "n"),
+    [(m, 64) for m in (1, 2, 127, 128, 129)] + [(m, n) for m in (1, 2, 5) for n in (4096, 18500)],
+)
+def test_batch_sizes_around_the_rows_of_a_tile(m, n):
+    inputs = make_inputs(m, n, BF16, FP32, device=CPU)
+    assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs))
+
+
+@pytest.mark.parametrize("n", [64, 3000, 18448, 18500])
+@pytest.mark.parametrize("size", ["few", "large"])
+def test_row_strides_are_honoured_without_a_copy(n, size):
+    inputs = make_inputs(9, n, BF16, FP32, device=CPU)
+    wide_x, wide_dy = (
+        torch.full((9, n + 3), torch.nan, dtype=BF16),
+        torch.full((2, 9, n), torch.nan, dtype=BF16),
+    )
+    strided = inputs._replace(x=wide_x[:, 1 : n + 1], dy=wide_dy.permute(1, 0, 2)[:, 1])
+    strided.x.copy_(inputs.x)
+    strided.dy.copy_(inputs.dy)
+    results = run_forward(inputs) | run_backward(inputs, size=size)
+    for name, value in (run_forward(strided) | run_backward(strided, size=size)).items():
+        assert torch.equal(value, results[name])
+
+
+@pytest.mark.parametrize("n", [64, 1000, 4096, 5000, 18448, 18500])
+@pytest.mark.parametrize("size", ["few", "large"])
+def test_no_bit_depends_on_the_order_of_blocks(n, size):
+    inputs = make_inputs(300 if n <= 1024 else 20, n, BF16, FP32, device=CPU)
+    first = run_backward(inputs, size=size, seed=1)
+    for seed in (2, 3):
+        again = run_backward(inputs, size=size, seed=seed)
+        assert all(torch.equal(again[name], value) for name, value in first.items())
+
+
+@pytest.mark.parametrize("n", [64, 4096, 18448, 18500])
+@pytest.mark.parametrize("size", ["few", "large"])
+def test_a_row_of_y_and_dx_does_not_depend_on_the_batch_within_a_size_class(n, size):
+    inputs = make_inputs(70 if n == 64 else 12, n, BF16, FP32, device=CPU)
+    few = inputs._replace(x=inputs.x[7:10], dy=inputs.dy[7:10])
+    assert torch.equal(run_forward(few)["y"], run_forward(inputs)["y"][7:10])
+    assert torch.equal(run_backward(few, size=size)["dx"], run_backward(inputs, size=size)["dx"][7:10])
+
+
+def test_more_rows_than_one_launch_takes(monkeypatch):
+    """Rows past cuda-tile's limits go into further launches, whose partial rows lie behind those of the first."""
+    inputs = make_inputs(90, 64, BF16, FP32, device=CPU)
+    monkeypatch.setattr(launch, "MOST_ROWS", 40)
+    monkeypatch.setattr(launch, "LARGEST_GRID", 17)
+    monkeypatch.setattr(interpreter, "LARGEST_GRID", (17, 2**16 - 1, 2**16 - 1))
+    assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs))
+    config = row_partials_config(64, 2, 90)
+    assert_within(expected_results(inputs), **run_backward(inputs, config, shares_partials=False))
+    wide = make_inputs(40, 33001, BF16, FP32, device=CPU)
+    assert_within(expected_results(wide), **run_backward(wide, has_dw=False))  # a block a row
+    shared = make_inputs(40, 60, BF16, FP32, device=CPU)
+    config = Config("teams", 16, 4, 1, 1, members=4)
+    assert_within(expected_results(shared), **run_backward(shared, config))
+    assert_within(expected_results(shared), **run_backward(shared, config, shares_partials=False))
+    assert_within(expected_results(shared), **run_forward(shared, config))
+
+
+@pytest.mark.parametrize("m", [1, 5])
+def test_a_row_stride_beyond_int32_is_copied_away(m, monkeypatch):
+    """A single row too: contiguous() would return it with its stride."""
+    inputs = make_inputs(m, 64, BF16, FP32, device=CPU)
+    far = torch.full((m, 200), torch.nan, dtype=BF16)[:, :64].copy_(inputs.x)
+    monkeypatch.setattr(launch, "LARGEST_ROW_STRIDE", 199)
+    assert launch._as_read(far, tma=False).stride() == (64, 1)
+    assert_within(expected_results(inputs), **run_forward(inputs._replace(x=far)))
+
+
+@pytest.mark.parametrize("sm_count", [1, 2, 5, 40])
+@pytest.mark.parametrize("size", ["few", "large"])
+def test_the_number_of_sms_changes_no_more_than_rounding(sm_count, size):
+    inputs = make_inputs(300, 1000, BF16, FP32, device=CPU)
+    assert_within(expected_results(inputs), **run_backward(inputs, size=size, sm_count=sm_count))
+
+
+def test_many_rows_get_taller_slabs_not_more_of_them():
+    """One SM: at most 4 rows of dw_partial, though 70 rows in slabs of 8 would be 9."""
+    inputs = make_inputs(70, 1000, BF16, FP32, device=CPU)
+    config = Config("fused", 1024, 4, 1, 1, rows=8, strip=64, slab=8)
+    machine = ShuffledMachine(sm_count=1)
+    Backward(machine, config, 1000, True, True, False)(
+        inputs.x, inputs.dy, inputs.weight, torch.ones(70), 0.0
+    )
+    assert [grid[1] for grid in machine.grids[:1]] == [3] and partial_rows(70, 1000, config, 1) == 3
+    assert_within(expected_results(inputs), **run_backward(inputs, config, sm_count=1))
+
+
+def test_an_unknown_plan_is_refused():
+    x = torch.ones(2, 8)
+    with pytest.raises(ValueError, match="plan: expected None or 'row_partials', got 'other'"):
+        launch.rms_norm_backward(x, x, torch.ones(8), torch.ones(2), 0.0, "once", True, plan="other")

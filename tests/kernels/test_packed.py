@@ -1,0 +1,81 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Rows of 16-bit numbers that stay packed while they are summed, by one block or by a team, or are widened in pairs, in
+the interpreter."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import BF16, FP16, FP32, make_inputs
+
+ct = pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+
+from test_cutile import CPU, run_backward, run_forward  # noqa: E402
+
+from tilegym_rmsnorm.backends.cutile import interpreter  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernels.tiles import (  # noqa: E402
+    packed_row_as_float32,
+    paired_row_as_float32,
+    row_as_float32,
+)
+from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config  # noqa: E402
+
+
+@pytest.mark.parametrize("again", [packed_row_as_float32, paired_row_as_float32])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_every_number_is_the_same(dtype, again):
+    """All bits of all 16-bit numbers, NaN, infinities and zeros of either sign among them, in their places."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).view(1, -1)
+    plain, other = torch.full((2, 1, 2**16), torch.nan)
+
+    def widen(x, plain, other):
+        tiles = (ct.reshape(ct.load(x, (0, 0), (1, 2**16)), (2**16,)),)
+        ct.store(plain, (0, 0), ct.reshape(row_as_float32(tiles)[0], (1, 2**16)))
+        ct.store(other, (0, 0), ct.reshape(again(tiles)[0], (1, 2**16)))
+
+    interpreter.launch(widen, (1,), (numbers, plain, other))
+    assert torch.equal(plain.view(torch.int32), numbers.float().view(torch.int32))
+    assert torch.equal(other.view(torch.int32), plain.view(torch.int32))
+
+
+def with_numbers_that_a_wrong_widening_shows(m, n, dtype, weight_dtype):
+    """Rows of zeros, of -0 and a denormal."""
+    inputs = make_inputs(m, n, dtype, weight_dtype, offset=1.0, device=CPU)
+    inputs.x[0], inputs.x[1, :2] = 0.0, torch.tensor([-0.0, torch.finfo(dtype).tiny / 2])
+    return inputs
+
+
+def assert_same_bits(got, expected, config):
+    for name, value in expected.items():
+        bits = torch.int32 if value.dtype == FP32 else torch.int16
+        assert torch.equal(got[name].view(bits), value.view(bits)), (name, config)
+
+
+@pytest.mark.parametrize("weight_dtype", [BF16, FP32, None])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("width", "pieces"), [(128, 1), (32, 3)])
+def test_packed_rows_give_the_same_bits(width, pieces, dtype, weight_dtype):
+    inputs = with_numbers_that_a_wrong_widening_shows(6, 84, dtype, weight_dtype)
+    plain = Config("rows", width, 4, 1, 2, pieces=pieces)
+    packed = Config("rows", width, 4, 1, 2, pieces=pieces, packed=True)
+    by_tma = dataclasses.replace(packed, tma=True, warps=8)
+    for run, configs in ((run_forward, (packed,)), (run_backward, (packed, by_tma))):
+        expected = run(inputs, plain)
+        for config in configs:
+            assert_same_bits(run(inputs, config), expected, config)
+
+
+@pytest.mark.parametrize("weight_dtype", [BF16, FP32, None])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("width", "pieces", "members"), [(64, 1, 2), (16, 2, 3), (16, 3, 2)])
+def test_packed_teams_give_the_same_bits(width, pieces, members, dtype, weight_dtype):
+    """As teams by gathers, with dw and without."""
+    inputs = with_numbers_that_a_wrong_widening_shows(11, 84, dtype, weight_dtype)
+    plain = Config("teams", width, 8, 1, 2, pieces=pieces, members=members)
+    packed = dataclasses.replace(plain, tma=True, packed=True)
+    expected = run_backward(inputs, plain)
+    assert_same_bits(run_backward(inputs, packed), expected, packed)
+    alone = run_backward(inputs, packed, has_dw=False)
+    assert_same_bits(alone, {"dx": expected["dx"]}, packed)

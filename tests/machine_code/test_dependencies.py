@@ -1,0 +1,226 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""No kernel touches memory before the launch before it has ended, in machine code: whatever the compiler moves, and in
+the warps that load for others too. The interpreter refuses what the source would do early; it knows no such warps."""
+
+import inspect
+import re
+
+import helpers
+import pytest
+import torch
+
+pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+import cuda.tile as ct  # noqa: E402
+from compiling import (  # noqa: E402
+    CompilingMachine,
+    disassembled,
+    meta,
+    run_backward,
+    run_forward,
+    sampled,
+    skip_without_disassembler,
+)
+from control_flow import followers, reached  # noqa: E402
+from pipelines import ENDED, WAITED, awaits_first_end, operations  # noqa: E402
+
+from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernels import team  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernels.pdl import NO_BLOCK, wait_for_launch_before  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt, load_tile  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.select import RULES  # noqa: E402
+
+skip_without_disassembler()
+
+BF16, FP32 = torch.bfloat16, torch.float32
+# Of global memory: not shared (LDS, ATOMS), nor local (LDL), nor arguments and constants (LDC).
+ACCESS = re.compile(
+    r"\*/\s+(?:@!?U?P\d )?(?:LDG|STG|LDGSTS|ATOMG?|REDG?|LD|ST|UTMALDG|UTMASTG|UTMAREDG|UBLKCP)[. ]"
+)
+CASES = [
+    ("forward", 4096, Config("rows", 4096, 8, 3, 4, early_weight=True)),
+    ("forward", 4096, Config("rows", 4096, 8, 3, 4, together=True)),
+    ("forward", 128, Config("tiles", 128, 4, 4, 4, rows=32)),
+    ("forward", 1024, Config("tiles", 256, 4, 2, 4, rows=4, pieces=4, together=True)),
+    ("forward", 65536, Config("teams", 8192, 4, 2, 4, members=8, packed=True)),
+    ("forward", 65536, Config("teams", 8192, 4, 2, 4, members=8, packed=True, together=True)),
+    ("forward", 40000, Config("chunks", 4096, 8, 2, 4)),
+    ("forward", 40000, Config("chunks", 4096, 8, 2, 4, tma=True)),
+    ("backward", 4096, Config("rows", 4096, 8, 1, 6, short=True)),
+    ("backward", 12288, Config("rows", 4096, 8, 1, 4, pieces=3, tma=True)),
+    ("backward", 128, Config("tiles", 128, 8, 3, 1, rows=16)),
+    ("backward", 7168, Config("tiles", 8192, 8, 1, 4, rows=2, tma=True)),
+    ("backward", 32768, Config("teams", 8192, 4, 2, 2, members=4)),
+    ("backward", 18432, Config("teams", 2048, 4, 2, 4, pieces=3, members=3, tma=True)),
+    ("backward", 32768, Config("teams", 4096, 4, 3, 4, members=8, tma=True)),
+    ("backward", 32768, Config("teams", 8192, 8, 1, 4, pieces=2, members=2, tma=True, packed=True)),
+    ("backward", 4096, Config("fused", 4096, 8, 1, 1, rows=128, strip=32, slab=1024)),
+    ("backward", 32768, Config("fused_chunks", 8192, 8, 2, 3, rows=8, strip=1024, slab=64)),
+    ("backward", 40000, Config("strips", 2048, 4, 2, 4)),
+    ("backward", 40000, Config("strips", 2048, 4, 3, 4, tma=True)),
+    ("dx", 40000, Config("chunks", 4096, 4, 2, 4)),
+    ("dx", 40000, Config("chunks", 4096, 4, 2, 4, tma=True)),
+]
+
+
+# `wait_for_launch_before` asks whether a block's number is one that no block has.
+ASKED = re.compile(rf"ISETP\.GT(?:\.U32)?\.AND (U?P\d), U?PT, [\w.]+, {NO_BLOCK - 1:#x}, U?PT")
+WAIT = re.compile(r"\*/\s+ACQBULK\b")  # without a condition
+
+
+def goes_around(code: list[str], place: int) -> bool:
+    """Whether the branch at `place` is taken where that is so: by the predicate, or a copy, of such a comparison."""
+    branch = re.search(r"@(P\d) BRA 0x|BRA\.U (UP\d), 0x", code[place])
+    if branch is None:
+        return False
+    predicate = branch[1] or branch[2]
+    for line in reversed(code[:place]):
+        if not re.search(rf"\*/\s+(?:@\S+ )?(?!BRA)[\w.]+ (?:[^,;]+, )?{predicate}\b", line):
+            continue  # it is not written here: results come first
+        if (asked := ASKED.search(line)) and asked[1] == predicate:
+            return True
+        copied = re.search(rf"\bPLOP3\.LUT {predicate}, PT, PT, PT, (UP\d), 0x80, 0x0\b", line)
+        if copied is None:
+            return False
+        predicate = copied[1]
+    return False
+
+
+def waits_of(code: list[str], following: list[list[int]]) -> set[int]:
+    """The places of waits, and of branches in front of them around nothing else that no block takes."""
+    waits = {place for place, line in enumerate(code) if WAIT.search(line)}
+    return waits | {
+        place - 1
+        for place in waits
+        if set(following[place - 1]) == {place, place + 1} and goes_around(code, place - 1)
+    }
+
+
+def accesses_too_early(code: list[str]) -> list[str]:
+    """The accesses to global memory that there is a way to from a kernel's beginning without its wait for the launch
+    before: ACQBULK, or a barrier at which other warps arrive only after it."""
+    following, done = followers(code), operations(code, range(len(code)))
+    waits = waits_of(code, following)
+    while True:
+        early = reached({0}, following, without=waits)
+        late = {each.barrier for each in done if each.name == ENDED} - {
+            each.barrier for each in done if each.name == ENDED and each.place in early
+        }
+        more = {
+            each.place
+            for each in done
+            if each.name == WAITED and each.place in early and each.barrier in late
+            if awaits_first_end(code, each)
+        }
+        if not more:
+            return [code[place] for place in sorted(early) if ACCESS.search(code[place])]
+        waits |= more
+
+
+def run(machine: CompilingMachine, op: str, n: int, config: Config) -> None:
+    if op == "forward":
+        run_forward(machine, config, n, BF16, BF16)
+    else:
+        run_backward(machine, config, n, BF16, BF16, has_dw=op == "backward")
+
+
+def test_no_kernel_touches_memory_before_the_launch_before_has_ended(tmp_path):
+    """Each with and without TMA; with --every-config for three architectures, and every fifteenth of Hopper's rules."""
+    architectures, cases = (90,), CASES
+    if helpers.every_config:
+        architectures = (90, 100, 120)
+        for op, rule in RULES.items():
+            rules = {rule(n, 2, 90): n for n in (*range(1, 4096), *range(4096, 140000, 128))}
+            cases = cases + [(op, n, config) for config, n in sampled(rules.items(), step=15)]
+    checked = set()
+    for architecture in architectures:
+        for op, n, config in cases:
+            run(CompilingMachine(architecture, keep=tmp_path), op, n, config)
+            for path in tmp_path.glob("*.cubin"):
+                code = disassembled(path)
+                assert sum("ACQBULK" in line for line in code) == 1, (architecture, path.stem, n, config)
+                assert not accesses_too_early(code), (architecture, path.stem, n, config)
+                checked.add(path.stem)
+                path.unlink()
+    modules = [team, *(each for each in vars(launch).values() if inspect.ismodule(each))]
+    kernels = [each for module in modules for each in vars(module).values() if inspect.isfunction(each)]
+    assert checked == {each.__name__ for each in kernels if "DEPENDENT" in inspect.signature(each).parameters}
+
+
+EVERYWHERE, WHERE_A_BLOCK_IS, SOMEWHERE, SOMEWHERE_AND_ASKED, WHERE_ASKED_AND_SOMEWHERE = range(5)
+
+
+def sums_of_rows(y, x, TMA: ConstBool, WAITS_FIRST: ConstBool, WAITS_WHERE: ConstInt):
+    tsum = ct.zeros((1, 4096), dtype=ct.float32)
+    if WAITS_FIRST:
+        if WAITS_WHERE == EVERYWHERE:
+            ct.grid_dependency_control_wait()
+        elif WAITS_WHERE == WHERE_A_BLOCK_IS:
+            wait_for_launch_before(ct.bid(0))
+        elif WAITS_WHERE == WHERE_ASKED_AND_SOMEWHERE:
+            if x.shape[1] < NO_BLOCK:
+                if ct.bid(0) < x.shape[0] - 1:
+                    ct.grid_dependency_control_wait()
+        elif ct.bid(0) < x.shape[0] - 1:
+            ct.grid_dependency_control_wait()
+    columns = x.shape[1]
+    if WAITS_WHERE == SOMEWHERE_AND_ASKED:
+        if columns >= NO_BLOCK:
+            columns = 0
+    for j in range(ct.cdiv(columns, 4096)):
+        tsum = tsum + load_tile(x, (ct.bid(0), j), (1, 4096), 4, TMA, 16)
+    if not WAITS_FIRST:
+        ct.grid_dependency_control_wait()
+    ct.scatter(y, ct.bid(0), ct.sum(tsum))
+
+
+def code_of_sums(folder, architecture: int, *switches: bool | int) -> list[str]:
+    machine = CompilingMachine(architecture, keep=folder)
+    launch_one = machine.bind(sums_of_rows, Config("chunks", 4096, 4, 1, 4), switches)
+    launch_one((64,), (meta(64, dtype=FP32), meta(64, 40000, dtype=BF16)))
+    return disassembled(folder / "sums_of_rows.cubin")
+
+
+@pytest.mark.parametrize("waits_first", [True, False])
+@pytest.mark.parametrize("tma", [True, False])
+@pytest.mark.parametrize("architecture", [90, 100, 120])
+def test_loads_before_the_wait_are_seen(architecture, tma, waits_first, tmp_path):
+    code = code_of_sums(tmp_path, architecture, tma, waits_first, EVERYWHERE)
+    assert any("UTMALDG" in line for line in code) is tma
+    assert bool(accesses_too_early(code)) is not waits_first
+
+
+@pytest.mark.parametrize(
+    "where", [WHERE_A_BLOCK_IS, SOMEWHERE, SOMEWHERE_AND_ASKED, WHERE_ASKED_AND_SOMEWHERE]
+)
+@pytest.mark.parametrize("architecture", [90, 100, 120])
+def test_a_wait_that_some_blocks_leave_out_is_seen(architecture, where, tmp_path):
+    """Also beside a comparison such as `wait_for_launch_before` makes."""
+    early = accesses_too_early(code_of_sums(tmp_path, architecture, False, True, where))
+    assert bool(early) is (where != WHERE_A_BLOCK_IS)
+
+
+WAIT_BEHIND_INDICES = ("forward_tiles", "backward_split", "sum_partials")
+
+
+@pytest.mark.parametrize(
+    "op, n, config",
+    [
+        case
+        for case in CASES
+        if case[2].kernel == "fused" or case[1] == 128 or case[2].together and case[2].kernel != "teams"
+    ],
+)
+def test_what_follows_from_a_blocks_number_is_not_left_until_after_the_wait(op, n, config, tmp_path):
+    """A division by the blocks of a cluster, in the kernels between which small calls pass their time."""
+    run(CompilingMachine(90, keep=tmp_path), op, n, config)
+    found = {path for path in tmp_path.glob("*.cubin") if path.stem in WAIT_BEHIND_INDICES or config.together}
+    assert found
+    for path in found:
+        code = disassembled(path)
+        following = followers(code)
+        behind = reached({place for place, line in enumerate(code) if WAIT.search(line)}, following)
+        behind -= reached({place for place in behind if ACCESS.search(code[place])}, following)
+        assert not [code[place] for place in behind if re.search(r"\b(?:MUFU\.RCP|F2I)", code[place])], path

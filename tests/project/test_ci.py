@@ -1,0 +1,354 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""ci.yaml is the one source of what continuous integration does: it is sound, `.ci/run` obeys it, GitHub calls that."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bench import run
+from bench.shapes import DEFAULT_SHAPES
+
+ROOT = Path(__file__).resolve().parents[2]
+JOBS = yaml.safe_load((ROOT / "ci.yaml").read_text())["jobs"]
+
+
+def ci_run(*arguments: object) -> subprocess.CompletedProcess:
+    """`.ci/run` with this interpreter, on a machine without a GPU."""
+    environment = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    command = ["bash", str(ROOT / ".ci" / "run"), *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture
+def job_file(tmp_path: Path):
+    """Call it with {job: (needs, command)} to have a list of such jobs, with a limit of 3 seconds each, and with
+    by_name=JOB for one that runs by name only."""
+
+    def write(jobs: dict[str, tuple[str, str]], by_name: str = "") -> Path:
+        entries = {
+            name: {"needs": needs, "timeout_minutes": 0.05, "commands": [command]}
+            | ({"by_name": True} if name == by_name else {})
+            for name, (needs, command) in jobs.items()
+        }
+        path = tmp_path / "jobs.yaml"
+        path.write_text(yaml.safe_dump({"jobs": entries}, sort_keys=False))
+        return path
+
+    return write
+
+
+def test_jobs_and_what_they_need():
+    assert {name: job["needs"] for name, job in JOBS.items()} == {
+        "format": "nothing",
+        "types": "nothing",
+        "cpu-tests": "nothing",
+        "every-config": "nothing",
+        "torch-2-9": "nothing",
+        "torch-2-11": "nothing",
+        "gpu-ops": "gpu",
+        "benchmark": "gpu",
+    }
+    always = [job for job in JOBS.values() if job["needs"] == "nothing" and not job.get("by_name")]
+    assert len(always) == 3 and sum(job["timeout_minutes"] for job in always) <= 70
+
+
+@pytest.mark.parametrize("command", [command for job in JOBS.values() for command in job["commands"]])
+def test_every_command_exists(command):
+    words = [word for word in command.split() if not re.match(r"\w+=", word)]
+    if words[:2] == ["$PYTHON", "-m"]:
+        if words[2] == "mypy":
+            pytest.importorskip("mypy", reason="mypy is not installed")
+        assert importlib.util.find_spec(words[2]) is not None
+    elif words[0] == "$PYTHON":
+        assert ast.parse((ROOT / words[1]).read_text(), words[1])
+    elif "/" in words[0]:
+        assert os.access(ROOT / words[0], os.X_OK), f"{words[0]} is not an executable file"
+        assert subprocess.run(["bash", "-n", ROOT / words[0]]).returncode == 0
+    else:
+        assert shutil.which(words[0])
+
+
+@pytest.mark.parametrize("name", [name for name, job in JOBS.items() if job["needs"] == "gpu"])
+def test_gpu_jobs_fail_first_where_the_best_backend_does_not_work(name):
+    assert JOBS[name]["commands"][0] == "$PYTHON -m tilegym_rmsnorm doctor"
+
+
+def test_the_gate_gets_every_cell_of_cutile_that_is_kept():
+    """Of five shapes a slowdown elsewhere, or in another dtype, would pass."""
+    (command,) = [each for each in JOBS["benchmark"]["commands"] if each.startswith("bench/run.sh")]
+    arguments = run.parse_arguments(command.split()[1:])
+    assert run.default_shapes(arguments, has_gpu=True) == DEFAULT_SHAPES and arguments.shapes is None
+    assert set(arguments.dtype) == set(run.DTYPES) and "cutile" in arguments.provider
+    assert arguments.op is None or {"forward", "backward", "dx"} <= set(arguments.op)
+    assert JOBS["benchmark"]["commands"][-1] == f"$PYTHON -m bench.gate {arguments.out}"
+
+
+def test_github_calls_every_job_and_nothing_else():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    commands = {
+        name: [step["run"] for step in job["steps"] if "run" in step]
+        for name, job in workflow["jobs"].items()
+    }
+
+    assert commands == {name: [f"bash .ci/run {name}"] for name in JOBS}
+    assert all(re.fullmatch(r"[A-Za-z_][\w-]*", name) for name in JOBS), "GitHub refuses other names"
+
+
+def test_list_names_every_job():
+    answer = ci_run("--list")
+
+    assert answer.returncode == 0, answer.stderr
+    states = dict.fromkeys(JOBS, "runs here")
+    for name in ("every-config", "torch-2-9", "torch-2-11"):
+        minutes = JOBS[name]["timeout_minutes"]
+        states[name] = f"skipped: takes up to {minutes} minutes, runs by name only: bash .ci/run {name}"
+    states |= dict.fromkeys(("gpu-ops", "benchmark"), "skipped: needs a GPU")
+    lines = [f"{name}: {state}" for name, state in states.items()]
+    assert answer.stdout.splitlines()[-len(lines) :] == lines
+
+
+def test_runs_what_it_can_and_closes_with_the_tests_summary(job_file):
+    summary = "===== 3 passed, 1 skipped in 0.12s ====="
+    jobs = {
+        "tests": ("nothing", f"echo '{summary}'; echo more"),
+        "ops": ("gpu", "echo must not run"),
+        "long": ("nothing", "echo must not run"),
+        "last": ("nothing", "true"),
+    }
+
+    answer = ci_run("--file", job_file(jobs, by_name="long"))
+
+    assert answer.returncode == 0, answer.stderr
+    assert "ops: skipped: needs a GPU\n" in answer.stdout
+    assert "long: skipped: takes up to 0.05 minutes, runs by name only" in answer.stdout
+    assert "must not run" not in answer.stdout
+    assert "tests: passed" in answer.stdout and "last: passed" in answer.stdout
+    assert answer.stdout.splitlines()[-1] == summary
+
+
+def test_one_failure_fails_the_run_and_the_others_still_run(job_file):
+    jobs = {"first": ("nothing", "false | cat"), "second": ("nothing", "echo $((6 * 7))")}
+
+    answer = ci_run("--file", job_file(jobs))
+
+    assert answer.returncode == 1
+    assert "first: failed: false | cat: exit status 1" in answer.stdout
+    assert "42\n" in answer.stdout and "second: passed" in answer.stdout
+
+
+def test_time_limit_ends_a_job_and_what_it_started(job_file):
+    answer = ci_run("--file", job_file({"slow": ("nothing", "sleep 600 & sleep 600; wait")}))
+
+    assert answer.returncode == 1
+    assert "over its time limit" in answer.stdout
+
+
+def test_job_asked_for_by_name(job_file):
+    jobs = {"one": ("nothing", "true"), "two": ("nothing", "false"), "ops": ("gpu", "true")}
+    path = job_file(jobs | {"long": ("nothing", "echo $((6 * 7))")}, by_name="long")
+
+    assert ci_run("--file", path, "one").returncode == 0
+    answer = ci_run("--file", path, "long")
+    assert answer.returncode == 0 and "42\n" in answer.stdout and "long: passed" in answer.stdout
+    answer = ci_run("--file", path, "ops")
+    assert answer.returncode == 1 and "ops: skipped: needs a GPU" in answer.stdout
+    answer = ci_run("--file", path, "three")
+    assert answer.returncode == 2 and "unknown job three; known: one, two, ops, long" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (
+            {"needs": "tpu", "timeout_minutes": 1, "commands": ["true"]},
+            "expected one of ('nothing', 'gpu'), got 'tpu'",
+        ),
+        (
+            {"needs": "gpu", "commands": ["true"]},
+            "expected the keys ['commands', 'needs', 'timeout_minutes']",
+        ),
+        (
+            {"needs": "gpu", "timeout_minutes": 1, "commands": ["true"], "by_nam": True},
+            "if need be ['by_name'], got ['by_nam', ",
+        ),
+        (
+            {"needs": "gpu", "timeout_minutes": 1, "commands": ["true"], "by_name": "no"},
+            "by_name: expected true or false, got 'no'",
+        ),
+    ],
+)
+def test_unsound_list_of_jobs_is_refused(tmp_path, entry, message):
+    path = tmp_path / "jobs.yaml"
+    path.write_text(yaml.safe_dump({"jobs": {"job": entry}}))
+
+    answer = ci_run("--file", path)
+
+    assert answer.returncode != 0
+    assert message in answer.stderr
+
+
+# What the commands ask the environment for, and tell pytest
+
+
+@pytest.mark.parametrize(
+    ("tool", "command"),
+    [
+        ("ruff", ["format.sh", "--check"]),
+        ("ruff", [".ci/run"]),
+        ("ruff", [".ci/run", "format"]),
+        ("mypy", [".ci/run"]),
+        ("mypy", [".ci/run", "types"]),
+    ],
+)
+def test_a_tool_is_asked_for_by_what_needs_it(tmp_path, tool, command):
+    python = tmp_path / "python"  # any module but that one
+    python.write_text(f"""#!/bin/sh
+[ "$1" = - ] || exit 1
+shift
+for name; do [ "$name" != {tool} ] || printf ' {tool}'; done
+""")
+    python.chmod(0o755)
+
+    answer = subprocess.run(
+        ["bash", *command], cwd=ROOT, env=os.environ | {"PYTHON": str(python)}, capture_output=True, text=True
+    )
+
+    assert answer.returncode == 1
+    assert f"PYTHON={python} lacks: {tool}. Install them there" in answer.stderr
+
+
+@pytest.mark.parametrize("tool", ["ruff", "mypy"])
+def test_a_tool_is_not_asked_for_by_other_jobs(tmp_path, tool):
+    python = tmp_path / "python"  # any module but that one; and it runs nothing
+    python.write_text(f"""#!/bin/sh
+[ "$1" = - ] || {{ echo "ran $*"; exit; }}
+shift
+for name; do [ "$name" != {tool} ] || printf ' {tool}'; done
+""")
+    python.chmod(0o755)
+
+    answer = subprocess.run(
+        ["bash", ".ci/run", "cpu-tests"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+    )
+
+    assert answer.returncode == 0 and answer.stdout == "ran .ci/jobs.py cpu-tests\n", answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "options"),
+    [
+        (True, "-n auto --maxprocesses 14 --dist loadgroup"),
+        (False, "-n auto --maxprocesses 8 --dist load --maxschedchunk 1"),
+    ],
+)
+def test_tests_are_spread_over_processes(tmp_path, has_gpu, options):
+    python = tmp_path / "python"  # has everything, a GPU or none, and shows what pytest is called with
+    python.write_text(f"""#!/bin/sh
+case "$*" in
+  "- "*) ;;
+  *is_available*) exit {int(not has_gpu)} ;;
+  *pytest*) echo "$@" ;;
+esac
+""")
+    python.chmod(0o755)
+
+    answer = subprocess.run(
+        ["bash", "tests/run.sh", "-k", "name"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+    )
+
+    assert answer.stdout == f"-m pytest -rfEs {options} -k name\n"
+
+
+# Other releases of PyTorch
+
+
+@pytest.fixture
+def torch_release(tmp_path: Path):
+    """`scripts/torch_release.sh` in a checkout that has no environment yet, and a Python that has everything, makes
+    environments of its own kind, and shows what pip and pytest are called with."""
+    for path in ("scripts/environment.sh", "scripts/torch_release.sh", "tests/run.sh", "constraints.txt"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / path)
+    python = tmp_path / "python"
+    python.write_text("""#!/bin/sh
+case "$*" in
+  "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+  *is_available*) exit 1 ;;
+  "-m pip "* | "-m pytest "*) echo "$@ [$CUDA_VISIBLE_DEVICES]" ;;
+esac
+""")
+    python.chmod(0o755)
+
+    def call(*arguments: str) -> subprocess.CompletedProcess:
+        command = ["bash", str(tmp_path / "scripts" / "torch_release.sh"), *arguments]
+        environment = os.environ | {"PYTHON": str(python), "CUDA_VISIBLE_DEVICES": "0"}
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    return call
+
+
+def test_a_release_gets_an_environment_once(torch_release, tmp_path):
+    folder = tmp_path / ".venv-torch-2.9.1"
+
+    first, again = torch_release("2.9.1", "-k", "name"), torch_release("2.9.1", "-k", "name")
+
+    assert first.returncode == 0, first.stderr
+    installed, tested = first.stdout.splitlines()
+    assert installed.startswith(f"-m pip install --no-compile -c {folder}/constraints.txt ")
+    assert tested.startswith("-m pytest ") and tested.endswith(" -k name []")
+    assert again.stdout.splitlines() == [tested]
+
+    kept = (folder / "constraints.txt").read_text().splitlines()
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    assert [line for line in pins if line not in kept] == [
+        line for line in pins if line.startswith(("torch=", "triton="))
+    ]
+    assert [line for line in kept if line not in pins] == ["torch==2.9.1", "triton==3.5.1", "numpy<2.4"]
+
+
+def test_a_release_gets_the_tests_that_may_depend_on_it(torch_release):
+    words = torch_release("2.11.0").stdout.splitlines()[-1].split()
+
+    paths = [ROOT / word.removeprefix("--ignore=") for word in words if word.startswith("--ignore=")]
+    assert paths and all(path.exists() for path in paths), "a file that is no longer there"
+    ignored = {test.stem for path in paths for test in (path.rglob("test_*.py") if path.is_dir() else [path])}
+    assert not ignored & {"test_ops", "test_gate", "test_module", "test_inductor", "test_triton_compile"}
+    assert len(ignored) < len(list(ROOT.glob("tests/*/test_*.py"))) / 3
+
+
+@pytest.mark.parametrize("arguments", [[], ["2.9"], ["tests/api/test_ops.py"]])
+def test_a_release_that_nobody_named_is_refused(torch_release, arguments):
+    answer = torch_release(*arguments)
+
+    assert answer.returncode == 1 and not answer.stdout
+    assert "expected the release 2.9.1 or 2.11.0, got" in answer.stderr
+
+
+def test_every_release_has_a_job():
+    """The oldest is the one from which pyproject.toml allows PyTorch."""
+    commands = [command for job in JOBS.values() for command in job["commands"]]
+    releases = [line.split()[1] for line in commands if line.startswith("scripts/torch_release.sh")]
+    script = (ROOT / "scripts" / "torch_release.sh").read_text()
+    assert releases == re.findall(r"^  ([\d.]+)\) triton=", script, flags=re.MULTILINE)
+    (lowest,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert releases[0].startswith(f"{lowest}.")

@@ -1,0 +1,124 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""Which module may import which: downwards, and never in a circle."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = "tilegym_rmsnorm"
+CUTILE = f"{PACKAGE}.backends.cutile"
+# From below: a module may import those of its own line and of the lines above. The first line that a name begins with.
+LAYERS = (
+    (
+        f"{PACKAGE}.reference",
+        f"{PACKAGE}.gate",
+        f"{PACKAGE}.resolve",
+        f"{PACKAGE}.validation",
+        f"{PACKAGE}.measure",
+    ),
+    # knows the backends by the names of their modules, which it imports when they are first asked for
+    (f"{PACKAGE}.registry",),
+    (f"{CUTILE}.plans",),
+    (f"{CUTILE}.kernels",),
+    (f"{CUTILE}.interpreter",),
+    (f"{PACKAGE}.backends.versions", f"{PACKAGE}.backends.checks", f"{CUTILE}.runtime"),
+    (f"{CUTILE}.launch",),
+    (f"{CUTILE}.warm", f"{CUTILE}.tuning"),
+    (f"{PACKAGE}.backends",),
+    (f"{PACKAGE}.graphs", f"{PACKAGE}.autograd", f"{PACKAGE}.composite", f"{PACKAGE}.fastpath"),
+    (f"{PACKAGE}.api",),
+    (f"{PACKAGE}.warming", f"{PACKAGE}.configured", f"{PACKAGE}.scripting", f"{PACKAGE}.module"),
+    (PACKAGE,),
+)
+# Packages of the cutile backend that import nothing of it but themselves and these, and of others only these.
+ALONE = {
+    f"{CUTILE}.plans": {"platformdirs", "filelock"},
+    f"{CUTILE}.kernels": {"cuda"},
+    f"{CUTILE}.interpreter": {"cuda", "torch"},
+}
+
+
+def modules(package: str = PACKAGE) -> dict[str, Path]:
+    folder = ROOT / package
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sorted(folder.rglob("*.py"))
+        if "results" not in path.parts
+    }
+
+
+def imports(module: str, path: Path, known: dict[str, Path], lazy: bool = True) -> Iterator[str]:
+    """The modules that one imports, by their full names. lazy: inside functions too, not only when it is imported."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    is_package = path.name == "__init__.py"
+    for node in ast.walk(tree) if lazy else _at_import(tree):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                parent = parts[: len(parts) - node.level + is_package]
+                base = ".".join([*parent, *([node.module] if node.module else [])])
+            for name in node.names:
+                full = f"{base}.{name.name}"
+                yield full if full in known else base
+
+
+def _at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield node
+            yield from _at_import(node)
+
+
+def layer_of(module: str) -> int:
+    exact = [
+        number for number, names in enumerate(LAYERS) if any(f"{module}.".startswith(f"{n}.") for n in names)
+    ]
+    return exact[0]
+
+
+@pytest.mark.parametrize("package", [PACKAGE, "bench"])
+def test_no_circle_of_imports(package):
+    """Nor one that an import inside a function hides."""
+    known = modules(package)
+    graph = {
+        module: {name for name in imports(module, path, known) if name in known and name != module}
+        for module, path in known.items()
+    }
+    graph[package] = set()  # the package itself gathers the public names, and stands above all of its modules
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_no_import_upwards():
+    known = modules()
+    upwards = [
+        f"{module} imports {name}"
+        for module, path in known.items()
+        for name in imports(module, path, known)
+        if name in known and name != PACKAGE and layer_of(name) > layer_of(module)
+    ]
+    assert not upwards
+
+
+@pytest.mark.parametrize("package", ALONE)
+def test_parts_of_the_cutile_backend_that_stand_alone(package):
+    """plans/ runs where neither torch nor cuda-tile is; kernels/ never choose; interpreter/ knows no kernel of ours."""
+    known, builtin = modules(), __import__("sys").stdlib_module_names
+    foreign = {
+        name
+        for module, path in known.items()
+        if f"{module}.".startswith(f"{package}.")
+        for name in imports(module, path, known)
+        if not f"{name}.".startswith(f"{package}.")
+        and name.partition(".")[0] not in {*builtin, *ALONE[package]}
+    }
+    assert not foreign

@@ -1,0 +1,234 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The search behind `python -m tilegym_rmsnorm tune`: what it times, what it checks and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from table_cases import TARGET
+
+from tilegym_rmsnorm.backends.cutile.plans import problem, tables
+from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
+from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket
+from tilegym_rmsnorm.backends.cutile.plans.sizes import MOST_LOSS, SIZES, rows_of_class
+
+pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.tuning import search  # noqa: E402
+
+
+@given(n=st.one_of(st.integers(1, 5000), st.integers(5000, 2**27)), size=st.sampled_from(SIZES))
+def test_rows_at_which_a_bucket_is_timed_are_of_its_class(n, size):
+    of_class = rows_of_class(size, n)
+    assume(of_class)
+    rows = search.rows_of(Bucket("forward", n, "bfloat16", size))
+    assert rows
+    for m in rows:
+        assert m in of_class
+        assert m <= 16 or m % 16 == 0 or not any(each % 16 == 0 for each in of_class[:16])
+
+
+def test_rows_at_which_common_widths_are_timed():
+    def rows(size, n):
+        return search.rows_of(Bucket("backward", n, "bfloat16", size))
+
+    assert [rows("few", n) for n in (64, 4096, 65536)] == [(1024, 128, 16), (1024, 128, 16), (64, 8, 1)]
+    assert [rows("small", n) for n in (64, 1024, 4080)] == [(65536, 8192), (4096, 1040), (1028, 1025)]
+    assert [rows("large", n) for n in (64, 4096, 65536)] == [
+        (2097152, 1048576, 524288),
+        (32768, 16384, 8192),
+        (2048, 1024, 512),
+    ]
+    assert [rows("large", n) for n in (2880, 12288, 18432)] == [
+        (32768, 16384, 8192),
+        (8192, 4096, 2048),
+        (4096, 2048, 1024),
+    ]
+    assert search.rows_of(Bucket("dx", 4096, "float32", "large")) == (16384, 8192, 4096)
+
+
+# On the interpreter
+
+
+FORWARD = Bucket("forward", 64, "bfloat16", "large")
+BACKWARD = Bucket("backward", 64, "float32", "small")
+FEW = BACKWARD._replace(size="few")
+DX = BACKWARD._replace(op="dx")
+TILES = [Config("tiles", 64, 4, 1, latency, rows=8) for latency in (1, 2, 3)]
+FUSED = [Config("fused", 64, 4, 1, latency, rows=4, strip=16, slab=4) for latency in (1, 2)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_search_passes_on_what_its_size_class_may_lose(finder, monkeypatch, size):
+    asked = []
+
+    def choose(configs, measure, why_wrong, tell, variants, most_loss):
+        asked.append(most_loss)
+        return configs[0], {configs[0]: (1.0,) * len(search.rows_of(bucket))}
+
+    bucket = Bucket("forward", 64, "float32", size)
+    monkeypatch.setattr(search, "choose", choose)
+    finder.tune(bucket, TILES[:1])
+    assert asked == [MOST_LOSS[size]]
+
+
+@pytest.mark.parametrize(
+    ("bucket", "configs"), [(FORWARD, TILES), (BACKWARD, TILES), (DX, TILES), (FEW, FUSED), (FEW, TILES)]
+)
+def test_search_times_checks_and_describes(finder, bucket, configs):
+    entry = finder.tune(bucket, configs)
+    assert entry.config in configs and not finder.lines
+    assert [timing.m for timing in entry.timings] == list(search.rows_of(bucket))
+    assert all(timing.us > 0 and timing.us_rules > 0 for timing in entry.timings)
+    tables.parse(tables.render(TARGET, {bucket: entry}), TARGET)
+
+
+def drop_a_row(results):
+    """What a race between blocks leaves: one row too few in dw, or one element too few of y."""
+    first, second = results
+    if second is not None and second.shape[0] == 64:
+        second -= second.abs().max() / 50
+    else:
+        first[3, 5] = 0
+    return first, second
+
+
+def unwritten(results):
+    results[0][0, 0] = math.nan
+    return results
+
+
+def other_bits():
+    """Right in every run, but every fourth rounds one element otherwise."""
+    calls = itertools.count(1)
+
+    def spoil(results):
+        if next(calls) % 4 == 0:
+            first = results[0]
+            first[0, 0] = torch.nextafter(first[0, 0], torch.tensor(math.inf, dtype=first.dtype))
+        return results
+
+    return spoil
+
+
+@pytest.mark.parametrize("bucket", [FORWARD, BACKWARD, DX])
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [(drop_a_row, "relative error"), (unwritten, "relative error of nan"), (other_bits(), "other bits")],
+)
+def test_a_fast_config_that_is_wrong_is_rejected(finder, monkeypatch, bucket, spoil, reason):
+    name = "Forward" if bucket is FORWARD else "Backward"
+    right = getattr(launch, name)
+    wrong = TILES[2]
+
+    class Spoiled(right):
+        def __call__(self, *arguments):
+            results = super().__call__(*arguments)
+            return spoil(results) if self.config == wrong else results
+
+    monkeypatch.setattr(launch, name, Spoiled)
+    real = finder.times_at
+
+    def times_at(m, bucket, configs, seconds):
+        return real(m, bucket, configs, seconds) | {wrong: 1e-3}
+
+    monkeypatch.setattr(finder, "times_at", times_at)
+    entry = finder.tune(bucket, TILES)
+    assert entry.config in TILES[:2]
+    [line] = finder.lines
+    assert line.startswith(f"rejected {wrong}") and reason in line
+
+
+def test_every_set_has_a_weight_and_rstd_of_its_own(finder, monkeypatch):
+    """One for all would be in L2 after the first call of a graph; a layer's is not."""
+    monkeypatch.setattr(search, "sets_needed", lambda *_: 3)
+    monkeypatch.setattr(search, "calls_needed", lambda *_: 6)
+    met = []
+    monkeypatch.setattr(search, "runner", lambda *_: lambda *arrays: met.append(arrays))
+    finder.times_at(48, BACKWARD, TILES[:1], 0.0)
+    assert len(met) >= 6
+    for arrays in zip(*met, strict=True):
+        places = [each.data_ptr() for each in arrays]
+        assert len(set(places)) == 3 and places[:3] == places[3:6]
+
+
+@pytest.mark.parametrize("weight", problem.WEIGHTS)
+def test_configs_are_timed_and_checked_beside_the_weight_of_their_bucket(finder, monkeypatch, weight):
+    bucket, met = Bucket("forward", 64, "bfloat16", "small", weight), set()
+
+    class Spied(launch.Forward):
+        def __call__(self, x, weight, *rest):
+            met.add(weight.dtype)
+            return super().__call__(x, weight, *rest)
+
+    monkeypatch.setattr(launch, "Forward", Spied)
+    finder.times_at(48, bucket, TILES[:1], 0.0)
+    assert met == {torch.bfloat16 if weight == problem.SAME else torch.float32}
+    met.clear()
+    assert finder.why_wrong(bucket, TILES[0]) is None
+    assert met == ({torch.bfloat16, torch.float32} if weight == problem.SAME else {torch.float32})
+
+
+@pytest.mark.parametrize("is_odd", [False, True])
+def test_every_m_and_an_odd_one_are_checked(finder, monkeypatch, is_odd):
+    """A kernel is compiled apart for multiples of 16; each may be the wrong one."""
+    smallest = min(search.rows_of(BACKWARD)) if not is_odd else max(search.rows_of(BACKWARD)) - 3
+
+    class WrongThere(launch.Backward):
+        def __call__(self, x, *rest):
+            dx, dw = super().__call__(x, *rest)
+            if x.shape[0] == smallest:
+                dw *= 1.01
+            return dx, dw
+
+    assert finder.why_wrong(BACKWARD, TILES[0]) is None
+    monkeypatch.setattr(launch, "Backward", WrongThere)
+    assert finder.why_wrong(BACKWARD, TILES[0]).startswith(f"{smallest} x 64: dw has a relative error")
+
+
+def test_what_a_kernel_fails_to_write_is_seen(finder, monkeypatch):
+    class Lazy(launch.Forward):
+        def __call__(self, x, weight, eps, offset):
+            y, rstd = super().__call__(x, weight, eps, offset)
+            if self.config == TILES[0]:
+                fresh = self.machine.empty(y.shape, y.dtype)
+                fresh[:-1] = y[:-1]
+                return fresh, rstd
+            return y, rstd
+
+    monkeypatch.setattr(launch, "Forward", Lazy)
+    assert "relative error of nan" in finder.why_wrong(FORWARD, TILES[0])
+    assert finder.why_wrong(FORWARD, TILES[1]) is None
+
+
+def test_calls_that_follow_one_another_are_checked_too(finder, monkeypatch):
+    """Filling memory with NaN keeps a call's first kernel from starting while the call before still runs."""
+
+    class Racing(launch.Backward):
+        def __call__(self, x, *rest):
+            dx, dw = super().__call__(x, *rest)
+            if not isinstance(self.machine, search.Poisoned) and x.shape[0] % 2:
+                dw[-1] += 1
+            return dx, dw
+
+    monkeypatch.setattr(launch, "Backward", Racing)
+    assert finder.why_wrong(BACKWARD, TILES[0]).endswith("calls that follow one another has other bits")
+
+
+def test_a_config_whose_launch_raises_is_left_out(finder, monkeypatch):
+    class Failing(launch.Forward):
+        def __init__(self, machine, config, *rest):
+            if config == TILES[1]:
+                raise RuntimeError("no room in shared memory")
+            super().__init__(machine, config, *rest)
+
+    monkeypatch.setattr(launch, "Forward", Failing)
+    assert finder.tune(FORWARD, TILES).config != TILES[1]
+    assert "does not run" in finder.lines[0] and "no room in shared memory" in finder.lines[0]

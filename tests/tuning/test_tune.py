@@ -1,0 +1,242 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""`python -m tilegym_rmsnorm tune`: what it stores, what it says, and how it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import pytest
+import torch
+from helpers import why_skip
+from table_cases import TARGET
+
+from tilegym_rmsnorm import __main__, registry
+from tilegym_rmsnorm.backends.cutile.plans import select, tables
+from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
+from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket
+from tilegym_rmsnorm.backends.cutile.plans.tables import Entry
+
+pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+from tilegym_rmsnorm.backends.cutile.runtime import machine  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.tuning import search, workers  # noqa: E402
+
+
+@pytest.fixture
+def gpu(folders, finder, monkeypatch):
+    """A GPU that is the interpreter in truth: the command's own path with its tables, without its processes."""
+    interpreted = machine.InterpretedMachine()
+    monkeypatch.setattr(machine.InterpretedMachine, "target", TARGET)
+    monkeypatch.setattr(machine, "machine_of", lambda device: interpreted)
+    monkeypatch.setattr(registry, "why_unusable", lambda *_: None)
+
+    def search_of(machine, device, tell, turn):
+        finder.tell = tell
+        return finder
+
+    monkeypatch.setattr(search, "Search", search_of)
+    monkeypatch.setattr(workers, "machine_of", lambda device: interpreted)
+    monkeypatch.setattr(workers, "count_processes", lambda device, buckets: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    return folders
+
+
+def run(*options: str) -> int:
+    return __main__.main(["tune", "--n", "64", "--candidates", "3", *options])
+
+
+def test_what_is_tuned_is_stored_and_chosen_from_then_on(gpu, capsys):
+    assert run("--size", "large") == 0
+    output = capsys.readouterr().out
+    path = tables.table_path(gpu[0], TARGET)
+    assert f"3 of 3 tuned: {path}" in output
+    table = tables.table_in(gpu[0], TARGET)
+    assert set(table) == {Bucket(op, 64, "bfloat16", "large") for op in ("forward", "backward", "dx")}
+    interpreted = machine.InterpretedMachine()
+    for bucket, entry in table.items():
+        chosen = select.chosen_config(bucket.op, interpreted, 64, torch.bfloat16, "large")
+        assert chosen == entry.config and "tuned: " in chosen.reason
+
+
+@pytest.mark.parametrize("op", ["backward", "dx"])
+def test_what_serves_until_then_is_tried(gpu, finder, monkeypatch, op):
+    """Of the user's table too, where dx alone takes what the backward has."""
+    serving = Config("tiles", 64, 4, 1, 9, rows=2)
+    tables.update(gpu[0], TARGET, {Bucket("backward", 64, "bfloat16", "large"): Entry(serving, ())})
+    tried, real = [], finder.tune
+    monkeypatch.setattr(
+        finder, "tune", lambda bucket, configs: (tried.extend(configs), real(bucket, configs))[1]
+    )
+    assert run("--size", "large", "--op", op) == 0
+    assert serving in [dataclasses.replace(config, reason="") for config in tried]
+
+
+def test_beside_a_float32_weight_entries_are_of_their_own(gpu, capsys):
+    assert (
+        run("--size", "large", "--op", "forward", "--weight", "same,float32", "--dtype", "bfloat16,float32")
+        == 0
+    )
+    output = capsys.readouterr().out
+    assert (
+        "3 of 3 tuned" in output and "forward bfloat16 N = 64 large beside a float32 weight: M = " in output
+    )
+    assert set(tables.table_in(gpu[0], TARGET)) == {
+        Bucket("forward", 64, "bfloat16", "large"),
+        Bucket("forward", 64, "bfloat16", "large", "float32"),
+        Bucket("forward", 64, "float32", "large"),
+    }
+
+
+def test_skip_tuned_leaves_what_is_there(gpu, capsys):
+    assert run("--op", "forward", "--size", "small") == 0
+    before = tables.table_in(gpu[0], TARGET)
+    assert run("--op", "forward", "--skip-tuned") == 0
+    assert "2 of 2 tuned" in capsys.readouterr().out
+    after = tables.table_in(gpu[0], TARGET)
+    assert before.items() < after.items()
+    assert run("--op", "forward", "--skip-tuned") == 0
+    assert "0 of 0 tuned" in capsys.readouterr().out
+
+
+def test_a_class_that_no_number_of_rows_has_is_left_out(gpu, capsys):
+    assert run("--n", "320", "--op", "forward") == 0  # as 4096 with a real GPU's sizes
+    assert "2 of 2 tuned" in capsys.readouterr().out
+    assert {bucket.size for bucket in tables.table_in(gpu[0], TARGET)} == {"few", "large"}
+    assert run("--n", "320", "--size", "small") == 0
+    assert "0 of 0 tuned" in capsys.readouterr().out
+
+
+def test_out_names_another_folder(gpu, tmp_path):
+    assert run("--op", "forward", "--out", str(tmp_path / "other")) == 0
+    assert tables.table_path(tmp_path / "other", TARGET).exists()
+    assert not gpu[0].exists()
+
+
+def test_a_bucket_with_nothing_right_fails_alone(gpu, finder, monkeypatch, capsys):
+    monkeypatch.setattr(finder, "why_wrong", lambda bucket, config: "no" if bucket.op == "forward" else None)
+    assert run("--size", "large") == 1
+    captured = capsys.readouterr()
+    assert "2 of 3 tuned" in captured.out and "none of" in captured.err
+    assert [bucket.op for bucket in tables.table_in(gpu[0], TARGET)] == ["backward", "dx"]
+
+
+def test_a_lost_context_ends_the_run(gpu, finder, monkeypatch, capsys):
+    def lost(*_):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(finder, "why_wrong", lambda *_: "no")
+    monkeypatch.setattr(finder, "synchronize", lost)
+    assert run() == 1
+    captured = capsys.readouterr()
+    assert "the CUDA context is lost: an illegal memory access" in captured.err
+    assert captured.err.count("failed: ") == 2 and "0 of 9 tuned" in captured.out
+    assert (
+        "the rest: not searched after that. To go on from there: the same command with --skip-tuned"
+        in captured.err
+    )
+
+
+def test_an_interrupted_run_says_how_to_go_on(gpu, finder, monkeypatch, capsys):
+    real = finder.tune
+
+    def interrupted(bucket, configs):
+        if bucket.size == "small":
+            raise KeyboardInterrupt
+        return real(bucket, configs)
+
+    monkeypatch.setattr(finder, "tune", interrupted)
+    assert run("--op", "forward", "--size", "large,small") == 1
+    captured = capsys.readouterr()
+    assert "1 of 2 tuned" in captured.out and len(tables.table_in(gpu[0], TARGET)) == 1
+    assert "the rest: interrupted. To go on from there: the same command with --skip-tuned" in captured.err
+
+
+def test_progress_without_tqdm(gpu, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # what `import` refuses
+    assert run("--size", "large") == 0
+    output = capsys.readouterr().out
+    assert "[0/3] 3 buckets in 1 process" in output
+    for number, op in enumerate(("forward", "backward", "dx")):
+        assert f"[{number}/3] {op} bfloat16 N = 64 large: M = 48: " in output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--n", "64,x"), "expected a whole number of at least 1, got 'x'"),
+        (("--n", "0"), "expected a whole number of at least 1, got '0'"),
+        (("--dtype", "bf16"), "expected some of bfloat16, float16, float32, got bf16"),
+        (("--op", "forward,sideways"), "expected some of forward, backward, dx, got sideways"),
+        (("--size", ""), "expected some of few, small, large, got "),
+        (("--weight", "bfloat16"), "expected some of same, float32, got bfloat16"),
+        (("--candidates", "-1"), "expected a whole number of at least 1, got '-1'"),
+    ],
+)
+def test_wrong_options(options, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        __main__.main(["tune", *options])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setenv("TILEGYM_RMSNORM_INTERPRET", "1")
+    assert __main__.main(["tune"]) == 1
+    error = capsys.readouterr().err
+    assert "tune needs a GPU that the cuTile kernels run on: " in error and "To mend it: " in error
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda patch: patch.setattr(tables, "user_folder", lambda: None), "the user's cache is off"),
+        (
+            lambda patch: patch.setattr(machine.InterpretedMachine, "target", None),
+            "does not say its version",
+        ),
+    ],
+)
+def test_no_place_or_no_version(gpu, monkeypatch, capsys, break_it, message):
+    break_it(monkeypatch)
+    assert run() == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_is_refused_before_any_work(gpu, finder, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(finder, "tune", lambda *_: pytest.fail("searched"))
+    (tmp_path / "file").write_text("")
+    assert run("--out", str(tmp_path / "file" / "folder")) == 1
+    assert "no table can be kept there: " in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_tunes_one_bucket_on_a_gpu(tmp_path, capsys, monkeypatch):
+    if reason := why_skip("cutile"):
+        pytest.skip(reason)
+    out = str(tmp_path)
+    command = [
+        "tune",
+        "--n",
+        "1024",
+        "--op",
+        "backward",
+        "--size",
+        "small",
+        "--candidates",
+        "4",
+        "--out",
+        out,
+    ]
+    assert __main__.main(command) == 0, capsys.readouterr().err
+    [path] = tmp_path.glob("*.json")
+    monkeypatch.setenv(tables.CACHE_VARIABLE, out)
+    tables.table_in.cache_clear()
+    found = machine.machine_of(torch.device("cuda", torch.cuda.current_device()))
+    [(bucket, entry)] = tables.tables_of(found.target)[path].items()
+    assert bucket == Bucket("backward", 1024, "bfloat16", "small")
+    assert len(entry.timings) == 2
+    tables.table_in.cache_clear()

@@ -1,0 +1,248 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""The backward of RMSNorm in cuTile: a dx kernel that leaves partial sums, and a dw kernel that adds them.
+
+For row i of x (M x N), in float32, with xhat = x * rstd:
+
+    dx = (dy * (weight + offset) - xhat * c) * rstd      c = mean_j(xhat * dy * (weight + offset))
+    dw = sum_i dy * xhat
+
+The kernels compute it with rstd moved to dy, six instructions an element instead of eight, two of them fused:
+
+    h = dy * rstd      g = h * (weight + offset)      c = mean_j(x * g)
+    dx = g - x * (c * rstd^2)                         dw = sum_i h * x
+
+(So g holds rstd here, and not in reference.py.) The range is narrower than the first form's: dx and dw are right where
+dy * rstd and dy * (weight + offset) times rstd and times rstd^2 are 0 or between 1.2e-38 and 3.4e38. Above that dx is
+infinite or NaN: with x of 1e-20, dy of 1 and no eps; an eps of 1e-12 allows dy * (weight + offset) of 1e26. Below it dx
+loses its second term and dw its digits: with x of 1e10 and dy of 1e-26; x of 1e9 allows dy of 1e-19.
+
+dx needs one row at a time, dw all of them. So P tile blocks walk the rows (block b takes rows b, b + P, b + 2P, ...),
+write dx, and keep the sum of *their* rows of h * x in registers. Each writes that sum once, as row b of
+`dw_partial` (P x N, float32). `sum_partials` then adds the P rows in a fixed order and rounds once. Nothing is added by
+atomics: the order of every addition follows from indices alone, so dw has the same bits on every run. (Where P is 1
+there is nothing to add: launch.py passes dw in the place of dw_partial.)
+
+How a row is held decides the kernel; rules.py says which serves which shape:
+
+    backward_rows     one row per step, gathered into register tiles
+    backward_tiles    one or several rows per step, as 2-D tiles, which TMA can load
+    backward_pipelined
+                      (pipelined.py) one row per step, which TMA brings while the one before is summed
+    backward_team    (backward_team.py) wide rows, each shared by several blocks
+    backward_split    (split.py) few rows: blocks for dx and blocks for dw side by side
+    backward_reread   (two_pass.py) dx alone, of rows that neither registers nor a team hold
+    backward_means, backward_strips
+                      (two_pass.py) wide rows that those do not serve: c first, then strips of columns
+
+Where the architecture has programmatic dependent launch (DEPENDENT), every kernel is launched while the one before it
+in the stream is still running, and begins by waiting for it: what is saved is the launch. Nothing is read before.
+
+M, offset and 1/N are run-time values; tile extents, dtypes and the switches in capitals are compiled in. Without a
+weight (HAS_WEIGHT False) or without need for dw (HAS_DW False) the arguments `weight` and `dw_partial` are
+placeholders, neither read nor written. ROUND_XHAT is casting="llama": dw then sums dy times xhat as the forward
+rounded it; dx never rounds xhat.
+"""
+
+import cuda.tile as ct
+
+from .team import sum_of_team
+from .tiles import (
+    ConstBool,
+    ConstInt,
+    column_tiles,
+    factor_of_x,
+    load_part_of_row,
+    load_row,
+    load_row_of_tiles,
+    load_rstd_tile,
+    packed_row_as_float32,
+    paired_row_as_float32,
+    products_lane_by_lane,
+    row_as_float32,
+    row_of_terms_of_dw,
+    store_part_of_row,
+    store_row,
+    store_sum_of_rows,
+    sum_of_products,
+    with_divisor,
+)
+from .weights import load_scale, load_scale_tile
+
+
+def h_and_g(tdy, trstd, tscale):
+    """dy * rstd, and that times tscale; without a weight tscale is empty."""
+    th = tuple(t * trstd for t in ct.static_iter(tdy))
+    tg = th
+    if len(tscale) > 0:
+        tg = tuple(th[k] * tscale[k] for k in ct.static_iter(range(len(th))))
+    return th, tg
+
+
+def row_gradients(
+    arrays,
+    row,
+    tcolumns,
+    inv_n,
+    offset,
+    SWITCHES,
+    *,
+    PIECES,
+    LATENCY,
+    PACKED=False,
+    TMA=False,
+    tahead=(),
+    team=(),
+):
+    """Writes dx of one row and returns its share of dw, which the compiler leaves out where nobody uses it.
+
+    In a loop the compiler moves the load of weight in front of it. PACKED keeps x and dy in their own 16 bits while
+    the products are summed. team, of a block that holds a part of the row (backward_team.py): the board, which part,
+    MEMBERS and SLOTS. TMA: x, dy and dx of a team go by it (tcolumns then serve the weight alone); tahead: the row's
+    rstd, if it is here already.
+    """
+    dx, dy, x, weight, rstd = arrays
+    EVEN, HAS_WEIGHT, ROUND_XHAT = SWITCHES
+    if len(team) > 0:
+        board, member, MEMBERS, SLOTS = team
+    if TMA:
+        tstored_x = load_part_of_row(x, row, member, tcolumns, LATENCY)
+        tstored_dy = load_part_of_row(dy, row, member, tcolumns, LATENCY)
+    else:
+        tstored_x = load_row(x, row, tcolumns, EVEN, LATENCY)
+        tstored_dy = load_row(dy, row, tcolumns, EVEN, LATENCY)
+    if len(tahead) > 0:
+        trstd = tahead[0]
+    else:
+        trstd = ct.load(rstd, row, shape=())
+
+    tscale = ()
+    if HAS_WEIGHT:
+        tscale = load_scale(weight, tcolumns, offset, EVEN)
+    if TMA and not ROUND_XHAT:  # rounding leaves no registers; by gathers the loop comes out slower
+        tx, tdy = paired_row_as_float32(tstored_x), paired_row_as_float32(tstored_dy)
+    else:
+        tx, tdy = row_as_float32(tstored_x), row_as_float32(tstored_dy)
+    th, tg = h_and_g(tdy, trstd, tscale)
+    total = sum_of_products(tx, tg, PIECES)
+    if len(team) > 0:
+        total = sum_of_team(board, row, member, total, MEMBERS, SLOTS)
+    tfactor = factor_of_x(total * inv_n, trstd)
+    if PACKED:
+        tx, tdy = packed_row_as_float32(tstored_x), packed_row_as_float32(tstored_dy)
+        th, tg = h_and_g(tdy, trstd, tscale)
+
+    tdx = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tcolumns))))
+    if TMA:
+        store_part_of_row(dx, row, member, tdx)
+    else:
+        store_row(dx, row, tcolumns, tdx, EVEN)
+    return row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
+
+
+def backward_rows(
+    dx,  # (M, N), x's dtype: written
+    dw_partial,  # (P, N), float32: written. Where P is 1 launch.py passes dw itself, of weight's dtype
+    dy,  # (M, N), any row stride
+    x,  # (M, N), any row stride
+    weight,  # (N,)
+    rstd,  # (M,), float32
+    inv_n,
+    offset,
+    WIDTH: ConstInt,
+    PIECES: ConstInt,
+    REST: ConstInt,
+    EVEN: ConstBool,
+    LATENCY: ConstInt,
+    PACKED: ConstBool,
+    DIVISOR: ConstInt,
+    HAS_WEIGHT: ConstBool,
+    HAS_DW: ConstBool,
+    ROUND_XHAT: ConstBool,
+    SHORT: ConstBool,
+    DEPENDENT: ConstBool,
+):
+    """Grid: (P,). The next kernel may be launched as soon as every block runs: its blocks wait for this one's end.
+
+    SHORT adds a way without the loop, whose pipeline takes longer to fill than one row to compute: 16x4096 in 4.1 us
+    instead of 4.8 on an H100, before backward_split took the calls of few rows that need dw.
+    """
+    dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
+    arrays = (dx, dy, x, weight, rstd)
+    SWITCHES = (EVEN, HAS_WEIGHT, ROUND_XHAT)
+    tcolumns = column_tiles(WIDTH, PIECES, REST)
+    if DEPENDENT:
+        ct.grid_dependency_control_wait()
+        ct.grid_dependency_control_launch_dependents()
+
+    if SHORT and x.shape[0] <= ct.num_blocks(0):
+        tdw = row_gradients(
+            arrays, ct.bid(0), tcolumns, inv_n, offset, SWITCHES, PIECES=PIECES, LATENCY=1, PACKED=PACKED
+        )
+        if HAS_DW:
+            store_row(dw_partial, ct.bid(0), tcolumns, tdw, EVEN)
+    else:
+        tdw = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
+        for row in range(ct.bid(0), x.shape[0], ct.num_blocks(0)):
+            tterms = row_gradients(
+                arrays, row, tcolumns, inv_n, offset, SWITCHES, PIECES=PIECES, LATENCY=LATENCY, PACKED=PACKED
+            )
+            tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(len(tcolumns))))
+        if HAS_DW:
+            store_row(dw_partial, ct.bid(0), tcolumns, tdw, EVEN)
+
+
+def backward_tiles(
+    dx,  # (M, N), x's dtype: written
+    dw_partial,  # (P, N), float32, or dw of weight's dtype where P is 1: written
+    dy,  # (M, N), any row stride
+    x,  # (M, N), any row stride
+    weight,  # (N,)
+    rstd,  # (M,), float32
+    inv_n,
+    offset,
+    ROWS: ConstInt,
+    WIDTH: ConstInt,
+    LATENCY: ConstInt,
+    TMA: ConstBool,
+    DIVISOR: ConstInt,
+    PIECES: ConstInt,
+    HAS_WEIGHT: ConstBool,
+    HAS_DW: ConstBool,
+    ROUND_XHAT: ConstBool,
+    DEPENDENT: ConstBool,
+):
+    """Grid: (P,). Rows past M and columns past N read 0, so they add 0 to every sum; they are not written.
+
+    Each row is PIECES tiles side by side, as in backward_rows: 5120 = 5 * 1024.
+
+    The next kernel is not let in early, as backward_rows does: before the loop that costs 1 to 2 %; after it 41 %,
+    since the loop's stores then have to be ordered before it (524288x64 on an H100: 76 us without, 107 with).
+    """
+    dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
+    if DEPENDENT:
+        ct.grid_dependency_control_wait()
+    tscale = ()
+    if HAS_WEIGHT:
+        tscale = tuple(
+            load_scale_tile(weight, k, WIDTH, offset, TMA, DIVISOR) for k in ct.static_iter(range(PIECES))
+        )
+
+    tdw = tuple(ct.zeros((ROWS, WIDTH), dtype=ct.float32) for k in ct.static_iter(range(PIECES)))
+    for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
+        trstd = load_rstd_tile(rstd, i, ROWS, TMA)
+        tx = load_row_of_tiles(x, i, (ROWS, WIDTH), PIECES, LATENCY, TMA, DIVISOR)
+        tdy = load_row_of_tiles(dy, i, (ROWS, WIDTH), PIECES, LATENCY, TMA, DIVISOR)
+        th, tg = h_and_g(tdy, trstd, tscale)
+        tproducts = products_lane_by_lane(tx, tg, PIECES)
+        tfactor = factor_of_x(ct.sum(tproducts, axis=1, keepdims=True) * inv_n, trstd)
+
+        for k in ct.static_iter(range(PIECES)):
+            ct.store(dx, (i, k), ct.astype(tx[k] * tfactor + tg[k], dx.dtype), allow_tma=TMA)
+        if HAS_DW:
+            tterms = row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
+            tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(PIECES)))
+
+    if HAS_DW:
+        for k in ct.static_iter(range(PIECES)):
+            store_sum_of_rows(dw_partial, (ct.bid(0), k), tdw[k])

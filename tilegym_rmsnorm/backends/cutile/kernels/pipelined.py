@@ -1,0 +1,126 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""The backward of rows that TMA brings into shared memory while the row before is summed. The mathematics is that of
+backward.py.
+
+Gathers of more than 12288 columns wait for memory at each row: tileiras 13.4 asks for a row only when the one before is
+stored. Here a warp of its own asks for it as soon as this one is in registers. Then nothing may wait for rstd either:
+each row's comes with the row before.
+
+4096x16384 in bfloat16 (cuda-tile 1.7.0, tileiras 13.4.92) takes 102.3 us on an H200 instead of 115.8, and 116.5 where
+rstd comes with its own row; 4096x18432 119.0, by teams of three blocks (backward_team.py) 132.2. On an H100 4096x16384
+takes 155.6 by 128 blocks, 141.3 by 94 of them (by gathers 144.3, where fewer blocks are slower), and 18432 columns
+with dw are faster by teams. So which kernel serves a width is for the rules and the tables to say, and how many blocks
+walk the rows (`Config.share`) for the tables. A float32 weight takes 136 to 160 bytes of stack at 16384 columns, none
+if PACKED.
+"""
+
+import cuda.tile as ct
+
+from .backward import h_and_g
+from .team import sum_of_team
+from .tiles import (
+    ConstBool,
+    ConstInt,
+    column_tiles,
+    columns_again,
+    factor_of_x,
+    load_part_of_row,
+    packed_row_as_float32,
+    paired_row_as_float32,
+    row_as_float32,
+    row_of_terms_of_dw,
+    rstd_ahead,
+    store_part_of_row,
+    store_row,
+    sum_of_products,
+    with_divisor,
+)
+from .weights import load_scale
+
+
+def add_row_by_tma(arrays, row, tdw, trstd, tcolumns, inv_n, offset, SWITCHES, LATENCY, PACKED, team=()):
+    """Writes dx of one row and returns tdw with the row's share added. rstd of the row is here already.
+
+    It is added before the products are summed: after that h would take registers that 16384 columns do not leave, 256
+    bytes of stack by 8 * 2048.
+
+    PACKED, for rows that fill the registers even so: the weight is read again at each row, and the compiler makes x
+    again from its 16 bits. bfloat16's x is widened one at a time beside a 16-bit weight: in pairs 9 * 2048 columns take
+    104 bytes of stack (so they do under casting="llama" as it is). Else they take none in pairs, 16 under
+    casting="llama", and one at a time beside a float32 weight the compiler loads over x that is still read
+    (tests/machine_code/test_pipelines_variants.py).
+
+    team, of a block that holds a part of the row, PACKED (backward_team.py): the board, which part, MEMBERS and SLOTS.
+    x is made again from its 16 bits once the team's sum is there where it would take stack as float32: by 2 * 8192
+    columns 120 bytes in float16, 88 in bfloat16 beside a float32 weight (made again 0; 16 in float16 beside a float32
+    weight, 24 and 40 in bfloat16 under casting="llama"). bfloat16 takes none beside a 16-bit weight, where 4096x32768
+    is 1 % slower with x made again.
+    """
+    dx, dy, x, weight = arrays
+    EVEN, HAS_WEIGHT, ROUND_XHAT = SWITCHES
+    member = 0
+    if len(team) > 0:
+        board, member, MEMBERS, SLOTS = team
+    tstored_x = load_part_of_row(x, row, member, tcolumns, LATENCY)
+    tstored_dy = load_part_of_row(dy, row, member, tcolumns, LATENCY)
+    tscale = ()
+    if HAS_WEIGHT:
+        tweight_columns = tcolumns
+        if PACKED:
+            tweight_columns = columns_again(tcolumns, row)
+        tscale = load_scale(weight, tweight_columns, offset, EVEN)
+    tx, tdy = paired_row_as_float32(tstored_x), paired_row_as_float32(tstored_dy)
+    if PACKED and len(team) == 0 and HAS_WEIGHT and weight.dtype != ct.float32:
+        tx = row_as_float32(tstored_x)
+    th, tg = h_and_g(tdy, trstd, tscale)
+    tterms = row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
+    tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(len(tcolumns))))
+
+    total = sum_of_products(tx, tg, len(tcolumns))
+    if len(team) > 0:
+        total = sum_of_team(board, row, member, total, MEMBERS, SLOTS)
+        if x.dtype == ct.float16 or HAS_WEIGHT and weight.dtype == ct.float32:
+            tx = packed_row_as_float32(tstored_x)
+    tfactor = factor_of_x(total * inv_n, trstd)
+    tdx = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tcolumns))))
+    store_part_of_row(dx, row, member, tdx)
+    return tdw
+
+
+def backward_pipelined(
+    dx,  # (M, N), x's dtype: written
+    dw_partial,  # (P, N), float32, or dw of weight's dtype where P is 1: written
+    dy,  # (M, N), any row stride
+    x,  # (M, N), any row stride
+    weight,  # (N,)
+    rstd,  # (M,), float32
+    inv_n,
+    offset,
+    WIDTH: ConstInt,
+    PIECES: ConstInt,
+    EVEN: ConstBool,
+    LATENCY: ConstInt,
+    PACKED: ConstBool,
+    DIVISOR: ConstInt,
+    HAS_WEIGHT: ConstBool,
+    HAS_DW: ConstBool,
+    ROUND_XHAT: ConstBool,
+    DEPENDENT: ConstBool,
+):
+    """Grid: (P,). The next kernel is let in early, as backward_rows does."""
+    dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
+    if DEPENDENT:
+        ct.grid_dependency_control_wait()
+        ct.grid_dependency_control_launch_dependents()
+    arrays = (dx, dy, x, weight)
+    SWITCHES = (EVEN, HAS_WEIGHT, ROUND_XHAT)
+    tcolumns = column_tiles(WIDTH, PIECES, 0)
+    tdw = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
+    trstd = rstd_ahead(rstd, ct.bid(0))
+    for row in range(ct.bid(0), x.shape[0], ct.num_blocks(0)):
+        tnext = rstd_ahead(rstd, row + ct.num_blocks(0))
+        tdw = add_row_by_tma(arrays, row, tdw, trstd, tcolumns, inv_n, offset, SWITCHES, LATENCY, PACKED)
+        trstd = tnext
+    if HAS_DW:
+        store_row(dw_partial, ct.bid(0), tcolumns, tdw, EVEN)

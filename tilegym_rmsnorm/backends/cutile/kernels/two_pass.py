@@ -1,0 +1,85 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""The backward of rows too wide for registers, beside backward_split. The mathematics is that of backward.py.
+
+    backward_reread   dx alone: a row per block, summed chunk by chunk for c, then read again, from L2 mostly
+    backward_means    dx and dw by two passes over x and dy, 10 bytes an element in bfloat16 instead of 6: c of every
+    backward_strips   row, then strips of columns
+
+The passes serve where a tuned table says so, beyond 131072 columns, in rows that are not aligned (rules.py), and on
+other architectures than sm_90, for which nobody has timed teams or backward_split on wide rows.
+"""
+
+import cuda.tile as ct
+
+from .reread import mean_by_chunks
+from .tiles import (
+    ZERO,
+    ConstBool,
+    ConstInt,
+    factor_of_x,
+    load_gradient_tiles,
+    store_sum_of_rows,
+    terms_of_dw,
+    with_divisor,
+)
+from .weights import load_scale_tile
+
+
+def backward_means(
+    c,  # (M,), float32: written
+    dy,  # (M, N), any row stride
+    x,  # (M, N), any row stride
+    weight,  # (N,)
+    rstd,  # (M,), float32
+    inv_n,
+    offset,
+    WIDTH: ConstInt,
+    LATENCY: ConstInt,
+    TMA: ConstBool,
+    DIVISOR: ConstInt,
+    DEPENDENT: ConstBool,
+):
+    """Grid: (M,). c = mean_j(x * g), the one number per row that dx needs from the whole row."""
+    dy, x, weight = with_divisor((dy, x, weight), DIVISOR)
+    i = ct.bid(0)
+    if DEPENDENT:
+        ct.grid_dependency_control_wait()
+    tc, _ = mean_by_chunks(x, dy, weight, rstd, i, inv_n, offset, WIDTH, LATENCY, TMA, DIVISOR, True)
+    ct.scatter(c, i, tc)
+
+
+def backward_strips(
+    dx,  # (M, N), x's dtype: written
+    dw_partial,  # (P, N), float32, or dw of weight's dtype where P is 1: written
+    dy,  # (M, N), any row stride
+    x,  # (M, N), any row stride
+    weight,  # (N,)
+    rstd,  # (M,), float32
+    c,  # (M,), float32, from backward_means
+    offset,
+    ROWS: ConstInt,
+    WIDTH: ConstInt,
+    LATENCY: ConstInt,
+    TMA: ConstBool,
+    DIVISOR: ConstInt,
+    ROUND_XHAT: ConstBool,
+    DEPENDENT: ConstBool,
+):
+    """Grid: (P, cdiv(N, WIDTH)). Block (b, j) walks row tiles b, b + P, ... of column strip j."""
+    dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
+    j = ct.bid(1)
+    if DEPENDENT:
+        ct.grid_dependency_control_wait()
+    tscale = load_scale_tile(weight, j, WIDTH, offset, TMA, DIVISOR)
+
+    tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
+    for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
+        tx, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, j), (ROWS, WIDTH), LATENCY, TMA, DIVISOR)
+        tc = ct.reshape(ct.load(c, (i,), (ROWS,), padding_mode=ZERO, allow_tma=TMA), (ROWS, 1))
+        th = tdy * trstd
+        tdx = tx * factor_of_x(tc, trstd) + th * tscale
+        ct.store(dx, (i, j), ct.astype(tdx, dx.dtype), allow_tma=TMA)
+        tdw = tdw + terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
+
+    store_sum_of_rows(dw_partial, (ct.bid(0), j), tdw)

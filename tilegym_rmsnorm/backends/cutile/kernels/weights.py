@@ -1,0 +1,77 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""How the weight comes to the tiles that it multiplies (tiles.py), and when: with x, or behind a reduction of x."""
+
+import cuda.tile as ct
+
+from .tiles import ZERO, as_float32, has_aligned_rows, hidden_zero, words_of
+
+
+def weight_tile(weight, tcolumns, k, EVEN):
+    """Tile k of the weight of a row, in its dtype; lanes past N hold 0."""
+    is_bounded = not EVEN and k == len(tcolumns) - 1
+    return ct.gather(weight, tcolumns[k], check_bounds=is_bounded, padding_value=0)
+
+
+def load_weight(weight, tcolumns, EVEN):
+    """The weight of a row, as tiles of its dtype."""
+    return tuple(weight_tile(weight, tcolumns, k, EVEN) for k in ct.static_iter(range(len(tcolumns))))
+
+
+def scale_of(tweight, offset):
+    """weight + offset, as float32 tiles; lanes past N hold `offset`, and meet only zeros."""
+    return tuple(as_float32(t) + offset for t in ct.static_iter(tweight))
+
+
+def load_scale(weight, tcolumns, offset, EVEN):
+    """weight + offset of a row, as float32 tiles: each is loaded, then widened, since the compiler keeps to the order
+    in which they are written, and another gives other machine code."""
+    return tuple(
+        as_float32(weight_tile(weight, tcolumns, k, EVEN)) + offset
+        for k in ct.static_iter(range(len(tcolumns)))
+    )
+
+
+def awaited_together(tiles, others, ALIGNED):
+    """The same tiles, in a form that the compiler can do nothing with before the others are there: it asks for both at
+    once. Otherwise it asks for the others where they are needed, behind a reduction of the tiles.
+
+    tiles, others: 1-D, of one dtype. ALIGNED: 16 bytes are loaded at once, so two elements of 16 bits lie in one
+    register. Else they would be put together first (4090 bfloat16 columns: 736 instructions, 408 one at a time).
+    """
+    zero = hidden_zero()
+    return tuple(awaited_with(tiles[k], others[k], zero, ALIGNED) for k in ct.static_iter(range(len(tiles))))
+
+
+def awaited_with(tile, other, zero, ALIGNED):
+    """One tile of `awaited_together`: its bits, XOR those of the other one that a zero leaves."""
+    if ALIGNED:
+        tbits = words_of(tile) ^ (words_of(other) & zero)
+        return ct.unpack_from_bytes(ct.pack_to_bytes(tbits), tile.dtype)
+    tbits = bits_of(tile)
+    return ct.bitcast(tbits ^ (bits_of(other) & ct.astype(zero, tbits.dtype)), tile.dtype)
+
+
+def bits_of(tile):
+    """The bits of each element of a tile as an integer."""
+    return ct.bitcast(tile, ct.int32 if tile.dtype == ct.float32 else ct.int16)
+
+
+def load_scale_tile(weight, j, WIDTH, offset, TMA, DIVISOR):
+    """Tile j of weight + offset, shape (1, WIDTH), as float32; how, `load_tile` says."""
+    if has_aligned_rows(weight, DIVISOR):
+        tscale = as_float32(ct.load(weight, (j,), (WIDTH,), padding_mode=ZERO, allow_tma=TMA)) + offset
+    else:
+        tcolumns = j * WIDTH + ct.arange(WIDTH, dtype=ct.int32)
+        (tscale,) = load_scale(weight, (tcolumns,), offset, False)
+    return ct.reshape(tscale, (1, WIDTH))
+
+
+def gather_scale_tile(weight, ROWS, tcolumns, offset, EVEN):
+    """weight + offset in these columns, as float32 (ROWS, columns), once a row: a thread asks for what it multiplies.
+
+    Asked for once, as (1, columns), the tile goes through shared memory to where it is needed, behind a barrier. A
+    weight of another width than x does so anyhow, and its loads come behind the sum if asked for like this.
+    """
+    index = ct.broadcast_to(tcolumns[None, :], (ROWS, tcolumns.shape[0]))
+    return as_float32(ct.gather(weight, index, check_bounds=not EVEN, padding_value=0)) + offset

@@ -1,0 +1,143 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""Where kernels run: a CUDA device, or, for CPU tensors, the interpreter. launch.py does not know which."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from tilegym_rmsnorm.backends.cutile import interpreter
+from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
+from tilegym_rmsnorm.backends.cutile.plans.rules import uses_dependent_launch
+from tilegym_rmsnorm.backends.cutile.plans.tables import Target
+from tilegym_rmsnorm.backends.cutile.plans.wide import MOST_MEMBERS
+from tilegym_rmsnorm.backends.cutile.runtime import disk_cache, toolchain
+
+LAUNCHES_AT_ONCE = 8  # that teams of blocks are safe in, even where an SM holds one block (team.py)
+
+Launch = Callable[[tuple[int, ...], tuple[Any, ...]], None]  # (grid, arguments)
+
+# What torch.compile's own code allocates with, since torch.empty takes 2 us more. On the current device only.
+_empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+class Machine(Protocol):
+    """What is asked of a device: by launch.py and boards.py, which launch; by select.py, which chooses configs; by
+    those that search them (workers.py, search.py, and tune.py); and by warm.py.
+
+    target: the GPU and the toolkit, by which tables of tuned configs are found; None where none apply.
+    most_members: of how many blocks a team may be: they wait for each other, so all must find room (team.py).
+    dependent_launch: kernels are launched while the one before is still running, and wait for it themselves.
+    no_weight, no_dw_partial: arguments for arrays that a kernel is compiled not to touch, since an argument cannot be
+    None.
+    """
+
+    target: Target | None
+    architecture: int
+    sm_count: int
+    most_members: int
+    dependent_launch: bool
+    no_weight: Tensor
+    no_dw_partial: Tensor
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
+
+    def bind(self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]) -> Launch: ...
+
+
+class GpuMachine:
+    """One CUDA device. Launches go to that device, whichever is current, and to its current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        disk_cache.turn_off_where_it_fails()
+        properties = torch.cuda.get_device_properties(device)
+        self.device = device
+        self.index = torch.cuda.current_device() if device.index is None else device.index
+        self.architecture = properties.major * 10 + properties.minor
+        self.target = toolchain.target_of(properties.name, self.architecture)
+        self.sm_count = properties.multi_processor_count
+        # 1 on a slice of few SMs: with 0 the tables would serve it nothing, for a config without a team has one member
+        self.most_members = max(1, self.sm_count // LAUNCHES_AT_ONCE)
+        self.dependent_launch = uses_dependent_launch(self.architecture)
+        self.no_weight, self.no_dw_partial = torch.empty(2, 64, device=device).unbind()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if _empty_strided_cuda is None or torch._C._cuda_getDevice() != self.index:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        return _empty_strided_cuda(shape, (shape[1], 1) if len(shape) == 2 else (1,), dtype)
+
+    def bind(self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]) -> Launch:
+        index, kernel = self.index, compiled(function, config.warps, config.occupancy)
+        # The raw handle: torch.cuda.current_stream builds an object for 4 us.
+        current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+
+        dependent = self.dependent_launch
+
+        def launch(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+            if current_device() != index:
+                with torch.cuda.device(index):
+                    launch(grid, arguments)
+                return
+            ct.launch(
+                current_stream(index),
+                grid,
+                kernel,
+                arguments + constants,
+                programmatic_dependent_launch=dependent,
+            )
+
+        return launch
+
+
+class InterpretedMachine:
+    """CPU tensors. Few SMs, so that small inputs already give every block several rows; every array is tracked."""
+
+    target = None
+    architecture = 90
+    sm_count = 3
+    most_members = MOST_MEMBERS  # blocks that wait let others run
+    dependent_launch = True
+
+    def __init__(self) -> None:
+        self.no_weight, self.no_dw_partial = torch.empty(2, 64, device="cpu").unbind()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        with _default_device_cpu():
+            return interpreter.empty(shape, dtype)
+
+    def bind(self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]) -> Launch:
+        def launch(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+            with _default_device_cpu():
+                interpreter.launch(function, grid, arguments + constants, dependent=True)
+
+        return launch
+
+
+def _default_device_cpu() -> contextlib.AbstractContextManager[Any]:
+    """What the interpreter makes lies on the CPU, where its arrays do. As a mode of PyTorch's this slows every
+    operation down, so only where it is needed."""
+    try:
+        is_cpu = torch.get_default_device().type == "cpu"
+    except AttributeError:  # torch 2.9, once set_default_device(None) was called
+        is_cpu = True
+    return contextlib.nullcontext() if is_cpu else torch.device("cpu")
+
+
+@functools.cache
+def machine_of(device: torch.device) -> Machine:
+    """The machine that runs tensors of `device`."""
+    return GpuMachine(device) if device.type == "cuda" else InterpretedMachine()
+
+
+@functools.cache
+def compiled(function: Callable[..., None], warps: int, occupancy: int) -> ct.kernel:
+    """`function` with these hints. Every kernel object has a JIT cache of its own, so there is one for each set of
+    hints."""
+    return ct.kernel(function, num_worker_warps=warps, occupancy=occupancy)

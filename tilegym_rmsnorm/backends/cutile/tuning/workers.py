@@ -1,0 +1,125 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""Searches in several processes, which compile side by side and take turns on the GPU.
+
+cuda-tile compiles under a lock of its process, so threads would not do.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import NamedTuple
+
+import torch
+
+from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, Bucket
+from tilegym_rmsnorm.backends.cutile.plans.select import chosen_config
+from tilegym_rmsnorm.backends.cutile.plans.tables import Entry, shipped_for
+from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
+from tilegym_rmsnorm.backends.cutile.tuning import candidates, search
+
+MOST_PROCESSES = 16
+# Of GPU memory: the context, inputs that overflow the L2, a graph's outputs. 6.8 GiB were seen, of 60 configs at 64 MB
+# of x; 256 MB add three quarters of a GiB of inputs.
+BYTES_PER_PROCESS = 8 * 2**30
+
+
+class DiedError(RuntimeError):
+    """A process of the search is gone, and with it the others."""
+
+
+class Found(NamedTuple):
+    """What a search of a bucket came to. entry: None where it failed, for the reason `failure`; lines: what it told on
+    the way; lost: the process's CUDA context is lost, by a kernel that broke it."""
+
+    bucket: Bucket
+    entry: Entry | None
+    lines: tuple[str, ...] = ()
+    failure: str = ""
+    lost: bool = False
+
+
+def count_processes(device: torch.device, buckets: int) -> int:
+    """How many processes this machine has cores and GPU memory for; no more than there are buckets."""
+    cores = (os.cpu_count() or 2) - 1
+    free = torch.cuda.mem_get_info(device)[0] // BYTES_PER_PROCESS
+    return max(1, min(MOST_PROCESSES, cores, free, buckets))
+
+
+_searching: search.Search  # of this process
+_lines: list[str] = []
+
+
+def start(device: torch.device, turn: search.Turn) -> None:
+    """Make this process ready to search."""
+    global _searching
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    _searching = search.Search(machine_of(device), device, _lines.append, turn)
+
+
+def search_all(
+    buckets: list[Bucket],
+    device: torch.device,
+    most: int,
+    processes: int,
+    start: Callable[[torch.device, search.Turn], None] = start,
+) -> Iterator[Found]:
+    """The searches of all buckets over at most `most` candidates each, as they end. A lost context ends them: the
+    last one has it. With one process it is this one; others end with the generator, whatever they do."""
+    if processes == 1:
+        start(device, search.ALONE)
+        for bucket in buckets:
+            yield (found := _search(bucket, most))
+            if found.lost:
+                return
+        return
+
+    # A fork of a process that has used CUDA cannot use its libraries.
+    spawn = multiprocessing.get_context("spawn")
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(processes, spawn, initializer=start, initargs=(device, spawn.Lock()))
+    own = set()
+    try:
+        futures = [pool.submit(_search, bucket, most) for bucket in buckets]
+        own = set(multiprocessing.active_children()) - others
+        for future in as_completed(futures):
+            yield (found := future.result())
+            if found.lost:
+                return
+    except BrokenProcessPool:
+        raise DiedError("a process died, of a crash or for want of memory") from None
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in own:
+            process.terminate()
+
+
+def _search(bucket: Bucket, most: int) -> Found:
+    """One bucket's search in this process."""
+    _lines.clear()
+    itemsize, machine = ITEMSIZE[bucket.dtype], _searching.machine
+    dtype, weight_dtype = getattr(torch, bucket.dtype), search.weight_dtype_of(bucket)
+    serving = chosen_config(bucket.op, machine, bucket.n, dtype, bucket.size, weight_dtype)
+    known = [serving, *shipped_for(bucket)]
+    configs = candidates.candidates(bucket, itemsize, machine.architecture, most, machine.most_members, known)
+    try:
+        entry = _searching.tune(bucket, configs)
+    # nothing right, no memory, a kernel that broke the context, or one that the compiler fails at
+    except Exception as error:
+        failure, lost = f"{bucket}: {error}", _why_lost()
+        return Found(bucket, None, tuple(_lines), f"{failure}; {lost}" if lost else failure, bool(lost))
+    return Found(bucket, entry, tuple(_lines))
+
+
+def _why_lost() -> str:
+    """Why nothing more can run in this process, after a kernel that broke its CUDA context; empty if it can."""
+    try:
+        _searching.synchronize()
+    except RuntimeError as error:
+        return f"the CUDA context is lost: {error}"
+    return ""
