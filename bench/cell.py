@@ -166,10 +166,10 @@ def _fastest(providers: list[Provider], device: dict[str, Timing]) -> Provider |
 
 
 def _settings(provider: Provider | None, op: str) -> str | None:
-    """Of a peer with several the fastest, of cutile the config that served."""
+    """Of a peer with several the fastest, of cutile the kernel that served and its own."""
     if provider is None:
         return None
-    return provider.settings or (provider.config_of and provider.config_of(op)) or None
+    return provider.settings or (provider.served_by and provider.served_by(op)) or None
 
 
 def failed_record(op: str, shape: Shape, dtype: str, provider: str, error: str) -> Record:

@@ -36,6 +36,7 @@ from bench.provenance import ROOT, choose_tables, describe_run, one_line
 from tilegym_rmsnorm import fastpath, registry, rms_norm, rms_norm_forward
 from tilegym_rmsnorm.commands.options import positive
 from tilegym_rmsnorm.measure.timer import host_sampler, wall_sampler
+from tilegym_rmsnorm.spec import Spec
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 EPS = 1e-6
@@ -136,16 +137,16 @@ def print_slices(size: tuple[int, int], request: registry.Request, arguments: ar
     n, device, dtype = size[1], request.device, request.dtype
     x, dy = (torch.randn(size, dtype=dtype, device=device) for _ in range(2))
     weight = torch.ones(n, dtype=dtype, device=device)
-    options = ((n,), weight, EPS, 0.0, "once", arguments.backend)
+    spec, options = Spec(n, EPS, 0.0, "once"), ((n,), weight, EPS, 0.0, "once", arguments.backend)
     rms_norm(x.clone().requires_grad_(), *options[:3], backend=arguments.backend)
     _, rstd = rms_norm_forward(x, weight, EPS, backend=arguments.backend)
     forward, backward = (registry.dispatch(op, request, arguments.backend) for op in registry.OPS)
 
     def run_forward():
-        return forward(x, weight, None, EPS, 0.0, "once")
+        return forward(spec, (x, weight, None))
 
     def run_backward():
-        return backward(x, dy, weight, rstd, 0.0, "once", True)
+        return backward(spec, (x, dy, weight, rstd), True)
 
     slices = {
         "find a known call": lambda: fastpath.find(x, *options),

@@ -5,7 +5,7 @@
 
 op, rows, cols, dtype, provider     what
 settings, tried_us                  of a peer that has several: the fastest, and of each the time or why it has none; of
-                                    cutile the config that served
+                                    cutile the kernel that served, and its own
 us, us_p10, us_p90, samples         device microseconds per call: median, spread, number of samples
 gb_per_s, copy_fraction             compulsory bytes over that time, and its share of the same run's copy ceiling
 host_us                             host microseconds per eager call; of "both" by autograd

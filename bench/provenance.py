@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 import tilegym_rmsnorm
-from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.runtime.toolchain import dotted, find_tileiras, package_version
+from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE, user_folder
 from tilegym_rmsnorm.commands.installation import driver_gpus
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,7 +55,7 @@ def describe_run() -> dict[str, Any]:
         "commit": commit,
         "dirty": is_dirty,
         "sources": hash_sources(),
-        "user_tables": None if (folder := tables.user_folder()) is None else str(folder),
+        "user_tables": None if (folder := user_folder()) is None else str(folder),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 
@@ -72,17 +72,17 @@ def describe_commit() -> tuple[str, bool | None]:
 
 
 def choose_tables(folder: Path | None = None) -> None:
-    """Lets the user's tables in this folder, or in TILEGYM_RMSNORM_CACHE_DIR, choose cutile's configs before those that
+    """Lets the user's tables in this folder, or in TILEGYM_RMSNORM_CACHE_DIR, choose cutile's kernels before those that
     ship. Without either none do: what somebody tuned on a machine once is not what this package is.
 
     Of this process and those that it starts, which have another working directory. To be called before any kernel.
     """
     if folder is not None:
-        os.environ[tables.CACHE_VARIABLE] = str(folder)
-    if tables.CACHE_VARIABLE not in os.environ or (chosen := tables.user_folder()) is None:
-        os.environ[tables.CACHE_VARIABLE] = "off"
+        os.environ[CACHE_VARIABLE] = str(folder)
+    if CACHE_VARIABLE not in os.environ or (chosen := user_folder()) is None:
+        os.environ[CACHE_VARIABLE] = "off"
     else:
-        os.environ[tables.CACHE_VARIABLE] = str(chosen.resolve())
+        os.environ[CACHE_VARIABLE] = str(chosen.resolve())
 
 
 def hash_sources(package: Path | None = None) -> str:

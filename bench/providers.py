@@ -15,12 +15,10 @@ Both are timed with programmatic dependent launch too, which cutile has, where t
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,10 +26,8 @@ from torch.nn import functional as F
 
 import tilegym_rmsnorm as tr
 from bench.shapes import OPS, Shape
-from tilegym_rmsnorm import registry
-
-if TYPE_CHECKING:
-    from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
+from tilegym_rmsnorm import policy, registry
+from tilegym_rmsnorm.spec import Spec
 
 EPS = 1e-6
 BACKENDS = ("cutile", "triton", "inductor", "torch")
@@ -64,7 +60,7 @@ class Provider:
     backward_dx: BackwardDx | None = None  # None where nothing is saved by a frozen weight
     settings: str = ""  # of a peer that is measured with several, the fastest of which counts
     overwrites_dy: bool = False  # the backward returns dx in dy's memory
-    config_of: Callable[[str], str] | None = None  # of cutile: what its tables or rules chose for an op
+    served_by: Callable[[str], str] | None = None  # of cutile: the kernel that is selected for an op
 
     @property
     def label(self) -> str:
@@ -97,7 +93,7 @@ def make_provider(name: str, shape: Shape, dtype: torch.dtype, device: torch.dev
             lambda x, dy, weight, rstd: tr.rms_norm_backward(x, dy, weight, rstd, backend=name),
             lambda x, weight: tr.rms_norm(x, weight.shape, weight, EPS, backend=name),
             backward_dx=functools.partial(_backward_dx, name) if name in KERNELS else None,
-            config_of=functools.partial(_config_of, shape, dtype, device) if name == "cutile" else None,
+            served_by=functools.partial(_served_by, shape, dtype, device) if name == "cutile" else None,
         )
     if name == ROW_PARTIALS:
         return Provider(
@@ -151,36 +147,29 @@ def _backward_dx(backend: str, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tens
     # What autograd does for a frozen weight; no public op of gradients takes that wish.
     request = registry.Request(x.device, x.dtype, weight.dtype, "once", False)
     backward = registry.dispatch("rms_norm_backward", request, backend)
-    dx, _ = backward(x, dy, weight, rstd, 0.0, "once", False)
+    dx, _ = backward(Spec(x.shape[1], EPS, 0.0, "once"), (x, dy, weight, rstd), False)
     return dx
 
 
-def _config_of(shape: Shape, dtype: torch.dtype, device: torch.device, op: str) -> str:
-    """The config that serves an op, as launch.py asks for it; of both ops both."""
-    from tilegym_rmsnorm.backends.cutile.plans import select, sizes
-    from tilegym_rmsnorm.backends.cutile.runtime import machine
+def _served_by(shape: Shape, dtype: torch.dtype, device: torch.device, op: str) -> str:
+    """The kernel that does the work of an op and its settings, as launch.py asks for them; of both ops both."""
+    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.plans.problem import Policy, Problem
+    from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
+    from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
-    found = [
-        select.chosen_config(each, machine.machine_of(device), shape[1], dtype, sizes.size_class(*shape))
-        for each in (("forward", "backward") if op == "both" else (op,))
-    ]
-    return "; ".join(map(_config_text, found))
-
-
-def _config_text(config: Config) -> str:
-    """The kernel and the fields that are not its defaults."""
-    fields = [each for each in dataclasses.fields(config) if each.name not in ("kernel", "reason", "spills")]
-    values = {each.name: (getattr(config, each.name), each.default) for each in fields}
-    return " ".join(
-        [config.kernel, *(f"{name}={value}" for name, (value, usual) in values.items() if value != usual)]
-    )
+    name, facts = launch.NAMES[dtype], machine_of(device).facts
+    kind = name, name, size_class(*shape), facts, "once", Policy(policy.teams())
+    asked = [Problem(each, shape[1], *kind) for each in (("forward", "backward") if op == "both" else (op,))]
+    return "; ".join(str(launch.plan_for(problem).first) for problem in asked)
 
 
 def _row_partials_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    # No public argument chooses the plan, so this goes below the public ops; see launch.py.
+    # No public argument asks for such a plan, so this goes below the public ops; see launch.py.
     from tilegym_rmsnorm.backends.cutile import launch
 
-    return launch.rms_norm_backward(x, dy, weight, rstd, 0.0, "once", True, plan="row_partials")
+    spec = Spec(x.shape[1], EPS, 0.0, "once")
+    return launch.rms_norm_backward(spec, (x, dy, weight, rstd), True, partials="own")
 
 
 def _aten_forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

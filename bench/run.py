@@ -78,20 +78,33 @@ def main(argv: list[str] | None = None) -> int:
     if has_inductor:  # what was not compiled ahead
         inductor.time_by_device()
     bench = Bench(here, ops, device)
-    is_good = True
+    ceiling = bench.copy_bytes_per_second
+    heading = {
+        **origin,
+        "copy_gb_per_s": None if ceiling is None else round(ceiling / 1e9, 1),
+        "note": None if has_gpu else report.CPU_NOTE,
+        "is_grid": arguments.grid,
+        "inductor_timer": has_inductor,
+        "unavailable": unavailable,
+    }
+    return 0 if measure_dtypes(arguments, bench, heading, shapes, apart, folder) else 1
+
+
+def measure_dtypes(
+    arguments: argparse.Namespace,
+    bench: Bench,
+    heading: dict[str, Any],
+    shapes: tuple[Shape, ...],
+    apart: list[str],
+    folder: Path,
+) -> bool:
+    """Measures and keeps a result of each dtype; whether every backend measured is right. apart: the providers that are
+    measured in processes of their own."""
+    here, ops, is_good = bench.providers, bench.ops, True
     loss: Loss | None = None  # of this process, in which nothing runs behind it
     for dtype in arguments.dtype:
-        ceiling = bench.copy_bytes_per_second
-        result = {
-            **origin,
-            "copy_gb_per_s": None if ceiling is None else round(ceiling / 1e9, 1),
-            "note": None if has_gpu else report.CPU_NOTE,
-            "is_grid": arguments.grid,
-            "inductor_timer": has_inductor,
-            "unavailable": unavailable,
-            "records": [],
-        }
-        path = folder / f"{origin['date'][:10]}-{dtype}{'-grid' if arguments.grid else ''}.json"
+        result = {**heading, "records": []}
+        path = folder / f"{heading['date'][:10]}-{dtype}{'-grid' if arguments.grid else ''}.json"
         if loss is not None:
             groups = [(here, shapes)]
         elif loss := measure_all(bench, shapes, dtype, result, path):
@@ -100,18 +113,20 @@ def main(argv: list[str] | None = None) -> int:
             groups = []
         if loss is not None and arguments.part:
             report.write_json(result | {"lost": loss}, path)
-            return 1
+            return False
         groups += [((name,), shapes) for name in apart]
         measure_others(groups, here, ops, dtype, result)
         if not any(record["us"] is not None for record in result["records"]):
-            print(f"nothing was measured: {why_nothing(result, providers, ops)}", file=sys.stderr)
+            print(f"nothing was measured: {why_nothing(result, (*here, *apart), ops)}", file=sys.stderr)
             is_good = False
         if result["records"]:
             is_good &= publish(result, path)
         elif arguments.part:  # whoever asked for it is to know why
-            result["unavailable"] = unavailable | {name: lack(name, ops) for name in providers}
+            result["unavailable"] = heading["unavailable"] | {
+                name: lack(name, ops) for name in (*here, *apart)
+            }
             report.write_json(result, path)
-    return 0 if is_good else 1
+    return is_good
 
 
 def publish(result: dict[str, Any], path: Path) -> bool:
@@ -185,7 +200,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--tables",
         type=tables_folder,
         metavar="FOLDER",
-        help="of tuned configs, which count before those that ship; default: TILEGYM_RMSNORM_CACHE_DIR, or none",
+        help="of tuned settings, which count before those that ship; default: TILEGYM_RMSNORM_CACHE_DIR, or none",
     )
     parser.add_argument("--quick", action="store_true", help="a few shapes only")
     # Of processes.py: a lost CUDA context ends the run, whose result says so.

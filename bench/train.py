@@ -214,10 +214,7 @@ def steps_of(setup: Setup) -> Callable[[str], int]:
     return parse
 
 
-def main(argv: list[str] | None = None) -> int:
-    """0 if every curve agrees with the baseline's; 1 otherwise."""
-    has_gpu = torch.cuda.is_available()
-    setup = Setup() if has_gpu else CPU_SETUP
+def make_parser(setup: Setup) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.train", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--backend", type=options.some_of(NAMES), default=("cutile", "baseline"), help=", ".join(NAMES)
@@ -236,6 +233,14 @@ def main(argv: list[str] | None = None) -> int:
         metavar="JSON",
         help="measure nothing: put a result into README.md",
     )
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 if every curve agrees with the baseline's; 1 otherwise."""
+    has_gpu = torch.cuda.is_available()
+    setup = Setup() if has_gpu else CPU_SETUP
+    parser = make_parser(setup)
     arguments = parser.parse_args(argv)
     if arguments.readme:
         result = json.loads(arguments.readme.read_text())

@@ -44,27 +44,29 @@ def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
     memory[:] = values.flatten().tolist()
 
 
-def rms_norm_forward(x, weight, bias, eps, offset, casting):
-    assert bias is None and casting == "once", "this backend knows no other"
+def rms_norm_forward(spec, tensors):
+    x, weight, bias = tensors
+    assert bias is None and spec.casting == "once", "this backend knows no other"
     calls.append("rms_norm_forward")
     m, n = x.shape
     y, rstd = torch.empty((m, n), dtype=torch.float32), torch.empty((m,), dtype=torch.float32)
     tx = torch.tensor(array(x, m, n, x.stride(0)))
-    tscale = 1.0 if weight is None else torch.tensor(array(weight, 1, n, n)[0]) + offset
-    trstd = torch.rsqrt(tx.square().mean(dim=1) + eps)
+    tscale = 1.0 if weight is None else torch.tensor(array(weight, 1, n, n)[0]) + spec.offset
+    trstd = torch.rsqrt(tx.square().mean(dim=1) + spec.eps)
     _write(rstd, trstd)
     _write(y, tx * trstd[:, None] * tscale)
     return y, rstd
 
 
-def rms_norm_backward(x, dy, weight, rstd, offset, casting, needs_dw):
+def rms_norm_backward(spec, tensors, needs_dw):
+    x, dy, weight, rstd = tensors
     calls.append("rms_norm_backward")
     m, n = x.shape
     dx = torch.empty((m, n), dtype=torch.float32)
     dw = torch.empty((n,), dtype=torch.float32) if needs_dw and weight is not None else None
     tx, tdy = (torch.tensor(array(each, m, n, each.stride(0))) for each in (x, dy))
     trstd = torch.tensor(array(rstd, 1, m, m)[0])[:, None]
-    tscale = 1.0 if weight is None else torch.tensor(array(weight, 1, n, n)[0]) + offset
+    tscale = 1.0 if weight is None else torch.tensor(array(weight, 1, n, n)[0]) + spec.offset
     txhat, tg = tx * trstd, tdy * tscale
     _write(dx, (tg - txhat * (txhat * tg).mean(dim=1, keepdim=True)) * trstd)
     if dw is not None:

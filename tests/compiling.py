@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import cuda.tile as ct
 import helpers
+import planning
 import pytest
 import torch
 from cuda.tile.compilation import (
@@ -30,8 +31,10 @@ from cuda.tile.compilation import (
 )
 
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
-from tilegym_rmsnorm.backends.cutile.plans.rules import uses_dependent_launch
+from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
+from tilegym_rmsnorm.backends.cutile.plans.problem import Device
+from tilegym_rmsnorm.backends.cutile.plans.select import Choice
+from tilegym_rmsnorm.backends.cutile.plans.variants import Variant
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
 from tilegym_rmsnorm.backends.cutile.runtime.machine import compiled
 
@@ -46,13 +49,15 @@ WIDEST = 50000  # columns of a sweep; test_compile_hopper.py has wider backwards
 
 class Compiled(NamedTuple):
     """What the compiler made of one kernel. registers: of a thread as it starts; stack: bytes a thread, above 0
-    registers spill to local memory; lacking: registers that a block's warps ask for and that it does not have."""
+    registers spill to local memory; lacking: registers that a block's warps ask for and that it does not have; spills:
+    what the record that chose it says of that."""
 
     name: str
-    config: Config
+    variant: Variant
     registers: int
     stack: int
     lacking: int
+    spills: str = ""
 
 
 # What this process compiled, each with its cubin: tests share many kernels. The function itself is in the key, since
@@ -61,12 +66,12 @@ _KNOWN: dict[tuple[int, Callable[..., None], str, int, int], tuple[Compiled, byt
 
 
 def sampled(cases: Iterable[tuple[Any, ...]], step: int = 1) -> list[tuple[Any, ...]]:
-    """Of these cases, each with a Config in it, the last of each kernel and every (12 * step)-th before it; with
-    --every-config every step-th."""
+    """Of these cases, each with a Choice or a Variant in it, the last of each kernel and every (12 * step)-th before
+    it; with --every-config every step-th."""
     step *= 1 if helpers.every_config else 12
     kept, counts = [], Counter()
     for case in reversed(list(cases)):
-        [kernel] = {part.kernel for part in case if isinstance(part, Config)}
+        [kernel] = {first_of(part).kernel for part in case if isinstance(part, (Choice, Variant))}
         if counts[kernel] % step == 0:
             kept.append(case)
         counts[kernel] += 1
@@ -80,15 +85,13 @@ class CompilingMachine:
     compiles=False: only the symbols. keep: a folder for the cubins, each by its kernel's name.
     """
 
-    target = None
-
     def __init__(
         self, architecture: int, compiles: bool = True, sm_count: int = 132, keep: Path | None = None
     ) -> None:
-        self.architecture, self.sm_count, self.most_members = architecture, sm_count, sm_count // 8
-        self.dependent_launch = uses_dependent_launch(architecture)
+        self.facts = Device(architecture, sm_count, sm_count // 8)
         self.no_weight, self.no_dw_partial = torch.empty(2, 64, device="meta").unbind()
         self.compiles, self.keep = compiles, keep
+        self.spills = ""  # of the plan that launches now
         self.results: list[Compiled] = []
         self.symbols: dict[str, set[str]] = {}
 
@@ -96,7 +99,7 @@ class CompilingMachine:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def bind(
-        self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]
+        self, function: Callable[..., None], variant: Variant, constants: tuple[Any, ...]
     ) -> Callable[..., None]:
         name = function.__name__
 
@@ -105,74 +108,94 @@ class CompilingMachine:
             self.symbols.setdefault(name, set()).add(signature.symbol)
             if not self.compiles:
                 return
-            key = (self.architecture, function, signature.symbol, config.warps, config.occupancy)
+            key = (self.facts.architecture, function, signature.symbol, variant.warps, variant.occupancy)
             if key not in _KNOWN:
-                _KNOWN[key] = self._compiled(function, signature, config)
+                _KNOWN[key] = self._compiled(function, signature, variant)
             known, cubin = _KNOWN[key]
-            self.results.append(known._replace(config=config))
+            self.results.append(known._replace(variant=variant, spills=self.spills))
             if self.keep is not None:
                 (self.keep / f"{name}.cubin").write_bytes(cubin)
 
         return launch
 
     def _compiled(
-        self, function: Callable[..., None], signature: KernelSignature, config: Config
+        self, function: Callable[..., None], signature: KernelSignature, variant: Variant
     ) -> tuple[Compiled, bytes]:
-        kernel = compiled(function, config.warps, config.occupancy)
+        kernel = compiled(function, variant.warps, variant.occupancy)
         with tempfile.TemporaryDirectory() as folder:
             cubin = Path(folder) / "kernel.cubin"
             export_kernel(
-                kernel, [signature], cubin, gpu_code=f"sm_{self.architecture}", output_format="cubin"
+                kernel, [signature], cubin, gpu_code=f"sm_{self.facts.architecture}", output_format="cubin"
             )
             registers, stack = resource_usage(cubin)
-            lacking = lacking_registers(cubin, registers, config.warps)
-            return Compiled(function.__name__, config, registers, stack, lacking), cubin.read_bytes()
+            lacking = lacking_registers(cubin, registers, variant.warps)
+            return Compiled(function.__name__, variant, registers, stack, lacking), cubin.read_bytes()
 
 
 def assert_sound(machine: CompilingMachine, most_stack: int = 0) -> None:
-    """No kernel waits for registers, and none spills more bytes than that, unless its config says why."""
+    """No kernel waits for registers, and none spills more bytes than that, unless its record says why."""
     assert_ends(machine)
-    spilling = [each for each in machine.results if each.stack > most_stack and not each.config.spills]
-    assert not spilling, f"sm_{machine.architecture}: registers spill to local memory: {spilling}"
+    spilling = [each for each in machine.results if each.stack > most_stack and not each.spills]
+    assert not spilling, f"sm_{machine.facts.architecture}: registers spill to local memory: {spilling}"
 
 
 def assert_ends(machine: CompilingMachine) -> None:
     assert machine.results
     waiting = [result for result in machine.results if result.lacking > 0]
-    assert not waiting, f"sm_{machine.architecture}: warps wait forever for registers: {waiting}"
+    assert not waiting, f"sm_{machine.facts.architecture}: warps wait forever for registers: {waiting}"
 
 
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def run_forward(machine, config, n, dtype, weight_dtype, round_xhat=False, m=4096, eps=1e-6):
-    """The launches of a forward of (m, n), by this config."""
+def first_of(choice: Choice | Variant) -> Variant:
+    return choice.first if isinstance(choice, Choice) else choice
+
+
+def _plan(machine, choice, op, n, dtype, weight_dtype, round_xhat, **options) -> Plan:
+    casting = "llama" if round_xhat else "once"
+    made = planning.plan(
+        choice, op, n, dtype, weight=weight_dtype, facts=machine.facts, casting=casting, **options
+    )
+    machine.spills = made.spills
+    return made
+
+
+def run_forward(machine, choice, n, dtype, weight_dtype, round_xhat=False, m=4096, eps=1e-6):
+    """The launches of a forward of (m, n), by this first kernel: a Choice or a Variant."""
     weight = None if weight_dtype is None else meta(n, dtype=weight_dtype)
-    Forward(machine, config, n, weight is not None, round_xhat)(meta(m, n, dtype=dtype), weight, eps, 0.0)
+    run = Forward(machine, _plan(machine, choice, "forward", n, dtype, weight_dtype, round_xhat))
+    run(meta(m, n, dtype=dtype), weight, eps, 0.0)
 
 
 def run_backward(
-    machine, config, n, dtype, weight_dtype, round_xhat=False, has_dw=True, m=4096, shares_partials=True
+    machine, choice, n, dtype, weight_dtype, round_xhat=False, has_dw=True, m=4096, partials="shared"
 ):
-    """The launches of a backward of (m, n), by this config."""
+    """The launches of a backward of (m, n), by this first kernel: a Choice or a Variant."""
     weight = None if weight_dtype is None else meta(n, dtype=weight_dtype)
-    run = Backward(
-        machine, config, n, weight is not None, has_dw and weight is not None, round_xhat, shares_partials
-    )
+    op = "backward" if has_dw and weight is not None else "dx"
+    run = Backward(machine, _plan(machine, choice, op, n, dtype, weight_dtype, round_xhat, partials=partials))
     run(meta(m, n, dtype=dtype), meta(m, n, dtype=dtype), weight, meta(m, dtype=torch.float32), 0.0)
 
 
 def code_of_call(
-    folder: Path, op: str, config: Config, n: int, dtype, weight_dtype, architecture: int = 90, **options
+    folder: Path,
+    op: str,
+    choice: Choice | Variant,
+    n: int,
+    dtype,
+    weight_dtype,
+    architecture: int = 90,
+    **options,
 ) -> dict[str, list[str]]:
     """The machine code of each kernel of a forward, a backward or a dx of (m, n), by its name; m is 4096 unless given.
     folder: an empty one, which is left so."""
     machine = CompilingMachine(architecture, keep=folder)
     if op == "forward":
-        run_forward(machine, config, n, dtype, weight_dtype, **options)
+        run_forward(machine, choice, n, dtype, weight_dtype, **options)
     else:
-        run_backward(machine, config, n, dtype, weight_dtype, has_dw=op == "backward", **options)
+        run_backward(machine, choice, n, dtype, weight_dtype, has_dw=op == "backward", **options)
     found = {}
     for cubin in folder.glob("*.cubin"):
         found[cubin.stem] = disassembled(cubin)
@@ -239,7 +262,7 @@ def _disassembled(cubin: bytes) -> tuple[str, ...]:
 def lacking_registers(cubin: Path, registers: int, workers: int) -> int:
     """How many registers the warps of a block ask for beyond those that it starts with: then some wait forever.
 
-    A kernel with TMA has warps beside the `workers` of its config, which load for them. All start with `registers` a
+    A kernel with TMA has warps beside the `workers` of its variant, which load for them. All start with `registers` a
     thread, in steps of 8; the workers ask for more (setmaxnreg.inc) and the others give some back (.dec). The cubin has
     the PTX that says so.
     """

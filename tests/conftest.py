@@ -18,11 +18,13 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TILEGYM_RMSNORM_INTERPRET", "1")
 
 import helpers
+import table_cases
 from helpers import BACKENDS, HAS_GPU, why_skip
 
 from tilegym_rmsnorm import api, fastpath, registry
 from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
+from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
 
 pytest_plugins = ("gate_cases",)  # its fixtures are asked for in several files
 
@@ -41,7 +43,6 @@ WITHOUT_GPU = {
     "test_ci",
     "test_compile",
     "test_compile_tma",
-    "test_config",
     "test_cutile",
     "test_cutile_launches",
     "test_dependencies",
@@ -61,10 +62,14 @@ WITHOUT_GPU = {
     "test_packed",
     "test_pipelines",
     "test_pipelines_variants",
+    "test_plan",
     "test_private_names",
     "test_readme_types",
+    "test_records",
     "test_registry",
+    "test_rules",
     "test_search_choice",
+    "test_selection",
     "test_sizes",
     "test_tables",
     "test_tables_files",
@@ -76,6 +81,7 @@ WITHOUT_GPU = {
     "test_triton_config",
     "test_validation",
     "test_weights",
+    "test_wide_rules",
     "test_without_home",
 }
 
@@ -122,7 +128,7 @@ def gpu_group(nodeid: str) -> str | None:
     """
     path, _, test = nodeid.partition("::")
     file = Path(path).stem
-    if file in WITHOUT_GPU or test.startswith("test_every_config"):
+    if file in WITHOUT_GPU or test.startswith(("test_every_variant", "test_every_entry")):
         return None
     if "inductor" in test:
         return "gpu-inductor"
@@ -169,7 +175,7 @@ def default_selection(share_of_the_gpu, monkeypatch: pytest.MonkeyPatch):
     share_of_the_gpu comes first, and so ends when nothing is patched any more.
     """
     monkeypatch.delenv(registry.ENVIRONMENT_VARIABLE, raising=False)
-    monkeypatch.setenv(tables.CACHE_VARIABLE, "off")
+    monkeypatch.setenv(CACHE_VARIABLE, "off")
     registry.set_backend(None)
     fastpath.forget()
     yield
@@ -224,15 +230,17 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Empty folders for the user's and the shipped tables, and the toolkit that table_cases.TARGET names."""
-    monkeypatch.setenv(tables.CACHE_VARIABLE, str(tmp_path / "user"))
+    """Empty folders for the user's tables and for what ships, where the rules of table_cases.TARGET's architecture are,
+    and the toolkit that this target names."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "user"))
+    table_cases.copy_rules(tmp_path / "shipped")
     monkeypatch.setattr(tables, "SHIPPED_FOLDER", tmp_path / "shipped")
     found = toolchain.Tileiras("tileiras", "PATH", (13, 4, 92), inherits_cuda_home=True)
     monkeypatch.setattr(toolchain, "find_tileiras", lambda: found)
     monkeypatch.setattr(toolchain, "package_version", lambda name: "1.7.0")
-    tables.table_in.cache_clear()
+    table_cases.forget_files()
     yield tmp_path / "user", tmp_path / "shipped"
-    tables.table_in.cache_clear()
+    table_cases.forget_files()
 
 
 @pytest.fixture
@@ -243,6 +251,7 @@ def finder(monkeypatch: pytest.MonkeyPatch):
     from tilegym_rmsnorm.backends.cutile.runtime import machine
     from tilegym_rmsnorm.backends.cutile.tuning import search
 
+    tables.shipped_records(90)  # now: entries that ship are checked against the true size classes
     monkeypatch.setattr(sizes, "FEW_ROWS", 8)
     monkeypatch.setattr(sizes, "SMALL", 40 * 64)
     monkeypatch.setattr(search, "LARGE", (2 * 48 * 64,))

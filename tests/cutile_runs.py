@@ -2,35 +2,36 @@
 # SPDX-License-Identifier: MIT
 """Forwards and backwards of the cutile backend in the interpreter, on a machine that shuffles each launch's blocks."""
 
+import planning
 import torch
 from helpers import Inputs
 
 from tilegym_rmsnorm.backends.cutile import interpreter
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward
-from tilegym_rmsnorm.backends.cutile.plans.rules import backward_config, forward_config
-from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
+from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
+from tilegym_rmsnorm.backends.cutile.plans.select import select
+from tilegym_rmsnorm.backends.cutile.plans.variants import Variant
+from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine, Machine
 
 
-def run_forward(inputs: Inputs, config=None, **machine):
-    x, _, weight, eps, offset, casting = inputs
-    config = config or forward_config(x.shape[1], x.dtype.itemsize, 90)
-    forward = Forward(ShuffledMachine(**machine), config, x.shape[1], weight is not None, casting == "llama")
-    y, rstd = forward(x, weight, eps, offset)
+def run_forward(inputs: Inputs, first: Variant | None = None, **machine):
+    x, _, weight, eps, offset, _ = inputs
+    shuffled = ShuffledMachine(**machine)
+    y, rstd = Forward(shuffled, plan_for(inputs, "forward", shuffled, first))(x, weight, eps, offset)
     assert interpreter.unwritten(y) == interpreter.unwritten(rstd) == 0
     return {"y": y, "rstd": rstd}
 
 
-def run_backward(inputs: Inputs, config=None, has_dw=True, shares_partials=True, size="large", **machine):
-    """`size` names the class whose config is taken, whatever the number of rows."""
-    x, dy, weight, eps, offset, casting = inputs
+def run_backward(
+    inputs: Inputs, first: Variant | None = None, has_dw=True, partials="shared", size="large", **machine
+):
+    """`size` names the class whose rules are taken, whatever the number of rows."""
+    x, dy, weight, eps, offset, _ = inputs
     rstd = torch.rsqrt(x.double().square().mean(dim=1) + eps).float()
     has_dw = has_dw and weight is not None
-    config = config or backward_config(x.shape[1], x.dtype.itemsize, 90, size, has_dw)
-    machine = ShuffledMachine(**machine)
-    run = Backward(
-        machine, config, x.shape[1], weight is not None, has_dw, casting == "llama", shares_partials
-    )
-    dx, dw = run(x, dy, weight, rstd, offset)
+    shuffled = ShuffledMachine(**machine)
+    plan = plan_for(inputs, "backward" if has_dw else "dx", shuffled, first, size=size, partials=partials)
+    dx, dw = Backward(shuffled, plan)(x, dy, weight, rstd, offset)
     assert interpreter.unwritten(dx) == 0
     if not has_dw:
         assert dw is None
@@ -39,16 +40,26 @@ def run_backward(inputs: Inputs, config=None, has_dw=True, shares_partials=True,
     return {"dx": dx, "dw": dw}
 
 
+def plan_for(inputs: Inputs, op: str, machine: Machine, first: Variant | None = None, **options) -> Plan:
+    """The plan of a call, by this first kernel, or by what the rules choose beside a weight of x's dtype."""
+    x, _, weight, *_, casting = inputs
+    n, dtype = x.shape[1], None if weight is None else weight.dtype
+    options |= {"facts": machine.facts, "casting": casting}
+    if first is None:
+        first = select(planning.problem(op, n, x.dtype, **options), planning.rules_of()).first
+    return planning.plan(first, op, n, x.dtype, weight=dtype, **options)
+
+
 class ShuffledMachine(InterpretedMachine):
     """Runs blocks in a random order, as a GPU may, and each launch in the order given."""
 
     def __init__(self, seed: int = 0, sm_count: int = 3) -> None:
         super().__init__()
-        self.sm_count = sm_count
+        self.facts = self.facts._replace(sm_count=sm_count)
         self.generator = torch.Generator().manual_seed(seed)
         self.grids: list[tuple[int, ...]] = []
 
-    def bind(self, function, config, constants):
+    def bind(self, function, variant, constants):
         def run(grid, arguments):
             self.grids.append(grid)
             blocks = torch.Size(grid).numel()

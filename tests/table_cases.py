@@ -1,65 +1,114 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What the tests of tuned tables share: one target, one bucket, one entry; and the configs of the tables that ship."""
+"""What the tests of tables share: one target, one bucket, one entry, folders of files; and the entries that ship."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
+from typing import Any
 
+import planning
 import pytest
-import torch
 
-from tilegym_rmsnorm.backends.cutile.plans import problem, select, tables
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
-from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket
-from tilegym_rmsnorm.backends.cutile.plans.tables import Entry, Target, Timing
+from tilegym_rmsnorm.backends.cutile.plans import records, select, tables
+from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, Bucket, Device, Problem, Target
+from tilegym_rmsnorm.backends.cutile.plans.records import Record
+from tilegym_rmsnorm.backends.cutile.plans.select import Choice
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardRows, Variant
+from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 
-TARGET = Target("NVIDIA H100 80GB HBM3", 90, "1.7.0", "13.4.92")
-MACHINE = SimpleNamespace(target=TARGET, architecture=90, most_members=16)
+TARGET = planning.H100
+GPU = planning.device(target=TARGET)
 BUCKET = Bucket("backward", 4096, "bfloat16", "large")
-ENTRY = Entry(Config("rows", 4096, 4, 1, 3, short=True), (Timing(16384, 140.0, 130.5),))
+SHIPPED_FOLDER = tables.SHIPPED_FOLDER  # also where a test has another
 
 
-def chosen(bucket: Bucket = BUCKET, machine=MACHINE) -> Config:
-    dtype = getattr(torch, bucket.dtype)
-    return select.chosen_config(bucket.op, machine, bucket.n, dtype, bucket.size)
+def entry_of(bucket: Bucket, variant: Variant, *evidence: dict[str, Any]) -> Record:
+    """The entry by which a variant serves a bucket."""
+    op, n, dtype, size, weight = bucket
+    lists = (op,), (dtype,), (weight,), (size,)
+    return Record(*lists, n, n, variant.kernel, (variant.settings(),), evidence=evidence, is_entry=True)
 
 
-def without_reason(config: Config) -> Config:
-    return replace(config, reason="")
+VARIANT = BackwardRows(width=4096, warps=4, occupancy=1, latency=3)
+ENTRY = entry_of(BUCKET, VARIANT, {"m": 16384, "before": 140.0, "us": 130.5})
 
 
-def shipped_configs(op: str, dtype: str) -> list[tuple[int, Bucket, Config]]:
-    """Architecture, bucket and config of all that the tables that ship give to `dtype`, but for what other tests have:
-    the rules' configs, and what another entry of that width beside such a weight has too."""
-    found = {}
-    for path in sorted(tables.SHIPPED_FOLDER.glob("*.json")):
-        text = path.read_text(encoding="utf-8")
-        target = Target(**{name: json.loads(text)[name] for name in Target._fields})
-        for bucket, entry in serving(tables.parse(text, target), op, dtype).items():
-            rule = select.config_of_rules(bucket, target.architecture)
-            config = without_reason(entry.config)
-            if config != replace(rule, reason="", spills=""):
-                found.setdefault((target.architecture, bucket.n, bucket.weight, config), bucket)
-    return [(architecture, bucket, config) for (architecture, *_, config), bucket in found.items()]
+def problem_of(bucket: Bucket, facts: Device = GPU) -> Problem:
+    weight = "float32" if bucket.weight == FLOAT32 else "same"
+    return planning.problem(bucket.op, bucket.n, bucket.dtype, bucket.size, weight, facts)
 
 
-def entries_that_ship(machine, op: str, dtype: str) -> list[tuple[Bucket, Entry]]:
-    """Those of the table that ships for this GPU and toolkit which serve `op` on tensors of `dtype`, in order. Skips
-    the test where there are none."""
-    found = tables.tables_of(machine.target)
-    [table] = [table for path, table in found.items() if path.parent == tables.SHIPPED_FOLDER] or [{}]
-    entries = sorted(serving(table, op, dtype).items())
+def choice(bucket: Bucket = BUCKET, facts: Device = GPU) -> Choice:
+    """What the user's tables, those that ship, and rules choose."""
+    return select.choose(
+        problem_of(bucket, facts), tables.tables_of(facts.architecture, facts.target, user_folder())
+    )
+
+
+def chosen(bucket: Bucket = BUCKET, facts: Device = GPU) -> Variant:
+    return choice(bucket, facts).first
+
+
+def rule(bucket: Bucket = BUCKET, facts: Device = GPU) -> Variant:
+    """What the rules alone choose."""
+    return select.choose(problem_of(bucket, facts), planning.rules_of(facts.architecture)).first
+
+
+# Folders of files
+
+
+def copy_rules(folder: Path, architecture: int = TARGET.architecture) -> None:
+    """Put the rules that ship into a folder, and no entry."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (SHIPPED_FOLDER / "any.json", SHIPPED_FOLDER / f"sm_{architecture}.json"):
+        if path.exists():
+            data = json.loads(path.read_text(encoding="utf-8"))
+            data["records"] = [item for item in data["records"] if "gpus" not in item]
+            (folder / path.name).write_text(json.dumps(data), encoding="utf-8")
+
+
+def ship(folder: Path, target: Target, *entries: Record) -> Path:
+    """Put entries into the file that ships in a folder, before what it has; returns its path. Its toolkit is the
+    target's from then on."""
+    path = folder / f"sm_{target.architecture}.json"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    data |= {"cuda_tile": target.cuda_tile, "tileiras": target.tileiras}
+    own = [json.loads(records.render(entry._replace(gpus=(target.gpu,)))) for entry in entries]
+    path.write_text(json.dumps(data | {"records": [*own, *data["records"]]}), encoding="utf-8")
+    forget_files()
+    return path
+
+
+def forget_files() -> None:
+    """Files are read once in a process, and by this again."""
+    for read in (tables.table_in, tables._shipped_entries, tables._rules, tables.shipped_records):
+        read.cache_clear()
+
+
+# What ships
+
+
+def entries_that_ship(machine, op: str, dtype: str) -> list[tuple[Bucket, Variant]]:
+    """What those that ship for this GPU and toolkit give to `op` on tensors of `dtype`, in order. Skips the test where
+    there are none."""
+    target = machine.facts.target
+    entries = sorted(serving(target, op, dtype).items()) if target in tables.shipped_targets() else []
     if not entries:
-        pytest.skip(f"no table ships with entries of {op} and {dtype} for {machine.target} and this toolkit")
+        pytest.skip(f"no entries of {op} and {dtype} ship for {target}")
     return entries
 
 
-def serving(table: tables.Table, op: str, dtype: str) -> tables.Table:
-    """The entries that serve tensors of `dtype`, those that it takes from another dtype among them."""
-    lenders = problem.SHARED.get(dtype, ())
-    lent = {b._replace(dtype=dtype): entry for b, entry in table.items() if b.op == op and b.dtype in lenders}
-    return lent | {b: entry for b, entry in table.items() if (b.op, b.dtype) == (op, dtype)}
+def serving(target: Target, op: str, dtype: str) -> dict[Bucket, Variant]:
+    """What the entries that ship for a target give to tensors of `dtype`, those that it takes from another dtype among
+    them."""
+    entries = [r for r in tables.shipped_records(target.architecture) if target.gpu in r.gpus]
+    found: dict[Bucket, Variant] = {}
+    for lender in (dtype, *select.SHARED.get(dtype, ())):
+        for record in entries:
+            for bucket in record.buckets():
+                if (bucket.op, bucket.dtype) == (op, lender):
+                    found.setdefault(bucket._replace(dtype=dtype), record.variant(bucket.n))
+    return found

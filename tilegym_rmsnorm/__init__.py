@@ -16,6 +16,7 @@ from tilegym_rmsnorm.api import (
     rms_norm_forward,
 )
 from tilegym_rmsnorm.module import RMSNorm
+from tilegym_rmsnorm.policy import set_teams
 from tilegym_rmsnorm.registry import (
     BackendUnavailableError,
     get_available_backends,
@@ -49,6 +50,7 @@ __all__ = [
     "rms_norm_backward_torch",
     "rms_norm_forward",
     "set_backend",
+    "set_teams",
     "use_backend",
     "warmup",
 ]

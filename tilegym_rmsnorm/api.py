@@ -19,12 +19,13 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from tilegym_rmsnorm import composite, fastpath, gate, reference, registry
-from tilegym_rmsnorm.autograd import RMSNormFunction, record, run_backward, run_forward, unseen
+from tilegym_rmsnorm.autograd import Call, RMSNormFunction, record, run_backward, run_forward, unseen
 from tilegym_rmsnorm.gate import is_plain, is_watched
 from tilegym_rmsnorm.graphs import break_graph, traced
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import Request, dispatch, get_current_backend
 from tilegym_rmsnorm.resolve import resolved
+from tilegym_rmsnorm.spec import Spec
 from tilegym_rmsnorm.validation import (
     check_casting,
     check_input,
@@ -119,13 +120,8 @@ def rms_norm(
     """
     if is_dynamo_compiling():
         backend = traced(backend)
-        options = {
-            "bias": bias,
-            "offset": offset,
-            "residual": residual,
-            "casting": casting,
-            "backend": backend,
-        }
+        options = {"bias": bias, "offset": offset, "residual": residual}
+        options |= {"casting": casting, "backend": backend}
         if backend != "torch":
             return break_graph(rms_norm, input, normalized_shape, weight, eps, **options)
         return _checked_rms_norm(input, normalized_shape, weight, eps, **options)
@@ -135,7 +131,7 @@ def rms_norm(
         if call is not None:
             if not _is_differentiated(input, weight, None):
                 return run_forward(input, weight, None, call)[0]
-            if call[5] is not None:
+            if call.backward is not None:
                 return record(input, weight, None, call)
     tensors = (input, weight, bias, residual)
     options = {"bias": bias, "offset": offset, "residual": residual, "casting": casting, "backend": backend}
@@ -169,6 +165,7 @@ def _checked_rms_norm(
     check_casting(casting)
     eps = checked_eps(eps, input.dtype)
     offset = checked_number("offset", offset)
+    spec = Spec(n, eps, offset, casting)
     if residual is not None:
         check_like("residual", residual, input, "input")
 
@@ -198,10 +195,10 @@ def _checked_rms_norm(
             # Now: the choice in effect may be another later.
             backward = dispatch("rms_norm_backward", request, backend)
             apply = RMSNormFunction.apply if is_dynamo_compiling() else record
-            y = apply(x, weight, bias, (n, eps, offset, casting, forward, backward, backend))
+            y = apply(x, weight, bias, Call(spec, forward, backward, backend))
             _remember(request, backend, forward, backward, is_autocast)
         else:
-            y, _ = run_forward(x, weight, bias, (n, eps, offset, casting, forward, None, backend))
+            y, _ = run_forward(x, weight, bias, Call(spec, forward, None, backend))
             _remember(request, backend, forward, None, is_autocast)
     return y if residual is None else (y, residual_out)
 
@@ -231,15 +228,15 @@ def rms_norm_forward(
     check_vector("weight", weight, x, shape)
     check_vector("bias", bias, x, shape)
     check_casting(casting)
-    eps, offset = checked_eps(eps, x.dtype), checked_number("offset", offset)
+    spec = Spec(n, checked_eps(eps, x.dtype), checked_number("offset", offset), casting)
     obstacle = None if are_plain else _obstacle(x=x, weight=weight, bias=bias)
     request = Request(x.device, x.dtype, _dtype_of(weight), casting, bias is not None, obstacle)
     backend = get_current_backend() if backend is None else backend
     forward = dispatch("rms_norm_forward", request, backend)
     if obstacle is not None:  # the reference's, which takes rows of any leading dimensions
-        return forward(x, weight, bias, eps, offset, casting)
+        return forward(spec, (x, weight, bias))
     with unseen(forward):
-        return run_forward(x, weight, bias, (n, eps, offset, casting, forward, None, backend))
+        return run_forward(x, weight, bias, Call(spec, forward, None, backend))
 
 
 def rms_norm_backward(
@@ -262,14 +259,14 @@ def rms_norm_backward(
     are_plain = _are_plain(x, dy, weight, rstd)
     if not are_plain:
         x, dy, weight, rstd = _handed_over(x, dy, weight, rstd)
-    n, offset = _checked_backward(x, dy, weight, rstd, offset, casting)
+    spec = Spec(*_checked_backward(x, dy, weight, rstd, offset, casting), casting)
     obstacle = None if are_plain else _obstacle(x=x, dy=dy, weight=weight, rstd=rstd)
     request = Request(x.device, x.dtype, _dtype_of(weight), casting, False, obstacle)
     backend = get_current_backend() if backend is None else backend
     backward = dispatch("rms_norm_backward", request, backend)
     if obstacle is not None:
-        return backward(x, dy, weight, rstd, offset, casting, weight is not None)
-    call = (n, 0.0, offset, casting, None, backward, backend)
+        return backward(spec, (x, dy, weight, rstd), weight is not None)
+    call = Call(spec, None, backward, backend)
     with unseen(backward):
         return run_backward(x, dy, weight, rstd.contiguous(), call, weight is not None)
 
@@ -295,22 +292,22 @@ def rms_norm_backward_torch(
     casting: str = "once",
 ) -> tuple[Tensor, Tensor | None]:
     """`rms_norm_backward` by the reference: differentiable, with rstd an input like the others."""
-    _, offset = _checked_backward(x, dy, weight, rstd, offset, casting)
+    *_, offset = _checked_backward(x, dy, weight, rstd, offset, casting)
     check_memory(x=x, dy=dy, weight=weight, rstd=rstd)
     return reference.rms_norm_backward_torch(x, dy, weight, rstd, offset=offset, casting=casting)
 
 
 def _checked_backward(
     x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, casting: str
-) -> tuple[int, float]:
-    """N, and the offset as a float."""
+) -> tuple[int, float, float]:
+    """N, an eps, which no backward needs, and the offset as a float."""
     check_input("x", x)
     n, shape = check_normalized_shape(x, x.shape[-1:])
     check_vector("weight", weight, x, shape)
     check_like("dy", dy, x)
     check_rstd(rstd, x, x.numel() // n)
     check_casting(casting)
-    return n, checked_number("offset", offset)
+    return n, 0.0, checked_number("offset", offset)
 
 
 def _are_plain(*tensors: Tensor | None) -> bool:

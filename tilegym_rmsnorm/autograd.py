@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,14 +22,20 @@ from tilegym_rmsnorm.gate import count_modes, is_in_torch_func, is_plain, is_wat
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import Request, dispatch, is_reference
 from tilegym_rmsnorm.resolve import resolved
+from tilegym_rmsnorm.spec import Spec
 from tilegym_rmsnorm.validation import check_memory, check_saved
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _FLOAT32, _FLOAT64 = torch.float32, torch.float64
 
-# What the implementations and the autograd function need beside tensors: n, eps, offset, casting, forward, backward,
-# and the backend as it was asked for, a name or "auto". A plain tuple: a NamedTuple takes 0.3 us to make.
-Call = tuple[int, float, float, str, Callable[..., Any], Callable[..., Any] | None, str]
+
+class Call(NamedTuple):
+    """A checked call, its tensors aside: what runs it, and the backend as it was asked for, a name or "auto"."""
+
+    spec: Spec
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None  # None as long as nobody needs it
+    backend: str
 
 
 class RMSNormFunction(torch.autograd.Function):
@@ -55,11 +61,11 @@ class RMSNormFunction(torch.autograd.Function):
         if needs_dx or needs_dw:
             if torch.is_grad_enabled():  # in a backward only under create_graph
                 dx, dw = _differentiable_backward(x, dy, weight, ctx.call)
-            elif is_dynamo_compiling() and ctx.call[-1] != "torch":
+            elif is_dynamo_compiling() and ctx.call.backend != "torch":
                 dx, dw = _untraced_backward(
                     x, dy, weight, rstd, ctx.call, needs_dw, hasattr(ctx, "bias_dtype")
                 )
-            elif is_dynamo_compiling() or (not is_watched() and _fit(dy, x, weight, rstd, ctx.call[0])):
+            elif is_dynamo_compiling() or (not is_watched() and _fit(dy, x, weight, rstd, ctx.call.spec.n)):
                 dx, dw = run_backward(x, dy, weight, rstd, ctx.call, needs_dw)
             else:
                 dx, dw = _checked_backward(
@@ -67,7 +73,7 @@ class RMSNormFunction(torch.autograd.Function):
                 )
         if needs_db:
             check_memory(dy=dy)
-            db = dy.reshape(-1, ctx.call[0]).sum(dim=0, dtype=compute_dtype(dy.dtype))
+            db = dy.reshape(-1, ctx.call.spec.n).sum(dim=0, dtype=compute_dtype(dy.dtype))
             db = db.to(ctx.bias_dtype).view(ctx.bias_shape)
         return dx, dw, db, None
 
@@ -79,10 +85,10 @@ record = super(torch.autograd.Function, RMSNormFunction).apply
 
 def run_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
     """y of x's shape and rstd (M,), of tensors that the gate has let through."""
-    n, eps, offset, casting, forward, _, _ = call
+    spec, n = call.spec, call.spec.n
     if x.numel() == 0:
         return torch.empty_like(x), x.new_empty(0, dtype=compute_dtype(x.dtype))  # nothing to fill
-    y, rstd = forward(_as_rows(x, n), _as_vector(weight), _as_vector(bias), eps, offset, casting)
+    y, rstd = call.forward(spec, (_as_rows(x, n), _as_vector(weight), _as_vector(bias)))
     return (y if x.ndim == 2 and x.shape[1] == n else _in_shape_of(x, y)), rstd
 
 
@@ -91,10 +97,10 @@ def run_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """dx of x's shape; dw of weight's, or None where it is not needed. The gate has let the tensors through; rstd is
     contiguous."""
-    n, _, offset, casting, _, backward, _ = call
+    spec, n = call.spec, call.spec.n
     if x.numel() == 0:
         return torch.empty_like(x), torch.zeros_like(weight) if needs_dw else None  # a sum of no rows
-    dx, dw = backward(_as_rows(x, n), _as_rows(dy, n), _as_vector(weight), rstd, offset, casting, needs_dw)
+    dx, dw = call.backward(spec, (_as_rows(x, n), _as_rows(dy, n), _as_vector(weight), rstd), needs_dw)
     if x.ndim != 2 or x.shape[1] != n:
         dx = dx.view_as(x)  # view(x.shape) takes 2 us more, to unpack the shape
     if dw is not None and weight.ndim != 1:
@@ -149,23 +155,22 @@ def _checked_backward(
     Raises ValueError or TypeError on what does not fit what the forward saved, and BackendUnavailableError where the
     backend that was asked for by name cannot run it.
     """
-    n, eps, offset, casting, forward, _, name = call
+    spec = call.spec
     dy, x, weight, rstd = map(resolved, (dy, x, weight, rstd))
     # Batches of gradients, gradients with tangents, and those inside a transform of torch.func are the reference's for
     # every backend, as gradients of gradients are: autograd asks for them, not the caller of rms_norm.
     tensors = [t for t in (dy, x, weight, rstd) if t is not None]
     if is_in_torch_func() or any(gate.is_batched(t) or gate.has_tangent(t) for t in tensors):
         return _differentiable_backward(x, dy, weight, call)
-    check_saved(x, weight, rstd, dy, n)
+    check_saved(x, weight, rstd, dy, spec.n)
     weight_dtype = None if weight is None else weight.dtype
     obstacle = gate.obstacle(dy=dy, x=x, weight=weight, rstd=rstd)
-    request = Request(x.device, x.dtype, weight_dtype, casting, has_bias, obstacle)
-    backward = dispatch("rms_norm_backward", request, name)
+    request = Request(x.device, x.dtype, weight_dtype, spec.casting, has_bias, obstacle)
+    backward = dispatch("rms_norm_backward", request, call.backend)
     if obstacle is not None:
         return _differentiable_backward(x, dy, weight, call)
-    call = (n, eps, offset, casting, forward, backward, name)
     with unseen(backward):
-        return run_backward(x, dy, weight, rstd.contiguous(), call, needs_dw)
+        return run_backward(x, dy, weight, rstd.contiguous(), call._replace(backward=backward), needs_dw)
 
 
 @torch._disable_dynamo  # torch.compiler.disable would import Dynamo here and now
@@ -179,7 +184,7 @@ def _differentiable_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """dx of x's shape and dtype, dw of weight's, by the reference; rstd is computed again, so that its dependence on x
     counts. Raises ValueError where the memory of one was freed."""
-    n, eps, offset, casting, *_ = call
+    n, eps, offset, casting = call.spec
     check_memory(x=x, weight=weight, dy=dy)
     rows, vector = x.reshape(-1, n), None if weight is None else weight.reshape(-1)
     rstd = reference.compute_rms_norm_rstd_torch(rows, eps)

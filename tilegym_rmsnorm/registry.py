@@ -10,8 +10,8 @@ machine; a backend asked for by name runs or raises `BackendUnavailableError`, i
 A backend is a module (named in BACKEND_MODULES) that imports nothing optional and offers
 
     unusable(request)   why it cannot run the request (None as request: on this machine at all), or None if it can
-    IMPLEMENTATION      the module that registers its functions with `register_impl`, imported on first use; the
-                        reference's by api.py, since torch.compile traces its calls, and no import
+    IMPLEMENTATION      the module that registers its functions (spec.py) with `register_impl`, imported on first use;
+                        the reference's by api.py, since torch.compile traces its calls, and no import
     AUTO_ON_CPU         whether "auto" may take it for tensors that are not on a CUDA device
 """
 

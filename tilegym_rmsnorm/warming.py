@@ -44,7 +44,7 @@ def warmup(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     for n, dtype, weight_dtype in requests:
-        warm(machine_of(device), n, dtype, weight_dtype, casting == "llama")
+        warm(machine_of(device), n, dtype, weight_dtype, casting)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

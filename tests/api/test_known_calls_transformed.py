@@ -179,7 +179,10 @@ def two_backends(monkeypatch):
     """ "triton" and "torch", replaced: y is all 1 or all 2."""
 
     def forward(value):
-        return lambda x, *_: (torch.full_like(x, value), x.new_ones(x.shape[0]))
+        return lambda spec, tensors: (
+            torch.full_like(tensors[0], value),
+            tensors[0].new_ones(len(tensors[0])),
+        )
 
     monkeypatch.setattr(registry, "_probe", lambda name: Probe())
     monkeypatch.setattr(registry, "_chosen", {})

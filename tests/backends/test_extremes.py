@@ -3,7 +3,7 @@
 
 """Rows near the ends of float32, without eps or with one that float32 hardly holds. The kernels, interpreted or on a
 GPU, are held to float64 wherever float32 can hold what the formula names, and are finite wherever F.rms_norm is; the
-cutile backwards in the range that cutile/backward.py names."""
+cutile backwards in the range that kernels/backward.py names."""
 
 from __future__ import annotations
 
@@ -21,12 +21,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import BF16, DEVICE, FP32, FP64, why_skip
+from planning import plan
 from test_triton import BACKWARDS as TRITON_BACKWARDS
 from test_triton import FORWARDS as TRITON_FORWARDS
 from torch import Tensor
 
 from tilegym_rmsnorm import rms_norm_backward, rms_norm_forward
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
+from tilegym_rmsnorm.backends.cutile.plans.variants import (
+    BackwardPipelined,
+    BackwardPipelinedTeam,
+    BackwardReread,
+    BackwardRows,
+    BackwardSplit,
+    BackwardSplitReread,
+    BackwardStrips,
+    BackwardTeam,
+    BackwardTiles,
+    ForwardReread,
+    ForwardRows,
+    ForwardTeam,
+    ForwardTiles,
+)
 from tilegym_rmsnorm.backends.versions import package_version, parse_version
 
 N = 96
@@ -37,7 +52,7 @@ DY_SCALES = (1.0, 1e-10, 1e-26)
 LARGEST, STEP, GRID = torch.finfo(FP32).max, 2.0**-24, 2.0**-149
 # Of numpy, as Triton's interpreter calls it.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-PAST_THE_RANGE = pytest.mark.xfail(strict=True, reason="past the range that cutile/backward.py names")
+PAST_THE_RANGE = pytest.mark.xfail(strict=True, reason="past the range that kernels/backward.py names")
 BY_KERNELS = pytest.mark.parametrize("backend", ["torch", "triton", "cutile"], indirect=True)
 
 
@@ -107,7 +122,7 @@ def held(rows: Rows) -> Rows:
 
 
 def in_range_of_cutile(rows: Rows) -> Rows:
-    """Those that the cutile backwards promise: cutile/backward.py names the two ends."""
+    """Those that the cutile backwards promise: kernels/backward.py names the two ends."""
     gradient = (rows.dy.double() * rows.weight).abs()
     rstd = rows.rstd.double()[:, None]
     terms = torch.stack([rows.dy.double().abs() * rstd, gradient * rstd, gradient * rstd**2])
@@ -176,23 +191,27 @@ needs = {
     for name in ("triton", "cutile")
 }
 CUTILE_FORWARDS = {
-    "rows": Config("rows", 32, 4, 1, 1, pieces=3),
-    "tiles": Config("tiles", 128, 4, 1, 1, rows=4),
-    "teams": Config("teams", 32, 4, 1, 1, members=3),
-    "chunks": Config("chunks", 64, 4, 1, 1),
+    "rows": ForwardRows(width=32, warps=4, occupancy=1, latency=1, pieces=3),
+    "tiles": ForwardTiles(width=128, warps=4, occupancy=1, latency=1, rows=4),
+    "teams": ForwardTeam(width=32, warps=4, occupancy=1, latency=1, members=3),
+    "reread": ForwardReread(width=64, warps=4, occupancy=1, latency=1),
 }
 CUTILE_BACKWARDS = {
-    "rows": Config("rows", 32, 4, 1, 1, pieces=3),
-    "packed rows": Config("rows", 128, 4, 1, 1, packed=True),
-    "rows by TMA": Config("rows", 32, 8, 1, 1, pieces=3, tma=True),
-    "packed rows by TMA": Config("rows", 32, 8, 1, 1, pieces=3, tma=True, packed=True),
-    "tiles": Config("tiles", 128, 4, 1, 1, rows=4),
-    "teams": Config("teams", 32, 4, 1, 1, members=3),
-    "packed teams": Config("teams", 32, 8, 1, 1, members=3, tma=True, packed=True),
-    "fused": Config("fused", 128, 4, 1, 1, rows=4, strip=32, slab=4),
-    "fused chunks": Config("fused_chunks", 64, 4, 1, 1, rows=4, strip=32, slab=4),
-    "strips": Config("strips", 64, 4, 1, 1, rows=4),
-    "chunks": Config("chunks", 64, 4, 1, 1),
+    "rows": BackwardRows(width=32, warps=4, occupancy=1, latency=1, pieces=3),
+    "packed rows": BackwardRows(width=128, warps=4, occupancy=1, latency=1, packed=True),
+    "rows by TMA": BackwardPipelined(width=32, warps=8, occupancy=1, latency=1, pieces=3),
+    "packed rows by TMA": BackwardPipelined(width=32, warps=8, occupancy=1, latency=1, pieces=3, packed=True),
+    "tiles": BackwardTiles(width=128, warps=4, occupancy=1, latency=1, rows=4),
+    "teams": BackwardTeam(width=32, warps=4, occupancy=1, latency=1, members=3),
+    "packed teams": BackwardPipelinedTeam(
+        width=32, warps=8, occupancy=1, latency=1, members=3, packed=True, rstd_ahead=True
+    ),
+    "split": BackwardSplit(width=128, warps=4, occupancy=1, latency=1, rows=4, strip=32, slab=4),
+    "split, reread": BackwardSplitReread(
+        width=64, warps=4, occupancy=1, latency=1, rows=4, strip=32, slab=4, gathers=True
+    ),
+    "strips": BackwardStrips(width=64, warps=4, occupancy=1, latency=1, rows=4),
+    "reread": BackwardReread(width=64, warps=4, occupancy=1, latency=1),
 }
 # x and dy: near both ends of what the cutile backwards hold, and past them
 TINY, HUGE = ((1e-18, 1e-16, 1e-12), 1.0), ((1.0, 1e8, 1e10), 1e-16)
@@ -230,8 +249,8 @@ def test_forward_by_each_kernel_of_cutile(name, eps):
     from tilegym_rmsnorm.backends.cutile.launch import Forward
     from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
-    rows = held(make_rows(X_SCALES, 1.0, eps))
-    run = Forward(machine_of(DEVICE), CUTILE_FORWARDS[name], N, True, False)
+    rows, machine = held(make_rows(X_SCALES, 1.0, eps)), machine_of(DEVICE)
+    run = Forward(machine, plan(CUTILE_FORWARDS[name], "forward", N, FP32, facts=machine.facts))
     y, rstd = run(rows.x, rows.weight, eps, 0.0)
     check(rows, y=y)
     assert rstd.isfinite().all()
@@ -247,12 +266,12 @@ def test_backward_by_each_kernel_of_cutile(name, x_scales, dy_scale):
     from tilegym_rmsnorm.backends.cutile.launch import Backward
     from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
-    config = CUTILE_BACKWARDS[name]
-    has_dw = config.kernel != "chunks"
-    rows = held(make_rows(x_scales, dy_scale, 0.0, BF16 if config.packed else FP32))
-    run = Backward(machine_of(DEVICE), config, N, True, has_dw, False)
+    variant, machine = CUTILE_BACKWARDS[name], machine_of(DEVICE)
+    op, dtype = "dx" if name == "reread" else "backward", BF16 if "packed" in name else FP32
+    rows = held(make_rows(x_scales, dy_scale, 0.0, dtype))
+    run = Backward(machine, plan(variant, op, N, dtype, facts=machine.facts))
     dx, dw = run(rows.x, rows.dy, rows.weight, rows.rstd, 0.0)
-    check(rows, dx=dx, **({"dw": dw} if has_dw else {}))
+    check(rows, dx=dx, **({"dw": dw} if op == "backward" else {}))
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -286,10 +305,10 @@ def test_no_cutile_kernel_flushes_subnormal_numbers(architecture, tmp_path):
     from compiling import code_of_call, skip_without_disassembler
 
     skip_without_disassembler(is_module=False)
-    calls = [("forward", config) for config in CUTILE_FORWARDS.values()]
-    calls += [("backward", CUTILE_BACKWARDS[name]) for name in ("rows", "tiles", "fused", "strips")]
-    for op, config in calls:
-        for name, code in code_of_call(tmp_path, op, config, N, FP32, FP32, architecture).items():
+    calls = [("forward", variant) for variant in CUTILE_FORWARDS.values()]
+    calls += [("backward", CUTILE_BACKWARDS[name]) for name in ("rows", "tiles", "split", "strips")]
+    for op, variant in calls:
+        for name, code in code_of_call(tmp_path, op, variant, N, FP32, FP32, architecture).items():
             assert not [line for line in code if re.search(r" (FADD|FMUL|FFMA|MUFU)\S*\.FTZ", line)], name
             if name.startswith("forward"):
                 assert any("MUFU.RSQ" in line for line in code), name

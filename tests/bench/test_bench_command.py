@@ -21,7 +21,7 @@ from bench import processes, readme, run
 from bench.peers import ALL_PROVIDERS
 from bench.provenance import RESULTS, ROOT, choose_tables, describe_run, hash_sources, one_line
 from bench.shapes import OPS
-from tilegym_rmsnorm.backends.cutile.plans import tables
+from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
 from tilegym_rmsnorm.commands import installation
 
 
@@ -166,7 +166,7 @@ def measured(monkeypatch, tmp_path):
             self.providers = providers
 
         def measure(self, shape, dtype, progress):
-            events.append(os.environ[tables.CACHE_VARIABLE])
+            events.append(os.environ[CACHE_VARIABLE])
             return [make_record(provider=name) for name in self.providers]
 
     def main(*options, status=0):
@@ -193,7 +193,7 @@ def test_the_process_that_measures_gives_inductor_its_timer(measured, providers,
 
 def test_what_a_user_tuned_is_not_measured_unless_asked_for(measured, monkeypatch, tmp_path):
     main, events = measured
-    monkeypatch.delenv(tables.CACHE_VARIABLE)
+    monkeypatch.delenv(CACHE_VARIABLE)
     result = main("--provider", "torch")
     assert events[-1] == "off" and result["user_tables"] is None and "tables" not in one_line(result)
     result = main("--provider", "torch", "--tables", str(tmp_path))
@@ -205,10 +205,10 @@ def test_a_folder_of_tables_in_the_environment_counts_in_every_process(monkeypat
     """Others run in the repository."""
     monkeypatch.chdir(tmp_path)
     for value, expected in (("tuned", str(tmp_path / "tuned")), ("off", None), ("", None)):
-        monkeypatch.setenv(tables.CACHE_VARIABLE, value)
+        monkeypatch.setenv(CACHE_VARIABLE, value)
         choose_tables()
         assert describe_run()["user_tables"] == expected
-        assert os.environ[tables.CACHE_VARIABLE] == (expected or "off")
+        assert os.environ[CACHE_VARIABLE] == (expected or "off")
 
 
 def test_tables_that_are_not_there_are_refused(capsys, tmp_path):
@@ -221,7 +221,7 @@ def test_sources_are_told_apart_by_names_and_contents(tmp_path):
     package = tmp_path / "package"
     shutil.copytree(Path(tilegym_rmsnorm.__file__).parent, package)
     assert hash_sources(package) == hash_sources() == describe_run()["sources"]
-    table = next(package.rglob("tuned/*.json"))
+    table = next(package.rglob("plans/sm_*.json"))
     before = table.read_text()
     table.write_text(before.replace('"warps": 8', '"warps": 4', 1))
     assert hash_sources(package) != hash_sources()

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from bench import host
-from tilegym_rmsnorm.backends.cutile.plans import tables
+from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
 
 
 def test_every_call_and_slice_is_printed(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.delenv(tables.CACHE_VARIABLE)
+    monkeypatch.delenv(CACHE_VARIABLE)
     assert host.main(["--backend", "torch", "--rows", "4", "--columns", "16", "--samples", "3"]) == 0
-    assert os.environ[tables.CACHE_VARIABLE] == "off", "what somebody tuned is not what this package is"
+    assert os.environ[CACHE_VARIABLE] == "off", "what somebody tuned is not what this package is"
     out = capsys.readouterr().out
     for line in ("forward", "forward, no_grad", "backward", "backward, the node alone", "both"):
         found = re.findall(rf"^{line}(?: +\d+\.\d \( *\d+\.\d\)){{3}}$", out, re.MULTILINE)

@@ -139,10 +139,12 @@ def test_dx_alone_is_dx(backend):
     assert set(errors[backend]) == {"dx"} and why_wrong(errors[backend], allowed) is None
 
 
-def test_records_of_cutile_name_the_config_that_served():
+def test_records_of_cutile_name_the_kernel_that_served():
     if reason := why_skip("cutile"):
         pytest.skip(reason)
-    from tilegym_rmsnorm.backends.cutile.plans import select
+    from planning import problem
+
+    from tilegym_rmsnorm.backends.cutile import launch
     from tilegym_rmsnorm.backends.cutile.runtime import machine
 
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
@@ -150,12 +152,14 @@ def test_records_of_cutile_name_the_config_that_served():
         (5, 24), FP32, lambda step: None
     )
     served = {each["op"]: each["settings"] for each in records if each["provider"] == "cutile"}
-    config = select.chosen_config("forward", machine.machine_of(device), 24, FP32, "few")
+    facts = machine.machine_of(device).facts
+    plans = [launch.plan_for(problem(op, 24, FP32, "few", facts=facts)) for op in ("forward", "backward")]
     kernel, *fields = served["forward"].split()
-    said = dict(field.split("=") for field in fields)
-    assert kernel == config.kernel and {"width", "warps", "occupancy", "latency"} <= said.keys()
-    assert all(value == str(getattr(config, name)) for name, value in said.items())
-    assert served["both"].split("; ")[0] == served["forward"] and len(served["both"].split("; ")) == 2
+    said, first = dict(field.split("=") for field in fields), plans[0].first
+    assert kernel == first.kernel and {"width", "warps", "occupancy", "latency"} <= said.keys()
+    assert all(value == str(getattr(first, name)) for name, value in said.items())
+    assert served["both"].split("; ") == [str(plan.first) for plan in plans]
+    assert served["both"].split("; ")[0] == served["forward"]
     assert {each["settings"] for each in records if each["provider"] == "torch"} == {None}
 
 

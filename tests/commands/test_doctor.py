@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from table_cases import BUCKET, ENTRY, TARGET, VARIANT, entry_of, ship
 
 from tilegym_rmsnorm import __main__, api, registry
-from tilegym_rmsnorm.backends.cutile.plans import problem, tables
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
+from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
+from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
 from tilegym_rmsnorm.commands import doctor, installation
 from tilegym_rmsnorm.commands.installation import Gpu
 from tilegym_rmsnorm.registry import Unusable
@@ -307,27 +308,27 @@ def test_no_command_is_a_usage_error():
     assert "usage: python -m tilegym_rmsnorm" in answer.stderr and "Traceback" not in answer.stderr
 
 
-def test_says_which_tables_serve_the_gpu(fake, capsys, monkeypatch, tmp_path):
-    fake([H100])
-    found = toolchain.Tileiras("tileiras", "PATH", (13, 4, 92), inherits_cuda_home=True)
-    monkeypatch.setattr(toolchain, "find_tileiras", lambda: found)
-    monkeypatch.setattr(toolchain, "package_version", lambda name: "1.7.0")
-    monkeypatch.setattr(tables, "SHIPPED_FOLDER", tmp_path / "shipped")
-    monkeypatch.setenv(tables.CACHE_VARIABLE, str(tmp_path / "user"))
-    tables.table_in.cache_clear()
-    assert "tuned configs    the rules of rules.py" in run_doctor(capsys)[1]
+def test_says_which_entries_serve_the_gpu(fake, capsys, monkeypatch, folders):
+    user, shipped = folders
+    fake([H100._replace(name=TARGET.gpu)])
 
-    target = tables.Target(H100.name, 90, "1.7.0", "13.4.92")
-    entries = {
-        problem.Bucket("backward", n, "bfloat16", "large"): tables.Entry(Config("rows", n, 8, 1, 4), ())
-        for n in (4096, 8192)
-    }
-    shipped = tables.update(tmp_path / "shipped", target, entries)
-    assert f"tuned configs    2 in {shipped}, then the rules of rules.py" in run_doctor(capsys)[1]
-    user = tables.update(tmp_path / "user", target, dict(list(entries.items())[:1]))
-    expected = f"1 in {user}, then 2 in {shipped}, then the rules of rules.py"
-    assert f"tuned configs    {expected}\n" in run_doctor(capsys)[1]
-    monkeypatch.setenv(tables.CACHE_VARIABLE, "off")
-    expected = f"2 in {shipped}, then the rules of rules.py; the user's cache is off"
-    assert f"tuned configs    {expected}" in run_doctor(capsys)[1]
-    tables.table_in.cache_clear()
+    def said() -> str:
+        [line] = [line for line in run_doctor(capsys)[1].splitlines() if line.startswith("  tuned settings")]
+        return line.removeprefix("  tuned settings").strip()
+
+    assert said().startswith(f"the rules of plans/; no entries for {TARGET}: those that ship are for ")
+    ship(shipped, TARGET, ENTRY, entry_of(BUCKET._replace(size="few"), VARIANT))
+    assert said() == "2 that ship for it, then the rules of plans/"
+    path = tables.update(user, TARGET, [ENTRY])
+    assert said() == f"1 in {path}, then 2 that ship for it, then the rules of plans/"
+    fake([H100._replace(name=TARGET.gpu), H100])
+    assert (
+        f"{TARGET.gpu}: 1 in {path}, then 2 that ship for it, then the rules of plans/; an H100: the rules"
+        in said()
+    )
+    monkeypatch.setenv(CACHE_VARIABLE, "off")
+    fake([H100._replace(name=TARGET.gpu)])
+    expected = (
+        "2 that ship for it, then the rules of plans/; the user's cache is off (TILEGYM_RMSNORM_CACHE_DIR, "
+    )
+    assert said().startswith(expected)

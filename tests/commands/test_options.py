@@ -21,7 +21,7 @@ from tilegym_rmsnorm.commands import installation
 from tilegym_rmsnorm.commands.tune import tune
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("gate", "host", "plots", "processes", "run", "train")  # of bench, each with a main
+COMMANDS = ("gate", "host", "plots", "processes", "run", "split", "train")  # of bench, each with a main
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,7 @@ COMMANDS = ("gate", "host", "plots", "processes", "run", "train")  # of bench, e
         ("run", ("--provider", ""), "--provider: expected some of "),
         ("run", ("--shapes", ""), "--shapes: expected ROWSxCOLS,... with both at least 1, got ''"),
         ("train", ("--out", ""), "--out: expected a path, got ''"),
+        ("split", ("--out", ""), "--out: expected a path, got ''"),
         ("train", ("--backend", ""), "--backend: expected some of "),
         ("gate", ("",), "result: expected a path, got ''"),
         ("gate", ("new.json", "--results", ""), "--results: expected a path, got ''"),

@@ -17,23 +17,26 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from compiling import CompilingMachine  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from table_cases import TARGET  # noqa: E402
+from planning import problem  # noqa: E402
+from table_cases import TARGET, entry_of  # noqa: E402
 
 from tilegym_rmsnorm.backends import cutile  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward, plan_for  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import tables  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.select import chosen_config  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.sizes import (
+from tilegym_rmsnorm.backends.cutile.plans.sizes import (  # noqa: E402
     FEW_ROWS,
     SIZES,
     SMALL,
-    partial_rows,
     rows_of_class,
     size_class,
 )
-from tilegym_rmsnorm.backends.cutile.plans.tables import Entry  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
+    BackwardRows,
+    BackwardSplit,
+    BackwardTiles,
+    ForwardRows,
+)
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.warm import _kind, rows_to_warm, warm  # noqa: E402
 
@@ -45,14 +48,14 @@ class CountingMachine(CompilingMachine):
     """Counts what cuda-tile's JIT would compile: kernels by their hints and signatures."""
 
     def __init__(self, sm_count: int, model: str | None = None) -> None:
-        super().__init__(90, compiles=False)
-        self.sm_count, self.target = sm_count, toolchain.target_of(model, 90)
+        super().__init__(90, compiles=False, sm_count=sm_count)
+        self.facts = self.facts._replace(target=toolchain.target_of(model, 90))
         self.kernels: set[tuple] = set()
         self.seen: dict[tuple, tuple] = {}
 
-    def bind(self, function, config, constants):
-        bound = super().bind(function, config, constants)
-        hints = (function.__name__, config.warps, config.occupancy)
+    def bind(self, function, variant, constants):
+        bound = super().bind(function, variant, constants)
+        hints = (function.__name__, variant.warps, variant.occupancy)
 
         def launch(grid, arguments):
             like = (hints, constants, tuple(map(_finer_than_a_signature, arguments)))
@@ -83,10 +86,10 @@ def call(
     """A forward and a backward as launch.py runs them. weight_dtype: None for that of x."""
     weight = machine.empty((n,), weight_dtype or dtype) if has_weight else None
     x, rstd, size = machine.empty((m, n), dtype), machine.empty((m,), FP32), size_class(m, n)
-    forward = chosen_config("forward", machine, n, dtype, size, weight_dtype)
-    Forward(machine, forward, n, has_weight, False)(x, weight, 1e-6, 0.0)
-    backward = chosen_config("backward" if has_weight else "dx", machine, n, dtype, size, weight_dtype)
-    Backward(machine, backward, n, has_weight, has_weight, False)(x, x, weight, rstd, 0.0)
+    asked = n, dtype, size, None if weight is None else weight.dtype, machine.facts
+    Forward(machine, plan_for(problem("forward", *asked)))(x, weight, 1e-6, 0.0)
+    backward = plan_for(problem("backward" if has_weight else "dx", *asked))
+    Backward(machine, backward)(x, x, weight, rstd, 0.0)
 
 
 @pytest.mark.parametrize("sm_count", [132, 48])
@@ -94,7 +97,7 @@ def call(
 def test_every_kernel_of_any_number_of_rows(n, sm_count):
     for dtype in (BF16, FP32):
         machine = CountingMachine(sm_count)
-        warm(machine, n, dtype, dtype, round_xhat=False)
+        warm(machine, n, dtype, dtype)
         warmed = set(machine.kernels)
         edge = SMALL // n
         counts = {*range(1, 200), *(2**k for k in range(24)), *(int(1.05**k) for k in range(1, 330))}
@@ -108,7 +111,7 @@ def test_every_kernel_of_any_number_of_rows(n, sm_count):
 @pytest.mark.parametrize("n", [1024, 4096, 5120, 16384, 65536])
 def test_every_kernel_beside_a_float32_weight(n):
     machine = CountingMachine(132)
-    warm(machine, n, BF16, FP32, round_xhat=False)
+    warm(machine, n, BF16, FP32)
     warmed = set(machine.kernels)
     for m in (*range(1, 50), *(2**k for k in range(24)), *(int(1.3**k) for k in range(1, 62))):
         call(machine, m, n, BF16, weight_dtype=FP32)
@@ -118,7 +121,7 @@ def test_every_kernel_beside_a_float32_weight(n):
 @pytest.mark.parametrize("n", [64, 4096, 18432, 40000])
 def test_every_kernel_without_a_weight(n):
     machine = CountingMachine(132)
-    warm(machine, n, BF16, None, round_xhat=False)
+    warm(machine, n, BF16, None)
     warmed = set(machine.kernels)
     assert not any(name.startswith(("backward_split", "sum")) for name, *_ in warmed)
     for m in {*range(1, 100), *(int(1.05**k) for k in range(1, 330))}:
@@ -133,14 +136,14 @@ SLABS = [(1, 1), (1, 8), (2, 4), (8, 8), (8, 24), (16, 256), (4, 1024), (128, 10
 @pytest.mark.parametrize(("n", "sm_count"), [(1000, 132), (3000, 7), (20000, 132)])
 def test_the_rows_to_warm_have_every_pair_of_kinds(n, sm_count, rows, slab):
     """Of M and P, whatever slabs a table asks for. Beyond the slabs of the rules no kernel tells."""
-    config = Config("fused", 1, 8, 1, 1, rows=rows, strip=32, slab=slab)
+    variant = BackwardSplit(width=1, warps=8, occupancy=1, latency=1, rows=rows, strip=32, slab=slab)
 
     def partial(m):
-        return partial_rows(m, n, config, sm_count)
+        return variant.partial_rows(m, n, sm_count)
 
     for size in SIZES:
         needed = {(_kind(m), _kind(partial(m))) for m in rows_of_class(size, n)[:60_000]}
-        chosen = rows_to_warm(n, size, config, sm_count, partial)
+        chosen = rows_to_warm(n, size, variant, sm_count, partial)
         assert {(_kind(m), _kind(partial(m))) for m in chosen} == needed
         assert len(chosen) == len(needed) and all(size_class(m, n) == size for m in chosen)
 
@@ -157,28 +160,30 @@ def test_every_kernel_of_random_numbers_of_rows(m, n):
 @functools.cache
 def warmed(n: int) -> CountingMachine:
     machine = CountingMachine(132)
-    warm(machine, n, BF16, BF16, round_xhat=False)
+    warm(machine, n, BF16, BF16)
     return machine
 
 
 def test_nothing_is_compiled_that_no_call_needs():
     machine = CountingMachine(132)
-    warm(machine, 4096, BF16, BF16, round_xhat=False)
+    warm(machine, 4096, BF16, BF16)
     warmed, machine.kernels = machine.kernels, set()
     for m in (*range(1, 1100), *range(1100, 6000, 7)):
         call(machine, m, 4096, BF16)
     assert machine.kernels == warmed
 
 
-def test_configs_of_tables_are_warmed(folders):
-    entries = {
-        Bucket("backward", 4096, "bfloat16", "few"): Entry(Config("tiles", 4096, 8, 2, 2, rows=2), ()),
-        Bucket("backward", 4096, "bfloat16", "large"): Entry(Config("rows", 4096, 4, 2, 7), ()),
-        Bucket("forward", 4096, "bfloat16", "large"): Entry(Config("rows", 4096, 4, 2, 7), ()),
-    }
+def test_entries_are_warmed(folders):
+    numbers = {"width": 4096, "warps": 4, "occupancy": 2, "latency": 7}
+    tiles = BackwardTiles(width=4096, warps=8, occupancy=2, latency=2, rows=2)
+    entries = [
+        entry_of(Bucket("backward", 4096, "bfloat16", "few"), tiles),
+        entry_of(Bucket("backward", 4096, "bfloat16", "large"), BackwardRows(**numbers)),
+        entry_of(Bucket("forward", 4096, "bfloat16", "large"), ForwardRows(**numbers)),
+    ]
     tables.update(folders[0], TARGET, entries)
     machine = CountingMachine(132, TARGET.gpu)
-    warm(machine, 4096, BF16, BF16, round_xhat=False)
+    warm(machine, 4096, BF16, BF16)
     warmed = set(machine.kernels)
     assert {name for name, *_ in warmed} == {
         "backward_tiles",

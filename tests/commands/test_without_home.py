@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from table_cases import BUCKET, TARGET, chosen, without_reason
+from planning import by_rules, plan
+from table_cases import chosen, rule
 
 from tilegym_rmsnorm.backends.cutile.plans import tables
-from tilegym_rmsnorm.backends.cutile.plans.rules import backward_config
+from tilegym_rmsnorm.backends.cutile.runtime import user_folder as runtime_folder
+from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE, user_folder
 from tilegym_rmsnorm.commands import installation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,8 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(autouse=True)
 def told_nothing_yet():
-    if hasattr(tables, "_warn_homeless"):
-        tables._warn_homeless.cache_clear()
+    runtime_folder._warn_homeless.cache_clear()
     tables.table_in.cache_clear()
     yield
     tables.table_in.cache_clear()
@@ -54,28 +55,29 @@ def raising(error):
 )
 def test_an_unknown_folder_for_caches_is_no_cache(folders, monkeypatch, answer):
     platformdirs = pytest.importorskip("platformdirs", reason="platformdirs is not installed")
-    monkeypatch.delenv(tables.CACHE_VARIABLE)
+    monkeypatch.delenv(CACHE_VARIABLE)
     monkeypatch.setattr(platformdirs, "user_cache_dir", answer)
     with pytest.warns(UserWarning, match="no home folder is known.*Set TILEGYM_RMSNORM_CACHE_DIR to") as told:
-        assert tables.user_folder() is None
-        assert without_reason(chosen()) == without_reason(backward_config(4096, 2, 90))
-        assert "no home folder" in tables.describe(TARGET)
+        assert user_folder() is None
+        assert chosen() == rule()
+        monkeypatch.setattr(installation, "visible_gpus", lambda: [installation.Gpu("an H100", "sm_90")])
+        assert "the user's cache is off" in installation.describe()["tuned settings"]
     assert len(told) == 1
 
 
 def test_a_cache_of_nobody_is_no_cache(monkeypatch):
     """It was a folder called ~nobody... in the working directory."""
-    monkeypatch.setenv(tables.CACHE_VARIABLE, "~nobody-of-this-name/tuned")
+    monkeypatch.setenv(CACHE_VARIABLE, "~nobody-of-this-name/tuned")
     with pytest.warns(UserWarning, match="expected a user that exists, got '~nobody-of-this-name/tuned'"):
-        assert tables.user_folder() is None
+        assert user_folder() is None
 
 
 def test_a_home_that_is_no_folder_holds_no_table(folders, monkeypatch):
     """A service's HOME is often /dev/null: the table there was one to delete."""
-    monkeypatch.setenv(tables.CACHE_VARIABLE, os.devnull + "/.cache")
+    monkeypatch.setenv(CACHE_VARIABLE, os.devnull + "/.cache")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert without_reason(chosen(BUCKET)) == without_reason(backward_config(4096, 2, 90))
+        assert chosen() == rule()
 
 
 CHILD = """
@@ -86,12 +88,12 @@ if sys.argv[1] == "no entry":
         raise KeyError(f"getpwuid(): uid not found: {number}")
     pwd.getpwuid = getpwuid
 import platformdirs  # now: the interpreter's folder may be another user's
-from tilegym_rmsnorm.backends.cutile.plans import tables
+from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 if sys.argv[1] == "setuid":
     os.setuid(12345)
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
-    print(tables.user_folder(), tables.user_folder(), len(told), told[0].message)
+    print(user_folder(), user_folder(), len(told), told[0].message)
 """
 
 
@@ -101,7 +103,7 @@ def test_a_user_whose_number_has_no_name(how):
     if how == "setuid" and os.getuid() != 0:
         pytest.skip("only root may become another user")
     pytest.importorskip("platformdirs", reason="platformdirs is not installed")
-    caches = (tables.CACHE_VARIABLE, "XDG_CACHE_HOME", "HOME")
+    caches = (CACHE_VARIABLE, "XDG_CACHE_HOME", "HOME")
     environment = {name: value for name, value in os.environ.items() if name not in caches}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)  # without HOME there are no packages of the user's
     done = subprocess.run(
@@ -159,7 +161,6 @@ def test_cuda_tile_fails_there_and_compiles_without_its_cache(context):
     from compiling import CompilingMachine
 
     from tilegym_rmsnorm.backends.cutile.launch import Forward
-    from tilegym_rmsnorm.backends.cutile.plans.rules import forward_config
     from tilegym_rmsnorm.backends.cutile.runtime import disk_cache, toolchain
 
     if toolchain.find_tileiras() is None:
@@ -168,7 +169,8 @@ def test_cuda_tile_fails_there_and_compiles_without_its_cache(context):
 
     def compile_one() -> None:
         x, weight = machine.empty((16, 40), torch.float32), machine.empty((40,), torch.float32)
-        Forward(machine, forward_config(40, 4, 90, "few"), 40, True, False)(x, weight, 1e-6, 0.0)
+        asked = "forward", 40, torch.float32, "few"
+        Forward(machine, plan(by_rules(*asked), *asked, facts=machine.facts))(x, weight, 1e-6, 0.0)
 
     keep_in(f"{os.devnull}/cutile-python")
     with pytest.raises(NotADirectoryError):

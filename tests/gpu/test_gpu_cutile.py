@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The cuTile kernels on a GPU: every config that this GPU's selector can pick, the plan P = M, and what is compiled
-when."""
+"""The cuTile kernels on a GPU: every variant that this GPU's selector can pick, a partial row of dw for each row, and
+what is compiled when."""
 
 import functools
 from collections import Counter
@@ -22,100 +22,110 @@ from helpers import (
     make_inputs,
     why_skip,
 )
-from table_cases import entries_that_ship
+from planning import device, plan, problem, rules_of
+from table_cases import copy_rules, entries_that_ship, forget_files
 
 from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
-from tilegym_rmsnorm.backends.cutile.plans.rules import backward_config, beside_float32_config, forward_config
-from tilegym_rmsnorm.backends.cutile.plans.select import chosen_config, serves_dx_alone
-from tilegym_rmsnorm.backends.cutile.plans.sizes import partial_rows, rows_of_class, size_class
-from tilegym_rmsnorm.backends.cutile.plans.wide import WIDEST_SLABBED_ROW
+from tilegym_rmsnorm.backends.cutile.plans.select import choose, serves_dx_alone
+from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class, size_class
+from tilegym_rmsnorm.backends.cutile.plans.variants import Variant
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
+from tilegym_rmsnorm.spec import Spec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_empty")]
 
 if HAS_GPU and (reason := why_skip("cutile")):
     pytest.skip(reason, allow_module_level=True)
 
-SM_COUNT = torch.cuda.get_device_properties(DEVICE).multi_processor_count if HAS_GPU else 1
-ARCHITECTURE = (
-    10 * torch.cuda.get_device_capability(DEVICE)[0] + torch.cuda.get_device_capability(DEVICE)[1]
-    if HAS_GPU
-    else 90
-)
+FACTS = machine_of(DEVICE).facts if HAS_GPU else device()
+WIDEST = 131072  # columns: wider rows have no rules of their own
 
 
-def configs_of_rules(n: int, itemsize: int, size: str) -> dict[bool, tuple[Config, Config]]:
+def by_rules(n: int, dtype: torch.dtype, size: str) -> dict[bool, tuple[Variant, Variant]]:
     """Of the forward and the backward: beside a float32 weight (True) and beside one of x's dtype."""
-    same = forward_config(n, itemsize, ARCHITECTURE, size), backward_config(n, itemsize, ARCHITECTURE, size)
-    own = (beside_float32_config(op, n, itemsize, ARCHITECTURE, size) for op in ("forward", "backward"))
-    return {False: same, True: tuple(a or b for a, b in zip(own, same, strict=True))}
+    rules = rules_of(FACTS.architecture)
+    return {
+        weight is FP32: tuple(
+            choose(problem(op, n, dtype, size, weight, FACTS), rules).first for op in ("forward", "backward")
+        )
+        for weight in (dtype, FP32)
+    }
 
 
-def widths_of_configs(itemsize: int, size: str) -> list[int]:
-    """For each set of configs the widest row that is a multiple of 16; up to 66000 columns also the widest odd one, and
-    above them the narrowest, whose last tile is cut off."""
+@functools.cache
+def widths_of_variants(dtype: torch.dtype, size: str) -> list[int]:
+    """For each set of variants the widest row that is a multiple of 16; up to 66000 columns also the widest odd one,
+    and above them the narrowest, whose last tile is cut off."""
     widths = {}
-    for n in (*range(1, 66000), *range(66000, WIDEST_SLABBED_ROW + 1, 16)):
-        configs = configs_of_rules(n, itemsize, size)
-        is_tested = size == "few" and configs == configs_of_rules(n, itemsize, "large")
-        if (n % 16 == 0 or n % 2) and not is_tested:
-            widths[(*configs.values(), n % 2)] = n
-            if n >= 66000:
-                widths.setdefault((*configs.values(), "narrowest"), n)
+    for n in (*range(1, 66000), *range(66000, WIDEST + 1, 16)):
+        if n % 16 and n % 2 == 0:
+            continue
+        variants = by_rules(n, dtype, size)
+        if size == "few" and variants == by_rules(n, dtype, "large"):
+            continue  # tested
+        widths[(*variants.values(), n % 2)] = n
+        if n >= 66000:
+            widths.setdefault((*variants.values(), "narrowest"), n)
     return sorted(set(widths.values()))
 
 
 def weight_dtypes(n: int, dtype: torch.dtype, size: str) -> list[torch.dtype]:
-    """float32, whose gradient hides nothing, and x's dtype where that is served by another config."""
-    configs = configs_of_rules(n, dtype.itemsize, size)
-    return [FP32] if configs[True] == configs[False] else [FP32, dtype]
+    """float32, whose gradient hides nothing, and x's dtype where that is served by another variant."""
+    variants = by_rules(n, dtype, size)
+    return [FP32] if len(set(variants.values())) == 1 else [FP32, dtype]
 
 
-RUNS = 1000  # of each config where it fills the GPU, on NaN
+RUNS = 1000  # of each variant where it fills the GPU, on NaN
 # Most of a sweep's time is compilation, so its parts go to different processes (conftest.gpu_group).
 PARTS, TABLE_PARTS = 24, 4
 
 
 @pytest.fixture
 def rules_alone(tmp_path, monkeypatch):
-    """No table that ships: it would hide the rules of its widths, and has a test of its own."""
+    """No entry that ships: it would hide the rules of its width, and has a test of its own."""
     from tilegym_rmsnorm.backends.cutile import launch
     from tilegym_rmsnorm.backends.cutile.plans import tables
 
-    monkeypatch.setattr(tables, "SHIPPED_FOLDER", tmp_path)
-    for made in (launch._forward, launch._backward):
-        made.cache_clear()
-    yield
-    for made in (launch._forward, launch._backward):
-        made.cache_clear()
+    def forget():
+        forget_files()
+        for made in (launch._forward, launch._backward):
+            made.cache_clear()
+
+    copy_rules(tmp_path, FACTS.architecture)
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "SHIPPED_FOLDER", tmp_path)
+        forget()
+        yield
+    forget()
 
 
 @pytest.mark.usefixtures("rules_alone")
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-def test_every_config(dtype, part):
+def test_every_variant(dtype, part):
     """Each block takes two or three row tiles, the last of them partial, where 8M elements are enough for that."""
-    for n in widths_of_configs(dtype.itemsize, "large")[part::PARTS]:
-        config = backward_config(n, dtype.itemsize, ARCHITECTURE)
-        m = min(2 * config.rows * SM_COUNT * config.occupancy + config.rows // 2 + 1, 2**23 // n)
+    from tilegym_rmsnorm.backends.cutile import launch
+
+    for n in widths_of_variants(dtype, "large")[part::PARTS]:
+        variants = by_rules(n, dtype, "large")
+        _, backward = variants[dtype is FP32]
+        blocks = FACTS.sm_count * backward.occupancy
+        m = min(2 * backward.rows * blocks + backward.rows // 2 + 1, 2**23 // n)
         m = max(m, rows_of_class("large", n)[0])
         for weight_dtype in weight_dtypes(n, dtype, "large"):
-            expected = configs_of_rules(n, dtype.itemsize, "large")[weight_dtype is FP32]
-            for op, config in zip(("forward", "backward"), expected, strict=True):
-                assert (
-                    chosen_config(op, machine_of(DEVICE), n, dtype, size_class(m, n), weight_dtype) == config
-                )
+            for op, variant in zip(("forward", "backward"), variants[weight_dtype is FP32], strict=True):
+                asked = problem(op, n, dtype, size_class(m, n), weight_dtype, FACTS)
+                assert launch.plan_for(asked).first == variant
             check_training_step(m, n, dtype, weight_dtype)
 
 
 @pytest.mark.usefixtures("rules_alone")
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-def test_every_config_for_few_rows(dtype, part):
+def test_every_variant_for_few_rows(dtype, part):
     """1001 rows are four slabs of narrow rows; no M fills its last tile of rows. A single row has kernels of its own,
     since cuda-tile compiles an extent of 1 in."""
-    for n in widths_of_configs(dtype.itemsize, "few")[part::PARTS]:
+    for n in widths_of_variants(dtype, "few")[part::PARTS]:
         most = min(1001, rows_of_class("few", n)[-1] - 3)
         for weight_dtype in weight_dtypes(n, dtype, "few"):
             for m, runs in ((1, 20), (33, 20), (most, RUNS)):
@@ -143,7 +153,8 @@ def test_dx_alone(dtype, weight_dtype, n):
         inputs = make_inputs(m, n, dtype, weight_dtype)
         x, dy, weight, eps, *_ = inputs
         _, rstd = rms_norm_forward(x, weight, eps, backend="cutile")
-        run = functools.partial(launch.rms_norm_backward, x, dy, weight, rstd, 0.0, "once", False)
+        spec = Spec(n, eps, 0.0, "once")
+        run = functools.partial(launch.rms_norm_backward, spec, (x, dy, weight, rstd), False)
         assert_alike(expected_results(inputs), ("dx",), lambda run=run: run()[:1], runs)
 
 
@@ -153,11 +164,11 @@ def test_one_partial_row_per_row(n):
 
     inputs = make_inputs(min(1003, 2**25 // n), n, BF16, FP32)
     x, dy, weight, eps, *_ = inputs
-    _, rstd = rms_norm_forward(x, weight, eps, backend="cutile")
+    spec, (_, rstd) = Spec(n, eps, 0.0, "once"), rms_norm_forward(x, weight, eps, backend="cutile")
     assert_alike(
         expected_results(inputs),
         ("dx", "dw"),
-        lambda: launch.rms_norm_backward(x, dy, weight, rstd, 0.0, "once", True, plan="row_partials"),
+        lambda: launch.rms_norm_backward(spec, (x, dy, weight, rstd), True, partials="own"),
         RUNS,
     )
 
@@ -179,18 +190,17 @@ def test_the_compile_tests_compile_what_launches_do(m, n, monkeypatch):
 
     monkeypatch.setattr(ct.kernel, "_compile", spied)
     machine.compiled.cache_clear()  # for kernels that nothing has been compiled of
-    device, inputs = machine_of(DEVICE), make_inputs(m, n, BF16, FP32)
-    forward, backward = (
-        chosen_config(op, device, n, BF16, size_class(m, n), FP32) for op in ("forward", "backward")
-    )
+    inputs, kind = make_inputs(m, n, BF16, FP32), (n, BF16, size_class(m, n), FP32)
+    first = {op: launch.plan_for(problem(op, *kind, FACTS)).first for op in ("forward", "backward")}
 
     def run(on, x, dy, weight):
-        y, rstd = launch.Forward(on, forward, n, True, False)(x, weight, inputs.eps, 0.0)
-        dx, dw = launch.Backward(on, backward, n, True, True, False)(x, dy, weight, rstd, 0.0)
+        forward, backward = (plan(variant, op, *kind, on.facts) for op, variant in first.items())
+        y, rstd = launch.Forward(on, forward)(x, weight, inputs.eps, 0.0)
+        dx, dw = launch.Backward(on, backward)(x, dy, weight, rstd, 0.0)
         return {"y": y, "rstd": rstd, "dx": dx, "dw": dw}
 
-    assert_within(expected_results(inputs), **run(device, inputs.x, inputs.dy, inputs.weight))
-    meta = CompilingMachine(device.architecture, compiles=False, sm_count=device.sm_count)
+    assert_within(expected_results(inputs), **run(machine_of(DEVICE), inputs.x, inputs.dy, inputs.weight))
+    meta = CompilingMachine(FACTS.architecture, compiles=False, sm_count=FACTS.sm_count)
     run(meta, *(each.to("meta") for each in (inputs.x, inputs.dy, inputs.weight)))
     assert symbols == set().union(*meta.symbols.values())
 
@@ -225,11 +235,11 @@ def test_batch_sizes_eps_and_offsets_compile_nothing_new(n, weight_dtype, compil
 
     def train(m: int, eps: float, offset: float) -> tuple[str, str, str]:
         size = size_class(m, n)
-        config = chosen_config("backward", machine.machine_of(DEVICE), n, BF16, size, weight_dtype)
+        sizes = launch.plan_for(problem("backward", n, BF16, size, weight_dtype, FACTS)).sizes(m)
         x = torch.randn(m, n, device=DEVICE, dtype=BF16, requires_grad=True)
         weight = torch.ones(n, device=DEVICE, dtype=weight_dtype, requires_grad=True)
         rms_norm(x, (n,), weight, eps, offset=offset, backend="cutile").sum().backward()
-        return size, alignment(m), alignment(partial_rows(m, n, config, SM_COUNT))
+        return size, alignment(m), alignment(sizes.partial_rows)
 
     classes = {train(m, 1e-6, 0.0) for m in (1, 2, 3, 16, 100, 128, 999, 1000, 4096, 5000, 16384)}
     counts = Counter(compilations)
@@ -251,7 +261,7 @@ def test_batch_sizes_eps_and_offsets_compile_nothing_new(n, weight_dtype, compil
 @pytest.mark.parametrize("part", range(TABLE_PARTS))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("op", ["forward", "backward", "dx"])
-def test_every_config_of_the_shipped_tables(op, dtype, part, monkeypatch):
+def test_every_entry_that_ships(op, dtype, part, monkeypatch):
     """As tuning checks its winners, with more runs: fresh data, NaN, float64, and the bits of the first run. Of large
     calls on a quarter of the elements, since several processes check at once, in float64."""
     from tilegym_rmsnorm.backends.cutile.runtime import machine
@@ -262,30 +272,31 @@ def test_every_config_of_the_shipped_tables(op, dtype, part, monkeypatch):
     found = machine.machine_of(DEVICE)
     entries = dict(entries_that_ship(found, op, dtype)[part::TABLE_PARTS])
     finder = search.Search(found, DEVICE, print)
-    wrong = {bucket: finder.why_wrong(bucket, entry.config) for bucket, entry in entries.items()}
+    wrong = {bucket: finder.why_wrong(bucket, variant) for bucket, variant in entries.items()}
     assert not any(wrong.values()), wrong
-    for bucket, entry in entries.items():
+    for bucket, variant in entries.items():
         for m in (1, 33) if bucket.size == "few" else (search.rows_of(bucket)[0],):
-            check_entry(found, bucket, entry.config, m)
+            check_entry(found, bucket, variant, m)
 
 
-def check_entry(machine, bucket, config, m):
-    """What tuning does not check: single rows, whose kernels are others, and dx alone by a backward's config."""
+def check_entry(machine, bucket, variant, m):
+    """What tuning does not check: single rows, whose kernels are others, and dx alone by a backward's variant."""
     from tilegym_rmsnorm.backends.cutile import launch
 
     inputs = make_inputs(m, bucket.n, getattr(torch, bucket.dtype), FP32)
     x, dy, weight, eps, *_ = inputs
     expected = expected_results(inputs)
+    kind = bucket.n, bucket.dtype, bucket.size, FP32, machine.facts
     if bucket.op == "forward":
-        forward = launch.Forward(machine, config, bucket.n, True, False)
+        forward = launch.Forward(machine, plan(variant, "forward", *kind))
         assert_alike(expected, ("y", "rstd"), lambda: forward(x, weight, eps, 0.0), 20)
         return
     _, rstd = rms_norm_forward(x, weight, eps, backend="cutile")
     if bucket.op == "backward":
-        backward = launch.Backward(machine, config, bucket.n, True, True, False)
+        backward = launch.Backward(machine, plan(variant, "backward", *kind))
         assert_alike(expected, ("dx", "dw"), lambda: backward(x, dy, weight, rstd, 0.0), 20)
-    if bucket.op == "dx" or serves_dx_alone(config):
-        dx_alone = launch.Backward(machine, config, bucket.n, True, False, False)
+    if bucket.op == "dx" or serves_dx_alone(variant):
+        dx_alone = launch.Backward(machine, plan(variant, "dx", *kind))
         assert_alike(expected, ("dx",), lambda: dx_alone(x, dy, weight, rstd, 0.0)[:1], 20)
 
 

@@ -11,11 +11,13 @@ import torch
 
 ct = pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
+from planning import by_rules, plan  # noqa: E402
+
 from tilegym_rmsnorm.backends.cutile.kernels import forward  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans import rules  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.runtime import machine  # noqa: E402
 
 BF16, FP32 = torch.bfloat16, torch.float32
+VARIANT = by_rules("forward", 1024).first
 SIZES = [((3, 5), BF16), ((1, 7), FP32), ((4,), FP32), ((1,), BF16)]
 
 
@@ -73,10 +75,10 @@ def test_memory_of_a_device_that_is_not_current(gpu, driver, size, dtype):
 
 @pytest.mark.parametrize(("sm_count", "most"), [(132, 16), (114, 14), (16, 2), (8, 1), (7, 1), (4, 1)])
 def test_teams_of_eight_launches_at_once_leave_room(driver, sm_count, most):
-    """Of the smallest GPUs no team does, and every config that tables have without one may serve."""
+    """Of the smallest GPUs no team does, and every entry without one may serve."""
     driver.properties.multi_processor_count = sm_count
     found = machine.GpuMachine(torch.device("cpu"))
-    assert found.most_members == most
+    assert found.facts.sm_count == sm_count and found.facts.most_members == most
     assert 8 * (most - 1) < sm_count, "launches, each with all of a team but one"
 
 
@@ -93,7 +95,7 @@ def test_this_torch_has_the_private_functions():
 
 @pytest.mark.parametrize("current", [1, 0])
 def test_launches_go_to_the_machines_device_and_its_current_stream(gpu, driver, current):
-    launch = gpu.bind(forward.forward_rows, rules.forward_config(1024, 2, 90), (1024, 0, True))
+    launch = gpu.bind(forward.forward_rows, VARIANT, (1024, 0, True))
     driver.current = current
     launch((3,), ("y", "x"))
     [((stream, grid, kernel, arguments), options)] = driver.launches
@@ -107,7 +109,10 @@ def test_launches_begin_before_the_one_before_has_ended_from_hopper_on(driver, m
     """Without it every kernel is right, and begins a launch later: 0.5 to 1 us. No other test would tell."""
     driver.properties.major, driver.properties.minor = major, minor
     gpu = machine.GpuMachine(torch.device("cpu"))
-    gpu.bind(forward.forward_rows, rules.forward_config(1024, 2, 90), ())((3,), ())
+    gpu.bind(forward.forward_rows, VARIANT, ())((3,), ())
     [(_, options)] = driver.launches
-    assert gpu.dependent_launch is (major >= 9)
     assert options == {"programmatic_dependent_launch": major >= 9}
+    made = plan(VARIANT, "forward", 1024, facts=gpu.facts)
+    assert made.constants(made.first)["DEPENDENT"] is (major >= 9), (
+        "a kernel that does not wait, or waits for nothing"
+    )

@@ -133,24 +133,24 @@ def test_host_threads_may_share_kernels(backend):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("op", ["forward", "backward", "dx"])
 @pytest.mark.parametrize("backend", ["cutile"], indirect=True)
-def test_every_config_of_the_shipped_tables_that_races(backend, op, dtype, part):
-    """The streams share a config's launcher, as the layers of a model do. Once on memory filled with NaN, and once as
+def test_every_entry_that_ships_as_it_races(backend, op, dtype, part):
+    """The streams share a plan's launcher, as the layers of a model do. Once on memory filled with NaN, and once as
     it is: the fills keep a call's first kernel from starting while the call before still runs."""
     from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
     machine, wrong = machine_of(DEVICE), {}
-    for bucket, entry in entries_that_ship(machine, op, dtype)[part::PARTS]:
+    for bucket, variant in entries_that_ship(machine, op, dtype)[part::PARTS]:
         try:
-            check_racing(machine, bucket, entry.config)
+            check_racing(machine, bucket, variant)
         except Exception as error:
             wrong[bucket] = repr(error)
     assert not wrong, wrong
 
 
-def check_racing(machine, bucket, config):
+def check_racing(machine, bucket, variant):
     from tilegym_rmsnorm.backends.cutile.tuning import search
 
-    m, dtype = rows_that_race(machine, bucket, config), getattr(torch, bucket.dtype)
+    m, dtype = rows_that_race(machine, bucket, variant), getattr(torch, bucket.dtype)
     weight_dtype = search.weight_dtype_of(bucket)
     each_inputs = [
         make_inputs(m, bucket.n, dtype, weight_dtype, eps=search.EPS, seed=seed) for seed in range(STREAMS)
@@ -158,16 +158,15 @@ def check_racing(machine, bucket, config):
     arguments = [
         (x, dy, weight, compute_rms_norm_rstd_torch(x, eps)) for x, dy, weight, eps, *_ in each_inputs
     ]
-    runs = (search.runner(each, bucket, config) for each in (search.Poisoned(machine), machine))
+    runs = (search.runner(each, bucket, variant) for each in (search.Poisoned(machine), machine))
     on_nan, as_it_is = ([functools.partial(run, *one) for one in arguments] for run in runs)
     names = search.RESULTS[bucket.op]
-    assert_racing_changes_no_bit(each_inputs, names, on_nan, as_it_is, what=f"{bucket} {config}")
+    assert_racing_changes_no_bit(each_inputs, names, on_nan, as_it_is, what=f"{bucket} {variant}")
 
 
-def rows_that_race(machine, bucket, config) -> int:
+def rows_that_race(machine, bucket, variant) -> int:
     """As many as ELEMENTS allow for which cuda-tile compiles the kernels that were timed: a multiple of 16, and so is
     the number of partial rows if it was."""
-    from tilegym_rmsnorm.backends.cutile.plans.sizes import partial_rows
     from tilegym_rmsnorm.backends.cutile.tuning.search import rows_of
 
     timed = rows_of(bucket)[0]
@@ -176,6 +175,6 @@ def rows_that_race(machine, bucket, config) -> int:
         return most
 
     def class_of_partials(m: int) -> str:
-        return alignment(partial_rows(m, bucket.n, config, machine.sm_count))
+        return alignment(variant.partial_rows(m, bucket.n, machine.facts.sm_count))
 
     return next(m for m in range(most, 0, -16) if class_of_partials(m) == class_of_partials(timed))

@@ -19,75 +19,74 @@ from helpers import (
     wait_for_the_gpu,
     why_skip,
 )
+from planning import plan
 
 from tilegym_rmsnorm import rms_norm_forward
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardPipelinedTeam, BackwardTeam, ForwardTeam
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_empty")]
 
 if HAS_GPU and (reason := why_skip("cutile")):
     pytest.skip(reason, allow_module_level=True)
 
-CONFIGS = [
-    Config("teams", 8192, 4, 2, 2, members=4),
-    Config("teams", 4096, 4, 2, 2, members=8),
-    Config("teams", 2048, 8, 4, 2, members=16),
+NUMBERS = [
+    {"width": 8192, "warps": 4, "occupancy": 2, "latency": 2, "members": 4},
+    {"width": 4096, "warps": 4, "occupancy": 2, "latency": 2, "members": 8},
+    {"width": 2048, "warps": 8, "occupancy": 4, "latency": 2, "members": 16},
 ]
+FORWARDS = {numbers["members"]: ForwardTeam(**numbers) for numbers in NUMBERS}
 # The ways by TMA, with the next row's rstd, without, and packed: of a backward alone.
-BY_TMA = [
-    *(Config("teams", 4096, 4, occupancy, 4, members=8, tma=True) for occupancy in (2, 3)),
-    Config("teams", 8192, 8, 1, 4, pieces=2, members=2, tma=True, packed=True),
+TILE = {"width": 4096, "warps": 4, "latency": 4, "members": 8}
+WIDE = {"width": 8192, "warps": 8, "latency": 4, "members": 2}
+BACKWARDS = [
+    *(BackwardTeam(**numbers) for numbers in NUMBERS),
+    BackwardPipelinedTeam(occupancy=2, rstd_ahead=True, **TILE),
+    BackwardPipelinedTeam(occupancy=3, **TILE),
+    BackwardPipelinedTeam(occupancy=1, pieces=2, rstd_ahead=True, packed=True, **WIDE),
 ]
-every_config = pytest.mark.parametrize(
-    "config",
-    [*CONFIGS, *BY_TMA],
-    ids=lambda config: f"{config.members} members" + f" by TMA, {config.occupancy} an SM" * config.tma,
+every_team = pytest.mark.parametrize(
+    "team",
+    BACKWARDS,
+    ids=lambda team: f"{team.members} members" + f" by TMA, {team.occupancy} an SM" * team.uses_tma,
 )
 
 
-class Larger:
-    """A machine that takes its GPU for one with `factor` times as many SMs, and launches as many blocks."""
-
-    def __init__(self, machine, factor):
-        self._machine, self.sm_count = machine, factor * machine.sm_count
-
-    def __getattr__(self, name):
-        return getattr(self._machine, name)
-
-
-def backward_of(inputs, config, factor=1):
-    """A call of the backward by this config, and x's rstd."""
+def backward_of(inputs, team, factor=1):
+    """A call of the backward by this team, and x's rstd. The machine takes its GPU for one with `factor` times as many
+    SMs, and launches as many blocks."""
     from tilegym_rmsnorm.backends.cutile import launch
-    from tilegym_rmsnorm.backends.cutile.runtime import machine
+    from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
     x, dy, weight, eps, *_ = inputs
     _, rstd = rms_norm_forward(x, weight, eps, backend="cutile")
-    on = Larger(machine.machine_of(DEVICE), factor)
-    backward = launch.Backward(on, config, x.shape[1], True, True, False)
-    return functools.partial(backward, x, dy, weight, rstd, 0.0)
+    machine = machine_of(DEVICE)
+    facts = machine.facts._replace(sm_count=factor * machine.facts.sm_count)
+    made = plan(team, "backward", x.shape[1], x.dtype, weight=weight.dtype, facts=facts)
+    return functools.partial(launch.Backward(machine, made), x, dy, weight, rstd, 0.0)
 
 
-def forward_of(inputs, config):
-    """A call of the forward by this config."""
+def forward_of(inputs, team):
+    """A call of the forward by a team of as many members."""
     from tilegym_rmsnorm.backends.cutile import launch
-    from tilegym_rmsnorm.backends.cutile.runtime import machine
+    from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
     x, _, weight, eps, *_ = inputs
-    forward = launch.Forward(machine.machine_of(DEVICE), config, x.shape[1], True, False)
-    return functools.partial(forward, x, weight, eps, 0.0)
+    machine, first = machine_of(DEVICE), FORWARDS[team.members]
+    made = plan(first, "forward", x.shape[1], x.dtype, weight=weight.dtype, facts=machine.facts)
+    return functools.partial(launch.Forward(machine, made), x, weight, eps, 0.0)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@every_config
-def test_teams_that_do_not_all_fit_the_gpu_take_turns(config, dtype):
+@every_team
+def test_teams_that_do_not_all_fit_the_gpu_take_turns(team, dtype):
     """Eight times as many blocks as there is room for, so most teams start when others have ended."""
-    if dtype is FP16 and not config.packed:
+    if dtype is FP16 and not team.packed:
         pytest.skip("bfloat16 will do")
-    inputs = make_inputs(8 * 2 * 132 * 4 // config.members + 5, 32768, dtype, FP32)
+    inputs = make_inputs(8 * 2 * 132 * 4 // team.members + 5, 32768, dtype, FP32)
     expected = expected_results(inputs)
-    calls = {("dx", "dw"): backward_of(inputs, config, factor=8)}
-    if not config.tma:
-        calls["y", "rstd"] = forward_of(inputs, config)
+    calls = {("dx", "dw"): backward_of(inputs, team, factor=8)}
+    if not team.uses_tma:
+        calls["y", "rstd"] = forward_of(inputs, team)
     for names, run in calls.items():
         first = run()
         wait_for_the_gpu()
@@ -98,13 +97,13 @@ def test_teams_that_do_not_all_fit_the_gpu_take_turns(config, dtype):
             assert all(map(torch.equal, results, first))
 
 
-@every_config
-def test_teams_of_many_launches_at_once(config):
+@every_team
+def test_teams_of_many_launches_at_once(team):
     """The blocks of 24 streams share the GPU, so teams of several launches are incomplete at a time."""
     streams = [torch.cuda.Stream() for _ in range(24)]
     inputs = [make_inputs(131, 32768, BF16, FP32, seed=seed) for seed in range(4)]
-    ops = (backward_of,) if config.tma else (forward_of, backward_of)
-    calls = [op(each, config) for op in ops for each in inputs]
+    ops = (backward_of,) if team.uses_tma else (forward_of, backward_of)
+    calls = [op(each, team) for op in ops for each in inputs]
     expected = [call() for call in calls]
     wait_for_the_gpu()
     for _ in range(5):
@@ -126,8 +125,8 @@ def test_no_bits_of_the_input_keep_a_team_waiting(dtype):
     inputs = make_inputs(67, 32768, dtype, FP32)
     for array in (inputs.x, inputs.dy):
         array.view(torch.int16 if dtype is BF16 else torch.int32)[5] = -1
-    config = Config("teams", 4096, 4, 2, 2, members=8)
-    (y, rstd), (dx, dw) = forward_of(inputs, config)(), backward_of(inputs, config)()
+    team = BackwardTeam(width=4096, warps=4, occupancy=2, latency=2, members=8)
+    (y, rstd), (dx, dw) = forward_of(inputs, team)(), backward_of(inputs, team)()
     wait_for_the_gpu()
     assert y[5].isnan().all() and rstd.isnan().nonzero().tolist() == [[5]]
     assert dx[5].isnan().all() and dw.isnan().all()

@@ -17,10 +17,11 @@ from collections.abc import Callable
 import cuda.tile as ct
 import pytest
 import torch
+from planning import plan
 
 from tilegym_rmsnorm.backends.cutile.interpreter import arrays, atomics, empty, launch, ops, unwritten
 from tilegym_rmsnorm.backends.cutile.kernels import backward, forward, reduce
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config, constants_of
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardRows, ForwardRows
 
 FP16, FP32, FP64, INT32, BOOL = torch.float16, torch.float32, torch.float64, torch.int32, torch.bool
 
@@ -276,16 +277,22 @@ def test_results_do_not_depend_on_the_order_of_blocks():
     torch.manual_seed(0)
     m, n, blocks = 23, 80, 5
     x, dy, weight = torch.randn(m, n), torch.randn(m, n), torch.randn(n)
-    config = Config("rows", 32, 4, 1, 4, rest=16, pieces=2)
-    switches = {"HAS_WEIGHT": True, "HAS_DW": True, "ROUND_XHAT": False, "DEPENDENT": True}
+    settings = {"width": 32, "warps": 4, "occupancy": 1, "latency": 4, "rest": 16, "pieces": 2}
+    plans = (
+        plan(ForwardRows(**settings), "forward", n, FP32),
+        plan(BackwardRows(**settings), "backward", n, FP32),
+    )
+
+    def constants_of(kernel, each):
+        constants = each.constants(each.first)
+        return [constants[name] for name in inspect.signature(kernel).parameters if name.isupper()]
 
     def run(order_of):
         y, dx, rstd = empty((m, n), FP32), empty((m, n), FP32), empty((m,), FP32)
         dw_partial, dw = empty((blocks, n), FP32), empty((n,), FP32)
-        constants = constants_of(forward.forward_rows, config, n, **switches)
-        arguments = (y, rstd, x, weight, 1 / n, 1e-6, 0.0, *constants)
+        arguments = (y, rstd, x, weight, 1 / n, 1e-6, 0.0, *constants_of(forward.forward_rows, plans[0]))
         launch(forward.forward_rows, (m,), arguments, order=order_of(m))
-        constants = constants_of(backward.backward_rows, config, n, **switches)
+        constants = constants_of(backward.backward_rows, plans[1])
         arguments = (dx, dw_partial, dy, x, weight, rstd, 1 / n, 0.0, *constants)
         launch(backward.backward_rows, (blocks,), arguments, order=order_of(blocks))
         launch(reduce.sum_partials, (5,), (dw, dw_partial, 4, 16, 16, True), order=order_of(5))

@@ -1,57 +1,65 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Rows of 16 bits beside a float32 weight, which have configs of their own: which they are, and that they are right."""
+"""Rows of 16 bits beside a float32 weight, which have rules of their own: what those choose, and that it is right."""
 
 import itertools
 
 import pytest
 import torch
 from helpers import BF16, FP32, assert_within, expected_results, make_inputs
+from planning import by_rules, device, problem, rules_of
 
-from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, Bucket
-from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES, beside_float32_config
-from tilegym_rmsnorm.backends.cutile.plans.select import RULES
+from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, OPS, SAME, Bucket
+from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
-from tilegym_rmsnorm.backends.cutile.tuning.candidates import candidates
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardRows, ForwardRows, ForwardTeam, Variant
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from cutile_runs import run_backward, run_forward  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
+from tilegym_rmsnorm.spec import Spec  # noqa: E402
 
 CPU = torch.device("cpu")
 
 
+def by_rules_beside_float32(op: str, n: int, size: str = "large", **options) -> Variant | None:
+    """What the rules for such a weight choose, without those beside a weight of x's dtype."""
+    asked = problem(op, n, BF16, size, FP32, **options)
+    assert asked.bucket.weight == FLOAT32
+    for records in rules_of(asked.device.architecture).rules:
+        if found := records.find(asked.bucket, asked.most_members, asked.is_aligned):
+            return found[1]
+    return None
+
+
 def test_beside_a_float32_weight_a_thread_has_16_bytes_of_it_in_each_tile():
     """That is four elements of x: of wider tiles the weight would pass through shared memory."""
-    for op, size, n in itertools.product(("forward", "backward", "dx"), SIZES, range(1, 66000)):
-        config = beside_float32_config(op, n, 2, 90, size)
-        if config is None:
+    for op, size, n in itertools.product(OPS, SIZES, range(1, 66000)):
+        variant = by_rules_beside_float32(op, n, size)
+        if variant is None:
             continue
-        assert n % 8 == 0 and config.lanes >= n and config.lanes - config.width < n, (op, n, config)
+        assert n % 8 == 0 and variant.lanes >= n and variant.lanes - variant.width < n, (op, n, variant)
         assert n > 512 and (op == "forward" or (op, size) == ("backward", "large")), (op, size, n)
-        if op == "forward" and config.kernel in ("rows", "teams"):
-            assert config.width == 4 * 32 * config.warps, (n, config)
-    for n, itemsize, architecture in (
-        (4096, 4, 90),
-        (4096, 2, 100),
-        (4096, 2, 89),
-        (4095, 2, 90),
-        (12296, 2, 90),
-    ):
-        assert beside_float32_config("forward", n, itemsize, architecture, "large") is None
-    assert beside_float32_config("forward", 65536, 2, 90, "large", most_members=4) is None
+        if isinstance(variant, (ForwardRows, ForwardTeam)):
+            assert variant.width == 4 * 32 * variant.warps, (n, variant)
+    for n, architecture in ((4096, 100), (4096, 89), (4095, 90), (12296, 90)):
+        assert by_rules_beside_float32("forward", n, architecture=architecture) is None
+    assert by_rules_beside_float32("forward", 65536, facts=device(most_members=4)) is None
+    assert problem("forward", 4096, FP32, weight=FP32).bucket.weight == SAME
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("op", RULES)
+@pytest.mark.parametrize("op", OPS)
 def test_candidates_begin_with_the_rules_beside_a_float32_weight(op, architecture):
+    from tilegym_rmsnorm.backends.cutile.tuning.candidates import candidates
+
     for n, size in itertools.product((64, 1000, 1024, 4096, 5120, 7168, 16384, 32768, 65536), SIZES):
         if rows_of_class(size, n):
             [first, *_] = candidates(Bucket(op, n, "bfloat16", size, FLOAT32), 2, architecture, 8)
-            expected = beside_float32_config(op, n, 2, architecture, size)
-            assert first == (expected or RULES[op](n, 2, architecture, size))
+            expected = by_rules_beside_float32(op, n, size, architecture=architecture)
+            assert first == (expected or by_rules(op, n, BF16, size, architecture=architecture).first)
 
 
 # Of each rule a row whose last tile is cut off, and some that fill theirs.
@@ -61,32 +69,34 @@ def test_candidates_begin_with_the_rules_beside_a_float32_weight(op, architectur
     + [("forward", "few", n) for n in (1000, 4088, 16368, 24560)]
     + [("backward", "large", n) for n in (4096, 7160, 8184, 15360, 16368)],
 )
-def test_configs_beside_a_float32_weight(op, size, n):
-    config = beside_float32_config(op, n, 2, 90, size)
+def test_kernels_beside_a_float32_weight(op, size, n):
+    variant = by_rules_beside_float32(op, n, size)
+    assert variant is not None
     inputs = make_inputs(5 if op == "forward" else 9, n, BF16, FP32, offset=1.0, device=CPU)
     run = run_forward if op == "forward" else run_backward
-    assert_within(expected_results(inputs), **run(inputs, config))
+    assert_within(expected_results(inputs), **run(inputs, variant))
 
 
 def test_rows_of_7169_to_8192_are_two_tiles_as_timed():
-    """Not one of 8192, as `split` would have it."""
+    """Not one of 8192, as `two_tiles` would have it."""
     for n in (7176, 7424, 8176, 8192):
-        config = beside_float32_config("backward", n, 2, 90, "large")
-        assert (config.width, config.rest, config.pieces) == (4096, 4096, 1)
+        variant = by_rules_beside_float32("backward", n)
+        assert isinstance(variant, BackwardRows)
+        assert (variant.width, variant.rest, variant.pieces) == (4096, 4096, 1)
 
 
-def test_launch_takes_configs_by_the_dtype_of_the_weight():
-    beside = beside_float32_config("backward", 8192, 2, 90, "large")
+def test_launch_chooses_by_the_dtype_of_the_weight():
+    beside = by_rules_beside_float32("backward", 8192)
     for weight_dtype in (BF16, FP32):
-        made = launch._backward(CPU, 8192, BF16, weight_dtype, True, False, "large", None)
-        assert (made.config == beside) is (weight_dtype is FP32)
+        made = launch._backward("backward", CPU, 8192, BF16, weight_dtype, "once", "large", "shared", True)
+        assert (made.plan.first == beside) is (weight_dtype is FP32)
     x = torch.randn(3, 1000, dtype=BF16)
     for weight_dtype in (BF16, FP32, None):
-        made = launch._forward(CPU, 1000, BF16, weight_dtype, False, "few")
-        beside = beside_float32_config("forward", 1000, 2, 90, "few")
-        assert (made.config == beside) is (weight_dtype is FP32)
+        made = launch._forward(CPU, 1000, BF16, weight_dtype, "once", "few", True)
+        beside = by_rules_beside_float32("forward", 1000, "few")
+        assert (made.plan.first == beside) is (weight_dtype is FP32)
         weight = None if weight_dtype is None else torch.randn(1000).to(weight_dtype)
-        y, _ = launch.rms_norm_forward(x, weight, None, 1e-6, 0.0, "once")
+        y, _ = launch.rms_norm_forward(Spec(1000, 1e-6, 0.0, "once"), (x, weight, None))
         expected = torch.nn.functional.rms_norm(
             x.double(), (1000,), None if weight is None else weight.double(), 1e-6
         )

@@ -1,118 +1,135 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The cuTile kernels, run as Python by the interpreter: every config that the selector can pick, on every plan."""
+"""The cuTile kernels, run as Python by the interpreter: every variant that the selector can pick, on every plan."""
 
 import functools
 
 import pytest
 import torch
 from helpers import BF16, FP16, FP32, assert_llama_rounds, assert_within, expected_results, make_inputs
-from table_cases import shipped_configs
+from planning import by_rules
+from sweeps import shipped_entries
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
-from cutile_runs import ShuffledMachine, run_backward, run_forward  # noqa: E402
+from cutile_runs import ShuffledMachine, plan_for, run_backward, run_forward  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
-from tilegym_rmsnorm.backends.cutile.plans.rules import (
-    WIDEST_FUSED_ROW,
-    backward_config,
-    forward_config,
-    row_partials_config,
+from tilegym_rmsnorm.backends.cutile.plans import plan, variants  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BACKWARD_ROW  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
+    BackwardRows,
+    BackwardSplit,
+    BackwardStrips,
+    BackwardTeam,
+    BackwardTiles,
+    ForwardTeam,
+    Variant,
 )
-from tilegym_rmsnorm.backends.cutile.plans.sizes import partial_rows  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine  # noqa: E402
+from tilegym_rmsnorm.spec import Spec  # noqa: E402
 
 CPU = torch.device("cpu")
-few_rows_config = functools.partial(backward_config, size="few")
-few_forward_config = functools.partial(forward_config, size="few")
+HINTS = {"warps": 4, "occupancy": 1, "latency": 1}
 
 
-def one_width_per_config(configure, itemsize: int) -> list[int]:
-    """An odd width where a config serves one, so that lanes past the row are there to go wrong."""
+@functools.cache
+def rule(op: str, n: int, dtype: torch.dtype = BF16, size: str = "large") -> Variant:
+    return by_rules(op, n, dtype, size).first
+
+
+def one_width_per_variant(op: str, size: str) -> list[int]:
+    """Of rows of 16 bits, an odd width where a variant serves one, so that lanes past the row are there to go wrong."""
     widths = {}
-    for n in range(1, 33100):  # beyond 32768: of the forward chunks, teams
-        config = configure(n, itemsize, 90)
-        if n % 2 or config not in widths:
-            widths[config] = n
+    for n in range(1, 33100):  # beyond 32768: chunks, teams
+        variant = rule(op, n, size=size)
+        if n % 2 or variant not in widths:
+            widths[variant] = n
     return sorted(widths.values())
 
 
-def forward_configs(itemsize: int, widest: int = 65536) -> list[tuple[Config, int]]:
+def forward_variants(dtype: torch.dtype, widest: int = 65536) -> list[tuple[Variant, int]]:
     """Of all sizes, each with the widest row whose last tile is cut off, or else with the first."""
     widths = {}
     for n in (*range(1, min(33100, widest + 1)), widest):  # beyond 32768: chunks, teams
-        for config in (forward_config(n, itemsize, 90), few_forward_config(n, itemsize, 90)):
-            if config.lanes > n or config not in widths:
-                widths[config] = n
+        for variant in (rule("forward", n, dtype), rule("forward", n, dtype, "few")):
+            if getattr(variant, "lanes", 0) > n or variant not in widths:
+                widths[variant] = n
     return list(widths.items())
 
 
 # A weight of x's dtype is awaited together with x, one of another dtype is not.
 @pytest.mark.parametrize(
-    ("config", "n", "weight"),
-    [(*each, BF16) for each in forward_configs(2)]
-    + [(*each, FP32) for each in forward_configs(2, 4096)]
-    + [(few_forward_config(n, 2, 90), n, FP32) for n in (7152, 18416, 24560)],
+    ("variant", "n", "weight"),
+    [(*each, BF16) for each in forward_variants(BF16)]
+    + [(*each, FP32) for each in forward_variants(BF16, 4096)]
+    + [(rule("forward", n, size="few"), n, FP32) for n in (7152, 18416, 24560)],
 )
-def test_forward_of_every_config(config, n, weight):
+def test_forward_of_every_variant(variant, n, weight):
     inputs = make_inputs(5, n, BF16, weight, offset=1.0, device=CPU)
-    assert_within(expected_results(inputs), **run_forward(inputs, config))
+    assert_within(expected_results(inputs), **run_forward(inputs, variant))
 
 
 @pytest.mark.parametrize(
-    ("config", "n"),
+    ("variant", "n"),
     [
-        *forward_configs(4, 4096),
+        *forward_variants(FP32, 4096),
         *(
-            (few_forward_config(n, 4, 90), n)
+            (rule("forward", n, FP32, "few"), n)
             for n in (8188, 14320, 16368, 20464, 24560, 28656, 28672, 32752, 32784)
         ),
     ],
 )
-def test_forward_of_float32(config, n):
+def test_forward_of_float32(variant, n):
     inputs = make_inputs(5, n, FP32, FP32, offset=1.0, device=CPU)
-    assert_within(expected_results(inputs), **run_forward(inputs, config))
+    assert_within(expected_results(inputs), **run_forward(inputs, variant))
 
 
-@pytest.mark.parametrize("n", one_width_per_config(backward_config, 2))
-def test_backward_of_every_config(n):
-    config = backward_config(n, 2, 90)
-    # Some blocks take a tile more, one is partial.
-    m = 2 * config.rows * 3 * config.occupancy + config.rows // 2 + 1
+@pytest.mark.parametrize("n", one_width_per_variant("backward", "large"))
+def test_backward_of_every_variant(n):
+    m = rows_for(rule("backward", n))
     inputs = make_inputs(min(m, 300), n, BF16, FP32, offset=1.0, device=CPU)
     assert_within(expected_results(inputs), **run_backward(inputs))
 
 
-@pytest.mark.parametrize("n", [n for n in one_width_per_config(few_rows_config, 2) if n <= WIDEST_FUSED_ROW])
+def rows_for(variant: Variant) -> int:
+    """Of which some blocks take a tile more, and one is partial."""
+    rows = getattr(variant, "rows", 1)
+    return 2 * rows * 3 * variant.occupancy + rows // 2 + 1
+
+
+@pytest.mark.parametrize(
+    "n", [n for n in one_width_per_variant("backward", "few") if n <= WIDEST_BACKWARD_ROW]
+)
 @pytest.mark.parametrize("m", [63, 300])
-def test_backward_of_every_config_for_few_rows(m, n):
+def test_backward_of_every_variant_for_few_rows(m, n):
     """300 rows are a second slab for narrow rows, 63 and 300 leave a tile of rows partial."""
     inputs = make_inputs(m, n, BF16, FP32, offset=1.0, device=CPU)
     assert_within(expected_results(inputs), **run_backward(inputs, size="few"))
 
 
 @pytest.mark.parametrize(
-    ("bucket", "config"),
+    ("bucket", "variant"),
     [
-        pytest.param(bucket, config, id=f"{op}-{bucket.n}-{dtype}-{bucket.size}-{number}")
+        pytest.param(bucket, variant, id=f"{op}-{bucket.n}-{dtype}-{bucket.size}-{number}")
         for op in ("forward", "backward", "dx")
         for dtype in ("bfloat16", "float32")
-        for number, (bucket, config) in enumerate(  # one of those that differ in their weight alone
-            {(b.n, config): (b, config) for _, b, config in shipped_configs(op, dtype)}.values()
+        for number, (bucket, variant) in enumerate(  # one of those that differ in their weight alone
+            {
+                (each.n, each.variant): (each.bucket, each.variant) for each in shipped_entries(op, dtype)
+            }.values()
         )
     ],
 )
-def test_configs_of_the_shipped_tables(bucket, config):
+def test_entries_that_ship(bucket, variant):
     # As above, if that is not too much for a test.
-    m = 6 * config.rows * config.occupancy + config.rows // 2 + 1
-    m = max(7, min(m, 300, 2**18 // bucket.n))
+    m = max(7, min(rows_for(variant), 300, 2**18 // bucket.n))
     inputs = make_inputs(m, bucket.n, getattr(torch, bucket.dtype), FP32, offset=1.0, device=CPU)
     more = {"has_dw": False} if bucket.op == "dx" else {}
     run = run_forward if bucket.op == "forward" else run_backward
-    assert_within(expected_results(inputs), **run(inputs, config, **more))
+    assert_within(expected_results(inputs), **run(inputs, variant, **more))
 
 
 @pytest.mark.parametrize("n", [100, 1000, 3000, 5000, 12304, 17000, 18500, 33000, 49200])
@@ -160,37 +177,44 @@ def test_dx_alone_of_wide_rows(n, dtype):
 def test_rows_as_several_2d_tiles(rows, casting, weight_dtype):
     """The last tile of columns and the last tile of rows reach past x."""
     inputs = make_inputs(7 * rows + 1, 150, BF16, weight_dtype, casting=casting, offset=0.5, device=CPU)
-    config = Config("tiles", 64, 4, 1, 2, rows=rows, pieces=3, tma=True)
-    found = run_backward(inputs, config)
+    variant = BackwardTiles(width=64, warps=4, occupancy=1, latency=2, rows=rows, pieces=3, tma=True)
+    found = run_backward(inputs, variant)
     assert_within(expected_results(inputs), **found)
     if casting == "llama" and weight_dtype is not None:
-        assert_llama_rounds(inputs, found, run_backward(inputs._replace(casting="once"), config))
-    assert torch.equal(run_backward(inputs, config, has_dw=False)["dx"], found["dx"])
+        assert_llama_rounds(inputs, found, run_backward(inputs._replace(casting="once"), variant))
+    assert torch.equal(run_backward(inputs, variant, has_dw=False)["dx"], found["dx"])
 
 
 @pytest.mark.parametrize("m", [1, 29])
 def test_rows_as_several_2d_tiles_in_any_order_and_layout(m):
     """29 rows are 8 tiles for 3 blocks. A single one leaves one partial row, which is dw and has weight's dtype."""
     inputs = make_inputs(m, 150, BF16, BF16, offset=0.5, device=CPU)
-    config = Config("tiles", 64, 4, 1, 2, rows=4, pieces=3, tma=True)
-    first = run_backward(inputs, config, seed=1)
+    variant = BackwardTiles(width=64, warps=4, occupancy=1, latency=2, rows=4, pieces=3, tma=True)
+    first = run_backward(inputs, variant, seed=1)
     assert_within(expected_results(inputs), **first)
     x, dy = (torch.full((m, 153), torch.nan, dtype=BF16) for _ in range(2))
     x[:, :150], dy[:, 3:] = inputs.x, inputs.dy
     strided = inputs._replace(x=x[:, :150], dy=dy[:, 3:])
-    for again in (run_backward(inputs, config, seed=2), run_backward(strided, config, seed=3)):
+    for again in (run_backward(inputs, variant, seed=2), run_backward(strided, variant, seed=3)):
         assert all(torch.equal(again[name], value) for name, value in first.items())
 
 
 @pytest.mark.parametrize(("x_scale", "dy_scale"), [(1e-15, 1e3), (1e10, 1e-10), (3e-20, 1e-6), (1e21, 1e10)])
-@pytest.mark.parametrize("kernel", ["rows", "tiles", "strips", "fused"])
-def test_scales_far_from_one(kernel, x_scale, dy_scale):
+@pytest.mark.parametrize(
+    "variant",
+    [
+        BackwardRows(width=64, **HINTS),
+        BackwardTiles(width=64, **HINTS),
+        BackwardStrips(width=16, **HINTS),
+        BackwardSplit(width=64, rows=2, strip=16, slab=8, **HINTS),
+    ],
+    ids=lambda variant: variant.kernel,
+)
+def test_scales_far_from_one(variant, x_scale, dy_scale):
     """Without eps rstd is 1 / x: its square alone, which no kernel computes, would be 0 or infinite at the last two."""
     inputs = make_inputs(9, 50, FP32, FP32, eps=0.0, device=CPU)
     inputs = inputs._replace(x=inputs.x * x_scale, dy=inputs.dy * dy_scale)
-    shape = {"rows": 2, "width": 16, "strip": 16, "slab": 8} if kernel == "fused" else {"width": 16}
-    shape |= {"width": 64} if kernel != "strips" else {}
-    found = run_backward(inputs, Config(kernel, warps=4, occupancy=1, latency=1, **shape))
+    found = run_backward(inputs, variant)
     x, dy, weight = inputs.x.double(), inputs.dy.double(), inputs.weight.double()
     rstd = x.square().mean(dim=1, keepdim=True).rsqrt()
     c = (x * rstd * dy * weight).mean(dim=1, keepdim=True)
@@ -247,20 +271,38 @@ def test_a_row_of_y_and_dx_does_not_depend_on_the_batch_within_a_size_class(n, s
 
 def test_more_rows_than_one_launch_takes(monkeypatch):
     """Rows past cuda-tile's limits go into further launches, whose partial rows lie behind those of the first."""
-    inputs = make_inputs(90, 64, BF16, FP32, device=CPU)
-    monkeypatch.setattr(launch, "MOST_ROWS", 40)
-    monkeypatch.setattr(launch, "LARGEST_GRID", 17)
+    monkeypatch.setattr(variants, "MOST_ROWS", 40)
+    monkeypatch.setattr(BackwardSplit, "most_rows", 40)
+    for module in (variants, plan):
+        monkeypatch.setattr(module, "LARGEST_GRID", 17)
+    for each in (BackwardTeam, BackwardStrips):
+        monkeypatch.setattr(each, "most_rows", 17)
     monkeypatch.setattr(interpreter, "LARGEST_GRID", (17, 2**16 - 1, 2**16 - 1))
-    assert_within(expected_results(inputs), **run_forward(inputs), **run_backward(inputs))
-    config = row_partials_config(64, 2, 90)
-    assert_within(expected_results(inputs), **run_backward(inputs, config, shares_partials=False))
+
+    def check(inputs, op, most_rows, first=None, partials="shared"):
+        machine = InterpretedMachine()
+        assert plan_for(inputs, op, machine, first, partials=partials).most_rows == most_rows < len(inputs.x)
+        if op == "forward":
+            results = run_forward(inputs, first)
+        else:
+            results = run_backward(inputs, first, has_dw=op == "backward", partials=partials)
+        assert_within(expected_results(inputs), **results)
+
+    inputs = make_inputs(90, 64, BF16, FP32, device=CPU)
+    check(inputs, "forward", 40)
+    check(inputs, "backward", 40)
+    check(inputs, "backward", 17, partials="own")
     wide = make_inputs(40, 33001, BF16, FP32, device=CPU)
-    assert_within(expected_results(wide), **run_backward(wide, has_dw=False))  # a block a row
+    check(wide, "dx", 17)  # a block a row
     shared = make_inputs(40, 60, BF16, FP32, device=CPU)
-    config = Config("teams", 16, 4, 1, 1, members=4)
-    assert_within(expected_results(shared), **run_backward(shared, config))
-    assert_within(expected_results(shared), **run_backward(shared, config, shares_partials=False))
-    assert_within(expected_results(shared), **run_forward(shared, config))
+    team = {"width": 16, "warps": 4, "occupancy": 1, "latency": 1, "members": 4}
+    check(shared, "backward", 17, BackwardTeam(**team))
+    check(shared, "backward", 4, BackwardTeam(**team), partials="own")
+    check(shared, "forward", 4, ForwardTeam(**team))
+    check(
+        shared, "backward", 17, BackwardStrips(width=16, rows=4, **HINTS)
+    )  # the mean of each row, a block a row
+    check(inputs, "backward", 40, BackwardSplit(width=64, rows=4, strip=16, slab=8, **HINTS))
 
 
 @pytest.mark.parametrize("m", [1, 5])
@@ -283,16 +325,16 @@ def test_the_number_of_sms_changes_no_more_than_rounding(sm_count, size):
 def test_many_rows_get_taller_slabs_not_more_of_them():
     """One SM: at most 4 rows of dw_partial, though 70 rows in slabs of 8 would be 9."""
     inputs = make_inputs(70, 1000, BF16, FP32, device=CPU)
-    config = Config("fused", 1024, 4, 1, 1, rows=8, strip=64, slab=8)
+    variant = BackwardSplit(width=1024, rows=8, strip=64, slab=8, **HINTS)
     machine = ShuffledMachine(sm_count=1)
-    Backward(machine, config, 1000, True, True, False)(
-        inputs.x, inputs.dy, inputs.weight, torch.ones(70), 0.0
-    )
-    assert [grid[1] for grid in machine.grids[:1]] == [3] and partial_rows(70, 1000, config, 1) == 3
-    assert_within(expected_results(inputs), **run_backward(inputs, config, sm_count=1))
+    run = Backward(machine, plan_for(inputs, "backward", machine, variant))
+    run(inputs.x, inputs.dy, inputs.weight, torch.ones(70), 0.0)
+    assert [grid[1] for grid in machine.grids[:1]] == [3] and variant.partial_rows(70, 1000, 1) == 3
+    assert_within(expected_results(inputs), **run_backward(inputs, variant, sm_count=1))
 
 
-def test_an_unknown_plan_is_refused():
+def test_unknown_partials_are_refused():
     x = torch.ones(2, 8)
-    with pytest.raises(ValueError, match="plan: expected None or 'row_partials', got 'other'"):
-        launch.rms_norm_backward(x, x, torch.ones(8), torch.ones(2), 0.0, "once", True, plan="other")
+    with pytest.raises(ValueError, match="partials: expected 'shared' or 'own', got 'other'"):
+        spec = Spec(n=8, eps=1e-6, offset=0.0, casting="once")
+        launch.rms_norm_backward(spec, (x, x, torch.ones(8), torch.ones(2)), True, partials="other")

@@ -3,8 +3,6 @@
 
 """What launches of the cuTile kernels need beside right kernels: grids that fit, and signals to the next launch."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from helpers import BF16, FP32, make_inputs
@@ -16,7 +14,14 @@ from cutile_runs import ShuffledMachine, run_backward, run_forward  # noqa: E402
 
 from tilegym_rmsnorm import rms_norm_backward, rms_norm_forward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.interpreter.rebind import Namespace  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
+    BackwardRows,
+    BackwardSplit,
+    BackwardTeam,
+    ForwardRows,
+    ForwardTeam,
+    ForwardTiles,
+)
 
 CPU = torch.device("cpu")
 
@@ -30,29 +35,31 @@ def test_every_block_lets_the_next_kernel_in_once(monkeypatch):
         signals.append(namespace._blocks.number)
 
     monkeypatch.setattr(Namespace, "grid_dependency_control_launch_dependents", signal)
-    inputs, late = make_inputs(9, 60, BF16, FP32, device=CPU), Config("rows", 64, 4, 4, 4)
+    inputs = make_inputs(9, 60, BF16, FP32, device=CPU)
+    settings = {"width": 64, "warps": 4, "occupancy": 4, "latency": 4}
+    team = {"width": 16, "warps": 4, "occupancy": 2, "latency": 4, "members": 4}
     forwards = {
-        late: 9,
-        replace(late, early_weight=True): 9,
-        replace(late, together=True): 9,
-        Config("tiles", 64, 4, 4, 4, rows=2): 5,
-        Config("tiles", 64, 4, 4, 4, rows=2, early_weight=True): 5,
-        Config("tiles", 32, 4, 4, 4, rows=2, pieces=2, together=True): 5,
-        Config("teams", 16, 4, 2, 4, members=4): 1 + 9 * 4,  # one to empty the board
-        Config("teams", 16, 4, 2, 4, members=4, together=True): 1 + 9 * 4,
+        ForwardRows(**settings): 9,
+        ForwardRows(**settings, weight_load="early"): 9,
+        ForwardRows(**settings, weight_load="joint"): 9,
+        ForwardTiles(width=64, warps=4, occupancy=4, latency=4, rows=2): 5,
+        ForwardTiles(width=64, warps=4, occupancy=4, latency=4, rows=2, weight_load="early"): 5,
+        ForwardTiles(width=32, warps=4, occupancy=4, latency=4, rows=2, pieces=2, weight_load="joint"): 5,
+        ForwardTeam(**team): 1 + 9 * 4,  # one to empty the board
+        ForwardTeam(**team, weight_load="joint"): 1 + 9 * 4,
     }
-    for config, blocks in forwards.items():
-        run_forward(inputs, config)
-        assert len(signals) == blocks, config
+    for variant, blocks in forwards.items():
+        run_forward(inputs, variant)
+        assert len(signals) == blocks, variant
         signals.clear()
     backwards = {
-        late: 3 + 4,  # three SMs; four strips of 16 columns to sum
-        Config("fused", 64, 4, 1, 1, rows=4, strip=16, slab=16): 4 + 9,
-        Config("teams", 16, 4, 2, 4, members=4): 1 + 4 * 1,
+        BackwardRows(**settings): 3 + 4,  # three SMs; four strips of 16 columns to sum
+        BackwardSplit(width=64, warps=4, occupancy=1, latency=1, rows=4, strip=16, slab=16): 4 + 9,
+        BackwardTeam(**team): 1 + 4 * 1,
     }
-    for config, blocks in backwards.items():
-        run_backward(inputs, config)
-        assert len(signals) == blocks, config
+    for variant, blocks in backwards.items():
+        run_backward(inputs, variant)
+        assert len(signals) == blocks, variant
         signals.clear()
 
 
@@ -61,8 +68,8 @@ class Sabotage(ShuffledMachine):
 
     change = 0
 
-    def bind(self, function, config, constants):
-        run = super().bind(function, config, constants)
+    def bind(self, function, variant, constants):
+        run = super().bind(function, variant, constants)
 
         def launch_changed(grid, arguments):
             if function.__name__ == self.victim:
@@ -87,10 +94,14 @@ class Sabotage(ShuffledMachine):
         ("backward_reread", 33001, 1),
         ("forward_team", 33008, -1),
         ("forward_team", 33008, 1),
-        ("backward_team", 18432, -1),
-        ("backward_team", 18432, 1),
+        ("backward_pipelined", 14336, -1),
+        ("backward_pipelined", 14336, 1),
+        ("backward_team", 33008, -1),
+        ("backward_team", 33008, 1),
+        ("backward_pipelined_team", 18432, -1),
+        ("backward_pipelined_team", 18432, 1),
         ("backward_split", 4096, -1),
-        ("backward_split", 18448, -1),
+        ("backward_split_reread", 18448, -1),
         ("sum_partials", 4096, -1),
         ("sum_partials", 4096, 1),
     ],
@@ -103,9 +114,13 @@ def test_a_wrong_grid_is_noticed(victim, n, change, monkeypatch):
     m = {64: 200, 18448: 16}.get(n, 9)  # 16: two whole tiles, so that the last block has a row
     inputs = make_inputs(m, n, BF16, FP32, device=CPU)
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
-        size = "few" if victim == "backward_split" else "large"
+        size = "few" if victim in ("backward_split", "backward_split_reread", "backward_team") else "large"
         has_dw = victim != "backward_reread"
-        run_forward(inputs) if victim.startswith("forward") else run_backward(inputs, None, has_dw, size=size)
+        sm_count = 6 if victim == "backward_team" else 3  # two teams of nine: that a block too few leaves one
+        if victim.startswith("forward"):
+            run_forward(inputs)
+        else:
+            run_backward(inputs, None, has_dw, size=size, sm_count=sm_count)
 
 
 @pytest.mark.parametrize("n", [64, 20000])

@@ -12,16 +12,18 @@ from helpers import BF16, FP32, assert_llama_rounds, assert_within, expected_res
 
 from tilegym_rmsnorm.backends.cutile.interpreter.rebind import _OPERATIONS
 from tilegym_rmsnorm.backends.cutile.interpreter.tile import Tile
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardSplit, BackwardSplitReread, ForwardTiles
 
 CPU = torch.device("cpu")
+TILE = {"rows": 4, "strip": 16, "slab": 8}
 STRIPS = {
-    "whole rows": Config("fused", 64, 4, 1, 1, rows=4, strip=16, slab=8),
-    "rows in two tiles, ahead": Config("fused", 32, 4, 1, 2, 32, rows=4, strip=16, slab=8),
-    "chunks": Config("fused_chunks", 32, 4, 1, 1, rows=4, strip=16, slab=8),
-    "chunks, ahead": Config("fused_chunks", 32, 4, 1, 3, rows=4, strip=16, slab=8),
+    "whole rows": BackwardSplit(width=64, warps=4, occupancy=1, latency=1, **TILE),
+    "rows in two tiles, ahead": BackwardSplit(width=32, warps=4, occupancy=1, latency=2, rest=32, **TILE),
+    "chunks": BackwardSplitReread(width=32, warps=4, occupancy=1, latency=1, gathers=True, **TILE),
+    "chunks, ahead": BackwardSplitReread(width=32, warps=4, occupancy=1, latency=3, **TILE),
 }
-EARLY = Config("tiles", 64, 4, 4, 4, rows=4, early_weight=True)
+LATE = ForwardTiles(width=64, warps=4, occupancy=4, latency=4, rows=4)
+EARLY, JOINT = (replace(LATE, weight_load=when) for when in ("early", "joint"))
 
 
 @pytest.fixture(params=STRIPS)
@@ -77,16 +79,16 @@ def test_a_last_row_that_is_not_finite(strips, name, value):
 
 
 @pytest.mark.parametrize(
-    ("config", "by_tiles"),
+    ("variant", "by_tiles"),
     [
-        *(pytest.param(config, kind == "chunks, ahead", id=kind) for kind, config in STRIPS.items()),
+        *(pytest.param(variant, kind == "chunks, ahead", id=kind) for kind, variant in STRIPS.items()),
         pytest.param(EARLY, False, id="early weight"),
-        pytest.param(replace(EARLY, early_weight=False, together=True), False, id="together"),
-        pytest.param(replace(EARLY, early_weight=False), True, id="late weight"),
+        pytest.param(JOINT, False, id="joint weight"),
+        pytest.param(LATE, True, id="late weight"),
     ],
 )
 @pytest.mark.parametrize("n", [64, 56, 50])
-def test_what_is_loaded_by_gathers(config, by_tiles, n, monkeypatch):
+def test_what_is_loaded_by_gathers(variant, by_tiles, n, monkeypatch):
     """And with which conditions: where tiles end with x, none. 50 bfloat16 are no multiple of 16 bytes: no such row is
     loaded by tiles (test_widths.py)."""
     tiles, conditions = [], []
@@ -104,7 +106,7 @@ def test_what_is_loaded_by_gathers(config, by_tiles, n, monkeypatch):
     monkeypatch.setitem(_OPERATIONS, "load", counting_load)
     monkeypatch.setitem(_OPERATIONS, "gather", counting_gather)
     inputs = make_inputs(13, n, BF16, FP32, device=CPU)
-    run_backward(inputs, config) if config.is_fused else run_forward(inputs, config)
+    run_forward(inputs, variant) if isinstance(variant, ForwardTiles) else run_backward(inputs, variant)
     by_tiles = by_tiles and n != 50
     assert any(tiles) is by_tiles
     assert set(conditions) == (set() if by_tiles else {n != 64})
@@ -114,11 +116,11 @@ def test_what_is_loaded_by_gathers(config, by_tiles, n, monkeypatch):
 @pytest.mark.parametrize("n", [33, 48, 64])
 @pytest.mark.parametrize("weight", [BF16, FP32, None])
 @pytest.mark.parametrize("casting", ["once", "llama"])
-@pytest.mark.parametrize("config", [EARLY, replace(EARLY, early_weight=False, together=True)])
-def test_the_forward_has_the_bits_of_its_tiles(config, m, n, weight, casting):
+@pytest.mark.parametrize("variant", [EARLY, JOINT], ids=["early", "joint"])
+def test_the_forward_has_the_bits_of_its_tiles(variant, m, n, weight, casting):
     inputs = make_inputs(m, n, BF16, weight, casting=casting, offset=0.5 if weight else 0.0, device=CPU)
     strided = inputs._replace(x=far_from_each_other(inputs.x))
-    found = run_forward(strided, config)
+    found = run_forward(strided, variant)
     assert_within(expected_results(inputs), **found)
-    tiles = run_forward(inputs, replace(EARLY, early_weight=False))
+    tiles = run_forward(inputs, LATE)
     assert all(torch.equal(tiles[name], value) for name, value in found.items())

@@ -4,15 +4,13 @@
 """Rows of 16-bit numbers that stay packed while they are summed, by one block or by a team, or are widened in pairs, in
 the interpreter."""
 
-import dataclasses
-
 import pytest
 import torch
 from helpers import BF16, FP16, FP32, make_inputs
 
 ct = pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
-from test_cutile import CPU, run_backward, run_forward  # noqa: E402
+from cutile_runs import run_backward, run_forward  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile import interpreter  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernels.tiles import (  # noqa: E402
@@ -20,7 +18,15 @@ from tilegym_rmsnorm.backends.cutile.kernels.tiles import (  # noqa: E402
     paired_row_as_float32,
     row_as_float32,
 )
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
+    BackwardPipelined,
+    BackwardPipelinedTeam,
+    BackwardRows,
+    BackwardTeam,
+    ForwardRows,
+)
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("again", [packed_row_as_float32, paired_row_as_float32])
@@ -47,10 +53,10 @@ def with_numbers_that_a_wrong_widening_shows(m, n, dtype, weight_dtype):
     return inputs
 
 
-def assert_same_bits(got, expected, config):
+def assert_same_bits(got, expected, variant):
     for name, value in expected.items():
         bits = torch.int32 if value.dtype == FP32 else torch.int16
-        assert torch.equal(got[name].view(bits), value.view(bits)), (name, config)
+        assert torch.equal(got[name].view(bits), value.view(bits)), (name, variant)
 
 
 @pytest.mark.parametrize("weight_dtype", [BF16, FP32, None])
@@ -58,13 +64,16 @@ def assert_same_bits(got, expected, config):
 @pytest.mark.parametrize(("width", "pieces"), [(128, 1), (32, 3)])
 def test_packed_rows_give_the_same_bits(width, pieces, dtype, weight_dtype):
     inputs = with_numbers_that_a_wrong_widening_shows(6, 84, dtype, weight_dtype)
-    plain = Config("rows", width, 4, 1, 2, pieces=pieces)
-    packed = Config("rows", width, 4, 1, 2, pieces=pieces, packed=True)
-    by_tma = dataclasses.replace(packed, tma=True, warps=8)
-    for run, configs in ((run_forward, (packed,)), (run_backward, (packed, by_tma))):
+    settings = {"width": width, "pieces": pieces, "occupancy": 1, "latency": 2}
+    packed_rows = BackwardRows(warps=4, **settings, packed=True)
+    by_tma = BackwardPipelined(warps=8, **settings, packed=True)
+    for run, plain, variants in (
+        (run_forward, ForwardRows(warps=4, **settings), (ForwardRows(warps=4, **settings, packed=True),)),
+        (run_backward, BackwardRows(warps=4, **settings), (packed_rows, by_tma)),
+    ):
         expected = run(inputs, plain)
-        for config in configs:
-            assert_same_bits(run(inputs, config), expected, config)
+        for variant in variants:
+            assert_same_bits(run(inputs, variant), expected, variant)
 
 
 @pytest.mark.parametrize("weight_dtype", [BF16, FP32, None])
@@ -73,9 +82,16 @@ def test_packed_rows_give_the_same_bits(width, pieces, dtype, weight_dtype):
 def test_packed_teams_give_the_same_bits(width, pieces, members, dtype, weight_dtype):
     """As teams by gathers, with dw and without."""
     inputs = with_numbers_that_a_wrong_widening_shows(11, 84, dtype, weight_dtype)
-    plain = Config("teams", width, 8, 1, 2, pieces=pieces, members=members)
-    packed = dataclasses.replace(plain, tma=True, packed=True)
-    expected = run_backward(inputs, plain)
+    settings = {
+        "width": width,
+        "warps": 8,
+        "occupancy": 1,
+        "latency": 2,
+        "pieces": pieces,
+        "members": members,
+    }
+    packed = BackwardPipelinedTeam(**settings, rstd_ahead=True, packed=True)
+    expected = run_backward(inputs, BackwardTeam(**settings))
     assert_same_bits(run_backward(inputs, packed), expected, packed)
     alone = run_backward(inputs, packed, has_dw=False)
     assert_same_bits(alone, {"dx": expected["dx"]}, packed)

@@ -4,98 +4,110 @@
 """Backwards whose rows, or parts of rows, come and go by TMA, in the interpreter: the same bits as by gathers."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import BF16, FP32, assert_llama_rounds, assert_within, expected_results, make_inputs
+from planning import H100, by_rules, by_tables, device, problem
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
 from cutile_runs import run_backward  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.rules import backward_config  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.select import chosen_config, serves_dx_alone  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.runtime import toolchain  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.select import serves_dx_alone  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
+    BackwardPipelined,
+    BackwardPipelinedTeam,
+    BackwardRows,
+    BackwardTeam,
+)
 
 CPU = torch.device("cpu")
-# A row's columns, and a config without TMA that holds it. Of a team three blocks an SM load no rstd ahead.
-CONFIGS = {
-    "rows of one tile": (84, Config("rows", 128, 4, 2, 2)),
-    "rows": (96, Config("rows", 32, 4, 1, 2, pieces=3)),
-    "rows, the last tile partial": (84, Config("rows", 32, 4, 1, 2, pieces=3)),
-    "teams": (96, Config("teams", 16, 4, 2, 2, pieces=3, members=2)),
-    "teams, the last tile partial": (84, Config("teams", 16, 4, 2, 2, pieces=3, members=2)),
-    "teams, three blocks an SM": (84, Config("teams", 32, 4, 3, 2, members=3)),
-    "packed rows": (84, Config("rows", 32, 8, 1, 2, pieces=3, packed=True)),
-    "packed teams": (84, Config("teams", 16, 8, 1, 2, pieces=3, members=2, packed=True)),
+TEAM = BackwardPipelinedTeam(width=16, warps=4, occupancy=2, latency=2, pieces=3, members=2, rstd_ahead=True)
+# A row's columns, and a variant by TMA that holds it. Of a team three blocks an SM load no rstd ahead.
+VARIANTS = {
+    "rows of one tile": (84, BackwardPipelined(width=128, warps=4, occupancy=2, latency=2)),
+    "rows": (96, BackwardPipelined(width=32, warps=4, occupancy=1, latency=2, pieces=3)),
+    "rows, the last tile partial": (
+        84,
+        BackwardPipelined(width=32, warps=4, occupancy=1, latency=2, pieces=3),
+    ),
+    "teams": (96, TEAM),
+    "teams, the last tile partial": (84, TEAM),
+    "teams, three blocks an SM": (
+        84,
+        BackwardPipelinedTeam(width=32, warps=4, occupancy=3, latency=2, members=3),
+    ),
+    "packed rows": (84, BackwardPipelined(width=32, warps=8, occupancy=1, latency=2, pieces=3, packed=True)),
+    "packed teams": (84, dataclasses.replace(TEAM, warps=8, occupancy=1, packed=True)),
 }
-every_config = pytest.mark.parametrize(("n", "config"), CONFIGS.values(), ids=CONFIGS)
+every_variant = pytest.mark.parametrize(("n", "variant"), VARIANTS.values(), ids=VARIANTS)
 
 
-def by_tma(config: Config) -> Config:
-    return dataclasses.replace(config, tma=True)
+def by_gathers(variant: BackwardPipelined | BackwardPipelinedTeam) -> BackwardRows | BackwardTeam:
+    """The kernel without TMA, in the same tiles; not packed."""
+    settings = dataclasses.asdict(variant)
+    del settings["packed"]
+    if settings.pop("rstd_ahead", None) is None:
+        return BackwardRows(**settings)
+    return BackwardTeam(**settings)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("weight_dtype", [BF16, FP32, None])
-@every_config
-def test_the_same_bits_as_by_gathers(n, config, weight_dtype, dtype):
-    if config.packed and dtype is FP32:
+@every_variant
+def test_the_same_bits_as_by_gathers(n, variant, weight_dtype, dtype):
+    if variant.packed and dtype is FP32:
         pytest.skip("nothing to pack")
     inputs = make_inputs(11, n, dtype, weight_dtype, offset=1.0, device=CPU)
-    expected = run_backward(inputs, dataclasses.replace(config, packed=False))
+    expected = run_backward(inputs, by_gathers(variant))
     assert_within(expected_results(inputs), **expected)
-    got = run_backward(inputs, by_tma(config), seed=1)
+    got = run_backward(inputs, variant, seed=1)
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], value) for name, value in expected.items())
-    alone = run_backward(inputs, by_tma(config), has_dw=False)
+    alone = run_backward(inputs, variant, has_dw=False)
     assert torch.equal(alone["dx"], expected["dx"])
 
 
-@every_config
-def test_fewer_rows_than_blocks(n, config):
+@every_variant
+def test_fewer_rows_than_blocks(n, variant):
     for m in (1, 2):
         inputs = make_inputs(m, n, BF16, BF16, device=CPU)
-        assert_within(expected_results(inputs), **run_backward(inputs, by_tma(config)))
+        assert_within(expected_results(inputs), **run_backward(inputs, variant))
 
 
-@every_config
-def test_other_layouts(n, config):
+@every_variant
+def test_other_layouts(n, variant):
     """Rows farther apart than they are long, at an offset, and one row that is all rows of dy."""
     inputs = make_inputs(11, n, BF16, BF16, device=CPU)
     x, dy = (torch.full((11, n + 3), torch.nan, dtype=BF16) for _ in range(2))
     x[:, :n], dy[:, 3:] = inputs.x, inputs.dy
     strided = inputs._replace(x=x[:, :n], dy=dy[:, 3:])
-    assert_within(expected_results(inputs), **run_backward(strided, by_tma(config)))
+    assert_within(expected_results(inputs), **run_backward(strided, variant))
     expanded = inputs._replace(dy=inputs.dy[4:5].expand(11, n))
-    assert_within(expected_results(expanded), **run_backward(expanded, by_tma(config)))
+    assert_within(expected_results(expanded), **run_backward(expanded, variant))
 
 
-@every_config
-def test_casting_like_llama_rounds_what_dw_sums(n, config):
+@every_variant
+def test_casting_like_llama_rounds_what_dw_sums(n, variant):
     inputs = make_inputs(7, n, BF16, FP32, casting="llama", device=CPU)
-    found = run_backward(inputs, by_tma(config))
+    found = run_backward(inputs, variant)
     assert_within(expected_results(inputs), **found)
-    assert_llama_rounds(inputs, found, run_backward(inputs._replace(casting="once"), by_tma(config)))
+    assert_llama_rounds(inputs, found, run_backward(inputs._replace(casting="once"), variant))
 
 
 @pytest.mark.parametrize(("n", "members"), [(18432, 3), (24576, 4), (66000, 11)])
 def test_rules_take_it_for_teams_of_many_rows_of_16_bits(n, members):
-    config = backward_config(n, 2, 90)
-    assert (config.width, config.pieces, config.members, config.tma) == (2048, 3, members, True)
+    variant = by_rules("backward", n, BF16).first
+    assert isinstance(variant, BackwardPipelinedTeam)
+    assert (variant.width, variant.pieces, variant.members) == (2048, 3, members)
 
 
 def test_dx_alone_takes_no_teams_by_tma_of_a_backward():
-    """On an H100: with a float32 weight they spill. The rules have others, the tables entries of dx."""
-    if toolchain.find_tileiras() is None:
-        pytest.skip("no tileiras: tables are for one release of it")
-    machine = SimpleNamespace(
-        target=toolchain.target_of("NVIDIA H100 80GB HBM3", 90), architecture=90, most_members=16
-    )
+    """On an H100: with a float32 weight they spill. The rules have others, the entries that ship some of dx."""
     for n in (18432, 24576, 32768, 65536):
-        with_dw = chosen_config("backward", machine, n, BF16, "large")
-        assert with_dw.kernel == "teams" and with_dw.tma and not serves_dx_alone(with_dw)
-        alone = chosen_config("dx", machine, n, BF16, "large")
-        assert alone != with_dw and alone.reason.startswith("tuned") == (n != 24576)
+        asked = problem("backward", n, BF16, facts=device(target=H100))
+        with_dw = by_tables(asked).first
+        assert isinstance(with_dw, BackwardPipelinedTeam) and not serves_dx_alone(with_dw)
+        alone = by_tables(asked._replace(op="dx"))
+        assert alone.first != with_dw and alone.source.startswith("the entry") == (n in (18432, 32768))

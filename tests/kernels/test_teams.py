@@ -4,14 +4,18 @@
 """Teams of blocks that share a row (team.py), in the interpreter: whatever order blocks start and go on in, and however
 few run at a time, a team ends and adds up the same bits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import BF16, FP32, assert_llama_rounds, assert_within, expected_results, make_inputs
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
+from cutile_runs import plan_for  # noqa: E402
+
 from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardPipelinedTeam, BackwardTeam, ForwardTeam  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -24,7 +28,7 @@ class Scheduled(InterpretedMachine):
         super().__init__()
         self.generator, self.schedule = torch.Generator().manual_seed(seed), schedule
 
-    def bind(self, function, config, constants):
+    def bind(self, function, variant, constants):
         def run(grid, arguments):
             order = torch.randperm(torch.Size(grid).numel(), generator=self.generator).tolist()
             interpreter.launch(
@@ -34,20 +38,21 @@ class Scheduled(InterpretedMachine):
         return run
 
 
-def backward_of(inputs, config, machine):
+def backward_of(inputs, team, machine):
     x, dy, weight, eps, offset, _ = inputs
     rstd = torch.rsqrt(x.double().square().mean(dim=1) + eps).float()
-    return launch.Backward(machine, config, x.shape[1], True, True, False)(x, dy, weight, rstd, offset)
+    return launch.Backward(machine, plan_for(inputs, "backward", machine, team))(x, dy, weight, rstd, offset)
 
 
-def forward_of(inputs, config, machine):
-    x, _, weight, eps, offset, casting = inputs
-    run = launch.Forward(machine, config, x.shape[1], weight is not None, casting == "llama")
-    return run(x, weight, eps, offset)
+def forward_of(inputs, team, machine):
+    x, _, weight, eps, offset, _ = inputs
+    return launch.Forward(machine, plan_for(inputs, "forward", machine, team))(x, weight, eps, offset)
 
 
 RUN = {"forward": (forward_of, ("y", "rstd")), "backward": (backward_of, ("dx", "dw"))}
-
+# Four members, each with one tile.
+FOUR = {"width": 16, "warps": 4, "occupancy": 1, "latency": 1, "members": 4}
+FOURS = {"forward": ForwardTeam(**FOUR), "backward": BackwardTeam(**FOUR)}
 
 SMALL_TEAMS = [(16, 2, 1), (13, 3, 1), (13, 3, 3)]  # rows, members, pieces
 # A quarter of a minute each, so of one dtype; what they exchange is float32 always.
@@ -69,50 +74,56 @@ def test_every_schedule_gives_the_same_bits(op, tma, dtype, team):
     for any M, multiples of 16 included."""
     run, names = RUN[op]
     m, members, pieces = team
-    config = Config("teams", 16, 4, members, 1, members=members, pieces=pieces, tma=tma)
-    inputs = make_inputs(m, config.lanes - 5, dtype, FP32, offset=1.0, device=CPU)
+    kernel = ForwardTeam if op == "forward" else BackwardPipelinedTeam if tma else BackwardTeam
+    settings = {
+        "width": 16,
+        "warps": 4,
+        "occupancy": members,
+        "latency": 1,
+        "members": members,
+        "pieces": pieces,
+    }
+    variant = kernel(**settings, **({"rstd_ahead": members < 3} if tma else {}))
+    inputs = make_inputs(m, variant.lanes - 5, dtype, FP32, offset=1.0, device=CPU)
     schedules = [
         {"seed": seed, "lockstep": lockstep, "resident": resident}
         for seed in range(2 if m * members < 64 else 1)
         for lockstep in (False, True)
         for resident in (None, members, members + 1)
     ]
-    first, *others = (run(inputs, config, Scheduled(**schedule)) for schedule in schedules)
+    first, *others = (run(inputs, variant, Scheduled(**schedule)) for schedule in schedules)
     assert interpreter.unwritten(first[0]) == interpreter.unwritten(first[1]) == 0
     assert_within(expected_results(inputs), **dict(zip(names, first, strict=True)))
     for schedule, results in zip(schedules[1:], others, strict=True):
         assert all(map(torch.equal, results, first)), schedule
 
 
-@pytest.mark.parametrize("run", [forward_of, backward_of])
-def test_a_team_that_does_not_fit_would_wait_forever(run):
-    """So machine.most_members must be true: a team is not launched where it does not fit."""
-    config = Config("teams", 16, 4, 1, 1, members=4)
+@pytest.mark.parametrize("op", RUN)
+def test_a_team_that_does_not_fit_would_wait_forever(op):
+    """So a device's most_members must be true: a team is not launched where it does not fit."""
+    run, _ = RUN[op]
     with pytest.raises(RuntimeError, match="wait for each other forever"):
-        run(make_inputs(3, 64, device=CPU), config, Scheduled(resident=3))
+        run(make_inputs(3, 64, device=CPU), FOURS[op], Scheduled(resident=3))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("weight_dtype", [FP32, None])
 @pytest.mark.parametrize("casting", ["once", "llama"])
-def test_variants_of_the_forward(packed, weight_dtype, casting):
-    config = Config("teams", 16, 4, 1, 1, members=4, packed=packed)
+def test_each_way_of_the_forward(packed, weight_dtype, casting):
+    team = replace(FOURS["forward"], packed=packed)
     inputs = make_inputs(9, 60, BF16, weight_dtype, casting=casting, device=CPU)
-    y, rstd = forward_of(inputs, config, Scheduled())
+    y, rstd = forward_of(inputs, team, Scheduled())
     assert_within(expected_results(inputs), y=y, rstd=rstd)
     if casting == "llama" and weight_dtype is not None:
-        once, _ = forward_of(inputs._replace(casting="once"), config, Scheduled())
+        once, _ = forward_of(inputs._replace(casting="once"), team, Scheduled())
         assert_llama_rounds(inputs, {"y": y}, {"y": once})
 
 
 def test_casting_like_llama_rounds_what_dw_sums():
-    config = Config("teams", 16, 4, 1, 1, members=4)
     inputs = make_inputs(5, 64, BF16, FP32, casting="llama", device=CPU)
-    x, dy, weight, eps, offset, _ = inputs
-    rstd = torch.rsqrt(x.double().square().mean(dim=1) + eps).float()
     once, rounded = (
-        {"dw": launch.Backward(Scheduled(), config, 64, True, True, rounds)(x, dy, weight, rstd, offset)[1]}
-        for rounds in (False, True)
+        {"dw": backward_of(inputs._replace(casting=casting), FOURS["backward"], Scheduled())[1]}
+        for casting in ("once", "llama")
     )
     assert_within(expected_results(inputs), **rounded)
     assert_llama_rounds(inputs, rounded, once)
@@ -124,8 +135,8 @@ def test_no_bits_of_the_input_keep_a_team_waiting(dtype):
     inputs = make_inputs(7, 64, dtype, FP32, device=CPU)
     for array in (inputs.x, inputs.dy):
         array.view(torch.int16 if dtype is BF16 else torch.int32)[5] = -1
-    dx, dw = backward_of(inputs, Config("teams", 16, 4, 1, 1, members=4), Scheduled())
+    dx, dw = backward_of(inputs, FOURS["backward"], Scheduled())
     assert dx[5].isnan().all() and dw.isnan().all()
     assert not dx[:5].isnan().any() and not dx[6:].isnan().any()
-    y, rstd = forward_of(inputs, Config("teams", 16, 4, 1, 1, members=4), Scheduled())
+    y, rstd = forward_of(inputs, FOURS["forward"], Scheduled())
     assert y[5].isnan().all() and rstd.isnan().nonzero().tolist() == [[5]]

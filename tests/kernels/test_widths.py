@@ -15,38 +15,61 @@ from helpers import BF16, FP32, assert_within, expected_results, make_inputs
 
 from tilegym_rmsnorm.backends.cutile.interpreter.arrays import Array
 from tilegym_rmsnorm.backends.cutile.interpreter.rebind import _OPERATIONS
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
+from tilegym_rmsnorm.backends.cutile.plans.variants import (
+    BackwardPipelined,
+    BackwardPipelinedTeam,
+    BackwardReread,
+    BackwardRows,
+    BackwardSplit,
+    BackwardSplitReread,
+    BackwardStrips,
+    BackwardTeam,
+    BackwardTiles,
+    ForwardReread,
+    ForwardRows,
+    ForwardTeam,
+    ForwardTiles,
+    Split,
+)
 
 CPU = torch.device("cpu")
 FORWARDS = {
-    "rows": Config("rows", 64, 4, 4, 4, rest=32),
-    "rows, together": Config("rows", 64, 4, 4, 4, rest=32, together=True),
-    "tiles": Config("tiles", 128, 4, 4, 4, rows=4),
-    "tiles, early": Config("tiles", 128, 4, 4, 4, rows=4, early_weight=True),
-    "tiles, together": Config("tiles", 32, 4, 4, 4, rows=4, pieces=3, together=True),
-    "chunks": Config("chunks", 32, 4, 4, 4),
-    "teams": Config("teams", 32, 4, 1, 1, members=3),
-    "teams, together": Config("teams", 32, 4, 1, 1, members=3, together=True),
+    "rows": ForwardRows(width=64, warps=4, occupancy=4, latency=4, rest=32),
+    "rows, joint": ForwardRows(width=64, warps=4, occupancy=4, latency=4, rest=32, weight_load="joint"),
+    "tiles": ForwardTiles(width=128, warps=4, occupancy=4, latency=4, rows=4),
+    "tiles, early": ForwardTiles(width=128, warps=4, occupancy=4, latency=4, rows=4, weight_load="early"),
+    "tiles, joint": ForwardTiles(
+        width=32, warps=4, occupancy=4, latency=4, rows=4, pieces=3, weight_load="joint"
+    ),
+    "reread": ForwardReread(width=32, warps=4, occupancy=4, latency=4),
+    "teams": ForwardTeam(width=32, warps=4, occupancy=1, latency=1, members=3),
+    "teams, joint": ForwardTeam(width=32, warps=4, occupancy=1, latency=1, members=3, weight_load="joint"),
 }
 BACKWARDS = {
-    "rows": Config("rows", 64, 4, 2, 4, rest=32),
-    "rows, equal tiles": Config("rows", 32, 4, 1, 4, pieces=3),
-    "rows by TMA": Config("rows", 32, 4, 1, 4, pieces=3, tma=True),
-    "tiles": Config("tiles", 32, 4, 2, 4, rows=4, pieces=3),
-    "teams": Config("teams", 32, 4, 1, 1, members=3),
-    "teams by TMA": Config("teams", 32, 4, 1, 1, members=3, tma=True),
-    "fused": Config("fused", 64, 4, 1, 1, 32, rows=4, strip=32, slab=8),
-    "fused chunks": Config("fused_chunks", 32, 4, 1, 1, rows=4, strip=32, slab=8),
-    "fused chunks, ahead": Config("fused_chunks", 32, 4, 1, 3, rows=4, strip=32, slab=8),
-    "strips": Config("strips", 32, 4, 2, 4, rows=4),
-    "dx by chunks": Config("chunks", 32, 4, 2, 4),
+    "rows": BackwardRows(width=64, warps=4, occupancy=2, latency=4, rest=32),
+    "rows, equal tiles": BackwardRows(width=32, warps=4, occupancy=1, latency=4, pieces=3),
+    "rows by TMA": BackwardPipelined(width=32, warps=4, occupancy=1, latency=4, pieces=3),
+    "tiles": BackwardTiles(width=32, warps=4, occupancy=2, latency=4, rows=4, pieces=3),
+    "teams": BackwardTeam(width=32, warps=4, occupancy=1, latency=1, members=3),
+    "teams by TMA": BackwardPipelinedTeam(
+        width=32, warps=4, occupancy=1, latency=1, members=3, rstd_ahead=True
+    ),
+    "split": BackwardSplit(width=64, warps=4, occupancy=1, latency=1, rest=32, rows=4, strip=32, slab=8),
+    "split, reread": BackwardSplitReread(
+        width=32, warps=4, occupancy=1, latency=1, rows=4, strip=32, slab=8, gathers=True
+    ),
+    "split, reread, ahead": BackwardSplitReread(
+        width=32, warps=4, occupancy=1, latency=3, rows=4, strip=32, slab=8
+    ),
+    "strips": BackwardStrips(width=32, warps=4, occupancy=2, latency=4, rows=4),
+    "dx, reread": BackwardReread(width=32, warps=4, occupancy=2, latency=4),
 }
 WIDTHS = [80, 72, 76, 73]  # whose largest divisor of these is 16, 8, 4, 1
-NEEDS_DW = ("fused", "fused chunks", "fused chunks, ahead", "strips")
+NEEDS_DW = ("split", "split, reread", "split, reread, ahead", "strips")
 KERNELS = [("forward", kernel) for kernel in FORWARDS] + [("backward", kernel) for kernel in BACKWARDS]
-LOAD_TILES = [("forward", "tiles"), ("forward", "chunks")]
+LOAD_TILES = [("forward", "tiles"), ("forward", "reread")]
 LOAD_TILES += [
-    ("backward", k) for k in ("tiles", "fused chunks", "fused chunks, ahead", "strips", "dx by chunks")
+    ("backward", k) for k in ("tiles", "split, reread", "split, reread, ahead", "strips", "dx, reread")
 ]
 
 
@@ -67,7 +90,7 @@ def test_forwards(kernel, weight, dtype, n):
 )
 def test_backwards(kernel, weight, dtype, n):
     inputs = make_inputs(13, n, dtype, weight, offset=0.5 if weight else 0.0, device=CPU)
-    found = run_backward(inputs, BACKWARDS[kernel], has_dw=kernel != "dx by chunks")
+    found = run_backward(inputs, BACKWARDS[kernel], has_dw=kernel != "dx, reread")
     assert_within(expected_results(inputs), **found)
 
 
@@ -101,7 +124,7 @@ def test_no_tile_of_rows_that_are_not_aligned_is_loaded_as_one(
     if op == "forward":
         run_forward(inputs, FORWARDS[kernel])
     else:
-        run_backward(inputs, BACKWARDS[kernel], has_dw=kernel != "dx by chunks")
+        run_backward(inputs, BACKWARDS[kernel], has_dw=kernel != "dx, reread")
     of_x = [t for t in loaded if t.shape == (13, n)]
     if "by TMA" in kernel:  # which has no branches, and no gathers
         assert of_x
@@ -134,15 +157,17 @@ def accesses(op, kernel, n, dtype, folder):
     folder.mkdir()
     # before Hopper the kernel that comes with strips, backward_means, goes without TMA: it needs the divisor there
     machine = compiling.CompilingMachine(80 if kernel == "strips" else 90, keep=folder)
-    config = FORWARDS[kernel] if op == "forward" else BACKWARDS[kernel]
-    config = replace(config, width=16 * config.width, rest=16 * config.rest)
+    variant = FORWARDS[kernel] if op == "forward" else BACKWARDS[kernel]
+    variant = replace(variant, width=16 * variant.width)
+    if getattr(variant, "rest", 0):
+        variant = replace(variant, rest=16 * variant.rest)
     if op == "forward":
-        compiling.run_forward(machine, config, n, dtype, dtype)
-    elif config.is_fused:
-        config = replace(config, rows=64, slab=128)
-        compiling.run_backward(machine, config, n, dtype, dtype, m=128)
+        compiling.run_forward(machine, variant, n, dtype, dtype)
+    elif isinstance(variant, Split):
+        variant = replace(variant, rows=64, slab=128)
+        compiling.run_backward(machine, variant, n, dtype, dtype, m=128)
     else:
-        compiling.run_backward(machine, config, n, dtype, dtype, has_dw=kernel != "dx by chunks")
+        compiling.run_backward(machine, variant, n, dtype, dtype, has_dw=kernel != "dx, reread")
     return {
         cubin.stem: Counter(re.findall(r"\b(?:LDG|STG|LDGSTS)\.\S+", " ".join(compiling.disassembled(cubin))))
         for cubin in folder.glob("*.cubin")

@@ -13,8 +13,9 @@ from compiling import (  # noqa: E402
     run_backward,
     skip_without_disassembler,
 )
+from planning import by_rules, device  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile.plans.wide import slabs_config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardSplitReread  # noqa: E402
 
 skip_without_disassembler()
 
@@ -24,8 +25,10 @@ def test_slabs_have_no_branch_around_each_load(n, tmp_path):
     """What `rows.at_least_zero` is for: without it 31 branches instead of 7 for 37 loads, of tiles of 1024 columns, and
     19 instead of 7 for 31, of tiles of 512, beside the one in front of the wait (`wait_for_launch_before`)."""
     machine = CompilingMachine(90, keep=tmp_path)
-    run_backward(machine, slabs_config(n, 2), n, torch.bfloat16, torch.bfloat16, m=128)
-    code = disassembled(tmp_path / "backward_split.cubin")
+    slabs = by_rules("backward", n, size="few", facts=device(most_members=1))
+    assert isinstance(slabs.first, BackwardSplitReread)
+    run_backward(machine, slabs, n, torch.bfloat16, torch.bfloat16, m=128)
+    code = disassembled(tmp_path / "backward_split_reread.cubin")
     assert "BRA" in code[next(place for place, line in enumerate(code) if "ACQBULK" in line) - 1]
     branches, loads = (sum(f" {name}" in line for line in code) - (name == "BRA") for name in ("BRA", "LDG"))
     assert 4 * branches < loads, (branches, loads)

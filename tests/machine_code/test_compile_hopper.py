@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from planning import by_rules
+from sweeps import beside_float32
 
-from tilegym_rmsnorm.backends.cutile.plans.rules import backward_config, beside_float32_config, forward_config
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.plans.variants import ForwardRows, Team, Variant
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
@@ -27,24 +29,28 @@ from compiling import (  # noqa: E402
 skip_without_compiler()
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+RUNS = {"forward": run_forward, "backward": run_backward}
+
+
+def is_whole(variant: Variant, n: int) -> bool:
+    """Whether the tiles end where the row does."""
+    return variant.constants(n).get("EVEN", False)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(
-    ("configure", "run"), [(forward_config, run_forward), (backward_config, run_backward)]
-)
-def test_hopper_configs_of_every_size_whole_and_cut_off(configure, run, size, dtype):
+@pytest.mark.parametrize("op", RUNS)
+def test_hopper_choices_of_every_size_whole_and_cut_off(op, size, dtype):
     """Of aligned rows, whose rules are measurements, also the widest whose last tile is cut off. A sample of both; all
     by --every-config."""
     machine, lanes, widths = CompilingMachine(90), 16 // dtype.itemsize, {True: {}, False: {}}
     for n in range(lanes, WIDEST, lanes):
         if (n <= 12288 or n % 16 == 0) and (rows := rows_of_class(size, n)):
-            config = configure(n, dtype.itemsize, 90, size)
-            widths[config.lanes == n][config] = n, max(rows[0], 16)
+            choice = by_rules(op, n, dtype, size)
+            widths[is_whole(choice.first, n)][choice] = n, max(rows[0], 16)
     for of_whole_or_cut_off in widths.values():
-        for config, (n, m) in sampled(of_whole_or_cut_off.items()):
-            run(machine, config, n, dtype, dtype, m=m)
+        for choice, (n, m) in sampled(of_whole_or_cut_off.items()):
+            RUNS[op](machine, choice, n, dtype, dtype, m=m)
     assert_sound(machine)
 
 
@@ -54,24 +60,26 @@ def test_rows_whose_last_tile_is_cut_off_spill_no_more(dtype):
     21 % longer so; 16384 and 18432, which had been tuned, did not. Backwards of 14352 to 16368 still take 16 bytes."""
     machine = CompilingMachine(90)
     for n, size in itertools.product((14352, 16368, 18416), ("large", "few")):
-        run_forward(machine, forward_config(n, 2, 90, size), n, dtype, dtype)
+        run_forward(machine, by_rules("forward", n, dtype, size), n, dtype, dtype)
     for n in (8200, 12304, 14320):
-        run_backward(machine, backward_config(n, 2, 90), n, dtype, dtype)
+        run_backward(machine, by_rules("backward", n, dtype), n, dtype, dtype)
     assert not [each for each in machine.results if each.stack]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("op", "size"), [*(("forward", size) for size in SIZES), ("backward", "large")])
-def test_configs_beside_a_float32_weight_whole_and_cut_off(op, size, dtype):
+def test_choices_beside_a_float32_weight_whole_and_cut_off(op, size, dtype):
     """Each with the widest row that fills its tiles, and with the widest whose last tile is cut off."""
     machine, widths = CompilingMachine(90), {True: {}, False: {}}
     for n in (*range(8, 66000, 8), 73728, 131072):
-        config = beside_float32_config(op, n, 2, 90, size)
-        if config is not None and rows_of_class(size, n):
-            widths[config.lanes == n][replace(config, pieces=config.pieces // 16, members=1)] = n, config
-    for n, config in [case for cases in widths.values() for case in cases.values()]:
-        run = run_forward if op == "forward" else run_backward
-        run(machine, config, n, dtype, FP32, m=max(rows_of_class(size, n)[0], 16))
+        choice = beside_float32(op, n, size)
+        if choice is not None and rows_of_class(size, n):
+            variant = choice.first
+            members = {"members": 1} if isinstance(variant, Team) else {}
+            kind = replace(variant, pieces=variant.pieces // 16, **members)
+            widths[is_whole(variant, n)][kind, choice.source] = n, choice
+    for n, choice in [case for cases in widths.values() for case in cases.values()]:
+        RUNS[op](machine, choice, n, dtype, FP32, m=max(rows_of_class(size, n)[0], 16))
     assert_sound(machine)
 
 
@@ -83,20 +91,22 @@ def test_wide_backwards_spill_no_more_than_their_rules_say(dtype, weight_dtype, 
     """Beside each weight, casting once and as llama, with dw and dx alone, of many rows and of few."""
     castings = (False, True) if weight_dtype.itemsize > dtype.itemsize else (False,)
     for size, has_dw, as_llama in itertools.product(("large", "few"), (True, False), castings):
-        machine, config = CompilingMachine(90), backward_config(n, dtype.itemsize, 90, size, has_dw=has_dw)
+        machine = CompilingMachine(90)
+        choice = by_rules("backward" if has_dw else "dx", n, dtype, size)
         m = max(rows_of_class(size, n)[0], 16)
-        run_backward(machine, config, n, dtype, weight_dtype, as_llama, has_dw, m)
+        run_backward(machine, choice, n, dtype, weight_dtype, as_llama, has_dw, m)
         assert_sound(machine)
-        most = 0 if not config.spills else 32 if not config.packed else 56 if as_llama else 16
+        is_packed = getattr(choice.first, "packed", False)
+        most = 0 if not choice.spills else 32 if not is_packed else 56 if as_llama else 16
         assert not [each for each in machine.results if each.stack > most], (size, has_dw, as_llama)
 
 
 @pytest.mark.parametrize("n", [12304, 16384])
 def test_float32_backwards_by_teams_of_two_spill_no_more(n):
     """By one block in one tile they took 112 and 56 bytes of stack, and 6 to 18 % longer on an H100."""
-    machine, config = CompilingMachine(90), backward_config(n, 4, 90)
-    run_backward(machine, config, n, FP32, FP32)
-    assert config.kernel == "teams" and not [each for each in machine.results if each.stack]
+    machine, choice = CompilingMachine(90), by_rules("backward", n, FP32)
+    run_backward(machine, choice, n, FP32, FP32)
+    assert isinstance(choice.first, Team) and not [each for each in machine.results if each.stack]
 
 
 @pytest.mark.parametrize("n", [32768, 65536])
@@ -105,10 +115,10 @@ def test_packed_rows_take_fewer_registers(n):
     registers = []
     for packed in (True, False):
         machine = CompilingMachine(90)
-        config = forward_config(n, 2, 90, "few")
-        if config.kernel == "rows":  # in one tile, and the weight, which takes registers too, late
-            config = replace(config, width=n, pieces=1, together=False)
-        assert config.packed
-        run_forward(machine, replace(config, packed=packed), n, BF16, BF16)
+        variant = by_rules("forward", n, size="few").first
+        if isinstance(variant, ForwardRows):  # in one tile, and the weight, which takes registers too, late
+            variant = replace(variant, width=n, pieces=1, weight_load="late")
+        assert variant.packed
+        run_forward(machine, replace(variant, packed=packed), n, BF16, BF16)
         registers.append(machine.results[-1].registers)
     assert registers[0] < 0.8 * registers[1], registers

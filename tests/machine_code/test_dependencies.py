@@ -4,6 +4,7 @@
 """No kernel touches memory before the launch before it has ended, in machine code: whatever the compiler moves, and in
 the warps that load for others too. The interpreter refuses what the source would do early; it knows no such warps."""
 
+import dataclasses
 import inspect
 import re
 
@@ -24,13 +25,30 @@ from compiling import (  # noqa: E402
 )
 from control_flow import followers, reached  # noqa: E402
 from pipelines import ENDED, WAITED, awaits_first_end, operations  # noqa: E402
+from planning import by_rules  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.kernels import team  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.kernels import KERNELS  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernels.pdl import NO_BLOCK, wait_for_launch_before  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt, load_tile  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.select import RULES  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.problem import OPS  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.select import Choice  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
+    BackwardPipelined,
+    BackwardPipelinedTeam,
+    BackwardReread,
+    BackwardRows,
+    BackwardSplit,
+    BackwardSplitReread,
+    BackwardStrips,
+    BackwardTeam,
+    BackwardTiles,
+    ForwardReread,
+    ForwardRows,
+    ForwardTeam,
+    ForwardTiles,
+    Team,
+    Variant,
+)
 
 skip_without_disassembler()
 
@@ -39,29 +57,48 @@ BF16, FP32 = torch.bfloat16, torch.float32
 ACCESS = re.compile(
     r"\*/\s+(?:@!?U?P\d )?(?:LDG|STG|LDGSTS|ATOMG?|REDG?|LD|ST|UTMALDG|UTMASTG|UTMAREDG|UBLKCP)[. ]"
 )
+WIDE = ForwardTeam(width=8192, warps=4, occupancy=2, latency=4, members=8, packed=True)
+THREE = BackwardPipelinedTeam(
+    width=2048, warps=4, occupancy=2, latency=4, pieces=3, members=3, rstd_ahead=True
+)
+PAIR = BackwardPipelinedTeam(
+    width=8192, warps=8, occupancy=1, latency=4, pieces=2, members=2, rstd_ahead=True, packed=True
+)
 CASES = [
-    ("forward", 4096, Config("rows", 4096, 8, 3, 4, early_weight=True)),
-    ("forward", 4096, Config("rows", 4096, 8, 3, 4, together=True)),
-    ("forward", 128, Config("tiles", 128, 4, 4, 4, rows=32)),
-    ("forward", 1024, Config("tiles", 256, 4, 2, 4, rows=4, pieces=4, together=True)),
-    ("forward", 65536, Config("teams", 8192, 4, 2, 4, members=8, packed=True)),
-    ("forward", 65536, Config("teams", 8192, 4, 2, 4, members=8, packed=True, together=True)),
-    ("forward", 40000, Config("chunks", 4096, 8, 2, 4)),
-    ("forward", 40000, Config("chunks", 4096, 8, 2, 4, tma=True)),
-    ("backward", 4096, Config("rows", 4096, 8, 1, 6, short=True)),
-    ("backward", 12288, Config("rows", 4096, 8, 1, 4, pieces=3, tma=True)),
-    ("backward", 128, Config("tiles", 128, 8, 3, 1, rows=16)),
-    ("backward", 7168, Config("tiles", 8192, 8, 1, 4, rows=2, tma=True)),
-    ("backward", 32768, Config("teams", 8192, 4, 2, 2, members=4)),
-    ("backward", 18432, Config("teams", 2048, 4, 2, 4, pieces=3, members=3, tma=True)),
-    ("backward", 32768, Config("teams", 4096, 4, 3, 4, members=8, tma=True)),
-    ("backward", 32768, Config("teams", 8192, 8, 1, 4, pieces=2, members=2, tma=True, packed=True)),
-    ("backward", 4096, Config("fused", 4096, 8, 1, 1, rows=128, strip=32, slab=1024)),
-    ("backward", 32768, Config("fused_chunks", 8192, 8, 2, 3, rows=8, strip=1024, slab=64)),
-    ("backward", 40000, Config("strips", 2048, 4, 2, 4)),
-    ("backward", 40000, Config("strips", 2048, 4, 3, 4, tma=True)),
-    ("dx", 40000, Config("chunks", 4096, 4, 2, 4)),
-    ("dx", 40000, Config("chunks", 4096, 4, 2, 4, tma=True)),
+    ("forward", 4096, ForwardRows(width=4096, warps=8, occupancy=3, latency=4, weight_load="early")),
+    ("forward", 4096, ForwardRows(width=4096, warps=8, occupancy=3, latency=4, weight_load="joint")),
+    ("forward", 128, ForwardTiles(width=128, warps=4, occupancy=4, latency=4, rows=32)),
+    (
+        "forward",
+        1024,
+        ForwardTiles(width=256, warps=4, occupancy=2, latency=4, rows=4, pieces=4, weight_load="joint"),
+    ),
+    ("forward", 65536, WIDE),
+    ("forward", 65536, dataclasses.replace(WIDE, weight_load="joint")),
+    ("forward", 40000, ForwardReread(width=4096, warps=8, occupancy=2, latency=4)),
+    ("forward", 40000, ForwardReread(width=4096, warps=8, occupancy=2, latency=4, tma=True)),
+    ("backward", 4096, BackwardRows(width=4096, warps=8, occupancy=1, latency=6)),
+    ("backward", 12288, BackwardPipelined(width=4096, warps=8, occupancy=1, latency=4, pieces=3)),
+    ("backward", 128, BackwardTiles(width=128, warps=8, occupancy=3, latency=1, rows=16)),
+    ("backward", 7168, BackwardTiles(width=8192, warps=8, occupancy=1, latency=4, rows=2, tma=True)),
+    ("backward", 32768, BackwardTeam(width=8192, warps=4, occupancy=2, latency=2, members=4)),
+    ("backward", 18432, THREE),
+    ("backward", 32768, BackwardPipelinedTeam(width=4096, warps=4, occupancy=3, latency=4, members=8)),
+    ("backward", 32768, PAIR),
+    (
+        "backward",
+        4096,
+        BackwardSplit(width=4096, warps=8, occupancy=1, latency=1, rows=128, strip=32, slab=1024),
+    ),
+    (
+        "backward",
+        32768,
+        BackwardSplitReread(width=8192, warps=8, occupancy=2, latency=3, rows=8, strip=1024, slab=64),
+    ),
+    ("backward", 40000, BackwardStrips(width=2048, warps=4, occupancy=2, latency=4)),
+    ("backward", 40000, BackwardStrips(width=2048, warps=4, occupancy=3, latency=4, tma=True)),
+    ("dx", 40000, BackwardReread(width=4096, warps=4, occupancy=2, latency=4)),
+    ("dx", 40000, BackwardReread(width=4096, warps=4, occupancy=2, latency=4, tma=True)),
 ]
 
 
@@ -119,11 +156,11 @@ def accesses_too_early(code: list[str]) -> list[str]:
         waits |= more
 
 
-def run(machine: CompilingMachine, op: str, n: int, config: Config) -> None:
+def run(machine: CompilingMachine, op: str, n: int, choice: Choice | Variant) -> None:
     if op == "forward":
-        run_forward(machine, config, n, BF16, BF16)
+        run_forward(machine, choice, n, BF16, BF16)
     else:
-        run_backward(machine, config, n, BF16, BF16, has_dw=op == "backward")
+        run_backward(machine, choice, n, BF16, BF16, has_dw=op == "backward")
 
 
 def test_no_kernel_touches_memory_before_the_launch_before_has_ended(tmp_path):
@@ -131,22 +168,22 @@ def test_no_kernel_touches_memory_before_the_launch_before_has_ended(tmp_path):
     architectures, cases = (90,), CASES
     if helpers.every_config:
         architectures = (90, 100, 120)
-        for op, rule in RULES.items():
-            rules = {rule(n, 2, 90): n for n in (*range(1, 4096), *range(4096, 140000, 128))}
-            cases = cases + [(op, n, config) for config, n in sampled(rules.items(), step=15)]
+        for op in OPS:
+            rules = {by_rules(op, n): n for n in (*range(1, 4096), *range(4096, 140000, 128))}
+            cases = cases + [(op, n, choice) for choice, n in sampled(rules.items(), step=15)]
     checked = set()
     for architecture in architectures:
-        for op, n, config in cases:
-            run(CompilingMachine(architecture, keep=tmp_path), op, n, config)
+        for op, n, choice in cases:
+            run(CompilingMachine(architecture, keep=tmp_path), op, n, choice)
             for path in tmp_path.glob("*.cubin"):
                 code = disassembled(path)
-                assert sum("ACQBULK" in line for line in code) == 1, (architecture, path.stem, n, config)
-                assert not accesses_too_early(code), (architecture, path.stem, n, config)
+                assert sum("ACQBULK" in line for line in code) == 1, (architecture, path.stem, n, choice)
+                assert not accesses_too_early(code), (architecture, path.stem, n, choice)
                 checked.add(path.stem)
                 path.unlink()
-    modules = [team, *(each for each in vars(launch).values() if inspect.ismodule(each))]
-    kernels = [each for module in modules for each in vars(module).values() if inspect.isfunction(each)]
-    assert checked == {each.__name__ for each in kernels if "DEPENDENT" in inspect.signature(each).parameters}
+    assert checked == {
+        name for name, kernel in KERNELS.items() if "DEPENDENT" in inspect.signature(kernel).parameters
+    }
 
 
 EVERYWHERE, WHERE_A_BLOCK_IS, SOMEWHERE, SOMEWHERE_AND_ASKED, WHERE_ASKED_AND_SOMEWHERE = range(5)
@@ -178,7 +215,8 @@ def sums_of_rows(y, x, TMA: ConstBool, WAITS_FIRST: ConstBool, WAITS_WHERE: Cons
 
 def code_of_sums(folder, architecture: int, *switches: bool | int) -> list[str]:
     machine = CompilingMachine(architecture, keep=folder)
-    launch_one = machine.bind(sums_of_rows, Config("chunks", 4096, 4, 1, 4), switches)
+    variant = ForwardReread(width=4096, warps=4, occupancy=1, latency=4)
+    launch_one = machine.bind(sums_of_rows, variant, switches)
     launch_one((64,), (meta(64, dtype=FP32), meta(64, 40000, dtype=BF16)))
     return disassembled(folder / "sums_of_rows.cubin")
 
@@ -205,18 +243,26 @@ def test_a_wait_that_some_blocks_leave_out_is_seen(architecture, where, tmp_path
 WAIT_BEHIND_INDICES = ("forward_tiles", "backward_split", "sum_partials")
 
 
+def loads_jointly(variant: Variant) -> bool:
+    return getattr(variant, "weight_load", None) == "joint"
+
+
 @pytest.mark.parametrize(
-    "op, n, config",
+    "op, n, variant",
     [
         case
         for case in CASES
-        if case[2].kernel == "fused" or case[1] == 128 or case[2].together and case[2].kernel != "teams"
+        if isinstance(case[2], BackwardSplit)
+        or case[1] == 128
+        or loads_jointly(case[2])
+        and not isinstance(case[2], Team)
     ],
 )
-def test_what_follows_from_a_blocks_number_is_not_left_until_after_the_wait(op, n, config, tmp_path):
+def test_what_follows_from_a_blocks_number_is_not_left_until_after_the_wait(op, n, variant, tmp_path):
     """A division by the blocks of a cluster, in the kernels between which small calls pass their time."""
-    run(CompilingMachine(90, keep=tmp_path), op, n, config)
-    found = {path for path in tmp_path.glob("*.cubin") if path.stem in WAIT_BEHIND_INDICES or config.together}
+    run(CompilingMachine(90, keep=tmp_path), op, n, variant)
+    cubins = tmp_path.glob("*.cubin")
+    found = {path for path in cubins if path.stem in WAIT_BEHIND_INDICES or loads_jointly(variant)}
     assert found
     for path in found:
         code = disassembled(path)

@@ -10,9 +10,13 @@ import torch
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from compiling import CompilingMachine, disassembled, run_backward, skip_without_disassembler  # noqa: E402
 from control_flow import loops  # noqa: E402
+from planning import by_rules  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.rules import backward_config  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
+    BackwardPipelinedTeam,
+    BackwardRows,
+    BackwardTiles,
+)
 
 skip_without_disassembler()
 
@@ -20,19 +24,23 @@ BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("n", "config", "least"),
+    ("n", "choice", "least"),
     [
-        (4096, Config("rows", 4096, 8, 1, 6), 0.6),
-        (4096, Config("tiles", 4096, 8, 1, 4, tma=True), 0.6),
-        (32768, backward_config(32768, 2, 90), 0.6),
-        (4096, backward_config(4096, 2, 90, "few"), 0.4),  # its blocks for dw multiply dy and rstd once more
+        (4096, BackwardRows(width=4096, warps=8, occupancy=1, latency=6), 0.6),
+        (4096, BackwardTiles(width=4096, warps=8, occupancy=1, latency=4, tma=True), 0.6),
+        (32768, by_rules("backward", 32768), 0.6),
+        (
+            4096,
+            by_rules("backward", 4096, size="few"),
+            0.4,
+        ),  # its blocks for dw multiply dy and rstd once more
     ],
 )
-def test_two_of_five_multiplications_are_fused_with_an_addition(n, config, least, tmp_path):
+def test_two_of_five_multiplications_are_fused_with_an_addition(n, choice, least, tmp_path):
     """An early return in terms_of_dw, or dx as g - x * factor, would leave one of them in two instructions: h, g and
     their product with x are multiplied, dw and dx multiplied and added."""
     machine = CompilingMachine(90, keep=tmp_path)
-    run_backward(machine, config, n, BF16, BF16)
+    run_backward(machine, choice, n, BF16, BF16)
     [cubin] = tmp_path.glob("backward_*.cubin")
     code = disassembled(cubin)
     multiplied, fused = (sum(f" {name} " in line for line in code) for name in ("FMUL", "FFMA"))
@@ -42,8 +50,10 @@ def test_two_of_five_multiplications_are_fused_with_an_addition(n, config, least
 def test_a_team_asks_for_its_slots_again_and_again(tmp_path):
     """A compiler that took the question out of the loop would leave one that never ends. Atomics are what it keeps."""
     machine = CompilingMachine(90, keep=tmp_path)
-    run_backward(machine, backward_config(32768, 2, 90), 32768, BF16, BF16)
-    code = disassembled(tmp_path / "backward_team.cubin")
+    choice = by_rules("backward", 32768)
+    assert isinstance(choice.first, BackwardPipelinedTeam)
+    run_backward(machine, choice, 32768, BF16, BF16)
+    code = disassembled(tmp_path / "backward_pipelined_team.cubin")
     lines = [[code[place] for place in places] for places in loops(code)]
     # The loop over rows writes dx.
     asking = [loop for loop in lines if not any("STG" in line for line in loop)]

@@ -12,7 +12,8 @@ from collections import Counter
 import helpers
 import pytest
 import torch
-from table_cases import shipped_configs
+from planning import by_rules
+from sweeps import beside_float32, shipped_entries
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 import cuda.tile as ct  # noqa: E402
@@ -28,27 +29,39 @@ from control_flow import loops  # noqa: E402
 from pipelines import overwritten  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt, load_gradient_tiles  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, SAME  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.rules import backward_config, beside_float32_config  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.select import RULES  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, OPS, SAME  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
+    BackwardPipelined,
+    BackwardPipelinedTeam,
+    BackwardStrips,
+    BackwardTiles,
+    Variant,
+    Walks,
+)
 
 skip_without_disassembler()
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def configs_with_tma(op: str, dtype: torch.dtype, architecture: int = 90) -> list[tuple[Config, int]]:
-    """Of the rules, each with the widest row that it serves, and of the tables that ship for Hopper, which `tune` tries
-    on any GPU; each kernel once, whatever share of the blocks walks the rows, those of the largest tiles first."""
+def whole_grid(variant: Variant) -> Variant:
+    """The same kernel, by all blocks that fit."""
+    return dataclasses.replace(variant, grid_percent=100) if isinstance(variant, Walks) else variant
+
+
+def variants_by_tma(op: str, dtype: torch.dtype, architecture: int = 90) -> list[tuple[Variant, int]]:
+    """Of the rules, each with the widest row that it serves, and of the entries that ship for Hopper, which `tune`
+    tries on any GPU; each kernel once, whatever part of the blocks walks the rows, those of the largest tiles first."""
     wide = 14336, 16368, 18432, 20480, 33001, 40000, 90112, 98304, 131072, 140000
     among = (*range(1, 4100), 4608, 5120, 7168, 10232, *wide)
-    widths = {RULES[op](n, dtype.itemsize, architecture): n for n in among}
-    rules = {(config, n) for config, n in widths.items() if config.tma}
+    rules = {by_rules(op, n, dtype, architecture=architecture).first: n for n in among}
     name = str(dtype).removeprefix("torch.")
-    tables = {(c, b.n) for sm, b, c in shipped_configs(op, name) if c.tma and sm == 90 and b.weight == SAME}
-    kernels = {(dataclasses.replace(c, share=100, reason="", spills=""), n) for c, n in rules | tables}
-    return sorted(kernels, key=lambda case: (-case[0].rows * case[0].width, str(case)))
+    entries = [
+        each for each in shipped_entries(op, name) if each.architecture == 90 and each.bucket.weight == SAME
+    ]
+    found = [*rules.items(), *((each.variant, each.n) for each in entries)]
+    kernels = {(whole_grid(variant), n) for variant, n in found if variant.uses_tma}
+    return sorted(kernels, key=lambda case: (-getattr(case[0], "rows", 1) * case[0].width, str(case)))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
@@ -57,25 +70,26 @@ def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
     sum dw or have an entry of dx, one is read for each set of warps, blocks, latency, pieces, and one or more rows:
     that of the largest tiles, of which the fewest are under way."""
     checked, kinds = 0, set()
-    cases = [(op, *case) for op in ("backward", "dx") for case in configs_with_tma(op, dtype)]
-    for op, config, n in cases:
+    cases = [(op, *case) for op in ("backward", "dx") for case in variants_by_tma(op, dtype)]
+    for op, variant, n in cases:
         kind = (
             op,
-            config.kernel,
-            config.rows > 1,
-            config.pieces,
-            config.warps,
-            config.occupancy,
-            config.latency,
+            variant.kernel,
+            getattr(variant, "rows", 1) > 1,
+            getattr(variant, "pieces", 1),
+            variant.warps,
+            variant.occupancy,
+            variant.latency,
         )
         is_read = helpers.every_config or kind not in kinds
         kinds.add(kind)
-        if (dtype is not BF16 or config.kernel == "tiles") and not is_read:
+        is_of_tiles = isinstance(variant, BackwardTiles)
+        if (dtype is not BF16 or is_of_tiles) and not is_read:
             continue
-        reads_dx = config.kernel == "tiles" and is_read or config.kernel == "rows" and helpers.every_config
+        reads_dx = is_of_tiles and is_read or isinstance(variant, BackwardPipelined) and helpers.every_config
         for each in (op, "dx") if reads_dx and op != "dx" else (op,):
-            for name, code in code_of_call(tmp_path, each, config, n, dtype, dtype).items():
-                assert not overwritten(code), (name, each, config, n)
+            for name, code in code_of_call(tmp_path, each, variant, n, dtype, dtype).items():
+                assert not overwritten(code), (name, each, variant, n)
                 checked += any("UTMALDG" in line for line in code)
     assert checked > (10 if dtype is FP16 else 20)
 
@@ -86,37 +100,47 @@ def test_none_of_later_architectures_overwrites_tiles_in_use(architecture, dtype
     """Without --every-config one is read of each kernel by one row and by several, in one tile and in several. Their
     branches are others than Hopper's, and sm_120 has so little shared memory that its steps are."""
     read, kinds = Counter(), set()
-    for op in RULES:
-        for config, n in configs_with_tma(op, dtype, architecture):
-            kind = (op, config.kernel, config.rows > 1, config.pieces > 1)
+    for op in OPS:
+        for variant, n in variants_by_tma(op, dtype, architecture):
+            kind = (op, variant.kernel, getattr(variant, "rows", 1) > 1, getattr(variant, "pieces", 1) > 1)
             if kind in kinds and not helpers.every_config:
                 continue
             kinds.add(kind)
-            for name, code in code_of_call(tmp_path, op, config, n, dtype, dtype, architecture).items():
-                assert not overwritten(code), (name, config, n)
+            for name, code in code_of_call(tmp_path, op, variant, n, dtype, dtype, architecture).items():
+                assert not overwritten(code), (name, variant, n)
                 read[name] += any("UTMALDG" in line for line in code)
     kernels = {"forward_reread"} | {
-        f"backward_{each}" for each in ("rows_by_tma", "tiles", "teams", "means", "strips", "chunks")
+        f"backward_{each}" for each in ("pipelined", "tiles", "pipelined_team", "means", "strips", "reread")
     }
     assert kernels <= {name for name, count in read.items() if count}
 
 
 @pytest.mark.parametrize(
-    ("n", "config", "name"),
+    ("n", "variant"),
     [
-        (12288, Config("rows", 4096, 8, 1, 4, pieces=3, tma=True), "backward_pipelined"),
-        (16384, Config("rows", 2048, 8, 1, 4, pieces=8, tma=True), "backward_pipelined"),
-        (18432, Config("rows", 2048, 8, 1, 4, pieces=9, tma=True, packed=True), "backward_pipelined"),
-        (18432, Config("teams", 2048, 4, 2, 4, pieces=3, members=3, tma=True), "backward_team"),
-        (32768, Config("teams", 8192, 8, 1, 4, pieces=2, members=2, tma=True, packed=True), "backward_team"),
+        (12288, BackwardPipelined(width=4096, warps=8, occupancy=1, latency=4, pieces=3)),
+        (16384, BackwardPipelined(width=2048, warps=8, occupancy=1, latency=4, pieces=8)),
+        (18432, BackwardPipelined(width=2048, warps=8, occupancy=1, latency=4, pieces=9, packed=True)),
+        (
+            18432,
+            BackwardPipelinedTeam(
+                width=2048, warps=4, occupancy=2, latency=4, pieces=3, members=3, rstd_ahead=True
+            ),
+        ),
+        (
+            32768,
+            BackwardPipelinedTeam(
+                width=8192, warps=8, occupancy=1, latency=4, pieces=2, members=2, rstd_ahead=True, packed=True
+            ),
+        ),
     ],
 )
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_the_next_row_is_asked_for_before_this_one_is_summed(dtype, n, config, name, tmp_path):
+def test_the_next_row_is_asked_for_before_this_one_is_summed(dtype, n, variant, tmp_path):
     """By TMA: a block gives its slots of shared memory back as soon as their tiles are in registers, before it adds
     its products and waits for its team. What it loads itself, rstd, is the next row's: nothing waits for it here."""
-    run_backward(CompilingMachine(90, keep=tmp_path), config, n, dtype, dtype)
-    code = disassembled(tmp_path / f"{name}.cubin")
+    run_backward(CompilingMachine(90, keep=tmp_path), variant, n, dtype, dtype)
+    code = disassembled(tmp_path / f"{variant.kernel}.cubin")
     assert not overwritten(code)
     [workers] = [
         loop
@@ -124,7 +148,7 @@ def test_the_next_row_is_asked_for_before_this_one_is_summed(dtype, n, config, n
         if any("FFMA" in line for line in loop) and not any("UTMALDG" in line for line in loop)
     ]
     given_back = [i for i, line in enumerate(workers) if "SYNCS.ARRIVE.TRANS64.A1T0" in line]
-    last = given_back[2 * config.pieces - 1]
+    last = given_back[2 * variant.pieces - 1]
     sums = [i for i, line in enumerate(workers) if "BAR.SYNC" in line]
     assert last < sums[0]
     [(load, rstd)] = [
@@ -138,50 +162,53 @@ def test_the_next_row_is_asked_for_before_this_one_is_summed(dtype, n, config, n
 def test_no_backward_beside_a_float32_weight_overwrites_tiles_in_use(dtype, tmp_path):
     """By its rules, by those of wide rows, and by the entries for such a weight: in float16, and in bfloat16 of tiles,
     with --every-config, which also reads all entries with both castings."""
-    widths = {beside_float32_config("backward", n, 2, 90, "large"): n for n in range(8, 16400, 8)}
-    rules = [(config, n) for config, n in widths.items() if config is not None and config.tma]
-    rules += [(backward_config(n, 2, 90), n) for n in (3840, 4608, 10240, 14336, 20480, 24576, 32752)]
+    choices = {beside_float32("backward", n, "large"): n for n in range(8, 16400, 8)}
+    rules = [
+        (choice.first, n) for choice, n in choices.items() if choice is not None and choice.first.uses_tma
+    ]
+    plain = (3840, 4608, 10240, 14336, 20480, 24576, 32752)
+    rules += [(by_rules("backward", n).first, n) for n in plain]
     entries = {
-        (dataclasses.replace(config, share=100), bucket.n)
-        for _, bucket, config in shipped_configs("backward", "bfloat16")
-        if bucket.weight == FLOAT32 and config.tma
-        if helpers.every_config or dtype is BF16 and config.kernel != "tiles"
+        (whole_grid(each.variant), each.n)
+        for each in shipped_entries("backward", "bfloat16")
+        if each.bucket.weight == FLOAT32 and each.variant.uses_tma
+        if helpers.every_config or dtype is BF16 and not isinstance(each.variant, BackwardTiles)
     }
     castings = (False, True) if helpers.every_config else (False,)
     cases = [*itertools.product(rules, (False, True)), *itertools.product(sorted(entries, key=str), castings)]
-    for (config, n), round_xhat in cases:
+    for (variant, n), round_xhat in cases:
         for name, code in code_of_call(
-            tmp_path, "backward", config, n, dtype, FP32, round_xhat=round_xhat
+            tmp_path, "backward", variant, n, dtype, FP32, round_xhat=round_xhat
         ).items():
-            assert not overwritten(code), (name, config, n, round_xhat)
-    assert len(rules) > 8 and (len(entries) > 5 or dtype is FP16) and all(config.tma for config, _ in rules)
+            assert not overwritten(code), (name, variant, n, round_xhat)
+    assert len(rules) > 8 and (len(entries) > 5 or dtype is FP16) and all(each.uses_tma for each, _ in rules)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_no_forward_or_dx_alone_overwrites_chunks_in_use(dtype, tmp_path):
     for n in (33001, 33008, 140000):
         for op in ("forward", "dx"):
-            config = RULES[op](n, dtype.itemsize, 90)
-            for name, code in code_of_call(tmp_path, op, config, n, dtype, dtype).items():
+            choice = by_rules(op, n, dtype)
+            for name, code in code_of_call(tmp_path, op, choice, n, dtype, dtype).items():
                 assert not overwritten(code), (name, n)
 
 
-def code_of(architecture: int, config: Config, n: int, name: str, folder) -> list[str]:
+def code_of(architecture: int, variant: Variant, n: int, name: str, folder) -> list[str]:
     """The machine code of a backward's kernel."""
-    run_backward(CompilingMachine(architecture, keep=folder), config, n, BF16, BF16)
+    run_backward(CompilingMachine(architecture, keep=folder), variant, n, BF16, BF16)
     return disassembled(folder / f"{name}.cubin")
 
 
-STRIPS = Config("strips", 2048, 4, 3, 4, tma=True)
-TILES = Config("tiles", 1024, 8, 1, 2, rows=8, tma=True)
+STRIPS = BackwardStrips(width=2048, warps=4, occupancy=3, latency=4, tma=True)
+TILES = BackwardTiles(width=1024, warps=8, occupancy=1, latency=2, rows=8, tma=True)
 
 
 @pytest.mark.parametrize(
-    ("n", "config", "name", "arrays"),
+    ("n", "variant", "name", "arrays"),
     [(1024, TILES, "backward_tiles", 3), (140000, STRIPS, "backward_means", 2 * 3)],  # two kinds of steps
 )
-def test_a_slot_too_few_is_seen(n, config, name, arrays, tmp_path):
-    code = code_of(90, config, n, name, tmp_path)
+def test_a_slot_too_few_is_seen(n, variant, name, arrays, tmp_path):
+    code = code_of(90, variant, n, name, tmp_path)
     made = [i for i, line in enumerate(code) if "SYNCS.EXCH" in line]
     found = [overwritten([*code[:i], *code[i + 1 :]]) for i in made]
     assert not overwritten(code) and len({each.split(":")[0] for each in sum(found, [])}) == arrays, found
@@ -196,8 +223,8 @@ def test_a_wait_for_this_step_is_told_from_one_for_the_step_before(tmp_path):
 
 def test_a_read_after_the_end_that_its_slot_waits_for_is_seen(tmp_path):
     """Of a kernel with one slot for each tile and fewer ends of steps: by the memory that is read."""
-    config = Config("tiles", 8192, 8, 1, 4, rows=2, tma=True)
-    [code] = code_of_call(tmp_path, "dx", config, 7168, BF16, BF16).values()
+    variant = BackwardTiles(width=8192, warps=8, occupancy=1, latency=4, rows=2, tma=True)
+    [code] = code_of_call(tmp_path, "dx", variant, 7168, BF16, BF16).values()
     assert not overwritten(code)
     first, last = "+0x8200]", "+0xe200]"  # the second halves of the first and of the last of dy's four tiles
     swap = {first: last, last: first}
@@ -258,7 +285,8 @@ def test_a_kernel_whose_last_block_sums_overwrites_tiles_in_use(sums, tmp_path):
     """So its sums of dw were wrong on an H100, in 36 of 40 runs of 16384x4096. The loop alone has slots enough."""
     m, n = 4096, 4096
     machine = CompilingMachine(90, keep=tmp_path)
-    launch = machine.bind(last_block_sums, Config("tiles", n, 8, 1, 4, rows=2), (2, n, sums))
+    variant = BackwardTiles(width=n, warps=8, occupancy=1, latency=4, rows=2)
+    launch = machine.bind(last_block_sums, variant, (2, n, sums))
     x, partial = meta(m, n, dtype=BF16), meta(132, n, dtype=FP32)
     launch(
         (132,),

@@ -5,8 +5,6 @@
 its own. One block of 18432 bfloat16 columns was right with a bfloat16 weight, and with a float32 weight asked for the
 next x while its workers still read this one."""
 
-import dataclasses
-
 import helpers
 import pytest
 import torch
@@ -15,16 +13,22 @@ from helpers import BF16, FP16, FP32
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from compiling import CompilingMachine, code_of_call, meta, skip_without_disassembler  # noqa: E402
 from pipelines import overwritten  # noqa: E402
-from test_pipelines import configs_with_tma  # noqa: E402
+from planning import plan  # noqa: E402
+from test_pipelines import variants_by_tma, whole_grid  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
+    BackwardPipelined,
+    BackwardPipelinedTeam,
+    BackwardRows,
+    BackwardTiles,
+)
 from tilegym_rmsnorm.backends.cutile.tuning.candidates import candidates  # noqa: E402
 
 skip_without_disassembler()
 
-VARIANTS = {
+CALLS = {
     "another weight": {"round_xhat": False, "m": 4096},
     "no weight": {"round_xhat": False, "m": 4096},
     "llama": {"round_xhat": True, "m": 4096},
@@ -32,34 +36,34 @@ VARIANTS = {
 }
 
 
-def weight_dtype_of(variant: str, dtype: torch.dtype) -> torch.dtype | None:
-    if variant == "no weight":
+def weight_dtype_of(call: str, dtype: torch.dtype) -> torch.dtype | None:
+    if call == "no weight":
         return None
-    if variant == "llama":
+    if call == "llama":
         return dtype
     return FP32
 
 
 @pytest.mark.parametrize("op", ["forward", "backward", "dx"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_no_variant_overwrites_tiles_in_use(variant, dtype, op, tmp_path):
+@pytest.mark.parametrize("call", CALLS)
+def test_no_other_call_overwrites_tiles_in_use(call, dtype, op, tmp_path):
     """Without --every-config those that have the most tiles under way, rows and teams, of 16 bits beside a float32
     weight."""
-    if variant == "no weight" and op == "backward":
+    if call == "no weight" and op == "backward":
         pytest.skip("without a weight there is no dw")
-    if dtype is FP32 and variant in ("another weight", "llama, another weight"):
+    if dtype is FP32 and call in ("another weight", "llama, another weight"):
         pytest.skip("there is no other weight beside float32")
-    if not helpers.every_config and (variant != "another weight" or op == "forward"):
+    if not helpers.every_config and (call != "another weight" or op == "forward"):
         pytest.skip("read with --every-config")
-    weight_dtype = weight_dtype_of(variant, dtype)
+    weight_dtype = weight_dtype_of(call, dtype)
     checked = 0
-    for config, n in configs_with_tma(op, dtype):
-        if not helpers.every_config and config.kernel not in ("rows", "teams"):
+    for variant, n in variants_by_tma(op, dtype):
+        if not helpers.every_config and not isinstance(variant, (BackwardPipelined, BackwardPipelinedTeam)):
             continue
-        kernels = code_of_call(tmp_path, op, config, n, dtype, weight_dtype, **VARIANTS[variant])
+        kernels = code_of_call(tmp_path, op, variant, n, dtype, weight_dtype, **CALLS[call])
         for name, code in kernels.items():
-            assert not overwritten(code), (name, config, n)
+            assert not overwritten(code), (name, variant, n)
             checked += any("UTMALDG" in line for line in code)
     assert checked
 
@@ -71,16 +75,16 @@ def test_nothing_packed_that_tune_tries_overwrites_tiles_in_use(weight_dtype, tm
     name = str(dtype).removeprefix("torch.")
     widths = (5120, 6144, 8192, 10240, 12288, 16384, 18432, 24576, 32768, 65536)
     found = {
-        (op, dataclasses.replace(config, share=100), n)
+        (op, whole_grid(variant), n)
         for n in (widths if helpers.every_config else (18432, 32768))
         for op in (("backward", "dx") if helpers.every_config else ("backward",))
-        for config in candidates(Bucket(op, n, name, "large"), 2, 90, most=10000)
-        if config.tma and config.packed
+        for variant in candidates(Bucket(op, n, name, "large"), 2, 90, most=10000)
+        if isinstance(variant, (BackwardPipelined, BackwardPipelinedTeam)) and variant.packed
     }
-    assert {config.kernel for _, config, _ in found} == {"rows", "teams"}
-    for op, config, n in sorted(found, key=str):
-        for code in code_of_call(tmp_path, op, config, n, dtype, weight_dtype).values():
-            assert not overwritten(code), (op, config, n)
+    assert {type(variant) for _, variant, _ in found} == {BackwardPipelined, BackwardPipelinedTeam}
+    for op, variant, n in sorted(found, key=str):
+        for code in code_of_call(tmp_path, op, variant, n, dtype, weight_dtype).values():
+            assert not overwritten(code), (op, variant, n)
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), [(BF16, BF16), (BF16, FP32), (FP32, FP32)])
@@ -88,29 +92,28 @@ def test_no_rows_of_a_warp_that_tune_tries_are_overwritten_in_use(dtype, weight_
     """Without --every-config those of 1024 columns by latency 4 alone."""
     name = str(dtype).removeprefix("torch.")
     found = {
-        (config, n)
+        (variant, n)
         for n in ((384, 512, 768, 1024) if helpers.every_config else (1024,))
-        for config in candidates(Bucket("backward", n, name, "large"), dtype.itemsize, 90, most=10000)
-        if config.kernel == "tiles" and config.pieces > 1 and config.width <= 256 and config.tma
-        if helpers.every_config or config.latency == 4
+        for variant in candidates(Bucket("backward", n, name, "large"), dtype.itemsize, 90, most=10000)
+        if isinstance(variant, BackwardTiles) and variant.pieces > 1 and variant.width <= 256 and variant.tma
+        if helpers.every_config or variant.latency == 4
     }
-    assert {config.warps for config, _ in found} == {4, 8}
-    for config, n in sorted(found, key=str):
-        for code in code_of_call(tmp_path, "backward", config, n, dtype, weight_dtype).values():
-            assert not overwritten(code), (config, n)
+    assert {variant.warps for variant, _ in found} == {4, 8}
+    for variant, n in sorted(found, key=str):
+        for code in code_of_call(tmp_path, "backward", variant, n, dtype, weight_dtype).values():
+            assert not overwritten(code), (variant, n)
 
 
 @pytest.mark.parametrize("n", [5120, 5119])
-@pytest.mark.parametrize("tma", [False, True])
-def test_views_unlike_packed_rows_are_copied_for_tma_alone(tma, n):
+@pytest.mark.parametrize("kernel", [BackwardRows, BackwardPipelined])
+def test_views_unlike_packed_rows_are_copied_for_tma_alone(kernel, n):
     """float32 rows of 5 * 1024 columns with a dy whose rows begin anywhere have one slot of shared memory where two are
     needed, rows of 5119 where x alone is aligned. By gathers views are read where they are. What is compiled says
     which: what divides strides is part of it."""
-    config = Config("rows", 1024, 8, 1, 4, pieces=5, tma=tma)
+    variant = kernel(width=1024, warps=8, occupancy=1, latency=4, pieces=5)
     machine = CompilingMachine(90, compiles=False)
-    run = Backward(machine, config, n, True, True, False)
+    run = Backward(machine, plan(variant, "backward", n, FP32, facts=machine.facts))
     plain, view = meta(9, n, dtype=FP32), meta(9, 5121 if n == 5120 else 5120, dtype=FP32)[:, :n]
     for x, dy in ((plain, plain), (plain, view), (view, plain), (view, view)):
         run(x, dy, meta(n, dtype=FP32), meta(9, dtype=FP32), 0.0)
-    (symbols,) = (each for name, each in machine.symbols.items() if name.startswith("backward_rows"))
-    assert len(symbols) == (1 if tma else 4)
+    assert len(machine.symbols[kernel.kernel]) == (1 if kernel is BackwardPipelined else 4)

@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What the number of rows decides: size classes, and slabs of few rows. Neither torch nor a GPU takes part."""
+"""What the number of rows decides: size classes, and slabs of few rows."""
 
 from hypothesis import given
 from hypothesis import strategies as st
+from planning import by_rules
 
-from tilegym_rmsnorm.backends.cutile.plans.rules import backward_config
-from tilegym_rmsnorm.backends.cutile.plans.sizes import NO_END, SIZES, partial_rows, rows_of_class, size_class
+from tilegym_rmsnorm.backends.cutile.plans.sizes import NO_END, SIZES, rows_of_class, size_class
 
 
 def test_size_classes_follow_rows_and_elements():
@@ -27,12 +27,10 @@ def test_the_rows_of_a_class_are_those_that_are_in_it(size, n):
 def test_which_few_rows_take_more_than_one_slab():
     """One row of dw_partial is dw itself."""
 
-    def slabs(m, n, itemsize):
-        return partial_rows(m, n, backward_config(n, itemsize, 90, "few"), 132)
-
     for n in (64, 512, 513, 1024, 2048, 4096, 8192, 12288, 16384):
-        for itemsize in (2, 4):
-            one_slab = 256 if n <= 512 else 128 if n > 12288 and itemsize == 4 else 1024
+        for dtype in ("bfloat16", "float32"):
+            first = by_rules("backward", n, dtype, "few").first
+            one_slab = 256 if n <= 512 else 128 if n > 12288 and dtype == "float32" else 1024
             for m in (1, 16, 128, 129, 256, 257, 1024):
                 if m in rows_of_class("few", n):
-                    assert slabs(m, n, itemsize) == -(-m // one_slab), (m, n, itemsize)
+                    assert first.partial_rows(m, n, 132) == -(-m // one_slab), (m, n, dtype)

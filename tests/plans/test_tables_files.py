@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Tables of tuned configs as files: where they are, and what a write leaves intact."""
+"""Tables of tuned settings as files: where they are, and what a write leaves intact."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from table_cases import BUCKET, ENTRY, TARGET, chosen, without_reason
+from table_cases import BUCKET, ENTRY, TARGET, VARIANT, chosen, entry_of, rule, ship
 
 from tilegym_rmsnorm.backends.cutile.plans import tables
-from tilegym_rmsnorm.backends.cutile.plans.rules import backward_config
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardRows
+from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE, OFF, user_folder
 
 
 def test_an_unfit_table_is_replaced_by_the_next_write(folders):
@@ -21,12 +22,12 @@ def test_an_unfit_table_is_replaced_by_the_next_write(folders):
     path.parent.mkdir()
     path.write_text("{")
     with pytest.warns(UserWarning, match="are ignored"):
-        assert tables.update(folders[0], TARGET, {BUCKET: ENTRY}) == path
-    assert without_reason(chosen()) == ENTRY.config
+        assert tables.update(folders[0], TARGET, [ENTRY]) == path
+    assert chosen() == VARIANT
 
 
 def test_a_write_that_fails_leaves_the_old_table_and_nothing_else(folders, monkeypatch):
-    path = tables.update(folders[0], TARGET, {BUCKET: ENTRY})
+    path = tables.update(folders[0], TARGET, [ENTRY])
     before = path.read_bytes()
 
     def full(*_):
@@ -34,14 +35,14 @@ def test_a_write_that_fails_leaves_the_old_table_and_nothing_else(folders, monke
 
     monkeypatch.setattr(tables.os, "replace", full)
     with pytest.raises(OSError, match="disk full"):
-        tables.update(folders[0], TARGET, {})
+        tables.update(folders[0], TARGET, [])
     assert path.read_bytes() == before
     assert {file.suffix for file in path.parent.iterdir()} <= {".json", ".lock"}
 
 
 def test_a_table_that_cannot_be_read_is_not_written_over(folders, monkeypatch):
-    """It is no empty one: that would take its 288 entries for none."""
-    path = tables.update(folders[0], TARGET, {BUCKET: ENTRY})
+    """It is no empty one: that would take its entries for none."""
+    path = tables.update(folders[0], TARGET, [ENTRY])
     before = path.read_bytes()
 
     def broken(*_, **__):
@@ -51,30 +52,57 @@ def test_a_table_that_cannot_be_read_is_not_written_over(folders, monkeypatch):
         patch.setattr(Path, "read_bytes", broken)
         patch.setattr(Path, "read_text", broken)
         with pytest.raises(OSError, match="Input/output error"):
-            tables.update(folders[0], TARGET, {})
+            tables.update(folders[0], TARGET, [])
     assert path.read_bytes() == before
 
 
-def test_a_toolkit_that_no_table_is_for_is_named(folders, monkeypatch):
+def test_a_write_replaces_the_entries_of_its_buckets_and_leaves_the_others(folders):
+    """One of several buckets goes on serving those that no other is for."""
+    half, few = BUCKET._replace(dtype="float16"), BUCKET._replace(size="few")
+    own, both = (BackwardRows(width=4096, warps=8, occupancy=2, latency=latency) for latency in (5, 6))
+    of_two = entry_of(BUCKET, both)._replace(dtypes=("bfloat16", "float16"))
+    tables.update(folders[0], TARGET, [of_two, entry_of(few, own)])
+    assert chosen() == chosen(half) == both
+    tables.update(folders[0], TARGET, [ENTRY])
+    assert (chosen(), chosen(half), chosen(few)) == (VARIANT, both, own)
+    assert len(tables.table_in(folders[0], TARGET)) == 3
+    tables.update(folders[0], TARGET, [entry_of(half, own)])
+    assert (chosen(), chosen(half), chosen(few)) == (VARIANT, own, own)
+    tables.update(folders[0], TARGET, [of_two])
+    assert chosen() == chosen(half) == both and len(tables.table_in(folders[0], TARGET)) == 2
+
+
+def test_what_chooses_is_described(folders):
+    user, shipped = folders
+    said = tables.describe(TARGET, user)
+    assert said.startswith(f"the rules of plans/; no entries for {TARGET}: those that ship are for ")
+    assert tables.describe(None, user).startswith("the rules of plans/; no entries: those that ship are for ")
+    ship(shipped, TARGET, ENTRY, entry_of(BUCKET._replace(size="few"), VARIANT))
+    assert tables.describe(TARGET, user) == "2 that ship for it, then the rules of plans/"
+    path = tables.update(user, TARGET, [ENTRY])
+    assert tables.describe(TARGET, user) == f"1 in {path}, then 2 that ship for it, then the rules of plans/"
+    assert tables.describe(TARGET, None) == "2 that ship for it, then the rules of plans/"
+
+
+def test_a_toolkit_that_no_table_is_for_is_named(folders):
     """Tables are for one version of each: the rules served after an update, and nothing said so."""
     target = TARGET._replace(cuda_tile="1.7.99")
-    tables.update(folders[1], TARGET, {BUCKET: ENTRY})
-    said = tables.describe(target)
+    ship(folders[1], TARGET, ENTRY)
+    said = tables.describe(target, folders[0])
     assert said.startswith(
-        f"the rules of rules.py; no table for {TARGET.gpu} with cuda-tile 1.7.99 and tileiras"
+        f"the rules of plans/; no entries for {TARGET.gpu} with cuda-tile 1.7.99 and tileiras"
     )
-    assert f"those that ship are for {TARGET}. `python -m tilegym_rmsnorm tune` makes one" in said
+    assert f"those that ship are for {TARGET}. `python -m tilegym_rmsnorm tune` makes some" in said
 
 
 WRITER = """
 import sys
 from pathlib import Path
-from tilegym_rmsnorm.backends.cutile.plans import problem, tables
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import (Config)
-target = tables.Target("NVIDIA H100 80GB HBM3", 90, "1.7.0", "13.4.92")
+sys.path.insert(0, "tests")
+from table_cases import BUCKET, TARGET, VARIANT, entry_of
+from tilegym_rmsnorm.backends.cutile.plans import tables
 for n in range(int(sys.argv[2]), 40, 2):
-    entry = tables.Entry(Config("rows", 4096, 8, 1, 4), ())
-    tables.update(Path(sys.argv[1]), target, {problem.Bucket("forward", 4000 + n, "bfloat16", "large"): entry})
+    tables.update(Path(sys.argv[1]), TARGET, [entry_of(BUCKET._replace(n=4000 + n), VARIANT)])
 """
 
 
@@ -85,24 +113,24 @@ def test_two_processes_that_write_lose_nothing(folders):
         for first in (0, 1)
     ]
     assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
-    assert {bucket.n for bucket in tables.table_in(folders[0], TARGET)} == set(range(4000, 4040))
+    assert {record.first for record in tables.table_in(folders[0], TARGET)} == set(range(4000, 4040))
 
 
-@pytest.mark.parametrize("value", tables.OFF)
+@pytest.mark.parametrize("value", OFF)
 def test_the_users_cache_can_be_off(folders, monkeypatch, value):
-    monkeypatch.setenv(tables.CACHE_VARIABLE, value)
-    assert tables.user_folder() is None
-    assert chosen() == backward_config(4096, 2, 90)
+    monkeypatch.setenv(CACHE_VARIABLE, value)
+    assert user_folder() is None
+    assert chosen() == rule()
 
 
 def test_the_users_cache_is_where_the_platform_keeps_caches(monkeypatch):
     platformdirs = pytest.importorskip("platformdirs", reason="platformdirs is not installed")
-    monkeypatch.delenv(tables.CACHE_VARIABLE, raising=False)
-    assert tables.user_folder() == Path(platformdirs.user_cache_dir("tilegym_rmsnorm", appauthor=False))
+    monkeypatch.delenv(CACHE_VARIABLE, raising=False)
+    assert user_folder() == Path(platformdirs.user_cache_dir("tilegym_rmsnorm", appauthor=False))
     monkeypatch.setitem(sys.modules, "platformdirs", None)
-    assert tables.user_folder() is None
+    assert user_folder() is None
 
 
 def test_the_users_cache_may_be_named_from_home(monkeypatch):
-    monkeypatch.setenv(tables.CACHE_VARIABLE, "~/tuned")
-    assert tables.user_folder() == Path.home() / "tuned"
+    monkeypatch.setenv(CACHE_VARIABLE, "~/tuned")
+    assert user_folder() == Path.home() / "tuned"

@@ -1,22 +1,21 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Tables of tuned configs, over whatever hypothesis writes into them."""
+"""Tables of tuned settings, over whatever hypothesis writes into them."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
+import planning
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from table_cases import BUCKET, ENTRY, TARGET
+from table_cases import BUCKET, TARGET, VARIANT, entry_of
 
-from tilegym_rmsnorm.backends.cutile.plans import problem, select, tables
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
+from tilegym_rmsnorm.backends.cutile.plans import problem, tables
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
-from tilegym_rmsnorm.backends.cutile.plans.tables import Entry, Timing
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardSplit, BackwardTeam, Registers
 
 VALUES = st.one_of(
     st.none(),
@@ -26,44 +25,69 @@ VALUES = st.one_of(
     st.floats(),
     st.text(max_size=5),
     st.sampled_from(
-        ["rows", "tiles", "teams", "fused", "strips", "chunks", "forward", "float32", "few", "small"]
+        [
+            "backward_rows",
+            "backward_tiles",
+            "backward_team",
+            "backward_split",
+            "backward_strips",
+            "forward_rows",
+        ]
+        + ["backward_reread", "forward", "float32", "few", "small", "any"]
     ),
+    st.lists(st.sampled_from(["forward", "dx", "float16", "float32", "few", "small", "same"]), max_size=2),
     st.lists(st.integers(), max_size=2),
     st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
+SETTINGS = st.sampled_from(
+    ["pieces", "rest", "packed", "rows", "grid_percent", "two_tiles", "most_lanes", "tma"]
 )
 
 
 @given(st.data())
 @settings(max_examples=400, deadline=None)
 def test_whatever_a_table_says_it_is_refused_or_describes_kernels(data):
-    fused = Config("fused", 4096, 8, 1, 1, rows=64, strip=32, slab=512)
-    teams = Config("teams", 1024, 8, 1, 1, members=4)
-    config = data.draw(st.sampled_from([ENTRY.config, fused, teams]))
-    text = json.loads(tables.render(TARGET, {BUCKET: Entry(config, ENTRY.timings)}))
-    owners = [text, text["entries"][0], text["entries"][0]["config"]]
+    numbers = {"warps": 8, "occupancy": 1, "latency": 1}
+    split = BackwardSplit(width=4096, rows=64, strip=32, slab=512, **numbers)
+    team = BackwardTeam(width=1024, members=4, **numbers)
+    variant = data.draw(st.sampled_from([VARIANT, split, team]))
+    entry = entry_of(BUCKET, variant, {"m": 16384, "before": 140.0, "us": 130.5})
+    text = json.loads(tables.render_table(TARGET, [entry]))
+    [record] = text["records"]
     for _ in range(data.draw(st.integers(1, 3))):
+        owners = [text, record, record["settings"]] if isinstance(record.get("settings"), dict) else [text]
         owner = data.draw(st.sampled_from(owners))
-        owner[data.draw(st.sampled_from(sorted(owner)))] = data.draw(VALUES)
+        known = st.sampled_from(sorted(owner) or ["width"])
+        name = data.draw(known | SETTINGS if owner is not text and owner is not record else known)
+        if data.draw(st.integers(0, 9)):
+            owner[name] = data.draw(VALUES)
+        else:
+            owner.pop(name, None)
     try:
-        table = tables.parse(json.dumps(text), TARGET)
+        records = tables.parse_table(json.dumps(text), TARGET)
     except ValueError:
         return
-    for bucket, entry in table.items():
-        tables.check_config(entry.config, bucket, TARGET.architecture)
-        assert entry.config.width * entry.config.rows >= 1 and bucket.n >= 1
-        assert rows_of_class(bucket.size, bucket.n)
-        if entry.config.kernel in ("rows", "tiles", "teams", "fused"):
-            assert entry.config.lanes >= bucket.n
-    assert tables.parse(tables.render(TARGET, table), TARGET) == table
+    for record in records:
+        assert record.is_entry and record.first >= 1
+        variant = record.variant(record.first)
+        for bucket in record.buckets():
+            variant.check(bucket.n, problem.ITEMSIZE[bucket.dtype], TARGET.architecture)
+            assert bucket.op in variant.serves and variant.tile >= 1
+            assert rows_of_class(bucket.size, bucket.n)
+            if isinstance(variant, Registers):
+                assert variant.lanes >= bucket.n
+            if isinstance(variant, BackwardSplit):
+                assert variant.width + variant.rest >= bucket.n
+    assert tables.parse_table(tables.render_table(TARGET, records), TARGET) == records
 
 
 @given(st.data())
 @settings(max_examples=200, deadline=None)
 def test_what_is_written_is_read_back(data):
-    """Every field of Config that decides something is kept, also one that is added later."""
+    """Every setting of a variant is kept, also one that is added later."""
     buckets = st.builds(
         Bucket,
-        st.sampled_from(list(select.RULES)),
+        st.sampled_from(problem.OPS),
         st.integers(1, 65536),
         st.sampled_from(list(problem.ITEMSIZE)),
         st.sampled_from(SIZES),
@@ -74,14 +98,13 @@ def test_what_is_written_is_read_back(data):
         )
     )
     times = st.floats(0.1, 1e6)
-    table = {}
+    evidence = st.fixed_dictionaries({"m": st.integers(1, 2**24), "before": times, "us": times})
+    written = {}
     for bucket in data.draw(st.lists(buckets, max_size=5)):
-        config = select.RULES[bucket.op](bucket.n, problem.ITEMSIZE[bucket.dtype], 90, bucket.size)
-        timings = data.draw(st.lists(st.builds(Timing, st.integers(1, 2**24), times, times), max_size=2))
-        table[bucket] = Entry(config, tuple(timings))
-    read = tables.parse(tables.render(TARGET, table), TARGET)
-    assert read.keys() == table.keys()
-    for bucket, entry in read.items():
-        expected = table[bucket]
-        assert entry.timings == expected.timings
-        assert replace(entry.config, reason="", spills="") == replace(expected.config, reason="", spills="")
+        variant = planning.by_rules(*bucket).first
+        written[bucket] = variant, entry_of(bucket, variant, *data.draw(st.lists(evidence, max_size=2)))
+    text = tables.render_table(TARGET, [entry for _, entry in written.values()])
+    read = tables.parse_table(text, TARGET)
+    assert read == [entry for _, entry in written.values()]
+    for record, (bucket, (variant, _)) in zip(read, written.items(), strict=True):
+        assert list(record.buckets()) == [bucket] and record.variant(bucket.n) == variant

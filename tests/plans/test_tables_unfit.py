@@ -7,164 +7,176 @@ from __future__ import annotations
 
 import json
 import warnings
+from typing import Any
 
 import pytest
-from table_cases import BUCKET, ENTRY, TARGET, chosen, without_reason
+from table_cases import BUCKET, ENTRY, TARGET, VARIANT, chosen, rule
 
 from tilegym_rmsnorm.backends.cutile.plans import tables
-from tilegym_rmsnorm.backends.cutile.plans.rules import backward_config
 
 
 def stored(**changes) -> str:
-    """A table's JSON with its one entry changed; a change named config_X is to the config."""
-    data = json.loads(tables.render(TARGET, {BUCKET: ENTRY}))
-    for name, value in changes.items():
-        owner = data["entries"][0]
-        if name.startswith("config_"):
-            owner, name = owner["config"], name.removeprefix("config_")
-        if value is None:
-            del owner[name]
-        else:
-            owner[name] = value
+    """A table's JSON with its one record changed. What is None is left out; so it is of settings."""
+    data = json.loads(tables.render_table(TARGET, [ENTRY]))
+    data["records"] = [_without_none(record | changes) for record in data["records"]]
     return json.dumps(data)
 
 
-TEAMS = {
-    "config_kernel": "teams",
-    "config_short": False,
-    "config_width": 2048,
-    "config_members": 2,
-    "config_packed": True,
-    "config_tma": True,
-}
-FUSED = {"config_kernel": "fused", "config_short": False, "config_rows": 8, "config_strip": 64}
+def _without_none(item: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_none(value) if isinstance(value, dict) else value
+        for name, value in item.items()
+        if value is not None
+    }
+
+
+def of_variant(**settings) -> str:
+    """With some of its variant's settings changed."""
+    return stored(settings=VARIANT.settings() | settings)
+
+
+NUMBERS = {"width": 4096, "warps": 8, "occupancy": 1, "latency": 4}
+PARTS = NUMBERS | {"width": 2048, "members": 2}
+PACKED_TEAM = PARTS | {"packed": True, "rstd_ahead": True}
+TILES = NUMBERS | {"rows": 2}
+SPLIT = {"width": 4096, "warps": 4, "occupancy": 1, "latency": 3, "rows": 8, "strip": 64, "slab": 64}
+
+
+def forward(kernel: str, numbers: dict[str, Any] = NUMBERS, n: int = 4096, **settings) -> str:
+    return stored(kernel=kernel, settings=numbers | settings, n=n, ops=["forward"])
+
+
+def backward(kernel: str, numbers: dict[str, Any] = NUMBERS, n: int = 4096, **settings) -> str:
+    return stored(kernel=kernel, settings=numbers | settings, n=n)
+
 
 UNFIT = {
     "no JSON": "{",
     "not UTF-8": b"\xff\xfe{}",
     "empty": "",
     "a list": "[]",
-    "another schema": stored().replace('"schema": 1', '"schema": 2'),
+    "another schema": stored().replace('"schema": 2', '"schema": 1'),
     "another GPU": stored().replace("H100", "H200"),
     "another architecture": stored().replace('"architecture": 90', '"architecture": 100'),
     "another toolkit": stored().replace("13.4.92", "13.5.37"),
-    "entries no list": json.dumps({**json.loads(stored()), "entries": {"a": 1}}),
+    "records no list": json.dumps({**json.loads(stored()), "records": {"a": 1}}),
+    "a record no object": json.dumps({**json.loads(stored()), "records": [[]]}),
     "nested beyond reason": "[" * 200_000,
-    "an entry twice": json.dumps(
-        {**json.loads(stored()), "entries": 2 * json.loads(stored())["entries"]},
-    ),
-    "unknown op": stored(op="sideways"),
+    "unknown op": stored(ops=["sideways"]),
+    "ops no list": stored(ops="backward"),
+    "no op": stored(ops=[]),
     "n zero": stored(n=0),
     "n text": stored(n="4096"),
-    "unknown dtype": stored(dtype="float64"),
-    "unknown size": stored(size="medium"),
-    "unknown weight": stored(weight="bfloat16"),
-    "a float32 weight beside float32": stored(dtype="float32", weight="float32"),
-    "size that no number of rows has": stored(size="small"),
+    "n no number": stored(n=4096.0),
+    "n true": stored(n=True),
+    "n nothing": stored(n=[]),
+    "n of one end": stored(n=[4096]),
+    "a rule": stored(n=[1, 4096]),
+    "unknown dtype": stored(dtypes=["float64"]),
+    "unknown size": stored(sizes=["medium"]),
+    "unknown weight": stored(weights=["bfloat16"]),
+    "a float32 weight beside float32": stored(weights=["float32"], dtypes=["float32"]),
+    "size that no number of rows has": stored(sizes=["small"]),
     "unknown key": stored(note="x"),
-    "no timings": stored(timings=None),
-    "timings no time": stored(timings=[{"m": 1, "us_rules": 0.0, "us": float("nan")}]),
-    "timings beyond floats": stored(timings=[{"m": 1, "us_rules": 10**400, "us": 1}]),
-    "timings no numbers": stored(timings=[{"m": 1, "us_rules": "a", "us": 1}]),
-    "kernel of dx alone": stored(config_kernel="chunks"),
-    "unknown kernel": stored(config_kernel="magic"),
-    "kernel no text": stored(config_kernel=["rows"]),
-    "unknown field": stored(config_threads=4),
-    "width no power of two": stored(config_width=4097),
-    "width too narrow": stored(config_width=2048),
-    "width negative": stored(config_width=-4096),
-    "width text": stored(config_width="4096"),
-    "width true": stored(config_width=True),
-    "width huge": stored(config_width=2**20),
-    "no width": stored(config_width=None),
-    "second tile outside the row": stored(config_rest=1024),
-    "last tile outside the row": stored(config_width=2048, config_pieces=3),
-    "no pieces": stored(config_pieces=0, config_rest=4096),
-    "pieces of a forward's tiles": stored(
-        op="forward", config_kernel="tiles", config_short=False, config_width=2048, config_pieces=2
+    "no sizes": stored(sizes=None),
+    "rows of an unknown kind": stored(rows="odd"),
+    "gpus no list": stored(gpus="NVIDIA H100"),
+    "spills no text": stored(spills=8),
+    "evidence no time": stored(evidence=[{"m": 1, "before": 0.0, "us": float("nan")}]),
+    "evidence beyond floats": stored(evidence=[{"m": 1, "before": 10**400, "us": 1}]),
+    "evidence no numbers": stored(evidence=[{"m": 1, "before": "a", "us": 1}]),
+    "evidence no object": stored(evidence=["fast"]),
+    "evidence no list": stored(evidence="fast"),
+    "kernel of dx alone": backward("backward_reread"),
+    "kernel of a forward": backward("forward_rows"),
+    "kernel that is no first one": backward(
+        "sum_partials", {"width": 16, "warps": 4, "occupancy": 4, "rows": 128}
     ),
-    "too many pieces": stored(config_width=64, config_pieces=64),
-    "packed tiles": stored(config_kernel="tiles", config_short=False, config_packed=True),
-    "packed float32": stored(config_packed=True, dtype="float32"),
-    "packed teams of a backward": stored(
-        config_kernel="teams", config_short=False, config_width=2048, config_members=2, config_packed=True
+    "unknown kernel": backward("magic"),
+    "kernel no text": stored(kernel=["backward_rows"]),
+    "no settings": stored(settings=None),
+    "settings no object": stored(settings=5),
+    "settings of no kind": stored(settings=[]),
+    "settings no objects": stored(settings=[5]),
+    "unknown field": of_variant(threads=4),
+    "width no power of two": of_variant(width=4097),
+    "width too narrow": of_variant(width=2048, pieces=1),
+    "width zero": of_variant(width=0),
+    "width negative": of_variant(width=-4096),
+    "width text": of_variant(width="4096"),
+    "width true": of_variant(width=True),
+    "width huge": of_variant(width=2**20),
+    "no warps": of_variant(warps=None),
+    "second tile outside the row": of_variant(rest=1024),
+    "last tile outside the row": of_variant(width=2048, pieces=3),
+    "no pieces": of_variant(pieces=0, rest=4096),
+    "too many pieces": of_variant(width=64, pieces=64),
+    "packed tiles": backward("backward_tiles", TILES, packed=True),
+    "packed float32": stored(settings=VARIANT.settings() | {"packed": True}, dtypes=["float32"]),
+    "packed teams of a backward": backward("backward_team", PARTS, packed=True),
+    "packed teams without rstd ahead": backward("backward_pipelined_team", PARTS, packed=True),
+    "packed teams of two blocks an SM": backward("backward_pipelined_team", PACKED_TEAM, occupancy=2),
+    "packed teams by 4 warps": backward("backward_pipelined_team", PACKED_TEAM, warps=4),
+    "rstd ahead by gathers": backward("backward_team", PARTS, rstd_ahead=True),
+    "tma of teams in tiles of one column": backward("backward_pipelined_team", PARTS, 2, width=1),
+    "teams of one member": backward("backward_team", PARTS, width=4096, members=1),
+    "teams of 17 members": backward("backward_team", PARTS, 17 * 256, width=256, members=17),
+    "teams whose last member has no columns": backward("backward_team", PARTS, members=3),
+    "early weight of teams": forward("forward_team", PARTS, weight_load="early"),
+    "weight loaded otherwise": forward("forward_rows", weight_load="twice"),
+    "joint weight in tiles of one column": forward("forward_rows", n=1, width=1, weight_load="joint"),
+    "joint weight in a last tile of one column": forward("forward_rows", n=4097, rest=1, weight_load="joint"),
+    "joint weight of a forward that reads twice": forward("forward_reread", weight_load="joint"),
+    "pieces of a forward's tiles, weight late": forward("forward_tiles", TILES, width=2048, pieces=2),
+    "pieces of a forward's tiles, weight early": forward(
+        "forward_tiles", TILES, width=2048, pieces=2, weight_load="early"
     ),
-    "packed teams of two blocks an SM": stored(**TEAMS, config_warps=8, config_occupancy=2),
-    "packed teams by 4 warps": stored(**TEAMS, config_warps=4),
-    "packed teams by gathers": stored(**TEAMS | {"config_tma": False}, config_warps=8),
-    "tma of teams in tiles of one column": stored(
-        **TEAMS | {"config_packed": False, "config_width": 1}, config_warps=8, n=2
-    ),
-    "early weight of teams": stored(
-        op="forward",
-        config_kernel="teams",
-        config_short=False,
-        config_width=2048,
-        config_members=2,
-        config_early_weight=True,
-    ),
-    "weight of a row early and together": stored(
-        op="forward", config_short=False, config_early_weight=True, config_together=True
-    ),
-    "together in tiles of one column": stored(
-        op="forward", config_short=False, config_together=True, n=1, config_width=1
-    ),
-    "together in a last tile of one column": stored(
-        op="forward", config_short=False, config_together=True, n=4097, config_rest=1
-    ),
-    "together of a forward by chunks": stored(
-        op="forward", config_kernel="chunks", config_short=False, config_together=True
-    ),
-    "pieces of a forward's tiles, weight late": stored(
-        op="forward", config_kernel="tiles", config_short=False, config_width=2048, config_pieces=2
-    ),
-    "rows of the rows kernel": stored(config_rows=2),
-    "rows no power of two": stored(config_kernel="tiles", config_rows=3),
-    "tile too large": stored(config_kernel="tiles", config_rows=64, config_short=False),
-    "16 warps": stored(config_warps=16),
-    "occupancy 0": stored(config_occupancy=0),
-    "occupancy 33": stored(config_occupancy=33),
-    "latency 11": stored(config_latency=11),
-    "tma text": stored(config_tma="yes"),
-    "tma of rows in two tiles": stored(
-        config_short=False, config_width=2048, config_rest=2048, config_tma=True
-    ),
-    "tma of packed rows by 4 warps": stored(
-        config_short=False, config_packed=True, config_tma=True, config_warps=4
-    ),
-    "tma of rows in tiles of one column": stored(config_short=False, config_tma=True, n=1, config_width=1),
-    "tma of short rows": stored(config_tma=True),
-    "tma of a fused backward": stored(**FUSED, config_slab=64, config_tma=True),
-    "tma of a forward's rows": stored(op="forward", config_short=False, config_tma=True),
-    "a share of 49 percent": stored(config_short=False, config_share=49),
-    "a share of 101 percent": stored(config_short=False, config_share=101),
-    "a share of a fused backward": stored(**FUSED, config_slab=64, config_share=80),
-    "a share of a forward": stored(op="forward", config_short=False, config_share=80),
-    "short tiles": stored(config_kernel="tiles"),
-    "early weight of a backward": stored(config_early_weight=True),
-    "early weight of a backward's tiles": stored(
-        config_kernel="tiles", config_short=False, config_early_weight=True
-    ),
-    "strip of the rows kernel": stored(config_strip=64),
-    "slab of the rows kernel": stored(config_slab=64),
-    "fused without a slab": stored(**FUSED),
-    "slab no multiple of rows": stored(**FUSED, config_slab=60),
-    "slab too large": stored(**FUSED, config_slab=2048),
-    "strip no power of two": stored(**FUSED | {"config_strip": 48}, config_slab=64),
-    "no strip": stored(**FUSED | {"config_strip": 0}, config_slab=64),
-    "strip too large": stored(**FUSED | {"config_strip": 2**14}, config_slab=64),
-    "pieces of fused rows": stored(**FUSED, config_slab=64, config_width=2048, config_pieces=2),
-    "more strips than a grid has": stored(
-        n=2**27, config_kernel="strips", config_width=2048, config_short=False
-    ),
-    "fused chunks beyond int32": stored(
-        **FUSED | {"config_kernel": "fused_chunks", "config_strip": 512}, n=2**25, config_slab=64
-    ),
-    "fused row too narrow": stored(**FUSED, config_slab=64, config_width=2048),
-    "chunks in two tiles": stored(
-        **FUSED | {"config_kernel": "fused_chunks"}, config_slab=64, config_width=2048, config_rest=2048
-    ),
+    "rows of the rows kernel": of_variant(rows=2),
+    "rows no power of two": backward("backward_tiles", TILES, rows=3),
+    "tile too large": backward("backward_tiles", TILES, rows=64),
+    "16 warps": of_variant(warps=16),
+    "occupancy 0": of_variant(occupancy=0),
+    "occupancy 33": of_variant(occupancy=33),
+    "occupancy 9 of a backward": of_variant(occupancy=9),
+    "occupancy 33 of a forward": forward("forward_rows", occupancy=33),
+    "latency 0": of_variant(latency=0),
+    "latency 11": of_variant(latency=11),
+    "tma text": backward("backward_tiles", TILES, tma="yes"),
+    "tma of rows in two tiles": backward("backward_pipelined", width=2048, rest=2048),
+    "tma of packed rows by 4 warps": backward("backward_pipelined", packed=True, warps=4),
+    "tma of rows in tiles of one column": backward("backward_pipelined", n=1, width=1),
+    "tma of gathered rows": of_variant(tma=True),
+    "tma of a split backward": backward("backward_split", SPLIT, tma=True),
+    "tma of a forward's rows": forward("forward_rows", tma=True),
+    "tma of a forward's tiles": forward("forward_tiles", TILES, tma=True),
+    "49 percent of the grid": of_variant(grid_percent=49),
+    "101 percent of the grid": of_variant(grid_percent=101),
+    "percents of a split backward": backward("backward_split", SPLIT, grid_percent=80),
+    "percents of a forward": forward("forward_rows", grid_percent=80),
+    "early weight of a backward": of_variant(weight_load="early"),
+    "early weight of a backward's tiles": backward("backward_tiles", TILES, weight_load="early"),
+    "strip of the rows kernel": of_variant(strip=64),
+    "slab of the rows kernel": of_variant(slab=64),
+    "split without a slab": backward("backward_split", SPLIT, slab=None),
+    "slab of no rows": backward("backward_split", SPLIT, slab=0),
+    "slab no multiple of rows": backward("backward_split", SPLIT, slab=60),
+    "slab too large": backward("backward_split", SPLIT, slab=2048),
+    "strip no power of two": backward("backward_split", SPLIT, strip=48),
+    "no strip": backward("backward_split", SPLIT, strip=0),
+    "strip too large": backward("backward_split", SPLIT, strip=2**14),
+    "pieces of a split backward": backward("backward_split", SPLIT, width=2048, pieces=2),
+    "more strips than a grid has": backward("backward_strips", n=2**27, width=2048),
+    "split rows read twice beyond int32": backward("backward_split_reread", SPLIT, n=2**25, strip=512),
+    "split row too narrow": backward("backward_split", SPLIT, width=2048),
+    "split row's second tile outside": backward("backward_split", SPLIT, rest=1024),
+    "gathers of a split row": backward("backward_split", SPLIT, gathers=True),
+    "rows read twice in two tiles": backward("backward_split_reread", SPLIT, width=2048, rest=2048),
 }
+# Of these Python says what is wrong.
+FROM_PYTHON = (
+    *("no JSON", "not UTF-8", "empty", "nested beyond reason", "width zero", "width text", "no warps"),
+    "split without a slab",
+)
 
 
 @pytest.mark.parametrize("name", UNFIT)
@@ -175,46 +187,53 @@ def test_an_unfit_file_is_ignored_with_one_warning(folders, name):
     with pytest.warns(UserWarning) as caught:
         for n in (4096, 8192):
             bucket = BUCKET._replace(n=n)
-            assert chosen(bucket) == backward_config(n, 2, 90)
+            assert chosen(bucket) == rule(bucket)
     assert len(caught) == 1
-    assert str(path) in str(caught[0].message) and "Delete the file, or run" in str(caught[0].message)
-    from_python = ("no JSON", "not UTF-8", "empty", "nested beyond reason", "unknown field", "no width")
-    assert "expected" in str(caught[0].message) or name in from_python
+    message = str(caught[0].message)
+    assert str(path) in message and "Delete the file, or run" in message
+    assert "expected" in message or name in FROM_PYTHON, message
 
 
 def test_the_file_that_the_unfit_ones_are_made_of_is_fit(folders):
     path = tables.table_path(folders[0], TARGET)
     path.parent.mkdir()
-    path.write_text(stored())
+    fit = {
+        "backward_rows": (4096, stored()),
+        "backward_pipelined_team": (4096, backward("backward_pipelined_team", PACKED_TEAM)),
+        "backward_team": (4096, backward("backward_team", PARTS)),
+        "backward_tiles": (4096, backward("backward_tiles", TILES)),
+        "backward_pipelined": (4096, backward("backward_pipelined", packed=True)),
+        "backward_split": (4096, backward("backward_split", SPLIT)),
+        "backward_split_reread": (2**25, backward("backward_split_reread", SPLIT, 2**25, strip=1024)),
+        "backward_strips": (2**27, backward("backward_strips", n=2**27)),
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert without_reason(chosen()) == ENTRY.config
-        for kernel in ("fused", "fused_chunks"):
-            path.write_text(stored(**FUSED | {"config_kernel": kernel}, config_slab=64))
-            tables.table_in.cache_clear()
-            assert chosen().kernel == kernel
-        wide = {
-            "strips": {"config_width": 4096},
-            "fused_chunks": FUSED | {"config_strip": 1024, "config_slab": 64},
-        }
-        for n, (kernel, changes) in zip((2**27, 2**25), wide.items(), strict=True):
-            changes = changes | {"config_kernel": kernel, "config_short": False, "n": n}
-            path.write_text(stored(**changes))
+        for kernel, (n, text) in fit.items():
+            path.write_text(text)
             tables.table_in.cache_clear()
             assert chosen(BUCKET._replace(n=n)).kernel == kernel
+        for kernel, numbers in (("forward_rows", NUMBERS), ("forward_team", PARTS), ("forward_tiles", TILES)):
+            path.write_text(forward(kernel, numbers, weight_load="joint"))
+            tables.table_in.cache_clear()
+            assert chosen(BUCKET._replace(op="forward")).kernel == kernel
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("early_weight", "forward's kernel rows or tiles"),
-        ("together", "forward's kernel rows, tiles or teams"),
-        ("short", "backward's kernel rows"),
-    ],
-)
-def test_a_switch_of_another_kernel_is_refused_with_its_op(folders, name, expected):
+def test_of_two_entries_of_a_bucket_the_first_decides(folders):
+    data = json.loads(stored())
+    data["records"] += json.loads(of_variant(latency=9))["records"]
     path = tables.table_path(folders[0], TARGET)
     path.parent.mkdir()
-    path.write_text(stored(config_kernel="tiles", **{"config_short": False, f"config_{name}": True}))
-    with pytest.warns(UserWarning, match=f'{name}: expected {expected}, got "backward\'s tiles"'):
+    for records, latency in ((data["records"], VARIANT.latency), (data["records"][::-1], 9)):
+        path.write_text(json.dumps(data | {"records": records}))
+        tables.table_in.cache_clear()
+        assert chosen().latency == latency
+
+
+@pytest.mark.parametrize("name", ["weight_load", "rest", "strip", "members"])
+def test_a_setting_of_another_kernel_is_refused_by_its_name(folders, name):
+    path = tables.table_path(folders[0], TARGET)
+    path.parent.mkdir()
+    path.write_text(backward("backward_tiles", TILES, **{name: 1}))
+    with pytest.warns(UserWarning, match=f"BackwardTiles.*unexpected keyword argument '{name}'"):
         chosen()

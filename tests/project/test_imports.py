@@ -22,6 +22,8 @@ LAYERS = (
         f"{PACKAGE}.resolve",
         f"{PACKAGE}.validation",
         f"{PACKAGE}.measure",
+        f"{PACKAGE}.spec",
+        f"{PACKAGE}.policy",
     ),
     # knows the backends by the names of their modules, which it imports when they are first asked for
     (f"{PACKAGE}.registry",),
@@ -39,7 +41,7 @@ LAYERS = (
 )
 # Packages of the cutile backend that import nothing of it but themselves and these, and of others only these.
 ALONE = {
-    f"{CUTILE}.plans": {"platformdirs", "filelock"},
+    f"{CUTILE}.plans": {"filelock"},
     f"{CUTILE}.kernels": {"cuda"},
     f"{CUTILE}.interpreter": {"cuda", "torch"},
 }

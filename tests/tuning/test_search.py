@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from table_cases import TARGET
 
 from tilegym_rmsnorm.backends.cutile.plans import problem, tables
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket
-from tilegym_rmsnorm.backends.cutile.plans.sizes import MOST_LOSS, SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardSplit, BackwardTiles, ForwardTiles
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
@@ -61,33 +61,48 @@ FORWARD = Bucket("forward", 64, "bfloat16", "large")
 BACKWARD = Bucket("backward", 64, "float32", "small")
 FEW = BACKWARD._replace(size="few")
 DX = BACKWARD._replace(op="dx")
-TILES = [Config("tiles", 64, 4, 1, latency, rows=8) for latency in (1, 2, 3)]
-FUSED = [Config("fused", 64, 4, 1, latency, rows=4, strip=16, slab=4) for latency in (1, 2)]
+TILES, BACKWARD_TILES = (
+    [kind(width=64, warps=4, occupancy=1, latency=latency, rows=8) for latency in (1, 2, 3)]
+    for kind in (ForwardTiles, BackwardTiles)
+)
+SPLIT = [
+    BackwardSplit(width=64, warps=4, occupancy=1, latency=latency, rows=4, strip=16, slab=4)
+    for latency in (1, 2)
+]
+
+
+def tiles_of(bucket):
+    return TILES if bucket.op == "forward" else BACKWARD_TILES
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_search_passes_on_what_its_size_class_may_lose(finder, monkeypatch, size):
     asked = []
 
-    def choose(configs, measure, why_wrong, tell, variants, most_loss):
+    def choose(variants, measure, why_wrong, tell, others_of, most_loss):
         asked.append(most_loss)
-        return configs[0], {configs[0]: (1.0,) * len(search.rows_of(bucket))}
+        return variants[0], {variants[0]: (1.0,) * len(search.rows_of(bucket))}
 
     bucket = Bucket("forward", 64, "float32", size)
     monkeypatch.setattr(search, "choose", choose)
     finder.tune(bucket, TILES[:1])
-    assert asked == [MOST_LOSS[size]]
+    assert asked == [search.MOST_LOSS[size]]
 
 
 @pytest.mark.parametrize(
-    ("bucket", "configs"), [(FORWARD, TILES), (BACKWARD, TILES), (DX, TILES), (FEW, FUSED), (FEW, TILES)]
+    ("bucket", "variants"),
+    [(FORWARD, TILES), (BACKWARD, BACKWARD_TILES), (DX, BACKWARD_TILES), (FEW, SPLIT), (FEW, BACKWARD_TILES)],
 )
-def test_search_times_checks_and_describes(finder, bucket, configs):
-    entry = finder.tune(bucket, configs)
-    assert entry.config in configs and not finder.lines
-    assert [timing.m for timing in entry.timings] == list(search.rows_of(bucket))
-    assert all(timing.us > 0 and timing.us_rules > 0 for timing in entry.timings)
-    tables.parse(tables.render(TARGET, {bucket: entry}), TARGET)
+@pytest.mark.parametrize("target", [TARGET, None])
+def test_search_times_checks_and_describes(finder, bucket, variants, target):
+    finder.machine.facts = finder.machine.facts._replace(target=target)
+    entry = finder.tune(bucket, variants)
+    assert entry.is_entry and list(entry.buckets()) == [bucket] and not entry.gpus
+    assert entry.variant(64) in variants and not finder.lines
+    assert [timing["m"] for timing in entry.evidence] == list(search.rows_of(bucket))
+    assert all(timing["us"] > 0 and timing["before"] > 0 for timing in entry.evidence)
+    assert {timing.get("gpu") for timing in entry.evidence} == {target and target.gpu}
+    assert tables.parse_table(tables.render_table(TARGET, [entry]), TARGET) == [entry]
 
 
 def drop_a_row(results):
@@ -123,25 +138,25 @@ def other_bits():
     ("spoil", "reason"),
     [(drop_a_row, "relative error"), (unwritten, "relative error of nan"), (other_bits(), "other bits")],
 )
-def test_a_fast_config_that_is_wrong_is_rejected(finder, monkeypatch, bucket, spoil, reason):
+def test_a_fast_variant_that_is_wrong_is_rejected(finder, monkeypatch, bucket, spoil, reason):
     name = "Forward" if bucket is FORWARD else "Backward"
     right = getattr(launch, name)
-    wrong = TILES[2]
+    wrong = tiles_of(bucket)[2]
 
     class Spoiled(right):
         def __call__(self, *arguments):
             results = super().__call__(*arguments)
-            return spoil(results) if self.config == wrong else results
+            return spoil(results) if self.plan.first == wrong else results
 
     monkeypatch.setattr(launch, name, Spoiled)
     real = finder.times_at
 
-    def times_at(m, bucket, configs, seconds):
-        return real(m, bucket, configs, seconds) | {wrong: 1e-3}
+    def times_at(m, bucket, variants, seconds):
+        return real(m, bucket, variants, seconds) | {wrong: 1e-3}
 
     monkeypatch.setattr(finder, "times_at", times_at)
-    entry = finder.tune(bucket, TILES)
-    assert entry.config in TILES[:2]
+    entry = finder.tune(bucket, tiles_of(bucket))
+    assert entry.variant(64) in tiles_of(bucket)[:2]
     [line] = finder.lines
     assert line.startswith(f"rejected {wrong}") and reason in line
 
@@ -152,7 +167,7 @@ def test_every_set_has_a_weight_and_rstd_of_its_own(finder, monkeypatch):
     monkeypatch.setattr(search, "calls_needed", lambda *_: 6)
     met = []
     monkeypatch.setattr(search, "runner", lambda *_: lambda *arrays: met.append(arrays))
-    finder.times_at(48, BACKWARD, TILES[:1], 0.0)
+    finder.times_at(48, BACKWARD, BACKWARD_TILES[:1], 0.0)
     assert len(met) >= 6
     for arrays in zip(*met, strict=True):
         places = [each.data_ptr() for each in arrays]
@@ -160,7 +175,7 @@ def test_every_set_has_a_weight_and_rstd_of_its_own(finder, monkeypatch):
 
 
 @pytest.mark.parametrize("weight", problem.WEIGHTS)
-def test_configs_are_timed_and_checked_beside_the_weight_of_their_bucket(finder, monkeypatch, weight):
+def test_variants_are_timed_and_checked_beside_the_weight_of_their_bucket(finder, monkeypatch, weight):
     bucket, met = Bucket("forward", 64, "bfloat16", "small", weight), set()
 
     class Spied(launch.Forward):
@@ -188,16 +203,18 @@ def test_every_m_and_an_odd_one_are_checked(finder, monkeypatch, is_odd):
                 dw *= 1.01
             return dx, dw
 
-    assert finder.why_wrong(BACKWARD, TILES[0]) is None
+    assert finder.why_wrong(BACKWARD, BACKWARD_TILES[0]) is None
     monkeypatch.setattr(launch, "Backward", WrongThere)
-    assert finder.why_wrong(BACKWARD, TILES[0]).startswith(f"{smallest} x 64: dw has a relative error")
+    assert finder.why_wrong(BACKWARD, BACKWARD_TILES[0]).startswith(
+        f"{smallest} x 64: dw has a relative error"
+    )
 
 
 def test_what_a_kernel_fails_to_write_is_seen(finder, monkeypatch):
     class Lazy(launch.Forward):
         def __call__(self, x, weight, eps, offset):
             y, rstd = super().__call__(x, weight, eps, offset)
-            if self.config == TILES[0]:
+            if self.plan.first == TILES[0]:
                 fresh = self.machine.empty(y.shape, y.dtype)
                 fresh[:-1] = y[:-1]
                 return fresh, rstd
@@ -219,16 +236,18 @@ def test_calls_that_follow_one_another_are_checked_too(finder, monkeypatch):
             return dx, dw
 
     monkeypatch.setattr(launch, "Backward", Racing)
-    assert finder.why_wrong(BACKWARD, TILES[0]).endswith("calls that follow one another has other bits")
+    assert finder.why_wrong(BACKWARD, BACKWARD_TILES[0]).endswith(
+        "calls that follow one another has other bits"
+    )
 
 
-def test_a_config_whose_launch_raises_is_left_out(finder, monkeypatch):
+def test_a_variant_whose_launch_raises_is_left_out(finder, monkeypatch):
     class Failing(launch.Forward):
-        def __init__(self, machine, config, *rest):
-            if config == TILES[1]:
+        def __init__(self, machine, plan):
+            if plan.first == TILES[1]:
                 raise RuntimeError("no room in shared memory")
-            super().__init__(machine, config, *rest)
+            super().__init__(machine, plan)
 
     monkeypatch.setattr(launch, "Forward", Failing)
-    assert finder.tune(FORWARD, TILES).config != TILES[1]
+    assert finder.tune(FORWARD, TILES).variant(64) != TILES[1]
     assert "does not run" in finder.lines[0] and "no room in shared memory" in finder.lines[0]

@@ -5,19 +5,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 
 import pytest
 import torch
 from helpers import why_skip
-from table_cases import TARGET
+from table_cases import TARGET, choice, entry_of
 
 from tilegym_rmsnorm import __main__, registry
-from tilegym_rmsnorm.backends.cutile.plans import select, tables
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
+from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket
-from tilegym_rmsnorm.backends.cutile.plans.tables import Entry
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardTiles
+from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from tilegym_rmsnorm.backends.cutile.runtime import machine  # noqa: E402
@@ -27,8 +26,9 @@ from tilegym_rmsnorm.backends.cutile.tuning import search, workers  # noqa: E402
 @pytest.fixture
 def gpu(folders, finder, monkeypatch):
     """A GPU that is the interpreter in truth: the command's own path with its tables, without its processes."""
+    facts = machine.InterpretedMachine.facts._replace(target=TARGET)
+    monkeypatch.setattr(machine.InterpretedMachine, "facts", facts)
     interpreted = machine.InterpretedMachine()
-    monkeypatch.setattr(machine.InterpretedMachine, "target", TARGET)
     monkeypatch.setattr(machine, "machine_of", lambda device: interpreted)
     monkeypatch.setattr(registry, "why_unusable", lambda *_: None)
 
@@ -43,6 +43,10 @@ def gpu(folders, finder, monkeypatch):
     return folders
 
 
+def buckets_in(folder) -> list[Bucket]:
+    return [bucket for entry in tables.table_in(folder, TARGET) for bucket in entry.buckets()]
+
+
 def run(*options: str) -> int:
     return __main__.main(["tune", "--n", "64", "--candidates", "3", *options])
 
@@ -53,24 +57,25 @@ def test_what_is_tuned_is_stored_and_chosen_from_then_on(gpu, capsys):
     path = tables.table_path(gpu[0], TARGET)
     assert f"3 of 3 tuned: {path}" in output
     table = tables.table_in(gpu[0], TARGET)
-    assert set(table) == {Bucket(op, 64, "bfloat16", "large") for op in ("forward", "backward", "dx")}
-    interpreted = machine.InterpretedMachine()
-    for bucket, entry in table.items():
-        chosen = select.chosen_config(bucket.op, interpreted, 64, torch.bfloat16, "large")
-        assert chosen == entry.config and "tuned: " in chosen.reason
+    assert set(buckets_in(gpu[0])) == {
+        Bucket(op, 64, "bfloat16", "large") for op in ("forward", "backward", "dx")
+    }
+    for entry in table:
+        [bucket] = entry.buckets()
+        chosen = choice(bucket, machine.InterpretedMachine.facts)
+        assert chosen.first == entry.variant(64) and chosen.source.startswith("the entry for 64 columns")
+        assert [timing["gpu"] for timing in entry.evidence] == [TARGET.gpu] * len(search.rows_of(bucket))
 
 
 @pytest.mark.parametrize("op", ["backward", "dx"])
 def test_what_serves_until_then_is_tried(gpu, finder, monkeypatch, op):
     """Of the user's table too, where dx alone takes what the backward has."""
-    serving = Config("tiles", 64, 4, 1, 9, rows=2)
-    tables.update(gpu[0], TARGET, {Bucket("backward", 64, "bfloat16", "large"): Entry(serving, ())})
+    serving = BackwardTiles(width=64, warps=4, occupancy=1, latency=9, rows=2)
+    tables.update(gpu[0], TARGET, [entry_of(Bucket("backward", 64, "bfloat16", "large"), serving)])
     tried, real = [], finder.tune
-    monkeypatch.setattr(
-        finder, "tune", lambda bucket, configs: (tried.extend(configs), real(bucket, configs))[1]
-    )
+    monkeypatch.setattr(finder, "tune", lambda bucket, some: (tried.extend(some), real(bucket, some))[1])
     assert run("--size", "large", "--op", op) == 0
-    assert serving in [dataclasses.replace(config, reason="") for config in tried]
+    assert serving in tried
 
 
 def test_beside_a_float32_weight_entries_are_of_their_own(gpu, capsys):
@@ -82,7 +87,7 @@ def test_beside_a_float32_weight_entries_are_of_their_own(gpu, capsys):
     assert (
         "3 of 3 tuned" in output and "forward bfloat16 N = 64 large beside a float32 weight: M = " in output
     )
-    assert set(tables.table_in(gpu[0], TARGET)) == {
+    assert set(buckets_in(gpu[0])) == {
         Bucket("forward", 64, "bfloat16", "large"),
         Bucket("forward", 64, "bfloat16", "large", "float32"),
         Bucket("forward", 64, "float32", "large"),
@@ -91,11 +96,11 @@ def test_beside_a_float32_weight_entries_are_of_their_own(gpu, capsys):
 
 def test_skip_tuned_leaves_what_is_there(gpu, capsys):
     assert run("--op", "forward", "--size", "small") == 0
-    before = tables.table_in(gpu[0], TARGET)
+    before = list(tables.table_in(gpu[0], TARGET))
     assert run("--op", "forward", "--skip-tuned") == 0
     assert "2 of 2 tuned" in capsys.readouterr().out
-    after = tables.table_in(gpu[0], TARGET)
-    assert before.items() < after.items()
+    after = list(tables.table_in(gpu[0], TARGET))
+    assert len(before) == 1 and len(after) == 3 and before[0] in after
     assert run("--op", "forward", "--skip-tuned") == 0
     assert "0 of 0 tuned" in capsys.readouterr().out
 
@@ -103,7 +108,7 @@ def test_skip_tuned_leaves_what_is_there(gpu, capsys):
 def test_a_class_that_no_number_of_rows_has_is_left_out(gpu, capsys):
     assert run("--n", "320", "--op", "forward") == 0  # as 4096 with a real GPU's sizes
     assert "2 of 2 tuned" in capsys.readouterr().out
-    assert {bucket.size for bucket in tables.table_in(gpu[0], TARGET)} == {"few", "large"}
+    assert {bucket.size for bucket in buckets_in(gpu[0])} == {"few", "large"}
     assert run("--n", "320", "--size", "small") == 0
     assert "0 of 0 tuned" in capsys.readouterr().out
 
@@ -115,11 +120,11 @@ def test_out_names_another_folder(gpu, tmp_path):
 
 
 def test_a_bucket_with_nothing_right_fails_alone(gpu, finder, monkeypatch, capsys):
-    monkeypatch.setattr(finder, "why_wrong", lambda bucket, config: "no" if bucket.op == "forward" else None)
+    monkeypatch.setattr(finder, "why_wrong", lambda bucket, variant: "no" if bucket.op == "forward" else None)
     assert run("--size", "large") == 1
     captured = capsys.readouterr()
     assert "2 of 3 tuned" in captured.out and "none of" in captured.err
-    assert [bucket.op for bucket in tables.table_in(gpu[0], TARGET)] == ["backward", "dx"]
+    assert {bucket.op for bucket in buckets_in(gpu[0])} == {"backward", "dx"}
 
 
 def test_a_lost_context_ends_the_run(gpu, finder, monkeypatch, capsys):
@@ -141,10 +146,10 @@ def test_a_lost_context_ends_the_run(gpu, finder, monkeypatch, capsys):
 def test_an_interrupted_run_says_how_to_go_on(gpu, finder, monkeypatch, capsys):
     real = finder.tune
 
-    def interrupted(bucket, configs):
+    def interrupted(bucket, variants):
         if bucket.size == "small":
             raise KeyboardInterrupt
-        return real(bucket, configs)
+        return real(bucket, variants)
 
     monkeypatch.setattr(finder, "tune", interrupted)
     assert run("--op", "forward", "--size", "large,small") == 1
@@ -193,9 +198,11 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (lambda patch: patch.setattr(tables, "user_folder", lambda: None), "the user's cache is off"),
+        (lambda patch: patch.setenv(CACHE_VARIABLE, "off"), "the user's cache is off"),
         (
-            lambda patch: patch.setattr(machine.InterpretedMachine, "target", None),
+            lambda patch: patch.setattr(
+                machine.InterpretedMachine, "facts", machine.InterpretedMachine.facts._replace(target=None)
+            ),
             "does not say its version",
         ),
     ],
@@ -214,29 +221,19 @@ def test_a_folder_that_cannot_be_is_refused_before_any_work(gpu, finder, monkeyp
 
 
 @pytest.mark.gpu
-def test_tunes_one_bucket_on_a_gpu(tmp_path, capsys, monkeypatch):
+def test_tunes_one_bucket_on_a_gpu(tmp_path, capsys):
     if reason := why_skip("cutile"):
         pytest.skip(reason)
     out = str(tmp_path)
-    command = [
-        "tune",
-        "--n",
-        "1024",
-        "--op",
-        "backward",
-        "--size",
-        "small",
-        "--candidates",
-        "4",
-        "--out",
-        out,
-    ]
+    options = "--n 1024 --op backward --size small --candidates 4 --out"
+    command = ["tune", *options.split(), out]
     assert __main__.main(command) == 0, capsys.readouterr().err
     [path] = tmp_path.glob("*.json")
-    monkeypatch.setenv(tables.CACHE_VARIABLE, out)
     tables.table_in.cache_clear()
     found = machine.machine_of(torch.device("cuda", torch.cuda.current_device()))
-    [(bucket, entry)] = tables.tables_of(found.target)[path].items()
-    assert bucket == Bucket("backward", 1024, "bfloat16", "small")
-    assert len(entry.timings) == 2
+    target = found.facts.target
+    assert path == tables.table_path(tmp_path, target)
+    [entry] = tables.table_in(tmp_path, target)
+    assert list(entry.buckets()) == [Bucket("backward", 1024, "bfloat16", "small")]
+    assert [timing["gpu"] for timing in entry.evidence] == [target.gpu] * 2
     tables.table_in.cache_clear()

@@ -32,6 +32,7 @@ from torch import Tensor
 from tilegym_rmsnorm.backends import checks, versions
 from tilegym_rmsnorm.reference import rms_norm_backward_torch, rms_norm_forward_torch
 from tilegym_rmsnorm.registry import Request, Unusable, register_impl
+from tilegym_rmsnorm.spec import Spec, Tensors
 
 IMPLEMENTATION = __name__
 AUTO_ON_CPU = False  # each width compiles for seconds, more than a CPU run of the reference costs
@@ -77,19 +78,17 @@ def _cuda_unusable() -> Unusable | None:
 
 
 @register_impl("rms_norm_forward", "inductor")
-def rms_norm_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, casting: str
-) -> tuple[Tensor, Tensor]:
-    specialization = casting, *_specialization(x, weight, offset), _dtype(bias)
-    return _run(_forward, specialization, (x, weight, bias), (eps, offset, casting))
+def rms_norm_forward(spec: Spec, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    x, weight, bias = tensors
+    specialization = spec.casting, *_specialization(x, weight, spec.offset), _dtype(bias)
+    return _run(_forward, specialization, tensors, (spec.eps, spec.offset, spec.casting))
 
 
 @register_impl("rms_norm_backward", "inductor")
-def rms_norm_backward(
-    x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, casting: str, needs_dw: bool
-) -> tuple[Tensor, Tensor | None]:
-    specialization = casting, *_specialization(x, weight, offset), dy.is_contiguous(), needs_dw
-    rest = rstd.detach(), offset, casting, needs_dw
+def rms_norm_backward(spec: Spec, tensors: Tensors, needs_dw: bool) -> tuple[Tensor, Tensor | None]:
+    x, dy, weight, rstd = tensors
+    specialization = spec.casting, *_specialization(x, weight, spec.offset), dy.is_contiguous(), needs_dw
+    rest = rstd.detach(), spec.offset, spec.casting, needs_dw
     return _run(_backward, specialization, (x, dy, weight), rest)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilegym_rmsnorm.reference import rms_norm_backward_torch, rms_norm_forward_torch
 from tilegym_rmsnorm.registry import Request, Unusable, register_impl
+from tilegym_rmsnorm.spec import Spec, Tensors
 
 IMPLEMENTATION = __name__
 AUTO_ON_CPU = True
@@ -22,16 +23,13 @@ def unusable(request: Request | None) -> Unusable | None:
 
 @register_impl("rms_norm_forward", "torch")
 @torch.no_grad()
-def rms_norm_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, casting: str
-) -> tuple[Tensor, Tensor]:
-    return rms_norm_forward_torch(x, weight, eps, bias=bias, offset=offset, casting=casting)
+def rms_norm_forward(spec: Spec, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    x, weight, bias = tensors
+    return rms_norm_forward_torch(x, weight, spec.eps, bias=bias, offset=spec.offset, casting=spec.casting)
 
 
 @register_impl("rms_norm_backward", "torch")
 @torch.no_grad()
-def rms_norm_backward(
-    x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, casting: str, needs_dw: bool
-) -> tuple[Tensor, Tensor | None]:
-    dx, dw = rms_norm_backward_torch(x, dy, weight, rstd, offset=offset, casting=casting)
+def rms_norm_backward(spec: Spec, tensors: Tensors, needs_dw: bool) -> tuple[Tensor, Tensor | None]:
+    dx, dw = rms_norm_backward_torch(*tensors, offset=spec.offset, casting=spec.casting)
     return dx, dw if needs_dw else None

@@ -21,6 +21,7 @@ from tilegym_rmsnorm import registry
 from tilegym_rmsnorm.backends import cutile
 from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
+from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE, user_folder
 
 
 class Gpu(NamedTuple):
@@ -133,15 +134,14 @@ def _tuned() -> str:
     gpus = [gpu for gpu in dict.fromkeys(visible_gpus()) if gpu.architecture in cutile.ARCHITECTURES]
     if not gpus:
         return "none: no GPU that the cuTile kernels support"
-    lines = [
-        tables.describe(toolchain.target_of(gpu.name, int(gpu.architecture.removeprefix("sm_"))))
-        for gpu in gpus
-    ]
-    return (
-        lines[0]
-        if len(gpus) == 1
-        else "; ".join(f"{g.name}: {line}" for g, line in zip(gpus, lines, strict=True))
-    )
+    folder = user_folder()
+    targets = [toolchain.target_of(gpu.name, int(gpu.architecture.removeprefix("sm_"))) for gpu in gpus]
+    lines = [tables.describe(target, folder) for target in targets]
+    if len(gpus) > 1:
+        lines = [f"{gpu.name}: {line}" for gpu, line in zip(gpus, lines, strict=True)]
+    if folder is None:
+        lines.append(f"the user's cache is off ({CACHE_VARIABLE}, no home folder, or no platformdirs)")
+    return "; ".join(lines)
 
 
 _QUESTIONS: dict[str, Callable[[], str]] = {
@@ -154,7 +154,7 @@ _QUESTIONS: dict[str, Callable[[], str]] = {
     "tileiras": _tileiras,
     "CUDA_HOME": _cuda_home,
     "kernel cache": _cache,
-    "tuned configs": _tuned,
+    "tuned settings": _tuned,
     "default backend": registry.get_current_backend,
 }
 

@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""`python -m tilegym_rmsnorm tune`: finds the fastest right configs of the cuTile kernels on this GPU and keeps them.
+"""`python -m tilegym_rmsnorm tune`: finds the fastest right settings of the cuTile kernels on this GPU and keeps them.
 
-For each op, width, dtype and size class it compiles up to --candidates configs, times them, of large backwards the
+For each op, width, dtype and size class it compiles up to --candidates variants, times them, of large backwards the
 three fastest by 68 to 100 % of the blocks that fit, runs the fastest 200 times on 8 sets of data, each compared with
-float64, and writes it into the user's cache, from which every later process takes it. Several processes compile, one at
-a time uses the GPU; nothing else should run there meanwhile. What is done is kept when the command is interrupted;
---skip-tuned goes on from there.
+float64, and writes its settings into the user's cache, from which every later process takes them. Several processes
+compile, one at a time uses the GPU; nothing else should run there meanwhile. What is done is kept when the command is
+interrupted; --skip-tuned goes on from there.
 
 The ops: forward, backward, which is dx and dw, and dx, a backward whose weight is frozen, or that has none.
 
@@ -28,10 +28,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilegym_rmsnorm import registry
-from tilegym_rmsnorm.backends.cutile.plans import problem, select, tables
-from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket
-from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class
-from tilegym_rmsnorm.backends.cutile.plans.tables import Target
+from tilegym_rmsnorm.backends.cutile.plans import problem, tables
+from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Target
+from tilegym_rmsnorm.backends.cutile.plans.records import Record
+from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE, user_folder
 from tilegym_rmsnorm.backends.cutile.tuning import candidates
 from tilegym_rmsnorm.commands import installation, options
 
@@ -50,7 +51,7 @@ def add_command(commands: Any) -> None:
     """Add `tune` to the subcommands of an argparse parser."""
     parser = commands.add_parser(
         "tune",
-        help="find the fastest configs on this GPU and keep them",
+        help="find the fastest settings on this GPU and keep them",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -59,8 +60,8 @@ def add_command(commands: Any) -> None:
     )
     for name, known, default in (
         ("dtype", tuple(problem.ITEMSIZE), ("bfloat16",)),
-        ("op", tuple(select.RULES), tuple(select.RULES)),
-        ("size", tables.SIZES, tables.SIZES),
+        ("op", problem.OPS, problem.OPS),
+        ("size", SIZES, SIZES),
         ("weight", problem.WEIGHTS, (problem.SAME,)),
     ):
         text = f"of {', '.join(known)}; default: {','.join(default)}"
@@ -70,7 +71,7 @@ def add_command(commands: Any) -> None:
         type=options.positive,
         default=candidates.MOST,
         metavar="COUNT",
-        help="at most so many configs for each bucket; default: %(default)s",
+        help="at most so many variants for each bucket; default: %(default)s",
     )
     parser.add_argument(
         "--processes",
@@ -99,12 +100,12 @@ def run(arguments: argparse.Namespace) -> int:
     from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
     machine = machine_of(device)
-    target = machine.target
+    target = machine.facts.target
     if target is None:
         return _fail("tileiras does not say its version, and a table belongs to one")
-    folder = tables.user_folder() if arguments.out is None else arguments.out
+    folder = user_folder() if arguments.out is None else arguments.out
     if folder is None:
-        remedy = f"set {tables.CACHE_VARIABLE}, pip install platformdirs, or name a folder by --out"
+        remedy = f"set {CACHE_VARIABLE}, pip install platformdirs, or name a folder by --out"
         return _fail(f"the user's cache is off. To mend it: {remedy}")
     if reason := installation.why_not_writable(folder):
         return _fail(f"no table can be kept there: {reason}")
@@ -119,7 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
         if rows_of_class(size, n) and (weight == problem.SAME or problem.ITEMSIZE[dtype] == 2)
     ]
     if arguments.skip_tuned:
-        known = tables.table_in(folder, target)
+        known = {bucket for record in tables.table_in(folder, target) for bucket in record.buckets()}
         buckets = [bucket for bucket in buckets if bucket not in known]
     done, failures = tune(buckets, machine, device, target, folder, arguments.candidates, arguments.processes)
     print(f"{done} of {len(buckets)} tuned: {tables.table_path(folder, target)}")
@@ -152,7 +153,7 @@ def tune(
             if entry is None:
                 failures.append(failure)
             else:
-                tables.update(folder, target, {bucket: entry})
+                tables.update(folder, target, [entry])
                 done += 1
                 bar.tell(_describe(bucket, entry, machine))
             bar.advance()
@@ -194,12 +195,13 @@ class Progress:
             self.bar.close()
 
 
-def _describe(bucket: Bucket, entry: tables.Entry, machine: Machine) -> str:
-    figures = ", ".join(f"M = {t.m}: {t.us:.1f} us, by the rules {t.us_rules:.1f}" for t in entry.timings)
-    default = select.config_of_rules(bucket, machine.architecture, machine.most_members)
-    what = "the rules' config" if entry.config == default else str(entry.config)
+def _describe(bucket: Bucket, entry: Record, machine: Machine) -> str:
+    figures = [f"M = {e['m']}: {e['us']:.1f} us, by the rules {e['before']:.1f}" for e in entry.evidence]
+    variant, facts = entry.variant(bucket.n), machine.facts
+    is_default = variant == candidates.by_rules(bucket, facts.architecture, facts.most_members)
+    what = "the rules' settings" if is_default else str(variant)
     beside = "" if bucket.weight == problem.SAME else f" beside a {bucket.weight} weight"
-    return f"{bucket.op} {bucket.dtype} N = {bucket.n} {bucket.size}{beside}: {figures}; {what}"
+    return f"{bucket.op} {bucket.dtype} N = {bucket.n} {bucket.size}{beside}: {', '.join(figures)}; {what}"
 
 
 def _fail(text: str) -> int:

@@ -12,42 +12,41 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tilegym_rmsnorm.backends.cutile.launch import MOST_ROWS, Backward, Forward
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
-from tilegym_rmsnorm.backends.cutile.plans.select import chosen_config
-from tilegym_rmsnorm.backends.cutile.plans.sizes import (
-    FEW_TILES,
-    MOST_SLABS,
-    SIZES,
-    most_partial_rows,
-    rows_of_class,
-)
+from tilegym_rmsnorm import policy
+from tilegym_rmsnorm.backends.cutile.launch import NAMES, Backward, Forward, plan_for
+from tilegym_rmsnorm.backends.cutile.plans.problem import Policy, Problem
+from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_TILES, MOST_ROWS, SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.plans.variants import Split, Variant
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Machine
 
 EPS = 1e-6
 
 
 def warm(
-    machine: Machine, n: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, round_xhat: bool
+    machine: Machine, n: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, casting: str = "once"
 ) -> None:
     """Launch every kernel of the forward and of the backward of rows of n elements, on arrays that hold anything."""
     weight = None if weight_dtype is None else machine.empty((n,), weight_dtype)
-    has_weight = weight is not None
+    op, sm_count = "dx" if weight is None else "backward", machine.facts.sm_count
     for size in SIZES:
-        config = chosen_config("forward", machine, n, dtype, size, weight_dtype)
-        forward = Forward(machine, config, n, has_weight, round_xhat)
-        config = chosen_config("backward" if has_weight else "dx", machine, n, dtype, size, weight_dtype)
-        backward = Backward(machine, config, n, has_weight, has_weight, round_xhat)
-        # without a weight no array has P rows
-        partial_rows = backward.partial_rows if has_weight else lambda m: 1
-        for m in rows_to_warm(n, size, config, machine.sm_count, partial_rows):
+        weight_name = None if weight_dtype is None else NAMES[weight_dtype]
+        allowed = Policy(policy.teams())
+        problem = Problem(op, n, NAMES[dtype], weight_name, size, machine.facts, casting, allowed)
+        forward = Forward(machine, plan_for(problem._replace(op="forward")))
+        backward = Backward(machine, plan_for(problem))
+        first = backward.plan.first
+
+        def partial_rows(m: int, first: Variant = first) -> int:
+            return first.partial_rows(m, n, sm_count) if op == "backward" else 1  # no array has P rows
+
+        for m in rows_to_warm(n, size, first, sm_count, partial_rows):
             x, rstd = machine.empty((m, n), dtype), machine.empty((m,), torch.float32)
             forward(x, weight, EPS, 0.0)
             backward(x, x, weight, rstd, 0.0)
 
 
 def rows_to_warm(
-    n: int, size: str, config: Config, sm_count: int, partial_rows: Callable[[int], int]
+    n: int, size: str, variant: Variant, sm_count: int, partial_rows: Callable[[int], int]
 ) -> list[int]:
     """Numbers of rows of one size class that have every pair of kinds of M and P that any number of it has.
 
@@ -59,13 +58,14 @@ def rows_to_warm(
     comes with every kind of M, and the first 18 slabs have every kind of P; a smaller one has a k below 16.
     """
     rows = rows_of_class(size, n)
-    tiles_in_slab = config.slab // config.rows
-    blocks = MOST_SLABS * sm_count if config.is_fused else most_partial_rows(config, sm_count)
+    rows_of_tile = getattr(variant, "rows", 1)
+    tiles_in_slab = variant.slab // variant.rows if isinstance(variant, Split) else 0
+    blocks = variant.most_partial_rows(sm_count)
     stop = min(rows.stop, MOST_ROWS + 1)
     kinds: dict[tuple[str, str], int] = {}
-    for start in (rows.start, max(rows.start, FEW_TILES * sm_count * config.rows + 1)):
-        end = start + 18 * max(blocks, tiles_in_slab) * config.rows
-        for m in _one_of_each_kind(range(start, min(end, stop)), config.rows):
+    for start in (rows.start, max(rows.start, FEW_TILES * sm_count * rows_of_tile + 1)):
+        end = start + 18 * max(blocks, tiles_in_slab) * rows_of_tile
+        for m in _one_of_each_kind(range(start, min(end, stop)), rows_of_tile):
             kinds.setdefault((_kind(m), _kind(partial_rows(m))), m)
     return sorted(kinds.values())
 

@@ -24,24 +24,23 @@ from tilegym_rmsnorm.backends.triton.config import (
     forward_config,
 )
 from tilegym_rmsnorm.registry import register_impl
+from tilegym_rmsnorm.spec import Spec, Tensors
 
 LARGEST_ALIGNMENT = 16  # elements: as far as the width of vector loads goes
 INTERPRETED_SM_COUNT = 2  # programs run one after another: few, each with several steps, reach every branch
 
 
 @register_impl("rms_norm_forward", "triton")
-def rms_norm_forward(
-    x: Tensor, weight: Tensor | None, bias: None, eps: float, offset: float, casting: str
-) -> tuple[Tensor, Tensor]:
-    return launch_forward(forward_config(x.shape[1]), x, weight, eps, offset, casting)
+def rms_norm_forward(spec: Spec, tensors: Tensors) -> tuple[Tensor, Tensor]:
+    x, weight, _ = tensors  # `unusable` has refused a bias
+    return launch_forward(forward_config(spec.n), x, weight, spec.eps, spec.offset, spec.casting)
 
 
 @register_impl("rms_norm_backward", "triton")
-def rms_norm_backward(
-    x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, casting: str, needs_dw: bool
-) -> tuple[Tensor, Tensor | None]:
+def rms_norm_backward(spec: Spec, tensors: Tensors, needs_dw: bool) -> tuple[Tensor, Tensor | None]:
+    x = tensors[0]
     config = backward_config(*x.shape, _sm_count(x.device))
-    return launch_backward(config, x, dy, weight, rstd, offset, casting, needs_dw)
+    return launch_backward(config, *tensors, spec.offset, spec.casting, needs_dw)
 
 
 def launch_forward(

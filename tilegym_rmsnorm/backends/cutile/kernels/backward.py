@@ -52,16 +52,13 @@ from .tiles import (
     ConstInt,
     column_tiles,
     factor_of_x,
-    load_part_of_row,
     load_row,
     load_row_of_tiles,
     load_rstd_tile,
     packed_row_as_float32,
-    paired_row_as_float32,
     products_lane_by_lane,
     row_as_float32,
     row_of_terms_of_dw,
-    store_part_of_row,
     store_row,
     store_sum_of_rows,
     sum_of_products,
@@ -79,53 +76,27 @@ def h_and_g(tdy, trstd, tscale):
     return th, tg
 
 
-def row_gradients(
-    arrays,
-    row,
-    tcolumns,
-    inv_n,
-    offset,
-    SWITCHES,
-    *,
-    PIECES,
-    LATENCY,
-    PACKED=False,
-    TMA=False,
-    tahead=(),
-    team=(),
-):
-    """Writes dx of one row and returns its share of dw, which the compiler leaves out where nobody uses it.
+def row_gradients(arrays, row, tcolumns, inv_n, offset, HOW, PIECES, LATENCY, PACKED=False, team=()):
+    """Writes dx of one row, by gathers, and returns its terms of dw, which the compiler leaves out where nobody uses
+    them.
 
-    In a loop the compiler moves the load of weight in front of it. PACKED keeps x and dy in their own 16 bits while
-    the products are summed. team, of a block that holds a part of the row (backward_team.py): the board, which part,
-    MEMBERS and SLOTS. TMA: x, dy and dx of a team go by it (tcolumns then serve the weight alone); tahead: the row's
-    rstd, if it is here already.
+    In a loop the compiler hoists the load of weight. PACKED keeps x and dy in their own 16 bits while the products are
+    summed. team, of a block that holds a part of the row (backward_team.py): the board, which part, MEMBERS and SLOTS.
     """
     dx, dy, x, weight, rstd = arrays
-    EVEN, HAS_WEIGHT, ROUND_XHAT = SWITCHES
-    if len(team) > 0:
-        board, member, MEMBERS, SLOTS = team
-    if TMA:
-        tstored_x = load_part_of_row(x, row, member, tcolumns, LATENCY)
-        tstored_dy = load_part_of_row(dy, row, member, tcolumns, LATENCY)
-    else:
-        tstored_x = load_row(x, row, tcolumns, EVEN, LATENCY)
-        tstored_dy = load_row(dy, row, tcolumns, EVEN, LATENCY)
-    if len(tahead) > 0:
-        trstd = tahead[0]
-    else:
-        trstd = ct.load(rstd, row, shape=())
-
+    EVEN, HAS_WEIGHT, ROUND_XHAT = HOW
+    tstored_x = load_row(x, row, tcolumns, EVEN, LATENCY)
+    tstored_dy = load_row(dy, row, tcolumns, EVEN, LATENCY)
+    trstd = ct.load(rstd, row, shape=())
     tscale = ()
     if HAS_WEIGHT:
         tscale = load_scale(weight, tcolumns, offset, EVEN)
-    if TMA and not ROUND_XHAT:  # rounding leaves no registers; by gathers the loop comes out slower
-        tx, tdy = paired_row_as_float32(tstored_x), paired_row_as_float32(tstored_dy)
-    else:
-        tx, tdy = row_as_float32(tstored_x), row_as_float32(tstored_dy)
+
+    tx, tdy = row_as_float32(tstored_x), row_as_float32(tstored_dy)
     th, tg = h_and_g(tdy, trstd, tscale)
     total = sum_of_products(tx, tg, PIECES)
     if len(team) > 0:
+        board, member, MEMBERS, SLOTS = team
         total = sum_of_team(board, row, member, total, MEMBERS, SLOTS)
     tfactor = factor_of_x(total * inv_n, trstd)
     if PACKED:
@@ -133,10 +104,7 @@ def row_gradients(
         th, tg = h_and_g(tdy, trstd, tscale)
 
     tdx = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tcolumns))))
-    if TMA:
-        store_part_of_row(dx, row, member, tdx)
-    else:
-        store_row(dx, row, tcolumns, tdx, EVEN)
+    store_row(dx, row, tcolumns, tdx, EVEN)
     return row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
 
 
@@ -164,29 +132,25 @@ def backward_rows(
 ):
     """Grid: (P,). The next kernel may be launched as soon as every block runs: its blocks wait for this one's end.
 
-    SHORT adds a way without the loop, whose pipeline takes longer to fill than one row to compute: 16x4096 in 4.1 us
-    instead of 4.8 on an H100, before backward_split took the calls of few rows that need dw.
+    SHORT adds a way without the loop, whose pipeline takes longer to fill than one row to compute. For dx alone of few
+    rows: 16x4096 in 1.93 us instead of 2.24 (H100, bfloat16, cuda-tile 1.7.0, tileiras 13.4.92).
     """
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
     arrays = (dx, dy, x, weight, rstd)
-    SWITCHES = (EVEN, HAS_WEIGHT, ROUND_XHAT)
+    HOW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
     tcolumns = column_tiles(WIDTH, PIECES, REST)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
 
     if SHORT and x.shape[0] <= ct.num_blocks(0):
-        tdw = row_gradients(
-            arrays, ct.bid(0), tcolumns, inv_n, offset, SWITCHES, PIECES=PIECES, LATENCY=1, PACKED=PACKED
-        )
+        tdw = row_gradients(arrays, ct.bid(0), tcolumns, inv_n, offset, HOW, PIECES, 1, PACKED)
         if HAS_DW:
             store_row(dw_partial, ct.bid(0), tcolumns, tdw, EVEN)
     else:
         tdw = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
         for row in range(ct.bid(0), x.shape[0], ct.num_blocks(0)):
-            tterms = row_gradients(
-                arrays, row, tcolumns, inv_n, offset, SWITCHES, PIECES=PIECES, LATENCY=LATENCY, PACKED=PACKED
-            )
+            tterms = row_gradients(arrays, row, tcolumns, inv_n, offset, HOW, PIECES, LATENCY, PACKED)
             tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(len(tcolumns))))
         if HAS_DW:
             store_row(dw_partial, ct.bid(0), tcolumns, tdw, EVEN)
@@ -212,13 +176,8 @@ def backward_tiles(
     ROUND_XHAT: ConstBool,
     DEPENDENT: ConstBool,
 ):
-    """Grid: (P,). Rows past M and columns past N read 0, so they add 0 to every sum; they are not written.
-
-    Each row is PIECES tiles side by side, as in backward_rows: 5120 = 5 * 1024.
-
-    The next kernel is not let in early, as backward_rows does: before the loop that costs 1 to 2 %; after it 41 %,
-    since the loop's stores then have to be ordered before it (524288x64 on an H100: 76 us without, 107 with).
-    """
+    """Grid: (P,). Each row is PIECES tiles side by side. Rows past M and columns past N read 0, so they add 0 to every
+    sum; they are not written. The next kernel is not let in early: the loop's stores would have to be ordered first."""
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
     if DEPENDENT:
         ct.grid_dependency_control_wait()

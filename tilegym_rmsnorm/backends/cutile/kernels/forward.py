@@ -9,12 +9,21 @@ is rounded to x's dtype before it meets the weight, as Hugging Face's Llama code
 
     forward_rows      one row per block, gathered into register tiles
     forward_tiles     several narrow rows per block, as one 2-D tile
-    forward_team     (forward_team.py) wide rows, each shared by several blocks
-    forward_reread    wide rows that those do not serve: summed chunk by chunk, then read again (from L2, mostly)
+    forward_team      (forward_team.py) wide rows, each shared by several blocks
+    forward_reread    (reread.py) wide rows that those do not serve: read twice, the second time from L2, mostly
 
 All but the last read x from memory once. M, eps, offset and 1/N are run-time values; tile extents, dtypes and the
 switches in capitals are compiled in. Without a weight (HAS_WEIGHT False) the argument is a placeholder that is never
 read.
+
+When the weight is loaded (plans/variants.py: weight_load). The compiler sinks the load of the weight below the
+reduction, where its latency shows once more.
+
+    late            as the compiler has it
+    EARLY_WEIGHT    beside x, above the signal that lets the next kernel in: the compiler moves no load across that
+    JOINT_WEIGHT    beside x, by a fake dependency (`weights.joint_load`), for kernels in which the compiler moves the
+                    signal too. A weight of another dtype than x is only written beside x: float32 beside x of 16 bits
+                    would take twice the registers. It mostly sinks, and has records of its own, mostly EARLY_WEIGHT.
 """
 
 import cuda.tile as ct
@@ -37,21 +46,21 @@ from .tiles import (
     with_divisor,
     xhat_as_multiplied,
 )
-from .weights import awaited_together, gather_scale_tile, load_scale, load_scale_tile, load_weight, scale_of
+from .weights import gather_scale_tile, joint_load, load_scale, load_scale_tile, load_weight, scale_of
 
 
-def normalize_row(arrays, row, tcolumns, inv_n, eps, offset, PIECES, LATENCY, SWITCHES, team=()):
-    """Writes y and rstd of one row. team: what a block needs to know that holds a part of the row
-    (forward_team.py)."""
+def normalize_row(arrays, row, tcolumns, inv_n, eps, offset, PIECES, LATENCY, HOW, team=()):
+    """Writes y and rstd of one row. team, of a block that holds a part of the row (forward_team.py): the board, which
+    part, MEMBERS and SLOTS."""
     y, rstd, x, weight = arrays
-    EVEN, ALIGNED, PACKED, HAS_WEIGHT, ROUND_XHAT, EARLY_WEIGHT, TOGETHER, SIGNALS = SWITCHES
-    IS_AWAITED = HAS_WEIGHT and TOGETHER and weight.dtype == x.dtype
-    IS_ASKED_FOR = HAS_WEIGHT and not IS_AWAITED and (EARLY_WEIGHT or TOGETHER)
+    EVEN, ALIGNED, PACKED, HAS_WEIGHT, ROUND_XHAT, EARLY_WEIGHT, JOINT_WEIGHT, SIGNALS = HOW
+    IS_JOINT = HAS_WEIGHT and JOINT_WEIGHT and weight.dtype == x.dtype
+    IS_EARLY = HAS_WEIGHT and not IS_JOINT and (EARLY_WEIGHT or JOINT_WEIGHT)
     tstored = load_row(x, row, tcolumns, EVEN, LATENCY)
-    if IS_AWAITED:
+    if IS_JOINT:
         tweight = load_weight(weight, tcolumns, EVEN)
-        tstored = awaited_together(tstored, tweight, ALIGNED)
-    if IS_ASKED_FOR:
+        tstored = joint_load(tstored, tweight, ALIGNED)
+    if IS_EARLY:
         tscale = load_scale(weight, tcolumns, offset, EVEN)
     if SIGNALS:
         ct.grid_dependency_control_launch_dependents()
@@ -71,9 +80,9 @@ def normalize_row(arrays, row, tcolumns, inv_n, eps, offset, PIECES, LATENCY, SW
         tx = packed_row_as_float32(tstored)
     ty = tuple(xhat_as_multiplied(t * trstd, x.dtype, ROUND_XHAT) for t in ct.static_iter(tx))
     if HAS_WEIGHT:
-        if IS_AWAITED:
+        if IS_JOINT:
             tscale = scale_of(tweight, offset)
-        elif not IS_ASKED_FOR:
+        elif not IS_EARLY:
             tscale = load_scale(weight, tcolumns, offset, EVEN)
         ty = tuple(ty[k] * tscale[k] for k in ct.static_iter(range(len(ty))))
 
@@ -98,34 +107,22 @@ def forward_rows(
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
     EARLY_WEIGHT: ConstBool,
-    TOGETHER: ConstBool,
+    JOINT_WEIGHT: ConstBool,
     DEPENDENT: ConstBool,
 ):
-    """Grid: (M,).
-
-    The compiler moves loads of the weight behind the reduction, between the stores of y, where they are waited for once
-    more. It does not move them past the signal that lets the next kernel in, so EARLY_WEIGHT has them issued along with
-    x: 1x4096 in 2.4 us instead of 2.6 on an H100, before launches became dependent. Rows that fill the registers have
-    no room for that, and give the signal first: 16384x3072 float32 136.5 us with it, 137.1 without. PACKED makes room:
-    it keeps x in its own 16 bits while the squares are summed.
-
-    In some kernels (4096 columns of float16 and of float32) the compiler moves them behind the first sums all the
-    same, and the signal too. TOGETHER leaves it no choice (`weights.awaited_together`), and gives the signal first. A
-    weight of another dtype than x is written beside x, but not awaited: float32 beside x of 16 bits would take twice
-    the registers, which rows of many blocks an SM do not have (14336 columns: 128 bytes a thread spilled). So it is
-    mostly loaded behind the sum all the same; hopper.py has rules of its own for it, mostly with EARLY_WEIGHT.
-    """
+    """Grid: (M,). The signal to the next kernel comes first, unless EARLY_WEIGHT needs it behind the loads. PACKED
+    keeps x in its own 16 bits while the squares are summed, which makes room for an early weight."""
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
     tcolumns = column_tiles(WIDTH, PIECES, REST)
-    if DEPENDENT and TOGETHER:
+    if DEPENDENT and JOINT_WEIGHT:
         wait_for_launch_before(ct.bid(0))
     elif DEPENDENT:
         ct.grid_dependency_control_wait()
     if DEPENDENT and not EARLY_WEIGHT:
         ct.grid_dependency_control_launch_dependents()
     ALIGNED, SIGNALS = has_aligned_rows(x, DIVISOR), DEPENDENT and EARLY_WEIGHT
-    SWITCHES = (EVEN, ALIGNED, PACKED, HAS_WEIGHT, ROUND_XHAT, EARLY_WEIGHT, TOGETHER, SIGNALS)
-    normalize_row((y, rstd, x, weight), ct.bid(0), tcolumns, inv_n, eps, offset, PIECES, LATENCY, SWITCHES)
+    HOW = (EVEN, ALIGNED, PACKED, HAS_WEIGHT, ROUND_XHAT, EARLY_WEIGHT, JOINT_WEIGHT, SIGNALS)
+    normalize_row((y, rstd, x, weight), ct.bid(0), tcolumns, inv_n, eps, offset, PIECES, LATENCY, HOW)
 
 
 def rows_and_scale(x, weight, i, offset, shape, PIECES, LATENCY, HOW):
@@ -134,7 +131,7 @@ def rows_and_scale(x, weight, i, offset, shape, PIECES, LATENCY, HOW):
     By gathers rows past the last one are that one again; tiles have zeros there.
     """
     ROWS, WIDTH = shape
-    EVEN, HAS_WEIGHT, GATHERS, TOGETHER, TMA, DIVISOR = HOW
+    EVEN, HAS_WEIGHT, GATHERS, JOINT_WEIGHT, DIVISOR = HOW
     tscale = ()
     if GATHERS:
         trows = ct.minimum(i * ROWS + ct.arange(ROWS, dtype=ct.int32), x.shape[0] - 1)
@@ -143,7 +140,7 @@ def rows_and_scale(x, weight, i, offset, shape, PIECES, LATENCY, HOW):
             gather_tile(x, trows, tcolumns[k], EVEN or k < PIECES - 1, LATENCY)
             for k in ct.static_iter(range(PIECES))
         )
-        if HAS_WEIGHT and TOGETHER and weight.dtype == x.dtype:
+        if HAS_WEIGHT and JOINT_WEIGHT and weight.dtype == x.dtype:
             tscale = tuple(
                 gather_scale_tile(weight, ROWS, tcolumns[k], offset, EVEN or k < PIECES - 1)
                 for k in ct.static_iter(range(PIECES))
@@ -152,9 +149,9 @@ def rows_and_scale(x, weight, i, offset, shape, PIECES, LATENCY, HOW):
             tscale = load_scale(weight, tcolumns, offset, EVEN)
             tscale = tuple(ct.reshape(t, (1, WIDTH)) for t in ct.static_iter(tscale))
     else:
-        tx = (load_tile(x, (i, 0), (ROWS, WIDTH), LATENCY, TMA, DIVISOR),)
+        tx = (load_tile(x, (i, 0), (ROWS, WIDTH), LATENCY, False, DIVISOR),)
         if HAS_WEIGHT:
-            tscale = (load_scale_tile(weight, 0, WIDTH, offset, TMA, DIVISOR),)
+            tscale = (load_scale_tile(weight, 0, WIDTH, offset, False, DIVISOR),)
     return tx, tscale
 
 
@@ -170,29 +167,29 @@ def forward_tiles(
     WIDTH: ConstInt,
     PIECES: ConstInt,
     LATENCY: ConstInt,
-    TMA: ConstBool,
     DIVISOR: ConstInt,
     EVEN: ConstBool,
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
     EARLY_WEIGHT: ConstBool,
-    TOGETHER: ConstBool,
+    JOINT_WEIGHT: ConstBool,
     DEPENDENT: ConstBool,
 ):
-    """Grid: (cdiv(M, ROWS),). Rows past M are not written. No config has TMA here: limits.py says why.
+    """Grid: (cdiv(M, ROWS),). Rows past M are not written.
 
-    EARLY_WEIGHT: x and the weight by gathers, which are awaited together; rows past M read the last one. Without, a
-    branch leaves such rows of x out, and the weight waits behind it (bfloat16 1x256 1.41 us instead of 1.15, an H200).
-    TOGETHER: the same, and each thread gathers the weight that it multiplies by (`weights.gather_scale_tile`); of
-    another dtype than x, other threads load it. A row may then be PIECES tiles side by side. Of tiles of 512 bytes it
-    lies in one warp, 16 bytes a thread, and its sum takes no barrier; a wider tile has a row in all warps, two rows
-    at a time.
+    With a late weight a branch leaves rows past M out, and the weight waits behind it. An early or joint one comes with
+    x, by gathers, which read the last row again in place of rows past M. Joint, each thread gathers the weight that it
+    multiplies by (`weights.gather_scale_tile`), and a row may be PIECES tiles side by side. In tiles of 512 bytes a row
+    lies in one warp, 16 bytes a thread, and its sum takes no barrier.
+
+    No TMA: tileiras 13.4 makes some such kernels of warps that together ask for more registers than a block has, and
+    wait forever.
     """
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
     i = ct.bid(0)
     if DEPENDENT:
         wait_for_launch_before(i)
-    HOW = (EVEN, HAS_WEIGHT, EARLY_WEIGHT or TOGETHER, TOGETHER, TMA, DIVISOR)
+    HOW = (EVEN, HAS_WEIGHT, EARLY_WEIGHT or JOINT_WEIGHT, JOINT_WEIGHT, DIVISOR)
     tx, tscale = rows_and_scale(x, weight, i, offset, (ROWS, WIDTH), PIECES, LATENCY, HOW)
     if DEPENDENT:
         ct.grid_dependency_control_launch_dependents()
@@ -206,4 +203,4 @@ def forward_tiles(
         ty = tuple(ty[k] * tscale[k] for k in ct.static_iter(range(PIECES)))
 
     for k in ct.static_iter(range(PIECES)):
-        ct.store(y, (i, k), ct.astype(ty[k], y.dtype), allow_tma=TMA)
+        ct.store(y, (i, k), ct.astype(ty[k], y.dtype), allow_tma=False)

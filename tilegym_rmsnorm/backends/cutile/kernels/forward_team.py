@@ -34,16 +34,11 @@ def forward_team(
     PACKED: ConstBool,
     HAS_WEIGHT: ConstBool,
     ROUND_XHAT: ConstBool,
-    TOGETHER: ConstBool,
+    JOINT_WEIGHT: ConstBool,
     DEPENDENT: ConstBool,
 ):
-    """Grid: (M * MEMBERS,). A block computes PIECES tiles of columns of one row and ends. Blocks that walk rows, as
-    those of backward_team do, took 5 % longer in bfloat16 and 1 % in float32, both 2048x65536 on an H100; the signal
-    behind the loads of x and weight 7 % and 1 %.
-
-    The compiler asks for the weight behind the first sums, PACKED rows' behind their exchange, unless TOGETHER has it
-    awaited along with x.
-    """
+    """Grid: (M * MEMBERS,). A block computes PIECES tiles of columns of one row and ends: blocks that walk rows, as
+    those of backward_team do, were slower. The signal to the next kernel comes first."""
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
@@ -53,6 +48,6 @@ def forward_team(
     tcolumns = column_tiles_of(member, WIDTH, PIECES)
     arrays = (y, rstd, x, weight)
     ALIGNED = has_aligned_rows(x, DIVISOR)
-    SWITCHES = (EVEN, ALIGNED, PACKED, HAS_WEIGHT, ROUND_XHAT, False, TOGETHER, False)  # the signal was above
+    HOW = (EVEN, ALIGNED, PACKED, HAS_WEIGHT, ROUND_XHAT, False, JOINT_WEIGHT, False)  # the signal was above
     team = (board, member, MEMBERS, SLOTS)
-    normalize_row(arrays, ticket // MEMBERS, tcolumns, inv_n, eps, offset, PIECES, LATENCY, SWITCHES, team)
+    normalize_row(arrays, ticket // MEMBERS, tcolumns, inv_n, eps, offset, PIECES, LATENCY, HOW, team)

@@ -23,9 +23,9 @@ from .tiles import (
     ConstBool,
     ConstInt,
     column_tiles,
-    columns_again,
     factor_of_x,
     load_part_of_row,
+    not_hoisted,
     packed_row_as_float32,
     paired_row_as_float32,
     row_as_float32,
@@ -39,7 +39,7 @@ from .tiles import (
 from .weights import load_scale
 
 
-def add_row_by_tma(arrays, row, tdw, trstd, tcolumns, inv_n, offset, SWITCHES, LATENCY, PACKED, team=()):
+def add_row_by_tma(arrays, row, tdw, trstd, tcolumns, inv_n, offset, HOW, LATENCY, PACKED, team=()):
     """Writes dx of one row and returns tdw with the row's share added. rstd of the row is here already.
 
     It is added before the products are summed: after that h would take registers that 16384 columns do not leave, 256
@@ -58,7 +58,7 @@ def add_row_by_tma(arrays, row, tdw, trstd, tcolumns, inv_n, offset, SWITCHES, L
     is 1 % slower with x made again.
     """
     dx, dy, x, weight = arrays
-    EVEN, HAS_WEIGHT, ROUND_XHAT = SWITCHES
+    EVEN, HAS_WEIGHT, ROUND_XHAT = HOW
     member = 0
     if len(team) > 0:
         board, member, MEMBERS, SLOTS = team
@@ -68,7 +68,7 @@ def add_row_by_tma(arrays, row, tdw, trstd, tcolumns, inv_n, offset, SWITCHES, L
     if HAS_WEIGHT:
         tweight_columns = tcolumns
         if PACKED:
-            tweight_columns = columns_again(tcolumns, row)
+            tweight_columns = not_hoisted(tcolumns, row)
         tscale = load_scale(weight, tweight_columns, offset, EVEN)
     tx, tdy = paired_row_as_float32(tstored_x), paired_row_as_float32(tstored_dy)
     if PACKED and len(team) == 0 and HAS_WEIGHT and weight.dtype != ct.float32:
@@ -114,13 +114,13 @@ def backward_pipelined(
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
     arrays = (dx, dy, x, weight)
-    SWITCHES = (EVEN, HAS_WEIGHT, ROUND_XHAT)
+    HOW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
     tcolumns = column_tiles(WIDTH, PIECES, 0)
     tdw = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
     trstd = rstd_ahead(rstd, ct.bid(0))
     for row in range(ct.bid(0), x.shape[0], ct.num_blocks(0)):
         tnext = rstd_ahead(rstd, row + ct.num_blocks(0))
-        tdw = add_row_by_tma(arrays, row, tdw, trstd, tcolumns, inv_n, offset, SWITCHES, LATENCY, PACKED)
+        tdw = add_row_by_tma(arrays, row, tdw, trstd, tcolumns, inv_n, offset, HOW, LATENCY, PACKED)
         trstd = tnext
     if HAS_DW:
         store_row(dw_partial, ct.bid(0), tcolumns, tdw, EVEN)

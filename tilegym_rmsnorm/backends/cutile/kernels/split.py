@@ -78,17 +78,14 @@ def backward_split(
     EVEN: ConstBool,
     LATENCY: ConstInt,
     EVEN_STRIPS: ConstBool,
-    GATHERS: ConstBool,
     DIVISOR: ConstInt,
-    WHOLE_ROWS: ConstBool,
     ROUND_XHAT: ConstBool,
     DEPENDENT: ConstBool,
 ):
     """Grid: (strips + slab, P), with strips = cdiv(N, STRIP), slab = tiles_in_slab * ROWS and P = cdiv(M, slab).
 
-    WHOLE_ROWS: a row of WIDTH + REST lanes stays in registers, and strips, which take longest, come first; where P is
-    1, a grid of (strips + M, 1) is enough. Without it rows go in chunks of WIDTH and both kinds of blocks alternate, so
-    that a slab's two readings lie close together.
+    A row of WIDTH + REST lanes stays in registers, and strips, which take longest, come first. Where P is 1, a grid of
+    (strips + M, 1) is enough.
     """
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
     b = ct.bid(0)
@@ -98,25 +95,59 @@ def backward_split(
         ct.grid_dependency_control_launch_dependents()
     strips = ct.cdiv(x.shape[1], STRIP)
     slab = tiles_in_slab * ROWS
+    strips_before = ct.minimum(b, strips)
 
-    if WHOLE_ROWS:
-        strips_before = ct.minimum(b, strips)
-        is_strip = b < strips
-    else:  # spread evenly: b is a strip where b * strips / blocks passes a whole number
-        strips_before = b * strips // (strips + slab)
-        is_strip = (b + 1) * strips // (strips + slab) > strips_before
-
-    if is_strip:
-        STRIP_SWITCHES = (GATHERS, EVEN_STRIPS, ROUND_XHAT, DIVISOR)
-        shape = (ROWS, STRIP)
-        strip_of_dw(dw_partial, dy, x, rstd, k, strips_before, tiles_in_slab, shape, LATENCY, STRIP_SWITCHES)
+    if b < strips:
+        HOW = (True, EVEN_STRIPS, ROUND_XHAT, DIVISOR)
+        strip_of_dw(dw_partial, dy, x, rstd, k, strips_before, tiles_in_slab, (ROWS, STRIP), LATENCY, HOW)
     else:
         row = at_least_zero(k * slab + b - strips_before)
         if row < x.shape[0]:
             arrays = (dx, dy, x, weight, rstd)
-            if WHOLE_ROWS:  # loaded once, so no latency to hide from one row to the next
-                SWITCHES = (EVEN, True, ROUND_XHAT)  # there is a weight: without one nothing needs dw
-                tcolumns = column_tiles(WIDTH, 1, REST)
-                row_gradients(arrays, row, tcolumns, inv_n, offset, SWITCHES, PIECES=1, LATENCY=1)
-            else:
-                chunked_row_gradients(arrays, row, inv_n, offset, WIDTH, LATENCY, False, DIVISOR, True)
+            OF_ROW = (EVEN, True, ROUND_XHAT)  # there is a weight: without one nothing needs dw
+            tcolumns = column_tiles(WIDTH, 1, REST)
+            # loaded once, so no latency to hide from one row to the next
+            row_gradients(arrays, row, tcolumns, inv_n, offset, OF_ROW, 1, 1)
+
+
+def backward_split_reread(
+    dx,  # (M, N), x's dtype: written
+    dw_partial,  # (P, N), float32, or dw of weight's dtype where P is 1: written
+    dy,  # (M, N), any row stride
+    x,  # (M, N), any row stride
+    weight,  # (N,)
+    rstd,  # (M,), float32
+    inv_n,
+    offset,
+    tiles_in_slab,  # of ROWS rows each
+    ROWS: ConstInt,
+    STRIP: ConstInt,
+    WIDTH: ConstInt,
+    LATENCY: ConstInt,
+    EVEN_STRIPS: ConstBool,
+    GATHERS: ConstBool,
+    DIVISOR: ConstInt,
+    ROUND_XHAT: ConstBool,
+    DEPENDENT: ConstBool,
+):
+    """Grid: as backward_split's. Rows go in chunks of WIDTH, twice, and both kinds of blocks alternate, so that a
+    slab's two readings lie close together."""
+    dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
+    b = ct.bid(0)
+    k = ct.bid(1)
+    if DEPENDENT:
+        wait_for_launch_before(b + k)
+        ct.grid_dependency_control_launch_dependents()
+    strips = ct.cdiv(x.shape[1], STRIP)
+    slab = tiles_in_slab * ROWS
+    # spread evenly: b is a strip where b * strips / blocks passes a whole number
+    strips_before = b * strips // (strips + slab)
+
+    if (b + 1) * strips // (strips + slab) > strips_before:
+        HOW = (GATHERS, EVEN_STRIPS, ROUND_XHAT, DIVISOR)
+        strip_of_dw(dw_partial, dy, x, rstd, k, strips_before, tiles_in_slab, (ROWS, STRIP), LATENCY, HOW)
+    else:
+        row = at_least_zero(k * slab + b - strips_before)
+        if row < x.shape[0]:
+            arrays = (dx, dy, x, weight, rstd)
+            chunked_row_gradients(arrays, row, inv_n, offset, WIDTH, LATENCY, False, DIVISOR, True)

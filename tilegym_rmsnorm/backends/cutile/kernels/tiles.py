@@ -47,11 +47,10 @@ def with_divisor(arrays, DIVISOR):
     """The same arrays, of which the compiler then knows that N, their last extent, is a multiple of DIVISOR.
 
     cuda-tile asks of an extent only whether it is a multiple of 16. Of another one it must assume that a row may end
-    between any two elements, and loads and stores each alone, although 72 bfloat16 end where 16 bytes end: a backward
-    of 100000x72 took 87 us instead of 25 on an H100. Arrays whose rows do not end there stay as they are. Where rows
-    begin, cuda-tile sees for itself, at strides and base: of a view whose rows begin elsewhere it loads each element
-    alone, whatever is declared. Every kernel declares all arrays that have N columns, also those which gain nothing by
-    it.
+    between any two elements, and loads and stores each alone, although 72 bfloat16 end where 16 bytes end. Arrays whose
+    rows do not end there stay as they are. Where rows begin, cuda-tile sees for itself, at strides and base: of a view
+    whose rows begin elsewhere it loads each element alone, whatever is declared. Every kernel declares all arrays that
+    have N columns.
     """
     return tuple(
         a.slice(-1, 0, ct.assume_divisible_by(a.shape[-1], DIVISOR))
@@ -62,11 +61,8 @@ def with_divisor(arrays, DIVISOR):
 
 
 def at_least_zero(index):
-    """The index of a tile, which is never negative, in a form that tells the compiler so.
-
-    Where it cannot tell, it puts a branch around every load of a tile, and the loads no longer overlap: a backward of
-    4096x32768 by slabs (backward_split) took 382 us instead of 349 on an H100.
-    """
+    """The index of a tile, which is never negative, in a form that tells the compiler so. Where it cannot tell, it puts
+    a branch around every load of a tile, and the loads no longer overlap."""
     return ct.maximum(index, 0)
 
 
@@ -85,18 +81,19 @@ def column_tiles_of(member, WIDTH, PIECES):
     return tuple(t + first for t in ct.static_iter(tcolumns))
 
 
-def hidden_zero():
-    """0, but not to the compiler: it does not know that the grids of kernels on rows have one block along y."""
+def opaque_zero():
+    """An opaque zero that the compiler cannot fold: it does not know that grids of kernels on rows have one block along
+    y."""
     return ct.num_blocks(1) - 1
 
 
-def columns_again(tcolumns, row):
-    """The same indices, in a form that the compiler takes for other ones at each row: a loop loads what is there again,
-    from L1, and needs no registers to keep it.
+def not_hoisted(tcolumns, row):
+    """The same indices. Prevents hoisting: what a loop loads there is loaded again from L1 for each row, to save
+    registers.
 
-    In multiples of the tile's width: it still sees that 16 bytes lie together, and does not load one element at a time.
+    The opaque zero is a multiple of the tile's width, so that the compiler still sees 16 bytes that lie together.
     """
-    zero = hidden_zero() * row * tcolumns[0].shape[0]
+    zero = opaque_zero() * row * tcolumns[0].shape[0]
     return tuple(t + zero for t in ct.static_iter(tcolumns))
 
 
@@ -144,10 +141,10 @@ def paired_row_as_float32(tiles):
 def packed_row_as_float32(tiles):
     """16-bit tiles as float32 once more, after a reduction that needed them as float32 already.
 
-    The compiler would keep the float32 of the first conversion, twice the registers, all through the reduction. It
-    cannot if these are other numbers to it.
+    An opaque zero keeps the compiler from reusing the first conversion, whose float32 would take twice the registers
+    all through the reduction.
     """
-    zero = ct.astype(hidden_zero(), ct.int16)
+    zero = ct.astype(opaque_zero(), ct.int16)
     return tuple(
         as_float32(ct.bitcast(ct.bitcast(t, ct.int16) ^ zero, t.dtype)) for t in ct.static_iter(tiles)
     )

@@ -1,10 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""How the weight comes to the tiles that it multiplies (tiles.py), and when: with x, or behind a reduction of x."""
+"""How the weight comes to the tiles that it multiplies (tiles.py), and when: with x, or behind a reduction of x
+(forward.py)."""
 
 import cuda.tile as ct
 
-from .tiles import ZERO, as_float32, has_aligned_rows, hidden_zero, words_of
+from .tiles import ZERO, as_float32, has_aligned_rows, opaque_zero, words_of
 
 
 def weight_tile(weight, tcolumns, k, EVEN):
@@ -24,27 +25,27 @@ def scale_of(tweight, offset):
 
 
 def load_scale(weight, tcolumns, offset, EVEN):
-    """weight + offset of a row, as float32 tiles: each is loaded, then widened, since the compiler keeps to the order
-    in which they are written, and another gives other machine code."""
+    """weight + offset of a row, as float32 tiles. Each is loaded, then widened: the compiler keeps to that order, and
+    another gives other machine code."""
     return tuple(
         as_float32(weight_tile(weight, tcolumns, k, EVEN)) + offset
         for k in ct.static_iter(range(len(tcolumns)))
     )
 
 
-def awaited_together(tiles, others, ALIGNED):
-    """The same tiles, in a form that the compiler can do nothing with before the others are there: it asks for both at
-    once. Otherwise it asks for the others where they are needed, behind a reduction of the tiles.
+def joint_load(tiles, others, ALIGNED):
+    """The same tiles, with a fake dependency on the others: the compiler cannot sink the loads of the others below a
+    reduction of the tiles.
 
     tiles, others: 1-D, of one dtype. ALIGNED: 16 bytes are loaded at once, so two elements of 16 bits lie in one
-    register. Else they would be put together first (4090 bfloat16 columns: 736 instructions, 408 one at a time).
+    register and are combined as one word; else that would take more instructions than one at a time.
     """
-    zero = hidden_zero()
-    return tuple(awaited_with(tiles[k], others[k], zero, ALIGNED) for k in ct.static_iter(range(len(tiles))))
+    zero = opaque_zero()
+    return tuple(joint_tile(tiles[k], others[k], zero, ALIGNED) for k in ct.static_iter(range(len(tiles))))
 
 
-def awaited_with(tile, other, zero, ALIGNED):
-    """One tile of `awaited_together`: its bits, XOR those of the other one that a zero leaves."""
+def joint_tile(tile, other, zero, ALIGNED):
+    """One tile of `joint_load`: its bits, XOR the other's bits AND an opaque zero."""
     if ALIGNED:
         tbits = words_of(tile) ^ (words_of(other) & zero)
         return ct.unpack_from_bytes(ct.pack_to_bytes(tbits), tile.dtype)
@@ -68,10 +69,10 @@ def load_scale_tile(weight, j, WIDTH, offset, TMA, DIVISOR):
 
 
 def gather_scale_tile(weight, ROWS, tcolumns, offset, EVEN):
-    """weight + offset in these columns, as float32 (ROWS, columns), once a row: a thread asks for what it multiplies.
+    """weight + offset in these columns, as float32 (ROWS, columns), once a row: each thread loads what it multiplies.
 
-    Asked for once, as (1, columns), the tile goes through shared memory to where it is needed, behind a barrier. A
-    weight of another width than x does so anyhow, and its loads come behind the sum if asked for like this.
+    Loaded once, as (1, columns), the tile goes through shared memory to where it is needed, behind a barrier. A weight
+    of another dtype than x does so anyhow, and its loads would sink below the sum.
     """
     index = ct.broadcast_to(tcolumns[None, :], (ROWS, tcolumns.shape[0]))
     return as_float32(ct.gather(weight, index, check_bounds=not EVEN, padding_value=0)) + offset

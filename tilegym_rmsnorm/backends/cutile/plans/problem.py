@@ -1,31 +1,90 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""What a choice of kernels is for: numbers and names."""
+"""A problem: the numbers and names that decide which kernels serve a call. A residual, a bias or other layouts of x
+will be fields of it."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
+OPS = ("forward", "backward", "dx")  # "dx": a backward without dw, for a frozen weight or none
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 SAME, FLOAT32 = WEIGHTS = ("same", "float32")  # of x's dtype, or none; float32 beside x of 2 bytes
-SHARED = {"float16": ("bfloat16",)}  # the same bytes, and the same float32 registers
-# The ops, and by whose entries each may be served, its own first.
-SERVED_BY = {"forward": ("forward",), "backward": ("backward",), "dx": ("dx", "backward")}
+
+
+class Target(NamedTuple):
+    """What a variant was measured with."""
+
+    gpu: str  # as the driver names it
+    architecture: int
+    cuda_tile: str
+    tileiras: str
+
+    def __str__(self) -> str:
+        return f"{self.gpu} with cuda-tile {self.cuda_tile} and tileiras {self.tileiras}"
+
+
+class Device(NamedTuple):
+    """The numbers of a GPU. most_members: of how many blocks a team may be, for all must find room (kernels/team.py).
+    target: by which records of one GPU model and toolkit are found; None where none apply."""
+
+    architecture: int
+    sm_count: int
+    most_members: int
+    target: Target | None = None
+
+
+class Policy(NamedTuple):
+    """What the user rules out. teams: whether kernels may serve whose blocks wait for each other."""
+
+    teams: bool = True
 
 
 class Bucket(NamedTuple):
-    """The problems that share a config."""
+    """The problems that share a record of one N."""
 
-    op: str  # of SERVED_BY: "dx" is a backward without dw
+    op: str  # of OPS
     n: int
-    dtype: str
+    dtype: str  # of ITEMSIZE
     size: str  # of sizes.SIZES
     weight: str = SAME  # of WEIGHTS
 
 
-class Facts(Protocol):
-    """What a choice depends on of a device: whose tables serve it, and of how many blocks a team may be."""
+class Problem(NamedTuple):
+    op: str  # of OPS
+    n: int  # elements of a row
+    dtype: str  # of x, dy, y and dx: of ITEMSIZE
+    weight: str | None  # its dtype, None without one
+    size: str  # of sizes.SIZES, which stands for M, the number of rows
+    device: Device
+    casting: str = "once"
+    policy: Policy = Policy()
+    # "shared": a row of dw_partial for each block or slab; "own": for each row of x, 14 bytes of traffic a bf16 element
+    # instead of 6, by the kernels that are easiest to understand (bench/run.sh --p-rows)
+    partials: str = "shared"
 
-    target: Any
-    architecture: int
-    most_members: int
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def is_beside_float32(self) -> bool:
+        """Whether a float32 weight stands beside x of 2 bytes."""
+        return self.weight == FLOAT32 and self.itemsize == 2
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether every row of a contiguous array begins at a multiple of 16 bytes, and can be read 16 at a time.
+
+        Where N is no multiple of 16, bounds checks take registers, and rows of more than 12288 elements left none:
+        those count as not aligned. (Not tried since kernels know what divides N.)
+        """
+        return self.n * self.itemsize % 16 == 0 and (self.n % 16 == 0 or self.n <= 12288)
+
+    @property
+    def most_members(self) -> int:
+        return self.device.most_members if self.policy.teams else 1
+
+    @property
+    def bucket(self) -> Bucket:
+        return Bucket(self.op, self.n, self.dtype, self.size, FLOAT32 if self.is_beside_float32 else SAME)

@@ -1,78 +1,91 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The selector: by which config a call runs on a GPU.
+"""The selector: the plan of a problem.
 
-The first that has an entry decides: the table in the user's cache, the table that ships for this GPU, the rules of
-rules.py. float16 takes bfloat16's entries where it has none of its own; dx alone, where no table has an entry of it,
-takes a backward's, if that `serves_dx_alone`. Rows of 2-byte elements beside a float32 weight take entries of such a
-weight, then the rules for it, and only then what serves beside a weight of x's dtype.
-
-Neither torch nor cuda.tile is imported.
+The first that serves it decides: entries (of the user's, then those that ship), rules of all architectures, rules of
+this one, and what can be reasoned (rules.py). float16 takes bfloat16's entries where it has none of its own; dx alone,
+where none is of it, takes a backward's, if that `serves_dx_alone`. Rows of 2-byte elements beside a float32 weight take
+entries and rules of such a weight, and only then what serves beside a weight of x's dtype.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
-from tilegym_rmsnorm.backends.cutile.plans.limits import WALKS_ROWS
-from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, ITEMSIZE, SERVED_BY, SHARED, Bucket, Facts
-from tilegym_rmsnorm.backends.cutile.plans.rules import backward_config, beside_float32_config, forward_config
-from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
-from tilegym_rmsnorm.backends.cutile.plans.wide import MOST_MEMBERS
+from tilegym_rmsnorm.backends.cutile.plans import rules
+from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of
+from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, ITEMSIZE, SAME, Bucket, Problem
+from tilegym_rmsnorm.backends.cutile.plans.records import Record, Records
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardPipelinedTeam, Variant, Walks
 
-RULES: dict[str, Callable[..., Config]] = {
-    "forward": forward_config,
-    "backward": backward_config,
-    "dx": functools.partial(backward_config, has_dw=False),
-}
+SHARED = {"float16": ("bfloat16",)}  # the same bytes, and the same float32 registers
+SERVED_BY = {"forward": ("forward",), "backward": ("backward",), "dx": ("dx", "backward")}
 
 
-def chosen_config(
-    op: str,
-    machine: Facts,
-    n: int,
-    dtype: Any,
-    size: str,
-    weight_dtype: Any = None,
-) -> Config:
-    """The config that serves rows of n elements, for problems of one size class, on this machine. weight_dtype: None
-    without a weight."""
-    bucket = Bucket(op, n, str(dtype).removeprefix("torch."), size)
-    if weight_dtype is not None and weight_dtype.itemsize > dtype.itemsize:
-        numbers = n, dtype.itemsize, machine.architecture, size, machine.most_members
-        beside = _entry_of(bucket._replace(weight=FLOAT32), machine) or beside_float32_config(op, *numbers)
-        if beside is not None:
-            return beside
-    return _entry_of(bucket, machine) or config_of_rules(bucket, machine.architecture, machine.most_members)
+class Tables(NamedTuple):
+    """What decides, the first most: entries that serve this GPU, and rules that serve its architecture."""
+
+    entries: tuple[Records, ...] = ()
+    rules: tuple[Records, ...] = ()
 
 
-def _entry_of(bucket: Bucket, machine: Facts) -> Config | None:
-    """The config of the first entry that serves a bucket on this machine."""
-    found = tables_of(machine.target).values()
+class Choice(NamedTuple):
+    first: Variant
+    source: str
+    spills: str = ""
+
+
+def select(problem: Problem, tables: Tables) -> Plan:
+    """The plan that serves a problem. Raises ValueError where nothing does."""
+    n, dtype, architecture = problem.n, problem.dtype, problem.device.architecture
+    if n < 1 or dtype not in ITEMSIZE or architecture not in rules.ARCHITECTURES:
+        known = f"a dtype of {tuple(ITEMSIZE)}, architecture one of {rules.ARCHITECTURES}"
+        raise ValueError(f"expected rows of 1 element or more, {known}, got {n}, {dtype}, {architecture}")
+    if problem.partials == "own" and problem.op == "backward":
+        shared = _unshared(problem, tables)
+        first = rules.own_partials(problem, shared.first)
+        return plan_of(problem, first, "partials of its own", shared.spills if first is shared.first else "")
+    return plan_of(problem, *choose(problem, tables))
+
+
+def choose(problem: Problem, tables: Tables) -> Choice:
+    """The variant of the first kernel, and why."""
+    bucket = problem.bucket._replace(weight=SAME)
+    for weight in (FLOAT32, SAME) if problem.is_beside_float32 else (SAME,):
+        beside = bucket._replace(weight=weight)
+        if found := _entry(beside, tables, problem.most_members):
+            return found
+        for each in tables.rules:
+            if rule := each.find(beside, problem.most_members, problem.is_aligned):
+                return Choice(rule[1], f"the rule for {_columns(rule[0])}", rule[0].spills)
+    return Choice(rules.reasoned(problem), "reasoned (plans/rules.py)")
+
+
+def _entry(bucket: Bucket, tables: Tables, most_members: int) -> Choice | None:
+    """The first entry that serves a bucket."""
     dtypes = (bucket.dtype, *SHARED.get(bucket.dtype, ()))
-    for its_op, table, its_dtype in itertools.product(SERVED_BY[bucket.op], found, dtypes):
-        entry = table.get(bucket._replace(op=its_op, dtype=its_dtype))
-        if entry is None or entry.config.members > machine.most_members:
-            continue
-        if its_op == bucket.op or serves_dx_alone(entry.config):
-            return entry.config
+    for op, entries, dtype in itertools.product(SERVED_BY[bucket.op], tables.entries, dtypes):
+        found = entries.find(bucket._replace(op=op, dtype=dtype), most_members, is_aligned=True)
+        if found and (op == bucket.op or serves_dx_alone(found[1])):
+            return Choice(found[1], f"the entry for {_columns(found[0])} of {op}, {dtype}", found[0].spills)
     return None
 
 
-def config_of_rules(bucket: Bucket, architecture: int, most_members: int = MOST_MEMBERS) -> Config:
-    """What the rules of rules.py give to a bucket."""
-    numbers = bucket.n, ITEMSIZE[bucket.dtype], architecture, bucket.size
-    if bucket.weight == FLOAT32 and (config := beside_float32_config(bucket.op, *numbers, most_members)):
-        return config
-    return RULES[bucket.op](*numbers, most_members=most_members)
+def _unshared(problem: Problem, tables: Tables) -> Choice:
+    """What a plan begins from that shares no partial rows: the rules' kernel for many rows. dx alone leaves registers
+    for a row's terms of dw, but not in wide rows."""
+    op = "backward" if problem.n > rules.WIDEST_BACKWARD_ROW else "dx"
+    plain = problem._replace(op=op, size="large", weight=problem.dtype)
+    return choose(plain, Tables(rules=tables.rules))
 
 
-def serves_dx_alone(config: Config) -> bool:
-    """Whether a backward that needs no dw takes the config of one that does: not of kernels that read x and dy once
+def serves_dx_alone(variant: Variant) -> bool:
+    """Whether a backward that needs no dw takes the variant of one that does: not of kernels that read x and dy once
     more for dw, nor of teams by TMA, some of which take more than 200 bytes of stack without dw (entries of dx may be
     such)."""
-    return config.kernel in WALKS_ROWS and not (config.kernel == "teams" and config.tma)
+    return isinstance(variant, Walks) and not isinstance(variant, BackwardPipelinedTeam)
+
+
+def _columns(record: Record) -> str:
+    return f"{record.first} columns" if record.is_entry else f"{record.first} to {record.last} columns"

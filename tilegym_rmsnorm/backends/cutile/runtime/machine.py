@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.backends.cutile import interpreter
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import Config
-from tilegym_rmsnorm.backends.cutile.plans.rules import uses_dependent_launch
-from tilegym_rmsnorm.backends.cutile.plans.tables import Target
-from tilegym_rmsnorm.backends.cutile.plans.wide import MOST_MEMBERS
+from tilegym_rmsnorm.backends.cutile.plans.problem import Device
+from tilegym_rmsnorm.backends.cutile.plans.variants import MOST_MEMBERS, Variant
 from tilegym_rmsnorm.backends.cutile.runtime import disk_cache, toolchain
 
 LAUNCHES_AT_ONCE = 8  # that teams of blocks are safe in, even where an SM holds one block (team.py)
@@ -29,27 +27,20 @@ _empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", No
 
 
 class Machine(Protocol):
-    """What is asked of a device: by launch.py and boards.py, which launch; by select.py, which chooses configs; by
-    those that search them (workers.py, search.py, and tune.py); and by warm.py.
+    """What launches, searches and warmups ask of a device.
 
-    target: the GPU and the toolkit, by which tables of tuned configs are found; None where none apply.
-    most_members: of how many blocks a team may be: they wait for each other, so all must find room (team.py).
-    dependent_launch: kernels are launched while the one before is still running, and wait for it themselves.
+    facts: its numbers, by which plans are chosen.
     no_weight, no_dw_partial: arguments for arrays that a kernel is compiled not to touch, since an argument cannot be
     None.
     """
 
-    target: Target | None
-    architecture: int
-    sm_count: int
-    most_members: int
-    dependent_launch: bool
+    facts: Device
     no_weight: Tensor
     no_dw_partial: Tensor
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
 
-    def bind(self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]) -> Launch: ...
+    def bind(self, function: Callable[..., None], variant: Variant, constants: tuple[Any, ...]) -> Launch: ...
 
 
 class GpuMachine:
@@ -60,12 +51,11 @@ class GpuMachine:
         properties = torch.cuda.get_device_properties(device)
         self.device = device
         self.index = torch.cuda.current_device() if device.index is None else device.index
-        self.architecture = properties.major * 10 + properties.minor
-        self.target = toolchain.target_of(properties.name, self.architecture)
-        self.sm_count = properties.multi_processor_count
-        # 1 on a slice of few SMs: with 0 the tables would serve it nothing, for a config without a team has one member
-        self.most_members = max(1, self.sm_count // LAUNCHES_AT_ONCE)
-        self.dependent_launch = uses_dependent_launch(self.architecture)
+        architecture, sm_count = properties.major * 10 + properties.minor, properties.multi_processor_count
+        # 1 on a slice of few SMs: with 0 entries would serve it nothing, for a variant without a team has one member
+        most_members = max(1, sm_count // LAUNCHES_AT_ONCE)
+        target = toolchain.target_of(properties.name, architecture)
+        self.facts = Device(architecture, sm_count, most_members, target)
         self.no_weight, self.no_dw_partial = torch.empty(2, 64, device=device).unbind()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -73,12 +63,14 @@ class GpuMachine:
             return torch.empty(shape, dtype=dtype, device=self.device)
         return _empty_strided_cuda(shape, (shape[1], 1) if len(shape) == 2 else (1,), dtype)
 
-    def bind(self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]) -> Launch:
-        index, kernel = self.index, compiled(function, config.warps, config.occupancy)
+    def bind(self, function: Callable[..., None], variant: Variant, constants: tuple[Any, ...]) -> Launch:
+        index, kernel = self.index, compiled(function, variant.warps, variant.occupancy)
         # The raw handle: torch.cuda.current_stream builds an object for 4 us.
         current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
 
-        dependent = self.dependent_launch
+        dependent = (
+            self.facts.architecture >= 90
+        )  # kernels are launched while the one before still runs, and wait
 
         def launch(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
             if current_device() != index:
@@ -99,11 +91,7 @@ class GpuMachine:
 class InterpretedMachine:
     """CPU tensors. Few SMs, so that small inputs already give every block several rows; every array is tracked."""
 
-    target = None
-    architecture = 90
-    sm_count = 3
-    most_members = MOST_MEMBERS  # blocks that wait let others run
-    dependent_launch = True
+    facts = Device(architecture=90, sm_count=3, most_members=MOST_MEMBERS)  # blocks that wait let others run
 
     def __init__(self) -> None:
         self.no_weight, self.no_dw_partial = torch.empty(2, 64, device="cpu").unbind()
@@ -112,7 +100,7 @@ class InterpretedMachine:
         with _default_device_cpu():
             return interpreter.empty(shape, dtype)
 
-    def bind(self, function: Callable[..., None], config: Config, constants: tuple[Any, ...]) -> Launch:
+    def bind(self, function: Callable[..., None], variant: Variant, constants: tuple[Any, ...]) -> Launch:
         def launch(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
             with _default_device_cpu():
                 interpreter.launch(function, grid, arguments + constants, dependent=True)

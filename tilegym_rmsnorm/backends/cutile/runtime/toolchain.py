@@ -33,7 +33,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from tilegym_rmsnorm.backends.cutile.plans.tables import Target
+from tilegym_rmsnorm.backends.cutile.plans.problem import Target
 from tilegym_rmsnorm.backends.versions import Version, package_version, parse_version
 
 CUDA_TILE_RANGE = ((1, 7), (2,))  # from, below

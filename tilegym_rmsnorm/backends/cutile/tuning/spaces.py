@@ -9,196 +9,134 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tilegym_rmsnorm.backends.cutile.plans.limits import WALKS_ROWS
+from tilegym_rmsnorm.backends.cutile.plans import variants
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES
-from tilegym_rmsnorm.backends.cutile.tuning.tilings import (
-    Tiles,
-    fused,
-    large_parts_by_tma,
-    parts_of_rows,
-    parts_of_rows_by_tma,
-    rows_of_equal_tiles,
-    rows_of_few_equal_tiles,
-    rows_of_tiles,
-    rows_of_warps,
-    strips_of,
-    tiles_of,
-    whole_rows,
-)
+from tilegym_rmsnorm.backends.cutile.tuning import tilings
 
 ANY_WIDTH = 2**31
 OF_A_WARP = 512  # bytes: 16 of each thread; a wider tile has a row in all warps
 
 
 class Sweep(NamedTuple):
-    """Every combination of these tiles, `tile_bytes` wide at most, and of these values of Config's other fields, for N
-    in [narrowest, widest] and these size classes."""
+    """Variants of a class in these tiles, `tile_bytes` wide at most, and with every combination of `values` of other
+    fields, for N in [narrowest, widest] and these size classes."""
 
-    kernel: str
+    variant: type[variants.Variant]
     narrowest: int
     widest: int
-    tiles: Tiles
-    values: dict[str, tuple[Any, ...]]
+    tiles: tilings.Tiles
     sizes: tuple[str, ...] = SIZES
     tile_bytes: int = ANY_WIDTH
+    values: dict[str, tuple[Any, ...]] = {}
+
+    def over(self, **values: Any) -> Sweep:
+        """With these values besides: tuples, or one."""
+        own = {name: each if isinstance(each, tuple) else (each,) for name, each in values.items()}
+        return self._replace(values=self.values | own)
 
 
 BOTH = (False, True)
+LOADS = ("late", "joint", "early")  # of the weight
+FEW, LARGE, BUT_LARGE, BUT_FEW = ("few",), ("large",), ("few", "small"), ("small", "large")
+TILES = (1024, 2048, 4096, 8192)  # elements
+SEVERAL_ROWS, MORE_ROWS = tilings.several_rows(*TILES), tilings.several_rows(*TILES, 16384)
+OF_WARPS = tilings.equal(128, 256, most=16)  # 4 or 8 elements a thread
+PARTS = tilings.parts((512, *TILES, 16384), (1, 3, 5, 9))
+BY_TMA = tilings.parts(TILES, (1, 2, 3, 4))  # each tile is a request
+LARGE_BY_TMA = tilings.parts(TILES, (1, 2, 3, 4), above=8192)  # all registers of a block
 FEW_STRIPS = ((32, 32), (64, 16), (128, 16), (128, 32), (32, 64), (64, 64))
 WIDE_STRIPS = ((8, 512), (8, 1024), (16, 256), (16, 512))
+SPLIT = tilings.split(tilings.whole_rows, FEW_STRIPS, 128, 256, 1024)
+WIDE_SPLIT = tilings.split(tilings.whole_rows, WIDE_STRIPS, 32, 64, 128)
+SPLIT_CHUNKS = tilings.split(tilings.chunks(4096, 8192), WIDE_STRIPS, 32, 64, 128)
+LARGE_SPLIT_CHUNKS = tilings.split(tilings.chunks(4096, 8192), WIDE_STRIPS, 32, 64)
+
+FORWARD = (
+    *(  # Not early in large calls: 0.8 % faster to 7 % slower.
+        Sweep(variants.ForwardTiles, 1, 2048, SEVERAL_ROWS, sizes).over(
+            warps=(4, 8), occupancy=(2, 4, 8), latency=(2, 4), weight_load=loads
+        )
+        for sizes, loads in ((BUT_LARGE, LOADS), (LARGE, LOADS[:2]))
+    ),
+    *(
+        Sweep(variants.ForwardTiles, 336, 4096, OF_WARPS, tile_bytes=OF_A_WARP).over(
+            rows=(warps, 2 * warps), warps=warps, occupancy=(2, 4, 6, 8), latency=(2, 4), weight_load="joint"
+        )
+        for warps in (4, 8)
+    ),
+    Sweep(variants.ForwardRows, 512, 65536, tilings.rows_of_tiles).over(
+        warps=(4, 8), occupancy=(1, 2, 3, 4, 8), latency=(2, 4, 8), weight_load=LOADS, packed=BOTH
+    ),
+    Sweep(variants.ForwardTeam, 8193, ANY_WIDTH, PARTS).over(
+        warps=(4, 8), occupancy=(2, 3, 4, 8), latency=(2, 4), weight_load=LOADS[:2], packed=BOTH
+    ),
+)
+REREAD = Sweep(variants.ForwardReread, 8193, ANY_WIDTH, tilings.chunks(2048, 4096, 8192)).over(
+    warps=(4, 8), occupancy=(1, 2, 4), latency=(2, 4, 8), tma=BOTH
+)
+WALKS = (
+    Sweep(variants.BackwardTiles, 1, 8192, MORE_ROWS).over(
+        warps=(4, 8), occupancy=(1, 2), latency=(2, 4, 6), tma=BOTH
+    ),
+    *(  # By two rows a warp they spill; by 8 warps twice an SM 641 columns do, and more.
+        Sweep(variants.BackwardTiles, 336, widest, OF_WARPS, BUT_FEW, OF_A_WARP).over(
+            rows=warps, warps=warps, occupancy=occupancy, latency=(2, 4), tma=BOTH
+        )
+        for warps, occupancy, widest in ((4, (1, 2), 1024), (8, 1, 1024), (8, 2, 640))
+    ),
+    Sweep(variants.BackwardTiles, 2560, 18432, tilings.equal(512, *TILES), LARGE).over(
+        rows=(1, 2, 4), warps=(4, 8), occupancy=(1, 2), latency=(2, 4), tma=BOTH
+    ),
+    Sweep(variants.BackwardRows, 1024, 32768, tilings.rows_of_tiles).over(
+        warps=(4, 8), occupancy=(1, 2), latency=(2, 4, 6, 8), short=BOTH, packed=BOTH
+    ),
+    # From the narrowest row of three tiles of 1024 on. By all blocks it may be too slow to be among those whose other
+    # shares are tried: `with_other_shares`.
+    Sweep(variants.BackwardPipelined, 2688, 18432, tilings.equal(4096, 2048, 1024), LARGE).over(
+        warps=(4, 8), occupancy=(1, 2), latency=4, packed=BOTH, grid_percent=(100, 84, 72)
+    ),
+    Sweep(variants.BackwardTeam, 12289, ANY_WIDTH, PARTS, LARGE).over(
+        warps=(4, 8), occupancy=(1, 2, 3, 4), latency=(2, 4)
+    ),
+    *(  # Three blocks an SM have no registers for rstd ahead (4096x32768, H200: 249.8 -> 264.2 us), nor for the weight.
+        Sweep(variants.BackwardPipelinedTeam, 8193, ANY_WIDTH, BY_TMA, LARGE).over(
+            warps=warps, occupancy=occupancy, latency=4, rstd_ahead=occupancy < 3
+        )
+        for warps, occupancy in ((4, 2), (4, 3), (8, 1), (8, 2))
+    ),
+    # From two parts of 12288 columns on, an eighth empty.
+    Sweep(variants.BackwardPipelinedTeam, 21504, ANY_WIDTH, LARGE_BY_TMA, LARGE).over(
+        warps=8, occupancy=1, latency=4, rstd_ahead=True, packed=True
+    ),
+    Sweep(variants.BackwardTeam, 16385, ANY_WIDTH, PARTS, FEW).over(
+        warps=(4, 8), occupancy=(1, 2, 3, 4), latency=2
+    ),
+)
 SWEEPS = {
-    "forward": (
-        Sweep(
-            *("tiles", 1, 2048, tiles_of(1024, 2048, 4096, 8192)),
-            {
-                "warps": (4, 8),
-                "occupancy": (2, 4, 8),
-                "latency": (2, 4),
-                "early_weight": BOTH,
-                "together": BOTH,
-            },
-            ("few", "small"),
+    "forward": (*FORWARD, REREAD),
+    "backward": (
+        *WALKS,
+        Sweep(variants.BackwardSplit, 1, 24576, SPLIT, FEW).over(
+            warps=(4, 8), occupancy=(1, 2), latency=(1, 2)
         ),
-        Sweep(
-            *("tiles", 1, 2048, tiles_of(1024, 2048, 4096, 8192)),
-            # early_weight: 0.8 % faster to 7 % slower
-            {"warps": (4, 8), "occupancy": (2, 4, 8), "latency": (2, 4), "together": BOTH},
-            ("large",),
-        ),
-        *(
-            Sweep(
-                *("tiles", 336, 4096, rows_of_warps(warps)),
-                {"warps": (warps,), "occupancy": (2, 4, 6, 8), "latency": (2, 4), "together": (True,)},
-                tile_bytes=OF_A_WARP,
+        Sweep(variants.BackwardSplit, 12289, 24576, WIDE_SPLIT, FEW).over(warps=8, occupancy=1, latency=1),
+        *(  # Where chunks are issued ahead gathers are slower: float32 512x131072 584 us, 634 by gathers (H100).
+            Sweep(variants.BackwardSplitReread, narrowest, ANY_WIDTH, tiles, sizes).over(
+                warps=(4, 8), occupancy=(1, 2), latency=latency, gathers=latency == 1
             )
-            for warps in (4, 8)
+            for narrowest, tiles, sizes in ((12289, SPLIT_CHUNKS, FEW), (65537, LARGE_SPLIT_CHUNKS, LARGE))
+            for latency in (1, 3)
         ),
-        Sweep(
-            *("rows", 512, 65536, rows_of_tiles),
-            {
-                "warps": (4, 8),
-                "occupancy": (1, 2, 3, 4, 8),
-                "latency": (2, 4, 8),
-                "early_weight": BOTH,
-                "together": BOTH,
-                "packed": BOTH,
-            },
-        ),
-        Sweep(
-            *("teams", 8193, ANY_WIDTH, parts_of_rows),
-            {
-                "warps": (4, 8),
-                "occupancy": (2, 3, 4, 8),
-                "latency": (2, 4),
-                "together": BOTH,
-                "packed": BOTH,
-            },
-        ),
-        Sweep(
-            *("chunks", 8193, ANY_WIDTH, strips_of((2048, 4096, 8192))),
-            {"warps": (4, 8), "occupancy": (1, 2, 4), "latency": (2, 4, 8), "tma": BOTH},
+        Sweep(variants.BackwardStrips, 8193, ANY_WIDTH, tilings.chunks(1024, 2048, 4096)).over(
+            rows=(1, 2, 4), warps=(4, 8), occupancy=(2, 3, 4), latency=(2, 4), tma=BOTH
         ),
     ),
-    "backward": (
-        Sweep(
-            *("tiles", 1, 8192, tiles_of(1024, 2048, 4096, 8192, 16384)),
-            {"warps": (4, 8), "occupancy": (1, 2), "latency": (2, 4, 6), "tma": BOTH},
-        ),
+    # Without dw registers are left for more blocks an SM, and rows may be read twice.
+    "dx": (
         *(
-            Sweep(
-                *("tiles", 336, widest, rows_of_warps(warps, rows_each=(1,))),  # by two more of them spill
-                {"warps": (warps,), "occupancy": occupancy, "latency": (2, 4), "tma": BOTH},
-                ("small", "large"),
-                tile_bytes=OF_A_WARP,
-            )
-            # 641 columns and more spill by 8 warps twice an SM
-            for warps, occupancy, widest in ((4, (1, 2), 1024), (8, (1,), 1024), (8, (2,), 640))
+            each if issubclass(each.variant, variants.Team) else each.over(occupancy=(1, 2, 3, 4))
+            for each in WALKS
         ),
-        Sweep(
-            *("tiles", 2560, 18432, rows_of_equal_tiles),
-            {"warps": (4, 8), "occupancy": (1, 2), "latency": (2, 4), "tma": BOTH},
-            ("large",),
-        ),
-        Sweep(
-            *("rows", 1024, 32768, rows_of_tiles),
-            {
-                "warps": (4, 8),
-                "occupancy": (1, 2),
-                "latency": (2, 4, 6, 8),
-                "short": BOTH,
-                "packed": BOTH,
-            },
-        ),
-        Sweep(
-            *("rows", 2688, 18432, rows_of_few_equal_tiles),  # the narrowest row of three tiles of 1024
-            # By all blocks it may be too slow to be among those whose other shares are tried: `with_other_shares`.
-            {
-                "warps": (4, 8),
-                "occupancy": (1, 2),
-                "latency": (4,),
-                "tma": (True,),
-                "packed": BOTH,
-                "share": (100, 84, 72),
-            },
-            ("large",),
-        ),
-        Sweep(
-            *("teams", 12289, ANY_WIDTH, parts_of_rows),
-            {"warps": (4, 8), "occupancy": (1, 2, 3, 4), "latency": (2, 4)},
-            ("large",),
-        ),
-        Sweep(
-            *("teams", 8193, ANY_WIDTH, parts_of_rows_by_tma),
-            {"warps": (4,), "occupancy": (2, 3), "latency": (4,), "tma": (True,)},
-            ("large",),
-        ),
-        Sweep(
-            *("teams", 8193, ANY_WIDTH, parts_of_rows_by_tma),
-            {"warps": (8,), "occupancy": (1, 2), "latency": (4,), "tma": (True,)},
-            ("large",),
-        ),
-        Sweep(
-            *("teams", 21504, ANY_WIDTH, large_parts_by_tma),  # two parts of 12288, an eighth empty
-            {"warps": (8,), "occupancy": (1,), "latency": (4,), "tma": (True,), "packed": (True,)},
-            ("large",),
-        ),
-        Sweep(
-            *("teams", 16385, ANY_WIDTH, parts_of_rows),
-            {"warps": (4, 8), "occupancy": (1, 2, 3, 4), "latency": (2,)},
-            ("few",),
-        ),
-        Sweep(
-            *("fused", 1, 24576, fused(whole_rows, FEW_STRIPS, (128, 256, 1024))),
-            {"warps": (4, 8), "occupancy": (1, 2), "latency": (1, 2)},
-            ("few",),
-        ),
-        Sweep(
-            *("fused", 12289, 24576, fused(whole_rows, WIDE_STRIPS, (32, 64, 128))),
-            {"warps": (8,), "occupancy": (1,), "latency": (1,)},
-            ("few",),
-        ),
-        Sweep(
-            *("fused_chunks", 12289, ANY_WIDTH, fused(strips_of((4096, 8192)), WIDE_STRIPS, (32, 64, 128))),
-            {"warps": (4, 8), "occupancy": (1, 2), "latency": (1, 3)},
-            ("few",),
-        ),
-        Sweep(
-            *("fused_chunks", 65537, ANY_WIDTH, fused(strips_of((4096, 8192)), WIDE_STRIPS, (32, 64))),
-            {"warps": (4, 8), "occupancy": (1, 2), "latency": (1, 3)},
-            ("large",),
-        ),
-        Sweep(
-            *("strips", 8193, ANY_WIDTH, strips_of((1024, 2048, 4096), rows=(1, 2, 4))),
-            {"warps": (4, 8), "occupancy": (2, 3, 4), "latency": (2, 4), "tma": BOTH},
-        ),
+        REREAD._replace(variant=variants.BackwardReread),
     ),
 }
-# Without dw: less the kernels that read x and dy once more for it, more blocks an SM, and rows that are read twice.
-SWEEPS["dx"] = (
-    *(
-        each._replace(values=each.values | ({} if each.kernel == "teams" else {"occupancy": (1, 2, 3, 4)}))
-        for each in SWEEPS["backward"]
-        if each.kernel in WALKS_ROWS
-    ),
-    *(each for each in SWEEPS["forward"] if each.kernel == "chunks"),
-)

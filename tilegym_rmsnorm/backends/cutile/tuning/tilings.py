@@ -7,21 +7,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from tilegym_rmsnorm.backends.cutile.plans.kernel_config import power_of_two
-from tilegym_rmsnorm.backends.cutile.plans.wide import MOST_MEMBERS
+from tilegym_rmsnorm.backends.cutile.plans.variants import MOST_MEMBERS, power_of_two
 
-Tile = dict[str, int]  # width, pieces, rest and rows of a Config
+Tile = dict[str, int]  # fields of a variant: its width, and others that depend on it
 Tiles = Callable[[int], Iterator[Tile]]  # of rows of n elements
+
+
+def _tiling(cut: Callable[..., Iterator[Tile]]) -> Callable[..., Tiles]:
+    """Lets a function of n and of sizes be called with the sizes alone, for a function of n."""
+    return lambda *sizes, **limits: lambda n: cut(n, *sizes, **limits)
 
 
 def whole_rows(n: int) -> Iterator[Tile]:
     """A row as one tile, or, unless it is narrow, as two of which the first is full."""
     whole = power_of_two(n)
     yield {"width": whole}
-    if whole < 1024:
-        return
-    width = whole // 2
-    yield {"width": width, "rest": max(power_of_two(n - width), width // 8)}
+    if whole >= 1024:
+        width = whole // 2
+        yield {"width": width, "rest": max(power_of_two(n - width), width // 8)}
 
 
 def rows_of_tiles(n: int) -> Iterator[Tile]:
@@ -33,83 +36,43 @@ def rows_of_tiles(n: int) -> Iterator[Tile]:
             yield {"width": width, "pieces": pieces}
 
 
-def tiles_of(*elements: int) -> Tiles:
+@_tiling
+def several_rows(n: int, *elements: int) -> Iterator[Tile]:
     """Several whole rows, of about so many elements together."""
-
-    def tiles(n: int) -> Iterator[Tile]:
-        width = power_of_two(n)
-        yield from ({"width": width, "rows": each // width} for each in elements if each >= width)
-
-    return tiles
+    width = power_of_two(n)
+    yield from ({"width": width, "rows": each // width} for each in elements if each >= width)
 
 
-def rows_of_warps(warps: int, rows_each: tuple[int, ...] = (1, 2)) -> Tiles:
-    """So many rows a warp, as 2 to 16 tiles of 4 or 8 elements a thread, an eighth of their lanes empty at most."""
-
-    def tiles(n: int) -> Iterator[Tile]:
-        for width, rows in itertools.product((128, 256), rows_each):
-            pieces = -(-n // width)
-            if 2 <= pieces <= 16 and 8 * n >= 7 * pieces * width:
-                yield {"width": width, "pieces": pieces, "rows": rows * warps}
-
-    return tiles
-
-
-def rows_of_equal_tiles(n: int) -> Iterator[Tile]:
-    """One to four rows as two to nine equal tiles each, an eighth of their lanes empty at most."""
-    for width, rows in itertools.product((512, 1024, 2048, 4096, 8192), (1, 2, 4)):
+@_tiling
+def equal(n: int, *widths: int, most: int = 9) -> Iterator[Tile]:
+    """A row as two to `most` equal tiles, an eighth of their lanes empty at most."""
+    for width in widths:
         pieces = -(-n // width)
-        if 2 <= pieces <= 9 and 8 * n >= 7 * pieces * width:
-            yield {"width": width, "pieces": pieces, "rows": rows}
-
-
-def rows_of_few_equal_tiles(n: int) -> Iterator[Tile]:
-    """One row as two to nine tiles of 1024 columns or more, an eighth of their lanes empty at most."""
-    for width in (4096, 2048, 1024):
-        pieces = -(-n // width)
-        if 2 <= pieces <= 9 and 8 * n >= 7 * pieces * width:
+        if 2 <= pieces <= most and 8 * n >= 7 * pieces * width:
             yield {"width": width, "pieces": pieces}
 
 
-def strips_of(widths: tuple[int, ...], rows: tuple[int, ...] = (1,)) -> Tiles:
-    """Parts of rows."""
-
-    def tiles(n: int) -> Iterator[Tile]:
-        yield from ({"width": width, "rows": each} for width in widths for each in rows if width < n)
-
-    return tiles
+@_tiling
+def chunks(n: int, *widths: int) -> Iterator[Tile]:
+    """Parts of rows, one after the other."""
+    yield from ({"width": width} for width in widths if width < n)
 
 
-def parts_of_rows(n: int) -> Iterator[Tile]:
-    """A row as 1, 3, 5 or 9 tiles in each of the fewest blocks that hold it."""
-    yield from _parts(n, (512, 1024, 2048, 4096, 8192, 16384), (1, 3, 5, 9))
-
-
-def parts_of_rows_by_tma(n: int) -> Iterator[Tile]:
-    """A row as 1 to 4 tiles of 1024 columns or more, each a request, in each of the fewest blocks that hold it."""
-    yield from _parts(n, (1024, 2048, 4096, 8192), (1, 2, 3, 4))
-
-
-def large_parts_by_tma(n: int) -> Iterator[Tile]:
-    """The parts by TMA that take all registers of a block: of more than 8192 columns."""
-    yield from (tile for tile in parts_of_rows_by_tma(n) if tile["width"] * tile["pieces"] > 8192)
-
-
-def _parts(n: int, widths: tuple[int, ...], counts: tuple[int, ...]) -> Iterator[Tile]:
-    """Parts of rows of which an eighth of the lanes is empty at most."""
+@_tiling
+def parts(n: int, widths: tuple[int, ...], counts: tuple[int, ...], above: int = 0) -> Iterator[Tile]:
+    """A row as so many tiles, of more than `above` columns together, in each of the fewest blocks that hold it, an
+    eighth of their lanes empty at most."""
     for width, pieces in itertools.product(widths, counts):
         members = -(-n // (width * pieces))
         lanes = members * width * pieces
-        if 2 <= members <= MOST_MEMBERS and 8 * n >= 7 * lanes and lanes - width < n:
+        is_full = 8 * n >= 7 * lanes and lanes - width < n
+        if width * pieces > above and 2 <= members <= MOST_MEMBERS and is_full:
             yield {"width": width, "pieces": pieces, "members": members}
 
 
-def fused(rows_of_x: Tiles, strips: tuple[tuple[int, int], ...], slabs: tuple[int, ...]) -> Tiles:
+@_tiling
+def split(n: int, rows_of_x: Tiles, strips: tuple[tuple[int, int], ...], *slabs: int) -> Iterator[Tile]:
     """Whole rows or chunks of them for dx, with tiles of (rows, strip) and slabs for dw."""
-
-    def tiles(n: int) -> Iterator[Tile]:
-        for tile, (rows, strip), slab in itertools.product(rows_of_x(n), strips, slabs):
-            if slab >= rows:
-                yield {**tile, "rows": rows, "strip": strip, "slab": slab}
-
-    return tiles
+    for tile, (rows, strip), slab in itertools.product(rows_of_x(n), strips, slabs):
+        if slab >= rows:
+            yield {**tile, "rows": rows, "strip": strip, "slab": slab}

@@ -16,14 +16,16 @@ from typing import NamedTuple
 
 import torch
 
+from tilegym_rmsnorm.backends.cutile.launch import plan_for
 from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, Bucket
-from tilegym_rmsnorm.backends.cutile.plans.select import chosen_config
-from tilegym_rmsnorm.backends.cutile.plans.tables import Entry, shipped_for
+from tilegym_rmsnorm.backends.cutile.plans.records import Record
+from tilegym_rmsnorm.backends.cutile.plans.tables import shipped_for
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
-from tilegym_rmsnorm.backends.cutile.tuning import candidates, search
+from tilegym_rmsnorm.backends.cutile.tuning import search
+from tilegym_rmsnorm.backends.cutile.tuning.candidates import candidates, problem_of
 
 MOST_PROCESSES = 16
-# Of GPU memory: the context, inputs that overflow the L2, a graph's outputs. 6.8 GiB were seen, of 60 configs at 64 MB
+# Of GPU memory: the context, inputs that overflow the L2, a graph's outputs. 6.8 GiB were seen, of 60 variants at 64 MB
 # of x; 256 MB add three quarters of a GiB of inputs.
 BYTES_PER_PROCESS = 8 * 2**30
 
@@ -37,7 +39,7 @@ class Found(NamedTuple):
     the way; lost: the process's CUDA context is lost, by a kernel that broke it."""
 
     bucket: Bucket
-    entry: Entry | None
+    entry: Record | None
     lines: tuple[str, ...] = ()
     failure: str = ""
     lost: bool = False
@@ -102,24 +104,17 @@ def search_all(
 def _search(bucket: Bucket, most: int) -> Found:
     """One bucket's search in this process."""
     _lines.clear()
-    itemsize, machine = ITEMSIZE[bucket.dtype], _searching.machine
-    dtype, weight_dtype = getattr(torch, bucket.dtype), search.weight_dtype_of(bucket)
-    serving = chosen_config(bucket.op, machine, bucket.n, dtype, bucket.size, weight_dtype)
-    known = [serving, *shipped_for(bucket)]
-    configs = candidates.candidates(bucket, itemsize, machine.architecture, most, machine.most_members, known)
+    facts = _searching.machine.facts
+    known = [plan_for(problem_of(bucket, facts)).first, *shipped_for(bucket)]
+    numbers = ITEMSIZE[bucket.dtype], facts.architecture, most, facts.most_members
+    tried = candidates(bucket, *numbers, known)
     try:
-        entry = _searching.tune(bucket, configs)
+        return Found(bucket, _searching.tune(bucket, tried), tuple(_lines))
     # nothing right, no memory, a kernel that broke the context, or one that the compiler fails at
     except Exception as error:
-        failure, lost = f"{bucket}: {error}", _why_lost()
-        return Found(bucket, None, tuple(_lines), f"{failure}; {lost}" if lost else failure, bool(lost))
-    return Found(bucket, entry, tuple(_lines))
-
-
-def _why_lost() -> str:
-    """Why nothing more can run in this process, after a kernel that broke its CUDA context; empty if it can."""
+        failure = f"{bucket}: {error}"
     try:
         _searching.synchronize()
-    except RuntimeError as error:
-        return f"the CUDA context is lost: {error}"
-    return ""
+    except RuntimeError as error:  # nothing more can run in this process
+        return Found(bucket, None, tuple(_lines), f"{failure}; the CUDA context is lost: {error}", lost=True)
+    return Found(bucket, None, tuple(_lines), failure)

@@ -1,0 +1,109 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What a process rules out: kernels whose blocks wait for each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tilegym_rmsnorm as tr
+from tilegym_rmsnorm import policy
+
+N = 20480  # a row of a team, on Hopper and in the interpreter
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch):
+    monkeypatch.delenv(policy.TEAMS_VARIABLE, raising=False)
+    tr.set_teams(None)
+    yield
+    tr.set_teams(None)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The kernels that launches bind, by name, in the interpreter; plans are made anew."""
+    pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
+
+    names, bind = [], InterpretedMachine.bind
+    monkeypatch.setattr(
+        InterpretedMachine, "bind", lambda self, f, *rest: names.append(f.__name__) or bind(self, f, *rest)
+    )
+    for made in (launch._forward, launch._backward):
+        made.cache_clear()
+    yield names
+    for made in (launch._forward, launch._backward):
+        made.cache_clear()
+
+
+def run() -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 2, N, generator=generator).requires_grad_()
+    weight = torch.randn(N, generator=generator).requires_grad_()
+    y = tr.rms_norm(x, (N,), weight, 1e-6, backend="cutile")
+    return y, *torch.autograd.grad(y, (x, weight), torch.randn(y.shape, generator=generator))
+
+
+def teams_in(names: list[str]) -> list[str]:
+    return [name for name in names if "team" in name or name == "clear_board"]
+
+
+def test_without_teams_no_kernel_waits_and_the_values_are_right(launched):
+    run()
+    assert teams_in(launched)
+    launched.clear()
+    tr.set_teams(False)
+    y, dx, dw = run()
+    assert launched and not teams_in(launched)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 2, N, generator=generator).double().requires_grad_()
+    weight = torch.randn(N, generator=generator).double().requires_grad_()
+    expected = F.rms_norm(x, (N,), weight, 1e-6)
+    dy = torch.randn(y.shape, generator=generator).double()
+    for got, exact in zip(
+        (y, dx, dw), (expected, *torch.autograd.grad(expected, (x, weight), dy)), strict=True
+    ):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-4)
+    launched.clear()
+    tr.set_teams(True)
+    run()
+    assert not launched, "the plans with teams are kept"
+
+
+def test_a_backward_follows_what_holds_when_it_runs(launched):
+    x = torch.randn(2, N).requires_grad_()
+    y = tr.rms_norm(x, (N,), None, 1e-6, backend="cutile")
+    y.sum().backward(retain_graph=True)
+    assert teams_in(launched)
+    launched.clear()
+    tr.set_teams(False)
+    y.sum().backward()
+    assert launched and not teams_in(launched)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [("0", False), ("off", False), ("1", True), ("", True), (None, True)]
+)
+def test_the_environment_says_it_where_nothing_else_does(monkeypatch, value, said):
+    if value is not None:
+        monkeypatch.setenv(policy.TEAMS_VARIABLE, value)
+    assert policy.teams() is said
+    tr.set_teams(not said)
+    assert policy.teams() is not said
+    tr.set_teams(None)
+    assert policy.teams() is said
+
+
+def test_what_is_neither_is_refused(monkeypatch):
+    monkeypatch.setenv(policy.TEAMS_VARIABLE, "maybe")
+    with pytest.raises(ValueError, match="TILEGYM_RMSNORM_TEAMS: expected .*, got 'maybe'"):
+        policy.teams()
+    with pytest.raises(TypeError, match="enabled: expected True, False or None, got 0"):
+        tr.set_teams(0)

@@ -1,0 +1,99 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""A plan: which kernels run a problem, in order, with which compile-time constants, for any number of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tilegym_rmsnorm.backends.cutile.plans import rules
+from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
+from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID
+from tilegym_rmsnorm.backends.cutile.plans.variants import (
+    BackwardStrips,
+    ClearBoard,
+    Split,
+    SumPartials,
+    Team,
+    Variant,
+)
+
+
+class Sizes(NamedTuple):
+    """What M decides: of each step its grid, None where it is not launched; P, the rows of dw_partial; the row tiles in
+    a slab; and by name the shapes and dtypes of the temporary arrays, which kernels fill."""
+
+    grids: tuple[tuple[int, ...] | None, ...]
+    partial_rows: int
+    tiles_in_slab: int
+    temporaries: dict[str, tuple[tuple[int, ...], str]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """first: the variant of the kernel that does the work. steps: all variants in the order of their launches.
+
+    source: what chose it, for people. spills: why it is kept although its kernel spills registers.
+    """
+
+    problem: Problem
+    first: Variant
+    steps: tuple[Variant, ...]
+    source: str = ""
+    spills: str = ""
+
+    def __str__(self) -> str:
+        return ", then ".join(map(str, self.steps))
+
+    def constants(self, step: Variant) -> dict[str, Any]:
+        """By name what the kernel of a step may take of compile-time arguments."""
+        problem = self.problem
+        return step.constants(problem.n) | {
+            "HAS_WEIGHT": problem.weight is not None,
+            "HAS_DW": problem.op == "backward",
+            "ROUND_XHAT": problem.casting == "llama",
+            # Programmatic dependent launch came with Hopper: the next kernel's blocks start while the last of this run.
+            "DEPENDENT": problem.device.architecture >= 90,
+        }
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that one launch of each step takes."""
+        if self.has_own_partials:
+            return min(self.first.most_rows, LARGEST_GRID // getattr(self.first, "members", 1))
+        return self.first.most_rows
+
+    @property
+    def has_own_partials(self) -> bool:
+        return self.problem.partials == "own" and self.problem.op == "backward"
+
+    def sizes(self, m: int) -> Sizes:
+        n, sm_count, first = self.problem.n, self.problem.device.sm_count, self.first
+        p = m if self.has_own_partials else first.partial_rows(m, n, sm_count)
+        temporaries: dict[str, tuple[tuple[int, ...], str]] = {}
+        grids: list[tuple[int, ...] | None] = []
+        for step in self.steps:
+            grids.append(step.grid(m, n, p, sm_count))
+            if isinstance(step, ClearBoard):
+                temporaries["board"] = (step.board_rows(m), step.width), "int32"
+            elif isinstance(step, BackwardStrips):
+                temporaries["c"] = (m,), "float32"
+            elif isinstance(step, SumPartials) and p == 1:
+                grids[-1] = None  # the one partial row is dw
+            elif isinstance(step, SumPartials):
+                temporaries["dw_partial"] = (p, n), "float32"
+        tiles_in_slab = first.slab_tiles(m, sm_count) if isinstance(first, Split) else 0
+        return Sizes(tuple(grids), p, tiles_in_slab, temporaries)
+
+
+def plan_of(problem: Problem, first: Variant, source: str = "", spills: str = "") -> Plan:
+    """The plan whose first kernel is given: with what must run before and after it."""
+    architecture = problem.device.architecture
+    before: tuple[Variant, ...] = ()
+    if isinstance(first, Team):
+        before = (rules.clear(first),)
+    elif isinstance(first, BackwardStrips):
+        before = (rules.means(architecture),)
+    after = (rules.sum_of(first, problem.n, architecture),) if problem.op == "backward" else ()
+    return Plan(problem, first, (*before, first, *after), source, spills)

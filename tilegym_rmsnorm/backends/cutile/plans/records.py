@@ -1,0 +1,155 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""Records: which variant serves which rows, as data, with the evidence for it. Rules, which hold for a range of N, and
+entries, which hold for one N on one GPU model, have the same schema, those that ship and those that `tune` writes:
+
+    ops, dtypes, weights, sizes   lists: what it serves (problem.py, sizes.py)
+    n                             [first, last] columns, or [first, null]; one number for an entry
+    rows                          of a rule: "any" for rows that are not aligned too (Problem.is_aligned)
+    gpus                          of an entry that ships: the models that it was measured on
+    kernel, settings              the variant (variants.py) but for what follows from N (`fitted`): a width that holds
+                                  the row, the pieces or members that it takes; a list: the first that fits
+    spills                        why it is kept although its kernel spills registers
+    evidence                      measurements: gpu, m, n (of a rule) and us a whole call; `before`: by what served
+                                  until then, or by the alternative that `by` names; gb_per_s instead: compulsory bytes
+                                  of a backward, by its first kernel alone (of its time: a copy reached 2991), or
+                                  with_sum of dw; op, dtype, weight: which of several, where it is known; `why`: what is
+                                  no such figure
+
+The first record that fits decides, so where several do their order matters.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, OPS, SAME, WEIGHTS, Bucket
+from tilegym_rmsnorm.backends.cutile.plans.sizes import NO_END, SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.plans.variants import BY_KERNEL, MOST_MEMBERS, Variant, expect
+
+SCHEMA = 2
+OF_LISTS = {"ops": OPS, "dtypes": tuple(ITEMSIZE), "weights": WEIGHTS, "sizes": SIZES}
+OPTIONAL = {"weights": [SAME], "rows": "aligned", "gpus": [], "spills": "", "evidence": []}
+
+
+class Record(NamedTuple):
+    ops: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    weights: tuple[str, ...]
+    sizes: tuple[str, ...]
+    first: int
+    last: int
+    kernel: str
+    settings: tuple[dict[str, Any], ...]
+    rows: str = "aligned"
+    gpus: tuple[str, ...] = ()
+    spills: str = ""
+    evidence: tuple[dict[str, Any], ...] = ()
+    is_entry: bool = False  # of one N, which it serves whether its rows are aligned or not
+
+    def variant(self, n: int, most_members: int = MOST_MEMBERS) -> Variant | None:
+        """What it gives to rows of n elements; None where no settings fit them, or a team would be too large."""
+        fitted = (BY_KERNEL[self.kernel].fitted(n, most_members, **each) for each in self.settings)
+        return next(filter(None, fitted), None)
+
+    def buckets(self) -> Iterator[Bucket]:
+        """What an entry serves."""
+        for op in self.ops:
+            for dtype in self.dtypes:
+                for size in self.sizes:
+                    yield from (Bucket(op, self.first, dtype, size, weight) for weight in self.weights)
+
+
+class Records:
+    """Records in their order, found by what they serve."""
+
+    def __init__(self, records: Iterable[Record] = ()) -> None:
+        self._records = tuple(records)
+        self._by_key: dict[tuple[str, str, str, str], list[Record]] = {}
+        for record in self._records:
+            for bucket in record.buckets():
+                self._by_key.setdefault((bucket.op, bucket.dtype, bucket.size, bucket.weight), []).append(
+                    record
+                )
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self._records)
+
+    def find(self, bucket: Bucket, most_members: int, is_aligned: bool) -> tuple[Record, Variant] | None:
+        """The first record that serves a bucket, and its variant."""
+        n = bucket.n
+        for record in self._by_key.get((bucket.op, bucket.dtype, bucket.size, bucket.weight), ()):
+            if record.first <= n <= record.last and (is_aligned or record.is_entry or record.rows == "any"):
+                if (variant := record.variant(n, most_members)) is not None:
+                    return record, variant
+        return None
+
+
+def parse(item: Any, architecture: int) -> Record:
+    """A record of JSON. ValueError, TypeError, KeyError or ArithmeticError on the first thing that is not as `render`
+    writes it."""
+    expect(isinstance(item, dict), "record", "an object", item)
+    known = {*OF_LISTS, "n", "kernel", "settings", *OPTIONAL}
+    item = OPTIONAL | item
+    expect(set(item) == known, "keys", sorted(known), sorted(item))
+    for name, values in OF_LISTS.items():
+        is_known = isinstance(item[name], list) and item[name] and set(item[name]) <= set(values)
+        expect(bool(is_known), name, f"some of {values}", item[name])
+    n, settings = item["n"], item["settings"] if isinstance(item["settings"], list) else [item["settings"]]
+    is_range = isinstance(n, list) and len(n) == 2
+    first, last = (n[0], NO_END if n[1] is None else n[1]) if is_range else (n, n)
+    is_counted = (is_range or type(n) is int) and type(first) is type(last) is int and 0 < first <= last
+    expect(is_counted, "n", "whole numbers of columns", n)
+    is_kernel = isinstance(item["kernel"], str) and item["kernel"] in BY_KERNEL
+    expect(is_kernel, "kernel", tuple(BY_KERNEL), item["kernel"])
+    for name, each in (("settings", settings), ("evidence", item["evidence"])):
+        are_objects = isinstance(each, list) and all(isinstance(one, dict) for one in each)
+        expect(are_objects, name, "objects", item[name])
+    expect(bool(settings), "settings", "one object or more", settings)
+    are_names = isinstance(item["gpus"], list) and all(isinstance(gpu, str) for gpu in item["gpus"])
+    expect(are_names, "gpus", "a list of names", item["gpus"])
+    expect(isinstance(item["spills"], str), "spills", "a text", item["spills"])
+    expect(item["rows"] in ("aligned", "any"), "rows", "aligned or any", item["rows"])
+    given: dict[str, Any] = {name: tuple(item[name]) for name in (*OF_LISTS, "gpus", "evidence")}
+    given |= {name: item[name] for name in ("kernel", "rows", "spills")}
+    record = Record(first=first, last=last, settings=tuple(settings), is_entry=type(n) is int, **given)
+    for measured in record.evidence:
+        numbers = [measured[name] for name in ("m", "us", "before") if name in measured]
+        is_number = all(type(each) in (int, float) and 0 < each <= sys.float_info.max for each in numbers)
+        expect(is_number, "evidence", "positive numbers", measured)
+    if record.is_entry:
+        _check_entry(record, architecture)
+    return record
+
+
+def _check_entry(record: Record, architecture: int) -> None:
+    variant = record.variant(record.first)
+    if variant is None:
+        raise ValueError(
+            f"settings: expected a team that holds {record.first} columns, got {record.settings}"
+        )
+    for bucket in record.buckets():
+        serves, itemsize = BY_KERNEL[record.kernel].serves, ITEMSIZE[bucket.dtype]
+        expect(bucket.op in serves, "kernel", f"one for {bucket.op}", record.kernel)
+        expect(itemsize == 2 or bucket.weight == SAME, "weight", SAME, bucket.weight)
+        has_rows = bool(rows_of_class(bucket.size, bucket.n))
+        expect(has_rows, "size", f"a class that some number of rows of {bucket.n} is in", bucket.size)
+        variant.check(bucket.n, itemsize, architecture)
+
+
+def render(record: Record) -> str:
+    """One line of JSON."""
+    last = None if record.last == NO_END else record.last
+    item = record._asdict() | {"n": record.first if record.is_entry else [record.first, last]}
+    del item["first"], item["last"], item["is_entry"]
+    item = {name: list(value) if isinstance(value, tuple) else value for name, value in item.items()}
+    if len(record.settings) == 1:
+        item["settings"] = record.settings[0]
+    order = [*OF_LISTS, "n", "rows", "gpus", "kernel", "settings", "spills", "evidence"]
+    return json.dumps({name: item[name] for name in order if item[name] != OPTIONAL.get(name)})
