@@ -104,11 +104,8 @@ class Launcher:
 
     def __init__(self, machine: Machine, plan: Plan) -> None:
         self.machine, self.plan, self.n = machine, plan, plan.problem.n
-        self.inv_n, self.most_rows, self.tma = (
-            1.0 / self.n,
-            plan.most_rows,
-            any(step.uses_tma for step in plan.steps),
-        )
+        self.inv_n, self.most_rows = 1.0 / self.n, plan.most_rows
+        self.tma = any(step.uses_tma for step in plan.steps)
         self.sizes = functools.lru_cache(plan.sizes)  # the M of a model's calls repeat
         self.launches = []
         for step in plan.steps:
@@ -131,9 +128,9 @@ class Launcher:
             if grid is not None:
                 launch(grid, of_call(arrays))
 
-    def _temporaries(self, sizes: Sizes) -> dict[str, Tensor]:
-        empty = self.machine.empty
-        return {name: empty(shape, DTYPES[dtype]) for name, (shape, dtype) in sizes.temporaries.items()}
+    def _temporaries(self, sizes: Sizes, but: str = "") -> dict[str, Tensor]:
+        empty, wanted = self.machine.empty, sizes.temporaries.items()
+        return {name: empty(shape, DTYPES[dtype]) for name, (shape, dtype) in wanted if name != but}
 
     def _run_parts(self, arrays: dict[str, Any]) -> None:
         """More rows than one launch takes: the partial rows of each part lie behind those of the one before."""
@@ -143,13 +140,14 @@ class Launcher:
         before = self.launches[:-1] if has_sum else self.launches
         of_parts = [self.sizes(part[0].shape[0]) for part in parts]
         counts = [sizes.partial_rows for sizes in of_parts]
-        dw_partial = (
-            self.machine.empty((sum(counts), self.n), torch.float32) if has_sum else arrays.get("dw_partial")
-        )
+        dw_partial = arrays.get("dw_partial")
+        if has_sum:
+            dw_partial = self.machine.empty((sum(counts), self.n), torch.float32)
         sums = dw_partial.split(counts) if has_sum else [dw_partial] * len(parts)
         for part, sizes, part_sums in zip(parts, of_parts, sums, strict=True):
             own = arrays | dict(zip(names, part, strict=True))
-            own |= self._temporaries(sizes) | {"dw_partial": part_sums, "tiles_in_slab": sizes.tiles_in_slab}
+            own |= self._temporaries(sizes, but="dw_partial")
+            own |= {"dw_partial": part_sums, "tiles_in_slab": sizes.tiles_in_slab}
             for (launch, of_call), grid in zip(before, sizes.grids, strict=False):
                 launch(grid, of_call(own))
         if has_sum:

@@ -52,7 +52,7 @@ class GpuMachine:
         self.device = device
         self.index = torch.cuda.current_device() if device.index is None else device.index
         architecture, sm_count = properties.major * 10 + properties.minor, properties.multi_processor_count
-        # 1 on a slice of few SMs: with 0 entries would serve it nothing, for a variant without a team has one member
+        # at least 1: a variant without a team counts one member
         most_members = max(1, sm_count // LAUNCHES_AT_ONCE)
         target = toolchain.target_of(properties.name, architecture)
         self.facts = Device(architecture, sm_count, most_members, target)
