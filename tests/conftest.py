@@ -90,7 +90,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every-config",
         action="store_true",
-        help="compile every config of Hopper and of the tables, and more of the others, in place of a sample",
+        help="compile every rule of Hopper and every entry, and more of the others, in place of a sample",
     )
 
 

@@ -5,24 +5,24 @@ ship."""
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import planning
 import torch
 
 from tilegym_rmsnorm.backends.cutile.plans import tables
-from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, Bucket
+from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, ITEMSIZE, SAME, WEIGHTS, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.select import SHARED, Choice
 from tilegym_rmsnorm.backends.cutile.plans.variants import Variant
 
 
 class Shipped(NamedTuple):
-    """An entry that ships, as it serves one bucket."""
+    """What an entry that ships gives to a bucket."""
 
     architecture: int
     bucket: Bucket
     choice: Choice
-    m: int  # the most rows that it was measured at
 
     @property
     def n(self) -> int:
@@ -38,24 +38,24 @@ class Shipped(NamedTuple):
 
 
 def shipped_entries(op: str, dtype: str) -> list[Shipped]:
-    """What the entries that ship give to tensors of `dtype`, those that it takes from another dtype among them, but for
-    what other tests have: what the rules choose, and what another entry of that width beside such a weight has too."""
+    """What the entries of `op` that ship give to tensors of `dtype`, those that it takes from another dtype or weight
+    among them, but for what other tests have: what the rules choose, and what another entry of that width beside such a
+    weight has too."""
     found: dict[tuple[int, int, str, Variant], Shipped] = {}
     for target in tables.shipped_targets():
-        own = [record for record in tables.shipped_records(target.architecture) if target.gpu in record.gpus]
-        serving = {}
-        for lender in (*SHARED.get(dtype, ()), dtype):  # its own take the place of those that it borrows
-            for record in own:
-                for bucket in record.buckets():
-                    if (bucket.op, bucket.dtype) == (op, lender):
-                        serving[bucket._replace(dtype=dtype)] = record
-        for bucket, record in serving.items():
-            choice = Choice(record.variant(bucket.n), f"an entry for {target.gpu}", record.spills)
-            most = max(measured["m"] for measured in record.evidence)
-            each = Shipped(target.architecture, bucket, choice, most)
-            asked = op, bucket.n, dtype, bucket.size, each.weight_dtype
-            if each.variant != planning.by_rules(*asked, architecture=target.architecture).first:
-                found.setdefault((target.architecture, bucket.n, bucket.weight, each.variant), each)
+        facts = planning.device(target.architecture, target=target)
+        records = [each for each in tables.shipped_records(target.architecture) if target.gpu in each.gpus]
+        buckets = (bucket for record in records for bucket in record.buckets())
+        lenders = (dtype, *SHARED.get(dtype, ()))
+        served = dict.fromkeys(
+            (each.n, each.size) for each in buckets if each.op == op and each.dtype in lenders
+        )
+        for (n, size), weight in itertools.product(served, WEIGHTS if ITEMSIZE[dtype] == 2 else (SAME,)):
+            asked = planning.problem(op, n, dtype, size, FLOAT32 if weight == FLOAT32 else dtype, facts)
+            choice = planning.by_tables(asked)
+            if choice.first != planning.by_rules(op, n, dtype, size, asked.weight, facts).first:
+                key = target.architecture, n, weight, choice.first
+                found.setdefault(key, Shipped(target.architecture, asked.bucket, choice))
     return list(found.values())
 
 
