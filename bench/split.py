@@ -55,7 +55,7 @@ from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Device
 from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
 from tilegym_rmsnorm.backends.cutile.plans.variants import Split, Variant
-from tilegym_rmsnorm.backends.cutile.tuning.candidates import by_rules, problem_of
+from tilegym_rmsnorm.backends.cutile.tuning.candidates import by_rules
 from tilegym_rmsnorm.commands import options
 from tilegym_rmsnorm.commands.installation import why_not_writable
 from tilegym_rmsnorm.measure.accuracy import Errors, Outputs, why_wrong
@@ -142,7 +142,7 @@ def plans_of(shape: Shape, facts: Device) -> list[Plan]:
     from tilegym_rmsnorm.backends.cutile.launch import plan_for
 
     bucket = Bucket("backward", shape[1], "bfloat16", size_class(*shape))
-    problem = problem_of(bucket, facts)
+    problem = bucket.problem(facts)
     return [plan_for(problem), *(plan_of(problem, each) for each in splits(shape[1], facts))]
 
 

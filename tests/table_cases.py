@@ -13,7 +13,7 @@ import planning
 import pytest
 
 from tilegym_rmsnorm.backends.cutile.plans import records, select, tables
-from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, Bucket, Device, Problem, Target
+from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Device, Target
 from tilegym_rmsnorm.backends.cutile.plans.records import Record
 from tilegym_rmsnorm.backends.cutile.plans.select import Choice
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardRows, Variant
@@ -36,15 +36,10 @@ VARIANT = BackwardRows(width=4096, warps=4, occupancy=1, latency=3)
 ENTRY = entry_of(BUCKET, VARIANT, {"m": 16384, "before": 140.0, "us": 130.5})
 
 
-def problem_of(bucket: Bucket, facts: Device = GPU) -> Problem:
-    weight = "float32" if bucket.weight == FLOAT32 else "same"
-    return planning.problem(bucket.op, bucket.n, bucket.dtype, bucket.size, weight, facts)
-
-
 def choice(bucket: Bucket = BUCKET, facts: Device = GPU) -> Choice:
     """What the user's tables, those that ship, and rules choose."""
     return select.choose(
-        problem_of(bucket, facts), tables.tables_of(facts.architecture, facts.target, user_folder())
+        bucket.problem(facts), tables.tables_of(facts.architecture, facts.target, user_folder())
     )
 
 
@@ -54,7 +49,7 @@ def chosen(bucket: Bucket = BUCKET, facts: Device = GPU) -> Variant:
 
 def rule(bucket: Bucket = BUCKET, facts: Device = GPU) -> Variant:
     """What the rules alone choose."""
-    return select.choose(problem_of(bucket, facts), planning.rules_of(facts.architecture)).first
+    return select.choose(bucket.problem(facts), planning.rules_of(facts.architecture)).first
 
 
 # Folders of files
@@ -84,7 +79,8 @@ def ship(folder: Path, target: Target, *entries: Record) -> Path:
 
 def forget_files() -> None:
     """Files are read once in a process, and by this again."""
-    for read in (tables.table_in, tables._shipped_entries, tables._rules, tables.shipped_records):
+    reads = (tables.table_in, tables._shipped_entries, tables._rules, tables.shipped_records, tables._shipped)
+    for read in reads:
         read.cache_clear()
 
 

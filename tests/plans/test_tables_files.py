@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from table_cases import BUCKET, ENTRY, TARGET, VARIANT, chosen, entry_of, rule, ship
+from table_cases import BUCKET, ENTRY, TARGET, VARIANT, chosen, entry_of, forget_files, rule, ship
 
 from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardRows
@@ -134,3 +134,15 @@ def test_the_users_cache_is_where_the_platform_keeps_caches(monkeypatch):
 def test_the_users_cache_may_be_named_from_home(monkeypatch):
     monkeypatch.setenv(CACHE_VARIABLE, "~/tuned")
     assert user_folder() == Path.home() / "tuned"
+
+
+def test_a_file_that_ships_is_read_once(folders, monkeypatch):
+    """It was parsed once for each of its records: 0.7 s of the first call on a GPU."""
+    reads, read_text = [], Path.read_text
+    monkeypatch.setattr(Path, "read_text", lambda path, **k: reads.append(path.name) or read_text(path, **k))
+    forget_files()
+    for _ in range(2):
+        tables.tables_of(90, TARGET, None)
+        tables.describe(TARGET, None)
+        tables.shipped_for(BUCKET)
+    assert sorted(reads) == ["any.json", "sm_90.json"]

@@ -58,7 +58,7 @@ def rows_to_warm(
     comes with every kind of M, and the first 18 slabs have every kind of P; a smaller one has a k below 16.
     """
     rows = rows_of_class(size, n)
-    rows_of_tile = getattr(variant, "rows", 1)
+    rows_of_tile = variant.rows
     tiles_in_slab = variant.slab // variant.rows if isinstance(variant, Split) else 0
     blocks = variant.most_partial_rows(sm_count)
     stop = min(rows.stop, MOST_ROWS + 1)

@@ -61,7 +61,7 @@ class Plan:
     def most_rows(self) -> int:
         """Rows that one launch of each step takes."""
         if self.has_own_partials:
-            return min(self.first.most_rows, LARGEST_GRID // getattr(self.first, "members", 1))
+            return min(self.first.most_rows, LARGEST_GRID // self.first.members)
         return self.first.most_rows
 
     @property

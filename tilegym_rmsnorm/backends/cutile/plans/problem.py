@@ -49,6 +49,11 @@ class Bucket(NamedTuple):
     size: str  # of sizes.SIZES
     weight: str = SAME  # of WEIGHTS
 
+    def problem(self, device: Device) -> Problem:
+        """Its problem on a device, with a weight."""
+        weight = FLOAT32 if self.weight == FLOAT32 else self.dtype
+        return Problem(self.op, self.n, self.dtype, weight, self.size, device)
+
 
 class Problem(NamedTuple):
     op: str  # of OPS

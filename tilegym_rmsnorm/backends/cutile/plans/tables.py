@@ -59,6 +59,7 @@ def shipped_toolkit(architecture: int) -> tuple[str, str]:
     return data["cuda_tile"], data["tileiras"]
 
 
+@functools.cache
 def _shipped(architecture: int | None) -> dict:
     path = SHIPPED_FOLDER / ("any.json" if architecture is None else f"sm_{architecture}.json")
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"records": []}

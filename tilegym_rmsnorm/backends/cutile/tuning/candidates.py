@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, ITEMSIZE, SAME, Bucket, Device, Problem
+from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, ITEMSIZE, SAME, Bucket, Device
 from tilegym_rmsnorm.backends.cutile.plans.select import choose
 from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
@@ -29,16 +29,10 @@ COMPARED = ("warps", "occupancy", "latency", "tma", "short", "members", "packed"
 WITHOUT_TMA = {"backward_pipelined": "backward_rows", "backward_pipelined_team": "backward_team"}
 
 
-def problem_of(bucket: Bucket, facts: Device) -> Problem:
-    """A bucket's problem on a device, with a weight."""
-    weight = FLOAT32 if bucket.weight == FLOAT32 else bucket.dtype
-    return Problem(bucket.op, bucket.n, bucket.dtype, weight, bucket.size, facts)
-
-
 def by_rules(bucket: Bucket, architecture: int, most_members: int = MOST_MEMBERS) -> Variant:
     """What serves a bucket where no entry does."""
     facts = Device(architecture, 1, most_members)  # how many SMs there are chooses nothing
-    return choose(problem_of(bucket, facts), tables_of(architecture, None, None)).first
+    return choose(bucket.problem(facts), tables_of(architecture, None, None)).first
 
 
 def candidates(

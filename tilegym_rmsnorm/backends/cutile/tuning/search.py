@@ -31,7 +31,7 @@ from tilegym_rmsnorm.backends.cutile.plans.records import Record
 from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variants import Variant, power_of_two
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Machine
-from tilegym_rmsnorm.backends.cutile.tuning.candidates import problem_of, with_other_shares
+from tilegym_rmsnorm.backends.cutile.tuning.candidates import with_other_shares
 from tilegym_rmsnorm.measure import accuracy
 from tilegym_rmsnorm.measure.timer import SAMPLING_SECONDS, DeviceTimer, calls_needed, interleave, sets_needed
 from tilegym_rmsnorm.reference import compute_rms_norm_rstd_torch
@@ -255,7 +255,7 @@ class Poisoned:
 
 def runner(machine: Machine, bucket: Bucket, variant: Variant) -> Run:
     """What runs a bucket's op by a variant, as launch.py does it for users."""
-    plan = plan_of(problem_of(bucket, machine.facts), variant)
+    plan = plan_of(bucket.problem(machine.facts), variant)
     if bucket.op == "forward":
         forward = launch.Forward(machine, plan)
         return lambda x, dy, weight, rstd: forward(x, weight, EPS, 0.0)

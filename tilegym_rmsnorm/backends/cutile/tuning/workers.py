@@ -22,7 +22,7 @@ from tilegym_rmsnorm.backends.cutile.plans.records import Record
 from tilegym_rmsnorm.backends.cutile.plans.tables import shipped_for
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 from tilegym_rmsnorm.backends.cutile.tuning import search
-from tilegym_rmsnorm.backends.cutile.tuning.candidates import candidates, problem_of
+from tilegym_rmsnorm.backends.cutile.tuning.candidates import candidates
 
 MOST_PROCESSES = 16
 # Of GPU memory: the context, inputs that overflow the L2, a graph's outputs. 6.8 GiB were seen, of 60 variants at 64 MB
@@ -105,7 +105,7 @@ def _search(bucket: Bucket, most: int) -> Found:
     """One bucket's search in this process."""
     _lines.clear()
     facts = _searching.machine.facts
-    known = [plan_for(problem_of(bucket, facts)).first, *shipped_for(bucket)]
+    known = [plan_for(bucket.problem(facts)).first, *shipped_for(bucket)]
     numbers = ITEMSIZE[bucket.dtype], facts.architecture, most, facts.most_members
     tried = candidates(bucket, *numbers, known)
     try:
