@@ -116,14 +116,16 @@ class Launcher:
             self.launches.append((machine.bind(KERNELS[step.kernel], step, values), of_call))
 
     def run(self, m: int, arrays: dict[str, Any]) -> None:
-        """Launches everything, on arrays and numbers by the names of the kernels' parameters."""
+        """Launches everything, on arrays and numbers by the names of the kernels' parameters; more are added."""
+        arrays["inv_n"] = self.inv_n
         if m > self.most_rows:
             self._run_parts(arrays)
             return
         sizes = self.sizes(m)
         if sizes.temporaries:
             arrays |= self._temporaries(sizes)
-        arrays["tiles_in_slab"] = sizes.tiles_in_slab
+        if sizes.tiles_in_slab:
+            arrays["tiles_in_slab"] = sizes.tiles_in_slab
         for (launch, of_call), grid in zip(self.launches, sizes.grids, strict=True):
             if grid is not None:
                 launch(grid, of_call(arrays))
@@ -163,8 +165,8 @@ class Forward(Launcher):
         m = x.shape[0]
         y, rstd = machine.empty((m, self.n), x.dtype), machine.empty((m,), torch.float32)
         weight = machine.no_weight if weight is None else weight
-        arrays = {"y": y, "rstd": rstd, "x": x, "weight": weight}
-        self.run(m, arrays | {"inv_n": self.inv_n, "eps": eps, "offset": offset})
+        arrays = {"y": y, "rstd": rstd, "x": x, "weight": weight, "eps": eps, "offset": offset}
+        self.run(m, arrays)
         return y, rstd
 
 
@@ -175,7 +177,7 @@ class Backward(Launcher):
         machine, n = self.machine, self.n
         x, dy = _as_read(x, self.tma), _as_read(dy, self.tma)
         m, dx = x.shape[0], machine.empty((x.shape[0], n), x.dtype)
-        arrays = {"dx": dx, "dy": dy, "x": x, "rstd": rstd, "inv_n": self.inv_n, "offset": offset}
+        arrays = {"dx": dx, "dy": dy, "x": x, "rstd": rstd, "offset": offset}
         arrays["weight"] = machine.no_weight if weight is None else weight
         if self.plan.problem.op == "dx":
             arrays["dw_partial"] = machine.no_dw_partial
