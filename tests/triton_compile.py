@@ -29,9 +29,8 @@ from tilegym_rmsnorm.backends.triton import launch
 from tilegym_rmsnorm.backends.triton.config import backward_config, forward_config
 
 SM_COUNT = 132  # the dw tile depends on it
-SMALLEST_SHARED_MEMORY = (
-    101376  # bytes a block may have on sm_86, 89 and 120; the other architectures have more
-)
+# Bytes that a block may have on sm_86, 89 and 120. The other architectures have more.
+SMALLEST_SHARED_MEMORY = 101376
 
 
 class Kernel(NamedTuple):

@@ -102,9 +102,8 @@ def backward_config(M: int, N: int, sm_count: int) -> BackwardConfig:
         width=width,
         tiles=tiles,
         num_warps=num_warps,
-        num_stages=1
-        if plan == "reread"
-        else 2,  # "reread" would double its loads' way to shared memory as well
+        # "reread" would double its loads' way to shared memory as well.
+        num_stages=1 if plan == "reread" else 2,
         dw_rows=DW_TILE // dw_width,
         dw_width=dw_width,
         dw_num_warps=DW_WARPS,

@@ -52,11 +52,11 @@ def forward_rows(
     tscale = ()
     for k in tl.static_range(TILES):
         columns = k * WIDTH + tl.arange(0, WIDTH)
-        tmask = tile_mask(rows, columns, M, ROWS, (k + 1) * WIDTH, N)
+        tcolumn_mask = column_mask(columns, (k + 1) * WIDTH, N)
+        tmask = tile_mask(rows, tcolumn_mask, M, ROWS)
         tx = tx + (
             tl.load(tile_pointers(x_ptr, rows, x_row_stride, columns), mask=tmask, other=0.0).to(tl.float32),
         )
-        tcolumn_mask = column_mask(columns, (k + 1) * WIDTH, N)
         tscale = tscale + (load_scale(weight_ptr, offset, columns, tcolumn_mask, ""),)
 
     tsquares = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -67,7 +67,7 @@ def forward_rows(
 
     for k in tl.static_range(TILES):
         columns = k * WIDTH + tl.arange(0, WIDTH)
-        tmask = tile_mask(rows, columns, M, ROWS, (k + 1) * WIDTH, N)
+        tmask = tile_mask(rows, column_mask(columns, (k + 1) * WIDTH, N), M, ROWS)
         ty = as_multiplied(tx[k] * trstd[:, None], x_ptr, ROUND_XHAT) * tscale[k][None, :]
         tl.store(tile_pointers(y_ptr, rows, N, columns), ty, mask=tmask)
 

@@ -33,12 +33,12 @@ def column_mask(columns, END: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def tile_mask(rows, columns, M, ROWS: tl.constexpr, END: tl.constexpr, N: tl.constexpr):
+def tile_mask(rows, tcolumn_mask, M, ROWS: tl.constexpr):
     # A tile of one row is only visited if that row exists.
     if ROWS == 1:
-        return column_mask(columns, END, N)[None, :]
+        return tcolumn_mask[None, :]
     else:
-        return (rows < M)[:, None] & column_mask(columns, END, N)[None, :]
+        return (rows < M)[:, None] & tcolumn_mask[None, :]
 
 
 @triton.jit
