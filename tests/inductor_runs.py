@@ -58,5 +58,7 @@ class Norm:
 
 
 def uncompiled():
+    """A norm that shares nothing with earlier tests: Dynamo compiles for eight states of a process, and each mode may
+    be one more."""
     inductor._program.cache_clear()
     return Norm()

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from helpers import DEVICE, why_skip
-from inductor_runs import Norm, Passing, uncompiled
+from inductor_runs import Passing, uncompiled
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -36,7 +36,7 @@ DISPATCH_MODES = {
 @pytest.mark.parametrize("mode", DISPATCH_MODES)
 def test_a_dispatch_mode_breaks_no_later_call(mode):
     """Each later call of that width failed."""
-    norm = Norm()
+    norm = uncompiled()
     assert not norm.check()
     with DISPATCH_MODES[mode]():
         assert norm.is_compiled()
@@ -60,7 +60,7 @@ def test_a_first_call_under_a_dispatch_mode_breaks_no_later_one():
 
 def test_a_dispatch_mode_does_not_see_what_is_compiled():
     """No more than it sees of a kernel: Dynamo would refuse."""
-    norm, seen = Norm(), []
+    norm, seen = uncompiled(), []
 
     class Listing(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -75,7 +75,7 @@ def test_a_dispatch_mode_does_not_see_what_is_compiled():
 @not_on_torch_2_9
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
 def test_selective_checkpointing(policy):
-    norm = Norm()
+    norm = uncompiled()
 
     def train():
         x, dy, weight, eps, *_ = norm.inputs
@@ -109,7 +109,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes(mode):
-    norm = uncompiled()  # Dynamo compiles for eight states of a process, and each mode may be one more
+    norm = uncompiled()
     norm.check()
     with MODES[mode]():
         assert not norm.check()
@@ -117,7 +117,7 @@ def test_modes(mode):
 
 
 def test_in_code_that_dynamo_leaves_alone():
-    norm = Norm()
+    norm = uncompiled()
     assert not norm.check(torch._dynamo.disable(norm.train))
     assert not norm.check(torch.compiler.disable(norm.train))
     assert norm.is_compiled()
