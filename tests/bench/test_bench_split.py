@@ -21,7 +21,8 @@ from bench import gate, split
 from bench.check import make_inputs
 from bench.provenance import gpu_slug
 from bench.session import ContextLostError, Session
-from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardSplit, Split
+from tilegym_rmsnorm.backends.cutile.plans.partition import Split
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardSplit
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 

@@ -17,7 +17,8 @@ from cutile_runs import ShuffledMachine, plan_for, run_backward, run_forward  # 
 
 from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans import plan, variants  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans import partition, plan  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.partition import Variant  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BACKWARD_ROW  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
     BackwardRows,
@@ -26,7 +27,6 @@ from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
     BackwardTeam,
     BackwardTiles,
     ForwardTeam,
-    Variant,
 )
 from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine  # noqa: E402
 from tilegym_rmsnorm.spec import Spec  # noqa: E402
@@ -60,7 +60,7 @@ def forward_variants(dtype: torch.dtype, widest: int = 65536) -> list[tuple[Vari
     return list(widths.items())
 
 
-# A weight of x's dtype is awaited together with x, one of another dtype is not.
+# A weight of x's dtype is loaded jointly with x, one of another dtype is not.
 @pytest.mark.parametrize(
     ("variant", "n", "weight"),
     [(*each, BF16) for each in forward_variants(BF16)]
@@ -271,9 +271,9 @@ def test_a_row_of_y_and_dx_does_not_depend_on_the_batch_within_a_size_class(n, s
 
 def test_more_rows_than_one_launch_takes(monkeypatch):
     """Rows past cuda-tile's limits go into further launches, whose partial rows lie behind those of the first."""
-    monkeypatch.setattr(variants, "MOST_ROWS", 40)
+    monkeypatch.setattr(partition, "MOST_ROWS", 40)
     monkeypatch.setattr(BackwardSplit, "most_rows", 40)
-    for module in (variants, plan):
+    for module in (partition, plan):
         monkeypatch.setattr(module, "LARGEST_GRID", 17)
     for each in (BackwardTeam, BackwardStrips):
         monkeypatch.setattr(each, "most_rows", 17)

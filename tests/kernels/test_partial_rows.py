@@ -14,6 +14,7 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from cutile_runs import plan_for, run_backward  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.partition import Split  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.rules import sum_of  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
     BackwardPipelined,
@@ -22,7 +23,6 @@ from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
     BackwardSplitReread,
     BackwardTeam,
     BackwardTiles,
-    Split,
 )
 from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine  # noqa: E402
 

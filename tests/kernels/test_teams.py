@@ -15,7 +15,11 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from cutile_runs import plan_for  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardPipelinedTeam, BackwardTeam, ForwardTeam  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
+    BackwardPipelinedTeam,
+    BackwardTeam,
+    ForwardTeam,
+)
 from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine  # noqa: E402
 
 CPU = torch.device("cpu")

@@ -20,9 +20,10 @@ from tilegym_rmsnorm.backends.cutile.kernels import KERNELS  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import variants  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.partition import WEIGHT_LOADS, Split, Team, Variant  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import OPS, Device  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.variants import BY_KERNEL, WEIGHT_LOADS, Split, Team, Variant  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variants import BY_KERNEL  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine  # noqa: E402
 
 N = 20

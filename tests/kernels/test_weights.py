@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Forwards whose weight is awaited together with x: the results of others to the bit, and in machine code what they are
+"""Forwards whose weight is loaded jointly with x: the results of others to the bit, and in machine code what they are
 there for, all loads before the first sum."""
 
 import re

@@ -15,6 +15,7 @@ from helpers import BF16, FP32, assert_within, expected_results, make_inputs
 
 from tilegym_rmsnorm.backends.cutile.interpreter.arrays import Array
 from tilegym_rmsnorm.backends.cutile.interpreter.rebind import _OPERATIONS
+from tilegym_rmsnorm.backends.cutile.plans.partition import Split
 from tilegym_rmsnorm.backends.cutile.plans.variants import (
     BackwardPipelined,
     BackwardPipelinedTeam,
@@ -29,7 +30,6 @@ from tilegym_rmsnorm.backends.cutile.plans.variants import (
     ForwardRows,
     ForwardTeam,
     ForwardTiles,
-    Split,
 )
 
 CPU = torch.device("cpu")

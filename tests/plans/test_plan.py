@@ -15,6 +15,7 @@ from planning import H100, H200, device, plan, problem, rules_of
 
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS
 from tilegym_rmsnorm.backends.cutile.plans import sizes, tables
+from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS, Split, Team
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
 from tilegym_rmsnorm.backends.cutile.plans.problem import OPS, WEIGHTS, Policy, Problem
 from tilegym_rmsnorm.backends.cutile.plans.select import select
@@ -27,7 +28,6 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import (
 )
 from tilegym_rmsnorm.backends.cutile.plans.variants import (
     FIRST,
-    MOST_MEMBERS,
     BackwardPipelined,
     BackwardPipelinedTeam,
     BackwardReread,
@@ -41,9 +41,7 @@ from tilegym_rmsnorm.backends.cutile.plans.variants import (
     ForwardRows,
     ForwardTeam,
     ForwardTiles,
-    Split,
     SumPartials,
-    Team,
 )
 
 NUMBERS = {"warps": 8, "occupancy": 2, "latency": 4}

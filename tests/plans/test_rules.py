@@ -12,6 +12,14 @@ import pytest
 from planning import by_rules, problem, rules_of
 
 from tilegym_rmsnorm.backends.cutile.plans import tables
+from tilegym_rmsnorm.backends.cutile.plans.partition import (
+    Registers,
+    Split,
+    Team,
+    Variant,
+    power_of_two,
+    two_tiles,
+)
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES, means, sum_of
 from tilegym_rmsnorm.backends.cutile.plans.select import Choice, select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID, SIZES, rows_of_class, size_class
@@ -28,12 +36,6 @@ from tilegym_rmsnorm.backends.cutile.plans.variants import (
     ForwardRows,
     ForwardTeam,
     ForwardTiles,
-    Registers,
-    Split,
-    Team,
-    Variant,
-    power_of_two,
-    two_tiles,
 )
 
 SM_COUNTS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 103: 160, 120: 188}

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from table_cases import BUCKET, TARGET, VARIANT, entry_of
 
 from tilegym_rmsnorm.backends.cutile.plans import problem, tables
+from tilegym_rmsnorm.backends.cutile.plans.partition import Registers
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
-from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardSplit, BackwardTeam, Registers
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardSplit, BackwardTeam
 
 VALUES = st.one_of(
     st.none(),

@@ -8,13 +8,11 @@ from __future__ import annotations
 import pytest
 from planning import by_rules, device
 
+from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Team, Variant
 from tilegym_rmsnorm.backends.cutile.plans.variants import (
     BackwardPipelined,
     BackwardPipelinedTeam,
     BackwardTeam,
-    Split,
-    Team,
-    Variant,
 )
 
 BF16, FP32 = "bfloat16", "float32"

@@ -12,19 +12,19 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilegym_rmsnorm import policy
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS
-from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, Sizes
+from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
 from tilegym_rmsnorm.backends.cutile.plans.problem import Policy, Problem
 from tilegym_rmsnorm.backends.cutile.plans.select import select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
-from tilegym_rmsnorm.backends.cutile.runtime.machine import Machine, machine_of
+from tilegym_rmsnorm.backends.cutile.runtime.machine import Launch, Machine, machine_of
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 from tilegym_rmsnorm.registry import register_impl
 from tilegym_rmsnorm.spec import Spec, Tensors
@@ -32,6 +32,7 @@ from tilegym_rmsnorm.spec import Spec, Tensors
 LARGEST_ROW_STRIDE = 2**31 - 1  # kernels see strides as int32
 OF_ROWS = ("y", "dx", "dy", "x", "rstd")  # arrays with M rows
 DTYPES = {"float32": torch.float32, "int32": torch.int32}
+Picker = Callable[[tuple[Any, ...]], tuple[Any, ...]]  # of a kernel's arguments, from all
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
@@ -39,7 +40,7 @@ NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "f
 def rms_norm_forward(spec: Spec, tensors: Tensors) -> tuple[Tensor, Tensor]:
     """See spec.py. `unusable` has refused a bias."""
     x, weight, _ = tensors
-    m, n = x.shape
+    m, n = x.size(0), spec.n
     weight_dtype = None if weight is None else weight.dtype
     run = _forward(x.device, n, x.dtype, weight_dtype, spec.casting, size_class(m, n), policy.teams())
     return run(x, weight, spec.eps, spec.offset)
@@ -51,7 +52,7 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """See spec.py. partials: of Problem."""
     x, dy, weight, rstd = tensors
-    m, n = x.shape
+    m, n = x.size(0), spec.n
     op, weight_dtype = "dx", None if weight is None else weight.dtype
     if needs_dw and weight is not None:
         op = "backward"
@@ -99,100 +100,130 @@ def plan_for(problem: Problem) -> Plan:
     return select(problem, tables_of(problem.device.architecture, problem.device.target, user_folder()))
 
 
+class OfRows(NamedTuple):
+    """What M decides of a call: `launches`, each kernel with what picks its arguments and its grid; the shapes and
+    dtypes of the arrays that are `made` for it; `numbers`, the row tiles in a slab; and P, the rows of dw_partial."""
+
+    launches: tuple[tuple[Launch, Picker, tuple[int, ...]], ...]
+    made: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    numbers: tuple[int, ...]
+    partial_rows: int
+
+
 class Launcher:
-    """A plan whose kernels are bound to a device."""
+    """A plan whose kernels are bound to a device.
+
+    given: what a call passes to `run`, in this order, by the names of the kernels' parameters. Where in it a kernel's
+    arguments are is found once, so that a call looks up no names.
+    """
+
+    given: tuple[str, ...]
 
     def __init__(self, machine: Machine, plan: Plan) -> None:
         self.machine, self.plan, self.n = machine, plan, plan.problem.n
         self.inv_n, self.most_rows = 1.0 / self.n, plan.most_rows
         self.tma = any(step.uses_tma for step in plan.steps)
-        self.sizes = functools.lru_cache(plan.sizes)  # the M of a model's calls repeat
-        self.launches = []
+        self.of_rows = functools.lru_cache(self._of_rows)  # the M of a model's calls repeat
+        # dw_partial is Backward's to make
+        self.made = [name for name in plan.sizes(1).temporaries if name != "dw_partial"]
+        places = {name: place for place, name in enumerate((*self.given, "tiles_in_slab", *self.made))}
+        self.kernels: list[tuple[Launch, Picker]] = []
         for step in plan.steps:
             parameters, constants = inspect.signature(KERNELS[step.kernel]).parameters, plan.constants(step)
-            # the kernel's arguments by their names: arrays and numbers, then compile-time ones in capitals
-            of_call = _picker([name for name in parameters if not name.isupper()])
+            # arrays and numbers, then compile-time arguments in capitals
+            of_call = _picker([places[name] for name in parameters if not name.isupper()])
             values = tuple(constants[name] for name in parameters if name.isupper())
-            self.launches.append((machine.bind(KERNELS[step.kernel], step, values), of_call))
+            self.kernels.append((machine.bind(KERNELS[step.kernel], step, values), of_call))
 
-    def run(self, m: int, arrays: dict[str, Any]) -> None:
-        """Launches everything, on arrays and numbers by the names of the kernels' parameters; more are added."""
-        arrays["inv_n"] = self.inv_n
-        if m > self.most_rows:
-            self._run_parts(arrays)
-            return
-        sizes = self.sizes(m)
-        if sizes.temporaries:
-            arrays |= self._temporaries(sizes)
-        if sizes.tiles_in_slab:
-            arrays["tiles_in_slab"] = sizes.tiles_in_slab
-        for (launch, of_call), grid in zip(self.launches, sizes.grids, strict=True):
-            if grid is not None:
-                launch(grid, of_call(arrays))
+    def _of_rows(self, m: int) -> OfRows:
+        sizes = self.plan.sizes(m)
+        steps = zip(self.kernels, sizes.grids, strict=True)
+        launches = tuple((*kernel, grid) for kernel, grid in steps if grid is not None)
+        made = ((shape, DTYPES[dtype]) for shape, dtype in map(sizes.temporaries.get, self.made))
+        return OfRows(launches, tuple(made), (sizes.tiles_in_slab,), sizes.partial_rows)
 
-    def _temporaries(self, sizes: Sizes, but: str = "") -> dict[str, Tensor]:
-        empty, wanted = self.machine.empty, sizes.temporaries.items()
-        return {name: empty(shape, DTYPES[dtype]) for name, (shape, dtype) in wanted if name != but}
+    def run(self, m: int, arguments: tuple[Any, ...]) -> None:
+        """Launches every kernel for at most `most_rows` rows."""
+        launches, made, numbers, _ = self.of_rows(m)
+        arguments += numbers
+        if made:
+            arguments += tuple([self.machine.empty(shape, dtype) for shape, dtype in made])
+        for launch, of_call, grid in launches:
+            launch(grid, of_call(arguments))
 
-    def _run_parts(self, arrays: dict[str, Any]) -> None:
-        """More rows than one launch takes: the partial rows of each part lie behind those of the one before."""
+    def run_parts(self, arguments: tuple[Any, ...]) -> None:
+        """More rows than one launch takes: all but the sum of dw in parts, whose partial rows lie behind each other."""
+        arrays, machine = dict(zip(self.given, arguments, strict=True)), self.machine
         names = [name for name in OF_ROWS if name in arrays]
         parts = list(zip(*(arrays[name].split(self.most_rows) for name in names), strict=True))
-        has_sum = "dw" in arrays
-        before = self.launches[:-1] if has_sum else self.launches
-        of_parts = [self.sizes(part[0].shape[0]) for part in parts]
-        counts = [sizes.partial_rows for sizes in of_parts]
-        dw_partial = arrays.get("dw_partial")
+        counts = [self.of_rows(part[0].shape[0]).partial_rows for part in parts]
+        has_sum = self.plan.problem.op == "backward"
+        sums: Any = [arrays.get("dw_partial")] * len(parts)
         if has_sum:
-            dw_partial = self.machine.empty((sum(counts), self.n), torch.float32)
-        sums = dw_partial.split(counts) if has_sum else [dw_partial] * len(parts)
-        for part, sizes, part_sums in zip(parts, of_parts, sums, strict=True):
-            own = arrays | dict(zip(names, part, strict=True))
-            own |= self._temporaries(sizes, but="dw_partial")
-            own |= {"dw_partial": part_sums, "tiles_in_slab": sizes.tiles_in_slab}
-            for (launch, of_call), grid in zip(before, sizes.grids, strict=False):
-                launch(grid, of_call(own))
+            arrays["dw_partial"] = machine.empty((sum(counts), self.n), torch.float32)
+            sums = arrays["dw_partial"].split(counts)
+        sum_up = self.kernels[-1]
+        for part, dw_partial in zip(parts, sums, strict=True):
+            launches, made, numbers, _ = self.of_rows(part[0].shape[0])
+            own = arrays | dict(zip(names, part, strict=True)) | {"dw_partial": dw_partial}
+            temporaries = (machine.empty(shape, dtype) for shape, dtype in made)
+            of_part = (*(own[name] for name in self.given), *numbers, *temporaries)
+            for launch, of_call, grid in launches:
+                if not (has_sum and launch is sum_up[0]):
+                    launch(grid, of_call(of_part))
         if has_sum:
-            launch, of_call = self.launches[-1]
+            launch, of_call = sum_up
             grid = self.plan.steps[-1].grid(0, self.n, sum(counts), 0)
-            launch(grid, of_call(arrays | {"dw_partial": dw_partial}))
+            launch(grid, of_call(tuple(arrays[name] for name in self.given)))
 
 
 class Forward(Launcher):
+    given = ("y", "rstd", "x", "weight", "eps", "offset", "inv_n")
+
     def __call__(self, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
         machine = self.machine
         x = _as_read(x, self.tma)
-        m = x.shape[0]
+        m = x.size(0)
         y, rstd = machine.empty((m, self.n), x.dtype), machine.empty((m,), torch.float32)
-        weight = machine.no_weight if weight is None else weight
-        arrays = {"y": y, "rstd": rstd, "x": x, "weight": weight, "eps": eps, "offset": offset}
-        self.run(m, arrays)
+        arguments = (y, rstd, x, machine.no_weight if weight is None else weight, eps, offset, self.inv_n)
+        if m <= self.most_rows:
+            self.run(m, arguments)
+        else:
+            self.run_parts(arguments)
         return y, rstd
 
 
 class Backward(Launcher):
+    given = ("dx", "dw", "dw_partial", "dy", "x", "weight", "rstd", "offset", "inv_n")
+
     def __call__(
         self, x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, offset: float
     ) -> tuple[Tensor, Tensor | None]:
         machine, n = self.machine, self.n
         x, dy = _as_read(x, self.tma), _as_read(dy, self.tma)
-        m, dx = x.shape[0], machine.empty((x.shape[0], n), x.dtype)
-        arrays = {"dx": dx, "dy": dy, "x": x, "rstd": rstd, "offset": offset}
-        arrays["weight"] = machine.no_weight if weight is None else weight
-        if self.plan.problem.op == "dx":
-            arrays["dw_partial"] = machine.no_dw_partial
+        m, dw, dw_partial = x.size(0), None, machine.no_dw_partial
+        dx = machine.empty((m, n), x.dtype)
+        if self.plan.problem.op == "backward":
+            dw = machine.empty((n,), weight.dtype)
+            p = (
+                self.of_rows(m).partial_rows if m <= self.most_rows else 1
+            )  # `run_parts` makes those of its parts
+            # a partial row that is alone is dw
+            dw_partial = dw.view(1, n) if p == 1 else machine.empty((p, n), torch.float32)
+        weight = machine.no_weight if weight is None else weight
+        arguments = (dx, dw, dw_partial, dy, x, weight, rstd, offset, self.inv_n)
+        if m <= self.most_rows:
+            self.run(m, arguments)
         else:
-            dw = arrays["dw"] = machine.empty((n,), weight.dtype)
-            arrays["dw_partial"] = dw.view(1, n)  # where P is 1: the one partial row is dw
-        self.run(m, arrays)
-        return dx, arrays.get("dw")
+            self.run_parts(arguments)
+        return dx, dw
 
 
-def _picker(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """What picks the values of these names, as a tuple."""
-    if len(names) == 1:  # of which itemgetter would return the value itself
-        return lambda arrays: (arrays[names[0]],)
-    return operator.itemgetter(*names)
+def _picker(places: list[int]) -> Picker:
+    """What picks the values at these places, as a tuple."""
+    if len(places) == 1:  # of which itemgetter would return the value itself
+        return lambda values: (values[places[0]],)
+    return operator.itemgetter(*places)
 
 
 def _as_read(x: Tensor, tma: bool) -> Tensor:

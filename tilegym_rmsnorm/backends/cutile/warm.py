@@ -14,9 +14,9 @@ import torch
 
 from tilegym_rmsnorm import policy
 from tilegym_rmsnorm.backends.cutile.launch import NAMES, Backward, Forward, plan_for
+from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Variant
 from tilegym_rmsnorm.backends.cutile.plans.problem import Policy, Problem
 from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_TILES, MOST_ROWS, SIZES, rows_of_class
-from tilegym_rmsnorm.backends.cutile.plans.variants import Split, Variant
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Machine
 
 EPS = 1e-6

@@ -15,8 +15,8 @@ def wait_for_launch_before(index):
     to decide. Otherwise it puts all that follows from a block's number behind the wait, however early it is written:
     first a division, by the blocks of a cluster. H100, backward 16x4096: 2.33 -> 2.22 us.
 
-    In `forward_rows` only with TOGETHER, whose prototype had it: the others are up to 3 % slower by it (1024x4096). Not
-    in the first kernels of the other backwards, which gained nothing (bench/NOTES.md).
+    In `forward_rows` only with JOINT_WEIGHT, whose prototype had it: the others are up to 3 % slower by it (1024x4096).
+    Not in the first kernels of the other backwards, which gained nothing (bench/NOTES.md).
     """
     if index < NO_BLOCK:
         ct.grid_dependency_control_wait()

@@ -11,7 +11,7 @@ each row's comes with the row before.
 rstd comes with its own row; 4096x18432 119.0, by teams of three blocks (backward_team.py) 132.2. On an H100 4096x16384
 takes 155.6 by 128 blocks, 141.3 by 94 of them (by gathers 144.3, where fewer blocks are slower), and 18432 columns
 with dw are faster by teams. So which kernel serves a width is for the rules and the tables to say, and how many blocks
-walk the rows (`Config.share`) for the tables. A float32 weight takes 136 to 160 bytes of stack at 16384 columns, none
+walk the rows (`grid_percent`) for the tables. A float32 weight takes 136 to 160 bytes of stack at 16384 columns, none
 if PACKED.
 """
 

@@ -40,7 +40,7 @@ def strip_of_dw(dw_partial, dy, x, rstd, k, j, tiles_in_slab, shape, LATENCY, SW
 
     GATHERS: all of a tile is asked for at once; in place of rows past the last one it is read again, with a dy of 0; a
     product that is NaN in spite of that is NaN or infinite in the last row too. Without, tiles that read 0 there, each
-    load behind a branch: faster where chunks of wide rows are issued ahead (launch.py says what takes which). EVEN:
+    load behind a branch: faster where chunks of wide rows are issued ahead (the setting `gathers` says which). EVEN:
     every column of every strip is one of x's.
     """
     GATHERS, EVEN, ROUND_XHAT, DIVISOR = SWITCHES

@@ -8,16 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tilegym_rmsnorm.backends.cutile.plans import rules
+from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Team, Variant
 from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
 from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID
-from tilegym_rmsnorm.backends.cutile.plans.variants import (
-    BackwardStrips,
-    ClearBoard,
-    Split,
-    SumPartials,
-    Team,
-    Variant,
-)
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardStrips, ClearBoard, SumPartials
 
 
 class Sizes(NamedTuple):

@@ -8,6 +8,14 @@ in flight do. The tests compile a sample for each architecture; but for sm_90 th
 
 from __future__ import annotations
 
+from tilegym_rmsnorm.backends.cutile.plans.partition import (
+    Split,
+    Team,
+    Variant,
+    Walks,
+    power_of_two,
+    two_tiles,
+)
 from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
 from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID_Y
 from tilegym_rmsnorm.backends.cutile.plans.variants import (
@@ -20,13 +28,7 @@ from tilegym_rmsnorm.backends.cutile.plans.variants import (
     ForwardReread,
     ForwardRows,
     ForwardTiles,
-    Split,
     SumPartials,
-    Team,
-    Variant,
-    Walks,
-    power_of_two,
-    two_tiles,
 )
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)

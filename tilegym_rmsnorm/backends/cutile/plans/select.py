@@ -14,10 +14,11 @@ import itertools
 from typing import NamedTuple
 
 from tilegym_rmsnorm.backends.cutile.plans import rules
+from tilegym_rmsnorm.backends.cutile.plans.partition import Variant, Walks
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, ITEMSIZE, SAME, Bucket, Problem
 from tilegym_rmsnorm.backends.cutile.plans.records import Record, Records
-from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardPipelinedTeam, Variant, Walks
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardPipelinedTeam
 
 SHARED = {"float16": ("bfloat16",)}  # the same bytes, and the same float32 registers
 SERVED_BY = {"forward": ("forward",), "backward": ("backward",), "dx": ("dx", "backward")}

@@ -12,11 +12,11 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS, Split, Variant, Walks, power_of_two
 from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, ITEMSIZE, SAME, Bucket, Device
 from tilegym_rmsnorm.backends.cutile.plans.select import choose
 from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
-from tilegym_rmsnorm.backends.cutile.plans.variants import MOST_MEMBERS, Split, Variant, Walks, power_of_two
 from tilegym_rmsnorm.backends.cutile.tuning.spaces import SWEEPS
 
 MOST = 60  # of a bucket, unless asked for otherwise
