@@ -51,6 +51,19 @@ def run() -> tuple[torch.Tensor, ...]:
     return y, *torch.autograd.grad(y, (x, weight), torch.randn(y.shape, generator=generator))
 
 
+def test_the_log_says_which_kernels_serve_and_why(launched, caplog):
+    with caplog.at_level("DEBUG", logger="tilegym_rmsnorm"):
+        run()
+        run()
+    forward, backward = [each.getMessage() for each in caplog.records if each.levelname == "DEBUG"]
+    what = f"of {N} float32 columns beside a float32 weight, few:"
+    assert forward.startswith(f"forward {what} forward_rows width=")
+    assert (
+        backward.startswith(f"backward {what} clear_board width=") and "backward_pipelined_team" in backward
+    )
+    assert backward.endswith(" (the rule for 18433 to 131072 columns)")
+
+
 def teams_in(names: list[str]) -> list[str]:
     return [name for name in names if "team" in name or name == "clear_board"]
 

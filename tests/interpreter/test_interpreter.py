@@ -266,6 +266,17 @@ def test_pdb_stops_in_the_kernel():
     assert "Tile[int32,()] 0\n" in answers.getvalue() and "(Tile[int32,()] 5,)\n" in answers.getvalue()
 
 
+def test_a_tile_prints_what_one_can_read():
+    seen = []
+
+    def seeing(x):
+        seen.append(repr(ct.load(x, (0, 0), (64, 512))))
+
+    launch(seeing, (1,), (torch.full((64, 512), 0.5),))
+    [text] = seen
+    assert text.startswith("Tile[float32,(64, 512)] [[0.5, 0.5,") and "..." in text and len(text) < 600
+
+
 def test_cuda_tile_is_left_as_it_was():
     before = {name: getattr(ct, name) for name in ct.__all__}
     stored(square, (2, 2), INT32)

@@ -2,15 +2,17 @@
 # SPDX-License-Identifier: MIT
 """What is selected for rows of every width, as text: `selected.txt` beside this file.
 
-    python tests/plans/selection.py           writes the file anew, for all widths up to WIDEST (ten minutes)
+    python tests/plans/selection.py           writes the file anew, for all widths up to WIDEST (five minutes)
 
-First the selections, numbered. Then blocks: the keys (GPU, op, dtype, weight, size class, and what divides the width)
-that have the same ranges of widths in common, and these, each with the number of what is selected. Widths are told
-apart by what divides them, since that decides what is selected.
+First the selections, each behind a name of its own (letters of its hash, so that a change renames no other). Then
+blocks: the keys (GPU, op, dtype, weight, size class, and what divides the width) that have the same ranges of widths in
+common, and these, each with the name of what is selected. Widths are told apart by what divides them, since that
+decides what is selected.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import sys
 from collections.abc import Iterable, Iterator
@@ -28,6 +30,8 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
 
 WIDEST = 140_000
+NARROW = 4096  # up to which every width is asked for
+BLOCK = 64  # beyond, if the first width of a block and its last have the same, so have those between (see `ranges`)
 FILE = Path(__file__).with_name("selected.txt")
 DIVISORS = (16, 8, 4, 1)  # the largest of them that divides a width
 DEVICES = {
@@ -66,49 +70,82 @@ def text(key: Key, n: int) -> str | None:
     return str(plan_of_key(key, n)) if rows_of_class(key[-1], n) else None
 
 
+def divisor_of(n: int) -> int:
+    """By which of DIVISORS a width is asked for."""
+    return next(each for each in DIVISORS if n % each == 0)
+
+
+def borders(key: Key) -> set[int]:
+    """Where records begin, and where something else does since one ends."""
+    facts = DEVICES[key[0]]
+    tables = tables_of(facts.architecture, facts.target, None)
+    records = itertools.chain(*tables.entries, *tables.rules)
+    return {n for each in records for n in (each.first, each.last + 1) if n <= WIDEST}
+
+
 def ranges(key: Key) -> tuple[Key, dict[int, Ranges]]:
-    """For each divisor the ranges of widths in which the same is selected."""
+    """For each divisor the ranges of widths in which the same is selected.
+
+    A selection changes at a record's border, and, since tiles of rows of more than NARROW columns are of BLOCK columns
+    or more, right behind a multiple of BLOCK.
+    """
     found = {}
+    marks = borders(key)
     for divisor in DIVISORS:
         runs: list[list] = []
-        for n in range(divisor, WIDEST + 1, divisor):
-            if divisor != next(each for each in DIVISORS if n % each == 0):
-                continue
-            now = text(key, n)
+
+        def add(n: int, now: str | None, runs: list[list] = runs) -> None:
             if not runs or runs[-1][2] != now:
                 runs.append([n, n, now])
             runs[-1][1] = n
+
+        for start in range(0, WIDEST, BLOCK):
+            widths = range(start + 1, min(start + BLOCK, WIDEST) + 1)
+            asked = [n for n in widths if divisor_of(n) == divisor]
+            if not asked:
+                continue
+            ends = text(key, asked[0]), text(key, asked[-1])
+            if start >= NARROW and ends[0] == ends[1] and marks.isdisjoint(widths[1:]):
+                add(asked[0], ends[0])
+                add(asked[-1], ends[1])
+                continue
+            for n in asked:
+                add(n, text(key, n))
         found[divisor] = [(first, last, now) for first, last, now in runs if now is not None]
     return key, found
 
 
 def render(found: Iterable[tuple[Key, dict[int, Ranges]]]) -> str:
-    numbers: dict[str, int] = {}
+    names: dict[str, str] = {}
     blocks: dict[str, list[str]] = {}
     for key, by_divisor in found:
         for divisor, runs in by_divisor.items():
-            parts = [f"{first}-{last}:{numbers.setdefault(now, len(numbers))}" for first, last, now in runs]
+            parts = []
+            for first, last, now in runs:
+                name = names.setdefault(now, hashlib.sha256(now.encode()).hexdigest()[:5])
+                parts.append(f"{first}-{last}:{name}")
             if parts:
                 blocks.setdefault(" ".join(parts), []).append(" ".join((*key, str(divisor))))
-    lines = [f"{number} {selection}" for selection, number in numbers.items()]
-    for body, names in blocks.items():
-        lines += ["", *names, body]
+    assert len(set(names.values())) == len(names), "two selections have one name: take more letters"
+    lines = sorted(f"{selection} = {name}" for selection, name in names.items())
+    for body, keys_of_body in blocks.items():
+        lines += ["", *keys_of_body, body]
     return "\n".join(lines) + "\n"
 
 
 def read(file: Path = FILE) -> Iterator[tuple[Key, int, Ranges]]:
     """The keys with their divisors and ranges."""
     first, *blocks = file.read_text(encoding="utf-8").strip().split("\n\n")
-    selections = [line.split(" ", 1)[1] for line in first.splitlines()]
+    selections = {name: selection for selection, name in (line.split(" = ") for line in first.splitlines())}
     for block in blocks:
         *names, body = block.splitlines()
         runs = []
         for part in body.split():
-            widths, number = part.split(":")
+            widths, name = part.split(":")
             low, _, high = widths.partition("-")
-            runs.append((int(low), int(high or low), selections[int(number)]))
-        for name in names:
-            gpu, op, dtype, weight, size, divisor = name.split()
+            runs.append((int(low), int(high), selections[name]))
+        for line in names:
+            gpu, op, dtype, weight, size, divisor = line.split()
             yield (gpu, op, dtype, weight, size), int(divisor), runs
 
 

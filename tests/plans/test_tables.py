@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -18,6 +19,7 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, ITEMSIZE, OPS
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variants import (
+    BY_KERNEL,
     BackwardPipelined,
     BackwardReread,
     BackwardRows,
@@ -249,6 +251,21 @@ def test_a_toolkit_that_does_not_say_its_version_has_no_tables(folders, monkeypa
     monkeypatch.setattr(toolchain, "find_tileiras", lambda: silent)
     assert toolchain.target_of(TARGET.gpu, 90) is None
     assert chosen(facts=device(target=None)) == rule()
+
+
+@pytest.mark.parametrize("kernel", BY_KERNEL)
+def test_a_kernel_that_does_not_go_through_columns_holds_a_whole_row(kernel):
+    """A row's last columns would be left as they were."""
+    numbers = {"width": 1024, "warps": 8, "occupancy": 1, "latency": 4}
+    others = {"members": 2, "rows": 8, "strip": 64, "slab": 64}
+    fields = {each.name for each in dataclasses.fields(BY_KERNEL[kernel])}
+    variant = BY_KERNEL[kernel](**numbers, **{name: others[name] for name in fields & others.keys()})
+    variant.check(variant.lanes, 2, 90)
+    if kernel in ("forward_reread", "backward_reread", "backward_split_reread", "backward_strips"):
+        variant.check(variant.lanes + 8, 2, 90)
+    else:
+        with pytest.raises(ValueError, match=f"columns of all tiles: expected at least {variant.lanes + 8}"):
+            variant.check(variant.lanes + 8, 2, 90)
 
 
 def test_no_tma_before_hopper():

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The examples under docs/ give what the pages say."""
+"""The examples under docs/ give what the pages say, and the kernels that CONTRIBUTING.md names are those that run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ import re
 from pathlib import Path
 
 import pytest
+
+from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
+from tilegym_rmsnorm.backends.cutile.plans.problem import OPS, Device, Problem
+from tilegym_rmsnorm.backends.cutile.plans.select import select
+from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
+from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -37,3 +43,24 @@ def test_paths_that_a_page_names_exist(page):
         and not any((each / name).exists() or "*" in name and list(each.glob(name)) for each in folders)
     ]
     assert not missing
+
+
+def test_the_shapes_that_contributing_names_run_the_kernels_it_names():
+    """In the interpreter, where one steps through them."""
+    machine = pytest.importorskip("tilegym_rmsnorm.backends.cutile.runtime.machine").InterpretedMachine
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \((\d+), (\d+)\) \| (.*) \|$", text, re.M)
+    assert len(rows) > 3
+    for m, n, kernels in rows:
+        served = {
+            step.kernel
+            for op in OPS
+            for step in plan_of_problem(op, int(n), size_class(int(m), int(n)), machine.facts).steps
+        }
+        assert set(re.findall(r"`(\w+)`", kernels)) <= served, (m, n)
+
+
+def plan_of_problem(op: str, n: int, size: str, facts: Device) -> Plan:
+    return select(
+        Problem(op, n, "float32", "float32", size, facts), tables_of(facts.architecture, None, None)
+    )

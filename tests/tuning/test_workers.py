@@ -15,6 +15,7 @@ import pytest
 import torch
 
 ct = pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+from tilegym_rmsnorm import policy  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import sizes, tables  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.variants import ForwardTiles  # noqa: E402
@@ -72,6 +73,17 @@ def test_what_ships_for_a_bucket_is_tried_whatever_the_number_of_candidates(find
         list(workers.search_all([bucket], CPU, 2, 1, start_small))
     assert tried[SMALL][1] == shipped and len(tried[SMALL]) == 2
     assert tried[SMALL._replace(n=16)][1] != shipped
+
+
+def test_no_team_is_tried_where_the_policy_allows_none(finder, monkeypatch):
+    """Where a launch of a team may never end, nor may `tune` launch one."""
+    tried = {}
+    monkeypatch.setattr(search.Search, "tune", lambda self, *asked: tried.update([asked]))
+    wide = Bucket("backward", 40000, "bfloat16", "large")
+    for allowed in (True, False):
+        monkeypatch.setattr(policy, "_teams", allowed)
+        list(workers.search_all([wide], CPU, 60, 1, start_small))
+        assert any(variant.members > 1 for variant in tried[wide]) == allowed
 
 
 def test_an_error_of_a_process_reaches_the_caller():

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilegym_rmsnorm import registry
+from tilegym_rmsnorm import policy, registry
 from tilegym_rmsnorm.backends.cutile.plans import problem, tables
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Target
 from tilegym_rmsnorm.backends.cutile.plans.records import Record
@@ -198,7 +198,8 @@ class Progress:
 def _describe(bucket: Bucket, entry: Record, machine: Machine) -> str:
     figures = [f"M = {e['m']}: {e['us']:.1f} us, by the rules {e['before']:.1f}" for e in entry.evidence]
     variant, facts = entry.variant(bucket.n), machine.facts
-    is_default = variant == candidates.by_rules(bucket, facts.architecture, facts.most_members)
+    most_members = facts.most_members if policy.teams() else 1
+    is_default = variant == candidates.by_rules(bucket, facts.architecture, most_members)
     what = "the rules' settings" if is_default else str(variant)
     beside = "" if bucket.weight == problem.SAME else f" beside a {bucket.weight} weight"
     return f"{bucket.op} {bucket.dtype} N = {bucket.n} {bucket.size}{beside}: {', '.join(figures)}; {what}"

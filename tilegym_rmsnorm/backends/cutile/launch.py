@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ from tilegym_rmsnorm.backends.cutile.runtime.machine import Launch, Machine, mac
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 from tilegym_rmsnorm.registry import register_impl
 from tilegym_rmsnorm.spec import Spec, Tensors
+
+logger = logging.getLogger("tilegym_rmsnorm")
 
 LARGEST_ROW_STRIDE = 2**31 - 1  # kernels see strides as int32
 OF_ROWS = ("y", "dx", "dy", "x", "rstd")  # arrays with M rows
@@ -96,8 +99,12 @@ def _backward(
 
 
 def plan_for(problem: Problem) -> Plan:
-    """The plan of a problem, by what ships and by the user's tables."""
-    return select(problem, tables_of(problem.device.architecture, problem.device.target, user_folder()))
+    """The plan of a problem, by what ships and by the user's tables; logged at level DEBUG."""
+    plan = select(problem, tables_of(problem.device.architecture, problem.device.target, user_folder()))
+    op, n, dtype, weight, size, *_ = problem
+    beside = "no weight" if weight is None else f"a {weight} weight"
+    logger.debug("%s of %d %s columns beside %s, %s: %s (%s)", op, n, dtype, beside, size, plan, plan.source)
+    return plan
 
 
 class OfRows(NamedTuple):

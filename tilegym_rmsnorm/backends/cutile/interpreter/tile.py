@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
+import reprlib
 from collections.abc import Callable
 
 import cuda.tile as ct
@@ -252,7 +253,7 @@ class Tile:
         raise AttributeError(f"Tile has no attribute {attribute!r}")
 
     def __repr__(self) -> str:
-        return f"Tile[{name(self.value.dtype)},{self.shape}] {self}"
+        return f"Tile[{name(self.value.dtype)},{self.shape}] {_abridged(self.value.tolist())}"
 
     def __str__(self) -> str:
         return str(self.value.tolist())
@@ -289,3 +290,10 @@ class Tile:
         if self.value.dtype.is_floating_point:
             raise TypeError(f"~ takes integers, got {name(self.value.dtype)}")
         return Tile(~self.value)
+
+
+def _abridged(values: object) -> str:
+    """The first 8 of each dimension: what pdb prints of a tile is to be read."""
+    shortener = reprlib.Repr()
+    shortener.maxlist, shortener.maxlevel, shortener.maxother = 8, 4, 40
+    return shortener.repr(values)

@@ -23,15 +23,15 @@ write dx, and keep the sum of *their* rows of h * x in registers. Each writes th
 atomics: the order of every addition follows from indices alone, so dw has the same bits on every run. (Where P is 1
 there is nothing to add: launch.py passes dw in the place of dw_partial.)
 
-How a row is held decides the kernel; rules.py says which serves which shape:
+How a row is held decides the kernel; plans/ says which serves which shape:
 
     backward_rows     one row per step, gathered into register tiles
     backward_tiles    one or several rows per step, as 2-D tiles, which TMA can load
     backward_pipelined
                       (pipelined.py) one row per step, which TMA brings while the one before is summed
-    backward_team    (backward_team.py) wide rows, each shared by several blocks
+    backward_team     (backward_team.py) wide rows, each shared by several blocks
     backward_split    (split.py) few rows: blocks for dx and blocks for dw side by side
-    backward_reread   (two_pass.py) dx alone, of rows that neither registers nor a team hold
+    backward_reread   (reread.py) dx alone, of rows that neither registers nor a team hold
     backward_means, backward_strips
                       (two_pass.py) wide rows that those do not serve: c first, then strips of columns
 

@@ -13,8 +13,8 @@ that is cheaper than what backward_rows does instead:
 
 dw_partial gets a row for every slab of rows, and sum_partials adds them as always; where one slab is all, that row is
 dw itself. Slabs follow one another in launch order, so that what is in flight at a time, one slab or two, fits L2 (as
-long as P stays below its bound: then sizes.slab_tiles makes slabs taller). The kernel is for calls that need dw, so
-there is a weight; dx alone of rows that no team holds has backward_reread in two_pass.py.
+long as P stays below its bound: then Split.slab_tiles makes slabs taller). The kernel is for calls that need dw, so
+there is a weight; dx alone of rows that no team holds has backward_reread.
 """
 
 import cuda.tile as ct

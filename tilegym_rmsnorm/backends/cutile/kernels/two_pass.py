@@ -1,12 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The backward of rows too wide for registers, beside backward_split. The mathematics is that of backward.py.
+"""The backward of rows too wide for registers, where neither backward_split nor a team serves. The mathematics is that
+of backward.py.
 
-    backward_reread   dx alone: a row per block, summed chunk by chunk for c, then read again, from L2 mostly
     backward_means    dx and dw by two passes over x and dy, 10 bytes an element in bfloat16 instead of 6: c of every
     backward_strips   row, then strips of columns
 
-The passes serve where a tuned table says so, beyond 131072 columns, in rows that are not aligned (rules.py), and on
+The passes serve where an entry says so, beyond 131072 columns, in rows that are not aligned (plans/rules.py), and on
 other architectures than sm_90, for which nobody has timed teams or backward_split on wide rows.
 """
 

@@ -65,9 +65,10 @@ class Variant:
 
     kernel: ClassVar[str]  # the function's name in kernels/
     serves: ClassVar[tuple[str, ...]] = ()  # the ops (problem.OPS) whose first kernel it may be
-    walks: ClassVar[bool] = (
-        False  # whether the grid's blocks, or teams, walk the rows; else each has a row or a tile
-    )
+    # whether the grid's blocks, or teams, walk the rows; else each has a row or a tile
+    walks: ClassVar[bool] = False
+    # whether a block, or the grid, goes through a row's columns; else its tiles hold all of them
+    goes_through_columns: ClassVar[bool] = False
 
     width: int
     warps: int
@@ -142,15 +143,16 @@ class Variant:
     def check(self, n: int, itemsize: int, architecture: int) -> None:
         """Raise ValueError unless the kernel can be compiled with these settings and covers every column of rows of n
         elements of `itemsize` bytes."""
+        covers = self.goes_through_columns or self.lanes >= n
+        expect(covers, "columns of all tiles", f"at least {n}", self.lanes)
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
             expect(type(value) is _TYPES[str(each.type)], each.name, each.type, value)
         extents = (self.width, self.rows, self.strip, self.rest or 1)
         expect(all(e > 0 and e == power_of_two(e) for e in extents), "extents", "powers of two", extents)
         expect(self.tile <= LARGEST_TILE, "a tile", f"at most {LARGEST_TILE} elements", self.tile)
-        expect(
-            self.warps in (4, 8), "warps", "4 or 8", self.warps
-        )  # cuda-tile refuses others up to tileiras 13.4
+        # cuda-tile refuses others up to tileiras 13.4
+        expect(self.warps in (4, 8), "warps", "4 or 8", self.warps)
         # 8 for a backward with dw: each block leaves a row of dw_partial
         most, least = 8 if "backward" in self.serves else 32, SMALLEST_GRID_PERCENT
         expect(1 <= self.occupancy <= most, "occupancy", f"1 to {most}", self.occupancy)
@@ -186,7 +188,6 @@ class Registers(Variant):
 
     def check(self, n: int, itemsize: int, architecture: int) -> None:
         super().check(n, itemsize, architecture)
-        expect(self.lanes >= n, "columns of all tiles", f"at least {n}", self.lanes)
         expect(1 <= self.pieces <= MOST_PIECES, "pieces", f"1 to {MOST_PIECES}", self.pieces)
         last = self.rest or self.width  # the last tile alone is bounds-checked
         before = self.lanes - last
@@ -231,6 +232,8 @@ class Team(Registers):
 @dataclass(frozen=True, kw_only=True)
 class Chunks(Variant):
     """A row that no registers hold, in chunks of `width` columns one after the other."""
+
+    goes_through_columns = True
 
     latency: int = field()
     tma: bool = False

@@ -49,10 +49,10 @@ class Bucket(NamedTuple):
     size: str  # of sizes.SIZES
     weight: str = SAME  # of WEIGHTS
 
-    def problem(self, device: Device) -> Problem:
+    def problem(self, device: Device, policy: Policy | None = None) -> Problem:
         """Its problem on a device, with a weight."""
         weight = FLOAT32 if self.weight == FLOAT32 else self.dtype
-        return Problem(self.op, self.n, self.dtype, weight, self.size, device)
+        return Problem(self.op, self.n, self.dtype, weight, self.size, device, policy=policy or Policy())
 
 
 class Problem(NamedTuple):

@@ -5,7 +5,7 @@ entries, which hold for one N on one GPU model, have the same schema, those that
 
     ops, dtypes, weights, sizes   lists: what it serves (problem.py, sizes.py)
     n                             [first, last] columns, or [first, null]; one number for an entry
-    rows                          of a rule: "any" for rows that are not aligned too (Problem.is_aligned)
+    alignment                     of a rule: "any" for rows that are not aligned too (Problem.is_aligned)
     gpus                          of an entry that ships: the models that it was measured on
     kernel, settings              the variant (variants.py) but for what follows from N (`fitted`): a width that holds
                                   the row, the pieces or members that it takes; a list: the first that fits
@@ -33,7 +33,7 @@ from tilegym_rmsnorm.backends.cutile.plans.variants import BY_KERNEL
 
 SCHEMA = 2
 OF_LISTS = {"ops": OPS, "dtypes": tuple(ITEMSIZE), "weights": WEIGHTS, "sizes": SIZES}
-OPTIONAL = {"weights": [SAME], "rows": "aligned", "gpus": [], "spills": "", "evidence": []}
+OPTIONAL = {"weights": [SAME], "alignment": "aligned", "gpus": [], "spills": "", "evidence": []}
 
 
 class Record(NamedTuple):
@@ -45,7 +45,7 @@ class Record(NamedTuple):
     last: int
     kernel: str
     settings: tuple[dict[str, Any], ...]
-    rows: str = "aligned"
+    alignment: str = "aligned"
     gpus: tuple[str, ...] = ()
     spills: str = ""
     evidence: tuple[dict[str, Any], ...] = ()
@@ -86,7 +86,9 @@ class Records:
         """The first record that serves a bucket, and its variant."""
         n = bucket.n
         for record in self._by_key.get((bucket.op, bucket.dtype, bucket.size, bucket.weight), ()):
-            if record.first <= n <= record.last and (is_aligned or record.is_entry or record.rows == "any"):
+            if record.first <= n <= record.last and (
+                is_aligned or record.is_entry or record.alignment == "any"
+            ):
                 if (variant := record.variant(n, most_members)) is not None:
                     return record, variant
         return None
@@ -116,9 +118,9 @@ def parse(item: Any, architecture: int) -> Record:
     are_names = isinstance(item["gpus"], list) and all(isinstance(gpu, str) for gpu in item["gpus"])
     expect(are_names, "gpus", "a list of names", item["gpus"])
     expect(isinstance(item["spills"], str), "spills", "a text", item["spills"])
-    expect(item["rows"] in ("aligned", "any"), "rows", "aligned or any", item["rows"])
+    expect(item["alignment"] in ("aligned", "any"), "alignment", "aligned or any", item["alignment"])
     given: dict[str, Any] = {name: tuple(item[name]) for name in (*OF_LISTS, "gpus", "evidence")}
-    given |= {name: item[name] for name in ("kernel", "rows", "spills")}
+    given |= {name: item[name] for name in ("kernel", "alignment", "spills")}
     record = Record(first=first, last=last, settings=tuple(settings), is_entry=type(n) is int, **given)
     for measured in record.evidence:
         numbers = [measured[name] for name in ("m", "us", "before") if name in measured]
@@ -152,5 +154,5 @@ def render(record: Record) -> str:
     item = {name: list(value) if isinstance(value, tuple) else value for name, value in item.items()}
     if len(record.settings) == 1:
         item["settings"] = record.settings[0]
-    order = [*OF_LISTS, "n", "rows", "gpus", "kernel", "settings", "spills", "evidence"]
+    order = [*OF_LISTS, "n", "alignment", "gpus", "kernel", "settings", "spills", "evidence"]
     return json.dumps({name: item[name] for name in order if item[name] != OPTIONAL.get(name)})

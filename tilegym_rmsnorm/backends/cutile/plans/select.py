@@ -18,6 +18,7 @@ from tilegym_rmsnorm.backends.cutile.plans.partition import Variant, Walks
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, ITEMSIZE, SAME, Bucket, Problem
 from tilegym_rmsnorm.backends.cutile.plans.records import Record, Records
+from tilegym_rmsnorm.backends.cutile.plans.sizes import NO_END
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardPipelinedTeam
 
 SHARED = {"float16": ("bfloat16",)}  # the same bytes, and the same float32 registers
@@ -89,4 +90,10 @@ def serves_dx_alone(variant: Variant) -> bool:
 
 
 def _columns(record: Record) -> str:
-    return f"{record.first} columns" if record.is_entry else f"{record.first} to {record.last} columns"
+    if record.is_entry:
+        return f"{record.first} columns"
+    return (
+        f"{record.first} columns or more"
+        if record.last == NO_END
+        else f"{record.first} to {record.last} columns"
+    )

@@ -155,7 +155,6 @@ class BackwardSplit(Split):
 
     def check(self, n: int, itemsize: int, architecture: int) -> None:
         super().check(n, itemsize, architecture)
-        expect(self.lanes >= n, "columns of all tiles", f"at least {n}", self.lanes)
         expect(not self.rest or self.width < n, "columns before the last tile", f"below {n}", self.width)
 
     def grid(self, m: int, n: int, p: int, sm_count: int) -> tuple[int, ...]:
@@ -171,6 +170,7 @@ class BackwardSplitReread(Split):
 
     kernel = "backward_split_reread"
     serves = ("backward",)
+    goes_through_columns = True
 
     gathers: bool = False
 
@@ -234,6 +234,7 @@ class SumPartials(Variant):
     """The sum of dw_partial, in tiles of `rows` rows and `width` columns."""
 
     kernel = "sum_partials"
+    goes_through_columns = True
 
     rows: int = field()
 
@@ -249,6 +250,7 @@ class ClearBoard(Variant):
     """
 
     kernel = "clear_board"
+    goes_through_columns = True  # of a board, which has none of a row's
 
     rows: int = field()
 
@@ -263,9 +265,6 @@ class ClearBoard(Variant):
         return (self.board_rows(m) // self.rows,)
 
 
-FIRST = (
-    *(ForwardRows, ForwardTiles, ForwardTeam, ForwardReread),
-    *(BackwardRows, BackwardTiles, BackwardPipelined, BackwardTeam, BackwardPipelinedTeam),
-    *(BackwardSplit, BackwardSplitReread, BackwardStrips, BackwardReread),
-)
-BY_KERNEL: dict[str, type[Variant]] = {variant.kernel: variant for variant in FIRST}
+_CLASSES = [each for each in list(vars().values()) if isinstance(each, type) and issubclass(each, Variant)]
+# Those that may be a plan's first kernel, by their names: every class above that serves an op.
+BY_KERNEL: dict[str, type[Variant]] = {each.kernel: each for each in _CLASSES if each.serves}

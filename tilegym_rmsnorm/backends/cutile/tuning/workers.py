@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import torch
 
+from tilegym_rmsnorm import policy
 from tilegym_rmsnorm.backends.cutile.launch import plan_for
-from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, Bucket
+from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Policy
 from tilegym_rmsnorm.backends.cutile.plans.records import Record
 from tilegym_rmsnorm.backends.cutile.plans.tables import shipped_for
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
@@ -105,9 +106,9 @@ def _search(bucket: Bucket, most: int) -> Found:
     """One bucket's search in this process."""
     _lines.clear()
     facts = _searching.machine.facts
-    known = [plan_for(bucket.problem(facts)).first, *shipped_for(bucket)]
-    numbers = ITEMSIZE[bucket.dtype], facts.architecture, most, facts.most_members
-    tried = candidates(bucket, *numbers, known)
+    problem = bucket.problem(facts, Policy(policy.teams()))
+    known = [plan_for(problem).first, *shipped_for(bucket)]
+    tried = candidates(bucket, problem.itemsize, facts.architecture, most, problem.most_members, known)
     try:
         return Found(bucket, _searching.tune(bucket, tried), tuple(_lines))
     # nothing right, no memory, a kernel that broke the context, or one that the compiler fails at
