@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import tilegym_rmsnorm
+from tilegym_rmsnorm import policy
 from tilegym_rmsnorm.backends.cutile.runtime.toolchain import dotted, find_tileiras, package_version
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE, user_folder
 from tilegym_rmsnorm.commands.installation import driver_gpus
@@ -55,6 +56,7 @@ def describe_run() -> dict[str, Any]:
         "commit": commit,
         "dirty": is_dirty,
         "sources": hash_sources(),
+        "teams": policy.teams(),
         "user_tables": None if (folder := user_folder()) is None else str(folder),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
@@ -116,6 +118,7 @@ def one_line(result: dict[str, Any]) -> str:
     where += [f"CUDA {result['cuda']}"] if result["gpu"] and result["cuda"] else []
     where += [f"tileiras {result['tileiras']}"] if result["tileiras"] else []
     where += [f"the user's tables in {result['user_tables']}"] if result.get("user_tables") else []
+    where += ["without teams"] if not result.get("teams", True) else []
     others = dict.fromkeys(
         f"{', '.join(process['providers'])} in part of commit {process['commit'][:12]}"
         for process in result.get("processes", [])

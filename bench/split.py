@@ -51,10 +51,11 @@ from bench.report import write_json
 from bench.session import ContextLostError, Session
 from bench.shapes import Shape, compulsory_bytes
 from tilegym_rmsnorm import registry
-from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Variant
+from tilegym_rmsnorm.backends.cutile.plans.partition import Split
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Device
 from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.tuning.candidates import by_rules
 from tilegym_rmsnorm.commands import options
 from tilegym_rmsnorm.commands.installation import why_not_writable

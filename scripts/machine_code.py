@@ -13,6 +13,7 @@ width, and of these every third for sm_90 and every eighth for other architectur
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import struct
@@ -35,9 +36,8 @@ from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E4
 from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class  # noqa: E402
 
 ROWS = (4096, 1040, 1024, 512, 256, 128, 64, 32, 16, 8, 1)  # the first of the size class
-_known: dict[
-    tuple[Any, ...], str
-] = {}  # hashes of this process, by all that the compiler tells kernels apart by
+# Hashes of this process, by all that the compiler tells kernels apart by
+_known: dict[tuple[Any, ...], str] = {}
 
 
 class HashingMachine(CompilingMachine):
@@ -110,19 +110,37 @@ def hashes_of(case: str) -> tuple[str, list[Any]]:
     return case, machine.hashes
 
 
-def main(command: str, *files: str) -> int:
-    if command == "write":
-        new, *old = map(Path, files)
-        todo = list(json.loads(old[0].read_text())) if old else list(cases())
-        with ProcessPoolExecutor() as pool:
-            new.write_text(json.dumps(dict(pool.map(hashes_of, todo, chunksize=16)), indent=0))
-        print(f"{len(todo)} cases")
-        return 0
-    before, after = (json.loads(Path(file).read_text()) for file in files)
+def write(new: Path, old: Path | None) -> int:
+    todo = list(json.loads(old.read_text())) if old else list(cases())
+    with ProcessPoolExecutor() as pool:
+        new.write_text(json.dumps(dict(pool.map(hashes_of, todo, chunksize=16)), indent=0))
+    print(f"{len(todo)} cases")
+    return 0
+
+
+def compare(old: Path, new: Path) -> int:
+    before, after = (json.loads(path.read_text()) for path in (old, new))
     different = sorted(case for case in before.keys() | after.keys() if before.get(case) != after.get(case))
     print(f"{len(before)} and {len(after)} cases, {len(different)} differ", *different, sep="\n")
     return 1 if different else 0
 
 
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    writing = commands.add_parser("write", help="hash what is selected")
+    writing.add_argument("new", type=Path)
+    writing.add_argument("old", type=Path, nargs="?", help="whose cases are compiled")
+    writing.set_defaults(run=write)
+    comparing = commands.add_parser("compare", help="say what differs")
+    comparing.add_argument("old", type=Path)
+    comparing.add_argument("new", type=Path)
+    comparing.set_defaults(run=compare)
+    arguments = vars(parser.parse_args())
+    return arguments.pop("run")(**arguments)
+
+
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())

@@ -31,10 +31,10 @@ from cuda.tile.compilation import (
 )
 
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward
-from tilegym_rmsnorm.backends.cutile.plans.partition import Variant
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
 from tilegym_rmsnorm.backends.cutile.plans.problem import Device
 from tilegym_rmsnorm.backends.cutile.plans.select import Choice
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
 from tilegym_rmsnorm.backends.cutile.runtime.machine import compiled
 

@@ -8,9 +8,9 @@ from helpers import Inputs
 
 from tilegym_rmsnorm.backends.cutile import interpreter
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward
-from tilegym_rmsnorm.backends.cutile.plans.partition import Variant
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
 from tilegym_rmsnorm.backends.cutile.plans.select import select
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine, Machine
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS, Variant
+from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import Device, Problem, Target
 from tilegym_rmsnorm.backends.cutile.plans.select import Choice, Tables, choose
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 
 H100, H200 = (Target(gpu, 90, "1.7.0", "13.4.92") for gpu in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"))
 

@@ -13,10 +13,10 @@ import planning
 import pytest
 
 from tilegym_rmsnorm.backends.cutile.plans import records, select, tables
-from tilegym_rmsnorm.backends.cutile.plans.partition import Variant
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Device, Target
 from tilegym_rmsnorm.backends.cutile.plans.records import Record
 from tilegym_rmsnorm.backends.cutile.plans.select import Choice
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardRows
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 

@@ -4,11 +4,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 TEAMS_VARIABLE = "TILEGYM_RMSNORM_TEAMS"
 _ON, _OFF = ("1", "true", "on", "yes", ""), ("0", "false", "off", "no")
-_teams: bool | None = None  # what `set_teams` said, or the environment when it was first asked
+_teams: bool | None = None  # what `set_teams` said
 
 
 def set_teams(enabled: bool | None) -> None:
@@ -25,18 +26,23 @@ def set_teams(enabled: bool | None) -> None:
     global _teams
     if enabled is not None and type(enabled) is not bool:
         raise TypeError(f"enabled: expected True, False or None, got {enabled!r}")
+    if enabled is None:
+        _teams_by_environment.cache_clear()
     _teams = enabled
 
 
 def teams() -> bool:
     """Whether kernels may serve whose blocks wait for each other. ValueError where the environment does not say."""
-    global _teams
-    if _teams is None:
-        value = os.environ.get(TEAMS_VARIABLE, "").strip().lower()
-        if value not in _ON + _OFF:
-            known = f"{', '.join(filter(None, _ON))} or {', '.join(_OFF)}"
-            raise ValueError(
-                f"{TEAMS_VARIABLE}: expected {known}, or nothing, got {os.environ[TEAMS_VARIABLE]!r}"
-            )
-        _teams = value in _ON
-    return _teams
+    said = _teams  # once: another thread may set it meanwhile
+    return _teams_by_environment() if said is None else said
+
+
+@functools.cache
+def _teams_by_environment() -> bool:
+    value = os.environ.get(TEAMS_VARIABLE, "").strip().lower()
+    if value not in _ON + _OFF:
+        known = f"{', '.join(filter(None, _ON))} or {', '.join(_OFF)}"
+        raise ValueError(
+            f"{TEAMS_VARIABLE}: expected {known}, or nothing, got {os.environ[TEAMS_VARIABLE]!r}"
+        )
+    return value in _ON

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,6 +51,17 @@ def run() -> tuple[torch.Tensor, ...]:
     weight = torch.randn(N, generator=generator).requires_grad_()
     y = tr.rms_norm(x, (N,), weight, 1e-6, backend="cutile")
     return y, *torch.autograd.grad(y, (x, weight), torch.randn(y.shape, generator=generator))
+
+
+def test_what_is_set_while_the_environment_is_read_holds(monkeypatch):
+    @functools.cache
+    def read():
+        tr.set_teams(False)
+        return True
+
+    monkeypatch.setattr(policy, "_teams_by_environment", read)
+    policy.teams()
+    assert policy.teams() is False
 
 
 def test_the_log_says_which_kernels_serve_and_why(launched, caplog):

@@ -26,9 +26,9 @@ from planning import device, plan, problem, rules_of
 from table_cases import copy_rules, entries_that_ship, forget_files
 
 from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward
-from tilegym_rmsnorm.backends.cutile.plans.partition import Variant
 from tilegym_rmsnorm.backends.cutile.plans.select import choose, serves_dx_alone
 from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class, size_class
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 from tilegym_rmsnorm.spec import Spec
 

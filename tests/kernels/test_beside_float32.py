@@ -10,10 +10,10 @@ import torch
 from helpers import BF16, FP32, assert_within, expected_results, make_inputs
 from planning import by_rules, device, problem, rules_of
 
-from tilegym_rmsnorm.backends.cutile.plans.partition import Variant
 from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, OPS, SAME, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardRows, ForwardRows, ForwardTeam
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")

@@ -18,8 +18,8 @@ from cutile_runs import ShuffledMachine, plan_for, run_backward, run_forward  # 
 from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import partition, plan  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.partition import Variant  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BACKWARD_ROW  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
     BackwardRows,
     BackwardSplit,
@@ -299,9 +299,8 @@ def test_more_rows_than_one_launch_takes(monkeypatch):
     check(shared, "backward", 17, BackwardTeam(**team))
     check(shared, "backward", 4, BackwardTeam(**team), partials="own")
     check(shared, "forward", 4, ForwardTeam(**team))
-    check(
-        shared, "backward", 17, BackwardStrips(width=16, rows=4, **HINTS)
-    )  # the mean of each row, a block a row
+    # the mean of each row, a block a row
+    check(shared, "backward", 17, BackwardStrips(width=16, rows=4, **HINTS))
     check(inputs, "backward", 40, BackwardSplit(width=64, rows=4, strip=16, slab=8, **HINTS))
 
 

@@ -20,10 +20,14 @@ from tilegym_rmsnorm.backends.cutile.kernels import KERNELS  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import variants  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.partition import WEIGHT_LOADS, Split, Team, Variant  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Team  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import OPS, Device  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.variants import BY_KERNEL  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variants import (
+    BY_KERNEL,  # noqa: E402
+    WEIGHT_LOADS,  # noqa: E402
+)
 from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine  # noqa: E402
 
 N = 20

@@ -11,8 +11,9 @@ import torch
 from planning import by_rules
 from sweeps import beside_float32
 
-from tilegym_rmsnorm.backends.cutile.plans.partition import Team, Variant
+from tilegym_rmsnorm.backends.cutile.plans.partition import Team
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.plans.variants import ForwardRows
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")

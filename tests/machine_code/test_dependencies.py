@@ -30,9 +30,10 @@ from planning import by_rules  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernels.pdl import NO_BLOCK, wait_for_launch_before  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt, load_tile  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.partition import Team, Variant  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.partition import Team  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import OPS  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.select import Choice  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
     BackwardPipelined,
     BackwardPipelinedTeam,

@@ -29,8 +29,9 @@ from control_flow import loops  # noqa: E402
 from pipelines import overwritten  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt, load_gradient_tiles  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.partition import Variant, Walks  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.partition import Walks  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, OPS, SAME  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
     BackwardPipelined,
     BackwardPipelinedTeam,

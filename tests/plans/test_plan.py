@@ -14,7 +14,7 @@ import pytest
 from planning import H100, H200, device, plan, problem, rules_of
 
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS
-from tilegym_rmsnorm.backends.cutile.plans import sizes, tables
+from tilegym_rmsnorm.backends.cutile.plans import partition, sizes, tables, variant, variants
 from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS, Split, Team
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
 from tilegym_rmsnorm.backends.cutile.plans.problem import OPS, WEIGHTS, Policy, Problem
@@ -25,6 +25,7 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import (
     MOST_ROWS,
     SIZES,
     rows_of_class,
+    size_class,
 )
 from tilegym_rmsnorm.backends.cutile.plans.variants import (
     BY_KERNEL,
@@ -157,8 +158,9 @@ def test_nothing_but_m_decides_the_sizes_of_a_plan(made, monkeypatch):
     """Not what was asked before, nor the thresholds of the size classes, nor any other part of the problem."""
     some = counts(made)[::7]
     before = {m: made.sizes(m) for m in some}
-    monkeypatch.setattr(sizes, "FEW_ROWS", 5)
-    monkeypatch.setattr(sizes, "SMALL", 640)
+    for module in (sizes, partition, variant, variants):
+        for name, value in (("FEW_ROWS", 5), ("SMALL", 640)):
+            monkeypatch.setattr(module, name, value, raising=False)
     target = H200 if made.problem.device.target is None else None
     others = [
         made.problem._replace(size="few"),
@@ -179,10 +181,10 @@ def test_the_selector_never_sees_how_many_rows_there_are():
     fields = set(Problem._fields)
     assert fields.isdisjoint({"m", "rows", "shape"}) and {"n", "size"} <= fields
     assert set(inspect.signature(select).parameters) == {"problem", "tables"}
-    for op, n, size in itertools.product(OPS, (64, 4096, 40000), SIZES):
-        asked = problem(op, n, size=size)
-        assert select(asked, rules_of()) == select(asked, rules_of())
-        assert hash(asked) == hash(problem(op, n, size=size)), "a cache can find it"
+    for op, n in itertools.product(OPS, (64, 4096, 40000)):
+        classes = [size_class(m, n) for m in range(1, 70000, 997)]
+        plans = {(size, select(problem(op, n, size=size), rules_of())) for size in classes}
+        assert len(plans) == len(set(classes)), "as many plans as classes, for 71 numbers of rows"
 
 
 WIDTHS = sorted(

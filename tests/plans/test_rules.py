@@ -12,17 +12,11 @@ import pytest
 from planning import by_rules, problem, rules_of
 
 from tilegym_rmsnorm.backends.cutile.plans import tables
-from tilegym_rmsnorm.backends.cutile.plans.partition import (
-    Registers,
-    Split,
-    Team,
-    Variant,
-    power_of_two,
-    two_tiles,
-)
+from tilegym_rmsnorm.backends.cutile.plans.partition import Registers, Split, Team, two_tiles
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES, means, sum_of
 from tilegym_rmsnorm.backends.cutile.plans.select import Choice, select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID, SIZES, rows_of_class, size_class
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, power_of_two
 from tilegym_rmsnorm.backends.cutile.plans.variants import (
     BackwardPipelined,
     BackwardReread,

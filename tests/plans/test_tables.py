@@ -14,10 +14,11 @@ from planning import by_rules, device, problem, rules_of
 from table_cases import BUCKET, ENTRY, GPU, TARGET, VARIANT, choice, chosen, entry_of, rule, ship
 
 from tilegym_rmsnorm.backends.cutile.plans import records, select, tables
-from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Team, Variant
+from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Team
 from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, ITEMSIZE, OPS, WEIGHTS, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.plans.variants import (
     BY_KERNEL,
     BackwardPipelined,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 from planning import by_rules, device
 
-from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Team, Variant
+from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Team
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.plans.variants import (
     BackwardPipelined,
     BackwardPipelinedTeam,

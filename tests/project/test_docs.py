@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
 from tilegym_rmsnorm.backends.cutile.plans.problem import OPS, Device, Problem
 from tilegym_rmsnorm.backends.cutile.plans.select import select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
@@ -46,21 +45,27 @@ def test_paths_that_a_page_names_exist(page):
 
 
 def test_the_shapes_that_contributing_names_run_the_kernels_it_names():
-    """In the interpreter, where one steps through them."""
+    """In the interpreter, where one steps through them: those of a forward and of a backward that needs dw, and, behind
+    "without a gradient of weight", of one that does not."""
     machine = pytest.importorskip("tilegym_rmsnorm.backends.cutile.runtime.machine").InterpretedMachine
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \((\d+), (\d+)\) \| (.*) \|$", text, re.M)
     assert len(rows) > 3
     for m, n, kernels in rows:
-        served = {
-            step.kernel
-            for op in OPS
-            for step in plan_of_problem(op, int(n), size_class(int(m), int(n)), machine.facts).steps
-        }
-        assert set(re.findall(r"`(\w+)`", kernels)) <= served, (m, n)
+        launched = {op: launched_kernels(op, int(m), int(n), machine.facts) for op in OPS}
+        with_dw, _, alone = kernels.partition("without a gradient of weight")
+        assert (
+            named(with_dw) <= launched["forward"] | launched["backward"] and named(alone) <= launched["dx"]
+        ), (m, n)
 
 
-def plan_of_problem(op: str, n: int, size: str, facts: Device) -> Plan:
-    return select(
-        Problem(op, n, "float32", "float32", size, facts), tables_of(facts.architecture, None, None)
-    )
+def named(text: str) -> set[str]:
+    return set(re.findall(r"`(\w+)`", text))
+
+
+def launched_kernels(op: str, m: int, n: int, facts: Device) -> set[str]:
+    asked = Problem(op, n, "float32", "float32", size_class(m, n), facts)
+    plan = select(asked, tables_of(facts.architecture, None, None))
+    return {
+        step.kernel for step, grid in zip(plan.steps, plan.sizes(m).grids, strict=True) if grid is not None
+    }

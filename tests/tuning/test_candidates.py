@@ -13,19 +13,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from planning import by_rules
 
-from tilegym_rmsnorm.backends.cutile.plans.partition import (
-    WEIGHT_LOADS,
-    Chunks,
-    Split,
-    Team,
-    Variant,
-    Walks,
-    power_of_two,
-)
+from tilegym_rmsnorm.backends.cutile.plans.partition import Chunks, Split, Team, Walks
 from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, OPS, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, power_of_two
 from tilegym_rmsnorm.backends.cutile.plans.variants import (
+    WEIGHT_LOADS,
     BackwardPipelined,
     BackwardPipelinedTeam,
     BackwardReread,

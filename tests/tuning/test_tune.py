@@ -12,7 +12,7 @@ import torch
 from helpers import why_skip
 from table_cases import TARGET, choice, entry_of
 
-from tilegym_rmsnorm import __main__, registry
+from tilegym_rmsnorm import __main__, policy, registry
 from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardTiles
@@ -111,6 +111,16 @@ def test_a_class_that_no_number_of_rows_has_is_left_out(gpu, capsys):
     assert {bucket.size for bucket in buckets_in(gpu[0])} == {"few", "large"}
     assert run("--n", "320", "--size", "small") == 0
     assert "0 of 0 tuned" in capsys.readouterr().out
+
+
+def test_what_teams_serve_is_left_out_where_they_are_ruled_out(gpu, monkeypatch, capsys):
+    """An entry of another kernel would keep teams out of processes that allow them."""
+    monkeypatch.setattr(policy, "_teams", False)
+    assert run("--n", "40000", "--size", "large", "--op", "backward") == 0
+    output = capsys.readouterr().out
+    assert "1 buckets are left out: teams serve them" in output and "0 of 0 tuned" in output
+    assert run("--op", "forward", "--size", "large") == 0
+    assert "1 of 1 tuned" in capsys.readouterr().out
 
 
 def test_out_names_another_folder(gpu, tmp_path):

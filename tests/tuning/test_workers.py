@@ -32,12 +32,12 @@ def what_ships():
     tables.shipped_records(90)
 
 
-def start_small(device, turn):
+def start_small(device, turn, teams):
     """What conftest.finder does for the interpreter, in another process."""
     tables.shipped_records(90)
     sizes.FEW_ROWS = 8
     search.LARGE, search.RUNS, search.calls_needed = (2 * 48 * 64,), 16, lambda *_: 1
-    workers.start(device, turn)
+    workers.start(device, turn, teams)
 
 
 class Deadly(Bucket):
@@ -82,8 +82,22 @@ def test_no_team_is_tried_where_the_policy_allows_none(finder, monkeypatch):
     wide = Bucket("backward", 40000, "bfloat16", "large")
     for allowed in (True, False):
         monkeypatch.setattr(policy, "_teams", allowed)
+        assert policy.teams() == allowed
         list(workers.search_all([wide], CPU, 60, 1, start_small))
         assert any(variant.members > 1 for variant in tried[wide]) == allowed
+
+
+def start_without_teams(device, turn, teams):
+    start_small(device, turn, teams)
+    if policy.teams():
+        os._exit(1)
+
+
+def test_other_processes_have_the_policy_of_this_one(finder, monkeypatch):
+    """What `set_teams` said no environment tells them."""
+    monkeypatch.setattr(policy, "_teams", False)
+    buckets = [SMALL, SMALL._replace(n=16)]
+    assert len(list(workers.search_all(buckets, CPU, 1, 2, start_without_teams))) == 2
 
 
 def test_an_error_of_a_process_reaches_the_caller():

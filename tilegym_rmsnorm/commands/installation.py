@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilegym_rmsnorm import registry
+from tilegym_rmsnorm import policy, registry
 from tilegym_rmsnorm.backends import cutile
 from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
@@ -155,6 +155,7 @@ _QUESTIONS: dict[str, Callable[[], str]] = {
     "CUDA_HOME": _cuda_home,
     "kernel cache": _cache,
     "tuned settings": _tuned,
+    "teams of blocks": lambda: "allowed" if policy.teams() else f"ruled out by {policy.TEAMS_VARIABLE}",
     "default backend": registry.get_current_backend,
 }
 

@@ -119,6 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
         for size in arguments.size
         if rows_of_class(size, n) and (weight == problem.SAME or problem.ITEMSIZE[dtype] == 2)
     ]
+    if not policy.teams():
+        buckets = _without_teams(buckets, machine)
     if arguments.skip_tuned:
         known = {bucket for record in tables.table_in(folder, target) for bucket in record.buckets()}
         buckets = [bucket for bucket in buckets if bucket not in known]
@@ -127,6 +129,15 @@ def run(arguments: argparse.Namespace) -> int:
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def _without_teams(buckets: list[Bucket], machine: Machine) -> list[Bucket]:
+    """Those that no team serves: an entry of another kernel would keep teams out of processes that allow them."""
+    facts = machine.facts
+    kept = [b for b in buckets if candidates.by_rules(b, facts.architecture, facts.most_members).members == 1]
+    if left_out := len(buckets) - len(kept):
+        print(f"{left_out} buckets are left out: teams serve them, which {policy.TEAMS_VARIABLE} rules out")
+    return kept
 
 
 def tune(

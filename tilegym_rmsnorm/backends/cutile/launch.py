@@ -35,7 +35,8 @@ logger = logging.getLogger("tilegym_rmsnorm")
 LARGEST_ROW_STRIDE = 2**31 - 1  # kernels see strides as int32
 OF_ROWS = ("y", "dx", "dy", "x", "rstd")  # arrays with M rows
 DTYPES = {"float32": torch.float32, "int32": torch.int32}
-Picker = Callable[[tuple[Any, ...]], tuple[Any, ...]]  # of a kernel's arguments, from all
+# From all that a call has, the arguments of one kernel
+Selector = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
@@ -74,7 +75,7 @@ def _forward(
     size: str,
     teams: bool,
 ) -> Forward:
-    machine, names = machine_of(device), (NAMES[dtype], NAMES.get(weight_dtype))
+    machine, names = machine_of(device), _names(dtype, weight_dtype)
     problem = Problem("forward", n, *names, size, machine.facts, casting, Policy(teams))
     return Forward(machine, plan_for(problem))
 
@@ -93,9 +94,14 @@ def _backward(
 ) -> Backward:
     if partials not in ("shared", "own"):
         raise ValueError(f"partials: expected 'shared' or 'own', got {partials!r}")
-    machine, names = machine_of(device), (NAMES[dtype], NAMES.get(weight_dtype))
+    machine, names = machine_of(device), _names(dtype, weight_dtype)
     problem = Problem(op, n, *names, size, machine.facts, casting, Policy(teams), partials)
     return Backward(machine, plan_for(problem))
+
+
+def _names(dtype: torch.dtype, weight_dtype: torch.dtype | None) -> tuple[str, str | None]:
+    """Of x's dtype and weight's, as a problem has them. KeyError for one that no kernel takes."""
+    return NAMES[dtype], None if weight_dtype is None else NAMES[weight_dtype]
 
 
 def plan_for(problem: Problem) -> Plan:
@@ -107,101 +113,103 @@ def plan_for(problem: Problem) -> Plan:
     return plan
 
 
-class OfRows(NamedTuple):
-    """What M decides of a call: `launches`, each kernel with what picks its arguments and its grid; the shapes and
-    dtypes of the arrays that are `made` for it; `numbers`, the row tiles in a slab; and P, the rows of dw_partial."""
+class Launches(NamedTuple):
+    """What M decides of a call: its launches, each with what selects the kernel's arguments, and its grid; shapes and
+    dtypes of the temporary arrays; the row tiles in a slab; P, the rows of dw_partial."""
 
-    launches: tuple[tuple[Launch, Picker, tuple[int, ...]], ...]
-    made: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    numbers: tuple[int, ...]
+    launches: tuple[tuple[Launch, Selector, tuple[int, ...]], ...]
+    temporaries: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    tiles_in_slab: int
     partial_rows: int
 
 
 class Launcher:
     """A plan whose kernels are bound to a device.
 
-    given: what a call passes to `run`, in this order, by the names of the kernels' parameters. Where in it a kernel's
-    arguments are is found once, so that a call looks up no names.
+    argument_names: what `run` is given, by the names of the kernels' parameters. Behind these come tiles_in_slab and
+    the temporary arrays. At which places a kernel's arguments are is found once: a call looks up no names.
     """
 
-    given: tuple[str, ...]
+    argument_names: tuple[str, ...]
 
     def __init__(self, machine: Machine, plan: Plan) -> None:
         self.machine, self.plan, self.n = machine, plan, plan.problem.n
         self.inv_n, self.most_rows = 1.0 / self.n, plan.most_rows
         self.tma = any(step.uses_tma for step in plan.steps)
-        self.of_rows = functools.lru_cache(self._of_rows)  # the M of a model's calls repeat
-        # dw_partial is Backward's to make
-        self.made = [name for name in plan.sizes(1).temporaries if name != "dw_partial"]
-        places = {name: place for place, name in enumerate((*self.given, "tiles_in_slab", *self.made))}
-        self.kernels: list[tuple[Launch, Picker]] = []
+        self.launches_for = functools.lru_cache(maxsize=4096)(
+            self._launches_for
+        )  # the M of a model's calls repeat
+        # of dw_partial Backward says what it is
+        self.temporaries = [name for name in plan.sizes(1).temporaries if name != "dw_partial"]
+        names = (*self.argument_names, "tiles_in_slab", *self.temporaries)
+        self.kernels: list[tuple[Launch, Selector]] = []
         for step in plan.steps:
             parameters, constants = inspect.signature(KERNELS[step.kernel]).parameters, plan.constants(step)
             # arrays and numbers, then compile-time arguments in capitals
-            of_call = _picker([places[name] for name in parameters if not name.isupper()])
+            select_arguments = _selector([names.index(name) for name in parameters if not name.isupper()])
             values = tuple(constants[name] for name in parameters if name.isupper())
-            self.kernels.append((machine.bind(KERNELS[step.kernel], step, values), of_call))
+            self.kernels.append((machine.bind(KERNELS[step.kernel], step, values), select_arguments))
 
-    def _of_rows(self, m: int) -> OfRows:
+    def _launches_for(self, m: int) -> Launches:
         sizes = self.plan.sizes(m)
         steps = zip(self.kernels, sizes.grids, strict=True)
         launches = tuple((*kernel, grid) for kernel, grid in steps if grid is not None)
-        made = ((shape, DTYPES[dtype]) for shape, dtype in map(sizes.temporaries.get, self.made))
-        return OfRows(launches, tuple(made), (sizes.tiles_in_slab,), sizes.partial_rows)
+        wanted = (sizes.temporaries[name] for name in self.temporaries)
+        temporaries = tuple((shape, DTYPES[dtype]) for shape, dtype in wanted)
+        return Launches(launches, temporaries, sizes.tiles_in_slab, sizes.partial_rows)
 
     def run(self, m: int, arguments: tuple[Any, ...]) -> None:
-        """Launches every kernel for at most `most_rows` rows."""
-        launches, made, numbers, _ = self.of_rows(m)
-        arguments += numbers
-        if made:
-            arguments += tuple([self.machine.empty(shape, dtype) for shape, dtype in made])
-        for launch, of_call, grid in launches:
-            launch(grid, of_call(arguments))
+        """Launches every kernel, in parts where one launch cannot take all rows."""
+        if m > self.most_rows:
+            self._run_parts(arguments)
+            return
+        launches, temporaries, tiles_in_slab, _ = self.launches_for(m)
+        arguments += (tiles_in_slab,)
+        if temporaries:
+            arguments += tuple([self.machine.empty(shape, dtype) for shape, dtype in temporaries])
+        for launch, select_arguments, grid in launches:
+            launch(grid, select_arguments(arguments))
 
-    def run_parts(self, arguments: tuple[Any, ...]) -> None:
-        """More rows than one launch takes: all but the sum of dw in parts, whose partial rows lie behind each other."""
-        arrays, machine = dict(zip(self.given, arguments, strict=True)), self.machine
+    def _run_parts(self, arguments: tuple[Any, ...]) -> None:
+        """All but the sum of dw in parts, whose partial rows lie behind each other."""
+        arrays, machine = dict(zip(self.argument_names, arguments, strict=True)), self.machine
         names = [name for name in OF_ROWS if name in arrays]
         parts = list(zip(*(arrays[name].split(self.most_rows) for name in names), strict=True))
-        counts = [self.of_rows(part[0].shape[0]).partial_rows for part in parts]
+        counts = [self.launches_for(part[0].shape[0]).partial_rows for part in parts]
         has_sum = self.plan.problem.op == "backward"
-        sums: Any = [arrays.get("dw_partial")] * len(parts)
+        partials: Any = [arrays.get("dw_partial")] * len(parts)
         if has_sum:
             arrays["dw_partial"] = machine.empty((sum(counts), self.n), torch.float32)
-            sums = arrays["dw_partial"].split(counts)
-        sum_up = self.kernels[-1]
-        for part, dw_partial in zip(parts, sums, strict=True):
-            launches, made, numbers, _ = self.of_rows(part[0].shape[0])
+            partials = arrays["dw_partial"].split(counts)
+        launch_sum, select_of_sum = self.kernels[-1]
+        for part, dw_partial in zip(parts, partials, strict=True):
+            launches, temporaries, tiles_in_slab, _ = self.launches_for(part[0].shape[0])
             own = arrays | dict(zip(names, part, strict=True)) | {"dw_partial": dw_partial}
-            temporaries = (machine.empty(shape, dtype) for shape, dtype in made)
-            of_part = (*(own[name] for name in self.given), *numbers, *temporaries)
-            for launch, of_call, grid in launches:
-                if not (has_sum and launch is sum_up[0]):
-                    launch(grid, of_call(of_part))
+            made = (machine.empty(shape, dtype) for shape, dtype in temporaries)
+            of_part = (*(own[name] for name in self.argument_names), tiles_in_slab, *made)
+            for launch, select_arguments, grid in launches:
+                if not (has_sum and launch is launch_sum):
+                    launch(grid, select_arguments(of_part))
         if has_sum:
-            launch, of_call = sum_up
             grid = self.plan.steps[-1].grid(0, self.n, sum(counts), 0)
-            launch(grid, of_call(tuple(arrays[name] for name in self.given)))
+            launch_sum(grid, select_of_sum(tuple(arrays[name] for name in self.argument_names)))
 
 
 class Forward(Launcher):
-    given = ("y", "rstd", "x", "weight", "eps", "offset", "inv_n")
+    argument_names = ("y", "rstd", "x", "weight", "eps", "offset", "inv_n")
 
     def __call__(self, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
         machine = self.machine
         x = _as_read(x, self.tma)
         m = x.size(0)
         y, rstd = machine.empty((m, self.n), x.dtype), machine.empty((m,), torch.float32)
-        arguments = (y, rstd, x, machine.no_weight if weight is None else weight, eps, offset, self.inv_n)
-        if m <= self.most_rows:
-            self.run(m, arguments)
-        else:
-            self.run_parts(arguments)
+        weight = machine.no_weight if weight is None else weight
+        self.run(m, (y, rstd, x, weight, eps, offset, self.inv_n))
         return y, rstd
 
 
 class Backward(Launcher):
-    given = ("dx", "dw", "dw_partial", "dy", "x", "weight", "rstd", "offset", "inv_n")
+    argument_names = ("dx", "dw", "dw_partial", "dy", "x", "weight", "rstd", "offset", "inv_n")
 
     def __call__(
         self, x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, offset: float
@@ -212,22 +220,17 @@ class Backward(Launcher):
         dx = machine.empty((m, n), x.dtype)
         if self.plan.problem.op == "backward":
             dw = machine.empty((n,), weight.dtype)
-            p = (
-                self.of_rows(m).partial_rows if m <= self.most_rows else 1
-            )  # `run_parts` makes those of its parts
+            # of more rows than one launch takes each part has its own
+            p = self.launches_for(m).partial_rows if m <= self.most_rows else 1
             # a partial row that is alone is dw
             dw_partial = dw.view(1, n) if p == 1 else machine.empty((p, n), torch.float32)
         weight = machine.no_weight if weight is None else weight
-        arguments = (dx, dw, dw_partial, dy, x, weight, rstd, offset, self.inv_n)
-        if m <= self.most_rows:
-            self.run(m, arguments)
-        else:
-            self.run_parts(arguments)
+        self.run(m, (dx, dw, dw_partial, dy, x, weight, rstd, offset, self.inv_n))
         return dx, dw
 
 
-def _picker(places: list[int]) -> Picker:
-    """What picks the values at these places, as a tuple."""
+def _selector(places: list[int]) -> Selector:
+    """What selects the values at these places, as a tuple."""
     if len(places) == 1:  # of which itemgetter would return the value itself
         return lambda values: (values[places[0]],)
     return operator.itemgetter(*places)

@@ -3,7 +3,7 @@
 """Compiling ahead: the few batch sizes that together need every kernel that any batch size needs.
 
 cuda-tile compiles a kernel anew for an extent that is 1, a multiple of 16, or neither. The extents that vary are M and
-P, the rows of dw_partial; which config serves depends on the size class of M besides.
+P, the rows of dw_partial; which variant serves depends on the size class of M besides.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 
 from tilegym_rmsnorm import policy
 from tilegym_rmsnorm.backends.cutile.launch import NAMES, Backward, Forward, plan_for
-from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Variant
+from tilegym_rmsnorm.backends.cutile.plans.partition import Split
 from tilegym_rmsnorm.backends.cutile.plans.problem import Policy, Problem
 from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_TILES, MOST_ROWS, SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Machine
 
 EPS = 1e-6
@@ -54,7 +55,7 @@ def rows_to_warm(
     while the tiles go from (k - 1) B to k B, and a smaller part for each larger k. From k = 16 on every P comes with
     every kind of M; so 18 times B tiles, from where the class begins, and from where B changes, have all there is.
 
-    A fused backward begins with the k of its slab, however few the blocks are. With 16 rows or more in a slab every P
+    A split backward begins with the k of its slab, however few the blocks are. With 16 rows or more in a slab every P
     comes with every kind of M, and the first 18 slabs have every kind of P; a smaller one has a k below 16.
     """
     rows = rows_of_class(size, n)

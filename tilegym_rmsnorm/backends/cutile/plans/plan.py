@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tilegym_rmsnorm.backends.cutile.plans import rules
-from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Team, Variant
+from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Team
 from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
 from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID
-from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardStrips, ClearBoard, SumPartials
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardStrips
 
 
 class Sizes(NamedTuple):
@@ -68,15 +69,12 @@ class Plan:
         temporaries: dict[str, tuple[tuple[int, ...], str]] = {}
         grids: list[tuple[int, ...] | None] = []
         for step in self.steps:
+            temporaries |= step.temporaries(m)
             grids.append(step.grid(m, n, p, sm_count))
-            if isinstance(step, ClearBoard):
-                temporaries["board"] = (step.board_rows(m), step.width), "int32"
-            elif isinstance(step, BackwardStrips):
-                temporaries["c"] = (m,), "float32"
-            elif isinstance(step, SumPartials) and p == 1:
-                grids[-1] = None  # the one partial row is dw
-            elif isinstance(step, SumPartials):
-                temporaries["dw_partial"] = (p, n), "float32"
+        if self.problem.op == "backward" and p == 1:
+            grids[-1] = None  # the one partial row is dw
+        elif self.problem.op == "backward":
+            temporaries["dw_partial"] = (p, n), "float32"
         tiles_in_slab = first.slab_tiles(m, sm_count) if isinstance(first, Split) else 0
         return Sizes(tuple(grids), p, tiles_in_slab, temporaries)
 

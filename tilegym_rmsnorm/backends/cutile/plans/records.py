@@ -26,9 +26,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS, Variant, expect
+from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS
 from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, OPS, SAME, WEIGHTS, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.sizes import NO_END, SIZES, rows_of_class
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, expect
 from tilegym_rmsnorm.backends.cutile.plans.variants import BY_KERNEL
 
 SCHEMA = 2

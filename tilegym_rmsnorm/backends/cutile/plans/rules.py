@@ -8,16 +8,10 @@ in flight do. The tests compile a sample for each architecture; but for sm_90 th
 
 from __future__ import annotations
 
-from tilegym_rmsnorm.backends.cutile.plans.partition import (
-    Split,
-    Team,
-    Variant,
-    Walks,
-    power_of_two,
-    two_tiles,
-)
+from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Team, Walks, two_tiles
 from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
 from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID_Y
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, power_of_two
 from tilegym_rmsnorm.backends.cutile.plans.variants import (
     BackwardMeans,
     BackwardReread,

@@ -4,8 +4,8 @@
 
 The first that serves it decides: entries (of the user's, then those that ship), rules of all architectures, rules of
 this one, and what can be reasoned (rules.py). float16 takes bfloat16's entries where it has none of its own; dx alone,
-where none is of it, takes a backward's, if that `serves_dx_alone`. Rows of 2-byte elements beside a float32 weight take
-entries and rules of such a weight, and only then what serves beside a weight of x's dtype.
+where none is of it, takes a backward's, if that variant `serves_dx_alone`. Rows of 2-byte elements beside a float32
+weight take entries and rules of such a weight, and only then what serves beside a weight of x's dtype.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import itertools
 from typing import NamedTuple
 
 from tilegym_rmsnorm.backends.cutile.plans import rules
-from tilegym_rmsnorm.backends.cutile.plans.partition import Variant, Walks
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, ITEMSIZE, SAME, Bucket, Problem
 from tilegym_rmsnorm.backends.cutile.plans.records import Record, Records
 from tilegym_rmsnorm.backends.cutile.plans.sizes import NO_END
-from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardPipelinedTeam
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 
 SHARED = {"float16": ("bfloat16",)}  # the same bytes, and the same float32 registers
 SERVED_BY = {"forward": ("forward",), "backward": ("backward",), "dx": ("dx", "backward")}
@@ -56,7 +55,7 @@ def choose(problem: Problem, tables: Tables) -> Choice:
     bucket = problem.bucket._replace(weight=SAME)
     for weight in (FLOAT32, SAME) if problem.is_beside_float32 else (SAME,):
         beside = bucket._replace(weight=weight)
-        if found := _entry(beside, tables, problem.most_members):
+        if found := _entry(beside, tables, problem):
             return found
         for each in tables.rules:
             if rule := each.find(beside, problem.most_members, problem.is_aligned):
@@ -64,12 +63,13 @@ def choose(problem: Problem, tables: Tables) -> Choice:
     return Choice(rules.reasoned(problem), "reasoned (plans/rules.py)")
 
 
-def _entry(bucket: Bucket, tables: Tables, most_members: int) -> Choice | None:
+def _entry(bucket: Bucket, tables: Tables, problem: Problem) -> Choice | None:
     """The first entry that serves a bucket."""
     dtypes = (bucket.dtype, *SHARED.get(bucket.dtype, ()))
     for op, entries, dtype in itertools.product(SERVED_BY[bucket.op], tables.entries, dtypes):
-        found = entries.find(bucket._replace(op=op, dtype=dtype), most_members, is_aligned=True)
-        if found and (op == bucket.op or serves_dx_alone(found[1])):
+        asked = bucket._replace(op=op, dtype=dtype)
+        found = entries.find(asked, problem.most_members, problem.is_aligned)
+        if found and (op == bucket.op or found[1].serves_dx_alone):
             return Choice(found[1], f"the entry for {_columns(found[0])} of {op}, {dtype}", found[0].spills)
     return None
 
@@ -80,13 +80,6 @@ def _unshared(problem: Problem, tables: Tables) -> Choice:
     op = "backward" if problem.n > rules.WIDEST_BACKWARD_ROW else "dx"
     plain = problem._replace(op=op, size="large", weight=problem.dtype)
     return choose(plain, Tables(rules=tables.rules))
-
-
-def serves_dx_alone(variant: Variant) -> bool:
-    """Whether a backward that needs no dw takes the variant of one that does: not of kernels that read x and dy once
-    more for dw, nor of teams by TMA, some of which take more than 200 bytes of stack without dw (entries of dx may be
-    such)."""
-    return isinstance(variant, Walks) and not isinstance(variant, BackwardPipelinedTeam)
 
 
 def _columns(record: Record) -> str:

@@ -17,10 +17,10 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-from tilegym_rmsnorm.backends.cutile.plans.partition import Variant, expect
 from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, Bucket, Target
 from tilegym_rmsnorm.backends.cutile.plans.records import SCHEMA, Record, Records, parse, render
 from tilegym_rmsnorm.backends.cutile.plans.select import SERVED_BY, Tables
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, expect
 
 SHIPPED_FOLDER = Path(__file__).parent
 

@@ -7,24 +7,34 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilegym_rmsnorm.backends.cutile.plans.partition import (
-    Chunks,
-    LoadsWeight,
-    Split,
-    Team,
-    Variant,
-    Walks,
-    expect,
-    two_tiles,
-)
+from tilegym_rmsnorm.backends.cutile.plans.partition import Chunks, Registers, Split, Team, Walks, two_tiles
 from tilegym_rmsnorm.backends.cutile.plans.sizes import (
     FEW_TILES,
     LARGEST_GRID,
     LARGEST_GRID_Y,
     shortest_walks,
 )
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, expect
+
+WEIGHT_LOADS = ("late", "early", "joint")
 
 # The forward's kernels.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadsWeight(Registers):
+    """When a forward loads the weight (kernels/forward.py): "late", where it is needed; "early", along with x; "joint",
+    along with x by a fake dependency, which keeps the load above the reduction."""
+
+    weight_load: str = "late"
+
+    def constants(self, n: int) -> dict[str, Any]:
+        loads = {"EARLY_WEIGHT": self.weight_load == "early", "JOINT_WEIGHT": self.weight_load == "joint"}
+        return super().constants(n) | loads
+
+    def check(self, n: int, itemsize: int, architecture: int) -> None:
+        super().check(n, itemsize, architecture)
+        expect(self.weight_load in WEIGHT_LOADS, "weight_load", WEIGHT_LOADS, self.weight_load)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +135,7 @@ class BackwardPipelinedTeam(BackwardTeam):
     (kernels/backward_team.py)."""
 
     kernel = "backward_pipelined_team"
+    serves_dx_alone = False
     tma = True
 
     rstd_ahead: bool = False
@@ -228,6 +239,9 @@ class BackwardMeans(Chunks):
 
     kernel = "backward_means"
 
+    def temporaries(self, m: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        return {"c": ((m,), "float32")}
+
 
 @dataclass(frozen=True, kw_only=True)
 class SumPartials(Variant):
@@ -260,6 +274,9 @@ class ClearBoard(Variant):
     def board_rows(self, m: int) -> int:
         """Of a board for m rows, which has more: the last counts tickets."""
         return (m // self.rows + 1) * self.rows
+
+    def temporaries(self, m: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        return {"board": ((self.board_rows(m), self.width), "int32")}
 
     def grid(self, m: int, n: int, p: int, sm_count: int) -> tuple[int, ...]:
         return (self.board_rows(m) // self.rows,)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.backends.cutile import interpreter
-from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS, Variant
+from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS
 from tilegym_rmsnorm.backends.cutile.plans.problem import Device
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.runtime import disk_cache, toolchain
 
 LAUNCHES_AT_ONCE = 8  # that teams of blocks are safe in, even where an SM holds one block (team.py)
@@ -68,9 +69,8 @@ class GpuMachine:
         # The raw handle: torch.cuda.current_stream builds an object for 4 us.
         current_stream, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
 
-        dependent = (
-            self.facts.architecture >= 90
-        )  # kernels are launched while the one before still runs, and wait
+        # kernels are launched while the one before still runs, and wait
+        dependent = self.facts.architecture >= 90
 
         def launch(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
             if current_device() != index:

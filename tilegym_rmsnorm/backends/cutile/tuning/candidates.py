@@ -12,11 +12,12 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS, Split, Variant, Walks, power_of_two
+from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS, Split, Walks
 from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, ITEMSIZE, SAME, Bucket, Device
 from tilegym_rmsnorm.backends.cutile.plans.select import choose
 from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, power_of_two
 from tilegym_rmsnorm.backends.cutile.tuning.spaces import SWEEPS
 
 MOST = 60  # of a bucket, unless asked for otherwise
@@ -74,7 +75,7 @@ def _kinds(variant: Variant) -> Iterator[tuple[object, ...]]:
     """Of which the most alike is tried: every kernel with every number of warps and of blocks an SM and every share of
     them, with and without TMA, in one tile a row and in several; backwards with every latency; pipelined rows in tiles
     of every width by every share, packed and not; packed teams and rows that a warp holds in tiles of every width; and
-    with the weight loaded late, early (not large calls by tiles) and together with x."""
+    with every `weight_load`, but for early of large calls by tiles."""
     kernel, blocks, has_pieces = _kernel(variant), (variant.warps, variant.occupancy), variant.pieces > 1
     yield "blocks", kernel, blocks
     yield "weight", kernel, variant.warps, variant.weight_load
@@ -101,10 +102,10 @@ def with_other_shares(variant: Variant, bucket: Bucket) -> list[Variant]:
 
 
 def fits_registers(variant: Variant, op: str, itemsize: int, weight: str = SAME) -> bool:
-    """Whether the float32 tiles that a thread keeps, and the bytes of those that it awaits, find room in registers.
+    """Whether the float32 tiles that a thread keeps, and the bytes of those that it loads, find room in registers.
 
-    The forward keeps x, packed in its own dtype, and awaits weight with it unless that comes late, tile by tile; the
-    backward keeps weight and, if it is needed, the sum of dw, and awaits x and dy; a block of a split backward has
+    The forward keeps x, packed in its own dtype, and loads weight with it unless that comes late, tile by tile; the
+    backward keeps weight and, if it is needed, the sum of dw, and loads x and dy; a block of a split backward has
     either rows, without a sum, or the sum of a strip, without weight. A thread without work, of a tile smaller than its
     block, is not worth a try either.
     """

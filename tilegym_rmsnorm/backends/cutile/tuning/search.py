@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.backends.cutile import launch
-from tilegym_rmsnorm.backends.cutile.plans.partition import Variant, power_of_two
 from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, ITEMSIZE, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.records import Record
 from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, power_of_two
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Machine
 from tilegym_rmsnorm.backends.cutile.tuning.candidates import with_other_shares
 from tilegym_rmsnorm.measure import accuracy

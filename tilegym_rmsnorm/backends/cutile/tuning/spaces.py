@@ -88,7 +88,7 @@ WALKS = (
         rows=(1, 2, 4), warps=(4, 8), occupancy=(1, 2), latency=(2, 4), tma=BOTH
     ),
     Sweep(variants.BackwardRows, 1024, 32768, tilings.rows_of_tiles).over(
-        warps=(4, 8), occupancy=(1, 2), latency=(2, 4, 6, 8), short=BOTH, packed=BOTH
+        warps=(4, 8), occupancy=(1, 2), latency=(2, 4, 6, 8), packed=BOTH
     ),
     # From the narrowest row of three tiles of 1024 on. By all blocks it may be too slow to be among those whose other
     # shares are tried: `with_other_shares`.

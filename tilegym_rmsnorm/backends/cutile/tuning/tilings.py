@@ -7,7 +7,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS, power_of_two
+from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS
+from tilegym_rmsnorm.backends.cutile.plans.variant import power_of_two
 
 Tile = dict[str, int]  # fields of a variant: its width, and others that depend on it
 Tiles = Callable[[int], Iterator[Tile]]  # of rows of n elements

@@ -57,9 +57,10 @@ _searching: search.Search  # of this process
 _lines: list[str] = []
 
 
-def start(device: torch.device, turn: search.Turn) -> None:
-    """Make this process ready to search."""
+def start(device: torch.device, turn: search.Turn, teams: bool) -> None:
+    """Make this process ready to search, with teams or without."""
     global _searching
+    policy.set_teams(teams)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     _searching = search.Search(machine_of(device), device, _lines.append, turn)
@@ -70,12 +71,12 @@ def search_all(
     device: torch.device,
     most: int,
     processes: int,
-    start: Callable[[torch.device, search.Turn], None] = start,
+    start: Callable[[torch.device, search.Turn, bool], None] = start,
 ) -> Iterator[Found]:
     """The searches of all buckets over at most `most` candidates each, as they end. A lost context ends them: the
     last one has it. With one process it is this one; others end with the generator, whatever they do."""
     if processes == 1:
-        start(device, search.ALONE)
+        start(device, search.ALONE, policy.teams())
         for bucket in buckets:
             yield (found := _search(bucket, most))
             if found.lost:
@@ -85,7 +86,9 @@ def search_all(
     # A fork of a process that has used CUDA cannot use its libraries.
     spawn = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(processes, spawn, initializer=start, initargs=(device, spawn.Lock()))
+    pool = ProcessPoolExecutor(
+        processes, spawn, initializer=start, initargs=(device, spawn.Lock(), policy.teams())
+    )
     own = set()
     try:
         futures = [pool.submit(_search, bucket, most) for bucket in buckets]

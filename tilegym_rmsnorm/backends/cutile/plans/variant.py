@@ -1,0 +1,150 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""What the settings of all kernels have in common.
+
+`Variant` is the base of the settings of every kernel (variants.py). It names its kernel, checks itself, yields the
+kernel's compile-time constants, and says how many blocks share M rows. Widths and heights of tiles are in elements and
+powers of two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from tilegym_rmsnorm.backends.cutile.plans.sizes import (
+    FEW_TILES,
+    LARGEST_GRID,
+    MOST_ROWS,
+    shortest_walks,
+)
+
+LARGEST_TILE = 2**16  # elements: the registers of an SM, each 4 bytes
+SMALLEST_GRID_PERCENT = 50  # `tune` tries 68 and more
+_TYPES = {"int": int, "bool": bool, "str": str}
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+def expect(is_right: bool, what: str, expected: object, got: object) -> None:
+    """Raise ValueError that says what was expected and what was given, unless it is right."""
+    if not is_right:
+        raise ValueError(f"{what}: expected {expected}, got {got!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What every kernel has: `width`, the columns of a tile; `warps` of a block; `occupancy`, the blocks an SM that the
+    compiler leaves registers for. A kernel that has no field by a name below does without it, and counts as said here.
+    """
+
+    kernel: ClassVar[str]  # the function's name in kernels/
+    serves: ClassVar[tuple[str, ...]] = ()  # the ops (problem.OPS) whose first kernel it may be
+    # whether the grid's blocks, or teams, walk the rows; else each has a row or a tile
+    walks: ClassVar[bool] = False
+    # whether a block, or the grid, goes through a row's columns; else its tiles hold all of them
+    goes_through_columns: ClassVar[bool] = False
+    # whether a backward that needs no dw may take the settings of one that does: not of kernels that read x and dy once
+    # more for dw, nor of teams by TMA, some of which take more than 200 bytes of stack without dw (their entries of dx
+    # may be such)
+    serves_dx_alone: ClassVar[bool] = False
+
+    width: int
+    warps: int
+    occupancy: int
+
+    # So a field of such a name that has no default says field(): else the dataclass would take this for one.
+    rest, pieces, rows, members, strip, latency, grid_percent = 0, 1, 1, 1, 1, 1, 100
+    tma, packed, weight_load = False, False, "late"
+
+    @classmethod
+    def fitted(cls, n: int, most_members: int, **settings: Any) -> Variant | None:
+        """The variant for rows of n elements of settings that leave out what follows from n; None if none fits."""
+        return cls(**settings)
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that are not at their defaults, as data has them."""
+        own = [(each.name, getattr(self, each.name), each.default) for each in dataclasses.fields(self)]
+        return {name: value for name, value, default in own if value != default}
+
+    def __str__(self) -> str:
+        told = [name if value is True else f"{name}={value}" for name, value in self.settings().items()]
+        return " ".join([self.kernel, *told])
+
+    @property
+    def lanes(self) -> int:
+        """Columns of all tiles of a row, or of a chunk or strip of it."""
+        return self.width * self.pieces * self.members + self.rest
+
+    @property
+    def tile(self) -> int:
+        """Elements of the tiles that a block holds together."""
+        return self.lanes // self.members * self.rows
+
+    @property
+    def uses_tma(self) -> bool:
+        """Whether arrays are loaded by TMA, for which rows must begin where packed ones do (launch.py)."""
+        return self.tma
+
+    def constants(self, n: int) -> dict[str, Any]:
+        """By name what the kernel may take of compile-time arguments: its settings, and what follows from them and N.
+        EVEN: the tiles end where the row does. DIVISOR: the largest power of two up to 16 that divides N."""
+        own = {each.name.upper(): getattr(self, each.name) for each in dataclasses.fields(self)}
+        return own | {"EVEN": self.lanes == n, "DIVISOR": math.gcd(n, 16)}
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that one launch takes."""
+        return MOST_ROWS if self.walks else min(MOST_ROWS, LARGEST_GRID * self.rows // self.members)
+
+    def most_partial_rows(self, sm_count: int) -> int:
+        """The largest P for any number of rows, or an upper bound."""
+        return (
+            max(1, sm_count * self.occupancy * self.grid_percent // 100 // self.members) if self.walks else 1
+        )
+
+    def partial_rows(self, m: int, n: int, sm_count: int) -> int:
+        """P, the rows of dw_partial that m rows of x leave: one for each block, or team, that walks the rows.
+
+        A few blocks per SM; one where few rows make the partial rows a good part of all traffic. No more than make the
+        longest walk as short as it can be.
+        """
+        tiles, occupancy = -(-m // self.rows), self.occupancy
+        if self.members == 1 and tiles <= FEW_TILES * sm_count:
+            occupancy = 1
+        blocks = sm_count * occupancy * self.grid_percent // 100 // self.members
+        return shortest_walks(tiles, max(1, blocks)) if self.walks else 1
+
+    def temporaries(self, m: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """By name the shape and dtype of what it fills for later kernels of its plan, but for dw_partial."""
+        return {}
+
+    def grid(self, m: int, n: int, p: int, sm_count: int) -> tuple[int, ...]:
+        """The blocks of a launch for m rows of n elements that leave p partial rows of dw."""
+        return ((p if self.walks else -(-m // self.rows)) * self.members,)
+
+    def check(self, n: int, itemsize: int, architecture: int) -> None:
+        """Raise ValueError unless the kernel can be compiled with these settings and covers every column of rows of n
+        elements of `itemsize` bytes."""
+        covers = self.goes_through_columns or self.lanes >= n
+        expect(covers, "columns of all tiles", f"at least {n}", self.lanes)
+        for each in dataclasses.fields(self):
+            value = getattr(self, each.name)
+            expect(type(value) is _TYPES[str(each.type)], each.name, each.type, value)
+        extents = (self.width, self.rows, self.strip, self.rest or 1)
+        expect(all(e > 0 and e == power_of_two(e) for e in extents), "extents", "powers of two", extents)
+        expect(self.tile <= LARGEST_TILE, "a tile", f"at most {LARGEST_TILE} elements", self.tile)
+        # cuda-tile refuses others up to tileiras 13.4
+        expect(self.warps in (4, 8), "warps", "4 or 8", self.warps)
+        # 8 for a backward with dw: each block leaves a row of dw_partial
+        most, least = 8 if "backward" in self.serves else 32, SMALLEST_GRID_PERCENT
+        expect(1 <= self.occupancy <= most, "occupancy", f"1 to {most}", self.occupancy)
+        expect(1 <= self.latency <= 10, "latency", "1 to 10", self.latency)
+        expect(least <= self.grid_percent <= 100, "grid_percent", f"{least} to 100", self.grid_percent)
+        expect(not self.packed or itemsize == 2, "packed", "2-byte elements", self.packed)
+        expect(architecture >= 90 or not self.tma, "TMA", f"none on sm_{architecture}", self.kernel)
