@@ -14,7 +14,7 @@ from planning import by_rules, plan, problem, rules_of
 from sweeps import shipped_entries
 
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES, sum_of
-from tilegym_rmsnorm.backends.cutile.plans.select import Choice, select, serves_dx_alone
+from tilegym_rmsnorm.backends.cutile.plans.select import Choice, select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardPipelined, BackwardRows, ForwardTiles
 
@@ -241,7 +241,7 @@ def test_entries_that_ship(op, dtype):
             # dx alone. Rows then need fewer registers; test_compile_tma.py compiles some of those by TMA
             is_of_rows = isinstance(each.variant, (BackwardRows, BackwardPipelined))
             compiles_dx = helpers.every_config or not is_of_rows
-            if op == "backward" and compiles_dx and serves_dx_alone(each.variant):
+            if op == "backward" and compiles_dx and each.variant.serves_dx_alone:
                 run_dx(machine, each.choice, each.n, its_dtype, each.weight_dtype, m=m)
     for (_, most_stack), machine in machines.items():
         assert_sound(machine, most_stack)

@@ -6,6 +6,7 @@
 import itertools
 from dataclasses import replace
 
+import helpers
 import pytest
 import torch
 from planning import by_rules
@@ -71,7 +72,10 @@ def test_rows_whose_last_tile_is_cut_off_spill_no_more(dtype):
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("op", "size"), [*(("forward", size) for size in SIZES), ("backward", "large")])
 def test_choices_beside_a_float32_weight_whole_and_cut_off(op, size, dtype):
-    """Each with the widest row that fills its tiles, and with the widest whose last tile is cut off."""
+    """Each with the widest row that fills its tiles, and with the widest whose last tile is cut off; float16 with
+    --every-config alone."""
+    if dtype is FP16 and not helpers.every_config:
+        pytest.skip("compiled with --every-config")
     machine, widths = CompilingMachine(90), {True: {}, False: {}}
     for n in (*range(8, 66000, 8), 73728, 131072):
         choice = beside_float32(op, n, size)
@@ -85,12 +89,17 @@ def test_choices_beside_a_float32_weight_whole_and_cut_off(op, size, dtype):
     assert_sound(machine)
 
 
-@pytest.mark.parametrize("n", [16400, 18448, 81920, 114672])
-@pytest.mark.parametrize(
-    ("dtype", "weight_dtype"), [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32)]
-)
+WIDE = [16400, 18448, 81920, 114672]
+PAIRS = [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32)]
+
+
+@pytest.mark.parametrize("n", WIDE)
+@pytest.mark.parametrize(("dtype", "weight_dtype"), PAIRS)
 def test_wide_backwards_spill_no_more_than_their_rules_say(dtype, weight_dtype, n):
-    """Beside each weight, casting once and as llama, with dw and dx alone, of many rows and of few."""
+    """Beside each weight, casting once and as llama, with dw and dx alone, of many rows and of few. Without
+    --every-config every other pair of a width and of dtypes."""
+    if not helpers.every_config and (WIDE.index(n) + PAIRS.index((dtype, weight_dtype))) % 2:
+        pytest.skip("compiled with --every-config")
     castings = (False, True) if weight_dtype.itemsize > dtype.itemsize else (False,)
     for size, has_dw, as_llama in itertools.product(("large", "few"), (True, False), castings):
         machine = CompilingMachine(90)
