@@ -26,7 +26,7 @@ from planning import device, plan, problem, rules_of
 from table_cases import copy_rules, entries_that_ship, forget_files
 
 from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward
-from tilegym_rmsnorm.backends.cutile.plans.select import choose, serves_dx_alone
+from tilegym_rmsnorm.backends.cutile.plans.select import choose
 from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class, size_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
@@ -295,7 +295,7 @@ def check_entry(machine, bucket, variant, m):
     if bucket.op == "backward":
         backward = launch.Backward(machine, plan(variant, "backward", *kind))
         assert_alike(expected, ("dx", "dw"), lambda: backward(x, dy, weight, rstd, 0.0), 20)
-    if bucket.op == "dx" or serves_dx_alone(variant):
+    if bucket.op == "dx" or variant.serves_dx_alone:
         dx_alone = launch.Backward(machine, plan(variant, "dx", *kind))
         assert_alike(expected, ("dx",), lambda: dx_alone(x, dy, weight, rstd, 0.0)[:1], 20)
 

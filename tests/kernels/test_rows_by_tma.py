@@ -14,7 +14,6 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
 from cutile_runs import run_backward  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile.plans.select import serves_dx_alone  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
     BackwardPipelined,
     BackwardPipelinedTeam,
@@ -108,6 +107,6 @@ def test_dx_alone_takes_no_teams_by_tma_of_a_backward():
     for n in (18432, 24576, 32768, 65536):
         asked = problem("backward", n, BF16, facts=device(target=H100))
         with_dw = by_tables(asked).first
-        assert isinstance(with_dw, BackwardPipelinedTeam) and not serves_dx_alone(with_dw)
+        assert isinstance(with_dw, BackwardPipelinedTeam) and not with_dw.serves_dx_alone
         alone = by_tables(asked._replace(op="dx"))
         assert alone.first != with_dw and alone.source.startswith("the entry") == (n in (18432, 32768))
