@@ -17,7 +17,8 @@ from cutile_runs import ShuffledMachine, plan_for, run_backward, run_forward  # 
 
 from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans import partition, plan  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans import plan  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans import variant as variant_module
 from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BACKWARD_ROW  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
@@ -271,9 +272,9 @@ def test_a_row_of_y_and_dx_does_not_depend_on_the_batch_within_a_size_class(n, s
 
 def test_more_rows_than_one_launch_takes(monkeypatch):
     """Rows past cuda-tile's limits go into further launches, whose partial rows lie behind those of the first."""
-    monkeypatch.setattr(partition, "MOST_ROWS", 40)
+    monkeypatch.setattr(variant_module, "MOST_ROWS", 40)
     monkeypatch.setattr(BackwardSplit, "most_rows", 40)
-    for module in (partition, plan):
+    for module in (variant_module, plan):
         monkeypatch.setattr(module, "LARGEST_GRID", 17)
     for each in (BackwardTeam, BackwardStrips):
         monkeypatch.setattr(each, "most_rows", 17)

@@ -83,10 +83,10 @@ def _unshared(problem: Problem, tables: Tables) -> Choice:
 
 
 def _columns(record: Record) -> str:
-    if record.is_entry:
-        return f"{record.first} columns"
+    if record.last == NO_END:
+        return f"{record.first} columns or more"
     return (
-        f"{record.first} columns or more"
-        if record.last == NO_END
+        f"{record.first} columns"
+        if record.first == record.last
         else f"{record.first} to {record.last} columns"
     )
