@@ -15,7 +15,7 @@ from table_cases import TARGET, choice, entry_of
 from tilegym_rmsnorm import __main__, policy, registry
 from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket
-from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardTiles
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardTeam, BackwardTiles
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
@@ -121,6 +121,16 @@ def test_what_teams_serve_is_left_out_where_they_are_ruled_out(gpu, monkeypatch,
     assert "1 buckets are left out: teams serve them" in output and "0 of 0 tuned" in output
     assert run("--op", "forward", "--size", "large") == 0
     assert "1 of 1 tuned" in capsys.readouterr().out
+
+
+def test_what_a_team_of_an_entry_serves_is_left_out_too(gpu, monkeypatch, capsys):
+    bucket = Bucket("backward", 64, "bfloat16", "large")
+    team = BackwardTeam(width=16, warps=4, occupancy=1, latency=2, members=4)
+    tables.update(gpu[0], TARGET, [entry_of(bucket, team)])
+    monkeypatch.setattr(policy, "_teams", False)
+    assert run("--op", "backward", "--size", "large") == 0
+    assert "1 buckets are left out: teams serve them" in capsys.readouterr().out
+    assert [each.variant(64) for each in tables.table_in(gpu[0], TARGET)] == [team]
 
 
 def test_out_names_another_folder(gpu, tmp_path):

@@ -132,9 +132,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _without_teams(buckets: list[Bucket], machine: Machine) -> list[Bucket]:
-    """Those that no team serves: an entry of another kernel would keep teams out of processes that allow them."""
-    facts = machine.facts
-    kept = [b for b in buckets if candidates.by_rules(b, facts.architecture, facts.most_members).members == 1]
+    """Those that no team serves, by rules or entries: an entry of another kernel would keep teams out of processes that
+    allow them."""
+    from tilegym_rmsnorm.backends.cutile.launch import plan_for
+
+    kept = [bucket for bucket in buckets if plan_for(bucket.problem(machine.facts)).first.members == 1]
     if left_out := len(buckets) - len(kept):
         print(f"{left_out} buckets are left out: teams serve them, which {policy.TEAMS_VARIABLE} rules out")
     return kept
@@ -209,8 +211,7 @@ class Progress:
 def _describe(bucket: Bucket, entry: Record, machine: Machine) -> str:
     figures = [f"M = {e['m']}: {e['us']:.1f} us, by the rules {e['before']:.1f}" for e in entry.evidence]
     variant, facts = entry.variant(bucket.n), machine.facts
-    most_members = facts.most_members if policy.teams() else 1
-    is_default = variant == candidates.by_rules(bucket, facts.architecture, most_members)
+    is_default = variant == candidates.by_rules(bucket, facts.architecture, facts.most_members)
     what = "the rules' settings" if is_default else str(variant)
     beside = "" if bucket.weight == problem.SAME else f" beside a {bucket.weight} weight"
     return f"{bucket.op} {bucket.dtype} N = {bucket.n} {bucket.size}{beside}: {', '.join(figures)}; {what}"

@@ -136,9 +136,8 @@ class Launcher:
         self.machine, self.plan, self.n = machine, plan, plan.problem.n
         self.inv_n, self.most_rows = 1.0 / self.n, plan.most_rows
         self.tma = any(step.uses_tma for step in plan.steps)
-        self.launches_for = functools.lru_cache(maxsize=4096)(
-            self._launches_for
-        )  # the M of a model's calls repeat
+        # the M of a model's calls repeat
+        self.launches_for = functools.lru_cache(maxsize=4096)(self._launches_for)
         # of dw_partial Backward says what it is
         self.temporaries = [name for name in plan.sizes(1).temporaries if name != "dw_partial"]
         names = (*self.argument_names, "tiles_in_slab", *self.temporaries)

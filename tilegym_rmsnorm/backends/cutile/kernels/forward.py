@@ -16,7 +16,7 @@ All but the last read x from memory once. M, eps, offset and 1/N are run-time va
 switches in capitals are compiled in. Without a weight (HAS_WEIGHT False) the argument is a placeholder that is never
 read.
 
-When the weight is loaded (plans/partition.py: LoadsWeight). The compiler sinks the load of the weight below the
+When the weight is loaded (plans/variants.py: LoadsWeight). The compiler sinks the load of the weight below the
 reduction, where its latency shows once more.
 
     late            as the compiler has it

@@ -83,10 +83,8 @@ def _unshared(problem: Problem, tables: Tables) -> Choice:
 
 
 def _columns(record: Record) -> str:
+    if record.first == record.last:
+        return f"{record.first} columns"
     if record.last == NO_END:
         return f"{record.first} columns or more"
-    return (
-        f"{record.first} columns"
-        if record.first == record.last
-        else f"{record.first} to {record.last} columns"
-    )
+    return f"{record.first} to {record.last} columns"
