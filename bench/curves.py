@@ -118,7 +118,7 @@ def readme_section(result: Result, image: str) -> str:
     note = [f"**{result['note']}**"] if result["note"] else []
     intro = " ".join([model, *note, f"{one_line(result)}."])
     return "\n\n".join(
-        [intro, summary_table(result, "github"), verdict(result), f"![Loss over steps]({image})"]
+        [intro, summary_table(result, "pipe"), verdict(result), f"![Loss over steps]({image})"]
     )
 
 

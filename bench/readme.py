@@ -1,19 +1,37 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Puts measured figures into README.md and bench/results/README.md, so that none of them is typed by hand."""
+"""Puts measured figures into README.md, docs/performance.md and bench/results/README.md, so that none of them is typed
+by hand.
+
+    bench/run.sh --readme RESULT.json...     of these results, in this order
+    python scripts/docs_figures.py           of the newest that are kept
+
+A section of a page is what stands between its markers: `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from bench import report
+from tabulate import tabulate
+
+from bench import compare, report
 from bench.provenance import ROOT
-from bench.shapes import OPS
+from bench.providers import PDL
+from bench.shapes import BATCHES, OPS
+
+Result = dict[str, Any]
+Results = dict[Path, Result]
+PAGE, INDEX = "docs/performance.md", "bench/results/README.md"
+DTYPES = ("bfloat16", "float16", "float32")  # in the order of the pages
+HOST_PROVIDERS = ("cutile", "F.rms_norm", "torch.compile")
+OPS_SHOWN = ("backward", "forward")
 
 
 def result_file(long_list: str) -> Callable[[str], Path]:
@@ -27,44 +45,184 @@ def result_file(long_list: str) -> Callable[[str], Path]:
             raise argparse.ArgumentTypeError(f"expected a result in JSON, got {text}: {error}") from None
         if not isinstance(result, dict) or long_list not in result:
             raise argparse.ArgumentTypeError(f"expected a result with {long_list}, got {text}")
-        if not path.resolve().is_relative_to(ROOT):  # README.md links to the plots beside it
+        if not path.resolve().is_relative_to(ROOT):  # the pages link to the plots beside it
             raise argparse.ArgumentTypeError(f"expected a file under {ROOT}, got {text}")
         return path
 
     return parse
 
 
-def refresh(readme: Path, section: str, text: str) -> None:
+def refresh(page: Path, section: str, text: str) -> None:
     """Replaces what stands between the lines `<!-- SECTION:begin -->` and `<!-- SECTION:end -->`."""
     begin, end = f"<!-- {section}:begin -->", f"<!-- {section}:end -->"
-    old = readme.read_text()
+    old = page.read_text()
     if old.count(begin) != 1 or old.count(end) != 1 or old.index(begin) > old.index(end):
-        raise ValueError(f"{readme}: expected the lines {begin} and {end} once each, in this order")
+        raise ValueError(f"{page}: expected the lines {begin} and {end} once each, in this order")
     before, rest = old.split(begin)
     after = rest.split(end)[1]
-    readme.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
 
 
-def refresh_results(paths: list[Path]) -> None:
-    """Puts a line about each of these results, the first one and all grids into README.md, and every table and picture
-    into bench/results/README.md."""
-    results = {path: json.loads(path.read_text()) for path in paths}
+def refresh_results(paths: Iterable[Path]) -> None:
+    """Puts one table of these results into README.md, every table and map into docs/performance.md, and the list of
+    their files into bench/results/README.md."""
+    results = load(paths)
+    for section, text in page_sections(results).items():
+        refresh(ROOT / PAGE, section, text)
+    refresh(ROOT / INDEX, "bench", index(results))
+    refresh(ROOT / "README.md", "bench", readme_section(results))
 
-    def sections(shown: list[Path], folder: Path, is_brief: bool) -> list[str]:
-        found = []
-        for path in shown:
-            names = [name for op in OPS for name in (op, f"{op}-map")]
-            images = {name: path.with_name(f"{path.stem}-{name}.png").resolve() for name in names}
-            links = {name: os.path.relpath(image, folder) for name, image in images.items() if image.exists()}
-            is_folded = bool(found) and not results[path].get("is_grid")
-            found.append(report.readme_section(results[path], links, is_folded, is_brief))
-        return found
 
-    grids = [path for path in paths if results[path].get("is_grid")]
-    tables = [path for path in paths if path not in grids]
-    parts = [report.overview([results[path] for path in tables])] if tables else []
-    parts += sections(tables[:1] + grids, ROOT, is_brief=True)
-    folder = ROOT / "bench/results"
-    every = sections(tables + grids, folder, is_brief=False)
-    refresh(ROOT / "README.md", "bench", "\n\n".join(parts))
-    refresh(folder / "README.md", "bench", "\n\n".join(every))
+def refresh_training(path: Path) -> None:
+    """Puts a result of bench/train.py into docs/performance.md."""
+    refresh(ROOT / PAGE, "train", training_section(path))
+
+
+def kept_results(folder: Path) -> list[Path]:
+    """The newest result of each dtype and GPU in `folder`/GPU/, then the newest grids."""
+    newest: dict[tuple[bool, int, str], tuple[str, Path]] = {}
+    for path in sorted(folder.glob("*/*.json")):
+        result = json.loads(path.read_text())
+        if not result.get("records") or result["gpu"] is None:
+            continue
+        dtype = DTYPES.index(result["records"][0]["dtype"])
+        key = bool(result.get("is_grid")), dtype, path.parent.name
+        newest[key] = max(newest.get(key, ("", path)), (result["date"], path))
+    return [path for _, (_, path) in sorted(newest.items())]
+
+
+def load(paths: Iterable[Path]) -> Results:
+    return {path: json.loads(path.read_text()) for path in paths}
+
+
+def readme_section(results: Results) -> str:
+    """The one table of README.md, and what it was measured with."""
+    tables, _ = _tables_and_grids(results)
+    libraries = ("torch", "triton", "cuda-tile", "quack-kernels", "liger-kernel", "tilegym")
+    found = [f"tileiras {version}" for version in dict.fromkeys(each["tileiras"] for each in tables)]
+    for name in libraries:
+        versions = dict.fromkeys(each["versions"].get(name) for each in tables)
+        found += [f"{name} {version}" for version in versions if version]
+    days = sorted({each["date"][:10] for each in tables})
+    measured = f"Measured from {days[0]} to {days[-1]}" if days[1:] else f"Measured on {days[0]}"
+    return f"{report.overview(tables)}\n\n{measured}, with {', '.join(found)}."
+
+
+def page_sections(results: Results) -> dict[str, str]:
+    """The sections of docs/performance.md by their names."""
+    tables, grids = _tables_and_grids(results)
+    return {
+        "overview": report.overview(tables),
+        "sizes": sizes_table(tables),
+        "behind": behind_table(tables + grids),
+        "option": report.overview([without_option(each) for each in tables]),
+        "host": "\n\n".join(host_table(each) for each in tables if _dtype(each) == DTYPES[0]),
+        "bench": "\n\n".join(_page_section(path, each) for path, each in results.items()),
+    }
+
+
+def training_section(path: Path) -> str:
+    from bench import curves  # which needs matplotlib, as bench/split.py does not
+
+    image = path.with_suffix(".png").resolve()
+    return curves.readme_section(json.loads(path.read_text()), _link(image, ROOT / PAGE))
+
+
+def index(results: Results) -> str:
+    """A table of the files of these results, with what each was measured of and with."""
+    rows = []
+    for path, result in results.items():
+        link = f"[{path.stem}]({_link(path.resolve(), ROOT / INDEX)})"
+        what = "over rows and columns" if result.get("is_grid") else "the shapes of models"
+        rows.append([link, result["gpu"], _dtype(result), what, result["commit"][:12], result["date"][:10]])
+    headers = ["result", "GPU", "dtype", "shapes", "commit", "date"]
+    return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True)
+
+
+def sizes_table(results: list[Result]) -> str:
+    """Mean ratios of calls that move less than LARGE_BYTES, and of the others, with their numbers."""
+    rows = []
+    for result in results:
+        row = [_name(result)]
+        for op in OPS_SHOWN:
+            for is_large in (False, True):
+                cells = [
+                    each
+                    for each in compare.compare(result, op)
+                    if (each.ours["gb_per_s"] * 1e3 * each.ours["us"] >= compare.LARGE_BYTES) == is_large
+                ]
+                mean = compare.mean_ratio(cells)
+                row.append("" if mean is None else f"{mean:.2f} ({len(cells)})")
+        rows.append(row)
+    limit = f"{compare.LARGE_BYTES / 1e6:.0f} MB"
+    headers = ["GPU, dtype"] + [f"{op} {size}" for op in OPS_SHOWN for size in (f"< {limit}", f">= {limit}")]
+    return _markdown(rows, headers)
+
+
+def behind_table(results: list[Result]) -> str:
+    """In how many cells a peer is faster, and the one where cutile is furthest behind."""
+    rows = []
+    for result in results:
+        for op in OPS_SHOWN:
+            cells = compare.compare(result, op)
+            behind = sorted((each for each in cells if each.ratio < 1.0), key=lambda each: each.ratio)
+            if not cells:
+                continue
+            row = [_name(result), op, f"{len(behind)} of {len(cells)}"]
+            if behind:
+                row += [f"{behind[0].ratio:.3f}", behind[0].shape, behind[0].peer["provider"]]
+            rows.append([*row, *[""] * (6 - len(row))])
+    headers = ["GPU, dtype", "op", "a peer is faster", "lowest ratio", "at rows x cols", "of"]
+    return _markdown(rows, headers, left=(0, 1, 5))
+
+
+def without_option(result: Result) -> Result:
+    """The result, had torch.compile not been given Inductor's option PDL."""
+    setting = f"{PDL.rpartition('.')[2]}=False"
+    records = []
+    for record in result["records"]:
+        us = (record.get("tried_us") or {}).get(setting)
+        is_timed = record["provider"].startswith("torch.compile") and isinstance(us, float)
+        records.append(record | {"us": us} if is_timed else record)
+    return result | {"records": records}
+
+
+def host_table(result: Result) -> str:
+    """Host microseconds of one eager call of each op, at shapes that the GPU ends before the host."""
+    found = {(each["op"], each["rows"], each["cols"], each["provider"]): each for each in result["records"]}
+    columns = [(op, name) for op in reversed(OPS_SHOWN) for name in HOST_PROVIDERS]
+    rows = []
+    for shape in BATCHES:
+        cells = [found.get((op, *shape, name), {}).get("host_us") for op, name in columns]
+        rows.append([f"{shape[0]} x {shape[1]}", *("" if us is None else f"{us:.0f}" for us in cells)])
+    table = _markdown(rows, ["rows x cols", *(f"{op}: {name}" for op, name in columns)])
+    return f"**{_name(result)}**\n\n{table}"
+
+
+def _page_section(path: Path, result: Result) -> str:
+    names = [name for op in OPS for name in (op, f"{op}-map")]
+    images = {name: path.with_name(f"{path.stem}-{name}.png").resolve() for name in names}
+    links = {name: _link(image, ROOT / PAGE) for name, image in images.items() if image.exists()}
+    return report.page_section(result, links)
+
+
+def _tables_and_grids(results: Results) -> tuple[list[Result], list[Result]]:
+    grids = [each for each in results.values() if each.get("is_grid")]
+    return [each for each in results.values() if not each.get("is_grid")], grids
+
+
+def _name(result: Result) -> str:
+    return f"{result['gpu']}, {_dtype(result)}{', grid' if result.get('is_grid') else ''}"
+
+
+def _dtype(result: Result) -> str:
+    return result["records"][0]["dtype"]
+
+
+def _link(target: Path, page: Path) -> str:
+    return Path(os.path.relpath(target, page.parent)).as_posix()
+
+
+def _markdown(rows: list[list[str]], headers: list[str], left: tuple[int, ...] = (0,)) -> str:
+    align = ["left" if number in left else "right" for number in range(len(headers))]
+    return tabulate(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)

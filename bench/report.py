@@ -106,45 +106,40 @@ def overview(results: list[Result]) -> str:
         "as fast or faster",
     ]
     align = ["left"] + ["right"] * (len(headers) - 1)
-    return tabulate(rows, headers, tablefmt="github", colalign=align, disable_numparse=True)
+    return tabulate(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)
 
 
-def readme_section(
-    result: Result, images: dict[str, str], is_folded: bool = False, is_brief: bool = False
-) -> str:
-    """The result as Markdown: for each op its pictures, cutile against the best peer, and GB/s by provider, folded.
-
-    A grid has its pictures and their mean alone; others end with the targets. The backward, which this package is
-    about, stays unfolded unless `is_folded`. `is_brief` leaves out the targets and, where there is a best peer, the
-    GB/s by provider with their picture; the backward's table is folded then.
-    """
+def page_section(result: Result, images: dict[str, str]) -> str:
+    """The result as Markdown under a heading of its own: for each op its map, and the mean ratio to the best peer; the
+    rest is folded. Where it has no peers the GB/s by provider stay unfolded. A grid has its maps and means alone."""
+    is_grid = bool(result.get("is_grid"))
+    title = f"{result['gpu'] or 'no GPU'}, {result['records'][0]['dtype']}"
     lines = [f"{one_line(result)}."]
     if result["note"]:
         lines.append(f"**{result['note']}**")
     if result["copy_gb_per_s"] is not None:
         lines.append(f"Device copy of 256 MiB in the same run: {result['copy_gb_per_s']:.0f} GB/s.")
-    parts = [" ".join(lines)]
+    parts = [f"### {title}{', over rows and columns' if is_grid else ''}", " ".join(lines)]
     for op in sorted(ops_of(result), key=lambda op: op != "backward"):
-        if op == "dx":  # what dw costs is a figure of the backward
-            continue
-        title = heading(result, op) + (", over rows and columns" if result.get("is_grid") else "")
-        names = [name for name in (f"{op}-map", op) if name in images]
-        shown = [f"![{title}]({images[name]})" for name in (names[:1] if is_brief else names)]
-        comparison = _comparison(result, op)
-        is_open = op == "backward" and not is_folded
-        if result.get("is_grid"):
-            shown += comparison[:1]
-        elif is_brief and comparison:
-            mean, table = comparison
-            shown += [mean, *(_folded(f"{title}: shape by shape", [table]) if is_open else [table])]
-        else:
-            table = op_table(result, op, _plain_rate_cell, "github", summary=True)
-            every = _folded(f"{title}: GB/s of every provider", [table]) if comparison else [table]
-            shown += [*comparison, *every]
-        parts += [f"**{title}**", *shown] if is_open else _folded(title, shown)
-    if not is_brief and not result.get("is_grid") and result["gpu"] is not None:
-        parts += _targets(result)
+        if op != "dx":  # what dw costs is a figure of the backward
+            parts += _op_parts(result, op, images, is_grid)
+    if not is_grid and result["gpu"] is not None:
+        parts += _workspace(result) + _targets(result)
     return "\n\n".join(parts)
+
+
+def _op_parts(result: Result, op: str, images: dict[str, str], is_grid: bool) -> list[str]:
+    title = heading(result, op)
+    comparison = _comparison(result, op)
+    pictures = [f"![{title}]({images[name]})" for name in (f"{op}-map", op) if name in images]
+    shown = [f"**{title}**", *pictures[:1], *comparison[:1]]
+    if is_grid:
+        return shown
+    if comparison:
+        shown += _folded(f"{title}: shape by shape", comparison[1:])
+    table = op_table(result, op, _plain_rate_cell, "pipe", summary=True)
+    every = [*pictures[1:], table]
+    return shown + (_folded(f"{title}: GB/s of every provider", every) if comparison else every)
 
 
 def _comparison(result: Result, op: str) -> list[str]:
@@ -154,7 +149,13 @@ def _comparison(result: Result, op: str) -> list[str]:
         return []
     mean = compare.mean_ratio(comparisons)
     text = f"Against the best of {', '.join(compare.peers_of(result, op))} at each shape: {mean:.2f} times as fast"
-    return [f"{text} (geometric mean of {len(comparisons)}).", compare.table(result, op, "github")]
+    return [f"{text} (geometric mean of {len(comparisons)}).", compare.table(result, op, "pipe")]
+
+
+def _workspace(result: Result) -> list[str]:
+    """The backward's workspace, and what dw costs, folded."""
+    table = compare.workspace_table(result, "pipe")
+    return _folded("backward of cutile: workspace, and what dw adds to the time", [table]) if table else []
 
 
 def _targets(result: Result) -> list[str]:

@@ -213,7 +213,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         type=readme.result_file("records"),
         nargs="+",
         metavar="JSON",
-        help="measure nothing: put results into README.md and bench/results/README.md",
+        help="measure nothing: put results into README.md, docs/performance.md and bench/results/README.md",
     )
     return parser.parse_args(argv)
 

@@ -27,7 +27,6 @@ if __name__ == "__main__":  # before the imports that would fail
 
 import argparse
 import gc
-import json
 import math
 import sys
 import time
@@ -42,7 +41,7 @@ from tqdm import trange
 
 from bench import curves, extra, readme
 from bench.corpus import VOCABULARY, batches, load_corpus
-from bench.provenance import RESULTS, ROOT, choose_tables, describe_run, gpu_slug, one_line
+from bench.provenance import RESULTS, choose_tables, describe_run, gpu_slug, one_line
 from bench.report import CPU_NOTE, write_json
 from bench.run import run_in_interpreters
 from tilegym_rmsnorm import RMSNorm
@@ -243,9 +242,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser(setup)
     arguments = parser.parse_args(argv)
     if arguments.readme:
-        result = json.loads(arguments.readme.read_text())
-        image = arguments.readme.with_suffix(".png").resolve().relative_to(ROOT).as_posix()
-        readme.refresh(ROOT / "README.md", "train", curves.readme_section(result, image))
+        readme.refresh_training(arguments.readme)
         return 0
     extra.require("transformers")
     import transformers

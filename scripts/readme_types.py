@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Type-checks the Python examples of README.md against this checkout's package, each by itself.
+"""Type-checks the Python snippets of README.md and the programs of examples/ against this checkout's package.
 
 python scripts/readme_types.py     prints mypy's messages, with README's line numbers; exit status 0 if there is none
 """
@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def python_blocks(text: str) -> list[str]:
@@ -24,8 +25,8 @@ def python_blocks(text: str) -> list[str]:
     return ["\n" * text.count("\n", 0, match.start(1)) + match[1] for match in found]
 
 
-def check(sources: list[str]) -> tuple[int, str]:
-    """mypy's exit status and messages for these sources, by the settings of pyproject.toml."""
+def check(sources: list[str], programs: list[Path]) -> tuple[int, str]:
+    """mypy's exit status and messages for these sources and files, by the settings of pyproject.toml."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / f"README_example_{number}.py" for number, _ in enumerate(sources, 1)]
         for path, source in zip(paths, sources, strict=True):
@@ -33,7 +34,7 @@ def check(sources: list[str]) -> tuple[int, str]:
         # Of the package itself `mypy -p tilegym_rmsnorm` tells.
         command = [sys.executable, "-m", "mypy", "--follow-imports=silent", "--no-error-summary"]
         done = subprocess.run(
-            [*command, *map(str, paths)],
+            [*command, *map(str, paths), *(str(program.relative_to(ROOT)) for program in programs)],
             cwd=ROOT,
             env=os.environ | {"MYPYPATH": str(ROOT)},
             stdout=subprocess.PIPE,
@@ -51,8 +52,9 @@ def main() -> int:
     if not blocks:
         print("README.md: expected Python blocks, got none", file=sys.stderr)
         return 1
-    status, text = check(blocks)
-    print(text or f"README.md: {len(blocks)} examples pass", end="" if text else "\n")
+    status, text = check(blocks, EXAMPLES)
+    passed = f"README.md: {len(blocks)} snippets pass; examples/: {len(EXAMPLES)} programs pass"
+    print(text or passed, end="" if text else "\n")
     return status
 
 

@@ -97,26 +97,33 @@ def rms_norm(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`torch.nn.functional.rms_norm`, differentiable (twice), on the selected backend.
 
-    y = input * rstd * (weight + offset) + bias over the last len(normalized_shape) dimensions, which hold N elements;
-    rstd = 1 / sqrt(mean(input^2) + eps). Computed in float32 (float64 for float64 tensors), y of input's dtype.
+    `y = input * rstd * (weight + offset) + bias` over the last `len(normalized_shape)` dimensions, which hold N
+    elements, with `rstd = 1 / sqrt(mean(input^2) + eps)`. Computed in float32, in float64 for float64 tensors.
 
-    input             (*, *normalized_shape), float16, bfloat16, float32 or float64, any strides; also what F.rms_norm
-                      takes and no kernel does: complex, jagged nested, a DTensor, rows of no elements
-    weight, bias      normalized_shape, any of these dtypes; None: a factor of 1 (whatever the offset), nothing added
-    eps               None: the machine epsilon of float32 (of float64 for float64 input)
-    offset            added to weight in the precision that computes: 1 for Gemma, whose weights are stored minus 1
-    residual          input's shape and dtype: input + residual is normalized instead, and returned too
-    casting           "once": only y is rounded; "llama": input * rstd is rounded to input's dtype before the weight
-    backend           a name or "auto"; None: the one in effect, see `tilegym_rmsnorm.registry`
+    The backward runs on the backend of the forward; under `create_graph` it runs through the reference, which is
+    differentiable again. Under `torch.autocast("cuda")` the call does as `F.rms_norm` of the installed torch does: from
+    torch 2.12 on, half inputs are normalized, and y returned, in float32. Before, and under autocast of CPUs, nothing
+    is cast.
 
-    Returns y, or (y, input + residual) where a residual is given. The backward runs on the backend of the forward;
-    under create_graph it runs through the reference, which is differentiable again.
+    Args:
+        input: Shape `(*, *normalized_shape)`; float16, bfloat16, float32 or float64; any strides. Also what
+            `F.rms_norm` takes and no kernel does: complex, jagged nested, a DTensor, rows of no elements.
+        normalized_shape: The last dimensions of input, as an int or a sequence of ints.
+        weight: Shape `normalized_shape`, any of these dtypes. None: a factor of 1, whatever the offset.
+        eps: None: the machine epsilon of float32, of float64 for float64 input.
+        bias: Shape `normalized_shape`, any of these dtypes. None: nothing is added.
+        offset: Added to weight in the precision that computes: 1 for Gemma, whose weights are stored minus 1.
+        residual: Of input's shape and dtype. `input + residual` is normalized instead, and returned too.
+        casting: `"once"`: only y is rounded. `"llama"`: `input * rstd` is rounded to input's dtype before the weight.
+        backend: A name or `"auto"`. None: the one in effect, see `use_backend`.
 
-    Under torch.autocast("cuda") it does as F.rms_norm of the installed torch does: from torch 2.12 on, half inputs are
-    normalized, and y returned, in float32. Before, and under autocast of CPUs, nothing is cast.
+    Returns:
+        y, of input's shape and dtype; `(y, input + residual)` where a residual is given.
 
-    Raises ValueError or TypeError on arguments that do not fit, BackendUnavailableError where the backend that was
-    asked for by name cannot run them.
+    Raises:
+        ValueError: A shape, a device or a number does not fit.
+        TypeError: A dtype, a layout or a type does not fit.
+        BackendUnavailableError: The backend that was asked for by name cannot run the call.
     """
     if is_dynamo_compiling():
         backend = traced(backend)
@@ -213,9 +220,24 @@ def rms_norm_forward(
     casting: str = "once",
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y (x's shape and dtype) and rstd (M,), float32 (float64 for float64 x). Not differentiable.
+    """y and rstd of rows of x, without autograd. M is the product of x's leading dimensions, N its last.
 
-    M is the product of x's leading dimensions, N its last; weight and bias have shape (N,). See `rms_norm`.
+    Args:
+        x: Shape `(*, N)`; float16, bfloat16, float32 or float64; any strides.
+        weight: Shape `(N,)`, or None.
+        eps: As for `rms_norm`.
+        bias: Shape `(N,)`, or None.
+        offset: As for `rms_norm`.
+        casting: As for `rms_norm`.
+        backend: As for `rms_norm`.
+
+    Returns:
+        y, of x's shape and dtype, and rstd, of shape `(M,)`, float32 (float64 for float64 x).
+
+    Raises:
+        ValueError: A shape, a device or a number does not fit.
+        TypeError: A dtype, a layout or a type does not fit.
+        BackendUnavailableError: The backend that was asked for by name cannot run the call.
     """
     if is_dynamo_compiling() and (backend := traced(backend)) != "torch":
         options = {"offset": offset, "casting": casting, "backend": backend}
@@ -249,9 +271,24 @@ def rms_norm_backward(
     casting: str = "once",
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """dx (x's shape and dtype) and dw (N,) of weight's dtype, None without a weight. Not differentiable.
+    """dx and dw of `rms_norm_forward`, without autograd.
 
-    dy has x's shape, dtype and device; rstd (M,) is what `rms_norm_forward` returned. See `rms_norm`.
+    Args:
+        x: What the forward was given: shape `(*, N)`.
+        dy: The gradient of y, of x's shape, dtype and device; any strides.
+        weight: What the forward was given: shape `(N,)`, or None.
+        rstd: What the forward returned: shape `(M,)`.
+        offset: What the forward was given.
+        casting: What the forward was given.
+        backend: As for `rms_norm`.
+
+    Returns:
+        dx, of x's shape and dtype, and dw, of shape `(N,)` and weight's dtype, None without a weight.
+
+    Raises:
+        ValueError: A shape, a device or a number does not fit.
+        TypeError: A dtype, a layout or a type does not fit.
+        BackendUnavailableError: The backend that was asked for by name cannot run the call.
     """
     if is_dynamo_compiling() and (backend := traced(backend)) != "torch":
         options = {"offset": offset, "casting": casting, "backend": backend}
@@ -272,9 +309,14 @@ def rms_norm_backward(
 
 
 def compute_rms_norm_rstd_torch(x: Tensor, eps: float | None = None) -> Tensor:
-    """1 / sqrt(mean of x^2 over the last dimension + eps), shape (M,), float32 (float64 for float64 x).
+    """`1 / sqrt(mean(x^2) + eps)` over the last dimension, by the reference: differentiable.
 
-    By the reference, differentiable. M is the product of x's leading dimensions; eps as for `rms_norm`.
+    Args:
+        x: Shape `(*, N)`; float16, bfloat16, float32 or float64.
+        eps: As for `rms_norm`.
+
+    Returns:
+        rstd, of shape `(M,)`, M the product of x's leading dimensions; float32 (float64 for float64 x).
     """
     check_input("x", x)
     check_memory(x=x)
@@ -291,7 +333,19 @@ def rms_norm_backward_torch(
     offset: float = 0.0,
     casting: str = "once",
 ) -> tuple[Tensor, Tensor | None]:
-    """`rms_norm_backward` by the reference: differentiable, with rstd an input like the others."""
+    """`rms_norm_backward` by the reference: differentiable, with rstd an input like the others.
+
+    Args:
+        x: Shape `(*, N)`.
+        dy: Of x's shape, dtype and device.
+        weight: Shape `(N,)`, or None.
+        rstd: Shape `(M,)`, as `compute_rms_norm_rstd_torch` gives it.
+        offset: As for `rms_norm`.
+        casting: As for `rms_norm`.
+
+    Returns:
+        dx, of x's shape and dtype, and dw, of shape `(N,)` and weight's dtype, None without a weight.
+    """
     *_, offset = _checked_backward(x, dy, weight, rstd, offset, casting)
     check_memory(x=x, dy=dy, weight=weight, rstd=rstd)
     return reference.rms_norm_backward_torch(x, dy, weight, rstd, offset=offset, casting=casting)

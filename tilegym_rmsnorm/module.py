@@ -21,16 +21,22 @@ from tilegym_rmsnorm.validation import check_casting, checked_eps, checked_numbe
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm over the last dimensions; the first five parameters and the state dict are `torch.nn.RMSNorm`'s.
 
-    offset      added to the weight: 1 for Gemma. The weight starts at 1 - offset, so that the factor starts at 1
-    bias        learn an additive bias too, started at 0; as in `torch.nn.LayerNorm`, only with elementwise_affine.
-                Without it there is no attribute `bias`
-    casting     "once" or "llama", see `tilegym_rmsnorm.rms_norm`
-    backend     a name or "auto"; None: the one in effect when the module is called
-
     y has x's dtype, also where weight is float32 beside 16-bit x: there Hugging Face's LlamaRMSNorm returns float32.
 
-    `torch.jit.script` compiles the reference, without residual; it raises BackendUnavailableError for a backend other
-    than "torch" and "auto". `configured` makes a class with other defaults.
+    `torch.jit.script` compiles the reference, without residual; it raises `BackendUnavailableError` for a backend other
+    than `"torch"` and `"auto"`. `configured` makes a class with other defaults.
+
+    Args:
+        normalized_shape: The last dimensions of x, as an int or a sequence of ints.
+        eps: None: the machine epsilon of the precision that computes.
+        elementwise_affine: Whether there is a weight.
+        device: Of the parameters.
+        dtype: Of the parameters.
+        offset: Added to the weight: 1 for Gemma. The weight starts at 1 - offset, so that the factor starts at 1.
+        bias: Learn an additive bias too, started at 0; as in `torch.nn.LayerNorm`, only with `elementwise_affine`.
+            Without it there is no attribute `bias`.
+        casting: `"once"` or `"llama"`, see `rms_norm`.
+        backend: A name or `"auto"`. None: the one in effect when the module is called.
     """
 
     __constants__ = [*torch.nn.RMSNorm.__constants__, "offset", "casting"]
@@ -67,11 +73,18 @@ class RMSNorm(torch.nn.RMSNorm):
     def configured(cls: type[Norm], **defaults: Any) -> type[Norm]:
         """A subclass with other defaults, to stand in for a model's norm class: `RMSNorm.configured(offset=1.0)`.
 
-        defaults    eps, elementwise_affine, device, dtype, offset, bias, casting, backend: checked here
+        Its constructor also takes `hidden_size` or `dim` for `normalized_shape` and `with_scale` for
+        `elementwise_affine`. The same defaults give the same class; copies, pickles and `configured()` of it work.
 
-        Its constructor also takes hidden_size or dim for normalized_shape and with_scale for elementwise_affine. The
-        same defaults give the same class; copies, pickles and configured() of it work. Raises as the constructor does,
-        TypeError on an unknown name.
+        Args:
+            **defaults: eps, elementwise_affine, device, dtype, offset, bias, casting, backend; checked here.
+
+        Returns:
+            The class.
+
+        Raises:
+            ValueError: As by the constructor.
+            TypeError: As by the constructor, and for an unknown name.
         """
         return configured(cls, defaults)
 
@@ -88,7 +101,15 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def forward(self, x: Tensor, residual: Tensor | None = None):
-        """y, or (y, x + residual) where a residual is given."""
+        """The norm of x.
+
+        Args:
+            x: Shape `(*, *normalized_shape)`.
+            residual: Of x's shape and dtype. `x + residual` is normalized instead, and returned too.
+
+        Returns:
+            Tensor | tuple[Tensor, Tensor]: y, or `(y, x + residual)` where a residual is given.
+        """
         if is_scripting():
             return self._scripted(x, residual)
         # Looked up in dictionaries: Module.__getattr__ takes 0.6 us for what it finds and 2 us for what it does not.

@@ -15,13 +15,19 @@ _teams: bool | None = None  # what `set_teams` said
 def set_teams(enabled: bool | None) -> None:
     """Whether kernels may serve whose blocks wait for each other: teams of up to 16 blocks that share a wide row.
 
-    False: calls from now on take kernels whose blocks do not wait, which are slower for rows of more than 16384
-    elements. Needed where a launch may use fewer of the GPU's SMs than a team has blocks, in a green context or by a
+    Without teams, calls take kernels whose blocks do not wait, which are slower for rows of more than 16384 elements.
+    That is needed where a launch may use fewer of the GPU's SMs than a team has blocks, in a green context or by a
     share of MPS: there such a launch would never end. Also where more than eight calls by teams may run at once.
-    True: they may. None: what the environment variable TILEGYM_RMSNORM_TEAMS says (0 or 1; 1 where it is not set).
 
     Of the cutile backend; others have no such kernels. Holds for this process, in all threads. A backward may take
     another kernel than it would have when its forward ran: both give right values, dw in other bits.
+
+    Args:
+        enabled: Whether they may, from now on. None: what the environment variable TILEGYM_RMSNORM_TEAMS says (0 or 1;
+            1 where it is not set).
+
+    Raises:
+        TypeError: enabled is none of True, False and None.
     """
     global _teams
     if enabled is not None and type(enabled) is not bool:

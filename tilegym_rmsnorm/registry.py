@@ -126,7 +126,11 @@ def is_settled(op: str, request: Request, backend: str) -> bool:
 
 
 def get_current_backend() -> str:
-    """The name in effect where no `backend=` is given: a backend's, or "auto"."""
+    """The name in effect where no `backend=` is given: a backend's, or `"auto"`.
+
+    Raises:
+        ValueError: TILEGYM_RMSNORM_BACKEND holds no such name.
+    """
     names = _context_backends.get()
     name = names[-1] if names else _process_backend or _environment_backend() or "auto"
     if name not in _NAMES:
@@ -135,7 +139,14 @@ def get_current_backend() -> str:
 
 
 def set_backend(backend: str | None) -> None:
-    """Make `backend` (or "auto") the default of this process; None leaves it to the environment variable again."""
+    """Make a backend the default of this process.
+
+    Args:
+        backend: A name or `"auto"`. None leaves it to the environment variable TILEGYM_RMSNORM_BACKEND again.
+
+    Raises:
+        ValueError: There is no backend of this name.
+    """
     global _process_backend
     if backend is not None:
         _check_name("backend", backend, _NAMES)
@@ -143,7 +154,10 @@ def set_backend(backend: str | None) -> None:
 
 
 class use_backend(contextlib.ContextDecorator):  # named as the function that it is to its callers
-    """Use `backend` (or "auto") inside a `with` block, or a decorated function, in this thread or task only.
+    """Use a backend inside a `with` block, or a decorated function, in this thread or task only.
+
+    It comes before `set_backend`, and that before the variable TILEGYM_RMSNORM_BACKEND; the argument `backend=` of a
+    call comes before all of them.
 
     A backward pass runs on the backend that its forward ran on, wherever it is called. But torch.utils.checkpoint runs
     the forward once more, when the backward is called, on what is in effect then: with it, name the backend by
@@ -151,6 +165,12 @@ class use_backend(contextlib.ContextDecorator):  # named as the function that it
 
     Inside a function that torch.compile compiles it holds for the calls that are traced in its block, if it is made
     there; around that function it is not seen.
+
+    Args:
+        backend: A name or `"auto"`.
+
+    Raises:
+        ValueError: There is no backend of this name.
     """
 
     def __init__(self, backend: str) -> None:
@@ -207,7 +227,14 @@ def why_unusable(backend: str, request: Request | None = None) -> Unusable | Non
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether `backend` can run on this machine."""
+    """Whether a backend can run on this machine.
+
+    Args:
+        backend: A name.
+
+    Raises:
+        ValueError: There is no backend of this name.
+    """
     return why_unusable(backend) is None
 
 
@@ -217,13 +244,25 @@ def get_available_backends() -> list[str]:
 
 
 def get_available_backends_for_op(op: str) -> list[str]:
-    """The backends that can run on this machine and implement `op`, fastest first."""
+    """The backends that can run on this machine and implement an op, fastest first.
+
+    Args:
+        op: `"rms_norm_forward"` or `"rms_norm_backward"`.
+
+    Raises:
+        ValueError: There is no op of this name.
+    """
     _check_name("op", op, OPS)
     return [name for name in get_available_backends() if op in _implemented_ops(name)]
 
 
 def get_registry_info() -> dict[str, Any]:
-    """What is known, what is in effect, and for each backend whether it is usable or why not."""
+    """What is known, what is in effect, and for each backend whether it is usable or why not.
+
+    Returns:
+        A dictionary with the keys `ops`, `auto_order`, `current` and `backends`. The last has for each backend
+        `usable`, `reason` and `remedy` (None where it is usable), `implementation` and `loaded_ops`.
+    """
     backends = {}
     for name in AUTO_ORDER:
         probe, unusable = _probe(name), why_unusable(name)

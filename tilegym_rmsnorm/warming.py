@@ -21,14 +21,20 @@ def warmup(
 ) -> None:
     """Compile the kernels of backend "cutile" that the forward and the backward of these widths need, for any M.
 
-    widths    (n, dtype of x) or (n, dtype of x, dtype of weight), each; None as the last: no weight. Or one of these
-    casting   as for `rms_norm`; eps and offset do not matter
-    device    default: the current CUDA device
-
     Afterwards a call with contiguous rows compiles nothing, whatever its number of rows, and loads nothing from the
     disk cache either; the weight's gradient is taken to be wanted. Needs a few times 100 MB of the device's memory
-    while it runs. Raises BackendUnavailableError where the backend cannot run, ValueError or TypeError on widths and
-    devices that have no kernels.
+    while it runs.
+
+    Args:
+        widths: `(n, dtype of x)` or `(n, dtype of x, dtype of weight)`, each; None as the last: no weight. Or one of
+            these.
+        casting: As for `rms_norm`; eps and offset do not matter.
+        device: Default: the current CUDA device.
+
+    Raises:
+        BackendUnavailableError: The backend cannot run there.
+        ValueError: A width or a device that has no kernels.
+        TypeError: Something else than widths, or a dtype that has no kernels.
     """
     check_casting(casting)
     requests = [_checked(width) for width in _each(widths)]

@@ -277,7 +277,7 @@ def test_backward_by_each_kernel_of_cutile(name, x_scales, dy_scale):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.xfail(
     parse_version(package_version("triton") or "3.6") < (3, 6),
-    reason="tl.sqrt_rn of Triton 3.5 is sqrt.rn.ftz: README says the range",
+    reason="tl.sqrt_rn of Triton 3.5 is sqrt.rn.ftz: docs/limits.md says the range",
     strict=True,
 )
 def test_no_triton_kernel_flushes_subnormal_numbers(tmp_path):

@@ -65,12 +65,12 @@ def test_plots_are_pictures(tmp_path):
 def test_readme_section_is_replaced_and_nothing_else(tmp_path):
     path = tmp_path / "README.md"
     path.write_text("before\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nafter\n")
-    section = report.readme_section(make_result(make_record()), {"backward": "bench/results/a.png"})
+    section = report.page_section(make_result(make_record()), {"backward": "bench/results/a.png"})
     readme.refresh(path, "bench", section)
     readme.refresh(path, "bench", section)
     text = path.read_text()
     assert text.startswith("before\n<!-- bench:begin -->") and text.endswith("<!-- bench:end -->\nafter\n")
-    assert "old" not in text and text.count("| 4096 x 1024") == 1
+    assert "old" not in text and text.count("### NVIDIA H100 80GB HBM3, bfloat16") == 1
     assert (
         "NVIDIA H100 80GB HBM3, driver 580.1" in text
         and "commit 0123456789ab" in text

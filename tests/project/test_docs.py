@@ -1,40 +1,104 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The examples under docs/ give what the pages say, and the kernels that CONTRIBUTING.md names are those that run."""
+"""The pages under docs/: examples run, names are of things that exist, lists are whole. And the kernels that
+CONTRIBUTING.md names are those that run."""
 
 from __future__ import annotations
 
+import ast
 import doctest
+import importlib.util
+import itertools
+import logging
+import os
 import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import yaml
 
+import tilegym_rmsnorm
+from tilegym_rmsnorm.backends.cutile.plans import variants
 from tilegym_rmsnorm.backends.cutile.plans.problem import OPS, Device, Problem
 from tilegym_rmsnorm.backends.cutile.plans.select import select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+DOCS, PACKAGE = ROOT / "docs", ROOT / "tilegym_rmsnorm"
+PAGES = sorted(DOCS.glob("*.md"))
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_examples(page, monkeypatch):
+def page(name: str) -> str:
+    return (DOCS / f"{name}.md").read_text(encoding="utf-8")
+
+
+def script(name: str):
+    """One of scripts/docs_*.py."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def as_torchrun_starts_it(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def left_as_it_was(monkeypatch):
+    """What examples change: the norm of transformers' Llama, what is compiled, and how much is logged."""
+    log, root = logging.getLogger("tilegym_rmsnorm"), logging.getLogger()
+    level, handlers = log.level, list(root.handlers)
+    if importlib.util.find_spec("transformers") is not None:
+        from transformers.models.llama import modeling_llama
+
+        monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", modeling_llama.LlamaRMSNorm)
+    yield
+    torch._dynamo.reset()
+    log.setLevel(level)
+    root.handlers[:] = handlers
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_examples(path, monkeypatch, as_torchrun_starts_it, left_as_it_was):
+    """Blocks of Python one after the other, as a reader would type them; then all that has a prompt."""
     monkeypatch.setenv("TILEGYM_RMSNORM_CACHE_DIR", "off")
-    failed, _ = doctest.testfile(str(page), module_relative=False, encoding="utf-8")
-    assert not failed
+    text, names = path.read_text(encoding="utf-8"), {"__name__": path.stem}
+    for match in BLOCK.finditer(text):
+        if "transformers" in match[1]:
+            pytest.importorskip("transformers", reason="transformers is not installed")
+        source = "\n" * text.count("\n", 0, match.start(1)) + match[1]
+        exec(compile(source, str(path), "exec"), names)
+    examples = doctest.DocTestParser().get_doctest(text.replace("```", ""), names, path.name, str(path), 0)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    assert not runner.run(examples).failed
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_paths_that_a_page_names_exist(page):
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_paths_that_a_page_names_exist(path):
     """Links, and names of files and folders in `code`, from the page, the root, the package or the backend."""
-    text = page.read_text(encoding="utf-8")
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", text) if "://" not in link]
+    text = path.read_text(encoding="utf-8")
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     names = re.findall(r"`([\w./*-]+(?:\.py|\.json|\.txt|\.md|/))`", text)
-    package = ROOT / "tilegym_rmsnorm"
-    folders = (page.parent, ROOT, package, package / "backends" / "cutile")
+    folders = (DOCS, ROOT, PACKAGE, PACKAGE / "backends" / "cutile")
     missing = [
         name
         for name in links + names
@@ -42,6 +106,234 @@ def test_paths_that_a_page_names_exist(page):
         and not any((each / name).exists() or "*" in name and list(each.glob(name)) for each in folders)
     ]
     assert not missing
+
+
+# Lists that are whole
+
+
+def test_every_page_is_in_the_navigation():
+    def pages_of(entries):
+        for entry in entries:
+            for value in entry.values():
+                yield from pages_of(value) if isinstance(value, list) else (value,)
+
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    assert sorted(pages_of(navigation)) == [path.name for path in PAGES]
+
+
+def test_every_public_name_is_in_the_reference():
+    named = re.findall(r"^::: tilegym_rmsnorm\.(\w+)\.(\w+)$", page("api"), re.MULTILINE)
+    assert sorted(name for _, name in named) == sorted(tilegym_rmsnorm.__all__)
+    for module, name in named:
+        assert getattr(tilegym_rmsnorm, name).__module__ == f"tilegym_rmsnorm.{module}"
+
+
+def test_every_argument_is_described():
+    """mkdocs would say so, too; it is not where the tests run."""
+    for path in (PACKAGE / f"{name}.py" for name in ("api", "module", "policy", "registry", "warming")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and "    Args:" in (
+                ast.get_docstring(node, clean=False) or ""
+            ):
+                arguments = [
+                    each.arg for each in [*node.args.args, *node.args.kwonlyargs] if each.arg != "self"
+                ]
+                arguments = [each for each in arguments if each != "cls"]
+                described = re.findall(
+                    r"^    \*{0,2}(\w+): ", ast.get_docstring(node).partition("Args:")[2], re.M
+                )
+                described = [each for each in described if not each.endswith("Error")]
+                assert described == arguments or described == ["defaults"], (path.name, node.name)
+
+
+def test_every_kernel_is_on_its_page():
+    kernels = {
+        each.kernel for each in vars(variants).values() if is_variant(each) and hasattr(each, "kernel")
+    }
+    named = set(re.findall(r"`((?:forward|backward|sum|clear)_\w+)`", page("how-it-works")))
+    assert named == kernels
+
+
+def is_variant(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Variant)
+
+
+# Environment variables
+
+
+def variables(text: str) -> set[str]:
+    """Those that headings and first cells of tables name."""
+    places = re.findall(r"^(?:### |\| )([^|\n]*)", text, re.MULTILINE)
+    return set(re.findall(r"`([A-Z_]+)`", "".join(places)))
+
+
+def test_every_variable_of_the_package_has_a_line():
+    """And no line is of a variable that nobody reads."""
+    ours, _, theirs = page("environment").partition("## Of the benchmark")
+    listed = variables(ours)
+    read = set()
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        read |= set(re.findall(r"TILEGYM_RMSNORM_[A-Z_]+", text))
+        if "environ" in text or "VARIABLE = " in text:
+            constants = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+            read |= {
+                each for each in constants if isinstance(each, str) and re.fullmatch("[A-Z][A-Z_]{2,}", each)
+            }
+    assert listed == read - {"GPU"}  # a line of doctor's
+    listed |= variables(theirs)
+    for path in itertools.chain((ROOT / "bench").glob("*.*"), (ROOT / "scripts").iterdir()):
+        if path.is_file():
+            names = set(re.findall(r"TILEGYM_RMSNORM_[A-Z_]+", path.read_text(encoding="utf-8")))
+            assert names <= listed, path.name
+    assert "TILEGYM_RMSNORM_COMMIT" in (ROOT / "bench" / "provenance.py").read_text(encoding="utf-8")
+
+
+# Messages
+
+# Of these no caller of a public function hears: kernels' settings and tables, which a warning tells of; the
+# interpreter; the commands' own options; what the package calls itself.
+UNHEARD = (
+    "interpreter",
+    "plans/partition",
+    "plans/records",
+    "plans/variants",
+    "plans/select",
+    "plans/tables.py:",
+)
+UNHEARD += ("cutile/launch", "backends/versions", "measure/", "commands/options")
+HOLE = "…"
+
+
+def template(node: ast.AST | None) -> str | None:
+    """The text that an expression gives, with holes where values come in; None where it is no text."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else None
+    if isinstance(node, ast.JoinedStr):
+        return "".join(template(each) or HOLE for each in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return (template(node.left) or HOLE) + (template(node.right) or HOLE)
+    return None
+
+
+def texts(path: Path) -> list[str]:
+    """Every text of a module."""
+    found = map(template, ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return [text for text in found if text]
+
+
+def messages(path: Path) -> Iterator[str]:
+    """What a module raises, warns of, and gives as a reason."""
+    for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(function, (ast.FunctionDef, ast.Module)):
+            continue
+        named = dict(assigned(function))
+        for node in function.body if isinstance(function, ast.Module) else ast.walk(function):
+            call = node.exc if isinstance(node, ast.Raise) else node
+            if not isinstance(call, ast.Call):
+                continue
+            name = getattr(call.func, "id", getattr(call.func, "attr", ""))
+            place = {"_fail": 2, "Unusable": 0, "warn": 0, "_warn_homeless": 0}.get(name)
+            if place is None and isinstance(node, ast.Raise):
+                place = 0
+            if place is None or len(call.args) <= place:
+                if name != "_fail" or not call.args:
+                    continue
+                place = 0  # of the command tune
+            told = call.args[place]
+            for text in named.get(told.id, []) if isinstance(told, ast.Name) else [template(told)]:
+                if text and text.strip(f"{HOLE}:,. ") not in ("", "expected", f"expected {HOLE}, got"):
+                    yield text
+
+
+def assigned(function: ast.AST) -> dict[str, list[str]]:
+    """The texts that a function gives to names, alone or in pairs."""
+    found: dict[str, list[str]] = {}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign):
+            target, value = node.targets[0], node.value
+            pairs = [(target, value)]
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                pairs = list(zip(target.elts, value.elts, strict=True))
+            for name, each in pairs:
+                if isinstance(name, ast.Name) and (text := template(each)):
+                    found.setdefault(name.id, []).append(text)
+    return found
+
+
+def fragments() -> list[str]:
+    """What the page quotes: the code in front of the colon of each point."""
+    points = re.findall(r"^- ((?:`[^`]+`(?:, )?)+):\s", page("troubleshooting"), re.MULTILINE)
+    return [each for point in points for each in re.findall(r"`([^`]+)`", point)]
+
+
+def fits(fragment: str, text: str) -> bool:
+    return re.search(".*".join(map(re.escape, fragment.split(HOLE))), text, re.DOTALL) is not None
+
+
+def test_every_quoted_message_is_in_the_source():
+    found = [text for path in PACKAGE.rglob("*.py") for text in texts(path)]
+    quoted = fragments()
+    assert len(quoted) > 80
+    assert not [each for each in quoted if not any(fits(each, text) for text in found)]
+
+
+def test_every_message_is_quoted():
+    missing = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        if not any(each in name for each in UNHEARD):
+            missing += [
+                (name, text) for text in messages(path) if not any(fits(each, text) for each in fragments())
+            ]
+    assert not missing
+
+
+# Promises
+
+
+def test_every_test_that_holds_a_promise_exists():
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page("promises"))
+    assert len(named) > 40
+    for path, test in named:
+        assert f"\ndef {test}(" in (ROOT / path).read_text(encoding="utf-8"), (path, test)
+
+
+# Drawings, and the site
+
+
+def test_drawings_are_those_of_the_script():
+    drawn = script("docs_drawings").drawings()
+    assert {path.name: path.read_text(encoding="utf-8") for path in (DOCS / "images").glob("*.svg")} == drawn
+    assert set(re.findall(r"\(images/([\w-]+\.svg)\)", page("how-it-works"))) == set(drawn)
+
+
+def test_drawings_can_be_read_on_a_phone():
+    """Of a phone 390 pixels wide the site leaves 358 to a picture."""
+    for name, text in script("docs_drawings").drawings().items():
+        width = float(re.search(r'viewBox="0 0 (\d+) ', text)[1])
+        sizes = [float(each) for each in re.findall(r"(\d+)px", text)]
+        assert min(sizes) * 358 / width >= 13, name
+        assert "prefers-color-scheme: dark" in text
+
+
+def test_the_site_builds(tmp_path):
+    if importlib.util.find_spec("mkdocs") is None and shutil.which("mkdocs") is None:
+        pytest.skip("mkdocs is not installed: pip install '.[docs]'")
+    command = ["mkdocs"] if shutil.which("mkdocs") else [sys.executable, "-m", "mkdocs"]
+    done = subprocess.run(
+        [*command, "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for path in PAGES:
+        assert (tmp_path / f"{path.stem}.html").exists()
+
+
+# Contributing
 
 
 def test_the_shapes_that_contributing_names_run_the_kernels_it_names():

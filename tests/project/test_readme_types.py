@@ -37,10 +37,12 @@ warmup([4096])  # wrong
 """
 
 
-def test_examples_of_the_readme_pass_and_wrong_calls_are_reported():
+def test_readme_and_examples_pass_and_wrong_calls_are_reported():
     blocks = readme_types.python_blocks((ROOT / "README.md").read_text(encoding="utf-8"))
     assert len(blocks) >= 2 and all("tilegym_rmsnorm import" in block for block in blocks)
-    status, text = readme_types.check([*blocks, CALLS])  # one run: mypy reads all of torch for each
+    assert len(readme_types.EXAMPLES) >= 4
+    # one run: mypy reads all of torch for each
+    status, text = readme_types.check([*blocks, CALLS], readme_types.EXAMPLES)
     expected = {
         f"README_example_{len(blocks) + 1}.py:{number}"
         for number, line in enumerate(CALLS.splitlines(), 1)

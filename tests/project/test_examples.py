@@ -1,0 +1,90 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The programs of examples/ run on a CPU, as their docstrings say, and what they print means what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tilegym_rmsnorm.registry import AUTO_ORDER
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAMS = sorted((ROOT / "examples").glob("*.py"))
+INTERPRETERS = ("TILEGYM_RMSNORM_INTERPRET", "TRITON_INTERPRET")
+
+
+def output_of(program: str, *arguments: str) -> str:
+    """What it prints on a machine without a GPU, where nothing is set that it should set itself."""
+    environment = {name: value for name, value in os.environ.items() if name not in INTERPRETERS}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / program, *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_train_llama_learns_as_with_the_model_s_own_norm():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    text = output_of("train_llama.py", "--steps", "20", "--layers", "1")
+    assert "norms that this package runs: 3" in text
+    theirs, ours = zip(
+        *(map(float, row) for row in re.findall(r"^ *\d+ +(\d\.\d+) +(\d\.\d+)$", text, re.M)), strict=True
+    )
+    assert len(ours) == 3 and ours[-1] < ours[0] - 1
+    assert ours == pytest.approx(theirs, abs=2e-3)
+
+
+@pytest.mark.parametrize("options", [[], ["--compile", "eager", "--steps", "12"]], ids=["eager", "compiled"])
+def test_own_model_learns(options):
+    """Compiled in one graph: a break would be an error. Dynamo's own backend, since Inductor takes a minute."""
+    text = output_of("own_model.py", *options)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", text)]
+    assert text.startswith("norms: 9\n") and len(losses) == 2 and losses[1] < losses[0] - 1
+
+
+def test_step_through_kernel_stops_in_the_kernel_that_it_names():
+    pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+    named = re.search(
+        r"This stops in the kernel `(\w+)`", (ROOT / "examples/step_through_kernel.py").read_text()
+    )
+    text = output_of("step_through_kernel.py")
+    assert f"kernels{os.sep}forward.py" in text and f"{named[1]}()\n-> ct.store(rstd" in text
+    rows = [[value] * 4 for value in (1.0, 2.0, 4.0)]
+    assert f"(Pdb) p tx[0]\nTile[float32,(64, 4)] {str(rows)[:-1]}" in text
+    rstd = re.search(r"\(Pdb\) p trstd\nTile\[float32,\(64, 1\)\] \[\[(.*?)\], \[(.*?)\], \[(.*?)\]", text)
+    assert [float(each) for each in rstd.groups()] == pytest.approx([1, 0.5, 0.25], rel=1e-5)
+    assert text.splitlines()[-3].startswith("y: tensor([[1.0000, 1.0000")
+
+
+def test_compare_backends_has_a_line_of_small_errors_for_each():
+    text = output_of("compare_backends.py")
+    rows = re.findall(r"^(\w+) +(\S+e\S+) +(\S+e\S+) +(\S+e\S+) +(interpreted|\d+ us)$", text, re.M)
+    found = {name: (list(map(float, errors)), time) for name, *errors, time in rows}
+    assert len(found) == len(rows) and set(found) <= set(AUTO_ORDER) and "torch" in found
+    assert all(0 < error < 8e-3 for errors, _ in found.values() for error in errors)  # bfloat16's rounding
+    if importlib.util.find_spec("cuda.tile") is not None:
+        assert found["cutile"][1] == "interpreted"
+    assert found["torch"][1].endswith(" us")
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+def test_each_says_how_to_run_it_and_what_it_prints(program):
+    text = program.read_text(encoding="utf-8")
+    docstring = text.split('"""')[1]
+    assert f"python examples/{program.name}" in docstring and "print" in docstring
+    assert len(text.splitlines()) <= 90
