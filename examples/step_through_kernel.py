@@ -8,7 +8,8 @@
 
 The kernels are Python. TILEGYM_RMSNORM_INTERPRET=1 runs that Python over CPU tensors, one thread block after the other.
 This stops in the kernel `forward_tiles`, once it has rstd = 1 / sqrt(mean(x^2) + eps), and prints the tiles it has by
-then: x, one row of x a line, and rstd, one number a row. Other kernels: see "Step through a kernel" in CONTRIBUTING.md.
+then: tx[0] with the rows of x, and trstd with one number a row. A tile has 64 rows, x has three: the others repeat its
+last row, and are not written. Other kernels: see "Step through a kernel" in CONTRIBUTING.md.
 """
 
 import argparse

@@ -25,6 +25,7 @@ import torch
 import yaml
 
 import tilegym_rmsnorm
+from tilegym_rmsnorm import registry
 from tilegym_rmsnorm.backends.cutile.plans import variants
 from tilegym_rmsnorm.backends.cutile.plans.problem import OPS, Device, Problem
 from tilegym_rmsnorm.backends.cutile.plans.select import select
@@ -106,6 +107,15 @@ def test_paths_that_a_page_names_exist(path):
         and not any((each / name).exists() or "*" in name and list(each.glob(name)) for each in folders)
     ]
     assert not missing
+
+
+def test_the_guide_shows_the_log_as_it_is(caplog, monkeypatch):
+    monkeypatch.setattr(registry, "_chosen", {})
+    monkeypatch.setattr(registry, "_told", set())
+    [shown] = re.findall(r"^    INFO:tilegym_rmsnorm:((?:.+\n)+)", page("guide"), re.MULTILINE)
+    with caplog.at_level(logging.INFO, "tilegym_rmsnorm"):
+        tilegym_rmsnorm.rms_norm_forward(torch.ones(2, 4), None, backend="auto")
+    assert " ".join(shown.split()) in caplog.messages
 
 
 # Lists that are whole
@@ -262,9 +272,11 @@ def assigned(function: ast.AST) -> dict[str, list[str]]:
 
 
 def fragments() -> list[str]:
-    """What the page quotes: the code in front of the colon of each point."""
-    points = re.findall(r"^- ((?:`[^`]+`(?:, )?)+):\s", page("troubleshooting"), re.MULTILINE)
-    return [each for point in points for each in re.findall(r"`([^`]+)`", point)]
+    """What the page quotes: the code in front of the colon of each point. Many messages are put together of a name,
+    "expected" and what the source has."""
+    points = re.findall(r"^- ((?:`[^`]+`(?:,\s+)?)+):\s", page("troubleshooting"), re.MULTILINE)
+    quoted = [each for point in points for each in re.findall(r"`([^`]+)`", point)]
+    return [" ".join(each.split()).removeprefix("expected ") for each in quoted]
 
 
 def fits(fragment: str, text: str) -> bool:
