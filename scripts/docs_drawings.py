@@ -128,7 +128,7 @@ def dx_beside_dw() -> str:
 def teams() -> str:
     part = INNER / 4
     middle = [MARGIN + part * (k + 0.5) for k in range(4)]
-    parts = [title(30, "A wide row, shared by a team of 4 blocks")]
+    parts = [title(30, "A wide row and its team of 4 blocks")]
     parts += [box(MARGIN + part * k, 44, part - 2, 40, f"b{k}", f"block {k}") for k in range(4)]
     parts += [text(MARGIN, 106, "x, dy and dw of its part stay in registers", "soft")]
     parts += [arrow(x, 116, x, 142) for x in middle]
@@ -174,11 +174,11 @@ def tiles() -> str:
     parts += [box(MARGIN + seventh * k, 322, seventh - 3, 34, f"b{k % 2}", str(k)) for k in range(7)]
     parts += [text(MARGIN, 378, "added lane by lane, then across lanes", "soft")]
 
-    parts += [title(412, "N = 32768: a team, a part for each block")]
+    parts += [title(412, "N = 32768: a team, a part for each")]
     part = INNER / 4
     parts += [box(MARGIN + part * k, 424, part - 3, 34, f"b{k}", f"block {k}") for k in range(4)]
 
-    parts += [title(492, "N = 200000: chunks, one after the other")]
+    parts += [title(492, "N = 200000: chunks, one by one")]
     chunk = INNER / 8
     parts += [
         box(MARGIN + chunk * k, 504, chunk - 3, 34, "b0" if k == 0 else "off", "1 2 3 4 5 6 7 8".split()[k])
