@@ -317,6 +317,10 @@ def compute_rms_norm_rstd_torch(x: Tensor, eps: float | None = None) -> Tensor:
 
     Returns:
         rstd, of shape `(M,)`, M the product of x's leading dimensions; float32 (float64 for float64 x).
+
+    Raises:
+        ValueError: A shape or a number does not fit.
+        TypeError: A dtype, a layout or a type does not fit.
     """
     check_input("x", x)
     check_memory(x=x)
@@ -345,6 +349,10 @@ def rms_norm_backward_torch(
 
     Returns:
         dx, of x's shape and dtype, and dw, of shape `(N,)` and weight's dtype, None without a weight.
+
+    Raises:
+        ValueError: A shape, a device or a number does not fit.
+        TypeError: A dtype, a layout or a type does not fit.
     """
     *_, offset = _checked_backward(x, dy, weight, rstd, offset, casting)
     check_memory(x=x, dy=dy, weight=weight, rstd=rstd)

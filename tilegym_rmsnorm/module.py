@@ -29,14 +29,18 @@ class RMSNorm(torch.nn.RMSNorm):
     Args:
         normalized_shape: The last dimensions of x, as an int or a sequence of ints.
         eps: None: the machine epsilon of the precision that computes.
-        elementwise_affine: Whether there is a weight.
+        elementwise_affine: Whether there is a weight, of shape `normalized_shape`.
         device: Of the parameters.
         dtype: Of the parameters.
         offset: Added to the weight: 1 for Gemma. The weight starts at 1 - offset, so that the factor starts at 1.
-        bias: Learn an additive bias too, started at 0; as in `torch.nn.LayerNorm`, only with `elementwise_affine`.
-            Without it there is no attribute `bias`.
+        bias: Learn an additive bias of shape `normalized_shape` too, started at 0; as in `torch.nn.LayerNorm`, only
+            with `elementwise_affine`. Without it there is no attribute `bias`.
         casting: `"once"` or `"llama"`, see `rms_norm`.
         backend: A name or `"auto"`. None: the one in effect when the module is called.
+
+    Raises:
+        ValueError: eps or offset is out of range, or there is no such casting or backend.
+        TypeError: eps or offset is no number.
     """
 
     __constants__ = [*torch.nn.RMSNorm.__constants__, "offset", "casting"]
@@ -108,7 +112,7 @@ class RMSNorm(torch.nn.RMSNorm):
             residual: Of x's shape and dtype. `x + residual` is normalized instead, and returned too.
 
         Returns:
-            Tensor | tuple[Tensor, Tensor]: y, or `(y, x + residual)` where a residual is given.
+            Tensor | tuple[Tensor, Tensor]: y, of x's shape and dtype; `(y, x + residual)` where a residual is given.
         """
         if is_scripting():
             return self._scripted(x, residual)
