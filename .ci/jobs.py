@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-NEEDS = ("nothing", "gpu")
 PYTEST_SUMMARY = re.compile(r"\d+ (passed|failed|errors?|skipped|deselected)\b.* in \d+\.\d+s")
 
 
@@ -52,7 +54,7 @@ def load_jobs(path: Path) -> list[Job]:
             expected = f"the keys {sorted(fields - optional)}, if need be {sorted(optional)}"
             raise ValueError(f"job {name}: expected {expected}, got {sorted(entry)}")
         if entry["needs"] not in NEEDS:
-            raise ValueError(f"job {name}: needs: expected one of {NEEDS}, got {entry['needs']!r}")
+            raise ValueError(f"job {name}: needs: expected one of {tuple(NEEDS)}, got {entry['needs']!r}")
         if not isinstance(entry.get("by_name", False), bool):
             raise ValueError(f"job {name}: by_name: expected true or false, got {entry['by_name']!r}")
         jobs.append(Job(name, **entry))
@@ -63,13 +65,34 @@ def why_skipped(job: Job, is_asked_for: bool) -> str | None:
     """Why a job does not run, None if it does."""
     if job.by_name and not is_asked_for:
         return f"takes up to {job.timeout_minutes:g} minutes, runs by name only: bash .ci/run {job.name}"
-    return "needs a GPU" if job.needs == "gpu" and not has_gpu() else None
+    has, reason = NEEDS[job.needs]
+    return None if has() else reason
 
 
 def has_gpu() -> bool:
     """Whether PyTorch sees a CUDA device; asked in a process of its own, so that this one holds no CUDA context."""
     code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     return subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def has_index() -> bool:
+    """Whether pip can get what pyproject.toml says that a wheel is built with."""
+    options = ["--quiet", "--no-deps", "--retries=0", "--timeout=10"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pip", "download", *options, "--dest", folder, "setuptools>=77"]
+        return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
+
+
+# What a job may need, how that is asked, and why the job is skipped without it.
+NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
+    "nothing": (lambda: True, ""),
+    "gpu": (has_gpu, "needs a GPU"),
+    "index": (has_index, "needs an index of packages that pip can reach"),
+    "mkdocs": (
+        lambda: importlib.util.find_spec("mkdocs") is not None,
+        "needs MkDocs: pip install '.[docs]'",
+    ),
+}
 
 
 def run_job(job: Job) -> Result:

@@ -8,8 +8,8 @@
 #
 # The interpreter named by the variable PYTHON is used as it is. Otherwise the first of .venv, python3 and python that
 # has everything, otherwise .venv is made with pip. What only adds a backend (cutile, triton), libraries to compare with
-# (peers) or a check, of compiled kernels (cuobjdump) or of types (mypy), is not worth a failure: without a network the
-# rest still runs, and one line says what is missing.
+# (peers), a check, of compiled kernels (cuobjdump) or of types (mypy), or the site of docs/ (docs), is not worth a
+# failure: without a network the rest still runs, and one line says what is missing.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -74,8 +74,9 @@ _modules() {
         [ "$(uname -s)" != Linux ] || printf 'cuobjdump '
         ;;
       optional:triton) [ "$(uname -s)" != Linux ] || printf 'triton ' ;;
+      optional:docs) printf 'mkdocs material mkdocstrings_handlers.python black ' ;;
       optional:peers) [ "$(uname -s)" != Linux ] || printf 'quack liger_kernel tilegym ' ;;
-      required:cutile | required:triton | required:peers | optional:bench) ;;
+      required:cutile | required:docs | required:triton | required:peers | optional:bench) ;;
       *) _stop "ensure_environment: unknown extra $extra" ;;
     esac
   done

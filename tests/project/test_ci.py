@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -16,6 +17,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from bench import run
 from bench.shapes import DEFAULT_SHAPES
@@ -53,23 +57,33 @@ def test_jobs_and_what_they_need():
     assert {name: job["needs"] for name, job in JOBS.items()} == {
         "format": "nothing",
         "types": "nothing",
+        "fast": "nothing",
         "cpu-tests": "nothing",
+        "docs": "mkdocs",
+        "build": "index",
         "every-config": "nothing",
         "torch-2-9": "nothing",
         "torch-2-11": "nothing",
         "gpu-ops": "gpu",
         "benchmark": "gpu",
     }
-    always = [job for job in JOBS.values() if job["needs"] == "nothing" and not job.get("by_name")]
-    assert len(always) == 3 and sum(job["timeout_minutes"] for job in always) <= 70
+    always = [job for job in JOBS.values() if job["needs"] != "gpu" and not job.get("by_name")]
+    assert len(always) == 6 and sum(job["timeout_minutes"] for job in always) <= 75
+
+
+def test_each_test_belongs_to_one_of_two_jobs():
+    commands = [*JOBS["fast"]["commands"], *JOBS["cpu-tests"]["commands"]]
+    assert commands == [
+        f"CUDA_VISIBLE_DEVICES= tests/run.sh -m {marker}" for marker in ('"not slow"', "slow")
+    ]
 
 
 @pytest.mark.parametrize("command", [command for job in JOBS.values() for command in job["commands"]])
 def test_every_command_exists(command):
     words = [word for word in command.split() if not re.match(r"\w+=", word)]
     if words[:2] == ["$PYTHON", "-m"]:
-        if words[2] == "mypy":
-            pytest.importorskip("mypy", reason="mypy is not installed")
+        if words[2] in ("mypy", "mkdocs"):
+            pytest.importorskip(words[2], reason=f"{words[2]} is not installed")
         assert importlib.util.find_spec(words[2]) is not None
     elif words[0] == "$PYTHON":
         assert ast.parse((ROOT / words[1]).read_text(), words[1])
@@ -104,6 +118,18 @@ def test_github_calls_every_job_and_nothing_else():
 
     assert commands == {name: [f"bash .ci/run {name}"] for name in JOBS}
     assert all(re.fullmatch(r"[A-Za-z_][\w-]*", name) for name in JOBS), "GitHub refuses other names"
+    kept = {
+        name: step["with"]["path"]
+        for name, job in workflow["jobs"].items()
+        for step in job["steps"]
+        if step.get("uses", "").startswith("actions/upload-artifact@")
+    }
+    site = re.findall(r"^site_dir: (\S+)", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    assert kept == {
+        "docs": site[0],
+        "build": JOBS["build"]["commands"][-1].split()[-1],
+        "benchmark": JOBS["benchmark"]["commands"][-1].split()[-1],
+    }
 
 
 def test_list_names_every_job():
@@ -115,8 +141,25 @@ def test_list_names_every_job():
         minutes = JOBS[name]["timeout_minutes"]
         states[name] = f"skipped: takes up to {minutes} minutes, runs by name only: bash .ci/run {name}"
     states |= dict.fromkeys(("gpu-ops", "benchmark"), "skipped: needs a GPU")
-    lines = [f"{name}: {state}" for name, state in states.items()]
-    assert answer.stdout.splitlines()[-len(lines) :] == lines
+    if importlib.util.find_spec("mkdocs") is None:
+        states["docs"] = "skipped: needs MkDocs: pip install '.[docs]'"
+    lines = answer.stdout.splitlines()[-len(states) :]
+    if "build: runs here" not in lines:  # whether it does depends on the network
+        states["build"] = "skipped: needs an index of packages that pip can reach"
+    assert lines == [f"{name}: {state}" for name, state in states.items()]
+
+
+def test_the_wheel_is_not_built_where_pip_reaches_no_index(job_file, monkeypatch):
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nobody listens there
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name, raising=False)
+    path = job_file({"build": ("index", "echo must not run")})
+
+    answer = ci_run("--file", path)
+
+    assert answer.returncode == 0 and "must not run" not in answer.stdout, answer.stderr
+    assert "build: skipped: needs an index of packages that pip can reach\n" in answer.stdout
 
 
 def test_runs_what_it_can_and_closes_with_the_tests_summary(job_file):
@@ -173,7 +216,7 @@ def test_job_asked_for_by_name(job_file):
     [
         (
             {"needs": "tpu", "timeout_minutes": 1, "commands": ["true"]},
-            "expected one of ('nothing', 'gpu'), got 'tpu'",
+            "expected one of ('nothing', 'gpu', 'index', 'mkdocs'), got 'tpu'",
         ),
         (
             {"needs": "gpu", "commands": ["true"]},
@@ -229,25 +272,77 @@ for name; do [ "$name" != {tool} ] || printf ' {tool}'; done
     assert f"PYTHON={python} lacks: {tool}. Install them there" in answer.stderr
 
 
-@pytest.mark.parametrize("tool", ["ruff", "mypy"])
-def test_a_tool_is_not_asked_for_by_other_jobs(tmp_path, tool):
-    python = tmp_path / "python"  # any module but that one; and it runs nothing
-    python.write_text(f"""#!/bin/sh
-[ "$1" = - ] || {{ echo "ran $*"; exit; }}
-shift
-for name; do [ "$name" != {tool} ] || printf ' {tool}'; done
-""")
-    python.chmod(0o755)
+@pytest.fixture
+def ci_run_with(tmp_path: Path):
+    """`.ci/run` where these programs and no others are found, beside those that it always needs, and a Python that has
+    any module but `lacks` and shows what it is called with."""
+    folder, python = tmp_path / "bin", tmp_path / "python"
 
-    answer = subprocess.run(
-        ["bash", ".ci/run", "cpu-tests"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHON": str(python)},
-        capture_output=True,
-        text=True,
-    )
+    def write(path: Path, text: str) -> None:
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+
+    def call(*jobs: str, lacks: str = "nothing", **programs: str) -> subprocess.CompletedProcess:
+        folder.mkdir()
+        for name in ("bash", "dirname", "uname"):
+            (folder / name).symlink_to(shutil.which(name))
+        for name, text in programs.items():
+            write(folder / name.replace("_", "-"), text)
+        asks = f"""[ "$1" = - ] || {{ echo "ran $*"; exit; }}
+shift
+for name; do [ "$name" != {lacks} ] || printf ' {lacks}'; done"""
+        write(python, asks)
+        environment = os.environ | {"PYTHON": str(python), "PATH": str(folder)}
+        return subprocess.run(
+            ["bash", ".ci/run", *jobs], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
+
+    return call
+
+
+@pytest.mark.parametrize("tool", ["ruff", "mypy", "mkdocs"])
+def test_a_tool_is_not_asked_for_by_other_jobs(ci_run_with, tool):
+    answer = ci_run_with("cpu-tests", lacks=tool, chromium="true")
 
     assert answer.returncode == 0 and answer.stdout == "ran .ci/jobs.py cpu-tests\n", answer.stderr
+    assert tool not in answer.stderr or tool == "mypy"  # of which the extra dev makes a note
+
+
+@pytest.mark.parametrize("jobs", [(), ("docs",), ("--list",)])
+def test_without_mkdocs_the_other_jobs_run(ci_run_with, jobs):
+    answer = ci_run_with(*jobs, lacks="mkdocs", chromium="true")
+
+    assert answer.returncode == 0 and answer.stdout.startswith("ran .ci/jobs.py"), answer.stderr
+    assert "lacks: mkdocs; what needs them is left out" in answer.stderr
+
+
+INSTALLED = "update\ninstall -y --no-install-recommends chromium\n"
+NO_BROWSER = "note: there is no Chromium here; the test that opens a report in it is skipped"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "programs", "asked", "is_told"),
+    [
+        ((), {"id": "echo 0"}, INSTALLED, False),
+        (("fast",), {"id": "echo 0"}, INSTALLED, False),
+        (("fast",), {"id": "echo 0", "fails": "true"}, INSTALLED, True),
+        (("fast",), {"id": "echo 1000"}, "", True),
+        (("fast",), {"id": "echo 0", "google_chrome": "true"}, "", False),
+        (("format", "docs"), {"id": "echo 0"}, "", False),
+        (("--list",), {"id": "echo 0"}, "", False),
+    ],
+)
+def test_a_browser_is_installed_where_a_test_wants_one(ci_run_with, tmp_path, jobs, programs, asked, is_told):
+    log, fails = tmp_path / "apt", "fails" in programs
+    apt = f'echo "$@" >>"{log}"; exit {int(fails)}'
+
+    answer = ci_run_with(
+        *jobs, apt_get=apt, **{name: text for name, text in programs.items() if name != "fails"}
+    )
+
+    assert answer.returncode == 0 and answer.stdout.startswith("ran .ci/jobs.py"), answer.stderr
+    assert (log.read_text() if log.exists() else "") == asked
+    assert (NO_BROWSER in answer.stderr) == is_told
 
 
 @pytest.mark.parametrize(
@@ -352,3 +447,28 @@ def test_every_release_has_a_job():
     assert releases == re.findall(r"^  ([\d.]+)\) triton=", script, flags=re.MULTILINE)
     (lowest,) = re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
     assert releases[0].startswith(f"{lowest}.")
+
+
+# Versions
+
+
+def test_pinned_versions_are_there_for_the_oldest_python():
+    """Where a pinned version asks for a newer one, the pin says so: else pip finds none for the oldest."""
+    (oldest,) = re.findall(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    environment = {"python_version": oldest, "python_full_version": f"{oldest}.0"}
+    checked = 0
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        pin = Requirement(line)
+        try:
+            found = importlib.metadata.distribution(pin.name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if Version(found.version).public not in pin.specifier:
+            continue  # of this version its metadata says nothing
+        checked += 1
+        needed = SpecifierSet(found.metadata["Requires-Python"] or "")
+        applies = pin.marker is None or pin.marker.evaluate(environment)
+        assert not applies or needed.contains(f"{oldest}.0"), line
+    assert checked
