@@ -97,9 +97,9 @@ def table(result: Result, op: str, style: str = "simple") -> str:
         rows.append(
             [
                 each.shape,
-                _rate(each.ours),
-                _rate(each.peer),
-                _name(each.peer),
+                rate_text(each.ours),
+                rate_text(each.peer),
+                name_of(each.peer),
                 f"{each.ratio:.2f}",
                 "" if share is None else f"{share:.0%}",
             ]
@@ -194,6 +194,18 @@ def dw_costs(result: Result) -> list[tuple[Record, float]]:
     return costs
 
 
+def name_of(record: Record) -> str:
+    """The provider, and its settings where it was measured with several."""
+    settings = record.get("settings")
+    return f"{record['provider']} ({settings})" if settings else record["provider"]
+
+
+def rate_text(record: Record) -> str:
+    """Its GB/s."""
+    rate = record["gb_per_s"]
+    return f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
+
+
 def _failed(result: Result, op: str) -> list[str]:
     """The cells of the op that cutile should have figures of, and has not."""
     return [
@@ -208,7 +220,7 @@ def _at_least(
 ) -> Target:
     """`least` None: 1 less the cell's own spread."""
     missed = failed + [
-        f"{each.shape} ({each.ratio:.3f}x {_name(each.peer)})"
+        f"{each.shape} ({each.ratio:.3f}x {name_of(each.peer)})"
         for each in comparisons
         if each.ratio < (1 - each.spread if least is None else least)
     ]
@@ -238,7 +250,7 @@ def _large(op: str, result: Result, widest: int | None) -> Target:
 def _small(backward: list[Comparison]) -> Target:
     small = [each for each in backward if each.ours["rows"] * each.ours["cols"] <= SMALL_ELEMENTS]
     missed = [
-        f"{each.shape} ({1 / each.ratio:.2f}x {_name(each.peer)})"
+        f"{each.shape} ({1 / each.ratio:.2f}x {name_of(each.peer)})"
         for each in small
         if 1 / each.ratio > SMALL_TIME
     ]
@@ -283,15 +295,5 @@ def _us(record: Record) -> float:
     return record["us"]
 
 
-def _name(record: Record) -> str:
-    settings = record.get("settings")
-    return f"{record['provider']} ({settings})" if settings else record["provider"]
-
-
 def _percent(share: float | None) -> str:
     return "" if share is None else f"{share:+.1%}"
-
-
-def _rate(record: Record) -> str:
-    rate = record["gb_per_s"]
-    return f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"

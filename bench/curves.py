@@ -11,7 +11,6 @@ no larger.
 from __future__ import annotations
 
 import math
-import textwrap
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,13 @@ from typing import Any
 from matplotlib.figure import Figure
 from tabulate import tabulate
 
-from bench.plots import OTHER_STYLE, STYLES, with_note
+from bench import pictures
 from bench.provenance import one_line
+from bench.styles import style_of
 
 Result = dict[str, Any]
 Run = dict[str, Any]
 TABLE_ROWS = 12  # of the loss table: every 25 steps of 300
-COLORS = {name: color for name, (color, _) in STYLES.items()} | {
-    "baseline": "#000000",
-    "F.rms_norm": OTHER_STYLE[0],
-}
 
 
 def smooth(losses: list[float], window: int) -> list[float]:
@@ -131,7 +127,7 @@ def plot(result: Result, path: Path) -> None:
     steps = range(window, result["setup"]["steps"] + 1)
     for index, run in enumerate(result["runs"]):
         style = {
-            "color": COLORS[run["name"]],
+            "color": style_of(run["name"]).color,
             "linestyle": "--" if index == 1 else "-",
             "label": label(run, result),
         }
@@ -145,6 +141,5 @@ def plot(result: Result, path: Path) -> None:
     below.set_xlabel("step")
     for axes in (above, below):
         axes.grid(alpha=0.3)
-    figure.suptitle(with_note("Training a small Llama with each RMSNorm", result))
-    figure.supxlabel(textwrap.fill(one_line(result), 150), fontsize=7)
-    figure.savefig(path, dpi=120)
+    pictures.describe(figure, "Training a small Llama with each RMSNorm", result)
+    pictures.save(figure, path)

@@ -18,5 +18,9 @@ def require(*modules: str) -> None:
     """Ends the process with one line if this interpreter lacks any of the modules, by default LIBRARIES."""
     missing = [name for name in modules or LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
-        remedy = f"{sys.executable} -m pip install '{ROOT}[bench]'"
-        sys.exit(f"the benchmark needs {' '.join(missing)}. To install what it needs: {remedy}")
+        sys.exit(f"the benchmark needs {' '.join(missing)}. To install what it needs: {remedy()}")
+
+
+def remedy() -> str:
+    """The command that installs all of it into this interpreter."""
+    return f"{sys.executable} -m pip install '{ROOT}[bench]'"

@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
+from bench import pictures
 from bench.compare import OURS, compare, mean_ratio, peers_of
-from bench.provenance import one_line
 
 Shape = tuple[int, int]
 RATIOS = (0.5, 1.0, 2.0)  # the ends and the middle of the colours; ratios beyond take the colour of the end
@@ -48,9 +48,9 @@ def plot_heatmaps(result: dict[str, Any], op: str, path: Path) -> None:
     )
     right.set_title("share of the device copy's rate")
     dtype = result["records"][0]["dtype"]
-    figure.suptitle(f"RMSNorm {op}, {dtype}; peers: {', '.join(peers_of(result, op))}")
-    figure.supxlabel(one_line(result), fontsize=7)
-    figure.savefig(path, dpi=120)
+    peers = f"against {', '.join(peers_of(result, op))}"
+    pictures.describe(figure, f"RMSNorm {op}, {dtype}", result, peers)
+    pictures.save(figure, path)
 
 
 def _draw(axes: Axes, values: dict[Shape, float], labels: dict[Shape, str], **colours: Any) -> None:

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Pictures of a result for each op: GB/s over the shapes, and, if there are peers, two heat maps over rows and columns.
+"""Pictures of a result for each op: GB/s at every shape, and, if there are peers, two heat maps over rows and columns.
 
 python -m bench.plots RESULT.json...       draws them again, beside the files
 """
@@ -14,44 +14,31 @@ if __name__ == "__main__":  # before the imports that would fail
     extra.require()
 
 import argparse
+import itertools
 import json
-import textwrap
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench import compare
+from bench import compare, pictures
 from bench.heatmaps import plot_heatmaps
-from bench.provenance import one_line
-from bench.shapes import OPS
+from bench.shapes import BATCHES, OPS, QK_NORM, Shape
+from bench.styles import EMPHASISED, style_of
 from tilegym_rmsnorm.commands import options
 
-# Okabe and Ito's colours, which people who are colour-blind can tell apart; every provider has a marker too.
-STYLES = {
-    "cutile": ("#D55E00", "o"),
-    "triton": ("#0072B2", "s"),
-    "inductor": ("#009E73", "^"),
-    "torch": ("#999999", "v"),
-    "F.rms_norm": ("#000000", "x"),
-    "torch.compile": ("#CC79A7", "D"),
-    "cutile[P=M]": ("#E69F00", "P"),
-    "torch.compile-max-autotune": ("#CC79A7", "d"),
-    "quack": ("#56B4E9", "h"),
-    "liger.cutile": ("#8B4513", "<"),
-    "liger.cute": ("#8B4513", ">"),
-    "liger.triton": ("#8B4513", "1"),
-    "tilegym": ("#76B900", "p"),
-    "torch.quack": ("#56B4E9", "H"),
-}
-OTHER_STYLE = ("#F0E442", "*")
-EMPHASISED = "cutile"
+GROUP_GAP = 1.2  # lines between two groups of shapes, the first of which holds the group's name
 
 
 def plot_result(result: dict[str, Any], stem: Path) -> dict[str, Path]:
     """Writes STEM-OP.png, GB/s, and STEM-OP-map.png, heat maps, for each op of the result but dx, a figure of the
-    backward; of a grid STEM-OP.png, its heat maps. Returns the paths by op, and by OP-map."""
+    backward; of a grid STEM-OP.png, its heat maps. Returns the paths by op, and by OP-map.
+
+    Without a GPU there are no heat maps: what interpreters need is no ratio of kernels.
+    """
     paths = {}
+    has_maps = result["gpu"] is not None
     for op in OPS:
         if op == "dx":
             continue
@@ -60,51 +47,90 @@ def plot_result(result: dict[str, Any], stem: Path) -> dict[str, Path]:
         ]
         if records:
             paths[op] = stem.with_name(f"{stem.name}-{op}.png")
-            if result.get("is_grid"):
+            if has_maps and result.get("is_grid"):
                 plot_heatmaps(result, op, paths[op])
                 continue
             _plot_op(result, op, records, paths[op])
-            if compare.compare(result, op):
+            if has_maps and compare.compare(result, op):
                 paths[f"{op}-map"] = stem.with_name(f"{stem.name}-{op}-map.png")
                 plot_heatmaps(result, op, paths[f"{op}-map"])
     return paths
 
 
 def _plot_op(result: dict[str, Any], op: str, records: list[dict[str, Any]], path: Path) -> None:
+    """A line for each shape: a bar for this package, a marker for everybody, a dashed line for the copy."""
     shapes = list(dict.fromkeys((record["rows"], record["cols"]) for record in records))
-    figure = Figure(figsize=(max(7.0, 2.0 + 0.42 * len(shapes)), 5.5), layout="constrained")
+    places, groups = _places(shapes)
+    providers = list(dict.fromkeys(record["provider"] for record in records))
+    figure = Figure(figsize=(9.0, 2.2 + 0.24 * max(places.values())), layout="constrained")
     axes = figure.subplots()
-    for provider in dict.fromkeys(record["provider"] for record in records):
+    for provider in sorted(providers, key=lambda name: name == EMPHASISED):
         rates = {(r["rows"], r["cols"]): r["gb_per_s"] for r in records if r["provider"] == provider}
-        color, marker = STYLES.get(provider, OTHER_STYLE)
-        is_ours = provider == EMPHASISED
-        axes.plot(
-            range(len(shapes)),
-            [rates.get(shape, float("nan")) for shape in shapes],
-            color=color,
-            marker=marker,
-            linewidth=2.5 if is_ours else 1.0,
-            markersize=7 if is_ours else 5,
-            zorder=3 if is_ours else 2,
-            label=provider,
-        )
+        _draw(axes, provider, {places[shape]: rate for shape, rate in rates.items()})
     if result["copy_gb_per_s"] is not None:
-        axes.axhline(result["copy_gb_per_s"], color="black", linestyle="--", linewidth=1, label="device copy")
-    axes.set_xticks(
-        range(len(shapes)), [f"{rows} x {cols}" for rows, cols in shapes], rotation=60, ha="right"
+        axes.axvline(result["copy_gb_per_s"], color="black", linestyle="--", linewidth=1, label="device copy")
+    for place, name in groups.items():
+        axes.annotate(
+            name, (0, place), xytext=(3, 0), textcoords="offset points", va="center", style="italic"
+        )
+    axes.set_yticks(list(places.values()), [f"{rows} x {cols}" for rows, cols in shapes])
+    axes.set_ylim(max(places.values()) + 0.7, min([*places.values(), *groups]) - 0.7)
+    axes.set_ylabel("rows x columns")
+    axes.set_xlim(left=0)
+    axes.set_xlabel("GB/s of compulsory bytes: further right is faster")
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    handles, labels = axes.get_legend_handles_labels()
+    order = sorted(range(len(labels)), key=lambda index: labels[index] != EMPHASISED)
+    axes.legend(
+        [handles[index] for index in order],
+        [labels[index] for index in order],
+        ncols=4,
+        loc="lower left",
+        bbox_to_anchor=(-0.12, 1),
+        frameon=False,
+        fontsize=9,
     )
-    axes.set_ylabel("GB/s of compulsory bytes")
-    axes.set_ylim(bottom=0)
-    axes.grid(axis="y", alpha=0.3)
-    axes.legend(ncols=4, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
-    figure.suptitle(with_note(f"RMSNorm {op}, {records[0]['dtype']}", result))
-    figure.supxlabel(one_line(result), fontsize=7)
-    figure.savefig(path, dpi=120)
+    pictures.describe(figure, f"RMSNorm {op}, {records[0]['dtype']}", result)
+    pictures.save(figure, path)
 
 
-def with_note(title: str, result: dict[str, Any]) -> str:
-    """The title of a plot, and under it the result's note if it has one."""
-    return f"{title}\n{textwrap.fill(result['note'], 60)}" if result["note"] else title
+def _draw(axes: Axes, provider: str, rates: dict[float, float]) -> None:
+    color, marker, _ = style_of(provider)
+    if provider == EMPHASISED:
+        axes.barh(list(rates), list(rates.values()), 0.72, color=color, alpha=0.3)
+    axes.scatter(
+        list(rates.values()),
+        list(rates),
+        s=60 if provider == EMPHASISED else 30,
+        color=color,
+        marker=marker,
+        # Light ones would be lost on the bar.
+        **({} if marker in "x+" else {"edgecolors": "black", "linewidths": 0.4}),
+        zorder=2 if provider == EMPHASISED else 3,  # the end of its bar shows it anyway
+        label=provider,
+    )
+
+
+def _places(shapes: list[Shape]) -> tuple[dict[Shape, float], dict[float, str]]:
+    """Where each shape's line is, downwards, and where the name of each group of shapes, if there are several."""
+    places: dict[Shape, float] = {}
+    names: dict[float, str] = {}
+    at = 0.0
+    for name, group in itertools.groupby(shapes, _group_of):
+        names[at] = name
+        at += GROUP_GAP
+        for shape in group:
+            places[shape] = at
+            at += 1
+        at += 0.2
+    return places, names if len(names) > 1 else {}
+
+
+def _group_of(shape: Shape) -> str:
+    if shape in BATCHES:
+        return "small calls"
+    return "normalized heads (QK norm)" if shape in QK_NORM else "hidden sizes of models"
 
 
 def main(argv: list[str] | None = None) -> None:

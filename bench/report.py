@@ -204,10 +204,7 @@ def _rate_cell(record: Record) -> str:
 
 
 def _plain_rate_cell(record: Record) -> str:
-    rate = record["gb_per_s"]
-    if rate is None:
-        return "failed"
-    return f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
+    return "failed" if record["gb_per_s"] is None else compare.rate_text(record)
 
 
 def _time_cell(record: Record) -> str:

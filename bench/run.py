@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench import compare, inductor, readme, report
+from bench import compare, html_report, inductor, readme, report
 from bench.measure import Bench
 from bench.peers import ALL_PROVIDERS, ALONE, LIBRARIES, why_missing
 from bench.processes import Loss, differences, left_by, lost_records, measure_others, write
@@ -101,6 +101,7 @@ def measure_dtypes(
     """Measures and keeps a result of each dtype; whether every backend measured is right. apart: the providers that are
     measured in processes of their own."""
     here, ops, is_good = bench.providers, bench.ops, True
+    kept = []
     loss: Loss | None = None  # of this process, in which nothing runs behind it
     for dtype in arguments.dtype:
         result = {**heading, "records": []}
@@ -121,12 +122,24 @@ def measure_dtypes(
             is_good = False
         if result["records"]:
             is_good &= publish(result, path)
+            kept.append(result)
         elif arguments.part:  # whoever asked for it is to know why
             result["unavailable"] = heading["unavailable"] | {
                 name: lack(name, ops) for name in (*here, *apart)
             }
             report.write_json(result, path)
+    if kept and not arguments.part:
+        write_page(kept, folder / html_report.NAME)
     return is_good
+
+
+def write_page(results: list[dict[str, Any]], path: Path) -> None:
+    """One page of the results of all dtypes, or a line that says why there is none."""
+    if reason := html_report.why_none():
+        print(f"no {path.name}: {reason}")
+        return
+    html_report.write(results, path)
+    print(f"written: {path}")
 
 
 def publish(result: dict[str, Any], path: Path) -> bool:

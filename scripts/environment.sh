@@ -68,6 +68,7 @@ _modules() {
     case $kind:$extra in
       required:bench) printf 'matplotlib tabulate tqdm ' ;; # bench/train.py asks for transformers
       required:dev) printf 'hypothesis pytest yaml ' ;;     # format.sh asks for ruff, the job types for mypy
+      optional:bench) printf 'plotly ' ;; # report.html
       optional:cutile) [ "$(uname -s)" != Linux ] || printf 'cuda-tile>=1.7,<2 tileiras ' ;;
       optional:dev)
         printf 'mypy '
@@ -76,7 +77,7 @@ _modules() {
       optional:triton) [ "$(uname -s)" != Linux ] || printf 'triton ' ;;
       optional:docs) printf 'mkdocs material mkdocstrings_handlers.python black ' ;;
       optional:peers) [ "$(uname -s)" != Linux ] || printf 'quack liger_kernel tilegym ' ;;
-      required:cutile | required:docs | required:triton | required:peers | optional:bench) ;;
+      required:cutile | required:docs | required:triton | required:peers) ;;
       *) _stop "ensure_environment: unknown extra $extra" ;;
     esac
   done

@@ -17,7 +17,7 @@ import pytest
 from bench import extra
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCH_MODULES = ("matplotlib", "tabulate", "tqdm", "triton", "torch", "cuda.tile")
+BENCH_MODULES = ("matplotlib", "tabulate", "tqdm", "plotly", "triton", "torch", "cuda.tile")
 
 
 @pytest.fixture

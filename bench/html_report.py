@@ -1,0 +1,343 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Results as one page, report.html: machine and versions, plots, and a table that is sorted by a click on a header.
+
+    python -m bench.html_report RESULT.json... [--out FILE]     makes it of kept results
+
+The page holds all that it needs, plotly.js too: it opens from a disk without a network.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":  # before the imports that would fail
+    from bench import extra
+
+    extra.require(*extra.LIBRARIES, "plotly")
+
+import argparse
+import html
+import importlib.util
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import compare, extra, report
+from bench.provenance import PACKAGE
+from bench.shapes import Shape
+from bench.styles import EMPHASISED, style_of
+from tilegym_rmsnorm.commands import options
+
+Result = dict[str, Any]
+Record = dict[str, Any]
+Cells = dict[str, Any]  # by column
+NAME = "report.html"
+TEMPLATE = Path(__file__).with_name("html_report.html")
+LINE = 24  # pixels of a shape in a plot
+COLUMNS = (
+    "dtype",
+    "op",
+    "rows",
+    "columns",
+    "cutile / best peer",
+    "best peer",
+    "cutile / copy",
+    "cutile GB/s",
+    "best peer GB/s",
+)
+
+
+def why_none() -> str | None:
+    """Why no report can be made here."""
+    if importlib.util.find_spec("plotly") is not None:
+        return None
+    return f"plotly is not installed. To install it: {extra.remedy()}"
+
+
+def write(results: Sequence[Result], path: Path) -> None:
+    """The page of these results; each must have records."""
+    from plotly.offline import get_plotlyjs
+
+    gpus = dict.fromkeys(each["gpu"] or "no GPU" for each in results)
+    parts = {
+        "TITLE": _text(f"RMSNorm benchmark: {', '.join(gpus)}"),
+        "MACHINE": _machine(results),
+        "SUMMARY": _summary(results),
+        "PLOTS": "\n".join(_plots(results)),
+        "TABLE": _table(list(_rows(results))),
+        "REMARKS": _remarks(results),
+        "PLOTLY": get_plotlyjs(),
+    }
+    page = TEMPLATE.read_text(encoding="utf-8")
+    for name, text in parts.items():  # plotly.js last: it may hold what looks like a name
+        page = page.replace(f"<!-- {name} -->", text)
+    path.write_text(page, encoding="utf-8")
+
+
+def _machine(results: Sequence[Result]) -> str:
+    """A table of what is known of the machine and its versions. Where results differ each value says of which it is."""
+    found: dict[str, dict[str, list[str]]] = {"measured": {", ".join(map(_kind, results)): []}}
+    for result in results:
+        for name, value in _facts(result).items():
+            found.setdefault(name, {}).setdefault(value, []).append(_kind(result))
+    rows = []
+    for name, values in found.items():
+        is_same = len(values) == 1
+        lines = [value if is_same else f"{value} ({', '.join(kinds)})" for value, kinds in values.items()]
+        rows.append(f"<tr><th>{_text(name)}</th><td>{'<br>'.join(map(_text, lines))}</td></tr>")
+    return f'<table class="machine">{"".join(rows)}</table>'
+
+
+def _facts(result: Result) -> dict[str, str]:
+    commit = result["commit"][:12] + (" with local changes" if result["dirty"] else "")
+    copy = result["copy_gb_per_s"]
+    facts = {
+        "GPU": result["gpu"] or "none",
+        "driver": result["driver"],
+        "CUDA": result["cuda"],
+        "tileiras": result["tileiras"],
+        **{name: version for name, version in result["versions"].items() if name != PACKAGE},
+        f"{PACKAGE} at commit": commit,
+        "teams": None if result.get("teams", True) else "off",
+        "the user's tables": result.get("user_tables"),
+        "device copy": None if copy is None else f"{copy:.0f} GB/s",
+        "date": result["date"][:10],
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def _summary(results: Sequence[Result]) -> str:
+    """A line for each op and dtype: the mean ratio to the best peer, and how often that is at least 1."""
+    rows = []
+    for result in results:
+        for op in report.ops_of(result):
+            comparisons = compare.compare(result, op)
+            mean = compare.mean_ratio(comparisons)
+            if mean is not None:
+                won = sum(each.ratio >= 1.0 for each in comparisons)
+                cells = (_title(result, op), f"{mean:.2f}", f"{won} of {len(comparisons)}")
+                rows.append("".join(f"<td>{_text(cell)}</td>" for cell in cells))
+    if not rows:
+        return "<p>No figures of cutile beside those of a peer.</p>"
+    head = "<th></th><th>cutile / best peer, geometric mean</th><th>as fast or faster</th>"
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _remarks(results: Sequence[Result]) -> str:
+    """What these figures are not, what failed and what was not measured, each line once."""
+    lines: dict[str, None] = {}
+    for result in results:
+        lines |= dict.fromkeys([result["note"]] if result["note"] else [])
+        lines |= dict.fromkeys(f"failed, {_kind(result)}: {line}" for line in report.failures(result))
+        unavailable = result["unavailable"].items()
+        lines |= dict.fromkeys(f"not measured: {name}: {reason}" for name, reason in unavailable)
+    return f"<ul>{''.join(f'<li>{_text(line)}</li>' for line in lines)}</ul>" if lines else ""
+
+
+def _plots(results: Sequence[Result]) -> Iterable[str]:
+    for result in results:
+        for op in report.ops_of(result):
+            records = [
+                each for each in result["records"] if each["op"] == op and each["gb_per_s"] is not None
+            ]
+            if not records:
+                continue
+            plots = [_rates(result, records)]
+            if comparisons := compare.compare(result, op):
+                plots.append(_ratios(comparisons))
+            yield f'<h3>{_text(_title(result, op))}</h3>\n<div class="plots">{"".join(map(_drawn, plots))}</div>'
+
+
+def _rates(result: Result, records: list[Record]) -> dict[str, Any]:
+    """A bar for this package at each shape, a marker for everybody, a line for the copy."""
+    traces: list[dict[str, Any]] = []
+    for provider in dict.fromkeys(each["provider"] for each in records):
+        own = [each for each in records if each["provider"] == provider]
+        color, _, symbol = style_of(provider)
+        # plotly takes text for HTML.
+        hover = [f"{_text(compare.name_of(each))}: {compare.rate_text(each)} GB/s" for each in own]
+        common = {"x": [each["gb_per_s"] for each in own], "y": [_shape(each) for each in own]}
+        common |= {"name": _text(provider), "hovertext": hover, "hoverinfo": "y+text"}
+        if provider == EMPHASISED:
+            bar = {"type": "bar", "orientation": "h", "marker": {"color": color, "opacity": 0.35}}
+            traces.insert(0, common | bar)
+            continue
+        marker = {"color": color, "symbol": symbol, "size": 8}
+        # What is thin has an outline alone.
+        marker["line"] = (
+            {"color": color, "width": 2} if "thin" in symbol else {"color": "black", "width": 0.5}
+        )
+        traces.append(common | {"type": "scatter", "mode": "markers", "marker": marker})
+    figure = _figure(traces, records, "GB/s of compulsory bytes")
+    if result["copy_gb_per_s"] is not None:
+        _add_line(figure, result["copy_gb_per_s"], "device copy")
+    return figure
+
+
+def _ratios(comparisons: list[compare.Comparison]) -> dict[str, Any]:
+    """How many times as fast as the best peer at each shape."""
+    trace = {
+        "type": "bar",
+        "orientation": "h",
+        "x": [each.ratio for each in comparisons],
+        "y": [_shape(each.ours) for each in comparisons],
+        "text": [f"{each.ratio:.2f}" for each in comparisons],
+        "insidetextanchor": "start",
+        "hovertext": [f"against {_text(compare.name_of(each.peer))}" for each in comparisons],
+        "hoverinfo": "y+text+x",
+        "marker": {
+            "color": [style_of(EMPHASISED).color if each.ratio >= 1 else "#777" for each in comparisons]
+        },
+        "showlegend": False,
+    }
+    figure = _figure([trace], [each.ours for each in comparisons], "cutile / best peer, above 1 is faster")
+    _add_line(figure, 1.0, "")
+    return figure
+
+
+def _figure(traces: list[dict[str, Any]], records: list[Record], title: str) -> dict[str, Any]:
+    shapes = list(dict.fromkeys(_shape(each) for each in records))
+    ends = [len(shapes) - 0.5, -0.5]  # downwards
+    layout = {
+        "height": LINE * len(shapes) + (70 if len(traces) == 1 else 210),  # a legend
+        "margin": {"l": 8, "r": 12, "t": 16, "b": 44},
+        "xaxis": {"title": {"text": title}, "rangemode": "tozero", "gridcolor": "#ddd", "automargin": True},
+        "yaxis": {"type": "category", "categoryarray": shapes, "range": ends, "automargin": True},
+        "legend": {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
+        "dragmode": False,  # a finger on a plot scrolls the page
+        "bargap": 0.3,
+        "plot_bgcolor": "white",
+        "font": {"family": "system-ui, sans-serif", "size": 12},
+        "shapes": [],
+        "annotations": [],
+    }
+    return {"data": traces, "layout": layout}
+
+
+def _add_line(figure: dict[str, Any], x: float, text: str) -> None:
+    line = {"color": "black", "dash": "dash", "width": 1}
+    ends = {"x0": x, "x1": x, "yref": "paper", "y0": 0, "y1": 1}
+    figure["layout"]["shapes"].append({"type": "line", "line": line, **ends})
+    if text:  # in the legend, where it covers nothing
+        nowhere = {"type": "scatter", "mode": "lines", "x": [None], "y": [None]}
+        figure["data"].append(nowhere | {"line": line, "name": text, "hoverinfo": "skip"})
+
+
+def _drawn(figure: dict[str, Any]) -> str:
+    from plotly.io import to_html
+
+    config = {"responsive": True, "displayModeBar": False}
+    height = f"{figure['layout']['height']}px"
+    return to_html(
+        figure, config, include_plotlyjs=False, full_html=False, default_height=height, validate=False
+    )
+
+
+def _rows(results: Sequence[Result]) -> Iterable[Cells]:
+    """A line of the table for each cell in which cutile or a peer was measured."""
+    for result in results:
+        for op in report.ops_of(result):
+            best = {_key(each.peer): each for each in compare.compare(result, op)}
+            peers = set(compare.peers_of(result, op))
+            cells: dict[Shape, dict[str, Record]] = {}
+            for record in result["records"]:
+                if record["op"] == op and (record["provider"] == compare.OURS or record["provider"] in peers):
+                    cells.setdefault(_key(record), {})[record["provider"]] = record
+            for shape, by_provider in cells.items():
+                ours = by_provider.pop(compare.OURS, None)
+                timed = [each for each in by_provider.values() if each["us"] is not None]
+                peer = min(timed, key=lambda each: each["us"], default=None)
+                row = (result["records"][0]["dtype"], op, *shape, ours, peer)
+                yield _row(*row, best[shape].ratio if shape in best else None)
+
+
+def _row(
+    dtype: str, op: str, rows: int, cols: int, ours: Record | None, peer: Record | None, ratio: float | None
+) -> Cells:
+    """The cells as they are shown and by what they are sorted."""
+    share = ours and ours["copy_fraction"]
+    values = (
+        (dtype, dtype),
+        (op, op),
+        (str(rows), rows),
+        (str(cols), cols),
+        ("", "") if ratio is None else (f"{ratio:.2f}", ratio),
+        ("", "") if peer is None else (compare.name_of(peer), compare.name_of(peer)),
+        ("", "") if share is None else (f"{share:.0%}", share),
+        ("", "") if ours is None else _rate(ours),
+        ("", "") if peer is None else _rate(peer),
+    )
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def _rate(record: Record) -> tuple[str, Any]:
+    return ("failed", "") if record["us"] is None else (compare.rate_text(record), record["gb_per_s"])
+
+
+def _table(rows: list[Cells]) -> str:
+    if not rows:
+        return "<p>Neither cutile nor a peer was measured.</p>"
+    numbers = {name for name in COLUMNS if any(isinstance(row[name][1], int | float) for row in rows)}
+    head = "".join(
+        f'<th{_class(name, numbers)}><button type="button">{_text(name)}</button></th>' for name in COLUMNS
+    )
+    body = "\n".join(
+        "<tr>"
+        + "".join(
+            f'<td{_class(name, numbers)} data-value="{_text(str(value))}">{_text(shown)}</td>'
+            for name, (shown, value) in row.items()
+        )
+        + "</tr>"
+        for row in rows
+    )
+    return f'<table id="cells"><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>'
+
+
+def _class(name: str, numbers: set[str]) -> str:
+    return ' class="number"' if name in numbers else ""
+
+
+def _kind(result: Result) -> str:
+    dtype = result["records"][0]["dtype"]
+    return f"{dtype}, grid" if result.get("is_grid") else dtype
+
+
+def _title(result: Result, op: str) -> str:
+    return f"{op}, {_kind(result)}, {result['gpu'] or 'no GPU'}"
+
+
+def _key(record: Record) -> Shape:
+    return record["rows"], record["cols"]
+
+
+def _shape(record: Record) -> str:
+    return f"{record['rows']} x {record['cols']}"
+
+
+def _text(text: str) -> str:
+    return html.escape(text)
+
+
+def _result(text: str) -> Result:
+    try:
+        result = json.loads(options.path(text).read_text())
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"expected a result in JSON, got {text}: {error}") from None
+    if not isinstance(result, dict) or not result.get("records"):
+        raise argparse.ArgumentTypeError(f"expected a result with records, got {text}")
+    return result
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.html_report", description=__doc__.splitlines()[0])
+    parser.add_argument("result", type=_result, nargs="+", metavar="RESULT.json")
+    parser.add_argument("--out", type=options.path, default=Path(NAME), help=f"default: {NAME}")
+    arguments = parser.parse_args(argv)
+    write(arguments.result, arguments.out)
+    print(f"written: {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
