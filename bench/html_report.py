@@ -30,6 +30,7 @@ from bench.styles import EMPHASISED, style_of
 from tilegym_rmsnorm.commands import options
 
 Result = dict[str, Any]
+Results = dict[str, Result]  # by what tells them apart on the page
 Record = dict[str, Any]
 Cells = dict[str, Any]  # by column
 NAME = "report.html"
@@ -60,13 +61,14 @@ def write(results: Sequence[Result], path: Path) -> None:
     from plotly.offline import get_plotlyjs
 
     gpus = dict.fromkeys(each["gpu"] or "no GPU" for each in results)
+    named = _labelled(results)
     parts = {
         "TITLE": _text(f"RMSNorm benchmark: {', '.join(gpus)}"),
-        "MACHINE": _machine(results),
-        "SUMMARY": _summary(results),
-        "PLOTS": "\n".join(_plots(results)),
-        "TABLE": _table(list(_rows(results))),
-        "REMARKS": _remarks(results),
+        "MACHINE": _machine(named),
+        "SUMMARY": _summary(named),
+        "PLOTS": "\n".join(_plots(named)),
+        "TABLE": _table(list(_rows(named))),
+        "REMARKS": _remarks(named),
         "PLOTLY": get_plotlyjs(),
     }
     page = TEMPLATE.read_text(encoding="utf-8")
@@ -75,16 +77,16 @@ def write(results: Sequence[Result], path: Path) -> None:
     path.write_text(page, encoding="utf-8")
 
 
-def _machine(results: Sequence[Result]) -> str:
+def _machine(results: Results) -> str:
     """A table of what is known of the machine and its versions. Where results differ each value says of which it is."""
-    found: dict[str, dict[str, list[str]]] = {"measured": {", ".join(map(_kind, results)): []}}
-    for result in results:
+    found: dict[str, dict[str, list[str]]] = {"measured": {"; ".join(results): []}}
+    for label, result in results.items():
         for name, value in _facts(result).items():
-            found.setdefault(name, {}).setdefault(value, []).append(_kind(result))
+            found.setdefault(name, {}).setdefault(value, []).append(label)
     rows = []
     for name, values in found.items():
         is_same = len(values) == 1
-        lines = [value if is_same else f"{value} ({', '.join(kinds)})" for value, kinds in values.items()]
+        lines = [value if is_same else f"{value} ({'; '.join(labels)})" for value, labels in values.items()]
         rows.append(f"<tr><th>{_text(name)}</th><td>{'<br>'.join(map(_text, lines))}</td></tr>")
     return f'<table class="machine">{"".join(rows)}</table>'
 
@@ -107,16 +109,16 @@ def _facts(result: Result) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
-def _summary(results: Sequence[Result]) -> str:
+def _summary(results: Results) -> str:
     """A line for each op and dtype: the mean ratio to the best peer, and how often that is at least 1."""
     rows = []
-    for result in results:
+    for label, result in results.items():
         for op in report.ops_of(result):
             comparisons = compare.compare(result, op)
             mean = compare.mean_ratio(comparisons)
             if mean is not None:
                 won = sum(each.ratio >= 1.0 for each in comparisons)
-                cells = (_title(result, op), f"{mean:.2f}", f"{won} of {len(comparisons)}")
+                cells = (f"{op}, {label}", f"{mean:.2f}", f"{won} of {len(comparisons)}")
                 rows.append("".join(f"<td>{_text(cell)}</td>" for cell in cells))
     if not rows:
         return "<p>No figures of cutile beside those of a peer.</p>"
@@ -125,19 +127,19 @@ def _summary(results: Sequence[Result]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _remarks(results: Sequence[Result]) -> str:
+def _remarks(results: Results) -> str:
     """What these figures are not, what failed and what was not measured, each line once."""
     lines: dict[str, None] = {}
-    for result in results:
+    for label, result in results.items():
         lines |= dict.fromkeys([result["note"]] if result["note"] else [])
-        lines |= dict.fromkeys(f"failed, {_kind(result)}: {line}" for line in report.failures(result))
+        lines |= dict.fromkeys(f"failed, {label}: {line}" for line in report.failures(result))
         unavailable = result["unavailable"].items()
         lines |= dict.fromkeys(f"not measured: {name}: {reason}" for name, reason in unavailable)
     return f"<ul>{''.join(f'<li>{_text(line)}</li>' for line in lines)}</ul>" if lines else ""
 
 
-def _plots(results: Sequence[Result]) -> Iterable[str]:
-    for result in results:
+def _plots(results: Results) -> Iterable[str]:
+    for label, result in results.items():
         for op in report.ops_of(result):
             records = [
                 each for each in result["records"] if each["op"] == op and each["gb_per_s"] is not None
@@ -147,7 +149,7 @@ def _plots(results: Sequence[Result]) -> Iterable[str]:
             plots = [_rates(result, records)]
             if comparisons := compare.compare(result, op):
                 plots.append(_ratios(comparisons))
-            yield f'<h3>{_text(_title(result, op))}</h3>\n<div class="plots">{"".join(map(_drawn, plots))}</div>'
+            yield f'<h3>{_text(f"{op}, {label}")}</h3>\n<div class="plots">{"".join(map(_drawn, plots))}</div>'
 
 
 def _rates(result: Result, records: list[Record]) -> dict[str, Any]:
@@ -235,9 +237,9 @@ def _drawn(figure: dict[str, Any]) -> str:
     )
 
 
-def _rows(results: Sequence[Result]) -> Iterable[Cells]:
+def _rows(results: Results) -> Iterable[Cells]:
     """A line of the table for each cell in which cutile or a peer was measured."""
-    for result in results:
+    for label, result in results.items():
         for op in report.ops_of(result):
             best = {_key(each.peer): each for each in compare.compare(result, op)}
             peers = set(compare.peers_of(result, op))
@@ -249,17 +251,17 @@ def _rows(results: Sequence[Result]) -> Iterable[Cells]:
                 ours = by_provider.pop(compare.OURS, None)
                 timed = [each for each in by_provider.values() if each["us"] is not None]
                 peer = min(timed, key=lambda each: each["us"], default=None)
-                row = (result["records"][0]["dtype"], op, *shape, ours, peer)
+                row = (label, op, *shape, ours, peer)
                 yield _row(*row, best[shape].ratio if shape in best else None)
 
 
 def _row(
-    dtype: str, op: str, rows: int, cols: int, ours: Record | None, peer: Record | None, ratio: float | None
+    label: str, op: str, rows: int, cols: int, ours: Record | None, peer: Record | None, ratio: float | None
 ) -> Cells:
     """The cells as they are shown and by what they are sorted."""
     share = ours and ours["copy_fraction"]
     values = (
-        (dtype, dtype),
+        (label, label),
         (op, op),
         (str(rows), rows),
         (str(cols), cols),
@@ -299,13 +301,19 @@ def _class(name: str, numbers: set[str]) -> str:
     return ' class="number"' if name in numbers else ""
 
 
-def _kind(result: Result) -> str:
-    dtype = result["records"][0]["dtype"]
-    return f"{dtype}, grid" if result.get("is_grid") else dtype
-
-
-def _title(result: Result, op: str) -> str:
-    return f"{op}, {_kind(result)}, {result['gpu'] or 'no GPU'}"
+def _labelled(results: Sequence[Result]) -> Results:
+    """Each with a name that no other has: the dtype, and what else it takes."""
+    has_many = len({result["gpu"] for result in results}) > 1
+    labelled: Results = {}
+    for result in results:
+        parts = [result["records"][0]["dtype"]]
+        parts += ["grid"] if result.get("is_grid") else []
+        parts += [result["gpu"] or "no GPU"] if has_many else []
+        name = ", ".join(parts)
+        if name in labelled:
+            name += f", {result['date']}"
+        labelled[name] = result
+    return labelled
 
 
 def _key(record: Record) -> Shape:

@@ -14,10 +14,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from bench_records import RECORD_FIELDS, make_record
 
 import tilegym_rmsnorm
-from bench import processes, readme, run
+from bench import html_report, peers, processes, readme, run
 from bench.peers import ALL_PROVIDERS
 from bench.provenance import RESULTS, ROOT, choose_tables, describe_run, hash_sources, one_line
 from bench.shapes import OPS
@@ -48,13 +49,14 @@ def test_one_command_measures_and_writes(tmp_path):
         (op, m) for m in (4, 3) for op in ("forward", "backward", "both")
     ]
     assert all(set(record) == RECORD_FIELDS and record["us"] > 0 for record in result["records"])
-    assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".csv", ".png"}
-
-
-def test_unknown_provider_is_refused(tmp_path):
-    done = run_command(sys.executable, "-m", "bench.run", "--provider", "torhc", "--out", str(tmp_path))
-    assert done.returncode == 2
-    assert f"expected some of {', '.join(ALL_PROVIDERS)}, got torhc" in done.stderr
+    pictures = {f"{path.stem}-{op}.png" for op in ("forward", "backward", "both")}
+    assert {file.name for file in tmp_path.iterdir()} == {
+        *pictures,
+        path.name,
+        f"{path.stem}.csv",
+        "report.html",
+    }, "no maps of what is no GPU's"
+    assert f"written: {tmp_path / 'report.html'}" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -93,6 +95,7 @@ def test_git_ignores_parts_of_runs_and_not_whole_ones():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--provider", "torhc"], f"expected some of {', '.join(ALL_PROVIDERS)}, got torhc"),
         (["--shapes", "4x"], "argument --shapes: expected ROWSxCOLS,... with both at least 1, got '4x'"),
         (["--readme", "nope.json"], "argument --readme: expected a result in JSON, got nope.json"),
         (["--readme", str(ROOT / "ci.yaml")], "argument --readme: expected a result in JSON, got"),
@@ -113,17 +116,40 @@ def test_readme_takes_only_results_of_the_repository(tmp_path):
         readme.result_file("runs")(str(result))
 
 
-def test_a_run_that_measures_nothing_says_why_and_fails(tmp_path):
-    command = (sys.executable, "-m", "bench.run", "--shapes", "4x16", "--provider", "torch", "--op", "dx")
-    done = run_command(*command, "--out", str(tmp_path))
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "nothing was measured: torch has no dx"
-    assert "written" not in done.stdout and not list(tmp_path.iterdir())
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Commands of the benchmark run here: a process of their own takes seconds to import torch."""
+
+    start = subprocess.run
+
+    def run_here(command, **options):
+        if list(command[:3]) != [sys.executable, "-m", "bench.run"]:  # git
+            return start(command, **options)
+        return subprocess.CompletedProcess(command, run.main(command[3:]))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(run, "run_in_interpreters", lambda: None)  # for the rest of this process
+    monkeypatch.setattr(processes.subprocess, "run", run_here)
 
 
-def test_what_a_part_of_a_run_does_not_offer_is_its_reason(tmp_path):
+def test_a_run_that_measures_nothing_says_why_and_fails(tmp_path, in_this_process, capsys):
+    options = ("--shapes", "4x16", "--provider", "torch", "--op", "dx", "--out", str(tmp_path))
+    assert run.main(options) == 1
+    out, errors = capsys.readouterr()
+    assert errors.splitlines()[-1] == "nothing was measured: torch has no dx"
+    assert "written" not in out and not list(tmp_path.iterdir())
+
+
+def test_what_a_part_of_a_run_does_not_offer_is_its_reason(tmp_path, in_this_process):
     result = processes.measure_apart(("torch",), ((4, 16),), "bfloat16", ("dx",), tmp_path)
     assert [(each["op"], each["error"]) for each in result["records"]] == [("dx", "torch has no dx")]
+
+
+def test_a_part_of_a_run_without_the_library_says_what_is_missing(tmp_path, in_this_process, monkeypatch):
+    monkeypatch.setattr(peers, "_is_installed", lambda module: module != "tilegym")
+    result = processes.measure_apart(("tilegym",), ((3, 8),), "bfloat16", ("forward",), tmp_path)
+    (record,) = result["records"]
+    assert record["error"].startswith("no module tilegym")
 
 
 def test_a_run_in_which_everything_failed_fails(measured, monkeypatch, capsys):
@@ -169,9 +195,10 @@ def measured(monkeypatch, tmp_path):
             events.append(os.environ[CACHE_VARIABLE])
             return [make_record(provider=name) for name in self.providers]
 
-    def main(*options, status=0):
+    def main(*options, status=0, files=1):
         assert run.main(["--shapes", "4x8", "--out", str(tmp_path), *options]) == status
-        (path,) = tmp_path.glob("*.json")
+        path, *others = tmp_path.glob("*.json")
+        assert len(others) == files - 1
         return json.loads(path.read_text())
 
     monkeypatch.setattr(run.inductor, "time_by_device", lambda: events.append("timer"))
@@ -186,6 +213,27 @@ def test_the_process_that_measures_gives_inductor_its_timer(measured, providers,
     main, events = measured
     assert main("--provider", providers)["inductor_timer"] is is_given
     assert events == ["timer", "measures", "off"][not is_given :]
+
+
+def test_one_page_has_the_results_of_all_dtypes(measured, monkeypatch):
+    main, _ = measured
+    pages = []
+    monkeypatch.setattr(html_report, "write", lambda results, path: pages.append((len(results), path.name)))
+    main("--provider", "torch", "--dtype", "float32,bfloat16", files=2)
+    assert pages == [(2, "report.html")]
+    main("--provider", "torch", "--part", files=2)
+    assert len(pages) == 1, "a part of a run is none that anybody reads"
+
+
+def test_without_plotly_a_run_keeps_its_files_and_says_why_there_is_no_page(
+    measured, monkeypatch, tmp_path, capsys
+):
+    main, _ = measured
+    monkeypatch.setitem(sys.modules, "plotly", None)  # as if it were not installed
+    assert main("--provider", "torch")["records"]
+    assert list(tmp_path.glob("*.csv")) and not list(tmp_path.glob("*.html"))
+    remedy = f"{sys.executable} -m pip install '{ROOT}[bench]'"
+    assert f"\nno report.html: plotly is not installed. To install it: {remedy}\n" in capsys.readouterr().out
 
 
 # The user's tables

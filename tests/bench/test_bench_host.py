@@ -3,8 +3,12 @@
 
 """The command that times the host."""
 
+import contextlib
+import io
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -41,11 +45,24 @@ def test_a_backend_that_cannot_run_here_is_named_with_the_remedy(capsys, monkeyp
     assert re.match("cutile: it runs on CUDA tensors.*To mend it: ", capsys.readouterr().err)
 
 
-def test_first_calls_run_in_processes_of_their_own(capsys, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+def test_first_calls_are_timed_in_two_processes_with_one_cache(capsys, monkeypatch):
+    """The second finds what the first has compiled."""
+    caches, start = [], subprocess.run
+
+    def run(command, **options):
+        if list(command[:3]) != [sys.executable, "-m", "bench.host"]:  # git
+            return start(command, **options)
+        caches.append(options["env"]["CUDA_TILE_CACHE_DIR"])
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            status = host.main(command[3:])
+        return subprocess.CompletedProcess(command, status, out.getvalue(), "")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(host.subprocess, "run", run)
     assert host.main(["--backend", "torch", "--first-call", "64"]) == 0
     out = capsys.readouterr().out
     assert len(re.findall(r"N = +64 .* forward +\d+\.\d\d s   backward +\d+\.\d\d s", out)) == 2
+    assert len(caches) == 2 and caches[0] == caches[1]
 
 
 def test_without_launches_puts_ct_launch_back():

@@ -6,21 +6,20 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
+import pickle
 import sys
+import types
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._inductor import config
+from torch._inductor import async_compile, config
 from torch._inductor.runtime import autotune_cache
 from torch._inductor.runtime.benchmarking import benchmarker
 from torch.compiler import config as caches
 
 from bench import inductor
-from bench.provenance import ROOT
 
 
 @pytest.fixture
@@ -112,29 +111,34 @@ def test_inductor_compiles_in_the_process_that_was_given_the_timer(events):
     assert config.compile_threads == 1
 
 
-IN_A_WORKER = """
-from torch._inductor import config
-from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.runtime.autotune_cache import AutotuneCache
-from bench import inductor
+def test_processes_find_what_inductor_keeps_for_others(events):
+    """Keys of its cache on disk are pickled: in a process that a script spawned they would name the script, which has a
+    `torch` too and was imported before torch."""
+    before, script = dict(sys.modules), types.ModuleType("__mp_main__")
+    script.torch = torch
+    expected = pickle.dumps(torch.contiguous_format)
+    try:
+        sys.modules.clear()
+        sys.modules["__mp_main__"] = script
+        sys.modules.update((name, module) for name, module in before.items() if name != "__mp_main__")
+        inductor.time_by_device()
+        assert pickle.dumps(torch.contiguous_format) == expected
+    finally:
+        sys.modules.clear()
+        sys.modules.update(before)
 
-if __name__ == "__main__":
-    inductor.time_by_device()
-    config.compile_threads = 2
-    pool = AsyncCompile.process_pool()
-    theirs = pool.submit(AutotuneCache._prepare_key, "/kernels/norm.py").result()
-    pool.shutdown()
-    print(theirs == AutotuneCache._prepare_key("/kernels/norm.py"))
-"""
 
-
-def test_worker_processes_of_inductor_name_its_choices_alike():
+def test_worker_processes_of_inductor_name_its_choices_alike(events):
     """They make the cache of a kernel's choice, by whose name it is read and kept."""
-    environment = {name: value for name, value in os.environ.items() if name != inductor.TAG_VARIABLE}
-    environment |= {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", IN_A_WORKER]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.stdout.split() == ["True"], done.stderr
+    async_compile.shutdown_compile_workers()  # those of before have another tag
+    inductor.time_by_device()
+    try:
+        with config.patch(compile_threads=2):
+            key = autotune_cache.AutotuneCache._prepare_key
+            theirs = async_compile.AsyncCompile.process_pool().submit(key, "/kernels/norm.py").result(300)
+        assert theirs == key("/kernels/norm.py")
+    finally:
+        async_compile.shutdown_compile_workers()
 
 
 class Gpu:

@@ -3,11 +3,18 @@
 
 """The gate on the results that are kept: what they say again passes, and a tenth more of any cell fails."""
 
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 from bench_records import make_record, make_result
 
 from bench import gate, report
-from bench.provenance import gpu_slug
+from bench.pictures import MOST_BYTES
+from bench.provenance import RESULTS, ROOT, gpu_slug
 
 GPUS = gate.kept_gpus()
 SHIPPED = ["NVIDIA H100 80GB HBM3", "NVIDIA H200"]  # of which README shows figures
@@ -80,3 +87,40 @@ def test_only_what_is_kept_counts(tmp_path):
     assert gate.kept_gpus(tmp_path / "none") == []
     report.write_json(make_result(make_record(), gpu=h200), tmp_path / gpu_slug(h200) / "2026-11-21.json")
     assert gate.kept_gpus(tmp_path) == [h100, h200]
+
+
+# What is kept
+
+
+def kind_of(result):
+    """The shapes of models, a grid, bench/split.py's or bench/train.py's; and the dtype."""
+    if "records" not in result:
+        return next(kind for kind in ("cells", "runs") if kind in result), None
+    return bool(result.get("is_grid")), result["records"][0]["dtype"]
+
+
+def pictures_shown():
+    """The pictures that README.md and the pages of docs/ show."""
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        for target in re.findall(r"!\[[^\]]*\]\(([^)]+\.png)\)", page.read_text(encoding="utf-8")):
+            yield Path(os.path.normpath(page.parent / target))
+
+
+def test_the_newest_of_each_kind_and_what_pages_show_is_kept_and_nothing_else():
+    """Old results and pictures that no page shows made a clone large. What a run has just written is not kept yet."""
+    listed = subprocess.run(["git", "ls-files", "."], cwd=RESULTS, capture_output=True, text=True)
+    if listed.returncode != 0 or not listed.stdout:
+        pytest.skip("not a git checkout")
+    there = {RESULTS / name for name in listed.stdout.splitlines()}
+    newest: dict[tuple[object, ...], tuple[str, Path]] = {}
+    for path in there:
+        if path.suffix == ".json":
+            result = json.loads(path.read_text())
+            key = path.parent, kind_of(result)
+            newest[key] = max(newest.get(key, ("", path)), (result["date"], path))
+    kept = {path for _, path in newest.values()}
+    kept |= {path.with_suffix(".csv") for path in kept if "records" in json.loads(path.read_text())}
+    kept |= {path for path in pictures_shown() if path.is_relative_to(RESULTS)}
+    assert there == kept | {RESULTS / "README.md"}
+    large = [path.name for path in there if path.suffix == ".png" and path.stat().st_size > MOST_BYTES]
+    assert not large

@@ -49,18 +49,19 @@ def test_a_result_with_peers_has_both_pictures(tmp_path):
     }
     images = {name: path.name for name, path in paths.items()}
     shown, _, folded = report.page_section(result, images).split("<details>", 2)
-    assert "(a-backward-map.png)" in shown and "(a-backward.png)" in folded, "the bars are folded"
+    assert "(a-backward-map.png)" in shown and "(a-backward.png)" in folded, (
+        "the picture of all providers is folded"
+    )
 
 
 def test_heat_maps_are_pictures_also_with_holes(tmp_path):
-    grid = make_grid()
+    grid = make_grid(copy_gb_per_s=None)
     del grid["records"][2:4]  # one cell
     for record in grid["records"]:
         if record["rows"] == 64:
             record["us"] = record["gb_per_s"] = record["copy_fraction"] = None
-    for each in (grid, make_grid(copy_gb_per_s=None)):
-        (path,) = plots.plot_result(each, tmp_path / "grid").values()
-        assert path.read_bytes().startswith(b"\x89PNG")
+    (path,) = plots.plot_result(grid, tmp_path / "grid").values()
+    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_pictures_can_be_drawn_again(tmp_path, capsys):

@@ -13,13 +13,13 @@ import pytest
 import torch
 from bench_records import make_record, make_result
 
-from bench import accepted, cell, gate, plots, readme, report
+from bench import accepted, cell, gate, readme, report
 from bench.measure import Bench
 from bench.provenance import gpu_slug
 from bench.providers import make_provider
 from tilegym_rmsnorm import is_backend_available
 
-# Tables, files, plots
+# Tables, files
 
 
 def test_result_is_written_and_read_back(tmp_path):
@@ -43,23 +43,6 @@ def test_tables_show_figures_failures_and_what_was_not_measured():
     assert "2000  66%" in text and "100.0 ±0% / 30" in text
     assert "failed: triton (backward 4096x1024): ValueError: broken" in text
     assert "not measured: inductor: no Triton. To mend it: pip" in text
-
-
-def test_plots_are_pictures(tmp_path):
-    records = [
-        make_record(op=op, provider=name) for op in ("forward", "backward") for name in ("cutile", "new one")
-    ]
-    paths = plots.plot_result(
-        make_result(*records, note="Not GPU figures."), tmp_path / "2026-11-21-bfloat16"
-    )
-    assert {name: path.name for name, path in paths.items()} == {
-        f"{op}{kind}": f"2026-11-21-bfloat16-{op}{kind}.png"
-        for op in ("forward", "backward")
-        for kind in ("", "-map")
-    }
-    alone = plots.plot_result(make_result(make_record()), tmp_path / "alone")
-    assert list(alone) == ["backward"], "maps compare with peers"
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths.values())
 
 
 def test_readme_section_is_replaced_and_nothing_else(tmp_path):

@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from concurrent.futures import Future
-from pathlib import Path
 
 import torch
 
 from bench import inductor, warm
+from bench.providers import MAX_AUTOTUNE
 
 CPU = torch.device("cpu")
 
@@ -101,7 +98,8 @@ def test_inputs_of_what_inductor_measures_are_made_in_turn(tmp_path, monkeypatch
 
 def test_compiling_ahead_fills_the_caches_from_other_processes(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert warm.warm(("torch.compile",), ((4, 8),), [torch.float32], CPU, processes=1) == 1
+    # Of its two modes the one of which less is compiled.
+    assert warm.warm((MAX_AUTOTUNE,), ((4, 8),), [torch.float32], CPU, processes=1) == 1
     assert list(tmp_path.rglob("*.py"))
 
 
@@ -111,36 +109,3 @@ def test_inductor_is_given_the_lock_of_all_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(warm, "_turn", None)
     warm._take_turns_in_tuning(tmp_path / "lock")
     assert warm._turn == tmp_path / "lock" and locks == [warm._turn]
-
-
-SCRIPT = """
-import pickle, sys
-from pathlib import Path
-import torch
-import multiprocessing
-
-def pickled():
-    return pickle.dumps(torch.contiguous_format)
-
-if __name__ == "__main__":
-    from bench import inductor, warm
-    inductor.time_by_device()
-    lock = Path(sys.argv[1])
-    with multiprocessing.get_context("spawn").Pool(1, warm._take_turns_in_tuning, (lock,)) as pool:
-        print(pool.apply(pickled) == pickled())
-"""
-
-
-def test_processes_find_what_inductor_keeps_for_others(tmp_path):
-    """Keys of its cache on disk are pickled; in a process that a script spawned they would name the script."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    root = Path(warm.__file__).parents[1]
-    found = subprocess.run(
-        [sys.executable, script, tmp_path / "lock"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": str(root)},
-    )
-    assert found.stdout.strip() == "True"
