@@ -31,62 +31,35 @@ os.environ.pop(TEAMS_VARIABLE, None)  # tests say themselves what they rule out
 
 pytest_plugins = ("gate_cases",)  # its fixtures are asked for in several files
 
-# Files of the longest tests.
-LONG = ("test_compile", "test_pipelines", "test_pipelines_variants", "test_teams")
-# Files of tests that never touch a GPU: on a machine with one they run beside those that do.
-WITHOUT_GPU = {
-    "test_bench_compare",
-    "test_bench_inductor",
-    "test_bench_kept",
-    "test_bench_pages",
-    "test_bench_peers",
-    "test_bench_warm",
-    "test_branches",
-    "test_candidates",
-    "test_ci",
-    "test_compile",
-    "test_compile_tma",
-    "test_cutile",
-    "test_cutile_launches",
-    "test_dependencies",
-    "test_format",
-    "test_gpu_machine",
-    "test_interpret_variable",
-    "test_interpreter",
-    "test_interpreter_atomics",
-    "test_interpreter_compiler",
-    "test_interpreter_hazards",
-    "test_interpreter_memory",
-    "test_interpreter_waiting",
-    "test_known_calls",
-    "test_known_calls_transformed",
-    "test_machine_code",
-    "test_options",
-    "test_packed",
-    "test_pipelines",
-    "test_pipelines_variants",
-    "test_plan",
-    "test_private_names",
-    "test_readme_types",
-    "test_records",
-    "test_registry",
-    "test_rules",
-    "test_search_choice",
-    "test_selection",
-    "test_sizes",
-    "test_tables",
-    "test_tables_files",
-    "test_tables_random",
-    "test_tables_unfit",
-    "test_teams",
-    "test_toolchain",
-    "test_triton_compile",
-    "test_triton_config",
-    "test_validation",
-    "test_weights",
-    "test_wide_rules",
-    "test_without_home",
+# What the tests of each folder are: their markers, which pyproject.toml explains. The folders stand in the order in
+# which they run where there is no GPU, those of the longest tests first.
+FOLDERS: dict[str, tuple[str, ...]] = {
+    "machine_code": ("slow", "no_gpu"),
+    "compiled": ("slow",),
+    "processes": ("slow",),
+    "examples": ("slow",),
+    "bench": ("slow", "much_memory"),
+    "kernels": ("slow", "no_gpu"),
+    "gpu": ("gpu", "much_memory"),
+    "gpu/in_parts": ("gpu",),
+    "runtime": ("no_gpu",),
+    "commands": (),
+    "tuning": (),
+    "distributed": (),
+    "integrations": (),
+    "api": (),
+    "backends": (),
+    "interpreter": ("no_gpu",),
+    "plans": ("no_gpu",),
+    "project": (),
 }
+ORDER = {folder: number for number, folder in enumerate(FOLDERS)}
+TESTS = Path(__file__).parent
+
+
+def folder_of(path: str | os.PathLike[str]) -> str:
+    """The folder of a test file, as FOLDERS has it."""
+    return Path(path).parent.relative_to(TESTS).as_posix()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -102,12 +75,29 @@ def pytest_configure(config: pytest.Config) -> None:
     helpers.stderr = os.dup(2)  # pytest captures none of what plugins do here
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The fast job does not import the others' modules: that takes half a minute."""
+    if config.option.markexpr == "not slow" and collection_path.is_dir() and TESTS in collection_path.parents:
+        if "slow" in FOLDERS.get(collection_path.relative_to(TESTS).as_posix(), ()):
+            return True
+    return None
+
+
+def parameters_of(item: pytest.Item) -> list[object]:
+    return [*item.callspec.params.values()] if hasattr(item, "callspec") else []
+
+
+@pytest.hookimpl(tryfirst=True)  # -m asks for the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for name in FOLDERS[folder_of(item.path)]:
+            item.add_marker(name)
+        if "inductor" in parameters_of(item):  # it compiles C++ for each graph
+            item.add_marker("slow")
+        if not HAS_GPU and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if not HAS_GPU:
-        items.sort(key=lambda item: item.path.stem not in LONG)
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        items.sort(key=lambda item: ORDER[folder_of(item.path)])
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -130,18 +120,20 @@ def gpu_group(nodeid: str) -> str | None:
     None for a test that goes wherever there is time: it needs no GPU, or no more than some GB of its memory.
     """
     path, _, test = nodeid.partition("::")
-    file = Path(path).stem
-    if file in WITHOUT_GPU or test.startswith(("test_every_variant", "test_every_entry")):
+    path = TESTS.parent / path
+    markers = FOLDERS[folder_of(path)]
+    if "no_gpu" in markers:
         return None
     if "inductor" in test:
         return "gpu-inductor"
-    return f"gpu-{file}" if file.startswith(("test_bench", "test_gpu")) else None
+    return f"gpu-{path.stem}" if "much_memory" in markers else None
 
 
 @pytest.fixture(autouse=True)
 def share_of_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """A test that is marked `alone` has the GPU to itself: until it ends, no test in another process begins."""
-    if not HAS_GPU or "PYTEST_XDIST_WORKER" not in os.environ or request.path.stem in WITHOUT_GPU:
+    needs_none = not HAS_GPU or request.node.get_closest_marker("no_gpu")
+    if needs_none or "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
     import fcntl  # not on Windows

@@ -19,8 +19,8 @@ NAMES = ("gradient_of_a_collective", "input_of_a_collective", "sequence_parallel
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("name", NAMES)
 def test_two_gpus(name):
-    script = Path(__file__).parents[1] / "two_gpus.py"
-    path = os.pathsep.join([str(script.parents[1]), os.environ.get("PYTHONPATH", "")])
+    script = Path(__file__).with_name("two_gpus.py")
+    path = os.pathsep.join([str(script.parents[2]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [
             sys.executable,

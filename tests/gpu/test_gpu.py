@@ -24,7 +24,7 @@ from helpers import (
 from bench.inductor import device_milliseconds
 from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_empty")]
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 fused = pytest.mark.parametrize("backend", ["triton", "cutile"], indirect=True)
 

@@ -1,8 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The cuTile kernels on a GPU: every variant that this GPU's selector can pick, a partial row of dw for each row, and
-what is compiled when."""
+"""The cuTile kernels on a GPU: dx alone, a partial row of dw for each row, and what is compiled when."""
 
 import functools
 from collections import Counter
@@ -22,126 +21,20 @@ from helpers import (
     make_inputs,
     why_skip,
 )
-from planning import device, plan, problem, rules_of
-from table_cases import copy_rules, entries_that_ship, forget_files
+from planning import device, plan, problem
 
-from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward
-from tilegym_rmsnorm.backends.cutile.plans.select import choose
-from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class, size_class
-from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
+from tilegym_rmsnorm import rms_norm, rms_norm_forward
+from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 from tilegym_rmsnorm.spec import Spec
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_empty")]
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 if HAS_GPU and (reason := why_skip("cutile")):
     pytest.skip(reason, allow_module_level=True)
 
 FACTS = machine_of(DEVICE).facts if HAS_GPU else device()
-WIDEST = 131072  # columns: wider rows have no rules of their own
-
-
-def by_rules(n: int, dtype: torch.dtype, size: str) -> dict[bool, tuple[Variant, Variant]]:
-    """Of the forward and the backward: beside a float32 weight (True) and beside one of x's dtype."""
-    rules = rules_of(FACTS.architecture)
-    return {
-        weight is FP32: tuple(
-            choose(problem(op, n, dtype, size, weight, FACTS), rules).first for op in ("forward", "backward")
-        )
-        for weight in (dtype, FP32)
-    }
-
-
-@functools.cache
-def widths_of_variants(dtype: torch.dtype, size: str) -> list[int]:
-    """For each set of variants the widest row that is a multiple of 16; up to 66000 columns also the widest odd one,
-    and above them the narrowest, whose last tile is cut off."""
-    widths = {}
-    for n in (*range(1, 66000), *range(66000, WIDEST + 1, 16)):
-        if n % 16 and n % 2 == 0:
-            continue
-        variants = by_rules(n, dtype, size)
-        if size == "few" and variants == by_rules(n, dtype, "large"):
-            continue  # tested
-        widths[(*variants.values(), n % 2)] = n
-        if n >= 66000:
-            widths.setdefault((*variants.values(), "narrowest"), n)
-    return sorted(set(widths.values()))
-
-
-def weight_dtypes(n: int, dtype: torch.dtype, size: str) -> list[torch.dtype]:
-    """float32, whose gradient hides nothing, and x's dtype where that is served by another variant."""
-    variants = by_rules(n, dtype, size)
-    return [FP32] if len(set(variants.values())) == 1 else [FP32, dtype]
-
-
 RUNS = 1000  # of each variant where it fills the GPU, on NaN
-# Most of a sweep's time is compilation, so its parts go to different processes (conftest.gpu_group).
-PARTS, TABLE_PARTS = 24, 4
-
-
-@pytest.fixture
-def rules_alone(tmp_path, monkeypatch):
-    """No entry that ships: it would hide the rules of its width, and has a test of its own."""
-    from tilegym_rmsnorm.backends.cutile import launch
-    from tilegym_rmsnorm.backends.cutile.plans import tables
-
-    def forget():
-        forget_files()
-        for made in (launch._forward, launch._backward):
-            made.cache_clear()
-
-    copy_rules(tmp_path, FACTS.architecture)
-    with monkeypatch.context() as patch:
-        patch.setattr(tables, "SHIPPED_FOLDER", tmp_path)
-        forget()
-        yield
-    forget()
-
-
-@pytest.mark.usefixtures("rules_alone")
-@pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-def test_every_variant(dtype, part):
-    """Each block takes two or three row tiles, the last of them partial, where 8M elements are enough for that."""
-    from tilegym_rmsnorm.backends.cutile import launch
-
-    for n in widths_of_variants(dtype, "large")[part::PARTS]:
-        variants = by_rules(n, dtype, "large")
-        _, backward = variants[dtype is FP32]
-        blocks = FACTS.sm_count * backward.occupancy
-        m = min(2 * backward.rows * blocks + backward.rows // 2 + 1, 2**23 // n)
-        m = max(m, rows_of_class("large", n)[0])
-        for weight_dtype in weight_dtypes(n, dtype, "large"):
-            for op, variant in zip(("forward", "backward"), variants[weight_dtype is FP32], strict=True):
-                asked = problem(op, n, dtype, size_class(m, n), weight_dtype, FACTS)
-                assert launch.plan_for(asked).first == variant
-            check_training_step(m, n, dtype, weight_dtype)
-
-
-@pytest.mark.usefixtures("rules_alone")
-@pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-def test_every_variant_for_few_rows(dtype, part):
-    """1001 rows are four slabs of narrow rows; no M fills its last tile of rows. A single row has kernels of its own,
-    since cuda-tile compiles an extent of 1 in."""
-    for n in widths_of_variants(dtype, "few")[part::PARTS]:
-        most = min(1001, rows_of_class("few", n)[-1] - 3)
-        for weight_dtype in weight_dtypes(n, dtype, "few"):
-            for m, runs in ((1, 20), (33, 20), (most, RUNS)):
-                check_training_step(m, n, dtype, weight_dtype, runs)
-
-
-def check_training_step(
-    m: int, n: int, dtype: torch.dtype, weight_dtype: torch.dtype, runs: int = RUNS
-) -> None:
-    inputs = make_inputs(m, n, dtype, weight_dtype)
-    x, dy, weight, eps, *_ = inputs
-    expected = expected_results(inputs)
-    forward = functools.partial(rms_norm_forward, x, weight, eps, backend="cutile")
-    assert_alike(expected, ("y", "rstd"), forward, runs)
-    backward = functools.partial(rms_norm_backward, x, dy, weight, forward()[1], backend="cutile")
-    assert_alike(expected, ("dx", "dw"), backward, runs)
 
 
 @pytest.mark.parametrize("n", [1, 64, 1000, 4096, 8192, 16400, 18432, 18448, 33001, 65536, 131072])
@@ -256,48 +149,6 @@ def test_batch_sizes_eps_and_offsets_compile_nothing_new(n, weight_dtype, compil
             seen = train(m, eps, offset) in classes
             assert not (seen and compilations), f"M = {m}: {compilations}"
             compilations.clear()
-
-
-@pytest.mark.parametrize("part", range(TABLE_PARTS))
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("op", ["forward", "backward", "dx"])
-def test_every_entry_that_ships(op, dtype, part, monkeypatch):
-    """As tuning checks its winners, with more runs: fresh data, NaN, float64, and the bits of the first run. Of large
-    calls on a quarter of the elements, since several processes check at once, in float64."""
-    from tilegym_rmsnorm.backends.cutile.runtime import machine
-    from tilegym_rmsnorm.backends.cutile.tuning import search
-
-    monkeypatch.setattr(search, "RUNS", RUNS)
-    monkeypatch.setattr(search, "LARGE", tuple(most // 4 for most in search.LARGE))
-    found = machine.machine_of(DEVICE)
-    entries = dict(entries_that_ship(found, op, dtype)[part::TABLE_PARTS])
-    finder = search.Search(found, DEVICE, print)
-    wrong = {bucket: finder.why_wrong(bucket, variant) for bucket, variant in entries.items()}
-    assert not any(wrong.values()), wrong
-    for bucket, variant in entries.items():
-        for m in (1, 33) if bucket.size == "few" else (search.rows_of(bucket)[0],):
-            check_entry(found, bucket, variant, m)
-
-
-def check_entry(machine, bucket, variant, m):
-    """What tuning does not check: single rows, whose kernels are others, and dx alone by a backward's variant."""
-    from tilegym_rmsnorm.backends.cutile import launch
-
-    inputs = make_inputs(m, bucket.n, getattr(torch, bucket.dtype), FP32)
-    x, dy, weight, eps, *_ = inputs
-    expected = expected_results(inputs)
-    kind = bucket.n, bucket.dtype, bucket.size, FP32, machine.facts
-    if bucket.op == "forward":
-        forward = launch.Forward(machine, plan(variant, "forward", *kind))
-        assert_alike(expected, ("y", "rstd"), lambda: forward(x, weight, eps, 0.0), 20)
-        return
-    _, rstd = rms_norm_forward(x, weight, eps, backend="cutile")
-    if bucket.op == "backward":
-        backward = launch.Backward(machine, plan(variant, "backward", *kind))
-        assert_alike(expected, ("dx", "dw"), lambda: backward(x, dy, weight, rstd, 0.0), 20)
-    if bucket.op == "dx" or variant.serves_dx_alone:
-        dx_alone = launch.Backward(machine, plan(variant, "dx", *kind))
-        assert_alike(expected, ("dx",), lambda: dx_alone(x, dy, weight, rstd, 0.0)[:1], 20)
 
 
 def test_memory_from_the_machine_is_poisoned():

@@ -24,7 +24,7 @@ from planning import plan
 from tilegym_rmsnorm import rms_norm_forward
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardPipelinedTeam, BackwardTeam, ForwardTeam
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_empty")]
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
 if HAS_GPU and (reason := why_skip("cutile")):
     pytest.skip(reason, allow_module_level=True)

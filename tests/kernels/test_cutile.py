@@ -101,10 +101,14 @@ def rows_for(variant: Variant) -> int:
     return 2 * rows * 3 * variant.occupancy + rows // 2 + 1
 
 
+FEW_WIDTHS = [n for n in one_width_per_variant("backward", "few") if n <= WIDEST_BACKWARD_ROW]
+
+
 @pytest.mark.parametrize(
-    "n", [n for n in one_width_per_variant("backward", "few") if n <= WIDEST_BACKWARD_ROW]
+    ("m", "n"),
+    [(63, n) for n in FEW_WIDTHS]
+    + [(300, n) for n in FEW_WIDTHS if rule("backward", n, size="few").slab < 300],
 )
-@pytest.mark.parametrize("m", [63, 300])
 def test_backward_of_every_variant_for_few_rows(m, n):
     """300 rows are a second slab for narrow rows, 63 and 300 leave a tile of rows partial."""
     inputs = make_inputs(m, n, BF16, FP32, offset=1.0, device=CPU)

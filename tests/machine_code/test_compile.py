@@ -77,9 +77,12 @@ def run_dx(machine, choice, n, dtype, weight_dtype, m=4096):
 RUNS = {"forward": run_forward, "backward": run_backward, "dx": run_dx}
 
 
+# Siblings share their rules with another architecture: without --every-config they compile the backward alone.
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_forward_choices(architecture, dtype):
+    if architecture in SIBLINGS and not helpers.every_config:
+        pytest.skip("compiled with --every-config")
     machine = CompilingMachine(architecture)
     for choice, n in widths_of_choices("forward", "large", dtype, architecture):
         run_forward(machine, choice, n, dtype, dtype)
@@ -98,6 +101,8 @@ def test_backward_choices(architecture, dtype):
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_backward_choices_for_few_rows(architecture, dtype):
+    if architecture in SIBLINGS and not helpers.every_config:
+        pytest.skip("compiled with --every-config")
     machine = CompilingMachine(architecture)
     for choice, n in widths_of_choices("backward", "few", dtype, architecture):
         run_backward(machine, choice, n, dtype, dtype, m=128)
@@ -134,18 +139,19 @@ VARIANTS = {
 }
 
 
-def one_width_per_kernel(architecture: int) -> tuple[int, ...]:
-    """All of them for Hopper or with --every-config, else every second."""
+def one_width_per_kernel(number: int) -> tuple[int, ...]:
+    """With --every-config all of them, else every second or, for an odd number, the others."""
     widths = (128, 2048, 5120, 18432, 40000, 65536)
-    return widths if architecture == 90 or helpers.every_config else widths[::2]
+    return widths if helpers.every_config else widths[number % 2 :: 2]
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 120])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants(architecture, variant):
+    """Without --every-config each has every second width, and the next one, or Hopper's, the others."""
     machine = CompilingMachine(architecture)
     op = "dx" if VARIANTS[variant]["weight_dtype"] is None else "backward"
-    for n in one_width_per_kernel(architecture):
+    for n in one_width_per_kernel([*VARIANTS].index(variant) + architecture // 30):
         run_forward(machine, by_rules("forward", n, architecture=architecture), n, **VARIANTS[variant])
         for size in ("few", "large"):
             choice = by_rules(op, n, size=size, architecture=architecture)
@@ -162,7 +168,7 @@ def test_frozen_weight_and_one_partial_row_per_row(architecture):
         own = select(asked, rules_of(architecture))
         run_backward(machine, Choice(own.first, own.source, own.spills), n, dtype, dtype, partials="own")
 
-    for n in one_width_per_kernel(architecture):
+    for n in one_width_per_kernel(0 if architecture == 90 else 1):
         for size in ("large", "few"):
             run_dx(machine, by_rules("dx", n, size=size, architecture=architecture), n, BF16, BF16)
         run_own_partials(n, BF16)
@@ -177,13 +183,14 @@ def test_frozen_weight_and_one_partial_row_per_row(architecture):
 
 @pytest.mark.parametrize("architecture", [90, 100, 120])
 def test_tma_of_single_rows_and_columns_and_of_odd_numbers(architecture):
-    """Kernels apart: extents of 1 are compiled in, and which ones are multiples of 16. So few rows may spill."""
+    """Kernels apart: extents of 1 are compiled in, and which ones are multiples of 16. So few rows may spill. Both
+    numbers of each choice with --every-config, which also has Hopper's float32; else one and the other in turn."""
     machine = CompilingMachine(architecture)
-    for dtype in (BF16, FP32) if architecture == 90 else (BF16,):
-        numbers = (1, 33) if architecture == 90 and dtype is BF16 else (33,)
+    for dtype in (BF16, FP32) if architecture == 90 and helpers.every_config else (BF16,):
         for op, run in RUNS.items():
-            for choice, n in widths_of_choices(op, "large", dtype, architecture, with_tma=True):
-                for m in numbers:
+            choices = widths_of_choices(op, "large", dtype, architecture, with_tma=True)
+            for number, (choice, n) in enumerate(choices):
+                for m in (1, 33) if helpers.every_config else (1, 33)[number % 2 :: 2]:
                     run(machine, choice, n, dtype, dtype, m=m)
             for m in (33, 4112):
                 run(machine, by_rules(op, 1, dtype, architecture=architecture), 1, dtype, dtype, m=m)
@@ -213,10 +220,14 @@ def test_a_kernel_that_asks_for_registers_that_its_block_lacks_is_seen():
         assert_ends(machine)
 
 
-@pytest.mark.parametrize("n", [50960, 58240, 65536, 67584, 81920, 98288, 131072])
+WIDE = [50960, 58240, 65536, 67584, 81920, 98288, 131072]
+
+
+@pytest.mark.parametrize("n", WIDE)
 def test_teams_of_the_widest_rows(n):
+    """Without --every-config one dtype and the other in turn."""
     machine = CompilingMachine(90)
-    for dtype in (BF16, FP32):
+    for dtype in (BF16, FP32) if helpers.every_config else ((BF16, FP32)[WIDE.index(n) % 2],):
         run_forward(machine, by_rules("forward", n, dtype), n, dtype, dtype)
         run_backward(machine, by_rules("backward", n, dtype), n, dtype, dtype)
     assert_sound(machine)
@@ -236,7 +247,7 @@ def test_entries_that_ship(op, dtype):
         most_stack = UNTIMED_STACK.get((op, dtype, each.n, each.weight_dtype), TIMED_STACK)
         machine = machines.setdefault((each.architecture, most_stack), CompilingMachine(each.architecture))
         most = rows_of(each.bucket)[0]
-        for m in {most, 33 if each.variant.uses_tma else most}:
+        for m in {most, 33 if each.variant.uses_tma and helpers.every_config else most}:
             RUNS[op](machine, each.choice, each.n, its_dtype, each.weight_dtype, m=m)
             # dx alone. Rows then need fewer registers; test_compile_tma.py compiles some of those by TMA
             is_of_rows = isinstance(each.variant, (BackwardRows, BackwardPipelined))

@@ -72,8 +72,8 @@ def test_rows_whose_last_tile_is_cut_off_spill_no_more(dtype):
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("op", "size"), [*(("forward", size) for size in SIZES), ("backward", "large")])
 def test_choices_beside_a_float32_weight_whole_and_cut_off(op, size, dtype):
-    """Each with the widest row that fills its tiles, and with the widest whose last tile is cut off; float16 with
-    --every-config alone."""
+    """Each with the widest row that fills its tiles, and with the widest whose last tile is cut off. Without
+    --every-config every second of them, and no float16."""
     if dtype is FP16 and not helpers.every_config:
         pytest.skip("compiled with --every-config")
     machine, widths = CompilingMachine(90), {True: {}, False: {}}
@@ -84,7 +84,8 @@ def test_choices_beside_a_float32_weight_whole_and_cut_off(op, size, dtype):
             members = {"members": 1} if isinstance(variant, Team) else {}
             kind = replace(variant, pieces=variant.pieces // 16, **members)
             widths[is_whole(variant, n)][kind, choice.source] = n, choice
-    for n, choice in [case for cases in widths.values() for case in cases.values()]:
+    cases = [case for cases in widths.values() for case in cases.values()]
+    for n, choice in cases[:: 1 if helpers.every_config else 2]:
         RUNS[op](machine, choice, n, dtype, FP32, m=max(rows_of_class(size, n)[0], 16))
     assert_sound(machine)
 
@@ -97,8 +98,8 @@ PAIRS = [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32)]
 @pytest.mark.parametrize(("dtype", "weight_dtype"), PAIRS)
 def test_wide_backwards_spill_no_more_than_their_rules_say(dtype, weight_dtype, n):
     """Beside each weight, casting once and as llama, with dw and dx alone, of many rows and of few. Without
-    --every-config every other pair of a width and of dtypes."""
-    if not helpers.every_config and (WIDE.index(n) + PAIRS.index((dtype, weight_dtype))) % 2:
+    --every-config each pair of dtypes at one width."""
+    if not helpers.every_config and (WIDE.index(n) + PAIRS.index((dtype, weight_dtype))) % len(WIDE):
         pytest.skip("compiled with --every-config")
     castings = (False, True) if weight_dtype.itemsize > dtype.itemsize else (False,)
     for size, has_dw, as_llama in itertools.product(("large", "few"), (True, False), castings):

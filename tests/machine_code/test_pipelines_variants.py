@@ -14,7 +14,7 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from compiling import CompilingMachine, code_of_call, meta, skip_without_disassembler  # noqa: E402
 from pipelines import overwritten  # noqa: E402
 from planning import plan  # noqa: E402
-from test_pipelines import variants_by_tma, whole_grid  # noqa: E402
+from test_pipelines import to_read, variants_by_tma, whole_grid  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket  # noqa: E402
@@ -48,8 +48,8 @@ def weight_dtype_of(call: str, dtype: torch.dtype) -> torch.dtype | None:
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("call", CALLS)
 def test_no_other_call_overwrites_tiles_in_use(call, dtype, op, tmp_path):
-    """Without --every-config those that have the most tiles under way, rows and teams, of bfloat16 beside a float32
-    weight."""
+    """Without --every-config those of the rows and teams, which have the most tiles under way, that `to_read` keeps, of
+    bfloat16 beside a float32 weight."""
     if call == "no weight" and op == "backward":
         pytest.skip("without a weight there is no dw")
     if dtype is FP32 and call in ("another weight", "llama, another weight"):
@@ -58,7 +58,7 @@ def test_no_other_call_overwrites_tiles_in_use(call, dtype, op, tmp_path):
         pytest.skip("read with --every-config")
     weight_dtype = weight_dtype_of(call, dtype)
     checked = 0
-    for variant, n in variants_by_tma(op, dtype):
+    for variant, n in to_read(variants_by_tma(op, dtype), "latency"):
         if not helpers.every_config and not isinstance(variant, (BackwardPipelined, BackwardPipelinedTeam)):
             continue
         kernels = code_of_call(tmp_path, op, variant, n, dtype, weight_dtype, **CALLS[call])
@@ -70,8 +70,8 @@ def test_no_other_call_overwrites_tiles_in_use(call, dtype, op, tmp_path):
 
 @pytest.mark.parametrize("weight_dtype", [BF16, FP16, FP32])
 def test_nothing_packed_that_tune_tries_overwrites_tiles_in_use(weight_dtype, tmp_path):
-    """Without --every-config of 18432 columns, which no other test reads but for what the tables have, and of teams;
-    float16 with it alone."""
+    """Without --every-config of 18432 columns, which no other test reads but for what the tables have, and of teams,
+    those that `to_read` keeps; float16 with it alone."""
     if weight_dtype is FP16 and not helpers.every_config:
         pytest.skip("read with --every-config")
     dtype = BF16 if weight_dtype is FP32 else weight_dtype
@@ -85,14 +85,16 @@ def test_nothing_packed_that_tune_tries_overwrites_tiles_in_use(weight_dtype, tm
         if isinstance(variant, (BackwardPipelined, BackwardPipelinedTeam)) and variant.packed
     }
     assert {type(variant) for _, variant, _ in found} == {BackwardPipelined, BackwardPipelinedTeam}
-    for op, variant, n in sorted(found, key=str):
-        for code in code_of_call(tmp_path, op, variant, n, dtype, weight_dtype).values():
-            assert not overwritten(code), (op, variant, n)
+    for op in sorted({op for op, *_ in found}):
+        of_op = sorted(((variant, n) for each, variant, n in found if each == op), key=str)
+        for variant, n in to_read(of_op, "latency", "warps"):
+            for code in code_of_call(tmp_path, op, variant, n, dtype, weight_dtype).values():
+                assert not overwritten(code), (op, variant, n)
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), [(BF16, BF16), (BF16, FP32), (FP32, FP32)])
 def test_no_rows_of_a_warp_that_tune_tries_are_overwritten_in_use(dtype, weight_dtype, tmp_path):
-    """Without --every-config those of 1024 columns by latency 4 alone."""
+    """Without --every-config those of 1024 columns by latency 4 alone, one for each number of warps and of rows."""
     name = str(dtype).removeprefix("torch.")
     found = {
         (variant, n)
@@ -102,7 +104,7 @@ def test_no_rows_of_a_warp_that_tune_tries_are_overwritten_in_use(dtype, weight_
         if helpers.every_config or variant.latency == 4
     }
     assert {variant.warps for variant, _ in found} == {4, 8}
-    for variant, n in sorted(found, key=str):
+    for variant, n in to_read(sorted(found, key=str), "warps", "rows"):
         for code in code_of_call(tmp_path, "backward", variant, n, dtype, weight_dtype).values():
             assert not overwritten(code), (variant, n)
 

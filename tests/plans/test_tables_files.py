@@ -98,7 +98,7 @@ def test_a_toolkit_that_no_table_is_for_is_named(folders):
 WRITER = """
 import sys
 from pathlib import Path
-sys.path.insert(0, "tests")
+sys.path.insert(0, "tests/support")
 from table_cases import BUCKET, TARGET, VARIANT, entry_of
 from tilegym_rmsnorm.backends.cutile.plans import tables
 for n in range(int(sys.argv[2]), 40, 2):

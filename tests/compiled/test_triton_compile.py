@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tilegym_rmsnorm.backends.triton import config
+from tilegym_rmsnorm.backends.versions import package_version, parse_version
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -28,7 +29,7 @@ def _compile(capability, calls):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [
         sys.executable,
-        Path(__file__).parents[1] / "triton_compile.py",
+        Path(__file__).parents[1] / "support" / "triton_compile.py",
         str(capability),
         json.dumps(calls),
     ]
@@ -83,3 +84,29 @@ def test_batch_size_eps_offset_and_stride_compile_nothing(n):
     calls += [first | {"eps": 0.0}, first | {"eps": 1.0}, first | {"offset": 1.0}, first | {"offset": -0.25}]
     compiled = _compile(90, calls)
     assert compiled[0] and not any(compiled[1:])
+
+
+@pytest.mark.xfail(
+    parse_version(package_version("triton") or "3.6") < (3, 6),
+    reason="tl.sqrt_rn of Triton 3.5 is sqrt.rn.ftz: docs/limits.md says the range",
+    strict=True,
+)
+def test_no_triton_kernel_flushes_subnormal_numbers(tmp_path):
+    """`tl.rsqrt` is rsqrt.approx.ftz, to which a mean of squares below 1.2e-38 is 0. test_extremes.py shows it on a GPU
+    alone: Triton's interpreter flushes nothing."""
+    widths = (64, 16384, 18432)  # every kernel
+    calls = [{"N": n, "dtype": "float32", "weight_dtype": "float32"} for n in widths]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [
+        sys.executable,
+        Path(__file__).parents[1] / "support" / "triton_compile.py",
+        "90",
+        json.dumps(calls),
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {path.stem: path.read_text() for path in tmp_path.rglob("*.ptx")}
+    assert {"forward_rows", "forward_reread", "backward_dx", "backward_dx_reread", "backward_c"} <= set(found)
+    flushing = {name: line for name, ptx in found.items() for line in ptx.splitlines() if ".ftz" in line}
+    assert not flushing

@@ -23,7 +23,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tilegym_rmsnorm.backends.triton import launch
 from tilegym_rmsnorm.backends.triton.config import backward_config, forward_config

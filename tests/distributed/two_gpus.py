@@ -3,7 +3,7 @@
 
 """What each of two processes runs, with a GPU of its own and NCCL between them; test_gpu_distributed.py starts them.
 
-torchrun --nproc-per-node 2 tests/two_gpus.py CASE
+torchrun --nproc-per-node 2 tests/distributed/two_gpus.py CASE
 """
 
 from __future__ import annotations
