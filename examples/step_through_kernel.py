@@ -14,8 +14,10 @@ last row, and are not written. Other kernels: see "Step through a kernel" in CON
 
 import argparse
 import inspect
+import io
 import os
 import pdb
+import sys
 
 import torch
 
@@ -34,10 +36,16 @@ continue
 
 
 class Typing(pdb.Pdb):
-    """Shows the commands that wait in its queue as if somebody typed them."""
+    """Reads COMMANDS, and shows them as if somebody typed them.
+
+    Not from `cmdqueue`: while commands wait there, pdb of Python 3.12 and later does not say where it stopped.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(stdin=io.StringIO(COMMANDS), stdout=sys.stdout, readrc=False)
 
     def precmd(self, line: str) -> str:
-        print("(Pdb)", line)
+        print(line)
         return super().precmd(line)
 
 
@@ -54,9 +62,7 @@ def main() -> None:
     os.environ["TILEGYM_RMSNORM_INTERPRET"] = "1"  # before the first call
     x = torch.tensor([[1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0], [4.0, 4.0, 4.0, 4.0]])
     weight = torch.ones(4)
-    debugger = pdb.Pdb() if options.interactive else Typing(readrc=False)
-    if not options.interactive:
-        debugger.cmdqueue = COMMANDS.splitlines()
+    debugger = pdb.Pdb() if options.interactive else Typing()
     debugger.set_break(inspect.getfile(forward_tiles), stop_line(), temporary=True)
     y = debugger.runcall(rms_norm, x, (4,), weight, 1e-6, backend="cutile")
     print("y:", y)
