@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import compare, extra, report
-from bench.provenance import PACKAGE
+from bench.provenance import PACKAGE, parts_of_other_commits
 from bench.shapes import Shape
 from bench.styles import EMPHASISED, style_of
 from tilegym_rmsnorm.commands import options
@@ -93,6 +93,7 @@ def _machine(results: Results) -> str:
 
 def _facts(result: Result) -> dict[str, str]:
     commit = result["commit"][:12] + (" with local changes" if result["dirty"] else "")
+    commit = ", ".join([commit, *parts_of_other_commits(result)])
     copy = result["copy_gb_per_s"]
     facts = {
         "GPU": result["gpu"] or "none",

@@ -119,14 +119,18 @@ def one_line(result: dict[str, Any]) -> str:
     where += [f"tileiras {result['tileiras']}"] if result["tileiras"] else []
     where += [f"the user's tables in {result['user_tables']}"] if result.get("user_tables") else []
     where += ["without teams"] if not result.get("teams", True) else []
-    others = dict.fromkeys(
+    own = f"{PACKAGE}{version} at commit {commit}"
+    return ", ".join([*where, *versions, own, *parts_of_other_commits(result), result["date"][:10]])
+
+
+def parts_of_other_commits(result: dict[str, Any]) -> list[str]:
+    """Whose figures are in part of which other commit, where results were joined."""
+    found = dict.fromkeys(
         f"{', '.join(process['providers'])} in part of commit {process['commit'][:12]}"
         for process in result.get("processes", [])
         if process.get("commit") not in (None, result["commit"])
     )
-    return ", ".join(
-        [*where, *versions, f"{PACKAGE}{version} at commit {commit}", *others, result["date"][:10]]
-    )
+    return list(found)
 
 
 def _tileiras() -> str | None:

@@ -140,6 +140,15 @@ def test_a_run_that_measures_nothing_says_why_and_fails(tmp_path, in_this_proces
     assert "written" not in out and not list(tmp_path.iterdir())
 
 
+def test_a_part_of_a_run_measures_what_it_is_told(tmp_path, in_this_process):
+    ops = ("forward", "backward")
+    result = processes.measure_apart(("torch",), ((3, 8), (4, 8)), "float32", ops, tmp_path)
+    assert [(each["op"], each["rows"]) for each in result["records"]] == [
+        (op, rows) for rows in (3, 4) for op in ops
+    ]
+    assert all(set(each) == RECORD_FIELDS and each["us"] > 0 for each in result["records"])
+
+
 def test_what_a_part_of_a_run_does_not_offer_is_its_reason(tmp_path, in_this_process):
     result = processes.measure_apart(("torch",), ((4, 16),), "bfloat16", ("dx",), tmp_path)
     assert [(each["op"], each["error"]) for each in result["records"]] == [("dx", "torch has no dx")]

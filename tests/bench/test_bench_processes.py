@@ -169,14 +169,6 @@ def test_the_command_joins_and_writes_all_files_again(tmp_path, capsys):
 # Processes
 
 
-def test_another_process_measures_what_it_is_told(tmp_path):
-    result = measure_apart(("torch",), ((3, 8), (4, 8)), "float32", ("forward", "backward"), tmp_path)
-    assert [(each["op"], each["rows"]) for each in result["records"]] == [
-        (op, rows) for rows in (3, 4) for op in ("forward", "backward")
-    ]
-    assert all(set(each) == RECORD_FIELDS and each["us"] > 0 for each in result["records"])
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_installed_libraries_are_right_on_this_gpu(library, tmp_path):

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from concurrent.futures import Future
 
 import torch
 
 from bench import inductor, warm
-from bench.providers import MAX_AUTOTUNE
 
 CPU = torch.device("cpu")
 
@@ -96,11 +97,37 @@ def test_inputs_of_what_inductor_measures_are_made_in_turn(tmp_path, monkeypatch
     assert events == ["made", "locked", "made"]
 
 
-def test_compiling_ahead_fills_the_caches_from_other_processes(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    # Of its two modes the one of which less is compiled.
-    assert warm.warm((MAX_AUTOTUNE,), ((4, 8),), [torch.float32], CPU, processes=1) == 1
-    assert list(tmp_path.rglob("*.py"))
+SCRIPT = """
+import dataclasses, os
+from pathlib import Path
+from bench import warm
+from bench.providers import make_provider
+
+def make(name, *arguments):
+    torch = make_provider("torch", *arguments)
+    def forward(x, weight):
+        Path(os.environ["MARKS"], f"{os.getpid()} {name} {tuple(x.shape)} {warm._turn.name}").touch()
+        return torch.forward(x, weight)
+    return [dataclasses.replace(torch, forward=forward, norm=None)]
+
+warm.make_providers = make
+"""
+
+
+def test_compiling_ahead_runs_in_processes_of_its_own(tmp_path, monkeypatch):
+    """A process that is spawned imports the script that was started; here one whose provider leaves marks. What
+    Inductor compiles ahead: test_bench_peers.py."""
+    script, marks = tmp_path / "script.py", tmp_path / "marks"
+    script.write_text(SCRIPT)
+    marks.mkdir()
+    monkeypatch.setenv("MARKS", str(marks))
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
+    assert warm.warm(("cutile",), ((4, 8), (2, 8)), [torch.float32], CPU, processes=1) == 2
+    found = [mark.name.split(" ", 1) for mark in marks.iterdir()]
+    assert {text for _, text in found} == {"cutile (4, 8) lock", "cutile (2, 8) lock"}
+    (process,) = {int(process) for process, _ in found}
+    assert process != os.getpid()
 
 
 def test_inductor_is_given_the_lock_of_all_processes(tmp_path, monkeypatch):
