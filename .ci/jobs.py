@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import os
 import re
@@ -69,6 +70,7 @@ def why_skipped(job: Job, is_asked_for: bool) -> str | None:
     return None if has() else reason
 
 
+@functools.cache
 def has_gpu() -> bool:
     """Whether PyTorch sees a CUDA device; asked in a process of its own, so that this one holds no CUDA context."""
     code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
