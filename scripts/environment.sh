@@ -8,8 +8,8 @@
 #
 # The interpreter named by the variable PYTHON is used as it is. Otherwise the first of .venv, python3 and python that
 # has everything, otherwise .venv is made with pip. What only adds a backend (cutile, triton), libraries to compare with
-# (peers), a check, of compiled kernels (cuobjdump) or of types (mypy), or the site of docs/ (docs), is not worth a
-# failure: without a network the rest still runs, and one line says what is missing.
+# (peers), a check, of compiled kernels (cuobjdump) or of types (mypy), the site of docs/ (docs), or a page of figures
+# (plotly), is not worth a failure: without a network the rest still runs, and one line says what is missing.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
