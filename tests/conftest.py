@@ -39,13 +39,13 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "processes": ("slow",),
     "examples": ("slow",),
     "bench": ("slow", "much_memory"),
+    "distributed": ("slow",),
     "kernels": ("slow", "no_gpu"),
-    "gpu": ("gpu", "much_memory"),
-    "gpu/in_parts": ("gpu",),
+    "gpu": ("slow", "gpu", "much_memory"),
+    "gpu/in_parts": ("slow", "gpu"),
     "runtime": ("no_gpu",),
     "commands": (),
     "tuning": (),
-    "distributed": (),
     "integrations": (),
     "api": (),
     "backends": (),
@@ -83,8 +83,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def parameters_of(item: pytest.Item) -> list[object]:
-    return [*item.callspec.params.values()] if hasattr(item, "callspec") else []
+def parameters_of(item: pytest.Item) -> list[str]:
+    return item.callspec.id.split("-") if hasattr(item, "callspec") else []
 
 
 @pytest.hookimpl(tryfirst=True)  # -m asks for the markers

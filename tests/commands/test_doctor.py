@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -199,14 +198,6 @@ def test_json_holds_all_that_the_text_says(fake, capsys):
     assert report["backends"]["triton"] == RAN
 
 
-def test_kernels_of_the_reference_run_in_a_process_of_their_own():
-    result = doctor.run_kernels_apart("torch")
-
-    assert result["works"], result
-    assert set(result["errors"]) == {"y", "rstd", "dx", "dw"}
-    assert all(0 < error < doctor.TOLERANCE for error in result["errors"].values())
-
-
 @pytest.mark.parametrize("spoil", [lambda dw: dw * 1.001, lambda dw: dw * float("nan")])
 def test_wrong_results_are_not_usable(monkeypatch, spoil):
     right = api.rms_norm_backward
@@ -280,32 +271,6 @@ def test_driver_is_asked_by_nvidia_smi(tmp_path, monkeypatch, answer, status, ex
     monkeypatch.setenv("PATH", str(tmp_path))
 
     assert installation.driver_gpus() == expected
-
-
-@pytest.mark.parametrize("options", [(), ("--json", "--backend", "torch")])
-def test_reader_that_leaves_early_gets_no_traceback(options):
-    """`python -m tilegym_rmsnorm doctor | head -1`. What --json prints is written as the command ends."""
-    read, write = os.pipe()
-    os.close(read)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "tilegym_rmsnorm", "doctor", *options],
-            cwd=ROOT,
-            stdout=write,
-            stderr=subprocess.PIPE,
-        )
-    finally:
-        os.close(write)
-    assert done.returncode == 141 and not any(word in done.stderr for word in (b"Traceback", b"BrokenPipe"))
-
-
-def test_no_command_is_a_usage_error():
-    answer = subprocess.run(
-        [sys.executable, "-m", "tilegym_rmsnorm"], cwd=ROOT, capture_output=True, text=True
-    )
-
-    assert answer.returncode == 2
-    assert "usage: python -m tilegym_rmsnorm" in answer.stderr and "Traceback" not in answer.stderr
 
 
 def test_says_which_entries_serve_the_gpu(fake, capsys, monkeypatch, folders):

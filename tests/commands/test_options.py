@@ -6,10 +6,6 @@
 from __future__ import annotations
 
 import importlib
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -91,37 +87,6 @@ def test_a_number_of_processes_is_chosen_only_where_none_is_given(monkeypatch):
     for given in (None, 0, 2):
         tune([], None, None, None, None, 1, given)
     assert asked == [3, 0, 2]
-
-
-# Runs scripts as `python PATH --help` does, one after the other, with one import of torch for all.
-HELP_OF_EACH = """
-import os, runpy, sys, torch
-for path in sys.argv[1:]:
-    process = os.fork()
-    if process == 0:
-        sys.path[0], sys.argv = os.path.dirname(path), [path, "--help"]
-        runpy.run_path(path, run_name="__main__")
-        sys.exit(0)
-    if status := os.waitpid(process, 0)[1]:
-        sys.exit(f"{path}: status {status}")
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-def test_scripts_of_the_benchmark_may_be_called_by_their_paths(tmp_path):
-    """From any folder, and with this checkout's package, also where another is installed."""
-    other = tmp_path / "tilegym_rmsnorm"
-    other.mkdir()
-    (other / "__init__.py").write_text("raise ImportError('the package of another checkout')")
-    done = subprocess.run(
-        [sys.executable, "-c", HELP_OF_EACH, *(str(ROOT / "bench" / f"{name}.py") for name in COMMANDS)],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall("^usage: ", done.stdout, re.MULTILINE)) == len(COMMANDS)
 
 
 def test_every_script_of_the_benchmark_is_known_here():

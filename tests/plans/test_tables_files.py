@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -93,27 +92,6 @@ def test_a_toolkit_that_no_table_is_for_is_named(folders):
         f"the rules of plans/; no entries for {TARGET.gpu} with cuda-tile 1.7.99 and tileiras"
     )
     assert f"those that ship are for {TARGET}. `python -m tilegym_rmsnorm tune` makes some" in said
-
-
-WRITER = """
-import sys
-from pathlib import Path
-sys.path.insert(0, "tests/support")
-from table_cases import BUCKET, TARGET, VARIANT, entry_of
-from tilegym_rmsnorm.backends.cutile.plans import tables
-for n in range(int(sys.argv[2]), 40, 2):
-    tables.update(Path(sys.argv[1]), TARGET, [entry_of(BUCKET._replace(n=4000 + n), VARIANT)])
-"""
-
-
-def test_two_processes_that_write_lose_nothing(folders):
-    root = Path(__file__).parents[2]
-    writers = [
-        subprocess.Popen([sys.executable, "-c", WRITER, str(folders[0]), str(first)], cwd=root)
-        for first in (0, 1)
-    ]
-    assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
-    assert {record.first for record in tables.table_in(folders[0], TARGET)} == set(range(4000, 4040))
 
 
 @pytest.mark.parametrize("value", OFF)
