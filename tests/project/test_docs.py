@@ -138,6 +138,10 @@ def test_every_public_name_is_in_the_reference():
         assert getattr(tilegym_rmsnorm, name).__module__ == f"tilegym_rmsnorm.{module}"
 
 
+def test_the_table_of_names_is_of_today():
+    assert script("docs_names").table(page("api")) in page("api"), "python scripts/docs_names.py writes it"
+
+
 def test_every_argument_is_described():
     """mkdocs would say so, too; it is not where the tests run."""
     for path in (PACKAGE / f"{name}.py" for name in ("api", "module", "policy", "registry", "warming")):
