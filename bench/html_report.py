@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Results as one page, report.html: machine and versions, plots, and a table that is sorted by a click on a header.
+"""Results as one page, report.html: machine and versions, plots, and tables that a click on a header sorts.
 
     python -m bench.html_report RESULT.json... [--out FILE]     makes it of kept results
 
@@ -13,40 +13,30 @@ from __future__ import annotations
 if __name__ == "__main__":  # before the imports that would fail
     from bench import extra
 
-    extra.require(*extra.LIBRARIES, "plotly")
+    extra.require("torch", "tabulate", "tqdm")  # and plotly, but only to write
 
 import argparse
 import html
 import importlib.util
 import json
+import math
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import compare, extra, report
 from bench.provenance import PACKAGE, parts_of_other_commits
-from bench.shapes import Shape
 from bench.styles import EMPHASISED, style_of
 from tilegym_rmsnorm.commands import options
 
 Result = dict[str, Any]
 Results = dict[str, Result]  # by what tells them apart on the page
 Record = dict[str, Any]
-Cells = dict[str, Any]  # by column
+Cells = dict[str, tuple[str, Any]]  # by column: what is shown, and by what it is sorted
 NAME = "report.html"
 TEMPLATE = Path(__file__).with_name("html_report.html")
 LINE = 24  # pixels of a shape in a plot
-COLUMNS = (
-    "dtype",
-    "op",
-    "rows",
-    "columns",
-    "cutile / best peer",
-    "best peer",
-    "cutile / copy",
-    "cutile GB/s",
-    "best peer GB/s",
-)
 
 
 def why_none() -> str | None:
@@ -65,9 +55,11 @@ def write(results: Sequence[Result], path: Path) -> None:
     parts = {
         "TITLE": _text(f"RMSNorm benchmark: {', '.join(gpus)}"),
         "MACHINE": _machine(named),
+        "NOTES": _notes(named),
         "SUMMARY": _summary(named),
         "PLOTS": "\n".join(_plots(named)),
-        "TABLE": _table(list(_rows(named))),
+        "RATIOS": _ratio_table(named),
+        "MEASUREMENTS": _table("measurements", [_measurement(*each) for each in _records(named)]),
         "REMARKS": _remarks(named),
         "PLOTLY": get_plotlyjs(),
     }
@@ -110,29 +102,39 @@ def _facts(result: Result) -> dict[str, str]:
     return {name: value for name, value in facts.items() if value}
 
 
+def _comparisons(result: Result, op: str) -> list[compare.Comparison]:
+    """None without a GPU: the times of interpreters say nothing about kernels."""
+    return [] if result["gpu"] is None else compare.compare(result, op)
+
+
+def _notes(results: Results) -> str:
+    """What these figures are not, before any of them."""
+    notes = dict.fromkeys(result["note"] for result in results.values() if result["note"])
+    return "".join(f"<p><strong>{_text(note)}</strong></p>" for note in notes)
+
+
 def _summary(results: Results) -> str:
     """A line for each op and dtype: the mean ratio to the best peer, and how often that is at least 1."""
     rows = []
     for label, result in results.items():
         for op in report.ops_of(result):
-            comparisons = compare.compare(result, op)
+            comparisons = _comparisons(result, op)
             mean = compare.mean_ratio(comparisons)
             if mean is not None:
                 won = sum(each.ratio >= 1.0 for each in comparisons)
                 cells = (f"{op}, {label}", f"{mean:.2f}", f"{won} of {len(comparisons)}")
                 rows.append("".join(f"<td>{_text(cell)}</td>" for cell in cells))
     if not rows:
-        return "<p>No figures of cutile beside those of a peer.</p>"
+        return ""
     head = "<th></th><th>cutile / best peer, geometric mean</th><th>as fast or faster</th>"
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _remarks(results: Results) -> str:
-    """What these figures are not, what failed and what was not measured, each line once."""
+    """What failed and what was not measured, each line once."""
     lines: dict[str, None] = {}
     for label, result in results.items():
-        lines |= dict.fromkeys([result["note"]] if result["note"] else [])
         lines |= dict.fromkeys(f"failed, {label}: {line}" for line in report.failures(result))
         unavailable = result["unavailable"].items()
         lines |= dict.fromkeys(f"not measured: {name}: {reason}" for name, reason in unavailable)
@@ -148,9 +150,11 @@ def _plots(results: Results) -> Iterable[str]:
             if not records:
                 continue
             plots = [_rates(result, records)]
-            if comparisons := compare.compare(result, op):
+            if comparisons := _comparisons(result, op):
                 plots.append(_ratios(comparisons))
-            yield f'<h3>{_text(f"{op}, {label}")}</h3>\n<div class="plots">{"".join(map(_drawn, plots))}</div>'
+            # Known before its plots are drawn, as the page is read: what CSS finds out by counting is not.
+            pair = "pair" if len(plots) == 2 else "plot"
+            yield f'<h3>{_text(f"{op}, {label}")}</h3>\n<div class="{pair}">{"".join(map(_drawn, plots))}</div>'
 
 
 def _rates(result: Result, records: list[Record]) -> dict[str, Any]:
@@ -176,6 +180,7 @@ def _rates(result: Result, records: list[Record]) -> dict[str, Any]:
     figure = _figure(traces, records, "GB/s of compulsory bytes")
     if result["copy_gb_per_s"] is not None:
         _add_line(figure, result["copy_gb_per_s"], "device copy")
+    _add_legend(figure)
     return figure
 
 
@@ -193,7 +198,6 @@ def _ratios(comparisons: list[compare.Comparison]) -> dict[str, Any]:
         "marker": {
             "color": [style_of(EMPHASISED).color if each.ratio >= 1 else "#777" for each in comparisons]
         },
-        "showlegend": False,
     }
     figure = _figure([trace], [each.ours for each in comparisons], "cutile / best peer, above 1 is faster")
     _add_line(figure, 1.0, "")
@@ -204,11 +208,11 @@ def _figure(traces: list[dict[str, Any]], records: list[Record], title: str) -> 
     shapes = list(dict.fromkeys(_shape(each) for each in records))
     ends = [len(shapes) - 0.5, -0.5]  # downwards
     layout = {
-        "height": LINE * len(shapes) + (70 if len(traces) == 1 else 210),  # a legend
+        "height": LINE * len(shapes) + 70,
         "margin": {"l": 8, "r": 12, "t": 16, "b": 44},
         "xaxis": {"title": {"text": title}, "rangemode": "tozero", "gridcolor": "#ddd", "automargin": True},
         "yaxis": {"type": "category", "categoryarray": shapes, "range": ends, "automargin": True},
-        "legend": {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0},
+        "showlegend": False,
         "dragmode": False,  # a finger on a plot scrolls the page
         "bargap": 0.3,
         "plot_bgcolor": "white",
@@ -228,6 +232,14 @@ def _add_line(figure: dict[str, Any], x: float, text: str) -> None:
         figure["data"].append(nowhere | {"line": line, "name": text, "hoverinfo": "skip"})
 
 
+def _add_legend(figure: dict[str, Any]) -> None:
+    """Also of one provider, which plotly leaves out by default."""
+    layout = figure["layout"]
+    layout["showlegend"] = True
+    layout["legend"] = {"orientation": "h", "y": 1, "yanchor": "bottom", "x": 0}
+    layout["height"] += 20 * math.ceil(len(figure["data"]) / 2)  # two names a line on a phone
+
+
 def _drawn(figure: dict[str, Any]) -> str:
     from plotly.io import to_html
 
@@ -238,64 +250,96 @@ def _drawn(figure: dict[str, Any]) -> str:
     )
 
 
-def _rows(results: Results) -> Iterable[Cells]:
-    """A line of the table for each cell in which cutile or a peer was measured."""
+def _ratio_table(results: Results) -> str:
+    """cutile against the best peer, where both were measured."""
+    rows = [
+        _ratio(label, op, each)
+        for label, result in results.items()
+        for op in report.ops_of(result)
+        for each in _comparisons(result, op)
+    ]
+    if not rows:
+        return "<p>No ratio: at no shape were both cutile and a peer measured on a GPU.</p>"
+    text = 'Above 1, "cutile / best peer" means that cutile is faster. A click on a header sorts.'
+    return f"<p>{text}</p>\n{_table('ratios', rows)}"
+
+
+def _ratio(label: str, op: str, comparison: compare.Comparison) -> Cells:
+    ours, peer, ratio = comparison
+    return _place(label, op, ours) | {
+        "cutile / best peer": (f"{ratio:.2f}", ratio),
+        "best peer": _word(compare.name_of(peer)),
+        "cutile / copy": _share(ours),
+        "cutile GB/s": _rate(ours),
+        "best peer GB/s": _rate(peer),
+    }
+
+
+def _records(results: Results) -> Iterable[tuple[str, str, Record]]:
+    """Every record with the label of its result and its op."""
     for label, result in results.items():
         for op in report.ops_of(result):
-            best = {_key(each.peer): each for each in compare.compare(result, op)}
-            peers = set(compare.peers_of(result, op))
-            cells: dict[Shape, dict[str, Record]] = {}
-            for record in result["records"]:
-                if record["op"] == op and (record["provider"] == compare.OURS or record["provider"] in peers):
-                    cells.setdefault(_key(record), {})[record["provider"]] = record
-            for shape, by_provider in cells.items():
-                ours = by_provider.pop(compare.OURS, None)
-                timed = [each for each in by_provider.values() if each["us"] is not None]
-                peer = min(timed, key=lambda each: each["us"], default=None)
-                row = (label, op, *shape, ours, peer)
-                yield _row(*row, best[shape].ratio if shape in best else None)
+            yield from ((label, op, each) for each in result["records"] if each["op"] == op)
 
 
-def _row(
-    label: str, op: str, rows: int, cols: int, ours: Record | None, peer: Record | None, ratio: float | None
-) -> Cells:
-    """The cells as they are shown and by what they are sorted."""
-    share = ours and ours["copy_fraction"]
-    values = (
-        (label, label),
-        (op, op),
-        (str(rows), rows),
-        (str(cols), cols),
-        ("", "") if ratio is None else (f"{ratio:.2f}", ratio),
-        ("", "") if peer is None else (compare.name_of(peer), compare.name_of(peer)),
-        ("", "") if share is None else (f"{share:.0%}", share),
-        ("", "") if ours is None else _rate(ours),
-        ("", "") if peer is None else _rate(peer),
-    )
-    return dict(zip(COLUMNS, values, strict=True))
+def _measurement(label: str, op: str, record: Record) -> Cells:
+    us, host_us = record["us"], record["host_us"]
+    return _place(label, op, record) | {
+        "provider": _word(record["provider"]),
+        "us (median)": ("failed", "") if us is None else (f"{us:.1f}", us),
+        "spread": _spread(record),
+        "GB/s": _rate(record),
+        "share of copy": _share(record),
+        "host us": ("", "") if host_us is None else (f"{host_us:.0f}", host_us),
+    }
+
+
+def _place(label: str, op: str, record: Record) -> Cells:
+    rows, cols = record["rows"], record["cols"]
+    return {"dtype": _word(label), "op": _word(op), "rows": (str(rows), rows), "columns": (str(cols), cols)}
+
+
+def _word(text: str) -> tuple[str, str]:
+    return text, text
 
 
 def _rate(record: Record) -> tuple[str, Any]:
-    return ("failed", "") if record["us"] is None else (compare.rate_text(record), record["gb_per_s"])
+    return ("", "") if record["us"] is None else (compare.rate_text(record), record["gb_per_s"])
 
 
-def _table(rows: list[Cells]) -> str:
-    if not rows:
-        return "<p>Neither cutile nor a peer was measured.</p>"
-    numbers = {name for name in COLUMNS if any(isinstance(row[name][1], int | float) for row in rows)}
+def _share(record: Record) -> tuple[str, Any]:
+    share = record["copy_fraction"]
+    return ("", "") if share is None else (f"{share:.0%}", share)
+
+
+def _spread(record: Record) -> tuple[str, Any]:
+    """Half of the range from the 10th to the 90th percentile, as the printed tables have it."""
+    if record["us"] is None:
+        return "", ""
+    spread = (record["us_p90"] - record["us_p10"]) / record["us"] / 2
+    return f"±{spread:.0%}", spread
+
+
+def _table(name: str, rows: list[Cells]) -> str:
+    """A table that is sorted by its headers, without the columns in which nothing stands."""
+    columns = [column for column in rows[0] if any(row[column][0] for row in rows)]
+    numbers = {column for column in columns if any(isinstance(row[column][1], int | float) for row in rows)}
     head = "".join(
-        f'<th{_class(name, numbers)}><button type="button">{_text(name)}</button></th>' for name in COLUMNS
+        f'<th{_class(column, numbers)}><button type="button">{_text(column)}</button></th>'
+        for column in columns
     )
     body = "\n".join(
-        "<tr>"
-        + "".join(
-            f'<td{_class(name, numbers)} data-value="{_text(str(value))}">{_text(shown)}</td>'
-            for name, (shown, value) in row.items()
-        )
-        + "</tr>"
+        f"<tr>{''.join(_cell(*row[column], _class(column, numbers)) for column in columns)}</tr>"
         for row in rows
     )
-    return f'<table id="cells"><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>'
+    table = f'<table class="sortable" id="{name}"><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>'
+    return f'<div class="scroll">{table}</div>'
+
+
+def _cell(shown: str, value: Any, class_: str) -> str:
+    """With what it is sorted by, where that is not what is shown."""
+    data = "" if str(value) == shown else f' data-value="{_text(str(value))}"'
+    return f"<td{class_}{data}>{_text(shown)}</td>"
 
 
 def _class(name: str, numbers: set[str]) -> str:
@@ -315,10 +359,6 @@ def _labelled(results: Sequence[Result]) -> Results:
             name += f", {result['date']}"
         labelled[name] = result
     return labelled
-
-
-def _key(record: Record) -> Shape:
-    return record["rows"], record["cols"]
 
 
 def _shape(record: Record) -> str:
@@ -344,6 +384,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("result", type=_result, nargs="+", metavar="RESULT.json")
     parser.add_argument("--out", type=options.path, default=Path(NAME), help=f"default: {NAME}")
     arguments = parser.parse_args(argv)
+    if reason := why_none():
+        sys.exit(reason)
     write(arguments.result, arguments.out)
     print(f"written: {arguments.out}")
 

@@ -133,7 +133,7 @@ def test_an_interpreter_that_lacks_something_gets_one_clear_line(tmp_path):
     [
         ("gate", "torch"),
         ("host", "torch"),
-        ("html_report", "torch matplotlib tabulate tqdm plotly"),
+        ("html_report", "torch tabulate tqdm"),
         *((name, "torch matplotlib tabulate tqdm") for name in ("plots", "processes", "run", "train")),
     ],
 )

@@ -17,7 +17,8 @@ from tilegym_rmsnorm.commands import installation
 from tilegym_rmsnorm.commands.tune import tune
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("gate", "host", "plots", "processes", "run", "split", "train")  # of bench, each with a main
+# Of bench, each with a main.
+COMMANDS = ("gate", "host", "html_report", "plots", "processes", "run", "split", "train")
 
 
 @pytest.mark.parametrize(
@@ -41,6 +42,8 @@ COMMANDS = ("gate", "host", "plots", "processes", "run", "split", "train")  # of
         ),
         ("gate", ("new.json", "--threshold", "-1"), "--threshold: expected a number of at least 0, got '-1'"),
         ("gate", ("new.json", "--threshold", "a"), "--threshold: expected a number of at least 0, got 'a'"),
+        ("html_report", ("",), "RESULT.json: expected a path, got ''"),
+        ("html_report", ("--out", "", "a.json"), "--out: expected a path, got ''"),
         ("plots", ("",), "RESULT.json: expected a path, got ''"),
         ("processes", ("", "other.json"), "RESULT.json: expected a path, got ''"),
         # It added nothing, and said so.
