@@ -45,8 +45,13 @@ class Comparison(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """Half of the ranges from the 10th to the 90th percentile of both, relative to their medians, added up."""
-        return sum((each["us_p90"] - each["us_p10"]) / each["us"] / 2 for each in (self.ours, self.peer))
+        """The spreads of both, added up."""
+        return spread_of(self.ours) + spread_of(self.peer)
+
+
+def spread_of(record: Record) -> float:
+    """Half of the range from the 10th to the 90th percentile, relative to the median."""
+    return (record["us_p90"] - record["us_p10"]) / record["us"] / 2
 
 
 class Target(NamedTuple):

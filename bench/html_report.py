@@ -313,10 +313,9 @@ def _share(record: Record) -> tuple[str, Any]:
 
 
 def _spread(record: Record) -> tuple[str, Any]:
-    """Half of the range from the 10th to the 90th percentile, as the printed tables have it."""
     if record["us"] is None:
         return "", ""
-    spread = (record["us_p90"] - record["us_p10"]) / record["us"] / 2
+    spread = compare.spread_of(record)
     return f"±{spread:.0%}", spread
 
 

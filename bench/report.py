@@ -210,8 +210,7 @@ def _plain_rate_cell(record: Record) -> str:
 def _time_cell(record: Record) -> str:
     if record["us"] is None:
         return "failed"
-    spread = (record["us_p90"] - record["us_p10"]) / record["us"]
-    cell = f"{record['us']:.1f} ±{spread / 2:.0%}"
+    cell = f"{record['us']:.1f} ±{compare.spread_of(record):.0%}"
     return cell if record["host_us"] is None else f"{cell} / {record['host_us']:.0f}"
 
 
