@@ -85,15 +85,17 @@ def has_index() -> bool:
         return subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
 
 
+def has_mkdocs() -> bool:
+    """Whether the extra docs is installed."""
+    return all(importlib.util.find_spec(name) for name in ("mkdocs", "material", "mkdocstrings_handlers"))
+
+
 # What a job may need, how that is asked, and why the job is skipped without it.
 NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     "nothing": (lambda: True, ""),
     "gpu": (has_gpu, "needs a GPU"),
     "index": (has_index, "needs an index of packages that pip can reach"),
-    "mkdocs": (
-        lambda: importlib.util.find_spec("mkdocs") is not None,
-        "needs MkDocs: pip install '.[docs]'",
-    ),
+    "mkdocs": (has_mkdocs, "needs MkDocs: pip install '.[docs]'"),
 }
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,10 +14,8 @@ from matplotlib.figure import Figure
 
 from bench import pictures
 from bench.compare import OURS
-from bench.provenance import RESULTS
 from bench.styles import style_of
 
-PATH = RESULTS / "overview.png"
 GPU, DTYPE, OP = "NVIDIA H100 80GB HBM3", "bfloat16", "backward"
 # Shapes of the benchmark, and a model whose hidden size it is.
 MODELS = {
@@ -49,31 +48,28 @@ SERIES = (
 )
 
 
-def result_shown(results: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The last of the results that is of that GPU and dtype, over the shapes of models."""
+def result_shown(results: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+    """The last of the results that is of that GPU and dtype, over the shapes of models; None if there is none."""
     found = [
         each
         for each in results
         if each["gpu"] == GPU and not each.get("is_grid") and each["records"][0]["dtype"] == DTYPE
     ]
-    return max(found, key=lambda each: each["date"])
+    return max(found, key=lambda each: each["date"], default=None)
 
 
 def rates(result: dict[str, Any], series: Series) -> list[float]:
-    """The highest GB/s of a series at each of the models' shapes."""
-    return [
-        max(
-            record["gb_per_s"]
-            for record in result["records"]
-            if (record["op"], record["rows"], record["cols"]) == (OP, *shape)
-            and record["gb_per_s"] is not None
-            and series.has(record["provider"])
-        )
-        for shape in MODELS
-    ]
+    """The highest GB/s of a series at each of the models' shapes; NaN, which has no bar, where it was not measured."""
+    cells: dict[Any, list[float]] = {shape: [] for shape in MODELS}
+    for record in result["records"]:
+        shape = record["rows"], record["cols"]
+        is_shown = record["op"] == OP and shape in cells and record["gb_per_s"] is not None
+        if is_shown and series.has(record["provider"]):
+            cells[shape].append(record["gb_per_s"])
+    return [max(rates, default=math.nan) for rates in cells.values()]
 
 
-def plot(result: dict[str, Any], path: Path = PATH) -> None:
+def plot(result: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(9.0, 4.6), layout="constrained")
     axes = figure.subplots()
     width = 0.84 / len(SERIES)
@@ -91,8 +87,9 @@ def plot(result: dict[str, Any], path: Path = PATH) -> None:
         xytext=(4, 3),
         textcoords="offset points",
     )
-    axes.set_xticks(range(len(MODELS)), [f"{shape[1]}\n{name}" for shape, name in MODELS.items()], fontsize=9)
-    axes.set_xlabel("hidden size, and a model that has it")
+    labels = [f"{rows} x {cols}\n{name}" for (rows, cols), name in MODELS.items()]
+    axes.set_xticks(range(len(MODELS)), labels, fontsize=9)
+    axes.set_xlabel("rows x hidden size, and a model that has this size")
     axes.set_ylabel("GB/s: higher is faster")
     axes.set_ylim(0, 1.1 * copy)
     axes.grid(axis="y", alpha=0.3)

@@ -29,6 +29,7 @@ from bench.shapes import BATCHES, OPS
 Result = dict[str, Any]
 Results = dict[Path, Result]
 PAGE, INDEX = "docs/performance.md", "bench/results/README.md"
+PICTURE = "bench/results/overview.png"  # of README.md
 DTYPES = ("bfloat16", "float16", "float32")  # in the order of the pages
 HOST_PROVIDERS = ("cutile", "F.rms_norm", "torch.compile")
 OPS_SHOWN = ("backward", "forward")
@@ -64,11 +65,15 @@ def refresh(page: Path, section: str, text: str) -> None:
 
 
 def refresh_results(paths: Iterable[Path]) -> None:
-    """Puts one table of these results into README.md, every table and map into docs/performance.md, and the list of
-    their files into bench/results/README.md."""
+    """Puts one table and the picture of these results into README.md, every table and map into docs/performance.md, and
+    the list of their files into bench/results/README.md."""
+    from bench import overview  # which needs matplotlib, as bench/split.py does not
+
     results = load(paths)
     for section, text in page_sections(results).items():
         refresh(ROOT / PAGE, section, text)
+    if (shown := overview.result_shown(results.values())) is not None:
+        overview.plot(shown, ROOT / PICTURE)
     refresh(ROOT / INDEX, "bench", index(results))
     refresh(ROOT / "README.md", "bench", readme_section(results))
 

@@ -17,14 +17,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import overview, readme  # noqa: E402
+from bench import readme  # noqa: E402
 from bench.provenance import RESULTS  # noqa: E402
 
 
 def main() -> None:
     paths = readme.kept_results(RESULTS)
     readme.refresh_results(paths)
-    overview.plot(overview.result_shown(readme.load(paths).values()))
     training = max(RESULTS.glob("*/train.json"), key=lambda path: json.loads(path.read_text())["date"])
     readme.refresh_training(training)
     print(f"{len(paths)} results and {training.relative_to(ROOT)} are in the pages")

@@ -39,7 +39,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "processes": ("slow",),
     "examples": ("slow",),
     "bench": ("slow", "much_memory"),
-    "distributed": ("slow",),
+    "distributed": ("slow", "much_memory"),
     "kernels": ("slow", "no_gpu"),
     "tuning": ("slow",),
     "backends": ("slow",),

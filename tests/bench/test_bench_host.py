@@ -45,8 +45,8 @@ def test_a_backend_that_cannot_run_here_is_named_with_the_remedy(capsys, monkeyp
     assert re.match("cutile: it runs on CUDA tensors.*To mend it: ", capsys.readouterr().err)
 
 
-def test_first_calls_are_timed_in_two_processes_with_one_cache(capsys, monkeypatch):
-    """The second finds what the first has compiled."""
+def test_first_calls_are_timed_twice_with_one_cache(capsys, monkeypatch):
+    """In two processes, here in this one: the second finds what the first has compiled."""
     caches, start = [], subprocess.run
 
     def run(command, **options):

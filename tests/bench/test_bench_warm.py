@@ -116,7 +116,7 @@ warm.make_providers = make
 
 def test_compiling_ahead_runs_in_processes_of_its_own(tmp_path, monkeypatch):
     """A process that is spawned imports the script that was started; here one whose provider leaves marks. What
-    Inductor compiles ahead: test_bench_peers.py."""
+    Inductor compiles ahead: tests/processes/test_benchmark.py."""
     script, marks = tmp_path / "script.py", tmp_path / "marks"
     script.write_text(SCRIPT)
     marks.mkdir()

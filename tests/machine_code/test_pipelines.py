@@ -84,12 +84,14 @@ def to_read(cases: Iterable[tuple[Variant, int]], *what: str) -> list[tuple[Vari
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
-    """Without --every-config one of each latency too, and no float16, whose bytes are those of bfloat16."""
+    """Without --every-config one of each latency and number of warps, and no float16: its bytes are bfloat16's."""
     if dtype is FP16 and not helpers.every_config:
         pytest.skip("read with --every-config")
     checked = 0
     cases = [
-        (op, *case) for op in ("backward", "dx") for case in to_read(variants_by_tma(op, dtype), "latency")
+        (op, *case)
+        for op in ("backward", "dx")
+        for case in to_read(variants_by_tma(op, dtype), "latency", "warps")
     ]
     for op, variant, n in cases:
         reads_dx = (

@@ -58,7 +58,7 @@ def test_no_other_call_overwrites_tiles_in_use(call, dtype, op, tmp_path):
         pytest.skip("read with --every-config")
     weight_dtype = weight_dtype_of(call, dtype)
     checked = 0
-    for variant, n in to_read(variants_by_tma(op, dtype), "latency"):
+    for variant, n in to_read(variants_by_tma(op, dtype), "latency", "warps"):
         if not helpers.every_config and not isinstance(variant, (BackwardPipelined, BackwardPipelinedTeam)):
             continue
         kernels = code_of_call(tmp_path, op, variant, n, dtype, weight_dtype, **CALLS[call])

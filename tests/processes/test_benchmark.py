@@ -1,0 +1,27 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Processes that the benchmark starts: what they are told, and what they leave behind. tests/bench has the rest."""
+
+from __future__ import annotations
+
+import torch
+
+from bench import processes, warm
+
+CPU = torch.device("cpu")
+
+
+def test_a_part_of_a_run_is_measured_in_a_process_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    result = processes.measure_apart(("torch",), ((3, 8),), "float32", ("forward",), tmp_path)
+    assert [(each["provider"], each["op"], each["rows"]) for each in result["records"]] == [
+        ("torch", "forward", 3)
+    ]
+    assert result["records"][0]["us"] > 0 and result["gpu"] is None
+
+
+def test_compiling_ahead_fills_the_caches_from_other_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert warm.warm(("torch.compile",), ((4, 8),), [torch.float32], CPU, processes=1) == 1
+    assert list(tmp_path.rglob("*.py"))
