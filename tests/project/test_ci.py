@@ -334,7 +334,7 @@ NO_BROWSER = "note: there is no Chromium here; the test that opens a report in i
 )
 def test_a_browser_is_installed_where_a_test_wants_one(ci_run_with, tmp_path, jobs, programs, asked, is_told):
     log, fails = tmp_path / "apt", "fails" in programs
-    apt = f'echo "$@" >>"{log}"; exit {int(fails)}'
+    apt = f'echo "$@" >>"{log}"; echo reading; echo "apt says why"; exit {int(fails)}'
 
     answer = ci_run_with(
         *jobs, apt_get=apt, **{name: text for name, text in programs.items() if name != "fails"}
@@ -343,6 +343,7 @@ def test_a_browser_is_installed_where_a_test_wants_one(ci_run_with, tmp_path, jo
     assert answer.returncode == 0 and answer.stdout.startswith("ran .ci/jobs.py"), answer.stderr
     assert (log.read_text() if log.exists() else "") == asked
     assert (NO_BROWSER in answer.stderr) == is_told
+    assert ("\napt says why\n" in answer.stderr) == fails and "reading" not in answer.stderr
 
 
 @pytest.mark.parametrize(
