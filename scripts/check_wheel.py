@@ -97,12 +97,9 @@ def use(wheel: Path, work: Path) -> None:
     if not version.startswith(f"{PACKAGE} {expected_version()}, "):
         sys.exit(f"expected version {expected_version()}, got {version}")
     run([python, "-c", USE], cwd=elsewhere)
-    # Without the GPU, if there is one: for that, doctor would ask for the extra cutile.
-    run(
-        [python, "-m", PACKAGE, "doctor"],
-        cwd=elsewhere,
-        env=clean_environment() | {"CUDA_VISIBLE_DEVICES": ""},
-    )
+    # Without the GPU, for which doctor would ask for the extra cutile, and without a C++ compiler, if there are such.
+    bare = clean_environment() | {"CUDA_VISIBLE_DEVICES": "", "PATH": str(python.parent), "CXX": ""}
+    run([python, "-m", PACKAGE, "doctor"], cwd=elsewhere, env=bare)
 
 
 def clean_environment() -> dict[str, str]:

@@ -66,9 +66,9 @@ _KNOWN: dict[tuple[int, Callable[..., None], str, int, int], tuple[Compiled, byt
 
 
 def sampled(cases: Iterable[tuple[Any, ...]], step: int = 1) -> list[tuple[Any, ...]]:
-    """Of these cases, each with a Choice or a Variant in it, the last of each kernel and every (30 * step)-th before
+    """Of these cases, each with a Choice or a Variant in it, the last of each kernel and every (60 * step)-th before
     it; with --every-config every step-th."""
-    step *= 1 if helpers.every_config else 30
+    step *= 1 if helpers.every_config else 60
     kept, counts = [], Counter()
     for case in reversed(list(cases)):
         [kernel] = {first_of(part).kernel for part in case if isinstance(part, (Choice, Variant))}
