@@ -36,7 +36,7 @@ from bench.provenance import ROOT, choose_tables, describe_run, one_line
 from tilegym_rmsnorm import fastpath, registry, rms_norm, rms_norm_forward
 from tilegym_rmsnorm.commands.options import positive
 from tilegym_rmsnorm.measure.timer import host_sampler, wall_sampler
-from tilegym_rmsnorm.spec import Spec
+from tilegym_rmsnorm.spec import Spec, Wanted
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 EPS = 1e-6
@@ -143,10 +143,10 @@ def print_slices(size: tuple[int, int], request: registry.Request, arguments: ar
     forward, backward = (registry.dispatch(op, request, arguments.backend) for op in registry.OPS)
 
     def run_forward():
-        return forward(spec, (x, weight, None))
+        return forward(spec, (x, weight, None, None))
 
     def run_backward():
-        return backward(spec, (x, dy, weight, rstd), True)
+        return backward(spec, (x, dy, weight, rstd, None), Wanted(dtype, dw=dtype))
 
     slices = {
         "find a known call": lambda: fastpath.find(x, *options),

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 import tilegym_rmsnorm as tr
 from bench.shapes import OPS, Shape
 from tilegym_rmsnorm import policy, registry
-from tilegym_rmsnorm.spec import Spec
+from tilegym_rmsnorm.spec import Spec, Wanted
 
 EPS = 1e-6
 BACKENDS = ("cutile", "triton", "inductor", "torch")
@@ -147,7 +147,8 @@ def _backward_dx(backend: str, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tens
     # What autograd does for a frozen weight; no public op of gradients takes that wish.
     request = registry.Request(x.device, x.dtype, weight.dtype, "once", False)
     backward = registry.dispatch("rms_norm_backward", request, backend)
-    dx, _ = backward(Spec(x.shape[1], EPS, 0.0, "once"), (x, dy, weight, rstd), False)
+    spec = Spec(x.shape[1], EPS, 0.0, "once")
+    dx, *_ = backward(spec, (x, dy, weight, rstd, None), Wanted(x.dtype))
     return dx
 
 
@@ -169,7 +170,9 @@ def _row_partials_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) 
     from tilegym_rmsnorm.backends.cutile import launch
 
     spec = Spec(x.shape[1], EPS, 0.0, "once")
-    return launch.rms_norm_backward(spec, (x, dy, weight, rstd), True, partials="own")
+    wanted = Wanted(x.dtype, dw=weight.dtype)
+    dx, _, dw, _ = launch.rms_norm_backward(spec, (x, dy, weight, rstd, None), wanted, partials="own")
+    return dx, dw
 
 
 def _aten_forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

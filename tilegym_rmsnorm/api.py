@@ -25,7 +25,7 @@ from tilegym_rmsnorm.graphs import break_graph, traced
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import Request, dispatch, get_current_backend
 from tilegym_rmsnorm.resolve import resolved
-from tilegym_rmsnorm.spec import Spec
+from tilegym_rmsnorm.spec import Spec, Wanted
 from tilegym_rmsnorm.validation import (
     check_casting,
     check_input,
@@ -256,7 +256,7 @@ def rms_norm_forward(
     backend = get_current_backend() if backend is None else backend
     forward = dispatch("rms_norm_forward", request, backend)
     if obstacle is not None:  # the reference's, which takes rows of any leading dimensions
-        return forward(spec, (x, weight, bias))
+        return forward(spec, (x, weight, bias, None))[:2]
     with unseen(forward):
         return run_forward(x, weight, bias, Call(spec, forward, None, backend))
 
@@ -302,7 +302,9 @@ def rms_norm_backward(
     backend = get_current_backend() if backend is None else backend
     backward = dispatch("rms_norm_backward", request, backend)
     if obstacle is not None:
-        return backward(spec, (x, dy, weight, rstd), weight is not None)
+        wanted = Wanted(x.dtype, dw=_dtype_of(weight))
+        dx, _, dw, _ = backward(spec, (x, dy, weight, rstd, None), wanted)
+        return dx, dw
     call = Call(spec, None, backward, backend)
     with unseen(backward):
         return run_backward(x, dy, weight, rstd.contiguous(), call, weight is not None)

@@ -22,7 +22,7 @@ from tilegym_rmsnorm.gate import count_modes, is_in_torch_func, is_plain, is_wat
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import Request, dispatch, is_reference
 from tilegym_rmsnorm.resolve import resolved
-from tilegym_rmsnorm.spec import Spec
+from tilegym_rmsnorm.spec import Spec, Wanted
 from tilegym_rmsnorm.validation import check_memory, check_saved
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -88,7 +88,7 @@ def run_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Cal
     spec, n = call.spec, call.spec.n
     if x.numel() == 0:
         return torch.empty_like(x), x.new_empty(0, dtype=compute_dtype(x.dtype))  # nothing to fill
-    y, rstd = call.forward(spec, (_as_rows(x, n), _as_vector(weight), _as_vector(bias)))
+    y, rstd, _ = call.forward(spec, (_as_rows(x, n), _as_vector(weight), _as_vector(bias), None))
     return (y if x.ndim == 2 and x.shape[1] == n else _in_shape_of(x, y)), rstd
 
 
@@ -100,7 +100,9 @@ def run_backward(
     spec, n = call.spec, call.spec.n
     if x.numel() == 0:
         return torch.empty_like(x), torch.zeros_like(weight) if needs_dw else None  # a sum of no rows
-    dx, dw = call.backward(spec, (_as_rows(x, n), _as_rows(dy, n), _as_vector(weight), rstd), needs_dw)
+    wanted = Wanted(x.dtype, dw=weight.dtype if needs_dw and weight is not None else None)
+    rows = _as_rows(x, n), _as_rows(dy, n)
+    dx, _, dw, _ = call.backward(spec, (*rows, _as_vector(weight), rstd, None), wanted)
     if x.ndim != 2 or x.shape[1] != n:
         dx = dx.view_as(x)  # view(x.shape) takes 2 us more, to unpack the shape
     if dw is not None and weight.ndim != 1:
@@ -184,7 +186,7 @@ def _differentiable_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """dx of x's shape and dtype, dw of weight's, by the reference; rstd is computed again, so that its dependence on x
     counts. Raises ValueError where the memory of one was freed."""
-    n, eps, offset, casting = call.spec
+    n, eps, offset, casting = call.spec[:4]
     check_memory(x=x, weight=weight, dy=dy)
     rows, vector = x.reshape(-1, n), None if weight is None else weight.reshape(-1)
     rstd = reference.compute_rms_norm_rstd_torch(rows, eps)

@@ -26,7 +26,7 @@ from planning import device, plan, problem
 from tilegym_rmsnorm import rms_norm, rms_norm_forward
 from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
-from tilegym_rmsnorm.spec import Spec
+from tilegym_rmsnorm.spec import Spec, Wanted
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -47,7 +47,8 @@ def test_dx_alone(dtype, weight_dtype, n):
         x, dy, weight, eps, *_ = inputs
         _, rstd = rms_norm_forward(x, weight, eps, backend="cutile")
         spec = Spec(n, eps, 0.0, "once")
-        run = functools.partial(launch.rms_norm_backward, spec, (x, dy, weight, rstd), False)
+        tensors = (x, dy, weight, rstd, None)
+        run = functools.partial(launch.rms_norm_backward, spec, tensors, Wanted(x.dtype))
         assert_alike(expected_results(inputs), ("dx",), lambda run=run: run()[:1], runs)
 
 
@@ -58,10 +59,16 @@ def test_one_partial_row_per_row(n):
     inputs = make_inputs(min(1003, 2**25 // n), n, BF16, FP32)
     x, dy, weight, eps, *_ = inputs
     spec, (_, rstd) = Spec(n, eps, 0.0, "once"), rms_norm_forward(x, weight, eps, backend="cutile")
+    tensors, wanted = (x, dy, weight, rstd, None), Wanted(x.dtype, dw=weight.dtype)
+
+    def run():
+        dx, _, dw, _ = launch.rms_norm_backward(spec, tensors, wanted, partials="own")
+        return dx, dw
+
     assert_alike(
         expected_results(inputs),
         ("dx", "dw"),
-        lambda: launch.rms_norm_backward(spec, (x, dy, weight, rstd), True, partials="own"),
+        run,
         RUNS,
     )
 

@@ -97,7 +97,7 @@ def test_launch_chooses_by_the_dtype_of_the_weight():
         beside = by_rules_beside_float32("forward", 1000, "few")
         assert (made.plan.first == beside) is (weight_dtype is FP32)
         weight = None if weight_dtype is None else torch.randn(1000).to(weight_dtype)
-        y, _ = launch.rms_norm_forward(Spec(1000, 1e-6, 0.0, "once"), (x, weight, None))
+        y, *_ = launch.rms_norm_forward(Spec(1000, 1e-6, 0.0, "once"), (x, weight, None, None))
         expected = torch.nn.functional.rms_norm(
             x.double(), (1000,), None if weight is None else weight.double(), 1e-6
         )

@@ -30,7 +30,7 @@ from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
     ForwardTeam,
 )
 from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine  # noqa: E402
-from tilegym_rmsnorm.spec import Spec  # noqa: E402
+from tilegym_rmsnorm.spec import Spec, Wanted  # noqa: E402
 
 CPU = torch.device("cpu")
 HINTS = {"warps": 4, "occupancy": 1, "latency": 1}
@@ -341,4 +341,6 @@ def test_unknown_partials_are_refused():
     x = torch.ones(2, 8)
     with pytest.raises(ValueError, match="partials: expected 'shared' or 'own', got 'other'"):
         spec = Spec(n=8, eps=1e-6, offset=0.0, casting="once")
-        launch.rms_norm_backward(spec, (x, x, torch.ones(8), torch.ones(2)), True, partials="other")
+        launch.rms_norm_backward(
+            spec, (x, x, torch.ones(8), torch.ones(2), None), Wanted(x.dtype, dw=x.dtype), partials="other"
+        )

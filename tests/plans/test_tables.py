@@ -35,7 +35,7 @@ from tilegym_rmsnorm.backends.cutile.runtime import toolchain
 from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 from tilegym_rmsnorm.backends.cutile.tuning.candidates import candidates
-from tilegym_rmsnorm.spec import Spec
+from tilegym_rmsnorm.spec import Spec, Wanted
 
 
 def serves(op: str, dtype: str, weight: str | None, n: int = 4096) -> Variant:
@@ -235,9 +235,10 @@ def test_launch_asks_for_the_size_class_and_keeps_one_plan_for_all_its_batch_siz
         spec, weight, ones = Spec(64, 1e-6, 0.0, "once"), torch.ones(64), torch.ones(12)
         for m in (1, 5, 6, 10, 11, 12):
             x = torch.randn(m, 64)
-            y, _ = launch.rms_norm_forward(spec, (x, weight, None))
+            y, *_ = launch.rms_norm_forward(spec, (x, weight, None, None))
             for needs_dw in (True, False):
-                launch.rms_norm_backward(spec, (x, x, weight, ones[:m]), needs_dw)
+                wanted = Wanted(x.dtype, dw=weight.dtype if needs_dw else None)
+                launch.rms_norm_backward(spec, (x, x, weight, ones[:m], None), wanted)
             torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (64,), weight, 1e-6))
     finally:
         for made in (launch._forward, launch._backward):

@@ -45,8 +45,8 @@ def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def rms_norm_forward(spec, tensors):
-    x, weight, bias = tensors
-    assert bias is None and spec.casting == "once", "this backend knows no other"
+    x, weight, bias, residual = tensors
+    assert bias is None and residual is None and spec.casting == "once", "this backend knows no other"
     calls.append("rms_norm_forward")
     m, n = x.shape
     y, rstd = torch.empty((m, n), dtype=torch.float32), torch.empty((m,), dtype=torch.float32)
@@ -55,15 +55,15 @@ def rms_norm_forward(spec, tensors):
     trstd = torch.rsqrt(tx.square().mean(dim=1) + spec.eps)
     _write(rstd, trstd)
     _write(y, tx * trstd[:, None] * tscale)
-    return y, rstd
+    return y, rstd, None
 
 
-def rms_norm_backward(spec, tensors, needs_dw):
-    x, dy, weight, rstd = tensors
+def rms_norm_backward(spec, tensors, wanted):
+    x, dy, weight, rstd, _ = tensors
     calls.append("rms_norm_backward")
     m, n = x.shape
     dx = torch.empty((m, n), dtype=torch.float32)
-    dw = torch.empty((n,), dtype=torch.float32) if needs_dw and weight is not None else None
+    dw = torch.empty((n,), dtype=torch.float32) if wanted.dw is not None else None
     tx, tdy = (torch.tensor(array(each, m, n, each.stride(0))) for each in (x, dy))
     trstd = torch.tensor(array(rstd, 1, m, m)[0])[:, None]
     tscale = 1.0 if weight is None else torch.tensor(array(weight, 1, n, n)[0]) + spec.offset
@@ -71,7 +71,7 @@ def rms_norm_backward(spec, tensors, needs_dw):
     _write(dx, (tg - txhat * (txhat * tg).mean(dim=1, keepdim=True)) * trstd)
     if dw is not None:
         _write(dw, (tdy * txhat).sum(0))
-    return dx, dw
+    return dx, None, dw, None
 
 
 def _unusable(request: registry.Request | None) -> registry.Unusable | None:

@@ -32,7 +32,7 @@ from torch import Tensor
 from tilegym_rmsnorm.backends import checks, versions
 from tilegym_rmsnorm.reference import rms_norm_backward_torch, rms_norm_forward_torch
 from tilegym_rmsnorm.registry import Request, Unusable, register_impl
-from tilegym_rmsnorm.spec import Spec, Tensors
+from tilegym_rmsnorm.spec import Gradients, Outputs, Spec, Tensors, Wanted
 
 IMPLEMENTATION = __name__
 AUTO_ON_CPU = False  # each width compiles for seconds, more than a CPU run of the reference costs
@@ -78,18 +78,21 @@ def _cuda_unusable() -> Unusable | None:
 
 
 @register_impl("rms_norm_forward", "inductor")
-def rms_norm_forward(spec: Spec, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    x, weight, bias = tensors
+def rms_norm_forward(spec: Spec, tensors: Tensors) -> Outputs:
+    x, weight, bias, _ = tensors
     specialization = spec.casting, *_specialization(x, weight, spec.offset), _dtype(bias)
-    return _run(_forward, specialization, tensors, (spec.eps, spec.offset, spec.casting))
+    y, rstd = _run(_forward, specialization, tensors[:3], (spec.eps, spec.offset, spec.casting))
+    return y, rstd, None
 
 
 @register_impl("rms_norm_backward", "inductor")
-def rms_norm_backward(spec: Spec, tensors: Tensors, needs_dw: bool) -> tuple[Tensor, Tensor | None]:
-    x, dy, weight, rstd = tensors
+def rms_norm_backward(spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
+    x, dy, weight, rstd, _ = tensors
+    needs_dw = wanted.dw is not None
     specialization = spec.casting, *_specialization(x, weight, spec.offset), dy.is_contiguous(), needs_dw
     rest = rstd.detach(), spec.offset, spec.casting, needs_dw
-    return _run(_backward, specialization, (x, dy, weight), rest)
+    dx, dw = _run(_backward, specialization, (x, dy, weight), rest)
+    return dx, None, dw, None
 
 
 def _forward(

@@ -28,7 +28,7 @@ from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Launch, Machine, machine_of
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 from tilegym_rmsnorm.registry import register_impl
-from tilegym_rmsnorm.spec import Spec, Tensors
+from tilegym_rmsnorm.spec import Gradients, Outputs, Spec, Tensors, Wanted
 
 logger = logging.getLogger("tilegym_rmsnorm")
 
@@ -41,28 +41,28 @@ NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "f
 
 
 @register_impl("rms_norm_forward", "cutile")
-def rms_norm_forward(spec: Spec, tensors: Tensors) -> tuple[Tensor, Tensor]:
+def rms_norm_forward(spec: Spec, tensors: Tensors) -> Outputs:
     """See spec.py. `unusable` has refused a bias."""
-    x, weight, _ = tensors
+    x, weight, *_ = tensors
     m, n = x.size(0), spec.n
     weight_dtype = None if weight is None else weight.dtype
     run = _forward(x.device, n, x.dtype, weight_dtype, spec.casting, size_class(m, n), policy.teams())
-    return run(x, weight, spec.eps, spec.offset)
+    y, rstd = run(x, weight, spec.eps, spec.offset)
+    return y, rstd, None
 
 
 @register_impl("rms_norm_backward", "cutile")
-def rms_norm_backward(
-    spec: Spec, tensors: Tensors, needs_dw: bool, partials: str = "shared"
-) -> tuple[Tensor, Tensor | None]:
+def rms_norm_backward(spec: Spec, tensors: Tensors, wanted: Wanted, partials: str = "shared") -> Gradients:
     """See spec.py. partials: of Problem."""
-    x, dy, weight, rstd = tensors
+    x, dy, weight, rstd, _ = tensors
     m, n = x.size(0), spec.n
     op, weight_dtype = "dx", None if weight is None else weight.dtype
-    if needs_dw and weight is not None:
+    if wanted.dw is not None:
         op = "backward"
     kind = size_class(m, n), partials, policy.teams()
     run = _backward(op, x.device, n, x.dtype, weight_dtype, spec.casting, *kind)
-    return run(x, dy, weight, rstd, spec.offset)
+    dx, dw = run(x, dy, weight, rstd, spec.offset)
+    return dx, None, dw, None
 
 
 @functools.cache

@@ -24,23 +24,25 @@ from tilegym_rmsnorm.backends.triton.config import (
     forward_config,
 )
 from tilegym_rmsnorm.registry import register_impl
-from tilegym_rmsnorm.spec import Spec, Tensors
+from tilegym_rmsnorm.spec import Gradients, Outputs, Spec, Tensors, Wanted
 
 LARGEST_ALIGNMENT = 16  # elements: as far as the width of vector loads goes
 INTERPRETED_SM_COUNT = 2  # programs run one after another: few, each with several steps, reach every branch
 
 
 @register_impl("rms_norm_forward", "triton")
-def rms_norm_forward(spec: Spec, tensors: Tensors) -> tuple[Tensor, Tensor]:
-    x, weight, _ = tensors  # `unusable` has refused a bias
-    return launch_forward(forward_config(spec.n), x, weight, spec.eps, spec.offset, spec.casting)
+def rms_norm_forward(spec: Spec, tensors: Tensors) -> Outputs:
+    x, weight, *_ = tensors  # `unusable` has refused a bias
+    y, rstd = launch_forward(forward_config(spec.n), x, weight, spec.eps, spec.offset, spec.casting)
+    return y, rstd, None
 
 
 @register_impl("rms_norm_backward", "triton")
-def rms_norm_backward(spec: Spec, tensors: Tensors, needs_dw: bool) -> tuple[Tensor, Tensor | None]:
+def rms_norm_backward(spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
     x = tensors[0]
     config = backward_config(*x.shape, _sm_count(x.device))
-    return launch_backward(config, *tensors, spec.offset, spec.casting, needs_dw)
+    dx, dw = launch_backward(config, *tensors[:4], spec.offset, spec.casting, wanted.dw is not None)
+    return dx, None, dw, None
 
 
 def launch_forward(
