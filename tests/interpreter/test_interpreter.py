@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: MIT
 """The cuTile interpreter: what kernels compute in it, their arguments and grids, and stepping through their source.
 
-test_interpreter_compiler.py compares with the compiler, test_interpreter_memory.py has bounds, races, unwritten memory.
+test_interpreter_compiler.py compares with the compiler, test_interpreter_memory.py has bounds, races, unwritten memory,
+test_interpreter_tuples.py tuples and four dimensions.
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ def test_grids_that_cannot_be_launched(grid):
         (torch.zeros(2, dtype=torch.complex64), TypeError),
         (torch.zeros(2, device="meta"), TypeError),
         (2**31, OverflowError),
-        ((1, 2), NotImplementedError),
+        ([1, 2], NotImplementedError),
     ],
 )
 def test_arguments_that_cannot_be_launched_with(value, error):

@@ -19,10 +19,11 @@ from cuda.tile.compilation import (
     ConstantConstraint,
     KernelSignature,
     ScalarConstraint,
+    TupleConstraint,
     export_kernel,
 )
 from interpreter_cases import FLOATS
-from interpreter_cases_of_atomics import CASES
+from interpreter_cases_of_tuples import CASES
 
 from tilegym_rmsnorm.backends.cutile.interpreter import launch
 from tilegym_rmsnorm.backends.cutile.interpreter.dtypes import TILE_DTYPE, TORCH_DTYPE, promote
@@ -31,27 +32,38 @@ from tilegym_rmsnorm.backends.cutile.runtime import toolchain
 needs_tileiras = pytest.mark.skipif(toolchain.find_tileiras() is None, reason="needs tileiras")
 
 
+def constraint_of(value: object) -> ArrayConstraint | ScalarConstraint | TupleConstraint:
+    if isinstance(value, tuple):
+        return TupleConstraint(tuple(map(constraint_of, value)))
+    if not isinstance(value, torch.Tensor):
+        return ScalarConstraint(ct.int32 if isinstance(value, int) else ct.float32)
+    return ArrayConstraint(
+        TILE_DTYPE[value.dtype],
+        value.ndim,
+        index_dtype=ct.int32,
+        stride_lower_bound_incl=0,
+        alias_groups=(),
+        may_alias_internally=False,
+    )
+
+
+def copied(value):
+    """With memory of its own."""
+    if isinstance(value, tuple):
+        return tuple(map(copied, value))
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
 def compile_for_sm_90(function: Callable, args: tuple, output_format: str = "cubin") -> None:
     """As ct.launch would with these arguments. "tileir_bytecode" stops where types are known: faster."""
     hints = typing.get_type_hints(function, include_extras=True)
-    constraints = []
-    for name, value in zip(inspect.signature(function).parameters, args, strict=True):
-        if name in hints:
-            constraints.append(ConstantConstraint(value))
-        elif isinstance(value, torch.Tensor):
-            constraints.append(
-                ArrayConstraint(
-                    TILE_DTYPE[value.dtype],
-                    value.ndim,
-                    index_dtype=ct.int32,
-                    stride_lower_bound_incl=0,
-                    alias_groups=(),
-                    may_alias_internally=False,
-                )
-            )
-        else:
-            constraints.append(ScalarConstraint(ct.int32 if isinstance(value, int) else ct.float32))
-    signature = KernelSignature(constraints, CallingConvention.cutile_python_v1())
+    constraints = [
+        ConstantConstraint(value) if name in hints else constraint_of(value)
+        for name, value in zip(inspect.signature(function).parameters, args, strict=True)
+    ]
+    has_tuple = any(isinstance(value, tuple) for value in args)
+    convention = CallingConvention.cutile_python_v2 if has_tuple else CallingConvention.cutile_python_v1
+    signature = KernelSignature(constraints, convention())
     export_kernel(
         ct.kernel(function), [signature], io.BytesIO(), gpu_code="sm_90", output_format=output_format
     )
@@ -59,7 +71,7 @@ def compile_for_sm_90(function: Callable, args: tuple, output_format: str = "cub
 
 @pytest.mark.parametrize(("function", "args", "is_accepted"), CASES)
 def test_interpreter_accepts_and_refuses(function, args, is_accepted):
-    args = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args.values())
+    args = copied(tuple(args.values()))
     if is_accepted:
         launch(function, (1,), args)
     else:

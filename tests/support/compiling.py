@@ -27,6 +27,7 @@ from cuda.tile.compilation import (
     CallingConvention,
     KernelSignature,
     ScalarConstraint,
+    TupleConstraint,
     export_kernel,
 )
 
@@ -205,15 +206,23 @@ def code_of_call(
 
 def signature_of(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> KernelSignature:
     """What cuda-tile's JIT compiles for these arguments (tests/gpu/test_gpu_cutile.py compares them). Extents of 1 are
-    compiled in, for which it takes its second calling convention."""
-    has_extent_of_1 = any(isinstance(each, torch.Tensor) and 1 in each.shape for each in arguments)
-    convention = CallingConvention.cutile_python_v2 if has_extent_of_1 else CallingConvention.cutile_python_v1
+    compiled in, for which it takes its second calling convention, and so it does for tuples."""
+    needs_second = any(map(_needs_second_convention, arguments))
+    convention = CallingConvention.cutile_python_v2 if needs_second else CallingConvention.cutile_python_v1
     return KernelSignature([*map(_constraint, arguments), *constants], convention())
 
 
-def _constraint(argument: torch.Tensor | float) -> ArrayConstraint | ScalarConstraint:
+def _needs_second_convention(argument: Any) -> bool:
+    return isinstance(argument, tuple) or (isinstance(argument, torch.Tensor) and 1 in argument.shape)
+
+
+def _constraint(
+    argument: torch.Tensor | float | tuple[Any, ...],
+) -> ArrayConstraint | ScalarConstraint | TupleConstraint:
     """What cuda-tile assumes of an argument: of an array its dtype, which extents and strides are 1, which extents are
     multiples of 16, and which strides of 16 bytes. DLPack of torch 2.9 may give an extent of 1 the stride 1."""
+    if isinstance(argument, tuple):
+        return TupleConstraint(tuple(map(_constraint, argument)))
     if not isinstance(argument, torch.Tensor):
         return ScalarConstraint(ct.int32 if isinstance(argument, int) else ct.float32)
     lanes = 16 // argument.dtype.itemsize

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import FunctionType
 
 import cuda.tile as ct
@@ -32,6 +32,8 @@ from .dtypes import NUMBER, TILE_DTYPE, TORCH_DTYPE, Constant, fits
 from .memory import Memory, empty, find_overlaps, unwritten
 from .rebind import Namespace, rebind
 from .tile import Tile
+
+Bound = Array | Tile | Constant | tuple["Bound", ...]  # an argument as a kernel sees it
 
 LARGEST_GRID = (2**24 - 1, 2**16 - 1, 2**16 - 1)  # blocks in each dimension: cuda-tile's limit, then CUDA's
 
@@ -50,10 +52,10 @@ def launch(
 ) -> None:
     """Runs `function`, a plain Python function, once per block of `grid` (1 to 3 extents).
 
-    args: CPU tensors and numbers. No result may depend on the next three, which choose among the ways in which a GPU
-    may run blocks. order: the block numbers (x counts fastest) as they start, each once, ascending by default.
-    resident: how many blocks at most have started and not ended, all by default. lockstep: a block lets another run
-    after each atomic access; by default only when it has found there what it has found there before.
+    args: CPU tensors, numbers, and plain tuples of them. No result may depend on the next three, which choose among the
+    ways in which a GPU may run blocks. order: the block numbers (x counts fastest) as they start, each once, ascending
+    by default. resident: how many blocks at most have started and not ended, all by default. lockstep: a block lets
+    another run after each atomic access; by default only when it has found there what it has found there before.
 
     dependent: the launch begins before the one before it has ended, so a block that accesses an array before
     ct.grid_dependency_control_wait raises RuntimeError.
@@ -82,8 +84,8 @@ def _checked_grid(grid: tuple[int, ...]) -> tuple[int, ...]:
     return grid
 
 
-def _bind(function: FunctionType, args: tuple, blocks: Blocks) -> list[Array | Tile | Constant]:
-    """The arguments as the kernel sees them: arrays, scalars, and numbers where it says ct.Constant."""
+def _bind(function: FunctionType, args: tuple, blocks: Blocks) -> list[Bound]:
+    """The arguments as the kernel sees them: arrays, scalars, numbers where it says ct.Constant, tuples of these."""
     if not isinstance(function, FunctionType):
         raise TypeError(f"expected a plain Python function, got {type(function).__name__}")
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
@@ -94,11 +96,28 @@ def _bind(function: FunctionType, args: tuple, blocks: Blocks) -> list[Array | T
         _bind_one(name, value, getattr(hints.get(name), "__metadata__", ()), blocks)
         for name, value in zip(names, args, strict=True)
     ]
-    find_overlaps([b.memory for b in bound if isinstance(b, Array)])
+    find_overlaps([array.memory for array in _arrays(bound)])
     return bound
 
 
-def _bind_one(name: str, value: object, metadata: tuple, blocks: Blocks) -> Array | Tile | Constant:
+def _arrays(bound: Iterable[Bound]) -> Iterator[Array]:
+    for each in bound:
+        if isinstance(each, tuple):
+            yield from _arrays(each)
+        elif isinstance(each, Array):
+            yield each
+
+
+def _bind_one(name: str, value: object, metadata: tuple, blocks: Blocks) -> Bound:
+    """metadata: of the parameter's annotation, which holds for each item of a tuple."""
+    if type(value) is tuple:
+        return tuple(_bind_one(f"{name}[{i}]", item, metadata, blocks) for i, item in enumerate(value))
+    if isinstance(value, tuple):
+        raise TypeError(
+            f"{name}: {type(value).__name__!r} is a subclass of 'tuple'. Only plain tuples are accepted."
+        )
+    if isinstance(value, list):
+        raise NotImplementedError(f"{name}: a list argument is not supported by the interpreter")
     if any(isinstance(m, ct.ConstantAnnotation) for m in metadata):
         if not isinstance(value, NUMBER):
             raise TypeError(
@@ -118,10 +137,6 @@ def _bind_one(name: str, value: object, metadata: tuple, blocks: Blocks) -> Arra
         return Tile(torch.tensor(value, dtype=dtype))
     if isinstance(value, float):
         return Tile(torch.tensor(value, dtype=torch.float32))
-    if isinstance(value, (tuple, list)):
-        raise NotImplementedError(
-            f"{name}: a {type(value).__name__} argument is not supported by the interpreter"
-        )
     raise TypeError(f"{name}: expected a tensor or a number, got {type(value).__name__}")
 
 
