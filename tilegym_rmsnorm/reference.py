@@ -7,12 +7,15 @@ Per row i of x (M x N), with weight w and offset o (0 for Llama, 1 for Gemma):
 
     rstd_i = 1 / sqrt(mean_j x_ij^2 + eps)     xhat = x * rstd             y = xhat * (w + o) + bias
     g = dy * (w + o)                           c_i = mean_j(xhat * g)      dx = (g - xhat * c) * rstd
-    dw_j = sum_i dy_ij * xhat_ij
+    dw_j = sum_i dy_ij * xhat_ij               db_j = sum_i dy_ij
 
-All of it is computed in float32 for half types and in the inputs' own precision for float32 and float64 (the wider of
-x's and weight's), and each result is rounded once, to the dtype of the tensor that it belongs to. With casting="llama"
-xhat is also rounded to x's dtype before it meets the weight: in y, and in dw (dy * round(xhat)). dx never sees that
-rounding. No weight means a factor of 1, whatever the offset.
+With a residual r, x stands above for residual_out = alpha * x + r, rounded to a dtype of its own; d_residual_out, its
+own gradient, is added to dx, which is then the gradient of r, and times alpha that of x. A weight (H, N) has a row for
+each head, x's dimension before the normalized one: dw and db are sums over the others.
+
+All of it is computed in float32 for half types, and in float64 where any input is float64, and each result is rounded
+once. With casting="llama" xhat is also rounded to the dtype of what is normalized before it meets the weight: in y, and
+in dw (dy * round(xhat)). dx never sees that rounding. No weight means a factor of 1, whatever the offset.
 
 Every function takes any device, any leading dimensions (M is their product) and is differentiable. None checks what it
 is given: `tilegym_rmsnorm.api` does, in front of the two that are public.
@@ -20,8 +23,12 @@ is given: `tilegym_rmsnorm.api` does, in front of the two that are public.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from tilegym_rmsnorm.spec import Gradients, Wanted
 
 CASTINGS = ("once", "llama")
 
@@ -50,6 +57,11 @@ def compute_rms_norm_rstd_torch(x: Tensor, eps: float | None = None) -> Tensor:
     return _rstd(x.to(compute_dtype(x.dtype)), eps, (-1,)).reshape(-1)
 
 
+def residual_sum(x: Tensor, residual: Tensor, alpha: float, dtype: torch.dtype) -> Tensor:
+    """alpha * x + residual, formed in float32 (float64 where one of them is) and rounded once, to `dtype`."""
+    return _wide_sum(x, residual, alpha).to(dtype)
+
+
 def rms_norm_forward_torch(
     x: Tensor,
     weight: Tensor | None,
@@ -58,9 +70,10 @@ def rms_norm_forward_torch(
     bias: Tensor | None = None,
     offset: float = 0.0,
     casting: str = "once",
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y of x's shape and dtype, and rstd (M,). weight and bias have shape (N,)."""
-    y, rstd = _forward(x, weight, eps, bias, offset, casting, dims=1)
+    """y of x's shape, of out_dtype or x's, and rstd (M,). weight and bias have shape (N,), or (H, N) on (*, H, N)."""
+    y, rstd = _forward(x, weight, eps, bias, offset, casting, out_dtype, dims=1)
     return y, rstd.reshape(-1)
 
 
@@ -72,13 +85,44 @@ def rms_norm_torch(
     bias: Tensor | None = None,
     offset: float = 0.0,
     casting: str = "once",
+    out_dtype: torch.dtype | None = None,
     dims: int = 1,
 ) -> Tensor:
-    """y alone, of x's shape and dtype, over the last `dims` dimensions, whose shape weight and bias have.
+    """y alone, of x's shape, over the last `dims` dimensions, whose shape weight and bias have, or one more for heads.
 
     Nothing is flattened, so that tensors that are sharded or jagged in the middle can pass.
     """
-    return _forward(x, weight, eps, bias, offset, casting, dims)[0]
+    return _forward(x, weight, eps, bias, offset, casting, out_dtype, dims)[0]
+
+
+def add_rms_norm_torch(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float | None = None,
+    *,
+    alpha: float = 1.0,
+    residual_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    casting: str = "once",
+    out_dtype: torch.dtype | None = None,
+    dims: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y, of out_dtype or x's, residual_out, and rstd (M,). The rest as for `rms_norm_torch`."""
+    total = _wide_sum(x, residual, alpha)
+    residual_out = total.to(residual_dtype)
+    # The gradient of what is normalized is not rounded on its way to the sum.
+    wide = rounded_value(total, residual_dtype).to(compute_dtype(residual_dtype))
+    out_dtype = x.dtype if out_dtype is None else out_dtype
+    y, rstd = _forward(residual_out, weight, eps, bias, offset, casting, out_dtype, dims, wide)
+    return y, residual_out, rstd.reshape(-1)
+
+
+def _wide_sum(x: Tensor, residual: Tensor, alpha: float) -> Tensor:
+    dtype = joint_dtype(x, residual)
+    x, residual = x.to(dtype), residual.to(dtype)
+    return (x if alpha == 1.0 else alpha * x) + residual
 
 
 def _forward(
@@ -88,18 +132,21 @@ def _forward(
     bias: Tensor | None,
     offset: float,
     casting: str,
+    out_dtype: torch.dtype | None,
     dims: int,
+    wide: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y, and rstd with an extent of 1 in the place of each normalized dimension."""
-    # Once: where PyTorch derives the gradient of x, it is rounded as often.
-    wide = x.to(compute_dtype(x.dtype))
+    """y, and rstd with an extent of 1 in the place of each normalized dimension. wide: x as it is computed with."""
+    if wide is None:
+        # Once: where PyTorch derives the gradient of x, it is rounded as often.
+        wide = x.to(compute_dtype(x.dtype))
     rstd = _rstd(wide, eps, tuple(range(-dims, 0)))
     dtype = joint_dtype(x, weight, bias)
     xhat = round_xhat(wide.to(dtype) * rstd.to(dtype), x.dtype, casting)
     y = xhat if weight is None else xhat * (weight.to(dtype) + offset)
     if bias is not None:
         y = y + bias.to(dtype)
-    return y.to(x.dtype), rstd
+    return y.to(x.dtype if out_dtype is None else out_dtype), rstd
 
 
 def _rstd(wide: Tensor, eps: float | None, dims: tuple[int, ...]) -> Tensor:
@@ -115,21 +162,58 @@ def rms_norm_backward_torch(
     *,
     offset: float = 0.0,
     casting: str = "once",
-) -> tuple[Tensor, Tensor | None]:
-    """dx of x's shape and dtype, and dw (N,) of weight's dtype, None without a weight.
+    d_residual_out: Tensor | None = None,
+    dw_dtype: torch.dtype | None = None,
+    needs_db: bool = False,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """dx of x's shape and dtype, and dw of weight's shape and dw_dtype or weight's, None without a weight; with
+    needs_db also db of weight's shape (N,) or (H, N).
 
-    dy has x's shape; rstd (M,) comes from the forward or from `compute_rms_norm_rstd_torch`.
+    dy and d_residual_out have x's shape; rstd (M,) comes from the forward or from `compute_rms_norm_rstd_torch`.
     """
-    dtype = joint_dtype(x, weight)
+    if dw_dtype is None:
+        dw_dtype = x.dtype if weight is None else weight.dtype
+    wanted = Wanted(x.dtype, None, None if weight is None else dw_dtype, dw_dtype if needs_db else None)
+    dx, _, dw, db = gradients_torch(
+        x, dy, weight, rstd, d_residual_out, wanted, offset=offset, casting=casting
+    )
+    return (dx, dw, db) if needs_db else (dx, dw)
+
+
+def gradients_torch(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    d_residual_out: Tensor | None,
+    wanted: Wanted,
+    *,
+    offset: float,
+    casting: str,
+    alpha: float = 1.0,
+) -> Gradients:
+    """All the gradients of one call, those that are not wanted None. x is what was normalized."""
+    dtype = joint_dtype(x, weight, dy, d_residual_out)
     rstd, dy = _per_row(rstd, x, dtype), dy.to(dtype)
     xhat = x.to(dtype) * rstd
-    g = dy if weight is None else dy * (weight.to(dtype) + offset)
-    c = (xhat * g).mean(dim=-1, keepdim=True)
-    dx = (g - xhat * c) * rstd
-    dw = None
-    if weight is not None:
-        dw = (dy * round_xhat(xhat, x.dtype, casting)).reshape(-1, x.shape[-1]).sum(dim=0).to(weight.dtype)
-    return dx.to(x.dtype), dw
+    vector_shape = x.shape[-1:] if weight is None else weight.shape
+    dx = d_residual = dw = db = None
+    if wanted.dx is not None or wanted.d_residual is not None:
+        g = dy if weight is None else dy * (weight.to(dtype) + offset)
+        c = (xhat * g).mean(dim=-1, keepdim=True)
+        d = (g - xhat * c) * rstd
+        if d_residual_out is not None:
+            d = d + d_residual_out.to(dtype)
+        if wanted.dx is not None:
+            dx = (d if alpha == 1.0 else alpha * d).to(wanted.dx)
+        if wanted.d_residual is not None:
+            d_residual = d.to(wanted.d_residual)
+    if wanted.dw is not None:
+        product = dy * round_xhat(xhat, x.dtype, casting)
+        dw = product.reshape(-1, *vector_shape).sum(dim=0).to(wanted.dw)
+    if wanted.db is not None:
+        db = dy.reshape(-1, *vector_shape).sum(dim=0).to(wanted.db)
+    return dx, d_residual, dw, db
 
 
 def _per_row(rstd: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -138,13 +222,21 @@ def _per_row(rstd: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def round_xhat(xhat: Tensor, dtype: torch.dtype, casting: str) -> Tensor:
     """xhat, with casting="llama" rounded to `dtype` (x's) but kept in its own. Gradients do not see that rounding."""
-    if casting != "llama":
-        return xhat
-    fixed = xhat.detach()
+    return rounded_value(xhat, dtype) if casting == "llama" else xhat
+
+
+def rounded_value(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """`value` rounded to `dtype` but kept in its own. Gradients do not see that rounding."""
+    if dtype == value.dtype:
+        return value
+    fixed = value.detach()
     rounded = fixed.to(dtype)
     if dtype.itemsize == 2 and torch.compiler.is_compiling():
         # torch.compile drops a rounding that a widening follows, and views between them; not arithmetic on its bits.
         rounded = (~~rounded.view(torch.int16)).view(dtype)
-    rounded = rounded.to(xhat.dtype)
+    rounded = rounded.to(value.dtype)
+    if not torch.is_grad_enabled():
+        return rounded
     # The difference is exact, and so is the sum. PyTorch's gradient of a rounding is rounded as well, and can overflow.
-    return xhat + (rounded - fixed) if torch.is_grad_enabled() else rounded
+    # Of an infinity it is no number; what is rounded to one stays it.
+    return value + (rounded - fixed).nan_to_num(0.0, math.inf, -math.inf)

@@ -17,6 +17,7 @@ CUTILE = f"{PACKAGE}.backends.cutile"
 # From below: a module may import those of its own line and of the lines above. The first line that a name begins with.
 LAYERS = (
     (
+        f"{PACKAGE}.layout",
         f"{PACKAGE}.reference",
         f"{PACKAGE}.gate",
         f"{PACKAGE}.resolve",

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from tilegym_rmsnorm.reference import rms_norm_backward_torch, rms_norm_forward_torch
+from tilegym_rmsnorm.reference import add_rms_norm_torch, gradients_torch, rms_norm_forward_torch
 from tilegym_rmsnorm.registry import Request, Unusable, register_impl
 from tilegym_rmsnorm.spec import Gradients, Outputs, Spec, Tensors, Wanted
 
@@ -23,13 +24,42 @@ def unusable(request: Request | None) -> Unusable | None:
 @register_impl("rms_norm_forward", "torch")
 @torch.no_grad()
 def rms_norm_forward(spec: Spec, tensors: Tensors) -> Outputs:
-    x, weight, bias, _ = tensors
-    y, rstd = rms_norm_forward_torch(x, weight, spec.eps, bias=bias, offset=spec.offset, casting=spec.casting)
-    return y, rstd, None
+    x, weight, bias, residual = tensors
+    if residual is None:
+        y, rstd = rms_norm_forward_torch(
+            x,
+            weight,
+            spec.eps,
+            bias=bias,
+            offset=spec.offset,
+            casting=spec.casting,
+            out_dtype=spec.y_dtype,
+        )
+        return y.contiguous(), rstd, None
+    y, residual_out, rstd = add_rms_norm_torch(
+        x,
+        residual,
+        weight,
+        spec.eps,
+        alpha=spec.alpha,
+        residual_dtype=spec.residual_dtype,
+        bias=bias,
+        offset=spec.offset,
+        casting=spec.casting,
+        out_dtype=spec.y_dtype,
+    )
+    return y.contiguous(), rstd, residual_out.contiguous()
 
 
 @register_impl("rms_norm_backward", "torch")
 @torch.no_grad()
 def rms_norm_backward(spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
-    dx, dw = rms_norm_backward_torch(*tensors[:4], offset=spec.offset, casting=spec.casting)
-    return dx, None, None if wanted.dw is None else dw, None
+    dx, d_residual, dw, db = gradients_torch(
+        *tensors, wanted, offset=spec.offset, casting=spec.casting, alpha=spec.alpha
+    )
+    return _packed(dx), _packed(d_residual), dw, db
+
+
+def _packed(rows: Tensor | None) -> Tensor | None:
+    """PyTorch's operations keep the order of strides that they are given."""
+    return None if rows is None else rows.contiguous()

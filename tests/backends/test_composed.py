@@ -1,0 +1,91 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What a backend composes around its kernels, with the reference in the kernels' place."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import BF16, FP16, FP32, FP64
+from variants import (
+    BACKEND_LAYOUTS,
+    Variant,
+    check,
+    check_residual_out,
+    llama_share,
+    make,
+    spec_of,
+    wanted_of,
+)
+
+from tilegym_rmsnorm.backends import composed, torch_reference
+
+SIZE = (2, 3, 4, 16)
+VARIANTS = {
+    "plain": Variant(BF16),
+    "out dtype": Variant(BF16, out_dtype=FP32, weight_dtype=FP16),
+    "bias": Variant(BF16, bias_dtype=FP16),
+    "bias alone": Variant(BF16, weight="none", bias_dtype=FP32),
+    "bias, llama, no weight": Variant(BF16, weight="none", bias_dtype=FP32, casting="llama", out_dtype=FP32),
+    "residual": Variant(BF16, residual_dtype=BF16),
+    "residual kept wide": Variant(BF16, residual_dtype=BF16, residual_out_dtype=FP32),
+    "residual of another dtype": Variant(BF16, residual_dtype=FP32, alpha=0.22, casting="llama"),
+    "residual rounded": Variant(FP32, residual_dtype=FP32, residual_out_dtype=FP16, casting="llama"),
+    "residual and bias": Variant(FP16, residual_dtype=BF16, alpha=-2.0, bias_dtype=FP32, offset=1.0),
+    "heads in place": Variant(BF16, SIZE),
+    "weights of heads": Variant(BF16, SIZE, "heads", BF16, offset=1.0),
+    "weights of heads, llama": Variant(BF16, SIZE, "heads", casting="llama", out_dtype=FP32),
+    "all": Variant(BF16, SIZE, "heads", FP16, FP32, FP16, BF16, 0.5, FP32, 1.0, "llama"),
+    "float64": Variant(FP32, SIZE, "heads", FP64, FP32, FP64, alpha=3.0),
+}
+
+
+def plain_forward(spec, tensors):
+    x, weight, bias, residual = tensors
+    assert x.ndim == 2 and x.stride(0) >= x.shape[1] and x.stride(1) == 1
+    assert (weight is None or weight.ndim == 1) and bias is None and residual is None
+    assert spec.alpha == 1.0 and spec.residual_dtype is None
+    return torch_reference.rms_norm_forward(spec, tensors)
+
+
+def plain_backward(spec, tensors, wanted):
+    x, dy, weight, rstd, d_residual_out = tensors
+    for rows in (x, dy):
+        assert rows.ndim == 2 and rows.stride(0) >= rows.shape[1] and rows.stride(1) == 1
+    assert (weight is None or weight.ndim == 1) and d_residual_out is None and rstd.is_contiguous()
+    assert wanted.d_residual is None and wanted.db is None and spec.alpha == 1.0
+    return torch_reference.rms_norm_backward(spec, tensors, wanted)
+
+
+CASES = [
+    (name, layout) for name, variant in VARIANTS.items() for layout in BACKEND_LAYOUTS[len(variant.size)]
+]
+
+
+@pytest.mark.parametrize("name, layout", CASES)
+def test_variants(name, layout, poisoned_empty):
+    variant = VARIANTS[name]._replace(layout=layout)
+    inputs = make(variant)
+    before = [None if tensor is None else tensor.clone() for tensor in inputs]
+    x, weight, bias, residual, dy, d_residual_out = inputs
+
+    spec = spec_of(variant)
+    y, rstd, residual_out = composed.forward(plain_forward, spec, (x, weight, bias, residual))
+    normalized = x
+    if residual is not None:
+        check_residual_out(variant, inputs, residual_out)
+        normalized = residual_out
+    wanted = wanted_of(variant)
+    tensors = normalized, dy, weight, rstd, d_residual_out
+    dx, d_residual, dw, db = composed.backward(plain_backward, spec, tensors, wanted)
+
+    results = {"y": y, "rstd": rstd, "dx": dx, "d_residual": d_residual, "dw": dw, "db": db}
+    assert [result is None for result in (dx, d_residual, dw, db)] == [dtype is None for dtype in wanted]
+    check(variant, inputs, residual_out, **{k: v for k, v in results.items() if v is not None})
+    for tensor in (y, dx, residual_out, d_residual):
+        assert tensor is None or (tensor.shape == x.shape and tensor.is_contiguous())
+    for tensor, kept in zip(inputs, before, strict=True):
+        assert tensor is None or torch.equal(tensor, kept)
+    if variant.casting == "llama" and normalized.itemsize == 2:
+        assert llama_share(variant, inputs, normalized, y) > 0.95

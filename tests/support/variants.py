@@ -1,0 +1,316 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What a call of rms_norm may have beside x and a weight, as one record: its inputs, and its results in float64.
+
+    variant = Variant(FP32, residual_dtype=BF16, alpha=0.5, size=(2, 3, 4, 64), layout="heads")
+    inputs = make(variant)
+    y, residual_out = rms_norm(*inputs[:1], 64, inputs.weight, variant.eps, **options(variant, inputs), backend=backend)
+    check_residual_out(variant, inputs, residual_out)
+    check(variant, inputs, residual_out, y=y)
+
+What is normalized is a rounded value, and all that follows depends on that rounding. So residual_out is checked by
+itself, and the rest is computed from the residual_out that was returned.
+
+Tolerances are those of helpers.py: twice the error that PyTorch's F.rms_norm and autograd make in float32 on the same
+inputs, a floor of a few roundings, and half a unit in the last place of the result. casting="llama" adds half a unit of
+xhat; that it rounds at all `llama_share` says.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from helpers import DEVICE, FP32, FP64, Expected, _half_ulp, assert_within
+from torch import Tensor
+
+from tilegym_rmsnorm.spec import Spec, Wanted
+
+# How the tensors of rows lie in memory, in the order x, residual, dy, d_residual_out. Sizes of two dimensions are rows.
+LAYOUTS = {
+    "contiguous": ("contiguous",) * 4,
+    "heads": (
+        "slice",
+        "transposed",
+        "transposed",
+        "slice",
+    ),  # q of qkv, and the gradient that attention leaves
+    "mixed": ("contiguous", "slice", "transposed", "offset"),
+    "slices": ("slice",) * 4,
+    "transposed": ("transposed",) * 4,
+    "offset": ("offset",) * 4,
+    "gaps": ("gaps",) * 4,
+    "columns": ("columns", "contiguous", "columns", "contiguous"),
+    "expanded": ("contiguous", "contiguous", "expanded", "expanded"),
+    "all expanded": ("expanded",) * 4,
+}
+
+# What spec.py lets a backend be given: of rows, and of more dimensions.
+BACKEND_LAYOUTS = {
+    2: ("contiguous", "slices", "offset", "gaps"),
+    4: ("contiguous", "heads", "mixed", "slices", "transposed", "offset", "gaps"),
+}
+
+
+class Variant(NamedTuple):
+    """One kind of call. size: of x, its last dimension normalized."""
+
+    dtype: torch.dtype = FP32
+    size: tuple[int, ...] = (5, 64)
+    weight: str = "vector"  # "none", "vector" (N,), or "heads" (H, N)
+    weight_dtype: torch.dtype = FP32
+    bias_dtype: torch.dtype | None = None
+    residual_dtype: torch.dtype | None = None  # of the residual that is given; None: none is
+    residual_out_dtype: torch.dtype | None = None  # the argument residual_dtype
+    alpha: float = 1.0
+    out_dtype: torch.dtype | None = None
+    offset: float = 0.0
+    casting: str = "once"
+    layout: str = "contiguous"
+    eps: float = 1e-3
+
+    @property
+    def n(self) -> int:
+        return self.size[-1]
+
+    @property
+    def has_residual(self) -> bool:
+        return self.residual_dtype is not None
+
+    @property
+    def y_dtype(self) -> torch.dtype:
+        return self.out_dtype or self.dtype
+
+    @property
+    def normalized_dtype(self) -> torch.dtype:
+        """Of residual_out, or x."""
+        if self.residual_dtype is None:
+            return self.dtype
+        return self.residual_out_dtype or torch.promote_types(self.dtype, self.residual_dtype)
+
+    @property
+    def vector_shape(self) -> tuple[int, ...]:
+        return self.size[-2:] if self.weight == "heads" else self.size[-1:]
+
+
+class VariantInputs(NamedTuple):
+    x: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+    dy: Tensor
+    d_residual_out: Tensor | None
+
+
+def make(
+    variant: Variant,
+    *,
+    seed: int = 0,
+    dy_dtype: torch.dtype | None = None,
+    device: torch.device = DEVICE,
+) -> VariantInputs:
+    """Rows of scale 1/16 to 16, an outlier column, weight + offset of both signs and away from 1; rows of dy and of
+    d_residual_out of different scale. dy_dtype: None for that of y."""
+    generator = torch.Generator(device).manual_seed(seed)
+    size, shape = variant.size, variant.vector_shape
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    def rows(exponent: float, dtype: torch.dtype, layout: str) -> Tensor:
+        scale = torch.exp2(exponent * (torch.rand((*size[:-1], 1), generator=generator, device=device) - 0.5))
+        values = normal(*size) * scale
+        if exponent == 8:
+            values[..., size[-1] // 2] *= 16
+        return arranged(values.to(dtype), layout)
+
+    layouts = LAYOUTS[variant.layout]
+    x, weight, bias, residual, d_residual_out = rows(8, variant.dtype, layouts[0]), None, None, None, None
+    if variant.has_residual:
+        residual = rows(8, variant.residual_dtype, layouts[1])
+        d_residual_out = rows(4, variant.normalized_dtype, layouts[3])
+    if variant.weight != "none":
+        uniform = torch.rand(shape, generator=generator, device=device)
+        weight = ((0.3 + 1.7 * uniform) * normal(*shape).sign() - variant.offset).to(variant.weight_dtype)
+    if variant.bias_dtype is not None:
+        bias = normal(*shape).to(variant.bias_dtype)
+    dy = rows(4, dy_dtype or variant.y_dtype, layouts[2])
+    return VariantInputs(x, weight, bias, residual, dy, d_residual_out)
+
+
+def arranged(values: Tensor, layout: str) -> Tensor:
+    """The same values in another layout; of "expanded" those of the first index in all others. What lies between them
+    is NaN."""
+    size = values.shape
+    if layout == "contiguous":
+        return values.contiguous()
+    if layout == "expanded":
+        return values[:1].expand(size)
+    if layout == "offset":
+        parent = values.new_full((values.numel() + 1,), math.nan)
+        view = parent[1:].view(size)
+    elif layout == "gaps":  # rows farther apart than they are long
+        view = values.new_full((*size[:-1], size[-1] + 8), math.nan)[..., : size[-1]]
+    elif layout == "columns":  # a last stride of 2
+        view = values.new_full((*size[:-1], 2 * size[-1]), math.nan)[..., ::2]
+    elif layout == "slice" and len(size) >= 3:  # q, k or v of (B, T, 3, H, D)
+        view = values.new_full((*size[:-2], 3, *size[-2:]), math.nan).select(-3, 1)
+    elif layout == "slice":
+        view = values.new_full((size[0], 3, size[1]), math.nan)[:, 1]
+    elif layout == "transposed" and len(size) >= 3:
+        view = values.new_full((*size[:-3], size[-2], size[-3], size[-1]), math.nan).transpose(-2, -3)
+    elif layout == "transposed":
+        view = values.new_full(size[::-1], math.nan).t()
+    else:
+        raise ValueError(f"layout: {layout!r}")
+    return view.copy_(values)
+
+
+def options(variant: Variant, inputs: VariantInputs) -> dict[str, Any]:
+    """The keyword arguments of `rms_norm` and of `rms_norm_forward`."""
+    given: dict[str, Any] = {"offset": variant.offset, "casting": variant.casting, "bias": inputs.bias}
+    if variant.out_dtype is not None:
+        given["out_dtype"] = variant.out_dtype
+    if inputs.residual is not None:
+        given |= {"residual": inputs.residual, "residual_alpha": variant.alpha}
+        given["residual_dtype"] = variant.residual_out_dtype
+    return given
+
+
+def spec_of(variant: Variant) -> Spec:
+    """What a backend is asked for."""
+    residual_dtype = variant.normalized_dtype if variant.has_residual else None
+    numbers = variant.n, variant.eps, variant.offset, variant.casting, variant.alpha
+    return Spec(*numbers, variant.out_dtype, residual_dtype)
+
+
+def wanted_of(variant: Variant) -> Wanted:
+    """All gradients, each of its tensor's dtype; one for x and residual where one serves both."""
+    serves_both = variant.alpha == 1.0 and variant.residual_dtype == variant.dtype
+    return Wanted(
+        variant.dtype,
+        None if serves_both else variant.residual_dtype,
+        None if variant.weight == "none" else variant.weight_dtype,
+        variant.bias_dtype,
+    )
+
+
+def check_residual_out(variant: Variant, inputs: VariantInputs, residual_out: Tensor) -> None:
+    """alpha * x + residual in float32 has one value where alpha is 1; else a product may be rounded, or not."""
+    x, residual, dtype = inputs.x, inputs.residual, variant.normalized_dtype
+    wide = FP64 if FP64 in (x.dtype, residual.dtype) else FP32
+    if variant.alpha == 1.0:
+        torch.testing.assert_close(residual_out, (x.to(wide) + residual.to(wide)).to(dtype), rtol=0, atol=0)
+    truth = variant.alpha * x.double() + residual.double()
+    magnitude = (variant.alpha * x.double()).abs() + residual.double().abs()
+    tolerance = 2 * torch.finfo(wide).eps * magnitude + _half_ulp(truth, dtype)
+    assert_within({"residual_out": Expected(truth, tolerance, dtype)}, residual_out=residual_out)
+
+
+def check(
+    variant: Variant, inputs: VariantInputs, normalized: Tensor | None = None, **results: Tensor | None
+) -> None:
+    """Each result, of y, rstd, dx, d_residual, dw and db, has its dtype, shape and values. normalized: residual_out."""
+    assert_within(expected(variant, inputs, normalized), **results)
+
+
+def expected(
+    variant: Variant, inputs: VariantInputs, normalized: Tensor | None = None
+) -> dict[str, Expected]:
+    """What all results must be, each within its tolerance."""
+    x = inputs.x if normalized is None else normalized
+    truth, scale = _results(variant, inputs, x, FP64)
+    double = any(tensor is not None and tensor.dtype == FP64 for tensor in inputs)
+    low, _ = _results(variant, inputs, x, FP64 if double else FP32)
+    eps = torch.finfo(FP64 if double else FP32).eps
+    floor = dict.fromkeys(truth, 4 * eps)
+    sum_of = math.prod(variant.size) // math.prod(variant.vector_shape)
+    floor["dw"] = floor["db"] = (4 + math.sqrt(sum_of) / 2) * eps
+    dtypes = {
+        "y": variant.y_dtype,
+        "rstd": FP64 if x.dtype == FP64 else FP32,
+        "dx": variant.dtype,
+        "d_residual": variant.residual_dtype,
+        "dw": variant.weight_dtype,
+        "db": variant.bias_dtype,
+    }
+    rounding = _rounding_of_xhat(variant, inputs, x)
+    found = {}
+    for name, value in truth.items():
+        dtype = dtypes[name]
+        if dtype is None:
+            continue
+        excess = ((low[name].double() - value).abs() / scale[name].clamp(min=1e-300)).max()
+        tolerance = (2 * excess + floor[name]) * scale[name] + _half_ulp(value, dtype)
+        found[name] = Expected(value, tolerance + rounding.get(name, 0.0), dtype)
+    return found
+
+
+def llama_share(variant: Variant, inputs: VariantInputs, x: Tensor, y: Tensor) -> float:
+    """The share of elements of y that casting="llama" gives, of those that casting="once" gives otherwise. x: what was
+    normalized."""
+    xhat, factor, bias = _xhat(variant, x, FP64), _factor(variant, inputs, FP64), inputs.bias
+    bias = 0.0 if bias is None else bias.double()
+    llama, once = ((v.double() * factor + bias).to(y.dtype) for v in (xhat.to(x.dtype), xhat))
+    differ = llama != once
+    return ((y == llama) & differ).sum().item() / max(1, differ.sum().item())
+
+
+def _xhat(variant: Variant, x: Tensor, dtype: torch.dtype) -> Tensor:
+    return F.rms_norm(x.to(dtype), (variant.n,), None, variant.eps)
+
+
+def _factor(variant: Variant, inputs: VariantInputs, dtype: torch.dtype) -> Tensor | float:
+    return 1.0 if inputs.weight is None else inputs.weight.to(dtype) + variant.offset
+
+
+def _results(
+    variant: Variant, inputs: VariantInputs, x: Tensor, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The results in `dtype`, by F.rms_norm and PyTorch's autograd, and the magnitudes of what each is a sum of."""
+    shape, alpha = variant.vector_shape, variant.alpha if variant.has_residual else 1.0
+    x = x.detach().to(dtype).requires_grad_()
+    factor = torch.ones(shape, dtype=dtype, device=x.device) * _factor(variant, inputs, dtype)
+    factor.requires_grad_()
+    bias = torch.zeros_like(factor) if inputs.bias is None else inputs.bias.to(dtype)
+    dy = inputs.dy.to(dtype)
+    xhat = _xhat(variant, x, dtype)
+    y = xhat * factor + bias
+    d, dw = torch.autograd.grad(y, (x, factor), dy)
+    d_residual_out = 0.0 if inputs.d_residual_out is None else inputs.d_residual_out.to(dtype)
+    with torch.no_grad():
+        rstd = (x.square().mean(-1, keepdim=True) + variant.eps).rsqrt()
+        g, product = dy * factor, dy * xhat
+        size = (g.abs() + xhat.abs() * (xhat * g).abs().mean(-1, keepdim=True)) * rstd
+        size = size + abs(d_residual_out)
+        db = dy.reshape(-1, *shape).sum(0)
+        results = {
+            "y": y.detach(),
+            "rstd": rstd.flatten(),
+            "dx": alpha * (d + d_residual_out),
+            "d_residual": d + d_residual_out,
+            "dw": dw,
+            "db": db,
+        }
+        scales = {
+            "y": (xhat * factor).abs() + bias.abs(),
+            "rstd": rstd.flatten(),
+            "dx": abs(alpha) * size,
+            "d_residual": size,
+            "dw": product.reshape(-1, *shape).square().sum(0).sqrt(),
+            "db": dy.reshape(-1, *shape).square().sum(0).sqrt(),
+        }
+    return results, scales
+
+
+def _rounding_of_xhat(variant: Variant, inputs: VariantInputs, x: Tensor) -> dict[str, Tensor]:
+    """What the rounding of xhat by casting="llama" changes at most."""
+    if variant.casting != "llama":
+        return {}
+    rounding = _half_ulp(_xhat(variant, x.double(), FP64), x.dtype)
+    factor = _factor(variant, inputs, FP64)
+    summed = (inputs.dy.double().abs() * rounding).reshape(-1, *variant.vector_shape).sum(0)
+    return {"y": rounding * abs(factor), "dw": summed}

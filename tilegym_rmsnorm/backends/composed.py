@@ -1,0 +1,88 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What the kernels of a backend do not do, by PyTorch's operations around what they do.
+
+`plain` is a forward or backward of spec.py that is given rows (M, N) and a weight (N,) or None alone: no bias, no
+residual, no heads, but any dtypes of x, dy, weight and the results. Between it and the operations here all is float32
+(float64 beside float64), so that each result is rounded once, as kernels that do all of it round theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tilegym_rmsnorm.layout import as_rows
+from tilegym_rmsnorm.reference import joint_dtype, residual_sum, round_xhat
+from tilegym_rmsnorm.spec import Gradients, Outputs, Spec, Tensors, Wanted
+
+
+def is_needed(x: Tensor, weight: Tensor | None, *others: Tensor | None) -> bool:
+    """Whether a call has what `plain` is never given. others: bias, residual and d_residual_out."""
+    has_others = any(other is not None for other in others)
+    return has_others or x.ndim == 4 or (weight is not None and weight.ndim == 2)
+
+
+@torch.no_grad()
+def forward(plain: Callable[..., Outputs], spec: Spec, tensors: Tensors) -> Outputs:
+    """`forward` of spec.py, around a `plain` one."""
+    x, weight, bias, residual = tensors
+    y_dtype = x.dtype if spec.y_dtype is None else spec.y_dtype
+    residual_out = None
+    if residual is not None:
+        x = residual_out = residual_sum(x, residual, spec.alpha, spec.residual_dtype).contiguous()
+    is_per_head = weight is not None and weight.ndim == 2
+    if bias is None and not is_per_head:
+        plain_spec = spec._replace(alpha=1.0, y_dtype=y_dtype, residual_dtype=None)
+        y, rstd, _ = plain(plain_spec, (as_rows(x, spec.n), weight, None, None))
+        return y.view(x.shape), rstd, residual_out
+
+    dtype = joint_dtype(x, weight, bias)
+    # The scale of heads comes behind the rounding of xhat, which is then made here.
+    plain_spec = Spec(spec.n, spec.eps, spec.offset, "once" if is_per_head else spec.casting, y_dtype=dtype)
+    plain_weight = None if is_per_head else weight
+    y, rstd, _ = plain(plain_spec, (as_rows(x, spec.n), plain_weight, None, None))
+    if weight is None:
+        y = round_xhat(y, x.dtype, spec.casting)
+    elif is_per_head:
+        y = round_xhat(y, x.dtype, spec.casting).view(-1, *weight.shape) * (weight.to(dtype) + spec.offset)
+    if bias is not None:
+        y = y.view(-1, *bias.shape) + bias.to(dtype)
+    return y.to(y_dtype).view(x.shape), rstd, residual_out
+
+
+@torch.no_grad()
+def backward(plain: Callable[..., Gradients], spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
+    """`backward` of spec.py, around a `plain` one."""
+    x, dy, weight, rstd, d_residual_out = tensors
+    dtype = joint_dtype(x, weight, dy, d_residual_out)
+    is_per_head = weight is not None and weight.ndim == 2
+    dw = None
+    rows, g = as_rows(x, spec.n), as_rows(dy, spec.n)
+    if is_per_head:
+        dy_of_heads = g.reshape(-1, *weight.shape).to(dtype)
+        if wanted.dw is not None:
+            xhat = round_xhat(rows.to(dtype) * rstd.to(dtype)[:, None], x.dtype, spec.casting)
+            dw = (dy_of_heads * xhat.view_as(dy_of_heads)).sum(0).to(wanted.dw)
+        g = (dy_of_heads * (weight.to(dtype) + spec.offset)).view(rows.shape)
+
+    needs_d = d_residual_out is not None or wanted.d_residual is not None or spec.alpha != 1.0
+    plain_wanted = Wanted(dtype if needs_d else wanted.dx, dw=None if is_per_head else wanted.dw)
+    plain_spec = Spec(spec.n, spec.eps, spec.offset, spec.casting)
+    plain_weight = None if is_per_head else weight
+    d, _, plain_dw, _ = plain(plain_spec, (rows, g, plain_weight, rstd, None), plain_wanted)
+    d, d_residual = d.view(x.shape), None
+    if d_residual_out is not None:
+        d = d.add_(d_residual_out)  # in place: contiguous, whatever d_residual_out is
+    if wanted.d_residual is not None:
+        d_residual = d.to(wanted.d_residual)
+    dx = (d if spec.alpha == 1.0 else spec.alpha * d).to(wanted.dx)
+
+    db = None
+    if wanted.db is not None:
+        shape = (spec.n,) if weight is None else weight.shape
+        db = dy.reshape(-1, *shape).sum(0, dtype=dtype).to(wanted.db)
+    return dx, d_residual, dw if is_per_head else plain_dw, db
