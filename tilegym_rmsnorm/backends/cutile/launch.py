@@ -19,9 +19,12 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm import policy
+from tilegym_rmsnorm.backends import composed
+from tilegym_rmsnorm.backends.cutile.forms import fits_kernels, form_of
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
-from tilegym_rmsnorm.backends.cutile.plans.problem import Policy, Problem
+from tilegym_rmsnorm.backends.cutile.plans.problem import PLAIN, Form, Policy, Problem
+from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BIAS_ROW, is_fused
 from tilegym_rmsnorm.backends.cutile.plans.select import select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
@@ -42,8 +45,10 @@ NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "f
 
 @register_impl("rms_norm_forward", "cutile")
 def rms_norm_forward(spec: Spec, tensors: Tensors) -> Outputs:
-    """See spec.py. `unusable` has refused a bias."""
-    x, weight, *_ = tensors
+    """See spec.py."""
+    x, weight, bias, residual = tensors
+    if bias is not None or residual is not None or x.ndim != 2 or (spec.y_dtype or x.dtype) is not x.dtype:
+        return _formed_forward(spec, tensors)
     m, n = x.size(0), spec.n
     weight_dtype = None if weight is None else weight.dtype
     run = _forward(x.device, n, x.dtype, weight_dtype, spec.casting, size_class(m, n), policy.teams())
@@ -55,14 +60,70 @@ def rms_norm_forward(spec: Spec, tensors: Tensors) -> Outputs:
 def rms_norm_backward(spec: Spec, tensors: Tensors, wanted: Wanted, partials: str = "shared") -> Gradients:
     """See spec.py. partials: of Problem."""
     x, dy, weight, rstd, _ = tensors
-    m, n = x.size(0), spec.n
     op, weight_dtype = "dx", None if weight is None else weight.dtype
     if wanted.dw is not None:
         op = "backward"
+    if not _is_plain_backward(spec, tensors, wanted):
+        return _formed_backward(spec, tensors, wanted, op)
+    m, n = x.size(0), spec.n
     kind = size_class(m, n), partials, policy.teams()
     run = _backward(op, x.device, n, x.dtype, weight_dtype, spec.casting, *kind)
     dx, dw = run(x, dy, weight, rstd, spec.offset)
     return dx, None, dw, None
+
+
+def _is_plain_backward(spec: Spec, tensors: Tensors, wanted: Wanted) -> bool:
+    x, dy, weight, _, d_residual_out = tensors
+    return (
+        x.ndim == 2
+        and dy.dtype is x.dtype
+        and wanted.dx is x.dtype
+        and d_residual_out is None
+        and wanted.d_residual is None
+        and wanted.db is None
+        and spec.alpha == 1.0
+        and (wanted.dw is None or wanted.dw is weight.dtype)
+    )
+
+
+def _formed_forward(spec: Spec, tensors: Tensors) -> Outputs:
+    """A call that is not plain: by kernels, or composed around a plain call."""
+    x, weight, bias, residual = tensors
+    n, m = spec.n, x.numel() // spec.n
+    per_head = any(each is not None and each.ndim == 2 for each in (weight, bias))
+    written = (spec.y_dtype, spec.residual_dtype)
+    dtype, form = form_of((x, residual), written, residual is not None, bias is not None, per_head)
+    weight_dtype = None if weight is None else weight.dtype
+    run = _forward(x.device, n, dtype, weight_dtype, spec.casting, size_class(m, n), policy.teams(), form)
+    if run is None or m > run.most_rows or not all(map(fits_kernels, filter(_is_there, (x, residual)))):
+        return composed.forward(rms_norm_forward, spec, tensors)
+    return run.formed(spec, tensors)
+
+
+def _formed_backward(spec: Spec, tensors: Tensors, wanted: Wanted, op: str) -> Gradients:
+    x, dy, weight, _, d_residual_out = tensors
+    n, m = spec.n, x.numel() // spec.n
+    weight_dtype = None if weight is None else weight.dtype
+    # db beside dw, from partial rows of the same kernel; alone it is a sum of PyTorch's
+    is_beside_dw = wanted.db is not None and op == "backward" and n <= WIDEST_BIAS_ROW
+    has_residual = d_residual_out is not None or wanted.d_residual is not None or spec.alpha != 1.0
+    written = (wanted.dx, wanted.d_residual)
+    per_head = weight is not None and weight.ndim == 2
+    dtype, form = form_of((x, dy, d_residual_out), written, has_residual, is_beside_dw, per_head)
+    kind = size_class(m, n), "shared", policy.teams(), form
+    run = _backward(op, x.device, n, dtype, weight_dtype, spec.casting, *kind)
+    read = filter(_is_there, (x, dy, d_residual_out))
+    if run is None or m > run.most_rows or not all(map(fits_kernels, read)):
+        return composed.backward(rms_norm_backward, spec, tensors, wanted)
+    if wanted.db is None or is_beside_dw:
+        return run.formed(spec, tensors, wanted)
+    gradients = run.formed(spec, tensors, wanted._replace(db=None))
+    shape = weight.shape if per_head else (n,)
+    return (*gradients[:3], dy.reshape(-1, *shape).sum(0, dtype=torch.float32).to(wanted.db))
+
+
+def _is_there(tensor: Tensor | None) -> bool:
+    return tensor is not None
 
 
 @functools.cache
@@ -74,10 +135,12 @@ def _forward(
     casting: str,
     size: str,
     teams: bool,
-) -> Forward:
+    form: Form = PLAIN,
+) -> Forward | None:
+    """None: no kernel takes the form."""
     machine, names = machine_of(device), _names(dtype, weight_dtype)
-    problem = Problem("forward", n, *names, size, machine.facts, casting, Policy(teams))
-    return Forward(machine, plan_for(problem))
+    problem = Problem("forward", n, *names, size, machine.facts, casting, Policy(teams), form=form)
+    return Forward(machine, plan_for(problem)) if is_fused(problem) else None
 
 
 @functools.cache
@@ -91,12 +154,14 @@ def _backward(
     size: str,
     partials: str,
     teams: bool,
-) -> Backward:
+    form: Form = PLAIN,
+) -> Backward | None:
+    """None: no kernel takes the form."""
     if partials not in ("shared", "own"):
         raise ValueError(f"partials: expected 'shared' or 'own', got {partials!r}")
     machine, names = machine_of(device), _names(dtype, weight_dtype)
-    problem = Problem(op, n, *names, size, machine.facts, casting, Policy(teams), partials)
-    return Backward(machine, plan_for(problem))
+    problem = Problem(op, n, *names, size, machine.facts, casting, Policy(teams), partials, form)
+    return Backward(machine, plan_for(problem)) if is_fused(problem) else None
 
 
 def _names(dtype: torch.dtype, weight_dtype: torch.dtype | None) -> tuple[str, str | None]:
@@ -149,20 +214,20 @@ class Launcher:
             values = tuple(constants[name] for name in parameters if name.isupper())
             self.kernels.append((machine.bind(KERNELS[step.kernel], step, values), select_arguments))
 
-    def _launches_for(self, m: int) -> Launches:
-        sizes = self.plan.sizes(m)
+    def _launches_for(self, m: int, lead: tuple[int, int, int] | None = None) -> Launches:
+        sizes = self.plan.sizes(m, lead)
         steps = zip(self.kernels, sizes.grids, strict=True)
         launches = tuple((*kernel, grid) for kernel, grid in steps if grid is not None)
         wanted = (sizes.temporaries[name] for name in self.temporaries)
         temporaries = tuple((shape, DTYPES[dtype]) for shape, dtype in wanted)
         return Launches(launches, temporaries, sizes.tiles_in_slab, sizes.partial_rows)
 
-    def run(self, m: int, arguments: tuple[Any, ...]) -> None:
-        """Launches every kernel, in parts where one launch cannot take all rows."""
+    def run(self, m: int, arguments: tuple[Any, ...], lead: tuple[int, int, int] | None = None) -> None:
+        """Launches every kernel, in parts where one launch cannot take all rows; never of (B, T, H, N)."""
         if m > self.most_rows:
             self._run_parts(arguments)
             return
-        launches, temporaries, tiles_in_slab, _ = self.launches_for(m)
+        launches, temporaries, tiles_in_slab, _ = self.launches_for(m, lead)
         arguments += (tiles_in_slab,)
         if temporaries:
             arguments += tuple([self.machine.empty(shape, dtype) for shape, dtype in temporaries])
@@ -193,9 +258,18 @@ class Launcher:
             grid = self.plan.steps[-1].grid(0, self.n, sum(counts), 0)
             launch_sum(grid, select_of_sum(tuple(arrays[name] for name in self.argument_names)))
 
+    def as_read(self, *rows: Tensor | None) -> list[Any]:
+        """Arrays of rows as the kernels read them; those of (B, T, H, N) are read where they are."""
+        return [each if each is None or each.ndim == 4 else _as_read(each, self.tma) for each in rows]
+
+    def empty_like(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """New rows, contiguous, of x's shape."""
+        rows = self.machine.empty((x.numel() // self.n, self.n), dtype)
+        return rows if x.ndim == 2 else rows.view(x.shape)
+
 
 class Forward(Launcher):
-    argument_names = ("y", "rstd", "x", "weight", "eps", "offset", "inv_n")
+    argument_names = ("y", "rstd", "x", "weight", "residual", "bias", "eps", "offset", "inv_n")
 
     def __call__(self, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
         machine = self.machine
@@ -203,12 +277,29 @@ class Forward(Launcher):
         m = x.size(0)
         y, rstd = machine.empty((m, self.n), x.dtype), machine.empty((m,), torch.float32)
         weight = machine.no_weight if weight is None else weight
-        self.run(m, (y, rstd, x, weight, eps, offset, self.inv_n))
+        self.run(m, (y, rstd, x, weight, (), (), eps, offset, self.inv_n))
         return y, rstd
+
+    def formed(self, spec: Spec, tensors: Tensors) -> Outputs:
+        """Any call of the plan's form."""
+        x, weight, bias, residual = tensors
+        x, residual = self.as_read(x, residual)
+        rstd = self.machine.empty((x.numel() // self.n,), torch.float32)
+        y, residual_out, added = self.empty_like(x, spec.y_dtype or x.dtype), None, ()
+        if residual is not None:
+            residual_out = self.empty_like(x, spec.residual_dtype)
+            added = residual, residual_out, spec.alpha
+        weight, biases = self.machine.no_weight if weight is None else weight, () if bias is None else (bias,)
+        arguments = y, rstd, x, weight, added, biases, spec.eps, spec.offset, self.inv_n
+        self.run(rstd.size(0), arguments, _lead_of(x))
+        return y, rstd, residual_out
 
 
 class Backward(Launcher):
-    argument_names = ("dx", "dw", "dw_partial", "dy", "x", "weight", "rstd", "offset", "inv_n")
+    argument_names = (
+        *("dx", "dw", "dw_partial", "dy", "x", "weight", "rstd"),
+        *("d_residual_out", "d_residual", "db_partial", "db", "offset", "inv_n"),
+    )
 
     def __call__(
         self, x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, offset: float
@@ -224,8 +315,41 @@ class Backward(Launcher):
             # a partial row that is alone is dw
             dw_partial = dw.view(1, n) if p == 1 else machine.empty((p, n), torch.float32)
         weight = machine.no_weight if weight is None else weight
-        self.run(m, (dx, dw, dw_partial, dy, x, weight, rstd, offset, self.inv_n))
+        self.run(m, (dx, dw, dw_partial, dy, x, weight, rstd, (), (), (), (), offset, self.inv_n))
         return dx, dw
+
+    def formed(self, spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
+        """Any call of the plan's form."""
+        x, dy, weight, rstd, d_residual_out = tensors
+        x, dy, d_residual_out = self.as_read(x, dy, d_residual_out)
+        machine, m, lead = self.machine, rstd.size(0), _lead_of(x)
+        dx, d_residual, out = self.empty_like(x, wanted.dx), None, ()
+        if wanted.d_residual is not None or spec.alpha != 1.0:
+            d_residual = self.empty_like(x, wanted.d_residual or wanted.dx)
+            out = d_residual, spec.alpha
+        dw, dw_partial, db, db_partial, sums = None, machine.no_dw_partial, None, (), ()
+        if self.plan.problem.op == "backward":
+            p, columns = self.launches_for(m, lead).partial_rows, self.plan.columns_of_dw
+            dw, dw_partial = self._sum_and_partials(columns, p, wanted.dw)
+            if wanted.db is not None:
+                db, partial = self._sum_and_partials(columns, p, wanted.db)
+                db_partial, sums = (partial,), (db, partial)
+        of_residual = () if d_residual_out is None else (d_residual_out,), out
+        arrays = dx, dw, dw_partial, dy, x, machine.no_weight if weight is None else weight, rstd
+        self.run(m, (*arrays, *of_residual, db_partial, sums, spec.offset, self.inv_n), lead)
+        if self.plan.problem.form.per_head:
+            dw, db = (None if each is None else each.view(-1, self.n) for each in (dw, db))
+        return dx, d_residual if wanted.d_residual is not None else None, dw, db
+
+    def _sum_and_partials(self, columns: int, p: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """dw, or db, and the partial rows that it is the sum of: of one, it is that row."""
+        total = self.machine.empty((columns,), dtype)
+        return total, total.view(1, columns) if p == 1 else self.machine.empty((p, columns), torch.float32)
+
+
+def _lead_of(x: Tensor) -> tuple[int, int, int] | None:
+    """B, T and H of (B, T, H, N)."""
+    return (x.size(0), x.size(1), x.size(2)) if x.ndim == 4 else None
 
 
 def _selector(places: list[int]) -> Selector:

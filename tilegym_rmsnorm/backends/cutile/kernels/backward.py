@@ -46,6 +46,13 @@ rounded it; dx never rounds xhat.
 
 import cuda.tile as ct
 
+from .residual import (
+    NO_RESIDUAL,
+    load_d_residual_out,
+    residual_with_divisor,
+    store_d_residual,
+    with_d_residual_out,
+)
 from .team import sum_of_team
 from .tiles import (
     ConstBool,
@@ -59,6 +66,7 @@ from .tiles import (
     products_lane_by_lane,
     row_as_float32,
     row_of_terms_of_dw,
+    rows_of,
     store_row,
     store_sum_of_rows,
     sum_of_products,
@@ -76,17 +84,33 @@ def h_and_g(tdy, trstd, tscale):
     return th, tg
 
 
-def row_gradients(arrays, row, tcolumns, inv_n, offset, HOW, PIECES, LATENCY, PACKED=False, team=()):
+def row_gradients(
+    arrays,
+    row,
+    tcolumns,
+    inv_n,
+    offset,
+    HOW,
+    PIECES,
+    LATENCY,
+    PACKED=False,
+    residual=NO_RESIDUAL,
+    HAS_DB=False,
+    team=(),
+):
     """Writes dx of one row, by gathers, and returns its terms of dw, which the compiler leaves out where nobody uses
-    them.
+    them, and behind them, if HAS_DB, those of db.
 
     In a loop the compiler hoists the load of weight. PACKED keeps x and dy in their own 16 bits while the products are
-    summed. team, of a block that holds a part of the row (backward_team.py): the board, which part, MEMBERS and SLOTS.
+    summed. residual: d_residual_out and d_residual (residual.py). team, of a block that holds a part of the row
+    (backward_team.py): the board, which part, MEMBERS and SLOTS.
     """
     dx, dy, x, weight, rstd = arrays
     EVEN, HAS_WEIGHT, ROUND_XHAT = HOW
+    d_residual_out, d_residual = residual
     tstored_x = load_row(x, row, tcolumns, EVEN, LATENCY)
     tstored_dy = load_row(dy, row, tcolumns, EVEN, LATENCY)
+    tadded = load_d_residual_out(d_residual_out, row, tcolumns, EVEN, LATENCY)
     trstd = ct.load(rstd, row, shape=())
     tscale = ()
     if HAS_WEIGHT:
@@ -103,18 +127,42 @@ def row_gradients(arrays, row, tcolumns, inv_n, offset, HOW, PIECES, LATENCY, PA
         tx, tdy = packed_row_as_float32(tstored_x), packed_row_as_float32(tstored_dy)
         th, tg = h_and_g(tdy, trstd, tscale)
 
-    tdx = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tcolumns))))
+    td = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tcolumns))))
+    td = with_d_residual_out(td, tadded)
+    tdx = store_d_residual(d_residual, row, tcolumns, td, EVEN)
     store_row(dx, row, tcolumns, tdx, EVEN)
-    return row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
+    tterms = row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
+    if HAS_DB:
+        tterms = tterms + tdy
+    return tterms
+
+
+def zeros_of_partials(tcolumns, HAS_DB):
+    """Sums of dw before the first row, and behind them, if there is db, those of db."""
+    tsums = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
+    if HAS_DB:
+        tsums = tsums + tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
+    return tsums
+
+
+def store_partials(dw_partial, db_partial, p, tcolumns, tsums, EVEN, HAS_DW):
+    """Writes such sums as row p of dw_partial and of db_partial, of those that there are."""
+    if HAS_DW:
+        store_row(dw_partial, p, tcolumns, tsums, EVEN)
+    if len(db_partial) > 0:
+        store_row(db_partial[0], p, tcolumns, tsums[len(tcolumns) :], EVEN)
 
 
 def backward_rows(
-    dx,  # (M, N), x's dtype: written
+    dx,  # (M, N): written
     dw_partial,  # (P, N), float32: written. Where P is 1 launch.py passes dw itself, of weight's dtype
-    dy,  # (M, N), any row stride
-    x,  # (M, N), any row stride
+    dy,  # (M, N), any row stride, or (B, T, H, N), any strides
+    x,  # as dy
     weight,  # (N,)
     rstd,  # (M,), float32
+    d_residual_out,  # () or (as dy,)
+    d_residual,  # () or ((M, N) written, alpha)
+    db_partial,  # () or (as dw_partial,)
     inv_n,
     offset,
     WIDTH: ConstInt,
@@ -136,6 +184,8 @@ def backward_rows(
     rows: 16x4096 in 1.93 us instead of 2.24 (H100, bfloat16, cuda-tile 1.7.0, tileiras 13.4.92).
     """
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
+    residual = tuple(residual_with_divisor(r, DIVISOR) for r in ct.static_iter((d_residual_out, d_residual)))
+    db_partial = with_divisor(db_partial, DIVISOR)
     arrays = (dx, dy, x, weight, rstd)
     HOW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
     tcolumns = column_tiles(WIDTH, PIECES, REST)
@@ -143,17 +193,20 @@ def backward_rows(
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
 
-    if SHORT and x.shape[0] <= ct.num_blocks(0):
-        tdw = row_gradients(arrays, ct.bid(0), tcolumns, inv_n, offset, HOW, PIECES, 1, PACKED)
-        if HAS_DW:
-            store_row(dw_partial, ct.bid(0), tcolumns, tdw, EVEN)
+    HAS_DB = len(db_partial) > 0
+    if SHORT and rows_of(x) <= ct.num_blocks(0):
+        tsums = row_gradients(
+            arrays, ct.bid(0), tcolumns, inv_n, offset, HOW, PIECES, 1, PACKED, residual, HAS_DB
+        )
+        store_partials(dw_partial, db_partial, ct.bid(0), tcolumns, tsums, EVEN, HAS_DW)
     else:
-        tdw = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
-        for row in range(ct.bid(0), x.shape[0], ct.num_blocks(0)):
-            tterms = row_gradients(arrays, row, tcolumns, inv_n, offset, HOW, PIECES, LATENCY, PACKED)
-            tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(len(tcolumns))))
-        if HAS_DW:
-            store_row(dw_partial, ct.bid(0), tcolumns, tdw, EVEN)
+        tsums = zeros_of_partials(tcolumns, HAS_DB)
+        for row in range(ct.bid(0), rows_of(x), ct.num_blocks(0)):
+            tterms = row_gradients(
+                arrays, row, tcolumns, inv_n, offset, HOW, PIECES, LATENCY, PACKED, residual, HAS_DB
+            )
+            tsums = tuple(tsums[k] + tterms[k] for k in ct.static_iter(range(len(tsums))))
+        store_partials(dw_partial, db_partial, ct.bid(0), tcolumns, tsums, EVEN, HAS_DW)
 
 
 def backward_tiles(

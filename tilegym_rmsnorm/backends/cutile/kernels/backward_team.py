@@ -79,7 +79,7 @@ def add_part(arrays, row, tdw, tcolumns, tahead, inv_n, offset, HOW, LATENCY, PA
     """The same, and returns tdw with those terms added."""
     if PACKED:
         tadded = add_row_by_tma(
-            arrays[:4], row, tdw, tahead[0], tcolumns, inv_n, offset, HOW, LATENCY, PACKED, team
+            arrays[:4], row, tdw, tahead[0], tcolumns, inv_n, offset, HOW, LATENCY, PACKED, team=team
         )
     else:
         tplaces = tcolumns

@@ -29,6 +29,7 @@ reduction, where its latency shows once more.
 import cuda.tile as ct
 
 from .pdl import wait_for_launch_before
+from .residual import residual_with_divisor, row_with_residual
 from .team import sum_of_team
 from .tiles import (
     ConstBool,
@@ -49,7 +50,9 @@ from .tiles import (
 from .weights import gather_scale_tile, joint_load, load_scale, load_scale_tile, load_weight, scale_of
 
 
-def normalize_row(arrays, row, tcolumns, inv_n, eps, offset, PIECES, LATENCY, HOW, team=()):
+def normalize_row(
+    arrays, row, tcolumns, inv_n, eps, offset, PIECES, LATENCY, HOW, residual=(), bias=(), team=()
+):
     """Writes y and rstd of one row. team, of a block that holds a part of the row (forward_team.py): the board, which
     part, MEMBERS and SLOTS."""
     y, rstd, x, weight = arrays
@@ -65,6 +68,7 @@ def normalize_row(arrays, row, tcolumns, inv_n, eps, offset, PIECES, LATENCY, HO
     if SIGNALS:
         ct.grid_dependency_control_launch_dependents()
 
+    tstored = row_with_residual(tstored, residual, row, tcolumns, EVEN, LATENCY)
     tx = row_as_float32(tstored)
     total = sum_of_products(tx, tx, PIECES)
     is_first = True
@@ -78,22 +82,27 @@ def normalize_row(arrays, row, tcolumns, inv_n, eps, offset, PIECES, LATENCY, HO
 
     if PACKED:
         tx = packed_row_as_float32(tstored)
-    ty = tuple(xhat_as_multiplied(t * trstd, x.dtype, ROUND_XHAT) for t in ct.static_iter(tx))
+    ty = tuple(xhat_as_multiplied(t * trstd, tstored[0].dtype, ROUND_XHAT) for t in ct.static_iter(tx))
     if HAS_WEIGHT:
         if IS_JOINT:
             tscale = scale_of(tweight, offset)
         elif not IS_EARLY:
             tscale = load_scale(weight, tcolumns, offset, EVEN)
         ty = tuple(ty[k] * tscale[k] for k in ct.static_iter(range(len(ty))))
+    if len(bias) > 0:
+        tbias = row_as_float32(load_weight(bias[0], tcolumns, EVEN))
+        ty = tuple(ty[k] + tbias[k] for k in ct.static_iter(range(len(ty))))
 
     store_row(y, row, tcolumns, ty, EVEN)
 
 
 def forward_rows(
-    y,  # (M, N), x's dtype: written
+    y,  # (M, N): written
     rstd,  # (M,), float32: written
-    x,  # (M, N), any row stride
+    x,  # (M, N), any row stride, or (B, T, H, N), any strides
     weight,  # (N,)
+    residual,  # () or (as x, (M, N) written, alpha)
+    bias,  # () or ((N,),)
     inv_n,
     eps,
     offset,
@@ -113,6 +122,7 @@ def forward_rows(
     """Grid: (M,). The signal to the next kernel comes first, unless EARLY_WEIGHT needs it behind the loads. PACKED
     keeps x in its own 16 bits while the squares are summed, which makes room for an early weight."""
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
+    residual, bias = residual_with_divisor(residual, DIVISOR), with_divisor(bias, DIVISOR)
     tcolumns = column_tiles(WIDTH, PIECES, REST)
     if DEPENDENT and JOINT_WEIGHT:
         wait_for_launch_before(ct.bid(0))
@@ -122,7 +132,8 @@ def forward_rows(
         ct.grid_dependency_control_launch_dependents()
     ALIGNED, SIGNALS = has_aligned_rows(x, DIVISOR), DEPENDENT and EARLY_WEIGHT
     HOW = (EVEN, ALIGNED, PACKED, HAS_WEIGHT, ROUND_XHAT, EARLY_WEIGHT, JOINT_WEIGHT, SIGNALS)
-    normalize_row((y, rstd, x, weight), ct.bid(0), tcolumns, inv_n, eps, offset, PIECES, LATENCY, HOW)
+    arrays = (y, rstd, x, weight)
+    normalize_row(arrays, ct.bid(0), tcolumns, inv_n, eps, offset, PIECES, LATENCY, HOW, residual, bias)
 
 
 def rows_and_scale(x, weight, i, offset, shape, PIECES, LATENCY, HOW):

@@ -50,4 +50,4 @@ def forward_team(
     ALIGNED = has_aligned_rows(x, DIVISOR)
     HOW = (EVEN, ALIGNED, PACKED, HAS_WEIGHT, ROUND_XHAT, False, JOINT_WEIGHT, False)  # the signal was above
     team = (board, member, MEMBERS, SLOTS)
-    normalize_row(arrays, ticket // MEMBERS, tcolumns, inv_n, eps, offset, PIECES, LATENCY, HOW, team)
+    normalize_row(arrays, ticket // MEMBERS, tcolumns, inv_n, eps, offset, PIECES, LATENCY, HOW, team=team)

@@ -18,6 +18,7 @@ if PACKED.
 import cuda.tile as ct
 
 from .backward import h_and_g
+from .residual import NO_RESIDUAL, residual_with_divisor, with_d_residual_out
 from .team import sum_of_team
 from .tiles import (
     ConstBool,
@@ -39,7 +40,9 @@ from .tiles import (
 from .weights import load_scale
 
 
-def add_row_by_tma(arrays, row, tdw, trstd, tcolumns, inv_n, offset, HOW, LATENCY, PACKED, team=()):
+def add_row_by_tma(
+    arrays, row, tdw, trstd, tcolumns, inv_n, offset, HOW, LATENCY, PACKED, residual=NO_RESIDUAL, team=()
+):
     """Writes dx of one row and returns tdw with the row's share added. rstd of the row is here already.
 
     It is added before the products are summed: after that h would take registers that 16384 columns do not leave, 256
@@ -58,12 +61,16 @@ def add_row_by_tma(arrays, row, tdw, trstd, tcolumns, inv_n, offset, HOW, LATENC
     is 1 % slower with x made again.
     """
     dx, dy, x, weight = arrays
+    d_residual_out, d_residual = residual
     EVEN, HAS_WEIGHT, ROUND_XHAT = HOW
     member = 0
     if len(team) > 0:
         board, member, MEMBERS, SLOTS = team
     tstored_x = load_part_of_row(x, row, member, tcolumns, LATENCY)
     tstored_dy = load_part_of_row(dy, row, member, tcolumns, LATENCY)
+    tadded = ()
+    if len(d_residual_out) > 0:
+        tadded = load_part_of_row(d_residual_out[0], row, member, tcolumns, LATENCY)
     tscale = ()
     if HAS_WEIGHT:
         tweight_columns = tcolumns
@@ -83,18 +90,24 @@ def add_row_by_tma(arrays, row, tdw, trstd, tcolumns, inv_n, offset, HOW, LATENC
         if x.dtype == ct.float16 or HAS_WEIGHT and weight.dtype == ct.float32:
             tx = packed_row_as_float32(tstored_x)
     tfactor = factor_of_x(total * inv_n, trstd)
-    tdx = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tcolumns))))
-    store_part_of_row(dx, row, member, tdx)
+    td = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tcolumns))))
+    td = with_d_residual_out(td, tadded)
+    if len(d_residual) > 0:
+        store_part_of_row(d_residual[0], row, member, td)
+        td = tuple(t * d_residual[1] for t in ct.static_iter(td))
+    store_part_of_row(dx, row, member, td)
     return tdw
 
 
 def backward_pipelined(
-    dx,  # (M, N), x's dtype: written
+    dx,  # (M, N): written
     dw_partial,  # (P, N), float32, or dw of weight's dtype where P is 1: written
     dy,  # (M, N), any row stride
     x,  # (M, N), any row stride
     weight,  # (N,)
     rstd,  # (M,), float32
+    d_residual_out,  # () or (as dy,)
+    d_residual,  # () or ((M, N) written, alpha)
     inv_n,
     offset,
     WIDTH: ConstInt,
@@ -113,6 +126,7 @@ def backward_pipelined(
     if DEPENDENT:
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
+    residual = tuple(residual_with_divisor(r, DIVISOR) for r in ct.static_iter((d_residual_out, d_residual)))
     arrays = (dx, dy, x, weight)
     HOW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
     tcolumns = column_tiles(WIDTH, PIECES, 0)
@@ -120,7 +134,7 @@ def backward_pipelined(
     trstd = rstd_ahead(rstd, ct.bid(0))
     for row in range(ct.bid(0), x.shape[0], ct.num_blocks(0)):
         tnext = rstd_ahead(rstd, row + ct.num_blocks(0))
-        tdw = add_row_by_tma(arrays, row, tdw, trstd, tcolumns, inv_n, offset, HOW, LATENCY, PACKED)
+        tdw = add_row_by_tma(arrays, row, tdw, trstd, tcolumns, inv_n, offset, HOW, LATENCY, PACKED, residual)
         trstd = tnext
     if HAS_DW:
         store_row(dw_partial, ct.bid(0), tcolumns, tdw, EVEN)

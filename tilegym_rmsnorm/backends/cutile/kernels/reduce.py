@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The second kernel of a backward: dw as the sum of the partial rows that the first kernel leaves (backward.py)."""
+"""The second kernel of a backward: dw, and db, from the partial rows that the first kernel leaves (backward.py)."""
 
 import cuda.tile as ct
 
@@ -8,24 +8,32 @@ from .pdl import wait_for_launch_before
 from .tiles import ConstBool, ConstInt, load_tile, with_divisor
 
 
+def store_sum(arrays, j, ROWS, WIDTH, DIVISOR):
+    """Writes the sum of the rows of (P, N) partial, in tile j of columns, as tile j of total."""
+    total, partial = arrays
+    tsum = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
+    for i in range(ct.cdiv(partial.shape[0], ROWS)):
+        tsum = tsum + load_tile(partial, (i, j), (ROWS, WIDTH), 4, False, DIVISOR)
+    ct.store(total, (j,), ct.astype(ct.sum(tsum, axis=0), total.dtype), allow_tma=False)
+
+
 def sum_partials(
-    dw,  # (N,), weight's dtype: written
+    dw,  # (N,), written
     dw_partial,  # (P, N), float32
+    db,  # () or ((N,) written, (P, N) float32): db and db_partial
     ROWS: ConstInt,
     WIDTH: ConstInt,
     DIVISOR: ConstInt,
     DEPENDENT: ConstBool,
 ):
-    """Grid: (cdiv(N, WIDTH),). Lane (r, j) adds rows r, r + ROWS, r + 2 ROWS, ... in that order, then the ROWS lanes
-    are added."""
+    """Grid: (cdiv(N, WIDTH), 2 if there is db else 1). Lane (r, j) adds rows r, r + ROWS, r + 2 ROWS, ... in that
+    order, then the ROWS lanes are added."""
     dw, dw_partial = with_divisor((dw, dw_partial), DIVISOR)
     j = ct.bid(0)
-    tdw = ct.zeros((ROWS, WIDTH), dtype=ct.float32)
     if DEPENDENT:
         wait_for_launch_before(j)
         ct.grid_dependency_control_launch_dependents()
-
-    for i in range(ct.cdiv(dw_partial.shape[0], ROWS)):
-        tdw = tdw + load_tile(dw_partial, (i, j), (ROWS, WIDTH), 4, False, DIVISOR)
-
-    ct.store(dw, (j,), ct.astype(ct.sum(tdw, axis=0), dw.dtype), allow_tma=False)
+    if len(db) > 0 and ct.bid(1) > 0:
+        store_sum(with_divisor(db, DIVISOR), j, ROWS, WIDTH, DIVISOR)
+    else:
+        store_sum((dw, dw_partial), j, ROWS, WIDTH, DIVISOR)

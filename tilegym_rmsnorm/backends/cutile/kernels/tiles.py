@@ -97,12 +97,31 @@ def not_hoisted(tcolumns, row):
     return tuple(t + zero for t in ct.static_iter(tcolumns))
 
 
+def rows_of(array):
+    """How many rows an array has: (M, N), or (B, T, H, N)."""
+    if array.ndim == 2:
+        return array.shape[0]
+    return array.shape[0] * array.shape[1] * array.shape[2]
+
+
+def place_of(array, row):
+    """Where row `row` of an array is, but for the column. Rows of (B, T, H, N) are counted over all of B, T and H."""
+    if array.ndim == 2:
+        return (row,)
+    return (
+        row // array.shape[2] // array.shape[1],
+        row // array.shape[2] % array.shape[1],
+        row % array.shape[2],
+    )
+
+
 def load_row(array, row, tcolumns, EVEN, LATENCY):
-    """Row `row` of a 2-D array, as tiles of its dtype."""
+    """Row `row` of an array, as tiles of its dtype."""
+    place = place_of(array, row)
     return tuple(
         ct.gather(
             array,
-            (row, tcolumns[k]),
+            place + (tcolumns[k],),
             check_bounds=not EVEN and k == len(tcolumns) - 1,
             padding_value=0,
             latency=LATENCY,
@@ -151,11 +170,12 @@ def packed_row_as_float32(tiles):
 
 
 def store_row(array, row, tcolumns, tiles, EVEN):
-    """Writes float32 tiles as row `row` of a 2-D array, rounded to its dtype."""
+    """Writes float32 tiles as row `row` of an array, rounded to its dtype."""
+    place = place_of(array, row)
     for k in ct.static_iter(range(len(tcolumns))):
         ct.scatter(
             array,
-            (row, tcolumns[k]),
+            place + (tcolumns[k],),
             ct.astype(tiles[k], array.dtype),
             check_bounds=not EVEN and k == len(tcolumns) - 1,
         )

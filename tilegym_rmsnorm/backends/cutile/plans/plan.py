@@ -12,7 +12,7 @@ from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Team
 from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
 from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
-from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardStrips
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardStrips, SumPartials
 
 
 class Sizes(NamedTuple):
@@ -47,6 +47,7 @@ class Plan:
         return step.constants(problem.n) | {
             "HAS_WEIGHT": problem.weight is not None,
             "HAS_DW": problem.op == "backward",
+            "PER_HEAD": problem.form.per_head,
             "ROUND_XHAT": problem.casting == "llama",
             # Programmatic dependent launch came with Hopper: the next kernel's blocks start while the last of this run.
             "DEPENDENT": problem.device.architecture >= 90,
@@ -63,20 +64,39 @@ class Plan:
     def has_own_partials(self) -> bool:
         return self.problem.partials == "own" and self.problem.op == "backward"
 
-    def sizes(self, m: int) -> Sizes:
+    @property
+    def columns_of_dw(self) -> int:
+        return self.problem.n * (self.problem.form.heads if self.problem.form.per_head else 1)
+
+    def sizes(self, m: int, lead: tuple[int, int, int] | None = None) -> Sizes:
+        """lead: B, T and H, where the arrays of rows are (B, T, H, N). With per-head weights every tile of heads has
+        P blocks of its own, which write their heads of the P rows."""
         n, sm_count, first = self.problem.n, self.problem.device.sm_count, self.first
-        p = m if self.has_own_partials else first.partial_rows(m, n, sm_count)
+        m = m if lead is None else first.tiled_rows(lead)
+        shares = first.tiles_of_heads(self.problem.form.heads) if self.problem.form.per_head else 1
+        if self.has_own_partials:
+            p = m
+        else:
+            p = first.partial_rows(m // shares, n, max(1, sm_count // shares))
         temporaries: dict[str, tuple[tuple[int, ...], str]] = {}
         grids: list[tuple[int, ...] | None] = []
         for step in self.steps:
             temporaries |= step.temporaries(m)
-            grids.append(step.grid(m, n, p, sm_count))
+            grids.append(self._grid(step, m, p, shares))
         if self.problem.op == "backward" and p == 1:
             grids[-1] = None  # the one partial row is dw
         elif self.problem.op == "backward":
-            temporaries["dw_partial"] = (p, n), "float32"
+            temporaries["dw_partial"] = (p, self.columns_of_dw), "float32"
         tiles_in_slab = first.slab_tiles(m, sm_count) if isinstance(first, Split) else 0
         return Sizes(tuple(grids), p, tiles_in_slab, temporaries)
+
+    def _grid(self, step: Variant, m: int, p: int, shares: int) -> tuple[int, ...]:
+        problem = self.problem
+        if isinstance(step, SumPartials):
+            grid = step.grid(m, self.columns_of_dw, p, problem.device.sm_count)
+            return (*grid, 2) if problem.form.bias else grid
+        grid = step.grid(m, problem.n, p, problem.device.sm_count)
+        return (grid[0] * shares, *grid[1:]) if step.walks else grid
 
 
 def plan_of(problem: Problem, first: Variant, source: str = "", spills: str = "") -> Plan:

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""A problem: the numbers and names that decide which kernels serve a call. A residual, a bias or other layouts of x
-will be fields of it."""
+"""A problem: the numbers and names that decide which kernels serve a call."""
 
 from __future__ import annotations
 
@@ -40,6 +39,26 @@ class Policy(NamedTuple):
     teams: bool = True
 
 
+class Form(NamedTuple):
+    """What a call has beyond rows of one dtype and a weight of N elements."""
+
+    residual: bool = False  # the forward adds one; the backward adds d_residual_out, or writes d_residual
+    bias: bool = False  # added by the forward; the backward sums db
+    heads: int = (
+        0  # H, where the arrays of rows are (B, T, H, N), each with its own strides; 0: they are (M, N)
+    )
+    per_head: bool = False  # weight and bias are (H, N)
+    narrowest: int = (
+        0  # bytes of an element of the narrowest array of rows, where they differ; 0: they do not
+    )
+    is_scattered: bool = (
+        False  # rows of (B, T, H, N) begin elsewhere than packed ones, where TMA cannot load them
+    )
+
+
+PLAIN = Form()
+
+
 class Bucket(NamedTuple):
     """The problems that share a record of one N."""
 
@@ -58,7 +77,7 @@ class Bucket(NamedTuple):
 class Problem(NamedTuple):
     op: str  # of OPS
     n: int  # elements of a row
-    dtype: str  # of x, dy, y and dx: of ITEMSIZE
+    dtype: str  # of ITEMSIZE: of x, dy, y, dx; where they differ (form.narrowest) the widest of them
     weight: str | None  # its dtype, None without one
     size: str  # of sizes.SIZES, which stands for M, the number of rows
     device: Device
@@ -67,6 +86,7 @@ class Problem(NamedTuple):
     # "shared": a row of dw_partial for each block or slab; "own": for each row of x, 14 bytes of traffic a bf16 element
     # instead of 6, by the kernels that are easiest to understand (bench/run.sh --p-rows)
     partials: str = "shared"
+    form: Form = PLAIN
 
     @property
     def itemsize(self) -> int:
@@ -84,7 +104,8 @@ class Problem(NamedTuple):
         Where N is no multiple of 16, bounds checks take registers, and rows of more than 12288 elements left none:
         those count as not aligned. (Not tried since kernels know what divides N.)
         """
-        return self.n * self.itemsize % 16 == 0 and (self.n % 16 == 0 or self.n <= 12288)
+        itemsize = self.form.narrowest or self.itemsize
+        return self.n * itemsize % 16 == 0 and (self.n % 16 == 0 or self.n <= 12288)
 
     @property
     def most_members(self) -> int:

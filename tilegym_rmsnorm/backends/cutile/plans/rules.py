@@ -8,6 +8,8 @@ in flight do. The tests compile a sample for each architecture; but for sm_90 th
 
 from __future__ import annotations
 
+import dataclasses
+
 from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Team, Walks, two_tiles
 from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
 from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID_Y
@@ -29,10 +31,55 @@ ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)
 WIDEST_FORWARD_ROW = 32768  # elements that one block of 8 warps holds in registers, float32: 128 each thread
 WIDEST_BACKWARD_ROW = 16384  # elements of x and dy: 128 registers, float32, in each thread of 8 warps
 STRIP = 2048  # columns
+# What takes a residual, a bias or heads holds a row in one block.
+WIDEST_FUSED_ROW = WIDEST_BACKWARD_ROW
+WIDEST_UNALIGNED_ROW = 8192  # of rows that are not aligned: they need registers for addresses
+WIDEST_BIAS_ROW = 8192  # of a backward that sums db beside dw: twice the float32 registers
+WIDEST_TILE_OF_HEADS = 1024
+WIDEST_PER_HEAD_ROW = 2048
+
+
+def is_fused(problem: Problem) -> bool:
+    """Whether kernels take the form of a problem; else PyTorch's operations do their part around a plain call."""
+    form = problem.form
+    if form.per_head and problem.n > WIDEST_PER_HEAD_ROW:
+        return False
+    if problem.op == "backward" and form.bias and problem.n > WIDEST_BIAS_ROW:
+        return False
+    if not (form.residual or form.bias or form.heads):
+        return True
+    if problem.op == "forward":
+        return problem.n <= (WIDEST_FUSED_ROW if problem.is_aligned else WIDEST_UNALIGNED_ROW)
+    return problem.n <= _widest_backward_row(problem)
 
 
 def reasoned(problem: Problem) -> Variant:
     """The first kernel of any problem. Raises ValueError where nothing serves such rows."""
+    first = _tiles_of_heads(problem) if problem.form.heads else _plain(problem)
+    if first.uses_tma and not first.serves_form(problem):
+        first = dataclasses.replace(first, tma=False)
+    return first
+
+
+def _tiles_of_heads(problem: Problem) -> Variant:
+    """Rows of (B, T, H, N), each array with its own strides: tiles of some heads of some rows of T, of 2048 elements in
+    a forward and 8 KB in a backward; from 1024 columns on a row a block."""
+    n, form, architecture = problem.n, problem.form, problem.device.architecture
+    if n > WIDEST_TILE_OF_HEADS and not form.per_head:
+        return _plain(problem)
+    width, has_tma = power_of_two(n), architecture >= 90
+    elements = 2048 if problem.op == "forward" else 8192 // problem.itemsize
+    rows = max(1, elements // width)
+    heads = min(
+        rows, power_of_two(form.heads), max(1, form.heads & -form.heads)
+    )  # the largest that divides H
+    settings = {"width": width, "warps": 4, "rows": rows // heads, "heads": heads}
+    if problem.op == "forward":
+        return ForwardTiles(occupancy=4, latency=4, tma=has_tma, **settings)
+    return BackwardTiles(occupancy=2, latency=2, tma=has_tma, **settings)
+
+
+def _plain(problem: Problem) -> Variant:
     if problem.op == "forward":
         return _forward(problem.n, problem.device.architecture)
     if problem.n > _widest_backward_row(problem):
@@ -69,7 +116,7 @@ def _widest_backward_row(problem: Problem) -> int:
     are not aligned need registers for addresses.
     """
     if not problem.is_aligned:
-        return 8192
+        return WIDEST_UNALIGNED_ROW
     return WIDEST_BACKWARD_ROW if problem.itemsize == 2 or problem.device.architecture == 90 else 12288
 
 

@@ -11,11 +11,12 @@ weight take entries and rules of such a weight, and only then what serves beside
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from tilegym_rmsnorm.backends.cutile.plans import rules
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of
-from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, ITEMSIZE, SAME, Bucket, Problem
+from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, ITEMSIZE, PLAIN, SAME, Bucket, Problem
 from tilegym_rmsnorm.backends.cutile.plans.records import Record, Records
 from tilegym_rmsnorm.backends.cutile.plans.sizes import NO_END
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
@@ -51,16 +52,32 @@ def select(problem: Problem, tables: Tables) -> Plan:
 
 
 def choose(problem: Problem, tables: Tables) -> Choice:
-    """The variant of the first kernel, and why."""
+    """The variant of the first kernel, and why.
+
+    Records are of plain calls. One with a residual, a bias or several dtypes takes the first whose kernel can have
+    them, of its size class or of large calls, whose kernels are the plainest; heads have what can be reasoned.
+    """
+    sizes = (problem.size,) if problem.form == PLAIN else (problem.size, "large")
+    for size in dict.fromkeys(() if problem.form.heads else sizes):
+        for choice in _recorded(problem._replace(size=size), tables):
+            if choice.first.serves_form(problem):
+                return choice
+    first = rules.reasoned(problem)
+    if not first.serves_form(problem):
+        raise ValueError(f"expected a form that kernels take (rules.is_fused), got {problem.form}")
+    return Choice(first, "reasoned (plans/rules.py)")
+
+
+def _recorded(problem: Problem, tables: Tables) -> Iterator[Choice]:
+    """What the records say, in order."""
     bucket = problem.bucket._replace(weight=SAME)
     for weight in (FLOAT32, SAME) if problem.is_beside_float32 else (SAME,):
         beside = bucket._replace(weight=weight)
         if found := _entry(beside, tables, problem):
-            return found
+            yield found
         for each in tables.rules:
             if rule := each.find(beside, problem.most_members, problem.is_aligned):
-                return Choice(rule[1], f"the rule for {_columns(rule[0])}", rule[0].spills)
-    return Choice(rules.reasoned(problem), "reasoned (plans/rules.py)")
+                yield Choice(rule[1], f"the rule for {_columns(rule[0])}", rule[0].spills)
 
 
 def _entry(bucket: Bucket, tables: Tables, problem: Problem) -> Choice | None:

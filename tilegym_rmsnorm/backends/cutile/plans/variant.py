@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tilegym_rmsnorm.backends.cutile.plans.sizes import (
     FEW_TILES,
@@ -20,6 +20,9 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import (
     MOST_ROWS,
     shortest_walks,
 )
+
+if TYPE_CHECKING:
+    from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
 
 LARGEST_TILE = 2**16  # elements: the registers of an SM, each 4 bytes
 SMALLEST_GRID_PERCENT = 50  # `tune` tries 68 and more
@@ -53,13 +56,15 @@ class Variant:
     # more for dw, nor of teams by TMA, some of which take more than 200 bytes of stack without dw (their entries of dx
     # may be such)
     serves_dx_alone: ClassVar[bool] = False
+    # what of a Form its kernel takes: "residual", "bias", "heads", "per_head"
+    takes: ClassVar[frozenset[str]] = frozenset()
 
     width: int
     warps: int
     occupancy: int
 
     # So a field of such a name that has no default says field(): else the dataclass would take this for one.
-    rest, pieces, rows, members, strip, latency, grid_percent = 0, 1, 1, 1, 1, 1, 100
+    rest, pieces, rows, heads, members, strip, latency, grid_percent = 0, 1, 1, 0, 1, 1, 1, 100
     tma, packed, weight_load = False, False, "late"
 
     @classmethod
@@ -84,7 +89,28 @@ class Variant:
     @property
     def tile(self) -> int:
         """Elements of the tiles that a block holds together."""
-        return self.lanes // self.members * self.rows
+        return self.lanes // self.members * self.rows_of_tile
+
+    @property
+    def rows_of_tile(self) -> int:
+        """Rows that a block holds at a time: of (B, T, H, N) so many of T, and of each so many heads."""
+        return self.rows * (self.heads or 1)
+
+    def tiles_of_heads(self, heads: int) -> int:
+        return -(-heads // (self.heads or 1))
+
+    def tiled_rows(self, lead: tuple[int, int, int]) -> int:
+        """Rows of the tiles that cover leading dimensions (B, T, H), for a kernel that takes such tiles; else M."""
+        if not self.heads:
+            return math.prod(lead)
+        return lead[0] * -(-lead[1] // self.rows) * self.tiles_of_heads(lead[2]) * self.rows_of_tile
+
+    def serves_form(self, problem: Problem) -> bool:
+        """Whether its kernel takes what the call has. By TMA rows must begin at multiples of 16 bytes in all arrays."""
+        form = problem.form
+        wanted = {name for name in ("residual", "bias", "heads", "per_head") if getattr(form, name)}
+        has_tma = not self.uses_tma or (not form.is_scattered and (problem.is_aligned or not form.narrowest))
+        return wanted <= self.takes and has_tma
 
     @property
     def uses_tma(self) -> bool:
@@ -95,12 +121,13 @@ class Variant:
         """By name what the kernel may take of compile-time arguments: its settings, and what follows from them and N.
         EVEN: the tiles end where the row does. DIVISOR: the largest power of two up to 16 that divides N."""
         own = {each.name.upper(): getattr(self, each.name) for each in dataclasses.fields(self)}
+        own["HEADS"] = self.heads
         return own | {"EVEN": self.lanes == n, "DIVISOR": math.gcd(n, 16)}
 
     @property
     def most_rows(self) -> int:
         """Rows that one launch takes."""
-        return MOST_ROWS if self.walks else min(MOST_ROWS, LARGEST_GRID * self.rows // self.members)
+        return MOST_ROWS if self.walks else min(MOST_ROWS, LARGEST_GRID * self.rows_of_tile // self.members)
 
     def most_partial_rows(self, sm_count: int) -> int:
         """The largest P for any number of rows, or an upper bound."""
@@ -114,7 +141,7 @@ class Variant:
         A few blocks per SM; one where few rows make the partial rows a good part of all traffic. No more than make the
         longest walk as short as it can be.
         """
-        tiles, occupancy = -(-m // self.rows), self.occupancy
+        tiles, occupancy = -(-m // self.rows_of_tile), self.occupancy
         if self.members == 1 and tiles <= FEW_TILES * sm_count:
             occupancy = 1
         blocks = sm_count * occupancy * self.grid_percent // 100 // self.members
@@ -126,7 +153,7 @@ class Variant:
 
     def grid(self, m: int, n: int, p: int, sm_count: int) -> tuple[int, ...]:
         """The blocks of a launch for m rows of n elements that leave p partial rows of dw."""
-        return ((p if self.walks else -(-m // self.rows)) * self.members,)
+        return ((p if self.walks else -(-m // self.rows_of_tile)) * self.members,)
 
     def check(self, n: int, itemsize: int, architecture: int) -> None:
         """Raise ValueError unless the kernel can be compiled with these settings and covers every column of rows of n
@@ -136,7 +163,7 @@ class Variant:
         for each in dataclasses.fields(self):
             value = getattr(self, each.name)
             expect(type(value) is _TYPES[str(each.type)], each.name, each.type, value)
-        extents = (self.width, self.rows, self.strip, self.rest or 1)
+        extents = (self.width, self.rows, self.heads or 1, self.strip, self.rest or 1)
         expect(all(e > 0 and e == power_of_two(e) for e in extents), "extents", "powers of two", extents)
         expect(self.tile <= LARGEST_TILE, "a tile", f"at most {LARGEST_TILE} elements", self.tile)
         # cuda-tile refuses others up to tileiras 13.4

@@ -41,6 +41,7 @@ class LoadsWeight(Registers):
 class ForwardRows(LoadsWeight):
     kernel = "forward_rows"
     serves = ("forward",)
+    takes = frozenset({"residual", "bias", "heads"})
 
     rest: int = 0
     packed: bool = False
@@ -48,12 +49,16 @@ class ForwardRows(LoadsWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTiles(LoadsWeight):
-    """`rows` rows a block. Several pieces only with a joint weight."""
+    """`rows` rows a block. heads: of (B, T, H, N) so many rows of T, each of so many heads. Several pieces only with a
+    joint weight."""
 
     kernel = "forward_tiles"
     serves = ("forward",)
+    takes = frozenset({"residual", "bias", "heads", "per_head"})
 
     rows: int = 1
+    heads: int = 0
+    tma: bool = False
 
     def check(self, n: int, itemsize: int, architecture: int) -> None:
         super().check(n, itemsize, architecture)
@@ -87,6 +92,7 @@ class BackwardRows(Walks):
 
     kernel = "backward_rows"
     serves = ("backward", "dx")
+    takes = frozenset({"residual", "bias", "heads"})
 
     rest: int = 0
     packed: bool = False
@@ -95,12 +101,14 @@ class BackwardRows(Walks):
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardTiles(Walks):
-    """`rows` rows a step."""
+    """`rows` rows a step. heads: of (B, T, H, N) so many rows of T, each of so many heads."""
 
     kernel = "backward_tiles"
     serves = ("backward", "dx")
+    takes = frozenset({"residual", "bias", "heads", "per_head"})
 
     rows: int = 1
+    heads: int = 0
     tma: bool = False
 
 
@@ -110,6 +118,7 @@ class BackwardPipelined(Walks):
 
     kernel = "backward_pipelined"
     serves = ("backward", "dx")
+    takes = frozenset({"residual"})
     tma = True
 
     packed: bool = False
@@ -245,7 +254,7 @@ class BackwardMeans(Chunks):
 
 @dataclass(frozen=True, kw_only=True)
 class SumPartials(Variant):
-    """The sum of dw_partial, in tiles of `rows` rows and `width` columns."""
+    """The sum of dw_partial, and of db_partial, in tiles of `rows` rows and `width` columns."""
 
     kernel = "sum_partials"
     goes_through_columns = True

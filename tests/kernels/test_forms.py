@@ -1,0 +1,115 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""Calls with a residual, a bias, heads and several dtypes, by what the cutile backend chooses for them, in the
+interpreter: each result against float64, inputs untouched, equal bits twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import variants
+from helpers import BF16, FP16, FP32
+from variants import Variant
+
+pytest.importorskip("cuda.tile")
+from tilegym_rmsnorm.backends import composed  # noqa: E402
+from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BIAS_ROW, WIDEST_FUSED_ROW  # noqa: E402
+
+RESIDUAL = {"residual_dtype": BF16, "dtype": BF16, "weight_dtype": BF16}
+STREAM = {"residual_dtype": FP32, "dtype": BF16, "weight_dtype": BF16, "alpha": 0.5}
+ROWS = [
+    Variant(**RESIDUAL),
+    Variant(**RESIDUAL, bias_dtype=FP32, offset=1.0, casting="llama"),
+    Variant(**STREAM, bias_dtype=BF16),
+    Variant(**STREAM, residual_out_dtype=BF16, out_dtype=FP32),
+    Variant(BF16, weight_dtype=BF16, bias_dtype=BF16),
+    Variant(FP32, weight_dtype=FP32, residual_dtype=FP32, bias_dtype=FP32, alpha=2.0, weight="vector"),
+    Variant(FP16, weight_dtype=BF16, residual_dtype=BF16, residual_out_dtype=FP16, casting="llama"),
+    Variant(FP32, weight_dtype=FP16, residual_dtype=FP16, residual_out_dtype=FP16, alpha=-0.25),
+    Variant(BF16, weight_dtype=FP16, out_dtype=FP32),
+    Variant(BF16, weight="none", bias_dtype=FP32, residual_dtype=BF16),
+]
+HEADS = [
+    Variant(BF16, weight_dtype=BF16),
+    Variant(BF16, weight_dtype=FP32, bias_dtype=FP32, offset=1.0),
+    Variant(BF16, weight_dtype=BF16, weight="heads", casting="llama"),
+    Variant(FP16, weight_dtype=FP32, weight="heads", bias_dtype=FP16, residual_dtype=FP32, alpha=0.5),
+    Variant(FP32, weight="none", residual_dtype=FP32),
+    Variant(BF16, weight_dtype=BF16, residual_dtype=BF16, out_dtype=FP32),
+]
+
+
+def _run(variant, inputs, dw_alone=None):
+    spec, wanted = variants.spec_of(variant), variants.wanted_of(variant)
+    y, rstd, residual_out = launch.rms_norm_forward(spec, inputs[:4])
+    normalized = inputs.x if residual_out is None else residual_out
+    tensors = (normalized, inputs.dy, inputs.weight, rstd, inputs.d_residual_out)
+    dx, d_residual, dw, db = launch.rms_norm_backward(spec, tensors, wanted)
+    results = {"y": y, "rstd": rstd, "dx": dx, "d_residual": d_residual, "dw": dw, "db": db}
+    return residual_out, {name: each for name, each in results.items() if each is not None}
+
+
+def _check(variant, seed=0, dy_dtype=None):
+    inputs = variants.make(variant, seed=seed, dy_dtype=dy_dtype)
+    before = [None if each is None else each.clone() for each in inputs]
+    residual_out, results = _run(variant, inputs)
+    if variant.has_residual:
+        variants.check_residual_out(variant, inputs, residual_out)
+    variants.check(variant, inputs, residual_out, **results)
+    assert all(each.is_contiguous() for each in results.values())
+    for each, kept in zip(inputs, before, strict=True):
+        assert each is None or torch.equal(each, kept)
+    again = _run(variant, inputs)[1]
+    assert all(torch.equal(each, again[name]) for name, each in results.items())
+
+
+@pytest.fixture
+def no_composing(monkeypatch):
+    """The kernels do all of it."""
+
+    def fail(*_):
+        raise AssertionError("composed of PyTorch's operations")
+
+    monkeypatch.setattr(composed, "forward", fail)
+    monkeypatch.setattr(composed, "backward", fail)
+
+
+@pytest.mark.usefixtures("no_composing")
+@pytest.mark.parametrize("layout", ["contiguous", "gaps", "offset"])
+@pytest.mark.parametrize("size", [(7, 64), (5, 100), (1, 1000), (4, 2048), (5, 2560), (3, 4096), (2, 3001)])
+@pytest.mark.parametrize("variant", ROWS, ids=str)
+def test_rows(variant, size, layout):
+    _check(variant._replace(size=size, layout=layout))
+
+
+@pytest.mark.usefixtures("no_composing")
+@pytest.mark.parametrize("layout", ["heads", "mixed", "slices", "transposed", "offset", "gaps"])
+@pytest.mark.parametrize(
+    "size", [(2, 5, 3, 64), (1, 9, 4, 80), (3, 1, 1, 128), (2, 3, 5, 33), (1, 2, 8, 256)]
+)
+@pytest.mark.parametrize("variant", HEADS, ids=str)
+def test_heads(variant, size, layout):
+    _check(variant._replace(size=size, layout=layout))
+
+
+@pytest.mark.usefixtures("no_composing")
+@pytest.mark.parametrize("layout", ["heads", "mixed"])
+@pytest.mark.parametrize("variant", [each for each in HEADS if each.weight != "heads"], ids=str)
+def test_wide_rows_in_place(variant, layout):
+    """Of a batch that comes second, as in (S, B, N)."""
+    _check(variant._replace(size=(2, 3, 2, 2052), layout=layout))
+
+
+@pytest.mark.usefixtures("no_composing")
+@pytest.mark.parametrize("dy_dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("n", [12, 64, 1000, 2560])
+def test_dy_of_any_dtype(dtype, dy_dtype, n):
+    _check(Variant(dtype, (5, n), weight_dtype=FP16), dy_dtype=dy_dtype)
+
+
+@pytest.mark.parametrize("n", [WIDEST_BIAS_ROW + 8, WIDEST_FUSED_ROW + 8])
+@pytest.mark.parametrize("variant", ROWS[:3], ids=str)
+def test_wider_rows_have_the_same_values(variant, n):
+    _check(variant._replace(size=(2, n)))

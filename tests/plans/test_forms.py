@@ -1,0 +1,137 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""What is selected for calls with a residual, a bias, heads or several dtypes (plans/problem.py: Form)."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+import planning
+import pytest
+
+from tilegym_rmsnorm.backends.cutile.plans import rules
+from tilegym_rmsnorm.backends.cutile.plans.problem import Form
+from tilegym_rmsnorm.backends.cutile.plans.select import select
+from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
+
+pytest.importorskip("cuda.tile")
+from tilegym_rmsnorm.backends.cutile.kernels import KERNELS  # noqa: E402
+
+WIDTHS = (
+    1,
+    7,
+    64,
+    80,
+    96,
+    128,
+    192,
+    256,
+    1000,
+    1024,
+    2048,
+    2560,
+    4095,
+    4096,
+    5120,
+    8192,
+    8200,
+    12288,
+    14336,
+    16384,
+)
+WIDER = (16385, 20000, 32768, 65536)
+FORMS = [
+    Form(residual=True),
+    Form(bias=True),
+    Form(True, True),
+    Form(heads=28),
+    Form(True, True, heads=32),
+    Form(heads=8, per_head=True),
+    Form(True, True, 5, True),
+    Form(narrowest=2),
+    Form(True, narrowest=2),
+    Form(heads=32, is_scattered=True),
+    Form(heads=40, narrowest=2, is_scattered=True),
+]
+# The parameter of a first kernel that takes what the form names.
+PARAMETERS = {
+    "forward": {"residual": "residual", "bias": "bias"},
+    "backward": {"residual": "d_residual_out", "bias": "db_partial"},
+    "dx": {"residual": "d_residual_out"},
+}
+
+
+def _problems(op, n):
+    targets = {90: planning.H100, 80: None, 100: None}
+    cases = itertools.product(FORMS, ("bfloat16", "float32"), ("few", "small", "large"), targets)
+    for form, dtype, size, architecture in cases:
+        if (form.narrowest and dtype != "float32") or (op == "dx" and form.bias):
+            continue
+        facts = planning.device(architecture, target=targets[architecture])
+        yield planning.problem(op, n, dtype, size, facts=facts, form=form)
+
+
+@pytest.mark.parametrize("op", ["forward", "backward", "dx"])
+@pytest.mark.parametrize("n", WIDTHS + WIDER)
+def test_a_form_gets_a_kernel_that_takes_it(op, n):
+    """Or none at all: a kernel that left a residual out would give wrong values in silence."""
+    for problem in _problems(op, n):
+        if not rules.is_fused(problem):
+            continue
+        tables = tables_of(problem.device.architecture, problem.device.target, None)
+        plan = select(problem, tables)
+        plan.first.check(n, problem.itemsize, problem.device.architecture)
+        taken = inspect.signature(KERNELS[plan.first.kernel]).parameters
+        wanted = {name for field, name in PARAMETERS[op].items() if getattr(problem.form, field)}
+        assert wanted <= set(taken), (problem, plan)
+        if problem.form.per_head:
+            assert "PER_HEAD" in taken
+        if problem.form.heads:
+            assert plan.first.kernel in ("forward_rows", "forward_tiles", "backward_rows", "backward_tiles")
+        if problem.form.is_scattered or (problem.form.narrowest and not problem.is_aligned):
+            assert not plan.first.uses_tma
+
+
+@pytest.mark.parametrize("n", [64, 128, 4096, 8192, 12288])
+def test_what_a_block_needs_is_fused(n):
+    for op in ("forward", "backward", "dx"):
+        assert rules.is_fused(planning.problem(op, n, form=Form(residual=True)))
+    assert rules.is_fused(planning.problem("forward", n, form=Form(bias=True)))
+    assert rules.is_fused(planning.problem("backward", n, form=Form(bias=True))) == (
+        n <= rules.WIDEST_BIAS_ROW
+    )
+
+
+def test_wider_rows_are_composed():
+    for op, n in itertools.product(("forward", "backward", "dx"), WIDER):
+        assert not rules.is_fused(planning.problem(op, n, form=Form(residual=True)))
+
+
+def test_what_has_no_kernel_is_refused():
+    asked = planning.problem("backward", 20000, form=Form(residual=True))
+    with pytest.raises(ValueError, match="expected a form that kernels take"):
+        select(asked, planning.rules_of())
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+@pytest.mark.parametrize("lead", [(1, 1, 1), (4, 4096, 32), (3, 1000, 28), (70000, 2, 5), (2, 7, 40)])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_tiles_of_heads_cover_all_rows(op, lead, per_head):
+    form = Form(heads=lead[2], per_head=per_head)
+    plan = select(planning.problem(op, 128, form=form), planning.rules_of())
+    b, t, h = lead
+    sizes, first = plan.sizes(b * t * h, lead), plan.first
+    tiles = b * -(-t // first.rows) * -(-h // first.heads)
+    if op == "forward":
+        assert sizes.grids[-1] == (tiles,)
+        return
+    shares = -(-h // first.heads) if per_head else 1
+    blocks = sizes.grids[0][0]
+    assert blocks == sizes.partial_rows * shares
+    assert sizes.partial_rows <= max(1, tiles // shares)
+    assert blocks <= max(shares, 132 * first.occupancy)
+    columns = 128 * (h if per_head else 1)
+    if sizes.partial_rows > 1:
+        assert sizes.temporaries["dw_partial"] == ((sizes.partial_rows, columns), "float32")
+        assert sizes.grids[-1] == (-(-columns // plan.steps[-1].width),)

@@ -1,0 +1,72 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""The residual of a pre-norm block, added inside the kernels that hold a row. For row i, in float32:
+
+    residual_out = alpha * x + residual, rounded to its dtype; that value is normalized
+    d = the gradient of what was normalized (backward.py) + d_residual_out
+    dx = alpha * d      d_residual = d, a tensor of its own only where alpha is not 1 or the dtypes differ
+
+Kernels take these arrays in tuples: `residual` is (residual, residual_out, alpha), `d_residual_out` (array,),
+`d_residual` (array, alpha), each of them () where it is absent. A tuple's length is known to the compiler, so that a
+call without a residual compiles to what it was.
+"""
+
+import cuda.tile as ct
+
+from .tiles import as_float32, load_row, row_as_float32, store_row, with_divisor
+
+NO_RESIDUAL = ((), ())  # d_residual_out, d_residual
+
+
+def residual_with_divisor(residual, DIVISOR):
+    """The same, or the same nothing; `with_divisor` says why."""
+    if len(residual) == 3:
+        residual = with_divisor((residual[0], residual[1]), DIVISOR) + (residual[2],)
+    elif len(residual) == 2:
+        residual = with_divisor((residual[0],), DIVISOR) + (residual[1],)
+    elif len(residual) == 1:
+        residual = with_divisor(residual, DIVISOR)
+    return residual
+
+
+def added_residual(tstored_x, tstored_residual, alpha, dtype):
+    """alpha * x + residual of tiles, rounded to residual_out's dtype."""
+    return tuple(
+        ct.astype(as_float32(tstored_x[k]) * alpha + as_float32(tstored_residual[k]), dtype)
+        for k in ct.static_iter(range(len(tstored_x)))
+    )
+
+
+def row_with_residual(tstored, residual, row, tcolumns, EVEN, LATENCY):
+    """What is normalized, given a row of x, as tiles of its dtype: that row, or residual_out, which is written."""
+    if len(residual) > 0:
+        added, residual_out, alpha = residual
+        tresidual = load_row(added, row, tcolumns, EVEN, LATENCY)
+        tstored = added_residual(tstored, tresidual, alpha, residual_out.dtype)
+        store_row(residual_out, row, tcolumns, tstored, EVEN)
+    return tstored
+
+
+def load_d_residual_out(d_residual_out, row, tcolumns, EVEN, LATENCY):
+    """A row of d_residual_out, as tiles of its dtype, or nothing."""
+    tiles = ()
+    if len(d_residual_out) > 0:
+        tiles = load_row(d_residual_out[0], row, tcolumns, EVEN, LATENCY)
+    return tiles
+
+
+def with_d_residual_out(td, tstored):
+    """Gradient tiles, with those of d_residual_out added if there are any."""
+    if len(tstored) > 0:
+        tadded = row_as_float32(tstored)
+        td = tuple(td[k] + tadded[k] for k in ct.static_iter(range(len(td))))
+    return td
+
+
+def store_d_residual(d_residual, row, tcolumns, td, EVEN):
+    """Writes d as d_residual if that is a tensor of its own, and returns dx."""
+    if len(d_residual) > 0:
+        array, alpha = d_residual
+        store_row(array, row, tcolumns, td, EVEN)
+        td = tuple(t * alpha for t in ct.static_iter(td))
+    return td
