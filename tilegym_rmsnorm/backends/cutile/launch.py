@@ -59,31 +59,26 @@ def rms_norm_forward(spec: Spec, tensors: Tensors) -> Outputs:
 @register_impl("rms_norm_backward", "cutile")
 def rms_norm_backward(spec: Spec, tensors: Tensors, wanted: Wanted, partials: str = "shared") -> Gradients:
     """See spec.py. partials: of Problem."""
-    x, dy, weight, rstd, _ = tensors
-    op, weight_dtype = "dx", None if weight is None else weight.dtype
-    if wanted.dw is not None:
-        op = "backward"
-    if not _is_plain_backward(spec, tensors, wanted):
+    x, dy, weight, rstd, d_residual_out = tensors
+    dtype, weight_dtype, n = x.dtype, None if weight is None else weight.dtype, spec.n
+    to_dx, to_d_residual, to_dw, to_db = wanted
+    op = "dx" if to_dw is None else "backward"
+    if (
+        d_residual_out is not None
+        or to_d_residual is not None
+        or to_db is not None
+        or to_dx is not dtype
+        or dy.dtype is not dtype
+        or (to_dw is not weight_dtype and to_dw is not None)
+        or spec.alpha != 1.0
+        or x.ndim != 2
+    ):
         return _formed_backward(spec, tensors, wanted, op)
-    m, n = x.size(0), spec.n
+    m = x.size(0)
     kind = size_class(m, n), partials, policy.teams()
-    run = _backward(op, x.device, n, x.dtype, weight_dtype, spec.casting, *kind)
+    run = _backward(op, x.device, n, dtype, weight_dtype, spec.casting, *kind)
     dx, dw = run(x, dy, weight, rstd, spec.offset)
     return dx, None, dw, None
-
-
-def _is_plain_backward(spec: Spec, tensors: Tensors, wanted: Wanted) -> bool:
-    x, dy, weight, _, d_residual_out = tensors
-    return (
-        x.ndim == 2
-        and dy.dtype is x.dtype
-        and wanted.dx is x.dtype
-        and d_residual_out is None
-        and wanted.d_residual is None
-        and wanted.db is None
-        and spec.alpha == 1.0
-        and (wanted.dw is None or wanted.dw is weight.dtype)
-    )
 
 
 def _formed_forward(spec: Spec, tensors: Tensors) -> Outputs:
@@ -95,7 +90,7 @@ def _formed_forward(spec: Spec, tensors: Tensors) -> Outputs:
     dtype, form = form_of((x, residual), written, residual is not None, bias is not None, per_head)
     weight_dtype = None if weight is None else weight.dtype
     run = _forward(x.device, n, dtype, weight_dtype, spec.casting, size_class(m, n), policy.teams(), form)
-    if run is None or m > run.most_rows or not all(map(fits_kernels, filter(_is_there, (x, residual)))):
+    if run is None or not _takes(run, m, (x, residual)):
         return composed.forward(rms_norm_forward, spec, tensors)
     return run.formed(spec, tensors)
 
@@ -112,8 +107,7 @@ def _formed_backward(spec: Spec, tensors: Tensors, wanted: Wanted, op: str) -> G
     dtype, form = form_of((x, dy, d_residual_out), written, has_residual, is_beside_dw, per_head)
     kind = size_class(m, n), "shared", policy.teams(), form
     run = _backward(op, x.device, n, dtype, weight_dtype, spec.casting, *kind)
-    read = filter(_is_there, (x, dy, d_residual_out))
-    if run is None or m > run.most_rows or not all(map(fits_kernels, read)):
+    if run is None or not _takes(run, m, (x, dy, d_residual_out)):
         return composed.backward(rms_norm_backward, spec, tensors, wanted)
     if wanted.db is None or is_beside_dw:
         return run.formed(spec, tensors, wanted)
@@ -122,8 +116,12 @@ def _formed_backward(spec: Spec, tensors: Tensors, wanted: Wanted, op: str) -> G
     return (*gradients[:3], dy.reshape(-1, *shape).sum(0, dtype=torch.float32).to(wanted.db))
 
 
-def _is_there(tensor: Tensor | None) -> bool:
-    return tensor is not None
+def _takes(run: Launcher, m: int, rows: tuple[Tensor | None, ...]) -> bool:
+    """Whether a call can go to its launcher: only plain forms in parts, and heads with strides that kernels count in."""
+    form = run.plan.problem.form
+    if m > run.most_rows and (form.residual or form.bias or form.heads):
+        return False
+    return not form.heads or all(each is None or fits_kernels(each) for each in rows)
 
 
 @functools.cache
@@ -329,7 +327,9 @@ class Backward(Launcher):
             out = d_residual, spec.alpha
         dw, dw_partial, db, db_partial, sums = None, machine.no_dw_partial, None, (), ()
         if self.plan.problem.op == "backward":
-            p, columns = self.launches_for(m, lead).partial_rows, self.plan.columns_of_dw
+            # of more rows than one launch takes each part has its own
+            p = self.launches_for(m, lead).partial_rows if m <= self.most_rows else 1
+            columns = self.plan.columns_of_dw
             dw, dw_partial = self._sum_and_partials(columns, p, wanted.dw)
             if wanted.db is not None:
                 db, partial = self._sum_and_partials(columns, p, wanted.db)
