@@ -160,7 +160,7 @@ def _served_by(shape: Shape, dtype: torch.dtype, device: torch.device, op: str) 
     from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
     name, facts = launch.NAMES[dtype], machine_of(device).facts
-    kind = name, name, size_class(*shape), facts, "once", Policy(policy.teams())
+    kind = name, name, size_class(*shape), facts, "once", Policy(policy.teams(), policy.get_sm_margin())
     asked = [Problem(each, shape[1], *kind) for each in (("forward", "backward") if op == "both" else (op,))]
     return "; ".join(str(launch.plan_for(problem).first) for problem in asked)
 

@@ -25,9 +25,10 @@ from tilegym_rmsnorm import api, fastpath, registry
 from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
-from tilegym_rmsnorm.policy import TEAMS_VARIABLE
+from tilegym_rmsnorm.policy import SM_MARGIN_VARIABLE, TEAMS_VARIABLE
 
-os.environ.pop(TEAMS_VARIABLE, None)  # tests say themselves what they rule out
+for variable in (TEAMS_VARIABLE, SM_MARGIN_VARIABLE):  # tests say themselves what they rule out
+    os.environ.pop(variable, None)
 
 pytest_plugins = ("gate_cases",)  # its fixtures are asked for in several files
 

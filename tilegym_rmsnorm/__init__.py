@@ -16,7 +16,7 @@ from tilegym_rmsnorm.api import (
     rms_norm_forward,
 )
 from tilegym_rmsnorm.module import RMSNorm
-from tilegym_rmsnorm.policy import set_teams
+from tilegym_rmsnorm.policy import get_sm_margin, set_sm_margin, set_teams, use_sm_margin
 from tilegym_rmsnorm.registry import (
     BackendUnavailableError,
     get_available_backends,
@@ -44,13 +44,16 @@ __all__ = [
     "get_available_backends_for_op",
     "get_current_backend",
     "get_registry_info",
+    "get_sm_margin",
     "is_backend_available",
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_backward_torch",
     "rms_norm_forward",
     "set_backend",
+    "set_sm_margin",
     "set_teams",
     "use_backend",
+    "use_sm_margin",
     "warmup",
 ]

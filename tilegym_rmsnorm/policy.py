@@ -1,15 +1,26 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""What this process rules out of the kernels that could serve it."""
+"""What this process rules out of the kernels that could serve it, and of the GPU that they could take."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from tilegym_rmsnorm.validation import check_plain_function
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 TEAMS_VARIABLE = "TILEGYM_RMSNORM_TEAMS"
+SM_MARGIN_VARIABLE = "TILEGYM_RMSNORM_SM_MARGIN"
 _ON, _OFF = ("1", "true", "on", "yes", ""), ("0", "false", "off", "no")
 _teams: bool | None = None  # what `set_teams` said
+_sm_margin: int | None = None  # what `set_sm_margin` said, or `use_sm_margin`
 
 
 def set_teams(enabled: bool | None) -> None:
@@ -52,3 +63,107 @@ def _teams_by_environment() -> bool:
             f"{TEAMS_VARIABLE}: expected {known}, or nothing, got {os.environ[TEAMS_VARIABLE]!r}"
         )
     return value in _ON
+
+
+def set_sm_margin(sm_margin: int | None) -> None:
+    """How many SMs of a GPU the backward leaves free, for communication that runs at the same time.
+
+    A backward that walks over the rows starts as many blocks as fit the GPU's SMs, and keeps them until it ends. With a
+    margin it starts as many as fit so many SMs fewer: kernels that are running, such as NCCL's, keep their SMs, and no
+    block waits until one of them ends. So do kernels by teams of blocks, whose members are at most an eighth of the SMs
+    that are left. All other kernels have a block a row or few blocks, which end soon, and are not limited.
+
+    Of the backends cutile and triton. Holds for this process, in all threads, since a backward runs in threads of
+    autograd's; a backward follows what holds when it runs. Results are right for every margin, and have the same bits
+    for the same margin. With another one the terms of dw may be added in another order, which gives other bits.
+
+    Args:
+        sm_margin: SMs to leave free, from now on: 0 or more, fewer than the GPU has. None: what the environment
+            variable TILEGYM_RMSNORM_SM_MARGIN says (0 where it is not set).
+
+    Raises:
+        TypeError: sm_margin is neither an integer nor None.
+        ValueError: It is negative, or leaves no SM. Where CUDA is not initialized yet, the first call that it concerns
+            raises that, before it launches anything.
+    """
+    global _sm_margin
+    _check_sm_margin(sm_margin)
+    if sm_margin is None:
+        _sm_margin_by_environment.cache_clear()
+    _sm_margin = sm_margin
+
+
+def get_sm_margin() -> int:
+    """How many SMs are left free: see `set_sm_margin`.
+
+    Raises:
+        ValueError: Nothing was set, and TILEGYM_RMSNORM_SM_MARGIN is no number.
+    """
+    said = _sm_margin  # once: another thread may set it meanwhile
+    return _sm_margin_by_environment() if said is None else said
+
+
+class use_sm_margin(contextlib.ContextDecorator):  # named as the function that it is to its callers
+    """Leave SMs free inside a `with` block, or a decorated function: `set_sm_margin`, and at its end what was before.
+
+    It holds for the whole process, not for this thread alone. A backward follows what holds when it runs, so the call
+    of `backward` belongs into the block.
+
+    Args:
+        sm_margin: As for `set_sm_margin`.
+
+    Raises:
+        TypeError: As `set_sm_margin`.
+        ValueError: As `set_sm_margin`.
+    """
+
+    def __init__(self, sm_margin: int | None) -> None:
+        _check_sm_margin(sm_margin)
+        self.sm_margin = sm_margin
+        self._before: list[int | None] = []  # of each block that has begun: one object may serve several
+
+    def __call__(self, function: _Function) -> _Function:
+        """Decorator: the block is each call of `function`, which may be no coroutine and no generator."""
+        check_plain_function("use_sm_margin", function)
+        return super().__call__(function)
+
+    def __enter__(self) -> None:
+        self._before.append(_sm_margin)
+        set_sm_margin(self.sm_margin)
+
+    def __exit__(self, *_: object) -> None:
+        global _sm_margin
+        _sm_margin = self._before.pop()
+
+
+def sms_left(sm_count: int, sm_margin: int | None = None) -> int:
+    """How many of a GPU's SMs a margin leaves, that in effect unless given. ValueError where it leaves none."""
+    sm_margin = get_sm_margin() if sm_margin is None else sm_margin
+    if sm_margin >= sm_count:
+        raise ValueError(
+            f"sm_margin: expected 0 to {sm_count - 1} for a GPU of {sm_count} SMs, got {sm_margin}"
+        )
+    return sm_count - sm_margin
+
+
+def _check_sm_margin(sm_margin: int | None) -> None:
+    if sm_margin is None:
+        return
+    if type(sm_margin) is not int:
+        raise TypeError(f"sm_margin: expected an integer or None, got {sm_margin!r}")
+    if sm_margin < 0:
+        raise ValueError(f"sm_margin: expected 0 or more, got {sm_margin}")
+    if torch.cuda.is_initialized():  # else to ask would initialize it, and then no child may be forked
+        gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        sms_left(max(gpu.multi_processor_count for gpu in gpus), sm_margin)
+
+
+@functools.cache
+def _sm_margin_by_environment() -> int:
+    value = os.environ.get(SM_MARGIN_VARIABLE, "").strip()
+    if not value.isascii() or not (value or "0").isdigit():
+        given = os.environ[SM_MARGIN_VARIABLE]
+        raise ValueError(
+            f"{SM_MARGIN_VARIABLE}: expected a number of SMs, 0 or more, or nothing, got {given!r}"
+        )
+    return int(value or "0")

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import importlib
-import inspect
 import logging
 import os
 from collections.abc import Callable
@@ -29,6 +28,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.compiler import is_dynamo_compiling
+
+from tilegym_rmsnorm.validation import check_plain_function
 
 OPS = ("rms_norm_forward", "rms_norm_backward")
 AUTO_ORDER = ("cutile", "triton", "inductor", "torch")  # fastest first
@@ -179,15 +180,7 @@ class use_backend(contextlib.ContextDecorator):  # named as the function that it
 
     def __call__(self, function: _Function) -> _Function:
         """Decorator: the block is each call of `function`, which may be no coroutine and no generator."""
-        is_plain_function = not (
-            inspect.iscoroutinefunction(function)
-            or inspect.isgeneratorfunction(function)
-            or inspect.isasyncgenfunction(function)
-        )
-        if not is_plain_function:  # the block would end before its body begins
-            raise TypeError(
-                f"use_backend: expected a plain function, got {function!r}. Put a `with` block into its body"
-            )
+        check_plain_function("use_backend", function)
         return super().__call__(function)
 
     def _recreate_cm(self) -> use_backend:

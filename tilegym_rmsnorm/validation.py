@@ -13,6 +13,7 @@ what compares shapes runs outside of the trace, which has no use for it.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -202,6 +203,19 @@ def check_casting(casting: str) -> None:
     """casting: one of CASTINGS."""
     if casting not in CASTINGS:
         _fail(ValueError, "casting", f"one of {', '.join(map(repr, CASTINGS))}", repr(casting))
+
+
+def check_plain_function(decorator: str, function: Callable[..., Any]) -> None:
+    """TypeError for what a `with` block around its call would not hold: the block would end before the body begins."""
+    is_plain_function = not (
+        inspect.iscoroutinefunction(function)
+        or inspect.isgeneratorfunction(function)
+        or inspect.isasyncgenfunction(function)
+    )
+    if not is_plain_function:
+        raise TypeError(
+            f"{decorator}: expected a plain function, got {function!r}. Put a `with` block into its body"
+        )
 
 
 def _outside_of_trace(check: Callable[..., Any], *arguments: Any) -> Any:

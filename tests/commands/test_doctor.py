@@ -15,7 +15,7 @@ import pytest
 import torch
 from table_cases import BUCKET, ENTRY, TARGET, VARIANT, entry_of, ship
 
-from tilegym_rmsnorm import __main__, api, registry
+from tilegym_rmsnorm import __main__, api, policy, registry
 from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
@@ -150,6 +150,24 @@ def test_interpreters_do_not_pass_for_a_gpu(fake, capsys, monkeypatch, gpus, ign
     assert status == int(ignored)
     assert ("ignored here" in output) is ignored
     assert all(os.environ[name] == "1" for name in doctor.INTERPRETERS)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(None, "0"), ("8", "8"), ("all", "TILEGYM_RMSNORM_SM_MARGIN: expected a number of SMs")],
+)
+def test_says_how_many_sms_are_left_free(fake, capsys, monkeypatch, value, said):
+    fake()
+    if value is not None:
+        monkeypatch.setenv(policy.SM_MARGIN_VARIABLE, value)
+    policy.set_sm_margin(None)
+    try:
+        _, output = run_doctor(capsys)
+    finally:
+        monkeypatch.undo()
+        policy.set_sm_margin(None)
+    [line] = [line for line in output.splitlines() if line.startswith("  SMs left free")]
+    assert said in line
 
 
 def test_names_a_conflict_of_cuda_home(fake, capsys, monkeypatch):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from table_cases import TARGET, entry_of  # noqa: E402
 from tilegym_rmsnorm.backends import cutile  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward, plan_for  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import tables  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Policy  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.sizes import (  # noqa: E402
     FEW_ROWS,
     SIZES,
@@ -82,13 +83,14 @@ def call(
     dtype: torch.dtype,
     has_weight: bool = True,
     weight_dtype: torch.dtype | None = None,
+    **others: Any,
 ) -> None:
-    """A forward and a backward as launch.py runs them. weight_dtype: None for that of x."""
+    """A forward and a backward as launch.py runs them. weight_dtype: None for that of x. others: of Problem."""
     weight = machine.empty((n,), weight_dtype or dtype) if has_weight else None
     x, rstd, size = machine.empty((m, n), dtype), machine.empty((m,), FP32), size_class(m, n)
     asked = n, dtype, size, None if weight is None else weight.dtype, machine.facts
-    Forward(machine, plan_for(problem("forward", *asked)))(x, weight, 1e-6, 0.0)
-    backward = plan_for(problem("backward" if has_weight else "dx", *asked))
+    Forward(machine, plan_for(problem("forward", *asked, **others)))(x, weight, 1e-6, 0.0)
+    backward = plan_for(problem("backward" if has_weight else "dx", *asked, **others))
     Backward(machine, backward)(x, x, weight, rstd, 0.0)
 
 
@@ -106,6 +108,20 @@ def test_every_kernel_of_any_number_of_rows(n, sm_count):
         for m in counts:
             call(machine, m, n, dtype)
             assert machine.kernels == warmed, f"M = {m} needs {machine.kernels - warmed}"
+
+
+@pytest.mark.parametrize("n", [1024, 20000])
+def test_every_kernel_with_sms_left_free(n):
+    """What is compiled follows P, and that the margin."""
+    machine = CountingMachine(132)
+    with tr.use_sm_margin(13):
+        warm(machine, n, BF16, BF16)
+    warmed = set(machine.kernels)
+    for m in (*range(1, 50), *(2**k for k in range(24)), *(int(1.1**k) for k in range(1, 170))):
+        call(machine, m, n, BF16, policy=Policy(sm_margin=13))
+        assert machine.kernels == warmed, f"M = {m} needs {machine.kernels - warmed}"
+    with tr.use_sm_margin(200), pytest.raises(ValueError, match="sm_margin: expected 0 to 131"):
+        warm(machine, n, BF16, BF16)
 
 
 @pytest.mark.parametrize("n", [1024, 4096, 5120, 16384, 65536])

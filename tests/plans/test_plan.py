@@ -17,7 +17,13 @@ from tilegym_rmsnorm.backends.cutile.kernels import KERNELS
 from tilegym_rmsnorm.backends.cutile.plans import partition, sizes, tables, variant, variants
 from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS, Split, Team
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
-from tilegym_rmsnorm.backends.cutile.plans.problem import OPS, WEIGHTS, Policy, Problem
+from tilegym_rmsnorm.backends.cutile.plans.problem import (
+    LAUNCHES_AT_ONCE,
+    OPS,
+    WEIGHTS,
+    Policy,
+    Problem,
+)
 from tilegym_rmsnorm.backends.cutile.plans.select import select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import (
     LARGEST_GRID,
@@ -250,3 +256,29 @@ def test_no_team_serves_where_the_policy_has_none(gpu, dtype):
         else:
             assert dataclasses.replace(without, problem=with_teams) == chosen, "nothing else changes"
     assert (teams > 0) == (facts.architecture == 90)
+
+
+@pytest.mark.parametrize("gpu", DEVICES)
+def test_a_margin_is_a_gpu_with_fewer_sms(gpu):
+    """Plans, grids and partial rows are those of a GPU that has only what is left, by the same tables."""
+    facts, changed = DEVICES[gpu], 0
+    by = tables.tables_of(facts.architecture, facts.target, None)
+    for margin in (1, 8, facts.sm_count - 1):
+        left = facts.sm_count - margin
+        members = min(facts.most_members, max(1, left // LAUNCHES_AT_ONCE))
+        smaller = facts._replace(sm_count=left, most_members=members)
+        for asked in problems(facts, "bfloat16"):
+            made = select(asked._replace(policy=Policy(sm_margin=margin)), by)
+            alone = select(asked._replace(device=smaller), by)
+            assert dataclasses.replace(made, problem=alone.problem) == alone
+            for m in (3, 5000, 10**6):
+                assert made.sizes(m) == alone.sizes(m)
+            changed += made.sizes(10**6) != select(asked, by).sizes(10**6)
+    assert changed > 0, "a margin does something"
+
+
+def test_no_margin_changes_nothing():
+    facts = device(most_members=1)
+    asked = problem("backward", 4096, facts=facts)
+    assert asked.sm_count == facts.sm_count and asked.most_members == 1
+    assert Policy() == Policy(True, 0)

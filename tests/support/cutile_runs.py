@@ -9,6 +9,7 @@ from helpers import Inputs
 from tilegym_rmsnorm.backends.cutile import interpreter
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
+from tilegym_rmsnorm.backends.cutile.plans.problem import Policy
 from tilegym_rmsnorm.backends.cutile.plans.select import select
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine, Machine
@@ -23,14 +24,21 @@ def run_forward(inputs: Inputs, first: Variant | None = None, **machine):
 
 
 def run_backward(
-    inputs: Inputs, first: Variant | None = None, has_dw=True, partials="shared", size="large", **machine
+    inputs: Inputs,
+    first: Variant | None = None,
+    has_dw=True,
+    partials="shared",
+    size="large",
+    policy: Policy | None = None,
+    **machine,
 ):
     """`size` names the class whose rules are taken, whatever the number of rows."""
     x, dy, weight, eps, offset, _ = inputs
     rstd = torch.rsqrt(x.double().square().mean(dim=1) + eps).float()
     has_dw = has_dw and weight is not None
     shuffled = ShuffledMachine(**machine)
-    plan = plan_for(inputs, "backward" if has_dw else "dx", shuffled, first, size=size, partials=partials)
+    options = {"size": size, "partials": partials, "policy": policy or Policy()}
+    plan = plan_for(inputs, "backward" if has_dw else "dx", shuffled, first, **options)
     dx, dw = Backward(shuffled, plan)(x, dy, weight, rstd, offset)
     assert interpreter.unwritten(dx) == 0
     if not has_dw:

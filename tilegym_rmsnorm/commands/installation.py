@@ -156,6 +156,7 @@ _QUESTIONS: dict[str, Callable[[], str]] = {
     "kernel cache": _cache,
     "tuned settings": _tuned,
     "teams of blocks": lambda: "allowed" if policy.teams() else f"ruled out by {policy.TEAMS_VARIABLE}",
+    "SMs left free": lambda: str(policy.get_sm_margin()),
     "default backend": registry.get_current_backend,
 }
 

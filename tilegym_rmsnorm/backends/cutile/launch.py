@@ -51,7 +51,8 @@ def rms_norm_forward(spec: Spec, tensors: Tensors) -> Outputs:
         return _formed_forward(spec, tensors)
     m, n = x.size(0), spec.n
     weight_dtype = None if weight is None else weight.dtype
-    run = _forward(x.device, n, x.dtype, weight_dtype, spec.casting, size_class(m, n), policy.teams())
+    ruled_out = policy.teams(), policy.get_sm_margin()
+    run = _forward(x.device, n, x.dtype, weight_dtype, spec.casting, size_class(m, n), *ruled_out)
     y, rstd = run(x, weight, spec.eps, spec.offset)
     return y, rstd, None
 
@@ -75,7 +76,7 @@ def rms_norm_backward(spec: Spec, tensors: Tensors, wanted: Wanted, partials: st
     ):
         return _formed_backward(spec, tensors, wanted, op)
     m = x.size(0)
-    kind = size_class(m, n), partials, policy.teams()
+    kind = size_class(m, n), partials, policy.teams(), policy.get_sm_margin()
     run = _backward(op, x.device, n, dtype, weight_dtype, spec.casting, *kind)
     dx, dw = run(x, dy, weight, rstd, spec.offset)
     return dx, None, dw, None
@@ -89,7 +90,7 @@ def _formed_forward(spec: Spec, tensors: Tensors) -> Outputs:
     written = (spec.y_dtype, spec.residual_dtype)
     dtype, form = form_of((x, residual), written, residual is not None, bias is not None, per_head)
     weight_dtype = None if weight is None else weight.dtype
-    run = _forward(x.device, n, dtype, weight_dtype, spec.casting, size_class(m, n), policy.teams(), form)
+    run = _forward(x.device, n, dtype, weight_dtype, spec.casting, size_class(m, n), *_ruled_out(), form)
     if run is None or not _takes(run, m, (x, residual)):
         return composed.forward(rms_norm_forward, spec, tensors)
     return run.formed(spec, tensors)
@@ -105,7 +106,7 @@ def _formed_backward(spec: Spec, tensors: Tensors, wanted: Wanted, op: str) -> G
     written = (wanted.dx, wanted.d_residual)
     per_head = weight is not None and weight.ndim == 2
     dtype, form = form_of((x, dy, d_residual_out), written, has_residual, is_beside_dw, per_head)
-    kind = size_class(m, n), "shared", policy.teams(), form
+    kind = size_class(m, n), "shared", *_ruled_out(), form
     run = _backward(op, x.device, n, dtype, weight_dtype, spec.casting, *kind)
     if run is None or not _takes(run, m, (x, dy, d_residual_out)):
         return composed.backward(rms_norm_backward, spec, tensors, wanted)
@@ -116,8 +117,12 @@ def _formed_backward(spec: Spec, tensors: Tensors, wanted: Wanted, op: str) -> G
     return (*gradients[:3], dy.reshape(-1, *shape).sum(0, dtype=torch.float32).to(wanted.db))
 
 
+def _ruled_out() -> tuple[bool, int]:
+    return policy.teams(), policy.get_sm_margin()
+
+
 def _takes(run: Launcher, m: int, rows: tuple[Tensor | None, ...]) -> bool:
-    """Whether a call can go to its launcher: only plain forms in parts, and heads with strides that kernels count in."""
+    """Whether a call can go to its launcher: plain forms alone in parts, and heads with strides that kernels count in."""
     form = run.plan.problem.form
     if m > run.most_rows and (form.residual or form.bias or form.heads):
         return False
@@ -133,11 +138,14 @@ def _forward(
     casting: str,
     size: str,
     teams: bool,
+    sm_margin: int,
     form: Form = PLAIN,
 ) -> Forward | None:
     """None: no kernel takes the form."""
     machine, names = machine_of(device), _names(dtype, weight_dtype)
-    problem = Problem("forward", n, *names, size, machine.facts, casting, Policy(teams), form=form)
+    problem = Problem(
+        "forward", n, *names, size, machine.facts, casting, _policy(machine, teams, sm_margin), form=form
+    )
     return Forward(machine, plan_for(problem)) if is_fused(problem) else None
 
 
@@ -152,14 +160,23 @@ def _backward(
     size: str,
     partials: str,
     teams: bool,
+    sm_margin: int,
     form: Form = PLAIN,
 ) -> Backward | None:
     """None: no kernel takes the form."""
     if partials not in ("shared", "own"):
         raise ValueError(f"partials: expected 'shared' or 'own', got {partials!r}")
     machine, names = machine_of(device), _names(dtype, weight_dtype)
-    problem = Problem(op, n, *names, size, machine.facts, casting, Policy(teams), partials, form)
+    problem = Problem(
+        op, n, *names, size, machine.facts, casting, _policy(machine, teams, sm_margin), partials, form
+    )
     return Backward(machine, plan_for(problem)) if is_fused(problem) else None
+
+
+def _policy(machine: Machine, teams: bool, sm_margin: int) -> Policy:
+    """What a call's process rules out. ValueError for a margin that leaves no SM."""
+    policy.sms_left(machine.facts.sm_count, sm_margin)
+    return Policy(teams, sm_margin)
 
 
 def _names(dtype: torch.dtype, weight_dtype: torch.dtype | None) -> tuple[str, str | None]:

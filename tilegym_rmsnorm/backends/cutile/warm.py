@@ -28,10 +28,11 @@ def warm(
 ) -> None:
     """Launch every kernel of the forward and of the backward of rows of n elements, on arrays that hold anything."""
     weight = None if weight_dtype is None else machine.empty((n,), weight_dtype)
-    op, sm_count = "dx" if weight is None else "backward", machine.facts.sm_count
+    op, sm_margin = "dx" if weight is None else "backward", policy.get_sm_margin()
+    sm_count = policy.sms_left(machine.facts.sm_count, sm_margin)
     for size in SIZES:
         weight_name = None if weight_dtype is None else NAMES[weight_dtype]
-        allowed = Policy(policy.teams())
+        allowed = Policy(policy.teams(), sm_margin)
         problem = Problem(op, n, NAMES[dtype], weight_name, size, machine.facts, casting, allowed)
         forward = Forward(machine, plan_for(problem._replace(op="forward")))
         backward = Backward(machine, plan_for(problem))

@@ -71,7 +71,7 @@ class Plan:
     def sizes(self, m: int, lead: tuple[int, int, int] | None = None) -> Sizes:
         """lead: B, T and H, where the arrays of rows are (B, T, H, N). With per-head weights every tile of heads has
         P blocks of its own, which write their heads of the P rows."""
-        n, sm_count, first = self.problem.n, self.problem.device.sm_count, self.first
+        n, sm_count, first = self.problem.n, self.problem.sm_count, self.first
         m = m if lead is None else first.tiled_rows(lead)
         shares = first.tiles_of_heads(self.problem.form.heads) if self.problem.form.per_head else 1
         if self.has_own_partials:
@@ -93,9 +93,9 @@ class Plan:
     def _grid(self, step: Variant, m: int, p: int, shares: int) -> tuple[int, ...]:
         problem = self.problem
         if isinstance(step, SumPartials):
-            grid = step.grid(m, self.columns_of_dw, p, problem.device.sm_count)
+            grid = step.grid(m, self.columns_of_dw, p, problem.sm_count)
             return (*grid, 2) if problem.form.bias else grid
-        grid = step.grid(m, problem.n, p, problem.device.sm_count)
+        grid = step.grid(m, problem.n, p, problem.sm_count)
         return (grid[0] * shares, *grid[1:]) if step.walks else grid
 
 

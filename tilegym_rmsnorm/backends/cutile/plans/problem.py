@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 OPS = ("forward", "backward", "dx")  # "dx": a backward without dw, for a frozen weight or none
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+LAUNCHES_AT_ONCE = 8  # that teams of blocks are safe in, even where an SM holds one block (kernels/team.py)
 SAME, FLOAT32 = WEIGHTS = ("same", "float32")  # of x's dtype, or none; float32 beside x of 2 bytes
 
 
@@ -34,9 +35,11 @@ class Device(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """What the user rules out. teams: whether kernels may serve whose blocks wait for each other."""
+    """What the user rules out. teams: whether kernels may serve whose blocks wait for each other. sm_margin: SMs that
+    walks leave free, fewer than the device has."""
 
     teams: bool = True
+    sm_margin: int = 0
 
 
 class Form(NamedTuple):
@@ -108,8 +111,16 @@ class Problem(NamedTuple):
         return self.n * itemsize % 16 == 0 and (self.n % 16 == 0 or self.n <= 12288)
 
     @property
+    def sm_count(self) -> int:
+        """SMs that blocks may fill."""
+        return self.device.sm_count - self.policy.sm_margin
+
+    @property
     def most_members(self) -> int:
-        return self.device.most_members if self.policy.teams else 1
+        if not self.policy.teams:
+            return 1
+        most = self.device.most_members
+        return min(most, max(1, self.sm_count // LAUNCHES_AT_ONCE)) if self.policy.sm_margin else most
 
     @property
     def bucket(self) -> Bucket:

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from tilegym_rmsnorm.backends.cutile import interpreter
 from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS
-from tilegym_rmsnorm.backends.cutile.plans.problem import Device
+from tilegym_rmsnorm.backends.cutile.plans.problem import LAUNCHES_AT_ONCE, Device
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.runtime import disk_cache, toolchain
-
-LAUNCHES_AT_ONCE = 8  # that teams of blocks are safe in, even where an SM holds one block (team.py)
 
 Launch = Callable[[tuple[int, ...], tuple[Any, ...]], None]  # (grid, arguments)
 

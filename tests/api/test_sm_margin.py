@@ -1,0 +1,238 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""SMs that a process leaves free: who says how many, and that calls follow it."""
+
+from __future__ import annotations
+
+import threading
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tilegym_rmsnorm as tr
+from tilegym_rmsnorm import policy
+
+M, N = 2500, 40  # more rows than are "few"; they are walked
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch):
+    monkeypatch.delenv(policy.SM_MARGIN_VARIABLE, raising=False)
+    tr.set_sm_margin(None)
+    yield
+    monkeypatch.undo()
+    tr.set_sm_margin(None)
+
+
+@pytest.fixture
+def grids(monkeypatch):
+    """The blocks of each kernel that runs in the interpreter, by its name."""
+    pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
+
+    found, bind = {}, InterpretedMachine.bind
+
+    def noting(self, function, *rest):
+        run = bind(self, function, *rest)
+
+        def launched(grid, arguments):
+            found[function.__name__] = grid[0]
+            run(grid, arguments)
+
+        return launched
+
+    monkeypatch.setattr(InterpretedMachine, "bind", noting)
+    for made in (launch._forward, launch._backward):
+        made.cache_clear()
+    yield found
+    for made in (launch._forward, launch._backward):
+        made.cache_clear()
+
+
+class Step:
+    """A forward, whose backward can be run more than once."""
+
+    def __init__(self, n: int = N, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        scale = torch.exp2(8 * torch.rand(M, 1, generator=generator) - 4)
+        self.x = (torch.randn(M, n, generator=generator) * scale).requires_grad_()
+        self.weight = (torch.rand(n, generator=generator) + 0.5).requires_grad_()
+        self.dy = torch.randn(M, n, generator=generator)
+        self.y = tr.rms_norm(self.x, (n,), self.weight, 1e-6, backend="cutile")
+
+    def backward(self) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(self.y, (self.x, self.weight), self.dy, retain_graph=True)
+
+    def exact(self) -> tuple[torch.Tensor, ...]:
+        x, weight = (each.detach().double().requires_grad_() for each in (self.x, self.weight))
+        return torch.autograd.grad(F.rms_norm(x, weight.shape, weight, 1e-6), (x, weight), self.dy.double())
+
+
+@pytest.mark.parametrize("margin", range(3))
+def test_a_backward_is_right_and_has_the_same_bits_again(grids, margin):
+    """The interpreter's GPU has three SMs."""
+    step = Step(seed=margin)
+    tr.set_sm_margin(margin)
+    dx, dw = step.backward()
+    assert grids["backward_tiles"] == 3 - margin
+    for got, exact in zip((dx, dw), step.exact(), strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-3)
+    tr.set_sm_margin(2 - margin)
+    step.backward()
+    tr.set_sm_margin(margin)
+    for one, again in zip((dx, dw), step.backward(), strict=True):
+        assert torch.equal(one, again)
+
+
+def test_a_backward_follows_what_holds_when_it_runs(grids):
+    step = Step()
+    with tr.use_sm_margin(2):
+        step.backward()
+        assert grids["backward_tiles"] == 1
+        with tr.use_sm_margin(1):
+            step.backward()
+            assert grids["backward_tiles"] == 2
+        assert tr.get_sm_margin() == 2
+    step.backward()
+    assert grids["backward_tiles"] == 3
+
+
+def test_a_margin_holds_in_all_threads(grids):
+    """Autograd runs backwards in threads of its own, which see no context variable."""
+    step = Step()
+    with tr.use_sm_margin(2):
+        thread = threading.Thread(target=step.backward)
+        thread.start()
+        thread.join()
+    assert grids["backward_tiles"] == 1
+
+
+def test_a_decorated_function_has_its_margin_and_leaves_none():
+    seen = []
+
+    @tr.use_sm_margin(2)
+    def nested(depth: int) -> None:
+        seen.append(tr.get_sm_margin())
+        with tr.use_sm_margin(depth):
+            if depth:
+                nested(depth - 1)
+            seen.append(tr.get_sm_margin())
+
+    nested(1)
+    assert seen == [2, 2, 0, 1] and tr.get_sm_margin() == 0
+    with pytest.raises(RuntimeError, match="inside"), tr.use_sm_margin(1):
+        raise RuntimeError("inside")
+    assert tr.get_sm_margin() == 0
+    margin = tr.use_sm_margin(3)
+    with margin:
+        tr.set_sm_margin(7)
+        with margin:
+            assert tr.get_sm_margin() == 3
+        assert tr.get_sm_margin() == 7, "one object, two blocks"
+    assert tr.get_sm_margin() == 0
+
+
+def test_a_function_that_the_block_would_not_hold_is_refused():
+    def numbers():
+        yield 1
+
+    with pytest.raises(TypeError, match="use_sm_margin: expected a plain function, got"):
+        tr.use_sm_margin(1)(numbers)
+
+
+def test_the_environment_says_it_where_nothing_else_does(monkeypatch):
+    for value, expected in (("12", 12), (" 3 ", 3), ("", 0), ("0", 0)):
+        monkeypatch.setenv(policy.SM_MARGIN_VARIABLE, value)
+        tr.set_sm_margin(None)
+        assert tr.get_sm_margin() == expected
+    monkeypatch.setenv(policy.SM_MARGIN_VARIABLE, "5")
+    tr.set_sm_margin(None)
+    with tr.use_sm_margin(2):
+        assert tr.get_sm_margin() == 2
+        with tr.use_sm_margin(None):
+            assert tr.get_sm_margin() == 5
+    assert tr.get_sm_margin() == 5
+
+
+@pytest.mark.parametrize("value", ["-1", "1.5", "many", "٣", "0x4", "²"])
+def test_an_environment_without_a_number_is_refused(monkeypatch, grids, value):
+    step = Step()
+    grids.clear()
+    monkeypatch.setenv(policy.SM_MARGIN_VARIABLE, value)
+    tr.set_sm_margin(None)
+    with pytest.raises(ValueError, match="TILEGYM_RMSNORM_SM_MARGIN: expected a number of SMs"):
+        tr.get_sm_margin()
+    with pytest.raises(ValueError, match=f"or nothing, got '{value}'"):
+        step.backward()
+    assert not grids
+
+
+@pytest.mark.parametrize("ask", [tr.set_sm_margin, tr.use_sm_margin])
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (-1, ValueError, "sm_margin: expected 0 or more, got -1"),
+        (1.0, TypeError, "sm_margin: expected an integer or None, got 1.0"),
+        (True, TypeError, "sm_margin: expected an integer or None, got True"),
+        ("2", TypeError, "sm_margin: expected an integer or None, got '2'"),
+    ],
+)
+def test_what_is_no_margin_is_refused(ask, value, error, message):
+    tr.set_sm_margin(1)
+    with pytest.raises(error, match=message):
+        ask(value)
+    assert tr.get_sm_margin() == 1, "what held still holds"
+
+
+def test_a_margin_that_leaves_no_sm_is_refused_before_a_launch(grids):
+    step = Step()
+    grids.clear()
+    for margin in (3, 4, 10**6):
+        tr.set_sm_margin(margin)
+        for call in (step.backward, Step):
+            with pytest.raises(ValueError, match=f"expected 0 to 2 for a GPU of 3 SMs, got {margin}"):
+                call()
+    assert not grids
+    tr.set_sm_margin(2)
+    step.backward()
+
+
+def test_a_margin_that_no_gpu_has_is_refused_where_it_is_set(monkeypatch):
+    """CUDA is asked only where it is initialized."""
+    asked = []
+    counts = {0: 132, 1: 144}
+
+    def properties(index):
+        asked.append(index)
+        return types.SimpleNamespace(multi_processor_count=counts[index])
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    tr.set_sm_margin(144)
+    assert not asked
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    tr.set_sm_margin(143)
+    with pytest.raises(ValueError, match="sm_margin: expected 0 to 143 for a GPU of 144 SMs, got 144"):
+        tr.set_sm_margin(144)
+    assert tr.get_sm_margin() == 143 and sorted(set(asked)) == [0, 1]
+
+
+def test_teams_are_an_eighth_of_what_is_left(grids):
+    """None of the interpreter's three SMs, of which two are left: no team then."""
+    x, weight = torch.randn(2, 20480).requires_grad_(), torch.ones(20480).requires_grad_()
+
+    def run():
+        grids.clear()
+        tr.rms_norm(x, (20480,), weight, 1e-6, backend="cutile").sum().backward()
+        return [name for name in grids if "team" in name]
+
+    assert run()
+    with tr.use_sm_margin(1):
+        assert not run()
