@@ -148,7 +148,8 @@ def test_temporaries_are_those_that_the_steps_need(made):
 def test_what_a_kernel_takes_is_what_its_plan_has(made):
     """Its compile-time arguments, its arrays and its numbers; and no array is made that no kernel takes."""
     found, given = made.sizes(1000), {"y", "dx", "dy", "x", "rstd", "weight", "dw", "dw_partial"}
-    given |= {"inv_n", "eps", "offset", "tiles_in_slab"}
+    given |= {"inv_n", "eps", "offset", "tiles_in_slab", "residual", "bias"}
+    given |= {"d_residual_out", "d_residual", "db_partial", "db"}
     taken = set()
     for step in made.steps:
         parameters = inspect.signature(KERNELS[step.kernel]).parameters

@@ -122,7 +122,7 @@ def _ruled_out() -> tuple[bool, int]:
 
 
 def _takes(run: Launcher, m: int, rows: tuple[Tensor | None, ...]) -> bool:
-    """Whether a call can go to its launcher: plain forms alone in parts, and heads with strides that kernels count in."""
+    """Whether its launcher takes a call: plain forms alone in parts, heads with strides that kernels count in."""
     form = run.plan.problem.form
     if m > run.most_rows and (form.residual or form.bias or form.heads):
         return False

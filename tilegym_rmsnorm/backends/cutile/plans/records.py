@@ -144,6 +144,7 @@ def _check_entry(record: Record, architecture: int) -> None:
         expect(itemsize == 2 or bucket.weight == SAME, "weight", SAME, bucket.weight)
         has_rows = bool(rows_of_class(bucket.size, bucket.n))
         expect(has_rows, "size", f"a class that some number of rows of {bucket.n} is in", bucket.size)
+        expect(variant.heads == 0, "heads", "0: records are of rows", variant.heads)
         variant.check(bucket.n, itemsize, architecture)
 
 

@@ -110,7 +110,7 @@ class Variant:
         form = problem.form
         wanted = {name for name in ("residual", "bias", "heads", "per_head") if getattr(form, name)}
         has_tma = not self.uses_tma or (not form.is_scattered and (problem.is_aligned or not form.narrowest))
-        return wanted <= self.takes and has_tma
+        return wanted <= self.takes and has_tma and bool(form.heads) >= bool(self.heads)
 
     @property
     def uses_tma(self) -> bool:
