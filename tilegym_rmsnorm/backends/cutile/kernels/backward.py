@@ -46,6 +46,17 @@ rounded it; dx never rounds xhat.
 
 import cuda.tile as ct
 
+from .heads import (
+    count_tiles,
+    load_optional_at,
+    load_rstd_at,
+    load_scale_at,
+    load_tiles_at,
+    place_of_tile,
+    store_partials_at,
+    store_tile_at,
+    zeros_of_tiles,
+)
 from .residual import (
     NO_RESIDUAL,
     load_d_residual_out,
@@ -60,19 +71,16 @@ from .tiles import (
     column_tiles,
     factor_of_x,
     load_row,
-    load_row_of_tiles,
-    load_rstd_tile,
     packed_row_as_float32,
     products_lane_by_lane,
     row_as_float32,
     row_of_terms_of_dw,
     rows_of,
     store_row,
-    store_sum_of_rows,
     sum_of_products,
     with_divisor,
 )
-from .weights import load_scale, load_scale_tile
+from .weights import load_scale
 
 
 def h_and_g(tdy, trstd, tscale):
@@ -209,16 +217,32 @@ def backward_rows(
         store_partials(dw_partial, db_partial, ct.bid(0), tcolumns, tsums, EVEN, HAS_DW)
 
 
+def store_gradients(dx, d_residual, place, tx, tg, tfactor, tadded, SHAPE, TMA):
+    """Writes dx of a tile, and d_residual where that is an array of its own (residual.py)."""
+    for k in ct.static_iter(range(len(tx))):
+        td = tx[k] * tfactor + tg[k]
+        if len(tadded) > 0:
+            td = td + tadded[k]
+        if len(d_residual) > 0:
+            store_tile_at(d_residual[0], place, k, td, SHAPE, TMA)
+            td = td * d_residual[1]
+        store_tile_at(dx, place, k, td, SHAPE, TMA)
+
+
 def backward_tiles(
-    dx,  # (M, N), x's dtype: written
-    dw_partial,  # (P, N), float32, or dw of weight's dtype where P is 1: written
-    dy,  # (M, N), any row stride
-    x,  # (M, N), any row stride
-    weight,  # (N,)
-    rstd,  # (M,), float32
+    dx,  # (M, N), or heads (B, T, H, N): written
+    dw_partial,  # (P, N), or PER_HEAD (P, H * N), float32, or dw of its own dtype where P is 1: written
+    dy,  # as dx, any strides but of columns
+    x,  # as dy
+    weight,  # (N,), or PER_HEAD (H, N)
+    rstd,  # (M,), or (B * T * H,), float32
+    d_residual_out,  # () or (as dy,)
+    d_residual,  # () or (as dx, alpha)
+    db_partial,  # () or (as dw_partial,)
     inv_n,
     offset,
     ROWS: ConstInt,
+    HEADS: ConstInt,
     WIDTH: ConstInt,
     LATENCY: ConstInt,
     TMA: ConstBool,
@@ -226,35 +250,44 @@ def backward_tiles(
     PIECES: ConstInt,
     HAS_WEIGHT: ConstBool,
     HAS_DW: ConstBool,
+    PER_HEAD: ConstBool,
     ROUND_XHAT: ConstBool,
     DEPENDENT: ConstBool,
 ):
-    """Grid: (P,). Each row is PIECES tiles side by side. Rows past M and columns past N read 0, so they add 0 to every
-    sum; they are not written. The next kernel is not let in early: the loop's stores would have to be ordered first."""
+    """Grid: (P,), or PER_HEAD (P * tiles along H,). Each row is PIECES tiles side by side (heads.py), and what lies
+    past the last row or column adds 0 to every sum. The next kernel is not let in early: the loop's stores would have
+    to be ordered first."""
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
+    d_residual_out, db_partial = with_divisor(d_residual_out, DIVISOR), with_divisor(db_partial, DIVISOR)
+    d_residual = residual_with_divisor(d_residual, DIVISOR)
+    SHAPE = (ROWS, HEADS, WIDTH)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
+    first = place_of_tile(x, ct.bid(0), SHAPE)
     tscale = ()
     if HAS_WEIGHT:
-        tscale = tuple(
-            load_scale_tile(weight, k, WIDTH, offset, TMA, DIVISOR) for k in ct.static_iter(range(PIECES))
-        )
+        tscale = load_scale_at(weight, first, offset, SHAPE, PIECES, TMA, DIVISOR, PER_HEAD)
 
-    tdw = tuple(ct.zeros((ROWS, WIDTH), dtype=ct.float32) for k in ct.static_iter(range(PIECES)))
-    for i in range(ct.bid(0), ct.cdiv(x.shape[0], ROWS), ct.num_blocks(0)):
-        trstd = load_rstd_tile(rstd, i, ROWS, TMA)
-        tx = load_row_of_tiles(x, i, (ROWS, WIDTH), PIECES, LATENCY, TMA, DIVISOR)
-        tdy = load_row_of_tiles(dy, i, (ROWS, WIDTH), PIECES, LATENCY, TMA, DIVISOR)
+    tdw = zeros_of_tiles(SHAPE, PIECES)
+    tdb = zeros_of_tiles(SHAPE, len(db_partial) * PIECES)
+    for i in range(ct.bid(0), count_tiles(x, SHAPE), ct.num_blocks(0)):
+        place = place_of_tile(x, i, SHAPE)
+        trstd = load_rstd_at(rstd, x, place, SHAPE, TMA)
+        tx = load_tiles_at(x, place, SHAPE, PIECES, LATENCY, TMA, DIVISOR)
+        tdy = load_tiles_at(dy, place, SHAPE, PIECES, LATENCY, TMA, DIVISOR)
+        tadded = load_optional_at(d_residual_out, place, SHAPE, PIECES, LATENCY, TMA, DIVISOR)
         th, tg = h_and_g(tdy, trstd, tscale)
         tproducts = products_lane_by_lane(tx, tg, PIECES)
         tfactor = factor_of_x(ct.sum(tproducts, axis=1, keepdims=True) * inv_n, trstd)
 
-        for k in ct.static_iter(range(PIECES)):
-            ct.store(dx, (i, k), ct.astype(tx[k] * tfactor + tg[k], dx.dtype), allow_tma=TMA)
+        store_gradients(dx, d_residual, place, tx, tg, tfactor, tadded, SHAPE, TMA)
         if HAS_DW:
             tterms = row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
             tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(PIECES)))
+        if len(db_partial) > 0:
+            tdb = tuple(tdb[k] + tdy[k] for k in ct.static_iter(range(PIECES)))
 
     if HAS_DW:
-        for k in ct.static_iter(range(PIECES)):
-            store_sum_of_rows(dw_partial, (ct.bid(0), k), tdw[k])
+        store_partials_at(dw_partial, x, first, tdw, SHAPE, PER_HEAD)
+    if len(db_partial) > 0:
+        store_partials_at(db_partial[0], x, first, tdb, SHAPE, PER_HEAD)

@@ -28,17 +28,25 @@ reduction, where its latency shows once more.
 
 import cuda.tile as ct
 
+from .heads import (
+    load_columns_at,
+    load_optional_at,
+    place_of_tile,
+    store_rstd_at,
+    store_tile_at,
+    sum_of_indices,
+)
 from .pdl import wait_for_launch_before
-from .residual import residual_with_divisor, row_with_residual
+from .residual import added_residual, residual_with_divisor, row_with_residual
 from .team import sum_of_team
 from .tiles import (
     ConstBool,
     ConstInt,
+    as_float32,
     column_tiles,
     gather_tile,
     has_aligned_rows,
     load_row,
-    load_tile,
     packed_row_as_float32,
     products_lane_by_lane,
     row_as_float32,
@@ -47,7 +55,7 @@ from .tiles import (
     with_divisor,
     xhat_as_multiplied,
 )
-from .weights import gather_scale_tile, joint_load, load_scale, load_scale_tile, load_weight, scale_of
+from .weights import gather_columns, joint_load, load_scale, load_weight, scale_of, shifted, weight_tile
 
 
 def normalize_row(
@@ -136,82 +144,124 @@ def forward_rows(
     normalize_row(arrays, ct.bid(0), tcolumns, inv_n, eps, offset, PIECES, LATENCY, HOW, residual, bias)
 
 
-def rows_and_scale(x, weight, i, offset, shape, PIECES, LATENCY, HOW):
-    """The rows of block i as tiles of x, float32, and of weight + offset, or nothing where there is no weight.
-
-    By gathers rows past the last one are that one again; tiles have zeros there.
-    """
-    ROWS, WIDTH = shape
-    EVEN, HAS_WEIGHT, GATHERS, JOINT_WEIGHT, DIVISOR = HOW
-    tscale = ()
-    if GATHERS:
-        trows = ct.minimum(i * ROWS + ct.arange(ROWS, dtype=ct.int32), x.shape[0] - 1)
+def load_block(arrays, place, SHAPE, PIECES, LATENCY, HOW):
+    """A block's tiles of the one array of rows in a tuple, as float32; nothing of an empty tuple. By gathers rows past
+    the last one are that one again; tiles have zeros there."""
+    EVEN, GATHERS, _, TMA, DIVISOR, _ = HOW
+    ROWS, _, WIDTH = SHAPE
+    if GATHERS and len(arrays) > 0:
+        trows = ct.minimum(place[0] * ROWS + ct.arange(ROWS, dtype=ct.int32), arrays[0].shape[0] - 1)
         tcolumns = column_tiles(WIDTH, PIECES, 0)
-        tx = tuple(
-            gather_tile(x, trows, tcolumns[k], EVEN or k < PIECES - 1, LATENCY)
+        tiles = tuple(
+            gather_tile(arrays[0], trows, tcolumns[k], EVEN or k < PIECES - 1, LATENCY)
             for k in ct.static_iter(range(PIECES))
         )
-        if HAS_WEIGHT and JOINT_WEIGHT and weight.dtype == x.dtype:
-            tscale = tuple(
-                gather_scale_tile(weight, ROWS, tcolumns[k], offset, EVEN or k < PIECES - 1)
+    else:
+        tiles = load_optional_at(arrays, place, SHAPE, PIECES, LATENCY, TMA, DIVISOR)
+    return tiles
+
+
+def load_columns_of_block(array, dtype, place, SHAPE, PIECES, HOW, shift=()):
+    """A row of a weight or bias beside rows of `dtype`, as float32 that broadcasts to a block's tiles. shift: () or
+    (what is added,)."""
+    EVEN, GATHERS, JOINT, TMA, DIVISOR, PER_HEAD = HOW
+    ROWS, _, WIDTH = SHAPE
+    if GATHERS:
+        tcolumns = column_tiles(WIDTH, PIECES, 0)
+        if JOINT and array.dtype == dtype:
+            tiles = tuple(
+                shifted(gather_columns(array, ROWS, tcolumns[k], EVEN or k < PIECES - 1), shift)
                 for k in ct.static_iter(range(PIECES))
             )
-        elif HAS_WEIGHT:
-            tscale = load_scale(weight, tcolumns, offset, EVEN)
-            tscale = tuple(ct.reshape(t, (1, WIDTH)) for t in ct.static_iter(tscale))
+        else:
+            tiles = tuple(
+                ct.reshape(shifted(as_float32(weight_tile(array, tcolumns, k, EVEN)), shift), (1, WIDTH))
+                for k in ct.static_iter(range(PIECES))
+            )
     else:
-        tx = (load_tile(x, (i, 0), (ROWS, WIDTH), LATENCY, False, DIVISOR),)
-        if HAS_WEIGHT:
-            tscale = (load_scale_tile(weight, 0, WIDTH, offset, False, DIVISOR),)
-    return tx, tscale
+        tiles = tuple(
+            load_columns_at(array, place, k, SHAPE, TMA, DIVISOR, PER_HEAD, shift)
+            for k in ct.static_iter(range(PIECES))
+        )
+    return tiles
+
+
+def tiles_with_residual(tx, tresidual, residual, place, SHAPE, TMA):
+    """What is normalized, float32: tiles of x, or those of residual_out, which is written."""
+    if len(residual) > 0:
+        _, residual_out, alpha = residual
+        tadded = added_residual(tx, tresidual, alpha, residual_out.dtype)
+        for k in ct.static_iter(range(len(tadded))):
+            store_tile_at(residual_out, place, k, tadded[k], SHAPE, TMA)
+        tx = row_as_float32(tadded)
+    return tx
 
 
 def forward_tiles(
-    y,  # (M, N), x's dtype: written
-    rstd,  # (M,), float32: written
-    x,  # (M, N), any row stride
-    weight,  # (N,)
+    y,  # (M, N), or heads (B, T, H, N): written
+    rstd,  # (M,), or (B * T * H,), float32: written
+    x,  # as y, any strides but of columns
+    weight,  # (N,), or PER_HEAD (H, N)
+    residual,  # () or (as x, as y and written, alpha)
+    bias,  # () or (as weight,)
     inv_n,
     eps,
     offset,
     ROWS: ConstInt,
+    HEADS: ConstInt,
     WIDTH: ConstInt,
     PIECES: ConstInt,
     LATENCY: ConstInt,
+    TMA: ConstBool,
     DIVISOR: ConstInt,
     EVEN: ConstBool,
     HAS_WEIGHT: ConstBool,
+    PER_HEAD: ConstBool,
     ROUND_XHAT: ConstBool,
     EARLY_WEIGHT: ConstBool,
     JOINT_WEIGHT: ConstBool,
     DEPENDENT: ConstBool,
 ):
-    """Grid: (cdiv(M, ROWS),). Rows past M are not written.
+    """Grid: a block for each tile (heads.py). Rows past the last are not written.
 
     With a late weight a branch leaves rows past M out, and the weight waits behind it. An early or joint one comes with
     x, by gathers, which read the last row again in place of rows past M. Joint, each thread gathers the weight that it
-    multiplies by (`weights.gather_scale_tile`), and a row may be PIECES tiles side by side. In tiles of 512 bytes a row
-    lies in one warp, 16 bytes a thread, and its sum takes no barrier.
+    multiplies by (`weights.gather_columns`), and a row may be PIECES tiles side by side. In tiles of 512 bytes a row
+    lies in one warp, 16 bytes a thread, and its sum takes no barrier. Weights of heads are late.
 
-    No TMA: tileiras 13.4 makes some such kernels of warps that together ask for more registers than a block has, and
-    wait forever.
+    No TMA of (M, N): tileiras 13.4 makes some such kernels of warps that together ask for more registers than a block
+    has, and wait forever.
     """
+    ct.static_assert(
+        HEADS == 0 or not (EARLY_WEIGHT or JOINT_WEIGHT), "heads are not read by gathers of rows"
+    )
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
-    i = ct.bid(0)
+    residual, bias = residual_with_divisor(residual, DIVISOR), with_divisor(bias, DIVISOR)
+    SHAPE = (ROWS, HEADS, WIDTH)
+    HOW = (EVEN, EARLY_WEIGHT or JOINT_WEIGHT, JOINT_WEIGHT, TMA, DIVISOR, PER_HEAD)
+    place = place_of_tile(x, ct.bid(0), SHAPE)
     if DEPENDENT:
-        wait_for_launch_before(i)
-    HOW = (EVEN, HAS_WEIGHT, EARLY_WEIGHT or JOINT_WEIGHT, JOINT_WEIGHT, DIVISOR)
-    tx, tscale = rows_and_scale(x, weight, i, offset, (ROWS, WIDTH), PIECES, LATENCY, HOW)
+        wait_for_launch_before(sum_of_indices(place))
+    tx = load_block((x,), place, SHAPE, PIECES, LATENCY, HOW)
+    tresidual = load_block(residual[:1], place, SHAPE, PIECES, LATENCY, HOW)
+    if HAS_WEIGHT:
+        tscale = load_columns_of_block(weight, x.dtype, place, SHAPE, PIECES, HOW, (offset,))
+    if len(bias) > 0:
+        tbias = load_columns_of_block(bias[0], x.dtype, place, SHAPE, PIECES, HOW)
     if DEPENDENT:
         ct.grid_dependency_control_launch_dependents()
 
+    tx = tiles_with_residual(tx, tresidual, residual, place, SHAPE, TMA)
     tsquares = products_lane_by_lane(tx, tx, PIECES)
     trstd = ct.rsqrt(ct.sum(tsquares, axis=1, keepdims=True) * inv_n + eps)
-    ct.store(rstd, (i,), ct.reshape(trstd, (ROWS,)), allow_tma=False)
+    store_rstd_at(rstd, x, place, trstd, SHAPE)
 
-    ty = tuple(xhat_as_multiplied(t * trstd, x.dtype, ROUND_XHAT) for t in ct.static_iter(tx))
+    dtype = residual[1].dtype if len(residual) > 0 else x.dtype
+    ty = tuple(xhat_as_multiplied(t * trstd, dtype, ROUND_XHAT) for t in ct.static_iter(tx))
     if HAS_WEIGHT:
         ty = tuple(ty[k] * tscale[k] for k in ct.static_iter(range(PIECES)))
+    if len(bias) > 0:
+        ty = tuple(ty[k] + tbias[k] for k in ct.static_iter(range(PIECES)))
 
     for k in ct.static_iter(range(PIECES)):
-        ct.store(y, (i, k), ct.astype(ty[k], y.dtype), allow_tma=False)
+        store_tile_at(y, place, k, ty[k], SHAPE, TMA)

@@ -215,13 +215,6 @@ def gather_tile(array, trows, tcolumns, EVEN, LATENCY):
     return as_float32(ct.gather(array, index, check_bounds=not EVEN, padding_value=0, latency=LATENCY))
 
 
-def load_row_of_tiles(array, i, shape, PIECES, LATENCY, TMA, DIVISOR):
-    """The first PIECES tiles of row i of tiles, as float32."""
-    return tuple(
-        load_tile(array, (i, k), shape, LATENCY, TMA, DIVISOR) for k in ct.static_iter(range(PIECES))
-    )
-
-
 def load_gradient_tiles(x, dy, rstd, index, shape, LATENCY, TMA, DIVISOR):
     """x and dy at `index`, and rstd as (rows, 1): what the backward needs of a 2-D tile, float32."""
     tx = load_tile(x, index, shape, LATENCY, TMA, DIVISOR)

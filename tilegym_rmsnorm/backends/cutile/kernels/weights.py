@@ -58,21 +58,31 @@ def bits_of(tile):
     return ct.bitcast(tile, ct.int32 if tile.dtype == ct.float32 else ct.int16)
 
 
-def load_scale_tile(weight, j, WIDTH, offset, TMA, DIVISOR):
-    """Tile j of weight + offset, shape (1, WIDTH), as float32; how, `load_tile` says."""
-    if has_aligned_rows(weight, DIVISOR):
-        tscale = as_float32(ct.load(weight, (j,), (WIDTH,), padding_mode=ZERO, allow_tma=TMA)) + offset
+def load_columns(array, j, WIDTH, TMA, DIVISOR):
+    """Tile j of a weight or bias, shape (WIDTH,), as float32; how, `load_tile` says."""
+    if has_aligned_rows(array, DIVISOR):
+        tile = ct.load(array, (j,), (WIDTH,), padding_mode=ZERO, allow_tma=TMA)
     else:
         tcolumns = j * WIDTH + ct.arange(WIDTH, dtype=ct.int32)
-        (tscale,) = load_scale(weight, (tcolumns,), offset, False)
-    return ct.reshape(tscale, (1, WIDTH))
+        tile = weight_tile(array, (tcolumns,), 0, False)
+    return as_float32(tile)
 
 
-def gather_scale_tile(weight, ROWS, tcolumns, offset, EVEN):
-    """weight + offset in these columns, as float32 (ROWS, columns), once a row: each thread loads what it multiplies.
+def shifted(tile, shift):
+    """The tile plus what the tuple has, which is nothing or one number."""
+    return tile + shift[0] if len(shift) > 0 else tile
+
+
+def load_scale_tile(weight, j, WIDTH, offset, TMA, DIVISOR):
+    """Tile j of weight + offset, shape (1, WIDTH), as float32."""
+    return ct.reshape(load_columns(weight, j, WIDTH, TMA, DIVISOR) + offset, (1, WIDTH))
+
+
+def gather_columns(array, ROWS, tcolumns, EVEN):
+    """These columns of a weight or bias, as float32 (ROWS, columns), once a row: each thread loads what it multiplies.
 
     Loaded once, as (1, columns), the tile goes through shared memory to where it is needed, behind a barrier. A weight
     of another dtype than x does so anyhow, and its loads would sink below the sum.
     """
     index = ct.broadcast_to(tcolumns[None, :], (ROWS, tcolumns.shape[0]))
-    return as_float32(ct.gather(weight, index, check_bounds=not EVEN, padding_value=0)) + offset
+    return as_float32(ct.gather(array, index, check_bounds=not EVEN, padding_value=0))
