@@ -34,6 +34,7 @@ from tilegym_rmsnorm.backends.cutile.plans.variants import (
     ForwardTeam,
     ForwardTiles,
 )
+from tilegym_rmsnorm.spec import Spec, Wanted
 
 N = 96
 EPS = (0.0, 1e-45, 1e-38, 1e-30, None)
@@ -216,7 +217,8 @@ def test_forward_by_each_kernel_of_triton(name, eps):
     from tilegym_rmsnorm.backends.triton import launch
 
     rows = held(make_rows(X_SCALES, 1.0, eps))
-    y, rstd = launch.launch_forward(TRITON_FORWARDS[name], rows.x, rows.weight, eps, 0.0, "once")
+    spec, tensors = Spec(rows.x.shape[1], eps, 0.0, "once"), (rows.x, rows.weight, None, None)
+    y, rstd, _ = launch.launch_forward(TRITON_FORWARDS[name], spec, tensors)
     check(rows, y=y)
     assert rstd.isfinite().all()
 
@@ -228,8 +230,9 @@ def test_backward_by_each_kernel_of_triton(name, x_scales, dy_scale):
     from tilegym_rmsnorm.backends.triton import launch
 
     rows = held(make_rows(x_scales, dy_scale, 0.0))
-    arguments = (rows.x, rows.dy, rows.weight, rows.rstd, 0.0, "once", True)
-    dx, dw = launch.launch_backward(TRITON_BACKWARDS[name], *arguments)
+    spec, tensors = Spec(rows.x.shape[1], 0.0, 0.0, "once"), (rows.x, rows.dy, rows.weight, rows.rstd, None)
+    wanted = Wanted(rows.x.dtype, dw=rows.weight.dtype)
+    dx, _, dw, _ = launch.launch_backward(TRITON_BACKWARDS[name], spec, tensors, wanted)
     check(rows, dx=dx, dw=dw)
 
 

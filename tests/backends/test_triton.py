@@ -23,6 +23,7 @@ from helpers import (
 )
 
 from tilegym_rmsnorm.backends.triton.config import BackwardConfig, ForwardConfig
+from tilegym_rmsnorm.spec import Spec, Wanted
 
 needs_kernels = pytest.mark.skipif(why_skip("triton") is not None, reason=str(why_skip("triton")))
 
@@ -81,6 +82,10 @@ def _case(name):
     return inputs, expected_results(inputs), layout(inputs.x), layout(inputs.dy)
 
 
+def _spec(inputs):
+    return Spec(inputs.x.shape[1], inputs.eps, inputs.offset, inputs.casting)
+
+
 @needs_kernels
 @pytest.mark.usefixtures("poisoned_empty")
 @pytest.mark.parametrize("case", CASES)
@@ -89,8 +94,10 @@ def test_forward(name, case):
     from tilegym_rmsnorm.backends.triton import launch
 
     inputs, expected, x, _ = _case(case)
-    call = (inputs.weight, inputs.eps, inputs.offset, inputs.casting)
-    y, rstd = launch.launch_forward(FORWARDS[name], x, *call)
+    y, rstd, residual_out = launch.launch_forward(
+        FORWARDS[name], _spec(inputs), (x, inputs.weight, None, None)
+    )
+    assert residual_out is None
     assert_within(expected, y=y, rstd=rstd)
 
 
@@ -102,13 +109,15 @@ def test_backward(name, case):
     from tilegym_rmsnorm.backends.triton import launch
 
     inputs, expected, x, dy = _case(case)
-    call = (x, dy, inputs.weight, expected["rstd"].truth.float(), inputs.offset, inputs.casting)
-    dx, dw = launch.launch_backward(BACKWARDS[name], *call, needs_dw=True)
-    dx_alone, no_dw = launch.launch_backward(BACKWARDS[name], *call, needs_dw=False)
+    rstd = expected["rstd"].truth.float()
+    call = (BACKWARDS[name], _spec(inputs), (x, dy, inputs.weight, rstd, None))
+    dw_dtype = None if inputs.weight is None else inputs.weight.dtype
+    dx, *others, dw, db = launch.launch_backward(*call, Wanted(x.dtype, dw=dw_dtype))
+    dx_alone, *others_alone = launch.launch_backward(*call, Wanted(x.dtype))
 
     assert_within(expected, dx=dx)
     assert_within(expected, dx=dx_alone)  # another compilation: not bit for bit
-    assert no_dw is None
+    assert [*others, db, *others_alone] == [None] * 5
     if inputs.weight is None:
         assert dw is None
     else:
@@ -123,10 +132,10 @@ def test_same_bits_twice(name):
 
     inputs = make_inputs(13, 100, BF16, FP32)
     rstd = expected_results(inputs)["rstd"].truth.float()
-    arguments = (inputs.x, inputs.dy, inputs.weight, rstd, 0.0, "once", True)
-    dx, dw = launch.launch_backward(BACKWARDS[name], *arguments)
+    call = (BACKWARDS[name], _spec(inputs), (inputs.x, inputs.dy, inputs.weight, rstd, None))
+    dx, _, dw, _ = launch.launch_backward(*call, Wanted(BF16, dw=FP32))
     for _ in range(3):
-        again_dx, again_dw = launch.launch_backward(BACKWARDS[name], *arguments)
+        again_dx, _, again_dw, _ = launch.launch_backward(*call, Wanted(BF16, dw=FP32))
         assert torch.equal(dx, again_dx) and torch.equal(dw, again_dw)
 
 
@@ -138,7 +147,8 @@ def test_results_are_rounded_to_nearest_even():
     weight = torch.randn(128, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     weight[:3] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, torch.nan])  # ties to even, down and up
     ones = torch.ones(1, 128, dtype=BF16, device=DEVICE)  # rstd is 1, y the rounded weight
-    y, _ = launch.launch_forward(FORWARDS["one row"], ones, weight, 0.0, 0.0, "once")
+    spec = Spec(128, 0.0, 0.0, "once")
+    y, *_ = launch.launch_forward(FORWARDS["one row"], spec, (ones, weight, None, None))
     torch.testing.assert_close(y[0], weight.to(BF16), rtol=0, atol=0, equal_nan=True)
 
 
@@ -151,10 +161,10 @@ def test_the_interpreter_is_changed_once_for_all_threads():
     from tilegym_rmsnorm.backends.triton import launch
 
     inputs = make_inputs(13, 100, BF16, FP32)
-    call = (FORWARDS["one row"], inputs.x, inputs.weight, inputs.eps, 0.0, "once")
-    expected = launch.launch_forward(*call)
+    call = (FORWARDS["one row"], _spec(inputs), (inputs.x, inputs.weight, None, None))
+    expected = launch.launch_forward(*call)[:2]
     cast = InterpreterBuilder.cast_impl
     with ThreadPoolExecutor(4) as threads:
         for results in threads.map(lambda _: launch.launch_forward(*call), range(12)):
-            assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(results[:2], expected, strict=True))
     assert InterpreterBuilder.cast_impl is cast

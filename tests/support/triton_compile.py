@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tilegym_rmsnorm.backends.triton import launch
 from tilegym_rmsnorm.backends.triton.config import backward_config, forward_config
+from tilegym_rmsnorm.spec import Spec, Wanted
 
 SM_COUNT = 132  # the dw tile depends on it
 # Bytes that a block may have on sm_86, 89 and 120. The other architectures have more.
@@ -88,8 +89,10 @@ def run(
     """A forward and a backward."""
     x = torch.empty(M, row_stride or N, dtype=getattr(torch, dtype))[:, :N]
     weight = None if weight_dtype is None else torch.empty(N, dtype=getattr(torch, weight_dtype))
-    _, rstd = launch.launch_forward(forward_config(N), x, weight, eps, offset, casting)
-    launch.launch_backward(backward_config(M, N, SM_COUNT), x, x, weight, rstd, offset, casting, True)
+    spec = Spec(N, eps, offset, casting)
+    _, rstd, _ = launch.launch_forward(forward_config(N), spec, (x, weight, None, None))
+    wanted = Wanted(x.dtype, dw=None if weight is None else weight.dtype)
+    launch.launch_backward(backward_config(M, N, SM_COUNT), spec, (x, x, weight, rstd, None), wanted)
 
 
 def main(capability: str, calls: str) -> None:

@@ -3,22 +3,26 @@
 
 """The backward of RMSNorm in Triton. Per row, in float32, with o the offset (without a weight, weight + o is 1):
 
-    xhat = x * rstd        g = dy * (weight + o)        c = mean(xhat * g)        dx = (g - xhat * c) * rstd
-    dw = sum over rows of dy * xhat
+    xhat = x * rstd        g = dy * (weight + o)        c = mean(xhat * g)
+    d = (g - xhat * c) * rstd + d_residual_out          dx = alpha * d         d_residual = d
+    dw = sum over rows of dy * xhat                     db = sum over rows of dy
 
-P walks over the rows each keep the float32 sum of their rows of dy * xhat in registers and write it to their own row of
-dw_partial; a second kernel sums those rows. No atomics: dw has the same bits on every run.
+x is what was normalized: residual_out where there was a residual, whose gradient d_residual_out is then. P walks over
+the rows each keep the float32 sums of their rows in registers and write them to their own row of dw_partial and
+db_partial; a second kernel sums those rows. No atomics: dw and db have the same bits on every run.
 
-    backward_dx           dx and dw_partial, x and dy held in registers: whole rows, or a strip of columns with c given
+    backward_dx           d and partial sums, x and dy held in registers: whole rows, or strips of columns, c given
     backward_dx_reread    the same for whole rows too wide for that: loaded again (from L2, mostly) once c is known
     backward_c            c alone, for rows of which not even the sums fit; strips of columns follow
-    backward_dw           dw: the rows of dw_partial summed in a fixed order and rounded once
+    sum_partials          dw and db: the partial rows summed in a fixed order and rounded once
 
-A row in registers is a tuple of TILES tiles: tx, tdy, tscale (weight + o) and tdw, at tcolumns where tmasks are true.
+A row in registers is a tuple of TILES tiles: tx, tdy, tscale (weight + o), tdw and tdb, at tcolumns where tmasks are
+true.
 
-x and dy (M, N) have any row stride; weight and dw (N,), dx (M, N) and the float32 rstd and c (M,) and dw_partial (P, N)
-are contiguous; weight_ptr is None without a weight, dw_partial_ptr where no dw is needed. ROUND_XHAT (casting="llama")
-rounds xhat to x's dtype in dw, not in dx. ALIGN divides the row strides of x and dy.
+x, dy and d_residual_out are (M, N) or (B, T, H, N) of any strides but the last (rows.py), which ALIGN divides. weight,
+dw and db (N,), or (H, N) with PER_HEAD, dx and d_residual of x's shape, the float32 rstd and c (M,) and dw_partial and
+db_partial (P, N) or (P, H * N) are contiguous. Each has its own dtype. What a call has not, or nobody wants, is None;
+so is an alpha of 1. ROUND_XHAT (casting="llama") rounds xhat to x's dtype in dw, not in dx.
 """
 
 import triton
@@ -28,10 +32,15 @@ from tilegym_rmsnorm.backends.triton.rows import (
     aligned,
     as_multiplied,
     column_mask,
+    count_of_head,
     load_columns,
     load_scale,
+    places_of,
+    row_pointers,
+    rows_of_head,
+    split_program,
     tile_mask,
-    tile_pointers,
+    vector_of_head,
 )
 
 
@@ -64,15 +73,13 @@ def tile_masks(rows, tcolumn_masks, M, ROWS: tl.constexpr):
 
 
 @triton.jit
-def load_x_and_dy(x_ptr, x_row_stride, dy_ptr, dy_row_stride, rows, tcolumns, tmasks):
+def load_x_and_dy(x_rows, dy_rows, tcolumns, tmasks):
     """x and dy of these rows, as tiles of their own dtypes. What lies outside reads 0, and so adds 0 to every sum."""
     tx = ()
     tdy = ()
     for k in tl.static_range(len(tcolumns)):
-        x_pointers = tile_pointers(x_ptr, rows, x_row_stride, tcolumns[k])
-        tx = tx + (tl.load(x_pointers, mask=tmasks[k], other=0.0),)
-        dy_pointers = tile_pointers(dy_ptr, rows, dy_row_stride, tcolumns[k])
-        tdy = tdy + (tl.load(dy_pointers, mask=tmasks[k], other=0.0),)
+        tx = tx + (tl.load(x_rows + tcolumns[k][None, :], mask=tmasks[k], other=0.0),)
+        tdy = tdy + (tl.load(dy_rows + tcolumns[k][None, :], mask=tmasks[k], other=0.0),)
     return tx, tdy
 
 
@@ -86,11 +93,22 @@ def mean_of_products(tx, tdy, tscale, trstd, N: tl.constexpr):
 
 
 @triton.jit
-def store_dx(dx_ptr, rows, N: tl.constexpr, tcolumns, tmasks, tx, tdy, tscale, trstd, tc):
-    for k in tl.static_range(len(tx)):
-        txhat = tx[k].to(tl.float32) * trstd
-        tg = tdy[k].to(tl.float32) * tscale[k][None, :]
-        tl.store(tile_pointers(dx_ptr, rows, N, tcolumns[k]), (tg - txhat * tc) * trstd, mask=tmasks[k])
+def gradient(tx, tdy, tscale, trstd, tc):
+    """d without d_residual_out."""
+    return (tdy * tscale - tx * trstd * tc) * trstd
+
+
+@triton.jit
+def store_d(dx_ptr, d_residual_ptr, d_residual_out_rows, alpha, td, rows, N: tl.constexpr, columns, tmask):
+    """dx and d_residual, from td, which is d without d_residual_out, and from pointers to rows of that."""
+    if d_residual_out_rows is not None:
+        td += load_columns(d_residual_out_rows, columns, tmask, "")
+    if d_residual_ptr is not None:
+        tl.store(d_residual_ptr + rows * N + columns, td, mask=tmask)
+    if alpha is not None:
+        td *= alpha
+    if dx_ptr is not None:
+        tl.store(dx_ptr + rows * N + columns, td, mask=tmask)
 
 
 @triton.jit
@@ -98,12 +116,33 @@ def accumulate_dw(tdw, tx, tdy, trstd, x_ptr, ROUND_XHAT: tl.constexpr):
     """tdw with dy * xhat added element by element. The rows of a tile are added to each other after the last step."""
     tsums = ()
     for k in tl.static_range(len(tx)):
-        txhat = as_multiplied(tx[k].to(tl.float32) * trstd, x_ptr, ROUND_XHAT)
+        txhat = as_multiplied(tx[k].to(tl.float32) * trstd, x_ptr, None, ROUND_XHAT)
         tsums = tsums + (tdw[k] + tdy[k].to(tl.float32) * txhat,)
     return tsums
 
 
-@triton.jit(do_not_specialize=["M", "x_row_stride", "dy_row_stride"])
+@triton.jit
+def accumulate_db(tdb, tdy):
+    """tdb with dy added element by element, as in `accumulate_dw`."""
+    tsums = ()
+    for k in tl.static_range(len(tdy)):
+        tsums = tsums + (tdb[k] + tdy[k].to(tl.float32),)
+    return tsums
+
+
+@triton.jit
+def store_sums(partial_row_ptr, tsums, tcolumns, tmasks):
+    """A walk's sums over its steps, (ROWS, WIDTH) each, summed over the rows of a tile as well."""
+    for k in tl.static_range(len(tsums)):
+        tl.store(partial_row_ptr + tcolumns[k], tl.sum(tsums[k], axis=0), mask=tmasks[k])
+
+
+STRIDES = [
+    f"{rows}_{of}_stride" for rows in ("x", "dy", "d_residual_out") for of in ("batch", "token", "row")
+]
+
+
+@triton.jit(do_not_specialize=["M", "T", "H", *STRIDES])
 def backward_dx(
     x_ptr,
     dy_ptr,
@@ -119,38 +158,76 @@ def backward_dx(
     N: tl.constexpr,
     ALIGN: tl.constexpr,
     ROUND_XHAT: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     TILES: tl.constexpr,
     STRIPS: tl.constexpr,
     STAGES: tl.constexpr,
+    db_partial_ptr=None,
+    d_residual_out_ptr=None,
+    d_residual_ptr=None,
+    alpha=None,
+    T=None,
+    H=None,
+    x_batch_stride=None,
+    x_token_stride=None,
+    dy_batch_stride=None,
+    dy_token_stride=None,
+    d_residual_out_batch_stride=None,
+    d_residual_out_token_stride=None,
+    d_residual_out_row_stride=None,
 ):
-    """Grid: (P * STRIPS,). c_ptr None: whole rows, STRIPS is 1. Otherwise strips of one tile, TILES is 1."""
-    walk = tl.program_id(0).to(tl.int64) // STRIPS
+    """Grid: (P * STRIPS,). c_ptr None: whole rows, STRIPS is 1. Otherwise strips of one tile, TILES is 1. With PER_HEAD
+    (P * H * STRIPS,), of walks over the rows of one head."""
+    program = tl.program_id(0).to(tl.int64) // STRIPS
+    walk, head = split_program(program, H, PER_HEAD)
     strip = tl.program_id(0) % STRIPS
-    x_row_stride = aligned(x_row_stride, ALIGN)
-    dy_row_stride = aligned(dy_row_stride, ALIGN)
+    x_strides = aligned(x_batch_stride, x_token_stride, x_row_stride, ALIGN)
+    dy_strides = aligned(dy_batch_stride, dy_token_stride, dy_row_stride, ALIGN)
+    d_residual_out_strides = dy_strides
+    if d_residual_out_ptr is not None:
+        d_residual_out_strides = aligned(
+            d_residual_out_batch_stride, d_residual_out_token_stride, d_residual_out_row_stride, ALIGN
+        )
     tcolumns, tcolumn_masks = column_tiles(strip, N, WIDTH, TILES, STRIPS)
+    if weight_ptr is not None:
+        weight_ptr = vector_of_head(weight_ptr, head, N, PER_HEAD)
     tscale = load_scales(weight_ptr, offset, tcolumns, tcolumn_masks)
     tdw = (tl.zeros((ROWS, WIDTH), tl.float32),) * TILES
+    tdb = tdw
 
-    steps = tl.cdiv(M.to(tl.int64), ROWS)
-    walks = tl.num_programs(0) // STRIPS
+    steps = tl.cdiv(count_of_head(M.to(tl.int64), H, PER_HEAD), ROWS)
+    walks = count_of_head(tl.num_programs(0) // STRIPS, H, PER_HEAD)
     for step in tl.range(walk, steps, walks, num_stages=STAGES):
-        rows = step * ROWS + tl.arange(0, ROWS)
+        rows = rows_of_head(step * ROWS + tl.arange(0, ROWS), head, H, PER_HEAD)
         trstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
         tmasks = tile_masks(rows, tcolumn_masks, M, ROWS)
-        tx, tdy = load_x_and_dy(x_ptr, x_row_stride, dy_ptr, dy_row_stride, rows, tcolumns, tmasks)
+        places = places_of(rows[:, None], M, T, H)
+        x_rows = row_pointers(x_ptr, places, x_strides, H)
+        dy_rows = row_pointers(dy_ptr, places, dy_strides, H)
+        tx, tdy = load_x_and_dy(x_rows, dy_rows, tcolumns, tmasks)
         if c_ptr is None:
             tc = mean_of_products(tx, tdy, tscale, trstd, N)
         else:
             tc = tl.load(c_ptr + rows, mask=rows < M, other=0.0)[:, None]
-        store_dx(dx_ptr, rows, N, tcolumns, tmasks, tx, tdy, tscale, trstd, tc)
+        d_residual_out_rows = d_residual_out_ptr
+        if d_residual_out_ptr is not None:
+            d_residual_out_rows = row_pointers(d_residual_out_ptr, places, d_residual_out_strides, H)
+        for k in tl.static_range(TILES):
+            td = gradient(tx[k].to(tl.float32), tdy[k].to(tl.float32), tscale[k][None, :], trstd, tc)
+            columns = tcolumns[k][None, :]
+            store_d(
+                dx_ptr, d_residual_ptr, d_residual_out_rows, alpha, td, rows[:, None], N, columns, tmasks[k]
+            )
         tdw = accumulate_dw(tdw, tx, tdy, trstd, x_ptr, ROUND_XHAT)
+        if db_partial_ptr is not None:
+            tdb = accumulate_db(tdb, tdy)
 
     if dw_partial_ptr is not None:
-        for k in tl.static_range(TILES):
-            tl.store(dw_partial_ptr + walk * N + tcolumns[k], tl.sum(tdw[k], axis=0), mask=tcolumn_masks[k])
+        store_sums(dw_partial_ptr + program * N, tdw, tcolumns, tcolumn_masks)
+    if db_partial_ptr is not None:
+        store_sums(db_partial_ptr + program * N, tdb, tcolumns, tcolumn_masks)
 
 
 @triton.jit
@@ -166,7 +243,7 @@ def mean_of_products_of_row(
     return tl.sum(tproducts) / N
 
 
-@triton.jit(do_not_specialize=["M", "x_row_stride", "dy_row_stride"])
+@triton.jit(do_not_specialize=["M", "T", "H", *STRIDES])
 def backward_dx_reread(
     x_ptr,
     dy_ptr,
@@ -181,39 +258,73 @@ def backward_dx_reread(
     N: tl.constexpr,
     ALIGN: tl.constexpr,
     ROUND_XHAT: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     WIDTH: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
+    db_partial_ptr=None,
+    d_residual_out_ptr=None,
+    d_residual_ptr=None,
+    alpha=None,
+    T=None,
+    H=None,
+    x_batch_stride=None,
+    x_token_stride=None,
+    dy_batch_stride=None,
+    dy_token_stride=None,
+    d_residual_out_batch_stride=None,
+    d_residual_out_token_stride=None,
+    d_residual_out_row_stride=None,
 ):
-    """Grid: (P,). One row per step."""
-    walk = tl.program_id(0).to(tl.int64)
-    x_row_stride = aligned(x_row_stride, ALIGN)
-    dy_row_stride = aligned(dy_row_stride, ALIGN)
+    """Grid: (P,), or (P * H,) with PER_HEAD. One row per step."""
+    program = tl.program_id(0).to(tl.int64)
+    walk, head = split_program(program, H, PER_HEAD)
+    x_strides = aligned(x_batch_stride, x_token_stride, x_row_stride, ALIGN)
+    dy_strides = aligned(dy_batch_stride, dy_token_stride, dy_row_stride, ALIGN)
+    d_residual_out_strides = dy_strides
+    if d_residual_out_ptr is not None:
+        d_residual_out_strides = aligned(
+            d_residual_out_batch_stride, d_residual_out_token_stride, d_residual_out_row_stride, ALIGN
+        )
     tcolumns, tmasks = column_tiles(0, N, WIDTH, TILES, STRIPS=1)
+    if weight_ptr is not None:
+        weight_ptr = vector_of_head(weight_ptr, head, N, PER_HEAD)
     tdw = (tl.zeros((WIDTH,), tl.float32),) * TILES
+    tdb = tdw
 
-    for row in tl.range(walk, M, tl.num_programs(0), num_stages=STAGES):
+    steps, walks = count_of_head(M, H, PER_HEAD), count_of_head(tl.num_programs(0), H, PER_HEAD)
+    for step in tl.range(walk, steps, walks, num_stages=STAGES):
+        row = rows_of_head(step, head, H, PER_HEAD)
         rstd = tl.load(rstd_ptr + row)
-        x_row_ptr = x_ptr + row * x_row_stride
-        dy_row_ptr = dy_ptr + row * dy_row_stride
-        c = mean_of_products_of_row(x_row_ptr, dy_row_ptr, weight_ptr, offset, rstd, N, tcolumns, tmasks)
+        place = places_of(row, M, T, H)
+        x_row = row_pointers(x_ptr, place, x_strides, H)
+        dy_row = row_pointers(dy_ptr, place, dy_strides, H)
+        d_residual_out_row = d_residual_out_ptr
+        if d_residual_out_ptr is not None:
+            d_residual_out_row = row_pointers(d_residual_out_ptr, place, d_residual_out_strides, H)
+        c = mean_of_products_of_row(x_row, dy_row, weight_ptr, offset, rstd, N, tcolumns, tmasks)
 
-        tdw_before = tdw
-        tdw = ()
+        tdw_before, tdb_before = tdw, tdb
+        tdw, tdb = (), ()
         for k in tl.static_range(TILES):
             # With the eviction policy of the loads for c the compiler would merge the two, and hold the row after all.
-            txhat = load_columns(x_row_ptr, tcolumns[k], tmasks[k], "evict_first") * rstd
-            tdy = load_columns(dy_row_ptr, tcolumns[k], tmasks[k], "evict_first")
+            tx = load_columns(x_row, tcolumns[k], tmasks[k], "evict_first")
+            tdy = load_columns(dy_row, tcolumns[k], tmasks[k], "evict_first")
             tscale = load_scale(weight_ptr, offset, tcolumns[k], tmasks[k], "evict_last")
-            tl.store(dx_ptr + row * N + tcolumns[k], (tdy * tscale - txhat * c) * rstd, mask=tmasks[k])
-            tdw = tdw + (tdw_before[k] + tdy * as_multiplied(txhat, x_ptr, ROUND_XHAT),)
+            td = gradient(tx, tdy, tscale, rstd, c)
+            store_d(dx_ptr, d_residual_ptr, d_residual_out_row, alpha, td, row, N, tcolumns[k], tmasks[k])
+            tdw = tdw + (tdw_before[k] + tdy * as_multiplied(tx * rstd, x_ptr, None, ROUND_XHAT),)
+            if db_partial_ptr is not None:
+                tdb = tdb + (tdb_before[k] + tdy,)
 
-    if dw_partial_ptr is not None:
-        for k in tl.static_range(TILES):
-            tl.store(dw_partial_ptr + walk * N + tcolumns[k], tdw[k], mask=tmasks[k])
+    for k in tl.static_range(TILES):
+        if dw_partial_ptr is not None:
+            tl.store(dw_partial_ptr + program * N + tcolumns[k], tdw[k], mask=tmasks[k])
+        if db_partial_ptr is not None:
+            tl.store(db_partial_ptr + program * N + tcolumns[k], tdb[k], mask=tmasks[k])
 
 
-@triton.jit(do_not_specialize=["x_row_stride", "dy_row_stride"])
+@triton.jit(do_not_specialize=["T", "H", *STRIDES])
 def backward_c(
     x_ptr,
     dy_ptr,
@@ -225,35 +336,68 @@ def backward_c(
     offset,
     N: tl.constexpr,
     ALIGN: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNKS: tl.constexpr,
+    T=None,
+    H=None,
+    x_batch_stride=None,
+    x_token_stride=None,
+    dy_batch_stride=None,
+    dy_token_stride=None,
 ):
     """Grid: (M,)."""
     row = tl.program_id(0).to(tl.int64)
     rstd = tl.load(rstd_ptr + row)
-    x_row_ptr = x_ptr + row * aligned(x_row_stride, ALIGN)
-    dy_row_ptr = dy_ptr + row * aligned(dy_row_stride, ALIGN)
+    x_strides = aligned(x_batch_stride, x_token_stride, x_row_stride, ALIGN)
+    dy_strides = aligned(dy_batch_stride, dy_token_stride, dy_row_stride, ALIGN)
+    place = places_of(row, tl.num_programs(0), T, H)
+    x_row = row_pointers(x_ptr, place, x_strides, H)
+    dy_row = row_pointers(dy_ptr, place, dy_strides, H)
+    if weight_ptr is not None:
+        weight_ptr = vector_of_head(weight_ptr, place[2], N, PER_HEAD)
 
     tproducts = tl.zeros((WIDTH,), tl.float32)
     for chunk in range(CHUNKS):
         columns = chunk * WIDTH + tl.arange(0, WIDTH)
         tmask = column_mask(columns, CHUNKS * WIDTH, N)
-        txhat = load_columns(x_row_ptr, columns, tmask, "") * rstd
-        tdy = load_columns(dy_row_ptr, columns, tmask, "")
+        txhat = load_columns(x_row, columns, tmask, "") * rstd
+        tdy = load_columns(dy_row, columns, tmask, "")
         tproducts += txhat * (tdy * load_scale(weight_ptr, offset, columns, tmask, ""))
 
     tl.store(c_ptr + row, tl.sum(tproducts) / N)
 
 
-@triton.jit(do_not_specialize=["P"])
-def backward_dw(dw_partial_ptr, dw_ptr, P, N: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Grid: (cdiv(N, WIDTH),). ROWS running sums, each over the rows in index order, are then added as a tree."""
+@triton.jit
+def sum_columns(partial_ptr, sum_ptr, P, N: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """ROWS running sums, each over the rows of partial_ptr in index order, are then added as a tree."""
     columns = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    tdw = tl.zeros((ROWS, WIDTH), tl.float32)
+    tsum = tl.zeros((ROWS, WIDTH), tl.float32)
 
     for start in range(0, P, ROWS):
         rows = start + tl.arange(0, ROWS).to(tl.int64)
         tmask = (rows < P)[:, None] & (columns < N)[None, :]
-        tdw += tl.load(tile_pointers(dw_partial_ptr, rows, N, columns), mask=tmask, other=0.0)
+        tsum += tl.load(partial_ptr + rows[:, None] * N + columns[None, :], mask=tmask, other=0.0)
 
-    tl.store(dw_ptr + columns, tl.sum(tdw, axis=0), mask=columns < N)
+    tl.store(sum_ptr + columns, tl.sum(tsum, axis=0), mask=columns < N)
+
+
+@triton.jit(do_not_specialize=["P"])
+def sum_partials(
+    partial_ptr,
+    sum_ptr,
+    P,
+    N: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    second_partial_ptr=None,
+    second_sum_ptr=None,
+):
+    """Grid: (cdiv(N, WIDTH), 1), or 2 where there is a second sum. N: the columns of each, H * N with PER_HEAD."""
+    if second_sum_ptr is None:
+        sum_columns(partial_ptr, sum_ptr, P, N, ROWS, WIDTH)
+    else:
+        if tl.program_id(1) == 0:
+            sum_columns(partial_ptr, sum_ptr, P, N, ROWS, WIDTH)
+        else:
+            sum_columns(second_partial_ptr, second_sum_ptr, P, N, ROWS, WIDTH)

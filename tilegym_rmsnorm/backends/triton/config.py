@@ -80,8 +80,9 @@ def forward_config(N: int) -> ForwardConfig:
     return ForwardConfig(True, rows, width, tiles, _warps(N, FORWARD_MIN_WARPS))
 
 
-def backward_config(M: int, N: int, sm_count: int) -> BackwardConfig:
-    """For M rows of N elements. All programs are resident at once, and as few as leave the longest walk no longer."""
+def backward_config(M: int, N: int, sm_count: int, heads: int = 1) -> BackwardConfig:
+    """For M rows of N elements, or M of each head where each has its own weight, and its own walks. All programs are
+    resident at once, and as few as leave the longest walk no longer."""
     rows = _rows(N, BACKWARD_TILE)
     num_warps = _warps(N, BACKWARD_MIN_WARPS)
     programs_per_walk = 1
@@ -93,8 +94,8 @@ def backward_config(M: int, N: int, sm_count: int) -> BackwardConfig:
         plan, rows, width, tiles = "strips", BACKWARD_TILE // STRIP, STRIP, _cdiv(N, STRIP)
         num_warps, programs_per_walk = BACKWARD_MIN_WARPS, tiles
     steps = _cdiv(M, rows)
-    most_walks = max(1, sm_count * WARPS_PER_SM // num_warps // programs_per_walk)
-    dw_width = _dw_width(N, sm_count)
+    most_walks = max(1, sm_count * WARPS_PER_SM // num_warps // (programs_per_walk * heads))
+    dw_width = _dw_width(heads * N, sm_count)
     return BackwardConfig(
         plan,
         walks=_cdiv(steps, _cdiv(steps, most_walks)),

@@ -1,16 +1,20 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The forward of RMSNorm in Triton. Per row of x, in float32:
+"""The forward of RMSNorm in Triton. Per row, in float32:
 
-    rstd = 1 / sqrt(mean(x^2) + eps)      xhat = x * rstd      y = xhat * (weight + offset), or xhat without a weight
+    x' = round(alpha * x + residual), residual_out, or x without a residual
+    rstd = 1 / sqrt(mean(x'^2) + eps)      xhat = x' * rstd      y = xhat * (weight + offset) + bias
 
-x (M, N) has any row stride; weight (N,), y (M, N) and rstd (M,) float32 are contiguous; weight_ptr may be None.
-ROUND_XHAT (casting="llama") rounds xhat to x's dtype before it meets the weight. ALIGN divides the row stride of x.
-rstd by sqrt_rn: `tl.rsqrt` takes a subnormal mean + eps (below 1.2e-38) for 0.
+A weight that is None is a factor of 1. ROUND_XHAT (casting="llama") rounds xhat to the dtype of x' before it meets the
+weight. rstd by sqrt_rn: `tl.rsqrt` takes a subnormal mean + eps (below 1.2e-38) for 0.
 
     forward_rows      ROWS whole rows per program, x read once
     forward_reread    one row, wider than registers hold: summed chunk by chunk, then read again (from L2, mostly)
+
+x and residual are (M, N) or (B, T, H, N) of any strides but the last (rows.py), which ALIGN divides. weight and bias
+(N,), or (H, N) with PER_HEAD, y and residual_out of x's shape and rstd (M,) float32 are contiguous. Each has its own
+dtype. What a call has not is None.
 """
 
 import triton
@@ -22,12 +26,40 @@ from tilegym_rmsnorm.backends.triton.rows import (
     column_mask,
     load_columns,
     load_scale,
+    places_of,
+    row_pointers,
+    rows_of_head,
+    split_program,
     tile_mask,
-    tile_pointers,
+    vector_of_head,
 )
 
 
-@triton.jit(do_not_specialize=["M", "x_row_stride"])
+@triton.jit
+def load_normalized(x_rows, residual_rows, residual_out_rows, alpha, columns, tmask):
+    """x' in float32, from pointers to rows. residual_out is stored on the way."""
+    tx = load_columns(x_rows, columns, tmask, "")
+    if residual_rows is None:
+        return tx
+    else:
+        tsum = tx * alpha + load_columns(residual_rows, columns, tmask, "")
+        tresidual_out = tsum.to(residual_out_rows.dtype.element_ty)
+        tl.store(residual_out_rows + columns, tresidual_out, mask=tmask)
+        return tresidual_out.to(tl.float32)
+
+
+@triton.jit
+def add_bias(ty, bias_ptr, columns, tmask):
+    if bias_ptr is None:
+        return ty
+    else:
+        return ty + load_columns(bias_ptr, columns, tmask, "")
+
+
+STRIDES = [f"{rows}_{of}_stride" for rows in ("x", "residual") for of in ("batch", "token", "row")]
+
+
+@triton.jit(do_not_specialize=["M", "T", "H", *STRIDES])
 def forward_rows(
     x_ptr,
     weight_ptr,
@@ -40,13 +72,37 @@ def forward_rows(
     N: tl.constexpr,
     ALIGN: tl.constexpr,
     ROUND_XHAT: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     TILES: tl.constexpr,
+    bias_ptr=None,
+    residual_ptr=None,
+    residual_out_ptr=None,
+    alpha=None,
+    T=None,
+    H=None,
+    x_batch_stride=None,
+    x_token_stride=None,
+    residual_batch_stride=None,
+    residual_token_stride=None,
+    residual_row_stride=None,
 ):
-    """Grid: (cdiv(M, ROWS),)."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    x_row_stride = aligned(x_row_stride, ALIGN)
+    """Grid: (cdiv(M, ROWS),); with PER_HEAD (cdiv(M / H, ROWS) * H,)."""
+    number, head = split_program(tl.program_id(0), H, PER_HEAD)
+    rows = rows_of_head(number.to(tl.int64) * ROWS + tl.arange(0, ROWS), head, H, PER_HEAD)
+    places = places_of(rows[:, None], M, T, H)
+    x_strides = aligned(x_batch_stride, x_token_stride, x_row_stride, ALIGN)
+    x_rows = row_pointers(x_ptr, places, x_strides, H)
+    residual_rows, residual_out_rows = residual_ptr, residual_out_ptr
+    if residual_ptr is not None:
+        residual_strides = aligned(residual_batch_stride, residual_token_stride, residual_row_stride, ALIGN)
+        residual_rows = row_pointers(residual_ptr, places, residual_strides, H)
+        residual_out_rows = residual_out_ptr + rows[:, None] * N
+    if weight_ptr is not None:
+        weight_ptr = vector_of_head(weight_ptr, head, N, PER_HEAD)
+    if bias_ptr is not None:
+        bias_ptr = vector_of_head(bias_ptr, head, N, PER_HEAD)
 
     tx = ()
     tscale = ()
@@ -54,9 +110,7 @@ def forward_rows(
         columns = k * WIDTH + tl.arange(0, WIDTH)
         tcolumn_mask = column_mask(columns, (k + 1) * WIDTH, N)
         tmask = tile_mask(rows, tcolumn_mask, M, ROWS)
-        tx = tx + (
-            tl.load(tile_pointers(x_ptr, rows, x_row_stride, columns), mask=tmask, other=0.0).to(tl.float32),
-        )
+        tx = tx + (load_normalized(x_rows, residual_rows, residual_out_rows, alpha, columns[None, :], tmask),)
         tscale = tscale + (load_scale(weight_ptr, offset, columns, tcolumn_mask, ""),)
 
     tsquares = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -67,12 +121,14 @@ def forward_rows(
 
     for k in tl.static_range(TILES):
         columns = k * WIDTH + tl.arange(0, WIDTH)
-        tmask = tile_mask(rows, column_mask(columns, (k + 1) * WIDTH, N), M, ROWS)
-        ty = as_multiplied(tx[k] * trstd[:, None], x_ptr, ROUND_XHAT) * tscale[k][None, :]
-        tl.store(tile_pointers(y_ptr, rows, N, columns), ty, mask=tmask)
+        tcolumn_mask = column_mask(columns, (k + 1) * WIDTH, N)
+        txhat = as_multiplied(tx[k] * trstd[:, None], x_ptr, residual_out_ptr, ROUND_XHAT)
+        ty = add_bias(txhat * tscale[k][None, :], bias_ptr, columns[None, :], tcolumn_mask[None, :])
+        y_pointers = y_ptr + rows[:, None] * N + columns[None, :]
+        tl.store(y_pointers, ty, mask=tile_mask(rows, tcolumn_mask, M, ROWS))
 
 
-@triton.jit(do_not_specialize=["x_row_stride"])
+@triton.jit(do_not_specialize=["T", "H", *STRIDES])
 def forward_reread(
     x_ptr,
     weight_ptr,
@@ -84,25 +140,55 @@ def forward_reread(
     N: tl.constexpr,
     ALIGN: tl.constexpr,
     ROUND_XHAT: tl.constexpr,
+    PER_HEAD: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNKS: tl.constexpr,
+    bias_ptr=None,
+    residual_ptr=None,
+    residual_out_ptr=None,
+    alpha=None,
+    T=None,
+    H=None,
+    x_batch_stride=None,
+    x_token_stride=None,
+    residual_batch_stride=None,
+    residual_token_stride=None,
+    residual_row_stride=None,
 ):
     """Grid: (M,)."""
     row = tl.program_id(0).to(tl.int64)
-    x_row_ptr = x_ptr + row * aligned(x_row_stride, ALIGN)
+    place = places_of(row, tl.num_programs(0), T, H)
+    x_strides = aligned(x_batch_stride, x_token_stride, x_row_stride, ALIGN)
+    x_row = row_pointers(x_ptr, place, x_strides, H)
+    residual_row, residual_out_row = residual_ptr, residual_out_ptr
+    if residual_ptr is not None:
+        residual_strides = aligned(residual_batch_stride, residual_token_stride, residual_row_stride, ALIGN)
+        residual_row = row_pointers(residual_ptr, place, residual_strides, H)
+        residual_out_row = residual_out_ptr + row * N
+    if weight_ptr is not None:
+        weight_ptr = vector_of_head(weight_ptr, place[2], N, PER_HEAD)
+    if bias_ptr is not None:
+        bias_ptr = vector_of_head(bias_ptr, place[2], N, PER_HEAD)
 
     tsquares = tl.zeros((WIDTH,), tl.float32)
     for chunk in range(CHUNKS):
         columns = chunk * WIDTH + tl.arange(0, WIDTH)
-        tx = load_columns(x_row_ptr, columns, column_mask(columns, CHUNKS * WIDTH, N), "")
+        tmask = column_mask(columns, CHUNKS * WIDTH, N)
+        tx = load_normalized(x_row, residual_row, residual_out_row, alpha, columns, tmask)
         tsquares += tx * tx
 
     rstd = 1 / tl.sqrt_rn(tl.sum(tsquares) / N + eps)
     tl.store(rstd_ptr + row, rstd)
+    if residual_out_ptr is None:
+        normalized_row = x_row
+    else:
+        normalized_row = residual_out_row
+        tl.debug_barrier()  # an element of residual_out may be stored by one thread and read by another
 
     for chunk in range(CHUNKS):
         columns = chunk * WIDTH + tl.arange(0, WIDTH)
         tmask = column_mask(columns, CHUNKS * WIDTH, N)
-        tx = load_columns(x_row_ptr, columns, tmask, "")
-        tscale = load_scale(weight_ptr, offset, columns, tmask, "")
-        tl.store(y_ptr + row * N + columns, as_multiplied(tx * rstd, x_ptr, ROUND_XHAT) * tscale, mask=tmask)
+        tx = load_columns(normalized_row, columns, tmask, "")
+        txhat = as_multiplied(tx * rstd, x_ptr, residual_out_ptr, ROUND_XHAT)
+        ty = txhat * load_scale(weight_ptr, offset, columns, tmask, "")
+        tl.store(y_ptr + row * N + columns, add_bias(ty, bias_ptr, columns, tmask), mask=tmask)

@@ -27,112 +27,141 @@ from tilegym_rmsnorm.registry import register_impl
 from tilegym_rmsnorm.spec import Gradients, Outputs, Spec, Tensors, Wanted
 
 LARGEST_ALIGNMENT = 16  # elements: as far as the width of vector loads goes
+DIMENSIONS = ("batch", "token", "row")  # of (B, T, H, N), which a row counts through; (M, N) has the last
 INTERPRETED_SM_COUNT = 2  # programs run one after another: few, each with several steps, reach every branch
 
 
 @register_impl("rms_norm_forward", "triton")
 def rms_norm_forward(spec: Spec, tensors: Tensors) -> Outputs:
-    x, weight, *_ = tensors  # `unusable` has refused a bias
-    y, rstd = launch_forward(forward_config(spec.n), x, weight, spec.eps, spec.offset, spec.casting)
-    return y, rstd, None
+    return launch_forward(forward_config(spec.n), spec, tensors)
 
 
 @register_impl("rms_norm_backward", "triton")
 def rms_norm_backward(spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
-    x = tensors[0]
-    config = backward_config(*x.shape, _sm_count(x.device))
-    dx, dw = launch_backward(config, *tensors[:4], spec.offset, spec.casting, wanted.dw is not None)
-    return dx, None, dw, None
+    x, _, weight, *_ = tensors
+    heads = _heads(weight)
+    config = backward_config(_count(x) // heads, spec.n, _sm_count(x.device), heads)
+    return launch_backward(config, spec, tensors, wanted)
 
 
-def launch_forward(
-    config: ForwardConfig, x: Tensor, weight: Tensor | None, eps: float, offset: float, casting: str
-) -> tuple[Tensor, Tensor]:
-    """y (M, N) of x's dtype and rstd (M,) float32."""
-    M, N = x.shape
-    y = torch.empty((M, N), dtype=x.dtype, device=x.device)
+def launch_forward(config: ForwardConfig, spec: Spec, tensors: Tensors) -> Outputs:
+    """The protocol's forward (spec.py) by these tiles."""
+    x, weight, bias, residual = tensors
+    M, heads = _count(x), _heads(weight)
+    y = torch.empty(x.shape, dtype=spec.y_dtype or x.dtype, device=x.device)
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
-    x_row_stride = _row_stride(x)
-    common = {"N": N, "ALIGN": math.gcd(LARGEST_ALIGNMENT, x_row_stride), **_options(config.num_warps)}
-    common |= {"ROUND_XHAT": casting == "llama", "WIDTH": config.width}
+    residual_out = None
+    chosen = _layout(weight, x=x, residual=residual) | _options(config.num_warps)
+    chosen |= {"N": spec.n, "ROUND_XHAT": spec.casting == "llama", "WIDTH": config.width, "bias_ptr": bias}
+    if residual is not None:
+        residual_out = torch.empty(x.shape, dtype=spec.residual_dtype, device=x.device)
+        chosen |= {"residual_ptr": residual, "residual_out_ptr": residual_out, "alpha": spec.alpha}
 
+    arrays = (x, weight, y, rstd)
     with _ready(x.device):
         if config.is_held:
-            grid = (triton.cdiv(M, config.rows),)
+            grid = (triton.cdiv(M // heads, config.rows) * heads,)
             tiles = {"ROWS": config.rows, "TILES": config.tiles}
-            forward.forward_rows[grid](x, weight, y, rstd, M, x_row_stride, eps, offset, **tiles, **common)
+            forward.forward_rows[grid](*arrays, M, eps=spec.eps, offset=spec.offset, **tiles, **chosen)
         else:
             chunks = {"CHUNKS": config.tiles}
-            forward.forward_reread[(M,)](x, weight, y, rstd, x_row_stride, eps, offset, **chunks, **common)
-    return y, rstd
+            forward.forward_reread[(M,)](*arrays, eps=spec.eps, offset=spec.offset, **chunks, **chosen)
+    return y, rstd, residual_out
 
 
-def launch_backward(
-    config: BackwardConfig,
-    x: Tensor,
-    dy: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    offset: float,
-    casting: str,
-    needs_dw: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """dx (M, N) of x's dtype and dw (N,) of weight's dtype, or None where there is no weight or no need."""
-    N = x.shape[1]
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dw = dw_partial = None
-    if needs_dw and weight is not None:
-        dw_partial = torch.empty((config.walks, N), dtype=torch.float32, device=x.device)
-        dw = torch.empty_like(weight)
+def launch_backward(config: BackwardConfig, spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
+    """The protocol's backward (spec.py) by these tiles. The config of per-head weights is that of a head."""
+    x, _, weight, *_ = tensors
+    vector = (spec.n,) if weight is None else tuple(weight.shape)
+    columns = _heads(weight) * spec.n
 
+    def empty(shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor | None:
+        return None if dtype is None else torch.empty(shape, dtype=dtype, device=x.device)
+
+    dx, d_residual = empty(x.shape, wanted.dx), empty(x.shape, wanted.d_residual)
+    dw, db = empty(vector, None if weight is None else wanted.dw), empty(vector, wanted.db)
+    dw_partial, db_partial = (
+        None if each is None else empty((config.walks, columns), torch.float32) for each in (dw, db)
+    )
     with _ready(x.device):
-        _launch_dx(config, x, dy, weight, rstd, dx, dw_partial, offset, casting)
-        if dw is not None:
-            grid = (triton.cdiv(N, config.dw_width),)
-            tile = {"ROWS": config.dw_rows, "WIDTH": config.dw_width}
-            backward.backward_dw[grid](
-                dw_partial, dw, config.walks, N, **tile, **_options(config.dw_num_warps)
-            )
-    return dx, dw
+        _launch_dx(config, spec, tensors, dx, d_residual, dw_partial, db_partial)
+        sums = [each for each in ((dw_partial, dw), (db_partial, db)) if each[1] is not None]
+        if sums:
+            _launch_sums(config, *sums)
+    return dx, d_residual, dw, db
 
 
 def _launch_dx(
     config: BackwardConfig,
-    x: Tensor,
-    dy: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    dx: Tensor,
+    spec: Spec,
+    tensors: Tensors,
+    dx: Tensor | None,
+    d_residual: Tensor | None,
     dw_partial: Tensor | None,
-    offset: float,
-    casting: str,
+    db_partial: Tensor | None,
 ) -> None:
-    """Fills dx and, where it is given, dw_partial (walks, N)."""
-    M, N = x.shape
-    strides = (_row_stride(x), _row_stride(dy))
-    common = {"N": N, "ALIGN": math.gcd(LARGEST_ALIGNMENT, *strides), **_options(config.num_warps)}
-    chosen = {"ROUND_XHAT": casting == "llama", "WIDTH": config.width, "STAGES": config.num_stages, **common}
+    """Fills those that are given: dx and d_residual of x's shape, dw_partial and db_partial (walks, columns)."""
+    x, dy, weight, rstd, d_residual_out = tensors
+    programs = config.walks * _heads(weight)
+    common = {"N": spec.n, "offset": spec.offset, **_options(config.num_warps)}
+    chosen = common | _layout(weight, x=x, dy=dy, d_residual_out=d_residual_out)
+    chosen |= {"ROUND_XHAT": spec.casting == "llama", "WIDTH": config.width, "STAGES": config.num_stages}
+    chosen |= {"db_partial_ptr": db_partial, "d_residual_ptr": d_residual}
+    chosen |= {"d_residual_out_ptr": d_residual_out, "alpha": None if spec.alpha == 1 else spec.alpha}
 
     if config.plan == "reread":
-        backward.backward_dx_reread[(config.walks,)](
-            x, dy, weight, rstd, dx, dw_partial, M, *strides, offset, TILES=config.tiles, **chosen
+        backward.backward_dx_reread[(programs,)](
+            x, dy, weight, rstd, dx, dw_partial, _count(x), TILES=config.tiles, **chosen
         )
         return
     c, tiles, strips = None, config.tiles, 1
     if config.plan == "strips":
         c, tiles, strips = torch.empty_like(rstd), 1, config.tiles
         width = config.rows * config.width
-        chunks = {"WIDTH": width, "CHUNKS": triton.cdiv(N, width)}
-        backward.backward_c[(M,)](x, dy, weight, rstd, c, *strides, offset, **chunks, **common)
+        chunks = {"WIDTH": width, "CHUNKS": triton.cdiv(spec.n, width)}
+        if dx is not None or d_residual is not None:  # else nobody reads c
+            layout = _layout(weight, x=x, dy=dy)
+            backward.backward_c[(_count(x),)](x, dy, weight, rstd, c, **layout, **chunks, **common)
     chosen |= {"ROWS": config.rows, "TILES": tiles, "STRIPS": strips}
-    backward.backward_dx[(config.walks * strips,)](
-        x, dy, weight, rstd, c, dx, dw_partial, M, *strides, offset, **chosen
-    )
+    backward.backward_dx[(programs * strips,)](x, dy, weight, rstd, c, dx, dw_partial, _count(x), **chosen)
 
 
-def _row_stride(rows: Tensor) -> int:
-    """The stride of a single row means nothing and may be anything; it must not decide what is compiled."""
-    return rows.stride(0) if rows.shape[0] > 1 else rows.shape[1]
+def _launch_sums(
+    config: BackwardConfig, first: tuple[Tensor, Tensor], *second: tuple[Tensor, Tensor]
+) -> None:
+    """Sums the rows of one or two partial arrays, each into its array."""
+    partial, total = first
+    grid = (triton.cdiv(total.numel(), config.dw_width), 1 + len(second))
+    tile = {"ROWS": config.dw_rows, "WIDTH": config.dw_width, **_options(config.dw_num_warps)}
+    others = {"second_partial_ptr": second[0][0], "second_sum_ptr": second[0][1]} if second else {}
+    backward.sum_partials[grid](partial, total, config.walks, total.numel(), **tile, **others)
+
+
+def _count(rows: Tensor) -> int:
+    return math.prod(rows.shape[:-1])
+
+
+def _heads(weight: Tensor | None) -> int:
+    """How many heads have a weight of their own."""
+    return 1 if weight is None or weight.ndim == 1 else weight.shape[0]
+
+
+def _layout(weight: Tensor | None, **arrays: Tensor | None) -> dict[str, int | bool]:
+    """What says where the rows of these arrays lie, and which power of two divides all their strides."""
+    layout, align = {}, LARGEST_ALIGNMENT
+    for name, array in arrays.items():
+        if array is None:
+            continue
+        *extents, N = array.shape
+        for dimension, extent, stride in zip(
+            DIMENSIONS[-len(extents) :], extents, array.stride(), strict=False
+        ):
+            # The stride of an extent of 1 means nothing and may be anything; it must not decide what is compiled.
+            layout[f"{name}_{dimension}_stride"] = stride if extent > 1 else N
+            align = math.gcd(align, stride if extent > 1 else N)
+        if len(extents) > 1:
+            layout |= {"T": extents[1], "H": extents[2]}
+    return layout | {"ALIGN": align, "PER_HEAD": weight is not None and weight.ndim > 1}
 
 
 def _options(num_warps: int) -> dict[str, int | bool]:

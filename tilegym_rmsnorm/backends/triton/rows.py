@@ -1,10 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What the Triton kernels share: how rows become tiles and back.
+"""What the Triton kernels share: where rows lie, and how they become tiles and back.
 
 Whole rows are held as TILES tiles of (ROWS, WIDTH) elements, masked only where they pass row M or column N. Row indices
 are int64, since M * N may exceed 2^31; N is below 2^31.
+
+Rows are numbered in the order of a contiguous array. Those of an array (M, N) are evenly spaced, a row stride apart.
+Those of (B, T, H, N), where H is not None, have a stride for each dimension, of which the row stride is the last: row
+(b * T + t) * H + h lies at (b, t, h). A place is this triple, or three times the row's number where H is None.
+
+PER_HEAD: weight and bias are (H, N). Then a program keeps to the rows of one head, and its weight is a vector again.
 """
 
 import triton
@@ -12,15 +18,73 @@ import triton.language as tl
 
 
 @triton.jit
-def aligned(row_stride, ALIGN: tl.constexpr):
+def aligned(batch_stride, token_stride, row_stride, ALIGN: tl.constexpr):
+    """The strides of an array, of which only the last counts where the others are None."""
     # Changes no value. Strides are not specialised on, lest a batch size of other strides compile anew, and without
     # this the compiler would take a row to start anywhere and load its elements one by one.
-    return row_stride // ALIGN * ALIGN
+    if batch_stride is None:
+        return 0, 0, row_stride // ALIGN * ALIGN
+    else:
+        return batch_stride // ALIGN * ALIGN, token_stride // ALIGN * ALIGN, row_stride // ALIGN * ALIGN
 
 
 @triton.jit
-def tile_pointers(ptr, rows, row_stride, columns):
-    return ptr + (rows * row_stride)[:, None] + columns[None, :]
+def split_program(program, H, PER_HEAD: tl.constexpr):
+    """The program's number among those of its head, and its head. Neighbours take the heads of the same tokens."""
+    if PER_HEAD:
+        return program // H, program % H
+    else:
+        return program, 0
+
+
+@triton.jit
+def count_of_head(count, H, PER_HEAD: tl.constexpr):
+    """How many of these rows or programs are of one head."""
+    if PER_HEAD:
+        return count // H
+    else:
+        return count
+
+
+@triton.jit
+def rows_of_head(numbers, head, H, PER_HEAD: tl.constexpr):
+    """The rows that have these numbers among those of a head."""
+    if PER_HEAD:
+        return numbers * H + head
+    else:
+        return numbers
+
+
+@triton.jit
+def vector_of_head(ptr, head, N: tl.constexpr, PER_HEAD: tl.constexpr):
+    """Where the head's weight or bias starts."""
+    if PER_HEAD:
+        return ptr + head * N
+    else:
+        return ptr
+
+
+@triton.jit
+def places_of(rows, M, T, H):
+    if H is None:
+        return rows, rows, rows
+    elif M.dtype == tl.int32:  # a division of 64 bits takes several times the instructions
+        numbers = rows.to(tl.uint32)
+        tokens = numbers // H.to(tl.uint32)
+        return tokens // T.to(tl.uint32), tokens % T.to(tl.uint32), numbers % H.to(tl.uint32)
+    else:
+        tokens = rows // H
+        return tokens // T, tokens % T, rows % H
+
+
+@triton.jit
+def row_pointers(ptr, places, strides, H):
+    """Where the rows at these places start."""
+    if H is None:
+        return ptr + places[2] * strides[2]
+    else:
+        offsets = places[0].to(tl.int64) * strides[0] + places[1].to(tl.int64) * strides[1]
+        return ptr + (offsets + places[2].to(tl.int64) * strides[2])
 
 
 @triton.jit
@@ -56,9 +120,11 @@ def load_scale(weight_ptr, offset, columns, tmask, EVICTION: tl.constexpr):
 
 
 @triton.jit
-def as_multiplied(txhat, x_ptr, ROUND_XHAT: tl.constexpr):
-    """xhat as it meets the weight in y, and dy in dw."""
-    if ROUND_XHAT:
+def as_multiplied(txhat, x_ptr, residual_out_ptr, ROUND_XHAT: tl.constexpr):
+    """xhat as it meets the weight in y, and dy in dw: of the dtype of what was normalized."""
+    if not ROUND_XHAT:
+        return txhat
+    elif residual_out_ptr is None:
         return txhat.to(x_ptr.dtype.element_ty).to(tl.float32)
     else:
-        return txhat
+        return txhat.to(residual_out_ptr.dtype.element_ty).to(tl.float32)
