@@ -93,6 +93,7 @@ def test_what_is_written_is_read_back(data):
         st.sampled_from(list(problem.ITEMSIZE)),
         st.sampled_from(SIZES),
         st.sampled_from(problem.WEIGHTS),
+        st.sampled_from(problem.FORMS),
     ).filter(
         lambda bucket: (
             rows_of_class(bucket.size, bucket.n) and (bucket.dtype, bucket.weight) != ("float32", "float32")

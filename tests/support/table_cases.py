@@ -28,9 +28,11 @@ SHIPPED_FOLDER = tables.SHIPPED_FOLDER  # also where a test has another
 
 def entry_of(bucket: Bucket, variant: Variant, *evidence: dict[str, Any]) -> Record:
     """The entry by which a variant serves a bucket."""
-    op, n, dtype, size, weight = bucket
+    op, n, dtype, size, weight, form = bucket
     lists = (op,), (dtype,), (weight,), (size,)
-    return Record(*lists, n, n, variant.kernel, (variant.settings(),), evidence=evidence, is_entry=True)
+    return Record(
+        *lists, n, n, variant.kernel, (variant.settings(),), evidence=evidence, forms=(form,), is_entry=True
+    )
 
 
 VARIANT = BackwardRows(width=4096, warps=4, occupancy=1, latency=3)

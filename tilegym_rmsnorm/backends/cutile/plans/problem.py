@@ -9,6 +9,7 @@ from typing import NamedTuple
 OPS = ("forward", "backward", "dx")  # "dx": a backward without dw, for a frozen weight or none
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 LAUNCHES_AT_ONCE = 8  # that teams of blocks are safe in, even where an SM holds one block (kernels/team.py)
+PLAIN_ROWS, RESIDUAL = FORMS = ("plain", "residual")  # that records are of: rows, and rows with a residual
 SAME, FLOAT32 = WEIGHTS = ("same", "float32")  # of x's dtype, or none; float32 beside x of 2 bytes
 
 
@@ -70,6 +71,7 @@ class Bucket(NamedTuple):
     dtype: str  # of ITEMSIZE
     size: str  # of sizes.SIZES
     weight: str = SAME  # of WEIGHTS
+    form: str = PLAIN_ROWS  # of FORMS
 
     def problem(self, device: Device, policy: Policy | None = None) -> Problem:
         """Its problem on a device, with a weight."""
@@ -124,4 +126,8 @@ class Problem(NamedTuple):
 
     @property
     def bucket(self) -> Bucket:
-        return Bucket(self.op, self.n, self.dtype, self.size, FLOAT32 if self.is_beside_float32 else SAME)
+        weight, form = (
+            FLOAT32 if self.is_beside_float32 else SAME,
+            RESIDUAL if self.form.residual else PLAIN_ROWS,
+        )
+        return Bucket(self.op, self.n, self.dtype, self.size, weight, form)

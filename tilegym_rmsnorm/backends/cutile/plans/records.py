@@ -3,7 +3,7 @@
 """Records: which variant serves which rows, as data, with the evidence for it. Rules, which hold for a range of N, and
 entries, which hold for one N on one GPU model, have the same schema, those that ship and those that `tune` writes:
 
-    ops, dtypes, weights, sizes   lists: what it serves (problem.py, sizes.py)
+    ops, dtypes, weights, sizes, forms      lists: what it serves (problem.py, sizes.py)
     n                             [first, last] columns, or [first, null]; one number for an entry
     alignment                     of a rule: "any" for rows that are not aligned too (Problem.is_aligned)
     gpus                          of an entry that ships: the models that it was measured on
@@ -21,20 +21,36 @@ The first record that fits decides, so where several do their order matters.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS
-from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, OPS, SAME, WEIGHTS, Bucket
+from tilegym_rmsnorm.backends.cutile.plans.problem import (
+    FORMS,
+    ITEMSIZE,
+    OPS,
+    PLAIN_ROWS,
+    SAME,
+    WEIGHTS,
+    Bucket,
+)
 from tilegym_rmsnorm.backends.cutile.plans.sizes import NO_END, SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, expect
 from tilegym_rmsnorm.backends.cutile.plans.variants import BY_KERNEL
 
 SCHEMA = 2
-OF_LISTS = {"ops": OPS, "dtypes": tuple(ITEMSIZE), "weights": WEIGHTS, "sizes": SIZES}
-OPTIONAL = {"weights": [SAME], "alignment": "aligned", "gpus": [], "spills": "", "evidence": []}
+OF_LISTS = {"ops": OPS, "dtypes": tuple(ITEMSIZE), "weights": WEIGHTS, "sizes": SIZES, "forms": FORMS}
+OPTIONAL = {
+    "weights": [SAME],
+    "forms": [PLAIN_ROWS],
+    "alignment": "aligned",
+    "gpus": [],
+    "spills": "",
+    "evidence": [],
+}
 
 
 class Record(NamedTuple):
@@ -50,6 +66,7 @@ class Record(NamedTuple):
     gpus: tuple[str, ...] = ()
     spills: str = ""
     evidence: tuple[dict[str, Any], ...] = ()
+    forms: tuple[str, ...] = (PLAIN_ROWS,)
     is_entry: bool = False  # of one N, which it serves whether its rows are aligned or not
 
     def variant(self, n: int, most_members: int = MOST_MEMBERS) -> Variant | None:
@@ -62,7 +79,8 @@ class Record(NamedTuple):
         for op in self.ops:
             for dtype in self.dtypes:
                 for size in self.sizes:
-                    yield from (Bucket(op, self.first, dtype, size, weight) for weight in self.weights)
+                    for weight, form in itertools.product(self.weights, self.forms):
+                        yield Bucket(op, self.first, dtype, size, weight, form)
 
 
 class Records:
@@ -70,12 +88,10 @@ class Records:
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self._records = tuple(records)
-        self._by_key: dict[tuple[str, str, str, str], list[Record]] = {}
+        self._by_key: dict[Bucket, list[Record]] = {}
         for record in self._records:
             for bucket in record.buckets():
-                self._by_key.setdefault((bucket.op, bucket.dtype, bucket.size, bucket.weight), []).append(
-                    record
-                )
+                self._by_key.setdefault(bucket._replace(n=0), []).append(record)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -86,7 +102,7 @@ class Records:
     def find(self, bucket: Bucket, most_members: int, is_aligned: bool) -> tuple[Record, Variant] | None:
         """The first record that serves a bucket, and its variant."""
         n = bucket.n
-        for record in self._by_key.get((bucket.op, bucket.dtype, bucket.size, bucket.weight), ()):
+        for record in self._by_key.get(bucket._replace(n=0), ()):
             if record.first <= n <= record.last and (
                 is_aligned or record.is_entry or record.alignment == "any"
             ):

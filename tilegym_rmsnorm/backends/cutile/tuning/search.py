@@ -174,7 +174,7 @@ class Search:
         gpu = {"gpu": target.gpu} if target else {}
         figures = zip(rows, before, times[variant], strict=True)
         evidence = tuple(gpu | {"m": m, "before": round(a, 3), "us": round(b, 3)} for m, a, b in figures)
-        op, n, dtype, size, weight = bucket
+        op, n, dtype, size, weight, _ = bucket  # of plain rows
         serves, settings = ((op,), (dtype,), (weight,), (size,), n, n), (variant.settings(),)
         return Record(*serves, variant.kernel, settings, evidence=evidence, is_entry=True)
 
