@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.child:
         print(*first_calls(arguments.first_call[0], DTYPES[arguments.dtype], arguments.backend, device))
         return 0
-    request = registry.Request(device, DTYPES[arguments.dtype], DTYPES[arguments.dtype], "once", False)
+    request = registry.Request(device, DTYPES[arguments.dtype], DTYPES[arguments.dtype], "once")
     if unusable := registry.why_unusable(arguments.backend, request):
         print(f"{arguments.backend}: {unusable.reason}. To mend it: {unusable.remedy}", file=sys.stderr)
         return 1

@@ -145,7 +145,7 @@ def _has_pdl(device: torch.device) -> bool:
 
 def _backward_dx(backend: str, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
     # What autograd does for a frozen weight; no public op of gradients takes that wish.
-    request = registry.Request(x.device, x.dtype, weight.dtype, "once", False)
+    request = registry.Request(x.device, x.dtype, weight.dtype, "once")
     backward = registry.dispatch("rms_norm_backward", request, backend)
     spec = Spec(x.shape[1], EPS, 0.0, "once")
     dx, *_ = backward(spec, (x, dy, weight, rstd, None), Wanted(x.dtype))

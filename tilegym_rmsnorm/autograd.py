@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What lies between the checked arguments of the ops and a backend: flattened rows, and the autograd function.
+"""What lies between the checked arguments of the ops and a backend: flattened rows, and the autograd functions.
 
 Small tensors are bound by what happens here on the host, so nothing is asked twice; microseconds named in comments are
 those of torch 2.13 on a 2 GHz Xeon.
@@ -19,14 +19,16 @@ from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm import gate, reference
 from tilegym_rmsnorm.gate import count_modes, is_in_torch_func, is_plain, is_watched
+from tilegym_rmsnorm.layout import arranged, as_rows, as_vector
 from tilegym_rmsnorm.reference import compute_dtype
-from tilegym_rmsnorm.registry import Request, dispatch, is_reference
+from tilegym_rmsnorm.registry import Request, dispatch, is_reference, others
 from tilegym_rmsnorm.resolve import resolved
-from tilegym_rmsnorm.spec import Spec, Wanted
+from tilegym_rmsnorm.spec import Gradients, Spec, Wanted
 from tilegym_rmsnorm.validation import check_memory, check_saved
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _FLOAT32, _FLOAT64 = torch.float32, torch.float64
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 class Call(NamedTuple):
@@ -36,6 +38,8 @@ class Call(NamedTuple):
     forward: Callable[..., Any]
     backward: Callable[..., Any] | None  # None as long as nobody needs it
     backend: str
+    heads: int = 0  # rows of weight and bias; 0 where all rows of x share one
+    dtype: torch.dtype | None = None  # of what is normalized, where that is not y's
 
 
 class RMSNormFunction(torch.autograd.Function):
@@ -57,57 +61,126 @@ class RMSNormFunction(torch.autograd.Function):
     def backward(ctx, dy):  # type: ignore[override]
         x, weight, rstd = ctx.saved_tensors
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
+        bias_dtype = ctx.bias_dtype if needs_db else None
         dx = dw = db = None
         if needs_dx or needs_dw:
-            if torch.is_grad_enabled():  # in a backward only under create_graph
-                dx, dw = _differentiable_backward(x, dy, weight, ctx.call)
-            elif is_dynamo_compiling() and ctx.call.backend != "torch":
-                dx, dw = _untraced_backward(
-                    x, dy, weight, rstd, ctx.call, needs_dw, hasattr(ctx, "bias_dtype")
-                )
-            elif is_dynamo_compiling() or (not is_watched() and _fit(dy, x, weight, rstd, ctx.call.spec.n)):
-                dx, dw = run_backward(x, dy, weight, rstd, ctx.call, needs_dw)
-            else:
-                dx, dw = _checked_backward(
-                    x, dy, weight, rstd, ctx.call, needs_dw, hasattr(ctx, "bias_dtype")
-                )
-        if needs_db:
-            check_memory(dy=dy)
-            db = dy.reshape(-1, ctx.call.spec.n).sum(dim=0, dtype=compute_dtype(dy.dtype))
-            db = db.to(ctx.bias_dtype).view(ctx.bias_shape)
-        return dx, dw, db, None
+            dw_dtype = weight.dtype if needs_dw else None
+            wanted = Wanted(x.dtype, None, dw_dtype, bias_dtype)
+            dx, _, dw, db = gradients((x, dy, weight, rstd, None), ctx.call, wanted)
+        elif needs_db:
+            db = _sum_of_rows(dy, ctx.bias_shape, bias_dtype)
+        return dx, dw, None if db is None else db.view(ctx.bias_shape), None
+
+
+class AddRMSNormFunction(torch.autograd.Function):
+    """The norm of alpha * x + residual, and that sum. Saves the sum, weight and rstd: neither x nor residual."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, call):  # type: ignore[override]
+        y, residual_out, rstd = run_add_forward(x, residual, weight, bias, call)
+        ctx.set_materialize_grads(False)  # the gradient of a result that nobody uses is None, and no zeros
+        ctx.save_for_backward(residual_out, weight, rstd)
+        ctx.call, ctx.dtypes = call, (x.dtype, residual.dtype)
+        if bias is not None:
+            ctx.bias_dtype, ctx.bias_shape = bias.dtype, bias.shape
+        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
+            ctx.mark_non_differentiable(residual_out)
+        return y, residual_out
+
+    @staticmethod
+    def backward(ctx, dy, d_residual_out):  # type: ignore[override]
+        if dy is None:
+            return *_gradients_of_the_sum(ctx, d_residual_out), None, None, None
+        call, (x_dtype, residual_dtype) = ctx.call, ctx.dtypes
+        needs_dx, needs_d_residual, needs_dw, needs_db, _ = ctx.needs_input_grad
+        residual_out, weight, rstd = ctx.saved_tensors
+        if gate.has_own_operations(residual_out) and count_modes():
+            # Autograd detaches what is both saved and returned, where a mode may put another tensor in its place.
+            with unseen(call.backward):
+                residual_out, weight, rstd = ctx.saved_tensors
+        bias_dtype = ctx.bias_dtype if needs_db else None
+        dx = d_residual = dw = db = None
+        if needs_dx or needs_d_residual or needs_dw:
+            wanted = Wanted(x_dtype, None, weight.dtype if needs_dw else None, bias_dtype)
+            if needs_d_residual and not needs_dx:  # it takes the place of dx, where alpha is 1
+                wanted = wanted._replace(dx=residual_dtype)
+                call = call._replace(spec=call.spec._replace(alpha=1.0))
+            elif needs_d_residual and (call.spec.alpha != 1.0 or x_dtype is not residual_dtype):
+                wanted = wanted._replace(d_residual=residual_dtype)
+            tensors = residual_out, dy, weight, rstd, d_residual_out
+            dx, d_residual, dw, db = gradients(tensors, call, wanted)
+            if needs_d_residual and d_residual is None:
+                d_residual = dx
+        elif needs_db:
+            db = _sum_of_rows(dy, ctx.bias_shape, bias_dtype)
+        db = None if db is None else db.view(ctx.bias_shape)
+        return dx if needs_dx else None, d_residual, dw, db, None
 
 
 # Function.apply in C++, without the Python around it, which asks for functorch and unwraps, as the gate has done: 2 us.
 # Not for Dynamo, which before torch 2.13 does not know it.
 record = super(torch.autograd.Function, RMSNormFunction).apply
+record_add = super(torch.autograd.Function, AddRMSNormFunction).apply
 
 
 def run_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
     """y of x's shape and rstd (M,), of tensors that the gate has let through."""
-    spec, n = call.spec, call.spec.n
-    if x.numel() == 0:
-        return torch.empty_like(x), x.new_empty(0, dtype=compute_dtype(x.dtype))  # nothing to fill
-    y, rstd, _ = call.forward(spec, (_as_rows(x, n), _as_vector(weight), _as_vector(bias), None))
-    return (y if x.ndim == 2 and x.shape[1] == n else _in_shape_of(x, y)), rstd
+    spec, n, heads = call.spec, call.spec.n, call.heads
+    if x.numel() == 0:  # nothing to fill
+        return _empty(x, spec.y_dtype or x.dtype), x.new_empty(0, dtype=compute_dtype(x.dtype))
+    is_rows = x.ndim == 2 and x.shape[1] == n and not heads
+    rows = as_rows(x, n) if is_rows else _arranged(n, heads, x)[0]
+    vectors = as_vector(weight, n, heads), as_vector(bias, n, heads)
+    y, rstd, _ = call.forward(spec, (rows, *vectors, None))
+    return (y if is_rows else _in_shape_of(x, y)), rstd
 
 
-def run_backward(
-    x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, call: Call, needs_dw: bool
-) -> tuple[Tensor, Tensor | None]:
-    """dx of x's shape; dw of weight's, or None where it is not needed. The gate has let the tensors through; rstd is
-    contiguous."""
-    spec, n = call.spec, call.spec.n
+def run_add_forward(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y and residual_out of x's shape, and rstd (M,), of tensors that the gate has let through."""
+    spec, n, heads = call.spec, call.spec.n, call.heads
     if x.numel() == 0:
-        return torch.empty_like(x), torch.zeros_like(weight) if needs_dw else None  # a sum of no rows
-    wanted = Wanted(x.dtype, dw=weight.dtype if needs_dw and weight is not None else None)
-    rows = _as_rows(x, n), _as_rows(dy, n)
-    dx, _, dw, _ = call.backward(spec, (*rows, _as_vector(weight), rstd, None), wanted)
-    if x.ndim != 2 or x.shape[1] != n:
+        rstd = x.new_empty(0, dtype=compute_dtype(spec.residual_dtype))
+        return _empty(x, spec.y_dtype), _empty(x, spec.residual_dtype), rstd
+    x_rows, residual_rows = _arranged(n, heads, x, residual)
+    vectors = as_vector(weight, n, heads), as_vector(bias, n, heads)
+    y, rstd, residual_out = call.forward(spec, (x_rows, *vectors, residual_rows))
+    return _in_shape_of(x, y), _in_shape_of(x, residual_out), rstd
+
+
+def gradients(tensors: tuple[Any, ...], call: Call, wanted: Wanted) -> Gradients:
+    """What a backward of autograd's gives for x, dy, weight, rstd and d_residual_out: of the shapes of their tensors
+    but db, which is flat."""
+    if torch.is_grad_enabled():  # in a backward only under create_graph
+        return _differentiable_backward(tensors, call, wanted)
+    if is_dynamo_compiling():
+        run = run_backward if call.backend == "torch" else _untraced_backward
+        return run(tensors, call, wanted)
+    if not is_watched() and _fit(tensors, call):
+        return run_backward(tensors, call, wanted)
+    return _checked_backward(tensors, call, wanted)
+
+
+def run_backward(tensors: tuple[Any, ...], call: Call, wanted: Wanted) -> Gradients:
+    """`gradients` by the call's backend. The gate has let the tensors through; rstd is contiguous."""
+    x, dy, weight, rstd, d_residual_out = tensors
+    n, heads = call.spec.n, call.heads
+    if x.numel() == 0:
+        return _gradients_of_no_rows(x, weight, n, heads, wanted)
+    is_rows = x.ndim == 2 and x.shape[1] == n and not heads
+    if is_rows and d_residual_out is None:
+        rows, dy_rows, d_rows = as_rows(x, n), as_rows(dy, n), None
+    else:
+        rows, dy_rows, d_rows = _arranged(n, heads, x, dy, d_residual_out)
+    given = rows, dy_rows, as_vector(weight, n, heads), rstd, d_rows
+    dx, d_residual, dw, db = call.backward(call.spec, given, wanted)
+    if not is_rows:
         dx = dx.view_as(x)  # view(x.shape) takes 2 us more, to unpack the shape
+        d_residual = None if d_residual is None else d_residual.view_as(x)
     if dw is not None and weight.ndim != 1:
         dw = dw.view_as(weight)
-    return dx, dw
+    return dx, d_residual, dw, db
 
 
 def unseen(function: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
@@ -119,21 +192,42 @@ def unseen(function: Callable[..., Any]) -> contextlib.AbstractContextManager[An
     return gate.out_of_sight()
 
 
-def _fit(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, n: int) -> bool:
+def _arranged(n: int, heads: int, *tensors: Tensor | None) -> list[Any]:
+    """The tensors of rows of one call, as spec.py has them."""
+    if is_dynamo_compiling():  # by operations that it traces, for the reference alone
+        shape = (-1, heads, n) if heads else (-1, n)
+        return [None if tensor is None else tensor.reshape(shape) for tensor in tensors]
+    if not heads and all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+        return [None if tensor is None else as_rows(tensor, n) for tensor in tensors]
+    return arranged(n, heads, tensors)
+
+
+def _fit(tensors: tuple[Any, ...], call: Call) -> bool:
     """Whether kernels can be given these as they are. dy may be any tensor. Hooks of saved tensors may put any other in
     the place of the rest, and `tensor.data = ...` may have changed them: the version that autograd compares stays."""
+    x, dy, weight, rstd, d_residual_out = tensors
     if not (is_plain(dy) and is_plain(x) and is_plain(rstd)):
         return False
-    dtype, index = x.dtype, x.get_device()  # -1 for a CPU; is_plain has left out other devices without memory
+    n, dtype, index = call.spec.n, x.dtype, x.get_device()
+    # -1 for a CPU; is_plain has left out other devices without memory
     if weight is not None and not (
         is_plain(weight)
-        and (weight.dtype is dtype or weight.dtype is _FLOAT32)
-        and weight.numel() == n
+        and (weight.dtype is dtype or weight.dtype is _FLOAT32 or weight.dtype in _HALVES)
+        and weight.numel() == (n * call.heads or n)
         and weight.get_device() == index
     ):
         return False
+    if d_residual_out is not None and not (
+        is_plain(d_residual_out)
+        and d_residual_out.dtype is dtype
+        and d_residual_out.shape == x.shape
+        and d_residual_out.get_device() == index
+    ):
+        return False
+    if call.dtype is not None and not (dtype is call.dtype and dy.dtype is call.spec.y_dtype):
+        return False
     return (
-        dy.dtype is dtype
+        (call.dtype is not None or dy.dtype is dtype)
         and dy.shape == x.shape
         and dy.get_device() == index
         and rstd.dtype is (_FLOAT64 if dtype is _FLOAT64 else _FLOAT32)
@@ -143,57 +237,93 @@ def _fit(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, n: int) -> 
     )
 
 
-def _checked_backward(
-    x: Tensor,
-    dy: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    call: Call,
-    needs_dw: bool,
-    has_bias: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """`run_backward` of whatever `_fit` does not let through, after all checks: made plain, and dispatched anew.
+def _checked_backward(tensors: tuple[Any, ...], call: Call, wanted: Wanted) -> Gradients:
+    """`gradients` of whatever `_fit` does not let through, after all checks: made plain, and dispatched anew.
 
     Raises ValueError or TypeError on what does not fit what the forward saved, and BackendUnavailableError where the
     backend that was asked for by name cannot run it.
     """
     spec = call.spec
-    dy, x, weight, rstd = map(resolved, (dy, x, weight, rstd))
+    tensors = x, dy, weight, rstd, d_residual_out = tuple(map(resolved, tensors))
     # Batches of gradients, gradients with tangents, and those inside a transform of torch.func are the reference's for
     # every backend, as gradients of gradients are: autograd asks for them, not the caller of rms_norm.
-    tensors = [t for t in (dy, x, weight, rstd) if t is not None]
-    if is_in_torch_func() or any(gate.is_batched(t) or gate.has_tangent(t) for t in tensors):
-        return _differentiable_backward(x, dy, weight, call)
-    check_saved(x, weight, rstd, dy, spec.n)
+    if is_in_torch_func() or any(gate.is_batched(t) or gate.has_tangent(t) for t in tensors if t is not None):
+        return _differentiable_backward(tensors, call, wanted)
+    check_saved(x, weight, rstd, dy, d_residual_out, spec.n, call.heads, call.dtype or dy.dtype)
     weight_dtype = None if weight is None else weight.dtype
-    obstacle = gate.obstacle(dy=dy, x=x, weight=weight, rstd=rstd)
-    request = Request(x.device, x.dtype, weight_dtype, spec.casting, has_bias, obstacle)
+    obstacle = gate.obstacle(dy=dy, x=x, weight=weight, rstd=rstd, d_residual_out=d_residual_out)
+    other_dtypes = others(x.dtype, weight_dtype, dy.dtype, *wanted)
+    request = Request(x.device, x.dtype, weight_dtype, spec.casting, other_dtypes, obstacle)
     backward = dispatch("rms_norm_backward", request, call.backend)
     if obstacle is not None:
-        return _differentiable_backward(x, dy, weight, call)
+        return _differentiable_backward(tensors, call, wanted)
     with unseen(backward):
-        return run_backward(x, dy, weight, rstd.contiguous(), call._replace(backward=backward), needs_dw)
+        tensors = x, dy, weight, rstd.contiguous(), d_residual_out
+        return run_backward(tensors, call._replace(backward=backward), wanted)
 
 
 @torch._disable_dynamo  # torch.compiler.disable would import Dynamo here and now
-def _untraced_backward(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+def _untraced_backward(*arguments: Any) -> Gradients:
     """Compiled autograd traces this backward although its forward ran a kernel: kept out of its graph."""
     return _checked_backward(*arguments)
 
 
-def _differentiable_backward(
-    x: Tensor, dy: Tensor, weight: Tensor | None, call: Call
-) -> tuple[Tensor, Tensor | None]:
-    """dx of x's shape and dtype, dw of weight's, by the reference; rstd is computed again, so that its dependence on x
-    counts. Raises ValueError where the memory of one was freed."""
-    n, eps, offset, casting = call.spec[:4]
-    check_memory(x=x, weight=weight, dy=dy)
-    rows, vector = x.reshape(-1, n), None if weight is None else weight.reshape(-1)
-    rstd = reference.compute_rms_norm_rstd_torch(rows, eps)
-    dx, dw = reference.rms_norm_backward_torch(
-        rows, dy.reshape(-1, n), vector, rstd, offset=offset, casting=casting
+def _differentiable_backward(tensors: tuple[Any, ...], call: Call, wanted: Wanted) -> Gradients:
+    """`gradients` by the reference; rstd is computed again, so that its dependence on x counts. Raises ValueError where
+    the memory of one was freed."""
+    x, dy, weight, _, d_residual_out = tensors
+    spec = call.spec
+    check_memory(x=x, weight=weight, dy=dy, d_residual_out=d_residual_out)
+    shape = (-1, call.heads, spec.n) if call.heads else (-1, spec.n)
+    rows = x.reshape(shape)
+    dx, d_residual, dw, db = reference.gradients_torch(
+        rows,
+        dy.reshape(shape),
+        None if weight is None else weight.reshape(shape[1:]),
+        reference.compute_rms_norm_rstd_torch(rows, spec.eps),
+        None if d_residual_out is None else d_residual_out.reshape(shape),
+        wanted,
+        offset=spec.offset,
+        casting=spec.casting,
+        alpha=spec.alpha,
     )
-    return dx.view(x.shape), None if weight is None else dw.view(weight.shape)
+    d_residual = None if d_residual is None else d_residual.view(x.shape)
+    return dx.view(x.shape), d_residual, None if dw is None else dw.view(weight.shape), db
+
+
+def _gradients_of_the_sum(ctx: Any, d_residual_out: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """dx and d_residual where residual_out alone is used."""
+    if d_residual_out is None:
+        return None, None
+    check_memory(d_residual_out=d_residual_out)
+    alpha, (x_dtype, residual_dtype) = ctx.call.spec.alpha, ctx.dtypes
+    dx = d_residual = None
+    if ctx.needs_input_grad[0]:
+        dx = d_residual_out
+        if alpha != 1.0:
+            dx = alpha * dx.to(compute_dtype(dx.dtype))
+        dx = dx.to(x_dtype)
+    if ctx.needs_input_grad[1]:
+        d_residual = d_residual_out.to(residual_dtype)
+    return dx, d_residual
+
+
+def _gradients_of_no_rows(x: Tensor, weight: Tensor | None, n: int, heads: int, wanted: Wanted) -> Gradients:
+    dx, d_residual = (None if dtype is None else _empty(x, dtype) for dtype in (wanted.dx, wanted.d_residual))
+    dw = None if wanted.dw is None else torch.zeros_like(weight, dtype=wanted.dw)
+    shape = (heads, n) if heads else (n,)
+    db = None if wanted.db is None else x.new_zeros(shape, dtype=wanted.db)
+    return dx, d_residual, dw, db
+
+
+def _sum_of_rows(dy: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """db where nothing else is needed."""
+    check_memory(dy=dy)
+    return dy.reshape(-1, *shape).sum(dim=0, dtype=compute_dtype(dy.dtype)).to(dtype)
+
+
+def _empty(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _in_shape_of(x: Tensor, y: Tensor) -> Tensor:
@@ -203,21 +333,3 @@ def _in_shape_of(x: Tensor, y: Tensor) -> Tensor:
     if is_eager and not count_modes():  # a mode may have kept y: selective checkpointing does
         return y.resize_as_(x)  # 1 us; _unsafe_view takes 3
     return _unsafe_view(y, x.shape)
-
-
-def _as_rows(x: Tensor, n: int) -> Tensor:
-    """x as (M, N) with last stride 1 and a row stride of at least N: a view where one exists, else a copy."""
-    rows = x if x.ndim == 2 and x.shape[1] == n else x.reshape(-1, n)
-    row_stride, stride = rows.stride()
-    if stride == 1 and row_stride >= n:
-        return rows
-    # clone, since contiguous() returns tensors with a dimension of 1 as they are, whatever its stride
-    return rows.clone(memory_format=torch.contiguous_format)
-
-
-def _as_vector(vector: Tensor | None) -> Tensor | None:
-    if vector is None:
-        return None
-    if vector.ndim != 1:
-        vector = vector.reshape(-1)
-    return vector if vector.stride(0) == 1 else vector.clone(memory_format=torch.contiguous_format)

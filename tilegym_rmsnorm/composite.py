@@ -20,20 +20,24 @@ from torch.torch_version import TorchVersion
 
 from tilegym_rmsnorm import reference
 from tilegym_rmsnorm.gate import has_own_operations, is_exporting, is_in_torch_func
+from tilegym_rmsnorm.spec import Spec
 
 # Before torch 2.13 Dynamo loses the gradient of an autograd.Function if its input was computed in the graph: it is 0.
 _DYNAMO_TRACES_FUNCTIONS = TorchVersion(torch.__version__) >= "2.13"
 
 
-def is_needed_in_graph(*tensors: Tensor | None) -> bool:
+def is_needed_in_graph(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
+) -> bool:
     """Whether Dynamo must trace this module's operations in the place of our autograd function: the call is transformed
-    by torch.func or exported, or one of the tensors is complex, or computes its operations itself. False in eager mode,
-    where `gate.obstacle` says it."""
+    by torch.func or exported, or one of the tensors is complex, or computes its operations itself, or there is a
+    residual. False in eager mode, where `gate.obstacle` says it."""
     return is_dynamo_compiling() and (
         not _DYNAMO_TRACES_FUNCTIONS
+        or residual is not None
         or is_in_torch_func()
         or is_exporting()
-        or any(t is not None and (t.is_complex() or has_own_operations(t)) for t in tensors)
+        or any(t is not None and (t.is_complex() or has_own_operations(t)) for t in (x, weight, bias))
     )
 
 
@@ -42,22 +46,39 @@ def rms_norm(
     normalized_shape: Sequence[int],
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
-    offset: float,
-    casting: str,
-) -> Tensor:
-    """y of x's shape and dtype. weight and bias have `normalized_shape`, the last dimensions of x, and any floating
-    dtypes; eps, offset and casting as for `tilegym_rmsnorm.rms_norm`, which has checked them all.
+    residual: Tensor | None,
+    spec: Spec,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """y of x's shape, or with a residual y and residual_out. weight and bias have `normalized_shape`, the last
+    dimensions of x, or one more for heads, and any floating dtypes, as has the residual. spec: all else that
+    `tilegym_rmsnorm.rms_norm` was given, and has checked.
 
     x may also be complex, a jagged nested tensor, or have rows of no elements, as F.rms_norm's may. What a subclass
     cannot compute is its own error.
     """
     dims = len(normalized_shape)
-    has_subclass = any(t is not None and has_own_operations(t) for t in (x, weight, bias))
+    has_subclass = any(t is not None and has_own_operations(t) for t in (x, weight, bias, residual))
     only_f_rms_norm_can = x.is_complex() or x.is_nested or 0 in normalized_shape
     if only_f_rms_norm_can or (has_subclass and not _is_sharded_within_rows(x, dims)):
-        return _by_f_rms_norm(x, list(normalized_shape), weight, bias, eps, offset, casting)
-    return reference.rms_norm_torch(x, weight, eps, bias=bias, offset=offset, casting=casting, dims=dims)
+        y_dtype, shape = x.dtype if spec.y_dtype is None else spec.y_dtype, list(normalized_shape)
+        if residual is None:
+            return _by_f_rms_norm(x, shape, weight, bias, spec, y_dtype)
+        residual_out = reference.residual_sum(x, residual, spec.alpha, spec.residual_dtype)
+        return _by_f_rms_norm(residual_out, shape, weight, bias, spec, y_dtype), residual_out
+    options = {"bias": bias, "offset": spec.offset, "casting": spec.casting, "out_dtype": spec.y_dtype}
+    if residual is None:
+        return reference.rms_norm_torch(x, weight, spec.eps, **options, dims=dims)
+    y, residual_out, _ = reference.add_rms_norm_torch(
+        x,
+        residual,
+        weight,
+        spec.eps,
+        alpha=spec.alpha,
+        residual_dtype=spec.residual_dtype,
+        **options,
+        dims=dims,
+    )
+    return y, residual_out
 
 
 def _is_sharded_within_rows(x: Tensor, dims: int) -> bool:
@@ -73,20 +94,26 @@ def _by_f_rms_norm(
     normalized_shape: list[int],
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float,
-    offset: float,
-    casting: str,
+    spec: Spec,
+    y_dtype: torch.dtype,
 ) -> Tensor:
     """By the operation that every subclass knows: DTensor shards it without communication. Where it is not F.rms_norm
     itself, it is F.rms_norm with the weight applied behind it, or in the wider dtype. Without a weight neither casting
-    nor offset has anything to act on."""
-    if bias is None and (weight is None or (casting == "once" and offset == 0.0 and weight.dtype == x.dtype)):
+    nor offset has anything to act on, unless y is wider than x."""
+    eps, offset, casting = spec.eps, spec.offset, spec.casting
+    is_own_weight = weight is None or (
+        casting == "once"
+        and offset == 0.0
+        and weight.dtype == x.dtype
+        and weight.ndim == len(normalized_shape)
+    )
+    if bias is None and is_own_weight and y_dtype == x.dtype:
         return F.rms_norm(x, normalized_shape, weight, eps)
     dtype = reference.joint_dtype(x, weight, bias)
     scale = None if weight is None else weight.to(dtype)
     if scale is not None and offset != 0.0:
         scale = scale + offset
-    if casting == "llama":
+    if casting == "llama" or (scale is not None and scale.ndim != len(normalized_shape)):
         xhat = F.rms_norm(x.to(dtype), normalized_shape, None, eps)
         y = reference.round_xhat(xhat, x.dtype, casting)
         y = y if scale is None else y * scale
@@ -94,4 +121,4 @@ def _by_f_rms_norm(
         y = F.rms_norm(x.to(dtype), normalized_shape, scale, eps)
     if bias is not None:
         y = y + bias.to(dtype)
-    return y.to(x.dtype)
+    return y.to(y_dtype)

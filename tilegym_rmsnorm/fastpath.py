@@ -98,7 +98,7 @@ def remember(
 ) -> None:
     """Keep what full validation came to, unless the environment may change it."""
     if (
-        request.has_bias
+        request.other_dtypes
         or request.obstacle is not None
         or not is_settled("rms_norm_forward", request, backend)
     ):

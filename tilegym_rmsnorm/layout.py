@@ -1,12 +1,22 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The layouts in which backends are given tensors (spec.py): views where there are any, else copies."""
+"""The layouts in which backends are given tensors (spec.py): views where there are any, else copies.
+
+The rows of one call are given together as (M, N), or as (B, T, H, N) where the leading dimensions of one of them are
+not evenly spaced: q and k as slices of one tensor, or a gradient that attention leaves transposed.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+_Sizes = tuple[int, ...]
 
 
 def as_rows(x: Tensor, n: int) -> Tensor:
@@ -18,10 +28,13 @@ def as_rows(x: Tensor, n: int) -> Tensor:
     return packed(rows)
 
 
-def as_vector(vector: Tensor | None) -> Tensor | None:
-    """A weight or bias over all normalized dimensions as (N,), contiguous."""
+def as_vector(vector: Tensor | None, n: int, heads: int = 0) -> Tensor | None:
+    """A weight or bias over all normalized dimensions as (N,), or with heads (heads, N), contiguous."""
     if vector is None:
         return None
+    if heads:
+        vector = vector.reshape(heads, n)
+        return vector if vector.is_contiguous() and vector.stride(1) == 1 else packed(vector)
     if vector.ndim != 1:
         vector = vector.reshape(-1)
     return vector if vector.stride(0) == 1 else packed(vector)
@@ -30,3 +43,101 @@ def as_vector(vector: Tensor | None) -> Tensor | None:
 def packed(tensor: Tensor) -> Tensor:
     """A contiguous copy. contiguous() returns tensors with a dimension of 1 as they are, whatever its stride."""
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def arranged(n: int, heads: int, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Tensors of one shape, whose last dimensions hold n elements, as spec.py has the rows of one call. heads: H of a
+    weight that has a row for each, else 0."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    plan = _plan(n, heads, tuple(present[0].shape), tuple(tensor.stride() for tensor in present))
+    views = iter(
+        (packed(tensor) if is_copied else tensor).view(plan.shape)
+        for tensor, is_copied in zip(present, plan.copies, strict=True)
+    )
+    if len(plan.shape) == 2:  # the stride of a single row may be anything
+        views = (view if view.stride(0) >= n else packed(view) for view in views)
+    return [None if tensor is None else next(views) for tensor in tensors]
+
+
+class _Plan(NamedTuple):
+    shape: _Sizes  # (M, N) or (B, T, H, N)
+    copies: tuple[bool, ...]  # which tensors are copied first
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(n: int, heads: int, shape: _Sizes, strides: tuple[_Sizes, ...]) -> _Plan:
+    """How tensors of these strides become one layout, copying those that do not fit it."""
+    count = _leading(n, heads, shape)
+    leading = shape[:count]
+    contiguous = _contiguous(shape)
+    copies = [not _is_readable(n, shape, own, count) for own in strides]
+    most = 2 if heads else 3  # dimensions that may remain, beside the one of heads
+    while True:
+        left = [contiguous if copied else own for own, copied in zip(strides, copies, strict=True)]
+        groups = _merged(leading, left, count - 1 if heads else count)
+        if not heads and len(groups) <= 1:
+            return _Plan((_product(leading), n), tuple(copies))
+        if len(groups) <= most:
+            extents = tuple(_product(leading[i] for i in group) for group in groups)
+            padded = (1,) * (most - len(extents)) + extents
+            return _Plan((*padded, heads, n) if heads else (*padded, n), tuple(copies))
+        # What is not evenly spaced by itself goes first: the others may then agree.
+        alone = [len(_merged(leading, [own], count - 1 if heads else count)) for own in left]
+        worst = max(alone)
+        copies = [copied or (worst > 1 and own == worst) for copied, own in zip(copies, alone, strict=True)]
+
+
+def _leading(n: int, heads: int, shape: _Sizes) -> int:
+    """How many dimensions come before the last ones, which hold n elements; the last of them is that of heads."""
+    count, elements = len(shape), 1
+    while elements < n or count == len(shape):
+        count -= 1
+        elements *= shape[count]
+    while heads > 1 and shape[count - 1] == 1:  # a normalized dimension of extent 1
+        count -= 1
+    return count
+
+
+def _is_readable(n: int, shape: _Sizes, strides: _Sizes, count: int) -> bool:
+    """Whether the normalized elements of a row lie one behind the other, and rows neither on nor in each other."""
+    expected = 1
+    for extent, stride in zip(reversed(shape[count:]), reversed(strides[count:]), strict=True):
+        if extent != 1 and stride != expected:
+            return False
+        expected *= extent
+    if n == 1 and any(stride != 1 for stride in strides[count:]):
+        return False  # a last stride that means nothing, which view would hand on
+    return all(
+        extent == 1 or stride >= n for extent, stride in zip(shape[:count], strides[:count], strict=True)
+    )
+
+
+def _merged(leading: _Sizes, strides: Sequence[_Sizes], count: int) -> list[list[int]]:
+    """The first `count` leading dimensions, those of extent 1 aside, in groups that are one dimension to all tensors:
+    evenly spaced."""
+    groups: list[list[int]] = []
+    for dim in range(count):
+        if leading[dim] == 1:
+            continue
+        if groups:
+            last = groups[-1][-1]
+            if all(own[last] == own[dim] * leading[dim] for own in strides):
+                groups[-1].append(dim)
+                continue
+        groups.append([dim])
+    return groups
+
+
+def _contiguous(shape: _Sizes) -> _Sizes:
+    strides, stride = [], 1
+    for extent in reversed(shape):
+        strides.append(stride)
+        stride *= extent
+    return tuple(reversed(strides))
+
+
+def _product(extents) -> int:
+    product = 1
+    for extent in extents:
+        product *= extent
+    return product

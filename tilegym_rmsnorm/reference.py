@@ -24,6 +24,7 @@ is given: `tilegym_rmsnorm.api` does, in front of the two that are public.
 from __future__ import annotations
 
 import math
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -152,6 +153,36 @@ def _forward(
 def _rstd(wide: Tensor, eps: float | None, dims: tuple[int, ...]) -> Tensor:
     mean_square = wide.square().mean(dim=dims, keepdim=True)
     return torch.rsqrt(mean_square + (default_eps(wide.dtype) if eps is None else eps))
+
+
+@overload
+def rms_norm_backward_torch(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    offset: float = 0.0,
+    casting: str = "once",
+    d_residual_out: Tensor | None = None,
+    dw_dtype: torch.dtype | None = None,
+    needs_db: Literal[False] = False,
+) -> tuple[Tensor, Tensor | None]: ...
+
+
+@overload
+def rms_norm_backward_torch(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    offset: float = 0.0,
+    casting: str = "once",
+    d_residual_out: Tensor | None = None,
+    dw_dtype: torch.dtype | None = None,
+    needs_db: bool,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]: ...
 
 
 def rms_norm_backward_torch(

@@ -56,8 +56,13 @@ class Request(NamedTuple):
     dtype: torch.dtype
     weight_dtype: torch.dtype | None
     casting: str
-    has_bias: bool = False
+    other_dtypes: tuple[torch.dtype, ...] = ()  # of all else that the call reads and writes, see `others`
     obstacle: str | None = None  # why no kernel can be given these tensors here, see `gate.obstacle`
+
+
+def others(*dtypes: torch.dtype | None) -> tuple[torch.dtype, ...]:
+    """`Request.other_dtypes` of these: x's, weight's, and those of bias, residual, dy and the results."""
+    return tuple(sorted({dtype for dtype in dtypes[2:] if dtype and dtype not in dtypes[:2]}, key=str))
 
 
 class Unusable(NamedTuple):
@@ -345,8 +350,8 @@ def _import(name: str) -> ModuleType:
 
 def _describe(request: Request) -> str:
     weight = "no weight" if request.weight_dtype is None else f"{request.weight_dtype} weight"
-    bias = ", bias" if request.has_bias else ""
-    return f"{request.dtype} x on {request.device}, {weight}{bias}, casting {request.casting!r}"
+    others = "".join(f", {dtype} beside them" for dtype in request.other_dtypes)
+    return f"{request.dtype} x on {request.device}, {weight}{others}, casting {request.casting!r}"
 
 
 def _check_name(what: str, name: object, known: tuple[str, ...]) -> None:

@@ -90,12 +90,29 @@ def check_normalized_shape(
     return n, shape
 
 
+def check_weight(
+    weight: Tensor | None, bias: Tensor | None, x: Tensor, shape: torch.Size, x_name: str = "x"
+) -> int:
+    """weight and bias: None, or floating tensors on x's device, of `shape`, or of (H, *shape) where x's dimension
+    before the normalized ones is H; bias has weight's shape. Returns H, 0 where all rows share one."""
+    if _get_trace() is not None:
+        return _outside_of_trace(check_weight, weight, bias, x, shape, x_name)
+    heads = 0
+    if isinstance(weight, Tensor) and weight.shape != shape and weight.ndim == len(shape) + 1:
+        heads_of_x = x.shape[-weight.ndim] if x.ndim >= weight.ndim else None
+        if not heads_of_x or weight.shape != (heads_of_x, *shape):
+            of_heads = f", or {(heads_of_x, *shape)}, a row for each head" if heads_of_x else ""
+            _fail(ValueError, "weight", f"shape {tuple(shape)}{of_heads}", tuple(weight.shape))
+        shape, heads = weight.shape, heads_of_x if heads_of_x > 1 else 0
+    check_vector("weight", weight, x, shape, x_name)
+    check_vector("bias", bias, x, shape, x_name)
+    return heads
+
+
 def check_vector(name: str, vector: Tensor | None, x: Tensor, shape: torch.Size, x_name: str = "x") -> None:
     """weight or bias: None, or a floating tensor of `shape` on x's device."""
     if vector is None:
         return
-    if _get_trace() is not None:
-        return _outside_of_trace(check_vector, name, vector, x, shape, x_name)
     if not isinstance(vector, Tensor):
         _fail(TypeError, name, "a torch.Tensor or None", type(vector).__name__)
     if vector.shape != shape:
@@ -111,19 +128,44 @@ def check_vector(name: str, vector: Tensor | None, x: Tensor, shape: torch.Size,
 
 
 def check_like(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> None:
-    """dy or residual: x's shape, dtype and device."""
+    """residual, dy or d_residual_out: x's shape and device, any floating dtype; complex beside complex x."""
     if not isinstance(tensor, Tensor):
         _fail(TypeError, name, "a torch.Tensor", type(tensor).__name__)
     if _get_trace() is not None:
         return _outside_of_trace(check_like, name, tensor, x, x_name)
     if tensor.shape != x.shape:
         _fail(ValueError, name, f"the shape of {x_name}, {tuple(x.shape)}", tuple(tensor.shape))
-    if tensor.dtype != x.dtype:
-        _fail(TypeError, name, f"the dtype of {x_name}, {x.dtype}", tensor.dtype)
+    dtypes = COMPLEX_DTYPES if x.is_complex() else DTYPES
+    if tensor.dtype not in dtypes:
+        _fail(TypeError, name, f"a dtype of {_names(dtypes)}", tensor.dtype)
     if tensor.device != x.device:
         _fail(ValueError, name, f"the device of {x_name}, {x.device}", tensor.device)
     if tensor.layout is not x.layout:
         _fail(TypeError, name, f"layout {x.layout}", tensor.layout)
+
+
+def checked_residual_dtype(
+    x: Tensor, residual: Tensor | None, alpha: float, dtype: torch.dtype | None, x_name: str = "x"
+) -> torch.dtype | None:
+    """The dtype of alpha * x + residual, None without a residual: then there is nothing that alpha or dtype act on."""
+    if residual is None:
+        if alpha != 1.0:
+            _fail(ValueError, "residual_alpha", "1.0 without a residual", alpha)
+        if dtype is not None:
+            _fail(ValueError, "residual_dtype", "None without a residual", dtype)
+        return None
+    check_like("residual", residual, x, x_name)
+    if dtype is None:
+        return torch.promote_types(x.dtype, residual.dtype)
+    return checked_dtype("residual_dtype", dtype, x.is_complex())
+
+
+def checked_dtype(name: str, dtype: torch.dtype | None, is_complex: bool = False) -> torch.dtype | None:
+    """None, or a floating dtype; complex for complex x."""
+    dtypes = COMPLEX_DTYPES if is_complex else DTYPES
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in dtypes):
+        _fail(TypeError, name, f"None or a dtype of {_names(dtypes)}", dtype)
+    return dtype
 
 
 def check_rstd(rstd: Tensor, x: Tensor, m: int) -> None:
@@ -142,17 +184,32 @@ def check_rstd(rstd: Tensor, x: Tensor, m: int) -> None:
         _fail(TypeError, "rstd", f"layout {_STRIDED}", rstd.layout)
 
 
-def check_saved(x: Tensor, weight: Tensor | None, rstd: Tensor, dy: Tensor, n: int) -> None:
-    """What the backward was given: dy as y was, and what autograd saved as it was saved, which hooks
-    (`torch.autograd.graph.saved_tensors_hooks`) or `tensor.data = ...` may have changed."""
-    if dy.layout is not _STRIDED:
-        _fail(TypeError, "dy", f"layout {_STRIDED}", dy.layout)
-    check_like("x, as unpacked for the backward", x, dy, "dy")
-    check_memory(x=x, weight=weight, rstd=rstd, dy=dy)
+def check_saved(
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    dy: Tensor,
+    d_residual_out: Tensor | None,
+    n: int,
+    heads: int,
+    dtype: torch.dtype,
+) -> None:
+    """What the backward was given: gradients as the results were, and what autograd saved as it was saved, which hooks
+    (`torch.autograd.graph.saved_tensors_hooks`) or `tensor.data = ...` may have changed. dtype: of x, as it was."""
+    for name, gradient in (("dy", dy), ("d_residual_out", d_residual_out)):
+        if gradient is not None and gradient.layout is not _STRIDED:
+            _fail(TypeError, name, f"layout {_STRIDED}", gradient.layout)
+    name = "x, as unpacked for the backward"
+    check_like(name, x, dy, "dy")
+    if x.dtype != dtype:
+        _fail(TypeError, name, f"the dtype of the forward's, {dtype}", x.dtype)
+    if d_residual_out is not None:
+        check_like("d_residual_out", d_residual_out, x)
+    check_memory(x=x, weight=weight, rstd=rstd, dy=dy, d_residual_out=d_residual_out)
     if weight is not None:
         name = "weight, as unpacked for the backward"
-        if weight.numel() != n:
-            _fail(ValueError, name, f"{n} elements", tuple(weight.shape))
+        if weight.numel() != n * max(1, heads):
+            _fail(ValueError, name, f"{n * max(1, heads)} elements", tuple(weight.shape))
         check_vector(name, weight, x, weight.shape)
     m = x.numel() // n
     if rstd.shape != (m,) or rstd.dtype != compute_dtype(x.dtype) or rstd.device != x.device:

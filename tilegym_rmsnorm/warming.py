@@ -42,7 +42,7 @@ def warmup(
     if device.type != "cuda":
         raise ValueError(f"device: expected a CUDA device, got {device}: nothing is compiled for others")
     for _, dtype, weight_dtype in requests:
-        if unusable := why_unusable("cutile", Request(device, dtype, weight_dtype, casting, False)):
+        if unusable := why_unusable("cutile", Request(device, dtype, weight_dtype, casting)):
             raise BackendUnavailableError(f"warmup: {unusable.reason}. To mend it: {unusable.remedy}")
     from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
     from tilegym_rmsnorm.backends.cutile.warm import warm
@@ -73,7 +73,7 @@ def _checked(width: object) -> tuple[int, torch.dtype, torch.dtype | None]:
         raise ValueError(f"widths: expected a whole number of at least 1 as n, got {n!r}")
     if not isinstance(dtype, torch.dtype) or not isinstance(weight_dtype, torch.dtype | None):
         raise TypeError(f"widths: expected dtypes of torch, got {width!r}")
-    if problem := tensors_unusable(Request(torch.device("cuda"), dtype, weight_dtype, "once", False)):
+    if problem := tensors_unusable(Request(torch.device("cuda"), dtype, weight_dtype, "once")):
         raise TypeError(
             f"widths: expected dtypes that there are kernels for, got {width!r}: {problem.reason}"
         )

@@ -43,7 +43,7 @@ WRONG = {
         0,
         lambda t: t.half(),
         TypeError,
-        "x, as unpacked for the backward: .* dtype of dy",
+        "x, as unpacked for the backward: .* dtype of the forward",
     ),
     "x shorter": (0, lambda t: t[1:], ValueError, "x, as unpacked for the backward: .* the shape of dy"),
     "weight longer": (1, lambda t: torch.cat([t, t]), ValueError, "weight, as unpacked .* 8 elements"),
@@ -79,7 +79,7 @@ CHANGED = {  # by `.data =`, which autograd's versions do not see: what F.rms_no
     "weight shorter": (1, lambda t: t[:4].clone(), ValueError, "weight, as unpacked .* 8 elements"),
     "weight longer": (1, lambda t: torch.cat([t, t]), ValueError, "weight, as unpacked .* 8 elements"),
     "x longer": (0, lambda t: torch.cat([t, t]), ValueError, "x, as unpacked .* the shape of dy"),
-    "x of another dtype": (0, lambda t: t.double(), TypeError, "x, as unpacked .* the dtype of dy"),
+    "x of another dtype": (0, lambda t: t.double(), TypeError, "x, as unpacked .* the dtype of the forward"),
     "x with a minus sign": (0, lambda t: torch._neg_view(-t), None, ""),
     "weight with a minus sign": (1, lambda t: torch._neg_view(-t), None, ""),
     "weight of other strides": (1, lambda t: torch.stack([t, t * torch.nan], -1)[:, 0], None, ""),
@@ -156,14 +156,14 @@ def test_a_gradient_for_a_bias_alone_whose_memory_was_freed(tensors):
         torch.autograd.grad(y, bias, freed(dy))
 
 
-def test_the_backward_of_a_bias_stays_with_backends_that_take_one(monkeypatch):
+def test_the_backward_of_a_wide_bias_stays_with_backends_that_take_one(monkeypatch):
     """A gradient that had to be made plain sent it to a kernel that "auto" had not taken for the forward."""
     by_address.use(monkeypatch)
     x, weight, dy = make_tensors(CPU)
-    bias = torch.zeros(N, requires_grad=True)
+    bias = torch.zeros(N, requires_grad=True, dtype=torch.float64)
     expected = gradients_of_theirs(x, weight, dy)
     for gradient in (dy, torch._neg_view(-dy)):
         y = rms_norm(x, (N,), weight, 1e-6, bias=bias, backend="auto")
         dx, dw, db = torch.autograd.grad(y, (x, weight, bias), gradient)
-        check((dx, dw, db), (*expected, dy.sum(0)))
+        check((dx, dw, db), (*expected, dy.sum(0, dtype=torch.float64)))
     assert not by_address.calls

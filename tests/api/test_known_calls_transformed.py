@@ -182,6 +182,7 @@ def two_backends(monkeypatch):
         return lambda spec, tensors: (
             torch.full_like(tensors[0], value),
             tensors[0].new_ones(len(tensors[0])),
+            None,
         )
 
     monkeypatch.setattr(registry, "_probe", lambda name: Probe())

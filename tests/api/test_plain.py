@@ -8,7 +8,8 @@ import torch
 from gate_cases import Named, freed, freed_view
 
 from tilegym_rmsnorm import fastpath, gate, rms_norm
-from tilegym_rmsnorm.autograd import _fit
+from tilegym_rmsnorm.autograd import Call, _fit
+from tilegym_rmsnorm.spec import Spec
 
 M, N = 3, 8
 X, W = torch.randn(M, N), torch.rand(N) + 0.5
@@ -59,8 +60,12 @@ NOT_PLAIN = {
 def answers(make):
     """What each place says of a tensor in the place of each argument that may be one."""
     rms_norm(X, (N,), W, 1e-6, backend="torch")
-    arguments = {"dy": X, "x": X, "weight": W, "rstd": torch.ones(M)}
-    fit = {name: _fit(**{**arguments, name: make(tensor)}, n=N) for name, tensor in arguments.items()}
+    arguments = {"x": X, "dy": X, "weight": W, "rstd": torch.ones(M), "d_residual_out": X}
+    call = Call(Spec(N, 1e-6, 0.0, "once"), None, None, "torch")
+    fit = {
+        name: _fit(tuple({**arguments, name: make(tensor)}.values()), call)
+        for name, tensor in arguments.items()
+    }
     found = {
         "x": fastpath.find(make(X), (N,), W, 1e-6, 0.0, "once", "torch"),
         "weight": fastpath.find(X, (N,), make(W), 1e-6, 0.0, "once", "torch"),
@@ -72,7 +77,7 @@ def answers(make):
 @pytest.mark.parametrize("make", NOT_PLAIN.values(), ids=NOT_PLAIN)
 def test_no_place_takes_them(make):
     fastpath.forget()
-    assert answers(make) == ([False] * 4, [False] * 4, [False] * 2)
+    assert answers(make) == ([False] * 5, [False] * 5, [False] * 2)
 
 
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
@@ -80,7 +85,8 @@ def test_every_place_takes_them(make):
     fastpath.forget()
     plain, fit, found = answers(make)
     # A kernel reads rstd as packed: one of other strides is copied first, on the longer way.
-    assert (plain, fit[:3], found) == ([True] * 4, [True] * 3, [True] * 2)
+    fits = [*fit[:3], fit[4]]
+    assert (plain, fits, found) == ([True] * 5, [True] * 4, [True] * 2)
     assert fit[3] == make(torch.ones(M)).is_contiguous()
 
 

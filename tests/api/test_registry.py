@@ -27,7 +27,7 @@ from tilegym_rmsnorm.registry import (
     use_backend,
 )
 
-REQUEST = Request(torch.device("cpu"), torch.float32, torch.float32, "once", False)
+REQUEST = Request(torch.device("cpu"), torch.float32, torch.float32, "once")
 CUDA_REQUEST = REQUEST._replace(device=torch.device("cuda", 0))
 KNOWN = ", ".join(map(repr, (*AUTO_ORDER, "auto")))
 
@@ -219,9 +219,9 @@ def test_auto_on_a_cpu_is_the_reference():
     "change",
     [
         {"dtype": torch.float64},
-        {"dtype": torch.bfloat16, "weight_dtype": torch.float16},
+        {"dtype": torch.bfloat16, "weight_dtype": torch.float64},
         {"weight_dtype": torch.float64},
-        {"has_bias": True},
+        {"other_dtypes": (torch.float64,)},
         {"device": torch.device("meta")},
     ],
 )
@@ -232,7 +232,7 @@ def test_the_fused_backends_say_what_they_do_not_take(name, change):
 
 def test_the_torch_backend_takes_anything():
     for device in ("cpu", "cuda", "meta"):
-        request = Request(torch.device(device), torch.float16, torch.float64, "llama", True)
+        request = Request(torch.device(device), torch.float16, torch.float64, "llama", (torch.bfloat16,))
         assert registry.why_unusable("torch", request) is None
 
 

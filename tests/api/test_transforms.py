@@ -163,10 +163,7 @@ def test_torch_jit_trace(size, needs_grad):
 def test_others_refuse_what_is_transformed(backend):
     """In a call that they know too."""
     x, weight = X.float(), W[0].float()
-    if (
-        registry.why_unusable(backend, registry.Request(x.device, x.dtype, weight.dtype, "once", False))
-        is None
-    ):
+    if registry.why_unusable(backend, registry.Request(x.device, x.dtype, weight.dtype, "once")) is None:
         rms_norm(x, (N,), weight, backend=backend)
     for transform in (
         lambda: vmap(lambda rows: rms_norm(rows, (N,), weight, backend=backend))(x),

@@ -79,10 +79,22 @@ BAD_NORM = [
     ({"residual": SPARSE}, TypeError, "residual: expected layout torch.strided, got torch.sparse_coo"),
     ({"normalized_shape": (3, 8)}, ValueError, "weight: expected shape (3, 8), got (8,)"),
     ({"residual": torch.ones(M, 1)}, ValueError, "residual: expected the shape of input, (3, 8), got (3, 1)"),
+    ({"residual": DY.long()}, TypeError, "residual: expected a dtype of torch.float16, torch.bfloat16"),
+    ({"residual": DY + 0j}, TypeError, "residual: expected a dtype of torch.float16, torch.bfloat16"),
     (
-        {"residual": DY.half()},
-        TypeError,
-        "residual: expected the dtype of input, torch.float32, got torch.float16",
+        {"weight": torch.ones(2, 8), "input": torch.ones(2, 3, 8)},
+        ValueError,
+        "weight: expected shape (8,), or (3, 8), a row for each head, got (2, 8)",
+    ),
+    (
+        {"weight": torch.ones(3, 8), "bias": W},
+        ValueError,
+        "bias: expected shape (3, 8), got (8,)",
+    ),
+    (
+        {"weight": torch.ones(2, 8), "input": torch.ones(8)},
+        ValueError,
+        "weight: expected shape (8,), got (2, 8)",
     ),
     ({"residual": DY.to("meta")}, ValueError, "residual: expected the device of input, cpu, got meta"),
     ({"residual": 1.0}, TypeError, "residual: expected a torch.Tensor, got float"),
@@ -90,7 +102,7 @@ BAD_NORM = [
 BAD_VECTORS = [
     (torch.ones(7), ValueError, "expected shape (8,), got (7,)"),
     (torch.ones(9), ValueError, "expected shape (8,), got (9,)"),
-    (torch.ones(1, 8), ValueError, "expected shape (8,), got (1, 8)"),
+    (torch.ones(1, 1, 8), ValueError, "expected shape (8,), got (1, 1, 8)"),
     (torch.ones(()), ValueError, "expected shape (8,), got ()"),
     (W.long(), TypeError, "expected a dtype of torch.float16, torch.bfloat16"),
     (META, ValueError, "expected the device of {x}, cpu, got meta"),
@@ -105,6 +117,29 @@ BAD_PARAMETERS = [
     ({"offset": math.nan}, ValueError, "offset: expected a finite number, got nan"),
     ({"offset": -math.inf}, ValueError, "offset: expected a finite number, got -inf"),
 ]
+BAD_RESIDUALS = [
+    ({"residual_alpha": 0.5}, ValueError, "residual_alpha: expected 1.0 without a residual, got 0.5"),
+    (
+        {"residual": DY, "residual_alpha": math.inf},
+        ValueError,
+        "residual_alpha: expected a finite number, got inf",
+    ),
+    ({"residual": DY, "residual_alpha": "1"}, TypeError, "residual_alpha: expected a finite number, got '1'"),
+    (
+        {"residual_dtype": torch.float32},
+        ValueError,
+        "residual_dtype: expected None without a residual, got torch.float32",
+    ),
+    (
+        {"residual": DY, "residual_dtype": torch.int32},
+        TypeError,
+        "residual_dtype: expected None or a dtype of torch.float16, torch.bfloat16",
+    ),
+    ({"residual": DY, "residual_dtype": "float32"}, TypeError, "residual_dtype: expected None or a dtype of"),
+    ({"out_dtype": torch.int64}, TypeError, "out_dtype: expected None or a dtype of torch.float16"),
+    ({"out_dtype": torch.float8_e4m3fn}, TypeError, "got torch.float8_e4m3fn"),
+    ({"out_dtype": torch.complex64}, TypeError, "out_dtype: expected None or a dtype of torch.float16"),
+]
 BAD_EPS = [
     ({"eps": "1e-6"}, TypeError, "eps: expected a finite number, at least 0, or None, got '1e-6'"),
     ({"eps": True}, TypeError, "eps: expected a finite number, at least 0, or None, got True"),
@@ -117,7 +152,19 @@ BAD_EPS = [
 BAD_BACKWARD = [
     ({"dy": torch.ones(M, N - 1)}, ValueError, "dy: expected the shape of x, (3, 8), got (3, 7)"),
     ({"dy": torch.ones(N)}, ValueError, "dy: expected the shape of x, (3, 8), got (8,)"),
-    ({"dy": DY.bfloat16()}, TypeError, "dy: expected the dtype of x, torch.float32, got torch.bfloat16"),
+    ({"dy": DY.long()}, TypeError, "dy: expected a dtype of torch.float16, torch.bfloat16"),
+    (
+        {"d_residual_out": DY[:2]},
+        ValueError,
+        "d_residual_out: expected the shape of x, (3, 8), got (2, 8)",
+    ),
+    (
+        {"d_residual_out": DY.to("meta")},
+        ValueError,
+        "d_residual_out: expected the device of x, cpu, got meta",
+    ),
+    ({"d_residual_out": 0.0}, TypeError, "d_residual_out: expected a torch.Tensor, got float"),
+    ({"dw_dtype": torch.int8}, TypeError, "dw_dtype: expected None or a dtype of torch.float16"),
     ({"dy": DY.to("meta")}, ValueError, "dy: expected the device of x, cpu, got meta"),
     ({"dy": SPARSE}, TypeError, "dy: expected layout torch.strided, got torch.sparse_coo"),
     ({"rstd": RSTD.to_sparse()}, TypeError, "rstd: expected layout torch.strided, got torch.sparse_coo"),
@@ -157,8 +204,8 @@ BAD_X = [
 ]
 
 CASES = (
-    [(_norm, *case) for case in BAD_NORM + BAD_PARAMETERS + BAD_EPS]
-    + [(_forward, *case) for case in BAD_X + BAD_PARAMETERS + BAD_EPS]
+    [(_norm, *case) for case in BAD_NORM + BAD_PARAMETERS + BAD_RESIDUALS + BAD_EPS]
+    + [(_forward, *case) for case in BAD_X + BAD_PARAMETERS + BAD_RESIDUALS + BAD_EPS]
     + [
         (call, *case)
         for call in (_backward, _backward_torch)

@@ -63,12 +63,12 @@ def test_a_folder_called_triton_is_not_triton(monkeypatch):
     # A namespace package has no origin.
     folder = importlib.machinery.ModuleSpec("triton", None, is_package=True)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: folder)
-    request = registry.Request(torch.device("cuda", 0), FP32, FP32, "once", False)
+    request = registry.Request(torch.device("cuda", 0), FP32, FP32, "once")
     assert registry.why_unusable("inductor", request).remedy == "pip install triton"
 
 
 def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    request = registry.Request(torch.device("cpu"), FP32, FP32, "once", False)
+    request = registry.Request(torch.device("cpu"), FP32, FP32, "once")
     unusable = registry.why_unusable("inductor", request)
     assert "no-such-compiler" in unusable.reason and "CXX" in unusable.remedy

@@ -81,7 +81,7 @@ def test_a_gpu_never_asks(monkeypatch):
     monkeypatch.setattr(cutile, "_cuda_tile_unusable", lambda: None)
     monkeypatch.setattr(cutile, "_tileiras_unusable", lambda: None)
     device = torch.device("cuda", 0)
-    assert cutile.unusable(registry.Request(device, torch.float32, torch.float32, "once", False)) is None
+    assert cutile.unusable(registry.Request(device, torch.float32, torch.float32, "once")) is None
     assert cutile.unusable(None) is None
 
 

@@ -21,7 +21,7 @@ from tilegym_rmsnorm.backends import versions
 from tilegym_rmsnorm.registry import Request
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-REQUEST = Request(CUDA, BF16, FP32, "once", False)
+REQUEST = Request(CUDA, BF16, FP32, "once")
 
 
 @pytest.fixture
@@ -59,9 +59,9 @@ def test_usable_with_a_gpu(machine, request_):
 @pytest.mark.parametrize(
     ("request_", "reason", "remedy"),
     [
-        (REQUEST._replace(has_bias=True), "bias", 'backend="torch"'),
+        (REQUEST._replace(other_dtypes=(FP16, FP64)), "torch.float64", 'backend="torch"'),
         (REQUEST._replace(dtype=FP64), "torch.float64", 'backend="torch"'),
-        (REQUEST._replace(weight_dtype=FP16), "torch.float16", 'backend="torch"'),
+        (REQUEST._replace(weight_dtype=FP64), "torch.float64", 'backend="torch"'),
         (REQUEST._replace(device=CPU), "CPU", "TRITON_INTERPRET=1"),
         (REQUEST._replace(device=torch.device("meta")), "meta", 'backend="torch"'),
         (

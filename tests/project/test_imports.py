@@ -32,6 +32,7 @@ LAYERS = (
     (f"{CUTILE}.kernels",),
     (f"{CUTILE}.interpreter",),
     (f"{PACKAGE}.backends.versions", f"{PACKAGE}.backends.checks", f"{CUTILE}.runtime"),
+    (f"{PACKAGE}.backends.torch_reference", f"{PACKAGE}.backends.composed"),
     (f"{CUTILE}.launch",),
     (f"{CUTILE}.warm", f"{CUTILE}.tuning"),
     (f"{PACKAGE}.backends",),

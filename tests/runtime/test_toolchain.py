@@ -87,8 +87,8 @@ def make_toolkit(folder: Path, version: str, *programs: str) -> Path:
     return folder
 
 
-def request(device=GPU, dtype=BF16, weight_dtype=BF16, has_bias=False) -> Request:
-    return Request(device, dtype, weight_dtype, "once", has_bias)
+def request(device=GPU, dtype=BF16, weight_dtype=BF16, other_dtypes=()) -> Request:
+    return Request(device, dtype, weight_dtype, "once", other_dtypes)
 
 
 @pytest.fixture
@@ -273,9 +273,8 @@ def test_cpu_tensors_run_in_the_interpreter_only(packages, monkeypatch):
     ("asked", "named"),
     [
         (request(dtype=torch.float64, weight_dtype=torch.float64), "torch.float64"),
-        (request(dtype=FP32, weight_dtype=BF16), "torch.bfloat16"),
-        (request(weight_dtype=torch.float16), "torch.float16"),
-        (request(has_bias=True), "bias"),
+        (request(weight_dtype=torch.float64), "torch.float64"),
+        (request(other_dtypes=(torch.float64,)), "torch.float64"),
     ],
 )
 def test_tensors_that_the_kernels_do_not_take(places, packages, gpu, asked, named):
@@ -289,10 +288,10 @@ def test_tensors_that_the_kernels_do_not_take(places, packages, gpu, asked, name
     assert remedy == 'use backend="torch" or "auto"'
 
 
-@pytest.mark.parametrize("weight_dtype", [None, BF16, FP32])
-def test_weights_that_the_kernels_take(places, packages, gpu, weight_dtype):
+@pytest.mark.parametrize("weight_dtype", [None, BF16, torch.float16, FP32])
+def test_dtypes_that_the_kernels_take(places, packages, gpu, weight_dtype):
     places("pip package")
     packages(ALL_PACKAGES)
     gpu(9, 0)
 
-    assert cutile.unusable(request(weight_dtype=weight_dtype)) is None
+    assert cutile.unusable(request(weight_dtype=weight_dtype, other_dtypes=(torch.float16, FP32))) is None

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tilegym_rmsnorm import fastpath, registry
-from tilegym_rmsnorm.backends import checks
+from tilegym_rmsnorm.backends import checks, composed
 
 calls: list[str] = []  # the ops that it ran, since `use` or a test cleared this
 _MODULE = registry.BACKEND_MODULES["cutile"]
@@ -46,7 +46,9 @@ def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 def rms_norm_forward(spec, tensors):
     x, weight, bias, residual = tensors
-    assert bias is None and residual is None and spec.casting == "once", "this backend knows no other"
+    if composed.is_needed(x, weight, bias, residual):
+        return composed.forward(rms_norm_forward, spec, tensors)
+    assert spec.casting == "once", "this backend knows no other"
     calls.append("rms_norm_forward")
     m, n = x.shape
     y, rstd = torch.empty((m, n), dtype=torch.float32), torch.empty((m,), dtype=torch.float32)
@@ -59,7 +61,10 @@ def rms_norm_forward(spec, tensors):
 
 
 def rms_norm_backward(spec, tensors, wanted):
-    x, dy, weight, rstd, _ = tensors
+    x, dy, weight, rstd, d_residual_out = tensors
+    needs_more = wanted.d_residual is not None or wanted.db is not None or spec.alpha != 1.0
+    if needs_more or composed.is_needed(x, weight, d_residual_out):
+        return composed.backward(rms_norm_backward, spec, tensors, wanted)
     calls.append("rms_norm_backward")
     m, n = x.shape
     dx = torch.empty((m, n), dtype=torch.float32)

@@ -75,7 +75,7 @@ class Expected(NamedTuple):
 
 def why_skip(backend: str) -> str | None:
     """One line on why the backend cannot run the op tests on this machine, None if it can."""
-    unusable = why_unusable(backend, Request(DEVICE, FP32, FP32, "once", False))
+    unusable = why_unusable(backend, Request(DEVICE, FP32, FP32, "once"))
     return None if unusable is None else f"{backend}: {unusable.reason} ({unusable.remedy})"
 
 

@@ -15,17 +15,19 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def tensors_unusable(request: Request) -> Unusable | None:
-    """Why the kernels of cutile and triton do not take these dtypes or this bias, wherever the tensors are."""
+    """Why the kernels of cutile and triton do not take these dtypes, wherever the tensors are."""
     if request.obstacle is not None:
         return no_plain_tensors(request.obstacle)
     other_backend = 'use backend="torch" or "auto"'
     if request.dtype not in KERNEL_DTYPES:
         return Unusable(f"it takes x of float16, bfloat16 or float32, not {request.dtype}", other_backend)
-    if request.weight_dtype not in (None, request.dtype, torch.float32):
-        expected = f"a weight of x's dtype ({request.dtype}) or torch.float32"
-        return Unusable(f"it takes {expected}, not {request.weight_dtype}", other_backend)
-    if request.has_bias:
-        return Unusable("it does not take a bias", other_backend)
+    if request.weight_dtype not in (None, *KERNEL_DTYPES):
+        reason = f"it takes a weight of float16, bfloat16 or float32, not {request.weight_dtype}"
+        return Unusable(reason, other_backend)
+    for dtype in request.other_dtypes:
+        if dtype not in KERNEL_DTYPES:
+            reason = f"it reads and writes float16, bfloat16 and float32, not {dtype}"
+            return Unusable(reason, other_backend)
     return None
 
 

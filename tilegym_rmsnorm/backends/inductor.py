@@ -4,8 +4,9 @@
 """Backend "inductor": the reference under torch.compile. Any floating dtypes; CUDA devices with Triton, CPUs with a
 C++ compiler.
 
-One compilation per width, dtypes and casting, shared by all batch sizes, row strides, eps and offsets. M = 1, rows
-without gaps, and offsets of 0 and 1 have their own: the compiler always takes these for constants.
+One compilation per width, dtypes, casting and what the call has, shared by all batch sizes, row strides, eps, offsets
+and alphas. M = 1, rows without gaps, and numbers of 0 and 1 have their own: the compiler always takes these for
+constants. Heads are no layout of their own here: what is not evenly spaced is copied.
 
 Where torch.compile fails for reasons of its own, the reference runs as it is, with one warning: in a state of the
 process (number of threads, ...) beyond the eight that Dynamo compiles for, or where the compiler breaks. What the
@@ -30,7 +31,8 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.backends import checks, versions
-from tilegym_rmsnorm.reference import rms_norm_backward_torch, rms_norm_forward_torch
+from tilegym_rmsnorm.layout import as_rows
+from tilegym_rmsnorm.reference import add_rms_norm_torch, gradients_torch, rms_norm_forward_torch
 from tilegym_rmsnorm.registry import Request, Unusable, register_impl
 from tilegym_rmsnorm.spec import Gradients, Outputs, Spec, Tensors, Wanted
 
@@ -79,33 +81,71 @@ def _cuda_unusable() -> Unusable | None:
 
 @register_impl("rms_norm_forward", "inductor")
 def rms_norm_forward(spec: Spec, tensors: Tensors) -> Outputs:
-    x, weight, bias, _ = tensors
-    specialization = spec.casting, *_specialization(x, weight, spec.offset), _dtype(bias)
-    y, rstd = _run(_forward, specialization, tensors[:3], (spec.eps, spec.offset, spec.casting))
-    return y, rstd, None
+    x, weight, bias, residual = tensors
+    x_rows, residual_rows = _rows(spec.n, weight, x, residual)
+    given = x_rows, weight, bias, residual_rows
+    dtypes = x.dtype if spec.y_dtype is None else spec.y_dtype, spec.residual_dtype
+    rest = spec.eps, spec.offset, spec.alpha, spec.casting, *dtypes
+    specialization = spec.casting, *dtypes, *_specialization(spec, given)
+    y, rstd, residual_out = _run(_forward, specialization, given, rest)
+    return _shaped(y, x), rstd, _shaped(residual_out, x)
 
 
 @register_impl("rms_norm_backward", "inductor")
 def rms_norm_backward(spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
-    x, dy, weight, rstd, _ = tensors
-    needs_dw = wanted.dw is not None
-    specialization = spec.casting, *_specialization(x, weight, spec.offset), dy.is_contiguous(), needs_dw
-    rest = rstd.detach(), spec.offset, spec.casting, needs_dw
-    dx, dw = _run(_backward, specialization, (x, dy, weight), rest)
-    return dx, None, dw, None
+    x, dy, weight, rstd, d_residual_out = tensors
+    x_rows, dy_rows, d_rows = _rows(spec.n, weight, x, dy, d_residual_out)
+    given = x_rows, dy_rows, weight, d_rows
+    rest = rstd.detach(), spec.offset, spec.alpha, spec.casting, *wanted
+    specialization = spec.casting, *wanted, *_specialization(spec, given)
+    dx, d_residual, dw, db = _run(_backward, specialization, given, rest)
+    return _shaped(dx, x), _shaped(d_residual, x), dw, db
+
+
+def _rows(n: int, weight: Tensor | None, *tensors: Tensor | None) -> list[Any]:
+    """(M, N), or (M / H, H, N) beside a weight (H, N); then without gaps."""
+    if weight is None or weight.ndim == 1:
+        return [None if tensor is None else as_rows(tensor, n) for tensor in tensors]
+    return [None if tensor is None else tensor.reshape(-1, *weight.shape).contiguous() for tensor in tensors]
+
+
+def _shaped(rows: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if rows is None else rows.view(x.shape)
 
 
 def _forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float, casting: str
-) -> tuple[Tensor, Tensor]:
-    return rms_norm_forward_torch(x, weight, eps, bias=bias, offset=offset, casting=casting)
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    eps: float,
+    offset: float,
+    alpha: float,
+    casting: str,
+    y_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    options: Any = {"bias": bias, "offset": offset, "casting": casting, "out_dtype": y_dtype}
+    if residual is None or residual_dtype is None:
+        return *rms_norm_forward_torch(x, weight, eps, **options), None
+    options |= {"alpha": alpha, "residual_dtype": residual_dtype}
+    y, residual_out, rstd = add_rms_norm_torch(x, residual, weight, eps, **options)
+    return y, rstd, residual_out
 
 
 def _backward(
-    x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, offset: float, casting: str, needs_dw: bool
-) -> tuple[Tensor, Tensor | None]:
-    dx, dw = rms_norm_backward_torch(x, dy, weight, rstd, offset=offset, casting=casting)
-    return dx, dw if needs_dw else None
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    d_residual_out: Tensor | None,
+    rstd: Tensor,
+    offset: float,
+    alpha: float,
+    casting: str,
+    *wanted: torch.dtype | None,
+) -> Gradients:
+    options: Any = {"offset": offset, "casting": casting, "alpha": alpha}
+    return gradients_torch(x, dy, weight, rstd, d_residual_out, Wanted(*wanted), **options)
 
 
 def _run(
@@ -134,11 +174,13 @@ def _one_mode(x: Tensor) -> Iterator[None]:
         yield
 
 
-def _specialization(x: Tensor, weight: Tensor | None, offset: float) -> tuple[Any, ...]:
-    """All that the compiler takes for a constant, beside what only one of the two passes has."""
-    m, n = x.shape
-    constant_offset = offset if offset in (0.0, 1.0) else None
-    return x.device, n, x.dtype, _dtype(weight), constant_offset, m == 1, x.is_contiguous()
+def _specialization(spec: Spec, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+    """All that the compiler takes for a constant, beside what only one of the two passes has. tensors[0] is x."""
+    x = tensors[0]
+    assert x is not None
+    numbers = (number if number in (0.0, 1.0) else None for number in (spec.offset, spec.alpha))
+    kinds = (None if t is None else (t.dtype, t.ndim, t.is_contiguous()) for t in tensors)
+    return x.device, *x.shape[1:], x.shape[0] == 1, *numbers, *kinds
 
 
 @functools.cache
@@ -233,13 +275,12 @@ def _is_passing(exception: Exception) -> bool:
 
 
 def _aliases(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Detached, with the width marked as constant: on aliases, so that no mark lands on a caller's tensor."""
+    """Detached, with the width, and the number of heads, marked as constant: on aliases, so that no mark lands on a
+    caller's tensor. tensors[0] is x, whose first dimension alone is none."""
     aliases = [None if tensor is None else tensor.detach() for tensor in tensors]
+    assert aliases[0] is not None
+    constant = aliases[0].ndim - 1
     for alias in aliases:
         if alias is not None:
-            torch._dynamo.mark_static(alias, alias.ndim - 1)
+            torch._dynamo.mark_static(alias, list(range(alias.ndim))[-constant:])
     return aliases
-
-
-def _dtype(tensor: Tensor | None) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype

@@ -54,8 +54,17 @@ def rms_norm_forward(spec: Spec, tensors: Tensors) -> Outputs:
 @register_impl("rms_norm_backward", "torch")
 @torch.no_grad()
 def rms_norm_backward(spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
+    x, dy, weight, rstd, d_residual_out = tensors
     dx, d_residual, dw, db = gradients_torch(
-        *tensors, wanted, offset=spec.offset, casting=spec.casting, alpha=spec.alpha
+        x,
+        dy,
+        weight,
+        rstd,
+        d_residual_out,
+        wanted,
+        offset=spec.offset,
+        casting=spec.casting,
+        alpha=spec.alpha,
     )
     return _packed(dx), _packed(d_residual), dw, db
 

@@ -215,7 +215,7 @@ def kernel_errors(backend: str) -> tuple[str, dict[str, float]]:
         else []
     )
     devices = [*cuda, torch.device("cpu")]
-    requests = [registry.Request(device, torch.float32, torch.float32, "once", False) for device in devices]
+    requests = [registry.Request(device, torch.float32, torch.float32, "once") for device in devices]
     device = next((r.device for r in requests if registry.why_unusable(backend, r) is None), devices[0])
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(2))

@@ -92,7 +92,7 @@ def add_command(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """0 if every bucket got its entry, 1 otherwise."""
     device = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
-    request = registry.Request(device, torch.float32, torch.float32, "once", False)
+    request = registry.Request(device, torch.float32, torch.float32, "once")
     if unusable := registry.why_unusable("cutile", request):
         return _fail(
             f"tune needs a GPU that the cuTile kernels run on: {unusable.reason}. To mend it: {unusable.remedy}"
