@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.block import ALL_OPS
 from bench.check import Inputs, checked_ops, dy_for, errors_of, rstd_for, run_op
 from bench.peers import make_providers
 from bench.providers import Provider
 from bench.session import Session
-from bench.shapes import OPS, Shape, compulsory_bytes
+from bench.shapes import Shape, compulsory_bytes
 from tilegym_rmsnorm.measure.accuracy import Errors, Outputs, why_wrong
 from tilegym_rmsnorm.measure.timer import Call, Sampler, Timing, calls_needed, host_sampler, interleave
 
@@ -25,44 +26,65 @@ Record = dict[str, Any]
 HOST_SECONDS = 0.03
 FIGURES = ("us", "us_p10", "us_p90", "samples", "gb_per_s", "copy_fraction")
 GRADIENT_OPS = ("forward", "backward", "both")  # of every provider that can be made at all
-FAILS_WITH = {
-    "forward": ("forward", "both"),
-    "backward": ("backward", "both"),
-    "both": ("both",),
-    "dx": ("dx",),
-}
+FAILS_WITH = {"forward": ("forward", "both"), "backward": ("backward", "both")}  # others fail alone
 
 
 class Cell:
-    """The providers at one shape and dtype, each with all its settings."""
+    """The providers at one shape and dtype, each with all its settings. What depends on the kind of ops is in methods
+    that block_cell.py has others of."""
 
-    def __init__(self, bench: Session, shape: Shape, dtype: torch.dtype, inputs: list[Inputs]):
+    def __init__(self, bench: Session, shape: Shape, dtype: torch.dtype, inputs: list[Any]):
         self.bench, self.shape, self.dtype, self.inputs = bench, shape, dtype, inputs
         # One line each, by provider, with its settings where it has some, and op.
         self.failures: dict[tuple[str, str], str] = {}
         self.first_calls: dict[str, float] = {}
-        self.providers: dict[str, list[Provider]] = {name: [] for name in bench.providers}
+        self.providers: dict[str, list[Any]] = {name: [] for name in bench.providers}
         outputs: dict[str, Outputs] = {}
         for name in bench.providers:
             start = time.perf_counter()
-            with bench.contained(name, functools.partial(self._fail, name, GRADIENT_OPS)):
-                self.providers[name] = make_providers(name, shape, dtype, bench.device)
+            with bench.contained(name, functools.partial(self._fail, name, self.ops_of_all())):
+                self.providers[name] = self.make_providers(name)
             for provider in self.providers[name]:
                 outputs[provider.label] = self._first_calls(provider)
             self.first_calls[name] = time.perf_counter() - start
-        self.errors, allowed = errors_of(outputs, inputs[0])
+        self.errors, allowed = self.errors_of(outputs)
         for label in outputs:
             if text := why_wrong(self.errors[label], allowed):
-                self._fail(label, OPS, text)
+                self._fail(label, ALL_OPS, text)
 
-    def _first_calls(self, provider: Provider) -> Outputs:
+    def ops_of_all(self) -> tuple[str, ...]:
+        """The ops that a provider has of which nothing is known."""
+        return GRADIENT_OPS
+
+    def make_providers(self, name: str) -> list[Any]:
+        return make_providers(name, self.shape, self.dtype, self.bench.device)
+
+    def checked_ops(self, provider: Any) -> tuple[str, ...]:
+        return checked_ops(provider)
+
+    def run_op(self, provider: Any, op: str) -> Outputs:
+        return run_op(provider, op, self.inputs[0])
+
+    def errors_of(self, outputs: dict[str, Outputs]) -> tuple[dict[str, Errors], Errors]:
+        return errors_of(outputs, self.inputs[0])
+
+    def compulsory_bytes(self, op: str) -> int:
+        return compulsory_bytes(op, self.shape, self.dtype)
+
+    def device_call(self, provider: Any, op: str, inputs: Any) -> functools.partial:
+        return _device_call(provider, op, inputs)
+
+    def host_call(self, provider: Any, op: str) -> Call | None:
+        return _host_call(provider, op, self.inputs[0])
+
+    def _first_calls(self, provider: Any) -> Outputs:
         """What it computes. An op that raises takes along those that need it."""
         outputs: Outputs = {}
-        for op in checked_ops(provider):
+        for op in self.checked_ops(provider):
             if (provider.label, op) not in self.failures:
-                fail = functools.partial(self._fail, provider.label, FAILS_WITH[op])
+                fail = functools.partial(self._fail, provider.label, FAILS_WITH.get(op, (op,)))
                 with self.bench.contained(provider.name, fail):
-                    outputs |= run_op(provider, op, self.inputs[0])
+                    outputs |= self.run_op(provider, op)
                     if self.bench.is_cuda:  # what goes wrong on the GPU must not surface in another's call
                         torch.cuda.synchronize()
         return outputs
@@ -74,7 +96,7 @@ class Cell:
     def measure(self, op: str) -> list[Record]:
         """The records of one op, of every provider that offers it."""
         bench = self.bench
-        moved = compulsory_bytes(op, self.shape, self.dtype)
+        moved = self.compulsory_bytes(op)
         sets = len(self.inputs)
         count = calls_needed(sets, moved, bench.copy_bytes_per_second) if bench.is_cuda else 1
         offered = {
@@ -89,7 +111,7 @@ class Cell:
             if (label, op) in self.failures:
                 continue
             with bench.contained(provider.name, functools.partial(self._fail, label, (op,))):
-                calls = [_device_call(provider, op, each) for each in self.inputs]
+                calls = [self.device_call(provider, op, each) for each in self.inputs]
                 kept.append(calls)
                 if bench.is_cuda:
                     workspace[label] = _workspace_bytes(calls[0])
@@ -103,10 +125,10 @@ class Cell:
             if several or (not self.providers[name] and (name, op) in self.failures)
         ]
 
-    def _host_times(self, op: str, providers: list[Provider]) -> dict[str, Timing]:
+    def _host_times(self, op: str, providers: list[Any]) -> dict[str, Timing]:
         if not self.bench.is_cuda:
             return {}
-        calls = {each.label: _host_call(each, op, self.inputs[0]) for each in providers}
+        calls = {each.label: self.host_call(each, op) for each in providers}
         samplers = {
             label: host_sampler(call, self.bench.device) for label, call in calls.items() if call is not None
         }
@@ -117,8 +139,8 @@ class Cell:
         op: str,
         moved: int,
         name: str,
-        offered: list[Provider],
-        fastest: Provider | None,
+        offered: list[Any],
+        fastest: Any | None,
         device: dict[str, Timing],
         host: dict[str, Timing],
         workspace: dict[str, int],
@@ -159,13 +181,13 @@ class Cell:
         }
 
 
-def _fastest(providers: list[Provider], device: dict[str, Timing]) -> Provider | None:
+def _fastest(providers: list[Any], device: dict[str, Timing]) -> Any | None:
     """Of one provider's settings those of the lowest median; None where none was timed."""
     timed = [each for each in providers if each.label in device]
     return min(timed, key=lambda each: device[each.label].us, default=None)
 
 
-def _settings(provider: Provider | None, op: str) -> str | None:
+def _settings(provider: Any | None, op: str) -> str | None:
     """Of a peer with several the fastest, of cutile the kernel that served and its own."""
     if provider is None:
         return None
@@ -219,6 +241,7 @@ def _workspace_bytes(call: functools.partial) -> int:
     outputs: Tensor | tuple[Tensor, ...] = call()
     torch.cuda.synchronize()
     tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
-    given = {each.data_ptr() for each in call.args if isinstance(each, Tensor)}  # dx may lie in dy's memory
+    arguments = [tensor for each in call.args for tensor in getattr(each, "tensors", [each])]
+    given = {each.data_ptr() for each in arguments if isinstance(each, Tensor)}  # dx may lie in dy's memory
     returned = sum(each.untyped_storage().nbytes() for each in tensors if each.data_ptr() not in given)
     return max(0, torch.cuda.memory_stats()["requested_bytes.all.peak"] - before - returned)

@@ -79,7 +79,7 @@ def run_op(provider: Provider, op: str, inputs: Inputs, poisons: bool = True) ->
     x, weight = inputs.x, inputs.weight
     rstd, dy = rstd_for(provider, inputs), dy_for(provider, inputs)
     if poisons:
-        _poison(x, copies=3)
+        poison(x, copies=3)
     if op == "forward":
         outputs = dict(zip(("y", "rstd"), provider.forward(x, weight), strict=True))
     elif op == "backward":
@@ -116,6 +116,6 @@ def errors_of(outputs: dict[str, Outputs], inputs: Inputs) -> tuple[dict[str, Er
     return accuracy.errors_of(outputs, inputs.x, inputs.dy, inputs.weight, EPS)
 
 
-def _poison(like: Tensor, copies: int) -> None:
+def poison(like: Tensor, copies: int) -> None:
     freed: list[Tensor] = [torch.full_like(like, math.nan) for _ in range(copies)]
     freed.clear()

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
+from bench.block import ALL_OPS
+from bench.gate import kind_of
 from bench.providers import OWN
-from bench.shapes import OPS
 
 Result = dict[str, Any]
 Record = dict[str, Any]
@@ -119,7 +120,7 @@ def summary(result: Result) -> str:
     if result["gpu"] is None:
         return ""
     parts = []
-    for op in OPS:
+    for op in ALL_OPS:
         if comparisons := compare(result, op):
             mean = mean_ratio(comparisons)
             parts.append(
@@ -134,10 +135,14 @@ def summary(result: Result) -> str:
 
 
 def targets(result: Result) -> list[Target]:
-    """The targets that this result's dtype has, each over the result's own cells."""
+    """The targets that this result's kind and dtype have, each over the result's own cells."""
+    if kind_of(result) == "block":
+        from bench import block_targets  # which is made of what is here
+
+        return block_targets.targets(result)
     dtype = result["records"][0]["dtype"] if result["records"] else ""
     backward, forward = compare(result, "backward"), compare(result, "forward")
-    failed, every = functools.partial(_failed, result), "at least 1.00x the best peer in every cell"
+    failed, every = functools.partial(failed_cells, result), "at least 1.00x the best peer in every cell"
     found = [
         _at_least(f"backward: {every}", backward, failed("backward"), 1.0),
         _at_least(f"forward: {every}, within the spread", forward, failed("forward")),
@@ -171,7 +176,7 @@ def workspace_table(result: Result, style: str = "simple") -> str:
     """cutile's backward in each cell: its workspace in bytes, as rows of float32, those per SM, and what dw costs."""
     costs = {(record["rows"], record["cols"]): cost for record, cost in dw_costs(result)}
     rows = []
-    for record in _of(result, "backward"):
+    for record in of_op(result, "backward"):
         if record["workspace_bytes"] is not None:
             count = partial_rows(record)
             per_sm = f"{count / result['sms']:.2f}" if result.get("sms") else ""
@@ -190,11 +195,11 @@ def partial_rows(record: Record) -> float:
 
 def dw_costs(result: Result) -> list[tuple[Record, float]]:
     """cutile's backward at calls of NO_DW_BYTES or more, and the share by which it takes longer than without dw."""
-    alone = {(record["rows"], record["cols"]): record["us"] for record in _of(result, "dx")}
+    alone = {(record["rows"], record["cols"]): record["us"] for record in of_op(result, "dx")}
     costs = []
-    for record in _of(result, "backward"):
+    for record in of_op(result, "backward"):
         us = alone.get((record["rows"], record["cols"]))
-        if us is not None and _moved(record) >= NO_DW_BYTES:
+        if us is not None and moved(record) >= NO_DW_BYTES:
             costs.append((record, record["us"] / us - 1))
     return costs
 
@@ -211,7 +216,7 @@ def rate_text(record: Record) -> str:
     return f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
-def _failed(result: Result, op: str) -> list[str]:
+def failed_cells(result: Result, op: str) -> list[str]:
     """The cells of the op that cutile should have figures of, and has not."""
     return [
         f"{each['rows']} x {each['cols']} (failed)"
@@ -237,9 +242,9 @@ def _at_least(
 def _large(op: str, result: Result, widest: int | None) -> Target:
     records = [
         each
-        for each in _of(result, op)
+        for each in of_op(result, op)
         if each["copy_fraction"] is not None
-        and _moved(each) >= LARGE_BYTES
+        and moved(each) >= LARGE_BYTES
         and (widest is None or each["cols"] <= widest)
     ]
     text = f"{op}: at least {SHARE[op]:.0%} of the copy ceiling where {LARGE_BYTES / 1e6:.0f} MB or more move"
@@ -264,7 +269,7 @@ def _small(backward: list[Comparison]) -> Target:
 
 
 def _workspace(result: Result) -> Target:
-    records = [each for each in _of(result, "backward") if each["workspace_bytes"] is not None]
+    records = [each for each in of_op(result, "backward") if each["workspace_bytes"] is not None]
     most = PARTIAL_ROWS_PER_SM * (result.get("sms") or 0)
     text = f"backward's workspace: at most P x N x 4 bytes, P at most {PARTIAL_ROWS_PER_SM} per SM"
     missed = [f"{each['rows']} x {each['cols']}" for each in records if partial_rows(each) > most]
@@ -282,7 +287,7 @@ def _dw_cost(result: Result) -> Target:
     return Target(text, len(costs), missed)
 
 
-def _of(result: Result, op: str) -> list[Record]:
+def of_op(result: Result, op: str) -> list[Record]:
     """cutile's records of the op that have figures."""
     return [
         each
@@ -291,7 +296,7 @@ def _of(result: Result, op: str) -> list[Record]:
     ]
 
 
-def _moved(record: Record) -> float:
+def moved(record: Record) -> float:
     """The compulsory bytes of a record's call."""
     return record["gb_per_s"] * 1e3 * record["us"]
 

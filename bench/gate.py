@@ -84,17 +84,23 @@ def kept_gpus(results: Path = RESULTS) -> list[str]:
 
 
 def _is_kept(result: Result, gpu: str) -> bool:
-    return "records" in result and result["gpu"] == gpu and not result.get("is_grid")
+    return "records" in result and result["gpu"] == gpu and kind_of(result) != "grid"
+
+
+def kind_of(result: Result) -> str:
+    """Which ops and shapes a result has: of the plain norm at the shapes of models, of a grid, or those of block.py."""
+    return "grid" if result.get("is_grid") else "block" if result.get("is_block") else "models"
 
 
 def joined(news: Sequence[Result]) -> list[Result]:
-    """One result of each GPU model, with all records: parts of a run have other providers or shapes, and of a cell that
-    several have each counts."""
-    by_gpu: dict[str | None, Result] = {}
+    """One result of each GPU model and kind, with all records: parts of a run have other providers or shapes, and of a
+    cell that several have each counts."""
+    by_kind: dict[tuple[str | None, str], Result] = {}
     for new in news:
-        records = [*by_gpu.get(new["gpu"], {"records": []})["records"], *new["records"]]
-        by_gpu[new["gpu"]] = {**new, "records": records}
-    return list(by_gpu.values())
+        key = new["gpu"], kind_of(new)
+        records = [*by_kind.get(key, {"records": []})["records"], *new["records"]]
+        by_kind[key] = {**new, "records": records}
+    return list(by_kind.values())
 
 
 def compare(
@@ -199,7 +205,8 @@ def explain(new: Result, kept: list[Result], verdict: Verdict) -> str:
     if new["gpu"] is None:
         return "gate: nothing compared: the run had no GPU"
     if not kept:
-        return f"gate: nothing compared: no kept results of {new['gpu']}"
+        what = "" if kind_of(new) == "models" else " of this kind"
+        return f"gate: nothing compared: no kept results{what} of {new['gpu']}"
     lines = [f"gate: slower: {line}" for line in verdict.failed]
     lines += [f"gate: accepted: {line}" for line in verdict.accepted]
     run = {record["provider"] for record in new["records"]}
@@ -239,7 +246,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"no results in {', '.join(map(str, arguments.result))}")
     has_failed = False
     for new in joined(news):
-        kept = load_kept(new["gpu"], arguments.results, leave_out=paths)
+        every = load_kept(new["gpu"], arguments.results, leave_out=paths)
+        kept = [each for each in every if kind_of(each) == kind_of(new)]
         verdict = compare(new, kept, arguments.threshold, accepted=ACCEPTED)
         print(explain(new, kept, verdict))
         has_failed |= bool(verdict.failed or why_nothing(new, verdict))

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import compare, extra, report
+from bench.gate import kind_of
 from bench.provenance import PACKAGE, parts_of_other_commits
 from bench.styles import EMPHASISED, style_of
 from tilegym_rmsnorm.commands import options
@@ -351,7 +352,7 @@ def _labelled(results: Sequence[Result]) -> Results:
     labelled: Results = {}
     for result in results:
         parts = [result["records"][0]["dtype"]]
-        parts += ["grid"] if result.get("is_grid") else []
+        parts += [kind_of(result)] if kind_of(result) != "models" else []
         parts += [result["gpu"] or "no GPU"] if has_many else []
         name = ", ".join(parts)
         if name in labelled:

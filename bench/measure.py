@@ -9,7 +9,8 @@ settings, tried_us                  of a peer that has several: the fastest, and
 us, us_p10, us_p90, samples         device microseconds per call: median, spread, number of samples
 gb_per_s, copy_fraction             compulsory bytes over that time, and its share of the same run's copy ceiling
 host_us                             host microseconds per eager call; of "both" by autograd
-errors                              largest relative error of y, rstd, dx, dw against float64, see check.py
+errors                              largest relative error of each output against float64: y, rstd, dx, dw, and of ops
+                                    of block.py residual_out, d_residual, db. See check.py, block_check.py
 workspace_bytes                     device memory that a call takes beside its outputs
 first_calls_s                       seconds of the shape's first calls of all ops, compiling included
 error                               why there are no figures, None where there are
@@ -23,6 +24,9 @@ from collections.abc import Callable
 
 import torch
 
+from bench import block
+from bench.block import by_family
+from bench.block_cell import BlockCell
 from bench.cell import Cell, Record
 from bench.check import make_inputs
 from bench.session import Session
@@ -31,15 +35,20 @@ from tilegym_rmsnorm.measure.timer import sets_needed
 
 
 class Bench(Session):
-    """Measures shapes on one device with the providers and ops named."""
+    """Measures shapes on one device with the providers and ops named: plain ops, or some of one family of block.py."""
 
     def measure(self, shape: Shape, dtype: torch.dtype, progress: Callable[[str], None]) -> list[Record]:
         """The records of all ops and providers at one shape; `progress` is told what comes next."""
         rows, cols = shape
-        bytes_read = dtype.itemsize * (rows * cols + cols)
-        inputs = make_inputs(shape, dtype, self.device, sets_needed(bytes_read, self.device))
+        [(family, _)] = by_family(self.ops)
+        sets = sets_needed(dtype.itemsize * (rows * cols + cols), self.device)
+        cell: Cell
         progress("check")
-        cell = Cell(self, shape, dtype, inputs)
+        if family is None:
+            cell = Cell(self, shape, dtype, make_inputs(shape, dtype, self.device, sets))
+        else:
+            inputs = block.make_inputs(family, shape, dtype, self.device, sets)
+            cell = BlockCell(self, shape, dtype, inputs, family)
         records = []
         for op in self.ops:
             progress(op)

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from bench import pictures
 from bench.compare import OURS
+from bench.gate import kind_of
 from bench.styles import style_of
 
 GPU, DTYPE, OP = "NVIDIA H100 80GB HBM3", "bfloat16", "backward"
@@ -53,7 +54,7 @@ def result_shown(results: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     found = [
         each
         for each in results
-        if each["gpu"] == GPU and not each.get("is_grid") and each["records"][0]["dtype"] == DTYPE
+        if each["gpu"] == GPU and kind_of(each) == "models" and each["records"][0]["dtype"] == DTYPE
     ]
     return max(found, key=lambda each: each["date"], default=None)
 

@@ -23,8 +23,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench import compare, pictures
+from bench.block import ALL_OPS, CONTROLS
 from bench.heatmaps import plot_heatmaps
-from bench.shapes import BATCHES, OPS, QK_NORM, Shape
+from bench.shapes import BATCHES, WIDEST_HEAD, Shape
 from bench.styles import EMPHASISED, style_of
 from tilegym_rmsnorm.commands import options
 
@@ -32,15 +33,15 @@ GROUP_GAP = 1.2  # lines between two groups of shapes, the first of which holds 
 
 
 def plot_result(result: dict[str, Any], stem: Path) -> dict[str, Path]:
-    """Writes STEM-OP.png, GB/s, and STEM-OP-map.png, heat maps, for each op of the result but dx, a figure of the
-    backward; of a grid STEM-OP.png, its heat maps. Returns the paths by op, and by OP-map.
+    """Writes STEM-OP.png, GB/s, and STEM-OP-map.png, heat maps, for each op of the result but dx and CONTROLS,
+    figures of others; of a grid STEM-OP.png, its heat maps. Returns the paths by op, and by OP-map.
 
     Without a GPU there are no heat maps: what interpreters need is no ratio of kernels.
     """
     paths = {}
     has_maps = result["gpu"] is not None
-    for op in OPS:
-        if op == "dx":
+    for op in ALL_OPS:
+        if op == "dx" or op in CONTROLS.values():
             continue
         records = [
             record for record in result["records"] if record["op"] == op and record["gb_per_s"] is not None
@@ -130,7 +131,7 @@ def _places(shapes: list[Shape]) -> tuple[dict[Shape, float], dict[float, str]]:
 def _group_of(shape: Shape) -> str:
     if shape in BATCHES:
         return "small calls"
-    return "normalized heads (QK norm)" if shape in QK_NORM else "hidden sizes of models"
+    return "normalized heads (QK norm)" if shape[1] <= WIDEST_HEAD else "hidden sizes of models"
 
 
 def main(argv: list[str] | None = None) -> None:

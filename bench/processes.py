@@ -26,12 +26,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import compare, report
+from bench.block import ALL_OPS
 from bench.cell import failed_record
 from bench.gate import cell_of
 from bench.peers import ALONE
 from bench.plots import plot_result
 from bench.provenance import PACKAGE, ROOT
-from bench.shapes import OPS, Shape, parse_shapes
+from bench.shapes import Shape, parse_shapes
 from tilegym_rmsnorm.commands import options
 
 Result = dict[str, Any]
@@ -39,7 +40,7 @@ Record = dict[str, Any]
 # Providers, and the shapes at which one process measures them.
 Group = tuple[tuple[str, ...], tuple[Shape, ...]]
 # Of two results that may be joined.
-SAME = ("gpu", "sms", "driver", "cuda", "tileiras", "versions", "is_grid")
+SAME = ("gpu", "sms", "driver", "cuda", "tileiras", "versions", "is_grid", "is_block")
 
 
 class Loss(NamedTuple):
@@ -209,7 +210,7 @@ def why_apart(result: Result, other: Result) -> str | None:
 
 
 def _compared(result: Result, key: str) -> Any:
-    return result.get(key, {"versions": {}, "is_grid": False}.get(key))
+    return result.get(key, {"versions": {}, "is_grid": False, "is_block": False}.get(key))
 
 
 def write(result: Result, path: Path) -> dict[str, Path]:
@@ -226,7 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("result", type=options.path, metavar="RESULT.json")
     parser.add_argument("other", type=options.path, nargs="+", metavar="OTHER.json")
-    parser.add_argument("--op", type=options.some_of(OPS), help="only these ops of the others: OP,...")
+    parser.add_argument("--op", type=options.some_of(ALL_OPS), help="only these ops of the others: OP,...")
     arguments = parser.parse_args(argv)
     result = json.loads(arguments.result.read_text())
     for path in arguments.other:

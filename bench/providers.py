@@ -19,6 +19,7 @@ import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,7 +107,7 @@ def make_provider(name: str, shape: Shape, dtype: torch.dtype, device: torch.dev
         # CPUs have no kernel of the backward op: there autograd differentiates the forward's parts.
         if device.type != "cuda":
             return Provider(name, _aten_forward, None, _norm, True)
-        _remove_overrides()
+        remove_overrides()
         return Provider(name, _aten_forward, _aten_backward, _norm, True, _aten_backward_dx)
     if name in COMPILED_MODES:
         return compiled_providers(name, shape, dtype, device)[0]
@@ -115,24 +116,28 @@ def make_provider(name: str, shape: Shape, dtype: torch.dtype, device: torch.dev
 
 def compiled_providers(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Provider]:
     """torch.compile by one of its modes: without PDL and, where it has a choice, with it."""
-    from torch._inductor import list_mode_options
-
-    options = list_mode_options(COMPILED_MODES[name], dynamic=False)
-    settings = {"": options}
-    if _has_pdl(device):
-        settings = {f"enable_pdl={has_pdl}": options | {PDL: has_pdl} for has_pdl in (False, True)}
     is_host_bound = name != MAX_AUTOTUNE and shape[0] * shape[1] * dtype.itemsize < COMPILED_NORM_BYTES
     return [
         Provider(
             name,
-            _compiled(_aten_ops_forward, options),
-            _compiled(_aten_backward, options),
-            _compiled(_norm, options) if is_host_bound else None,
+            compiled(_aten_ops_forward, options),
+            compiled(_aten_backward, options),
+            compiled(_norm, options) if is_host_bound else None,
             True,
             settings=text,
         )
-        for text, options in settings.items()
+        for text, options in compiled_settings(name, device).items()
     ]
+
+
+def compiled_settings(name: str, device: torch.device) -> dict[str, dict[str, object]]:
+    """Inductor's options of one of its modes: without PDL and, where it has a choice, with it."""
+    from torch._inductor import list_mode_options
+
+    options = list_mode_options(COMPILED_MODES[name], dynamic=False)
+    if not _has_pdl(device):
+        return {"": options}
+    return {f"enable_pdl={has_pdl}": options | {PDL: has_pdl} for has_pdl in (False, True)}
 
 
 def _has_pdl(device: torch.device) -> bool:
@@ -194,7 +199,7 @@ def _aten_backward_dx(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> Te
 
 
 @functools.cache
-def _remove_overrides() -> None:
+def remove_overrides() -> None:
     """Makes F.rms_norm ATen's kernels: PyTorch 2.13 replaces them where a CuTe DSL of its choice is installed.
 
     What it replaces them by is a peer of its own, see peers.py.
@@ -210,7 +215,7 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, EPS)
 
 
-def _compiled(function: types.FunctionType, options: dict[str, object]) -> Callable[..., object]:
+def compiled(function: types.FunctionType, options: dict[str, object]) -> Callable[..., Any]:
     """`function` compiled apart from its other compilations, on its first call.
 
     Each gets a code object of its own: torch.compile counts recompilations per code object and silently runs eager

@@ -22,9 +22,11 @@ from typing import Any
 from tabulate import tabulate
 
 from bench import compare, report
+from bench.block import ALL_OPS
+from bench.gate import kind_of
 from bench.provenance import ROOT
 from bench.providers import PDL
-from bench.shapes import BATCHES, OPS
+from bench.shapes import BATCHES
 
 Result = dict[str, Any]
 Results = dict[Path, Result]
@@ -33,6 +35,12 @@ PICTURE = "bench/results/overview.png"  # of README.md
 DTYPES = ("bfloat16", "float16", "float32")  # in the order of the pages
 HOST_PROVIDERS = ("cutile", "F.rms_norm", "torch.compile")
 OPS_SHOWN = ("backward", "forward")
+KINDS_SAID = {
+    "models": "the shapes of models",
+    "block": "of a transformer block",
+    "grid": "over rows and columns",
+}
+KINDS = tuple(KINDS_SAID)  # in the order of the pages
 
 
 def result_file(long_list: str) -> Callable[[str], Path]:
@@ -84,14 +92,14 @@ def refresh_training(path: Path) -> None:
 
 
 def kept_results(folder: Path) -> list[Path]:
-    """The newest result of each dtype and GPU in `folder`/GPU/, then the newest grids."""
-    newest: dict[tuple[bool, int, str], tuple[str, Path]] = {}
+    """The newest result of each dtype and GPU in `folder`/GPU/, in the order of KINDS."""
+    newest: dict[tuple[int, int, str], tuple[str, Path]] = {}
     for path in sorted(folder.glob("*/*.json")):
         result = json.loads(path.read_text())
         if not result.get("records") or result["gpu"] is None:
             continue
         dtype = DTYPES.index(result["records"][0]["dtype"])
-        key = bool(result.get("is_grid")), dtype, path.parent.name
+        key = KINDS.index(kind_of(result)), dtype, path.parent.name
         newest[key] = max(newest.get(key, ("", path)), (result["date"], path))
     return [path for _, (_, path) in sorted(newest.items())]
 
@@ -138,7 +146,7 @@ def index(results: Results) -> str:
     rows = []
     for path, result in results.items():
         link = f"[{path.stem}]({_link(path.resolve(), ROOT / INDEX)})"
-        what = "over rows and columns" if result.get("is_grid") else "the shapes of models"
+        what = KINDS_SAID[kind_of(result)]
         rows.append([link, result["gpu"], _dtype(result), what, result["commit"][:12], result["date"][:10]])
     headers = ["result", "GPU", "dtype", "shapes", "commit", "date"]
     return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True)
@@ -205,19 +213,22 @@ def host_table(result: Result) -> str:
 
 
 def _page_section(path: Path, result: Result) -> str:
-    names = [name for op in OPS for name in (op, f"{op}-map")]
+    names = [name for op in ALL_OPS for name in (op, f"{op}-map")]
     images = {name: path.with_name(f"{path.stem}-{name}.png").resolve() for name in names}
     links = {name: _link(image, ROOT / PAGE) for name, image in images.items() if image.exists()}
     return report.page_section(result, links)
 
 
 def _tables_and_grids(results: Results) -> tuple[list[Result], list[Result]]:
-    grids = [each for each in results.values() if each.get("is_grid")]
-    return [each for each in results.values() if not each.get("is_grid")], grids
+    models, grids = (
+        [each for each in results.values() if kind_of(each) == kind] for kind in ("models", "grid")
+    )
+    return models, grids
 
 
 def _name(result: Result) -> str:
-    return f"{result['gpu']}, {_dtype(result)}{', grid' if result.get('is_grid') else ''}"
+    kind = kind_of(result)
+    return f"{result['gpu']}, {_dtype(result)}{'' if kind == 'models' else f', {kind}'}"
 
 
 def _dtype(result: Result) -> str:

@@ -4,9 +4,9 @@
 """A result, for people and for programs: tables, JSON, CSV.
 
 A result is one run at one dtype: the provenance of provenance.py, copy_gb_per_s, `unavailable` (why a provider was not
-measured), `note` (None on a GPU), `is_grid` (its shapes are those of heat maps), `inductor_timer` (whether Inductor was
-given inductor.py's timer), `processes` (which providers were measured in processes of their own, at which shapes, and
-the copy rate there) and `records` (see measure.py).
+measured), `note` (None on a GPU), `is_grid` (its shapes are those of heat maps), `is_block` (its ops are those of
+block.py), `inductor_timer` (whether Inductor was given inductor.py's timer), `processes` (which providers were measured
+in processes of their own, at which shapes, and the copy rate there) and `records` (see measure.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 from tabulate import tabulate
 
 from bench import compare
+from bench.block import ALL_OPS, CONTROLS
+from bench.gate import kind_of
 from bench.provenance import one_line
 from bench.providers import OWN
-from bench.shapes import OPS
 
 Result = dict[str, Any]
 Record = dict[str, Any]
@@ -38,7 +39,7 @@ def write_json(result: dict[str, Any], path: Path, long_list: str = "records") -
 
 
 def write_csv(result: Result, path: Path) -> None:
-    """One line for each record, its errors as columns y_error, rstd_error, dx_error, dw_error."""
+    """One line for each record, its errors as columns: y_error, rstd_error, dx_error, dw_error, and others it has."""
     rows = [flat(record) for record in result["records"]]
     fields = list(dict.fromkeys(field for row in rows for field in row))
     with path.open("w", newline="") as file:
@@ -50,7 +51,7 @@ def write_csv(result: Result, path: Path) -> None:
 def flat(record: Record) -> Record:
     values = {key: value for key, value in record.items() if key not in ("errors", "tried_us")}
     errors = record["errors"]
-    return values | {f"{kind}_error": errors.get(kind) for kind in ("y", "rstd", "dx", "dw")}
+    return values | {f"{kind}_error": errors.get(kind) for kind in ("y", "rstd", "dx", "dw", *errors)}
 
 
 def tables(result: Result, style: str = "simple") -> str:
@@ -72,7 +73,7 @@ def tables(result: Result, style: str = "simple") -> str:
 
 def ops_of(result: Result) -> list[str]:
     """The ops that the result has records of."""
-    return [op for op in OPS if any(record["op"] == op for record in result["records"])]
+    return [op for op in ALL_OPS if any(record["op"] == op for record in result["records"])]
 
 
 def heading(result: Result, op: str) -> str:
@@ -112,8 +113,9 @@ def overview(results: list[Result]) -> str:
 def page_section(result: Result, images: dict[str, str]) -> str:
     """The result as Markdown under a heading of its own: for each op its map, and the mean ratio to the best peer; the
     rest is folded. Where it has no peers the GB/s by provider stay unfolded. A grid has its maps and means alone."""
-    is_grid = bool(result.get("is_grid"))
+    is_grid = kind_of(result) == "grid"
     title = f"{result['gpu'] or 'no GPU'}, {result['records'][0]['dtype']}"
+    title += ", of a transformer block" if kind_of(result) == "block" else ""
     lines = [f"{one_line(result)}."]
     if result["note"]:
         lines.append(f"**{result['note']}**")
@@ -121,7 +123,7 @@ def page_section(result: Result, images: dict[str, str]) -> str:
         lines.append(f"Device copy of 256 MiB in the same run: {result['copy_gb_per_s']:.0f} GB/s.")
     parts = [f"### {title}{', over rows and columns' if is_grid else ''}", " ".join(lines)]
     for op in sorted(ops_of(result), key=lambda op: op != "backward"):
-        if op != "dx":  # what dw costs is a figure of the backward
+        if op != "dx" and op not in CONTROLS.values():  # figures of others: what dw, bias and strides cost
             parts += _op_parts(result, op, images, is_grid)
     if not is_grid and result["gpu"] is not None:
         parts += _workspace(result) + _targets(result)

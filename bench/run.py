@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench import compare, html_report, inductor, readme, report
+from bench import block_peers, compare, html_report, inductor, readme, report
+from bench.block import ALL_OPS, BLOCK_OPS, GROUPS, Family, Section, by_family
 from bench.measure import Bench
 from bench.peers import ALL_PROVIDERS, ALONE, LIBRARIES, why_missing
 from bench.processes import Loss, differences, left_by, lost_records, measure_others, write
@@ -62,8 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     if not has_gpu:
         print(report.CPU_NOTE)
     providers, unavailable = choose_providers(arguments, has_gpu)
-    shapes = default_shapes(arguments, has_gpu) if arguments.shapes is None else arguments.shapes
-    ops = (GRID_OPS if arguments.grid else OPS) if arguments.op is None else arguments.op
+    sections = choose_sections(arguments, has_gpu)
     folder = default_folder(arguments, origin["gpu"]) if arguments.out is None else arguments.out
     if reason := why_not_writable(folder):
         print(f"no results can be kept there: {reason}", file=sys.stderr)
@@ -73,50 +73,55 @@ def main(argv: list[str] | None = None) -> int:
 
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
     if arguments.warm or arguments.peers or arguments.grid:
-        warm(here, shapes, [DTYPES[name] for name in arguments.dtype], device)
+        for section in sections:
+            warm(here, section.shapes, [DTYPES[name] for name in arguments.dtype], device, section.ops)
     has_inductor = bool(inductor.PROVIDERS.intersection(here))
     if has_inductor:  # what was not compiled ahead
         inductor.time_by_device()
-    bench = Bench(here, ops, device)
+    bench = Bench(here, sections[0].ops, device)
     ceiling = bench.copy_bytes_per_second
     heading = {
         **origin,
         "copy_gb_per_s": None if ceiling is None else round(ceiling / 1e9, 1),
         "note": None if has_gpu else report.CPU_NOTE,
         "is_grid": arguments.grid,
+        "is_block": arguments.block,
         "inductor_timer": has_inductor,
         "unavailable": unavailable,
     }
-    return 0 if measure_dtypes(arguments, bench, heading, shapes, apart, folder) else 1
+    return 0 if measure_dtypes(arguments, bench, heading, sections, apart, folder) else 1
 
 
 def measure_dtypes(
     arguments: argparse.Namespace,
     bench: Bench,
     heading: dict[str, Any],
-    shapes: tuple[Shape, ...],
+    sections: list[Section],
     apart: list[str],
     folder: Path,
 ) -> bool:
     """Measures and keeps a result of each dtype; whether every backend measured is right. apart: the providers that are
     measured in processes of their own."""
-    here, ops, is_good = bench.providers, bench.ops, True
+    here, is_good = bench.providers, True
+    ops = tuple(op for section in sections for op in section.ops)
     kept = []
     loss: Loss | None = None  # of this process, in which nothing runs behind it
     for dtype in arguments.dtype:
         result = {**heading, "records": []}
-        path = folder / f"{heading['date'][:10]}-{dtype}{'-grid' if arguments.grid else ''}.json"
-        if loss is not None:
-            groups = [(here, shapes)]
-        elif loss := measure_all(bench, shapes, dtype, result, path):
-            groups = left_by(loss, here, shapes)
-        else:
-            groups = []
-        if loss is not None and arguments.part:
-            report.write_json(result | {"lost": loss}, path)
-            return False
-        groups += [((name,), shapes) for name in apart]
-        measure_others(groups, here, ops, dtype, result)
+        kind = "-grid" if arguments.grid else "-block" if arguments.block else ""
+        path = folder / f"{heading['date'][:10]}-{dtype}{kind}.json"
+        for bench.ops, shapes in sections:
+            if loss is not None:
+                groups = [(here, shapes)]
+            elif loss := measure_all(bench, shapes, dtype, result, path):
+                groups = left_by(loss, here, shapes)
+            else:
+                groups = []
+            if loss is not None and arguments.part:
+                report.write_json(result | {"lost": loss}, path)
+                return False
+            groups += [((name,), shapes) for name in apart]
+            measure_others(groups, here, bench.ops, dtype, result)
         if not any(record["us"] is not None for record in result["records"]):
             print(f"nothing was measured: {why_nothing(result, (*here, *apart), ops)}", file=sys.stderr)
             is_good = False
@@ -168,7 +173,8 @@ def choose_providers(arguments: argparse.Namespace, has_gpu: bool) -> tuple[tupl
     else:
         unavailable = why_not_measured()
         wanted = default_providers(unavailable, arguments.p_rows, has_gpu)
-        wanted += (MAX_AUTOTUNE, *LIBRARIES) if arguments.peers else ()
+        libraries = block_peers.LIBRARIES if arguments.block else LIBRARIES
+        wanted += (MAX_AUTOTUNE, *libraries) if arguments.peers else ()
     unavailable |= {name: reason for name in wanted if (reason := why_missing(name))}
     return tuple(name for name in wanted if name not in unavailable), unavailable
 
@@ -202,7 +208,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--warm", action="store_true", help="compile in many processes first; --peers and --grid do it"
     )
-    parser.add_argument("--op", type=options.some_of(OPS), help=f"of {names(OPS)}; default: all")
+    parser.add_argument(
+        "--block",
+        action="store_true",
+        help=f"what a transformer block asks for beside the plain norm: {names(BLOCK_OPS)}",
+    )
+    parser.add_argument(
+        "--op",
+        type=some_ops,
+        help=f"of {names(OPS)}, {names((*BLOCK_OPS, *GROUPS))}; default: the first {len(OPS)}, or those of --block",
+    )
     parser.add_argument(
         "--out",
         type=options.path,
@@ -231,6 +246,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def some_ops(text: str) -> tuple[str, ...]:
+    """Ops by their names, or by that of a group."""
+    found = options.some_of((*ALL_OPS, *GROUPS))(text)
+    return tuple(dict.fromkeys(op for name in found for op in GROUPS.get(name, (name,))))
+
+
 def some_shapes(text: str) -> tuple[Shape, ...]:
     """`parse_shapes`, with an error whose text argparse shows."""
     try:
@@ -248,10 +269,32 @@ def tables_folder(text: str) -> Path:
 
 def default_folder(arguments: argparse.Namespace, gpu: str | None) -> Path:
     """Where results go: a run of a part must not replace the kept one of its day."""
-    has_all_ops = arguments.op is None or set(arguments.op) == set(OPS)
+    has_all_ops = arguments.op is None or set(arguments.op) == set(BLOCK_OPS if arguments.block else OPS)
     is_part = arguments.shapes is not None or arguments.provider is not None
     is_partial = arguments.quick or is_part or not has_all_ops
     return (RESULTS / "partial" if is_partial else RESULTS) / gpu_slug(gpu)
+
+
+def choose_sections(arguments: argparse.Namespace, has_gpu: bool) -> list[Section]:
+    """What is measured: plain ops at the same shapes, and those of each family of block.py at its own."""
+    ops = arguments.op
+    if ops is None:
+        ops = BLOCK_OPS if arguments.block else GRID_OPS if arguments.grid else OPS
+    sections = []
+    for family, of_family in by_family(ops):
+        shapes = arguments.shapes
+        if shapes is None and family is None:
+            shapes = default_shapes(arguments, has_gpu)
+        elif shapes is None:
+            shapes = shapes_of(family, arguments.quick, has_gpu)
+        sections.append(Section(tuple(op for op in ops if op in of_family), shapes))
+    return sections
+
+
+def shapes_of(family: Family, is_quick: bool, has_gpu: bool) -> tuple[Shape, ...]:
+    if not has_gpu:
+        return family.cpu_shapes[:1] if is_quick else family.cpu_shapes
+    return family.quick_shapes if is_quick else family.shapes
 
 
 def default_shapes(arguments: argparse.Namespace, has_gpu: bool) -> tuple[Shape, ...]:

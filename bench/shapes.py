@@ -6,7 +6,8 @@
 Shapes are (rows, columns) of x. The default rows make x 64 to 134 MB in bf16 at the widths of real models, so that a
 call is bound by memory and not by its launch; the batches of BATCHES show the launch-bound end. GRID is for heat maps.
 
-The ops are forward, backward, both, and dx: the backward where the weight is frozen and dw not wanted.
+The ops are forward, backward, both, and dx: the backward where the weight is frozen and dw not wanted. Those of a
+transformer block, with a residual, a bias or strided heads, are in block.py.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ MODELS: tuple[Shape, ...] = (
     *((4096, cols) for cols in (16384, 18432, 32768)),
     (2048, 65536),
 )
+WIDEST_HEAD = 256
 DEFAULT_SHAPES = BATCHES + QK_NORM + MODELS
 QUICK_SHAPES: tuple[Shape, ...] = ((16, 4096), (524288, 128), (4096, 1024), (16384, 4096), (8192, 7168))
 GRID: tuple[Shape, ...] = tuple(

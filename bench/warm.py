@@ -28,10 +28,11 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from bench import inductor
+from bench import block, block_cell, inductor
+from bench.block import by_family
 from bench.check import checked_ops, make_inputs, run_op
 from bench.peers import make_providers
-from bench.shapes import Shape
+from bench.shapes import OPS, Shape
 
 PROCESSES = 14  # each has some GB of tensors at the largest shapes
 # Without a cache on disk (liger.cute), or with nothing to compile.
@@ -47,6 +48,7 @@ class Task(NamedTuple):
     shape: Shape
     dtype: torch.dtype
     share: int = 0
+    ops: tuple[str, ...] = OPS  # plain ones, or some of one family of block.py
 
     @property
     def is_measured(self) -> bool:
@@ -59,11 +61,12 @@ def warm(
     shapes: Sequence[Shape],
     dtypes: Sequence[torch.dtype],
     device: torch.device,
+    ops: tuple[str, ...] = OPS,
     processes: int | None = None,
 ) -> int:
     """Runs all tasks; how many there were."""
     tasks = [
-        Task(name, shape, dtype, share)
+        Task(name, shape, dtype, share, ops)
         for name in providers
         if name not in NOT_WARMED
         for dtype in dtypes
@@ -97,16 +100,23 @@ def first_calls(task: Task, device: torch.device) -> None:
     """Every op of every setting of the task once. A failure is left to the process that measures."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    [(family, _)] = by_family(task.ops)
+    share = slice(task.share, None, SHARES.get(task.provider, 1))
     with contextlib.suppress(Exception):
         with inductor.held(_turn) if task.is_measured else contextlib.nullcontext():
-            (inputs,) = make_inputs(task.shape, task.dtype, device, sets=1)
+            if family is None:
+                (inputs,) = make_inputs(task.shape, task.dtype, device, sets=1)
+            else:
+                (block_inputs,) = block.make_inputs(family, task.shape, task.dtype, device, sets=1)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        settings = make_providers(task.provider, task.shape, task.dtype, device)
-        for provider in settings[task.share :: SHARES.get(task.provider, 1)]:
-            for op in checked_ops(provider):
-                with contextlib.suppress(Exception):
-                    run_op(provider, op, inputs, poisons=False)
+        if family is None:
+            for provider in make_providers(task.provider, task.shape, task.dtype, device)[share]:
+                for op in checked_ops(provider):
+                    with contextlib.suppress(Exception):
+                        run_op(provider, op, inputs, poisons=False)
+        else:
+            block_cell.first_calls(task.provider, family, task.ops, task.shape, block_inputs, share)
     if device.type == "cuda":
         with contextlib.suppress(Exception):
             torch.cuda.empty_cache()

@@ -38,6 +38,20 @@ def forward(x, weight, eps):
     return tr.rms_norm_forward(x, weight, eps, backend="torch")
 
 
+def add_forward(x, weight, bias, residual, eps):
+    """y, the rounded sum and rstd as quack makes them: what is normalized is not rounded before."""
+    total = x.float() if residual is None else x.float() + residual.float()
+    y, rstd = forward(total, weight.float(), eps)
+    return (y if bias is None else y + bias.float()).to(x.dtype), total.to(x.dtype), rstd
+
+
+def add_backward(x, weight, dy, rstd, d_residual_out):
+    """dx, with the other gradient added before it is rounded, and dw."""
+    dx, dw = tr.rms_norm_backward_torch(x.float(), dy.float(), weight.float(), rstd)
+    dx = dx if d_residual_out is None else dx + d_residual_out.float()
+    return dx.to(x.dtype), dw.to(weight.dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class FwdConfig:
     num_threads: int = 128
@@ -71,32 +85,44 @@ def fake_quack() -> dict[str, types.ModuleType]:
         x, weight=None, bias=None, residual=None, out_dtype=None, residual_dtype=None, eps=1e-6, store_rstd=False,
         weight_offset=0.0,
     ):  # fmt: skip
-        y, rstd = forward(x, weight, eps)
-        return y, x, rstd if store_rstd else None
+        y, total, rstd = add_forward(x, weight, bias, residual, eps)
+        return y, total, rstd if store_rstd else None
 
     def rmsnorm_bwd(
         x, weight, dout, rstd, dresidual_out=None, has_bias=False, has_residual=False, weight_offset=0.0
     ):
-        return *tr.rms_norm_backward_torch(x, dout, weight, rstd), None, None
+        assert has_residual == (dresidual_out is not None)
+        dx, dw = add_backward(x, weight, dout, rstd, dresidual_out)
+        db = dout.float().sum(0).to(weight.dtype) if has_bias else None
+        return dx, dw, db, dx if has_residual else None
 
     def fwd_tuned(
         x, weight, out, bias=None, rstd=None, mean=None, residual=None, residual_out=None, eps=1e-6,
         is_layernorm=False, per_head=False, weight_offset=0.0, config=None,
     ):  # fmt: skip
         assert isinstance(config, FwdConfig)
-        y, r = forward(x, weight, eps)
+        y, total, r = add_forward(x, weight, bias, residual, eps)
         out.copy_(y)
         rstd.copy_(r)
+        assert (residual is None) == (residual_out is None)
+        if residual is not None:
+            residual_out.copy_(total)
 
     def bwd_tuned(
         x, weight, dout, rstd, dx, dw_partial=None, db_partial=None, dresidual_out=None, dresidual=None,
         sm_count=None, per_head=False, has_dw_partial=False, has_db_partial=False, mean=None, is_layernorm=False,
         weight_offset=0.0, config=None,
     ):  # fmt: skip
-        assert isinstance(config, BwdConfig) and has_dw_partial and dw_partial.dtype == torch.float32
-        dx.copy_(tr.rms_norm_backward_torch(x, dout, weight, rstd)[0])
-        dw_partial.zero_()
-        dw_partial[-1] = (dout.float() * x.float() * rstd.unsqueeze(1)).sum(0)
+        assert isinstance(config, BwdConfig) and (sm_count or has_dw_partial)
+        dx.copy_(add_backward(x, weight, dout, rstd, dresidual_out)[0])
+        terms = {"dw": dout.float() * x.float() * rstd.unsqueeze(1), "db": dout.float()}
+        has, partials = {"dw": has_dw_partial, "db": has_db_partial}, {"dw": dw_partial, "db": db_partial}
+        for name, partial in partials.items():
+            assert has[name] == (partial is not None)
+            if partial is not None:
+                assert partial.dtype == torch.float32
+                partial.zero_()
+                partial[-1] = terms[name].sum(0)
 
     def rmsnorm(x, weight=None, bias=None, residual=None, out_dtype=None, residual_dtype=None, eps=1e-6):
         return Torch.apply(x, weight, eps)
@@ -122,15 +148,47 @@ def fake_liger_triton() -> dict[str, types.ModuleType]:
     ):
         assert (casting_mode, BLOCK_SIZE, num_warps, in_place) == (peers.GEMMA, 64, 4, True)
         dx, dw = tr.rms_norm_backward_torch(X, dY, W, RSTD)
-        return dY.copy_(dx), dw
+        return dY.copy_(dx), dw if needs_dw in (None, True) else None
+
+    def fused_forward(X, R, W, eps, offset, casting_mode):
+        return *rounded_add_forward(X, R, W, eps), 64, 4, 2, casting_mode
+
+    def fused_backward(
+        dY,
+        dS_out,
+        S,
+        W,
+        RSTD,
+        offset,
+        casting_mode,
+        BLOCK_SIZE,
+        num_warps,
+        num_stages,
+        in_place,
+        needs_dw=None,
+    ):
+        assert (casting_mode, BLOCK_SIZE, num_warps, in_place) == (peers.GEMMA, 64, 4, False)
+        dx, dw = add_backward(S, W, dY, RSTD, dS_out)
+        return dx, dx, dw
 
     return modules_of(
+        "liger_kernel.ops.fused_add_rms_norm",
+        fused_add_rms_norm_forward=fused_forward,
+        fused_add_rms_norm_backward=fused_backward,
+    ) | modules_of(
         "liger_kernel.ops.rms_norm",
         calculate_settings=lambda n: (64, 4),
         rms_norm_forward=rms_norm_forward,
         rms_norm_backward=rms_norm_backward,
         LigerRMSNormFunction=Torch,
     )
+
+
+def rounded_add_forward(x, residual, weight, eps):
+    """y, the sum and rstd as Liger makes them."""
+    total = x + residual
+    y, rstd = forward(total, weight, eps)
+    return y, total, rstd
 
 
 def fake_liger_cutile() -> dict[str, types.ModuleType]:
@@ -159,6 +217,21 @@ def fake_liger_cutile() -> dict[str, types.ModuleType]:
         rms_norm_backward=rms_norm_backward,
         LigerRMSNormFunction=Torch,
     )
+
+    def fused_forward(X, R, W, eps, offset, casting_mode):
+        return *rounded_add_forward(X, R, W, eps), 64, casting_mode
+
+    def fused_backward(dY, dS_out, S, W, RSTD, offset, casting_mode, BLOCK_SIZE):
+        assert (casting_mode, BLOCK_SIZE) == (peers.GEMMA, 64)
+        dx, dw = add_backward(S, W, dY, RSTD, dS_out)
+        return dx, dx, dw
+
+    tiles |= modules_of(
+        "liger_kernel.ops.cutile.ops.fused_add_rms_norm",
+        calculate_settings=lambda n: 64,
+        _fused_add_rms_norm_forward_ct=fused_forward,
+        _fused_add_rms_norm_backward_ct=fused_backward,
+    )
     return tiles | modules_of(
         "liger_kernel.ops.backends._cutile.rms_norm",
         _rms_norm_forward=registered_forward,
@@ -175,7 +248,20 @@ def fake_liger_cute() -> dict[str, types.ModuleType]:
         dx, dw = tr.rms_norm_backward_torch(x_flat, dy, w_kernel, rstd)
         return dx, dw.float()  # its autograd function casts
 
+    def fused_forward(X, R, W, eps, offset, casting_mode):
+        y, total, rstd = add_forward(X, W, None, R, eps)
+        return y, total, W, rstd
+
+    def fused_backward(dY, dS_out, S, W_kernel, RSTD, in_place, casting_mode, weight_offset=0.0):
+        assert not in_place
+        dx, dw = add_backward(S, W_kernel, dY, RSTD, dS_out)
+        return dx, dx, dw.float()
+
     return modules_of(
+        "liger_kernel.ops.backends._cutedsl.fused_add_rms_norm",
+        _fused_add_rms_norm_cutedsl_forward=fused_forward,
+        _fused_add_rms_norm_cutedsl_backward=fused_backward,
+    ) | modules_of(
         "liger_kernel.ops.backends._cutedsl.rms_norm",
         _rms_norm_cutedsl_forward=cute_forward,
         _rms_norm_cutedsl_backward=cute_backward,

@@ -38,8 +38,8 @@ def errors_of(
     wide_weight = weight.double()
     chunk = max(1, CHUNK_ELEMENTS // cols)
     dw, dw_squares = (torch.zeros(cols, dtype=torch.float64, device=weight.device) for _ in range(2))
-    worst = {name: _Worst() for name in outputs}
-    rounding = _Worst()
+    worst = {name: Worst() for name in outputs}
+    rounding = Worst()
     for start in range(0, rows, chunk):
         part = slice(start, start + chunk)
         expected, part_dw, part_squares = _in_float64(x[part], dy[part], wide_weight, eps)
@@ -52,7 +52,7 @@ def errors_of(
                 for tensor in _of_kind(kind, tensors):
                     actual = tensor.reshape(rows, -1)[part].view(reference.shape)
                     worst[name].meet(kind, actual, reference, scale)
-    scale = _row_scale(torch.maximum(dw.abs(), dw_squares.sqrt()))
+    scale = row_scale(torch.maximum(dw.abs(), dw_squares.sqrt()))
     rounding.meet("dw", dw.to(weight.dtype), dw, scale)
     for name, tensors in outputs.items():
         for tensor in _of_kind("dw", tensors):
@@ -83,9 +83,9 @@ def _in_float64(
     xhat, g = x * rstd.unsqueeze(1), dy * weight
     dx_scale = g.abs() + xhat.abs() * (xhat * g).abs().mean(dim=1, keepdim=True)
     expected = {
-        "y": (y, _row_scale(y.abs())),
+        "y": (y, row_scale(y.abs())),
         "rstd": (rstd, rstd),
-        "dx": (dx, _row_scale(dx_scale * rstd.unsqueeze(1))),
+        "dx": (dx, row_scale(dx_scale * rstd.unsqueeze(1))),
     }
     return expected, dw, (dy * xhat).square().sum(dim=0)
 
@@ -95,7 +95,7 @@ def _of_kind(kind: str, outputs: Outputs) -> list[Tensor]:
     return [tensor for name, tensor in outputs.items() if name.rpartition("_")[2] == kind]
 
 
-class _Worst:
+class Worst:
     """The largest relative error of each output so far; NaN once one was met."""
 
     def __init__(self) -> None:
@@ -108,6 +108,6 @@ class _Worst:
         self.errors[kind] = error if error > before or math.isnan(error) else before
 
 
-def _row_scale(scale: Tensor) -> Tensor:
+def row_scale(scale: Tensor) -> Tensor:
     # Below this a half type may be subnormal, and its rounding error no longer relative.
     return torch.maximum(scale, scale.amax(dim=-1, keepdim=True) / 256)

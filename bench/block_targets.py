@@ -1,0 +1,96 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What is aimed at for block.py's ops, each over a result's own cells. compare.py has those of the plain norm."""
+
+from __future__ import annotations
+
+from bench import compare
+from bench.block import BLOCK_OPS, CONTROLS
+from bench.compare import LARGE_BYTES, Comparison, Record, Result, Target, failed_cells, moved, of_op
+
+LARGE_X = 64 << 20  # bytes of x
+LARGE_HEADS = (128, 256)  # columns
+RESIDUAL_SHARE = {"residual_forward": 0.95, "residual_backward": 0.93, "scaled_residual_backward": 0.93}
+RESIDUAL_MEAN = {"residual_forward": 1.0, "residual_backward": 1.2}
+RESIDUAL_LEAST = {"residual_forward": 0.985, "residual_backward": 1.0}
+HEADS_SHARE = 0.93
+MOST_COST = {"qk_norm_forward": 0.05, "qk_norm_backward": 0.05, "bias_forward": 0.01, "bias_backward": 0.03}
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def targets(result: Result) -> list[Target]:
+    """All of them; those without cells have none."""
+    found = [_failed(op, result) for op in BLOCK_OPS]
+    for op, share in RESIDUAL_SHARE.items():
+        large = [each for each in of_op(result, op) if moved(each) >= LARGE_BYTES]
+        found.append(_of_copy(op, share, large, f"{LARGE_BYTES / 1e6:.0f} MB or more move"))
+        if op in RESIDUAL_MEAN:
+            found += _against_peers(op, compare.compare(result, op))
+    for op in ("qk_norm_forward", "qk_norm_backward"):
+        large = [
+            each for each in of_op(result, op) if each["cols"] in LARGE_HEADS and _bytes_of_x(each) >= LARGE_X
+        ]
+        where = f"x has {LARGE_X >> 20} MiB or more, of {' or '.join(map(str, LARGE_HEADS))} columns"
+        found += [_of_copy(op, HEADS_SHARE, large, where), _against_compiled(op, result)]
+    return found + [_cost(op, most, result) for op, most in MOST_COST.items()]
+
+
+def _failed(op: str, result: Result) -> Target:
+    failed = failed_cells(result, op)
+    return Target(f"{op}: cutile has a figure in every cell", len(of_op(result, op)) + len(failed), failed)
+
+
+def _of_copy(op: str, share: float, records: list[Record], where: str) -> Target:
+    with_share = [each for each in records if each["copy_fraction"] is not None]
+    missed = [
+        f"{_shape(each)} ({each['copy_fraction']:.1%})"
+        for each in with_share
+        if each["copy_fraction"] < share
+    ]
+    return Target(f"{op}: at least {share:.0%} of the copy ceiling where {where}", len(with_share), missed)
+
+
+def _against_peers(op: str, comparisons: list[Comparison]) -> list[Target]:
+    mean, least = compare.mean_ratio(comparisons), RESIDUAL_LEAST[op]
+    missed = [] if mean is None or mean >= RESIDUAL_MEAN[op] else ["the mean"]
+    text = f"{op}: geometric mean over cells at least {RESIDUAL_MEAN[op]}"
+    means = Target(text, len(comparisons), missed, "" if mean is None else f"{mean:.3f}")
+    behind = [
+        f"{each.shape} ({each.ratio:.3f}x {compare.name_of(each.peer)})"
+        for each in comparisons
+        if each.ratio < least
+    ]
+    return [means, Target(f"{op}: at least {least}x the best peer in every cell", len(comparisons), behind)]
+
+
+def _against_compiled(op: str, result: Result) -> Target:
+    """torch.compile by either mode."""
+    ours = {_shape(each): each["us"] for each in of_op(result, op)}
+    best: dict[str, float] = {}
+    for each in result["records"]:
+        is_compiled = each["op"] == op and each["provider"].startswith("torch.compile")
+        if is_compiled and each["us"] is not None and _shape(each) in ours:
+            best[_shape(each)] = min(each["us"], best.get(_shape(each), each["us"]))
+    missed = [f"{shape} ({us / ours[shape]:.3f}x)" for shape, us in best.items() if us <= ours[shape]]
+    return Target(f"{op}: ahead of torch.compile in every cell", len(best), missed)
+
+
+def _cost(op: str, most: float, result: Result) -> Target:
+    """How much longer it takes than the op without bias or strides."""
+    without = {_shape(each): each["us"] for each in of_op(result, CONTROLS[op])}
+    costs = {
+        _shape(each): each["us"] / without[_shape(each)] - 1
+        for each in of_op(result, op)
+        if _shape(each) in without
+    }
+    missed = [f"{shape} ({cost:+.1%})" for shape, cost in costs.items() if cost > most]
+    return Target(f"{op}: at most {most:.0%} longer than {CONTROLS[op]}", len(costs), missed)
+
+
+def _shape(record: Record) -> str:
+    return f"{record['rows']} x {record['cols']}"
+
+
+def _bytes_of_x(record: Record) -> int:
+    return record["rows"] * record["cols"] * ITEMSIZE[record["dtype"]]

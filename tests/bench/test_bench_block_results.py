@@ -1,0 +1,316 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The benchmark's ops of a transformer block: the command, what it writes, its targets, the gate and the pages."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+import torch
+from bench_records import make_record, make_result
+from block_cases import right
+
+from bench import (
+    block,
+    block_cell,
+    compare,
+    gate,
+    html_report,
+    overview,
+    plots,
+    processes,
+    readme,
+    report,
+    run,
+    warm,
+)
+from bench.block import BLOCK_OPS, CONTROLS
+from bench.provenance import RESULTS, gpu_slug
+from bench.shapes import DEFAULT_SHAPES, OPS
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def make_block(*records, **changes):
+    return make_result(*records, is_block=True, **changes)
+
+
+# The command
+
+
+def sections(*options, has_gpu=True):
+    return run.choose_sections(run.parse_arguments(list(options)), has_gpu)
+
+
+def test_without_a_word_plain_ops_are_measured_alone():
+    assert sections() == [(OPS, DEFAULT_SHAPES)]
+    assert sections("--op", "dx,forward") == [(("dx", "forward"), DEFAULT_SHAPES)]
+
+
+def test_each_family_has_shapes_of_its_own():
+    found = sections("--block")
+    assert [op for section in found for op in section.ops] == list(BLOCK_OPS)
+    assert [section.shapes for section in found] == [family.shapes for family in block.FAMILIES]
+    assert sections("--block", "--quick")[2].shapes == block.QUICK_STRIDED
+    assert sections("--block", has_gpu=False)[0].shapes == block.CPU_HIDDEN
+    assert sections("--block", "--shapes", "4x8")[4].shapes == ((4, 8),)
+    mixed = sections("--op", "residual_forward,forward")
+    assert mixed == [(("forward",), DEFAULT_SHAPES), (("residual_forward",), block.HIDDEN)]
+
+
+def test_a_group_stands_for_its_ops():
+    assert run.parse_arguments(["--op", "qk_norm,dx"]).op == ("qk_norm_forward", "qk_norm_backward", "dx")
+    assert run.parse_arguments(["--op", "qk_norm_backward,qk_norm"]).op == (
+        "qk_norm_backward",
+        "qk_norm_forward",
+    )
+
+
+def test_an_op_that_is_none_is_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run.parse_arguments(["--op", "residual"])
+    assert "argument --op: expected some of forward, backward" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "is_kept"),
+    [
+        (("--block",), True),
+        (("--block", "--op", "residual_forward"), False),
+        (("--op", ",".join(BLOCK_OPS)), False),
+    ],
+)
+def test_only_all_of_them_are_kept(options, is_kept):
+    folder = run.default_folder(run.parse_arguments(list(options)), H100)
+    assert folder == (RESULTS if is_kept else RESULTS / "partial") / gpu_slug(H100)
+
+
+@pytest.fixture
+def measuring(monkeypatch, tmp_path):
+    """main, called with some options, with a provider that is right in place of each; its result."""
+    monkeypatch.setattr(block_cell, "make_providers", lambda name, *_: [right(name)])
+    monkeypatch.setattr(run, "run_in_interpreters", lambda: None)  # for the rest of this process
+    monkeypatch.setattr(html_report, "why_none", lambda: "not here")
+
+    def main(*options):
+        assert run.main(["--out", str(tmp_path), "--block", *options]) == 0
+        (path,) = tmp_path.glob("*-bfloat16-block.json")
+        return path, json.loads(path.read_text())
+
+    return main
+
+
+def test_one_command_measures_every_family_and_writes(measuring, capsys):
+    path, result = measuring("--quick", "--provider", "torch,cutile")
+    assert result["is_block"] and not result["is_grid"]
+    cells = [(each["op"], each["rows"], each["cols"], each["provider"]) for each in result["records"]]
+    assert cells == [
+        (op, *family.cpu_shapes[0], name)
+        for family in block.FAMILIES
+        for op in family.ops
+        for name in ("torch", "cutile")
+    ]
+    assert all(each["us"] > 0 and each["error"] is None for each in result["records"])
+    rows = list(csv.DictReader(path.with_suffix(".csv").open()))
+    assert {row["op"]: bool(row["db_error"]) for row in rows}["bias_backward"] and len(rows) == len(cells)
+    pictures = {each.stem.removeprefix(f"{path.stem}-") for each in path.parent.glob("*.png")}
+    assert pictures == set(BLOCK_OPS) - set(CONTROLS.values())
+    text = capsys.readouterr().out
+    assert all(f"{op}, bfloat16: GB/s" in text for op in BLOCK_OPS)
+
+
+def test_peers_are_those_that_have_such_ops(monkeypatch):
+    monkeypatch.setattr(run, "why_missing", lambda name: None)
+    providers, _ = run.choose_providers(run.parse_arguments(["--block", "--peers"]), has_gpu=True)
+    assert "tilegym" not in providers and {"quack", "liger.triton", "torch.compile", "F.rms_norm"} <= set(
+        providers
+    )
+
+
+def test_a_lost_context_ends_this_process_for_the_families_behind_too(monkeypatch, tmp_path):
+    asked = []
+
+    class Losing:
+        copy_bytes_per_second = 3e12
+
+        def __init__(self, providers, ops, device):
+            self.providers, self.ops = providers, ops
+
+        def measure(self, shape, dtype, progress):
+            raise run.ContextLostError("quack", "illegal address")
+
+    def apart(names, shapes, dtype, ops, folder, options=()):
+        asked.append((names, shapes, ops))
+        records = [
+            make_record(provider=name, op=op, rows=m, cols=n)
+            for m, n in shapes
+            for name in names
+            for op in ops
+        ]
+        return make_result(*records, copy_gb_per_s=3000.0)
+
+    monkeypatch.setattr(run, "Bench", Losing)
+    monkeypatch.setattr(run, "why_missing", lambda name: None)
+    monkeypatch.setattr(run, "run_in_interpreters", lambda: None)  # for the rest of this process
+    monkeypatch.setattr(html_report, "why_none", lambda: "not here")
+    monkeypatch.setattr(processes, "measure_apart", apart)
+    options = ["--provider", "cutile,quack", "--shapes", "1x8,2x8", "--op", "residual_forward,bias_forward"]
+    assert run.main([*options, "--out", str(tmp_path)]) == 0
+    both, shapes = ("cutile", "quack"), ((1, 8), (2, 8))
+    assert asked == [
+        (("cutile",), ((1, 8),), ("residual_forward",)),
+        (both, ((2, 8),), ("residual_forward",)),
+        (both, shapes, ("bias_forward",)),
+    ]
+
+
+def test_compiling_ahead_makes_the_first_calls_of_these_ops(monkeypatch):
+    done = []
+
+    def providers(name, shape, dtype, device):
+        calls = {op: (lambda t, op=op: done.append((op, t.x.shape[-1]))) for op in BLOCK_OPS}
+        return [block_cell.BlockProvider(name, calls, str(number)) for number in range(3)]
+
+    monkeypatch.setattr(block_cell, "make_providers", providers)
+    task = warm.Task("quack", (4, 8), torch.float32, 1, ("bias_forward", "bias_backward"))
+    warm.first_calls(task, torch.device("cpu"))
+    assert done == [("bias_forward", 8), ("bias_backward", 8)], (
+        "of four processes the second has one of three settings"
+    )
+
+
+# Targets
+
+BASE = {"us": 100.0, "gb_per_s": 2900.0, "copy_fraction": 0.96}  # 290 MB
+
+
+def verdict(text, *records):
+    """Whether a target is met, by how it begins."""
+    [target] = [each for each in compare.targets(make_block(*records)) if each.text.startswith(text)]
+    return target.is_met
+
+
+def cell(us, peer, op, name="quack", **changes):
+    return [make_record(us, op=op, **changes), make_record(peer, op=op, provider=name, **changes)]
+
+
+def test_targets_without_cells_are_open():
+    assert {each.is_met for each in compare.targets(make_block(make_record(op="other")))} == {None}
+
+
+@pytest.mark.parametrize(
+    ("op", "share"),
+    [("residual_forward", 0.95), ("residual_backward", 0.93), ("scaled_residual_backward", 0.93)],
+)
+def test_large_calls_with_a_residual_reach_a_share_of_the_copy(op, share):
+    text = f"{op}: at least {share:.0%} of the copy"
+    for found, met in ((share, True), (share - 0.001, False)):
+        assert verdict(text, make_record(**BASE | {"op": op, "copy_fraction": found})) is met
+    assert verdict(text, make_record(**BASE | {"op": op, "gb_per_s": 1999.0})) is None  # less than 200 MB
+
+
+@pytest.mark.parametrize(
+    ("op", "mean", "least"), [("residual_forward", 1.0, 0.985), ("residual_backward", 1.2, 1.0)]
+)
+def test_residuals_against_the_best_peer(op, mean, least):
+    for ratio, met in ((mean, True), (mean - 0.01, False)):
+        assert verdict(f"{op}: geometric mean", *cell(100.0, 100 * ratio, op)) is met
+    for ratio, met in ((least, True), (least - 0.001, False)):
+        cells = cell(100.0, 300.0, op, rows=8) + cell(100.0, 100 * ratio, op)
+        assert verdict(f"{op}: at least {least}x", *cells) is met
+
+
+@pytest.mark.parametrize("op", ["qk_norm_forward", "qk_norm_backward"])
+def test_strided_heads(op):
+    large = BASE | {"op": op, "rows": 1 << 18, "cols": 128}  # 64 MiB of x
+    for share, met in ((0.93, True), (0.929, False)):
+        assert verdict(f"{op}: at least 93%", make_record(**large | {"copy_fraction": share})) is met
+    for other in ({"rows": (1 << 18) - 1}, {"cols": 192}):
+        assert verdict(f"{op}: at least 93%", make_record(**large | other)) is None
+    ahead = f"{op}: ahead of torch.compile"
+    compiled = make_record(101.0, op=op, provider="torch.compile")
+    assert verdict(ahead, make_record(100.0, op=op), compiled) is True
+    faster = make_record(100.0, op=op, provider="torch.compile-max-autotune")
+    assert verdict(ahead, make_record(100.0, op=op), compiled, faster) is False
+    assert verdict(ahead, *cell(100.0, 50.0, op)) is None, "quack is none"
+
+
+@pytest.mark.parametrize(
+    ("op", "most"),
+    [("qk_norm_forward", 5), ("qk_norm_backward", 5), ("bias_forward", 1), ("bias_backward", 3)],
+)
+def test_what_strides_and_bias_may_cost(op, most):
+    for cost, met in ((most - 0.1, True), (most + 0.1, False)):
+        without = make_record(100.0, op=CONTROLS[op])
+        assert verdict(f"{op}: at most {most}% longer", make_record(100.0 + cost, op=op), without) is met
+    elsewhere = make_record(100.0, op=CONTROLS[op], rows=8)
+    assert verdict(f"{op}: at most", make_record(100.0, op=op), elsewhere) is None
+
+
+def test_a_cell_that_cutile_fails_in_is_a_target_missed():
+    assert verdict("bias_forward: cutile has a figure", make_record(None, op="bias_forward")) is False
+    assert verdict("bias_forward: cutile has a figure", make_record(op="bias_forward")) is True
+
+
+def test_the_summary_has_the_ops_and_their_targets():
+    text = compare.summary(make_block(*cell(100.0, 120.0, "residual_backward")))
+    assert "residual_backward: cutile against the best of quack" in text
+    assert "met     residual_backward: geometric mean" in text and "deterministic dw" not in text
+
+
+# The gate
+
+
+def test_results_are_compared_with_those_of_their_kind(tmp_path, capsys):
+    kept, new = tmp_path / "kept", tmp_path / "new"
+    plain, other = make_result(make_record(100.0)), make_block(make_record(100.0, op="bias_forward"))
+    report.write_json(plain, kept / gpu_slug(H100) / "2026-11-20-bfloat16.json")
+    report.write_json(make_block(make_record(200.0, op="bias_forward")), new / "a.json")
+    options = [str(new), "--results", str(kept)]
+    assert gate.main(options) == 0
+    assert f"nothing compared: no kept results of this kind of {H100}" in capsys.readouterr().out
+    report.write_json(other, kept / gpu_slug(H100) / "2026-11-20-bfloat16-block.json")
+    assert gate.main(options) == 1
+    assert "bias_forward 4096x1024 bfloat16: 100.0 us before, 200.0 us now" in capsys.readouterr().out
+    report.write_json(plain, new / "a.json")
+    report.write_json(other, new / "b.json")
+    assert gate.main(options) == 0
+    assert capsys.readouterr().out.count("1 cells compared") == 2, "each with its own"
+
+
+def test_results_of_two_kinds_are_not_joined():
+    one, two = make_result(make_record()), make_block(make_record())
+    assert processes.why_apart(one, two) == "is_block: False and True"
+    assert len(gate.joined([one, two, two])) == 2
+
+
+# The pages
+
+
+def test_pages_keep_the_kinds_apart(tmp_path):
+    paths = []
+    kinds = {"-grid": {"is_grid": True}, "": {}, "-block": {"is_block": True}}
+    for name, changes in kinds.items():
+        op = "residual_forward" if name == "-block" else "backward"
+        paths.append(tmp_path / gpu_slug(H100) / f"2026-11-21-bfloat16{name}.json")
+        report.write_json(make_result(*cell(100.0, 150.0, op), **changes), paths[-1])
+    found = readme.kept_results(tmp_path)
+    assert [path.stem.removeprefix("2026-11-21-bfloat16") for path in found] == ["", "-block", "-grid"]
+    results = readme.load(found)
+    assert overview.result_shown(results.values()) == results[found[0]]
+    assert "of a transformer block" in readme.index(results)
+    assert readme.readme_section(results).count(H100) == 1, "the table of README.md has plain calls alone"
+
+
+def test_a_section_of_a_page_leaves_out_the_controls(tmp_path):
+    records = [each for op in ("bias_forward", "no_bias_forward") for each in cell(100.0, 150.0, op)]
+    result = make_block(*records)
+    pictures = plots.plot_result(result, tmp_path / "a")
+    assert set(pictures) == {"bias_forward", "bias_forward-map"}
+    text = report.page_section(result, {name: path.name for name, path in pictures.items()})
+    assert text.startswith(f"### {H100}, bfloat16, of a transformer block\n")
+    assert "**bias_forward, bfloat16**" in text and "no_bias_forward, bfloat16" not in text
+    assert "1.50 times as fast" in text

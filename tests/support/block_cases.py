@@ -1,0 +1,50 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""A provider of all of the benchmark's block ops that is right, by PyTorch's autograd in float64."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from bench.block import BLOCK_OPS, FAMILIES, BlockInputs, family_of
+from bench.block_providers import BlockProvider
+from bench.providers import EPS
+
+
+def right(name: str = "right", **changes) -> BlockProvider:
+    return BlockProvider(name, {op: computed(op) for op in BLOCK_OPS}, **changes)
+
+
+def computed(op: str):
+    """What computes an op."""
+    names = family_of(op).outputs[op]
+
+    def call(t: BlockInputs) -> tuple[torch.Tensor, ...]:
+        found = results(t, is_backward=op.endswith("backward"))
+        return tuple(found[name] for name in names)
+
+    return call
+
+
+def results(t: BlockInputs, is_backward: bool) -> dict[str, torch.Tensor]:
+    """Every output by its name, each rounded once. A backward begins from what was saved."""
+    dtype, cols = t.x.dtype, t.weight.shape
+    weight = t.weight.double().requires_grad_()
+    if is_backward:
+        normalized = t.normalized.double().requires_grad_()
+        bias = torch.zeros_like(weight).requires_grad_()
+        y = F.rms_norm(normalized, cols, weight, EPS) + bias
+        d, dw, db = torch.autograd.grad(y, (normalized, weight, bias), t.dy.double())
+        d = d if t.d_residual_out is None else d + t.d_residual_out.double()
+        found = {"dx": t.alpha * d, "d_residual": d, "dw": dw, "db": db}
+        return {name: each.to(dtype) for name, each in found.items()}
+    total = t.x.double() if t.residual is None else t.alpha * t.x.double() + t.residual.double()
+    found = {"residual_out": total.to(dtype)}
+    total = total.to(dtype).double()
+    y = F.rms_norm(total, cols, t.weight.double(), EPS)
+    found |= {"plain_y": y.to(dtype), "y": (y if t.bias is None else y + t.bias.double()).to(dtype)}
+    return found | {"rstd": (total.square().mean(-1) + EPS).rsqrt().float()}
+
+
+EVERY_OP = [(family, op) for family in FAMILIES for op in family.ops]
