@@ -103,7 +103,7 @@ def test_what_is_written_is_read_back(data):
     evidence = st.fixed_dictionaries({"m": st.integers(1, 2**24), "before": times, "us": times})
     written = {}
     for bucket in data.draw(st.lists(buckets, max_size=5)):
-        variant = planning.by_rules(*bucket).first
+        variant = planning.by_rules(*bucket[:5]).first
         written[bucket] = variant, entry_of(bucket, variant, *data.draw(st.lists(evidence, max_size=2)))
     text = tables.render_table(TARGET, [entry for _, entry in written.values()])
     read = tables.parse_table(text, TARGET)

@@ -9,6 +9,7 @@ in flight do. The tests compile a sample for each architecture; but for sm_90 th
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Team, Walks, two_tiles
 from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
@@ -57,7 +58,7 @@ def reasoned(problem: Problem) -> Variant:
     """The first kernel of any problem. Raises ValueError where nothing serves such rows."""
     first = _tiles_of_heads(problem) if problem.form.heads else _plain(problem)
     if first.uses_tma and not first.serves_form(problem):
-        first = dataclasses.replace(first, tma=False)
+        first = dataclasses.replace(first, **{"tma": False})  # those by TMA here have it as a field
     return first
 
 
@@ -77,7 +78,7 @@ def _tiles_of_heads(problem: Problem) -> Variant:
     rows = max(1, (16384 if problem.op == "forward" else 8192) // problem.itemsize // width)
     dividing = form.heads & -form.heads  # the largest power of two that divides H
     heads = min(rows, dividing, 16 if problem.op == "forward" else 4)
-    settings = {"width": width, "warps": 4, "rows": rows // heads, "heads": heads}
+    settings: dict[str, Any] = {"width": width, "warps": 4, "rows": rows // heads, "heads": heads}
     if problem.op == "forward":
         return ForwardTiles(occupancy=4, latency=4, **settings)
     return BackwardTiles(occupancy=2, latency=2, tma=has_tma, **settings)
