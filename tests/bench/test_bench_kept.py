@@ -93,10 +93,10 @@ def test_only_what_is_kept_counts(tmp_path):
 
 
 def kind_of(result):
-    """The shapes of models, a grid, bench/split.py's or bench/train.py's; and the dtype."""
+    """The shapes of models, a grid, ops of a transformer block, bench/split.py's or bench/train.py's; and the dtype."""
     if "records" not in result:
         return next(kind for kind in ("cells", "runs") if kind in result), None
-    return bool(result.get("is_grid")), result["records"][0]["dtype"]
+    return gate.kind_of(result), result["records"][0]["dtype"]
 
 
 def pictures_shown():
