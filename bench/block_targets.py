@@ -5,9 +5,20 @@
 
 from __future__ import annotations
 
-from bench import compare
 from bench.block import BLOCK_OPS, CONTROLS
-from bench.compare import LARGE_BYTES, Comparison, Record, Result, Target, failed_cells, moved, of_op
+from bench.cells import (
+    LARGE_BYTES,
+    Comparison,
+    Record,
+    Result,
+    Target,
+    compare,
+    failed_cells,
+    mean_ratio,
+    moved,
+    name_of,
+    of_op,
+)
 
 LARGE_X = 64 << 20  # bytes of x
 LARGE_HEADS = (128, 256)  # columns
@@ -26,7 +37,7 @@ def targets(result: Result) -> list[Target]:
         large = [each for each in of_op(result, op) if moved(each) >= LARGE_BYTES]
         found.append(_of_copy(op, share, large, f"{LARGE_BYTES / 1e6:.0f} MB or more move"))
         if op in RESIDUAL_MEAN:
-            found += _against_peers(op, compare.compare(result, op))
+            found += _against_peers(op, compare(result, op))
     for op in ("qk_norm_forward", "qk_norm_backward"):
         large = [
             each for each in of_op(result, op) if each["cols"] in LARGE_HEADS and _bytes_of_x(each) >= LARGE_X
@@ -52,14 +63,12 @@ def _of_copy(op: str, share: float, records: list[Record], where: str) -> Target
 
 
 def _against_peers(op: str, comparisons: list[Comparison]) -> list[Target]:
-    mean, least = compare.mean_ratio(comparisons), RESIDUAL_LEAST[op]
+    mean, least = mean_ratio(comparisons), RESIDUAL_LEAST[op]
     missed = [] if mean is None or mean >= RESIDUAL_MEAN[op] else ["the mean"]
     text = f"{op}: geometric mean over cells at least {RESIDUAL_MEAN[op]}"
     means = Target(text, len(comparisons), missed, "" if mean is None else f"{mean:.3f}")
     behind = [
-        f"{each.shape} ({each.ratio:.3f}x {compare.name_of(each.peer)})"
-        for each in comparisons
-        if each.ratio < least
+        f"{each.shape} ({each.ratio:.3f}x {name_of(each.peer)})" for each in comparisons if each.ratio < least
     ]
     return [means, Target(f"{op}: at least {least}x the best peer in every cell", len(comparisons), behind)]
 

@@ -9,20 +9,27 @@ A peer is every provider that is none of this package's backends. Ratios are of 
 from __future__ import annotations
 
 import functools
-import statistics
-from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
+from bench import block_targets
 from bench.block import ALL_OPS
+from bench.cells import (
+    LARGE_BYTES,
+    Comparison,
+    Record,
+    Result,
+    Target,
+    compare,
+    failed_cells,
+    mean_ratio,
+    moved,
+    name_of,
+    of_op,
+    peers_of,
+)
 from bench.gate import kind_of
-from bench.providers import OWN
 
-Result = dict[str, Any]
-Record = dict[str, Any]
-OURS = "cutile"
-
-LARGE_BYTES = 200e6  # calls that move at least this much should run at a share of the copy ceiling
 NO_DW_BYTES = 100e6
 SMALL_ELEMENTS = 4 << 20
 WIDEST_LARGE_BACKWARD = 16384  # columns
@@ -31,68 +38,6 @@ BACKWARD_MEAN = 1.25
 SHARE = {"backward": 0.94, "forward": 0.96}
 SMALL_TIME = 0.7
 DW_COST = 0.03
-
-
-class Comparison(NamedTuple):
-    """One cell: the two records, and how many times as long the peer takes."""
-
-    ours: Record
-    peer: Record
-    ratio: float
-
-    @property
-    def shape(self) -> str:
-        return f"{self.ours['rows']} x {self.ours['cols']}"
-
-    @property
-    def spread(self) -> float:
-        """The spreads of both, added up."""
-        return spread_of(self.ours) + spread_of(self.peer)
-
-
-def spread_of(record: Record) -> float:
-    """Half of the range from the 10th to the 90th percentile, relative to the median."""
-    return (record["us_p90"] - record["us_p10"]) / record["us"] / 2
-
-
-class Target(NamedTuple):
-    """What is aimed at, in how many cells, and in which it is missed; one line about the figures."""
-
-    text: str
-    cells: int
-    missed: list[str]
-    figures: str = ""
-
-    @property
-    def is_met(self) -> bool | None:
-        """None where the result has no such cell."""
-        return None if self.cells == 0 else not self.missed
-
-
-def compare(result: Result, op: str) -> list[Comparison]:
-    """Every cell of the op where cutile and at least one peer have figures."""
-    cells: dict[tuple[int, int], list[Record]] = {}
-    for record in result["records"]:
-        if record["op"] == op and record["us"] is not None:
-            cells.setdefault((record["rows"], record["cols"]), []).append(record)
-    comparisons = []
-    for records in cells.values():
-        ours = next((each for each in records if each["provider"] == OURS), None)
-        peer = min((each for each in records if each["provider"] not in OWN), key=_us, default=None)
-        if ours is not None and peer is not None:
-            comparisons.append(Comparison(ours, peer, peer["us"] / ours["us"]))
-    return comparisons
-
-
-def mean_ratio(comparisons: list[Comparison]) -> float | None:
-    """The geometric mean over the cells."""
-    return statistics.geometric_mean(each.ratio for each in comparisons) if comparisons else None
-
-
-def peers_of(result: Result, op: str) -> list[str]:
-    """The peers that the result has records of for the op, measured or not."""
-    names = dict.fromkeys(record["provider"] for record in result["records"] if record["op"] == op)
-    return [name for name in names if name not in OWN]
 
 
 def table(result: Result, op: str, style: str = "simple") -> str:
@@ -137,8 +82,6 @@ def summary(result: Result) -> str:
 def targets(result: Result) -> list[Target]:
     """The targets that this result's kind and dtype have, each over the result's own cells."""
     if kind_of(result) == "block":
-        from bench import block_targets  # which is made of what is here
-
         return block_targets.targets(result)
     dtype = result["records"][0]["dtype"] if result["records"] else ""
     backward, forward = compare(result, "backward"), compare(result, "forward")
@@ -204,25 +147,10 @@ def dw_costs(result: Result) -> list[tuple[Record, float]]:
     return costs
 
 
-def name_of(record: Record) -> str:
-    """The provider, and its settings where it was measured with several."""
-    settings = record.get("settings")
-    return f"{record['provider']} ({settings})" if settings else record["provider"]
-
-
 def rate_text(record: Record) -> str:
     """Its GB/s."""
     rate = record["gb_per_s"]
     return f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
-
-
-def failed_cells(result: Result, op: str) -> list[str]:
-    """The cells of the op that cutile should have figures of, and has not."""
-    return [
-        f"{each['rows']} x {each['cols']} (failed)"
-        for each in result["records"]
-        if each["op"] == op and each["provider"] == OURS and each["us"] is None
-    ]
 
 
 def _at_least(
@@ -285,24 +213,6 @@ def _dw_cost(result: Result) -> Target:
         f"deterministic dw costs at most {DW_COST:.0%} of the backward at {NO_DW_BYTES / 1e6:.0f} MB and more"
     )
     return Target(text, len(costs), missed)
-
-
-def of_op(result: Result, op: str) -> list[Record]:
-    """cutile's records of the op that have figures."""
-    return [
-        each
-        for each in result["records"]
-        if each["op"] == op and each["provider"] == OURS and each["us"] is not None
-    ]
-
-
-def moved(record: Record) -> float:
-    """The compulsory bytes of a record's call."""
-    return record["gb_per_s"] * 1e3 * record["us"]
-
-
-def _us(record: Record) -> float:
-    return record["us"]
 
 
 def _percent(share: float | None) -> str:

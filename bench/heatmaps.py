@@ -14,7 +14,7 @@ from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
 from bench import pictures
-from bench.compare import OURS, compare, mean_ratio, peers_of
+from bench.cells import OURS, compare, mean_ratio, peers_of
 
 Shape = tuple[int, int]
 RATIOS = (0.5, 1.0, 2.0)  # the ends and the middle of the colours; ratios beyond take the colour of the end

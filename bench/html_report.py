@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import compare, extra, report
+from bench.cells import spread_of
 from bench.gate import kind_of
 from bench.provenance import PACKAGE, parts_of_other_commits
 from bench.styles import EMPHASISED, style_of
@@ -316,7 +317,7 @@ def _share(record: Record) -> tuple[str, Any]:
 def _spread(record: Record) -> tuple[str, Any]:
     if record["us"] is None:
         return "", ""
-    spread = compare.spread_of(record)
+    spread = spread_of(record)
     return f"±{spread:.0%}", spread
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from bench import pictures
-from bench.compare import OURS
+from bench.cells import OURS
 from bench.gate import kind_of
 from bench.styles import style_of
 

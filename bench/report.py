@@ -20,6 +20,7 @@ from tabulate import tabulate
 
 from bench import compare
 from bench.block import ALL_OPS, CONTROLS
+from bench.cells import spread_of
 from bench.gate import kind_of
 from bench.provenance import one_line
 from bench.providers import OWN
@@ -212,7 +213,7 @@ def _plain_rate_cell(record: Record) -> str:
 def _time_cell(record: Record) -> str:
     if record["us"] is None:
         return "failed"
-    cell = f"{record['us']:.1f} ±{compare.spread_of(record):.0%}"
+    cell = f"{record['us']:.1f} ±{spread_of(record):.0%}"
     return cell if record["host_us"] is None else f"{cell} / {record['host_us']:.0f}"
 
 
