@@ -22,6 +22,7 @@ from helpers import (
     why_skip,
 )
 
+from tilegym_rmsnorm import policy
 from tilegym_rmsnorm.backends.triton.config import BackwardConfig, ForwardConfig
 from tilegym_rmsnorm.spec import Spec, Wanted
 
@@ -137,6 +138,45 @@ def test_same_bits_twice(name):
     for _ in range(3):
         again_dx, _, again_dw, _ = launch.launch_backward(*call, Wanted(BF16, dw=FP32))
         assert torch.equal(dx, again_dx) and torch.equal(dw, again_dw)
+
+
+@needs_kernels
+@pytest.mark.parametrize("margin", [0, 1])
+def test_sms_are_left_free(monkeypatch, margin):
+    from tilegym_rmsnorm.backends.triton import launch
+
+    used, launch_backward = [], launch.launch_backward
+    monkeypatch.setattr(launch, "_sm_count", lambda device: 2)
+    monkeypatch.setattr(
+        launch, "launch_backward", lambda *call: used.append(call[0]) or launch_backward(*call)
+    )
+    inputs = make_inputs(9, 4096, BF16, FP32, seed=margin)
+    expected = expected_results(inputs)
+    tensors = (inputs.x, inputs.dy, inputs.weight, expected["rstd"].truth.float(), None)
+    with policy.use_sm_margin(margin):
+        dx, _, dw, _ = launch.rms_norm_backward(_spec(inputs), tensors, Wanted(BF16, dw=FP32))
+    assert used[0].walks == (3, 2)[margin], (
+        "two programs of 8 warps an SM, and no walk longer than it must be"
+    )
+    assert_within(expected, dx=dx, dw=dw)
+
+
+@needs_kernels
+def test_a_margin_of_all_sms_is_refused_before_any_launch(monkeypatch):
+    from tilegym_rmsnorm.backends.triton import launch
+
+    monkeypatch.setattr(launch, "_sm_count", lambda device: 2)
+    inputs = make_inputs(3, 64, BF16, FP32)
+    rstd = torch.ones(3, device=DEVICE)
+    with policy.use_sm_margin(2):
+        for run in (
+            lambda: launch.rms_norm_forward(_spec(inputs), (inputs.x, inputs.weight, None, None)),
+            lambda: launch.rms_norm_backward(
+                _spec(inputs), (inputs.x, inputs.dy, inputs.weight, rstd, None), Wanted(BF16)
+            ),
+        ):
+            with pytest.raises(ValueError, match="sm_margin: expected 0 to 1 for a GPU of 2 SMs, got 2"):
+                run()
 
 
 @needs_kernels

@@ -74,6 +74,66 @@ def test_compiled_kernels_spill_nothing_and_are_resident(capability, widths):
                 assert kernel["registers"] * 32 * config.WARPS_PER_SM <= 65536, (call, kernel)
 
 
+RESIDUAL = {"residual_dtype": "bfloat16", "residual_out_dtype": "bfloat16"}
+MIXED = {"residual_dtype": "float32", "residual_out_dtype": "float32", "alpha": 0.5}
+# What a call may have beside x and a weight, and the widths it is compiled for
+VARIANTS = {
+    "residual": (RESIDUAL, FEW_WIDTHS),
+    "residual of another dtype, alpha": (MIXED, FEW_WIDTHS),
+    "bias": ({"bias_dtype": "bfloat16"}, FEW_WIDTHS),
+    "residual and bias": ({**RESIDUAL, "bias_dtype": "float32"}, FEW_WIDTHS),
+    "heads": ({"heads": (2, 5, 8)}, (64, 80, 96, 100, 128, 256)),
+    "heads of their own": (
+        {"heads": (2, 5, 8), "is_per_head": True, "bias_dtype": "bfloat16"},
+        (64, 96, 128, 256),
+    ),
+    "all": ({"heads": (2, 5, 8), "is_per_head": True, "bias_dtype": "float32", **MIXED}, (100, 128)),
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_spill_nothing_that_counts(name, capability):
+    """Rows that are read again do, by config.py. Without --every-config on one architecture, and float32 rows of every
+    other width alone."""
+    if not helpers.every_config and capability != 90:
+        pytest.skip("with --every-config")
+    variant, widths = VARIANTS[name]
+    calls = [
+        {"N": n, "dtype": dtype, "weight_dtype": "float32", **variant}
+        for i, n in enumerate(widths)
+        for dtype in ("bfloat16", "float32")
+        if helpers.every_config or dtype == "bfloat16" or i % 2
+    ]
+    for call, kernels in zip(calls, _compile(capability, calls), strict=True):
+        for kernel in kernels:
+            is_reread = kernel["name"] == "backward_dx_reread"
+            # 8 bytes: an address that ptxas parks where sm_120 has 128 registers, as `_allowed_spill` says
+            allowed = config.REREAD_VARIANT_SPILL if is_reread else 8 if capability == 120 else 0
+            assert kernel["stack"] <= max(allowed, _allowed_spill(capability, call, kernel)), (call, kernel)
+
+
+HEADS = {"N": 128, "dtype": "bfloat16", "weight_dtype": "float32"}
+
+
+@pytest.mark.parametrize("is_per_head", [False, True])
+def test_shape_and_strides_of_heads_compile_nothing(is_per_head):
+    """Nor do strides of extents of 1, which mean nothing."""
+    first = HEADS | {"heads": (2, 5, 8), "is_per_head": is_per_head, **RESIDUAL}
+    calls = [first]
+    calls += [first | {"heads": heads} for heads in ((1, 5, 8), (16, 1, 8), (1, 1, 8), (3, 4096, 8))]
+    calls += [first | {"strides": strides} for strides in ((4096, 512, 128), (16, 64, 32768))]
+    calls += [first | {"heads": (1, 1, 8), "strides": (1, 3, 128)}]
+    calls += [first | {"eps": 0.0}, first | {"offset": 1.0}]
+    if not is_per_head:  # dw and db are of H * N columns
+        calls += [first | {"heads": heads} for heads in ((2, 8, 5), (2, 16, 1), (7, 1, 1))]
+        calls += [first | {"heads": (7, 5, 1), "strides": (2048, 128, 1)}]
+    compiled = _compile(90, calls)
+    assert compiled[0] and not any(compiled[1:])
+    *_, again, other = _compile(90, [first | {"alpha": alpha} for alpha in (0.22, 0.5, 2.0)])
+    assert not again and not other
+
+
 @pytest.mark.parametrize("n", [64, 16384, 18432], ids=["held", "reread", "strips"])
 def test_batch_size_eps_offset_and_stride_compile_nothing(n):
     first = {"N": n, "dtype": "bfloat16", "weight_dtype": "float32", "M": 37}

@@ -64,6 +64,19 @@ def test_programs_fit_the_gpu_and_walk_alike():
                 assert -(-steps // plan.walks) == -(-steps // most_walks)
 
 
+@pytest.mark.parametrize("heads", [1, 3, 28, 300])
+@pytest.mark.parametrize("margin", [0, 1, 16, 131])
+def test_programs_of_all_heads_fit_the_sms_that_are_left(heads, margin):
+    """And a margin changes nothing that is compiled."""
+    for n in (64, 96, 128, 4096, 8192, 16384, 18432):
+        for m in BATCHES:
+            plan, whole = (backward_config(m, n, 132, heads, left) for left in (132 - margin, None))
+            assert dataclasses.replace(plan, walks=0) == dataclasses.replace(whole, walks=0)
+            programs = plan.walks * heads * (plan.tiles if plan.plan == "strips" else 1)
+            assert programs <= (132 - margin) * config.WARPS_PER_SM // plan.num_warps or plan.walks == 1
+            assert plan.walks <= whole.walks
+
+
 def test_config_imports_neither_torch_nor_triton():
     tree = ast.parse(Path(config.__file__).read_text())
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

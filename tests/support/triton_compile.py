@@ -26,7 +26,6 @@ from triton.backends.compiler import GPUTarget
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tilegym_rmsnorm.backends.triton import launch
-from tilegym_rmsnorm.backends.triton.config import backward_config, forward_config
 from tilegym_rmsnorm.spec import Spec, Wanted
 
 SM_COUNT = 132  # the dw tile depends on it
@@ -85,19 +84,64 @@ def run(
     row_stride: int | None = None,
     eps: float = 1e-6,
     offset: float = 0.0,
+    heads: tuple[int, int, int] | None = None,
+    strides: tuple[int, ...] | None = None,
+    residual_dtype: str | None = None,
+    residual_out_dtype: str | None = None,
+    alpha: float = 1.0,
+    bias_dtype: str | None = None,
+    is_per_head: bool = False,
 ) -> None:
-    """A forward and a backward."""
-    x = torch.empty(M, row_stride or N, dtype=getattr(torch, dtype))[:, :N]
-    weight = None if weight_dtype is None else torch.empty(N, dtype=getattr(torch, weight_dtype))
-    spec = Spec(N, eps, offset, casting)
-    _, rstd, _ = launch.launch_forward(forward_config(N), spec, (x, weight, None, None))
-    wanted = Wanted(x.dtype, dw=None if weight is None else weight.dtype)
-    launch.launch_backward(backward_config(M, N, SM_COUNT), spec, (x, x, weight, rstd, None), wanted)
+    """A forward and a backward with all gradients, of M rows or of `heads`, (B, T, H).
+
+    Rows of heads lie as in q of (B, T, 3, H, N), and those of dy as in (B, H, T, N), unless `strides` says it for both.
+    """
+    x = _rows(N, dtype, M, row_stride, heads, strides, "slice")
+    dy = _rows(N, dtype, M, row_stride, heads, strides, "transposed")
+    residual = residual_out = None
+    if residual_dtype is not None:
+        residual = _rows(N, residual_dtype, M, row_stride, heads, strides, "slice")
+        residual_out = torch.empty(x.shape, dtype=_dtype(residual_out_dtype))
+    vector = x.shape[-2:] if is_per_head else (N,)
+    weight, bias = (
+        None if each is None else torch.empty(vector, dtype=_dtype(each))
+        for each in (weight_dtype, bias_dtype)
+    )
+    spec = Spec(N, eps, offset, casting, alpha, x.dtype, _dtype(residual_out_dtype))
+    _, rstd, _ = launch.rms_norm_forward(spec, (x, weight, bias, residual))
+    shared = residual is None or (alpha == 1 and residual.dtype == x.dtype)
+    dtypes = x.dtype, None if shared else residual.dtype, _dtype(weight_dtype), _dtype(bias_dtype)
+    normalized = x if residual is None else residual_out
+    launch.rms_norm_backward(spec, (normalized, dy, weight, rstd, residual_out), Wanted(*dtypes))
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else getattr(torch, name)
+
+
+def _rows(
+    N: int,
+    dtype: str,
+    M: int,
+    row_stride: int | None,
+    heads: tuple[int, int, int] | None,
+    strides: tuple[int, ...] | None,
+    layout: str,
+) -> torch.Tensor:
+    if heads is None:
+        return torch.empty(M, row_stride or N, dtype=_dtype(dtype))[:, :N]
+    B, T, H = heads
+    if strides is not None:
+        return torch.empty_strided((B, T, H, N), (*strides, 1), dtype=_dtype(dtype))
+    if layout == "slice":
+        return torch.empty(B, T, 3, H, N, dtype=_dtype(dtype))[:, :, 1]
+    return torch.empty(B, H, T, N, dtype=_dtype(dtype)).transpose(1, 2)
 
 
 def main(capability: str, calls: str) -> None:
     compiler = Compiler(int(capability))
     triton.runtime.driver.set_active(compiler)
+    launch._sm_count = lambda device: SM_COUNT
     compiled = []
     for call in json.loads(calls):
         known = len(compiler.kernels)

@@ -304,8 +304,9 @@ def backward_dx_reread(
             d_residual_out_row = row_pointers(d_residual_out_ptr, place, d_residual_out_strides, H)
         c = mean_of_products_of_row(x_row, dy_row, weight_ptr, offset, rstd, N, tcolumns, tmasks)
 
-        tdw_before, tdb_before = tdw, tdb
-        tdw, tdb = (), ()
+        tdw_before, tdb_before, tdw = tdw, tdb, ()
+        if db_partial_ptr is not None:
+            tdb = ()
         for k in tl.static_range(TILES):
             # With the eviction policy of the loads for c the compiler would merge the two, and hold the row after all.
             tx = load_columns(x_row, tcolumns[k], tmasks[k], "evict_first")

@@ -31,6 +31,9 @@ BACKWARD_REREAD = 16384  # twice as wide, the sums alone spill 80 to 472 bytes p
 # Bytes per thread that float32 rows of 16384 do spill on sm_100 with Triton 3.9 (not on sm_80 or sm_90, not with 3.6):
 # 20 KiB to L1 per row. Strips, the other plan, would read x and dy from memory again, 128 KiB per row.
 REREAD_SPILL = 40
+# The most that rows of 16384 with a residual or a bias spill, with Triton 3.7: 104 bytes on sm_100, 96 on sm_90, of
+# float32 rows with a bias.
+REREAD_VARIANT_SPILL = 104
 CHUNK = 4096  # per step over a row that is not held: 8 warps, or 16 of them where the sums for dw are
 STRIP = 1024  # 2 KiB of a bfloat16 row in one burst, and 6 % padding at most
 
@@ -80,9 +83,11 @@ def forward_config(N: int) -> ForwardConfig:
     return ForwardConfig(True, rows, width, tiles, _warps(N, FORWARD_MIN_WARPS))
 
 
-def backward_config(M: int, N: int, sm_count: int, heads: int = 1) -> BackwardConfig:
+def backward_config(
+    M: int, N: int, sm_count: int, heads: int = 1, sms_left: int | None = None
+) -> BackwardConfig:
     """For M rows of N elements, or M of each head where each has its own weight, and its own walks. All programs are
-    resident at once, and as few as leave the longest walk no longer."""
+    resident at once, on `sms_left` of the SMs (None: on all), and as few as leave the longest walk no longer."""
     rows = _rows(N, BACKWARD_TILE)
     num_warps = _warps(N, BACKWARD_MIN_WARPS)
     programs_per_walk = 1
@@ -94,7 +99,8 @@ def backward_config(M: int, N: int, sm_count: int, heads: int = 1) -> BackwardCo
         plan, rows, width, tiles = "strips", BACKWARD_TILE // STRIP, STRIP, _cdiv(N, STRIP)
         num_warps, programs_per_walk = BACKWARD_MIN_WARPS, tiles
     steps = _cdiv(M, rows)
-    most_walks = max(1, sm_count * WARPS_PER_SM // num_warps // (programs_per_walk * heads))
+    resident = (sm_count if sms_left is None else sms_left) * WARPS_PER_SM // num_warps
+    most_walks = max(1, resident // (programs_per_walk * heads))
     dw_width = _dw_width(heads * N, sm_count)
     return BackwardConfig(
         plan,

@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from tilegym_rmsnorm import policy
 from tilegym_rmsnorm.backends.triton import backward, forward, interpreting
 from tilegym_rmsnorm.backends.triton.config import (
     BackwardConfig,
@@ -33,14 +34,15 @@ INTERPRETED_SM_COUNT = 2  # programs run one after another: few, each with sever
 
 @register_impl("rms_norm_forward", "triton")
 def rms_norm_forward(spec: Spec, tensors: Tensors) -> Outputs:
+    policy.sms_left(_sm_count(tensors[0].device))  # refuses what the backward cannot do
     return launch_forward(forward_config(spec.n), spec, tensors)
 
 
 @register_impl("rms_norm_backward", "triton")
 def rms_norm_backward(spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
     x, _, weight, *_ = tensors
-    heads = _heads(weight)
-    config = backward_config(_count(x) // heads, spec.n, _sm_count(x.device), heads)
+    heads, sm_count = _heads(weight), _sm_count(x.device)
+    config = backward_config(_count(x) // heads, spec.n, sm_count, heads, policy.sms_left(sm_count))
     return launch_backward(config, spec, tensors, wanted)
 
 
