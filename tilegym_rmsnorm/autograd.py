@@ -128,10 +128,13 @@ def run_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Cal
     spec, n, heads = call.spec, call.spec.n, call.heads
     if x.numel() == 0:  # nothing to fill
         return _empty(x, spec.y_dtype or x.dtype), x.new_empty(0, dtype=compute_dtype(x.dtype))
-    is_rows = x.ndim == 2 and x.shape[1] == n and not heads
-    rows = as_rows(x, n) if is_rows else _arranged(n, heads, x)[0]
-    vectors = as_vector(weight, n, heads), as_vector(bias, n, heads)
-    y, rstd, _ = call.forward(spec, (rows, *vectors, None))
+    is_rows = not heads and x.ndim == 2 and x.shape[1] == n
+    if is_rows or (not heads and x.is_contiguous()):
+        rows = as_rows(x, n)
+    else:
+        rows = _arranged(n, heads, x)[0]
+    bias = None if bias is None else as_vector(bias, n, heads)
+    y, rstd, _ = call.forward(spec, (rows, as_vector(weight, n, heads), bias, None))
     return (y if is_rows else _in_shape_of(x, y)), rstd
 
 
@@ -168,8 +171,8 @@ def run_backward(tensors: tuple[Any, ...], call: Call, wanted: Wanted) -> Gradie
     n, heads = call.spec.n, call.heads
     if x.numel() == 0:
         return _gradients_of_no_rows(x, weight, n, heads, wanted)
-    is_rows = x.ndim == 2 and x.shape[1] == n and not heads
-    if is_rows and d_residual_out is None:
+    is_rows = not heads and x.ndim == 2 and x.shape[1] == n
+    if d_residual_out is None and (is_rows or (not heads and x.is_contiguous() and dy.is_contiguous())):
         rows, dy_rows, d_rows = as_rows(x, n), as_rows(dy, n), None
     else:
         rows, dy_rows, d_rows = _arranged(n, heads, x, dy, d_residual_out)

@@ -32,11 +32,12 @@ def as_vector(vector: Tensor | None, n: int, heads: int = 0) -> Tensor | None:
     """A weight or bias over all normalized dimensions as (N,), or with heads (heads, N), contiguous."""
     if vector is None:
         return None
+    if vector.ndim == 1 and vector.stride(0) == 1:  # most are
+        return vector
     if heads:
         vector = vector.reshape(heads, n)
         return vector if vector.is_contiguous() and vector.stride(1) == 1 else packed(vector)
-    if vector.ndim != 1:
-        vector = vector.reshape(-1)
+    vector = vector.reshape(-1)
     return vector if vector.stride(0) == 1 else packed(vector)
 
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import BF16, FP16, FP32, FP64
 from variants import (
     BACKEND_LAYOUTS,
-    Variant,
+    VARIANTS,
     check,
     check_residual_out,
     llama_share,
@@ -20,25 +19,6 @@ from variants import (
 )
 
 from tilegym_rmsnorm.backends import composed, torch_reference
-
-SIZE = (2, 3, 4, 16)
-VARIANTS = {
-    "plain": Variant(BF16),
-    "out dtype": Variant(BF16, out_dtype=FP32, weight_dtype=FP16),
-    "bias": Variant(BF16, bias_dtype=FP16),
-    "bias alone": Variant(BF16, weight="none", bias_dtype=FP32),
-    "bias, llama, no weight": Variant(BF16, weight="none", bias_dtype=FP32, casting="llama", out_dtype=FP32),
-    "residual": Variant(BF16, residual_dtype=BF16),
-    "residual kept wide": Variant(BF16, residual_dtype=BF16, residual_out_dtype=FP32),
-    "residual of another dtype": Variant(BF16, residual_dtype=FP32, alpha=0.22, casting="llama"),
-    "residual rounded": Variant(FP32, residual_dtype=FP32, residual_out_dtype=FP16, casting="llama"),
-    "residual and bias": Variant(FP16, residual_dtype=BF16, alpha=-2.0, bias_dtype=FP32, offset=1.0),
-    "heads in place": Variant(BF16, SIZE),
-    "weights of heads": Variant(BF16, SIZE, "heads", BF16, offset=1.0),
-    "weights of heads, llama": Variant(BF16, SIZE, "heads", casting="llama", out_dtype=FP32),
-    "all": Variant(BF16, SIZE, "heads", FP16, FP32, FP16, BF16, 0.5, FP32, 1.0, "llama"),
-    "float64": Variant(FP32, SIZE, "heads", FP64, FP32, FP64, alpha=3.0),
-}
 
 
 def plain_forward(spec, tensors):

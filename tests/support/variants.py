@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from helpers import DEVICE, FP32, FP64, Expected, _half_ulp, assert_within
+from helpers import BF16, DEVICE, FP16, FP32, FP64, Expected, _half_ulp, assert_within
 from torch import Tensor
 
 from tilegym_rmsnorm.spec import Spec, Wanted
@@ -94,6 +94,30 @@ class Variant(NamedTuple):
     @property
     def vector_shape(self) -> tuple[int, ...]:
         return self.size[-2:] if self.weight == "heads" else self.size[-1:]
+
+
+_HEADS = (2, 3, 4, 16)
+# One call of each kind: the rows of the table of docs/residual-bias-heads.md.
+VARIANTS = {
+    "plain": Variant(BF16),
+    "weight of another dtype": Variant(FP32, weight_dtype=BF16),
+    "y of another dtype": Variant(BF16, out_dtype=FP32, weight_dtype=FP16),
+    "bias": Variant(BF16, bias_dtype=FP16),
+    "bias without a weight": Variant(BF16, weight="none", bias_dtype=FP32, casting="llama", out_dtype=FP32),
+    "residual": Variant(BF16, residual_dtype=BF16),
+    "residual kept in float32": Variant(BF16, residual_dtype=BF16, residual_out_dtype=FP32),
+    "residual of another dtype, alpha": Variant(BF16, residual_dtype=FP32, alpha=0.22, casting="llama"),
+    "residual rounded": Variant(FP32, residual_dtype=FP32, residual_out_dtype=FP16, casting="llama"),
+    "residual and bias": Variant(FP16, residual_dtype=BF16, alpha=-2.0, bias_dtype=FP32, offset=1.0),
+    "heads in place": Variant(BF16, _HEADS, layout="heads"),
+    "heads in place, residual": Variant(BF16, _HEADS, residual_dtype=BF16, layout="heads"),
+    "weights of heads": Variant(BF16, _HEADS, "heads", BF16, offset=1.0),
+    "weights of heads, llama": Variant(
+        BF16, _HEADS, "heads", casting="llama", out_dtype=FP32, layout="heads"
+    ),
+    "all of it": Variant(BF16, _HEADS, "heads", FP16, FP32, FP16, BF16, 0.5, FP32, 1.0, "llama", "mixed"),
+    "float64": Variant(FP32, _HEADS, "heads", FP64, FP32, FP64, alpha=3.0),
+}
 
 
 class VariantInputs(NamedTuple):

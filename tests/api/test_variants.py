@@ -1,0 +1,152 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Each kind of call on each backend: the table of docs/residual-bias-heads.md, whose cells are these three tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import FP64
+from torch import Tensor
+from variants import (
+    LAYOUTS,
+    VARIANTS,
+    Variant,
+    VariantInputs,
+    check,
+    check_residual_out,
+    llama_share,
+    make,
+    options,
+)
+
+from tilegym_rmsnorm import BackendUnavailableError, rms_norm, rms_norm_backward, rms_norm_forward
+
+
+def run(variant: Variant, inputs: VariantInputs, backend: str) -> dict[str, Tensor | None]:
+    """All results, by autograd."""
+    leaves = [None if t is None else t.detach().requires_grad_() for t in inputs[:4]]
+    x, weight, bias, residual = leaves
+    given = options(variant, inputs._replace(bias=bias, residual=residual))
+    y = rms_norm(x, variant.n, weight, variant.eps, **given, backend=backend)
+    residual_out = None
+    if residual is not None:
+        y, residual_out = y
+        torch.autograd.backward((y, residual_out), (inputs.dy, inputs.d_residual_out))
+    else:
+        y.backward(inputs.dy)
+    dx, dw, db, d_residual = (None if t is None else t.grad for t in leaves)
+    results = {"y": y.detach(), "residual_out": residual_out, "dx": dx, "dw": dw, "db": db}
+    return {**results, "d_residual": d_residual}
+
+
+def check_all(variant: Variant, inputs: VariantInputs, results: dict[str, Tensor | None]) -> None:
+    residual_out = results.pop("residual_out")
+    if residual_out is not None:
+        residual_out = residual_out.detach()
+        check_residual_out(variant, inputs, residual_out)
+    check(variant, inputs, residual_out, **{k: v for k, v in results.items() if v is not None})
+
+
+def skip_unless_taken(variant: Variant, backend: str) -> None:
+    """float64 is for the reference, and for that under Inductor."""
+    if FP64 in variant and backend in ("cutile", "triton"):
+        inputs = make(variant)
+        with pytest.raises(BackendUnavailableError, match="torch.float64"):
+            run(variant, inputs, backend)
+        pytest.skip("refused, as it says")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_forward(name, backend, poisoned_empty):
+    variant = VARIANTS[name]
+    skip_unless_taken(variant, backend)
+    inputs = make(variant, seed=1)
+    before = [None if tensor is None else tensor.clone() for tensor in inputs]
+    results = rms_norm_forward(
+        inputs.x, inputs.weight, variant.eps, **options(variant, inputs), backend=backend
+    )
+    y, rstd = results[0], results[-1]
+    normalized = None
+    if variant.has_residual:
+        normalized = results[1]
+        check_residual_out(variant, inputs, normalized)
+    check(variant, inputs, normalized, y=y, rstd=rstd)
+    assert all(result.is_contiguous() for result in results)
+    storages = {result.untyped_storage().data_ptr() for result in results}
+    of_inputs = {t.untyped_storage().data_ptr() for t in inputs if t is not None}
+    assert len(storages) == len(results) and not storages & of_inputs
+    for tensor, kept in zip(inputs, before, strict=True):
+        assert tensor is None or torch.equal(tensor, kept)
+    x = inputs.x if normalized is None else normalized
+    if variant.casting == "llama" and x.itemsize == 2 and variant.weight_dtype != FP64:
+        assert llama_share(variant, inputs, x, y) > 0.95
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_backward(name, backend, poisoned_empty):
+    variant = VARIANTS[name]
+    skip_unless_taken(variant, backend)
+    inputs = make(variant, seed=2)
+    before = [None if tensor is None else tensor.clone() for tensor in inputs]
+    results = run(variant, inputs, backend)
+    assert [results[k] is None for k in ("dw", "db", "d_residual")] == [
+        t is None for t in (inputs.weight, inputs.bias, inputs.residual)
+    ]
+    check_all(variant, inputs, results)
+    for tensor, kept in zip(inputs, before, strict=True):
+        assert tensor is None or torch.equal(tensor, kept)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_bitwise(name, backend):
+    """The same bits from a second run, and from inputs that lie in memory otherwise."""
+    variant = VARIANTS[name]
+    skip_unless_taken(variant, backend)
+    inputs = make(variant, seed=3)
+    packed = VariantInputs(*(None if t is None else t.contiguous() for t in inputs))
+    first = run(variant, inputs, backend)
+    others = [inputs] if backend == "inductor" else [inputs, packed]  # whose code depends on what has gaps
+    for other in others:
+        for key, value in run(variant, other, backend).items():
+            assert value is None or torch.equal(value, first[key]), key
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["residual", "heads in place, residual", "weights of heads", "all of it"])
+def test_layouts(name, layout, backend):
+    """y, dx and residual_out are contiguous, whatever came in; what lies between the elements is NaN."""
+    variant = VARIANTS[name]._replace(layout=layout)
+    check_all(variant, inputs := make(variant, seed=4), run(variant, inputs, backend))
+
+
+@pytest.mark.parametrize("dw_dtype", [None, torch.float32])
+@pytest.mark.parametrize(
+    "name", ["residual and bias", "weights of heads", "all of it", "bias without a weight"]
+)
+def test_gradients_without_autograd(name, dw_dtype, backend):
+    variant = VARIANTS[name]
+    inputs = make(variant, seed=5, dy_dtype=torch.float32)  # not y's
+    given = options(variant, inputs)
+    *outputs, rstd = rms_norm_forward(inputs.x, inputs.weight, variant.eps, **given, backend=backend)
+    normalized = outputs[-1] if variant.has_residual else inputs.x
+    dx, dw, db = rms_norm_backward(
+        normalized,
+        inputs.dy,
+        inputs.weight,
+        rstd,
+        offset=variant.offset,
+        casting=variant.casting,
+        d_residual_out=inputs.d_residual_out,
+        dw_dtype=dw_dtype,
+        needs_db=True,
+        backend=backend,
+    )
+    # dx is that of what was normalized: alpha is the caller's
+    vector_dtype = dw_dtype or (variant.weight_dtype if inputs.weight is not None else normalized.dtype)
+    of_them = variant._replace(
+        dtype=normalized.dtype, alpha=1.0, weight_dtype=vector_dtype, bias_dtype=vector_dtype
+    )
+    results = {"dx": dx, "db": db} if dw is None else {"dx": dx, "dw": dw, "db": db}
+    check(of_them, inputs, normalized, **results)
