@@ -147,7 +147,7 @@ def forward_rows(
 def load_block(arrays, place, SHAPE, PIECES, LATENCY, HOW):
     """A block's tiles of the one array of rows in a tuple, as float32; nothing of an empty tuple. By gathers rows past
     the last one are that one again; tiles have zeros there."""
-    EVEN, GATHERS, _, TMA, DIVISOR, _ = HOW
+    EVEN, GATHERS, _, DIVISOR, _ = HOW
     ROWS, _, WIDTH = SHAPE
     if GATHERS and len(arrays) > 0:
         trows = ct.minimum(place[0] * ROWS + ct.arange(ROWS, dtype=ct.int32), arrays[0].shape[0] - 1)
@@ -157,14 +157,14 @@ def load_block(arrays, place, SHAPE, PIECES, LATENCY, HOW):
             for k in ct.static_iter(range(PIECES))
         )
     else:
-        tiles = load_optional_at(arrays, place, SHAPE, PIECES, LATENCY, TMA, DIVISOR)
+        tiles = load_optional_at(arrays, place, SHAPE, PIECES, LATENCY, False, DIVISOR)
     return tiles
 
 
 def load_columns_of_block(array, dtype, place, SHAPE, PIECES, HOW, shift=()):
     """A row of a weight or bias beside rows of `dtype`, as float32 that broadcasts to a block's tiles. shift: () or
     (what is added,)."""
-    EVEN, GATHERS, JOINT, TMA, DIVISOR, PER_HEAD = HOW
+    EVEN, GATHERS, JOINT, DIVISOR, PER_HEAD = HOW
     ROWS, _, WIDTH = SHAPE
     if GATHERS:
         tcolumns = column_tiles(WIDTH, PIECES, 0)
@@ -180,19 +180,19 @@ def load_columns_of_block(array, dtype, place, SHAPE, PIECES, HOW, shift=()):
             )
     else:
         tiles = tuple(
-            load_columns_at(array, place, k, SHAPE, TMA, DIVISOR, PER_HEAD, shift)
+            load_columns_at(array, place, k, SHAPE, False, DIVISOR, PER_HEAD, shift)
             for k in ct.static_iter(range(PIECES))
         )
     return tiles
 
 
-def tiles_with_residual(tx, tresidual, residual, place, SHAPE, TMA):
+def tiles_with_residual(tx, tresidual, residual, place, SHAPE):
     """What is normalized, float32: tiles of x, or those of residual_out, which is written."""
     if len(residual) > 0:
         _, residual_out, alpha = residual
         tadded = added_residual(tx, tresidual, alpha, residual_out.dtype)
         for k in ct.static_iter(range(len(tadded))):
-            store_tile_at(residual_out, place, k, tadded[k], SHAPE, TMA)
+            store_tile_at(residual_out, place, k, tadded[k], SHAPE, False)
         tx = row_as_float32(tadded)
     return tx
 
@@ -212,7 +212,6 @@ def forward_tiles(
     WIDTH: ConstInt,
     PIECES: ConstInt,
     LATENCY: ConstInt,
-    TMA: ConstBool,
     DIVISOR: ConstInt,
     EVEN: ConstBool,
     HAS_WEIGHT: ConstBool,
@@ -229,8 +228,8 @@ def forward_tiles(
     multiplies by (`weights.gather_columns`), and a row may be PIECES tiles side by side. In tiles of 512 bytes a row
     lies in one warp, 16 bytes a thread, and its sum takes no barrier. Weights of heads are late.
 
-    No TMA of (M, N): tileiras 13.4 makes some such kernels of warps that together ask for more registers than a block
-    has, and wait forever.
+    No TMA: tileiras 13.4 makes some such kernels of warps that together ask for more registers than a block has, and
+    wait forever: of rows, and on sm_100 of heads 256 float32 wide.
     """
     ct.static_assert(
         HEADS == 0 or not (EARLY_WEIGHT or JOINT_WEIGHT), "heads are not read by gathers of rows"
@@ -238,7 +237,7 @@ def forward_tiles(
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
     residual, bias = residual_with_divisor(residual, DIVISOR), with_divisor(bias, DIVISOR)
     SHAPE = (ROWS, HEADS, WIDTH)
-    HOW = (EVEN, EARLY_WEIGHT or JOINT_WEIGHT, JOINT_WEIGHT, TMA, DIVISOR, PER_HEAD)
+    HOW = (EVEN, EARLY_WEIGHT or JOINT_WEIGHT, JOINT_WEIGHT, DIVISOR, PER_HEAD)
     place = place_of_tile(x, ct.bid(0), SHAPE)
     if DEPENDENT:
         wait_for_launch_before(sum_of_indices(place))
@@ -251,7 +250,7 @@ def forward_tiles(
     if DEPENDENT:
         ct.grid_dependency_control_launch_dependents()
 
-    tx = tiles_with_residual(tx, tresidual, residual, place, SHAPE, TMA)
+    tx = tiles_with_residual(tx, tresidual, residual, place, SHAPE)
     tsquares = products_lane_by_lane(tx, tx, PIECES)
     trstd = ct.rsqrt(ct.sum(tsquares, axis=1, keepdims=True) * inv_n + eps)
     store_rstd_at(rstd, x, place, trstd, SHAPE)
@@ -264,4 +263,4 @@ def forward_tiles(
         ty = tuple(ty[k] + tbias[k] for k in ct.static_iter(range(PIECES)))
 
     for k in ct.static_iter(range(PIECES)):
-        store_tile_at(y, place, k, ty[k], SHAPE, TMA)
+        store_tile_at(y, place, k, ty[k], SHAPE, False)

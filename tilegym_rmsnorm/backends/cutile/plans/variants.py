@@ -58,13 +58,10 @@ class ForwardTiles(LoadsWeight):
 
     rows: int = 1
     heads: int = 0
-    tma: bool = False
 
     def check(self, n: int, itemsize: int, architecture: int) -> None:
         super().check(n, itemsize, architecture)
         expect(self.pieces == 1 or self.weight_load == "joint", "pieces", "1, or a joint weight", self.pieces)
-        # of rows tileiras 13.4 makes kernels that wait forever (kernels/forward.py)
-        expect(bool(self.heads) or not self.tma, "tma", "none but for heads", self.tma)
 
 
 @dataclass(frozen=True, kw_only=True)
