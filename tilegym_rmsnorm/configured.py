@@ -18,7 +18,13 @@ from typing import Any, TypeVar
 import torch
 
 from tilegym_rmsnorm.registry import check_backend_name
-from tilegym_rmsnorm.validation import check_casting, checked_eps, checked_number
+from tilegym_rmsnorm.validation import (
+    check_casting,
+    checked_dtype,
+    checked_eps,
+    checked_heads,
+    checked_number,
+)
 
 Norm = TypeVar("Norm", bound=torch.nn.RMSNorm)
 
@@ -29,7 +35,7 @@ OTHER_NAMES = {
     "with_scale": "elementwise_affine",
 }
 # What `forward` reads: attributes of the class too, for modules whose class is replaced.
-_READ_BY_FORWARD = ("offset", "casting", "backend")
+_READ_BY_FORWARD = ("offset", "casting", "backend", "residual_alpha", "residual_dtype", "out_dtype")
 
 _classes: dict[tuple[Any, ...], type] = {}
 
@@ -133,6 +139,12 @@ def _checked(base: type, options: Mapping[str, Any]) -> dict[str, Any]:
         check_casting(options["casting"])
     if "offset" in options:
         checked["offset"] = checked_number("offset", options["offset"])
+    if "residual_alpha" in options:
+        checked["residual_alpha"] = checked_number("residual_alpha", options["residual_alpha"])
+    if "heads" in options:
+        checked["heads"] = checked_heads(options["heads"])
+    for name in ("residual_dtype", "out_dtype"):
+        checked_dtype(name, options.get(name))
     if options.get("backend") is not None:
         check_backend_name(options["backend"])
     if options.get("device") is not None:

@@ -15,16 +15,24 @@ from tilegym_rmsnorm.api import rms_norm
 from tilegym_rmsnorm.configured import Norm, configured
 from tilegym_rmsnorm.registry import BackendUnavailableError, check_backend_name
 from tilegym_rmsnorm.scripting import scripted_rms_norm
-from tilegym_rmsnorm.validation import check_casting, checked_eps, checked_number
+from tilegym_rmsnorm.validation import (
+    check_casting,
+    checked_dtype,
+    checked_eps,
+    checked_heads,
+    checked_number,
+)
 
 
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm over the last dimensions; the first five parameters and the state dict are `torch.nn.RMSNorm`'s.
 
-    y has x's dtype, also where weight is float32 beside 16-bit x: there Hugging Face's LlamaRMSNorm returns float32.
+    y has x's dtype unless out_dtype says otherwise, also where weight is float32 beside 16-bit x: there Hugging Face's
+    LlamaRMSNorm returns float32.
 
-    `torch.jit.script` compiles the reference, without residual; it raises `BackendUnavailableError` for a backend other
-    than `"torch"` and `"auto"`. `configured` makes a class with other defaults.
+    `torch.jit.script` compiles the reference, without residual, heads and out_dtype; it raises
+    `BackendUnavailableError` for a backend other than `"torch"` and `"auto"`. `configured` makes a class with other
+    defaults.
 
     Args:
         normalized_shape: The last dimensions of x, as an int or a sequence of ints.
@@ -35,12 +43,18 @@ class RMSNorm(torch.nn.RMSNorm):
         offset: Added to the weight: 1 for Gemma. The weight starts at 1 - offset, so that the factor starts at 1.
         bias: Learn an additive bias of shape `normalized_shape` too, started at 0; as in `torch.nn.LayerNorm`, only
             with `elementwise_affine`. Without it there is no attribute `bias`.
+        heads: H: weight and bias have a row for each head, shape `(H, *normalized_shape)`, for x of shape
+            `(*, H, *normalized_shape)`. None: all rows share one.
+        residual_alpha: Multiplies x where `forward` is given a residual; without one it acts on nothing.
+        residual_dtype: Of the sum that `forward` returns beside y where it is given a residual. None: that of
+            `x + residual`.
+        out_dtype: Of y. None: that of x.
         casting: `"once"` or `"llama"`, see `rms_norm`.
         backend: A name or `"auto"`. None: the one in effect when the module is called.
 
     Raises:
-        ValueError: eps or offset is out of range, or there is no such casting or backend.
-        TypeError: eps or offset is no number.
+        ValueError: eps, offset, heads or residual_alpha is out of range, or there is no such casting or backend.
+        TypeError: eps, offset, heads or residual_alpha is no number, or a dtype is no floating one.
     """
 
     __constants__ = [*torch.nn.RMSNorm.__constants__, "offset", "casting"]
@@ -48,6 +62,10 @@ class RMSNorm(torch.nn.RMSNorm):
     offset = 0.0
     casting = "once"
     backend: str | None = None
+    heads: int | None = None
+    residual_alpha = 1.0
+    residual_dtype: torch.dtype | None = None
+    out_dtype: torch.dtype | None = None
 
     def __init__(
         self,
@@ -59,10 +77,18 @@ class RMSNorm(torch.nn.RMSNorm):
         *,
         offset: float = 0.0,
         bias: bool = False,
+        heads: int | None = None,
+        residual_alpha: float = 1.0,
+        residual_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | None = None,
         casting: str = "once",
         backend: str | None = None,
     ) -> None:
         check_casting(casting)
+        self.heads = checked_heads(heads)
+        self.residual_alpha = checked_number("residual_alpha", residual_alpha)
+        self.residual_dtype = checked_dtype("residual_dtype", residual_dtype)
+        self.out_dtype = checked_dtype("out_dtype", out_dtype)
         checked_eps(eps, torch.float32)  # kept as it was given: None depends on the dtype of a call
         if backend is not None:
             check_backend_name(backend)
@@ -70,6 +96,10 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.casting = casting
         self.backend = backend
+        if heads is not None and elementwise_affine:
+            weight = self.weight.new_empty((heads, *self.normalized_shape))
+            self.weight = Parameter(weight)
+            self.reset_parameters()
         if bias and elementwise_affine:
             self.bias = Parameter(torch.zeros_like(self.weight))
 
@@ -81,7 +111,8 @@ class RMSNorm(torch.nn.RMSNorm):
         `elementwise_affine`. The same defaults give the same class; copies, pickles and `configured()` of it work.
 
         Args:
-            **defaults: eps, elementwise_affine, device, dtype, offset, bias, casting, backend; checked here.
+            **defaults: eps, elementwise_affine, device, dtype, offset, bias, heads, residual_alpha, residual_dtype,
+                out_dtype, casting, backend; checked here.
 
         Returns:
             The class.
@@ -109,10 +140,11 @@ class RMSNorm(torch.nn.RMSNorm):
 
         Args:
             x: Shape `(*, *normalized_shape)`.
-            residual: Of x's shape and dtype. `x + residual` is normalized instead, and returned too.
+            residual: Of x's shape, any floating dtype. `residual_alpha * x + residual` is normalized instead, and
+                returned too.
 
         Returns:
-            Tensor | tuple[Tensor, Tensor]: y, of x's shape and dtype; `(y, x + residual)` where a residual is given.
+            Tensor | tuple[Tensor, Tensor]: y, of x's shape; with that sum behind it where a residual is given.
         """
         if is_scripting():
             return self._scripted(x, residual)
@@ -128,6 +160,8 @@ class RMSNorm(torch.nn.RMSNorm):
             bias = None
         if "backend" not in attributes:
             self._take_defaults()
+        if residual is not None or self.out_dtype is not None:
+            return self._with_more(x, residual, weight, bias)
         return rms_norm(
             x,
             attributes["normalized_shape"],
@@ -135,9 +169,27 @@ class RMSNorm(torch.nn.RMSNorm):
             attributes["eps"],
             bias=bias,
             offset=attributes["offset"],
-            residual=residual,
             casting=attributes["casting"],
             backend=attributes["backend"],
+        )
+
+    def _with_more(self, x: Tensor, residual: Tensor | None, weight: Any, bias: Any):
+        """`forward` where there is a residual, or an out_dtype."""
+        options: dict[str, Any] = {}
+        if residual is not None:
+            options = {"residual_alpha": self.residual_alpha, "residual_dtype": self.residual_dtype}
+        return rms_norm(
+            x,
+            self.normalized_shape,
+            weight,
+            self.eps,
+            bias=bias,
+            offset=self.offset,
+            residual=residual,
+            **options,
+            out_dtype=self.out_dtype,
+            casting=self.casting,
+            backend=self.backend,
         )
 
     def _take_defaults(self) -> None:
@@ -163,11 +215,19 @@ class RMSNorm(torch.nn.RMSNorm):
                 f"backend {self.backend!r} was asked for and cannot run in TorchScript, which holds PyTorch's own "
                 'operations alone. To mend it: set the module\'s backend to "torch" or None before torch.jit.script.'
             )
+        for name in ("heads", "out_dtype"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name}: expected None in TorchScript, got {getattr(self, name)}")
         return self
 
     def extra_repr(self) -> str:
         has_bias = getattr(self, "bias", None) is not None
+        more = "".join(
+            f", {name}={getattr(self, name)!r}"
+            for name in ("heads", "residual_alpha", "residual_dtype", "out_dtype")
+            if getattr(self, name) != getattr(RMSNorm, name)
+        )
         return (
-            f"{super().extra_repr()}, offset={self.offset}, bias={has_bias}, "
+            f"{super().extra_repr()}, offset={self.offset}, bias={has_bias}{more}, "
             f"casting={self.casting!r}, backend={self.backend!r}"
         )
