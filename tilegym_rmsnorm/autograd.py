@@ -333,6 +333,8 @@ def _in_shape_of(x: Tensor, y: Tensor) -> Tensor:
     """y, new and contiguous, in x's shape, and no view: autograd forbids in-place operations on views that a custom
     Function returns. No data is moved."""
     is_eager = not is_dynamo_compiling() and type(x) is Tensor and not is_in_torch_func()
-    if is_eager and not count_modes():  # a mode may have kept y: selective checkpointing does
+    if (
+        is_eager and not count_modes() and not y._is_view()
+    ):  # a mode may have kept y: selective checkpointing does
         return y.resize_as_(x)  # 1 us; _unsafe_view takes 3
     return _unsafe_view(y, x.shape)

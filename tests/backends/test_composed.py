@@ -65,6 +65,7 @@ def test_variants(name, layout, poisoned_empty):
     check(variant, inputs, residual_out, **{k: v for k, v in results.items() if v is not None})
     for tensor in (y, dx, residual_out, d_residual):
         assert tensor is None or (tensor.shape == x.shape and tensor.is_contiguous())
+    assert not y._is_view() and (residual_out is None or not residual_out._is_view())
     for tensor, kept in zip(inputs, before, strict=True):
         assert tensor is None or torch.equal(tensor, kept)
     if variant.casting == "llama" and normalized.itemsize == 2:

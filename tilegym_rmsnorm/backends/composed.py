@@ -26,6 +26,11 @@ def is_needed(x: Tensor, weight: Tensor | None, *others: Tensor | None) -> bool:
     return has_others or x.ndim == 4 or (weight is not None and weight.ndim == 2)
 
 
+def _shaped(y: Tensor, x: Tensor) -> Tensor:
+    """y, which is new, in x's shape, and no view: autograd forbids in-place operations on views that it returns."""
+    return y if y.shape == x.shape else torch.ops.aten._unsafe_view(y, x.shape)
+
+
 @torch.no_grad()
 def forward(plain: Callable[..., Outputs], spec: Spec, tensors: Tensors) -> Outputs:
     """`forward` of spec.py, around a `plain` one."""
@@ -38,7 +43,7 @@ def forward(plain: Callable[..., Outputs], spec: Spec, tensors: Tensors) -> Outp
     if bias is None and not is_per_head:
         plain_spec = spec._replace(alpha=1.0, y_dtype=y_dtype, residual_dtype=None)
         y, rstd, _ = plain(plain_spec, (as_rows(x, spec.n), weight, None, None))
-        return y.view(x.shape), rstd, residual_out
+        return _shaped(y, x), rstd, residual_out
 
     dtype = joint_dtype(x, weight, bias)
     # The scale of heads comes behind the rounding of xhat, which is then made here.
@@ -51,7 +56,7 @@ def forward(plain: Callable[..., Outputs], spec: Spec, tensors: Tensors) -> Outp
         y = round_xhat(y, x.dtype, spec.casting).view(-1, *weight.shape) * (weight.to(dtype) + spec.offset)
     if bias is not None:
         y = y.view(-1, *bias.shape) + bias.to(dtype)
-    return y.to(y_dtype).view(x.shape), rstd, residual_out
+    return _shaped(y.to(y_dtype), x), rstd, residual_out
 
 
 @torch.no_grad()

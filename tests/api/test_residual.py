@@ -1,0 +1,237 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Autograd with a residual: which gradients are made, from which outputs, and what is kept for them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers import BF16, DEVICE, FP32, HAS_GPU
+from variants import Variant, check, make, options
+
+from tilegym_rmsnorm import rms_norm, rms_norm_forward
+
+VARIANT = Variant(BF16, (6, 64), bias_dtype=FP32, residual_dtype=BF16)
+NAMES = ("x", "weight", "bias", "residual")
+RESULTS = {"x": "dx", "weight": "dw", "bias": "db", "residual": "d_residual"}
+VARIANTS = {
+    "one gradient": VARIANT,
+    "alpha": VARIANT._replace(alpha=0.5),
+    "two dtypes": VARIANT._replace(residual_dtype=FP32),
+    "kept in float32": VARIANT._replace(residual_out_dtype=FP32, alpha=-0.5),
+}
+
+
+def leaves(inputs, needing=NAMES):
+    return {name: getattr(inputs, name).detach().requires_grad_(name in needing) for name in NAMES}
+
+
+def norm(variant, given, backend):
+    inputs = make(variant)._replace(**given)
+    return rms_norm(
+        inputs.x, variant.n, inputs.weight, variant.eps, **options(variant, inputs), backend=backend
+    )
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "needing", [c for count in (1, 2, 3) for c in itertools.combinations(NAMES, count)], ids=",".join
+)
+def test_only_what_is_asked_for(name, needing, backend):
+    variant = VARIANTS[name]
+    inputs = make(variant)
+    given = leaves(inputs, needing)
+    y, residual_out = norm(variant, given, backend)
+    has_sum = "x" in needing or "residual" in needing
+    assert y.requires_grad and residual_out.requires_grad == has_sum
+    outputs = ((y, residual_out), (inputs.dy, inputs.d_residual_out)) if has_sum else (y, inputs.dy)
+    found = torch.autograd.grad(outputs[0], [given[n] for n in needing], outputs[1])
+    results = {RESULTS[n]: gradient for n, gradient in zip(needing, found, strict=True)}
+    check(variant, inputs, residual_out.detach(), **results)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_y_alone(name, backend):
+    """No zeros are made for the gradient of residual_out."""
+    variant = VARIANTS[name]
+    inputs = make(variant)
+    given = leaves(inputs)
+    y, residual_out = norm(variant, given, backend)
+    found = torch.autograd.grad(y, list(given.values()), inputs.dy)
+    results = {RESULTS[n]: gradient for n, gradient in zip(given, found, strict=True)}
+    without = inputs._replace(d_residual_out=None)
+    check(variant, without, residual_out.detach(), **results)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_residual_out_alone(name, backend):
+    """The backend is not asked: the sum's gradient is exact. weight and bias have none."""
+    variant = VARIANTS[name]
+    inputs = make(variant)
+    given = leaves(inputs)
+    _, residual_out = norm(variant, given, backend)
+    dx, dw, db, d_residual = torch.autograd.grad(
+        residual_out, list(given.values()), inputs.d_residual_out, allow_unused=True
+    )
+    assert dw is None and db is None
+    wide = inputs.d_residual_out.float()
+    torch.testing.assert_close(dx, (variant.alpha * wide).to(variant.dtype), rtol=0, atol=0)
+    torch.testing.assert_close(d_residual, wide.to(variant.residual_dtype), rtol=0, atol=0)
+
+
+def test_one_tensor_is_both_gradients(backend, monkeypatch):
+    """Where alpha is 1 and the dtypes agree: memory of a row less, and a write."""
+    from tilegym_rmsnorm import autograd
+
+    wanted_by = []
+    gradients = autograd.gradients
+    monkeypatch.setattr(
+        autograd,
+        "gradients",
+        lambda tensors, call, wanted: wanted_by.append(wanted) or gradients(tensors, call, wanted),
+    )
+    for variant in VARIANTS.values():
+        y, residual_out = norm(variant, leaves(inputs := make(variant)), backend)
+        torch.autograd.backward((y, residual_out), (inputs.dy, inputs.d_residual_out))
+    assert [wanted.d_residual for wanted in wanted_by] == [None, BF16, FP32, BF16]
+
+
+def test_gradients_that_are_accumulated_apart(backend):
+    """x.grad and residual.grad may be changed in place, as by clipping, though one tensor came back for both."""
+    given = leaves(inputs := make(VARIANT))
+    y, residual_out = norm(VARIANT, given, backend)
+    torch.autograd.backward((y, residual_out), (inputs.dy, inputs.d_residual_out))
+    kept = given["residual"].grad.clone()
+    given["x"].grad.zero_()
+    assert torch.equal(given["residual"].grad, kept)
+
+
+def test_what_is_saved(backend):
+    """residual_out, weight and rstd: neither x nor the residual."""
+    given = leaves(make(VARIANT))
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y, residual_out = norm(VARIANT, given, backend)
+    pointers = [tensor.data_ptr() for tensor in saved]
+    assert pointers[:2] == [residual_out.data_ptr(), given["weight"].data_ptr()]
+    assert [tensor.shape for tensor in saved] == [(6, 64), (64,), (6,)]
+
+
+def test_residual_out_changed_in_place(backend):
+    """Autograd says so: it is saved."""
+    y, residual_out = norm(VARIANT, leaves(inputs := make(VARIANT)), backend)
+    residual_out.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(inputs.dy)
+
+
+@pytest.mark.parametrize("hooks", ["offloaded", "another copy", "strided"])
+def test_hooks_of_saved_tensors(hooks, backend):
+    unpack = {
+        "another copy": lambda t: t.clone(),
+        "strided": lambda t: torch.stack([t, torch.full_like(t, torch.nan)], dim=-1)[..., 0],
+    }
+    context = (
+        torch.autograd.graph.save_on_cpu()
+        if hooks == "offloaded"
+        else torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), unpack[hooks])
+    )
+    given = leaves(inputs := make(VARIANT))
+    with context:
+        y, residual_out = norm(VARIANT, given, backend)
+    torch.autograd.backward((y, residual_out), (inputs.dy, inputs.d_residual_out))
+    results = {RESULTS[name]: tensor.grad for name, tensor in given.items()}
+    check(VARIANT, inputs, residual_out.detach(), **results)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointed(use_reentrant, backend):
+    from torch.utils.checkpoint import checkpoint
+
+    given = leaves(inputs := make(VARIANT))
+    y, residual_out = checkpoint(
+        lambda *tensors: norm(VARIANT, dict(zip(NAMES, tensors, strict=True)), backend),
+        *given.values(),
+        use_reentrant=use_reentrant,
+    )
+    torch.autograd.backward((y, residual_out), (inputs.dy, inputs.d_residual_out))
+    results = {RESULTS[name]: tensor.grad for name, tensor in given.items()}
+    check(VARIANT, inputs, residual_out.detach(), **results)
+
+
+def test_gradients_that_are_expanded(backend):
+    """As (y.sum() + residual_out.sum()).backward() gives them."""
+    given = leaves(inputs := make(VARIANT))
+    y, residual_out = norm(VARIANT, given, backend)
+    (y.float().sum() + 2 * residual_out.float().sum()).backward()
+    ones = inputs._replace(dy=torch.ones_like(y), d_residual_out=torch.full_like(residual_out, 2.0))
+    results = {RESULTS[name]: tensor.grad for name, tensor in given.items()}
+    check(VARIANT, ones, residual_out.detach(), **results)
+
+
+@pytest.mark.parametrize("size", [(0, 64), (2, 0, 64)])
+def test_no_rows(size, backend):
+    x, residual = (torch.ones(size, dtype=d, device=DEVICE, requires_grad=True) for d in (BF16, FP32))
+    weight = torch.ones(64, device=DEVICE, requires_grad=True)
+    bias = torch.ones(64, device=DEVICE, dtype=BF16, requires_grad=True)
+    y, residual_out = rms_norm(x, 64, weight, bias=bias, residual=residual, backend=backend)
+    assert (y.shape, y.dtype, residual_out.shape, residual_out.dtype) == (size, BF16, size, FP32)
+    grads = torch.autograd.grad((y.sum() + residual_out.sum()), (x, residual, weight, bias))
+    for gradient, leaf in zip(grads, (x, residual, weight, bias), strict=True):
+        assert (gradient.shape, gradient.dtype) == (leaf.shape, leaf.dtype) and not gradient.any()
+
+
+@pytest.mark.parametrize("size", [(6, 64), (2, 3, 64)])
+def test_results_may_be_changed_in_place(size, backend):
+    """They are no views, which autograd would forbid."""
+    variant = VARIANT._replace(size=size)
+    y, residual_out = norm(variant, leaves(make(variant)), backend)
+    y.mul_(2)
+    residual_out.mul_(2)
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="autocast of CPUs casts nothing")
+def test_autocast_leaves_the_sum_as_it_is(backend):
+    inputs = make(VARIANT)
+    with torch.autocast("cuda", BF16):
+        y, residual_out = norm(VARIANT, leaves(inputs), backend)
+    assert residual_out.dtype == BF16
+    plain, _ = rms_norm_forward(residual_out, inputs.weight, VARIANT.eps, bias=inputs.bias, out_dtype=y.dtype)
+    torch.testing.assert_close(y, plain)
+
+
+def test_sums_that_round_up_to_infinity(backend):
+    """No NaN beside it in the row: it is a value like any other."""
+    x = torch.full((2, 64), 60000.0, dtype=torch.float16, device=DEVICE)
+    x[1] = 1.0
+    y, residual_out = rms_norm(x, 64, residual=x, backend=backend)
+    assert residual_out[0].isinf().all() and torch.equal(residual_out[1], x[1] * 2)
+    assert y[1].isfinite().all()
+
+
+def test_the_first_norm_of_a_block_and_the_second(backend):
+    """y and residual_out of one call go into the next: gradients add up along both ways."""
+    variant = Variant(FP32, (5, 64), residual_dtype=FP32)
+    inputs = make(variant)
+    given = leaves(inputs._replace(bias=torch.zeros(64, device=DEVICE)))
+
+    def block(norm):
+        y, stream = norm(given["x"], given["residual"])
+        y, stream = norm(torch.tanh(y), stream)
+        return torch.autograd.grad(
+            (y * inputs.dy + stream * inputs.d_residual_out).sum(),
+            [given["x"], given["residual"], given["weight"]],
+        )
+
+    def ours(x, residual):
+        return rms_norm(x, 64, given["weight"], 1e-3, residual=residual, backend=backend)
+
+    def theirs(x, residual):
+        total = x + residual
+        return torch.nn.functional.rms_norm(total, (64,), given["weight"], 1e-3), total
+
+    for one, other in zip(block(ours), block(theirs), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-4)
