@@ -302,12 +302,23 @@ def test_results_do_not_depend_on_the_order_of_blocks():
     def run(order_of):
         y, dx, rstd = empty((m, n), FP32), empty((m, n), FP32), empty((m,), FP32)
         dw_partial, dw = empty((blocks, n), FP32), empty((n,), FP32)
-        arguments = (y, rstd, x, weight, 1 / n, 1e-6, 0.0, *constants_of(forward.forward_rows, plans[0]))
+        arguments = (
+            y,
+            rstd,
+            x,
+            weight,
+            (),
+            (),
+            1 / n,
+            1e-6,
+            0.0,
+            *constants_of(forward.forward_rows, plans[0]),
+        )
         launch(forward.forward_rows, (m,), arguments, order=order_of(m))
         constants = constants_of(backward.backward_rows, plans[1])
-        arguments = (dx, dw_partial, dy, x, weight, rstd, 1 / n, 0.0, *constants)
+        arguments = (dx, dw_partial, dy, x, weight, rstd, (), (), (), 1 / n, 0.0, *constants)
         launch(backward.backward_rows, (blocks,), arguments, order=order_of(blocks))
-        launch(reduce.sum_partials, (5,), (dw, dw_partial, 4, 16, 16, True), order=order_of(5))
+        launch(reduce.sum_partials, (5,), (dw, dw_partial, (), 4, 16, 16, True), order=order_of(5))
         return y, rstd, dx, dw
 
     for one, other in zip(run(range), run(lambda count: random.sample(range(count), count)), strict=True):

@@ -33,6 +33,7 @@ LAYERS = (
     (f"{CUTILE}.interpreter",),
     (f"{PACKAGE}.backends.versions", f"{PACKAGE}.backends.checks", f"{CUTILE}.runtime"),
     (f"{PACKAGE}.backends.torch_reference", f"{PACKAGE}.backends.composed"),
+    (f"{CUTILE}.forms",),
     (f"{CUTILE}.launch",),
     (f"{CUTILE}.warm", f"{CUTILE}.tuning"),
     (f"{PACKAGE}.backends",),
