@@ -8,45 +8,21 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import FP64
-from torch import Tensor
 from variants import (
     LAYOUTS,
     VARIANTS,
     Variant,
     VariantInputs,
     check,
+    check_all,
     check_residual_out,
     llama_share,
     make,
     options,
+    run,
 )
 
-from tilegym_rmsnorm import BackendUnavailableError, rms_norm, rms_norm_backward, rms_norm_forward
-
-
-def run(variant: Variant, inputs: VariantInputs, backend: str) -> dict[str, Tensor | None]:
-    """All results, by autograd."""
-    leaves = [None if t is None else t.detach().requires_grad_() for t in inputs[:4]]
-    x, weight, bias, residual = leaves
-    given = options(variant, inputs._replace(bias=bias, residual=residual))
-    y = rms_norm(x, variant.n, weight, variant.eps, **given, backend=backend)
-    residual_out = None
-    if residual is not None:
-        y, residual_out = y
-        torch.autograd.backward((y, residual_out), (inputs.dy, inputs.d_residual_out))
-    else:
-        y.backward(inputs.dy)
-    dx, dw, db, d_residual = (None if t is None else t.grad for t in leaves)
-    results = {"y": y.detach(), "residual_out": residual_out, "dx": dx, "dw": dw, "db": db}
-    return {**results, "d_residual": d_residual}
-
-
-def check_all(variant: Variant, inputs: VariantInputs, results: dict[str, Tensor | None]) -> None:
-    residual_out = results.pop("residual_out")
-    if residual_out is not None:
-        residual_out = residual_out.detach()
-        check_residual_out(variant, inputs, residual_out)
-    check(variant, inputs, residual_out, **{k: v for k, v in results.items() if v is not None})
+from tilegym_rmsnorm import BackendUnavailableError, rms_norm_backward, rms_norm_forward
 
 
 def skip_unless_taken(variant: Variant, backend: str) -> None:

@@ -5,9 +5,12 @@
 
     variant = Variant(FP32, residual_dtype=BF16, alpha=0.5, size=(2, 3, 4, 64), layout="heads")
     inputs = make(variant)
-    y, residual_out = rms_norm(*inputs[:1], 64, inputs.weight, variant.eps, **options(variant, inputs), backend=backend)
+    check_all(variant, inputs, run(variant, inputs, backend))
+
+or, of a backend's functions, by spec_of and wanted_of:
+
     check_residual_out(variant, inputs, residual_out)
-    check(variant, inputs, residual_out, y=y)
+    check(variant, inputs, residual_out, y=y, rstd=rstd, dx=dx)
 
 What is normalized is a rounded value, and all that follows depends on that rounding. So residual_out is checked by
 itself, and the rest is computed from the residual_out that was returned.
@@ -27,6 +30,7 @@ import torch.nn.functional as F
 from helpers import BF16, DEVICE, FP16, FP32, FP64, Expected, _half_ulp, assert_within
 from torch import Tensor
 
+from tilegym_rmsnorm import rms_norm
 from tilegym_rmsnorm.spec import Spec, Wanted
 
 # How the tensors of rows lie in memory, in the order x, residual, dy, d_residual_out. Sizes of two dimensions are rows.
@@ -271,6 +275,31 @@ def expected(
         tolerance = (2 * excess + floor[name]) * scale[name] + _half_ulp(value, dtype)
         found[name] = Expected(value, tolerance + rounding.get(name, 0.0), dtype)
     return found
+
+
+def run(variant: Variant, inputs: VariantInputs, backend: str) -> dict[str, Tensor | None]:
+    """All results, by autograd."""
+    leaves = [None if t is None else t.detach().requires_grad_() for t in inputs[:4]]
+    x, weight, bias, residual = leaves
+    given = options(variant, inputs._replace(bias=bias, residual=residual))
+    y = rms_norm(x, variant.n, weight, variant.eps, **given, backend=backend)
+    residual_out = None
+    if residual is not None:
+        y, residual_out = y
+        torch.autograd.backward((y, residual_out), (inputs.dy, inputs.d_residual_out))
+    else:
+        y.backward(inputs.dy)
+    dx, dw, db, d_residual = (None if t is None else t.grad for t in leaves)
+    results = {"y": y.detach(), "residual_out": residual_out, "dx": dx, "dw": dw, "db": db}
+    return {**results, "d_residual": d_residual}
+
+
+def check_all(variant: Variant, inputs: VariantInputs, results: dict[str, Tensor | None]) -> None:
+    residual_out = results.pop("residual_out")
+    if residual_out is not None:
+        residual_out = residual_out.detach()
+        check_residual_out(variant, inputs, residual_out)
+    check(variant, inputs, residual_out, **{k: v for k, v in results.items() if v is not None})
 
 
 def llama_share(variant: Variant, inputs: VariantInputs, x: Tensor, y: Tensor) -> float:

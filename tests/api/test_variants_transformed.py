@@ -1,0 +1,174 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Each kind of call where kernels cannot be: in graphs of torch.compile, under torch.func, in forward mode, beside
+complex numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import BF16, DEVICE, FP32, FP64
+from torch.func import functional_call, grad, jvp, vmap
+from variants import VARIANTS, Variant, check, check_residual_out, make, options
+
+from tilegym_rmsnorm import RMSNorm, rms_norm
+
+NAMES = ("x", "weight", "bias", "residual")
+
+
+def call(variant, inputs, backend="torch"):
+    """The norm as a function of the tensors that there are, and these."""
+    names = [name for name in NAMES if getattr(inputs, name) is not None]
+
+    def norm(*tensors):
+        given = inputs._replace(**dict(zip(names, tensors, strict=True)))
+        return rms_norm(
+            given.x, variant.n, given.weight, variant.eps, **options(variant, given), backend=backend
+        )
+
+    return norm, [getattr(inputs, name) for name in names]
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_traced_by_torch_compile(name, compiler):
+    """In one graph. Inductor drops a rounding that a widening follows: what is normalized must be residual_out."""
+    torch._dynamo.reset()
+    variant = VARIANTS[name]
+    norm, tensors = call(variant, inputs := make(variant))
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    results = torch.compile(norm, backend=compiler, fullgraph=True)(*leaves)
+    y, residual_out = results if variant.has_residual else (results, None)
+    if residual_out is None:
+        y.backward(inputs.dy)
+    else:
+        torch.autograd.backward((y, residual_out), (inputs.dy, inputs.d_residual_out))
+        residual_out = residual_out.detach()
+        check_residual_out(variant, inputs, residual_out)
+    check(variant, inputs, residual_out, y=y.detach())
+    names = [name for name in NAMES if getattr(inputs, name) is not None]
+    gradients = {name: leaf.grad for name, leaf in zip(names, leaves, strict=True)}
+    results = {"x": "dx", "weight": "dw", "bias": "db"}
+    check(variant, inputs, residual_out, **{results[n]: g for n, g in gradients.items() if n in results})
+
+
+@pytest.mark.parametrize("name", ["residual", "all of it", "weights of heads"])
+def test_other_backends_break_the_graph(name):
+    torch._dynamo.reset()
+    variant = VARIANTS[name]
+    norm, tensors = call(variant, make(variant), "auto")
+    counted = torch._dynamo.testing.CompileCounter()
+    results = torch.compile(norm, backend=counted)(*tensors)
+    for one, other in zip(results, norm(*tensors), strict=True):
+        assert torch.equal(one, other)
+
+
+DOUBLE = {
+    "residual": Variant(FP64, (3, 4, 5), residual_dtype=FP64, alpha=0.5, bias_dtype=FP64),
+    "weights of heads": Variant(FP64, (3, 4, 5), "heads", residual_dtype=FP64),
+}
+
+
+@pytest.mark.parametrize("name", DOUBLE)
+def test_under_torch_func(name):
+    """grad, and vmap of it, against autograd one by one."""
+    variant = DOUBLE[name]
+    norm, tensors = call(variant, inputs := make(variant), "auto")
+    tensors = [tensor.double() for tensor in tensors]
+
+    def loss(*tensors):
+        y, residual_out = norm(*tensors)
+        return (y * inputs.dy).sum() + (residual_out**2).sum()
+
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    plain = [leaf.detach() for leaf in leaves]
+    found = grad(loss, argnums=tuple(range(len(plain))))(*plain)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    mapped = vmap(norm, in_dims=(0, *[None] * (len(plain) - 2), 0))(
+        torch.stack([plain[0], 2 * plain[0]]), *plain[1:-1], torch.stack([plain[-1], plain[-1]])
+    )
+    for index, factor in enumerate((1, 2)):
+        for one, other in zip(mapped, norm(factor * plain[0], *plain[1:]), strict=True):
+            torch.testing.assert_close(one[index], other)
+
+
+@pytest.mark.parametrize("name", DOUBLE)
+def test_forward_mode(name):
+    variant = DOUBLE[name]
+    norm, tensors = call(variant, make(variant), "auto")
+    tensors = tuple(tensor.double() for tensor in tensors)
+    tangents = tuple(torch.randn_like(tensor) for tensor in tensors)
+    _, found = jvp(norm, tensors, tangents)
+    step = 1e-6
+    ahead, behind = (
+        norm(*(t + sign * step * d for t, d in zip(tensors, tangents, strict=True))) for sign in (1, -1)
+    )
+    for tangent, one, other in zip(found, ahead, behind, strict=True):
+        torch.testing.assert_close(tangent, (one - other) / (2 * step), rtol=1e-6, atol=1e-7)
+
+
+def test_complex():
+    x, residual = (torch.randn(3, 8, dtype=torch.complex64, device=DEVICE) for _ in range(2))
+    y, residual_out = rms_norm(x, 8, None, 1e-3, residual=residual, residual_alpha=2.0)
+    assert torch.equal(residual_out, 2 * x + residual)
+    torch.testing.assert_close(y, torch.nn.functional.rms_norm(residual_out, (8,), None, 1e-3))
+
+
+def test_module(backend):
+    """Its options reach the function, those of a residual where there is one."""
+    variant = Variant(BF16, (2, 3, 4, 16), "heads", BF16, BF16, BF16, FP32, 0.5, FP32, 1.0, "llama", eps=0.25)
+    inputs = make(variant)
+    module = RMSNorm(
+        16,
+        0.25,
+        device=DEVICE,
+        dtype=BF16,
+        offset=1.0,
+        bias=True,
+        heads=4,
+        residual_alpha=0.5,
+        residual_dtype=FP32,
+        out_dtype=FP32,
+        casting="llama",
+        backend=backend,
+    )
+    assert torch.equal(module.weight, torch.zeros(4, 16, device=DEVICE, dtype=BF16))
+    assert "heads=4, residual_alpha=0.5, residual_dtype=torch.float32, out_dtype=torch.float32" in repr(
+        module
+    )
+    parameters = {"weight": inputs.weight, "bias": inputs.bias}
+    module.load_state_dict(parameters)
+    given = options(variant, inputs)
+    y, residual_out = module(inputs.x, inputs.residual)
+    expected = rms_norm(inputs.x, 16, inputs.weight, 0.25, **given, backend=backend)
+    assert torch.equal(y, expected[0]) and torch.equal(residual_out, expected[1])
+    for name in ("residual", "residual_alpha", "residual_dtype"):
+        del given[name]
+    assert torch.equal(
+        module(inputs.x), rms_norm(inputs.x, 16, inputs.weight, 0.25, **given, backend=backend)
+    )
+    functional = functional_call(module, parameters, (inputs.x, inputs.residual))
+    assert torch.equal(functional[0], y)
+
+
+def test_configured_module():
+    configured = RMSNorm.configured(heads=2, residual_alpha=2, out_dtype=FP32)
+    module = configured(8, dtype=BF16)
+    assert module.weight.shape == (2, 8) and module.residual_alpha == 2.0 and module.out_dtype is FP32
+    with pytest.raises(ValueError, match="heads: expected at least 1, or None, got 0"):
+        RMSNorm.configured(heads=0)
+    with pytest.raises(TypeError, match="heads: expected an int or None, got True"):
+        RMSNorm(8, heads=True)
+    with pytest.raises(TypeError, match="out_dtype: expected None or a dtype of torch.float16"):
+        RMSNorm.configured(out_dtype=torch.int8)
+    with pytest.raises(ValueError, match="residual_alpha: expected a finite number"):
+        RMSNorm(8, residual_alpha=float("inf"))
+
+
+@pytest.mark.parametrize("option", [{"heads": 2}, {"out_dtype": FP32}])
+def test_torch_script_refuses_what_it_lacks(option):
+    with pytest.raises(ValueError, match=f"{next(iter(option))}: expected None in TorchScript"):
+        torch.jit.script(RMSNorm(8, **option))
