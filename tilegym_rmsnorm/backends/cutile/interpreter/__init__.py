@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Runs a cuTile kernel's own Python over CPU tensors, block by block, as TRITON_INTERPRET=1 does for Triton.
 
-    launch(backward_rows, (8,), (dx, dw_partial, dy, x, weight, rstd, (), (), (), 1 / 4096, 0.0, 4096, 1, 0, True, 4, ...))
+    launch(sum_partials, (4096 // 16,), (dw, dw_partial, (), 128, 16, 16, True))
 
 pdb and pytest stop at the kernel's source lines. What a GPU would do silently raises here: access out of
 bounds, reading memory that nobody wrote (allocate it with `empty`), two blocks meeting at one element. What the
