@@ -25,8 +25,8 @@ from variants import (
     run,
 )
 
-from tilegym_rmsnorm import BackendUnavailableError, rms_norm_backward, rms_norm_forward
-from tilegym_rmsnorm.backends import torch_reference
+from tilegym_rmsnorm import BackendUnavailableError, rms_norm, rms_norm_backward, rms_norm_forward
+from tilegym_rmsnorm.backends import composed, torch_reference
 from tilegym_rmsnorm.registry import AUTO_ORDER
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "residual-bias-heads.md"
@@ -38,20 +38,21 @@ def test_the_page_has_each_kind():
     assert [row.split("|")[1].strip() for row in rows] == list(VARIANTS)
     assert re.findall(r"`(\w+)`", head) == list(AUTO_ORDER)
     cells = {cell.strip() for row in rows for cell in row.split("|")[2:-1]}
-    assert cells <= {"forward, backward, bitwise", "refused", "by the reference"}
+    assert cells <= {"forward, backward, bitwise", "refused"}
 
 
 @pytest.fixture
-def who_ran(backend, monkeypatch, record_property):
-    """Tells the table where a backend hands the norm to the reference: what passes then says nothing of its kernels."""
-    for name in ("rms_norm_forward", "rms_norm_backward"):
-        function = getattr(torch_reference, name)
+def by_kernels(backend, monkeypatch):
+    """What passes on a backend with kernels says something of them: nothing is left to PyTorch's operations."""
+    if backend not in ("cutile", "triton"):
+        return
 
-        def told(*arguments, function=function):
-            record_property("ran", "by the reference")
-            return function(*arguments)
+    def refuse(*_):
+        raise AssertionError(f"backend {backend!r} left it to PyTorch's operations")
 
-        monkeypatch.setattr(torch_reference, name, told)  # what is registered as "torch" stays
+    for module in (torch_reference, composed):
+        for name in ("rms_norm_forward", "rms_norm_backward", "forward", "backward"):
+            monkeypatch.setattr(module, name, refuse, raising=False)  # what is registered as "torch" stays
 
 
 def skip_unless_taken(variant: Variant, backend: str) -> None:
@@ -64,7 +65,7 @@ def skip_unless_taken(variant: Variant, backend: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_forward(name, backend, poisoned_empty, who_ran):
+def test_forward(name, backend, poisoned_empty, by_kernels):
     variant = VARIANTS[name]
     skip_unless_taken(variant, backend)
     inputs = make(variant, seed=1)
@@ -90,7 +91,7 @@ def test_forward(name, backend, poisoned_empty, who_ran):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_backward(name, backend, poisoned_empty, who_ran):
+def test_backward(name, backend, poisoned_empty, by_kernels):
     variant = VARIANTS[name]
     skip_unless_taken(variant, backend)
     inputs = make(variant, seed=2)
@@ -105,7 +106,7 @@ def test_backward(name, backend, poisoned_empty, who_ran):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_bitwise(name, backend, who_ran):
+def test_bitwise(name, backend, by_kernels):
     """The same bits from a second run, and from inputs that lie in memory otherwise, where the code does not depend on
     that: cutile reads packed heads as rows, and sums dw and db over other blocks then."""
     variant = VARIANTS[name]
@@ -117,6 +118,18 @@ def test_bitwise(name, backend, who_ran):
     for other in others:
         for key, value in run(variant, other, backend).items():
             assert value is None or torch.equal(value, first[key]), key
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_results_can_be_changed_in_place(name, backend):
+    """Autograd forbids it of views that a Function returns."""
+    variant = VARIANTS[name]
+    skip_unless_taken(variant, backend)
+    inputs = make(variant, seed=5)
+    x = inputs.x.requires_grad_()
+    results = rms_norm(x, variant.n, inputs.weight, variant.eps, **options(variant, inputs), backend=backend)
+    for result in results if isinstance(results, tuple) else (results,):
+        result.mul_(2)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

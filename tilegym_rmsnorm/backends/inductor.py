@@ -110,7 +110,7 @@ def _rows(n: int, weight: Tensor | None, *tensors: Tensor | None) -> list[Any]:
 
 
 def _shaped(rows: Tensor | None, x: Tensor) -> Tensor | None:
-    return None if rows is None else rows.view(x.shape)
+    return rows if rows is None or rows.shape == x.shape else rows.view(x.shape)
 
 
 def _forward(
