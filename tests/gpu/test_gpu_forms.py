@@ -1,0 +1,110 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What the selector takes on this GPU for calls with a residual, a bias, heads and several dtypes, where it fills the
+GPU: right against float64, and the same bits in many runs on outputs that begin as NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import variants
+from helpers import BF16, FP16, FP32, HAS_GPU, assert_alike, why_skip
+from variants import Variant
+
+from tilegym_rmsnorm.backends import composed
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+if HAS_GPU and (reason := why_skip("cutile")):
+    pytest.skip(reason, allow_module_level=True)
+
+from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BIAS_ROW  # noqa: E402
+
+RUNS = 60
+ELEMENTS = 2**22  # of x: all SMs have several rows
+WIDTHS = (64, 100, 512, 1000, 1024, 2048, 2560, 2880, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 14336, 16384)
+HEADS = (
+    (2, 256, 32, 64),
+    (2, 256, 28, 80),
+    (3, 201, 5, 96),
+    (2, 512, 8, 128),
+    (1, 300, 40, 160),
+    (2, 128, 32, 256),
+)
+KINDS = {
+    "residual": Variant(BF16, weight_dtype=BF16, residual_dtype=BF16),
+    "residual, llama, float32 weight": Variant(
+        BF16, weight_dtype=FP32, residual_dtype=BF16, casting="llama", offset=1.0
+    ),
+    "stream": Variant(BF16, weight_dtype=BF16, residual_dtype=FP32, alpha=0.5),
+    "float32": Variant(FP32, weight_dtype=FP32, residual_dtype=FP32),
+    "bias": Variant(BF16, weight_dtype=BF16, bias_dtype=BF16),
+    "residual and bias": Variant(FP16, weight_dtype=FP16, residual_dtype=FP16, bias_dtype=FP32),
+    "out_dtype": Variant(BF16, weight_dtype=FP16, out_dtype=FP32),
+}
+OF_HEADS = {
+    "heads": Variant(BF16, weight_dtype=BF16, layout="heads"),
+    "heads, float32": Variant(FP32, weight_dtype=FP32, layout="heads"),
+    "heads and residual": Variant(BF16, weight_dtype=FP32, residual_dtype=BF16, layout="mixed"),
+    "per-head": Variant(BF16, weight_dtype=BF16, weight="heads", layout="heads"),
+    "per-head, all": Variant(
+        BF16,
+        weight_dtype=FP32,
+        weight="heads",
+        bias_dtype=FP32,
+        residual_dtype=FP32,
+        alpha=0.5,
+        layout="slices",
+    ),
+}
+
+
+def _assert_right_and_alike(variant):
+    inputs, spec, wanted = variants.make(variant), variants.spec_of(variant), variants.wanted_of(variant)
+    y, rstd, residual_out = launch.rms_norm_forward(spec, inputs[:4])
+    normalized = inputs.x if residual_out is None else residual_out
+    if residual_out is not None:
+        variants.check_residual_out(variant, inputs, residual_out)
+    expected = variants.expected(variant, inputs, residual_out)
+    of_forward, tensors = ("y", "rstd"), (normalized, inputs.dy, inputs.weight, rstd, inputs.d_residual_out)
+    results = ("dx", wanted.dx), ("d_residual", wanted.d_residual), ("dw", wanted.dw), ("db", wanted.db)
+    of_backward = tuple(name for name, dtype in results if dtype is not None)
+
+    def backward():
+        found = launch.rms_norm_backward(spec, tensors, wanted)
+        return tuple(each for each in found if each is not None)
+
+    def forward():
+        return launch.rms_norm_forward(spec, inputs[:4])[:2]
+
+    assert_alike({name: expected[name] for name in of_forward}, of_forward, forward, RUNS)
+    assert_alike({name: expected[name] for name in of_backward}, of_backward, backward, RUNS)
+    if residual_out is not None:
+        assert all(
+            torch.equal(launch.rms_norm_forward(spec, inputs[:4])[2], residual_out) for _ in range(RUNS // 10)
+        )
+
+
+@pytest.fixture(autouse=True)
+def by_kernels(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("composed of PyTorch's operations")
+
+    monkeypatch.setattr(composed, "forward", refuse)
+    monkeypatch.setattr(composed, "backward", refuse)
+
+
+@pytest.mark.parametrize("n", WIDTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows(kind, n):
+    if n > WIDEST_BIAS_ROW and KINDS[kind].bias_dtype is not None:
+        pytest.skip("composed")
+    _assert_right_and_alike(KINDS[kind]._replace(size=(ELEMENTS // n, n)))
+
+
+@pytest.mark.parametrize("size", HEADS)
+@pytest.mark.parametrize("kind", OF_HEADS)
+def test_heads(kind, size):
+    _assert_right_and_alike(OF_HEADS[kind]._replace(size=size))
