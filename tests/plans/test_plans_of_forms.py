@@ -14,6 +14,7 @@ from tilegym_rmsnorm.backends.cutile.plans import rules
 from tilegym_rmsnorm.backends.cutile.plans.problem import Form
 from tilegym_rmsnorm.backends.cutile.plans.select import select
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
+from tilegym_rmsnorm.backends.cutile.plans.variants import ForwardTiles
 
 pytest.importorskip("cuda.tile")
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS  # noqa: E402
@@ -112,6 +113,20 @@ def test_what_has_no_kernel_is_refused():
     asked = planning.problem("backward", 20000, form=Form(residual=True))
     with pytest.raises(ValueError, match="expected a form that kernels take"):
         select(asked, planning.rules_of())
+
+
+def test_rows_that_begin_anywhere_are_gathered():
+    for is_scattered, divisor in ((True, 1), (False, 16)):
+        asked = planning.problem("backward", 128, form=Form(heads=32, is_scattered=is_scattered))
+        plan = select(asked, planning.rules_of())
+        assert plan.constants(plan.first)["DIVISOR"] == divisor
+
+
+def test_heads_have_a_late_weight():
+    settings = {"width": 128, "warps": 4, "occupancy": 4, "latency": 4, "rows": 4, "heads": 4}
+    ForwardTiles(**settings).check(128, 2, 90)
+    with pytest.raises(ValueError, match="weight_load of heads: expected late"):
+        ForwardTiles(**settings, weight_load="joint").check(128, 2, 90)
 
 
 @pytest.mark.parametrize("op", ["forward", "backward"])

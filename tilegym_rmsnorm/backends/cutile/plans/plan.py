@@ -44,7 +44,7 @@ class Plan:
     def constants(self, step: Variant) -> dict[str, Any]:
         """By name what the kernel of a step may take of compile-time arguments."""
         problem = self.problem
-        return step.constants(problem.n) | {
+        constants = step.constants(problem.n) | {
             "HAS_WEIGHT": problem.weight is not None,
             "HAS_DW": problem.op == "backward",
             "PER_HEAD": problem.form.per_head,
@@ -52,6 +52,10 @@ class Plan:
             # Programmatic dependent launch came with Hopper: the next kernel's blocks start while the last of this run.
             "DEPENDENT": problem.device.architecture >= 90,
         }
+        if problem.form.is_scattered and step is self.first:
+            # Rows that begin anywhere are gathered: loads of tiles would take each element alone, behind a branch.
+            constants["DIVISOR"] = 1
+        return constants
 
     @property
     def most_rows(self) -> int:

@@ -35,6 +35,7 @@ class LoadsWeight(Registers):
     def check(self, n: int, itemsize: int, architecture: int) -> None:
         super().check(n, itemsize, architecture)
         expect(self.weight_load in WEIGHT_LOADS, "weight_load", WEIGHT_LOADS, self.weight_load)
+        expect(not self.heads or self.weight_load == "late", "weight_load of heads", "late", self.weight_load)
 
 
 @dataclass(frozen=True, kw_only=True)
