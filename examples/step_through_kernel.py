@@ -24,11 +24,11 @@ import torch
 from tilegym_rmsnorm import rms_norm
 from tilegym_rmsnorm.backends.cutile.kernels import forward_tiles
 
-STOP_AT = "ct.store(rstd"  # the line of the kernel that writes rstd
+STOP_AT = "store_rstd_at(rstd"  # the line of the kernel that writes rstd
 COMMANDS = """\
 continue
 p x.shape
-p i
+p place
 p tx[0]
 p trstd
 continue

@@ -223,7 +223,7 @@ def test_entries_are_warmed(folders):
         ((True, BF16), ValueError),
         ((64, torch.int8), TypeError),
         ((64, torch.float64), TypeError),
-        ((64, torch.float32, BF16), TypeError),
+        ((64, BF16, torch.float64), TypeError),
     ],
 )
 def test_widths_that_are_none(width, error):

@@ -63,7 +63,7 @@ def test_step_through_kernel_stops_in_the_kernel_that_it_names():
         r"This stops in the kernel `(\w+)`", (ROOT / "examples/step_through_kernel.py").read_text()
     )
     text = output_of("step_through_kernel.py")
-    assert f"kernels{os.sep}forward.py" in text and f"{named[1]}()\n-> ct.store(rstd" in text
+    assert f"kernels{os.sep}forward.py" in text and f"{named[1]}()\n-> store_rstd_at(rstd" in text
     rows = [[value] * 4 for value in (1.0, 2.0, 4.0)]
     assert f"(Pdb) p tx[0]\nTile[float32,(64, 4)] {str(rows)[:-1]}" in text
     rstd = re.search(r"\(Pdb\) p trstd\nTile\[float32,\(64, 1\)\] \[\[(.*?)\], \[(.*?)\], \[(.*?)\]", text)
