@@ -147,7 +147,9 @@ def test_residual(backend):
     assert_within(expected_results(total), y=y.detach())
 
     grads = torch.autograd.grad((y, out), (x, residual, weight), (inputs.dy, d_out))
-    _, rstd = rms_norm_forward(total.x, weight, 1e-3, backend=backend)
+    *_, rstd = rms_norm_forward(
+        x.detach(), weight.detach(), 1e-3, residual=residual.detach(), backend=backend
+    )
     dx, dw = rms_norm_backward(total.x, inputs.dy, weight, rstd, d_residual_out=d_out, backend=backend)
     assert torch.equal(grads[0], dx) and torch.equal(grads[1], grads[0]) and torch.equal(grads[2], dw)
 
