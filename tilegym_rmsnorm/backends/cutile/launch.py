@@ -51,8 +51,7 @@ def rms_norm_forward(spec: Spec, tensors: Tensors) -> Outputs:
         return _formed_forward(spec, tensors)
     m, n = x.size(0), spec.n
     weight_dtype = None if weight is None else weight.dtype
-    ruled_out = policy.teams(), policy.get_sm_margin()
-    run = _forward(x.device, n, x.dtype, weight_dtype, spec.casting, size_class(m, n), *ruled_out)
+    run = _forward(x.device, n, x.dtype, weight_dtype, spec.casting, size_class(m, n), *_ruled_out())
     y, rstd = run(x, weight, spec.eps, spec.offset)
     return y, rstd, None
 
@@ -76,7 +75,7 @@ def rms_norm_backward(spec: Spec, tensors: Tensors, wanted: Wanted, partials: st
     ):
         return _formed_backward(spec, tensors, wanted, op)
     m = x.size(0)
-    kind = size_class(m, n), partials, policy.teams(), policy.get_sm_margin()
+    kind = size_class(m, n), partials, *_ruled_out()
     run = _backward(op, x.device, n, dtype, weight_dtype, spec.casting, *kind)
     dx, dw = run(x, dy, weight, rstd, spec.offset)
     return dx, None, dw, None

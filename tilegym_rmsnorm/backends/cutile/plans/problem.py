@@ -46,18 +46,18 @@ class Policy(NamedTuple):
 class Form(NamedTuple):
     """What a call has beyond rows of one dtype and a weight of N elements."""
 
-    residual: bool = False  # the forward adds one; the backward adds d_residual_out, or writes d_residual
-    bias: bool = False  # added by the forward; the backward sums db
-    heads: int = (
-        0  # H, where the arrays of rows are (B, T, H, N), each with its own strides; 0: they are (M, N)
-    )
-    per_head: bool = False  # weight and bias are (H, N)
-    narrowest: int = (
-        0  # bytes of an element of the narrowest array of rows, where they differ; 0: they do not
-    )
-    is_scattered: bool = (
-        False  # rows of (B, T, H, N) begin elsewhere than packed ones, where TMA cannot load them
-    )
+    # The forward adds a residual; the backward adds d_residual_out, or writes d_residual.
+    residual: bool = False
+    # The forward adds a bias; the backward sums db.
+    bias: bool = False
+    # H, where the arrays of rows are (B, T, H, N), each with its own strides; 0: they are (M, N).
+    heads: int = 0
+    # Weight and bias are (H, N).
+    per_head: bool = False
+    # Bytes of an element of the narrowest array of rows, where they differ; 0: they do not.
+    narrowest: int = 0
+    # Rows of (B, T, H, N) begin elsewhere than packed ones, where TMA cannot load them.
+    is_scattered: bool = False
 
 
 PLAIN = Form()
@@ -126,8 +126,6 @@ class Problem(NamedTuple):
 
     @property
     def bucket(self) -> Bucket:
-        weight, form = (
-            FLOAT32 if self.is_beside_float32 else SAME,
-            RESIDUAL if self.form.residual else PLAIN_ROWS,
-        )
+        weight = FLOAT32 if self.is_beside_float32 else SAME
+        form = RESIDUAL if self.form.residual else PLAIN_ROWS
         return Bucket(self.op, self.n, self.dtype, self.size, weight, form)
