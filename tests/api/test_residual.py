@@ -235,3 +235,14 @@ def test_the_first_norm_of_a_block_and_the_second(backend):
 
     for one, other in zip(block(ours), block(theirs), strict=True):
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-4)
+
+
+def test_a_gradient_with_a_minus_sign_pending(backend):
+    """d_residual_out that is no plain memory: its values are those at its address times -1."""
+    x, residual, dy, d = (torch.randn(4, 64, device=DEVICE) for _ in range(4))
+    x.requires_grad_()
+    y, out = rms_norm(x, 64, residual=residual, backend=backend)
+    pending = torch.complex(d, d).conj().imag
+    assert pending.is_neg()
+    (expected,) = torch.autograd.grad((y, out), (x,), (dy, -d), retain_graph=True)
+    assert torch.equal(torch.autograd.grad((y, out), (x,), (dy, pending))[0], expected)
