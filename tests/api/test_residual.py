@@ -246,3 +246,16 @@ def test_a_gradient_with_a_minus_sign_pending(backend):
     assert pending.is_neg()
     (expected,) = torch.autograd.grad((y, out), (x,), (dy, -d), retain_graph=True)
     assert torch.equal(torch.autograd.grad((y, out), (x,), (dy, pending))[0], expected)
+
+
+def test_a_gradient_that_is_no_plain_memory_takes_all_checks(monkeypatch):
+    """Interpreters read through a pending minus sign, kernels do not."""
+    from tilegym_rmsnorm import autograd
+
+    checked = []
+    run = autograd._checked_backward
+    monkeypatch.setattr(autograd, "_checked_backward", lambda *a: checked.append(a) or run(*a))
+    x, d = torch.randn(4, 64, device=DEVICE, requires_grad=True), torch.randn(4, 64, device=DEVICE)
+    y, out = rms_norm(x, 64, residual=d, backend="torch")
+    torch.autograd.grad((y, out), (x,), (d, torch.complex(d, d).conj().imag))
+    assert len(checked) == 1
