@@ -11,8 +11,10 @@ import planning
 import pytest
 
 from tilegym_rmsnorm.backends.cutile.plans import rules
-from tilegym_rmsnorm.backends.cutile.plans.problem import Form
-from tilegym_rmsnorm.backends.cutile.plans.select import select
+from tilegym_rmsnorm.backends.cutile.plans.problem import BIAS, D_RESIDUAL, PLAIN_ROWS, RESIDUAL, Form
+from tilegym_rmsnorm.backends.cutile.plans.problem import FORMS as FORMS_OF_RECORDS
+from tilegym_rmsnorm.backends.cutile.plans.records import Records, parse
+from tilegym_rmsnorm.backends.cutile.plans.select import Tables, select
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
 from tilegym_rmsnorm.backends.cutile.plans.variants import ForwardTiles
 
@@ -52,6 +54,8 @@ FORMS = [
     Form(True, True, 5, True),
     Form(narrowest=2),
     Form(True, narrowest=2),
+    Form(True, d_residual=True),
+    Form(True, narrowest=2, d_residual=True),
     Form(heads=32, is_scattered=True),
     Form(heads=40, narrowest=2, is_scattered=True),
 ]
@@ -113,6 +117,46 @@ def test_what_has_no_kernel_is_refused():
     asked = planning.problem("backward", 20000, form=Form(residual=True))
     with pytest.raises(ValueError, match="expected a form that kernels take"):
         select(asked, planning.rules_of())
+
+
+def _rules_with(*records):
+    """Rules of 64 columns, each (form, occupancy) of backward_rows."""
+    made = [
+        {
+            "ops": ["backward"],
+            "dtypes": ["bfloat16"],
+            "sizes": ["large"],
+            "forms": [form],
+            "n": [64, 64],
+            "kernel": "backward_rows",
+            "settings": {"width": 64, "warps": 4, "occupancy": occupancy, "latency": 4},
+        }
+        for form, occupancy in records
+    ]
+    return Tables(rules=(Records(parse(each, 90) for each in made),))
+
+
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        (Form(True, d_residual=True), [D_RESIDUAL, RESIDUAL, PLAIN_ROWS]),
+        (Form(True, True, d_residual=True), [D_RESIDUAL, RESIDUAL, PLAIN_ROWS]),
+        (Form(True), [RESIDUAL, PLAIN_ROWS]),
+        (Form(True, True), [RESIDUAL, PLAIN_ROWS]),
+        (Form(bias=True), [BIAS, PLAIN_ROWS]),
+        (Form(), [PLAIN_ROWS]),
+    ],
+    ids=str,
+)
+def test_rules_of_the_nearest_form_serve(form, expected):
+    """A call is of one form; where that has no rule, a plainer one's serve."""
+    asked = planning.problem("backward", 64, form=form)
+    assert asked.bucket.form == expected[0]
+    occupancies = dict(zip(FORMS_OF_RECORDS, range(1, 9), strict=False))
+    for without in range(len(expected)):
+        left = [form for form in FORMS_OF_RECORDS if form not in expected[:without]]
+        tables = _rules_with(*((form, occupancies[form]) for form in left))
+        assert select(asked, tables).first.occupancy == occupancies[expected[without]]
 
 
 def test_rows_that_begin_anywhere_are_gathered():

@@ -20,6 +20,7 @@ def form_of(
     residual: bool,
     bias: bool,
     per_head: bool,
+    d_residual: bool = False,
 ) -> tuple[torch.dtype, Form]:
     """The widest dtype, and the form, of a call that reads these arrays of rows and writes rows of these dtypes.
     Registers hold what is widest; rows of the narrowest say where 16 bytes begin."""
@@ -35,6 +36,7 @@ def form_of(
         per_head,
         narrowest if narrowest < widest.itemsize else 0,
         has_heads and not all(map(begins_as_packed, read)),
+        d_residual,
     )
     return widest, form
 

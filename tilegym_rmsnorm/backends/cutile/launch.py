@@ -101,10 +101,11 @@ def _formed_backward(spec: Spec, tensors: Tensors, wanted: Wanted, op: str) -> G
     weight_dtype = None if weight is None else weight.dtype
     # db beside dw, from partial rows of the same kernel; alone it is a sum of PyTorch's
     is_beside_dw = wanted.db is not None and op == "backward" and n <= WIDEST_BIAS_ROW
-    has_residual = d_residual_out is not None or wanted.d_residual is not None or spec.alpha != 1.0
+    has_two = wanted.d_residual is not None or spec.alpha != 1.0  # dx and d_residual
+    has_residual = d_residual_out is not None or has_two
     written = (wanted.dx, wanted.d_residual)
     per_head = weight is not None and weight.ndim == 2
-    dtype, form = form_of((x, dy, d_residual_out), written, has_residual, is_beside_dw, per_head)
+    dtype, form = form_of((x, dy, d_residual_out), written, has_residual, is_beside_dw, per_head, has_two)
     kind = size_class(m, n), "shared", *_ruled_out(), form
     run = _backward(op, x.device, n, dtype, weight_dtype, spec.casting, *kind)
     if run is None or not _takes(run, m, (x, dy, d_residual_out)):

@@ -9,7 +9,8 @@ from typing import NamedTuple
 OPS = ("forward", "backward", "dx")  # "dx": a backward without dw, for a frozen weight or none
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 LAUNCHES_AT_ONCE = 8  # that teams of blocks are safe in, even where an SM holds one block (kernels/team.py)
-PLAIN_ROWS, RESIDUAL = FORMS = ("plain", "residual")  # that records are of: rows, and rows with a residual
+# That records are of: rows; and rows beside what the field of Form of that name says.
+PLAIN_ROWS, RESIDUAL, D_RESIDUAL, BIAS = FORMS = ("plain", "residual", "d_residual", "bias")
 SAME, FLOAT32 = WEIGHTS = ("same", "float32")  # of x's dtype, or none; float32 beside x of 2 bytes
 
 
@@ -58,6 +59,8 @@ class Form(NamedTuple):
     narrowest: int = 0
     # Rows of (B, T, H, N) begin elsewhere than packed ones, where TMA cannot load them.
     is_scattered: bool = False
+    # The backward writes d_residual, a second array of rows beside dx. (Then residual is True as well.)
+    d_residual: bool = False
 
 
 PLAIN = Form()
@@ -127,5 +130,5 @@ class Problem(NamedTuple):
     @property
     def bucket(self) -> Bucket:
         weight = FLOAT32 if self.is_beside_float32 else SAME
-        form = RESIDUAL if self.form.residual else PLAIN_ROWS
+        form = next((name for name in (D_RESIDUAL, RESIDUAL, BIAS) if getattr(self.form, name)), PLAIN_ROWS)
         return Bucket(self.op, self.n, self.dtype, self.size, weight, form)

@@ -17,10 +17,12 @@ from typing import NamedTuple
 from tilegym_rmsnorm.backends.cutile.plans import rules
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
+    D_RESIDUAL,
     FLOAT32,
     ITEMSIZE,
     PLAIN,
     PLAIN_ROWS,
+    RESIDUAL,
     SAME,
     Bucket,
     Problem,
@@ -82,7 +84,8 @@ def choose(problem: Problem, tables: Tables) -> Choice:
 
 def _like(bucket: Bucket) -> Iterator[Bucket]:
     """The bucket, and those whose rules serve it where it has none."""
-    for form in dict.fromkeys((bucket.form, PLAIN_ROWS)):
+    of_residual = (RESIDUAL,) if bucket.form == D_RESIDUAL else ()
+    for form in dict.fromkeys((bucket.form, *of_residual, PLAIN_ROWS)):
         for size in dict.fromkeys((bucket.size, "large")):
             yield bucket._replace(form=form, size=size)
 
