@@ -12,14 +12,18 @@ from planning import H100, by_rules, by_tables, device, problem
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
-from cutile_runs import run_backward  # noqa: E402
+from cutile_runs import ShuffledMachine, run_backward  # noqa: E402
 
+from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.problem import Form  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
     BackwardPipelined,
     BackwardPipelinedTeam,
     BackwardRows,
     BackwardTeam,
 )
+from tilegym_rmsnorm.spec import Spec, Wanted  # noqa: E402
 
 CPU = torch.device("cpu")
 TEAM = BackwardPipelinedTeam(width=16, warps=4, occupancy=2, latency=2, pieces=3, members=2, rstd_ahead=True)
@@ -66,6 +70,30 @@ def test_the_same_bits_as_by_gathers(n, variant, weight_dtype, dtype):
     assert all(torch.equal(got[name], value) for name, value in expected.items())
     alone = run_backward(inputs, variant, has_dw=False)
     assert torch.equal(alone["dx"], expected["dx"])
+
+
+@pytest.mark.parametrize("weight_dtype", [BF16, FP32])
+@pytest.mark.parametrize("name", [name for name, (_, variant) in VARIANTS.items() if "bias" in variant.takes])
+def test_db_beside_dw(name, weight_dtype):
+    """Right, and the same bits as by gathers; dx and dw as without it."""
+    n, variant = VARIANTS[name]
+    inputs = make_inputs(11, n, BF16, weight_dtype, device=CPU)
+    x, dy, weight, eps, *_ = inputs
+    rstd = torch.rsqrt(x.double().square().mean(dim=1) + eps).float()
+    spec, wanted = Spec(n, eps, 0.0, "once"), Wanted(BF16, None, FP32, FP32)
+
+    def run(first, wanted):
+        machine = ShuffledMachine()
+        asked = problem("backward", n, weight=weight_dtype, form=Form(bias=wanted.db is not None))
+        run = Backward(machine, plan_of(asked._replace(device=machine.facts), first))
+        return run.formed(spec, (x, dy, weight, rstd, None), wanted)
+
+    dx, _, dw, db = run(variant, wanted)
+    truth = dy.double().sum(0)
+    assert (db - truth).abs().max() <= 1e-5 * dy.double().abs().sum(0).max()
+    gathered, plain = run(by_gathers(variant), wanted), run(variant, wanted._replace(db=None))
+    assert all(map(torch.equal, (dx, dw, db), (gathered[0], gathered[2], gathered[3])))
+    assert all(map(torch.equal, (dx, dw), (plain[0], plain[2])))
 
 
 @every_variant

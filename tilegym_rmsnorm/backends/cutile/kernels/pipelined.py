@@ -17,7 +17,7 @@ if PACKED.
 
 import cuda.tile as ct
 
-from .backward import h_and_g
+from .backward import h_and_g, store_partials, zeros_of_partials
 from .residual import NO_RESIDUAL, residual_with_divisor, with_d_residual_out
 from .team import sum_of_team
 from .tiles import (
@@ -33,7 +33,6 @@ from .tiles import (
     row_of_terms_of_dw,
     rstd_ahead,
     store_part_of_row,
-    store_row,
     sum_of_products,
     with_divisor,
 )
@@ -41,9 +40,10 @@ from .weights import load_scale
 
 
 def add_row_by_tma(
-    arrays, row, tdw, trstd, tcolumns, inv_n, offset, HOW, LATENCY, PACKED, residual=NO_RESIDUAL, team=()
+    arrays, row, tsums, trstd, tcolumns, inv_n, offset, HOW, LATENCY, PACKED, residual=NO_RESIDUAL, team=()
 ):
-    """Writes dx of one row and returns tdw with the row's share added. rstd of the row is here already.
+    """Writes dx of one row and returns tsums with the row's share added: sums of dw, and behind them those of db, if
+    there is db. rstd of the row is here already.
 
     It is added before the products are summed: after that h would take registers that 16384 columns do not leave, 256
     bytes of stack by 8 * 2048.
@@ -82,7 +82,9 @@ def add_row_by_tma(
         tx = row_as_float32(tstored_x)
     th, tg = h_and_g(tdy, trstd, tscale)
     tterms = row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
-    tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(len(tcolumns))))
+    if len(tsums) > len(tcolumns):
+        tterms = tterms + tdy
+    tsums = tuple(tsums[k] + tterms[k] for k in ct.static_iter(range(len(tsums))))
 
     total = sum_of_products(tx, tg, len(tcolumns))
     if len(team) > 0:
@@ -96,7 +98,7 @@ def add_row_by_tma(
         store_part_of_row(d_residual[0], row, member, td)
         td = tuple(t * d_residual[1] for t in ct.static_iter(td))
     store_part_of_row(dx, row, member, td)
-    return tdw
+    return tsums
 
 
 def backward_pipelined(
@@ -108,6 +110,7 @@ def backward_pipelined(
     rstd,  # (M,), float32
     d_residual_out,  # () or (as dy,)
     d_residual,  # () or ((M, N) written, alpha)
+    db_partial,  # () or (as dw_partial,)
     inv_n,
     offset,
     WIDTH: ConstInt,
@@ -126,15 +129,17 @@ def backward_pipelined(
     if DEPENDENT:
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
+    db_partial = with_divisor(db_partial, DIVISOR)
     residual = tuple(residual_with_divisor(r, DIVISOR) for r in ct.static_iter((d_residual_out, d_residual)))
     arrays = (dx, dy, x, weight)
     HOW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
     tcolumns = column_tiles(WIDTH, PIECES, 0)
-    tdw = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
+    tsums = zeros_of_partials(tcolumns, len(db_partial) > 0)
     trstd = rstd_ahead(rstd, ct.bid(0))
     for row in range(ct.bid(0), x.shape[0], ct.num_blocks(0)):
         tnext = rstd_ahead(rstd, row + ct.num_blocks(0))
-        tdw = add_row_by_tma(arrays, row, tdw, trstd, tcolumns, inv_n, offset, HOW, LATENCY, PACKED, residual)
+        tsums = add_row_by_tma(
+            arrays, row, tsums, trstd, tcolumns, inv_n, offset, HOW, LATENCY, PACKED, residual
+        )
         trstd = tnext
-    if HAS_DW:
-        store_row(dw_partial, ct.bid(0), tcolumns, tdw, EVEN)
+    store_partials(dw_partial, db_partial, ct.bid(0), tcolumns, tsums, EVEN, HAS_DW)

@@ -50,8 +50,8 @@ class ForwardRows(LoadsWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTiles(LoadsWeight):
-    """`rows` rows a block. heads: of (B, T, H, N) so many rows of T, each of so many heads. Several pieces only with a
-    joint weight."""
+    """`rows` rows a block. heads: of (B, T, H, N) so many rows of T, each of so many heads. Several pieces of (M, N)
+    only with a joint weight."""
 
     kernel = "forward_tiles"
     serves = ("forward",)
@@ -62,7 +62,8 @@ class ForwardTiles(LoadsWeight):
 
     def check(self, n: int, itemsize: int, architecture: int) -> None:
         super().check(n, itemsize, architecture)
-        expect(self.pieces == 1 or self.weight_load == "joint", "pieces", "1, or a joint weight", self.pieces)
+        is_split = self.pieces > 1 and not self.heads
+        expect(not is_split or self.weight_load == "joint", "pieces", "1, or a joint weight", self.pieces)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +119,7 @@ class BackwardPipelined(Walks):
 
     kernel = "backward_pipelined"
     serves = ("backward", "dx")
-    takes = frozenset({"residual"})
+    takes = frozenset({"residual", "bias"})
     tma = True
 
     packed: bool = False
