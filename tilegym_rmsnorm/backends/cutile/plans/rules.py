@@ -67,21 +67,31 @@ def _tiles_of_heads(problem: Problem) -> Variant:
     on a row a block.
 
     On an H100, of q in (4, 4096, 3, H, D) with dy transposed, bfloat16, these settings take at most 1.05 times what the
-    best of a hundred do in each of 13 cells of H from 8 to 40 and D from 64 to 256, 1.01 in the mean. (4, 4096, 32,
-    128): forward 94.0 us, backward 140.6, contiguous 94.0 and 139.7 (cuda-tile 1.7.0, tileiras 13.4.92). Forwards by
-    TMA were slower.
+    best of 30 near them do in each of 15 cells of H from 8 to 40 and D from 64 to 256, 1.01 in the mean. (4, 4096, 32,
+    128): forward 93.0 us, backward 141.3, contiguous 92.0 and 140.0; D of 80: 59.5 and 107.6, 62.4 and 107.1
+    (cuda-tile 1.7.0, tileiras 13.4.92). Forwards by TMA were slower, and so were backwards without.
     """
     n, form, architecture = problem.n, problem.form, problem.device.architecture
     if n > WIDEST_TILE_OF_HEADS and not form.per_head:
         return _plain(problem)
-    width, has_tma = power_of_two(n), architecture >= 90
-    rows = max(1, (16384 if problem.op == "forward" else 8192) // problem.itemsize // width)
-    dividing = form.heads & -form.heads  # the largest power of two that divides H
-    heads = min(rows, dividing, 16 if problem.op == "forward" else 4)
-    settings: dict[str, Any] = {"width": width, "warps": 4, "rows": rows // heads, "heads": heads}
-    if problem.op == "forward":
-        return ForwardTiles(occupancy=4, latency=4, **settings)
-    return BackwardTiles(occupancy=2, latency=2, tma=has_tma, **settings)
+    width, dividing = power_of_two(n), form.heads & -form.heads  # the largest power of two that divides H
+
+    def settings(tile_bytes: int, most_heads: int) -> dict[str, Any]:
+        rows = max(1, tile_bytes // problem.itemsize // width)
+        heads = min(rows, dividing, most_heads)
+        return {"width": width, "warps": 4, "rows": rows // heads, "heads": heads}
+
+    if problem.op != "forward":
+        # Tiles that are partly empty have fewer bytes in flight: four blocks an SM of half the size.
+        tile_bytes, occupancy = (8192, 2) if n == width else (4096, 4)
+        return BackwardTiles(
+            occupancy=occupancy, latency=2, tma=architecture >= 90, **settings(tile_bytes, most_heads=4)
+        )
+    # Eight blocks an SM leave a thread 64 registers: not for a second array, and see _forward of sm_100.
+    is_bare = not (form.residual or form.bias or form.per_head)
+    if is_bare and architecture < 100 and problem.itemsize == 2:
+        return ForwardTiles(occupancy=8, latency=2, **settings(8192 if width > 64 else 4096, most_heads=16))
+    return ForwardTiles(occupancy=4, latency=4, **settings(16384, most_heads=16))
 
 
 def _plain(problem: Problem) -> Variant:
