@@ -39,6 +39,7 @@ KINDS = {
         BF16, weight_dtype=FP32, residual_dtype=BF16, casting="llama", offset=1.0
     ),
     "stream": Variant(BF16, weight_dtype=BF16, residual_dtype=FP32, alpha=0.5),
+    "two gradients": Variant(BF16, weight_dtype=BF16, residual_dtype=BF16, alpha=0.5),
     "float32": Variant(FP32, weight_dtype=FP32, residual_dtype=FP32),
     "bias": Variant(BF16, weight_dtype=BF16, bias_dtype=BF16),
     "residual and bias": Variant(FP16, weight_dtype=FP16, residual_dtype=FP16, bias_dtype=FP32),

@@ -1,0 +1,125 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What the selector picks for calls with a residual, a bias or heads, compiled as the launch code calls it: no
+registers spill, and no warp waits for some."""
+
+import pytest
+from helpers import BF16, FP16, FP32
+
+from tilegym_rmsnorm.backends.cutile.plans.problem import (
+    BIAS,
+    D_RESIDUAL,
+    FORMS,
+    PLAIN_ROWS,
+    RESIDUAL,
+    Form,
+    Policy,
+    Problem,
+)
+from tilegym_rmsnorm.backends.cutile.plans.select import choose, select
+from tilegym_rmsnorm.backends.cutile.plans.tables import shipped_records, tables_of
+from tilegym_rmsnorm.spec import Spec, Wanted
+
+pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+
+from compiling import CompilingMachine, assert_sound, meta, sampled, skip_without_compiler  # noqa: E402
+
+from tilegym_rmsnorm.backends.cutile.launch import NAMES, Backward, Forward  # noqa: E402
+
+skip_without_compiler()
+
+DTYPES = {"bfloat16": BF16, "float16": FP16, "float32": FP32}
+FORM = {
+    PLAIN_ROWS: Form(),
+    RESIDUAL: Form(residual=True),
+    D_RESIDUAL: Form(residual=True, d_residual=True),
+    BIAS: Form(bias=True),
+}
+ARCHITECTURES = (80, 86, 90, 100, 120)
+HEADS = ((32, 64), (28, 80), (8, 96), (32, 128), (28, 160), (40, 192), (8, 256), (32, 512))
+
+
+def problem_of(machine, op, n, dtype, form, x_dtype=None):
+    """x_dtype: of x, where it is narrower than dtype, the residual's."""
+    if x_dtype not in (None, dtype):
+        form = form._replace(narrowest=x_dtype.itemsize)
+    weight = NAMES[x_dtype or dtype]
+    return Problem(op, n, NAMES[dtype], weight, "large", machine.facts, policy=Policy(), form=form)
+
+
+def compile_call(problem, dtype, x_dtype=None, m=4096, lead=None):
+    """The launches of a call of a problem on its device, by what the selector picks."""
+    machine = CompilingMachine(problem.device.architecture)
+    plan = select(problem, tables_of(problem.device.architecture, None, None))
+    machine.spills = plan.spills
+    n, form, x_dtype = problem.n, problem.form, x_dtype or dtype
+    shape = (*lead, n) if lead else (m, n)
+    m = meta(*shape, dtype=dtype).numel() // n
+    rows, x = meta(*shape, dtype=dtype), meta(*shape, dtype=x_dtype)
+    if lead:
+        b, t, h = lead
+        x = meta(b, t, 3, h, n, dtype=x_dtype)[:, :, 0]
+    weight = meta(*((lead[2], n) if form.per_head else (n,)), dtype=x_dtype)
+    alpha, out_dtype = 0.5 if form.d_residual else 1.0, dtype if form.residual else None
+    spec = Spec(n, 1e-6, 0.0, "once", alpha, x_dtype, out_dtype)
+    if problem.op == "forward":
+        bias, residual = weight if form.bias else None, rows if form.residual else None
+        Forward(machine, plan).formed(spec, (x, weight, bias, residual))
+    else:
+        dy = meta(b, h, t, n, dtype=x_dtype).transpose(1, 2) if lead else meta(*shape, dtype=x_dtype)
+        of_dw = x_dtype if problem.op == "backward" else None
+        wanted = Wanted(x_dtype, dtype if form.d_residual else None, of_dw, of_dw if form.bias else None)
+        saved, added = (rows, rows) if form.residual else (x, None)
+        rstd = meta(m, dtype=FP32)
+        Backward(machine, plan).formed(spec, (saved, dy, weight, rstd, added), wanted)
+    return machine
+
+
+def rules_of_forms():
+    """Every rule of a form on sm_90 with each dtype and op of it, of its widest aligned row and one where the last tile
+    is cut off, and the variant that it stands for."""
+    for record in shipped_records(90):
+        for form in set(record.forms) - {PLAIN_ROWS}:
+            for op in record.ops:
+                for n in dict.fromkeys((record.last // 16 * 16, (record.first + record.last) // 32 * 16)):
+                    for name in record.dtypes:
+                        if variant := record.variant(n):
+                            yield variant, op, n, form, DTYPES[name]
+
+
+def test_rules_of_forms_compile_on_hopper():
+    """A float32 residual beside x of 16 bits, and beside float32. A sample; all by --every-config."""
+    machine = CompilingMachine(90)
+    for variant, op, n, form, dtype in sampled(rules_of_forms()):
+        for x_dtype in {dtype, BF16 if dtype is FP32 else dtype}:
+            problem = problem_of(machine, op, n, dtype, FORM[form], x_dtype)
+            chosen = choose(problem, tables_of(90, None, None))
+            assert chosen.first == variant, "the rule does not serve what it is for"
+            assert_sound(compile_call(problem, dtype, x_dtype))
+
+
+def test_every_form_has_a_rule():
+    """So that what the tests above sweep is all of them."""
+    found = {form for _, _, _, form, _ in rules_of_forms()}
+    assert found == set(FORMS) - {PLAIN_ROWS} == set(FORM) - {PLAIN_ROWS}
+
+
+def heads_of_architectures():
+    forms = (Form(), Form(residual=True), Form(bias=True), Form(per_head=True, bias=True))
+    for architecture in ARCHITECTURES:
+        machine = CompilingMachine(architecture)
+        for heads, n in HEADS:
+            for form in forms:
+                for dtype in (BF16, FP32):
+                    for op in ("forward", "backward"):
+                        problem = problem_of(machine, op, n, dtype, form._replace(heads=heads))
+                        yield choose(problem, tables_of(architecture, None, None)), problem, dtype
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_is_reasoned_for_heads_compiles(architecture):
+    """A sample; all by --every-config."""
+    of_this = (each for each in heads_of_architectures() if each[1].device.architecture == architecture)
+    for _, problem, dtype in sampled(of_this):
+        assert_sound(compile_call(problem, dtype, lead=(2, 64, problem.form.heads)))
