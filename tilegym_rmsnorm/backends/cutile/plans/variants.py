@@ -50,8 +50,8 @@ class ForwardRows(LoadsWeight):
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardTiles(LoadsWeight):
-    """`rows` rows a block. heads: of (B, T, H, N) so many rows of T, each of so many heads. Several pieces of (M, N)
-    only with a joint weight."""
+    """`rows` rows a block. heads: of (B, T, H, N) so many rows of T, each of so many heads. Several pieces only with a
+    joint weight."""
 
     kernel = "forward_tiles"
     serves = ("forward",)
@@ -62,8 +62,7 @@ class ForwardTiles(LoadsWeight):
 
     def check(self, n: int, itemsize: int, architecture: int) -> None:
         super().check(n, itemsize, architecture)
-        is_split = self.pieces > 1 and not self.heads
-        expect(not is_split or self.weight_load == "joint", "pieces", "1, or a joint weight", self.pieces)
+        expect(self.pieces == 1 or self.weight_load == "joint", "pieces", "1, or a joint weight", self.pieces)
 
 
 @dataclass(frozen=True, kw_only=True)
