@@ -28,12 +28,14 @@ TOKENS = 4 * 4096  # B * T of the default shapes of heads
 HEADS, HEAD_SIZES = (8, 28, 32, 40), (64, 80, 96, 128, 160, 192, 256)
 
 HIDDEN: tuple[Shape, ...] = (
-    *((4096, cols) for cols in (1024, 2048, 4096)),
-    *((16384, cols) for cols in (2048, 2880, 3072, 4096)),
-    *((8192, cols) for cols in (2560, 3584, 5120, 6144, 7168, 8192)),
-    *((4096, cols) for cols in (12288, 16384)),
-)  # from 8 bytes an element of 34 MB to 540 MB in bf16
-QUICK_HIDDEN: tuple[Shape, ...] = ((4096, 4096), (8192, 7168))
+    (32768, 2048),
+    (16384, 4096),
+    *((8192, cols) for cols in (5120, 7168, 8192)),
+    (4096, 16384),
+)  # 8 bytes an element are 336 MB to 537 MB in bf16
+FEW_ROWS: tuple[Shape, ...] = ((128, 4096),)
+FROZEN: tuple[Shape, ...] = ((16384, 4096), (8192, 7168), (4096, 16384))
+QUICK_HIDDEN: tuple[Shape, ...] = ((16384, 4096), (8192, 7168))
 STRIDED: tuple[Shape, ...] = tuple((TOKENS * heads, size) for heads in HEADS for size in HEAD_SIZES)
 QUICK_STRIDED: tuple[Shape, ...] = ((TOKENS * 8, 64), (TOKENS * 32, 128))
 CPU_HIDDEN: tuple[Shape, ...] = ((32, 128), (12, 500))
@@ -42,7 +44,11 @@ WIDEST_BIAS = 8192
 
 
 class Family(NamedTuple):
-    """Ops with the outputs of each. kinds: what their inputs have beside x, weight and dy."""
+    """Ops with the outputs of each, and what their inputs have beside x, weight and dy.
+
+    tries_settings: of peers all settings are timed, as those of plain ops are; else what a peer chooses by itself. Of
+    the families without, no target names a peer with settings.
+    """
 
     name: str
     outputs: dict[str, tuple[str, ...]]
@@ -53,6 +59,7 @@ class Family(NamedTuple):
     has_bias: bool = False
     is_strided: bool = False
     alpha: float = 1.0
+    tries_settings: bool = False
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -63,8 +70,9 @@ FAMILIES = (
     Family(
         "residual",
         {"residual_forward": ("y", "residual_out", "rstd"), "residual_backward": ("dx", "dw")},
-        HIDDEN,
+        HIDDEN + FEW_ROWS,
         has_residual=True,
+        tries_settings=True,
     ),
     # Two gradients: dx is alpha times the residual's.
     Family(
@@ -98,11 +106,11 @@ FAMILIES = (
         tuple(shape for shape in HIDDEN if shape[1] <= WIDEST_BIAS),
         has_bias=True,
     ),
-    Family("frozen weight", {"frozen_weight_backward": ("dx",)}, HIDDEN),
+    Family("frozen weight", {"frozen_weight_backward": ("dx",)}, FROZEN),
 )
 BLOCK_OPS = tuple(op for family in FAMILIES for op in family.ops)
 ALL_OPS = (*OPS, *BLOCK_OPS)
-# By op the one without what it has more, at the same shape: of this package's kernels alone.
+# By op the one without what it has more, at the same shape: of cutile alone.
 CONTROLS = {
     "qk_norm_forward": "contiguous_forward",
     "qk_norm_backward": "contiguous_backward",

@@ -14,8 +14,9 @@ import torch
 from bench import block, block_check
 from bench.block import BlockInputs, Family
 from bench.block_peers import make_providers
-from bench.block_providers import BlockProvider
+from bench.block_providers import BlockProvider, served_by
 from bench.cell import Cell
+from bench.cells import OURS
 from bench.check import poison
 from bench.session import Session
 from bench.shapes import Shape
@@ -25,6 +26,8 @@ from tilegym_rmsnorm.measure.timer import Call
 
 class BlockCell(Cell):
     """The providers of some ops of one family. inputs: its sets."""
+
+    seconds, host_seconds = 0.03, 0.01  # a dozen samples: there are many cells
 
     def __init__(
         self,
@@ -42,9 +45,15 @@ class BlockCell(Cell):
         return self.bench.ops
 
     def make_providers(self, name: str) -> list[BlockProvider]:
-        found = make_providers(name, self.shape, self.dtype, self.bench.device)
+        found = make_providers(name, self.family, self.shape, self.dtype, self.bench.device)
         self.lenient |= {each.label for each in found if each.is_lenient}
-        return found
+        return [self._named(each) for each in found] if name == OURS else found
+
+    def _named(self, provider: BlockProvider) -> BlockProvider:
+        """One that can say which kernel serves an op."""
+        return dataclasses.replace(
+            provider, served_by=lambda op: served_by(op, provider.calls[op], self.inputs[0])
+        )
 
     def checked_ops(self, provider: BlockProvider) -> tuple[str, ...]:
         return tuple(op for op in self.bench.ops if op in provider.calls)
@@ -80,7 +89,7 @@ def first_calls(
     name: str, family: Family, ops: tuple[str, ...], shape: Shape, inputs: BlockInputs, share: slice
 ) -> None:
     """Every op of the provider's settings in `share` once. A failure is left to the process that measures."""
-    for provider in make_providers(name, shape, inputs.x.dtype, inputs.x.device)[share]:
+    for provider in make_providers(name, family, shape, inputs.x.dtype, inputs.x.device)[share]:
         for op in provider.ops:
             if op in ops:
                 with contextlib.suppress(Exception):

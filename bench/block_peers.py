@@ -5,37 +5,47 @@
 
 A library is called for the ops that it has, with what its autograd function does around them: quack and Liger copy
 strided heads to rows, and save the copy of x for the backward, which then copies dy alone. None multiplies the branch
-before it adds it. Settings are those of peers.py.
+before it adds it. Of quack those settings are timed that were the fastest of a plain op (quack_configs.FASTEST), and
+only where a family says so; of the others, those of peers.py that the library chooses by itself.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.block import BlockInputs
+from bench.block import BlockInputs, Family
 from bench.block_providers import BlockProvider, Compute, Results, make_block_providers
 from bench.peers import GEMMA
 from bench.providers import EPS
-from bench.quack_configs import quack_grids, quack_neighbours
+from bench.quack_configs import quack_fastest, quack_grids
 from bench.shapes import Shape
 
 
-def make_providers(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> list[BlockProvider]:
-    """The provider of that name for one shape and dtype; of a library, and torch.compile, one for each setting."""
+def make_providers(
+    name: str, family: Family, shape: Shape, dtype: torch.dtype, device: torch.device
+) -> list[BlockProvider]:
+    """The provider of that name for a family's ops at one shape; of a peer that has settings, one for each."""
+    if name == "quack":
+        return _quack(family, shape, dtype, device)
     if name in LIBRARIES:
         return LIBRARIES[name](shape, dtype, device)
-    return make_block_providers(name, device)
+    return make_block_providers(name, family, device)
 
 
 def _rows(tensor: Tensor) -> Tensor:
     """(M, N): a copy where the dimensions before the last do not collapse."""
     return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _has(function: Callable[..., Any], parameter: str) -> bool:
+    return parameter in inspect.signature(function).parameters
 
 
 def _forwards(forward: Compute, residual_forward: Compute) -> dict[str, Compute]:
@@ -53,8 +63,9 @@ def _backwards(backward: Callable[[tuple[str, ...], BlockInputs], Results]) -> d
     return {op: functools.partial(backward, names) for op, names in wanted.items()}
 
 
-def _quack(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[BlockProvider]:
-    """Its heuristic's config, which always sums dw, and that config's neighbours, without dw where it is not wanted."""
+def _quack(family: Family, shape: Shape, dtype: torch.dtype, device: torch.device) -> list[BlockProvider]:
+    """Its heuristic, which always sums dw; for a frozen weight the same config without; and others where they are
+    tried."""
     quack, configs = importlib.import_module("quack.rmsnorm"), importlib.import_module("quack.rmsnorm_config")
     cols, bits = shape[1], dtype.itemsize * 8
 
@@ -72,19 +83,18 @@ def _quack(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Block
 
     calls = _forwards(forward, residual_forward) | _backwards(backward)
     providers = [BlockProvider("quack", calls, "its heuristic", is_lenient=True)]
-    chosen = configs.RmsNormFwdConfig.from_analytical_heuristic(cols, bits)
-    for text, config in quack_neighbours(chosen, cols, dtype.itemsize):
-        providers.append(BlockProvider("quack", _quack_forwards(quack, config), f"forward {text}", True))
     chosen = configs.RmsNormBwdConfig.from_analytical_heuristic(cols, bits, bits)
     usual, per_sm = configs.get_sm_count(cols, device), configs.get_sm_count(8192, device)
-    found = [
-        (text, config, usual)
-        for text, config in [
-            ("its heuristic's config", chosen),
-            *quack_neighbours(chosen, cols, dtype.itemsize),
-        ]
-    ]
-    found += quack_grids(chosen, cols, dtype.itemsize, usual, per_sm, shape[0])
+    frozen = _quack_backwards(quack, chosen, usual)["frozen_weight_backward"]
+    providers.append(BlockProvider("quack", {"frozen_weight_backward": frozen}, "without dw"))
+    if not family.tries_settings:
+        return providers
+    found = [(text, config, usual) for text, config in quack_fastest(chosen, cols, dtype.itemsize)]
+    if shape[0] < usual:  # a partial row that no row of x is in is summed all the same
+        found += quack_grids(chosen, cols, dtype.itemsize, usual, per_sm, shape[0])
+    chosen = configs.RmsNormFwdConfig.from_analytical_heuristic(cols, bits)
+    for text, config in quack_fastest(chosen, cols, dtype.itemsize):
+        providers.append(BlockProvider("quack", _quack_forwards(quack, config), f"forward {text}", True))
     for text, config, partial_rows in found:
         providers.append(
             BlockProvider("quack", _quack_backwards(quack, config, partial_rows), f"backward {text}")
@@ -134,16 +144,21 @@ def _liger_triton(shape: Shape, dtype: torch.dtype, device: torch.device) -> lis
         y, _, rstd, *_ = norm.rms_norm_forward(_rows(t.x), t.weight, EPS, 0.0, GEMMA, None)
         return y, rstd
 
+    # Before 0.8 dw is always summed, and Triton chooses the stages.
+    can_skip_dw = _has(norm.rms_norm_backward, "needs_dw")
+    stages = (2,) if _has(fused.fused_add_rms_norm_backward, "num_stages") else ()
+
     def backward(wanted: tuple[str, ...], t: BlockInputs) -> Results:
         arguments = (_rows(t.dy), t.packed, t.weight, t.rstd, 0.0, GEMMA, block, warps, True, None)
-        return norm.rms_norm_backward(*arguments, needs_dw="dw" in wanted)[: len(wanted)]
+        options = {"needs_dw": "dw" in wanted} if can_skip_dw else {}
+        return norm.rms_norm_backward(*arguments, **options)[: len(wanted)]
 
     def residual_forward(t: BlockInputs) -> Results:
         return fused.fused_add_rms_norm_forward(t.x, t.residual, t.weight, EPS, 0.0, GEMMA)[:3]
 
     def residual_backward(t: BlockInputs) -> Results:
-        arguments = (t.dy, t.d_residual_out, t.normalized, t.weight, t.rstd, 0.0, GEMMA, block, warps, 2)
-        dx, _, dw = fused.fused_add_rms_norm_backward(*arguments, False)
+        arguments = (t.dy, t.d_residual_out, t.normalized, t.weight, t.rstd, 0.0, GEMMA, block, warps)
+        dx, _, dw = fused.fused_add_rms_norm_backward(*arguments, *stages, False)
         return dx, dw
 
     calls = _forwards(forward, residual_forward) | _backwards(backward)

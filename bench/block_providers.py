@@ -12,20 +12,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 import tilegym_rmsnorm as tr
 from bench import providers
-from bench.block import ALPHA, BlockInputs
-from bench.providers import BACKENDS, COMPILED_MODES, EPS, KERNELS
+from bench.block import ALPHA, CONTROLS, BlockInputs, Family
+from bench.cells import OURS
+from bench.providers import BACKENDS, BASELINES, COMPILED_MODES, EPS
 from tilegym_rmsnorm import registry
 from tilegym_rmsnorm.spec import Spec, Wanted
 
 Results = tuple[Tensor, ...]
 Compute = Callable[[BlockInputs], Results]  # of one op, its outputs in the order of Family.outputs
 aten = torch.ops.aten
+PLAIN_OPS = ("frozen_weight_backward", *CONTROLS.values())
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class BlockProvider:
     settings: str = ""  # of a peer that is measured with several, the fastest of which counts
     is_lenient: bool = False  # it may normalize the sum with the residual before that is rounded
     overwrites_dy: bool = False  # the backward returns dx in dy's memory
-    served_by: None = None
+    served_by: Callable[[str], str] | None = None  # of cutile: the kernel that serves an op
 
     @property
     def label(self) -> str:
@@ -69,7 +73,28 @@ def own_provider(backend: str) -> BlockProvider:
         "no_bias_forward": lambda t: forward(t.x, t.weight),
         "no_bias_backward": lambda t: backward(t.x, t.dy, t.weight, t.rstd),
     }
-    return BlockProvider(backend, calls | controls if backend in KERNELS else calls)
+    return BlockProvider(backend, calls | controls if backend == OURS else calls)
+
+
+def served_by(op: str, call: Compute, inputs: BlockInputs) -> str:
+    """The kernel that does the work of one call of cutile, and its settings; of an op whose form no kernel takes, the
+    kernel of the plain call that PyTorch's operations stand around. Nothing, where cutile launched nothing."""
+    from tilegym_rmsnorm.backends.cutile.launch import Launcher
+    from tilegym_rmsnorm.backends.cutile.plans.problem import PLAIN
+
+    plans, run = [], Launcher.run
+
+    def noted(
+        self: Launcher, *arguments: Any
+    ) -> None:  # what is asked for anew could differ from what is timed
+        plans.append(self.plan)
+        run(self, *arguments)
+
+    with mock.patch.object(Launcher, "run", noted):
+        call(inputs)
+    is_composed = op not in PLAIN_OPS and any(plan.problem.form == PLAIN for plan in plans)
+    text = "; ".join(dict.fromkeys(str(plan.first) for plan in plans))
+    return f"composed around {text}" if is_composed else text
 
 
 # What autograd asks of a backend; no public op of gradients takes these wishes.
@@ -169,18 +194,21 @@ def eager_provider(device: torch.device) -> BlockProvider:
     return BlockProvider("F.rms_norm", calls)
 
 
-def compiled_providers(name: str, device: torch.device) -> list[BlockProvider]:
-    """torch.compile by one of its modes, as providers.compiled_providers has it."""
+def compiled_providers(name: str, family: Family, device: torch.device) -> list[BlockProvider]:
+    """torch.compile by one of its modes, as providers.compiled_providers has it. A family whose settings are not tried
+    has the usual mode alone."""
+    if name != BASELINES[1] and not family.tries_settings:
+        return []
     return [
         BlockProvider(name, torch_calls(functools.partial(providers.compiled, options=options)), text, True)
         for text, options in providers.compiled_settings(name, device).items()
     ]
 
 
-def make_block_providers(name: str, device: torch.device) -> list[BlockProvider]:
+def make_block_providers(name: str, family: Family, device: torch.device) -> list[BlockProvider]:
     """The providers of that name, one for each setting; none of a name that has none of these ops."""
     if name in BACKENDS:
         return [own_provider(name)]
     if name == "F.rms_norm":
         return [eager_provider(device)]
-    return compiled_providers(name, device) if name in COMPILED_MODES else []
+    return compiled_providers(name, family, device) if name in COMPILED_MODES else []

@@ -1,9 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What is aimed at for block.py's ops, each over a result's own cells. compare.py has those of the plain norm."""
+"""What is aimed at for block.py's ops, each over a result's own cells. compare.py has those of the plain norm.
+
+python -m bench.block_targets RESULT.json     a line for each target: met, NOT MET with the cells that miss it, or
+                                              open without cells; exit status 1 unless all are met
+"""
 
 from __future__ import annotations
+
+import argparse
+import json
+import sys
 
 from bench.block import BLOCK_OPS, CONTROLS
 from bench.cells import (
@@ -14,11 +22,14 @@ from bench.cells import (
     Target,
     compare,
     failed_cells,
+    lines_of,
     mean_ratio,
     moved,
     name_of,
     of_op,
 )
+from bench.gate import kind_of
+from tilegym_rmsnorm.commands import options
 
 LARGE_X = 64 << 20  # bytes of x
 LARGE_HEADS = (128, 256)  # columns
@@ -37,7 +48,7 @@ def targets(result: Result) -> list[Target]:
         large = [each for each in of_op(result, op) if moved(each) >= LARGE_BYTES]
         found.append(_of_copy(op, share, large, f"{LARGE_BYTES / 1e6:.0f} MB or more move"))
         if op in RESIDUAL_MEAN:
-            found += _against_peers(op, compare(result, op))
+            found += _against_peers(op, _compared(op, result))
     for op in ("qk_norm_forward", "qk_norm_backward"):
         large = [
             each for each in of_op(result, op) if each["cols"] in LARGE_HEADS and _bytes_of_x(each) >= LARGE_X
@@ -60,6 +71,13 @@ def _of_copy(op: str, share: float, records: list[Record], where: str) -> Target
         if each["copy_fraction"] < share
     ]
     return Target(f"{op}: at least {share:.0%} of the copy ceiling where {where}", len(with_share), missed)
+
+
+def _compared(op: str, result: Result) -> list[Comparison]:
+    """Of the forward the cells of LARGE_BYTES and more alone."""
+    return [
+        each for each in compare(result, op) if op == "residual_backward" or moved(each.ours) >= LARGE_BYTES
+    ]
 
 
 def _against_peers(op: str, comparisons: list[Comparison]) -> list[Target]:
@@ -103,3 +121,25 @@ def _shape(record: Record) -> str:
 
 def _bytes_of_x(record: Record) -> int:
     return record["rows"] * record["cols"] * ITEMSIZE[record["dtype"]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.block_targets",
+        description="Which targets a result of bench/run.sh --block meets.",
+    )
+    parser.add_argument("result", type=options.path, metavar="RESULT.json")
+    path = parser.parse_args(argv).result
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        parser.error(f"expected a result in JSON, got {path}: {error}")
+    if "records" not in result or kind_of(result) != "block":
+        parser.error(f"expected a result of bench/run.sh --block, got {path}")
+    found = targets(result)
+    print("\n".join(lines_of(found, shows_open=True)))
+    return int(not all(each.is_met for each in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -20,7 +20,15 @@ from bench.providers import Provider
 from bench.session import Session
 from bench.shapes import Shape, compulsory_bytes
 from tilegym_rmsnorm.measure.accuracy import Errors, Outputs, why_wrong
-from tilegym_rmsnorm.measure.timer import Call, Sampler, Timing, calls_needed, host_sampler, interleave
+from tilegym_rmsnorm.measure.timer import (
+    SAMPLING_SECONDS,
+    Call,
+    Sampler,
+    Timing,
+    calls_needed,
+    host_sampler,
+    interleave,
+)
 
 Record = dict[str, Any]
 HOST_SECONDS = 0.03
@@ -32,6 +40,8 @@ FAILS_WITH = {"forward": ("forward", "both"), "backward": ("backward", "both")} 
 class Cell:
     """The providers at one shape and dtype, each with all its settings. What depends on the kind of ops is in methods
     that block_cell.py has others of."""
+
+    seconds, host_seconds = SAMPLING_SECONDS, HOST_SECONDS  # of each provider and op
 
     def __init__(self, bench: Session, shape: Shape, dtype: torch.dtype, inputs: list[Any]):
         self.bench, self.shape, self.dtype, self.inputs = bench, shape, dtype, inputs
@@ -116,7 +126,7 @@ class Cell:
                 if bench.is_cuda:
                     workspace[label] = _workspace_bytes(calls[0])
                 samplers[label] = bench.timer.sampler([calls[i % sets] for i in range(count)])
-        device = interleave(samplers)
+        device = interleave(samplers, self.seconds)
         fastest = {name: _fastest(several, device) for name, several in offered.items()}
         host = self._host_times(op, [each for each in fastest.values() if each is not None])
         return [
@@ -132,7 +142,7 @@ class Cell:
         samplers = {
             label: host_sampler(call, self.bench.device) for label, call in calls.items() if call is not None
         }
-        return interleave(samplers, HOST_SECONDS)
+        return interleave(samplers, self.host_seconds)
 
     def _record(
         self,

@@ -9,6 +9,7 @@ A peer is every provider that is none of this package's backends. Ratios are of 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from bench.providers import OWN
@@ -53,6 +54,19 @@ class Target(NamedTuple):
     def is_met(self) -> bool | None:
         """None where the result has no such cell."""
         return None if self.cells == 0 else not self.missed
+
+
+def lines_of(targets: Iterable[Target], shows_open: bool = False) -> list[str]:
+    """'met' or 'NOT MET', the target and the cells that miss it; targets without cells are left out, or 'open'."""
+    lines = []
+    for target in targets:
+        if target.is_met is None:
+            lines += [f"open    {target.text} (no cells)"] if shows_open else []
+            continue
+        line = f"{'met    ' if target.is_met else 'NOT MET'} {target.text} ({target.cells} cells)"
+        line += f": {target.figures}" if target.figures else ""
+        lines.append(line + (f"; missed by {', '.join(target.missed)}" if target.missed else ""))
+    return lines
 
 
 def compare(result: Result, op: str) -> list[Comparison]:

@@ -22,6 +22,7 @@ from bench.cells import (
     Target,
     compare,
     failed_cells,
+    lines_of,
     mean_ratio,
     moved,
     name_of,
@@ -104,15 +105,8 @@ def targets(result: Result) -> list[Target]:
 
 
 def target_lines(result: Result) -> list[str]:
-    """'met' or 'NOT MET', the target and the cells that miss it; targets without cells are left out."""
-    lines = []
-    for target in targets(result):
-        if target.is_met is None:
-            continue
-        line = f"{'met    ' if target.is_met else 'NOT MET'} {target.text} ({target.cells} cells)"
-        line += f": {target.figures}" if target.figures else ""
-        lines.append(line + (f"; missed by {', '.join(target.missed)}" if target.missed else ""))
-    return lines
+    """One line for each target of which the result has cells."""
+    return lines_of(targets(result))
 
 
 def workspace_table(result: Result, style: str = "simple") -> str:

@@ -26,7 +26,7 @@ from bench.measure import Bench
 from bench.peers import ALL_PROVIDERS, ALONE, LIBRARIES, why_missing
 from bench.processes import Loss, differences, left_by, lost_records, measure_others, write
 from bench.provenance import RESULTS, choose_tables, describe_run, gpu_slug, one_line
-from bench.providers import BACKENDS, BASELINES, MAX_AUTOTUNE, ROW_PARTIALS
+from bench.providers import BACKENDS, BASELINES, KERNELS, MAX_AUTOTUNE, ROW_PARTIALS
 from bench.session import ContextLostError
 from bench.shapes import (
     CPU_QUICK_SHAPES,
@@ -73,8 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
     if arguments.warm or arguments.peers or arguments.grid:
-        for section in sections:
-            warm(here, section.shapes, [DTYPES[name] for name in arguments.dtype], device, section.ops)
+        warm(here, sections, [DTYPES[name] for name in arguments.dtype], device)
     has_inductor = bool(inductor.PROVIDERS.intersection(here))
     if has_inductor:  # what was not compiled ahead
         inductor.time_by_device()
@@ -85,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         "copy_gb_per_s": None if ceiling is None else round(ceiling / 1e9, 1),
         "note": None if has_gpu else report.CPU_NOTE,
         "is_grid": arguments.grid,
-        "is_block": arguments.block,
+        "is_block": all(op in BLOCK_OPS for section in sections for op in section.ops),
         "inductor_timer": has_inductor,
         "unavailable": unavailable,
     }
@@ -108,7 +107,7 @@ def measure_dtypes(
     loss: Loss | None = None  # of this process, in which nothing runs behind it
     for dtype in arguments.dtype:
         result = {**heading, "records": []}
-        kind = "-grid" if arguments.grid else "-block" if arguments.block else ""
+        kind = "-grid" if arguments.grid else "-block" if heading["is_block"] and not arguments.part else ""
         path = folder / f"{heading['date'][:10]}-{dtype}{kind}.json"
         for bench.ops, shapes in sections:
             if loss is not None:
@@ -172,7 +171,7 @@ def choose_providers(arguments: argparse.Namespace, has_gpu: bool) -> tuple[tupl
         wanted = GRID_PROVIDERS if arguments.provider is None else arguments.provider
     else:
         unavailable = why_not_measured()
-        wanted = default_providers(unavailable, arguments.p_rows, has_gpu)
+        wanted = default_providers(unavailable, arguments, has_gpu)
         libraries = block_peers.LIBRARIES if arguments.block else LIBRARIES
         wanted += (MAX_AUTOTUNE, *libraries) if arguments.peers else ()
     unavailable |= {name: reason for name in wanted if (reason := why_missing(name))}
@@ -312,9 +311,14 @@ def why_not_measured() -> dict[str, str]:
     }
 
 
-def default_providers(unavailable: dict[str, str], has_row_partials: bool, has_gpu: bool) -> tuple[str, ...]:
-    backends = [name for name in BACKENDS if name not in unavailable]
-    if has_row_partials and "cutile" in backends:
+def default_providers(
+    unavailable: dict[str, str], arguments: argparse.Namespace, has_gpu: bool
+) -> tuple[str, ...]:
+    """Of a block, which has many cells, the backends with kernels alone: of the others neither a target nor the gate
+    asks."""
+    wanted = KERNELS if arguments.block else BACKENDS
+    backends = [name for name in wanted if name not in unavailable]
+    if arguments.p_rows and not arguments.block and "cutile" in backends:
         backends.append(ROW_PARTIALS)
     # On a CPU torch.compile would show the same C++ as "inductor", for another half minute of compiling.
     return (*backends, *(BASELINES if has_gpu else ("F.rms_norm",)))

@@ -19,7 +19,7 @@ import itertools
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -29,7 +29,7 @@ import torch
 from tqdm import tqdm
 
 from bench import block, block_cell, inductor
-from bench.block import by_family
+from bench.block import Family, Section, by_family
 from bench.check import checked_ops, make_inputs, run_op
 from bench.peers import make_providers
 from bench.shapes import OPS, Shape
@@ -38,6 +38,7 @@ PROCESSES = 14  # each has some GB of tensors at the largest shapes
 # Without a cache on disk (liger.cute), or with nothing to compile.
 NOT_WARMED = frozenset(("liger.cute", "F.rms_norm", "torch"))
 SHARES = {"quack": 4}  # how many processes share the settings of one shape; of others one has them all
+BY_WIDTH = frozenset(("quack", "liger.triton"))  # compile for columns, not for rows or heads
 _turn: Path | None = None  # the file that whoever uses the GPU locks, where Inductor measures
 
 
@@ -58,21 +59,13 @@ class Task(NamedTuple):
 
 def warm(
     providers: Sequence[str],
-    shapes: Sequence[Shape],
+    sections: Sequence[Section],
     dtypes: Sequence[torch.dtype],
     device: torch.device,
-    ops: tuple[str, ...] = OPS,
     processes: int | None = None,
 ) -> int:
-    """Runs all tasks; how many there were."""
-    tasks = [
-        Task(name, shape, dtype, share, ops)
-        for name in providers
-        if name not in NOT_WARMED
-        for dtype in dtypes
-        for shape in shapes
-        for share in range(SHARES.get(name, 1))
-    ]
+    """Runs the tasks of all sections in one pool, since its processes take seconds to start; how many there were."""
+    tasks = [task for section in sections for task in _tasks(providers, section, dtypes)]
     tasks.sort(key=lambda task: task.is_measured)
     if processes is None:
         processes = min(PROCESSES, max(1, (os.cpu_count() or 1) - 2))
@@ -96,12 +89,30 @@ def warm(
     return len(tasks)
 
 
+def _tasks(providers: Sequence[str], section: Section, dtypes: Sequence[torch.dtype]) -> Iterator[Task]:
+    [(family, _)] = by_family(section.ops)
+    for name in providers:
+        if name in NOT_WARMED:
+            continue
+        shapes = section.shapes
+        if family is not None and name in BY_WIDTH:
+            shapes = tuple({cols: (rows, cols) for rows, cols in reversed(shapes)}.values())
+        for dtype in dtypes:
+            for shape in shapes:
+                for share in range(_shares(name, family)):
+                    yield Task(name, shape, dtype, share, section.ops)
+
+
+def _shares(name: str, family: Family | None) -> int:
+    return SHARES.get(name, 1) if family is None or family.tries_settings else 1
+
+
 def first_calls(task: Task, device: torch.device) -> None:
     """Every op of every setting of the task once. A failure is left to the process that measures."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     [(family, _)] = by_family(task.ops)
-    share = slice(task.share, None, SHARES.get(task.provider, 1))
+    share = slice(task.share, None, _shares(task.provider, family))
     with contextlib.suppress(Exception):
         with inductor.held(_turn) if task.is_measured else contextlib.nullcontext():
             if family is None:

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from bench_records import RECORD_FIELDS
-from block_cases import EVERY_OP, right
+from block_cases import EVERY_OP, computed, right
 from fake_peers import FAKES
 
 from bench import block, block_cell, block_peers, block_providers, measure, peers
@@ -19,7 +19,7 @@ from bench.block import BLOCK_OPS, CONTROLS, FAMILIES, by_family, compulsory_byt
 from bench.block_cell import run_op
 from bench.block_check import errors_of, kind_of
 from bench.block_providers import BlockProvider
-from bench.providers import KERNELS
+from bench.cells import OURS
 from bench.shapes import OPS
 from tilegym_rmsnorm.measure.accuracy import why_wrong
 
@@ -59,7 +59,11 @@ def test_bytes_of_each_op():
 def test_shapes_people_train_with():
     residual = FAMILIES[0].shapes
     sizes = [compulsory_bytes("residual_forward", shape, BF16) for shape in residual]
-    assert sum(size >= 200e6 for size in sizes) >= 8 and min(sizes) < 100e6
+    assert {cols for (_, cols), size in zip(residual, sizes, strict=True) if size >= 200e6} == {
+        *(2048, 4096, 5120, 7168, 8192, 16384)
+    }
+    assert min(sizes) < 10e6, "one with few rows"
+    assert {cols for _, cols in block.family_of("bias_forward").shapes} == {2048, 4096, 5120, 7168, 8192}
     heads = {(block.heads_of(rows), size) for rows, size in block.STRIDED}
     assert {h for (b, t, h), _ in heads} == {8, 28, 32, 40} and {(b, t) for (b, t, _), _ in heads} == {
         (4, 4096)
@@ -197,7 +201,7 @@ def test_every_setting_of_a_library_is_called_right(library, dtype, family, monk
     install(monkeypatch, library)
     (inputs,) = make_inputs(family, SHAPE, dtype, CPU, sets=1)
     before = [tensor.clone() for tensor in inputs.tensors]
-    providers = block_peers.make_providers(library, SHAPE, dtype, CPU)
+    providers = block_peers.make_providers(library, family, SHAPE, dtype, CPU)
     assert len({each.label for each in providers}) == len(providers)
     for provider in providers:
         for op in set(family.ops).intersection(provider.ops):
@@ -224,7 +228,11 @@ def test_which_ops_a_library_has():
     }.items():
         with pytest.MonkeyPatch.context() as monkeypatch:
             install(monkeypatch, library)
-            found = block_peers.make_providers(library, SHAPE, BF16, CPU)
+            found = [
+                each
+                for family in FAMILIES
+                for each in block_peers.make_providers(library, family, SHAPE, BF16, CPU)
+            ]
         assert {op for each in found for op in each.ops} == residual | others
 
 
@@ -236,7 +244,7 @@ def test_a_backward_of_quack_without_dw_is_among_its_settings(monkeypatch):
     quack.rmsnorm_bwd_tuned.fn = lambda *a, **options: seen.append(options) or tuned(*a, **options)
     family = block.family_of("frozen_weight_backward")
     (inputs,) = make_inputs(family, SHAPE, BF16, CPU, sets=1)
-    for provider in block_peers.make_providers("quack", SHAPE, BF16, CPU):
+    for provider in block_peers.make_providers("quack", family, SHAPE, BF16, CPU):
         if "frozen_weight_backward" in provider.ops:
             run_op(family, provider, "frozen_weight_backward", inputs)
     assert seen and all(each["sm_count"] > 0 and "dw_partial" not in each for each in seen)
@@ -276,7 +284,7 @@ def test_backends_are_called_right(backend, family, op):
         if why := why_skip(backend):
             pytest.skip(why)
     provider = block_providers.own_provider(backend)
-    if op in CONTROLS.values() and backend not in KERNELS:
+    if op in CONTROLS.values() and backend != OURS:
         assert op not in provider.ops
         return
     (inputs,) = make_inputs(family, SHAPE, BF16, CPU, sets=1)
@@ -284,11 +292,94 @@ def test_backends_are_called_right(backend, family, op):
 
 
 def test_names_without_these_ops_have_none():
-    assert block_peers.make_providers("tilegym", SHAPE, BF16, CPU) == []
-    assert block_peers.make_providers("cutile[P=M]", SHAPE, BF16, CPU) == []
-    assert {each.name for each in block_peers.make_providers("torch.compile", SHAPE, BF16, CPU)} == {
+    family = FAMILIES[0]
+    assert block_peers.make_providers("tilegym", family, SHAPE, BF16, CPU) == []
+    assert block_peers.make_providers("cutile[P=M]", family, SHAPE, BF16, CPU) == []
+    assert {each.name for each in block_peers.make_providers("torch.compile", family, SHAPE, BF16, CPU)} == {
         "torch.compile"
     }
+
+
+def test_settings_are_tried_of_the_add_alone(monkeypatch):
+    """Of which a target names the best peer: a run of all families would take many minutes."""
+    install(monkeypatch, "quack")
+    names = ("quack", "torch.compile-max-autotune")
+    for family in FAMILIES:
+        found = {name: block_peers.make_providers(name, family, (24, 4096), BF16, CPU) for name in names}
+        settings = {each.settings for each in found["quack"]}
+        assert {"its heuristic", "without dw"} <= settings
+        assert bool(found["torch.compile-max-autotune"]) == (family.name == "residual") == (len(settings) > 2)
+        if family.name == "residual":
+            kinds = {text.split(" ")[0] for text in settings - {"its heuristic", "without dw"}}
+            assert (
+                kinds == {"forward", "backward"}
+                and any("partial_rows=" in text for text in settings) is False
+            )
+
+
+def test_few_rows_are_given_fewer_partial_rows(monkeypatch):
+    install(monkeypatch, "quack")
+    found = block_peers.make_providers("quack", FAMILIES[0], (5, 4096), BF16, CPU)
+    assert any("partial_rows=5" in each.settings for each in found)
+
+
+@pytest.mark.parametrize("version", ["0.6.4", "0.8.5"])
+def test_liger_of_either_form_is_called_right(version, monkeypatch):
+    """0.6.4 has neither needs_dw nor num_stages."""
+    install(monkeypatch, "liger.triton")
+    if version == "0.6.4":
+        norm, fused = (sys.modules[f"liger_kernel.ops.{name}"] for name in ("rms_norm", "fused_add_rms_norm"))
+        plain, added = norm.rms_norm_backward, fused.fused_add_rms_norm_backward
+        monkeypatch.setattr(
+            norm,
+            "rms_norm_backward",
+            lambda dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, in_place, row_mode: plain(
+                dY, X, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, in_place, row_mode
+            ),
+        )
+        monkeypatch.setattr(
+            fused,
+            "fused_add_rms_norm_backward",
+            lambda dY, dS_out, S, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, in_place: added(
+                dY, dS_out, S, W, RSTD, offset, casting_mode, BLOCK_SIZE, num_warps, 2, in_place
+            ),
+        )
+    for family in FAMILIES:
+        (inputs,) = make_inputs(family, SHAPE, BF16, CPU, sets=1)
+        [provider] = block_peers.make_providers("liger.triton", family, SHAPE, BF16, CPU)
+        for op in set(family.ops).intersection(provider.ops):
+            assert reason(family, run_op(family, provider, op, inputs), inputs, ("it",)) is None, op
+
+
+# Which kernel serves
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_records_of_cutile_name_the_kernel(family, monkeypatch):
+    from helpers import why_skip
+
+    if why := why_skip("cutile"):
+        pytest.skip(why)
+    records = measured(monkeypatch, family, block_providers.own_provider("cutile"))
+    assert [each["op"] for each in records] == list(family.ops)
+    for record in records:
+        direction = "forward_" if record["op"].endswith("forward") else "backward_"
+        assert record["settings"].startswith(direction) and " warps=" in record["settings"], record
+    settings = {each["op"]: each["settings"] for each in records}
+    if family.is_strided:
+        assert " heads=" in settings["qk_norm_forward"] and " heads=" not in settings["contiguous_forward"]
+
+
+def test_what_pytorch_does_around_a_plain_kernel_is_said(monkeypatch):
+    from helpers import why_skip
+
+    if why := why_skip("cutile"):
+        pytest.skip(why)
+    family = FAMILIES[0]
+    (inputs,) = make_inputs(family, (2, 20000), BF16, CPU, sets=1)
+    call = block_providers.own_provider("cutile").calls["residual_forward"]
+    assert block_providers.served_by("residual_forward", call, inputs).startswith("composed around forward_")
+    assert block_providers.served_by("residual_forward", computed("residual_forward"), inputs) == ""
 
 
 # Records

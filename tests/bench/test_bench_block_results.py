@@ -6,16 +6,21 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
+import sys
 
 import pytest
 import torch
 from bench_records import make_record, make_result
 from block_cases import right
+from fake_peers import FAKES
 
 from bench import (
     block,
     block_cell,
+    block_peers,
+    block_targets,
     compare,
     gate,
     html_report,
@@ -58,7 +63,7 @@ def test_each_family_has_shapes_of_its_own():
     assert sections("--block", has_gpu=False)[0].shapes == block.CPU_HIDDEN
     assert sections("--block", "--shapes", "4x8")[4].shapes == ((4, 8),)
     mixed = sections("--op", "residual_forward,forward")
-    assert mixed == [(("forward",), DEFAULT_SHAPES), (("residual_forward",), block.HIDDEN)]
+    assert mixed == [(("forward",), DEFAULT_SHAPES), (("residual_forward",), block.HIDDEN + block.FEW_ROWS)]
 
 
 def test_a_group_stands_for_its_ops():
@@ -122,6 +127,47 @@ def test_one_command_measures_every_family_and_writes(measuring, capsys):
     assert all(f"{op}, bfloat16: GB/s" in text for op in BLOCK_OPS)
 
 
+@pytest.mark.parametrize(
+    ("options", "name", "is_block"),
+    [
+        (("--op", "bias_forward"), "-block", True),
+        (("--op", "bias_forward", "--part"), "", True),  # processes.py finds its parts by this name
+        (("--op", "bias_forward,forward"), "", False),
+    ],
+)
+def test_results_of_these_ops_alone_are_of_this_kind(options, name, is_block, monkeypatch, tmp_path):
+    monkeypatch.setattr(run, "run_in_interpreters", lambda: None)  # for the rest of this process
+    monkeypatch.setattr(html_report, "why_none", lambda: "not here")
+    assert run.main(["--out", str(tmp_path), "--provider", "torch", "--shapes", "4x8", *options]) == 0
+    [path] = tmp_path.glob("*.json")
+    assert path.stem.endswith(f"-bfloat16{name}") and json.loads(path.read_text())["is_block"] is is_block
+
+
+def test_without_a_word_these_ops_are_of_kernels_and_of_pytorch(monkeypatch):
+    monkeypatch.setattr(run, "why_not_measured", dict)
+    providers, _ = run.choose_providers(run.parse_arguments(["--block"]), has_gpu=True)
+    assert providers == ("cutile", "triton", "F.rms_norm", "torch.compile")
+
+
+def test_a_whole_run_stays_short(monkeypatch):
+    """Of a twentieth of a second for each setting of an op, and a fifth to load and check it, a run has minutes."""
+    monkeypatch.setattr(run, "why_missing", lambda name: None)
+    monkeypatch.setattr(run, "why_not_measured", dict)
+    for library in block_peers.LIBRARIES:
+        for name, made in FAKES[library]().items():
+            monkeypatch.setitem(sys.modules, name, made)
+    arguments = run.parse_arguments(["--block", "--peers"])
+    names, _ = run.choose_providers(arguments, has_gpu=True)
+    timed = 0
+    for section in run.choose_sections(arguments, has_gpu=True):
+        family = block.family_of(section.ops[0])
+        for shape, name in itertools.product(section.shapes, names):
+            found = block_peers.make_providers(name, family, shape, torch.bfloat16, torch.device("cpu"))
+            pdl = 2 if name.startswith("torch.compile") else 1  # which a CPU has not
+            timed += pdl * sum(op in section.ops for each in found for op in each.ops)
+    assert 500 < timed < 1000
+
+
 def test_peers_are_those_that_have_such_ops(monkeypatch):
     monkeypatch.setattr(run, "why_missing", lambda name: None)
     providers, _ = run.choose_providers(run.parse_arguments(["--block", "--peers"]), has_gpu=True)
@@ -170,16 +216,19 @@ def test_a_lost_context_ends_this_process_for_the_families_behind_too(monkeypatc
 def test_compiling_ahead_makes_the_first_calls_of_these_ops(monkeypatch):
     done = []
 
-    def providers(name, shape, dtype, device):
+    def providers(name, family, shape, dtype, device):
         calls = {op: (lambda t, op=op: done.append((op, t.x.shape[-1]))) for op in BLOCK_OPS}
         return [block_cell.BlockProvider(name, calls, str(number)) for number in range(3)]
 
     monkeypatch.setattr(block_cell, "make_providers", providers)
-    task = warm.Task("quack", (4, 8), torch.float32, 1, ("bias_forward", "bias_backward"))
+    task = warm.Task("quack", (4, 8), torch.float32, 1, ("residual_forward", "residual_backward"))
     warm.first_calls(task, torch.device("cpu"))
-    assert done == [("bias_forward", 8), ("bias_backward", 8)], (
+    assert done == [("residual_forward", 8), ("residual_backward", 8)], (
         "of four processes the second has one of three settings"
     )
+    done.clear()
+    warm.first_calls(warm.Task("quack", (4, 8), torch.float32, 0, ("bias_forward",)), torch.device("cpu"))
+    assert done == [("bias_forward", 8)] * 3, "where few settings are tried one process has all"
 
 
 # Targets
@@ -259,6 +308,38 @@ def test_the_summary_has_the_ops_and_their_targets():
     text = compare.summary(make_block(*cell(100.0, 120.0, "residual_backward")))
     assert "residual_backward: cutile against the best of quack" in text
     assert "met     residual_backward: geometric mean" in text and "deterministic dw" not in text
+
+
+def test_a_command_says_which_targets_a_result_meets(tmp_path, capsys):
+    path = tmp_path / "a.json"
+    report.write_json(make_block(*cell(100.0, 120.0, "residual_backward")), path)
+    assert block_targets.main([str(path)]) == 1, "some are open"
+    lines = capsys.readouterr().out.splitlines()
+    assert "met     residual_backward: geometric mean over cells at least 1.2 (1 cells): 1.200" in lines
+    assert "open    bias_forward: at most 1% longer than no_bias_forward (no cells)" in lines
+    report.write_json(make_block(*cell(100.0, 99.0, "residual_backward")), path)
+    block_targets.main([str(path)])
+    text = capsys.readouterr().out
+    assert (
+        "NOT MET residual_backward: at least 1.0x" in text and "missed by 4096 x 1024 (0.990x quack)" in text
+    )
+    report.write_json(make_result(make_record()), path)
+    with pytest.raises(SystemExit, match="2"):
+        block_targets.main([str(path)])
+    assert "expected a result of bench/run.sh --block, got" in capsys.readouterr().err
+
+
+def test_all_targets_met_is_success(tmp_path, monkeypatch):
+    met = [block_targets.Target("a", 1, []), block_targets.Target("b", 2, [])]
+    monkeypatch.setattr(block_targets, "targets", lambda result: met)
+    report.write_json(make_block(make_record(op="bias_forward")), tmp_path / "a.json")
+    assert block_targets.main([str(tmp_path / "a.json")]) == 0
+
+
+def test_forwards_of_few_bytes_have_no_peer_to_beat():
+    text = "residual_forward: geometric mean"
+    assert verdict(text, *cell(100.0, 50.0, "residual_forward", gb_per_s=1999.0)) is None
+    assert verdict(text, *cell(100.0, 50.0, "residual_forward", gb_per_s=2001.0)) is False
 
 
 # The gate

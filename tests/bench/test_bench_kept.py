@@ -17,12 +17,16 @@ from bench.pictures import MOST_BYTES
 from bench.provenance import RESULTS, ROOT, gpu_slug
 
 GPUS = gate.kept_gpus()
+KINDS = [(gpu, kind) for gpu in GPUS for kind in dict.fromkeys(map(gate.kind_of, gate.load_kept(gpu)))]
+EVERY_KIND = pytest.mark.parametrize(
+    ("gpu", "kind"), KINDS, ids=[f"{gpu_slug(gpu)}-{kind}" for gpu, kind in KINDS]
+)
 SHIPPED = ["NVIDIA H100 80GB HBM3", "NVIDIA H200"]  # of which README shows figures
 
 
-def newest(gpu):
-    """One result of this GPU model, with the newest kept figure of each cell of this package's kernels."""
-    kept = gate.load_kept(gpu)
+def newest(gpu, kind="models"):
+    """One result of this GPU model and kind, with the newest kept figure of each cell of this package's kernels."""
+    kept = [each for each in gate.load_kept(gpu) if gate.kind_of(each) == kind]
     records = {gate.cell_of(each): each for result in kept for each in result["records"] if each["us"]}
     ours = [each for cell, each in records.items() if cell[-1] in gate.GATED_PROVIDERS]
     return {**kept[-1], "records": ours}
@@ -42,10 +46,10 @@ def test_every_shape_op_and_dtype_is_kept(gpu):
     assert len({gate.cell_of(each) for each in newest(gpu)["records"]}) >= 29 * 2 * 3
 
 
-@pytest.mark.parametrize("gpu", GPUS, ids=gpu_slug)
-def test_kept_results_pass_and_a_tenth_more_fails(gpu, tmp_path, capsys):
+@EVERY_KIND
+def test_kept_results_pass_and_a_tenth_more_fails(gpu, kind, tmp_path, capsys):
     """By the command that CI's benchmark job ends with."""
-    result, path = newest(gpu), tmp_path / "new.json"
+    result, path = newest(gpu, kind), tmp_path / "new.json"
     cells = {gate.cell_of(each) for each in result["records"]}
     for factor, failed in ((1.0, 0), (1.1, len(cells))):
         report.write_json(slowed(result, cells, factor), path)
@@ -54,10 +58,10 @@ def test_kept_results_pass_and_a_tenth_more_fails(gpu, tmp_path, capsys):
         assert text in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("gpu", GPUS, ids=gpu_slug)
-def test_one_cell_that_takes_a_tenth_more_is_found(gpu):
-    result = newest(gpu)
-    kept = gate.load_kept(result["gpu"])
+@EVERY_KIND
+def test_one_cell_that_takes_a_tenth_more_is_found(gpu, kind):
+    result = newest(gpu, kind)
+    kept = [each for each in gate.load_kept(gpu) if gate.kind_of(each) == kind]
     for record in result["records"]:
         cell = gate.cell_of(record)
         [line] = gate.compare(slowed(result, {cell}, 1.1), kept, accepted=gate.ACCEPTED).failed

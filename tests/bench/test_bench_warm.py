@@ -12,6 +12,8 @@ from concurrent.futures import Future
 import torch
 
 from bench import inductor, warm
+from bench.block import Section
+from bench.shapes import OPS
 
 CPU = torch.device("cpu")
 
@@ -40,7 +42,7 @@ def test_compiling_ahead_makes_the_first_calls_of_everything(monkeypatch):
         lambda provider, op, inputs, poisons: done.append((provider.name, op, *inputs.x.shape)),
     )
     providers, shapes = ("torch", "no such provider", "liger.cute"), ((4, 8), (2, 8))
-    assert warm.warm(providers, shapes, [torch.float32], CPU, processes=2) == 4
+    assert warm.warm(providers, [Section(OPS, shapes)], [torch.float32], CPU, processes=2) == 4
     ops = ("forward", "backward", "both")
     assert done == [("torch", op, *shape) for shape in shapes for op in ops]
 
@@ -69,9 +71,36 @@ def test_what_inductor_measures_comes_last_and_alone(monkeypatch):
 
     monkeypatch.setattr(warm, "ProcessPoolExecutor", Later)
     monkeypatch.setattr(warm, "as_completed", as_completed)
-    warm.warm(("torch.compile", "cutile", "inductor", "quack"), ((4, 8),), [torch.float32], CPU, processes=2)
+    providers = ("torch.compile", "cutile", "inductor", "quack")
+    warm.warm(providers, [Section(OPS, ((4, 8),))], [torch.float32], CPU, processes=2)
     quack = ["quack"] * warm.SHARES["quack"]
     assert events == ["cutile", *quack, "all done", "torch.compile", "inductor", "all done"]
+
+
+def test_all_sections_share_one_pool_and_nothing_compiles_twice(monkeypatch):
+    pools, tasks = [], []
+
+    class Counted:
+        def __init__(self, *_, **__):
+            pools.append(self)
+
+        __enter__, __exit__ = (lambda self: self), (lambda *_: None)
+
+        def submit(self, function, task, device):
+            tasks.append(task)
+            future = Future()
+            future.set_result(None)
+            return future
+
+    monkeypatch.setattr(warm, "ProcessPoolExecutor", Counted)
+    heads = (16384 * 8, 64), (16384 * 28, 64), (16384 * 8, 80)
+    sections = [Section(("residual_forward",), ((32, 64),)), Section(("qk_norm_forward",), heads)]
+    count = warm.warm(("cutile", "quack"), sections, [torch.float32], CPU, processes=2)
+    assert len(pools) == 1 and count == len(tasks)
+    of_quack = [(task.shape, task.share) for task in tasks if task.provider == "quack"]
+    assert of_quack[:4] == [((32, 64), share) for share in range(warm.SHARES["quack"])]
+    assert of_quack[4:] == [((16384 * 8, 80), 0), ((16384 * 8, 64), 0)], "of heads it compiles for each width"
+    assert [task.shape for task in tasks if task.provider == "cutile"] == [(32, 64), *heads]
 
 
 def test_processes_share_the_settings_of_one_provider(monkeypatch):
@@ -123,7 +152,7 @@ def test_compiling_ahead_runs_in_processes_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("MARKS", str(marks))
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
-    assert warm.warm(("cutile",), ((4, 8), (2, 8)), [torch.float32], CPU, processes=1) == 2
+    assert warm.warm(("cutile",), [Section(OPS, ((4, 8), (2, 8)))], [torch.float32], CPU, processes=1) == 2
     found = [mark.name.split(" ", 1) for mark in marks.iterdir()]
     assert {text for _, text in found} == {"cutile (4, 8) lock", "cutile (2, 8) lock"}
     (process,) = {int(process) for process, _ in found}
