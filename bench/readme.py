@@ -21,12 +21,11 @@ from typing import Any
 
 from tabulate import tabulate
 
-from bench import compare, report
-from bench.block import ALL_OPS
+from bench import block_page, compare, report
 from bench.gate import kind_of
 from bench.provenance import ROOT
 from bench.providers import PDL
-from bench.shapes import BATCHES
+from bench.shapes import BATCHES, OPS
 
 Result = dict[str, Any]
 Results = dict[Path, Result]
@@ -69,7 +68,8 @@ def refresh(page: Path, section: str, text: str) -> None:
         raise ValueError(f"{page}: expected the lines {begin} and {end} once each, in this order")
     before, rest = old.split(begin)
     after = rest.split(end)[1]
-    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
+    shown = f"\n{text}\n\n" if text else ""
+    page.write_text(f"{before}{begin}\n{shown}{end}{after}")
 
 
 def refresh_results(paths: Iterable[Path]) -> None:
@@ -110,7 +110,7 @@ def load(paths: Iterable[Path]) -> Results:
 
 def readme_section(results: Results) -> str:
     """The one table of README.md, and what it was measured with."""
-    tables, _ = _tables_and_grids(results)
+    tables = [each for kind in ("models", "block") for each in _of_kind(results, kind)]
     libraries = ("torch", "triton", "cuda-tile", "quack-kernels", "liger-kernel", "tilegym")
     found = [f"tileiras {version}" for version in dict.fromkeys(each["tileiras"] for each in tables)]
     for name in libraries:
@@ -123,14 +123,16 @@ def readme_section(results: Results) -> str:
 
 def page_sections(results: Results) -> dict[str, str]:
     """The sections of docs/performance.md by their names."""
-    tables, grids = _tables_and_grids(results)
+    tables, grids = _of_kind(results, "models"), _of_kind(results, "grid")
+    shown = {path: each for path, each in results.items() if kind_of(each) != "block"}
     return {
         "overview": report.overview(tables),
         "sizes": sizes_table(tables),
         "behind": behind_table(tables + grids),
         "option": report.overview([without_option(each) for each in tables]),
         "host": "\n\n".join(host_table(each) for each in tables if _dtype(each) == DTYPES[0]),
-        "bench": "\n\n".join(_page_section(path, each) for path, each in results.items()),
+        "block": block_page.section(_of_kind(results, "block")),
+        "bench": "\n\n".join(_page_section(path, each) for path, each in shown.items()),
     }
 
 
@@ -213,17 +215,14 @@ def host_table(result: Result) -> str:
 
 
 def _page_section(path: Path, result: Result) -> str:
-    names = [name for op in ALL_OPS for name in (op, f"{op}-map")]
+    names = [name for op in OPS for name in (op, f"{op}-map")]
     images = {name: path.with_name(f"{path.stem}-{name}.png").resolve() for name in names}
     links = {name: _link(image, ROOT / PAGE) for name, image in images.items() if image.exists()}
     return report.page_section(result, links)
 
 
-def _tables_and_grids(results: Results) -> tuple[list[Result], list[Result]]:
-    models, grids = (
-        [each for each in results.values() if kind_of(each) == kind] for kind in ("models", "grid")
-    )
-    return models, grids
+def _of_kind(results: Results, kind: str) -> list[Result]:
+    return [each for each in results.values() if kind_of(each) == kind]
 
 
 def _name(result: Result) -> str:

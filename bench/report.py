@@ -19,7 +19,7 @@ from typing import Any
 from tabulate import tabulate
 
 from bench import compare
-from bench.block import ALL_OPS, CONTROLS
+from bench.block import ALL_OPS
 from bench.cells import spread_of
 from bench.gate import kind_of
 from bench.provenance import one_line
@@ -84,13 +84,19 @@ def heading(result: Result, op: str) -> str:
 
 def overview(results: list[Result]) -> str:
     """A Markdown table with a line for each result, of cutile against the best peer: how many peers have figures,
-    geometric means, cells won before any rounding."""
+    geometric means, cells won before any rounding. Of a transformer block these are of the residual add."""
     rows = []
     for result in results:
-        timed = {each["provider"] for each in result["records"] if each["us"] is not None}
-        peers = timed.difference(OWN)
-        row = [f"{result['gpu']}, {result['records'][0]['dtype']}", str(len(peers))]
-        for op in ("backward", "forward"):
+        is_block = kind_of(result) == "block"
+        ops = ("residual_backward", "residual_forward") if is_block else ("backward", "forward")
+        timed = {
+            each["provider"]
+            for each in result["records"]
+            if each["us"] is not None and (each["op"] in ops or not is_block)
+        }
+        name = f"{result['gpu']}, {result['records'][0]['dtype']}{', residual' if is_block else ''}"
+        row = [name, str(len(timed.difference(OWN)))]
+        for op in ops:
             comparisons = compare.compare(result, op)
             won = sum(each.ratio >= 1.0 for each in comparisons)
             mean = compare.mean_ratio(comparisons)
@@ -113,22 +119,27 @@ def overview(results: list[Result]) -> str:
 
 def page_section(result: Result, images: dict[str, str]) -> str:
     """The result as Markdown under a heading of its own: for each op its map, and the mean ratio to the best peer; the
-    rest is folded. Where it has no peers the GB/s by provider stay unfolded. A grid has its maps and means alone."""
+    rest is folded. Where it has no peers the GB/s by provider stay unfolded. A grid has its maps and means alone.
+    block_page.py has those of a transformer block."""
     is_grid = kind_of(result) == "grid"
     title = f"{result['gpu'] or 'no GPU'}, {result['records'][0]['dtype']}"
-    title += ", of a transformer block" if kind_of(result) == "block" else ""
+    parts = [f"### {title}{', over rows and columns' if is_grid else ''}", said_above(result)]
+    for op in sorted(ops_of(result), key=lambda op: op != "backward"):
+        if op != "dx":  # it shows what dw costs
+            parts += _op_parts(result, op, images, is_grid)
+    if not is_grid and result["gpu"] is not None:
+        parts += _workspace(result) + _targets(result)
+    return "\n\n".join(parts)
+
+
+def said_above(result: Result) -> str:
+    """What a result was measured with, and the rate of the copy."""
     lines = [f"{one_line(result)}."]
     if result["note"]:
         lines.append(f"**{result['note']}**")
     if result["copy_gb_per_s"] is not None:
         lines.append(f"Device copy of 256 MiB in the same run: {result['copy_gb_per_s']:.0f} GB/s.")
-    parts = [f"### {title}{', over rows and columns' if is_grid else ''}", " ".join(lines)]
-    for op in sorted(ops_of(result), key=lambda op: op != "backward"):
-        if op != "dx" and op not in CONTROLS.values():  # figures of others: what dw, bias and strides cost
-            parts += _op_parts(result, op, images, is_grid)
-    if not is_grid and result["gpu"] is not None:
-        parts += _workspace(result) + _targets(result)
-    return "\n\n".join(parts)
+    return " ".join(lines)
 
 
 def _op_parts(result: Result, op: str, images: dict[str, str], is_grid: bool) -> list[str]:
@@ -139,10 +150,10 @@ def _op_parts(result: Result, op: str, images: dict[str, str], is_grid: bool) ->
     if is_grid:
         return shown
     if comparison:
-        shown += _folded(f"{title}: shape by shape", comparison[1:])
-    table = op_table(result, op, _plain_rate_cell, "pipe", summary=True)
+        shown += folded(f"{title}: shape by shape", comparison[1:])
+    table = op_table(result, op, rate_cell, "pipe", summary=True)
     every = [*pictures[1:], table]
-    return shown + (_folded(f"{title}: GB/s of every provider", every) if comparison else every)
+    return shown + (folded(f"{title}: GB/s of every provider", every) if comparison else every)
 
 
 def _comparison(result: Result, op: str) -> list[str]:
@@ -158,16 +169,17 @@ def _comparison(result: Result, op: str) -> list[str]:
 def _workspace(result: Result) -> list[str]:
     """The backward's workspace, and what dw costs, folded."""
     table = compare.workspace_table(result, "pipe")
-    return _folded("backward of cutile: workspace, and what dw adds to the time", [table]) if table else []
+    return folded("backward of cutile: workspace, and what dw adds to the time", [table]) if table else []
 
 
 def _targets(result: Result) -> list[str]:
     """The targets that it meets and misses, folded; nothing where it has cells of none."""
     lines = [f"- {' '.join(line.split())}" for line in compare.target_lines(result)]
-    return _folded("Targets", ["\n".join(lines)]) if lines else []
+    return folded("Targets", ["\n".join(lines)]) if lines else []
 
 
-def _folded(title: str, parts: list[str]) -> list[str]:
+def folded(title: str, parts: list[str]) -> list[str]:
+    """Parts that a reader unfolds."""
     return [f"<details><summary>{title}</summary>", *parts, "</details>"]
 
 
@@ -203,10 +215,11 @@ def failures(result: Result) -> list[str]:
 
 def _rate_cell(record: Record) -> str:
     share = record["copy_fraction"]
-    return _plain_rate_cell(record) + ("" if share is None else f" {share:4.0%}")
+    return rate_cell(record) + ("" if share is None else f" {share:4.0%}")
 
 
-def _plain_rate_cell(record: Record) -> str:
+def rate_cell(record: Record) -> str:
+    """Its GB/s, or that it failed."""
     return "failed" if record["gb_per_s"] is None else compare.rate_text(record)
 
 

@@ -25,7 +25,6 @@ from bench import (
     gate,
     html_report,
     overview,
-    plots,
     processes,
     readme,
     report,
@@ -383,15 +382,11 @@ def test_pages_keep_the_kinds_apart(tmp_path):
     results = readme.load(found)
     assert overview.result_shown(results.values()) == results[found[0]]
     assert "of a transformer block" in readme.index(results)
-    assert readme.readme_section(results).count(H100) == 1, "the table of README.md has plain calls alone"
-
-
-def test_a_section_of_a_page_leaves_out_the_controls(tmp_path):
-    records = [each for op in ("bias_forward", "no_bias_forward") for each in cell(100.0, 150.0, op)]
-    result = make_block(*records)
-    pictures = plots.plot_result(result, tmp_path / "a")
-    assert set(pictures) == {"bias_forward", "bias_forward-map"}
-    text = report.page_section(result, {name: path.name for name, path in pictures.items()})
-    assert text.startswith(f"### {H100}, bfloat16, of a transformer block\n")
-    assert "**bias_forward, bfloat16**" in text and "no_bias_forward, bfloat16" not in text
-    assert "1.50 times as fast" in text
+    lines = readme.readme_section(results).splitlines()[2:4]
+    assert [[each.strip() for each in line.split("|")[1:-1]] for line in lines] == [
+        [f"{H100}, bfloat16", "1", "1.50", "1 of 1", "", ""],
+        [f"{H100}, bfloat16, residual", "1", "", "", "1.50", "1 of 1"],
+    ]
+    sections = readme.page_sections(results)
+    assert "of a transformer block" in sections["block"] and "transformer block" not in sections["bench"]
+    assert sections["overview"].count(H100) == 1

@@ -179,7 +179,7 @@ def test_host_times_are_of_small_calls():
     assert "16384" not in text
 
 
-SECTIONS = ("overview", "sizes", "behind", "option", "host", "bench", "train")
+SECTIONS = ("overview", "sizes", "behind", "option", "host", "block", "bench", "train")
 
 
 @pytest.fixture
