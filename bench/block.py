@@ -47,7 +47,7 @@ class Family(NamedTuple):
     """Ops with the outputs of each, and what their inputs have beside x, weight and dy.
 
     tries_settings: of peers all settings are timed, as those of plain ops are; else what a peer chooses by itself. Of
-    the families without, no target names a peer with settings.
+    the families without, no target names a peer with settings. without: backends that are measured by --provider alone.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Family(NamedTuple):
     is_strided: bool = False
     alpha: float = 1.0
     tries_settings: bool = False
+    without: tuple[str, ...] = ()
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -94,6 +95,7 @@ FAMILIES = (
         QUICK_STRIDED,
         CPU_STRIDED,
         is_strided=True,
+        without=("triton",),
     ),
     Family(
         "bias",
@@ -122,10 +124,11 @@ GROUPS = {"qk_norm": ("qk_norm_forward", "qk_norm_backward")}
 
 
 class Section(NamedTuple):
-    """Ops of one family, or plain ones, and the shapes at which they are measured."""
+    """Ops of one family, or plain ones, the shapes at which they are measured, and backends that are left out there."""
 
     ops: tuple[str, ...]
     shapes: tuple[Shape, ...]
+    without: tuple[str, ...] = ()
 
 
 def family_of(op: str) -> Family | None:

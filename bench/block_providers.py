@@ -84,11 +84,10 @@ def served_by(op: str, call: Compute, inputs: BlockInputs) -> str:
 
     plans, run = [], Launcher.run
 
-    def noted(
-        self: Launcher, *arguments: Any
-    ) -> None:  # what is asked for anew could differ from what is timed
+    # Seen, not asked for: what is asked for anew could differ from what is timed.
+    def noted(self: Launcher, *arguments: Any, **named: Any) -> None:
         plans.append(self.plan)
-        run(self, *arguments)
+        run(self, *arguments, **named)
 
     with mock.patch.object(Launcher, "run", noted):
         call(inputs)

@@ -109,11 +109,12 @@ def measure_dtypes(
         result = {**heading, "records": []}
         kind = "-grid" if arguments.grid else "-block" if heading["is_block"] and not arguments.part else ""
         path = folder / f"{heading['date'][:10]}-{dtype}{kind}.json"
-        for bench.ops, shapes in sections:
+        for bench.ops, shapes, without in sections:
+            bench.providers = tuple(name for name in here if name not in without)
             if loss is not None:
-                groups = [(here, shapes)]
+                groups = [(bench.providers, shapes)]
             elif loss := measure_all(bench, shapes, dtype, result, path):
-                groups = left_by(loss, here, shapes)
+                groups = left_by(loss, bench.providers, shapes)
             else:
                 groups = []
             if loss is not None and arguments.part:
@@ -286,7 +287,8 @@ def choose_sections(arguments: argparse.Namespace, has_gpu: bool) -> list[Sectio
             shapes = default_shapes(arguments, has_gpu)
         elif shapes is None:
             shapes = shapes_of(family, arguments.quick, has_gpu)
-        sections.append(Section(tuple(op for op in ops if op in of_family), shapes))
+        without = () if family is None or arguments.provider is not None else family.without
+        sections.append(Section(tuple(op for op in ops if op in of_family), shapes, without))
     return sections
 
 

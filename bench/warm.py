@@ -92,7 +92,7 @@ def warm(
 def _tasks(providers: Sequence[str], section: Section, dtypes: Sequence[torch.dtype]) -> Iterator[Task]:
     [(family, _)] = by_family(section.ops)
     for name in providers:
-        if name in NOT_WARMED:
+        if name in NOT_WARMED or name in section.without:
             continue
         shapes = section.shapes
         if family is not None and name in BY_WIDTH:

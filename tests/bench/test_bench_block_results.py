@@ -31,7 +31,7 @@ from bench import (
     run,
     warm,
 )
-from bench.block import BLOCK_OPS, CONTROLS
+from bench.block import BLOCK_OPS, CONTROLS, Section
 from bench.provenance import RESULTS, gpu_slug
 from bench.shapes import DEFAULT_SHAPES, OPS
 
@@ -50,8 +50,8 @@ def sections(*options, has_gpu=True):
 
 
 def test_without_a_word_plain_ops_are_measured_alone():
-    assert sections() == [(OPS, DEFAULT_SHAPES)]
-    assert sections("--op", "dx,forward") == [(("dx", "forward"), DEFAULT_SHAPES)]
+    assert sections() == [Section(OPS, DEFAULT_SHAPES)]
+    assert sections("--op", "dx,forward") == [Section(("dx", "forward"), DEFAULT_SHAPES)]
 
 
 def test_each_family_has_shapes_of_its_own():
@@ -62,7 +62,19 @@ def test_each_family_has_shapes_of_its_own():
     assert sections("--block", has_gpu=False)[0].shapes == block.CPU_HIDDEN
     assert sections("--block", "--shapes", "4x8")[4].shapes == ((4, 8),)
     mixed = sections("--op", "residual_forward,forward")
-    assert mixed == [(("forward",), DEFAULT_SHAPES), (("residual_forward",), block.HIDDEN + block.FEW_ROWS)]
+    assert mixed == [
+        Section(("forward",), DEFAULT_SHAPES),
+        Section(("residual_forward",), block.HIDDEN + block.FEW_ROWS),
+    ]
+
+
+def test_triton_is_measured_at_heads_where_it_is_asked_for():
+    [section] = sections("--op", "qk_norm")
+    assert (
+        section.without == ("triton",)
+        and sections("--op", "qk_norm", "--provider", "triton")[0].without == ()
+    )
+    assert sections("--op", "bias_forward")[0].without == ()
 
 
 def test_a_group_stands_for_its_ops():
@@ -95,6 +107,7 @@ def test_only_all_of_them_are_kept(options, is_kept):
 @pytest.fixture
 def measuring(monkeypatch, tmp_path):
     """main, called with some options, with a provider that is right in place of each; its result."""
+    monkeypatch.setattr(run, "why_not_measured", dict)
     monkeypatch.setattr(block_cell, "make_providers", lambda name, *_: [right(name)])
     monkeypatch.setattr(run, "run_in_interpreters", lambda: None)  # for the rest of this process
     monkeypatch.setattr(html_report, "why_none", lambda: "not here")
@@ -149,7 +162,7 @@ def test_without_a_word_these_ops_are_of_kernels_and_of_pytorch(monkeypatch):
 
 
 def test_a_whole_run_stays_short(monkeypatch):
-    """Of a twentieth of a second for each setting of an op, and a fifth to load and check it, a run has minutes."""
+    """Each setting of an op takes a fifteenth of a second to time, a shape some seconds to load and check."""
     monkeypatch.setattr(run, "why_missing", lambda name: None)
     monkeypatch.setattr(run, "why_not_measured", dict)
     for library in block_peers.LIBRARIES:
@@ -160,11 +173,19 @@ def test_a_whole_run_stays_short(monkeypatch):
     timed = 0
     for section in run.choose_sections(arguments, has_gpu=True):
         family = block.family_of(section.ops[0])
-        for shape, name in itertools.product(section.shapes, names):
+        kept = [name for name in names if name not in section.without]
+        for shape, name in itertools.product(section.shapes, kept):
             found = block_peers.make_providers(name, family, shape, torch.bfloat16, torch.device("cpu"))
             pdl = 2 if name.startswith("torch.compile") else 1  # which a CPU has not
             timed += pdl * sum(op in section.ops for each in found for op in each.ops)
-    assert 500 < timed < 1000
+    assert 600 < timed < 800
+
+
+def test_without_a_word_a_run_leaves_triton_out_at_heads(measuring):
+    _, result = measuring("--quick")
+    found = {(each["op"], each["provider"]) for each in result["records"]}
+    assert ("bias_forward", "triton") in found and ("qk_norm_forward", "cutile") in found
+    assert ("qk_norm_forward", "triton") not in found
 
 
 def test_peers_are_those_that_have_such_ops(monkeypatch):
