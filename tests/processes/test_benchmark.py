@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 
 from bench import processes, warm
+from bench.block import Section
+from bench.shapes import OPS
 
 CPU = torch.device("cpu")
 
@@ -21,7 +23,14 @@ def test_a_part_of_a_run_is_measured_in_a_process_of_its_own(tmp_path, monkeypat
     assert result["records"][0]["us"] > 0 and result["gpu"] is None
 
 
+def test_a_part_of_a_block_is_found_by_its_name(tmp_path, monkeypatch):
+    """Results of these ops end in -block, but for those of parts, which are looked for by their dtype."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    result = processes.measure_apart(("torch",), ((3, 8),), "float32", ("bias_forward",), tmp_path)
+    assert [(each["op"], each["error"]) for each in result["records"]] == [("bias_forward", None)]
+
+
 def test_compiling_ahead_fills_the_caches_from_other_processes(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    assert warm.warm(("torch.compile",), ((4, 8),), [torch.float32], CPU, processes=1) == 1
+    assert warm.warm(("torch.compile",), [Section(OPS, ((4, 8),))], [torch.float32], CPU, processes=1) == 1
     assert list(tmp_path.rglob("*.py"))
