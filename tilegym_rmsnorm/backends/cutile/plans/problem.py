@@ -66,6 +66,11 @@ class Form(NamedTuple):
 PLAIN = Form()
 
 
+def form_named(name: str) -> Form:
+    """Of one of FORMS: what calls have that are of it, and no more. Those beside plain rows are named like a field."""
+    return PLAIN if name == PLAIN_ROWS else Form(**{name: True})
+
+
 class Bucket(NamedTuple):
     """The problems that share a record of one N."""
 
@@ -77,9 +82,10 @@ class Bucket(NamedTuple):
     form: str = PLAIN_ROWS  # of FORMS
 
     def problem(self, device: Device, policy: Policy | None = None) -> Problem:
-        """Its problem on a device, with a weight."""
+        """Its problem on a device, with a weight, of calls that have its form and no more."""
         weight = FLOAT32 if self.weight == FLOAT32 else self.dtype
-        return Problem(self.op, self.n, self.dtype, weight, self.size, device, policy=policy or Policy())
+        asked = self.op, self.n, self.dtype, weight, self.size, device
+        return Problem(*asked, policy=policy or Policy(), form=form_named(self.form))
 
 
 class Problem(NamedTuple):

@@ -36,6 +36,7 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
     SAME,
     WEIGHTS,
     Bucket,
+    Device,
 )
 from tilegym_rmsnorm.backends.cutile.plans.sizes import NO_END, SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, expect
@@ -161,6 +162,8 @@ def _check_entry(record: Record, architecture: int) -> None:
         has_rows = bool(rows_of_class(bucket.size, bucket.n))
         expect(has_rows, "size", f"a class that some number of rows of {bucket.n} is in", bucket.size)
         expect(variant.heads == 0, "heads", "0: records are of rows", variant.heads)
+        takes_form = variant.serves_form(bucket.problem(Device(architecture, 1, MOST_MEMBERS)))
+        expect(takes_form, "kernel", f"one that takes the form {bucket.form!r}", record.kernel)
         variant.check(bucket.n, itemsize, architecture)
 
 

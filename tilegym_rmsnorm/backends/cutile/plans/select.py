@@ -26,6 +26,7 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
     SAME,
     Bucket,
     Problem,
+    form_named,
 )
 from tilegym_rmsnorm.backends.cutile.plans.records import Record, Records
 from tilegym_rmsnorm.backends.cutile.plans.sizes import NO_END
@@ -64,16 +65,18 @@ def select(problem: Problem, tables: Tables) -> Plan:
 def choose(problem: Problem, tables: Tables) -> Choice:
     """The variant of the first kernel, and why.
 
-    A call with a residual, a bias or several dtypes takes the first rule whose kernel can have them: of a residual, or
-    of plain calls, of its size class or of large calls, whose kernels are the plainest. Entries are too particular: a
-    share of the blocks that is best for plain rows of 5120 columns took 218.9 us with a residual, the rule 183.6 (H100,
-    backward 13104x5120, bfloat16). Heads have what can be reasoned.
+    A call with a residual, a bias or several dtypes takes the first rule whose kernel can have them: of its form, or
+    of plain calls, of its size class or of large calls, whose kernels are the plainest. An entry serves calls that have
+    its form and no more: a share of the blocks that is best for plain rows of 5120 columns took 218.9 us with a
+    residual, the rule 183.6 (H100, backward 13104x5120, bfloat16). Heads have what can be reasoned.
     """
     if problem.form == PLAIN:
         found = next(_recorded(problem.bucket, tables, problem), None)
         return found or Choice(rules.reasoned(problem), "reasoned (plans/rules.py)")
-    for bucket in () if problem.form.heads else _like(problem.bucket):
-        for choice in _recorded(bucket, Tables(rules=tables.rules), problem):
+    own, without_entries = problem.bucket, Tables(rules=tables.rules)
+    for bucket in () if problem.form.heads else _like(own):
+        is_exact = bucket == own and problem.form == form_named(own.form)
+        for choice in _recorded(bucket, tables if is_exact else without_entries, problem):
             if choice.first.serves_form(problem):
                 return choice
     first = rules.reasoned(problem)
@@ -99,7 +102,7 @@ def _recorded(bucket: Bucket, tables: Tables, problem: Problem) -> Iterator[Choi
             yield found
         for each in tables.rules:
             if rule := each.find(beside, problem.most_members, problem.is_aligned):
-                yield Choice(rule[1], f"the rule for {_columns(rule[0])}", rule[0].spills)
+                yield Choice(rule[1], f"the rule for {_columns(rule[0])}{_of(bucket)}", rule[0].spills)
 
 
 def _entry(bucket: Bucket, tables: Tables, problem: Problem) -> Choice | None:
@@ -109,7 +112,8 @@ def _entry(bucket: Bucket, tables: Tables, problem: Problem) -> Choice | None:
         asked = bucket._replace(op=op, dtype=dtype)
         found = entries.find(asked, problem.most_members, problem.is_aligned)
         if found and (op == bucket.op or found[1].serves_dx_alone):
-            return Choice(found[1], f"the entry for {_columns(found[0])} of {op}, {dtype}", found[0].spills)
+            source = f"the entry for {_columns(found[0])} of {op}, {dtype}{_of(bucket)}"
+            return Choice(found[1], source, found[0].spills)
     return None
 
 
@@ -119,6 +123,10 @@ def _unshared(problem: Problem, tables: Tables) -> Choice:
     op = "backward" if problem.n > rules.WIDEST_BACKWARD_ROW else "dx"
     plain = problem._replace(op=op, size="large", weight=problem.dtype)
     return choose(plain, Tables(rules=tables.rules))
+
+
+def _of(bucket: Bucket) -> str:
+    return "" if bucket.form == PLAIN_ROWS else f", {bucket.form}"
 
 
 def _columns(record: Record) -> str:

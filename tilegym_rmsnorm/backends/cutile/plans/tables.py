@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, Bucket, Target
+from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, PLAIN_ROWS, Bucket, Target
 from tilegym_rmsnorm.backends.cutile.plans.records import SCHEMA, Record, Records, parse, render
 from tilegym_rmsnorm.backends.cutile.plans.select import SERVED_BY, Tables
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, expect
@@ -77,14 +77,17 @@ def shipped_targets() -> list[Target]:
 
 def shipped_for(bucket: Bucket) -> list[Variant]:
     """What the entries that ship choose for a bucket's rows on any GPU, with any toolkit, and for any dtype of that
-    size: what tuning tries before all else. For dx that is also what they choose for dx with dw."""
+    size: what tuning tries before all else. For dx that is also what they choose for dx with dw; for a form, behind
+    those of it, what they choose for plain rows."""
     found: list[Variant] = []
-    for path in sorted(SHIPPED_FOLDER.glob("sm_*.json")):
-        for record in shipped_records(int(path.stem.removeprefix("sm_"))):
-            is_alike = ITEMSIZE[bucket.dtype] in {ITEMSIZE[dtype] for dtype in record.dtypes}
-            is_for = not set(record.ops).isdisjoint(SERVED_BY[bucket.op]) and bucket.size in record.sizes
-            if record.is_entry and record.first == bucket.n and is_alike and is_for:
-                found += filter(None, [record.variant(bucket.n)])
+    for form in dict.fromkeys((bucket.form, PLAIN_ROWS)):
+        for path in sorted(SHIPPED_FOLDER.glob("sm_*.json")):
+            for record in shipped_records(int(path.stem.removeprefix("sm_"))):
+                is_alike = ITEMSIZE[bucket.dtype] in {ITEMSIZE[dtype] for dtype in record.dtypes}
+                is_op = not set(record.ops).isdisjoint(SERVED_BY[bucket.op])
+                is_for = is_op and bucket.size in record.sizes and form in record.forms
+                if record.is_entry and record.first == bucket.n and is_alike and is_for:
+                    found += filter(None, [record.variant(bucket.n)])
     return list(dict.fromkeys(found))
 
 

@@ -1,0 +1,148 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""Entries of a form (plans/problem.py: FORMS): which calls they serve, what a file may hold, and how they are named."""
+
+from __future__ import annotations
+
+import json
+
+import planning
+import pytest
+from table_cases import BUCKET, ENTRY, GPU, TARGET, VARIANT, choice, chosen, entry_of, ship
+
+from tilegym_rmsnorm.backends.cutile.plans import records, select, tables
+from tilegym_rmsnorm.backends.cutile.plans.problem import (
+    FLOAT32,
+    FORMS,
+    OPS,
+    PLAIN,
+    PLAIN_ROWS,
+    RESIDUAL,
+    Form,
+    form_named,
+)
+from tilegym_rmsnorm.backends.cutile.plans.variants import (
+    BackwardRows,
+    BackwardTeam,
+    BackwardTiles,
+    ForwardRows,
+)
+from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
+
+OTHERS = tuple(form for form in FORMS if form != PLAIN_ROWS)
+TUNED = {
+    "forward": ForwardRows(width=4096, warps=4, occupancy=3, latency=5),
+    "backward": BackwardRows(width=4096, warps=4, occupancy=1, latency=7),
+    "dx": BackwardTiles(width=4096, warps=8, occupancy=1, latency=7, rows=2),
+}
+
+
+def select_of(form: Form, op: str = "backward", dtype: str = "bfloat16", **others):
+    asked = planning.problem(op, 4096, dtype, facts=GPU, form=form, **others)
+    return select.select(asked, tables.tables_of(90, GPU.target, user_folder()))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("op", OPS)
+def test_a_form_is_that_of_its_own_problem(op, form):
+    bucket = BUCKET._replace(op=op, form=form)
+    assert bucket.problem(GPU).bucket == bucket
+    assert (form_named(form) == PLAIN) == (form == PLAIN_ROWS)
+
+
+@pytest.mark.parametrize("form", OTHERS)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("place", ["user", "shipped"])
+def test_an_entry_serves_its_form_and_no_other(folders, place, op, form):
+    """Plain rows least of all: its settings were timed with more in registers."""
+    bucket = BUCKET._replace(op=op, form=form)
+    before = {each: chosen(bucket._replace(form=each)) for each in FORMS}
+    entry = entry_of(bucket, TUNED[op])
+    if place == "user":
+        tables.update(folders[0], TARGET, [entry])
+    else:
+        ship(folders[1], TARGET, entry)
+    found = choice(bucket)
+    assert found.first == TUNED[op] != before[form]
+    assert found.source == f"the entry for 4096 columns of {op}, bfloat16, {form}"
+    for other in FORMS:
+        if other != form:
+            assert chosen(bucket._replace(form=other)) == before[other]
+    assert chosen(bucket._replace(dtype="float16")) == TUNED[op], "float16 takes it where it has none"
+    assert chosen(bucket._replace(n=4080)) != TUNED[op] != chosen(bucket._replace(size="few"))
+
+
+def test_an_entry_of_a_residual_serves_calls_that_have_that_alone(folders):
+    """It was timed, and checked, on those."""
+    tables.update(folders[0], TARGET, [entry_of(BUCKET._replace(form=RESIDUAL), TUNED["backward"])])
+    tables.update(
+        folders[0], TARGET, [entry_of(BUCKET._replace(form=RESIDUAL, dtype="float32"), TUNED["backward"])]
+    )
+    assert select_of(Form(residual=True)).first == TUNED["backward"]
+    assert select_of(Form(residual=True), dtype="float32").first == TUNED["backward"]
+    for form in (Form(residual=True, bias=True), Form(residual=True, heads=8), Form(bias=True)):
+        assert select_of(form).first != TUNED["backward"], form
+    assert select_of(Form(residual=True, narrowest=2), dtype="float32").first != TUNED["backward"]
+
+
+def test_dx_of_a_form_takes_what_the_backward_of_it_has(folders):
+    tables.update(folders[0], TARGET, [ENTRY, entry_of(BUCKET._replace(form=RESIDUAL), TUNED["backward"])])
+    assert select_of(Form(residual=True), "dx").first == TUNED["backward"]
+    assert select_of(PLAIN, "dx").first == VARIANT
+
+
+def test_beside_a_float32_weight_entries_of_a_form_are_of_their_own(folders):
+    residual = BUCKET._replace(form=RESIDUAL)
+    beside = TUNED["backward"], BackwardRows(width=4096, warps=8, occupancy=1, latency=9)
+    entries = [entry_of(residual, beside[0]), entry_of(residual._replace(weight=FLOAT32), beside[1])]
+    tables.update(folders[0], TARGET, entries)
+    for weight, variant in (("bfloat16", beside[0]), (None, beside[0]), ("float32", beside[1])):
+        assert select_of(Form(residual=True), weight=weight).first == variant
+
+
+def test_a_rule_of_a_form_says_so(folders):
+    asked = planning.problem("forward", 1024, form=Form(residual=True))
+    plan = select.select(asked, planning.rules_of())
+    assert plan.source == "the rule for 513 to 1024 columns, residual"
+    assert not select_of(PLAIN).source.endswith(RESIDUAL)
+
+
+@pytest.mark.parametrize("form", OTHERS)
+def test_a_kernel_that_cannot_have_the_form_is_refused_in_a_file(form):
+    """It would leave the residual out in silence."""
+    bucket, team = BUCKET._replace(n=16384, form=form), dict(warps=4, occupancy=1, latency=2, members=4)
+    entry = entry_of(bucket, BackwardTeam(width=4096, **team))
+    text = tables.render_table(TARGET, [entry])
+    expected = f"record 0: kernel: expected one that takes the form '{form}', got 'backward_team'"
+    with pytest.raises(ValueError, match=expected):
+        tables.parse_table(text, TARGET)
+    plain = entry._replace(forms=(PLAIN_ROWS,))
+    assert tables.parse_table(tables.render_table(TARGET, [plain]), TARGET) == [plain]
+
+
+def test_a_form_that_there_is_not_makes_a_file_unfit(folders):
+    item = json.loads(records.render(ENTRY)) | {"forms": ["sideways"]}
+    with pytest.raises(ValueError, match="forms: expected some of "):
+        records.parse(item, 90)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("form", OTHERS)
+def test_tuning_tries_what_ships_for_the_form_then_what_ships_for_plain_rows(folders, op, form):
+    bucket = BUCKET._replace(op=op, form=form)
+    plain = entry_of(bucket._replace(form=PLAIN_ROWS), TUNED[op])
+    own_settings = dict(TUNED[op].settings(), latency=3)
+    own = entry_of(bucket, type(TUNED[op])(**own_settings))
+    ship(folders[1], TARGET, plain, own)
+    assert tables.shipped_for(bucket) == [own.variant(4096), TUNED[op]]
+    assert tables.shipped_for(bucket._replace(form=PLAIN_ROWS)) == [TUNED[op]]
+
+
+@pytest.mark.parametrize("form", OTHERS)
+def test_a_new_entry_replaces_that_of_its_form_alone(folders, form):
+    bucket = BUCKET._replace(form=form)
+    later = BackwardRows(width=4096, warps=8, occupancy=1, latency=2)
+    tables.update(folders[0], TARGET, [ENTRY, entry_of(bucket, TUNED["backward"])])
+    tables.update(folders[0], TARGET, [entry_of(bucket, later)])
+    assert chosen(bucket) == later and chosen(BUCKET) == VARIANT
+    assert len(tables.table_in(folders[0], TARGET)) == 2
