@@ -24,15 +24,22 @@ def streams() -> list[torch.cuda.Stream]:
 
 
 def assert_racing_changes_no_bit(
-    each_inputs: list[Inputs], names: tuple[str, ...], calls: list[Call], *others: list[Call], what: str = ""
+    each_inputs: list[Inputs], names: tuple[str, ...], calls: list[Call], what: str = ""
 ) -> None:
     """STREAMS inputs, and a call with each whose results have these names. Alone its results are within tolerance of
-    float64; those of every call that raced have the same bits. `others`: the same calls made in another way."""
+    float64; those of every call that raced have the same bits."""
     alone = [call() for call in calls]
     wait_for_the_gpu(what)
     for inputs, results in zip(each_inputs, alone, strict=True):
         assert_within(expected_results(inputs), **dict(zip(names, results, strict=True)))
-    for racing in (calls, *others):
+    assert_same_bits_racing(alone, names, calls, what=what)
+
+
+def assert_same_bits_racing(
+    alone: list[Results], names: tuple[str, ...], *ways: list[Call], what: str = ""
+) -> None:
+    """What STREAMS calls gave alone they give when they race. ways: those calls, each time made in another way."""
+    for racing in ways:
         cycles, races = GATE_CYCLES, 0
         for _ in range(MOST_TRIES):
             if race(racing, alone, names, cycles, what):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from table_cases import TARGET
 
 from tilegym_rmsnorm.backends.cutile.plans import problem, tables
-from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket
+from tilegym_rmsnorm.backends.cutile.plans.problem import FORMS, Bucket, form_named
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardSplit, BackwardTiles, ForwardTiles
 
@@ -165,13 +165,17 @@ def test_every_set_has_a_weight_and_rstd_of_its_own(finder, monkeypatch):
     """One for all would be in L2 after the first call of a graph; a layer's is not."""
     monkeypatch.setattr(search, "sets_needed", lambda *_: 3)
     monkeypatch.setattr(search, "calls_needed", lambda *_: 6)
-    met = []
-    monkeypatch.setattr(search, "runner", lambda *_: lambda *arrays: met.append(arrays))
-    finder.times_at(48, BACKWARD, BACKWARD_TILES[:1], 0.0)
-    assert len(met) >= 6
-    for arrays in zip(*met, strict=True):
-        places = [each.data_ptr() for each in arrays]
-        assert len(set(places)) == 3 and places[:3] == places[3:6]
+    for form in FORMS:
+        met = []
+        monkeypatch.setattr(search, "runner", lambda *_, met=met: met.append)
+        finder.times_at(48, BACKWARD._replace(form=form), BACKWARD_TILES[:1], 0.0)
+        assert len(met) >= 6
+        has = form_named(form)
+        assert [each is not None for each in met[0][4:6]] == [has.residual, has.bias]
+        for arrays in zip(*(inputs[:6] for inputs in met), strict=True):
+            if arrays[0] is not None:
+                places = [each.data_ptr() for each in arrays]
+                assert len(set(places)) == 3 and places[:3] == places[3:6]
 
 
 @pytest.mark.parametrize("weight", problem.WEIGHTS)

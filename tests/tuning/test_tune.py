@@ -14,7 +14,7 @@ from table_cases import TARGET, choice, entry_of
 
 from tilegym_rmsnorm import __main__, policy, registry
 from tilegym_rmsnorm.backends.cutile.plans import tables
-from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket
+from tilegym_rmsnorm.backends.cutile.plans.problem import FORMS, OPS, PLAIN_ROWS, Bucket, form_named
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardTeam, BackwardTiles
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
 
@@ -92,6 +92,33 @@ def test_beside_a_float32_weight_entries_are_of_their_own(gpu, capsys):
         Bucket("forward", 64, "bfloat16", "large", "float32"),
         Bucket("forward", 64, "float32", "large"),
     }
+
+
+OTHERS = tuple(form for form in FORMS if form != PLAIN_ROWS)
+
+
+@pytest.mark.parametrize("form", OTHERS)
+def test_forms_are_tuned_where_they_are_named(gpu, form, capsys):
+    assert run("--size", "large", "--form", form) == 0
+    output = capsys.readouterr().out
+    assert f"forward bfloat16 N = 64 large, {form}: M = " in output
+    ops = ("forward", "backward") if form_named(form).bias else OPS
+    assert set(buckets_in(gpu[0])) == {Bucket(op, 64, "bfloat16", "large", form=form) for op in ops}
+    for entry in tables.table_in(gpu[0], TARGET):
+        [bucket] = entry.buckets()
+        chosen = choice(bucket, machine.InterpretedMachine.facts)
+        assert chosen.first == entry.variant(64)
+        assert chosen.source == f"the entry for 64 columns of {bucket.op}, bfloat16, {form}"
+    assert run("--size", "large", "--op", "forward", "--form", f"plain,{form}", "--skip-tuned") == 0
+    assert "1 of 1 tuned" in capsys.readouterr().out
+    assert Bucket("forward", 64, "bfloat16", "large") in buckets_in(gpu[0])
+
+
+@pytest.mark.parametrize("form", OTHERS)
+def test_widths_that_no_kernel_takes_with_a_form_are_left_out(gpu, form, capsys):
+    """Such calls are composed around plain ones, which have entries of their own."""
+    assert run("--n", "20480,32768", "--form", form) == 0
+    assert "0 of 0 tuned" in capsys.readouterr().out
 
 
 def test_skip_tuned_leaves_what_is_there(gpu, capsys):
@@ -196,6 +223,7 @@ def test_progress_without_tqdm(gpu, monkeypatch, capsys):
         (("--op", "forward,sideways"), "expected some of forward, backward, dx, got sideways"),
         (("--size", ""), "expected some of few, small, large, got "),
         (("--weight", "bfloat16"), "expected some of same, float32, got bfloat16"),
+        (("--form", "heads"), f"expected some of {', '.join(FORMS)}, got heads"),
         (("--candidates", "-1"), "expected a whole number of at least 1, got '-1'"),
     ],
 )

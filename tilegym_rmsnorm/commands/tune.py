@@ -16,11 +16,15 @@ below 4096 can be.
 
 The weight has x's dtype, or with --weight float32, for x of 16 bits, that one, as under autocast: those calls take
 entries of their own before any rule, and before entries of a weight of x's dtype.
+
+The forms: plain rows, and rows with what the form's name says, such as a residual. An entry serves calls that have that
+and no more. Widths that no kernel takes with it are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilegym_rmsnorm import policy, registry
-from tilegym_rmsnorm.backends.cutile.plans import problem, tables
+from tilegym_rmsnorm.backends.cutile.plans import problem, rules, tables
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Target
 from tilegym_rmsnorm.backends.cutile.plans.records import Record
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
@@ -63,6 +67,7 @@ def add_command(commands: Any) -> None:
         ("op", problem.OPS, problem.OPS),
         ("size", SIZES, SIZES),
         ("weight", problem.WEIGHTS, (problem.SAME,)),
+        ("form", problem.FORMS, (problem.PLAIN_ROWS,)),
     ):
         text = f"of {', '.join(known)}; default: {','.join(default)}"
         parser.add_argument(f"--{name}", type=options.some_of(known), default=default, help=text)
@@ -110,14 +115,11 @@ def run(arguments: argparse.Namespace) -> int:
     if reason := installation.why_not_writable(folder):
         return _fail(f"no table can be kept there: {reason}")
 
+    asked = arguments.form, arguments.weight, arguments.dtype, arguments.op, arguments.n, arguments.size
     buckets = [
-        Bucket(op, n, dtype, size, weight)
-        for weight in arguments.weight
-        for dtype in arguments.dtype
-        for op in arguments.op
-        for n in arguments.n
-        for size in arguments.size
-        if rows_of_class(size, n) and (weight == problem.SAME or problem.ITEMSIZE[dtype] == 2)
+        bucket
+        for form, weight, dtype, op, n, size in itertools.product(*asked)
+        if _has_calls(bucket := Bucket(op, n, dtype, size, weight, form), machine)
     ]
     if not policy.teams():
         buckets = _without_teams(buckets, machine)
@@ -129,6 +131,17 @@ def run(arguments: argparse.Namespace) -> int:
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def _has_calls(bucket: Bucket, machine: Machine) -> bool:
+    """Whether kernels run a call of it at all."""
+    if not rows_of_class(bucket.size, bucket.n):
+        return False
+    if bucket.weight != problem.SAME and problem.ITEMSIZE[bucket.dtype] != 2:
+        return False
+    if bucket.op == "dx" and problem.form_named(bucket.form).bias:
+        return False  # a backward sums db beside dw, or leaves it to PyTorch
+    return rules.is_fused(bucket.problem(machine.facts))
 
 
 def _without_teams(buckets: list[Bucket], machine: Machine) -> list[Bucket]:
@@ -214,6 +227,7 @@ def _describe(bucket: Bucket, entry: Record, machine: Machine) -> str:
     is_default = variant == candidates.by_rules(bucket, facts.architecture, facts.most_members)
     what = "the rules' settings" if is_default else str(variant)
     beside = "" if bucket.weight == problem.SAME else f" beside a {bucket.weight} weight"
+    beside += "" if bucket.form == problem.PLAIN_ROWS else f", {bucket.form}"
     return f"{bucket.op} {bucket.dtype} N = {bucket.n} {bucket.size}{beside}: {', '.join(figures)}; {what}"
 
 

@@ -10,10 +10,12 @@ import math
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.reference import rms_norm_backward_torch, rms_norm_forward_torch
+from tilegym_rmsnorm.reference import gradients_torch, rms_norm_forward_torch
+from tilegym_rmsnorm.spec import Wanted
 
 CHUNK_ELEMENTS = 1 << 25  # of x per step in float64: bounds the check's memory to a few GB at any shape
-OUTPUTS = ("y", "rstd", "dx", "dw")
+OUTPUTS = ("y", "rstd", "dx", "d_residual", "dw", "db")
+SUMS = ("dw", "db")
 FLOAT32_STEP = 2.0**-23
 
 Outputs = dict[str, Tensor]
@@ -21,30 +23,40 @@ Errors = dict[str, float]
 
 
 def errors_of(
-    outputs: dict[str, Outputs], x: Tensor, dy: Tensor, weight: Tensor, eps: float
+    outputs: dict[str, Outputs],
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    bias: Tensor | None = None,
+    d_residual_out: Tensor | None = None,
+    alpha: float = 1.0,
 ) -> tuple[dict[str, Errors], Errors]:
     """For each of several results the largest relative error of each output against float64, and the errors allowed.
 
-    x, dy (M, N), weight (N,). A result names its outputs y, rstd, dx and dw, with any prefix that ends in "_".
+    x, which is what was normalized, dy and d_residual_out are (M, N), weight and bias (N,). A result names its outputs
+    y, rstd, dx, d_residual, dw and db, with any prefix that ends in "_". dx is alpha times d_residual, the gradient of
+    x.
 
     An error is relative to the sum of the magnitudes of the terms that the element is made of, of which dx has
-    g * rstd and one for each column, and dw, whose terms are random, takes the root of the sum of their squares; of y,
-    dx and dw to no less than 1/256 of the largest such scale in the row.
+    g * rstd, one for each column and d_residual_out, and a sum over rows, whose terms are random, takes the root of the
+    sum of their squares; but for rstd to no less than 1/256 of the largest such scale in the row.
 
     Allowed is three times the error of rounding the float64 result itself to the output's dtype, and the error of
-    float32 arithmetic: 32 steps of 2^-23, for dw 4 sqrt(M) steps where that is more.
+    float32 arithmetic: 32 steps of 2^-23, for dw and db 4 sqrt(M) steps where that is more.
     """
     rows, cols = x.shape
-    wide_weight = weight.double()
     chunk = max(1, CHUNK_ELEMENTS // cols)
-    dw, dw_squares = (torch.zeros(cols, dtype=torch.float64, device=weight.device) for _ in range(2))
+    sums, squares = (torch.zeros(2, cols, dtype=torch.float64, device=weight.device) for _ in range(2))
     worst = {name: Worst() for name in outputs}
     rounding = Worst()
     for start in range(0, rows, chunk):
         part = slice(start, start + chunk)
-        expected, part_dw, part_squares = _in_float64(x[part], dy[part], wide_weight, eps)
-        dw += part_dw
-        dw_squares += part_squares
+        added = None if d_residual_out is None else d_residual_out[part]
+        expected, part_sums, part_squares = _in_float64(x[part], dy[part], weight, eps, bias, added, alpha)
+        sums += part_sums
+        squares += part_squares
         for kind, (reference, scale) in expected.items():
             dtype = torch.float32 if kind == "rstd" else x.dtype
             rounding.meet(kind, reference.to(dtype), reference, scale)
@@ -52,13 +64,15 @@ def errors_of(
                 for tensor in _of_kind(kind, tensors):
                     actual = tensor.reshape(rows, -1)[part].view(reference.shape)
                     worst[name].meet(kind, actual, reference, scale)
-    scale = row_scale(torch.maximum(dw.abs(), dw_squares.sqrt()))
-    rounding.meet("dw", dw.to(weight.dtype), dw, scale)
-    for name, tensors in outputs.items():
-        for tensor in _of_kind("dw", tensors):
-            worst[name].meet("dw", tensor, dw, scale)
-    steps = dict.fromkeys(OUTPUTS, 32.0) | {"dw": max(32.0, 4 * math.sqrt(rows))}
-    allowed = {kind: 3 * rounding.errors[kind] + steps[kind] * FLOAT32_STEP for kind in OUTPUTS}
+    for kind, total, square in zip(SUMS, sums, squares, strict=True):
+        scale = row_scale(torch.maximum(total.abs(), square.sqrt()))
+        like = weight if kind == "dw" or bias is None else bias
+        rounding.meet(kind, total.to(like.dtype), total, scale)
+        for name, tensors in outputs.items():
+            for tensor in _of_kind(kind, tensors):
+                worst[name].meet(kind, tensor, total, scale)
+    steps = dict.fromkeys(OUTPUTS, 32.0) | dict.fromkeys(SUMS, max(32.0, 4 * math.sqrt(rows)))
+    allowed = {kind: 3 * error + steps[kind] * FLOAT32_STEP for kind, error in rounding.errors.items()}
     return {name: each.errors for name, each in worst.items()}, allowed
 
 
@@ -73,26 +87,39 @@ def why_wrong(errors: Errors, allowed: Errors) -> str | None:
 
 
 def _in_float64(
-    x: Tensor, dy: Tensor, weight: Tensor, eps: float
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    eps: float,
+    bias: Tensor | None,
+    d_residual_out: Tensor | None,
+    alpha: float,
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor, Tensor]:
-    """y, rstd and dx of some rows, each with the scale of its errors; their part of dw and of its squared terms."""
-    x, dy = x.double(), dy.double()
-    y, rstd = rms_norm_forward_torch(x, weight, eps)
-    dx, dw = rms_norm_backward_torch(x, dy, weight, rstd)
-    assert dw is not None, "there is a weight"
+    """What some rows should come to, each output with the scale of its errors; their part of SUMS, and of the squares
+    of what is summed."""
+    x, dy, weight = x.double(), dy.double(), weight.double()
+    bias, added = (None if each is None else each.double() for each in (bias, d_residual_out))
+    y, rstd = rms_norm_forward_torch(x, weight, eps, bias=bias)
+    every = Wanted(dx=torch.float64, dw=torch.float64, db=torch.float64)
+    d, _, dw, db = gradients_torch(x, dy, weight, rstd, added, every, offset=0.0, casting="once")
     xhat, g = x * rstd.unsqueeze(1), dy * weight
-    dx_scale = g.abs() + xhat.abs() * (xhat * g).abs().mean(dim=1, keepdim=True)
+    y_scale = y.abs() if bias is None else (xhat * weight).abs() + bias.abs()
+    d_scale = (g.abs() + xhat.abs() * (xhat * g).abs().mean(dim=1, keepdim=True)) * rstd.unsqueeze(1)
+    d_scale = row_scale(d_scale if added is None else d_scale + added.abs())
     expected = {
-        "y": (y, row_scale(y.abs())),
+        "y": (y, row_scale(y_scale)),
         "rstd": (rstd, rstd),
-        "dx": (dx, row_scale(dx_scale * rstd.unsqueeze(1))),
+        "dx": (alpha * d, abs(alpha) * d_scale),
     }
-    return expected, dw, (dy * xhat).square().sum(dim=0)
+    if alpha != 1.0:
+        expected["d_residual"] = d, d_scale
+    squares = torch.stack([(dy * xhat).square().sum(dim=0), dy.square().sum(dim=0)])
+    return expected, torch.stack([dw, db]), squares
 
 
 def _of_kind(kind: str, outputs: Outputs) -> list[Tensor]:
-    """y, rstd, dx or dw, however they were computed."""
-    return [tensor for name, tensor in outputs.items() if name.rpartition("_")[2] == kind]
+    """Those of one of OUTPUTS, however they were computed."""
+    return [tensor for name, tensor in outputs.items() if name == kind or name.endswith(f"_{kind}")]
 
 
 class Worst:

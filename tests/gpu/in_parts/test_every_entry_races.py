@@ -6,12 +6,9 @@
 import functools
 
 import pytest
-import torch
-from helpers import DEVICE, alignment, make_inputs
-from racing import STREAMS, assert_racing_changes_no_bit
+from helpers import DEVICE, alignment, wait_for_the_gpu
+from racing import STREAMS, assert_same_bits_racing
 from table_cases import entries_that_ship
-
-from tilegym_rmsnorm.reference import compute_rms_norm_rstd_torch
 
 ELEMENTS = 2**23  # of x, at most
 PARTS = 4
@@ -36,20 +33,23 @@ def test_every_entry_that_ships_as_it_races(backend, op, dtype, part):
 
 
 def check_racing(machine, bucket, variant):
-    from tilegym_rmsnorm.backends.cutile.tuning import search
+    from tilegym_rmsnorm.backends.cutile.tuning import calls, search
 
-    m, dtype = rows_that_race(machine, bucket, variant), getattr(torch, bucket.dtype)
-    weight_dtype = search.weight_dtype_of(bucket)
-    each_inputs = [
-        make_inputs(m, bucket.n, dtype, weight_dtype, eps=search.EPS, seed=seed) for seed in range(STREAMS)
-    ]
-    arguments = [
-        (x, dy, weight, compute_rms_norm_rstd_torch(x, eps)) for x, dy, weight, eps, *_ in each_inputs
-    ]
-    runs = (search.runner(each, bucket, variant) for each in (search.Poisoned(machine), machine))
-    on_nan, as_it_is = ([functools.partial(run, *one) for one in arguments] for run in runs)
-    names = search.RESULTS[bucket.op]
-    assert_racing_changes_no_bit(each_inputs, names, on_nan, as_it_is, what=f"{bucket} {variant}")
+    m, what = rows_that_race(machine, bucket, variant), f"{bucket} {variant}"
+    # of even seeds, whose results are the same: no alpha
+    each_inputs = [calls.checked_inputs(m, bucket, DEVICE, 2 * number) for number in range(STREAMS)]
+    runs = [calls.runner(each, bucket, variant) for each in (search.Poisoned(machine), machine)]
+    alone = [runs[0](inputs) for inputs in each_inputs]
+    wait_for_the_gpu(what)
+    for inputs, outputs in zip(each_inputs, alone, strict=True):
+        assert calls.why_wrong(inputs, outputs) is None
+
+    def results(run, inputs):
+        return tuple(run(inputs).values())
+
+    on_nan, as_it_is = ([functools.partial(results, run, one) for one in each_inputs] for run in runs)
+    expected = [tuple(outputs.values()) for outputs in alone]
+    assert_same_bits_racing(expected, tuple(alone[0]), on_nan, as_it_is, what=what)
 
 
 def rows_that_race(machine, bucket, variant) -> int:

@@ -13,6 +13,7 @@ from planning import device, plan, problem, rules_of
 from table_cases import copy_rules, entries_that_ship, forget_files
 
 from tilegym_rmsnorm import rms_norm_backward, rms_norm_forward
+from tilegym_rmsnorm.backends.cutile.plans.problem import PLAIN_ROWS
 from tilegym_rmsnorm.backends.cutile.plans.select import choose
 from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class, size_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
@@ -147,7 +148,7 @@ def test_every_entry_that_ships(op, dtype, part, monkeypatch):
     assert not any(wrong.values()), wrong
     for bucket, variant in entries.items():
         for m in (1, 33) if bucket.size == "few" else (search.rows_of(bucket)[0],):
-            check_entry(found, bucket, variant, m)
+            (check_entry if bucket.form == PLAIN_ROWS else check_entry_of_a_form)(found, bucket, variant, m)
 
 
 def check_entry(machine, bucket, variant, m):
@@ -169,3 +170,17 @@ def check_entry(machine, bucket, variant, m):
     if bucket.op == "dx" or variant.serves_dx_alone:
         dx_alone = launch.Backward(machine, plan(variant, "dx", *kind))
         assert_alike(expected, ("dx",), lambda: dx_alone(x, dy, weight, rstd, 0.0)[:1], 20)
+
+
+def check_entry_of_a_form(machine, bucket, variant, m):
+    """As `check_entry`, with what the form has."""
+    from tilegym_rmsnorm.backends.cutile.tuning import calls, search
+
+    ops = {bucket.op, *(["dx"] if variant.serves_dx_alone else [])}
+    for op in sorted(ops):
+        run = calls.runner(search.Poisoned(machine), bucket._replace(op=op), variant)
+        inputs = calls.checked_inputs(m, bucket._replace(op=op), DEVICE, seed=1)
+        first = run(inputs)
+        assert calls.why_wrong(inputs, first) is None
+        for _ in range(20):
+            assert all(torch.equal(again, first[name]) for name, again in run(inputs).items())

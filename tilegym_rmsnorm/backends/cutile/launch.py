@@ -189,6 +189,7 @@ def plan_for(problem: Problem) -> Plan:
     plan = select(problem, tables_of(problem.device.architecture, problem.device.target, user_folder()))
     op, n, dtype, weight, size, *_ = problem
     beside = "no weight" if weight is None else f"a {weight} weight"
+    size += "" if problem.form == PLAIN else f", {problem.form}"
     logger.debug("%s of %d %s columns beside %s, %s: %s (%s)", op, n, dtype, beside, size, plan, plan.source)
     return plan
 

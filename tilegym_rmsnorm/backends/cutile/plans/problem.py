@@ -62,6 +62,12 @@ class Form(NamedTuple):
     # The backward writes d_residual, a second array of rows beside dx. (Then residual is True as well.)
     d_residual: bool = False
 
+    def __str__(self) -> str:
+        had = [
+            name if value is True else f"{name}={value}" for name, value in self._asdict().items() if value
+        ]
+        return ", ".join(had) or PLAIN_ROWS
+
 
 PLAIN = Form()
 

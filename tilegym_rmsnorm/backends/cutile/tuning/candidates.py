@@ -13,7 +13,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS, Split, Walks
-from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, ITEMSIZE, SAME, Bucket, Device
+from tilegym_rmsnorm.backends.cutile.plans.problem import (
+    FLOAT32,
+    ITEMSIZE,
+    PLAIN,
+    SAME,
+    Bucket,
+    Device,
+    Form,
+    form_named,
+)
 from tilegym_rmsnorm.backends.cutile.plans.select import choose
 from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
@@ -63,7 +72,8 @@ def candidates(
     ranks = {
         each: distance(each, same)
         for each in possible(_combinations(bucket))
-        if each not in won and fits_registers(each, bucket.op, itemsize, bucket.weight)
+        if each not in won
+        and fits_registers(each, bucket.op, itemsize, bucket.weight, form_named(bucket.form))
     }
     alike = sorted(ranks, key=ranks.__getitem__)
     first = set({kind: each for each in reversed(alike) for kind in _kinds(each)}.values())
@@ -101,21 +111,24 @@ def with_other_shares(variant: Variant, bucket: Bucket) -> list[Variant]:
     return [replace(variant, grid_percent=share) for share in SHARES if share != variant.grid_percent]
 
 
-def fits_registers(variant: Variant, op: str, itemsize: int, weight: str = SAME) -> bool:
+def fits_registers(variant: Variant, op: str, itemsize: int, weight: str = SAME, form: Form = PLAIN) -> bool:
     """Whether the float32 tiles that a thread keeps, and the bytes of those that it loads, find room in registers.
 
     The forward keeps x, packed in its own dtype, and loads weight with it unless that comes late, tile by tile; the
     backward keeps weight and, if it is needed, the sum of dw, and loads x and dy; a block of a split backward has
-    either rows, without a sum, or the sum of a strip, without weight. A thread without work, of a tile smaller than its
-    block, is not worth a try either.
+    either rows, without a sum, or the sum of a strip, without weight. A residual is loaded with x, and added before
+    that is float32; d_residual_out is loaded with x and dy; db is one sum more. A thread without work, of a tile
+    smaller than its block, is not worth a try either.
     """
     threads = 32 * variant.warps
     elements = variant.tile / threads
     if op == "forward":
         of_weight = 1 if weight == FLOAT32 else itemsize / 4
-        kept = (itemsize / 4 if variant.packed else 1) + (of_weight if variant.weight_load != "late" else 0)
+        of_rows = max(itemsize / 4 if variant.packed else 1, itemsize / 2 if form.residual else 0)
+        kept = of_rows + (of_weight if variant.weight_load != "late" else 0)
     else:
         kept = (1 if isinstance(variant, Split) or op == "dx" else 2) + itemsize / 2
+        kept += (itemsize / 4 if form.residual else 0) + (1 if form.bias else 0)
     room = min(REGISTERS_OF_THREAD, REGISTERS_OF_SM / (threads * variant.occupancy))
     return elements >= 1 and elements * kept + OTHER_REGISTERS <= room * SPILLED
 
@@ -170,4 +183,5 @@ def _is_possible(variant: Variant, bucket: Bucket, itemsize: int, architecture: 
         variant.check(bucket.n, itemsize, architecture)
     except ValueError:
         return False
-    return bucket.op in variant.serves
+    takes_form = variant.serves_form(bucket.problem(Device(architecture, 1, MOST_MEMBERS)))
+    return bucket.op in variant.serves and takes_form

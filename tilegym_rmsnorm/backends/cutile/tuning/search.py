@@ -24,19 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.backends.cutile import launch
-from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of
-from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, ITEMSIZE, Bucket
+from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.records import Record
 from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, power_of_two
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Machine
+from tilegym_rmsnorm.backends.cutile.tuning import calls
+from tilegym_rmsnorm.backends.cutile.tuning.calls import runner
 from tilegym_rmsnorm.backends.cutile.tuning.candidates import with_other_shares
-from tilegym_rmsnorm.measure import accuracy
 from tilegym_rmsnorm.measure.timer import SAMPLING_SECONDS, DeviceTimer, calls_needed, interleave, sets_needed
-from tilegym_rmsnorm.reference import compute_rms_norm_rstd_torch
 
-EPS = 1e-6
 # Bytes of x, at most, where large problems are timed. At the last alone a variant won that was 2 % slower at twice as
 # many (backward of 8192 columns on an H100); at the last two, on an H200, teams of 32768 columns by 96 % of the blocks,
 # whose longest walk at twice as many is 66 rows instead of 63.
@@ -52,10 +49,7 @@ MOST_LOSS = {"large": SPREAD, "small": SPREAD, "few": 1.03}
 RUNS, DATA_SETS = 200, 8  # of the check; one kernel that raced was wrong in a single run of 40
 OVERLAPPING = 6  # calls with each data set that follow one another; of RUNS each waits for NaN to be written
 
-RESULTS = {"forward": ("y", "rstd"), "backward": ("dx", "dw"), "dx": ("dx",)}
-
 Times = dict[Variant, tuple[float, ...]]  # microseconds at each M of the bucket
-Run = Callable[..., tuple[Tensor, ...]]  # x, dy, weight, rstd -> RESULTS of its op
 Tell = Callable[[str], None]
 Turn = AbstractContextManager[object]
 ALONE: Turn = contextlib.nullcontext()
@@ -79,10 +73,6 @@ def rows_of(bucket: Bucket) -> tuple[int, ...]:
         "few": [rows[-1], rows[-1] // 8, rows[-1] // 64],
     }
     return tuple(dict.fromkeys(_aligned(max(m, rows.start), rows) for m in wanted[bucket.size]))
-
-
-def weight_dtype_of(bucket: Bucket) -> torch.dtype:
-    return torch.float32 if bucket.weight == FLOAT32 else getattr(torch, bucket.dtype)
 
 
 def _aligned(m: int, rows: range) -> int:
@@ -174,23 +164,18 @@ class Search:
         gpu = {"gpu": target.gpu} if target else {}
         figures = zip(rows, before, times[variant], strict=True)
         evidence = tuple(gpu | {"m": m, "before": round(a, 3), "us": round(b, 3)} for m, a, b in figures)
-        op, n, dtype, size, weight, _ = bucket  # of plain rows
+        op, n, dtype, size, weight, form = bucket
         serves, settings = ((op,), (dtype,), (weight,), (size,), n, n), (variant.settings(),)
-        return Record(*serves, variant.kernel, settings, evidence=evidence, is_entry=True)
+        return Record(*serves, variant.kernel, settings, evidence=evidence, forms=(form,), is_entry=True)
 
     def times_at(self, m: int, bucket: Bucket, some: list[Variant], seconds: float) -> dict[Variant, float]:
         """Microseconds a call takes with m rows, of those variants that run."""
-        dtype, reads = getattr(torch, bucket.dtype), 1 if bucket.op == "forward" else 2
-        bytes_x = m * bucket.n * dtype.itemsize
+        reads, writes = calls.rows_moved(bucket)
+        bytes_x = m * bucket.n * ITEMSIZE[bucket.dtype]
         sets = sets_needed(reads * bytes_x, self.device)
-        count = calls_needed(sets, (reads + 1) * bytes_x, self.copy_bytes_per_second)
+        count = calls_needed(sets, (reads + writes) * bytes_x, self.copy_bytes_per_second)
         with self.turn:
-            x, dy = (torch.randn(sets, m, bucket.n, dtype=dtype, device=self.device) for _ in range(2))
-            # Of each set its own, as in the benchmark and of each layer: or else they come from L2
-            weight_dtype = weight_dtype_of(bucket)
-            weights = [torch.ones(bucket.n, dtype=weight_dtype, device=self.device) for _ in range(sets)]
-            rstds = [torch.ones(m, device=self.device) for _ in range(sets)]
-            inputs = list(zip(x, dy, weights, rstds, strict=True))
+            inputs = list(calls.timed_inputs(m, bucket, sets, self.device))
             self.synchronize()
 
         self.timer.renew_pool()
@@ -198,8 +183,8 @@ class Search:
         for variant in some:
             try:
                 run = runner(self.machine, bucket, variant)
-                calls = [functools.partial(run, *inputs[i % sets]) for i in range(count)]
-                samplers[variant] = self.timer.cold_sampler(calls)
+                in_turn = [functools.partial(run, inputs[i % sets]) for i in range(count)]
+                samplers[variant] = self.timer.cold_sampler(in_turn)
             except Exception as error:  # whatever the compiler or a launch says of a variant
                 self.tell(f"does not run: {variant}: {error!r:.300}")
         with self.turn:
@@ -215,28 +200,28 @@ class Search:
     def why_wrong(self, bucket: Bucket, variant: Variant) -> str | None:
         """Why a variant is not to be trusted, None if it is: RUNS runs on NaN, the first with each data set against
         float64, the others against its bits, and then OVERLAPPING calls on memory as it comes. Every other set has an
-        odd M, for which other kernels are compiled, and a float32 weight, whose gradient hides nothing (so all have
-        where the bucket's is float32)."""
+        odd M, for which other kernels are compiled, a float32 weight and, with a residual, an alpha
+        (`calls.checked_inputs`)."""
         run, overlapping = (runner(each, bucket, variant) for each in (Poisoned(self.machine), self.machine))
         rows, fewest = rows_of(bucket), rows_of_class(bucket.size, bucket.n).start
         for seed in range(DATA_SETS):
             is_odd = seed % 2
             m = max(fewest, rows[seed // 2 % len(rows)] - 3 * is_odd)
-            x, dy, weight = _data(m, bucket.n, getattr(torch, bucket.dtype), self.device, seed)
-            if is_odd or bucket.weight == FLOAT32:
-                weight = weight.float()
-            inputs = x, dy, weight, compute_rms_norm_rstd_torch(x, EPS)
-            outputs = dict(zip(RESULTS[bucket.op], run(*inputs), strict=True))
-            errors, allowed = accuracy.errors_of({"": outputs}, x, dy, weight, EPS)
-            if (reason := accuracy.why_wrong(errors[""], allowed)) is not None:
+            inputs = calls.checked_inputs(m, bucket, self.device, seed)
+            outputs = run(inputs)
+            if (reason := calls.why_wrong(inputs, outputs)) is not None:
                 return f"{m} x {bucket.n}: {reason}"
             for number in range(1, RUNS // DATA_SETS):
-                if not all(map(torch.equal, run(*inputs), outputs.values())):
+                if not _are_equal(run(inputs), outputs):
                     return f"{m} x {bucket.n}: run {number} has other bits than the first"
-            for again in [overlapping(*inputs) for _ in range(OVERLAPPING)]:
-                if not all(map(torch.equal, again, outputs.values())):
+            for again in [overlapping(inputs) for _ in range(OVERLAPPING)]:
+                if not _are_equal(again, outputs):
                     return f"{m} x {bucket.n}: one of calls that follow one another has other bits"
         return None
+
+
+def _are_equal(outputs: calls.Outputs, others: calls.Outputs) -> bool:
+    return all(torch.equal(output, others[name]) for name, output in outputs.items())
 
 
 class Poisoned:
@@ -251,26 +236,3 @@ class Poisoned:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         array = self._machine.empty(shape, dtype)
         return array.fill_(math.nan) if dtype.is_floating_point else array.fill_(torch.iinfo(dtype).max)
-
-
-def runner(machine: Machine, bucket: Bucket, variant: Variant) -> Run:
-    """What runs a bucket's op by a variant, as launch.py does it for users."""
-    plan = plan_of(bucket.problem(machine.facts), variant)
-    if bucket.op == "forward":
-        forward = launch.Forward(machine, plan)
-        return lambda x, dy, weight, rstd: forward(x, weight, EPS, 0.0)
-    backward = launch.Backward(machine, plan)
-    results = len(RESULTS[bucket.op])  # without dw the second is None
-    return lambda x, dy, weight, rstd: backward(x, dy, weight, rstd, 0.0)[:results]
-
-
-def _data(m: int, n: int, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[Tensor, ...]:
-    """x, dy (M, N) and weight (N,) that tell wrong from right: rows of different scale, an outlier column."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, device=device, generator=generator)
-
-    x = normal(m, n) * normal(m, 1).exp()
-    x[:, n // 3] *= 8
-    return x.to(dtype), normal(m, n).to(dtype), (normal(n) * 0.5 + 1.5).to(dtype)

@@ -1,0 +1,143 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""The calls of a bucket's op and form that a search times and checks: what they are given, how a variant runs them as
+launch.py does for users, and what they should come to."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilegym_rmsnorm.backends.cutile import launch
+from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of
+from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, PLAIN, Bucket, form_named
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
+from tilegym_rmsnorm.backends.cutile.runtime.machine import Machine
+from tilegym_rmsnorm.measure import accuracy
+from tilegym_rmsnorm.reference import compute_rms_norm_rstd_torch, residual_sum
+from tilegym_rmsnorm.spec import Spec, Wanted
+
+EPS = 1e-6
+ALPHA = 0.5  # where a check has one: its products are exact, so that a fused multiply-add rounds alike
+
+Outputs = dict[str, Tensor]
+
+
+class Inputs(NamedTuple):
+    """Of one call. Rows are (M, N), weight and bias (N,), rstd (M,). A backward's x is what was normalized."""
+
+    x: Tensor
+    dy: Tensor
+    weight: Tensor
+    rstd: Tensor
+    residual: Tensor | None = None  # of a backward d_residual_out
+    bias: Tensor | None = None
+    alpha: float = 1.0
+
+
+Run = Callable[[Inputs], Outputs]
+
+
+def weight_dtype_of(bucket: Bucket) -> torch.dtype:
+    return torch.float32 if bucket.weight == FLOAT32 else getattr(torch, bucket.dtype)
+
+
+def rows_moved(bucket: Bucket) -> tuple[int, int]:
+    """How many arrays of rows a call reads, and writes."""
+    added = int(form_named(bucket.form).residual)
+    return (1 + added, 1 + added) if bucket.op == "forward" else (2 + added, 1)
+
+
+def timed_inputs(m: int, bucket: Bucket, sets: int, device: torch.device) -> Iterator[Inputs]:
+    """Of each set its own, as in the benchmark and of each layer: or else they come from L2."""
+    form = form_named(bucket.form)
+    new = functools.partial(torch.randn, sets, m, bucket.n, dtype=getattr(torch, bucket.dtype), device=device)
+    x, dy, residual = new(), new(), new() if form.residual else None
+    for i in range(sets):
+        weight = torch.ones(bucket.n, dtype=weight_dtype_of(bucket), device=device)
+        bias = torch.ones_like(weight) if form.bias else None
+        rstd = torch.ones(m, device=device)
+        yield Inputs(x[i], dy[i], weight, rstd, None if residual is None else residual[i], bias)
+
+
+def checked_inputs(m: int, bucket: Bucket, device: torch.device, seed: int) -> Inputs:
+    """That tell wrong from right: rows of different scale, an outlier column. Of an odd seed with a float32 weight,
+    whose gradient hides nothing (so have all where the bucket's is float32), and an alpha."""
+    generator, dtype, form = (
+        torch.Generator(device).manual_seed(seed),
+        getattr(torch, bucket.dtype),
+        bucket.form,
+    )
+    n, has = bucket.n, form_named(form)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, device=device, generator=generator)
+
+    x = normal(m, n) * normal(m, 1).exp()
+    x[:, n // 3] *= 8
+    x, dy, weight = x.to(dtype), normal(m, n).to(dtype), (normal(n) * 0.5 + 1.5).to(dtype)
+    residual = (normal(m, n) * normal(m, 1).exp()).to(dtype) if has.residual else None
+    bias = normal(n).to(dtype) if has.bias else None
+    if seed % 2 or bucket.weight == FLOAT32:
+        weight, bias = weight.float(), None if bias is None else bias.float()
+    alpha = ALPHA if has.residual and seed % 2 else 1.0
+    return Inputs(x, dy, weight, compute_rms_norm_rstd_torch(x, EPS), residual, bias, alpha)
+
+
+def runner(machine: Machine, bucket: Bucket, variant: Variant) -> Run:
+    """What runs a bucket's op by a variant, and names its results."""
+    plan = plan_of(bucket.problem(machine.facts), variant)
+    if bucket.op == "forward":
+        return functools.partial(_forward, launch.Forward(machine, plan))
+    return functools.partial(_backward, launch.Backward(machine, plan))
+
+
+def _forward(run: launch.Forward, inputs: Inputs) -> Outputs:
+    x, _, weight, _, residual, bias, alpha = inputs
+    if run.plan.problem.form == PLAIN:
+        y, rstd = run(x, weight, EPS, 0.0)
+        return {"y": y, "rstd": rstd}
+    residual_dtype = None if residual is None else x.dtype
+    spec = Spec(run.n, EPS, 0.0, "once", alpha, x.dtype, residual_dtype)
+    y, rstd, residual_out = run.formed(spec, (x, weight, bias, residual))
+    return _present(y=y, rstd=rstd, residual_out=residual_out)
+
+
+def _backward(run: launch.Backward, inputs: Inputs) -> Outputs:
+    x, dy, weight, rstd, d_residual_out, bias, alpha = inputs
+    if run.plan.problem.form == PLAIN:
+        dx, dw = run(x, dy, weight, rstd, 0.0)
+        return _present(dx=dx, dw=dw)
+    has_dw = run.plan.problem.op == "backward"
+    wanted = Wanted(
+        x.dtype,
+        x.dtype if alpha != 1.0 else None,
+        weight.dtype if has_dw else None,
+        bias.dtype if has_dw and bias is not None else None,
+    )
+    spec = Spec(run.n, EPS, 0.0, "once", alpha)
+    dx, d_residual, dw, db = run.formed(spec, (x, dy, weight, rstd, d_residual_out), wanted)
+    return _present(dx=dx, d_residual=d_residual, dw=dw, db=db)
+
+
+def _present(**results: Tensor | None) -> Outputs:
+    return {name: result for name, result in results.items() if result is not None}
+
+
+def why_wrong(inputs: Inputs, outputs: Outputs) -> str | None:
+    """Why results are not what they should be, None if they are: the residual's sum, rounded once, to the bit; all else
+    against float64."""
+    x, dy, weight, _, residual, bias, alpha = inputs
+    outputs = dict(outputs)
+    if residual is not None and "y" in outputs:
+        x, residual = residual_sum(x, residual, alpha, x.dtype), None
+        if not torch.equal(outputs.pop("residual_out"), x):
+            return "residual_out has other bits than the sum, rounded once"
+    errors, allowed = accuracy.errors_of(
+        {"": outputs}, x, dy, weight, EPS, bias=bias, d_residual_out=residual, alpha=alpha
+    )
+    return accuracy.why_wrong(errors[""], allowed)
