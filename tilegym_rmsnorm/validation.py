@@ -168,14 +168,14 @@ def checked_dtype(name: str, dtype: torch.dtype | None, is_complex: bool = False
     return dtype
 
 
-def checked_heads(heads: int | None) -> int | None:
+def checked_heads(heads: int | None, name: str = "heads") -> int | None:
     """None, or a number of heads, at least 1."""
     if heads is None:
         return None
     if isinstance(heads, (bool, Tensor)) or not hasattr(type(heads), "__index__"):
-        _fail(TypeError, "heads", "an int or None", repr(heads))
+        _fail(TypeError, name, "an int or None", repr(heads))
     if (heads := operator.index(heads)) < 1:
-        _fail(ValueError, "heads", "at least 1, or None", heads)
+        _fail(ValueError, name, "at least 1, or None", heads)
     return heads
 
 

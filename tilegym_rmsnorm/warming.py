@@ -10,49 +10,95 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from tilegym_rmsnorm.backends.checks import tensors_unusable
-from tilegym_rmsnorm.registry import BackendUnavailableError, Request, why_unusable
-from tilegym_rmsnorm.validation import check_casting
+from tilegym_rmsnorm.registry import BackendUnavailableError, Request, others, why_unusable
+from tilegym_rmsnorm.validation import (
+    check_casting,
+    checked_dtype,
+    checked_heads,
+    checked_number,
+    checked_residual_dtype,
+)
 
 Width = tuple[int, torch.dtype] | tuple[int, torch.dtype, torch.dtype | None]
 
 
 def warmup(
-    widths: Width | Iterable[Width], *, casting: str = "once", device: torch.device | str | None = None
+    widths: Width | Iterable[Width],
+    *,
+    bias: torch.dtype | None = None,
+    residual: torch.dtype | None = None,
+    residual_alpha: float = 1.0,
+    residual_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    heads: int | None = None,
+    strided_heads: int | None = None,
+    casting: str = "once",
+    device: torch.device | str | None = None,
 ) -> None:
     """Compile the kernels of backend "cutile" that the forward and the backward of these widths need, for any M.
 
-    Afterwards a call with contiguous rows compiles nothing, whatever its number of rows, and loads nothing from the
-    disk cache either; the weight's gradient is taken to be wanted. Needs a few times 100 MB of the device's memory
-    while it runs.
+    Afterwards such a call with contiguous rows compiles nothing, whatever its number of rows, and loads nothing from
+    the disk cache either. Calls that differ in one of these arguments, as the first norm of a model has no residual,
+    are others: warm up for both. The gradients of all tensors are taken to be wanted, but with a residual either of y
+    and residual_out may be unused. Needs a few times 100 MB of the device's memory while it runs.
 
     Args:
         widths: `(n, dtype of x)` or `(n, dtype of x, dtype of weight)`, each; None as the last: no weight. Or one of
             these.
+        bias: Its dtype. None: there is none.
+        residual: Its dtype. None: there is none.
+        residual_alpha: As for `rms_norm`; what matters is whether it is 1.
+        residual_dtype: As for `rms_norm`.
+        out_dtype: As for `rms_norm`.
+        heads: H of weight and bias of shape `(H, n)`, as those of `RMSNorm(heads=H)`, on x of shape `(*, H, n)`.
+        strided_heads: H of x of shape `(*, H, n)` beside a weight of shape `(n,)`: also calls in which x, residual or
+            a gradient is not contiguous, such as q in `qkv[:, :, 0]`. So x may be beside `heads`, too; either way
+            where n elements of each of them fill a multiple of 16 bytes, and strides do.
         casting: As for `rms_norm`; eps and offset do not matter.
         device: Default: the current CUDA device.
 
     Raises:
         BackendUnavailableError: The backend cannot run there.
-        ValueError: A width or a device that has no kernels.
+        ValueError: A width or a device that has no kernels; a number out of range; residual_alpha or residual_dtype
+            without residual; heads and strided_heads.
         TypeError: Something else than widths, or a dtype that has no kernels.
     """
     check_casting(casting)
     requests = [_checked(width) for width in _each(widths)]
+    for name, dtype in (("bias", bias), ("residual", residual), ("out_dtype", out_dtype)):
+        checked_dtype(name, dtype)
+    residual_alpha = checked_number("residual_alpha", residual_alpha)
+    _check_residual(residual, residual_alpha, residual_dtype)
+    per_head, apart = checked_heads(heads), checked_heads(strided_heads, "strided_heads")
+    if per_head is not None and apart is not None:
+        raise ValueError(f"strided_heads: expected None beside heads, whose rows may lie so too, got {apart}")
     device = torch.device("cuda" if device is None else device)
     if device.type != "cuda":
         raise ValueError(f"device: expected a CUDA device, got {device}: nothing is compiled for others")
     for _, dtype, weight_dtype in requests:
-        if unusable := why_unusable("cutile", Request(device, dtype, weight_dtype, casting)):
+        more = others(dtype, weight_dtype, bias, residual, residual_dtype, out_dtype)
+        if unusable := why_unusable("cutile", Request(device, dtype, weight_dtype, casting, more)):
             raise BackendUnavailableError(f"warmup: {unusable.reason}. To mend it: {unusable.remedy}")
-    from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
-    from tilegym_rmsnorm.backends.cutile.warm import warm
+    from tilegym_rmsnorm.backends.cutile.warm import Calls, warm
 
-    if device.type == "cuda" and device.index is None:
+    if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     for n, dtype, weight_dtype in requests:
-        warm(machine_of(device), n, dtype, weight_dtype, casting)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        total = None if residual is None else residual_dtype or torch.promote_types(dtype, residual)
+        asked = n, dtype, weight_dtype, casting, bias, residual, total, residual_alpha, out_dtype
+        if per_head is None:
+            warm(device, Calls(*asked))
+        if (count := per_head or apart) is not None:
+            warm(device, Calls(*asked, heads=count, per_head=per_head is not None))
+    torch.cuda.synchronize(device)
+
+
+def _check_residual(residual: torch.dtype | None, alpha: float, dtype: torch.dtype | None) -> None:
+    """As `rms_norm` checks them."""
+    if residual is None:
+        checked_residual_dtype(torch.empty(0, device="meta"), None, alpha, dtype)
+    else:
+        checked_dtype("residual_dtype", dtype)
 
 
 def _each(widths: object) -> Iterator[object]:

@@ -15,7 +15,7 @@ from helpers import DEVICE, why_skip
 import tilegym_rmsnorm as tr
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from compiling import CompilingMachine  # noqa: E402
+from counting import CountingMachine, warm  # noqa: E402
 from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from planning import problem  # noqa: E402
@@ -38,42 +38,10 @@ from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
     BackwardTiles,
     ForwardRows,
 )
-from tilegym_rmsnorm.backends.cutile.runtime import toolchain  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.warm import _kind, rows_to_warm, warm  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.warm import _kind, rows_to_warm  # noqa: E402
 
 BF16, FP32 = torch.bfloat16, torch.float32
 WIDTHS = (1, 64, 1000, 1024, 2880, 4096, 5000, 16384, 18432, 40000, 65536)
-
-
-class CountingMachine(CompilingMachine):
-    """Counts what cuda-tile's JIT would compile: kernels by their hints and signatures."""
-
-    def __init__(self, sm_count: int, model: str | None = None) -> None:
-        super().__init__(90, compiles=False, sm_count=sm_count)
-        self.facts = self.facts._replace(target=toolchain.target_of(model, 90))
-        self.kernels: set[tuple] = set()
-        self.seen: dict[tuple, tuple] = {}
-
-    def bind(self, function, variant, constants):
-        bound = super().bind(function, variant, constants)
-        hints = (function.__name__, variant.warps, variant.occupancy)
-
-        def launch(grid, arguments):
-            like = (hints, constants, tuple(map(_finer_than_a_signature, arguments)))
-            if like not in self.seen:  # signatures take time
-                self.symbols.clear()
-                bound(grid, arguments)
-                self.seen[like] = (*hints, *self.symbols[function.__name__])
-            self.kernels.add(self.seen[like])
-
-        return launch
-
-
-def _finer_than_a_signature(argument):
-    if not isinstance(argument, torch.Tensor):
-        return type(argument)
-    numbers = (*argument.shape, *argument.stride())
-    return argument.dtype, tuple((number == 1, number % 16 == 0, number % 8 == 0) for number in numbers)
 
 
 def call(
@@ -255,12 +223,10 @@ def test_what_is_no_sequence_of_widths(widths):
 def test_widths_of_every_form_are_warmed(monkeypatch, widths, warmed):
     from tilegym_rmsnorm import warming
     from tilegym_rmsnorm.backends.cutile import warm as warm_module
-    from tilegym_rmsnorm.backends.cutile.runtime import machine
 
     seen = []
     monkeypatch.setattr(warming, "why_unusable", lambda *_: None)
-    monkeypatch.setattr(machine, "machine_of", lambda device: None)
-    monkeypatch.setattr(warm_module, "warm", lambda machine, *width: seen.append(width[:3]))
+    monkeypatch.setattr(warm_module, "warm", lambda device, calls: seen.append(calls[:3]))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     tr.warmup(widths, device="cuda:0")
     assert seen == warmed

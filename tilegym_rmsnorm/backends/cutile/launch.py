@@ -73,7 +73,7 @@ def rms_norm_backward(spec: Spec, tensors: Tensors, wanted: Wanted, partials: st
         or spec.alpha != 1.0
         or x.ndim != 2
     ):
-        return _formed_backward(spec, tensors, wanted, op)
+        return _formed_backward(spec, tensors, wanted)
     m = x.size(0)
     kind = size_class(m, n), partials, *_ruled_out()
     run = _backward(op, x.device, n, dtype, weight_dtype, spec.casting, *kind)
@@ -83,6 +83,12 @@ def rms_norm_backward(spec: Spec, tensors: Tensors, wanted: Wanted, partials: st
 
 def _formed_forward(spec: Spec, tensors: Tensors) -> Outputs:
     """A call that is not plain: by kernels, or composed around a plain call."""
+    run = forward_launcher(spec, tensors)
+    return composed.forward(rms_norm_forward, spec, tensors) if run is None else run.formed(spec, tensors)
+
+
+def forward_launcher(spec: Spec, tensors: Tensors) -> Forward | None:
+    """What runs a call of any form; None where no kernel takes it."""
     x, weight, bias, residual = tensors
     n, m = spec.n, x.numel() // spec.n
     per_head = any(each is not None and each.ndim == 2 for each in (weight, bias))
@@ -90,14 +96,25 @@ def _formed_forward(spec: Spec, tensors: Tensors) -> Outputs:
     dtype, form = form_of((x, residual), written, residual is not None, bias is not None, per_head)
     weight_dtype = None if weight is None else weight.dtype
     run = _forward(x.device, n, dtype, weight_dtype, spec.casting, size_class(m, n), *_ruled_out(), form)
-    if run is None or not _takes(run, m, (x, residual)):
-        return composed.forward(rms_norm_forward, spec, tensors)
-    return run.formed(spec, tensors)
+    return None if run is None or not _takes(run, m, (x, residual)) else run
 
 
-def _formed_backward(spec: Spec, tensors: Tensors, wanted: Wanted, op: str) -> Gradients:
+def _formed_backward(spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
+    run = backward_launcher(spec, tensors, wanted)
+    if run is None:
+        return composed.backward(rms_norm_backward, spec, tensors, wanted)
+    if wanted.db is None or run.plan.problem.form.bias:
+        return run.formed(spec, tensors, wanted)
+    _, dy, weight, *_ = tensors
+    gradients = run.formed(spec, tensors, wanted._replace(db=None))
+    shape = weight.shape if run.plan.problem.form.per_head else (spec.n,)
+    return (*gradients[:3], dy.reshape(-1, *shape).sum(0, dtype=torch.float32).to(wanted.db))
+
+
+def backward_launcher(spec: Spec, tensors: Tensors, wanted: Wanted) -> Backward | None:
+    """What runs a call of any form; None where no kernel takes it."""
     x, dy, weight, _, d_residual_out = tensors
-    n, m = spec.n, x.numel() // spec.n
+    n, m, op = spec.n, x.numel() // spec.n, "dx" if wanted.dw is None else "backward"
     weight_dtype = None if weight is None else weight.dtype
     # db beside dw, from partial rows of the same kernel; alone it is a sum of PyTorch's
     is_beside_dw = wanted.db is not None and op == "backward" and n <= WIDEST_BIAS_ROW
@@ -108,13 +125,7 @@ def _formed_backward(spec: Spec, tensors: Tensors, wanted: Wanted, op: str) -> G
     dtype, form = form_of((x, dy, d_residual_out), written, has_residual, is_beside_dw, per_head, has_two)
     kind = size_class(m, n), "shared", *_ruled_out(), form
     run = _backward(op, x.device, n, dtype, weight_dtype, spec.casting, *kind)
-    if run is None or not _takes(run, m, (x, dy, d_residual_out)):
-        return composed.backward(rms_norm_backward, spec, tensors, wanted)
-    if wanted.db is None or is_beside_dw:
-        return run.formed(spec, tensors, wanted)
-    gradients = run.formed(spec, tensors, wanted._replace(db=None))
-    shape = weight.shape if per_head else (n,)
-    return (*gradients[:3], dy.reshape(-1, *shape).sum(0, dtype=torch.float32).to(wanted.db))
+    return None if run is None or not _takes(run, m, (x, dy, d_residual_out)) else run
 
 
 def _ruled_out() -> tuple[bool, int]:

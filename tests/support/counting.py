@@ -1,0 +1,78 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""A machine that counts what cuda-tile's JIT would compile, and calls and warmups that run on it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from compiling import CompilingMachine
+
+from tilegym_rmsnorm.backends.cutile import launch
+from tilegym_rmsnorm.backends.cutile import warm as warming
+from tilegym_rmsnorm.backends.cutile.runtime import toolchain
+from tilegym_rmsnorm.backends.cutile.warm import Calls
+
+META = torch.device("meta")
+
+
+class CountingMachine(CompilingMachine):
+    """Counts what cuda-tile's JIT would compile: kernels by their hints and signatures."""
+
+    def __init__(self, sm_count: int, model: str | None = None) -> None:
+        super().__init__(90, compiles=False, sm_count=sm_count)
+        self.facts = self.facts._replace(target=toolchain.target_of(model, 90))
+        self.kernels: set[tuple] = set()
+        self.seen: dict[tuple, tuple] = {}
+
+    def bind(self, function, variant, constants):
+        bound = super().bind(function, variant, constants)
+        hints = (function.__name__, variant.warps, variant.occupancy)
+
+        def launch(grid, arguments):
+            like = (hints, constants, tuple(map(_finer_than_a_signature, arguments)))
+            if like not in self.seen:  # signatures take time
+                self.symbols.clear()
+                bound(grid, arguments)
+                self.seen[like] = (*hints, *self.symbols[function.__name__])
+            self.kernels.add(self.seen[like])
+
+        return launch
+
+
+def _finer_than_a_signature(argument):
+    if isinstance(argument, tuple):
+        return tuple(map(_finer_than_a_signature, argument))
+    if not isinstance(argument, torch.Tensor):
+        return type(argument)
+    numbers = (*argument.shape, *argument.stride())
+    return argument.dtype, tuple((number == 1, number % 16 == 0, number % 8 == 0) for number in numbers)
+
+
+@contextlib.contextmanager
+def running_on(machine: CountingMachine) -> Iterator[None]:
+    """Calls of tensors of device "meta" run there."""
+    real = launch.machine_of
+    _forget_launchers()
+    launch.machine_of = lambda device: machine
+    try:
+        yield
+    finally:
+        launch.machine_of = real
+        _forget_launchers()
+
+
+def _forget_launchers() -> None:
+    launch._forward.cache_clear()
+    launch._backward.cache_clear()
+
+
+def warm(
+    machine: CountingMachine, n: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, **others: Any
+) -> None:
+    """What `warmup` does on a GPU. others: of Calls."""
+    with running_on(machine):
+        warming.warm(META, Calls(n, dtype, weight_dtype, **others))
