@@ -7,7 +7,7 @@
 First the selections, each behind a name of its own (letters of its hash, so that a change renames no other). Then
 blocks: the keys (GPU, op, dtype, weight, size class, and what divides the width) that have the same ranges of widths in
 common, and these, each with the name of what is selected. Widths are told apart by what divides them, since that
-decides what is selected.
+decides what is selected. Of calls with more than plain rows (FORMS) it is a sample.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from planning import H100, H200, device, problem
 
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
-from tilegym_rmsnorm.backends.cutile.plans.problem import WEIGHTS
+from tilegym_rmsnorm.backends.cutile.plans.problem import OPS as PROBLEM_OPS
+from tilegym_rmsnorm.backends.cutile.plans.problem import PLAIN, WEIGHTS, Form, Problem
+from tilegym_rmsnorm.backends.cutile.plans.rules import is_fused
 from tilegym_rmsnorm.backends.cutile.plans.select import select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
@@ -45,6 +47,15 @@ DEVICES = {
     "sm_120": device(120, 188),
 }
 OPS = ("forward", "backward", "dx", "row_partials")  # the last: a backward with partials="own"
+# Of calls that have more, "residual_forward" and so on: on some GPUs, in some dtypes and size classes.
+FORMS = {
+    "residual": Form(residual=True),
+    "bias": Form(bias=True),
+    "mixed": Form(narrowest=2),  # rows of 2 bytes beside float32
+    "heads": Form(heads=28),
+    "per_head": Form(heads=32, per_head=True),
+}
+GPUS_OF_FORMS, SIZES_OF_FORMS = ("h100", "sm_100"), ("few", "large")
 Key = tuple[str, str, str, str, str]
 Ranges = list[tuple[int, int, str]]  # first and last width, and what is selected
 
@@ -54,20 +65,39 @@ def keys() -> Iterator[Key]:
         for weight in WEIGHTS if dtype != "float32" else WEIGHTS[:1]:
             for size in ("large",) if op == "row_partials" else SIZES:
                 yield gpu, op, dtype, weight, size
+    cases = itertools.product(GPUS_OF_FORMS, FORMS, PROBLEM_OPS, ("bfloat16", "float32"), SIZES_OF_FORMS)
+    for gpu, form, op, dtype, size in cases:
+        has_calls = not (form == "mixed" and dtype == "bfloat16") and not (form == "bias" and op == "dx")
+        if has_calls:
+            yield gpu, f"{form}_{op}", dtype, "same", size
+
+
+def form_of(op: str) -> tuple[str, Form]:
+    """An op of a key as problems have it, and its form."""
+    name, _, of_form = op.rpartition("_")
+    return (of_form, FORMS[name]) if name in FORMS else (op, PLAIN)
+
+
+def asked_of_key(key: Key, n: int, casting: str = "once") -> Problem:
+    """The problem of rows of n elements."""
+    gpu, op, dtype, weight, size = key
+    op, form = form_of(op)
+    op, partials = ("backward", "own") if op == "row_partials" else (op, "shared")
+    options = {"casting": casting, "partials": partials, "form": form}
+    return problem(op, n, dtype, size, weight, DEVICES[gpu], **options)
 
 
 def plan_of_key(key: Key, n: int, casting: str = "once") -> Plan:
     """The plan for rows of n elements."""
-    gpu, op, dtype, weight, size = key
-    op, partials = ("backward", "own") if op == "row_partials" else (op, "shared")
-    facts = DEVICES[gpu]
-    asked = problem(op, n, dtype, size, weight, facts, casting=casting, partials=partials)
-    return select(asked, tables_of(facts.architecture, facts.target, None))
+    asked = asked_of_key(key, n, casting)
+    return select(asked, tables_of(asked.device.architecture, asked.device.target, None))
 
 
 def text(key: Key, n: int) -> str | None:
-    """What is selected; None where no number of rows of n elements is of the size class."""
-    return str(plan_of_key(key, n)) if rows_of_class(key[-1], n) else None
+    """What is selected; None where no number of rows of n elements is of the size class, or no kernel takes the
+    form."""
+    has_calls = rows_of_class(key[-1], n) and is_fused(asked_of_key(key, n))
+    return str(plan_of_key(key, n)) if has_calls else None
 
 
 def divisor_of(n: int) -> int:
