@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helpers import DEVICE, why_skip
 
 import tilegym_rmsnorm as tr
 
@@ -78,7 +80,13 @@ def warmed(machine: CountingMachine, case: Case) -> set:
     return set(machine.kernels)
 
 
-def step(case: Case, lead: tuple[int, ...], layout: str = "packed", uses_sum: bool = True) -> None:
+def step(
+    case: Case,
+    lead: tuple[int, ...],
+    layout: str = "packed",
+    uses_sum: bool = True,
+    device: torch.device = META,
+) -> None:
     """The forward and the backward of a call that the case describes. layout: of x and residual, slices or transposed;
     of the gradients, transposed. uses_sum: whether the loss does, of a residual."""
     (n, dtype, *weight_dtype), options = case
@@ -88,31 +96,33 @@ def step(case: Case, lead: tuple[int, ...], layout: str = "packed", uses_sum: bo
 
     def vector(dtype: torch.dtype | None) -> torch.Tensor | None:
         return (
-            None if dtype is None else torch.empty(of_vectors, dtype=dtype, device=META, requires_grad=True)
+            None if dtype is None else torch.empty(of_vectors, dtype=dtype, device=device, requires_grad=True)
         )
 
     residual = options.get("residual")
     given = {name: options[name] for name in ("residual_dtype", "out_dtype", "casting") if name in options}
     if residual is not None:
-        given |= {"residual": rows(lead, n, residual, layout).requires_grad_()}
+        given |= {"residual": rows(lead, n, residual, layout, device).requires_grad_()}
         given |= {"residual_alpha": options.get("residual_alpha", 1.0)}
-    x = rows(lead, n, dtype, layout).requires_grad_()
+    x = rows(lead, n, dtype, layout, device).requires_grad_()
     given["bias"] = vector(options.get("bias"))
     results = tr.rms_norm(x, (n,), vector(weight_dtype), 1e-5, **given, backend="cutile")
     results = results if isinstance(results, tuple) else (results,)
     results = results if uses_sum else results[:1]
     of_gradients = "transposed" if layout != "packed" else layout
-    torch.autograd.backward(results, [rows(lead, n, each.dtype, of_gradients) for each in results])
+    torch.autograd.backward(results, [rows(lead, n, each.dtype, of_gradients, device) for each in results])
 
 
-def rows(lead: tuple[int, ...], n: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
+def rows(
+    lead: tuple[int, ...], n: int, dtype: torch.dtype, layout: str, device: torch.device
+) -> torch.Tensor:
     if layout == "slices":
         *before, heads = lead
-        return torch.empty(*before, 3, heads, n, dtype=dtype, device=META)[..., 1, :, :]
+        return torch.empty(*before, 3, heads, n, dtype=dtype, device=device)[..., 1, :, :]
     if layout == "transposed":
         b, t, heads = lead
-        return torch.empty(b, heads, t, n, dtype=dtype, device=META).transpose(1, 2)
-    return torch.empty(*lead, n, dtype=dtype, device=META)
+        return torch.empty(b, heads, t, n, dtype=dtype, device=device).transpose(1, 2)
+    return torch.empty(*lead, n, dtype=dtype, device=device)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -191,3 +201,38 @@ def test_dtypes_that_no_kernel_takes_are_refused(monkeypatch, name):
         tr.BackendUnavailableError, match="float32, not torch.float64. To mend it: use backend"
     ):
         tr.warmup((64, BF16), **{name: torch.float64}, device="cuda:0")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["residual", "residual, alpha", "bias", "weights of heads", "strided"])
+def test_no_call_compiles_after_it_on_a_gpu(name, monkeypatch):
+    """Neither anew nor from the disk cache, on kernels that no other test has compiled."""
+    import cuda.tile as ct
+
+    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.runtime import machine
+
+    if reason := why_skip("cutile"):
+        pytest.skip(reason)
+    monkeypatch.setattr(machine, "compiled", functools.cache(machine.compiled.__wrapped__))
+    launch._forward.cache_clear()
+    launch._backward.cache_clear()
+    compile_kernel, names = ct.kernel._compile, []
+
+    def counted(self, *args, **kwargs):
+        names.append(self._pyfunc.__name__)
+        return compile_kernel(self, *args, **kwargs)
+
+    monkeypatch.setattr(ct.kernel, "_compile", counted)
+    case = (CASES | HEADS)[name]
+    tr.warmup(case.width, **case.options)
+    assert len(names) >= 5
+    names.clear()
+    heads = case.options.get("heads") or case.options.get("strided_heads")
+    leads = [(1,), (2,), (16,), (17,), (1000,), (1024,), (2112,), (5000,), (16384,)]
+    if heads:
+        leads = [(b, t, heads) for b in (1, 3, 16) for t in (1, 7, 16, 100, 2048)]
+    layouts = ("packed", "slices", "transposed") if heads else ("packed",)
+    for lead, layout in itertools.product(leads, layouts):
+        step(case, lead, layout, device=DEVICE)
+        assert not names, f"{lead}, {layout}: {names}"
