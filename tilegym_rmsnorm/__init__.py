@@ -8,14 +8,14 @@ Importing this package imports torch and nothing else; a backend's own libraries
 
 from importlib.metadata import PackageNotFoundError, version
 
-from tilegym_rmsnorm.api import (
+from tilegym_rmsnorm.api import rms_norm
+from tilegym_rmsnorm.module import RMSNorm
+from tilegym_rmsnorm.passes import (
     compute_rms_norm_rstd_torch,
-    rms_norm,
     rms_norm_backward,
     rms_norm_backward_torch,
     rms_norm_forward,
 )
-from tilegym_rmsnorm.module import RMSNorm
 from tilegym_rmsnorm.policy import get_sm_margin, set_sm_margin, set_teams, use_sm_margin
 from tilegym_rmsnorm.registry import (
     BackendUnavailableError,

@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm import gate, reference
+from tilegym_rmsnorm.arguments import dtype_of
 from tilegym_rmsnorm.gate import count_modes, is_in_torch_func, is_plain, is_watched
 from tilegym_rmsnorm.layout import arranged, as_rows, as_vector
 from tilegym_rmsnorm.reference import compute_dtype
-from tilegym_rmsnorm.registry import Request, dispatch, is_reference, others
+from tilegym_rmsnorm.registry import dispatch, is_reference, request_of
 from tilegym_rmsnorm.resolve import resolved
 from tilegym_rmsnorm.spec import Gradients, Spec, Wanted
 from tilegym_rmsnorm.validation import check_memory, check_saved
@@ -35,7 +36,7 @@ class Call(NamedTuple):
     """A checked call, its tensors aside: what runs it, and the backend as it was asked for, a name or "auto"."""
 
     spec: Spec
-    forward: Callable[..., Any]
+    forward: Callable[..., Any] | None  # None of a backward by itself
     backward: Callable[..., Any] | None  # None as long as nobody needs it
     backend: str
     heads: int = 0  # rows of weight and bias; 0 where all rows of x share one
@@ -254,10 +255,9 @@ def _checked_backward(tensors: tuple[Any, ...], call: Call, wanted: Wanted) -> G
     if is_in_torch_func() or any(gate.is_batched(t) or gate.has_tangent(t) for t in tensors if t is not None):
         return _differentiable_backward(tensors, call, wanted)
     check_saved(x, weight, rstd, dy, d_residual_out, spec.n, call.heads, call.dtype or dy.dtype)
-    weight_dtype = None if weight is None else weight.dtype
     obstacle = gate.obstacle(dy=dy, x=x, weight=weight, rstd=rstd, d_residual_out=d_residual_out)
-    other_dtypes = others(x.dtype, weight_dtype, dy.dtype, *wanted)
-    request = Request(x.device, x.dtype, weight_dtype, spec.casting, other_dtypes, obstacle)
+    dtypes = x.dtype, dtype_of(weight), dy.dtype, dtype_of(d_residual_out), *wanted
+    request = request_of(x.device, spec.casting, obstacle, *dtypes)
     backward = dispatch("rms_norm_backward", request, call.backend)
     if obstacle is not None:
         return _differentiable_backward(tensors, call, wanted)

@@ -15,7 +15,7 @@ records. And a call must not be one that PyTorch records or transforms: a kernel
     of both      obstacle            why kernels cannot have these tensors in this call, in words; None if they can
     out_of_sight                     a block that no mode sees into
 
-Where all tensors of a call are plain and nothing watches it, no more is asked, in api.py as in the backward
+Where all tensors of a call are plain and nothing watches it, no more is asked, in arguments.py as in the backward
 (autograd.py). Else resolve.py makes plain what can be made so, and `obstacle` is asked. What has an obstacle goes to
 the reference under "auto", and is refused by a kernel asked for by name.
 

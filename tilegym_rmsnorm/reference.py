@@ -18,13 +18,12 @@ once. With casting="llama" xhat is also rounded to the dtype of what is normaliz
 in dw (dy * round(xhat)). dx never sees that rounding. No weight means a factor of 1, whatever the offset.
 
 Every function takes any device, any leading dimensions (M is their product) and is differentiable. None checks what it
-is given: `tilegym_rmsnorm.api` does, in front of the two that are public.
+is given: api.py and passes.py do, in front of them.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -155,7 +154,6 @@ def _rstd(wide: Tensor, eps: float | None, dims: tuple[int, ...]) -> Tensor:
     return torch.rsqrt(mean_square + (default_eps(wide.dtype) if eps is None else eps))
 
 
-@overload
 def rms_norm_backward_torch(
     x: Tensor,
     dy: Tensor,
@@ -164,51 +162,11 @@ def rms_norm_backward_torch(
     *,
     offset: float = 0.0,
     casting: str = "once",
-    d_residual_out: Tensor | None = None,
-    dw_dtype: torch.dtype | None = None,
-    needs_db: Literal[False] = False,
-) -> tuple[Tensor, Tensor | None]: ...
-
-
-@overload
-def rms_norm_backward_torch(
-    x: Tensor,
-    dy: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    *,
-    offset: float = 0.0,
-    casting: str = "once",
-    d_residual_out: Tensor | None = None,
-    dw_dtype: torch.dtype | None = None,
-    needs_db: bool,
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]: ...
-
-
-def rms_norm_backward_torch(
-    x: Tensor,
-    dy: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    *,
-    offset: float = 0.0,
-    casting: str = "once",
-    d_residual_out: Tensor | None = None,
-    dw_dtype: torch.dtype | None = None,
-    needs_db: bool = False,
-) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-    """dx of x's shape and dtype, and dw of weight's shape and dw_dtype or weight's, None without a weight; with
-    needs_db also db of weight's shape (N,) or (H, N).
-
-    dy and d_residual_out have x's shape; rstd (M,) comes from the forward or from `compute_rms_norm_rstd_torch`.
-    """
-    if dw_dtype is None:
-        dw_dtype = x.dtype if weight is None else weight.dtype
-    wanted = Wanted(x.dtype, None, None if weight is None else dw_dtype, dw_dtype if needs_db else None)
-    dx, _, dw, db = gradients_torch(
-        x, dy, weight, rstd, d_residual_out, wanted, offset=offset, casting=casting
-    )
-    return (dx, dw, db) if needs_db else (dx, dw)
+) -> tuple[Tensor, Tensor | None]:
+    """dx and dw of a call without a residual, of the dtypes of x and weight. The rest as for `gradients_torch`."""
+    wanted = Wanted(x.dtype, None, None if weight is None else weight.dtype)
+    dx, _, dw, _ = gradients_torch(x, dy, weight, rstd, None, wanted, offset=offset, casting=casting)
+    return dx, dw
 
 
 def gradients_torch(
@@ -223,7 +181,11 @@ def gradients_torch(
     casting: str,
     alpha: float = 1.0,
 ) -> Gradients:
-    """All the gradients of one call, those that are not wanted None. x is what was normalized."""
+    """All the gradients of one call, of the shapes of their tensors; those that are not wanted are None.
+
+    x is what was normalized; dy and d_residual_out have its shape. rstd (M,) is the forward's, or from
+    `compute_rms_norm_rstd_torch`. db has weight's shape, (N,) without one.
+    """
     dtype = joint_dtype(x, weight, dy, d_residual_out)
     rstd, dy = _per_row(rstd, x, dtype), dy.to(dtype)
     xhat = x.to(dtype) * rstd

@@ -56,13 +56,23 @@ class Request(NamedTuple):
     dtype: torch.dtype
     weight_dtype: torch.dtype | None
     casting: str
-    other_dtypes: tuple[torch.dtype, ...] = ()  # of all else that the call reads and writes, see `others`
+    other_dtypes: tuple[torch.dtype, ...] = ()  # of all else that the call reads and writes, see `request_of`
     obstacle: str | None = None  # why no kernel can be given these tensors here, see `gate.obstacle`
 
 
-def others(*dtypes: torch.dtype | None) -> tuple[torch.dtype, ...]:
-    """`Request.other_dtypes` of these: x's, weight's, and those of bias, residual, dy and the results."""
-    return tuple(sorted({dtype for dtype in dtypes[2:] if dtype and dtype not in dtypes[:2]}, key=str))
+def request_of(
+    device: torch.device,
+    casting: str,
+    obstacle: str | None,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    *rest: torch.dtype | None,
+) -> Request:
+    """rest: the dtypes of bias, residual, dy and the results, None where there is none. Those that x or weight have,
+    too, change nothing, and neither does their order."""
+    found = {each for each in rest if each and each is not dtype and each is not weight_dtype}
+    other_dtypes = tuple(sorted(found, key=str)) if found else ()
+    return Request(device, dtype, weight_dtype, casting, other_dtypes, obstacle)
 
 
 class Unusable(NamedTuple):

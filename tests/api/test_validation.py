@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tilegym_rmsnorm as tr
-from tilegym_rmsnorm import api
+from tilegym_rmsnorm import api, passes
 
 M, N = 3, 8
 X, DY, W, RSTD = torch.ones(M, N), torch.ones(M, N), torch.ones(N), torch.ones(M)
@@ -228,7 +228,8 @@ CASES = (
 
 @pytest.mark.parametrize(("call", "arguments", "error", "text"), CASES)
 def test_refused_with_name_expected_and_given(call, arguments, error, text, monkeypatch):
-    monkeypatch.setattr(api, "dispatch", lambda *_: pytest.fail("looked for a backend"))
+    for module in (api, passes):
+        monkeypatch.setattr(module, "dispatch", lambda *_: pytest.fail("looked for a backend"))
     with pytest.raises(error, match=re.escape(text)):
         call(**arguments)
 

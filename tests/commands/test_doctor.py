@@ -15,7 +15,7 @@ import pytest
 import torch
 from table_cases import BUCKET, ENTRY, TARGET, VARIANT, entry_of, ship
 
-from tilegym_rmsnorm import __main__, api, policy, registry
+from tilegym_rmsnorm import __main__, passes, policy, registry
 from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
@@ -218,13 +218,13 @@ def test_json_holds_all_that_the_text_says(fake, capsys):
 
 @pytest.mark.parametrize("spoil", [lambda dw: dw * 1.001, lambda dw: dw * float("nan")])
 def test_wrong_results_are_not_usable(monkeypatch, spoil):
-    right = api.rms_norm_backward
+    right = passes.rms_norm_backward
 
     def wrong(*arguments, **options):
         dx, dw = right(*arguments, **options)
         return dx, spoil(dw)
 
-    monkeypatch.setattr(api, "rms_norm_backward", wrong)
+    monkeypatch.setattr(passes, "rms_norm_backward", wrong)
 
     result = doctor.run_kernels("torch")
 
@@ -236,7 +236,7 @@ def test_failure_of_one_backend_shows_its_traceback(monkeypatch, capsys):
     def broken(*_, **__):
         raise RuntimeError("failed to compile\nTile IR program")
 
-    monkeypatch.setattr(api, "rms_norm_forward", broken)
+    monkeypatch.setattr(passes, "rms_norm_forward", broken)
 
     status, output = run_doctor(capsys, "--backend", "torch")
     assert status == 1

@@ -37,8 +37,14 @@ LAYERS = (
     (f"{CUTILE}.launch",),
     (f"{CUTILE}.warm", f"{CUTILE}.tuning"),
     (f"{PACKAGE}.backends",),
-    (f"{PACKAGE}.graphs", f"{PACKAGE}.autograd", f"{PACKAGE}.composite", f"{PACKAGE}.fastpath"),
-    (f"{PACKAGE}.api",),
+    (
+        f"{PACKAGE}.arguments",
+        f"{PACKAGE}.graphs",
+        f"{PACKAGE}.autograd",
+        f"{PACKAGE}.composite",
+        f"{PACKAGE}.fastpath",
+    ),
+    (f"{PACKAGE}.api", f"{PACKAGE}.passes"),
     (f"{PACKAGE}.warming", f"{PACKAGE}.configured", f"{PACKAGE}.scripting", f"{PACKAGE}.module"),
     (PACKAGE,),
 )

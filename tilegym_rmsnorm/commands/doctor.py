@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 import tilegym_rmsnorm
-from tilegym_rmsnorm import api, reference, registry
+from tilegym_rmsnorm import passes, reference, registry
 from tilegym_rmsnorm.backends import cutile
 from tilegym_rmsnorm.commands import installation
 
@@ -221,8 +221,8 @@ def kernel_errors(backend: str) -> tuple[str, dict[str, float]]:
     x, dy = (torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(2))
     weight = torch.rand(COLUMNS, generator=generator) + 0.5
 
-    y, rstd = api.rms_norm_forward(x.to(device), weight.to(device), EPS, backend=backend)
-    dx, dw = api.rms_norm_backward(x.to(device), dy.to(device), weight.to(device), rstd, backend=backend)
+    y, rstd = passes.rms_norm_forward(x.to(device), weight.to(device), EPS, backend=backend)
+    dx, dw = passes.rms_norm_backward(x.to(device), dy.to(device), weight.to(device), rstd, backend=backend)
 
     exact_y, exact_rstd = reference.rms_norm_forward_torch(x.double(), weight.double(), EPS)
     exact_dx, exact_dw = reference.rms_norm_backward_torch(
