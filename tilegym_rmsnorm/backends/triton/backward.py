@@ -12,9 +12,9 @@ the rows each keep the float32 sums of their rows in registers and write them to
 db_partial; a second kernel sums those rows. No atomics: dw and db have the same bits on every run.
 
     backward_dx           d and partial sums, x and dy held in registers: whole rows, or strips of columns, c given
-    backward_dx_reread    the same for whole rows too wide for that: loaded again (from L2, mostly) once c is known
-    backward_c            c alone, for rows of which not even the sums fit; strips of columns follow
-    sum_partials          dw and db: the partial rows summed in a fixed order and rounded once
+    backward_dx_reread    (reread.py) the same for whole rows too wide for that
+    backward_c            (reread.py) c alone, for rows of which not even the sums fit; strips of columns follow
+    sum_partials          (reduce.py) dw and db: the partial rows summed in a fixed order and rounded once
 
 A row in registers is a tuple of TILES tiles: tx, tdy, tscale (weight + o), tdw and tdb, at tcolumns where tmasks are
 true.
@@ -31,7 +31,7 @@ import triton.language as tl
 from tilegym_rmsnorm.backends.triton.rows import (
     aligned,
     as_multiplied,
-    column_mask,
+    column_tiles,
     count_of_head,
     load_columns,
     load_scale,
@@ -39,21 +39,10 @@ from tilegym_rmsnorm.backends.triton.rows import (
     row_pointers,
     rows_of_head,
     split_program,
-    tile_mask,
+    stride_names,
+    tile_masks,
     vector_of_head,
 )
-
-
-@triton.jit
-def column_tiles(strip, N: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, STRIPS: tl.constexpr):
-    """The columns of TILES tiles side by side, from column strip * WIDTH on, and which of these columns exist."""
-    tcolumns = ()
-    tmasks = ()
-    for k in tl.static_range(TILES):
-        tcolumns = tcolumns + (strip * WIDTH + k * WIDTH + tl.arange(0, WIDTH),)
-        # As if this were the last strip: which one it is, the compiler does not know.
-        tmasks = tmasks + (column_mask(tcolumns[k], (STRIPS + k) * WIDTH, N),)
-    return tcolumns, tmasks
 
 
 @triton.jit
@@ -62,14 +51,6 @@ def load_scales(weight_ptr, offset, tcolumns, tmasks):
     for k in tl.static_range(len(tcolumns)):
         tscale = tscale + (load_scale(weight_ptr, offset, tcolumns[k], tmasks[k], ""),)
     return tscale
-
-
-@triton.jit
-def tile_masks(rows, tcolumn_masks, M, ROWS: tl.constexpr):
-    tmasks = ()
-    for k in tl.static_range(len(tcolumn_masks)):
-        tmasks = tmasks + (tile_mask(rows, tcolumn_masks[k], M, ROWS),)
-    return tmasks
 
 
 @triton.jit
@@ -137,12 +118,7 @@ def store_sums(partial_row_ptr, tsums, tcolumns, tmasks):
         tl.store(partial_row_ptr + tcolumns[k], tl.sum(tsums[k], axis=0), mask=tmasks[k])
 
 
-STRIDES = [
-    f"{rows}_{of}_stride" for rows in ("x", "dy", "d_residual_out") for of in ("batch", "token", "row")
-]
-
-
-@triton.jit(do_not_specialize=["M", "T", "H", *STRIDES])
+@triton.jit(do_not_specialize=["M", "T", "H", *stride_names("x", "dy", "d_residual_out")])
 def backward_dx(
     x_ptr,
     dy_ptr,
@@ -185,11 +161,9 @@ def backward_dx(
     strip = tl.program_id(0) % STRIPS
     x_strides = aligned(x_batch_stride, x_token_stride, x_row_stride, ALIGN)
     dy_strides = aligned(dy_batch_stride, dy_token_stride, dy_row_stride, ALIGN)
-    d_residual_out_strides = dy_strides
-    if d_residual_out_ptr is not None:
-        d_residual_out_strides = aligned(
-            d_residual_out_batch_stride, d_residual_out_token_stride, d_residual_out_row_stride, ALIGN
-        )
+    d_residual_out_strides = aligned(
+        d_residual_out_batch_stride, d_residual_out_token_stride, d_residual_out_row_stride, ALIGN
+    )
     tcolumns, tcolumn_masks = column_tiles(strip, N, WIDTH, TILES, STRIPS)
     if weight_ptr is not None:
         weight_ptr = vector_of_head(weight_ptr, head, N, PER_HEAD)
@@ -228,177 +202,3 @@ def backward_dx(
         store_sums(dw_partial_ptr + program * N, tdw, tcolumns, tcolumn_masks)
     if db_partial_ptr is not None:
         store_sums(db_partial_ptr + program * N, tdb, tcolumns, tcolumn_masks)
-
-
-@triton.jit
-def mean_of_products_of_row(
-    x_row_ptr, dy_row_ptr, weight_ptr, offset, rstd, N: tl.constexpr, tcolumns, tmasks
-):
-    """c of one row, which is read for this alone: nothing of it stays in registers."""
-    tproducts = tl.zeros(tcolumns[0].shape, tl.float32)
-    for k in tl.static_range(len(tcolumns)):
-        txhat = load_columns(x_row_ptr, tcolumns[k], tmasks[k], "") * rstd
-        tdy = load_columns(dy_row_ptr, tcolumns[k], tmasks[k], "")
-        tproducts += txhat * (tdy * load_scale(weight_ptr, offset, tcolumns[k], tmasks[k], ""))
-    return tl.sum(tproducts) / N
-
-
-@triton.jit(do_not_specialize=["M", "T", "H", *STRIDES])
-def backward_dx_reread(
-    x_ptr,
-    dy_ptr,
-    weight_ptr,
-    rstd_ptr,
-    dx_ptr,
-    dw_partial_ptr,
-    M,
-    x_row_stride,
-    dy_row_stride,
-    offset,
-    N: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROUND_XHAT: tl.constexpr,
-    PER_HEAD: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TILES: tl.constexpr,
-    STAGES: tl.constexpr,
-    db_partial_ptr=None,
-    d_residual_out_ptr=None,
-    d_residual_ptr=None,
-    alpha=None,
-    T=None,
-    H=None,
-    x_batch_stride=None,
-    x_token_stride=None,
-    dy_batch_stride=None,
-    dy_token_stride=None,
-    d_residual_out_batch_stride=None,
-    d_residual_out_token_stride=None,
-    d_residual_out_row_stride=None,
-):
-    """Grid: (P,), or (P * H,) with PER_HEAD. One row per step."""
-    program = tl.program_id(0).to(tl.int64)
-    walk, head = split_program(program, H, PER_HEAD)
-    x_strides = aligned(x_batch_stride, x_token_stride, x_row_stride, ALIGN)
-    dy_strides = aligned(dy_batch_stride, dy_token_stride, dy_row_stride, ALIGN)
-    d_residual_out_strides = dy_strides
-    if d_residual_out_ptr is not None:
-        d_residual_out_strides = aligned(
-            d_residual_out_batch_stride, d_residual_out_token_stride, d_residual_out_row_stride, ALIGN
-        )
-    tcolumns, tmasks = column_tiles(0, N, WIDTH, TILES, STRIPS=1)
-    if weight_ptr is not None:
-        weight_ptr = vector_of_head(weight_ptr, head, N, PER_HEAD)
-    tdw = (tl.zeros((WIDTH,), tl.float32),) * TILES
-    tdb = tdw
-
-    steps, walks = count_of_head(M, H, PER_HEAD), count_of_head(tl.num_programs(0), H, PER_HEAD)
-    for step in tl.range(walk, steps, walks, num_stages=STAGES):
-        row = rows_of_head(step, head, H, PER_HEAD)
-        rstd = tl.load(rstd_ptr + row)
-        place = places_of(row, M, T, H)
-        x_row = row_pointers(x_ptr, place, x_strides, H)
-        dy_row = row_pointers(dy_ptr, place, dy_strides, H)
-        d_residual_out_row = d_residual_out_ptr
-        if d_residual_out_ptr is not None:
-            d_residual_out_row = row_pointers(d_residual_out_ptr, place, d_residual_out_strides, H)
-        c = mean_of_products_of_row(x_row, dy_row, weight_ptr, offset, rstd, N, tcolumns, tmasks)
-
-        tdw_before, tdb_before, tdw = tdw, tdb, ()
-        if db_partial_ptr is not None:
-            tdb = ()
-        for k in tl.static_range(TILES):
-            # With the eviction policy of the loads for c the compiler would merge the two, and hold the row after all.
-            tx = load_columns(x_row, tcolumns[k], tmasks[k], "evict_first")
-            tdy = load_columns(dy_row, tcolumns[k], tmasks[k], "evict_first")
-            tscale = load_scale(weight_ptr, offset, tcolumns[k], tmasks[k], "evict_last")
-            td = gradient(tx, tdy, tscale, rstd, c)
-            store_d(dx_ptr, d_residual_ptr, d_residual_out_row, alpha, td, row, N, tcolumns[k], tmasks[k])
-            tdw = tdw + (tdw_before[k] + tdy * as_multiplied(tx * rstd, x_ptr, None, ROUND_XHAT),)
-            if db_partial_ptr is not None:
-                tdb = tdb + (tdb_before[k] + tdy,)
-
-    for k in tl.static_range(TILES):
-        if dw_partial_ptr is not None:
-            tl.store(dw_partial_ptr + program * N + tcolumns[k], tdw[k], mask=tmasks[k])
-        if db_partial_ptr is not None:
-            tl.store(db_partial_ptr + program * N + tcolumns[k], tdb[k], mask=tmasks[k])
-
-
-@triton.jit(do_not_specialize=["T", "H", *STRIDES])
-def backward_c(
-    x_ptr,
-    dy_ptr,
-    weight_ptr,
-    rstd_ptr,
-    c_ptr,
-    x_row_stride,
-    dy_row_stride,
-    offset,
-    N: tl.constexpr,
-    ALIGN: tl.constexpr,
-    PER_HEAD: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    T=None,
-    H=None,
-    x_batch_stride=None,
-    x_token_stride=None,
-    dy_batch_stride=None,
-    dy_token_stride=None,
-):
-    """Grid: (M,)."""
-    row = tl.program_id(0).to(tl.int64)
-    rstd = tl.load(rstd_ptr + row)
-    x_strides = aligned(x_batch_stride, x_token_stride, x_row_stride, ALIGN)
-    dy_strides = aligned(dy_batch_stride, dy_token_stride, dy_row_stride, ALIGN)
-    place = places_of(row, tl.num_programs(0), T, H)
-    x_row = row_pointers(x_ptr, place, x_strides, H)
-    dy_row = row_pointers(dy_ptr, place, dy_strides, H)
-    if weight_ptr is not None:
-        weight_ptr = vector_of_head(weight_ptr, place[2], N, PER_HEAD)
-
-    tproducts = tl.zeros((WIDTH,), tl.float32)
-    for chunk in range(CHUNKS):
-        columns = chunk * WIDTH + tl.arange(0, WIDTH)
-        tmask = column_mask(columns, CHUNKS * WIDTH, N)
-        txhat = load_columns(x_row, columns, tmask, "") * rstd
-        tdy = load_columns(dy_row, columns, tmask, "")
-        tproducts += txhat * (tdy * load_scale(weight_ptr, offset, columns, tmask, ""))
-
-    tl.store(c_ptr + row, tl.sum(tproducts) / N)
-
-
-@triton.jit
-def sum_columns(partial_ptr, sum_ptr, P, N: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """ROWS running sums, each over the rows of partial_ptr in index order, are then added as a tree."""
-    columns = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    tsum = tl.zeros((ROWS, WIDTH), tl.float32)
-
-    for start in range(0, P, ROWS):
-        rows = start + tl.arange(0, ROWS).to(tl.int64)
-        tmask = (rows < P)[:, None] & (columns < N)[None, :]
-        tsum += tl.load(partial_ptr + rows[:, None] * N + columns[None, :], mask=tmask, other=0.0)
-
-    tl.store(sum_ptr + columns, tl.sum(tsum, axis=0), mask=columns < N)
-
-
-@triton.jit(do_not_specialize=["P"])
-def sum_partials(
-    partial_ptr,
-    sum_ptr,
-    P,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    second_partial_ptr=None,
-    second_sum_ptr=None,
-):
-    """Grid: (cdiv(N, WIDTH), 1), or 2 where there is a second sum. N: the columns of each, H * N with PER_HEAD."""
-    if second_sum_ptr is None:
-        sum_columns(partial_ptr, sum_ptr, P, N, ROWS, WIDTH)
-    else:
-        if tl.program_id(1) == 0:
-            sum_columns(partial_ptr, sum_ptr, P, N, ROWS, WIDTH)
-        else:
-            sum_columns(second_partial_ptr, second_sum_ptr, P, N, ROWS, WIDTH)

@@ -10,7 +10,7 @@ A weight that is None is a factor of 1. ROUND_XHAT (casting="llama") rounds xhat
 weight. rstd by sqrt_rn: `tl.rsqrt` takes a subnormal mean + eps (below 1.2e-38) for 0.
 
     forward_rows      ROWS whole rows per program, x read once
-    forward_reread    one row, wider than registers hold: summed chunk by chunk, then read again (from L2, mostly)
+    forward_reread    (reread.py) one row, wider than registers hold
 
 x and residual are (M, N) or (B, T, H, N) of any strides but the last (rows.py), which ALIGN divides. weight and bias
 (N,), or (H, N) with PER_HEAD, y and residual_out of x's shape and rstd (M,) float32 are contiguous. Each has its own
@@ -23,28 +23,29 @@ import triton.language as tl
 from tilegym_rmsnorm.backends.triton.rows import (
     aligned,
     as_multiplied,
-    column_mask,
+    column_tiles,
     load_columns,
     load_scale,
     places_of,
     row_pointers,
     rows_of_head,
     split_program,
-    tile_mask,
+    stride_names,
+    tile_masks,
     vector_of_head,
 )
 
 
 @triton.jit
-def load_normalized(x_rows, residual_rows, residual_out_rows, alpha, columns, tmask):
-    """x' in float32, from pointers to rows. residual_out is stored on the way."""
+def load_normalized(x_rows, residual_rows, residual_out_ptr, alpha, rows, N: tl.constexpr, columns, tmask):
+    """x' in float32, from pointers to rows of x and residual. residual_out is stored on the way."""
     tx = load_columns(x_rows, columns, tmask, "")
     if residual_rows is None:
         return tx
     else:
         tsum = tx * alpha + load_columns(residual_rows, columns, tmask, "")
-        tresidual_out = tsum.to(residual_out_rows.dtype.element_ty)
-        tl.store(residual_out_rows + columns, tresidual_out, mask=tmask)
+        tresidual_out = tsum.to(residual_out_ptr.dtype.element_ty)
+        tl.store(residual_out_ptr + rows * N + columns, tresidual_out, mask=tmask)
         return tresidual_out.to(tl.float32)
 
 
@@ -56,10 +57,7 @@ def add_bias(ty, bias_ptr, columns, tmask):
         return ty + load_columns(bias_ptr, columns, tmask, "")
 
 
-STRIDES = [f"{rows}_{of}_stride" for rows in ("x", "residual") for of in ("batch", "token", "row")]
-
-
-@triton.jit(do_not_specialize=["M", "T", "H", *STRIDES])
+@triton.jit(do_not_specialize=["M", "T", "H", *stride_names("x", "residual")])
 def forward_rows(
     x_ptr,
     weight_ptr,
@@ -94,24 +92,27 @@ def forward_rows(
     places = places_of(rows[:, None], M, T, H)
     x_strides = aligned(x_batch_stride, x_token_stride, x_row_stride, ALIGN)
     x_rows = row_pointers(x_ptr, places, x_strides, H)
-    residual_rows, residual_out_rows = residual_ptr, residual_out_ptr
+    residual_strides = aligned(residual_batch_stride, residual_token_stride, residual_row_stride, ALIGN)
+    residual_rows = residual_ptr
     if residual_ptr is not None:
-        residual_strides = aligned(residual_batch_stride, residual_token_stride, residual_row_stride, ALIGN)
         residual_rows = row_pointers(residual_ptr, places, residual_strides, H)
-        residual_out_rows = residual_out_ptr + rows[:, None] * N
     if weight_ptr is not None:
         weight_ptr = vector_of_head(weight_ptr, head, N, PER_HEAD)
     if bias_ptr is not None:
         bias_ptr = vector_of_head(bias_ptr, head, N, PER_HEAD)
 
+    tcolumns, tcolumn_masks = column_tiles(0, N, WIDTH, TILES, STRIPS=1)
+    tmasks = tile_masks(rows, tcolumn_masks, M, ROWS)
     tx = ()
     tscale = ()
     for k in tl.static_range(TILES):
-        columns = k * WIDTH + tl.arange(0, WIDTH)
-        tcolumn_mask = column_mask(columns, (k + 1) * WIDTH, N)
-        tmask = tile_mask(rows, tcolumn_mask, M, ROWS)
-        tx = tx + (load_normalized(x_rows, residual_rows, residual_out_rows, alpha, columns[None, :], tmask),)
-        tscale = tscale + (load_scale(weight_ptr, offset, columns, tcolumn_mask, ""),)
+        columns = tcolumns[k][None, :]
+        tx = tx + (
+            load_normalized(
+                x_rows, residual_rows, residual_out_ptr, alpha, rows[:, None], N, columns, tmasks[k]
+            ),
+        )
+        tscale = tscale + (load_scale(weight_ptr, offset, tcolumns[k], tcolumn_masks[k], ""),)
 
     tsquares = tl.zeros((ROWS, WIDTH), tl.float32)
     for k in tl.static_range(TILES):
@@ -120,75 +121,7 @@ def forward_rows(
     tl.store(rstd_ptr + rows, trstd, mask=rows < M)
 
     for k in tl.static_range(TILES):
-        columns = k * WIDTH + tl.arange(0, WIDTH)
-        tcolumn_mask = column_mask(columns, (k + 1) * WIDTH, N)
+        columns = tcolumns[k][None, :]
         txhat = as_multiplied(tx[k] * trstd[:, None], x_ptr, residual_out_ptr, ROUND_XHAT)
-        ty = add_bias(txhat * tscale[k][None, :], bias_ptr, columns[None, :], tcolumn_mask[None, :])
-        y_pointers = y_ptr + rows[:, None] * N + columns[None, :]
-        tl.store(y_pointers, ty, mask=tile_mask(rows, tcolumn_mask, M, ROWS))
-
-
-@triton.jit(do_not_specialize=["T", "H", *STRIDES])
-def forward_reread(
-    x_ptr,
-    weight_ptr,
-    y_ptr,
-    rstd_ptr,
-    x_row_stride,
-    eps,
-    offset,
-    N: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ROUND_XHAT: tl.constexpr,
-    PER_HEAD: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    bias_ptr=None,
-    residual_ptr=None,
-    residual_out_ptr=None,
-    alpha=None,
-    T=None,
-    H=None,
-    x_batch_stride=None,
-    x_token_stride=None,
-    residual_batch_stride=None,
-    residual_token_stride=None,
-    residual_row_stride=None,
-):
-    """Grid: (M,)."""
-    row = tl.program_id(0).to(tl.int64)
-    place = places_of(row, tl.num_programs(0), T, H)
-    x_strides = aligned(x_batch_stride, x_token_stride, x_row_stride, ALIGN)
-    x_row = row_pointers(x_ptr, place, x_strides, H)
-    residual_row, residual_out_row = residual_ptr, residual_out_ptr
-    if residual_ptr is not None:
-        residual_strides = aligned(residual_batch_stride, residual_token_stride, residual_row_stride, ALIGN)
-        residual_row = row_pointers(residual_ptr, place, residual_strides, H)
-        residual_out_row = residual_out_ptr + row * N
-    if weight_ptr is not None:
-        weight_ptr = vector_of_head(weight_ptr, place[2], N, PER_HEAD)
-    if bias_ptr is not None:
-        bias_ptr = vector_of_head(bias_ptr, place[2], N, PER_HEAD)
-
-    tsquares = tl.zeros((WIDTH,), tl.float32)
-    for chunk in range(CHUNKS):
-        columns = chunk * WIDTH + tl.arange(0, WIDTH)
-        tmask = column_mask(columns, CHUNKS * WIDTH, N)
-        tx = load_normalized(x_row, residual_row, residual_out_row, alpha, columns, tmask)
-        tsquares += tx * tx
-
-    rstd = 1 / tl.sqrt_rn(tl.sum(tsquares) / N + eps)
-    tl.store(rstd_ptr + row, rstd)
-    if residual_out_ptr is None:
-        normalized_row = x_row
-    else:
-        normalized_row = residual_out_row
-        tl.debug_barrier()  # an element of residual_out may be stored by one thread and read by another
-
-    for chunk in range(CHUNKS):
-        columns = chunk * WIDTH + tl.arange(0, WIDTH)
-        tmask = column_mask(columns, CHUNKS * WIDTH, N)
-        tx = load_columns(normalized_row, columns, tmask, "")
-        txhat = as_multiplied(tx * rstd, x_ptr, residual_out_ptr, ROUND_XHAT)
-        ty = txhat * load_scale(weight_ptr, offset, columns, tmask, "")
-        tl.store(y_ptr + row * N + columns, add_bias(ty, bias_ptr, columns, tmask), mask=tmask)
+        ty = add_bias(txhat * tscale[k][None, :], bias_ptr, columns, tcolumn_masks[k][None, :])
+        tl.store(y_ptr + rows[:, None] * N + columns, ty, mask=tmasks[k])

@@ -17,18 +17,18 @@ import triton
 from torch import Tensor
 
 from tilegym_rmsnorm import policy
-from tilegym_rmsnorm.backends.triton import backward, forward, interpreting
+from tilegym_rmsnorm.backends.triton import backward, forward, interpreting, reduce, reread
 from tilegym_rmsnorm.backends.triton.config import (
     BackwardConfig,
     ForwardConfig,
     backward_config,
     forward_config,
 )
+from tilegym_rmsnorm.backends.triton.rows import DIMENSIONS
 from tilegym_rmsnorm.registry import register_impl
 from tilegym_rmsnorm.spec import Gradients, Outputs, Spec, Tensors, Wanted
 
 LARGEST_ALIGNMENT = 16  # elements: as far as the width of vector loads goes
-DIMENSIONS = ("batch", "token", "row")  # of (B, T, H, N), which a row counts through; (M, N) has the last
 INTERPRETED_SM_COUNT = 2  # programs run one after another: few, each with several steps, reach every branch
 
 
@@ -67,7 +67,7 @@ def launch_forward(config: ForwardConfig, spec: Spec, tensors: Tensors) -> Outpu
             forward.forward_rows[grid](*arrays, M, eps=spec.eps, offset=spec.offset, **tiles, **chosen)
         else:
             chunks = {"CHUNKS": config.tiles}
-            forward.forward_reread[(M,)](*arrays, eps=spec.eps, offset=spec.offset, **chunks, **chosen)
+            reread.forward_reread[(M,)](*arrays, eps=spec.eps, offset=spec.offset, **chunks, **chosen)
     return y, rstd, residual_out
 
 
@@ -112,7 +112,7 @@ def _launch_dx(
     chosen |= {"d_residual_out_ptr": d_residual_out, "alpha": None if spec.alpha == 1 else spec.alpha}
 
     if config.plan == "reread":
-        backward.backward_dx_reread[(programs,)](
+        reread.backward_dx_reread[(programs,)](
             x, dy, weight, rstd, dx, dw_partial, _count(x), TILES=config.tiles, **chosen
         )
         return
@@ -123,7 +123,7 @@ def _launch_dx(
         chunks = {"WIDTH": width, "CHUNKS": triton.cdiv(spec.n, width)}
         if dx is not None or d_residual is not None:  # else nobody reads c
             layout = _layout(weight, x=x, dy=dy)
-            backward.backward_c[(_count(x),)](x, dy, weight, rstd, c, **layout, **chunks, **common)
+            reread.backward_c[(_count(x),)](x, dy, weight, rstd, c, **layout, **chunks, **common)
     chosen |= {"ROWS": config.rows, "TILES": tiles, "STRIPS": strips}
     backward.backward_dx[(programs * strips,)](x, dy, weight, rstd, c, dx, dw_partial, _count(x), **chosen)
 
@@ -136,7 +136,7 @@ def _launch_sums(
     grid = (triton.cdiv(total.numel(), config.dw_width), 1 + len(second))
     tile = {"ROWS": config.dw_rows, "WIDTH": config.dw_width, **_options(config.dw_num_warps)}
     others = {"second_partial_ptr": second[0][0], "second_sum_ptr": second[0][1]} if second else {}
-    backward.sum_partials[grid](partial, total, config.walks, total.numel(), **tile, **others)
+    reduce.sum_partials[grid](partial, total, config.walks, total.numel(), **tile, **others)
 
 
 def _count(rows: Tensor) -> int:

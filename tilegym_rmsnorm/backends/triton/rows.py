@@ -10,19 +10,31 @@ Rows are numbered in the order of a contiguous array. Those of an array (M, N) a
 Those of (B, T, H, N), where H is not None, have a stride for each dimension, of which the row stride is the last: row
 (b * T + t) * H + h lies at (b, t, h). A place is this triple, or three times the row's number where H is None.
 
+An absent array is None, and kernels ask for it themselves: Triton 3.6 compiles no function that returns None, 3.3 no
+tuple that holds it.
+
 PER_HEAD: weight and bias are (H, N). Then a program keeps to the rows of one head, and its weight is a vector again.
 """
 
 import triton
 import triton.language as tl
 
+DIMENSIONS = ("batch", "token", "row")  # of (B, T, H, N), which a row counts through; (M, N) has the last
+
+
+def stride_names(*arrays: str) -> list[str]:
+    """The arguments of a kernel that say where the rows of these arrays lie."""
+    return [f"{array}_{dimension}_stride" for array in arrays for dimension in DIMENSIONS]
+
 
 @triton.jit
 def aligned(batch_stride, token_stride, row_stride, ALIGN: tl.constexpr):
-    """The strides of an array, of which only the last counts where the others are None."""
+    """The strides of an array, of which only the last counts where the others are None. Of no array they are 0."""
     # Changes no value. Strides are not specialised on, lest a batch size of other strides compile anew, and without
     # this the compiler would take a row to start anywhere and load its elements one by one.
-    if batch_stride is None:
+    if row_stride is None:
+        return 0, 0, 0
+    elif batch_stride is None:
         return 0, 0, row_stride // ALIGN * ALIGN
     else:
         return batch_stride // ALIGN * ALIGN, token_stride // ALIGN * ALIGN, row_stride // ALIGN * ALIGN
@@ -97,12 +109,32 @@ def column_mask(columns, END: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def column_tiles(strip, N: tl.constexpr, WIDTH: tl.constexpr, TILES: tl.constexpr, STRIPS: tl.constexpr):
+    """The columns of TILES tiles side by side, from column strip * WIDTH on, and which of these columns exist."""
+    tcolumns = ()
+    tmasks = ()
+    for k in tl.static_range(TILES):
+        tcolumns = tcolumns + (strip * WIDTH + k * WIDTH + tl.arange(0, WIDTH),)
+        # As if this were the last strip: which one it is, the compiler does not know.
+        tmasks = tmasks + (column_mask(tcolumns[k], (STRIPS + k) * WIDTH, N),)
+    return tcolumns, tmasks
+
+
+@triton.jit
 def tile_mask(rows, tcolumn_mask, M, ROWS: tl.constexpr):
     # A tile of one row is only visited if that row exists.
     if ROWS == 1:
         return tcolumn_mask[None, :]
     else:
         return (rows < M)[:, None] & tcolumn_mask[None, :]
+
+
+@triton.jit
+def tile_masks(rows, tcolumn_masks, M, ROWS: tl.constexpr):
+    tmasks = ()
+    for k in tl.static_range(len(tcolumn_masks)):
+        tmasks = tmasks + (tile_mask(rows, tcolumn_masks[k], M, ROWS),)
+    return tmasks
 
 
 @triton.jit
