@@ -92,24 +92,18 @@ class AddRMSNormFunction(torch.autograd.Function):
     def backward(ctx, dy, d_residual_out):  # type: ignore[override]
         if dy is None:
             return *_gradients_of_the_sum(ctx, d_residual_out), None, None, None
-        call, (x_dtype, residual_dtype) = ctx.call, ctx.dtypes
         needs_dx, needs_d_residual, needs_dw, needs_db, _ = ctx.needs_input_grad
         residual_out, weight, rstd = ctx.saved_tensors
         if gate.has_own_operations(residual_out) and count_modes():
             # Autograd detaches what is both saved and returned, where a mode may put another tensor in its place.
-            with unseen(call.backward):
+            with unseen(ctx.call.backward):
                 residual_out, weight, rstd = ctx.saved_tensors
         bias_dtype = ctx.bias_dtype if needs_db else None
         dx = d_residual = dw = db = None
         if needs_dx or needs_d_residual or needs_dw:
-            wanted = Wanted(x_dtype, None, weight.dtype if needs_dw else None, bias_dtype)
-            if needs_d_residual and not needs_dx:  # it takes the place of dx, where alpha is 1
-                wanted = wanted._replace(dx=residual_dtype)
-                call = call._replace(spec=call.spec._replace(alpha=1.0))
-            elif needs_d_residual and (call.spec.alpha != 1.0 or x_dtype is not residual_dtype):
-                wanted = wanted._replace(d_residual=residual_dtype)
-            tensors = residual_out, dy, weight, rstd, d_residual_out
-            dx, d_residual, dw, db = gradients(tensors, call, wanted)
+            call, wanted = _call_for_sum(ctx)
+            wanted = wanted._replace(dw=weight.dtype if needs_dw else None, db=bias_dtype)
+            dx, d_residual, dw, db = gradients((residual_out, dy, weight, rstd, d_residual_out), call, wanted)
             if needs_d_residual and d_residual is None:
                 d_residual = dx
         elif needs_db:
@@ -213,8 +207,13 @@ def _fit(tensors: tuple[Any, ...], call: Call) -> bool:
     x, dy, weight, rstd, d_residual_out = tensors
     if not (is_plain(dy) and is_plain(x) and is_plain(rstd)):
         return False
+    # index: -1 for a CPU; is_plain has left out other devices without memory
     n, dtype, index = call.spec.n, x.dtype, x.get_device()
-    # -1 for a CPU; is_plain has left out other devices without memory
+    dy_dtype = dtype
+    if call.dtype is not None:  # y has a dtype of its own
+        if dtype is not call.dtype:
+            return False
+        dy_dtype = call.spec.y_dtype
     if weight is not None and not (
         is_plain(weight)
         and (weight.dtype is dtype or weight.dtype is _FLOAT32 or weight.dtype in _HALVES)
@@ -229,10 +228,8 @@ def _fit(tensors: tuple[Any, ...], call: Call) -> bool:
         and d_residual_out.get_device() == index
     ):
         return False
-    if call.dtype is not None and not (dtype is call.dtype and dy.dtype is call.spec.y_dtype):
-        return False
     return (
-        (call.dtype is not None or dy.dtype is dtype)
+        dy.dtype is dy_dtype
         and dy.shape == x.shape
         and dy.get_device() == index
         and rstd.dtype is (_FLOAT64 if dtype is _FLOAT64 else _FLOAT32)
@@ -295,6 +292,18 @@ def _differentiable_backward(tensors: tuple[Any, ...], call: Call, wanted: Wante
     return dx.view(x.shape), d_residual, None if dw is None else dw.view(weight.shape), db
 
 
+def _call_for_sum(ctx: Any) -> tuple[Call, Wanted]:
+    """The call, and the dtypes of dx and d_residual: two arrays only where both are needed and differ."""
+    call, (x_dtype, residual_dtype) = ctx.call, ctx.dtypes
+    needs_dx, needs_d_residual, *_ = ctx.needs_input_grad
+    if not needs_d_residual:
+        return call, Wanted(x_dtype)
+    if not needs_dx:  # d_residual takes the place of dx, which it is where alpha is 1
+        return call._replace(spec=call.spec._replace(alpha=1.0)), Wanted(residual_dtype)
+    is_one_array = call.spec.alpha == 1.0 and x_dtype is residual_dtype
+    return call, Wanted(x_dtype, None if is_one_array else residual_dtype)
+
+
 def _gradients_of_the_sum(ctx: Any, d_residual_out: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """dx and d_residual where residual_out alone is used."""
     if d_residual_out is None:
@@ -334,8 +343,7 @@ def _in_shape_of(x: Tensor, y: Tensor) -> Tensor:
     """y, new and contiguous, in x's shape, and no view: autograd forbids in-place operations on views that a custom
     Function returns. No data is moved."""
     is_eager = not is_dynamo_compiling() and type(x) is Tensor and not is_in_torch_func()
-    if (
-        is_eager and not count_modes() and not y._is_view()
-    ):  # a mode may have kept y: selective checkpointing does
+    # A mode may have kept y, as selective checkpointing does.
+    if is_eager and not count_modes() and not y._is_view():
         return y.resize_as_(x)  # 1 us; _unsafe_view takes 3
     return _unsafe_view(y, x.shape)

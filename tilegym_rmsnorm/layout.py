@@ -10,6 +10,7 @@ not evenly spaced: q and k as slices of one tensor, or a gradient that attention
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -77,9 +78,9 @@ def _plan(n: int, heads: int, shape: _Sizes, strides: tuple[_Sizes, ...]) -> _Pl
         left = [contiguous if copied else own for own, copied in zip(strides, copies, strict=True)]
         groups = _merged(leading, left, count - 1 if heads else count)
         if not heads and len(groups) <= 1:
-            return _Plan((_product(leading), n), tuple(copies))
+            return _Plan((math.prod(leading), n), tuple(copies))
         if len(groups) <= most:
-            extents = tuple(_product(leading[i] for i in group) for group in groups)
+            extents = tuple(math.prod(leading[i] for i in group) for group in groups)
             padded = (1,) * (most - len(extents)) + extents
             return _Plan((*padded, heads, n) if heads else (*padded, n), tuple(copies))
         # What is not evenly spaced by itself goes first: the others may then agree.
@@ -135,10 +136,3 @@ def _contiguous(shape: _Sizes) -> _Sizes:
         strides.append(stride)
         stride *= extent
     return tuple(reversed(strides))
-
-
-def _product(extents) -> int:
-    product = 1
-    for extent in extents:
-        product *= extent
-    return product

@@ -43,12 +43,8 @@ def check_input(name: str, x: Tensor, is_any_kind: bool = False) -> None:
     if not isinstance(x, Tensor):
         _fail(TypeError, name, "a torch.Tensor", type(x).__name__)
     if x.is_nested and not (is_any_kind and x.layout is torch.jagged):
-        _fail(
-            TypeError,
-            name,
-            f"no nested tensor{', or one of layout torch.jagged' * is_any_kind}, but its values()",
-            f"layout {x.layout}",
-        )
+        or_jagged = ", or one of layout torch.jagged" if is_any_kind else ""
+        _fail(TypeError, name, f"no nested tensor{or_jagged}, but its values()", f"layout {x.layout}")
     if x.dtype not in dtypes:
         _fail(TypeError, name, f"a dtype of {_names(dtypes)}", x.dtype)
     if x.ndim == 0:
@@ -164,7 +160,7 @@ def checked_dtype(name: str, dtype: torch.dtype | None, is_complex: bool = False
     """None, or a floating dtype; complex for complex x."""
     dtypes = COMPLEX_DTYPES if is_complex else DTYPES
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in dtypes):
-        _fail(TypeError, name, f"None or a dtype of {_names(dtypes)}", dtype)
+        _fail(TypeError, name, f"None or a dtype of {_names(dtypes)}", repr(dtype))
     return dtype
 
 

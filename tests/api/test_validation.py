@@ -136,6 +136,7 @@ BAD_RESIDUALS = [
         "residual_dtype: expected None or a dtype of torch.float16, torch.bfloat16",
     ),
     ({"residual": DY, "residual_dtype": "float32"}, TypeError, "residual_dtype: expected None or a dtype of"),
+    ({"out_dtype": "float32"}, TypeError, "torch.float64, got 'float32'"),
     ({"out_dtype": torch.int64}, TypeError, "out_dtype: expected None or a dtype of torch.float16"),
     ({"out_dtype": torch.float8_e4m3fn}, TypeError, "got torch.float8_e4m3fn"),
     ({"out_dtype": torch.complex64}, TypeError, "out_dtype: expected None or a dtype of torch.float16"),
