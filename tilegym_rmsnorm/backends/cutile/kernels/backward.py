@@ -5,7 +5,9 @@
 For row i of x (M x N), in float32, with xhat = x * rstd:
 
     dx = (dy * (weight + offset) - xhat * c) * rstd      c = mean_j(xhat * dy * (weight + offset))
-    dw = sum_i dy * xhat
+    dw = sum_i dy * xhat                                 db = sum_i dy, which is summed as dw is
+
+Behind a residual x is what was normalized, and dx is not all of its gradient: residual.py.
 
 The kernels compute it with rstd moved to dy, six instructions an element instead of eight, two of them fused:
 
@@ -68,9 +70,11 @@ from .team import sum_of_team
 from .tiles import (
     ConstBool,
     ConstInt,
+    added,
     column_tiles,
     factor_of_x,
     load_row,
+    multiplied,
     packed_row_as_float32,
     products_lane_by_lane,
     row_as_float32,
@@ -79,6 +83,7 @@ from .tiles import (
     store_row,
     sum_of_products,
     with_divisor,
+    zero_row,
 )
 from .weights import load_scale
 
@@ -88,7 +93,7 @@ def h_and_g(tdy, trstd, tscale):
     th = tuple(t * trstd for t in ct.static_iter(tdy))
     tg = th
     if len(tscale) > 0:
-        tg = tuple(th[k] * tscale[k] for k in ct.static_iter(range(len(th))))
+        tg = multiplied(th, tscale)
     return th, tg
 
 
@@ -147,9 +152,9 @@ def row_gradients(
 
 def zeros_of_partials(tcolumns, HAS_DB):
     """Sums of dw before the first row, and behind them, if there is db, those of db."""
-    tsums = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
+    tsums = zero_row(tcolumns)
     if HAS_DB:
-        tsums = tsums + tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
+        tsums = tsums + zero_row(tcolumns)
     return tsums
 
 
@@ -213,7 +218,7 @@ def backward_rows(
             tterms = row_gradients(
                 arrays, row, tcolumns, inv_n, offset, HOW, PIECES, LATENCY, PACKED, residual, HAS_DB
             )
-            tsums = tuple(tsums[k] + tterms[k] for k in ct.static_iter(range(len(tsums))))
+            tsums = added(tsums, tterms)
         store_partials(dw_partial, db_partial, ct.bid(0), tcolumns, tsums, EVEN, HAS_DW)
 
 
@@ -283,9 +288,9 @@ def backward_tiles(
         store_gradients(dx, d_residual, place, tx, tg, tfactor, tadded, SHAPE, TMA)
         if HAS_DW:
             tterms = row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
-            tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(PIECES)))
+            tdw = added(tdw, tterms)
         if len(db_partial) > 0:
-            tdb = tuple(tdb[k] + tdy[k] for k in ct.static_iter(range(PIECES)))
+            tdb = added(tdb, tdy)
 
     if HAS_DW:
         store_partials_at(dw_partial, x, first, tdw, SHAPE, PER_HEAD)

@@ -25,10 +25,11 @@ import cuda.tile as ct
 
 from .backward import h_and_g, row_gradients
 from .pipelined import add_row_by_tma
-from .team import sum_of_team, take_ticket
+from .team import join_team, sum_of_team
 from .tiles import (
     ConstBool,
     ConstInt,
+    added,
     column_tiles_of,
     factor_of_x,
     load_part_of_row,
@@ -41,6 +42,7 @@ from .tiles import (
     store_row,
     sum_of_products,
     with_divisor,
+    zero_row,
 )
 from .weights import load_scale
 
@@ -86,7 +88,7 @@ def add_part(arrays, row, tdw, tcolumns, tahead, inv_n, offset, HOW, LATENCY, PA
         if len(tahead) == 0:
             tplaces = not_hoisted(tcolumns, row)
         tterms = part_gradients(arrays, row, tplaces, tahead, inv_n, offset, HOW, LATENCY, team)
-        tadded = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(len(tcolumns))))
+        tadded = added(tdw, tterms)
     return tadded
 
 
@@ -117,18 +119,16 @@ def backward_team(
     if DEPENDENT:
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
-    ticket = take_ticket(board)
-    member = ticket % MEMBERS
-    tcolumns = column_tiles_of(member, WIDTH, PIECES)
+    first, team = join_team(board, MEMBERS, SLOTS)
+    tcolumns = column_tiles_of(team[1], WIDTH, PIECES)
     arrays = (dx, dy, x, weight, rstd)
     HOW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
-    tdw = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
-    team = (board, member, MEMBERS, SLOTS)
-    for row in range(ticket // MEMBERS, x.shape[0], ct.num_blocks(0) // MEMBERS):
+    tdw = zero_row(tcolumns)
+    for row in range(first, x.shape[0], ct.num_blocks(0) // MEMBERS):
         tterms = row_gradients(arrays, row, tcolumns, inv_n, offset, HOW, PIECES, LATENCY, team=team)
-        tdw = tuple(tdw[k] + tterms[k] for k in ct.static_iter(range(len(tcolumns))))
+        tdw = added(tdw, tterms)
     if HAS_DW:
-        store_row(dw_partial, ticket // MEMBERS, tcolumns, tdw, EVEN)
+        store_row(dw_partial, first, tcolumns, tdw, EVEN)
 
 
 def backward_pipelined_team(
@@ -160,21 +160,19 @@ def backward_pipelined_team(
     if DEPENDENT:
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
-    ticket = take_ticket(board)
-    member = ticket % MEMBERS
-    tcolumns = column_tiles_of(member, WIDTH, PIECES)
+    first, team = join_team(board, MEMBERS, SLOTS)
+    tcolumns = column_tiles_of(team[1], WIDTH, PIECES)
     arrays = (dx, dy, x, weight, rstd)
     HOW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
-    tdw = tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
+    tdw = zero_row(tcolumns)
     tahead = ()
     if RSTD_AHEAD:
-        tahead = (rstd_ahead(rstd, ticket // MEMBERS),)
-    team = (board, member, MEMBERS, SLOTS)
-    for row in range(ticket // MEMBERS, x.shape[0], ct.num_blocks(0) // MEMBERS):
+        tahead = (rstd_ahead(rstd, first),)
+    for row in range(first, x.shape[0], ct.num_blocks(0) // MEMBERS):
         tnext = ()
         if RSTD_AHEAD:
             tnext = (rstd_ahead(rstd, row + ct.num_blocks(0) // MEMBERS),)
         tdw = add_part(arrays, row, tdw, tcolumns, tahead, inv_n, offset, HOW, LATENCY, PACKED, team)
         tahead = tnext
     if HAS_DW:
-        store_row(dw_partial, ticket // MEMBERS, tcolumns, tdw, EVEN)
+        store_row(dw_partial, first, tcolumns, tdw, EVEN)

@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: MIT
 """The forward of RMSNorm in cuTile. For row i of x (M x N), in float32:
 
-    rstd = 1 / sqrt(mean_j x^2 + eps)        y = x * rstd * (weight + offset)
+    rstd = 1 / sqrt(mean_j x^2 + eps)        y = x * rstd * (weight + offset) + bias
 
-y is rounded once, on its way out; rstd (float32) is kept for the backward. With ROUND_XHAT (casting="llama") x * rstd
-is rounded to x's dtype before it meets the weight, as Hugging Face's Llama code does.
+With a residual x stands here for the sum that is normalized (residual.py). y is rounded once, on its way out; rstd
+(float32) is kept for the backward. With ROUND_XHAT (casting="llama") x * rstd is rounded to x's dtype before it meets
+the weight, as Hugging Face's Llama code does.
 
     forward_rows      one row per block, gathered into register tiles
     forward_tiles     several narrow rows per block, as one 2-D tile
@@ -42,11 +43,13 @@ from .team import sum_of_team
 from .tiles import (
     ConstBool,
     ConstInt,
+    added,
     as_float32,
     column_tiles,
     gather_tile,
     has_aligned_rows,
     load_row,
+    multiplied,
     packed_row_as_float32,
     products_lane_by_lane,
     row_as_float32,
@@ -96,10 +99,10 @@ def normalize_row(
             tscale = scale_of(tweight, offset)
         elif not IS_EARLY:
             tscale = load_scale(weight, tcolumns, offset, EVEN)
-        ty = tuple(ty[k] * tscale[k] for k in ct.static_iter(range(len(ty))))
+        ty = multiplied(ty, tscale)
     if len(bias) > 0:
         tbias = row_as_float32(load_weight(bias[0], tcolumns, EVEN))
-        ty = tuple(ty[k] + tbias[k] for k in ct.static_iter(range(len(ty))))
+        ty = added(ty, tbias)
 
     store_row(y, row, tcolumns, ty, EVEN)
 
@@ -258,9 +261,9 @@ def forward_tiles(
     dtype = residual[1].dtype if len(residual) > 0 else x.dtype
     ty = tuple(xhat_as_multiplied(t * trstd, dtype, ROUND_XHAT) for t in ct.static_iter(tx))
     if HAS_WEIGHT:
-        ty = tuple(ty[k] * tscale[k] for k in ct.static_iter(range(PIECES)))
+        ty = multiplied(ty, tscale)
     if len(bias) > 0:
-        ty = tuple(ty[k] + tbias[k] for k in ct.static_iter(range(PIECES)))
+        ty = added(ty, tbias)
 
     for k in ct.static_iter(range(PIECES)):
         store_tile_at(y, place, k, ty[k], SHAPE, False)

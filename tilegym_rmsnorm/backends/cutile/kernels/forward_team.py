@@ -11,7 +11,7 @@ in 364 us on an H100, where forward_reread, which reads x twice, took 505. team.
 import cuda.tile as ct
 
 from .forward import normalize_row
-from .team import take_ticket
+from .team import join_team
 from .tiles import ConstBool, ConstInt, column_tiles_of, has_aligned_rows, with_divisor
 
 
@@ -43,11 +43,9 @@ def forward_team(
     if DEPENDENT:
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
-    ticket = take_ticket(board)
-    member = ticket % MEMBERS
-    tcolumns = column_tiles_of(member, WIDTH, PIECES)
+    row, team = join_team(board, MEMBERS, SLOTS)
+    tcolumns = column_tiles_of(team[1], WIDTH, PIECES)
     arrays = (y, rstd, x, weight)
     ALIGNED = has_aligned_rows(x, DIVISOR)
     HOW = (EVEN, ALIGNED, PACKED, HAS_WEIGHT, ROUND_XHAT, False, JOINT_WEIGHT, False)  # the signal was above
-    team = (board, member, MEMBERS, SLOTS)
-    normalize_row(arrays, ticket // MEMBERS, tcolumns, inv_n, eps, offset, PIECES, LATENCY, HOW, team=team)
+    normalize_row(arrays, row, tcolumns, inv_n, eps, offset, PIECES, LATENCY, HOW, team=team)

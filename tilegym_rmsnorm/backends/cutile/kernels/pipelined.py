@@ -23,6 +23,7 @@ from .team import sum_of_team
 from .tiles import (
     ConstBool,
     ConstInt,
+    added,
     column_tiles,
     factor_of_x,
     load_part_of_row,
@@ -84,7 +85,7 @@ def add_row_by_tma(
     tterms = row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
     if len(tsums) > len(tcolumns):
         tterms = tterms + tdy
-    tsums = tuple(tsums[k] + tterms[k] for k in ct.static_iter(range(len(tsums))))
+    tsums = added(tsums, tterms)
 
     total = sum_of_products(tx, tg, len(tcolumns))
     if len(team) > 0:

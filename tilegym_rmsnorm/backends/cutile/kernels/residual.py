@@ -13,7 +13,7 @@ call without a residual compiles to what it was.
 
 import cuda.tile as ct
 
-from .tiles import as_float32, load_row, row_as_float32, store_row, with_divisor
+from .tiles import added, as_float32, load_row, row_as_float32, store_row, with_divisor
 
 NO_RESIDUAL = ((), ())  # d_residual_out, d_residual
 
@@ -58,8 +58,7 @@ def load_d_residual_out(d_residual_out, row, tcolumns, EVEN, LATENCY):
 def with_d_residual_out(td, tstored):
     """Gradient tiles, with those of d_residual_out added if there are any."""
     if len(tstored) > 0:
-        tadded = row_as_float32(tstored)
-        td = tuple(td[k] + tadded[k] for k in ct.static_iter(range(len(td))))
+        td = added(td, row_as_float32(tstored))
     return td
 
 

@@ -32,6 +32,13 @@ def take_ticket(board):
     return at_least_zero(ticket + 1)  # the counter begins at EMPTY
 
 
+def join_team(board, MEMBERS, SLOTS):
+    """The number of the block's team, and the team as functions of rows take it: the board, which member the block is,
+    MEMBERS and SLOTS."""
+    ticket = take_ticket(board)
+    return ticket // MEMBERS, (board, ticket % MEMBERS, MEMBERS, SLOTS)
+
+
 def post(board, row, member, part):
     """Writes a member's part of a row's sum."""
     bits = ct.bitcast(part, ct.int32)

@@ -6,6 +6,9 @@ A tile's extent is a power of two, a row's length is not. A row is therefore hel
 (7168 = 7 * 1024), or in one and a smaller one (5120 = 4096 + 1024), which wastes fewer lanes. All tiles but the last
 lie inside the row; where the last one reaches past column N (EVEN is False) its accesses are bounds-checked and the
 lanes past the end read 0, so that sums over the tiles are sums over the row.
+
+Kernels hand on what goes together in tuples: `arrays`, and HOW, which are switches. A function unpacks them in its
+first lines; they are not the same for all functions.
 """
 
 import cuda.tile as ct
@@ -167,6 +170,21 @@ def packed_row_as_float32(tiles):
     return tuple(
         as_float32(ct.bitcast(ct.bitcast(t, ct.int16) ^ zero, t.dtype)) for t in ct.static_iter(tiles)
     )
+
+
+def zero_row(tcolumns):
+    """A row of zeros, as float32 tiles."""
+    return tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
+
+
+def added(a, b):
+    """a[k] + b[k], for two tuples of tiles."""
+    return tuple(a[k] + b[k] for k in ct.static_iter(range(len(a))))
+
+
+def multiplied(a, b):
+    """a[k] * b[k], for two tuples of tiles."""
+    return tuple(a[k] * b[k] for k in ct.static_iter(range(len(a))))
 
 
 def store_row(array, row, tcolumns, tiles, EVEN):
