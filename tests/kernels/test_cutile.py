@@ -314,7 +314,7 @@ def test_a_row_stride_beyond_int32_is_copied_away(m, monkeypatch):
     """A single row too: contiguous() would return it with its stride."""
     inputs = make_inputs(m, 64, BF16, FP32, device=CPU)
     far = torch.full((m, 200), torch.nan, dtype=BF16)[:, :64].copy_(inputs.x)
-    monkeypatch.setattr(launch, "LARGEST_ROW_STRIDE", 199)
+    monkeypatch.setattr(launch, "LARGEST_STRIDE", 199)
     assert launch._as_read(far, tma=False).stride() == (64, 1)
     assert_within(expected_results(inputs), **run_forward(inputs._replace(x=far)))
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tilegym_rmsnorm import policy
 from tilegym_rmsnorm.backends import composed
-from tilegym_rmsnorm.backends.cutile.forms import fits_kernels, form_of
+from tilegym_rmsnorm.backends.cutile.forms import LARGEST_STRIDE, fits_kernels, form_of
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
 from tilegym_rmsnorm.backends.cutile.plans.problem import PLAIN, Form, Policy, Problem
@@ -35,7 +35,6 @@ from tilegym_rmsnorm.spec import Gradients, Outputs, Spec, Tensors, Wanted
 
 logger = logging.getLogger("tilegym_rmsnorm")
 
-LARGEST_ROW_STRIDE = 2**31 - 1  # kernels see strides as int32
 OF_ROWS = ("y", "dx", "dy", "x", "rstd")  # arrays with M rows
 DTYPES = {"float32": torch.float32, "int32": torch.int32}
 # From all that a call has, the arguments of one kernel
@@ -396,7 +395,7 @@ def _as_read(x: Tensor, tma: bool) -> Tensor:
     teams of 12288 where dy alone is such a view, rows of 5119 where x alone is aligned.
     """
     stride, itemsize = x.stride()[0], x.itemsize
-    if stride <= LARGEST_ROW_STRIDE:
+    if stride <= LARGEST_STRIDE:
         if not tma or ((stride * itemsize | x.data_ptr()) & 15 == 0) == (x.shape[1] * itemsize & 15 == 0):
             return x
     return x.clone(memory_format=torch.contiguous_format)  # contiguous() leaves a single row as it is
