@@ -15,6 +15,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 ensure_environment() {
   export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+  _keep_bytecode
   local required optional candidate missing extras=()
   while [ $# -gt 0 ] && [ "$1" != -- ]; do
     extras+=("$1")
@@ -56,6 +57,14 @@ ensure_environment() {
   done
   _stop "no interpreter here has all of:$(printf " %s" $required), and pip could not install them into $ROOT/.venv (no network?)." \
     "Name one that has them: PYTHON=/path/to/python $0"
+}
+
+# Containers tell Python to write no bytecode. Then each process compiles what it imports, of torch for 5 to 10 seconds,
+# and tests start hundreds. So it is kept for them, but below the checkout: nothing is written to the environment.
+_keep_bytecode() {
+  [ -n "${PYTHONDONTWRITEBYTECODE:-}" ] || return 0
+  unset PYTHONDONTWRITEBYTECODE
+  export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$ROOT/build/bytecode}"
 }
 
 # What the extras are for: what is required, or what may be missing. Modules, distributions with a range of versions

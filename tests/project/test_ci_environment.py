@@ -42,6 +42,26 @@ for name; do [ "$name" != {tool} ] || printf ' {tool}'; done
     assert f"PYTHON={python} lacks: {tool}. Install them there" in answer.stderr
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"PYTHONDONTWRITEBYTECODE": "1"}, f"[] [{ROOT}/build/bytecode]"),
+        ({"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": "/elsewhere"}, "[] [/elsewhere]"),
+        ({}, "[] []"),
+    ],
+)
+def test_bytecode_is_kept_where_it_would_not_be(given, kept):
+    """Else each process compiles torch anew. Beside the sources, where nothing says otherwise."""
+    variables = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
+    environment = {name: value for name, value in os.environ.items() if name not in variables}
+    shown = 'echo "[${PYTHONDONTWRITEBYTECODE:-}] [${PYTHONPYCACHEPREFIX:-}]"'
+    command = f". scripts/environment.sh; _missing() {{ :; }}; ensure_environment dev; {shown}"
+    answer = subprocess.run(
+        ["bash", "-euc", command], cwd=ROOT, env=environment | given, capture_output=True, text=True
+    )
+    assert answer.stdout == f"{kept}\n", answer.stderr
+
+
 @pytest.fixture
 def ci_run_with(tmp_path: Path):
     """`.ci/run` where these programs and no others are found, beside those that it always needs, and a Python that has
