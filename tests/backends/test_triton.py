@@ -208,3 +208,31 @@ def test_the_interpreter_is_changed_once_for_all_threads():
         for results in threads.map(lambda _: launch.launch_forward(*call), range(12)):
             assert all(torch.equal(a, b) for a, b in zip(results[:2], expected, strict=True))
     assert InterpreterBuilder.cast_impl is cast
+
+
+@needs_kernels
+@pytest.mark.skipif(HAS_GPU, reason="of the interpreter")
+def test_a_launch_replaces_the_language_once_and_restores_it(monkeypatch):
+    """Triton does so in each call of a function inside a kernel, which took half the time of these tests."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    from tilegym_rmsnorm import rms_norm
+    from tilegym_rmsnorm.backends.triton import interpreter as ours
+
+    replaced = []
+
+    def replacing(function):
+        replaced.append(function.__name__)
+        return ours_replacing(function)
+
+    ours_replacing = ours._replacing
+    monkeypatch.setattr(ours, "_replacing", replacing)
+    before, x, weight = tl.load, torch.randn(3, 8), torch.randn(8)
+    for _ in range(2):
+        y = rms_norm(x, 8, weight, 1e-3, backend="triton")
+        torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (8,), weight, 1e-3))
+        assert tl.load is before and tl.core.is_builtin(tl.load)
+    assert interpreter._patch_lang is ours._replaced_language
+    # tl.sum is in a module that holds tl.core alone, which Triton never restores
+    assert replaced.count("forward_rows") == 2 and len(replaced) <= 3, replaced
