@@ -41,23 +41,29 @@ def reached(starts: set[int], following: list[list[int]], without: Collection[in
 
 def reaching(targets: set[int], following: list[list[int]], without: Collection[int] = ()) -> set[int]:
     """What may be followed by one of `targets`, and these; on such ways."""
+    return reached(targets, _preceding(following), without)
+
+
+def _preceding(following: list[list[int]]) -> list[list[int]]:
+    """Of each instruction those that may be before it."""
     preceding: list[list[int]] = [[] for _ in following]
     for number, nexts in enumerate(following):
         for each in nexts:
             preceding[each].append(number)
-    return reached(targets, preceding, without)
+    return preceding
 
 
 def loops(code: list[str]) -> list[list[int]]:
     """The instructions of each loop, in order: from the one that all ways into it lead to, up to the last branch back
     there. So what a loop does far behind, where a wait for a barrier tries again, is left out."""
     following = followers(code)
+    preceding = _preceding(following)
     found: dict[int, tuple[set[int], int]] = {}
     for last, nexts in enumerate(following):
         for first in nexts:
             if first >= last:
                 continue
-            body = reaching({last}, following, {first}) | {first}
+            body = reached({last}, preceding, {first}) | {first}
             # Else it is only laid out backwards: there is a way to its end around its beginning.
             if 0 not in body:
                 known, before = found.get(first, (set(), 0))
