@@ -5,6 +5,7 @@
 
 import functools
 
+import helpers
 import pytest
 import torch
 from helpers import BF16, FP16, FP32, assert_llama_rounds, assert_within, expected_results, make_inputs
@@ -115,17 +116,30 @@ def test_backward_of_every_variant_for_few_rows(m, n):
     assert_within(expected_results(inputs), **run_backward(inputs, size="few"))
 
 
+def entries_that_ship(op: str, dtype: str) -> list:
+    """One of those that differ in their weight alone. Without --every-config the narrowest of each kernel by one row or
+    several, in one tile or several, packed or not, by each way to load and each number of members: what else an entry
+    says is a width, or, as warps are, for the compiler."""
+    entries = {(each.n, each.variant): (each.bucket, each.variant) for each in shipped_entries(op, dtype)}
+    if helpers.every_config:
+        return list(entries.values())
+    kinds = {}
+    for (n, variant), entry in sorted(entries.items(), key=lambda each: (each[0][0], str(each[0][1]))):
+        settings = variant.constants(n)
+        several = [settings.get(name, 0) > 1 for name in ("ROWS", "PIECES", "REST")]
+        rest = {name: value for name, value in settings.items() if isinstance(value, (bool, str))}
+        kind = (variant.kernel, *several, settings.get("MEMBERS"), *sorted(rest.items()))
+        kinds.setdefault(kind, entry)
+    return list(kinds.values())
+
+
 @pytest.mark.parametrize(
     ("bucket", "variant"),
     [
         pytest.param(bucket, variant, id=f"{op}-{bucket.n}-{dtype}-{bucket.size}-{number}")
         for op in ("forward", "backward", "dx")
         for dtype in ("bfloat16", "float32")
-        for number, (bucket, variant) in enumerate(  # one of those that differ in their weight alone
-            {
-                (each.n, each.variant): (each.bucket, each.variant) for each in shipped_entries(op, dtype)
-            }.values()
-        )
+        for number, (bucket, variant) in enumerate(entries_that_ship(op, dtype))
     ],
 )
 def test_entries_that_ship(bucket, variant):
