@@ -7,10 +7,9 @@ and no warp waits for some."""
 import re
 from collections import Counter
 
-import helpers
 import pytest
 import torch
-from helpers import BF16, FP16, FP32
+from helpers import BF16, FP16, FP32, take_turns
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from compiling import (  # noqa: E402
@@ -83,11 +82,6 @@ def forward_of(variant, tile):
 def backward_of(variant, tile):
     inputs = make(variant, device=CPU)
     return backward_call(variant, inputs, normalized(variant, inputs), tile, 2, Outputs())
-
-
-def take_turns(*numbers, of):
-    if not helpers.every_config and sum(numbers) % of:
-        pytest.skip("compiled with --every-config")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -210,6 +211,13 @@ def wait_for_the_gpu(what: str = "") -> None:
             os.write(stderr, f"blocks that wait forever {what}\n".encode())
             os._exit(1)
         time.sleep(0.001)
+
+
+def take_turns(*numbers: int, of: int) -> None:
+    """Skips a test unless its numbers add up to a multiple of `of`, or --every-config was given: so each value of one
+    parameter meets some of another's, and the next value others."""
+    if not every_config and sum(numbers) % of:
+        pytest.skip("run with --every-config")
 
 
 def alignment(extent: int) -> str:
