@@ -354,6 +354,7 @@ def test_drawings_can_be_read_on_a_phone():
         assert "prefers-color-scheme: dark" in text
 
 
+@pytest.mark.slow  # the job docs builds it for each push
 def test_the_site_builds(tmp_path):
     if importlib.util.find_spec("mkdocs") is None and shutil.which("mkdocs") is None:
         pytest.skip("mkdocs is not installed: pip install '.[docs]'")
