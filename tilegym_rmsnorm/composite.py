@@ -59,12 +59,12 @@ def rms_norm(
     dims = len(normalized_shape)
     has_subclass = any(t is not None and has_own_operations(t) for t in (x, weight, bias, residual))
     only_f_rms_norm_can = x.is_complex() or x.is_nested or 0 in normalized_shape
-    if only_f_rms_norm_can or (has_subclass and not _is_sharded_within_rows(x, dims)):
+    if only_f_rms_norm_can or (has_subclass and not _are_sharded_within_rows(x, residual, dims=dims)):
         y_dtype, shape = x.dtype if spec.y_dtype is None else spec.y_dtype, list(normalized_shape)
         if residual is None:
             return _by_f_rms_norm(x, shape, weight, bias, spec, y_dtype)
-        residual_out = reference.residual_sum(x, residual, spec.alpha, spec.residual_dtype)
-        return _by_f_rms_norm(residual_out, shape, weight, bias, spec, y_dtype), residual_out
+        residual_out, wide = _sum_and_wide_sum(x, residual, spec)
+        return _by_f_rms_norm(residual_out, shape, weight, bias, spec, y_dtype, wide), residual_out
     options = {"bias": bias, "offset": spec.offset, "casting": spec.casting, "out_dtype": spec.y_dtype}
     if residual is None:
         return reference.rms_norm_torch(x, weight, spec.eps, **options, dims=dims)
@@ -81,12 +81,28 @@ def rms_norm(
     return y, residual_out
 
 
-def _is_sharded_within_rows(x: Tensor, dims: int) -> bool:
-    """Whether x is a DTensor sharded in a normalized dimension. F.rms_norm would gather it, or on a CPU fail; of the
-    formula only the mean communicates: one number a row, where the shards are even."""
-    # By `dim`, which every kind of shard has: is_shard() says no to some.
-    sharded = [getattr(placement, "dim", None) for placement in getattr(x, "placements", ())]
-    return any(dim is not None and dim % x.ndim >= x.ndim - dims for dim in sharded)
+def _are_sharded_within_rows(*rows: Tensor | None, dims: int) -> bool:
+    """Whether one of these, x or residual, is a DTensor sharded in a normalized dimension, as their sum is then.
+    F.rms_norm would gather it, or on a CPU fail; of the formula only the mean communicates: one number a row, where the
+    shards are even."""
+    for each in rows:
+        for placement in getattr(each, "placements", ()):
+            # By `dim`, which every kind of shard has: is_shard() says no to some.
+            dim = getattr(placement, "dim", None)
+            if each is not None and dim is not None and dim % each.ndim >= each.ndim - dims:
+                return True
+    return False
+
+
+def _sum_and_wide_sum(x: Tensor, residual: Tensor, spec: Spec) -> tuple[Tensor, Tensor | None]:
+    """residual_out and, where its dtype is narrower than x or residual, the same values in the precision that computes:
+    their gradient would be rounded to the narrow dtype, and in float16 overflow."""
+    total, dtype = reference.wide_sum(x, residual, spec.alpha), spec.residual_dtype
+    residual_out = total.to(dtype)
+    joint = torch.promote_types(x.dtype, residual.dtype)
+    if joint.is_complex or torch.promote_types(joint, dtype) == dtype:
+        return residual_out, None
+    return residual_out, reference.rounded_value(total, dtype).to(reference.compute_dtype(dtype))
 
 
 def _by_f_rms_norm(
@@ -96,10 +112,11 @@ def _by_f_rms_norm(
     bias: Tensor | None,
     spec: Spec,
     y_dtype: torch.dtype,
+    wide: Tensor | None = None,
 ) -> Tensor:
     """By the operation that every subclass knows: DTensor shards it without communication. Where it is not F.rms_norm
     itself, it is F.rms_norm with the weight applied behind it, or in the wider dtype. Without a weight neither casting
-    nor offset has anything to act on, unless y is wider than x."""
+    nor offset has anything to act on, unless y is wider than x. wide: the values of x in a wider dtype."""
     eps, offset, casting = spec.eps, spec.offset, spec.casting
     is_own_weight = weight is None or (
         casting == "once"
@@ -107,18 +124,18 @@ def _by_f_rms_norm(
         and weight.dtype == x.dtype
         and weight.ndim == len(normalized_shape)
     )
-    if bias is None and is_own_weight and y_dtype == x.dtype:
+    if wide is None and bias is None and is_own_weight and y_dtype == x.dtype:
         return F.rms_norm(x, normalized_shape, weight, eps)
-    dtype = reference.joint_dtype(x, weight, bias)
+    dtype, values = reference.joint_dtype(x, weight, bias), x if wide is None else wide
     scale = None if weight is None else weight.to(dtype)
     if scale is not None and offset != 0.0:
         scale = scale + offset
     if casting == "llama" or (scale is not None and scale.ndim != len(normalized_shape)):
-        xhat = F.rms_norm(x.to(dtype), normalized_shape, None, eps)
+        xhat = F.rms_norm(values.to(dtype), normalized_shape, None, eps)
         y = reference.round_xhat(xhat, x.dtype, casting)
         y = y if scale is None else y * scale
     else:
-        y = F.rms_norm(x.to(dtype), normalized_shape, scale, eps)
+        y = F.rms_norm(values.to(dtype), normalized_shape, scale, eps)
     if bias is not None:
         y = y + bias.to(dtype)
     return y.to(y_dtype)

@@ -59,7 +59,7 @@ def compute_rms_norm_rstd_torch(x: Tensor, eps: float | None = None) -> Tensor:
 
 def residual_sum(x: Tensor, residual: Tensor, alpha: float, dtype: torch.dtype) -> Tensor:
     """alpha * x + residual, formed in float32 (float64 where one of them is) and rounded once, to `dtype`."""
-    return _wide_sum(x, residual, alpha).to(dtype)
+    return wide_sum(x, residual, alpha).to(dtype)
 
 
 def rms_norm_forward_torch(
@@ -110,7 +110,7 @@ def add_rms_norm_torch(
     dims: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, of out_dtype or x's, residual_out, and rstd (M,). The rest as for `rms_norm_torch`."""
-    total = _wide_sum(x, residual, alpha)
+    total = wide_sum(x, residual, alpha)
     residual_out = total.to(residual_dtype)
     # The gradient of what is normalized is not rounded on its way to the sum.
     wide = rounded_value(total, residual_dtype).to(compute_dtype(residual_dtype))
@@ -119,7 +119,8 @@ def add_rms_norm_torch(
     return y, residual_out, rstd.reshape(-1)
 
 
-def _wide_sum(x: Tensor, residual: Tensor, alpha: float) -> Tensor:
+def wide_sum(x: Tensor, residual: Tensor, alpha: float) -> Tensor:
+    """alpha * x + residual in the precision in which they are computed together."""
     dtype = joint_dtype(x, residual)
     x, residual = x.to(dtype), residual.to(dtype)
     return (x if alpha == 1.0 else alpha * x) + residual

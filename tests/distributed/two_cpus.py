@@ -1,0 +1,284 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What each of two processes runs, with gloo between them; test_dtensor_forms.py starts them.
+
+python tests/distributed/two_cpus.py STORE
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from helpers import Expected, assert_within
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from variants import (
+    VARIANTS,
+    Variant,
+    VariantInputs,
+    check_all,
+    check_residual_out,
+    expected,
+    make,
+    options,
+)
+
+from tilegym_rmsnorm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
+
+SIZE = (2, 5, 4, 16)  # of x, (B, T, H, D): of an odd T one process has more than the other
+BATCH, SEQUENCE, HEADS, COLUMNS = map(Shard, range(4))
+WHOLE = Replicate()
+FLOAT32 = Variant(size=SIZE, residual_dtype=torch.float32)
+
+
+def run(mesh, variant: Variant, inputs: VariantInputs, placement, of_vectors=WHOLE, of_residual=None):
+    """All results, whole, of DTensors that are placed so, and how y and residual_out are placed."""
+
+    def placed(tensor, placement):
+        return None if tensor is None else distribute_tensor(tensor.contiguous(), mesh, [placement])
+
+    of_residual = placement if of_residual is None else of_residual
+    placements = placement, of_vectors, of_vectors, of_residual
+    leaves = [placed(tensor, at) for tensor, at in zip(inputs[:4], placements, strict=True)]
+    leaves = [None if leaf is None else leaf.requires_grad_() for leaf in leaves]
+    x, weight, bias, residual = leaves
+    given = options(variant, inputs._replace(bias=bias, residual=residual))
+    y, residual_out = rms_norm(x, variant.n, weight, variant.eps, **given, backend="auto"), None
+    if residual is not None:
+        y, residual_out = y
+        dy, d_residual_out = (placed(t, placement) for t in (inputs.dy, inputs.d_residual_out))
+        torch.autograd.backward((y, residual_out), (dy, d_residual_out))
+    else:
+        y.backward(placed(inputs.dy, placement))
+    found = {"y": y, "residual_out": residual_out}
+    names = ("dx", "dw", "db", "d_residual")
+    found |= {n: None if t is None else t.grad for n, t in zip(names, leaves, strict=True)}
+    at = [result.placements for result in (y, residual_out) if result is not None]
+    return {name: None if t is None else t.full_tensor().detach() for name, t in found.items()}, at
+
+
+def check_all_of_parts(variant: Variant, inputs: VariantInputs, results) -> None:
+    """`check_all`, with room for what is rounded on the way: each process rounds its part of dw and db to the dtype of
+    the parameter, and PyTorch's own norm rounds its gradient before d_residual_out is added."""
+    residual_out = results.pop("residual_out")
+    if residual_out is not None:
+        check_residual_out(variant, inputs, residual_out)
+    wanted = expected(variant, inputs, residual_out)
+    normalized = (inputs.x if residual_out is None else residual_out).double()
+    xhat = torch.nn.functional.rms_norm(normalized, normalized.shape[-1:], None, variant.eps)
+    dy, shape = inputs.dy.double(), variant.vector_shape
+    terms = {"dw": dy * xhat, "db": dy}
+    rounding = {
+        name: torch.finfo(wanted[name].dtype).eps * term.abs().reshape(-1, *shape).sum(0)
+        for name, term in terms.items()
+        if name in wanted
+    }
+    if residual_out is not None:
+        added = inputs.d_residual_out.double()
+        d = wanted["d_residual"].truth - added
+        eps = torch.finfo(variant.normalized_dtype).eps
+        if variant.normalized_dtype != torch.promote_types(variant.dtype, variant.residual_dtype):
+            eps = 0.0  # narrow, or wider than both: nothing is rounded on the way
+        rounding["d_residual"] = eps * (d.abs() + (d + added).abs())
+        rounding["dx"] = abs(variant.alpha) * rounding["d_residual"]
+    wanted = {
+        name: Expected(value, tolerance + rounding.get(name, 0.0), dtype)
+        for name, (value, tolerance, dtype) in wanted.items()
+    }
+    assert_within(wanted, **{name: result for name, result in results.items() if result is not None})
+
+
+def each_variant(mesh) -> None:
+    """Sharded in the batch, the sequence, the heads and inside of rows, and replicated: each result, placed as x is."""
+    for seed, (name, variant) in enumerate(VARIANTS.items()):
+        variant = variant._replace(size=SIZE, layout="contiguous")
+        inputs = make(variant, seed=seed)
+        for placement in (BATCH, SEQUENCE, HEADS, COLUMNS, WHOLE):
+            of_vectors = [WHOLE] + [Shard(0)] * (variant.weight == "heads" and placement is HEADS)
+            for of_vector in of_vectors:
+                results, placements = run(mesh, variant, inputs, placement, of_vector)
+                assert all(at == (placement,) for at in placements), (name, placement, placements)
+                check_all_of_parts(variant, inputs, results)
+
+
+def residual_placed_otherwise(mesh) -> None:
+    """PyTorch's add says how: sharded wins over replicated."""
+    inputs = make(FLOAT32)
+    for placement in (BATCH, SEQUENCE, HEADS, COLUMNS):
+        for pair in ((placement, WHOLE), (WHOLE, placement), (placement, BATCH), (BATCH, placement)):
+            results, placements = run(mesh, FLOAT32, inputs, pair[0], of_residual=pair[1])
+            assert all(at != (WHOLE,) for at in placements), (pair, placements)
+            check_all_of_parts(FLOAT32, inputs, results)
+
+
+def sum_still_to_be_made(mesh) -> None:
+    """x as a linear layer sharded by rows leaves it: each process has a summand."""
+    x, residual, weight = (
+        tensor.detach() for tensor in (make(FLOAT32).x, make(FLOAT32).residual, make(FLOAT32).weight)
+    )
+    whole = [tensor.clone().requires_grad_() for tensor in (x, residual, weight)]
+    y, residual_out = rms_norm(whole[0], 16, whole[2], 1e-6, residual=whole[1], backend="torch")
+    (y.sin().sum() + residual_out.cos().sum()).backward()
+    for placement in (WHOLE, SEQUENCE):
+        leaves = [distribute_tensor(t, mesh, [at]) for t, at in ((residual, placement), (weight, WHOLE))]
+        leaves = [leaf.requires_grad_() for leaf in leaves]
+        part = DTensor.from_local((0.25 + 0.5 * dist.get_rank()) * x, mesh, [Partial()]).requires_grad_()
+        got, sum_got = rms_norm(part, 16, leaves[1], 1e-6, residual=leaves[0])
+        (got.sin().sum() + sum_got.cos().sum()).backward()
+        pairs = (got, y), (sum_got, residual_out), (part.grad, whole[0].grad)
+        pairs += (leaves[0].grad, whole[1].grad), (leaves[1].grad, whole[2].grad)
+        for one, other in pairs:
+            torch.testing.assert_close(one.full_tensor(), other, rtol=1e-4, atol=1e-4)
+
+
+def plain_beside_distributed(mesh) -> None:
+    """An error that says so, whichever of them is the plain one."""
+    x, weight, bias, residual = (tensor for tensor in make(FLOAT32._replace(bias_dtype=torch.float32))[:4])
+
+    def placed(tensor):
+        return distribute_tensor(tensor, mesh, [WHOLE])
+
+    for plain in range(4):
+        tensors = [t if i == plain else placed(t) for i, t in enumerate((x, weight, bias, residual))]
+        try:
+            rms_norm(tensors[0], 16, tensors[1], bias=tensors[2], residual=tensors[3])
+        except RuntimeError as error:
+            assert "mixed torch.Tensor and DTensor" in str(error), error
+        else:
+            raise AssertionError(f"argument {plain} was plain, and nothing was raised")
+
+
+def below_autograd(mesh) -> None:
+    variant = FLOAT32._replace(
+        size=(2, 6, 4, 16), bias_dtype=torch.float32
+    )  # of an odd T PyTorch cannot flatten rows
+    inputs = make(variant)
+    for placement in (BATCH, HEADS, COLUMNS, WHOLE):
+
+        def placed(tensor, at=placement):
+            return distribute_tensor(tensor, mesh, [at])
+
+        x, residual, dy, d_residual_out = map(
+            placed, (inputs.x, inputs.residual, inputs.dy, inputs.d_residual_out)
+        )
+        weight, bias = (placed(t, WHOLE) for t in (inputs.weight, inputs.bias))
+        y, residual_out, rstd = rms_norm_forward(x, weight, variant.eps, bias=bias, residual=residual)
+        dx, dw, db = rms_norm_backward(
+            residual_out, dy, weight, rstd, d_residual_out=d_residual_out, needs_db=True
+        )
+        found = {"y": y, "residual_out": residual_out, "rstd": rstd, "dx": dx, "dw": dw, "db": db}
+        check_all(variant, inputs, {name: t.full_tensor() for name, t in found.items()})
+
+
+def module_in_sequence_parallel(mesh) -> None:
+    """The residual by name: PyTorch's SequenceParallel hands on the first positional argument alone."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = RMSNorm(16, residual_alpha=0.5, bias=True)
+
+        def forward(self, x, residual):
+            return self.norm(x, residual=residual)
+
+    inputs = make(FLOAT32._replace(size=(2, 5, 16), residual_dtype=torch.float32))
+    block = Block()
+    torch.nn.init.normal_(block.norm.weight, generator=torch.Generator().manual_seed(0))
+    y, residual_out = block(inputs.x.clone().requires_grad_(), inputs.residual)
+    parameters = list(block.parameters())
+    whole = torch.autograd.grad((y, residual_out), parameters[:2], (inputs.dy, inputs.d_residual_out))
+    parallelize_module(block, mesh, {"norm": SequenceParallel()})
+    placed = [distribute_tensor(t, mesh, [SEQUENCE]) for t in (inputs.x, inputs.residual)]
+    got = block(placed[0].requires_grad_(), placed[1])
+    for one, other in zip(got, (y, residual_out), strict=True):
+        assert one.placements == (SEQUENCE,)
+        torch.testing.assert_close(one.full_tensor(), other.detach())
+    gradients = [distribute_tensor(t, mesh, [SEQUENCE]) for t in (inputs.dy, inputs.d_residual_out)]
+    torch.autograd.backward(got, gradients)
+    for parameter, other in zip(block.parameters(), whole, strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), other, rtol=1e-4, atol=1e-4)
+
+
+def result_of_a_collective(mesh) -> None:
+    """A residual that is still being communicated is waited for, whichever backend reads it."""
+    inputs = make(FLOAT32)
+    for backend in ("torch", "auto"):
+        residual = collectives.all_reduce(inputs.residual.clone(), "sum", mesh)
+        assert isinstance(residual, collectives.AsyncCollectiveTensor)
+        _, residual_out = rms_norm(inputs.x, 16, inputs.weight, residual=residual, backend=backend)
+        assert torch.equal(residual_out, inputs.x + 2 * inputs.residual)
+
+
+class Block(torch.nn.Module):
+    """Fused residual adds, a bias, and weights of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = RMSNorm(32, bias=True)
+        self.of_heads = RMSNorm(8, heads=4)
+        self.linear = torch.nn.Linear(32, 32)
+
+    def forward(self, x, residual):
+        y, residual = self.norm(x, residual)
+        y = self.of_heads(y.view(*y.shape[:-1], 4, 8)).flatten(-2)
+        return self.linear(y), residual
+
+
+def fully_sharded(mesh) -> None:
+    """FSDP2: gradients of two blocks, of which each process has half the batch and half of each parameter."""
+
+    def gradients(is_sharded):
+        torch.manual_seed(0)
+        blocks = torch.nn.ModuleList([Block() for _ in range(2)])
+        for parameter in blocks.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+        x = torch.randn(4, 6, 32)
+        if is_sharded:
+            for block in blocks:
+                fully_shard(block, mesh=mesh)
+            x = x.chunk(2)[dist.get_rank()]
+        h, residual = x, torch.zeros_like(x)
+        for block in blocks:
+            h, residual = block(h, residual)
+        (h.sin().mean() + residual.cos().mean()).backward()
+        return [parameter.grad for parameter in blocks.parameters()]
+
+    for ours, whole in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), whole, rtol=1e-4, atol=1e-5)
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        each_variant,
+        residual_placed_otherwise,
+        sum_still_to_be_made,
+        plain_beside_distributed,
+        below_autograd,
+        module_in_sequence_parallel,
+        result_of_a_collective,
+        fully_sharded,
+    )
+}
+
+
+def main(rank: int, path: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    for name, case in CASES.items():
+        case(mesh)
+        dist.barrier()
+        if rank == 0:
+            print("passed", name, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    # Forked, so that torch is imported once.
+    torch.multiprocessing.start_processes(main, (sys.argv[1],), nprocs=2, start_method="fork")
