@@ -1,0 +1,219 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Memory: what is saved for the backward, and what lives at the peak of a forward and of a backward.
+
+Peaks are those of backends with kernels of their own; the reference makes whole float32 tensors. On a GPU
+tests/gpu/test_gpu_memory.py asks the allocator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import pytest
+import torch
+from helpers import BF16, FP32, HAS_GPU, why_skip
+from living import Living, size_of
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import checkpoint
+from variants import VARIANTS, Variant, make, options
+
+from tilegym_rmsnorm import gate, rms_norm
+
+ROWS, HEADS = (384, 64), (2, 48, 4, 64)
+OF_ROWS = Variant(BF16, ROWS, weight_dtype=BF16)
+OF_HEADS = OF_ROWS._replace(size=HEADS, layout="heads")
+ADDED = OF_ROWS._replace(residual_dtype=BF16)
+KINDS = {
+    "plain": OF_ROWS,
+    "bias": OF_ROWS._replace(bias_dtype=FP32),
+    "y in float32": OF_ROWS._replace(out_dtype=FP32),
+    "residual": ADDED,
+    "residual, alpha": ADDED._replace(alpha=0.5),
+    "residual in float32": ADDED._replace(residual_dtype=FP32),
+    "residual kept in float32": ADDED._replace(residual_out_dtype=FP32),
+    "residual and bias": ADDED._replace(bias_dtype=BF16),
+    "heads": OF_HEADS,
+    "heads, residual": OF_HEADS._replace(residual_dtype=BF16),
+    "per-head": OF_HEADS._replace(weight="heads"),
+    "per-head, all": OF_HEADS._replace(weight="heads", bias_dtype=FP32, residual_dtype=FP32, alpha=0.5),
+}
+NAMES = ("x", "weight", "bias", "residual")
+
+
+def leaves_of(inputs, needing=NAMES):
+    given = {name: getattr(inputs, name) for name in NAMES}
+    return {n: None if t is None else t.detach().requires_grad_(n in needing) for n, t in given.items()}
+
+
+def norm(variant, inputs, leaves, backend):
+    """y, and residual_out behind it where there is one."""
+    given = options(variant, inputs._replace(**leaves))
+    results = rms_norm(leaves["x"], variant.n, leaves["weight"], variant.eps, **given, backend=backend)
+    return results if variant.has_residual else (results,)
+
+
+def gradients_of(results, leaves, inputs):
+    needed = [leaf for leaf in leaves.values() if leaf is not None and leaf.requires_grad]
+    given = (inputs.dy, inputs.d_residual_out)[: len(results)]
+    return torch.autograd.grad(results, needed, given)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_saved(kind, backend):
+    """x, or residual_out in its place, the weight and rstd; a slice is not copied."""
+    variant = KINDS[kind]
+    leaves, saved = leaves_of(inputs := make(variant)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        results = norm(variant, inputs, leaves, backend)
+    normalized, *rest = saved
+    expected = results[1] if variant.has_residual else leaves["x"]
+    assert normalized.data_ptr() == expected.data_ptr() and normalized.dtype == expected.dtype
+    assert normalized.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
+    weight, rstd = rest
+    assert weight.data_ptr() == leaves["weight"].data_ptr()
+    m = inputs.x.numel() // variant.n
+    assert (rstd.shape, rstd.dtype, rstd.untyped_storage().nbytes()) == ((m,), FP32, 4 * m)
+
+
+def test_nothing_is_kept_beside_what_is_saved(backend):
+    """Neither x nor residual lives on where only the results are held."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    inputs = make(ADDED)
+    leaves = {
+        name: None if t is None else t * 1 for name, t in leaves_of(inputs).items()
+    }  # no leaves: may be freed
+    results = norm(ADDED, inputs, leaves, backend)
+    ends = [StorageWeakRef(leaves[name].untyped_storage()) for name in ("x", "residual")]
+    del leaves
+    gc.collect()  # interpreters hold what they were given in cycles
+    assert all(end.expired() for end in ends)
+    assert all(result.requires_grad for result in results)
+
+
+@pytest.fixture(params=["cutile", "triton"])
+def kernels(request, monkeypatch):
+    """A backend with kernels, in its interpreter, whose own tensors no mode sees; few rows are many."""
+    if HAS_GPU:
+        pytest.skip("the allocator says it: tests/gpu/test_gpu_memory.py")
+    if reason := why_skip(request.param):
+        pytest.skip(reason)
+    monkeypatch.setattr(gate, "out_of_sight", contextlib.nullcontext)
+    if request.param == "triton":
+        from triton.runtime.interpreter import GridExecutor
+
+        monkeypatch.setattr(GridExecutor, "__call__", unseen(GridExecutor.__call__))
+        yield request.param
+        return
+    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.plans import sizes
+    from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
+
+    bind = InterpretedMachine.bind
+    monkeypatch.setattr(InterpretedMachine, "bind", lambda *given: unseen(bind(*given)))
+    # Not the interpreter's own, which notes beside each array what was written.
+    monkeypatch.setattr(
+        InterpretedMachine, "empty", lambda self, shape, dtype: torch.empty(shape, dtype=dtype)
+    )
+    monkeypatch.setattr(sizes, "FEW_ROWS", 8)
+    for made in (launch._forward, launch._backward):
+        made.cache_clear()
+    yield request.param
+    for made in (launch._forward, launch._backward):
+        made.cache_clear()
+
+
+def unseen(launch):
+    """The same, where no mode sees it."""
+
+    def launched(*given, **options):
+        with _disable_current_modes():
+            return launch(*given, **options)
+
+    return launched
+
+
+def slack(inputs) -> int:
+    """What partial rows, rstd and the like may need: a quarter of a tensor of 16 bits."""
+    return inputs.x.numel() * 2 // 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_peak_of_a_forward(kind, kernels):
+    """The results alone: neither a copy of a slice, nor a sum that is written and read again."""
+    variant = KINDS[kind]
+    leaves = leaves_of(inputs := make(variant))
+    with Living(*inputs) as living:
+        results = norm(variant, inputs, leaves, kernels)
+    least = size_of(*results)
+    assert least <= living.peak <= least + slack(inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("used", ["both", "y"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_peak_of_a_backward(kind, used, kernels):
+    """The gradients, one for x and residual where one serves both; and no zeros for a result that nobody used."""
+    variant = KINDS[kind]
+    if used == "y" and not variant.has_residual:
+        pytest.skip("there is no other")
+    leaves = leaves_of(inputs := make(variant))
+    results = norm(variant, inputs, leaves, kernels)
+    with Living(*inputs, *results) as living:
+        gradients = gradients_of(results[:1] if used == "y" else results, leaves, inputs)
+    found = {t.data_ptr(): t for t in gradients}.values()
+    serves_both = variant.has_residual and variant.alpha == 1 and variant.residual_dtype == variant.dtype
+    assert len(found) == len(gradients) - serves_both
+    least = size_of(*found)
+    assert least <= living.peak <= least + slack(inputs)
+
+
+@pytest.mark.parametrize("needing", ["x", "residual", "weight"])
+def test_peak_of_a_backward_for_one(needing, kernels):
+    """The gradient of the other is not made beside it; dw needs no dx, but the kernel that makes it writes one."""
+    leaves = leaves_of(inputs := make(ADDED), (needing,))
+    results = norm(ADDED, inputs, leaves, kernels)
+    with Living(*inputs, *results) as living:
+        gradients_of(results[:1] if needing == "weight" else results, leaves, inputs)
+    most = size_of(inputs.x) + slack(inputs)
+    assert living.peak <= most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_checkpointed_and_offloaded(kind, backend):
+    """The same bits as without."""
+    variant = VARIANTS[kind]
+    if why_skip(backend) or (kind == "float64" and backend in ("cutile", "triton")):
+        pytest.skip("refused")
+    inputs = make(variant)
+
+    def run(wrapped):
+        leaves = leaves_of(inputs)
+        results = wrapped(
+            lambda *given: norm(variant, inputs, dict(zip(NAMES, given, strict=True)), backend), leaves
+        )
+        torch.autograd.backward(results, (inputs.dy, inputs.d_residual_out)[: len(results)])
+        return [*results, *(leaf.grad for leaf in leaves.values() if leaf is not None)]
+
+    def offloaded(call, leaves):
+        with torch.autograd.graph.save_on_cpu():
+            return call(*leaves.values())
+
+    def packed(call, leaves):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t.clone()):
+            return call(*leaves.values())
+
+    expected = run(lambda call, leaves: call(*leaves.values()))
+    for wrapped in (
+        lambda call, leaves: checkpoint(call, *leaves.values(), use_reentrant=True),
+        lambda call, leaves: checkpoint(call, *leaves.values(), use_reentrant=False),
+        offloaded,
+        packed,
+    ):
+        for one, other in zip(run(wrapped), expected, strict=True):
+            assert torch.equal(one, other)
