@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from tilegym_rmsnorm.backends.checks import tensors_unusable
-from tilegym_rmsnorm.registry import BackendUnavailableError, Request, others, why_unusable
+from tilegym_rmsnorm.registry import BackendUnavailableError, Request, request_of, why_unusable
 from tilegym_rmsnorm.validation import (
     check_casting,
     checked_dtype,
@@ -76,8 +76,8 @@ def warmup(
     if device.type != "cuda":
         raise ValueError(f"device: expected a CUDA device, got {device}: nothing is compiled for others")
     for _, dtype, weight_dtype in requests:
-        more = others(dtype, weight_dtype, bias, residual, residual_dtype, out_dtype)
-        if unusable := why_unusable("cutile", Request(device, dtype, weight_dtype, casting, more)):
+        more = bias, residual, residual_dtype, out_dtype
+        if unusable := why_unusable("cutile", request_of(device, casting, None, dtype, weight_dtype, *more)):
             raise BackendUnavailableError(f"warmup: {unusable.reason}. To mend it: {unusable.remedy}")
     from tilegym_rmsnorm.backends.cutile.warm import Calls, warm
 

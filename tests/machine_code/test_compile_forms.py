@@ -40,12 +40,12 @@ ARCHITECTURES = (80, 86, 90, 100, 120)
 HEADS = ((32, 64), (28, 80), (8, 96), (32, 128), (28, 160), (40, 192), (8, 256), (32, 512))
 
 
-def problem_of(machine, op, n, dtype, form, x_dtype=None):
+def problem_of(machine, op, n, dtype, form, x_dtype=None, size="large"):
     """x_dtype: of x, where it is narrower than dtype, the residual's."""
     if x_dtype not in (None, dtype):
         form = form._replace(narrowest=x_dtype.itemsize)
     weight = NAMES[x_dtype or dtype]
-    return Problem(op, n, NAMES[dtype], weight, "large", machine.facts, policy=Policy(), form=form)
+    return Problem(op, n, NAMES[dtype], weight, size, machine.facts, policy=Policy(), form=form)
 
 
 def compile_call(problem, dtype, x_dtype=None, m=4096, lead=None):
@@ -85,15 +85,15 @@ def rules_of_forms():
                 for n in dict.fromkeys((record.last // 16 * 16, (record.first + record.last) // 32 * 16)):
                     for name in record.dtypes:
                         if variant := record.variant(n):
-                            yield variant, op, n, form, DTYPES[name]
+                            yield variant, op, n, form, DTYPES[name], record.sizes[-1]
 
 
 def test_rules_of_forms_compile_on_hopper():
     """A float32 residual beside x of 16 bits, and beside float32. A sample; all by --every-config."""
     machine = CompilingMachine(90)
-    for variant, op, n, form, dtype in sampled(rules_of_forms()):
+    for variant, op, n, form, dtype, size in sampled(rules_of_forms()):
         for x_dtype in {dtype, BF16 if dtype is FP32 else dtype}:
-            problem = problem_of(machine, op, n, dtype, FORM[form], x_dtype)
+            problem = problem_of(machine, op, n, dtype, FORM[form], x_dtype, size)
             chosen = choose(problem, tables_of(90, None, None))
             assert chosen.first == variant, "the rule does not serve what it is for"
             assert_sound(compile_call(problem, dtype, x_dtype))
@@ -101,7 +101,7 @@ def test_rules_of_forms_compile_on_hopper():
 
 def test_every_form_has_a_rule():
     """So that what the tests above sweep is all of them."""
-    found = {form for _, _, _, form, _ in rules_of_forms()}
+    found = {form for _, _, _, form, *_ in rules_of_forms()}
     assert found == set(FORMS) - {PLAIN_ROWS} == set(FORM) - {PLAIN_ROWS}
 
 

@@ -74,7 +74,9 @@ PLAIN = Form()
 
 def form_named(name: str) -> Form:
     """Of one of FORMS: what calls have that are of it, and no more. Those beside plain rows are named like a field."""
-    return PLAIN if name == PLAIN_ROWS else Form(**{name: True})
+    if name == PLAIN_ROWS:
+        return PLAIN
+    return Form(**{name: True})._replace(residual=name in (RESIDUAL, D_RESIDUAL))
 
 
 class Bucket(NamedTuple):
@@ -86,6 +88,11 @@ class Bucket(NamedTuple):
     size: str  # of sizes.SIZES
     weight: str = SAME  # of WEIGHTS
     form: str = PLAIN_ROWS  # of FORMS
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether there are calls of its op and form: a forward writes no d_residual, and dx alone has no db beside."""
+        return (self.op, self.form) not in (("forward", D_RESIDUAL), ("dx", BIAS))
 
     def problem(self, device: Device, policy: Policy | None = None) -> Problem:
         """Its problem on a device, with a weight, of calls that have its form and no more."""
