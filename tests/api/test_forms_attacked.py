@@ -218,7 +218,8 @@ def test_copies_of_a_module(backend):
 
 @pytest.mark.parametrize("setting", ["float64", "meta", "deterministic", "anomaly"])
 def test_settings_of_the_process(setting, backend):
-    """Neither the results nor their dtypes and devices depend on them."""
+    """Neither the results nor their dtypes and devices depend on them. Inductor compiles again for some, on a GPU with
+    other tiles: there sums may round otherwise."""
     inputs = with_leaves(make(WHOLE._replace(dtype=BF16)))
     variant = WHOLE._replace(dtype=BF16)
 
@@ -247,7 +248,11 @@ def test_settings_of_the_process(setting, backend):
         torch.use_deterministic_algorithms(False)
         torch.autograd.set_detect_anomaly(False)
     for one, other in zip(found, expected, strict=True):
-        assert one.device == other.device and one.dtype == other.dtype and torch.equal(one, other)
+        assert one.device == other.device and one.dtype == other.dtype
+        if backend == "inductor" and HAS_GPU:
+            torch.testing.assert_close(one, other)
+        else:
+            assert torch.equal(one, other)
 
 
 @pytest.mark.skipif(HAS_GPU, reason="streams are tested in tests/gpu")
