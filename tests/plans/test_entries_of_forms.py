@@ -8,10 +8,12 @@ import json
 
 import planning
 import pytest
-from table_cases import BUCKET, ENTRY, GPU, TARGET, VARIANT, choice, chosen, entry_of, ship
+from table_cases import BUCKET, ENTRY, GPU, TARGET, VARIANT, choice, chosen, entry_of, rule, ship
 
 from tilegym_rmsnorm.backends.cutile.plans import records, select, tables
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
+    BIAS,
+    D_RESIDUAL,
     FLOAT32,
     FORMS,
     OPS,
@@ -30,6 +32,9 @@ from tilegym_rmsnorm.backends.cutile.plans.variants import (
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 
 OTHERS = tuple(form for form in FORMS if form != PLAIN_ROWS)
+EACH = [BUCKET._replace(op=op, form=form) for form in FORMS for op in OPS]
+WITH_CALLS = [(each.op, each.form) for each in EACH if each.has_calls]
+WITHOUT_CALLS = [(each.op, each.form) for each in EACH if not each.has_calls]
 TUNED = {
     "forward": ForwardRows(width=4096, warps=4, occupancy=3, latency=5),
     "backward": BackwardRows(width=4096, warps=4, occupancy=1, latency=7),
@@ -42,16 +47,14 @@ def select_of(form: Form, op: str = "backward", dtype: str = "bfloat16", **other
     return select.select(asked, tables.tables_of(90, GPU.target, user_folder()))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "form"), WITH_CALLS)
 def test_a_form_is_that_of_its_own_problem(op, form):
     bucket = BUCKET._replace(op=op, form=form)
     assert bucket.problem(GPU).bucket == bucket
     assert (form_named(form) == PLAIN) == (form == PLAIN_ROWS)
 
 
-@pytest.mark.parametrize("form", OTHERS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "form"), [each for each in WITH_CALLS if each[1] != PLAIN_ROWS])
 @pytest.mark.parametrize("place", ["user", "shipped"])
 def test_an_entry_serves_its_form_and_no_other(folders, place, op, form):
     """Plain rows least of all: its settings were timed with more in registers."""
@@ -80,7 +83,8 @@ def test_an_entry_of_a_residual_serves_calls_that_have_that_alone(folders):
     )
     assert select_of(Form(residual=True)).first == TUNED["backward"]
     assert select_of(Form(residual=True), dtype="float32").first == TUNED["backward"]
-    for form in (Form(residual=True, bias=True), Form(residual=True, heads=8), Form(bias=True)):
+    others = Form(residual=True, bias=True), Form(residual=True, heads=8), form_named(D_RESIDUAL)
+    for form in (*others, Form(bias=True)):
         assert select_of(form).first != TUNED["backward"], form
     assert select_of(Form(residual=True, narrowest=2), dtype="float32").first != TUNED["backward"]
 
@@ -120,22 +124,54 @@ def test_a_kernel_that_cannot_have_the_form_is_refused_in_a_file(form):
     assert tables.parse_table(tables.render_table(TARGET, [plain]), TARGET) == [plain]
 
 
+def test_a_form_that_the_op_has_no_calls_of_makes_a_file_unfit(folders):
+    """A forward writes no d_residual; dx alone has no db beside it."""
+    assert WITHOUT_CALLS == [("forward", "d_residual"), ("dx", "bias")]
+    for op, form in WITHOUT_CALLS:
+        bucket = BUCKET._replace(op=op, form=form)
+        text = tables.render_table(TARGET, [ENTRY, entry_of(bucket, TUNED[op])])
+        expected = f"record 1: forms: expected some that a {op} can be of, got '{form}'"
+        with pytest.raises(ValueError, match=expected):
+            tables.parse_table(text, TARGET)
+        path = tables.table_path(folders[0], TARGET)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        tables.table_in.cache_clear()
+        with pytest.warns(UserWarning, match=expected):
+            assert chosen() == rule() != VARIANT
+
+
+def test_an_entry_of_several_forms_is_of_ops_that_have_calls_of_each(folders):
+    item = json.loads(records.render(ENTRY))
+    both = records.parse(item | {"forms": ["plain", "bias"]}, 90)
+    assert {bucket.form for bucket in both.buckets()} == {"plain", "bias"}
+    with pytest.raises(ValueError, match="forms: expected some that a dx can be of, got 'bias'"):
+        records.parse(item | {"forms": ["plain", "bias"], "ops": ["backward", "dx"]}, 90)
+
+
 def test_a_form_that_there_is_not_makes_a_file_unfit(folders):
     item = json.loads(records.render(ENTRY)) | {"forms": ["sideways"]}
     with pytest.raises(ValueError, match="forms: expected some of "):
         records.parse(item, 90)
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("form", OTHERS)
-def test_tuning_tries_what_ships_for_the_form_then_what_ships_for_plain_rows(folders, op, form):
+@pytest.mark.parametrize(("op", "form"), [each for each in WITH_CALLS if each[1] != PLAIN_ROWS])
+def test_tuning_tries_what_ships_for_the_form_then_what_ships_for_the_nearest(folders, op, form):
     bucket = BUCKET._replace(op=op, form=form)
-    plain = entry_of(bucket._replace(form=PLAIN_ROWS), TUNED[op])
-    own_settings = dict(TUNED[op].settings(), latency=3)
-    own = entry_of(bucket, type(TUNED[op])(**own_settings))
-    ship(folders[1], TARGET, plain, own)
-    assert tables.shipped_for(bucket) == [own.variant(4096), TUNED[op]]
-    assert tables.shipped_for(bucket._replace(form=PLAIN_ROWS)) == [TUNED[op]]
+    nearest = {
+        D_RESIDUAL: (D_RESIDUAL, RESIDUAL, PLAIN_ROWS),
+        RESIDUAL: (RESIDUAL, PLAIN_ROWS),
+        BIAS: (BIAS, PLAIN_ROWS),
+    }
+    latencies = {each: latency for latency, each in enumerate(FORMS, 2)}
+    shipped = {
+        each: type(TUNED[op])(**dict(TUNED[op].settings(), latency=latency))
+        for each, latency in latencies.items()
+        if bucket._replace(form=each).has_calls
+    }
+    ship(folders[1], TARGET, *(entry_of(bucket._replace(form=each), own) for each, own in shipped.items()))
+    assert tables.shipped_for(bucket) == [shipped[each] for each in nearest[form]]
+    assert tables.shipped_for(bucket._replace(form=PLAIN_ROWS)) == [shipped[PLAIN_ROWS]]
 
 
 @pytest.mark.parametrize("form", OTHERS)

@@ -97,6 +97,7 @@ def test_what_is_written_is_read_back(data):
         lambda bucket: (
             rows_of_class(bucket.size, bucket.n)
             and (bucket.dtype, bucket.weight) != ("float32", "float32")
+            and bucket.has_calls
             and rules.is_fused(bucket.problem(GPU))
         )
     )

@@ -172,6 +172,7 @@ def test_every_set_has_a_weight_and_rstd_of_its_own(finder, monkeypatch):
         assert len(met) >= 6
         has = form_named(form)
         assert [each is not None for each in met[0][4:6]] == [has.residual, has.bias]
+        assert all((inputs.alpha != 1.0) == has.d_residual for inputs in met), "else dx is d_residual"
         for arrays in zip(*(inputs[:6] for inputs in met), strict=True):
             if arrays[0] is not None:
                 places = [each.data_ptr() for each in arrays]

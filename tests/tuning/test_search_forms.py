@@ -14,10 +14,13 @@ from table_cases import TARGET
 
 from tilegym_rmsnorm.backends.cutile.plans import rules, tables
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
+    BIAS,
+    D_RESIDUAL,
     FORMS,
     ITEMSIZE,
     OPS,
     PLAIN_ROWS,
+    RESIDUAL,
     Bucket,
     Device,
     form_named,
@@ -26,6 +29,7 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variants import (
     BackwardPipelined,
     BackwardRows,
+    BackwardTeam,
     BackwardTiles,
     ForwardRows,
     ForwardTiles,
@@ -42,6 +46,9 @@ from tilegym_rmsnorm.backends.cutile.tuning.candidates import (  # noqa: E402
 from tilegym_rmsnorm.measure import accuracy  # noqa: E402
 
 OTHERS = tuple(form for form in FORMS if form != PLAIN_ROWS)
+EACH = [Bucket(op, 64, "bfloat16", "small", form=form) for form in FORMS for op in OPS]
+CALLS = [(each.op, each.form) for each in EACH if each.has_calls]
+OF_OTHERS = [(op, form) for op, form in CALLS if form != PLAIN_ROWS]
 FACTS = Device(90, 132, 16)
 TILES, BACKWARD_TILES = (
     [kind(width=64, warps=4, occupancy=1, latency=latency, rows=8) for latency in (1, 2, 3)]
@@ -60,8 +67,7 @@ def tiles_of(op: str) -> list:
 # Candidates
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("form", OTHERS)
+@pytest.mark.parametrize(("op", "form"), OF_OTHERS)
 @pytest.mark.parametrize("n", [64, 1000, 1024, 4096, 5120, 8192, 12288])
 def test_every_candidate_takes_the_form(n, form, op):
     for dtype, size in itertools.product(("bfloat16", "float32"), SIZES):
@@ -79,10 +85,32 @@ def test_every_candidate_takes_the_form(n, form, op):
 def test_a_form_takes_registers(form):
     has, op = form_named(form), "backward"
     tight = BackwardRows(width=16384, warps=8, occupancy=1, latency=4)
-    assert fits_registers(tight, op, 2) and not fits_registers(tight, op, 4, form=has)
-    if has.residual:
+    assert fits_registers(tight, op, 4) and not fits_registers(tight, op, 4, form=has)
+    if form == RESIDUAL:
         loads = ForwardRows(width=16384, warps=8, occupancy=4, latency=4, packed=True)
         assert fits_registers(loads, "forward", 2) and not fits_registers(loads, "forward", 2, form=has)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_a_sum_of_db_takes_the_registers_of_a_sum_of_dw(itemsize):
+    """The widest row that fits keeps one float32 more an element, whatever the bytes of x and dy."""
+
+    def most_elements(form):
+        sizes = range(1024, 32769, 1024)
+        kinds = {
+            n: BackwardRows(width=1024, pieces=n // 1024, warps=8, occupancy=1, latency=4) for n in sizes
+        }
+        return max(n for n, each in kinds.items() if fits_registers(each, "backward", itemsize, form=form))
+
+    kept = 2 + itemsize / 2
+    expected = most_elements(form_named(PLAIN_ROWS)) * kept / (kept + 1)
+    assert abs(most_elements(form_named(BIAS)) - expected) <= 1024
+
+
+@pytest.mark.parametrize("form", OTHERS)
+def test_rows_by_tma_are_tried_with_every_form(form):
+    bucket = Bucket("backward", 4096, "bfloat16", "large", form=form)
+    assert any(isinstance(each, BackwardPipelined) for each in candidates(bucket, 2, 90))
 
 
 @pytest.mark.parametrize("form", OTHERS)
@@ -93,15 +121,14 @@ def test_what_serves_plain_rows_is_tried_where_it_takes_the_form(form):
         BackwardPipelined(width=1024, warps=4, occupancy=2, latency=4, pieces=4, grid_percent=92),
     ]
     found = candidates(bucket, 2, 90, most=5, known=known)
-    fit = [each for each in known if each.serves_form(bucket.problem(FACTS))]
-    assert found[1 : 1 + len(fit)] == fit and set(known) & set(found) == set(fit)
+    team = BackwardTeam(width=1024, warps=4, occupancy=1, latency=2, members=4)
+    assert found[1:3] == known and team not in candidates(bucket, 2, 90, most=5, known=[team])
 
 
 # What is run
 
 
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("form", OTHERS)
+@pytest.mark.parametrize(("op", "form"), OF_OTHERS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_search_times_checks_and_describes(finder, form, op, dtype):
     bucket = bucket_of(op, form, dtype)
@@ -114,16 +141,18 @@ def test_a_search_times_checks_and_describes(finder, form, op, dtype):
 
 RESULTS = {
     ("forward", "residual"): [{"y", "rstd", "residual_out"}] * 2,
-    ("backward", "residual"): [{"dx", "dw"}, {"dx", "d_residual", "dw"}],
-    ("dx", "residual"): [{"dx"}, {"dx", "d_residual"}],
+    ("backward", "residual"): [{"dx", "dw"}] * 2,
+    ("dx", "residual"): [{"dx"}] * 2,
+    ("backward", "d_residual"): [{"dx", "d_residual", "dw"}] * 2,
+    ("dx", "d_residual"): [{"dx", "d_residual"}] * 2,
     ("forward", "bias"): [{"y", "rstd"}] * 2,
     ("backward", "bias"): [{"dx", "dw", "db"}] * 2,
 }
 
 
-@pytest.mark.parametrize(("op", "form"), [key for key in RESULTS if key[1] in FORMS])
+@pytest.mark.parametrize(("op", "form"), OF_OTHERS)
 def test_each_result_that_is_wrong_is_refused(finder, op, form):
-    """One element of one row, by more than a rounding. Of every other seed the residual has an alpha."""
+    """One element of one row, by more than a rounding. Of every other seed a forward's residual has an alpha."""
     bucket = bucket_of(op, form)
     run = calls.runner(finder.machine, bucket, tiles_of(op)[0])
     for seed, names in enumerate(RESULTS[op, form]):
@@ -136,8 +165,56 @@ def test_each_result_that_is_wrong_is_refused(finder, op, form):
             assert calls.why_wrong(inputs, spoilt).startswith(name), (name, seed)
 
 
-@pytest.mark.parametrize("op", ["forward", "backward"])
-def test_a_residual_that_is_left_out_is_refused(finder, monkeypatch, op):
+MOVED = {  # rows that a call reads, and writes
+    ("forward", "plain"): (1, 1),
+    ("forward", "residual"): (2, 2),
+    ("forward", "bias"): (1, 1),
+    ("backward", "plain"): (2, 1),
+    ("backward", "residual"): (3, 1),
+    ("backward", "d_residual"): (3, 2),
+    ("backward", "bias"): (2, 1),
+    ("dx", "plain"): (2, 1),
+    ("dx", "residual"): (3, 1),
+    ("dx", "d_residual"): (3, 2),
+}
+
+
+@pytest.mark.parametrize(("op", "form"), CALLS)
+def test_what_is_timed_moves_so_many_rows(finder, op, form):
+    bucket = bucket_of(op, form)
+    [inputs] = calls.timed_inputs(16, bucket, 1, torch.device("cpu"))
+    outputs = calls.runner(finder.machine, bucket, tiles_of(op)[0])(inputs)
+    read = [each for each in (inputs.x, inputs.residual, *([] if op == "forward" else [inputs.dy]))]
+    read, written = (
+        [each for each in some if each is not None and each.ndim == 2] for some in (read, outputs.values())
+    )
+    assert calls.rows_moved(bucket) == (len(read), len(written)) == MOVED[op, form]
+
+
+@pytest.mark.parametrize(("op", "form"), OF_OTHERS)
+def test_what_runs_is_what_users_calls_of_the_form_run(finder, monkeypatch, op, form):
+    """Timed or checked, a call is one for which the launch code would look for an entry of its bucket."""
+    bucket, met, device = bucket_of(op, form), [], torch.device("cpu")
+    launcher_of = launch.forward_launcher if op == "forward" else launch.backward_launcher
+    run = calls.runner(finder.machine, bucket, tiles_of(op)[0])
+    [launcher] = run.args
+    formed = launcher.formed
+    monkeypatch.setattr(launcher, "formed", lambda *asked: (met.append(asked), formed(*asked))[1])
+    for inputs in (
+        *calls.timed_inputs(16, bucket, 1, device),
+        *(calls.checked_inputs(16, bucket, device, seed) for seed in (0, 1)),
+    ):
+        run(inputs)
+        problem = launcher_of(*met[-1]).plan.problem
+        assert problem.form == form_named(form) and problem.op == op
+        assert problem.bucket._replace(weight=bucket.weight) == bucket._replace(size=problem.size)
+    assert len(met) == 3
+
+
+@pytest.mark.parametrize(
+    ("op", "form"), [("forward", "residual"), ("backward", "residual"), ("backward", "d_residual")]
+)
+def test_a_residual_that_is_left_out_is_refused(finder, monkeypatch, op, form):
     """What a kernel that does not take it would do."""
     name = "Forward" if op == "forward" else "Backward"
 
@@ -147,8 +224,19 @@ def test_a_residual_that_is_left_out_is_refused(finder, monkeypatch, op):
             return super().formed(spec, (*others, torch.zeros_like(last)), *wanted)
 
     monkeypatch.setattr(launch, name, Forgetful)
-    reason = finder.why_wrong(bucket_of(op, "residual"), tiles_of(op)[0])
+    reason = finder.why_wrong(bucket_of(op, form), tiles_of(op)[0])
     assert "residual_out has other bits" in reason if op == "forward" else "dx has a relative error" in reason
+
+
+def test_an_alpha_that_is_left_out_is_refused(finder, monkeypatch):
+    class Forgetful(launch.Backward):
+        def formed(self, spec, tensors, wanted):
+            return super().formed(spec._replace(alpha=1.0), tensors, wanted)
+
+    bucket = bucket_of("backward", D_RESIDUAL)
+    assert finder.why_wrong(bucket, BACKWARD_TILES[0]) is None
+    monkeypatch.setattr(launch, "Backward", Forgetful)
+    assert "dx has a relative error" in finder.why_wrong(bucket, BACKWARD_TILES[0])
 
 
 # What they should come to

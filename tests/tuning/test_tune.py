@@ -14,7 +14,7 @@ from table_cases import TARGET, choice, entry_of
 
 from tilegym_rmsnorm import __main__, policy, registry
 from tilegym_rmsnorm.backends.cutile.plans import tables
-from tilegym_rmsnorm.backends.cutile.plans.problem import FORMS, OPS, PLAIN_ROWS, Bucket, form_named
+from tilegym_rmsnorm.backends.cutile.plans.problem import FORMS, OPS, PLAIN_ROWS, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardTeam, BackwardTiles
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
 
@@ -101,9 +101,10 @@ OTHERS = tuple(form for form in FORMS if form != PLAIN_ROWS)
 def test_forms_are_tuned_where_they_are_named(gpu, form, capsys):
     assert run("--size", "large", "--form", form) == 0
     output = capsys.readouterr().out
-    assert f"forward bfloat16 N = 64 large, {form}: M = " in output
-    ops = ("forward", "backward") if form_named(form).bias else OPS
-    assert set(buckets_in(gpu[0])) == {Bucket(op, 64, "bfloat16", "large", form=form) for op in ops}
+    buckets = {Bucket(op, 64, "bfloat16", "large", form=form) for op in OPS}
+    assert set(buckets_in(gpu[0])) == {bucket for bucket in buckets if bucket.has_calls}
+    for bucket in buckets:
+        assert (f"{bucket.op} bfloat16 N = 64 large, {form}: M = " in output) == bucket.has_calls
     for entry in tables.table_in(gpu[0], TARGET):
         [bucket] = entry.buckets()
         chosen = choice(bucket, machine.InterpretedMachine.facts)
@@ -112,6 +113,14 @@ def test_forms_are_tuned_where_they_are_named(gpu, form, capsys):
     assert run("--size", "large", "--op", "forward", "--form", f"plain,{form}", "--skip-tuned") == 0
     assert "1 of 1 tuned" in capsys.readouterr().out
     assert Bucket("forward", 64, "bfloat16", "large") in buckets_in(gpu[0])
+
+
+@pytest.mark.parametrize(("op", "form"), [("forward", "d_residual"), ("dx", "bias")])
+def test_ops_that_have_no_calls_of_a_form_are_left_out(gpu, op, form, capsys):
+    assert run("--op", op, "--form", form) == 0
+    assert "0 of 0 tuned" in capsys.readouterr().out
+    assert run("--op", op, "--form", f"plain,{form}", "--size", "large") == 0
+    assert buckets_in(gpu[0]) == [Bucket(op, 64, "bfloat16", "large")]
 
 
 @pytest.mark.parametrize("form", OTHERS)

@@ -17,8 +17,9 @@ below 4096 can be.
 The weight has x's dtype, or with --weight float32, for x of 16 bits, that one, as under autocast: those calls take
 entries of their own before any rule, and before entries of a weight of x's dtype.
 
-The forms: plain rows, and rows with what the form's name says, such as a residual. An entry serves calls that have that
-and no more. Widths that no kernel takes with it are left out.
+The forms: plain; residual; d_residual, a backward that writes the gradients of x and of the residual as two tensors, as
+one with residual_alpha does; bias. An entry serves calls that have that and no more. Ops without such calls are left
+out, and so are widths that no kernel takes with the form.
 """
 
 from __future__ import annotations
@@ -135,12 +136,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _has_calls(bucket: Bucket, machine: Machine) -> bool:
     """Whether kernels run a call of it at all."""
-    if not rows_of_class(bucket.size, bucket.n):
+    if not bucket.has_calls or not rows_of_class(bucket.size, bucket.n):
         return False
     if bucket.weight != problem.SAME and problem.ITEMSIZE[bucket.dtype] != 2:
         return False
-    if bucket.op == "dx" and problem.form_named(bucket.form).bias:
-        return False  # a backward sums db beside dw, or leaves it to PyTorch
     return rules.is_fused(bucket.problem(machine.facts))
 
 

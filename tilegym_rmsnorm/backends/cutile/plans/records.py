@@ -157,6 +157,7 @@ def _check_entry(record: Record, architecture: int) -> None:
         )
     for bucket in record.buckets():
         serves, itemsize = BY_KERNEL[record.kernel].serves, ITEMSIZE[bucket.dtype]
+        expect(bucket.has_calls, "forms", f"some that a {bucket.op} can be of", bucket.form)
         expect(bucket.op in serves, "kernel", f"one for {bucket.op}", record.kernel)
         expect(itemsize == 2 or bucket.weight == SAME, "weight", SAME, bucket.weight)
         has_rows = bool(rows_of_class(bucket.size, bucket.n))

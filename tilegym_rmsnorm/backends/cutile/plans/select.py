@@ -85,10 +85,15 @@ def choose(problem: Problem, tables: Tables) -> Choice:
     return Choice(first, "reasoned (plans/rules.py)")
 
 
+def nearest_forms(form: str) -> tuple[str, ...]:
+    """A form, and those whose records suit it where it has none, the nearest first."""
+    of_residual = (RESIDUAL,) if form == D_RESIDUAL else ()
+    return tuple(dict.fromkeys((form, *of_residual, PLAIN_ROWS)))
+
+
 def _like(bucket: Bucket) -> Iterator[Bucket]:
     """The bucket, and those whose rules serve it where it has none."""
-    of_residual = (RESIDUAL,) if bucket.form == D_RESIDUAL else ()
-    for form in dict.fromkeys((bucket.form, *of_residual, PLAIN_ROWS)):
+    for form in nearest_forms(bucket.form):
         for size in dict.fromkeys((bucket.size, "large")):
             yield bucket._replace(form=form, size=size)
 

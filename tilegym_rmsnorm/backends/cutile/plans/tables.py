@@ -17,9 +17,9 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, PLAIN_ROWS, Bucket, Target
+from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, Bucket, Target
 from tilegym_rmsnorm.backends.cutile.plans.records import SCHEMA, Record, Records, parse, render
-from tilegym_rmsnorm.backends.cutile.plans.select import SERVED_BY, Tables
+from tilegym_rmsnorm.backends.cutile.plans.select import SERVED_BY, Tables, nearest_forms
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, expect
 
 SHIPPED_FOLDER = Path(__file__).parent
@@ -78,9 +78,9 @@ def shipped_targets() -> list[Target]:
 def shipped_for(bucket: Bucket) -> list[Variant]:
     """What the entries that ship choose for a bucket's rows on any GPU, with any toolkit, and for any dtype of that
     size: what tuning tries before all else. For dx that is also what they choose for dx with dw; for a form, behind
-    those of it, what they choose for plain rows."""
+    those of it, what they choose for the nearest others, plain rows last."""
     found: list[Variant] = []
-    for form in dict.fromkeys((bucket.form, PLAIN_ROWS)):
+    for form in nearest_forms(bucket.form):
         for path in sorted(SHIPPED_FOLDER.glob("sm_*.json")):
             for record in shipped_records(int(path.stem.removeprefix("sm_"))):
                 is_alike = ITEMSIZE[bucket.dtype] in {ITEMSIZE[dtype] for dtype in record.dtypes}

@@ -22,7 +22,7 @@ from tilegym_rmsnorm.reference import compute_rms_norm_rstd_torch, residual_sum
 from tilegym_rmsnorm.spec import Spec, Wanted
 
 EPS = 1e-6
-ALPHA = 0.5  # where a check has one: its products are exact, so that a fused multiply-add rounds alike
+ALPHA = 0.5  # where a call has one: its products are exact, so that a fused multiply-add rounds alike
 
 Outputs = dict[str, Tensor]
 
@@ -48,31 +48,31 @@ def weight_dtype_of(bucket: Bucket) -> torch.dtype:
 
 def rows_moved(bucket: Bucket) -> tuple[int, int]:
     """How many arrays of rows a call reads, and writes."""
-    added = int(form_named(bucket.form).residual)
-    return (1 + added, 1 + added) if bucket.op == "forward" else (2 + added, 1)
+    form = form_named(bucket.form)
+    added, second = int(form.residual), int(form.d_residual)
+    return (1 + added, 1 + added) if bucket.op == "forward" else (2 + added, 1 + second)
 
 
 def timed_inputs(m: int, bucket: Bucket, sets: int, device: torch.device) -> Iterator[Inputs]:
-    """Of each set its own, as in the benchmark and of each layer: or else they come from L2."""
+    """Of each set its own, as in the benchmark and of each layer: or else they come from L2. With an alpha where there
+    is d_residual, which without one would be dx itself."""
     form = form_named(bucket.form)
     new = functools.partial(torch.randn, sets, m, bucket.n, dtype=getattr(torch, bucket.dtype), device=device)
     x, dy, residual = new(), new(), new() if form.residual else None
+    alpha = ALPHA if form.d_residual else 1.0
     for i in range(sets):
         weight = torch.ones(bucket.n, dtype=weight_dtype_of(bucket), device=device)
         bias = torch.ones_like(weight) if form.bias else None
         rstd = torch.ones(m, device=device)
-        yield Inputs(x[i], dy[i], weight, rstd, None if residual is None else residual[i], bias)
+        yield Inputs(x[i], dy[i], weight, rstd, None if residual is None else residual[i], bias, alpha)
 
 
 def checked_inputs(m: int, bucket: Bucket, device: torch.device, seed: int) -> Inputs:
     """That tell wrong from right: rows of different scale, an outlier column. Of an odd seed with a float32 weight,
-    whose gradient hides nothing (so have all where the bucket's is float32), and an alpha."""
-    generator, dtype, form = (
-        torch.Generator(device).manual_seed(seed),
-        getattr(torch, bucket.dtype),
-        bucket.form,
-    )
-    n, has = bucket.n, form_named(form)
+    whose gradient hides nothing (so have all where the bucket's is float32), and, of a forward with a residual, an
+    alpha. A backward with one writes d_residual: so have all of that form, and no others."""
+    generator, dtype = torch.Generator(device).manual_seed(seed), getattr(torch, bucket.dtype)
+    n, has = bucket.n, form_named(bucket.form)
 
     def normal(*size: int) -> Tensor:
         return torch.randn(size, device=device, generator=generator)
@@ -84,8 +84,9 @@ def checked_inputs(m: int, bucket: Bucket, device: torch.device, seed: int) -> I
     bias = normal(n).to(dtype) if has.bias else None
     if seed % 2 or bucket.weight == FLOAT32:
         weight, bias = weight.float(), None if bias is None else bias.float()
-    alpha = ALPHA if has.residual and seed % 2 else 1.0
-    return Inputs(x, dy, weight, compute_rms_norm_rstd_torch(x, EPS), residual, bias, alpha)
+    has_alpha = has.d_residual or (bucket.op == "forward" and has.residual and seed % 2)
+    rstd = compute_rms_norm_rstd_torch(x, EPS)
+    return Inputs(x, dy, weight, rstd, residual, bias, ALPHA if has_alpha else 1.0)
 
 
 def runner(machine: Machine, bucket: Bucket, variant: Variant) -> Run:
@@ -115,7 +116,7 @@ def _backward(run: launch.Backward, inputs: Inputs) -> Outputs:
     has_dw = run.plan.problem.op == "backward"
     wanted = Wanted(
         x.dtype,
-        x.dtype if alpha != 1.0 else None,
+        x.dtype if run.plan.problem.form.d_residual else None,
         weight.dtype if has_dw else None,
         bias.dtype if has_dw and bias is not None else None,
     )

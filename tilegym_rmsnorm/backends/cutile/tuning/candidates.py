@@ -117,8 +117,9 @@ def fits_registers(variant: Variant, op: str, itemsize: int, weight: str = SAME,
     The forward keeps x, packed in its own dtype, and loads weight with it unless that comes late, tile by tile; the
     backward keeps weight and, if it is needed, the sum of dw, and loads x and dy; a block of a split backward has
     either rows, without a sum, or the sum of a strip, without weight. A residual is loaded with x, and added before
-    that is float32; d_residual_out is loaded with x and dy; db is one sum more. A thread without work, of a tile
-    smaller than its block, is not worth a try either.
+    that is float32; d_residual_out is loaded with x and dy, and d_residual is stored before it is multiplied into dx;
+    the sum of db is as large as that of dw. A thread without work, of a tile smaller than its block, is not worth a try
+    either.
     """
     threads = 32 * variant.warps
     elements = variant.tile / threads

@@ -200,7 +200,7 @@ class Search:
     def why_wrong(self, bucket: Bucket, variant: Variant) -> str | None:
         """Why a variant is not to be trusted, None if it is: RUNS runs on NaN, the first with each data set against
         float64, the others against its bits, and then OVERLAPPING calls on memory as it comes. Every other set has an
-        odd M, for which other kernels are compiled, a float32 weight and, with a residual, an alpha
+        odd M, for which other kernels are compiled, a float32 weight and, of a forward with a residual, an alpha
         (`calls.checked_inputs`)."""
         run, overlapping = (runner(each, bucket, variant) for each in (Poisoned(self.machine), self.machine))
         rows, fewest = rows_of(bucket), rows_of_class(bucket.size, bucket.n).start
