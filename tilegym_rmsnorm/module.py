@@ -44,7 +44,7 @@ class RMSNorm(torch.nn.RMSNorm):
         bias: Learn an additive bias of shape `normalized_shape` too, started at 0; as in `torch.nn.LayerNorm`, only
             with `elementwise_affine`. Without it there is no attribute `bias`.
         heads: H: weight and bias have a row for each head, shape `(H, *normalized_shape)`, for x of shape
-            `(*, H, *normalized_shape)`. None: all rows share one.
+            `(*, H, *normalized_shape)`; only with `elementwise_affine`. None: all rows share one.
         residual_alpha: Multiplies x where `forward` is given a residual; without one it acts on nothing.
         residual_dtype: Of the sum that `forward` returns beside y where it is given a residual. None: that of
             `x + residual`.
@@ -53,7 +53,8 @@ class RMSNorm(torch.nn.RMSNorm):
         backend: A name or `"auto"`. None: the one in effect when the module is called.
 
     Raises:
-        ValueError: eps, offset, heads or residual_alpha is out of range, or there is no such casting or backend.
+        ValueError: eps, offset, heads or residual_alpha is out of range, there is no such casting or backend, or there
+            are heads without a weight.
         TypeError: eps, offset, heads or residual_alpha is no number, or a dtype is no floating one.
     """
 
@@ -86,6 +87,10 @@ class RMSNorm(torch.nn.RMSNorm):
     ) -> None:
         check_casting(casting)
         self.heads = checked_heads(heads)
+        if heads is not None and not elementwise_affine:
+            raise ValueError(
+                f"heads: expected None without a weight (elementwise_affine=False), got {self.heads}"
+            )
         self.residual_alpha = checked_number("residual_alpha", residual_alpha)
         self.residual_dtype = checked_dtype("residual_dtype", residual_dtype)
         self.out_dtype = checked_dtype("out_dtype", out_dtype)
@@ -96,7 +101,7 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.casting = casting
         self.backend = backend
-        if heads is not None and elementwise_affine:
+        if heads is not None:
             weight = self.weight.new_empty((heads, *self.normalized_shape))
             self.weight = Parameter(weight)
             self.reset_parameters()

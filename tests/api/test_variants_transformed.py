@@ -168,6 +168,15 @@ def test_configured_module():
         RMSNorm.configured(heads=0)
     with pytest.raises(TypeError, match="heads: expected an int or None, got True"):
         RMSNorm(8, heads=True)
+    for without_weight in (
+        lambda: RMSNorm(8, heads=4, elementwise_affine=False),
+        lambda: RMSNorm.configured(elementwise_affine=False)(8, heads=4),
+        lambda: RMSNorm.configured(heads=4)(8, with_scale=False),
+    ):
+        with pytest.raises(
+            ValueError, match=r"heads: expected None without a weight \(elementwise_affine=False"
+        ):
+            without_weight()
     with pytest.raises(TypeError, match="out_dtype: expected None or a dtype of torch.float16"):
         RMSNorm.configured(out_dtype=torch.int8)
     with pytest.raises(ValueError, match="residual_alpha: expected a finite number"):
