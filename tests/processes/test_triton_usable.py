@@ -59,7 +59,11 @@ def test_usable_with_a_gpu(machine, request_):
 @pytest.mark.parametrize(
     ("request_", "reason", "remedy"),
     [
-        (REQUEST._replace(other_dtypes=(FP16, FP64)), "torch.float64", 'backend="torch"'),
+        (
+            REQUEST._replace(other_dtypes=(FP16, FP64)),
+            "results of float16, bfloat16 or float32, not torch.float64",
+            'backend="torch"',
+        ),
         (REQUEST._replace(dtype=FP64), "torch.float64", 'backend="torch"'),
         (REQUEST._replace(weight_dtype=FP64), "torch.float64", 'backend="torch"'),
         (REQUEST._replace(device=CPU), "CPU", "TRITON_INTERPRET=1"),

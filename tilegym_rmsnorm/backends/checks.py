@@ -26,7 +26,9 @@ def tensors_unusable(request: Request) -> Unusable | None:
         return Unusable(reason, other_backend)
     for dtype in request.other_dtypes:
         if dtype not in KERNEL_DTYPES:
-            reason = f"it reads and writes float16, bfloat16 and float32, not {dtype}"
+            reason = (
+                f"it takes bias, residual, gradients and results of float16, bfloat16 or float32, not {dtype}"
+            )
             return Unusable(reason, other_backend)
     return None
 
