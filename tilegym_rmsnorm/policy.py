@@ -137,11 +137,17 @@ class use_sm_margin(contextlib.ContextDecorator):  # named as the function that 
 
 
 def sms_left(sm_count: int, sm_margin: int | None = None) -> int:
-    """How many of a GPU's SMs a margin leaves, that in effect unless given. ValueError where it leaves none."""
+    """How many of a GPU's SMs are left by the margin in effect, which a caller may have asked for already. ValueError
+    where it leaves none."""
     sm_margin = get_sm_margin() if sm_margin is None else sm_margin
+    where = SM_MARGIN_VARIABLE if _sm_margin is None else "set_sm_margin or use_sm_margin"
+    return _sms_left(sm_count, sm_margin, f", set by {where}")
+
+
+def _sms_left(sm_count: int, sm_margin: int, where: str = "") -> int:
     if sm_margin >= sm_count:
         raise ValueError(
-            f"sm_margin: expected 0 to {sm_count - 1} for a GPU of {sm_count} SMs, got {sm_margin}"
+            f"sm_margin: expected 0 to {sm_count - 1} for a GPU of {sm_count} SMs, got {sm_margin}{where}"
         )
     return sm_count - sm_margin
 
@@ -155,7 +161,7 @@ def _check_sm_margin(sm_margin: int | None) -> None:
         raise ValueError(f"sm_margin: expected 0 or more, got {sm_margin}")
     if torch.cuda.is_initialized():  # else to ask would initialize it, and then no child may be forked
         gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        sms_left(max(gpu.multi_processor_count for gpu in gpus), sm_margin)
+        _sms_left(max(gpu.multi_processor_count for gpu in gpus), sm_margin)
 
 
 @functools.cache

@@ -196,11 +196,31 @@ def test_a_margin_that_leaves_no_sm_is_refused_before_a_launch(grids):
     for margin in (3, 4, 10**6):
         tr.set_sm_margin(margin)
         for call in (step.backward, Step):
-            with pytest.raises(ValueError, match=f"expected 0 to 2 for a GPU of 3 SMs, got {margin}"):
+            message = f"sm_margin: expected 0 to 2 for a GPU of 3 SMs, got {margin}, set by set_sm_margin"
+            with pytest.raises(ValueError, match=message):
                 call()
     assert not grids
     tr.set_sm_margin(2)
     step.backward()
+
+
+def test_a_margin_of_the_environment_that_leaves_no_sm_is_named_so(monkeypatch, grids):
+    """Whoever meets it may never have heard of a margin."""
+    step = Step()
+    grids.clear()
+    monkeypatch.setenv(policy.SM_MARGIN_VARIABLE, "3")
+    tr.set_sm_margin(None)
+    for call in (step.backward, Step):
+        with pytest.raises(ValueError, match="of 3 SMs, got 3, set by TILEGYM_RMSNORM_SM_MARGIN$"):
+            call()
+    with (
+        tr.use_sm_margin(4),
+        pytest.raises(ValueError, match="got 4, set by set_sm_margin or use_sm_margin$"),
+    ):
+        step.backward()
+    assert not grids
+    with tr.use_sm_margin(2):
+        step.backward()
 
 
 def test_a_margin_that_no_gpu_has_is_refused_where_it_is_set(monkeypatch):
@@ -219,7 +239,7 @@ def test_a_margin_that_no_gpu_has_is_refused_where_it_is_set(monkeypatch):
     assert not asked
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     tr.set_sm_margin(143)
-    with pytest.raises(ValueError, match="sm_margin: expected 0 to 143 for a GPU of 144 SMs, got 144"):
+    with pytest.raises(ValueError, match="sm_margin: expected 0 to 143 for a GPU of 144 SMs, got 144$"):
         tr.set_sm_margin(144)
     assert tr.get_sm_margin() == 143 and sorted(set(asked)) == [0, 1]
 
