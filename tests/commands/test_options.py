@@ -18,7 +18,7 @@ from tilegym_rmsnorm.commands.tune import tune
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of bench, each with a main.
-COMMANDS = ("gate", "host", "html_report", "plots", "processes", "run", "split", "train")
+COMMANDS = ("block_targets", "gate", "host", "html_report", "plots", "processes", "run", "split", "train")
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,7 @@ COMMANDS = ("gate", "host", "html_report", "plots", "processes", "run", "split",
         ("split", ("--out", ""), "--out: expected a path, got ''"),
         ("train", ("--backend", ""), "--backend: expected some of "),
         ("gate", ("",), "result: expected a path, got ''"),
+        ("block_targets", ("",), "RESULT.json: expected a path, got ''"),
         ("gate", ("new.json", "--results", ""), "--results: expected a path, got ''"),
         # No slowdown is above a NaN, so every result passed.
         (
