@@ -1,74 +1,77 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Writes the table of docs/residual-bias-heads.md: what each kind of call came to on each backend, in the tests here.
+"""Writes the table of docs/residual-bias-heads.md: up to how many columns kernels do all of each kind of call.
 
-python scripts/docs_variants.py     after a change of VARIANTS in tests/support/variants.py, or of what a backend takes
+python scripts/docs_variants.py     after a change of VARIANTS in tests/support/variants.py, or of rules.is_fused
 """
 
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
-import tempfile
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "residual-bias-heads.md"
 TABLE = re.compile(r"^\| call \|.*\n(?:\|.*\n)+", re.MULTILINE)
-TESTS = ("forward", "backward", "bitwise")
-CASE = re.compile(r"test_(\w+)\[(\w+)-(.+)\]")
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+
+import torch  # noqa: E402
+from planning import problem  # noqa: E402
+from variants import VARIANTS, Variant  # noqa: E402
+
+from tilegym_rmsnorm.backends.cutile.plans.problem import Form  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.rules import is_fused  # noqa: E402
+
+ASKED = range(16, 65536 + 1, 16)  # aligned rows, whatever the dtype
 
 
-def outcomes(report: Path) -> dict[tuple[str, str], dict[str, str]]:
-    """By call and backend, what each test came to: "passed", "refused", "skipped" or "failed"."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
-    for case in ET.parse(report).iter("testcase"):
-        match = CASE.fullmatch(case.get("name", ""))
-        if match is None or match[1] not in TESTS:
-            continue
-        outcome = "passed"
-        if case.find("failure") is not None or case.find("error") is not None:
-            outcome = "failed"
-        elif (skipped := case.find("skipped")) is not None:
-            outcome = "refused" if "refused" in skipped.get("message", "") else "skipped"
-        found.setdefault((match[3], match[2]), {})[match[1]] = outcome
-    return found
+def form_of(variant: Variant) -> Form:
+    """What launch.py makes of such a call, its dtypes aside."""
+    has_heads = variant.weight == "heads" or variant.layout != "contiguous"
+    return Form(
+        residual=variant.has_residual,
+        bias=variant.bias_dtype is not None,
+        heads=variant.size[-2] if has_heads else 0,
+        per_head=variant.weight == "heads",
+        d_residual=variant.has_residual and variant.alpha != 1.0,
+    )
 
 
-def cell(tests: dict[str, str]) -> str:
-    if set(tests.values()) == {"refused"}:
-        return "refused"
-    passed = [name for name in TESTS if tests.get(name) == "passed"]
-    return ", ".join(passed) or "not tested"
+def widest(op: str, dtype: torch.dtype, form: Form, architecture: int = 90) -> str:
+    """The most columns that kernels take, or "any"."""
+    last = max(n for n in ASKED if is_fused(problem(op, n, dtype, architecture=architecture, form=form)))
+    return "any" if last == ASKED[-1] else str(last)
 
 
-def table(found: dict[tuple[str, str], dict[str, str]]) -> str:
-    calls = list(dict.fromkeys(call for call, _ in found))
-    backends = [
-        name for name in ("cutile", "triton", "inductor", "torch") if any(b == name for _, b in found)
-    ]
-    rows = [f"| call | {' | '.join(f'`{name}`' for name in backends)} |", "|---" * (len(backends) + 1) + "|"]
-    rows += [
-        f"| {call} | " + " | ".join(cell(found.get((call, name), {})) for name in backends) + " |"
-        for call in calls
-    ]
+def row(variant: Variant) -> tuple[str, str, str]:
+    """`cutile`: forward, backward; `triton`."""
+    if torch.float64 in variant:
+        return ("refused",) * 3
+    form = form_of(variant)
+    without_db = form._replace(bias=False)
+    if variant.weight == "none":  # nothing beside which db could be summed
+        return (
+            widest("forward", variant.dtype, form),
+            f"{widest('dx', variant.dtype, without_db)}, db none",
+            "any",
+        )
+    rest = widest("backward", variant.dtype, without_db)
+    db = widest("backward", variant.dtype, form)
+    backward = rest if rest == db else f"{rest}, db {db}"
+    return widest("forward", variant.dtype, form), backward, "any"
+
+
+def table() -> str:
+    rows = ["| call | `cutile`: forward | `cutile`: backward | `triton` |", "|---|---|---|---|"]
+    rows += [f"| {name} | {' | '.join(row(variant))} |" for name, variant in VARIANTS.items()]
     return "\n".join(rows) + "\n"
 
 
-def main() -> int:
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        tests = [f"tests/api/test_variants.py::test_{name}" for name in TESTS]
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *tests], cwd=ROOT
-        )
-        found = outcomes(report)
+def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(TABLE.sub(lambda _: table(found), page), encoding="utf-8")
-    return done.returncode
+    PAGE.write_text(TABLE.sub(lambda _: table(), page), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

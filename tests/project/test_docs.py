@@ -26,8 +26,8 @@ import yaml
 
 import tilegym_rmsnorm
 from tilegym_rmsnorm import registry
-from tilegym_rmsnorm.backends.cutile.plans import variants
-from tilegym_rmsnorm.backends.cutile.plans.problem import OPS, Device, Problem
+from tilegym_rmsnorm.backends.cutile.plans import rules, variants
+from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, OPS, Device, Form, Problem
 from tilegym_rmsnorm.backends.cutile.plans.select import select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
@@ -151,6 +151,31 @@ def test_every_public_name_is_in_the_reference():
 
 def test_the_table_of_names_is_of_today():
     assert script("docs_names").table(page("api")) in page("api"), "python scripts/docs_names.py writes it"
+
+
+def test_the_table_of_calls_is_of_today():
+    assert script("docs_variants").table() in page("residual-bias-heads"), (
+        "scripts/docs_variants.py writes it"
+    )
+
+
+@pytest.mark.parametrize("form", [Form(residual=True), Form(heads=4), Form(bias=True)], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_which_rows_are_fused(op, form):
+    """As the table and the points below it have it: to that width, and no column more."""
+    text = page("residual-bias-heads")
+    db = op == "backward" and form.bias
+    assert "**Rows that are not aligned**: 8192 in" in text and "**float32 backwards**: 12288 in" in text
+    for architecture, (dtype, itemsize) in itertools.product(rules.ARCHITECTURES, ITEMSIZE.items()):
+        asked = Problem(op, 0, dtype, dtype, "large", Device(architecture, 132, 16), form=form)
+        fused = [asked._replace(n=n) for n in range(1, 20000) if rules.is_fused(asked._replace(n=n))]
+        aligned = [
+            each.n for each in fused if each.n * itemsize % 16 == 0 and (each.n <= 12288 or each.n % 16 == 0)
+        ]
+        others = {each.n for each in fused} - set(aligned)
+        is_narrow = itemsize == 4 and op != "forward" and architecture != 90
+        assert aligned[-1] == (8192 if db else 12288 if is_narrow else 16384)
+        assert max(others) == 8191
 
 
 def test_every_argument_is_described():
