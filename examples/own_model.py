@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""RMSNorm in a transformer block of your own: before attention, on queries and keys, and before the MLP.
+"""RMSNorm in a transformer block of your own: before attention, on queries and keys, and, with an add, before the MLP.
 
     python examples/own_model.py             the norms run on the backend that suits the machine
     python examples/own_model.py --compile   the same under torch.compile, as one graph
@@ -40,8 +40,9 @@ class Block(nn.Module):
         qkv = self.qkv(self.attention_norm(x)).view(batch, length, 3, HEADS, -1).transpose(1, 3)
         q, k, v = qkv.unbind(2)  # views, which the norms take as they are
         mixed = F.scaled_dot_product_attention(self.query_norm(q), self.key_norm(k), v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
-        return x + self.mlp(self.mlp_norm(x))
+        branch = self.out(mixed.transpose(1, 2).reshape(x.shape))
+        y, x = self.mlp_norm(branch, x)  # the norm of branch + x, and that sum
+        return x + self.mlp(y)
 
 
 def make_model(backend: str | None) -> nn.Module:
