@@ -50,6 +50,22 @@ def test_it_is_short_and_one_picture_is_enough():
     assert TEXT.count("![") <= 1
 
 
+def test_figures_in_sentences_are_those_of_the_tables():
+    """bench/readme.py writes the tables."""
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    trained = dict(
+        re.findall(r"^\| (cutile|F\.rms_norm|baseline, seed 0) +\| +([\d,]+) \|", page, re.MULTILINE)
+    )
+    ours, aten, theirs = (trained[name] for name in ("cutile", "F.rms_norm", "baseline, seed 0"))
+    text = " ".join(TEXT.split())
+    assert (
+        f"at {ours} tokens/s with `cutile`, {aten} with `F.rms_norm`, {theirs} with Hugging Face's norm"
+        in text
+    )
+    (level,) = re.findall(r"^\| NVIDIA H100.*, bfloat16 .*\| +(\d+) of 29 \|$", TEXT, re.MULTILINE)
+    assert f"({29 - int(level)} of 29 on an H100)" in text
+
+
 def test_links_lead_to_files():
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", TEXT) if "://" not in link]
     assert not [link for link in links if not (ROOT / link).exists()]
