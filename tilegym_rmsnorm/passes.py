@@ -87,7 +87,8 @@ def rms_norm_forward(
     casting: str = "once",
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """y and rstd of rows of x, without autograd. M is the product of x's leading dimensions, N its last.
+    """y and rstd of rows of x, without autograd; with a residual `(y, residual_out, rstd)`. M is the product of x's
+    leading dimensions, N its last.
 
     Args:
         x: Shape `(*, N)`; float16, bfloat16, float32 or float64; any strides.
@@ -197,7 +198,8 @@ def rms_norm_backward(
     needs_db: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-    """dx and dw of `rms_norm_forward`, without autograd.
+    """dx and dw of `rms_norm_forward`, without autograd; with needs_db also db. After a residual x is residual_out,
+    what was normalized.
 
     Args:
         x: What was normalized: what the forward was given, or the residual_out that it returned. Shape `(*, N)`.
@@ -212,9 +214,9 @@ def rms_norm_backward(
         backend: As for `rms_norm`.
 
     Returns:
-        dx, of x's shape and dtype, the gradient of what was normalized, so that of the residual, and times
-        residual_alpha that of the forward's x; dw, of weight's shape, None without a weight; where needs_db, db too, of
-        weight's shape, `(N,)` without one.
+        dx, of x's shape and dtype: the gradient of what was normalized. With a residual that is the gradient of the
+        residual; the gradient of the forward's x is residual_alpha * dx, cast to its dtype. dw, of weight's shape, None
+        without a weight. Where needs_db, db too, of weight's shape, `(N,)` without one.
 
     Raises:
         ValueError: A shape, a device or a number does not fit.
