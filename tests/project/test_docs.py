@@ -165,7 +165,7 @@ def test_which_rows_are_fused(op, form):
     """As the table and the points below it have it: to that width, and no column more."""
     text = page("residual-bias-heads")
     db = op == "backward" and form.bias
-    assert "**Rows that are not aligned**: 8192 in" in text and "**float32 backwards**: 12288 in" in text
+    assert "**Rows that are not aligned**: 8192 in" in text and "rows is float32: 12288 in" in text
     for architecture, (dtype, itemsize) in itertools.product(rules.ARCHITECTURES, ITEMSIZE.items()):
         asked = Problem(op, 0, dtype, dtype, "large", Device(architecture, 132, 16), form=form)
         fused = [asked._replace(n=n) for n in range(1, 20000) if rules.is_fused(asked._replace(n=n))]
