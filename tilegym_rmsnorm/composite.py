@@ -49,9 +49,9 @@ def rms_norm(
     residual: Tensor | None,
     spec: Spec,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """y of x's shape, or with a residual y and residual_out. weight and bias have `normalized_shape`, the last
-    dimensions of x, or one more for heads, and any floating dtypes, as has the residual. spec: all else that
-    `tilegym_rmsnorm.rms_norm` was given, and has checked.
+    """y of x's shape, or with a residual y and residual_out; contiguous, unless nested. weight and bias have
+    `normalized_shape`, the last dimensions of x, or one more for heads, and any floating dtypes, as has the residual.
+    spec: all else that `tilegym_rmsnorm.rms_norm` was given, and has checked.
 
     x may also be complex, a jagged nested tensor, or have rows of no elements, as F.rms_norm's may. What a subclass
     cannot compute is its own error.
@@ -62,12 +62,13 @@ def rms_norm(
     if only_f_rms_norm_can or (has_subclass and not _are_sharded_within_rows(x, residual, dims=dims)):
         y_dtype, shape = x.dtype if spec.y_dtype is None else spec.y_dtype, list(normalized_shape)
         if residual is None:
-            return _by_f_rms_norm(x, shape, weight, bias, spec, y_dtype)
+            return _packed(_by_f_rms_norm(x, shape, weight, bias, spec, y_dtype))
         residual_out, wide = _sum_and_wide_sum(x, residual, spec)
-        return _by_f_rms_norm(residual_out, shape, weight, bias, spec, y_dtype, wide), residual_out
+        y = _by_f_rms_norm(residual_out, shape, weight, bias, spec, y_dtype, wide)
+        return _packed(y), _packed(residual_out)
     options = {"bias": bias, "offset": spec.offset, "casting": spec.casting, "out_dtype": spec.y_dtype}
     if residual is None:
-        return reference.rms_norm_torch(x, weight, spec.eps, **options, dims=dims)
+        return _packed(reference.rms_norm_torch(x, weight, spec.eps, **options, dims=dims))
     y, residual_out, _ = reference.add_rms_norm_torch(
         x,
         residual,
@@ -78,7 +79,12 @@ def rms_norm(
         **options,
         dims=dims,
     )
-    return y, residual_out
+    return _packed(y), _packed(residual_out)
+
+
+def _packed(result: Tensor) -> Tensor:
+    """PyTorch's operations keep the order of strides that they are given. A nested tensor has its own."""
+    return result if result.is_nested else result.contiguous()
 
 
 def _are_sharded_within_rows(*rows: Tensor | None, dims: int) -> bool:
