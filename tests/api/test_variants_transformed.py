@@ -54,9 +54,9 @@ def test_traced_by_torch_compile(name, compiler):
         check_residual_out(variant, inputs, residual_out)
     check(variant, inputs, residual_out, y=y.detach())
     names = [name for name in NAMES if getattr(inputs, name) is not None]
-    gradients = {name: leaf.grad for name, leaf in zip(names, leaves, strict=True)}
-    results = {"x": "dx", "weight": "dw", "bias": "db"}
-    check(variant, inputs, residual_out, **{results[n]: g for n, g in gradients.items() if n in results})
+    results = {"x": "dx", "weight": "dw", "bias": "db", "residual": "d_residual"}
+    gradients = {results[name]: leaf.grad for name, leaf in zip(names, leaves, strict=True)}
+    check(variant, inputs, residual_out, **gradients)
 
 
 @pytest.mark.parametrize("name", ["residual", "all of it", "weights of heads"])
