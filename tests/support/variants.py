@@ -278,23 +278,24 @@ def expected(
 
 
 def run(variant: Variant, inputs: VariantInputs, backend: str) -> dict[str, Tensor | None]:
-    """All results, by autograd."""
+    """All results, by autograd: its `grad`, since `backward` may rearrange what becomes a leaf's gradient."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in inputs[:4]]
     x, weight, bias, residual = leaves
     given = options(variant, inputs._replace(bias=bias, residual=residual))
     y = rms_norm(x, variant.n, weight, variant.eps, **given, backend=backend)
-    residual_out = None
+    residual_out, outputs, given = None, (y,), (inputs.dy,)
     if residual is not None:
-        y, residual_out = y
-        torch.autograd.backward((y, residual_out), (inputs.dy, inputs.d_residual_out))
-    else:
-        y.backward(inputs.dy)
-    dx, dw, db, d_residual = (None if t is None else t.grad for t in leaves)
+        y, residual_out = outputs = y
+        given = inputs.dy, inputs.d_residual_out
+    gradients = iter(torch.autograd.grad(outputs, [t for t in leaves if t is not None], given))
+    dx, dw, db, d_residual = (None if t is None else next(gradients) for t in leaves)
     results = {"y": y.detach(), "residual_out": residual_out, "dx": dx, "dw": dw, "db": db}
     return {**results, "d_residual": d_residual}
 
 
 def check_all(variant: Variant, inputs: VariantInputs, results: dict[str, Tensor | None]) -> None:
+    """All that `run` returns has its dtype, shape and values, and is contiguous."""
+    assert not [name for name, each in results.items() if each is not None and not each.is_contiguous()]
     residual_out = results.pop("residual_out")
     if residual_out is not None:
         residual_out = residual_out.detach()
