@@ -7,7 +7,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +22,18 @@ TEAMS_VARIABLE = "TILEGYM_RMSNORM_TEAMS"
 SM_MARGIN_VARIABLE = "TILEGYM_RMSNORM_SM_MARGIN"
 _ON, _OFF = ("1", "true", "on", "yes", ""), ("0", "false", "off", "no")
 _teams: bool | None = None  # what `set_teams` said
-_sm_margin: int | None = None  # what `set_sm_margin` said, or `use_sm_margin`
+
+
+@dataclass(eq=False)
+class _Margin:
+    """What `set_sm_margin` said, or a block of `use_sm_margin` that has begun."""
+
+    sms: int | None
+
+
+# That of the process, then those of the blocks in the order in which they began, of all threads. The last one holds.
+_margins = [_Margin(None)]
+_margins_lock = threading.Lock()
 
 
 def set_teams(enabled: bool | None) -> None:
@@ -86,11 +99,11 @@ def set_sm_margin(sm_margin: int | None) -> None:
         ValueError: It is negative, or leaves no SM. Where CUDA is not initialized yet, the first call that it concerns
             raises that, before it launches anything.
     """
-    global _sm_margin
     _check_sm_margin(sm_margin)
     if sm_margin is None:
         _sm_margin_by_environment.cache_clear()
-    _sm_margin = sm_margin
+    with _margins_lock:
+        _margins[-1].sms = sm_margin
 
 
 def get_sm_margin() -> int:
@@ -99,15 +112,15 @@ def get_sm_margin() -> int:
     Raises:
         ValueError: Nothing was set, and TILEGYM_RMSNORM_SM_MARGIN is no number.
     """
-    said = _sm_margin  # once: another thread may set it meanwhile
+    said = _margins[-1].sms  # once: another thread may set it meanwhile
     return _sm_margin_by_environment() if said is None else said
 
 
 class use_sm_margin(contextlib.ContextDecorator):  # named as the function that it is to its callers
     """Leave SMs free inside a `with` block, or a decorated function: `set_sm_margin`, and at its end what was before.
 
-    It holds for the whole process, not for this thread alone. A backward follows what holds when it runs, so the call
-    of `backward` belongs into the block.
+    It holds for the whole process, not for this thread alone: of the blocks of all threads the one that began last. A
+    backward follows what holds when it runs, so the call of `backward` belongs into the block.
 
     Args:
         sm_margin: As for `set_sm_margin`.
@@ -120,27 +133,35 @@ class use_sm_margin(contextlib.ContextDecorator):  # named as the function that 
     def __init__(self, sm_margin: int | None) -> None:
         _check_sm_margin(sm_margin)
         self.sm_margin = sm_margin
-        self._before: list[int | None] = []  # of each block that has begun: one object may serve several
+        self._begun: list[_Margin] = []  # one object may serve several blocks
 
     def __call__(self, function: _Function) -> _Function:
         """Decorator: the block is each call of `function`, which may be no coroutine and no generator."""
         check_plain_function("use_sm_margin", function)
         return super().__call__(function)
 
+    def _recreate_cm(self) -> use_sm_margin:
+        return use_sm_margin(self.sm_margin)  # each call of the decorated function is a block of its own
+
     def __enter__(self) -> None:
-        self._before.append(_sm_margin)
-        set_sm_margin(self.sm_margin)
+        _check_sm_margin(self.sm_margin)
+        if self.sm_margin is None:
+            _sm_margin_by_environment.cache_clear()
+        margin = _Margin(self.sm_margin)
+        with _margins_lock:
+            self._begun.append(margin)
+            _margins.append(margin)
 
     def __exit__(self, *_: object) -> None:
-        global _sm_margin
-        _sm_margin = self._before.pop()
+        with _margins_lock:  # its own, wherever it stands: blocks of threads end in any order
+            _margins.remove(self._begun.pop())
 
 
 def sms_left(sm_count: int, sm_margin: int | None = None) -> int:
     """How many of a GPU's SMs are left by the margin in effect, which a caller may have asked for already. ValueError
     where it leaves none."""
     sm_margin = get_sm_margin() if sm_margin is None else sm_margin
-    where = SM_MARGIN_VARIABLE if _sm_margin is None else "set_sm_margin or use_sm_margin"
+    where = SM_MARGIN_VARIABLE if _margins[-1].sms is None else "set_sm_margin or use_sm_margin"
     return _sms_left(sm_count, sm_margin, f", set by {where}")
 
 

@@ -138,6 +138,63 @@ def test_a_decorated_function_has_its_margin_and_leaves_none():
     assert tr.get_sm_margin() == 0
 
 
+@pytest.mark.parametrize("is_one_object", [False, True])
+def test_blocks_of_threads_end_in_any_order(is_one_object):
+    """The margin of the block that began last of those that have not ended; none stays behind."""
+    begin = {name: threading.Event() for name in "ab"}
+    end = {name: threading.Event() for name in "ab"}
+    done = threading.Semaphore(0)
+    one = tr.use_sm_margin(2)
+    blocks = {"a": one, "b": one if is_one_object else tr.use_sm_margin(1)}
+
+    def run(name):
+        begin[name].wait(10)
+        with blocks[name]:
+            done.release()
+            end[name].wait(10)
+        done.release()
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    seen = []
+    for event in (begin["a"], begin["b"], end["a"], end["b"]):
+        event.set()
+        assert done.acquire(timeout=10)
+        seen.append(tr.get_sm_margin())
+    for thread in threads:
+        thread.join()
+    assert seen == ([2, 2, 2, 0] if is_one_object else [2, 1, 1, 0])
+
+
+def test_each_call_of_a_decorated_function_is_a_block_of_its_own():
+    """Of two calls that overlap, the one that ends first ends its own block."""
+    inside, go = threading.Event(), threading.Event()
+
+    @tr.use_sm_margin(2)
+    def wait(is_first: bool) -> None:
+        if is_first:
+            inside.set()
+            go.wait(10)
+
+    thread = threading.Thread(target=wait, args=(True,))
+    thread.start()
+    assert inside.wait(10)
+    with tr.use_sm_margin(1):
+
+        @tr.use_sm_margin(2)
+        def end_the_first() -> int:
+            go.set()
+            thread.join()
+            return tr.get_sm_margin()
+
+        wait(False)
+        assert tr.get_sm_margin() == 1
+        assert end_the_first() == 2
+        assert tr.get_sm_margin() == 1
+    assert tr.get_sm_margin() == 0
+
+
 def test_a_function_that_the_block_would_not_hold_is_refused():
     def numbers():
         yield 1
