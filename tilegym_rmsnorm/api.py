@@ -141,7 +141,7 @@ def rms_norm(
         is_short = bias is None and residual is None and out_dtype is None and residual_dtype is None
         if (
             is_short
-            and residual_alpha == 1.0
+            and (residual_alpha is _ALPHA or (type(residual_alpha) is float and residual_alpha == 1.0))
             and not (is_cast or _len_torch_function_stack() or is_watched())
         ):
             call = fastpath.find(input, normalized_shape, weight, eps, offset, casting, backend)
@@ -164,6 +164,9 @@ def rms_norm(
     ):
         return handle_torch_function(rms_norm, (input, weight, bias, residual), *arguments, **options)
     return _checked_rms_norm(*arguments, **options)
+
+
+_ALPHA = rms_norm.__kwdefaults__["residual_alpha"]  # known without a comparison, which a tensor would answer
 
 
 def _checked_rms_norm(

@@ -50,6 +50,7 @@ def outcome(**arguments):
         {"input": X.view(3, 1, N)},
         {"backend": "auto"},
         {"backend": None},
+        {"residual_alpha": float("1")},
     ],
 )
 def test_the_second_call_is_known(same, checks):
@@ -133,6 +134,10 @@ UNKNOWN = {  # must go through the checks, to run or to be refused
     "offset infinite": {"offset": -math.inf},
     "offset int": {"offset": 1},
     "offset None": {"offset": None},
+    "alpha int": {"residual_alpha": 1},
+    "alpha bool": {"residual_alpha": True},
+    "alpha tensor": {"residual_alpha": torch.ones(2)},
+    "alpha": {"residual_alpha": 0.5},
     "unknown casting": {"casting": "gemma"},
     "casting not hashable": {"casting": ["once"]},
     "unknown backend": {"backend": "cuda"},
