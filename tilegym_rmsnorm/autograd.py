@@ -40,7 +40,7 @@ class Call(NamedTuple):
     backward: Callable[..., Any] | None  # None as long as nobody needs it
     backend: str
     heads: int = 0  # rows of weight and bias; 0 where all rows of x share one
-    dtype: torch.dtype | None = None  # of what is normalized, where that is not y's
+    dtype: torch.dtype | None = None  # of what is normalized; None where spec.y_dtype is: y has the same then
 
 
 class RMSNormFunction(torch.autograd.Function):
