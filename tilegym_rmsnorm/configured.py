@@ -20,6 +20,7 @@ import torch
 from tilegym_rmsnorm.registry import check_backend_name
 from tilegym_rmsnorm.validation import (
     check_casting,
+    checked_bool,
     checked_dtype,
     checked_eps,
     checked_heads,
@@ -152,8 +153,7 @@ def _checked(base: type, options: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(options.get("dtype"), (torch.dtype, type(None))):
         raise TypeError(f"dtype: expected a torch.dtype or None, got {options['dtype']!r}")
     for name in ("elementwise_affine", "bias"):
-        if not isinstance(options.get(name, False), bool):
-            raise TypeError(f"{name}: expected a bool, got {options[name]!r}")
+        checked_bool(name, options.get(name, False))
     return checked
 
 

@@ -17,6 +17,7 @@ from tilegym_rmsnorm.registry import BackendUnavailableError, check_backend_name
 from tilegym_rmsnorm.scripting import scripted_rms_norm
 from tilegym_rmsnorm.validation import (
     check_casting,
+    checked_bool,
     checked_dtype,
     checked_eps,
     checked_heads,
@@ -95,6 +96,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self.residual_dtype = checked_dtype("residual_dtype", residual_dtype)
         self.out_dtype = checked_dtype("out_dtype", out_dtype)
         checked_eps(eps, torch.float32)  # kept as it was given: None depends on the dtype of a call
+        checked_bool("bias", bias)
         if backend is not None:
             check_backend_name(backend)
         self.offset = checked_number("offset", offset)  # before the base class, which resets the parameters

@@ -26,6 +26,7 @@ from tilegym_rmsnorm.validation import (
     check_normalized_shape,
     check_rstd,
     check_weight,
+    checked_bool,
     checked_dtype,
     checked_eps,
     checked_number,
@@ -229,7 +230,7 @@ def rms_norm_backward(
         return break_graph(rms_norm_backward, x, dy, weight, rstd, **options)
     are_plain, given = as_plain(x, dy, weight, rstd, d_residual_out)
     x, dy, weight, rstd, d_residual_out = given
-    spec, heads, wanted = _checked_backward(
+    spec, heads, wanted = _checked_backward_spec(
         x, dy, weight, rstd, d_residual_out, offset, casting, dw_dtype, needs_db
     )
     obstacle = None
@@ -332,7 +333,7 @@ def rms_norm_backward_torch(
         ValueError: A shape, a device or a number does not fit.
         TypeError: A dtype, a layout or a type does not fit.
     """
-    spec, _, wanted = _checked_backward(
+    spec, _, wanted = _checked_backward_spec(
         x, dy, weight, rstd, d_residual_out, offset, casting, dw_dtype, needs_db
     )
     check_memory(x=x, dy=dy, weight=weight, rstd=rstd, d_residual_out=d_residual_out)
@@ -342,7 +343,7 @@ def rms_norm_backward_torch(
     return (dx, dw, db) if needs_db else (dx, dw)
 
 
-def _checked_backward(
+def _checked_backward_spec(
     x: Tensor,
     dy: Tensor,
     weight: Tensor | None,
@@ -363,6 +364,7 @@ def _checked_backward(
     check_rstd(rstd, x, x.numel() // n)
     check_casting(casting)
     spec = Spec(n, 0.0, checked_number("offset", offset), casting)
+    checked_bool("needs_db", needs_db)
     dw_dtype = checked_dtype("dw_dtype", dw_dtype) or (x.dtype if weight is None else weight.dtype)
     wanted = Wanted(x.dtype, None, None if weight is None else dw_dtype, dw_dtype if needs_db else None)
     return spec, heads, wanted

@@ -46,7 +46,8 @@ def check_input(name: str, x: Tensor, is_any_kind: bool = False) -> None:
         or_jagged = ", or one of layout torch.jagged" if is_any_kind else ""
         _fail(TypeError, name, f"no nested tensor{or_jagged}, but its values()", f"layout {x.layout}")
     if x.dtype not in dtypes:
-        _fail(TypeError, name, f"a dtype of {_names(dtypes)}", x.dtype)
+        hint = ": tokens in place of embeddings?" if x.dtype in (torch.int32, torch.int64) else ""
+        _fail(TypeError, name, f"a dtype of {_names(dtypes)}", f"{x.dtype}{hint}")
     if x.ndim == 0:
         _fail(ValueError, name, "at least one dimension", "a tensor of shape ()")
     if x.layout is not _STRIDED and not x.is_nested:
@@ -97,7 +98,10 @@ def check_weight(
     if isinstance(weight, Tensor) and weight.shape != shape and weight.ndim == len(shape) + 1:
         heads_of_x = x.shape[-weight.ndim] if x.ndim >= weight.ndim else None
         if not heads_of_x or weight.shape != (heads_of_x, *shape):
-            of_heads = f", or {(heads_of_x, *shape)}, a row for each head" if heads_of_x else ""
+            of_heads = ""
+            if heads_of_x:
+                per_head, count = (heads_of_x, *shape), f"{heads_of_x} head{'s' if heads_of_x > 1 else ''}"
+                of_heads = f", or {per_head}, since {x_name} of shape {tuple(x.shape)} has {count}"
             _fail(ValueError, "weight", f"shape {tuple(shape)}{of_heads}", tuple(weight.shape))
         shape, heads = weight.shape, heads_of_x if heads_of_x > 1 else 0
     check_vector("weight", weight, x, shape, x_name)
@@ -160,8 +164,15 @@ def checked_dtype(name: str, dtype: torch.dtype | None, is_complex: bool = False
     """None, or a floating dtype; complex for complex x."""
     dtypes = COMPLEX_DTYPES if is_complex else DTYPES
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in dtypes):
-        _fail(TypeError, name, f"None or a dtype of {_names(dtypes)}", repr(dtype))
+        _fail(TypeError, name, f"None or a dtype of {_names(dtypes)}", _shown(dtype))
     return dtype
+
+
+def checked_bool(name: str, value: bool) -> bool:
+    """True or False: a text such as "no", or a tensor, would count as True."""
+    if not isinstance(value, bool):
+        _fail(TypeError, name, "a bool", _shown(value))
+    return value
 
 
 def checked_heads(heads: int | None, name: str = "heads") -> int | None:
@@ -169,7 +180,7 @@ def checked_heads(heads: int | None, name: str = "heads") -> int | None:
     if heads is None:
         return None
     if isinstance(heads, (bool, Tensor)) or not hasattr(type(heads), "__index__"):
-        _fail(TypeError, name, "an int or None", repr(heads))
+        _fail(TypeError, name, "an int or None", _shown(heads))
     if (heads := operator.index(heads)) < 1:
         _fail(ValueError, name, "at least 1, or None", heads)
     return heads
@@ -244,7 +255,10 @@ def checked_eps(eps: float | None, dtype: torch.dtype) -> float:
     """eps as a float; None means the machine epsilon of the precision that computes."""
     if eps is None:
         return default_eps(dtype)
-    return checked_number("eps", eps, 0.0, "a finite number, at least 0, or None")
+    expected = "a finite number, at least 0, or None"
+    if isinstance(eps, Tensor) and eps.ndim:  # in the place where other libraries take the residual
+        _fail(TypeError, "eps", expected, f"{_shown(eps)}; a residual is given by name: residual=")
+    return checked_number("eps", eps, 0.0, expected)
 
 
 def checked_number(
@@ -253,7 +267,7 @@ def checked_number(
     """`value` as a finite float that is at least `lowest`."""
     if type(value) is not float:
         if not isinstance(value, Real) or isinstance(value, bool):
-            _fail(TypeError, name, expected, repr(value))
+            _fail(TypeError, name, expected, _shown(value))
         try:
             value = float(value)
         except OverflowError:
@@ -266,7 +280,7 @@ def checked_number(
 def check_casting(casting: str) -> None:
     """casting: one of CASTINGS."""
     if casting not in CASTINGS:
-        _fail(ValueError, "casting", f"one of {', '.join(map(repr, CASTINGS))}", repr(casting))
+        _fail(ValueError, "casting", f"one of {', '.join(map(repr, CASTINGS))}", _shown(casting))
 
 
 def check_plain_function(decorator: str, function: Callable[..., Any]) -> None:
@@ -310,7 +324,15 @@ def _sizes(normalized_shape: Any) -> tuple[int, ...]:
     if not any(isinstance(size, (bool, Tensor)) for size in sizes):
         with contextlib.suppress(TypeError):
             return tuple(operator.index(size) for size in sizes)
-    return _fail(TypeError, "normalized_shape", "an int or a sequence of ints", repr(normalized_shape))
+    return _fail(TypeError, "normalized_shape", "an int or a sequence of ints", _shown(normalized_shape))
+
+
+def _shown(value: object) -> str:
+    """What was given, in a message. Not the values of tensors: to read them may wait for a device."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    is_shown = not isinstance(value, (tuple, list)) or not any(isinstance(each, Tensor) for each in value)
+    return repr(value) if is_shown else f"a {type(value).__name__} with tensors"
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

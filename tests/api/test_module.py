@@ -55,6 +55,16 @@ def test_without_weight():
     torch.testing.assert_close(module(x), torch.nn.functional.rms_norm(x, (64,)))
 
 
+@pytest.mark.parametrize("bias", [8, "no", None, torch.zeros(2), torch.zeros(8)])
+def test_bias_is_a_bool(bias):
+    """In nn.functional it is a tensor; here it would only have been true."""
+    got = "a tensor of shape" if isinstance(bias, torch.Tensor) else repr(bias)
+    with pytest.raises(TypeError, match=f"bias: expected a bool, got {got}"):
+        RMSNorm(8, bias=bias)
+    with pytest.raises(TypeError, match=f"bias: expected a bool, got {got}"):
+        RMSNorm.configured(bias=bias)
+
+
 def test_bias_is_learned():
     module = RMSNorm(64, bias=True)
     assert list(module.state_dict()) == ["weight", "bias"] and torch.equal(module.bias, torch.zeros(64))

@@ -3,8 +3,11 @@
 
 """Arguments that do not fit are refused before a backend is even looked for."""
 
+import inspect
 import math
 import re
+import sys
+import typing
 import warnings
 
 import pytest
@@ -66,14 +69,24 @@ BAD_NORM = [
     ({"normalized_shape": (1, 3, 8)}, ValueError, "input: expected shape (*, 1, 3, 8), as"),
     ({"normalized_shape": -1}, ValueError, "normalized_shape: expected sizes of at least 1, got (-1,)"),
     ({"normalized_shape": ()}, ValueError, "normalized_shape: expected at least one dimension, got ()"),
+    (
+        {"input": X.long()},
+        TypeError,
+        "torch.complex64, torch.complex128, got torch.int64: tokens in place of embeddings?",
+    ),
     *(
         ({"normalized_shape": size}, TypeError, f"expected an int or a sequence of ints, got {size!r}")
-        for size in (None, "8", 8.0, (8.0,), [8.0], True, (True,), torch.tensor([8]), (torch.tensor(8),))
+        for size in (None, "8", 8.0, (8.0,), [8.0], True, (True,))
     ),
     (
         {"normalized_shape": torch.tensor([3, 8])},
         TypeError,
-        "normalized_shape: expected an int or a sequence of ints, got tensor([3, 8])",
+        "normalized_shape: expected an int or a sequence of ints, got a tensor of shape (2,)",
+    ),
+    (
+        {"normalized_shape": (torch.tensor(8),)},
+        TypeError,
+        "normalized_shape: expected an int or a sequence of ints, got a tuple with tensors",
     ),
     ({"input": SPARSE}, TypeError, "input: expected layout torch.strided, got torch.sparse_coo"),
     ({"residual": SPARSE}, TypeError, "residual: expected layout torch.strided, got torch.sparse_coo"),
@@ -84,7 +97,12 @@ BAD_NORM = [
     (
         {"weight": torch.ones(2, 8), "input": torch.ones(2, 3, 8)},
         ValueError,
-        "weight: expected shape (8,), or (3, 8), a row for each head, got (2, 8)",
+        "weight: expected shape (8,), or (3, 8), since input of shape (2, 3, 8) has 3 heads, got (2, 8)",
+    ),
+    (
+        {"weight": torch.ones(2, 8), "input": torch.ones(3, 1, 8)},
+        ValueError,
+        "weight: expected shape (8,), or (1, 8), since input of shape (3, 1, 8) has 1 head, got (2, 8)",
     ),
     (
         {"weight": torch.ones(3, 8), "bias": W},
@@ -114,6 +132,8 @@ BAD_PARAMETERS = [
     ({"casting": None}, ValueError, "casting: expected one of 'once', 'llama', got None"),
     ({"offset": "1"}, TypeError, "offset: expected a finite number, got '1'"),
     ({"offset": None}, TypeError, "offset: expected a finite number, got None"),
+    ({"offset": W}, TypeError, "offset: expected a finite number, got a tensor of shape (8,)"),
+    ({"casting": W}, ValueError, "casting: expected one of 'once', 'llama', got a tensor of shape (8,)"),
     ({"offset": math.nan}, ValueError, "offset: expected a finite number, got nan"),
     ({"offset": -math.inf}, ValueError, "offset: expected a finite number, got -inf"),
 ]
@@ -125,6 +145,12 @@ BAD_RESIDUALS = [
         "residual_alpha: expected a finite number, got inf",
     ),
     ({"residual": DY, "residual_alpha": "1"}, TypeError, "residual_alpha: expected a finite number, got '1'"),
+    ({"residual_alpha": True}, TypeError, "residual_alpha: expected a finite number, got True"),
+    (
+        {"residual_alpha": torch.ones(2)},
+        TypeError,
+        "residual_alpha: expected a finite number, got a tensor of shape (2,)",
+    ),
     (
         {"residual_dtype": torch.float32},
         ValueError,
@@ -144,7 +170,16 @@ BAD_RESIDUALS = [
 BAD_EPS = [
     ({"eps": "1e-6"}, TypeError, "eps: expected a finite number, at least 0, or None, got '1e-6'"),
     ({"eps": True}, TypeError, "eps: expected a finite number, at least 0, or None, got True"),
-    ({"eps": torch.tensor(1e-6)}, TypeError, "eps: expected a finite number"),
+    (
+        {"eps": torch.tensor(1e-6)},
+        TypeError,
+        "eps: expected a finite number, at least 0, or None, got a tensor of shape ()",
+    ),
+    (
+        {"eps": DY},
+        TypeError,
+        "got a tensor of shape (3, 8); a residual is given by name: residual=",
+    ),
     ({"eps": -1e-6}, ValueError, "eps: expected a finite number, at least 0, or None, got -1e-06"),
     ({"eps": math.nan}, ValueError, "eps: expected a finite number"),
     ({"eps": math.inf}, ValueError, "eps: expected a finite number"),
@@ -166,6 +201,10 @@ BAD_BACKWARD = [
     ),
     ({"d_residual_out": 0.0}, TypeError, "d_residual_out: expected a torch.Tensor, got float"),
     ({"dw_dtype": torch.int8}, TypeError, "dw_dtype: expected None or a dtype of torch.float16"),
+    ({"dw_dtype": W}, TypeError, "torch.float64, got a tensor of shape (8,)"),
+    ({"needs_db": "no"}, TypeError, "needs_db: expected a bool, got 'no'"),
+    ({"needs_db": 1}, TypeError, "needs_db: expected a bool, got 1"),
+    ({"needs_db": DY}, TypeError, "needs_db: expected a bool, got a tensor of shape (3, 8)"),
     ({"dy": DY.to("meta")}, ValueError, "dy: expected the device of x, cpu, got meta"),
     ({"dy": SPARSE}, TypeError, "dy: expected layout torch.strided, got torch.sparse_coo"),
     ({"rstd": RSTD.to_sparse()}, TypeError, "rstd: expected layout torch.strided, got torch.sparse_coo"),
@@ -233,6 +272,36 @@ def test_refused_with_name_expected_and_given(call, arguments, error, text, monk
         monkeypatch.setattr(module, "dispatch", lambda *_: pytest.fail("looked for a backend"))
     with pytest.raises(error, match=re.escape(text)):
         call(**arguments)
+
+
+@pytest.mark.parametrize(
+    "name", ["eps", "offset", "residual_alpha", "normalized_shape", "out_dtype", "casting"]
+)
+def test_no_value_of_a_tensor_is_read_to_refuse_it(name):
+    """To print one waits for its device; one on the meta device has no values."""
+    with pytest.raises((TypeError, ValueError), match=r"got a tensor of shape \(3, 8\)"):
+        _norm(**{name: DY.to("meta")})
+
+
+def named(function):
+    """The defaults of the arguments that are given by name."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def test_functions_of_a_pair_take_the_same():
+    forward, backward = named(tr.rms_norm_forward), named(tr.rms_norm_backward)
+    assert forward == named(tr.rms_norm)
+    assert backward.pop("backend") is None and backward == named(tr.rms_norm_backward_torch)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="typing.get_overloads is of Python 3.11")
+@pytest.mark.parametrize(
+    "function", [tr.rms_norm, tr.rms_norm_forward, tr.rms_norm_backward, tr.rms_norm_backward_torch]
+)
+def test_type_checkers_see_what_a_function_takes(function):
+    first, second = map(named, typing.get_overloads(function))
+    assert [*first] == [*second] == [*named(function)]
 
 
 @pytest.mark.parametrize("call", [_norm, _forward, _backward, _backward_torch, _rstd_torch])
