@@ -34,6 +34,7 @@ from tilegym_rmsnorm.gate import is_watched
 from tilegym_rmsnorm.graphs import break_graph, traced
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import dispatch, get_current_backend, request_of
+from tilegym_rmsnorm.spec import parts_of
 from tilegym_rmsnorm.validation import check_casting, check_input, check_normalized_shape, check_weight
 
 __all__ = ["rms_norm"]
@@ -205,7 +206,8 @@ def _checked_rms_norm(
     if obstacle is None and n == 0:
         obstacle = "rows of input have no elements"
     dtypes = *dtypes, dtype_of(residual), spec.y_dtype, spec.residual_dtype
-    request = request_of(input.device, spec.casting, obstacle, *dtypes)
+    parts = parts_of(residual is not None, bias is not None, heads > 0)
+    request = request_of(input.device, spec.casting, obstacle, *dtypes, parts=parts)
     backend = get_current_backend() if backend is None else backend
     forward = dispatch("rms_norm_forward", request, backend)
 

@@ -24,7 +24,7 @@ from tilegym_rmsnorm.layout import arranged, as_rows, as_vector
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import dispatch, is_reference, request_of
 from tilegym_rmsnorm.resolve import resolved
-from tilegym_rmsnorm.spec import Gradients, Spec, Wanted
+from tilegym_rmsnorm.spec import Gradients, Spec, Wanted, parts_of
 from tilegym_rmsnorm.validation import check_memory, check_saved
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -254,7 +254,8 @@ def _checked_backward(tensors: tuple[Any, ...], call: Call, wanted: Wanted) -> G
     check_saved(x, weight, rstd, dy, d_residual_out, spec.n, call.heads, call.dtype or dy.dtype)
     obstacle = gate.obstacle(dy=dy, x=x, weight=weight, rstd=rstd, d_residual_out=d_residual_out)
     dtypes = x.dtype, dtype_of(weight), dy.dtype, dtype_of(d_residual_out), *wanted
-    request = request_of(x.device, spec.casting, obstacle, *dtypes)
+    parts = parts_of(spec.residual_dtype is not None, wanted.db is not None, call.heads > 0)
+    request = request_of(x.device, spec.casting, obstacle, *dtypes, parts=parts)
     backward = dispatch("rms_norm_backward", request, call.backend)
     if obstacle is not None:
         return _differentiable_backward(tensors, call, wanted)

@@ -17,7 +17,7 @@ from tilegym_rmsnorm.arguments import as_plain, checked_spec, dtype_of, obstacle
 from tilegym_rmsnorm.autograd import Call, run_add_forward, run_backward, run_forward, unseen
 from tilegym_rmsnorm.graphs import break_graph, traced
 from tilegym_rmsnorm.registry import dispatch, get_current_backend, request_of
-from tilegym_rmsnorm.spec import Spec, Wanted
+from tilegym_rmsnorm.spec import Spec, Wanted, parts_of
 from tilegym_rmsnorm.validation import (
     check_casting,
     check_input,
@@ -141,7 +141,8 @@ def rms_norm_forward(
     )
     obstacle = None if are_plain else obstacle_to(x=x, weight=weight, bias=bias, residual=residual)
     dtypes = x.dtype, dtype_of(weight), dtype_of(bias), dtype_of(residual), spec.y_dtype, spec.residual_dtype
-    request = request_of(x.device, casting, obstacle, *dtypes)
+    parts = parts_of(residual is not None, bias is not None, heads > 0)
+    request = request_of(x.device, casting, obstacle, *dtypes, parts=parts)
     backend = get_current_backend() if backend is None else backend
     forward = dispatch("rms_norm_forward", request, backend)
     if obstacle is not None:  # the reference's, which takes rows of any leading dimensions
@@ -237,7 +238,8 @@ def rms_norm_backward(
     if not are_plain:
         obstacle = obstacle_to(x=x, dy=dy, weight=weight, rstd=rstd, d_residual_out=d_residual_out)
     dtypes = x.dtype, dtype_of(weight), dy.dtype, dtype_of(d_residual_out), *wanted
-    request = request_of(x.device, casting, obstacle, *dtypes)
+    parts = parts_of(d_residual_out is not None, needs_db, heads > 0)
+    request = request_of(x.device, casting, obstacle, *dtypes, parts=parts)
     backend = get_current_backend() if backend is None else backend
     backward = dispatch("rms_norm_backward", request, backend)
     if obstacle is not None:

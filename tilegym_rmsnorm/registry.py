@@ -58,6 +58,7 @@ class Request(NamedTuple):
     casting: str
     other_dtypes: tuple[torch.dtype, ...] = ()  # of all else that the call reads and writes, see `request_of`
     obstacle: str | None = None  # why no kernel can be given these tensors here, see `gate.obstacle`
+    parts: tuple[str, ...] = ()  # what else the call has: `spec.parts_of`, for the log
 
 
 def request_of(
@@ -67,12 +68,13 @@ def request_of(
     dtype: torch.dtype,
     weight_dtype: torch.dtype | None,
     *rest: torch.dtype | None,
+    parts: tuple[str, ...] = (),
 ) -> Request:
     """rest: the dtypes of bias, residual, dy and the results, None where there is none. Those that x or weight have,
     too, change nothing, and neither does their order."""
     found = {each for each in rest if each and each is not dtype and each is not weight_dtype}
     other_dtypes = tuple(sorted(found, key=str)) if found else ()
-    return Request(device, dtype, weight_dtype, casting, other_dtypes, obstacle)
+    return Request(device, dtype, weight_dtype, casting, other_dtypes, obstacle, parts)
 
 
 class Unusable(NamedTuple):
@@ -360,8 +362,9 @@ def _import(name: str) -> ModuleType:
 
 def _describe(request: Request) -> str:
     weight = "no weight" if request.weight_dtype is None else f"{request.weight_dtype} weight"
+    parts = "".join(f", {part}" for part in request.parts)
     others = "".join(f", {dtype} beside them" for dtype in request.other_dtypes)
-    return f"{request.dtype} x on {request.device}, {weight}{others}, casting {request.casting!r}"
+    return f"{request.dtype} x on {request.device}, {weight}{parts}{others}, casting {request.casting!r}"
 
 
 def _check_name(what: str, name: object, known: tuple[str, ...]) -> None:

@@ -46,3 +46,11 @@ class Wanted(NamedTuple):
     d_residual: Any = None
     dw: Any = None
     db: Any = None
+
+
+def parts_of(has_residual: bool, has_bias: bool, has_heads: bool) -> tuple[str, ...]:
+    """What a call has beside x and one weight for all rows, in words for the log."""
+    if not (has_residual or has_bias or has_heads):
+        return ()
+    named = ("residual", has_residual), ("bias", has_bias), ("weights of heads", has_heads)
+    return tuple(name for name, is_there in named if is_there)

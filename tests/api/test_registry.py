@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tilegym_rmsnorm
-from tilegym_rmsnorm import registry
+from tilegym_rmsnorm import registry, rms_norm, rms_norm_backward, rms_norm_forward
 from tilegym_rmsnorm.commands import doctor
 from tilegym_rmsnorm.registry import (
     AUTO_ORDER,
@@ -133,6 +133,25 @@ def test_the_log_says_what_was_chosen_and_why_not_the_others(fake_backends, capl
     record, _ = caplog.records
     assert record.message.startswith("rms_norm_forward of torch.float32 x on cuda:0")
     assert "runs on backend triton; not cutile: no such chip (to mend it: buy one)" in record.message
+
+
+def test_the_log_names_what_a_call_has(caplog, monkeypatch):
+    """A call with a residual of x's dtype is another than one without: kernels may take the one alone."""
+    for name, empty in (("_told", set()), ("_chosen", {})):
+        monkeypatch.setattr(registry, name, empty)
+    x, residual, weight = torch.randn(3, 2, 8), torch.randn(3, 2, 8), torch.rand(2, 8)
+    with caplog.at_level("INFO", logger="tilegym_rmsnorm"):
+        rms_norm(x, 8, weight[0], backend="torch")
+        rms_norm(x, 8, weight[0], residual=residual, backend="torch")
+        _, residual_out, rstd = rms_norm_forward(x, weight, bias=weight, residual=residual, backend="torch")
+        rms_norm_backward(residual_out, x, weight, rstd, needs_db=True, backend="torch")
+    said = [record.message.split(", ", 1)[1].split(", casting")[0] for record in caplog.records]
+    assert said == [
+        "torch.float32 weight",
+        "torch.float32 weight, residual",
+        "torch.float32 weight, residual, bias, weights of heads",
+        "torch.float32 weight, bias, weights of heads",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from variants import (
 )
 
 from tilegym_rmsnorm.backends import composed, torch_reference
+from tilegym_rmsnorm.spec import Spec
 
 
 def plain_forward(spec, tensors):
@@ -70,3 +71,27 @@ def test_variants(name, layout, poisoned_empty):
         assert tensor is None or torch.equal(tensor, kept)
     if variant.casting == "llama" and normalized.itemsize == 2:
         assert llama_share(variant, inputs, normalized, y) > 0.95
+
+
+def test_the_log_says_what_is_composed(caplog, monkeypatch):
+    """Else a call that is twice as slow as another looks like it: the kernels that run are those of a plain call."""
+    monkeypatch.setattr(composed, "_told", set())
+    variant = VARIANTS["all of it"]
+    x, weight, bias, residual, dy, d_residual_out = make(variant)
+    spec, wanted = spec_of(variant), wanted_of(variant)
+    with caplog.at_level("INFO", logger="tilegym_rmsnorm"):
+        composed.forward(plain_forward, spec, (x, weight, bias, residual))
+    assert not caplog.records
+    with caplog.at_level("DEBUG", logger="tilegym_rmsnorm"):
+        for _ in range(2):
+            _, rstd, sums = composed.forward(plain_forward, spec, (x, weight, bias, residual))
+            composed.backward(plain_backward, spec, (sums, dy, weight, rstd, d_residual_out), wanted)
+            rows = x.reshape(-1, 16)
+            composed.forward(plain_forward, Spec(16, 1e-3, 0.0, "once"), (rows, None, bias[0], None))
+    by = "by PyTorch's operations around the kernels"
+    parts = "residual, bias, weights of heads, rows in the order of heads"
+    assert [record.message for record in caplog.records] == [
+        f"rms_norm_forward of 16 torch.bfloat16 columns: {parts} {by}",
+        f"rms_norm_backward of 16 torch.bfloat16 columns: {parts} {by}",
+        f"rms_norm_forward of 16 torch.bfloat16 columns: bias {by}",
+    ]

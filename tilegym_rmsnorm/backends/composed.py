@@ -10,6 +10,7 @@ residual, no heads, but any dtypes of x, dy, weight and the results. Between it 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -17,13 +18,28 @@ from torch import Tensor
 
 from tilegym_rmsnorm.layout import as_rows
 from tilegym_rmsnorm.reference import joint_dtype, residual_sum, round_xhat
-from tilegym_rmsnorm.spec import Gradients, Outputs, Spec, Tensors, Wanted
+from tilegym_rmsnorm.spec import Gradients, Outputs, Spec, Tensors, Wanted, parts_of
+
+_log = logging.getLogger("tilegym_rmsnorm")
+_told: set[tuple[object, ...]] = set()
 
 
 def is_needed(x: Tensor, weight: Tensor | None, *others: Tensor | None) -> bool:
     """Whether a call has what `plain` is never given. others: bias, residual and d_residual_out."""
     has_others = any(other is not None for other in others)
     return has_others or x.ndim == 4 or (weight is not None and weight.ndim == 2)
+
+
+def _tell(op: str, x: Tensor, n: int, parts: tuple[str, ...]) -> None:
+    """Logs, once for each kind of call, what makes it slower than kernels alone."""
+    if not _log.isEnabledFor(logging.DEBUG):
+        return
+    if x.ndim == 4:
+        parts = (*parts, "rows in the order of heads")
+    if (key := (op, x.dtype, n, parts)) not in _told:
+        _told.add(key)
+        what = ", ".join(parts)
+        _log.debug("%s of %d %s columns: %s by PyTorch's operations around the kernels", op, n, x.dtype, what)
 
 
 def _shaped(y: Tensor, x: Tensor) -> Tensor:
@@ -40,6 +56,7 @@ def forward(plain: Callable[..., Outputs], spec: Spec, tensors: Tensors) -> Outp
     if residual is not None:
         x = residual_out = residual_sum(x, residual, spec.alpha, spec.residual_dtype).contiguous()
     is_per_head = weight is not None and weight.ndim == 2
+    _tell("rms_norm_forward", x, spec.n, parts_of(residual is not None, bias is not None, is_per_head))
     if bias is None and not is_per_head:
         plain_spec = spec._replace(alpha=1.0, y_dtype=y_dtype, residual_dtype=None)
         y, rstd, _ = plain(plain_spec, (as_rows(x, spec.n), weight, None, None))
@@ -65,6 +82,8 @@ def backward(plain: Callable[..., Gradients], spec: Spec, tensors: Tensors, want
     x, dy, weight, rstd, d_residual_out = tensors
     dtype = joint_dtype(x, weight, dy, d_residual_out)
     is_per_head = weight is not None and weight.ndim == 2
+    needs_d = d_residual_out is not None or wanted.d_residual is not None or spec.alpha != 1.0
+    _tell("rms_norm_backward", x, spec.n, parts_of(needs_d, wanted.db is not None, is_per_head))
     dw = None
     rows, g = as_rows(x, spec.n), as_rows(dy, spec.n)
     if is_per_head:
@@ -74,7 +93,6 @@ def backward(plain: Callable[..., Gradients], spec: Spec, tensors: Tensors, want
             dw = (dy_of_heads * xhat.view_as(dy_of_heads)).sum(0).to(wanted.dw)
         g = (dy_of_heads * (weight.to(dtype) + spec.offset)).view(rows.shape)
 
-    needs_d = d_residual_out is not None or wanted.d_residual is not None or spec.alpha != 1.0
     plain_wanted = Wanted(dtype if needs_d else wanted.dx, dw=None if is_per_head else wanted.dw)
     plain_spec = Spec(spec.n, spec.eps, spec.offset, spec.casting)
     plain_weight = None if is_per_head else weight
