@@ -5,6 +5,8 @@ interpreter: each result against float64, inputs untouched, equal bits twice."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import variants
@@ -13,7 +15,8 @@ from variants import Variant
 
 pytest.importorskip("cuda.tile")
 from tilegym_rmsnorm.backends import composed  # noqa: E402
-from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
+from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans import variant as variant_module  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BIAS_ROW, WIDEST_FUSED_ROW  # noqa: E402
 
 RESIDUAL = {"residual_dtype": BF16, "dtype": BF16, "weight_dtype": BF16}
@@ -113,3 +116,14 @@ def test_dy_of_any_dtype(dtype, dy_dtype, n):
 @pytest.mark.parametrize("variant", ROWS[:3], ids=str)
 def test_wider_rows_have_the_same_values(variant, n):
     _check(variant._replace(size=(2, n)))
+
+
+@pytest.mark.parametrize("size", [(18, 1, 4, 64), (18, 3, 2, 96)], ids=str)
+@pytest.mark.parametrize("variant", [HEADS[0], HEADS[2], HEADS[5]], ids=str)
+def test_more_tiles_of_heads_than_one_launch_takes(variant, size, monkeypatch):
+    """Tiles that are partly empty are blocks too: few rows may need more of them than a grid has."""
+    for name in ("_forward", "_backward"):  # whose launchers keep what they take
+        monkeypatch.setattr(launch, name, functools.cache(getattr(launch, name).__wrapped__))
+    monkeypatch.setattr(variant_module, "LARGEST_GRID", 17)
+    monkeypatch.setattr(interpreter, "LARGEST_GRID", (17, 2**16 - 1, 2**16 - 1))
+    _check(variant._replace(size=size, layout="heads"))

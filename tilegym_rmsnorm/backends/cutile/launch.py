@@ -95,7 +95,7 @@ def forward_launcher(spec: Spec, tensors: Tensors) -> Forward | None:
     dtype, form = form_of((x, residual), written, residual is not None, bias is not None, per_head)
     weight_dtype = None if weight is None else weight.dtype
     run = _forward(x.device, n, dtype, weight_dtype, spec.casting, size_class(m, n), *_ruled_out(), form)
-    return None if run is None or not _takes(run, m, (x, residual)) else run
+    return None if run is None or not _takes(run, m, x, residual) else run
 
 
 def _formed_backward(spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
@@ -124,19 +124,21 @@ def backward_launcher(spec: Spec, tensors: Tensors, wanted: Wanted) -> Backward 
     dtype, form = form_of((x, dy, d_residual_out), written, has_residual, is_beside_dw, per_head, has_two)
     kind = size_class(m, n), "shared", *_ruled_out(), form
     run = _backward(op, x.device, n, dtype, weight_dtype, spec.casting, *kind)
-    return None if run is None or not _takes(run, m, (x, dy, d_residual_out)) else run
+    return None if run is None or not _takes(run, m, x, dy, d_residual_out) else run
 
 
 def _ruled_out() -> tuple[bool, int]:
     return policy.teams(), policy.get_sm_margin()
 
 
-def _takes(run: Launcher, m: int, rows: tuple[Tensor | None, ...]) -> bool:
-    """Whether its launcher takes a call: plain forms alone in parts, heads with strides that kernels count in."""
-    form = run.plan.problem.form
-    if m > run.most_rows and (form.residual or form.bias or form.heads):
+def _takes(run: Launcher, m: int, x: Tensor, *others: Tensor | None) -> bool:
+    """Whether its launcher takes a call: plain forms alone in parts, heads with strides that kernels count in. A tile
+    of heads is a block however many of its rows there are."""
+    form, lead = run.plan.problem.form, _lead_of(x)
+    tiled = m if lead is None else run.plan.first.tiled_rows(lead)
+    if tiled > run.most_rows and (form.residual or form.bias or form.heads):
         return False
-    return not form.heads or all(each is None or fits_kernels(each) for each in rows)
+    return not form.heads or all(each is None or fits_kernels(each) for each in (x, *others))
 
 
 @functools.cache
