@@ -11,7 +11,7 @@ import planning
 import pytest
 
 from tilegym_rmsnorm.backends.cutile.plans import rules
-from tilegym_rmsnorm.backends.cutile.plans.problem import BIAS, D_RESIDUAL, PLAIN_ROWS, RESIDUAL, Form
+from tilegym_rmsnorm.backends.cutile.plans.problem import BIAS, D_RESIDUAL, PLAIN_ROWS, RESIDUAL, Form, Policy
 from tilegym_rmsnorm.backends.cutile.plans.problem import FORMS as FORMS_OF_RECORDS
 from tilegym_rmsnorm.backends.cutile.plans.records import Records, parse
 from tilegym_rmsnorm.backends.cutile.plans.select import Tables, select
@@ -194,3 +194,31 @@ def test_tiles_of_heads_cover_all_rows(op, lead, per_head):
     if sizes.partial_rows > 1:
         assert sizes.temporaries["dw_partial"] == ((sizes.partial_rows, columns), "float32")
         assert sizes.grids[-1] == (-(-columns // plan.steps[-1].width),)
+
+
+@pytest.mark.parametrize("heads", [1, 7, 28, 32, 67, 71, 131, 263, 265])
+@pytest.mark.parametrize("margin", [0, 1, 32, 100])
+def test_walks_of_heads_fill_the_sms_that_are_left(heads, margin):
+    """By as many walks of each tile of heads as fit, and by one where there are more tiles than blocks that fit."""
+    form, policy = Form(heads=heads, per_head=True), Policy(sm_margin=margin)
+    plan = select(planning.problem("backward", 64, form=form, policy=policy), planning.rules_of())
+    shares, fitting = plan.first.tiles_of_heads(heads), (132 - margin) * plan.first.occupancy
+    for steps in (100_000, 10**6):  # of fewer tiles a block an SM is enough
+        tiles, sizes = -(-steps // plan.first.rows), plan.sizes(steps * heads, (1, steps, heads))
+        walks = sizes.partial_rows
+        assert sizes.grids[0] == (walks * shares,)
+        assert walks * shares <= max(shares, fitting)
+        most = max(1, fitting // shares)
+        assert -(-tiles // walks) == -(-tiles // most), (
+            "no walk is longer than the most blocks would leave it"
+        )
+
+
+def test_walks_of_many_heads():
+    def blocks(heads, margin):
+        form, policy = Form(heads=heads, per_head=True), Policy(sm_margin=margin)
+        plan = select(planning.problem("backward", 64, form=form, policy=policy), planning.rules_of())
+        return plan.sizes(10**7 * heads, (1, 10**7, heads)).grids[0]
+
+    assert blocks(71, 100) == (71,), "64 fit 32 SMs, but each head needs one"
+    assert blocks(67, 0) == (201,), "3 of each head, of 264 that fit"

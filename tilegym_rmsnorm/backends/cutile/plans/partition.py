@@ -151,7 +151,7 @@ class Split(Variant):
     def most_partial_rows(self, sm_count: int) -> int:
         return MOST_SLABS * sm_count
 
-    def partial_rows(self, m: int, n: int, sm_count: int) -> int:
+    def partial_rows(self, m: int, n: int, sm_count: int, shares: int = 1) -> int:
         return -(-m // (self.rows * self.slab_tiles(m, sm_count)))
 
     def grid(self, m: int, n: int, p: int, sm_count: int) -> tuple[int, ...]:

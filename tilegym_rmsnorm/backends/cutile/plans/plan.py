@@ -81,7 +81,7 @@ class Plan:
         if self.has_own_partials:
             p = m
         else:
-            p = first.partial_rows(max(1, m // shares), n, max(1, sm_count // shares))
+            p = first.partial_rows(max(1, m), n, sm_count, shares)
         temporaries: dict[str, tuple[tuple[int, ...], str]] = {}
         grids: list[tuple[int, ...] | None] = []
         for step in self.steps:

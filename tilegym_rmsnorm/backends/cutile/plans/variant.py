@@ -135,8 +135,9 @@ class Variant:
             max(1, sm_count * self.occupancy * self.grid_percent // 100 // self.members) if self.walks else 1
         )
 
-    def partial_rows(self, m: int, n: int, sm_count: int) -> int:
-        """P, the rows of dw_partial that m rows of x leave: one for each block, or team, that walks the rows.
+    def partial_rows(self, m: int, n: int, sm_count: int, shares: int = 1) -> int:
+        """P, the rows of dw_partial that m rows of x leave: one for each block, or team, that walks the rows; or one
+        for as many blocks as there are shares, each of which walks as many of the rows' tiles.
 
         A few blocks per SM; one where few rows make the partial rows a good part of all traffic. No more than make the
         longest walk as short as it can be.
@@ -145,7 +146,7 @@ class Variant:
         if self.members == 1 and tiles <= FEW_TILES * sm_count:
             occupancy = 1
         blocks = sm_count * occupancy * self.grid_percent // 100 // self.members
-        return shortest_walks(tiles, max(1, blocks)) if self.walks else 1
+        return shortest_walks(max(1, tiles // shares), max(1, blocks // shares)) if self.walks else 1
 
     def temporaries(self, m: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """By name the shape and dtype of what it fills for later kernels of its plan, but for dw_partial."""

@@ -229,7 +229,7 @@ class BackwardStrips(Chunks):
     def most_partial_rows(self, sm_count: int) -> int:
         return sm_count * self.occupancy
 
-    def partial_rows(self, m: int, n: int, sm_count: int) -> int:
+    def partial_rows(self, m: int, n: int, sm_count: int, shares: int = 1) -> int:
         """How many blocks share the rows of a strip."""
         strips, tiles = -(-n // self.width), -(-m // self.rows)
         occupancy = 1 if strips == 1 and tiles <= FEW_TILES * sm_count else self.occupancy
