@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 _Sizes = tuple[int, ...]
+SEQUENCE = 256  # rows: as many behind each other are taken for a sequence, fewer for heads
 
 
 def as_rows(x: Tensor, n: int) -> Tensor:
@@ -81,6 +82,8 @@ def _plan(n: int, heads: int, shape: _Sizes, strides: tuple[_Sizes, ...]) -> _Pl
             return _Plan((math.prod(leading), n), tuple(copies))
         if len(groups) <= most:
             extents = tuple(math.prod(leading[i] for i in group) for group in groups)
+            if not heads and len(extents) == 2 and extents[1] >= SEQUENCE:
+                extents = (*extents, 1)  # B and T, as of x[:, 1:]: with B as T and T as H no two T were alike
             padded = (1,) * (most - len(extents)) + extents
             return _Plan((*padded, heads, n) if heads else (*padded, n), tuple(copies))
         # What is not evenly spaced by itself goes first: the others may then agree.

@@ -97,6 +97,9 @@ VIEWS = {  # what is read in place, and in what shape
     "transposed": (lambda: torch.empty(2, 4, 3, 8).transpose(1, 2), (2, 3, 4, 8)),
     "rows of a wider tensor": (lambda: torch.empty(6, 4, 16)[..., :8], (24, 8)),
     "every other head": (lambda: torch.empty(2, 3, 8, 8)[:, :, ::2], (24, 8)),
+    "a sequence without its first token": (lambda: torch.empty(2, 257, 8)[:, 1:], (2, 256, 1, 8)),
+    "few tokens without the first": (lambda: torch.empty(2, 256, 8)[:, 1:], (1, 2, 255, 8)),
+    "heads before a sequence": (lambda: torch.empty(2, 300, 4, 8).transpose(1, 2), (2, 4, 300, 8)),
     "sequence first": (lambda: torch.empty(3, 2, 4, 8).transpose(0, 1), (2, 3, 4, 8)),
 }
 

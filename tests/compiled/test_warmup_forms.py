@@ -173,6 +173,23 @@ def test_no_batch_of_heads_compiles_after_it(on_meta, name):
         assert on_meta.kernels == kernels, f"{(b, t)}, {layout}: needs {on_meta.kernels - kernels}"
 
 
+@pytest.mark.parametrize("width", [(512, BF16), (64, BF16), (2048, FP32)], ids=str)
+def test_no_sequence_without_its_first_tokens_compiles_after_it(on_meta, width):
+    """x[:, 1:], which is rows of one head to `warmup` if it is of 256 tokens or more."""
+    n, dtype = width
+    chance = random.Random(n)
+    kernels = warmed(on_meta, Case(width, {"strided_heads": 1}))
+    leads = set(itertools.product((2, 3, 16, 33), (256, 257, 272, 1000, 4095, 4096)))
+    leads |= {(int(2 ** chance.uniform(1, 6)), int(2 ** chance.uniform(8, 13))) for _ in range(60)}
+    for (b, t), first in itertools.product(sorted(leads), (0, 1, 8)):
+        x, dy = (
+            torch.empty(b, t + skipped, n, dtype=dtype, device=META)[:, skipped:] for skipped in (first, 1)
+        )
+        weight = torch.empty(n, dtype=dtype, device=META, requires_grad=True)
+        tr.rms_norm(x.requires_grad_(), (n,), weight, 1e-5, backend="cutile").backward(dy)
+        assert on_meta.kernels == kernels, f"{(b, t)}: needs {on_meta.kernels - kernels}"
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

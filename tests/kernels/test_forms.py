@@ -118,6 +118,15 @@ def test_wider_rows_have_the_same_values(variant, n):
     _check(variant._replace(size=(2, n)))
 
 
+@pytest.mark.usefixtures("no_composing")
+@pytest.mark.parametrize("layout", ["heads", "transposed", "gaps"])
+@pytest.mark.parametrize("size", [(2, 3, 261, 64), (2, 261, 1, 80)])
+@pytest.mark.parametrize("variant", [each for each in HEADS if each.weight != "heads"], ids=str)
+def test_sequences(variant, size, layout):
+    """As the last leading dimension, behind a short one, and as T of one head."""
+    _check(variant._replace(size=size, layout=layout))
+
+
 @pytest.mark.parametrize("size", [(18, 1, 4, 64), (18, 3, 2, 96)], ids=str)
 @pytest.mark.parametrize("variant", [HEADS[0], HEADS[2], HEADS[5]], ids=str)
 def test_more_tiles_of_heads_than_one_launch_takes(variant, size, monkeypatch):

@@ -37,7 +37,19 @@ FORM = {
     BIAS: Form(bias=True),
 }
 ARCHITECTURES = (80, 86, 90, 100, 120)
-HEADS = ((32, 64), (28, 80), (8, 96), (32, 128), (28, 160), (40, 192), (8, 256), (32, 512))
+# H, or SEQUENCE_OF_TILE where one weight serves all, and D
+HEADS = (
+    (32, 64),
+    (28, 80),
+    (8, 96),
+    (32, 128),
+    (28, 160),
+    (40, 192),
+    (8, 256),
+    (32, 512),
+    (64, 64),
+    (64, 128),
+)
 
 
 def problem_of(machine, op, n, dtype, form, x_dtype=None, size="large"):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.backends.cutile.plans.problem import Form
+from tilegym_rmsnorm.backends.cutile.plans.rules import heads_of_form
 
 LARGEST_STRIDE = 2**31 - 1  # kernels see strides as int32
 
@@ -28,11 +29,13 @@ def form_of(
     x = read[0]
     found = [x.dtype, *(each.dtype for each in read[1:]), *(each for each in dtypes if each is not None)]
     widest, narrowest = max(found, key=lambda each: each.itemsize), min(each.itemsize for each in found)
-    has_heads = x.ndim == 4
+    has_heads, heads = x.ndim == 4, 0
+    if has_heads:
+        heads = x.shape[2] if per_head else heads_of_form(x.shape[3], x.shape[2])
     form = Form(
         residual,
         bias,
-        x.shape[2] if has_heads else 0,
+        heads,
         per_head,
         narrowest if narrowest < widest.itemsize else 0,
         has_heads and not all(map(begins_as_packed, read)),

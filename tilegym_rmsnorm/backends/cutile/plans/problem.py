@@ -51,7 +51,8 @@ class Form(NamedTuple):
     residual: bool = False
     # The forward adds a bias; the backward sums db.
     bias: bool = False
-    # H, where the arrays of rows are (B, T, H, N), each with its own strides; 0: they are (M, N).
+    # Where the arrays of rows are (B, T, H, N), each with its own strides: H of weights of heads, else how many heads a
+    # tile may have (rules.heads_of_form). 0: they are (M, N).
     heads: int = 0
     # Weight and bias are (H, N).
     per_head: bool = False

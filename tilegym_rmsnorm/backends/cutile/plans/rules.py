@@ -38,6 +38,8 @@ WIDEST_UNALIGNED_ROW = 8192  # of rows that are not aligned: they need registers
 WIDEST_BIAS_ROW = 8192  # of a backward that sums db beside dw: twice the float32 registers
 WIDEST_TILE_OF_HEADS = 1024
 WIDEST_PER_HEAD_ROW = 2048
+MOST_HEADS = 16  # of a tile, where they are heads
+SEQUENCE_OF_TILE = 64  # where they are a sequence, of which a tile is a small part
 
 
 def is_fused(problem: Problem) -> bool:
@@ -54,6 +56,20 @@ def is_fused(problem: Problem) -> bool:
     return problem.n <= _widest_backward_row(problem)
 
 
+def heads_of_form(n: int, heads: int) -> int:
+    """What a Form says of H of (B, T, H, N) beside one weight for all: how many heads a tile may have, a power of two.
+
+    These are few, so that few kernels serve every H. A last tile that is partly empty may add a sixteenth to H. From
+    256 on it is a sequence, as of q in (B, H, T, D): then tiles lie along it alone, for what comes before may be short.
+    """
+    if n > WIDEST_TILE_OF_HEADS:
+        return 1  # a row is a block
+    if heads >= 4 * SEQUENCE_OF_TILE:
+        return SEQUENCE_OF_TILE
+    counts = (MOST_HEADS >> shift for shift in range(MOST_HEADS.bit_length()))
+    return next(each for each in counts if -(-heads // each) * each * 16 <= heads * 17)
+
+
 def reasoned(problem: Problem) -> Variant:
     """The first kernel of any problem. Raises ValueError where nothing serves such rows."""
     first = _tiles_of_heads(problem) if problem.form.heads else _plain(problem)
@@ -63,8 +79,8 @@ def reasoned(problem: Problem) -> Variant:
 
 
 def _tiles_of_heads(problem: Problem) -> Variant:
-    """Rows of (B, T, H, N), each array with its own strides: tiles of some heads of some rows of T; from 1024 columns
-    on a row a block.
+    """Rows of (B, T, H, N), each array with its own strides: tiles of some heads of some rows of T, or of a sequence
+    that stands as H; from 1024 columns on a row a block.
 
     On an H100, of q in (4, 4096, 3, H, D) with dy transposed, bfloat16, these settings take at most 1.05 times what the
     best of 30 near them do in each of 15 cells of H from 8 to 40 and D from 64 to 256, 1.01 in the mean. (4, 4096, 32,
@@ -75,10 +91,11 @@ def _tiles_of_heads(problem: Problem) -> Variant:
     if n > WIDEST_TILE_OF_HEADS and not form.per_head:
         return _plain(problem)
     width, dividing = power_of_two(n), form.heads & -form.heads  # the largest power of two that divides H
+    is_sequence = not form.per_head and form.heads == SEQUENCE_OF_TILE
 
     def settings(tile_bytes: int, most_heads: int) -> dict[str, Any]:
         rows = max(1, tile_bytes // problem.itemsize // width)
-        heads = min(rows, dividing, most_heads)
+        heads = min(rows, dividing, SEQUENCE_OF_TILE if is_sequence else most_heads)
         return {"width": width, "warps": 4, "rows": rows // heads, "heads": heads}
 
     if problem.op != "forward":
@@ -90,8 +107,12 @@ def _tiles_of_heads(problem: Problem) -> Variant:
     # Eight blocks an SM leave a thread 64 registers: not for a second array, and see _forward of sm_100.
     is_bare = not (form.residual or form.bias or form.per_head)
     if is_bare and architecture < 100 and problem.itemsize == 2:
-        return ForwardTiles(occupancy=8, latency=2, **settings(8192 if width > 64 else 4096, most_heads=16))
-    return ForwardTiles(occupancy=4, latency=4, **settings(16384, most_heads=16))
+        return ForwardTiles(
+            occupancy=8, latency=2, **settings(8192 if width > 64 else 4096, most_heads=MOST_HEADS)
+        )
+    # Of twice as many bytes, x and residual spilled: before Hopper 80 bytes a thread; tiles of a sequence on sm_100 16.
+    tile_bytes = 8192 if is_sequence or (form.residual and architecture < 90) else 16384
+    return ForwardTiles(occupancy=4, latency=4, **settings(tile_bytes, most_heads=MOST_HEADS))
 
 
 def _plain(problem: Problem) -> Variant:
