@@ -21,9 +21,11 @@ if HAS_GPU and (reason := why_skip("cutile")):
 
 from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BIAS_ROW  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_ROWS, size_class  # noqa: E402
 
-RUNS = 60
-ELEMENTS = 2**22  # of x: all SMs have several rows
+# Elements of x: as many as a call has at most that is not large (all SMs have several rows), and as a large one has.
+ELEMENTS = {"most": 2**22, "large": 2**24}
+RUNS = {"most": 60, "large": 20}
 WIDTHS = (64, 100, 512, 1000, 1024, 2048, 2560, 2880, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 14336, 16384)
 HEADS = (
     (2, 256, 32, 64),
@@ -32,6 +34,8 @@ HEADS = (
     (2, 512, 8, 128),
     (1, 300, 40, 160),
     (2, 128, 32, 256),
+    (2, 3, 1000, 64),  # a sequence behind few heads
+    (2, 2000, 1, 128),  # and by itself
 )
 KINDS = {
     "residual": Variant(BF16, weight_dtype=BF16, residual_dtype=BF16),
@@ -62,7 +66,7 @@ OF_HEADS = {
 }
 
 
-def _assert_right_and_alike(variant):
+def _assert_right_and_alike(variant, runs):
     inputs, spec, wanted = variants.make(variant), variants.spec_of(variant), variants.wanted_of(variant)
     y, rstd, residual_out = launch.rms_norm_forward(spec, inputs[:4])
     normalized = inputs.x if residual_out is None else residual_out
@@ -80,11 +84,11 @@ def _assert_right_and_alike(variant):
     def forward():
         return launch.rms_norm_forward(spec, inputs[:4])[:2]
 
-    assert_alike({name: expected[name] for name in of_forward}, of_forward, forward, RUNS)
-    assert_alike({name: expected[name] for name in of_backward}, of_backward, backward, RUNS)
+    assert_alike({name: expected[name] for name in of_forward}, of_forward, forward, runs)
+    assert_alike({name: expected[name] for name in of_backward}, of_backward, backward, runs)
     if residual_out is not None:
         assert all(
-            torch.equal(launch.rms_norm_forward(spec, inputs[:4])[2], residual_out) for _ in range(RUNS // 10)
+            torch.equal(launch.rms_norm_forward(spec, inputs[:4])[2], residual_out) for _ in range(runs // 10)
         )
 
 
@@ -97,15 +101,23 @@ def by_kernels(monkeypatch):
     monkeypatch.setattr(composed, "backward", refuse)
 
 
+@pytest.mark.parametrize("size", ELEMENTS)
 @pytest.mark.parametrize("n", WIDTHS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows(kind, n):
+def test_rows(kind, n, size):
     if n > WIDEST_BIAS_ROW and KINDS[kind].bias_dtype is not None:
         pytest.skip("composed")
-    _assert_right_and_alike(KINDS[kind]._replace(size=(ELEMENTS // n, n)))
+    m = ELEMENTS[size] // n
+    assert size_class(m, n) == ("large" if size == "large" else "few" if m <= FEW_ROWS else "small")
+    _assert_right_and_alike(KINDS[kind]._replace(size=(m, n)), RUNS[size])
 
 
-@pytest.mark.parametrize("size", HEADS)
+@pytest.mark.parametrize("size", ELEMENTS)
+@pytest.mark.parametrize("lead", HEADS)
 @pytest.mark.parametrize("kind", OF_HEADS)
-def test_heads(kind, size):
-    _assert_right_and_alike(OF_HEADS[kind]._replace(size=size))
+def test_heads(kind, lead, size):
+    b, t, h, n = lead
+    if size == "large":
+        t = -(-ELEMENTS[size] // (b * h * n)) | 1  # odd: the last tile along T is partly empty
+    assert size_class(b * t * h, n) == ("large" if size == "large" else "small")
+    _assert_right_and_alike(OF_HEADS[kind]._replace(size=(b, t, h, n)), RUNS[size])
