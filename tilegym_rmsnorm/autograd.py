@@ -297,10 +297,13 @@ def _call_for_sum(ctx: Any) -> tuple[Call, Wanted]:
     """The call, and the dtypes of dx and d_residual: two arrays only where both are needed and differ."""
     call, (x_dtype, residual_dtype) = ctx.call, ctx.dtypes
     needs_dx, needs_d_residual, *_ = ctx.needs_input_grad
-    if not needs_d_residual:
+    if needs_dx and not needs_d_residual:
         return call, Wanted(x_dtype)
-    if not needs_dx:  # d_residual takes the place of dx, which it is where alpha is 1
-        return call._replace(spec=call.spec._replace(alpha=1.0)), Wanted(residual_dtype)
+    if (
+        not needs_dx
+    ):  # d_residual takes the place of dx, which it is where alpha is 1; beside dw alone nobody reads it
+        call = call._replace(spec=call.spec._replace(alpha=1.0))
+        return call, Wanted(residual_dtype if needs_d_residual else x_dtype)
     is_one_array = call.spec.alpha == 1.0 and x_dtype is residual_dtype
     return call, Wanted(x_dtype, None if is_one_array else residual_dtype)
 

@@ -19,7 +19,7 @@ from living import Living, size_of
 from memory_cases import ADDED, KINDS, NAMES, gradients_of, leaves_of, norm
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
-from variants import VARIANTS, make
+from variants import VARIANTS, check, make
 
 from tilegym_rmsnorm import gate
 
@@ -135,15 +135,21 @@ def test_peak_of_a_backward(kind, used, kernels):
     assert least <= living.peak <= least + slack(inputs)
 
 
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
 @pytest.mark.parametrize("needing", ["x", "residual", "weight"])
-def test_peak_of_a_backward_for_one(needing, kernels):
+def test_peak_of_a_backward_for_one(needing, alpha, kernels):
     """The gradient of the other is not made beside it; dw needs no dx, but the kernel that makes it writes one."""
-    leaves = leaves_of(inputs := make(ADDED), (needing,))
-    results = norm(ADDED, inputs, leaves, kernels)
+    variant = ADDED._replace(alpha=alpha)
+    leaves = leaves_of(inputs := make(variant), (needing,))
+    results = norm(variant, inputs, leaves, kernels)
     with Living(*inputs, *results) as living:
-        gradients_of(results[:1] if needing == "weight" else results, leaves, inputs)
+        (gradient,) = gradients_of(results[:1] if needing == "weight" else results, leaves, inputs)
     most = size_of(inputs.x) + slack(inputs)
     assert living.peak <= most
+    if needing == "weight":
+        inputs = inputs._replace(d_residual_out=None)
+    name = {"x": "dx", "residual": "d_residual", "weight": "dw"}[needing]
+    check(variant, inputs, results[1].detach(), **{name: gradient})
 
 
 @pytest.mark.slow

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import functools
 
+import planning
 import pytest
 import torch
 import variants
 from helpers import BF16, FP16, FP32
+from narrow_variants import BACKWARDS
 from variants import Variant
 
 pytest.importorskip("cuda.tile")
+from cutile_runs import ShuffledMachine  # noqa: E402
+
 from tilegym_rmsnorm.backends import composed  # noqa: E402
 from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import variant as variant_module  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.problem import Form  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BIAS_ROW, WIDEST_FUSED_ROW  # noqa: E402
 
 RESIDUAL = {"residual_dtype": BF16, "dtype": BF16, "weight_dtype": BF16}
@@ -110,6 +116,31 @@ def test_wide_rows_in_place(variant, layout):
 @pytest.mark.parametrize("n", [12, 64, 1000, 2560])
 def test_dy_of_any_dtype(dtype, dy_dtype, n):
     _check(Variant(dtype, (5, n), weight_dtype=FP16), dy_dtype=dy_dtype)
+
+
+@pytest.mark.parametrize("has_two", [False, True])
+@pytest.mark.parametrize("kernel", ["rows", "rows, equal tiles", "rows by TMA", "tiles"])
+def test_dx_times_alpha(kernel, has_two):
+    """Beside d_residual, and alone: then no second array is written."""
+    variant = Variant(BF16, (5, 93), residual_dtype=BF16, alpha=0.3)
+    inputs = variants.make(variant)
+    x = (variant.alpha * inputs.x.float() + inputs.residual.float()).bfloat16()
+    rstd = (x.double().square().mean(-1) + variant.eps).rsqrt().float()
+    machine = ShuffledMachine()
+    problem = planning.problem(
+        "backward",
+        93,
+        BF16,
+        weight=FP32,
+        facts=machine.facts,
+        form=Form(residual=True, d_residual=has_two),
+    )
+    wanted = variants.wanted_of(variant)._replace(**({} if has_two else {"d_residual": None}))
+    run = launch.Backward(machine, plan_of(problem, BACKWARDS[kernel]))
+    tensors = x, inputs.dy, inputs.weight, rstd, inputs.d_residual_out
+    dx, d_residual, dw, _ = run.formed(variants.spec_of(variant), tensors, wanted)
+    assert (d_residual is None) != has_two
+    variants.check(variant, inputs, x, dx=dx, dw=dw, **({"d_residual": d_residual} if has_two else {}))
 
 
 @pytest.mark.parametrize("n", [WIDEST_BIAS_ROW + 8, WIDEST_FUSED_ROW + 8])

@@ -117,8 +117,8 @@ def backward_launcher(spec: Spec, tensors: Tensors, wanted: Wanted) -> Backward 
     weight_dtype = None if weight is None else weight.dtype
     # db beside dw, from partial rows of the same kernel; alone it is a sum of PyTorch's
     is_beside_dw = wanted.db is not None and op == "backward" and n <= WIDEST_BIAS_ROW
-    has_two = wanted.d_residual is not None or spec.alpha != 1.0  # dx and d_residual
-    has_residual = d_residual_out is not None or has_two
+    has_two = wanted.d_residual is not None  # dx and d_residual
+    has_residual = d_residual_out is not None or has_two or spec.alpha != 1.0
     written = (wanted.dx, wanted.d_residual)
     per_head = weight is not None and weight.ndim == 2
     dtype, form = form_of((x, dy, d_residual_out), written, has_residual, is_beside_dw, per_head, has_two)
@@ -352,9 +352,11 @@ class Backward(Launcher):
         x, dy, d_residual_out = self.as_read(x, dy, d_residual_out)
         machine, m, lead = self.machine, rstd.size(0), _lead_of(x)
         dx, d_residual, out = self.empty_like(x, wanted.dx), None, ()
-        if wanted.d_residual is not None or spec.alpha != 1.0:
-            d_residual = self.empty_like(x, wanted.d_residual or wanted.dx)
+        if wanted.d_residual is not None:
+            d_residual = self.empty_like(x, wanted.d_residual)
             out = d_residual, spec.alpha
+        elif spec.alpha != 1.0:
+            out = (spec.alpha,)
         dw, dw_partial, db, db_partial, sums = None, machine.no_dw_partial, None, (), ()
         if self.plan.problem.op == "backward":
             # of more rows than one launch takes each part has its own
@@ -369,7 +371,7 @@ class Backward(Launcher):
         self.run(m, (*arrays, *of_residual, db_partial, sums, spec.offset, self.inv_n), lead)
         if self.plan.problem.form.per_head:
             dw, db = (None if each is None else each.view(-1, self.n) for each in (dw, db))
-        return dx, d_residual if wanted.d_residual is not None else None, dw, db
+        return dx, d_residual, dw, db
 
     def _sum_and_partials(self, columns: int, p: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """dw, or db, and the partial rows that it is the sum of: of one, it is that row."""

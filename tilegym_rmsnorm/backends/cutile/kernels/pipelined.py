@@ -18,7 +18,7 @@ if PACKED.
 import cuda.tile as ct
 
 from .backward import h_and_g, store_partials, zeros_of_partials
-from .residual import NO_RESIDUAL, residual_with_divisor, with_d_residual_out
+from .residual import NO_RESIDUAL, residual_with_divisor, times_alpha, with_d_residual_out
 from .team import sum_of_team
 from .tiles import (
     ConstBool,
@@ -95,10 +95,9 @@ def add_row_by_tma(
     tfactor = factor_of_x(total * inv_n, trstd)
     td = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tcolumns))))
     td = with_d_residual_out(td, tadded)
-    if len(d_residual) > 0:
+    if len(d_residual) == 2:
         store_part_of_row(d_residual[0], row, member, td)
-        td = tuple(t * d_residual[1] for t in ct.static_iter(td))
-    store_part_of_row(dx, row, member, td)
+    store_part_of_row(dx, row, member, times_alpha(td, d_residual))
     return tsums
 
 
@@ -110,7 +109,7 @@ def backward_pipelined(
     weight,  # (N,)
     rstd,  # (M,), float32
     d_residual_out,  # () or (as dy,)
-    d_residual,  # () or ((M, N) written, alpha)
+    d_residual,  # (), (alpha,) or ((M, N) written, alpha)
     db_partial,  # () or (as dw_partial,)
     inv_n,
     offset,
@@ -130,8 +129,8 @@ def backward_pipelined(
     if DEPENDENT:
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
-    db_partial = with_divisor(db_partial, DIVISOR)
-    residual = tuple(residual_with_divisor(r, DIVISOR) for r in ct.static_iter((d_residual_out, d_residual)))
+    d_residual_out, db_partial = with_divisor(d_residual_out, DIVISOR), with_divisor(db_partial, DIVISOR)
+    residual = (d_residual_out, residual_with_divisor(d_residual, DIVISOR))
     arrays = (dx, dy, x, weight)
     HOW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
     tcolumns = column_tiles(WIDTH, PIECES, 0)

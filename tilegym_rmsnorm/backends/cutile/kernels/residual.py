@@ -7,8 +7,8 @@
     dx = alpha * d      d_residual = d, a tensor of its own only where alpha is not 1 or the dtypes differ
 
 Kernels take these arrays in tuples: `residual` is (residual, residual_out, alpha), `d_residual_out` (array,),
-`d_residual` (array, alpha), each of them () where it is absent. A tuple's length is known to the compiler, so that a
-call without a residual compiles to what it was.
+`d_residual` (array, alpha), or (alpha,) where only dx is wanted and alpha is not 1, each of them () where it is absent.
+A tuple's length is known to the compiler, so that a call without a residual compiles to what it was.
 """
 
 import cuda.tile as ct
@@ -19,13 +19,9 @@ NO_RESIDUAL = ((), ())  # d_residual_out, d_residual
 
 
 def residual_with_divisor(residual, DIVISOR):
-    """The same, or the same nothing; `with_divisor` says why."""
-    if len(residual) == 3:
-        residual = with_divisor((residual[0], residual[1]), DIVISOR) + (residual[2],)
-    elif len(residual) == 2:
-        residual = with_divisor((residual[0],), DIVISOR) + (residual[1],)
-    elif len(residual) == 1:
-        residual = with_divisor(residual, DIVISOR)
+    """`residual` or `d_residual`, whose last element is alpha; `with_divisor` says why."""
+    if len(residual) > 1:
+        residual = with_divisor(residual[:-1], DIVISOR) + residual[-1:]
     return residual
 
 
@@ -64,8 +60,13 @@ def with_d_residual_out(td, tstored):
 
 def store_d_residual(d_residual, row, tcolumns, td, EVEN):
     """Writes d as d_residual if that is a tensor of its own, and returns dx."""
+    if len(d_residual) == 2:
+        store_row(d_residual[0], row, tcolumns, td, EVEN)
+    return times_alpha(td, d_residual)
+
+
+def times_alpha(td, d_residual):
+    """dx, given d, as tiles."""
     if len(d_residual) > 0:
-        array, alpha = d_residual
-        store_row(array, row, tcolumns, td, EVEN)
-        td = tuple(t * alpha for t in ct.static_iter(td))
+        td = tuple(t * d_residual[-1] for t in ct.static_iter(td))
     return td
