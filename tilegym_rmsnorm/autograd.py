@@ -336,7 +336,7 @@ def _gradients_of_no_rows(x: Tensor, weight: Tensor | None, n: int, heads: int, 
 def _sum_of_rows(dy: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """db where nothing else is needed."""
     check_memory(dy=dy)
-    return dy.reshape(-1, *shape).sum(dim=0, dtype=compute_dtype(dy.dtype)).to(dtype)
+    return reference.sum_of_rows(dy, shape, compute_dtype(dy.dtype), dtype)
 
 
 def _empty(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -210,6 +210,13 @@ def gradients_torch(
     return dx, d_residual, dw, db
 
 
+def sum_of_rows(dy: Tensor, shape: tuple[int, ...], computed: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """db, where nothing else forms it: dy summed over the dimensions before its last ones, which are `shape`, in the
+    precision `computed`, and rounded to `dtype`. Strided dy is read where it is."""
+    dy = dy[None]  # sum() would take no dimensions for all of them
+    return dy.sum(tuple(range(dy.ndim - len(shape))), dtype=computed).to(dtype)
+
+
 def _per_row(rstd: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return rstd.to(dtype).reshape(*x.shape[:-1], 1)
 

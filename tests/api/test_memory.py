@@ -14,9 +14,9 @@ import gc
 
 import pytest
 import torch
-from helpers import FP32, HAS_GPU, why_skip
+from helpers import BF16, FP32, HAS_GPU, why_skip
 from living import Living, size_of
-from memory_cases import ADDED, KINDS, NAMES, gradients_of, leaves_of, norm
+from memory_cases import ADDED, KINDS, NAMES, OF_HEADS, gradients_of, leaves_of, norm
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 from variants import VARIANTS, check, make
@@ -150,6 +150,21 @@ def test_peak_of_a_backward_for_one(needing, alpha, kernels):
         inputs = inputs._replace(d_residual_out=None)
     name = {"x": "dx", "residual": "d_residual", "weight": "dw"}[needing]
     check(variant, inputs, results[1].detach(), **{name: gradient})
+
+
+@pytest.mark.parametrize("weight", ["none", "vector", "heads"])
+@pytest.mark.parametrize("needing", [("bias",), ("x", "bias")])
+def test_peak_of_db_without_dw(needing, weight, kernels):
+    """A transposed dy is not copied to be summed, beside a frozen weight and without one."""
+    variant = OF_HEADS._replace(bias_dtype=BF16, weight=weight, layout="transposed")
+    leaves = leaves_of(inputs := make(variant), needing)
+    results = norm(variant, inputs, leaves, kernels)
+    with Living(*inputs, *results) as living:
+        gradients = gradients_of(results, leaves, inputs)
+    written = size_of(inputs.x) if "x" in needing else 0
+    assert living.peak <= written + slack(inputs)
+    # those that need one, in the order of the leaves
+    check(variant, inputs, **dict(zip(["dx", "db"][-len(needing) :], gradients, strict=True)))
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.layout import as_rows
-from tilegym_rmsnorm.reference import joint_dtype, residual_sum, round_xhat
+from tilegym_rmsnorm.reference import joint_dtype, residual_sum, round_xhat, sum_of_rows
 from tilegym_rmsnorm.spec import Gradients, Outputs, Spec, Tensors, Wanted, parts_of
 
 _log = logging.getLogger("tilegym_rmsnorm")
@@ -107,5 +107,5 @@ def backward(plain: Callable[..., Gradients], spec: Spec, tensors: Tensors, want
     db = None
     if wanted.db is not None:
         shape = (spec.n,) if weight is None else weight.shape
-        db = dy.reshape(-1, *shape).sum(0, dtype=dtype).to(wanted.db)
+        db = sum_of_rows(dy, shape, dtype, wanted.db)
     return dx, d_residual, dw if is_per_head else plain_dw, db

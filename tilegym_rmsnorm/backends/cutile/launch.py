@@ -30,6 +30,7 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Launch, Machine, machine_of
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
+from tilegym_rmsnorm.reference import sum_of_rows
 from tilegym_rmsnorm.registry import register_impl
 from tilegym_rmsnorm.spec import Gradients, Outputs, Spec, Tensors, Wanted
 
@@ -107,7 +108,7 @@ def _formed_backward(spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
     _, dy, weight, *_ = tensors
     gradients = run.formed(spec, tensors, wanted._replace(db=None))
     shape = weight.shape if run.plan.problem.form.per_head else (spec.n,)
-    return (*gradients[:3], dy.reshape(-1, *shape).sum(0, dtype=torch.float32).to(wanted.db))
+    return (*gradients[:3], sum_of_rows(dy, shape, torch.float32, wanted.db))
 
 
 def backward_launcher(spec: Spec, tensors: Tensors, wanted: Wanted) -> Backward | None:
