@@ -60,7 +60,7 @@ from .heads import (
     zeros_of_tiles,
 )
 from .residual import (
-    NO_RESIDUAL,
+    NO_RESIDUAL_GRADIENTS,
     load_d_residual_out,
     residual_with_divisor,
     store_d_residual,
@@ -103,27 +103,28 @@ def row_gradients(
     tcolumns,
     inv_n,
     offset,
-    HOW,
+    OF_ROW,
     PIECES,
     LATENCY,
     PACKED=False,
-    residual=NO_RESIDUAL,
+    residual_gradients=NO_RESIDUAL_GRADIENTS,
     HAS_DB=False,
     team=(),
 ):
     """Writes dx of one row, by gathers, and returns its terms of dw, which the compiler leaves out where nobody uses
     them, and behind them, if HAS_DB, those of db.
 
-    In a loop the compiler hoists the load of weight. PACKED keeps x and dy in their own 16 bits while the products are
-    summed. residual: d_residual_out and d_residual (residual.py). team, of a block that holds a part of the row
+    OF_ROW is (EVEN, HAS_WEIGHT, ROUND_XHAT), here and in pipelined.py and backward_team.py. In a loop the compiler
+    hoists the load of weight. PACKED keeps x and dy in their own 16 bits while the products are summed.
+    residual_gradients: d_residual_out and d_residual (residual.py). team, of a block that holds a part of the row
     (backward_team.py): the board, which part, MEMBERS and SLOTS.
     """
     dx, dy, x, weight, rstd = arrays
-    EVEN, HAS_WEIGHT, ROUND_XHAT = HOW
-    d_residual_out, d_residual = residual
+    EVEN, HAS_WEIGHT, ROUND_XHAT = OF_ROW
+    d_residual_out, d_residual = residual_gradients
     tstored_x = load_row(x, row, tcolumns, EVEN, LATENCY)
     tstored_dy = load_row(dy, row, tcolumns, EVEN, LATENCY)
-    tadded = load_d_residual_out(d_residual_out, row, tcolumns, EVEN, LATENCY)
+    td_residual_out = load_d_residual_out(d_residual_out, row, tcolumns, EVEN, LATENCY)
     trstd = ct.load(rstd, row, shape=())
     tscale = ()
     if HAS_WEIGHT:
@@ -141,7 +142,7 @@ def row_gradients(
         th, tg = h_and_g(tdy, trstd, tscale)
 
     td = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tcolumns))))
-    td = with_d_residual_out(td, tadded)
+    td = with_d_residual_out(td, td_residual_out)
     tdx = store_d_residual(d_residual, row, tcolumns, td, EVEN)
     store_row(dx, row, tcolumns, tdx, EVEN)
     tterms = row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
@@ -198,9 +199,9 @@ def backward_rows(
     """
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
     d_residual_out, db_partial = with_divisor(d_residual_out, DIVISOR), with_divisor(db_partial, DIVISOR)
-    residual = (d_residual_out, residual_with_divisor(d_residual, DIVISOR))
+    residual_gradients = (d_residual_out, residual_with_divisor(d_residual, DIVISOR))
     arrays = (dx, dy, x, weight, rstd)
-    HOW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
+    OF_ROW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
     tcolumns = column_tiles(WIDTH, PIECES, REST)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
@@ -209,25 +210,35 @@ def backward_rows(
     HAS_DB = len(db_partial) > 0
     if SHORT and rows_of(x) <= ct.num_blocks(0):
         tsums = row_gradients(
-            arrays, ct.bid(0), tcolumns, inv_n, offset, HOW, PIECES, 1, PACKED, residual, HAS_DB
+            arrays, ct.bid(0), tcolumns, inv_n, offset, OF_ROW, PIECES, 1, PACKED, residual_gradients, HAS_DB
         )
         store_partials(dw_partial, db_partial, ct.bid(0), tcolumns, tsums, EVEN, HAS_DW)
     else:
         tsums = zeros_of_partials(tcolumns, HAS_DB)
         for row in range(ct.bid(0), rows_of(x), ct.num_blocks(0)):
             tterms = row_gradients(
-                arrays, row, tcolumns, inv_n, offset, HOW, PIECES, LATENCY, PACKED, residual, HAS_DB
+                arrays,
+                row,
+                tcolumns,
+                inv_n,
+                offset,
+                OF_ROW,
+                PIECES,
+                LATENCY,
+                PACKED,
+                residual_gradients,
+                HAS_DB,
             )
             tsums = added(tsums, tterms)
         store_partials(dw_partial, db_partial, ct.bid(0), tcolumns, tsums, EVEN, HAS_DW)
 
 
-def store_gradients(dx, d_residual, place, tx, tg, tfactor, tadded, SHAPE, TMA):
+def store_gradients(dx, d_residual, place, tx, tg, tfactor, td_residual_out, SHAPE, TMA):
     """Writes dx of a tile, and d_residual where that is an array of its own (residual.py)."""
     for k in ct.static_iter(range(len(tx))):
         td = tx[k] * tfactor + tg[k]
-        if len(tadded) > 0:
-            td = td + tadded[k]
+        if len(td_residual_out) > 0:
+            td = td + td_residual_out[k]
         if len(d_residual) == 2:
             store_tile_at(d_residual[0], place, k, td, SHAPE, TMA)
         if len(d_residual) > 0:
@@ -261,8 +272,11 @@ def backward_tiles(
     DEPENDENT: ConstBool,
 ):
     """Grid: (P,), or PER_HEAD (P * tiles along H,). Each row is PIECES tiles side by side (heads.py), and what lies
-    past the last row or column adds 0 to every sum. The next kernel is not let in early: the loop's stores would have
-    to be ordered first."""
+    past the last row or column adds 0 to every sum. launch.py returns PER_HEAD dw as (H, N), once `sum_partials` has
+    added the P rows of H * N.
+
+    The next kernel is not let in early, because the compiler would have to keep the loop's stores on one side of that
+    signal: it would order them with each other, and a step would wait for the one before."""
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
     d_residual_out, db_partial = with_divisor(d_residual_out, DIVISOR), with_divisor(db_partial, DIVISOR)
     d_residual = residual_with_divisor(d_residual, DIVISOR)
@@ -281,12 +295,12 @@ def backward_tiles(
         trstd = load_rstd_at(rstd, x, place, SHAPE, TMA)
         tx = load_tiles_at(x, place, SHAPE, PIECES, LATENCY, TMA, DIVISOR)
         tdy = load_tiles_at(dy, place, SHAPE, PIECES, LATENCY, TMA, DIVISOR)
-        tadded = load_optional_at(d_residual_out, place, SHAPE, PIECES, LATENCY, TMA, DIVISOR)
+        td_residual_out = load_optional_at(d_residual_out, place, SHAPE, PIECES, LATENCY, TMA, DIVISOR)
         th, tg = h_and_g(tdy, trstd, tscale)
         tproducts = products_lane_by_lane(tx, tg, PIECES)
         tfactor = factor_of_x(ct.sum(tproducts, axis=1, keepdims=True) * inv_n, trstd)
 
-        store_gradients(dx, d_residual, place, tx, tg, tfactor, tadded, SHAPE, TMA)
+        store_gradients(dx, d_residual, place, tx, tg, tfactor, td_residual_out, SHAPE, TMA)
         if HAS_DW:
             tterms = row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
             tdw = added(tdw, tterms)

@@ -47,11 +47,11 @@ from .tiles import (
 from .weights import load_scale
 
 
-def part_gradients(arrays, row, tcolumns, tahead, inv_n, offset, HOW, LATENCY, team):
+def part_gradients(arrays, row, tcolumns, tahead, inv_n, offset, OF_ROW, LATENCY, team):
     """Writes dx of a block's part of one row, by TMA, and returns its terms of dw. tahead: the row's rstd, if it is
     here already; tcolumns serve the weight alone."""
     dx, dy, x, weight, rstd = arrays
-    EVEN, HAS_WEIGHT, ROUND_XHAT = HOW
+    EVEN, HAS_WEIGHT, ROUND_XHAT = OF_ROW
     board, member, MEMBERS, SLOTS = team
     tstored_x = load_part_of_row(x, row, member, tcolumns, LATENCY)
     tstored_dy = load_part_of_row(dy, row, member, tcolumns, LATENCY)
@@ -77,19 +77,19 @@ def part_gradients(arrays, row, tcolumns, tahead, inv_n, offset, HOW, LATENCY, t
     return row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
 
 
-def add_part(arrays, row, tdw, tcolumns, tahead, inv_n, offset, HOW, LATENCY, PACKED, team):
+def add_part(arrays, row, tdw, tcolumns, tahead, inv_n, offset, OF_ROW, LATENCY, PACKED, team):
     """The same, and returns tdw with those terms added."""
     if PACKED:
-        tadded = add_row_by_tma(
-            arrays[:4], row, tdw, tahead[0], tcolumns, inv_n, offset, HOW, LATENCY, PACKED, team=team
+        tsums = add_row_by_tma(
+            arrays[:4], row, tdw, tahead[0], tcolumns, inv_n, offset, OF_ROW, LATENCY, PACKED, team=team
         )
     else:
         tplaces = tcolumns
         if len(tahead) == 0:
             tplaces = not_hoisted(tcolumns, row)
-        tterms = part_gradients(arrays, row, tplaces, tahead, inv_n, offset, HOW, LATENCY, team)
-        tadded = added(tdw, tterms)
-    return tadded
+        tterms = part_gradients(arrays, row, tplaces, tahead, inv_n, offset, OF_ROW, LATENCY, team)
+        tsums = added(tdw, tterms)
+    return tsums
 
 
 def backward_team(
@@ -122,10 +122,10 @@ def backward_team(
     first, team = join_team(board, MEMBERS, SLOTS)
     tcolumns = column_tiles_of(team[1], WIDTH, PIECES)
     arrays = (dx, dy, x, weight, rstd)
-    HOW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
+    OF_ROW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
     tdw = zero_row(tcolumns)
     for row in range(first, x.shape[0], ct.num_blocks(0) // MEMBERS):
-        tterms = row_gradients(arrays, row, tcolumns, inv_n, offset, HOW, PIECES, LATENCY, team=team)
+        tterms = row_gradients(arrays, row, tcolumns, inv_n, offset, OF_ROW, PIECES, LATENCY, team=team)
         tdw = added(tdw, tterms)
     if HAS_DW:
         store_row(dw_partial, first, tcolumns, tdw, EVEN)
@@ -163,7 +163,7 @@ def backward_pipelined_team(
     first, team = join_team(board, MEMBERS, SLOTS)
     tcolumns = column_tiles_of(team[1], WIDTH, PIECES)
     arrays = (dx, dy, x, weight, rstd)
-    HOW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
+    OF_ROW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
     tdw = zero_row(tcolumns)
     tahead = ()
     if RSTD_AHEAD:
@@ -172,7 +172,7 @@ def backward_pipelined_team(
         tnext = ()
         if RSTD_AHEAD:
             tnext = (rstd_ahead(rstd, row + ct.num_blocks(0) // MEMBERS),)
-        tdw = add_part(arrays, row, tdw, tcolumns, tahead, inv_n, offset, HOW, LATENCY, PACKED, team)
+        tdw = add_part(arrays, row, tdw, tcolumns, tahead, inv_n, offset, OF_ROW, LATENCY, PACKED, team)
         tahead = tnext
     if HAS_DW:
         store_row(dw_partial, first, tcolumns, tdw, EVEN)

@@ -64,8 +64,12 @@ from .weights import gather_columns, joint_load, load_scale, load_weight, scale_
 def normalize_row(
     arrays, row, tcolumns, inv_n, eps, offset, PIECES, LATENCY, HOW, residual=(), bias=(), team=()
 ):
-    """Writes y and rstd of one row. team, of a block that holds a part of the row (forward_team.py): the board, which
-    part, MEMBERS and SLOTS."""
+    """Writes y and rstd of one row.
+
+    HOW is (EVEN, ALIGNED, PACKED, HAS_WEIGHT, ROUND_XHAT, EARLY_WEIGHT, JOINT_WEIGHT, SIGNALS), the switches of
+    `forward_rows` and two more: ALIGNED, whether rows begin at multiples of 16 bytes; SIGNALS, whether the next kernel
+    is let in here. team, of a block that holds a part of the row (forward_team.py): the board, which part, MEMBERS and
+    SLOTS."""
     y, rstd, x, weight = arrays
     EVEN, ALIGNED, PACKED, HAS_WEIGHT, ROUND_XHAT, EARLY_WEIGHT, JOINT_WEIGHT, SIGNALS = HOW
     IS_JOINT = HAS_WEIGHT and JOINT_WEIGHT and weight.dtype == x.dtype
@@ -147,10 +151,9 @@ def forward_rows(
     normalize_row(arrays, ct.bid(0), tcolumns, inv_n, eps, offset, PIECES, LATENCY, HOW, residual, bias)
 
 
-def load_block(arrays, place, SHAPE, PIECES, LATENCY, HOW):
+def load_block(arrays, place, SHAPE, PIECES, LATENCY, EVEN, GATHERS, DIVISOR):
     """A block's tiles of the one array of rows in a tuple, as float32; nothing of an empty tuple. By gathers rows past
     the last one are that one again; tiles have zeros there."""
-    EVEN, GATHERS, _, DIVISOR, _ = HOW
     ROWS, _, WIDTH = SHAPE
     if GATHERS and len(arrays) > 0:
         trows = ct.minimum(place[0] * ROWS + ct.arange(ROWS, dtype=ct.int32), arrays[0].shape[0] - 1)
@@ -164,10 +167,11 @@ def load_block(arrays, place, SHAPE, PIECES, LATENCY, HOW):
     return tiles
 
 
-def load_columns_of_block(array, dtype, place, SHAPE, PIECES, HOW, shift=()):
+def load_columns_of_block(
+    array, dtype, place, SHAPE, PIECES, EVEN, GATHERS, JOINT, DIVISOR, PER_HEAD, shift=()
+):
     """A row of a weight or bias beside rows of `dtype`, as float32 that broadcasts to a block's tiles. shift: () or
     (what is added,)."""
-    EVEN, GATHERS, JOINT, DIVISOR, PER_HEAD = HOW
     ROWS, _, WIDTH = SHAPE
     if GATHERS:
         tcolumns = column_tiles(WIDTH, PIECES, 0)
@@ -193,10 +197,10 @@ def tiles_with_residual(tx, tresidual, residual, place, SHAPE):
     """What is normalized, float32: tiles of x, or those of residual_out, which is written."""
     if len(residual) > 0:
         _, residual_out, alpha = residual
-        tadded = added_residual(tx, tresidual, alpha, residual_out.dtype)
-        for k in ct.static_iter(range(len(tadded))):
-            store_tile_at(residual_out, place, k, tadded[k], SHAPE, False)
-        tx = row_as_float32(tadded)
+        tresidual_out = added_residual(tx, tresidual, alpha, residual_out.dtype)
+        for k in ct.static_iter(range(len(tresidual_out))):
+            store_tile_at(residual_out, place, k, tresidual_out[k], SHAPE, False)
+        tx = row_as_float32(tresidual_out)
     return tx
 
 
@@ -240,16 +244,20 @@ def forward_tiles(
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
     residual, bias = residual_with_divisor(residual, DIVISOR), with_divisor(bias, DIVISOR)
     SHAPE = (ROWS, HEADS, WIDTH)
-    HOW = (EVEN, EARLY_WEIGHT or JOINT_WEIGHT, JOINT_WEIGHT, DIVISOR, PER_HEAD)
+    GATHERS = EARLY_WEIGHT or JOINT_WEIGHT
     place = place_of_tile(x, ct.bid(0), SHAPE)
     if DEPENDENT:
         wait_for_launch_before(sum_of_indices(place))
-    tx = load_block((x,), place, SHAPE, PIECES, LATENCY, HOW)
-    tresidual = load_block(residual[:1], place, SHAPE, PIECES, LATENCY, HOW)
+    tx = load_block((x,), place, SHAPE, PIECES, LATENCY, EVEN, GATHERS, DIVISOR)
+    tresidual = load_block(residual[:1], place, SHAPE, PIECES, LATENCY, EVEN, GATHERS, DIVISOR)
     if HAS_WEIGHT:
-        tscale = load_columns_of_block(weight, x.dtype, place, SHAPE, PIECES, HOW, (offset,))
+        tscale = load_columns_of_block(
+            weight, x.dtype, place, SHAPE, PIECES, EVEN, GATHERS, JOINT_WEIGHT, DIVISOR, PER_HEAD, (offset,)
+        )
     if len(bias) > 0:
-        tbias = load_columns_of_block(bias[0], x.dtype, place, SHAPE, PIECES, HOW)
+        tbias = load_columns_of_block(
+            bias[0], x.dtype, place, SHAPE, PIECES, EVEN, GATHERS, JOINT_WEIGHT, DIVISOR, PER_HEAD
+        )
     if DEPENDENT:
         ct.grid_dependency_control_launch_dependents()
 

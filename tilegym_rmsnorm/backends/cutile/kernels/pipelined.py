@@ -18,7 +18,7 @@ if PACKED.
 import cuda.tile as ct
 
 from .backward import h_and_g, store_partials, zeros_of_partials
-from .residual import NO_RESIDUAL, residual_with_divisor, times_alpha, with_d_residual_out
+from .residual import NO_RESIDUAL_GRADIENTS, residual_with_divisor, times_alpha, with_d_residual_out
 from .team import sum_of_team
 from .tiles import (
     ConstBool,
@@ -41,7 +41,18 @@ from .weights import load_scale
 
 
 def add_row_by_tma(
-    arrays, row, tsums, trstd, tcolumns, inv_n, offset, HOW, LATENCY, PACKED, residual=NO_RESIDUAL, team=()
+    arrays,
+    row,
+    tsums,
+    trstd,
+    tcolumns,
+    inv_n,
+    offset,
+    OF_ROW,
+    LATENCY,
+    PACKED,
+    residual_gradients=NO_RESIDUAL_GRADIENTS,
+    team=(),
 ):
     """Writes dx of one row and returns tsums with the row's share added: sums of dw, and behind them those of db, if
     there is db. rstd of the row is here already.
@@ -62,16 +73,16 @@ def add_row_by_tma(
     is 1 % slower with x made again.
     """
     dx, dy, x, weight = arrays
-    d_residual_out, d_residual = residual
-    EVEN, HAS_WEIGHT, ROUND_XHAT = HOW
+    d_residual_out, d_residual = residual_gradients
+    EVEN, HAS_WEIGHT, ROUND_XHAT = OF_ROW
     member = 0
     if len(team) > 0:
         board, member, MEMBERS, SLOTS = team
     tstored_x = load_part_of_row(x, row, member, tcolumns, LATENCY)
     tstored_dy = load_part_of_row(dy, row, member, tcolumns, LATENCY)
-    tadded = ()
+    td_residual_out = ()
     if len(d_residual_out) > 0:
-        tadded = load_part_of_row(d_residual_out[0], row, member, tcolumns, LATENCY)
+        td_residual_out = load_part_of_row(d_residual_out[0], row, member, tcolumns, LATENCY)
     tscale = ()
     if HAS_WEIGHT:
         tweight_columns = tcolumns
@@ -94,7 +105,7 @@ def add_row_by_tma(
             tx = packed_row_as_float32(tstored_x)
     tfactor = factor_of_x(total * inv_n, trstd)
     td = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tcolumns))))
-    td = with_d_residual_out(td, tadded)
+    td = with_d_residual_out(td, td_residual_out)
     if len(d_residual) == 2:
         store_part_of_row(d_residual[0], row, member, td)
     store_part_of_row(dx, row, member, times_alpha(td, d_residual))
@@ -130,16 +141,16 @@ def backward_pipelined(
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
     d_residual_out, db_partial = with_divisor(d_residual_out, DIVISOR), with_divisor(db_partial, DIVISOR)
-    residual = (d_residual_out, residual_with_divisor(d_residual, DIVISOR))
+    residual_gradients = (d_residual_out, residual_with_divisor(d_residual, DIVISOR))
     arrays = (dx, dy, x, weight)
-    HOW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
+    OF_ROW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
     tcolumns = column_tiles(WIDTH, PIECES, 0)
     tsums = zeros_of_partials(tcolumns, len(db_partial) > 0)
     trstd = rstd_ahead(rstd, ct.bid(0))
     for row in range(ct.bid(0), x.shape[0], ct.num_blocks(0)):
         tnext = rstd_ahead(rstd, row + ct.num_blocks(0))
         tsums = add_row_by_tma(
-            arrays, row, tsums, trstd, tcolumns, inv_n, offset, HOW, LATENCY, PACKED, residual
+            arrays, row, tsums, trstd, tcolumns, inv_n, offset, OF_ROW, LATENCY, PACKED, residual_gradients
         )
         trstd = tnext
     store_partials(dw_partial, db_partial, ct.bid(0), tcolumns, tsums, EVEN, HAS_DW)

@@ -6,6 +6,9 @@
     d = the gradient of what was normalized (backward.py) + d_residual_out
     dx = alpha * d      d_residual = d, a tensor of its own only where alpha is not 1 or the dtypes differ
 
+In the gradient the rounding of residual_out counts as the identity. d stays float32: dx and d_residual are each rounded
+once, from it, and dx is not alpha times the rounded d_residual.
+
 Kernels take these arrays in tuples: `residual` is (residual, residual_out, alpha), `d_residual_out` (array,),
 `d_residual` (array, alpha), or (alpha,) where only dx is wanted and alpha is not 1, each of them () where it is absent.
 A tuple's length is known to the compiler, so that a call without a residual compiles to what it was.
@@ -15,7 +18,7 @@ import cuda.tile as ct
 
 from .tiles import added, as_float32, load_row, row_as_float32, store_row, with_divisor
 
-NO_RESIDUAL = ((), ())  # d_residual_out, d_residual
+NO_RESIDUAL_GRADIENTS = ((), ())  # of a backward's `residual_gradients`: d_residual_out, d_residual
 
 
 def residual_with_divisor(residual, DIVISOR):
@@ -36,8 +39,8 @@ def added_residual(tstored_x, tstored_residual, alpha, dtype):
 def row_with_residual(tstored, residual, row, tcolumns, EVEN, LATENCY):
     """What is normalized, given a row of x, as tiles of its dtype: that row, or residual_out, which is written."""
     if len(residual) > 0:
-        added, residual_out, alpha = residual
-        tresidual = load_row(added, row, tcolumns, EVEN, LATENCY)
+        addend, residual_out, alpha = residual
+        tresidual = load_row(addend, row, tcolumns, EVEN, LATENCY)
         tstored = added_residual(tstored, tresidual, alpha, residual_out.dtype)
         store_row(residual_out, row, tcolumns, tstored, EVEN)
     return tstored
@@ -51,10 +54,10 @@ def load_d_residual_out(d_residual_out, row, tcolumns, EVEN, LATENCY):
     return tiles
 
 
-def with_d_residual_out(td, tstored):
-    """Gradient tiles, with those of d_residual_out added if there are any."""
-    if len(tstored) > 0:
-        td = added(td, row_as_float32(tstored))
+def with_d_residual_out(td, td_residual_out):
+    """Gradient tiles, with those of d_residual_out, as they are stored, added if there are any."""
+    if len(td_residual_out) > 0:
+        td = added(td, row_as_float32(td_residual_out))
     return td
 
 

@@ -35,15 +35,15 @@ from .tiles import (
 )
 
 
-def strip_of_dw(dw_partial, dy, x, rstd, k, j, tiles_in_slab, shape, LATENCY, SWITCHES):
+def strip_of_dw(dw_partial, dy, x, rstd, k, j, tiles_in_slab, shape, LATENCY, OF_STRIP):
     """Sums dy * xhat over the rows of slab k in column strip j, tile after tile, into row k of dw_partial.
 
-    GATHERS: all of a tile is asked for at once; in place of rows past the last one it is read again, with a dy of 0; a
-    product that is NaN in spite of that is NaN or infinite in the last row too. Without, tiles that read 0 there, each
-    load behind a branch: faster where chunks of wide rows are issued ahead (the setting `gathers` says which). EVEN:
-    every column of every strip is one of x's.
+    OF_STRIP is (GATHERS, EVEN, ROUND_XHAT, DIVISOR). GATHERS: all of a tile is asked for at once; in place of rows past
+    the last one it is read again, with a dy of 0; a product that is NaN in spite of that is NaN or infinite in the last
+    row too. Without, tiles that read 0 there, each load behind a branch: faster where chunks of wide rows are issued
+    ahead (the setting `gathers` says which). EVEN: every column of every strip is one of x's.
     """
-    GATHERS, EVEN, ROUND_XHAT, DIVISOR = SWITCHES
+    GATHERS, EVEN, ROUND_XHAT, DIVISOR = OF_STRIP
     ROWS, STRIP = shape
     tcolumns = j * STRIP + ct.arange(STRIP, dtype=ct.int32)
     tdw = ct.zeros(shape, dtype=ct.float32)
@@ -98,8 +98,10 @@ def backward_split(
     strips_before = ct.minimum(b, strips)
 
     if b < strips:
-        HOW = (True, EVEN_STRIPS, ROUND_XHAT, DIVISOR)
-        strip_of_dw(dw_partial, dy, x, rstd, k, strips_before, tiles_in_slab, (ROWS, STRIP), LATENCY, HOW)
+        OF_STRIP = (True, EVEN_STRIPS, ROUND_XHAT, DIVISOR)
+        strip_of_dw(
+            dw_partial, dy, x, rstd, k, strips_before, tiles_in_slab, (ROWS, STRIP), LATENCY, OF_STRIP
+        )
     else:
         row = at_least_zero(k * slab + b - strips_before)
         if row < x.shape[0]:
@@ -144,8 +146,10 @@ def backward_split_reread(
     strips_before = b * strips // (strips + slab)
 
     if (b + 1) * strips // (strips + slab) > strips_before:
-        HOW = (GATHERS, EVEN_STRIPS, ROUND_XHAT, DIVISOR)
-        strip_of_dw(dw_partial, dy, x, rstd, k, strips_before, tiles_in_slab, (ROWS, STRIP), LATENCY, HOW)
+        OF_STRIP = (GATHERS, EVEN_STRIPS, ROUND_XHAT, DIVISOR)
+        strip_of_dw(
+            dw_partial, dy, x, rstd, k, strips_before, tiles_in_slab, (ROWS, STRIP), LATENCY, OF_STRIP
+        )
     else:
         row = at_least_zero(k * slab + b - strips_before)
         if row < x.shape[0]:
