@@ -16,7 +16,7 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
 from cutile_runs import ShuffledMachine, plan_for, run_backward, run_forward  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile import interpreter, launch  # noqa: E402
+from tilegym_rmsnorm.backends.cutile import interpreter, launch, launcher  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import plan  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import variant as variant_module
@@ -328,8 +328,8 @@ def test_a_row_stride_beyond_int32_is_copied_away(m, monkeypatch):
     """A single row too: contiguous() would return it with its stride."""
     inputs = make_inputs(m, 64, BF16, FP32, device=CPU)
     far = torch.full((m, 200), torch.nan, dtype=BF16)[:, :64].copy_(inputs.x)
-    monkeypatch.setattr(launch, "LARGEST_STRIDE", 199)
-    assert launch._as_read(far, tma=False).stride() == (64, 1)
+    monkeypatch.setattr(launcher, "LARGEST_STRIDE", 199)
+    assert launcher._as_read(far, tma=False).stride() == (64, 1)
     assert_within(expected_results(inputs), **run_forward(inputs._replace(x=far)))
 
 

@@ -34,6 +34,8 @@ LAYERS = (
     (f"{PACKAGE}.backends.versions", f"{PACKAGE}.backends.checks", f"{CUTILE}.runtime"),
     (f"{PACKAGE}.backends.torch_reference", f"{PACKAGE}.backends.composed"),
     (f"{CUTILE}.forms",),
+    (f"{CUTILE}.launcher",),
+    (f"{CUTILE}.choice",),
     (f"{CUTILE}.launch",),
     (f"{CUTILE}.warm", f"{CUTILE}.tuning"),
     (f"{PACKAGE}.backends",),

@@ -1,0 +1,136 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+"""Which launcher serves a call: by the plan of its problem, once for all calls that are alike."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+from torch import Tensor
+
+from tilegym_rmsnorm import policy
+from tilegym_rmsnorm.backends.cutile.forms import fits_kernels, form_of
+from tilegym_rmsnorm.backends.cutile.launcher import Backward, Forward, Launcher, lead_of
+from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
+from tilegym_rmsnorm.backends.cutile.plans.problem import PLAIN, Form, Policy, Problem
+from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BIAS_ROW, is_fused
+from tilegym_rmsnorm.backends.cutile.plans.select import select
+from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
+from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
+from tilegym_rmsnorm.backends.cutile.runtime.machine import Machine, machine_of
+from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
+from tilegym_rmsnorm.spec import Spec, Tensors, Wanted
+
+logger = logging.getLogger("tilegym_rmsnorm")
+
+NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+def forward_launcher(spec: Spec, tensors: Tensors) -> Forward | None:
+    """What runs a call of any form; None where no kernel takes it."""
+    x, weight, bias, residual = tensors
+    n, m = spec.n, x.numel() // spec.n
+    per_head = any(each is not None and each.ndim == 2 for each in (weight, bias))
+    written = (spec.y_dtype, spec.residual_dtype)
+    dtype, form = form_of((x, residual), written, residual is not None, bias is not None, per_head)
+    weight_dtype = None if weight is None else weight.dtype
+    run = _forward(x.device, n, dtype, weight_dtype, spec.casting, size_class(m, n), *ruled_out(), form)
+    return None if run is None or not _takes(run, m, x, residual) else run
+
+
+def backward_launcher(spec: Spec, tensors: Tensors, wanted: Wanted) -> Backward | None:
+    """What runs a call of any form; None where no kernel takes it."""
+    x, dy, weight, _, d_residual_out = tensors
+    n, m, op = spec.n, x.numel() // spec.n, "dx" if wanted.dw is None else "backward"
+    weight_dtype = None if weight is None else weight.dtype
+    # db beside dw, from partial rows of the same kernel; alone it is a sum of PyTorch's
+    is_beside_dw = wanted.db is not None and op == "backward" and n <= WIDEST_BIAS_ROW
+    has_two = wanted.d_residual is not None  # dx and d_residual
+    has_residual = d_residual_out is not None or has_two or spec.alpha != 1.0
+    written = (wanted.dx, wanted.d_residual)
+    per_head = weight is not None and weight.ndim == 2
+    dtype, form = form_of((x, dy, d_residual_out), written, has_residual, is_beside_dw, per_head, has_two)
+    kind = size_class(m, n), "shared", *ruled_out(), form
+    run = _backward(op, x.device, n, dtype, weight_dtype, spec.casting, *kind)
+    return None if run is None or not _takes(run, m, x, dy, d_residual_out) else run
+
+
+def ruled_out() -> tuple[bool, int]:
+    return policy.teams(), policy.get_sm_margin()
+
+
+def _takes(run: Launcher, m: int, x: Tensor, *others: Tensor | None) -> bool:
+    """Whether its launcher takes a call: plain forms alone in parts, heads with strides that kernels count in. A tile
+    of heads is a block however many of its rows there are."""
+    form, lead = run.plan.problem.form, lead_of(x)
+    tiled = m if lead is None else run.plan.first.tiled_rows(lead)
+    if tiled > run.most_rows and (form.residual or form.bias or form.heads):
+        return False
+    return not form.heads or all(each is None or fits_kernels(each) for each in (x, *others))
+
+
+@functools.cache
+def _forward(
+    device: torch.device,
+    n: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    casting: str,
+    size: str,
+    teams: bool,
+    sm_margin: int,
+    form: Form = PLAIN,
+) -> Forward | None:
+    """None: no kernel takes the form."""
+    machine, names = machine_of(device), _names(dtype, weight_dtype)
+    problem = Problem(
+        "forward", n, *names, size, machine.facts, casting, _policy(machine, teams, sm_margin), form=form
+    )
+    return Forward(machine, plan_for(problem)) if is_fused(problem) else None
+
+
+@functools.cache
+def _backward(
+    op: str,
+    device: torch.device,
+    n: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    casting: str,
+    size: str,
+    partials: str,
+    teams: bool,
+    sm_margin: int,
+    form: Form = PLAIN,
+) -> Backward | None:
+    """None: no kernel takes the form."""
+    if partials not in ("shared", "own"):
+        raise ValueError(f"partials: expected 'shared' or 'own', got {partials!r}")
+    machine, names = machine_of(device), _names(dtype, weight_dtype)
+    problem = Problem(
+        op, n, *names, size, machine.facts, casting, _policy(machine, teams, sm_margin), partials, form
+    )
+    return Backward(machine, plan_for(problem)) if is_fused(problem) else None
+
+
+def _policy(machine: Machine, teams: bool, sm_margin: int) -> Policy:
+    """What a call's process rules out. ValueError for a margin that leaves no SM."""
+    policy.sms_left(machine.facts.sm_count, sm_margin)
+    return Policy(teams, sm_margin)
+
+
+def _names(dtype: torch.dtype, weight_dtype: torch.dtype | None) -> tuple[str, str | None]:
+    """Of x's dtype and weight's, as a problem has them. KeyError for one that no kernel takes."""
+    return NAMES[dtype], None if weight_dtype is None else NAMES[weight_dtype]
+
+
+def plan_for(problem: Problem) -> Plan:
+    """The plan of a problem, by what ships and by the user's tables; logged at level DEBUG."""
+    plan = select(problem, tables_of(problem.device.architecture, problem.device.target, user_folder()))
+    op, n, dtype, weight, size, *_ = problem
+    beside = "no weight" if weight is None else f"a {weight} weight"
+    size += "" if problem.form == PLAIN else f", {problem.form}"
+    logger.debug("%s of %d %s columns beside %s, %s: %s (%s)", op, n, dtype, beside, size, plan, plan.source)
+    return plan
