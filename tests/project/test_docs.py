@@ -253,7 +253,7 @@ UNHEARD = (
     "plans/select",
     "plans/tables.py:",
 )
-UNHEARD += ("cutile/launch", "backends/versions", "measure/", "commands/options")
+UNHEARD += ("cutile/choice", "backends/versions", "measure/", "commands/options")
 HOLE = "…"
 
 
