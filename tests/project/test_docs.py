@@ -162,13 +162,16 @@ def test_the_table_of_calls_is_of_today():
 @pytest.mark.parametrize("form", [Form(residual=True), Form(heads=4), Form(bias=True)], ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_which_rows_are_fused(op, form):
-    """As the table and the points below it have it: to that width, and no column more."""
+    """As the table and the points below it have it: to that width, and no column more. Of all widths those near what it
+    names, and some of each kind between."""
+    near = (range(width - 32, width + 33) for width in (8192, 12288, 16384))
+    widths = sorted({*range(1, 20000, 61), *itertools.chain(*near)})
     text = page("residual-bias-heads")
     db = op == "backward" and form.bias
     assert "**Rows that are not aligned**: 8192 in" in text and "rows is float32: 12288 in" in text
     for architecture, (dtype, itemsize) in itertools.product(rules.ARCHITECTURES, ITEMSIZE.items()):
         asked = Problem(op, 0, dtype, dtype, "large", Device(architecture, 132, 16), form=form)
-        fused = [asked._replace(n=n) for n in range(1, 20000) if rules.is_fused(asked._replace(n=n))]
+        fused = [asked._replace(n=n) for n in widths if rules.is_fused(asked._replace(n=n))]
         aligned = [
             each.n for each in fused if each.n * itemsize % 16 == 0 and (each.n <= 12288 or each.n % 16 == 0)
         ]
