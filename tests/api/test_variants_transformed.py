@@ -6,6 +6,7 @@ complex numbers."""
 
 from __future__ import annotations
 
+import helpers
 import pytest
 import torch
 from helpers import BF16, DEVICE, FP32, FP64
@@ -30,9 +31,14 @@ def call(variant, inputs, backend="torch"):
     return norm, [getattr(inputs, name) for name in names]
 
 
-# Inductor does all that aot_eager does, and compiles C++: of that the fast job has none.
+# Inductor does all that aot_eager does, and compiles C++: of that the fast job has none. So aot_eager has a few kinds,
+# and with --every-config all.
 TRACED = [
-    *((name, "aot_eager") for name in ("bias", "residual", "weights of heads", "all of it")),
+    *(
+        (name, "aot_eager")
+        for name in VARIANTS
+        if helpers.every_config or name in ("bias", "residual", "weights of heads", "all of it")
+    ),
     *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in VARIANTS),
 ]
 
