@@ -299,9 +299,8 @@ def _call_for_sum(ctx: Any) -> tuple[Call, Wanted]:
     needs_dx, needs_d_residual, *_ = ctx.needs_input_grad
     if needs_dx and not needs_d_residual:
         return call, Wanted(x_dtype)
-    if (
-        not needs_dx
-    ):  # d_residual takes the place of dx, which it is where alpha is 1; beside dw alone nobody reads it
+    if not needs_dx:
+        # d_residual takes the place of dx, which it is where alpha is 1; beside dw alone nobody reads it
         call = call._replace(spec=call.spec._replace(alpha=1.0))
         return call, Wanted(residual_dtype if needs_d_residual else x_dtype)
     is_one_array = call.spec.alpha == 1.0 and x_dtype is residual_dtype
