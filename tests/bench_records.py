@@ -36,3 +36,13 @@ def make_result(
         | {"copy_gb_per_s": 3009.0, "note": None, "unavailable": {}, "records": list(records)}
         | changes
     )
+
+
+def make_block(*records, **changes):
+    """A result of `bench/run.sh --block`."""
+    return make_result(*records, is_block=True, **changes)
+
+
+def cell(us, peer, op, name="quack", **changes):
+    """The records of an op by this package and by a peer, of these us."""
+    return [make_record(us, op=op, **changes), make_record(peer, op=op, provider=name, **changes)]

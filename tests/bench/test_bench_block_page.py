@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from bench_records import make_record, make_result
+from bench_records import make_block, make_record
 
 from bench import block, block_page, block_targets, gate, readme, report
 from bench.block import CONTROLS, FAMILIES
@@ -27,10 +27,6 @@ def of_both(us, peer, op, name="quack", **changes):
 
 def cells_of(table):
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
-
-
-def make_block(*records, **changes):
-    return make_result(*records, is_block=True, **changes)
 
 
 def test_without_results_there_is_no_section(tmp_path):

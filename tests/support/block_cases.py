@@ -1,15 +1,22 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""A provider of all of the benchmark's block ops that is right, by PyTorch's autograd in float64."""
+"""A provider of all of the benchmark's block ops that is right, by PyTorch's autograd in float64; what is wrong with
+another, and its records."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
 
+from bench import block_cell, measure
 from bench.block import BLOCK_OPS, FAMILIES, BlockInputs, family_of
+from bench.block_check import errors_of, kind_of
 from bench.block_providers import BlockProvider
 from bench.providers import EPS
+from tilegym_rmsnorm.measure.accuracy import why_wrong
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+SHAPE = (24, 64)
 
 
 def right(name: str = "right", **changes) -> BlockProvider:
@@ -48,3 +55,20 @@ def results(t: BlockInputs, is_backward: bool) -> dict[str, torch.Tensor]:
 
 
 EVERY_OP = [(family, op) for family in FAMILIES for op in family.ops]
+
+
+def reason(family, outputs, inputs, lenient=()):
+    """Why outputs are wrong, None where they are right."""
+    errors, allowed = errors_of({"it": outputs}, inputs, lenient)
+    assert set(errors["it"]) == {kind_of(name) for name in outputs}
+    return why_wrong(errors["it"], allowed)
+
+
+def measured(monkeypatch, family, *providers, ops=None):
+    """The records of a measurement of these providers on a CPU."""
+    by_name: dict[str, list[BlockProvider]] = {}
+    for each in providers:
+        by_name.setdefault(each.name, []).append(each)
+    monkeypatch.setattr(block_cell, "make_providers", lambda name, *_: by_name[name])
+    bench = measure.Bench(tuple(by_name), ops or family.ops, CPU)
+    return bench.measure(SHAPE, BF16, lambda step: None)
