@@ -135,7 +135,6 @@ def test_a_search_that_is_left_ends_its_processes():
     "error",
     [
         search.NothingRightError("none of 3"),
-        torch.OutOfMemoryError("no memory"),
         ct.TileCompilerTimeoutError("took too long", "", None),
     ],
 )
@@ -199,11 +198,45 @@ def test_the_device_works_in_turn_and_compiles_out_of_it(finder, monkeypatch):
     assert not turn.held and "sampled" in seen and seen[-1] == "checked"
 
 
+def test_memory_is_given_back_within_a_turn(finder, monkeypatch):
+    """Of graphs that are gone, and of a check in float64: sixteen processes share a GPU."""
+    finder.turn, seen = Turn(), []
+
+    def empty_cache():
+        assert finder.turn.held, "cudaFree stops what another process times"
+        seen.append("emptied")
+
+    def why_wrong(*_):
+        seen.append("checked")
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(finder, "why_wrong", why_wrong)
+    variant = ForwardTiles(width=64, warps=4, occupancy=1, latency=2, rows=8)
+    bucket = Bucket("forward", 64, "bfloat16", "large")
+    finder.tune(bucket, [variant])
+    times = 2 * len(search.rows_of(bucket))  # all, and the fastest again
+    assert seen == ["emptied"] * times + ["checked", "emptied"]
+
+
+def test_a_bucket_for_which_memory_lacks_says_how_to_go_on(monkeypatch):
+    def tune(*_):
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 256.00 MiB. Process 3784 has 520.00 MiB"
+        )
+
+    monkeypatch.setattr(search.Search, "tune", tune)
+    [only] = workers.search_all([SMALL], CPU, 1, 1)
+    assert only.entry is None and not only.lost
+    assert only.failure == (
+        f"{SMALL}: out of GPU memory. To mend it: the same command with --skip-tuned and fewer --processes"
+    )
+
+
 def test_processes_are_as_many_as_cores_memory_and_buckets_allow(monkeypatch):
     memory = 40 * 2**30
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (memory, memory))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert workers.count_processes(CPU, 100) == 5
+    assert workers.count_processes(CPU, 100) == 4  # and what a turn takes
     assert workers.count_processes(CPU, 2) == 2
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     assert workers.count_processes(CPU, 100) == 3

@@ -156,7 +156,9 @@ class Search:
 
         def why_wrong(variant: Variant) -> str | None:
             with self.turn:
-                return self.why_wrong(bucket, variant)
+                reason = self.why_wrong(bucket, variant)
+                torch.cuda.empty_cache()  # gigabytes of float64, which the next process needs
+                return reason
 
         others_of = functools.partial(with_other_shares, bucket=bucket)
         variant, times = choose(variants, measure, why_wrong, self.tell, others_of, MOST_LOSS[bucket.size])
@@ -175,6 +177,7 @@ class Search:
         sets = sets_needed(reads * bytes_x, self.device)
         count = calls_needed(sets, (reads + writes) * bytes_x, self.copy_bytes_per_second)
         with self.turn:
+            torch.cuda.empty_cache()  # the pools of graphs that are gone
             inputs = list(calls.timed_inputs(m, bucket, sets, self.device))
             self.synchronize()
 

@@ -29,6 +29,10 @@ MOST_PROCESSES = 16
 # Of GPU memory: the context, inputs that overflow the L2, a graph's outputs. 6.8 GiB were seen, of 60 variants at 64 MB
 # of x; 256 MB add three quarters of a GiB of inputs.
 BYTES_PER_PROCESS = 8 * 2**30
+BYTES_OF_TURN = (
+    8 * 2**30
+)  # more of the process that checks results in float64, which gives them back after that
+NO_MEMORY = "out of GPU memory. To mend it: the same command with --skip-tuned and fewer --processes"
 
 
 class DiedError(RuntimeError):
@@ -49,8 +53,8 @@ class Found(NamedTuple):
 def count_processes(device: torch.device, buckets: int) -> int:
     """How many processes this machine has cores and GPU memory for; no more than there are buckets."""
     cores = (os.cpu_count() or 2) - 1
-    free = torch.cuda.mem_get_info(device)[0] // BYTES_PER_PROCESS
-    return max(1, min(MOST_PROCESSES, cores, free, buckets))
+    fit = (torch.cuda.mem_get_info(device)[0] - BYTES_OF_TURN) // BYTES_PER_PROCESS
+    return max(1, min(MOST_PROCESSES, cores, fit, buckets))
 
 
 _searching: search.Search  # of this process
@@ -114,7 +118,9 @@ def _search(bucket: Bucket, most: int) -> Found:
     tried = candidates(bucket, problem.itemsize, facts.architecture, most, problem.most_members, known)
     try:
         return Found(bucket, _searching.tune(bucket, tried), tuple(_lines))
-    # nothing right, no memory, a kernel that broke the context, or one that the compiler fails at
+    except torch.OutOfMemoryError:
+        failure = f"{bucket}: {NO_MEMORY}"
+    # nothing right, a kernel that broke the context, or one that the compiler fails at
     except Exception as error:
         failure = f"{bucket}: {error}"
     try:
