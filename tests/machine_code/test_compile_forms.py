@@ -4,8 +4,12 @@
 """What the selector picks for calls with a residual, a bias or heads, compiled as the launch code calls it: no
 registers spill, and no warp waits for some."""
 
+import itertools
+import types
+
 import pytest
 from helpers import BF16, FP16, FP32
+from planning import H100, H200, device
 
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
     BIAS,
@@ -36,6 +40,7 @@ FORM = {
     D_RESIDUAL: Form(residual=True, d_residual=True),
     BIAS: Form(bias=True),
 }
+TARGETS = {None: None, H100.gpu: H100, H200.gpu: H200}
 ARCHITECTURES = (80, 86, 90, 100, 120)
 # H, or SEQUENCE_OF_TILE where one weight serves all, and D
 HEADS = (
@@ -53,7 +58,7 @@ HEADS = (
 
 
 def problem_of(machine, op, n, dtype, form, x_dtype=None, size="large"):
-    """x_dtype: of x, where it is narrower than dtype, the residual's."""
+    """machine: what has facts. x_dtype: of x, where it is narrower than dtype, the residual's."""
     if x_dtype not in (None, dtype):
         form = form._replace(narrowest=x_dtype.itemsize)
     weight = NAMES[x_dtype or dtype]
@@ -63,7 +68,7 @@ def problem_of(machine, op, n, dtype, form, x_dtype=None, size="large"):
 def compile_call(problem, dtype, x_dtype=None, m=4096, lead=None):
     """The launches of a call of a problem on its device, by what the selector picks."""
     machine = CompilingMachine(problem.device.architecture)
-    plan = select(problem, tables_of(problem.device.architecture, None, None))
+    plan = select(problem, tables_of(problem.device.architecture, problem.device.target, None))
     machine.spills = plan.spills
     n, form, x_dtype = problem.n, problem.form, x_dtype or dtype
     shape = (*lead, n) if lead else (m, n)
@@ -88,32 +93,32 @@ def compile_call(problem, dtype, x_dtype=None, m=4096, lead=None):
     return machine
 
 
-def rules_of_forms():
-    """Every rule of a form on sm_90 with each dtype and op of it, of its widest aligned row and one where the last tile
-    is cut off, and the variant that it stands for."""
+def records_of_forms():
+    """Every rule and entry of a form on sm_90 with each dtype and op of it, of its widest aligned row and one where the
+    last tile is cut off, the variant that it stands for, and the GPU that an entry is of."""
     for record in shipped_records(90):
         for form in set(record.forms) - {PLAIN_ROWS}:
             for op in record.ops:
                 for n in dict.fromkeys((record.last // 16 * 16, (record.first + record.last) // 32 * 16)):
-                    for name in record.dtypes:
+                    for name, gpu in itertools.product(record.dtypes, record.gpus or (None,)):
                         if variant := record.variant(n):
-                            yield variant, op, n, form, DTYPES[name], record.sizes[-1]
+                            yield variant, op, n, form, DTYPES[name], record.sizes[-1], TARGETS[gpu]
 
 
-def test_rules_of_forms_compile_on_hopper():
+def test_records_of_forms_compile_on_hopper():
     """A float32 residual beside x of 16 bits, and beside float32. A sample; all by --every-config."""
-    machine = CompilingMachine(90)
-    for variant, op, n, form, dtype, size in sampled(rules_of_forms()):
+    for variant, op, n, form, dtype, size, target in sampled(records_of_forms()):
+        machine = types.SimpleNamespace(facts=device(target=target))
         for x_dtype in {dtype, BF16 if dtype is FP32 else dtype}:
             problem = problem_of(machine, op, n, dtype, FORM[form], x_dtype, size)
-            chosen = choose(problem, tables_of(90, None, None))
-            assert chosen.first == variant, "the rule does not serve what it is for"
+            chosen = choose(problem, tables_of(90, target, None))
+            assert chosen.first == variant, "the record does not serve what it is for"
             assert_sound(compile_call(problem, dtype, x_dtype))
 
 
 def test_every_form_has_a_rule():
     """So that what the tests above sweep is all of them."""
-    found = {form for _, _, _, form, *_ in rules_of_forms()}
+    found = {form for _, _, _, form, *_, target in records_of_forms() if target is None}
     assert found == set(FORMS) - {PLAIN_ROWS} == set(FORM) - {PLAIN_ROWS}
 
 

@@ -99,17 +99,12 @@ def _tiles_of_heads(problem: Problem) -> Variant:
         return {"width": width, "warps": 4, "rows": rows // heads, "heads": heads}
 
     if problem.op != "forward":
-        # Tiles that are partly empty have fewer bytes in flight: four blocks an SM of half the size.
-        tile_bytes, occupancy = (8192, 2) if n == width else (4096, 4)
-        return BackwardTiles(
-            occupancy=occupancy, latency=2, tma=architecture >= 90, **settings(tile_bytes, most_heads=4)
-        )
-    # Eight blocks an SM leave a thread 64 registers: not for a second array, and see _forward of sm_100.
+        return BackwardTiles(occupancy=2, latency=4, tma=architecture >= 90, **settings(8192, most_heads=8))
+    # Eight blocks an SM leave a thread 64 registers: not for a second array, and see _forward of sm_100. Tiles that are
+    # partly empty have fewer bytes in flight: four blocks of twice the size.
     is_bare = not (form.residual or form.bias or form.per_head)
-    if is_bare and architecture < 100 and problem.itemsize == 2:
-        return ForwardTiles(
-            occupancy=8, latency=2, **settings(8192 if width > 64 else 4096, most_heads=MOST_HEADS)
-        )
+    if is_bare and n == width and architecture < 100 and problem.itemsize == 2:
+        return ForwardTiles(occupancy=8, latency=2, **settings(8192, most_heads=MOST_HEADS))
     # Of twice as many bytes, x and residual spilled: before Hopper 80 bytes a thread; tiles of a sequence on sm_100 16.
     tile_bytes = 8192 if is_sequence or (form.residual and architecture < 90) else 16384
     return ForwardTiles(occupancy=4, latency=4, **settings(tile_bytes, most_heads=MOST_HEADS))
