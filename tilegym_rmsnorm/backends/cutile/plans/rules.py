@@ -82,10 +82,12 @@ def _tiles_of_heads(problem: Problem) -> Variant:
     """Rows of (B, T, H, N), each array with its own strides: tiles of some heads of some rows of T, or of a sequence
     that stands as H; from 1024 columns on a row a block.
 
-    On an H100, of q in (4, 4096, 3, H, D) with dy transposed, bfloat16, these settings take at most 1.05 times what the
-    best of 30 near them do in each of 15 cells of H from 8 to 40 and D from 64 to 256, 1.01 in the mean. (4, 4096, 32,
-    128): forward 93.0 us, backward 141.3, contiguous 92.0 and 140.0; D of 80: 59.5 and 107.6, 62.4 and 107.1
-    (cuda-tile 1.7.0, tileiras 13.4.92). Forwards by TMA were slower, and so were backwards without.
+    Of q in (4, 4096, 3, H, D) with dy transposed, bfloat16, 17 cells of H of 8, 28 and 32 and D from 64 to 256: on an
+    H100 these settings take at most 1.03 times what the best of 9 others near them do, 1.01 in the mean; on an H200,
+    of 20 to 30 others, 1.08 and 1.02. There a backward of 128 or 256 columns that loads further ahead, by latency 4,
+    gains 6 %; on an H100 it loses 5 %. (4, 4096, 32, 128) on an H100: forward 93.1 us, backward 140.8, contiguous 91.5
+    and 140.1; D of 80: 59.8 and 102.2, 62.6 and 107.5 (cuda-tile 1.7.0, tileiras 13.4.92). Forwards by TMA were slower,
+    and so were backwards without.
     """
     n, form, architecture = problem.n, problem.form, problem.device.architecture
     if n > WIDEST_TILE_OF_HEADS and not form.per_head:
@@ -99,7 +101,9 @@ def _tiles_of_heads(problem: Problem) -> Variant:
         return {"width": width, "warps": 4, "rows": rows // heads, "heads": heads}
 
     if problem.op != "forward":
-        return BackwardTiles(occupancy=2, latency=4, tma=architecture >= 90, **settings(8192, most_heads=8))
+        latency, most_heads = (2, 4) if n == width >= 128 else (4, 8)
+        tiles = settings(8192, most_heads)
+        return BackwardTiles(occupancy=2, latency=latency, tma=architecture >= 90, **tiles)
     # Eight blocks an SM leave a thread 64 registers: not for a second array, and see _forward of sm_100. Tiles that are
     # partly empty have fewer bytes in flight: four blocks of twice the size.
     is_bare = not (form.residual or form.bias or form.per_head)
