@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import helpers
 import pytest
 import torch
-from helpers import FP64
+from guarding import guarded_arrays
+from helpers import DEVICE, FP64
 from variants import (
     LAYOUTS,
     VARIANTS,
@@ -41,6 +44,14 @@ def by_kernels(backend, monkeypatch):
             monkeypatch.setattr(module, name, refuse, raising=False)  # what is registered as "torch" stays
 
 
+@pytest.fixture
+def guarded(name, backend):
+    """test_triton_variants.py has the same of Triton, for each plan."""
+    by_kernels = backend == "cutile" and FP64 not in VARIANTS[name]
+    with guarded_arrays() if by_kernels else contextlib.nullcontext():
+        yield
+
+
 def skip_unless_taken(variant: Variant, backend: str) -> None:
     """float64 is for the reference, and for that under Inductor."""
     if FP64 in variant and backend in ("cutile", "triton"):
@@ -51,7 +62,7 @@ def skip_unless_taken(variant: Variant, backend: str) -> None:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_forward(name, backend, poisoned_empty, by_kernels):
+def test_forward(name, backend, poisoned_empty, by_kernels, guarded):
     variant = VARIANTS[name]
     skip_unless_taken(variant, backend)
     inputs = make(variant, seed=1)
@@ -77,7 +88,7 @@ def test_forward(name, backend, poisoned_empty, by_kernels):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_backward(name, backend, poisoned_empty, by_kernels):
+def test_backward(name, backend, poisoned_empty, by_kernels, guarded):
     variant = VARIANTS[name]
     skip_unless_taken(variant, backend)
     inputs = make(variant, seed=2)
@@ -89,6 +100,17 @@ def test_backward(name, backend, poisoned_empty, by_kernels):
     check_all(variant, inputs, results)
     for tensor, kept in zip(inputs, before, strict=True):
         assert tensor is None or torch.equal(tensor, kept)
+
+
+@pytest.mark.parametrize("side", [-1, 4])
+@pytest.mark.parametrize("backend", ["cutile"], indirect=True)
+def test_what_is_written_beside_an_array_is_seen(backend, side):
+    from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
+
+    with pytest.raises(AssertionError, match="beside an array of 4 torch.float32 elements"):
+        with guarded_arrays():
+            array = machine_of(torch.device(DEVICE)).empty((4,), torch.float32)
+            array.as_strided((1,), (1,), array.storage_offset() + side).zero_()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
