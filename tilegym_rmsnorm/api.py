@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from tilegym_rmsnorm import composite, fastpath, registry
+from tilegym_rmsnorm import composite, fastpath, graphs, registry
 from tilegym_rmsnorm.arguments import as_plain, checked_spec, dtype_of, obstacle_to
 from tilegym_rmsnorm.autograd import (
     Call,
@@ -31,7 +31,6 @@ from tilegym_rmsnorm.autograd import (
     unseen,
 )
 from tilegym_rmsnorm.gate import is_watched
-from tilegym_rmsnorm.graphs import break_graph, traced
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import dispatch, get_current_backend, request_of
 from tilegym_rmsnorm.spec import parts_of
@@ -151,17 +150,15 @@ def rms_norm(
                     return run_forward(input, weight, None, call)[0]
                 if call.backward is not None:
                     return record(input, weight, None, call)
-    backend = traced(backend) if is_traced else backend
     arguments = (input, normalized_shape, weight, eps)
     options = {"bias": bias, "offset": offset, "residual": residual, "residual_alpha": residual_alpha}
     options |= {"residual_dtype": residual_dtype, "out_dtype": out_dtype}
     options |= {"casting": casting, "backend": backend}
-    if is_traced:
-        if backend != "torch":
-            return break_graph(rms_norm, *arguments, **options)
     # The __torch_function__ of nested tensors takes PyTorch's own functions alone; composite.py calls F.rms_norm.
-    elif has_torch_function_variadic(input, weight, bias, residual) and not (
-        isinstance(input, Tensor) and input.is_nested
+    if (
+        not is_traced
+        and has_torch_function_variadic(input, weight, bias, residual)
+        and not (isinstance(input, Tensor) and input.is_nested)
     ):
         return handle_torch_function(rms_norm, (input, weight, bias, residual), *arguments, **options)
     return _checked_rms_norm(*arguments, **options)
@@ -199,6 +196,15 @@ def _checked_rms_norm(
     spec = checked_spec(
         n, input, residual, eps=eps, casting=casting, y_dtype=y_dtype, x_name="input", **options
     )
+
+    if not are_plain and n != 0:
+        of_graph = graphs.backend_of_graph(backend)
+        if graphs.takes_op(of_graph, input, weight, bias, residual):
+            if is_autocast and residual is None:
+                input, weight, bias = map(_autocast, (input, weight, bias))
+            y, residual_out, _ = graphs.forward(input, weight, bias, residual, len(shape), spec, of_graph)
+            return y if residual_out is None else (y, residual_out)
+        backend = "torch" if is_dynamo_compiling() else backend
 
     obstacle = None
     if not are_plain or input.is_complex():

@@ -24,7 +24,7 @@ from tilegym_rmsnorm.layout import arranged, as_rows, as_vector
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import dispatch, is_reference, request_of
 from tilegym_rmsnorm.resolve import resolved
-from tilegym_rmsnorm.spec import Gradients, Spec, Wanted, parts_of
+from tilegym_rmsnorm.spec import D_RESIDUAL, DB, DW, DX, Gradients, Spec, Wanted, parts_of
 from tilegym_rmsnorm.validation import check_memory, check_saved
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -91,7 +91,8 @@ class AddRMSNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, d_residual_out):  # type: ignore[override]
         if dy is None:
-            return *_gradients_of_the_sum(ctx, d_residual_out), None, None, None
+            alpha, needed = ctx.call.spec.alpha, ctx.needs_input_grad[:2]
+            return *gradients_of_the_sum(d_residual_out, alpha, ctx.dtypes, needed), None, None, None
         needs_dx, needs_d_residual, needs_dw, needs_db, _ = ctx.needs_input_grad
         residual_out, weight, rstd = ctx.saved_tensors
         if gate.has_own_operations(residual_out) and count_modes():
@@ -152,9 +153,9 @@ def gradients(tensors: tuple[Any, ...], call: Call, wanted: Wanted) -> Gradients
     """What a backward of autograd's gives for x, dy, weight, rstd and d_residual_out: of the shapes of their tensors
     but db, which is flat."""
     if torch.is_grad_enabled():  # in a backward only under create_graph
-        return _differentiable_backward(tensors, call, wanted)
+        return differentiable_backward(tensors, call, wanted)
     if is_dynamo_compiling():
-        run = run_backward if call.backend == "torch" else _untraced_backward
+        run = run_backward if call.backend == "torch" else _backward_by_op
         return run(tensors, call, wanted)
     if not is_watched() and _fit(tensors, call):
         return run_backward(tensors, call, wanted)
@@ -250,7 +251,7 @@ def _checked_backward(tensors: tuple[Any, ...], call: Call, wanted: Wanted) -> G
     # Batches of gradients, gradients with tangents, and those inside a transform of torch.func are the reference's for
     # every backend, as gradients of gradients are: autograd asks for them, not the caller of rms_norm.
     if is_in_torch_func() or any(gate.is_batched(t) or gate.has_tangent(t) for t in tensors if t is not None):
-        return _differentiable_backward(tensors, call, wanted)
+        return differentiable_backward(tensors, call, wanted)
     check_saved(x, weight, rstd, dy, d_residual_out, spec.n, call.heads, call.dtype or dy.dtype)
     obstacle = gate.obstacle(dy=dy, x=x, weight=weight, rstd=rstd, d_residual_out=d_residual_out)
     dtypes = x.dtype, dtype_of(weight), dy.dtype, dtype_of(d_residual_out), *wanted
@@ -258,19 +259,42 @@ def _checked_backward(tensors: tuple[Any, ...], call: Call, wanted: Wanted) -> G
     request = request_of(x.device, spec.casting, obstacle, *dtypes, parts=parts)
     backward = dispatch("rms_norm_backward", request, call.backend)
     if obstacle is not None:
-        return _differentiable_backward(tensors, call, wanted)
+        return differentiable_backward(tensors, call, wanted)
     with unseen(backward):
         tensors = x, dy, weight, rstd.contiguous(), d_residual_out
         return run_backward(tensors, call._replace(backward=backward), wanted)
 
 
-@torch._disable_dynamo  # torch.compiler.disable would import Dynamo here and now
-def _untraced_backward(*arguments: Any) -> Gradients:
-    """Compiled autograd traces this backward although its forward ran a kernel: kept out of its graph."""
-    return _checked_backward(*arguments)
+def _backward_by_op(tensors: tuple[Any, ...], call: Call, wanted: Wanted) -> Gradients:
+    """`gradients` where compiled autograd traces the backward of a forward that ran a kernel: its graph has the op of
+    torch_ops.py, which is above this module."""
+    x, dy, weight, rstd, d_residual_out = tensors
+    spec, n, heads = call.spec, call.spec.n, call.heads
+    shape = (-1, heads, n) if heads else (-1, n)
+    rows, dy_rows = x.reshape(shape), dy.reshape(shape)
+    d_rows = None if d_residual_out is None else d_residual_out.reshape(shape)
+    vector = None if weight is None else weight.reshape(shape[1:])
+    bits = DX + D_RESIDUAL * (wanted.d_residual is not None)
+    bits += DW * (wanted.dw is not None) + DB * (wanted.db is not None)
+    dx, d_residual, dw, db = torch.ops.tilegym_rmsnorm.add_rms_norm_backward.default(
+        dy_rows,
+        d_rows,
+        rows,
+        vector,
+        rstd.reshape(*rows.shape[:-1], 1),
+        bits,
+        1,
+        spec.offset,
+        spec.casting,
+        spec.alpha,
+        *wanted,
+        call.backend,
+    )
+    d_residual = None if d_residual is None else d_residual.view(x.shape)
+    return dx.view(x.shape), d_residual, None if dw is None else dw.view(weight.shape), db
 
 
-def _differentiable_backward(tensors: tuple[Any, ...], call: Call, wanted: Wanted) -> Gradients:
+def differentiable_backward(tensors: tuple[Any, ...], call: Call, wanted: Wanted) -> Gradients:
     """`gradients` by the reference; rstd is computed again, so that its dependence on x counts. Raises ValueError where
     the memory of one was freed."""
     x, dy, weight, _, d_residual_out = tensors
@@ -307,20 +331,24 @@ def _call_for_sum(ctx: Any) -> tuple[Call, Wanted]:
     return call, Wanted(x_dtype, None if is_one_array else residual_dtype)
 
 
-def _gradients_of_the_sum(ctx: Any, d_residual_out: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """dx and d_residual where residual_out alone is used."""
+def gradients_of_the_sum(
+    d_residual_out: Tensor | None,
+    alpha: float,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    needed: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx and d_residual where residual_out alone is used. dtypes: of x and residual."""
     if d_residual_out is None:
         return None, None
     check_memory(d_residual_out=d_residual_out)
-    alpha, (x_dtype, residual_dtype) = ctx.call.spec.alpha, ctx.dtypes
     dx = d_residual = None
-    if ctx.needs_input_grad[0]:
+    if needed[0]:
         dx = d_residual_out
         if alpha != 1.0:
             dx = alpha * dx.to(compute_dtype(dx.dtype))
-        dx = dx.to(x_dtype)
-    if ctx.needs_input_grad[1]:
-        d_residual = d_residual_out.to(residual_dtype)
+        dx = dx.to(dtypes[0])
+    if needed[1]:
+        d_residual = d_residual_out.to(dtypes[1])
     return dx, d_residual
 
 

@@ -31,6 +31,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
@@ -145,6 +147,27 @@ def has_no_memory(tensor: Tensor) -> bool:
         return is_freed and tensor.numel() != 0
     except (RuntimeError, NotImplementedError):  # tensors without a storage have their memory elsewhere
         return False
+
+
+def is_recorded(*tensors: Tensor | None) -> bool:
+    """Whether a graph is made of this call by something other than Dynamo, torch.jit.trace and torch.func: make_fx,
+    torch.export or AOTAutograd; or its results are to be shapes alone, by FakeTensorMode or fake tensors."""
+    if _is_traced_by_jit() or is_in_torch_func() or forward_ad._current_level >= 0:
+        return False
+    is_recorded_call = (
+        is_exporting()
+        or _is_key_included(_PRE_DISPATCH)
+        or _is_key_included(_FUNCTIONALIZE)
+        or (count_modes() and any(_get_dispatch_mode(key) is not None for key in _TRACING_MODES))
+    )
+    given = [tensor for tensor in tensors if tensor is not None]
+    are_standing = [isinstance(tensor, (FakeTensor, FunctionalTensor)) for tensor in given]
+    if not (is_recorded_call or any(are_standing)):
+        return False
+    return not any(
+        tensor.is_complex() or tensor.is_nested or (has_own_operations(tensor) and not stands)
+        for tensor, stands in zip(given, are_standing, strict=True)
+    )
 
 
 def _obstacle_of_call() -> str | None:

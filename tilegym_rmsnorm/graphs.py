@@ -1,53 +1,84 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What Dynamo makes of the public functions: it traces the reference, and leaves every other call out of its graphs."""
+"""Calls of which a graph is made, by torch.compile, torch.export or make_fx: an op of torch_ops.py stands for them.
+
+With backend="torch" it is the reference, PyTorch's own operations, which Inductor compiles with their neighbours. So it
+is for what the ops do not take: complex and nested tensors, rows of no elements, DTensors, calls that torch.func
+transforms.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from tilegym_rmsnorm import gate, registry
+import tilegym_rmsnorm.torch_ops_autograd  # noqa: F401, which registers how they are differentiated
+from tilegym_rmsnorm import gate, registry, torch_ops
 from tilegym_rmsnorm.registry import get_current_backend
+from tilegym_rmsnorm.spec import DB, DW, DX, Spec, Wanted
+
+_FORWARD, _ADD_FORWARD = map(torch_ops.op, ("rms_norm_forward", "add_rms_norm_forward"))
+_BACKWARD, _ADD_BACKWARD = map(torch_ops.op, ("rms_norm_backward", "add_rms_norm_backward"))
 
 
-@torch._disable_dynamo  # torch.compiler.disable would import Dynamo here and now
-def break_graph(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What torch.compile calls and does not look into: it would trace through the caches of a launch, or fail there.
-
-    Only the reference asked for by name is left to it. A wrapper around each function, or torch.compiler.disable, would
-    cost every eager call 0.2 to 0.5 us; asking `is_dynamo_compiling` costs 0.03 us.
-    """
-    return function(*args, **kwargs)
-
-
-# What Dynamo says where it may not break the graph (fullgraph=True, strict export), as torch.compiler.disable sets it.
-break_graph._torchdynamo_disable = True
-break_graph._torchdynamo_disable_msg = (
-    "the kernels of tilegym_rmsnorm are launched outside of graphs. To have an RMSNorm in the graph, pass "
-    'backend="torch" to rms_norm or RMSNorm: Inductor then compiles the reference. What set_backend says, and '
-    "use_backend around the compiled function, is not seen here"
-)
+def backend_of_graph(backend: str | None) -> str | None:
+    """The backend that a graph is made with, where it is told of one: by name, or by `use_backend` in the function that
+    Dynamo traces. Else None: each run of the graph has the one in effect then, or, where it is not Dynamo that makes
+    it, the reference if that is in effect here."""
+    if backend is not None:
+        return backend
+    if is_dynamo_compiling():
+        return registry.traced_backend()
+    return "torch" if get_current_backend() == "torch" else None
 
 
-def traced(backend: str | None) -> str | None:
-    """The backend as Dynamo traces it: what `use_backend` says in the traced function. For strict export, and inside a
-    transform of torch.func, it is the one in effect, "torch" where that is "auto": no kernel would be chosen there, and
-    Dynamo cannot go on behind a call that it leaves out."""
-    name = registry.traced_backend() if backend is None else backend
-    if gate.is_exporting() or gate.is_in_torch_func():
-        name = _backend_in_effect() if name is None else name
-        return "torch" if name == "auto" else name
-    return name
+def takes_op(backend: str | None, *tensors: Tensor | None) -> bool:
+    """Whether an op stands for a call on `backend_of_graph`'s backend."""
+    if backend == "torch" or gate.is_in_torch_func():
+        return False
+    if is_dynamo_compiling():
+        return not any(t is not None and (t.is_complex() or gate.has_own_operations(t)) for t in tensors)
+    return gate.is_recorded(*tensors)
 
 
-def _backend_in_effect() -> str:
-    return get_current_backend()
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    dims: int,
+    spec: Spec,
+    backend: str | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """y, residual_out and rstd of x's leading shape, by an op."""
+    numbers: tuple[Any, ...] = dims, spec.eps, spec.offset, spec.casting
+    if residual is None:
+        y, rstd = _FORWARD(x, weight, bias, *numbers, spec.y_dtype, backend)
+        return y, None, rstd
+    dtypes = spec.residual_dtype, spec.y_dtype
+    return _ADD_FORWARD(x, residual, weight, bias, *numbers, spec.alpha, *dtypes, backend)
 
 
-# As torch.compiler.assume_constant_result does, which would import Dynamo: it cannot read what use_backend sets. So a
-# graph that is run again keeps the backend that was in effect when it was traced; it is the reference's in each case.
-_backend_in_effect._dynamo_marked_constant = True
+def backward(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    d_residual_out: Tensor | None,
+    wanted: Wanted,
+    spec: Spec,
+    backend: str | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """dx, dw and db over the last dimension, by an op. rstd is (M,)."""
+    bits = DX + DW * (wanted.dw is not None) + DB * (wanted.db is not None)
+    rstd = rstd.reshape(torch_ops.shape_of_rstd(x, 1))
+    numbers: tuple[Any, ...] = bits, 1, spec.offset, spec.casting
+    if d_residual_out is None:
+        return _BACKWARD(dy, x, weight, rstd, *numbers, wanted.dw, wanted.db, backend)
+    dtypes = None, None, wanted.dw, wanted.db
+    given = dy, d_residual_out, x, weight, rstd
+    dx, _, dw, db = _ADD_BACKWARD(*given, *numbers, 1.0, *dtypes, backend)
+    return dx, dw, db

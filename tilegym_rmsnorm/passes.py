@@ -6,30 +6,21 @@ differentiated. They take rows of the last dimension alone."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+import functools
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 
-from tilegym_rmsnorm import reference
-from tilegym_rmsnorm.arguments import as_plain, checked_spec, dtype_of, obstacle_to
-from tilegym_rmsnorm.autograd import Call, run_add_forward, run_backward, run_forward, unseen
-from tilegym_rmsnorm.graphs import break_graph, traced
-from tilegym_rmsnorm.registry import dispatch, get_current_backend, request_of
-from tilegym_rmsnorm.spec import Spec, Wanted, parts_of
+from tilegym_rmsnorm import graphs, reference, unrecorded
+from tilegym_rmsnorm.spec import Wanted
 from tilegym_rmsnorm.validation import (
-    check_casting,
     check_input,
-    check_like,
     check_memory,
     check_normalized_shape,
-    check_rstd,
-    check_weight,
     checked_bool,
     checked_dtype,
     checked_eps,
-    checked_number,
 )
 
 __all__ = [
@@ -113,23 +104,11 @@ def rms_norm_forward(
         TypeError: A dtype, a layout or a type does not fit.
         BackendUnavailableError: The backend that was asked for by name cannot run the call.
     """
-    if is_dynamo_compiling() and (backend := traced(backend)) != "torch":
-        options: dict[str, Any] = {
-            "bias": bias,
-            "offset": offset,
-            "residual": residual,
-            "residual_alpha": residual_alpha,
-        }
-        options |= {"residual_dtype": residual_dtype, "out_dtype": out_dtype}
-        return break_graph(rms_norm_forward, x, weight, eps, **options, casting=casting, backend=backend)
-    are_plain, (x, weight, bias, residual) = as_plain(x, weight, bias, residual)
-    check_input("x", x)
-    n, shape = check_normalized_shape(x, x.shape[-1:])
-    heads = check_weight(weight, bias, x, shape)
-    check_casting(casting)
-    spec = checked_spec(
-        n,
+    checked = unrecorded.checked_forward(
         x,
+        1,
+        weight,
+        bias,
         residual,
         eps=eps,
         offset=offset,
@@ -137,22 +116,14 @@ def rms_norm_forward(
         residual_dtype=residual_dtype,
         out_dtype=out_dtype,
         casting=casting,
-        y_dtype=x.dtype,
     )
-    obstacle = None if are_plain else obstacle_to(x=x, weight=weight, bias=bias, residual=residual)
-    dtypes = x.dtype, dtype_of(weight), dtype_of(bias), dtype_of(residual), spec.y_dtype, spec.residual_dtype
-    parts = parts_of(residual is not None, bias is not None, heads > 0)
-    request = request_of(x.device, casting, obstacle, *dtypes, parts=parts)
-    backend = get_current_backend() if backend is None else backend
-    forward = dispatch("rms_norm_forward", request, backend)
-    if obstacle is not None:  # the reference's, which takes rows of any leading dimensions
-        y, rstd, residual_out = forward(spec, (x, weight, bias, residual))
-        return (y, rstd) if residual is None else (y, residual_out, rstd)
-    call = Call(spec, forward, None, backend, heads)
-    with unseen(forward):
-        if residual is None:
-            return run_forward(x, weight, bias, call)
-        return run_add_forward(x, residual, weight, bias, call)
+    of_graph = None if checked.are_plain else graphs.backend_of_graph(backend)
+    if not checked.are_plain and graphs.takes_op(of_graph, *checked[:4]):
+        y, residual_out, rstd = graphs.forward(*checked[:4], 1, checked.spec, of_graph)
+        rstd = rstd.reshape(-1)
+    else:
+        y, residual_out, rstd = checked.run(backend)
+    return (y, rstd) if residual_out is None else (y, residual_out, rstd)
 
 
 @overload
@@ -225,32 +196,16 @@ def rms_norm_backward(
         TypeError: A dtype, a layout or a type does not fit.
         BackendUnavailableError: The backend that was asked for by name cannot run the call.
     """
-    if is_dynamo_compiling() and (backend := traced(backend)) != "torch":
-        options: dict[str, Any] = {"offset": offset, "casting": casting, "d_residual_out": d_residual_out}
-        options |= {"dw_dtype": dw_dtype, "needs_db": needs_db, "backend": backend}
-        return break_graph(rms_norm_backward, x, dy, weight, rstd, **options)
-    are_plain, given = as_plain(x, dy, weight, rstd, d_residual_out)
-    x, dy, weight, rstd, d_residual_out = given
-    spec, heads, wanted = _checked_backward_spec(
-        x, dy, weight, rstd, d_residual_out, offset, casting, dw_dtype, needs_db
+    wanted = functools.partial(_wanted, dw_dtype, needs_db)
+    checked = unrecorded.checked_backward(
+        x, dy, 1, weight, rstd, d_residual_out, wanted, offset=offset, casting=casting
     )
-    obstacle = None
-    if not are_plain:
-        obstacle = obstacle_to(x=x, dy=dy, weight=weight, rstd=rstd, d_residual_out=d_residual_out)
-    dtypes = x.dtype, dtype_of(weight), dy.dtype, dtype_of(d_residual_out), *wanted
-    parts = parts_of(d_residual_out is not None, needs_db, heads > 0)
-    request = request_of(x.device, casting, obstacle, *dtypes, parts=parts)
-    backend = get_current_backend() if backend is None else backend
-    backward = dispatch("rms_norm_backward", request, backend)
-    if obstacle is not None:
-        dx, _, dw, db = backward(spec, given, wanted)
+    of_graph = None if checked.are_plain else graphs.backend_of_graph(backend)
+    if not checked.are_plain and graphs.takes_op(of_graph, *checked[:5]):
+        dx, dw, db = graphs.backward(*checked[:5], checked.wanted, checked.spec, of_graph)
     else:
-        call = Call(spec, None, backward, backend, heads)
-        with unseen(backward):
-            dx, _, dw, db = run_backward((x, dy, weight, rstd.contiguous(), d_residual_out), call, wanted)
-    if not needs_db:
-        return dx, dw
-    return dx, dw, db if weight is None else db.view(weight.shape)
+        dx, _, dw, db = checked.run(backend)
+    return (dx, dw, db) if needs_db else (dx, dw)
 
 
 def compute_rms_norm_rstd_torch(x: Tensor, eps: float | None = None) -> Tensor:
@@ -335,38 +290,19 @@ def rms_norm_backward_torch(
         ValueError: A shape, a device or a number does not fit.
         TypeError: A dtype, a layout or a type does not fit.
     """
-    spec, _, wanted = _checked_backward_spec(
-        x, dy, weight, rstd, d_residual_out, offset, casting, dw_dtype, needs_db
+    wanted = functools.partial(_wanted, dw_dtype, needs_db)
+    checked = unrecorded.checked_backward(
+        x, dy, 1, weight, rstd, d_residual_out, wanted, offset=offset, casting=casting
     )
     check_memory(x=x, dy=dy, weight=weight, rstd=rstd, d_residual_out=d_residual_out)
     dx, _, dw, db = reference.gradients_torch(
-        x, dy, weight, rstd, d_residual_out, wanted, offset=spec.offset, casting=casting
+        x, dy, weight, rstd, d_residual_out, checked.wanted, offset=checked.spec.offset, casting=casting
     )
     return (dx, dw, db) if needs_db else (dx, dw)
 
 
-def _checked_backward_spec(
-    x: Tensor,
-    dy: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    d_residual_out: Tensor | None,
-    offset: float,
-    casting: str,
-    dw_dtype: torch.dtype | None,
-    needs_db: bool,
-) -> tuple[Spec, int, Wanted]:
-    """What a backward is asked for, with an eps that it does not need; the number of heads; and what it returns."""
-    check_input("x", x)
-    n, shape = check_normalized_shape(x, x.shape[-1:])
-    heads = check_weight(weight, None, x, shape)
-    check_like("dy", dy, x)
-    if d_residual_out is not None:
-        check_like("d_residual_out", d_residual_out, x)
-    check_rstd(rstd, x, x.numel() // n)
-    check_casting(casting)
-    spec = Spec(n, 0.0, checked_number("offset", offset), casting)
+def _wanted(dw_dtype: torch.dtype | None, needs_db: bool, x: Tensor, weight: Tensor | None) -> Wanted:
+    """dx, dw where there is a weight, and db where it is asked for: in dw_dtype, or weight's, or x's."""
     checked_bool("needs_db", needs_db)
     dw_dtype = checked_dtype("dw_dtype", dw_dtype) or (x.dtype if weight is None else weight.dtype)
-    wanted = Wanted(x.dtype, None, None if weight is None else dw_dtype, dw_dtype if needs_db else None)
-    return spec, heads, wanted
+    return Wanted(x.dtype, None, None if weight is None else dw_dtype, dw_dtype if needs_db else None)

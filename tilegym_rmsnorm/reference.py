@@ -18,7 +18,7 @@ once. With casting="llama" xhat is also rounded to the dtype of what is normaliz
 in dw (dy * round(xhat)). dx never sees that rounding. No weight means a factor of 1, whatever the offset.
 
 Every function takes any device, any leading dimensions (M is their product) and is differentiable. None checks what it
-is given: api.py and passes.py do, in front of them.
+is given: api.py and unrecorded.py do, in front of them.
 """
 
 from __future__ import annotations

@@ -48,6 +48,10 @@ class Wanted(NamedTuple):
     db: Any = None
 
 
+# The same as one number, of which the library ops are given the sum.
+DX, DW, DB, D_RESIDUAL = 1, 2, 4, 8
+
+
 def parts_of(has_residual: bool, has_bias: bool, has_heads: bool) -> tuple[str, ...]:
     """What a call has beside x and one weight for all rows, in words for the log."""
     if not (has_residual or has_bias or has_heads):
