@@ -159,6 +159,8 @@ def gradients(tensors: tuple[Any, ...], call: Call, wanted: Wanted) -> Gradients
         return run(tensors, call, wanted)
     if not is_watched() and _fit(tensors, call):
         return run_backward(tensors, call, wanted)
+    if call.backend != "torch" and gate.is_recorded(*tensors):
+        return _backward_by_op(tensors, call, wanted)
     return _checked_backward(tensors, call, wanted)
 
 
@@ -266,8 +268,8 @@ def _checked_backward(tensors: tuple[Any, ...], call: Call, wanted: Wanted) -> G
 
 
 def _backward_by_op(tensors: tuple[Any, ...], call: Call, wanted: Wanted) -> Gradients:
-    """`gradients` where compiled autograd traces the backward of a forward that ran a kernel: its graph has the op of
-    torch_ops.py, which is above this module."""
+    """`gradients` where a graph is made of the backward, by compiled autograd or make_fx, of a forward that ran before:
+    the graph has the op of torch_ops.py, which is above this module."""
     x, dy, weight, rstd, d_residual_out = tensors
     spec, n, heads = call.spec, call.spec.n, call.heads
     shape = (-1, heads, n) if heads else (-1, n)

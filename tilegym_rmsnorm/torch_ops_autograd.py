@@ -11,6 +11,7 @@ tangents, all of them are the reference: PyTorch's operations, which it knows ho
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -243,13 +244,13 @@ def _reference_gradients(
     return tuple(None if each is None else each.reshape(shape).contiguous() for each, shape in pairs)
 
 
-def _map_forward(reference_of: Callable[..., Any], name: str, arrays: int) -> Callable[..., Any]:
+def _map_forward(name: str, arrays: int) -> Callable[..., Any]:
     """vmap's rule of a forward, whose first `arrays` arguments are x, and residual. A batch of them is one more leading
-    dimension. A batch of weights is none: there the reference is mapped."""
+    dimension; a batch of weights is none."""
 
     def run(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
         if any(dim is not None for dim in in_dims[arrays:]):
-            return _map_reference(reference_of, in_dims, arguments)
+            return _one_by_one(name, info, in_dims, *arguments)
         given = [
             each.expand(info.batch_size, *each.shape) if dim is None else each.movedim(dim, 0)
             for each, dim in zip(arguments[:arrays], in_dims, strict=False)
@@ -260,23 +261,20 @@ def _map_forward(reference_of: Callable[..., Any], name: str, arrays: int) -> Ca
     return run
 
 
-def _map_backward(reference_of: Callable[..., Any]) -> Callable[..., Any]:
-    """vmap's rule of a backward: dw of each of a batch is another, so that the reference is mapped."""
-    return lambda info, in_dims, *arguments: _map_reference(reference_of, in_dims, arguments)
-
-
-def _map_reference(
-    reference_of: Callable[..., Any], in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]
-) -> Any:
-    kept: list[bool] = []
-
-    def run(*given: Any) -> tuple[Tensor, ...]:
-        results = reference_of(*given)
-        kept.extend(each is not None for each in results)
-        return tuple(each for each in results if each is not None)
-
-    found = iter(torch.vmap(run, in_dims)(*arguments))
-    results = tuple(next(found) if is_there else None for is_there in kept)
+def _one_by_one(name: str, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+    """vmap's rule of a backward, each of which has a dw of its own."""
+    each_results = [
+        op(name)(
+            *(
+                each if dim is None else each.select(dim, i)
+                for each, dim in zip(arguments, in_dims, strict=True)
+            )
+        )
+        for i in range(info.batch_size)
+    ]
+    results = tuple(
+        None if each[0] is None else torch.stack(each) for each in zip(*each_results, strict=True)
+    )
     return results, tuple(None if each is None else 0 for each in results)
 
 
@@ -310,10 +308,10 @@ def _sum_of_rows(dy: Tensor, bias: tuple[torch.dtype, torch.Size]) -> Tensor:
 
 
 _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "rms_norm_forward": (_forward, _map_forward(_reference_forward, "rms_norm_forward", 1)),
-    "rms_norm_backward": (_backward, _map_backward(_reference_backward)),
-    "add_rms_norm_forward": (_add_forward, _map_forward(_reference_add_forward, "add_rms_norm_forward", 2)),
-    "add_rms_norm_backward": (_add_backward, _map_backward(_reference_add_backward)),
+    "rms_norm_forward": (_forward, _map_forward("rms_norm_forward", 1)),
+    "rms_norm_backward": (_backward, functools.partial(_one_by_one, "rms_norm_backward")),
+    "add_rms_norm_forward": (_add_forward, _map_forward("add_rms_norm_forward", 2)),
+    "add_rms_norm_backward": (_add_backward, functools.partial(_one_by_one, "add_rms_norm_backward")),
 }
 for _name, (_differentiated, _mapped) in _RULES.items():
     library.impl(_name, _differentiated, "Autograd")

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch.nn import Linear, Sequential
 
 from tilegym_rmsnorm import (
-    BackendUnavailableError,
     RMSNorm,
     get_current_backend,
     rms_norm,
@@ -47,14 +46,14 @@ def test_an_exported_model_has_all_gradients(strict, backend):
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_a_backend_that_cannot_be_exported_is_refused(strict):
+def test_what_is_exported_with_a_backend_by_name_runs_on_it(strict, monkeypatch):
     """Strict export took the reference, whatever was in effect."""
+    by_address.use(monkeypatch)
     torch._dynamo.reset()
-    refused = (torch._dynamo.exc.Unsupported, BackendUnavailableError)
-    with use_backend("cutile"), pytest.raises(refused, match="outside of graphs|torch.export"):
-        torch.export.export(make_model(RMSNorm(8)), (X,), strict=strict)
-    with use_backend("auto"):
-        torch.export.export(make_model(RMSNorm(8)), (X,), strict=strict)
+    exported = torch.export.export(RMSNorm(8, backend="cutile"), (X,), strict=strict).module()
+    assert not by_address.calls
+    torch.testing.assert_close(exported(X), F.rms_norm(X, (8,)))
+    assert by_address.calls == ["rms_norm_forward"]
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -76,13 +75,6 @@ def test_an_exported_norm_takes_other_batches():
     exported = torch.export.export(RMSNorm(8), (X,), dynamic_shapes=({0: batch},)).module()
     x = torch.randn(7, 8)
     torch.testing.assert_close(exported(x), F.rms_norm(x, (8,)))
-
-
-def test_a_graph_that_may_not_break_says_what_to_do():
-    """Dynamo's own words were: please file an issue to PyTorch."""
-    torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r'pass backend="torch" to rms_norm or RMSNorm'):
-        torch.compile(RMSNorm(8), backend="eager", fullgraph=True)(X)
 
 
 def test_a_block_of_use_backend_made_outside_of_the_graph(monkeypatch):

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gate_cases import Named
-from torch.torch_version import TorchVersion
 
 from tilegym_rmsnorm import (
     BackendUnavailableError,
@@ -240,17 +239,9 @@ def test_use_backend_inside_a_compiled_function(make, fullgraph):
         )
 
 
-def test_use_backend_of_a_kernel_in_one_graph_says_what_to_do():
+def test_use_backend_of_a_kernel_in_one_graph():
     torch._dynamo.reset()
-    # Dynamo of torch 2.9 names the block alone.
-    text = (
-        "use_backend"
-        if TorchVersion(torch.__version__) < "2.11"
-        else 'pass backend="torch" to rms_norm or RMSNorm'
-    )
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=text):
-        torch.compile(in_block("auto"), backend="eager", fullgraph=True)(torch.randn(3, N))
-    compiled = torch.compile(in_block("auto"), backend="eager")
+    compiled = torch.compile(in_block("auto"), backend="eager", fullgraph=True)
     x = torch.randn(3, N)
     torch.testing.assert_close(compiled(x), F.rms_norm(x, (N,), None, 1e-6) * 2)
 

@@ -8,7 +8,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tilegym_rmsnorm import (
     BackendUnavailableError,
@@ -52,14 +52,10 @@ def fakes():
         yield mode.from_tensor
 
 
-STAND_INS = {"DTensor": dtensors, "FakeTensor": fakes}  # zeros without memory get some: test_gate.py
-
-
 @pytest.mark.parametrize("backend", (*KERNELS, "inductor"))
-@pytest.mark.parametrize("kind", STAND_INS)
-def test_others_refuse_them_by_name(kind, backend):
+def test_others_refuse_dtensors_by_name(backend):
     rstd = torch.rand(3)
-    with STAND_INS[kind]() as stand_in:
+    with dtensors() as stand_in:
         attempts = (
             lambda: rms_norm(stand_in(X), (8,), stand_in(W), backend=backend),
             lambda: rms_norm(X, (8,), stand_in(W), backend=backend),
@@ -70,7 +66,18 @@ def test_others_refuse_them_by_name(kind, backend):
         for attempt in attempts:
             with pytest.raises(BackendUnavailableError, match="memory of their own") as refused:
                 attempt()
-            assert ("DTensor.to_local()" in str(refused.value)) == (kind == "DTensor")
+            assert "DTensor.to_local()" in str(refused.value)
+
+
+@pytest.mark.parametrize("backend", (*KERNELS, "inductor", "auto"))
+def test_fake_tensors_give_fake_results(backend):
+    with fakes() as fake:
+        x, weight, rstd = fake(X), fake(W), fake(torch.rand(3))
+        y = rms_norm(x, (8,), weight, backend=backend)
+        *results, of_forward = rms_norm_forward(x, None, backend=backend)
+        gradients = rms_norm_backward(x, x, weight, rstd, needs_db=True, backend=backend)
+    assert [tuple(each.shape) for each in (y, *results, *gradients)] == [(3, 8)] * 3 + [(8,)] * 2
+    assert of_forward.shape == (3,) and isinstance(y, FakeTensor) and isinstance(gradients[1], FakeTensor)
 
 
 def test_auto_takes_dtensors_that_are_sharded_in_the_middle(monkeypatch):

@@ -1,0 +1,319 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The library ops by themselves: what PyTorch asks of an op, right values, gradients, and transforms."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import variants
+from helpers import BF16, DEVICE, FP16, FP32, FP64
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.library import opcheck
+
+from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward, use_backend
+from tilegym_rmsnorm.torch_ops import SCHEMAS, op
+
+FORWARD, BACKWARD, ADD_FORWARD, ADD_BACKWARD = (
+    op(name)
+    for name in ("rms_norm_forward", "rms_norm_backward", "add_rms_norm_forward", "add_rms_norm_backward")
+)
+NORM = 1e-3, 0.5, "once"  # eps, offset, casting
+BACKENDS = (None, "torch", "cutile", "triton")
+
+
+@pytest.fixture(params=BACKENDS, ids=str)
+def name(request):
+    """A backend that an op is given."""
+    if request.param not in (None, "torch"):
+        request.getfixturevalue("kernels_on_this_machine")(request.param)
+    return request.param
+
+
+@pytest.fixture
+def kernels_on_this_machine():
+    from helpers import why_skip
+
+    def check(backend):
+        if reason := why_skip(backend):
+            pytest.skip(reason)
+
+    return check
+
+
+def tensors(*shape, of=(8,), dtype=FP32, needs_grad=False, seed=0):
+    """x, residual, weight, bias."""
+    torch.manual_seed(seed)
+    made = (torch.randn(size, dtype=dtype, device=DEVICE) for size in (shape, shape, of, of))
+    return tuple(each.requires_grad_(needs_grad) for each in made)
+
+
+OF_VECTORS = {1: (8,), 2: (4, 8)}  # by the number of normalized dimensions
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("dims", OF_VECTORS)
+def test_pytorch_s_own_checks_of_forwards(name, dims, needs_grad):
+    x, residual, weight, bias = tensors(3, 4, 8, of=OF_VECTORS[dims], needs_grad=needs_grad)
+    opcheck(FORWARD, (x, weight, bias, dims, *NORM, None, name))
+    opcheck(FORWARD, (x, None, None, dims, *NORM, BF16, name))
+    opcheck(ADD_FORWARD, (x, residual, weight, bias, dims, *NORM, 0.5, None, None, name))
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("dims", OF_VECTORS)
+def test_pytorch_s_own_checks_of_backwards(name, dims, wanted):
+    x, dy, weight, _ = tensors(3, 4, 8, of=OF_VECTORS[dims])
+    rstd = FORWARD(x, weight, None, dims, *NORM, None, name)[1]
+    opcheck(BACKWARD, (dy, x, weight, rstd, wanted, dims, 0.5, "once", None, FP16, name))
+    given = dy, x.cos(), x, weight, rstd, wanted + 8, dims, 0.5, "once", 0.5, None, None, BF16, None
+    opcheck(ADD_BACKWARD, (*given, name))
+
+
+KINDS = {
+    "plain": variants.Variant(BF16, weight_dtype=BF16, size=(2, 3, 64)),
+    "bias": variants.Variant(FP16, weight_dtype=FP32, bias_dtype=FP32, size=(2, 3, 64), casting="llama"),
+    "heads": variants.Variant(BF16, (2, 3, 4, 16), "heads", BF16, layout="heads", out_dtype=FP32),
+    "residual": variants.Variant(BF16, residual_dtype=BF16, size=(2, 3, 64)),
+    "two gradients": variants.Variant(BF16, residual_dtype=FP32, alpha=0.22, size=(2, 3, 64), offset=1.0),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients_are_those_of_rms_norm(name, kind):
+    """The same bits: both run the same code."""
+    variant = KINDS[kind]
+    results = []
+    for by_op in (False, True):
+        x, weight, bias, residual, dy, d_residual_out = inputs = variants.make(variant, seed=1)
+        leaves = [each.requires_grad_() for each in (x, weight, bias, residual) if each is not None]
+        if by_op:
+            norm = 1, variant.eps, variant.offset, variant.casting
+            dtypes = variant.residual_out_dtype, variant.out_dtype
+            if residual is None:
+                outputs = FORWARD(x, weight, bias, *norm, dtypes[1], name)[:1]
+            else:
+                outputs = ADD_FORWARD(x, residual, weight, bias, *norm, variant.alpha, *dtypes, name)[:2]
+        else:
+            given = variants.options(variant, inputs)
+            outputs = rms_norm(x, variant.n, weight, variant.eps, **given, backend=name)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        gradients = torch.autograd.grad(outputs, leaves, [dy, d_residual_out][: len(outputs)])
+        results.append([*outputs, *gradients])
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.dtype is theirs.dtype and torch.equal(ours, theirs)
+        assert ours.is_contiguous()
+
+
+def test_rstd_is_shaped_as_aten_s():
+    x, residual, *_ = tensors(3, 4, 8)
+    for dims, shape in ((1, (3, 4, 1)), (2, (3, 1, 1)), (3, (1, 1, 1))):
+        assert FORWARD(x, None, None, dims, *NORM, None, None)[1].shape == shape
+        assert ADD_FORWARD(x, residual, None, None, dims, *NORM, 1.0, None, None, None)[2].shape == shape
+    aten = torch.ops.aten._fused_rms_norm.default(x, [4, 8], None, 1e-3)[1]
+    assert aten.shape == (3, 1, 1)
+    torch.testing.assert_close(FORWARD(x, None, None, 2, *NORM, None, None)[1], aten)
+
+
+def test_what_is_not_wanted_is_none():
+    x, dy, weight, _ = tensors(3, 8)
+    rstd = FORWARD(x, weight, None, 1, *NORM, None, None)[1]
+    for wanted in range(8):
+        results = BACKWARD(dy, x, weight, rstd, wanted, 1, 0.5, "once", None, None, None)
+        assert [each is not None for each in results] == [bool(wanted & bit) for bit in (1, 2, 4)]
+    assert BACKWARD(dy, x, None, rstd, 7, 1, 0.0, "once", None, None, None)[1] is None
+
+
+FP64_NORMS = {
+    "plain": lambda x, r, w, b: FORWARD(x, w, b, 1, *NORM, None, None)[0],
+    "two dimensions": lambda x, r, w, b: FORWARD(x, None, None, 2, *NORM, None, None)[0],
+    "residual": lambda x, r, w, b: ADD_FORWARD(x, r, w, b, 1, *NORM, 0.5, None, None, None)[:2],
+}
+
+
+@pytest.mark.parametrize("kind", FP64_NORMS)
+def test_gradients_of_gradients(kind):
+    inputs = tensors(2, 3, 4, of=(4,), dtype=FP64, needs_grad=True)
+    assert gradcheck(FP64_NORMS[kind], inputs, check_forward_ad=True, check_batched_grad=True)
+    assert gradgradcheck(FP64_NORMS[kind], inputs)
+
+
+def test_backwards_are_differentiated_as_the_reference():
+    x, dy, weight, _ = tensors(2, 4, of=(4,), dtype=FP64, needs_grad=True)
+    rstd = FORWARD(x.detach(), None, None, 1, *NORM, None, None)[1].requires_grad_()
+    d = torch.randn_like(x).requires_grad_()
+
+    def backward(dy, x, weight, rstd):
+        return BACKWARD(dy, x, weight, rstd, 7, 1, 0.5, "once", None, None, None)
+
+    def add_backward(dy, d, x, weight, rstd):
+        given = dy, d, x, weight, rstd, 15, 1, 0.5, "once", 0.5, None, None, None, None, None
+        return ADD_BACKWARD(*given)
+
+    assert gradcheck(backward, (dy, x, weight, rstd)) and gradcheck(add_backward, (dy, d, x, weight, rstd))
+
+
+def test_transforms_of_torch_func():
+    x, residual, weight, bias = tensors(5, 3, 8, dtype=FP64)
+    plain = functools.partial(rms_norm, normalized_shape=8, eps=1e-3, offset=0.5)
+
+    def by_op(x, weight, bias=None):
+        return FORWARD(x, weight, bias, 1, *NORM, None, None)[0]
+
+    same = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+    expected = plain(x, weight=weight, bias=bias)
+    same(torch.vmap(by_op, (0, None, None))(x, weight, bias), expected)
+    same(torch.vmap(by_op, (1, None, None), 1)(x, weight, bias), expected)
+    weights = torch.stack([weight, 2 * weight, weight.cos(), -weight, weight])
+    each = torch.stack([plain(x[i], weight=weights[i]) for i in range(5)])
+    same(torch.vmap(by_op)(x, weights), each)
+    added = torch.vmap(lambda r: ADD_FORWARD(x[0], r, weight, None, 1, *NORM, 0.5, None, None, None)[1])
+    same(added(residual), 0.5 * x[0] + residual)
+
+    def loss(norm, x, weight):
+        return norm(x, weight).sin().sum()
+
+    expected = torch.func.grad(functools.partial(loss, lambda x, w: plain(x, weight=w)), (0, 1))(x, weight)
+    for ours, theirs in zip(
+        torch.func.grad(functools.partial(loss, by_op), (0, 1))(x, weight), expected, strict=True
+    ):
+        same(ours, theirs)
+    tangent = x.cos()
+    for ours, theirs in zip(
+        torch.func.jvp(lambda x: by_op(x, weight), (x,), (tangent,)),
+        torch.func.jvp(lambda x: plain(x, weight=weight), (x,), (tangent,)),
+        strict=True,
+    ):
+        same(ours, theirs)
+    with forward_ad.dual_level():
+        dual = by_op(forward_ad.make_dual(x, tangent), weight)
+        assert forward_ad.unpack_dual(dual).tangent is not None
+
+
+def test_a_vmap_of_backwards_has_dw_of_each():
+    x, dy, weight, _ = tensors(5, 3, 8)
+    rstd = FORWARD(x, weight, None, 1, *NORM, None, None)[1]
+
+    def backward(dy, x, rstd):
+        return BACKWARD(dy, x, weight, rstd, 7, 1, 0.5, "once", None, None, None)
+
+    dx, dw, db = torch.vmap(backward)(dy, x, rstd)
+    for i in range(5):
+        of_one = rms_norm_backward(
+            x[i], dy[i], weight, rstd[i].flatten(), offset=0.5, needs_db=True, backend="torch"
+        )
+        for ours, theirs in zip((dx[i], dw[i], db[i]), of_one, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_the_backward_takes_the_backend_of_the_forward(monkeypatch):
+    """In autograd's threads no block of use_backend is in effect."""
+    import by_address
+
+    by_address.use(monkeypatch)
+    x, _, weight, _ = tensors(3, 8, needs_grad=True)
+    with use_backend("cutile"):
+        y = FORWARD(x, weight, None, 1, 1e-3, 0.0, "once", None, None)[0]
+    y.sum().backward()
+    assert by_address.calls == ["rms_norm_forward", "rms_norm_backward"]
+
+
+X = torch.randn(3, 8)
+RSTD = torch.ones(3, 1)
+MISFITS = {
+    "dims": (
+        lambda: FORWARD(X, None, None, 3, *NORM, None, None),
+        ValueError,
+        "normalized_dims: expected 1 to 2",
+    ),
+    "no dims": (
+        lambda: FORWARD(X, None, None, 0, *NORM, None, None),
+        ValueError,
+        "normalized_dims: expected 1",
+    ),
+    "weight": (
+        lambda: FORWARD(X, X[0, :7], None, 1, *NORM, None, None),
+        ValueError,
+        r"weight: expected shape \(8,\)",
+    ),
+    "integers": (
+        lambda: FORWARD(X.int(), None, None, 1, *NORM, None, None),
+        TypeError,
+        "x: expected a dtype",
+    ),
+    "residual": (
+        lambda: ADD_FORWARD(X, X[:2], None, None, 1, *NORM, 1.0, None, None, None),
+        ValueError,
+        "residual: expected the shape of x",
+    ),
+    "dy": (
+        lambda: BACKWARD(X[:2], X, None, RSTD, 1, 1, 0.0, "once", None, None, None),
+        ValueError,
+        "dy: expected the shape of x",
+    ),
+    "rstd": (
+        lambda: BACKWARD(X, X, None, RSTD[:2], 1, 1, 0.0, "once", None, None, None),
+        ValueError,
+        r"rstd: expected shape \(3,\)",
+    ),
+    "casting": (
+        lambda: FORWARD(X, None, None, 1, 1e-3, 0.0, "gemma", None, None),
+        ValueError,
+        "casting: expected one of",
+    ),
+    "backend": (
+        lambda: FORWARD(X, None, None, 1, *NORM, None, "cuda"),
+        ValueError,
+        "backend: expected one of",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MISFITS)
+def test_arguments_that_do_not_fit(kind):
+    call, error, text = MISFITS[kind]
+    with pytest.raises(error, match=text):
+        call()
+
+
+@pytest.mark.parametrize("kind", ["dims", "weight", "integers", "residual", "dy"])
+def test_arguments_that_do_not_fit_where_a_graph_is_made(kind):
+    call, error, text = MISFITS[kind]
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(error, match=text):
+        call()
+
+
+def test_every_op_is_tested_here():
+    assert set(SCHEMAS) == {
+        each.name().split("::")[1] for each in (FORWARD, BACKWARD, ADD_FORWARD, ADD_BACKWARD)
+    }
+
+
+def test_rows_of_none():
+    x, residual, weight, bias = tensors(0, 8, needs_grad=True)
+    y, residual_out, rstd = ADD_FORWARD(x, residual, weight, bias, 1, *NORM, 1.0, None, None, None)
+    assert y.shape == residual_out.shape == (0, 8) and rstd.shape == (0, 1)
+    (y.sum() + residual_out.sum()).backward()
+    assert torch.equal(weight.grad, torch.zeros(8)) and x.grad.shape == (0, 8)
+
+
+def test_a_plain_call_does_not_pass_the_dispatcher():
+    """Its host time is that of a kernel's launch."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    x, _, weight, _ = tensors(3, 8)
+    with Watch():
+        rms_norm_forward(x, weight)
+    assert not any("tilegym" in each for each in seen)
