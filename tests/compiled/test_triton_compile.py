@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import helpers
@@ -25,18 +26,28 @@ COMPILED_WIDTHS = (1, 64, 100, 640, 1024, 2880, 4096, 5120, 8192, 12288, 16384, 
 FEW_WIDTHS = (100, 4096, 8192, 16384, 18432)
 
 
-def _compile(capability, calls):
-    """The kernels that each call compiled. Triton's cache makes a second run short."""
+@pytest.fixture(scope="module")
+def compiled_by():
+    """compiled_by(capability, calls, cache=None): the kernels that each call compiled. Triton's cache makes a second
+    run short."""
+    program = Path(__file__).parents[1] / "support" / "triton_compile.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [
-        sys.executable,
-        Path(__file__).parents[1] / "support" / "triton_compile.py",
-        str(capability),
-        json.dumps(calls),
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen([sys.executable, program], env=environment, stderr=errors, **pipes) as process,
+    ):
+
+        def ask(capability, calls, cache=None):
+            start = errors.seek(0, os.SEEK_END)
+            print(json.dumps([capability, calls, cache]), file=process.stdin, flush=True)
+            found = json.loads(process.stdout.readline() or "null")
+            errors.seek(start)
+            assert found is not None, errors.read()[-3000:]
+            return found
+
+        yield ask
+        process.stdin.close()
 
 
 def _allowed_spill(capability, call, kernel):
@@ -51,7 +62,7 @@ def _allowed_spill(capability, call, kernel):
     [(80, FEW_WIDTHS), (90, COMPILED_WIDTHS), (100, FEW_WIDTHS)],
     ids=["sm_80", "sm_90", "sm_100"],
 )
-def test_compiled_kernels_spill_nothing_and_are_resident(capability, widths):
+def test_compiled_kernels_spill_nothing_and_are_resident(capability, widths, compiled_by):
     """Without --every-config the narrowest and the widest rows of each dtype, those between of one in turn."""
     pairs = (
         ("bfloat16", "bfloat16", "llama"),
@@ -64,7 +75,7 @@ def test_compiled_kernels_spill_nothing_and_are_resident(capability, widths):
         for j, (dtype, weight_dtype, casting) in enumerate(pairs)
         if helpers.every_config or n in (widths[0], widths[-1]) or i % len(pairs) == j
     ]
-    for call, kernels in zip(calls, _compile(capability, calls), strict=True):
+    for call, kernels in zip(calls, compiled_by(capability, calls), strict=True):
         names = " ".join(kernel["name"] for kernel in kernels)
         assert "forward_" in names and "backward_dx" in names
         for kernel in kernels:
@@ -93,7 +104,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants_spill_nothing_that_counts(name, capability):
+def test_variants_spill_nothing_that_counts(name, capability, compiled_by):
     """Rows that are read again do, by config.py. Without --every-config on one architecture, and float32 rows of every
     other width alone."""
     if not helpers.every_config and capability != 90:
@@ -105,7 +116,7 @@ def test_variants_spill_nothing_that_counts(name, capability):
         for dtype in ("bfloat16", "float32")
         if helpers.every_config or dtype == "bfloat16" or i % 2
     ]
-    for call, kernels in zip(calls, _compile(capability, calls), strict=True):
+    for call, kernels in zip(calls, compiled_by(capability, calls), strict=True):
         for kernel in kernels:
             is_reread = kernel["name"] == "backward_dx_reread"
             # 8 bytes: an address that ptxas parks where sm_120 has 128 registers, as `_allowed_spill` says
@@ -117,7 +128,7 @@ HEADS = {"N": 128, "dtype": "bfloat16", "weight_dtype": "float32"}
 
 
 @pytest.mark.parametrize("is_per_head", [False, True])
-def test_shape_and_strides_of_heads_compile_nothing(is_per_head):
+def test_shape_and_strides_of_heads_compile_nothing(is_per_head, compiled_by):
     """Nor do strides of extents of 1, which mean nothing."""
     first = HEADS | {"heads": (2, 5, 8), "is_per_head": is_per_head, **RESIDUAL}
     calls = [first]
@@ -128,14 +139,14 @@ def test_shape_and_strides_of_heads_compile_nothing(is_per_head):
     if not is_per_head:  # dw and db are of H * N columns
         calls += [first | {"heads": heads} for heads in ((2, 8, 5), (2, 16, 1), (7, 1, 1))]
         calls += [first | {"heads": (7, 5, 1), "strides": (2048, 128, 1)}]
-    compiled = _compile(90, calls)
+    compiled = compiled_by(90, calls)
     assert compiled[0] and not any(compiled[1:])
-    *_, again, other = _compile(90, [first | {"alpha": alpha} for alpha in (0.22, 0.5, 2.0)])
+    *_, again, other = compiled_by(90, [first | {"alpha": alpha} for alpha in (0.22, 0.5, 2.0)])
     assert not again and not other
 
 
 @pytest.mark.parametrize("n", [64, 16384, 18432], ids=["held", "reread", "strips"])
-def test_batch_size_eps_offset_and_stride_compile_nothing(n):
+def test_batch_size_eps_offset_and_stride_compile_nothing(n, compiled_by):
     first = {"N": n, "dtype": "bfloat16", "weight_dtype": "float32", "M": 37}
     calls = [first]
     calls += [first | {"M": m} for m in (1, 2, 15, 16, 17, 64, 264, 1000)]
@@ -145,7 +156,7 @@ def test_batch_size_eps_offset_and_stride_compile_nothing(n):
         first | {"M": 1, "row_stride": n + 1},
     ]
     calls += [first | {"eps": 0.0}, first | {"eps": 1.0}, first | {"offset": 1.0}, first | {"offset": -0.25}]
-    compiled = _compile(90, calls)
+    compiled = compiled_by(90, calls)
     assert compiled[0] and not any(compiled[1:])
 
 
@@ -154,21 +165,12 @@ def test_batch_size_eps_offset_and_stride_compile_nothing(n):
     reason="tl.sqrt_rn of Triton 3.5 is sqrt.rn.ftz: docs/limits.md says the range",
     strict=True,
 )
-def test_no_triton_kernel_flushes_subnormal_numbers(tmp_path):
+def test_no_triton_kernel_flushes_subnormal_numbers(tmp_path, compiled_by):
     """`tl.rsqrt` is rsqrt.approx.ftz, to which a mean of squares below 1.2e-38 is 0. test_extremes.py shows it on a GPU
     alone: Triton's interpreter flushes nothing."""
     widths = (64, 16384, 18432)  # every kernel
     calls = [{"N": n, "dtype": "float32", "weight_dtype": "float32"} for n in widths]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [
-        sys.executable,
-        Path(__file__).parents[1] / "support" / "triton_compile.py",
-        "90",
-        json.dumps(calls),
-    ]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    compiled_by(90, calls, str(tmp_path))
     found = {path.stem: path.read_text() for path in tmp_path.rglob("*.ptx")}
     assert {"forward_rows", "forward_reread", "backward_dx", "backward_dx_reread", "backward_c"} <= set(found)
     flushing = {name: line for name, ptx in found.items() for line in ptx.splitlines() if ".ftz" in line}

@@ -7,15 +7,22 @@ A driver that stands in for CUDA's lets the backend's own launches compile for t
 would be loaded, and runs nothing. A program of its own: Triton compiles for one kind of GPU per process, and not where
 it interprets.
 
-    python triton_compile.py 90 '[{"N": 4096, "dtype": "bfloat16", "weight_dtype": "float32"}, ...]'
-        -> a list with the kernels that each call (arguments of `run`) compiled and earlier ones had not
+It reads requests, a line each, and answers each with a line: a list with the kernels that each call (arguments of
+`run`) compiled and earlier ones of the request had not, or null, and why on stderr. cache: the folder for Triton's, or
+null for the usual one.
+
+    [90, [{"N": 4096, "dtype": "bfloat16", "weight_dtype": "float32"}, ...], cache]
+
+Each request has a process of its own, forked from this one: to import PyTorch and Triton takes longer than to compile.
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,17 +145,36 @@ def _rows(
     return torch.empty(B, H, T, N, dtype=_dtype(dtype)).transpose(1, 2)
 
 
-def main(capability: str, calls: str) -> None:
-    compiler = Compiler(int(capability))
+def compile_calls(
+    capability: int, calls: list[dict[str, Any]], cache: str | None
+) -> list[list[dict[str, Any]]]:
+    if cache is not None:
+        os.environ["TRITON_CACHE_DIR"] = cache
+    compiler = Compiler(capability)
     triton.runtime.driver.set_active(compiler)
     launch._sm_count = lambda device: SM_COUNT
     compiled = []
-    for call in json.loads(calls):
+    for call in calls:
         known = len(compiler.kernels)
         run(**call)
         compiled.append([kernel._asdict() for kernel in compiler.kernels[known:]])
-    json.dump(compiled, sys.stdout)
+    return compiled
+
+
+def main() -> None:
+    for request in sys.stdin:
+        process = os.fork()
+        if process == 0:
+            try:
+                print(json.dumps(compile_calls(*json.loads(request))), flush=True)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(process, 0)[1]:
+            print("null", flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
