@@ -22,7 +22,6 @@ from helpers import (
     make_inputs,
     shape,
     take_turns,
-    why_skip,
 )
 
 from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward
@@ -50,14 +49,6 @@ def run(inputs: Inputs, backend: str) -> dict[str, torch.Tensor | None]:
     if weight is None:
         assert results.pop("dw") is None
     return results
-
-
-def test_inductor():
-    """One case of the sweep, which the fast job runs: others of Inductor's are slow."""
-    if reason := why_skip("inductor"):
-        pytest.skip(reason)
-    inputs = make_inputs(*shape("100 columns"), BF16, FP32)
-    assert_within(expected_results(inputs, running_sum=True), **run(inputs, "inductor"))
 
 
 @pytest.mark.parametrize(("backend", "name", "dtypes"), SWEEP, indirect=["backend"])
