@@ -12,7 +12,7 @@ import threading
 
 import pytest
 import torch
-from helpers import BF16, DEVICE, FP16, FP32, HAS_GPU
+from helpers import BF16, DEVICE, FP16, FP32, HAS_GPU, take_turns
 from variants import Variant, check, check_all, check_residual_out, make, options, run
 
 from tilegym_rmsnorm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
@@ -84,13 +84,15 @@ def test_rows_that_overlap(backend):
     check_all(variant, inputs, run(variant, inputs, backend))
 
 
+EXTENTS = [(1, 1, 1, 16), (3, 1, 4, 16), (1, 5, 4, 16), (3, 5, 1, 16), (2, 3, 4, 1), (4, 16), (1, 1)]
+
+
 @pytest.mark.parametrize("weight", ["vector", "heads"])
-@pytest.mark.parametrize(
-    "size",
-    [(1, 1, 1, 16), (3, 1, 4, 16), (1, 5, 4, 16), (3, 5, 1, 16), (2, 3, 4, 1), (4, 16), (1, 1)],
-    ids=str,
-)
+@pytest.mark.parametrize("size", EXTENTS, ids=str)
 def test_extents_of_one(size, weight, backend):
+    """Inductor compiles for each: without --every-config with one weight and the other in turn."""
+    if backend == "inductor":
+        take_turns(EXTENTS.index(size), weight == "heads", of=2)
     layout = "heads" if len(size) == 4 else "contiguous"
     variant = WHOLE._replace(size=size, weight=weight, layout=layout, residual_dtype=BF16)
     inputs = make(variant)
@@ -172,10 +174,16 @@ def test_rows_that_are_no_numbers(n, backend):
     assert results["dw"].isnan().any() and results["db"].isfinite().all()
 
 
+D_DTYPES = [None, FP16, BF16, FP32]
+
+
 @pytest.mark.parametrize("dw_dtype", [None, FP16])
-@pytest.mark.parametrize("d_dtype", [None, FP16, BF16, FP32])
+@pytest.mark.parametrize("d_dtype", D_DTYPES)
 @pytest.mark.parametrize("dy_dtype", [FP16, FP32])
 def test_gradients_of_any_dtype(dy_dtype, d_dtype, dw_dtype, backend):
+    """Inductor compiles for each: without --every-config each dtype of d_residual_out once."""
+    if backend == "inductor":
+        take_turns(D_DTYPES.index(d_dtype), dy_dtype is FP32, 2 * (dw_dtype is FP16), of=4)
     variant = Variant(BF16, (9, 64), weight_dtype=FP32, bias_dtype=dw_dtype or FP32)
     inputs = make(variant, dy_dtype=dy_dtype)
     added = make(ADDED._replace(size=(9, 64)), seed=1).d_residual_out

@@ -154,11 +154,15 @@ def test_layouts(name, layout, backend):
     check_all(variant, inputs := make(variant, seed=4), run(variant, inputs, backend))
 
 
+WITHOUT_AUTOGRAD = ["residual and bias", "weights of heads", "all of it", "bias without a weight"]
+
+
 @pytest.mark.parametrize("dw_dtype", [None, torch.float32])
-@pytest.mark.parametrize(
-    "name", ["residual and bias", "weights of heads", "all of it", "bias without a weight"]
-)
+@pytest.mark.parametrize("name", WITHOUT_AUTOGRAD)
 def test_gradients_without_autograd(name, dw_dtype, backend):
+    """Inductor compiles for each: without --every-config with one dtype of dw and the other in turn."""
+    if backend == "inductor":
+        helpers.take_turns(WITHOUT_AUTOGRAD.index(name), dw_dtype is None, of=2)
     variant = VARIANTS[name]
     inputs = make(variant, seed=5, dy_dtype=torch.float32)  # not y's
     given = options(variant, inputs)
