@@ -274,7 +274,7 @@ def test_row_strides_are_honoured_without_a_copy(n, size):
 def test_no_bit_depends_on_the_order_of_blocks(n, size):
     inputs = make_inputs(300 if n <= 1024 else 20, n, BF16, FP32, device=CPU)
     first = run_backward(inputs, size=size, seed=1)
-    for seed in (2, 3):
+    for seed in (2, 3) if helpers.every_config else (2,):
         again = run_backward(inputs, size=size, seed=seed)
         assert all(torch.equal(again[name], value) for name, value in first.items())
 

@@ -11,7 +11,7 @@ import planning
 import pytest
 import torch
 import variants
-from helpers import BF16, FP16, FP32
+from helpers import BF16, FP16, FP32, take_turns
 from narrow_variants import BACKWARDS
 from variants import Variant
 
@@ -47,6 +47,10 @@ HEADS = [
     Variant(FP32, weight="none", residual_dtype=FP32),
     Variant(BF16, weight_dtype=BF16, residual_dtype=BF16, out_dtype=FP32),
 ]
+SIZES_OF_ROWS = [(7, 64), (5, 100), (1, 1000), (4, 2048), (5, 2560), (3, 4096), (2, 3001)]
+LAYOUTS_OF_ROWS = ["contiguous", "gaps", "offset"]
+SIZES_OF_HEADS = [(2, 5, 3, 64), (1, 9, 4, 80), (3, 1, 1, 128), (2, 3, 5, 33), (1, 2, 8, 256)]
+LAYOUTS_OF_HEADS = ["heads", "mixed", "slices", "transposed", "offset", "gaps"]
 
 
 def _run(variant, inputs, dw_alone=None):
@@ -85,20 +89,22 @@ def no_composing(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_composing")
-@pytest.mark.parametrize("layout", ["contiguous", "gaps", "offset"])
-@pytest.mark.parametrize("size", [(7, 64), (5, 100), (1, 1000), (4, 2048), (5, 2560), (3, 4096), (2, 3001)])
+@pytest.mark.parametrize("layout", LAYOUTS_OF_ROWS)
+@pytest.mark.parametrize("size", SIZES_OF_ROWS)
 @pytest.mark.parametrize("variant", ROWS, ids=str)
 def test_rows(variant, size, layout):
+    """Without --every-config each size of a variant in one layout, in turn."""
+    take_turns(ROWS.index(variant), SIZES_OF_ROWS.index(size), LAYOUTS_OF_ROWS.index(layout), of=3)
     _check(variant._replace(size=size, layout=layout))
 
 
 @pytest.mark.usefixtures("no_composing")
-@pytest.mark.parametrize("layout", ["heads", "mixed", "slices", "transposed", "offset", "gaps"])
-@pytest.mark.parametrize(
-    "size", [(2, 5, 3, 64), (1, 9, 4, 80), (3, 1, 1, 128), (2, 3, 5, 33), (1, 2, 8, 256)]
-)
+@pytest.mark.parametrize("layout", LAYOUTS_OF_HEADS)
+@pytest.mark.parametrize("size", SIZES_OF_HEADS)
 @pytest.mark.parametrize("variant", HEADS, ids=str)
 def test_heads(variant, size, layout):
+    """Without --every-config each size of a variant in two layouts, in turn."""
+    take_turns(HEADS.index(variant), SIZES_OF_HEADS.index(size), LAYOUTS_OF_HEADS.index(layout), of=3)
     _check(variant._replace(size=size, layout=layout))
 
 

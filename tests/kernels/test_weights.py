@@ -33,22 +33,23 @@ JOINT = {
 }
 
 
+CALLS = [
+    *((dtype, *each) for dtype in (BF16, FP16, FP32) for each in ((dtype, "once"), (dtype, "llama"))),
+    *((dtype, FP32, "llama") for dtype in (BF16, FP16)),
+    *((dtype, None, "once") for dtype in (BF16, FP16, FP32)),
+]
+
+
 @pytest.mark.parametrize("n", [56, 50])
-@pytest.mark.parametrize(
-    ("dtype", "weight", "casting"),
-    [
-        *((dtype, *each) for dtype in (BF16, FP16, FP32) for each in ((dtype, "once"), (dtype, "llama"))),
-        *((dtype, FP32, "llama") for dtype in (BF16, FP16)),
-        *((dtype, None, "once") for dtype in (BF16, FP16, FP32)),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "weight", "casting"), CALLS)
 @pytest.mark.parametrize("kind", JOINT)
 def test_the_bits_are_those_of_the_weight_loaded_late(kind, weight, casting, dtype, n):
     """With what an exclusive or could spoil: rows of zeros of both signs, of infinities and NaN. A weight of another
-    dtype is not awaited: there an early one is compared with a late one. Float16, which takes bfloat16's branches, is
-    run with --every-config."""
+    dtype is not awaited: there an early one is compared with a late one. Without --every-config one width and the other
+    in turn, and no float16, which takes bfloat16's branches."""
     if dtype is FP16 and not helpers.every_config:
         pytest.skip("run with --every-config")
+    helpers.take_turns([*JOINT].index(kind), CALLS.index((dtype, weight, casting)), n == 50, of=2)
     variant = JOINT[kind]
     if "packed" in kind and dtype is FP32:
         variant = replace(variant, packed=False)
