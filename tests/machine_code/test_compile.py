@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import helpers
 import pytest
 import torch
+from helpers import take_turns
 from planning import by_rules, plan, problem, rules_of
 from sweeps import shipped_entries
 
@@ -86,11 +87,12 @@ def run_dx(machine, choice, n, dtype, weight_dtype, m=4096):
 RUNS = {"forward": run_forward, "backward": run_backward, "dx": run_dx}
 
 
-# Siblings share their rules with another architecture: without --every-config they compile the backward alone.
+# Siblings share their rules with another architecture: without --every-config they compile the backward alone. Of
+# Hopper test_compile_hopper.py then compiles as many kernels, of each size.
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_forward_choices(architecture, dtype):
-    if architecture in SIBLINGS and not helpers.every_config:
+    if architecture in (90, *SIBLINGS) and not helpers.every_config:
         pytest.skip("compiled with --every-config")
     machine = CompilingMachine(architecture)
     for choice, n in widths_of_choices("forward", "large", dtype, architecture):
@@ -101,6 +103,10 @@ def test_forward_choices(architecture, dtype):
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_backward_choices(architecture, dtype):
+    if architecture == 90 and not helpers.every_config:
+        pytest.skip("compiled with --every-config")
+    if architecture in SIBLINGS:  # one dtype and the other in turn
+        take_turns(SIBLINGS.index(architecture), dtype is FP32, of=2)
     machine = CompilingMachine(architecture)
     for choice, n in widths_of_choices("backward", "large", dtype, architecture):
         run_backward(machine, choice, n, dtype, dtype)
@@ -110,7 +116,7 @@ def test_backward_choices(architecture, dtype):
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_backward_choices_for_few_rows(architecture, dtype):
-    if architecture in SIBLINGS and not helpers.every_config:
+    if architecture in (90, *SIBLINGS) and not helpers.every_config:
         pytest.skip("compiled with --every-config")
     machine = CompilingMachine(architecture)
     for choice, n in widths_of_choices("backward", "few", dtype, architecture):
@@ -118,25 +124,32 @@ def test_backward_choices_for_few_rows(architecture, dtype):
     assert_sound(machine)
 
 
-@pytest.mark.parametrize(("op", "size"), [("forward", "large"), ("backward", "large"), ("backward", "few")])
+ODD = [("forward", "large"), ("backward", "large"), ("backward", "few")]
+
+
+@pytest.mark.parametrize(("op", "size"), ODD)
 @pytest.mark.parametrize("architecture", [80, 90, 100, 120])
 def test_odd_widths(architecture, op, size):
-    """Bounds checks, and strides that are no multiple of 16 bytes."""
+    """Bounds checks, and strides that are no multiple of 16 bytes. Without --every-config backwards of many rows on
+    every second architecture, the others on those between."""
+    take_turns(architecture // 10 in (9, 12), ODD.index((op, size)), of=2)
     machine = CompilingMachine(architecture)
     for choice, n in widths_of_choices(op, size, BF16, architecture, range(1, WIDEST, 2)):
         RUNS[op](machine, choice, n, BF16, BF16)
     assert_sound(machine)
 
 
+@pytest.mark.parametrize(("dtype", "step"), [(BF16, 8), (FP32, 4)])
 @pytest.mark.parametrize("op", ["forward", "backward"])
 @pytest.mark.parametrize("architecture", [80, 90])
-def test_widths_that_are_no_multiple_of_16(architecture, op):
-    """Rows of these begin at multiples of 16 bytes, and their last tile is cut off at one."""
+def test_widths_that_are_no_multiple_of_16(architecture, op, dtype, step):
+    """Rows of these begin at multiples of 16 bytes, and their last tile is cut off at one. Without --every-config one
+    dtype and the other in turn."""
+    take_turns(architecture == 90, op == "backward", dtype is FP32, of=2)
     machine = CompilingMachine(architecture)
-    for dtype, step in ((BF16, 8), (FP32, 4)):
-        among = [n for n in range(step, WIDEST, step) if n % 16]
-        for choice, n in widths_of_choices(op, "large", dtype, architecture, among):
-            RUNS[op](machine, choice, n, dtype, dtype)
+    among = [n for n in range(step, WIDEST, step) if n % 16]
+    for choice, n in widths_of_choices(op, "large", dtype, architecture, among):
+        RUNS[op](machine, choice, n, dtype, dtype)
     assert_sound(machine)
 
 
@@ -148,19 +161,19 @@ VARIANTS = {
 }
 
 
-def one_width_per_kernel(number: int) -> tuple[int, ...]:
-    """With --every-config all of them, else every third one: which, by the number."""
-    widths = (128, 2048, 5120, 18432, 40000, 65536)
-    return widths if helpers.every_config else widths[number % 3 :: 3]
+ONE_WIDTH_PER_KERNEL = (128, 2048, 5120, 18432, 40000, 65536)
+OF_VARIANTS = (80, 90, 120)  # architectures
 
 
-@pytest.mark.parametrize("architecture", [80, 90, 120])
+@pytest.mark.parametrize("architecture", OF_VARIANTS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants(architecture, variant):
-    """Without --every-config each has every third width, other ones on each architecture."""
+    """Without --every-config each has one width, another one on each architecture; each width has two variants."""
     machine = CompilingMachine(architecture)
     op = "dx" if VARIANTS[variant]["weight_dtype"] is None else "backward"
-    for n in one_width_per_kernel([*VARIANTS].index(variant) + architecture // 30):
+    turn = [*VARIANTS].index(variant) + 2 * OF_VARIANTS.index(architecture)
+    widths = ONE_WIDTH_PER_KERNEL
+    for n in widths if helpers.every_config else widths[turn % 6 :: 6]:
         run_forward(machine, by_rules("forward", n, architecture=architecture), n, **VARIANTS[variant])
         for size in ("few", "large"):
             choice = by_rules(op, n, size=size, architecture=architecture)
@@ -168,8 +181,9 @@ def test_variants(architecture, variant):
     assert_sound(machine)
 
 
-@pytest.mark.parametrize("architecture", [80, 90, 120])
+@pytest.mark.parametrize("architecture", OF_VARIANTS)
 def test_frozen_weight_and_one_partial_row_per_row(architecture):
+    """Without --every-config every third width, other ones on each architecture."""
     machine = CompilingMachine(architecture)
 
     def run_own_partials(n, dtype):
@@ -177,7 +191,8 @@ def test_frozen_weight_and_one_partial_row_per_row(architecture):
         own = select(asked, rules_of(architecture))
         run_backward(machine, Choice(own.first, own.source, own.spills), n, dtype, dtype, partials="own")
 
-    for n in one_width_per_kernel(architecture // 30):
+    widths, turn = ONE_WIDTH_PER_KERNEL, OF_VARIANTS.index(architecture)
+    for n in widths if helpers.every_config else widths[turn::3]:
         for size in ("large", "few"):
             run_dx(machine, by_rules("dx", n, size=size, architecture=architecture), n, BF16, BF16)
         run_own_partials(n, BF16)
@@ -193,10 +208,14 @@ def test_frozen_weight_and_one_partial_row_per_row(architecture):
 @pytest.mark.parametrize("architecture", [90, 100, 120])
 def test_tma_of_single_rows_and_columns_and_of_odd_numbers(architecture):
     """Kernels apart: extents of 1 are compiled in, and which ones are multiples of 16. So few rows may spill. With
-    --every-config both numbers of each choice, and Hopper's float32; else 33, on Hopper one and the other in turn."""
+    --every-config both numbers of each choice, and Hopper's float32; else 33, on Hopper one and the other in turn, and
+    elsewhere the backward on sm_100 and the other two on sm_120."""
     machine = CompilingMachine(architecture)
     for dtype in (BF16, FP32) if architecture == 90 and helpers.every_config else (BF16,):
         for op, run in RUNS.items():
+            is_left_out = architecture != 90 and (architecture == 100) != (op == "backward")
+            if is_left_out and not helpers.every_config:
+                continue
             choices = widths_of_choices(op, "large", dtype, architecture, with_tma=True)
             for number, (choice, n) in enumerate(choices):
                 is_one_row = architecture == 90 and number % 2
@@ -246,6 +265,10 @@ def test_teams_of_the_widest_rows(n):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("op", ["forward", "backward", "dx"])
 def test_entries_that_ship(op, dtype):
+    """Without --every-config float16 with dw alone, and dx alone of bfloat16."""
+    is_left_out = dtype != "bfloat16" and op == "dx" or (op, dtype) == ("forward", "float16")
+    if is_left_out and not helpers.every_config:
+        pytest.skip("compiled with --every-config")
     shipped = shipped_entries(op, dtype)
     if dtype == "float16":  # what it shares is compiled as bfloat16, if at all
         shared = {(each.n, each.bucket.weight, each.variant) for each in shipped_entries(op, "bfloat16")}
@@ -259,9 +282,9 @@ def test_entries_that_ship(op, dtype):
         most = rows_of(each.bucket)[0]
         for m in {most, 33 if each.variant.uses_tma and helpers.every_config else most}:
             RUNS[op](machine, each.choice, each.n, its_dtype, each.weight_dtype, m=m)
-            # dx alone. Rows then need fewer registers; test_compile_tma.py compiles some of those by TMA
+            # dx alone, of bfloat16. Rows then need fewer registers; test_compile_tma.py compiles some of those by TMA
             is_of_rows = isinstance(each.variant, (BackwardRows, BackwardPipelined))
-            compiles_dx = helpers.every_config or not is_of_rows
+            compiles_dx = helpers.every_config or dtype == "bfloat16" and not is_of_rows
             if op == "backward" and compiles_dx and each.variant.serves_dx_alone:
                 run_dx(machine, each.choice, each.n, its_dtype, each.weight_dtype, m=m)
     for (_, most_stack), machine in machines.items():

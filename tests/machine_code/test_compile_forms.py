@@ -7,6 +7,7 @@ registers spill, and no warp waits for some."""
 import itertools
 import types
 
+import helpers
 import pytest
 from helpers import BF16, FP16, FP32
 from planning import H100, H200, device
@@ -136,7 +137,19 @@ def heads_of_architectures():
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_what_is_reasoned_for_heads_compiles(architecture):
-    """A sample; all by --every-config."""
-    of_this = (each for each in heads_of_architectures() if each[1].device.architecture == architecture)
+    """A sample, of one dtype but for Hopper; all by --every-config, and sm_86, which has the rules of sm_80, with it
+    alone."""
+    if architecture == 86 and not helpers.every_config:
+        pytest.skip("compiled with --every-config")
+    dtypes = (
+        (BF16, FP32)
+        if architecture == 90 or helpers.every_config
+        else (FP32 if architecture == 100 else BF16,)
+    )
+    of_this = (
+        each
+        for each in heads_of_architectures()
+        if each[1].device.architecture == architecture and each[2] in dtypes
+    )
     for _, problem, dtype in sampled(of_this):
         assert_sound(compile_call(problem, dtype, lead=(2, 64, problem.form.heads)))

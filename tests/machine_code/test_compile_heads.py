@@ -88,8 +88,8 @@ def backward_of(variant, tile):
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("switches", HEADS)
 def test_heads_compile(switches, tile, architecture):
-    number = [*HEADS].index(switches) * 5 + [*TILES].index(tile)
-    take_turns(number, ARCHITECTURES.index(architecture) * 3, of=11)
+    number = [*HEADS].index(switches) * 2 + [*TILES].index(tile)
+    take_turns(number, ARCHITECTURES.index(architecture) * 10, of=17)
     heads, n, tiles = TILES[tile]
     variant = HEADS[switches]._replace(size=(2, 32, heads, n))
     assert_sound(compile_call(architecture, forward_of(variant, tiles), occupancy=4))
@@ -100,7 +100,8 @@ def test_heads_compile(switches, tile, architecture):
 @pytest.mark.parametrize("tile", TILES_OF_ROWS)
 @pytest.mark.parametrize("switches", ROWS)
 def test_rows_compile(switches, tile, architecture):
-    take_turns([*ROWS].index(switches), [*TILES_OF_ROWS].index(tile), ARCHITECTURES.index(architecture), of=4)
+    number = [*ROWS].index(switches) * 5 + [*TILES_OF_ROWS].index(tile)
+    take_turns(number, ARCHITECTURES.index(architecture) * 3, of=7)
     n, tiles = TILES_OF_ROWS[tile]
     variant = ROWS[switches]._replace(size=(32, n))
     assert_sound(compile_call(architecture, forward_of(variant, tiles), occupancy=4))

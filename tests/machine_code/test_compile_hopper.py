@@ -76,7 +76,7 @@ def test_rows_whose_last_tile_is_cut_off_spill_no_more(dtype):
 @pytest.mark.parametrize(("op", "size"), [*(("forward", size) for size in SIZES), ("backward", "large")])
 def test_choices_beside_a_float32_weight_whole_and_cut_off(op, size, dtype):
     """Each with the widest row that fills its tiles, and with the widest whose last tile is cut off. Without
-    --every-config every second of them, and no float16."""
+    --every-config a sample of whole rows or of cut off ones, in turn, and no float16."""
     if dtype is FP16 and not helpers.every_config:
         pytest.skip("compiled with --every-config")
     machine, widths = CompilingMachine(90), {True: {}, False: {}}
@@ -87,9 +87,12 @@ def test_choices_beside_a_float32_weight_whole_and_cut_off(op, size, dtype):
             members = {"members": 1} if isinstance(variant, Team) else {}
             kind = replace(variant, pieces=variant.pieces // 16, **members)
             widths[is_whole(variant, n)][kind, choice.source] = n, choice
-    cases = [case for cases in widths.values() for case in cases.values()]
-    for n, choice in cases[:: 1 if helpers.every_config else 2]:
-        RUNS[op](machine, choice, n, dtype, FP32, m=max(rows_of_class(size, n)[0], 16))
+    turn = bool(([*RUNS].index(op) + SIZES.index(size)) % 2)
+    for whole, cases in widths.items():
+        if whole is not turn and not helpers.every_config:
+            continue
+        for n, choice in sampled(cases.values()):
+            RUNS[op](machine, choice, n, dtype, FP32, m=max(rows_of_class(size, n)[0], 16))
     assert_sound(machine)
 
 
@@ -101,11 +104,14 @@ PAIRS = [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32)]
 @pytest.mark.parametrize(("dtype", "weight_dtype"), PAIRS)
 def test_wide_backwards_spill_no_more_than_their_rules_say(dtype, weight_dtype, n):
     """Beside each weight, casting once and as llama, with dw and dx alone, of many rows and of few. Without
-    --every-config each pair of dtypes at one width."""
-    if not helpers.every_config and (WIDE.index(n) + PAIRS.index((dtype, weight_dtype))) % len(WIDE):
-        pytest.skip("compiled with --every-config")
+    --every-config each pair of dtypes at one width, with dw of many rows and dx of few, or the other way round, in
+    turn."""
+    number = PAIRS.index((dtype, weight_dtype))
+    helpers.take_turns(WIDE.index(n), number, of=len(WIDE))
     castings = (False, True) if weight_dtype.itemsize > dtype.itemsize else (False,)
     for size, has_dw, as_llama in itertools.product(("large", "few"), (True, False), castings):
+        if (number + (size == "few") + has_dw) % 2 == 0 and not helpers.every_config:
+            continue
         machine = CompilingMachine(90)
         choice = by_rules("backward" if has_dw else "dx", n, dtype, size)
         m = max(rows_of_class(size, n)[0], 16)
