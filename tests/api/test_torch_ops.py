@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -292,6 +293,13 @@ def test_every_op_is_tested_here():
     assert set(SCHEMAS) == {
         each.name().split("::")[1] for each in (FORWARD, BACKWARD, ADD_FORWARD, ADD_BACKWARD)
     }
+
+
+def test_the_schemas_are_in_the_docs():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
+    written = " ".join(text.split())
+    for name, schema in SCHEMAS.items():
+        assert f"{name}{schema}" in written, name
 
 
 def test_rows_of_none():

@@ -1,0 +1,273 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Models with our norm under torch.compile, torch.export and AOTInductor: whole graphs, and the bits of eager calls."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from helpers import BF16, DEVICE, FP32, why_skip
+from torch.export import Dim, export
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tilegym_rmsnorm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward, set_backend, use_backend
+
+N = 16
+BACKEND = "torch" if why_skip("cutile") else "cutile"
+COMPILERS = ["eager", "aot_eager", "inductor"]
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """What runs by address, which "auto" takes here: the calls of it."""
+    import by_address
+
+    if DEVICE.type != "cpu":
+        pytest.skip("for a CPU")
+    by_address.use(monkeypatch)
+    return by_address.calls
+
+
+def rows(*shape, dtype=FP32):
+    return torch.randn(*shape, dtype=dtype, device=DEVICE, requires_grad=True)
+
+
+def results_of(call, inputs, parameters):
+    """Its results, and the gradients of inputs and parameters."""
+    outputs = call(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    leaves = [*inputs, *parameters]
+    loss = sum(each.float().sin().sum() for each in outputs)
+    return [*outputs, *torch.autograd.grad(loss, leaves, allow_unused=True)]
+
+
+def assert_same_bits(compiled, eager, inputs, parameters=()):
+    both = (results_of(each, inputs, parameters) for each in (compiled, eager))
+    for ours, theirs in zip(*both, strict=True):
+        assert ours.dtype is theirs.dtype and torch.equal(ours, theirs)
+
+
+MODULES = {
+    "plain": ({}, False),
+    "bias, offset, llama": ({"bias": True, "offset": 1.0, "casting": "llama"}, False),
+    "out_dtype": ({"out_dtype": BF16}, False),
+    "heads": ({"heads": 4}, False),
+    "residual": ({}, True),
+    "residual, all": (
+        {"bias": True, "residual_alpha": 0.5, "residual_dtype": FP32, "heads": 4, "casting": "llama"},
+        True,
+    ),
+    "no weight": ({"elementwise_affine": False}, True),
+}
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("kind", MODULES)
+def test_a_module_is_one_graph_of_the_same_bits(kind, compiler):
+    options, has_residual = MODULES[kind]
+    module = RMSNorm(N, backend=BACKEND, device=DEVICE, **options)
+    inputs = [rows(2, 3, 4, N) for _ in range(1 + has_residual)]
+    compiled = torch.compile(module, fullgraph=True, backend=compiler)
+    assert_same_bits(compiled, module, inputs, list(module.parameters()))
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_the_function_with_several_dimensions(dims):
+    shape = (4, N)[-dims:]
+    weight, x = rows(*shape), rows(3, 4, N)
+    norm = functools.partial(rms_norm, normalized_shape=shape, eps=1e-4, offset=0.5, backend=BACKEND)
+    call = lambda x, weight: norm(x, weight=weight)  # noqa: E731
+    assert_same_bits(torch.compile(call, fullgraph=True, backend="aot_eager"), call, [x, weight])
+
+
+def test_forward_and_backward_without_autograd():
+    def both(x, weight, residual):
+        y, residual_out, rstd = rms_norm_forward(x, weight, residual=residual, backend=BACKEND)
+        options = {"d_residual_out": residual, "needs_db": True, "backend": BACKEND}
+        of_sum = rms_norm_backward(residual_out, y, weight, rstd, **options)
+        y, rstd = rms_norm_forward(x, weight, backend=BACKEND)
+        return (y, rstd, *of_sum, *rms_norm_backward(x, y, weight, rstd, dw_dtype=BF16, backend=BACKEND))
+
+    given = [each.detach() for each in (rows(3, N), rows(N), rows(3, N))]
+    compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
+    for ours, theirs in zip(compiled(*given), both(*given), strict=True):
+        assert ours.dtype is theirs.dtype and torch.equal(ours, theirs)
+
+
+def test_a_loop_over_layers_is_one_graph():
+    """A break in the loop kept all of it from being compiled: no graph at all, of six layers."""
+    layers = torch.nn.ModuleList([RMSNorm(N, backend=BACKEND, device=DEVICE) for _ in range(6)])
+
+    def model(x):
+        for layer in layers:
+            x = x + layer(x)
+        return x
+
+    counter = torch._dynamo.testing.CompileCounter()
+    x = rows(3, N)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    assert torch.equal(compiled(x), model(x)) and counter.frame_count == 1
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_twenty_batch_sizes_have_at_most_three_graphs(dynamic):
+    module = RMSNorm(N, backend=BACKEND, device=DEVICE)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(module, fullgraph=True, backend=counter, dynamic=dynamic)
+    for count in range(1, 21):
+        assert_same_bits(compiled, module, [rows(count, N)], [module.weight])
+    assert counter.frame_count <= 3
+
+
+def test_what_runs_is_decided_when_the_graph_runs(kernels):
+    compiled = torch.compile(RMSNorm(N), fullgraph=True, backend="aot_eager")
+    x = rows(3, N)
+    with use_backend("torch"):
+        compiled(x)
+    assert not kernels
+    compiled(x).sum().backward()
+    assert kernels == ["rms_norm_forward", "rms_norm_backward"]
+    kernels.clear()
+    set_backend("torch")
+    try:
+        compiled(x).sum().backward()
+    finally:
+        set_backend(None)
+    assert not kernels
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_keeps_the_op_for_all_batches(strict):
+    module = RMSNorm(N, backend=BACKEND, device=DEVICE)
+    program = export(
+        module, (rows(4, N).detach(),), strict=strict, dynamic_shapes=({0: Dim("batch", min=2, max=64)},)
+    )
+    names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert "tilegym_rmsnorm.rms_norm_forward.default" in names
+    exported = program.module()
+    assert_same_bits(exported, module, [rows(7, N)])
+
+
+def test_export_with_a_residual():
+    module = RMSNorm(N, backend=BACKEND, device=DEVICE, residual_alpha=0.5)
+    given = rows(4, N).detach(), rows(4, N).detach()
+    exported = export(module, given).module()
+    for ours, theirs in zip(exported(*given), module(*given), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_aotinductor_from_python(tmp_path):
+    module = RMSNorm(N, backend=BACKEND, device=DEVICE).requires_grad_(False)
+    x = rows(4, N).detach()
+    path = torch._inductor.aoti_compile_and_package(
+        export(module, (x,)), package_path=str(tmp_path / "norm.pt2")
+    )
+    assert torch.equal(torch._inductor.aoti_load_package(path)(x), module(x))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_compiled_autograd(is_compiled):
+    module = RMSNorm(N, backend=BACKEND, device=DEVICE)
+    x, residual = rows(4, N), rows(4, N)
+    expected = results_of(module, [x, residual], [module.weight])[2:]
+    forward = torch.compile(module, fullgraph=True, backend="aot_eager") if is_compiled else module
+    compiler = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    leaves = [x, residual, module.weight]
+    with torch._dynamo.compiled_autograd._enable(compiler()):
+        sum(each.sin().sum() for each in forward(x, residual)).backward()
+    for leaf, gradient in zip(leaves, expected, strict=True):
+        assert torch.equal(leaf.grad, gradient)
+
+
+def test_selective_checkpointing_in_a_graph_by_policy():
+    """The op is one that a policy can name: saved, its forward runs once."""
+    op = torch.ops.tilegym_rmsnorm.rms_norm_forward.default
+    linear = torch.nn.Linear(N, N, device=DEVICE)
+
+    def block(x):
+        return linear(rms_norm(linear(x).sin(), N, backend=BACKEND).cos())
+
+    counts = {}
+    for policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE):
+
+        def choose(context, function, *args, policy=policy, **kwargs):
+            return policy if function is op else CheckpointPolicy.PREFER_RECOMPUTE
+
+        def model(x, choose=choose):
+            contexts = functools.partial(create_selective_checkpoint_contexts, choose)
+            return checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+        graphs = []
+
+        def keep(graph, _, graphs=graphs):
+            graphs.append(graph)
+            return graph
+
+        from torch._dynamo.backends.common import aot_autograd
+
+        torch._dynamo.reset()
+        x = rows(3, N)
+        compiled = torch.compile(
+            model, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep)
+        )
+        expected = results_of(block, [x], [])
+        for ours, theirs in zip(results_of(compiled, [x], []), expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+        counts[policy] = sum(node.target is op for graph in graphs for node in graph.graph.nodes)
+    assert counts == {CheckpointPolicy.MUST_SAVE: 1, CheckpointPolicy.MUST_RECOMPUTE: 2}
+
+
+def test_autocast_in_a_graph():
+    """As an eager call does it: of a CPU's autocast nothing."""
+    module = RMSNorm(N, backend=BACKEND, device=DEVICE)
+    x = rows(3, N, dtype=BF16)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    with torch.autocast(DEVICE.type, dtype=BF16):
+        assert_same_bits(compiled, module, [x], [module.weight])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"weight": torch.ones(N - 1)}, {"residual": torch.ones(2, N)}, {"eps": -1.0}, {"casting": "gemma"}],
+    ids=str,
+)
+def test_what_does_not_fit_is_an_error_of_ours_in_a_graph(wrong):
+    wrong = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in wrong.items()}
+    (name,) = wrong
+    compiled = torch.compile(lambda x: rms_norm(x, N, **wrong), fullgraph=True, backend="eager")
+    errors = torch._dynamo.exc.TorchDynamoException, ValueError, TypeError
+    with pytest.raises(errors, match=f"{name}: expected"):
+        compiled(rows(3, N))
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="CUDA graphs need a GPU")
+def test_reduce_overhead_and_graphed_callables():
+    module = RMSNorm(2048, backend=BACKEND, device=DEVICE, dtype=BF16)
+    x = rows(64, 2048, dtype=BF16)
+    with contextlib.suppress(AttributeError):
+        torch.compiler.cudagraph_mark_step_begin()
+    compiled = torch.compile(module, mode="reduce-overhead", fullgraph=True)
+    for _ in range(4):
+        expected = results_of(module, [x], [module.weight])
+        found = [each.clone() for each in results_of(compiled, [x], [module.weight])]
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    other = RMSNorm(2048, backend=BACKEND, device=DEVICE, dtype=BF16)
+    other.load_state_dict(module.state_dict())
+    graphed = torch.cuda.make_graphed_callables(other, (torch.randn_like(x, requires_grad=True),))
+    expected = results_of(module, [x], [module.weight])
+    found = results_of(graphed, [x], [other.weight])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
