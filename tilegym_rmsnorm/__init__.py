@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from tilegym_rmsnorm.api import rms_norm
 from tilegym_rmsnorm.module import RMSNorm
+from tilegym_rmsnorm.overriding import override_aten
 from tilegym_rmsnorm.passes import (
     compute_rms_norm_rstd_torch,
     rms_norm_backward,
@@ -46,6 +47,7 @@ __all__ = [
     "get_registry_info",
     "get_sm_margin",
     "is_backend_available",
+    "override_aten",
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_backward_torch",

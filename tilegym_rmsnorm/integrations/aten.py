@@ -1,0 +1,339 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Overrides aten's fused RMSNorm, which F.rms_norm and nn.RMSNorm call, by the kernels of this package.
+
+A patch is a kernel of ours for both ops at the dispatch key of a device. PyTorch's dispatcher keeps a stack of kernels
+for each key, and calls the one that was registered last. Autograd, forward mode, vmap and DTensor stand above these
+keys, and stay PyTorch's: what arrives is memory, or is declined.
+
+A patch asks for the kernel below it when it is registered, and hands on to it what it declines. So may whoever is
+registered later: a kernel that is deregistered is an error to those who kept it. Hence a patch that is not the last one
+registered is not taken away when it is undone: it declines all calls, until it is the last one.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
+from torch.library import Library
+
+from tilegym_rmsnorm import reference
+from tilegym_rmsnorm.autograd import Call, run_backward, run_forward, unseen
+from tilegym_rmsnorm.gate import is_plain
+from tilegym_rmsnorm.graphs import break_graph
+from tilegym_rmsnorm.registry import dispatch, get_current_backend, request_of, why_unusable
+from tilegym_rmsnorm.spec import Spec, Wanted
+
+FORWARD, BACKWARD = "_fused_rms_norm", "_fused_rms_norm_backward"
+SCHEMAS = {
+    FORWARD: "(Tensor input, int[] normalized_shape, Tensor? weight, float? eps) -> (Tensor, Tensor)",
+    BACKWARD: "(Tensor grad_out, Tensor input, int[] normalized_shape, Tensor rstd, Tensor? weight, "
+    "bool[2] output_mask) -> (Tensor, Tensor)",
+}
+DISPATCH_KEYS = {"cuda": "CUDA", "cpu": "CPU"}
+BACKENDS = ("cutile", "triton")  # in the order in which "auto" tries them; the others run PyTorch's operations
+TAKEN = "taken"
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_DEFAULT_EPS = reference.default_eps(torch.float32)  # aten's for all three
+_FLOAT32, _INF = torch.float32, math.inf
+_is_copied_on_write = torch._C._is_cow_tensor  # type: ignore[attr-defined]
+
+_lock = threading.RLock()
+_patches: dict[str, list[_Patch]] = {"cuda": [], "cpu": []}  # those registered, the last one last
+
+
+class Override:
+    """An override that is in effect until `undo`, or the end of its `with` block. See `override_aten`."""
+
+    def __init__(self, patch: _Patch) -> None:
+        self._patch: _Patch | None = patch
+        self._before = patch.snapshot()
+        self._after: dict[str, dict[str, int]] | None = None
+
+    @property
+    def stats(self) -> dict[str, dict[str, int]]:
+        """How many calls of each op were "taken", and how many declined for which reason (docs/aten.md has the list),
+        since this override was made, and until it was undone. Of calls that end at the same time in several threads
+        some may be missing."""
+        counts = self._after if self._patch is None else self._patch.snapshot()
+        assert counts is not None
+        return {
+            op: {what: n - self._before[op].get(what, 0) for what, n in of_op.items()}
+            for op, of_op in counts.items()
+        }
+
+    def undo(self) -> None:
+        """End the override. Once the last one of a device has ended, the kernels run that were there before. A second
+        call does nothing."""
+        with _lock:
+            if self._patch is None:
+                return
+            patch, self._after, self._patch = self._patch, self._patch.snapshot(), None
+            patch.holders -= 1
+            _remove_unused(_patches[patch.device_type])
+
+    def __enter__(self) -> Override:
+        if self._patch is None:
+            raise RuntimeError("this override was undone; call override_aten() for another one")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+
+def override(device_type: str) -> Override:
+    """What `override_aten` does."""
+    if device_type not in DISPATCH_KEYS:
+        expected = " or ".join(map(repr, DISPATCH_KEYS))
+        raise ValueError(f"device_type: expected {expected}, got {device_type!r}")
+    _check_torch(device_type)
+    with _lock:
+        patches = _patches[device_type]
+        _remove_unused(patches)
+        if not patches or not patches[-1].is_called_first():
+            patches.append(_Patch(device_type))
+        patches[-1].holders += 1
+        return Override(patches[-1])
+
+
+def _check_torch(device_type: str) -> None:
+    if device_type == "cuda" and torch.version.cuda is None:
+        raise RuntimeError(
+            f"override_aten: this PyTorch, {torch.__version__}, was built without CUDA, and has no kernel to override. "
+            "Install a CUDA build of PyTorch, as https://pytorch.org/get-started says"
+        )
+    if not hasattr(torch.library, "get_kernel"):
+        raise RuntimeError(
+            f"override_aten needs torch.library.get_kernel, which PyTorch has from 2.9 on, not {torch.__version__}"
+        )
+    for op, schema in SCHEMAS.items():
+        found = getattr(torch.ops.aten, op).default._schema
+        if str(found) != f"aten::{op}{schema}":
+            raise RuntimeError(
+                f"override_aten knows aten::{op} as PyTorch 2.9 to 2.13 have it; {torch.__version__} has {found}"
+            )
+
+
+def _remove_unused(patches: list[_Patch]) -> None:
+    while patches and not patches[-1].holders and patches[-1].is_called_first():
+        patches.pop().deregister()
+
+
+class _Implementation(NamedTuple):
+    function: Callable[..., Any]
+    backend: str
+
+
+class _Patch:
+    """Kernels for both ops at one key, registered from here to `deregister`."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.key = DISPATCH_KEYS[device_type]
+        self.holders = 0  # overrides in effect; without any it declines all calls
+        self.counts: dict[str, dict[str, int]] = {FORWARD: {TAKEN: 0}, BACKWARD: {TAKEN: 0}}
+        self._implementations: dict[tuple[Any, ...], _Implementation | None] = {}
+        self._below = {op: _kernel(op, self.key) for op in SCHEMAS}
+        self._library = Library("aten", "IMPL", self.key)
+        try:
+            with warnings.catch_warnings():
+                # It says, once in a process, that a kernel is overridden.
+                warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+                for op, function in ((FORWARD, self._forward), (BACKWARD, self._backward)):
+                    # What is the default differs between releases.
+                    self._library.impl(op, function, self.key, with_keyset=True, allow_override=True)
+        except BaseException:
+            self.deregister()
+            raise
+
+    def deregister(self) -> None:
+        self._library._destroy()
+
+    def is_called_first(self) -> bool:
+        """Whether both kernels are those that the dispatcher calls: registered from this file, and by no patch but the
+        last. False where this PyTorch does not say where a kernel was registered."""
+        return all(f"registered at {__file__}:" in repr(_kernel(op, self.key)) for op in SCHEMAS)
+
+    def snapshot(self) -> dict[str, dict[str, int]]:
+        return {op: dict(counts) for op, counts in self.counts.items()}
+
+    def _forward(
+        self, keyset: Any, x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
+    ) -> Any:
+        if is_dynamo_compiling():  # it traces what autograd calls inside a function that it compiles
+            return break_graph(self._forward, keyset, x, normalized_shape, weight, eps)
+        found = self._implementation("rms_norm_forward", x, normalized_shape, weight)
+        if eps is not None and not 0.0 <= eps < _INF:
+            found = "eps"
+        if isinstance(found, str):
+            return self._decline(FORWARD, found, keyset, x, normalized_shape, weight, eps)
+        function, backend = found
+        spec = Spec(math.prod(normalized_shape), _DEFAULT_EPS if eps is None else eps, 0.0, "once")
+        with unseen(function):
+            y, rstd = run_forward(x, weight, None, Call(spec, function, None, backend))
+            dims = len(normalized_shape)
+            rstd = rstd.view(*x.shape[:-dims], *(1,) * dims)
+        self.counts[FORWARD][TAKEN] += 1
+        return y, rstd
+
+    def _backward(
+        self,
+        keyset: Any,
+        dy: Tensor,
+        x: Tensor,
+        normalized_shape: list[int],
+        rstd: Tensor,
+        weight: Tensor | None,
+        output_mask: list[bool],
+    ) -> Any:
+        given = keyset, dy, x, normalized_shape, rstd, weight, output_mask
+        if is_dynamo_compiling():
+            return break_graph(self._backward, *given)
+        found = self._implementation("rms_norm_backward", x, normalized_shape, weight)
+        if not isinstance(found, str) and (reason := _unfit_gradient(dy, x, rstd, normalized_shape)):
+            found = reason
+        if isinstance(found, str):
+            return self._decline(BACKWARD, found, *given)
+        function, backend = found
+        needs_dx, needs_dw = output_mask
+        needs_dw = needs_dw and weight is not None
+        dx = dw = None
+        if needs_dx or needs_dw:
+            call = Call(Spec(math.prod(normalized_shape), 0.0, 0.0, "once"), None, function, backend)
+            wanted = Wanted(x.dtype, None, x.dtype if needs_dw else None)
+            with unseen(function):
+                dx, _, dw, _ = run_backward((x, dy, weight, rstd.reshape(-1), None), call, wanted)
+        self.counts[BACKWARD][TAKEN] += 1
+        return (dx if needs_dx else None), dw
+
+    def _implementation(
+        self, op: str, x: Tensor, normalized_shape: list[int], weight: Tensor | None
+    ) -> _Implementation | str:
+        """What runs the call, or why it is declined. The cheapest questions come first, and none is asked of a device."""
+        if not self.holders:
+            return "undone"
+        dtype = x.dtype
+        if dtype not in _DTYPES or (weight is not None and weight.dtype is not dtype):
+            return "dtype"
+        name = get_current_backend()
+        # On a CPU the environment may switch the interpreters on and off from call to call.
+        key = x.device, dtype, weight is None, op, name
+        try:
+            found = self._implementations[key]
+        except KeyError:
+            found = _implementation(op, x, weight, name)
+            if self.device_type == "cuda":
+                self._implementations[key] = found
+        if found is None:
+            return "backend"
+        dims = len(normalized_shape)
+        if not dims or list(x.shape[-dims:]) != normalized_shape:
+            return "shape"
+        if not _is_readable(x):
+            return "memory"
+        if weight is not None:
+            if list(weight.shape) != normalized_shape or weight.get_device() != x.get_device():
+                return "shape"
+            if not _is_readable(weight):
+                return "memory"
+        return found
+
+    def _decline(self, op: str, reason: str, keyset: Any, *arguments: Any) -> Any:
+        """The call by the kernel below."""
+        counts = self.counts[op]
+        counts[reason] = counts.get(reason, 0) + 1
+        kernel = self._below[op]
+        if kernel is not None:
+            try:
+                return kernel.call_boxed(keyset, *arguments)
+            except RuntimeError as error:
+                if "SafeKernelFunction has been invalidated" not in str(error):
+                    raise
+            # To ask for another one this patch had to be deregistered, in the midst of its own call.
+            self._below[op] = None
+            warnings.warn(
+                f"the kernel of aten::{op} that override_aten() had found was deregistered. What the override declines "
+                "now runs by PyTorch's single operations, which is slower. Undo the override and call override_aten() "
+                "again",
+                stacklevel=2,
+            )
+        return _forward_by_operations(*arguments) if op == FORWARD else _backward_by_operations(*arguments)
+
+
+def _kernel(op: str, key: str) -> Any:
+    """The kernel that the dispatcher calls; None where there is none, as for the backward on a CPU."""
+    try:
+        return torch.library.get_kernel(f"aten::{op}", key)
+    except RuntimeError:
+        return None
+
+
+def _implementation(op: str, x: Tensor, weight: Tensor | None, name: str) -> _Implementation | None:
+    if name == "auto" and x.device.type != "cuda":
+        return None  # interpreters run by name only
+    request = request_of(x.device, "once", None, x.dtype, None if weight is None else weight.dtype)
+    for backend in BACKENDS:
+        if name in ("auto", backend) and why_unusable(backend, request) is None:
+            return _Implementation(dispatch(op, request, backend), backend)
+    return None
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether a kernel may be given the tensor. To ask one that shares its memory until it is written for its address
+    would copy it."""
+    return not _is_copied_on_write(tensor) and is_plain(tensor)
+
+
+def _unfit_gradient(dy: Tensor, x: Tensor, rstd: Tensor, normalized_shape: list[int]) -> str | None:
+    """Why a backward is declined that has right x and weight."""
+    if dy.dtype is not x.dtype or rstd.dtype is not _FLOAT32:
+        return "dtype"
+    index = x.get_device()
+    if dy.shape != x.shape or rstd.numel() * math.prod(normalized_shape) != x.numel():
+        return "shape"
+    if dy.get_device() != index or rstd.get_device() != index:
+        return "shape"
+    return None if _is_readable(dy) and _is_readable(rstd) else "memory"
+
+
+def _forward_by_operations(
+    x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
+) -> Any:
+    return torch.ops.aten._fused_rms_norm.default.decompose(x, normalized_shape, weight, eps)
+
+
+def _backward_by_operations(
+    dy: Tensor,
+    x: Tensor,
+    normalized_shape: list[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    output_mask: list[bool],
+) -> Any:
+    needs_dx, needs_dw = output_mask
+    needs_dw = needs_dw and weight is not None
+    if x.numel() == 0:
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None
+        return dx, (torch.zeros_like(weight) if needs_dw else None)
+    n = math.prod(normalized_shape)
+    vector = None if weight is None else weight.reshape(n)
+    wanted = Wanted(x.dtype, None, None if vector is None or not needs_dw else vector.dtype)
+    dx, _, dw, _ = reference.gradients_torch(
+        x.reshape(-1, n), dy.reshape(-1, n), vector, rstd.reshape(-1), None, wanted, offset=0.0, casting="once"
+    )
+    return (dx.view(x.shape) if needs_dx else None), (None if dw is None else dw.view(normalized_shape))
