@@ -46,6 +46,7 @@ TAKEN = "taken"
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _DEFAULT_EPS = reference.default_eps(torch.float32)  # aten's for all three
 _FLOAT32, _INF = torch.float32, math.inf
+_UNKNOWN: Any = object()
 _is_copied_on_write = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 
 _lock = threading.RLock()
@@ -231,26 +232,26 @@ class _Patch:
         if dtype not in _DTYPES or (weight is not None and weight.dtype is not dtype):
             return "dtype"
         name = get_current_backend()
-        # On a CPU the environment may switch the interpreters on and off from call to call.
-        key = x.device, dtype, weight is None, op, name
-        try:
-            found = self._implementations[key]
-        except KeyError:
+        key = x.get_device(), dtype, weight is None, op, name
+        found = self._implementations.get(key, _UNKNOWN)
+        if found is _UNKNOWN:
             found = _implementation(op, x, weight, name)
-            if self.device_type == "cuda":
+            if self.device_type == "cuda":  # on a CPU the environment may switch the interpreters on and off
                 self._implementations[key] = found
         if found is None:
             return "backend"
+        # To ask a tensor that shares its memory until it is written for its address would copy it.
+        if _is_copied_on_write(x) or not is_plain(x):
+            return "memory"
+        if weight is not None and (_is_copied_on_write(weight) or not is_plain(weight)):
+            return "memory"
         dims = len(normalized_shape)
         if not dims or list(x.shape[-dims:]) != normalized_shape:
             return "shape"
-        if not _is_readable(x):
-            return "memory"
-        if weight is not None:
-            if list(weight.shape) != normalized_shape or weight.get_device() != x.get_device():
-                return "shape"
-            if not _is_readable(weight):
-                return "memory"
+        if weight is not None and (
+            list(weight.shape) != normalized_shape or weight.get_device() != x.get_device()
+        ):
+            return "shape"
         return found
 
     def _decline(self, op: str, reason: str, keyset: Any, *arguments: Any) -> Any:
@@ -293,12 +294,6 @@ def _implementation(op: str, x: Tensor, weight: Tensor | None, name: str) -> _Im
     return None
 
 
-def _is_readable(tensor: Tensor) -> bool:
-    """Whether a kernel may be given the tensor. To ask one that shares its memory until it is written for its address
-    would copy it."""
-    return not _is_copied_on_write(tensor) and is_plain(tensor)
-
-
 def _unfit_gradient(dy: Tensor, x: Tensor, rstd: Tensor, normalized_shape: list[int]) -> str | None:
     """Why a backward is declined that has right x and weight."""
     if dy.dtype is not x.dtype or rstd.dtype is not _FLOAT32:
@@ -308,7 +303,9 @@ def _unfit_gradient(dy: Tensor, x: Tensor, rstd: Tensor, normalized_shape: list[
         return "shape"
     if dy.get_device() != index or rstd.get_device() != index:
         return "shape"
-    return None if _is_readable(dy) and _is_readable(rstd) else "memory"
+    if _is_copied_on_write(dy) or _is_copied_on_write(rstd) or not (is_plain(dy) and is_plain(rstd)):
+        return "memory"
+    return None
 
 
 def _forward_by_operations(
@@ -326,13 +323,12 @@ def _backward_by_operations(
     output_mask: list[bool],
 ) -> Any:
     needs_dx, needs_dw = output_mask
-    needs_dw = needs_dw and weight is not None
     if x.numel() == 0:
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None
-        return dx, (torch.zeros_like(weight) if needs_dw else None)
+        return dx, (torch.zeros_like(weight) if needs_dw and weight is not None else None)
     n = math.prod(normalized_shape)
     vector = None if weight is None else weight.reshape(n)
-    wanted = Wanted(x.dtype, None, None if vector is None or not needs_dw else vector.dtype)
+    wanted = Wanted(x.dtype, None, vector.dtype if needs_dw and vector is not None else None)
     dx, _, dw, _ = reference.gradients_torch(
         x.reshape(-1, n), dy.reshape(-1, n), vector, rstd.reshape(-1), None, wanted, offset=0.0, casting="once"
     )
