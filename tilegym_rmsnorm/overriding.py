@@ -16,11 +16,11 @@ __all__ = ["override_aten"]
 def override_aten(device_type: str = "cuda") -> Override:
     """Run `F.rms_norm`, `nn.RMSNorm` and their gradients on these kernels, in models that are left as they are.
 
-    It overrides `aten::_fused_rms_norm` and `aten::_fused_rms_norm_backward`, which PyTorch calls where x and weight are
-    float16, bfloat16 or float32, both alike. Calls that no kernel of backend "cutile" or "triton" can take run as
-    before, and so do those where `use_backend` or `set_backend` names another backend. Autograd stays PyTorch's:
-    gradients of gradients, forward mode, `torch.func` and DTensor work as before. Compiled graphs have no call of these
-    ops: Inductor decomposes them.
+    It overrides `aten::_fused_rms_norm` and `aten::_fused_rms_norm_backward`. PyTorch calls them where x and weight are
+    both float16, both bfloat16 or both float32. Calls that no kernel of backend "cutile" or "triton" can take run as
+    before, and so do all where `use_backend` or `set_backend` names another backend. Autograd stays PyTorch's, so that
+    gradients of gradients, forward mode, `torch.func` and DTensor work as before. Graphs that Inductor compiles have no
+    call of these ops.
 
     It holds for the whole process, from the call on: until `undo()` of what is returned, or to the end of its `with`
     block. Overrides may lie in each other, and end in any order: the first one does the work, the last one undoes it.

@@ -276,6 +276,7 @@ before = set(sys.modules)
 import tilegym_rmsnorm
 loaded = {name.split(".")[0] for name in set(sys.modules) - before}
 assert not loaded - sys.stdlib_module_names - {"tilegym_rmsnorm"}, loaded
+assert "tilegym_rmsnorm.integrations" not in sys.modules
 tilegym_rmsnorm.rms_norm(torch.ones(2, 8), (8,))
 assert "triton" not in sys.modules and "cuda.tile" not in sys.modules
 """

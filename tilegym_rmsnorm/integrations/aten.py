@@ -40,7 +40,10 @@ SCHEMAS = {
     "bool[2] output_mask) -> (Tensor, Tensor)",
 }
 DISPATCH_KEYS = {"cuda": "CUDA", "cpu": "CPU"}
-BACKENDS = ("cutile", "triton")  # in the order in which "auto" tries them; the others run PyTorch's operations
+BACKENDS = (
+    "cutile",
+    "triton",
+)  # in the order in which "auto" tries them; the others run PyTorch's operations
 TAKEN = "taken"
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -225,7 +228,7 @@ class _Patch:
     def _implementation(
         self, op: str, x: Tensor, normalized_shape: list[int], weight: Tensor | None
     ) -> _Implementation | str:
-        """What runs the call, or why it is declined. The cheapest questions come first, and none is asked of a device."""
+        """What runs the call, or why it is declined. The cheapest questions come first."""
         if not self.holders:
             return "undone"
         dtype = x.dtype
@@ -236,7 +239,7 @@ class _Patch:
         found = self._implementations.get(key, _UNKNOWN)
         if found is _UNKNOWN:
             found = _implementation(op, x, weight, name)
-            if self.device_type == "cuda":  # on a CPU the environment may switch the interpreters on and off
+            if self.device_type == "cuda":  # on a CPU the interpreters may be switched on and off
                 self._implementations[key] = found
         if found is None:
             return "backend"
@@ -330,6 +333,13 @@ def _backward_by_operations(
     vector = None if weight is None else weight.reshape(n)
     wanted = Wanted(x.dtype, None, vector.dtype if needs_dw and vector is not None else None)
     dx, _, dw, _ = reference.gradients_torch(
-        x.reshape(-1, n), dy.reshape(-1, n), vector, rstd.reshape(-1), None, wanted, offset=0.0, casting="once"
+        x.reshape(-1, n),
+        dy.reshape(-1, n),
+        vector,
+        rstd.reshape(-1),
+        None,
+        wanted,
+        offset=0.0,
+        casting="once",
     )
     return (dx.view(x.shape) if needs_dx else None), (None if dw is None else dw.view(normalized_shape))
