@@ -29,7 +29,6 @@ from torch.library import Library
 from tilegym_rmsnorm import reference
 from tilegym_rmsnorm.autograd import Call, run_backward, run_forward, unseen
 from tilegym_rmsnorm.gate import is_plain
-from tilegym_rmsnorm.graphs import break_graph
 from tilegym_rmsnorm.registry import dispatch, get_current_backend, request_of, why_unusable
 from tilegym_rmsnorm.spec import Spec, Wanted
 
@@ -54,6 +53,11 @@ _is_copied_on_write = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 
 _lock = threading.RLock()
 _patches: dict[str, list[_Patch]] = {"cuda": [], "cpu": []}  # those registered, the last one last
+
+
+@torch._disable_dynamo  # torch.compiler.disable would import Dynamo here and now
+def _untraced(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 class Override:
@@ -180,7 +184,7 @@ class _Patch:
         self, keyset: Any, x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
     ) -> Any:
         if is_dynamo_compiling():  # it traces what autograd calls inside a function that it compiles
-            return break_graph(self._forward, keyset, x, normalized_shape, weight, eps)
+            return _untraced(self._forward, keyset, x, normalized_shape, weight, eps)
         found = self._implementation("rms_norm_forward", x, normalized_shape, weight)
         if eps is not None and not 0.0 <= eps < _INF:
             found = "eps"
@@ -207,7 +211,7 @@ class _Patch:
     ) -> Any:
         given = keyset, dy, x, normalized_shape, rstd, weight, output_mask
         if is_dynamo_compiling():
-            return break_graph(self._backward, *given)
+            return _untraced(self._backward, *given)
         found = self._implementation("rms_norm_backward", x, normalized_shape, weight)
         if not isinstance(found, str) and (reason := _unfit_gradient(dy, x, rstd, normalized_shape)):
             found = reason
