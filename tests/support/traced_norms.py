@@ -1,0 +1,74 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Graphs with aten's fused norms in them, of any device.
+
+On a CPU PyTorch decomposes `aten._fused_rms_norm` before a tracer sees it. With kernels of that device it stays whole,
+and derivatives.yaml differentiates it as on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from tilegym_rmsnorm import reference
+
+FORWARD = torch.ops.aten._fused_rms_norm.default
+BACKWARD = torch.ops.aten._fused_rms_norm_backward.default
+# torch 2.9 knows the shapes of a forward by decomposing it alone.
+KEEPS_FORWARDS = FORWARD in torch._decomp.decomposition_table
+
+
+@contextlib.contextmanager
+def fused_norms_of_a_cpu() -> Iterator[None]:
+    """aten's fused norms have kernels of the CPU, which are the reference, to its end."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_fused_rms_norm", _forward, "CPU")
+        library.impl("_fused_rms_norm_backward", _backward, "CPU")
+        yield
+
+
+def _forward(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    dims = len(shape)
+    flat = None if weight is None else weight.flatten()
+    y, rstd = reference.rms_norm_forward_torch(x.flatten(-dims), flat, eps)
+    return y.view(x.shape), rstd.view(*x.shape[:-dims], *(1,) * dims)
+
+
+def _backward(
+    dy: Tensor, x: Tensor, shape: Sequence[int], rstd: Tensor, weight: Tensor | None, mask: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    rows, flat = (each.flatten(-len(shape)) for each in (x, dy)), None if weight is None else weight.flatten()
+    dx, dw = reference.rms_norm_backward_torch(*rows, flat, rstd.flatten())
+    return dx.view(x.shape) if mask[0] else None, dw.view(shape) if mask[1] and weight is not None else None
+
+
+def trace(function: Callable, *tensors: Tensor, symbolic: bool = False) -> tuple[GraphModule, FakeTensorMode]:
+    """A graph of the function, of fake tensors, and their mode. Gradients are wanted of those tensors that say so."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if symbolic else None)
+    fakes = [mode.from_tensor(each, static_shapes=not symbolic) for each in tensors]
+    return make_fx(function)(*fakes), mode
+
+
+def compile_regions(gm: GraphModule, mode: FakeTensorMode) -> GraphModule:
+    """The graph with its marked regions compiled. It takes all its arguments as one list."""
+    from torch.fx.passes.regional_inductor import regional_inductor
+
+    with tracing(TracingContext(mode)):
+        return regional_inductor(gm)
+
+
+def norms(gm: GraphModule) -> list[Node]:
+    """aten's fused ones."""
+    return [node for node in gm.graph.nodes if node.target in (FORWARD, BACKWARD)]

@@ -1,0 +1,214 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Passes over graphs that are traced for training, by make_fx or AOTAutograd, where norms stand as aten's fused ops.
+
+On a GPU `F.rms_norm` and `torch.nn.RMSNorm` are traced as `aten._fused_rms_norm`, their backwards as
+`aten._fused_rms_norm_backward`: each a node with two results, which getitem nodes take. On a CPU PyTorch decomposes
+them before a tracer sees them, and there is nothing to find.
+
+Both passes look at a graph's own nodes, not at the graphs that higher-order operators hold.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+import tilegym_rmsnorm.torch_ops_autograd  # noqa: F401, which registers how they are differentiated
+from tilegym_rmsnorm import torch_ops
+from tilegym_rmsnorm.reference import compute_dtype
+from tilegym_rmsnorm.registry import check_backend_name
+from tilegym_rmsnorm.spec import DW, DX
+from tilegym_rmsnorm.validation import DTYPES, checked_eps
+
+REPLACED = "tilegym_rmsnorm_replaced"  # the key of gm.meta: how many nodes `replace_rmsnorm_pass` replaced
+
+_ATEN_FORWARD = torch.ops.aten._fused_rms_norm.default
+_ATEN_BACKWARD = torch.ops.aten._fused_rms_norm_backward.default
+_FORWARD, _BACKWARD = map(torch_ops.op, ("rms_norm_forward", "rms_norm_backward"))
+_TENSORS = "input", "weight", "grad_out", "rstd"  # as aten names them
+
+_log = logging.getLogger("tilegym_rmsnorm")
+
+
+def annotate_rmsnorm_for_regional_inductor_pass(
+    gm: GraphModule,
+    example_inputs: object = None,
+    *,
+    rmsnorm_compile_config: dict[str, Any] | None = None,
+    one_region_each: bool = False,
+) -> GraphModule:
+    """Mark the fused norms of a graph, so that `torch.fx.passes.regional_inductor` compiles them.
+
+    torchtitan's pass of this name, and the same marks: `node.meta["custom"]["compile_with_inductor"]` of each
+    `aten._fused_rms_norm` and `aten._fused_rms_norm_backward`, and of the getitem nodes that take their results. Other
+    keys of "custom" are kept, other nodes are not touched. A graph without such nodes stays as it is.
+
+    Args:
+        gm: The graph, which is changed in place.
+        example_inputs: Not used; passes have it.
+        rmsnorm_compile_config: Settings of Inductor for the norms, such as `{"max_autotune": True}`. regional_inductor
+            refuses those it does not know.
+        one_region_each: Norms that no other node separates are compiled together, by the settings of one of them. This
+            gives each forward and each backward a region of its own. torch 2.11 and before ignore it.
+
+    Returns:
+        gm.
+
+    Raises:
+        TypeError: gm is no GraphModule, or the settings are no dict. Nothing was changed.
+    """
+    _check_graph(gm)
+    if rmsnorm_compile_config is not None and not isinstance(rmsnorm_compile_config, dict):
+        got = type(rmsnorm_compile_config).__name__
+        raise TypeError(f"rmsnorm_compile_config: expected a dict or None, got {got}")
+    norms = _fused_norms(gm)
+    mark = {} if rmsnorm_compile_config is None else {"inductor_configs": rmsnorm_compile_config}
+    for number, norm in enumerate(norms):
+        region = {"inductor_region": f"tilegym_rmsnorm_{number}"} if one_region_each else {}
+        for node in (norm, *filter(_is_getitem, norm.users)):
+            # A new dict: what `torch.fx.traceback.annotate` gave a node it may share with others.
+            node.meta["custom"] = {
+                **(node.meta.get("custom") or {}),
+                "compile_with_inductor": {**mark, **region},
+            }
+    _log.log(_level(norms), "marked %d fused norms for Inductor", len(norms))
+    return gm
+
+
+def replace_rmsnorm_pass(
+    gm: GraphModule, example_inputs: object = None, *, backend: str | None = None
+) -> GraphModule:
+    """Put the ops of this package in the place of a graph's fused norms, forward and backward.
+
+    `aten._fused_rms_norm` becomes `tilegym_rmsnorm::rms_norm_forward`, `aten._fused_rms_norm_backward` becomes
+    `rms_norm_backward`. A new node has all metadata of the old one, and getitem nodes take the same results from it. A
+    third result of the backward, db, is not wanted, and None. `gm.meta["tilegym_rmsnorm_replaced"]` says how many nodes
+    this run replaced: 0 where there were none.
+
+    A node stays as it is, and the log says why at level DEBUG, if one of its tensors has no `meta["val"]` or a dtype
+    that the ops do not take, such as a complex one; if its arguments do not fit; or if anything but getitem takes the
+    results of a backward.
+
+    Args:
+        gm: The graph, which is changed in place. All of it is looked at before anything is changed.
+        example_inputs: Not used; passes have it.
+        backend: The backend that the nodes are given. None: the one in effect when the graph runs.
+
+    Returns:
+        gm.
+
+    Raises:
+        TypeError: gm is no GraphModule. Nothing was changed.
+        ValueError: No backend has that name. Nothing was changed.
+    """
+    _check_graph(gm)
+    if backend is not None:
+        check_backend_name(backend)
+    norms, calls = _fused_norms(gm), {}
+    for norm in norms:
+        given = norm.normalized_arguments(gm, normalize_to_only_use_kwargs=True)
+        reason = "its arguments are not those of the op" if given is None else _obstacle(norm, given.kwargs)
+        if given is None or reason is not None:
+            _log.debug("%s stays as it is: %s", norm.name, reason)
+        else:
+            calls[norm] = (*_arguments(norm, given.kwargs), backend)
+    for norm, arguments in calls.items():
+        with gm.graph.inserting_before(norm):
+            new = gm.graph.call_function(_FORWARD if norm.target is _ATEN_FORWARD else _BACKWARD, arguments)
+        new.meta = _metadata(norm)
+        norm.replace_all_uses_with(new)
+        gm.graph.erase_node(norm)
+    if calls:
+        gm.recompile()
+    gm.meta[REPLACED] = len(calls)
+    _log.log(_level(norms), "replaced %d of %d fused norms", len(calls), len(norms))
+    return gm
+
+
+def _fused_norms(gm: GraphModule) -> list[Node]:
+    targets = _ATEN_FORWARD, _ATEN_BACKWARD
+    return [node for node in gm.graph.nodes if node.target in targets]
+
+
+def _obstacle(norm: Node, given: Mapping[str, Any]) -> str | None:
+    """Why an op of ours cannot stand for this node; None if it can. Sizes are not compared: of a graph that is made for
+    any sizes, that would fix them."""
+    tensors: dict[str, Tensor] = {}
+    for name in _TENSORS:
+        if (node := given.get(name)) is None:
+            continue
+        value = node.meta.get("val") if isinstance(node, Node) else None
+        if not isinstance(value, Tensor):
+            return f'{name} has no meta["val"]'
+        if value.dtype not in DTYPES or value.layout is not torch.strided or value.is_nested:
+            return f"{name} has dtype {value.dtype} and layout {value.layout}"
+        tensors[name] = value
+    x, shape = tensors.get("input"), given["normalized_shape"]
+    if x is None or not isinstance(shape, (list, tuple)) or not 0 < len(shape) <= x.ndim:
+        return f"normalized_shape is {shape}"
+    if 0 in shape:
+        return "its rows have no elements"
+    return _obstacle_of_forward(given) if norm.target is _ATEN_FORWARD else _obstacle_of_backward(norm, given)
+
+
+def _obstacle_of_forward(given: Mapping[str, Any]) -> str | None:
+    try:
+        checked_eps(given["eps"], given["input"].meta["val"].dtype)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def _obstacle_of_backward(norm: Node, given: Mapping[str, Any]) -> str | None:
+    mask = given["output_mask"]
+    if not isinstance(mask, (list, tuple)) or [type(each) for each in mask] != [bool, bool]:
+        return f"output_mask is {mask}"
+    if given["grad_out"] is None or given["rstd"] is None:
+        return "it has no grad_out or no rstd"
+    x, rstd = given["input"].meta["val"], given["rstd"].meta["val"]
+    if rstd.dtype != compute_dtype(x.dtype) or rstd.ndim != x.ndim:
+        return f"rstd has dtype {rstd.dtype} and {rstd.ndim} dimensions"
+    if not all(_is_getitem(user) and user.args[1] in (0, 1) for user in norm.users):
+        return "its results are not taken by getitem"
+    return None
+
+
+def _arguments(norm: Node, given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Those of our op, but for the backend."""
+    x, weight, dims = given["input"], given["weight"], len(given["normalized_shape"])
+    if norm.target is _ATEN_FORWARD:
+        eps = checked_eps(given["eps"], x.meta["val"].dtype)
+        return x, weight, None, dims, eps, 0.0, "once", None
+    needs_dx, needs_dw = given["output_mask"]
+    wanted = DX * needs_dx + DW * needs_dw
+    return given["grad_out"], x, weight, given["rstd"], wanted, dims, 0.0, "once", None, None
+
+
+def _metadata(norm: Node) -> dict[str, Any]:
+    meta = dict(norm.meta)
+    if norm.target is _ATEN_BACKWARD:
+        for key in ("val", "tensor_meta"):  # one entry for each result
+            if isinstance(meta.get(key), (tuple, list)):
+                meta[key] = (*meta[key], None)
+    return meta
+
+
+def _is_getitem(node: Node) -> bool:
+    return node.target is operator.getitem
+
+
+def _check_graph(gm: object) -> None:
+    if not isinstance(gm, GraphModule):
+        raise TypeError(f"gm: expected a torch.fx.GraphModule, got {type(gm).__name__}")
+
+
+def _level(norms: list[Node]) -> int:
+    return logging.INFO if norms else logging.DEBUG
