@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Names that PyTorch keeps private and that a call of rms_norm uses, from api.py to the backends: what is relied on, of
-each by itself. Where a new PyTorch changes one, a test here says which."""
+"""Names that PyTorch keeps private and that a call of rms_norm uses, from api.py to the backends, or a pass over traced
+graphs: what is relied on, of each by itself. Where a new PyTorch changes one, a test here says which."""
 
 import contextvars
 import subprocess
@@ -329,3 +329,16 @@ def test_dispatch_has_kernel_for_dispatch_key():
     assert has_kernel("aten::layer_norm", "AutocastCUDA") and not has_kernel("aten::relu", "AutocastCUDA")
     is_listed = TorchVersion(torch.__version__) >= "2.12"
     assert has_kernel("aten::rms_norm", "AutocastCUDA") == is_listed
+
+
+def test_fused_rms_norms():
+    """What a node of a graph is given, and what its getitem nodes take."""
+    forward = torch.ops.aten._fused_rms_norm.default
+    backward = torch.ops.aten._fused_rms_norm_backward.default
+    assert str(forward._schema) == (
+        "aten::_fused_rms_norm(Tensor input, int[] normalized_shape, Tensor? weight, float? eps) -> (Tensor, Tensor)"
+    )
+    assert str(backward._schema) == (
+        "aten::_fused_rms_norm_backward(Tensor grad_out, Tensor input, int[] normalized_shape, Tensor rstd,"
+        " Tensor? weight, bool[2] output_mask) -> (Tensor, Tensor)"
+    )
