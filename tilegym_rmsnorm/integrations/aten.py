@@ -175,7 +175,8 @@ class _Patch:
     def is_called_first(self) -> bool:
         """Whether both kernels are those that the dispatcher calls: registered from this file, and by no patch but the
         last. False where this PyTorch does not say where a kernel was registered."""
-        return all(f"registered at {__file__}:" in repr(_kernel(op, self.key)) for op in SCHEMAS)
+        here = f"registered at {_kernel.__code__.co_filename}:"
+        return all(here in repr(_kernel(op, self.key)) for op in SCHEMAS)
 
     def snapshot(self) -> dict[str, dict[str, int]]:
         return {op: dict(counts) for op, counts in self.counts.items()}
