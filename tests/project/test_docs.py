@@ -184,7 +184,16 @@ def test_every_argument_is_described():
     """mkdocs would say so, too; it is not where the tests run."""
     for path in (
         PACKAGE / f"{name}.py"
-        for name in ("api", "passes", "module", "overriding", "policy", "registry", "warming", "integrations/fx")
+        for name in (
+            "api",
+            "passes",
+            "module",
+            "overriding",
+            "policy",
+            "registry",
+            "warming",
+            "integrations/fx",
+        )
     ):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef) and "    Args:" in (
