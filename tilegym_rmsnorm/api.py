@@ -197,13 +197,14 @@ def _checked_rms_norm(
         n, input, residual, eps=eps, casting=casting, y_dtype=y_dtype, x_name="input", **options
     )
 
-    if not are_plain and n != 0:
+    if not are_plain:
         of_graph = graphs.backend_of_graph(backend)
-        if graphs.takes_op(of_graph, input, weight, bias, residual):
+        if n != 0 and graphs.takes_op(of_graph, input, weight, bias, residual):
             if is_autocast and residual is None:
                 input, weight, bias = map(_autocast, (input, weight, bias))
             y, residual_out, _ = graphs.forward(input, weight, bias, residual, len(shape), spec, of_graph)
             return y if residual_out is None else (y, residual_out)
+        graphs.check_takes_reference(of_graph)
         backend = "torch" if is_dynamo_compiling() else backend
 
     obstacle = None

@@ -278,20 +278,14 @@ def _backward_by_op(tensors: tuple[Any, ...], call: Call, wanted: Wanted) -> Gra
     vector = None if weight is None else weight.reshape(shape[1:])
     bits = DX + D_RESIDUAL * (wanted.d_residual is not None)
     bits += DW * (wanted.dw is not None) + DB * (wanted.db is not None)
-    dx, d_residual, dw, db = torch.ops.tilegym_rmsnorm.add_rms_norm_backward.default(
-        dy_rows,
-        d_rows,
-        rows,
-        vector,
-        rstd.reshape(*rows.shape[:-1], 1),
-        bits,
-        1,
-        spec.offset,
-        spec.casting,
-        spec.alpha,
-        *wanted,
-        call.backend,
-    )
+    rstd, numbers = rstd.reshape(*rows.shape[:-1], 1), (bits, 1, spec.offset, spec.casting)
+    ops, d_residual = torch.ops.tilegym_rmsnorm, None
+    if spec.residual_dtype is None:
+        of_vectors = wanted.dw, wanted.db, call.backend
+        dx, dw, db = ops.rms_norm_backward.default(dy_rows, rows, vector, rstd, *numbers, *of_vectors)
+    else:
+        given = dy_rows, d_rows, rows, vector, rstd, *numbers, spec.alpha, *wanted, call.backend
+        dx, d_residual, dw, db = ops.add_rms_norm_backward.default(*given)
     d_residual = None if d_residual is None else d_residual.view(x.shape)
     return dx.view(x.shape), d_residual, None if dw is None else dw.view(weight.shape), db
 

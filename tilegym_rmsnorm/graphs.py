@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 
 import tilegym_rmsnorm.torch_ops_autograd  # noqa: F401, which registers how they are differentiated
 from tilegym_rmsnorm import gate, registry, torch_ops
-from tilegym_rmsnorm.registry import get_current_backend
+from tilegym_rmsnorm.registry import BackendUnavailableError, get_current_backend
 from tilegym_rmsnorm.spec import DB, DW, DX, Spec, Wanted
 
 _FORWARD, _ADD_FORWARD = map(torch_ops.op, ("rms_norm_forward", "add_rms_norm_forward"))
@@ -40,8 +40,17 @@ def takes_op(backend: str | None, *tensors: Tensor | None) -> bool:
     if backend == "torch" or gate.is_in_torch_func():
         return False
     if is_dynamo_compiling():
-        return not any(t is not None and (t.is_complex() or gate.has_own_operations(t)) for t in tensors)
+        return all(t is None or (type(t) in gate.PLAIN_TYPES and not t.is_complex()) for t in tensors)
     return gate.is_recorded(*tensors)
+
+
+def check_takes_reference(backend: str | None) -> None:
+    """That no kernel was asked for by name, where Dynamo traces a call that no op stands for."""
+    if is_dynamo_compiling() and backend not in (None, "auto", "torch"):
+        raise BackendUnavailableError(
+            f"backend {backend!r} was asked for and cannot run this call in a graph: its tensors, or a transform of "
+            'torch.func, are for PyTorch\'s own operations. To mend it: backend="torch"'
+        )
 
 
 def forward(

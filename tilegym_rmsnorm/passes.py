@@ -119,9 +119,12 @@ def rms_norm_forward(
     )
     of_graph = None if checked.are_plain else graphs.backend_of_graph(backend)
     if not checked.are_plain and graphs.takes_op(of_graph, *checked[:4]):
-        y, residual_out, rstd = graphs.forward(*checked[:4], 1, checked.spec, of_graph)
+        weight, bias, residual = map(_detached, (checked.weight, checked.bias, checked.residual))
+        given = checked.x.detach(), weight, bias, residual, 1, checked.spec, of_graph
+        y, residual_out, rstd = graphs.forward(*given)
         rstd = rstd.reshape(-1)
     else:
+        graphs.check_takes_reference(of_graph)
         y, residual_out, rstd = checked.run(backend)
     return (y, rstd) if residual_out is None else (y, residual_out, rstd)
 
@@ -202,8 +205,11 @@ def rms_norm_backward(
     )
     of_graph = None if checked.are_plain else graphs.backend_of_graph(backend)
     if not checked.are_plain and graphs.takes_op(of_graph, *checked[:5]):
-        dx, dw, db = graphs.backward(*checked[:5], checked.wanted, checked.spec, of_graph)
+        weight, d_residual_out = map(_detached, (checked.weight, checked.d_residual_out))
+        given = checked.x.detach(), checked.dy.detach(), weight, checked.rstd.detach(), d_residual_out
+        dx, dw, db = graphs.backward(*given, checked.wanted, checked.spec, of_graph)
     else:
+        graphs.check_takes_reference(of_graph)
         dx, _, dw, db = checked.run(backend)
     return (dx, dw, db) if needs_db else (dx, dw)
 
@@ -299,6 +305,10 @@ def rms_norm_backward_torch(
         x, dy, weight, rstd, d_residual_out, checked.wanted, offset=checked.spec.offset, casting=casting
     )
     return (dx, dw, db) if needs_db else (dx, dw)
+
+
+def _detached(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach()
 
 
 def _wanted(dw_dtype: torch.dtype | None, needs_db: bool, x: Tensor, weight: Tensor | None) -> Wanted:

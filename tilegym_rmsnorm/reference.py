@@ -48,8 +48,18 @@ def joint_dtype(*tensors: Tensor | None) -> torch.dtype:
     dtype = torch.float32
     for tensor in tensors:
         if tensor is not None:
-            dtype = torch.promote_types(dtype, tensor.dtype)
+            dtype = promoted(dtype, tensor.dtype)
     return dtype
+
+
+# torch.export records calls of torch.promote_types as nodes, which nothing can run.
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+_PROMOTED = {(a, b): torch.promote_types(a, b) for a in _FLOATING for b in _FLOATING}
+
+
+def promoted(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """`torch.promote_types` of floating and complex dtypes."""
+    return _PROMOTED[dtype, other]
 
 
 def compute_rms_norm_rstd_torch(x: Tensor, eps: float | None = None) -> Tensor:

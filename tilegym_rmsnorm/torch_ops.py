@@ -5,9 +5,9 @@
 
 x has any leading dimensions and `normalized_dims` normalized ones, whose shape weight and bias have, or one dimension
 more for heads. rstd has x's shape with an extent of 1 in the place of each normalized dimension, as aten's fused ops
-give it: rows that are flattened could not be sharded in a sequence. All arguments have their places, so that autocast
-rules and sharding rules can be given for them, and `wanted` is the first that is no tensor: rules are cached by what
-stands from the first number on. wanted: 1 dx, 2 dw, 4 db, 8 d_residual, added up; what is not wanted is None.
+give it: rows that are flattened could not be sharded in a sequence. All arguments are positional, so that autocast
+and sharding rules can be registered. `wanted` comes before the other numbers: sharding rules are cached by what follows
+the tensors. wanted: 1 dx, 2 dw, 4 db, 8 d_residual, added up; what is not wanted is None.
 
 Which kernel runs is decided when an op runs, not when a graph is made: so one graph serves all numbers of rows.
 backend: a name, "auto", or None for the one in effect then.
@@ -26,12 +26,16 @@ from torch import Tensor
 
 from tilegym_rmsnorm import unrecorded
 from tilegym_rmsnorm.reference import compute_dtype
+from tilegym_rmsnorm.registry import check_backend_name
 from tilegym_rmsnorm.spec import D_RESIDUAL, DB, DW, DX, Wanted
 from tilegym_rmsnorm.validation import (
+    check_casting,
     check_input,
     check_like,
     check_normalized_shape,
     check_weight,
+    checked_dtype,
+    checked_eps,
     checked_residual_dtype,
 )
 
@@ -83,10 +87,21 @@ def _rms_norm_forward(
     out_dtype: torch.dtype | None,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    _check_dims(x, normalized_dims)
-    options: dict[str, Any] = {"residual_alpha": 1.0, "residual_dtype": None, "out_dtype": out_dtype}
-    options |= {"eps": eps, "offset": offset, "casting": casting}
-    y, _, rstd = unrecorded.checked_forward(x, normalized_dims, weight, bias, None, **options).run(backend)
+    check_dims(x, normalized_dims)
+    checked = unrecorded.checked_forward(
+        x,
+        normalized_dims,
+        weight,
+        bias,
+        None,
+        eps=eps,
+        offset=offset,
+        residual_alpha=1.0,
+        residual_dtype=None,
+        out_dtype=out_dtype,
+        casting=casting,
+    )
+    y, _, rstd = checked.run(backend)
     return y, rstd.view(shape_of_rstd(x, normalized_dims))
 
 
@@ -104,14 +119,20 @@ def _add_rms_norm_forward(
     out_dtype: torch.dtype | None,
     backend: str | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    _check_dims(x, normalized_dims)
-    options: dict[str, Any] = {
-        "residual_alpha": alpha,
-        "residual_dtype": residual_dtype,
-        "out_dtype": out_dtype,
-    }
-    options |= {"eps": eps, "offset": offset, "casting": casting}
-    checked = unrecorded.checked_forward(x, normalized_dims, weight, bias, residual, **options)
+    check_dims(x, normalized_dims)
+    checked = unrecorded.checked_forward(
+        x,
+        normalized_dims,
+        weight,
+        bias,
+        residual,
+        eps=eps,
+        offset=offset,
+        residual_alpha=alpha,
+        residual_dtype=residual_dtype,
+        out_dtype=out_dtype,
+        casting=casting,
+    )
     y, residual_out, rstd = checked.run(backend)
     return y, residual_out, rstd.view(shape_of_rstd(x, normalized_dims))
 
@@ -129,9 +150,10 @@ def _rms_norm_backward(
     db_dtype: torch.dtype | None,
     backend: str | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    _check_dims(x, normalized_dims)
+    check_dims(x, normalized_dims)
+    check_backward(x, rstd, normalized_dims, wanted, 7, casting, (dw_dtype, db_dtype), backend)
     of = functools.partial(wanted_gradients, wanted, x.dtype, None, dw_dtype, db_dtype)
-    given = x, dy, normalized_dims, weight, _flat(rstd), None, of
+    given = x, dy, normalized_dims, weight, rstd.reshape(-1), None, of
     dx, _, dw, db = unrecorded.checked_backward(*given, offset=offset, casting=casting).run(backend)
     return dx if wanted & DX else None, dw, db
 
@@ -153,11 +175,15 @@ def _add_rms_norm_backward(
     db_dtype: torch.dtype | None,
     backend: str | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    _check_dims(residual_out, normalized_dims)
-    of = functools.partial(wanted_gradients, wanted, dx_dtype, d_residual_dtype, dw_dtype, db_dtype)
-    given = residual_out, dy, normalized_dims, weight, _flat(rstd), d_residual_out, of
+    check_dims(residual_out, normalized_dims)
+    dtypes = dx_dtype, d_residual_dtype, dw_dtype, db_dtype
+    check_backward(residual_out, rstd, normalized_dims, wanted, 15, casting, dtypes, backend)
+    of = functools.partial(wanted_gradients, wanted, *dtypes)
+    given = residual_out, dy, normalized_dims, weight, rstd.reshape(-1), d_residual_out, of
     checked = unrecorded.checked_backward(*given, offset=offset, casting=casting, alpha=alpha)
     dx, d_residual, dw, db = checked.run(backend)
+    if d_residual is not None and d_residual.untyped_storage().data_ptr() == dx.untyped_storage().data_ptr():
+        d_residual = d_residual.clone()  # results of an op may not share memory
     return dx if wanted & DX else None, d_residual, dw, db
 
 
@@ -195,7 +221,7 @@ def _fake_forward(
     out_dtype: torch.dtype | None,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    _check_vectors(x, weight, bias, normalized_dims)
+    check_forward(x, weight, bias, normalized_dims, eps, casting, out_dtype, backend)
     rstd = x.new_empty(shape_of_rstd(x, normalized_dims), dtype=compute_dtype(x.dtype))
     return x.new_empty(x.shape, dtype=out_dtype or x.dtype), rstd
 
@@ -214,7 +240,7 @@ def _fake_add_forward(
     out_dtype: torch.dtype | None,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_vectors(x, weight, bias, normalized_dims)
+    check_forward(x, weight, bias, normalized_dims, eps, casting, out_dtype, backend)
     residual_out = x.new_empty(x.shape, dtype=checked_residual_dtype(x, residual, alpha, residual_dtype))
     rstd = x.new_empty(shape_of_rstd(x, normalized_dims), dtype=compute_dtype(residual_out.dtype))
     return x.new_empty(x.shape, dtype=out_dtype or x.dtype), residual_out, rstd
@@ -233,6 +259,8 @@ def _fake_backward(
     db_dtype: torch.dtype | None,
     backend: str | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    check_dims(x, normalized_dims)
+    check_backward(x, rstd, normalized_dims, wanted, 7, casting, (dw_dtype, db_dtype), backend)
     dtypes = wanted_gradients(wanted, None, None, dw_dtype, db_dtype, x, weight)
     dx, _, dw, db = _fake_gradients(dy, x, weight, normalized_dims, dtypes)
     return dx if wanted & DX else None, dw, db
@@ -257,7 +285,10 @@ def _fake_add_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     if d_residual_out is not None:
         check_like("d_residual_out", d_residual_out, residual_out, "residual_out")
-    dtypes = wanted_gradients(wanted, dx_dtype, d_residual_dtype, dw_dtype, db_dtype, residual_out, weight)
+    check_dims(residual_out, normalized_dims)
+    given = dx_dtype, d_residual_dtype, dw_dtype, db_dtype
+    check_backward(residual_out, rstd, normalized_dims, wanted, 15, casting, given, backend)
+    dtypes = wanted_gradients(wanted, *given, residual_out, weight)
     dx, d_residual, dw, db = _fake_gradients(dy, residual_out, weight, normalized_dims, dtypes)
     return dx if wanted & DX else None, d_residual, dw, db
 
@@ -265,7 +296,7 @@ def _fake_add_backward(
 def _fake_gradients(
     dy: Tensor, x: Tensor, weight: Tensor | None, dims: int, dtypes: Wanted
 ) -> tuple[Tensor | None, ...]:
-    _check_vectors(x, weight, None, dims)
+    check_weight(weight, None, x, check_normalized_shape(x, x.shape[-dims:])[1])
     check_like("dy", dy, x)
     of_vectors = x.shape[-dims:] if weight is None else weight.shape
     shapes = x.shape, x.shape, of_vectors, of_vectors
@@ -273,23 +304,65 @@ def _fake_gradients(
     return tuple(None if dtype is None else x.new_empty(shape, dtype=dtype) for shape, dtype in pairs)
 
 
-def _check_dims(x: Tensor, dims: int) -> None:
-    if not 0 < dims <= max(1, x.ndim):
+def check_dims(x: Tensor, dims: int) -> None:
+    check_input("x", x)
+    if not 0 < dims <= x.ndim:
         raise ValueError(f"normalized_dims: expected 1 to {x.ndim} for x of {x.ndim} dimensions, got {dims}")
 
 
-def _check_vectors(x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int) -> None:
-    _check_dims(x, dims)
-    check_input("x", x)
+def check_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    dims: int,
+    eps: float,
+    casting: str,
+    out_dtype: torch.dtype | None,
+    backend: str | None,
+) -> None:
+    """What a forward is checked for when it runs, where it does not run: eps unless it is a symbol."""
+    check_dims(x, dims)
     check_weight(weight, bias, x, check_normalized_shape(x, x.shape[-dims:])[1])
+    if isinstance(eps, float):
+        checked_eps(eps, x.dtype)
+    check_casting(casting)
+    checked_dtype("out_dtype", out_dtype)
+    _check_backend(backend)
+
+
+def check_backward(
+    x: Tensor,
+    rstd: Tensor,
+    dims: int,
+    wanted: int,
+    most: int,
+    casting: str,
+    dtypes: tuple[torch.dtype | None, ...],
+    backend: str | None,
+) -> None:
+    """What is not checked of a backward elsewhere. most: what `wanted` can be."""
+    shape = shape_of_rstd(x, dims)
+    if tuple(rstd.shape) != shape:
+        raise ValueError(f"rstd: expected shape {shape}, got {tuple(rstd.shape)}")
+    if rstd.dtype != compute_dtype(x.dtype):
+        raise TypeError(f"rstd: expected {compute_dtype(x.dtype)} for {x.dtype} x, got {rstd.dtype}")
+    if rstd.device != x.device:
+        raise ValueError(f"rstd: expected the device of x, {x.device}, got {rstd.device}")
+    if not 0 <= wanted <= most:
+        raise ValueError(f"wanted: expected 0 to {most}, got {wanted}")
+    check_casting(casting)
+    for dtype in dtypes:
+        checked_dtype("a gradient's dtype", dtype)
+    _check_backend(backend)
+
+
+def _check_backend(backend: str | None) -> None:
+    if backend is not None:
+        check_backend_name(backend)
 
 
 def shape_of_rstd(x: Tensor, dims: int) -> tuple[int, ...]:
     return (*x.shape[:-dims], *(1,) * dims)
-
-
-def _flat(rstd: Tensor) -> Tensor:
-    return rstd.reshape(-1) if isinstance(rstd, Tensor) else rstd
 
 
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {

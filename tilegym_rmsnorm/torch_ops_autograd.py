@@ -24,6 +24,7 @@ from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import get_current_backend
 from tilegym_rmsnorm.spec import D_RESIDUAL, DB, DW, DX, Spec, Wanted
 from tilegym_rmsnorm.torch_ops import library, op
+from tilegym_rmsnorm.validation import check_like, check_weight
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
@@ -159,6 +160,7 @@ def _add_backward(
 
 
 def _reference_forward(x, weight, bias, dims, eps, offset, casting, out_dtype, backend):
+    torch_ops.check_forward(x, weight, bias, dims, eps, casting, out_dtype, backend)
     rows, weight_row, bias_row = x.flatten(-dims), _flat(weight, dims), _flat(bias, dims)
     options = {"bias": bias_row, "offset": offset, "casting": casting, "out_dtype": out_dtype}
     y, rstd = reference.rms_norm_forward_torch(rows, weight_row, eps, **options)
@@ -168,13 +170,15 @@ def _reference_forward(x, weight, bias, dims, eps, offset, casting, out_dtype, b
 def _reference_add_forward(
     x, residual, weight, bias, dims, eps, offset, casting, alpha, residual_dtype, out_dtype, backend
 ):
+    torch_ops.check_forward(x, weight, bias, dims, eps, casting, out_dtype, backend)
+    check_like("residual", residual, x)
     y, residual_out, rstd = reference.add_rms_norm_torch(
         x.flatten(-dims),
         residual.flatten(-dims),
         _flat(weight, dims),
         eps,
         alpha=alpha,
-        residual_dtype=residual_dtype or torch.promote_types(x.dtype, residual.dtype),
+        residual_dtype=residual_dtype or reference.promoted(x.dtype, residual.dtype),
         bias=_flat(bias, dims),
         offset=offset,
         casting=casting,
@@ -229,6 +233,8 @@ def _reference_gradients(
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
     """rstd is an input like the others."""
+    _check_vectors(x, weight, None, dims)
+    check_like("dy", dy, x)
     results = reference.gradients_torch(
         x.flatten(-dims),
         dy.flatten(-dims),
@@ -245,16 +251,18 @@ def _reference_gradients(
 
 
 def _map_forward(name: str, arrays: int) -> Callable[..., Any]:
-    """vmap's rule of a forward, whose first `arrays` arguments are x, and residual. A batch of them is one more leading
-    dimension; a batch of weights is none."""
+    """vmap's rule of a forward, whose first `arrays` arguments are x, and residual. A batch of these is one more
+    leading dimension. Where weight or bias has a batch, its calls are made one by one."""
 
     def run(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
-        if any(dim is not None for dim in in_dims[arrays:]):
+        if any(dim is not None for dim in in_dims[arrays:]) or info.batch_size == 0:
             return _one_by_one(name, info, in_dims, *arguments)
         given = [
             each.expand(info.batch_size, *each.shape) if dim is None else each.movedim(dim, 0)
             for each, dim in zip(arguments[:arrays], in_dims, strict=False)
         ]
+        weight, bias, dims = arguments[arrays : arrays + 3]
+        _check_vectors(given[0][0], weight, bias, dims)  # the batch is no dimension of x
         results = op(name)(*given, *arguments[arrays:])
         return results, (0,) * len(results)
 
@@ -262,20 +270,35 @@ def _map_forward(name: str, arrays: int) -> Callable[..., Any]:
 
 
 def _one_by_one(name: str, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
-    """vmap's rule of a backward, each of which has a dw of its own."""
-    each_results = [
-        op(name)(
-            *(
-                each if dim is None else each.select(dim, i)
-                for each, dim in zip(arguments, in_dims, strict=True)
-            )
-        )
-        for i in range(info.batch_size)
-    ]
-    results = tuple(
-        None if each[0] is None else torch.stack(each) for each in zip(*each_results, strict=True)
-    )
+    """vmap's rule of calls of which each has a weight, or a dw, of its own."""
+
+    def of_batch(i: int) -> list[Any]:
+        pairs = zip(arguments, in_dims, strict=True)
+        return [each if dim is None else each.select(dim, i) for each, dim in pairs]
+
+    if info.batch_size == 0:  # as many results, of the shapes that those of one call have
+        pairs = zip(arguments, in_dims, strict=True)
+        one = [
+            each if dim is None else each.movedim(dim, 0).new_zeros(_rest(each, dim)) for each, dim in pairs
+        ]
+        results = tuple(None if each is None else each.new_empty(0, *each.shape) for each in op(name)(*one))
+    else:
+        each_results = [op(name)(*of_batch(i)) for i in range(info.batch_size)]
+        columns = zip(*each_results, strict=True)
+        results = tuple(None if column[0] is None else torch.stack(column) for column in columns)
     return results, tuple(None if each is None else 0 for each in results)
+
+
+def _rest(tensor: Tensor, dim: int) -> list[int]:
+    """The shape without one dimension."""
+    sizes = list(tensor.shape)
+    del sizes[dim]
+    return sizes
+
+
+def _check_vectors(x: Tensor, weight: Tensor | None, bias: Tensor | None, dims: int) -> None:
+    torch_ops.check_dims(x, dims)
+    check_weight(weight, bias, x, x.shape[-dims:])
 
 
 def _is_transformed(*tensors: Tensor | None) -> bool:
@@ -289,7 +312,7 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
 def _with_backend_in_effect(options: tuple[Any, ...], x: Tensor) -> tuple[Any, ...]:
     """options, of which the backend is the last: in autograd's threads no `use_backend` is in effect. In a graph that
     is being made None stays: each run of it has its own."""
-    if options[-1] is not None or gate.has_own_operations(x) or gate.count_modes():
+    if options[-1] is not None or gate.is_recorded(x):
         return options
     return *options[:-1], get_current_backend()
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm.gate import has_no_memory
-from tilegym_rmsnorm.reference import CASTINGS, compute_dtype, default_eps
+from tilegym_rmsnorm.reference import CASTINGS, compute_dtype, default_eps, promoted
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)
@@ -156,7 +156,7 @@ def checked_residual_dtype(
         return None
     check_like("residual", residual, x, x_name)
     if dtype is None:
-        return torch.promote_types(x.dtype, residual.dtype)
+        return promoted(x.dtype, residual.dtype)
     return checked_dtype("residual_dtype", dtype, x.is_complex())
 
 

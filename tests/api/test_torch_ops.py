@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from helpers import BF16, DEVICE, FP16, FP32, FP64
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.library import opcheck
 
-from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward, use_backend
+from tilegym_rmsnorm import registry, rms_norm, rms_norm_backward, rms_norm_forward, use_backend
 from tilegym_rmsnorm.torch_ops import SCHEMAS, op
 
 FORWARD, BACKWARD, ADD_FORWARD, ADD_BACKWARD = (
@@ -210,13 +211,17 @@ def test_a_vmap_of_backwards_has_dw_of_each():
             torch.testing.assert_close(ours, theirs)
 
 
-def test_the_backward_takes_the_backend_of_the_forward(monkeypatch):
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_the_backward_takes_the_backend_of_the_forward(monkeypatch, is_watched):
     """In autograd's threads no block of use_backend is in effect."""
     import by_address
+    from torch.utils.flop_counter import FlopCounterMode
 
     by_address.use(monkeypatch)
     x, _, weight, _ = tensors(3, 8, needs_grad=True)
-    with use_backend("cutile"):
+    watching = FlopCounterMode(display=False) if is_watched else contextlib.nullcontext()
+    monkeypatch.setattr(registry, "_process_backend", "torch")
+    with use_backend("cutile"), watching:
         y = FORWARD(x, weight, None, 1, 1e-3, 0.0, "once", None, None)[0]
     y.sum().backward()
     assert by_address.calls == ["rms_norm_forward", "rms_norm_backward"]
@@ -258,7 +263,7 @@ MISFITS = {
     "rstd": (
         lambda: BACKWARD(X, X, None, RSTD[:2], 1, 1, 0.0, "once", None, None, None),
         ValueError,
-        r"rstd: expected shape \(3,\)",
+        r"rstd: expected shape \(3, 1\)",
     ),
     "casting": (
         lambda: FORWARD(X, None, None, 1, 1e-3, 0.0, "gemma", None, None),
@@ -270,6 +275,32 @@ MISFITS = {
         ValueError,
         "backend: expected one of",
     ),
+    "eps": (lambda: FORWARD(X, None, None, 1, -1.0, 0.0, "once", None, None), ValueError, "eps: expected"),
+    "out_dtype": (
+        lambda: FORWARD(X, None, None, 1, *NORM, torch.int32, None),
+        TypeError,
+        "out_dtype: expected",
+    ),
+    "wanted": (
+        lambda: BACKWARD(X, X, None, RSTD, 8, 1, 0.0, "once", None, None, None),
+        ValueError,
+        "wanted: expected 0 to 7",
+    ),
+    "flat rstd": (
+        lambda: BACKWARD(X, X, None, RSTD.flatten(), 1, 1, 0.0, "once", None, None, None),
+        ValueError,
+        r"rstd: expected shape \(3, 1\)",
+    ),
+    "rstd without memory": (
+        lambda: BACKWARD(X, X, None, RSTD.to("meta"), 1, 1, 0.0, "once", None, None, None),
+        ValueError,
+        "rstd: expected the device of x",
+    ),
+    "dtype of db": (
+        lambda: BACKWARD(X, X, None, RSTD, 5, 1, 0.0, "once", None, torch.int32, None),
+        TypeError,
+        "a gradient's dtype: expected",
+    ),
 }
 
 
@@ -280,7 +311,7 @@ def test_arguments_that_do_not_fit(kind):
         call()
 
 
-@pytest.mark.parametrize("kind", ["dims", "weight", "integers", "residual", "dy"])
+@pytest.mark.parametrize("kind", [kind for kind in MISFITS if kind != "no dims"])
 def test_arguments_that_do_not_fit_where_a_graph_is_made(kind):
     call, error, text = MISFITS[kind]
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -302,7 +333,37 @@ def test_the_schemas_are_in_the_docs():
         assert f"{name}{schema}" in written, name
 
 
-def test_rows_of_none():
+@pytest.mark.parametrize("backend", ["torch", "inductor", "cutile"])
+def test_no_two_results_share_memory(backend, kernels_on_this_machine):
+    """With alpha 1 and one dtype dx and d_residual are the same numbers."""
+    kernels_on_this_machine(backend)
+    x, dy, weight, _ = tensors(3, 64, of=(64,))
+    rstd = FORWARD(x, weight, None, 1, *NORM, None, None)[1]
+    given = dy, None, x, weight, rstd, 11, 1, 0.5, "once", 1.0, None, None, None, None, backend
+    dx, d_residual, *_ = ADD_BACKWARD(*given)
+    kept = d_residual.clone()
+    dx.zero_()
+    assert torch.equal(d_residual, kept) and kept.any()
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_a_batch_of_vmap_is_no_dimension_of_x(dims):
+    weight = None if dims == 2 else torch.ones(3, 8)
+    with pytest.raises(ValueError, match="normalized_dims: expected 1 to 1|weight: expected shape"):
+        torch.vmap(lambda x: FORWARD(x, weight, None, dims, *NORM, None, None)[0])(torch.randn(3, 8))
+
+
+def test_an_empty_vmap():
+    x, dy, weight, _ = tensors(0, 3, 8)
+    y, rstd = torch.vmap(lambda x, w: FORWARD(x, w, None, 1, *NORM, None, None))(x, torch.ones(0, 8))
+    assert y.shape == (0, 3, 8) and rstd.shape == (0, 3, 1)
+    results = torch.vmap(lambda dy, x, r: BACKWARD(dy, x, weight, r, 7, 1, 0.5, "once", None, None, None))(
+        dy, x, rstd
+    )
+    assert [tuple(each.shape) for each in results] == [(0, 3, 8), (0, 8), (0, 8)]
+
+
+def test_no_rows():
     x, residual, weight, bias = tensors(0, 8, needs_grad=True)
     y, residual_out, rstd = ADD_FORWARD(x, residual, weight, bias, 1, *NORM, 1.0, None, None, None)
     assert y.shape == residual_out.shape == (0, 8) and rstd.shape == (0, 1)

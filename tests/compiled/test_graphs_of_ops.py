@@ -14,7 +14,15 @@ from helpers import BF16, DEVICE, FP32, why_skip
 from torch.export import Dim, export
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tilegym_rmsnorm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward, set_backend, use_backend
+from tilegym_rmsnorm import (
+    BackendUnavailableError,
+    RMSNorm,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_forward,
+    set_backend,
+    use_backend,
+)
 
 N = 16
 BACKEND = "torch" if why_skip("cutile") else "cutile"
@@ -108,6 +116,48 @@ def test_forward_and_backward_without_autograd():
         assert ours.dtype is theirs.dtype and torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("compiler", ["eager", "make_fx"])
+def test_what_is_without_autograd_is_so_in_a_graph(compiler):
+    x, weight = rows(3, N), rows(N)
+
+    def both(x, weight):
+        y, rstd = rms_norm_forward(x, weight, backend=BACKEND)
+        return (y, rstd, *rms_norm_backward(x, y, weight, rstd, backend=BACKEND))
+
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    made = make_fx(both)(x, weight) if compiler == "make_fx" else torch.compile(both, backend=compiler)
+    assert not any(each.requires_grad for each in made(x, weight))
+
+
+@pytest.mark.parametrize("backend", [None, "auto"])
+def test_rows_of_no_elements_are_pytorch_s_in_a_graph(backend):
+    compiled = torch.compile(RMSNorm(0, backend=backend, device=DEVICE), fullgraph=True, backend="eager")
+    assert compiled(rows(3, 0)).shape == (3, 0)
+
+
+def test_a_subclass_without_operations_of_its_own():
+    """No op of any library takes it in a graph."""
+
+    class Plain(torch.Tensor):
+        pass
+
+    x = torch.randn(3, N, device=DEVICE)
+    compiled = torch.compile(lambda x: rms_norm(x, N, eps=1e-6), backend="eager")
+    torch.testing.assert_close(
+        compiled(x.as_subclass(Plain)).as_subclass(torch.Tensor), rms_norm(x, N, eps=1e-6)
+    )
+
+
+def test_a_backend_by_name_is_refused_in_a_graph_as_without_one():
+    x = torch.randn(3, N, device=DEVICE, dtype=torch.complex64)
+    compiled = torch.compile(lambda x: rms_norm(x, N, backend=BACKEND), backend="eager")
+    if BACKEND == "torch":
+        pytest.skip("for a kernel")
+    with pytest.raises(BackendUnavailableError, match="complex"):
+        compiled(x)
+
+
 def test_a_loop_over_layers_is_one_graph():
     """A break in the loop kept all of it from being compiled: no graph at all, of six layers."""
     layers = torch.nn.ModuleList([RMSNorm(N, backend=BACKEND, device=DEVICE) for _ in range(6)])
@@ -166,6 +216,7 @@ def test_export_with_a_residual():
     module = RMSNorm(N, backend=BACKEND, device=DEVICE, residual_alpha=0.5)
     given = rows(4, N).detach(), rows(4, N).detach()
     exported = export(module, given).module()
+    assert torch.equal(torch.compile(exported, fullgraph=True, backend="eager")(*given)[0], module(*given)[0])
     for ours, theirs in zip(exported(*given), module(*given), strict=True):
         assert torch.equal(ours, theirs)
 

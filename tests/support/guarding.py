@@ -15,7 +15,7 @@ import torch
 from helpers import HAS_GPU
 from torch import Tensor
 
-GUARD = 64  # elements on either side: 128 bytes at least, so that an array is as aligned as one from the allocator
+GUARD = 64  # elements on either side: 128 bytes at least, more than the 16 that kernels rely on
 WITNESS = 77  # of any dtype
 
 

@@ -29,9 +29,8 @@ MOST_PROCESSES = 16
 # Of GPU memory: the context, inputs that overflow the L2, a graph's outputs. 6.8 GiB were seen, of 60 variants at 64 MB
 # of x; 256 MB add three quarters of a GiB of inputs.
 BYTES_PER_PROCESS = 8 * 2**30
-BYTES_OF_TURN = (
-    8 * 2**30
-)  # more of the process that checks results in float64, which gives them back after that
+# More, of the process that checks results in float64, which gives them back after that.
+BYTES_OF_TURN = 8 * 2**30
 NO_MEMORY = "out of GPU memory. To mend it: the same command with --skip-tuned and fewer --processes"
 
 
