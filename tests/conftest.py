@@ -30,7 +30,7 @@ from tilegym_rmsnorm.policy import SM_MARGIN_VARIABLE, TEAMS_VARIABLE
 for variable in (TEAMS_VARIABLE, SM_MARGIN_VARIABLE):  # tests say themselves what they rule out
     os.environ.pop(variable, None)
 
-pytest_plugins = ("gate_cases",)  # its fixtures are asked for in several files
+pytest_plugins = ("aten_cases", "gate_cases")  # their fixtures are asked for in several files
 
 # What the tests of each folder are: their markers, which pyproject.toml explains. The folders stand in the order in
 # which they run where there is no GPU, those of the longest tests first.

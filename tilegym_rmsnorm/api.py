@@ -179,7 +179,7 @@ def _checked_rms_norm(
     backend: str | None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`rms_norm`, by all checks. Dynamo traces it for the reference. options: those of `checked_spec`."""
+    """`rms_norm`, by all checks, which Dynamo traces too. options: those of `checked_spec`."""
     are_plain, (input, weight, bias, residual) = as_plain(input, weight, bias, residual)
     check_input("input", input, is_any_kind=True)
     n, shape = check_normalized_shape(input, normalized_shape, may_be_empty=True)

@@ -9,7 +9,7 @@ give it: rows that are flattened could not be sharded in a sequence. All argumen
 and sharding rules can be registered. `wanted` comes before the other numbers: sharding rules are cached by what follows
 the tensors. wanted: 1 dx, 2 dw, 4 db, 8 d_residual, added up; what is not wanted is None.
 
-Which kernel runs is decided when an op runs, not when a graph is made: so one graph serves all numbers of rows.
+Which kernel runs is decided when an op runs, not when a graph is made: a graph may serve any number of rows.
 backend: a name, "auto", or None for the one in effect then.
 
 The ops can be differentiated, which torch_ops_autograd.py adds. They have no rule for autocast: `rms_norm` casts.

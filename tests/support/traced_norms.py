@@ -13,6 +13,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
+from helpers import DEVICE
 from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -72,3 +74,27 @@ def compile_regions(gm: GraphModule, mode: FakeTensorMode) -> GraphModule:
 def norms(gm: GraphModule) -> list[Node]:
     """aten's fused ones."""
     return [node for node in gm.graph.nodes if node.target in (FORWARD, BACKWARD)]
+
+
+X = torch.randn(4, 8, device=DEVICE)
+WEIGHT = torch.rand(8, device=DEVICE) + 0.5
+MARK = "compile_with_inductor"
+
+
+def two_norms(x, weight):
+    """Forwards and backwards: the second norm has no weight that learns."""
+    y = F.rms_norm(F.rms_norm(x, (8,), weight, 1e-5).sin(), (8,), None, 1e-3)
+    return torch.autograd.grad(y.square().sum(), (x, weight))
+
+
+def two_norms_graph(**options):
+    return trace(two_norms, X.clone().requires_grad_(), WEIGHT.clone().requires_grad_(), **options)
+
+
+def marked(gm):
+    return [node for node in gm.graph.nodes if MARK in node.meta.get("custom", {})]
+
+
+def described(gm):
+    """The graph, and the metadata of each node, to be compared."""
+    return str(gm.graph), [(node.name, dict(node.meta)) for node in gm.graph.nodes]

@@ -1,0 +1,147 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""override_aten: calls that no kernel takes run as they did before."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from aten_cases import MARKS, fused, fused_backward, norm_of, overridden, taken
+from helpers import (
+    BF16,
+    DEVICE,
+    FP64,
+    HAS_GPU,
+)
+
+from tilegym_rmsnorm import set_backend, use_backend
+from tilegym_rmsnorm.integrations import aten
+from tilegym_rmsnorm.integrations.aten import BACKWARD, FORWARD, TAKEN
+
+pytestmark = MARKS
+
+
+def declined(reason: str):
+    x, weight, ones = (t.detach() for t in (norm_of(3, 16), norm_of(16), torch.ones(3, 1, device=DEVICE)))
+    other = torch.randn(3, 16, device=DEVICE).as_subclass(type("Named", (torch.Tensor,), {}))
+    lazy = torch._lazy_clone(norm_of(3, 16).detach())
+    return {
+        "float64": ("dtype", x.double(), weight.double(), x.double(), ones.double()),
+        "no rows": ("memory", x[:0], weight, x[:0], ones[:0]),
+        "no columns": ("memory", x[:, :0], weight[:0], x[:, :0], ones),
+        "a subclass": ("memory", other, weight, x, ones),
+        "shared until it is written": ("memory", lazy, weight, x, ones),
+        "short weight": ("shape", x, weight[:1], x, ones),
+    }[reason]
+
+
+REASONS = ["float64", "no rows", "a subclass", "shared until it is written", "short weight"]
+REASONS[:0] = [] if HAS_GPU else ["no columns"]
+
+
+def test_gradients_that_no_kernel_takes():
+    x, rstd, shape = norm_of(3, 16).detach(), torch.ones(3, 1, device=DEVICE), [16]
+    lazy = torch._lazy_clone(norm_of(3, 16).detach())
+    assert aten._unfit_gradient(x, x, rstd, shape) is None
+    assert aten._unfit_gradient(x.double(), x, rstd, shape) == "dtype"
+    assert aten._unfit_gradient(x, x, rstd.half(), shape) == "dtype"
+    assert aten._unfit_gradient(x[:1], x, rstd, shape) == "shape"
+    assert aten._unfit_gradient(x, x, rstd[:1], shape) == "shape"
+    assert aten._unfit_gradient(lazy, x, rstd, shape) == "memory"
+    if HAS_GPU:
+        assert aten._unfit_gradient(x, x, rstd.cpu(), shape) == "shape"
+
+
+def outcome(function, *arguments):
+    """What a call returns, or the kind of error."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_declined_forward_is_as_before(reason):
+    category, x, weight, _, _ = declined(reason)
+    arguments = x, x.shape[1:], weight, None
+    theirs = outcome(fused, *arguments)
+    with overridden() as override:
+        ours = outcome(fused, *arguments)
+        assert override.stats[FORWARD] == {TAKEN: 0, category: 1}
+    if isinstance(theirs, type):
+        assert ours is theirs
+    else:
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    assert not reason.startswith("shared") or torch._C._is_cow_tensor(x)  # nobody asked for its address
+
+
+@pytest.mark.parametrize("reason", REASONS[:-1])
+def test_a_declined_backward_is_as_before(reason):
+    category, x, weight, dy, rstd = declined(reason)
+    arguments = dy, x, x.shape[1:], rstd, weight, (True, True)
+    with overridden() as override:
+        ours = outcome(fused_backward, *arguments)
+        assert override.stats[BACKWARD] == {TAKEN: 0, category: 1}
+    if HAS_GPU:
+        theirs = outcome(fused_backward, *arguments)
+    else:
+        theirs = aten._backward_by_operations(*arguments)
+        if x.numel():
+            xhat = x.double() * rstd
+            torch.testing.assert_close(theirs[1].double(), (dy.double() * xhat).sum(0), rtol=1e-5, atol=1e-5)
+    if isinstance(theirs, type):
+        assert ours is theirs
+    else:
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("eps", [-1e-3, float("inf"), float("nan")])
+def test_an_eps_that_no_kernel_takes(eps):
+    x = norm_of(3, 16, requires_grad=False)
+    theirs = F.rms_norm(x, (16,), None, eps)
+    with overridden() as override:
+        torch.testing.assert_close(F.rms_norm(x, (16,), None, eps), theirs, equal_nan=True)
+        assert override.stats[FORWARD] == {TAKEN: 0, "eps": 1}
+
+
+def test_the_backend_in_effect_counts():
+    x = norm_of(3, 16, requires_grad=False)
+    with overridden() as override:
+        for name in ("torch", "inductor"):
+            with use_backend(name):
+                F.rms_norm(x, (16,))
+        assert override.stats[FORWARD] == {TAKEN: 0, "backend": 2}
+        set_backend("torch")
+        F.rms_norm(x, (16,))
+        assert override.stats[FORWARD] == {TAKEN: 0, "backend": 3}
+        set_backend(None)
+        F.rms_norm(x, (16,))
+        assert taken(override) == (int(HAS_GPU), 0)  # "auto" takes no interpreter
+
+
+def test_a_backend_that_cannot_run_declines(monkeypatch):
+    monkeypatch.setattr(aten, "why_unusable", lambda name, request: "it is not installed")
+    with overridden() as override:
+        F.rms_norm(norm_of(3, 16), (16,)).sum().backward()
+        assert override.stats == {FORWARD: {TAKEN: 0, "backend": 1}, BACKWARD: {TAKEN: 0, "backend": 1}}
+
+
+def test_what_is_declined_by_its_dtype_is_asked_nothing_else(monkeypatch):
+    """So that it costs little."""
+    for name in ("is_plain", "_is_copied_on_write", "get_current_backend", "_implementation"):
+        monkeypatch.setattr(aten, name, None)
+    with overridden() as override:
+        F.rms_norm(norm_of(3, 16, dtype=FP64, requires_grad=False), (16,))
+        assert override.stats[FORWARD] == {TAKEN: 0, "dtype": 1}
+
+
+def test_other_dtypes_of_weight_never_reach_the_op():
+    x, weight = norm_of(3, 16, dtype=BF16), norm_of(16)
+    with warnings.catch_warnings(), overridden() as override:
+        warnings.simplefilter("ignore")  # F.rms_norm says so itself
+        F.rms_norm(x, (16,), weight).float().sum().backward()
+        assert override.stats == {FORWARD: {TAKEN: 0}, BACKWARD: {TAKEN: 0}}
