@@ -45,6 +45,21 @@ def test_an_error_in_the_block_undoes_it():
     assert kernels() == before
 
 
+def test_a_graph_made_afterwards_does_not_know_our_kernels():
+    """PyTorch's tracers in Python remember which kernels an op has: of a CPU no backward, once ours is gone."""
+
+    def gradient(columns):
+        torch._dynamo.reset()
+        x = norm_of(3, columns)
+        torch.compile(lambda x: F.rms_norm(x, (columns,)).sin(), backend="aot_eager")(x).sum().backward()
+        return x.grad
+
+    with overridden():
+        gradient(16)
+    for columns in (16, 0):
+        assert gradient(columns).shape == (3, columns)
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_overrides_in_each_other(order):
     """They end in any order; each counts from its own beginning to its own end."""

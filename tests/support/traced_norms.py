@@ -37,6 +37,8 @@ def fused_norms_of_a_cpu() -> Iterator[None]:
         library.impl("_fused_rms_norm", _forward, "CPU")
         library.impl("_fused_rms_norm_backward", _backward, "CPU")
         yield
+    for op in (FORWARD, BACKWARD):
+        op._dispatch_cache.clear()  # which a tracer has filled, and nobody empties
 
 
 def _forward(

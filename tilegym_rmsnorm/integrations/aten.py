@@ -171,6 +171,9 @@ class _Patch:
 
     def deregister(self) -> None:
         self._library._destroy()
+        # Tracers in Python remember which kernel an op has at a key, and are not told that it is gone.
+        for op in SCHEMAS:
+            getattr(torch.ops.aten, op).default._dispatch_cache.clear()
 
     def is_called_first(self) -> bool:
         """Whether both kernels are those that the dispatcher calls: registered from this file, and by no patch but the
