@@ -80,6 +80,7 @@ KINDS = {
     "bias": variants.Variant(FP16, weight_dtype=FP32, bias_dtype=FP32, size=(2, 3, 64), casting="llama"),
     "heads": variants.Variant(BF16, (2, 3, 4, 16), "heads", BF16, layout="heads", out_dtype=FP32),
     "residual": variants.Variant(BF16, residual_dtype=BF16, size=(2, 3, 64)),
+    "two dtypes": variants.Variant(BF16, residual_dtype=FP32, size=(2, 3, 64)),
     "two gradients": variants.Variant(BF16, residual_dtype=FP32, alpha=0.22, size=(2, 3, 64), offset=1.0),
 }
 
@@ -118,6 +119,16 @@ def test_rstd_is_shaped_as_aten_s():
     aten = torch.ops.aten._fused_rms_norm.default(x, [4, 8], None, 1e-3)[1]
     assert aten.shape == (3, 1, 1)
     torch.testing.assert_close(FORWARD(x, None, None, 2, *NORM, None, None)[1], aten)
+
+
+def test_rstd_has_no_gradient():
+    """Nor has residual_out where the weight alone is learned."""
+    x, residual, weight, _ = tensors(3, 8, needs_grad=True)
+    assert [t.requires_grad for t in FORWARD(x, weight, None, 1, *NORM, None, None)] == [True, False]
+    results = ADD_FORWARD(x, residual, weight, None, 1, *NORM, 1.0, None, None, None)
+    assert [t.requires_grad for t in results] == [True, True, False]
+    given = x.detach(), residual.detach(), weight, None, 1, *NORM, 1.0, None, None, None
+    assert [t.requires_grad for t in ADD_FORWARD(*given)] == [True, False, False]
 
 
 def test_what_is_not_wanted_is_none():
