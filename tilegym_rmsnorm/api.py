@@ -204,7 +204,10 @@ def _checked_rms_norm(
                 input, weight, bias = map(_autocast, (input, weight, bias))
             y, residual_out, _ = graphs.forward(input, weight, bias, residual, len(shape), spec, of_graph)
             return y if residual_out is None else (y, residual_out)
-        graphs.check_takes_reference(of_graph)
+        if graphs.leaves_graph(of_graph):
+            arguments = input, normalized_shape, weight, eps
+            given = {"bias": bias, "casting": casting, "residual": residual, "backend": of_graph}
+            return graphs.untraced(rms_norm, *arguments, **given, **options)
         backend = "torch" if is_dynamo_compiling() else backend
 
     obstacle = None

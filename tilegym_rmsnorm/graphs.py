@@ -10,14 +10,16 @@ transforms.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 import tilegym_rmsnorm.torch_ops_autograd  # noqa: F401, which registers how they are differentiated
 from tilegym_rmsnorm import gate, registry, torch_ops
-from tilegym_rmsnorm.registry import BackendUnavailableError, get_current_backend
+from tilegym_rmsnorm.registry import get_current_backend
 from tilegym_rmsnorm.spec import DB, DW, DX, Spec, Wanted
 
 _FORWARD, _ADD_FORWARD = map(torch_ops.op, ("rms_norm_forward", "add_rms_norm_forward"))
@@ -44,13 +46,23 @@ def takes_op(backend: str | None, *tensors: Tensor | None) -> bool:
     return gate.is_recorded(*tensors)
 
 
-def check_takes_reference(backend: str | None) -> None:
-    """That no kernel was asked for by name, where Dynamo traces a call that no op stands for."""
-    if is_dynamo_compiling() and backend not in (None, "auto", "torch"):
-        raise BackendUnavailableError(
-            f"backend {backend!r} was asked for and cannot run this call in a graph: its tensors, or a transform of "
-            'torch.func, are for PyTorch\'s own operations. To mend it: backend="torch"'
-        )
+def leaves_graph(backend: str | None) -> bool:
+    """Whether Dynamo leaves out a call that no op stands for: a kernel was asked for by name, and refuses it."""
+    return is_dynamo_compiling() and backend not in (None, "auto", "torch")
+
+
+@torch._disable_dynamo  # torch.compiler.disable would import Dynamo here and now
+def untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What torch.compile calls and does not look into."""
+    return function(*args, **kwargs)
+
+
+# What Dynamo says where it may not break the graph (fullgraph=True, strict export), as torch.compiler.disable sets it.
+untraced._torchdynamo_disable = True
+untraced._torchdynamo_disable_msg = (
+    "a kernel of tilegym_rmsnorm was asked for by name and cannot run this call in a graph: its tensors, or a "
+    'transform of torch.func, are for PyTorch\'s own operations. To mend it: backend="torch"'
+)
 
 
 def forward(
