@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from aten_cases import KEY, MARKS, kernels, norm_of, overridden, taken
+from aten_cases import KEY, MARKS, fused, fused_backward, kernels, norm_of, overridden, taken
 from helpers import (
     DEVICE,
     FP64,
@@ -51,9 +51,15 @@ def test_a_graph_made_afterwards_does_not_know_our_kernels():
     def gradient(columns):
         torch._dynamo.reset()
         x = norm_of(3, columns)
-        torch.compile(lambda x: F.rms_norm(x, (columns,)).sin(), backend="aot_eager")(x).sum().backward()
+        options = {
+            "backend": "aot_eager",
+            "dynamic": False,
+        }  # a width that Dynamo has seen change is a symbol
+        torch.compile(lambda x: F.rms_norm(x, (columns,)).sin(), **options)(x).sum().backward()
         return x.grad
 
+    for op in (fused, fused_backward):
+        op._dispatch_cache.clear()  # of what other tests registered
     with overridden():
         gradient(16)
     for columns in (16, 0):
