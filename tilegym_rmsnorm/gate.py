@@ -12,6 +12,7 @@ records. And a call must not be one that PyTorch records or transforms: a kernel
                  is_batched, has_tangent, has_own_operations, has_no_memory     what else it may be
     of a call    is_watched          PyTorch records, transforms or watches it: asked of every call, as cheaply
                  is_in_torch_func, is_exporting, count_modes    parts of that, which Dynamo knows too
+                 is_recorded         a graph is made of it, in which an op may stand (graphs.py)
     of both      obstacle            why kernels cannot have these tensors in this call, in words; None if they can
     out_of_sight                     a block that no mode sees into
 
