@@ -169,7 +169,7 @@ def run_backward(tensors: tuple[Any, ...], call: Call, wanted: Wanted) -> Gradie
     x, dy, weight, rstd, d_residual_out = tensors
     n, heads = call.spec.n, call.heads
     if x.numel() == 0:
-        return _gradients_of_no_rows(x, weight, n, heads, wanted)
+        return _gradients_of_no_rows(x, weight, n, wanted)
     is_rows = not heads and x.ndim == 2 and x.shape[1] == n
     if d_residual_out is None and (is_rows or (not heads and x.is_contiguous() and dy.is_contiguous())):
         rows, dy_rows, d_rows = as_rows(x, n), as_rows(dy, n), None
@@ -348,11 +348,12 @@ def gradients_of_the_sum(
     return dx, d_residual
 
 
-def _gradients_of_no_rows(x: Tensor, weight: Tensor | None, n: int, heads: int, wanted: Wanted) -> Gradients:
+def _gradients_of_no_rows(x: Tensor, weight: Tensor | None, n: int, wanted: Wanted) -> Gradients:
     dx, d_residual = (None if dtype is None else _empty(x, dtype) for dtype in (wanted.dx, wanted.d_residual))
     dw = None if wanted.dw is None else torch.zeros_like(weight, dtype=wanted.dw)
-    shape = (heads, n) if heads else (n,)
-    db = None if wanted.db is None else x.new_zeros(shape, dtype=wanted.db)
+    db = None
+    if wanted.db is not None:
+        db = x.new_zeros((n,) if weight is None else weight.shape, dtype=wanted.db)
     return dx, d_residual, dw, db
 
 

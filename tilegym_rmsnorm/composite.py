@@ -19,8 +19,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.torch_version import TorchVersion
 
 from tilegym_rmsnorm import reference
-from tilegym_rmsnorm.gate import has_own_operations, is_exporting, is_in_torch_func
-from tilegym_rmsnorm.spec import Spec
+from tilegym_rmsnorm.gate import has_own_operations, is_cut, is_exporting, is_in_torch_func
+from tilegym_rmsnorm.spec import Gradients, Spec, Wanted
 
 # Before torch 2.13 Dynamo loses the gradient of an autograd.Function if its input was computed in the graph: it is 0.
 _DYNAMO_TRACES_FUNCTIONS = TorchVersion(torch.__version__) >= "2.13"
@@ -58,8 +58,10 @@ def rms_norm(
     """
     dims = len(normalized_shape)
     has_subclass = any(t is not None and has_own_operations(t) for t in (x, weight, bias, residual))
+    # A DTensor that is sharded in its rows F.rms_norm would gather, or on a CPU fail. Of the formula the mean alone
+    # communicates: one number a row, where the shards are even.
     only_f_rms_norm_can = x.is_complex() or x.is_nested or 0 in normalized_shape
-    if only_f_rms_norm_can or (has_subclass and not _are_sharded_within_rows(x, residual, dims=dims)):
+    if only_f_rms_norm_can or (has_subclass and not (is_cut(x, dims) or is_cut(residual, dims))):
         y_dtype, shape = x.dtype if spec.y_dtype is None else spec.y_dtype, list(normalized_shape)
         if residual is None:
             return _packed(_by_f_rms_norm(x, shape, weight, bias, spec, y_dtype))
@@ -82,22 +84,38 @@ def rms_norm(
     return _packed(y), _packed(residual_out)
 
 
+def gradients(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    d_residual_out: Tensor | None,
+    dims: int,
+    spec: Spec,
+    wanted: Wanted,
+) -> Gradients:
+    """The gradients of the norm of x's last `dims` dimensions, which can be differentiated again: None where x or
+    weight needs none. x is what was normalized, and has spec.alpha times the branch in it."""
+    y_spec = spec._replace(alpha=1.0, y_dtype=dy.dtype, residual_dtype=None)
+    with torch.enable_grad():
+        y = rms_norm(x, x.shape[-dims:], weight, None, None, y_spec)
+        leaves = [each for each in (x, weight) if each is not None and each.requires_grad]
+        found = dict(zip(leaves, torch.autograd.grad(y, leaves, dy, create_graph=True), strict=True))
+        total = found.get(x)
+        if d_residual_out is not None and total is not None:
+            total = total + d_residual_out
+        dx = None if total is None else (total if spec.alpha == 1.0 else spec.alpha * total).to(wanted.dx)
+        d_residual = None if total is None or wanted.d_residual is None else total.to(wanted.d_residual)
+        dw, db = None if weight is None else found.get(weight), None
+        if wanted.db is not None:
+            over = list(range(x.ndim - (dims if weight is None else weight.ndim)))
+            wide = dy.to(reference.compute_dtype(dy.dtype))
+            db = (wide.sum(over) if over else wide).to(wanted.db)
+    return dx, d_residual, dw, db
+
+
 def _packed(result: Tensor) -> Tensor:
     """PyTorch's operations keep the order of strides that they are given. A nested tensor has its own."""
     return result if result.is_nested else result.contiguous()
-
-
-def _are_sharded_within_rows(*rows: Tensor | None, dims: int) -> bool:
-    """Whether one of these, x or residual, is a DTensor sharded in a normalized dimension, as their sum is then.
-    F.rms_norm would gather it, or on a CPU fail; of the formula only the mean communicates: one number a row, where the
-    shards are even."""
-    for each in rows:
-        for placement in getattr(each, "placements", ()):
-            # By `dim`, which every kind of shard has: is_shard() says no to some.
-            dim = getattr(placement, "dim", None)
-            if each is not None and dim is not None and dim % each.ndim >= each.ndim - dims:
-                return True
-    return False
 
 
 def _sum_and_wide_sum(x: Tensor, residual: Tensor, spec: Spec) -> tuple[Tensor, Tensor | None]:

@@ -9,10 +9,12 @@ are not: a DTensor, a gradient that is still being communicated, a tensor of zer
 records. And a call must not be one that PyTorch records or transforms: a kernel would be missing there without a word.
 
     of a tensor  is_plain            its memory can be read: asked of every tensor, so as cheaply as can be
-                 is_batched, has_tangent, has_own_operations, has_no_memory     what else it may be
+                 is_batched, has_tangent, has_own_operations, is_dtensor, is_cut, has_no_memory     what else it may be
     of a call    is_watched          PyTorch records, transforms or watches it: asked of every call, as cheaply
                  is_in_torch_func, is_exporting, count_modes    parts of that, which Dynamo knows too
-                 is_recorded         a graph is made of it, in which an op may stand (graphs.py)
+                 is_transformed      no op may stand for it
+                 makes_graph         a graph is made of it, by something other than Dynamo
+                 is_recorded         so, and an op may stand in that graph (graphs.py)
     of both      obstacle            why kernels cannot have these tensors in this call, in words; None if they can
     out_of_sight                     a block that no mode sees into
 
@@ -129,6 +131,21 @@ def has_own_operations(tensor: Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is not _NO_DISPATCH
 
 
+def is_dtensor(tensor: Any) -> bool:
+    """Whether `tensor` is a DTensor: by the name of its class, which takes a second to import. Dynamo knows names."""
+    return type(tensor).__name__ == "DTensor" and isinstance(tensor, Tensor)
+
+
+def is_cut(tensor: Any, dims: int) -> bool:
+    """Whether `tensor`, a DTensor or what describes one, is sharded in its last `dims` dimensions."""
+    for placement in getattr(tensor, "placements", ()):
+        # By `dim`, which every kind of shard has: is_shard() says no to some.
+        dim = getattr(placement, "dim", None)
+        if dim is not None and dim % tensor.ndim >= tensor.ndim - dims:
+            return True
+    return False
+
+
 def out_of_sight() -> contextlib.AbstractContextManager[Any]:
     """Inside it no dispatch mode sees what is called. A mode that watches (FlopCounterMode, a logger, selective
     checkpointing) could keep, wrap or replace the memory that a kernel is about to fill."""
@@ -150,20 +167,29 @@ def has_no_memory(tensor: Tensor) -> bool:
         return False
 
 
-def is_recorded(*tensors: Tensor | None) -> bool:
-    """Whether a graph is made of this call by something other than Dynamo, torch.jit.trace and torch.func: make_fx,
-    torch.export or AOTAutograd; or its results are to be shapes alone, by FakeTensorMode or fake tensors."""
-    if _is_traced_by_jit() or is_in_torch_func() or forward_ad._current_level >= 0:
-        return False
-    is_recorded_call = (
+def is_transformed() -> bool:
+    """Whether torch.jit.trace, torch.func or forward-mode differentiation are at work: no op stands for a call then."""
+    return _is_traced_by_jit() or is_in_torch_func() or forward_ad._current_level >= 0
+
+
+def makes_graph() -> bool:
+    """Whether make_fx, torch.export or AOTAutograd make a graph of this call, or FakeTensorMode asks for shapes."""
+    return (
         is_exporting()
         or _is_key_included(_PRE_DISPATCH)
         or _is_key_included(_FUNCTIONALIZE)
-        or (count_modes() and any(_get_dispatch_mode(key) is not None for key in _TRACING_MODES))
+        or (count_modes() != 0 and any(_get_dispatch_mode(key) is not None for key in _TRACING_MODES))
     )
+
+
+def is_recorded(*tensors: Tensor | None) -> bool:
+    """Whether a graph is made of this call by something other than Dynamo, torch.jit.trace and torch.func: make_fx,
+    torch.export or AOTAutograd; or its results are to be shapes alone, by FakeTensorMode or fake tensors."""
+    if is_transformed():
+        return False
     given = [tensor for tensor in tensors if tensor is not None]
     are_standing = [isinstance(tensor, (FakeTensor, FunctionalTensor)) for tensor in given]
-    if not (is_recorded_call or any(are_standing)):
+    if not (makes_graph() or any(are_standing)):
         return False
     return not any(
         tensor.is_complex() or tensor.is_nested or (has_own_operations(tensor) and not stands)

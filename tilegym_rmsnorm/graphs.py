@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Calls of which a graph is made, by torch.compile, torch.export or make_fx: an op of torch_ops.py stands for them.
+"""Calls that an op of torch_ops.py stands for: those of which a graph is made, by torch.compile, torch.export or
+make_fx; those of DTensors, whose engine runs the op on local tensors; and those that a dispatch mode watches.
 
 With backend="torch" it is the reference, PyTorch's own operations, which Inductor compiles with their neighbours. So it
-is for what the ops do not take: complex and nested tensors, rows of no elements, DTensors, calls that torch.func
-transforms.
+is for what the ops do not take: complex and nested tensors, rows of no elements, calls that torch.func transforms. And
+for a DTensor that is sharded in its rows, unless a kernel is asked for by name: the op would have them put together.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 import tilegym_rmsnorm.torch_ops_autograd  # noqa: F401, which registers how they are differentiated
-from tilegym_rmsnorm import gate, registry, torch_ops
+from tilegym_rmsnorm import gate, registry, sharding, torch_ops
 from tilegym_rmsnorm.registry import get_current_backend
 from tilegym_rmsnorm.spec import DB, DW, DX, Spec, Wanted
 
@@ -37,13 +38,42 @@ def backend_of_graph(backend: str | None) -> str | None:
     return "torch" if get_current_backend() == "torch" else None
 
 
-def takes_op(backend: str | None, *tensors: Tensor | None) -> bool:
-    """Whether an op stands for a call on `backend_of_graph`'s backend."""
+def takes_op(
+    backend: str | None,
+    dims: int,
+    x: Tensor,
+    *others: Tensor | None,
+    residual: Tensor | None = None,
+) -> bool:
+    """Whether an op stands for a call on `backend_of_graph`'s backend, which normalizes the last `dims` dimensions."""
     if backend == "torch" or gate.is_in_torch_func():
         return False
+    tensors = x, residual, *others
+    if any(gate.is_dtensor(tensor) for tensor in tensors):
+        is_cut = gate.is_cut(x, dims) or gate.is_cut(residual, dims)
+        return not (is_cut and backend in (None, "auto")) and _takes_dtensors(*tensors)
     if is_dynamo_compiling():
         return all(t is None or (type(t) in gate.PLAIN_TYPES and not t.is_complex()) for t in tensors)
-    return gate.is_recorded(*tensors)
+    return gate.is_recorded(*tensors) or _is_seen_by_modes(*tensors)
+
+
+def _takes_dtensors(*tensors: Tensor | None) -> bool:
+    """A tensor beside them that is none is refused by their engine."""
+    if any(tensor is not None and (tensor.is_complex() or tensor.is_nested) for tensor in tensors):
+        return False
+    if is_dynamo_compiling():
+        return True
+    sharding.prepare(*tensors)
+    return not gate.is_transformed()
+
+
+def _is_seen_by_modes(*tensors: Tensor | None) -> bool:
+    """Whether dispatch modes, such as selective checkpointing's, see this call and may be shown an op in it."""
+    return (
+        gate.count_modes() != 0
+        and not gate.is_transformed()
+        and all(t is None or (gate.is_plain(t) and not t.is_complex()) for t in tensors)
+    )
 
 
 def leaves_graph(backend: str | None) -> bool:

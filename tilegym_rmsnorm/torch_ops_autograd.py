@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm import gate, reference, torch_ops
+from tilegym_rmsnorm import composite, gate, reference, sharding, torch_ops
 from tilegym_rmsnorm.autograd import Call, differentiable_backward, gradients_of_the_sum
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import get_current_backend
-from tilegym_rmsnorm.spec import D_RESIDUAL, DB, DW, DX, Spec, Wanted
+from tilegym_rmsnorm.spec import D_RESIDUAL, DB, DW, DX, Gradients, Spec, Wanted
 from tilegym_rmsnorm.torch_ops import library, op
 from tilegym_rmsnorm.validation import check_like, check_weight
 
@@ -51,12 +51,12 @@ class _Forward(torch.autograd.Function):
         dims, eps, offset, casting, _, backend = ctx.options
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
         db_dtype = ctx.bias[0] if needs_db else None
-        if not (needs_dx or needs_dw):
+        if not (needs_dx or needs_dw or gate.is_dtensor(x)):
             return None, None, _sum_of_rows(dy, ctx.bias), None
         if torch.is_grad_enabled():
             wanted = Wanted(x.dtype, None, weight.dtype if needs_dw else None, db_dtype)
-            call = _call(x, weight, dims, Spec(0, eps, offset, casting))
-            dx, _, dw, db = differentiable_backward((x, dy, weight, None, None), call, wanted)
+            spec = Spec(0, eps, offset, casting)
+            dx, _, dw, db = _differentiable((x, dy, weight, None, None), dims, spec, wanted)
         else:
             wanted = DX * needs_dx + DW * needs_dw + DB * needs_db
             more = dims, offset, casting, None, db_dtype, backend
@@ -89,7 +89,7 @@ class _AddForward(torch.autograd.Function):
             return dx, d_residual, None, None, None
         x, weight, rstd = ctx.saved_tensors
         db_dtype = ctx.bias[0] if needs_db else None
-        if not (needs_dx or needs_d_residual or needs_dw):
+        if not (needs_dx or needs_d_residual or needs_dw or gate.is_dtensor(x)):
             return None, None, None, _sum_of_rows(dy, ctx.bias), None
         x_dtype, residual_dtype = ctx.dtypes
         has_two = needs_dx and needs_d_residual and (alpha != 1.0 or x_dtype != residual_dtype)
@@ -100,8 +100,8 @@ class _AddForward(torch.autograd.Function):
         if torch.is_grad_enabled():
             dw_dtype = weight.dtype if needs_dw else None
             wanted = Wanted(x_dtype, residual_dtype if has_two else None, dw_dtype, db_dtype)
-            call = _call(x, weight, dims, Spec(0, eps, offset, casting, alpha))
-            results = differentiable_backward((x, dy, weight, None, d_residual_out), call, wanted)
+            given = x, dy, weight, None, d_residual_out
+            results = _differentiable(given, dims, Spec(0, eps, offset, casting, alpha), wanted)
         else:
             bits = DX * (needs_dx or needs_d_residual) + D_RESIDUAL * has_two + DW * needs_dw + DB * needs_db
             dtypes = x_dtype, residual_dtype if has_two else None, None, db_dtype
@@ -115,6 +115,7 @@ class _AddForward(torch.autograd.Function):
 
 
 def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any) -> Any:
+    sharding.prepare(x)
     if _is_transformed(x, weight, bias):
         return _reference_forward(x, weight, bias, *options)
     if _is_differentiated(x, weight, bias):
@@ -126,6 +127,7 @@ def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, *options: An
 def _add_forward(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, *options: Any
 ) -> Any:
+    sharding.prepare(x)
     if _is_transformed(x, residual, weight, bias):
         return _reference_add_forward(x, residual, weight, bias, *options)
     if _is_differentiated(x, residual, weight, bias):
@@ -135,6 +137,7 @@ def _add_forward(
 
 
 def _backward(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, *options: Any) -> Any:
+    sharding.prepare(x)
     if _is_transformed(dy, x, weight, rstd) or _is_differentiated(dy, x, weight, rstd):
         return _reference_backward(dy, x, weight, rstd, *options)
     with _below_autograd():
@@ -149,6 +152,7 @@ def _add_backward(
     rstd: Tensor,
     *options: Any,
 ) -> Any:
+    sharding.prepare(residual_out)
     tensors = dy, d_residual_out, residual_out, weight, rstd
     if _is_transformed(*tensors) or _is_differentiated(*tensors):
         return _reference_add_backward(*tensors, *options)
@@ -312,9 +316,17 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
 def _with_backend_in_effect(options: tuple[Any, ...], x: Tensor) -> tuple[Any, ...]:
     """options, of which the backend is the last: in autograd's threads no `use_backend` is in effect. In a graph that
     is being made None stays: each run of it has its own."""
-    if options[-1] is not None or gate.is_recorded(x):
+    if options[-1] is not None or gate.makes_graph() or gate.is_recorded(x):
         return options
     return *options[:-1], get_current_backend()
+
+
+def _differentiable(tensors: tuple[Any, ...], dims: int, spec: Spec, wanted: Wanted) -> Gradients:
+    """What a backward gives for x, dy, weight, rstd and d_residual_out, differentiable again."""
+    x, dy, weight, _, d_residual_out = tensors
+    if gate.is_dtensor(x):  # whose rows could not be flattened
+        return composite.gradients(x, dy, weight, d_residual_out, dims, spec, wanted)
+    return differentiable_backward(tensors, _call(x, weight, dims, spec), wanted)
 
 
 def _call(x: Tensor, weight: Tensor | None, dims: int, spec: Spec) -> Call:

@@ -91,13 +91,13 @@ def check_weight(
     weight: Tensor | None, bias: Tensor | None, x: Tensor, shape: torch.Size, x_name: str = "x"
 ) -> int:
     """weight and bias: None, or floating tensors on x's device, of `shape`, or of (H, *shape) where x's dimension
-    before the normalized ones is H; bias has weight's shape. Returns H, 0 where all rows share one."""
+    before the normalized ones is H; bias has weight's shape. Returns H, or 0: all rows share one, or there are none."""
     if _get_trace() is not None:
         return _outside_of_trace(check_weight, weight, bias, x, shape, x_name)
     heads = 0
     if isinstance(weight, Tensor) and weight.shape != shape and weight.ndim == len(shape) + 1:
         heads_of_x = x.shape[-weight.ndim] if x.ndim >= weight.ndim else None
-        if not heads_of_x or weight.shape != (heads_of_x, *shape):
+        if heads_of_x is None or weight.shape != (heads_of_x, *shape):
             of_heads = ""
             if heads_of_x:
                 per_head, count = (heads_of_x, *shape), f"{heads_of_x} head{'s' if heads_of_x > 1 else ''}"
@@ -226,7 +226,7 @@ def check_saved(
     check_memory(x=x, weight=weight, rstd=rstd, dy=dy, d_residual_out=d_residual_out)
     if weight is not None:
         name = "weight, as unpacked for the backward"
-        if weight.numel() != n * max(1, heads):
+        if weight.numel() != n * max(1, heads) and not (weight.numel() == 0 == x.numel()):  # of no heads
             _fail(ValueError, name, f"{n * max(1, heads)} elements", tuple(weight.shape))
         check_vector(name, weight, x, weight.shape)
     m = x.numel() // n

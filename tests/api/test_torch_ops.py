@@ -15,6 +15,8 @@ import variants
 from helpers import BF16, DEVICE, FP16, FP32, FP64
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tilegym_rmsnorm import registry, rms_norm, rms_norm_backward, rms_norm_forward, use_backend
 from tilegym_rmsnorm.torch_ops import SCHEMAS, op
@@ -222,6 +224,7 @@ def test_a_vmap_of_backwards_has_dw_of_each():
             torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the backend that counts calls reads a CPU's addresses")
 @pytest.mark.parametrize("is_watched", [False, True])
 def test_the_backward_takes_the_backend_of_the_forward(monkeypatch, is_watched):
     """In autograd's threads no block of use_backend is in effect."""
@@ -366,7 +369,9 @@ def test_a_batch_of_vmap_is_no_dimension_of_x(dims):
 
 def test_an_empty_vmap():
     x, dy, weight, _ = tensors(0, 3, 8)
-    y, rstd = torch.vmap(lambda x, w: FORWARD(x, w, None, 1, *NORM, None, None))(x, torch.ones(0, 8))
+    y, rstd = torch.vmap(lambda x, w: FORWARD(x, w, None, 1, *NORM, None, None))(
+        x, torch.ones(0, 8, device=DEVICE)
+    )
     assert y.shape == (0, 3, 8) and rstd.shape == (0, 3, 1)
     results = torch.vmap(lambda dy, x, r: BACKWARD(dy, x, weight, r, 7, 1, 0.5, "once", None, None, None))(
         dy, x, rstd
@@ -379,21 +384,75 @@ def test_no_rows():
     y, residual_out, rstd = ADD_FORWARD(x, residual, weight, bias, 1, *NORM, 1.0, None, None, None)
     assert y.shape == residual_out.shape == (0, 8) and rstd.shape == (0, 1)
     (y.sum() + residual_out.sum()).backward()
-    assert torch.equal(weight.grad, torch.zeros(8)) and x.grad.shape == (0, 8)
+    assert torch.equal(weight.grad, torch.zeros_like(weight)) and x.grad.shape == (0, 8)
+
+
+def names_of_operations(run):
+    """What the dispatcher is asked for, by the profiler, which is no mode."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        run()
+    return {event.key for event in profiled.key_averages()}
 
 
 def test_a_plain_call_does_not_pass_the_dispatcher():
     """Its host time is that of a kernel's launch."""
-    from torch.utils._python_dispatch import TorchDispatchMode
+    x, _, weight, _ = tensors(3, 8, needs_grad=True)
+    by_op = names_of_operations(lambda: FORWARD(x, weight, None, 1, *NORM, None, None)[0].sum().backward())
+    assert {"tilegym_rmsnorm::rms_norm_forward", "tilegym_rmsnorm::rms_norm_backward"} <= by_op
+    plain = names_of_operations(lambda: rms_norm(x, 8, weight).sum().backward())
+    assert plain and not any("tilegym" in name for name in plain)
 
-    seen = []
 
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            seen.append(str(function))
-            return function(*args, **(kwargs or {}))
+class Seen(TorchDispatchMode):
+    """The operations that a dispatch mode sees."""
 
-    x, _, weight, _ = tensors(3, 8)
-    with Watch():
-        rms_norm_forward(x, weight)
-    assert not any("tilegym" in each for each in seen)
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_an_op():
+    """In the forward, and in its backward."""
+    x, residual, weight, bias = tensors(3, 8, needs_grad=True)
+    expected = rms_norm(x, 8, weight, residual=residual, bias=bias)
+    with Seen() as seen:
+        y, residual_out = rms_norm(x, 8, weight, residual=residual, bias=bias)
+        assert ADD_FORWARD in seen.names
+        (y.sum() + residual_out.sum()).backward()
+        results = rms_norm_forward(x, weight)
+        rms_norm_backward(x, y, weight, results[1])
+    for each in (ADD_FORWARD, FORWARD, ADD_BACKWARD, BACKWARD):
+        assert seen.names.count(each) == 1
+    assert torch.equal(y, expected[0]) and torch.equal(residual_out, expected[1])
+    with Seen() as seen:
+        rms_norm(x, 8, weight, backend="torch")
+    assert seen.names and FORWARD not in seen.names  # PyTorch's operations are asked for
+
+
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE])
+def test_selective_checkpointing_by_policy(monkeypatch, policy):
+    """Saved, the norm runs once in a step; recomputed, twice. The gradients have the same bits."""
+    from tilegym_rmsnorm import unrecorded
+
+    runs, run = [], unrecorded.Forward.run
+    monkeypatch.setattr(unrecorded.Forward, "run", lambda self, backend: runs.append(1) or run(self, backend))
+    x, _, weight, _ = tensors(3, 8, needs_grad=True)
+
+    def block(x):
+        return rms_norm(x.sin(), 8, weight).cos()
+
+    def choose(context, function, *args, **kwargs):
+        return policy if function is FORWARD else CheckpointPolicy.PREFER_RECOMPUTE
+
+    expected = torch.autograd.grad(block(x).sum(), (x, weight))
+    contexts = functools.partial(create_selective_checkpoint_contexts, choose)
+    y = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    for ours, theirs in zip(torch.autograd.grad(y.sum(), (x, weight)), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert len(runs) == (1 if policy is CheckpointPolicy.MUST_SAVE else 2)

@@ -52,21 +52,30 @@ def fakes():
         yield mode.from_tensor
 
 
-@pytest.mark.parametrize("backend", (*KERNELS, "inductor"))
-def test_others_refuse_dtensors_by_name(backend):
+@pytest.mark.parametrize("backend", (*KERNELS, "inductor", "auto"))
+def test_plain_tensors_beside_dtensors_are_refused(backend):
+    """By DTensor's own error, before a kernel."""
     rstd = torch.rand(3)
     with dtensors() as stand_in:
         attempts = (
-            lambda: rms_norm(stand_in(X), (8,), stand_in(W), backend=backend),
             lambda: rms_norm(X, (8,), stand_in(W), backend=backend),
-            lambda: rms_norm_forward(stand_in(X), None, backend=backend),
+            lambda: rms_norm(stand_in(X), (8,), W, backend=backend),
+            lambda: rms_norm(stand_in(X), (8,), stand_in(W), residual=X, backend=backend),
+            lambda: rms_norm_forward(stand_in(X), W, backend=backend),
             lambda: rms_norm_backward(X, stand_in(X), W, rstd, backend=backend),
             lambda: rms_norm_backward(X, X, W, stand_in(rstd), backend=backend),
         )
         for attempt in attempts:
-            with pytest.raises(BackendUnavailableError, match="memory of their own") as refused:
+            with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
                 attempt()
-            assert "DTensor.to_local()" in str(refused.value)
+
+
+@pytest.mark.parametrize("backend", KERNELS)
+def test_a_dtensor_inside_of_torch_func_is_refused_by_name(backend):
+    with dtensors() as stand_in:
+        x = stand_in(X)
+        with pytest.raises(BackendUnavailableError, match="torch.func transforms this call"):
+            torch.func.grad(lambda x: rms_norm(x, 8, backend=backend).sum().to_local())(x)
 
 
 @pytest.mark.parametrize("backend", (*KERNELS, "inductor", "auto"))
@@ -81,12 +90,12 @@ def test_fake_tensors_give_fake_results(backend):
 
 
 def test_auto_takes_dtensors_that_are_sharded_in_the_middle(monkeypatch):
-    """As sequence parallelism shards them: backend "inductor" was taken, in which Dynamo failed."""
+    """As sequence parallelism shards them: backend "inductor" was given them, and Dynamo failed. It has local ones."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     monkeypatch.setattr(registry._probe("inductor"), "AUTO_ON_CPU", True)  # as on a GPU
     x, weight = torch.randn(2, 4, 8), W.clone().requires_grad_()
-    expected = rms_norm(x, (8,), weight, backend="torch")
+    expected = rms_norm(x, (8,), weight, backend="auto")
     expected.sum().backward()
     with dtensors() as distribute:
         replicated = distribute(W).requires_grad_()
@@ -98,11 +107,14 @@ def test_auto_takes_dtensors_that_are_sharded_in_the_middle(monkeypatch):
         torch.testing.assert_close(replicated.grad.full_tensor(), weight.grad)
 
 
-def test_auto_takes_the_reference_for_them(every_kernel_by_auto):
-    expected = rms_norm(X, (8,), W, backend="torch")
+def test_auto_takes_what_local_tensors_get_for_dtensors(every_kernel_by_auto):
+    expected = rms_norm(X, (8,), W, backend="auto")
     with dtensors() as stand_in:
         y = rms_norm(stand_in(X), (8,), stand_in(W), backend="auto")
         assert torch.equal(y.full_tensor(), expected)
+
+
+def test_auto_takes_no_kernel_for_fake_tensors(every_kernel_by_auto):
     with fakes() as stand_in:
         assert rms_norm(stand_in(X), (8,), stand_in(W), backend="auto").shape == X.shape
 

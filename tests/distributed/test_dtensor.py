@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""DTensors, by the operations of F.rms_norm: no dimension is flattened, nothing is gathered, dw is Partial."""
+"""DTensors by the ops and, with backend="torch", by F.rms_norm: nothing is gathered, dw is Partial."""
 
 import os
 import subprocess
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.torch_version import TorchVersion
 
 dist = pytest.importorskip("torch.distributed")
 if not dist.is_available():
@@ -121,7 +120,7 @@ from tilegym_rmsnorm import rms_norm
 
 def communication(norm, mesh, placement):
     # How many collectives a step has, and how the gradient of weight is placed.
-    x = distribute_tensor(torch.randn(1, 6, 8), mesh, [placement]).requires_grad_()
+    x = distribute_tensor(torch.randn(2, 6, 8), mesh, [placement]).requires_grad_()
     weight = distribute_tensor(torch.rand(8), mesh, [Replicate()]).requires_grad_()
     with CommDebugMode() as counts:
         norm(x, (8,), weight, 1e-6).sum().backward()
@@ -140,9 +139,7 @@ def main(rank, path):
                 torch.testing.assert_close(one.full_tensor(), other)
     for placement in (Shard(0), Shard(1)):
         ours, theirs = (communication(norm, mesh, placement) for norm in (rms_norm, F.rms_norm))
-        assert ours == theirs, (ours, theirs)
-        if rank == 0:
-            print(placement, "collectives:", ours[0])
+        assert ours == (0, theirs[1]) and ours[0] <= theirs[0], (ours, theirs)
     dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -153,8 +150,7 @@ if __name__ == "__main__":
 
 
 def test_two_processes(tmp_path):
-    """Values, and as much communication as F.rms_norm has: there were four all-gathers. Before torch 2.13 it has some
-    on CPUs, where it is no one operation."""
+    """Values, and no communication, with the placements that F.rms_norm leaves."""
     script = tmp_path / "two.py"
     script.write_text(TWO_PROCESSES)
     folder = Path(__file__).parents[1]
@@ -166,5 +162,3 @@ def test_two_processes(tmp_path):
         [sys.executable, script, tmp_path / "store"], capture_output=True, text=True, env=environment
     )
     assert done.returncode == 0 and "both agree" in done.stdout, done.stderr[-3000:]
-    if TorchVersion(torch.__version__) >= "2.13":
-        assert "S(1) collectives: 0" in done.stdout

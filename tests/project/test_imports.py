@@ -46,7 +46,7 @@ LAYERS = (
         f"{PACKAGE}.fastpath",
     ),
     (f"{PACKAGE}.unrecorded",),
-    (f"{PACKAGE}.torch_ops", f"{PACKAGE}.torch_ops_autograd"),
+    (f"{PACKAGE}.torch_ops", f"{PACKAGE}.sharding", f"{PACKAGE}.torch_ops_autograd"),
     (f"{PACKAGE}.graphs",),
     (f"{PACKAGE}.api", f"{PACKAGE}.passes"),
     (f"{PACKAGE}.warming", f"{PACKAGE}.configured", f"{PACKAGE}.scripting", f"{PACKAGE}.module"),

@@ -1,0 +1,48 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""DTensors and FSDP2 in four processes on a CPU, with gloo between them."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+dist = pytest.importorskip("torch.distributed")
+if not dist.is_available():
+    pytest.skip("torch is built without torch.distributed", allow_module_level=True)
+import processes  # noqa: E402
+
+FOLDER = Path(__file__).parent
+
+
+def cases_of(script: str) -> list[str]:
+    """The functions of a mesh, by its source: to import it here would take its modules into this process."""
+    tree = ast.parse((FOLDER / script).read_text())
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return [f.name for f in functions if [argument.arg for argument in f.args.args] == ["mesh"]]
+
+
+SCRIPTS = ("forms_of_dtensors.py", "rules_of_dtensors.py")
+CASES = [(script, case) for script in SCRIPTS for case in cases_of(script)]
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """What each script has printed, which is run when a case of it is first asked for."""
+    results = {}
+
+    def run(script):
+        if script not in results:
+            store = tmp_path_factory.mktemp("processes") / "store"
+            results[script] = processes.start(FOLDER / script, store)
+        return results[script]
+
+    return run
+
+
+@pytest.mark.parametrize(("script", "case"), CASES)
+def test_four_processes(script, case, done):
+    result = done(script)
+    passed = [line.split()[1] for line in result.stdout.splitlines() if line.startswith("passed ")]
+    assert case in passed, result.stderr[-4000:]
