@@ -112,7 +112,8 @@ def rms_norm(
 
     Args:
         input: Shape `(*, *normalized_shape)`; float16, bfloat16, float32 or float64; any strides. Also what
-            `F.rms_norm` takes and no kernel does: complex, jagged nested, a DTensor, rows of no elements.
+            `F.rms_norm` takes and no kernel does: complex, jagged nested, rows of no elements. A DTensor, whose local
+            tensor the kernels take.
         normalized_shape: The last dimensions of input, as an int or a sequence of ints.
         weight: Shape `normalized_shape`, or `(H, *normalized_shape)`, a row for each head, where input's dimension
             before the normalized ones is H; any of these dtypes. None: a factor of 1, whatever the offset.

@@ -36,8 +36,7 @@ def tensors_unusable(request: Request) -> Unusable | None:
 def no_plain_tensors(obstacle: str) -> Unusable:
     """Why a backend that is given addresses, or compiles, does not take tensors with this `gate.obstacle`."""
     reason = f"it takes tensors with memory of their own, in calls that nothing records or transforms, but {obstacle}"
-    local = "pass local tensors (DTensor.to_local()), or " if obstacle.endswith("is a DTensor") else ""
-    return Unusable(reason, f'{local}use backend="torch" or "auto", which take them')
+    return Unusable(reason, 'use backend="torch" or "auto", which take them')
 
 
 def any_gpu_unusable(gpu_unusable: Callable[[torch.device], Unusable | None]) -> Unusable | None:

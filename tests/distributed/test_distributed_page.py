@@ -1,0 +1,38 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The program of docs/distributed.md, all of its snippets in a row, as the page says to start it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+dist = pytest.importorskip("torch.distributed")
+ROOT = Path(__file__).parents[2]
+BLOCKS = re.findall(
+    r"^```python\n(.*?)^```$", (ROOT / "docs" / "distributed.md").read_text(), re.MULTILINE | re.DOTALL
+)
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
+@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.11", reason="the page says from 2.11 on")
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
+def test_the_page_runs(tmp_path):
+    assert len(BLOCKS) == 4
+    program = tmp_path / "page.py"
+    program.write_text("\n".join(BLOCKS) + '\nprint("ran")\n')
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    done = subprocess.run([*launcher, program], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0 and done.stdout.count("ran") == 2, done.stderr[-4000:]
