@@ -1,0 +1,91 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""FSDP2, tensor, sequence and context parallelism, pipelines and compiled blocks: in four processes on a CPU, where
+cutile's kernels run in the interpreter, and on two GPUs. parallel_training.py says what is checked."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import why_skip
+
+if not torch.distributed.is_available():
+    pytest.skip("torch is built without torch.distributed", allow_module_level=True)
+
+SCRIPT = Path(__file__).with_name("parallel_training.py")
+TESTS = SCRIPT.parents[1]
+
+
+def cases() -> list[str]:
+    """The keys of CASES, by the source: to import it here would take its modules into this process."""
+    for node in ast.parse(SCRIPT.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CASES":
+            return [ast.literal_eval(key) for key in node.value.keys]
+    raise LookupError(f"no CASES in {SCRIPT}")
+
+
+def start(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """All cases of all backends that can run here, one after the other, in one process group."""
+    folders = [str(TESTS / "support"), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1", **more}
+    names = [f"{case} {name}" for case in cases() for name in BACKENDS if not skipped(case, name)]
+    command = [sys.executable, *command, str(SCRIPT), *names]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
+
+
+BACKENDS = ("auto", "cutile")
+
+
+OF_DTENSORS = ("tensor_parallel", "sharded_and_tensor_parallel", "context_parallel")
+
+
+def skipped(case: str, backend: str) -> str | None:
+    """Why a case does not run on this backend here."""
+    if backend == "auto":
+        return None
+    return "a kernel asked for by name takes no DTensor" if case in OF_DTENSORS else why_skip(backend)
+
+
+@pytest.fixture(scope="module")
+def four_cpus():
+    on_cpus = {"CUDA_VISIBLE_DEVICES": "", "TILEGYM_RMSNORM_INTERPRET": "1"}
+    return start(**on_cpus, GLOO_SOCKET_IFNAME="lo")
+
+
+@pytest.fixture(scope="module")
+def two_gpus():
+    return start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def check(case: str, backend: str, done: subprocess.CompletedProcess[str]) -> None:
+    said = [line for line in done.stdout.splitlines() if f" {case} {backend}:" in line]
+    if said and said[0].startswith("skipped"):
+        pytest.skip(said[0])
+    assert said and said[0].startswith("passed"), done.stdout + done.stderr[-6000:]
+
+
+each_case = pytest.mark.parametrize("case", cases())
+each_backend = pytest.mark.parametrize("name", BACKENDS)
+
+
+@each_backend
+@each_case
+def test_four_processes(case, name, request):
+    if reason := skipped(case, name):
+        pytest.skip(reason)
+    check(case, name, request.getfixturevalue("four_cpus"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@each_backend
+@each_case
+def test_two_gpus(case, name, request):
+    if reason := skipped(case, name):
+        pytest.skip(reason)
+    check(case, name, request.getfixturevalue("two_gpus"))
