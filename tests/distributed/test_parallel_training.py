@@ -19,6 +19,7 @@ if not torch.distributed.is_available():
 
 SCRIPT = Path(__file__).with_name("parallel_training.py")
 TESTS = SCRIPT.parents[1]
+BACKENDS = ("auto", "cutile")
 
 
 def cases() -> list[str]:
@@ -33,22 +34,14 @@ def start(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
     """All cases of all backends that can run here, one after the other, in one process group."""
     folders = [str(TESTS / "support"), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1", **more}
-    names = [f"{case} {name}" for case in cases() for name in BACKENDS if not skipped(case, name)]
+    names = [f"{case} {name}" for case in cases() for name in BACKENDS if not skipped(name)]
     command = [sys.executable, *command, str(SCRIPT), *names]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
 
 
-BACKENDS = ("auto", "cutile")
-
-
-OF_DTENSORS = ("tensor_parallel", "sharded_and_tensor_parallel", "context_parallel")
-
-
-def skipped(case: str, backend: str) -> str | None:
-    """Why a case does not run on this backend here."""
-    if backend == "auto":
-        return None
-    return "a kernel asked for by name takes no DTensor" if case in OF_DTENSORS else why_skip(backend)
+def skipped(backend: str) -> str | None:
+    """Why no case runs on this backend here."""
+    return None if backend == "auto" else why_skip(backend)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +69,7 @@ each_backend = pytest.mark.parametrize("name", BACKENDS)
 @each_backend
 @each_case
 def test_four_processes(case, name, request):
-    if reason := skipped(case, name):
+    if reason := skipped(name):
         pytest.skip(reason)
     check(case, name, request.getfixturevalue("four_cpus"))
 
@@ -86,6 +79,6 @@ def test_four_processes(case, name, request):
 @each_backend
 @each_case
 def test_two_gpus(case, name, request):
-    if reason := skipped(case, name):
+    if reason := skipped(name):
         pytest.skip(reason)
     check(case, name, request.getfixturevalue("two_gpus"))
