@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Two GPUs and NCCL: gradients that are still communicated, sequence parallelism, FSDP2. The first of these ended in an
-illegal memory access."""
+"""Two GPUs and NCCL: gradients that are still communicated, sequence parallelism, FSDP2, blocks that wait beside NCCL's
+blocks, tensors on the other device. The first of these ended in an illegal memory access."""
 
 import os
 import subprocess
@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-NAMES = ("gradient_of_a_collective", "input_of_a_collective", "sequence_parallel", "fully_sharded")
+NAMES = (
+    "gradient_of_a_collective",
+    "input_of_a_collective",
+    "sequence_parallel",
+    "fully_sharded",
+    "waiting_beside_nccl",  # for SECONDS_BESIDE_NCCL, 20
+    "another_device",
+)
 
 
 @pytest.mark.gpu
@@ -20,7 +27,8 @@ NAMES = ("gradient_of_a_collective", "input_of_a_collective", "sequence_parallel
 @pytest.mark.parametrize("name", NAMES)
 def test_two_gpus(name):
     script = Path(__file__).with_name("two_gpus.py")
-    path = os.pathsep.join([str(script.parents[2]), os.environ.get("PYTHONPATH", "")])
+    tests = script.parents[1]
+    path = os.pathsep.join([str(tests / "support"), str(tests.parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [
             sys.executable,

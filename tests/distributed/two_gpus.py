@@ -8,20 +8,25 @@ torchrun --nproc-per-node 2 tests/distributed/two_gpus.py CASE
 
 from __future__ import annotations
 
+import faulthandler
+import logging
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
+from beside_communication import Communication, overlap
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from variants import VARIANTS, Variant, check, check_all, make, options, run
 
-from tilegym_rmsnorm import RMSNorm, rms_norm
+from tilegym_rmsnorm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
 from tilegym_rmsnorm.registry import AUTO_ORDER, is_backend_available
 
 N = 4096
@@ -120,9 +125,136 @@ def fully_sharded() -> None:
         assert abs(one - other) < 0.02 * other
 
 
+SECONDS = float(os.environ.get("SECONDS_BESIDE_NCCL", 20))
+PATIENCE = 240  # more seconds, until a process that hangs says where, and ends
+WAITING = {
+    "bfloat16": Variant(torch.bfloat16, (2048, 32768), weight_dtype=torch.bfloat16),
+    "float32": Variant(torch.float32, (1024, 32768)),
+    "wider": Variant(torch.bfloat16, (1024, 65536), weight_dtype=torch.bfloat16),
+}
+
+
+def waiting_beside_nccl() -> None:
+    """Kernels whose blocks wait for each other, forward and backward, beside all_reduce on another stream: in both are
+    blocks that keep their SM until others have come. All results have the bits of the first, which is right."""
+    faulthandler.dump_traceback_later(PATIENCE + SECONDS, exit=True)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("tilegym_rmsnorm").addHandler(handler)
+    logging.getLogger("tilegym_rmsnorm").setLevel("DEBUG")
+    inputs = {name: make(variant, seed=RANK, device=DEVICE) for name, variant in WAITING.items()}
+    first = {}
+    for name, variant in WAITING.items():
+        first[name] = run(variant, inputs[name], "cutile")
+        check_all(variant, inputs[name], dict(first[name]))
+        first[name] = {key: value for key, value in first[name].items() if value is not None}
+    served = [line for line in said if line.startswith(("forward of", "backward of"))]
+    assert len(served) >= 2 * len(WAITING) and all("team" in line for line in served), served
+    torch.cuda.empty_cache()  # of what was computed in float64
+
+    communication = Communication(DEVICE)
+    communication.start(2)  # NCCL connects, and loads its kernels
+    torch.cuda.synchronize()
+    dist.barrier()
+    calls, together, begun = 0, 0.0, time.perf_counter()
+    while True:
+        base, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        base.record()
+        communication.stream.wait_event(base)
+        with communication.inside():
+            communication.begin.record()
+        communication.start(8)
+        begin.record()
+        differ = torch.zeros((), dtype=torch.int64, device=DEVICE)
+        for _ in range(8):
+            for name, variant in WAITING.items():
+                found = run(variant, inputs[name], "cutile")
+                differ += sum((found[key] != value).any() for key, value in first[name].items())
+                communication.start(4)
+                calls += 1
+        end.record()
+        with communication.inside():
+            communication.end.record()
+        torch.cuda.synchronize()
+        communication.check()
+        together += overlap(base, communication, begin, end)
+        assert differ.item() == 0, f"{differ.item()} results of a round have other bits beside NCCL"
+        # Both go on, or none: the next round's all_reduce needs both.
+        is_over = torch.tensor(float(time.perf_counter() - begun > SECONDS), device=DEVICE)
+        dist.all_reduce(is_over, dist.ReduceOp.MAX)
+        if is_over.item():
+            break
+    assert together > 0.0, "NCCL and these kernels never ran together"
+    print(
+        f"{calls} forwards and backwards, {together / 1e3:.1f} s of {time.perf_counter() - begun:.1f} s beside NCCL"
+    )
+
+
+def another_device() -> None:
+    """tests/gpu/test_gpu.py has the plain call. Here are those of other kinds, ops, and backwards in this thread, where
+    another device is the current one: autograd's thread makes that of the tensors the current one."""
+    other = torch.device("cuda", 1 - RANK)
+    chosen = ("bias", "residual and bias", "heads in place, residual", "weights of heads, llama")
+    for backend in ("auto", *filter(is_backend_available, AUTO_ORDER)):
+        for name in chosen:
+            variant = VARIANTS[name]
+            inputs = make(variant, device=other)
+            check_all(variant, inputs, run(variant, inputs, backend))
+            assert torch.cuda.current_device() == RANK, name
+        _passes_on(other, backend)
+        _ops_on(other, backend)
+
+
+ROWS = Variant(torch.bfloat16, (515, 1024), residual_dtype=torch.bfloat16, bias_dtype=torch.float32)
+
+
+def _passes_on(other: torch.device, backend: str) -> None:
+    inputs = make(ROWS, device=other)
+    x, weight = inputs.x, inputs.weight
+    y, residual_out, rstd = rms_norm_forward(x, weight, ROWS.eps, **options(ROWS, inputs), backend=backend)
+    more = {"d_residual_out": inputs.d_residual_out, "needs_db": True}
+    dx, dw, db = rms_norm_backward(residual_out, inputs.dy, weight, rstd, **more, backend=backend)
+    assert torch.cuda.current_device() == RANK
+    check(ROWS, inputs, residual_out, y=y, rstd=rstd, dx=dx, dw=dw, db=db)
+
+
+def _ops_on(other: torch.device, backend: str) -> None:
+    """The op with a residual by autograd, as torch.compile calls it and by itself, and then its backward's op here."""
+    inputs, ops = make(ROWS, device=other), torch.ops.tilegym_rmsnorm
+    numbers = 1, ROWS.eps, ROWS.offset, ROWS.casting, ROWS.alpha
+    leaves = [
+        each.detach().requires_grad_() for each in (inputs.x, inputs.residual, inputs.weight, inputs.bias)
+    ]
+
+    def op(*leaves):
+        return ops.add_rms_norm_forward(*leaves, *numbers, None, None, backend)
+
+    for each in (op, torch.compile(op, backend="aot_eager", fullgraph=True)):
+        y, residual_out, rstd = each(*leaves)
+        gradients = torch.autograd.grad((y, residual_out), leaves, (inputs.dy, inputs.d_residual_out))
+        assert torch.cuda.current_device() == RANK
+        found = dict(zip(("dx", "d_residual", "dw", "db"), gradients, strict=True))
+        check(ROWS, inputs, residual_out.detach(), y=y.detach(), rstd=rstd.detach().flatten(), **found)
+    given = inputs.dy, inputs.d_residual_out, residual_out.detach(), inputs.weight, rstd.detach()
+    dtypes = ROWS.dtype, None, ROWS.weight_dtype, ROWS.bias_dtype
+    wanted = 1 + 2 + 4  # dx, dw, db
+    more = 1, ROWS.offset, ROWS.casting, ROWS.alpha
+    dx, _, dw, db = ops.add_rms_norm_backward(*given, wanted, *more, *dtypes, backend)
+    assert torch.cuda.current_device() == RANK
+    check(ROWS, inputs, residual_out.detach(), dx=dx, dw=dw, db=db)
+
+
 CASES = {
     case.__name__: case
-    for case in (gradient_of_a_collective, input_of_a_collective, sequence_parallel, fully_sharded)
+    for case in (
+        gradient_of_a_collective,
+        input_of_a_collective,
+        sequence_parallel,
+        fully_sharded,
+        waiting_beside_nccl,
+        another_device,
+    )
 }
 
 if __name__ == "__main__":
