@@ -23,7 +23,7 @@ from tabulate import tabulate
 
 from bench import block_page, compare, report
 from bench.gate import kind_of
-from bench.provenance import ROOT
+from bench.provenance import ROOT, gpu_slug
 from bench.providers import PDL
 from bench.shapes import BATCHES, OPS
 
@@ -102,6 +102,18 @@ def kept_results(folder: Path) -> list[Path]:
         key = KINDS.index(kind_of(result)), dtype, path.parent.name
         newest[key] = max(newest.get(key, ("", path)), (result["date"], path))
     return [path for _, (_, path) in sorted(newest.items())]
+
+
+def newest_by_gpu(results: Path, ending: str) -> list[Result]:
+    """The newest kept result of each GPU model whose file's name has this ending, in the order of their folders."""
+    newest: dict[str, Result] = {}
+    for path in sorted(results.glob(f"*/*{ending}")):
+        result = json.loads(path.read_text())
+        gpu = result["gpu"]
+        is_kept = gpu is not None and gpu_slug(gpu) == path.parent.name  # as of gate.kept_gpus
+        if is_kept and (gpu not in newest or newest[gpu]["date"] <= result["date"]):
+            newest[gpu] = result
+    return list(newest.values())
 
 
 def load(paths: Iterable[Path]) -> Results:

@@ -29,7 +29,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import multiprocessing
 import os
@@ -358,15 +357,7 @@ def failures(result: Result) -> list[str]:
 
 
 def kept(results: Path = RESULTS) -> list[Result]:
-    """The newest result of each GPU model, in the order of their folders."""
-    newest: dict[str, Result] = {}
-    for path in sorted(results.glob("*/*-split.json")):
-        result = json.loads(path.read_text())
-        gpu = result["gpu"]
-        is_kept = gpu is not None and gpu_slug(gpu) == path.parent.name  # as of gate.kept_gpus
-        if is_kept and (gpu not in newest or newest[gpu]["date"] <= result["date"]):
-            newest[gpu] = result
-    return list(newest.values())
+    return readme.newest_by_gpu(results, "-split.json")
 
 
 def page_section(results: list[Result]) -> str:

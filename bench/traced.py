@@ -16,6 +16,8 @@ rstd; the backward reads x, dy, weight, rstd and writes dx, dw.
 Where nothing stands between the two passes of a norm, Inductor compiles them as one region and may read x once. In the
 graph of a model something does stand there. So that graph is also traced apart, as one graph for each pass.
 
+`python scripts/docs_figures.py` puts the newest kept result of each GPU into docs/traced-graphs.md.
+
 A result is the provenance of provenance.py, copy_gb_per_s, note, shape, dtype, bytes, inductor_timer (whether Inductor
 was given inductor.py's timer), and `variants`. Each of those is
 
@@ -41,6 +43,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,10 +57,10 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 import tilegym_rmsnorm as tr
-from bench import inductor
+from bench import inductor, readme
 from bench.check import make_inputs as make_rows
 from bench.check import poison
-from bench.provenance import RESULTS, choose_tables, describe_run, gpu_slug, one_line
+from bench.provenance import RESULTS, ROOT, choose_tables, describe_run, gpu_slug, one_line
 from bench.providers import EPS, remove_overrides
 from bench.report import CPU_NOTE, write_json
 from bench.run import run_in_interpreters
@@ -77,7 +80,14 @@ TUNED = {
     "max_autotune": True,
     "coordinate_descent_tuning": True,
 }  # what torchtitan gives Inductor, but for how it wraps
-PUBLISHED = "torchtitan published 1.82x for its regional pass (pull request 3132), by its own timer"
+PAGE = ROOT / "docs" / "traced-graphs.md"
+SECTION = "traced"  # of the page: what stands between its markers
+INTRODUCTION = """\
+One norm by itself, forward and backward, each variant checked against float64 and then timed as
+[bench/README.md](../bench/README.md) says: CUDA graphs, cold L2. GB/s counts the bytes that two passes must move. Where
+nothing stands between the two passes, Inductor compiles them together and may read x once; in a model something does
+stand there, as in the lines "passes apart". torchtitan published a speedup of 1.82 for its regional pass
+([pull request 3132](https://github.com/pytorch/torchtitan/pull/3132)), by a timer of its own."""
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # y, dx, dw
 Graph = Callable[..., Any]
@@ -408,11 +418,23 @@ def rounded(errors: Errors) -> dict[str, float | None]:
 # Tables
 
 
+def kept(results: Path = RESULTS) -> list[Result]:
+    return readme.newest_by_gpu(results, "-traced.json")
+
+
+def refresh_page(page: Path = PAGE, results: Path = RESULTS) -> int:
+    """Puts what is kept into the page; without any it stays as it is. How many results."""
+    found = kept(results)
+    if found:
+        readme.refresh(page, SECTION, "\n\n".join([INTRODUCTION, *map(page_section, found)]))
+    return len(found)
+
+
 def page_section(result: Result) -> str:
     """The result as Markdown."""
     size = "x".join(map(str, result["shape"]))
-    what = f"x of {size}, {result['dtype']}, forward and backward: {result['bytes'] / 1e6:.0f} MB."
-    notes = [result["note"] or f"{PUBLISHED}."]
+    what = f"x of {size}, weight and gradient in {result['dtype']}: {result['bytes'] / 1e6:.0f} MB."
+    notes = [result["note"]] if result["note"] else []
     return "\n\n".join(
         [f"**{result['gpu'] or 'CPU'}.** {what}", table(result), *notes, f"{one_line(result)}."]
     )

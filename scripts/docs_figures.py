@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Puts the newest results that are kept into README.md, docs/performance.md and bench/results/README.md, and draws the
-picture of README.md.
+"""Puts the newest results that are kept into README.md, docs/performance.md, docs/traced-graphs.md and
+bench/results/README.md, and draws the picture of README.md.
 
     python scripts/docs_figures.py     needs what the benchmark needs: the extra `bench`
 
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import readme  # noqa: E402
+from bench import readme, traced  # noqa: E402
 from bench.provenance import RESULTS  # noqa: E402
 
 
@@ -26,7 +26,8 @@ def main() -> None:
     readme.refresh_results(paths)
     training = max(RESULTS.glob("*/train.json"), key=lambda path: json.loads(path.read_text())["date"])
     readme.refresh_training(training)
-    print(f"{len(paths)} results and {training.relative_to(ROOT)} are in the pages")
+    count = len(paths) + traced.refresh_page()
+    print(f"{count} results and {training.relative_to(ROOT)} are in the pages")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from helpers import why_skip
 from traced_norms import KEEPS_FORWARDS
 
 from bench import traced
+from bench.provenance import gpu_slug
 from bench.shapes import compulsory_bytes
 from tilegym_rmsnorm import get_current_backend
 from tilegym_rmsnorm.integrations import aten
@@ -128,3 +130,67 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert traced.main([]) == 2
     assert "PyTorch sees no GPU; --device cpu shows how it works" in capsys.readouterr().err
+
+
+# The page
+
+GPU = "NVIDIA H100 80GB HBM3"
+ORIGIN = {
+    "gpu": GPU,
+    "driver": "580.1",
+    "cuda": "13.0",
+    "tileiras": "13.4.92",
+    "versions": {"torch": "2.13.0"},
+}
+ORIGIN |= {"commit": "0123456789abcdef", "dirty": False, "date": "2026-11-27T10:00:00+00:00", "note": None}
+MARKED = "before\n\n<!-- traced:begin -->\n\nold\n\n<!-- traced:end -->\n\nafter\n"
+
+
+def make_result(us, **changes):
+    """us: of eager F.rms_norm and of what replaces it, which moves 1 GB."""
+    variants = [
+        {"variant": name, "us": each, "gb_per_s": each and 1e6 / each, "copy_fraction": 0.5, "error": None}
+        | {"times_eager": each and us[0] / each}
+        for name, each in zip((traced.EAGER, "replaced"), us, strict=True)
+    ]
+    result = {**ORIGIN, "shape": [4, 8192, 4096], "dtype": "bfloat16", "bytes": 10**9, "variants": variants}
+    return result | changes
+
+
+def test_the_newest_result_of_each_gpu_is_put_into_the_page(tmp_path):
+    page, folder = tmp_path / "page.md", tmp_path / "results" / gpu_slug(GPU)
+    page.write_text(MARKED)
+    assert traced.refresh_page(page, tmp_path / "results") == 0 and page.read_text() == MARKED
+    for us, date in (((900.0, 450.0), "2026-11-29"), ((800.0, None), "2026-11-28")):
+        result = make_result(us, date=f"{date}T10:00:00+00:00")
+        traced.write_json(result, folder / f"{date}-traced.json", "variants")
+    traced.write_json(
+        make_result((1.0, 1.0), gpu=None), tmp_path / "results/cpu/2026-11-30-traced.json", "variants"
+    )
+    assert traced.refresh_page(page, tmp_path / "results") == 1
+    text = page.read_text()
+    assert text.startswith("before") and text.endswith("after\n") and "\nold\n" not in text
+    assert re.search(r"\| replaced +\| +0.450 \| +2222 \| +50% \| +2.00 \|", text)
+    assert "1.82" in text and "torch 2.13.0" in text and "0.800" not in text
+
+
+def test_a_variant_without_a_time_is_in_the_table():
+    assert re.search(r"\| replaced +\| failed \|", traced.table(make_result((900.0, None))))
+
+
+def test_the_page_shows_what_is_kept():
+    """Figures are never typed by hand: `python scripts/docs_figures.py` writes them."""
+    [shown] = re.findall(
+        r"<!-- traced:begin -->\n(.*)<!-- traced:end -->", traced.PAGE.read_text(), re.DOTALL
+    )
+    found = traced.kept()
+    expected = (
+        [traced.INTRODUCTION, *map(traced.page_section, found)] if found else ["Neither pass was timed yet."]
+    )
+    assert shown.strip() == "\n\n".join(expected)
+
+
+@pytest.mark.parametrize("result", traced.kept(), ids=lambda result: gpu_slug(result["gpu"]))
+def test_kept_results_are_whole(result):
+    assert result["shape"] == list(traced.SHAPE) and not traced.failures(result)
+    assert [each["variant"] for each in result["variants"]] == list(traced.VARIANTS)
