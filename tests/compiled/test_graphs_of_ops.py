@@ -306,9 +306,10 @@ def test_what_does_not_fit_is_an_error_of_ours_in_a_graph(wrong):
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="CUDA graphs need a GPU")
-def test_reduce_overhead_and_graphed_callables():
-    module = RMSNorm(2048, backend=BACKEND, device=DEVICE, dtype=BF16)
-    x = rows(64, 2048, dtype=BF16)
+@pytest.mark.parametrize("n", [2048, 32768], ids=["", "blocks that wait"])
+def test_reduce_overhead_and_graphed_callables(n):
+    module = RMSNorm(n, backend=BACKEND, device=DEVICE, dtype=BF16)
+    x = rows(64, n, dtype=BF16)
     with contextlib.suppress(AttributeError):
         torch.compiler.cudagraph_mark_step_begin()
     compiled = torch.compile(module, mode="reduce-overhead", fullgraph=True)
@@ -316,7 +317,7 @@ def test_reduce_overhead_and_graphed_callables():
         expected = results_of(module, [x], [module.weight])
         found = [each.clone() for each in results_of(compiled, [x], [module.weight])]
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
-    other = RMSNorm(2048, backend=BACKEND, device=DEVICE, dtype=BF16)
+    other = RMSNorm(n, backend=BACKEND, device=DEVICE, dtype=BF16)
     other.load_state_dict(module.state_dict())
     graphed = torch.cuda.make_graphed_callables(other, (torch.randn_like(x, requires_grad=True),))
     expected = results_of(module, [x], [module.weight])

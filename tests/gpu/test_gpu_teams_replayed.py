@@ -1,0 +1,46 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""As many calls by teams at once as docs/limits.md allows, in CUDA graphs of the ops: they end, with the same bits."""
+
+import pytest
+import torch
+from helpers import BF16, HAS_GPU, make_inputs, wait_for_the_gpu, why_skip
+
+from tilegym_rmsnorm.torch_ops import op
+
+if HAS_GPU and (reason := why_skip("cutile")):
+    pytest.skip(reason, allow_module_level=True)
+
+AT_ONCE = 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [7, 131, 1024])
+def test_eight_graphs_at_once(rows):
+    forward, backward = op("rms_norm_forward"), op("rms_norm_backward")
+    numbers = 1, 0.0, "once", None, None, "cutile"
+    calls = []
+    for seed in range(AT_ONCE):
+        x, dy, weight, eps, *_ = make_inputs(rows, 32768, BF16, BF16, seed=seed)
+
+        def run(x=x, dy=dy, weight=weight, eps=eps):
+            y, rstd = forward(x, weight, None, 1, eps, 0.0, "once", None, "cutile")
+            return y, *backward(dy, x, weight, rstd, 3, *numbers)[:2]
+
+        expected = run()  # compiles, before the capture
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        wait_for_the_gpu()
+        with torch.cuda.graph(graph, stream=stream):
+            results = run()
+        calls.append((graph, stream, results, expected))
+    for _ in range(200):
+        for graph, stream, results, _ in calls:
+            with torch.cuda.stream(stream):
+                for each in results:
+                    each.fill_(float("nan"))
+                graph.replay()
+            torch.cuda.current_stream().wait_stream(stream)
+        wait_for_the_gpu()
+        for _, _, results, expected in calls:
+            assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
