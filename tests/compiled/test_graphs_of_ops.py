@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -221,7 +223,19 @@ def test_export_with_a_residual():
         assert torch.equal(ours, theirs)
 
 
+AOTI_OF_PYTORCH = """
+import sys, torch
+path = torch._inductor.aoti_compile_and_package(
+    torch.export.export(torch.nn.ReLU(), (torch.ones(4, device=sys.argv[1]),)), package_path=sys.argv[2])
+torch._inductor.aoti_load_package(path)
+"""
+
+
 def test_aotinductor_from_python(tmp_path):
+    if DEVICE.type != "cpu":  # some builds of torch 2.11 for CUDA end where they load a package, of any model
+        program = [sys.executable, "-c", AOTI_OF_PYTORCH, DEVICE.type, str(tmp_path / "relu.pt2")]
+        if subprocess.run(program, capture_output=True).returncode != 0:
+            pytest.skip("this torch cannot load a package of ReLU either")
     module = RMSNorm(N, backend=BACKEND, device=DEVICE).requires_grad_(False)
     x = rows(4, N).detach()
     path = torch._inductor.aoti_compile_and_package(

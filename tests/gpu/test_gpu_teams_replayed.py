@@ -33,14 +33,14 @@ def test_eight_graphs_at_once(rows):
         wait_for_the_gpu()
         with torch.cuda.graph(graph, stream=stream):
             results = run()
-        calls.append((graph, stream, results, expected))
+        calls.append((graph, stream, results, expected, run))  # run: with the inputs, which no graph keeps
     for _ in range(200):
-        for graph, stream, results, _ in calls:
+        for graph, stream, results, *_ in calls:
             with torch.cuda.stream(stream):
                 for each in results:
                     each.fill_(float("nan"))
                 graph.replay()
             torch.cuda.current_stream().wait_stream(stream)
         wait_for_the_gpu()
-        for _, _, results, expected in calls:
+        for _, _, results, expected, _ in calls:
             assert all(torch.equal(*pair) for pair in zip(results, expected, strict=True))
