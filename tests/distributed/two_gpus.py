@@ -26,7 +26,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 from variants import VARIANTS, Variant, check, check_all, make, options, run
 
-from tilegym_rmsnorm import RMSNorm, rms_norm, rms_norm_backward, rms_norm_forward
+from tilegym_rmsnorm import RMSNorm, override_aten, rms_norm, rms_norm_backward, rms_norm_forward
 from tilegym_rmsnorm.registry import AUTO_ORDER, is_backend_available
 
 N = 4096
@@ -97,7 +97,7 @@ def sequence_parallel() -> None:
 
 
 def fully_sharded() -> None:
-    """FSDP2 with bfloat16 parameters: the losses of a few steps."""
+    """FSDP2 with bfloat16 parameters: the losses of a few steps, of our module, and of PyTorch's on our kernels."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
     def losses(norm):
@@ -121,8 +121,14 @@ def fully_sharded() -> None:
             optimizer.zero_grad()
             yield loss.item()
 
-    for one, other in zip(list(losses(RMSNorm)), list(losses(torch.nn.RMSNorm)), strict=True):
-        assert abs(one - other) < 0.02 * other
+    expected = list(losses(torch.nn.RMSNorm))
+    with override_aten() as override:
+        overridden = list(losses(torch.nn.RMSNorm))
+    for counts in override.stats.values():
+        assert counts == {"taken": 8 * 3}, override.stats
+    for found in (list(losses(RMSNorm)), overridden):
+        for one, other in zip(found, expected, strict=True):
+            assert abs(one - other) < 0.02 * other
 
 
 SECONDS = float(os.environ.get("SECONDS_BESIDE_NCCL", 20))
