@@ -44,16 +44,28 @@ REASONS[:0] = [] if HAS_GPU else ["no columns"]
 
 
 def test_gradients_that_no_kernel_takes():
-    x, rstd, shape = norm_of(3, 16).detach(), torch.ones(3, 1, device=DEVICE), [16]
+    x, rstd = norm_of(3, 16).detach(), torch.ones(3, 1, device=DEVICE)
     lazy = torch._lazy_clone(norm_of(3, 16).detach())
-    assert aten._unfit_gradient(x, x, rstd, shape) is None
-    assert aten._unfit_gradient(x.double(), x, rstd, shape) == "dtype"
-    assert aten._unfit_gradient(x, x, rstd.half(), shape) == "dtype"
-    assert aten._unfit_gradient(x[:1], x, rstd, shape) == "shape"
-    assert aten._unfit_gradient(x, x, rstd[:1], shape) == "shape"
-    assert aten._unfit_gradient(lazy, x, rstd, shape) == "memory"
+    gradients = {
+        "dtype": [(x.double(), rstd), (x, rstd.half())],
+        "shape": [(x[:1], rstd), (x, rstd[:1])],
+        "memory": [
+            (lazy, rstd),
+            (x, torch._lazy_clone(rstd.clone())),
+            (x.as_subclass(type("Named", (torch.Tensor,), {})), rstd),
+        ],
+    }
     if HAS_GPU:
-        assert aten._unfit_gradient(x, x, rstd.cpu(), shape) == "shape"
+        gradients["shape"] += [(x.cpu(), rstd), (x, rstd.cpu())]
+    with overridden() as override:  # it is asked alone: PyTorch's kernels do not look at what they are given
+
+        def why(dy, rstd):
+            return override._patch._implementation("rms_norm_backward", x, [16], None, dy, rstd)
+
+        assert not isinstance(why(x, rstd), str)
+        for reason, several in gradients.items():
+            assert [why(dy, each) for dy, each in several] == [reason] * len(several)
+    assert torch._C._is_cow_tensor(lazy)  # nobody asked for its address
 
 
 def outcome(function, *arguments):

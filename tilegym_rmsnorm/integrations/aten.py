@@ -189,11 +189,11 @@ class _Patch:
     ) -> Any:
         if is_dynamo_compiling():  # it traces what autograd calls inside a function that it compiles
             return _untraced(self._forward, keyset, x, normalized_shape, weight, eps)
-        found = self._implementation("rms_norm_forward", x, normalized_shape, weight)
-        if eps is not None and not 0.0 <= eps < _INF:
-            found = "eps"
+        found: _Implementation | str = "eps"
+        if eps is None or 0.0 <= eps < _INF:
+            found = self._implementation("rms_norm_forward", x, normalized_shape, weight)
         if isinstance(found, str):
-            return self._decline(FORWARD, found, keyset, x, normalized_shape, weight, eps)
+            return self._decline(FORWARD, found, (keyset, x, normalized_shape, weight, eps))
         function, backend = found
         spec = Spec(math.prod(normalized_shape), _DEFAULT_EPS if eps is None else eps, 0.0, "once")
         with unseen(function):
@@ -216,11 +216,9 @@ class _Patch:
         given = keyset, dy, x, normalized_shape, rstd, weight, output_mask
         if is_dynamo_compiling():
             return _untraced(self._backward, *given)
-        found = self._implementation("rms_norm_backward", x, normalized_shape, weight)
-        if not isinstance(found, str) and (reason := _unfit_gradient(dy, x, rstd, normalized_shape)):
-            found = reason
+        found = self._implementation("rms_norm_backward", x, normalized_shape, weight, dy, rstd)
         if isinstance(found, str):
-            return self._decline(BACKWARD, found, *given)
+            return self._decline(BACKWARD, found, given)
         function, backend = found
         needs_dx, needs_dw = output_mask
         needs_dw = needs_dw and weight is not None
@@ -234,16 +232,26 @@ class _Patch:
         return (dx if needs_dx else None), dw
 
     def _implementation(
-        self, op: str, x: Tensor, normalized_shape: list[int], weight: Tensor | None
+        self,
+        op: str,
+        x: Tensor,
+        normalized_shape: list[int],
+        weight: Tensor | None,
+        dy: Tensor | None = None,
+        rstd: Tensor | None = None,
     ) -> _Implementation | str:
-        """What runs the call, or why it is declined. The cheapest questions come first."""
+        """What runs the call, or why it is declined, which pays for all that is asked here: the cheapest comes first,
+        and nothing is asked twice. A backward has dy and rstd."""
         if not self.holders:
             return "undone"
         dtype = x.dtype
         if dtype not in _DTYPES or (weight is not None and weight.dtype is not dtype):
             return "dtype"
+        if dy is not None and rstd is not None and (dy.dtype is not dtype or rstd.dtype is not _FLOAT32):
+            return "dtype"
+        index = x.get_device()
         name = get_current_backend()
-        key = x.get_device(), dtype, weight is None, op, name
+        key = index, dtype, weight is None, op, name
         found = self._implementations.get(key, _UNKNOWN)
         if found is _UNKNOWN:
             found = _implementation(op, x, weight, name)
@@ -254,25 +262,31 @@ class _Patch:
         # To ask a tensor that shares its memory until it is written for its address would copy it.
         if _is_copied_on_write(x) or not is_plain(x):
             return "memory"
-        if weight is not None and (_is_copied_on_write(weight) or not is_plain(weight)):
-            return "memory"
-        dims = len(normalized_shape)
-        if not dims or list(x.shape[-dims:]) != normalized_shape:
+        shape, size = tuple(normalized_shape), x.shape
+        if not shape or size[-len(shape) :] != shape:
             return "shape"
-        if weight is not None and (
-            list(weight.shape) != normalized_shape or weight.get_device() != x.get_device()
+        if weight is not None and (weight.shape != shape or weight.get_device() != index):
+            return "shape"
+        if (dy is not None and rstd is not None) and (
+            dy.shape != size
+            or dy.get_device() != index
+            or rstd.numel() * math.prod(shape) != x.numel()
+            or rstd.get_device() != index
         ):
             return "shape"
+        for tensor in (weight, dy, rstd):
+            if tensor is not None and (_is_copied_on_write(tensor) or not is_plain(tensor)):
+                return "memory"
         return found
 
-    def _decline(self, op: str, reason: str, keyset: Any, *arguments: Any) -> Any:
-        """The call by the kernel below."""
+    def _decline(self, op: str, reason: str, given: tuple[Any, ...]) -> Any:
+        """The call by the kernel below. given: the key set, then the arguments of the op."""
         counts = self.counts[op]
         counts[reason] = counts.get(reason, 0) + 1
         kernel = self._below[op]
         if kernel is not None:
             try:
-                return kernel.call_boxed(keyset, *arguments)
+                return kernel.call_boxed(*given)
             except RuntimeError as error:
                 if "SafeKernelFunction has been invalidated" not in str(error):
                     raise
@@ -284,7 +298,7 @@ class _Patch:
                 "again",
                 stacklevel=2,
             )
-        return _forward_by_operations(*arguments) if op == FORWARD else _backward_by_operations(*arguments)
+        return _forward_by_operations(*given[1:]) if op == FORWARD else _backward_by_operations(*given[1:])
 
 
 def _kernel(op: str, key: str) -> Any:
@@ -302,20 +316,6 @@ def _implementation(op: str, x: Tensor, weight: Tensor | None, name: str) -> _Im
     for backend in BACKENDS:
         if name in ("auto", backend) and why_unusable(backend, request) is None:
             return _Implementation(dispatch(op, request, backend), backend)
-    return None
-
-
-def _unfit_gradient(dy: Tensor, x: Tensor, rstd: Tensor, normalized_shape: list[int]) -> str | None:
-    """Why a backward is declined that has right x and weight."""
-    if dy.dtype is not x.dtype or rstd.dtype is not _FLOAT32:
-        return "dtype"
-    index = x.get_device()
-    if dy.shape != x.shape or rstd.numel() * math.prod(normalized_shape) != x.numel():
-        return "shape"
-    if dy.get_device() != index or rstd.get_device() != index:
-        return "shape"
-    if _is_copied_on_write(dy) or _is_copied_on_write(rstd) or not (is_plain(dy) and is_plain(rstd)):
-        return "memory"
     return None
 
 
