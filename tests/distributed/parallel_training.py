@@ -60,7 +60,7 @@ BLOCKS = 2
 BATCH, TOKENS, HEADS, D = (8, 256, 8, 128) if HAS_GPU else (8, 8, 4, 8)
 E = HEADS * D
 MICROBATCHES = 4 if HAS_GPU else 2
-TIMEOUT = datetime.timedelta(seconds=60)  # until a process says that it waits for one that does not come
+TIMEOUT = datetime.timedelta(seconds=120)  # until a process says that it waits for one that does not come
 
 NormOf = Callable[..., nn.Module]  # as RMSNorm is made: of a size, and perhaps heads
 
