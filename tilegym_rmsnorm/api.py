@@ -200,7 +200,7 @@ def _checked_rms_norm(
 
     if not are_plain:
         of_graph = graphs.backend_of_graph(backend)
-        if n != 0 and graphs.takes_op(of_graph, len(shape), input, weight, bias, residual=residual):
+        if n != 0 and graphs.takes_op(of_graph, input, weight, bias, residual):
             if is_autocast and residual is None:
                 input, weight, bias = map(_autocast, (input, weight, bias))
             y, residual_out, _ = graphs.forward(input, weight, bias, residual, len(shape), spec, of_graph)

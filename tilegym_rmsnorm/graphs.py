@@ -5,8 +5,7 @@
 make_fx; those of DTensors, whose engine runs the op on local tensors; and those that a dispatch mode watches.
 
 With backend="torch" it is the reference, PyTorch's own operations, which Inductor compiles with their neighbours. So it
-is for what the ops do not take: complex and nested tensors, rows of no elements, calls that torch.func transforms. And
-for a DTensor that is sharded in its rows, unless a kernel is asked for by name: the op would have them put together.
+is for what the ops do not take: complex and nested tensors, rows of no elements, calls that torch.func transforms.
 """
 
 from __future__ import annotations
@@ -38,20 +37,12 @@ def backend_of_graph(backend: str | None) -> str | None:
     return "torch" if get_current_backend() == "torch" else None
 
 
-def takes_op(
-    backend: str | None,
-    dims: int,
-    x: Tensor,
-    *others: Tensor | None,
-    residual: Tensor | None = None,
-) -> bool:
-    """Whether an op stands for a call on `backend_of_graph`'s backend, which normalizes the last `dims` dimensions."""
+def takes_op(backend: str | None, *tensors: Tensor | None) -> bool:
+    """Whether an op stands for a call on `backend_of_graph`'s backend."""
     if backend == "torch" or gate.is_in_torch_func():
         return False
-    tensors = x, residual, *others
     if any(gate.is_dtensor(tensor) for tensor in tensors):
-        is_cut = gate.is_cut(x, dims) or gate.is_cut(residual, dims)
-        return not (is_cut and backend in (None, "auto")) and _takes_dtensors(*tensors)
+        return _takes_dtensors(*tensors)
     if is_dynamo_compiling():
         return all(t is None or (type(t) in gate.PLAIN_TYPES and not t.is_complex()) for t in tensors)
     return gate.is_recorded(*tensors) or _is_seen_by_modes(*tensors)

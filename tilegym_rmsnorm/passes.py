@@ -118,7 +118,7 @@ def rms_norm_forward(
         casting=casting,
     )
     of_graph = None if checked.are_plain else graphs.backend_of_graph(backend)
-    if not checked.are_plain and graphs.takes_op(of_graph, 1, *checked[:3], residual=checked.residual):
+    if not checked.are_plain and graphs.takes_op(of_graph, *checked[:4]):
         weight, bias, residual = map(_detached, (checked.weight, checked.bias, checked.residual))
         given = checked.x.detach(), weight, bias, residual, 1, checked.spec, of_graph
         y, residual_out, rstd = graphs.forward(*given)
@@ -205,7 +205,7 @@ def rms_norm_backward(
         x, dy, 1, weight, rstd, d_residual_out, wanted, offset=offset, casting=casting
     )
     of_graph = None if checked.are_plain else graphs.backend_of_graph(backend)
-    if not checked.are_plain and graphs.takes_op(of_graph, 1, *checked[:5]):
+    if not checked.are_plain and graphs.takes_op(of_graph, *checked[:5]):
         weight, d_residual_out = map(_detached, (checked.weight, checked.d_residual_out))
         given = checked.x.detach(), checked.dy.detach(), weight, checked.rstd.detach(), d_residual_out
         dx, dw, db = graphs.backward(*given, checked.wanted, checked.spec, of_graph)

@@ -132,8 +132,8 @@ def _choices(dims: int, rows: tuple[Any, ...], *vectors: Any) -> list[tuple[Any,
 @functools.cache
 def _say_that_rows_are_put_together() -> None:
     warnings.warn(
-        "tilegym_rmsnorm: a DTensor is sharded in a normalized dimension. Its rows are put together before a kernel "
-        'normalizes them, which communicates all of them. To mend it: shard another dimension, or backend="torch", '
-        "of which the mean alone communicates",
+        "tilegym_rmsnorm: a DTensor is sharded in a normalized dimension. Its rows are put together before they are "
+        'normalized, which communicates all of them. To mend it: shard another dimension, or backend="torch", of which '
+        "the mean alone communicates",
         stacklevel=2,
     )

@@ -24,7 +24,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tilegym_rmsnorm import RMSNorm, rms_norm
+from tilegym_rmsnorm import RMSNorm, rms_norm, use_backend
 from tilegym_rmsnorm.torch_ops import op
 
 B, T, H, N = 4, 5, 6, 16  # neither tokens nor heads are as many in each process
@@ -214,13 +214,13 @@ def gradient_still_communicated(mesh) -> None:
 
 
 def rows_that_are_cut(mesh) -> None:
-    """By a kernel's name they are put together, which is said once; else the mean alone communicates."""
+    """They are put together, which is said once; of PyTorch's operations the mean alone communicates."""
     x, _, weight, _, _, _ = tensors(B, T, N)
     expected = F.rms_norm(x, (N,), weight, EPS)
     placed = distribute_tensor(x, mesh, [Shard(2)]), distribute_tensor(weight, mesh, [WHOLE])
     with CommDebugMode() as communication, warnings.catch_warnings():
         warnings.simplefilter("error")
-        y = rms_norm(placed[0], N, placed[1], EPS)
+        y = rms_norm(placed[0], N, placed[1], EPS, backend="torch")
     assert y.placements == (Shard(2),)
     counts = communication.get_comm_counts()
     assert set(counts) == {torch.ops.c10d_functional.all_reduce} and sum(counts.values()) == 1, counts
@@ -228,12 +228,12 @@ def rows_that_are_cut(mesh) -> None:
     with pytest.MonkeyPatch.context() as patch:
         by_address.use(patch)
         with pytest.warns(UserWarning, match="sharded in a normalized dimension"):
-            y = rms_norm(placed[0], N, placed[1], EPS, backend="cutile")
+            y = rms_norm(placed[0], N, placed[1], EPS)
         assert by_address.calls == ["rms_norm_forward"]
         torch.testing.assert_close(y.full_tensor(), expected)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), use_backend("cutile"):
             warnings.simplefilter("error")
-            rms_norm(placed[0].requires_grad_(), N, placed[1], EPS, backend="cutile").sum().backward()
+            rms_norm(placed[0].requires_grad_(), N, placed[1], EPS).sum().backward()
         assert by_address.calls == ["rms_norm_forward"] * 2 + ["rms_norm_backward"]
 
 
