@@ -51,6 +51,7 @@ _is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 _is_traced_by_jit = torch._C._is_tracing
 count_modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes see this call
 _is_key_included = torch._C._dispatch_tls_is_dispatch_key_included
+_is_key_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _get_dispatch_mode = torch._C._get_dispatch_mode
 _PRE_DISPATCH, _FUNCTIONALIZE = torch._C.DispatchKey.PreDispatch, torch._C.DispatchKey.Functionalize
 _NO_DISPATCH = Tensor.__torch_dispatch__  # what a subclass without a __torch_dispatch__ of its own has
@@ -99,7 +100,7 @@ def is_watched() -> bool:
         or count_modes() != 0
         or _is_traced_by_jit()
         or _is_key_included(_PRE_DISPATCH)
-        or _is_key_included(_FUNCTIONALIZE)
+        or (_is_key_included(_FUNCTIONALIZE) and not _is_key_excluded(_FUNCTIONALIZE))
     )
 
 
@@ -197,6 +198,11 @@ def is_recorded(*tensors: Tensor | None) -> bool:
     )
 
 
+def _is_functionalized() -> bool:
+    """Not so in what functionalization itself calls, with the tensors that its own stand for: an op's kernel."""
+    return _is_key_included(_FUNCTIONALIZE) and not _is_key_excluded(_FUNCTIONALIZE)
+
+
 def _obstacle_of_call() -> str | None:
     if is_in_torch_func():
         return "torch.func transforms this call"
@@ -206,7 +212,7 @@ def _obstacle_of_call() -> str | None:
         return "torch.jit.trace records this call"
     if _is_key_included(_PRE_DISPATCH):
         return "make_fx records this call"
-    if _is_key_included(_FUNCTIONALIZE):
+    if _is_functionalized():
         return "this call is functionalized"
     if count_modes():
         for key, reason in _TRACING_MODES.items():

@@ -7,9 +7,11 @@ Each ended in a wrong result, a dead CUDA context or an error that F.rms_norm do
 gate_cases.py.
 """
 
+import by_address
 import pytest
 import torch
 from gate_cases import M, N, check, freed, freed_view, gradients_of_theirs, theirs, unwrapped
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from tilegym_rmsnorm import (
     BackendUnavailableError,
@@ -233,15 +235,29 @@ def test_functionalization_by_hand(asked_for, tensors, is_known):
         rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     torch._enable_functionalization(reapply_views=True)
     try:
-        if asked_for != "auto":
-            with pytest.raises(BackendUnavailableError, match="functionalized"):
-                rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
-        else:
-            y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
+        y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     finally:
         torch._disable_functionalization()
-    if asked_for == "auto":
-        check([unwrapped(y) if torch._is_functional_tensor(y) else y], [theirs(x, weight)])
+    check([unwrapped(y) if torch._is_functional_tensor(y) else y], [theirs(x, weight)])
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_a_functional_mode_by_itself(request, asked_for, tensors, has_residual):
+    """Not AOTAutograd's, which traces: the op below it computes. A kernel was refused there, and "auto" did without."""
+    x, weight, dy = tensors
+    with FunctionalTensorMode():
+        functional = [FunctionalTensor.to_functional(each.detach()) for each in (x, weight, dy)]
+        leaves = [each.requires_grad_() for each in functional[:2]]
+        residual = functional[2] if has_residual else None
+        y = rms_norm(leaves[0], (N,), leaves[1], 1e-6, residual=residual, backend=asked_for)
+        y = y[0] if has_residual else y
+        gradients = torch.autograd.grad(y, leaves, functional[2])
+        got = [unwrapped(each.elem) for each in (y.detach(), *gradients)]
+    if "by address" in request.node.callspec.id:
+        assert by_address.calls == ["rms_norm_forward", "rms_norm_backward"]
+    leaves = [(x + dy if has_residual else x).detach().requires_grad_(), weight]
+    check(got[:1], [theirs(*leaves)])
+    check(got[1:], gradients_of_theirs(*leaves, dy))
 
 
 def test_a_sparse_gradient_is_named(asked_for, tensors):
