@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm import gate, reference
 from tilegym_rmsnorm.arguments import dtype_of
-from tilegym_rmsnorm.gate import count_modes, is_in_torch_func, is_plain, is_watched
+from tilegym_rmsnorm.gate import are_transforms_active, count_modes, is_in_torch_func, is_plain, is_watched
 from tilegym_rmsnorm.layout import arranged, as_rows, as_vector
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import dispatch, is_reference, request_of
@@ -370,7 +370,7 @@ def _empty(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _in_shape_of(x: Tensor, y: Tensor) -> Tensor:
     """y, new and contiguous, in x's shape, and no view: autograd forbids in-place operations on views that a custom
     Function returns. No data is moved."""
-    is_eager = not is_dynamo_compiling() and type(x) is Tensor and not is_in_torch_func()
+    is_eager = not is_dynamo_compiling() and type(x) is Tensor and not are_transforms_active()
     # A mode may have kept y, as selective checkpointing does.
     if is_eager and not count_modes() and not y._is_view():
         return y.resize_as_(x)  # 1 us; _unsafe_view takes 3

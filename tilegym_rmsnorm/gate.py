@@ -43,8 +43,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 PLAIN_TYPES = (Tensor, Parameter)  # a subclass may answer for its properties with anything
 
-# Whether a transform of torch.func, such as vmap or grad, runs the caller. Dynamo knows it too.
-is_in_torch_func = torch._C._are_functorch_transforms_active
+# The same as is_in_torch_func in eager calls, which it costs less; Dynamo would leave it in its graph.
+are_transforms_active = torch._C._are_functorch_transforms_active
+_peek_interpreter, _Interpreter = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.CInterpreter
 _is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 _get_unwrapped = torch._C._functorch.get_unwrapped
 _is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
@@ -72,6 +73,14 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def is_in_torch_func() -> bool:
+    """Whether a transform of torch.func, such as vmap or grad, runs the caller. Dynamo knows it too, and of this form
+    nothing is left in its graph."""
+    if is_dynamo_compiling():
+        return isinstance(_peek_interpreter(), _Interpreter)
+    return are_transforms_active()
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Whether a kernel may be given `tensor`. False too for tensors without elements, which no kernel needs.
 
@@ -96,7 +105,7 @@ def is_watched() -> bool:
     computes."""
     return (
         forward_ad._current_level >= 0
-        or is_in_torch_func()
+        or are_transforms_active()
         or count_modes() != 0
         or _is_traced_by_jit()
         or _is_key_included(_PRE_DISPATCH)

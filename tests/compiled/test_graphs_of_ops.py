@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import subprocess
 import sys
 
@@ -173,6 +174,37 @@ def test_a_loop_over_layers_is_one_graph():
     x = rows(3, N)
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     assert torch.equal(compiled(x), model(x)) and counter.frame_count == 1
+
+
+def nodes_of(call, *inputs):
+    """What Dynamo's graph of a call calls."""
+    graphs = []
+    torch.compile(call, fullgraph=True, backend=lambda gm, _: graphs.append(gm) or gm)(*inputs)
+    [graph] = graphs
+    return [node.target for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def test_a_norm_leaves_its_op_in_a_graph_and_nothing_else():
+    """Each left a question whether torch.func runs it, whose answer nobody used."""
+    op = torch.ops.tilegym_rmsnorm.rms_norm_forward.default
+    assert nodes_of(RMSNorm(N, device=DEVICE), rows(3, N)) == [op, operator.getitem]
+
+
+TRANSFORMS = {
+    "vmap": lambda norm, x: torch.func.vmap(norm)(x),
+    "grad": lambda norm, x: torch.func.grad(lambda x: norm(x).sin().sum())(x),
+    "jvp": lambda norm, x: torch.func.jvp(norm, (x,), (x.cos(),)),
+    "vmap of grad": lambda norm, x: torch.func.vmap(torch.func.grad(lambda x: norm(x).sin().sum()))(x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_in_a_graph_is_seen(name):
+    """An op that stood for the norm there would be the norm of another tensor, or have no tangent."""
+    weight, x = rows(N).detach(), rows(3, N).detach()
+    call = functools.partial(TRANSFORMS[name], lambda x: rms_norm(x, N, weight, 1e-6))
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), call(x))
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
