@@ -34,7 +34,13 @@ from tilegym_rmsnorm.gate import is_watched
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import dispatch, get_current_backend, request_of
 from tilegym_rmsnorm.spec import parts_of
-from tilegym_rmsnorm.validation import check_casting, check_input, check_normalized_shape, check_weight
+from tilegym_rmsnorm.validation import (
+    check_casting,
+    check_input,
+    check_normalized_shape,
+    check_weight,
+    is_symbol,
+)
 
 __all__ = ["rms_norm"]
 
@@ -198,9 +204,10 @@ def _checked_rms_norm(
         n, input, residual, eps=eps, casting=casting, y_dtype=y_dtype, x_name="input", **options
     )
 
+    is_symbolic = not are_plain and is_symbol(spec.eps)  # which no op takes
     if not are_plain:
         of_graph = graphs.backend_of_graph(backend)
-        if n != 0 and graphs.takes_op(of_graph, input, weight, bias, residual):
+        if n != 0 and not is_symbolic and graphs.takes_op(of_graph, input, weight, bias, residual):
             if is_autocast and residual is None:
                 input, weight, bias = map(_autocast, (input, weight, bias))
             y, residual_out, _ = graphs.forward(input, weight, bias, residual, len(shape), spec, of_graph)
@@ -222,7 +229,8 @@ def _checked_rms_norm(
     backend = get_current_backend() if backend is None else backend
     forward = dispatch("rms_norm_forward", request, backend)
 
-    is_composed = obstacle is not None or composite.is_needed_in_graph(input, weight, bias, residual)
+    is_composed = obstacle is not None or is_symbolic
+    is_composed = is_composed or composite.is_needed_in_graph(input, weight, bias, residual)
     # Of a kernel's call the casts, too, are made where no mode puts other tensors in their place.
     with contextlib.nullcontext() if is_composed else unseen(forward):
         if is_autocast and residual is None:

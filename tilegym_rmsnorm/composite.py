@@ -21,6 +21,7 @@ from torch.torch_version import TorchVersion
 from tilegym_rmsnorm import reference
 from tilegym_rmsnorm.gate import has_own_operations, is_cut, is_exporting, is_in_torch_func
 from tilegym_rmsnorm.spec import Gradients, Spec, Wanted
+from tilegym_rmsnorm.validation import is_symbol
 
 # Before torch 2.13 Dynamo loses the gradient of an autograd.Function if its input was computed in the graph: it is 0.
 _DYNAMO_TRACES_FUNCTIONS = TorchVersion(torch.__version__) >= "2.13"
@@ -58,6 +59,7 @@ def rms_norm(
     """
     dims = len(normalized_shape)
     has_subclass = any(t is not None and has_own_operations(t) for t in (x, weight, bias, residual))
+    has_subclass = has_subclass and not is_symbol(spec.eps)  # which F.rms_norm would ask for its value
     # A DTensor that is sharded in its rows F.rms_norm would gather, or on a CPU fail. Of the formula the mean alone
     # communicates: one number a row, where the shards are even.
     only_f_rms_norm_can = x.is_complex() or x.is_nested or 0 in normalized_shape

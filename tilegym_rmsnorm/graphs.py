@@ -81,8 +81,9 @@ def untraced(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 # What Dynamo says where it may not break the graph (fullgraph=True, strict export), as torch.compiler.disable sets it.
 untraced._torchdynamo_disable = True
 untraced._torchdynamo_disable_msg = (
-    "a kernel of tilegym_rmsnorm was asked for by name and cannot run this call in a graph: its tensors, or a "
-    'transform of torch.func, are for PyTorch\'s own operations. To mend it: backend="torch"'
+    "a kernel of tilegym_rmsnorm was asked for by name and cannot run this call in a graph: its tensors, an eps that "
+    "the graph computes, or a transform of torch.func, are for PyTorch's own operations. To mend it: "
+    'backend="torch"'
 )
 
 

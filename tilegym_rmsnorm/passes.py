@@ -21,6 +21,7 @@ from tilegym_rmsnorm.validation import (
     checked_bool,
     checked_dtype,
     checked_eps,
+    is_symbol,
 )
 
 __all__ = [
@@ -118,7 +119,8 @@ def rms_norm_forward(
         casting=casting,
     )
     of_graph = None if checked.are_plain else graphs.backend_of_graph(backend)
-    if not checked.are_plain and graphs.takes_op(of_graph, *checked[:4]):
+    is_in_graph = not (checked.are_plain or is_symbol(checked.spec.eps))
+    if is_in_graph and graphs.takes_op(of_graph, *checked[:4]):
         weight, bias, residual = map(_detached, (checked.weight, checked.bias, checked.residual))
         given = checked.x.detach(), weight, bias, residual, 1, checked.spec, of_graph
         y, residual_out, rstd = graphs.forward(*given)

@@ -251,10 +251,25 @@ def check_memory(**tensors: Tensor | None) -> None:
             )
 
 
+def is_symbol(number: float | None) -> bool:
+    """Whether a number is known only when the graph that is made runs, as what `item()` gives there. Where Dynamo knows
+    a symbol's value, it guards on it: that is a number."""
+    if isinstance(number, torch.SymFloat):
+        return True
+    if number is None or not is_dynamo_compiling():
+        return False
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+
+    is_positive = number >= 0.0
+    return guard_or_true(is_positive) and not guard_or_false(is_positive)
+
+
 def checked_eps(eps: float | None, dtype: torch.dtype) -> float:
-    """eps as a float; None means the machine epsilon of the precision that computes."""
+    """eps as a float; None means the machine epsilon of the precision that computes. A symbol is not checked."""
     if eps is None:
         return default_eps(dtype)
+    if not isinstance(eps, Tensor) and is_symbol(eps):
+        return eps
     expected = "a finite number, at least 0, or None"
     if isinstance(eps, Tensor) and eps.ndim:  # in the place where other libraries take the residual
         _fail(TypeError, "eps", expected, f"{_shown(eps)}; a residual is given by name: residual=")

@@ -207,6 +207,86 @@ def test_a_transform_in_a_graph_is_seen(name):
     torch.testing.assert_close(compiled(x), call(x))
 
 
+# An eps that the graph computes: no op takes a number that is not known when it is traced.
+
+OF_SYMBOLS = {
+    "plain": lambda x, weight, eps: rms_norm(x, N, weight, eps),
+    "all": lambda x, weight, eps: rms_norm(
+        x, N, weight, eps, bias=weight, offset=1.0, casting="llama", residual=x.cos(), residual_alpha=0.5
+    ),
+    "without autograd": lambda x, weight, eps: rms_norm_forward(x.detach(), weight.detach(), eps),
+}
+
+
+@pytest.fixture
+def scalar_outputs():
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        yield
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("kind", OF_SYMBOLS)
+@pytest.mark.usefixtures("scalar_outputs")
+def test_an_eps_that_the_graph_computes(kind, compiler):
+    def call(x, weight):
+        return OF_SYMBOLS[kind](x, weight, x.detach().square().mean().item())
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend(compiler)
+    compiled = torch.compile(call, fullgraph=True, backend=counter)
+    for scale in (1.0, 2.0, 3.0):
+        leaves = [(rows(3, N).detach() * scale).requires_grad_(), rows(N)]
+        ours, theirs = compiled(*leaves), call(*leaves)
+        torch.testing.assert_close(ours, theirs)
+        if kind != "without autograd":
+            both = (
+                torch.autograd.grad(
+                    sum(map(torch.sum, each)) if isinstance(each, tuple) else each.sin().sum(), leaves
+                )
+                for each in (ours, theirs)
+            )
+            torch.testing.assert_close(*both)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_eps_that_an_exported_graph_computes(strict):
+    class Norm(torch.nn.Module):
+        def forward(self, x, weight, eps):
+            return rms_norm(x, N, weight, eps.abs().item())
+
+    given = rows(3, N).detach(), rows(N).detach()
+    exported = export(Norm(), (*given, torch.tensor(1e-3)), strict=strict).module()
+    for eps in (1e-3, 1.0):
+        torch.testing.assert_close(exported(*given, torch.tensor(eps)), rms_norm(given[0], N, given[1], eps))
+
+
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+def test_an_eps_that_make_fx_records(mode):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    given = rows(3, N).detach(), rows(N).detach()
+    call = lambda x, weight, eps: rms_norm(x, N, weight, eps.item())  # noqa: E731
+    gm = make_fx(call, tracing_mode=mode)(*given, torch.tensor(1e-3))
+    for eps in (1e-3, 1.0):
+        torch.testing.assert_close(gm(*given, torch.tensor(eps)), rms_norm(given[0], N, given[1], eps))
+
+
+@pytest.mark.usefixtures("scalar_outputs")
+def test_a_kernel_by_name_runs_outside_of_a_graph_that_computes_eps(monkeypatch):
+    import by_address
+
+    if DEVICE.type != "cpu":
+        pytest.skip("for a CPU")
+    by_address.use(monkeypatch)
+    call = lambda x: rms_norm(x, N, None, x.detach().square().mean().item(), backend="cutile")  # noqa: E731
+    x = rows(3, N)
+    torch.testing.assert_close(torch.compile(call, backend="eager")(x), call(x))
+    assert by_address.calls == ["rms_norm_forward"] * 2
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="an eps that the graph computes"):
+        torch.compile(call, fullgraph=True, backend="eager")(x)
+
+
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_twenty_batch_sizes_have_at_most_three_graphs(dynamic):
     module = RMSNorm(N, backend=BACKEND, device=DEVICE)
