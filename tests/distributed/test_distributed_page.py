@@ -24,7 +24,7 @@ BLOCKS = re.findall(
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.11", reason="the page says from 2.11 on")
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
 def test_the_page_runs(tmp_path):
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
     program = tmp_path / "page.py"
     program.write_text("\n".join(BLOCKS) + '\nprint("ran")\n')
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
