@@ -17,10 +17,13 @@ from helpers import (
     expected_results,
     make_inputs,
 )
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 from torch.utils.flop_counter import FlopCounterMode
 
+from tilegym_rmsnorm import override_aten
 from tilegym_rmsnorm.integrations.aten import BACKWARD, FORWARD, TAKEN
+from tilegym_rmsnorm.integrations.fx import replace_rmsnorm_pass
 
 pytestmark = MARKS
 
@@ -179,3 +182,19 @@ def test_dtensor(dim):
         assert_within(expected_results(whole), **flat, dw=norm.weight.grad.full_tensor())
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.10", reason="torch 2.9 decomposes forwards when it traces"
+)
+def test_graphs_of_cpu_tensors_keep_the_norms_for_the_passes():
+    """As docs/traced-graphs.md says. Without the override a tracer finds no norm of CPU tensors."""
+    x, weight = norm_of(3, 6).cpu().detach().requires_grad_(), norm_of(6).cpu().detach().requires_grad_()
+
+    def step(x, weight):
+        return torch.autograd.grad(objective(x, weight), (x, weight))
+
+    with override_aten("cpu"):
+        gm = replace_rmsnorm_pass(make_fx(step, tracing_mode="fake")(x, weight))
+    assert gm.meta["tilegym_rmsnorm_replaced"] == 2
+    torch.testing.assert_close(gm(x.detach(), weight.detach()), step(x, weight))
