@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from tilegym_rmsnorm.gate import has_no_memory
+from tilegym_rmsnorm.gate import has_no_memory, is_dtensor
 from tilegym_rmsnorm.reference import CASTINGS, compute_dtype, default_eps, promoted
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -134,7 +134,9 @@ def check_like(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> None:
     if _get_trace() is not None:
         return _outside_of_trace(check_like, name, tensor, x, x_name)
     if tensor.shape != x.shape:
-        _fail(ValueError, name, f"the shape of {x_name}, {tuple(x.shape)}", tuple(tensor.shape))
+        is_local = is_dtensor(x) and not is_dtensor(tensor)
+        got = f"{tuple(tensor.shape)}{f' of a plain tensor, while {x_name} is a DTensor' * is_local}"
+        _fail(ValueError, name, f"the shape of {x_name}, {tuple(x.shape)}", got)
     dtypes = COMPLEX_DTYPES if x.is_complex() else DTYPES
     if tensor.dtype not in dtypes:
         _fail(TypeError, name, f"a dtype of {_names(dtypes)}", tensor.dtype)

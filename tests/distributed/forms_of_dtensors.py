@@ -9,6 +9,7 @@ test_four_processes.py starts it: python tests/distributed/forms_of_dtensors.py 
 from __future__ import annotations
 
 import processes
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
@@ -156,6 +157,9 @@ def plain_beside_distributed(mesh) -> None:
             assert "mixed torch.Tensor and DTensor" in str(error), error
         else:
             raise AssertionError(f"argument {plain} was plain, and nothing was raised")
+    sharded = distribute_tensor(x, mesh, [SEQUENCE])
+    with pytest.raises(ValueError, match="of a plain tensor, while input is a DTensor"):
+        rms_norm(sharded, 16, placed(weight), residual=residual[:, :2])
 
 
 def below_autograd(mesh) -> None:
