@@ -99,9 +99,11 @@ def gradients(
     weight needs none. x is what was normalized, and has spec.alpha times the branch in it."""
     y_spec = spec._replace(alpha=1.0, y_dtype=dy.dtype, residual_dtype=None)
     with torch.enable_grad():
-        y = rms_norm(x, x.shape[-dims:], weight, None, None, y_spec)
         leaves = [each for each in (x, weight) if each is not None and each.requires_grad]
-        found = dict(zip(leaves, torch.autograd.grad(y, leaves, dy, create_graph=True), strict=True))
+        found = {}
+        if leaves:  # autograd refuses to look for none, as where bias alone is learned
+            y = rms_norm(x, x.shape[-dims:], weight, None, None, y_spec)
+            found = dict(zip(leaves, torch.autograd.grad(y, leaves, dy, create_graph=True), strict=True))
         total = found.get(x)
         if d_residual_out is not None and total is not None:
             total = total + d_residual_out

@@ -307,6 +307,18 @@ def gradients_of_gradients(mesh) -> None:
             torch.testing.assert_close(one.full_tensor(), other)
 
 
+def gradient_of_the_gradient_of_bias(mesh) -> None:
+    """Where bias alone is learned, and the gradient is differentiated."""
+    for has_residual in (False, True):
+        x, residual, _, bias, dy, _ = (distribute_tensor(t, mesh, [WHOLE]) for t in tensors(B, T, N))
+        bias, dy = bias.requires_grad_(), dy.requires_grad_()
+        results = rms_norm(x, N, None, EPS, bias=bias, residual=residual if has_residual else None)
+        y = results[0] if has_residual else results
+        (db,) = torch.autograd.grad(y, bias, dy, create_graph=True)
+        (ddy,) = torch.autograd.grad(db.square().sum(), dy)
+        torch.testing.assert_close(ddy.full_tensor(), (2 * db).full_tensor().expand(dy.shape))
+
+
 def in_one_graph(mesh) -> None:
     """The op stands in it for local tensors, in Dynamo's and in make_fx's."""
     x, _, weight, _, _, _ = tensors(B, 8, N)
@@ -399,6 +411,7 @@ if __name__ == "__main__":
         kernels_read_local_memory,
         a_plain_weight,
         gradients_of_gradients,
+        gradient_of_the_gradient_of_bias,
         in_one_graph,
         a_module_that_was_distributed,
     )
