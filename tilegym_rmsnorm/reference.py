@@ -119,14 +119,15 @@ def add_rms_norm_torch(
     out_dtype: torch.dtype | None = None,
     dims: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y, of out_dtype or x's, residual_out, and rstd (M,). The rest as for `rms_norm_torch`."""
+    """y, of out_dtype or x's, residual_out, and rstd with an extent of 1 in the place of each normalized dimension. The
+    rest as for `rms_norm_torch`."""
     total = wide_sum(x, residual, alpha)
     residual_out = total.to(residual_dtype)
     # The gradient of what is normalized is not rounded on its way to the sum.
     wide = rounded_value(total, residual_dtype).to(compute_dtype(residual_dtype))
     out_dtype = x.dtype if out_dtype is None else out_dtype
     y, rstd = _forward(residual_out, weight, eps, bias, offset, casting, out_dtype, dims, wide)
-    return y, residual_out, rstd.reshape(-1)
+    return y, residual_out, rstd
 
 
 def wide_sum(x: Tensor, residual: Tensor, alpha: float) -> Tensor:

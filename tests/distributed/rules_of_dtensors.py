@@ -253,6 +253,16 @@ def rows_of_a_flattened_sequence(mesh) -> None:
     assert torch.equal(y.full_tensor(), expected.flatten(0, 1))
 
 
+def cut_rows_and_a_residual_that_is_not(mesh) -> None:
+    """Their sum is sharded as the residual, here unevenly: such rows PyTorch does not flatten."""
+    x, residual, weight, _, _, _ = tensors(5, 3, N)
+    expected = rms_norm(x, N, weight, EPS, residual=residual)
+    places = (x, Shard(2)), (weight, WHOLE), (residual, Shard(0))
+    x, weight, residual = (distribute_tensor(t, mesh, [at]) for t, at in places)
+    for one, other in zip(rms_norm(x, N, weight, EPS, residual=residual), expected, strict=True):
+        torch.testing.assert_close(one.full_tensor(), other)
+
+
 def kernels_read_local_memory(mesh) -> None:
     """By "auto" as on a GPU, and by name: in the forward and the backward, one launch a process that has rows."""
     given = tensors(B, T, N)
@@ -407,6 +417,7 @@ if __name__ == "__main__":
         gradient_placed_unlike_x,
         gradient_still_communicated,
         rows_that_are_cut,
+        cut_rows_and_a_residual_that_is_not,
         rows_of_a_flattened_sequence,
         kernels_read_local_memory,
         a_plain_weight,

@@ -130,7 +130,7 @@ def _forward(
         return *rms_norm_forward_torch(x, weight, eps, **options), None
     options |= {"alpha": alpha, "residual_dtype": residual_dtype}
     y, residual_out, rstd = add_rms_norm_torch(x, residual, weight, eps, **options)
-    return y, rstd, residual_out
+    return y, rstd.reshape(-1), residual_out
 
 
 def _backward(

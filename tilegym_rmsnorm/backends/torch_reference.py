@@ -48,7 +48,7 @@ def rms_norm_forward(spec: Spec, tensors: Tensors) -> Outputs:
         casting=spec.casting,
         out_dtype=spec.y_dtype,
     )
-    return y.contiguous(), rstd, residual_out.contiguous()
+    return y.contiguous(), rstd.reshape(-1), residual_out.contiguous()
 
 
 @register_impl("rms_norm_backward", "torch")
