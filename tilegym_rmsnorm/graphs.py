@@ -31,6 +31,9 @@ def backend_of_graph(backend: str | None) -> str | None:
     Dynamo traces. Else None: each run of the graph has the one in effect then, or, where it is not Dynamo that makes
     it, the reference if that is in effect here."""
     if backend is not None:
+        # DTensor's engine would make a RuntimeError of what the op says.
+        if not is_dynamo_compiling():
+            registry.check_backend_name(backend)
         return backend
     if is_dynamo_compiling():
         return registry.traced_backend()
@@ -46,6 +49,13 @@ def takes_op(backend: str | None, *tensors: Tensor | None) -> bool:
     if is_dynamo_compiling():
         return all(t is None or (type(t) in gate.PLAIN_TYPES and not t.is_complex()) for t in tensors)
     return gate.is_recorded(*tensors) or _is_seen_by_modes(*tensors)
+
+
+def _is_auto(backend: str | None) -> bool:
+    """Whether no backend is asked for by name: in the call, or by what is in effect, which Dynamo does not see."""
+    if backend is None and not is_dynamo_compiling():
+        backend = get_current_backend()
+    return backend in (None, "auto")
 
 
 def _takes_dtensors(*tensors: Tensor | None) -> bool:

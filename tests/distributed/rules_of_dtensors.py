@@ -253,6 +253,19 @@ def rows_of_a_flattened_sequence(mesh) -> None:
     assert torch.equal(y.full_tensor(), expected.flatten(0, 1))
 
 
+def a_backend_in_effect(mesh) -> None:
+    """By use_backend as by backend=: rows that are cut are put together. No backend of a name is an error of ours."""
+    x, _, weight, _, _, _ = tensors(B, T, N)
+    placed = distribute_tensor(x, mesh, [Shard(2)]), distribute_tensor(weight, mesh, [WHOLE])
+    with pytest.MonkeyPatch.context() as patch, use_backend("cutile"):
+        by_address.use(patch)
+        y = rms_norm(placed[0], N, placed[1], EPS)
+        assert by_address.calls == ["rms_norm_forward"]
+    torch.testing.assert_close(y.full_tensor(), F.rms_norm(x, (N,), weight, EPS))
+    with pytest.raises(ValueError, match="backend: expected one of"):
+        rms_norm(placed[0], N, placed[1], EPS, backend="none")
+
+
 def cut_rows_and_a_residual_that_is_not(mesh) -> None:
     """Their sum is sharded as the residual, here unevenly: such rows PyTorch does not flatten."""
     x, residual, weight, _, _, _ = tensors(5, 3, N)
@@ -417,6 +430,7 @@ if __name__ == "__main__":
         gradient_placed_unlike_x,
         gradient_still_communicated,
         rows_that_are_cut,
+        a_backend_in_effect,
         cut_rows_and_a_residual_that_is_not,
         rows_of_a_flattened_sequence,
         kernels_read_local_memory,
