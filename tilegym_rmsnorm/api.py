@@ -207,7 +207,8 @@ def _checked_rms_norm(
     is_symbolic = not are_plain and is_symbol(spec.eps)  # which no op takes
     if not are_plain:
         of_graph = graphs.backend_of_graph(backend)
-        if n != 0 and not is_symbolic and graphs.takes_op(of_graph, input, weight, bias, residual):
+        is_for_op = n != 0 and not is_symbolic and graphs.takes_op(of_graph, input, weight, bias, residual)
+        if is_for_op and not graphs.would_gather(of_graph, input, residual):
             if is_autocast and residual is None:
                 input, weight, bias = map(_autocast, (input, weight, bias))
             y, residual_out, _ = graphs.forward(input, weight, bias, residual, len(shape), spec, of_graph)

@@ -5,7 +5,8 @@
 make_fx; those of DTensors, whose engine runs the op on local tensors; and those that a dispatch mode watches.
 
 With backend="torch" it is the reference, PyTorch's own operations, which Inductor compiles with their neighbours. So it
-is for what the ops do not take: complex and nested tensors, rows of no elements, calls that torch.func transforms.
+is for what the ops do not take: complex and nested tensors, rows of no elements, calls that torch.func transforms. And
+for DTensors with fewer rows than shards, unless a kernel is asked for by name: the op would have them put together.
 """
 
 from __future__ import annotations
@@ -49,6 +50,12 @@ def takes_op(backend: str | None, *tensors: Tensor | None) -> bool:
     if is_dynamo_compiling():
         return all(t is None or (type(t) in gate.PLAIN_TYPES and not t.is_complex()) for t in tensors)
     return gate.is_recorded(*tensors) or _is_seen_by_modes(*tensors)
+
+
+def would_gather(backend: str | None, x: Tensor, residual: Tensor | None) -> bool:
+    """Whether an op would have DTensors put together that PyTorch's operations leave where they are: those sharded in a
+    dimension with fewer elements than shards. Where a kernel is asked for by name it may."""
+    return _is_auto(backend) and (gate.has_too_many_shards(x) or gate.has_too_many_shards(residual))
 
 
 def _is_auto(backend: str | None) -> bool:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.torch_version import TorchVersion
 
 from tilegym_rmsnorm import RMSNorm, rms_norm, use_backend
 from tilegym_rmsnorm.torch_ops import op
@@ -30,6 +31,8 @@ from tilegym_rmsnorm.torch_ops import op
 B, T, H, N = 4, 5, 6, 16  # neither tokens nor heads are as many in each process
 WHOLE = Replicate()
 EPS = 1e-3
+# Before, PyTorch's own norm of a DTensor communicates in its backward.
+KEEPS_ROWS = TorchVersion(torch.__version__) >= "2.13"
 RESULTS = "y", "residual_out", "dx", "d_residual", "dw", "db"
 
 
@@ -253,6 +256,54 @@ def rows_of_a_flattened_sequence(mesh) -> None:
     assert torch.equal(y.full_tensor(), expected.flatten(0, 1))
 
 
+def fewer_rows_than_processes(mesh) -> None:
+    """They stay where they are, as by F.rms_norm: no process is sent the others' rows."""
+    grid = init_device_mesh("cpu", (2, 2))
+    for one_mesh, placements in ((mesh, [Shard(0)]), (mesh, [Shard(1)]), (grid, [Shard(0), Shard(0)])):
+        for of_heads in (False, True):
+            given = learned(*tensors(3, 2, H, N, of_heads=of_heads))
+            for is_block in (True, False):
+                expected = step(given, N, is_block, backend="torch")
+                replicated = [WHOLE] * len(placements)
+                places = placements, placements, replicated, replicated, placements, placements
+                placed = [
+                    distribute_tensor(t.detach(), one_mesh, at).requires_grad_(t.requires_grad)
+                    for t, at in zip(given, places, strict=True)
+                ]
+                with CommDebugMode() as communication:
+                    found = step(placed, N, is_block)
+                if KEEPS_ROWS:
+                    assert communication.get_total_counts() == 0, communication.get_comm_counts()
+                    assert found["y"].placements == found["dx"].placements == tuple(placements)
+                for name, result in whole(found).items():
+                    if expected[name] is not None:
+                        torch.testing.assert_close(result, expected[name], rtol=1e-5, atol=1e-5)
+
+
+def a_number_of_rows_that_is_not_known(mesh) -> None:
+    """While Dynamo traces it; F.rms_norm is traced too."""
+    if not KEEPS_ROWS:
+        return
+    torch._dynamo.reset()
+    x, _, weight, _, _, _ = tensors(8, N)
+    placed = distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(weight, mesh, [WHOLE])
+    torch._dynamo.decorators.mark_unbacked(placed[0], 0)
+    norm = torch.compile(lambda x, weight: rms_norm(x, N, weight, EPS), backend="aot_eager", fullgraph=True)
+    y = norm(*placed)
+    assert y.placements == (Shard(0),)
+    torch.testing.assert_close(y.full_tensor(), F.rms_norm(x, (N,), weight, EPS))
+
+
+def cut_rows_and_a_residual_that_is_not(mesh) -> None:
+    """Their sum is sharded as the residual, here unevenly: such rows PyTorch does not flatten."""
+    x, residual, weight, _, _, _ = tensors(5, 3, N)
+    expected = rms_norm(x, N, weight, EPS, residual=residual)
+    places = (x, Shard(2)), (weight, WHOLE), (residual, Shard(0))
+    x, weight, residual = (distribute_tensor(t, mesh, [at]) for t, at in places)
+    for one, other in zip(rms_norm(x, N, weight, EPS, residual=residual), expected, strict=True):
+        torch.testing.assert_close(one.full_tensor(), other)
+
+
 def a_backend_in_effect(mesh) -> None:
     """By use_backend as by backend=: rows that are cut are put together. No backend of a name is an error of ours."""
     x, _, weight, _, _, _ = tensors(B, T, N)
@@ -264,16 +315,6 @@ def a_backend_in_effect(mesh) -> None:
     torch.testing.assert_close(y.full_tensor(), F.rms_norm(x, (N,), weight, EPS))
     with pytest.raises(ValueError, match="backend: expected one of"):
         rms_norm(placed[0], N, placed[1], EPS, backend="none")
-
-
-def cut_rows_and_a_residual_that_is_not(mesh) -> None:
-    """Their sum is sharded as the residual, here unevenly: such rows PyTorch does not flatten."""
-    x, residual, weight, _, _, _ = tensors(5, 3, N)
-    expected = rms_norm(x, N, weight, EPS, residual=residual)
-    places = (x, Shard(2)), (weight, WHOLE), (residual, Shard(0))
-    x, weight, residual = (distribute_tensor(t, mesh, [at]) for t, at in places)
-    for one, other in zip(rms_norm(x, N, weight, EPS, residual=residual), expected, strict=True):
-        torch.testing.assert_close(one.full_tensor(), other)
 
 
 def kernels_read_local_memory(mesh) -> None:
@@ -432,6 +473,8 @@ if __name__ == "__main__":
         rows_that_are_cut,
         a_backend_in_effect,
         cut_rows_and_a_residual_that_is_not,
+        fewer_rows_than_processes,
+        a_number_of_rows_that_is_not_known,
         rows_of_a_flattened_sequence,
         kernels_read_local_memory,
         a_plain_weight,
