@@ -19,7 +19,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.torch_version import TorchVersion
 
 from tilegym_rmsnorm import reference
-from tilegym_rmsnorm.gate import has_own_operations, is_cut, is_exporting, is_in_torch_func
+from tilegym_rmsnorm.gate import has_own_operations, is_exporting, is_in_torch_func, splits_rows
 from tilegym_rmsnorm.spec import Gradients, Spec, Wanted
 from tilegym_rmsnorm.validation import is_symbol
 
@@ -63,7 +63,7 @@ def rms_norm(
     # A DTensor that is sharded in its rows F.rms_norm would gather, or on a CPU fail. Of the formula the mean alone
     # communicates: one number a row, where the shards are even.
     only_f_rms_norm_can = x.is_complex() or x.is_nested or 0 in normalized_shape
-    if only_f_rms_norm_can or (has_subclass and not (is_cut(x, dims) or is_cut(residual, dims))):
+    if only_f_rms_norm_can or (has_subclass and not (splits_rows(x, dims) or splits_rows(residual, dims))):
         y_dtype, shape = x.dtype if spec.y_dtype is None else spec.y_dtype, list(normalized_shape)
         if residual is None:
             return _packed(_by_f_rms_norm(x, shape, weight, bias, spec, y_dtype))
@@ -99,12 +99,19 @@ def gradients(
     weight needs none. x is what was normalized, and has spec.alpha times the branch in it."""
     y_spec = spec._replace(alpha=1.0, y_dtype=dy.dtype, residual_dtype=None)
     with torch.enable_grad():
-        leaves = [each for each in (x, weight) if each is not None and each.requires_grad]
+        is_split = splits_rows(x, dims)
+        # The gradient of x is not rounded on its way to the sum with d_residual_out.
+        wide = x if is_split else x.to(reference.compute_dtype(x.dtype))
+        leaves = [each for each in (wide, weight) if each is not None and each.requires_grad]
         found = {}
         if leaves:  # autograd refuses to look for none, as where bias alone is learned
-            y = rms_norm(x, x.shape[-dims:], weight, None, None, y_spec)
+            shape = list(x.shape[-dims:])
+            if is_split:
+                y = rms_norm(x, shape, weight, None, None, y_spec)
+            else:
+                y = _by_f_rms_norm(x, shape, weight, None, y_spec, dy.dtype, wide)
             found = dict(zip(leaves, torch.autograd.grad(y, leaves, dy, create_graph=True), strict=True))
-        total = found.get(x)
+        total = found.get(wide)
         if d_residual_out is not None and total is not None:
             total = total + d_residual_out
         dx = None if total is None else (total if spec.alpha == 1.0 else spec.alpha * total).to(wanted.dx)
@@ -112,8 +119,8 @@ def gradients(
         dw, db = None if weight is None else found.get(weight), None
         if wanted.db is not None:
             over = list(range(x.ndim - (dims if weight is None else weight.ndim)))
-            wide = dy.to(reference.compute_dtype(dy.dtype))
-            db = (wide.sum(over) if over else wide).to(wanted.db)
+            terms = dy.to(reference.compute_dtype(dy.dtype))
+            db = (terms.sum(over) if over else terms).to(wanted.db)
     return dx, d_residual, dw, db
 
 

@@ -10,7 +10,7 @@ records. And a call must not be one that PyTorch records or transforms: a kernel
 
     of a tensor  is_plain            its memory can be read: asked of every tensor, so as cheaply as can be
                  is_batched, has_tangent, has_own_operations, has_no_memory     what else it may be
-                 is_dtensor, is_cut, has_too_many_shards                        and how it is sharded
+                 is_dtensor, splits_rows, has_too_many_shards                        and how it is sharded
     of a call    is_watched          PyTorch records, transforms or watches it: asked of every call, as cheaply
                  is_in_torch_func, is_exporting, count_modes    parts of that, which Dynamo knows too
                  is_transformed      no op may stand for it
@@ -147,8 +147,9 @@ def is_dtensor(tensor: Any) -> bool:
     return type(tensor).__name__ == "DTensor" and isinstance(tensor, Tensor)
 
 
-def is_cut(tensor: Any, dims: int) -> bool:
-    """Whether `tensor`, a DTensor or what describes one, is sharded in its last `dims` dimensions."""
+def splits_rows(tensor: Any, dims: int) -> bool:
+    """Whether `tensor`, a DTensor or its description, is sharded in its last `dims` dimensions: several processes have
+    parts of a row."""
     for placement in getattr(tensor, "placements", ()):
         # By `dim`, which every kind of shard has: is_shard() says no to some.
         dim = getattr(placement, "dim", None)

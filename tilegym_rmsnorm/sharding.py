@@ -5,7 +5,7 @@
 
 x, dy and residual may be sharded in any dimension but the normalized ones, evenly or not. Nothing is communicated then:
 each process normalizes its rows. weight and bias are replicated, dw and db are partial sums. Weights of heads are
-sharded as the heads are. What is placed otherwise the engine moves first, at the least cost: a row that is cut is put
+sharded as the heads are. What is placed otherwise the engine moves first, at the least cost: a row that is split is put
 together again, which is said once.
 
 The rules are registered when a DTensor is first seen, and never by an import: DTensor takes a second to import.
@@ -45,6 +45,8 @@ def _register() -> None:
 
 
 def _forward(x: Any, weight: Any, bias: Any, normalized_dims: int, *options: Any) -> list[_Rule]:
+    if gate.splits_rows(x, normalized_dims):
+        _say_that_rows_are_put_together()
     rules = []
     for placement, of_vectors, _ in _choices(normalized_dims, (x,), weight, bias):
         vectors = [None if vector is None else of_vectors for vector in (weight, bias)]
@@ -55,6 +57,8 @@ def _forward(x: Any, weight: Any, bias: Any, normalized_dims: int, *options: Any
 def _add_forward(
     x: Any, residual: Any, weight: Any, bias: Any, normalized_dims: int, *options: Any
 ) -> list[_Rule]:
+    if any(gate.splits_rows(each, normalized_dims) for each in (x, residual)):
+        _say_that_rows_are_put_together()
     rules = []
     for placement, of_vectors, _ in _choices(normalized_dims, (x, residual), weight, bias):
         vectors = [None if vector is None else of_vectors for vector in (weight, bias)]
@@ -111,8 +115,6 @@ def _choices(dims: int, rows: tuple[Any, ...], *vectors: Any) -> list[tuple[Any,
 
     x = rows[0]
     leading = x.ndim - dims
-    if gate.is_cut(x, dims):
-        _say_that_rows_are_put_together()
     of_heads = any(vector is not None and vector.ndim > dims for vector in vectors)
     shards: list[Any] = [Shard(dim) for dim in range(leading)]
     for tensor in rows:

@@ -371,6 +371,25 @@ def gradients_of_gradients(mesh) -> None:
             torch.testing.assert_close(one.full_tensor(), other)
 
 
+def a_gradient_that_can_be_differentiated(mesh) -> None:
+    """It is as exact as one that cannot: what was normalized is narrower than x, whose gradient is not rounded."""
+    x, residual, weight, _, dy, d_residual_out = tensors(B, T, N)
+    whole_rows = (x, residual.bfloat16(), dy, d_residual_out.bfloat16())
+    placed = [distribute_tensor(t, mesh, [Shard(1)]) for t in whole_rows]
+    weight = distribute_tensor(weight, mesh, [WHOLE]).requires_grad_()
+    found = []
+    for create_graph in (False, True):
+        leaves = [t.detach().requires_grad_() for t in placed[:2]]
+        options = {"residual": leaves[1], "residual_alpha": 0.3, "residual_dtype": torch.bfloat16}
+        results = rms_norm(leaves[0], N, weight, EPS, **options)
+        given = [*leaves, weight]
+        found.append(torch.autograd.grad(results, given, placed[2:], create_graph=create_graph))
+    for one, other in zip(*found, strict=True):
+        assert one.dtype is other.dtype
+        limit = 1e-5 if one.dtype is torch.float32 else 1e-2
+        torch.testing.assert_close(one.full_tensor(), other.full_tensor().detach(), rtol=limit, atol=limit)
+
+
 def gradient_of_the_gradient_of_bias(mesh) -> None:
     """Where bias alone is learned, and the gradient is differentiated."""
     for has_residual in (False, True):
@@ -480,6 +499,7 @@ if __name__ == "__main__":
         a_plain_weight,
         gradients_of_gradients,
         gradient_of_the_gradient_of_bias,
+        a_gradient_that_can_be_differentiated,
         in_one_graph,
         a_module_that_was_distributed,
     )
