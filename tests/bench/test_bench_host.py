@@ -66,13 +66,13 @@ def test_first_calls_are_timed_twice_with_one_cache(capsys, monkeypatch):
 
 
 def test_without_launches_puts_ct_launch_back():
-    ct = pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-    launch, seen = ct.launch, []
+    machine = pytest.importorskip("tilegym_rmsnorm.backends.cutile.runtime.machine")
+    launch, seen = machine.launch_kernel, []
 
     def call():
-        seen.append(ct.launch)
+        seen.append(machine.launch_kernel)
         raise KeyError
 
     with pytest.raises(KeyError):
         host.without_launches(call)()
-    assert seen == [host._launch_nothing] and ct.launch is launch
+    assert seen == [host._launch_nothing] and machine.launch_kernel is launch

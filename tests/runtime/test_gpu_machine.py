@@ -4,6 +4,8 @@
 """Where a GPU's memory comes from and how its launches go out, asked without a GPU."""
 
 import contextlib
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -35,7 +37,8 @@ class Driver:
             torch._C, "_cuda_getCurrentRawStream", lambda index: (self.current, index), raising=False
         )
         monkeypatch.setattr(machine, "_empty_strided_cuda", self.allocate)
-        monkeypatch.setattr(ct, "launch", lambda *args, **kwargs: self.launches.append((args, kwargs)))
+        record = lambda *args, **kwargs: self.launches.append((args, kwargs))  # noqa: E731
+        monkeypatch.setattr(machine, "launch_kernel", record)
 
     @contextlib.contextmanager
     def use(self, index):
@@ -116,3 +119,27 @@ def test_launches_begin_before_the_one_before_has_ended_from_hopper_on(driver, m
     assert made.constants(made.first)["DEPENDENT"] is (major >= 9), (
         "a kernel that does not wait, or waits for nothing"
     )
+
+
+def test_launches_pass_by_what_stands_in_the_place_of_ct_launch(gpu, driver, monkeypatch):
+    """`import tilegym` puts a function there that takes no keyword arguments, and hands on to cuda-tile's."""
+
+    def replaced(stream, grid, kernel, kernel_args, /):
+        raise AssertionError("not ours to call")
+
+    monkeypatch.setattr(ct, "launch", replaced)
+    gpu.bind(forward.forward_rows, VARIANT, (1024, 0, True))((3,), ("y", "x"))
+    assert len(driver.launches) == 1
+
+
+def test_launches_are_cuda_tiles_where_another_library_was_imported_first():
+    program = """
+import cuda.tile as ct
+
+original = ct.launch
+ct.launch = lambda stream, grid, kernel, kernel_args, /: original(stream, grid, kernel, kernel_args)
+from tilegym_rmsnorm.backends.cutile.runtime import machine
+assert machine.launch_kernel is original and ct.launch is not original
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr

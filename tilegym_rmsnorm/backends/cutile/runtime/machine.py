@@ -19,6 +19,11 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import LAUNCHES_AT_ONCE, Devi
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.runtime import disk_cache, toolchain
 
+try:  # as cuda-tile built it: `import tilegym` puts a function in its place that takes no keyword arguments
+    from cuda.tile._cext import launch as launch_kernel
+except ImportError:
+    launch_kernel = ct.launch
+
 Launch = Callable[[tuple[int, ...], tuple[Any, ...]], None]  # (grid, arguments)
 
 # What torch.compile's own code allocates with, since torch.empty takes 2 us more. On the current device only.
@@ -75,7 +80,7 @@ class GpuMachine:
                 with torch.cuda.device(index):
                     launch(grid, arguments)
                 return
-            ct.launch(
+            launch_kernel(
                 current_stream(index),
                 grid,
                 kernel,
