@@ -57,6 +57,14 @@ def backward_launcher(spec: Spec, tensors: Tensors, wanted: Wanted) -> Backward 
     return None if run is None or not _takes(run, m, x, dy, d_residual_out) else run
 
 
+def backward_plan(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Plan:
+    """Of a plain backward of (m, n), x and weight of one dtype. KeyError for a dtype that no kernel takes."""
+    of_rows = size_class(m, n), "shared", *ruled_out()
+    run = _backward("backward", device, n, dtype, dtype, "once", *of_rows)
+    assert run is not None, "every plain call is fused"
+    return run.plan
+
+
 def ruled_out() -> tuple[bool, int]:
     return policy.teams(), policy.get_sm_margin()
 

@@ -1,0 +1,306 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""TileGym's RMSNorm by its names and signatures, on these kernels; and put into TileGym's registry by `register`.
+
+Written against TileGym 1.5.1, which is imported by `register` alone. Where TileGym stops, this goes on: a backward with
+an offset, no weight, a bias, no rows, tensors on another device than the current one; shapes are checked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilegym_rmsnorm import api, passes
+
+MODES = (None, "static_persistent", "multi_wave_reload", "multi_wave_cached")
+REGISTRY = "tilegym.backend.dispatcher"  # the module that holds it, as `_REGISTRY`
+
+_lock = threading.RLock()
+_held: dict[str, _Held] = {}  # by TileGym's name of the backend
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int] | None,
+    weight: Tensor | None,
+    eps: float,
+    bias: Tensor | None = None,
+    mode: str | None = None,
+    offset: float = 0.0,
+    **kwargs: Any,
+) -> Tensor:
+    """`tilegym.ops.rms_norm`: y in input's dtype, computed in float32, rounded once; differentiable.
+
+    Args:
+        input: Shape `(*, *normalized_shape)`; float16, bfloat16, float32 or float64.
+        normalized_shape: The last dimensions. None, as TileGym's own modules pass: the last one.
+        weight: Shape `normalized_shape`, any of these dtypes, or None.
+        eps: Added to the mean of squares.
+        bias: Shape of weight, or None.
+        mode: One of TileGym's names of its kernels, or None. It has no effect: which kernel serves is chosen by shape.
+        offset: Added to weight, 1 for Gemma; in the backward too.
+        **kwargs: Not used, as in TileGym.
+
+    Returns:
+        y, of input's shape.
+
+    Raises:
+        ValueError: There is no such mode, or a shape, a device or a number does not fit.
+        TypeError: A dtype, a layout or a type does not fit.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode: expected one of {', '.join(map(repr, MODES))}, got {mode!r}")
+    if normalized_shape is None:
+        normalized_shape = input.shape[-1:]
+    return api.rms_norm(input, normalized_shape, weight, eps, bias=bias, offset=offset)
+
+
+def rms_norm_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor | None]:
+    """dx, of x's shape and dtype, and dw, of weight's, without autograd. See `tilegym_rmsnorm.rms_norm_backward`.
+
+    Args:
+        x: Shape `(*, N)`, M rows.
+        dy: The gradient of y, of x's shape.
+        weight: Shape `(N,)`.
+        rstd: Shape `(M,)`, float32.
+    """
+    return passes.rms_norm_backward(x, dy, weight, rstd)
+
+
+def rms_norm_backward_torch(
+    x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """`rms_norm_backward` by the reference, in PyTorch.
+
+    Args:
+        x: Shape `(*, N)`, M rows.
+        dy: The gradient of y, of x's shape.
+        weight: Shape `(N,)`.
+        rstd: Shape `(M,)`, float32.
+    """
+    return passes.rms_norm_backward_torch(x, dy, weight, rstd)
+
+
+def compute_rms_norm_rstd_torch(x: Tensor, eps: float) -> Tensor:
+    """`1 / sqrt(mean(x^2) + eps)` over the last dimension, of shape `(M,)`, float32, by the reference.
+
+    Args:
+        x: Shape `(*, N)`, M rows.
+        eps: Added to the mean of squares.
+    """
+    return passes.compute_rms_norm_rstd_torch(x, eps)
+
+
+def rms_norm_backward_workspace_bytes(
+    M: int, N: int, *, dtype: torch.dtype = torch.bfloat16, device: torch.device | None = None
+) -> int:
+    """What a backward of (M, N) moves through temporary memory, in bytes: written once and read once, as TileGym counts
+    it, so twice what is allocated. By the plan that serves on backend "cutile"; 0 where one block does it all.
+
+    Args:
+        M: Rows.
+        N: Elements of a row.
+        dtype: Of x and weight: float16, bfloat16 or float32.
+        device: None: the current CUDA device, or where there is none the one of the interpreter, of 3 SMs.
+
+    Raises:
+        ValueError: There are no such rows.
+    """
+    if M < 0 or N < 1:
+        raise ValueError(f"M, N: expected at least 0 rows of at least 1 element, got {M}, {N}")
+    from tilegym_rmsnorm.backends.cutile.choice import backward_plan
+
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    plan = backward_plan(M, N, dtype, device or torch.device("cpu"))
+    elements = 0
+    for start in range(0, M, plan.most_rows):  # more rows than a launch takes go in parts
+        for shape, _ in plan.sizes(min(plan.most_rows, M - start)).temporaries.values():
+            elements += math.prod(shape)
+    return elements * 4 * 2  # all of them are float32 or int32
+
+
+class TileRMSNorm(nn.Module):
+    """The class that `get_rms_norm_module()` gives: TileGym's parameters, attributes, methods and state dict.
+
+    Args:
+        hidden_size: Elements of a row.
+        eps: Added to the mean of squares.
+        offset: Added to the weight, which starts at 1.
+    """
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.variance_epsilon = eps
+        self.hidden_size = hidden_size
+        self.offset = offset
+
+    def forward(self, hidden_states: Tensor, mode: str | None = None) -> Tensor:
+        return rms_norm(
+            hidden_states, None, self.weight, self.variance_epsilon, mode=mode, offset=self.offset
+        )
+
+    def forward_torch(self, hidden_states: Tensor) -> Tensor:
+        """The forward in PyTorch, rounded as `forward` rounds."""
+        return api.rms_norm(
+            hidden_states,
+            hidden_states.shape[-1:],
+            self.weight,
+            self.variance_epsilon,
+            offset=self.offset,
+            backend="torch",
+        )
+
+    compute_rstd_torch = staticmethod(compute_rms_norm_rstd_torch)
+    rms_norm_backward = staticmethod(rms_norm_backward)
+    rms_norm_backward_torch = staticmethod(rms_norm_backward_torch)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}, offset={self.offset}"
+
+
+class TileRMSNormForGemma3(TileRMSNorm):
+    """The class that `get_rms_norm_module("gemma3")` gives: the weight starts at 0.
+
+    Args:
+        dim: Elements of a row.
+        eps: Added to the mean of squares.
+        offset: Added to the weight.
+        casting_mode: No effect, as in TileGym: all is computed in float32.
+        init_fn: No effect, as in TileGym.
+        in_place: No effect, as in TileGym.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        offset: float = 1.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "zeros",
+        in_place: bool = False,
+    ) -> None:
+        super().__init__(dim, eps, offset)
+        nn.init.zeros_(self.weight)
+
+
+def get_rms_norm_module(model: str = "llama") -> type[TileRMSNorm]:
+    """The class of a model's norms.
+
+    Args:
+        model: `"gemma3"`: an offset of 1, and weights that start at 0. Any other name: Llama's.
+    """
+    return TileRMSNormForGemma3 if model == "gemma3" else TileRMSNorm
+
+
+OPS: dict[str, Callable[..., Any]] = {"rms_norm": rms_norm, "get_rms_norm_module": get_rms_norm_module}
+
+
+class Registration:
+    """What `register` put into TileGym's registry, until `undo` or the end of its `with` block."""
+
+    def __init__(self, held: _Held) -> None:
+        self._held: _Held | None = held
+
+    def undo(self) -> None:
+        """TileGym's own functions serve again, once the last registration of a backend has ended. A second call does
+        nothing. What another library registered since stays."""
+        with _lock:
+            if self._held is None:
+                return
+            held, self._held = self._held, None
+            held.holders -= 1
+            if not held.holders:
+                held.put_back()
+                del _held[held.backend]
+
+    def __enter__(self) -> Registration:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+
+def register(backend: str = "cutile") -> Registration:
+    """Have `tilegym.ops.rms_norm` and `tilegym.ops.get_rms_norm_module` run these functions. Imports TileGym.
+
+        with register():
+            y = tilegym.ops.rms_norm(x, None, weight, 1e-6)
+
+    Models that TileGym patches while it is in effect get the modules of this file, and keep them.
+
+    Args:
+        backend: TileGym's name of the backend whose functions are replaced, such as `"cutile"` or `"triton"`.
+
+    Returns:
+        A context manager with `undo()`.
+
+    Raises:
+        ImportError: TileGym is not installed.
+        RuntimeError: Its registry is not where TileGym 1.5.1 has it. Nothing is replaced.
+    """
+    dispatcher = _dispatcher()
+    with _lock:
+        if backend not in _held:
+            _held[backend] = _Held(dispatcher, backend)
+        held = _held[backend]
+        held.put()
+        held.holders += 1
+        return Registration(held)
+
+
+def _dispatcher() -> Any:
+    try:
+        dispatcher = importlib.import_module(REGISTRY)
+    except ModuleNotFoundError as error:
+        if error.name not in ("tilegym", "tilegym.backend", REGISTRY):
+            raise
+        raise ImportError(
+            "register needs TileGym, which is not installed. To mend it: pip install tilegym"
+        ) from error
+    if not hasattr(dispatcher, "register_impl") or not isinstance(
+        getattr(dispatcher, "_REGISTRY", None), dict
+    ):
+        raise RuntimeError(
+            f"register knows the registry of TileGym 1.5.1, which {REGISTRY} of this release does not have"
+        )
+    return dispatcher
+
+
+class _Held:
+    """What was registered for a backend before, while registrations of it are in effect."""
+
+    def __init__(self, dispatcher: Any, backend: str) -> None:
+        self.dispatcher, self.backend, self.holders = dispatcher, backend, 0
+        self.before: dict[str, Callable[..., Any] | None] = {}
+
+    def put(self) -> None:
+        for name, function in OPS.items():
+            found = self.dispatcher._REGISTRY.get(name, {}).get(self.backend)
+            if found is not function:
+                self.before[name] = found
+                self.dispatcher.register_impl(name, self.backend)(function)
+
+    def put_back(self) -> None:
+        for name, function in self.before.items():
+            of_op = self.dispatcher._REGISTRY[name]
+            if of_op.get(self.backend) is OPS[name]:
+                if function is None:
+                    del of_op[self.backend]
+                else:
+                    of_op[self.backend] = function
