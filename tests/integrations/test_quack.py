@@ -1,0 +1,123 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""quack's names: signatures, what is returned in which dtype, arithmetic against float64, and what quack gets wrong."""
+
+import pytest
+import torch
+from helpers import BF16, DEVICE, FP16, FP32, assert_within, expected_results, make_inputs
+from peer_signatures import installed_signature, signature
+
+import tilegym_rmsnorm
+from tilegym_rmsnorm.integrations import quack as ours
+
+# Of quack 0.6.5
+RMSNORM = (
+    "(x, weight=None, bias=None, residual=None, out_dtype=None, residual_dtype=None, eps=1e-06, prenorm=False, "
+    "weight_offset=0.0)"
+)
+MODULE = "(dim, eps=1e-06, elementwise_affine=True, device=None, dtype=None)"
+SIGNATURES = [("rmsnorm", RMSNORM), ("QuackRMSNorm", MODULE)]
+
+
+@pytest.mark.parametrize(("name", "expected"), SIGNATURES)
+def test_signature(name, expected):
+    assert signature(getattr(ours, name)) == expected
+
+
+@pytest.mark.parametrize(("name", "expected"), SIGNATURES)
+def test_signature_of_the_installed_quack(name, expected):
+    assert installed_signature("quack", "rmsnorm.py", name) == expected
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [(BF16, BF16), (FP16, FP32), (BF16, None), (FP32, FP32)])
+def test_it_agrees_with_float64(dtype, weight_dtype, offset):
+    if weight_dtype is None and offset:
+        return
+    inputs = make_inputs(37, 96, dtype, weight_dtype, offset=offset)
+    leaves = [inputs.x.clone().requires_grad_()]
+    if weight_dtype is not None:
+        leaves.append(inputs.weight.clone().requires_grad_())
+    y = ours.rmsnorm(*leaves, eps=inputs.eps, weight_offset=offset)
+    gradients = dict(zip(("dx", "dw"), torch.autograd.grad(y, leaves, inputs.dy), strict=False))
+    assert_within(expected_results(inputs), y=y, **gradients)
+
+
+def reference(x, weight=None, bias=None, residual=None, eps=1e-6, offset=0.0, residual_dtype=None):
+    """quack's `rmsnorm_ref` in float64, with the sum rounded to residual_dtype."""
+    x = x.double()
+    if residual is not None:
+        x = x + residual.double()
+        x = x + (x.detach().to(residual_dtype).double() - x.detach())  # rounded; the gradient is not
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    y = y if weight is None else y * (weight.double() + offset)
+    return y if bias is None else y + bias.double(), x
+
+
+@pytest.mark.parametrize("heads", [False, True])
+@pytest.mark.parametrize("residual_dtype", [None, FP32])
+@pytest.mark.parametrize("prenorm", [False, True])
+def test_residual_bias_and_heads(prenorm, residual_dtype, heads):
+    torch.manual_seed(0)
+    shape = (2, 5, 4, 16) if heads else (7, 16)
+    of_weight = (4, 16) if heads else (16,)
+    x, residual = (torch.randn(shape, device=DEVICE).to(BF16).requires_grad_() for _ in range(2))
+    weight, bias = (torch.randn(of_weight, device=DEVICE).requires_grad_() for _ in range(2))
+    leaves = x, weight, bias, residual
+    results = ours.rmsnorm(
+        *leaves, out_dtype=FP32, residual_dtype=residual_dtype, prenorm=prenorm, weight_offset=1.0
+    )
+    results = results if prenorm else (results,)
+    expected = reference(*leaves, offset=1.0, residual_dtype=residual_dtype or BF16)[: len(results)]
+    assert [each.dtype for each in results] == [FP32, residual_dtype or BF16][: len(results)]
+    for got, want in zip(results, expected, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    gradients = [torch.randn_like(each) for each in results]
+    got = torch.autograd.grad(results, leaves, gradients)
+    want = torch.autograd.grad(expected, leaves, [each.double() for each in gradients])
+    for each, other in zip(got, want, strict=True):
+        tolerance = 1e-2 if each.dtype == BF16 else 1e-4
+        torch.testing.assert_close(each, other, rtol=tolerance, atol=tolerance)
+
+
+def test_residual_out_has_the_dtype_of_the_residual():
+    x, residual = torch.randn(3, 8, dtype=BF16), torch.randn(3, 8)
+    assert ours.rmsnorm(x, residual=residual, prenorm=True)[1].dtype == FP32
+    assert ours.rmsnorm(residual, residual=x, prenorm=True)[1].dtype == BF16
+
+
+@pytest.mark.parametrize("residual_dtype", [None, FP32])
+def test_without_a_residual_prenorm_keeps_the_gradient_of_x(residual_dtype):
+    """quack 0.6.5 drops that of its second result."""
+    x = torch.randn(3, 8, dtype=BF16, requires_grad=True)
+    y, same = ours.rmsnorm(x, residual_dtype=residual_dtype, prenorm=True)
+    assert torch.equal(same, x) and same.dtype == (residual_dtype or BF16)
+    alone = torch.autograd.grad(ours.rmsnorm(x).sum(), x)[0]
+    both = torch.autograd.grad(y.sum() + 3 * same.sum(), x)[0]
+    torch.testing.assert_close(both, alone + 3)
+
+
+def test_what_quack_crashes_at():
+    x, bias = torch.randn(3, 8), torch.randn(8)
+    assert torch.equal(ours.rmsnorm(x, None, bias), ours.rmsnorm(x) + bias)
+    assert ours.rmsnorm(x.double()).dtype == torch.float64
+    assert ours.rmsnorm(x[:0], bias).shape == (0, 8)
+
+
+def test_refused():
+    x = torch.randn(3, 8)
+    with pytest.raises(ValueError, match="weight_offset: expected 0 without a weight, got 1.0"):
+        ours.rmsnorm(x, weight_offset=1.0)
+    with pytest.raises(ValueError, match=r"weight: expected shape \(8,\)"):
+        ours.rmsnorm(x, torch.ones(7))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_module(affine):
+    norm = ours.QuackRMSNorm(8, elementwise_affine=affine, dtype=BF16)
+    assert isinstance(norm, torch.nn.RMSNorm) and norm.eps == 1e-6
+    assert list(norm.state_dict()) == list(torch.nn.RMSNorm(8, elementwise_affine=affine).state_dict())
+    x = torch.randn(3, 8, dtype=BF16)
+    assert torch.equal(norm(x), tilegym_rmsnorm.rms_norm(x, 8, norm.weight, 1e-6))
+    assert ours.QuackRMSNorm(8, 1e-5).eps == 1e-5
