@@ -1,0 +1,245 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Liger's RMSNorm by its names and signatures, on these kernels; and `apply_to`, which puts it into a model that has
+Liger's. Written against liger-kernel 0.8.5, which is never imported.
+
+`in_place` and `row_mode` have no effect: gradients that come in are left as they are, and which kernel serves is chosen
+by shape.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilegym_rmsnorm import api
+
+CASTINGS = {"llama": "llama", "gemma": "once", "none": "once", 0: "llama", 1: "once", -1: "once"}
+INITIAL = {"ones": nn.init.ones_, "zeros": nn.init.zeros_}
+
+
+def liger_rms_norm(
+    X: Tensor,
+    W: Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str | int = "llama",
+    in_place: bool = True,
+    row_mode: bool | None = None,
+) -> Tensor:
+    """Liger's function: `X * rstd * (W + offset)` over the last dimension, in X's dtype; differentiable.
+
+    Args:
+        X: Shape `(*, N)`.
+        W: Shape `(N,)`, or None: a factor of 1.
+        eps: Added to the mean of squares.
+        offset: Added to W: 1 for Gemma.
+        casting_mode: `"llama"`: `X * rstd` is rounded to X's dtype before the weight. `"gemma"`: the result alone is
+            rounded. `"none"`: as `"gemma"`; Liger computes 16-bit X in 16 bits, which is further from the exact result.
+            Also Liger's numbers of these, 0, 1 and -1.
+        in_place: No effect: gradients that come in are not overwritten.
+        row_mode: No effect.
+
+    Returns:
+        Y, of X's shape and dtype.
+
+    Raises:
+        ValueError: There is no such casting mode, or a shape, a device or a number does not fit.
+        TypeError: A dtype, a layout or a type does not fit.
+    """
+    return api.rms_norm(X, X.shape[-1:], W, eps, offset=offset, casting=_casting(casting_mode))
+
+
+def liger_fused_add_rms_norm(
+    X: Tensor,
+    R: Tensor,
+    W: Tensor | None,
+    eps: float,
+    offset: float = 0.0,
+    casting_mode: str | int = "llama",
+    in_place: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Liger's function: the norm of `X + R`, and that sum; differentiable.
+
+    Args:
+        X: Shape `(*, N)`.
+        R: The residual, of X's shape.
+        W: As for `liger_rms_norm`.
+        eps: As for `liger_rms_norm`.
+        offset: As for `liger_rms_norm`.
+        casting_mode: As for `liger_rms_norm`.
+        in_place: No effect.
+
+    Returns:
+        `(Y, X + R)`, both of X's shape and dtype.
+
+    Raises:
+        ValueError: As by `liger_rms_norm`.
+        TypeError: As by `liger_rms_norm`.
+    """
+    casting = _casting(casting_mode)
+    options: dict[str, Any] = {"offset": offset, "casting": casting, "residual": R, "residual_dtype": X.dtype}
+    return api.rms_norm(X, X.shape[-1:], W, eps, **options)
+
+
+def _casting(mode: str | int) -> str:
+    if mode not in CASTINGS:
+        known = ", ".join(repr(each) for each in CASTINGS if isinstance(each, str))
+        raise ValueError(f"casting_mode: expected one of {known}, got {mode!r}")
+    return CASTINGS[mode]
+
+
+class _Norm(nn.Module):
+    """The weight, and Liger's names of all else."""
+
+    weight: Any
+
+    def __init__(
+        self, hidden_size: int, eps: float, offset: float, casting_mode: str, init_fn: str, in_place: bool
+    ) -> None:
+        super().__init__()
+        if init_fn not in INITIAL:
+            raise ValueError(f"init_fn: expected one of 'ones', 'zeros', got {init_fn!r}")
+        _casting(casting_mode)
+        self.variance_epsilon, self.offset = eps, offset
+        self.casting_mode, self.in_place = casting_mode, in_place
+        self.weight = nn.Parameter(INITIAL[init_fn](torch.empty(hidden_size)))
+
+
+class LigerRMSNorm(_Norm):
+    """`liger_kernel.transformers.LigerRMSNorm`: its parameters, attributes and state dict.
+
+    Args:
+        hidden_size: Elements of a row.
+        eps: Added to the mean of squares.
+        offset: Added to the weight: 1 for Gemma.
+        casting_mode: As for `liger_rms_norm`.
+        init_fn: `"ones"` or `"zeros"`: what the weight starts at.
+        in_place: No effect.
+        row_mode: No effect.
+        elementwise_affine: Whether there is a weight.
+
+    Raises:
+        ValueError: There is no such casting mode, or init_fn.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = True,
+        row_mode: bool | None = None,
+        elementwise_affine: bool = True,
+    ) -> None:
+        super().__init__(
+            hidden_size if elementwise_affine else 0, eps, offset, casting_mode, init_fn, in_place
+        )
+        self.row_mode, self.elementwise_affine = row_mode, elementwise_affine
+        if not elementwise_affine:
+            self.weight = None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return liger_rms_norm(
+            hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode
+        )
+
+    def extra_repr(self) -> str:
+        shape = None if self.weight is None else tuple(self.weight.shape)
+        return (
+            f"weight_shape={shape}, eps={self.variance_epsilon}, offset={self.offset}, "
+            f"in_place={self.in_place}, row_mode={self.row_mode}"
+        )
+
+
+class LigerFusedAddRMSNorm(_Norm):
+    """`liger_kernel.transformers.fused_add_rms_norm.LigerFusedAddRMSNorm`: its parameters, attributes and state dict.
+    `forward(hidden_states, residual)` gives the norm of their sum, and the sum.
+
+    Args:
+        hidden_size: Elements of a row.
+        eps: Added to the mean of squares.
+        offset: Added to the weight: 1 for Gemma.
+        casting_mode: As for `liger_rms_norm`.
+        init_fn: `"ones"` or `"zeros"`: what the weight starts at.
+        in_place: No effect.
+
+    Raises:
+        ValueError: There is no such casting mode, or init_fn.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = False,
+    ) -> None:
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place)
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return liger_fused_add_rms_norm(
+            hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}, offset={self.offset}, "
+            f"in_place={self.in_place}"
+        )
+
+
+def apply_to(model: nn.Module) -> list[str]:
+    """Run the Liger norms of a built model on these kernels: modules of Liger's classes, and modules of others to which
+    `apply_liger_kernel_to_...(model=model)` bound Liger's forward.
+
+    Their `forward` is replaced, on each of them. Class, weights, attributes, hooks and state dict stay, and a pickle
+    has the forward of the class. A module whose forward is not Liger's is left as it is: a second call finds nothing.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        The names of the norms that were changed.
+
+    Raises:
+        TypeError: model is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    forwards = dict(_forwards_of_liger())
+    changed = []
+    for name, module in model.named_modules():
+        found = getattr(module.forward, "__func__", None)
+        if found in forwards:
+            module.forward = MethodType(forwards[found], module)
+            changed.append(name)
+    return changed
+
+
+# Of these a forward of their own does the same, and does it in PyTorch where there is no weight.
+OURS = {
+    "LigerRMSNorm": LigerRMSNorm.forward,
+    "LigerRMSNormForGemma4": LigerRMSNorm.forward,
+    "LigerRMSNormForMuseGlimmer": LigerRMSNorm.forward,
+    "LigerFusedAddRMSNorm": LigerFusedAddRMSNorm.forward,
+}
+
+
+def _forwards_of_liger() -> Iterator[tuple[Any, Any]]:
+    """Each forward of Liger's, and ours. A model has a Liger norm only where Liger has been imported."""
+    for module in ("rms_norm", "fused_add_rms_norm"):
+        theirs = sys.modules.get(f"liger_kernel.transformers.{module}")
+        for name, ours in OURS.items():
+            if hasattr(theirs, name):
+                yield getattr(theirs, name).forward, ours
