@@ -1,0 +1,101 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""TransformerEngine's RMSNorm: signature, state dict, dtypes, arithmetic against float64."""
+
+import pytest
+import torch
+from helpers import BF16, DEVICE, FP16, FP32, HAS_GPU, assert_within, expected_results, make_inputs
+from peer_signatures import installed_signature, signature
+
+from tilegym_rmsnorm.integrations.transformer_engine import RMSNorm
+
+# Of TransformerEngine 2.20, where **kwargs are device, dtype and sm_margin
+SIGNATURE = (
+    "(normalized_shape=None, eps=1e-05, sequence_parallel=None, params_dtype=None, zero_centered_gamma=False, "
+    "hidden_size=None, **kwargs)"
+)
+KEYWORDS = ("device", "dtype", "sm_margin")
+
+
+def test_signature():
+    assert signature(RMSNorm, without=KEYWORDS) == SIGNATURE.replace(", **kwargs", "")
+
+
+def test_signature_of_the_installed_transformer_engine():
+    found = installed_signature("transformer_engine", "pytorch/module/rmsnorm.py", "RMSNorm")
+    assert found == SIGNATURE
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [(BF16, BF16), (FP16, FP16), (FP32, FP32)])
+def test_it_agrees_with_float64(dtype, weight_dtype, zero_centered):
+    inputs = make_inputs(37, 96, dtype, weight_dtype, offset=float(zero_centered))
+    norm = RMSNorm(96, inputs.eps, zero_centered_gamma=zero_centered, device=DEVICE, dtype=weight_dtype)
+    norm.load_state_dict({"weight": inputs.weight, "_extra_state": torch.empty(0, dtype=torch.uint8)})
+    x = inputs.x.clone().requires_grad_()
+    y = norm(x)
+    dx, dw = torch.autograd.grad(y, (x, norm.weight), inputs.dy)
+    assert_within(expected_results(inputs), y=y, dx=dx, dw=dw)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("weight_dtype", [BF16, FP16, FP32])
+def test_input_is_taken_in_the_dtype_of_the_weight(dtype, weight_dtype):
+    torch.manual_seed(0)
+    norm = RMSNorm(64, dtype=weight_dtype, device=DEVICE)
+    x = torch.randn(5, 64, device=DEVICE).to(dtype).requires_grad_()
+    y = norm(x)
+    assert y.dtype == weight_dtype and torch.equal(y, norm(x.detach().to(weight_dtype)))
+    y.sum().backward()
+    assert x.grad.dtype == dtype and norm.weight.grad.dtype == weight_dtype
+
+
+def test_weight_and_state_dict():
+    for zero_centered in (False, True):
+        norm = RMSNorm((4, 8), zero_centered_gamma=zero_centered)
+        assert torch.equal(norm.weight.cpu(), torch.full((4, 8), 1.0 - zero_centered))
+        assert list(norm.state_dict()) == ["weight", "_extra_state"]
+    other = RMSNorm((4, 8), zero_centered_gamma=True)
+    other.load_state_dict({**norm.state_dict(), "weight": torch.ones(4, 8)})
+    other.load_state_dict({"weight": torch.ones(4, 8)})  # as torch.nn.RMSNorm saves it
+    assert other.weight.all() and RMSNorm(8, device="meta").weight.is_meta
+    with pytest.raises(RuntimeError, match="weight"):
+        other.load_state_dict({"_extra_state": torch.empty(0)})
+
+
+def test_what_megatron_reads():
+    norm = RMSNorm(8, sequence_parallel=True)
+    assert norm.sequence_parallel is True and norm.weight.sequence_parallel is True
+    assert not hasattr(RMSNorm(8).weight, "sequence_parallel")
+    assert norm.eps == 1e-5 and norm.zero_centered_gamma is False and "eps=1e-05" in repr(norm)
+
+
+def test_old_names():
+    assert RMSNorm(hidden_size=8, params_dtype=BF16).weight.dtype == BF16
+    with pytest.warns(DeprecationWarning, match="defer_init is deprecated"):
+        RMSNorm(8).reset_parameters(defer_init=True)
+    with pytest.raises(
+        RuntimeError, match="expected one of normalized_shape and hidden_size, .*; neither are"
+    ):
+        RMSNorm()
+    with pytest.raises(RuntimeError, match="; both are given"):
+        RMSNorm(8, hidden_size=8)
+    with pytest.raises(RuntimeError, match="expected one of dtype and params_dtype"):
+        RMSNorm(8, dtype=BF16, params_dtype=BF16)
+
+
+@pytest.mark.parametrize("margin", [4, {"forward": 0, "backward": 4}])
+def test_a_margin_is_refused(margin):
+    RMSNorm(8, sm_margin=0 if margin == 4 else {"forward": 0})
+    with pytest.raises(ValueError, match="sm_margin: expected 0, got .*; tilegym_rmsnorm.set_sm_margin"):
+        RMSNorm(8, sm_margin=margin)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="autocast of CUDA")
+def test_autocast_casts_to_its_dtype():
+    norm, x = RMSNorm(64), torch.randn(5, 64, device=DEVICE)
+    with torch.autocast("cuda", dtype=BF16):
+        y = norm(x)
+    assert y.dtype == BF16 and torch.equal(y, RMSNorm(64, dtype=BF16)(x.to(BF16)))

@@ -1,0 +1,188 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Apex's RMSNorm by its names and signatures, on these kernels. It does not import Apex.
+
+Written against `apex/normalization/fused_layer_norm.py` of July 2026. Apex rounds `x * rstd` to the dtype of y before
+the weight, on CUDA; so do these, on any device. `memory_efficient` has no effect: x is saved, not y.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilegym_rmsnorm import api
+
+
+def fused_rms_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: int | Sequence[int],
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """`apex.normalization.fused_layer_norm.fused_rms_norm_affine`: y in input's dtype; differentiable.
+
+    Under `torch.autocast("cuda")` input and weight are cast to its dtype first, as Apex does.
+
+    Args:
+        input: Shape `(*, *normalized_shape)`.
+        weight: Shape `normalized_shape`.
+        normalized_shape: The last dimensions.
+        eps: Added to the mean of squares.
+        memory_efficient: No effect.
+
+    Raises:
+        ValueError: A shape, a device or a number does not fit.
+        TypeError: A dtype, a layout or a type does not fit.
+    """
+    return _rms_norm(input, weight, normalized_shape, eps, None)
+
+
+def fused_rms_norm(
+    input: Tensor, normalized_shape: int | Sequence[int], eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """`fused_rms_norm_affine` without a weight.
+
+    Args:
+        input: Shape `(*, *normalized_shape)`.
+        normalized_shape: The last dimensions.
+        eps: Added to the mean of squares.
+        memory_efficient: No effect.
+
+    Raises:
+        ValueError: As by `fused_rms_norm_affine`.
+        TypeError: As by `fused_rms_norm_affine`.
+    """
+    return _rms_norm(input, None, normalized_shape, eps, None)
+
+
+def mixed_dtype_fused_rms_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: int | Sequence[int],
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """`fused_rms_norm_affine`, with y in weight's dtype.
+
+    Args:
+        input: Shape `(*, *normalized_shape)`.
+        weight: Shape `normalized_shape`.
+        normalized_shape: The last dimensions.
+        eps: Added to the mean of squares.
+        memory_efficient: No effect.
+
+    Raises:
+        ValueError: As by `fused_rms_norm_affine`.
+        TypeError: As by `fused_rms_norm_affine`.
+    """
+    return _rms_norm(input, weight, normalized_shape, eps, weight.dtype)
+
+
+def _rms_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    normalized_shape: int | Sequence[int],
+    eps: float,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """out_dtype: of y, where it is not input's."""
+    if input.is_cuda and torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        input, weight = _cast(input, dtype), None if weight is None else _cast(weight, dtype)
+        out_dtype = None if out_dtype is None or weight is None else weight.dtype
+        with torch.autocast("cuda", enabled=False):
+            return _rms_norm(input, weight, normalized_shape, eps, out_dtype)
+    # `x * rstd` in the dtype of y: where that is not x's own there is no casting that rounds it.
+    casting = "llama" if out_dtype in (None, input.dtype) else "once"
+    options: dict[str, Any] = {"casting": casting, "out_dtype": out_dtype}
+    return api.rms_norm(input, normalized_shape, weight, eps, **options)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype is torch.float64 else tensor.to(dtype)
+
+
+class FusedRMSNorm(nn.Module):
+    """`apex.normalization.FusedRMSNorm`: its parameters, attributes and state dict. y has input's dtype.
+
+    Args:
+        normalized_shape: The last dimensions of input.
+        eps: Added to the mean of squares.
+        elementwise_affine: Whether there is a weight, which starts at 1.
+        memory_efficient: No effect.
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__()
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+        self.normalized_shape = torch.Size(shape)
+        self.eps = eps
+        self.elementwise_affine = elementwise_affine
+        self.memory_efficient = memory_efficient
+        weight = nn.Parameter(torch.empty(self.normalized_shape)) if elementwise_affine else None
+        self.register_parameter("weight", weight)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.weight is None:
+            return fused_rms_norm(input, self.normalized_shape, self.eps)
+        return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+
+
+class MixedFusedRMSNorm(FusedRMSNorm):
+    """`apex.normalization.MixedFusedRMSNorm`, which Megatron uses: `FusedRMSNorm`, with y in weight's dtype.
+
+    Args:
+        normalized_shape: The last dimensions of input.
+        eps: Added to the mean of squares.
+        memory_efficient: No effect.
+        **kwargs: `elementwise_affine`, which may be True only: a warning says so.
+
+    Raises:
+        RuntimeError: elementwise_affine is False.
+        TypeError: There is no such argument.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if "elementwise_affine" in kwargs:
+            warnings.warn("MixedFusedRMSNorm does not take elementwise_affine", stacklevel=2)
+            if not kwargs.pop("elementwise_affine"):
+                raise RuntimeError(
+                    "MixedFusedRMSNorm has a weight; elementwise_affine=False is not supported"
+                )
+        if kwargs:
+            raise TypeError(f"MixedFusedRMSNorm: unexpected arguments {', '.join(kwargs)}")
+        super().__init__(normalized_shape, eps, True, memory_efficient)
+
+    def forward(self, input: Tensor) -> Tensor:
+        assert self.weight is not None
+        return mixed_dtype_fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)

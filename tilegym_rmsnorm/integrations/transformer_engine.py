@@ -1,0 +1,117 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""TransformerEngine's `RMSNorm` by its name and signature, on these kernels. It does not import TransformerEngine.
+
+Written against `transformer_engine/pytorch/module/rmsnorm.py` of TransformerEngine 2.20. It stands alone: it quantizes
+nothing, and takes no part in TransformerEngine's fused operations.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilegym_rmsnorm import api
+
+
+class RMSNorm(nn.Module):
+    """`transformer_engine.pytorch.RMSNorm`: its parameters, attributes and state dict, `_extra_state` included.
+
+    Input and weight are taken in weight's dtype, under `torch.autocast("cuda")` in its dtype; so is y.
+
+    Args:
+        normalized_shape: The last dimensions of input.
+        eps: Added to the mean of squares.
+        sequence_parallel: Kept, and set as an attribute of the weight, where Megatron looks for it.
+        params_dtype: The old name of dtype.
+        zero_centered_gamma: The weight starts at 0, and 1 is added to it.
+        hidden_size: The old name of normalized_shape.
+        device: Of the weight. None: the current CUDA device where there is one, or what `torch.device` is set to.
+        dtype: Of the weight. None: torch's default.
+        sm_margin: 0. `tilegym_rmsnorm.set_sm_margin` leaves SMs free, for all calls of the process.
+
+    Raises:
+        ValueError: sm_margin is not 0.
+        RuntimeError: Of an argument and its old name both are given, or of normalized_shape neither.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        normalized_shape: Iterable[int] | int | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        sm_margin: int | Mapping[str, int] = 0,
+    ) -> None:
+        super().__init__()
+        if (normalized_shape is None) == (hidden_size is None):
+            given = "neither" if normalized_shape is None else "both"
+            raise RuntimeError(
+                f"expected one of normalized_shape and hidden_size, its old name; {given} are given"
+            )
+        if dtype is not None and params_dtype is not None:
+            raise RuntimeError("expected one of dtype and params_dtype, its old name; both are given")
+        if any(sm_margin.values()) if isinstance(sm_margin, Mapping) else sm_margin:
+            raise ValueError(
+                f"sm_margin: expected 0, got {sm_margin}; tilegym_rmsnorm.set_sm_margin leaves SMs free"
+            )
+        shape: Any = normalized_shape if hidden_size is None else hidden_size
+        shape = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+        if device is None and torch.cuda.is_available() and torch.get_default_device().type == "cpu":
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.sequence_parallel = sequence_parallel
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype or params_dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self, defer_init: bool | None = None) -> None:
+        """Start the weight anew. defer_init: TransformerEngine's old way to do nothing."""
+        if defer_init is not None:
+            warnings.warn('defer_init is deprecated: set device to "meta"', DeprecationWarning, stacklevel=2)
+        if defer_init:
+            return
+        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if self.sequence_parallel is not None:
+            self.weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The norm of input, of shape `(*, *normalized_shape)`."""
+        weight: Tensor = self.weight
+        if input.is_cuda and torch.is_autocast_enabled("cuda"):
+            weight = weight.to(torch.get_autocast_dtype("cuda"))
+            with torch.autocast("cuda", enabled=False):
+                return self._forward(input, weight)
+        return self._forward(input, weight)
+
+    def _forward(self, input: Tensor, weight: Tensor) -> Tensor:
+        if torch.promote_types(input.dtype, weight.dtype) is not weight.dtype:
+            input = input.to(weight.dtype)  # a wider one needs no copy: kernels compute in float32
+        offset = float(self.zero_centered_gamma)
+        return api.rms_norm(input, weight.shape, weight, self.eps, offset=offset, out_dtype=weight.dtype)
+
+    def get_extra_state(self) -> Tensor:
+        """TransformerEngine's for a norm that quantizes nothing."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing: it is about quantization."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        # One that torch.nn.RMSNorm saved has none.
+        state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
