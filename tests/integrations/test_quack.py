@@ -109,6 +109,8 @@ def test_refused():
     x = torch.randn(3, 8)
     with pytest.raises(ValueError, match="weight_offset: expected 0 without a weight, got 1.0"):
         ours.rmsnorm(x, weight_offset=1.0)
+    with pytest.raises(TypeError, match="residual_dtype: expected None or a dtype of"):
+        ours.rmsnorm(x, residual_dtype=torch.int32, prenorm=True)
     with pytest.raises(ValueError, match=r"weight: expected shape \(8,\)"):
         ours.rmsnorm(x, torch.ones(7))
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm import api, module
+from tilegym_rmsnorm import api, module, validation
 
 
 def rmsnorm(
@@ -54,6 +54,7 @@ def rmsnorm(
         raise ValueError(f"weight_offset: expected 0 without a weight, got {weight_offset}")
     options: dict[str, Any] = {"bias": bias, "offset": weight_offset, "out_dtype": out_dtype}
     if residual is None:
+        validation.checked_dtype("residual_dtype", residual_dtype)
         y = api.rms_norm(x, x.shape[-1:], weight, eps, **options)
         return (y, x if residual_dtype is None else x.to(residual_dtype)) if prenorm else y
     dtype = residual.dtype if residual_dtype is None else residual_dtype
