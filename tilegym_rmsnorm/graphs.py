@@ -6,7 +6,8 @@ make_fx; those of DTensors, whose engine runs the op on local tensors; and those
 
 With backend="torch" it is the reference, PyTorch's own operations, which Inductor compiles with their neighbours. So it
 is for what the ops do not take: complex and nested tensors, rows of no elements, calls that torch.func transforms. And
-for DTensors with fewer rows than shards, unless a kernel is asked for by name: the op would have them put together.
+for DTensors with fewer rows than shards, unless a kernel is asked for by name or a residual is placed otherwise: the op
+would have them put together.
 """
 
 from __future__ import annotations
@@ -54,8 +55,10 @@ def takes_op(backend: str | None, *tensors: Tensor | None) -> bool:
 
 def would_gather(backend: str | None, x: Tensor, residual: Tensor | None) -> bool:
     """Whether an op would have DTensors put together that PyTorch's operations leave where they are: those sharded in a
-    dimension with fewer elements than shards. Where a kernel is asked for by name it may."""
-    return _is_auto(backend) and (gate.has_too_many_shards(x) or gate.has_too_many_shards(residual))
+    dimension with fewer elements than shards. Beside a residual that is placed otherwise their sum is moved anyhow, and
+    of a sum that is Partial then F.rms_norm can raise an error. Where a kernel is asked for by name it may."""
+    is_alike = residual is None or getattr(residual, "placements", None) == getattr(x, "placements", None)
+    return _is_auto(backend) and is_alike and gate.has_too_many_shards(x)
 
 
 def _is_auto(backend: str | None) -> bool:
