@@ -45,8 +45,7 @@ def _register() -> None:
 
 
 def _forward(x: Any, weight: Any, bias: Any, normalized_dims: int, *options: Any) -> list[_Rule]:
-    if gate.splits_rows(x, normalized_dims):
-        _say_that_rows_are_put_together()
+    _warn_of_split_rows(normalized_dims, x)
     rules = []
     for placement, of_vectors, _ in _choices(normalized_dims, (x,), weight, bias):
         vectors = [None if vector is None else of_vectors for vector in (weight, bias)]
@@ -57,8 +56,7 @@ def _forward(x: Any, weight: Any, bias: Any, normalized_dims: int, *options: Any
 def _add_forward(
     x: Any, residual: Any, weight: Any, bias: Any, normalized_dims: int, *options: Any
 ) -> list[_Rule]:
-    if any(gate.splits_rows(each, normalized_dims) for each in (x, residual)):
-        _say_that_rows_are_put_together()
+    _warn_of_split_rows(normalized_dims, x, residual)
     rules = []
     for placement, of_vectors, _ in _choices(normalized_dims, (x, residual), weight, bias):
         vectors = [None if vector is None else of_vectors for vector in (weight, bias)]
@@ -69,6 +67,7 @@ def _add_forward(
 def _backward(
     dy: Any, x: Any, weight: Any, rstd: Any, wanted: int, normalized_dims: int, *options: Any
 ) -> list[_Rule]:
+    _warn_of_split_rows(normalized_dims, x)
     rules = []
     for placement, of_vector, of_sums in _choices(normalized_dims, (x, dy), weight):
         dx, dw, db = _placed(wanted, placement, of_sums, weight, (DX, DW, DB))
@@ -87,6 +86,7 @@ def _add_backward(
     normalized_dims: int,
     *options: Any,
 ) -> list[_Rule]:
+    _warn_of_split_rows(normalized_dims, residual_out)
     rules = []
     for placement, of_vector, of_sums in _choices(
         normalized_dims, (residual_out, dy, d_residual_out), weight
@@ -129,6 +129,11 @@ def _choices(dims: int, rows: tuple[Any, ...], *vectors: Any) -> list[tuple[Any,
         elif shard == Shard(leading - 1):  # not with strides: the heads of a process follow each other
             choices.append((shard, Shard(0), Shard(0)))
     return choices
+
+
+def _warn_of_split_rows(dims: int, *tensors: Any) -> None:
+    if any(gate.splits_rows(tensor, dims) for tensor in tensors):
+        _say_that_rows_are_put_together()
 
 
 @functools.cache
