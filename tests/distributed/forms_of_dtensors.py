@@ -94,6 +94,17 @@ def check_all_of_parts(variant: Variant, inputs: VariantInputs, results) -> None
     assert_within(wanted, **{name: result for name, result in results.items() if result is not None})
 
 
+def first_call_in_inference_mode(mesh) -> None:
+    """Nothing was called before it, and autograd, whose key registers the rules of the ops, is left out."""
+    inputs = make(FLOAT32)
+    x, weight = (distribute_tensor(t, mesh, [at]) for t, at in ((inputs.x, SEQUENCE), (inputs.weight, WHOLE)))
+    with torch.inference_mode():
+        y = rms_norm(x, 16, weight, 1e-6)
+    assert y.placements == (SEQUENCE,)
+    expected = rms_norm(inputs.x, 16, inputs.weight, 1e-6, backend="torch")
+    torch.testing.assert_close(y.full_tensor(), expected)
+
+
 def each_variant(mesh) -> None:
     """Sharded in the batch, the sequence, the heads and inside of rows, and replicated: each result, placed as x is."""
     for seed, (name, variant) in enumerate(VARIANTS.items()):
@@ -265,6 +276,7 @@ def fully_sharded(mesh) -> None:
 
 if __name__ == "__main__":
     processes.run(
+        first_call_in_inference_mode,  # before the rules are registered
         each_variant,
         residual_placed_otherwise,
         sum_still_to_be_made,

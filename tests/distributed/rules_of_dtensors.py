@@ -25,7 +25,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 
-from tilegym_rmsnorm import RMSNorm, rms_norm, use_backend
+from tilegym_rmsnorm import RMSNorm, rms_norm, sharding, use_backend
 from tilegym_rmsnorm.torch_ops import op
 
 B, T, H, N = 4, 5, 6, 16  # neither tokens nor heads are as many in each process
@@ -240,6 +240,60 @@ def rows_that_are_cut(mesh) -> None:
         assert by_address.calls == ["rms_norm_forward"] * 2 + ["rms_norm_backward"]
 
 
+def calls_of_ops(mesh, x_at, residual_at):
+    """Each op, and its arguments. Of a size of no other case: an engine that knows what is placed so does not ask the
+    rules again."""
+    x, residual, weight, _, dy, d_residual_out = tensors(B, T, 2 * N)
+    x, residual = (distribute_tensor(t, mesh, [at]) for t, at in ((x, x_at), (residual, residual_at)))
+    dy, d_residual_out = (distribute_tensor(t, mesh, [x_at]) for t in (dy, d_residual_out))
+    weight, rstd = (distribute_tensor(t, mesh, [WHOLE]) for t in (weight, torch.ones(B, T, 1)))
+    norm, numbers = (1, EPS, 0.0, "once"), (3, 1, 0.0, "once")
+    return (
+        ("rms_norm_forward", x, weight, None, *norm, None, None),
+        ("add_rms_norm_forward", x, residual, weight, None, *norm, 1.0, None, None, None),
+        ("rms_norm_backward", dy, x, weight, rstd, *numbers, None, None, None),
+        ("add_rms_norm_backward", dy, d_residual_out, x, weight, rstd, *numbers, 1.0, *[None] * 5),
+    )
+
+
+def cut_rows_are_said_by_every_op(mesh) -> None:
+    """A backward that is called by itself says it too, and so does a sum of which the residual alone is cut."""
+    residual_alone = calls_of_ops(mesh, WHOLE, Shard(2))[1]
+    for name, *arguments in (*calls_of_ops(mesh, Shard(2), Shard(2)), residual_alone):
+        sharding._say_that_rows_are_put_together.cache_clear()
+        with pytest.warns(UserWarning, match="sharded in a normalized dimension"):
+            op(name)(*arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once: not of another size again
+        rms_norm(distribute_tensor(torch.ones(B, 3 * N), mesh, [Shard(1)]), 3 * N)
+
+
+def every_op_registers_the_rules(mesh) -> None:
+    """Whichever of them is called first."""
+    for name, *arguments in calls_of_ops(mesh, Shard(1), Shard(1)):
+        with pytest.MonkeyPatch.context() as patch:
+            registered = []
+            patch.setattr(sharding, "_register", lambda registered=registered: registered.append(True))
+            op(name)(*arguments)
+            assert registered, name
+
+
+def weights_of_heads_beside_other_placements(mesh) -> None:
+    """A sharded weight and a replicated x: nobody needs another's heads. Heads that lie in strides, whose weights do
+    not: x is put together."""
+    x, _, weight, _, _, _ = tensors(B, 3, 8, N, of_heads=True)
+    expected = rms_norm(x, N, weight, EPS)
+    placed = distribute_tensor(x, mesh, [WHOLE]), distribute_tensor(weight, mesh, [Shard(0)])
+    with CommDebugMode() as communication:
+        y = rms_norm(placed[0], N, placed[1], EPS)
+    assert y.placements == (Shard(2),) and communication.get_total_counts() == 0
+    assert torch.equal(y.full_tensor(), expected)
+    if processes.CAN_FLATTEN:
+        strided = distribute_tensor(x.unflatten(2, (2, 4)), mesh, [Shard(3)]).flatten(2, 3)
+        y = rms_norm(strided, N, distribute_tensor(weight, mesh, [WHOLE]), EPS)
+        assert strided.placements != (Shard(2),) and torch.equal(y.full_tensor(), expected)
+
+
 def rows_of_a_flattened_sequence(mesh) -> None:
     """(B, T, N) sharded by T and then (B * T, N): the shards lie in strides, and stay where they are."""
     if not processes.CAN_FLATTEN:
@@ -278,6 +332,39 @@ def fewer_rows_than_processes(mesh) -> None:
                 for name, result in whole(found).items():
                     if expected[name] is not None:
                         torch.testing.assert_close(result, expected[name], rtol=1e-5, atol=1e-5)
+
+
+def fewer_rows_by_name(mesh) -> None:
+    """A kernel that is asked for by name has the rows put together."""
+    x, _, weight, _, _, _ = tensors(3, 2, N)
+    placed = distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(weight, mesh, [WHOLE])
+    with pytest.MonkeyPatch.context() as patch:
+        by_address.use(patch)
+        y = rms_norm(placed[0], N, placed[1], EPS, backend="cutile")
+        assert by_address.calls == ["rms_norm_forward"]
+    torch.testing.assert_close(y.full_tensor(), F.rms_norm(x, (N,), weight, EPS))
+
+
+def fewer_rows_beside_what_is_placed_otherwise(mesh) -> None:
+    """PyTorch's norm of the sum raised an error where one of them was Partial, as a linear layer leaves it."""
+    x, residual, weight, _, _, _ = tensors(3, 2, N)
+    expected = rms_norm(x, N, weight, EPS, residual=residual, backend="torch")
+    weight = distribute_tensor(weight, mesh, [WHOLE])
+
+    def part(tensor):
+        return DTensor.from_local((1 + dist.get_rank()) / 10 * tensor, mesh, [Partial()])
+
+    def few(tensor):
+        return distribute_tensor(tensor, mesh, [Shard(0)])
+
+    def run(x, residual):
+        return rms_norm(x, N, weight, EPS, residual=residual)
+
+    for given in ((part(x), few(residual)), (few(x), part(residual)), (few(x), few(residual))):
+        torch._dynamo.reset()
+        for norm in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+            for one, other in zip(norm(*given), expected, strict=True):
+                torch.testing.assert_close(one.full_tensor(), other, rtol=1e-5, atol=1e-5)
 
 
 def a_number_of_rows_that_is_not_known(mesh) -> None:
@@ -490,9 +577,14 @@ if __name__ == "__main__":
         gradient_placed_unlike_x,
         gradient_still_communicated,
         rows_that_are_cut,
+        cut_rows_are_said_by_every_op,
+        every_op_registers_the_rules,
+        weights_of_heads_beside_other_placements,
         a_backend_in_effect,
         cut_rows_and_a_residual_that_is_not,
         fewer_rows_than_processes,
+        fewer_rows_by_name,
+        fewer_rows_beside_what_is_placed_otherwise,
         a_number_of_rows_that_is_not_known,
         rows_of_a_flattened_sequence,
         kernels_read_local_memory,
