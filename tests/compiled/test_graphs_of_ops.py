@@ -200,11 +200,13 @@ TRANSFORMS = {
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_in_a_graph_is_seen(name):
-    """An op that stood for the norm there would be the norm of another tensor, or have no tangent."""
+    """The graph has PyTorch's operations, which it can transform."""
     weight, x = rows(N).detach(), rows(3, N).detach()
     call = functools.partial(TRANSFORMS[name], lambda x: rms_norm(x, N, weight, 1e-6))
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), call(x))
+    torch._dynamo.reset()
+    assert not any("tilegym_rmsnorm" in str(target) for target in nodes_of(call, x))
 
 
 # An eps that the graph computes: no op takes a number that is not known when it is traced.
