@@ -19,7 +19,8 @@ from torch.compiler import is_dynamo_compiling
 from torch.torch_version import TorchVersion
 
 from tilegym_rmsnorm import reference
-from tilegym_rmsnorm.gate import has_own_operations, is_exporting, is_in_torch_func, splits_rows
+from tilegym_rmsnorm.gate import has_own_operations, is_exporting, is_in_torch_func
+from tilegym_rmsnorm.placements import splits_rows
 from tilegym_rmsnorm.spec import Gradients, Spec, Wanted
 from tilegym_rmsnorm.validation import is_symbol
 

@@ -10,7 +10,6 @@ records. And a call must not be one that PyTorch records or transforms: a kernel
 
     of a tensor  is_plain            its memory can be read: asked of every tensor, so as cheaply as can be
                  is_batched, has_tangent, has_own_operations, has_no_memory     what else it may be
-                 is_dtensor, splits_rows, has_too_many_shards                        and how it is sharded
     of a call    is_watched          PyTorch records, transforms or watches it: asked of every call, as cheaply
                  is_in_torch_func, is_exporting, count_modes    parts of that, which Dynamo knows too
                  is_transformed      no op may stand for it
@@ -140,37 +139,6 @@ def has_tangent(tensor: Tensor) -> bool:
 def has_own_operations(tensor: Tensor) -> bool:
     """Whether `tensor` is of a subclass that computes its operations itself, as DTensor and FakeTensor do."""
     return type(tensor).__torch_dispatch__ is not _NO_DISPATCH
-
-
-def is_dtensor(tensor: Any) -> bool:
-    """Whether `tensor` is a DTensor: by the name of its class, which takes a second to import. Dynamo knows names."""
-    return type(tensor).__name__ == "DTensor" and isinstance(tensor, Tensor)
-
-
-def splits_rows(tensor: Any, dims: int) -> bool:
-    """Whether `tensor`, a DTensor or its description, is sharded in its last `dims` dimensions: several processes have
-    parts of a row."""
-    for placement in getattr(tensor, "placements", ()):
-        # By `dim`, which every kind of shard has: is_shard() says no to some.
-        dim = getattr(placement, "dim", None)
-        if dim is not None and dim % tensor.ndim >= tensor.ndim - dims:
-            return True
-    return False
-
-
-def has_too_many_shards(tensor: Any) -> bool:
-    """Whether `tensor`, a DTensor, is sharded in a dimension with fewer elements than shards. A dimension may be
-    sharded on several dimensions of a mesh."""
-    shards: dict[int, int] = {}
-    for i, placement in enumerate(getattr(tensor, "placements", ())):
-        dim = getattr(placement, "dim", None)
-        if dim is not None:
-            shards[dim] = shards.get(dim, 1) * tensor.device_mesh.size(i)
-    if is_dynamo_compiling():  # a size may be a number that is not known while it traces: it may be small
-        from torch.fx.experimental.symbolic_shapes import guard_or_true
-
-        return any(guard_or_true(tensor.shape[dim] < count) for dim, count in shards.items())
-    return any(tensor.shape[dim] < count for dim, count in shards.items())
 
 
 def out_of_sight() -> contextlib.AbstractContextManager[Any]:

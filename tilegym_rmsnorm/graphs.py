@@ -7,7 +7,7 @@ make_fx; those of DTensors, whose engine runs the op on local tensors; and those
 With backend="torch" it is the reference, PyTorch's own operations, which Inductor compiles with their neighbours. So it
 is for what the ops do not take: complex and nested tensors, rows of no elements, calls that torch.func transforms. And
 for DTensors with fewer rows than shards, unless a kernel is asked for by name or a residual is placed otherwise: the op
-would have them put together.
+would gather them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 import tilegym_rmsnorm.torch_ops_autograd  # noqa: F401, which registers how they are differentiated
-from tilegym_rmsnorm import gate, registry, sharding, torch_ops
+from tilegym_rmsnorm import gate, placements, registry, sharding, torch_ops
 from tilegym_rmsnorm.registry import get_current_backend
 from tilegym_rmsnorm.spec import DB, DW, DX, Spec, Wanted
 
@@ -46,7 +46,7 @@ def takes_op(backend: str | None, *tensors: Tensor | None) -> bool:
     """Whether an op stands for a call on `backend_of_graph`'s backend."""
     if backend == "torch" or gate.is_in_torch_func():
         return False
-    if any(gate.is_dtensor(tensor) for tensor in tensors):
+    if any(placements.is_dtensor(tensor) for tensor in tensors):
         return _takes_dtensors(*tensors)
     if is_dynamo_compiling():
         return all(t is None or (type(t) in gate.PLAIN_TYPES and not t.is_complex()) for t in tensors)
@@ -54,11 +54,11 @@ def takes_op(backend: str | None, *tensors: Tensor | None) -> bool:
 
 
 def would_gather(backend: str | None, x: Tensor, residual: Tensor | None) -> bool:
-    """Whether an op would have DTensors put together that PyTorch's operations leave where they are: those sharded in a
+    """Whether an op would gather DTensors that PyTorch's operations leave where they are: those sharded in a
     dimension with fewer elements than shards. Beside a residual that is placed otherwise their sum is moved anyhow, and
     of a sum that is Partial then F.rms_norm can raise an error. Where a kernel is asked for by name it may."""
     is_alike = residual is None or getattr(residual, "placements", None) == getattr(x, "placements", None)
-    return _is_auto(backend) and is_alike and gate.has_too_many_shards(x)
+    return _is_auto(backend) and is_alike and placements.has_too_many_shards(x)
 
 
 def _is_auto(backend: str | None) -> bool:

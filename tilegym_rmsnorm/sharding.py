@@ -5,8 +5,8 @@
 
 x, dy and residual may be sharded in any dimension but the normalized ones, evenly or not. Nothing is communicated then:
 each process normalizes its rows. weight and bias are replicated, dw and db are partial sums. Weights of heads are
-sharded as the heads are. What is placed otherwise the engine moves first, at the least cost: a row that is split is put
-together again, which is said once.
+sharded as the heads are. What is placed otherwise the engine moves first, at the least cost: rows that are split are
+gathered, which is said once.
 
 The rules are registered when a DTensor is first seen, and never by an import: DTensor takes a second to import.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tilegym_rmsnorm import gate
+from tilegym_rmsnorm import placements
 from tilegym_rmsnorm.spec import D_RESIDUAL, DB, DW, DX
 from tilegym_rmsnorm.torch_ops import op
 
@@ -30,7 +30,7 @@ _Rule = tuple[list[Any], list[Any]]
 
 def prepare(*tensors: Tensor | None) -> None:
     """Registers the rules if one of the tensors is a DTensor, and they are not registered yet."""
-    if any(gate.is_dtensor(tensor) for tensor in tensors):
+    if any(placements.is_dtensor(tensor) for tensor in tensors):
         _register()
 
 
@@ -132,14 +132,14 @@ def _choices(dims: int, rows: tuple[Any, ...], *vectors: Any) -> list[tuple[Any,
 
 
 def _warn_of_split_rows(dims: int, *tensors: Any) -> None:
-    if any(gate.splits_rows(tensor, dims) for tensor in tensors):
-        _say_that_rows_are_put_together()
+    if any(placements.splits_rows(tensor, dims) for tensor in tensors):
+        _say_that_rows_are_gathered()
 
 
 @functools.cache
-def _say_that_rows_are_put_together() -> None:
+def _say_that_rows_are_gathered() -> None:
     warnings.warn(
-        "tilegym_rmsnorm: a DTensor is sharded in a normalized dimension. Its rows are put together before they are "
+        "tilegym_rmsnorm: a DTensor is sharded in a normalized dimension. Its rows are gathered before they are "
         'normalized, which communicates all of them. To mend it: shard another dimension, or backend="torch", of which '
         "the mean alone communicates",
         stacklevel=2,

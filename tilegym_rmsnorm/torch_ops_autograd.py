@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm import composite, gate, reference, sharding, torch_ops
+from tilegym_rmsnorm import composite, gate, placements, reference, sharding, torch_ops
 from tilegym_rmsnorm.autograd import Call, differentiable_backward, gradients_of_the_sum
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import get_current_backend
@@ -51,7 +51,7 @@ class _Forward(torch.autograd.Function):
         dims, eps, offset, casting, _, backend = ctx.options
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
         db_dtype = ctx.bias[0] if needs_db else None
-        if not (needs_dx or needs_dw or gate.is_dtensor(x)):
+        if not (needs_dx or needs_dw or placements.is_dtensor(x)):
             return None, None, _sum_of_rows(dy, ctx.bias), None
         if torch.is_grad_enabled():
             wanted = Wanted(x.dtype, None, weight.dtype if needs_dw else None, db_dtype)
@@ -89,7 +89,7 @@ class _AddForward(torch.autograd.Function):
             return dx, d_residual, None, None, None
         x, weight, rstd = ctx.saved_tensors
         db_dtype = ctx.bias[0] if needs_db else None
-        if not (needs_dx or needs_d_residual or needs_dw or gate.is_dtensor(x)):
+        if not (needs_dx or needs_d_residual or needs_dw or placements.is_dtensor(x)):
             return None, None, None, _sum_of_rows(dy, ctx.bias), None
         x_dtype, residual_dtype = ctx.dtypes
         has_two = needs_dx and needs_d_residual and (alpha != 1.0 or x_dtype != residual_dtype)
@@ -324,7 +324,7 @@ def _with_backend_in_effect(options: tuple[Any, ...], x: Tensor) -> tuple[Any, .
 def _differentiable(tensors: tuple[Any, ...], dims: int, spec: Spec, wanted: Wanted) -> Gradients:
     """What a backward gives for x, dy, weight, rstd and d_residual_out, differentiable again."""
     x, dy, weight, _, d_residual_out = tensors
-    if gate.is_dtensor(x):  # whose rows could not be flattened
+    if placements.is_dtensor(x):  # whose rows could not be flattened
         return composite.gradients(x, dy, weight, d_residual_out, dims, spec, wanted)
     return differentiable_backward(tensors, _call(x, weight, dims, spec), wanted)
 

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from tilegym_rmsnorm.gate import has_no_memory, is_dtensor
+from tilegym_rmsnorm.gate import has_no_memory
+from tilegym_rmsnorm.placements import is_dtensor
 from tilegym_rmsnorm.reference import CASTINGS, compute_dtype, default_eps, promoted
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -119,7 +119,7 @@ def each_variant(mesh) -> None:
                     name,
                     placement,
                     placements,
-                )  # which are put together
+                )  # which are gathered
                 check_all_of_parts(variant, inputs, results)
 
 

@@ -216,8 +216,8 @@ def gradient_still_communicated(mesh) -> None:
         torch.testing.assert_close(third.grad.full_tensor(), other.grad)
 
 
-def rows_that_are_cut(mesh) -> None:
-    """They are put together, which is said once; of PyTorch's operations the mean alone communicates."""
+def rows_that_are_split(mesh) -> None:
+    """They are gathered, which is said once; of PyTorch's operations the mean alone communicates."""
     x, _, weight, _, _, _ = tensors(B, T, N)
     expected = F.rms_norm(x, (N,), weight, EPS)
     placed = distribute_tensor(x, mesh, [Shard(2)]), distribute_tensor(weight, mesh, [WHOLE])
@@ -256,11 +256,11 @@ def calls_of_ops(mesh, x_at, residual_at):
     )
 
 
-def cut_rows_are_said_by_every_op(mesh) -> None:
+def split_rows_are_said_by_every_op(mesh) -> None:
     """A backward that is called by itself says it too, and so does a sum of which the residual alone is cut."""
     residual_alone = calls_of_ops(mesh, WHOLE, Shard(2))[1]
     for name, *arguments in (*calls_of_ops(mesh, Shard(2), Shard(2)), residual_alone):
-        sharding._say_that_rows_are_put_together.cache_clear()
+        sharding._say_that_rows_are_gathered.cache_clear()
         with pytest.warns(UserWarning, match="sharded in a normalized dimension"):
             op(name)(*arguments)
     with warnings.catch_warnings():
@@ -280,7 +280,7 @@ def every_op_registers_the_rules(mesh) -> None:
 
 def weights_of_heads_beside_other_placements(mesh) -> None:
     """A sharded weight and a replicated x: nobody needs another's heads. Heads that lie in strides, whose weights do
-    not: x is put together."""
+    not: x is gathered."""
     x, _, weight, _, _, _ = tensors(B, 3, 8, N, of_heads=True)
     expected = rms_norm(x, N, weight, EPS)
     placed = distribute_tensor(x, mesh, [WHOLE]), distribute_tensor(weight, mesh, [Shard(0)])
@@ -335,7 +335,7 @@ def fewer_rows_than_processes(mesh) -> None:
 
 
 def fewer_rows_by_name(mesh) -> None:
-    """A kernel that is asked for by name has the rows put together."""
+    """A kernel that is asked for by name gathers the rows."""
     x, _, weight, _, _, _ = tensors(3, 2, N)
     placed = distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(weight, mesh, [WHOLE])
     with pytest.MonkeyPatch.context() as patch:
@@ -381,7 +381,7 @@ def a_number_of_rows_that_is_not_known(mesh) -> None:
     torch.testing.assert_close(y.full_tensor(), F.rms_norm(x, (N,), weight, EPS))
 
 
-def cut_rows_and_a_residual_that_is_not(mesh) -> None:
+def split_rows_and_a_residual_that_is_not(mesh) -> None:
     """Their sum is sharded as the residual, here unevenly: such rows PyTorch does not flatten."""
     x, residual, weight, _, _, _ = tensors(5, 3, N)
     expected = rms_norm(x, N, weight, EPS, residual=residual)
@@ -392,7 +392,7 @@ def cut_rows_and_a_residual_that_is_not(mesh) -> None:
 
 
 def a_backend_in_effect(mesh) -> None:
-    """By use_backend as by backend=: rows that are cut are put together. No backend of a name is an error of ours."""
+    """By use_backend as by backend=: split rows are gathered. No backend of a name is an error of ours."""
     x, _, weight, _, _, _ = tensors(B, T, N)
     placed = distribute_tensor(x, mesh, [Shard(2)]), distribute_tensor(weight, mesh, [WHOLE])
     with pytest.MonkeyPatch.context() as patch, use_backend("cutile"):
@@ -576,12 +576,12 @@ if __name__ == "__main__":
         what_needs_no_gradient,
         gradient_placed_unlike_x,
         gradient_still_communicated,
-        rows_that_are_cut,
-        cut_rows_are_said_by_every_op,
+        rows_that_are_split,
+        split_rows_are_said_by_every_op,
         every_op_registers_the_rules,
         weights_of_heads_beside_other_placements,
         a_backend_in_effect,
-        cut_rows_and_a_residual_that_is_not,
+        split_rows_and_a_residual_that_is_not,
         fewer_rows_than_processes,
         fewer_rows_by_name,
         fewer_rows_beside_what_is_placed_otherwise,

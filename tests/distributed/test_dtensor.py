@@ -131,7 +131,7 @@ def main(rank, path):
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     x, weight = torch.randn(2, 5, 8), torch.rand(8) + 0.5
-    for placement in (Shard(1), Shard(2)):  # five rows: one process has more than the other; and cut rows
+    for placement in (Shard(1), Shard(2)):  # five rows: one process has more than the other; and split rows
         for options in ({}, OPTIONS["llama"] | OPTIONS["bias"]):
             tensors = distribute_tensor(x, mesh, [placement]), distribute_tensor(weight, mesh, [Replicate()])
             got, expected = outcome(*tensors, "auto", **options), outcome(x, weight, "torch", **options)

@@ -20,6 +20,7 @@ LAYERS = (
         f"{PACKAGE}.layout",
         f"{PACKAGE}.reference",
         f"{PACKAGE}.gate",
+        f"{PACKAGE}.placements",
         f"{PACKAGE}.resolve",
         f"{PACKAGE}.validation",
         f"{PACKAGE}.measure",
