@@ -17,6 +17,7 @@ from tilegym_rmsnorm.passes import (
     rms_norm_backward_torch,
     rms_norm_forward,
 )
+from tilegym_rmsnorm.patching import patch_model, unpatch_model
 from tilegym_rmsnorm.policy import get_sm_margin, set_sm_margin, set_teams, use_sm_margin
 from tilegym_rmsnorm.registry import (
     BackendUnavailableError,
@@ -48,6 +49,7 @@ __all__ = [
     "get_sm_margin",
     "is_backend_available",
     "override_aten",
+    "patch_model",
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_backward_torch",
@@ -55,6 +57,7 @@ __all__ = [
     "set_backend",
     "set_sm_margin",
     "set_teams",
+    "unpatch_model",
     "use_backend",
     "use_sm_margin",
     "warmup",

@@ -52,7 +52,8 @@ LAYERS = (
     (f"{PACKAGE}.api", f"{PACKAGE}.passes"),
     (f"{PACKAGE}.warming", f"{PACKAGE}.configured", f"{PACKAGE}.scripting", f"{PACKAGE}.module"),
     (f"{PACKAGE}.integrations",),
-    (f"{PACKAGE}.overriding",),  # public functions that import an integration when they are called
+    # public functions that import an integration when they are called
+    (f"{PACKAGE}.overriding", f"{PACKAGE}.patching"),
     (PACKAGE,),
 )
 # Packages of the cutile backend that import nothing of it but themselves and these, and of others only these.

@@ -1,0 +1,15 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The norms of Hugging Face's models, and of code like theirs, by the arithmetic of their forward.
+
+    expressions   what a forward returns, as an expression
+    arithmetic    which expressions are which norm, and how a kernel is called for it
+    norms         classes of norms that call a kernel
+    layers        classes of layers whose norms add the residual
+    patch         gives a model's modules those classes, and takes them back
+    report        what was done, and what was declined for which reason
+    mapping       the same for `kernelize` of the library `kernels`
+
+None of it imports transformers.
+"""

@@ -1,0 +1,232 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The arithmetics of RMSNorm that models have, each by the expressions that it is written as.
+
+An arithmetic is a norm and all its roundings: which dtype is computed in, and where a value is rounded to which. The
+kernels know two castings, and write y in any dtype; `Match.plan` says which of them an arithmetic is for given dtypes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilegym_rmsnorm.integrations.huggingface.expressions import (
+    Expression,
+    Unclear,
+    X,
+    expression_of,
+    text_of,
+)
+from tilegym_rmsnorm.reference import promoted
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # which kernels read; all else runs as before
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Plan(NamedTuple):
+    """How a kernel is called for one pair of dtypes."""
+
+    casting: str
+    out_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Match:
+    """A norm that is known: which arithmetic it has, and which attributes of its module hold what.
+
+    Args:
+        arithmetic: A name in `ARITHMETICS`.
+        weight: Attribute; "" without a weight.
+        eps: Attribute; "" where the code has a number in its place.
+        fixed_eps: That number.
+        offset: Added to weight.
+        switch: Attribute that is false where the weight is left out; "" where none is read.
+    """
+
+    arithmetic: str
+    weight: str = ""
+    eps: str = ""
+    fixed_eps: float | None = None
+    offset: float = 0.0
+    switch: str = ""
+
+    def plan(self, x: torch.dtype, weight: torch.dtype | None) -> Plan | None:
+        """How a kernel does this arithmetic. None: no kernel does, and the forward that was there runs."""
+        if x not in DTYPES or not (weight is None or weight in DTYPES):
+            return None
+        if self.arithmetic == "llama":
+            return Plan("llama", x if weight is None else promoted(weight, x))
+        if self.arithmetic == "t5" and weight is not None:
+            if weight is torch.float32:
+                return Plan("once", torch.float32)
+            return Plan("llama", x) if weight is x else None
+        if self.arithmetic == "torch" and not (weight is None or weight is x):
+            return None
+        return Plan("once", x)
+
+    def weight_of(self, module: torch.nn.Module) -> Tensor | None:
+        if not self.weight or (self.switch and not getattr(module, self.switch)):
+            return None
+        return getattr(module, self.weight)
+
+    def eps_of(self, module: torch.nn.Module) -> float | None:
+        return getattr(module, self.eps) if self.eps else self.fixed_eps
+
+
+class _Any(NamedTuple):
+    """Stands in a pattern for an attribute, or, where it says so, for a number."""
+
+    field: str
+    may_be_number: bool = False
+    is_number: bool = False
+
+
+_W, _EPS, _SWITCH = _Any("weight"), _Any("eps", may_be_number=True), _Any("switch")
+_OFFSET = _Any("offset", is_number=True)
+
+
+def _wide(e: Any) -> Expression:
+    return ("to", e, torch.float32)
+
+
+def _like(e: Any, other: Any) -> Expression:
+    return ("to", e, ("dtype", other))
+
+
+_RSTD = ("rsqrt", ("add", ("mean", ("square", _wide(X))), _EPS))
+_XHAT = ("mul", _wide(X), _RSTD)
+_XHAT_PROMOTED = ("mul", X, _RSTD)  # the same: a product with float32 is float32
+_ONCE = ("mul", _XHAT, _W)
+_ONCE_WIDE = ("mul", _XHAT, _wide(_W))
+_WEIGHTLESS = _like(_XHAT, X)
+_TORCH_SHAPE = ("self", "normalized_shape")
+
+# The names, what they mean, and how they are written. docs/huggingface.md shows this table.
+ARITHMETICS: dict[str, tuple[str, tuple[Expression, ...]]] = {
+    "llama": (
+        "x * rstd is rounded to x's dtype, then multiplied by weight; y has the wider dtype of both",
+        (("mul", _W, _like(_XHAT, X)), ("mul", _W, _like(_XHAT_PROMOTED, X))),
+    ),
+    "once": (
+        "x * rstd * weight in float32, then rounded to x's dtype",
+        (_like(_ONCE, X), _like(_ONCE_WIDE, X)),
+    ),
+    "offset": (
+        "x * rstd * (1 + weight) in float32, then rounded to x's dtype",
+        (_like(("mul", _XHAT, ("add", _OFFSET, _wide(_W))), X),),
+    ),
+    "optional weight": (
+        "as once, without a weight where a switch of the module is off",
+        (
+            ("if", _SWITCH, _like(_ONCE_WIDE, X), _WEIGHTLESS),
+            ("if", _SWITCH, _like(_ONCE, X), _WEIGHTLESS),
+        ),
+    ),
+    "no weight": ("x * rstd in float32, then rounded to x's dtype", (_WEIGHTLESS,)),
+    "t5": (
+        "as llama where weight is half, else x * rstd * weight in float32, which is y's dtype",
+        (
+            (
+                "if",
+                ("in", ("dtype", _W), frozenset(_HALF)),
+                ("mul", _W, _like(_XHAT_PROMOTED, _W)),
+                ("mul", _W, _XHAT_PROMOTED),
+            ),
+        ),
+    ),
+    "torch": (
+        "torch.nn.functional.rms_norm over the last dimension",
+        (
+            ("rms_norm", X, _TORCH_SHAPE, _W, _EPS),
+            ("rms_norm", X, ("last shape", X), _W, _EPS),
+            ("rms_norm", X, ("shape", _W), _W, _EPS),
+        ),
+    ),
+}
+
+# Norms that are known, and have no kernel.
+_DECLINED: tuple[tuple[Expression, str], ...] = (
+    (("mul", X, _like(_RSTD, X)), "rounds rstd to x's dtype before it multiplies x"),
+    (_like(_RSTD, X), "returns rstd alone"),
+    (
+        _like(("mul", _XHAT, _wide(("add", _OFFSET, _W))), X),
+        "rounds 1 + weight to weight's dtype before it multiplies",
+    ),
+)
+
+_matches: dict[tuple[type, Any], Match | Unclear] = {}
+
+
+def match_of(cls: type) -> Match:
+    """The arithmetic of the `forward` of a class. Raises `Unclear` where it is none of these."""
+    key = cls, getattr(cls, "forward", None)  # a class may be given another forward
+    found = _matches.get(key)
+    if found is None:
+        try:
+            found = _match(expression_of(cls))
+        except Unclear as error:
+            found = Unclear(str(error))  # without the frames, which would be kept
+        _matches[key] = found
+    if isinstance(found, Unclear):
+        raise Unclear(str(found))
+    return found
+
+
+def _match(expression: Expression) -> Match:
+    for name, (_, patterns) in ARITHMETICS.items():
+        for pattern in patterns:
+            fields = next(_unified(pattern, expression, {}), None)
+            if fields is not None:
+                return Match(name, **fields)
+    for pattern, reason in _DECLINED:
+        if next(_unified(pattern, expression, {}), None) is not None:
+            raise Unclear(reason)
+    text = text_of(expression)
+    raise Unclear(f"computes no arithmetic that is known: {text if len(text) < 160 else text[:157] + '...'}")
+
+
+def _unified(pattern: Any, found: Any, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The ways in which a pattern is this expression: what its placeholders stand for."""
+    if isinstance(pattern, _Any):
+        bound = _bound(pattern, found)
+        if bound is not None and all(fields.get(name, value) == value for name, value in bound.items()):
+            yield {**fields, **bound}
+    elif not isinstance(pattern, tuple) or not isinstance(found, tuple) or len(pattern) != len(found):
+        if pattern == found:
+            yield fields
+    elif pattern and pattern[0] in ("mul", "add") and pattern[0] == found[0]:
+        for operands in (found[1:], found[:0:-1]):
+            yield from _unified_all(pattern[1:], operands, fields)
+    else:
+        yield from _unified_all(pattern, found, fields)
+
+
+def _unified_all(
+    patterns: tuple[Any, ...], found: tuple[Any, ...], fields: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    if not patterns:
+        yield fields
+        return
+    for first in _unified(patterns[0], found[0], fields):
+        yield from _unified_all(patterns[1:], found[1:], first)
+
+
+def _bound(placeholder: _Any, found: Any) -> dict[str, Any] | None:
+    if not isinstance(found, tuple) or len(found) != 2:
+        return None
+    kind, value = found
+    if kind == "self" and not placeholder.is_number:
+        return {placeholder.field: value}
+    if kind == "const" and type(value) in (int, float) and math.isfinite(value):
+        if placeholder.is_number:
+            return {placeholder.field: float(value)}
+        if placeholder.may_be_number:
+            return {f"fixed_{placeholder.field}": float(value)}
+    return None

@@ -1,0 +1,355 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What a module's forward returns, as one expression: the fingerprint by which a norm is known.
+
+The source of `forward` is read statement by statement, names of locals are replaced by what they hold, and methods and
+functions of Python that it calls are read in their places. So docstrings, annotations, names, helpers and the order of
+statements leave no trace, while each operation and each rounding does. What is not understood raises `Unclear`: a
+forward is never guessed.
+
+An expression is nested tuples, an operation and its operands:
+
+    ("x",)  ("self", name)  ("const", number)       the tensor that is given, an attribute, a literal
+    ("to", e, dtype)  ("dtype", e)                  dtype: a torch.dtype, or that of another expression
+    ("mul", a, b)  ("add", a, b)  ("square", e)  ("rsqrt", e)  ("mean", e)       mean: of the last dimension, kept
+    ("if", test, a, b)  ("in", e, values)  ("is not None", e)
+    ("rms_norm", x, shape, weight, eps)             PyTorch's own
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import operator
+import textwrap
+from collections.abc import Callable
+from types import FunctionType, MappingProxyType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+Expression = tuple[Any, ...]
+
+X: Expression = ("x",)
+_SELF: Expression = ("the module",)
+_MAX_DEPTH = 4  # of functions that call each other
+_MAX_STATEMENTS = 40  # read in all; a norm has ten
+
+
+class Unclear(Exception):
+    """Why a forward cannot be read. The text ends a sentence that begins with its name."""
+
+
+def expression_of(cls: type) -> Expression:
+    """What `forward` of a class returns for one tensor. Raises `Unclear`."""
+    function = inspect.getattr_static(cls, "forward", None)
+    if not isinstance(function, FunctionType):
+        raise Unclear("is no plain function")
+    return _Reader(cls).read(function, [_SELF, X], {}, is_forward=True)
+
+
+def tree_of(function: FunctionType) -> ast.FunctionDef:
+    """The syntax tree of a function, by the source it was compiled from. Raises `Unclear` where there is none."""
+    if hasattr(function, "__wrapped__"):
+        raise Unclear(f"is wrapped by {function.__code__.co_name!r}")
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+        (tree,) = ast.parse(source).body
+    except (OSError, TypeError, SyntaxError, ValueError, IndentationError):
+        raise Unclear("has no source that can be read") from None
+    if not isinstance(tree, ast.FunctionDef) or tree.name != function.__code__.co_name:
+        raise Unclear("has no source that can be read")
+    return tree
+
+
+def text_of(expression: Any) -> str:
+    """An expression for people."""
+    if not isinstance(expression, tuple) or not expression:
+        return str(expression).removeprefix("torch.")
+    operation, *operands = expression
+    if operation == "x":
+        return "x"
+    if operation == "self":
+        return operands[0]
+    if operation == "const":
+        return repr(operands[0])
+    if operation in ("mul", "add"):
+        sign = " * " if operation == "mul" else " + "
+        return f"({sign.join(map(text_of, operands))})"
+    return f"{operation}({', '.join(map(text_of, operands))})"
+
+
+class _Object(NamedTuple):
+    """A value of Python that no tensor took part in: a module, a function, a dtype."""
+
+    value: Any
+
+
+class _Reader:
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+        self.depth = 0
+        self.statements = 0
+
+    def read(
+        self, function: FunctionType, given: list[Any], named: dict[str, Any], is_forward: bool = False
+    ) -> Any:
+        """What `function` returns."""
+        tree = tree_of(function)
+        if function.__code__.co_freevars:
+            names = ", ".join(function.__code__.co_freevars).replace("__class__", "super()")
+            raise Unclear(f"uses {names}, which is not read")
+        if tree.decorator_list and not _is_static(tree):
+            raise Unclear("is decorated")
+        if self.depth == _MAX_DEPTH:
+            raise Unclear("calls functions too deeply")
+        parameters = _parameters(tree, is_forward)
+        values = dict(zip(parameters, given, strict=False)) | named
+        if len(given) > len(parameters) or set(values) != set(parameters):
+            raise Unclear("calls a function with other arguments than it takes")
+        self.depth += 1
+        result = self.block(tree.body, values, function)
+        self.depth -= 1
+        if result is None:
+            raise Unclear("does not return on every path")
+        return result
+
+    def block(self, statements: list[ast.stmt], values: dict[str, Any], function: FunctionType) -> Any:
+        """What these statements return, or None. `values` are the locals, which it changes."""
+        for index, statement in enumerate(statements):
+            self.statements += 1
+            if self.statements > _MAX_STATEMENTS:
+                raise Unclear("has too many statements for a norm")
+            if isinstance(statement, ast.Return) and statement.value is not None:
+                return self.value(statement.value, values, function)
+            if isinstance(statement, ast.If):
+                test = self.value(statement.test, values, function)
+                rest = statements[index + 1 :]
+                branches = [
+                    self.block([*branch, *rest], dict(values), function)
+                    for branch in (statement.body, statement.orelse)
+                ]
+                if None in branches:
+                    return None
+                return branches[0] if branches[0] == branches[1] else ("if", test, *branches)
+            if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+                target, value = statement.targets[0], statement.value
+            elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+                target, value = statement.target, statement.value
+            elif isinstance(statement, ast.Pass) or _is_text(statement):
+                continue
+            else:
+                raise Unclear(f"has a statement that is not read: {_text(statement)}")
+            if not isinstance(target, ast.Name):
+                raise Unclear(f"has a statement that is not read: {_text(statement)}")
+            values[target.id] = self.value(value, values, function)
+        return None
+
+    def value(self, node: ast.expr, values: dict[str, Any], function: FunctionType) -> Any:
+        """An `Expression` or an `_Object`."""
+
+        def of(inner: ast.expr) -> Any:
+            return self.value(inner, values, function)
+
+        if isinstance(node, ast.Name):
+            if node.id in values:
+                return values[node.id]
+            for scope in (function.__globals__, vars(builtins)):
+                if node.id in scope:
+                    return _Object(scope[node.id])
+        elif isinstance(node, ast.Constant):
+            if node.value is None or isinstance(node.value, (bool, int, float)):
+                return ("const", node.value)
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            operand = of(node.operand)
+            if operand[0] == "const":
+                return ("const", -operand[1])
+        elif isinstance(node, (ast.Tuple, ast.List)):
+            return ("tuple", *map(of, node.elts))
+        elif isinstance(node, ast.Attribute):
+            return self.attribute(of(node.value), node.attr)
+        elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return _applied(_OPERATORS[type(node.op)], [of(node.left), of(node.right)], {})
+        elif isinstance(node, ast.Compare) and len(node.ops) == 1:
+            left, right = of(node.left), of(node.comparators[0])
+            if isinstance(node.ops[0], ast.In) and right[0] == "tuple":
+                return ("in", left, frozenset(_plain(item) for item in right[1:]))
+            if isinstance(node.ops[0], ast.IsNot) and right == ("const", None):
+                return ("is not None", left)
+        elif isinstance(node, ast.Subscript) and _text(node.slice) == "-1:":
+            base = of(node.value)
+            if base[0] == "shape":
+                return ("last shape", base[1])
+        elif isinstance(node, ast.Call):
+            named = {word.arg: of(word.value) for word in node.keywords if word.arg is not None}
+            if len(named) == len(node.keywords) and not any(isinstance(a, ast.Starred) for a in node.args):
+                given = [of(argument) for argument in node.args]
+                return self.call(node.func, given, named, values, function)
+        raise Unclear(f"computes something that is not read: {_text(node)}")
+
+    def attribute(self, base: Any, name: str) -> Any:
+        if base == _SELF:
+            return ("self", name)
+        if isinstance(base, _Object):
+            if isinstance(base.value, ModuleType) and hasattr(base.value, name):
+                return _Object(getattr(base.value, name))
+        elif name in ("dtype", "shape"):
+            return (name, base)
+        raise Unclear(f"reads .{name} of something that is not read")
+
+    def call(
+        self,
+        node: ast.expr,
+        given: list[Any],
+        named: dict[str, Any],
+        values: dict[str, Any],
+        function: FunctionType,
+    ) -> Any:
+        if isinstance(node, ast.Attribute):
+            base = self.value(node.value, values, function)
+            if base == _SELF:
+                method = inspect.getattr_static(self.cls, node.attr, None)
+                if isinstance(method, staticmethod):
+                    return self.read(method.__func__, given, named)
+                if isinstance(method, FunctionType):
+                    return self.read(method, [_SELF, *given], named)
+                raise Unclear(f"calls self.{node.attr}, which is no method of its class")
+            if not isinstance(base, _Object):
+                if node.attr not in _METHODS:
+                    raise Unclear(f"calls .{node.attr}() of a tensor")
+                return _applied(_METHODS[node.attr], [base, *given], named)
+        called = self.value(node, values, function)
+        if isinstance(called, _Object):
+            try:
+                operation = _FUNCTIONS.get(called.value)
+            except TypeError:  # not hashable
+                operation = None
+            if operation is not None:
+                return _applied(operation, given, named)
+            if isinstance(called.value, FunctionType) and not called.value.__module__.startswith("torch."):
+                return self.read(called.value, given, named)
+        raise Unclear(f"calls {_text(node)}")
+
+
+def _parameters(tree: ast.FunctionDef, is_forward: bool) -> list[str]:
+    arguments = tree.args
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    more = [argument.arg for argument in (arguments.vararg, arguments.kwarg, *arguments.kwonlyargs) if argument]
+    if is_forward and (more or len(names) != 2):
+        others = ", ".join([*names[2:], *more])
+        raise Unclear(f"takes more than one tensor: {others}" if others else "takes no tensor")
+    if more or arguments.defaults:
+        raise Unclear("calls a function with arguments that are not read")
+    return names
+
+
+def _is_static(tree: ast.FunctionDef) -> bool:
+    return [_text(decorator) for decorator in tree.decorator_list] == ["staticmethod"]
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def _text(node: ast.AST) -> str:
+    text = ast.unparse(node).splitlines()[0]
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, _Object) else value
+
+
+def _applied(operation: Callable[..., Any], given: list[Any], named: dict[str, Any]) -> Any:
+    try:
+        return operation(*map(_plain, given), **{name: _plain(value) for name, value in named.items()})
+    except (TypeError, ValueError):  # arguments that the operation below does not take
+        raise Unclear(f"calls {operation.__name__.strip('_')} in a way that is not read") from None
+
+
+# The operations. Each takes expressions, and values of Python where it needs one.
+
+
+def _to(e: Expression, dtype: Any) -> Expression:
+    is_dtype = isinstance(dtype, torch.dtype) or (isinstance(dtype, tuple) and dtype[0] == "dtype")
+    if not is_dtype:
+        raise TypeError
+    return e if e[0] == "to" and e[2] == dtype else ("to", e, dtype)
+
+
+def _float(e: Expression) -> Expression:
+    return _to(e, torch.float32)
+
+
+def _type_as(e: Expression, other: Expression) -> Expression:
+    return _to(e, ("dtype", other))
+
+
+def _mul(a: Expression, b: Expression) -> Expression:
+    return ("square", a) if a == b else ("mul", a, b)
+
+
+def _add(a: Expression, b: Expression) -> Expression:
+    return ("add", a, b)
+
+
+def _square(e: Expression) -> Expression:
+    return ("square", e)
+
+
+def _rsqrt(e: Expression) -> Expression:
+    return ("rsqrt", e)
+
+
+def _pow(e: Expression, exponent: Expression) -> Expression:
+    if exponent == ("const", 2):
+        return ("square", e)
+    if exponent == ("const", -0.5):  # for which PyTorch takes rsqrt
+        return ("rsqrt", e)
+    raise ValueError
+
+
+def _mean(e: Expression, dim: Expression, keepdim: Expression) -> Expression:
+    if dim not in (("const", -1), ("tuple", ("const", -1))) or keepdim != ("const", True):
+        raise ValueError
+    return ("mean", e)
+
+
+def _rms_norm(
+    input: Expression,
+    normalized_shape: Expression,
+    weight: Expression = ("const", None),
+    eps: Expression = ("const", None),
+) -> Expression:
+    return ("rms_norm", input, normalized_shape, weight, eps)
+
+
+_OPERATORS = {ast.Mult: _mul, ast.Add: _add, ast.Pow: _pow}
+_METHODS = MappingProxyType(
+    {
+        "to": _to,
+        "float": _float,
+        "type_as": _type_as,
+        "mul": _mul,
+        "add": _add,
+        "square": _square,
+        "rsqrt": _rsqrt,
+        "pow": _pow,
+        "mean": _mean,
+    }
+)
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    torch.mul: _mul,
+    torch.add: _add,
+    torch.square: _square,
+    torch.rsqrt: _rsqrt,
+    torch.pow: _pow,
+    torch.mean: _mean,
+    torch.rms_norm: _rms_norm,
+    functional.rms_norm: _rms_norm,
+    operator.mul: _mul,
+    operator.add: _add,
+}

@@ -1,0 +1,205 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Decoder layers whose residual add runs in the norm that follows it.
+
+A layer is rewritten where its forward has these statements in a row, under whatever names, and NORM is a norm of the
+layer that is patched:
+
+    hidden = residual + hidden             a sum of two values
+    residual = hidden                      may be missing
+    hidden = self.NORM(hidden)
+
+In their place stands one call that returns both the norm and the sum. All other statements are compiled again as they
+are. The sum that ends a layer stays: the norm that follows it is the next layer's.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Collection
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from tilegym_rmsnorm.integrations.huggingface.expressions import Unclear, tree_of
+from tilegym_rmsnorm.integrations.huggingface.norms import PatchedType, add_norm, subclass
+
+_ADD_NORM, _SUM = "tilegym_add_norm", "tilegym_sum"  # names that no layer has
+
+
+@dataclass(frozen=True)
+class LayerPatch:
+    """What a patched class of layers is made of, beside its base class: the names of the norms that add."""
+
+    norms: tuple[str, ...]
+
+    def made(self, base: type) -> PatchedType:
+        function, _ = rewritten(base, self.norms)
+        return subclass(base, self, {"forward": function})
+
+
+def rewritten(cls: type, norms: Collection[str]) -> tuple[FunctionType, tuple[str, ...]]:
+    """The forward of a class with the adds in the norms of these names, and the names of those that add. Raises
+    `Unclear` where there is none."""
+    function = forward_of(cls)
+    tree = tree_of(function)
+    if tree.decorator_list or [argument.arg for argument in tree.args.args][:1] != ["self"]:
+        raise Unclear("is decorated")
+    if function.__code__.co_freevars:
+        names = ", ".join(function.__code__.co_freevars).replace("__class__", "super()")
+        raise Unclear(f"uses {names}, which cannot be compiled again")
+    rewriter = _Rewriter(norms)
+    rewriter.generic_visit(tree)
+    if not rewriter.found:
+        raise Unclear("has no sum that one of its norms follows at once")
+    return _compiled(tree, function), tuple(rewriter.found)
+
+
+def forward_of(cls: type) -> FunctionType:
+    """The forward that the author of a class wrote: transformers puts gradient checkpointing around those of layers."""
+    function = inspect.getattr_static(cls, "forward", None)
+    while (
+        isinstance(function, FunctionType)
+        and hasattr(function, "__wrapped__")
+        and function.__globals__.get("__name__") == "transformers.modeling_layers"
+        and function.__code__.co_name == "forward_with_checkpointing"
+    ):
+        function = function.__wrapped__
+    if not isinstance(function, FunctionType):
+        raise Unclear("is no plain function")
+    return function
+
+
+class _Rewriter(ast.NodeTransformer):
+    def __init__(self, norms: Collection[str]) -> None:
+        self.norms = norms
+        self.found: list[str] = []
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        for field in ("body", "orelse", "finalbody"):
+            statements = getattr(node, field, None)
+            if isinstance(statements, list):
+                setattr(node, field, self._rewritten(statements))
+        return super().generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return node  # functions inside are left as they are
+
+    def _rewritten(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+        result: list[ast.stmt] = []
+        while statements:
+            replaced = self._replaced(statements)
+            if replaced is None:
+                result.append(statements[0])
+                statements = statements[1:]
+            else:
+                new, count = replaced
+                result += new
+                statements = statements[count:]
+        return result
+
+    def _replaced(self, statements: list[ast.stmt]) -> tuple[list[ast.stmt], int] | None:
+        """What takes the place of the first of these statements, and of how many."""
+        total, value = _assigned(statements[0])
+        if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add):
+            return None
+        copy, count = "", 1
+        if len(statements) > 1:
+            name, copied = _assigned(statements[1])
+            if isinstance(copied, ast.Name) and copied.id == total:
+                copy, count = name, 2
+        if len(statements) <= count:
+            return None
+        y, call = _assigned(statements[count])
+        norm = self._norm_called(call, {total, copy} - {""})
+        if not norm or not y:
+            return None
+        self.found.append(norm)
+        # The sum is held under each name that still holds it after these statements.
+        held = [name for name in dict.fromkeys((total, copy)) if name and name != y]
+        first, *others = held or [_SUM]
+        lines = [f"{y}, {first} = {_ADD_NORM}(self.{norm})", *(f"{name} = {first}" for name in others)]
+        new = ast.parse("\n".join(lines)).body
+        for part in (part for statement in new for part in ast.walk(statement)):
+            ast.copy_location(part, statements[count])
+        assignment: Any = new[0]
+        assignment.value.args += [value.left, value.right]  # evaluated in the order they had
+        return new, count + 1
+
+    def _norm_called(self, call: ast.expr | None, names: set[str]) -> str:
+        """The norm in `self.NORM(name)`, or ""."""
+        if (
+            isinstance(call, ast.Call)
+            and not call.keywords
+            and len(call.args) == 1
+            and isinstance(call.args[0], ast.Name)
+            and call.args[0].id in names
+            and isinstance(call.func, ast.Attribute)
+            and isinstance(call.func.value, ast.Name)
+            and call.func.value.id == "self"
+            and call.func.attr in self.norms
+        ):
+            return call.func.attr
+        return ""
+
+
+def _assigned(statement: ast.stmt) -> tuple[str, ast.expr | None]:
+    """The name and the value of `name = value`; otherwise "" and None."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target = statement.targets[0]
+        if isinstance(target, ast.Name):
+            return target.id, statement.value
+    return "", None
+
+
+def _compiled(tree: ast.FunctionDef, function: FunctionType) -> FunctionType:
+    code = function.__code__
+    if any(
+        isinstance(node, ast.Attribute) and node.attr.startswith("__") and not node.attr.endswith("__")
+        for node in ast.walk(tree)
+    ):
+        raise Unclear("reads a private name of its class")
+    arguments = tree.args
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    for argument in every:
+        if argument is not None:
+            argument.annotation = None
+    tree.returns = None
+    # Given below: they were evaluated when the class was made.
+    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+    arguments.kw_defaults = [None if value is None else ast.Constant(None) for value in arguments.kw_defaults]
+    maker = ast.parse(f"def make({_ADD_NORM}):\n    return {tree.name}").body[0]
+    assert isinstance(maker, ast.FunctionDef)
+    maker.body.insert(0, tree)
+    module = ast.Module([maker], [])
+    ast.increment_lineno(tree, code.co_firstlineno - 1)
+    ast.fix_missing_locations(module)
+    found: dict[str, Any] = {}
+    exec(compile(module, code.co_filename, "exec"), function.__globals__, found)
+    result = found["make"](add_norm)
+    result.__defaults__, result.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    result.__annotations__, result.__doc__ = function.__annotations__, function.__doc__
+    result.__module__ = function.__module__
+    return result
+
+
+def children_that_are(module: torch.nn.Module, kept: Collection[torch.nn.Module]) -> list[str]:
+    """The names of the direct children that are among `kept`."""
+    return [name for name, child in module.named_children() if any(child is each for each in kept)]
+
+
+def has_sum(cls: type) -> bool:
+    """Whether a forward adds two values in a statement of its own: those of layers do, those of attention do not."""
+    try:
+        tree = tree_of(forward_of(cls))
+    except Unclear:
+        return False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
+            if isinstance(node.value.op, ast.Add):
+                return True
+    return False

@@ -1,0 +1,164 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The norm of a model, run by `rms_norm`: a subclass of the norm's own class, with another forward.
+
+A module is patched by giving it that class. All else stays: parameters, buffers, hooks, eps, the training flag, what
+isinstance says. Where a call has dtypes that no kernel reads, the forward of the base class runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilegym_rmsnorm.api import rms_norm
+from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match, Plan
+from tilegym_rmsnorm.reference import promoted
+
+
+class PatchedType(type):
+    """The type of patched classes. They are pickled as what made them: no name leads to them."""
+
+
+@dataclass(frozen=True)
+class NormPatch:
+    """What a patched class of norms is made of, beside its base class."""
+
+    match: Match
+    backend: str | None
+
+    def made(self, base: type) -> PatchedType:
+        match, backend = self.match, self.backend
+        original: Any = base.forward  # type: ignore[attr-defined]
+        original_repr: Any = base.extra_repr  # type: ignore[attr-defined]
+        name = list(inspect.signature(original).parameters)[1]
+
+        def forward(self: Any, x: Any = None, /, **named: Any) -> Any:
+            if name in named and x is None:
+                x = named.pop(name)
+            if named or not isinstance(x, Tensor):
+                return original(self, x, **named)
+            weight = match.weight_of(self)
+            plan = match.plan(x.dtype, None if weight is None else weight.dtype)
+            if plan is None:
+                return original(self, x)
+            return run(x, None, weight, match.eps_of(self), match, plan, backend)
+
+        def extra_repr(self: Any) -> str:
+            text = original_repr(self)
+            return f"{text}{', ' if text else ''}tilegym_rmsnorm: {match.arithmetic}"
+
+        any_forward: Any = forward
+        any_forward.__signature__ = inspect.signature(original)
+        return subclass(base, self, {"forward": forward, "extra_repr": extra_repr})
+
+
+def run(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float | None,
+    match: Match,
+    plan: Plan,
+    backend: str | None,
+) -> Any:
+    """y, or y and the sum with the residual, by the arithmetic of a norm."""
+    # Autocast casts what enters F.rms_norm, and nothing in a norm that is written out as these are.
+    with _without_autocast(x):
+        return rms_norm(
+            x,
+            x.shape[-1:],
+            weight,
+            eps,
+            offset=match.offset,
+            residual=residual,
+            out_dtype=None if plan.out_dtype is x.dtype else plan.out_dtype,
+            casting=plan.casting,
+            backend=backend,
+        )
+
+
+def add_norm(norm: torch.nn.Module, residual: Any, x: Any) -> tuple[Any, Any]:
+    """`norm(residual + x)` and `residual + x`: in one call where the norm is patched and nobody watches it."""
+    patch = patch_of(type(norm))
+    if isinstance(patch, NormPatch) and _is_fusable(norm, x, residual):
+        match = patch.match
+        weight = match.weight_of(norm)
+        plan = match.plan(promoted(x.dtype, residual.dtype), None if weight is None else weight.dtype)
+        if plan is not None:
+            return run(x, residual, weight, match.eps_of(norm), match, plan, patch.backend)
+    total = residual + x
+    return norm(total), total
+
+
+def _is_fusable(norm: torch.nn.Module, x: Any, residual: Any) -> bool:
+    """Whether nothing is there that sees a call of the norm, and both tensors are of one shape and device."""
+    has_hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks
+    return not (
+        has_hooks
+        or norm._backward_pre_hooks
+        or "forward" in norm.__dict__  # accelerate's hooks, too
+        or torch.nn.modules.module._has_any_global_hook()
+        or not isinstance(x, Tensor)
+        or not isinstance(residual, Tensor)
+        or x.shape != residual.shape
+        or x.device != residual.device
+        or not (x.is_floating_point() and residual.is_floating_point())
+    )
+
+
+def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    if torch.is_autocast_enabled() and x.is_cuda:
+        return torch.autocast("cuda", enabled=False)
+    return contextlib.nullcontext()
+
+
+_classes: dict[tuple[type, Any], PatchedType] = {}
+
+
+def patched_class(base: type, patch: Any) -> PatchedType:
+    """The subclass of `base` that a patch makes: the same object for the same patch."""
+    key = base, patch
+    if key not in _classes:
+        _classes.setdefault(key, patch.made(base))  # two threads: one class
+    return _classes[key]
+
+
+def subclass(base: type, patch: Any, attributes: dict[str, Any]) -> PatchedType:
+    """A subclass under the same name: transformers initializes what has RMSNorm in its name."""
+    for function in attributes.values():
+        function.__qualname__ = f"{base.__qualname__}.{function.__name__}"
+    attributes = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "patched_from": (base, patch),
+        **attributes,
+    }
+    return PatchedType(base.__name__, (base,), attributes)
+
+
+def made_from(cls: type) -> tuple[type, Any] | None:
+    """The base class and the patch of a patched class; None for others, such as a subclass of one."""
+    return cls.__dict__.get("patched_from")
+
+
+def patch_of(cls: type) -> Any:
+    """The patch of a class, or of one that it is derived from; None without one."""
+    found = getattr(cls, "patched_from", None)
+    return None if found is None else found[1]
+
+
+def _reduce(cls: PatchedType) -> str | tuple[Any, ...]:
+    found = made_from(cls)
+    return (patched_class, found) if found else cls.__qualname__
+
+
+copyreg.pickle(PatchedType, _reduce)

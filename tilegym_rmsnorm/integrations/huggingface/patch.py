@@ -1,0 +1,198 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Patches the norms of a model, and takes the patch back. All is chosen before anything is changed.
+
+Besides the class of a module, what is replaced is the forward that was bound before: accelerate keeps one in
+`_old_forward`, behind its hooks, and `kernelize` and the removal of hooks leave one in `forward`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match, match_of
+from tilegym_rmsnorm.integrations.huggingface.expressions import Unclear
+from tilegym_rmsnorm.integrations.huggingface.layers import (
+    LayerPatch,
+    children_that_are,
+    forward_of,
+    has_sum,
+    rewritten,
+)
+from tilegym_rmsnorm.integrations.huggingface.norms import (
+    NormPatch,
+    PatchedType,
+    made_from,
+    patch_of,
+    patched_class,
+)
+from tilegym_rmsnorm.integrations.huggingface.report import (
+    Declined,
+    PatchedLayer,
+    PatchedNorm,
+    PatchReport,
+    Restored,
+)
+from tilegym_rmsnorm.module import RMSNorm
+from tilegym_rmsnorm.registry import check_backend_name
+
+_BOUND = ("forward", "_old_forward")  # attributes of a module that may hold a bound forward
+
+
+def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
+    """What `patch_model` does."""
+    _check_module("patch_model", model)
+    if backend is not None:
+        check_backend_name(backend)
+    patched: list[PatchedNorm] = []
+    declined: list[Declined] = []
+    changes: list[tuple[nn.Module, PatchedType]] = []
+    norms: list[nn.Module] = []
+    already = 0
+    for name, module in _parts(model):
+        cls = type(module)
+        original, old = made_from(cls) or (cls, None)
+        if isinstance(old, LayerPatch):
+            continue
+        try:
+            match = _match(module, original)
+        except Unclear as error:
+            if _looks_like_norm(original, module):
+                declined.append(Declined(name, cls.__name__, str(error)))
+            continue
+        norms.append(module)
+        new = NormPatch(match, backend)
+        if old == new or isinstance(module, RMSNorm):
+            already += 1
+            continue
+        patched.append(PatchedNorm(name, cls.__name__, match.arithmetic))
+        changes.append((module, patched_class(original, new)))
+
+    layers: list[PatchedLayer] = []
+    for name, module in _parts(model) if patch_layers else ():
+        cls = type(module)
+        adding = [child for child in norms if not isinstance(child, RMSNorm)]
+        children = children_that_are(module, adding)
+        if not children:
+            continue
+        if isinstance(patch_of(cls), LayerPatch):
+            already += 1
+            continue
+        try:
+            _check_bound(module)
+            function, fused = rewritten(cls, children)
+        except Unclear as error:
+            if has_sum(cls):
+                declined.append(Declined(name, cls.__name__, f"its forward {error}"))
+            continue
+        layers.append(PatchedLayer(name, cls.__name__, fused))
+        changes.append((module, patched_class(cls, LayerPatch(fused))))
+
+    for module, new_class in changes:
+        _give_class(module, new_class)
+    return PatchReport(tuple(patched), tuple(layers), tuple(declined), (), already)
+
+
+def unpatch(model: Any) -> PatchReport:
+    """What `unpatch_model` does."""
+    _check_module("unpatch_model", model)
+    restored: list[Restored] = []
+    declined: list[Declined] = []
+    changes: list[tuple[nn.Module, type]] = []
+    for name, module in _parts(model):
+        cls = type(module)
+        found = made_from(cls)
+        if found is not None:
+            restored.append(Restored(name, cls.__name__))
+            changes.append((module, found[0]))
+        elif patch_of(cls) is not None:
+            declined.append(Declined(name, cls.__name__, "was given another class after the patch"))
+    for module, old_class in changes:
+        _give_class(module, old_class)
+    return PatchReport(declined=tuple(declined), restored=tuple(restored))
+
+
+def _check_module(function: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{function}: expected a torch.nn.Module, got {type(model).__name__}")
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return iter(list(model.named_modules()))
+
+
+def _match(module: nn.Module, cls: type) -> Match:
+    """The arithmetic of a module, whose class is `cls`, or was before it was patched. Raises `Unclear`."""
+    if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
+        raise Unclear("it is a graph, not code")
+    try:
+        match = match_of(cls)
+    except Unclear as error:
+        raise Unclear(f"its forward {error}") from None
+    if type(cls) not in (type, PatchedType) or cls.__call__ is not nn.Module.__call__:
+        raise Unclear("its class has a metaclass or a __call__ of its own")
+    _check_bound(module)
+    for name in module.__dict__:
+        if name not in _BOUND and isinstance(inspect.getattr_static(cls, name, None), FunctionType):
+            raise Unclear(f"its {name} was replaced on the module")
+    missing = [
+        name for name in (match.weight, match.eps, match.switch) if name and not hasattr(module, name)
+    ]
+    if missing:
+        raise Unclear(f"it has no {' and no '.join(missing)}")
+    if match.eps:
+        eps = getattr(module, match.eps)
+        if not (type(eps) in (int, float) or (eps is None and match.arithmetic == "torch")):
+            raise Unclear(f"its {match.eps} is no number")
+    if match.switch and not isinstance(getattr(module, match.switch), bool):
+        raise Unclear(f"its {match.switch} is no bool")
+    weight = match.weight_of(module)
+    if weight is None:
+        if match.weight and not match.switch and match.arithmetic != "torch":
+            raise Unclear("it has no weight")
+    elif not isinstance(weight, torch.Tensor) or torch.nn.parameter.is_lazy(weight) or weight.dim() != 1:
+        raise Unclear(f"its {match.weight} is no tensor of one dimension")
+    if match.arithmetic == "torch" and len(getattr(module, "normalized_shape", (0,))) != 1:
+        raise Unclear("it normalizes several dimensions")
+    return match
+
+
+def _check_bound(module: nn.Module) -> None:
+    """Raises `Unclear` where the module's forward is not that of its class, be it behind accelerate's hooks."""
+    own = type(module).forward
+    values = [module.__dict__[name] for name in _BOUND if name in module.__dict__]
+    if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__:
+        values = [module.__dict__["_old_forward"]]  # forward calls the hook, which calls this
+    if not all(_is_bound(value, own, module) for value in values):
+        raise Unclear("its forward was replaced on the module")
+
+
+def _is_bound(value: Any, function: Any, module: nn.Module) -> bool:
+    return isinstance(value, MethodType) and value.__func__ is function and value.__self__ is module
+
+
+def _give_class(module: nn.Module, cls: type) -> None:
+    own = type(module).forward
+    module.__class__ = cls
+    for name in _BOUND:
+        if _is_bound(module.__dict__.get(name), own, module):
+            module.__dict__[name] = MethodType(cls.forward, module)  # type: ignore[attr-defined]
+
+
+def _looks_like_norm(cls: type, module: nn.Module) -> bool:
+    """Whether a module that is no known norm is worth a line in the report."""
+    name = cls.__name__.lower()
+    if "rmsnorm" in name or ("norm" in name and not module._modules):
+        return True
+    try:
+        names = forward_of(cls).__code__.co_names
+    except Unclear:
+        return False
+    return "rsqrt" in names or "rms_norm" in names

@@ -1,0 +1,88 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What a patch changed, and what it left as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class PatchedNorm(NamedTuple):
+    name: str  # of the module in the model, as in named_modules()
+    class_name: str
+    arithmetic: str  # a name of docs/huggingface.md
+
+
+class PatchedLayer(NamedTuple):
+    name: str
+    class_name: str
+    norms: tuple[str, ...]  # the children that add the residual, too
+
+
+class Declined(NamedTuple):
+    name: str
+    class_name: str
+    reason: str
+
+
+class Restored(NamedTuple):
+    name: str
+    class_name: str
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What `patch_model` or `unpatch_model` did. `str` of it is a table for people.
+
+    Args:
+        patched: The norms that this call patched: name, class_name and arithmetic of each.
+        layers: The layers that it rewrote: name, class_name, and the norms that add the residual.
+        declined: What looks like a norm, or a layer, and was left as it is: name, class_name and reason of each.
+        restored: What `unpatch_model` gave its class back: name and class_name of each.
+        already: How many norms and layers had been patched before, and so were left as they are.
+    """
+
+    patched: tuple[PatchedNorm, ...] = ()
+    layers: tuple[PatchedLayer, ...] = ()
+    declined: tuple[Declined, ...] = ()
+    restored: tuple[Restored, ...] = ()
+    already: int = 0
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many of each."""
+        return {
+            "patched": len(self.patched),
+            "layers": len(self.layers),
+            "declined": len(self.declined),
+            "restored": len(self.restored),
+            "already": self.already,
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            *_section("patched", [(n.class_name, n.arithmetic, n.name) for n in self.patched]),
+            *_section("layers", [(n.class_name, ", ".join(n.norms), n.name) for n in self.layers]),
+            *_section("declined", [(n.class_name, n.reason, n.name) for n in self.declined]),
+            *_section("restored", [(n.class_name, "", n.name) for n in self.restored]),
+        ]
+        if self.already:
+            lines.append(f"patched before: {self.already}")
+        return "\n".join(lines) or "no norms"
+
+
+def _section(title: str, entries: Iterable[tuple[str, str, str]]) -> list[str]:
+    """A line for each class and detail, with how many there are and the name of the first."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for class_name, detail, name in entries:
+        groups.setdefault((class_name, detail), []).append(name)
+    lines = []
+    for (class_name, detail), names in groups.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        detail = f" ({detail})" if detail else ""
+        lines.append(f"  {len(names):4} {class_name}{detail}: {names[0] or 'the model itself'}{more}")
+    total = sum(map(len, groups.values()))
+    return [f"{title}: {total}", *lines] if total else []
