@@ -49,6 +49,7 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "runtime": ("no_gpu",),
     "commands": (),
     "integrations": (),
+    "integrations/huggingface": (),
     "api": (),
     "interpreter": ("no_gpu",),
     "plans": ("no_gpu",),

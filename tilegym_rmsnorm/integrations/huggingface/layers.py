@@ -193,13 +193,24 @@ def children_that_are(module: torch.nn.Module, kept: Collection[torch.nn.Module]
 
 
 def has_sum(cls: type) -> bool:
-    """Whether a forward adds two values in a statement of its own: those of layers do, those of attention do not."""
+    """Whether a forward adds two values in a statement of its own, as layers do and attention does not."""
     try:
         tree = tree_of(forward_of(cls))
     except Unclear:
         return False
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp):
-            if isinstance(node.value.op, ast.Add):
-                return True
-    return False
+    values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    sums = [value for value in values if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)]
+    return any(
+        isinstance(one, ast.Name) and (isinstance(other, ast.Name) or _is_own_call(other))
+        for each in sums
+        for one, other in ((each.left, each.right), (each.right, each.left))
+    )
+
+
+def _is_own_call(node: ast.expr) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "self"
+    )

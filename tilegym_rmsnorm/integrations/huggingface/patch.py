@@ -89,7 +89,8 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
             _check_bound(module)
             function, fused = rewritten(cls, children)
         except Unclear as error:
-            if has_sum(cls):
+            holds_layers = any(isinstance(child, nn.ModuleList) for child in module.children())
+            if has_sum(cls) and not holds_layers:
                 declined.append(Declined(name, cls.__name__, f"its forward {error}"))
             continue
         layers.append(PatchedLayer(name, cls.__name__, fused))
@@ -142,21 +143,20 @@ def _match(module: nn.Module, cls: type) -> Match:
     for name in module.__dict__:
         if name not in _BOUND and isinstance(inspect.getattr_static(cls, name, None), FunctionType):
             raise Unclear(f"its {name} was replaced on the module")
-    missing = [
-        name for name in (match.weight, match.eps, match.switch) if name and not hasattr(module, name)
-    ]
-    if missing:
-        raise Unclear(f"it has no {' and no '.join(missing)}")
+    for name in (match.eps, match.switch):
+        if name and not hasattr(module, name):
+            raise Unclear(f"it has no {name}")
     if match.eps:
         eps = getattr(module, match.eps)
         if not (type(eps) in (int, float) or (eps is None and match.arithmetic == "torch")):
             raise Unclear(f"its {match.eps} is no number")
     if match.switch and not isinstance(getattr(module, match.switch), bool):
         raise Unclear(f"its {match.switch} is no bool")
-    weight = match.weight_of(module)
+    is_weighted = match.weight and (not match.switch or getattr(module, match.switch))
+    weight = getattr(module, match.weight, None) if is_weighted else None
     if weight is None:
-        if match.weight and not match.switch and match.arithmetic != "torch":
-            raise Unclear("it has no weight")
+        if is_weighted and match.arithmetic != "torch":
+            raise Unclear(f"it has no {match.weight}")
     elif not isinstance(weight, torch.Tensor) or torch.nn.parameter.is_lazy(weight) or weight.dim() != 1:
         raise Unclear(f"its {match.weight} is no tensor of one dimension")
     if match.arithmetic == "torch" and len(getattr(module, "normalized_shape", (0,))) != 1:

@@ -1,0 +1,242 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What a forward computes, read from its source: what leaves no trace, and what no longer matches."""
+
+import functools
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tilegym_rmsnorm.integrations.huggingface.arithmetic import ARITHMETICS, Match, match_of
+from tilegym_rmsnorm.integrations.huggingface.expressions import Unclear, X, expression_of, text_of
+
+LLAMA = """
+def forward(self, hidden_states):
+    input_dtype = hidden_states.dtype
+    hidden_states = hidden_states.to(torch.float32)
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    return self.weight * hidden_states.to(input_dtype)
+"""
+GEMMA = """
+def _norm(self, x):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+def forward(self, x):
+    output = self._norm(x.float())
+    output = output * (1.0 + self.weight.float())
+    return output.type_as(x)
+"""
+T5 = """
+def forward(self, hidden_states):
+    variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    if self.weight.dtype in [torch.float16, torch.bfloat16]:
+        hidden_states = hidden_states.to(self.weight.dtype)
+    return self.weight * hidden_states
+"""
+OPTIONAL = """
+def forward(self, x):
+    normed = x.float() * torch.pow(x.float().pow(2).mean(-1, keepdim=True) + self.eps, -0.5)
+    if self.with_scale:
+        normed = normed * self.weight.float()
+    return normed.type_as(x)
+"""
+LLAMA_MATCH = Match("llama", "weight", "variance_epsilon")
+
+
+@pytest.fixture
+def class_of(tmp_path):
+    """A class of nn.Module with these methods, in a module of its own, so that there is a source."""
+    made = []
+
+    def make(source, **scope):
+        path = tmp_path / f"norm_{len(made)}.py"
+        made.append(path)
+        path.write_text("import torch\nclass Norm(torch.nn.Module):\n" + textwrap.indent(source, "    "))
+        namespace = {"__name__": path.stem, "F": F, "nn": nn, **scope}
+        exec(compile(path.read_text(), str(path), "exec"), namespace)
+        return namespace["Norm"]
+
+    return make
+
+
+def refused(cls) -> str:
+    with pytest.raises(Unclear) as caught:
+        match_of(cls)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (LLAMA, LLAMA_MATCH),
+        (GEMMA, Match("offset", "weight", "eps", offset=1.0)),
+        (GEMMA.replace("1.0 + self", "2 + self"), Match("offset", "weight", "eps", offset=2.0)),
+        (GEMMA.replace("(1.0 + self.weight.float())", "self.weight"), Match("once", "weight", "eps")),
+        (T5, Match("t5", "weight", "variance_epsilon")),
+        (OPTIONAL, Match("optional weight", "weight", "eps", switch="with_scale")),
+        (LLAMA.replace("self.variance_epsilon", "1e-6"), Match("llama", "weight", fixed_eps=1e-6)),
+        (
+            "def forward(self, x): return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)",
+            Match("torch", "weight", "eps"),
+        ),
+    ],
+)
+def test_arithmetics(class_of, source, expected):
+    assert match_of(class_of(source)) == expected
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("def forward(self, hidden_states):", 'def forward(self, hidden_states: "X") -> int:\n    "A docstring."'),
+        ("input_dtype", "other_name"),
+        ("hidden_states", "x"),
+        ("self.variance_epsilon", "self.the_eps"),
+        ("self.weight", "self.gain"),
+        (".to(torch.float32)", ".float()"),
+        (".to(input_dtype)", ".type_as(given)"),
+        (".pow(2)", ".square()"),
+        ("hidden_states.pow(2)", "(hidden_states * hidden_states)"),
+        ("hidden_states.pow(2)", "(hidden_states ** 2)"),
+        ("hidden_states.pow(2)", "torch.square(hidden_states)"),
+        ("mean(-1, keepdim=True)", "mean(dim=-1, keepdim=True)"),
+        ("mean(-1, keepdim=True)", "mean((-1,), True)"),
+        ("torch.rsqrt(variance + self.variance_epsilon)", "(self.variance_epsilon + variance).rsqrt()"),
+        ("torch.rsqrt(variance + self.variance_epsilon)", "(variance + self.variance_epsilon) ** -0.5"),
+        ("self.weight * hidden_states.to(input_dtype)", "hidden_states.to(input_dtype) * self.weight"),
+        ("self.weight * hidden_states.to(input_dtype)", "torch.mul(self.weight, hidden_states.to(input_dtype))"),
+        ("    input_dtype =", "    pass\n    input_dtype: object ="),
+    ],
+)
+def test_what_leaves_no_trace(class_of, old, new):
+    assert old in LLAMA
+    source = LLAMA.replace(old, new)
+    if "given" in new:
+        source = source.replace("    input_dtype =", "    given = hidden_states\n    input_dtype =")
+    expected = LLAMA_MATCH
+    if "the_eps" in new:
+        expected = Match("llama", "weight", "the_eps")
+    if "gain" in new:
+        expected = Match("llama", "gain", "variance_epsilon")
+    assert match_of(class_of(source)) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "old", "new"),
+    [
+        (LLAMA, ".to(torch.float32)", ".to(torch.float64)"),
+        (LLAMA, "hidden_states = hidden_states.to(torch.float32)", "hidden_states = hidden_states"),
+        (LLAMA, ".pow(2)", ".pow(3)"),
+        (LLAMA, ".pow(2)", ".abs()"),
+        (LLAMA, "mean(-1", "mean(-2"),
+        (LLAMA, "mean(-1", "mean((-2, -1)"),
+        (LLAMA, "mean(-1", "sum(-1"),
+        (LLAMA, "keepdim=True", "keepdim=False"),
+        (LLAMA, "mean(-1, keepdim=True)", "mean(-1, keepdim=True, dtype=torch.float64)"),
+        (LLAMA, "torch.rsqrt(variance + self.variance_epsilon)", "torch.rsqrt(variance) + self.variance_epsilon"),
+        (LLAMA, "hidden_states * torch.rsqrt(", "hidden_states / torch.sqrt("),
+        (LLAMA, "variance + self.variance_epsilon", "variance - self.variance_epsilon"),
+        (LLAMA, "variance + self.variance_epsilon", "variance + self.eps * 2"),
+        (LLAMA, "torch.rsqrt(variance + self.variance_epsilon)", "torch.rsqrt(variance + self.eps).to(input_dtype)"),
+        (LLAMA, ".to(input_dtype)", ".to(torch.bfloat16)"),
+        (LLAMA, "self.weight *", "(self.weight * 2) *"),
+        (LLAMA, "self.weight *", "self.weight * self.weight *"),
+        (LLAMA, "return self.weight * hidden_states.to(input_dtype)", "return self.weight + hidden_states"),
+        (LLAMA, "self.weight * hidden_states.to(input_dtype)", "F.dropout(self.weight * hidden_states)"),
+        (LLAMA, "    variance =", "    hidden_states.add_(1)\n    variance ="),
+        (LLAMA, "    variance =", "    hidden_states *= 2\n    variance ="),
+        (LLAMA, "    variance =", "    self.calls = 1\n    variance ="),
+        (LLAMA, "    variance =", "    with torch.no_grad(): pass\n    variance ="),
+        (LLAMA, "    variance =", "    if self.training: return hidden_states\n    variance ="),
+        (LLAMA, "    variance =", "    hidden_states = hidden_states - hidden_states.mean(-1, keepdim=True)\n    variance ="),
+        (LLAMA, "(self, hidden_states)", "(self, hidden_states, gate=None)"),
+        (LLAMA, "(self, hidden_states)", "(self, hidden_states, **kwargs)"),
+        (LLAMA, "(self, hidden_states)", "(self, *hidden_states)"),
+        (GEMMA, "1.0 + self.weight.float()", "1.0 - self.weight.float()"),
+        (GEMMA, "1.0 + self.weight.float()", "1.0 + self.weight"),
+        (GEMMA, "(1.0 + self.weight.float())", "(1.0 + self.weight).float()"),
+        (GEMMA, "def forward", "@torch.no_grad()\ndef forward"),
+        (GEMMA, "def _norm(self, x)", "def _norm(self, x, y=None)"),
+        (GEMMA, "def _norm", "@property\ndef _norm"),
+        (GEMMA, "self._norm(", "self.other("),
+        (GEMMA, "self._norm(x.float())", "self._norm(x.float(), x)"),
+        (T5, "[torch.float16, torch.bfloat16]", "[torch.float16]"),
+        (T5, "hidden_states.to(self.weight.dtype)", "hidden_states.to(torch.bfloat16)"),
+        (OPTIONAL, "if self.with_scale", "if not self.with_scale"),
+        (OPTIONAL, "if self.with_scale", "if self.training"),
+    ],
+)  # fmt: skip
+def test_a_forward_that_computes_something_else_does_not_match(class_of, source, old, new):
+    assert old in source
+    changed = class_of(source.replace(old, new))
+    if new == "if self.training":  # read as a switch; a module's `training` decides at each call
+        assert match_of(changed).switch == "training"
+    elif new == "1.0 + self.weight":  # a float32 weight is not rounded, others would be
+        assert "no arithmetic that is known" in refused(changed)
+    else:
+        assert refused(changed)
+
+
+def test_reasons_say_what_it_is(class_of):
+    assert refused(class_of(LLAMA.replace("states)", "states, gate)", 1))) == "takes more than one tensor: gate"
+    rounded = "def forward(self, x):\n    return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)"
+    assert refused(class_of(rounded)) == "rounds rstd to x's dtype before it multiplies x"
+    once = LLAMA.replace(".to(input_dtype)", "")
+    assert refused(class_of(once)).startswith("computes no arithmetic that is known: (weight * (to(x, float32) * ")
+    assert refused(nn.LayerNorm) == "calls F.layer_norm"
+
+
+def test_names_are_looked_up_where_the_code_is(class_of):
+    """`torch` may be something else there, and a function of its own is read too."""
+
+    class Other:
+        float32, rsqrt = torch.float32, staticmethod(lambda x: x)
+
+    assert match_of(class_of(LLAMA, torch=torch)) == LLAMA_MATCH
+    other = class_of(LLAMA)
+    other.forward.__globals__["torch"] = Other
+    assert refused(other)
+    helper = class_of("def half_power(x): return torch.rsqrt(x)\n" + LLAMA).half_power
+    source = LLAMA.replace("torch.rsqrt(", "root(")
+    assert match_of(class_of(source, root=helper)) == LLAMA_MATCH
+    assert refused(class_of(source, root=abs))
+
+
+def test_the_arithmetic_is_that_of_the_forward_that_runs(class_of):
+    cls = class_of(LLAMA)
+    assert match_of(cls) == LLAMA_MATCH
+    cls.forward = class_of(LLAMA.replace(".pow(2)", ".pow(4)")).forward  # another one, after the first was read
+    assert refused(cls)
+    assert match_of(type("Derived", (class_of(LLAMA),), {})) == LLAMA_MATCH
+
+    @functools.wraps(class_of(LLAMA).forward)
+    def wrapper(self, x):
+        return 2 * x
+
+    assert "wrapped by" in refused(type("Wrapped", (nn.Module,), {"forward": wrapper}))
+
+
+def test_without_source():
+    namespace = {"torch": torch}
+    exec(f"class Norm(torch.nn.Module):\n{textwrap.indent(LLAMA, '    ')}", namespace)
+    assert refused(namespace["Norm"]) == "has no source that can be read"
+    assert refused(type("Norm", (nn.Module,), {"forward": len})) == "is no plain function"
+
+
+def test_expressions_as_text(class_of):
+    assert expression_of(class_of("def forward(self, x): return x")) == X
+    text = text_of(expression_of(class_of(LLAMA)))
+    root = "rsqrt((mean(square(to(x, float32))) + variance_epsilon))"
+    assert text == f"(weight * to((to(x, float32) * {root}), dtype(x)))"
+
+
+def test_every_arithmetic_has_a_line_in_the_docs():
+    page = (Path(__file__).parents[3] / "docs" / "huggingface.md").read_text()
+    for name, (meaning, _) in ARITHMETICS.items():
+        assert f"| `{name}` | {meaning} |" in page

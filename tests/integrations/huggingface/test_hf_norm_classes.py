@@ -1,0 +1,142 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Every class of the installed transformers whose name is that of an RMSNorm, or of a norm like T5's: it is matched, and
+then computes the same bits, or it is declined."""
+
+import collections
+import importlib
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tilegym_rmsnorm import patch_model
+from tilegym_rmsnorm.integrations.huggingface.arithmetic import match_of
+from tilegym_rmsnorm.integrations.huggingface.expressions import Unclear
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+N = 48
+NAME = re.compile(r"RMSNorm|RmsNorm|LayerNorm$")
+# Of transformers 5.23.0. Other releases have other classes; what is matched is checked there all the same.
+EXPECTED = {
+    "llama": 141,
+    "once": 16,
+    "offset": 13,
+    "t5": 10,
+    "optional weight": 8,
+    "no weight": 4,
+    "declined": 74,
+}
+# Classes named RMSNorm that are declined, and why.
+DECLINED_RMS_NORMS = {
+    "takes more than one tensor": 14,
+    "rounds rstd to x's dtype before it multiplies x": 3,
+    "rounds 1 + weight to weight's dtype before it multiplies": 1,
+    "returns rstd alone": 1,
+    "calls self.": 2,
+    "computes ": 3,
+}
+DTYPES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16),
+    (torch.float16, torch.bfloat16),
+    (torch.float64, torch.float64),
+]
+
+
+def norm_classes():
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        if not re.search(r"^class \w*(RMSNorm|RmsNorm|LayerNorm)\w*\(", path.read_text(), re.MULTILINE):
+            continue
+        module_name = f"transformers.models.{path.parent.name}.{path.stem}"
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                module = importlib.import_module(module_name)
+        except ImportError:  # needs a library that is not here
+            continue
+        for name, cls in list(vars(module).items()):
+            if isinstance(cls, type) and cls.__module__ == module_name and NAME.search(name):
+                if issubclass(cls, nn.Module):
+                    yield cls
+
+
+@pytest.fixture(scope="module")
+def found():
+    """By class: its match, or why it is declined."""
+    result = {}
+    for cls in norm_classes():
+        try:
+            result[cls] = match_of(cls)
+        except Unclear as error:
+            result[cls] = str(error)
+    return result
+
+
+def built(cls):
+    for arguments in ((N,), (N, 1e-6), (), (1e-6,)):
+        try:
+            module = cls(*arguments)
+        except TypeError:
+            continue
+        weight = getattr(module, "weight", None)
+        if weight is None or weight.shape == (N,):
+            return module
+    raise AssertionError(f"{cls} is built in another way")
+
+
+@pytest.mark.slow
+def test_how_many_classes_have_which_arithmetic(found):
+    counts = collections.Counter("declined" if isinstance(m, str) else m.arithmetic for m in found.values())
+    assert len(found) > 200 and counts["llama"] > counts["once"] > 0 and set(counts) == set(EXPECTED)
+    reasons = [reason for cls, reason in found.items() if isinstance(reason, str) and "RMS" in cls.__name__.upper()]
+    if transformers.__version__ == "5.23.0":
+        assert counts == EXPECTED
+        by_reason = {begin: sum(r.startswith(begin) for r in reasons) for begin in DECLINED_RMS_NORMS}
+        assert by_reason == DECLINED_RMS_NORMS and sum(by_reason.values()) == len(reasons)
+
+
+@pytest.mark.slow
+def test_what_is_matched_computes_the_same_bits(found):
+    generator = torch.Generator().manual_seed(0)
+    checked = 0
+    for cls, match in found.items():
+        if isinstance(match, str):
+            continue
+        for x_dtype, weight_dtype in DTYPES:
+            module = built(cls).to(weight_dtype)
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator))
+            # Rows of different scales, one of zeros, one with a column far out.
+            x = torch.randn(8, N, generator=generator) * torch.logspace(-4, 3, 8)[:, None]
+            x[1], x[2, 5] = 0.0, 300.0
+            x = x.to(x_dtype)
+            expected = module(x)
+            report = patch_model(module, backend="torch")
+            assert [norm.arithmetic for norm in report.patched] == [match.arithmetic]
+            y = module(x)
+            message = f"{cls.__module__}.{cls.__name__} of {x_dtype} with {weight_dtype}"
+            assert y.dtype == expected.dtype, message
+            assert torch.equal(y, expected), message
+            checked += 1
+    assert checked > 190 * len(DTYPES)
+
+
+@pytest.mark.slow
+def test_what_is_declined_is_listed_with_its_reason(found):
+    for cls, reason in found.items():
+        if isinstance(reason, str) and "RMS" in cls.__name__.upper():
+            module = nn.Module.__new__(cls)
+            nn.Module.__init__(module)
+            report = patch_model(module)
+            assert not report.patched
+            assert report.declined == (("", cls.__name__, f"its forward {reason}"),)
