@@ -30,7 +30,7 @@ EXPECTED = {
     "t5": 10,
     "optional weight": 8,
     "no weight": 4,
-    "declined": 74,
+    "declined": 76,
 }
 # Classes named RMSNorm that are declined, and why.
 DECLINED_RMS_NORMS = {
@@ -54,7 +54,7 @@ DTYPES = [
 
 def norm_classes():
     for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
-        if not re.search(r"^class \w*(RMSNorm|RmsNorm|LayerNorm)\w*\(", path.read_text(), re.MULTILINE):
+        if not re.search(r"^\s*class \w*(RMSNorm|RmsNorm|LayerNorm)\w*\(", path.read_text(), re.MULTILINE):
             continue
         module_name = f"transformers.models.{path.parent.name}.{path.stem}"
         try:

@@ -47,8 +47,10 @@ def rewritten(cls: type, norms: Collection[str]) -> tuple[FunctionType, tuple[st
     `Unclear` where there is none."""
     function = forward_of(cls)
     tree = tree_of(function)
-    if tree.decorator_list or [argument.arg for argument in tree.args.args][:1] != ["self"]:
+    if tree.decorator_list:
         raise Unclear("is decorated")
+    if [argument.arg for argument in tree.args.args][:1] != ["self"]:
+        raise Unclear("does not call its module self")
     if function.__code__.co_freevars:
         names = ", ".join(function.__code__.co_freevars).replace("__class__", "super()")
         raise Unclear(f"uses {names}, which cannot be compiled again")
@@ -189,7 +191,8 @@ def _compiled(tree: ast.FunctionDef, function: FunctionType) -> FunctionType:
 
 def children_that_are(module: torch.nn.Module, kept: Collection[torch.nn.Module]) -> list[str]:
     """The names of the direct children that are among `kept`."""
-    return [name for name, child in module.named_children() if any(child is each for each in kept)]
+    wanted = set(map(id, kept))
+    return [name for name, child in module.named_children() if id(child) in wanted]
 
 
 def has_sum(cls: type) -> bool:

@@ -41,9 +41,11 @@ class NormPatch:
         name = list(inspect.signature(original).parameters)[1]
 
         def forward(self: Any, x: Any = None, /, **named: Any) -> Any:
-            if name in named and x is None:
-                x = named.pop(name)
-            if named or not isinstance(x, Tensor):
+            if x is None:  # given by its name, or missing
+                x = named.get(name)
+                if x is None or len(named) > 1:
+                    return original(self, **named)
+            elif named or not isinstance(x, Tensor):
                 return original(self, x, **named)
             weight = match.weight_of(self)
             plan = match.plan(x.dtype, None if weight is None else weight.dtype)

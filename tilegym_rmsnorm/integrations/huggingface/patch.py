@@ -58,9 +58,15 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
     already = 0
     for name, module in _parts(model):
         cls = type(module)
-        original, old = made_from(cls) or (cls, None)
+        found, old = made_from(cls), patch_of(cls)
         if isinstance(old, LayerPatch):
             continue
+        if isinstance(module, RMSNorm) or (old is not None and found is None):
+            already += 1  # ours, or patched and then given a class derived from that
+            if old is not None:
+                norms.append(module)
+            continue
+        original = cls if found is None else found[0]
         try:
             match = _match(module, original)
         except Unclear as error:
@@ -69,7 +75,7 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
             continue
         norms.append(module)
         new = NormPatch(match, backend)
-        if old == new or isinstance(module, RMSNorm):
+        if old == new:
             already += 1
             continue
         patched.append(PatchedNorm(name, cls.__name__, match.arithmetic))
@@ -78,8 +84,7 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
     layers: list[PatchedLayer] = []
     for name, module in _parts(model) if patch_layers else ():
         cls = type(module)
-        adding = [child for child in norms if not isinstance(child, RMSNorm)]
-        children = children_that_are(module, adding)
+        children = children_that_are(module, norms)
         if not children:
             continue
         if isinstance(patch_of(cls), LayerPatch):
@@ -87,7 +92,7 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
             continue
         try:
             _check_bound(module)
-            function, fused = rewritten(cls, children)
+            _, fused = rewritten(cls, children)
         except Unclear as error:
             holds_layers = any(isinstance(child, nn.ModuleList) for child in module.children())
             if has_sum(cls) and not holds_layers:
@@ -152,6 +157,8 @@ def _match(module: nn.Module, cls: type) -> Match:
             raise Unclear(f"its {match.eps} is no number")
     if match.switch and not isinstance(getattr(module, match.switch), bool):
         raise Unclear(f"its {match.switch} is no bool")
+    if match.arithmetic == "torch" and len(getattr(module, "normalized_shape", (0,))) != 1:
+        raise Unclear("it normalizes several dimensions")
     is_weighted = match.weight and (not match.switch or getattr(module, match.switch))
     weight = getattr(module, match.weight, None) if is_weighted else None
     if weight is None:
@@ -159,8 +166,6 @@ def _match(module: nn.Module, cls: type) -> Match:
             raise Unclear(f"it has no {match.weight}")
     elif not isinstance(weight, torch.Tensor) or torch.nn.parameter.is_lazy(weight) or weight.dim() != 1:
         raise Unclear(f"its {match.weight} is no tensor of one dimension")
-    if match.arithmetic == "torch" and len(getattr(module, "normalized_shape", (0,))) != 1:
-        raise Unclear("it normalizes several dimensions")
     return match
 
 

@@ -1,0 +1,243 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Layers whose norms add the residual: which statements are rewritten, and that all else stays."""
+
+import inspect
+import textwrap
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+import tilegym_rmsnorm
+from tilegym_rmsnorm import patch_model, unpatch_model
+from tilegym_rmsnorm.integrations.huggingface import norms
+from tilegym_rmsnorm.integrations.huggingface.expressions import Unclear
+from tilegym_rmsnorm.integrations.huggingface.layers import rewritten
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+N = 32
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = LlamaRMSNorm(N), LlamaRMSNorm(N)
+        self.mix, self.mlp = nn.Linear(N, N), nn.Linear(N, N)
+        for norm in (self.first, self.second):
+            nn.init.normal_(norm.weight, 1.0, 0.3)
+
+
+PRE_NORM = """
+def forward(self, hidden, scale: "float" = 1.0, *, shift=0.0, **kwargs) -> "Tensor":
+    residual = hidden
+    hidden = self.first(hidden)
+    hidden = self.mix(hidden) * scale
+    hidden = residual + hidden
+    residual = hidden
+    hidden = self.second(hidden)
+    hidden = self.mlp(hidden) + shift
+    return residual + hidden
+"""
+SUM = """    hidden = residual + hidden
+    residual = hidden
+    hidden = self.second(hidden)
+"""
+
+
+@pytest.fixture
+def class_of(tmp_path):
+    made = []
+
+    def make(source, base=Layer):
+        path = tmp_path / f"layer_{len(made)}.py"
+        made.append(path)
+        path.write_text("class Made(Layer):\n" + textwrap.indent(source, "    "))
+        namespace = {"__name__": path.stem, "Layer": base, "torch": torch}
+        exec(compile(path.read_text(), str(path), "exec"), namespace)
+        return namespace["Made"]
+
+    return make
+
+
+@pytest.fixture
+def residuals(monkeypatch):
+    """For each call of rms_norm by a patched norm: whether it adds a residual."""
+    made = []
+
+    def rms_norm(*arguments, **options):
+        made.append(options["residual"] is not None)
+        return tilegym_rmsnorm.rms_norm(*arguments, **options)
+
+    monkeypatch.setattr(norms, "rms_norm", rms_norm)
+    return made
+
+
+def rows(dtype=torch.float32):
+    return torch.randn(4, N, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("new", "added"),
+    [
+        (SUM, True),
+        (SUM.replace("residual + hidden", "hidden + residual"), True),
+        (SUM.replace("self.second(hidden)", "self.second(residual)"), True),
+        (SUM.replace("residual + hidden", "residual + 0.5 * hidden"), True),
+        (SUM.replace("residual + hidden", "self.mix(residual) + torch.relu(hidden)"), True),
+        ("    total = residual + hidden\n    hidden = self.second(total)\n    residual = total\n", True),
+        ("    residual = residual + hidden\n    hidden = self.second(residual)\n", True),
+        ("    hidden = self.second(residual + hidden)\n", False),
+        ("    hidden = residual + hidden\n    hidden = self.second(hidden)\n", True),
+        ("    if scale:\n" + textwrap.indent(SUM, "    "), True),
+        (SUM.replace("residual + hidden", "residual - hidden"), False),
+        (SUM.replace("    residual = hidden\n", "    residual = hidden.clone()\n"), False),
+        (SUM.replace("self.second(hidden)", "self.second(hidden.relu())"), False),
+        (SUM.replace("self.second(hidden)", "self.mix(hidden)"), False),
+        ("    hidden += residual\n    residual = hidden\n    hidden = self.second(hidden)\n", False),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_rewritten_computes_the_same(class_of, residuals, new, added, dtype):
+    assert SUM in PRE_NORM
+    cls = class_of(PRE_NORM.replace(SUM, new))
+    original, ours = cls().to(dtype), cls().to(dtype)
+    report = patch_model(ours, patch_layers=True, backend="torch")
+    assert report.counts["patched"] == 2 and report.counts["layers"] == added
+    if not added:
+        reason = "its forward has no sum that one of its norms follows at once"
+        assert [each.reason for each in report.declined] in ([reason], [])
+    assert added == any(residuals) or not residuals
+    for scale in (1.0, 0.7):
+        assert torch.equal(ours(rows(dtype), scale), original(rows(dtype), scale))
+    assert any(residuals) == added
+
+
+def test_the_sum_is_rounded_before_it_is_normalized(class_of):
+    cls = class_of(PRE_NORM)
+    layer = cls().bfloat16()
+    patch_model(layer, backend="torch")
+    x, residual = (1e3 * rows(torch.bfloat16), rows(torch.bfloat16))
+    y, total = norms.add_norm(layer.second, residual, x)
+    assert torch.equal(total, residual + x) and torch.equal(y, layer.second(residual + x))
+
+
+def test_signature_defaults_and_keywords_stay(class_of):
+    cls = class_of(PRE_NORM)
+    original, ours = cls(), cls()
+    patch_model(ours, patch_layers=True, backend="torch")
+    assert inspect.signature(ours.forward) == inspect.signature(original.forward)
+    given = {"hidden": rows(), "scale": 2.0, "shift": 3.0, "other": None}
+    assert torch.equal(ours(**given), original(**given))
+    assert type(ours).__name__ == "Made" and isinstance(ours, cls) and "second" in dict(ours.named_children())
+    unpatch_model(ours)
+    assert type(ours) is cls
+
+
+def test_errors_name_the_line_of_the_source(class_of):
+    cls = class_of(PRE_NORM)
+    layer = cls()
+    patch_model(layer, patch_layers=True)
+    layer.mlp = None
+    with pytest.raises(TypeError) as caught:
+        layer(rows())
+    frame = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert frame.filename.endswith(".py") and frame.line == "hidden = self.mlp(hidden) + shift"
+
+
+def test_gradients(class_of):
+    cls = class_of(PRE_NORM)
+    gradients = []
+    for is_patched in (False, True):
+        layer, x = cls().double().float(), rows().requires_grad_()
+        if is_patched:
+            patch_model(layer, patch_layers=True, backend="torch")
+        layer(x).square().sum().backward()
+        gradients.append([x.grad, *(parameter.grad for parameter in layer.parameters())])
+    for ours, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "watch",
+    [
+        lambda norm, seen: norm.register_forward_pre_hook(lambda module, given: seen.append(given[0])),
+        lambda norm, seen: norm.register_forward_hook(lambda module, given, y: seen.append(given[0])),
+        lambda norm, seen: nn.modules.module.register_module_forward_hook(
+            lambda module, given, y: seen.append(given[0]) if module is norm else None
+        ),
+    ],
+)
+def test_a_norm_that_is_watched_gets_the_sum_in_a_call_of_its_own(class_of, residuals, watch):
+    cls = class_of(PRE_NORM)
+    original, ours = cls(), cls()
+    expected = original(rows())
+    patch_model(ours, patch_layers=True, backend="torch")
+    seen = []
+    handle = watch(ours.second, seen)
+    try:
+        assert torch.equal(ours(rows()), expected)
+    finally:
+        handle.remove()
+    assert residuals == [False, False] and len(seen) == 1
+    assert torch.equal(ours(rows()), expected) and residuals[2:] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("x", "residual"),
+    [
+        (rows(), rows()[:1]),
+        (rows().double(), rows()),
+        (rows().bfloat16(), rows()),
+        (rows(), 1.0),
+        (rows(), torch.ones(4, N, dtype=torch.int64)),
+    ],
+)
+def test_sums_of_other_kinds(class_of, x, residual):
+    layer = class_of(PRE_NORM)()
+    expected = layer.second(residual + x), residual + x
+    patch_model(layer, backend="torch")
+    for ours, value in zip(norms.add_norm(layer.second, residual, x), expected, strict=True):
+        assert ours.dtype == value.dtype and torch.equal(ours, value)
+
+
+def test_a_norm_that_is_put_in_its_place_later_is_called(class_of):
+    cls = class_of(PRE_NORM)
+    layer, original = cls(), cls()
+    patch_model(layer, patch_layers=True, backend="torch")
+    for each in (layer, original):
+        each.second = nn.LayerNorm(N)
+    assert torch.equal(layer(rows()), original(rows()))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("def forward", "@torch.no_grad()\ndef forward", "is wrapped by 'decorate_context'"),
+        ("return residual", "super().forward\n    return residual", "uses super(), which cannot be compiled again"),
+        ("return residual", "self.__secret = 1\n    return residual", "reads a private name of its class"),
+        ("(self, ", "(this, ", "does not call its module self"),
+        (SUM, "", "has no sum that one of its norms follows at once"),
+    ],
+)  # fmt: skip
+def test_what_is_not_rewritten(class_of, old, new, reason):
+    assert old in PRE_NORM
+    source = PRE_NORM.replace(old, new)
+    if "this" in new:
+        source = source.replace("self.", "this.")
+    with pytest.raises(Unclear) as caught:
+        rewritten(class_of(source), ["first", "second"])
+    assert str(caught.value) == reason
+
+
+def test_functions_inside_are_left_as_they_are(class_of):
+    inner = "    def inner(self, hidden, residual):\n" + textwrap.indent(SUM, "    ")
+    cls = class_of(PRE_NORM.replace("    residual = hidden\n", f"{inner}    residual = hidden\n", 1))
+    _, fused = rewritten(cls, ["first", "second"])
+    assert fused == ("second",)
