@@ -262,9 +262,7 @@ ARCHITECTURES = [
             "chunk_size": 8,
         },
     ),
-    Architecture(
-        "PaliGemma", {"offset": 5}, 2, {"LayerNorm": 4}, make=_paligemma, inputs=_text_and_image
-    ),
+    Architecture("PaliGemma", {"offset": 5}, 2, {"LayerNorm": 4}, make=_paligemma, inputs=_text_and_image),
     Architecture("Exaone4", {"llama": 9}, 0, {"Exaone4DecoderLayer": 2}),
     Architecture("NanoChat", {"no weight": 9}, 2),
     Architecture(

@@ -19,8 +19,7 @@ from tilegym_rmsnorm import patch_model, unpatch_model
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 CASES = [
-    pytest.param(case, id=case.name, marks=[] if case.is_fast else pytest.mark.slow)
-    for case in ARCHITECTURES
+    pytest.param(case, id=case.name, marks=[] if case.is_fast else pytest.mark.slow) for case in ARCHITECTURES
 ]
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Every class of the installed transformers whose name is that of an RMSNorm, or of a norm like T5's: it is matched, and
-then computes the same bits, or it is declined."""
+"""Every class of the installed transformers whose name is that of an RMSNorm, or of a norm like T5's: it is matched and
+computes the same bits, or it is declined."""
 
 import collections
 import importlib
@@ -97,7 +97,9 @@ def built(cls):
 def test_how_many_classes_have_which_arithmetic(found):
     counts = collections.Counter("declined" if isinstance(m, str) else m.arithmetic for m in found.values())
     assert len(found) > 200 and counts["llama"] > counts["once"] > 0 and set(counts) == set(EXPECTED)
-    reasons = [reason for cls, reason in found.items() if isinstance(reason, str) and "RMS" in cls.__name__.upper()]
+    reasons = [
+        reason for cls, reason in found.items() if isinstance(reason, str) and "RMS" in cls.__name__.upper()
+    ]
     if transformers.__version__ == "5.23.0":
         assert counts == EXPECTED
         by_reason = {begin: sum(r.startswith(begin) for r in reasons) for begin in DECLINED_RMS_NORMS}

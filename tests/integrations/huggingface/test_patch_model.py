@@ -98,7 +98,9 @@ def test_another_backend_is_taken_by_a_second_patch(calls):
 
 
 @pytest.mark.parametrize("function", [patch_model, unpatch_model])
-@pytest.mark.parametrize("given", [None, LlamaRMSNorm, [norm_of()], "model"], ids=["None", "class", "list", "str"])
+@pytest.mark.parametrize(
+    "given", [None, LlamaRMSNorm, [norm_of()], "model"], ids=["None", "class", "list", "str"]
+)
 def test_what_is_no_module_is_refused(function, given):
     with pytest.raises(TypeError, match=f"^{function.__name__}: expected a torch.nn.Module, got "):
         function(given)
@@ -134,7 +136,9 @@ def test_what_a_patched_module_keeps():
         norm(rows(), nonsense=1)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
+)
 @pytest.mark.parametrize("layers", [False, True], ids=["norms", "layers"])
 def test_copies_and_pickles(copied, layers):
     model = LLAMA.built()
@@ -162,7 +166,9 @@ assert "tilegym_rmsnorm: llama" in repr(norm)
 
 
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "weight_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
+)
 @pytest.mark.parametrize("cls", [LlamaRMSNorm, T5LayerNorm], ids=lambda cls: cls.__name__)
 def test_dtypes_are_the_original_s(cls, x_dtype, weight_dtype):
     """In bfloat16 beside a float32 weight Llama's norm returns float32."""

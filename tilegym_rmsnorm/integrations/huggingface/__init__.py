@@ -13,3 +13,8 @@
 
 None of it imports transformers.
 """
+
+from tilegym_rmsnorm.integrations.huggingface.mapping import kernel_mapping
+from tilegym_rmsnorm.integrations.huggingface.report import PatchReport
+
+__all__ = ["PatchReport", "kernel_mapping"]

@@ -212,7 +212,7 @@ class _Reader:
             base = self.value(node.value, values, function)
             if base == _SELF:
                 method = inspect.getattr_static(self.cls, node.attr, None)
-                if isinstance(method, staticmethod):
+                if isinstance(method, staticmethod) and isinstance(method.__func__, FunctionType):
                     return self.read(method.__func__, given, named)
                 if isinstance(method, FunctionType):
                     return self.read(method, [_SELF, *given], named)
@@ -237,7 +237,9 @@ class _Reader:
 def _parameters(tree: ast.FunctionDef, is_forward: bool) -> list[str]:
     arguments = tree.args
     names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
-    more = [argument.arg for argument in (arguments.vararg, arguments.kwarg, *arguments.kwonlyargs) if argument]
+    more = [
+        argument.arg for argument in (arguments.vararg, arguments.kwarg, *arguments.kwonlyargs) if argument
+    ]
     if is_forward and (more or len(names) != 2):
         others = ", ".join([*names[2:], *more])
         raise Unclear(f"takes more than one tensor: {others}" if others else "takes no tensor")
@@ -263,7 +265,7 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, _Object) else value
 
 
-def _applied(operation: Callable[..., Any], given: list[Any], named: dict[str, Any]) -> Any:
+def _applied(operation: Any, given: list[Any], named: dict[str, Any]) -> Any:
     try:
         return operation(*map(_plain, given), **{name: _plain(value) for name, value in named.items()})
     except (TypeError, ValueError):  # arguments that the operation below does not take

@@ -166,7 +166,13 @@ def _compiled(tree: ast.FunctionDef, function: FunctionType) -> FunctionType:
     ):
         raise Unclear("reads a private name of its class")
     arguments = tree.args
-    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    every = [
+        *arguments.posonlyargs,
+        *arguments.args,
+        *arguments.kwonlyargs,
+        arguments.vararg,
+        arguments.kwarg,
+    ]
     for argument in every:
         if argument is not None:
             argument.annotation = None
