@@ -5,8 +5,6 @@
 
 import contextlib
 import io
-import re
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +15,6 @@ from tilegym_rmsnorm import RMSNorm
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-README = Path(__file__).parents[2] / "README.md"
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -171,18 +168,3 @@ def test_saved_and_loaded_by_transformers(models, tmp_path):
     again = type(ours).from_pretrained(tmp_path)
     for name, tensor in ours.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
-
-
-def test_the_readme_s_snippet(monkeypatch):
-    (snippet,) = re.findall(r"```python\n([^`]*modeling_llama[^`]*)```", README.read_text())
-    case = CASES[0]
-    original = built(case)
-    # So that it is put back at the end.
-    monkeypatch.setattr(case.modeling, case.norm_name, getattr(case.modeling, case.norm_name))
-    exec(compile(snippet, str(README), "exec"), {})
-    ours = built(case)
-    ours.load_state_dict(original.state_dict())
-    norms = [part for part in ours.modules() if isinstance(part, RMSNorm)]
-    assert len(norms) == 5 and all(isinstance(part, case.modeling.LlamaRMSNorm) for part in norms)
-    expected, result = results(original.bfloat16()), results(ours.bfloat16())
-    torch.testing.assert_close(result["logits"], expected["logits"])

@@ -5,14 +5,13 @@
 
 import functools
 import textwrap
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tilegym_rmsnorm.integrations.huggingface.arithmetic import ARITHMETICS, Match, match_of
+from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match, match_of
 from tilegym_rmsnorm.integrations.huggingface.expressions import Unclear, X, expression_of, text_of
 
 LLAMA = """
@@ -249,9 +248,3 @@ def test_expressions_as_text(class_of):
     text = text_of(expression_of(class_of(LLAMA)))
     root = "rsqrt((mean(square(to(x, float32))) + variance_epsilon))"
     assert text == f"(weight * to((to(x, float32) * {root}), dtype(x)))"
-
-
-def test_every_arithmetic_has_a_line_in_the_docs():
-    page = (Path(__file__).parents[3] / "docs" / "huggingface.md").read_text()
-    for name, (meaning, _) in ARITHMETICS.items():
-        assert f"| `{name}` | {meaning} |" in page
