@@ -49,6 +49,26 @@ def test_train_llama_learns_as_with_the_model_s_own_norm():
     assert ours == pytest.approx(theirs, abs=2e-3)
 
 
+def test_finetune_hf_learns_as_without_the_patch(tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    picture = tmp_path / "finetune.png"
+    has_matplotlib = importlib.util.find_spec("matplotlib") is not None
+    text = output_of(
+        "finetune_hf.py",
+        *("--steps", "11", "--layers", "1", "--length", "32"),
+        *(["--plot", str(picture)] if has_matplotlib else []),
+    )
+    assert "patched: 5\n" in text and "layers: 1\n" in text
+    theirs, ours = zip(
+        *(map(float, row) for row in re.findall(r"^ *\d+ +(\d\.\d+) +(\d\.\d+)$", text, re.M)), strict=True
+    )
+    assert len(ours) == 2 and ours[-1] < ours[0] - 0.5
+    assert ours == pytest.approx(theirs, abs=2e-3)
+    speeds = re.search(r"^tokens/s +([\d,]+) +([\d,]+)$", text, re.M)
+    assert all(int(speed.replace(",", "")) > 0 for speed in speeds.groups())
+    assert picture.exists() == has_matplotlib
+
+
 @pytest.mark.parametrize("options", [[], ["--compile", "eager", "--steps", "12"]], ids=["eager", "compiled"])
 def test_own_model_learns(options):
     """Compiled in one graph: a break would be an error. Dynamo's own backend, since Inductor takes a minute."""
