@@ -189,6 +189,7 @@ def test_every_argument_is_described():
             "passes",
             "module",
             "overriding",
+            "patching",
             "policy",
             "registry",
             "warming",
@@ -198,6 +199,7 @@ def test_every_argument_is_described():
             "integrations/liger",
             "integrations/vllm",
             "integrations/apex",
+            "integrations/huggingface/mapping",
         )
     ):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

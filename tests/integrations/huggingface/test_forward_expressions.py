@@ -227,6 +227,10 @@ def test_the_arithmetic_is_that_of_the_forward_that_runs(class_of):
         LLAMA.replace(".pow(2)", ".pow(4)")
     ).forward  # another one, after the first was read
     assert refused(cls)
+    gemma = class_of(GEMMA)
+    assert match_of(gemma).arithmetic == "offset"
+    gemma._norm = class_of(GEMMA.replace("pow(2)", "pow(4)"))._norm
+    assert refused(gemma)
     assert match_of(type("Derived", (class_of(LLAMA),), {})) == LLAMA_MATCH
 
     @functools.wraps(class_of(LLAMA).forward)

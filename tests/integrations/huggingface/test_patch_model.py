@@ -331,6 +331,35 @@ def test_a_class_given_after_the_patch_is_left(calls):
     assert len(calls) == 1 and patch_model(norm).counts["already"] == 1
 
 
+@pytest.fixture
+def mesh():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+def test_fully_sharded_before_or_after(mesh, is_first):
+    from torch.distributed.fsdp import fully_shard
+
+    expected, gradients = results(LLAMA.built(), {"input_ids": TOKENS})
+    model = LLAMA.built()
+    if is_first:
+        patch_model(model, patch_layers=True, backend="torch")
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
+    if not is_first:
+        assert patch_model(model, patch_layers=True, backend="torch").counts["layers"] == 2
+    logits, ours = results(model, {"input_ids": TOKENS})
+    assert torch.equal(logits, expected)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours[name].full_tensor(), gradient)
+    report = unpatch_model(model)
+    assert report.counts["restored"] == (5 if is_first else 7)
+    assert [each.class_name for each in report.declined] == ["FSDPLlamaDecoderLayer"] * 2 * is_first
+    assert torch.equal(model(TOKENS).logits, expected)
+
+
 def test_initialized_again_by_transformers():
     """As from_pretrained does with a norm that the checkpoint does not have."""
     model = LLAMA.built()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -161,12 +162,14 @@ _DECLINED: tuple[tuple[Expression, str], ...] = (
     ),
 )
 
-_matches: dict[tuple[type, Any], Match | Unclear] = {}
+_matches: dict[tuple[type, tuple[Any, ...]], Match | Unclear] = {}
 
 
 def match_of(cls: type) -> Match:
     """The arithmetic of the `forward` of a class. Raises `Unclear` where it is none of these."""
-    key = cls, getattr(cls, "forward", None)  # a class may be given another forward
+    # With its methods: a class may be given others.
+    parts = (part for each in cls.__mro__ if each is not torch.nn.Module for part in vars(each).values())
+    key = cls, tuple(part for part in parts if isinstance(part, (FunctionType, staticmethod)))
     found = _matches.get(key)
     if found is None:
         try:
