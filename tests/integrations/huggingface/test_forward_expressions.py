@@ -4,7 +4,9 @@
 """What a forward computes, read from its source: what leaves no trace, and what no longer matches."""
 
 import functools
+import linecache
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -245,6 +247,33 @@ def test_without_source():
     exec(f"class Norm(torch.nn.Module):\n{textwrap.indent(LLAMA, '    ')}", namespace)
     assert refused(namespace["Norm"]) == "has no source that can be read"
     assert refused(type("Norm", (nn.Module,), {"forward": len})) == "is no plain function"
+
+
+def test_a_source_that_was_edited_since_is_not_read(class_of):
+    for old, new in (
+        (" * torch", " + torch"),
+        (".pow(2)", ".pow(3)"),
+        ("self.weight", "self.gain"),
+        ("rsqrt", "sqrt"),
+    ):
+        cls = class_of(LLAMA)
+        path = Path(cls.forward.__code__.co_filename)
+        path.write_text(path.read_text().replace(old, new))
+        linecache.checkcache()
+        assert refused(cls) == "has no source that can be read"
+
+
+def test_a_decorator_that_gives_the_function_back_changes_nothing(class_of):
+    def noted(function):
+        function.note = True
+        return function
+
+    def replaced(function):
+        return lambda self, x: function(self, 2 * x)
+
+    source = LLAMA.replace("def forward", "@decorator\ndef forward")
+    assert match_of(class_of(source, decorator=noted)) == LLAMA_MATCH
+    assert refused(class_of(source, decorator=replaced))
 
 
 def test_expressions_as_text(class_of):

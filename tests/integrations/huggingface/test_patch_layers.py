@@ -221,7 +221,7 @@ def test_a_norm_that_is_put_in_its_place_later_is_called(class_of):
     [
         ("def forward", "@torch.no_grad()\ndef forward", "is wrapped by 'decorate_context'"),
         ("return residual", "super().forward\n    return residual", "uses super(), which cannot be compiled again"),
-        ("return residual", "self.__secret = 1\n    return residual", "reads a private name of its class"),
+        ("return residual", "self.__secret = 1\n    return residual", "has no source that can be read"),
         ("(self, ", "(this, ", "does not call its module self"),
         (SUM, "", "has no sum that one of its norms follows at once"),
     ],

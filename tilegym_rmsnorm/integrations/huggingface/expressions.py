@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dis
 import inspect
 import operator
 import textwrap
 from collections.abc import Callable
-from types import FunctionType, MappingProxyType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,10 @@ def expression_of(cls: type) -> Expression:
 
 
 def tree_of(function: FunctionType) -> ast.FunctionDef:
-    """The syntax tree of a function, by the source it was compiled from. Raises `Unclear` where there is none."""
+    """The syntax tree of a function, by the source it was compiled from. Raises `Unclear` where there is none.
+
+    A decorator that gave back another function is seen: that one is what is read here, or it has `__wrapped__`.
+    """
     if hasattr(function, "__wrapped__"):
         raise Unclear(f"is wrapped by {function.__code__.co_name!r}")
     try:
@@ -60,9 +64,31 @@ def tree_of(function: FunctionType) -> ast.FunctionDef:
         (tree,) = ast.parse(source).body
     except (OSError, TypeError, SyntaxError, ValueError, IndentationError):
         raise Unclear("has no source that can be read") from None
-    if not isinstance(tree, ast.FunctionDef) or tree.name != function.__code__.co_name:
+    if not isinstance(tree, ast.FunctionDef) or not _is_source_of(tree, function.__code__):
         raise Unclear("has no source that can be read")
     return tree
+
+
+def _is_source_of(tree: ast.FunctionDef, code: CodeType) -> bool:
+    """Whether a function was compiled from this source: a file may have been edited after it was imported."""
+    alone = ast.FunctionDef(**{**dict(ast.iter_fields(tree)), "decorator_list": []})
+    module = ast.Module([ast.copy_location(alone, tree)], [])
+    compiled = compile(module, code.co_filename, "exec", dont_inherit=True)
+    return any(
+        isinstance(each, CodeType) and each.co_name == code.co_name and _essence(each) == _essence(code)
+        for each in compiled.co_consts
+    )
+
+
+def _essence(code: CodeType) -> tuple[Any, ...]:
+    """Names, numbers and operators. How a method is called depends on what else the file imports."""
+    numbers = [each for each in code.co_consts if not isinstance(each, (str, CodeType))]
+    operators = [
+        (each.opname, each.argrepr)
+        for each in dis.get_instructions(code)
+        if each.opname.startswith(("BINARY", "INPLACE", "COMPARE", "CONTAINS", "IS_OP", "UNARY"))
+    ]
+    return code.co_names, code.co_varnames, numbers, operators
 
 
 def text_of(expression: Any) -> str:
@@ -102,8 +128,6 @@ class _Reader:
         if function.__code__.co_freevars:
             names = ", ".join(function.__code__.co_freevars).replace("__class__", "super()")
             raise Unclear(f"uses {names}, which is not read")
-        if tree.decorator_list and not _is_static(tree):
-            raise Unclear("is decorated")
         if self.depth == _MAX_DEPTH:
             raise Unclear("calls functions too deeply")
         parameters = _parameters(tree, is_forward)
@@ -246,10 +270,6 @@ def _parameters(tree: ast.FunctionDef, is_forward: bool) -> list[str]:
     if more or arguments.defaults:
         raise Unclear("calls a function with arguments that are not read")
     return names
-
-
-def _is_static(tree: ast.FunctionDef) -> bool:
-    return [_text(decorator) for decorator in tree.decorator_list] == ["staticmethod"]
 
 
 def _is_text(statement: ast.stmt) -> bool:

@@ -47,8 +47,6 @@ def rewritten(cls: type, norms: Collection[str]) -> tuple[FunctionType, tuple[st
     `Unclear` where there is none."""
     function = forward_of(cls)
     tree = tree_of(function)
-    if tree.decorator_list:
-        raise Unclear("is decorated")
     if [argument.arg for argument in tree.args.args][:1] != ["self"]:
         raise Unclear("does not call its module self")
     if function.__code__.co_freevars:
@@ -160,11 +158,6 @@ def _assigned(statement: ast.stmt) -> tuple[str, ast.expr | None]:
 
 def _compiled(tree: ast.FunctionDef, function: FunctionType) -> FunctionType:
     code = function.__code__
-    if any(
-        isinstance(node, ast.Attribute) and node.attr.startswith("__") and not node.attr.endswith("__")
-        for node in ast.walk(tree)
-    ):
-        raise Unclear("reads a private name of its class")
     arguments = tree.args
     every = [
         *arguments.posonlyargs,
@@ -177,6 +170,7 @@ def _compiled(tree: ast.FunctionDef, function: FunctionType) -> FunctionType:
         if argument is not None:
             argument.annotation = None
     tree.returns = None
+    tree.decorator_list = []  # they gave this function back
     # Given below: they were evaluated when the class was made.
     arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
     arguments.kw_defaults = [None if value is None else ast.Constant(None) for value in arguments.kw_defaults]
