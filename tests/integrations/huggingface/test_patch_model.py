@@ -406,6 +406,39 @@ def test_recorded_outputs(layers):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("cls", ["Llama", "Gemma2", "GptOss", "T5"])
+@pytest.mark.parametrize("kernels", ["cutile", "triton"])
+def test_on_the_kernels(kernels, cls, weight_dtype):
+    """In their interpreters, where there is no GPU: y within a rounding or two of the original's, in its dtype."""
+    if not tilegym_rmsnorm.is_backend_available(kernels):
+        pytest.skip(f"backend {kernels} cannot run here")
+    (case,) = (case for case in ARCHITECTURES if case.name == cls)
+    original, model = case.built().bfloat16(), case.built().bfloat16()
+    patch_model(model, patch_layers=True, backend=kernels)
+    seen = [], []
+    for each, outputs in zip((original, model), seen, strict=True):
+        for part in list(each.modules()):
+            if "Norm" in type(part).__name__:
+                part.to(weight_dtype)
+                x = rows(torch.bfloat16)[..., : part.weight.numel()].clone().requires_grad_()
+                y = part(x)
+                y.float().square().sum().backward()
+                outputs.append((y, x.grad, part.weight.grad))
+    assert len(seen[0]) == len(seen[1]) == sum(case.arithmetics.values())
+    for expected, ours in zip(*seen, strict=True):
+        for value, other in zip(expected, ours, strict=True):
+            assert other.dtype == value.dtype
+            scale = value.float().abs().max().item()
+            # T5's norm reads x twice, and rounds both gradients before they are added.
+            rounding = 2**-7 if value is expected[0] else 2**-5
+            torch.testing.assert_close(other.float(), value.float(), rtol=0, atol=rounding * scale)
+    if weight_dtype is torch.bfloat16:
+        logits = [each(**case.given(torch.bfloat16)).logits.float() for each in (original, model)]
+        torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=2**-4 * logits[0].abs().max().item())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("layers", [False, True], ids=["norms", "layers"])
 def test_compiled_without_a_graph_break(layers, backend):
