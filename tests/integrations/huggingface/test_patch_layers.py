@@ -236,6 +236,30 @@ def test_what_is_not_rewritten(class_of, old, new, reason):
     assert str(caught.value) == reason
 
 
+def test_layers_that_calls_do_not_reach_are_left(class_of):
+    class Meta(type):
+        pass
+
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return True
+
+    made = class_of(PRE_NORM)
+    replaced, graph = made(), torch.fx.GraphModule(made(), Tracer().trace(made()))
+    replaced.forward = lambda x: x
+    assert "+" in graph.code and graph.first is not None
+    reasons = {
+        Meta("Other", (made,), {})(): "its class has a metaclass or a __call__ of its own",
+        replaced: "its forward was replaced on the module",
+        graph: "it is a graph, not code",
+    }
+    for layer, reason in reasons.items():
+        before = type(layer)
+        report = patch_model(layer, patch_layers=True)
+        assert report.counts["patched"] == 2 and not report.layers and type(layer) is before
+        assert [each.reason for each in report.declined] in ([reason], [] if layer is graph else [reason])
+
+
 def test_functions_inside_are_left_as_they_are(class_of):
     inner = "    def inner(self, hidden, residual):\n" + textwrap.indent(SUM, "    ")
     cls = class_of(PRE_NORM.replace("    residual = hidden\n", f"{inner}    residual = hidden\n", 1))

@@ -196,6 +196,13 @@ def test_which_calls_a_kernel_does(calls):
         assert len(calls) == made
 
 
+def test_a_weight_that_is_broadcast(calls):
+    norm = changed(weight=nn.Parameter(torch.full((1,), 2.0)))
+    expected = norm(rows())
+    patch_model(norm)
+    assert torch.equal(norm(rows()), expected) and not calls
+
+
 def test_torch_s_own_norm(calls):
     norm = nn.RMSNorm(N)
     nn.init.normal_(norm.weight, 1.0, 0.3)
@@ -214,6 +221,8 @@ def test_autocast_changes_nothing_in_a_norm_that_is_written_out(monkeypatch):
     norm = norm_of(dtype=torch.bfloat16)
     expected = norm(rows(torch.bfloat16))
     patch_model(norm)
+    plain = nn.RMSNorm(N, dtype=torch.bfloat16)  # PyTorch casts its input
+    patch_model(plain)
     seen = []
     real = torch.autocast
 
@@ -224,11 +233,18 @@ def test_autocast_changes_nothing_in_a_norm_that_is_written_out(monkeypatch):
     monkeypatch.setattr(torch, "autocast", autocast)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert norms._without_autocast(rows()) is not None
+    monkeypatch.setattr(norms, "rms_norm", lambda *given, **named: given[0])
+    plain(rows())
+    assert not seen
+    norm(rows())
     assert seen == [(("cuda",), {"enabled": False})]
     monkeypatch.undo()
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(norm(rows(torch.bfloat16)), expected)
+
+
+class Meta(type):
+    pass
 
 
 def changed(**attributes):
@@ -249,6 +265,7 @@ def changed(**attributes):
         (lambda: changed(weight=nn.UninitializedParameter()), "its weight is no tensor of one dimension"),
         (lambda: changed(weight=None), "it has no weight"),
         (lambda: type("OtherNorm", (LlamaRMSNorm,), {"__call__": lambda self, x: x})(N), "its class has a metaclass"),
+        (lambda: Meta("OtherNorm", (LlamaRMSNorm,), {})(N), "its class has a metaclass or a __call__ of its own"),
         (lambda: type("OtherNorm", (LlamaRMSNorm,), {"forward": lambda self, x: x})(N), "its forward has no source"),
     ],
 )  # fmt: skip

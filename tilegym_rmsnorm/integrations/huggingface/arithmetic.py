@@ -38,6 +38,12 @@ class Plan(NamedTuple):
     out_dtype: torch.dtype
 
 
+class Call(NamedTuple):
+    weight: Tensor | None
+    eps: float | None
+    plan: Plan
+
+
 @dataclass(frozen=True)
 class Match:
     """A norm that is known: which arithmetic it has, and which attributes of its module hold what.
@@ -71,6 +77,14 @@ class Match:
         if self.arithmetic == "torch" and not (weight is None or weight is x):
             return None
         return Plan("once", x)
+
+    def call(self, module: torch.nn.Module, shape: torch.Size, dtype: torch.dtype) -> Call | None:
+        """What a kernel is given for x of this shape and dtype. None: as for `plan`, or weight would be broadcast."""
+        weight = self.weight_of(module)
+        if weight is not None and weight.shape != shape[-1:]:
+            return None
+        plan = self.plan(dtype, None if weight is None else weight.dtype)
+        return None if plan is None else Call(weight, self.eps_of(module), plan)
 
     def weight_of(self, module: torch.nn.Module) -> Tensor | None:
         if not self.weight or (self.switch and not getattr(module, self.switch)):

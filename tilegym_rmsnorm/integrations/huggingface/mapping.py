@@ -37,10 +37,9 @@ class TileGymRMSNorm(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> Any:
         match = _matches.get(_name_of_match(type(self)))
         if match is not None:
-            weight = match.weight_of(self)
-            plan = match.plan(hidden_states.dtype, None if weight is None else weight.dtype)
-            if plan is not None:
-                return run(hidden_states, None, weight, match.eps_of(self), match, plan, None)
+            call = match.call(self, hidden_states.shape, hidden_states.dtype)
+            if call is not None:
+                return run(hidden_states, None, match, call, None)
         return type(self).forward(self, hidden_states)
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.api import rms_norm
-from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match, Plan
+from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call, Match
 from tilegym_rmsnorm.reference import promoted
 
 
@@ -47,11 +47,8 @@ class NormPatch:
                     return original(self, **named)
             elif named or not isinstance(x, Tensor):
                 return original(self, x, **named)
-            weight = match.weight_of(self)
-            plan = match.plan(x.dtype, None if weight is None else weight.dtype)
-            if plan is None:
-                return original(self, x)
-            return run(x, None, weight, match.eps_of(self), match, plan, backend)
+            call = match.call(self, x.shape, x.dtype)
+            return original(self, x) if call is None else run(x, None, match, call, backend)
 
         def extra_repr(self: Any) -> str:
             text = original_repr(self)
@@ -62,18 +59,11 @@ class NormPatch:
         return subclass(base, self, {"forward": forward, "extra_repr": extra_repr})
 
 
-def run(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    eps: float | None,
-    match: Match,
-    plan: Plan,
-    backend: str | None,
-) -> Any:
+def run(x: Tensor, residual: Tensor | None, match: Match, call: Call, backend: str | None) -> Any:
     """y, or y and the sum with the residual, by the arithmetic of a norm."""
-    # Autocast casts what enters F.rms_norm, and nothing in a norm that is written out as these are.
-    with _without_autocast(x):
+    weight, eps, (casting, out_dtype) = call
+    # Autocast casts what enters F.rms_norm, and nothing in a norm that is written out as the others are.
+    with contextlib.nullcontext() if match.arithmetic == "torch" else _without_autocast(x):
         return rms_norm(
             x,
             x.shape[-1:],
@@ -81,8 +71,8 @@ def run(
             eps,
             offset=match.offset,
             residual=residual,
-            out_dtype=None if plan.out_dtype is x.dtype else plan.out_dtype,
-            casting=plan.casting,
+            out_dtype=None if out_dtype is x.dtype else out_dtype,
+            casting=casting,
             backend=backend,
         )
 
@@ -91,11 +81,9 @@ def add_norm(norm: torch.nn.Module, residual: Any, x: Any) -> tuple[Any, Any]:
     """`norm(residual + x)` and `residual + x`: in one call where the norm is patched and nobody watches it."""
     patch = patch_of(type(norm))
     if isinstance(patch, NormPatch) and _is_fusable(norm, x, residual):
-        match = patch.match
-        weight = match.weight_of(norm)
-        plan = match.plan(promoted(x.dtype, residual.dtype), None if weight is None else weight.dtype)
-        if plan is not None:
-            return run(x, residual, weight, match.eps_of(norm), match, plan, patch.backend)
+        call = patch.match.call(norm, x.shape, promoted(x.dtype, residual.dtype))
+        if call is not None:
+            return run(x, residual, patch.match, call, patch.backend)
     total = residual + x
     return norm(total), total
 

@@ -91,12 +91,12 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
             already += 1
             continue
         try:
-            _check_bound(module)
-            _, fused = rewritten(cls, children)
+            _check_called(module)
+            fused = _fused(cls, children)
         except Unclear as error:
             holds_layers = any(isinstance(child, nn.ModuleList) for child in module.children())
             if has_sum(cls) and not holds_layers:
-                declined.append(Declined(name, cls.__name__, f"its forward {error}"))
+                declined.append(Declined(name, cls.__name__, str(error)))
             continue
         layers.append(PatchedLayer(name, cls.__name__, fused))
         changes.append((module, patched_class(cls, LayerPatch(fused))))
@@ -136,15 +136,11 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _match(module: nn.Module, cls: type) -> Match:
     """The arithmetic of a module, whose class is `cls`, or was before it was patched. Raises `Unclear`."""
-    if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
-        raise Unclear("it is a graph, not code")
     try:
         match = match_of(cls)
     except Unclear as error:
         raise Unclear(f"its forward {error}") from None
-    if type(cls) not in (type, PatchedType) or cls.__call__ is not nn.Module.__call__:
-        raise Unclear("its class has a metaclass or a __call__ of its own")
-    _check_bound(module)
+    _check_called(module)
     for name in module.__dict__:
         if name not in _BOUND and isinstance(inspect.getattr_static(cls, name, None), FunctionType):
             raise Unclear(f"its {name} was replaced on the module")
@@ -169,9 +165,21 @@ def _match(module: nn.Module, cls: type) -> Match:
     return match
 
 
-def _check_bound(module: nn.Module) -> None:
-    """Raises `Unclear` where the module's forward is not that of its class, be it behind accelerate's hooks."""
-    own = type(module).forward
+def _fused(cls: type, children: list[str]) -> tuple[str, ...]:
+    try:
+        return rewritten(cls, children)[1]
+    except Unclear as error:
+        raise Unclear(f"its forward {error}") from None
+
+
+def _check_called(module: nn.Module) -> None:
+    """Raises `Unclear` where a call of the module is none of its class's forward, be it behind accelerate's hooks."""
+    cls = type(module)
+    if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
+        raise Unclear("it is a graph, not code")
+    if type(cls) not in (type, PatchedType) or cls.__call__ is not nn.Module.__call__:
+        raise Unclear("its class has a metaclass or a __call__ of its own")
+    own = cls.forward
     values = [module.__dict__[name] for name in _BOUND if name in module.__dict__]
     if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__:
         values = [module.__dict__["_old_forward"]]  # forward calls the hook, which calls this
