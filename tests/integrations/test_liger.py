@@ -4,6 +4,7 @@
 """Liger's names: signatures, casting modes against their formulas and float64, and models that have Liger's norms."""
 
 import copy
+import importlib.metadata
 import importlib.util
 import io
 import sys
@@ -55,6 +56,9 @@ def test_signature(name, file, expected):
 
 @pytest.mark.parametrize(("name", "file", "expected"), SIGNATURES)
 def test_signature_of_the_installed_liger(name, file, expected):
+    release = importlib.metadata.version("liger-kernel") if importlib.util.find_spec("liger_kernel") else ""
+    if not release.startswith("0.8."):
+        pytest.skip(f"the adapter was written against liger-kernel 0.8, installed is {release or 'none'}")
     assert installed_signature("liger_kernel", f"transformers/{file}", name) == expected
 
 
