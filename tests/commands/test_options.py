@@ -18,7 +18,19 @@ from tilegym_rmsnorm.commands.tune import tune
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of bench, each with a main.
-COMMANDS = ("block_targets", "gate", "host", "html_report", "plots", "processes", "run", "split", "train")
+COMMANDS = (
+    "block_targets",
+    "declined",
+    "gate",
+    "host",
+    "html_report",
+    "plots",
+    "processes",
+    "run",
+    "split",
+    "traced",
+    "train",
+)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +66,9 @@ COMMANDS = ("block_targets", "gate", "host", "html_report", "plots", "processes"
         ("host", ("--samples", "0"), "--samples: expected a whole number of at least 1, got '0'"),
         ("host", ("--samples", "1"), "--samples: expected at least 2"),
         ("host", ("--first-call", "0"), "--first-call: expected a whole number of at least 1, got '0'"),
+        ("declined", ("--samples", "0"), "--samples: expected a whole number of at least 1, got '0'"),
+        ("traced", ("--out", ""), "--out: expected a path, got ''"),
+        ("traced", ("--shape", ""), "--shape: expected "),
         ("tune", ("--out", ""), "--out: expected a path, got ''"),
         ("tune", ("--n", ""), "--n: expected a whole number of at least 1, got ''"),
         ("tune", ("--processes", "0"), "--processes: expected a whole number of at least 1, got '0'"),
