@@ -222,6 +222,19 @@ def test_names_are_looked_up_where_the_code_is(class_of):
     assert refused(class_of(source, root=abs))
 
 
+def test_a_helper_that_was_replaced_since_is_read_again(class_of, monkeypatch):
+    helpers = "def half_power(x): return torch.rsqrt(x)\ndef other(x): return torch.rsqrt(x + x)\n"
+    functions = class_of(helpers + LLAMA)
+    cls = class_of(LLAMA.replace("torch.rsqrt(", "root("), root=functions.half_power)
+    assert match_of(cls) == LLAMA_MATCH
+    cls.forward.__globals__["root"] = functions.other
+    assert refused(cls)
+    cls.forward.__globals__["root"] = functions.half_power
+    assert match_of(cls) == LLAMA_MATCH
+    monkeypatch.setattr(torch, "rsqrt", abs)
+    assert refused(cls)
+
+
 def test_the_arithmetic_is_that_of_the_forward_that_runs(class_of):
     cls = class_of(LLAMA)
     assert match_of(cls) == LLAMA_MATCH

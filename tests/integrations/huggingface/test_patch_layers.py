@@ -207,6 +207,31 @@ def test_sums_of_other_kinds(class_of, x, residual):
         assert ours.dtype == value.dtype and torch.equal(ours, value)
 
 
+def test_a_layer_whose_forward_was_replaced_is_rewritten_anew(class_of):
+    cls = class_of(PRE_NORM)
+    layer = cls()
+    patch_model(layer, patch_layers=True, backend="torch")
+    unpatch_model(layer)
+    cls.forward = class_of(PRE_NORM.replace("* scale", "* 0.1")).forward
+    expected = layer(rows())
+    assert patch_model(layer, patch_layers=True, backend="torch").counts["layers"] == 1
+    assert torch.equal(layer(rows()), expected)
+
+
+def test_a_norm_of_a_class_derived_from_the_patched_one_is_called(class_of):
+    layer = class_of(PRE_NORM)()
+    patch_model(layer, backend="torch")
+    expected = torch.zeros(4, N)
+
+    class Zero(type(layer.second)):
+        def forward(self, x):
+            return 0 * x
+
+    layer.second.__class__ = Zero
+    y, total = norms.add_norm(layer.second, rows(), rows())
+    assert torch.equal(y.abs(), expected) and torch.equal(total, 2 * rows())
+
+
 def test_a_norm_that_is_put_in_its_place_later_is_called(class_of):
     cls = class_of(PRE_NORM)
     layer, original = cls(), cls()

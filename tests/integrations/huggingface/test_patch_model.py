@@ -248,6 +248,46 @@ class Meta(type):
     pass
 
 
+class Named(LlamaRMSNorm):
+    def __init_subclass__(cls, *, kind, **kwargs):
+        super().__init_subclass__(**kwargs)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+class StaticNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(N))
+
+    @staticmethod
+    def _norm(x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+    def forward(self, x):
+        return (self._norm(x.float()) * self.weight).to(x.dtype)
+
+
+class Unweighted(nn.Module):
+    def forward(self, x):
+        return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class Replaced(StaticNorm):
+    pass
+
+
+def looked_up(self, name):
+    return object.__getattribute__(self, name)
+
+
+def parametrized(norm):
+    return nn.utils.parametrize.register_parametrization(norm, "weight", Doubled())
+
+
 def changed(**attributes):
     norm = norm_of()
     for name, value in attributes.items():
@@ -260,13 +300,19 @@ def changed(**attributes):
     [
         (lambda: changed(forward=lambda x: x), "its forward was replaced on the module"),
         (lambda: changed(forward=types.MethodType(T5LayerNorm.forward, norm_of())), "its forward was replaced"),
-        (lambda: changed(variance_epsilon=torch.tensor(1e-6)), "its variance_epsilon is no number"),
-        (lambda: changed(variance_epsilon=None), "its variance_epsilon is no number"),
+        (lambda: changed(variance_epsilon=torch.tensor(1e-6)), "its variance_epsilon is no finite number"),
+        (lambda: changed(variance_epsilon=None), "its variance_epsilon is no finite number"),
+        (lambda: changed(variance_epsilon=-1e-9), "its variance_epsilon is no finite number of at least 0"),
+        (lambda: changed(variance_epsilon=float("inf")), "its variance_epsilon is no finite number"),
+        (lambda: parametrized(norm_of()), "it is parametrized"),
         (lambda: changed(weight=nn.Parameter(torch.ones(2, N))), "its weight is no tensor of one dimension"),
         (lambda: changed(weight=nn.UninitializedParameter()), "its weight is no tensor of one dimension"),
         (lambda: changed(weight=None), "it has no weight"),
         (lambda: type("OtherNorm", (LlamaRMSNorm,), {"__call__": lambda self, x: x})(N), "its class has a metaclass"),
         (lambda: Meta("OtherNorm", (LlamaRMSNorm,), {})(N), "its class has a metaclass or a __call__ of its own"),
+        (lambda: type("OtherNorm", (LlamaRMSNorm,), {"_call_impl": lambda self, x: x})(N), "its class has a metaclass"),
+        (lambda: type("OtherNorm", (LlamaRMSNorm,), {"__getattribute__": looked_up})(N), "its class has a metaclass"),
+        (lambda: Named(N), "no class can be derived from its own: "),
         (lambda: type("OtherNorm", (LlamaRMSNorm,), {"forward": lambda self, x: x})(N), "its forward has no source"),
     ],
 )  # fmt: skip
@@ -277,6 +323,44 @@ def test_what_is_declined_stays_as_it_is(norm, reason):
     assert not report.patched and report.declined[0].name == "0"
     assert report.declined[0].reason.startswith(reason)
     assert (type(norm), norm.__dict__) == before
+
+
+def test_a_static_method_that_was_replaced_on_the_module():
+    norm = StaticNorm()
+    assert patch_model(norm).counts["patched"] == 1
+    unpatch_model(norm)
+    norm._norm = lambda x: 0 * x
+    (declined,) = patch_model(norm).declined
+    assert declined.reason == "its _norm was replaced on the module"
+
+
+def test_what_has_no_kernel_after_the_patch_runs_as_before():
+    """A weight that is gone and eps that is no number; for PyTorch's norm, rows of another width; one number."""
+    norm = norm_of()
+    patch_model(norm)
+    norm.variance_epsilon = torch.tensor(1e-3)
+    assert torch.equal(norm(rows()), LlamaRMSNorm.forward(norm, rows()))
+    norm.variance_epsilon, norm.weight = 1e-6, None
+    with pytest.raises(TypeError, match="NoneType"):
+        norm(rows())
+    unweighted = nn.RMSNorm(N, elementwise_affine=False)
+    patch_model(unweighted)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        unweighted(rows()[..., 1:])
+    other = Unweighted()
+    assert patch_model(other).counts["patched"] == 1
+    assert other(torch.tensor(3.0)) == Unweighted()(torch.tensor(3.0))
+
+
+def test_a_pickle_of_a_class_that_changed_since_is_loaded_without_the_patch(monkeypatch):
+    norm = Replaced()
+    patch_model(norm)
+    saved = pickle.dumps(norm)
+    assert type(pickle.loads(saved)) is type(norm)
+    monkeypatch.setattr(Replaced, "forward", Doubled.forward)
+    loaded = pickle.loads(saved)
+    assert type(loaded) is Replaced
+    assert torch.equal(loaded(rows()), 2 * rows())
 
 
 def test_weights_on_the_meta_device_are_not_read():

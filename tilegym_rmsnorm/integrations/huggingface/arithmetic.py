@@ -20,8 +20,10 @@ from torch import Tensor
 
 from tilegym_rmsnorm.integrations.huggingface.expressions import (
     Expression,
+    Lookups,
     Unclear,
     X,
+    are_current,
     expression_of,
     text_of,
 )
@@ -79,12 +81,21 @@ class Match:
         return Plan("once", x)
 
     def call(self, module: torch.nn.Module, shape: torch.Size, dtype: torch.dtype) -> Call | None:
-        """What a kernel is given for x of this shape and dtype. None: as for `plan`, or weight would be broadcast."""
-        weight = self.weight_of(module)
-        if weight is not None and weight.shape != shape[-1:]:
+        """What a kernel is given for x of this shape and dtype. None: as for `plan`, or the module or x is such that
+        the forward that was there has to say what happens: weight would be broadcast, or is gone, or eps no number."""
+        weight, eps = self.weight_of(module), self.eps_of(module)
+        if not shape or not (is_eps(eps) or (eps is None and self.arithmetic == "torch")):
+            return None
+        if weight is not None:
+            if weight.shape != shape[-1:]:
+                return None
+        elif self.arithmetic == "torch":
+            if tuple(getattr(module, "normalized_shape", shape[-1:])) != tuple(shape[-1:]):
+                return None
+        elif self.weight and not (self.switch and not getattr(module, self.switch)):
             return None
         plan = self.plan(dtype, None if weight is None else weight.dtype)
-        return None if plan is None else Call(weight, self.eps_of(module), plan)
+        return None if plan is None else Call(weight, eps, plan)
 
     def weight_of(self, module: torch.nn.Module) -> Tensor | None:
         if not self.weight or (self.switch and not getattr(module, self.switch)):
@@ -93,6 +104,11 @@ class Match:
 
     def eps_of(self, module: torch.nn.Module) -> float | None:
         return getattr(module, self.eps) if self.eps else self.fixed_eps
+
+
+def is_eps(value: Any) -> bool:
+    """Whether kernels take it."""
+    return type(value) in (int, float) and 0 <= value < math.inf
 
 
 class _Any(NamedTuple):
@@ -176,7 +192,7 @@ _DECLINED: tuple[tuple[Expression, str], ...] = (
     ),
 )
 
-_matches: dict[tuple[type, tuple[Any, ...]], Match | Unclear] = {}
+_matches: dict[tuple[type, tuple[Any, ...]], tuple[Match | Unclear, Lookups]] = {}
 
 
 def match_of(cls: type) -> Match:
@@ -184,13 +200,14 @@ def match_of(cls: type) -> Match:
     # With its methods: a class may be given others.
     parts = (part for each in cls.__mro__ if each is not torch.nn.Module for part in vars(each).values())
     key = cls, tuple(part for part in parts if isinstance(part, (FunctionType, staticmethod)))
-    found = _matches.get(key)
-    if found is None:
+    found, lookups = _matches.get(key, (None, []))
+    if found is None or not are_current(lookups):
+        lookups = []
         try:
-            found = _match(expression_of(cls))
+            found = _match(expression_of(cls, lookups))
         except Unclear as error:
             found = Unclear(str(error))  # without the frames, which would be kept
-        _matches[key] = found
+        _matches[key] = found, lookups
     if isinstance(found, Unclear):
         raise Unclear(str(found))
     return found

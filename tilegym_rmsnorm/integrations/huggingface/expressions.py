@@ -44,12 +44,28 @@ class Unclear(Exception):
     """Why a forward cannot be read. The text ends a sentence that begins with its name."""
 
 
-def expression_of(cls: type) -> Expression:
-    """What `forward` of a class returns for one tensor. Raises `Unclear`."""
+Lookups = list[tuple[Any, str, Any]]  # a module or the globals of one, a name, and what it stood for
+_MISSING = object()
+
+
+def are_current(lookups: Lookups) -> bool:
+    """Whether these names stand for what they stood for: a helper, or a function of torch, may have been replaced."""
+    return all(_looked_up(scope, name) is value for scope, name, value in lookups)
+
+
+def _looked_up(scope: Any, name: str) -> Any:
+    if isinstance(scope, ModuleType):
+        return getattr(scope, name, _MISSING)
+    return scope[name] if name in scope else vars(builtins).get(name, _MISSING)
+
+
+def expression_of(cls: type, lookups: Lookups | None = None) -> Expression:
+    """What `forward` of a class returns for one tensor. Adds to `lookups` each name outside it that this depends on,
+    also where it raises `Unclear`."""
     function = inspect.getattr_static(cls, "forward", None)
     if not isinstance(function, FunctionType):
         raise Unclear("is no plain function")
-    return _Reader(cls).read(function, [_SELF, X], {}, is_forward=True)
+    return _Reader(cls, [] if lookups is None else lookups).read(function, [_SELF, X], {}, is_forward=True)
 
 
 def tree_of(function: FunctionType) -> ast.FunctionDef:
@@ -115,8 +131,9 @@ class _Object(NamedTuple):
 
 
 class _Reader:
-    def __init__(self, cls: type) -> None:
+    def __init__(self, cls: type, lookups: Lookups) -> None:
         self.cls = cls
+        self.lookups = lookups
         self.depth = 0
         self.statements = 0
 
@@ -181,9 +198,9 @@ class _Reader:
         if isinstance(node, ast.Name):
             if node.id in values:
                 return values[node.id]
-            for scope in (function.__globals__, vars(builtins)):
-                if node.id in scope:
-                    return _Object(scope[node.id])
+            found = self.looked_up(function.__globals__, node.id)
+            if found is not _MISSING:
+                return _Object(found)
         elif isinstance(node, ast.Constant):
             if node.value is None or isinstance(node.value, (bool, int, float)):
                 return ("const", node.value)
@@ -214,12 +231,18 @@ class _Reader:
                 return self.call(node.func, given, named, values, function)
         raise Unclear(f"computes something that is not read: {_text(node)}")
 
+    def looked_up(self, scope: Any, name: str) -> Any:
+        found = _looked_up(scope, name)
+        self.lookups.append((scope, name, found))
+        return found
+
     def attribute(self, base: Any, name: str) -> Any:
         if base == _SELF:
             return ("self", name)
         if isinstance(base, _Object):
-            if isinstance(base.value, ModuleType) and hasattr(base.value, name):
-                return _Object(getattr(base.value, name))
+            found = self.looked_up(base.value, name) if isinstance(base.value, ModuleType) else _MISSING
+            if found is not _MISSING:
+                return _Object(found)
         elif name in ("dtype", "shape"):
             return (name, base)
         raise Unclear(f"reads .{name} of something that is not read")

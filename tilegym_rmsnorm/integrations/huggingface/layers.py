@@ -37,6 +37,9 @@ class LayerPatch:
 
     norms: tuple[str, ...]
 
+    def fits(self, base: type) -> bool:
+        return rewritten(base, self.norms)[1] == self.norms
+
     def made(self, base: type) -> PatchedType:
         function, _ = rewritten(base, self.norms)
         return subclass(base, self, {"forward": function})

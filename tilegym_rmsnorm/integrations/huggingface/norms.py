@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.api import rms_norm
-from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call, Match
+from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call, Match, match_of
+from tilegym_rmsnorm.integrations.huggingface.expressions import Unclear
 from tilegym_rmsnorm.reference import promoted
 
 
@@ -33,6 +34,9 @@ class NormPatch:
 
     match: Match
     backend: str | None
+
+    def fits(self, base: type) -> bool:
+        return match_of(base) == self.match
 
     def made(self, base: type) -> PatchedType:
         match, backend = self.match, self.backend
@@ -90,11 +94,13 @@ def add_norm(norm: torch.nn.Module, residual: Any, x: Any) -> tuple[Any, Any]:
 
 def _is_fusable(norm: torch.nn.Module, x: Any, residual: Any) -> bool:
     """Whether nothing is there that sees a call of the norm, and both tensors are of one shape and device."""
+    cls: Any = type(norm)
     has_hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks
     return not (
         has_hooks
         or norm._backward_pre_hooks
         or "forward" in norm.__dict__  # accelerate's hooks, too
+        or cls.forward is not cls.patched_forward  # of a class derived from the patched one
         or torch.nn.modules.module._has_any_global_hook()
         or not isinstance(x, Tensor)
         or not isinstance(residual, Tensor)
@@ -110,15 +116,30 @@ def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-_classes: dict[tuple[type, Any], PatchedType] = {}
+_classes: dict[tuple[type, Any, Any], PatchedType] = {}
 
 
 def patched_class(base: type, patch: Any) -> PatchedType:
-    """The subclass of `base` that a patch makes: the same object for the same patch."""
-    key = base, patch
+    """The subclass of `base` that a patch makes: the same object for the same patch, while base keeps its forward.
+    Raises `Unclear` where there can be none."""
+    key = base, patch, inspect.getattr_static(base, "forward")
     if key not in _classes:
-        _classes.setdefault(key, patch.made(base))  # two threads: one class
+        try:
+            made = patch.made(base)
+        except Unclear:
+            raise
+        except Exception as error:  # of its __init_subclass__
+            raise Unclear(f"no class can be derived from its own: {error}") from None
+        _classes.setdefault(key, made)  # two threads: one class
     return _classes[key]
+
+
+def loaded_class(base: type, patch: Any) -> type:
+    """The class of a module that was pickled with a patch: `base`, where its forward is no longer what was patched."""
+    try:
+        return patched_class(base, patch) if patch.fits(base) else base
+    except Unclear:
+        return base
 
 
 def subclass(base: type, patch: Any, attributes: dict[str, Any]) -> PatchedType:
@@ -130,6 +151,7 @@ def subclass(base: type, patch: Any, attributes: dict[str, Any]) -> PatchedType:
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "patched_from": (base, patch),
+        "patched_forward": attributes["forward"],
         **attributes,
     }
     return PatchedType(base.__name__, (base,), attributes)
@@ -148,7 +170,7 @@ def patch_of(cls: type) -> Any:
 
 def _reduce(cls: PatchedType) -> str | tuple[Any, ...]:
     found = made_from(cls)
-    return (patched_class, found) if found else cls.__qualname__
+    return (loaded_class, found) if found else cls.__qualname__
 
 
 copyreg.pickle(PatchedType, _reduce)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match, match_of
+from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match, is_eps, match_of
 from tilegym_rmsnorm.integrations.huggingface.expressions import Unclear
 from tilegym_rmsnorm.integrations.huggingface.layers import (
     LayerPatch,
@@ -43,6 +43,7 @@ from tilegym_rmsnorm.integrations.huggingface.report import (
 from tilegym_rmsnorm.module import RMSNorm
 from tilegym_rmsnorm.registry import check_backend_name
 
+_CALLED = ("__call__", "_call_impl", "__getattribute__")  # what leads from a call to forward
 _BOUND = ("forward", "_old_forward")  # attributes of a module that may hold a bound forward
 
 
@@ -78,8 +79,12 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
         if old == new:
             already += 1
             continue
+        try:
+            changes.append((module, patched_class(original, new)))
+        except Unclear as error:
+            declined.append(Declined(name, cls.__name__, str(error)))
+            continue
         patched.append(PatchedNorm(name, cls.__name__, match.arithmetic))
-        changes.append((module, patched_class(original, new)))
 
     layers: list[PatchedLayer] = []
     for name, module in _parts(model) if patch_layers else ():
@@ -93,16 +98,17 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
         try:
             _check_called(module)
             fused = _fused(cls, children)
+            new_class = patched_class(cls, LayerPatch(fused))
         except Unclear as error:
             holds_layers = any(isinstance(child, nn.ModuleList) for child in module.children())
             if has_sum(cls) and not holds_layers:
                 declined.append(Declined(name, cls.__name__, str(error)))
             continue
         layers.append(PatchedLayer(name, cls.__name__, fused))
-        changes.append((module, patched_class(cls, LayerPatch(fused))))
+        changes.append((module, new_class))
 
-    for module, new_class in changes:
-        _give_class(module, new_class)
+    for module, changed in changes:
+        _give_class(module, changed)
     return PatchReport(tuple(patched), tuple(layers), tuple(declined), (), already)
 
 
@@ -142,15 +148,17 @@ def _match(module: nn.Module, cls: type) -> Match:
         raise Unclear(f"its forward {error}") from None
     _check_called(module)
     for name in module.__dict__:
-        if name not in _BOUND and isinstance(inspect.getattr_static(cls, name, None), FunctionType):
+        if name not in _BOUND and isinstance(
+            inspect.getattr_static(cls, name, None), (FunctionType, staticmethod)
+        ):
             raise Unclear(f"its {name} was replaced on the module")
     for name in (match.eps, match.switch):
         if name and not hasattr(module, name):
             raise Unclear(f"it has no {name}")
     if match.eps:
         eps = getattr(module, match.eps)
-        if not (type(eps) in (int, float) or (eps is None and match.arithmetic == "torch")):
-            raise Unclear(f"its {match.eps} is no number")
+        if not (is_eps(eps) or (eps is None and match.arithmetic == "torch")):
+            raise Unclear(f"its {match.eps} is no finite number of at least 0")
     if match.switch and not isinstance(getattr(module, match.switch), bool):
         raise Unclear(f"its {match.switch} is no bool")
     if match.arithmetic == "torch" and len(getattr(module, "normalized_shape", (0,))) != 1:
@@ -177,7 +185,10 @@ def _check_called(module: nn.Module) -> None:
     cls = type(module)
     if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
         raise Unclear("it is a graph, not code")
-    if type(cls) not in (type, PatchedType) or cls.__call__ is not nn.Module.__call__:
+    if torch.nn.utils.parametrize.is_parametrized(module):  # their removal takes the class's base, by place
+        raise Unclear("it is parametrized: parametrize it after the patch")
+    is_called = all(getattr(cls, name) is getattr(nn.Module, name) for name in _CALLED)
+    if type(cls) not in (type, PatchedType) or not is_called:
         raise Unclear("its class has a metaclass or a __call__ of its own")
     own = cls.forward
     values = [module.__dict__[name] for name in _BOUND if name in module.__dict__]
