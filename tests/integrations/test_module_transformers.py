@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hf_models import spread
 from torch import nn
 
 from tilegym_rmsnorm import RMSNorm
@@ -75,15 +76,6 @@ def built(case: Case) -> nn.Module:
     torch.manual_seed(0)
     with contextlib.redirect_stderr(io.StringIO()):
         return getattr(modeling, f"{case.prefix}ForCausalLM")(config)
-
-
-def spread(model: nn.Module) -> None:
-    """Norm weights unlike each other and their starts."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.add_(0.5 * torch.rand(parameter.shape, generator=generator))
 
 
 def results(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +73,26 @@ class Architecture(NamedTuple):
     def given(self, dtype: torch.dtype) -> dict[str, Tensor]:
         given = {"input_ids": TOKENS} if self.inputs is None else self.inputs()
         return {name: t.to(dtype) if t.is_floating_point() else t for name, t in given.items()}
+
+
+def classes_of_models(pattern: str) -> Iterator[type[nn.Module]]:
+    """The modules that each file of a model of the installed transformers defines whose source has this pattern. Files
+    that need a library that is not here are left out."""
+    import transformers
+
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        if not re.search(pattern, path.read_text(), re.MULTILINE):
+            continue
+        name = f"transformers.models.{path.parent.name}.{path.stem}"
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                module = importlib.import_module(name)
+        except ImportError:
+            continue
+        for cls in list(vars(module).values()):
+            if isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == name:
+                yield cls
 
 
 def spread(model: nn.Module) -> None:

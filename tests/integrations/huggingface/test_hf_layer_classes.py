@@ -6,14 +6,11 @@ what is compiled for them has their statements but for the sum and the norm."""
 
 import collections
 import dis
-import importlib
 import inspect
 import re
-import warnings
-from pathlib import Path
 
 import pytest
-from torch import nn
+from hf_models import classes_of_models
 
 from tilegym_rmsnorm.integrations.huggingface.expressions import Unclear
 from tilegym_rmsnorm.integrations.huggingface.layers import forward_of, rewritten
@@ -25,23 +22,11 @@ REWRITTEN = {1: 145, 2: 6}  # of transformers 5.23.0: classes in which so many n
 
 def holders():
     """Classes and the names of their norms."""
-    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
-        if "RMSNorm" not in path.read_text():
-            continue
-        module_name = f"transformers.models.{path.parent.name}.{path.stem}"
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                module = importlib.import_module(module_name)
-        except ImportError:  # needs a library that is not here
-            continue
-        for cls in list(vars(module).values()):
-            if not (isinstance(cls, type) and issubclass(cls, nn.Module) and cls.__module__ == module_name):
-                continue
-            if "forward" in vars(cls):
-                names = re.findall(r"self\.(\w+) = \w*RMSNorm\(", inspect.getsource(cls.__init__))
-                if names:
-                    yield cls, names
+    for cls in classes_of_models("RMSNorm"):
+        if "forward" in vars(cls):
+            names = re.findall(r"self\.(\w+) = \w*RMSNorm\(", inspect.getsource(cls.__init__))
+            if names:
+                yield cls, names
 
 
 def calls(function):

@@ -5,13 +5,11 @@
 computes the same bits, or it is declined."""
 
 import collections
-import importlib
 import re
-import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from hf_models import classes_of_models
 from torch import nn
 
 from tilegym_rmsnorm import patch_model
@@ -53,20 +51,9 @@ DTYPES = [
 
 
 def norm_classes():
-    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
-        if not re.search(r"^\s*class \w*(RMSNorm|RmsNorm|LayerNorm)\w*\(", path.read_text(), re.MULTILINE):
-            continue
-        module_name = f"transformers.models.{path.parent.name}.{path.stem}"
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                module = importlib.import_module(module_name)
-        except ImportError:  # needs a library that is not here
-            continue
-        for name, cls in list(vars(module).items()):
-            if isinstance(cls, type) and cls.__module__ == module_name and NAME.search(name):
-                if issubclass(cls, nn.Module):
-                    yield cls
+    for cls in classes_of_models(r"^\s*class \w*(RMSNorm|RmsNorm|LayerNorm)\w*\("):
+        if NAME.search(cls.__name__):
+            yield cls
 
 
 @pytest.fixture(scope="module")
