@@ -17,8 +17,10 @@ import time
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import tilegym_rmsnorm
 from tilegym_rmsnorm import patch_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -78,7 +80,11 @@ def main() -> None:
     print(patch_model(model, patch_layers=True))
     runs["patched"] = train(model, data, options)
 
-    print(f"{DEVICE}, {DTYPE}\nstep        as it is      patched")
+    where = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
+    versions = ", ".join(
+        f"{each.__name__} {each.__version__}" for each in (torch, transformers, tilegym_rmsnorm)
+    )
+    print(f"{where}, {DTYPE}, {versions}\nstep        as it is      patched")
     for step in sorted({*range(0, options.steps, 10), options.steps - 1}):
         print(f"{step:4}     " + "   ".join(f"{losses[step]:10.4f}" for losses, _ in runs.values()))
     print("tokens/s " + "   ".join(f"{speed:10,.0f}" for _, speed in runs.values()))
