@@ -10,6 +10,7 @@ import traceback
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tilegym_rmsnorm
 from tilegym_rmsnorm import patch_model, unpatch_model
@@ -274,7 +275,9 @@ def test_layers_that_calls_do_not_reach_are_left(class_of):
     replaced.forward = lambda x: x
     assert "+" in graph.code and graph.first is not None
     reasons = {
-        Meta("Other", (made,), {})(): "its class has a metaclass or a __call__ of its own",
+        Meta(
+            "Other", (made,), {}
+        )(): "its class has a metaclass, a _call_impl or a __getattribute__ of its own",
         replaced: "its forward was replaced on the module",
         graph: "it is a graph, not code",
     }
@@ -283,6 +286,33 @@ def test_layers_that_calls_do_not_reach_are_left(class_of):
         report = patch_model(layer, patch_layers=True)
         assert report.counts["patched"] == 2 and not report.layers and type(layer) is before
         assert [each.reason for each in report.declined] in ([reason], [] if layer is graph else [reason])
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_a_call_of_the_layers_own_stays(class_of, is_checkpointed):
+    """As GradientCheckpointingLayer of transformers 5.17 has it."""
+
+    class Layer(class_of(PRE_NORM)):
+        def __call__(self, *args, **kwargs):
+            called.append(self)
+            if is_checkpointed:
+                return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
+            return super().__call__(*args, **kwargs)
+
+    called = []
+    layer, original = Layer(), Layer()
+    layer.load_state_dict(original.state_dict())
+    assert patch_model(layer, patch_layers=True).counts["layers"] == 1
+    results = []
+    for each in (layer, original):
+        x = rows().requires_grad_()
+        y = each(x)
+        y.square().sum().backward()
+        results.append((y, x.grad, *(p.grad for p in each.parameters())))
+    assert called == [layer, original]
+    assert torch.equal(results[0][0], results[1][0])
+    for value, expected in zip(*results, strict=True):
+        torch.testing.assert_close(value, expected)
 
 
 def test_functions_inside_are_left_as_they_are(class_of):

@@ -43,7 +43,7 @@ from tilegym_rmsnorm.integrations.huggingface.report import (
 from tilegym_rmsnorm.module import RMSNorm
 from tilegym_rmsnorm.registry import check_backend_name
 
-_CALLED = ("__call__", "_call_impl", "__getattribute__")  # what leads from a call to forward
+_CALLED = ("_call_impl", "__getattribute__")  # what leads from a call to forward, besides __call__
 _BOUND = ("forward", "_old_forward")  # attributes of a module that may hold a bound forward
 
 
@@ -96,7 +96,7 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
             already += 1
             continue
         try:
-            _check_called(module)
+            _check_forward_is_called(module)
             fused = _fused(cls, children)
             new_class = patched_class(cls, LayerPatch(fused))
         except Unclear as error:
@@ -146,7 +146,10 @@ def _match(module: nn.Module, cls: type) -> Match:
         match = match_of(cls)
     except Unclear as error:
         raise Unclear(f"its forward {error}") from None
-    _check_called(module)
+    _check_forward_is_called(module)
+    # A rewritten layer does not call its norms. Its own __call__ stays: transformers 5.17 checkpoints there.
+    if type(module).__call__ is not nn.Module.__call__:
+        raise Unclear("its class has a __call__ of its own")
     for name in module.__dict__:
         if name not in _BOUND and isinstance(
             inspect.getattr_static(cls, name, None), (FunctionType, staticmethod)
@@ -180,7 +183,7 @@ def _fused(cls: type, children: list[str]) -> tuple[str, ...]:
         raise Unclear(f"its forward {error}") from None
 
 
-def _check_called(module: nn.Module) -> None:
+def _check_forward_is_called(module: nn.Module) -> None:
     """Raises `Unclear` where a call of the module is none of its class's forward, be it behind accelerate's hooks."""
     cls = type(module)
     if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
@@ -189,7 +192,7 @@ def _check_called(module: nn.Module) -> None:
         raise Unclear("it is parametrized: parametrize it after the patch")
     is_called = all(getattr(cls, name) is getattr(nn.Module, name) for name in _CALLED)
     if type(cls) not in (type, PatchedType) or not is_called:
-        raise Unclear("its class has a metaclass or a __call__ of its own")
+        raise Unclear("its class has a metaclass, a _call_impl or a __getattribute__ of its own")
     own = cls.forward
     values = [module.__dict__[name] for name in _BOUND if name in module.__dict__]
     if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__:
