@@ -3,6 +3,7 @@
 
 """Layers whose norms add the residual: which statements are rewritten, and that all else stays."""
 
+import functools
 import inspect
 import textwrap
 import traceback
@@ -52,6 +53,29 @@ SUM = """    hidden = residual + hidden
 """
 
 
+def kept(forward):
+    """As transformers' deprecate_kwarg wraps the forwards of layers."""
+
+    @functools.wraps(forward)
+    def wrapper(self, *args, old_scale=None, **kwargs):
+        if old_scale is not None:
+            kwargs["scale"] = old_scale
+        return forward(self, *args, **kwargs)
+
+    wrapper.mark = "outer"
+    return wrapper
+
+
+def twice(forward):
+    same = forward
+
+    @functools.wraps(forward)
+    def wrapper(*args, **kwargs):
+        return forward(*args, **kwargs) + same(*args, **kwargs)
+
+    return wrapper
+
+
 @pytest.fixture
 def class_of(tmp_path):
     made = []
@@ -60,7 +84,7 @@ def class_of(tmp_path):
         path = tmp_path / f"layer_{len(made)}.py"
         made.append(path)
         path.write_text("class Made(Layer):\n" + textwrap.indent(source, "    "))
-        namespace = {"__name__": path.stem, "Layer": base, "torch": torch}
+        namespace = {"__name__": path.stem, "Layer": base, "torch": torch, "kept": kept, "twice": twice}
         exec(compile(path.read_text(), str(path), "exec"), namespace)
         return namespace["Made"]
 
@@ -245,7 +269,7 @@ def test_a_norm_that_is_put_in_its_place_later_is_called(class_of):
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("def forward", "@torch.no_grad()\ndef forward", "is wrapped by 'decorate_context'"),
+        ("def forward", "@twice\ndef forward", "is wrapped by 'wrapper'"),
         ("return residual", "super().forward\n    return residual", "uses super(), which cannot be compiled again"),
         ("return residual", "self.__secret = 1\n    return residual", "has no source that can be read"),
         ("(self, ", "(this, ", "does not call its module self"),
@@ -286,6 +310,33 @@ def test_layers_that_calls_do_not_reach_are_left(class_of):
         report = patch_model(layer, patch_layers=True)
         assert report.counts["patched"] == 2 and not report.layers and type(layer) is before
         assert [each.reason for each in report.declined] in ([reason], [] if layer is graph else [reason])
+
+
+@pytest.mark.parametrize("decorators", ["@kept\n", "@kept\n@kept\n", "@kept\n@torch.no_grad()\n"])
+def test_decorators_stay(class_of, residuals, decorators):
+    made = class_of(PRE_NORM.replace("\ndef", f"\n{decorators}def"))
+    made.forward.flag = "kept"
+    inspect.unwrap(made.forward).flag = "inner"
+    layer, original = made(), made()
+    assert patch_model(layer, patch_layers=True).counts["layers"] == 1
+    x = rows().requires_grad_()
+    y, expected = (each(x, old_scale=0.5, shift=1.0) for each in (layer, original))
+    assert torch.equal(y, expected) and y.requires_grad == expected.requires_grad == (
+        "no_grad" not in decorators
+    )
+    assert residuals == [False, True]
+    forward = type(layer).forward
+    assert (forward.flag, forward.mark, inspect.unwrap(forward).flag) == ("kept", "outer", "inner")
+    assert inspect.signature(forward) == inspect.signature(made.forward)
+    assert forward.__qualname__ == made.forward.__qualname__
+
+
+def test_wrapped_layers_that_cannot_be_rewritten_are_listed(class_of):
+    layer = class_of(PRE_NORM.replace("\ndef", "\n@twice\ndef"))()
+    before = type(layer)
+    report = patch_model(layer, patch_layers=True)
+    assert [each.reason for each in report.declined] == ["its forward is wrapped by 'wrapper'"]
+    assert type(layer) is before
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])

@@ -296,6 +296,20 @@ def changed(**attributes):
     return norm
 
 
+def test_a_class_that_lets_no_attribute_be_set():
+    class Frozen(LlamaRMSNorm):
+        def __setattr__(self, name, value):
+            if "_parameters" in self.__dict__ and "variance_epsilon" in self.__dict__:
+                raise AttributeError(f"{name} is frozen")
+            super().__setattr__(name, value)
+
+    model = nn.Sequential(norm_of(), Frozen(N), norm_of())
+    expected = model(rows())
+    assert patch_model(model).counts["patched"] == 3
+    assert torch.equal(model(rows()), expected)
+    assert unpatch_model(model).counts["restored"] == 3 and type(model[1]) is Frozen
+
+
 @pytest.mark.parametrize(
     ("norm", "reason"),
     [

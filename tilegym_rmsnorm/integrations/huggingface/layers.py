@@ -17,10 +17,11 @@ are. The sum that ends a layer stays: the norm that follows it is the next layer
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 from collections.abc import Collection
 from dataclasses import dataclass
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -48,7 +49,8 @@ class LayerPatch:
 def rewritten(cls: type, norms: Collection[str]) -> tuple[FunctionType, tuple[str, ...]]:
     """The forward of a class with the adds in the norms of these names, and the names of those that add. Raises
     `Unclear` where there is none."""
-    function = forward_of(cls)
+    outermost = forward_of(cls)
+    function = _innermost(outermost)
     tree = tree_of(function)
     if [argument.arg for argument in tree.args.args][:1] != ["self"]:
         raise Unclear("does not call its module self")
@@ -59,7 +61,7 @@ def rewritten(cls: type, norms: Collection[str]) -> tuple[FunctionType, tuple[st
     rewriter.generic_visit(tree)
     if not rewriter.found:
         raise Unclear("has no sum that one of its norms follows at once")
-    return _compiled(tree, function), tuple(rewriter.found)
+    return _wrapped_again(outermost, function, _compiled(tree, function)), tuple(rewriter.found)
 
 
 def forward_of(cls: type) -> FunctionType:
@@ -75,6 +77,40 @@ def forward_of(cls: type) -> FunctionType:
     if not isinstance(function, FunctionType):
         raise Unclear("is no plain function")
     return function
+
+
+def _innermost(function: FunctionType) -> FunctionType:
+    inner: Any = inspect.unwrap(function)
+    if not isinstance(inner, FunctionType):
+        raise Unclear(f"is wrapped by {function.__code__.co_name!r}")
+    return inner
+
+
+def _wrapped_again(outermost: FunctionType, old: FunctionType, new: FunctionType) -> FunctionType:
+    """`new` with the decorators that are around `old`: each calls what it wraps by one variable of its closure."""
+    if outermost is old:
+        return new
+    inside: Any = outermost.__wrapped__  # type: ignore[attr-defined]
+    cells = outermost.__closure__ or ()
+    holding = [cell for cell in cells if _content(cell) is inside]
+    if len(holding) != 1:
+        raise Unclear(f"is wrapped by {outermost.__code__.co_name!r}")
+    inner = CellType(_wrapped_again(inside, old, new))
+    closure = tuple(inner if cell is holding[0] else cell for cell in cells)
+    made = FunctionType(
+        outermost.__code__, outermost.__globals__, outermost.__name__, outermost.__defaults__, closure
+    )
+    made.__kwdefaults__ = outermost.__kwdefaults__
+    functools.update_wrapper(made, outermost)
+    made.__dict__["__wrapped__"] = inner.cell_contents
+    return made
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
 
 
 class _Rewriter(ast.NodeTransformer):
@@ -189,6 +225,7 @@ def _compiled(tree: ast.FunctionDef, function: FunctionType) -> FunctionType:
     result.__defaults__, result.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     result.__annotations__, result.__doc__ = function.__annotations__, function.__doc__
     result.__module__ = function.__module__
+    result.__dict__.update(function.__dict__)
     return result
 
 
@@ -201,7 +238,7 @@ def children_that_are(module: torch.nn.Module, kept: Collection[torch.nn.Module]
 def has_sum(cls: type) -> bool:
     """Whether a forward adds two values in a statement of its own, as layers do and attention does not."""
     try:
-        tree = tree_of(forward_of(cls))
+        tree = tree_of(_innermost(forward_of(cls)))
     except Unclear:
         return False
     values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Assign)]
