@@ -120,3 +120,8 @@ def test_autocast_casts_to_its_dtype():
         )
     expected = ours.fused_rms_norm_affine(x.to(BF16), weight.to(BF16), 8)
     assert torch.equal(y, expected) and torch.equal(mixed, expected)
+
+
+def test_a_width_of_numpy():
+    width = pytest.importorskip("numpy").int64(8)
+    assert ours.FusedRMSNorm(width).normalized_shape == (8,)

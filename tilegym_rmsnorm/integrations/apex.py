@@ -9,6 +9,7 @@ the weight, on CUDA; so do these, on any device. `memory_efficient` has no effec
 
 from __future__ import annotations
 
+import numbers
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -129,7 +130,9 @@ class FusedRMSNorm(nn.Module):
         memory_efficient: bool = False,
     ) -> None:
         super().__init__()
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
+        shape: Any = (
+            (normalized_shape,) if isinstance(normalized_shape, numbers.Integral) else normalized_shape
+        )
         self.normalized_shape = torch.Size(shape)
         self.eps = eps
         self.elementwise_affine = elementwise_affine
