@@ -16,13 +16,14 @@ import contextlib
 import inspect
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.overrides import has_torch_function_unary
 
 from tilegym_rmsnorm.gate import has_no_memory
 from tilegym_rmsnorm.placements import is_dtensor
@@ -35,6 +36,12 @@ _INF = math.inf
 _STRIDED = torch.strided
 _get_trace = torch._C._get_tracing_state  # None where torch.jit.trace does not record; to Dynamo always
 _set_trace = torch._C._set_tracing_state  # type: ignore[attr-defined]
+
+
+def check_tensor(name: str, x: Tensor) -> None:
+    """x: a tensor, or what stands for one, as in torch.fx. For those who read an attribute of x before all else."""
+    if not isinstance(x, Tensor) and not has_torch_function_unary(x):
+        _fail(TypeError, name, "a torch.Tensor", type(x).__name__)
 
 
 def check_input(name: str, x: Tensor, is_any_kind: bool = False) -> None:
@@ -67,10 +74,10 @@ def check_normalized_shape(
     if type(normalized_shape) is int:
         normalized_shape = (normalized_shape,)
     elif not isinstance(normalized_shape, (tuple, list)):
-        normalized_shape = _sizes(normalized_shape)
+        normalized_shape = checked_sizes(normalized_shape)
     for size in normalized_shape:
         if type(size) is not int:  # (8.0,), (True,) and (torch.tensor(8),) would compare equal to (8,)
-            normalized_shape = _sizes(normalized_shape)
+            normalized_shape = checked_sizes(normalized_shape)
             break
     dims = len(normalized_shape)
     shape = x.shape[-dims:]
@@ -180,13 +187,16 @@ def checked_bool(name: str, value: bool) -> bool:
 
 def checked_heads(heads: int | None, name: str = "heads") -> int | None:
     """None, or a number of heads, at least 1."""
-    if heads is None:
-        return None
-    if isinstance(heads, (bool, Tensor)) or not hasattr(type(heads), "__index__"):
-        _fail(TypeError, name, "an int or None", _shown(heads))
-    if (heads := operator.index(heads)) < 1:
-        _fail(ValueError, name, "at least 1, or None", heads)
-    return heads
+    return None if heads is None else checked_int(name, heads, 1, ", or None")
+
+
+def checked_int(name: str, value: int, lowest: int, or_else: str = "") -> int:
+    """`value` as an int that is at least `lowest`. or_else: what it may be besides."""
+    if isinstance(value, (bool, Tensor)) or not hasattr(type(value), "__index__"):
+        _fail(TypeError, name, f"an int{or_else.replace(',', '')}", _shown(value))
+    if (value := operator.index(value)) < lowest:
+        _fail(ValueError, name, f"at least {lowest}{or_else}", value)
+    return value
 
 
 def check_rstd(rstd: Tensor, x: Tensor, m: int) -> None:
@@ -297,8 +307,13 @@ def checked_number(
 
 def check_casting(casting: str) -> None:
     """casting: one of CASTINGS."""
-    if casting not in CASTINGS:
-        _fail(ValueError, "casting", f"one of {', '.join(map(repr, CASTINGS))}", _shown(casting))
+    check_one_of("casting", casting, CASTINGS)
+
+
+def check_one_of(name: str, value: Any, known: Iterable[str | None]) -> None:
+    """value: one of these names."""
+    if not isinstance(value, (str, type(None))) or value not in known:
+        _fail(ValueError, name, f"one of {', '.join(map(repr, known))}", _shown(value))
 
 
 def check_plain_function(decorator: str, function: Callable[..., Any]) -> None:
@@ -335,14 +350,26 @@ def _check_traced_shape(
     return check_normalized_shape(x, normalized_shape, may_be_empty)
 
 
-def _sizes(normalized_shape: Any) -> tuple[int, ...]:
+def checked_sizes(given: Any, name: str = "normalized_shape") -> tuple[int, ...]:
     """One index, or a sequence of them, as ints. Bools are no sizes, and reading a tensor may wait for a device."""
-    is_sequence = isinstance(normalized_shape, Sequence) and not isinstance(normalized_shape, (str, bytes))
-    sizes = normalized_shape if is_sequence else (normalized_shape,)
+    is_sequence = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
+    sizes = given if is_sequence else (given,)
     if not any(isinstance(size, (bool, Tensor)) for size in sizes):
         with contextlib.suppress(TypeError):
             return tuple(operator.index(size) for size in sizes)
-    return _fail(TypeError, "normalized_shape", "an int or a sequence of ints", _shown(normalized_shape))
+    return _fail(TypeError, name, "an int or a sequence of ints", _shown(given))
+
+
+def checked_sizes_of_weight(given: Any, name: str = "normalized_shape") -> tuple[int, ...]:
+    """The shape of a parameter that is to be made, by what `tuple` takes too."""
+    if isinstance(given, Iterable) and not isinstance(given, (str, bytes, Tensor)):
+        given = tuple(given)
+    sizes = checked_sizes(given, name)
+    if not sizes:
+        _fail(ValueError, name, "at least one dimension", "()")
+    if min(sizes) < 0:
+        _fail(ValueError, name, "sizes of at least 1", sizes)
+    return sizes
 
 
 def _shown(value: object) -> str:

@@ -136,7 +136,7 @@ def test_workspace_of_rows_that_one_launch_cannot_take_and_of_none():
     pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
     bytes_of = ours.rms_norm_backward_workspace_bytes
     assert bytes_of(0, 8) == 0 < bytes_of(1040, 8) < bytes_of(2**33, 8)
-    with pytest.raises(ValueError, match="M, N: expected at least 0 rows of at least 1 element, got -1, 8"):
+    with pytest.raises(ValueError, match="M: expected at least 0, got -1"):
         bytes_of(-1, 8)
 
 

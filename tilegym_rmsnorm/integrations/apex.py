@@ -9,7 +9,6 @@ the weight, on CUDA; so do these, on any device. `memory_efficient` has no effec
 
 from __future__ import annotations
 
-import numbers
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tilegym_rmsnorm import api
+from tilegym_rmsnorm.validation import check_tensor, checked_eps, checked_sizes_of_weight
 
 
 def fused_rms_norm_affine(
@@ -42,6 +42,7 @@ def fused_rms_norm_affine(
         ValueError: A shape, a device or a number does not fit.
         TypeError: A dtype, a layout or a type does not fit.
     """
+    check_tensor("weight", weight)
     return _rms_norm(input, weight, normalized_shape, eps, None)
 
 
@@ -83,6 +84,7 @@ def mixed_dtype_fused_rms_norm_affine(
         ValueError: As by `fused_rms_norm_affine`.
         TypeError: As by `fused_rms_norm_affine`.
     """
+    check_tensor("weight", weight)
     return _rms_norm(input, weight, normalized_shape, eps, weight.dtype)
 
 
@@ -94,7 +96,8 @@ def _rms_norm(
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     """out_dtype: of y, where it is not input's."""
-    if input.is_cuda and torch.is_autocast_enabled("cuda"):
+    check_tensor("input", input)
+    if torch.is_autocast_enabled("cuda") and input.is_cuda:
         dtype = torch.get_autocast_dtype("cuda")
         input, weight = _cast(input, dtype), None if weight is None else _cast(weight, dtype)
         out_dtype = None if out_dtype is None or weight is None else weight.dtype
@@ -118,6 +121,10 @@ class FusedRMSNorm(nn.Module):
         eps: Added to the mean of squares.
         elementwise_affine: Whether there is a weight, which starts at 1.
         memory_efficient: No effect.
+
+    Raises:
+        ValueError: A size or eps is out of range.
+        TypeError: A size or eps is no number.
     """
 
     weight: Tensor | None
@@ -130,10 +137,8 @@ class FusedRMSNorm(nn.Module):
         memory_efficient: bool = False,
     ) -> None:
         super().__init__()
-        shape: Any = (
-            (normalized_shape,) if isinstance(normalized_shape, numbers.Integral) else normalized_shape
-        )
-        self.normalized_shape = torch.Size(shape)
+        checked_eps(eps, torch.float32)
+        self.normalized_shape = torch.Size(checked_sizes_of_weight(normalized_shape))
         self.eps = eps
         self.elementwise_affine = elementwise_affine
         self.memory_efficient = memory_efficient

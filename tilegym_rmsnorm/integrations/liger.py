@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from numbers import Integral
 from types import MethodType
 from typing import Any
 
@@ -19,8 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from tilegym_rmsnorm import api
+from tilegym_rmsnorm.validation import (
+    check_one_of,
+    check_tensor,
+    checked_eps,
+    checked_number,
+    checked_sizes_of_weight,
+)
 
-CASTINGS = {"llama": "llama", "gemma": "once", "none": "once", 0: "llama", 1: "once", -1: "once"}
+CASTINGS = {"llama": "llama", "gemma": "once", "none": "once"}
+NUMBERS = {0: "llama", 1: "gemma", -1: "none"}
 INITIAL = {"ones": nn.init.ones_, "zeros": nn.init.zeros_}
 
 
@@ -53,6 +62,7 @@ def liger_rms_norm(
         ValueError: There is no such casting mode, or a shape, a device or a number does not fit.
         TypeError: A dtype, a layout or a type does not fit.
     """
+    check_tensor("X", X)
     return api.rms_norm(X, X.shape[-1:], W, eps, offset=offset, casting=_casting(casting_mode))
 
 
@@ -83,16 +93,17 @@ def liger_fused_add_rms_norm(
         ValueError: As by `liger_rms_norm`.
         TypeError: As by `liger_rms_norm`.
     """
+    check_tensor("X", X)
+    check_tensor("R", R)
     casting = _casting(casting_mode)
     options: dict[str, Any] = {"offset": offset, "casting": casting, "residual": R, "residual_dtype": X.dtype}
     return api.rms_norm(X, X.shape[-1:], W, eps, **options)
 
 
 def _casting(mode: str | int) -> str:
-    if mode not in CASTINGS:
-        known = ", ".join(repr(each) for each in CASTINGS if isinstance(each, str))
-        raise ValueError(f"casting_mode: expected one of {known}, got {mode!r}")
-    return CASTINGS[mode]
+    name = NUMBERS.get(int(mode), mode) if isinstance(mode, Integral) and not isinstance(mode, bool) else mode
+    check_one_of("casting_mode", name, CASTINGS)
+    return CASTINGS[str(name)]
 
 
 class _Norm(nn.Module):
@@ -104,12 +115,14 @@ class _Norm(nn.Module):
         self, hidden_size: int, eps: float, offset: float, casting_mode: str, init_fn: str, in_place: bool
     ) -> None:
         super().__init__()
-        if init_fn not in INITIAL:
-            raise ValueError(f"init_fn: expected one of 'ones', 'zeros', got {init_fn!r}")
+        check_one_of("init_fn", init_fn, INITIAL)
         _casting(casting_mode)
+        checked_eps(eps, torch.float32)
+        checked_number("offset", offset)
+        shape = checked_sizes_of_weight(hidden_size, "hidden_size")
         self.variance_epsilon, self.offset = eps, offset
         self.casting_mode, self.in_place = casting_mode, in_place
-        self.weight = nn.Parameter(INITIAL[init_fn](torch.empty(hidden_size)))
+        self.weight = nn.Parameter(INITIAL[init_fn](torch.empty(shape)))
 
 
 class LigerRMSNorm(_Norm):
@@ -126,7 +139,8 @@ class LigerRMSNorm(_Norm):
         elementwise_affine: Whether there is a weight.
 
     Raises:
-        ValueError: There is no such casting mode, or init_fn.
+        ValueError: There is no such casting mode, or init_fn; hidden_size, eps or offset is out of range.
+        TypeError: hidden_size, eps or offset is no number.
     """
 
     def __init__(
@@ -173,7 +187,8 @@ class LigerFusedAddRMSNorm(_Norm):
         in_place: No effect.
 
     Raises:
-        ValueError: There is no such casting mode, or init_fn.
+        ValueError: There is no such casting mode, or init_fn; hidden_size, eps or offset is out of range.
+        TypeError: hidden_size, eps or offset is no number.
     """
 
     def __init__(

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm import api, module, validation
+from tilegym_rmsnorm import api, module
+from tilegym_rmsnorm.validation import check_tensor, checked_dtype, checked_sizes_of_weight
 
 
 def rmsnorm(
@@ -50,13 +51,15 @@ def rmsnorm(
         ValueError: A shape, a device or a number does not fit; there is a weight_offset without a weight.
         TypeError: A dtype, a layout or a type does not fit.
     """
+    check_tensor("x", x)
     if weight is None and weight_offset != 0.0:
         raise ValueError(f"weight_offset: expected 0 without a weight, got {weight_offset}")
     options: dict[str, Any] = {"bias": bias, "offset": weight_offset, "out_dtype": out_dtype}
     if residual is None:
-        validation.checked_dtype("residual_dtype", residual_dtype)
+        checked_dtype("residual_dtype", residual_dtype)
         y = api.rms_norm(x, x.shape[-1:], weight, eps, **options)
         return (y, x if residual_dtype is None else x.to(residual_dtype)) if prenorm else y
+    check_tensor("residual", residual)
     dtype = residual.dtype if residual_dtype is None else residual_dtype
     y, residual_out = api.rms_norm(
         x, x.shape[-1:], weight, eps, residual=residual, residual_dtype=dtype, **options
@@ -83,4 +86,6 @@ class QuackRMSNorm(module.RMSNorm):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(dim, eps, elementwise_affine, device, dtype)
+        checked_dtype("dtype", dtype)
+        shape = torch.Size(checked_sizes_of_weight(dim, "dim"))
+        super().__init__(shape, eps, elementwise_affine, device, dtype)

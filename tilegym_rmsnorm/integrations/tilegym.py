@@ -20,6 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from tilegym_rmsnorm import api, passes
+from tilegym_rmsnorm.validation import (
+    check_one_of,
+    check_tensor,
+    checked_eps,
+    checked_int,
+    checked_number,
+    checked_sizes_of_weight,
+)
 
 MODES = (None, "static_persistent", "multi_wave_reload", "multi_wave_cached")
 REGISTRY = "tilegym.backend.dispatcher"  # the module that holds it, as `_REGISTRY`
@@ -57,8 +65,8 @@ def rms_norm(
         ValueError: There is no such mode, or a shape, a device or a number does not fit.
         TypeError: A dtype, a layout or a type does not fit.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode: expected one of {', '.join(map(repr, MODES))}, got {mode!r}")
+    check_one_of("mode", mode, MODES)
+    check_tensor("input", input)
     if normalized_shape is None:
         normalized_shape = input.shape[-1:]
     return api.rms_norm(input, normalized_shape, weight, eps, bias=bias, offset=offset)
@@ -101,7 +109,7 @@ def compute_rms_norm_rstd_torch(x: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_backward_workspace_bytes(
-    M: int, N: int, *, dtype: torch.dtype = torch.bfloat16, device: torch.device | None = None
+    M: int, N: int, *, dtype: torch.dtype = torch.bfloat16, device: torch.device | str | int | None = None
 ) -> int:
     """What a backward of (M, N) moves through temporary memory, in bytes: written once and read once, as TileGym counts
     it, so twice what is allocated. By the plan that serves on backend "cutile"; 0 where one block does it all.
@@ -110,23 +118,39 @@ def rms_norm_backward_workspace_bytes(
         M: Rows.
         N: Elements of a row.
         dtype: Of x and weight: float16, bfloat16 or float32.
-        device: None: the current CUDA device, or where there is none the one of the interpreter, of 3 SMs.
+        device: A CUDA device, or `"cpu"`: the one of the interpreter, of 3 SMs. None: the current CUDA device, or where
+            there is none that of the interpreter.
 
     Raises:
-        ValueError: There are no such rows.
+        ValueError: There are no such rows, or it is another kind of device.
+        TypeError: M or N is no int, or no kernel takes the dtype.
     """
-    if M < 0 or N < 1:
-        raise ValueError(f"M, N: expected at least 0 rows of at least 1 element, got {M}, {N}")
-    from tilegym_rmsnorm.backends.cutile.choice import backward_plan
+    from tilegym_rmsnorm.backends.cutile.choice import NAMES, backward_plan
 
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-    plan = backward_plan(M, N, dtype, device or torch.device("cpu"))
+    M, N = checked_int("M", M, 0), checked_int("N", N, 1)
+    if not isinstance(dtype, torch.dtype) or dtype not in NAMES:
+        raise TypeError(f"dtype: expected one of {', '.join(map(str, NAMES))}, got {dtype!r}")
+    plan = backward_plan(M, N, dtype, _device(device))
     elements = 0
     for start in range(0, M, plan.most_rows):  # more rows than a launch takes go in parts
         for shape, _ in plan.sizes(min(plan.most_rows, M - start)).temporaries.values():
             elements += math.prod(shape)
     return elements * 4 * 2  # all of them are float32 or int32
+
+
+def _device(given: torch.device | str | int | None) -> torch.device:
+    """With an index, if it is a CUDA device: plans are kept by it."""
+    if given is None:
+        given = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in ("cuda", "cpu"):
+        raise ValueError(f"device: expected a CUDA device or 'cpu', got {given!r}")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 class TileRMSNorm(nn.Module):
@@ -136,11 +160,17 @@ class TileRMSNorm(nn.Module):
         hidden_size: Elements of a row.
         eps: Added to the mean of squares.
         offset: Added to the weight, which starts at 1.
+
+    Raises:
+        ValueError: hidden_size, eps or offset is out of range.
+        TypeError: hidden_size, eps or offset is no number.
     """
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
+        checked_eps(eps, torch.float32)
+        checked_number("offset", offset)
+        self.weight = nn.Parameter(torch.ones(checked_sizes_of_weight(hidden_size, "hidden_size")))
         self.variance_epsilon = eps
         self.hidden_size = hidden_size
         self.offset = offset
@@ -179,6 +209,10 @@ class TileRMSNormForGemma3(TileRMSNorm):
         casting_mode: No effect, as in TileGym: all is computed in float32.
         init_fn: No effect, as in TileGym.
         in_place: No effect, as in TileGym.
+
+    Raises:
+        ValueError: dim, eps or offset is out of range.
+        TypeError: dim, eps or offset is no number.
     """
 
     def __init__(
@@ -190,6 +224,7 @@ class TileRMSNormForGemma3(TileRMSNorm):
         init_fn: str = "zeros",
         in_place: bool = False,
     ) -> None:
+        checked_sizes_of_weight(dim, "dim")
         super().__init__(dim, eps, offset)
         nn.init.zeros_(self.weight)
 
@@ -251,9 +286,12 @@ def register(backend: str = "cutile") -> Registration:
         A context manager with `undo()`.
 
     Raises:
+        TypeError: backend is no str.
         ImportError: TileGym is not installed.
         RuntimeError: Its registry is not where TileGym 1.5.1 has it. Nothing is replaced.
     """
+    if not isinstance(backend, str):
+        raise TypeError(f"backend: expected a str, got {backend!r}")
     dispatcher = _dispatcher()
     with _lock:
         if backend not in _held:

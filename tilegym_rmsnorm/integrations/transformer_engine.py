@@ -17,6 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from tilegym_rmsnorm import api
+from tilegym_rmsnorm.validation import (
+    check_tensor,
+    checked_bool,
+    checked_dtype,
+    checked_eps,
+    checked_sizes_of_weight,
+)
 
 
 class RMSNorm(nn.Module):
@@ -36,7 +43,8 @@ class RMSNorm(nn.Module):
         sm_margin: 0. `tilegym_rmsnorm.set_sm_margin` leaves SMs free, for all calls of the process.
 
     Raises:
-        ValueError: sm_margin is not 0.
+        ValueError: sm_margin is not 0; a size or eps is out of range.
+        TypeError: A size or eps is no number, zero_centered_gamma no bool, dtype no floating one.
         RuntimeError: Of an argument and its old name both are given, or of normalized_shape neither.
     """
 
@@ -67,13 +75,18 @@ class RMSNorm(nn.Module):
             raise ValueError(
                 f"sm_margin: expected 0, got {sm_margin}; tilegym_rmsnorm.set_sm_margin leaves SMs free"
             )
-        shape: Any = normalized_shape if hidden_size is None else hidden_size
-        shape = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+        checked_eps(eps, torch.float32)
+        checked_bool("zero_centered_gamma", zero_centered_gamma)
+        dtype = checked_dtype("dtype", dtype) or checked_dtype("params_dtype", params_dtype)
+        if normalized_shape is None:
+            shape = checked_sizes_of_weight(hidden_size, "hidden_size")
+        else:
+            shape = checked_sizes_of_weight(normalized_shape)
         if device is None and torch.cuda.is_available() and torch.get_default_device().type == "cpu":
             device = torch.device("cuda", torch.cuda.current_device())
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.sequence_parallel = sequence_parallel
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype or params_dtype))
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self, defer_init: bool | None = None) -> None:
@@ -88,8 +101,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """The norm of input, of shape `(*, *normalized_shape)`."""
+        check_tensor("input", input)
         weight: Tensor = self.weight
-        if input.is_cuda and torch.is_autocast_enabled("cuda"):
+        if torch.is_autocast_enabled("cuda") and input.is_cuda:
             weight = weight.to(torch.get_autocast_dtype("cuda"))
             with torch.autocast("cuda", enabled=False):
                 return self._forward(input, weight)

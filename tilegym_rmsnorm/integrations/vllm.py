@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm import api, registry
+from tilegym_rmsnorm.validation import check_tensor
 
 PROVIDER = "tilegym_rmsnorm"
 OPS = "vllm.ir.ops"
@@ -29,10 +30,14 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
         y, of x's shape and dtype; contiguous.
 
     Raises:
-        ValueError: The mean is asked for of a part of a row, or an argument does not fit.
+        ValueError: The mean is asked for of a part of a row; a shape, a device or a number does not fit.
+        TypeError: A dtype, a layout or a type does not fit.
     """
     if variance_size is not None:
         raise ValueError(f"variance_size: expected None, got {variance_size}")
+    check_tensor("x", x)
+    if weight is not None:
+        check_tensor("weight", weight)
     rounds_first = weight is not None and weight.dtype is x.dtype
     return api.rms_norm(x, x.shape[-1:], weight, epsilon, casting="llama" if rounds_first else "once")
 
@@ -55,9 +60,12 @@ def register(provider: str = PROVIDER) -> Any:
         vLLM's record of it, `vllm.ir.ops.rms_norm.impls[provider]`. Of a second call, that of the first.
 
     Raises:
+        TypeError: provider is no str.
         ImportError: vLLM is not installed, or has no `vllm.ir.ops.rms_norm`.
         ValueError: vLLM's op has another signature.
     """
+    if not isinstance(provider, str):
+        raise TypeError(f"provider: expected a str, got {provider!r}")
     try:
         op = importlib.import_module(OPS).rms_norm
         add = op.register_impl
