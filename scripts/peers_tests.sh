@@ -5,13 +5,13 @@
 # Other libraries' own tests of RMSNorm, unmodified, with the adapters of this package in the place of what they test.
 #   scripts/peers_tests.sh LIBRARY CHECKOUT [PYTEST ARGUMENT...]
 #   scripts/peers_tests.sh tilegym ../TileGym --junitxml=tilegym.xml
-# LIBRARY: tilegym, quack, liger or apex. CHECKOUT: its sources, of the release that the adapter was written for.
+# LIBRARY: tilegym, quack, liger, apex or transformer_engine. CHECKOUT: its sources, of the release that the adapter was written for.
 # $PYTHON, or else python3, has this package, pytest and what the library needs: extra `peers`. The library itself is
 # taken from the checkout. ORIGINAL=1: the library's own functions, to compare. docs/coming-from.md says what fails, and
 # why.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-library=${1:?expected tilegym, quack, liger or apex}
+library=${1:?expected tilegym, quack, liger, apex or transformer_engine}
 checkout=$(cd "${2:?expected the path of a checkout of $library}" && pwd)
 shift 2
 folder=$(mktemp -d)
@@ -73,8 +73,60 @@ for module in (apex.normalization, fused_layer_norm):
     module.FusedRMSNorm, module.MixedFusedRMSNorm = adapter.FusedRMSNorm, adapter.MixedFusedRMSNorm
 PYTHON
     ;;
+  transformer_engine)
+    sources=$checkout
+    tests=(tests/pytorch/test_numerics.py tests/pytorch/test_fusible_ops.py -k "test_rmsnorm_accuracy or (TestBasicOps and test_rmsnorm)")
+    cat >"$folder/adapters.py" <<'PYTHON'
+"""TransformerEngine would have to be built, and of it these tests call RMSNorm and containers alone. So this stands for
+it: modules that have every name, with what the two tests need, and mocks for what their files import besides."""
+
+import contextlib
+import importlib.machinery
+import sys
+import types
+from unittest.mock import MagicMock
+
+import torch
+
+from tilegym_rmsnorm.integrations.transformer_engine import RMSNorm
+
+PACKAGES = "transformer_engine", "transformer_engine_torch"
+NAMES = {"RMSNorm": RMSNorm, "Sequential": torch.nn.Sequential, "Quantize": torch.nn.Identity}
+NAMES |= {"autocast": lambda **_: contextlib.nullcontext(), "is_bf16_available": lambda: True}
+NAMES |= {"get_device_compute_capability": torch.cuda.get_device_capability}
+
+
+class Missing(MagicMock):
+    def __instancecheck__(self, instance):
+        return False
+
+
+class Module(types.ModuleType):
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name.startswith("is_") and name not in NAMES:  # such as is_fp8_available
+            return lambda return_reason=False: (False, "no TransformerEngine") if return_reason else False
+        return NAMES.get(name) or Missing(name=name)
+
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        is_theirs = name.split(".")[0] in PACKAGES
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_theirs else None
+
+    def create_module(self, spec):
+        return Module(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+sys.meta_path.insert(0, Finder())
+PYTHON
+    ;;
   *)
-    echo "expected tilegym, quack, liger or apex, got $library" >&2
+    echo "expected tilegym, quack, liger, apex or transformer_engine, got $library" >&2
     exit 2
     ;;
 esac

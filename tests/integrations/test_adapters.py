@@ -63,7 +63,7 @@ def test_none_falls_back_where_a_backend_was_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("library", ["tilegym", "quack", "liger", "apex"])
+@pytest.mark.parametrize("library", ["tilegym", "quack", "liger", "apex", "transformer_engine"])
 def test_the_script_of_their_tests_puts_adapters_in(library, tmp_path):
     """With a checkout that holds nothing but the modules that the script looks for, and a test of each file's name."""
     fill = {
@@ -99,6 +99,17 @@ def test_the_script_of_their_tests_puts_adapters_in(library, tmp_path):
             "apex/normalization/fused_layer_norm.py": "",
             "tests/L0/run_fused_layer_norm/test_fused_layer_norm.py": "from apex.normalization import "
             "FusedRMSNorm as found\n\ndef test_rms():\n",
+        },
+        "transformer_engine": {
+            "tests/pytorch/test_numerics.py": "import transformer_engine_torch as tex\n"
+            "from transformer_engine.common import recipe\n"
+            "from transformer_engine.pytorch import DType, RMSNorm as found, is_fp8_available\n\n"
+            "assert is_fp8_available() is False and is_fp8_available(return_reason=True)[0] is False\n"
+            "assert not isinstance(1, DType) and tex.anything and recipe.Recipe\n\n"
+            "def test_rmsnorm_accuracy():\n",
+            "tests/pytorch/test_fusible_ops.py": "import transformer_engine.pytorch.ops as te_ops\n"
+            "from transformer_engine.pytorch.ops.fused import BackwardAddRMSNorm\n\n"
+            "class TestBasicOps:\n  def test_rmsnorm(self):\n    found = te_ops.RMSNorm\n",
         },
     }[library]
     for name, text in fill.items():
