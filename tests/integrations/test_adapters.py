@@ -79,7 +79,7 @@ def test_the_script_of_their_tests_puts_adapters_in(library, tmp_path):
         },
         "quack": {
             "quack/__init__.py": "from quack.rmsnorm import rmsnorm\n",
-            "quack/rmsnorm.py": "rmsnorm = None\n",
+            "quack/rmsnorm.py": "rmsnorm = rmsnorm_fwd = rmsnorm_bwd = None\n",
             "tests/test_rmsnorm.py": "from quack.rmsnorm import rmsnorm as found\n\ndef test_it():\n",
         },
         "liger": {

@@ -30,6 +30,8 @@ MODULES = {
     tilegym.TileRMSNormForGemma3: "dim",
     quack.QuackRMSNorm: "dim",
     liger.LigerRMSNorm: "hidden_size",
+    liger.LigerRMSNormForGemma3: "dim",
+    liger.LigerRMSNormForGemma4: "dim",
     liger.LigerFusedAddRMSNorm: "hidden_size",
     apex.FusedRMSNorm: "normalized_shape",
     apex.MixedFusedRMSNorm: "normalized_shape",

@@ -44,6 +44,21 @@ SIGNATURES = [
     ("LigerRMSNorm", "rms_norm.py", MODULE),
     ("LigerFusedAddRMSNorm", "fused_add_rms_norm.py", FUSED_ADD_MODULE),
 ]
+OF_A_MODEL = "(hidden_size, eps=1e-06, offset=1.0, casting_mode='gemma', init_fn='zeros', in_place=True, row_mode=None)"
+OF_OLMO = OF_A_MODEL.replace("1.0", "0.0").replace("gemma", "llama").replace("zeros", "ones")
+OF_GEMMA4 = (
+    "(dim, eps=1e-06, offset=0.0, casting_mode='gemma', init_fn='ones', in_place=False, with_scale=True)"
+)
+OF_MODELS = {
+    "Gemma": OF_A_MODEL,
+    "Gemma2": OF_A_MODEL.replace("True", "False"),
+    "Gemma3": OF_A_MODEL.replace("hidden_size", "dim").replace("True, row_mode=None", "False"),
+    "Gemma4": OF_GEMMA4,
+    "Olmo2": OF_OLMO.replace("True", "False"),
+    "Glm4": OF_OLMO.replace("True", "False"),
+    "Qwen3Next": OF_A_MODEL.replace("True", "False"),
+}
+SIGNATURES += [(f"LigerRMSNormFor{model}", "rms_norm.py", each) for model, each in OF_MODELS.items()]
 MODES = {"llama": "llama", "gemma": "once", "none": "once"}
 
 
@@ -154,6 +169,24 @@ def test_modules():
     assert "weight_shape=None" in repr(bare)
     add = ours.LigerFusedAddRMSNorm(8)
     assert add.in_place is False and torch.equal(add(x, residual)[1], x + residual)
+
+
+@pytest.mark.parametrize("model", OF_MODELS)
+def test_modules_of_models(model):
+    norm = getattr(ours, f"LigerRMSNormFor{model}")(8, 1e-5)
+    assert isinstance(norm, ours.LigerRMSNorm) and list(norm.state_dict()) == ["weight"]
+    assert torch.equal(norm.weight + norm.offset, torch.ones(8))  # each starts with a factor of 1
+    x = torch.randn(3, 8, dtype=BF16)
+    casting = "llama" if model in ("Olmo2", "Glm4") else "once"
+    expected = tilegym_rmsnorm.rms_norm(x, 8, norm.weight, 1e-5, offset=norm.offset, casting=casting)
+    assert torch.equal(norm(x), expected)
+
+
+def test_gemma4_without_a_scale():
+    norm = ours.LigerRMSNormForGemma4(8, with_scale=False)
+    assert norm.weight is None and norm.with_scale is False and not norm.state_dict()
+    x = torch.randn(3, 8, dtype=BF16)
+    assert torch.equal(norm(x), tilegym_rmsnorm.rms_norm(x, 8, eps=1e-6))
 
 
 # Models that have Liger's norms

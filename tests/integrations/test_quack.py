@@ -17,7 +17,16 @@ RMSNORM = (
     "weight_offset=0.0)"
 )
 MODULE = "(dim, eps=1e-06, elementwise_affine=True, device=None, dtype=None)"
-SIGNATURES = [("rmsnorm", RMSNORM), ("QuackRMSNorm", MODULE)]
+FORWARD = RMSNORM.replace("prenorm", "store_rstd")
+BACKWARD = (
+    "(x, weight, dout, rstd, dresidual_out=None, has_bias=False, has_residual=False, weight_offset=0.0)"
+)
+SIGNATURES = [
+    ("rmsnorm", RMSNORM),
+    ("rmsnorm_fwd", FORWARD),
+    ("rmsnorm_bwd", BACKWARD),
+    ("QuackRMSNorm", MODULE),
+]
 
 
 @pytest.mark.parametrize(("name", "expected"), SIGNATURES)
@@ -123,3 +132,63 @@ def test_module(affine):
     x = torch.randn(3, 8, dtype=BF16)
     assert torch.equal(norm(x), tilegym_rmsnorm.rms_norm(x, 8, norm.weight, 1e-6))
     assert ours.QuackRMSNorm(8, 1e-5).eps == 1e-5
+
+
+# The forward and the backward, each by itself
+
+
+@pytest.mark.parametrize("heads", [False, True])
+@pytest.mark.parametrize("residual_dtype", ["none", BF16, FP32])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_halves_are_those_of_rmsnorm(has_bias, residual_dtype, heads):
+    torch.manual_seed(0)
+    shape = (5, 4, 16) if heads else (7, 16)
+    x, residual, dy = (torch.randn(shape, device=DEVICE).to(BF16) for _ in range(3))
+    weight, bias = (torch.randn(shape[1:], device=DEVICE) for _ in range(2))
+    has_residual = residual_dtype != "none"
+    residual, bias = residual if has_residual else None, bias if has_bias else None
+    options = {"residual_dtype": residual_dtype if has_residual else None, "weight_offset": 1.0}
+    y, summed, rstd = ours.rmsnorm_fwd(x, weight, bias, residual, store_rstd=True, **options)
+    leaves = [None if each is None else each.clone().requires_grad_() for each in (x, weight, bias, residual)]
+    results = ours.rmsnorm(*leaves, prenorm=True, **options)
+    assert torch.equal(y, results[0]) and torch.equal(summed, results[1]) and summed.dtype == results[1].dtype
+    assert rstd.shape == shape[:-1] and rstd.dtype == FP32
+    assert ours.rmsnorm_fwd(x, weight)[2] is None
+
+    d_summed = torch.randn(shape, device=DEVICE).to(summed.dtype) if has_residual else None
+    given = [leaf for leaf in leaves if leaf is not None]
+    outputs, dys = (results, (dy, d_summed)) if has_residual else (results[:1], (dy,))
+    expected = iter(torch.autograd.grad(outputs, given, dys))
+    want = [None if leaf is None else next(expected) for leaf in leaves]
+    got = ours.rmsnorm_bwd(summed, weight, dy, rstd, d_summed, has_bias, has_residual, 1.0)
+    for each, other in zip(got, want, strict=True):
+        assert (each is None) == (other is None)
+        if each is not None:
+            torch.testing.assert_close(each.to(other.dtype), other)
+    assert got[0].dtype == summed.dtype
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_a_wider_gradient_of_the_sum_gives_a_wider_one_of_the_residual(has_residual):
+    """In one rounding: what is cast from dx has lost bits."""
+    torch.manual_seed(0)
+    x, dy, d_summed = torch.randn(7, 16, dtype=BF16), torch.randn(7, 16, dtype=BF16), torch.randn(7, 16)
+    weight, rstd = torch.randn(16), ours.rmsnorm_fwd(x, store_rstd=True)[2]
+    dx, dw, db, dresidual = ours.rmsnorm_bwd(x, weight, dy, rstd, d_summed, has_residual=has_residual)
+    assert (dx.dtype, dw.dtype, db, dresidual.dtype) == (BF16, FP32, None, FP32)
+    assert torch.equal(dresidual.to(BF16), dx) and not torch.equal(dresidual, dx.float())
+    wide = ours.rmsnorm_bwd(x.float(), weight, dy.float(), rstd, d_summed)
+    torch.testing.assert_close(dresidual, wide[0])
+    torch.testing.assert_close(dw, wide[1])
+    assert ours.rmsnorm_bwd(x, None, dy, rstd, d_summed)[1] is None
+
+
+def test_halves_refused():
+    x, rstd = torch.randn(3, 8), torch.ones(3)
+    for function, given in ((ours.rmsnorm_fwd, (x, None)), (ours.rmsnorm_bwd, (x, None, x, rstd))):
+        with pytest.raises(ValueError, match="weight_offset: expected 0 without a weight, got 1.0"):
+            function(*given, weight_offset=1.0)
+    with pytest.raises(ValueError, match=r"rstd: expected shape \(3,\), got \(2,\)"):
+        ours.rmsnorm_bwd(x, None, x, rstd[:2])
+    with pytest.raises(TypeError, match="dresidual_out: expected a torch.Tensor, got float"):
+        ours.rmsnorm_bwd(x, None, x, rstd, 1.0)

@@ -65,6 +65,23 @@ def test_weight_and_state_dict():
         other.load_state_dict({"_extra_state": torch.empty(0)})
 
 
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_a_weight_on_meta_gets_memory(is_asked_for, zero_centered):
+    """When the parameters are reset, or at the first call, as in TransformerEngine."""
+    norm = RMSNorm(8, device="meta", zero_centered_gamma=zero_centered, sequence_parallel=True)
+    x = torch.randn(3, 8, device=DEVICE)
+    assert norm(x.to("meta")).is_meta and norm.weight.is_meta
+    if is_asked_for:
+        norm.reset_parameters()
+        assert torch.equal(norm.weight, torch.full((8,), 1.0 - zero_centered, device=DEVICE))
+    y = norm(x)
+    torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (8,), None, 1e-5))
+    assert isinstance(norm.weight, torch.nn.Parameter) and norm.weight.sequence_parallel is True
+    y.sum().backward()
+    assert norm.weight.grad is not None
+
+
 def test_what_megatron_reads():
     norm = RMSNorm(8, sequence_parallel=True)
     assert norm.sequence_parallel is True and norm.weight.sequence_parallel is True

@@ -174,6 +174,96 @@ class LigerRMSNorm(_Norm):
         )
 
 
+class LigerRMSNormForGemma(LigerRMSNorm):
+    """`LigerRMSNorm`, with an offset of 1, and a weight that starts at 0."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 1.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "zeros",
+        in_place: bool = True,
+        row_mode: bool | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+
+
+class LigerRMSNormForGemma2(LigerRMSNorm):
+    """That of Gemma, with Liger's `in_place=False`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 1.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "zeros",
+        in_place: bool = False,
+        row_mode: bool | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+
+
+class LigerRMSNormForQwen3Next(LigerRMSNormForGemma2):
+    """That of Gemma 2, by another name."""
+
+
+class LigerRMSNormForGemma3(LigerRMSNorm):
+    """That of Gemma 2, of dim elements, and without row_mode."""
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        offset: float = 1.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "zeros",
+        in_place: bool = False,
+    ) -> None:
+        checked_sizes_of_weight(dim, "dim")
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place)
+
+
+class LigerRMSNormForGemma4(LigerRMSNorm):
+    """Of dim elements, without an offset; with_scale: whether there is a weight, which starts at 1."""
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "ones",
+        in_place: bool = False,
+        with_scale: bool = True,
+    ) -> None:
+        checked_sizes_of_weight(dim, "dim")
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
+        self.with_scale = with_scale
+
+
+class LigerRMSNormForOlmo2(LigerRMSNorm):
+    """`LigerRMSNorm`, with Liger's `in_place=False`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = False,
+        row_mode: bool | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+
+
+class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):
+    """That of OLMo 2, by another name."""
+
+
 class LigerFusedAddRMSNorm(_Norm):
     """`liger_kernel.transformers.fused_add_rms_norm.LigerFusedAddRMSNorm`: its parameters, attributes and state dict.
     `forward(hidden_states, residual)` gives the norm of their sum, and the sum.

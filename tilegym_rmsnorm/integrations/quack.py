@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm import api, module
+from tilegym_rmsnorm import api, module, passes, torch_ops
+from tilegym_rmsnorm.spec import D_RESIDUAL, DB, DW, DX
 from tilegym_rmsnorm.validation import check_tensor, checked_dtype, checked_sizes_of_weight
 
 
@@ -52,8 +53,7 @@ def rmsnorm(
         TypeError: A dtype, a layout or a type does not fit.
     """
     check_tensor("x", x)
-    if weight is None and weight_offset != 0.0:
-        raise ValueError(f"weight_offset: expected 0 without a weight, got {weight_offset}")
+    _check_offset(weight, weight_offset)
     options: dict[str, Any] = {"bias": bias, "offset": weight_offset, "out_dtype": out_dtype}
     if residual is None:
         checked_dtype("residual_dtype", residual_dtype)
@@ -65,6 +65,110 @@ def rmsnorm(
         x, x.shape[-1:], weight, eps, residual=residual, residual_dtype=dtype, **options
     )
     return (y, residual_out) if prenorm else y
+
+
+def rmsnorm_fwd(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None,
+    eps: float = 1e-6,
+    store_rstd: bool = False,
+    weight_offset: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`quack.rmsnorm.rmsnorm_fwd`: the forward without autograd.
+
+    Args:
+        x: Shape `(*, N)`, or `(*, H, N)` beside a weight for each head.
+        weight: As for `rmsnorm`.
+        bias: As for `rmsnorm`.
+        residual: As for `rmsnorm`.
+        out_dtype: As for `rmsnorm`.
+        residual_dtype: As for `rmsnorm`.
+        eps: As for `rmsnorm`.
+        store_rstd: Whether rstd is returned too.
+        weight_offset: As for `rmsnorm`.
+
+    Returns:
+        y and what was normalized, as by `rmsnorm` with prenorm; rstd, of x's shape without the last dimension, float32
+        (float64 where what is normalized is float64), or None.
+
+    Raises:
+        ValueError: As by `rmsnorm`.
+        TypeError: As by `rmsnorm`.
+    """
+    check_tensor("x", x)
+    _check_offset(weight, weight_offset)
+    options: dict[str, Any] = {"bias": bias, "offset": weight_offset, "out_dtype": out_dtype}
+    if residual is None:
+        checked_dtype("residual_dtype", residual_dtype)
+        y, rstd = passes.rms_norm_forward(x, weight, eps, **options)
+        residual_out = x if residual_dtype is None else x.to(residual_dtype)
+    else:
+        check_tensor("residual", residual)
+        options |= {"residual": residual, "residual_dtype": residual_dtype or residual.dtype}
+        y, residual_out, rstd = passes.rms_norm_forward(x, weight, eps, **options)
+    return y, residual_out, rstd.view(x.shape[:-1]) if store_rstd else None
+
+
+def rmsnorm_bwd(
+    x: Tensor,
+    weight: Tensor | None,
+    dout: Tensor,
+    rstd: Tensor,
+    dresidual_out: Tensor | None = None,
+    has_bias: bool = False,
+    has_residual: bool = False,
+    weight_offset: float = 0.0,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """`quack.rmsnorm.rmsnorm_bwd`: the backward of `rmsnorm_fwd`, without autograd.
+
+    Args:
+        x: What was normalized: x, or with a residual the sum that the forward returned. Shape `(*, N)`.
+        weight: What the forward was given.
+        dout: The gradient of y, of x's shape.
+        rstd: What the forward returned.
+        dresidual_out: The gradient of what was normalized, which is added to dx; of x's shape. None: there is none.
+        has_bias: Whether db is wanted.
+        has_residual: Whether the forward had a residual.
+        weight_offset: What the forward was given.
+
+    Returns:
+        `(dx, dw, db, dresidual)`. dx has x's shape and dtype; dw and db have weight's, and are None where there is no
+        weight or bias. dresidual is dx where there was a residual. It has the dtype of dresidual_out; where that is not
+        x's it is rounded to it alone, and is returned also without a residual, as by quack.
+
+    Raises:
+        ValueError: A shape, a device or a number does not fit.
+        TypeError: A dtype, a layout or a type does not fit.
+    """
+    check_tensor("x", x)
+    check_tensor("rstd", rstd)
+    if dresidual_out is not None:
+        check_tensor("dresidual_out", dresidual_out)
+    _check_offset(weight, weight_offset)
+    if rstd.shape != x.shape[:-1]:
+        raise ValueError(f"rstd: expected shape {tuple(x.shape[:-1])}, got {tuple(rstd.shape)}")
+    if dresidual_out is None or dresidual_out.dtype == x.dtype:
+        options: dict[str, Any] = {"offset": weight_offset, "d_residual_out": dresidual_out}
+        options["needs_db"] = bool(has_bias)
+        dx, dw, *db = passes.rms_norm_backward(x, dout, weight, rstd.reshape(-1), **options)
+        return dx, dw, db[0] if has_bias else None, dx if has_residual else None
+    wanted = DX + D_RESIDUAL + DW * (weight is not None) + DB * bool(has_bias)
+    backward: Any = torch_ops.op("add_rms_norm_backward")
+    numbers = wanted, 1, weight_offset, "once", 1.0
+    dtypes = None, dresidual_out.dtype, None, None
+    dx, dresidual, dw, db = backward(
+        dout, dresidual_out, x, weight, rstd.unsqueeze(-1), *numbers, *dtypes, None
+    )
+    return dx, dw, db, dresidual
+
+
+def _check_offset(weight: Tensor | None, weight_offset: float) -> None:
+    if weight is None and weight_offset != 0.0:
+        raise ValueError(f"weight_offset: expected 0 without a weight, got {weight_offset}")
 
 
 class QuackRMSNorm(module.RMSNorm):

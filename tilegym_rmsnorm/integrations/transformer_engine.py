@@ -82,19 +82,22 @@ class RMSNorm(nn.Module):
             shape = checked_sizes_of_weight(hidden_size, "hidden_size")
         else:
             shape = checked_sizes_of_weight(normalized_shape)
-        if device is None and torch.cuda.is_available() and torch.get_default_device().type == "cpu":
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = _default_device() if device is None else device
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.sequence_parallel = sequence_parallel
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.reset_parameters()
+        if not self.weight.is_meta:  # else when it is asked for, or at the first call
+            self.reset_parameters()
 
     def reset_parameters(self, defer_init: bool | None = None) -> None:
-        """Start the weight anew. defer_init: TransformerEngine's old way to do nothing."""
+        """Start the weight anew; one on meta gets memory on the default device, as in TransformerEngine. defer_init:
+        TransformerEngine's old way to do nothing."""
         if defer_init is not None:
             warnings.warn('defer_init is deprecated: set device to "meta"', DeprecationWarning, stacklevel=2)
         if defer_init:
             return
+        if self.weight.is_meta:
+            self.weight = nn.Parameter(torch.empty_like(self.weight, device=_default_device()))
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.sequence_parallel is not None:
             self.weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
@@ -102,6 +105,8 @@ class RMSNorm(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """The norm of input, of shape `(*, *normalized_shape)`."""
         check_tensor("input", input)
+        if self.weight.is_meta and not input.is_meta:
+            self.reset_parameters()
         weight: Tensor = self.weight
         if torch.is_autocast_enabled("cuda") and input.is_cuda:
             weight = weight.to(torch.get_autocast_dtype("cuda"))
@@ -129,3 +134,11 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+def _default_device() -> torch.device:
+    """The current CUDA device where there is one, unless `torch.device` is set to another."""
+    device = torch.get_default_device()
+    if device.type == "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
