@@ -1,0 +1,95 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Of docs/coming-from.md each row of a table whose cells begin with a call: both calls give the same bits."""
+
+import ast
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import BF16, DEVICE, FP32
+
+import tilegym_rmsnorm
+from tilegym_rmsnorm.integrations import apex, liger, quack, tilegym, transformer_engine, vllm
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
+B, S, H, D = 2, 3, 4, 16
+n = 64
+
+
+def names_of_libraries():
+    """What the left cells call, by the libraries' own paths."""
+    names = {}
+    for adapter in (tilegym, quack, liger, apex):
+        names |= vars(adapter)
+    names["tilegym"] = SimpleNamespace(ops=tilegym)
+    names["te"] = SimpleNamespace(RMSNorm=transformer_engine.RMSNorm, ops=transformer_engine)
+    names["vllm"] = SimpleNamespace(ir=SimpleNamespace(ops=vllm))
+    return names
+
+
+def values(of_heads):
+    torch.manual_seed(0)
+    x, r, dy = (torch.randn(2, 16, n, device=DEVICE).to(BF16) for _ in range(3))
+    w, b = torch.randn(n, device=DEVICE).to(BF16), torch.randn(n, device=DEVICE).to(BF16)
+    if of_heads:
+        w = torch.randn(H, D, device=DEVICE).to(BF16)
+    rstd = tilegym_rmsnorm.rms_norm_forward(x, None, 1e-6)[1]
+    eps = epsilon = 1e-5
+    q, bias, d, dout = torch.randn(B, S, H, D, device=DEVICE).to(BF16), b, FP32, dy
+    return {**locals(), "D": D, "n": n, "torch": torch}
+
+
+def first_code(cell):
+    """The expression in backticks that a cell begins with, or None."""
+    found = re.match(r"`([^`]+)`", cell)
+    if found is None:
+        return None
+    try:
+        is_call = isinstance(ast.parse(found[1], mode="eval").body, (ast.Call, ast.Subscript))
+    except SyntaxError:  # an argument, such as `offset=1.0`
+        return None
+    return found[1] if is_call else None
+
+
+def rows():
+    section = None
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            section = line[3:]
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if line.startswith("| ") and len(cells) == 2 and all(map(first_code, cells)) and "set_" not in line:
+            yield pytest.param(*map(first_code, cells), id=f"{section}: {first_code(cells[0])}")
+
+
+ROWS = list(rows())
+
+
+def result(code, names, given):
+    found = eval(code, {**names, **given})
+    if isinstance(found, torch.nn.Module):
+        found = found.to(DEVICE)(given["x"])
+    found = found if isinstance(found, tuple) else (found,)
+    if code.startswith("rmsnorm_fwd"):
+        found = found[0], found[2].flatten()  # without x
+    return tuple(each for each in found if each is not None)
+
+
+@pytest.mark.parametrize(("left", "right"), ROWS)
+def test_both_cells_of_a_row_give_the_same(left, right):
+    given = values(of_heads="(q" in left)
+    if left.startswith("mixed_"):
+        given["w"] = given["w"].float()
+    if left.startswith("rmsnorm_bwd"):
+        given["rstd"] = given["rstd"].view(given["x"].shape[:-1])
+    got, expected = result(left, names_of_libraries(), given), result(right, vars(tilegym_rmsnorm), given)
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+
+
+def test_most_rows_are_compared():
+    assert len(ROWS) >= 30
