@@ -177,6 +177,8 @@ def test_register_and_undo(dispatcher):
     assert dispatcher._REGISTRY == before
     registration.undo()
     assert dispatcher._REGISTRY == before
+    with pytest.raises(RuntimeError, match="this registration was undone; call register"), registration:
+        pass
 
 
 def test_a_backend_that_had_none_has_none_again(dispatcher):

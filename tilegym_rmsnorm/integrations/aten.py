@@ -18,7 +18,6 @@ import math
 import threading
 import warnings
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -95,12 +94,7 @@ class Override:
             raise RuntimeError("this override was undone; call override_aten() for another one")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
 

@@ -13,7 +13,6 @@ import importlib
 import math
 import threading
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -260,14 +259,11 @@ class Registration:
                 del _held[held.backend]
 
     def __enter__(self) -> Registration:
+        if self._held is None:
+            raise RuntimeError("this registration was undone; call register() for another one")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
 
