@@ -140,6 +140,15 @@ def test_transformer_engine(name, value):
     refused(TypeError, "hidden_size", transformer_engine.RMSNorm, {"hidden_size": 8.0})
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool, torch.float8_e4m3fn], ids=str)
+def test_no_cast_hides_a_dtype(dtype, monkeypatch):
+    """Those that cast x to a dtype of their own refuse what F.rms_norm refuses: apex under autocast too."""
+    x = X.to(dtype)
+    with pytest.raises(TypeError, match=": expected .*"):
+        transformer_engine.RMSNorm(8, device="cpu")(x)
+    assert dtype.is_floating_point or apex._cast(x, BF16) is x
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, "float32"])
 def test_quack_module(dtype):
     refused(TypeError, "dtype", quack.QuackRMSNorm, {"dim": 8, "dtype": dtype})

@@ -110,7 +110,9 @@ def _rms_norm(
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor if tensor.dtype is torch.float64 else tensor.to(dtype)
+    """As autocast does: float64 stays, and so does what is no floating tensor, which is refused later."""
+    is_cast = tensor.is_floating_point() and tensor.dtype is not torch.float64
+    return tensor.to(dtype) if is_cast else tensor
 
 
 class FusedRMSNorm(nn.Module):

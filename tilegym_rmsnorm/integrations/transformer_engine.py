@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tilegym_rmsnorm import api
 from tilegym_rmsnorm.validation import (
-    check_tensor,
+    check_input,
     checked_bool,
     checked_dtype,
     checked_eps,
@@ -104,7 +104,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """The norm of input, of shape `(*, *normalized_shape)`."""
-        check_tensor("input", input)
+        check_input("input", input)  # before it is cast
         if self.weight.is_meta and not input.is_meta:
             self.reset_parameters()
         weight: Tensor = self.weight
