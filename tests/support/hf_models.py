@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import io
 import re
 import warnings
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -60,7 +62,12 @@ class Architecture(NamedTuple):
         torch.manual_seed(0)
         with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = self._causal() if self.make is None else self.make(self)
+            try:
+                model = self._causal() if self.make is None else self.make(self)
+            except Exception as error:  # of the config's class, or that there is none
+                if importlib.metadata.version("transformers") == "5.23.0":
+                    raise
+                pytest.skip(f"not among the models of the installed transformers: {error}")
         spread(model)
         return model
 

