@@ -49,6 +49,6 @@ def test_which_layers_are_rewritten():
             calls(original)
         ) + collections.Counter(fused)
         assert "tilegym_add_norm" in inspect.unwrap(function).__code__.co_freevars
-    assert sum(counts.values()) > 100
+    assert sum(counts.values()) > 60
     if transformers.__version__ == "5.23.0":
         assert counts == REWRITTEN
