@@ -18,9 +18,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import tilegym_rmsnorm
 from tilegym_rmsnorm import patch_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,8 +30,8 @@ def make_model(options: argparse.Namespace) -> torch.nn.Module:
     torch.manual_seed(0)
     hidden, heads = options.hidden, {"num_attention_heads": 8, "num_key_value_heads": 4}
     sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "head_dim": hidden // 8}
-    config = Qwen3Config(vocab_size=256, num_hidden_layers=options.layers, **sizes, **heads)
-    return Qwen3ForCausalLM(config).to(DEVICE, DTYPE)
+    config = transformers.Qwen3Config(vocab_size=256, num_hidden_layers=options.layers, **sizes, **heads)
+    return transformers.Qwen3ForCausalLM(config).to(DEVICE, DTYPE)
 
 
 def train(model: torch.nn.Module, data: torch.Tensor, options: argparse.Namespace) -> Run:
@@ -75,16 +73,12 @@ def main() -> None:
     options = parser.parse_args()
     text = b"".join(file.read_bytes() for file in sorted(Path(argparse.__file__).parent.glob("*.py")))
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    runs = {"as it is": train(make_model(options), data, options)}
-    model = make_model(options)
+    model, runs = make_model(options), {"as it is": train(make_model(options), data, options)}
     print(patch_model(model, patch_layers=True))
     runs["patched"] = train(model, data, options)
-
     where = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
-    versions = ", ".join(
-        f"{each.__name__} {each.__version__}" for each in (torch, transformers, tilegym_rmsnorm)
-    )
-    print(f"{where}, {DTYPE}, {versions}\nstep        as it is      patched")
+    print(where, DTYPE, f"torch {torch.__version__}, transformers {transformers.__version__}", sep=", ")
+    print("step        as it is      patched")
     for step in sorted({*range(0, options.steps, 10), options.steps - 1}):
         print(f"{step:4}     " + "   ".join(f"{losses[step]:10.4f}" for losses, _ in runs.values()))
     print("tokens/s " + "   ".join(f"{speed:10,.0f}" for _, speed in runs.values()))
