@@ -97,12 +97,17 @@ def _is_source_of(tree: ast.FunctionDef, code: CodeType) -> bool:
 
 
 def _essence(code: CodeType) -> tuple[Any, ...]:
-    """Names, numbers and operators. How a method is called depends on what else the file imports."""
+    """Names, numbers and operators, in order. How a method is called depends on what else the file imports."""
     numbers = [each for each in code.co_consts if not isinstance(each, (str, CodeType))]
+    names = {*code.co_names, *code.co_varnames}
     operators = [
-        (each.opname, each.argrepr)
+        (
+            "" if isinstance(each.argval, str) else each.opname,
+            str(each.argval if each.argval in names else each.argrepr),
+        )
         for each in dis.get_instructions(code)
-        if each.opname.startswith(("BINARY", "INPLACE", "COMPARE", "CONTAINS", "IS_OP", "UNARY"))
+        if each.argval in names
+        or each.opname.startswith(("BINARY", "INPLACE", "COMPARE", "CONTAINS", "IS_OP", "UNARY"))
     ]
     return code.co_names, code.co_varnames, numbers, operators
 
