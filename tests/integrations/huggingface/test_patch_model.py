@@ -31,6 +31,9 @@ LLAMA = ARCHITECTURES[0]
 N = 32
 
 
+NONE = {"patched": 0, "layers": 0, "declined": 0, "restored": 0, "already": 0}
+
+
 def norm_of(cls=LlamaRMSNorm, dtype=torch.float32, **options):
     module = cls(N, **options).to(dtype)
     nn.init.normal_(module.weight, 1.0, 0.3)
@@ -250,7 +253,7 @@ class Meta(type):
 
 
 class Named(LlamaRMSNorm):
-    def __init_subclass__(cls, *, kind, **kwargs):
+    def __init_subclass__(cls, *, kind, **kwargs):  # which a derived class without a kind makes raise
         super().__init_subclass__(**kwargs)
 
 
@@ -296,18 +299,48 @@ def changed(**attributes):
     return norm
 
 
-def test_a_class_that_lets_no_attribute_be_set():
-    class Frozen(LlamaRMSNorm):
-        def __setattr__(self, name, value):
-            if "_parameters" in self.__dict__ and "variance_epsilon" in self.__dict__:
-                raise AttributeError(f"{name} is frozen")
-            super().__setattr__(name, value)
+def frozen(self, name, value):
+    if "_parameters" in self.__dict__ and "variance_epsilon" in self.__dict__:
+        raise AttributeError(f"{name} is frozen")
+    nn.Module.__setattr__(self, name, value)
 
-    model = nn.Sequential(norm_of(), Frozen(N), norm_of())
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        type("OtherNorm", (LlamaRMSNorm,), {"__setattr__": frozen}),
+        type("OtherNorm", (LlamaRMSNorm,), {"__class__": property(lambda self: LlamaRMSNorm)}),
+        type("OtherNorm", (LlamaRMSNorm,), {"__slots__": ("note",)}),
+        type("OtherNorm", (Named,), {}, kind="has no subclass without it"),
+    ],
+    ids=["setattr", "property", "slots", "init_subclass"],
+)
+def test_a_class_that_lets_nothing_be_set_or_derived(cls):
+    model = nn.Sequential(norm_of(), cls(N), norm_of())
     expected = model(rows())
     assert patch_model(model).counts["patched"] == 3
-    assert torch.equal(model(rows()), expected)
-    assert unpatch_model(model).counts["restored"] == 3 and type(model[1]) is Frozen
+    assert torch.equal(model(rows()), expected) and "tilegym_rmsnorm: llama" in repr(model[1])
+    assert torch.equal(copy.deepcopy(model)(rows()), expected)
+    assert unpatch_model(model).counts["restored"] == 3 and type(model[1]) is cls
+
+
+def test_a_registry_of_classes_does_not_see_the_patched_ones():
+    registered = []
+
+    class Registry:
+        def __init_subclass__(cls, **kwargs):
+            super().__init_subclass__(**kwargs)
+            registered.append(cls)
+
+    model = LLAMA.built()
+    for module in (model.model.norm, model.model.layers[0]):
+        module.__class__ = type(type(module).__name__, (Registry, type(module)), {})
+    del registered[:]
+    assert (
+        patch_model(model, patch_layers=True).counts == {**NONE, "patched": 5, "layers": 2} and not registered
+    )
+    derived = type("Derived", (type(model.model.norm),), {})  # as fully_shard derives one
+    assert registered == [derived]
 
 
 @pytest.mark.parametrize(
@@ -327,7 +360,6 @@ def test_a_class_that_lets_no_attribute_be_set():
         (lambda: Meta("OtherNorm", (LlamaRMSNorm,), {})(N), "its class has a metaclass, a _call_impl or"),
         (lambda: type("OtherNorm", (LlamaRMSNorm,), {"_call_impl": lambda self, x: x})(N), "its class has a metaclass"),
         (lambda: type("OtherNorm", (LlamaRMSNorm,), {"__getattribute__": looked_up})(N), "its class has a metaclass"),
-        (lambda: Named(N), "no class can be derived from its own: "),
         (lambda: type("OtherNorm", (LlamaRMSNorm,), {"forward": lambda self, x: x})(N), "its forward has no source"),
     ],
 )  # fmt: skip

@@ -49,8 +49,7 @@ class LayerPatch:
 def rewritten(cls: type, norms: Collection[str]) -> tuple[FunctionType, tuple[str, ...]]:
     """The forward of a class with the adds in the norms of these names, and the names of those that add. Raises
     `Unclear` where there is none."""
-    outermost = forward_of(cls)
-    function = _innermost(outermost)
+    function = forward_of(cls)
     tree = tree_of(function)
     if [argument.arg for argument in tree.args.args][:1] != ["self"]:
         raise Unclear("does not call its module self")
@@ -61,33 +60,24 @@ def rewritten(cls: type, norms: Collection[str]) -> tuple[FunctionType, tuple[st
     rewriter.generic_visit(tree)
     if not rewriter.found:
         raise Unclear("has no sum that one of its norms follows at once")
+    outermost = inspect.getattr_static(cls, "forward")
     return _wrapped_again(outermost, function, _compiled(tree, function)), tuple(rewriter.found)
 
 
 def forward_of(cls: type) -> FunctionType:
-    """The forward that the author of a class wrote: transformers puts gradient checkpointing around those of layers."""
-    function = inspect.getattr_static(cls, "forward", None)
-    while (
-        isinstance(function, FunctionType)
-        and hasattr(function, "__wrapped__")
-        and function.__globals__.get("__name__") == "transformers.modeling_layers"
-        and function.__code__.co_name == "forward_with_checkpointing"
-    ):
-        function = function.__wrapped__
-    if not isinstance(function, FunctionType):
+    """The forward that the author of a class wrote, in its decorators."""
+    outermost = inspect.getattr_static(cls, "forward", None)
+    if not isinstance(outermost, FunctionType):
         raise Unclear("is no plain function")
+    function: Any = inspect.unwrap(outermost)
+    if not isinstance(function, FunctionType):
+        raise Unclear(f"is wrapped by {outermost.__code__.co_name!r}")
     return function
 
 
-def _innermost(function: FunctionType) -> FunctionType:
-    inner: Any = inspect.unwrap(function)
-    if not isinstance(inner, FunctionType):
-        raise Unclear(f"is wrapped by {function.__code__.co_name!r}")
-    return inner
-
-
 def _wrapped_again(outermost: FunctionType, old: FunctionType, new: FunctionType) -> FunctionType:
-    """`new` with the decorators that are around `old`: each calls what it wraps by one variable of its closure."""
+    """`new` with the decorators that are around `old`: each calls what it wraps by one variable of its closure, and may
+    compare itself with what is called, as the one does that transformers checkpoints layers by."""
     if outermost is old:
         return new
     inside: Any = outermost.__wrapped__  # type: ignore[attr-defined]
@@ -95,14 +85,16 @@ def _wrapped_again(outermost: FunctionType, old: FunctionType, new: FunctionType
     holding = [cell for cell in cells if _content(cell) is inside]
     if len(holding) != 1:
         raise Unclear(f"is wrapped by {outermost.__code__.co_name!r}")
-    inner = CellType(_wrapped_again(inside, old, new))
-    closure = tuple(inner if cell is holding[0] else cell for cell in cells)
+    inner, own = CellType(_wrapped_again(inside, old, new)), CellType()
+    others = {id(holding[0]): inner} | {id(cell): own for cell in cells if _content(cell) is outermost}
+    closure = tuple(others.get(id(cell), cell) for cell in cells)
     made = FunctionType(
         outermost.__code__, outermost.__globals__, outermost.__name__, outermost.__defaults__, closure
     )
     made.__kwdefaults__ = outermost.__kwdefaults__
     functools.update_wrapper(made, outermost)
     made.__dict__["__wrapped__"] = inner.cell_contents
+    own.cell_contents = made
     return made
 
 
@@ -238,7 +230,7 @@ def children_that_are(module: torch.nn.Module, kept: Collection[torch.nn.Module]
 def has_sum(cls: type) -> bool:
     """Whether a forward adds two values in a statement of its own, as layers do and attention does not."""
     try:
-        tree = tree_of(_innermost(forward_of(cls)))
+        tree = tree_of(forward_of(cls))
     except Unclear:
         return False
     values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Assign)]

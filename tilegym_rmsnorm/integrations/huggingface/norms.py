@@ -124,13 +124,7 @@ def patched_class(base: type, patch: Any) -> PatchedType:
     Raises `Unclear` where there can be none."""
     key = base, patch, inspect.getattr_static(base, "forward")
     if key not in _classes:
-        try:
-            made = patch.made(base)
-        except Unclear:
-            raise
-        except Exception as error:  # of its __init_subclass__
-            raise Unclear(f"no class can be derived from its own: {error}") from None
-        _classes.setdefault(key, made)  # two threads: one class
+        _classes.setdefault(key, patch.made(base))  # two threads: one class
     return _classes[key]
 
 
@@ -140,6 +134,14 @@ def loaded_class(base: type, patch: Any) -> type:
         return patched_class(base, patch) if patch.fits(base) else base
     except Unclear:
         return base
+
+
+class _Unseen(torch.nn.Module):
+    """The first base of a patched class while it is made: no __init_subclass__ of its own base registers or refuses
+    it."""
+
+    def __init_subclass__(cls) -> None:
+        pass
 
 
 def subclass(base: type, patch: Any, attributes: dict[str, Any]) -> PatchedType:
@@ -154,7 +156,9 @@ def subclass(base: type, patch: Any, attributes: dict[str, Any]) -> PatchedType:
         "patched_forward": attributes["forward"],
         **attributes,
     }
-    return PatchedType(base.__name__, (base,), attributes)
+    made = PatchedType(base.__name__, (_Unseen, base), attributes)
+    made.__bases__ = (base,)
+    return made
 
 
 def made_from(cls: type) -> tuple[type, Any] | None:

@@ -207,7 +207,9 @@ def _is_bound(value: Any, function: Any, module: nn.Module) -> bool:
 
 def _give_class(module: nn.Module, cls: type) -> None:
     own = type(module).forward
-    object.__setattr__(module, "__class__", cls)  # a class may refuse to have attributes set
+    vars(object)["__class__"].__set__(
+        module, cls
+    )  # a class may refuse to have attributes set, or have its own
     for name in _BOUND:
         if _is_bound(module.__dict__.get(name), own, module):
             module.__dict__[name] = MethodType(cls.forward, module)  # type: ignore[attr-defined]
