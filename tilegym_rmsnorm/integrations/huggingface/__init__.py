@@ -7,6 +7,7 @@
     arithmetic    which expressions are which norm, and how a kernel is called for it
     norms         classes of norms that call a kernel
     layers        classes of layers whose norms add the residual
+    inplace       norms whose input is changed afterwards
     patch         gives a model's modules those classes, and takes them back
     report        what was done, and what was declined for which reason
     mapping       the same for `kernelize` of the library `kernels`

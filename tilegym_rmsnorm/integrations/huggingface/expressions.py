@@ -188,9 +188,9 @@ class _Reader:
             elif isinstance(statement, ast.Pass) or _is_text(statement):
                 continue
             else:
-                raise Unclear(f"has a statement that is not read: {_text(statement)}")
+                raise Unclear(f"has a statement that is not read: {text_of_node(statement)}")
             if not isinstance(target, ast.Name):
-                raise Unclear(f"has a statement that is not read: {_text(statement)}")
+                raise Unclear(f"has a statement that is not read: {text_of_node(statement)}")
             values[target.id] = self.value(value, values, function)
         return None
 
@@ -225,7 +225,7 @@ class _Reader:
                 return ("in", left, frozenset(_plain(item) for item in right[1:]))
             if isinstance(node.ops[0], ast.IsNot) and right == ("const", None):
                 return ("is not None", left)
-        elif isinstance(node, ast.Subscript) and _text(node.slice) == "-1:":
+        elif isinstance(node, ast.Subscript) and text_of_node(node.slice) == "-1:":
             base = of(node.value)
             if base[0] == "shape":
                 return ("last shape", base[1])
@@ -234,7 +234,7 @@ class _Reader:
             if len(named) == len(node.keywords) and not any(isinstance(a, ast.Starred) for a in node.args):
                 given = [of(argument) for argument in node.args]
                 return self.call(node.func, given, named, values, function)
-        raise Unclear(f"computes something that is not read: {_text(node)}")
+        raise Unclear(f"computes something that is not read: {text_of_node(node)}")
 
     def looked_up(self, scope: Any, name: str) -> Any:
         found = _looked_up(scope, name)
@@ -283,7 +283,7 @@ class _Reader:
                 return _applied(operation, given, named)
             if isinstance(called.value, FunctionType) and not called.value.__module__.startswith("torch."):
                 return self.read(called.value, given, named)
-        raise Unclear(f"calls {_text(node)}")
+        raise Unclear(f"calls {text_of_node(node)}")
 
 
 def _parameters(tree: ast.FunctionDef, is_forward: bool) -> list[str]:
@@ -304,7 +304,7 @@ def _is_text(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
-def _text(node: ast.AST) -> str:
+def text_of_node(node: ast.AST) -> str:
     text = ast.unparse(node).splitlines()[0]
     return text if len(text) <= 60 else f"{text[:57]}..."
 

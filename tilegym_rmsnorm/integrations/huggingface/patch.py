@@ -10,7 +10,7 @@ Besides the class of a module, what is replaced is the forward that was bound be
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import nn
 
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match, is_eps, match_of
 from tilegym_rmsnorm.integrations.huggingface.expressions import Unclear
+from tilegym_rmsnorm.integrations.huggingface.inplace import changed_inputs
 from tilegym_rmsnorm.integrations.huggingface.layers import (
     LayerPatch,
     children_that_are,
@@ -57,6 +58,7 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
     changes: list[tuple[nn.Module, PatchedType]] = []
     norms: list[nn.Module] = []
     already = 0
+    parents = _parents(model)
     for name, module in _parts(model):
         cls = type(module)
         found, old = made_from(cls), patch_of(cls)
@@ -67,9 +69,11 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
             if old is not None:
                 norms.append(module)
             continue
-        original = cls if found is None else found[0]
+        original = _original(cls)
         try:
             match = _match(module, original)
+            if match.arithmetic != "torch":  # PyTorch's own norm keeps x, too
+                _check_input_is_kept(parents.get(id(module), ()))
         except Unclear as error:
             if _looks_like_norm(original, module):
                 declined.append(Declined(name, cls.__name__, str(error)))
@@ -138,6 +142,29 @@ def _check_module(function: str, model: Any) -> None:
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return iter(list(model.named_modules()))
+
+
+def _parents(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """By id of a child: its parents, and its name in each."""
+    parents: dict[int, list[tuple[nn.Module, str]]] = {}
+    for _, parent in _parts(model):
+        for name, child in parent.named_children():
+            parents.setdefault(id(child), []).append((parent, name))
+    return parents
+
+
+def _original(cls: type) -> type:
+    """The class of a module before the patch."""
+    found = made_from(cls)
+    return cls if found is None else found[0]
+
+
+def _check_input_is_kept(parents: Iterable[tuple[nn.Module, str]]) -> None:
+    """Raises `Unclear` where a module that calls a norm changes the norm's x afterwards."""
+    for parent, name in parents:
+        change = changed_inputs(_original(type(parent))).get(name)
+        if change is not None:
+            raise Unclear(f"its input is changed in place before the backward reads it: {change}")
 
 
 def _match(module: nn.Module, cls: type) -> Match:
