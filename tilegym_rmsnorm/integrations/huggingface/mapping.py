@@ -39,7 +39,7 @@ class TileGymRMSNorm(nn.Module):
         if match is not None:
             call = match.call(self, hidden_states.shape, hidden_states.dtype)
             if call is not None:
-                return run(hidden_states, None, match, call, None)
+                return run(hidden_states, match, call, None)
         return type(self).forward(self, hidden_states)
 
 

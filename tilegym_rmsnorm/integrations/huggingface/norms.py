@@ -52,7 +52,7 @@ class NormPatch:
             elif named or not isinstance(x, Tensor):
                 return original(self, x, **named)
             call = match.call(self, x.shape, x.dtype)
-            return original(self, x) if call is None else run(x, None, match, call, backend)
+            return original(self, x) if call is None else run(x, match, call, backend)
 
         def extra_repr(self: Any) -> str:
             text = original_repr(self)
@@ -63,8 +63,42 @@ class NormPatch:
         return subclass(base, self, {"forward": forward, "extra_repr": extra_repr})
 
 
-def run(x: Tensor, residual: Tensor | None, match: Match, call: Call, backend: str | None) -> Any:
-    """y, or y and the sum with the residual, by the arithmetic of a norm."""
+def run(x: Tensor, match: Match, call: Call, backend: str | None) -> Tensor:
+    """y by the arithmetic of a norm. It lies in memory as the original's does, its dimensions in the order of x's. So
+    heads that were transposed before their norm are rows for the kernel, and y.transpose(1, 2) can be viewed."""
+    order = None if match.arithmetic == "torch" else order_in_memory(x)
+    if order is None:
+        return _run(x, None, match, call, backend)
+    back = [order.index(dim) for dim in range(x.dim())]
+    if order[-1] == x.dim() - 1:
+        return _run(x.permute(order), None, match, call, backend).permute(back)
+    return _run(x, None, match, call, backend).permute(order).contiguous().permute(back)
+
+
+def order_in_memory(x: Tensor) -> list[int] | None:
+    """The dimensions of x by their strides, as PyTorch lays out what it computes for each element of x. None where that
+    is their own order, and for expanded x."""
+    if x.is_contiguous() or x.is_nested:
+        return None
+    dims = [dim for dim in range(x.dim()) if x.shape[dim] != 1]
+    by_stride: list[int] = []
+    for dim in dims:
+        if x.stride(dim) == 0:
+            return None
+        place = len(by_stride)
+        while place and x.stride(by_stride[place - 1]) < x.stride(dim):  # Dynamo sorts by no symbolic number
+            place -= 1
+        by_stride.insert(place, dim)
+    if by_stride == dims:
+        return None
+    order = list(range(x.dim()))
+    for dim, other in zip(dims, by_stride, strict=True):
+        order[dim] = other
+    return order
+
+
+def _run(x: Tensor, residual: Tensor | None, match: Match, call: Call, backend: str | None) -> Any:
+    """y, or y and the sum with the residual, contiguous."""
     weight, eps, (casting, out_dtype) = call
     # Autocast casts what enters F.rms_norm, and nothing in a norm that is written out as the others are.
     with contextlib.nullcontext() if match.arithmetic == "torch" else _without_autocast(x):
@@ -87,7 +121,7 @@ def add_norm(norm: torch.nn.Module, residual: Any, x: Any) -> tuple[Any, Any]:
     if isinstance(patch, NormPatch) and _is_fusable(norm, x, residual):
         call = patch.match.call(norm, x.shape, promoted(x.dtype, residual.dtype))
         if call is not None:
-            return run(x, residual, patch.match, call, patch.backend)
+            return _run(x, residual, patch.match, call, patch.backend)
     total = residual + x
     return norm(total), total
 
@@ -107,6 +141,8 @@ def _is_fusable(norm: torch.nn.Module, x: Any, residual: Any) -> bool:
         or x.shape != residual.shape
         or x.device != residual.device
         or not (x.is_floating_point() and residual.is_floating_point())
+        or order_in_memory(x) is not None
+        or order_in_memory(residual) is not None
     )
 
 

@@ -1,0 +1,161 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""y of a patched norm lies in memory as the original's does, and the kernel is given rows wherever x has them."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch._dynamo.testing
+from hf_models import ARCHITECTURES
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tilegym_rmsnorm
+from tilegym_rmsnorm import patch_model
+from tilegym_rmsnorm.integrations.huggingface import norms
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+N = 8
+CLASSES = [LlamaRMSNorm, GemmaRMSNorm, Olmo2RMSNorm, T5LayerNorm]
+
+
+def both(cls=LlamaRMSNorm, dtype=torch.float32):
+    original = cls(N).to(dtype)
+    ours = copy.deepcopy(original)
+    patch_model(ours, backend="torch")
+    return original, ours
+
+
+def permuted(shape, order, step=1):
+    """x of this shape, whose dimensions lie in memory in this order, dense or with gaps of `step` between elements."""
+    x = torch.randn([shape[dim] * step for dim in order], generator=torch.Generator().manual_seed(0))
+    x = x[(slice(None, None, step),) * len(shape)]
+    return x.permute([order.index(dim) for dim in range(len(shape))])
+
+
+def layouts():
+    for shape in ((2, 3, 4, N), (1, 3, 4, N), (2, 1, 4, N), (2, 3, 1, N), (3, 4, N), (4, N), (1, 1, N), (N,)):
+        for order in itertools.permutations(range(len(shape))):
+            for step in (1, 2):
+                yield permuted(shape, order, step)
+    yield torch.randn(2, 4, 3 * N)[..., N : 2 * N]  # q, k and v of one matrix
+    for shape in ((1, 3, 4, N), (2, 1, 4, N), (2, 3, 4, 1)):
+        yield torch.randn(shape).expand(2, 3, 4, N)
+
+
+def strides(x):
+    """Without those of dimensions of one element, which mean nothing."""
+    return [stride for stride, length in zip(x.stride(), x.shape, strict=True) if length != 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_strides_are_the_original_s(cls, dtype):
+    original, ours = both(cls, dtype)
+    for x in layouts():
+        given = torch.empty_strided(x.shape, x.stride(), dtype=dtype)
+        if 0 not in x.stride():
+            given.copy_(x)
+        y, expected = ours(given), original(given)
+        assert strides(y) == strides(expected), (x.shape, x.stride())
+        # Of a column that lies apart PyTorch takes the mean in another order.
+        torch.testing.assert_close(y, expected, equal_nan=True)
+
+
+def test_heads_that_were_transposed_are_rows(monkeypatch):
+    given = []
+
+    def rms_norm(x, *arguments, **options):
+        given.append(x)
+        return tilegym_rmsnorm.rms_norm(x, *arguments, **options)
+
+    monkeypatch.setattr(norms, "rms_norm", rms_norm)
+    original, ours = both()
+    results = []
+    for norm in (original, ours):
+        q = torch.randn(2, 5, 4, N, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        y = norm(q.transpose(1, 2))
+        results.append(y.transpose(1, 2).view(2, 5, 4 * N))  # as the original's
+        (y * 2).add_(1).square().sum().backward()
+        results.append(q.grad)
+    torch.testing.assert_close(results[2:], results[:2])
+    assert [x.shape for x in given] == [(2, 5, 4, N)] and given[0].is_contiguous()
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "Exaone4", "NanoChat", "Qwen3", "DeepseekV3"])
+def test_what_the_norms_of_models_are_given(name, monkeypatch):
+    """Rows of which each lies in one piece, whether heads are transposed before their norm or after it."""
+    given = []
+
+    def rms_norm(x, *arguments, **options):
+        given.append(x)
+        return tilegym_rmsnorm.rms_norm(x, *arguments, **options)
+
+    monkeypatch.setattr(norms, "rms_norm", rms_norm)
+    (case,) = (case for case in ARCHITECTURES if case.name == name)
+    model = case.built()
+    patch_model(model, backend="torch")
+    model(**case.given(torch.float32))
+    assert len(given) >= sum(case.arithmetics.values())
+    assert all(strides(x) == sorted(strides(x), reverse=True) for x in given)
+
+
+@pytest.mark.parametrize("is_x", [True, False], ids=["x", "residual"])
+def test_sums_of_transposed_tensors(is_x):
+    original, ours = both()
+    x, residual = permuted((3, 4, N), (1, 0, 2)), permuted((3, 4, N), (0, 1, 2))
+    if not is_x:
+        x, residual = residual, x
+    total = residual + x
+    y, ours_total = norms.add_norm(ours, residual, x)
+    assert torch.equal(ours_total, total) and ours_total.stride() == total.stride()
+    assert torch.equal(y, original(total)) and y.stride() == original(total).stride()
+
+
+ORDERS = [(0, 2, 1, 3), (0, 2, 3, 1), (3, 1, 2, 0)]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_strides_of_fake_and_traced_norms(order):
+    original, ours = both()
+    x = permuted((2, 3, 4, N), order)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert ours(mode.from_tensor(x)).stride() == original(x).stride()
+    other = permuted((5, 6, 7, N), order)
+    expected = original(other)
+    dims = {dim: torch.export.Dim(name) for dim, name in enumerate(("batch", "heads", "rows"))}
+    exported = torch.export.export(ours, (x,), dynamic_shapes=(dims,)).module()
+    for traced in (exported, torch.jit.trace(ours, (x,))):
+        y = traced(other)
+        torch.testing.assert_close(y, expected)
+        assert y.stride() == expected.stride()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("backend", "dynamic"), [("aot_eager", False), ("aot_eager", True), ("inductor", True)]
+)
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_strides_of_compiled_norms(order, dynamic, backend):
+    torch._dynamo.reset()
+    original, ours = both()
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(ours, fullgraph=True, dynamic=dynamic, backend=counter)
+    counts = []
+    for shape in ((2, 3, 4, N), (5, 6, 7, N), (8, 9, 11, N)):
+        x = permuted(shape, order).requires_grad_()
+        y, expected = compiled(x), original(x)
+        assert y.stride() == expected.stride()
+        torch.testing.assert_close(y, expected)
+        (gradient,) = torch.autograd.grad(y.square().sum(), x)
+        torch.testing.assert_close(gradient, torch.autograd.grad(expected.square().sum(), x)[0])
+        counts.append(counter.frame_count)
+    assert len(set(counts)) == (1 if dynamic else 3)
