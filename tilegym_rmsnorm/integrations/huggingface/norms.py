@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import functools
 import inspect
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ class NormPatch:
 
     def made(self, base: type) -> PatchedType:
         match, backend = self.match, self.backend
+        tensor, run_norm = Tensor, run  # forward has the globals of another module
         original: Any = base.forward  # type: ignore[attr-defined]
         original_repr: Any = base.extra_repr  # type: ignore[attr-defined]
         name = list(inspect.signature(original).parameters)[1]
@@ -49,18 +52,21 @@ class NormPatch:
                 x = named.get(name)
                 if x is None or len(named) > 1:
                     return original(self, **named)
-            elif named or not isinstance(x, Tensor):
+            elif named or not isinstance(x, tensor):
                 return original(self, x, **named)
             call = match.call(self, x.shape, x.dtype)
-            return original(self, x) if call is None else run(x, match, call, backend)
+            return original(self, x) if call is None else run_norm(x, match, call, backend)
 
         def extra_repr(self: Any) -> str:
             text = original_repr(self)
             return f"{text}{', ' if text else ''}tilegym_rmsnorm: {match.arithmetic}"
 
-        any_forward: Any = forward
-        any_forward.__signature__ = inspect.signature(original)
-        return subclass(base, self, {"forward": forward, "extra_repr": extra_repr})
+        # By __wrapped__ torch.jit.script finds the source of the original, and compiles that: by the names around it.
+        found = FunctionType(
+            forward.__code__, original.__globals__, "forward", forward.__defaults__, forward.__closure__
+        )
+        functools.update_wrapper(found, original)
+        return subclass(base, self, {"forward": found, "extra_repr": extra_repr})
 
 
 def run(x: Tensor, match: Match, call: Call, backend: str | None) -> Tensor:

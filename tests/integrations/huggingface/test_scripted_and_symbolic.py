@@ -1,0 +1,103 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""torch.jit.script and torch.fx.symbolic_trace take a patched model as they take the original: both find the forward
+that was there, and what they make has no kernel in it."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from tilegym_rmsnorm import patch_model
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+N = 8
+CLASSES = [LlamaRMSNorm, GemmaRMSNorm, Olmo2RMSNorm, T5LayerNorm, nn.RMSNorm]
+TRACEABLE = [cls for cls in CLASSES if cls is not T5LayerNorm]  # it asks for the dtype of its weight
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.mlp = LlamaRMSNorm(N), nn.Linear(N, N)
+
+    def forward(self, hidden, residual):
+        hidden = residual + hidden
+        residual = hidden
+        hidden = self.norm(hidden)
+        return residual + self.mlp(hidden)
+
+
+def rows():
+    return torch.randn(3, N, generator=torch.Generator().manual_seed(0))
+
+
+def both(original):
+    patched = copy.deepcopy(original)
+    assert patch_model(patched, patch_layers=True).counts["patched"] == 1
+    return original, patched
+
+
+def code_of(traced):
+    return [(node.op, str(node.target)) for node in traced.graph.nodes]
+
+
+@pytest.mark.parametrize("is_root", [True, False], ids=["alone", "in a model"])
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_scripted(cls, is_root):
+    original, patched = both(cls(N) if is_root else nn.Sequential(cls(N), nn.SiLU()))
+    before = [type(part) for part in patched.modules()]
+    scripted = torch.jit.script(patched)
+    assert torch.equal(scripted(rows()), torch.jit.script(original)(rows()))
+    assert [type(part) for part in patched.modules()] == before
+
+
+@pytest.mark.parametrize("is_root", [True, False], ids=["alone", "in a model"])
+@pytest.mark.parametrize("cls", TRACEABLE, ids=lambda cls: cls.__name__)
+def test_traced_by_symbols(cls, is_root):
+    original, patched = both(cls(N) if is_root else nn.Sequential(cls(N), nn.SiLU()))
+    expected, traced = torch.fx.symbolic_trace(original), torch.fx.symbolic_trace(patched)
+    assert code_of(traced) == code_of(expected)
+    assert torch.equal(traced(rows()), original(rows()))
+
+
+def test_a_rewritten_layer():
+    original, patched = both(Layer())
+    assert "tilegym_add_norm" in type(patched).forward.__code__.co_freevars
+    expected, traced = torch.fx.symbolic_trace(original), torch.fx.symbolic_trace(patched)
+    assert code_of(traced) == code_of(expected)
+    for made in (traced, torch.jit.script(patched)):
+        assert torch.equal(made(rows(), 2 * rows()), original(rows(), 2 * rows()))
+
+
+def test_a_forward_has_the_attributes_of_the_one_that_was_there():
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(N))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """y"""
+            return (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight).to(
+                x.dtype
+            )
+
+        forward.mark = "kept"
+
+    original, patched = both(Norm())
+    ours, theirs = type(patched).forward, Norm.forward
+    assert ours is not theirs and ours.mark == "kept" and ours.__doc__ == "y"
+    assert ours.__annotations__ == theirs.__annotations__ and ours.__qualname__ == theirs.__qualname__
+    assert inspect.signature(patched.forward) == inspect.signature(original.forward)
