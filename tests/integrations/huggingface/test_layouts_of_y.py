@@ -12,7 +12,6 @@ import torch._dynamo.testing
 from hf_models import ARCHITECTURES
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import tilegym_rmsnorm
 from tilegym_rmsnorm import patch_model
 from tilegym_rmsnorm.integrations.huggingface import norms
 
@@ -70,14 +69,7 @@ def test_strides_are_the_original_s(cls, dtype):
         torch.testing.assert_close(y, expected, equal_nan=True)
 
 
-def test_heads_that_were_transposed_are_rows(monkeypatch):
-    given = []
-
-    def rms_norm(x, *arguments, **options):
-        given.append(x)
-        return tilegym_rmsnorm.rms_norm(x, *arguments, **options)
-
-    monkeypatch.setattr(norms, "rms_norm", rms_norm)
+def test_heads_that_were_transposed_are_rows(calls):
     original, ours = both()
     results = []
     for norm in (original, ours):
@@ -87,25 +79,20 @@ def test_heads_that_were_transposed_are_rows(monkeypatch):
         (y * 2).add_(1).square().sum().backward()
         results.append(q.grad)
     torch.testing.assert_close(results[2:], results[:2])
-    assert [x.shape for x in given] == [(2, 5, 4, N)] and given[0].is_contiguous()
+    (call,) = calls
+    assert call["x"].shape == (2, 5, 4, N) and call["x"].is_contiguous()
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "Exaone4", "NanoChat", "Qwen3", "DeepseekV3"])
-def test_what_the_norms_of_models_are_given(name, monkeypatch):
+def test_what_the_norms_of_models_are_given(name, calls):
     """Rows of which each lies in one piece, whether heads are transposed before their norm or after it."""
-    given = []
-
-    def rms_norm(x, *arguments, **options):
-        given.append(x)
-        return tilegym_rmsnorm.rms_norm(x, *arguments, **options)
-
-    monkeypatch.setattr(norms, "rms_norm", rms_norm)
     (case,) = (case for case in ARCHITECTURES if case.name == name)
     model = case.built()
     patch_model(model, backend="torch")
     model(**case.given(torch.float32))
-    assert len(given) >= sum(case.arithmetics.values())
-    assert all(strides(x) == sorted(strides(x), reverse=True) for x in given)
+    assert len(calls) >= sum(case.arithmetics.values())
+    given = [strides(call["x"]) for call in calls]
+    assert all(each == sorted(each, reverse=True) for each in given)
 
 
 @pytest.mark.parametrize("is_x", [True, False], ids=["x", "residual"])

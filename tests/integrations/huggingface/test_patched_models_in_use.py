@@ -1,0 +1,67 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Patched models where models are used: gradient checkpointing, generate, recorded outputs, torch.compile."""
+
+import pytest
+import torch
+from hf_models import TOKENS, results
+from hf_norms import LLAMA
+
+from tilegym_rmsnorm import patch_model
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("layers", [False, True], ids=["norms", "layers"])
+def test_gradient_checkpointing(layers, reentrant):
+    plain, model = LLAMA.built(), LLAMA.built()
+    for each in (plain, model):
+        patch_model(each, patch_layers=layers)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    counted = []
+    model.model.layers[0].self_attn.register_forward_hook(lambda *_: counted.append(1))
+    expected, gradients = results(plain.train(), {"input_ids": TOKENS})
+    logits, ours = results(model.train(), {"input_ids": TOKENS})
+    assert torch.equal(logits, expected) and len(counted) == 2  # it was recomputed
+    assert all(torch.equal(ours[name], gradients[name]) for name in gradients)
+
+
+@pytest.mark.parametrize("layers", [False, True], ids=["norms", "layers"])
+def test_generate(layers):
+    original, model = LLAMA.built(), LLAMA.built()
+    patch_model(model, patch_layers=layers)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "use_cache": True}
+    assert torch.equal(model.generate(TOKENS, **options), original.generate(TOKENS, **options))
+
+
+@pytest.mark.parametrize("layers", [False, True], ids=["norms", "layers"])
+def test_recorded_outputs(layers):
+    original, model = LLAMA.built(), LLAMA.built()
+    for each in (original, model):
+        each.set_attn_implementation("eager")
+    patch_model(model, patch_layers=layers)
+    options = {"output_hidden_states": True, "output_attentions": True}
+    expected, out = original(TOKENS, **options), model(TOKENS, **options)
+    assert len(out.hidden_states) == len(expected.hidden_states) == 3
+    assert all(map(torch.equal, out.hidden_states, expected.hidden_states))
+    assert len(out.attentions) == len(expected.attentions) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("layers", [False, True], ids=["norms", "layers"])
+def test_compiled_without_a_graph_break(layers, backend):
+    torch._dynamo.reset()
+    model = LLAMA.built().bfloat16()
+    patch_model(model, patch_layers=layers)
+    eager, gradients = results(model, {"input_ids": TOKENS})
+    gradients = {name: gradient.clone() for name, gradient in gradients.items()}
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    logits = compiled(input_ids=TOKENS).logits
+    torch.testing.assert_close(logits, eager, rtol=0, atol=2**-7 * eager.abs().max().item())
+    model.zero_grad()
+    logits.float().square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
