@@ -163,7 +163,7 @@ _classes: dict[tuple[type, Any, Any], PatchedType] = {}
 
 def patched_class(base: type, patch: Any) -> PatchedType:
     """The subclass of `base` that a patch makes: the same object for the same patch, while base keeps its forward.
-    Raises `Unclear` where there can be none."""
+    Raises `Unclear` where a layer cannot be rewritten."""
     key = base, patch, inspect.getattr_static(base, "forward")
     if key not in _classes:
         _classes.setdefault(key, patch.made(base))  # two threads: one class

@@ -83,11 +83,7 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
         if old == new:
             already += 1
             continue
-        try:
-            changes.append((module, patched_class(original, new)))
-        except Unclear as error:
-            declined.append(Declined(name, cls.__name__, str(error)))
-            continue
+        changes.append((module, patched_class(original, new)))
         patched.append(PatchedNorm(name, cls.__name__, match.arithmetic))
 
     layers: list[PatchedLayer] = []
