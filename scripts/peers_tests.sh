@@ -5,10 +5,10 @@
 # Other libraries' own tests of RMSNorm, unmodified, with the adapters of this package in the place of what they test.
 #   scripts/peers_tests.sh LIBRARY CHECKOUT [PYTEST ARGUMENT...]
 #   scripts/peers_tests.sh tilegym ../TileGym --junitxml=tilegym.xml
-# LIBRARY: tilegym, quack, liger, apex or transformer_engine. CHECKOUT: its sources, of the release that the adapter was written for.
-# $PYTHON, or else python3, has this package, pytest and what the library needs: extra `peers`. The library itself is
-# taken from the checkout. ORIGINAL=1: the library's own functions, to compare. docs/coming-from.md says what fails, and
-# why.
+# LIBRARY: tilegym, quack, liger, apex or transformer_engine. CHECKOUT: its sources, of the release that the adapter was
+# written for. $PYTHON, or else python3, has this package, pytest and what the library needs: extra `peers`. The library
+# itself is taken from the checkout. ORIGINAL=1: the library's own functions, to compare. docs/coming-from.md says what
+# fails, and why.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 library=${1:?expected tilegym, quack, liger, apex or transformer_engine}

@@ -14,7 +14,7 @@ from torch import nn
 
 from tilegym_rmsnorm import patch_model
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import match_of
-from tilegym_rmsnorm.integrations.huggingface.expressions import Unclear
+from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -3,6 +3,7 @@
 
 """Layers whose norms add the residual: which statements are rewritten, and that all else stays."""
 
+import dis
 import functools
 import inspect
 import textwrap
@@ -16,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import tilegym_rmsnorm
 from tilegym_rmsnorm import patch_model, unpatch_model
 from tilegym_rmsnorm.integrations.huggingface import norms
-from tilegym_rmsnorm.integrations.huggingface.expressions import Unclear
 from tilegym_rmsnorm.integrations.huggingface.layers import rewritten
+from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -273,6 +274,7 @@ def test_a_norm_that_is_put_in_its_place_later_is_called(class_of):
         ("return residual", "super().forward\n    return residual", "uses super(), which cannot be compiled again"),
         ("return residual", "self.__secret = 1\n    return residual", "has no source that can be read"),
         ("(self, ", "(this, ", "does not call its module self"),
+        ("return residual", "locals()\n    return residual", "uses locals, which cannot be compiled again"),
         (SUM, "", "has no sum that one of its norms follows at once"),
     ],
 )  # fmt: skip
@@ -366,8 +368,82 @@ def test_a_call_of_the_layers_own_stays(class_of, is_checkpointed):
         torch.testing.assert_close(value, expected)
 
 
-def test_functions_inside_are_left_as_they_are(class_of):
-    inner = "    def inner(self, hidden, residual):\n" + textwrap.indent(SUM, "    ")
-    cls = class_of(PRE_NORM.replace("    residual = hidden\n", f"{inner}    residual = hidden\n", 1))
-    _, fused = rewritten(cls, ["first", "second"])
+@pytest.mark.parametrize("head", ["def inner(self, hidden, residual):", "class Inner:", "try:"])
+def test_what_is_inside_of_these_is_left_as_it_is(class_of, head):
+    """Functions, classes, and what an exception may interrupt."""
+    inner = f"    {head}\n" + textwrap.indent(SUM, "    ")
+    if head == "try:":
+        inner += "    finally:\n        pass\n"
+    assert "class" not in head or "second(hidden)" in inner
+    cls = class_of(PRE_NORM.replace("    residual = hidden\n", f"    residual = hidden\n{inner}", 1))
+    function, fused = rewritten(cls, ["first", "second"])
     assert fused == ("second",)
+    if head == "try:":
+        layer, original = class_of(PRE_NORM)(), cls()
+        assert dis.Bytecode(function).dis().count("tilegym_add_norm") == 1
+        assert layer.state_dict().keys() == original.state_dict().keys()
+
+
+def test_a_norm_that_raises_leaves_the_sum_to_its_handler(class_of):
+    body = (
+        SUM.replace("    residual = hidden\n", "")
+        .replace("\n    ", "\n        ")
+        .replace("    hidden = r", "        hidden = r")
+    )
+    tried = f"    try:\n{body}    except RuntimeError:\n        pass\n"
+    made = class_of(PRE_NORM.replace(SUM, tried + "    return hidden\n" + SUM))
+    layer, original = made(), made()
+    for each in (layer, original):
+        each.second.weight = nn.Parameter(torch.ones(N - 1))
+    patch_model(layer, patch_layers=True)
+    assert torch.equal(layer(rows()), original(rows()))
+
+
+def test_a_global_of_the_name_of_forward(class_of):
+    made = class_of(PRE_NORM.replace("return residual + hidden", "return forward(residual + hidden)"))
+    made.forward.__globals__["forward"] = torch.neg
+    layer, original = made(), made()
+    assert patch_model(layer, patch_layers=True).counts["layers"] == 1
+    assert torch.equal(layer(rows()), original(rows()))
+    ours, theirs = type(layer).forward, made.forward
+    assert (ours.__name__, ours.__code__.co_name) == (theirs.__name__, theirs.__code__.co_name)
+    if hasattr(theirs.__code__, "co_qualname"):
+        assert ours.__code__.co_qualname == theirs.__code__.co_qualname
+
+
+def test_a_sum_that_no_name_holds_is_let_go(class_of):
+    source = PRE_NORM.replace("    residual = hidden\n    hidden = self.second", "    hidden = self.second")
+    function, fused = rewritten(class_of(source), ["first", "second"])
+    assert fused == ("second",)
+    assert [each.opname for each in dis.get_instructions(function) if each.argval == "tilegym_sum"] == [
+        "STORE_FAST",
+        "DELETE_FAST",
+    ]
+
+
+@pytest.mark.parametrize("name", ["__call__", "_call_impl"])
+@pytest.mark.parametrize("is_on_the_module", [False, True])
+def test_a_norm_whose_call_was_changed_after_the_patch_is_called(class_of, residuals, name, is_on_the_module):
+    if is_on_the_module and name == "__call__":
+        pytest.skip("Python looks for __call__ on the class")
+
+    def halved(self, x):
+        return nn.Module._call_impl(self, x) / 2
+
+    made = class_of(PRE_NORM)
+    layer, original = made(), made()
+    patch_model(layer, patch_layers=True)
+    for each in (layer, original):
+        if is_on_the_module:
+            each.second._call_impl = halved.__get__(each.second)
+        else:
+            each.second.__class__ = type("Derived", (type(each.second),), {name: halved})
+    assert torch.equal(layer(rows()), original(rows()))
+    assert residuals == [False, False]
+
+
+def test_a_forward_that_is_wrapped_by_itself(class_of):
+    made = class_of(PRE_NORM)
+    made.forward.__wrapped__ = made.forward
+    report = patch_model(nn.Sequential(made(), LlamaRMSNorm(N)), patch_layers=True)
+    assert report.counts["patched"] == 3 and not report.layers

@@ -3,6 +3,7 @@
 
 """The norms of Hugging Face's models, and of code like theirs, by the arithmetic of their forward.
 
+    source        the syntax tree of a function, where its file is what it was compiled from
     expressions   what a forward returns, as an expression
     arithmetic    which expressions are which norm, and how a kernel is called for it
     norms         classes of norms that call a kernel

@@ -21,16 +21,16 @@ from __future__ import annotations
 
 import ast
 import builtins
-import dis
 import inspect
 import operator
-import textwrap
 from collections.abc import Callable
-from types import CodeType, FunctionType, MappingProxyType, ModuleType
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
+
+from tilegym_rmsnorm.integrations.huggingface.source import Unclear, tree_of
 
 Expression = tuple[Any, ...]
 
@@ -38,10 +38,6 @@ X: Expression = ("x",)
 _SELF: Expression = ("the module",)
 _MAX_DEPTH = 4  # of functions that call each other
 _MAX_STATEMENTS = 40  # read in all; a norm has ten
-
-
-class Unclear(Exception):
-    """Why a forward cannot be read. The text ends a sentence that begins with its name."""
 
 
 Lookups = list[tuple[Any, str, Any]]  # a module or the globals of one, a name, and what it stood for
@@ -66,50 +62,6 @@ def expression_of(cls: type, lookups: Lookups | None = None) -> Expression:
     if not isinstance(function, FunctionType):
         raise Unclear("is no plain function")
     return _Reader(cls, [] if lookups is None else lookups).read(function, [_SELF, X], {}, is_forward=True)
-
-
-def tree_of(function: FunctionType) -> ast.FunctionDef:
-    """The syntax tree of a function, by the source it was compiled from. Raises `Unclear` where there is none.
-
-    A decorator that gave back another function is seen: that one is what is read here, or it has `__wrapped__`.
-    """
-    if hasattr(function, "__wrapped__"):
-        raise Unclear(f"is wrapped by {function.__code__.co_name!r}")
-    try:
-        source = textwrap.dedent(inspect.getsource(function))
-        (tree,) = ast.parse(source).body
-    except (OSError, TypeError, SyntaxError, ValueError, IndentationError):
-        raise Unclear("has no source that can be read") from None
-    if not isinstance(tree, ast.FunctionDef) or not _is_source_of(tree, function.__code__):
-        raise Unclear("has no source that can be read")
-    return tree
-
-
-def _is_source_of(tree: ast.FunctionDef, code: CodeType) -> bool:
-    """Whether a function was compiled from this source: a file may have been edited after it was imported."""
-    alone = ast.FunctionDef(**{**dict(ast.iter_fields(tree)), "decorator_list": []})
-    module = ast.Module([ast.copy_location(alone, tree)], [])
-    compiled = compile(module, code.co_filename, "exec", dont_inherit=True)
-    return any(
-        isinstance(each, CodeType) and each.co_name == code.co_name and _essence(each) == _essence(code)
-        for each in compiled.co_consts
-    )
-
-
-def _essence(code: CodeType) -> tuple[Any, ...]:
-    """Names, numbers and operators, in order. How a method is called depends on what else the file imports."""
-    numbers = [each for each in code.co_consts if not isinstance(each, (str, CodeType))]
-    names = {*code.co_names, *code.co_varnames}
-    operators = [
-        (
-            "" if isinstance(each.argval, str) else each.opname,
-            str(each.argval if each.argval in names else each.argrepr),
-        )
-        for each in dis.get_instructions(code)
-        if each.argval in names
-        or each.opname.startswith(("BINARY", "INPLACE", "COMPARE", "CONTAINS", "IS_OP", "UNARY"))
-    ]
-    return code.co_names, code.co_varnames, numbers, operators
 
 
 def text_of(expression: Any) -> str:

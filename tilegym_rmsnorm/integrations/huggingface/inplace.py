@@ -17,8 +17,9 @@ import functools
 from types import FunctionType
 from typing import Any
 
-from tilegym_rmsnorm.integrations.huggingface.expressions import Unclear, text_of_node, tree_of
+from tilegym_rmsnorm.integrations.huggingface.expressions import text_of_node
 from tilegym_rmsnorm.integrations.huggingface.layers import forward_of
+from tilegym_rmsnorm.integrations.huggingface.source import Unclear, tree_of
 
 _Values = frozenset[Any]
 _NOT_CHANGES = ("requires_grad_", "detach_")

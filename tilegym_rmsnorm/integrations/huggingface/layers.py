@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 
-from tilegym_rmsnorm.integrations.huggingface.expressions import Unclear, tree_of
 from tilegym_rmsnorm.integrations.huggingface.norms import PatchedType, add_norm, subclass
+from tilegym_rmsnorm.integrations.huggingface.source import Unclear, compiled_as, tree_of
 
-_ADD_NORM, _SUM = "tilegym_add_norm", "tilegym_sum"  # names that no layer has
+_ADD_NORM, _SUM, _FORWARD = "tilegym_add_norm", "tilegym_sum", "tilegym_forward"  # names that no layer has
+_NAMES_SEEN = "locals", "vars", "dir", "eval", "exec"  # what shows a function the names of its locals
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,12 @@ def rewritten(cls: type, norms: Collection[str]) -> tuple[FunctionType, tuple[st
     `Unclear` where there is none."""
     function = forward_of(cls)
     tree = tree_of(function)
-    if [argument.arg for argument in tree.args.args][:1] != ["self"]:
+    if [argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args)][:1] != ["self"]:
         raise Unclear("does not call its module self")
-    if function.__code__.co_freevars:
-        names = ", ".join(function.__code__.co_freevars).replace("__class__", "super()")
+    code = function.__code__
+    found = [*code.co_freevars, *(name for name in _NAMES_SEEN if name in code.co_names)]
+    if found:
+        names = ", ".join(found).replace("__class__", "super()")
         raise Unclear(f"uses {names}, which cannot be compiled again")
     rewriter = _Rewriter(norms)
     rewriter.generic_visit(tree)
@@ -69,7 +72,10 @@ def forward_of(cls: type) -> FunctionType:
     outermost = inspect.getattr_static(cls, "forward", None)
     if not isinstance(outermost, FunctionType):
         raise Unclear("is no plain function")
-    function: Any = inspect.unwrap(outermost)
+    try:
+        function: Any = inspect.unwrap(outermost)
+    except ValueError:
+        raise Unclear("is wrapped by itself") from None
     if not isinstance(function, FunctionType):
         raise Unclear(f"is wrapped by {outermost.__code__.co_name!r}")
     return function
@@ -117,8 +123,11 @@ class _Rewriter(ast.NodeTransformer):
                 setattr(node, field, self._rewritten(statements))
         return super().generic_visit(node)
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return node  # functions inside are left as they are
+    def left(self, node: ast.AST) -> ast.AST:
+        return node
+
+    # Functions and classes inside are left as they are, and what an exception may interrupt: its handler sees the sum.
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = visit_Try = visit_TryStar = left
 
     def _rewritten(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         result: list[ast.stmt] = []
@@ -154,6 +163,8 @@ class _Rewriter(ast.NodeTransformer):
         held = [name for name in dict.fromkeys((total, copy)) if name and name != y]
         first, *others = held or [_SUM]
         lines = [f"{y}, {first} = {_ADD_NORM}(self.{norm})", *(f"{name} = {first}" for name in others)]
+        if not held:
+            lines.append(f"del {_SUM}")
         new = ast.parse("\n".join(lines)).body
         for part in (part for statement in new for part in ast.walk(statement)):
             ast.copy_location(part, statements[count])
@@ -205,15 +216,17 @@ def _compiled(tree: ast.FunctionDef, function: FunctionType) -> FunctionType:
     # Given below: they were evaluated when the class was made.
     arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
     arguments.kw_defaults = [None if value is None else ast.Constant(None) for value in arguments.kw_defaults]
-    maker = ast.parse(f"def make({_ADD_NORM}):\n    return {tree.name}").body[0]
+    tree.name = _FORWARD  # its own name may be that of a global that it uses
+    maker = ast.parse(f"def make({_ADD_NORM}):\n    return {_FORWARD}").body[0]
     assert isinstance(maker, ast.FunctionDef)
     maker.body.insert(0, tree)
-    module = ast.Module([maker], [])
     ast.increment_lineno(tree, code.co_firstlineno - 1)
-    ast.fix_missing_locations(module)
     found: dict[str, Any] = {}
-    exec(compile(module, code.co_filename, "exec"), function.__globals__, found)
+    exec(compiled_as(ast.fix_missing_locations(maker), code), function.__globals__, found)
     result = found["make"](add_norm)
+    names = ("co_name", "co_qualname") if hasattr(code, "co_qualname") else ("co_name",)
+    result.__code__ = result.__code__.replace(**{name: getattr(code, name) for name in names})
+    result.__name__ = function.__name__
     result.__defaults__, result.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     result.__annotations__, result.__doc__ = function.__annotations__, function.__doc__
     result.__module__ = function.__module__

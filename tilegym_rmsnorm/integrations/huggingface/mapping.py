@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match, match_of
-from tilegym_rmsnorm.integrations.huggingface.expressions import Unclear
 from tilegym_rmsnorm.integrations.huggingface.norms import run
+from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 
 LAYER_NAMES = ("RMSNorm", "RMSNormZeroCentered")
 MIN_VERSION = (0, 17)

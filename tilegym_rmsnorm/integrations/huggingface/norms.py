@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tilegym_rmsnorm.api import rms_norm
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call, Match, match_of
-from tilegym_rmsnorm.integrations.huggingface.expressions import Unclear
+from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 from tilegym_rmsnorm.reference import promoted
 
 
@@ -140,7 +140,11 @@ def _is_fusable(norm: torch.nn.Module, x: Any, residual: Any) -> bool:
         has_hooks
         or norm._backward_pre_hooks
         or "forward" in norm.__dict__  # accelerate's hooks, too
-        or cls.forward is not cls.patched_forward  # of a class derived from the patched one
+        or "_call_impl" in norm.__dict__
+        # Of a class derived from the patched one:
+        or cls.forward is not cls.patched_forward
+        or cls.__call__ is not torch.nn.Module.__call__
+        or cls._call_impl is not torch.nn.Module._call_impl
         or torch.nn.modules.module._has_any_global_hook()
         or not isinstance(x, Tensor)
         or not isinstance(residual, Tensor)

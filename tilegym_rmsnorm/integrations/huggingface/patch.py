@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match, is_eps, match_of
-from tilegym_rmsnorm.integrations.huggingface.expressions import Unclear
 from tilegym_rmsnorm.integrations.huggingface.inplace import changed_inputs
 from tilegym_rmsnorm.integrations.huggingface.layers import (
     LayerPatch,
@@ -41,6 +40,7 @@ from tilegym_rmsnorm.integrations.huggingface.report import (
     PatchReport,
     Restored,
 )
+from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 from tilegym_rmsnorm.module import RMSNorm
 from tilegym_rmsnorm.registry import check_backend_name
 
@@ -230,9 +230,8 @@ def _is_bound(value: Any, function: Any, module: nn.Module) -> bool:
 
 def _give_class(module: nn.Module, cls: type) -> None:
     own = type(module).forward
-    vars(object)["__class__"].__set__(
-        module, cls
-    )  # a class may refuse to have attributes set, or have its own
+    # Not by module.__class__: a class may refuse to have attributes set, or have a __class__ of its own.
+    vars(object)["__class__"].__set__(module, cls)
     for name in _BOUND:
         if _is_bound(module.__dict__.get(name), own, module):
             module.__dict__[name] = MethodType(cls.forward, module)  # type: ignore[attr-defined]
