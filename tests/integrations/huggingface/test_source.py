@@ -21,7 +21,11 @@ def forward(self, x, d, *rest):
         y = self.weight * x.to(d)
     else:
         y = x - 1
+    if rest:
+        x = x + 1
+        d = x.dtype
     try:
+        x = x + y
         y = y * 2
     except ValueError:
         y = x
@@ -68,6 +72,8 @@ def imported(tmp_path):
         ("d, *rest", "d, rest"),
         (TRIED, "        pass\n    except ValueError:\n        y = x\n    y = y * 2\n"),
         ("    else:\n        y = x - 1\n", "    y = x - 1\n"),
+        ("        d = x.dtype\n", "    d = x.dtype\n"),  # the target of a jump alone
+        ("    try:\n        x = x + y\n", "    x = x + y\n    try:\n"),  # where an exception is handled, alone
         ("super().finish", "self.finish"),
     ],
 )  # fmt: skip
