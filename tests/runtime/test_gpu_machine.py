@@ -76,6 +76,12 @@ def test_memory_of_a_device_that_is_not_current(gpu, driver, size, dtype):
     assert got.shape == size and got.dtype == dtype and not driver.allocated
 
 
+def test_what_outlives_a_call_has_no_memory(gpu):
+    """A first call in a capture takes its memory from a pool of which nothing may be kept (tests/gpu/first_use.py)."""
+    kept = [each for each in vars(gpu).values() if isinstance(each, torch.Tensor)]
+    assert kept and not any(each.untyped_storage().nbytes() for each in kept)
+
+
 @pytest.mark.parametrize(("sm_count", "most"), [(132, 16), (114, 14), (16, 2), (8, 1), (7, 1), (4, 1)])
 def test_teams_of_eight_launches_at_once_leave_room(driver, sm_count, most):
     """Of the smallest GPUs no team does, and every entry without one may serve."""

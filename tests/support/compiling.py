@@ -90,7 +90,7 @@ class CompilingMachine:
         self, architecture: int, compiles: bool = True, sm_count: int = 132, keep: Path | None = None
     ) -> None:
         self.facts = Device(architecture, sm_count, sm_count // 8)
-        self.no_weight, self.no_dw_partial = torch.empty(2, 64, device="meta").unbind()
+        self.no_array = torch.empty(64, device="meta")
         self.compiles, self.keep = compiles, keep
         self.spills = ""  # of the plan that launches now
         self.results: list[Compiled] = []

@@ -23,6 +23,7 @@ xhat; that it rounds at all `llama_share` says.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -277,12 +278,15 @@ def expected(
     return found
 
 
-def run(variant: Variant, inputs: VariantInputs, backend: str) -> dict[str, Tensor | None]:
-    """All results, by autograd: its `grad`, since `backward` may rearrange what becomes a leaf's gradient."""
+def run(
+    variant: Variant, inputs: VariantInputs, backend: str, function: Callable[..., Any] = rms_norm
+) -> dict[str, Tensor | None]:
+    """All results, by autograd: its `grad`, since `backward` may rearrange what becomes a leaf's gradient. function:
+    `rms_norm`, or that compiled."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in inputs[:4]]
     x, weight, bias, residual = leaves
     given = options(variant, inputs._replace(bias=bias, residual=residual))
-    y = rms_norm(x, variant.n, weight, variant.eps, **given, backend=backend)
+    y = function(x, variant.n, weight, variant.eps, **given, backend=backend)
     residual_out, outputs, given = None, (y,), (inputs.dy,)
     if residual is not None:
         y, residual_out = outputs = y

@@ -123,7 +123,7 @@ class Forward(Launcher):
         x = _as_read(x, self.tma)
         m = x.size(0)
         y, rstd = machine.empty((m, self.n), x.dtype), machine.empty((m,), torch.float32)
-        weight = machine.no_weight if weight is None else weight
+        weight = machine.no_array if weight is None else weight
         self.run(m, (y, rstd, x, weight, (), (), eps, offset, self.inv_n))
         return y, rstd
 
@@ -136,7 +136,7 @@ class Forward(Launcher):
         if residual is not None:
             residual_out = self.empty_like(x, spec.residual_dtype)
             added = residual, residual_out, spec.alpha
-        weight, biases = self.machine.no_weight if weight is None else weight, () if bias is None else (bias,)
+        weight, biases = self.machine.no_array if weight is None else weight, () if bias is None else (bias,)
         arguments = y, rstd, x, weight, added, biases, spec.eps, spec.offset, self.inv_n
         self.run(rstd.size(0), arguments, lead_of(x))
         return y, rstd, residual_out
@@ -153,7 +153,7 @@ class Backward(Launcher):
     ) -> tuple[Tensor, Tensor | None]:
         machine, n = self.machine, self.n
         x, dy = _as_read(x, self.tma), _as_read(dy, self.tma)
-        m, dw, dw_partial = x.size(0), None, machine.no_dw_partial
+        m, dw, dw_partial = x.size(0), None, machine.no_array
         dx = machine.empty((m, n), x.dtype)
         if self.plan.problem.op == "backward":
             dw = machine.empty((n,), weight.dtype)
@@ -161,7 +161,7 @@ class Backward(Launcher):
             p = self.launches_for(m).partial_rows if m <= self.most_rows else 1
             # a partial row that is alone is dw
             dw_partial = dw.view(1, n) if p == 1 else machine.empty((p, n), torch.float32)
-        weight = machine.no_weight if weight is None else weight
+        weight = machine.no_array if weight is None else weight
         self.run(m, (dx, dw, dw_partial, dy, x, weight, rstd, (), (), (), (), offset, self.inv_n))
         return dx, dw
 
@@ -176,7 +176,7 @@ class Backward(Launcher):
             out = d_residual, spec.alpha
         elif spec.alpha != 1.0:
             out = (spec.alpha,)
-        dw, dw_partial, db, db_partial, sums = None, machine.no_dw_partial, None, (), ()
+        dw, dw_partial, db, db_partial, sums = None, machine.no_array, None, (), ()
         if self.plan.problem.op == "backward":
             # of more rows than one launch takes each part has its own
             p = self.launches_for(m, lead).partial_rows if m <= self.most_rows else 1
@@ -186,7 +186,7 @@ class Backward(Launcher):
                 db, partial = self._sum_and_partials(columns, p, wanted.db)
                 db_partial, sums = (partial,), (db, partial)
         of_residual = () if d_residual_out is None else (d_residual_out,), out
-        arrays = dx, dw, dw_partial, dy, x, machine.no_weight if weight is None else weight, rstd
+        arrays = dx, dw, dw_partial, dy, x, machine.no_array if weight is None else weight, rstd
         self.run(m, (*arrays, *of_residual, db_partial, sums, spec.offset, self.inv_n), lead)
         if self.plan.problem.form.per_head:
             dw, db = (None if each is None else each.view(-1, self.n) for each in (dw, db))

@@ -34,13 +34,13 @@ class Machine(Protocol):
     """What launches, searches and warmups ask of a device.
 
     facts: its numbers, by which plans are chosen.
-    no_weight, no_dw_partial: arguments for arrays that a kernel is compiled not to touch, since an argument cannot be
-    None.
+    no_array: the argument for an array that a kernel is compiled not to touch, since an argument cannot be None. It
+    outlives a call, so on a GPU it has no memory: in a capture that would come from the graph's own pool, which
+    torch.compile lets only results keep.
     """
 
     facts: Device
-    no_weight: Tensor
-    no_dw_partial: Tensor
+    no_array: Tensor
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
 
@@ -60,7 +60,8 @@ class GpuMachine:
         most_members = max(1, sm_count // LAUNCHES_AT_ONCE)
         target = toolchain.target_of(properties.name, architecture)
         self.facts = Device(architecture, sm_count, most_members, target)
-        self.no_weight, self.no_dw_partial = torch.empty(2, 64, device=device).unbind()
+        self.no_array = torch.empty(64, device=device)
+        self.no_array.untyped_storage().resize_(0)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if _empty_strided_cuda is None or torch._C._cuda_getDevice() != self.index:
@@ -97,7 +98,7 @@ class InterpretedMachine:
     facts = Device(architecture=90, sm_count=3, most_members=MOST_MEMBERS)  # blocks that wait let others run
 
     def __init__(self) -> None:
-        self.no_weight, self.no_dw_partial = torch.empty(2, 64, device="cpu").unbind()
+        self.no_array = torch.empty(64, device="cpu")
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with _default_device_cpu():
