@@ -135,8 +135,8 @@ def _sum_and_wide_sum(x: Tensor, residual: Tensor, spec: Spec) -> tuple[Tensor, 
     their gradient would be rounded to the narrow dtype, and in float16 overflow."""
     total, dtype = reference.wide_sum(x, residual, spec.alpha), spec.residual_dtype
     residual_out = total.to(dtype)
-    joint = torch.promote_types(x.dtype, residual.dtype)
-    if joint.is_complex or torch.promote_types(joint, dtype) == dtype:
+    joint = reference.promoted(x.dtype, residual.dtype)
+    if joint.is_complex or reference.promoted(joint, dtype) == dtype:
         return residual_out, None
     return residual_out, reference.rounded_value(total, dtype).to(reference.compute_dtype(dtype))
 

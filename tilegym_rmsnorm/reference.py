@@ -52,14 +52,18 @@ def joint_dtype(*tensors: Tensor | None) -> torch.dtype:
     return dtype
 
 
-# torch.export records calls of torch.promote_types as nodes, which nothing can run.
-_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-_PROMOTED = {(a, b): torch.promote_types(a, b) for a in _FLOATING for b in _FLOATING}
-
-
 def promoted(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """`torch.promote_types` of floating and complex dtypes."""
-    return _PROMOTED[dtype, other]
+    """`torch.promote_types` of the floating and complex dtypes that are taken.
+
+    Made of comparisons: torch.export records a call of torch.promote_types as a node that nothing can run, and in
+    torch.compiler.nested_compile_region Dynamo cannot guard on a dictionary that has dtypes as keys.
+    """
+    if dtype == other:
+        return dtype
+    is_wide = torch.float64 in (compute_dtype(dtype), compute_dtype(other))
+    if dtype.is_complex or other.is_complex:
+        return torch.complex128 if is_wide else torch.complex64
+    return torch.float64 if is_wide else torch.float32
 
 
 def compute_rms_norm_rstd_torch(x: Tensor, eps: float | None = None) -> Tensor:

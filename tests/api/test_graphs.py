@@ -7,6 +7,7 @@ import by_address
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import BF16, FP32
 from torch.nn import Linear, Sequential
 
 from tilegym_rmsnorm import (
@@ -67,6 +68,25 @@ def test_the_ops_below_autograd_are_exported(strict):
     for got, expected in zip(
         torch.export.export(Ops(), (X,), strict=strict).module()(X), Ops()(X), strict=True
     ):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "residual_dtype", "n"), [(torch.complex64, torch.complex128, 8), (BF16, FP32, 0)]
+)
+def test_what_is_exported_promotes_no_dtypes(dtype, residual_dtype, n, strict):
+    """torch.export records a call of torch.promote_types as a node, which compilers of graphs do not know."""
+
+    class Norm(torch.nn.Module):
+        def forward(self, x, residual):
+            return rms_norm(x, (n,), residual=residual)
+
+    given = torch.randn(3, n, dtype=dtype), torch.randn(3, n, dtype=residual_dtype)
+    torch._dynamo.reset()
+    exported = torch.export.export(Norm(), given, strict=strict)
+    assert "promote_types" not in exported.graph_module.code
+    for got, expected in zip(exported.module()(*given), Norm()(*given), strict=True):
         torch.testing.assert_close(got, expected)
 
 

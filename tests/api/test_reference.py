@@ -4,6 +4,8 @@
 """The reference against what it specifies: ATen, Hugging Face's formulas, numerical derivatives. And the tolerances
 of helpers.py against mistakes that they must catch."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from helpers import BF16, FP16, FP32, FP64, assert_within, expected_results, mak
 from tilegym_rmsnorm.reference import (
     compute_rms_norm_rstd_torch,
     default_eps,
+    promoted,
     rms_norm_backward_torch,
     rms_norm_forward_torch,
 )
@@ -170,3 +173,9 @@ def test_the_tolerances_catch_a_wrong_parameter_of_the_forward(change):
     y, rstd = rms_norm_forward_torch(wrong.x, wrong.weight, wrong.eps, offset=wrong.offset)
     with pytest.raises(AssertionError, match="beyond the tolerance"):
         assert_within(expected_results(inputs), y=y, rstd=rstd)
+
+
+def test_promoted_dtypes_are_those_of_pytorch():
+    dtypes = FP16, BF16, FP32, FP64, torch.complex64, torch.complex128
+    for dtype, other in itertools.product(dtypes, dtypes):
+        assert promoted(dtype, other) is torch.promote_types(dtype, other), (dtype, other)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tilegym_rmsnorm import api
+from tilegym_rmsnorm.reference import promoted
 from tilegym_rmsnorm.validation import (
     check_input,
     checked_bool,
@@ -115,7 +116,7 @@ class RMSNorm(nn.Module):
         return self._forward(input, weight)
 
     def _forward(self, input: Tensor, weight: Tensor) -> Tensor:
-        if torch.promote_types(input.dtype, weight.dtype) is not weight.dtype:
+        if promoted(input.dtype, weight.dtype) is not weight.dtype:
             input = input.to(weight.dtype)  # a wider one needs no copy: kernels compute in float32
         offset = float(self.zero_centered_gamma)
         return api.rms_norm(input, weight.shape, weight, self.eps, offset=offset, out_dtype=weight.dtype)
