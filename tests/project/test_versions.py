@@ -94,6 +94,28 @@ def test_every_release_has_a_job():
     assert releases[0].startswith(f"{lowest}.")
 
 
+def test_extra_cutile_bounds_the_whole_compiler():
+    """Of a package that its packages ask for, pip takes the newest, which need not fit: nvcc with other headers."""
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extra = {each.name: each for each in map(Requirement, project["optional-dependencies"]["cutile"])}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = {each.name: each for each in map(Requirement, (x for x in lines if x and not x.startswith("#")))}
+
+    needed = set(extra)
+    for name in extra:
+        try:
+            needed |= {Requirement(each).name for each in importlib.metadata.requires(name) or ()}
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip(f"{name} is not installed")
+
+    for name in needed & set(pins):
+        (pin,) = (Version(each.version) for each in pins[name].specifier)
+        following = f"{pin.major}.{pin.minor + 1}.0"
+        assert name in extra, f"constraints.txt pins {name}, the extra takes any"
+        assert pin in extra[name].specifier and following not in extra[name].specifier
+
+
 def test_pinned_versions_are_there_for_the_oldest_python():
     """Where a pinned version asks for a newer one, the pin says so: else pip finds none for the oldest."""
     (oldest,) = re.findall(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())

@@ -13,12 +13,13 @@ import torch
 
 from tilegym_rmsnorm.backends import cutile
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
+from tilegym_rmsnorm.commands import installation
 from tilegym_rmsnorm.registry import Request
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BF16, FP32 = torch.bfloat16, torch.float32
 COMPILERS = dict.fromkeys(toolchain.PIP_PACKAGES, "13.4.92")
-ALL_PACKAGES = {"cuda-tile": "1.7.0", **COMPILERS}
+ALL_PACKAGES = {"cuda-tile": "1.7.0", **COMPILERS, "nvidia-cuda-crt": "13.4.92"}
 
 
 @pytest.fixture(autouse=True)
@@ -155,6 +156,25 @@ def test_pip_packages_of_different_versions_are_named(places, packages, gpu):
 def test_patch_versions_may_differ(packages):
     packages(COMPILERS | {"nvidia-nvvm": "13.4.49"})
     assert toolchain.pip_mismatch() is None
+
+
+def test_headers_of_another_version_leave_the_compiler_found(places, packages):
+    """pip takes the newest headers for nvcc, unless a command names their version too."""
+    places("pip package")
+    packages(ALL_PACKAGES | {"nvidia-cuda-crt": "13.5.37"})
+
+    assert toolchain.find_tileiras().source == "pip package"
+    line = installation.describe()["tileiras"]
+    assert "nvidia-cuda-nvcc 13.4.92" in line and "nvidia-cuda-crt 13.5.37" in line
+    assert '"nvidia-cuda-crt==13.4.*"' in line
+
+
+@pytest.mark.parametrize("installed", [ALL_PACKAGES, COMPILERS])
+def test_headers_of_its_version_or_none_are_not_named(places, packages, installed):
+    places("pip package")
+    packages(installed)
+
+    assert "nvidia-" not in installation.describe()["tileiras"]
 
 
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])

@@ -105,6 +105,10 @@ def _torch() -> str:
 def _tileiras() -> str:
     tileiras, mismatch = toolchain.find_tileiras(), toolchain.pip_mismatch()
     note = f"; pip packages ignored, not of one version: {mismatch}" if mismatch else ""
+    if headers := toolchain.pip_mismatch(toolchain.NVCC_PACKAGES):
+        note += (
+            f"; nvcc and its headers are not of one version: {headers}. To mend it: {toolchain.PIP_INSTALL}"
+        )
     if tileiras is None:
         return f"not found{note}"
     return f"{toolchain.dotted(tileiras.release)}, from {tileiras.source}: {tileiras.path}{note}"

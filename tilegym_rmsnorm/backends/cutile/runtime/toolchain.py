@@ -41,7 +41,11 @@ CUDA_TILE_RANGE = ((1, 7), (2,))  # from, below
 OLDEST_TILEIRAS = (13, 4)
 OLDEST_DRIVER = (13, 0)  # as the CUDA version that the driver supports: r580
 PIP_PACKAGES = ("nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm")
-PIP_INSTALL = "pip install " + " ".join(f'"{name}==13.4.*"' for name in PIP_PACKAGES)
+# nvcc asks for any version of its headers. cuda-tile does not look at them: a mismatch breaks what nvcc compiles.
+NVCC_PACKAGES = ("nvidia-cuda-nvcc", "nvidia-cuda-crt")
+PIP_INSTALL = "pip install " + " ".join(
+    f'"{name}==13.4.*"' for name in dict.fromkeys(PIP_PACKAGES + NVCC_PACKAGES)
+)
 CUDA_TILE_INSTALL = 'pip install "cuda-tile>=1.7,<2"'
 
 
@@ -55,9 +59,9 @@ class Tileiras(NamedTuple):
 
 
 @functools.cache
-def pip_mismatch() -> str | None:
-    """The three compiler packages with their versions if all are installed and not of one major.minor."""
-    versions = {name: package_version(name) for name in PIP_PACKAGES}
+def pip_mismatch(names: tuple[str, ...] = PIP_PACKAGES) -> str | None:
+    """Name these packages with their versions if all are installed and not of one major.minor."""
+    versions = {name: package_version(name) for name in names}
     minors = {None if version is None else parse_version(version)[:2] for version in versions.values()}
     if None in minors or len(minors) == 1:
         return None
