@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("mypy", reason="mypy is not installed")
+pytest.importorskip("setuptools", minversion="77", reason="setuptools 77 is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
 _spec = importlib.util.spec_from_file_location("readme_types", ROOT / "scripts" / "readme_types.py")
