@@ -78,6 +78,12 @@ def _teams_by_environment() -> bool:
     return value in _ON
 
 
+def check_environment() -> None:
+    """ValueError where a variable of the environment that no function overrides has a value that means nothing."""
+    teams()
+    get_sm_margin()
+
+
 def set_sm_margin(sm_margin: int | None) -> None:
     """How many SMs of a GPU the backward leaves free, for communication that runs at the same time.
 

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from tilegym_rmsnorm import policy
 from tilegym_rmsnorm.validation import check_plain_function
 
 OPS = ("rms_norm_forward", "rms_norm_backward")
@@ -299,6 +300,7 @@ def _environment_backend() -> str | None:
 
 
 def _choose(op: str, request: Request, name: str) -> Callable[..., Any]:
+    policy.check_environment()  # here, where the fast path does not pass
     _check_name("op", op, OPS)
     _check_name("backend", name, _NAMES)
     backend, passed_over = _first_usable(op, request) if name == "auto" else (_usable(op, request, name), "")

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import tilegym_rmsnorm as tr
-from tilegym_rmsnorm import policy
+from tilegym_rmsnorm import fastpath, policy, registry
 
 N = 20480  # a row of a team, on Hopper and in the interpreter
 
@@ -125,6 +125,37 @@ def test_the_environment_says_it_where_nothing_else_does(monkeypatch, value, sai
     assert policy.teams() is not said
     tr.set_teams(None)
     assert policy.teams() is said
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"), [(policy.TEAMS_VARIABLE, "maybe"), (policy.SM_MARGIN_VARIABLE, "all")]
+)
+@pytest.mark.parametrize("backend", [None, "torch", "inductor"])
+def test_every_first_call_reads_the_environment(monkeypatch, variable, value, backend):
+    """A value that means nothing was noticed by the backends alone that need it, on another machine perhaps."""
+    monkeypatch.setattr(registry, "_chosen", {})
+    fastpath.forget()
+    monkeypatch.setenv(variable, value)
+    tr.set_sm_margin(None)
+    x = torch.ones(2, 8)
+    calls = [
+        lambda: tr.rms_norm(x, 8, backend=backend),
+        lambda: tr.rms_norm_forward(x, None, backend=backend),
+    ]
+    if backend is None:
+        torch._dynamo.reset()
+        calls.append(torch.compile(lambda: tr.rms_norm(x, 8), backend="eager"))
+    try:
+        for call in calls:
+            with pytest.raises(ValueError, match=f"{variable}: expected .*, got '{value}'"):
+                call()
+        tr.set_teams(True)  # says it in the variable's place
+        tr.set_sm_margin(0)
+        for call in calls:
+            call()
+    finally:
+        monkeypatch.undo()
+        tr.set_sm_margin(None)
 
 
 def test_what_is_neither_is_refused(monkeypatch):
