@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Writes the table of docs/api.md: each public name with its arguments, and the first sentence of its docstring.
+"""Writes the table of docs/api.md: each public name with the first sentence of its docstring.
 
-python scripts/docs_names.py     after a change of a public signature or docstring
+python scripts/docs_names.py     after a change of a public name or docstring
 """
 
 from __future__ import annotations
@@ -14,31 +14,29 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "api.md"
-TABLE = re.compile(r"^\| name and arguments \|.*\n(?:\|.*\n)+", re.MULTILINE)
+TABLE = re.compile(r"^\| name \|.*\n(?:\|.*\n)+", re.MULTILINE)
+ENTRY = re.compile(r"^::: (tilegym_rmsnorm\.[\w.]+)\.(\w+)$", re.MULTILINE)
 sys.path.insert(0, str(ROOT))
 
 import tilegym_rmsnorm  # noqa: E402
 
 
+def entries(page: str) -> list[tuple[str, str]]:
+    """Module and name of each public object of which the page has the docstring, in the page's order."""
+    found = ENTRY.findall(page)
+    return [each for each in found if getattr(public(each[1]), "__module__", None) == each[0]]
+
+
+def public(name: str) -> object:
+    return getattr(tilegym_rmsnorm, name) if name in tilegym_rmsnorm.__all__ else None
+
+
 def table(page: str) -> str:
-    """A line for each name of which the page has the docstring, in the page's order."""
-    rows = ["| name and arguments | what it is |", "|---|---|"]
-    for module, name in re.findall(r"^::: tilegym_rmsnorm\.(\w+)\.(\w+)$", page, re.MULTILINE):
-        thing = getattr(tilegym_rmsnorm, name)
-        summary = " ".join(inspect.getdoc(thing).partition("\n\n")[0].split())
-        rows.append(f"| [`{call(name, thing)}`](../tilegym_rmsnorm/{module}.py) | {summary} |")
+    rows = ["| name | what it is |", "|---|---|"]
+    for module, name in entries(page):
+        summary = " ".join(inspect.getdoc(public(name)).partition("\n\n")[0].split())
+        rows.append(f"| [`{name}`](../{module.replace('.', '/')}.py) | {summary} |")
     return "\n".join(rows) + "\n"
-
-
-def call(name: str, thing: object) -> str:
-    """The name with its arguments and their defaults; of an exception the name alone."""
-    if isinstance(thing, type) and issubclass(thing, Exception):
-        return name
-    parameters = [
-        each.replace(annotation=each.empty) for each in inspect.signature(thing).parameters.values()
-    ]
-    text = str(inspect.Signature([each for each in parameters if each.name != "self"]))
-    return name + text.replace("'", '"')
 
 
 def main() -> None:

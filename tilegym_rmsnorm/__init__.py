@@ -7,6 +7,7 @@ Importing this package imports torch and nothing else; a backend's own libraries
 """
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
 from tilegym_rmsnorm.api import rms_norm
 from tilegym_rmsnorm.module import RMSNorm
@@ -31,6 +32,10 @@ from tilegym_rmsnorm.registry import (
 )
 from tilegym_rmsnorm.warming import warmup
 
+if TYPE_CHECKING:
+    from tilegym_rmsnorm.integrations.aten import Override
+    from tilegym_rmsnorm.integrations.huggingface.report import PatchReport
+
 NOT_INSTALLED = "0+unknown"
 
 try:
@@ -40,6 +45,8 @@ except PackageNotFoundError:  # run from a checkout that was not installed
 
 __all__ = [
     "BackendUnavailableError",
+    "Override",
+    "PatchReport",
     "RMSNorm",
     "compute_rms_norm_rstd_torch",
     "get_available_backends",
@@ -62,3 +69,20 @@ __all__ = [
     "use_sm_margin",
     "warmup",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a class that only annotations and isinstance need when it is asked for."""
+    if name == "Override":
+        from tilegym_rmsnorm.integrations.aten import Override
+
+        return Override
+    if name == "PatchReport":
+        from tilegym_rmsnorm.integrations.huggingface.report import PatchReport
+
+        return PatchReport
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -287,3 +287,9 @@ def test_every_public_name_exists():
     for name in tilegym_rmsnorm.__all__:
         assert getattr(tilegym_rmsnorm, name).__doc__
     assert tilegym_rmsnorm.__version__
+    with pytest.raises(AttributeError, match="'tilegym_rmsnorm' has no attribute 'rmsnorm'"):
+        _ = tilegym_rmsnorm.rmsnorm
+
+
+def test_completion_offers_the_public_names_alone():
+    assert dir(tilegym_rmsnorm) == sorted(tilegym_rmsnorm.__all__)
