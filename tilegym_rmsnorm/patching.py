@@ -54,7 +54,8 @@ def unpatch_model(model: torch.nn.Module) -> PatchReport:
         model: Patched or not; any module.
 
     Returns:
-        What was restored, and what could not be: modules that were given another class after the patch.
+        What was restored, and what could not be: modules that were given another class after the patch. `print` of it
+        says so where nothing in the model is patched.
 
     Raises:
         TypeError: model is no `torch.nn.Module`.

@@ -128,7 +128,8 @@ def unpatch(model: Any) -> PatchReport:
             declined.append(Declined(name, cls.__name__, "was given another class after the patch"))
     for module, old_class in changes:
         _give_class(module, old_class)
-    return PatchReport(declined=tuple(declined), restored=tuple(restored))
+    nothing = "nothing in this model is patched"
+    return PatchReport(declined=tuple(declined), restored=tuple(restored), if_nothing=nothing)
 
 
 def _check_module(function: str, model: Any) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -43,6 +43,7 @@ class PatchReport:
         declined: What looks like a norm, or a layer, and was left as it is: name, class_name and reason of each.
         restored: What `unpatch_model` gave its class back: name and class_name of each.
         already: How many norms and layers had been patched before, and so were left as they are.
+        if_nothing: The text of a report that lists nothing.
     """
 
     patched: tuple[PatchedNorm, ...] = ()
@@ -50,6 +51,7 @@ class PatchReport:
     declined: tuple[Declined, ...] = ()
     restored: tuple[Restored, ...] = ()
     already: int = 0
+    if_nothing: str = field(default="no norms", repr=False)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -71,7 +73,7 @@ class PatchReport:
         ]
         if self.already:
             lines.append(f"patched before: {self.already}")
-        return "\n".join(lines) or "no norms"
+        return "\n".join(lines) or self.if_nothing
 
 
 def _section(title: str, entries: Iterable[tuple[str, str, str]]) -> list[str]:
