@@ -111,6 +111,13 @@ def test_a_build_without_cuda(monkeypatch):
 
 
 def test_another_device():
+    for wrong in (False, None):  # as if it were a switch
+        with pytest.raises(
+            ValueError, match=f"got {wrong}; undo\\(\\) of what override_aten returned ends it"
+        ):
+            override_aten(wrong)
+    with pytest.raises(ValueError, match="device_type: expected 'cuda' or 'cpu', got \\[\\]$"):
+        override_aten([])
     with pytest.raises(ValueError, match="device_type: expected 'cuda' or 'cpu', got 'mps'"):
         override_aten("mps")
 
