@@ -33,7 +33,7 @@ from tilegym_rmsnorm.autograd import (
 from tilegym_rmsnorm.gate import is_watched
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import dispatch, get_current_backend, request_of
-from tilegym_rmsnorm.spec import parts_of
+from tilegym_rmsnorm.spec import Casting, parts_of
 from tilegym_rmsnorm.validation import (
     check_casting,
     check_input,
@@ -64,7 +64,7 @@ def rms_norm(
     residual_alpha: float = 1.0,
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
-    casting: str = "once",
+    casting: Casting = "once",
     backend: str | None = None,
 ) -> Tensor: ...
 
@@ -82,7 +82,7 @@ def rms_norm(
     residual_alpha: float = 1.0,
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
-    casting: str = "once",
+    casting: Casting = "once",
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -99,7 +99,7 @@ def rms_norm(
     residual_alpha: float = 1.0,
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
-    casting: str = "once",
+    casting: Casting = "once",
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`torch.nn.functional.rms_norm`, differentiable (twice), on the selected backend.

@@ -20,6 +20,7 @@ import torch
 from tilegym_rmsnorm.registry import check_backend_name
 from tilegym_rmsnorm.validation import (
     check_casting,
+    check_dtype_of_parameters,
     checked_bool,
     checked_dtype,
     checked_eps,
@@ -150,8 +151,7 @@ def _checked(base: type, options: Mapping[str, Any]) -> dict[str, Any]:
         check_backend_name(options["backend"])
     if options.get("device") is not None:
         checked["device"] = torch.device(options["device"])
-    if not isinstance(options.get("dtype"), (torch.dtype, type(None))):
-        raise TypeError(f"dtype: expected a torch.dtype or None, got {options['dtype']!r}")
+    check_dtype_of_parameters(options.get("dtype"))
     for name in ("elementwise_affine", "bias"):
         checked_bool(name, options.get(name, False))
     return checked

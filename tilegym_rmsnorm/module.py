@@ -15,13 +15,16 @@ from tilegym_rmsnorm.api import rms_norm
 from tilegym_rmsnorm.configured import Norm, configured
 from tilegym_rmsnorm.registry import BackendUnavailableError, check_backend_name
 from tilegym_rmsnorm.scripting import scripted_rms_norm
+from tilegym_rmsnorm.spec import Casting
 from tilegym_rmsnorm.validation import (
     check_casting,
+    check_dtype_of_parameters,
     checked_bool,
     checked_dtype,
     checked_eps,
     checked_heads,
     checked_number,
+    checked_sizes_of_weight,
 )
 
 
@@ -54,15 +57,16 @@ class RMSNorm(torch.nn.RMSNorm):
         backend: A name or `"auto"`. None: the one in effect when the module is called.
 
     Raises:
-        ValueError: eps, offset, heads or residual_alpha is out of range, there is no such casting or backend, or there
-            are heads without a weight.
-        TypeError: eps, offset, heads or residual_alpha is no number, or a dtype is no floating one.
+        ValueError: A size, eps, offset, heads or residual_alpha is out of range, there is no such casting or backend,
+            or there are heads without a weight.
+        TypeError: A size, eps, offset, heads or residual_alpha is no number, a switch is no bool, or a dtype is none
+            that weight or y may have.
     """
 
     __constants__ = [*torch.nn.RMSNorm.__constants__, "offset", "casting"]
     # What a module has that was built as a torch.nn.RMSNorm and got this class later.
     offset = 0.0
-    casting = "once"
+    casting: Casting = "once"
     backend: str | None = None
     heads: int | None = None
     residual_alpha = 1.0
@@ -83,9 +87,12 @@ class RMSNorm(torch.nn.RMSNorm):
         residual_alpha: float = 1.0,
         residual_dtype: torch.dtype | None = None,
         out_dtype: torch.dtype | None = None,
-        casting: str = "once",
+        casting: Casting = "once",
         backend: str | None = None,
     ) -> None:
+        shape = checked_sizes_of_weight(normalized_shape)
+        checked_bool("elementwise_affine", elementwise_affine)
+        check_dtype_of_parameters(dtype)
         check_casting(casting)
         self.heads = checked_heads(heads)
         if heads is not None and not elementwise_affine:
@@ -100,7 +107,7 @@ class RMSNorm(torch.nn.RMSNorm):
         if backend is not None:
             check_backend_name(backend)
         self.offset = checked_number("offset", offset)  # before the base class, which resets the parameters
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        super().__init__(list(shape), eps, elementwise_affine, device, dtype)
         self.casting = casting
         self.backend = backend
         if heads is not None:

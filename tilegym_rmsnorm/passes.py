@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm import graphs, reference, unrecorded
-from tilegym_rmsnorm.spec import Wanted
+from tilegym_rmsnorm.spec import Casting, Wanted
 from tilegym_rmsnorm.validation import (
     check_input,
     check_memory,
@@ -44,7 +44,7 @@ def rms_norm_forward(
     residual_alpha: float = 1.0,
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
-    casting: str = "once",
+    casting: Casting = "once",
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -61,7 +61,7 @@ def rms_norm_forward(
     residual_alpha: float = 1.0,
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
-    casting: str = "once",
+    casting: Casting = "once",
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
@@ -77,7 +77,7 @@ def rms_norm_forward(
     residual_alpha: float = 1.0,
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
-    casting: str = "once",
+    casting: Casting = "once",
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """y and rstd of rows of x, without autograd; with a residual `(y, residual_out, rstd)`. M is the product of x's
@@ -140,7 +140,7 @@ def rms_norm_backward(
     rstd: Tensor,
     *,
     offset: float = 0.0,
-    casting: str = "once",
+    casting: Casting = "once",
     d_residual_out: Tensor | None = None,
     dw_dtype: torch.dtype | None = None,
     needs_db: Literal[False] = False,
@@ -156,7 +156,7 @@ def rms_norm_backward(
     rstd: Tensor,
     *,
     offset: float = 0.0,
-    casting: str = "once",
+    casting: Casting = "once",
     d_residual_out: Tensor | None = None,
     dw_dtype: torch.dtype | None = None,
     needs_db: Literal[True],
@@ -171,7 +171,7 @@ def rms_norm_backward(
     rstd: Tensor,
     *,
     offset: float = 0.0,
-    casting: str = "once",
+    casting: Casting = "once",
     d_residual_out: Tensor | None = None,
     dw_dtype: torch.dtype | None = None,
     needs_db: bool = False,
@@ -246,7 +246,7 @@ def rms_norm_backward_torch(
     rstd: Tensor,
     *,
     offset: float = 0.0,
-    casting: str = "once",
+    casting: Casting = "once",
     d_residual_out: Tensor | None = None,
     dw_dtype: torch.dtype | None = None,
     needs_db: Literal[False] = False,
@@ -261,7 +261,7 @@ def rms_norm_backward_torch(
     rstd: Tensor,
     *,
     offset: float = 0.0,
-    casting: str = "once",
+    casting: Casting = "once",
     d_residual_out: Tensor | None = None,
     dw_dtype: torch.dtype | None = None,
     needs_db: Literal[True],
@@ -275,7 +275,7 @@ def rms_norm_backward_torch(
     rstd: Tensor,
     *,
     offset: float = 0.0,
-    casting: str = "once",
+    casting: Casting = "once",
     d_residual_out: Tensor | None = None,
     dw_dtype: torch.dtype | None = None,
     needs_db: bool = False,

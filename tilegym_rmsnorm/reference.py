@@ -24,13 +24,14 @@ is given: api.py and unrecorded.py do, in front of them.
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.spec import Gradients, Wanted
+from tilegym_rmsnorm.spec import Casting, Gradients, Wanted
 
-CASTINGS = ("once", "llama")
+CASTINGS = get_args(Casting)
 
 
 def default_eps(dtype: torch.dtype) -> float:

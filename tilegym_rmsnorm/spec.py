@@ -19,8 +19,9 @@ residual. What is None is not there, or not wanted.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+Casting = Literal["once", "llama"]  # see `rms_norm`
 Tensors = tuple[Any, ...]
 Outputs = tuple[Any, Any, Any]  # y, rstd, residual_out
 Gradients = tuple[Any, Any, Any, Any]  # dx, d_residual, dw, db
@@ -32,7 +33,7 @@ class Spec(NamedTuple):
     n: int  # elements that are normalized together
     eps: float
     offset: float
-    casting: str  # "once" or "llama", see `rms_norm`
+    casting: str
     alpha: float = 1.0
     y_dtype: Any = None  # None: x's
     residual_dtype: Any = None  # of residual_out; None without a residual

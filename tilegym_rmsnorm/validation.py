@@ -74,6 +74,13 @@ def check_normalized_shape(
     if type(normalized_shape) is int:
         normalized_shape = (normalized_shape,)
     elif not isinstance(normalized_shape, (tuple, list)):
+        if isinstance(normalized_shape, Tensor) and normalized_shape.is_floating_point():
+            _fail(
+                TypeError,
+                "normalized_shape",
+                "an int or a sequence of ints",
+                f"{_shown(normalized_shape)}; rms_norm takes input, normalized_shape, weight, eps in this order",
+            )
         normalized_shape = checked_sizes(normalized_shape)
     for size in normalized_shape:
         if type(size) is not int:  # (8.0,), (True,) and (torch.tensor(8),) would compare equal to (8,)
@@ -176,6 +183,12 @@ def checked_dtype(name: str, dtype: torch.dtype | None, is_complex: bool = False
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in dtypes):
         _fail(TypeError, name, f"None or a dtype of {_names(dtypes)}", _shown(dtype))
     return dtype
+
+
+def check_dtype_of_parameters(dtype: torch.dtype | None) -> None:
+    """None, or a dtype that weight may have."""
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in _ALL_DTYPES):
+        _fail(TypeError, "dtype", f"None or a dtype of {_names(_ALL_DTYPES)}", _shown(dtype))
 
 
 def checked_bool(name: str, value: bool) -> bool:

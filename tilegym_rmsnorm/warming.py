@@ -11,6 +11,7 @@ import torch
 
 from tilegym_rmsnorm.backends.checks import tensors_unusable
 from tilegym_rmsnorm.registry import BackendUnavailableError, Request, request_of, why_unusable
+from tilegym_rmsnorm.spec import Casting
 from tilegym_rmsnorm.validation import (
     check_casting,
     checked_dtype,
@@ -32,7 +33,7 @@ def warmup(
     out_dtype: torch.dtype | None = None,
     heads: int | None = None,
     strided_heads: int | None = None,
-    casting: str = "once",
+    casting: Casting = "once",
     device: torch.device | str | None = None,
 ) -> None:
     """Compile the kernels of backend "cutile" that the forward and the backward of these widths need, for any M.

@@ -5,6 +5,7 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -268,3 +269,52 @@ def test_bad_options_are_refused_at_construction():
     with pytest.raises(ValueError, match="eps: expected a finite number"):
         RMSNorm(64, eps=-1.0)
     assert RMSNorm(64).eps is None
+
+
+BAD_SIZES_AND_DTYPES = [
+    ((8.0,), {}, TypeError, "normalized_shape: expected an int or a sequence of ints, got 8.0"),
+    (("8",), {}, TypeError, "normalized_shape: expected an int or a sequence of ints, got '8'"),
+    (((8, 8.0),), {}, TypeError, "normalized_shape: expected an int or a sequence of ints, got (8, 8.0)"),
+    ((True,), {}, TypeError, "normalized_shape: expected an int or a sequence of ints, got True"),
+    (
+        (torch.ones(8),),
+        {},
+        TypeError,
+        "normalized_shape: expected an int or a .*, got a tensor of shape (8,)",
+    ),
+    ((-3,), {}, ValueError, "normalized_shape: expected sizes of at least 1, got (-3,)"),
+    (((),), {}, ValueError, "normalized_shape: expected at least one dimension, got ()"),
+    ((8,), {"dtype": "bf16"}, TypeError, "dtype: expected None or a dtype of .*, got 'bf16'"),
+    ((8,), {"dtype": torch.int8}, TypeError, "dtype: expected None or a dtype of .*, got torch.int8"),
+    ((8, 1e-6, torch.bfloat16), {}, TypeError, "elementwise_affine: expected a bool, got torch.bfloat16"),
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("positional", "named", "error", "text"), BAD_SIZES_AND_DTYPES)
+def test_sizes_and_dtypes_are_checked_as_those_of_the_function(positional, named, error, text, compiled):
+    """Those of nn.RMSNorm said "'float' object is not iterable", or nothing until the first call."""
+
+    def make():
+        return RMSNorm(*positional, **named)(torch.ones(3, 8))
+
+    torch._dynamo.reset()
+    with pytest.raises(error, match=re.escape(text).replace(r"\.\*", ".*")):
+        (torch.compile(make, backend="eager") if compiled else make)()
+    if "dtype" in named:
+        with pytest.raises(error, match="dtype: expected None or a dtype of"):
+            RMSNorm.configured(**named)
+
+
+@pytest.mark.parametrize("size", [0, (0,), (3, 0)])
+def test_a_norm_of_no_elements_is_one_of_torch_too(size):
+    ours, theirs = RMSNorm(size), torch.nn.RMSNorm(size)
+    x = torch.ones(2, *theirs.normalized_shape)
+    assert ours.normalized_shape == theirs.normalized_shape and ours.weight.shape == theirs.weight.shape
+    assert ours(x).shape == theirs(x).shape
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64, torch.complex64])
+def test_every_dtype_that_a_call_takes_is_one_of_parameters(dtype):
+    x = torch.randn(3, 8).to(dtype or torch.float32)
+    torch.testing.assert_close(RMSNorm(8, dtype=dtype)(x), torch.nn.RMSNorm(8, dtype=dtype)(x))

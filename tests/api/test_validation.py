@@ -84,6 +84,11 @@ BAD_NORM = [
         "normalized_shape: expected an int or a sequence of ints, got a tensor of shape (2,)",
     ),
     (
+        {"normalized_shape": W},
+        TypeError,
+        "got a tensor of shape (8,); rms_norm takes input, normalized_shape, weight, eps in this order",
+    ),
+    (
         {"normalized_shape": (torch.tensor(8),)},
         TypeError,
         "normalized_shape: expected an int or a sequence of ints, got a tuple with tensors",
@@ -328,6 +333,30 @@ class Index:
 
     def __index__(self):
         return N
+
+
+IN_GRAPHS = [
+    ({"normalized_shape": W}, "normalized_shape"),
+    ({"normalized_shape": 8.0}, "normalized_shape"),
+    ({"weight": torch.ones(7)}, "weight"),
+    ({"bias": W.long()}, "bias"),
+    ({"eps": -1e-6}, "eps"),
+    ({"eps": "1e-6"}, "eps"),
+    ({"offset": math.nan}, "offset"),
+    ({"casting": "gemma"}, "casting"),
+    ({"residual": DY[:2]}, "residual"),
+    ({"out_dtype": "float32"}, "out_dtype"),
+    ({"backend": "Triton"}, "backend"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "name"), IN_GRAPHS, ids=str)
+def test_refused_in_the_first_compiled_call(arguments, name):
+    torch._dynamo.reset()
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: expected .*, got ") as refused:
+        torch.compile(lambda x: _norm(**{"input": x, **arguments}), backend="eager")(X)
+    with pytest.raises(refused.type, match=re.escape(str(refused.value))):
+        _norm(**arguments)
 
 
 @pytest.mark.parametrize("normalized_shape", [N, (N,), [N], torch.Size([N]), range(N, N + 1), Index()])

@@ -21,7 +21,9 @@ _spec.loader.exec_module(readme_types)
 
 CALLS = """
 import torch
-from tilegym_rmsnorm import RMSNorm, rms_norm, use_backend, warmup
+from tilegym_rmsnorm import (
+    Override, PatchReport, RMSNorm, override_aten, patch_model, rms_norm, use_backend, warmup
+)
 x = torch.randn(2, 4)
 bf16 = torch.bfloat16
 rms_norm(x, 4, None, 1e-6, backend="torch")
@@ -30,6 +32,11 @@ warmup((4096, bf16))
 warmup([(4096, bf16), (64, bf16, None)])
 warmup((n, bf16) for n in (64, 128))
 rms_norm(x, "a")  # wrong
+rms_norm(x, 4, casting="gemma")  # wrong
+RMSNorm(4, casting="Llama")  # wrong
+warmup((64, bf16), casting="none")  # wrong
+report: PatchReport = patch_model(torch.nn.Linear(4, 4))
+override: Override = override_aten("cpu")
 rms_norm(x, (4,), eps="small")  # wrong
 RMSNorm(4, offset="1")  # wrong
 use_backend(None)  # wrong

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tilegym_rmsnorm import api
+from tilegym_rmsnorm.spec import Casting
 from tilegym_rmsnorm.validation import (
     check_one_of,
     check_tensor,
@@ -28,7 +29,7 @@ from tilegym_rmsnorm.validation import (
     checked_sizes_of_weight,
 )
 
-CASTINGS = {"llama": "llama", "gemma": "once", "none": "once"}
+CASTINGS: dict[str, Casting] = {"llama": "llama", "gemma": "once", "none": "once"}
 NUMBERS = {0: "llama", 1: "gemma", -1: "none"}
 INITIAL = {"ones": nn.init.ones_, "zeros": nn.init.zeros_}
 
@@ -100,7 +101,7 @@ def liger_fused_add_rms_norm(
     return api.rms_norm(X, X.shape[-1:], W, eps, **options)
 
 
-def _casting(mode: str | int) -> str:
+def _casting(mode: str | int) -> Casting:
     name = NUMBERS.get(int(mode), mode) if isinstance(mode, Integral) and not isinstance(mode, bool) else mode
     check_one_of("casting_mode", name, CASTINGS)
     return CASTINGS[str(name)]

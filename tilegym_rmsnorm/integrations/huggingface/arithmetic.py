@@ -28,6 +28,7 @@ from tilegym_rmsnorm.integrations.huggingface.expressions import (
     text_of,
 )
 from tilegym_rmsnorm.reference import promoted
+from tilegym_rmsnorm.spec import Casting
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # which kernels read; all else runs as before
 _HALF = (torch.float16, torch.bfloat16)
@@ -36,7 +37,7 @@ _HALF = (torch.float16, torch.bfloat16)
 class Plan(NamedTuple):
     """How a kernel is called for one pair of dtypes."""
 
-    casting: str
+    casting: Casting
     out_dtype: torch.dtype
 
 
