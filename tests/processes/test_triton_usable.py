@@ -126,6 +126,26 @@ def test_without_triton_it_says_what_to_install(machine):
     machine((9, 0), has_triton=False)
     for request in (None, REQUEST):
         assert backend.unusable(request).remedy == "pip install triton"
+    machine(has_triton=False, is_interpreting=True)
+    for request in (None, REQUEST._replace(device=CPU)):
+        assert backend.unusable(request).remedy == "pip install triton"
+
+
+@pytest.mark.parametrize("has_triton", [True, False])
+@pytest.mark.parametrize("cuda", ["13.0", None])
+def test_without_a_gpu_that_is_said_first(machine, monkeypatch, has_triton, cuda):
+    """Installing Triton would not have helped."""
+    machine(has_triton=has_triton)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", None)
+    here = backend.unusable(None)
+    assert here.reason == ("PyTorch sees no GPU" if cuda else "this PyTorch is built without CUDA")
+    of_tensors = backend.unusable(REQUEST._replace(device=CPU))
+    assert of_tensors.reason == "it runs on CUDA tensors, these are on the CPU"
+    assert of_tensors.remedy.startswith("move the tensors to a GPU, or ")
+    for problem in (here, of_tensors):
+        assert ("pip install triton, and set TRITON_INTERPRET=1" in problem.remedy) is not has_triton
+        assert "set TRITON_INTERPRET=1 before Python starts" in problem.remedy
 
 
 def test_a_folder_called_triton_is_not_triton(machine, monkeypatch):

@@ -22,7 +22,6 @@ IMPLEMENTATION = "tilegym_rmsnorm.backends.triton.launch"
 AUTO_ON_CPU = False
 
 OLDEST_CAPABILITY = (8, 0)  # the oldest that Triton supports
-_INTERPRET_REMEDY = "set TRITON_INTERPRET=1 before Python starts to run the kernels' Python on the CPU (slow)"
 
 
 def interpreting() -> bool:
@@ -36,19 +35,24 @@ def interpreting() -> bool:
 def unusable(request: Request | None) -> Unusable | None:
     """Why these tensors (None: this machine at all) cannot be run by the Triton kernels, None if they can."""
     if request is None:
-        return _triton_unusable() or (
-            _interpreter_unusable() if interpreting() else checks.any_gpu_unusable(_gpu_unusable)
-        )
-    if problem := checks.tensors_unusable(request) or _triton_unusable():
+        if interpreting():
+            return _triton_unusable() or _interpreter_unusable()
+        return checks.any_gpu_unusable(_gpu_unusable) or _triton_unusable()
+    if problem := checks.tensors_unusable(request):
         return problem
     if request.device.type not in ("cpu", "cuda"):
         return Unusable(f"it runs on CUDA tensors, these are on {request.device}", 'use backend="torch"')
     if interpreting():
-        return _interpreter_unusable()
+        return _triton_unusable() or _interpreter_unusable()
     if request.device.type == "cpu":
-        remedy = f"move the tensors to a GPU, or {_INTERPRET_REMEDY}"
+        remedy = f"move the tensors to a GPU, or {_interpret_remedy()}"
         return Unusable("it runs on CUDA tensors, these are on the CPU", remedy)
-    return _gpu_unusable(request.device)
+    return _gpu_unusable(request.device) or _triton_unusable()
+
+
+def _interpret_remedy() -> str:
+    install = "" if _triton_unusable() is None else "pip install triton, and "
+    return f"{install}set TRITON_INTERPRET=1 before Python starts to run the kernels' Python on the CPU (slow)"
 
 
 @functools.cache
@@ -75,7 +79,10 @@ def _interpreter_unusable() -> Unusable | None:
 @functools.cache
 def _gpu_unusable(device: torch.device) -> Unusable | None:
     if not torch.cuda.is_available():
-        remedy = f"check nvidia-smi and CUDA_VISIBLE_DEVICES, or {_INTERPRET_REMEDY}"
+        if torch.version.cuda is None and torch.version.hip is None:
+            remedy = f"install a CUDA build of PyTorch on a machine with a GPU, or {_interpret_remedy()}"
+            return Unusable("this PyTorch is built without CUDA", remedy)
+        remedy = f"check nvidia-smi and CUDA_VISIBLE_DEVICES, or {_interpret_remedy()}"
         return Unusable("PyTorch sees no GPU", remedy)
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
