@@ -10,7 +10,8 @@ Besides the class of a module, what is replaced is the forward that was bound be
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match, is_eps, match_of
-from tilegym_rmsnorm.integrations.huggingface.inplace import changed_inputs
+from tilegym_rmsnorm.integrations.huggingface.inplace import changed_inputs, fits
 from tilegym_rmsnorm.integrations.huggingface.layers import (
     LayerPatch,
     children_that_are,
@@ -46,6 +47,7 @@ from tilegym_rmsnorm.registry import check_backend_name
 
 _CALLED = ("_call_impl", "__getattribute__")  # what leads from a call to forward, besides __call__
 _BOUND = ("forward", "_old_forward")  # attributes of a module that may hold a bound forward
+_Parents = dict[int, list[tuple[nn.Module, str]]]  # by id of a child: its parents, and its name in each
 
 
 def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
@@ -72,8 +74,7 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
         original = _original(cls)
         try:
             match = _match(module, original)
-            if match.arithmetic != "torch":  # PyTorch's own norm keeps x, too
-                _check_input_is_kept(parents.get(id(module), ()))
+            _check_input_is_kept(module, parents)
         except Unclear as error:
             if _looks_like_norm(original, module):
                 declined.append(Declined(name, cls.__name__, str(error)))
@@ -141,9 +142,8 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return iter(list(model.named_modules()))
 
 
-def _parents(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """By id of a child: its parents, and its name in each."""
-    parents: dict[int, list[tuple[nn.Module, str]]] = {}
+def _parents(model: nn.Module) -> _Parents:
+    parents: _Parents = {}
     for _, parent in _parts(model):
         for name, child in parent.named_children():
             parents.setdefault(id(child), []).append((parent, name))
@@ -156,12 +156,45 @@ def _original(cls: type) -> type:
     return cls if found is None else found[0]
 
 
-def _check_input_is_kept(parents: Iterable[tuple[nn.Module, str]]) -> None:
+def _check_input_is_kept(norm: nn.Module, parents: _Parents) -> None:
     """Raises `Unclear` where a module that calls a norm changes the norm's x afterwards."""
-    for parent, name in parents:
-        change = changed_inputs(_original(type(parent))).get(name)
-        if change is not None:
-            raise Unclear(f"its input is changed in place before the backward reads it: {change}")
+    for caller, path in _callers(norm, parents):
+        for change in changed_inputs(_original(type(caller)), path[0]):
+            if not fits(change.child, path):
+                continue
+            if change.by is None or any(map(_works_in_place, _children_at(caller, change.by))):
+                raise Unclear(f"its input is changed in place before the backward reads it: {change.text}")
+
+
+def _callers(
+    module: nn.Module, parents: _Parents, inside: tuple[nn.Module, ...] = ()
+) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
+    """The modules that hold this one at any depth, and the path from each. An nn.Sequential gives its input to its
+    first module."""
+    inside = (*inside, module)
+    for parent, name in parents.get(id(module), ()):
+        if any(parent is each for each in inside):  # a module may hold itself
+            continue
+        yield parent, (name,)
+        is_first = type(parent).forward is nn.Sequential.forward and next(iter(parent.children())) is module
+        for caller, path in _callers(parent, parents, inside):
+            yield caller, (*path, name)
+            if is_first:
+                yield caller, path
+
+
+def _children_at(module: nn.Module, path: tuple[str, ...]) -> Iterator[nn.Module]:
+    if not path:
+        yield module
+    for name, child in module.named_children() if path else ():
+        if fits(path[:1], (name,)):
+            yield from _children_at(child, path[1:])
+
+
+def _works_in_place(module: nn.Module) -> bool:
+    if type(module).forward is nn.Sequential.forward:
+        return any(map(_works_in_place, itertools.islice(module.children(), 1)))
+    return getattr(module, "inplace", False) is True
 
 
 def _match(module: nn.Module, cls: type) -> Match:
