@@ -3,13 +3,14 @@
 
 """Find the calls of submodules whose input is changed in place afterwards, as far as the source of a module shows it.
 
-The backward of a kernel reads what it normalized. A norm that is written out casts x to float32 first, and its backward
-reads that copy: where x is half, such a model trains although x is changed. With a kernel PyTorch would raise, or, where
-x is changed through `.data`, give another gradient in silence.
+The backward of a kernel reads what it normalized. A norm that is written out casts x to float32 first, and its
+backward reads that copy: where x is half, such a model trains although x is changed. With a kernel PyTorch would raise,
+or, where x is changed through `.data`, give another gradient in silence.
 
-A function is run on names: each local may hold some values. A value is the expression that made it, a path of attributes
-from the module, or a function defined inside. A possible view holds the value that it is of. Functions of the same class
-or file are run where they are called; what a submodule returns is new, and what it does to its input is not seen.
+A function is run on names: each local may hold some values. A value is the expression that made it, a path of
+attributes from the module, or a function defined inside. A possible view holds the value that it is of. Functions of
+the same class or file are run where they are called; what a submodule returns is new, and what it does to its input is
+not seen.
 """
 
 from __future__ import annotations
