@@ -11,7 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import BF16, DEVICE, FP16, FP32, FP64, assert_within, expected_results, make_inputs, why_skip
+from helpers import (
+    BACKENDS,
+    BF16,
+    DEVICE,
+    FP16,
+    FP32,
+    FP64,
+    assert_within,
+    expected_results,
+    make_inputs,
+    why_skip,
+)
 from torch import nn
 from torch.profiler import profile
 from traced_norms import (
@@ -31,7 +42,7 @@ from traced_norms import (
     two_norms_graph,
 )
 
-from tilegym_rmsnorm import BackendUnavailableError, use_backend
+from tilegym_rmsnorm import BackendUnavailableError, rms_norm, use_backend
 from tilegym_rmsnorm.integrations.fx import (
     annotate_rmsnorm_for_regional_inductor_pass,
     replace_rmsnorm_pass,
@@ -172,6 +183,79 @@ def test_an_unknown_backend_is_refused():
     with pytest.raises(ValueError, match="backend: expected one of .*, got 'cutiles'"):
         replace_rmsnorm_pass(gm, backend="cutiles")
     assert described(gm) == before and REPLACED not in gm.meta
+
+
+def run_both(x, dy, weight):
+    """A forward and a backward of aten's."""
+    y, rstd = FORWARD(x, (8,), weight, 1e-5)
+    return y, rstd, *BACKWARD(dy, x, (8,), rstd, weight, [True, True])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32, FP64])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backend_that_is_named_is_given_what_it_runs(backend, dtype, caplog):
+    """A float64 norm was given to kernels, which always refuse it: the graph had run, and raised then."""
+    x, dy, weight = X.to(dtype), X.cos().to(dtype), WEIGHT.to(dtype)
+    try:
+        rms_norm(x, (8,), weight, backend=backend)
+        is_run = True
+    except BackendUnavailableError:
+        is_run = False
+    gm, _ = trace(run_both, x, dy, weight)
+    expected, code = gm(x, dy, weight), gm.code
+    with caplog.at_level(logging.DEBUG, "tilegym_rmsnorm"):
+        replace_rmsnorm_pass(gm, backend=backend)
+    assert gm.meta[REPLACED] == 2 * is_run and len(norms(gm)) == 2 * (not is_run)
+    if not is_run:
+        assert gm.code == code
+        assert len(re.findall(f"stays as it is: backend '{backend}' cannot run it: ", caplog.text)) == 2
+        [warning] = [each for each in caplog.records if each.levelno == logging.WARNING]
+        assert f"replaced 0 of 2 fused norms; backend '{backend}' cannot run it: " in warning.message
+    for got, each in zip(gm(x, dy, weight), expected, strict=True):
+        torch.testing.assert_close(got, each)
+
+
+@pytest.mark.parametrize("backend", ["cutile", "triton"])
+def test_of_a_graph_the_norms_that_a_backend_runs(backend):
+    """And of a pair the half that it runs, with the other's rstd: here dy is wider than a kernel takes."""
+    if why_skip(backend):
+        pytest.skip(why_skip(backend))
+
+    def run(x, dy, weight):
+        return *run_both(x, dy, weight), *run_both(x, dy.double(), weight), F.rms_norm(x.double(), (8,))
+
+    given = X, X.cos(), WEIGHT
+    gm, _ = trace(run, *given)
+    expected, wide = gm(*given), norms(gm)[3:]
+    assert [norm.target for norm in wide] == [BACKWARD, FORWARD]
+    replace_rmsnorm_pass(gm, backend=backend)
+    assert norms(gm) == wide and gm.meta[REPLACED] == 3
+    for got, each in zip(gm(*given), expected, strict=True):
+        torch.testing.assert_close(got, each)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="for a CPU")
+def test_tensors_of_a_cpu_without_an_interpreter(monkeypatch):
+    gm, _ = two_norms_graph()
+    monkeypatch.setenv("TILEGYM_RMSNORM_INTERPRET", "0")
+    code = gm.code
+    assert replace_rmsnorm_pass(gm, backend="cutile").meta[REPLACED] == 0 and gm.code == code
+    assert replace_rmsnorm_pass(gm, backend="auto").meta[REPLACED] == 4
+    for got, each in zip(
+        gm(X, WEIGHT), two_norms(X.clone().requires_grad_(), WEIGHT.clone().requires_grad_()), strict=True
+    ):
+        torch.testing.assert_close(got, each)
+
+
+def test_tensors_without_memory_are_refused_by_no_backend():
+    """Of device meta, of which nothing is launched."""
+    x, weight = X.double(), WEIGHT.double()
+    gm, _ = trace(run_both, x, x, weight)
+    for node in gm.graph.nodes:
+        if isinstance(value := node.meta.get("val"), torch.Tensor):
+            node.meta["val"] = torch.empty_like(value, device="meta")
+    assert replace_rmsnorm_pass(gm, backend="cutile").meta[REPLACED] == 2
+    assert gm(*(each.to("meta") for each in (x, x, weight)))[2].shape == x.shape
 
 
 def without_val(norm):

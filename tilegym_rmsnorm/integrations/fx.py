@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 import tilegym_rmsnorm.torch_ops_autograd  # noqa: F401, which registers how they are differentiated
 from tilegym_rmsnorm import torch_ops
 from tilegym_rmsnorm.reference import compute_dtype
-from tilegym_rmsnorm.registry import check_backend_name
+from tilegym_rmsnorm.registry import check_backend_name, request_of, why_unusable
 from tilegym_rmsnorm.spec import DW, DX
 from tilegym_rmsnorm.validation import DTYPES, checked_eps
 
@@ -94,8 +94,9 @@ def replace_rmsnorm_pass(
     this run replaced: 0 where there were none.
 
     A node stays as it is, and the log says why at level DEBUG, if one of its tensors has no `meta["val"]` or a dtype
-    that the ops do not take, such as a complex one; if its arguments do not fit; or if anything but getitem takes the
-    results of a backward.
+    that the ops do not take, such as a complex one; if its arguments do not fit; if anything but getitem takes the
+    results of a backward; or if the backend named cannot run the node here, on tensors of its dtypes and device. The
+    last is also a warning. Each node is looked at by itself: aten and the ops hand on the same rstd.
 
     Args:
         gm: The graph, which is changed in place. All of it is looked at before anything is changed.
@@ -112,10 +113,12 @@ def replace_rmsnorm_pass(
     _check_graph(gm)
     if backend is not None:
         check_backend_name(backend)
-    norms, calls = _fused_norms(gm), {}
+    norms, calls, refused = _fused_norms(gm), {}, ""
     for norm in norms:
         given = norm.normalized_arguments(gm, normalize_to_only_use_kwargs=True)
         reason = "its arguments are not those of the op" if given is None else _obstacle(norm, given.kwargs)
+        if given is not None and reason is None and (reason := _refusal(given.kwargs, backend)):
+            refused = f"; {reason}"
         if given is None or reason is not None:
             _log.debug("%s stays as it is: %s", norm.name, reason)
         else:
@@ -129,7 +132,8 @@ def replace_rmsnorm_pass(
     if calls:
         gm.recompile()
     gm.meta[REPLACED] = len(calls)
-    _log.log(_level(norms), "replaced %d of %d fused norms", len(calls), len(norms))
+    level = logging.WARNING if refused else _level(norms)
+    _log.log(level, "replaced %d of %d fused norms%s", len(calls), len(norms), refused)
     return gm
 
 
@@ -157,6 +161,17 @@ def _obstacle(norm: Node, given: Mapping[str, Any]) -> str | None:
     if 0 in shape:
         return "its rows have no elements"
     return _obstacle_of_forward(given) if norm.target is _ATEN_FORWARD else _obstacle_of_backward(norm, given)
+
+
+def _refusal(given: Mapping[str, Any], backend: str | None) -> str | None:
+    """Why the backend that is named cannot run this node; None if it can. On device meta no backend is asked."""
+    x = given["input"].meta["val"]
+    if backend is None or backend == "auto" or x.is_meta:
+        return None
+    weight, dy = (node and node.meta["val"].dtype for node in map(given.get, ("weight", "grad_out")))
+    request = request_of(x.device, "once", None, x.dtype, weight, dy)
+    unusable = why_unusable(backend, request)
+    return unusable and f"backend {backend!r} cannot run it: {unusable.reason}"
 
 
 def _obstacle_of_forward(given: Mapping[str, Any]) -> str | None:
