@@ -10,8 +10,9 @@ place is taken by a class; functools.partial fails at isinstance.
 from __future__ import annotations
 
 import copyreg
+import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from inspect import Parameter
 from typing import Any, TypeVar
 
@@ -101,6 +102,7 @@ def _make(base: Any, defaults: dict[str, Any]) -> type:
         "__qualname__": qualified,
         "__doc__": base.__doc__,
         "made_from": (base, defaults),
+        "__reduce_ex__": functools.partialmethod(reduce_instance, base),
         **{name: defaults[name] for name in _READ_BY_FORWARD if name in defaults},
     }
     # The short name stays: transformers initializes what has RMSNorm in its name.
@@ -155,6 +157,25 @@ def _checked(base: type, options: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("elementwise_affine", "bias"):
         checked_bool(name, options.get(name, False))
     return checked
+
+
+def reduce_instance(module: Any, base: Any, protocol: Any) -> Any:
+    """`__reduce_ex__` of modules whose class is made by a call: names that call in place of the class. dill and
+    cloudpickle take no notice of copyreg where they pickle a class, and write down its functions."""
+    reduced = base.__reduce_ex__(module, protocol)
+    cls = type(module)
+    made = copyreg.dispatch_table.get(type(cls), str)(cls)
+    if isinstance(made, str) or isinstance(reduced, str) or reduced[1][:1] != (cls,):
+        return reduced
+    return instance_of, (made, reduced[0], *reduced[1][1:]), *reduced[2:]
+
+
+def instance_of(
+    made: tuple[Callable[..., type], tuple[Any, ...]], make: Callable[..., Any], *arguments: Any
+) -> Any:
+    """A module that `reduce_instance` named, before its state is set."""
+    function, given = made
+    return make(function(*given), *arguments)
 
 
 def _reduce(cls: ConfiguredType) -> str | tuple[Any, ...]:

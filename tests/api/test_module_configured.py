@@ -198,6 +198,16 @@ def test_copies_and_pickles_have_the_same_class(cls):
     assert type(twin) is cls and torch.equal(twin(x), norm(x))
 
 
+@pytest.mark.parametrize(
+    ("library", "options"), [("dill", {}), ("dill", {"recurse": True}), ("cloudpickle", {})], ids=str
+)
+def test_other_pickles_have_the_same_class(library, options):
+    library = pytest.importorskip(library)
+    norm, x = RMSNorm.configured(offset=1.0, casting="llama")(N), torch.randn(3, N)
+    twin = library.loads(library.dumps(nn.Sequential(norm), **options))[0]
+    assert type(twin) is type(norm) and torch.equal(twin(x), norm(x))
+
+
 def test_a_whole_model_is_loaded_by_a_fresh_process(tmp_path):
     norm = RMSNorm.configured(offset=1.0, casting="llama")(N, bias=True)
     with torch.no_grad():

@@ -48,8 +48,24 @@ def test_what_a_patched_module_keeps():
         norm(rows(), nonsense=1)
 
 
+def by(name, **options):
+    def copied(model):
+        library = pytest.importorskip(name)
+        return library.loads(library.dumps(model, **options))
+
+    return copied
+
+
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
+    "copied",
+    [
+        copy.deepcopy,
+        *(by("pickle", protocol=protocol) for protocol in (0, 2, pickle.HIGHEST_PROTOCOL)),
+        by("dill"),
+        by("dill", recurse=True),  # as datasets makes fingerprints
+        by("cloudpickle"),
+    ],
+    ids=["copy", "pickle 0", "pickle 2", "pickle", "dill", "dill recurse", "cloudpickle"],
 )
 @pytest.mark.parametrize("layers", [False, True], ids=["norms", "layers"])
 def test_copies_and_pickles(copied, layers):

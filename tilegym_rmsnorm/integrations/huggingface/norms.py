@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.api import rms_norm
+from tilegym_rmsnorm.configured import reduce_instance
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call, Match, match_of
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 from tilegym_rmsnorm.reference import promoted
@@ -200,6 +201,7 @@ def subclass(base: type, patch: Any, attributes: dict[str, Any]) -> PatchedType:
         "__doc__": base.__doc__,
         "patched_from": (base, patch),
         "patched_forward": attributes["forward"],
+        "__reduce_ex__": functools.partialmethod(reduce_instance, base),
         **attributes,
     }
     made = PatchedType(base.__name__, (_Unseen, base), attributes)
