@@ -6,8 +6,8 @@ make_fx; those of DTensors, whose engine runs the op on local tensors; and those
 
 With backend="torch" it is the reference, PyTorch's own operations, which Inductor compiles with their neighbours. So it
 is for what the ops do not take: complex and nested tensors, rows of no elements, calls that torch.func transforms. And
-for DTensors with fewer rows than shards, unless a kernel is asked for by name or a residual is placed otherwise: the op
-would gather them.
+before PyTorch 2.14 for DTensors with fewer rows than shards, unless a kernel is asked for by name or a residual is
+placed otherwise: the op would gather them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
+from torch.torch_version import TorchVersion
 
 import tilegym_rmsnorm.torch_ops_autograd  # noqa: F401, which registers how they are differentiated
 from tilegym_rmsnorm import gate, placements, registry, sharding, torch_ops
@@ -26,6 +27,8 @@ from tilegym_rmsnorm.spec import DB, DW, DX, Spec, Wanted
 
 _FORWARD, _ADD_FORWARD = map(torch_ops.op, ("rms_norm_forward", "add_rms_norm_forward"))
 _BACKWARD, _ADD_BACKWARD = map(torch_ops.op, ("rms_norm_backward", "add_rms_norm_backward"))
+# F.rms_norm of a DTensor with fewer rows than shards, in the backward twice as often as the op.
+_PYTORCH_GATHERS = TorchVersion(torch.__version__) >= "2.14"
 
 
 def backend_of_graph(backend: str | None) -> str | None:
@@ -58,7 +61,7 @@ def would_gather(backend: str | None, x: Tensor, residual: Tensor | None) -> boo
     dimension with fewer elements than shards. Beside a residual that is placed otherwise their sum is moved anyhow, and
     of a sum that is Partial then F.rms_norm can raise an error. Where a kernel is asked for by name it may."""
     is_alike = residual is None or getattr(residual, "placements", None) == getattr(x, "placements", None)
-    return _is_auto(backend) and is_alike and placements.has_too_many_shards(x)
+    return not _PYTORCH_GATHERS and _is_auto(backend) and is_alike and placements.has_too_many_shards(x)
 
 
 def _is_auto(backend: str | None) -> bool:

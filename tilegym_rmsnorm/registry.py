@@ -182,8 +182,8 @@ class use_backend(contextlib.ContextDecorator):  # named as the function that it
     the forward once more, when the backward is called, on what is in effect then: with it, name the backend by
     `backend=` or `set_backend`.
 
-    Inside a function that torch.compile compiles it holds for the calls that are traced in its block, if it is made
-    there; around that function it is not seen.
+    Inside a function that torch.compile compiles it holds for the calls that are traced in its block. Before PyTorch
+    2.14 the block has to be made there. Around that function it is not seen.
 
     Args:
         backend: A name or `"auto"`.

@@ -128,7 +128,7 @@ def _check_torch(device_type: str) -> None:
         found = getattr(torch.ops.aten, op).default._schema
         if str(found) != f"aten::{op}{schema}":
             raise RuntimeError(
-                f"override_aten knows aten::{op} as PyTorch 2.9 to 2.13 have it; {torch.__version__} has {found}"
+                f"override_aten knows aten::{op} as PyTorch 2.9 to 2.14 have it; {torch.__version__} has {found}"
             )
 
 
