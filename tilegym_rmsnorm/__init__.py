@@ -6,8 +6,14 @@
 Importing this package imports torch and nothing else; a backend's own libraries are imported when it first runs.
 """
 
+import sys
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
+
+# Of doctor's report: `python -m` has imported this file, and torch by it, before __main__ can filter a warning.
+if getattr(sys, "argv", [])[:1] == ["-m"]:
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
 from tilegym_rmsnorm.api import rms_norm
 from tilegym_rmsnorm.module import RMSNorm

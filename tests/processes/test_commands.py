@@ -82,3 +82,20 @@ def test_scripts_of_the_benchmark_may_be_called_by_their_paths(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert paths and len(re.findall("^usage: ", done.stdout, re.MULTILINE)) == len(paths)
+
+
+def test_without_numpy_a_command_prints_no_warning_of_torch(tmp_path):
+    """PyTorch warns while it is imported, above the first line of doctor's report."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['numpy'] = None\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+
+    def said(*arguments: str) -> str:
+        command = [sys.executable, *arguments]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        )
+        return done.stderr
+
+    if "Failed to initialize NumPy" not in said("-c", "import tilegym_rmsnorm"):
+        pytest.skip("this PyTorch does not warn")
+    assert said("-m", "tilegym_rmsnorm", "doctor", "--backend", "torch") == ""

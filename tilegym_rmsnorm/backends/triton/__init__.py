@@ -52,7 +52,9 @@ def unusable(request: Request | None) -> Unusable | None:
 
 def _interpret_remedy() -> str:
     install = "" if _triton_unusable() is None else "pip install triton, and "
-    return f"{install}set TRITON_INTERPRET=1 before Python starts to run the kernels' Python on the CPU (slow)"
+    return (
+        f"{install}set TRITON_INTERPRET=1 before Python starts to run the kernels' Python on the CPU (slow)"
+    )
 
 
 @functools.cache
