@@ -3,6 +3,8 @@
 
 """What F.rms_norm takes, rms_norm takes: kinds of input that no kernel is for, subclasses, tracers."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -337,3 +339,31 @@ def test_transforms_inside_torch_compile(name):
         lambda x: gradient(lambda rows: rms_norm(rows, (N,), None, 1e-6, backend=name))(x), backend="eager"
     )
     torch.testing.assert_close(compiled(x), gradient(lambda rows: F.rms_norm(rows, (N,), None, 1e-6))(x))
+
+
+@pytest.mark.parametrize("eps", [-0.5, math.inf, math.nan, True, torch.tensor(0.5)], ids=str)
+def test_an_eps_that_f_rms_norm_takes_and_we_refuse(eps):
+    """As docs/limits.md says."""
+    x = torch.randn(3, N)
+    F.rms_norm(x, (N,), None, eps)
+    torch.nn.RMSNorm(N, eps=eps)
+    for call in (lambda: rms_norm(x, (N,), None, eps), lambda: RMSNorm(N, eps=eps)):
+        with pytest.raises(
+            (TypeError, ValueError), match="eps: expected a finite number, at least 0, or None, got"
+        ):
+            call()
+
+
+def test_a_negative_eps_of_f_rms_norm():
+    """No number for rows that are small, which is why it is refused."""
+    y = F.rms_norm(torch.tensor([[0.5], [1.0]]), (1,), None, -0.5)
+    assert y[0].isnan() and y[1].isfinite()
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
+def test_a_weight_that_f_rms_norm_takes_and_we_refuse(dtype):
+    x, weight = torch.randn(3, N), torch.ones(N, dtype=dtype)
+    F.rms_norm(x, (N,), weight)
+    with pytest.raises(TypeError, match=f"weight: expected a dtype of .*, got {dtype}"):
+        rms_norm(x, (N,), weight)

@@ -97,3 +97,25 @@ def test_a_traced_model_can_be_copied():
     traced = fx.symbolic_trace(model)
     assert torch.equal(copy.deepcopy(traced)(x), model(x))
     assert torch.equal(pickle.loads(pickle.dumps(traced))(x), model(x))
+
+
+class Tracer(fx.Tracer):
+    """That of docs/limits.md."""
+
+    def is_leaf_module(self, m, module_qualified_name):
+        return isinstance(m, RMSNorm) or super().is_leaf_module(m, module_qualified_name)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_tracer_of_ones_own_keeps_the_module(name):
+    """As torch.fx keeps an nn.RMSNorm: its hooks run when the graph runs."""
+    model = changed(WithResidual(**OPTIONS[name]))
+    inputs = torch.randn(5, N), torch.randn(5, N)
+    traced = fx.GraphModule(model, Tracer().trace(model))
+    assert not calls_of(traced)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["first", "last"]
+    for one, other in zip(results(traced, *inputs), results(model, *inputs), strict=True):
+        assert torch.equal(one, other)
+    y, _ = traced(*inputs)
+    traced.last.register_forward_hook(lambda module, given, y: 2 * y)
+    assert torch.equal(traced(*inputs)[0], 2 * y)
