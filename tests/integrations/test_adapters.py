@@ -13,16 +13,26 @@ import torch
 from helpers import why_skip
 
 from tilegym_rmsnorm import use_backend
-from tilegym_rmsnorm.integrations import apex, liger, quack, tilegym, transformer_engine, vllm
+from tilegym_rmsnorm.integrations import apex, flashinfer, liger, quack, tilegym, transformer_engine, vllm
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "peers_tests.sh"
-NAMES = "tilegym", "quack", "liger_kernel", "vllm", "apex", "transformer_engine", "triton", "cuda.tile"
+NAMES = (
+    "tilegym",
+    "quack",
+    "liger_kernel",
+    "vllm",
+    "flashinfer",
+    "apex",
+    "transformer_engine",
+    "triton",
+    "cuda.tile",
+)
 
 
 def test_importing_them_imports_no_library_of_others():
     program = f"""
 import sys
-from tilegym_rmsnorm.integrations import apex, liger, quack, tilegym, transformer_engine, vllm
+from tilegym_rmsnorm.integrations import apex, flashinfer, liger, quack, tilegym, transformer_engine, vllm
 found = set({NAMES!r}) & set(sys.modules)
 assert not found, found
 """
@@ -35,6 +45,7 @@ CALLS = {
     "quack": lambda x, w: quack.rmsnorm(x, w),
     "liger": lambda x, w: liger.liger_rms_norm(x, w, 1e-6, 0.0, "gemma"),
     "vllm": lambda x, w: vllm.rms_norm(x, w, 1e-6),
+    "flashinfer": lambda x, w: flashinfer.rmsnorm(x, w),
     "apex": lambda x, w: apex.fused_rms_norm_affine(x, w, 8),
     "transformer_engine": lambda x, w: transformer_engine.RMSNorm(8, 1e-6, device=x.device)(x),
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import BF16
 
-from tilegym_rmsnorm.integrations import apex, liger, quack, tilegym, transformer_engine, vllm
+from tilegym_rmsnorm.integrations import apex, flashinfer, liger, quack, tilegym, transformer_engine, vllm
 
 X, W, RSTD = torch.randn(3, 8), torch.ones(8), torch.ones(3)
 FUNCTIONS = {
@@ -21,6 +21,8 @@ FUNCTIONS = {
     liger.liger_rms_norm: {"X": X, "W": W, "eps": 1e-6},
     liger.liger_fused_add_rms_norm: {"X": X, "R": X, "W": W, "eps": 1e-6},
     vllm.rms_norm: {"x": X, "weight": W, "epsilon": 1e-6},
+    flashinfer.rmsnorm: {"input": X, "weight": W, "eps": 1e-6},
+    flashinfer.gemma_rmsnorm: {"input": X, "weight": W, "eps": 1e-6},
     apex.fused_rms_norm: {"input": X, "normalized_shape": 8},
     apex.fused_rms_norm_affine: {"input": X, "weight": W, "normalized_shape": 8},
     apex.mixed_dtype_fused_rms_norm_affine: {"input": X, "weight": W, "normalized_shape": 8},
@@ -65,7 +67,8 @@ def test_what_is_no_tensor(function, name, what):
 
 @pytest.mark.parametrize(("function", "name"), arguments(TENSORS))
 def test_none_where_a_tensor_is_needed(function, name):
-    may_be_none = name in ("W", "residual") or (name == "weight" and "apex" not in function.__module__)
+    needs_weight = function.__module__ in (apex.__name__, flashinfer.__name__)
+    may_be_none = name in ("W", "residual") or (name == "weight" and not needs_weight)
     given = {**FUNCTIONS[function], name: None}
     if may_be_none or (name == "weight" and function is apex.fused_rms_norm):
         function(**given)

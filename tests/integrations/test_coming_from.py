@@ -13,7 +13,7 @@ import torch
 from helpers import BF16, DEVICE, FP32
 
 import tilegym_rmsnorm
-from tilegym_rmsnorm.integrations import apex, liger, quack, tilegym, transformer_engine, vllm
+from tilegym_rmsnorm.integrations import apex, flashinfer, liger, quack, tilegym, transformer_engine, vllm
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 B, S, H, D = 2, 3, 4, 16
@@ -27,6 +27,7 @@ def names_of_libraries():
         names |= vars(adapter)
     names["tilegym"] = SimpleNamespace(ops=tilegym)
     names["te"] = SimpleNamespace(RMSNorm=transformer_engine.RMSNorm, ops=transformer_engine)
+    names["flashinfer"] = SimpleNamespace(norm=flashinfer)
     names["vllm"] = SimpleNamespace(ir=SimpleNamespace(ops=vllm))
     return names
 
