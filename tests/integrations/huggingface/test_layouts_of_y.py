@@ -5,11 +5,13 @@
 
 import copy
 import itertools
+import random
 
 import pytest
 import torch
 import torch._dynamo.testing
 from hf_models import ARCHITECTURES
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tilegym_rmsnorm import patch_model
@@ -48,6 +50,92 @@ def layouts():
     yield torch.randn(2, 4, 3 * N)[..., N : 2 * N]  # q, k and v of one matrix
     for shape in ((1, 3, 4, N), (2, 1, 4, N), (2, 3, 4, 1)):
         yield torch.randn(shape).expand(2, 3, 4, N)
+
+
+HEAD = """
+        root = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+        h = x.float()
+        w = self.weight
+"""
+WRITTEN = [
+    "return (h * root * w).to(x.dtype)",
+    "return (root * h * w).to(x.dtype)",
+    "return (w * (h * root)).to(x.dtype)",
+    "return (w.float() * (root * h)).type_as(x)",
+    "return w * (root * h).to(x.dtype)",
+    "return (root * h).to(x.dtype) * w",
+    "return (root * h * (1 + w.float())).to(x.dtype)",
+    "return ((1 + w.float()) * (h * root)).to(x.dtype)",
+    "return (root * h).to(x.dtype)",
+    "return (h * root).to(x.dtype)",
+    "return w * (root * x).to(x.dtype)",
+    "return w * (x * root).to(x.dtype)",
+]
+
+
+@pytest.fixture
+def norm_written(tmp_path):
+    """A norm whose forward ends with this statement."""
+
+    def make(statement):
+        path = tmp_path / "norm.py"
+        path.write_text(f"class Norm(nn.Module):\n    def forward(self, x):\n{HEAD}        {statement}\n")
+        scope = {"torch": torch, "nn": nn}
+        exec(compile(path.read_text(), str(path), "exec"), scope)
+        norm = scope["Norm"]()
+        norm.weight = nn.Parameter(torch.linspace(0.5, 2, N))
+        return norm
+
+    return make
+
+
+def any_layout(numbers):
+    """x with dimensions of 1, gaps, expanded dimensions, in any order."""
+    dims = numbers.choice([2, 3, 4, 5])
+    shape = [*(numbers.choice([1, 2, 3, 4]) for _ in range(dims - 1)), N]
+    x = permuted(shape, numbers.sample(range(dims), dims), numbers.choice([1, 1, 2]))
+    if numbers.random() < 0.3:
+        dim = numbers.randrange(dims - 1)
+        x = x.narrow(dim, 0, 1).expand(*shape[:dim], numbers.choice([1, 3]), *shape[dim + 1 :])
+    if numbers.random() < 0.3:  # the stride of a dimension of one element may be any
+        strides = [
+            s if n != 1 else numbers.choice([0, 1, s, 100]) for n, s in zip(x.shape, x.stride(), strict=True)
+        ]
+        x = x.as_strided(x.shape, strides)
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("statement", WRITTEN)
+def test_strides_of_products_in_any_order(norm_written, statement, dtype):
+    """PyTorch lays out a product by its first factor, where that says how."""
+    original = norm_written(statement).to(dtype)
+    ours = copy.deepcopy(original)
+    assert patch_model(ours, backend="torch").counts["patched"] == 1
+    numbers = random.Random(statement)
+    for _ in range(200):
+        layout = any_layout(numbers)
+        x = torch.empty_strided(layout.shape, layout.stride(), dtype=dtype)
+        y, expected = ours(x), original(x)
+        assert strides(y) == strides(expected), (x.shape, x.stride())
+    x = torch.randn(2, 5, 4, N).to(dtype).transpose(1, 2)
+    torch.testing.assert_close(ours(x), original(x))
+    if "root * h" in statement:
+        ours(x).view(8, 5, N)  # as the original's
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_strides_of_compiled_products(norm_written, is_first):
+    torch._dynamo.reset()
+    original = norm_written(
+        "return (root * h * w).to(x.dtype)" if is_first else "return (h * root * w).to(x.dtype)"
+    )
+    ours = copy.deepcopy(original)
+    patch_model(ours, backend="torch")
+    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend="aot_eager")
+    for shape in ((2, 3, 4, N), (5, 6, 7, N)):
+        x = permuted(shape, (0, 2, 1, 3))
+        assert compiled(x).stride() == original(x).stride()
 
 
 def strides(x):

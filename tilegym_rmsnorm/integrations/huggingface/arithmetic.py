@@ -58,6 +58,7 @@ class Match:
         fixed_eps: That number.
         offset: Added to weight.
         switch: Attribute that is false where the weight is left out; "" where none is read.
+        rstd_first: Whether it is `rstd * x`, not `x * rstd`: the first one decides on the strides of y.
     """
 
     arithmetic: str
@@ -66,6 +67,7 @@ class Match:
     fixed_eps: float | None = None
     offset: float = 0.0
     switch: str = ""
+    rstd_first: bool = False
 
     def plan(self, x: torch.dtype, weight: torch.dtype | None) -> Plan | None:
         """How a kernel does this arithmetic. None: no kernel does, and the forward that was there runs."""
@@ -219,12 +221,20 @@ def _match(expression: Expression) -> Match:
         for pattern in patterns:
             fields = next(_unified(pattern, expression, {}), None)
             if fields is not None:
-                return Match(name, **fields)
+                return Match(name, **fields, rstd_first=_is_rstd_first(expression))
     for pattern, reason in _DECLINED:
         if next(_unified(pattern, expression, {}), None) is not None:
             raise Unclear(reason)
     text = text_of(expression)
     raise Unclear(f"computes no arithmetic that is known: {text if len(text) < 160 else text[:157] + '...'}")
+
+
+def _is_rstd_first(expression: Any) -> bool:
+    if not isinstance(expression, tuple):
+        return False
+    if expression[:1] == ("mul",) and expression[1][:1] == ("rsqrt",):
+        return True
+    return any(map(_is_rstd_first, expression))
 
 
 def _unified(pattern: Any, found: Any, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -13,6 +13,7 @@ import contextlib
 import copyreg
 import functools
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -71,9 +72,10 @@ class NormPatch:
 
 
 def run(x: Tensor, match: Match, call: Call, backend: str | None) -> Tensor:
-    """y by the arithmetic of a norm. It lies in memory as the original's does, its dimensions in the order of x's. So
-    heads that were transposed before their norm are rows for the kernel, and y.transpose(1, 2) can be viewed."""
-    order = None if match.arithmetic == "torch" else order_in_memory(x)
+    """y by the arithmetic of a norm. It lies in memory as the original's does, in most norms its dimensions in the
+    order of x's. So heads that were transposed before their norm are rows for the kernel, and y.transpose(1, 2) can be
+    viewed."""
+    order = None if match.arithmetic == "torch" else order_in_memory(x, match.rstd_first)
     if order is None:
         return _run(x, None, match, call, backend)
     back = [order.index(dim) for dim in range(x.dim())]
@@ -82,26 +84,67 @@ def run(x: Tensor, match: Match, call: Call, backend: str | None) -> Tensor:
     return _run(x, None, match, call, backend).permute(order).contiguous().permute(back)
 
 
-def order_in_memory(x: Tensor) -> list[int] | None:
-    """The dimensions of x by their strides, as PyTorch lays out what it computes for each element of x. None where that
-    is their own order, and for expanded x."""
+def order_in_memory(x: Tensor, rstd_first: bool = False) -> list[int] | None:
+    """The dimensions of the product of x and rstd by their strides, the slowest first. None where that is their own
+    order.
+
+    TensorIterator compares dimensions by the strides of its first operand, and by those of the next where one of the
+    two is 0. rstd is contiguous, and its last stride is 0. x that is half is cast to float32, whose strides are dense.
+    """
     if x.is_contiguous() or x.is_nested:
         return None
-    dims = [dim for dim in range(x.dim()) if x.shape[dim] != 1]
-    by_stride: list[int] = []
-    for dim in dims:
-        if x.stride(dim) == 0:
-            return None
-        place = len(by_stride)
-        while place and x.stride(by_stride[place - 1]) < x.stride(dim):  # Dynamo sorts by no symbolic number
-            place -= 1
-        by_stride.insert(place, dim)
-    if by_stride == dims:
+    shape, dims = list(x.shape), range(x.dim())
+    strides = list(x.stride())
+    if x.dtype is not torch.float32:
+        strides = _dense(_sorted_dims(shape, [strides]), shape)
+    of_rstd = [*_dense(dims[:-1], shape), 0]
+    found = _sorted_dims(shape, [of_rstd, strides] if rstd_first else [strides, of_rstd])
+    moved = [dim for dim in dims if shape[dim] != 1]
+    by_stride = [dim for dim in found if shape[dim] != 1]
+    if by_stride == moved:
         return None
-    order = list(range(x.dim()))
-    for dim, other in zip(dims, by_stride, strict=True):
+    order = list(dims)
+    for dim, other in zip(moved, by_stride, strict=True):
         order[dim] = other
     return order
+
+
+def _sorted_dims(shape: list[int], operands: list[list[int]]) -> list[int]:
+    """As TensorIterator::reorder_dimensions does. Dynamo sorts by no symbolic number; and this is no order in which any
+    algorithm would do: of two dimensions neither may come first."""
+    order = list(range(len(shape)))[::-1]
+    for place in range(1, len(order)):
+        for before in range(place - 1, -1, -1):
+            swap = _is_slower(order[before], order[place], shape, operands)
+            if swap is False:
+                break
+            if swap:
+                order[before], order[place] = order[place], order[before]
+                place = before
+    return order[::-1]
+
+
+def _is_slower(one: int, other: int, shape: list[int], operands: list[list[int]]) -> bool | None:
+    """Whether a dimension has the larger strides. None: neither has."""
+    for strides in operands:
+        if strides[one] == 0 or strides[other] == 0:
+            continue
+        if strides[one] < strides[other]:
+            return False
+        if strides[one] > strides[other]:
+            return True
+        if shape[one] > shape[other]:
+            return True
+    return None
+
+
+def _dense(order: Iterable[int], shape: list[int]) -> list[int]:
+    """The strides of what lies in memory without gaps, the dimensions in this order, the slowest first."""
+    strides, count = [0] * len(shape), 1
+    for dim in [*order][::-1]:
+        strides[dim] = count
+        count *= shape[dim]
+    return strides
 
 
 def _run(x: Tensor, residual: Tensor | None, match: Match, call: Call, backend: str | None) -> Any:
