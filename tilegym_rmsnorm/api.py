@@ -28,6 +28,7 @@ from tilegym_rmsnorm.autograd import (
     record_add,
     run_add_forward,
     run_forward,
+    savable,
     unseen,
 )
 from tilegym_rmsnorm.gate import is_watched
@@ -47,6 +48,7 @@ __all__ = ["rms_norm"]
 
 registry.load("torch")  # the one backend whose calls torch.compile traces
 _len_torch_function_stack = torch._C._len_torch_function_stack  # of the modes that see function calls
+_is_in_inference_mode = torch.is_inference_mode_enabled  # where enable_grad() records nothing either
 # Whether this torch's F.rms_norm is on autocast's list for CUDA devices.
 _HAS_AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
 
@@ -153,9 +155,11 @@ def rms_norm(
         ):
             call = fastpath.find(input, normalized_shape, weight, eps, offset, casting, backend)
             if call is not None:
-                if not _is_differentiated(input, weight):
+                if not _is_differentiated(input, weight) or _is_in_inference_mode():
                     return run_forward(input, weight, None, call)[0]
                 if call.backward is not None:
+                    if input.is_inference() or (weight is not None and weight.is_inference()):
+                        input, weight = savable(input), savable(weight)
                     return record(input, weight, None, call)
     arguments = (input, normalized_shape, weight, eps)
     options = {"bias": bias, "offset": offset, "residual": residual, "residual_alpha": residual_alpha}
@@ -239,9 +243,12 @@ def _checked_rms_norm(
         if is_composed:
             return composite.rms_norm(input, shape, weight, bias, residual, spec)
         backward = None
-        if _is_differentiated(
-            input, weight, bias, residual
-        ):  # chosen now: what is in effect may be another later
+        is_recorded = _is_differentiated(input, weight, bias, residual)
+        if is_recorded and not is_dynamo_compiling():  # which knows neither inference mode nor its tensors
+            is_recorded = not _is_in_inference_mode()
+            if is_recorded:  # with a residual the sum is saved in the place of input
+                input, weight = savable(input) if residual is None else input, savable(weight)
+        if is_recorded:  # chosen now: what is in effect may be another later
             backward = dispatch("rms_norm_backward", request, backend)
         normalized_dtype = None if spec.y_dtype is None else spec.residual_dtype or dtypes[0]
         call = Call(spec, forward, backward, backend, heads, normalized_dtype)

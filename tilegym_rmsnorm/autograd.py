@@ -149,6 +149,11 @@ def run_add_forward(
     return _in_shape_of(x, y), _in_shape_of(x, residual_out), rstd
 
 
+def savable(tensor: Tensor | None) -> Tensor | None:
+    """`tensor`, or a copy of one made under torch.inference_mode, which autograd refuses to save."""
+    return tensor if tensor is None or not tensor.is_inference() else tensor.clone()
+
+
 def gradients(tensors: tuple[Any, ...], call: Call, wanted: Wanted) -> Gradients:
     """What a backward of autograd's gives for x, dy, weight, rstd and d_residual_out: of the shapes of their tensors
     but db, which is flat."""

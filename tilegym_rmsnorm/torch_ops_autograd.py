@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm import composite, gate, placements, reference, sharding, torch_ops
-from tilegym_rmsnorm.autograd import Call, differentiable_backward, gradients_of_the_sum
+from tilegym_rmsnorm.autograd import Call, differentiable_backward, gradients_of_the_sum, savable
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import get_current_backend
 from tilegym_rmsnorm.spec import D_RESIDUAL, DB, DW, DX, Gradients, Spec, Wanted
@@ -36,7 +36,7 @@ class _Forward(torch.autograd.Function):
     def forward(ctx, x, weight, bias, options):
         with _below_autograd():
             y, rstd = op("rms_norm_forward")(x, weight, bias, *options)
-        ctx.save_for_backward(x, weight, rstd)
+        ctx.save_for_backward(savable(x), savable(weight), rstd)
         ctx.bias = None if bias is None else (bias.dtype, bias.shape)
         ctx.options = _with_backend_in_effect(options, x)
         ctx.mark_non_differentiable(rstd)
@@ -71,7 +71,7 @@ class _AddForward(torch.autograd.Function):
     def forward(ctx, x, residual, weight, bias, options):
         with _below_autograd():
             y, residual_out, rstd = op("add_rms_norm_forward")(x, residual, weight, bias, *options)
-        ctx.save_for_backward(residual_out, weight, rstd)
+        ctx.save_for_backward(residual_out, savable(weight), rstd)
         ctx.bias = None if bias is None else (bias.dtype, bias.shape)
         ctx.dtypes, ctx.options = (x.dtype, residual.dtype), _with_backend_in_effect(options, x)
         fixed = [rstd] if ctx.needs_input_grad[0] or ctx.needs_input_grad[1] else [rstd, residual_out]

@@ -6,7 +6,7 @@
 import pytest
 import torch
 from hf_models import TOKENS, results
-from hf_norms import LLAMA
+from hf_norms import LLAMA, norm_of, rows
 
 from tilegym_rmsnorm import patch_model
 
@@ -27,6 +27,23 @@ def test_gradient_checkpointing(layers, reentrant):
     logits, ours = results(model.train(), {"input_ids": TOKENS})
     assert torch.equal(logits, expected) and len(counted) == 2  # it was recomputed
     assert all(torch.equal(ours[name], gradients[name]) for name in gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cls", [None, lambda n: torch.nn.RMSNorm(n, 1e-6)], ids=["Llama's", "PyTorch's"])
+def test_a_norm_learns_behind_what_ran_in_inference_mode(cls, dtype):
+    """As behind a frozen encoder, twice."""
+    original, norm = (norm_of(cls, dtype) for _ in range(2))
+    norm.load_state_dict(original.state_dict())
+    assert patch_model(norm).counts["patched"] == 1
+    with torch.inference_mode():
+        x = rows(dtype).clone()
+    for _ in range(2):
+        for each in (original, norm):
+            each.weight.grad = None
+            each(x).float().sin().sum().backward()
+        tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(norm.weight.grad, original.weight.grad, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("layers", [False, True], ids=["norms", "layers"])

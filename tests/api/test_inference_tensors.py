@@ -1,0 +1,216 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Tensors made under torch.inference_mode, as of a frozen encoder, beside learned ones: gradients have the bits that
+other tensors of the same values give. Autograd refuses to save such a tensor; a copy is saved."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import DEVICE, take_turns
+from torch.utils.checkpoint import checkpoint
+from variants import VARIANTS, make, options
+
+from tilegym_rmsnorm import RMSNorm, rms_norm
+from tilegym_rmsnorm.torch_ops import op
+
+NAMES = ("x", "weight", "bias", "residual")
+
+
+def made_for_inference(tensor):
+    with torch.inference_mode():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=DEVICE).copy_(
+            tensor
+        )
+
+
+def gradients(variant, inputs, backend, learned, fixed):
+    """y and the gradients of the tensors whose names are in `learned`; the others are as `fixed` makes them."""
+    tensors = {name: tensor for name, tensor in zip(NAMES, inputs, strict=False) if tensor is not None}
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.detach().requires_grad_() if name in learned else fixed(tensor)
+    x, weight, bias, residual = map(tensors.get, NAMES)
+    given = options(variant, inputs._replace(bias=bias, residual=residual))
+    y = rms_norm(x, variant.n, weight, variant.eps, **given, backend=backend)
+    y = y if residual is None else torch.cat([each.flatten().float() for each in y])
+    y.float().sin().sum().backward()
+    return y, *(tensors[name].grad for name in learned)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_gradients_beside_tensors_made_for_inference(name, backend):
+    """Of each tensor learned alone, twice: by all checks and by what is remembered of them. Inductor compiles for each:
+    without --every-config every fourth kind."""
+    if backend == "inductor":
+        take_turns([*VARIANTS].index(name), of=4)
+    if name == "float64" and backend not in ("torch", "inductor"):
+        pytest.skip("no kernel takes float64")
+    variant = VARIANTS[name]
+    inputs = make(variant)
+    given = [each for each, tensor in zip(NAMES, inputs, strict=False) if tensor is not None]
+    for learned in given if backend in ("torch", "cutile") else given[1:2]:
+        expected = gradients(variant, inputs, backend, [learned], torch.detach)
+        for _ in range(2):
+            got = gradients(variant, inputs, backend, [learned], made_for_inference)
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), learned
+
+
+def learn(function, x):
+    """y and the gradients of a weight and a bias."""
+    weight, bias = ((torch.arange(16.0, device=DEVICE) + i).requires_grad_() for i in range(2))
+    y = function(x, weight, bias)
+    y.sin().sum().backward()
+    return y, weight.grad, bias.grad
+
+
+PLAIN = torch.linspace(-2, 2, 96, device=DEVICE).view(6, 16)
+
+
+def by_rms_norm(x, weight, bias):
+    return rms_norm(x, 16, weight, 1e-6, bias=bias)
+
+
+def by_the_op(x, weight, bias):
+    return op("rms_norm_forward")(x, weight, bias, 1, 1e-6, 0.0, "once", None, None)[0]
+
+
+def by_the_op_with_a_residual(x, weight, bias):
+    return op("add_rms_norm_forward")(x, x, weight, bias, 1, 1e-6, 0.0, "once", 1.0, None, None, None)[0]
+
+
+def written_by_hand(x, weight, bias):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight + bias
+
+
+def checkpointed(x, weight, bias):
+    """x is no argument: the checkpoint itself would save it."""
+    return checkpoint(lambda *given: by_rms_norm(x, *given), weight, bias, use_reentrant=False)
+
+
+@pytest.mark.parametrize("function", [by_rms_norm, by_the_op, by_the_op_with_a_residual, checkpointed])
+def test_other_ways_to_a_norm(function):
+    expected = learn(function, PLAIN)
+    got = learn(function, made_for_inference(PLAIN))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [None, "torch"])
+def test_compiled_it_learns_where_the_formula_does(compiler, backend):
+    """AOTAutograd saves what a graph is given, and raises; so it does for any norm."""
+    torch._dynamo.reset()
+    x = made_for_inference(PLAIN)
+
+    def ours(x, weight, bias):
+        return rms_norm(x, 16, weight, 1e-6, bias=bias, backend=backend)
+
+    try:
+        expected = learn(torch.compile(written_by_hand, backend=compiler), x)
+    except RuntimeError as error:
+        assert "Inference tensors cannot be saved" in str(error)
+        return
+    got = learn(torch.compile(ours, backend=compiler, fullgraph=True), x)
+    torch.testing.assert_close(got, expected)
+
+
+def test_second_derivatives():
+    def second(x):
+        weight = torch.arange(16.0, device=DEVICE, requires_grad=True)
+        first = torch.autograd.grad(rms_norm(x, 16, weight).sin().sum(), weight, create_graph=True)[0]
+        return torch.autograd.grad(first.square().sum(), weight)[0]
+
+    assert torch.equal(second(made_for_inference(PLAIN)), second(PLAIN))
+
+
+def test_a_module_whose_parameters_were_made_for_inference():
+    with torch.inference_mode():
+        norm = RMSNorm(16, device=DEVICE)
+    x = PLAIN.clone().requires_grad_()
+    norm(x).sin().sum().backward()
+    ordinary, other = RMSNorm(16, device=DEVICE), PLAIN.clone().requires_grad_()
+    ordinary(other).sin().sum().backward()
+    assert torch.equal(x.grad, other.grad) and torch.equal(norm.weight.grad, ordinary.weight.grad)
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_nothing_is_recorded_inside_inference_mode(has_residual):
+    """As with F.rms_norm, also where gradients are enabled inside of it."""
+    weight = torch.ones(16, device=DEVICE, requires_grad=True)
+    for _ in range(2):
+        with torch.inference_mode(), torch.enable_grad():
+            y = rms_norm(PLAIN, 16, weight, residual=PLAIN if has_residual else None)
+        for each in y if has_residual else (y,):
+            assert each.is_inference() and not each.requires_grad and each.grad_fn is None
+
+
+def test_no_copy_where_no_gradient_is_needed(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "clone", lambda *_, **__: pytest.fail("copied"))
+    weight = torch.ones(16, device=DEVICE)
+    for needs_gradient in (False, True):
+        weight.requires_grad_(needs_gradient)
+        with torch.set_grad_enabled(not needs_gradient):
+            rms_norm(made_for_inference(PLAIN), 16, weight)
+    rms_norm(PLAIN, 16, weight).backward(PLAIN)  # nor of other tensors
+
+
+def test_what_is_copied_is_the_input_alone():
+    x, weight = made_for_inference(PLAIN), torch.ones(16, device=DEVICE, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        rms_norm(x, 16, weight)
+    assert saved[0].data_ptr() != x.data_ptr() and torch.equal(saved[0], x)
+    assert saved[1].data_ptr() == weight.data_ptr()
+
+
+def test_a_dtensor():
+    dist = pytest.importorskip("torch.distributed")
+    if not dist.is_available() or dist.is_initialized():
+        pytest.skip("needs a process group of its own")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x = torch.linspace(-2, 2, 96).view(6, 16)
+        for placement in (Shard(0), Shard(1)):
+            for name in (None, "torch"):
+                found = []
+                for mode in (torch.no_grad, torch.inference_mode):
+                    with mode():
+                        given = distribute_tensor(x.clone(), mesh, [placement])
+                    weight = distribute_tensor(torch.arange(16.0), mesh, [Replicate()]).requires_grad_()
+                    rms_norm(given, 16, weight, 1e-6, backend=name).sin().sum().backward()
+                    found.append(weight.grad.full_tensor())
+                assert given.is_inference() and torch.equal(*found)
+    finally:
+        dist.destroy_process_group()
+
+
+CODE = """
+import torch
+from tilegym_rmsnorm import rms_norm
+with torch.inference_mode():
+    x = torch.ones(2, 8)
+weight = torch.ones(8, requires_grad=True)
+{call}
+y.sum().backward()
+print(weight.grad[0].item())
+"""
+CALLS = {
+    "eager": "y = rms_norm(x, 8, weight)",
+    "residual": "y = rms_norm(x, 8, weight, residual=x)[0]",
+    "compiled": "y = torch.compile(lambda x: rms_norm(x, 8, weight), backend='eager')(x)",
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_first_call_of_a_process(call):
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.format(call=CALLS[call])], capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "2.0", done.stderr
