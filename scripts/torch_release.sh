@@ -15,7 +15,8 @@ release=${1-}
 case $release in
   2.9.1) triton=3.5.1 ;;
   2.11.0) triton=3.6.0 ;;
-  *) _stop "expected the release 2.9.1 or 2.11.0, got '$release'; another has to be named here, with its Triton" ;;
+  2.14.1) triton=3.8.0 ;;
+  *) _stop "expected the release 2.9.1, 2.11.0 or 2.14.1, got '$release'; another has to be named here, with its Triton" ;;
 esac
 shift
 
@@ -31,7 +32,7 @@ if [ -n "$(_missing "$folder/bin/python" $needed)" ]; then
     grep -Ev '^(torch|triton)==' constraints.txt
     printf '%s\n' "torch==$release" "triton==$triton" "numpy<2.4"
   } >"$folder/constraints.txt"
-  "$folder/bin/python" -m pip install --no-compile -c "$folder/constraints.txt" -e "$(_target "${extras[@]}")"
+  "$folder/bin/python" -m pip install -qq --no-compile -c "$folder/constraints.txt" -e "$(_target "${extras[@]}")"
 fi
 
 if [ $# = 0 ]; then

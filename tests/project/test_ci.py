@@ -61,6 +61,7 @@ def test_jobs_and_what_they_need():
         "every-config": "nothing",
         "torch-2-9": "nothing",
         "torch-2-11": "nothing",
+        "torch-2-14": "nothing",
         "gpu-ops": "gpu",
         "benchmark": "gpu",
     }
@@ -134,7 +135,7 @@ def test_list_names_every_job():
 
     assert answer.returncode == 0, answer.stderr
     states = dict.fromkeys(JOBS, "runs here")
-    for name in ("every-config", "torch-2-9", "torch-2-11"):
+    for name in ("every-config", "torch-2-9", "torch-2-11", "torch-2-14"):
         minutes = JOBS[name]["timeout_minutes"]
         states[name] = f"skipped: takes up to {minutes} minutes, runs by name only: bash .ci/run {name}"
     states |= dict.fromkeys(("gpu-ops", "benchmark"), "skipped: needs a GPU")
