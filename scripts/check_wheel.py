@@ -76,8 +76,9 @@ def problems(names: set[str], needed: set[str], made: tuple[str, ...]) -> list[s
 def build(folder: Path, work: Path) -> tuple[Path, Path]:
     """Build both into the folder. Returns the source distribution's path and the wheel's."""
     python = environment(work / "build")
-    run([python, "-m", "pip", "install", "--quiet", *CONSTRAINTS, "build"])
-    run([python, "-m", "build", "--outdir", folder, ROOT], stdout=subprocess.DEVNULL)
+    print(f"building {PACKAGE} {expected_version()}", flush=True)
+    run([python, "-m", "pip", "install", "-qq", *CONSTRAINTS, "build"])
+    run([python, "-m", "build", "--outdir", folder, ROOT], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     name = f"{PACKAGE}-{expected_version()}"
     return folder / f"{name}.tar.gz", folder / f"{name}-py3-none-any.whl"
 
@@ -92,7 +93,8 @@ def use(wheel: Path, work: Path) -> None:
     """Install a wheel, and use it where no checkout is."""
     python, elsewhere = environment(work / "user"), work / "elsewhere"
     elsewhere.mkdir()
-    run([python, "-m", "pip", "install", "--quiet", "--no-compile", *CONSTRAINTS, wheel])
+    print(f"installing {wheel.name} and what it requires", flush=True)
+    run([python, "-m", "pip", "install", "-qq", "--no-compile", *CONSTRAINTS, wheel])
     version = run([python, "-m", PACKAGE, "--version"], cwd=elsewhere, stdout=subprocess.PIPE).stdout
     if not version.startswith(f"{PACKAGE} {expected_version()}, "):
         sys.exit(f"expected version {expected_version()}, got {version}")
@@ -135,4 +137,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except subprocess.CalledProcessError as error:
-        sys.exit(f"failed: {error}")
+        sys.exit(f"{error.stdout or ''}failed: {error}")

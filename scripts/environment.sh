@@ -158,16 +158,16 @@ _warn_missing() {
   [ -z "$missing" ] || echo "note: $python lacks:$missing; what needs them is left out (python -m tilegym_rmsnorm doctor says more)" >&2
 }
 
-# Makes .venv and installs the extras into it. Machines without a GPU get the versions that CI tests. No bytecode is
-# compiled, which for all of torch takes a minute: an import compiles what it needs.
+# Makes .venv and installs the extras into it. One line says so; pip prints its errors only. Machines without a GPU get the
+# versions that CI tests. No bytecode is compiled, which for all of torch takes a minute: an import compiles what it needs.
 _install() {
   local base=python3 constraints=()
   [ -z "$(_missing python3 venv)" ] || base=python
   [ -z "$(_missing "$base" venv)" ] || _stop "neither python3 nor python is a Python of at least 3.10"
   nvidia-smi -L >/dev/null 2>&1 || constraints=(-c "$ROOT/constraints.txt")
-  echo "installing $(_target "$@") into $ROOT/.venv" >&2
+  echo "installing $(_target "$@") into $ROOT/.venv, which takes minutes" >&2
   [ -x "$ROOT/.venv/bin/python" ] || "$base" -m venv "$ROOT/.venv" >&2 || return 1
-  "$ROOT/.venv/bin/python" -m pip install --no-compile ${constraints[@]+"${constraints[@]}"} -e "$(_target "$@")" >&2
+  "$ROOT/.venv/bin/python" -m pip install -qq --no-compile ${constraints[@]+"${constraints[@]}"} -e "$(_target "$@")" >&2
 }
 
 # What pip is asked for: the checkout with the extras.

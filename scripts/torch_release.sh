@@ -24,7 +24,7 @@ folder=$ROOT/.venv-torch-$release
 extras=(dev bench cutile triton)
 needed="torch>=$release $(_modules required "${extras[@]}") $(_modules optional "${extras[@]}")"
 if [ -n "$(_missing "$folder/bin/python" $needed)" ]; then
-  echo "installing torch $release and $(_target "${extras[@]}") into $folder" >&2
+  echo "installing torch $release and $(_target "${extras[@]}") into $folder, which takes minutes" >&2
   "${PYTHON:-python3}" -m venv "$folder"
   # All else in the versions of the other jobs, so that what fails here alone is due to the release; but numpy, as the
   # interpreter of Triton before 3.7 needs it.

@@ -163,3 +163,32 @@ esac
     )
 
     assert answer.stdout == f"-m pytest -rfEs {options} -k name\n"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_environment_is_installed_in_one_line(tmp_path, fails):
+    """And pip's errors, which it prints under -qq too."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "environment.sh", tmp_path / "scripts")
+    python = tmp_path / "python3"
+    python.write_text(f"""#!/bin/sh
+case "$*" in
+  "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+  "-m pip install -qq "*) {"echo ERROR: no such version; exit 1" if fails else "true"} ;;
+  *) echo "loud: $*" ;;
+esac
+""")
+    python.chmod(0o755)
+    command = ". scripts/environment.sh; _missing() { :; }; _install dev bench"
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    answer = subprocess.run(
+        ["bash", "-uc", command],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
+    )
+
+    line, *errors = answer.stderr.splitlines()
+    assert line.startswith(f"installing {tmp_path}[dev,bench] into {tmp_path}/.venv")
+    assert (answer.returncode, errors) == ((1, ["ERROR: no such version"]) if fails else (0, []))
