@@ -36,9 +36,7 @@ def backend_of_graph(backend: str | None) -> str | None:
     Dynamo traces. Else None: each run of the graph has the one in effect then, or, where it is not Dynamo that makes
     it, the reference if that is in effect here."""
     if backend is not None:
-        # DTensor's engine would make a RuntimeError of what the op says.
-        if not is_dynamo_compiling():
-            registry.check_backend_name(backend)
+        registry.check_backend_name(backend)  # Dynamo and DTensor's engine would wrap what the op says
         return backend
     if is_dynamo_compiling():
         return registry.traced_backend()
