@@ -109,9 +109,9 @@ def overview(results: list[Result]) -> str:
         "GPU, dtype",
         "peers",
         "backward: mean ratio",
-        "as fast or faster",
+        "backward: as fast or faster",
         "forward: mean ratio",
-        "as fast or faster",
+        "forward: as fast or faster",
     ]
     align = ["left"] + ["right"] * (len(headers) - 1)
     return tabulate(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)

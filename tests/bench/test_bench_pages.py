@@ -123,6 +123,8 @@ def test_the_overview_has_a_line_for_each_result():
     first = make_result(*make_cell(100.0, ("quack", 150.0), ("liger.triton", 170.0)), *lost, not_timed)
     second = make_result(*make_cell(100.0, ("quack", 120.0), dtype="float16"))
     lines = report.overview([first, second]).splitlines()
+    titles = [cell.strip() for cell in lines[0].strip("|").split("|")]
+    assert len({*titles}) == len(titles) == 6, "each says of which pass it is"
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
     gpu = first["gpu"]
     assert cells[0] == [f"{gpu}, bfloat16", "2", "1.50", "1 of 1", "1.00", "0 of 1"]

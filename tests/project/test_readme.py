@@ -52,18 +52,8 @@ def test_it_is_short_and_one_picture_is_enough():
 
 def test_figures_in_sentences_are_those_of_the_tables():
     """bench/readme.py writes the tables."""
-    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    trained = dict(
-        re.findall(r"^\| (cutile|F\.rms_norm|baseline, seed 0) +\| +([\d,]+) \|", page, re.MULTILINE)
-    )
-    ours, aten, theirs = (trained[name] for name in ("cutile", "F.rms_norm", "baseline, seed 0"))
-    text = " ".join(TEXT.split())
-    assert (
-        f"at {ours} tokens/s with `cutile`, {aten} with `F.rms_norm`, {theirs} with Hugging Face's norm"
-        in text
-    )
     (level,) = re.findall(r"^\| NVIDIA H100.*, bfloat16 .*\| +(\d+) of 29 \|$", TEXT, re.MULTILINE)
-    assert f"({29 - int(level)} of 29 on an H100)" in text
+    assert f"({29 - int(level)} of 29 on an H100)" in TEXT
 
 
 def test_links_lead_to_files():
@@ -104,3 +94,10 @@ def test_the_newest_version_of_the_changelog_is_the_package_s():
     form = r"^## (\d\S*) - (\d{4}-\d\d-\d\d|unreleased|never released)$"
     newest, when = re.findall(form, text, re.MULTILINE)[0]
     assert version == (f"{newest}.dev0" if when == "unreleased" else newest)
+
+
+def test_it_names_no_address_that_does_not_exist():
+    """There is no public home yet: no placeholder stands for one."""
+    assert "no public home yet" in " ".join(TEXT.split())
+    for text in (TEXT, PROJECT):
+        assert not re.search(r"git clone|github\.com|example\.(com|org)|\[project\.urls\]", text)
