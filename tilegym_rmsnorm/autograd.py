@@ -69,7 +69,7 @@ class RMSNormFunction(torch.autograd.Function):
             wanted = Wanted(x.dtype, None, dw_dtype, bias_dtype)
             dx, _, dw, db = gradients((x, dy, weight, rstd, None), ctx.call, wanted)
         elif needs_db:
-            db = _sum_of_rows(dy, ctx.bias_shape, bias_dtype)
+            db = _sum_of_rows(ctx, dy, weight, rstd)
         return dx, dw, None if db is None else db.view(ctx.bias_shape), None
 
 
@@ -108,7 +108,7 @@ class AddRMSNormFunction(torch.autograd.Function):
             if needs_d_residual and d_residual is None:
                 d_residual = dx
         elif needs_db:
-            db = _sum_of_rows(dy, ctx.bias_shape, bias_dtype)
+            db = _sum_of_rows(ctx, dy, weight, rstd)
         db = None if db is None else db.view(ctx.bias_shape)
         return dx if needs_dx else None, d_residual, dw, db, None
 
@@ -362,10 +362,23 @@ def _gradients_of_no_rows(x: Tensor, weight: Tensor | None, n: int, wanted: Want
     return dx, d_residual, dw, db
 
 
-def _sum_of_rows(dy: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def _sum_of_rows(ctx: Any, dy: Tensor, weight: Tensor | None, rstd: Tensor) -> Tensor:
     """db where nothing else is needed."""
+    if is_dynamo_compiling() and ctx.call.backend != "torch" and not torch.is_grad_enabled():
+        dims = len(ctx.bias_shape) - (ctx.call.heads > 0)
+        return sum_of_rows_by_op(dy, weight, rstd, dims, ctx.bias_dtype)
     check_memory(dy=dy)
-    return reference.sum_of_rows(dy, shape, compute_dtype(dy.dtype), dtype)
+    return reference.sum_of_rows(dy, ctx.bias_shape, compute_dtype(dy.dtype), ctx.bias_dtype)
+
+
+def sum_of_rows_by_op(
+    dy: Tensor, weight: Tensor | None, rstd: Tensor, dims: int, dtype: torch.dtype
+) -> Tensor:
+    """db alone, in a graph: of a sum Inductor would make a kernel that adds in another order than eager calls do. The
+    op reads dy, which is given for x too: else the graph would keep x for it."""
+    rstd = rstd.reshape(*dy.shape[:-dims], *(1,) * dims).to(compute_dtype(dy.dtype))
+    given = dy, dy, weight, rstd, DB, dims, 0.0, "once", None, dtype, None
+    return torch.ops.tilegym_rmsnorm.rms_norm_backward.default(*given)[2]
 
 
 def _empty(x: Tensor, dtype: torch.dtype) -> Tensor:

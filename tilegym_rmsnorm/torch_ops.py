@@ -25,13 +25,14 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm import unrecorded
-from tilegym_rmsnorm.reference import compute_dtype
+from tilegym_rmsnorm.reference import compute_dtype, sum_of_rows
 from tilegym_rmsnorm.registry import check_backend_name
 from tilegym_rmsnorm.spec import D_RESIDUAL, DB, DW, DX, Wanted
 from tilegym_rmsnorm.validation import (
     check_casting,
     check_input,
     check_like,
+    check_memory,
     check_normalized_shape,
     check_weight,
     checked_dtype,
@@ -154,7 +155,10 @@ def _rms_norm_backward(
     check_backward(x, rstd, normalized_dims, wanted, 7, casting, (dw_dtype, db_dtype), backend)
     of = functools.partial(wanted_gradients, wanted, x.dtype, None, dw_dtype, db_dtype)
     given = x, dy, normalized_dims, weight, rstd.reshape(-1), None, of
-    dx, _, dw, db = unrecorded.checked_backward(*given, offset=offset, casting=casting).run(backend)
+    checked = unrecorded.checked_backward(*given, offset=offset, casting=casting)
+    if wanted == DB:
+        return None, None, _sum_of_rows(checked)
+    dx, _, dw, db = checked.run(backend)
     return dx if wanted & DX else None, dw, db
 
 
@@ -181,10 +185,20 @@ def _add_rms_norm_backward(
     of = functools.partial(wanted_gradients, wanted, *dtypes)
     given = residual_out, dy, normalized_dims, weight, rstd.reshape(-1), d_residual_out, of
     checked = unrecorded.checked_backward(*given, offset=offset, casting=casting, alpha=alpha)
+    if wanted == DB:
+        return None, None, None, _sum_of_rows(checked)
     dx, d_residual, dw, db = checked.run(backend)
     if d_residual is not None and d_residual.untyped_storage().data_ptr() == dx.untyped_storage().data_ptr():
         d_residual = d_residual.clone()  # results of an op may not share memory
     return dx if wanted & DX else None, d_residual, dw, db
+
+
+def _sum_of_rows(checked: unrecorded.Backward) -> Tensor:
+    """db, where no kernel need run: the bits that an eager backward of it has."""
+    dy, weight = checked.dy, checked.weight
+    check_memory(dy=dy)
+    shape = checked.shape if weight is None else weight.shape
+    return sum_of_rows(dy, shape, compute_dtype(dy.dtype), checked.wanted.db)
 
 
 def wanted_gradients(

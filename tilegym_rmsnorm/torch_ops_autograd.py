@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm import composite, gate, placements, reference, sharding, torch_ops
-from tilegym_rmsnorm.autograd import Call, differentiable_backward, gradients_of_the_sum, savable
+from tilegym_rmsnorm.autograd import (
+    Call,
+    differentiable_backward,
+    gradients_of_the_sum,
+    savable,
+    sum_of_rows_by_op,
+)
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import get_current_backend
 from tilegym_rmsnorm.spec import D_RESIDUAL, DB, DW, DX, Gradients, Spec, Wanted
@@ -52,7 +58,7 @@ class _Forward(torch.autograd.Function):
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
         db_dtype = ctx.bias[0] if needs_db else None
         if not (needs_dx or needs_dw or placements.is_dtensor(x)):
-            return None, None, _sum_of_rows(dy, ctx.bias), None
+            return None, None, _sum_of_rows(dy, weight, rstd, dims, ctx.bias), None
         if torch.is_grad_enabled():
             wanted = Wanted(x.dtype, None, weight.dtype if needs_dw else None, db_dtype)
             spec = Spec(0, eps, offset, casting)
@@ -90,7 +96,7 @@ class _AddForward(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         db_dtype = ctx.bias[0] if needs_db else None
         if not (needs_dx or needs_d_residual or needs_dw or placements.is_dtensor(x)):
-            return None, None, None, _sum_of_rows(dy, ctx.bias), None
+            return None, None, None, _sum_of_rows(dy, weight, rstd, dims, ctx.bias), None
         x_dtype, residual_dtype = ctx.dtypes
         has_two = needs_dx and needs_d_residual and (alpha != 1.0 or x_dtype != residual_dtype)
         if (
@@ -338,8 +344,13 @@ def _flat(vector: Tensor | None, dims: int) -> Tensor | None:
     return None if vector is None else vector.flatten(-dims)
 
 
-def _sum_of_rows(dy: Tensor, bias: tuple[torch.dtype, torch.Size]) -> Tensor:
-    return reference.sum_of_rows(dy, bias[1], compute_dtype(dy.dtype), bias[0])
+def _sum_of_rows(
+    dy: Tensor, weight: Tensor | None, rstd: Tensor, dims: int, bias: tuple[torch.dtype, torch.Size]
+) -> Tensor:
+    """db where nothing else is needed."""
+    if torch.is_grad_enabled():
+        return reference.sum_of_rows(dy, bias[1], compute_dtype(dy.dtype), bias[0])
+    return sum_of_rows_by_op(dy, weight, rstd, dims, bias[0]).view(bias[1])
 
 
 _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {

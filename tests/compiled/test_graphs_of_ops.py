@@ -96,6 +96,68 @@ def test_a_module_is_one_graph_of_the_same_bits(kind, compiler):
     assert_same_bits(compiled, module, inputs, list(module.parameters()))
 
 
+BIAS_ALONE = {  # size of x, shape of weight and bias, and what rms_norm is given beside them
+    "rows": ((37, 100), (100,), {}),
+    "many rows": ((1000, 33), (33,), {"out_dtype": FP32}),
+    "heads": ((5, 7, 3, N), (3, N), {}),
+    "residual": ((37, 100), (100,), {"residual": 0.5}),
+    "residual, heads": ((5, 7, 3, N), (3, N), {"residual": 0.5, "residual_alpha": 2.0}),
+    "no rows": ((0, 100), (100,), {}),
+}
+
+
+def learn_bias_alone(kind, dtype, has_weight=True, wrap=lambda call: call):
+    """The gradient of a bias beside x and a weight that are fixed, of one call that `wrap` may compile."""
+    size, shape, options = BIAS_ALONE[kind]
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    x, dy = (torch.randn(size, generator=generator, device=DEVICE).to(dtype) for _ in range(2))
+    if "residual" in options:
+        options = {**options, "residual": x * options["residual"]}
+    weight = torch.ones(shape, device=DEVICE) if has_weight else None
+    bias = torch.zeros(shape, device=DEVICE, requires_grad=True)
+
+    def call(x, bias):
+        y = rms_norm(x, size[-1:], weight, 1e-6, bias=bias, **options)
+        return y[0] if "residual" in options else y
+
+    y = wrap(call)(x, bias)
+    y.backward(dy.to(y.dtype))
+    return bias.grad
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("kind", BIAS_ALONE)
+def test_a_bias_that_learns_alone_has_the_bits_of_eager_calls(kind, compiler, dtype):
+    """Inductor would add its rows in another order."""
+    for has_weight in (True, False)[: 1 + ("heads" not in kind)]:
+        torch._dynamo.reset()
+        expected = learn_bias_alone(kind, dtype, has_weight)
+        with torch._inductor.config.patch(
+            force_disable_caches=True
+        ):  # which may have graphs of other sources
+            wrap = functools.partial(torch.compile, fullgraph=True, backend=compiler)
+            assert torch.equal(learn_bias_alone(kind, dtype, has_weight, wrap), expected)
+
+
+@pytest.mark.parametrize("kind", ["many rows", "residual, heads"])
+def test_so_it_has_in_compiled_autograd(kind):
+    expected = learn_bias_alone(kind, FP32)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="inductor")):
+            assert torch.equal(learn_bias_alone(kind, FP32), expected)
+
+
+@pytest.mark.parametrize("kind", ["rows", "residual"])
+def test_no_kernel_runs_for_a_bias_that_learns_alone(kind, kernels):
+    """Nor is x kept by the graph for it."""
+    saved = []
+    compiled = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        learn_bias_alone(kind, FP32, wrap=compiled)
+    assert len(kernels) == 1 and all(each.shape != (37, 100) for each in saved)  # a forward
+
+
 @pytest.mark.parametrize("dims", [1, 2])
 def test_the_function_with_several_dimensions(dims):
     shape = (4, N)[-dims:]
