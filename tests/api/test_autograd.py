@@ -106,6 +106,21 @@ def test_backward_twice_through_a_retained_graph(backend):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_halves_of_a_backward_have_the_bits_of_the_whole(backend, has_residual):
+    """As pipelines split it: the gradients of inputs first, those of weights later."""
+    inputs, x, weight = _leaves()
+    bias = torch.zeros_like(weight, requires_grad=True)
+    residual = x.detach().sin().requires_grad_() if has_residual else None
+    y = rms_norm(x, (100,), weight, 1e-3, bias=bias, residual=residual, backend=backend)
+    y = y[0] if has_residual else y
+    of_inputs, of_weights = (x, residual)[: 1 + has_residual], (weight, bias)
+    whole = torch.autograd.grad(y, (*of_inputs, *of_weights), inputs.dy, retain_graph=True)
+    first = torch.autograd.grad(y, of_inputs, inputs.dy, retain_graph=True)
+    later = torch.autograd.grad(y, of_weights, inputs.dy)
+    assert all(torch.equal(a, b) for a, b in zip((*first, *later), whole, strict=True))
+
+
 @pytest.mark.parametrize("size", [(6, 64), (2, 3, 64), (64,)])
 def test_in_place_operations_on_the_output(backend, size):
     x = torch.randn(size, device=DEVICE, requires_grad=True)
