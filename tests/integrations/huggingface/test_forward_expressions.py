@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tilegym_rmsnorm import patch_model
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match, match_of
 from tilegym_rmsnorm.integrations.huggingface.expressions import X, expression_of, text_of
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
@@ -91,6 +92,72 @@ def refused(cls) -> str:
 )
 def test_arithmetics(class_of, source, expected):
     assert match_of(class_of(source)) == expected
+
+
+GLM = """
+def forward(self, hidden_states):
+    variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
+    hidden_states_2 = hidden_states * torch.rsqrt(variance + self.eps)
+    return (self.weight * hidden_states_2).to(hidden_states.dtype)
+"""
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (GLM, Match("once", "weight", "eps")),
+        (GLM.replace("self.weight *", "self.weight.float() *"), Match("once", "weight", "eps")),
+        (
+            GLM.replace(".to(hidden_states.dtype)", ".type(hidden_states.dtype)"),
+            Match("once", "weight", "eps"),
+        ),
+        (
+            GLM.replace("self.weight *", "(1 + self.weight.float()) *"),
+            Match("offset", "weight", "eps", offset=1.0),
+        ),
+        (GLM.replace("self.weight * ", ""), Match("no weight", eps="eps")),
+        (
+            OPTIONAL.replace("normed = x.float() *", "normed = x *"),
+            Match("optional weight", "weight", "eps", switch="with_scale"),
+        ),
+        (
+            T5.replace("hidden_states = hidden_states *", "hidden_states = hidden_states.float() *"),
+            Match("t5", "weight", "variance_epsilon"),
+        ),
+    ],
+)
+def test_x_that_is_cast_by_a_product_alone(class_of, source, expected):
+    """Its factor is float32, so the product is: with the bits of the original."""
+    cls = class_of(source)
+    assert match_of(cls) == expected
+    generator = torch.Generator().manual_seed(0)
+    for dtype in DTYPES:
+        for weight_dtype in DTYPES:
+            norm = cls()
+            norm.eps = norm.variance_epsilon = 1e-6
+            norm.with_scale = True
+            norm.weight = nn.Parameter(1 + 0.5 * torch.randn(48, generator=generator).to(weight_dtype))
+            x = torch.randn(64, 48, generator=generator) * torch.logspace(-4, 3, 64)[:, None]
+            y = norm(x.to(dtype))
+            assert patch_model(norm, backend="torch").counts["patched"] == 1
+            assert norm(x.to(dtype)).dtype == y.dtype and torch.equal(norm(x.to(dtype)), y)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        GLM.replace(".to(torch.float32)", ""),  # the mean is that of x
+        GLM.replace("(variance + self.eps)", "(variance + self.eps).to(hidden_states.dtype)"),
+        GLM.replace("self.weight *", "(1 + self.weight) *"),
+        GLM.replace(".to(hidden_states.dtype)", ""),
+        GLM.replace(
+            "self.weight * hidden_states_2", "self.weight * torch.rsqrt(variance + self.eps) * hidden_states"
+        ),
+    ],
+)
+def test_other_roundings_do_not_match(class_of, source):
+    assert source != GLM and refused(class_of(source))
 
 
 @pytest.mark.parametrize(

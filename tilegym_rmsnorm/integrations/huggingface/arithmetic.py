@@ -122,6 +122,12 @@ class _Any(NamedTuple):
     is_number: bool = False
 
 
+class _Either(NamedTuple):
+    """Stands in a pattern for any of these."""
+
+    options: tuple[Any, ...]
+
+
 _W, _EPS, _SWITCH = _Any("weight"), _Any("eps", may_be_number=True), _Any("switch")
 _OFFSET = _Any("offset", is_number=True)
 
@@ -135,10 +141,9 @@ def _like(e: Any, other: Any) -> Expression:
 
 
 _RSTD = ("rsqrt", ("add", ("mean", ("square", _wide(X))), _EPS))
-_XHAT = ("mul", _wide(X), _RSTD)
-_XHAT_PROMOTED = ("mul", X, _RSTD)  # the same: a product with float32 is float32
-_ONCE = ("mul", _XHAT, _W)
-_ONCE_WIDE = ("mul", _XHAT, _wide(_W))
+# A factor of float32 needs no cast: the product is float32.
+_XHAT = ("mul", _Either((_wide(X), X)), _RSTD)
+_ONCE = _like(("mul", _XHAT, _Either((_wide(_W), _W))), X)
 _WEIGHTLESS = _like(_XHAT, X)
 _TORCH_SHAPE = ("self", "normalized_shape")
 
@@ -146,11 +151,11 @@ _TORCH_SHAPE = ("self", "normalized_shape")
 ARITHMETICS: dict[str, tuple[str, tuple[Expression, ...]]] = {
     "llama": (
         "x * rstd is rounded to x's dtype, then multiplied by weight; y has the wider dtype of both",
-        (("mul", _W, _like(_XHAT, X)), ("mul", _W, _like(_XHAT_PROMOTED, X))),
+        (("mul", _W, _like(_XHAT, X)),),
     ),
     "once": (
         "x * rstd * weight in float32, then rounded to x's dtype",
-        (_like(_ONCE, X), _like(_ONCE_WIDE, X)),
+        (_ONCE,),
     ),
     "offset": (
         "x * rstd * (1 + weight) in float32, then rounded to x's dtype",
@@ -158,10 +163,7 @@ ARITHMETICS: dict[str, tuple[str, tuple[Expression, ...]]] = {
     ),
     "optional weight": (
         "as once, without a weight where a switch of the module is off",
-        (
-            ("if", _SWITCH, _like(_ONCE_WIDE, X), _WEIGHTLESS),
-            ("if", _SWITCH, _like(_ONCE, X), _WEIGHTLESS),
-        ),
+        (("if", _SWITCH, _ONCE, _WEIGHTLESS),),
     ),
     "no weight": ("x * rstd in float32, then rounded to x's dtype", (_WEIGHTLESS,)),
     "t5": (
@@ -170,8 +172,8 @@ ARITHMETICS: dict[str, tuple[str, tuple[Expression, ...]]] = {
             (
                 "if",
                 ("in", ("dtype", _W), frozenset(_HALF)),
-                ("mul", _W, _like(_XHAT_PROMOTED, _W)),
-                ("mul", _W, _XHAT_PROMOTED),
+                ("mul", _W, _like(_XHAT, _W)),
+                ("mul", _W, _XHAT),
             ),
         ),
     ),
@@ -243,6 +245,9 @@ def _unified(pattern: Any, found: Any, fields: dict[str, Any]) -> Iterator[dict[
         bound = _bound(pattern, found)
         if bound is not None and all(fields.get(name, value) == value for name, value in bound.items()):
             yield {**fields, **bound}
+    elif isinstance(pattern, _Either):
+        for each in pattern.options:
+            yield from _unified(each, found, fields)
     elif not isinstance(pattern, tuple) or not isinstance(found, tuple) or len(pattern) != len(found):
         if pattern == found:
             yield fields

@@ -333,6 +333,7 @@ _OPERATORS = {ast.Mult: _mul, ast.Add: _add, ast.Pow: _pow}
 _METHODS = MappingProxyType(
     {
         "to": _to,
+        "type": _to,
         "float": _float,
         "type_as": _type_as,
         "mul": _mul,
