@@ -36,10 +36,11 @@ def plot_result(result: dict[str, Any], stem: Path) -> dict[str, Path]:
     """Writes STEM-OP.png, GB/s, and STEM-OP-map.png, heat maps, for each op of the result but dx and CONTROLS,
     figures of others; of a grid STEM-OP.png, its heat maps. Returns the paths by op, and by OP-map.
 
-    Without a GPU there are no heat maps: what interpreters need is no ratio of kernels.
+    Without a GPU there are none: what interpreters and busy cores need is no speed of kernels.
     """
-    paths = {}
-    has_maps = result["gpu"] is not None
+    paths: dict[str, Path] = {}
+    if result["gpu"] is None:
+        return paths
     for op in ALL_OPS:
         if op == "dx" or op in CONTROLS.values():
             continue
@@ -48,11 +49,11 @@ def plot_result(result: dict[str, Any], stem: Path) -> dict[str, Path]:
         ]
         if records:
             paths[op] = stem.with_name(f"{stem.name}-{op}.png")
-            if has_maps and result.get("is_grid"):
+            if result.get("is_grid"):
                 plot_heatmaps(result, op, paths[op])
                 continue
             _plot_op(result, op, records, paths[op])
-            if has_maps and compare.compare(result, op):
+            if compare.compare(result, op):
                 paths[f"{op}-map"] = stem.with_name(f"{stem.name}-{op}-map.png")
                 plot_heatmaps(result, op, paths[f"{op}-map"])
     return paths

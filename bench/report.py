@@ -56,17 +56,21 @@ def flat(record: Record) -> Record:
 
 
 def tables(result: Result, style: str = "simple") -> str:
-    """For each op the GB/s of every provider, and their device and host microseconds."""
+    """For each op the GB/s of every provider, and their device and host microseconds. Without a GPU their errors alone:
+    times of interpreters and of busy cores say nothing."""
     ceiling = result["copy_gb_per_s"]
     parts = []
     for op in ops_of(result):
+        if result["gpu"] is None:
+            what = "largest error of any result, relative, against float64"
+            parts.append(f"{heading(result, op)}: {what}\n\n{op_table(result, op, _error_cell, style)}")
+            continue
         rate = "GB/s of compulsory bytes"
         if ceiling is not None:
             rate += f", and their share of this run's device copy ({ceiling:.0f} GB/s)"
         parts.append(f"{heading(result, op)}: {rate}\n\n{op_table(result, op, _rate_cell, style)}")
-        parts.append(
-            f"{heading(result, op)}: {_time_unit(result)}\n\n{op_table(result, op, _time_cell, style)}"
-        )
+        unit = "device us ± half of the range from the 10th to the 90th percentile / host us per eager call"
+        parts.append(f"{heading(result, op)}: {unit}\n\n{op_table(result, op, _time_cell, style)}")
     parts += [f"failed: {line}" for line in failures(result)]
     parts += [f"not measured: {name}: {reason}" for name, reason in result["unavailable"].items()]
     return "\n\n".join(parts)
@@ -230,10 +234,9 @@ def _time_cell(record: Record) -> str:
     return cell if record["host_us"] is None else f"{cell} / {record['host_us']:.0f}"
 
 
-def _time_unit(result: Result) -> str:
-    if result["gpu"] is None:
-        return "wall-clock us per call, ± half of the range from the 10th to the 90th percentile"
-    return "device us ± half of the range from the 10th to the 90th percentile / host us per eager call"
+def _error_cell(record: Record) -> str:
+    found = [error for error in record["errors"].values() if error is not None]
+    return "failed" if record["error"] or not found else f"{max(found):.1e}"
 
 
 def _percent(fraction: float | None) -> str:

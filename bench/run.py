@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     origin = describe_run()
     print(one_line(origin))
     if not has_gpu:
-        print(report.CPU_NOTE)
+        print(f"{report.CPU_NOTE} The JSON has them; shown is whether results are right.")
     providers, unavailable = choose_providers(arguments, has_gpu)
     sections = choose_sections(arguments, has_gpu)
     folder = default_folder(arguments, origin["gpu"]) if arguments.out is None else arguments.out
@@ -133,7 +133,7 @@ def measure_dtypes(
                 name: lack(name, ops) for name in (*here, *apart)
             }
             report.write_json(result, path)
-    if kept and not arguments.part:
+    if kept and not arguments.part and heading["gpu"] is not None:
         write_page(kept, folder / html_report.NAME)
     return is_good
 
@@ -151,7 +151,7 @@ def publish(result: dict[str, Any], path: Path) -> bool:
     """Writes and prints a result; whether this package's backends are right in it."""
     plots = write(result, path)
     print("\n\n".join(["", report.tables(result), compare.summary(result), *differences(result)]))
-    print(f"\nwritten: {path}, .csv and plots of {', '.join(plots)}")
+    print(f"\nwritten: {path} and .csv{', and plots of ' * bool(plots)}{', '.join(plots)}")
     return not any(each["error"] and each["provider"] in BACKENDS for each in result["records"])
 
 
