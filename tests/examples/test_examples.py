@@ -64,8 +64,7 @@ def test_finetune_hf_learns_as_without_the_patch(tmp_path):
     )
     assert len(ours) == 2 and ours[-1] < ours[0] - 0.5
     assert ours == pytest.approx(theirs, abs=2e-3)
-    speeds = re.search(r"^tokens/s +([\d,]+) +([\d,]+)$", text, re.M)
-    assert all(int(speed.replace(",", "")) > 0 for speed in speeds.groups())
+    assert "tokens/s" not in text, "they were those of busy cores: 3,162 and 470 in one run"
     assert picture.exists() == has_matplotlib
 
 
@@ -93,13 +92,13 @@ def test_step_through_kernel_stops_in_the_kernel_that_it_names():
 
 def test_compare_backends_has_a_line_of_small_errors_for_each():
     text = output_of("compare_backends.py")
-    rows = re.findall(r"^(\w+) +(\S+e\S+) +(\S+e\S+) +(\S+e\S+) +(interpreted|\d+ us)$", text, re.M)
-    found = {name: (list(map(float, errors)), time) for name, *errors, time in rows}
+    rows = re.findall(r"^(\w+) +(\S+e\S+) +(\S+e\S+) +(\S+e\S+)$", text, re.M)
+    found = {name: list(map(float, errors)) for name, *errors in rows}
     assert len(found) == len(rows) and set(found) <= set(AUTO_ORDER) and "torch" in found
-    assert all(0 < error < 8e-3 for errors, _ in found.values() for error in errors)  # bfloat16's rounding
+    assert all(0 < error < 8e-3 for errors in found.values() for error in errors)  # bfloat16's rounding
     if importlib.util.find_spec("cuda.tile") is not None:
-        assert found["cutile"][1] == "interpreted"
-    assert found["torch"][1].endswith(" us")
+        assert "cutile" in found
+    assert " us" not in text, "times of busy cores"
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
