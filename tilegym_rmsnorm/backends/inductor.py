@@ -270,7 +270,8 @@ def _is_passing(exception: Exception) -> bool:
     from torch.fx import _symbolic_trace
 
     stance = getattr(getattr(eval_frame, "_stance", None), "stance", "default")
-    is_traced_by_fx = getattr(_symbolic_trace, "_is_fx_tracing_flag", False)
+    asks = getattr(_symbolic_trace, "is_fx_symbolic_tracing", None)
+    is_traced_by_fx = asks() if asks else getattr(_symbolic_trace, "_is_fx_tracing_flag", False)  # older
     return isinstance(exception, exc.RecompileError) or stance != "default" or is_traced_by_fx
 
 
