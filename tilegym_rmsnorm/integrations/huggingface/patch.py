@@ -176,7 +176,7 @@ def _callers(
         if any(parent is each for each in inside):  # a module may hold itself
             continue
         yield parent, (name,)
-        is_first = type(parent).forward is nn.Sequential.forward and next(iter(parent.children())) is module
+        is_first = _is_sequential(parent) and next(iter(parent.children())) is module
         for caller, path in _callers(parent, parents, inside):
             yield caller, (*path, name)
             if is_first:
@@ -192,9 +192,13 @@ def _children_at(module: nn.Module, path: tuple[str, ...]) -> Iterator[nn.Module
 
 
 def _works_in_place(module: nn.Module) -> bool:
-    if type(module).forward is nn.Sequential.forward:
+    if _is_sequential(module):
         return any(map(_works_in_place, itertools.islice(module.children(), 1)))
     return getattr(module, "inplace", False) is True
+
+
+def _is_sequential(module: nn.Module) -> bool:
+    return inspect.getattr_static(type(module), "forward", None) is nn.Sequential.forward
 
 
 def _match(module: nn.Module, cls: type) -> Match:
