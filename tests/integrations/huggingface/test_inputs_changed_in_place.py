@@ -301,6 +301,12 @@ def test_a_norm_that_pytorch_has(class_of, monkeypatch):
     assert isinstance(outcome(ours), list)
 
 
+def test_a_norm_of_two_names_is_declined_for_either(class_of):
+    layer = class_of("h = self.mix(x)\ny = self.other(h)\nh.data.mul_(2)\nreturn y + h")()
+    layer.other = layer.second
+    assert declined_of(layer) == ["second"]
+
+
 def test_a_norm_of_two_parents_is_declined_for_either(class_of):
     changing, other = class_of(SUM + "r += h\nreturn r")(), nn.Sequential()
     other.add_module("shared", changing.second)

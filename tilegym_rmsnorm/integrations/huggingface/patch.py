@@ -145,7 +145,7 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _parents(model: nn.Module) -> _Parents:
     parents: _Parents = {}
     for _, parent in _parts(model):
-        for name, child in parent.named_children():
+        for name, child in parent._modules.items():  # named_children gives a child its first name alone
             parents.setdefault(id(child), []).append((parent, name))
     return parents
 
