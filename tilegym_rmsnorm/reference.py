@@ -228,8 +228,9 @@ def gradients_torch(
 
 def sum_of_rows(dy: Tensor, shape: tuple[int, ...], computed: torch.dtype, dtype: torch.dtype) -> Tensor:
     """db, where nothing else forms it: dy summed over the dimensions before its last ones, which are `shape`, in the
-    precision `computed`, and rounded to `dtype`. Strided dy is read where it is."""
-    dy = dy[None]  # sum() would take no dimensions for all of them
+    precision `computed`, and rounded to `dtype`. dy that is not dense is copied first: AOTAutograd makes the gradients
+    of a graph contiguous, and the order of a sum follows the strides."""
+    dy = dy.contiguous()[None]  # sum() would take no dimensions for all of them
     return dy.sum(tuple(range(dy.ndim - len(shape))), dtype=computed).to(dtype)
 
 

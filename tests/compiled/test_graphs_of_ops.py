@@ -106,7 +106,17 @@ BIAS_ALONE = {  # size of x, shape of weight and bias, and what rms_norm is give
 }
 
 
-def learn_bias_alone(kind, dtype, has_weight=True, wrap=lambda call: call):
+DY = {  # how the gradient of y lies in memory
+    "dense": lambda dy: dy,
+    "transposed": lambda dy: dy.mT.contiguous().mT,
+    "a scalar": lambda dy: dy.flatten()[:1].sum().expand(dy.shape),
+    "a number for each row": lambda dy: dy[..., :1].expand(dy.shape),
+    "one row": lambda dy: dy[:1].expand(dy.shape),
+    "a slice": lambda dy: torch.cat([dy, dy], -1)[..., ::2],
+}
+
+
+def learn_bias_alone(kind, dtype, has_weight=True, wrap=lambda call: call, lay=DY["dense"]):
     """The gradient of a bias beside x and a weight that are fixed, of one call that `wrap` may compile."""
     size, shape, options = BIAS_ALONE[kind]
     generator = torch.Generator(DEVICE).manual_seed(0)
@@ -121,8 +131,7 @@ def learn_bias_alone(kind, dtype, has_weight=True, wrap=lambda call: call):
         return y[0] if "residual" in options else y
 
     y = wrap(call)(x, bias)
-    y.backward(dy.to(y.dtype))
-    return bias.grad
+    return torch.autograd.grad(y, bias, lay(dy.to(y.dtype)))[0]
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -138,6 +147,17 @@ def test_a_bias_that_learns_alone_has_the_bits_of_eager_calls(kind, compiler, dt
         ):  # which may have graphs of other sources
             wrap = functools.partial(torch.compile, fullgraph=True, backend=compiler)
             assert torch.equal(learn_bias_alone(kind, dtype, has_weight, wrap), expected)
+
+
+@pytest.mark.parametrize("lay", [lay for lay in DY if lay != "dense"])
+@pytest.mark.parametrize("kind", [kind for kind in BIAS_ALONE if kind != "no rows"])
+def test_so_it_has_however_dy_lies(kind, lay):
+    """AOTAutograd makes dy contiguous; an eager backward is given it as it is."""
+    for dtype in (FP32, BF16):
+        torch._dynamo.reset()
+        expected = learn_bias_alone(kind, dtype, lay=DY[lay])
+        wrap = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+        assert torch.equal(learn_bias_alone(kind, dtype, wrap=wrap, lay=DY[lay]), expected)
 
 
 @pytest.mark.parametrize("kind", ["many rows", "residual, heads"])

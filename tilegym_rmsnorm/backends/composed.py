@@ -86,6 +86,10 @@ def backward(plain: Callable[..., Gradients], spec: Spec, tensors: Tensors, want
     _tell("rms_norm_backward", x, spec.n, parts_of(needs_d, wanted.db is not None, is_per_head))
     dw = None
     rows, g = as_rows(x, spec.n), as_rows(dy, spec.n)
+    db = None
+    if wanted.db is not None:  # first: it may copy dy
+        shape = (spec.n,) if weight is None else weight.shape
+        db = sum_of_rows(g.view(-1, *shape), shape, dtype, wanted.db)
     if is_per_head:
         dy_of_heads = g.reshape(-1, *weight.shape).to(dtype)
         if wanted.dw is not None:
@@ -103,9 +107,4 @@ def backward(plain: Callable[..., Gradients], spec: Spec, tensors: Tensors, want
     if wanted.d_residual is not None:
         d_residual = d.to(wanted.d_residual)
     dx = (d if spec.alpha == 1.0 else spec.alpha * d).to(wanted.dx)
-
-    db = None
-    if wanted.db is not None:
-        shape = (spec.n,) if weight is None else weight.shape
-        db = sum_of_rows(dy, shape, dtype, wanted.db)
     return dx, d_residual, dw if is_per_head else plain_dw, db

@@ -69,6 +69,6 @@ def _formed_backward(spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
     if wanted.db is None or run.plan.problem.form.bias:
         return run.formed(spec, tensors, wanted)
     _, dy, weight, *_ = tensors
-    gradients = run.formed(spec, tensors, wanted._replace(db=None))
     shape = weight.shape if run.plan.problem.form.per_head else (spec.n,)
-    return (*gradients[:3], sum_of_rows(dy, shape, torch.float32, wanted.db))
+    db = sum_of_rows(dy, shape, torch.float32, wanted.db)  # first: it may copy dy
+    return (*run.formed(spec, tensors, wanted._replace(db=None))[:3], db)
