@@ -9,11 +9,14 @@ these, which ask for a sum that is not. `enable_pdl` has no effect.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm import api
+from tilegym_rmsnorm.gate import is_plain
 from tilegym_rmsnorm.reference import joint_dtype
-from tilegym_rmsnorm.validation import check_like, check_tensor
+from tilegym_rmsnorm.validation import check_input, check_like, check_tensor, check_vector
 
 
 def rmsnorm(
@@ -29,11 +32,12 @@ def rmsnorm(
         input: Shape `(*, N)`.
         weight: Shape `(N,)`.
         eps: Added to the mean of squares.
-        out: Of input's shape: y is written into it, rounded to its dtype, and it is returned.
+        out: Of input's shape: y is written into it, rounded to its dtype, and it is returned. It may share memory with
+            input where no gradient is recorded.
         enable_pdl: No effect.
 
     Raises:
-        ValueError: A shape, a device or a number does not fit.
+        ValueError: A shape, a device or a number does not fit, or out cannot be written in place.
         TypeError: A dtype, a layout or a type does not fit.
     """
     return _rmsnorm(input, weight, eps, out, 0.0)
@@ -70,13 +74,14 @@ def fused_add_rmsnorm(
 
     Args:
         input: Shape `(*, N)`; changed in place.
-        residual: Shape of input; changed in place.
+        residual: Shape of input; changed in place. It shares no memory with input.
         weight: Shape `(N,)`.
         eps: Added to the mean of squares.
         enable_pdl: No effect.
 
     Raises:
-        ValueError: A shape, a device or a number does not fit.
+        ValueError: A shape, a device or a number does not fit, or input or residual cannot be written in place. Neither
+            has been changed then.
         TypeError: A dtype, a layout or a type does not fit.
     """
     _fused_add_rmsnorm(input, residual, weight, eps, 0.0)
@@ -102,18 +107,24 @@ def gemma_fused_add_rmsnorm(
 
 
 def _rmsnorm(input: Tensor, weight: Tensor, eps: float, out: Tensor | None, offset: float) -> Tensor:
-    for name, tensor in (("input", input), ("weight", weight)):
-        check_tensor(name, tensor)
+    _check_given(input, weight)
     if out is not None:
         check_like("out", out, input, "input")
+        _check_can_be_written("out", out)
+        if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
+            for name, saved in (("input", input), ("weight", weight)):
+                _check_apart("out", out, name, saved, "where a gradient is recorded, ")
     dtype = input.dtype if out is None else out.dtype  # under autocast too
     y = api.rms_norm(input, input.shape[-1:], weight, eps, offset=offset, out_dtype=dtype)
     return y if out is None else out.copy_(y)
 
 
 def _fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float) -> None:
-    for name, tensor in (("input", input), ("residual", residual), ("weight", weight)):
-        check_tensor(name, tensor)
+    _check_given(input, weight)
+    check_like("residual", residual, input, "input")
+    _check_can_be_written("input", input)
+    _check_can_be_written("residual", residual)
+    _check_apart("residual", residual, "input", input)
     y, total = api.rms_norm(
         input,
         input.shape[-1:],
@@ -126,3 +137,49 @@ def _fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: flo
     )
     input.copy_(y)
     residual.copy_(total)
+
+
+def _check_given(input: Tensor, weight: Tensor) -> None:
+    """A weight of a row per head, which rms_norm takes, is not flashinfer's."""
+    check_input("input", input)
+    check_tensor("weight", weight)
+    check_vector("weight", weight, input, input.shape[-1:], "input")
+
+
+def _check_can_be_written(name: str, tensor: Tensor) -> None:
+    """What copy_ would refuse, or write in no order: to be refused before anything is written."""
+    extent = 0  # of the inner dimensions, in elements
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= extent and tensor.numel():
+            got = f"strides {tensor.stride()} for shape {tuple(tensor.shape)}"
+            raise ValueError(f"{name}: expected each element at an address of its own, got {got}")
+        extent += (size - 1) * stride
+    if is_dynamo_compiling():
+        return  # it knows of no views
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"{name}: expected no inference tensor outside of inference mode, got one")
+    owner = tensor if tensor._base is None else tensor._base
+    if torch.is_grad_enabled() and owner.is_leaf and owner.requires_grad:
+        got = "one" if owner is tensor else "a view of one"
+        raise ValueError(f"{name}: expected no leaf that requires grad, since it is written, got {got}")
+
+
+def _check_apart(name: str, tensor: Tensor, other_name: str, other: Tensor, where: str = "") -> None:
+    """That two tensors share no element; q and k in one tensor share none."""
+    if is_dynamo_compiling() or not (is_plain(tensor) and is_plain(other)):
+        return
+    distance = other.data_ptr() - tensor.data_ptr()  # all in bytes
+    dims = [
+        [(n - 1, s * t.itemsize) for n, s in zip(t.shape, t.stride(), strict=True)] for t in (tensor, other)
+    ]
+    extents = [t.itemsize + sum(n * s for n, s in of) for t, of in zip((tensor, other), dims, strict=True)]
+    if distance >= extents[0] or -distance >= extents[1]:
+        return
+    for step in {s for of in dims for _, s in of} - {0}:
+        # Both repeat a part of themselves in this step: parts that are apart in one step are so in each.
+        parts = [e - sum(n * s for n, s in of if s % step == 0) for e, of in zip(extents, dims, strict=True)]
+        if parts[0] <= distance % step <= step - parts[1]:
+            return
+    raise ValueError(
+        f"{name}: expected {where}memory apart from that of {other_name}, got memory that both share"
+    )
