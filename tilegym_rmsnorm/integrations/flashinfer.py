@@ -148,14 +148,14 @@ def _check_given(input: Tensor, weight: Tensor) -> None:
 
 def _check_can_be_written(name: str, tensor: Tensor) -> None:
     """What copy_ would refuse, or write in no order: to be refused before anything is written."""
+    if is_dynamo_compiling():
+        return  # it knows of no views, and its graph writes at the end
     extent = 0  # of the inner dimensions, in elements
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= extent and tensor.numel():
             got = f"strides {tensor.stride()} for shape {tuple(tensor.shape)}"
             raise ValueError(f"{name}: expected each element at an address of its own, got {got}")
         extent += (size - 1) * stride
-    if is_dynamo_compiling():
-        return  # it knows of no views
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(f"{name}: expected no inference tensor outside of inference mode, got one")
     owner = tensor if tensor._base is None else tensor._base
