@@ -33,10 +33,10 @@ GROUP_GAP = 1.2  # lines between two groups of shapes, the first of which holds 
 
 
 def plot_result(result: dict[str, Any], stem: Path) -> dict[str, Path]:
-    """Writes STEM-OP.png, GB/s, and STEM-OP-map.png, heat maps, for each op of the result but dx and CONTROLS,
-    figures of others; of a grid STEM-OP.png, its heat maps. Returns the paths by op, and by OP-map.
+    """Write the pictures of each op: GB/s in STEM-OP.png, heat maps in STEM-OP-map.png. A grid has heat maps alone, in
+    STEM-OP.png. dx and CONTROLS have none of their own. Return the paths by op, and by OP-map.
 
-    Without a GPU there are none: what interpreters and busy cores need is no speed of kernels.
+    Without a GPU write none: the times of interpreters and busy cores say nothing about the kernels.
     """
     paths: dict[str, Path] = {}
     if result["gpu"] is None:

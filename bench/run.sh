@@ -3,7 +3,7 @@
 # SPDX-License-Identifier: MIT
 #
 # The benchmark in one command: finds or makes an environment, checks every backend, then times it.
-# It leaves JSON, CSV, pictures and a page for a browser, report.html.
+# It leaves JSON and CSV; with a GPU pictures and a page for a browser, report.html, too.
 #   bench/run.sh [--quick] [--shapes 4096x4096,...] [--dtype bfloat16,...] [--provider cutile,...] [--op backward,...]
 #                [--peers] [--grid] [--block] [--warm] [--p-rows] [--tables FOLDER] [--out FOLDER]
 #                [--readme RESULT.json...]

@@ -35,7 +35,8 @@ class Restored(NamedTuple):
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What `patch_model` or `unpatch_model` did. `str` of it is a table for people.
+    """The norms and layers that `patch_model` or `unpatch_model` changed, and those it left. `str` of it is a table for
+    people.
 
     Args:
         patched: The norms that this call patched: name, class_name and arithmetic of each.
