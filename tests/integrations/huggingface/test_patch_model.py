@@ -10,7 +10,7 @@ import pytest
 from hf_norms import LLAMA, N, norm_of, rows
 from torch import nn
 
-from tilegym_rmsnorm import RMSNorm, patch_model, unpatch_model
+from tilegym_rmsnorm import PatchReport, RMSNorm, patch_model, unpatch_model
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -50,6 +50,7 @@ def test_a_second_patch_and_a_model_without_norms_change_nothing():
         report = function(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
         said = "no norms" if function is patch_model else "nothing in this model is patched"
         assert not any(report.counts.values()) and str(report) == said
+        assert report == PatchReport() and hash(report) == hash(PatchReport())
     ours = nn.Sequential(RMSNorm(N))
     assert patch_model(ours).counts["already"] == 1 and type(ours[0]) is RMSNorm
 

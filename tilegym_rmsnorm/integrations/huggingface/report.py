@@ -52,7 +52,7 @@ class PatchReport:
     declined: tuple[Declined, ...] = ()
     restored: tuple[Restored, ...] = ()
     already: int = 0
-    if_nothing: str = field(default="no norms", repr=False)
+    if_nothing: str = field(default="no norms", repr=False, compare=False)
 
     @property
     def counts(self) -> dict[str, int]:
