@@ -41,3 +41,13 @@ def test_what_the_first_change_changes_is_there():
     (message,) = re.findall(r"in place of `([^`]+)`", TEXT)
     for path in ("tilegym_rmsnorm/validation.py", "docs/troubleshooting.md"):
         assert path in TEXT and (ROOT / path).read_text(encoding="utf-8").count(message) == 1, path
+    (beginning,) = re.findall(r"search `tests` for `([^`]+)`", TEXT)
+    assert message.startswith(beginning)
+    here = Path(__file__).resolve()
+    tests = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py") if path != here]
+    assert sum(text.count(beginning) for text in tests) == 1
+
+
+def test_nothing_is_left_to_fill_in():
+    """There is no address to clone from."""
+    assert not re.search(r"git clone|<[a-z]+>", TEXT) and "URL" not in TEXT
