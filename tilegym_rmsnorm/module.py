@@ -4,6 +4,7 @@
 """`RMSNorm`, a drop-in for `torch.nn.RMSNorm` on the selected backend."""
 
 # torch.jit.script reads annotations as objects, so that they are no strings here.
+from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
@@ -75,7 +76,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(
         self,
-        normalized_shape: int | list[int] | torch.Size,
+        normalized_shape: int | Sequence[int],
         eps: float | None = None,
         elementwise_affine: bool = True,
         device: Any = None,

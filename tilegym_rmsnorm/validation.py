@@ -74,7 +74,7 @@ def check_normalized_shape(
     if type(normalized_shape) is int:
         normalized_shape = (normalized_shape,)
     elif not isinstance(normalized_shape, (tuple, list)):
-        if isinstance(normalized_shape, Tensor) and normalized_shape.is_floating_point():
+        if isinstance(normalized_shape, Tensor) and normalized_shape.dtype in _ALL_DTYPES:
             _fail(
                 TypeError,
                 "normalized_shape",

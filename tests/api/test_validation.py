@@ -89,6 +89,12 @@ BAD_NORM = [
         "got a tensor of shape (8,); rms_norm takes input, normalized_shape, weight, eps in this order",
     ),
     (
+        {"normalized_shape": W.to(torch.complex64)},
+        TypeError,
+        "normalized_shape: expected an int or a sequence of ints, "
+        "got a tensor of shape (8,); rms_norm takes input, normalized_shape, weight, eps in this order",
+    ),
+    (
         {"normalized_shape": (torch.tensor(8),)},
         TypeError,
         "normalized_shape: expected an int or a sequence of ints, got a tuple with tensors",

@@ -28,6 +28,9 @@ x = torch.randn(2, 4)
 bf16 = torch.bfloat16
 rms_norm(x, 4, None, 1e-6, backend="torch")
 RMSNorm(4, offset=1.0, casting="llama")
+RMSNorm((4, 8))
+RMSNorm([4, 8])
+RMSNorm("8")  # wrong
 warmup((4096, bf16))
 warmup([(4096, bf16), (64, bf16, None)])
 warmup((n, bf16) for n in (64, 128))
