@@ -118,6 +118,10 @@ def test_another_device():
             override_aten(wrong)
     with pytest.raises(ValueError, match="device_type: expected 'cuda' or 'cpu', got \\[\\]$"):
         override_aten([])
+    for wrong in (0, torch.zeros(2), torch.ones(2), torch.ones(2).numpy()):  # == would ask each element
+        with pytest.raises(ValueError, match="^device_type: expected 'cuda' or 'cpu', got ") as raised:
+            override_aten(wrong)
+        assert "ends it" not in str(raised.value)
     with pytest.raises(ValueError, match="device_type: expected 'cuda' or 'cpu', got 'mps'"):
         override_aten("mps")
 

@@ -102,7 +102,11 @@ def override(device_type: str) -> Override:
     """What `override_aten` does."""
     if not isinstance(device_type, str) or device_type not in DISPATCH_KEYS:
         expected = " or ".join(map(repr, DISPATCH_KEYS))
-        ends = "; undo() of what override_aten returned ends it" if device_type in (False, None) else ""
+        ends = (
+            "; undo() of what override_aten returned ends it"
+            if device_type is False or device_type is None
+            else ""
+        )
         raise ValueError(f"device_type: expected {expected}, got {device_type!r}{ends}")
     _check_torch(device_type)
     with _lock:
