@@ -202,6 +202,34 @@ def test_broken_parts_are_named_and_the_rest_still_answers(fake, capsys, monkeyp
     assert "Traceback" not in output
 
 
+@pytest.mark.parametrize(
+    "options", [(), ("--json",), ("--backend", "torch"), ("--backend", "torch", "--json")]
+)
+@pytest.mark.parametrize("variable", [policy.TEAMS_VARIABLE, policy.SM_MARGIN_VARIABLE])
+def test_a_variable_that_means_nothing_is_named_before_any_kernel_runs(
+    fake, capsys, monkeypatch, variable, options
+):
+    fake([H100])
+    monkeypatch.setattr(doctor, "check_backend", lambda name: pytest.fail(f"{name} ran"))
+    monkeypatch.setenv(variable, "maybe")
+    policy.set_teams(None)
+    policy.set_sm_margin(None)
+    try:
+        status, output = run_doctor(capsys, *options)
+    finally:
+        monkeypatch.undo()
+        policy.set_teams(None)
+        policy.set_sm_margin(None)
+    assert status == 1 and "Traceback" not in output
+    if "--json" in options:
+        answer = json.loads(output)
+        said = answer["reason" if "--backend" in options else "problem"]
+        assert answer["works"] is False
+    else:
+        said = output.splitlines()[-1]
+    assert f"{variable}: expected " in said and "got 'maybe'" in said
+
+
 def test_json_holds_all_that_the_text_says(fake, capsys):
     fake([H100], unusable=NO_CUTILE)
 

@@ -24,14 +24,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import tilegym_rmsnorm
-from tilegym_rmsnorm import passes, reference, registry
+from tilegym_rmsnorm import passes, policy, reference, registry
 from tilegym_rmsnorm.backends import cutile
 from tilegym_rmsnorm.commands import installation
 
@@ -94,8 +94,9 @@ def without_interpreters() -> Iterator[list[str]]:
 
 
 def _report(arguments: argparse.Namespace, ignored: list[str]) -> int:
+    wrong = environment_problem()
     if arguments.backend:
-        result = run_kernels(arguments.backend)
+        result = run_kernels(arguments.backend) if wrong is None else {"works": False, "reason": wrong}
         print(json.dumps(result) if arguments.json else result.get("traceback") or _describe(result))
         return 0 if result["works"] else 1
 
@@ -107,20 +108,16 @@ def _report(arguments: argparse.Namespace, ignored: list[str]) -> int:
     for name, fact in facts.items():
         show(f"  {name:<16} {fact}")
     best = best_possible_backend()
-    has_gpu = best != ON_CPU
-    show(f"\nbackends, fastest first{'' if has_gpu else ' on a GPU'}")
-    backends = {}
-    for name in registry.AUTO_ORDER:
-        backends[name] = check_backend(name)
-        show(f"  {name:<16} {_describe(backends[name], is_by_name=not has_gpu and name != ON_CPU)}")
-        if not backends[name]["works"]:
-            show(f"  {'':<16} to mend it: {backends[name]['remedy']}")
-    works = backends[best]["works"]
-    verdict = f"The best backend possible on this machine is {best}, and it" if has_gpu else WITHOUT_GPU
-    show(f"\n{verdict} {'works' if works else 'does not work'}.")
-    if problem := default_problem(backends):
-        works = False
-        show(f"But {problem}")
+    backends: dict[str, dict[str, Any]] = {}
+    if wrong is None:
+        problem = _report_backends(best, backends, show)
+        works = backends[best]["works"] and problem is None
+    else:  # whatever works here, no call gets there
+        works, problem = (
+            False,
+            f"calls fail: {wrong}. To mend it: unset this variable, or set it to a known value.",
+        )
+        show(f"\nBefore all else, {problem}")
     if arguments.json:
         report = {
             "works": works,
@@ -131,6 +128,33 @@ def _report(arguments: argparse.Namespace, ignored: list[str]) -> int:
         }
         print(json.dumps(report, indent=2))
     return 0 if works else 1
+
+
+def _report_backends(
+    best: str, backends: dict[str, dict[str, Any]], show: Callable[[str], None]
+) -> str | None:
+    """Run each backend's kernels, and show and store what they say. Return why calls that name none fail, or None."""
+    has_gpu = best != ON_CPU
+    show(f"\nbackends, fastest first{'' if has_gpu else ' on a GPU'}")
+    for name in registry.AUTO_ORDER:
+        backends[name] = check_backend(name)
+        show(f"  {name:<16} {_describe(backends[name], is_by_name=not has_gpu and name != ON_CPU)}")
+        if not backends[name]["works"]:
+            show(f"  {'':<16} to mend it: {backends[name]['remedy']}")
+    verdict = f"The best backend possible on this machine is {best}, and it" if has_gpu else WITHOUT_GPU
+    show(f"\n{verdict} {'works' if backends[best]['works'] else 'does not work'}.")
+    if problem := default_problem(backends):
+        show(f"But {problem}")
+    return problem
+
+
+def environment_problem() -> str | None:
+    """Why calls fail by a variable of the environment; None where it does not."""
+    try:
+        policy.check_environment()
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def default_problem(backends: dict[str, dict[str, Any]]) -> str | None:
