@@ -108,6 +108,7 @@ def is_watched() -> bool:
         or are_transforms_active()
         or count_modes() != 0
         or _is_traced_by_jit()
+        or is_dynamo_compiling()  # which has an error of its own for the next before torch 2.13
         or _is_key_included(_PRE_DISPATCH)
         or (_is_key_included(_FUNCTIONALIZE) and not _is_key_excluded(_FUNCTIONALIZE))
     )

@@ -367,7 +367,8 @@ def checked_sizes(given: Any, name: str = "normalized_shape") -> tuple[int, ...]
     """One index, or a sequence of them, as ints. Bools are no sizes, and reading a tensor may wait for a device."""
     is_sequence = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
     sizes = given if is_sequence else (given,)
-    if not any(isinstance(size, (bool, Tensor)) for size in sizes):
+    # Dynamo before torch 2.13 has an error of its own where operator.index raises.
+    if all(hasattr(size, "__index__") and not isinstance(size, (bool, Tensor)) for size in sizes):
         with contextlib.suppress(TypeError):
             return tuple(operator.index(size) for size in sizes)
     return _fail(TypeError, name, "an int or a sequence of ints", _shown(given))
