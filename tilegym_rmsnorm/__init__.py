@@ -11,9 +11,12 @@ import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-# Of doctor's report: `python -m` has imported this file, and torch by it, before __main__ can filter a warning.
+# `python -m tilegym_rmsnorm doctor` imports this file before __main__ runs: torch's warning, which comes while torch is
+# imported, would stand above its report. The filters of the process stay as they are.
 if getattr(sys, "argv", [])[:1] == ["-m"]:
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+        import torch  # noqa: F401
 
 from tilegym_rmsnorm.api import rms_norm
 from tilegym_rmsnorm.module import RMSNorm

@@ -99,3 +99,19 @@ def test_without_numpy_a_command_prints_no_warning_of_torch(tmp_path):
     if "Failed to initialize NumPy" not in said("-c", "import tilegym_rmsnorm"):
         pytest.skip("this PyTorch does not warn")
     assert said("-m", "tilegym_rmsnorm", "doctor", "--backend", "torch") == ""
+
+
+def test_a_command_of_others_keeps_its_filters_of_warnings(tmp_path):
+    """While `python -m other` imports the package other, sys.argv is that of a command of ours."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "__init__.py").write_text(
+        "import sys, warnings\n"
+        "assert sys.argv[0] == '-m'\n"
+        "import tilegym_rmsnorm\n"
+        "print(any('NumPy' in getattr(each[1], 'pattern', '') for each in warnings.filters))\n"
+    )
+    (tmp_path / "other" / "__main__.py").write_text("")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-m", "other"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
