@@ -94,3 +94,18 @@ def test_both_cells_of_a_row_give_the_same(left, right):
 
 def test_most_rows_are_compared():
     assert len(ROWS) >= 30
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("casting", ["once", "llama"])
+def test_a_float32_sum_is_normalized_before_it_is_rounded(dtype, casting):
+    """As quack, vLLM and flashinfer do."""
+    x, residual = (torch.randn(64, 512, device=DEVICE).mul(2).to(dtype) for _ in range(2))
+    weight = torch.rand(512, device=DEVICE).add(0.5).to(dtype)
+    total = x.double() + residual.double()
+    exact = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+    options = {"residual": residual, "casting": casting}
+    y, found = tilegym_rmsnorm.rms_norm(x, 512, weight, 1e-6, residual_dtype=torch.float32, **options)
+    rounded, _ = tilegym_rmsnorm.rms_norm(x, 512, weight, 1e-6, **options)
+    differing = [(each != exact.to(dtype)).float().mean().item() for each in (y, rounded)]
+    assert torch.equal(found.to(dtype), total.float().to(dtype)) and differing[0] < 0.01 < 0.1 < differing[1]
