@@ -113,10 +113,10 @@ def rms_norm(
     its dtype, and that value is normalized: what a transformer block hands on, and the norm of it.
 
     The backward runs on the backend of the forward; under `create_graph` it runs through the reference, which is
-    differentiable again. Saved for it are input, or residual_out in its place, weight and rstd. Under
-    `torch.autocast("cuda")` the call does as `F.rms_norm` of the installed torch does: from torch 2.12 on, half inputs
-    are normalized, and y returned, in float32, unless out_dtype says otherwise; residual_out is not cast. Before, and
-    under autocast of CPUs, nothing is cast.
+    differentiable again. Saved for it are input (a copy of one made under `torch.inference_mode`), or residual_out in
+    its place, weight and rstd. Under `torch.autocast("cuda")` the call does as `F.rms_norm` of the installed torch
+    does: from torch 2.12 on, half inputs are normalized, and y returned, in float32, unless out_dtype says otherwise;
+    residual_out is not cast. Before, and under autocast of CPUs, nothing is cast.
 
     Args:
         input: Shape `(*, *normalized_shape)`; float16, bfloat16, float32 or float64; any strides. Also what
