@@ -13,13 +13,14 @@ import contextlib
 import copyreg
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm.api import rms_norm
 from tilegym_rmsnorm.configured import reduce_instance
@@ -84,7 +85,7 @@ def run(x: Tensor, match: Match, call: Call, backend: str | None) -> Tensor:
     return _run(x, None, match, call, backend).permute(order).contiguous().permute(back)
 
 
-def order_in_memory(x: Tensor, rstd_first: bool = False) -> list[int] | None:
+def order_in_memory(x: Tensor, rstd_first: bool = False) -> tuple[int, ...] | None:
     """The dimensions of the product of x and rstd by their strides, the slowest first. None where that is their own
     order.
 
@@ -93,9 +94,18 @@ def order_in_memory(x: Tensor, rstd_first: bool = False) -> list[int] | None:
     """
     if x.is_contiguous() or x.is_nested:
         return None
-    shape, dims = list(x.shape), range(x.dim())
-    strides = list(x.stride())
-    if x.dtype is not torch.float32:
+    shape, strides = tuple(x.shape), x.stride()
+    given = shape, strides, x.dtype is torch.float32, rstd_first
+    if is_dynamo_compiling() or not all(type(number) is int for number in shape + strides):
+        return _order(*given)  # symbols are not hashable
+    return _cached_order(*given)
+
+
+def _order(
+    shape: Sequence[int], strides: Sequence[int], is_float32: bool, rstd_first: bool
+) -> tuple[int, ...] | None:
+    dims = range(len(shape))
+    if not is_float32:
         strides = _dense(_sorted_dims(shape, [strides]), shape)
     of_rstd = [*_dense(dims[:-1], shape), 0]
     found = _sorted_dims(shape, [of_rstd, strides] if rstd_first else [strides, of_rstd])
@@ -106,10 +116,13 @@ def order_in_memory(x: Tensor, rstd_first: bool = False) -> list[int] | None:
     order = list(dims)
     for dim, other in zip(moved, by_stride, strict=True):
         order[dim] = other
-    return order
+    return tuple(order)
 
 
-def _sorted_dims(shape: list[int], operands: list[list[int]]) -> list[int]:
+_cached_order = functools.lru_cache(maxsize=1024)(_order)
+
+
+def _sorted_dims(shape: Sequence[int], operands: Sequence[Sequence[int]]) -> list[int]:
     """As TensorIterator::reorder_dimensions does. Dynamo sorts by no symbolic number; and this is no order in which any
     algorithm would do: of two dimensions neither may come first."""
     order = list(range(len(shape)))[::-1]
@@ -124,7 +137,7 @@ def _sorted_dims(shape: list[int], operands: list[list[int]]) -> list[int]:
     return order[::-1]
 
 
-def _is_slower(one: int, other: int, shape: list[int], operands: list[list[int]]) -> bool | None:
+def _is_slower(one: int, other: int, shape: Sequence[int], operands: Sequence[Sequence[int]]) -> bool | None:
     """Whether a dimension has the larger strides. None: neither has."""
     for strides in operands:
         if strides[one] == 0 or strides[other] == 0:
@@ -138,7 +151,7 @@ def _is_slower(one: int, other: int, shape: list[int], operands: list[list[int]]
     return None
 
 
-def _dense(order: Iterable[int], shape: list[int]) -> list[int]:
+def _dense(order: Iterable[int], shape: Sequence[int]) -> list[int]:
     """The strides of what lies in memory without gaps, the dimensions in this order, the slowest first."""
     strides, count = [0] * len(shape), 1
     for dim in [*order][::-1]:
