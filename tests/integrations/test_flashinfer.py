@@ -262,3 +262,9 @@ def test_fused_add_in_one_graph():
         copies = x.clone(), residual.clone()
         assert torch.equal(compiled(x, residual, weight), call(*copies, weight))
         assert torch.equal(x, copies[0]) and torch.equal(residual, copies[1])
+
+
+def test_torch_fx_records_the_call():
+    x, _, weight = given(BF16, 3)
+    traced = torch.fx.symbolic_trace(lambda x, weight: ours.rmsnorm(x, weight))
+    assert torch.equal(traced(x, weight), ours.rmsnorm(x, weight))
