@@ -148,7 +148,7 @@ def _check_given(input: Tensor, weight: Tensor) -> None:
 
 
 def _check_can_be_written(name: str, tensor: Tensor) -> None:
-    """What copy_ would refuse, or write in no order: to be refused before anything is written."""
+    """Refuse before anything is written a tensor that copy_ would refuse, or whose elements share an address."""
     if is_dynamo_compiling():
         return  # it knows of no views, and its graph writes at the end
     extent = 0  # of the inner dimensions, in elements
