@@ -61,7 +61,10 @@ TESTS = Path(__file__).parent
 
 def folder_of(path: str | os.PathLike[str]) -> str:
     """The folder of a test file, as FOLDERS has it."""
-    return Path(path).parent.relative_to(TESTS).as_posix()
+    folder = Path(path).parent.relative_to(TESTS).as_posix()
+    if folder not in FOLDERS:
+        raise pytest.UsageError(f"tests/{folder}: FOLDERS in tests/conftest.py needs a line for this folder")
+    return folder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

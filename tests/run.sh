@@ -5,7 +5,7 @@
 # Every test that this machine can run, in one command: finds or makes an environment, then calls pytest. Without a GPU
 # that is the reference, registry, configs, kernels in their interpreters, and compiles for every architecture; with one
 # the kernels run on it. What is skipped says why.
-#   tests/run.sh [PYTEST ARGUMENT]...      tests/run.sh -m gpu      tests/run.sh tests/project/test_ci.py -k list
+#   tests/run.sh [PYTEST ARGUMENT]...      tests/run.sh -m gpu      tests/run.sh tests/api/test_ops.py -k layouts
 # PYTHON=... chooses the interpreter; CUDA_VISIBLE_DEVICES= hides the GPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
