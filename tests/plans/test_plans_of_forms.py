@@ -11,7 +11,17 @@ import planning
 import pytest
 
 from tilegym_rmsnorm.backends.cutile.plans import rules
-from tilegym_rmsnorm.backends.cutile.plans.problem import BIAS, D_RESIDUAL, PLAIN_ROWS, RESIDUAL, Form, Policy
+from tilegym_rmsnorm.backends.cutile.plans.problem import (
+    BIAS,
+    D_RESIDUAL,
+    ITEMSIZE,
+    PLAIN_ROWS,
+    RESIDUAL,
+    Device,
+    Form,
+    Policy,
+    Problem,
+)
 from tilegym_rmsnorm.backends.cutile.plans.problem import FORMS as FORMS_OF_RECORDS
 from tilegym_rmsnorm.backends.cutile.plans.records import Records, parse
 from tilegym_rmsnorm.backends.cutile.plans.select import Tables, select
@@ -106,6 +116,23 @@ def test_what_a_block_needs_is_fused(n):
     assert rules.is_fused(planning.problem("backward", n, form=Form(bias=True))) == (
         n <= rules.WIDEST_BIAS_ROW
     )
+
+
+@pytest.mark.parametrize("form", [Form(residual=True), Form(heads=4), Form(bias=True)], ids=str)
+@pytest.mark.parametrize("op", ["forward", "backward", "dx"])
+def test_which_rows_are_fused(op, form):
+    """As docs/residual-bias-heads.md has it: to that width, and no column more. Of all widths those near the ones that
+    it names, and some of each kind between."""
+    near = (range(width - 32, width + 33) for width in (8192, 12288, 16384))
+    widths = sorted({*range(1, 20000, 61), *itertools.chain(*near)})
+    db = op == "backward" and form.bias
+    for architecture, (dtype, itemsize) in itertools.product(rules.ARCHITECTURES, ITEMSIZE.items()):
+        asked = Problem(op, 0, dtype, dtype, "large", Device(architecture, 132, 16), form=form)
+        fused = [n for n in widths if rules.is_fused(asked._replace(n=n))]
+        aligned = [n for n in fused if n * itemsize % 16 == 0 and (n <= 12288 or n % 16 == 0)]
+        is_narrow = itemsize == 4 and op != "forward" and architecture != 90
+        assert aligned[-1] == (8192 if db else 12288 if is_narrow else 16384)
+        assert max({*fused} - {*aligned}) == 8191
 
 
 def test_wider_rows_are_composed():
