@@ -78,7 +78,7 @@ _modules() {
       required:bench) printf 'matplotlib tabulate tqdm ' ;; # bench/train.py asks for transformers
       required:dev) printf 'hypothesis pytest yaml ' ;;     # format.sh asks for ruff, the job types for mypy
       optional:bench) printf 'plotly ' ;; # report.html
-      optional:cutile) [ "$(uname -s)" != Linux ] || printf 'cuda-tile>=1.7,<2 tileiras ' ;;
+      optional:cutile) [ "$(uname -s)" != Linux ] || printf 'cuda-tile>=1.7,<1.8 tileiras ' ;;
       optional:dev)
         printf 'mypy '
         [ "$(uname -s)" != Linux ] || printf 'cuobjdump '

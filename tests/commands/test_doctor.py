@@ -47,7 +47,7 @@ def run_doctor(capsys: pytest.CaptureFixture, *options: str) -> tuple[int, str]:
     return status, capsys.readouterr().out
 
 
-NO_CUTILE = {"cutile": Unusable("cuda-tile is not installed", 'pip install "cuda-tile>=1.7,<2"')}
+NO_CUTILE = {"cutile": Unusable("cuda-tile is not installed", 'pip install "cuda-tile>=1.7,<1.8"')}
 BROKEN = {"works": False, "reason": "its process ended by SIGSEGV: no message", "remedy": "reinstall it"}
 
 
@@ -112,7 +112,7 @@ def test_says_why_not_and_what_mends_it(fake, capsys):
     _, output = run_doctor(capsys)
 
     assert "not usable: cuda-tile is not installed" in output
-    assert 'to mend it: pip install "cuda-tile>=1.7,<2"' in output
+    assert 'to mend it: pip install "cuda-tile>=1.7,<1.8"' in output
     assert "not usable: its process ended by SIGSEGV" in output
     assert "to mend it: reinstall it" in output
     assert output.count("usable: ran on cuda:0") == 2
@@ -181,6 +181,32 @@ def test_names_a_conflict_of_cuda_home(fake, capsys, monkeypatch):
 
     assert "13.4.92, from PATH: /toolkit/bin/tileiras" in output
     assert "/old, in conflict: which is CUDA 12.4, older than tileiras" in output
+
+
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (None, "not installed"),
+        ("1.7.2", "1.7.2"),
+        *(
+            (
+                other,
+                f'{other}: not tested; expected >=1.7,<1.8. To mend it: pip install "cuda-tile>=1.7,<1.8"',
+            )
+            for other in ("1.6.9", "1.8.0", "2.0.0rc1")
+        ),
+    ],
+)
+def test_says_which_cuda_tile_is_not_tested(fake, capsys, monkeypatch, version, said):
+    fake([H100])
+    real = toolchain.package_version
+    monkeypatch.setattr(
+        toolchain, "package_version", lambda name: version if name == "cuda-tile" else real(name)
+    )
+
+    status, output = run_doctor(capsys)
+
+    assert status == 0 and f"  cuda-tile        {said}\n" in output
 
 
 def test_broken_parts_are_named_and_the_rest_still_answers(fake, capsys, monkeypatch):

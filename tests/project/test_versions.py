@@ -15,7 +15,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES
-from tilegym_rmsnorm.backends.cutile.runtime.toolchain import OLDEST_DRIVER
+from tilegym_rmsnorm.backends.cutile.plans.tables import shipped_toolkit
+from tilegym_rmsnorm.backends.cutile.runtime.toolchain import CUDA_TILE_EXPECTED, OLDEST_DRIVER
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -50,6 +51,16 @@ def test_every_release_has_a_job():
     assert releases == re.findall(r"^  ([\d.]+)\) triton=", script, re.MULTILINE)
     (lowest,) = re.findall(r'"torch>=([\d.]+)"', PROJECT)
     assert releases[0].startswith(f"{lowest}.")
+
+
+def test_the_range_of_cuda_tile_is_that_of_the_tuned_data():
+    """And the same in the package, pyproject.toml and what makes environments."""
+    requirement = f"cuda-tile{CUDA_TILE_EXPECTED}"
+    script = (ROOT / "scripts" / "environment.sh").read_text(encoding="utf-8")
+    assert f'"{requirement}; ' in PROJECT and f"'{requirement} " in script
+    (pin,) = (str(each.specifier).removeprefix("==") for each in PINS if each.name == "cuda-tile")
+    for version in (pin, shipped_toolkit(90)[0]):
+        assert version in SpecifierSet(CUDA_TILE_EXPECTED)
 
 
 def test_extra_cutile_bounds_the_whole_compiler():

@@ -256,7 +256,7 @@ def test_old_driver(gpu, monkeypatch):
     assert "r580" in cutile.unusable(request()).remedy
 
 
-@pytest.mark.parametrize("version", [None, "1.6.2", "2.0.0"])
+@pytest.mark.parametrize("version", [None, "1.6.2", "0.9", "2.0.0"])
 def test_missing_or_other_cuda_tile(packages, gpu, version):
     gpu(9, 0)
     packages(COMPILERS | ({"cuda-tile": version} if version else {}))
@@ -264,7 +264,17 @@ def test_missing_or_other_cuda_tile(packages, gpu, version):
     reason, remedy = cutile.unusable(request())
 
     assert reason.startswith(f"cuda-tile {version}" if version else "cuda-tile is not installed")
-    assert remedy == 'pip install "cuda-tile>=1.7,<2"'
+    assert remedy == 'pip install "cuda-tile>=1.7,<1.8"'
+
+
+@pytest.mark.parametrize("version", ["1.7.0", "1.7.3.post1", "1.8.0", "1.12.0"])
+def test_a_later_cuda_tile_runs(places, packages, gpu, version):
+    """doctor says which of them are not tested."""
+    places("pip package")
+    packages(ALL_PACKAGES | {"cuda-tile": version})
+    gpu(9, 0)
+
+    assert cutile.unusable(request()) is None
 
 
 def test_old_tileiras(places, packages, gpu, tmp_path, monkeypatch):

@@ -102,6 +102,17 @@ def _torch() -> str:
     return f"{torch.__version__}, built for {'CUDA ' + torch.version.cuda if torch.version.cuda else 'CPUs'}"
 
 
+def _cuda_tile() -> str:
+    version = toolchain.package_version("cuda-tile")
+    if version is None:
+        return "not installed"
+    oldest, below = toolchain.CUDA_TILE_RANGE
+    if oldest <= toolchain.parse_version(version) < below:
+        return version
+    expected = toolchain.CUDA_TILE_EXPECTED
+    return f"{version}: not tested; expected {expected}. To mend it: {toolchain.CUDA_TILE_INSTALL}"
+
+
 def _tileiras() -> str:
     tileiras, mismatch = toolchain.find_tileiras(), toolchain.pip_mismatch()
     note = f"; pip packages ignored, not of one version: {mismatch}" if mismatch else ""
@@ -154,7 +165,7 @@ _QUESTIONS: dict[str, Callable[[], str]] = {
     "driver": _driver,
     "torch": _torch,
     "triton": lambda: toolchain.package_version("triton") or "not installed",
-    "cuda-tile": lambda: toolchain.package_version("cuda-tile") or "not installed",
+    "cuda-tile": _cuda_tile,
     "tileiras": _tileiras,
     "CUDA_HOME": _cuda_home,
     "kernel cache": _cache,

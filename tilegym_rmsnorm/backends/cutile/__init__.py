@@ -103,13 +103,14 @@ def _no_gpu() -> Unusable:
 
 @functools.cache
 def _cuda_tile_unusable() -> Unusable | None:
+    """A later release of the same major version runs, as a later tileiras does; `doctor` says that it is not tested."""
     version = toolchain.package_version("cuda-tile")
     if version is None:
         return Unusable("cuda-tile is not installed", toolchain.CUDA_TILE_INSTALL)
-    oldest, below = toolchain.CUDA_TILE_RANGE
-    if not oldest <= toolchain.parse_version(version) < below:
-        expected = f">={toolchain.dotted(oldest)},<{toolchain.dotted(below)}"
-        return Unusable(f"cuda-tile {version} is installed, expected {expected}", toolchain.CUDA_TILE_INSTALL)
+    oldest, found = toolchain.CUDA_TILE_RANGE[0], toolchain.parse_version(version)
+    if found < oldest or found[0] > oldest[0]:
+        reason = f"cuda-tile {version} is installed, expected {toolchain.CUDA_TILE_EXPECTED}"
+        return Unusable(reason, toolchain.CUDA_TILE_INSTALL)
     return None
 
 

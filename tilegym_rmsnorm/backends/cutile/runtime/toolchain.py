@@ -36,7 +36,11 @@ from typing import NamedTuple
 from tilegym_rmsnorm.backends.cutile.plans.problem import Target
 from tilegym_rmsnorm.backends.versions import Version, package_version, parse_version
 
-CUDA_TILE_RANGE = ((1, 7), (2,))  # from, below
+CUDA_TILE_RANGE = (
+    (1, 7),
+    (1, 8),
+)  # from, below: tested, and what the tuned data that ships was measured with
+CUDA_TILE_EXPECTED = ">={}.{},<{}.{}".format(*CUDA_TILE_RANGE[0], *CUDA_TILE_RANGE[1])
 # Gathers without bounds checks, which the kernels use, are refused by cuda-tile for any older tileiras.
 OLDEST_TILEIRAS = (13, 4)
 OLDEST_DRIVER = (13, 0)  # as the CUDA version that the driver supports: r580
@@ -46,7 +50,7 @@ NVCC_PACKAGES = ("nvidia-cuda-nvcc", "nvidia-cuda-crt")
 PIP_INSTALL = "pip install " + " ".join(
     f'"{name}==13.4.*"' for name in dict.fromkeys(PIP_PACKAGES + NVCC_PACKAGES)
 )
-CUDA_TILE_INSTALL = 'pip install "cuda-tile>=1.7,<2"'
+CUDA_TILE_INSTALL = f'pip install "cuda-tile{CUDA_TILE_EXPECTED}"'
 
 
 class Tileiras(NamedTuple):
