@@ -8,8 +8,9 @@
 #
 # The interpreter named by the variable PYTHON is used as it is. Otherwise the first of .venv, python3 and python that
 # has everything, otherwise .venv is made with pip. What only adds a backend (cutile, triton), libraries to compare with
-# (peers), a check, of compiled kernels (cuobjdump) or of types (mypy), the site of docs/ (docs), or a page of figures
-# (plotly), is not worth a failure: without a network the rest still runs, and one line says what is missing.
+# (peers) or to test with (test-integrations), a check, of compiled kernels (cuobjdump) or of types (mypy), the site of
+# docs/ (docs), or a page of figures (plotly), is not worth a failure: without a network the rest still runs, and one line
+# says what is missing.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -83,10 +84,11 @@ _modules() {
         printf 'mypy '
         [ "$(uname -s)" != Linux ] || printf 'cuobjdump '
         ;;
+      optional:test-integrations) printf 'accelerate cloudpickle dill kernels>=0.17 peft transformers>=4.57 ' ;;
       optional:triton) [ "$(uname -s)" != Linux ] || printf 'triton ' ;;
       optional:docs) printf 'mkdocs material mkdocstrings_handlers.python black ' ;;
       optional:peers) [ "$(uname -s)" != Linux ] || printf 'quack liger_kernel tilegym ' ;;
-      required:cutile | required:docs | required:triton | required:peers) ;;
+      required:cutile | required:docs | required:triton | required:peers | required:test-integrations) ;;
       *) _stop "ensure_environment: unknown extra $extra" ;;
     esac
   done

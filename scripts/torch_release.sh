@@ -21,7 +21,7 @@ esac
 shift
 
 folder=$ROOT/.venv-torch-$release
-extras=(dev bench cutile triton)
+extras=(dev test-integrations bench cutile triton)
 needed="torch>=$release $(_modules required "${extras[@]}") $(_modules optional "${extras[@]}")"
 if [ -n "$(_missing "$folder/bin/python" $needed)" ]; then
   echo "installing torch $release and $(_target "${extras[@]}") into $folder, which takes minutes" >&2
