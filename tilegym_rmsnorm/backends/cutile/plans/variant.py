@@ -114,7 +114,7 @@ class Variant:
 
     @property
     def uses_tma(self) -> bool:
-        """Whether arrays are loaded by TMA, for which rows must begin where packed ones do (launch.py)."""
+        """Whether arrays are loaded by TMA, for which rows must begin where packed ones do (launcher.py)."""
         return self.tma
 
     def constants(self, n: int) -> dict[str, Any]:
