@@ -41,6 +41,7 @@ from tilegym_rmsnorm.validation import (
     check_normalized_shape,
     check_weight,
     is_symbol,
+    refuse_torch_jit_script,
 )
 
 __all__ = ["rms_norm"]
@@ -175,6 +176,7 @@ def rms_norm(
     return _checked_rms_norm(*arguments, **options)
 
 
+rms_norm.__prepare_scriptable__ = refuse_torch_jit_script
 _ALPHA = rms_norm.__kwdefaults__["residual_alpha"]  # known without a comparison, which a tensor would answer
 
 

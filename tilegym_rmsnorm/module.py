@@ -3,19 +3,18 @@
 
 """`RMSNorm`, a drop-in for `torch.nn.RMSNorm` on the selected backend."""
 
-# torch.jit.script reads annotations as objects, so that they are no strings here.
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.jit import is_scripting
 from torch.nn import Parameter
 
 from tilegym_rmsnorm.api import rms_norm
 from tilegym_rmsnorm.configured import Norm, configured
-from tilegym_rmsnorm.registry import BackendUnavailableError, check_backend_name
-from tilegym_rmsnorm.scripting import scripted_rms_norm
+from tilegym_rmsnorm.registry import check_backend_name
 from tilegym_rmsnorm.spec import Casting
 from tilegym_rmsnorm.validation import (
     check_casting,
@@ -26,6 +25,7 @@ from tilegym_rmsnorm.validation import (
     checked_heads,
     checked_number,
     checked_sizes_of_weight,
+    refuse_torch_jit_script,
 )
 
 
@@ -35,9 +35,7 @@ class RMSNorm(torch.nn.RMSNorm):
     y has x's dtype unless out_dtype says otherwise, also where weight is float32 beside 16-bit x: there Hugging Face's
     LlamaRMSNorm returns float32.
 
-    `torch.jit.script` compiles the reference, without residual, heads and out_dtype; it raises
-    `BackendUnavailableError` for a backend other than `"torch"` and `"auto"`. `configured` makes a class with other
-    defaults.
+    `configured` makes a class with other defaults. `torch.jit.script` of it is a RuntimeError.
 
     Args:
         normalized_shape: The last dimensions of x, as an int or a sequence of ints.
@@ -64,7 +62,6 @@ class RMSNorm(torch.nn.RMSNorm):
             that weight or y may have.
     """
 
-    __constants__ = [*torch.nn.RMSNorm.__constants__, "offset", "casting"]
     # What a module has that was built as a torch.nn.RMSNorm and got this class later.
     offset = 0.0
     casting: Casting = "once"
@@ -73,6 +70,7 @@ class RMSNorm(torch.nn.RMSNorm):
     residual_alpha = 1.0
     residual_dtype: torch.dtype | None = None
     out_dtype: torch.dtype | None = None
+    __prepare_scriptable__ = refuse_torch_jit_script
 
     def __init__(
         self,
@@ -161,8 +159,6 @@ class RMSNorm(torch.nn.RMSNorm):
         Returns:
             Tensor | tuple[Tensor, Tensor]: y, of x's shape; with that sum behind it where a residual is given.
         """
-        if is_scripting():
-            return self._scripted(x, residual)
         # Looked up in dictionaries: Module.__getattr__ takes 0.6 us for what it finds and 2 us for what it does not.
         attributes = self.__dict__
         parameters = attributes["_parameters"]
@@ -210,30 +206,6 @@ class RMSNorm(torch.nn.RMSNorm):
     def _take_defaults(self) -> None:
         """For a module that was built as a torch.nn.RMSNorm, whose own eps stays."""
         self.offset, self.casting, self.backend = self.offset, self.casting, self.backend
-
-    def _scripted(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        if residual is not None:
-            raise ValueError(
-                "residual: expected None in TorchScript, got a tensor. Add it to x before the norm"
-            )
-        bias: Tensor | None = None
-        if hasattr(self, "bias"):
-            bias = self.bias
-        return scripted_rms_norm(
-            x, list(self.normalized_shape), self.weight, self.eps, bias, self.offset, self.casting
-        )
-
-    def __prepare_scriptable__(self) -> "RMSNorm":
-        """This module: `forward` is compiled as it is. Whoever returns another has it put into the eager model too."""
-        if self.backend not in (None, "auto", "torch"):
-            raise BackendUnavailableError(
-                f"backend {self.backend!r} was asked for and cannot run in TorchScript, which holds PyTorch's own "
-                'operations alone. To mend it: set the module\'s backend to "torch" or None before torch.jit.script.'
-            )
-        for name in ("heads", "out_dtype"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name}: expected None in TorchScript, got {getattr(self, name)}")
-        return self
 
     def extra_repr(self) -> str:
         has_bias = getattr(self, "bias", None) is not None

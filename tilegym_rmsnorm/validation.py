@@ -342,6 +342,13 @@ def check_plain_function(decorator: str, function: Callable[..., Any]) -> None:
         )
 
 
+def refuse_torch_jit_script(*_: Any) -> NoReturn:
+    """`__prepare_scriptable__`, which torch.jit.script calls of each module and function that it is to compile."""
+    raise RuntimeError(
+        "torch.jit.script does not take norms of tilegym_rmsnorm: use torch.export.export, which keeps the kernels"
+    )
+
+
 def _outside_of_trace(check: Callable[..., Any], *arguments: Any) -> Any:
     """What `check` returns while torch.jit.trace does not record."""
     trace = _get_trace()

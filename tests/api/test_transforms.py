@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""rms_norm under torch.func: the reference, which "auto" takes there, does all that F.rms_norm does."""
+"""rms_norm under torch.func: the reference, which "auto" takes there, does all that F.rms_norm does; torch.jit."""
 
 import pytest
 import torch
@@ -156,6 +156,59 @@ def test_torch_jit_trace(size, needs_grad):
     x = torch.randn(7, *size[1:])
     torch.testing.assert_close(traced(x), F.silu(norm(x)))
     assert traced(x).requires_grad == needs_grad
+
+
+def calling(x: torch.Tensor) -> torch.Tensor:
+    return 2 * rms_norm(x, [N])
+
+
+class Calling(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return calling(x)
+
+
+class Halved(RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+def of_another_class():
+    norm = torch.nn.RMSNorm(N)
+    norm.__class__ = RMSNorm
+    return norm
+
+
+SCRIPTED = {
+    "a norm": lambda: RMSNorm(N),
+    "options": lambda: RMSNorm(N, offset=1.0, bias=True, casting="llama", backend="torch"),
+    "a kernel by name": lambda: RMSNorm(N, backend="cutile"),
+    "a configured class": lambda: RMSNorm.configured(offset=1.0)(N),
+    "in a model": lambda: torch.nn.ModuleDict({"block": torch.nn.Sequential(RMSNorm(N), torch.nn.SiLU())}),
+    "a configured class in a model": lambda: torch.nn.Sequential(RMSNorm.configured(bias=True)(N)),
+    "a forward of one's own": lambda: Halved(N),
+    "a module that got the class": of_another_class,
+    "the function": lambda: rms_norm,
+    "a function that calls it": lambda: calling,
+    "a module that calls it": lambda: Calling(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", SCRIPTED)
+def test_torch_jit_script_is_refused(name):
+    made = SCRIPTED[name]()
+    with pytest.raises(RuntimeError, match=r"^torch\.jit\.script .*torch\.export\.export[^\n]*$"):
+        torch.jit.script(made)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_model_that_torch_jit_script_refused_is_as_before():
+    model, x = torch.nn.Sequential(RMSNorm(N), torch.nn.SiLU()), torch.randn(3, N)
+    expected, parts = model(x), list(model.named_modules())
+    with pytest.raises(RuntimeError, match="torch.export"):
+        torch.jit.script(model)
+    assert list(model.named_modules()) == parts and torch.equal(model(x), expected)
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
 
 
 @pytest.mark.filterwarnings("error::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")

@@ -223,9 +223,3 @@ def test_configured_module():
         RMSNorm.configured(out_dtype=torch.int8)
     with pytest.raises(ValueError, match="residual_alpha: expected a finite number"):
         RMSNorm(8, residual_alpha=float("inf"))
-
-
-@pytest.mark.parametrize("option", [{"heads": 2}, {"out_dtype": FP32}])
-def test_torch_script_refuses_what_it_lacks(option):
-    with pytest.raises(ValueError, match=f"{next(iter(option))}: expected None in TorchScript"):
-        torch.jit.script(RMSNorm(8, **option))

@@ -50,7 +50,7 @@ LAYERS = (
     (f"{PACKAGE}.torch_ops", f"{PACKAGE}.sharding", f"{PACKAGE}.torch_ops_autograd"),
     (f"{PACKAGE}.graphs",),
     (f"{PACKAGE}.api", f"{PACKAGE}.passes"),
-    (f"{PACKAGE}.warming", f"{PACKAGE}.configured", f"{PACKAGE}.scripting", f"{PACKAGE}.module"),
+    (f"{PACKAGE}.warming", f"{PACKAGE}.configured", f"{PACKAGE}.module"),
     (f"{PACKAGE}.integrations",),
     # public functions that import an integration when they are called
     (f"{PACKAGE}.overriding", f"{PACKAGE}.patching"),

@@ -15,7 +15,6 @@ import functools
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from tilegym_rmsnorm.configured import reduce_instance
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call, Match, match_of
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 from tilegym_rmsnorm.reference import promoted
+from tilegym_rmsnorm.validation import refuse_torch_jit_script
 
 
 class PatchedType(type):
@@ -45,31 +45,26 @@ class NormPatch:
 
     def made(self, base: type) -> PatchedType:
         match, backend = self.match, self.backend
-        tensor, run_norm = Tensor, run  # forward has the globals of another module
         original: Any = base.forward  # type: ignore[attr-defined]
         original_repr: Any = base.extra_repr  # type: ignore[attr-defined]
         name = list(inspect.signature(original).parameters)[1]
 
+        @functools.wraps(original)
         def forward(self: Any, x: Any = None, /, **named: Any) -> Any:
             if x is None:  # given by its name, or missing
                 x = named.get(name)
                 if x is None or len(named) > 1:
                     return original(self, **named)
-            elif named or not isinstance(x, tensor):
+            elif named or not isinstance(x, Tensor):
                 return original(self, x, **named)
             call = match.call(self, x.shape, x.dtype)
-            return original(self, x) if call is None else run_norm(x, match, call, backend)
+            return original(self, x) if call is None else run(x, match, call, backend)
 
         def extra_repr(self: Any) -> str:
             text = original_repr(self)
             return f"{text}{', ' if text else ''}tilegym_rmsnorm: {match.arithmetic}"
 
-        # By __wrapped__ torch.jit.script finds the source of the original, and compiles that: by the names around it.
-        found = FunctionType(
-            forward.__code__, original.__globals__, "forward", forward.__defaults__, forward.__closure__
-        )
-        functools.update_wrapper(found, original)
-        return subclass(base, self, {"forward": found, "extra_repr": extra_repr})
+        return subclass(base, self, {"forward": forward, "extra_repr": extra_repr})
 
 
 def run(x: Tensor, match: Match, call: Call, backend: str | None) -> Tensor:
@@ -258,6 +253,7 @@ def subclass(base: type, patch: Any, attributes: dict[str, Any]) -> PatchedType:
         "patched_from": (base, patch),
         "patched_forward": attributes["forward"],
         "__reduce_ex__": functools.partialmethod(reduce_instance, base),
+        "__prepare_scriptable__": refuse_torch_jit_script,
         **attributes,
     }
     made = PatchedType(base.__name__, (_Unseen, base), attributes)

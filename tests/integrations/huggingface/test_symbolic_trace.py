@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""torch.jit.script and torch.fx.symbolic_trace take a patched model as they take the original: both find the forward
-that was there, and what they make has no kernel in it."""
+"""torch.fx.symbolic_trace takes a patched model as it takes the original: it records the forward that was there, which
+has no kernel in it. torch.jit.script takes no patched model."""
 
 import copy
 import inspect
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tilegym_rmsnorm import patch_model
+from tilegym_rmsnorm import patch_model, unpatch_model
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -25,6 +25,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 N = 8
 CLASSES = [LlamaRMSNorm, GemmaRMSNorm, Olmo2RMSNorm, T5LayerNorm, nn.RMSNorm]
 TRACEABLE = [cls for cls in CLASSES if cls is not T5LayerNorm]  # it asks for the dtype of its weight
+
+REFUSED = pytest.raises(RuntimeError, match=r"^torch\.jit\.script .*torch\.export\.export[^\n]*$")
 
 
 class Layer(nn.Module):
@@ -56,12 +58,23 @@ def code_of(traced):
 
 @pytest.mark.parametrize("is_root", [True, False], ids=["alone", "in a model"])
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_scripted(cls, is_root):
-    original, patched = both(cls(N) if is_root else nn.Sequential(cls(N), nn.SiLU()))
+def test_torch_jit_script_is_refused(cls, is_root):
+    _, patched = both(cls(N) if is_root else nn.Sequential(cls(N), nn.SiLU()))
     before = [type(part) for part in patched.modules()]
-    scripted = torch.jit.script(patched)
-    assert torch.equal(scripted(rows()), torch.jit.script(original)(rows()))
+    with REFUSED:
+        torch.jit.script(patched)
     assert [type(part) for part in patched.modules()] == before
+    unpatch_model(patched)
+    assert isinstance(torch.jit.script(patched), torch.jit.ScriptModule)
+
+
+@pytest.mark.parametrize("made", [torch.jit.script, lambda model: torch.jit.trace(model, rows())])
+def test_a_model_of_torchscript_is_left_as_it_is(made):
+    model = made(nn.Sequential(LlamaRMSNorm(N), nn.RMSNorm(N)))
+    expected, code = model(rows()), model.code
+    for change in (lambda model: patch_model(model, patch_layers=True), unpatch_model):
+        assert not any(change(model).counts.values())
+        assert model.code == code and torch.equal(model(rows()), expected)
 
 
 @pytest.mark.parametrize("is_root", [True, False], ids=["alone", "in a model"])
@@ -78,8 +91,9 @@ def test_a_rewritten_layer():
     assert "tilegym_add_norm" in type(patched).forward.__code__.co_freevars
     expected, traced = torch.fx.symbolic_trace(original), torch.fx.symbolic_trace(patched)
     assert code_of(traced) == code_of(expected)
-    for made in (traced, torch.jit.script(patched)):
-        assert torch.equal(made(rows(), 2 * rows()), original(rows(), 2 * rows()))
+    assert torch.equal(traced(rows(), 2 * rows()), original(rows(), 2 * rows()))
+    with REFUSED:
+        torch.jit.script(patched)
 
 
 def test_a_forward_has_the_attributes_of_the_one_that_was_there():
