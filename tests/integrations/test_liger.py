@@ -6,7 +6,9 @@
 import copy
 import importlib.metadata
 import importlib.util
+import inspect
 import io
+import pickle
 import sys
 from types import MethodType, ModuleType
 
@@ -180,6 +182,39 @@ def test_modules_of_models(model):
     casting = "llama" if model in ("Olmo2", "Glm4") else "once"
     expected = tilegym_rmsnorm.rms_norm(x, 8, norm.weight, 1e-5, offset=norm.offset, casting=casting)
     assert torch.equal(norm(x), expected)
+
+
+@pytest.mark.parametrize("model", OF_MODELS)
+def test_classes_of_models(model):
+    name = f"LigerRMSNormFor{model}"
+    cls = getattr(ours, name)
+    bases = {"Qwen3Next": ours.LigerRMSNormForGemma2, "Glm4": ours.LigerRMSNormForOlmo2}
+    assert cls.__bases__ == (bases.get(model, ours.LigerRMSNorm),) and cls.__doc__
+    assert (cls.__name__, cls.__qualname__, cls.__module__) == (name, name, ours.__name__)
+    norm = cls(8, 1e-5, in_place=True)
+    for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert type(other) is cls and repr(other) == repr(norm)
+    first, *others = inspect.signature(cls).parameters
+    assert cls(**{first: 8, "eps": 1e-5}).variance_epsilon == 1e-5
+    last = {name: True for name in others[5:]}
+    norm = cls(8, 1e-5, 0.5, "none", "ones", True, *last.values())
+    assert (norm.variance_epsilon, norm.offset, norm.casting_mode, norm.in_place) == (1e-5, 0.5, "none", True)
+    assert norm.weight.all() and all(getattr(norm, name) is value for name, value in last.items())
+    with pytest.raises(TypeError, match=f"{name}.*missing a required argument: '{first}'"):
+        cls()
+    with pytest.raises(TypeError, match=f"{name}.*too many positional arguments"):
+        cls(8, 1e-5, 0.5, "none", "ones", True, *last.values(), True)
+    with pytest.raises(TypeError, match=f"{name}.*unexpected keyword argument 'elementwise_affine'"):
+        cls(8, elementwise_affine=False)
+
+
+def test_a_class_derived_from_one_of_a_model():
+    class Wider(ours.LigerRMSNormForGemma3):
+        def __init__(self, dim):
+            super().__init__(2 * dim, offset=2.0)
+
+    norm = Wider(4)
+    assert norm.weight.shape == (8,) and (norm.offset, norm.casting_mode) == (2.0, "gemma")
 
 
 def test_gemma4_without_a_scale():
