@@ -20,7 +20,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 TEAMS_VARIABLE = "TILEGYM_RMSNORM_TEAMS"
 SM_MARGIN_VARIABLE = "TILEGYM_RMSNORM_SM_MARGIN"
-_ON, _OFF = ("1", "true", "on", "yes", ""), ("0", "false", "off", "no")
+_ON, _OFF = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
 _teams: bool | None = None  # what `set_teams` said
 
 
@@ -36,6 +36,23 @@ _margins = [_Margin(None)]
 _margins_lock = threading.Lock()
 
 
+def parse_switch(value: str) -> bool | None:
+    """Read the value of a switch: True for on, False for off, None where it says neither."""
+    word = value.lower()
+    return True if word in _ON else False if word in _OFF else None
+
+
+def switch(variable: str, default: bool) -> bool:
+    """Read a switch of the environment: `default` where it is not set, or empty. ValueError where it says neither."""
+    value = os.environ.get(variable, "")
+    word = value.strip()
+    answer = parse_switch(word) if word else default
+    if answer is None:
+        known = f"{', '.join(_ON)} or {', '.join(_OFF)}"
+        raise ValueError(f"{variable}: expected {known}, or nothing, got {value!r}")
+    return answer
+
+
 def set_teams(enabled: bool | None) -> None:
     """Whether kernels may serve whose blocks wait for each other: teams of up to 16 blocks that share a wide row.
 
@@ -47,8 +64,8 @@ def set_teams(enabled: bool | None) -> None:
     another kernel than it would have when its forward ran: both give right values, dw in other bits.
 
     Args:
-        enabled: Whether they may, from now on. None: what the environment variable TILEGYM_RMSNORM_TEAMS says (0 or 1;
-            1 where it is not set).
+        enabled: Whether they may, from now on. None: what the environment variable TILEGYM_RMSNORM_TEAMS says (on or
+            off; on where it is not set).
 
     Raises:
         TypeError: enabled is none of True, False and None.
@@ -69,13 +86,7 @@ def teams() -> bool:
 
 @functools.cache
 def _teams_by_environment() -> bool:
-    value = os.environ.get(TEAMS_VARIABLE, "").strip().lower()
-    if value not in _ON + _OFF:
-        known = f"{', '.join(filter(None, _ON))} or {', '.join(_OFF)}"
-        raise ValueError(
-            f"{TEAMS_VARIABLE}: expected {known}, or nothing, got {os.environ[TEAMS_VARIABLE]!r}"
-        )
-    return value in _ON
+    return switch(TEAMS_VARIABLE, default=True)
 
 
 def check_environment() -> None:

@@ -114,9 +114,38 @@ def test_a_backward_follows_what_holds_when_it_runs(launched):
     assert launched and not teams_in(launched)
 
 
-@pytest.mark.parametrize(
-    ("value", "said"), [("0", False), ("off", False), ("1", True), ("", True), (None, True)]
-)
+ON, OFF = ("1", "true", "on", "yes", "True", "ON"), ("0", "false", "off", "no", "False", "NO")
+SPELLED = {**dict.fromkeys(ON, True), **dict.fromkeys(OFF, False)}
+
+
+@pytest.mark.parametrize(("value", "said"), SPELLED.items())
+def test_spellings_of_a_switch(monkeypatch, value, said):
+    assert policy.parse_switch(value) is said
+    for text in (value, f" {value}\n"):
+        monkeypatch.setenv("A_SWITCH", text)
+        assert policy.switch("A_SWITCH", default=not said) is said
+
+
+@pytest.mark.parametrize("value", ["2", "-1", "ture", "1,", "none", "y", "on off"])
+def test_a_switch_that_says_neither_on_nor_off(monkeypatch, value):
+    assert policy.parse_switch(value) is None
+    monkeypatch.setenv("A_SWITCH", value)
+    with pytest.raises(ValueError) as raised:
+        policy.switch("A_SWITCH", default=True)
+    expected = "1, true, on, yes or 0, false, off, no, or nothing"
+    assert str(raised.value) == f"A_SWITCH: expected {expected}, got {value!r}"
+
+
+@pytest.mark.parametrize("value", [None, "", "  "])
+@pytest.mark.parametrize("default", [True, False])
+def test_a_switch_that_says_nothing(monkeypatch, value, default):
+    monkeypatch.delenv("A_SWITCH", raising=False)
+    if value is not None:
+        monkeypatch.setenv("A_SWITCH", value)
+    assert policy.switch("A_SWITCH", default) is default
+
+
+@pytest.mark.parametrize(("value", "said"), [*SPELLED.items(), (" off ", False), ("", True), (None, True)])
 def test_the_environment_says_it_where_nothing_else_does(monkeypatch, value, said):
     if value is not None:
         monkeypatch.setenv(policy.TEAMS_VARIABLE, value)

@@ -29,13 +29,13 @@ def misspelt(monkeypatch):
     monkeypatch.setenv(VARIABLE, "2")
 
 
-@pytest.mark.parametrize("value", ["1", "true", "True", " ON ", "yes\n"])
+@pytest.mark.parametrize("value", ["1", "true", "True", "on", " ON ", "yes", "yes\n"])
 def test_on(monkeypatch, value):
     monkeypatch.setenv(VARIABLE, value)
     assert cutile.interpreting() is True
 
 
-@pytest.mark.parametrize("value", ["0", "false", "OFF", " no", "", "  ", None])
+@pytest.mark.parametrize("value", ["0", "false", "off", "OFF", "no", " no", "", "  ", None])
 def test_off(monkeypatch, value):
     if value is None:
         monkeypatch.delenv(VARIABLE, raising=False)

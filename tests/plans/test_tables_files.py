@@ -13,7 +13,7 @@ from table_cases import BUCKET, ENTRY, TARGET, VARIANT, chosen, entry_of, forget
 
 from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardRows
-from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE, OFF, user_folder
+from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE, user_folder
 
 
 def test_an_unfit_table_is_replaced_by_the_next_write(folders):
@@ -94,7 +94,7 @@ def test_a_toolkit_that_no_table_is_for_is_named(folders):
     assert f"those that ship are for {TARGET}. `python -m tilegym_rmsnorm tune` makes some" in said
 
 
-@pytest.mark.parametrize("value", OFF)
+@pytest.mark.parametrize("value", ["0", "off", " OFF ", "false", "no", "none", "None", ""])
 def test_the_users_cache_can_be_off(folders, monkeypatch, value):
     monkeypatch.setenv(CACHE_VARIABLE, value)
     assert user_folder() is None
@@ -107,6 +107,12 @@ def test_the_users_cache_is_where_the_platform_keeps_caches(monkeypatch):
     assert user_folder() == Path(platformdirs.user_cache_dir("tilegym_rmsnorm", appauthor=False))
     monkeypatch.setitem(sys.modules, "platformdirs", None)
     assert user_folder() is None
+
+
+@pytest.mark.parametrize("name", ["1", "on", "yes", "./off"])
+def test_the_users_cache_may_have_any_other_name(monkeypatch, name):
+    monkeypatch.setenv(CACHE_VARIABLE, name)
+    assert user_folder() == Path(name)
 
 
 def test_the_users_cache_may_be_named_from_home(monkeypatch):

@@ -173,6 +173,16 @@ def test_interpreting_is_what_triton_was_imported_with(at_import, later, expecte
     assert _python(code, TRITON_INTERPRET=at_import) == expected
 
 
+@pytest.mark.parametrize(
+    "value", ["1", "true", "on", "yes", "ON", "0", "false", "off", "no", "maybe", " 1", ""]
+)
+def test_before_triton_is_imported_its_variable_is_read_as_triton_reads_it(monkeypatch, value):
+    knobs = pytest.importorskip("triton.knobs", reason="triton is not installed, or keeps no knobs")
+    monkeypatch.setenv("TRITON_INTERPRET", value)
+    monkeypatch.delitem(sys.modules, "triton.language", raising=False)
+    assert backend.interpreting() is knobs.runtime.interpret
+
+
 def _python(code, **environment):
     """What a fresh process prints."""
     command, root = [sys.executable, "-c", code], Path(__file__).parents[2]

@@ -217,11 +217,16 @@ def test_conflict_makes_the_backend_unusable(places, packages, gpu, tmp_path, mo
     assert remedy.startswith("unset CUDA_HOME")
 
 
-@pytest.mark.parametrize(("value", "folder"), [("off", None), ("0", None), ("", None), ("/k", Path("/k"))])
+@pytest.mark.parametrize(
+    ("value", "folder"),
+    [("off", None), ("0", None), (" None ", None), ("", None), ("no", Path("no")), ("/k", Path("/k"))],
+)
 def test_cache_folder_from_the_variable(monkeypatch, value, folder):
     monkeypatch.setenv("CUDA_TILE_CACHE_DIR", value)
 
     assert toolchain.cache_folder() == folder
+    theirs = pytest.importorskip("cutile_cache._env")
+    assert theirs.get_cache_dir_from_env() == (folder and str(folder))
 
 
 def test_default_cache_folder_is_that_of_cuda_tile():

@@ -12,10 +12,10 @@ is an error there; "auto", which takes this backend for no CPU tensor, does not 
 from __future__ import annotations
 
 import functools
-import os
 
 import torch
 
+from tilegym_rmsnorm import policy
 from tilegym_rmsnorm.backends import checks
 from tilegym_rmsnorm.backends.cutile.plans import rules
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
@@ -26,7 +26,6 @@ AUTO_ON_CPU = False
 
 ARCHITECTURES = tuple(f"sm_{number}" for number in rules.ARCHITECTURES)
 INTERPRET_VARIABLE = "TILEGYM_RMSNORM_INTERPRET"
-INTERPRET_ON, INTERPRET_OFF = ("1", "true", "on", "yes"), ("0", "false", "off", "no", "")
 _INTERPRET_REMEDY = (
     f"set {INTERPRET_VARIABLE}=1 to run the kernels' Python on the CPU (slow, for tests and pdb)"
 )
@@ -34,11 +33,7 @@ _INTERPRET_REMEDY = (
 
 def interpreting() -> bool:
     """Whether CPU tensors are to be run through the kernels' own Python. ValueError on a value that does not say."""
-    value = os.environ.get(INTERPRET_VARIABLE, "")
-    if (said := value.strip().lower()) not in INTERPRET_ON + INTERPRET_OFF:
-        known = f"{', '.join(INTERPRET_ON)} or {', '.join(filter(None, INTERPRET_OFF))}"
-        raise ValueError(f"{INTERPRET_VARIABLE}: expected {known}, or nothing, got {value!r}")
-    return said in INTERPRET_ON
+    return policy.switch(INTERPRET_VARIABLE, default=False)
 
 
 def unusable(request: Request | None) -> Unusable | None:

@@ -15,6 +15,7 @@ import sys
 
 import torch
 
+from tilegym_rmsnorm import policy
 from tilegym_rmsnorm.backends import checks, versions
 from tilegym_rmsnorm.registry import Request, Unusable
 
@@ -28,7 +29,8 @@ def interpreting() -> bool:
     """Whether the kernels run in Triton's interpreter, which is decided where Triton is first imported."""
     language = sys.modules.get("triton.language")
     if language is None:
-        return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
+        # Triton refuses nothing: what is no known word is off.
+        return policy.parse_switch(os.environ.get("TRITON_INTERPRET", "")) is True
     return type(language.sum).__name__ == "InterpretedFunction"
 
 

@@ -9,8 +9,9 @@ import os
 import warnings
 from pathlib import Path
 
+from tilegym_rmsnorm.policy import parse_switch
+
 CACHE_VARIABLE = "TILEGYM_RMSNORM_CACHE_DIR"
-OFF = ("0", "off", "none", "")
 
 
 def user_folder() -> Path | None:
@@ -33,7 +34,7 @@ def user_folder() -> Path | None:
         if not os.path.isabs(folder):  # of older releases: "~" itself, which would be a folder of that name
             _warn_homeless(f"expected an absolute folder for caches, got {folder!r}")
             return None
-    elif named.strip().lower() in OFF:
+    elif (word := named.strip()).lower() in ("", "none") or parse_switch(word) is False:
         return None
     else:
         folder = os.path.expanduser(named)
