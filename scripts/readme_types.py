@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Type-checks the Python snippets of README.md and the programs of examples/ as their user would: from an empty folder,
-against the package as README installs it, `pip install -e`.
+"""Type-checks the Python snippets of README.md, the programs of examples/ and the calls of tests/examples/typed_calls.py
+as their user would: from an empty folder, against the package as README installs it, `pip install -e`.
 
 python scripts/readme_types.py     prints mypy's messages, with README's line numbers; exit status 0 if there is none
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+CALLS = ROOT / "tests" / "examples" / "typed_calls.py"
 
 
 def python_blocks(text: str) -> list[str]:
@@ -75,7 +76,7 @@ def main() -> int:
     if not blocks:
         print("README.md: expected Python blocks, got none", file=sys.stderr)
         return 1
-    status, text = check(blocks, EXAMPLES)
+    status, text = check(blocks, [*EXAMPLES, CALLS])
     passed = f"README.md: {len(blocks)} snippets pass; examples/: {len(EXAMPLES)} programs pass"
     print(text or passed, end="" if text else "\n")
     return status

@@ -1,0 +1,41 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Calls that a type checker accepts, and calls that it refuses: scripts/readme_types.py checks this file, and mypy
+reports an ignored error that it does not find. Nothing runs it."""
+
+import torch
+
+from tilegym_rmsnorm import (
+    Override,
+    PatchReport,
+    RMSNorm,
+    override_aten,
+    patch_model,
+    rms_norm,
+    use_backend,
+    warmup,
+)
+
+x = torch.randn(2, 4)
+bf16 = torch.bfloat16
+rms_norm(x, 4, None, 1e-6, backend="torch")
+RMSNorm(4, offset=1.0, casting="llama")
+RMSNorm((4, 8))
+RMSNorm([4, 8])
+warmup((4096, bf16))
+warmup([(4096, bf16), (64, bf16, None)])
+warmup((n, bf16) for n in (64, 128))
+report: PatchReport = patch_model(torch.nn.Linear(4, 4))
+override: Override = override_aten("cpu")
+
+RMSNorm("8")  # type: ignore
+RMSNorm(4, casting="Llama")  # type: ignore
+RMSNorm(4, offset="1")  # type: ignore
+rms_norm(x, "a")  # type: ignore
+rms_norm(x, 4, casting="gemma")  # type: ignore
+rms_norm(x, (4,), eps="small")  # type: ignore
+use_backend(None)  # type: ignore
+warmup(4096)  # type: ignore
+warmup([4096])  # type: ignore
+warmup((64, bf16), casting="none")  # type: ignore
