@@ -75,7 +75,15 @@ def test_the_order_of_the_blocks_does_not_change_a_bit(program, monkeypatch):
     assert len(grids) == 3 and min(grids) > 1
 
 
-def test_any_strides_and_any_leading_dimensions(program, poisoned_empty):
+def test_any_strides_and_any_leading_dimensions(program, poisoned_empty, monkeypatch):
+    """Kernels get contiguous arrays, whose compiled code serves all calls of a width."""
+    launch = program.launch
+
+    def launch_contiguous(kernel, blocks, *args):
+        assert all(each.is_contiguous() for each in args if isinstance(each, torch.Tensor))
+        launch(kernel, blocks, *args)
+
+    monkeypatch.setattr(program, "launch", launch_contiguous)
     inputs = make_inputs(6, 77, FP32)
     found = results(program, inputs)
     wide = torch.full((2, 3, 2 * 77), torch.nan, device=DEVICE)
