@@ -88,17 +88,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def parameters_of(item: pytest.Item) -> list[str]:
-    return item.callspec.id.split("-") if hasattr(item, "callspec") else []
-
-
 @pytest.hookimpl(tryfirst=True)  # -m asks for the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         for name in FOLDERS[folder_of(item.path)]:
             item.add_marker(name)
-        if "inductor" in parameters_of(item):  # it compiles C++ for each graph
-            item.add_marker("slow")
         if not HAS_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if not HAS_GPU:
@@ -124,14 +118,8 @@ def gpu_group(nodeid: str) -> str | None:
 
     None for a test that goes wherever there is time: it needs no GPU, or no more than some GB of its memory.
     """
-    path, _, test = nodeid.partition("::")
-    path = TESTS.parent / path
-    markers = FOLDERS[folder_of(path)]
-    if "no_gpu" in markers:
-        return None
-    if "inductor" in test:
-        return "gpu-inductor"
-    return f"gpu-{path.stem}" if "much_memory" in markers else None
+    path = TESTS.parent / nodeid.partition("::")[0]
+    return f"gpu-{path.stem}" if "much_memory" in FOLDERS[folder_of(path)] else None
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,6 @@ A backend is a module (named in BACKEND_MODULES) that imports nothing optional a
     unusable(request)   why it cannot run the request (None as request: on this machine at all), or None if it can
     IMPLEMENTATION      the module that registers its functions (spec.py) with `register_impl`, imported on first use;
                         the reference's by api.py, since torch.compile traces its calls, and no import
-    AUTO_ON_CPU         whether "auto" may take it for tensors that are not on a CUDA device
 """
 
 from __future__ import annotations
@@ -33,20 +32,21 @@ from tilegym_rmsnorm import policy
 from tilegym_rmsnorm.validation import check_plain_function
 
 OPS = ("rms_norm_forward", "rms_norm_backward")
-AUTO_ORDER = ("cutile", "triton", "inductor", "torch")  # fastest first
+AUTO_ORDER = ("cutile", "triton", "torch")  # fastest first
 BACKEND_MODULES = {
     "cutile": "tilegym_rmsnorm.backends.cutile",
     "triton": "tilegym_rmsnorm.backends.triton",
-    "inductor": "tilegym_rmsnorm.backends.inductor",
     "torch": "tilegym_rmsnorm.backends.torch_reference",
 }
 ENVIRONMENT_VARIABLE = "TILEGYM_RMSNORM_BACKEND"
 _NAMES = (*AUTO_ORDER, "auto")
+_INSTEAD_OF_INDUCTOR = ', which is gone: use torch.compile around calls with backend="torch"'
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _log = logging.getLogger("tilegym_rmsnorm")
 _told: set[tuple[Any, ...]] = set()
 _ENVIRONMENT_KEY = os.environ.encodekey(ENVIRONMENT_VARIABLE)
-# On CPU tensors these run while the environment asks for their interpreters, which may change from call to call.
+# On other tensors than CUDA's these run in interpreters: by name only, and while the environment asks for them, which
+# may change from call to call.
 _INTERPRETED_ON_CPU = ("cutile", "triton")
 
 
@@ -336,7 +336,7 @@ def _first_usable(op: str, request: Request) -> tuple[str, str]:
     """The backend that "auto" takes, and for the log why not those before it."""
     reasons: list[str] = []
     for backend in AUTO_ORDER:
-        if request.device.type != "cuda" and not _probe(backend).AUTO_ON_CPU:
+        if request.device.type != "cuda" and backend in _INTERPRETED_ON_CPU:
             reasons.append(f"{backend}: runs on {request.device.type} by name only")
             continue
         unusable = why_unusable(backend, request)
@@ -371,4 +371,6 @@ def _describe(request: Request) -> str:
 
 def _check_name(what: str, name: object, known: tuple[str, ...]) -> None:
     if name not in known:
-        raise ValueError(f"{what}: expected one of {', '.join(map(repr, known))}, got {name!r}")
+        # "inductor" was a backend: environments, code and pickled modules may still name it.
+        hint = _INSTEAD_OF_INDUCTOR if name == "inductor" and "torch" in known else ""
+        raise ValueError(f"{what}: expected one of {', '.join(map(repr, known))}, got {name!r}{hint}")

@@ -159,7 +159,7 @@ def test_the_environment_says_it_where_nothing_else_does(monkeypatch, value, sai
 @pytest.mark.parametrize(
     ("variable", "value"), [(policy.TEAMS_VARIABLE, "maybe"), (policy.SM_MARGIN_VARIABLE, "all")]
 )
-@pytest.mark.parametrize("backend", [None, "torch", "inductor"])
+@pytest.mark.parametrize("backend", [None, "torch"])
 def test_every_first_call_reads_the_environment(monkeypatch, variable, value, backend):
     """A value that means nothing was noticed by the backends alone that need it, on another machine perhaps."""
     monkeypatch.setattr(registry, "_chosen", {})

@@ -3,6 +3,7 @@
 
 """The choice of a backend: order, precedence, errors. No kernel runs here."""
 
+import os
 import re
 import subprocess
 import sys
@@ -10,10 +11,20 @@ import threading
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import tilegym_rmsnorm
-from tilegym_rmsnorm import registry, rms_norm, rms_norm_backward, rms_norm_forward
+from tilegym_rmsnorm import (
+    RMSNorm,
+    override_aten,
+    patch_model,
+    registry,
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_forward,
+)
 from tilegym_rmsnorm.commands import doctor
+from tilegym_rmsnorm.integrations.fx import replace_rmsnorm_pass
 from tilegym_rmsnorm.registry import (
     AUTO_ORDER,
     OPS,
@@ -28,6 +39,7 @@ from tilegym_rmsnorm.registry import (
 )
 
 REQUEST = Request(torch.device("cpu"), torch.float32, torch.float32, "once")
+X = torch.ones(2, 8)
 CUDA_REQUEST = REQUEST._replace(device=torch.device("cuda", 0))
 KNOWN = ", ".join(map(repr, (*AUTO_ORDER, "auto")))
 
@@ -35,7 +47,6 @@ KNOWN = ", ".join(map(repr, (*AUTO_ORDER, "auto")))
 class _Probe:
     """A backend that is usable or not as told, implemented by an empty module."""
 
-    AUTO_ON_CPU = True
     IMPLEMENTATION = "tilegym_rmsnorm.backends"
 
     def __init__(self, unusable=None):
@@ -68,30 +79,31 @@ def test_auto_takes_the_first_usable_in_order(fake_backends):
         assert _chosen() == expected[0]
         fake_backends[expected.pop(0)].answer = Unusable("broken for the test", "none")
     registry._chosen.clear()
-    with pytest.raises(BackendUnavailableError, match="cutile: broken.*triton: broken.*inductor.*torch"):
+    with pytest.raises(BackendUnavailableError, match="cutile: broken.*triton: broken.*torch"):
         _chosen()
 
 
 def test_auto_skips_what_runs_on_a_cpu_by_name_only(fake_backends):
-    fake_backends["cutile"].AUTO_ON_CPU = False
     assert _chosen(request=CUDA_REQUEST) == "cutile"
-    assert _chosen(request=REQUEST) == "triton"
-    assert _chosen("cutile", REQUEST) == "cutile"
+    assert _chosen(request=REQUEST) == "torch"
+    for name in ("cutile", "triton"):
+        assert _chosen(name, REQUEST) == name
 
 
 def test_precedence(fake_backends, monkeypatch):
-    assert get_current_backend() == "auto" and _chosen() == "cutile"
+    fake_backends["cutile"].answer = Unusable("none here", "buy one")
+    assert get_current_backend() == "auto" and _chosen() == "triton"
     monkeypatch.setenv("TILEGYM_RMSNORM_BACKEND", "torch")
     assert _chosen() == "torch"
-    set_backend("inductor")
-    assert _chosen() == "inductor"
-    with use_backend("triton"):
-        assert _chosen() == "triton"
+    set_backend("triton")
+    assert get_current_backend() == _chosen() == "triton"
+    with use_backend("torch"):
+        assert _chosen() == "torch"
         with use_backend("auto"):  # an explicit "auto" is a choice too
-            assert _chosen() == "cutile"
-        assert _chosen("torch") == "torch"
-        assert get_current_backend() == "triton"
-    assert _chosen() == "inductor"
+            assert get_current_backend() == "auto" and _chosen() == "triton"
+        assert _chosen("triton") == "triton"
+        assert get_current_backend() == "torch"
+    assert _chosen() == "triton"
     set_backend(None)
     assert _chosen() == "torch"
 
@@ -165,6 +177,10 @@ def test_the_log_names_what_a_call_has(caplog, monkeypatch):
             r"calls that name no backend fail: TILEGYM_RMSNORM_BACKEND.*'nope'\. To mend it: unset TILEGYM_R",
         ),
         (
+            "inductor",
+            r"got 'inductor', which is gone: use torch\.compile .*\. To mend it: unset TILEGYM_RMSNORM_BACKEND",
+        ),
+        (
             "triton",
             r"ask for triton, which does not work: no triton here\. To mend it: unset TILEGYM_RMSNORM_BACKEND",
         ),
@@ -193,16 +209,73 @@ def test_the_choice_of_an_interpreter_is_made_anew(fake_backends, name):
         _chosen(name, REQUEST)
 
 
-def test_unknown_names_are_refused_with_the_known_ones(monkeypatch):
-    expected = f"^backend: expected one of {KNOWN}, got 'cuda'$"
-    for call in (
-        lambda: dispatch("rms_norm_forward", REQUEST, "cuda"),
-        lambda: set_backend("cuda"),
-        lambda: use_backend("cuda").__enter__(),
-        lambda: tilegym_rmsnorm.RMSNorm(8, backend="cuda"),
-    ):
-        with pytest.raises(ValueError, match=expected):
-            call()
+def _by_a_module(name):
+    module = RMSNorm(8)
+    module.backend = name
+    return module(X)
+
+
+DOORS = {
+    "rms_norm": lambda name: rms_norm(X, 8, backend=name),
+    "rms_norm_forward": lambda name: rms_norm_forward(X, None, backend=name),
+    "rms_norm_backward": lambda name: rms_norm_backward(X, X, None, X[:, 0], backend=name),
+    "the op": lambda name: torch.ops.tilegym_rmsnorm.rms_norm_forward(
+        X, None, None, 1, 1e-6, 0.0, "once", None, name
+    ),
+    "torch.compile": lambda name: torch.compile(rms_norm, backend="eager")(X, 8, backend=name),
+    "make_fx": lambda name: make_fx(lambda x: rms_norm(x, 8, backend=name))(X),
+    "set_backend": set_backend,
+    "use_backend": use_backend,
+    "RMSNorm": lambda name: RMSNorm(8, backend=name),
+    "RMSNorm.configured": lambda name: RMSNorm.configured(backend=name),
+    "an attribute": _by_a_module,
+    "patch_model": lambda name: patch_model(torch.nn.Identity(), backend=name),
+    "replace_rmsnorm_pass": lambda name: replace_rmsnorm_pass(
+        torch.fx.symbolic_trace(torch.nn.Identity()), backend=name
+    ),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("cuda", ""), ("inductor", ', which is gone: use torch.compile around calls with backend="torch"')],
+)
+def test_unknown_names_are_refused_with_the_known_ones(door, name, instead):
+    torch._dynamo.reset()
+    with pytest.raises(ValueError) as error:
+        DOORS[door](name)
+    assert str(error.value) == f"backend: expected one of {KNOWN}, got {name!r}{instead}"
+
+
+def test_the_environment_names_a_backend_that_is_gone():
+    """In the first call of a process."""
+    program = "import torch, tilegym_rmsnorm; tilegym_rmsnorm.rms_norm(torch.ones(2, 8), 8)"
+    environment = os.environ | {"TILEGYM_RMSNORM_BACKEND": "inductor"}
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert ended.stderr.splitlines()[-1] == (
+        f"ValueError: TILEGYM_RMSNORM_BACKEND: expected one of {KNOWN}, got 'inductor', which is gone: "
+        'use torch.compile around calls with backend="torch"'
+    )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: torch.compile(rms_norm, backend="eager")(X, 8),
+        lambda: RMSNorm(8)(X),
+        lambda: torch.nn.functional.rms_norm(X, (8,)),
+    ],
+    ids=["torch.compile", "RMSNorm", "F.rms_norm under override_aten"],
+)
+def test_other_calls_with_that_environment(call, monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setenv("TILEGYM_RMSNORM_BACKEND", "inductor")
+    with override_aten("cpu"), pytest.raises(ValueError, match="TILEGYM_.*use torch.compile around calls"):
+        call()
+
+
+def test_other_names_are_refused_with_the_known_ones(monkeypatch):
     with pytest.raises(ValueError, match="backend: expected one of"):
         dispatch("rms_norm_forward", REQUEST, ["torch"])
     with pytest.raises(
@@ -231,6 +304,12 @@ def test_a_second_registration_is_refused():
 def test_auto_on_a_cpu_is_the_reference():
     assert dispatch("rms_norm_forward", REQUEST) is dispatch("rms_norm_forward", REQUEST, "torch")
     assert dispatch("rms_norm_backward", REQUEST) is dispatch("rms_norm_backward", REQUEST, "torch")
+
+
+def test_auto_on_a_gpu_is_the_reference_for_what_no_kernel_takes():
+    request = CUDA_REQUEST._replace(dtype=torch.float64, weight_dtype=None)
+    for op in OPS:
+        assert dispatch(op, request, "auto") is dispatch(op, request, "torch")
 
 
 @pytest.mark.parametrize("name", ["cutile", "triton"])

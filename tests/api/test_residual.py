@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 
-import helpers
 import pytest
 import torch
 from helpers import BF16, DEVICE, FP32, HAS_GPU
@@ -43,9 +42,6 @@ ASKED_FOR = [c for count in (1, 2, 3) for c in itertools.combinations(NAMES, cou
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("needing", ASKED_FOR, ids=",".join)
 def test_only_what_is_asked_for(name, needing, backend):
-    """Inductor compiles for each: without --every-config one kind of residual for every second of what is asked for."""
-    if backend == "inductor":
-        helpers.take_turns(3 * [*VARIANTS].index(name), ASKED_FOR.index(needing), of=8)
     variant = VARIANTS[name]
     inputs = make(variant)
     given = leaves(inputs, needing)

@@ -212,7 +212,7 @@ def test_a_model_that_torch_jit_script_refused_is_as_before():
 
 
 @pytest.mark.filterwarnings("error::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["cutile", "triton", "inductor"])
+@pytest.mark.parametrize("backend", ["cutile", "triton"])
 def test_others_refuse_what_is_transformed(backend):
     """In a call that they know too."""
     x, weight = X.float(), W[0].float()

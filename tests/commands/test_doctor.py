@@ -61,7 +61,7 @@ BROKEN = {"works": False, "reason": "its process ended by SIGSEGV: no message", 
         ([T4, H100], {}, {}, "cutile", 0),
         ([T4], NO_CUTILE, {}, "triton", 0),
         ([T4], NO_CUTILE, {"triton": BROKEN}, "triton", 1),
-        ([], NO_CUTILE, {"triton": BROKEN, "inductor": BROKEN}, "torch", 0),
+        ([], NO_CUTILE, {"triton": BROKEN}, "torch", 0),
         ([], {}, {"torch": BROKEN}, "torch", 1),
     ],
 )
@@ -81,16 +81,16 @@ def test_verdict_is_about_the_best_possible_backend(fake, capsys, gpus, unusable
 
 
 def test_without_a_gpu_it_says_what_runs_there(fake, capsys):
-    """It called inductor usable, which "auto" never takes there, and torch the best that is possible."""
+    """A kernel in its interpreter, which "auto" never takes there, is usable by name."""
     ran = RAN | {"device": "cpu"}
-    fake(unusable=NO_CUTILE, results={"triton": BROKEN, "inductor": ran, "torch": ran})
+    fake(unusable=NO_CUTILE, results={"triton": ran, "torch": ran})
     request = registry.Request(torch.device("cpu"), torch.float32, torch.float32, "once")
     assert registry.is_reference(registry.dispatch("rms_norm_forward", request, "auto"))
 
     _, output = run_doctor(capsys)
 
     assert "backends, fastest first on a GPU\n" in output
-    assert "inductor         usable by name: ran on cpu" in output
+    assert "triton           usable by name: ran on cpu" in output
     assert "torch            usable: ran on cpu" in output
     assert "best" not in output
     last = output.splitlines()[-1]
@@ -100,6 +100,20 @@ def test_without_a_gpu_it_says_what_runs_there(fake, capsys):
     assert last.endswith('For CPU tensors "auto" takes torch, plain PyTorch, and it works.')
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("inductor", "use torch.compile around calls with backend="),
+        ("cuda", "got 'cuda'\n"),
+        ("auto", "choose from"),
+    ],
+)
+def test_backends_that_there_are_not(capsys, name, said):
+    with pytest.raises(SystemExit, match="^2$"):
+        __main__.main(["doctor", "--backend", name])
+    assert said in capsys.readouterr().err
+
+
 def test_on_a_gpu_nothing_is_said_of_cpu_tensors(fake, capsys):
     fake([H100])
     _, output = run_doctor(capsys)
@@ -107,7 +121,7 @@ def test_on_a_gpu_nothing_is_said_of_cpu_tensors(fake, capsys):
 
 
 def test_says_why_not_and_what_mends_it(fake, capsys):
-    fake([H100], unusable=NO_CUTILE, results={"inductor": BROKEN})
+    fake([H100], unusable=NO_CUTILE, results={"triton": BROKEN})
 
     _, output = run_doctor(capsys)
 
@@ -115,7 +129,7 @@ def test_says_why_not_and_what_mends_it(fake, capsys):
     assert 'to mend it: pip install "cuda-tile>=1.7,<1.8"' in output
     assert "not usable: its process ended by SIGSEGV" in output
     assert "to mend it: reinstall it" in output
-    assert output.count("usable: ran on cuda:0") == 2
+    assert output.count("usable: ran on cuda:0") == 1
 
 
 def test_gpu_that_pytorch_does_not_see(fake, capsys, monkeypatch):

@@ -8,8 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from helpers import why_skip
+from helpers import needs_inductor
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(
@@ -17,8 +16,7 @@ BLOCKS = re.findall(
 )
 
 
-@pytest.mark.skipif(why_skip("inductor") is not None, reason=str(why_skip("inductor")))
-@pytest.mark.slow
+@needs_inductor
 def test_the_page_runs():
     assert len(BLOCKS) == 2
     program = (

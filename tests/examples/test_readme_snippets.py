@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tilegym_rmsnorm import is_backend_available
+from helpers import why_no_inductor
 
 ROOT = Path(__file__).resolve().parents[2]
 SNIPPETS = re.findall(
@@ -42,7 +42,7 @@ os._exit(0)
 
 def test_snippets_print_what_they_say():
     snippets = [snippet for snippet in SNIPPETS if "transformers" not in snippet or HAS_TRANSFORMERS]
-    if not is_backend_available("inductor"):  # on a CPU it lacks a C++ compiler
+    if why_no_inductor():
         snippets = [snippet for snippet in snippets if "torch.compile" not in snippet]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICE, why_skip
+from helpers import DEVICE, needs_inductor, why_skip
 from torch import nn
 from torch.fx import Graph, GraphModule
 from traced_norms import (
@@ -42,7 +42,6 @@ PASSES = [annotate_rmsnorm_for_regional_inductor_pass, replace_rmsnorm_pass]
 REPLACED = "tilegym_rmsnorm_replaced"
 
 pytestmark = pytest.mark.skipif(not KEEPS_FORWARDS, reason="this torch decomposes forwards when it traces")
-needs_inductor = pytest.mark.skipif(why_skip("inductor") is not None, reason=str(why_skip("inductor")))
 
 
 @pytest.fixture(scope="module", autouse=True)

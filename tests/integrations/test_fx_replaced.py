@@ -21,6 +21,7 @@ from helpers import (
     assert_within,
     expected_results,
     make_inputs,
+    needs_inductor,
     why_skip,
 )
 from torch import nn
@@ -54,7 +55,6 @@ REPLACED = "tilegym_rmsnorm_replaced"
 PAGE = Path(__file__).parents[2] / "docs" / "traced-graphs.md"
 
 pytestmark = pytest.mark.skipif(not KEEPS_FORWARDS, reason="this torch decomposes forwards when it traces")
-needs_inductor = pytest.mark.skipif(why_skip("inductor") is not None, reason=str(why_skip("inductor")))
 
 
 @pytest.fixture(scope="module", autouse=True)

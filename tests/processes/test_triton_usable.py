@@ -89,7 +89,6 @@ def test_without_a_gpu_it_runs_interpreted_only(machine, monkeypatch):
     monkeypatch.setattr(versions, "package_version", {"triton": "3.9", "numpy": "2.4"}.get)
     assert backend.unusable(REQUEST._replace(device=CPU)) is None
     assert backend.unusable(None) is None
-    assert not backend.AUTO_ON_CPU
 
 
 @pytest.mark.parametrize(

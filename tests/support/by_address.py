@@ -93,7 +93,6 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
         with contextlib.suppress(ImportError):
             registry.load(backend)
     probe = types.SimpleNamespace(
-        AUTO_ON_CPU=True,
         IMPLEMENTATION=registry._probe("torch").IMPLEMENTATION,  # nothing to import
         unusable=_unusable,
     )
@@ -104,6 +103,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_modules", {**registry._modules, _MODULE: probe})
     monkeypatch.setattr(registry, "_impls", {**registry._impls, **impls})
     monkeypatch.setattr(registry, "_chosen", {})
-    monkeypatch.setattr(registry, "_INTERPRETED_ON_CPU", ())  # its calls become known ones, as a GPU's do
+    monkeypatch.setattr(
+        registry, "_INTERPRETED_ON_CPU", ()
+    )  # "auto" takes it, and its calls become known ones
     fastpath.forget()
     calls.clear()

@@ -39,7 +39,6 @@ CASES = {
     "by address": Case("cutile", CPU),
     "cutile": Case("cutile", DEVICE),
     "triton": Case("triton", DEVICE),
-    "inductor": Case("inductor", DEVICE),
     "auto": Case("auto", DEVICE),
     "auto by address": Case("auto", CPU),
 }

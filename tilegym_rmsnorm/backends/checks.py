@@ -17,7 +17,10 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def tensors_unusable(request: Request) -> Unusable | None:
     """Why the kernels of cutile and triton do not take these dtypes, wherever the tensors are."""
     if request.obstacle is not None:
-        return no_plain_tensors(request.obstacle)
+        reason = (
+            "it takes tensors with memory of their own, in calls that nothing records or transforms, but "
+        )
+        return Unusable(reason + request.obstacle, 'use backend="torch" or "auto", which take them')
     other_backend = 'use backend="torch" or "auto"'
     if request.dtype not in KERNEL_DTYPES:
         return Unusable(f"it takes x of float16, bfloat16 or float32, not {request.dtype}", other_backend)
@@ -31,12 +34,6 @@ def tensors_unusable(request: Request) -> Unusable | None:
             )
             return Unusable(reason, other_backend)
     return None
-
-
-def no_plain_tensors(obstacle: str) -> Unusable:
-    """Why a backend that is given addresses, or compiles, does not take tensors with this `gate.obstacle`."""
-    reason = f"it takes tensors with memory of their own, in calls that nothing records or transforms, but {obstacle}"
-    return Unusable(reason, 'use backend="torch" or "auto", which take them')
 
 
 def any_gpu_unusable(gpu_unusable: Callable[[torch.device], Unusable | None]) -> Unusable | None:

@@ -13,7 +13,6 @@ from tilegym_rmsnorm.registry import Request, Unusable, register_impl
 from tilegym_rmsnorm.spec import Gradients, Outputs, Spec, Tensors, Wanted
 
 IMPLEMENTATION = __name__
-AUTO_ON_CPU = True
 
 
 def unusable(request: Request | None) -> Unusable | None:

@@ -46,7 +46,7 @@ WITHOUT_GPU = (
     "No GPU is seen here: the kernels of cutile and triton need one, or their interpreters. "
     f'For CPU tensors "auto" takes {ON_CPU}, plain PyTorch, and it'
 )
-KERNEL_SECONDS = 300  # torch.compile takes 4 to 7 on two idle CPU cores
+KERNEL_SECONDS = 300  # compiling takes a few: a process that is not done by then hangs
 
 
 def add_command(commands: Any) -> None:
@@ -60,10 +60,19 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "--backend",
+        type=_backend,
         choices=registry.AUTO_ORDER,
         help="run only this backend's kernels, with the traceback of a failure",
     )
     parser.set_defaults(run=run)
+
+
+def _backend(name: str) -> str:
+    try:
+        registry.check_backend_name(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("backend: ")) from None
+    return name
 
 
 def run(arguments: argparse.Namespace) -> int:

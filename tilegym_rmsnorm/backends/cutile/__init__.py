@@ -22,7 +22,6 @@ from tilegym_rmsnorm.backends.cutile.runtime import toolchain
 from tilegym_rmsnorm.registry import Request, Unusable
 
 IMPLEMENTATION = "tilegym_rmsnorm.backends.cutile.launch"
-AUTO_ON_CPU = False
 
 ARCHITECTURES = tuple(f"sm_{number}" for number in rules.ARCHITECTURES)
 INTERPRET_VARIABLE = "TILEGYM_RMSNORM_INTERPRET"

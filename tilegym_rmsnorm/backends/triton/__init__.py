@@ -20,7 +20,6 @@ from tilegym_rmsnorm.backends import checks, versions
 from tilegym_rmsnorm.registry import Request, Unusable
 
 IMPLEMENTATION = "tilegym_rmsnorm.backends.triton.launch"
-AUTO_ON_CPU = False
 
 OLDEST_CAPABILITY = (8, 0)  # the oldest that Triton supports
 
