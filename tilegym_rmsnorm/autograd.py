@@ -131,8 +131,7 @@ def run_forward(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: Cal
         rows = _arranged(n, heads, x)[0]
     bias = None if bias is None else as_vector(bias, n, heads)
     y, rstd, _ = call.forward(spec, (rows, as_vector(weight, n, heads), bias, None))
-    is_ready = is_rows and (is_dynamo_compiling() or not y._is_view())
-    return (y if is_ready else _in_shape_of(x, y)), rstd
+    return (y if is_rows else _in_shape_of(x, y)), rstd
 
 
 def run_add_forward(
