@@ -8,8 +8,8 @@
 
 It learns to count in steps of three. It prints the number of its norms, and the loss at the start and at the end.
 
-torch.compile breaks its graph at each norm, unless the norm has backend="torch". So the norms have it with --compile,
-and fullgraph=True raises an error if a graph breaks all the same. On a CPU it takes a C++ compiler, and a minute.
+With --compile the norms have backend="torch", plain PyTorch, which torch.compile compiles with its neighbours, and
+fullgraph=True raises an error if a graph breaks. On a CPU it takes a C++ compiler, and a minute.
 """
 
 import argparse

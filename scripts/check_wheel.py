@@ -99,8 +99,8 @@ def use(wheel: Path, work: Path) -> None:
     if not version.startswith(f"{PACKAGE} {expected_version()}, "):
         sys.exit(f"expected version {expected_version()}, got {version}")
     run([python, "-c", USE], cwd=elsewhere)
-    # Without the GPU, for which doctor would ask for the extra cutile, and without a C++ compiler, if there are such.
-    bare = clean_environment() | {"CUDA_VISIBLE_DEVICES": "", "PATH": str(python.parent), "CXX": ""}
+    # Without the GPU, if there is one: doctor would ask for the extra cutile.
+    bare = clean_environment() | {"CUDA_VISIBLE_DEVICES": "", "PATH": str(python.parent)}
     run([python, "-m", PACKAGE, "doctor"], cwd=elsewhere, env=bare)
 
 
