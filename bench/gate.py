@@ -9,7 +9,7 @@ RESULT is a JSON file that the benchmark wrote, or a folder of them.
 
 A cell (op, rows, cols, dtype, provider) is compared with the newest kept result that has it, and with the fastest of
 those that the same toolkit compiled: a kernel that becomes a little slower with each result would never fail against
-the newest alone. A slowdown that is known and wanted is let pass by accepted.py, with the reason.
+the newest alone. A slowdown that is known and wanted gets an entry in ACCEPTED, with the reason.
 
 Only this package's own kernels count: a slower baseline is not a defect here. A cell that had figures and now has an
 error fails too, and one of cutile where only others were run. A shape that was not run this time is named and does not
@@ -19,20 +19,20 @@ fail, but a result that has none of those that are kept of its dtypes does.
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports that would fail
-    from bench import extra
+    from bench import require
 
-    extra.require("torch")
+    require("torch")
 
 import argparse
 import contextlib
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.accepted import ACCEPTED, Slowdown
-from bench.provenance import RESULTS, gpu_slug
+from bench.measure.provenance import RESULTS, gpu_slug
 from tilegym_rmsnorm.commands import options
 
 THRESHOLD = 0.05  # runs of the same kernels on one H100 differ by about 2 %
@@ -41,6 +41,30 @@ GATED_PROVIDERS = ("cutile", "triton")
 Result = dict[str, Any]
 Record = dict[str, Any]
 Cell = tuple[str, int, int, str, str]
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """A slowdown to let pass: a cell, its microseconds that are accepted, and why, such as a check that a kernel was
+    wrong without. It is a limit of its own: a figure may be as far above `us` as it may be above a kept one."""
+
+    gpu: str  # as results name it
+    op: str
+    rows: int
+    cols: int
+    dtype: str
+    provider: str
+    us: float
+    reason: str
+
+    def __post_init__(self) -> None:
+        if not self.reason.strip():
+            raise ValueError(
+                f"reason: expected why {self.provider} {self.op} may take {self.us} us, got none"
+            )
+
+
+ACCEPTED: tuple[Slowdown, ...] = ()
 
 
 class Verdict(NamedTuple):
@@ -88,7 +112,7 @@ def _is_kept(result: Result, gpu: str) -> bool:
 
 
 def kind_of(result: Result) -> str:
-    """Which ops and shapes a result has: of the plain norm at the shapes of models, of a grid, or those of block.py."""
+    """Which ops and shapes a result has: of the plain norm at the shapes of models, of a grid, or those of block/."""
     return "grid" if result.get("is_grid") else "block" if result.get("is_block") else "models"
 
 

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports that would fail
-    from bench import extra
+    from bench import require
 
-    extra.require()
+    require()
 
 import argparse
 import functools
@@ -20,15 +20,14 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from bench import block_peers, compare, html_report, inductor, readme, report
-from bench.block import ALL_OPS, BLOCK_OPS, GROUPS, Family, Section, by_family
-from bench.measure import Bench
-from bench.peers import ALL_PROVIDERS, ALONE, LIBRARIES, why_missing
-from bench.processes import Loss, differences, left_by, lost_records, measure_others, write
-from bench.provenance import RESULTS, choose_tables, describe_run, gpu_slug, one_line
-from bench.providers import BACKENDS, BASELINES, KERNELS, MAX_AUTOTUNE, ROW_PARTIALS
-from bench.session import ContextLostError
-from bench.shapes import (
+from bench.block import peers as block_peers
+from bench.block.families import ALL_OPS, BLOCK_OPS, GROUPS, Family, Section, by_family
+from bench.measure import inductor
+from bench.measure.bench import Bench
+from bench.measure.processes import Loss, differences, left_by, lost_records, measure_others, write
+from bench.measure.provenance import RESULTS, choose_tables, describe_run, gpu_slug, one_line
+from bench.measure.session import ContextLostError
+from bench.measure.shapes import (
     CPU_QUICK_SHAPES,
     CPU_SHAPES,
     DEFAULT_SHAPES,
@@ -38,7 +37,10 @@ from bench.shapes import (
     Shape,
     parse_shapes,
 )
-from bench.warm import warm
+from bench.measure.warm import warm
+from bench.providers.ours import BACKENDS, BASELINES, KERNELS, MAX_AUTOTUNE, ROW_PARTIALS
+from bench.providers.peers import ALL_PROVIDERS, ALONE, LIBRARIES, why_missing
+from bench.report import compare, html_report, readme, tables
 from tilegym_rmsnorm import registry
 from tilegym_rmsnorm.commands import options
 from tilegym_rmsnorm.commands.installation import why_not_writable
@@ -61,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     origin = describe_run()
     print(one_line(origin))
     if not has_gpu:
-        print(f"{report.CPU_NOTE} The JSON has them; shown is whether results are right.")
+        print(f"{tables.CPU_NOTE} The JSON has them; shown is whether results are right.")
     providers, unavailable = choose_providers(arguments, has_gpu)
     sections = choose_sections(arguments, has_gpu)
     folder = default_folder(arguments, origin["gpu"]) if arguments.out is None else arguments.out
@@ -82,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     heading = {
         **origin,
         "copy_gb_per_s": None if ceiling is None else round(ceiling / 1e9, 1),
-        "note": None if has_gpu else report.CPU_NOTE,
+        "note": None if has_gpu else tables.CPU_NOTE,
         "is_grid": arguments.grid,
         "is_block": all(op in BLOCK_OPS for section in sections for op in section.ops),
         "inductor_timer": has_inductor,
@@ -118,7 +120,7 @@ def measure_dtypes(
             else:
                 groups = []
             if loss is not None and arguments.part:
-                report.write_json(result | {"lost": loss}, path)
+                tables.write_json(result | {"lost": loss}, path)
                 return False
             groups += [((name,), shapes) for name in apart]
             measure_others(groups, here, bench.ops, dtype, result)
@@ -132,7 +134,7 @@ def measure_dtypes(
             result["unavailable"] = heading["unavailable"] | {
                 name: lack(name, ops) for name in (*here, *apart)
             }
-            report.write_json(result, path)
+            tables.write_json(result, path)
     if kept and not arguments.part and heading["gpu"] is not None:
         write_page(kept, folder / html_report.NAME)
     return is_good
@@ -150,14 +152,14 @@ def write_page(results: list[dict[str, Any]], path: Path) -> None:
 def publish(result: dict[str, Any], path: Path) -> bool:
     """Writes and prints a result; whether this package's backends are right in it."""
     plots = write(result, path)
-    print("\n\n".join(["", report.tables(result), compare.summary(result), *differences(result)]))
+    print("\n\n".join(["", tables.by_op(result), compare.summary(result), *differences(result)]))
     print(f"\nwritten: {path} and .csv{', and plots of ' * bool(plots)}{', '.join(plots)}")
     return not any(each["error"] and each["provider"] in BACKENDS for each in result["records"])
 
 
 def why_nothing(result: dict[str, Any], providers: tuple[str, ...], ops: tuple[str, ...]) -> str:
     """Why a result has no figure."""
-    reasons = report.failures(result) or [lack(name, ops) for name in providers]
+    reasons = tables.failures(result) or [lack(name, ops) for name in providers]
     return "; ".join([*reasons, *(f"{name}: {reason}" for name, reason in result["unavailable"].items())])
 
 
@@ -190,7 +192,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         prog="bench/run.sh", description="Checks every backend against float64, then times it."
     )
     names = ", ".join
-    parser.add_argument("--shapes", type=some_shapes, help="ROWSxCOLS,...; default: see bench/shapes.py")
+    parser.add_argument(
+        "--shapes", type=some_shapes, help="ROWSxCOLS,...; default: see bench/measure/shapes.py"
+    )
     parser.add_argument(
         "--dtype", type=options.some_of(DTYPES), default=("bfloat16",), help=f"of {names(DTYPES)}"
     )
@@ -276,7 +280,7 @@ def default_folder(arguments: argparse.Namespace, gpu: str | None) -> Path:
 
 
 def choose_sections(arguments: argparse.Namespace, has_gpu: bool) -> list[Section]:
-    """What is measured: plain ops at the same shapes, and those of each family of block.py at its own."""
+    """What is measured: plain ops at the same shapes, and those of each family of block/ at its own."""
     ops = arguments.op
     if ops is None:
         ops = BLOCK_OPS if arguments.block else GRID_OPS if arguments.grid else OPS
@@ -345,8 +349,8 @@ def measure_all(
                 records = lost_records(loss, bench.ops, dtype, result["records"])
             result["records"] += records
             if result["records"]:
-                report.write_json(result, path)
-            for line in report.failures({"records": records}):
+                tables.write_json(result, path)
+            for line in tables.failures({"records": records}):
                 tqdm.write(f"failed: {line}")
             if loss is not None:
                 return loss

@@ -20,9 +20,9 @@ error                               why there are no figures, None where there a
 from __future__ import annotations
 
 if __name__ == "__main__":  # before the imports that would fail
-    from bench import extra
+    from bench import require
 
-    extra.require("torch", "tabulate", "tqdm")
+    require("torch", "tabulate", "tqdm")
 
 import argparse
 import contextlib
@@ -42,13 +42,13 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from bench import readme
-from bench.check import Inputs, errors_of, make_inputs, run_op
-from bench.provenance import RESULTS, ROOT, choose_tables, describe_run, gpu_slug, one_line
-from bench.providers import Provider
-from bench.report import write_json
-from bench.session import ContextLostError, Session
-from bench.shapes import Shape, compulsory_bytes
+from bench.measure.check import Inputs, errors_of, make_inputs, run_op
+from bench.measure.provenance import RESULTS, ROOT, choose_tables, describe_run, gpu_slug, one_line
+from bench.measure.session import ContextLostError, Session
+from bench.measure.shapes import Shape, compulsory_bytes
+from bench.providers.ours import Provider
+from bench.report import readme
+from bench.report.tables import write_json
 from tilegym_rmsnorm import registry
 from tilegym_rmsnorm.backends.cutile.plans.partition import Split
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of
@@ -270,7 +270,7 @@ def measure(session: Session, shape: Shape) -> Cell:
     tried = [Tried(plan) for plan in plans_of(shape, machine_of(session.device).facts)]
     if isinstance(tried[0].plan.first, Split):  # the user's tables may say so
         tried[0].fail("the selector splits here: there are no two kernels to compare with")
-    bytes_of_x = DTYPE.itemsize * (rows + 1) * cols  # and of the weight, as measure.py counts
+    bytes_of_x = DTYPE.itemsize * (rows + 1) * cols  # and of the weight, as bench.py counts
     inputs = make_inputs(shape, DTYPE, session.device, sets_needed(bytes_of_x, session.device))
     check(session, tried, inputs[0])
     time_in_turn(session, shape, [each for each in tried if each.failure is None], inputs)

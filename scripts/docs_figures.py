@@ -17,8 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import readme, traced  # noqa: E402
-from bench.provenance import RESULTS  # noqa: E402
+from bench.measure.provenance import RESULTS  # noqa: E402
+from bench.report import readme  # noqa: E402
+from bench.studies import traced  # noqa: E402
 
 
 def main() -> None:

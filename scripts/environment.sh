@@ -76,7 +76,7 @@ _modules() {
   [ "$kind" = optional ] || printf 'torch>=2.9 '
   for extra in "$@"; do
     case $kind:$extra in
-      required:bench) printf 'matplotlib tabulate tqdm ' ;; # bench/train.py asks for transformers
+      required:bench) printf 'matplotlib tabulate tqdm ' ;; # training asks for transformers
       required:dev) printf 'hypothesis pytest yaml ' ;;     # format.sh asks for ruff, the job types for mypy
       optional:bench) printf 'plotly ' ;; # report.html
       optional:cutile) [ "$(uname -s)" != Linux ] || printf 'cuda-tile>=1.7,<1.8 tileiras ' ;;

@@ -11,9 +11,9 @@ import gc
 import pytest
 import torch
 
-from bench.check import errors_of, make_inputs, run_all
-from bench.providers import make_provider
-from bench.shapes import DEFAULT_SHAPES, GRID, compulsory_bytes, parse_shapes
+from bench.measure.check import errors_of, make_inputs, run_all
+from bench.measure.shapes import DEFAULT_SHAPES, GRID, compulsory_bytes, parse_shapes
+from bench.providers.ours import make_provider
 from tilegym_rmsnorm.measure import timer
 from tilegym_rmsnorm.measure.accuracy import why_wrong
 

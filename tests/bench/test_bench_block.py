@@ -12,12 +12,13 @@ import torch
 from bench_records import RECORD_FIELDS
 from block_cases import EVERY_OP, SHAPE, measured, reason, right
 
-from bench import block, measure
-from bench.block import BLOCK_OPS, FAMILIES, by_family, compulsory_bytes, make_inputs
-from bench.block_cell import run_op
-from bench.block_check import kind_of
-from bench.block_providers import BlockProvider
-from bench.shapes import OPS
+from bench.block import families
+from bench.block.cell import run_op
+from bench.block.check import kind_of
+from bench.block.families import BLOCK_OPS, FAMILIES, by_family, compulsory_bytes, make_inputs
+from bench.block.providers import BlockProvider
+from bench.measure import bench as bench_module
+from bench.measure.shapes import OPS
 
 CPU = torch.device("cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -51,8 +52,8 @@ def test_shapes_people_train_with():
         *(2048, 4096, 5120, 7168, 8192, 16384)
     }
     assert min(sizes) < 10e6, "one with few rows"
-    assert {cols for _, cols in block.family_of("bias_forward").shapes} == {2048, 4096, 5120, 7168, 8192}
-    heads = {(block.heads_of(rows), size) for rows, size in block.STRIDED}
+    assert {cols for _, cols in families.family_of("bias_forward").shapes} == {2048, 4096, 5120, 7168, 8192}
+    heads = {(families.heads_of(rows), size) for rows, size in families.STRIDED}
     assert {h for (b, t, h), _ in heads} == {8, 28, 32, 40} and {(b, t) for (b, t, _), _ in heads} == {
         (4, 4096)
     }
@@ -71,7 +72,7 @@ def test_ops_by_family_plain_ones_first():
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 24, 4096 * 4 * 28])
 def test_rows_of_heads(rows):
-    b, t, h = block.heads_of(rows)
+    b, t, h = families.heads_of(rows)
     assert b * t * h == rows and min(b, t, h) >= 1
 
 
@@ -133,7 +134,7 @@ FORGOTTEN = {
 @pytest.mark.parametrize("op", FORGOTTEN)
 def test_an_input_that_is_not_read_is_found(op):
     forgotten, wrong = FORGOTTEN[op]
-    family = block.family_of(op)
+    family = families.family_of(op)
     (inputs,) = make_inputs(family, SHAPE, BF16, CPU, sets=1)
     others = dataclasses.replace(inputs, **{forgotten: torch.zeros_like(getattr(inputs, forgotten))})
     text = reason(family, run_op(family, right(), op, others), inputs)
@@ -141,7 +142,7 @@ def test_an_input_that_is_not_read_is_found(op):
 
 
 def test_a_branch_that_is_not_multiplied_is_found():
-    family = block.family_of("scaled_residual_backward")
+    family = families.family_of("scaled_residual_backward")
     (inputs,) = make_inputs(family, SHAPE, FP32, CPU, sets=1)
     outputs = run_op(family, right(), "scaled_residual_backward", dataclasses.replace(inputs, alpha=1.0))
     text = reason(family, outputs, inputs)
@@ -149,7 +150,7 @@ def test_a_branch_that_is_not_multiplied_is_found():
 
 
 def test_the_sum_may_be_normalized_before_it_is_rounded_by_peers_alone():
-    family = block.family_of("residual_forward")
+    family = families.family_of("residual_forward")
     (inputs,) = make_inputs(family, (64, 1024), BF16, CPU, sets=1)
     outputs = run_op(family, right(), "residual_forward", inputs)
     total = inputs.x.double() + inputs.residual.double()
@@ -161,7 +162,7 @@ def test_the_sum_may_be_normalized_before_it_is_rounded_by_peers_alone():
 
 
 def test_outputs_of_another_form_are_refused():
-    family = block.family_of("bias_backward")
+    family = families.family_of("bias_backward")
     (inputs,) = make_inputs(family, SHAPE, BF16, CPU, sets=1)
     dx, dw, db = right().calls["bias_backward"](inputs)
     for results in ((dx, dw, db.float()), (dx[1:], dw, db)):
@@ -218,7 +219,7 @@ def test_one_that_is_wrong_is_not_timed_and_the_others_are(monkeypatch):
 
 
 def test_a_backward_that_overwrites_dy_spoils_nobody_elses(monkeypatch):
-    family = block.family_of("frozen_weight_backward")
+    family = families.family_of("frozen_weight_backward")
     call = right().calls["frozen_weight_backward"]
 
     def in_place(t):
@@ -233,4 +234,4 @@ def test_a_backward_that_overwrites_dy_spoils_nobody_elses(monkeypatch):
 def test_plain_ops_and_these_are_not_mixed_in_one_measurement():
     assert not set(OPS).intersection(BLOCK_OPS)
     with pytest.raises(ValueError):
-        measure.Bench(("torch",), ("forward", "bias_forward"), CPU).measure(SHAPE, BF16, print)
+        bench_module.Bench(("torch",), ("forward", "bias_forward"), CPU).measure(SHAPE, BF16, print)

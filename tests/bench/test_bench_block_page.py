@@ -13,9 +13,14 @@ import sys
 import pytest
 from bench_records import make_block, make_record
 
-from bench import block, block_page, block_targets, gate, readme, report
-from bench.block import CONTROLS, FAMILIES
-from bench.provenance import RESULTS, ROOT, gpu_slug
+from bench import gate
+from bench.block import families as block
+from bench.block import page as block_page
+from bench.block import targets as block_targets
+from bench.block.families import CONTROLS, FAMILIES
+from bench.measure.provenance import RESULTS, ROOT, gpu_slug
+from bench.report import readme
+from bench.report import tables as report
 
 H100 = "NVIDIA H100 80GB HBM3"
 TOKENS = block.TOKENS

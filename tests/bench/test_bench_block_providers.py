@@ -12,11 +12,14 @@ import torch
 from block_cases import EVERY_OP, SHAPE, computed, measured, reason
 from fake_peers import FAKES
 
-from bench import block, block_peers, block_providers, peers
-from bench.block import CONTROLS, FAMILIES, make_inputs
-from bench.block_cell import run_op
-from bench.block_providers import BlockProvider
-from bench.cells import OURS
+from bench.block import families
+from bench.block import peers as block_peers
+from bench.block import providers as block_providers
+from bench.block.cell import run_op
+from bench.block.families import CONTROLS, FAMILIES, make_inputs
+from bench.block.providers import BlockProvider
+from bench.providers import peers
+from bench.report.cells import OURS
 
 CPU = torch.device("cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -77,7 +80,7 @@ def test_a_backward_of_quack_without_dw_is_among_its_settings(monkeypatch):
     quack = sys.modules["quack.rmsnorm"]
     tuned, seen = quack.rmsnorm_bwd_tuned.fn, []
     quack.rmsnorm_bwd_tuned.fn = lambda *a, **options: seen.append(options) or tuned(*a, **options)
-    family = block.family_of("frozen_weight_backward")
+    family = families.family_of("frozen_weight_backward")
     (inputs,) = make_inputs(family, SHAPE, BF16, CPU, sets=1)
     for provider in block_peers.make_providers("quack", family, SHAPE, BF16, CPU):
         if "frozen_weight_backward" in provider.ops:

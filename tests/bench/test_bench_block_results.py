@@ -16,23 +16,15 @@ from bench_records import cell, make_block, make_record, make_result
 from block_cases import right
 from fake_peers import FAKES
 
-from bench import (
-    block,
-    block_cell,
-    block_peers,
-    gate,
-    html_report,
-    overview,
-    plots,
-    processes,
-    readme,
-    report,
-    run,
-    warm,
-)
-from bench.block import BLOCK_OPS, CONTROLS, Section
-from bench.provenance import RESULTS, gpu_slug
-from bench.shapes import DEFAULT_SHAPES, OPS
+from bench import gate, run
+from bench.block import cell as block_cell
+from bench.block import families
+from bench.block import peers as block_peers
+from bench.block.families import BLOCK_OPS, CONTROLS, Section
+from bench.measure import processes, warm
+from bench.measure.provenance import RESULTS, gpu_slug
+from bench.measure.shapes import DEFAULT_SHAPES, OPS
+from bench.report import html_report, overview, plots, readme, tables
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -52,14 +44,14 @@ def test_without_a_word_plain_ops_are_measured_alone():
 def test_each_family_has_shapes_of_its_own():
     found = sections("--block")
     assert [op for section in found for op in section.ops] == list(BLOCK_OPS)
-    assert [section.shapes for section in found] == [family.shapes for family in block.FAMILIES]
-    assert sections("--block", "--quick")[2].shapes == block.QUICK_STRIDED
-    assert sections("--block", has_gpu=False)[0].shapes == block.CPU_HIDDEN
+    assert [section.shapes for section in found] == [family.shapes for family in families.FAMILIES]
+    assert sections("--block", "--quick")[2].shapes == families.QUICK_STRIDED
+    assert sections("--block", has_gpu=False)[0].shapes == families.CPU_HIDDEN
     assert sections("--block", "--shapes", "4x8")[4].shapes == ((4, 8),)
     mixed = sections("--op", "residual_forward,forward")
     assert mixed == [
         Section(("forward",), DEFAULT_SHAPES),
-        Section(("residual_forward",), block.HIDDEN + block.FEW_ROWS),
+        Section(("residual_forward",), families.HIDDEN + families.FEW_ROWS),
     ]
 
 
@@ -121,7 +113,7 @@ def test_one_command_measures_every_family_and_writes(measuring, capsys):
     cells = [(each["op"], each["rows"], each["cols"], each["provider"]) for each in result["records"]]
     assert cells == [
         (op, *family.cpu_shapes[0], name)
-        for family in block.FAMILIES
+        for family in families.FAMILIES
         for op in family.ops
         for name in ("torch", "cutile")
     ]
@@ -168,7 +160,7 @@ def test_a_whole_run_stays_short(monkeypatch):
     names, _ = run.choose_providers(arguments, has_gpu=True)
     timed = 0
     for section in run.choose_sections(arguments, has_gpu=True):
-        family = block.family_of(section.ops[0])
+        family = families.family_of(section.ops[0])
         kept = [name for name in names if name not in section.without]
         for shape, name in itertools.product(section.shapes, kept):
             found = block_peers.make_providers(name, family, shape, torch.bfloat16, torch.device("cpu"))
@@ -253,16 +245,16 @@ def test_compiling_ahead_makes_the_first_calls_of_these_ops(monkeypatch):
 def test_results_are_compared_with_those_of_their_kind(tmp_path, capsys):
     kept, new = tmp_path / "kept", tmp_path / "new"
     plain, other = make_result(make_record(100.0)), make_block(make_record(100.0, op="bias_forward"))
-    report.write_json(plain, kept / gpu_slug(H100) / "2026-11-20-bfloat16.json")
-    report.write_json(make_block(make_record(200.0, op="bias_forward")), new / "a.json")
+    tables.write_json(plain, kept / gpu_slug(H100) / "2026-11-20-bfloat16.json")
+    tables.write_json(make_block(make_record(200.0, op="bias_forward")), new / "a.json")
     options = [str(new), "--results", str(kept)]
     assert gate.main(options) == 0
     assert f"nothing compared: no kept results of this kind of {H100}" in capsys.readouterr().out
-    report.write_json(other, kept / gpu_slug(H100) / "2026-11-20-bfloat16-block.json")
+    tables.write_json(other, kept / gpu_slug(H100) / "2026-11-20-bfloat16-block.json")
     assert gate.main(options) == 1
     assert "bias_forward 4096x1024 bfloat16: 100.0 us before, 200.0 us now" in capsys.readouterr().out
-    report.write_json(plain, new / "a.json")
-    report.write_json(other, new / "b.json")
+    tables.write_json(plain, new / "a.json")
+    tables.write_json(other, new / "b.json")
     assert gate.main(options) == 0
     assert capsys.readouterr().out.count("1 cells compared") == 2, "each with its own"
 
@@ -282,7 +274,7 @@ def test_pages_keep_the_kinds_apart(tmp_path):
     for name, changes in kinds.items():
         op = "residual_forward" if name == "-block" else "backward"
         paths.append(tmp_path / gpu_slug(H100) / f"2026-11-21-bfloat16{name}.json")
-        report.write_json(make_result(*cell(100.0, 150.0, op), **changes), paths[-1])
+        tables.write_json(make_result(*cell(100.0, 150.0, op), **changes), paths[-1])
     found = readme.kept_results(tmp_path)
     assert [path.stem.removeprefix("2026-11-21-bfloat16") for path in found] == ["", "-block", "-grid"]
     results = readme.load(found)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 from bench_records import cell, make_block, make_record, make_result
 
-from bench import block_targets, compare, report
-from bench.block import CONTROLS
+from bench.block import targets as block_targets
+from bench.block.families import CONTROLS
+from bench.report import compare, tables
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -89,18 +90,18 @@ def test_the_summary_has_the_ops_and_their_targets():
 
 def test_a_command_says_which_targets_a_result_meets(tmp_path, capsys):
     path = tmp_path / "a.json"
-    report.write_json(make_block(*cell(100.0, 120.0, "residual_backward")), path)
+    tables.write_json(make_block(*cell(100.0, 120.0, "residual_backward")), path)
     assert block_targets.main([str(path)]) == 1, "some are open"
     lines = capsys.readouterr().out.splitlines()
     assert "met     residual_backward: geometric mean over cells at least 1.2 (1 cells): 1.200" in lines
     assert "open    bias_forward: at most 1% longer than no_bias_forward (no cells)" in lines
-    report.write_json(make_block(*cell(100.0, 99.0, "residual_backward")), path)
+    tables.write_json(make_block(*cell(100.0, 99.0, "residual_backward")), path)
     block_targets.main([str(path)])
     text = capsys.readouterr().out
     assert (
         "NOT MET residual_backward: at least 1.0x" in text and "missed by 4096 x 1024 (0.990x quack)" in text
     )
-    report.write_json(make_result(make_record()), path)
+    tables.write_json(make_result(make_record()), path)
     with pytest.raises(SystemExit, match="2"):
         block_targets.main([str(path)])
     assert "expected a result of bench/run.sh --block, got" in capsys.readouterr().err
@@ -109,7 +110,7 @@ def test_a_command_says_which_targets_a_result_meets(tmp_path, capsys):
 def test_all_targets_met_is_success(tmp_path, monkeypatch):
     met = [block_targets.Target("a", 1, []), block_targets.Target("b", 2, [])]
     monkeypatch.setattr(block_targets, "targets", lambda result: met)
-    report.write_json(make_block(make_record(op="bias_forward")), tmp_path / "a.json")
+    tables.write_json(make_block(make_record(op="bias_forward")), tmp_path / "a.json")
     assert block_targets.main([str(tmp_path / "a.json")]) == 0
 
 

@@ -19,10 +19,13 @@ import torch
 from bench_records import RECORD_FIELDS, make_record
 
 import tilegym_rmsnorm
-from bench import html_report, peers, processes, readme, run
-from bench.peers import ALL_PROVIDERS
-from bench.provenance import RESULTS, ROOT, choose_tables, describe_run, hash_sources, one_line
-from bench.shapes import OPS
+from bench import run
+from bench.measure import processes
+from bench.measure.provenance import RESULTS, ROOT, choose_tables, describe_run, hash_sources, one_line
+from bench.measure.shapes import OPS
+from bench.providers import peers
+from bench.providers.peers import ALL_PROVIDERS
+from bench.report import html_report, readme
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
 from tilegym_rmsnorm.commands import installation
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from test_bench_results import make_record, make_result
 
-from bench import compare
+from bench.report import compare
 
 
 def make_cell(ours: float | None, *peers: tuple[str, float | None], **cell):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import DEVICE, HAS_GPU, why_skip
 
-from bench import declined
+from bench.studies import declined
 from tilegym_rmsnorm.integrations import aten
 
 pytestmark = pytest.mark.skipif(why_skip("cutile") is not None, reason=str(why_skip("cutile")))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import extra
+from bench import require
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH_MODULES = ("matplotlib", "tabulate", "tqdm", "plotly", "triton", "torch", "cuda.tile")
@@ -132,9 +132,12 @@ def test_an_interpreter_that_lacks_something_gets_one_clear_line(tmp_path):
     ("command", "missing"),
     [
         ("gate", "torch"),
-        ("host", "torch"),
-        ("html_report", "torch tabulate tqdm"),
-        *((name, "torch matplotlib tabulate tqdm") for name in ("plots", "processes", "run", "train")),
+        ("studies.host", "torch"),
+        ("report.html_report", "torch tabulate tqdm"),
+        *(
+            (name, "torch matplotlib tabulate tqdm")
+            for name in ("report.plots", "measure.processes", "run", "studies.train")
+        ),
     ],
 )
 def test_a_command_that_lacks_something_gets_one_clear_line(command, missing):
@@ -153,10 +156,10 @@ def test_a_command_that_lacks_something_gets_one_clear_line(command, missing):
 
 
 def test_only_what_is_missing_is_named(monkeypatch):
-    extra.require()
+    require()
     monkeypatch.setitem(sys.modules, "tqdm", None)  # as if it were not installed
     with pytest.raises(SystemExit, match="^the benchmark needs tqdm\\. "):
-        extra.require()
+        require()
 
 
 def options_of_run() -> set[str]:

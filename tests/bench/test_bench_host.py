@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 
-from bench import host
+from bench.studies import host
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
 
 
@@ -50,7 +50,7 @@ def test_first_calls_are_timed_twice_with_one_cache(capsys, monkeypatch):
     caches, start = [], subprocess.run
 
     def run(command, **options):
-        if list(command[:3]) != [sys.executable, "-m", "bench.host"]:  # git
+        if list(command[:3]) != [sys.executable, "-m", "bench.studies.host"]:  # git
             return start(command, **options)
         caches.append(options["env"]["CUDA_TILE_CACHE_DIR"])
         with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -16,7 +16,9 @@ import sys
 import pytest
 from bench_records import make_record, make_result
 
-from bench import extra, html_report, report
+from bench import remedy
+from bench.report import html_report
+from bench.report import tables as report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NAUGHTY = "<b id=bold>a & b</b>"
@@ -209,10 +211,10 @@ def test_only_writing_needs_plotly(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["html_report.py", "--help"])
     with pytest.raises(SystemExit, match="0"):
         runpy.run_path(html_report.__file__, run_name="__main__")
-    assert capsys.readouterr().out.startswith("usage: python -m bench.html_report ")
+    assert capsys.readouterr().out.startswith("usage: python -m bench.report.html_report ")
 
     report.write_json(make_result(make_record()), tmp_path / "a.json")
     with pytest.raises(SystemExit) as end:
         html_report.main([str(tmp_path / "a.json"), "--out", str(tmp_path / "it.html")])
-    assert end.value.code == f"plotly is not installed. To install it: {extra.remedy()}"
+    assert end.value.code == f"plotly is not installed. To install it: {remedy()}"
     assert not (tmp_path / "it.html").exists()

@@ -19,7 +19,7 @@ from torch._inductor.runtime import autotune_cache
 from torch._inductor.runtime.benchmarking import benchmarker
 from torch.compiler import config as caches
 
-from bench import inductor
+from bench.measure import inductor
 
 
 @pytest.fixture

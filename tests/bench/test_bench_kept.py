@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from bench_records import make_record, make_result
 
-from bench import gate, report
-from bench.pictures import MOST_BYTES
-from bench.provenance import RESULTS, ROOT, gpu_slug
+from bench import gate
+from bench.measure.provenance import RESULTS, ROOT, gpu_slug
+from bench.report import tables
+from bench.report.pictures import MOST_BYTES
 
 GPUS = gate.kept_gpus()
 KINDS = [(gpu, kind) for gpu in GPUS for kind in dict.fromkeys(map(gate.kind_of, gate.load_kept(gpu)))]
@@ -52,7 +53,7 @@ def test_kept_results_pass_and_a_tenth_more_fails(gpu, kind, tmp_path, capsys):
     result, path = newest(gpu, kind), tmp_path / "new.json"
     cells = {gate.cell_of(each) for each in result["records"]}
     for factor, failed in ((1.0, 0), (1.1, len(cells))):
-        report.write_json(slowed(result, cells, factor), path)
+        tables.write_json(slowed(result, cells, factor), path)
         assert gate.main([str(path)]) == (1 if failed else 0)
         text = f"{len(cells)} cells compared on {result['gpu']}, {failed} failed, 0 not run"
         assert text in capsys.readouterr().out
@@ -74,7 +75,7 @@ def test_one_cell_that_takes_a_tenth_more_is_found(gpu, kind):
 def test_only_what_is_kept_counts(tmp_path):
     """In a checkout where everything was run that git ignores: each of these folders was taken for a GPU's."""
     h100, h200 = SHIPPED
-    report.write_json(make_result(make_record()), tmp_path / gpu_slug(h100) / "2026-11-20-float32.json")
+    tables.write_json(make_result(make_record()), tmp_path / gpu_slug(h100) / "2026-11-20-float32.json")
     assert gate.kept_gpus(tmp_path) == [h100]
     for name, result in {
         "cpu/2026-11-20-bfloat16": make_result(make_record(), gpu=None),
@@ -82,14 +83,14 @@ def test_only_what_is_kept_counts(tmp_path):
         f"partial/{gpu_slug(h200)}/2026-11-20-bfloat16": make_result(make_record(), gpu=h200),
         f"{gpu_slug(h200)}/2026-11-20-bfloat16-grid": make_result(make_record(), gpu=h200, is_grid=True),
     }.items():
-        report.write_json(result, tmp_path / f"{name}.json")
+        tables.write_json(result, tmp_path / f"{name}.json")
     for name, text in {"train": '{"gpu": "NVIDIA H200", "runs": []}', "list": "[]", "cut": "{"}.items():
         (tmp_path / gpu_slug(h200) / f"{name}.json").write_text(text)
     (tmp_path / "empty").mkdir()
     (tmp_path / "README.md").write_text("")
     assert gate.kept_gpus(tmp_path) == [h100]
     assert gate.kept_gpus(tmp_path / "none") == []
-    report.write_json(make_result(make_record(), gpu=h200), tmp_path / gpu_slug(h200) / "2026-11-21.json")
+    tables.write_json(make_result(make_record(), gpu=h200), tmp_path / gpu_slug(h200) / "2026-11-21.json")
     assert gate.kept_gpus(tmp_path) == [h100, h200]
 
 

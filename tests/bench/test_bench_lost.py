@@ -10,9 +10,10 @@ import json
 import pytest
 from bench_records import make_record, make_result
 
-from bench import processes, run
-from bench.processes import measure_others
-from bench.session import ContextLostError
+from bench import run
+from bench.measure import processes
+from bench.measure.processes import measure_others
+from bench.measure.session import ContextLostError
 
 
 def answer(asked, **changes):

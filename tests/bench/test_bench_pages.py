@@ -13,8 +13,9 @@ import pytest
 from test_bench_compare import make_cell
 from test_bench_results import make_record, make_result
 
-from bench import compare, plots, readme, report
-from bench.provenance import RESULTS
+from bench.measure.provenance import RESULTS
+from bench.report import compare, plots, readme
+from bench.report import tables as report
 
 
 def make_grid(**changes):
@@ -31,7 +32,7 @@ def test_a_grid_is_drawn_as_heat_maps(tmp_path, monkeypatch):
     def draw(axes, values, labels, **colours):
         drawn[colours["cmap"]] = values, labels
 
-    monkeypatch.setattr("bench.heatmaps._draw", draw)
+    monkeypatch.setattr("bench.report.heatmaps._draw", draw)
     paths = plots.plot_result(make_grid(), tmp_path / "2026-11-21-bfloat16-grid")
     assert [path.name for path in paths.values()] == ["2026-11-21-bfloat16-grid-backward.png"]
     ratios, labels = drawn["RdBu"]

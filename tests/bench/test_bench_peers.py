@@ -14,11 +14,12 @@ from fake_peers import FAKES, BwdConfig, FwdConfig, module
 from torch import _inductor
 from torch._inductor import list_mode_options
 
-from bench import peers, providers, warm
-from bench.check import errors_of, make_inputs, run_all
-from bench.provenance import PEERS, ROOT
-from bench.providers import MAX_AUTOTUNE, PDL
-from bench.quack_configs import quack_grids, quack_neighbours
+from bench.measure import warm
+from bench.measure.check import errors_of, make_inputs, run_all
+from bench.measure.provenance import PEERS, ROOT
+from bench.providers import ours, peers
+from bench.providers.ours import MAX_AUTOTUNE, PDL
+from bench.providers.quack_configs import quack_grids, quack_neighbours
 from tilegym_rmsnorm.measure.accuracy import why_wrong
 
 CPU = torch.device("cpu")
@@ -212,7 +213,7 @@ def test_inductor_takes_both_settings_and_they_compile_ahead(monkeypatch):
         if op == "forward":  # compiles it
             seen.append((provider.settings, provider.forward(inputs.x, inputs.weight)[0].shape))
 
-    monkeypatch.setattr(providers, "_has_pdl", lambda device: True)
+    monkeypatch.setattr(ours, "_has_pdl", lambda device: True)
     monkeypatch.setattr(warm, "run_op", run_op)
     warm.first_calls(warm.Task(MAX_AUTOTUNE, (4, 8), torch.float32), CPU)
     assert seen == [(f"enable_pdl={on}", (4, 8)) for on in (False, True)]

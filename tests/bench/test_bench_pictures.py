@@ -13,10 +13,10 @@ from bench_records import make_record, make_result
 from matplotlib.figure import Figure
 from PIL import Image
 
-from bench import overview, pictures, plots, readme
-from bench.peers import ALL_PROVIDERS
-from bench.provenance import RESULTS
-from bench.styles import OTHER, STYLES
+from bench.measure.provenance import RESULTS
+from bench.providers.peers import ALL_PROVIDERS
+from bench.report import overview, pictures, plots, readme
+from bench.report.styles import OTHER, STYLES
 
 
 def make_peered(**changes):

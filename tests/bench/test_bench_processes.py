@@ -13,10 +13,12 @@ import torch
 from test_bench_records import RECORD_FIELDS
 from test_bench_results import make_record, make_result
 
-from bench import processes, provenance, report, run
-from bench.peers import LIBRARIES, why_missing
-from bench.processes import differences, join, measure_apart
-from bench.provenance import PACKAGE
+from bench import run
+from bench.measure import processes, provenance
+from bench.measure.processes import differences, join, measure_apart
+from bench.measure.provenance import PACKAGE
+from bench.providers.peers import LIBRARIES, why_missing
+from bench.report import tables
 
 CPU = torch.device("cpu")
 
@@ -111,12 +113,12 @@ def test_joining_keeps_why_something_was_not_measured():
 
 
 def test_results_of_another_gpu_or_dtype_are_not_joined(tmp_path, capsys):
-    report.write_json(make_result(make_record()), tmp_path / "a.json")
+    tables.write_json(make_result(make_record()), tmp_path / "a.json")
     for name, other in {
         "gpu": make_result(make_record(provider="quack"), gpu="NVIDIA H200"),
         "dtype": make_result(make_record(provider="quack", dtype="float16")),
     }.items():
-        report.write_json(other, tmp_path / "b.json")
+        tables.write_json(other, tmp_path / "b.json")
         with pytest.raises(SystemExit, match="2"):
             processes.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")])
         assert f"differ in {name}: " in capsys.readouterr().err
@@ -156,8 +158,8 @@ def test_parts_of_other_commits_and_of_environments_with_more_libraries_are_join
 
 
 def test_the_command_joins_and_writes_all_files_again(tmp_path, capsys):
-    report.write_json(make_result(make_record()), tmp_path / "a.json")
-    report.write_json(make_result(make_record(130.0, provider="tilegym")), tmp_path / "b.json")
+    tables.write_json(make_result(make_record()), tmp_path / "a.json")
+    tables.write_json(make_result(make_record(130.0, provider="tilegym")), tmp_path / "b.json")
     assert processes.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
     out = capsys.readouterr().out
     assert "added tilegym" in out and "geometric mean of 1 ratios: 1.300" in out
@@ -185,13 +187,13 @@ def test_a_process_that_dies_leaves_records_that_say_so(tmp_path, monkeypatch):
     died = processes.subprocess.CompletedProcess([], -9)
     monkeypatch.setattr(processes.subprocess, "run", lambda *_, **__: died)
     one = make_record(op="forward", provider="tilegym", rows=3, cols=8)
-    report.write_json(make_result(one), tmp_path / "2026-11-21-bfloat16.json")
+    tables.write_json(make_result(one), tmp_path / "2026-11-21-bfloat16.json")
     result = measure_apart(("tilegym",), ((3, 8), (4, 8)), "bfloat16", ("forward",), tmp_path)
     done, killed = result["records"]
     assert done == one
     assert set(killed) == RECORD_FIELDS and (killed["rows"], killed["us"]) == (4, None)
     assert killed["error"] == "its process ended with status -9"
-    report.write_csv(result, tmp_path / "it.csv")
+    tables.write_csv(result, tmp_path / "it.csv")
 
 
 def test_a_process_that_ends_early_leaves_records_of_what_it_did_not_reach(tmp_path, monkeypatch):
@@ -199,7 +201,7 @@ def test_a_process_that_ends_early_leaves_records_of_what_it_did_not_reach(tmp_p
     ended = processes.subprocess.CompletedProcess([], 1)
     monkeypatch.setattr(processes.subprocess, "run", lambda *_, **__: ended)
     one = make_record(provider="torch", rows=3, cols=8)
-    report.write_json(make_result(one), tmp_path / "2026-11-21-bfloat16.json")
+    tables.write_json(make_result(one), tmp_path / "2026-11-21-bfloat16.json")
     result = measure_apart(("torch",), ((3, 8), (4, 8)), "bfloat16", ("backward", "dx"), tmp_path)
     assert [(each["op"], each["rows"], each["error"]) for each in result["records"]] == [
         ("backward", 3, None),
@@ -211,7 +213,7 @@ def test_what_a_process_left_that_lost_its_context_is_not_said_to_have_failed(tm
     ended = processes.subprocess.CompletedProcess([], 1)
     monkeypatch.setattr(processes.subprocess, "run", lambda *_, **__: ended)
     lost = {"lost": ["quack", [3, 8], "illegal address"]}
-    report.write_json(make_result(**lost), tmp_path / "2026-11-21-bfloat16.json")
+    tables.write_json(make_result(**lost), tmp_path / "2026-11-21-bfloat16.json")
     result = measure_apart(("cutile", "quack"), ((3, 8), (4, 8)), "bfloat16", ("backward",), tmp_path)
     assert result["records"] == [] and result["lost"] == lost["lost"]
 

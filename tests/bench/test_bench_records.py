@@ -13,11 +13,11 @@ import torch
 from bench_records import RECORD_FIELDS
 from helpers import why_skip
 
-from bench import cell, session
-from bench.check import errors_of, make_inputs, run_op
-from bench.measure import Bench
-from bench.providers import Provider, make_provider
-from bench.shapes import OPS
+from bench.measure import cell, session
+from bench.measure.bench import Bench
+from bench.measure.check import errors_of, make_inputs, run_op
+from bench.measure.shapes import OPS
+from bench.providers.ours import Provider, make_provider
 from tilegym_rmsnorm.measure import timer
 from tilegym_rmsnorm.measure.accuracy import why_wrong
 

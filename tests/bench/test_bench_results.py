@@ -13,10 +13,12 @@ import pytest
 import torch
 from bench_records import make_record, make_result
 
-from bench import accepted, cell, gate, readme, report
-from bench.measure import Bench
-from bench.provenance import gpu_slug
-from bench.providers import make_provider
+from bench import gate
+from bench.measure import cell
+from bench.measure.bench import Bench
+from bench.measure.provenance import gpu_slug
+from bench.providers.ours import make_provider
+from bench.report import readme, tables
 from tilegym_rmsnorm import is_backend_available
 
 # Tables, files
@@ -24,10 +26,10 @@ from tilegym_rmsnorm import is_backend_available
 
 def test_result_is_written_and_read_back(tmp_path):
     result = make_result(make_record(), make_record(None, provider="triton"))
-    report.write_json(result, tmp_path / "new" / "result.json")
+    tables.write_json(result, tmp_path / "new" / "result.json")
     assert json.loads((tmp_path / "new" / "result.json").read_text()) == result
 
-    report.write_csv(result, tmp_path / "result.csv")
+    tables.write_csv(result, tmp_path / "result.csv")
     first, second = csv.DictReader((tmp_path / "result.csv").open())
     assert (first["us"], first["dx_error"], first["dw_error"]) == ("100.0", "0.004", "")
     assert second["error"] == "ValueError: broken"
@@ -39,7 +41,7 @@ def test_tables_show_figures_failures_and_what_was_not_measured():
         make_record(None, provider="triton"),
         unavailable={"inductor": "no Triton. To mend it: pip"},
     )
-    text = report.tables(result)
+    text = tables.by_op(result)
     assert "2000  66%" in text and "100.0 ±0% / 30" in text
     assert "failed: triton (backward 4096x1024): ValueError: broken" in text
     assert "not measured: inductor: no Triton. To mend it: pip" in text
@@ -48,7 +50,7 @@ def test_tables_show_figures_failures_and_what_was_not_measured():
 def test_readme_section_is_replaced_and_nothing_else(tmp_path):
     path = tmp_path / "README.md"
     path.write_text("before\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nafter\n")
-    section = report.page_section(make_result(make_record()), {"backward": "bench/results/a.png"})
+    section = tables.page_section(make_result(make_record()), {"backward": "bench/results/a.png"})
     readme.refresh(path, "bench", section)
     readme.refresh(path, "bench", section)
     text = path.read_text()
@@ -80,8 +82,8 @@ def test_gate_trips_on_slowdowns_of_more_than_five_percent(us, failures, tmp_pat
     verdict = gate.compare(new, [kept])
     assert (verdict.compared, len(verdict.failed)) == (2, failures)
 
-    report.write_json(kept, tmp_path / "results" / gpu_slug(kept["gpu"]) / "2026-11-20-bfloat16.json")
-    report.write_json(new, tmp_path / "new.json")
+    tables.write_json(kept, tmp_path / "results" / gpu_slug(kept["gpu"]) / "2026-11-20-bfloat16.json")
+    tables.write_json(new, tmp_path / "new.json")
     # What ci.yaml's benchmark job ends with.
     assert gate.main([str(tmp_path / "new.json"), "--results", str(tmp_path / "results")]) == failures
     slower = "gate: slower: cutile backward 4096x1024 bfloat16: 100.0 us before, 110.0 us now (+10.0%)"
@@ -90,7 +92,7 @@ def test_gate_trips_on_slowdowns_of_more_than_five_percent(us, failures, tmp_pat
 
 def test_gate_does_not_ask_for_the_cells_of_heat_maps(tmp_path):
     folder = tmp_path / gpu_slug("NVIDIA H100 80GB HBM3")
-    report.write_json(make_result(make_record(), is_grid=True), folder / "2026-11-21-bfloat16-grid.json")
+    tables.write_json(make_result(make_record(), is_grid=True), folder / "2026-11-21-bfloat16-grid.json")
     assert gate.load_kept("NVIDIA H100 80GB HBM3", tmp_path) == []
 
 
@@ -143,14 +145,12 @@ def test_gate_takes_the_fastest_kept_figure_too():
 
 def test_gate_lets_a_slowdown_pass_that_is_accepted_with_a_reason(tmp_path, monkeypatch, capsys):
     kept = make_result(make_record(100.0))
-    report.write_json(kept, tmp_path / "results" / gpu_slug(kept["gpu"]) / "2026-11-20-bfloat16.json")
-    slowdown = accepted.Slowdown(
-        kept["gpu"], "backward", 4096, 1024, "bfloat16", "cutile", 120.0, "it was wrong"
-    )
+    tables.write_json(kept, tmp_path / "results" / gpu_slug(kept["gpu"]) / "2026-11-20-bfloat16.json")
+    slowdown = gate.Slowdown(kept["gpu"], "backward", 4096, 1024, "bfloat16", "cutile", 120.0, "it was wrong")
 
     def status(us, **changes):
         monkeypatch.setattr(gate, "ACCEPTED", (dataclasses.replace(slowdown, **changes),))
-        report.write_json(make_result(make_record(us)), tmp_path / "new.json")
+        tables.write_json(make_result(make_record(us)), tmp_path / "new.json")
         return gate.main([str(tmp_path / "new.json"), "--results", str(tmp_path / "results")])
 
     assert status(125.0) == 0
@@ -194,34 +194,34 @@ def test_gate_fails_a_run_without_the_product(tmp_path, capsys):
     ]
     assert gate.compare(make_result(make_record()), [kept]).failed == []
 
-    report.write_json(kept, tmp_path / "results" / gpu_slug(kept["gpu"]) / "2026-11-20-bfloat16.json")
-    report.write_json(make_result(make_record(provider="quack", rows=8)), tmp_path / "new.json")
+    tables.write_json(kept, tmp_path / "results" / gpu_slug(kept["gpu"]) / "2026-11-20-bfloat16.json")
+    tables.write_json(make_result(make_record(provider="quack", rows=8)), tmp_path / "new.json")
     assert gate.main([str(tmp_path / "new.json"), "--results", str(tmp_path / "results")]) == 1
     assert "nothing compared: the run has no cell" in capsys.readouterr().out
 
 
 def test_gate_takes_parts_of_a_run_together_and_none_without_records(tmp_path, capsys):
     kept = make_result(make_record(), make_record(provider="triton"))
-    report.write_json(kept, tmp_path / "results" / gpu_slug(kept["gpu"]) / "2026-11-20-bfloat16.json")
+    tables.write_json(kept, tmp_path / "results" / gpu_slug(kept["gpu"]) / "2026-11-20-bfloat16.json")
     for provider in ("cutile", "triton"):
-        report.write_json(make_result(make_record(provider=provider)), tmp_path / "new" / f"{provider}.json")
+        tables.write_json(make_result(make_record(provider=provider)), tmp_path / "new" / f"{provider}.json")
     assert gate.main([str(tmp_path / "new"), "--results", str(tmp_path / "results")]) == 0
     assert "gate: 2 cells compared" in capsys.readouterr().out
     # of a cell that two files have the slow one counts, whichever comes first
     for name in ("a", "z"):
-        report.write_json(make_result(make_record(150.0)), tmp_path / "new" / f"{name}.json")
+        tables.write_json(make_result(make_record(150.0)), tmp_path / "new" / f"{name}.json")
         assert gate.main([str(tmp_path / "new"), "--results", str(tmp_path / "results")]) == 1
         (tmp_path / "new" / f"{name}.json").unlink()
-    report.write_json(make_result(), tmp_path / "empty.json")
+    tables.write_json(make_result(), tmp_path / "empty.json")
     assert gate.main([str(tmp_path / "empty.json"), "--results", str(tmp_path / "results")]) == 1
     assert "the run has no records" in capsys.readouterr().out
 
 
 def test_gate_takes_a_folder_with_results_of_training_too(tmp_path):
     folder = tmp_path / "results" / gpu_slug("NVIDIA H100 80GB HBM3")
-    report.write_json(make_result(make_record()), folder / "2026-11-20-bfloat16.json")
+    tables.write_json(make_result(make_record()), folder / "2026-11-20-bfloat16.json")
     new = tmp_path / "new"
-    report.write_json(make_result(make_record(104.0)), new / "2026-11-21-bfloat16.json")
+    tables.write_json(make_result(make_record(104.0)), new / "2026-11-21-bfloat16.json")
     (new / "train.json").write_text("{}")
     assert gate.main([str(new), "--results", str(tmp_path / "results")]) == 0
 
@@ -234,18 +234,18 @@ def test_gate_ignores_baselines_and_dtypes_that_were_not_run():
 
 def test_gate_compares_with_the_same_gpu_only_and_never_with_itself(tmp_path, capsys):
     new = tmp_path / "new.json"
-    report.write_json(make_result(make_record(150.0)), new)
+    tables.write_json(make_result(make_record(150.0)), new)
     other = make_result(make_record(100.0), gpu="NVIDIA H200")
-    report.write_json(other, tmp_path / "results" / gpu_slug(other["gpu"]) / "2026-11-20-bfloat16.json")
+    tables.write_json(other, tmp_path / "results" / gpu_slug(other["gpu"]) / "2026-11-20-bfloat16.json")
     arguments = [str(new), "--results", str(tmp_path / "results")]
     assert gate.main(arguments) == 0
     assert "nothing compared: no kept results of NVIDIA H100 80GB HBM3" in capsys.readouterr().out
 
     same = tmp_path / "results" / "nvidia-h100-80gb-hbm3"
-    report.write_json(make_result(make_record(100.0)), same / "2026-11-20-bfloat16.json")
+    tables.write_json(make_result(make_record(100.0)), same / "2026-11-20-bfloat16.json")
     (same / "train.json").write_text('{"runs": []}')
     partial = tmp_path / "results" / "partial" / same.name / "2026-11-21-bfloat16.json"
-    report.write_json(make_result(make_record(150.0), date="2026-11-21T11:00:00+00:00"), partial)
+    tables.write_json(make_result(make_record(150.0), date="2026-11-21T11:00:00+00:00"), partial)
     assert gate.main(arguments) == 1
     assert "100.0 us before, 150.0 us now (+50.0%)" in capsys.readouterr().out
     assert gate.main([str(same / "2026-11-20-bfloat16.json"), *arguments[1:]]) == 0

@@ -18,9 +18,9 @@ import torch
 
 import tilegym_rmsnorm as tr
 from bench import gate, split
-from bench.check import make_inputs
-from bench.provenance import gpu_slug
-from bench.session import ContextLostError, Session
+from bench.measure.check import make_inputs
+from bench.measure.provenance import gpu_slug
+from bench.measure.session import ContextLostError, Session
 from tilegym_rmsnorm.backends.cutile.plans.partition import Split
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardSplit
 

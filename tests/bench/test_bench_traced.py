@@ -13,9 +13,9 @@ import torch
 from helpers import why_skip
 from traced_norms import KEEPS_FORWARDS
 
-from bench import traced
-from bench.provenance import gpu_slug
-from bench.shapes import compulsory_bytes
+from bench.measure.provenance import gpu_slug
+from bench.measure.shapes import compulsory_bytes
+from bench.studies import traced
 from tilegym_rmsnorm import get_current_backend
 from tilegym_rmsnorm.integrations import aten
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import curves, train
+from bench.studies import curves, train
 
 CPU = torch.device("cpu")
 PROVENANCE = {"gpu": None, "driver": None, "cuda": None, "tileiras": None, "versions": {"torch": "2.13.0"}}

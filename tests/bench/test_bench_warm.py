@@ -11,9 +11,9 @@ from concurrent.futures import Future
 
 import torch
 
-from bench import inductor, warm
-from bench.block import Section
-from bench.shapes import OPS
+from bench.block.families import Section
+from bench.measure import inductor, warm
+from bench.measure.shapes import OPS
 
 CPU = torch.device("cpu")
 
@@ -129,8 +129,8 @@ def test_inputs_of_what_inductor_measures_are_made_in_turn(tmp_path, monkeypatch
 SCRIPT = """
 import dataclasses, os
 from pathlib import Path
-from bench import warm
-from bench.providers import make_provider
+from bench.measure import warm
+from bench.providers.ours import make_provider
 
 def make(name, *arguments):
     torch = make_provider("torch", *arguments)

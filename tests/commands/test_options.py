@@ -19,17 +19,17 @@ from tilegym_rmsnorm.commands.tune import tune
 ROOT = Path(__file__).resolve().parents[2]
 # Of bench, each with a main.
 COMMANDS = (
-    "block_targets",
-    "declined",
+    "block.targets",
+    "studies.declined",
     "gate",
-    "host",
-    "html_report",
-    "plots",
-    "processes",
+    "studies.host",
+    "report.html_report",
+    "report.plots",
+    "measure.processes",
     "run",
     "split",
-    "traced",
-    "train",
+    "studies.traced",
+    "studies.train",
 )
 
 
@@ -41,11 +41,11 @@ COMMANDS = (
         ("run", ("--tables", ""), "--tables: expected a path, got ''"),
         ("run", ("--provider", ""), "--provider: expected some of "),
         ("run", ("--shapes", ""), "--shapes: expected ROWSxCOLS,... with both at least 1, got ''"),
-        ("train", ("--out", ""), "--out: expected a path, got ''"),
+        ("studies.train", ("--out", ""), "--out: expected a path, got ''"),
         ("split", ("--out", ""), "--out: expected a path, got ''"),
-        ("train", ("--backend", ""), "--backend: expected some of "),
+        ("studies.train", ("--backend", ""), "--backend: expected some of "),
         ("gate", ("",), "result: expected a path, got ''"),
-        ("block_targets", ("",), "RESULT.json: expected a path, got ''"),
+        ("block.targets", ("",), "RESULT.json: expected a path, got ''"),
         ("gate", ("new.json", "--results", ""), "--results: expected a path, got ''"),
         # No slowdown is above a NaN, so every result passed.
         (
@@ -55,20 +55,28 @@ COMMANDS = (
         ),
         ("gate", ("new.json", "--threshold", "-1"), "--threshold: expected a number of at least 0, got '-1'"),
         ("gate", ("new.json", "--threshold", "a"), "--threshold: expected a number of at least 0, got 'a'"),
-        ("html_report", ("",), "RESULT.json: expected a path, got ''"),
-        ("html_report", ("--out", "", "a.json"), "--out: expected a path, got ''"),
-        ("plots", ("",), "RESULT.json: expected a path, got ''"),
-        ("processes", ("", "other.json"), "RESULT.json: expected a path, got ''"),
+        ("report.html_report", ("",), "RESULT.json: expected a path, got ''"),
+        ("report.html_report", ("--out", "", "a.json"), "--out: expected a path, got ''"),
+        ("report.plots", ("",), "RESULT.json: expected a path, got ''"),
+        ("measure.processes", ("", "other.json"), "RESULT.json: expected a path, got ''"),
         # It added nothing, and said so.
-        ("processes", ("a.json", "b.json", "--op", ""), "--op: expected some of forward, backward, both, dx"),
-        ("host", ("--rows", "0"), "--rows: expected a whole number of at least 1, got '0'"),
-        ("host", ("--columns", "-1"), "--columns: expected a whole number of at least 1, got '-1'"),
-        ("host", ("--samples", "0"), "--samples: expected a whole number of at least 1, got '0'"),
-        ("host", ("--samples", "1"), "--samples: expected at least 2"),
-        ("host", ("--first-call", "0"), "--first-call: expected a whole number of at least 1, got '0'"),
-        ("declined", ("--samples", "0"), "--samples: expected a whole number of at least 1, got '0'"),
-        ("traced", ("--out", ""), "--out: expected a path, got ''"),
-        ("traced", ("--shape", ""), "--shape: expected "),
+        (
+            "measure.processes",
+            ("a.json", "b.json", "--op", ""),
+            "--op: expected some of forward, backward, both, dx",
+        ),
+        ("studies.host", ("--rows", "0"), "--rows: expected a whole number of at least 1, got '0'"),
+        ("studies.host", ("--columns", "-1"), "--columns: expected a whole number of at least 1, got '-1'"),
+        ("studies.host", ("--samples", "0"), "--samples: expected a whole number of at least 1, got '0'"),
+        ("studies.host", ("--samples", "1"), "--samples: expected at least 2"),
+        (
+            "studies.host",
+            ("--first-call", "0"),
+            "--first-call: expected a whole number of at least 1, got '0'",
+        ),
+        ("studies.declined", ("--samples", "0"), "--samples: expected a whole number of at least 1, got '0'"),
+        ("studies.traced", ("--out", ""), "--out: expected a path, got ''"),
+        ("studies.traced", ("--shape", ""), "--shape: expected "),
         ("tune", ("--out", ""), "--out: expected a path, got ''"),
         ("tune", ("--n", ""), "--n: expected a whole number of at least 1, got ''"),
         ("tune", ("--processes", "0"), "--processes: expected a whole number of at least 1, got '0'"),
@@ -86,10 +94,11 @@ def test_what_is_no_value_is_refused(command, options, message, capsys):
 def test_no_slowdown_at_all_may_be_asked_for(tmp_path, capsys):
     from bench_records import make_record, make_result
 
-    from bench import gate, report
+    from bench import gate
+    from bench.report import tables
 
-    report.write_json(make_result(make_record(100.0)), tmp_path / "nvidia-h100-80gb-hbm3" / "old.json")
-    report.write_json(make_result(make_record(101.0)), tmp_path / "new.json")
+    tables.write_json(make_result(make_record(100.0)), tmp_path / "nvidia-h100-80gb-hbm3" / "old.json")
+    tables.write_json(make_result(make_record(101.0)), tmp_path / "new.json")
     arguments = [str(tmp_path / "new.json"), "--results", str(tmp_path)]
     assert gate.main(arguments) == 0
     assert gate.main([*arguments, "--threshold", "0"]) == 1
@@ -109,8 +118,10 @@ def test_a_number_of_processes_is_chosen_only_where_none_is_given(monkeypatch):
 
 
 def test_every_script_of_the_benchmark_is_known_here():
-    scripts = [path for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()]
-    assert sorted(path.stem for path in scripts) == sorted(COMMANDS)
+    folder = ROOT / "bench"
+    scripts = [path for path in folder.rglob("*.py") if "__main__" in path.read_text()]
+    names = [".".join(path.relative_to(folder).with_suffix("").parts) for path in scripts]
+    assert sorted(names) == sorted(COMMANDS)
 
 
 @pytest.mark.parametrize("missing", [None, "cuda-tile", "triton"])

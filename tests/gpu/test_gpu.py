@@ -21,7 +21,7 @@ from helpers import (
     make_inputs,
 )
 
-from bench.inductor import device_milliseconds
+from bench.measure.inductor import device_milliseconds
 from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from bench import processes, warm
-from bench.block import Section
-from bench.shapes import OPS
+from bench.block.families import Section
+from bench.measure import processes, warm
+from bench.measure.shapes import OPS
 
 CPU = torch.device("cpu")
 

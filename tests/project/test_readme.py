@@ -16,7 +16,7 @@ PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 
 def test_figures_in_sentences_are_those_of_the_tables():
-    """bench/readme.py writes the tables."""
+    """bench/report/readme.py writes the tables."""
     (level,) = re.findall(r"^\| NVIDIA H100.*, bfloat16 .*\| +(\d+) of 29 \|$", TEXT, re.MULTILINE)
     assert f"({29 - int(level)} of 29 on an H100)" in TEXT
 

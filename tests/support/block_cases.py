@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from bench import block_cell, measure
-from bench.block import BLOCK_OPS, FAMILIES, BlockInputs, family_of
-from bench.block_check import errors_of, kind_of
-from bench.block_providers import BlockProvider
-from bench.providers import EPS
+from bench.block import cell as block_cell
+from bench.block.check import errors_of, kind_of
+from bench.block.families import BLOCK_OPS, FAMILIES, BlockInputs, family_of
+from bench.block.providers import BlockProvider
+from bench.measure import bench as bench_module
+from bench.providers.ours import EPS
 from tilegym_rmsnorm.measure.accuracy import why_wrong
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -70,5 +71,5 @@ def measured(monkeypatch, family, *providers, ops=None):
     for each in providers:
         by_name.setdefault(each.name, []).append(each)
     monkeypatch.setattr(block_cell, "make_providers", lambda name, *_: by_name[name])
-    bench = measure.Bench(tuple(by_name), ops or family.ops, CPU)
+    bench = bench_module.Bench(tuple(by_name), ops or family.ops, CPU)
     return bench.measure(SHAPE, BF16, lambda step: None)

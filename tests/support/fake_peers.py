@@ -14,7 +14,7 @@ import types
 import torch
 
 import tilegym_rmsnorm as tr
-from bench import peers
+from bench.providers import peers
 
 
 class Torch(torch.autograd.Function):

@@ -1,0 +1,102 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""One shape and dtype of a family: its ops checked once, then timed op by op, as measure/cell.py does it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+
+import torch
+
+from bench.block import check as block_check
+from bench.block import families
+from bench.block.families import BlockInputs, Family
+from bench.block.peers import make_providers
+from bench.block.providers import BlockProvider, served_by
+from bench.measure.cell import Cell
+from bench.measure.check import poison
+from bench.measure.session import Session
+from bench.measure.shapes import Shape
+from bench.report.cells import OURS
+from tilegym_rmsnorm.measure.accuracy import Errors, Outputs
+from tilegym_rmsnorm.measure.timer import Call
+
+
+class BlockCell(Cell):
+    """The providers of some ops of one family. inputs: its sets."""
+
+    seconds, host_seconds = 0.03, 0.01  # a dozen samples: there are many cells
+
+    def __init__(
+        self,
+        bench: Session,
+        shape: Shape,
+        dtype: torch.dtype,
+        inputs: list[BlockInputs],
+        family: Family,
+    ):
+        self.family = family
+        self.lenient: set[str] = set()  # labels
+        super().__init__(bench, shape, dtype, inputs)
+
+    def ops_of_all(self) -> tuple[str, ...]:
+        return self.bench.ops
+
+    def make_providers(self, name: str) -> list[BlockProvider]:
+        found = make_providers(name, self.family, self.shape, self.dtype, self.bench.device)
+        self.lenient |= {each.label for each in found if each.is_lenient}
+        return [self._named(each) for each in found] if name == OURS else found
+
+    def _named(self, provider: BlockProvider) -> BlockProvider:
+        """One that can say which kernel serves an op."""
+        return dataclasses.replace(
+            provider, served_by=lambda op: served_by(op, provider.calls[op], self.inputs[0])
+        )
+
+    def checked_ops(self, provider: BlockProvider) -> tuple[str, ...]:
+        return tuple(op for op in self.bench.ops if op in provider.calls)
+
+    def run_op(self, provider: BlockProvider, op: str) -> Outputs:
+        """Freed memory is poisoned before, as check.run_op does it."""
+        poison(self.inputs[0].packed, copies=4)
+        return run_op(self.family, provider, op, self.inputs[0])
+
+    def errors_of(self, outputs: dict[str, Outputs]) -> tuple[dict[str, Errors], Errors]:
+        return block_check.errors_of(outputs, self.inputs[0], self.lenient.intersection(outputs))
+
+    def compulsory_bytes(self, op: str) -> int:
+        return families.compulsory_bytes(op, self.shape, self.dtype)
+
+    def device_call(self, provider: BlockProvider, op: str, inputs: BlockInputs) -> functools.partial:
+        return functools.partial(provider.calls[op], _inputs_for(provider, inputs))
+
+    def host_call(self, provider: BlockProvider, op: str) -> Call:
+        return self.device_call(provider, op, self.inputs[0])
+
+
+def run_op(family: Family, provider: BlockProvider, op: str, inputs: BlockInputs) -> Outputs:
+    """What the provider computes from one set by an op, as "OP NAME"."""
+    results = provider.calls[op](_inputs_for(provider, inputs))
+    names = (f"{op} {name}" for name in family.outputs[op])
+    outputs = dict(zip(names, results, strict=True))
+    block_check.check_form(outputs, inputs)
+    return outputs
+
+
+def first_calls(
+    name: str, family: Family, ops: tuple[str, ...], shape: Shape, inputs: BlockInputs, share: slice
+) -> None:
+    """Every op of the provider's settings in `share` once. A failure is left to the process that measures."""
+    for provider in make_providers(name, family, shape, inputs.x.dtype, inputs.x.device)[share]:
+        for op in provider.ops:
+            if op in ops:
+                with contextlib.suppress(Exception):
+                    run_op(family, provider, op, inputs)
+
+
+def _inputs_for(provider: BlockProvider, inputs: BlockInputs) -> BlockInputs:
+    """With a dy of its own for a provider that writes dx over it."""
+    return dataclasses.replace(inputs, dy=inputs.dy.clone()) if provider.overwrites_dy else inputs

@@ -1,0 +1,155 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The section of docs/performance.md about the ops of a transformer block, from results of `bench/run.sh --block`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+from tabulate import tabulate
+
+from bench.block.families import BLOCK_OPS, CONTROLS, heads_of
+from bench.report.cells import Record, Result, compare, name_of, of_op
+from bench.report.compare import rate_text, target_lines
+from bench.report.tables import folded, heading, op_table, rate_cell, said_above
+
+HEADS_OPS = ("qk_norm_forward", "qk_norm_backward")
+ROWS_OPS = tuple(op for op in BLOCK_OPS if op not in (*HEADS_OPS, *CONTROLS.values()))
+WITHOUT = {op: "strides" if op in HEADS_OPS else "bias" for op in CONTROLS}
+BEGIN = """## A transformer block
+
+What the norms of a block ask for beside x and a weight: [residual, bias, heads](residual-bias-heads.md). A ratio is
+another's time over cutile's: above 1 cutile is faster. *Itself* is cutile at the same shape without the bias, or with
+contiguous heads. [bench/README.md](../bench/README.md#a-transformer-block) has the ops, and who is measured how."""
+
+Cells = dict[tuple[int, int], float]  # a figure by rows and columns
+
+
+def section(results: list[Result]) -> str:
+    """Markdown under a heading of its own; nothing without results."""
+    return "\n\n".join([BEGIN, *map(_of_result, results)]) if results else ""
+
+
+def ratios_to_itself(result: Result, op: str) -> Cells:
+    """The time without what the op has more over its own: below 1 that costs time."""
+    without = {_shape(each): each["us"] for each in of_op(result, CONTROLS[op])}
+    return {
+        _shape(each): without[_shape(each)] / each["us"]
+        for each in of_op(result, op)
+        if _shape(each) in without
+    }
+
+
+def means_table(result: Result) -> str:
+    """Of each op the mean and the lowest ratio, to the best peer and to itself."""
+    rows = []
+    for op in (*ROWS_OPS, *HEADS_OPS):
+        against = {"the best peer": {_shape(each.ours): each.ratio for each in compare(result, op)}}
+        if op in CONTROLS:
+            against[f"itself without {WITHOUT[op]}"] = ratios_to_itself(result, op)
+        for name, cells in against.items():
+            if cells:
+                lowest = min(cells, key=lambda shape: cells[shape])
+                mean = statistics.geometric_mean(cells.values())
+                row = [op, name, str(len(cells)), f"{mean:.2f}", f"{cells[lowest]:.3f}"]
+                rows.append([*row, "{} x {}".format(*lowest)])
+    headers = ["op", "against", "cells", "mean ratio", "lowest ratio", "at rows x cols"]
+    return _markdown(rows, headers, left=(0, 1))
+
+
+def rows_table(result: Result) -> str:
+    """A line for each op and shape of rows."""
+    rows = []
+    for op in ROWS_OPS:
+        peers = {_shape(each.ours): each for each in compare(result, op)}
+        itself = ratios_to_itself(result, op) if op in CONTROLS else {}
+        for record in of_op(result, op):
+            shape = _shape(record)
+            row = [op, "{} x {}".format(*shape), rate_text(record), _share(record)]
+            peer = peers.get(shape)
+            row += ["", ""] if peer is None else [name_of(peer.peer), f"{peer.ratio:.2f}"]
+            rows.append([*row, f"{itself[shape]:.3f}" if shape in itself else ""])
+    headers = [
+        "op",
+        "rows x cols",
+        "GB/s",
+        "share of the copy",
+        "best peer",
+        "ratio to it",
+        "ratio to itself",
+    ]
+    return _markdown(rows, headers, left=(0, 1, 4))
+
+
+def heads_map(result: Result, op: str, text: Callable[[tuple[int, int]], str]) -> str:
+    """What `text` says of each shape, H downwards and D to the right."""
+    shapes = [_shape(each) for each in of_op(result, op)]
+    sizes = sorted({cols for _, cols in shapes})
+    by_heads: dict[int, dict[int, str]] = {}
+    for rows, cols in shapes:
+        by_heads.setdefault(heads_of(rows)[2], {})[cols] = text((rows, cols))
+    lines = [[str(heads), *(of.get(size, "") for size in sizes)] for heads, of in sorted(by_heads.items())]
+    return _markdown(lines, ["heads", *(f"D = {size}" for size in sizes)])
+
+
+def _of_result(result: Result) -> str:
+    title = f"### {result['gpu'] or 'no GPU'}, {result['records'][0]['dtype']}, of a transformer block"
+    parts = [title, said_above(result), means_table(result), rows_table(result)]
+    for op in HEADS_OPS:
+        parts += _heads_parts(result, op)
+    for op in (*ROWS_OPS, *HEADS_OPS):
+        if of_op(result, op):
+            every = op_table(result, op, rate_cell, "pipe", summary=True)
+            parts += folded(f"{heading(result, op)}: GB/s of every provider", [every])
+    parts += folded("The kernel that served, and its settings", [settings_table(result)])
+    if lines := [f"- {' '.join(line.split())}" for line in target_lines(result)]:
+        parts += folded("Targets of a transformer block", ["\n".join(lines)])
+    return "\n\n".join(parts)
+
+
+def _heads_parts(result: Result, op: str) -> list[str]:
+    """Two maps of q as a slice of (B, T, 3, H, D): the rate, and both ratios."""
+    records = {_shape(each): each for each in of_op(result, op)}
+    if not records:
+        return []
+    peers = {_shape(each.ours): each.ratio for each in compare(result, op)}
+    itself = ratios_to_itself(result, op)
+
+    def rate(shape: tuple[int, int]) -> str:
+        share = _share(records[shape])
+        return rate_text(records[shape]) + (f" ({share})" if share else "")
+
+    def ratios(shape: tuple[int, int]) -> str:
+        return " / ".join(f"{of[shape]:.2f}" if shape in of else "-" for of in (itself, peers))
+
+    return [
+        f"**{heading(result, op)}** of B = 4, T = 4096: GB/s, and the share of the copy",
+        heads_map(result, op, rate),
+        f"**{heading(result, op)}**: ratio to itself on contiguous heads / ratio to the best peer",
+        heads_map(result, op, ratios),
+    ]
+
+
+def settings_table(result: Result) -> str:
+    rows = [
+        [op, "{} x {}".format(*_shape(each)), each.get("settings") or ""]
+        for op in (*ROWS_OPS, *HEADS_OPS)
+        for each in of_op(result, op)
+    ]
+    return _markdown(rows, ["op", "rows x cols", "kernel"], left=(0, 1, 2))
+
+
+def _share(record: Record) -> str:
+    share = record["copy_fraction"]
+    return "" if share is None else f"{share:.1%}"
+
+
+def _shape(record: Record) -> tuple[int, int]:
+    return record["rows"], record["cols"]
+
+
+def _markdown(rows: list[list[str]], headers: list[str], left: tuple[int, ...] = (0,)) -> str:
+    align = ["left" if number in left else "right" for number in range(len(headers))]
+    return tabulate(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)

@@ -1,0 +1,145 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""What is aimed at for a block's ops, each over a result's own cells. report/compare.py has those of the plain norm.
+
+python -m bench.block.targets RESULT.json     a line for each target: met, NOT MET with the cells that miss it, or
+                                              open without cells; exit status 1 unless all are met
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from bench.block.families import BLOCK_OPS, CONTROLS
+from bench.gate import kind_of
+from bench.report.cells import (
+    LARGE_BYTES,
+    Comparison,
+    Record,
+    Result,
+    Target,
+    compare,
+    failed_cells,
+    lines_of,
+    mean_ratio,
+    moved,
+    name_of,
+    of_op,
+)
+from tilegym_rmsnorm.commands import options
+
+LARGE_X = 64 << 20  # bytes of x
+LARGE_HEADS = (128, 256)  # columns
+RESIDUAL_SHARE = {"residual_forward": 0.95, "residual_backward": 0.93, "scaled_residual_backward": 0.93}
+RESIDUAL_MEAN = {"residual_forward": 1.0, "residual_backward": 1.2}
+RESIDUAL_LEAST = {"residual_forward": 0.985, "residual_backward": 1.0}
+HEADS_SHARE = 0.93
+MOST_COST = {"qk_norm_forward": 0.05, "qk_norm_backward": 0.05, "bias_forward": 0.01, "bias_backward": 0.03}
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+def targets(result: Result) -> list[Target]:
+    """All of them; those without cells have none."""
+    found = [_failed(op, result) for op in BLOCK_OPS]
+    for op, share in RESIDUAL_SHARE.items():
+        large = [each for each in of_op(result, op) if moved(each) >= LARGE_BYTES]
+        found.append(_of_copy(op, share, large, f"{LARGE_BYTES / 1e6:.0f} MB or more move"))
+        if op in RESIDUAL_MEAN:
+            found += _against_peers(op, _compared(op, result))
+    for op in ("qk_norm_forward", "qk_norm_backward"):
+        large = [
+            each for each in of_op(result, op) if each["cols"] in LARGE_HEADS and _bytes_of_x(each) >= LARGE_X
+        ]
+        where = f"x has {LARGE_X >> 20} MiB or more, of {' or '.join(map(str, LARGE_HEADS))} columns"
+        found += [_of_copy(op, HEADS_SHARE, large, where), _against_compiled(op, result)]
+    return found + [_cost(op, most, result) for op, most in MOST_COST.items()]
+
+
+def _failed(op: str, result: Result) -> Target:
+    failed = failed_cells(result, op)
+    return Target(f"{op}: cutile has a figure in every cell", len(of_op(result, op)) + len(failed), failed)
+
+
+def _of_copy(op: str, share: float, records: list[Record], where: str) -> Target:
+    with_share = [each for each in records if each["copy_fraction"] is not None]
+    missed = [
+        f"{_shape(each)} ({each['copy_fraction']:.1%})"
+        for each in with_share
+        if each["copy_fraction"] < share
+    ]
+    return Target(f"{op}: at least {share:.0%} of the copy ceiling where {where}", len(with_share), missed)
+
+
+def _compared(op: str, result: Result) -> list[Comparison]:
+    """Of the forward the cells of LARGE_BYTES and more alone."""
+    return [
+        each for each in compare(result, op) if op == "residual_backward" or moved(each.ours) >= LARGE_BYTES
+    ]
+
+
+def _against_peers(op: str, comparisons: list[Comparison]) -> list[Target]:
+    mean, least = mean_ratio(comparisons), RESIDUAL_LEAST[op]
+    missed = [] if mean is None or mean >= RESIDUAL_MEAN[op] else ["the mean"]
+    text = f"{op}: geometric mean over cells at least {RESIDUAL_MEAN[op]}"
+    means = Target(text, len(comparisons), missed, "" if mean is None else f"{mean:.3f}")
+    behind = [
+        f"{each.shape} ({each.ratio:.3f}x {name_of(each.peer)})" for each in comparisons if each.ratio < least
+    ]
+    return [means, Target(f"{op}: at least {least}x the best peer in every cell", len(comparisons), behind)]
+
+
+def _against_compiled(op: str, result: Result) -> Target:
+    """torch.compile by either mode."""
+    ours = {_shape(each): each["us"] for each in of_op(result, op)}
+    best: dict[str, float] = {}
+    for each in result["records"]:
+        is_compiled = each["op"] == op and each["provider"].startswith("torch.compile")
+        if is_compiled and each["us"] is not None and _shape(each) in ours:
+            best[_shape(each)] = min(each["us"], best.get(_shape(each), each["us"]))
+    missed = [f"{shape} ({us / ours[shape]:.3f}x)" for shape, us in best.items() if us <= ours[shape]]
+    return Target(f"{op}: ahead of torch.compile in every cell", len(best), missed)
+
+
+def _cost(op: str, most: float, result: Result) -> Target:
+    """How much longer it takes than the op without bias or strides."""
+    without = {_shape(each): each["us"] for each in of_op(result, CONTROLS[op])}
+    costs = {
+        _shape(each): each["us"] / without[_shape(each)] - 1
+        for each in of_op(result, op)
+        if _shape(each) in without
+    }
+    missed = [f"{shape} ({cost:+.1%})" for shape, cost in costs.items() if cost > most]
+    return Target(f"{op}: at most {most:.0%} longer than {CONTROLS[op]}", len(costs), missed)
+
+
+def _shape(record: Record) -> str:
+    return f"{record['rows']} x {record['cols']}"
+
+
+def _bytes_of_x(record: Record) -> int:
+    return record["rows"] * record["cols"] * ITEMSIZE[record["dtype"]]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.block.targets",
+        description="Which targets a result of bench/run.sh --block meets.",
+    )
+    parser.add_argument("result", type=options.path, metavar="RESULT.json")
+    path = parser.parse_args(argv).result
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        parser.error(f"expected a result in JSON, got {path}: {error}")
+    if "records" not in result or kind_of(result) != "block":
+        parser.error(f"expected a result of bench/run.sh --block, got {path}")
+    found = targets(result)
+    print("\n".join(lines_of(found, shows_open=True)))
+    return int(not all(each.is_met for each in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

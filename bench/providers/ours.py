@@ -1,0 +1,225 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Who is measured: this package's backends through its public functions, and PyTorch's own RMSNorm as baselines.
+
+Other libraries' RMSNorms are in peers.py.
+
+`F.rms_norm` is eager ATen (the fused CUDA kernels, in torch since 2.9), `torch.compile` is the same ops compiled by
+Inductor, one compilation per shape (dynamic=False), which is its fastest form. The device times of a baseline's
+forward and backward come from `aten::_fused_rms_norm` and its backward, which compute what this package's two public
+ops do, rstd included; `both` by eager autograd goes through `F.rms_norm` itself. `torch.compile-max-autotune` is
+`torch.compile` with the settings of that mode, but for its CUDA graphs: everything here is timed in a graph already.
+Both are timed with programmatic dependent launch too, which cutile has, where this torch and the GPU have it.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import tilegym_rmsnorm as tr
+from bench.measure.shapes import OPS, Shape
+from tilegym_rmsnorm import policy, registry
+from tilegym_rmsnorm.spec import Spec, Wanted
+
+EPS = 1e-6
+BACKENDS = ("cutile", "triton", "inductor", "torch")
+KERNELS = BACKENDS[:2]
+BASELINES = ("F.rms_norm", "torch.compile")
+ROW_PARTIALS = "cutile[P=M]"
+MAX_AUTOTUNE = "torch.compile-max-autotune"
+COMPILED_MODES = {"torch.compile": "default", MAX_AUTOTUNE: "max-autotune-no-cudagraphs"}
+PDL = "triton.enable_pdl"  # Inductor's option, off unless asked for
+OWN = (*BACKENDS, ROW_PARTIALS)
+PROVIDERS = (*OWN, *BASELINES, MAX_AUTOTUNE)
+# Compiled autograd, needed for the host time of `both` alone, takes seconds to compile: only where x is smaller than
+# this and the host's time can exceed the device's.
+COMPILED_NORM_BYTES = 16 << 20
+
+Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # x, weight -> y, rstd
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # x, dy, weight, rstd -> dx, dw
+BackwardDx = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # x, dy, weight, rstd -> dx
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One way to compute RMSNorm and its gradients over x (M, N) with weight (N,)."""
+
+    name: str
+    forward: Forward | None  # None: settings of the backward alone
+    backward: Backward | None  # None: settings of the forward alone, or PyTorch has no such op on this device
+    norm: Callable[[Tensor, Tensor], Tensor] | None  # differentiable; None where there is no public function
+    rstd_is_column: bool = False  # aten keeps rstd as (M, 1), this package as (M,)
+    backward_dx: BackwardDx | None = None  # None where nothing is saved by a frozen weight
+    settings: str = ""  # of a peer that is measured with several, the fastest of which counts
+    overwrites_dy: bool = False  # the backward returns dx in dy's memory
+    served_by: Callable[[str], str] | None = None  # of cutile: the kernel that is selected for an op
+
+    @property
+    def label(self) -> str:
+        """The name, and the settings where it has some: unique among what is measured together."""
+        return f"{self.name} ({self.settings})" if self.settings else self.name
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        has = {"forward": self.forward, "backward": self.backward, "dx": self.backward_dx}
+        has["both"] = self.forward and self.backward
+        return tuple(op for op in OPS if has[op] is not None)
+
+    def both(self, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """y, rstd, dx, dw by the two ops, without autograd: what is captured to time both on the device."""
+        y, rstd = self.forward(x, weight)
+        return y, rstd, *self.backward(x, dy, weight, rstd)
+
+    def autograd(self, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """y, dx, dw by eager autograd; x and weight are leaves that require gradients."""
+        y = self.norm(x, weight)
+        return y, *torch.autograd.grad(y, (x, weight), dy)
+
+
+def make_provider(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Provider:
+    """The provider of that name, for one shape and dtype: torch.compile compiles anew for each."""
+    if name in BACKENDS:
+        return Provider(
+            name,
+            lambda x, weight: tr.rms_norm_forward(x, weight, EPS, backend=name),
+            lambda x, dy, weight, rstd: tr.rms_norm_backward(x, dy, weight, rstd, backend=name),
+            lambda x, weight: tr.rms_norm(x, weight.shape, weight, EPS, backend=name),
+            backward_dx=functools.partial(_backward_dx, name) if name in KERNELS else None,
+            served_by=functools.partial(_served_by, shape, dtype, device) if name == "cutile" else None,
+        )
+    if name == ROW_PARTIALS:
+        return Provider(
+            name,
+            lambda x, weight: tr.rms_norm_forward(x, weight, EPS, backend="cutile"),
+            _row_partials_backward,
+            None,
+        )
+    if name == "F.rms_norm":
+        # CPUs have no kernel of the backward op: there autograd differentiates the forward's parts.
+        if device.type != "cuda":
+            return Provider(name, _aten_forward, None, _norm, True)
+        remove_overrides()
+        return Provider(name, _aten_forward, _aten_backward, _norm, True, _aten_backward_dx)
+    if name in COMPILED_MODES:
+        return compiled_providers(name, shape, dtype, device)[0]
+    raise ValueError(f"provider: expected one of {', '.join(PROVIDERS)}, got {name!r}")
+
+
+def compiled_providers(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Provider]:
+    """torch.compile by one of its modes: without PDL and, where it has a choice, with it."""
+    is_host_bound = name != MAX_AUTOTUNE and shape[0] * shape[1] * dtype.itemsize < COMPILED_NORM_BYTES
+    return [
+        Provider(
+            name,
+            compiled(_aten_ops_forward, options),
+            compiled(_aten_backward, options),
+            compiled(_norm, options) if is_host_bound else None,
+            True,
+            settings=text,
+        )
+        for text, options in compiled_settings(name, device).items()
+    ]
+
+
+def compiled_settings(name: str, device: torch.device) -> dict[str, dict[str, object]]:
+    """Inductor's options of one of its modes: without PDL and, where it has a choice, with it."""
+    from torch._inductor import list_mode_options
+
+    options = list_mode_options(COMPILED_MODES[name], dynamic=False)
+    if not _has_pdl(device):
+        return {"": options}
+    return {f"enable_pdl={has_pdl}": options | {PDL: has_pdl} for has_pdl in (False, True)}
+
+
+def _has_pdl(device: torch.device) -> bool:
+    """Whether Inductor's Triton kernels can be launched so on this device, by this torch."""
+    from torch._inductor import list_options
+
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return is_hopper and PDL in list_options()
+
+
+def _backward_dx(backend: str, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
+    # What autograd does for a frozen weight; no public op of gradients takes that wish.
+    request = registry.Request(x.device, x.dtype, weight.dtype, "once")
+    backward = registry.dispatch("rms_norm_backward", request, backend)
+    spec = Spec(x.shape[1], EPS, 0.0, "once")
+    dx, *_ = backward(spec, (x, dy, weight, rstd, None), Wanted(x.dtype))
+    return dx
+
+
+def _served_by(shape: Shape, dtype: torch.dtype, device: torch.device, op: str) -> str:
+    """The kernel that does the work of an op and its settings, as launch.py asks for them; of both ops both."""
+    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.plans.problem import Policy, Problem
+    from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
+    from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
+
+    name, facts = launch.NAMES[dtype], machine_of(device).facts
+    kind = name, name, size_class(*shape), facts, "once", Policy(policy.teams(), policy.get_sm_margin())
+    asked = [Problem(each, shape[1], *kind) for each in (("forward", "backward") if op == "both" else (op,))]
+    return "; ".join(str(launch.plan_for(problem).first) for problem in asked)
+
+
+def _row_partials_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    # No public argument asks for such a plan, so this goes below the public ops; see launch.py.
+    from tilegym_rmsnorm.backends.cutile import launch
+
+    spec = Spec(x.shape[1], EPS, 0.0, "once")
+    wanted = Wanted(x.dtype, dw=weight.dtype)
+    dx, _, dw, _ = launch.rms_norm_backward(spec, (x, dy, weight, rstd, None), wanted, partials="own")
+    return dx, dw
+
+
+def _aten_forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    # Not through torch.ops, which costs the host more than F.rms_norm does.
+    return torch._fused_rms_norm(x, weight.shape, weight, EPS)
+
+
+def _aten_ops_forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._fused_rms_norm.default(x, weight.shape, weight, EPS)
+
+
+def _aten_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._fused_rms_norm_backward.default(dy, x, weight.shape, rstd, weight, [True, True])
+
+
+def _aten_backward_dx(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
+    arguments = (dy, x, weight.shape, rstd, weight)
+    return torch.ops.aten._fused_rms_norm_backward.default(*arguments, [True, False])[0]
+
+
+@functools.cache
+def remove_overrides() -> None:
+    """Makes F.rms_norm ATen's kernels: PyTorch 2.13 replaces them where a CuTe DSL of its choice is installed.
+
+    What it replaces them by is a peer of its own, see peers.py.
+    """
+    try:
+        from torch._native.registry import deregister_op_overrides
+    except ImportError:  # older
+        return
+    deregister_op_overrides(disable_op_symbols=["_fused_rms_norm", "_fused_rms_norm_backward"])
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, EPS)
+
+
+def compiled(function: types.FunctionType, options: dict[str, object]) -> Callable[..., Any]:
+    """`function` compiled apart from its other compilations, on its first call.
+
+    Each gets a code object of its own: torch.compile counts recompilations per code object and silently runs eager
+    code after 8 of them.
+    """
+    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return torch.compile(own, dynamic=False, fullgraph=True, options=options)

@@ -1,0 +1,128 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The cells of a result: those of the "cutile" backend beside the best of all peers, and what a target says of them.
+
+A peer is every provider that is none of this package's backends. Ratios are of device times: above 1, cutile is faster.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from bench.providers.ours import OWN
+
+Result = dict[str, Any]
+Record = dict[str, Any]
+OURS = "cutile"
+LARGE_BYTES = 200e6  # calls that move at least this much should run at a share of the copy ceiling
+
+
+class Comparison(NamedTuple):
+    """One cell: the two records, and how many times as long the peer takes."""
+
+    ours: Record
+    peer: Record
+    ratio: float
+
+    @property
+    def shape(self) -> str:
+        return f"{self.ours['rows']} x {self.ours['cols']}"
+
+    @property
+    def spread(self) -> float:
+        """The spreads of both, added up."""
+        return spread_of(self.ours) + spread_of(self.peer)
+
+
+def spread_of(record: Record) -> float:
+    """Half of the range from the 10th to the 90th percentile, relative to the median."""
+    return (record["us_p90"] - record["us_p10"]) / record["us"] / 2
+
+
+class Target(NamedTuple):
+    """What is aimed at, in how many cells, and in which it is missed; one line about the figures."""
+
+    text: str
+    cells: int
+    missed: list[str]
+    figures: str = ""
+
+    @property
+    def is_met(self) -> bool | None:
+        """None where the result has no such cell."""
+        return None if self.cells == 0 else not self.missed
+
+
+def lines_of(targets: Iterable[Target], shows_open: bool = False) -> list[str]:
+    """'met' or 'NOT MET', the target and the cells that miss it; targets without cells are left out, or 'open'."""
+    lines = []
+    for target in targets:
+        if target.is_met is None:
+            lines += [f"open    {target.text} (no cells)"] if shows_open else []
+            continue
+        line = f"{'met    ' if target.is_met else 'NOT MET'} {target.text} ({target.cells} cells)"
+        line += f": {target.figures}" if target.figures else ""
+        lines.append(line + (f"; missed by {', '.join(target.missed)}" if target.missed else ""))
+    return lines
+
+
+def compare(result: Result, op: str) -> list[Comparison]:
+    """Every cell of the op where cutile and at least one peer have figures."""
+    cells: dict[tuple[int, int], list[Record]] = {}
+    for record in result["records"]:
+        if record["op"] == op and record["us"] is not None:
+            cells.setdefault((record["rows"], record["cols"]), []).append(record)
+    comparisons = []
+    for records in cells.values():
+        ours = next((each for each in records if each["provider"] == OURS), None)
+        peer = min((each for each in records if each["provider"] not in OWN), key=_us, default=None)
+        if ours is not None and peer is not None:
+            comparisons.append(Comparison(ours, peer, peer["us"] / ours["us"]))
+    return comparisons
+
+
+def mean_ratio(comparisons: list[Comparison]) -> float | None:
+    """The geometric mean over the cells."""
+    return statistics.geometric_mean(each.ratio for each in comparisons) if comparisons else None
+
+
+def peers_of(result: Result, op: str) -> list[str]:
+    """The peers that the result has records of for the op, measured or not."""
+    names = dict.fromkeys(record["provider"] for record in result["records"] if record["op"] == op)
+    return [name for name in names if name not in OWN]
+
+
+def name_of(record: Record) -> str:
+    """The provider, and its settings where it was measured with several."""
+    settings = record.get("settings")
+    return f"{record['provider']} ({settings})" if settings else record["provider"]
+
+
+def failed_cells(result: Result, op: str) -> list[str]:
+    """The cells of the op that cutile should have figures of, and has not."""
+    return [
+        f"{each['rows']} x {each['cols']} (failed)"
+        for each in result["records"]
+        if each["op"] == op and each["provider"] == OURS and each["us"] is None
+    ]
+
+
+def of_op(result: Result, op: str) -> list[Record]:
+    """cutile's records of the op that have figures."""
+    return [
+        each
+        for each in result["records"]
+        if each["op"] == op and each["provider"] == OURS and each["us"] is not None
+    ]
+
+
+def moved(record: Record) -> float:
+    """The compulsory bytes of a record's call."""
+    return record["gb_per_s"] * 1e3 * record["us"]
+
+
+def _us(record: Record) -> float:
+    return record["us"]

@@ -1,0 +1,213 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The "cutile" backend against the best of all peers, cell by cell, and against the project's targets.
+
+A peer is every provider that is none of this package's backends. Ratios are of device times: above 1, cutile is faster.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from tabulate import tabulate
+
+from bench.block import targets as block_targets
+from bench.block.families import ALL_OPS
+from bench.gate import kind_of
+from bench.report.cells import (
+    LARGE_BYTES,
+    Comparison,
+    Record,
+    Result,
+    Target,
+    compare,
+    failed_cells,
+    lines_of,
+    mean_ratio,
+    moved,
+    name_of,
+    of_op,
+    peers_of,
+)
+
+NO_DW_BYTES = 100e6
+SMALL_ELEMENTS = 4 << 20
+WIDEST_LARGE_BACKWARD = 16384  # columns
+PARTIAL_ROWS_PER_SM = 8
+BACKWARD_MEAN = 1.25
+SHARE = {"backward": 0.94, "forward": 0.96}
+SMALL_TIME = 0.7
+DW_COST = 0.03
+
+
+def table(result: Result, op: str, style: str = "simple") -> str:
+    """A line for each cell: cutile's GB/s, the best peer and its own, the ratio, cutile's share of the copy ceiling."""
+    rows = []
+    for each in compare(result, op):
+        share = each.ours["copy_fraction"]
+        rows.append(
+            [
+                each.shape,
+                rate_text(each.ours),
+                rate_text(each.peer),
+                name_of(each.peer),
+                f"{each.ratio:.2f}",
+                "" if share is None else f"{share:.0%}",
+            ]
+        )
+    headers = ["rows x cols", "cutile GB/s", "best peer GB/s", "best peer", "ratio", "cutile / copy"]
+    align = ("left", "right", "right", "left", "right", "right")
+    return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True) if rows else ""
+
+
+def summary(result: Result) -> str:
+    """Tables, means, workspace and targets, as text; empty where there is nothing to compare, or no GPU was."""
+    if result["gpu"] is None:
+        return ""
+    parts = []
+    for op in ALL_OPS:
+        if comparisons := compare(result, op):
+            mean = mean_ratio(comparisons)
+            parts.append(
+                f"{op}: cutile against the best of {', '.join(peers_of(result, op))}\n\n{table(result, op)}\n\n"
+                f"geometric mean of {len(comparisons)} ratios: {mean:.3f}"
+            )
+    if text := workspace_table(result):
+        parts.append(f"backward of cutile: P partial rows of float32, and what dw adds to the time\n\n{text}")
+    if parts:
+        parts.append("\n".join(target_lines(result)))
+    return "\n\n".join(parts)
+
+
+def targets(result: Result) -> list[Target]:
+    """The targets that this result's kind and dtype have, each over the result's own cells."""
+    if kind_of(result) == "block":
+        return block_targets.targets(result)
+    dtype = result["records"][0]["dtype"] if result["records"] else ""
+    backward, forward = compare(result, "backward"), compare(result, "forward")
+    failed, every = functools.partial(failed_cells, result), "at least 1.00x the best peer in every cell"
+    found = [
+        _at_least(f"backward: {every}", backward, failed("backward"), 1.0),
+        _at_least(f"forward: {every}, within the spread", forward, failed("forward")),
+        _large("backward", result, WIDEST_LARGE_BACKWARD),
+        _large("forward", result, None),
+        _small(backward),
+        _workspace(result),
+        _dw_cost(result),
+    ]
+    if dtype != "float32":
+        mean = mean_ratio(backward)
+        text = f"backward: geometric mean over cells at least {BACKWARD_MEAN}"
+        missed = [] if mean is None or mean >= BACKWARD_MEAN else ["the mean"]
+        found.insert(1, Target(text, len(backward), missed, "" if mean is None else f"{mean:.3f}"))
+    return found
+
+
+def target_lines(result: Result) -> list[str]:
+    """One line for each target of which the result has cells."""
+    return lines_of(targets(result))
+
+
+def workspace_table(result: Result, style: str = "simple") -> str:
+    """cutile's backward in each cell: its workspace in bytes, as rows of float32, those per SM, and what dw costs."""
+    costs = {(record["rows"], record["cols"]): cost for record, cost in dw_costs(result)}
+    rows = []
+    for record in of_op(result, "backward"):
+        if record["workspace_bytes"] is not None:
+            count = partial_rows(record)
+            per_sm = f"{count / result['sms']:.2f}" if result.get("sms") else ""
+            cost = costs.get((record["rows"], record["cols"]))
+            shape = f"{record['rows']} x {record['cols']}"
+            rows.append([shape, record["workspace_bytes"], f"{count:.0f}", per_sm, _percent(cost)])
+    headers = ["rows x cols", "workspace bytes", "P", "P per SM", "dw costs"]
+    align = ("left", *["right"] * 4)
+    return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True) if rows else ""
+
+
+def partial_rows(record: Record) -> float:
+    """A record's workspace in rows of float32: P, if it holds nothing else."""
+    return record["workspace_bytes"] / (4 * record["cols"])
+
+
+def dw_costs(result: Result) -> list[tuple[Record, float]]:
+    """cutile's backward at calls of NO_DW_BYTES or more, and the share by which it takes longer than without dw."""
+    alone = {(record["rows"], record["cols"]): record["us"] for record in of_op(result, "dx")}
+    costs = []
+    for record in of_op(result, "backward"):
+        us = alone.get((record["rows"], record["cols"]))
+        if us is not None and moved(record) >= NO_DW_BYTES:
+            costs.append((record, record["us"] / us - 1))
+    return costs
+
+
+def rate_text(record: Record) -> str:
+    """Its GB/s."""
+    rate = record["gb_per_s"]
+    return f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
+
+
+def _at_least(
+    text: str, comparisons: list[Comparison], failed: list[str], least: float | None = None
+) -> Target:
+    """`least` None: 1 less the cell's own spread."""
+    missed = failed + [
+        f"{each.shape} ({each.ratio:.3f}x {name_of(each.peer)})"
+        for each in comparisons
+        if each.ratio < (1 - each.spread if least is None else least)
+    ]
+    worst = min((each.ratio for each in comparisons), default=None)
+    cells = len(comparisons) + len(failed)
+    return Target(text, cells, missed, "" if worst is None else f"the lowest is {worst:.3f}")
+
+
+def _large(op: str, result: Result, widest: int | None) -> Target:
+    records = [
+        each
+        for each in of_op(result, op)
+        if each["copy_fraction"] is not None
+        and moved(each) >= LARGE_BYTES
+        and (widest is None or each["cols"] <= widest)
+    ]
+    text = f"{op}: at least {SHARE[op]:.0%} of the copy ceiling where {LARGE_BYTES / 1e6:.0f} MB or more move"
+    text += "" if widest is None else f", up to {widest} columns"
+    missed = [
+        f"{each['rows']} x {each['cols']} ({each['copy_fraction']:.1%})"
+        for each in records
+        if each["copy_fraction"] < SHARE[op]
+    ]
+    return Target(text, len(records), missed)
+
+
+def _small(backward: list[Comparison]) -> Target:
+    small = [each for each in backward if each.ours["rows"] * each.ours["cols"] <= SMALL_ELEMENTS]
+    missed = [
+        f"{each.shape} ({1 / each.ratio:.2f}x {name_of(each.peer)})"
+        for each in small
+        if 1 / each.ratio > SMALL_TIME
+    ]
+    text = f"backward of up to {SMALL_ELEMENTS} elements: at most {SMALL_TIME} of the best peer's time"
+    return Target(text, len(small), missed)
+
+
+def _workspace(result: Result) -> Target:
+    records = [each for each in of_op(result, "backward") if each["workspace_bytes"] is not None]
+    most = PARTIAL_ROWS_PER_SM * (result.get("sms") or 0)
+    text = f"backward's workspace: at most P x N x 4 bytes, P at most {PARTIAL_ROWS_PER_SM} per SM"
+    missed = [f"{each['rows']} x {each['cols']}" for each in records if partial_rows(each) > most]
+    return Target(text, len(records) if most else 0, missed)
+
+
+def _dw_cost(result: Result) -> Target:
+    costs = dw_costs(result)
+    missed = [
+        f"{record['rows']} x {record['cols']} ({cost:+.1%})" for record, cost in costs if cost > DW_COST
+    ]
+    text = (
+        f"deterministic dw costs at most {DW_COST:.0%} of the backward at {NO_DW_BYTES / 1e6:.0f} MB and more"
+    )
+    return Target(text, len(costs), missed)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:+.1%}"

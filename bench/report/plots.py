@@ -1,0 +1,147 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Pictures of a result for each op: GB/s at every shape, and, if there are peers, two heat maps over rows and columns.
+
+python -m bench.report.plots RESULT.json...       draws them again, beside the files
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":  # before the imports that would fail
+    from bench import require
+
+    require()
+
+import argparse
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from bench.block.families import ALL_OPS, CONTROLS
+from bench.measure.shapes import BATCHES, WIDEST_HEAD, Shape
+from bench.report import compare, pictures
+from bench.report.heatmaps import plot_heatmaps
+from bench.report.styles import EMPHASISED, style_of
+from tilegym_rmsnorm.commands import options
+
+GROUP_GAP = 1.2  # lines between two groups of shapes, the first of which holds the group's name
+
+
+def plot_result(result: dict[str, Any], stem: Path) -> dict[str, Path]:
+    """Write the pictures of each op: GB/s in STEM-OP.png, heat maps in STEM-OP-map.png. A grid has heat maps alone, in
+    STEM-OP.png. dx and CONTROLS have none of their own. Return the paths by op, and by OP-map.
+
+    Without a GPU write none: the times of interpreters and busy cores say nothing about the kernels.
+    """
+    paths: dict[str, Path] = {}
+    if result["gpu"] is None:
+        return paths
+    for op in ALL_OPS:
+        if op == "dx" or op in CONTROLS.values():
+            continue
+        records = [
+            record for record in result["records"] if record["op"] == op and record["gb_per_s"] is not None
+        ]
+        if records:
+            paths[op] = stem.with_name(f"{stem.name}-{op}.png")
+            if result.get("is_grid"):
+                plot_heatmaps(result, op, paths[op])
+                continue
+            _plot_op(result, op, records, paths[op])
+            if compare.compare(result, op):
+                paths[f"{op}-map"] = stem.with_name(f"{stem.name}-{op}-map.png")
+                plot_heatmaps(result, op, paths[f"{op}-map"])
+    return paths
+
+
+def _plot_op(result: dict[str, Any], op: str, records: list[dict[str, Any]], path: Path) -> None:
+    """A line for each shape: a bar for this package, a marker for everybody, a dashed line for the copy."""
+    shapes = list(dict.fromkeys((record["rows"], record["cols"]) for record in records))
+    places, groups = _places(shapes)
+    providers = list(dict.fromkeys(record["provider"] for record in records))
+    figure = Figure(figsize=(9.0, 2.2 + 0.24 * max(places.values())), layout="constrained")
+    axes = figure.subplots()
+    for provider in sorted(providers, key=lambda name: name == EMPHASISED):
+        rates = {(r["rows"], r["cols"]): r["gb_per_s"] for r in records if r["provider"] == provider}
+        _draw(axes, provider, {places[shape]: rate for shape, rate in rates.items()})
+    if result["copy_gb_per_s"] is not None:
+        axes.axvline(result["copy_gb_per_s"], color="black", linestyle="--", linewidth=1, label="device copy")
+    for place, name in groups.items():
+        axes.annotate(
+            name, (0, place), xytext=(3, 0), textcoords="offset points", va="center", style="italic"
+        )
+    axes.set_yticks(list(places.values()), [f"{rows} x {cols}" for rows, cols in shapes])
+    axes.set_ylim(max(places.values()) + 0.7, min([*places.values(), *groups]) - 0.7)
+    axes.set_ylabel("rows x columns")
+    axes.set_xlim(left=0)
+    axes.set_xlabel("GB/s of compulsory bytes: further right is faster")
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    handles, labels = axes.get_legend_handles_labels()
+    order = sorted(range(len(labels)), key=lambda index: labels[index] != EMPHASISED)
+    axes.legend(
+        [handles[index] for index in order],
+        [labels[index] for index in order],
+        ncols=4,
+        loc="lower left",
+        bbox_to_anchor=(-0.12, 1),
+        frameon=False,
+        fontsize=9,
+    )
+    pictures.describe(figure, f"RMSNorm {op}, {records[0]['dtype']}", result)
+    pictures.save(figure, path)
+
+
+def _draw(axes: Axes, provider: str, rates: dict[float, float]) -> None:
+    color, marker, _ = style_of(provider)
+    if provider == EMPHASISED:
+        axes.barh(list(rates), list(rates.values()), 0.72, color=color, alpha=0.3)
+    axes.scatter(
+        list(rates.values()),
+        list(rates),
+        s=60 if provider == EMPHASISED else 30,
+        color=color,
+        marker=marker,
+        # Light ones would be lost on the bar.
+        **({} if marker in "x+" else {"edgecolors": "black", "linewidths": 0.4}),
+        zorder=2 if provider == EMPHASISED else 3,  # the end of its bar shows it anyway
+        label=provider,
+    )
+
+
+def _places(shapes: list[Shape]) -> tuple[dict[Shape, float], dict[float, str]]:
+    """Where each shape's line is, downwards, and where the name of each group of shapes, if there are several."""
+    places: dict[Shape, float] = {}
+    names: dict[float, str] = {}
+    at = 0.0
+    for name, group in itertools.groupby(shapes, _group_of):
+        names[at] = name
+        at += GROUP_GAP
+        for shape in group:
+            places[shape] = at
+            at += 1
+        at += 0.2
+    return places, names if len(names) > 1 else {}
+
+
+def _group_of(shape: Shape) -> str:
+    if shape in BATCHES:
+        return "small calls"
+    return "normalized heads (QK norm)" if shape[1] <= WIDEST_HEAD else "hidden sizes of models"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.report.plots", description="Draws results again.")
+    parser.add_argument("result", type=options.path, nargs="+", metavar="RESULT.json")
+    for path in parser.parse_args(argv).result:
+        written = plot_result(json.loads(path.read_text()), path.with_suffix(""))
+        print("\n".join(map(str, written.values())))
+
+
+if __name__ == "__main__":
+    main()

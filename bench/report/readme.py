@@ -1,0 +1,256 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Puts measured figures into README.md, docs/performance.md and bench/results/README.md, so that none of them is typed
+by hand.
+
+    bench/run.sh --readme RESULT.json...     of these results, in this order
+    python scripts/docs_figures.py           of the newest that are kept
+
+A section of a page is what stands between its markers: `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from bench.block import page as block_page
+from bench.gate import kind_of
+from bench.measure.provenance import ROOT, gpu_slug
+from bench.measure.shapes import BATCHES, OPS
+from bench.providers.ours import PDL
+from bench.report import compare, tables
+
+Result = dict[str, Any]
+Results = dict[Path, Result]
+PAGE, INDEX = "docs/performance.md", "bench/results/README.md"
+PICTURE = "bench/results/overview.png"  # of README.md
+DTYPES = ("bfloat16", "float16", "float32")  # in the order of the pages
+HOST_PROVIDERS = ("cutile", "F.rms_norm", "torch.compile")
+OPS_SHOWN = ("backward", "forward")
+KINDS_SAID = {
+    "models": "the shapes of models",
+    "block": "of a transformer block",
+    "grid": "over rows and columns",
+}
+KINDS = tuple(KINDS_SAID)  # in the order of the pages
+
+
+def result_file(long_list: str) -> Callable[[str], Path]:
+    """A parser of the path of a result whose records stand in the list of this name."""
+
+    def parse(text: str) -> Path:
+        path = Path(text)
+        try:
+            result = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise argparse.ArgumentTypeError(f"expected a result in JSON, got {text}: {error}") from None
+        if not isinstance(result, dict) or long_list not in result:
+            raise argparse.ArgumentTypeError(f"expected a result with {long_list}, got {text}")
+        if not path.resolve().is_relative_to(ROOT):  # the pages link to the plots beside it
+            raise argparse.ArgumentTypeError(f"expected a file under {ROOT}, got {text}")
+        return path
+
+    return parse
+
+
+def refresh(page: Path, section: str, text: str) -> None:
+    """Replaces what stands between the lines `<!-- SECTION:begin -->` and `<!-- SECTION:end -->`."""
+    begin, end = f"<!-- {section}:begin -->", f"<!-- {section}:end -->"
+    old = page.read_text()
+    if old.count(begin) != 1 or old.count(end) != 1 or old.index(begin) > old.index(end):
+        raise ValueError(f"{page}: expected the lines {begin} and {end} once each, in this order")
+    before, rest = old.split(begin)
+    after = rest.split(end)[1]
+    shown = f"\n{text}\n\n" if text else ""
+    page.write_text(f"{before}{begin}\n{shown}{end}{after}")
+
+
+def refresh_results(paths: Iterable[Path]) -> None:
+    """Puts one table and the picture of these results into README.md, every table and map into docs/performance.md, and
+    the list of their files into bench/results/README.md."""
+    from bench.report import overview  # which needs matplotlib, as bench.split does not
+
+    results = load(paths)
+    for section, text in page_sections(results).items():
+        refresh(ROOT / PAGE, section, text)
+    if (shown := overview.result_shown(results.values())) is not None:
+        overview.plot(shown, ROOT / PICTURE)
+    refresh(ROOT / INDEX, "bench", index(results))
+    refresh(ROOT / "README.md", "bench", readme_section(results))
+
+
+def refresh_training(path: Path) -> None:
+    """Puts a result of studies/train.py into docs/performance.md."""
+    refresh(ROOT / PAGE, "train", training_section(path))
+
+
+def kept_results(folder: Path) -> list[Path]:
+    """The newest result of each dtype and GPU in `folder`/GPU/, in the order of KINDS."""
+    newest: dict[tuple[int, int, str], tuple[str, Path]] = {}
+    for path in sorted(folder.glob("*/*.json")):
+        result = json.loads(path.read_text())
+        if not result.get("records") or result["gpu"] is None:
+            continue
+        dtype = DTYPES.index(result["records"][0]["dtype"])
+        key = KINDS.index(kind_of(result)), dtype, path.parent.name
+        newest[key] = max(newest.get(key, ("", path)), (result["date"], path))
+    return [path for _, (_, path) in sorted(newest.items())]
+
+
+def newest_by_gpu(results: Path, ending: str) -> list[Result]:
+    """The newest kept result of each GPU model whose file's name has this ending, in the order of their folders."""
+    newest: dict[str, Result] = {}
+    for path in sorted(results.glob(f"*/*{ending}")):
+        result = json.loads(path.read_text())
+        gpu = result["gpu"]
+        is_kept = gpu is not None and gpu_slug(gpu) == path.parent.name  # as of gate.kept_gpus
+        if is_kept and (gpu not in newest or newest[gpu]["date"] <= result["date"]):
+            newest[gpu] = result
+    return list(newest.values())
+
+
+def load(paths: Iterable[Path]) -> Results:
+    return {path: json.loads(path.read_text()) for path in paths}
+
+
+def readme_section(results: Results) -> str:
+    """The one table of README.md, and what it was measured with."""
+    shown = [each for kind in ("models", "block") for each in _of_kind(results, kind)]
+    libraries = ("torch", "triton", "cuda-tile", "quack-kernels", "liger-kernel", "tilegym")
+    found = [f"tileiras {version}" for version in dict.fromkeys(each["tileiras"] for each in shown)]
+    for name in libraries:
+        versions = dict.fromkeys(each["versions"].get(name) for each in shown)
+        found += [f"{name} {version}" for version in versions if version]
+    days = sorted({each["date"][:10] for each in shown})
+    measured = f"Measured from {days[0]} to {days[-1]}" if days[1:] else f"Measured on {days[0]}"
+    return f"{tables.overview(shown)}\n\n{measured}, with {', '.join(found)}."
+
+
+def page_sections(results: Results) -> dict[str, str]:
+    """The sections of docs/performance.md by their names."""
+    models, grids = _of_kind(results, "models"), _of_kind(results, "grid")
+    shown = {path: each for path, each in results.items() if kind_of(each) != "block"}
+    return {
+        "overview": tables.overview(models),
+        "sizes": sizes_table(models),
+        "behind": behind_table(models + grids),
+        "option": tables.overview([without_option(each) for each in models]),
+        "host": "\n\n".join(host_table(each) for each in models if _dtype(each) == DTYPES[0]),
+        "block": block_page.section(_of_kind(results, "block")),
+        "bench": "\n\n".join(_page_section(path, each) for path, each in shown.items()),
+    }
+
+
+def training_section(path: Path) -> str:
+    from bench.studies import curves  # which needs matplotlib, as bench.split does not
+
+    image = path.with_suffix(".png").resolve()
+    return curves.readme_section(json.loads(path.read_text()), _link(image, ROOT / PAGE))
+
+
+def index(results: Results) -> str:
+    """A table of the files of these results, with what each was measured of and with."""
+    rows = []
+    for path, result in results.items():
+        link = f"[{path.stem}]({_link(path.resolve(), ROOT / INDEX)})"
+        what = KINDS_SAID[kind_of(result)]
+        rows.append([link, result["gpu"], _dtype(result), what, result["commit"][:12], result["date"][:10]])
+    headers = ["result", "GPU", "dtype", "shapes", "commit", "date"]
+    return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True)
+
+
+def sizes_table(results: list[Result]) -> str:
+    """Mean ratios of calls that move less than LARGE_BYTES, and of the others, with their numbers."""
+    rows = []
+    for result in results:
+        row = [_name(result)]
+        for op in OPS_SHOWN:
+            for is_large in (False, True):
+                cells = [
+                    each
+                    for each in compare.compare(result, op)
+                    if (each.ours["gb_per_s"] * 1e3 * each.ours["us"] >= compare.LARGE_BYTES) == is_large
+                ]
+                mean = compare.mean_ratio(cells)
+                row.append("" if mean is None else f"{mean:.2f} ({len(cells)})")
+        rows.append(row)
+    limit = f"{compare.LARGE_BYTES / 1e6:.0f} MB"
+    headers = ["GPU, dtype"] + [f"{op} {size}" for op in OPS_SHOWN for size in (f"< {limit}", f">= {limit}")]
+    return _markdown(rows, headers)
+
+
+def behind_table(results: list[Result]) -> str:
+    """In how many cells a peer is faster, and the one where cutile is furthest behind."""
+    rows = []
+    for result in results:
+        for op in OPS_SHOWN:
+            cells = compare.compare(result, op)
+            behind = sorted((each for each in cells if each.ratio < 1.0), key=lambda each: each.ratio)
+            if not cells:
+                continue
+            row = [_name(result), op, f"{len(behind)} of {len(cells)}"]
+            if behind:
+                row += [f"{behind[0].ratio:.3f}", behind[0].shape, behind[0].peer["provider"]]
+            rows.append([*row, *[""] * (6 - len(row))])
+    headers = ["GPU, dtype", "op", "a peer is faster", "lowest ratio", "at rows x cols", "of"]
+    return _markdown(rows, headers, left=(0, 1, 5))
+
+
+def without_option(result: Result) -> Result:
+    """The result, had torch.compile not been given Inductor's option PDL."""
+    setting = f"{PDL.rpartition('.')[2]}=False"
+    records = []
+    for record in result["records"]:
+        us = (record.get("tried_us") or {}).get(setting)
+        is_timed = record["provider"].startswith("torch.compile") and isinstance(us, float)
+        records.append(record | {"us": us} if is_timed else record)
+    return result | {"records": records}
+
+
+def host_table(result: Result) -> str:
+    """Host microseconds of one eager call of each op, at shapes that the GPU ends before the host."""
+    found = {(each["op"], each["rows"], each["cols"], each["provider"]): each for each in result["records"]}
+    columns = [(op, name) for op in reversed(OPS_SHOWN) for name in HOST_PROVIDERS]
+    rows = []
+    for shape in BATCHES:
+        cells = [found.get((op, *shape, name), {}).get("host_us") for op, name in columns]
+        rows.append([f"{shape[0]} x {shape[1]}", *("" if us is None else f"{us:.0f}" for us in cells)])
+    table = _markdown(rows, ["rows x cols", *(f"{op}: {name}" for op, name in columns)])
+    return f"**{_name(result)}**\n\n{table}"
+
+
+def _page_section(path: Path, result: Result) -> str:
+    names = [name for op in OPS for name in (op, f"{op}-map")]
+    images = {name: path.with_name(f"{path.stem}-{name}.png").resolve() for name in names}
+    links = {name: _link(image, ROOT / PAGE) for name, image in images.items() if image.exists()}
+    return tables.page_section(result, links)
+
+
+def _of_kind(results: Results, kind: str) -> list[Result]:
+    return [each for each in results.values() if kind_of(each) == kind]
+
+
+def _name(result: Result) -> str:
+    kind = kind_of(result)
+    return f"{result['gpu']}, {_dtype(result)}{'' if kind == 'models' else f', {kind}'}"
+
+
+def _dtype(result: Result) -> str:
+    return result["records"][0]["dtype"]
+
+
+def _link(target: Path, page: Path) -> str:
+    return Path(os.path.relpath(target, page.parent)).as_posix()
+
+
+def _markdown(rows: list[list[str]], headers: list[str], left: tuple[int, ...] = (0,)) -> str:
+    align = ["left" if number in left else "right" for number in range(len(headers))]
+    return tabulate(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)
