@@ -326,7 +326,7 @@ def default_providers(
     backends = [name for name in wanted if name not in unavailable]
     if arguments.p_rows and not arguments.block and "cutile" in backends:
         backends.append(ROW_PARTIALS)
-    # On a CPU torch.compile would show the same C++ as "inductor", for another half minute of compiling.
+    # On a CPU torch.compile would compile C++ for half a minute, of which no figure is shown.
     return (*backends, *(BASELINES if has_gpu else ("F.rms_norm",)))
 
 

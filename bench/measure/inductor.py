@@ -26,7 +26,7 @@ import torch
 
 from tilegym_rmsnorm.measure.timer import FLUSH_BYTES
 
-PROVIDERS = frozenset(("inductor", "torch.compile", "torch.compile-max-autotune"))  # whose kernels it chooses
+PROVIDERS = frozenset(("torch.compile", "torch.compile-max-autotune"))  # whose kernels it chooses
 # Part of the names in its caches on disk: choices made by its own timer are not found there.
 CACHE_TAG = "timed by bench.inductor"
 TAG_VARIABLE = "TORCH_COMPILE_CACHE_KEY_TAG"  # that tag of processes that this one starts

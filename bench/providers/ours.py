@@ -31,7 +31,7 @@ from tilegym_rmsnorm import policy, registry
 from tilegym_rmsnorm.spec import Spec, Wanted
 
 EPS = 1e-6
-BACKENDS = ("cutile", "triton", "inductor", "torch")
+BACKENDS = ("cutile", "triton", "torch")
 KERNELS = BACKENDS[:2]
 BASELINES = ("F.rms_norm", "torch.compile")
 ROW_PARTIALS = "cutile[P=M]"

@@ -25,7 +25,6 @@ class Style(NamedTuple):
 STYLES = {
     "cutile": Style("#D55E00", "o", "circle"),
     "triton": Style("#0072B2", "s", "square"),
-    "inductor": Style("#009E73", "^", "triangle-up"),
     "F.rms_norm": Style("#000000", "x", "x-thin"),
     "torch.compile": Style("#CC79A7", "D", "diamond"),
     "quack": Style("#56B4E9", "h", "hexagon"),

@@ -51,7 +51,7 @@ from tilegym_rmsnorm import RMSNorm
 from tilegym_rmsnorm.commands import options
 from tilegym_rmsnorm.commands.installation import why_not_writable
 
-NAMES = ("baseline", "F.rms_norm", "cutile", "triton", "inductor", "torch")
+NAMES = ("baseline", "F.rms_norm", "cutile", "triton", "torch")
 SEED, OTHER_SEED, VALIDATION_SEED = 0, 1, 2
 VOCABULARY = 256
 VALIDATION_EVERY = 20  # of the files, the first of each 20 is kept from training

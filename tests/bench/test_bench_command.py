@@ -219,7 +219,9 @@ def measured(monkeypatch, tmp_path):
     return main, events
 
 
-@pytest.mark.parametrize(("providers", "is_given"), [("torch,inductor", True), ("torch,F.rms_norm", False)])
+@pytest.mark.parametrize(
+    ("providers", "is_given"), [("torch,torch.compile", True), ("torch,F.rms_norm", False)]
+)
 def test_the_process_that_measures_gives_inductor_its_timer(measured, providers, is_given):
     """Before anything is compiled there; and the result says so."""
     main, events = measured

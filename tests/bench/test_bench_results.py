@@ -39,12 +39,12 @@ def test_tables_show_figures_failures_and_what_was_not_measured():
     result = make_result(
         make_record(),
         make_record(None, provider="triton"),
-        unavailable={"inductor": "no Triton. To mend it: pip"},
+        unavailable={"cutile": "no GPU. To mend it: pip"},
     )
     text = tables.by_op(result)
     assert "2000  66%" in text and "100.0 ±0% / 30" in text
     assert "failed: triton (backward 4096x1024): ValueError: broken" in text
-    assert "not measured: inductor: no Triton. To mend it: pip" in text
+    assert "not measured: cutile: no GPU. To mend it: pip" in text
 
 
 def test_readme_section_is_replaced_and_nothing_else(tmp_path):

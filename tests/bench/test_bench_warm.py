@@ -14,6 +14,7 @@ import torch
 from bench.block.families import Section
 from bench.measure import inductor, warm
 from bench.measure.shapes import OPS
+from bench.providers.ours import MAX_AUTOTUNE
 
 CPU = torch.device("cpu")
 
@@ -71,10 +72,10 @@ def test_what_inductor_measures_comes_last_and_alone(monkeypatch):
 
     monkeypatch.setattr(warm, "ProcessPoolExecutor", Later)
     monkeypatch.setattr(warm, "as_completed", as_completed)
-    providers = ("torch.compile", "cutile", "inductor", "quack")
+    providers = ("torch.compile", "cutile", MAX_AUTOTUNE, "quack")
     warm.warm(providers, [Section(OPS, ((4, 8),))], [torch.float32], CPU, processes=2)
     quack = ["quack"] * warm.SHARES["quack"]
-    assert events == ["cutile", *quack, "all done", "torch.compile", "inductor", "all done"]
+    assert events == ["cutile", *quack, "all done", "torch.compile", MAX_AUTOTUNE, "all done"]
 
 
 def test_all_sections_share_one_pool_and_nothing_compiles_twice(monkeypatch):
