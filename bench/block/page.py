@@ -8,10 +8,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
-from tabulate import tabulate
-
 from bench.block.families import BLOCK_OPS, CONTROLS, heads_of
-from bench.report.cells import Record, Result, compare, name_of, of_op
+from bench.measure.shapes import Shape
+from bench.report.cells import Result, compare, figure_text, grid, name_of, of_op, shape_of, shape_text
 from bench.report.compare import rate_text, target_lines
 from bench.report.tables import folded, heading, op_table, rate_cell, said_above
 
@@ -24,7 +23,7 @@ What the norms of a block ask for beside x and a weight: [residual, bias, heads]
 another's time over cutile's: above 1 cutile is faster. *Itself* is cutile at the same shape without the bias, or with
 contiguous heads. [bench/README.md](../bench/README.md#a-transformer-block) has the ops, and who is measured how."""
 
-Cells = dict[tuple[int, int], float]  # a figure by rows and columns
+Cells = dict[Shape, float]  # a figure by rows and columns
 
 
 def section(results: list[Result]) -> str:
@@ -34,11 +33,11 @@ def section(results: list[Result]) -> str:
 
 def ratios_to_itself(result: Result, op: str) -> Cells:
     """The time without what the op has more over its own: below 1 that costs time."""
-    without = {_shape(each): each["us"] for each in of_op(result, CONTROLS[op])}
+    without = {shape_of(each): each["us"] for each in of_op(result, CONTROLS[op])}
     return {
-        _shape(each): without[_shape(each)] / each["us"]
+        shape_of(each): without[shape_of(each)] / each["us"]
         for each in of_op(result, op)
-        if _shape(each) in without
+        if shape_of(each) in without
     }
 
 
@@ -46,7 +45,7 @@ def means_table(result: Result) -> str:
     """Of each op the mean and the lowest ratio, to the best peer and to itself."""
     rows = []
     for op in (*ROWS_OPS, *HEADS_OPS):
-        against = {"the best peer": {_shape(each.ours): each.ratio for each in compare(result, op)}}
+        against = {"the best peer": {shape_of(each.ours): each.ratio for each in compare(result, op)}}
         if op in CONTROLS:
             against[f"itself without {WITHOUT[op]}"] = ratios_to_itself(result, op)
         for name, cells in against.items():
@@ -56,18 +55,18 @@ def means_table(result: Result) -> str:
                 row = [op, name, str(len(cells)), f"{mean:.2f}", f"{cells[lowest]:.3f}"]
                 rows.append([*row, "{} x {}".format(*lowest)])
     headers = ["op", "against", "cells", "mean ratio", "lowest ratio", "at rows x cols"]
-    return _markdown(rows, headers, left=(0, 1))
+    return grid(rows, headers, left=(0, 1))
 
 
 def rows_table(result: Result) -> str:
     """A line for each op and shape of rows."""
     rows = []
     for op in ROWS_OPS:
-        peers = {_shape(each.ours): each for each in compare(result, op)}
+        peers = {shape_of(each.ours): each for each in compare(result, op)}
         itself = ratios_to_itself(result, op) if op in CONTROLS else {}
         for record in of_op(result, op):
-            shape = _shape(record)
-            row = [op, "{} x {}".format(*shape), rate_text(record), _share(record)]
+            shape = shape_of(record)
+            row = [op, shape_text(record), rate_text(record), figure_text(record["copy_fraction"], ".1%")]
             peer = peers.get(shape)
             row += ["", ""] if peer is None else [name_of(peer.peer), f"{peer.ratio:.2f}"]
             rows.append([*row, f"{itself[shape]:.3f}" if shape in itself else ""])
@@ -80,18 +79,18 @@ def rows_table(result: Result) -> str:
         "ratio to it",
         "ratio to itself",
     ]
-    return _markdown(rows, headers, left=(0, 1, 4))
+    return grid(rows, headers, left=(0, 1, 4))
 
 
-def heads_map(result: Result, op: str, text: Callable[[tuple[int, int]], str]) -> str:
+def heads_map(result: Result, op: str, text: Callable[[Shape], str]) -> str:
     """What `text` says of each shape, H downwards and D to the right."""
-    shapes = [_shape(each) for each in of_op(result, op)]
+    shapes = [shape_of(each) for each in of_op(result, op)]
     sizes = sorted({cols for _, cols in shapes})
     by_heads: dict[int, dict[int, str]] = {}
     for rows, cols in shapes:
         by_heads.setdefault(heads_of(rows)[2], {})[cols] = text((rows, cols))
     lines = [[str(heads), *(of.get(size, "") for size in sizes)] for heads, of in sorted(by_heads.items())]
-    return _markdown(lines, ["heads", *(f"D = {size}" for size in sizes)])
+    return grid(lines, ["heads", *(f"D = {size}" for size in sizes)])
 
 
 def _of_result(result: Result) -> str:
@@ -111,17 +110,17 @@ def _of_result(result: Result) -> str:
 
 def _heads_parts(result: Result, op: str) -> list[str]:
     """Two maps of q as a slice of (B, T, 3, H, D): the rate, and both ratios."""
-    records = {_shape(each): each for each in of_op(result, op)}
+    records = {shape_of(each): each for each in of_op(result, op)}
     if not records:
         return []
-    peers = {_shape(each.ours): each.ratio for each in compare(result, op)}
+    peers = {shape_of(each.ours): each.ratio for each in compare(result, op)}
     itself = ratios_to_itself(result, op)
 
-    def rate(shape: tuple[int, int]) -> str:
-        share = _share(records[shape])
+    def rate(shape: Shape) -> str:
+        share = figure_text(records[shape]["copy_fraction"], ".1%")
         return rate_text(records[shape]) + (f" ({share})" if share else "")
 
-    def ratios(shape: tuple[int, int]) -> str:
+    def ratios(shape: Shape) -> str:
         return " / ".join(f"{of[shape]:.2f}" if shape in of else "-" for of in (itself, peers))
 
     return [
@@ -134,22 +133,8 @@ def _heads_parts(result: Result, op: str) -> list[str]:
 
 def settings_table(result: Result) -> str:
     rows = [
-        [op, "{} x {}".format(*_shape(each)), each.get("settings") or ""]
+        [op, shape_text(each), each.get("settings") or ""]
         for op in (*ROWS_OPS, *HEADS_OPS)
         for each in of_op(result, op)
     ]
-    return _markdown(rows, ["op", "rows x cols", "kernel"], left=(0, 1, 2))
-
-
-def _share(record: Record) -> str:
-    share = record["copy_fraction"]
-    return "" if share is None else f"{share:.1%}"
-
-
-def _shape(record: Record) -> tuple[int, int]:
-    return record["rows"], record["cols"]
-
-
-def _markdown(rows: list[list[str]], headers: list[str], left: tuple[int, ...] = (0,)) -> str:
-    align = ["left" if number in left else "right" for number in range(len(headers))]
-    return tabulate(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)
+    return grid(rows, ["op", "rows x cols", "kernel"], left=(0, 1, 2))

@@ -21,14 +21,21 @@ from torch import Tensor
 import tilegym_rmsnorm as tr
 from bench.block.families import ALPHA, CONTROLS, BlockInputs, Family
 from bench.providers import ours
-from bench.providers.ours import BACKENDS, BASELINES, COMPILED_MODES, EPS
+from bench.providers.ours import (
+    BACKENDS,
+    BASELINES,
+    COMPILED_MODES,
+    EPS,
+    aten_backward,
+    aten_backward_dx,
+    aten_ops_forward,
+)
 from bench.report.cells import OURS
 from tilegym_rmsnorm import registry
 from tilegym_rmsnorm.spec import Spec, Wanted
 
 Results = tuple[Tensor, ...]
 Compute = Callable[[BlockInputs], Results]  # of one op, its outputs in the order of Family.outputs
-aten = torch.ops.aten
 PLAIN_OPS = ("frozen_weight_backward", *CONTROLS.values())
 
 
@@ -123,16 +130,12 @@ def _backward_of(backend: str, t: BlockInputs) -> Callable[..., tuple[Tensor, ..
 
 def _residual_forward(x: Tensor, weight: Tensor, residual: Tensor) -> Results:
     total = x + residual
-    y, rstd = aten._fused_rms_norm.default(total, weight.shape, weight, EPS)
+    y, rstd = aten_ops_forward(total, weight)
     return y, total, rstd
 
 
-def _backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> Results:
-    return aten._fused_rms_norm_backward.default(dy, x, weight.shape, rstd, weight, [True, True])
-
-
 def _residual_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor, d_out: Tensor) -> Results:
-    dx, dw = _backward(x, dy, weight, rstd)
+    dx, dw = aten_backward(x, dy, weight, rstd)
     return dx + d_out, dw
 
 
@@ -141,28 +144,24 @@ def _scaled_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor, d_out:
     return ALPHA * d, d, dw
 
 
-def _forward(x: Tensor, weight: Tensor) -> Results:
-    return aten._fused_rms_norm.default(x, weight.shape, weight, EPS)
-
-
 def _bias_forward(x: Tensor, weight: Tensor, bias: Tensor) -> Results:
-    y, rstd = _forward(x, weight)
+    y, rstd = aten_ops_forward(x, weight)
     return y + bias, rstd
 
 
 def _bias_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> Results:
-    return *_backward(x, dy, weight, rstd), dy.sum(dim=0)
+    return *aten_backward(x, dy, weight, rstd), dy.sum(dim=0)
 
 
 def _frozen_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> Results:
-    return aten._fused_rms_norm_backward.default(dy, x, weight.shape, rstd, weight, [True, False])[:1]
+    return (aten_backward_dx(x, dy, weight, rstd),)
 
 
 def torch_calls(wrap: Callable[[Callable[..., Results]], Callable[..., Results]]) -> dict[str, Compute]:
     """The ops by PyTorch's own operations, each function of tensors passed through `wrap`. ATen keeps rstd with as many
     dimensions as x."""
-    add, with_bias, forward = wrap(_residual_forward), wrap(_bias_forward), wrap(_forward)
-    names = (_residual_backward, _scaled_backward, _backward, _bias_backward, _frozen_backward)
+    add, with_bias, forward = wrap(_residual_forward), wrap(_bias_forward), wrap(aten_ops_forward)
+    names = (_residual_backward, _scaled_backward, aten_backward, _bias_backward, _frozen_backward)
     residual, scaled, backward, bias, frozen = map(wrap, names)
 
     def gradients(function: Callable[..., Results], *others: str) -> Compute:

@@ -10,7 +10,6 @@ python -m bench.block.targets RESULT.json     a line for each target: met, NOT M
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 from bench.block.families import BLOCK_OPS, CONTROLS
@@ -23,13 +22,15 @@ from bench.report.cells import (
     Target,
     compare,
     failed_cells,
+    figure_text,
     lines_of,
     mean_ratio,
     moved,
     name_of,
     of_op,
+    read_result,
+    shape_text,
 )
-from tilegym_rmsnorm.commands import options
 
 LARGE_X = 64 << 20  # bytes of x
 LARGE_HEADS = (128, 256)  # columns
@@ -66,7 +67,7 @@ def _failed(op: str, result: Result) -> Target:
 def _of_copy(op: str, share: float, records: list[Record], where: str) -> Target:
     with_share = [each for each in records if each["copy_fraction"] is not None]
     missed = [
-        f"{_shape(each)} ({each['copy_fraction']:.1%})"
+        f"{shape_text(each)} ({each['copy_fraction']:.1%})"
         for each in with_share
         if each["copy_fraction"] < share
     ]
@@ -84,7 +85,7 @@ def _against_peers(op: str, comparisons: list[Comparison]) -> list[Target]:
     mean, least = mean_ratio(comparisons), RESIDUAL_LEAST[op]
     missed = [] if mean is None or mean >= RESIDUAL_MEAN[op] else ["the mean"]
     text = f"{op}: geometric mean over cells at least {RESIDUAL_MEAN[op]}"
-    means = Target(text, len(comparisons), missed, "" if mean is None else f"{mean:.3f}")
+    means = Target(text, len(comparisons), missed, figure_text(mean, ".3f"))
     behind = [
         f"{each.shape} ({each.ratio:.3f}x {name_of(each.peer)})" for each in comparisons if each.ratio < least
     ]
@@ -93,34 +94,37 @@ def _against_peers(op: str, comparisons: list[Comparison]) -> list[Target]:
 
 def _against_compiled(op: str, result: Result) -> Target:
     """torch.compile by either mode."""
-    ours = {_shape(each): each["us"] for each in of_op(result, op)}
+    ours = {shape_text(each): each["us"] for each in of_op(result, op)}
     best: dict[str, float] = {}
     for each in result["records"]:
         is_compiled = each["op"] == op and each["provider"].startswith("torch.compile")
-        if is_compiled and each["us"] is not None and _shape(each) in ours:
-            best[_shape(each)] = min(each["us"], best.get(_shape(each), each["us"]))
+        if is_compiled and each["us"] is not None and shape_text(each) in ours:
+            best[shape_text(each)] = min(each["us"], best.get(shape_text(each), each["us"]))
     missed = [f"{shape} ({us / ours[shape]:.3f}x)" for shape, us in best.items() if us <= ours[shape]]
     return Target(f"{op}: ahead of torch.compile in every cell", len(best), missed)
 
 
 def _cost(op: str, most: float, result: Result) -> Target:
     """How much longer it takes than the op without bias or strides."""
-    without = {_shape(each): each["us"] for each in of_op(result, CONTROLS[op])}
+    without = {shape_text(each): each["us"] for each in of_op(result, CONTROLS[op])}
     costs = {
-        _shape(each): each["us"] / without[_shape(each)] - 1
+        shape_text(each): each["us"] / without[shape_text(each)] - 1
         for each in of_op(result, op)
-        if _shape(each) in without
+        if shape_text(each) in without
     }
     missed = [f"{shape} ({cost:+.1%})" for shape, cost in costs.items() if cost > most]
     return Target(f"{op}: at most {most:.0%} longer than {CONTROLS[op]}", len(costs), missed)
 
 
-def _shape(record: Record) -> str:
-    return f"{record['rows']} x {record['cols']}"
-
-
 def _bytes_of_x(record: Record) -> int:
     return record["rows"] * record["cols"] * ITEMSIZE[record["dtype"]]
+
+
+def _of_a_block(text: str) -> Result:
+    result = read_result(text)
+    if kind_of(result) != "block":
+        raise argparse.ArgumentTypeError(f"expected a result of bench/run.sh --block, got {text}")
+    return result
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -128,15 +132,8 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m bench.block.targets",
         description="Which targets a result of bench/run.sh --block meets.",
     )
-    parser.add_argument("result", type=options.path, metavar="RESULT.json")
-    path = parser.parse_args(argv).result
-    try:
-        result = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        parser.error(f"expected a result in JSON, got {path}: {error}")
-    if "records" not in result or kind_of(result) != "block":
-        parser.error(f"expected a result of bench/run.sh --block, got {path}")
-    found = targets(result)
+    parser.add_argument("result", type=_of_a_block, metavar="RESULT.json")
+    found = targets(parser.parse_args(argv).result)
     print("\n".join(lines_of(found, shows_open=True)))
     return int(not all(each.is_met for each in found))
 

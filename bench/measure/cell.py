@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import time
@@ -167,28 +168,25 @@ class Cell:
         record: Record = {"op": op, "rows": self.shape[0], "cols": self.shape[1]}
         record |= {"dtype": dtype_name(self.dtype), "provider": name}
         record |= {"settings": _settings(fastest, op), "tried_us": tried or None}
-        record |= self._figures(moved, device.get(label) if fastest else None)
+        record |= figures(device.get(label) if fastest else None, moved, self.bench.copy_bytes_per_second)
         return record | {
             "host_us": round(host[label].us, 2) if label in host else None,
-            "errors": _rounded(self.errors.get(label, {})),
+            "errors": rounded(self.errors.get(label, {})),
             "workspace_bytes": workspace.get(label),
             "first_calls_s": round(self.first_calls[name], 2),
             "error": None if fastest else "; ".join(dict.fromkeys(reasons)),
         }
 
-    def _figures(self, moved: int, timing: Timing | None) -> Record:
-        if timing is None:
-            return dict.fromkeys(FIGURES)
-        rate = moved / (timing.us * 1e-6)
-        ceiling = self.bench.copy_bytes_per_second
-        return {
-            "us": _rounded_us(timing),
-            "us_p10": round(timing.us_p10, 3),
-            "us_p90": round(timing.us_p90, 3),
-            "samples": timing.samples,
-            "gb_per_s": float(f"{rate / 1e9:.5g}"),
-            "copy_fraction": None if ceiling is None else round(rate / ceiling, 4),
-        }
+
+def figures(timing: Timing | None, moved: int, ceiling: float | None) -> Record:
+    """FIGURES of a call that moves so many bytes; ceiling: the rate of the copy."""
+    if timing is None:
+        return dict.fromkeys(FIGURES)
+    rate = moved / (timing.us * 1e-6)
+    return {name: round(value, 3) for name, value in dataclasses.asdict(timing).items()} | {
+        "gb_per_s": float(f"{rate / 1e9:.5g}"),
+        "copy_fraction": None if ceiling is None else round(rate / ceiling, 4),
+    }
 
 
 def _fastest(providers: list[Any], device: dict[str, Timing]) -> Any | None:
@@ -215,7 +213,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _rounded(errors: Errors) -> dict[str, float | None]:
+def rounded(errors: Errors) -> dict[str, float | None]:
     """Three digits; None for what JSON cannot say (a NaN is in the record's `error`)."""
     return {kind: float(f"{error:.3g}") if math.isfinite(error) else None for kind, error in errors.items()}
 

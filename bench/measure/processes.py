@@ -32,11 +32,10 @@ from bench.measure.provenance import PACKAGE, ROOT
 from bench.measure.shapes import Shape, parse_shapes
 from bench.providers.peers import ALONE
 from bench.report import compare, tables
+from bench.report.cells import Record, Result, shape_of
 from bench.report.plots import plot_result
 from tilegym_rmsnorm.commands import options
 
-Result = dict[str, Any]
-Record = dict[str, Any]
 # Providers, and the shapes at which one process measures them.
 Group = tuple[tuple[str, ...], tuple[Shape, ...]]
 # Of two results that may be joined.
@@ -111,7 +110,7 @@ def measure_apart(
     if "lost" in result:
         return result
     records = list(result["records"])
-    reached, measured = {_shape(each) for each in records}, {each["provider"] for each in records}
+    reached, measured = {shape_of(each) for each in records}, {each["provider"] for each in records}
     reasons = result.get("unavailable", {})
     error = f"its process ended with status {done.returncode}"
     result["records"] += [
@@ -127,10 +126,6 @@ def measure_apart(
 def shapes_text(shapes: Sequence[Shape]) -> str:
     """As `parse_shapes` reads it."""
     return ",".join(f"{rows}x{cols}" for rows, cols in shapes)
-
-
-def _shape(record: Record) -> Shape:
-    return record["rows"], record["cols"]
 
 
 def join(result: Result, other: Result, ops: Sequence[str] | None = None) -> list[str]:
@@ -155,10 +150,10 @@ def join(result: Result, other: Result, ops: Sequence[str] | None = None) -> lis
     apart = {
         (name, shape) for part in parts for name in part["providers"] for shape in _shapes_of(name, part, new)
     }
-    own = [record for record in new if (record["provider"], _shape(record)) not in apart]
+    own = [record for record in new if (record["provider"], shape_of(record)) not in apart]
     whole = {key: other.get(key) for key in ("copy_gb_per_s", "date", "commit", "sources", "inductor_timer")}
     whole["providers"] = list(dict.fromkeys(record["provider"] for record in own))
-    whole["shapes"] = shapes_text(list(dict.fromkeys(map(_shape, own))))
+    whole["shapes"] = shapes_text(list(dict.fromkeys(map(shape_of, own))))
     if found := [part for part in (whole, *parts) if part["providers"]]:
         result.setdefault("processes", []).extend(found)
     if new:  # of libraries that this environment lacked
@@ -176,13 +171,13 @@ def _shapes_of(provider: str, part: Record, records: Sequence[Record]) -> list[S
     never shares a process was there at all, of another both processes may have measured some."""
     if "shapes" in part:
         return list(parse_shapes(part["shapes"]))
-    return [_shape(record) for record in records] if provider in ALONE else []
+    return [shape_of(record) for record in records] if provider in ALONE else []
 
 
 def differences(result: Result) -> list[str]:
     """One line for each process of its own: its copy rate beside the result's."""
     own = result["copy_gb_per_s"]
-    every = {_shape(record) for record in result["records"]}
+    every = {shape_of(record) for record in result["records"]}
     lines = []
     for process in result.get("processes", []):
         rate = process["copy_gb_per_s"]

@@ -106,9 +106,9 @@ def make_provider(name: str, shape: Shape, dtype: torch.dtype, device: torch.dev
     if name == "F.rms_norm":
         # CPUs have no kernel of the backward op: there autograd differentiates the forward's parts.
         if device.type != "cuda":
-            return Provider(name, _aten_forward, None, _norm, True)
+            return Provider(name, aten_forward, None, aten_norm, True)
         remove_overrides()
-        return Provider(name, _aten_forward, _aten_backward, _norm, True, _aten_backward_dx)
+        return Provider(name, aten_forward, aten_backward, aten_norm, True, aten_backward_dx)
     if name in COMPILED_MODES:
         return compiled_providers(name, shape, dtype, device)[0]
     raise ValueError(f"provider: expected one of {', '.join(PROVIDERS)}, got {name!r}")
@@ -120,9 +120,9 @@ def compiled_providers(name: str, shape: Shape, dtype: torch.dtype, device: torc
     return [
         Provider(
             name,
-            compiled(_aten_ops_forward, options),
-            compiled(_aten_backward, options),
-            compiled(_norm, options) if is_host_bound else None,
+            compiled(aten_ops_forward, options),
+            compiled(aten_backward, options),
+            compiled(aten_norm, options) if is_host_bound else None,
             True,
             settings=text,
         )
@@ -180,20 +180,20 @@ def _row_partials_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) 
     return dx, dw
 
 
-def _aten_forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def aten_forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     # Not through torch.ops, which costs the host more than F.rms_norm does.
     return torch._fused_rms_norm(x, weight.shape, weight, EPS)
 
 
-def _aten_ops_forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def aten_ops_forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ops.aten._fused_rms_norm.default(x, weight.shape, weight, EPS)
 
 
-def _aten_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def aten_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     return torch.ops.aten._fused_rms_norm_backward.default(dy, x, weight.shape, rstd, weight, [True, True])
 
 
-def _aten_backward_dx(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
+def aten_backward_dx(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
     arguments = (dy, x, weight.shape, rstd, weight)
     return torch.ops.aten._fused_rms_norm_backward.default(*arguments, [True, False])[0]
 
@@ -211,7 +211,7 @@ def remove_overrides() -> None:
     deregister_op_overrides(disable_op_symbols=["_fused_rms_norm", "_fused_rms_norm_backward"])
 
 
-def _norm(x: Tensor, weight: Tensor) -> Tensor:
+def aten_norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, EPS)
 
 

@@ -1,23 +1,62 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The cells of a result: those of the "cutile" backend beside the best of all peers, and what a target says of them.
+"""A result's cells and tables: cells of the "cutile" backend beside the best of all peers, and what a target says of
+them.
 
 A peer is every provider that is none of this package's backends. Ratios are of device times: above 1, cutile is faster.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from tabulate import tabulate
+
+from bench.measure.shapes import Shape
 from bench.providers.ours import OWN
+from tilegym_rmsnorm.commands import options
 
 Result = dict[str, Any]
 Record = dict[str, Any]
 OURS = "cutile"
 LARGE_BYTES = 200e6  # calls that move at least this much should run at a share of the copy ceiling
+
+
+def read_result(text: str, long_list: str = "records") -> Result:
+    """A parser of command lines: the result that a file holds, with its list of this name."""
+    try:
+        result = json.loads(options.path(text).read_text())
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"expected a result in JSON, got {text}: {error}") from None
+    if not isinstance(result, dict) or not result.get(long_list):
+        raise argparse.ArgumentTypeError(f"expected a result with {long_list}, got {text}")
+    return result
+
+
+def grid(
+    rows: Sequence[Sequence[Any]], headers: Sequence[str], style: str = "pipe", left: Sequence[int] = (0,)
+) -> str:
+    """A table whose columns are figures, but for those of `left`; nothing without rows."""
+    align = ["left" if number in left else "right" for number in range(len(headers))]
+    return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True) if rows else ""
+
+
+def figure_text(figure: float | None, form: str = ".0%") -> str:
+    """Nothing, where there is no figure."""
+    return "" if figure is None else format(figure, form)
+
+
+def shape_of(record: Record) -> Shape:
+    return record["rows"], record["cols"]
+
+
+def shape_text(record: Record) -> str:
+    return "{} x {}".format(*shape_of(record))
 
 
 class Comparison(NamedTuple):
@@ -29,7 +68,7 @@ class Comparison(NamedTuple):
 
     @property
     def shape(self) -> str:
-        return f"{self.ours['rows']} x {self.ours['cols']}"
+        return shape_text(self.ours)
 
     @property
     def spread(self) -> float:
@@ -71,14 +110,15 @@ def lines_of(targets: Iterable[Target], shows_open: bool = False) -> list[str]:
 
 def compare(result: Result, op: str) -> list[Comparison]:
     """Every cell of the op where cutile and at least one peer have figures."""
-    cells: dict[tuple[int, int], list[Record]] = {}
+    cells: dict[Shape, list[Record]] = {}
     for record in result["records"]:
         if record["op"] == op and record["us"] is not None:
-            cells.setdefault((record["rows"], record["cols"]), []).append(record)
+            cells.setdefault(shape_of(record), []).append(record)
     comparisons = []
     for records in cells.values():
         ours = next((each for each in records if each["provider"] == OURS), None)
-        peer = min((each for each in records if each["provider"] not in OWN), key=_us, default=None)
+        peers = [each for each in records if each["provider"] not in OWN]
+        peer = min(peers, key=lambda each: each["us"], default=None)
         if ours is not None and peer is not None:
             comparisons.append(Comparison(ours, peer, peer["us"] / ours["us"]))
     return comparisons
@@ -101,28 +141,20 @@ def name_of(record: Record) -> str:
     return f"{record['provider']} ({settings})" if settings else record["provider"]
 
 
-def failed_cells(result: Result, op: str) -> list[str]:
-    """The cells of the op that cutile should have figures of, and has not."""
-    return [
-        f"{each['rows']} x {each['cols']} (failed)"
-        for each in result["records"]
-        if each["op"] == op and each["provider"] == OURS and each["us"] is None
-    ]
-
-
 def of_op(result: Result, op: str) -> list[Record]:
     """cutile's records of the op that have figures."""
-    return [
-        each
-        for each in result["records"]
-        if each["op"] == op and each["provider"] == OURS and each["us"] is not None
-    ]
+    return [each for each in _ours(result, op) if each["us"] is not None]
+
+
+def failed_cells(result: Result, op: str) -> list[str]:
+    """The cells of the op that cutile should have figures of, and has not."""
+    return [f"{shape_text(each)} (failed)" for each in _ours(result, op) if each["us"] is None]
+
+
+def _ours(result: Result, op: str) -> list[Record]:
+    return [each for each in result["records"] if each["op"] == op and each["provider"] == OURS]
 
 
 def moved(record: Record) -> float:
     """The compulsory bytes of a record's call."""
     return record["gb_per_s"] * 1e3 * record["us"]
-
-
-def _us(record: Record) -> float:
-    return record["us"]

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import functools
 
-from tabulate import tabulate
-
 from bench.block import targets as block_targets
 from bench.block.families import ALL_OPS
 from bench.gate import kind_of
@@ -23,12 +21,16 @@ from bench.report.cells import (
     Target,
     compare,
     failed_cells,
+    figure_text,
+    grid,
     lines_of,
     mean_ratio,
     moved,
     name_of,
     of_op,
     peers_of,
+    shape_of,
+    shape_text,
 )
 
 NO_DW_BYTES = 100e6
@@ -45,20 +47,10 @@ def table(result: Result, op: str, style: str = "simple") -> str:
     """A line for each cell: cutile's GB/s, the best peer and its own, the ratio, cutile's share of the copy ceiling."""
     rows = []
     for each in compare(result, op):
-        share = each.ours["copy_fraction"]
-        rows.append(
-            [
-                each.shape,
-                rate_text(each.ours),
-                rate_text(each.peer),
-                name_of(each.peer),
-                f"{each.ratio:.2f}",
-                "" if share is None else f"{share:.0%}",
-            ]
-        )
+        row = [each.shape, rate_text(each.ours), rate_text(each.peer), name_of(each.peer)]
+        rows.append([*row, f"{each.ratio:.2f}", figure_text(each.ours["copy_fraction"])])
     headers = ["rows x cols", "cutile GB/s", "best peer GB/s", "best peer", "ratio", "cutile / copy"]
-    align = ("left", "right", "right", "left", "right", "right")
-    return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True) if rows else ""
+    return grid(rows, headers, style, left=(0, 3))
 
 
 def summary(result: Result) -> str:
@@ -100,7 +92,7 @@ def targets(result: Result) -> list[Target]:
         mean = mean_ratio(backward)
         text = f"backward: geometric mean over cells at least {BACKWARD_MEAN}"
         missed = [] if mean is None or mean >= BACKWARD_MEAN else ["the mean"]
-        found.insert(1, Target(text, len(backward), missed, "" if mean is None else f"{mean:.3f}"))
+        found.insert(1, Target(text, len(backward), missed, figure_text(mean, ".3f")))
     return found
 
 
@@ -111,18 +103,15 @@ def target_lines(result: Result) -> list[str]:
 
 def workspace_table(result: Result, style: str = "simple") -> str:
     """cutile's backward in each cell: its workspace in bytes, as rows of float32, those per SM, and what dw costs."""
-    costs = {(record["rows"], record["cols"]): cost for record, cost in dw_costs(result)}
+    costs = {shape_of(record): cost for record, cost in dw_costs(result)}
     rows = []
     for record in of_op(result, "backward"):
         if record["workspace_bytes"] is not None:
             count = partial_rows(record)
             per_sm = f"{count / result['sms']:.2f}" if result.get("sms") else ""
-            cost = costs.get((record["rows"], record["cols"]))
-            shape = f"{record['rows']} x {record['cols']}"
-            rows.append([shape, record["workspace_bytes"], f"{count:.0f}", per_sm, _percent(cost)])
-    headers = ["rows x cols", "workspace bytes", "P", "P per SM", "dw costs"]
-    align = ("left", *["right"] * 4)
-    return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True) if rows else ""
+            row = [shape_text(record), record["workspace_bytes"], f"{count:.0f}", per_sm]
+            rows.append([*row, figure_text(costs.get(shape_of(record)), "+.1%")])
+    return grid(rows, ["rows x cols", "workspace bytes", "P", "P per SM", "dw costs"], style)
 
 
 def partial_rows(record: Record) -> float:
@@ -132,10 +121,10 @@ def partial_rows(record: Record) -> float:
 
 def dw_costs(result: Result) -> list[tuple[Record, float]]:
     """cutile's backward at calls of NO_DW_BYTES or more, and the share by which it takes longer than without dw."""
-    alone = {(record["rows"], record["cols"]): record["us"] for record in of_op(result, "dx")}
+    alone = {shape_of(record): record["us"] for record in of_op(result, "dx")}
     costs = []
     for record in of_op(result, "backward"):
-        us = alone.get((record["rows"], record["cols"]))
+        us = alone.get(shape_of(record))
         if us is not None and moved(record) >= NO_DW_BYTES:
             costs.append((record, record["us"] / us - 1))
     return costs
@@ -172,7 +161,7 @@ def _large(op: str, result: Result, widest: int | None) -> Target:
     text = f"{op}: at least {SHARE[op]:.0%} of the copy ceiling where {LARGE_BYTES / 1e6:.0f} MB or more move"
     text += "" if widest is None else f", up to {widest} columns"
     missed = [
-        f"{each['rows']} x {each['cols']} ({each['copy_fraction']:.1%})"
+        f"{shape_text(each)} ({each['copy_fraction']:.1%})"
         for each in records
         if each["copy_fraction"] < SHARE[op]
     ]
@@ -194,20 +183,14 @@ def _workspace(result: Result) -> Target:
     records = [each for each in of_op(result, "backward") if each["workspace_bytes"] is not None]
     most = PARTIAL_ROWS_PER_SM * (result.get("sms") or 0)
     text = f"backward's workspace: at most P x N x 4 bytes, P at most {PARTIAL_ROWS_PER_SM} per SM"
-    missed = [f"{each['rows']} x {each['cols']}" for each in records if partial_rows(each) > most]
+    missed = [shape_text(each) for each in records if partial_rows(each) > most]
     return Target(text, len(records) if most else 0, missed)
 
 
 def _dw_cost(result: Result) -> Target:
     costs = dw_costs(result)
-    missed = [
-        f"{record['rows']} x {record['cols']} ({cost:+.1%})" for record, cost in costs if cost > DW_COST
-    ]
-    text = (
-        f"deterministic dw costs at most {DW_COST:.0%} of the backward at {NO_DW_BYTES / 1e6:.0f} MB and more"
+    missed = [f"{shape_text(record)} ({cost:+.1%})" for record, cost in costs if cost > DW_COST]
+    where = f"{NO_DW_BYTES / 1e6:.0f} MB and more"
+    return Target(
+        f"deterministic dw costs at most {DW_COST:.0%} of the backward at {where}", len(costs), missed
     )
-    return Target(text, len(costs), missed)
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:+.1%}"

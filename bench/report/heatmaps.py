@@ -13,39 +13,29 @@ from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
+from bench.measure.shapes import Shape
 from bench.report import pictures
-from bench.report.cells import OURS, compare, mean_ratio, peers_of
+from bench.report.cells import Result, compare, mean_ratio, of_op, peers_of, shape_of
 
-Shape = tuple[int, int]
 RATIOS = (0.5, 1.0, 2.0)  # the ends and the middle of the colours; ratios beyond take the colour of the end
 
 
-def plot_heatmaps(result: dict[str, Any], op: str, path: Path) -> None:
+def plot_heatmaps(result: Result, op: str, path: Path) -> None:
     """Two maps side by side as PATH: ratio of the best peer's time to cutile's, and cutile's share of the copy rate."""
     comparisons = compare(result, op)
-    ratios = {(each.ours["rows"], each.ours["cols"]): each.ratio for each in comparisons}
-    shares = {
-        (record["rows"], record["cols"]): record["copy_fraction"]
-        for record in result["records"]
-        if record["op"] == op and record["provider"] == OURS and record["copy_fraction"] is not None
-    }
+    ratios = {shape_of(each.ours): each.ratio for each in comparisons}
+    timed = [each for each in of_op(result, op) if each["copy_fraction"] is not None]
+    shares = {shape_of(each): each["copy_fraction"] for each in timed}
     figure = Figure(figsize=(14, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     norm = TwoSlopeNorm(*(math.log2(ratio) for ratio in (RATIOS[1], RATIOS[0], RATIOS[2])))
     logs = {shape: math.log2(ratio) for shape, ratio in ratios.items()}
     _draw(left, logs, {shape: f"{ratio:.2f}" for shape, ratio in ratios.items()}, cmap="RdBu", norm=norm)
     mean = mean_ratio(comparisons)
-    left.set_title(
-        "time of the best peer / time of cutile" + ("" if mean is None else f", geometric mean {mean:.2f}")
-    )
-    _draw(
-        right,
-        shares,
-        {shape: f"{share:.0%}" for shape, share in shares.items()},
-        cmap="Greens",
-        vmin=0,
-        vmax=1,
-    )
+    title = "" if mean is None else f", geometric mean {mean:.2f}"
+    left.set_title(f"time of the best peer / time of cutile{title}")
+    labels = {shape: f"{share:.0%}" for shape, share in shares.items()}
+    _draw(right, shares, labels, cmap="Greens", vmin=0, vmax=1)
     right.set_title("share of the device copy's rate")
     dtype = result["records"][0]["dtype"]
     peers = f"against {', '.join(peers_of(result, op))}"

@@ -18,7 +18,6 @@ if __name__ == "__main__":  # before the imports that would fail
 import argparse
 import html
 import importlib.util
-import json
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -29,13 +28,11 @@ from bench import remedy
 from bench.gate import kind_of
 from bench.measure.provenance import PACKAGE, parts_of_other_commits
 from bench.report import compare, tables
-from bench.report.cells import spread_of
-from bench.report.styles import EMPHASISED, style_of
+from bench.report.cells import OURS, Record, Result, read_result, shape_text, spread_of
+from bench.report.styles import style_of
 from tilegym_rmsnorm.commands import options
 
-Result = dict[str, Any]
 Results = dict[str, Result]  # by what tells them apart on the page
-Record = dict[str, Any]
 Cells = dict[str, tuple[str, Any]]  # by column: what is shown, and by what it is sorted
 NAME = "report.html"
 TEMPLATE = Path(__file__).with_name("html_report.html")
@@ -168,9 +165,9 @@ def _rates(result: Result, records: list[Record]) -> dict[str, Any]:
         color, _, symbol = style_of(provider)
         # plotly takes text for HTML.
         hover = [f"{_text(compare.name_of(each))}: {compare.rate_text(each)} GB/s" for each in own]
-        common = {"x": [each["gb_per_s"] for each in own], "y": [_shape(each) for each in own]}
+        common = {"x": [each["gb_per_s"] for each in own], "y": [shape_text(each) for each in own]}
         common |= {"name": _text(provider), "hovertext": hover, "hoverinfo": "y+text"}
-        if provider == EMPHASISED:
+        if provider == OURS:
             bar = {"type": "bar", "orientation": "h", "marker": {"color": color, "opacity": 0.35}}
             traces.insert(0, common | bar)
             continue
@@ -189,18 +186,17 @@ def _rates(result: Result, records: list[Record]) -> dict[str, Any]:
 
 def _ratios(comparisons: list[compare.Comparison]) -> dict[str, Any]:
     """How many times as fast as the best peer at each shape."""
+    own = style_of(OURS).color
     trace = {
         "type": "bar",
         "orientation": "h",
         "x": [each.ratio for each in comparisons],
-        "y": [_shape(each.ours) for each in comparisons],
+        "y": [shape_text(each.ours) for each in comparisons],
         "text": [f"{each.ratio:.2f}" for each in comparisons],
         "insidetextanchor": "start",
         "hovertext": [f"against {_text(compare.name_of(each.peer))}" for each in comparisons],
         "hoverinfo": "y+text+x",
-        "marker": {
-            "color": [style_of(EMPHASISED).color if each.ratio >= 1 else "#777" for each in comparisons]
-        },
+        "marker": {"color": [own if each.ratio >= 1 else "#777" for each in comparisons]},
     }
     figure = _figure([trace], [each.ours for each in comparisons], "cutile / best peer, above 1 is faster")
     _add_line(figure, 1.0, "")
@@ -208,7 +204,7 @@ def _ratios(comparisons: list[compare.Comparison]) -> dict[str, Any]:
 
 
 def _figure(traces: list[dict[str, Any]], records: list[Record], title: str) -> dict[str, Any]:
-    shapes = list(dict.fromkeys(_shape(each) for each in records))
+    shapes = list(dict.fromkeys(shape_text(each) for each in records))
     ends = [len(shapes) - 0.5, -0.5]  # downwards
     layout = {
         "height": LINE * len(shapes) + 70,
@@ -363,29 +359,15 @@ def _labelled(results: Sequence[Result]) -> Results:
     return labelled
 
 
-def _shape(record: Record) -> str:
-    return f"{record['rows']} x {record['cols']}"
-
-
 def _text(text: str) -> str:
     return html.escape(text)
-
-
-def _result(text: str) -> Result:
-    try:
-        result = json.loads(options.path(text).read_text())
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"expected a result in JSON, got {text}: {error}") from None
-    if not isinstance(result, dict) or not result.get("records"):
-        raise argparse.ArgumentTypeError(f"expected a result with records, got {text}")
-    return result
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.report.html_report", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("result", type=_result, nargs="+", metavar="RESULT.json")
+    parser.add_argument("result", type=read_result, nargs="+", metavar="RESULT.json")
     parser.add_argument("--out", type=options.path, default=Path(NAME), help=f"default: {NAME}")
     arguments = parser.parse_args(argv)
     if reason := why_none():

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
 from bench.gate import kind_of
+from bench.measure.shapes import Shape
 from bench.report import pictures
-from bench.report.cells import OURS
+from bench.report.cells import OURS, Result, shape_of
 from bench.report.styles import style_of
 
 GPU, DTYPE, OP = "NVIDIA H100 80GB HBM3", "bfloat16", "backward"
@@ -49,7 +50,7 @@ SERIES = (
 )
 
 
-def result_shown(results: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
+def result_shown(results: Iterable[Result]) -> Result | None:
     """The last of the results that is of that GPU and dtype, over the shapes of models; None if there is none."""
     found = [
         each
@@ -59,18 +60,18 @@ def result_shown(results: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
     return max(found, key=lambda each: each["date"], default=None)
 
 
-def rates(result: dict[str, Any], series: Series) -> list[float]:
+def rates(result: Result, series: Series) -> list[float]:
     """The highest GB/s of a series at each of the models' shapes; NaN, which has no bar, where it was not measured."""
-    cells: dict[Any, list[float]] = {shape: [] for shape in MODELS}
+    cells: dict[Shape, list[float]] = {shape: [] for shape in MODELS}
     for record in result["records"]:
-        shape = record["rows"], record["cols"]
+        shape = shape_of(record)
         is_shown = record["op"] == OP and shape in cells and record["gb_per_s"] is not None
         if is_shown and series.has(record["provider"]):
             cells[shape].append(record["gb_per_s"])
     return [max(rates, default=math.nan) for rates in cells.values()]
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
+def plot(result: Result, path: Path) -> None:
     figure = Figure(figsize=(9.0, 4.6), layout="constrained")
     axes = figure.subplots()
     width = 0.84 / len(SERIES)

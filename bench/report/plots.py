@@ -17,7 +17,6 @@ import argparse
 import itertools
 import json
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -25,14 +24,15 @@ from matplotlib.figure import Figure
 from bench.block.families import ALL_OPS, CONTROLS
 from bench.measure.shapes import BATCHES, WIDEST_HEAD, Shape
 from bench.report import compare, pictures
+from bench.report.cells import OURS, Record, Result, shape_of
 from bench.report.heatmaps import plot_heatmaps
-from bench.report.styles import EMPHASISED, style_of
+from bench.report.styles import style_of
 from tilegym_rmsnorm.commands import options
 
 GROUP_GAP = 1.2  # lines between two groups of shapes, the first of which holds the group's name
 
 
-def plot_result(result: dict[str, Any], stem: Path) -> dict[str, Path]:
+def plot_result(result: Result, stem: Path) -> dict[str, Path]:
     """Write the pictures of each op: GB/s in STEM-OP.png, heat maps in STEM-OP-map.png. A grid has heat maps alone, in
     STEM-OP.png. dx and CONTROLS have none of their own. Return the paths by op, and by OP-map.
 
@@ -59,16 +59,16 @@ def plot_result(result: dict[str, Any], stem: Path) -> dict[str, Path]:
     return paths
 
 
-def _plot_op(result: dict[str, Any], op: str, records: list[dict[str, Any]], path: Path) -> None:
+def _plot_op(result: Result, op: str, records: list[Record], path: Path) -> None:
     """A line for each shape: a bar for this package, a marker for everybody, a dashed line for the copy."""
-    shapes = list(dict.fromkeys((record["rows"], record["cols"]) for record in records))
+    shapes = list(dict.fromkeys(map(shape_of, records)))
     places, groups = _places(shapes)
     providers = list(dict.fromkeys(record["provider"] for record in records))
     figure = Figure(figsize=(9.0, 2.2 + 0.24 * max(places.values())), layout="constrained")
     axes = figure.subplots()
-    for provider in sorted(providers, key=lambda name: name == EMPHASISED):
-        rates = {(r["rows"], r["cols"]): r["gb_per_s"] for r in records if r["provider"] == provider}
-        _draw(axes, provider, {places[shape]: rate for shape, rate in rates.items()})
+    for provider in sorted(providers, key=lambda name: name == OURS):
+        own = [each for each in records if each["provider"] == provider]
+        _draw(axes, provider, {places[shape_of(each)]: each["gb_per_s"] for each in own})
     if result["copy_gb_per_s"] is not None:
         axes.axvline(result["copy_gb_per_s"], color="black", linestyle="--", linewidth=1, label="device copy")
     for place, name in groups.items():
@@ -83,7 +83,7 @@ def _plot_op(result: dict[str, Any], op: str, records: list[dict[str, Any]], pat
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
     handles, labels = axes.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda index: labels[index] != EMPHASISED)
+    order = sorted(range(len(labels)), key=lambda index: labels[index] != OURS)
     axes.legend(
         [handles[index] for index in order],
         [labels[index] for index in order],
@@ -99,17 +99,17 @@ def _plot_op(result: dict[str, Any], op: str, records: list[dict[str, Any]], pat
 
 def _draw(axes: Axes, provider: str, rates: dict[float, float]) -> None:
     color, marker, _ = style_of(provider)
-    if provider == EMPHASISED:
+    if provider == OURS:
         axes.barh(list(rates), list(rates.values()), 0.72, color=color, alpha=0.3)
     axes.scatter(
         list(rates.values()),
         list(rates),
-        s=60 if provider == EMPHASISED else 30,
+        s=60 if provider == OURS else 30,
         color=color,
         marker=marker,
         # Light ones would be lost on the bar.
         **({} if marker in "x+" else {"edgecolors": "black", "linewidths": 0.4}),
-        zorder=2 if provider == EMPHASISED else 3,  # the end of its bar shows it anyway
+        zorder=2 if provider == OURS else 3,  # the end of its bar shows it anyway
         label=provider,
     )
 

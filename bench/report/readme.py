@@ -17,9 +17,6 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
-
-from tabulate import tabulate
 
 from bench.block import page as block_page
 from bench.gate import kind_of
@@ -27,8 +24,8 @@ from bench.measure.provenance import ROOT, gpu_slug
 from bench.measure.shapes import BATCHES, OPS
 from bench.providers.ours import PDL
 from bench.report import compare, tables
+from bench.report.cells import LARGE_BYTES, Result, figure_text, grid, moved, read_result, shape_of
 
-Result = dict[str, Any]
 Results = dict[Path, Result]
 PAGE, INDEX = "docs/performance.md", "bench/results/README.md"
 PICTURE = "bench/results/overview.png"  # of README.md
@@ -47,13 +44,8 @@ def result_file(long_list: str) -> Callable[[str], Path]:
     """A parser of the path of a result whose records stand in the list of this name."""
 
     def parse(text: str) -> Path:
+        read_result(text, long_list)
         path = Path(text)
-        try:
-            result = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise argparse.ArgumentTypeError(f"expected a result in JSON, got {text}: {error}") from None
-        if not isinstance(result, dict) or long_list not in result:
-            raise argparse.ArgumentTypeError(f"expected a result with {long_list}, got {text}")
         if not path.resolve().is_relative_to(ROOT):  # the pages link to the plots beside it
             raise argparse.ArgumentTypeError(f"expected a file under {ROOT}, got {text}")
         return path
@@ -164,7 +156,7 @@ def index(results: Results) -> str:
         what = KINDS_SAID[kind_of(result)]
         rows.append([link, result["gpu"], _dtype(result), what, result["commit"][:12], result["date"][:10]])
     headers = ["result", "GPU", "dtype", "shapes", "commit", "date"]
-    return tabulate(rows, headers, tablefmt="pipe", disable_numparse=True)
+    return grid(rows, headers, left=range(6))
 
 
 def sizes_table(results: list[Result]) -> str:
@@ -174,17 +166,14 @@ def sizes_table(results: list[Result]) -> str:
         row = [_name(result)]
         for op in OPS_SHOWN:
             for is_large in (False, True):
-                cells = [
-                    each
-                    for each in compare.compare(result, op)
-                    if (each.ours["gb_per_s"] * 1e3 * each.ours["us"] >= compare.LARGE_BYTES) == is_large
-                ]
+                every = compare.compare(result, op)
+                cells = [each for each in every if (moved(each.ours) >= LARGE_BYTES) == is_large]
                 mean = compare.mean_ratio(cells)
                 row.append("" if mean is None else f"{mean:.2f} ({len(cells)})")
         rows.append(row)
-    limit = f"{compare.LARGE_BYTES / 1e6:.0f} MB"
+    limit = f"{LARGE_BYTES / 1e6:.0f} MB"
     headers = ["GPU, dtype"] + [f"{op} {size}" for op in OPS_SHOWN for size in (f"< {limit}", f">= {limit}")]
-    return _markdown(rows, headers)
+    return grid(rows, headers)
 
 
 def behind_table(results: list[Result]) -> str:
@@ -201,7 +190,7 @@ def behind_table(results: list[Result]) -> str:
                 row += [f"{behind[0].ratio:.3f}", behind[0].shape, behind[0].peer["provider"]]
             rows.append([*row, *[""] * (6 - len(row))])
     headers = ["GPU, dtype", "op", "a peer is faster", "lowest ratio", "at rows x cols", "of"]
-    return _markdown(rows, headers, left=(0, 1, 5))
+    return grid(rows, headers, left=(0, 1, 5))
 
 
 def without_option(result: Result) -> Result:
@@ -217,13 +206,13 @@ def without_option(result: Result) -> Result:
 
 def host_table(result: Result) -> str:
     """Host microseconds of one eager call of each op, at shapes that the GPU ends before the host."""
-    found = {(each["op"], each["rows"], each["cols"], each["provider"]): each for each in result["records"]}
+    found = {(each["op"], shape_of(each), each["provider"]): each for each in result["records"]}
     columns = [(op, name) for op in reversed(OPS_SHOWN) for name in HOST_PROVIDERS]
     rows = []
     for shape in BATCHES:
-        cells = [found.get((op, *shape, name), {}).get("host_us") for op, name in columns]
-        rows.append([f"{shape[0]} x {shape[1]}", *("" if us is None else f"{us:.0f}" for us in cells)])
-    table = _markdown(rows, ["rows x cols", *(f"{op}: {name}" for op, name in columns)])
+        cells = [found.get((op, shape, name), {}).get("host_us") for op, name in columns]
+        rows.append([f"{shape[0]} x {shape[1]}", *(figure_text(us, ".0f") for us in cells)])
+    table = grid(rows, ["rows x cols", *(f"{op}: {name}" for op, name in columns)])
     return f"**{_name(result)}**\n\n{table}"
 
 
@@ -249,8 +238,3 @@ def _dtype(result: Result) -> str:
 
 def _link(target: Path, page: Path) -> str:
     return Path(os.path.relpath(target, page.parent)).as_posix()
-
-
-def _markdown(rows: list[list[str]], headers: list[str], left: tuple[int, ...] = (0,)) -> str:
-    align = ["left" if number in left else "right" for number in range(len(headers))]
-    return tabulate(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)

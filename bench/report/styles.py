@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-EMPHASISED = "cutile"
-
 
 class Style(NamedTuple):
     """A colour, and the name of one marker in matplotlib and in plotly."""

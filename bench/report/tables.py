@@ -16,18 +16,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from bench.block.families import ALL_OPS
 from bench.gate import kind_of
 from bench.measure.provenance import one_line
+from bench.measure.shapes import Shape
 from bench.providers.ours import OWN
 from bench.report import compare
-from bench.report.cells import spread_of
+from bench.report.cells import OURS, Record, Result, figure_text, grid, shape_of, spread_of
 
-Result = dict[str, Any]
-Record = dict[str, Any]
-OURS = "cutile"
 CPU_NOTE = "Not GPU figures: wall-clock times of CPU code and interpreters, taken without a GPU."
 
 
@@ -105,20 +101,14 @@ def overview(results: list[Result]) -> str:
             won = sum(each.ratio >= 1.0 for each in comparisons)
             mean = compare.mean_ratio(comparisons)
             row += [
-                "" if mean is None else f"{mean:.2f}",
+                figure_text(mean, ".2f"),
                 f"{won} of {len(comparisons)}" if comparisons else "",
             ]
         rows.append(row)
-    headers = [
-        "GPU, dtype",
-        "peers",
-        "backward: mean ratio",
-        "backward: as fast or faster",
-        "forward: mean ratio",
-        "forward: as fast or faster",
+    shown = [
+        f"{op}: {what}" for op in ("backward", "forward") for what in ("mean ratio", "as fast or faster")
     ]
-    align = ["left"] + ["right"] * (len(headers) - 1)
-    return tabulate(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)
+    return grid(rows, ["GPU, dtype", "peers", *shown])
 
 
 def page_section(result: Result, images: dict[str, str]) -> str:
@@ -191,20 +181,20 @@ def op_table(result: Result, op: str, cell: Any, style: str, summary: bool = Fal
     """A table with a row for each shape and a column for each provider; `summary` adds two columns about cutile."""
     records = [record for record in result["records"] if record["op"] == op]
     providers = list(dict.fromkeys(record["provider"] for record in records))
-    by_shape: dict[tuple[int, int], dict[str, Record]] = {}
+    by_shape: dict[Shape, dict[str, Record]] = {}
     for record in records:
-        by_shape.setdefault((record["rows"], record["cols"]), {})[record["provider"]] = record
+        by_shape.setdefault(shape_of(record), {})[record["provider"]] = record
     rows = []
-    for (rows_, cols), of in by_shape.items():
-        row = [f"{rows_} x {cols}", *(cell(of[name]) if name in of else "" for name in providers)]
+    for shape, of in by_shape.items():
+        row = ["{} x {}".format(*shape), *(cell(of[name]) if name in of else "" for name in providers)]
         if summary and OURS in of:
-            row += [_percent(of[OURS]["copy_fraction"]), _number(of[OURS]["host_us"], 0)]
+            host_us = of[OURS]["host_us"]
+            row += [figure_text(of[OURS]["copy_fraction"]), figure_text(host_us, ".0f")]
         rows.append(row)
     headers = ["rows x cols", *providers]
     if summary and OURS in providers:
         headers += [f"{OURS} / copy", f"{OURS} host us"]
-    align = ["left"] + ["right"] * (len(headers) - 1)
-    return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True)
+    return grid(rows, headers, style)
 
 
 def failures(result: Result) -> list[str]:
@@ -237,11 +227,3 @@ def _time_cell(record: Record) -> str:
 def _error_cell(record: Record) -> str:
     found = [error for error in record["errors"].values() if error is not None]
     return "failed" if record["error"] or not found else f"{max(found):.1e}"
-
-
-def _percent(fraction: float | None) -> str:
-    return "" if fraction is None else f"{fraction:.0%}"
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from tabulate import tabulate
 
 from bench.measure.provenance import one_line
 from bench.report import pictures
+from bench.report.cells import Result, figure_text, grid
 from bench.report.styles import style_of
 
-Result = dict[str, Any]
 Run = dict[str, Any]
 TABLE_ROWS = 12  # of the loss table: every 25 steps of 300
 
@@ -67,7 +66,7 @@ def loss_table(result: Result, style: str = "simple") -> str:
     ends = [end for end in range(stride, steps + 1, stride) if end >= window]
     rows = [[end, *(f"{curve[end - window]:.4f}" for curve in curves)] for end in ends]
     headers = ["step", *(label(run, result) for run in result["runs"])]
-    return tabulate(rows, headers, tablefmt=style, stralign="right", disable_numparse=True)
+    return grid(rows, headers, style, left=())
 
 
 def summary_table(result: Result, style: str = "simple") -> str:
@@ -77,19 +76,11 @@ def summary_table(result: Result, style: str = "simple") -> str:
     for run in result["runs"]:
         peak = "" if run["peak_bytes"] is None else f"{run['peak_bytes'] / 2**30:.2f}"
         far = result["distances"].get(run["name"])
-        rows.append(
-            [
-                label(run, result),
-                f"{run['tokens_per_s']:,.0f}",
-                peak,
-                f"{smooth(run['losses'], window)[-1]:.4f}",
-                f"{run['validation_loss']:.4f}",
-                "" if far is None else f"{far:.4f}",
-            ]
-        )
+        losses = smooth(run["losses"], window)[-1], run["validation_loss"], far
+        row = [label(run, result), f"{run['tokens_per_s']:,.0f}", peak]
+        rows.append(row + [figure_text(loss, ".4f") for loss in losses])
     headers = ["norm", "tokens/s", "peak GiB", "training loss", "validation loss", "distance from baseline"]
-    align = ["left"] + ["right"] * (len(headers) - 1)
-    return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True)
+    return grid(rows, headers, style)
 
 
 def verdict(result: Result) -> str:
@@ -107,15 +98,11 @@ def verdict(result: Result) -> str:
 def readme_section(result: Result, image: str) -> str:
     """The result as Markdown."""
     setup, parameters = result["setup"], result["runs"][0]["parameters"]
-    model = (
-        f"Llama of {parameters / 1e6:.0f}M parameters, {setup['steps']} steps of {setup['batch']} x {setup['length']} "
-        f"bytes of the Python standard library."
-    )
+    model = f"Llama of {parameters / 1e6:.0f}M parameters, {setup['steps']} steps of {setup['batch']} x "
+    model += f"{setup['length']} bytes of the Python standard library."
     note = [f"**{result['note']}**"] if result["note"] else []
     intro = " ".join([model, *note, f"{one_line(result)}."])
-    return "\n\n".join(
-        [intro, summary_table(result, "pipe"), verdict(result), f"![Loss over steps]({image})"]
-    )
+    return f"{intro}\n\n{summary_table(result, 'pipe')}\n\n{verdict(result)}\n\n![Loss over steps]({image})"
 
 
 def plot(result: Result, path: Path) -> None:
@@ -126,11 +113,8 @@ def plot(result: Result, path: Path) -> None:
     baseline = smooth(result["runs"][0]["losses"], window)
     steps = range(window, result["setup"]["steps"] + 1)
     for index, run in enumerate(result["runs"]):
-        style = {
-            "color": style_of(run["name"]).color,
-            "linestyle": "--" if index == 1 else "-",
-            "label": label(run, result),
-        }
+        style = {"color": style_of(run["name"]).color, "linestyle": "--" if index == 1 else "-"}
+        style["label"] = label(run, result)
         curve = smooth(run["losses"], window)
         above.plot(steps, curve, **style)
         if index > 0:

@@ -38,33 +38,33 @@ if __name__ == "__main__":  # before the imports that would fail
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn import functional as F
 from tqdm import tqdm
 
 import tilegym_rmsnorm as tr
 from bench.measure import inductor
+from bench.measure.cell import figures, rounded
+from bench.measure.check import Inputs, poison
 from bench.measure.check import make_inputs as make_rows
-from bench.measure.check import poison
 from bench.measure.provenance import RESULTS, ROOT, choose_tables, describe_run, gpu_slug, one_line
 from bench.measure.session import ContextLostError, Session
 from bench.measure.shapes import compulsory_bytes
-from bench.providers.ours import EPS, remove_overrides
+from bench.providers.ours import EPS, aten_backward, aten_norm, aten_ops_forward, remove_overrides
 from bench.report import readme
+from bench.report.cells import Result, figure_text, grid
 from bench.report.tables import CPU_NOTE, write_json
 from bench.run import run_in_interpreters
 from tilegym_rmsnorm import registry
@@ -77,10 +77,8 @@ BACKEND = "cutile"  # of this package
 SHAPE, DTYPE = (4, 8192, 4096), torch.bfloat16
 SECONDS = 0.3  # of the samples of each variant
 EAGER = "eager F.rms_norm"
-TUNED = {
-    "max_autotune": True,
-    "coordinate_descent_tuning": True,
-}  # what torchtitan gives Inductor, but for how it wraps
+# What torchtitan gives Inductor, but for how it wraps.
+TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
 PAGE = ROOT / "docs" / "traced-graphs.md"
 SECTION = "traced"  # of the page: what stands between its markers
 INTRODUCTION = """\
@@ -92,20 +90,6 @@ stand there, as in the lines "passes apart". torchtitan published a speedup of 1
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # y, dx, dw
 Graph = Callable[..., Any]
-Result = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """x and dy (..., N), weight (N,), and leaves of x and weight for autograd."""
-
-    x: Tensor
-    weight: Tensor
-    dy: Tensor
-    x_leaf: Tensor
-    weight_leaf: Tensor
-
-
 Run = Callable[[Inputs], Gradients]
 
 
@@ -163,15 +147,7 @@ def shape_of(text: str) -> tuple[int, ...]:
 def eager(norm: Callable[[Tensor, Tensor], Tensor], inputs: Inputs) -> Gradients:
     y = norm(inputs.x_leaf, inputs.weight_leaf)
     dx, dw = torch.autograd.grad(y, (inputs.x_leaf, inputs.weight_leaf), inputs.dy)
-    return (
-        y.detach(),
-        dx,
-        dw,
-    )  # of a y with its graph, what autograd keeps of this call would meet the next one
-
-
-def aten_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, EPS)
+    return y.detach(), dx, dw  # with y's graph, what autograd keeps of this call would meet the next one
 
 
 def own_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -204,14 +180,6 @@ def step(x: Tensor, weight: Tensor, dy: Tensor) -> Gradients:
     y = aten_norm(x, weight)
     dx, dw = torch.autograd.grad(y, (x, weight), dy)
     return y, dx, dw
-
-
-def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._fused_rms_norm(x, weight.shape, weight, EPS)
-
-
-def backward(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._fused_rms_norm_backward(dy, x, weight.shape, rstd, weight, [True, True])
 
 
 def trace(function: Callable[..., Any], *tensors: Tensor) -> tuple[GraphModule, FakeTensorMode]:
@@ -264,12 +232,12 @@ def traced(change: Callable[[GraphModule, FakeTensorMode], Graph], inputs: Input
 def traced_apart(change: Callable[[GraphModule, FakeTensorMode], Graph], inputs: Inputs) -> Run:
     """A graph for each pass, by what the change makes of it."""
     x, weight, dy = inputs.x, inputs.weight, inputs.dy
-    run_forward = change(*trace(forward, x, weight))
-    run_backward = change(*trace(backward, dy, x, weight, forward(x, weight)[1]))
+    run_forward = change(*trace(aten_ops_forward, x, weight))
+    run_backward = change(*trace(aten_backward, x, dy, weight, aten_ops_forward(x, weight)[1]))
 
     def run(inputs: Inputs) -> Gradients:
         y, rstd = run_forward(inputs.x, inputs.weight)
-        dx, dw = run_backward(inputs.dy, inputs.x, inputs.weight, rstd)
+        dx, dw = run_backward(inputs.x, inputs.dy, inputs.weight, rstd)
         return y, dx, dw
 
     return run
@@ -303,12 +271,8 @@ def make_inputs(shape: tuple[int, ...], device: torch.device) -> list[Inputs]:
     rows, cols = math.prod(shape[:-1]), shape[-1]
     sets = sets_needed(DTYPE.itemsize * (rows + 1) * cols, device)
     return [
-        Inputs(
-            each.x.view(shape),
-            each.weight,
-            each.dy.view(shape),
-            each.x.view(shape).requires_grad_(),
-            each.weight.detach().requires_grad_(),
+        dataclasses.replace(
+            each, x=each.x.view(shape), dy=each.dy.view(shape), x_leaf=each.x.view(shape).requires_grad_()
         )
         for each in make_rows((rows, cols), DTYPE, device, sets)
     ]
@@ -345,7 +309,12 @@ def measure(origin: Result, shape: tuple[int, ...], device: torch.device) -> Res
         "bytes": moved,
         "inductor_timer": is_cuda,
         "variants": [
-            {"variant": name, **figures(timings.get(name), timings.get(EAGER), moved, rate)}
+            {"variant": name, **figures(timings.get(name), moved, rate)}
+            | {
+                "times_eager": round(timings[EAGER].us / timings[name].us, 3)
+                if {EAGER, name} <= timings.keys()
+                else None
+            }
             | {"errors": rounded(errors.get(name, {})), "error": failed.get(name)}
             for name in VARIANTS
         ],
@@ -397,25 +366,6 @@ def time_in_turn(
     return interleave(samplers, SECONDS)
 
 
-def figures(
-    timing: Timing | None, of_eager: Timing | None, moved: int, copy_rate: float | None
-) -> dict[str, Any]:
-    if timing is None:
-        names = "us", "us_p10", "us_p90", "samples", "gb_per_s", "copy_fraction", "times_eager"
-        return dict.fromkeys(names)
-    rate = moved / (timing.us * 1e-6)
-    return {name: round(value, 3) for name, value in asdict(timing).items()} | {
-        "gb_per_s": float(f"{rate / 1e9:.5g}"),
-        "copy_fraction": None if copy_rate is None else round(rate / copy_rate, 4),
-        "times_eager": None if of_eager is None else round(of_eager.us / timing.us, 3),
-    }
-
-
-def rounded(errors: Errors) -> dict[str, float | None]:
-    """Three digits; None for what JSON cannot say (a NaN is in the variant's `error`)."""
-    return {kind: float(f"{error:.3g}") if math.isfinite(error) else None for kind, error in errors.items()}
-
-
 # Tables
 
 
@@ -448,13 +398,10 @@ def table(result: Result) -> str:
         if each["us"] is None:
             line += ["failed", "", "", ""]
         else:
-            share, times = each["copy_fraction"], each["times_eager"]
             line += [f"{each['us'] / 1e3:.3f}", f"{each['gb_per_s']:.0f}"]
-            line += ["" if share is None else f"{share:.0%}", "" if times is None else f"{times:.2f}"]
+            line += [figure_text(each["copy_fraction"]), figure_text(each["times_eager"], ".2f")]
         lines.append(line)
-    headers = ["", "ms", "GB/s", "of the copy", f"x {EAGER}"]
-    align = ["left"] + ["right"] * 4
-    return tabulate(lines, headers, tablefmt="github", colalign=align, disable_numparse=True)
+    return grid(lines, ["", "ms", "GB/s", "of the copy", f"x {EAGER}"], "github")
 
 
 def failures(result: Result) -> list[str]:
