@@ -9,11 +9,10 @@ RESULT is a JSON file that the benchmark wrote, or a folder of them.
 
 A cell (op, rows, cols, dtype, provider) is compared with the newest kept result that has it, and with the fastest of
 those that the same toolkit compiled: a kernel that becomes a little slower with each result would never fail against
-the newest alone. A slowdown that is known and wanted gets an entry in ACCEPTED, with the reason.
+the newest alone.
 
-Only this package's own kernels count: a slower baseline is not a defect here. A cell that had figures and now has an
-error fails too, and one of cutile where only others were run. A shape that was not run this time is named and does not
-fail, but a result that has none of those that are kept of its dtypes does.
+Only this package's own kernels count: a slower baseline is not a defect here. A shape that was not run this time is
+named and does not fail, but a result that has none of those that are kept of its dtypes does.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,9 +58,8 @@ class Slowdown:
 
     def __post_init__(self) -> None:
         if not self.reason.strip():
-            raise ValueError(
-                f"reason: expected why {self.provider} {self.op} may take {self.us} us, got none"
-            )
+            what = f"{self.provider} {self.op}"
+            raise ValueError(f"reason: expected why {what} may take {self.us} us, got none")
 
 
 ACCEPTED: tuple[Slowdown, ...] = ()
@@ -79,36 +77,38 @@ class Verdict(NamedTuple):
 
 def load_kept(gpu: str | None, results: Path = RESULTS, leave_out: Sequence[Path] = ()) -> list[Result]:
     """The kept results of the GPU model, oldest first, without grids and the files named: a run is not its baseline."""
-    if gpu is None:
-        return []
     skipped = {path.resolve() for path in leave_out}
-    paths = [
-        path for path in sorted((results / gpu_slug(gpu)).glob("*.json")) if path.resolve() not in skipped
+    kept = [
+        each
+        for path, each in kept_in(results)
+        if each["gpu"] == gpu and _is_kept(each) and path.resolve() not in skipped
     ]
-    kept = [each for path in paths if _is_kept(each := json.loads(path.read_text()), gpu)]
     return sorted(kept, key=lambda each: each["date"])
 
 
 def kept_gpus(results: Path = RESULTS) -> list[str]:
-    """The GPU models of which `load_kept` finds results, in the order of their folders.
+    """The GPU models of which `load_kept` finds results, in the order of their folders."""
+    return list(dict.fromkeys(each["gpu"] for _, each in kept_in(results) if _is_kept(each)))
 
-    A result is kept in the folder of its GPU model. So what else lies there is none, whatever its name: parts of runs,
-    those of CI and of machines without a GPU, training, a file or an empty folder.
+
+def kept_in(results: Path, ending: str = ".json") -> Iterator[tuple[Path, Result]]:
+    """The files with this ending that hold a result and lie in the folder of its GPU model.
+
+    So what else lies there is none, whatever its name: parts of runs, those of CI and of machines without a GPU, a file
+    or an empty folder.
     """
-    gpus: dict[str, None] = {}
-    for path in sorted(results.glob("*/*.json")):
+    for path in sorted(results.glob(f"*/*{ending}")):
         with contextlib.suppress(
             ValueError
-        ):  # no JSON: what a run that was cut off leaves in a folder of parts
+        ):  # no JSON: a run that was cut off leaves it in a folder of parts
             result = json.loads(path.read_text())
             gpu = result.get("gpu") if isinstance(result, dict) else None
-            if gpu is not None and gpu_slug(gpu) == path.parent.name and _is_kept(result, gpu):
-                gpus[gpu] = None
-    return list(gpus)
+            if gpu is not None and gpu_slug(gpu) == path.parent.name:
+                yield path, result
 
 
-def _is_kept(result: Result, gpu: str) -> bool:
-    return "records" in result and result["gpu"] == gpu and kind_of(result) != "grid"
+def _is_kept(result: Result) -> bool:
+    return "records" in result and kind_of(result) != "grid"
 
 
 def kind_of(result: Result) -> str:
@@ -184,11 +184,9 @@ def _fastest(results: Sequence[Result], new: Result) -> dict[Cell, Record]:
 def toolkit_of(result: Result, provider: str) -> tuple[str | None, ...]:
     """What compiled a provider's kernels: those of another toolkit may be faster for reasons of its own."""
     versions = result.get("versions", {})
-    return (
-        (versions.get("triton"),)
-        if provider == "triton"
-        else (result.get("tileiras"), versions.get("cuda-tile"))
-    )
+    if provider == "triton":
+        return (versions.get("triton"),)
+    return result.get("tileiras"), versions.get("cuda-tile")
 
 
 def _slowdown(record: Record, old: Record, fastest: Record, threshold: float) -> str | None:
@@ -196,9 +194,8 @@ def _slowdown(record: Record, old: Record, fastest: Record, threshold: float) ->
     for us, when in ((old["us"], "before"), (fastest["us"], "in the fastest kept result")):
         slowdown = record["us"] / us - 1
         if slowdown > threshold:
-            return (
-                f"{_name(cell_of(record))}: {us:.1f} us {when}, {record['us']:.1f} us now ({slowdown:+.1%})"
-            )
+            now = f"{record['us']:.1f} us now ({slowdown:+.1%})"
+            return f"{_name(cell_of(record))}: {us:.1f} us {when}, {now}"
     return None
 
 
@@ -251,21 +248,16 @@ def explain(new: Result, kept: list[Result], verdict: Verdict) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gate", description=__doc__.splitlines()[0])
     parser.add_argument("result", type=options.path, nargs="+", help="a result or a folder of results")
+    parser.add_argument("--results", type=options.path, default=RESULTS, help="folder of the kept results")
     parser.add_argument(
-        "--results", type=options.path, default=RESULTS, help="the folder of the kept results"
-    )
-    parser.add_argument(
-        "--threshold", type=options.share, default=THRESHOLD, help="the slowdown that is still accepted"
+        "--threshold", type=options.share, default=THRESHOLD, help="slowdown that is accepted"
     )
     arguments = parser.parse_args(argv)
-    paths = [
-        path
-        for given in arguments.result
-        for path in (sorted(given.glob("*.json")) if given.is_dir() else [given])
-    ]
-    news = [
-        new for new in (json.loads(path.read_text()) for path in paths) if "records" in new
-    ]  # not of training
+    paths: list[Path] = []
+    for given in arguments.result:
+        paths += sorted(given.glob("*.json")) if given.is_dir() else [given]
+    found = (json.loads(path.read_text()) for path in paths)
+    news = [new for new in found if "records" in new]  # not of training
     if not news:
         parser.error(f"no results in {', '.join(map(str, arguments.result))}")
     has_failed = False

@@ -15,7 +15,6 @@ import functools
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -26,11 +25,11 @@ from bench.measure import inductor
 from bench.measure.bench import Bench
 from bench.measure.processes import Loss, differences, left_by, lost_records, measure_others, write
 from bench.measure.provenance import RESULTS, choose_tables, describe_run, gpu_slug, one_line
-from bench.measure.session import ContextLostError
+from bench.measure.session import ContextLostError, this_device
 from bench.measure.shapes import (
-    CPU_QUICK_SHAPES,
     CPU_SHAPES,
     DEFAULT_SHAPES,
+    DTYPES,
     GRID,
     OPS,
     QUICK_SHAPES,
@@ -41,11 +40,11 @@ from bench.measure.warm import warm
 from bench.providers.ours import BACKENDS, BASELINES, KERNELS, MAX_AUTOTUNE, ROW_PARTIALS
 from bench.providers.peers import ALL_PROVIDERS, ALONE, LIBRARIES, why_missing
 from bench.report import compare, html_report, readme, tables
+from bench.report.cells import Result
 from tilegym_rmsnorm import registry
 from tilegym_rmsnorm.commands import options
 from tilegym_rmsnorm.commands.installation import why_not_writable
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 GRID_PROVIDERS = ("cutile", "F.rms_norm", "torch.compile", "quack", "liger.triton")
 GRID_OPS = ("forward", "backward")
 
@@ -73,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     apart = [name for name in providers if name in ALONE and len(providers) > 1]
     here = tuple(name for name in providers if name not in apart)
 
-    device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
+    device = this_device()
     if arguments.warm or arguments.peers or arguments.grid:
         warm(here, sections, [DTYPES[name] for name in arguments.dtype], device)
     has_inductor = bool(inductor.PROVIDERS.intersection(here))
@@ -96,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
 def measure_dtypes(
     arguments: argparse.Namespace,
     bench: Bench,
-    heading: dict[str, Any],
+    heading: Result,
     sections: list[Section],
     apart: list[str],
     folder: Path,
@@ -131,16 +130,15 @@ def measure_dtypes(
             is_good &= publish(result, path)
             kept.append(result)
         elif arguments.part:  # whoever asked for it is to know why
-            result["unavailable"] = heading["unavailable"] | {
-                name: lack(name, ops) for name in (*here, *apart)
-            }
+            lacks = {name: lack(name, ops) for name in (*here, *apart)}
+            result["unavailable"] = heading["unavailable"] | lacks
             tables.write_json(result, path)
     if kept and not arguments.part and heading["gpu"] is not None:
         write_page(kept, folder / html_report.NAME)
     return is_good
 
 
-def write_page(results: list[dict[str, Any]], path: Path) -> None:
+def write_page(results: list[Result], path: Path) -> None:
     """One page of the results of all dtypes, or a line that says why there is none."""
     if reason := html_report.why_none():
         print(f"no {path.name}: {reason}")
@@ -149,7 +147,7 @@ def write_page(results: list[dict[str, Any]], path: Path) -> None:
     print(f"written: {path}")
 
 
-def publish(result: dict[str, Any], path: Path) -> bool:
+def publish(result: Result, path: Path) -> bool:
     """Writes and prints a result; whether this package's backends are right in it."""
     plots = write(result, path)
     print("\n\n".join(["", tables.by_op(result), compare.summary(result), *differences(result)]))
@@ -157,7 +155,7 @@ def publish(result: dict[str, Any], path: Path) -> bool:
     return not any(each["error"] and each["provider"] in BACKENDS for each in result["records"])
 
 
-def why_nothing(result: dict[str, Any], providers: tuple[str, ...], ops: tuple[str, ...]) -> str:
+def why_nothing(result: Result, providers: tuple[str, ...], ops: tuple[str, ...]) -> str:
     """Why a result has no figure."""
     reasons = tables.failures(result) or [lack(name, ops) for name in providers]
     return "; ".join([*reasons, *(f"{name}: {reason}" for name, reason in result["unavailable"].items())])
@@ -188,65 +186,32 @@ def run_in_interpreters() -> None:
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="bench/run.sh", description="Checks every backend against float64, then times it."
-    )
-    names = ", ".join
-    parser.add_argument(
-        "--shapes", type=some_shapes, help="ROWSxCOLS,...; default: see bench/measure/shapes.py"
-    )
-    parser.add_argument(
-        "--dtype", type=options.some_of(DTYPES), default=("bfloat16",), help=f"of {names(DTYPES)}"
-    )
-    parser.add_argument(
-        "--provider",
-        type=options.some_of(ALL_PROVIDERS),
-        help=f"of {names(ALL_PROVIDERS)}; default: the backends that run here and PyTorch's own",
-    )
-    parser.add_argument("--peers", action="store_true", help=f"also {names((MAX_AUTOTUNE, *LIBRARIES))}")
-    parser.add_argument(
-        "--grid",
-        action="store_true",
-        help=f"the shapes of the heat maps; {names(GRID_PROVIDERS)} unless --provider says otherwise",
-    )
-    parser.add_argument(
-        "--warm", action="store_true", help="compile in many processes first; --peers and --grid do it"
-    )
-    parser.add_argument(
-        "--block",
-        action="store_true",
-        help=f"what a transformer block asks for beside the plain norm: {names(BLOCK_OPS)}",
-    )
-    parser.add_argument(
-        "--op",
-        type=some_ops,
-        help=f"of {names(OPS)}, {names((*BLOCK_OPS, *GROUPS))}; default: the first {len(OPS)}, or those of --block",
-    )
-    parser.add_argument(
-        "--out",
-        type=options.path,
-        help="folder of the results; default: bench/results/GPU/, and bench/results/partial/GPU/, which git ignores, "
-        "with --quick, --shapes, --op or --provider",
-    )
-    parser.add_argument(
-        "--tables",
-        type=tables_folder,
-        metavar="FOLDER",
-        help="of tuned settings, which count before those that ship; default: TILEGYM_RMSNORM_CACHE_DIR, or none",
-    )
-    parser.add_argument("--quick", action="store_true", help="a few shapes only")
+    description = "Checks every backend against float64, then times it."
+    parser = argparse.ArgumentParser(prog="bench/run.sh", description=description)
+    names, add = ", ".join, parser.add_argument
+    add("--shapes", type=some_shapes, help="ROWSxCOLS,...; default: see bench/measure/shapes.py")
+    add("--dtype", type=options.some_of(DTYPES), default=("bfloat16",), help=f"of {names(DTYPES)}")
+    default = "the backends that run here and PyTorch's own"
+    who = f"of {names(ALL_PROVIDERS)}; default: {default}"
+    add("--provider", type=options.some_of(ALL_PROVIDERS), help=who)
+    add("--peers", action="store_true", help=f"also {names((MAX_AUTOTUNE, *LIBRARIES))}")
+    usual = f"{names(GRID_PROVIDERS)} unless --provider says otherwise"
+    add("--grid", action="store_true", help=f"the shapes of the heat maps; {usual}")
+    add("--warm", action="store_true", help="compile in many processes first; --peers and --grid do it")
+    beside = "what a transformer block asks for beside the plain norm"
+    add("--block", action="store_true", help=f"{beside}: {names(BLOCK_OPS)}")
+    ops = f"of {names(OPS)}, {names((*BLOCK_OPS, *GROUPS))}"
+    add("--op", type=some_ops, help=f"{ops}; default: the first {len(OPS)}, or those of --block")
+    where = "bench/results/GPU/, and bench/results/partial/GPU/, which git ignores, with --quick, --shapes, --op or"
+    add("--out", type=options.path, help=f"folder of the results; default: {where} --provider")
+    tuned = "tuned settings, which count before those that ship; default: TILEGYM_RMSNORM_CACHE_DIR, or none"
+    add("--tables", type=tables_folder, metavar="FOLDER", help=f"of {tuned}")
+    add("--quick", action="store_true", help="a few shapes only")
     # Of processes.py: a lost CUDA context ends the run, whose result says so.
-    parser.add_argument("--part", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--p-rows", action="store_true", help=f"also {ROW_PARTIALS}: a partial row per input row"
-    )
-    parser.add_argument(
-        "--readme",
-        type=readme.result_file("records"),
-        nargs="+",
-        metavar="JSON",
-        help="measure nothing: put results into README.md, docs/performance.md and bench/results/README.md",
-    )
+    add("--part", action="store_true", help=argparse.SUPPRESS)
+    add("--p-rows", action="store_true", help=f"also {ROW_PARTIALS}: a partial row per input row")
+    pages = "measure nothing: put results into README.md, docs/performance.md and bench/results/README.md"
+    add("--readme", type=readme.result_file("records"), nargs="+", metavar="JSON", help=pages)
     return parser.parse_args(argv)
 
 
@@ -286,26 +251,20 @@ def choose_sections(arguments: argparse.Namespace, has_gpu: bool) -> list[Sectio
         ops = BLOCK_OPS if arguments.block else GRID_OPS if arguments.grid else OPS
     sections = []
     for family, of_family in by_family(ops):
-        shapes = arguments.shapes
-        if shapes is None and family is None:
-            shapes = default_shapes(arguments, has_gpu)
-        elif shapes is None:
-            shapes = shapes_of(family, arguments.quick, has_gpu)
+        shapes = arguments.shapes or default_shapes(family, arguments, has_gpu)
         without = () if family is None or arguments.provider is not None else family.without
         sections.append(Section(tuple(op for op in ops if op in of_family), shapes, without))
     return sections
 
 
-def shapes_of(family: Family, is_quick: bool, has_gpu: bool) -> tuple[Shape, ...]:
+def default_shapes(family: Family | None, arguments: argparse.Namespace, has_gpu: bool) -> tuple[Shape, ...]:
+    if family is None:
+        every, quick, on_cpu = DEFAULT_SHAPES, QUICK_SHAPES, CPU_SHAPES
+    else:
+        every, quick, on_cpu = family.shapes, family.quick_shapes, family.cpu_shapes
     if not has_gpu:
-        return family.cpu_shapes[:1] if is_quick else family.cpu_shapes
-    return family.quick_shapes if is_quick else family.shapes
-
-
-def default_shapes(arguments: argparse.Namespace, has_gpu: bool) -> tuple[Shape, ...]:
-    if has_gpu:
-        return GRID if arguments.grid else QUICK_SHAPES if arguments.quick else DEFAULT_SHAPES
-    return CPU_QUICK_SHAPES if arguments.quick else CPU_SHAPES
+        return on_cpu[:1] if arguments.quick else on_cpu
+    return GRID if arguments.grid and family is None else quick if arguments.quick else every
 
 
 def why_not_measured() -> dict[str, str]:
@@ -318,12 +277,11 @@ def why_not_measured() -> dict[str, str]:
 
 
 def default_providers(
-    unavailable: dict[str, str], arguments: argparse.Namespace, has_gpu: bool
+    without: dict[str, str], arguments: argparse.Namespace, has_gpu: bool
 ) -> tuple[str, ...]:
-    """Of a block, which has many cells, the backends with kernels alone: of the others neither a target nor the gate
-    asks."""
+    """Of a block, which has many cells, the backends with kernels alone: no target and no gate asks of the others."""
     wanted = KERNELS if arguments.block else BACKENDS
-    backends = [name for name in wanted if name not in unavailable]
+    backends = [name for name in wanted if name not in without]
     if arguments.p_rows and not arguments.block and "cutile" in backends:
         backends.append(ROW_PARTIALS)
     # On a CPU torch.compile would compile C++ for half a minute, of which no figure is shown.
@@ -331,7 +289,7 @@ def default_providers(
 
 
 def measure_all(
-    bench: Bench, shapes: tuple[Shape, ...], dtype: str, result: dict[str, Any], path: Path
+    bench: Bench, shapes: tuple[Shape, ...], dtype: str, result: Result, path: Path
 ) -> Loss | None:
     """Adds the records of every shape to the result, and writes it to PATH after each: a run may be cut off.
 

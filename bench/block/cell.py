@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-
-import torch
+from typing import Any
 
 from bench.block import check as block_check
 from bench.block import families
@@ -17,8 +16,7 @@ from bench.block.families import BlockInputs, Family
 from bench.block.peers import make_providers
 from bench.block.providers import BlockProvider, served_by
 from bench.measure.cell import Cell
-from bench.measure.check import poison
-from bench.measure.session import Session
+from bench.measure.check import check_form, poison
 from bench.measure.shapes import Shape
 from bench.report.cells import OURS
 from tilegym_rmsnorm.measure.accuracy import Errors, Outputs
@@ -26,21 +24,14 @@ from tilegym_rmsnorm.measure.timer import Call
 
 
 class BlockCell(Cell):
-    """The providers of some ops of one family. inputs: its sets."""
+    """The providers of some ops of one family."""
 
     seconds, host_seconds = 0.03, 0.01  # a dozen samples: there are many cells
 
-    def __init__(
-        self,
-        bench: Session,
-        shape: Shape,
-        dtype: torch.dtype,
-        inputs: list[BlockInputs],
-        family: Family,
-    ):
+    def __init__(self, family: Family, *of_all: Any):
         self.family = family
         self.lenient: set[str] = set()  # labels
-        super().__init__(bench, shape, dtype, inputs)
+        super().__init__(*of_all)
 
     def ops_of_all(self) -> tuple[str, ...]:
         return self.bench.ops
@@ -48,13 +39,12 @@ class BlockCell(Cell):
     def make_providers(self, name: str) -> list[BlockProvider]:
         found = make_providers(name, self.family, self.shape, self.dtype, self.bench.device)
         self.lenient |= {each.label for each in found if each.is_lenient}
-        return [self._named(each) for each in found] if name == OURS else found
-
-    def _named(self, provider: BlockProvider) -> BlockProvider:
-        """One that can say which kernel serves an op."""
-        return dataclasses.replace(
-            provider, served_by=lambda op: served_by(op, provider.calls[op], self.inputs[0])
-        )
+        if name == OURS:  # which can say what kernel serves an op
+            (own,) = found
+            return [
+                dataclasses.replace(own, served_by=lambda op: served_by(op, own.calls[op], self.inputs[0]))
+            ]
+        return found
 
     def checked_ops(self, provider: BlockProvider) -> tuple[str, ...]:
         return tuple(op for op in self.bench.ops if op in provider.calls)
@@ -82,7 +72,8 @@ def run_op(family: Family, provider: BlockProvider, op: str, inputs: BlockInputs
     results = provider.calls[op](_inputs_for(provider, inputs))
     names = (f"{op} {name}" for name in family.outputs[op])
     outputs = dict(zip(names, results, strict=True))
-    block_check.check_form(outputs, inputs)
+    like = {"rstd": inputs.rstd, "dw": inputs.weight, "db": inputs.weight}
+    check_form(outputs, lambda name: like.get(block_check.kind_of(name), inputs.x))
     return outputs
 
 

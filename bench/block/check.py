@@ -21,16 +21,6 @@ EVERY = (*OF_ROWS, *SUMS)
 Expected = dict[str, tuple[Tensor, Tensor]]  # each with the scale of its errors
 
 
-def check_form(outputs: Outputs, inputs: BlockInputs) -> None:
-    """ValueError for an output of another dtype or size than it should have."""
-    for name, tensor in outputs.items():
-        like = {"rstd": inputs.rstd, "dw": inputs.weight, "db": inputs.weight}.get(kind_of(name), inputs.x)
-        if tensor.numel() != like.numel() or tensor.dtype != like.dtype:
-            raise ValueError(
-                f"{name}: expected {like.numel()} elements of {like.dtype}, got {tensor.numel()} of {tensor.dtype}"
-            )
-
-
 def kind_of(name: str) -> str:
     """Of an output that is named behind its op, as "residual_forward y"."""
     return name.rpartition(" ")[2]

@@ -151,11 +151,8 @@ def compulsory_bytes(op: str, shape: Shape, dtype: torch.dtype) -> int:
     rows, cols = shape
     arrays = {"forward": 2, "backward": 3}[op.rpartition("_")[2]]
     arrays += {"residual_forward": 2, "residual_backward": 1, "scaled_residual_backward": 2}.get(op, 0)
-    vectors = {"bias_forward": 2, "bias_backward": 3, "frozen_weight_backward": 1}.get(
-        op
-    )  # weight, bias, dw, db
-    if vectors is None:
-        vectors = 2 if op.endswith("backward") else 1
+    vectors = {"forward": 1, "backward": 2}[op.rpartition("_")[2]]  # weight, bias, dw, db
+    vectors += {"bias_forward": 1, "bias_backward": 1, "frozen_weight_backward": -1}.get(op, 0)
     return dtype.itemsize * (arrays * rows * cols + vectors * cols) + 4 * rows
 
 
@@ -213,19 +210,8 @@ def _make_set(
         normalized = (family.alpha * x.float() + residual.float()).to(dtype)
     packed = normalized.reshape(-1, cols)
     rstd = tr.compute_rms_norm_rstd_torch(packed, EPS)
-    return BlockInputs(
-        x,
-        weight,
-        dy,
-        normalized,
-        rstd,
-        packed,
-        dy.reshape(-1, cols),
-        family.alpha,
-        bias,
-        residual,
-        d_residual_out,
-    )
+    of_rows = normalized, rstd, packed, dy.reshape(-1, cols)
+    return BlockInputs(x, weight, dy, *of_rows, family.alpha, bias, residual, d_residual_out)
 
 
 def heads_of(rows: int) -> tuple[int, int, int]:

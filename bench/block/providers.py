@@ -26,6 +26,7 @@ from bench.providers.ours import (
     BASELINES,
     COMPILED_MODES,
     EPS,
+    Labelled,
     aten_backward,
     aten_backward_dx,
     aten_ops_forward,
@@ -40,19 +41,15 @@ PLAIN_OPS = ("frozen_weight_backward", *CONTROLS.values())
 
 
 @dataclass(frozen=True)
-class BlockProvider:
+class BlockProvider(Labelled):
     """One way to compute some ops of families.py."""
 
     name: str
     calls: dict[str, Compute]
-    settings: str = ""  # of a peer that is measured with several, the fastest of which counts
+    settings: str = ""
     is_lenient: bool = False  # it may normalize the sum with the residual before that is rounded
     overwrites_dy: bool = False  # the backward returns dx in dy's memory
     served_by: Callable[[str], str] | None = None  # of cutile: the kernel that serves an op
-
-    @property
-    def label(self) -> str:
-        return f"{self.name} ({self.settings})" if self.settings else self.name
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -72,7 +69,7 @@ def own_provider(backend: str) -> BlockProvider:
         "qk_norm_backward": lambda t: backward(t.x, t.dy, t.weight, t.rstd),
         "bias_forward": lambda t: forward(t.x, t.weight, bias=t.bias),
         "bias_backward": lambda t: backward(t.x, t.dy, t.weight, t.rstd, needs_db=True),
-        "frozen_weight_backward": functools.partial(_own_frozen_backward, backend),
+        "frozen_weight_backward": lambda t: (ours.backward_dx(backend, t.x, t.dy, t.weight, t.rstd),),
     }
     controls: dict[str, Compute] = {
         "contiguous_forward": lambda t: forward(t.packed, t.weight),
@@ -103,26 +100,15 @@ def served_by(op: str, call: Compute, inputs: BlockInputs) -> str:
     return f"composed around {text}" if is_composed else text
 
 
-# What autograd asks of a backend; no public op of gradients takes these wishes.
-
-
 def _own_scaled_backward(backend: str, t: BlockInputs) -> Results:
+    # What autograd asks of a backend; no public op of gradients takes that wish.
     dtype = t.x.dtype
+    request = registry.Request(t.x.device, dtype, t.weight.dtype, "once")
+    backward = registry.dispatch("rms_norm_backward", request, backend)
     spec = Spec(t.x.shape[-1], EPS, 0.0, "once", t.alpha, residual_dtype=dtype)
     tensors = (t.normalized, t.dy, t.weight, t.rstd, t.d_residual_out)
-    dx, d_residual, dw, _ = _backward_of(backend, t)(spec, tensors, Wanted(dtype, dtype, dtype))
+    dx, d_residual, dw, _ = backward(spec, tensors, Wanted(dtype, dtype, dtype))
     return dx, d_residual, dw
-
-
-def _own_frozen_backward(backend: str, t: BlockInputs) -> Results:
-    spec = Spec(t.x.shape[-1], EPS, 0.0, "once")
-    dx, *_ = _backward_of(backend, t)(spec, (t.x, t.dy, t.weight, t.rstd, None), Wanted(t.x.dtype))
-    return (dx,)
-
-
-def _backward_of(backend: str, t: BlockInputs) -> Callable[..., tuple[Tensor, ...]]:
-    request = registry.Request(t.x.device, t.x.dtype, t.weight.dtype, "once")
-    return registry.dispatch("rms_norm_backward", request, backend)
 
 
 # PyTorch's own. Functions of tensors alone, which torch.compile can take.

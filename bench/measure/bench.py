@@ -48,7 +48,7 @@ class Bench(Session):
             cell = Cell(self, shape, dtype, make_inputs(shape, dtype, self.device, sets))
         else:
             inputs = families.make_inputs(family, shape, dtype, self.device, sets)
-            cell = BlockCell(self, shape, dtype, inputs, family)
+            cell = BlockCell(family, self, shape, dtype, inputs)
         records = []
         for op in self.ops:
             progress(op)

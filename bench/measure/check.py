@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -92,14 +93,17 @@ def run_op(provider: Provider, op: str, inputs: Inputs, poisons: bool = True) ->
         results = provider.autograd(inputs.x_leaf, dy, inputs.weight_leaf)
         outputs = dict(zip(("autograd_y", "autograd_dx", "autograd_dw"), results, strict=True))
     like = {"y": x, "rstd": inputs.rstd, "dx": x, "dw": weight}
-    for name, tensor in outputs.items():
-        expected = like[name.rpartition("_")[2]]
-        if tensor.numel() != expected.numel() or tensor.dtype != expected.dtype:
-            raise ValueError(
-                f"{name}: expected {expected.numel()} elements of {expected.dtype}, "
-                f"got {tensor.numel()} of {tensor.dtype}"
-            )
+    check_form(outputs, lambda name: like[name.rpartition("_")[2]])
     return {name: tensor.detach() for name, tensor in outputs.items()}
+
+
+def check_form(outputs: Outputs, like: Callable[[str], Tensor]) -> None:
+    """ValueError for an output of another dtype or size than the tensor that it should be like."""
+    for name, tensor in outputs.items():
+        expected = like(name)
+        if tensor.numel() != expected.numel() or tensor.dtype != expected.dtype:
+            text = f"{name}: expected {expected.numel()} elements of {expected.dtype}, "
+            raise ValueError(f"{text}got {tensor.numel()} of {tensor.dtype}")
 
 
 def rstd_for(provider: Provider, inputs: Inputs) -> Tensor:

@@ -25,7 +25,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.block.families import ALL_OPS
 from bench.gate import cell_of
 from bench.measure.cell import failed_record
 from bench.measure.provenance import PACKAGE, ROOT
@@ -128,16 +127,12 @@ def shapes_text(shapes: Sequence[Shape]) -> str:
     return ",".join(f"{rows}x{cols}" for rows, cols in shapes)
 
 
-def join(result: Result, other: Result, ops: Sequence[str] | None = None) -> list[str]:
-    """Adds the other's cells that the result lacks or that failed in it; the names of their providers.
-
-    ops: only these; None means all.
-    """
+def join(result: Result, other: Result) -> list[str]:
+    """Adds the other's cells that the result lacks or that failed in it; the names of their providers."""
     known = {cell_of(record): record for record in result["records"]}
     new = [
         record
         for record in other["records"]
-        if ops is None or record["op"] in ops
         if cell_of(record) not in known or known[cell_of(record)].get("error") and not record.get("error")
     ]
     replaced = {cell_of(record) for record in new}
@@ -222,14 +217,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("result", type=options.path, metavar="RESULT.json")
     parser.add_argument("other", type=options.path, nargs="+", metavar="OTHER.json")
-    parser.add_argument("--op", type=options.some_of(ALL_OPS), help="only these ops of the others: OP,...")
     arguments = parser.parse_args(argv)
     result = json.loads(arguments.result.read_text())
     for path in arguments.other:
         other = json.loads(path.read_text())
         if reason := why_apart(result, other):
             parser.error(f"{arguments.result} and {path} differ in {reason}")
-        print(f"{path}: added {', '.join(join(result, other, arguments.op)) or 'nothing'}")
+        print(f"{path}: added {', '.join(join(result, other)) or 'nothing'}")
     write(result, arguments.result)
     print("\n".join([*differences(result), "", compare.summary(result)]))
     return 0

@@ -24,6 +24,12 @@ class ContextLostError(RuntimeError):
         self.provider, self.text = provider, text
 
 
+def this_device() -> torch.device:
+    """The current GPU, or the CPU where there is none."""
+    has_gpu = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
+
+
 class Session:
     """The device, its timer, and the providers and ops that are measured on it."""
 

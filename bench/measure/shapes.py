@@ -36,7 +36,7 @@ GRID: tuple[Shape, ...] = tuple(
     (4**i, 4**j) for i in range(10) for j in range(3, 9) if 4 ** (i + j) <= 1 << 27
 )  # 1 to 262144 rows, 64 to 65536 columns, x of at most 128 MiB in bf16
 CPU_SHAPES: tuple[Shape, ...] = ((32, 128), (12, 500))
-CPU_QUICK_SHAPES = CPU_SHAPES[:1]
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def parse_shapes(text: str) -> tuple[Shape, ...]:

@@ -5,12 +5,10 @@
 
 Other libraries' RMSNorms are in peers.py.
 
-`F.rms_norm` is eager ATen (the fused CUDA kernels, in torch since 2.9), `torch.compile` is the same ops compiled by
-Inductor, one compilation per shape (dynamic=False), which is its fastest form. The device times of a baseline's
-forward and backward come from `aten::_fused_rms_norm` and its backward, which compute what this package's two public
-ops do, rstd included; `both` by eager autograd goes through `F.rms_norm` itself. `torch.compile-max-autotune` is
-`torch.compile` with the settings of that mode, but for its CUDA graphs: everything here is timed in a graph already.
-Both are timed with programmatic dependent launch too, which cutile has, where this torch and the GPU have it.
+The device times of a baseline's forward and backward come from `aten::_fused_rms_norm` and its backward, which compute
+what this package's two public ops do, rstd included; `both` by eager autograd goes through `F.rms_norm` itself.
+torch.compile compiles for each shape (dynamic=False), its fastest form, and max-autotune without its CUDA graphs:
+everything here is timed in a graph already.
 """
 
 from __future__ import annotations
@@ -49,8 +47,20 @@ Backward = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # 
 BackwardDx = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # x, dy, weight, rstd -> dx
 
 
+class Labelled:
+    """A provider's name, and its settings where it is measured with several, the fastest of which counts."""
+
+    name: str
+    settings: str
+
+    @property
+    def label(self) -> str:
+        """Unique among what is measured together."""
+        return f"{self.name} ({self.settings})" if self.settings else self.name
+
+
 @dataclass(frozen=True)
-class Provider:
+class Provider(Labelled):
     """One way to compute RMSNorm and its gradients over x (M, N) with weight (N,)."""
 
     name: str
@@ -59,14 +69,9 @@ class Provider:
     norm: Callable[[Tensor, Tensor], Tensor] | None  # differentiable; None where there is no public function
     rstd_is_column: bool = False  # aten keeps rstd as (M, 1), this package as (M,)
     backward_dx: BackwardDx | None = None  # None where nothing is saved by a frozen weight
-    settings: str = ""  # of a peer that is measured with several, the fastest of which counts
+    settings: str = ""
     overwrites_dy: bool = False  # the backward returns dx in dy's memory
     served_by: Callable[[str], str] | None = None  # of cutile: the kernel that is selected for an op
-
-    @property
-    def label(self) -> str:
-        """The name, and the settings where it has some: unique among what is measured together."""
-        return f"{self.name} ({self.settings})" if self.settings else self.name
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -93,7 +98,7 @@ def make_provider(name: str, shape: Shape, dtype: torch.dtype, device: torch.dev
             lambda x, weight: tr.rms_norm_forward(x, weight, EPS, backend=name),
             lambda x, dy, weight, rstd: tr.rms_norm_backward(x, dy, weight, rstd, backend=name),
             lambda x, weight: tr.rms_norm(x, weight.shape, weight, EPS, backend=name),
-            backward_dx=functools.partial(_backward_dx, name) if name in KERNELS else None,
+            backward_dx=functools.partial(backward_dx, name) if name in KERNELS else None,
             served_by=functools.partial(_served_by, shape, dtype, device) if name == "cutile" else None,
         )
     if name == ROW_PARTIALS:
@@ -148,7 +153,7 @@ def _has_pdl(device: torch.device) -> bool:
     return is_hopper and PDL in list_options()
 
 
-def _backward_dx(backend: str, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
+def backward_dx(backend: str, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> Tensor:
     # What autograd does for a frozen weight; no public op of gradients takes that wish.
     request = registry.Request(x.device, x.dtype, weight.dtype, "once")
     backward = registry.dispatch("rms_norm_backward", request, backend)

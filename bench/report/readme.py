@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from bench.block import page as block_page
-from bench.gate import kind_of
-from bench.measure.provenance import ROOT, gpu_slug
+from bench.gate import kept_in, kind_of
+from bench.measure.provenance import ROOT
 from bench.measure.shapes import BATCHES, OPS
 from bench.providers.ours import PDL
 from bench.report import compare, tables
@@ -100,12 +100,8 @@ def kept_results(folder: Path) -> list[Path]:
 def newest_by_gpu(results: Path, ending: str) -> list[Result]:
     """The newest kept result of each GPU model whose file's name has this ending, in the order of their folders."""
     newest: dict[str, Result] = {}
-    for path in sorted(results.glob(f"*/*{ending}")):
-        result = json.loads(path.read_text())
-        gpu = result["gpu"]
-        is_kept = gpu is not None and gpu_slug(gpu) == path.parent.name  # as of gate.kept_gpus
-        if is_kept and (gpu not in newest or newest[gpu]["date"] <= result["date"]):
-            newest[gpu] = result
+    for _, result in kept_in(results, ending):
+        newest[result["gpu"]] = max(result, newest.get(result["gpu"], result), key=lambda each: each["date"])
     return list(newest.values())
 
 

@@ -30,6 +30,7 @@ from tabulate import tabulate
 
 import tilegym_rmsnorm as tr
 from bench.measure.provenance import describe_run, one_line
+from bench.measure.session import this_device
 from bench.run import run_in_interpreters
 from bench.studies.traced import default_backend
 from tilegym_rmsnorm.commands.options import positive
@@ -130,9 +131,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--samples", type=positive, default=60)
     arguments = parser.parse_args(argv)
-    has_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
-    if not has_gpu:
+    device = this_device()
+    if device.type == "cpu":
         run_in_interpreters()
     print(one_line(describe_run()), end="\n\n")
     with kernels_that_do_nothing(device):

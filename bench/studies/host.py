@@ -33,13 +33,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.measure.provenance import ROOT, choose_tables, describe_run, one_line
+from bench.measure.session import this_device
+from bench.measure.shapes import DTYPES
+from bench.providers.ours import EPS
 from tilegym_rmsnorm import fastpath, registry, rms_norm, rms_norm_forward
 from tilegym_rmsnorm.commands.options import positive
 from tilegym_rmsnorm.measure.timer import host_sampler, wall_sampler
 from tilegym_rmsnorm.spec import Spec, Wanted
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-EPS = 1e-6
 OTHER_WIDTH = 96  # what a process compiles before its first call is timed, so that nothing else is new to it
 
 
@@ -60,15 +61,11 @@ class Empty(torch.autograd.Function):
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    device, dtype = this_device(), DTYPES[arguments.dtype]
     if arguments.child:
-        print(*first_calls(arguments.first_call[0], DTYPES[arguments.dtype], arguments.backend, device))
+        print(*first_calls(arguments.first_call[0], dtype, arguments.backend, device))
         return 0
-    request = registry.Request(device, DTYPES[arguments.dtype], DTYPES[arguments.dtype], "once")
+    request = registry.Request(device, dtype, dtype, "once")
     if unusable := registry.why_unusable(arguments.backend, request):
         print(f"{arguments.backend}: {unusable.reason}. To mend it: {unusable.remedy}", file=sys.stderr)
         return 1
@@ -79,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
             print_first_calls(n, arguments)
         return 0
     for leading in ((arguments.rows,), (2, arguments.rows // 2)):
-        print_calls((*leading, arguments.columns), DTYPES[arguments.dtype], arguments, device)
+        print_calls((*leading, arguments.columns), request, arguments)
     print_slices((arguments.rows, arguments.columns), request, arguments)
     return 0
 
@@ -103,10 +100,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def print_calls(
-    size: tuple[int, ...], dtype: torch.dtype, arguments: argparse.Namespace, device: torch.device
-) -> None:
+def print_calls(size: tuple[int, ...], request: registry.Request, arguments: argparse.Namespace) -> None:
     """The table of whole calls."""
+    device, dtype = request.device, request.dtype
     x, dy = (torch.randn(size, dtype=dtype, device=device) for _ in range(2))
     x.requires_grad_()
     weight = torch.nn.Parameter(torch.ones(size[-1], dtype=dtype, device=device))
@@ -207,11 +203,10 @@ def sample_in_turn(
     calls: list[Callable[[], object]], samples: int, device: torch.device
 ) -> list[tuple[float, float]]:
     """(10th percentile, median) of each call's microseconds, sampled in turn."""
-    samplers = []
+    samplers, is_cuda = [], device.type == "cuda"
     for call in calls:
         for _ in range(3):
             call()
-        is_cuda = device.type == "cuda"
         samplers.append(host_sampler(call, device) if is_cuda else wall_sampler([call] * 16))
     taken = [[sampler() for sampler in samplers] for _ in range(samples)]
     columns = list(zip(*taken, strict=True))
@@ -231,9 +226,8 @@ def print_first_calls(n: int, arguments: argparse.Namespace) -> None:
             if done.returncode:
                 sys.exit(f"N = {n}, {what}:\n{done.stderr}")
             forward, backward = map(float, done.stdout.split()[-2:])
-            print(
-                f"N = {n:6d} {arguments.dtype}  {what:20s} forward {forward:5.2f} s   backward {backward:5.2f} s"
-            )
+            took = f"forward {forward:5.2f} s   backward {backward:5.2f} s"
+            print(f"N = {n:6d} {arguments.dtype}  {what:20s} {took}")
 
 
 def first_calls(n: int, dtype: torch.dtype, backend: str, device: torch.device) -> tuple[float, float]:

@@ -9,14 +9,10 @@ integrations/fx.py.
     python -m bench.studies.traced --device cpu --shape 2x3x64 --out FILE.json    how it works; no GPU figures
 
 x, weight and dy are bfloat16. Each variant returns y, dx and dw of the same inputs, is compared with float64, and is
-then timed as all else here: CUDA graphs, cold L2, the variants in turn. GB/s counts the bytes that two passes must
-move, 2 (5 M N + 3 N) + 8 M for rows M of N columns (`both` of shapes.py): the forward reads x, weight and writes y,
-rstd; the backward reads x, dy, weight, rstd and writes dx, dw.
+then timed as all else here, the variants in turn. GB/s counts the bytes of `both` (measure/shapes.py).
 
 Where nothing stands between the two passes of a norm, Inductor compiles them as one region and may read x once. In the
 graph of a model something does stand there. So that graph is also traced apart, as one graph for each pass.
-
-`python scripts/docs_figures.py` puts the newest kept result of each GPU into docs/traced-graphs.md.
 
 A result is the provenance of provenance.py, copy_gb_per_s, note, shape, dtype, bytes, inductor_timer (whether Inductor
 was given inductor.py's timer), and `variants`. Each of those is

@@ -14,8 +14,7 @@ Precision: parameters and activations are bfloat16, and AdamW updates float32 co
 mixed precision and Megatron do. So bfloat16 x and bfloat16 weight reach the norm, and norm weights do train (an update
 of 6e-4 is lost when it is added to a bfloat16 1.0). Under autocast with float32 parameters, x would be float32.
 
-Do the curves agree? The baseline runs again from another seed: other weights, other batches. Every backend's smoothed
-curve must stay nearer to the baseline's than that run does, at every step; see curves.py.
+Do the curves agree? See curves.py.
 """
 
 from __future__ import annotations

@@ -70,13 +70,6 @@ def test_joining_replaces_cells_that_failed_and_no_others():
     assert join(result, make_result(failed)) == [] and len(result["processes"]) == 1
 
 
-def test_joining_of_some_ops_only():
-    result = make_result(make_record())
-    other = make_result(make_record(rows=9), make_record(rows=9, op="forward"))
-    join(result, other, ops=["forward"])
-    assert [(record["op"], record["rows"]) for record in result["records"][1:]] == [("forward", 9)]
-
-
 def test_joining_a_joined_result_names_the_processes_that_measured():
     """tilegym never shares one; of the others in a joined result both may have measured a part."""
     parts = make_result(make_record(120.0, provider="quack"), make_record(120.0, provider="tilegym"))

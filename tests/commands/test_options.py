@@ -59,12 +59,6 @@ COMMANDS = (
         ("report.html_report", ("--out", "", "a.json"), "--out: expected a path, got ''"),
         ("report.plots", ("",), "RESULT.json: expected a path, got ''"),
         ("measure.processes", ("", "other.json"), "RESULT.json: expected a path, got ''"),
-        # It added nothing, and said so.
-        (
-            "measure.processes",
-            ("a.json", "b.json", "--op", ""),
-            "--op: expected some of forward, backward, both, dx",
-        ),
         ("studies.host", ("--rows", "0"), "--rows: expected a whole number of at least 1, got '0'"),
         ("studies.host", ("--columns", "-1"), "--columns: expected a whole number of at least 1, got '-1'"),
         ("studies.host", ("--samples", "0"), "--samples: expected a whole number of at least 1, got '0'"),
