@@ -11,8 +11,8 @@ from collections.abc import Callable
 from bench.block.families import BLOCK_OPS, CONTROLS, heads_of
 from bench.measure.shapes import Shape
 from bench.report.cells import Result, compare, figure_text, grid, name_of, of_op, shape_of, shape_text
-from bench.report.compare import rate_text, target_lines
-from bench.report.tables import folded, heading, op_table, rate_cell, said_above
+from bench.report.compare import rate_text
+from bench.report.tables import folded, folded_targets, heading, op_table, rate_cell, said_above
 
 HEADS_OPS = ("qk_norm_forward", "qk_norm_backward")
 ROWS_OPS = tuple(op for op in BLOCK_OPS if op not in (*HEADS_OPS, *CONTROLS.values()))
@@ -103,9 +103,7 @@ def _of_result(result: Result) -> str:
             every = op_table(result, op, rate_cell, "pipe", summary=True)
             parts += folded(f"{heading(result, op)}: GB/s of every provider", [every])
     parts += folded("The kernel that served, and its settings", [settings_table(result)])
-    if lines := [f"- {' '.join(line.split())}" for line in target_lines(result)]:
-        parts += folded("Targets of a transformer block", ["\n".join(lines)])
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, *folded_targets(result, "Targets of a transformer block")])
 
 
 def _heads_parts(result: Result, op: str) -> list[str]:

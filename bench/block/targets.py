@@ -14,19 +14,19 @@ import sys
 
 from bench.block.families import BLOCK_OPS, CONTROLS
 from bench.gate import kind_of
+from bench.measure.shapes import DTYPES
 from bench.report.cells import (
     LARGE_BYTES,
-    Comparison,
     Record,
     Result,
     Target,
+    behind,
     compare,
     failed_cells,
-    figure_text,
     lines_of,
-    mean_ratio,
     moved,
-    name_of,
+    of_copy,
+    of_mean,
     of_op,
     read_result,
     shape_text,
@@ -39,7 +39,6 @@ RESIDUAL_MEAN = {"residual_forward": 1.0, "residual_backward": 1.2}
 RESIDUAL_LEAST = {"residual_forward": 0.985, "residual_backward": 1.0}
 HEADS_SHARE = 0.93
 MOST_COST = {"qk_norm_forward": 0.05, "qk_norm_backward": 0.05, "bias_forward": 0.01, "bias_backward": 0.03}
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def targets(result: Result) -> list[Target]:
@@ -47,49 +46,23 @@ def targets(result: Result) -> list[Target]:
     found = [_failed(op, result) for op in BLOCK_OPS]
     for op, share in RESIDUAL_SHARE.items():
         large = [each for each in of_op(result, op) if moved(each) >= LARGE_BYTES]
-        found.append(_of_copy(op, share, large, f"{LARGE_BYTES / 1e6:.0f} MB or more move"))
+        found.append(of_copy(op, share, large, f"{LARGE_BYTES / 1e6:.0f} MB or more move"))
         if op in RESIDUAL_MEAN:
-            found += _against_peers(op, _compared(op, result))
+            cells = [each for each in compare(result, op) if op == "residual_backward" or each.ours in large]
+            text = f"{op}: at least {RESIDUAL_LEAST[op]}x the best peer in every cell"
+            found.append(of_mean(op, RESIDUAL_MEAN[op], cells))
+            found.append(Target(text, len(cells), behind(cells, RESIDUAL_LEAST[op])))
     for op in ("qk_norm_forward", "qk_norm_backward"):
-        large = [
-            each for each in of_op(result, op) if each["cols"] in LARGE_HEADS and _bytes_of_x(each) >= LARGE_X
-        ]
+        wide = [each for each in of_op(result, op) if each["cols"] in LARGE_HEADS]
+        large = [each for each in wide if _bytes_of_x(each) >= LARGE_X]
         where = f"x has {LARGE_X >> 20} MiB or more, of {' or '.join(map(str, LARGE_HEADS))} columns"
-        found += [_of_copy(op, HEADS_SHARE, large, where), _against_compiled(op, result)]
+        found += [of_copy(op, HEADS_SHARE, large, where), _against_compiled(op, result)]
     return found + [_cost(op, most, result) for op, most in MOST_COST.items()]
 
 
 def _failed(op: str, result: Result) -> Target:
     failed = failed_cells(result, op)
     return Target(f"{op}: cutile has a figure in every cell", len(of_op(result, op)) + len(failed), failed)
-
-
-def _of_copy(op: str, share: float, records: list[Record], where: str) -> Target:
-    with_share = [each for each in records if each["copy_fraction"] is not None]
-    missed = [
-        f"{shape_text(each)} ({each['copy_fraction']:.1%})"
-        for each in with_share
-        if each["copy_fraction"] < share
-    ]
-    return Target(f"{op}: at least {share:.0%} of the copy ceiling where {where}", len(with_share), missed)
-
-
-def _compared(op: str, result: Result) -> list[Comparison]:
-    """Of the forward the cells of LARGE_BYTES and more alone."""
-    return [
-        each for each in compare(result, op) if op == "residual_backward" or moved(each.ours) >= LARGE_BYTES
-    ]
-
-
-def _against_peers(op: str, comparisons: list[Comparison]) -> list[Target]:
-    mean, least = mean_ratio(comparisons), RESIDUAL_LEAST[op]
-    missed = [] if mean is None or mean >= RESIDUAL_MEAN[op] else ["the mean"]
-    text = f"{op}: geometric mean over cells at least {RESIDUAL_MEAN[op]}"
-    means = Target(text, len(comparisons), missed, figure_text(mean, ".3f"))
-    behind = [
-        f"{each.shape} ({each.ratio:.3f}x {name_of(each.peer)})" for each in comparisons if each.ratio < least
-    ]
-    return [means, Target(f"{op}: at least {least}x the best peer in every cell", len(comparisons), behind)]
 
 
 def _against_compiled(op: str, result: Result) -> Target:
@@ -117,7 +90,7 @@ def _cost(op: str, most: float, result: Result) -> Target:
 
 
 def _bytes_of_x(record: Record) -> int:
-    return record["rows"] * record["cols"] * ITEMSIZE[record["dtype"]]
+    return record["rows"] * record["cols"] * DTYPES[record["dtype"]].itemsize
 
 
 def _of_a_block(text: str) -> Result:

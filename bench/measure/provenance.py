@@ -7,6 +7,7 @@ result."""
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import os
 import re
@@ -24,12 +25,7 @@ from tilegym_rmsnorm.commands.installation import driver_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
-PEERS = (
-    "quack-kernels",
-    "nvidia-cutlass-dsl",
-    "liger-kernel",
-    "tilegym",
-)  # distributions of the extra `peers`
+PEERS = ("quack-kernels", "nvidia-cutlass-dsl", "liger-kernel", "tilegym")  # of the extra `peers`
 PACKAGE = "tilegym_rmsnorm"
 COMMIT_VARIABLE = "TILEGYM_RMSNORM_COMMIT"  # for copies of the tree without their .git
 
@@ -66,10 +62,8 @@ def describe_commit() -> tuple[str, bool | None]:
     """The commit and whether the tree differs from it: from TILEGYM_RMSNORM_COMMIT, else git, else "unknown"."""
     if named := os.environ.get(COMMIT_VARIABLE):
         return named, None
-    commit, changes = (
-        _output("git", "-C", str(ROOT), *words)
-        for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
-    )
+    git = functools.partial(_output, "git", "-C", str(ROOT))
+    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain")
     return commit or "unknown", None if commit is None or changes is None else bool(changes)
 
 
@@ -108,9 +102,8 @@ def gpu_slug(gpu: str | None) -> str:
 def one_line(result: dict[str, Any]) -> str:
     """One line for people: what the figures of a result were taken on and with."""
     own = result["versions"].get(PACKAGE)
-    versions = [
-        f"{name} {version}" for name, version in result["versions"].items() if version and name != PACKAGE
-    ]
+    others = ((name, version) for name, version in result["versions"].items() if name != PACKAGE)
+    versions = [f"{name} {version}" for name, version in others if version]
     version = "" if own in (None, tilegym_rmsnorm.NOT_INSTALLED) else f" {own}"
     commit = result["commit"][:12] + (" with local changes" if result["dirty"] else "")
     where = [result["gpu"] or "no GPU"]

@@ -124,6 +124,27 @@ def compare(result: Result, op: str) -> list[Comparison]:
     return comparisons
 
 
+def of_copy(op: str, share: float, records: list[Record], where: str) -> Target:
+    """At least this share of the copy ceiling in these cells, of which `where` speaks."""
+    timed = [each for each in records if each["copy_fraction"] is not None]
+    low = [each for each in timed if each["copy_fraction"] < share]
+    missed = [f"{shape_text(each)} ({each['copy_fraction']:.1%})" for each in low]
+    return Target(f"{op}: at least {share:.0%} of the copy ceiling where {where}", len(timed), missed)
+
+
+def of_mean(op: str, least: float, comparisons: list[Comparison]) -> Target:
+    mean = mean_ratio(comparisons)
+    missed = [] if mean is None or mean >= least else ["the mean"]
+    text = f"{op}: geometric mean over cells at least {least}"
+    return Target(text, len(comparisons), missed, figure_text(mean, ".3f"))
+
+
+def behind(comparisons: list[Comparison], least: float | None = None) -> list[str]:
+    """The cells whose ratio is lower than `least`. None: than 1 less the cell's own spread."""
+    low = [each for each in comparisons if each.ratio < (1 - each.spread if least is None else least)]
+    return [f"{each.shape} ({each.ratio:.3f}x {name_of(each.peer)})" for each in low]
+
+
 def mean_ratio(comparisons: list[Comparison]) -> float | None:
     """The geometric mean over the cells."""
     return statistics.geometric_mean(each.ratio for each in comparisons) if comparisons else None

@@ -19,6 +19,7 @@ from bench.report.cells import (
     Record,
     Result,
     Target,
+    behind,
     compare,
     failed_cells,
     figure_text,
@@ -27,6 +28,8 @@ from bench.report.cells import (
     mean_ratio,
     moved,
     name_of,
+    of_copy,
+    of_mean,
     of_op,
     peers_of,
     shape_of,
@@ -79,20 +82,20 @@ def targets(result: Result) -> list[Target]:
     dtype = result["records"][0]["dtype"] if result["records"] else ""
     backward, forward = compare(result, "backward"), compare(result, "forward")
     failed, every = functools.partial(failed_cells, result), "at least 1.00x the best peer in every cell"
+    large = {op: [each for each in of_op(result, op) if moved(each) >= LARGE_BYTES] for op in SHARE}
+    narrow = [each for each in large["backward"] if each["cols"] <= WIDEST_LARGE_BACKWARD]
+    where = f"{LARGE_BYTES / 1e6:.0f} MB or more move"
     found = [
         _at_least(f"backward: {every}", backward, failed("backward"), 1.0),
         _at_least(f"forward: {every}, within the spread", forward, failed("forward")),
-        _large("backward", result, WIDEST_LARGE_BACKWARD),
-        _large("forward", result, None),
+        of_copy("backward", SHARE["backward"], narrow, f"{where}, up to {WIDEST_LARGE_BACKWARD} columns"),
+        of_copy("forward", SHARE["forward"], large["forward"], where),
         _small(backward),
         _workspace(result),
         _dw_cost(result),
     ]
     if dtype != "float32":
-        mean = mean_ratio(backward)
-        text = f"backward: geometric mean over cells at least {BACKWARD_MEAN}"
-        missed = [] if mean is None or mean >= BACKWARD_MEAN else ["the mean"]
-        found.insert(1, Target(text, len(backward), missed, figure_text(mean, ".3f")))
+        found.insert(1, of_mean("backward", BACKWARD_MEAN, backward))
     return found
 
 
@@ -136,36 +139,12 @@ def rate_text(record: Record) -> str:
     return f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
-def _at_least(
-    text: str, comparisons: list[Comparison], failed: list[str], least: float | None = None
-) -> Target:
-    """`least` None: 1 less the cell's own spread."""
-    missed = failed + [
-        f"{each.shape} ({each.ratio:.3f}x {name_of(each.peer)})"
-        for each in comparisons
-        if each.ratio < (1 - each.spread if least is None else least)
-    ]
-    worst = min((each.ratio for each in comparisons), default=None)
-    cells = len(comparisons) + len(failed)
-    return Target(text, cells, missed, "" if worst is None else f"the lowest is {worst:.3f}")
-
-
-def _large(op: str, result: Result, widest: int | None) -> Target:
-    records = [
-        each
-        for each in of_op(result, op)
-        if each["copy_fraction"] is not None
-        and moved(each) >= LARGE_BYTES
-        and (widest is None or each["cols"] <= widest)
-    ]
-    text = f"{op}: at least {SHARE[op]:.0%} of the copy ceiling where {LARGE_BYTES / 1e6:.0f} MB or more move"
-    text += "" if widest is None else f", up to {widest} columns"
-    missed = [
-        f"{shape_text(each)} ({each['copy_fraction']:.1%})"
-        for each in records
-        if each["copy_fraction"] < SHARE[op]
-    ]
-    return Target(text, len(records), missed)
+def _at_least(text: str, found: list[Comparison], failed: list[str], least: float | None = None) -> Target:
+    worst = min((each.ratio for each in found), default=None)
+    missed = failed + behind(found, least)
+    return Target(
+        text, len(found) + len(failed), missed, "" if worst is None else f"the lowest is {worst:.3f}"
+    )
 
 
 def _small(backward: list[Comparison]) -> Target:

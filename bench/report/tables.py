@@ -122,7 +122,7 @@ def page_section(result: Result, images: dict[str, str]) -> str:
         if op != "dx":  # it shows what dw costs
             parts += _op_parts(result, op, images, is_grid)
     if not is_grid and result["gpu"] is not None:
-        parts += _workspace(result) + _targets(result)
+        parts += _workspace(result) + folded_targets(result)
     return "\n\n".join(parts)
 
 
@@ -166,10 +166,10 @@ def _workspace(result: Result) -> list[str]:
     return folded("backward of cutile: workspace, and what dw adds to the time", [table]) if table else []
 
 
-def _targets(result: Result) -> list[str]:
-    """The targets that it meets and misses, folded; nothing where it has cells of none."""
+def folded_targets(result: Result, title: str = "Targets") -> list[str]:
+    """The targets that it meets and misses; nothing where it has cells of none."""
     lines = [f"- {' '.join(line.split())}" for line in compare.target_lines(result)]
-    return folded("Targets", ["\n".join(lines)]) if lines else []
+    return folded(title, ["\n".join(lines)]) if lines else []
 
 
 def folded(title: str, parts: list[str]) -> list[str]:
