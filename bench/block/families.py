@@ -139,10 +139,8 @@ def family_of(op: str) -> Family | None:
 def by_family(ops: Sequence[str]) -> list[tuple[Family | None, tuple[str, ...]]]:
     """The ops of each family, in the order of ALL_OPS; plain ones first."""
     wanted = [op for op in ALL_OPS if op in ops]
-    grouped = (
-        (family, tuple(op for op in wanted if family_of(op) is family)) for family in (None, *FAMILIES)
-    )
-    return [(family, of_family) for family, of_family in grouped if of_family]
+    named = [(family, tuple(op for op in wanted if family_of(op) is family)) for family in (None, *FAMILIES)]
+    return [(family, of_family) for family, of_family in named if of_family]
 
 
 def compulsory_bytes(op: str, shape: Shape, dtype: torch.dtype) -> int:

@@ -96,9 +96,8 @@ def _quack(family: Family, shape: Shape, dtype: torch.dtype, device: torch.devic
     for text, config in quack_fastest(chosen, cols, dtype.itemsize):
         providers.append(BlockProvider("quack", _quack_forwards(quack, config), f"forward {text}", True))
     for text, config, partial_rows in found:
-        providers.append(
-            BlockProvider("quack", _quack_backwards(quack, config, partial_rows), f"backward {text}")
-        )
+        calls = _quack_backwards(quack, config, partial_rows)
+        providers.append(BlockProvider("quack", calls, f"backward {text}"))
     return providers
 
 

@@ -110,9 +110,8 @@ class Cell:
         moved = self.compulsory_bytes(op)
         sets = len(self.inputs)
         count = calls_needed(sets, moved, bench.copy_bytes_per_second) if bench.is_cuda else 1
-        offered = {
-            name: [each for each in several if op in each.ops] for name, several in self.providers.items()
-        }
+        every = self.providers.items()
+        offered = {name: [each for each in several if op in each.ops] for name, several in every}
         bench.timer.renew_pool()
         samplers: dict[str, Sampler] = {}
         workspace: dict[str, int] = {}
@@ -140,9 +139,8 @@ class Cell:
         if not self.bench.is_cuda:
             return {}
         calls = {each.label: self.host_call(each, op) for each in providers}
-        samplers = {
-            label: host_sampler(call, self.bench.device) for label, call in calls.items() if call is not None
-        }
+        some = {label: call for label, call in calls.items() if call is not None}
+        samplers = {label: host_sampler(call, self.bench.device) for label, call in some.items()}
         return interleave(samplers, self.host_seconds)
 
     def _record(

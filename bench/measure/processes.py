@@ -142,9 +142,8 @@ def join(result: Result, other: Result) -> list[str]:
         part | {"providers": [name for name in part["providers"] if name in added]}
         for part in other.get("processes", [])
     ]
-    apart = {
-        (name, shape) for part in parts for name in part["providers"] for shape in _shapes_of(name, part, new)
-    }
+    by_part = [(name, part) for part in parts for name in part["providers"]]
+    apart = {(name, shape) for name, part in by_part for shape in _shapes_of(name, part, new)}
     own = [record for record in new if (record["provider"], shape_of(record)) not in apart]
     whole = {key: other.get(key) for key in ("copy_gb_per_s", "date", "commit", "sources", "inductor_timer")}
     whole["providers"] = list(dict.fromkeys(record["provider"] for record in own))
@@ -180,9 +179,8 @@ def differences(result: Result) -> list[str]:
             names = ", ".join(process["providers"])
             shapes = set(parse_shapes(process["shapes"])) if "shapes" in process else every
             names += "" if shapes >= every else f" at {len(shapes)} of {len(every)} shapes"
-            lines.append(
-                f"{names}: in a process of its own, device copy {rate:.0f} GB/s ({rate / own - 1:+.1%})"
-            )
+            copy = f"device copy {rate:.0f} GB/s ({rate / own - 1:+.1%})"
+            lines.append(f"{names}: in a process of its own, {copy}")
     return lines
 
 

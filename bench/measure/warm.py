@@ -85,9 +85,8 @@ def warm(
                         future.result()
                         bar.update()
             except BrokenProcessPool:  # a compiler that crashes, or too little memory
-                tqdm.write(
-                    "compiling ahead ended early: a process died; what is left compiles as it is measured"
-                )
+                left = "what is left compiles as it is measured"
+                tqdm.write(f"compiling ahead ended early: a process died; {left}")
     return len(tasks)
 
 

@@ -63,11 +63,9 @@ def summary(result: Result) -> str:
     parts = []
     for op in ALL_OPS:
         if comparisons := compare(result, op):
-            mean = mean_ratio(comparisons)
-            parts.append(
-                f"{op}: cutile against the best of {', '.join(peers_of(result, op))}\n\n{table(result, op)}\n\n"
-                f"geometric mean of {len(comparisons)} ratios: {mean:.3f}"
-            )
+            parts.append(f"{op}: cutile against the best of {', '.join(peers_of(result, op))}")
+            parts.append(table(result, op))
+            parts.append(f"geometric mean of {len(comparisons)} ratios: {mean_ratio(comparisons):.3f}")
     if text := workspace_table(result):
         parts.append(f"backward of cutile: P partial rows of float32, and what dw adds to the time\n\n{text}")
     if parts:
@@ -170,6 +168,5 @@ def _dw_cost(result: Result) -> Target:
     costs = dw_costs(result)
     missed = [f"{shape_text(record)} ({cost:+.1%})" for record, cost in costs if cost > DW_COST]
     where = f"{NO_DW_BYTES / 1e6:.0f} MB and more"
-    return Target(
-        f"deterministic dw costs at most {DW_COST:.0%} of the backward at {where}", len(costs), missed
-    )
+    text = f"deterministic dw costs at most {DW_COST:.0%} of the backward at {where}"
+    return Target(text, len(costs), missed)

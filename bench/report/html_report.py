@@ -144,9 +144,8 @@ def _remarks(results: Results) -> str:
 def _plots(results: Results) -> Iterable[str]:
     for label, result in results.items():
         for op in tables.ops_of(result):
-            records = [
-                each for each in result["records"] if each["op"] == op and each["gb_per_s"] is not None
-            ]
+            of_op = (each for each in result["records"] if each["op"] == op)
+            records = [each for each in of_op if each["gb_per_s"] is not None]
             if not records:
                 continue
             plots = [_rates(result, records)]
@@ -171,11 +170,9 @@ def _rates(result: Result, records: list[Record]) -> dict[str, Any]:
             bar = {"type": "bar", "orientation": "h", "marker": {"color": color, "opacity": 0.35}}
             traces.insert(0, common | bar)
             continue
-        marker = {"color": color, "symbol": symbol, "size": 8}
         # What is thin has an outline alone.
-        marker["line"] = (
-            {"color": color, "width": 2} if "thin" in symbol else {"color": "black", "width": 0.5}
-        )
+        line = {"color": color, "width": 2} if "thin" in symbol else {"color": "black", "width": 0.5}
+        marker = {"color": color, "symbol": symbol, "size": 8, "line": line}
         traces.append(common | {"type": "scatter", "mode": "markers", "marker": marker})
     figure = _figure(traces, records, "GB/s of compulsory bytes")
     if result["copy_gb_per_s"] is not None:
@@ -243,10 +240,8 @@ def _drawn(figure: dict[str, Any]) -> str:
     from plotly.io import to_html
 
     config = {"responsive": True, "displayModeBar": False}
-    height = f"{figure['layout']['height']}px"
-    return to_html(
-        figure, config, include_plotlyjs=False, full_html=False, default_height=height, validate=False
-    )
+    plain = {"include_plotlyjs": False, "full_html": False, "validate": False}
+    return to_html(figure, config, default_height=f"{figure['layout']['height']}px", **plain)
 
 
 def _ratio_table(results: Results) -> str:
@@ -322,14 +317,10 @@ def _table(name: str, rows: list[Cells]) -> str:
     """A table that is sorted by its headers, without the columns in which nothing stands."""
     columns = [column for column in rows[0] if any(row[column][0] for row in rows)]
     numbers = {column for column in columns if any(isinstance(row[column][1], int | float) for row in rows)}
-    head = "".join(
-        f'<th{_class(column, numbers)}><button type="button">{_text(column)}</button></th>'
-        for column in columns
-    )
-    body = "\n".join(
-        f"<tr>{''.join(_cell(*row[column], _class(column, numbers)) for column in columns)}</tr>"
-        for row in rows
-    )
+    classes = {column: ' class="number"' if column in numbers else "" for column in columns}
+    heads = (f'<th{classes[each]}><button type="button">{_text(each)}</button></th>' for each in columns)
+    lines = ("".join(_cell(*row[each], classes[each]) for each in columns) for row in rows)
+    head, body = "".join(heads), "\n".join(f"<tr>{line}</tr>" for line in lines)
     table = f'<table class="sortable" id="{name}"><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>'
     return f'<div class="scroll">{table}</div>'
 
@@ -338,10 +329,6 @@ def _cell(shown: str, value: Any, class_: str) -> str:
     """With what it is sorted by, where that is not what is shown."""
     data = "" if str(value) == shown else f' data-value="{_text(str(value))}"'
     return f"<td{class_}{data}>{_text(shown)}</td>"
-
-
-def _class(name: str, numbers: set[str]) -> str:
-    return ' class="number"' if name in numbers else ""
 
 
 def _labelled(results: Sequence[Result]) -> Results:
@@ -364,9 +351,8 @@ def _text(text: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.report.html_report", description=__doc__.splitlines()[0]
-    )
+    about = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m bench.report.html_report", description=about)
     parser.add_argument("result", type=read_result, nargs="+", metavar="RESULT.json")
     parser.add_argument("--out", type=options.path, default=Path(NAME), help=f"default: {NAME}")
     arguments = parser.parse_args(argv)

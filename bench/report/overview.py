@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 
 from bench.gate import kind_of
 from bench.measure.shapes import Shape
+from bench.providers.ours import BASELINES, COMPILED_MODES
 from bench.report import pictures
 from bench.report.cells import OURS, Result, shape_of
 from bench.report.styles import style_of
@@ -43,20 +44,15 @@ SERIES = (
     Series("this package", OURS, lambda name: name == OURS),
     Series("quack", "quack", lambda name: name == "quack"),
     Series("Liger, fastest of its kernels", "liger.triton", lambda name: name.startswith("liger.")),
-    Series(
-        "torch.compile, faster of two modes", "torch.compile", lambda name: name.startswith("torch.compile")
-    ),
+    Series("torch.compile, faster of two modes", BASELINES[1], lambda name: name in COMPILED_MODES),
     Series("F.rms_norm", "F.rms_norm", lambda name: name == "F.rms_norm"),
 )
 
 
 def result_shown(results: Iterable[Result]) -> Result | None:
     """The last of the results that is of that GPU and dtype, over the shapes of models; None if there is none."""
-    found = [
-        each
-        for each in results
-        if each["gpu"] == GPU and kind_of(each) == "models" and each["records"][0]["dtype"] == DTYPE
-    ]
+    of_models = (each for each in results if each["gpu"] == GPU and kind_of(each) == "models")
+    found = [each for each in of_models if each["records"][0]["dtype"] == DTYPE]
     return max(found, key=lambda each: each["date"], default=None)
 
 
@@ -82,13 +78,8 @@ def plot(result: Result, path: Path) -> None:
         axes.bar(places, heights, width, color=color, edgecolor="white", linewidth=0.5, label=series.label)
     copy = result["copy_gb_per_s"]
     axes.axhline(copy, color="black", linestyle="--", linewidth=1)
-    axes.annotate(
-        "a plain copy of memory",
-        (0, copy),
-        xycoords=("axes fraction", "data"),
-        xytext=(4, 3),
-        textcoords="offset points",
-    )
+    beside = {"xycoords": ("axes fraction", "data"), "xytext": (4, 3), "textcoords": "offset points"}
+    axes.annotate("a plain copy of memory", (0, copy), **beside)
     labels = [f"{rows} x {cols}\n{name}" for (rows, cols), name in MODELS.items()]
     axes.set_xticks(range(len(MODELS)), labels, fontsize=9)
     axes.set_xlabel("rows x hidden size, and a model that has this size")

@@ -44,9 +44,8 @@ def plot_result(result: Result, stem: Path) -> dict[str, Path]:
     for op in ALL_OPS:
         if op == "dx" or op in CONTROLS.values():
             continue
-        records = [
-            record for record in result["records"] if record["op"] == op and record["gb_per_s"] is not None
-        ]
+        of_op = (record for record in result["records"] if record["op"] == op)
+        records = [record for record in of_op if record["gb_per_s"] is not None]
         if records:
             paths[op] = stem.with_name(f"{stem.name}-{op}.png")
             if result.get("is_grid"):
@@ -72,9 +71,8 @@ def _plot_op(result: Result, op: str, records: list[Record], path: Path) -> None
     if result["copy_gb_per_s"] is not None:
         axes.axvline(result["copy_gb_per_s"], color="black", linestyle="--", linewidth=1, label="device copy")
     for place, name in groups.items():
-        axes.annotate(
-            name, (0, place), xytext=(3, 0), textcoords="offset points", va="center", style="italic"
-        )
+        beside = {"xytext": (3, 0), "textcoords": "offset points"}
+        axes.annotate(name, (0, place), va="center", style="italic", **beside)
     axes.set_yticks(list(places.values()), [f"{rows} x {cols}" for rows, cols in shapes])
     axes.set_ylim(max(places.values()) + 0.7, min([*places.values(), *groups]) - 0.7)
     axes.set_ylabel("rows x columns")
@@ -83,16 +81,9 @@ def _plot_op(result: Result, op: str, records: list[Record], path: Path) -> None
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
     handles, labels = axes.get_legend_handles_labels()
-    order = sorted(range(len(labels)), key=lambda index: labels[index] != OURS)
-    axes.legend(
-        [handles[index] for index in order],
-        [labels[index] for index in order],
-        ncols=4,
-        loc="lower left",
-        bbox_to_anchor=(-0.12, 1),
-        frameon=False,
-        fontsize=9,
-    )
+    ours_first = sorted(zip(handles, labels, strict=True), key=lambda pair: pair[1] != OURS)
+    place = {"loc": "lower left", "bbox_to_anchor": (-0.12, 1)}
+    axes.legend(*zip(*ours_first, strict=True), ncols=4, frameon=False, fontsize=9, **place)
     pictures.describe(figure, f"RMSNorm {op}, {records[0]['dtype']}", result)
     pictures.save(figure, path)
 

@@ -100,15 +100,12 @@ def overview(results: list[Result]) -> str:
             comparisons = compare.compare(result, op)
             won = sum(each.ratio >= 1.0 for each in comparisons)
             mean = compare.mean_ratio(comparisons)
-            row += [
-                figure_text(mean, ".2f"),
-                f"{won} of {len(comparisons)}" if comparisons else "",
-            ]
+            row += [figure_text(mean, ".2f"), f"{won} of {len(comparisons)}" if comparisons else ""]
         rows.append(row)
-    shown = [
+    of_op = [
         f"{op}: {what}" for op in ("backward", "forward") for what in ("mean ratio", "as fast or faster")
     ]
-    return grid(rows, ["GPU, dtype", "peers", *shown])
+    return grid(rows, ["GPU, dtype", "peers", *of_op])
 
 
 def page_section(result: Result, images: dict[str, str]) -> str:

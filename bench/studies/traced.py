@@ -119,12 +119,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--out", type=options.path, metavar="FILE.json", help="default: bench/results/GPU/DATE-traced.json"
-    )
-    parser.add_argument(
-        "--shape", type=shape_of, default=SHAPE, help="of x, such as the default, 4x8192x4096"
-    )
+    where = "default: bench/results/GPU/DATE-traced.json"
+    parser.add_argument("--out", type=options.path, metavar="FILE.json", help=where)
+    parser.add_argument("--shape", type=shape_of, default=SHAPE, help="of x; default: 4x8192x4096")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     return parser.parse_args(argv)
 
@@ -244,17 +241,16 @@ def at_once(run: Run) -> Callable[[Inputs], Run]:
 
 
 TUNED_NAME = ", ".join(TUNED)
+regional, tuned = (functools.partial(by_inductor, settings) for settings in (None, TUNED))
 VARIANTS: dict[str, Callable[[Inputs], Run]] = {
     EAGER: at_once(functools.partial(eager, aten_norm)),
     "eager tilegym_rmsnorm.rms_norm": at_once(functools.partial(eager, own_norm)),
     "eager F.rms_norm under override_aten()": at_once(overridden),
     "traced": functools.partial(traced, as_it_is),
-    "regional Inductor": functools.partial(traced, functools.partial(by_inductor, None)),
-    f"regional Inductor, {TUNED_NAME}": functools.partial(traced, functools.partial(by_inductor, TUNED)),
-    "regional Inductor, passes apart": functools.partial(traced_apart, functools.partial(by_inductor, None)),
-    f"regional Inductor, passes apart, {TUNED_NAME}": functools.partial(
-        traced_apart, functools.partial(by_inductor, TUNED)
-    ),
+    "regional Inductor": functools.partial(traced, regional),
+    f"regional Inductor, {TUNED_NAME}": functools.partial(traced, tuned),
+    "regional Inductor, passes apart": functools.partial(traced_apart, regional),
+    f"regional Inductor, passes apart, {TUNED_NAME}": functools.partial(traced_apart, tuned),
     "replaced": functools.partial(traced, replaced),
 }
 
@@ -382,9 +378,8 @@ def page_section(result: Result) -> str:
     size = "x".join(map(str, result["shape"]))
     what = f"x of {size}, weight and gradient in {result['dtype']}: {result['bytes'] / 1e6:.0f} MB."
     notes = [result["note"]] if result["note"] else []
-    return "\n\n".join(
-        [f"**{result['gpu'] or 'CPU'}.** {what}", table(result), *notes, f"{one_line(result)}."]
-    )
+    title = f"**{result['gpu'] or 'CPU'}.** {what}"
+    return "\n\n".join([title, table(result), *notes, f"{one_line(result)}."])
 
 
 def table(result: Result) -> str:

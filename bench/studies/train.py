@@ -4,7 +4,7 @@
 """Trains a small Llama on real text with each backend's RMSNorm and compares the loss curves.
 
     python -m bench.studies.train [--backend cutile,baseline] [--steps 300] [--out DIR]
-    python -m bench.studies.train --readme TRAIN.json            measure nothing: put a result into README.md
+    python -m bench.studies.train --readme TRAIN.json     measure nothing: put a result into docs/performance.md
 
 The model is transformers' LlamaForCausalLM, about 100M parameters, random weights, byte vocabulary. `baseline` is the
 model as it is; `F.rms_norm` has torch.nn.RMSNorm and every other name this package's RMSNorm(casting="llama") in the
@@ -210,35 +210,23 @@ def steps_of(setup: Setup) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < setup.least:
-            raise argparse.ArgumentTypeError(
-                f"expected a whole number of at least {setup.least}, got {text!r}"
-            )
+            expected = f"expected a whole number of at least {setup.least}"
+            raise argparse.ArgumentTypeError(f"{expected}, got {text!r}")
         return int(text)
 
     return parse
 
 
 def make_parser(setup: Setup) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.studies.train", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument(
-        "--backend", type=options.some_of(NAMES), default=("cutile", "baseline"), help=", ".join(NAMES)
-    )
-    parser.add_argument(
-        "--steps",
-        type=steps_of(setup),
-        help="default: {0.steps}, at least {0.least}; without a GPU {1.steps}, at least {1.least}".format(
-            Setup(), CPU_SETUP
-        ),
-    )
-    parser.add_argument("--out", type=options.path, help="folder of the results; default: bench/results/GPU/")
-    parser.add_argument(
-        "--readme",
-        type=readme.result_file("runs"),
-        metavar="JSON",
-        help="measure nothing: put a result into README.md",
-    )
+    about = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m bench.studies.train", description=about)
+    add, names = parser.add_argument, ", ".join(NAMES)
+    add("--backend", type=options.some_of(NAMES), default=("cutile", "baseline"), help=names)
+    usual, small = (f"{each.steps}, at least {each.least}" for each in (Setup(), CPU_SETUP))
+    add("--steps", type=steps_of(setup), help=f"default: {usual}; without a GPU {small}")
+    add("--out", type=options.path, help="folder of the results; default: bench/results/GPU/")
+    pages = "measure nothing: put a result into docs/performance.md"
+    add("--readme", type=readme.result_file("runs"), metavar="JSON", help=pages)
     return parser
 
 

@@ -112,7 +112,7 @@ def test_wrong_options_are_refused_with_the_reason(options, message, capsys):
 
 def test_readme_takes_only_results_of_the_repository(tmp_path):
     result = tmp_path / "result.json"
-    result.write_text('{"records": []}')
+    result.write_text('{"records": [{}]}')
     with pytest.raises(argparse.ArgumentTypeError, match="expected a file under"):
         readme.result_file("records")(str(result))
     with pytest.raises(argparse.ArgumentTypeError, match="expected a result with runs"):
