@@ -23,15 +23,15 @@ if __name__ == "__main__":  # before the imports that would fail
     require("torch")
 
 import argparse
-import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.measure.provenance import RESULTS, gpu_slug
+from bench.measure.provenance import RESULTS, kept_in
+from bench.measure.shapes import Cell, cell_of, kind_of
 from tilegym_rmsnorm.commands import options
 
 THRESHOLD = 0.05  # runs of the same kernels on one H100 differ by about 2 %
@@ -39,7 +39,6 @@ GATED_PROVIDERS = ("cutile", "triton")
 
 Result = dict[str, Any]
 Record = dict[str, Any]
-Cell = tuple[str, int, int, str, str]
 
 
 @dataclass(frozen=True)
@@ -91,29 +90,8 @@ def kept_gpus(results: Path = RESULTS) -> list[str]:
     return list(dict.fromkeys(each["gpu"] for _, each in kept_in(results) if _is_kept(each)))
 
 
-def kept_in(results: Path, ending: str = ".json") -> Iterator[tuple[Path, Result]]:
-    """The files with this ending that hold a result and lie in the folder of its GPU model.
-
-    So what else lies there is none, whatever its name: parts of runs, those of CI and of machines without a GPU, a file
-    or an empty folder.
-    """
-    for path in sorted(results.glob(f"*/*{ending}")):
-        with contextlib.suppress(
-            ValueError
-        ):  # no JSON: a run that was cut off leaves it in a folder of parts
-            result = json.loads(path.read_text())
-            gpu = result.get("gpu") if isinstance(result, dict) else None
-            if gpu is not None and gpu_slug(gpu) == path.parent.name:
-                yield path, result
-
-
 def _is_kept(result: Result) -> bool:
     return "records" in result and kind_of(result) != "grid"
-
-
-def kind_of(result: Result) -> str:
-    """Which ops and shapes a result has: of the plain norm at the shapes of models, of a grid, or those of block/."""
-    return "grid" if result.get("is_grid") else "block" if result.get("is_block") else "models"
 
 
 def joined(news: Sequence[Result]) -> list[Result]:
@@ -197,10 +175,6 @@ def _slowdown(record: Record, old: Record, fastest: Record, threshold: float) ->
             now = f"{record['us']:.1f} us now ({slowdown:+.1%})"
             return f"{_name(cell_of(record))}: {us:.1f} us {when}, {now}"
     return None
-
-
-def cell_of(record: Record) -> Cell:
-    return record["op"], record["rows"], record["cols"], record["dtype"], record["provider"]
 
 
 def _cell(slowdown: Slowdown) -> Cell:

@@ -13,8 +13,7 @@ import argparse
 import sys
 
 from bench.block.families import BLOCK_OPS, CONTROLS
-from bench.gate import kind_of
-from bench.measure.shapes import DTYPES
+from bench.measure.shapes import DTYPES, kind_of
 from bench.report.cells import (
     LARGE_BYTES,
     Record,

@@ -25,10 +25,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.gate import cell_of
 from bench.measure.cell import failed_record
 from bench.measure.provenance import PACKAGE, ROOT
-from bench.measure.shapes import Shape, parse_shapes
+from bench.measure.shapes import Shape, cell_of, parse_shapes
 from bench.providers.peers import ALONE
 from bench.report import compare, tables
 from bench.report.cells import Record, Result, shape_of

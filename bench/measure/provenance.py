@@ -6,12 +6,15 @@ result."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import hashlib
+import json
 import os
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +100,21 @@ def hash_sources(package: Path | None = None) -> str:
 def gpu_slug(gpu: str | None) -> str:
     """The folder of a GPU model's results: 'NVIDIA H100 80GB HBM3' is nvidia-h100-80gb-hbm3; no GPU is cpu."""
     return "cpu" if gpu is None else re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+def kept_in(results: Path = RESULTS, ending: str = ".json") -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The files with this ending that hold a result and lie in the folder of its GPU model.
+
+    So what else lies there is none, whatever its name: parts of runs, those of CI and of machines without a GPU, a file
+    or an empty folder.
+    """
+    for path in sorted(results.glob(f"*/*{ending}")):
+        # Else a run that was cut off left it in a folder of parts.
+        with contextlib.suppress(ValueError):
+            result = json.loads(path.read_text())
+            gpu = result.get("gpu") if isinstance(result, dict) else None
+            if gpu is not None and gpu_slug(gpu) == path.parent.name:
+                yield path, result
 
 
 def one_line(result: dict[str, Any]) -> str:

@@ -12,11 +12,14 @@ transformer block, with a residual, a bias or strided heads, are in block/famili
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 OPS = ("forward", "backward", "both", "dx")
 
 Shape = tuple[int, int]
+Cell = tuple[str, int, int, str, str]  # op, rows, columns, dtype, provider
 
 BATCHES: tuple[Shape, ...] = ((1, 4096), (16, 4096), (128, 4096), (1024, 4096), (4096, 256))
 QK_NORM: tuple[Shape, ...] = tuple((rows, cols) for cols in (64, 128, 256) for rows in (131072, 524288))
@@ -63,3 +66,12 @@ def compulsory_bytes(op: str, shape: Shape, dtype: torch.dtype) -> int:
     backward = size * (3 * rows * cols + 2 * cols) + 4 * rows
     both = forward + backward
     return {"forward": forward, "backward": backward, "both": both, "dx": backward - size * cols}[op]
+
+
+def kind_of(result: dict[str, Any]) -> str:
+    """Which ops and shapes a result has: of the plain norm at the shapes of models, of a grid, or those of block/."""
+    return "grid" if result.get("is_grid") else "block" if result.get("is_block") else "models"
+
+
+def cell_of(record: dict[str, Any]) -> Cell:
+    return record["op"], record["rows"], record["cols"], record["dtype"], record["provider"]

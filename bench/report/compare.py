@@ -12,7 +12,7 @@ import functools
 
 from bench.block import targets as block_targets
 from bench.block.families import ALL_OPS
-from bench.gate import kind_of
+from bench.measure.shapes import kind_of
 from bench.report.cells import (
     LARGE_BYTES,
     Comparison,

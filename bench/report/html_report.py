@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import remedy
-from bench.gate import kind_of
 from bench.measure.provenance import PACKAGE, parts_of_other_commits
+from bench.measure.shapes import kind_of
 from bench.report import compare, tables
 from bench.report.cells import OURS, Record, Result, read_result, shape_text, spread_of
 from bench.report.styles import style_of

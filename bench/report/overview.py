@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from bench.gate import kind_of
-from bench.measure.shapes import Shape
+from bench.measure.shapes import Shape, kind_of
 from bench.providers.ours import BASELINES, COMPILED_MODES
 from bench.report import pictures
 from bench.report.cells import OURS, Result, shape_of

@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from bench.block import page as block_page
-from bench.gate import kept_in, kind_of
-from bench.measure.provenance import ROOT
-from bench.measure.shapes import BATCHES, OPS
+from bench.measure.provenance import ROOT, kept_in
+from bench.measure.shapes import BATCHES, OPS, kind_of
 from bench.providers.ours import PDL
 from bench.report import compare, tables
 from bench.report.cells import LARGE_BYTES, Result, figure_text, grid, moved, read_result, shape_of

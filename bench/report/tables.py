@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.block.families import ALL_OPS
-from bench.gate import kind_of
 from bench.measure.provenance import one_line
-from bench.measure.shapes import Shape
+from bench.measure.shapes import Shape, kind_of
 from bench.providers.ours import OWN
 from bench.report import compare
 from bench.report.cells import OURS, Record, Result, figure_text, grid, shape_of, spread_of
