@@ -12,7 +12,6 @@ if __name__ == "__main__":  # before the imports that would fail
 
 import argparse
 import functools
-import os
 import sys
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from bench.measure import inductor
 from bench.measure.bench import Bench
 from bench.measure.processes import Loss, differences, left_by, lost_records, measure_others, write
 from bench.measure.provenance import RESULTS, choose_tables, describe_run, gpu_slug, one_line
-from bench.measure.session import ContextLostError, this_device
+from bench.measure.session import ContextLostError, run_in_interpreters, this_device
 from bench.measure.shapes import (
     CPU_SHAPES,
     DEFAULT_SHAPES,
@@ -177,12 +176,6 @@ def choose_providers(arguments: argparse.Namespace, has_gpu: bool) -> tuple[tupl
         wanted += (MAX_AUTOTUNE, *libraries) if arguments.peers else ()
     unavailable |= {name: reason for name in wanted if (reason := why_missing(name))}
     return tuple(name for name in wanted if name not in unavailable), unavailable
-
-
-def run_in_interpreters() -> None:
-    """Makes kernels run as Python. Triton reads its variable when it is imported, which nothing has done yet."""
-    os.environ.setdefault("TILEGYM_RMSNORM_INTERPRET", "1")
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from bench.block.families import ALL_OPS
-from bench.measure.check import Inputs, checked_ops, dy_for, errors_of, rstd_for, run_op
+from bench.measure.check import checked_ops, dy_for, errors_of, rstd_for, run_op
 from bench.measure.session import Session
 from bench.measure.shapes import Shape, compulsory_bytes
-from bench.providers.ours import Provider
 from bench.providers.peers import make_providers
 from tilegym_rmsnorm.measure.accuracy import Errors, Outputs, why_wrong
 from tilegym_rmsnorm.measure.timer import (
@@ -83,10 +82,22 @@ class Cell:
         return compulsory_bytes(op, self.shape, self.dtype)
 
     def device_call(self, provider: Any, op: str, inputs: Any) -> functools.partial:
-        return _device_call(provider, op, inputs)
+        x, weight = inputs.x, inputs.weight
+        if op == "forward":
+            return functools.partial(provider.forward, x, weight)
+        dy = dy_for(provider, inputs)
+        if op == "both":
+            return functools.partial(provider.both, x, dy, weight)
+        function = provider.backward if op == "backward" else provider.backward_dx
+        return functools.partial(function, x, dy, weight, rstd_for(provider, inputs))
 
     def host_call(self, provider: Any, op: str) -> Call | None:
-        return _host_call(provider, op, self.inputs[0])
+        """Of "both" by autograd, where that has a public function."""
+        inputs = self.inputs[0]
+        if op != "both":
+            return self.device_call(provider, op, inputs)
+        dy = dy_for(provider, inputs)
+        return provider.norm and functools.partial(provider.autograd, inputs.x_leaf, dy, inputs.weight_leaf)
 
     def _first_calls(self, provider: Any) -> Outputs:
         """What it computes. An op that raises takes along those that need it."""
@@ -218,25 +229,6 @@ def rounded(errors: Errors) -> dict[str, float | None]:
 
 def _rounded_us(timing: Timing | None) -> float | None:
     return None if timing is None else round(timing.us, 3)
-
-
-def _device_call(provider: Provider, op: str, inputs: Inputs) -> functools.partial:
-    x, weight = inputs.x, inputs.weight
-    if op == "forward":
-        return functools.partial(provider.forward, x, weight)
-    dy = dy_for(provider, inputs)
-    if op == "both":
-        return functools.partial(provider.both, x, dy, weight)
-    function = provider.backward if op == "backward" else provider.backward_dx
-    return functools.partial(function, x, dy, weight, rstd_for(provider, inputs))
-
-
-def _host_call(provider: Provider, op: str, inputs: Inputs) -> Call | None:
-    if op != "both":
-        return _device_call(provider, op, inputs)
-    if provider.norm is None:
-        return None
-    return functools.partial(provider.autograd, inputs.x_leaf, dy_for(provider, inputs), inputs.weight_leaf)
 
 
 def _workspace_bytes(call: functools.partial) -> int:

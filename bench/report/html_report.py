@@ -28,7 +28,7 @@ from bench import remedy
 from bench.measure.provenance import PACKAGE, parts_of_other_commits
 from bench.measure.shapes import kind_of
 from bench.report import compare, tables
-from bench.report.cells import OURS, Record, Result, read_result, shape_text, spread_of
+from bench.report.cells import OURS, Record, Result, figure_text, read_result, shape_text, spread_of
 from bench.report.styles import style_of
 from tilegym_rmsnorm.commands import options
 
@@ -174,7 +174,7 @@ def _rates(result: Result, records: list[Record]) -> dict[str, Any]:
         line = {"color": color, "width": 2} if "thin" in symbol else {"color": "black", "width": 0.5}
         marker = {"color": color, "symbol": symbol, "size": 8, "line": line}
         traces.append(common | {"type": "scatter", "mode": "markers", "marker": marker})
-    figure = _figure(traces, records, "GB/s of compulsory bytes")
+    figure = _plot(traces, records, "GB/s of compulsory bytes")
     if result["copy_gb_per_s"] is not None:
         _add_line(figure, result["copy_gb_per_s"], "device copy")
     _add_legend(figure)
@@ -195,12 +195,12 @@ def _ratios(comparisons: list[compare.Comparison]) -> dict[str, Any]:
         "hoverinfo": "y+text+x",
         "marker": {"color": [own if each.ratio >= 1 else "#777" for each in comparisons]},
     }
-    figure = _figure([trace], [each.ours for each in comparisons], "cutile / best peer, above 1 is faster")
+    figure = _plot([trace], [each.ours for each in comparisons], "cutile / best peer, above 1 is faster")
     _add_line(figure, 1.0, "")
     return figure
 
 
-def _figure(traces: list[dict[str, Any]], records: list[Record], title: str) -> dict[str, Any]:
+def _plot(traces: list[dict[str, Any]], records: list[Record], title: str) -> dict[str, Any]:
     shapes = list(dict.fromkeys(shape_text(each) for each in records))
     ends = [len(shapes) - 0.5, -0.5]  # downwards
     layout = {
@@ -263,7 +263,7 @@ def _ratio(label: str, op: str, comparison: compare.Comparison) -> Cells:
     return _place(label, op, ours) | {
         "cutile / best peer": (f"{ratio:.2f}", ratio),
         "best peer": _word(compare.name_of(peer)),
-        "cutile / copy": _share(ours),
+        "cutile / copy": _figure(ours["copy_fraction"], ".0%"),
         "cutile GB/s": _rate(ours),
         "best peer GB/s": _rate(peer),
     }
@@ -277,14 +277,15 @@ def _records(results: Results) -> Iterable[tuple[str, str, Record]]:
 
 
 def _measurement(label: str, op: str, record: Record) -> Cells:
-    us, host_us = record["us"], record["host_us"]
+    us = record["us"]
+    spread = None if us is None else spread_of(record)
     return _place(label, op, record) | {
         "provider": _word(record["provider"]),
-        "us (median)": ("failed", "") if us is None else (f"{us:.1f}", us),
-        "spread": _spread(record),
+        "us (median)": ("failed", "") if us is None else _figure(us, ".1f"),
+        "spread": ("", "") if spread is None else (f"±{spread:.0%}", spread),
         "GB/s": _rate(record),
-        "share of copy": _share(record),
-        "host us": ("", "") if host_us is None else (f"{host_us:.0f}", host_us),
+        "share of copy": _figure(record["copy_fraction"], ".0%"),
+        "host us": _figure(record["host_us"], ".0f"),
     }
 
 
@@ -297,20 +298,12 @@ def _word(text: str) -> tuple[str, str]:
     return text, text
 
 
+def _figure(value: float | None, form: str) -> tuple[str, Any]:
+    return figure_text(value, form), "" if value is None else value
+
+
 def _rate(record: Record) -> tuple[str, Any]:
     return ("", "") if record["us"] is None else (compare.rate_text(record), record["gb_per_s"])
-
-
-def _share(record: Record) -> tuple[str, Any]:
-    share = record["copy_fraction"]
-    return ("", "") if share is None else (f"{share:.0%}", share)
-
-
-def _spread(record: Record) -> tuple[str, Any]:
-    if record["us"] is None:
-        return "", ""
-    spread = spread_of(record)
-    return f"±{spread:.0%}", spread
 
 
 def _table(name: str, rows: list[Cells]) -> str:

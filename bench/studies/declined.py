@@ -30,8 +30,7 @@ from tabulate import tabulate
 
 import tilegym_rmsnorm as tr
 from bench.measure.provenance import describe_run, one_line
-from bench.measure.session import this_device
-from bench.run import run_in_interpreters
+from bench.measure.session import run_in_interpreters, this_device
 from bench.studies.traced import default_backend
 from tilegym_rmsnorm.commands.options import positive
 from tilegym_rmsnorm.integrations.aten import BACKWARD, FORWARD, Override

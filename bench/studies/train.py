@@ -42,9 +42,9 @@ from tqdm import trange
 
 from bench import require
 from bench.measure.provenance import RESULTS, choose_tables, describe_run, gpu_slug, one_line
+from bench.measure.session import run_in_interpreters
 from bench.report import readme
 from bench.report.tables import CPU_NOTE, write_json
-from bench.run import run_in_interpreters
 from bench.studies import curves
 from tilegym_rmsnorm import RMSNorm
 from tilegym_rmsnorm.commands import options
