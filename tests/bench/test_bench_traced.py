@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 
 import pytest
 import torch
-from helpers import why_skip
+from helpers import needs_inductor, why_skip
 from traced_norms import KEEPS_FORWARDS
 
 from bench.measure.provenance import gpu_slug
@@ -45,7 +43,7 @@ def run(tmp_path, *options):
     return status, json.loads(path.read_text())
 
 
-@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="there is no C++ compiler")
+@needs_inductor
 def test_every_variant_is_right_and_timed(tmp_path, no_tables, capsys):
     pytest.importorskip("torch.fx.passes.regional_inductor", reason="this torch has no regional_inductor")
     before = get_current_backend()
