@@ -67,7 +67,7 @@ def refresh(page: Path, section: str, text: str) -> None:
 def refresh_results(paths: Iterable[Path]) -> None:
     """Puts one table and the picture of these results into README.md, every table and map into docs/performance.md, and
     the list of their files into bench/results/README.md."""
-    from bench.report import overview  # which needs matplotlib, as bench.split does not
+    from bench.report import overview  # which needs matplotlib, as one_launch_or_two does not
 
     results = load(paths)
     for section, text in page_sections(results).items():
@@ -137,7 +137,7 @@ def page_sections(results: Results) -> dict[str, str]:
 
 
 def training_section(path: Path) -> str:
-    from bench.studies import curves  # which needs matplotlib, as bench.split does not
+    from bench.studies import curves  # which needs matplotlib, as one_launch_or_two does not
 
     image = path.with_suffix(".png").resolve()
     return curves.readme_section(json.loads(path.read_text()), _link(image, ROOT / PAGE))

@@ -98,8 +98,7 @@ def test_only_what_is_kept_counts(tmp_path):
 
 
 def kind_of(result):
-    """The shapes of models, a grid, ops of a transformer block, bench/split.py's, train.py's or traced.py's; and the
-    dtype."""
+    """The shapes of models, a grid, ops of a transformer block, or of which study; and the dtype."""
     if "records" not in result:
         return next(kind for kind in ("cells", "runs", "variants") if kind in result), None
     return gate.kind_of(result), result["records"][0]["dtype"]

@@ -27,7 +27,7 @@ COMMANDS = (
     "report.plots",
     "measure.processes",
     "run",
-    "split",
+    "studies.one_launch_or_two",
     "studies.traced",
     "studies.train",
 )
@@ -42,7 +42,7 @@ COMMANDS = (
         ("run", ("--provider", ""), "--provider: expected some of "),
         ("run", ("--shapes", ""), "--shapes: expected ROWSxCOLS,... with both at least 1, got ''"),
         ("studies.train", ("--out", ""), "--out: expected a path, got ''"),
-        ("split", ("--out", ""), "--out: expected a path, got ''"),
+        ("studies.one_launch_or_two", ("--out", ""), "--out: expected a path, got ''"),
         ("studies.train", ("--backend", ""), "--backend: expected some of "),
         ("gate", ("",), "result: expected a path, got ''"),
         ("block.targets", ("",), "RESULT.json: expected a path, got ''"),

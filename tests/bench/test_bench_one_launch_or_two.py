@@ -1,0 +1,77 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The study of one launch or two, and the page that shows its kept results."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from bench_records import make_result
+
+from bench.measure.check import make_inputs
+from bench.measure.provenance import RESULTS
+from bench.measure.session import Session
+from bench.report import readme
+from bench.studies import one_launch_or_two as study
+from tilegym_rmsnorm import registry
+
+
+def test_the_page_shows_what_is_kept(tmp_path, monkeypatch):
+    """Figures are never typed by hand."""
+    kept, page = study.PAGE.read_text(), tmp_path / "page.md"
+    page.write_text(re.sub("(<!-- split:begin -->).*(<!-- split:end -->)", r"\1\2", kept, flags=re.DOTALL))
+    monkeypatch.setattr(study, "PAGE", page)
+    assert study.main(["--docs"]) == 0 and page.read_text() == kept
+    monkeypatch.setattr(study, "RESULTS", tmp_path)
+    with pytest.raises(SystemExit, match="no results of this study"):
+        study.main(["--docs"])
+    assert page.read_text() == kept
+    for result in readme.newest_by_gpu(RESULTS, "-split.json"):
+        assert [(cell["rows"], cell["cols"]) for cell in result["cells"]] == study.SHAPES
+
+
+def test_a_wrong_plan_is_found_and_not_timed(tmp_path, monkeypatch, capsys):
+    """The whole command and the kernels, without a GPU in the interpreter: of a cell's rows they get four."""
+    launch = pytest.importorskip("tilegym_rmsnorm.backends.cutile.launch", exc_type=ImportError)
+
+    class WrongWhereSlabsHave512Rows(launch.Backward):
+        def __call__(self, *arguments, **options):
+            dx, dw = super().__call__(*arguments, **options)
+            return dx, dw * 1.1 if getattr(self.plan.first, "slab", 0) == 512 else dw
+
+    monkeypatch.setattr(launch, "Backward", WrongWhereSlabsHave512Rows)
+    monkeypatch.setenv("TILEGYM_RMSNORM_CACHE_DIR", "off")
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(registry, "why_unusable", lambda backend: None)
+        monkeypatch.setattr(study, "Session", lambda *what: Session(*what[:2], torch.device("cpu")))
+    monkeypatch.setattr(study, "make_inputs", lambda shape, *rest: make_inputs((4, shape[1]), *rest))
+    monkeypatch.setattr(study, "describe_run", make_result)
+    monkeypatch.setattr(study, "SHAPES", [(1040, 16)])
+    assert study.main(["--out", str(tmp_path / "new")]) == 1
+    [path] = (tmp_path / "new").iterdir()
+    [cell] = json.loads(path.read_text())["cells"]
+    [split], selected = cell["splits"], cell["selected"]
+    wrong = {plan: us for plan, us in split["tried_us"].items() if "slab=512" in plan}
+    assert len(split["tried_us"]) == 6 and len(wrong) == 2 and set(split["errors"]) == {"dx", "dw"}
+    assert all(us.startswith("dw has a relative error of") for us in wrong.values())
+    assert split["us"] == min(us for plan, us in split["tried_us"].items() if plan not in wrong)
+    assert (
+        selected["settings"].startswith("backward_tiles")
+        and study.ratio(cell) == selected["us"] / split["us"]
+    )
+    out = capsys.readouterr().out
+    assert out.count("failed: 1040x16 by backward_split") == 2 and f"written: {path}" in out
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert study.main(["--out", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == "nothing was measured: PyTorch sees no GPU\n" and not list(
+        tmp_path.iterdir()
+    )
