@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""report.html, as a browser shows it."""
+"""report.html: what stands in its tables and plots, and that it needs nothing else."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import html
 import json
 import re
 import runpy
-import shutil
-import subprocess
 import sys
 
 import pytest
@@ -20,44 +18,7 @@ from bench import remedy
 from bench.report import html_report
 from bench.report import tables as report
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NAUGHTY = "<b id=bold>a & b</b>"
-
-# Put into a copy of the page: what happened there, as text that --dump-dom shows. CLICKS are of a table, a header that
-# is clicked and one whose column is asked for after that.
-PROBE = """<script>
-const errors = [];
-addEventListener("error", (event) => errors.push(event.message));
-addEventListener("load", () => {
-  const headers = (table) => [...document.querySelectorAll(`#${table} th`)].map((each) => each.textContent);
-  const column = (table, name) => {
-    const at = headers(table).indexOf(name);
-    return [...document.querySelectorAll(`#${table} tbody tr`)].map((row) => row.cells[at].textContent);
-  };
-  const found = { tables: {}, clicked: [] };
-  for (const { id } of document.querySelectorAll("table.sortable"))
-    found.tables[id] = Object.fromEntries(headers(id).map((name) => [name, column(id, name)]));
-  for (const [table, header, asked] of CLICKS) {
-    document.querySelectorAll(`#${table} th button`)[headers(table).indexOf(header)].click();
-    found.clicked.push(column(table, asked));
-  }
-  setTimeout(() => {
-    found.text = document.body.innerText;
-    found.plots = document.querySelectorAll(".plotly-graph-div").length;
-    found.markers = document.querySelectorAll(".scatterlayer .trace .point").length;
-    found.bars = document.querySelectorAll(".barlayer .trace .point").length;
-    found.legend = [...document.querySelectorAll(".legendtext")].map((each) => each.textContent);
-    found.drawn = [...document.querySelectorAll(".main-svg:first-child")].map((each) => each.clientWidth);
-    found.widest = document.documentElement.scrollWidth;
-    found.bold = document.getElementById("bold") !== null;
-    found.errors = errors;
-    const probe = document.createElement("pre");
-    probe.id = "probe";
-    probe.textContent = JSON.stringify(found);
-    document.body.append(probe);
-  }, 1000);
-});
-</script>"""
 
 
 def make_results():
@@ -70,57 +31,60 @@ def make_results():
     return [make_result(*records, failed), make_result(make_record(dtype="float32"))]
 
 
-def written(folder, results):
+def written(folder, *results):
     pytest.importorskip("plotly", reason="plotly is not installed")
-    path = folder / "report.html"
-    html_report.write(results, path)
-    return path
-
-
-def shown_in_browser(page, *clicks, width=500):
-    """What the probe finds in a window of that many pixels; headless ones have 500 or more."""
-    if CHROMIUM is None:
-        pytest.skip("no chromium, chromium-browser or google-chrome")
-    probe = PROBE.replace("CLICKS", json.dumps(clicks))
-    probed = page.with_name("probed.html")
-    probed.write_text(page.read_text().replace("<head>", f"<head>{probe}", 1))
-    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000"]
-    command += [f"--user-data-dir={page.parent / 'profile'}", f"--window-size={width},900", "--dump-dom"]
-    done = subprocess.run([*command, probed.as_uri()], capture_output=True, text=True, timeout=120)
-    found = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert found, done.stderr[-2000:]
-    return json.loads(html.unescape(found[1]))
+    html_report.write(results, folder / "report.html")
+    return (folder / "report.html").read_text()
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    return written(tmp_path_factory.mktemp("report"), make_results())
+    return written(tmp_path_factory.mktemp("report"), *make_results())
 
 
-@pytest.fixture(scope="module")
-def shown(page):
-    ratio = "cutile / best peer"
-    clicks = [("ratios", ratio, ratio), ("ratios", ratio, ratio), ("ratios", "best peer", "best peer")]
-    us = "us (median)"
-    return shown_in_browser(page, *clicks, ("measurements", us, us), ("measurements", us, us))
+def tables_of(page):
+    """The cells of each sortable table by their column."""
+    found = {}
+    for name, table in re.findall(r'<table class="sortable" id="(\w+)">(.*?)</table>', page, re.DOTALL):
+        headers = re.findall(r'<button type="button">(.*?)</button></th>', table)
+        rows = [re.findall(r"<td[^>]*>(.*?)</td>", html.unescape(row)) for row in table.split("<tr>")[2:]]
+        found[name] = dict(zip(headers, map(list, zip(*rows, strict=True)), strict=True))
+    return found
 
 
-def test_the_plots_are_drawn_without_an_error(shown):
-    assert shown["errors"] == []
-    assert shown["plots"] == 3, "rates of both dtypes, ratios of one"
-    assert shown["markers"] == 3 and shown["bars"] == 3 + 3 + 1
-    assert shown["widest"] <= 500, "nothing is wider than the window"
+def plots_of(page):
+    """The traces and the layout of each plot."""
+    decode, plots = json.JSONDecoder().raw_decode, []
+    for start in re.finditer(r'Plotly\.newPlot\(\s*"[^"]*",\s*', page):
+        traces, end = decode(page, start.end())
+        plots.append((traces, decode(page, page.index("{", end))[0]))
+    return plots
 
 
-def test_a_click_on_a_header_sorts_its_table(shown):
-    before = shown["tables"]["ratios"]["cutile / best peer"]
-    down, up, names, us_down, us_up = shown["clicked"]
-    assert before == ["0.90", "12.00", "2.00"]
-    assert down == ["12.00", "2.00", "0.90"], "not as text"
-    assert up == ["0.90", "2.00", "12.00"]
-    assert names == [NAUGHTY] * 3
-    assert us_down == ["1200.0", "200.0", "100.0", "100.0", "100.0", "100.0", "90.0", "failed"]
-    assert us_up == [*us_down[-2::-1], "failed"], "what has no figure stays last"
+def legend_of(page):
+    [(traces, layout)] = plots_of(page)
+    assert layout["showlegend"], "plotly hides the legend of one trace"
+    return [each["name"] for each in traces]
+
+
+def test_the_plots_hold_what_was_measured(page):
+    rates, ratios, other_rates = plots_of(page)  # rates of both dtypes, ratios of one
+    bars, markers, copy = rates[0]
+    assert (bars["type"], bars["x"], markers["mode"]) == ("bar", [2000.0] * 3, "markers")
+    assert bars["y"] == markers["y"] == ["8 x 1024", "16 x 1024", "32 x 1024"], "not the one that failed"
+    assert copy["name"] == "device copy" and [each["x0"] for each in rates[1]["shapes"]] == [3009.0]
+    assert [trace["x"] for trace in ratios[0]] == [[0.9, 12.0, 2.0]]
+    assert [trace["name"] for trace in other_rates[0]] == ["cutile", "device copy"]
+
+
+def test_tables_are_sorted_by_numbers(page):
+    """By a script at the end of the page; what has no figure stays last."""
+    assert tables_of(page)["ratios"]["cutile / best peer"] == ["0.90", "12.00", "2.00"]
+    assert 'data-value="12.0">12.00<' in page and 'data-value="">failed<' in page
+    numbers = re.findall(r'<th class="number"><button type="button">(.*?)<', page)
+    assert {"cutile / best peer", "us (median)", "spread", "rows"} <= {*numbers} and "provider" not in numbers
+    script = page.rpartition("</table>")[2]
+    assert 'querySelectorAll("table.sortable")' in script and 'addEventListener("click"' in script
 
 
 def test_one_provider_has_a_legend_and_its_figures_in_a_table(tmp_path):
@@ -128,12 +92,9 @@ def test_one_provider_has_a_legend_and_its_figures_in_a_table(tmp_path):
         make_record(9.5, rows=8, provider="torch", us_p10=9.0, us_p90=10.0, gb_per_s=3.25),
         make_record(100.0, rows=64, provider="torch", copy_fraction=0.5),
     ]
-    path = written(tmp_path, [make_result(*records)])
-    found = shown_in_browser(path, ("measurements", "us (median)", "rows"), width=1280)
-    assert found["errors"] == [] and found["widest"] <= 1280
-    assert found["drawn"] == [1200], "all of the page's width, as no plot stands beside it"
-    assert found["plots"] == 1 and found["legend"] == ["torch", "device copy"]
-    assert found["tables"] == {
+    text = written(tmp_path, make_result(*records))
+    assert legend_of(text) == ["torch", "device copy"]
+    assert tables_of(text) == {
         "measurements": {
             "dtype": ["bfloat16", "bfloat16"],
             "op": ["backward", "backward"],
@@ -147,8 +108,7 @@ def test_one_provider_has_a_legend_and_its_figures_in_a_table(tmp_path):
             "host us": ["30", "30"],
         }
     }
-    assert found["clicked"] == [["64", "8"]]
-    assert "No ratio: at no shape were both cutile and a peer measured on a GPU." in found["text"]
+    assert "No ratio: at no shape were both cutile and a peer measured on a GPU." in text
 
 
 def test_a_page_without_a_gpu_has_no_ratio(tmp_path):
@@ -156,32 +116,30 @@ def test_a_page_without_a_gpu_has_no_ratio(tmp_path):
     none = {"copy_fraction": None, "host_us": None}
     records = [make_record(provider=name, **none) for name in ("cutile", "F.rms_norm")]
     result = make_result(*records, gpu=None, note=report.CPU_NOTE, copy_gb_per_s=None)
-    found = shown_in_browser(written(tmp_path, [result]))
-    assert found["errors"] == [] and found["plots"] == 1
-    assert found["legend"] == ["cutile", "F.rms_norm"]
-    assert list(found["tables"]) == ["measurements"]
-    assert not {"share of copy", "host us"} & set(found["tables"]["measurements"]), "nothing stands there"
-    assert "best peer, " not in found["text"], "neither the headline nor the plot's axis"
-    assert "No ratio: " in found["text"]
-    body = found["text"].split("Every measurement", 1)[1]  # behind the links
-    assert body.strip().startswith(report.CPU_NOTE)
+    text = written(tmp_path, result)
+    assert legend_of(text) == ["cutile", "F.rms_norm"]
+    assert list(tables_of(text)) == ["measurements"]
+    assert not {"share of copy", "host us"} & set(tables_of(text)["measurements"]), "nothing stands there"
+    assert "best peer, " not in text, "neither the headline nor the plot's axis"
+    assert "No ratio: " in text and text.index(report.CPU_NOTE) < text.index("<table")
 
 
 def test_one_provider_alone_has_a_legend_without_a_copy_rate(tmp_path):
-    """plotly hides the legend of one trace."""
     result = make_result(make_record(provider="torch"), gpu=None, copy_gb_per_s=None)
-    assert shown_in_browser(written(tmp_path, [result]))["legend"] == ["torch"]
+    assert legend_of(written(tmp_path, result)) == ["torch"]
 
 
-def test_names_are_text(shown, page):
-    assert NAUGHTY in shown["tables"]["measurements"]["provider"] and NAUGHTY in shown["legend"]
-    assert not shown["bold"] and "<i>broken" not in page.read_text()
+def test_names_are_text(page):
+    """In tables, and in plots, where plotly takes text for HTML."""
+    assert NAUGHTY in tables_of(page)["measurements"]["provider"]
+    assert html.escape(NAUGHTY) in [trace.get("name") for traces, _ in plots_of(page) for trace in traces]
+    assert "<b id=bold>" not in page and "<i>broken" not in page
 
 
 def test_the_page_needs_no_network_and_names_machine_and_versions(page):
-    text = page.read_text()
-    assert not re.findall(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=", text)
-    body = text[text.index("<body>") :]
+    assert not re.findall(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=", page)
+    assert "plotly.js v" in page[: page.index("<body>")]
+    body = page[page.index("<body>") :]
     for fact in ("NVIDIA H100 80GB HBM3", "580.1", "13.4.92", "2.11.0", "0123456789ab", "3009 GB/s"):
         assert f"<td>{fact}</td>" in body, fact
     assert body.count("<tr><th>GPU</th>") == 1, "one machine, two dtypes"
