@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 RECORD_FIELDS = {
@@ -46,3 +48,14 @@ def make_block(*records, **changes):
 def cell(us, peer, op, name="quack", **changes):
     """The records of an op by this package and by a peer, of these us."""
     return [make_record(us, op=op, **changes), make_record(peer, op=op, provider=name, **changes)]
+
+
+def assert_golden(text: str, name: str) -> None:
+    """The text is that of tests/bench/golden/NAME. With WRITE_GOLDEN=1 the file becomes the text."""
+    path = Path(__file__).parent / "bench" / "golden" / name
+    if os.environ.get("WRITE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8"), (
+        f"{path} has other text. To write it anew: WRITE_GOLDEN=1 pytest"
+    )
