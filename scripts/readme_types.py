@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Type-checks the Python snippets of README.md, the programs of examples/ and the calls of tests/examples/typed_calls.py
-as their user would: from an empty folder, against the package as README installs it, `pip install -e`.
+"""Type-checks README.md's Python snippets, the programs of examples/ and the calls of tests/examples/typed_calls.py as
+their user would: from an empty folder, against the package as README installs it, `pip install -e`.
 
 python scripts/readme_types.py     prints mypy's messages, with README's line numbers; exit status 0 if there is none
 """
