@@ -173,7 +173,7 @@ def test_interpreting_is_what_triton_was_imported_with(at_import, later, expecte
 
 
 @pytest.mark.parametrize(
-    "value", ["1", "true", "on", "yes", "ON", "0", "false", "off", "no", "maybe", " 1", ""]
+    "value", ["1", "true", "on", "yes", "y", "ON", "Y", "0", "false", "off", "no", "n", "maybe", " 1", ""]
 )
 def test_before_triton_is_imported_its_variable_is_read_as_triton_reads_it(monkeypatch, value):
     knobs = pytest.importorskip("triton.knobs", reason="triton is not installed, or keeps no knobs")

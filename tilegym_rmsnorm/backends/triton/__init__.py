@@ -28,8 +28,9 @@ def interpreting() -> bool:
     """Whether the kernels run in Triton's interpreter, which is decided where Triton is first imported."""
     language = sys.modules.get("triton.language")
     if language is None:
-        # Triton refuses nothing: what is no known word is off.
-        return policy.parse_switch(os.environ.get("TRITON_INTERPRET", "")) is True
+        # Triton refuses nothing: "y" is on, too, and what is no known word is off.
+        value = os.environ.get("TRITON_INTERPRET", "")
+        return value.lower() == "y" or policy.parse_switch(value) is True
     return type(language.sum).__name__ == "InterpretedFunction"
 
 
