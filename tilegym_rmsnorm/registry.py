@@ -12,6 +12,8 @@ A backend is a module (named in BACKEND_MODULES) that imports nothing optional a
     unusable(request)   why it cannot run the request (None as request: on this machine at all), or None if it can
     IMPLEMENTATION      the module that registers its functions (spec.py) with `register_impl`, imported on first use;
                         the reference's by api.py, since torch.compile traces its calls, and no import
+
+One that has an interpreter stands in _BY_NAME_OFF_CUDA too, or "auto" takes it for CPU tensors.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _log = logging.getLogger("tilegym_rmsnorm")
 _told: set[tuple[Any, ...]] = set()
 _ENVIRONMENT_KEY = os.environ.encodekey(ENVIRONMENT_VARIABLE)
-# On other tensors than CUDA's these run in interpreters: by name only, and while the environment asks for them, which
-# may change from call to call.
-_INTERPRETED_ON_CPU = ("cutile", "triton")
+# "auto" does not take these for other tensors than CUDA's, such as the CPU's: there they run in interpreters, by name
+# and while the environment asks for them, which may change from call to call.
+_BY_NAME_OFF_CUDA = ("cutile", "triton")
 
 
 class Request(NamedTuple):
@@ -310,7 +312,7 @@ def _choose(op: str, request: Request, name: str) -> Callable[..., Any]:
         )
     function = _impls[op, backend]
     _tell(op, request, name, f"runs on backend {backend}{passed_over}")
-    if request.device.type == "cuda" or backend not in _INTERPRETED_ON_CPU:
+    if request.device.type == "cuda" or backend not in _BY_NAME_OFF_CUDA:
         _chosen[op, request, name] = function
     return function
 
@@ -336,7 +338,7 @@ def _first_usable(op: str, request: Request) -> tuple[str, str]:
     """The backend that "auto" takes, and for the log why not those before it."""
     reasons: list[str] = []
     for backend in AUTO_ORDER:
-        if request.device.type != "cuda" and backend in _INTERPRETED_ON_CPU:
+        if request.device.type != "cuda" and backend in _BY_NAME_OFF_CUDA:
             reasons.append(f"{backend}: runs on {request.device.type} by name only")
             continue
         unusable = why_unusable(backend, request)

@@ -186,7 +186,7 @@ def two_backends(monkeypatch):
 
     monkeypatch.setattr(registry, "_probe", lambda name: Probe())
     monkeypatch.setattr(registry, "_chosen", {})
-    monkeypatch.setattr(registry, "_INTERPRETED_ON_CPU", ())
+    monkeypatch.setattr(registry, "_BY_NAME_OFF_CUDA", ())
     values = {"cutile": 0.0, "triton": 1.0, "torch": 2.0}
     impls = {("rms_norm_forward", name): forward(value) for name, value in values.items()}
     impls |= {("rms_norm_backward", name): lambda *_: pytest.fail("not called") for name in values}

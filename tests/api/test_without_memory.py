@@ -26,7 +26,7 @@ KERNELS = ("cutile", "triton")
 @pytest.fixture
 def every_kernel_by_auto(monkeypatch):
     """As on a GPU, "auto" takes kernels for what they can run."""
-    monkeypatch.setattr(registry, "_INTERPRETED_ON_CPU", ())
+    monkeypatch.setattr(registry, "_BY_NAME_OFF_CUDA", ())
     monkeypatch.setattr(registry, "_chosen", {})
     for backend in KERNELS:
         monkeypatch.setattr(registry._probe(backend), "interpreting", lambda: True)

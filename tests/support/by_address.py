@@ -103,8 +103,6 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_modules", {**registry._modules, _MODULE: probe})
     monkeypatch.setattr(registry, "_impls", {**registry._impls, **impls})
     monkeypatch.setattr(registry, "_chosen", {})
-    monkeypatch.setattr(
-        registry, "_INTERPRETED_ON_CPU", ()
-    )  # "auto" takes it, and its calls become known ones
+    monkeypatch.setattr(registry, "_BY_NAME_OFF_CUDA", ())  # "auto" takes it, and its calls become known ones
     fastpath.forget()
     calls.clear()
