@@ -229,9 +229,9 @@ def traced_backend() -> str | None:
     return _traced_backends[-1] if _traced_backends else None
 
 
-def check_backend_name(backend: str) -> None:
-    """Raise the ValueError that lists the known names unless `backend` is one of them or "auto"."""
-    _check_name("backend", backend, _NAMES)
+def check_backend_name(backend: str, with_auto: bool = True) -> None:
+    """Raise the ValueError that lists the known names unless `backend` is one of them, or "auto" where that may be."""
+    _check_name("backend", backend, _NAMES if with_auto else AUTO_ORDER)
 
 
 def why_unusable(backend: str, request: Request | None = None) -> Unusable | None:

@@ -104,8 +104,8 @@ def test_without_a_gpu_it_says_what_runs_there(fake, capsys):
     ("name", "said"),
     [
         ("inductor", "use torch.compile around calls with backend="),
-        ("cuda", "got 'cuda'\n"),
-        ("auto", "choose from"),
+        ("cuda", "expected one of 'cutile', 'triton', 'torch', got 'cuda'\n"),
+        ("auto", "expected one of 'cutile', 'triton', 'torch', got 'auto'\n"),
     ],
 )
 def test_backends_that_there_are_not(capsys, name, said):

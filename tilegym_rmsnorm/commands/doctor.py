@@ -69,7 +69,7 @@ def add_command(commands: Any) -> None:
 
 def _backend(name: str) -> str:
     try:
-        registry.check_backend_name(name)
+        registry.check_backend_name(name, with_auto=False)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix("backend: ")) from None
     return name
