@@ -97,7 +97,7 @@ def test_every_kernel_has_a_variant_and_every_variant_a_kernel():
 
 @every_variant
 def test_arrays_and_numbers_come_before_compile_time_arguments(variant_class):
-    """launch.py passes them so, and tells them apart by their names."""
+    """launcher.py passes them so, and tells them apart by their names."""
     parameters = parameters_of(variant_class).values()
     assert all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters)
     are_constants = [p.annotation in (ConstInt, ConstBool) for p in parameters]
@@ -197,7 +197,7 @@ def plans_of(variant: Variant, facts: Device) -> Iterator[Plan]:
 @pytest.mark.parametrize("m", [1, 37])
 @pytest.mark.parametrize("name", [name for name, each in CLASSES.items() if each.serves])
 def test_arrays_and_numbers_have_the_names_that_kernels_give_them(name, m):
-    """launch.py offers them by name: those of the call, and temporary ones that a plan asks for."""
+    """launcher.py offers them by name: those of the call, and temporary ones that a plan asks for."""
     variant, machine = example_of(CLASSES[name]), Noting()
     for made in plans_of(variant, machine.facts):
         machine.launched.clear()
