@@ -1,6 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""What this process rules out of the kernels that could serve it, and of the GPU that they could take."""
+"""Rule out kernels that could serve this process, and SMs that they could take. `switch` and `parse_switch` read the
+switches of the environment, for all modules."""
 
 from __future__ import annotations
 

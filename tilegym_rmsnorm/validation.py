@@ -343,7 +343,7 @@ def check_plain_function(decorator: str, function: Callable[..., Any]) -> None:
 
 
 def refuse_torch_jit_script(*_: Any) -> NoReturn:
-    """`__prepare_scriptable__`, which torch.jit.script calls of each module and function that it is to compile."""
+    """Raise, as `__prepare_scriptable__`: torch.jit.script calls it of each module and function that it compiles."""
     raise RuntimeError(
         "torch.jit.script does not take norms of tilegym_rmsnorm: use torch.export.export, which keeps the kernels"
     )

@@ -97,7 +97,8 @@ def _no_gpu() -> Unusable:
 
 @functools.cache
 def _cuda_tile_unusable() -> Unusable | None:
-    """A later release of the same major version runs, as a later tileiras does; `doctor` says that it is not tested."""
+    """Why the installed cuda-tile cannot be used, or None. A later one of the same major version can be, as a later
+    tileiras can; `doctor` says that it is not tested."""
     version = toolchain.package_version("cuda-tile")
     if version is None:
         return Unusable("cuda-tile is not installed", toolchain.CUDA_TILE_INSTALL)
