@@ -20,6 +20,15 @@ case $release in
 esac
 shift
 
+if [ $# = 0 ]; then
+  # Machine code, cuTile's interpreter, and configs as numbers: no release of PyTorch changes them, and their tests take
+  # most of the time.
+  for path in machine_code interpreter kernels/test_teams.py plans tuning/test_candidates.py; do
+    [ -e "tests/$path" ] || _stop "tests/$path does not exist: expected a path to ignore, pytest would say nothing"
+    set -- "$@" "--ignore=tests/$path"
+  done
+fi
+
 folder=$ROOT/.venv-torch-$release
 extras=(dev test-integrations bench cutile triton)
 needed="torch>=$release $(_modules required "${extras[@]}") $(_modules optional "${extras[@]}")"
@@ -33,13 +42,5 @@ if [ -n "$(_missing "$folder/bin/python" $needed)" ]; then
     printf '%s\n' "torch==$release" "triton==$triton" "numpy<2.4"
   } >"$folder/constraints.txt"
   "$folder/bin/python" -m pip install -qq --no-compile -c "$folder/constraints.txt" -e "$(_target "${extras[@]}")"
-fi
-
-if [ $# = 0 ]; then
-  # Machine code, cuTile's interpreter, and configs as numbers: no release of PyTorch changes them, and their tests take
-  # most of the time.
-  for path in machine_code interpreter kernels/test_teams.py plans tuning/test_candidates.py; do
-    set -- "$@" "--ignore=tests/$path"
-  done
 fi
 PYTHON=$folder/bin/python CUDA_VISIBLE_DEVICES='' exec tests/run.sh "$@"
