@@ -19,8 +19,10 @@ import importlib.util
 import math
 import os
 import shutil
+import sysconfig
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -86,7 +88,11 @@ def why_no_inductor() -> str | None:
     """One line on why torch.compile's own compiler cannot run on DEVICE, None if it can."""
     if HAS_GPU:
         return None if importlib.util.find_spec("triton") else "Inductor: Triton is not installed"
-    return None if shutil.which(os.environ.get("CXX", "g++")) else "Inductor: there is no C++ compiler"
+    # As Inductor looks for it: one name, which it runs without a shell. CXX="ccache g++" and clang++ alone fail there.
+    if not shutil.which(os.environ.get("CXX", "g++")):
+        return "Inductor: there is no C++ compiler"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return None if header.exists() else f"Inductor: there is no {header}, which its code includes"
 
 
 needs_inductor = pytest.mark.skipif(why_no_inductor() is not None, reason=str(why_no_inductor()))
