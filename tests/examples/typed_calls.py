@@ -16,6 +16,7 @@ from tilegym_rmsnorm import (
     use_backend,
     warmup,
 )
+from tilegym_rmsnorm.integrations import liger
 
 x = torch.randn(2, 4)
 bf16 = torch.bfloat16
@@ -28,6 +29,7 @@ warmup([(4096, bf16), (64, bf16, None)])
 warmup((n, bf16) for n in (64, 128))
 report: PatchReport = patch_model(torch.nn.Linear(4, 4))
 override: Override = override_aten("cpu")
+liger.LigerRMSNormForGlm4(8, 1e-5, 0.0, "llama", "ones", True, row_mode=None)
 
 RMSNorm("8")  # type: ignore
 RMSNorm(4, casting="Llama")  # type: ignore
@@ -39,3 +41,5 @@ use_backend(None)  # type: ignore
 warmup(4096)  # type: ignore
 warmup([4096])  # type: ignore
 warmup((64, bf16), casting="none")  # type: ignore
+liger.LigerRMSNormForGemma(8, elementwise_affine=False)  # type: ignore
+liger.LigerRMSNormForGemma3(8, offset="x")  # type: ignore

@@ -10,11 +10,10 @@ by shape.
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from numbers import Integral
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -176,43 +175,37 @@ class LigerRMSNorm(_Norm):
         )
 
 
-_OTHER_NAMES = {"dim": "hidden_size", "with_scale": "elementwise_affine"}
+class _OfAModel(LigerRMSNorm):
+    """Without elementwise_affine. A class derived from it may have other defaults, of eps to row_mode in order."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+        init_fn: str = "ones",
+        in_place: bool = True,
+        row_mode: bool | None = None,
+    ) -> None:
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+
+    def __init_subclass__(cls: Any, defaults: tuple[Any, ...] = (), **others: Any) -> None:
+        super().__init_subclass__(**others)
+        if defaults:  # a copy of the constructor, so that signatures, errors and tracebacks name this class
+            init: Any = _OfAModel.__init__
+            cls.__init__ = FunctionType(
+                init.__code__, init.__globals__, "__init__", defaults, init.__closure__
+            )
+            cls.__init__.__annotations__ = init.__annotations__
+            cls.__init__.__qualname__ = f"{cls.__qualname__}.__init__"
 
 
-def _constructor(size: str = "hidden_size", last: str = "row_mode", **defaults: Any) -> Callable[[Any], Any]:
-    """Give a class `LigerRMSNorm`'s constructor with other defaults. size: the name of its first parameter. last: the
-    parameter after in_place, if any."""
-    known = inspect.signature(LigerRMSNorm.__init__)
-    names = ["self", size, "eps", "offset", "casting_mode", "init_fn", "in_place", *last.split()]
-    parameters = [known.parameters[_OTHER_NAMES.get(name, name)].replace(name=name) for name in names]
-    parameters = [each.replace(default=defaults.get(each.name, each.default)) for each in parameters]
-    signature = known.replace(parameters=parameters)
-
-    def decorated(cls: Any) -> Any:
-        def __init__(self: Any, *args: Any, **named: Any) -> None:
-            try:
-                given = defaults | signature.bind(self, *args, **named).arguments
-            except TypeError as error:
-                raise TypeError(f"{type(self).__name__}: {error}") from None
-            checked_sizes_of_weight(given[size], size)
-            LigerRMSNorm.__init__(**{_OTHER_NAMES.get(name, name): value for name, value in given.items()})
-            if last == "with_scale":
-                self.with_scale = self.elementwise_affine
-
-        cls.__init__ = __init__
-        cls.__init__.__signature__ = signature
-        return cls
-
-    return decorated
-
-
-@_constructor(offset=1.0, casting_mode="gemma", init_fn="zeros")
-class LigerRMSNormForGemma(LigerRMSNorm):
+class LigerRMSNormForGemma(_OfAModel, defaults=(1e-6, 1.0, "gemma", "zeros", True, None)):
     """`LigerRMSNorm`, with an offset of 1, and a weight that starts at 0."""
 
 
-@_constructor(offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False)
-class LigerRMSNormForGemma2(LigerRMSNorm):
+class LigerRMSNormForGemma2(_OfAModel, defaults=(1e-6, 1.0, "gemma", "zeros", False, None)):
     """That of Gemma, with Liger's `in_place=False`."""
 
 
@@ -220,28 +213,41 @@ class LigerRMSNormForQwen3Next(LigerRMSNormForGemma2):
     """That of Gemma 2, by another name."""
 
 
-@_constructor("dim", "", offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False)
 class LigerRMSNormForGemma3(LigerRMSNorm):
     """That of Gemma 2, of dim elements, and without row_mode."""
 
     def __init__(
-        self, dim: int, eps: float = 1e-6, *args: Any, **named: Any
-    ) -> None: ...  # read by type checkers
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        offset: float = 1.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "zeros",
+        in_place: bool = False,
+    ) -> None:
+        checked_sizes_of_weight(dim, "dim")
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place)
 
 
-@_constructor("dim", "with_scale", casting_mode="gemma", in_place=False)
 class LigerRMSNormForGemma4(LigerRMSNorm):
     """Of dim elements, without an offset; with_scale: whether there is a weight, which starts at 1."""
 
-    with_scale: bool
-
     def __init__(
-        self, dim: int, eps: float = 1e-6, *args: Any, **named: Any
-    ) -> None: ...  # read by type checkers
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        casting_mode: str = "gemma",
+        init_fn: str = "ones",
+        in_place: bool = False,
+        with_scale: bool = True,
+    ) -> None:
+        checked_sizes_of_weight(dim, "dim")
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
+        self.with_scale = with_scale
 
 
-@_constructor(in_place=False)
-class LigerRMSNormForOlmo2(LigerRMSNorm):
+class LigerRMSNormForOlmo2(_OfAModel, defaults=(1e-6, 0.0, "llama", "ones", False, None)):
     """`LigerRMSNorm`, with Liger's `in_place=False`."""
 
 
@@ -253,7 +259,17 @@ class LigerFusedAddRMSNorm(_Norm):
     """`liger_kernel.transformers.fused_add_rms_norm.LigerFusedAddRMSNorm`: its parameters, attributes and state dict.
     `forward(hidden_states, residual)` gives the norm of their sum, and the sum.
 
-    Its arguments are those of `LigerRMSNorm`, and raise the same; there is neither row_mode nor elementwise_affine.
+    Args:
+        hidden_size: Elements of a row.
+        eps: Added to the mean of squares.
+        offset: Added to the weight: 1 for Gemma.
+        casting_mode: As for `liger_rms_norm`.
+        init_fn: `"ones"` or `"zeros"`: what the weight starts at.
+        in_place: No effect.
+
+    Raises:
+        ValueError: There is no such casting mode, or init_fn; hidden_size, eps or offset is out of range.
+        TypeError: hidden_size, eps or offset is no number.
     """
 
     def __init__(
