@@ -8,8 +8,16 @@ from __future__ import annotations
 
 import bisect
 import random
+import re
+from pathlib import Path
 
+import pytest
 import selection
+from planning import problem, rules_of
+
+from tilegym_rmsnorm.backends.cutile.plans.problem import OPS
+from tilegym_rmsnorm.backends.cutile.plans.select import select
+from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
 
 
 def test_what_is_selected_is_as_written():
@@ -33,3 +41,21 @@ def test_what_is_selected_is_as_written():
     some = "\n".join(wrong[:5])
     assert not wrong, f"where that is wanted, write the file anew: python tests/plans/selection.py\n{some}"
     assert seen == set(selection.keys())
+
+
+def test_the_shapes_of_contributing_run_the_kernels_that_it_names():
+    """In the interpreter, where one steps through them. A backward without dw is named behind "without a gradient"."""
+    facts = pytest.importorskip("tilegym_rmsnorm.backends.cutile.runtime.machine").InterpretedMachine.facts
+    text = Path(__file__).parents[2].joinpath("CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \((\d+), (\d+)\) \| (.*) \|$", text, re.M)
+    assert len(rows) > 3
+    for *shape, kernels in rows:
+        (m, n), launched = map(int, shape), {}
+        for op in OPS:
+            plan = select(
+                problem(op, n, "float32", size_class(m, n), facts=facts), rules_of(facts.architecture)
+            )
+            steps = zip(plan.steps, plan.sizes(m).grids, strict=True)
+            launched[op] = {step.kernel for step, grid in steps if grid is not None}
+        with_dw, alone = (set(re.findall(r"`(\w+)`", part)) for part in kernels.partition("without a")[::2])
+        assert with_dw <= launched["forward"] | launched["backward"] and alone <= launched["dx"], shape
