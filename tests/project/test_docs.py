@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import importlib.util
+import inspect
 import logging
 import re
 import socket
@@ -101,6 +103,17 @@ def test_paths_that_a_page_names_exist(path):
 def test_every_public_name_is_in_the_reference():
     named = script("docs_names").entries(page("api"))
     assert sorted(name for _, name in named) == sorted(tilegym_rmsnorm.__all__)
+
+
+def test_every_argument_is_described():
+    """Of what the reference shows, but of classes that users make no objects of."""
+    for module, name in script("docs_names").ENTRY.findall(page("api")):
+        public = getattr(importlib.import_module(module), name)
+        if name not in ("BackendUnavailableError", "Override"):
+            lines = inspect.getdoc(public).partition("Args:")[2].partition("\n\n")[0]
+            assert re.findall(r"^    \*{0,2}(\w+): ", lines, re.M) == [
+                *inspect.signature(public).parameters
+            ], name
 
 
 def test_tables_and_drawings_are_of_today():
