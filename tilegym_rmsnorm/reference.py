@@ -253,7 +253,11 @@ def rounded_value(value: Tensor, dtype: torch.dtype) -> Tensor:
         # torch.compile drops a rounding that a widening follows, and views between them; not arithmetic on its bits.
         rounded = (~~rounded.view(torch.int16)).view(dtype)
     rounded = rounded.to(value.dtype)
-    if not torch.is_grad_enabled():
+    # A graph that is recorded without grad may run with it. `is_compiling` comes first: Dynamo cannot ask the others.
+    is_recorded = (
+        torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack()
+    )
+    if not torch.is_grad_enabled() and not is_recorded:
         return rounded
     # The difference is exact, and so is the sum. PyTorch's gradient of a rounding is rounded as well, and can overflow.
     # Of an infinity it is no number; what is rounded to one stays it.

@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad, gradcheck
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tilegym_rmsnorm import BackendUnavailableError, RMSNorm, registry, rms_norm
+from tilegym_rmsnorm.integrations import apex, liger, tilegym, transformer_engine
 
 N = 8
 X, W = torch.randn(4, 3, N, dtype=torch.float64), torch.rand(5, N, dtype=torch.float64) + 0.5
@@ -158,6 +160,28 @@ def test_torch_jit_trace(size, needs_grad):
     assert traced(x).requires_grad == needs_grad
 
 
+RECORDED = {
+    "torch.jit.trace": lambda module, x: torch.jit.trace(module, (x,)),
+    "torch.export": lambda module, x: torch.export.export(module, (x,)).module(),
+    "make_fx": lambda module, x: make_fx(module)(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("record", RECORDED)
+def test_what_is_recorded_without_grad_has_gradients(record):
+    """x got none, in silence: a rounding of bfloat16 was recorded as a constant. And torch.jit.trace refused such norms
+    with grad, since its own check records them once more without."""
+    norm = RMSNorm(N, casting="llama", dtype=torch.bfloat16, backend="torch")
+    x = torch.randn(4, N).bfloat16().requires_grad_()
+    [expected] = torch.autograd.grad(norm(x).float().pow(3).sum(), x)
+    for needs_grad in (False, True):
+        with torch.set_grad_enabled(needs_grad):
+            recorded = RECORDED[record](norm, x.detach())
+        [gradient] = torch.autograd.grad(recorded(x).float().pow(3).sum(), x)
+        assert torch.equal(gradient, expected)
+
+
 def calling(x: torch.Tensor) -> torch.Tensor:
     return 2 * rms_norm(x, [N])
 
@@ -190,6 +214,10 @@ SCRIPTED = {
     "the function": lambda: rms_norm,
     "a function that calls it": lambda: calling,
     "a module that calls it": lambda: Calling(),
+    "Apex's": lambda: apex.FusedRMSNorm(N),
+    "Liger's": lambda: liger.LigerRMSNorm(N),
+    "TileGym's": lambda: tilegym.TileRMSNorm(N),
+    "TransformerEngine's": lambda: transformer_engine.RMSNorm(N),
 }
 
 

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from tilegym_rmsnorm import api
-from tilegym_rmsnorm.validation import check_tensor, checked_eps, checked_sizes_of_weight
+from tilegym_rmsnorm.validation import (
+    check_tensor,
+    checked_eps,
+    checked_sizes_of_weight,
+    refuse_torch_jit_script,
+)
 
 
 def fused_rms_norm_affine(
@@ -130,6 +135,8 @@ class FusedRMSNorm(nn.Module):
     """
 
     weight: Tensor | None
+
+    __prepare_scriptable__ = refuse_torch_jit_script
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ from tilegym_rmsnorm.validation import (
     checked_eps,
     checked_number,
     checked_sizes_of_weight,
+    refuse_torch_jit_script,
 )
 
 CASTINGS: dict[str, Casting] = {"llama": "llama", "gemma": "once", "none": "once"}
@@ -111,6 +112,7 @@ class _Norm(nn.Module):
     """The weight, and Liger's names of all else."""
 
     weight: Any
+    __prepare_scriptable__ = refuse_torch_jit_script
 
     def __init__(
         self, hidden_size: int, eps: float, offset: float, casting_mode: str, init_fn: str, in_place: bool
@@ -155,6 +157,7 @@ class LigerRMSNorm(_Norm):
         row_mode: bool | None = None,
         elementwise_affine: bool = True,
     ) -> None:
+        checked_sizes_of_weight(hidden_size, "hidden_size")
         super().__init__(
             hidden_size if elementwise_affine else 0, eps, offset, casting_mode, init_fn, in_place
         )

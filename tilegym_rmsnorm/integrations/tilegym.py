@@ -26,6 +26,7 @@ from tilegym_rmsnorm.validation import (
     checked_int,
     checked_number,
     checked_sizes_of_weight,
+    refuse_torch_jit_script,
 )
 
 MODES = (None, "static_persistent", "multi_wave_reload", "multi_wave_cached")
@@ -164,6 +165,8 @@ class TileRMSNorm(nn.Module):
         ValueError: hidden_size, eps or offset is out of range.
         TypeError: hidden_size, eps or offset is no number.
     """
+
+    __prepare_scriptable__ = refuse_torch_jit_script
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0) -> None:
         super().__init__()

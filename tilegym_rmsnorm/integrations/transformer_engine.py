@@ -24,6 +24,7 @@ from tilegym_rmsnorm.validation import (
     checked_dtype,
     checked_eps,
     checked_sizes_of_weight,
+    refuse_torch_jit_script,
 )
 
 
@@ -50,6 +51,8 @@ class RMSNorm(nn.Module):
     """
 
     weight: nn.Parameter
+
+    __prepare_scriptable__ = refuse_torch_jit_script
 
     def __init__(
         self,
