@@ -374,5 +374,5 @@ def _describe(request: Request) -> str:
 def _check_name(what: str, name: object, known: tuple[str, ...]) -> None:
     if name not in known:
         # "inductor" was a backend: environments, code and pickled modules may still name it.
-        hint = _INSTEAD_OF_INDUCTOR if name == "inductor" and "torch" in known else ""
+        hint = _INSTEAD_OF_INDUCTOR if str(name).strip().lower() == "inductor" and "torch" in known else ""
         raise ValueError(f"{what}: expected one of {', '.join(map(repr, known))}, got {name!r}{hint}")

@@ -106,11 +106,12 @@ def _cuda_tile() -> str:
     version = toolchain.package_version("cuda-tile")
     if version is None:
         return "not installed"
-    oldest, below = toolchain.CUDA_TILE_RANGE
-    if oldest <= toolchain.parse_version(version) < below:
+    (oldest, below), found = toolchain.CUDA_TILE_RANGE, toolchain.parse_version(version)
+    if oldest <= found < below:
         return version
+    state = "not tested" if found >= below and found[0] == oldest[0] else "not usable"
     expected = toolchain.CUDA_TILE_EXPECTED
-    return f"{version}: not tested; expected {expected}. To mend it: {toolchain.CUDA_TILE_INSTALL}"
+    return f"{version}: {state}; expected {expected}. To mend it: {toolchain.CUDA_TILE_INSTALL}"
 
 
 def _tileiras() -> str:
