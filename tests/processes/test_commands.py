@@ -1,12 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Commands as they are called: `python -m tilegym_rmsnorm`, and the scripts of the benchmark."""
+"""Commands as they are called: `python -m tilegym_rmsnorm`."""
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,38 +49,6 @@ def test_no_command_is_a_usage_error():
 
     assert answer.returncode == 2
     assert "usage: python -m tilegym_rmsnorm" in answer.stderr and "Traceback" not in answer.stderr
-
-
-# Runs scripts as `python PATH --help` does, one after the other, with one import of torch for all.
-HELP_OF_EACH = """
-import os, runpy, sys, torch
-for path in sys.argv[1:]:
-    process = os.fork()
-    if process == 0:
-        sys.path[0], sys.argv = os.path.dirname(path), [path, "--help"]
-        runpy.run_path(path, run_name="__main__")
-        sys.exit(0)
-    if status := os.waitpid(process, 0)[1]:
-        sys.exit(f"{path}: status {status}")
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-def test_scripts_of_the_benchmark_may_be_called_by_their_paths(tmp_path):
-    """From any folder, and with this checkout's package, also where another is installed."""
-    paths = [path for path in sorted((ROOT / "bench").glob("*.py")) if "__main__" in path.read_text()]
-    other = tmp_path / "tilegym_rmsnorm"
-    other.mkdir()
-    (other / "__init__.py").write_text("raise ImportError('the package of another checkout')")
-    done = subprocess.run(
-        [sys.executable, "-c", HELP_OF_EACH, *map(str, paths)],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert paths and len(re.findall("^usage: ", done.stdout, re.MULTILINE)) == len(paths)
 
 
 def test_without_numpy_a_command_prints_no_warning_of_torch(tmp_path):
