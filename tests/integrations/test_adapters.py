@@ -74,72 +74,18 @@ def test_none_falls_back_where_a_backend_was_named():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("library", ["tilegym", "quack", "liger", "apex", "transformer_engine"])
-def test_the_script_of_their_tests_puts_adapters_in(library, tmp_path):
-    """With a checkout that holds nothing but the modules that the script looks for, and a test of each file's name."""
-    fill = {
-        "tilegym": {
-            "src/tilegym/__init__.py": "",
-            "src/tilegym/backend/__init__.py": "",
-            "src/tilegym/backend/dispatcher.py": "_REGISTRY = {}\n\ndef register_impl(name, backend):\n"
-            "    return lambda function: _REGISTRY.setdefault(name, {}).update({backend: function})\n",
-            "tests/ops/test_rms_norm.py": "def test_op():\n    from tilegym.backend import dispatcher\n"
-            "    found = dispatcher._REGISTRY['rms_norm']['cutile']\n",
-            "tests/ops/experimental/test_rmsnorm_backward.py": "def test_op():\n"
-            "    from tilegym_rmsnorm.integrations.tilegym import rms_norm as found\n",
-        },
-        "quack": {
-            "quack/__init__.py": "from quack.rmsnorm import rmsnorm\n",
-            "quack/rmsnorm.py": "rmsnorm = rmsnorm_fwd = rmsnorm_bwd = None\n",
-            "tests/test_rmsnorm.py": "from quack.rmsnorm import rmsnorm as found\n\ndef test_it():\n",
-        },
-        "liger": {
-            "src/liger_kernel/__init__.py": "",
-            "src/liger_kernel/transformers/__init__.py": "",
-            "src/liger_kernel/transformers/functional.py": "liger_rms_norm = None\n",
-            "src/liger_kernel/transformers/rms_norm.py": "LigerRMSNorm = None\n",
-            "src/liger_kernel/transformers/fused_add_rms_norm.py": "LigerFusedAddRMSNorm = None\n",
-            "test/transformers/test_rms_norm.py": "from liger_kernel.transformers.rms_norm import LigerRMSNorm as "
-            "found\n\ndef test_it():\n",
-            "test/transformers/test_fused_add_rms_norm.py": "from liger_kernel.transformers.functional import "
-            "liger_rms_norm as found\n\ndef test_it():\n",
-        },
-        "apex": {
-            "apex/__init__.py": "",
-            "apex/normalization/__init__.py": "FusedRMSNorm = MixedFusedRMSNorm = None\n",
-            "apex/normalization/fused_layer_norm.py": "",
-            "tests/L0/run_fused_layer_norm/test_fused_layer_norm.py": "from apex.normalization import "
-            "FusedRMSNorm as found\n\ndef test_rms():\n",
-        },
-        "transformer_engine": {
-            "tests/pytorch/test_numerics.py": "import transformer_engine_torch as tex\n"
-            "from transformer_engine.common import recipe\n"
-            "from transformer_engine.pytorch import DType, RMSNorm as found, is_fp8_available\n\n"
-            "assert is_fp8_available() is False and is_fp8_available(return_reason=True)[0] is False\n"
-            "assert not isinstance(1, DType) and tex.anything and recipe.Recipe\n\n"
-            "def test_rmsnorm_accuracy():\n",
-            "tests/pytorch/test_fusible_ops.py": "import transformer_engine.pytorch.ops as te_ops\n"
-            "from transformer_engine.pytorch.ops.fused import BackwardAddRMSNorm\n\n"
-            "class TestBasicOps:\n  def test_rmsnorm(self):\n    found = te_ops.RMSNorm\n",
-        },
-    }[library]
-    for name, text in fill.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.name.startswith("test_"):
-            text += "    assert found.__module__.startswith('tilegym_rmsnorm.integrations.')\n"
-        path.write_text(text)
-    command = [
-        "bash",
-        str(SCRIPT),
-        library,
-        str(tmp_path),
-        "--rootdir",
-        str(tmp_path),
-        "--import-mode=importlib",
-    ]
+def test_the_script_of_their_tests_puts_adapters_in(tmp_path):
+    """With a checkout that holds nothing but the module that the script looks for, and a test."""
+    find = "from quack.rmsnorm import rmsnorm as found\n\ndef test_it():\n"
+    for name, text in {
+        "quack/__init__.py": "from quack.rmsnorm import rmsnorm\n",
+        "quack/rmsnorm.py": "rmsnorm = rmsnorm_fwd = rmsnorm_bwd = None\n",
+        "tests/test_rmsnorm.py": find
+        + "    assert found.__module__ == 'tilegym_rmsnorm.integrations.quack'\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    command = ["bash", SCRIPT, "quack", tmp_path, "--rootdir", tmp_path, "--import-mode=importlib"]
     environment = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0 and f"{sum('test_' in name for name in fill)} passed" in done.stdout, (
-        done.stdout + done.stderr
-    )
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr

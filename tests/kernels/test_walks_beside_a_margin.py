@@ -54,13 +54,3 @@ def test_a_walk_leaves_so_many_sms_free(name):
         left = (SMS - margin) * first.occupancy
         assert blocks <= max(left, first.members)
         assert blocks > left - first.occupancy * first.members, "as many as fit"
-
-
-def test_another_margin_adds_dw_in_another_order():
-    """That the tests above compare what a margin changes."""
-    inputs = make_inputs(120, 80, BF16, FP32, device=CPU)
-    dw = {
-        run_backward(inputs, BACKWARDS["rows"], policy=Policy(sm_margin=margin))["dw"].numpy().tobytes()
-        for margin in range(SMS)
-    }
-    assert len(dw) == SMS
