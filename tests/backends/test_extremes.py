@@ -19,21 +19,7 @@ from test_triton import FORWARDS as TRITON_FORWARDS
 from torch import Tensor
 
 from tilegym_rmsnorm import rms_norm_backward, rms_norm_forward
-from tilegym_rmsnorm.backends.cutile.plans.variants import (
-    BackwardPipelined,
-    BackwardPipelinedTeam,
-    BackwardReread,
-    BackwardRows,
-    BackwardSplit,
-    BackwardSplitReread,
-    BackwardStrips,
-    BackwardTeam,
-    BackwardTiles,
-    ForwardReread,
-    ForwardRows,
-    ForwardTeam,
-    ForwardTiles,
-)
+from tilegym_rmsnorm.backends.cutile.plans import variants
 from tilegym_rmsnorm.spec import Spec, Wanted
 
 N = 96
@@ -183,27 +169,29 @@ needs = {
     for name in ("triton", "cutile")
 }
 CUTILE_FORWARDS = {
-    "rows": ForwardRows(width=32, warps=4, occupancy=1, latency=1, pieces=3),
-    "tiles": ForwardTiles(width=128, warps=4, occupancy=1, latency=1, rows=4),
-    "teams": ForwardTeam(width=32, warps=4, occupancy=1, latency=1, members=3),
-    "reread": ForwardReread(width=64, warps=4, occupancy=1, latency=1),
+    "rows": variants.ForwardRows(width=32, warps=4, occupancy=1, latency=1, pieces=3),
+    "tiles": variants.ForwardTiles(width=128, warps=4, occupancy=1, latency=1, rows=4),
+    "teams": variants.ForwardTeam(width=32, warps=4, occupancy=1, latency=1, members=3),
+    "reread": variants.ForwardReread(width=64, warps=4, occupancy=1, latency=1),
 }
 CUTILE_BACKWARDS = {
-    "rows": BackwardRows(width=32, warps=4, occupancy=1, latency=1, pieces=3),
-    "packed rows": BackwardRows(width=128, warps=4, occupancy=1, latency=1, packed=True),
-    "rows by TMA": BackwardPipelined(width=32, warps=8, occupancy=1, latency=1, pieces=3),
-    "packed rows by TMA": BackwardPipelined(width=32, warps=8, occupancy=1, latency=1, pieces=3, packed=True),
-    "tiles": BackwardTiles(width=128, warps=4, occupancy=1, latency=1, rows=4),
-    "teams": BackwardTeam(width=32, warps=4, occupancy=1, latency=1, members=3),
-    "packed teams": BackwardPipelinedTeam(
+    "rows": variants.BackwardRows(width=32, warps=4, occupancy=1, latency=1, pieces=3),
+    "packed rows": variants.BackwardRows(width=128, warps=4, occupancy=1, latency=1, packed=True),
+    "rows by TMA": variants.BackwardPipelined(width=32, warps=8, occupancy=1, latency=1, pieces=3),
+    "packed rows by TMA": variants.BackwardPipelined(
+        width=32, warps=8, occupancy=1, latency=1, pieces=3, packed=True
+    ),
+    "tiles": variants.BackwardTiles(width=128, warps=4, occupancy=1, latency=1, rows=4),
+    "teams": variants.BackwardTeam(width=32, warps=4, occupancy=1, latency=1, members=3),
+    "packed teams": variants.BackwardPipelinedTeam(
         width=32, warps=8, occupancy=1, latency=1, members=3, packed=True, rstd_ahead=True
     ),
-    "split": BackwardSplit(width=128, warps=4, occupancy=1, latency=1, rows=4, strip=32, slab=4),
-    "split, reread": BackwardSplitReread(
+    "split": variants.BackwardSplit(width=128, warps=4, occupancy=1, latency=1, rows=4, strip=32, slab=4),
+    "split, reread": variants.BackwardSplitReread(
         width=64, warps=4, occupancy=1, latency=1, rows=4, strip=32, slab=4, gathers=True
     ),
-    "strips": BackwardStrips(width=64, warps=4, occupancy=1, latency=1, rows=4),
-    "reread": BackwardReread(width=64, warps=4, occupancy=1, latency=1),
+    "strips": variants.BackwardStrips(width=64, warps=4, occupancy=1, latency=1, rows=4),
+    "reread": variants.BackwardReread(width=64, warps=4, occupancy=1, latency=1),
 }
 # x and dy: near both ends of what the cutile backwards hold, and past them
 TINY, HUGE = ((1e-18, 1e-16, 1e-12), 1.0), ((1.0, 1e8, 1e10), 1e-16)

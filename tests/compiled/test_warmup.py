@@ -23,7 +23,7 @@ from table_cases import TARGET, entry_of  # noqa: E402
 
 from tilegym_rmsnorm.backends import cutile  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward, plan_for  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans import tables  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans import tables, variants  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Policy  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.sizes import (  # noqa: E402
     FEW_ROWS,
@@ -31,12 +31,6 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import (  # noqa: E402
     SMALL,
     rows_of_class,
     size_class,
-)
-from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
-    BackwardRows,
-    BackwardSplit,
-    BackwardTiles,
-    ForwardRows,
 )
 from tilegym_rmsnorm.backends.cutile.warm import _kind, rows_to_warm  # noqa: E402
 
@@ -121,7 +115,7 @@ SLABS = [(1, 1), (1, 8), (2, 4), (8, 8), (8, 24), (16, 256), (4, 1024), (128, 10
 @pytest.mark.parametrize(("n", "sm_count"), [(1000, 132), (3000, 7), (20000, 132)])
 def test_the_rows_to_warm_have_every_pair_of_kinds(n, sm_count, rows, slab):
     """Of M and P, whatever slabs a table asks for. Beyond the slabs of the rules no kernel tells."""
-    variant = BackwardSplit(width=1, warps=8, occupancy=1, latency=1, rows=rows, strip=32, slab=slab)
+    variant = variants.BackwardSplit(width=1, warps=8, occupancy=1, latency=1, rows=rows, strip=32, slab=slab)
 
     def partial(m):
         return variant.partial_rows(m, n, sm_count)
@@ -160,11 +154,11 @@ def test_nothing_is_compiled_that_no_call_needs():
 
 def test_entries_are_warmed(folders):
     numbers = {"width": 4096, "warps": 4, "occupancy": 2, "latency": 7}
-    tiles = BackwardTiles(width=4096, warps=8, occupancy=2, latency=2, rows=2)
+    tiles = variants.BackwardTiles(width=4096, warps=8, occupancy=2, latency=2, rows=2)
     entries = [
         entry_of(Bucket("backward", 4096, "bfloat16", "few"), tiles),
-        entry_of(Bucket("backward", 4096, "bfloat16", "large"), BackwardRows(**numbers)),
-        entry_of(Bucket("forward", 4096, "bfloat16", "large"), ForwardRows(**numbers)),
+        entry_of(Bucket("backward", 4096, "bfloat16", "large"), variants.BackwardRows(**numbers)),
+        entry_of(Bucket("forward", 4096, "bfloat16", "large"), variants.ForwardRows(**numbers)),
     ]
     tables.update(folders[0], TARGET, entries)
     machine = CountingMachine(132, TARGET.gpu)

@@ -18,18 +18,10 @@ from cutile_runs import ShuffledMachine, plan_for, run_backward, run_forward  # 
 
 from tilegym_rmsnorm.backends.cutile import interpreter, launch, launcher  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans import plan  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans import plan, variants  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import variant as variant_module
 from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BACKWARD_ROW  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
-    BackwardRows,
-    BackwardSplit,
-    BackwardStrips,
-    BackwardTeam,
-    BackwardTiles,
-    ForwardTeam,
-)
 from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine  # noqa: E402
 from tilegym_rmsnorm.spec import Spec, Wanted  # noqa: E402
 
@@ -196,7 +188,7 @@ def test_dx_alone_of_wide_rows(n, dtype):
 def test_rows_as_several_2d_tiles(rows, casting, weight_dtype):
     """The last tile of columns and the last tile of rows reach past x."""
     inputs = make_inputs(7 * rows + 1, 150, BF16, weight_dtype, casting=casting, offset=0.5, device=CPU)
-    variant = BackwardTiles(width=64, warps=4, occupancy=1, latency=2, rows=rows, pieces=3, tma=True)
+    variant = variants.BackwardTiles(width=64, warps=4, occupancy=1, latency=2, rows=rows, pieces=3, tma=True)
     found = run_backward(inputs, variant)
     assert_within(expected_results(inputs), **found)
     if casting == "llama" and weight_dtype is not None:
@@ -208,7 +200,7 @@ def test_rows_as_several_2d_tiles(rows, casting, weight_dtype):
 def test_rows_as_several_2d_tiles_in_any_order_and_layout(m):
     """29 rows are 8 tiles for 3 blocks. A single one leaves one partial row, which is dw and has weight's dtype."""
     inputs = make_inputs(m, 150, BF16, BF16, offset=0.5, device=CPU)
-    variant = BackwardTiles(width=64, warps=4, occupancy=1, latency=2, rows=4, pieces=3, tma=True)
+    variant = variants.BackwardTiles(width=64, warps=4, occupancy=1, latency=2, rows=4, pieces=3, tma=True)
     first = run_backward(inputs, variant, seed=1)
     assert_within(expected_results(inputs), **first)
     x, dy = (torch.full((m, 153), torch.nan, dtype=BF16) for _ in range(2))
@@ -222,10 +214,10 @@ def test_rows_as_several_2d_tiles_in_any_order_and_layout(m):
 @pytest.mark.parametrize(
     "variant",
     [
-        BackwardRows(width=64, **HINTS),
-        BackwardTiles(width=64, **HINTS),
-        BackwardStrips(width=16, **HINTS),
-        BackwardSplit(width=64, rows=2, strip=16, slab=8, **HINTS),
+        variants.BackwardRows(width=64, **HINTS),
+        variants.BackwardTiles(width=64, **HINTS),
+        variants.BackwardStrips(width=16, **HINTS),
+        variants.BackwardSplit(width=64, rows=2, strip=16, slab=8, **HINTS),
     ],
     ids=lambda variant: variant.kernel,
 )
@@ -291,10 +283,10 @@ def test_a_row_of_y_and_dx_does_not_depend_on_the_batch_within_a_size_class(n, s
 def test_more_rows_than_one_launch_takes(monkeypatch):
     """Rows past cuda-tile's limits go into further launches, whose partial rows lie behind those of the first."""
     monkeypatch.setattr(variant_module, "MOST_ROWS", 40)
-    monkeypatch.setattr(BackwardSplit, "most_rows", 40)
+    monkeypatch.setattr(variants.BackwardSplit, "most_rows", 40)
     for module in (variant_module, plan):
         monkeypatch.setattr(module, "LARGEST_GRID", 17)
-    for each in (BackwardTeam, BackwardStrips):
+    for each in (variants.BackwardTeam, variants.BackwardStrips):
         monkeypatch.setattr(each, "most_rows", 17)
     monkeypatch.setattr(interpreter, "LARGEST_GRID", (17, 2**16 - 1, 2**16 - 1))
 
@@ -315,12 +307,12 @@ def test_more_rows_than_one_launch_takes(monkeypatch):
     check(wide, "dx", 17)  # a block a row
     shared = make_inputs(40, 60, BF16, FP32, device=CPU)
     team = {"width": 16, "warps": 4, "occupancy": 1, "latency": 1, "members": 4}
-    check(shared, "backward", 17, BackwardTeam(**team))
-    check(shared, "backward", 4, BackwardTeam(**team), partials="own")
-    check(shared, "forward", 4, ForwardTeam(**team))
+    check(shared, "backward", 17, variants.BackwardTeam(**team))
+    check(shared, "backward", 4, variants.BackwardTeam(**team), partials="own")
+    check(shared, "forward", 4, variants.ForwardTeam(**team))
     # the mean of each row, a block a row
-    check(shared, "backward", 17, BackwardStrips(width=16, rows=4, **HINTS))
-    check(inputs, "backward", 40, BackwardSplit(width=64, rows=4, strip=16, slab=8, **HINTS))
+    check(shared, "backward", 17, variants.BackwardStrips(width=16, rows=4, **HINTS))
+    check(inputs, "backward", 40, variants.BackwardSplit(width=64, rows=4, strip=16, slab=8, **HINTS))
 
 
 @pytest.mark.parametrize("m", [1, 5])
@@ -343,7 +335,7 @@ def test_the_number_of_sms_changes_no_more_than_rounding(sm_count, size):
 def test_many_rows_get_taller_slabs_not_more_of_them():
     """One SM: at most 4 rows of dw_partial, though 70 rows in slabs of 8 would be 9."""
     inputs = make_inputs(70, 1000, BF16, FP32, device=CPU)
-    variant = BackwardSplit(width=1024, rows=8, strip=64, slab=8, **HINTS)
+    variant = variants.BackwardSplit(width=1024, rows=8, strip=64, slab=8, **HINTS)
     machine = ShuffledMachine(sm_count=1)
     run = Backward(machine, plan_for(inputs, "backward", machine, variant))
     run(inputs.x, inputs.dy, inputs.weight, torch.ones(70), 0.0)

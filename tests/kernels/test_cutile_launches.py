@@ -14,14 +14,7 @@ from cutile_runs import ShuffledMachine, run_backward, run_forward  # noqa: E402
 
 from tilegym_rmsnorm import rms_norm_backward, rms_norm_forward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.interpreter.rebind import Namespace  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
-    BackwardRows,
-    BackwardSplit,
-    BackwardTeam,
-    ForwardRows,
-    ForwardTeam,
-    ForwardTiles,
-)
+from tilegym_rmsnorm.backends.cutile.plans import variants  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -39,23 +32,25 @@ def test_every_block_lets_the_next_kernel_in_once(monkeypatch):
     settings = {"width": 64, "warps": 4, "occupancy": 4, "latency": 4}
     team = {"width": 16, "warps": 4, "occupancy": 2, "latency": 4, "members": 4}
     forwards = {
-        ForwardRows(**settings): 9,
-        ForwardRows(**settings, weight_load="early"): 9,
-        ForwardRows(**settings, weight_load="joint"): 9,
-        ForwardTiles(width=64, warps=4, occupancy=4, latency=4, rows=2): 5,
-        ForwardTiles(width=64, warps=4, occupancy=4, latency=4, rows=2, weight_load="early"): 5,
-        ForwardTiles(width=32, warps=4, occupancy=4, latency=4, rows=2, pieces=2, weight_load="joint"): 5,
-        ForwardTeam(**team): 1 + 9 * 4,  # one to empty the board
-        ForwardTeam(**team, weight_load="joint"): 1 + 9 * 4,
+        variants.ForwardRows(**settings): 9,
+        variants.ForwardRows(**settings, weight_load="early"): 9,
+        variants.ForwardRows(**settings, weight_load="joint"): 9,
+        variants.ForwardTiles(width=64, warps=4, occupancy=4, latency=4, rows=2): 5,
+        variants.ForwardTiles(width=64, warps=4, occupancy=4, latency=4, rows=2, weight_load="early"): 5,
+        variants.ForwardTiles(
+            width=32, warps=4, occupancy=4, latency=4, rows=2, pieces=2, weight_load="joint"
+        ): 5,
+        variants.ForwardTeam(**team): 1 + 9 * 4,  # one to empty the board
+        variants.ForwardTeam(**team, weight_load="joint"): 1 + 9 * 4,
     }
     for variant, blocks in forwards.items():
         run_forward(inputs, variant)
         assert len(signals) == blocks, variant
         signals.clear()
     backwards = {
-        BackwardRows(**settings): 3 + 4,  # three SMs; four strips of 16 columns to sum
-        BackwardSplit(width=64, warps=4, occupancy=1, latency=1, rows=4, strip=16, slab=16): 4 + 9,
-        BackwardTeam(**team): 1 + 4 * 1,
+        variants.BackwardRows(**settings): 3 + 4,  # three SMs; four strips of 16 columns to sum
+        variants.BackwardSplit(width=64, warps=4, occupancy=1, latency=1, rows=4, strip=16, slab=16): 4 + 9,
+        variants.BackwardTeam(**team): 1 + 4 * 1,
     }
     for variant, blocks in backwards.items():
         run_backward(inputs, variant)

@@ -14,20 +14,13 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from cutile_runs import plan_for, run_backward  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans import variants  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.partition import Split  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.rules import sum_of  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
-    BackwardPipelined,
-    BackwardPipelinedTeam,
-    BackwardRows,
-    BackwardSplitReread,
-    BackwardTeam,
-    BackwardTiles,
-)
 from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine  # noqa: E402
 
 CPU = torch.device("cpu")
-SLABS_OF_TWO_ROWS = BackwardSplitReread(
+SLABS_OF_TWO_ROWS = variants.BackwardSplitReread(
     width=4096, warps=4, occupancy=1, latency=1, rows=2, strip=512, slab=2, gathers=True
 )
 
@@ -41,12 +34,12 @@ def test_one_partial_row_per_row(n):
 @pytest.mark.parametrize(
     ("m", "n", "first", "tile"),
     [
-        (300, 20, BackwardRows(width=32, warps=4, occupancy=1, latency=4), (128, 16)),
-        (300, 20, BackwardRows(width=32, warps=4, occupancy=2, latency=4), (256, 16)),
+        (300, 20, variants.BackwardRows(width=32, warps=4, occupancy=1, latency=4), (128, 16)),
+        (300, 20, variants.BackwardRows(width=32, warps=4, occupancy=2, latency=4), (256, 16)),
         # the last row is alone in its step
-        (129, 20, BackwardRows(width=32, warps=4, occupancy=1, latency=4), (128, 16)),
-        (257, 20, BackwardRows(width=32, warps=4, occupancy=2, latency=4), (256, 16)),
-        (35, 16656, BackwardTeam(width=8192, warps=4, occupancy=1, latency=4, members=3), (32, 128)),
+        (129, 20, variants.BackwardRows(width=32, warps=4, occupancy=1, latency=4), (128, 16)),
+        (257, 20, variants.BackwardRows(width=32, warps=4, occupancy=2, latency=4), (256, 16)),
+        (35, 16656, variants.BackwardTeam(width=8192, warps=4, occupancy=1, latency=4, members=3), (32, 128)),
         (11, 16656, SLABS_OF_TWO_ROWS, (4, 512)),
     ],
 )
@@ -67,7 +60,7 @@ def test_every_partial_row_is_added_once_in_several_steps(m, n, first, tile):
 def test_the_way_without_the_loop_computes_the_same(n, m):
     """3 SMs: a block a row up to 3 rows, of which each leaves its partial row."""
     inputs = make_inputs(m, n, BF16, FP32, offset=1.0, device=CPU)
-    loop = BackwardRows(width=32, warps=4, occupancy=1, latency=4, rest=32)
+    loop = variants.BackwardRows(width=32, warps=4, occupancy=1, latency=4, rest=32)
     for options in ({}, {"has_dw": False}, {"partials": "own"}):
         expected = run_backward(inputs, loop, **options)
         assert_within(expected_results(inputs), **expected)
@@ -103,11 +96,11 @@ class Counting(InterpretedMachine):
 
 
 def test_a_share_of_the_blocks_leaves_as_many_partial_rows():
-    rows = BackwardPipelined(width=4096, warps=8, occupancy=1, latency=4, pieces=4, grid_percent=72)
-    teams = BackwardPipelinedTeam(
+    rows = variants.BackwardPipelined(width=4096, warps=8, occupancy=1, latency=4, pieces=4, grid_percent=72)
+    teams = variants.BackwardPipelinedTeam(
         width=2048, warps=4, occupancy=2, latency=4, pieces=3, members=3, rstd_ahead=True, grid_percent=72
     )
-    tiles = BackwardTiles(width=1024, warps=8, occupancy=2, latency=4, rows=4, grid_percent=72)
+    tiles = variants.BackwardTiles(width=1024, warps=8, occupancy=2, latency=4, rows=4, grid_percent=72)
     assert [each.most_partial_rows(132) for each in (rows, teams, tiles)] == [95, 63, 190]
     assert rows.partial_rows(4096, 16384, 132) == 94, "no more than leave the longest walk at 44 rows"
     assert teams.partial_rows(4096, 18432, 132) == 63 and tiles.partial_rows(8 * 10**6, 1024, 132) == 190
@@ -117,9 +110,9 @@ def test_a_share_of_the_blocks_leaves_as_many_partial_rows():
 @pytest.mark.parametrize(
     "variant",
     [
-        BackwardPipelined(width=32, warps=4, occupancy=4, latency=2, pieces=3),
-        BackwardTeam(width=16, warps=4, occupancy=4, latency=2, pieces=3, members=2),
-        BackwardTiles(width=128, warps=4, occupancy=4, latency=2, rows=2),
+        variants.BackwardPipelined(width=32, warps=4, occupancy=4, latency=2, pieces=3),
+        variants.BackwardTeam(width=16, warps=4, occupancy=4, latency=2, pieces=3, members=2),
+        variants.BackwardTiles(width=128, warps=4, occupancy=4, latency=2, rows=2),
     ],
     ids=lambda variant: variant.kernel,
 )

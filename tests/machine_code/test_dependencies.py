@@ -31,25 +31,11 @@ from planning import by_rules  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernels.pdl import NO_BLOCK, wait_for_launch_before  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt, load_tile  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans import variants  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.partition import Team  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import OPS  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.select import Choice  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
-    BackwardPipelined,
-    BackwardPipelinedTeam,
-    BackwardReread,
-    BackwardRows,
-    BackwardSplit,
-    BackwardSplitReread,
-    BackwardStrips,
-    BackwardTeam,
-    BackwardTiles,
-    ForwardReread,
-    ForwardRows,
-    ForwardTeam,
-    ForwardTiles,
-)
 
 skip_without_disassembler()
 
@@ -58,48 +44,56 @@ BF16, FP32 = torch.bfloat16, torch.float32
 ACCESS = re.compile(
     r"\*/\s+(?:@!?U?P\d )?(?:LDG|STG|LDGSTS|ATOMG?|REDG?|LD|ST|UTMALDG|UTMASTG|UTMAREDG|UBLKCP)[. ]"
 )
-WIDE = ForwardTeam(width=8192, warps=4, occupancy=2, latency=4, members=8, packed=True)
-THREE = BackwardPipelinedTeam(
+WIDE = variants.ForwardTeam(width=8192, warps=4, occupancy=2, latency=4, members=8, packed=True)
+THREE = variants.BackwardPipelinedTeam(
     width=2048, warps=4, occupancy=2, latency=4, pieces=3, members=3, rstd_ahead=True
 )
-PAIR = BackwardPipelinedTeam(
+PAIR = variants.BackwardPipelinedTeam(
     width=8192, warps=8, occupancy=1, latency=4, pieces=2, members=2, rstd_ahead=True, packed=True
 )
 CASES = [
-    ("forward", 4096, ForwardRows(width=4096, warps=8, occupancy=3, latency=4, weight_load="early")),
-    ("forward", 4096, ForwardRows(width=4096, warps=8, occupancy=3, latency=4, weight_load="joint")),
-    ("forward", 128, ForwardTiles(width=128, warps=4, occupancy=4, latency=4, rows=32)),
+    ("forward", 4096, variants.ForwardRows(width=4096, warps=8, occupancy=3, latency=4, weight_load="early")),
+    ("forward", 4096, variants.ForwardRows(width=4096, warps=8, occupancy=3, latency=4, weight_load="joint")),
+    ("forward", 128, variants.ForwardTiles(width=128, warps=4, occupancy=4, latency=4, rows=32)),
     (
         "forward",
         1024,
-        ForwardTiles(width=256, warps=4, occupancy=2, latency=4, rows=4, pieces=4, weight_load="joint"),
+        variants.ForwardTiles(
+            width=256, warps=4, occupancy=2, latency=4, rows=4, pieces=4, weight_load="joint"
+        ),
     ),
     ("forward", 65536, WIDE),
     ("forward", 65536, dataclasses.replace(WIDE, weight_load="joint")),
-    ("forward", 40000, ForwardReread(width=4096, warps=8, occupancy=2, latency=4)),
-    ("forward", 40000, ForwardReread(width=4096, warps=8, occupancy=2, latency=4, tma=True)),
-    ("backward", 4096, BackwardRows(width=4096, warps=8, occupancy=1, latency=6)),
-    ("backward", 12288, BackwardPipelined(width=4096, warps=8, occupancy=1, latency=4, pieces=3)),
-    ("backward", 128, BackwardTiles(width=128, warps=8, occupancy=3, latency=1, rows=16)),
-    ("backward", 7168, BackwardTiles(width=8192, warps=8, occupancy=1, latency=4, rows=2, tma=True)),
-    ("backward", 32768, BackwardTeam(width=8192, warps=4, occupancy=2, latency=2, members=4)),
+    ("forward", 40000, variants.ForwardReread(width=4096, warps=8, occupancy=2, latency=4)),
+    ("forward", 40000, variants.ForwardReread(width=4096, warps=8, occupancy=2, latency=4, tma=True)),
+    ("backward", 4096, variants.BackwardRows(width=4096, warps=8, occupancy=1, latency=6)),
+    ("backward", 12288, variants.BackwardPipelined(width=4096, warps=8, occupancy=1, latency=4, pieces=3)),
+    ("backward", 128, variants.BackwardTiles(width=128, warps=8, occupancy=3, latency=1, rows=16)),
+    ("backward", 7168, variants.BackwardTiles(width=8192, warps=8, occupancy=1, latency=4, rows=2, tma=True)),
+    ("backward", 32768, variants.BackwardTeam(width=8192, warps=4, occupancy=2, latency=2, members=4)),
     ("backward", 18432, THREE),
-    ("backward", 32768, BackwardPipelinedTeam(width=4096, warps=4, occupancy=3, latency=4, members=8)),
+    (
+        "backward",
+        32768,
+        variants.BackwardPipelinedTeam(width=4096, warps=4, occupancy=3, latency=4, members=8),
+    ),
     ("backward", 32768, PAIR),
     (
         "backward",
         4096,
-        BackwardSplit(width=4096, warps=8, occupancy=1, latency=1, rows=128, strip=32, slab=1024),
+        variants.BackwardSplit(width=4096, warps=8, occupancy=1, latency=1, rows=128, strip=32, slab=1024),
     ),
     (
         "backward",
         32768,
-        BackwardSplitReread(width=8192, warps=8, occupancy=2, latency=3, rows=8, strip=1024, slab=64),
+        variants.BackwardSplitReread(
+            width=8192, warps=8, occupancy=2, latency=3, rows=8, strip=1024, slab=64
+        ),
     ),
-    ("backward", 40000, BackwardStrips(width=2048, warps=4, occupancy=2, latency=4)),
-    ("backward", 40000, BackwardStrips(width=2048, warps=4, occupancy=3, latency=4, tma=True)),
-    ("dx", 40000, BackwardReread(width=4096, warps=4, occupancy=2, latency=4)),
-    ("dx", 40000, BackwardReread(width=4096, warps=4, occupancy=2, latency=4, tma=True)),
+    ("backward", 40000, variants.BackwardStrips(width=2048, warps=4, occupancy=2, latency=4)),
+    ("backward", 40000, variants.BackwardStrips(width=2048, warps=4, occupancy=3, latency=4, tma=True)),
+    ("dx", 40000, variants.BackwardReread(width=4096, warps=4, occupancy=2, latency=4)),
+    ("dx", 40000, variants.BackwardReread(width=4096, warps=4, occupancy=2, latency=4, tma=True)),
 ]
 
 
@@ -216,7 +210,7 @@ def sums_of_rows(y, x, TMA: ConstBool, WAITS_FIRST: ConstBool, WAITS_WHERE: Cons
 
 def code_of_sums(folder, architecture: int, *switches: bool | int) -> list[str]:
     machine = CompilingMachine(architecture, keep=folder)
-    variant = ForwardReread(width=4096, warps=4, occupancy=1, latency=4)
+    variant = variants.ForwardReread(width=4096, warps=4, occupancy=1, latency=4)
     launch_one = machine.bind(sums_of_rows, variant, switches)
     launch_one((64,), (meta(64, dtype=FP32), meta(64, 40000, dtype=BF16)))
     return disassembled(folder / "sums_of_rows.cubin")
@@ -261,7 +255,7 @@ def loads_jointly(variant: Variant) -> bool:
     [
         case
         for case in CASES
-        if isinstance(case[2], BackwardSplit)
+        if isinstance(case[2], variants.BackwardSplit)
         or case[1] == 128
         or loads_jointly(case[2])
         and not isinstance(case[2], Team)

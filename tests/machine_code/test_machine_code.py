@@ -12,11 +12,7 @@ from compiling import CompilingMachine, disassembled, run_backward, skip_without
 from control_flow import loops  # noqa: E402
 from planning import by_rules  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
-    BackwardPipelinedTeam,
-    BackwardRows,
-    BackwardTiles,
-)
+from tilegym_rmsnorm.backends.cutile.plans import variants  # noqa: E402
 
 skip_without_disassembler()
 
@@ -26,8 +22,8 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize(
     ("n", "choice", "least"),
     [
-        (4096, BackwardRows(width=4096, warps=8, occupancy=1, latency=6), 0.6),
-        (4096, BackwardTiles(width=4096, warps=8, occupancy=1, latency=4, tma=True), 0.6),
+        (4096, variants.BackwardRows(width=4096, warps=8, occupancy=1, latency=6), 0.6),
+        (4096, variants.BackwardTiles(width=4096, warps=8, occupancy=1, latency=4, tma=True), 0.6),
         (32768, by_rules("backward", 32768), 0.6),
         (
             4096,
@@ -51,7 +47,7 @@ def test_a_team_asks_for_its_slots_again_and_again(tmp_path):
     """A compiler that took the question out of the loop would leave one that never ends. Atomics are what it keeps."""
     machine = CompilingMachine(90, keep=tmp_path)
     choice = by_rules("backward", 32768)
-    assert isinstance(choice.first, BackwardPipelinedTeam)
+    assert isinstance(choice.first, variants.BackwardPipelinedTeam)
     run_backward(machine, choice, 32768, BF16, BF16)
     code = disassembled(tmp_path / "backward_pipelined_team.cubin")
     lines = [[code[place] for place in places] for places in loops(code)]

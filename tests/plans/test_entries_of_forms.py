@@ -10,7 +10,7 @@ import planning
 import pytest
 from table_cases import BUCKET, ENTRY, GPU, TARGET, VARIANT, choice, chosen, entry_of, rule, ship
 
-from tilegym_rmsnorm.backends.cutile.plans import records, select, tables
+from tilegym_rmsnorm.backends.cutile.plans import records, select, tables, variants
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
     BIAS,
     D_RESIDUAL,
@@ -23,12 +23,6 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
     Form,
     form_named,
 )
-from tilegym_rmsnorm.backends.cutile.plans.variants import (
-    BackwardRows,
-    BackwardTeam,
-    BackwardTiles,
-    ForwardRows,
-)
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 
 OTHERS = tuple(form for form in FORMS if form != PLAIN_ROWS)
@@ -36,9 +30,9 @@ EACH = [BUCKET._replace(op=op, form=form) for form in FORMS for op in OPS]
 WITH_CALLS = [(each.op, each.form) for each in EACH if each.has_calls]
 WITHOUT_CALLS = [(each.op, each.form) for each in EACH if not each.has_calls]
 TUNED = {
-    "forward": ForwardRows(width=4096, warps=4, occupancy=3, latency=5),
-    "backward": BackwardRows(width=4096, warps=4, occupancy=1, latency=7),
-    "dx": BackwardTiles(width=4096, warps=8, occupancy=1, latency=7, rows=2),
+    "forward": variants.ForwardRows(width=4096, warps=4, occupancy=3, latency=5),
+    "backward": variants.BackwardRows(width=4096, warps=4, occupancy=1, latency=7),
+    "dx": variants.BackwardTiles(width=4096, warps=8, occupancy=1, latency=7, rows=2),
 }
 
 
@@ -97,7 +91,7 @@ def test_dx_of_a_form_takes_what_the_backward_of_it_has(folders):
 
 def test_beside_a_float32_weight_entries_of_a_form_are_of_their_own(folders):
     residual = BUCKET._replace(form=RESIDUAL)
-    beside = TUNED["backward"], BackwardRows(width=4096, warps=8, occupancy=1, latency=9)
+    beside = TUNED["backward"], variants.BackwardRows(width=4096, warps=8, occupancy=1, latency=9)
     entries = [entry_of(residual, beside[0]), entry_of(residual._replace(weight=FLOAT32), beside[1])]
     tables.update(folders[0], TARGET, entries)
     for weight, variant in (("bfloat16", beside[0]), (None, beside[0]), ("float32", beside[1])):
@@ -115,7 +109,7 @@ def test_a_rule_of_a_form_says_so(folders):
 def test_a_kernel_that_cannot_have_the_form_is_refused_in_a_file(form):
     """It would leave the residual out in silence."""
     bucket, team = BUCKET._replace(n=16384, form=form), dict(warps=4, occupancy=1, latency=2, members=4)
-    entry = entry_of(bucket, BackwardTeam(width=4096, **team))
+    entry = entry_of(bucket, variants.BackwardTeam(width=4096, **team))
     text = tables.render_table(TARGET, [entry])
     expected = f"record 0: kernel: expected one that takes the form '{form}', got 'backward_team'"
     with pytest.raises(ValueError, match=expected):
@@ -177,7 +171,7 @@ def test_tuning_tries_what_ships_for_the_form_then_what_ships_for_the_nearest(fo
 @pytest.mark.parametrize("form", OTHERS)
 def test_a_new_entry_replaces_that_of_its_form_alone(folders, form):
     bucket = BUCKET._replace(form=form)
-    later = BackwardRows(width=4096, warps=8, occupancy=1, latency=2)
+    later = variants.BackwardRows(width=4096, warps=8, occupancy=1, latency=2)
     tables.update(folders[0], TARGET, [ENTRY, entry_of(bucket, TUNED["backward"])])
     tables.update(folders[0], TARGET, [entry_of(bucket, later)])
     assert chosen(bucket) == later and chosen(BUCKET) == VARIANT

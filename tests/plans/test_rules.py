@@ -11,26 +11,12 @@ import itertools
 import pytest
 from planning import by_rules, problem, rules_of
 
-from tilegym_rmsnorm.backends.cutile.plans import tables
+from tilegym_rmsnorm.backends.cutile.plans import tables, variants
 from tilegym_rmsnorm.backends.cutile.plans.partition import Registers, Split, Team, two_tiles
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES, means, sum_of
 from tilegym_rmsnorm.backends.cutile.plans.select import Choice, select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID, SIZES, rows_of_class, size_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, power_of_two
-from tilegym_rmsnorm.backends.cutile.plans.variants import (
-    BackwardPipelined,
-    BackwardReread,
-    BackwardRows,
-    BackwardSplit,
-    BackwardSplitReread,
-    BackwardStrips,
-    BackwardTeam,
-    BackwardTiles,
-    ForwardReread,
-    ForwardRows,
-    ForwardTeam,
-    ForwardTiles,
-)
 
 SM_COUNTS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 103: 160, 120: 188}
 WIDTHS = sorted(
@@ -74,12 +60,12 @@ def test_every_width_gets_a_variant_that_holds_it(asked, architecture, dtype):
         assert variant.warps in (4, 8), "other counts need a later cuda-tile"
         assert 1 <= variant.latency <= 10 and 1 <= variant.occupancy <= 32 and source
         assert op.split()[0] in variant.serves
-        if isinstance(variant, (Registers, BackwardSplit)) and not isinstance(variant, Team):
+        if isinstance(variant, (Registers, variants.BackwardSplit)) and not isinstance(variant, Team):
             last = variant.rest or variant.width
             assert variant.lanes >= n, "columns past the tiles would be dropped"
             assert variant.lanes < 2 * n or n == 1, "a smaller tile holds the row"
             assert variant.lanes == last or variant.lanes - last < n, "only the last tile is bounds-checked"
-        if isinstance(variant, ForwardTiles):
+        if isinstance(variant, variants.ForwardTiles):
             assert variant.pieces == 1 or variant.weight_load == "joint", variant
         assert not variant.packed or DTYPES[dtype] == 2, variant
         assert not isinstance(variant, Split) or op == "backward", "it has blocks for dw"
@@ -130,13 +116,13 @@ def test_x_is_read_once_in_the_forward_up_to_32768_columns(architecture):
     for n in WIDTHS:
         for dtype in DTYPES:
             is_shared = architecture == 90 and n % 16 == 0 and n <= 131072
-            is_reread = isinstance(first("forward", n, dtype, architecture), ForwardReread)
+            is_reread = isinstance(first("forward", n, dtype, architecture), variants.ForwardReread)
             assert is_reread == (n > 32768 and not is_shared)
 
 
 def test_forwards_of_teams_begin_where_one_block_is_slower():
     """16-bit rows of up to 24576, float32 of up to 16384, few rows of up to 32768: one block each."""
-    rows, team = ForwardRows, ForwardTeam
+    rows, team = variants.ForwardRows, variants.ForwardTeam
     kernels = {
         (dtype, size): [type(first("forward", n, dtype, size=size)) for n in (16384, 16400, 24576, 24592)]
         for dtype in DTYPES
@@ -158,12 +144,12 @@ def test_rows_of_more_strips_than_a_grid_has_are_refused_with_dw(architecture):
     widest = 65535 * 2048
     for op in ("backward", OWN):
         variant = first(op, widest, BF16, architecture)
-        assert isinstance(variant, BackwardStrips) and -(-widest // variant.width) == 65535
+        assert isinstance(variant, variants.BackwardStrips) and -(-widest // variant.width) == 65535
         assert -(-widest // sum_of(variant, widest, architecture).width) <= LARGEST_GRID
         with pytest.raises(ValueError, match=f"at most {widest} elements, got {widest + 1}: use backend"):
             first(op, widest + 1, BF16, architecture)
-    assert isinstance(first("dx", widest + 1, BF16, architecture), BackwardReread)
-    assert isinstance(first("forward", widest + 1, BF16, architecture), ForwardReread)
+    assert isinstance(first("dx", widest + 1, BF16, architecture), variants.BackwardReread)
+    assert isinstance(first("forward", widest + 1, BF16, architecture), variants.ForwardReread)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -182,7 +168,7 @@ def test_partial_rows_are_few_and_never_more_than_row_tiles(architecture):
                     assert (p - 1) * slab < tiles <= p * slab, (
                         "every row tile is in one slab, no slab is empty"
                     )
-                elif not isinstance(variant, BackwardStrips) and tiles > 8 * sm_count:
+                elif not isinstance(variant, variants.BackwardStrips) and tiles > 8 * sm_count:
                     assert -(-tiles // p) == -(-tiles // blocks), "some block walks further than it has to"
 
 
@@ -248,7 +234,7 @@ def test_the_sum_takes_the_partial_rows_of_two_blocks_an_sm_in_two_steps():
             for size in ("few", "large"):
                 variant = first("backward", n, dtype, size=size)
                 is_split = isinstance(variant, Split)
-                if isinstance(variant, BackwardStrips) or (is_split and size == "large"):
+                if isinstance(variant, variants.BackwardStrips) or (is_split and size == "large"):
                     continue
                 most = variant.most_partial_rows(132)
                 if is_split:
@@ -257,20 +243,20 @@ def test_the_sum_takes_the_partial_rows_of_two_blocks_an_sm_in_two_steps():
 
 
 def test_the_sum_differs_only_where_it_was_measured_to_win():
-    two, one = (BackwardRows(width=2048, warps=8, occupancy=blocks, latency=6) for blocks in (2, 1))
+    two, one = (variants.BackwardRows(width=2048, warps=8, occupancy=blocks, latency=6) for blocks in (2, 1))
     numbers = {"width": 2048, "warps": 8, "latency": 6}
-    strips = BackwardStrips(occupancy=1, **numbers)
+    strips = variants.BackwardStrips(occupancy=1, **numbers)
     slabs = {"warps": 8, "occupancy": 1, "latency": 8, "rows": 8, "strip": 1024, "slab": 32}
-    split = BackwardSplit(width=16384, rest=2048, **slabs)
-    reread = BackwardSplitReread(width=4096, **slabs)
+    split = variants.BackwardSplit(width=16384, rest=2048, **slabs)
+    reread = variants.BackwardSplitReread(width=4096, **slabs)
 
-    def team(members: int, occupancy: int) -> BackwardTeam:
-        return BackwardTeam(width=4096, warps=4, occupancy=occupancy, latency=2, members=members)
+    def team(members: int, occupancy: int) -> variants.BackwardTeam:
+        return variants.BackwardTeam(width=4096, warps=4, occupancy=occupancy, latency=2, members=members)
 
     tiles = {
         (256, 16, 2): [
-            *((two, 2048), (BackwardTiles(occupancy=2, **numbers), 2048)),
-            (BackwardPipelined(occupancy=2, **numbers), 2048),
+            *((two, 2048), (variants.BackwardTiles(occupancy=2, **numbers), 2048)),
+            (variants.BackwardPipelined(occupancy=2, **numbers), 2048),
         ],
         (32, 128, 2): [(team(8, 2), 65536), (team(16, 3), 65536), (team(8, 3), 32768), (team(6, 2), 49152)],
         (4, 512, 4): [(split, 18432), (reread, 16400), (reread, 131072)],
@@ -278,7 +264,7 @@ def test_the_sum_differs_only_where_it_was_measured_to_win():
             *((one, 8192), (strips, 140000), (split, 4096), (reread, 16384)),
             *(
                 (dataclasses.replace(strips, occupancy=3), 140000),
-                (BackwardPipelined(occupancy=1, **numbers), 2048),
+                (variants.BackwardPipelined(occupancy=1, **numbers), 2048),
             ),
             *((team(members, 2), 8192 * members) for members in (3, 4, 5)),
             *((team(6, 4), 18432), (team(4, 3), 16384)),
@@ -303,7 +289,7 @@ def test_no_index_of_a_split_block_passes_int32(architecture):
             if isinstance(variant, Split) and m * n < 2**42:  # 8 TB of x
                 strips = -(-n // variant.strip)
                 rows = variant.slab_tiles(m, sm_count) * variant.rows
-                factor = 1 if isinstance(variant, BackwardSplit) else strips
+                factor = 1 if isinstance(variant, variants.BackwardSplit) else strips
                 assert (strips + rows) * factor < 2**31, (m, n, variant)
 
 

@@ -13,24 +13,12 @@ import torch
 from planning import by_rules, device, problem, rules_of
 from table_cases import BUCKET, ENTRY, GPU, TARGET, VARIANT, choice, chosen, entry_of, rule, ship
 
-from tilegym_rmsnorm.backends.cutile.plans import records, select, tables
+from tilegym_rmsnorm.backends.cutile.plans import records, select, tables, variants
 from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Team
 from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, ITEMSIZE, OPS, WEIGHTS, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
-from tilegym_rmsnorm.backends.cutile.plans.variants import (
-    BY_KERNEL,
-    BackwardPipelined,
-    BackwardReread,
-    BackwardRows,
-    BackwardSplit,
-    BackwardStrips,
-    BackwardTeam,
-    BackwardTiles,
-    ForwardRows,
-    ForwardTiles,
-)
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
 from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
@@ -45,9 +33,9 @@ def serves(op: str, dtype: str, weight: str | None, n: int = 4096) -> Variant:
     ).first
 
 
-def wide_rows(latency: int, n: int = 4096, **more) -> BackwardRows:
+def wide_rows(latency: int, n: int = 4096, **more) -> variants.BackwardRows:
     """A variant that no rule chooses."""
-    return BackwardRows(width=n, warps=8, occupancy=2, latency=latency, **more)
+    return variants.BackwardRows(width=n, warps=8, occupancy=2, latency=latency, **more)
 
 
 def test_rules_serve_where_no_table_has_an_entry(folders):
@@ -62,13 +50,13 @@ def test_rules_serve_where_no_table_has_an_entry(folders):
 
 def test_without_dw_no_entry_serves_that_reads_more_for_dw(folders):
     bucket = BUCKET._replace(size="few")
-    split = BackwardSplit(width=4096, warps=8, occupancy=1, latency=2, rows=64, strip=32, slab=512)
+    split = variants.BackwardSplit(width=4096, warps=8, occupancy=1, latency=2, rows=64, strip=32, slab=512)
     by_tma = {"warps": 8, "occupancy": 1, "latency": 4}
-    strips = BackwardStrips(width=2048, warps=4, occupancy=3, latency=4, tma=True)
+    strips = variants.BackwardStrips(width=2048, warps=4, occupancy=3, latency=4, tma=True)
     cases = (
         (split, False),
         (VARIANT, True),
-        (BackwardPipelined(width=4096, **by_tma), True),
+        (variants.BackwardPipelined(width=4096, **by_tma), True),
         (strips, False),
     )
     for variant, serves_dx in cases:
@@ -82,13 +70,13 @@ def test_a_backward_without_dw_has_entries_of_its_own(folders):
     """Wherever they are, they come before those of backwards with dw, for which they are nothing."""
     user, shipped = folders
     alone, alone_of_float16 = (BUCKET._replace(op="dx", dtype=dtype) for dtype in ("bfloat16", "float16"))
-    by_tma = BackwardTiles(width=4096, warps=8, occupancy=1, latency=2, rows=2, tma=True)
+    by_tma = variants.BackwardTiles(width=4096, warps=8, occupancy=1, latency=2, rows=2, tma=True)
     tables.update(user, TARGET, [ENTRY])
     assert chosen(alone) == VARIANT
     ship(shipped, TARGET, entry_of(alone, by_tma))
     assert chosen(alone) == chosen(alone_of_float16) == by_tma
     assert chosen() == VARIANT
-    reread = BackwardReread(width=4096, warps=4, occupancy=2, latency=4, tma=True)
+    reread = variants.BackwardReread(width=4096, warps=4, occupancy=2, latency=4, tma=True)
     tables.update(user, TARGET, [entry_of(alone, reread)])
     assert chosen(alone) == reread, "no kernel of a backward with dw"
 
@@ -115,7 +103,7 @@ def test_an_entry_serves_its_own_bucket_only(folders):
 def test_entries_of_a_float32_weight_come_first_and_serve_nothing_else(folders):
     user, shipped = folders
     beside = Bucket("backward", 4096, "bfloat16", "large", FLOAT32)
-    tuned = BackwardPipelined(width=1024, warps=4, occupancy=2, latency=4, pieces=4)
+    tuned = variants.BackwardPipelined(width=1024, warps=4, occupancy=2, latency=4, pieces=4)
     tables.update(user, TARGET, [ENTRY])
     path = ship(shipped, TARGET, entry_of(beside, tuned))
     for dtype in ("bfloat16", "float16"):
@@ -132,8 +120,8 @@ def test_an_entry_does_not_serve_16_bit_rows_beside_a_float32_weight_that_have_r
     half, single = "bfloat16", "float32"
     numbers = {"width": 8192, "warps": 8}
     entries = {
-        "forward": ForwardRows(occupancy=2, latency=4, **numbers),
-        "backward": BackwardRows(occupancy=1, latency=8, **numbers),
+        "forward": variants.ForwardRows(occupancy=2, latency=4, **numbers),
+        "backward": variants.BackwardRows(occupancy=1, latency=8, **numbers),
     }
     for op, variant in entries.items():
         for dtype in (half, single):
@@ -170,7 +158,7 @@ def test_float16_takes_the_entry_of_bfloat16_unless_it_has_its_own(folders):
 
 def test_shipped_for_is_what_any_gpu_takes_for_such_rows(folders):
     """Of other GPUs and toolkits, and of a dtype of that size; not of other widths, sizes or ops, nor the user's."""
-    half = BackwardTiles(width=4096, warps=8, occupancy=1, latency=2, tma=True)
+    half = variants.BackwardTiles(width=4096, warps=8, occupancy=1, latency=2, tma=True)
     wide, few = BUCKET._replace(n=8192), BUCKET._replace(size="few")
     ship(
         folders[1],
@@ -190,7 +178,7 @@ def test_no_team_serves_that_may_not_fit_the_gpu(folders):
     """Its blocks would wait for those that never start: a GPU of which a process may use a few SMs."""
     wide = BUCKET._replace(n=65536)
     slice_of = device(most_members=7, target=TARGET)
-    team = BackwardTeam(width=8192, warps=4, occupancy=2, latency=4, members=8)
+    team = variants.BackwardTeam(width=8192, warps=4, occupancy=2, latency=4, members=8)
     tables.update(folders[0], TARGET, [entry_of(wide, team)])
     assert chosen(wide) == team
     assert chosen(wide, slice_of) == rule(wide, slice_of)
@@ -227,7 +215,7 @@ def test_launch_asks_for_the_size_class_and_keeps_one_plan_for_all_its_batch_siz
         return plan
 
     monkeypatch.setattr(choice, "plan_for", spied)
-    tuned = ForwardTiles(width=64, warps=4, occupancy=1, latency=9, rows=2)
+    tuned = variants.ForwardTiles(width=64, warps=4, occupancy=1, latency=9, rows=2)
     tables.update(folders[0], TARGET, [entry_of(Bucket("forward", 64, "float32", "large"), tuned)])
     for made in (launch._forward, launch._backward):
         made.cache_clear()
@@ -255,13 +243,13 @@ def test_a_toolkit_that_does_not_say_its_version_has_no_tables(folders, monkeypa
     assert chosen(facts=device(target=None)) == rule()
 
 
-@pytest.mark.parametrize("kernel", BY_KERNEL)
+@pytest.mark.parametrize("kernel", variants.BY_KERNEL)
 def test_a_kernel_that_does_not_go_through_columns_holds_a_whole_row(kernel):
     """A row's last columns would be left as they were."""
     numbers = {"width": 1024, "warps": 8, "occupancy": 1, "latency": 4}
     others = {"members": 2, "rows": 8, "strip": 64, "slab": 64}
-    fields = {each.name for each in dataclasses.fields(BY_KERNEL[kernel])}
-    variant = BY_KERNEL[kernel](**numbers, **{name: others[name] for name in fields & others.keys()})
+    fields = {each.name for each in dataclasses.fields(variants.BY_KERNEL[kernel])}
+    variant = variants.BY_KERNEL[kernel](**numbers, **{name: others[name] for name in fields & others.keys()})
     variant.check(variant.lanes, 2, 90)
     if kernel in ("forward_reread", "backward_reread", "backward_split_reread", "backward_strips"):
         variant.check(variant.lanes + 8, 2, 90)
@@ -272,7 +260,10 @@ def test_a_kernel_that_does_not_go_through_columns_holds_a_whole_row(kernel):
 
 def test_no_tma_before_hopper():
     numbers = {"width": 128, "warps": 4, "occupancy": 2, "latency": 4}
-    for variant in (BackwardTiles(rows=16, tma=True, **numbers), BackwardPipelined(**numbers)):
+    for variant in (
+        variants.BackwardTiles(rows=16, tma=True, **numbers),
+        variants.BackwardPipelined(**numbers),
+    ):
         variant.check(128, 2, 90)
         with pytest.raises(ValueError, match="TMA: expected none on sm_89"):
             variant.check(128, 2, 89)
@@ -283,8 +274,8 @@ def test_no_tma_for_tiles_of_the_forward():
     forever: M x 1 on an H100."""
     numbers = {"width": 128, "warps": 4, "occupancy": 2, "latency": 4, "rows": 16}
     with pytest.raises(TypeError, match="tma"):
-        ForwardTiles(tma=True, **numbers)
-    assert not ForwardTiles(**numbers).uses_tma
+        variants.ForwardTiles(tma=True, **numbers)
+    assert not variants.ForwardTiles(**numbers).uses_tma
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

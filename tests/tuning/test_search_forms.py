@@ -12,7 +12,7 @@ import torch
 from helpers import Inputs, make_inputs
 from table_cases import TARGET
 
-from tilegym_rmsnorm.backends.cutile.plans import rules, tables
+from tilegym_rmsnorm.backends.cutile.plans import rules, tables, variants
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
     BIAS,
     D_RESIDUAL,
@@ -26,14 +26,6 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
     form_named,
 )
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
-from tilegym_rmsnorm.backends.cutile.plans.variants import (
-    BackwardPipelined,
-    BackwardRows,
-    BackwardTeam,
-    BackwardTiles,
-    ForwardRows,
-    ForwardTiles,
-)
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
@@ -52,7 +44,7 @@ OF_OTHERS = [(op, form) for op, form in CALLS if form != PLAIN_ROWS]
 FACTS = Device(90, 132, 16)
 TILES, BACKWARD_TILES = (
     [kind(width=64, warps=4, occupancy=1, latency=latency, rows=8) for latency in (1, 2, 3)]
-    for kind in (ForwardTiles, BackwardTiles)
+    for kind in (variants.ForwardTiles, variants.BackwardTiles)
 )
 
 
@@ -84,10 +76,10 @@ def test_every_candidate_takes_the_form(n, form, op):
 @pytest.mark.parametrize("form", OTHERS)
 def test_a_form_takes_registers(form):
     has, op = form_named(form), "backward"
-    tight = BackwardRows(width=16384, warps=8, occupancy=1, latency=4)
+    tight = variants.BackwardRows(width=16384, warps=8, occupancy=1, latency=4)
     assert fits_registers(tight, op, 4) and not fits_registers(tight, op, 4, form=has)
     if form == RESIDUAL:
-        loads = ForwardRows(width=16384, warps=8, occupancy=4, latency=4, packed=True)
+        loads = variants.ForwardRows(width=16384, warps=8, occupancy=4, latency=4, packed=True)
         assert fits_registers(loads, "forward", 2) and not fits_registers(loads, "forward", 2, form=has)
 
 
@@ -98,7 +90,8 @@ def test_a_sum_of_db_takes_the_registers_of_a_sum_of_dw(itemsize):
     def most_elements(form):
         sizes = range(1024, 32769, 1024)
         kinds = {
-            n: BackwardRows(width=1024, pieces=n // 1024, warps=8, occupancy=1, latency=4) for n in sizes
+            n: variants.BackwardRows(width=1024, pieces=n // 1024, warps=8, occupancy=1, latency=4)
+            for n in sizes
         }
         return max(n for n, each in kinds.items() if fits_registers(each, "backward", itemsize, form=form))
 
@@ -110,18 +103,18 @@ def test_a_sum_of_db_takes_the_registers_of_a_sum_of_dw(itemsize):
 @pytest.mark.parametrize("form", OTHERS)
 def test_rows_by_tma_are_tried_with_every_form(form):
     bucket = Bucket("backward", 4096, "bfloat16", "large", form=form)
-    assert any(isinstance(each, BackwardPipelined) for each in candidates(bucket, 2, 90))
+    assert any(isinstance(each, variants.BackwardPipelined) for each in candidates(bucket, 2, 90))
 
 
 @pytest.mark.parametrize("form", OTHERS)
 def test_what_serves_plain_rows_is_tried_where_it_takes_the_form(form):
     bucket = Bucket("backward", 4096, "bfloat16", "large", form=form)
     known = [
-        BackwardTiles(width=4096, warps=8, occupancy=1, latency=9, tma=True),
-        BackwardPipelined(width=1024, warps=4, occupancy=2, latency=4, pieces=4, grid_percent=92),
+        variants.BackwardTiles(width=4096, warps=8, occupancy=1, latency=9, tma=True),
+        variants.BackwardPipelined(width=1024, warps=4, occupancy=2, latency=4, pieces=4, grid_percent=92),
     ]
     found = candidates(bucket, 2, 90, most=5, known=known)
-    team = BackwardTeam(width=1024, warps=4, occupancy=1, latency=2, members=4)
+    team = variants.BackwardTeam(width=1024, warps=4, occupancy=1, latency=2, members=4)
     assert found[1:3] == known and team not in candidates(bucket, 2, 90, most=5, known=[team])
 
 
