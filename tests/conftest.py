@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
 import helpers
 import table_cases
 from helpers import BACKENDS, HAS_GPU, why_skip
+from processes import mesh_of_one
 
 from tilegym_rmsnorm import api, fastpath, registry
 from tilegym_rmsnorm.backends.cutile.plans import tables
@@ -169,6 +170,13 @@ def default_selection(share_of_the_gpu, monkeypatch: pytest.MonkeyPatch):
     yield
     registry.set_backend(None)
     fastpath.forget()
+
+
+@pytest.fixture
+def mesh():
+    """Of one process, on a CPU."""
+    with mesh_of_one() as mesh:
+        yield mesh
 
 
 @pytest.fixture

@@ -47,33 +47,28 @@ def test_a_gradient_that_is_still_communicated(asked_for, tensors):
     check(torch.autograd.grad(Scattered.apply(y), (x, weight), dy), gradients_of_theirs(x, weight, dy))
 
 
-@needs_distributed
-def test_a_gradient_from_reduce_scatter(asked_for, tensors):
+def test_a_gradient_from_reduce_scatter(asked_for, tensors, mesh):
     """By the collective itself, where the process group has it."""
     import torch.distributed as dist
     import torch.distributed._functional_collectives as collectives
 
     x, weight, dy = tensors
-    if dist.is_initialized() or not x.is_cpu:
-        pytest.skip("needs a process group of its own, on CPUs")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    if not x.is_cpu:
+        pytest.skip("the process group is of CPUs")
 
-        class Gather(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, y):
-                return collectives.all_gather_tensor(y, 0, dist.group.WORLD).clone()
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return collectives.all_gather_tensor(y, 0, dist.group.WORLD).clone()
 
-            @staticmethod
-            def backward(ctx, dy):
-                scattered = collectives.reduce_scatter_tensor(dy, "sum", 0, dist.group.WORLD)
-                assert isinstance(scattered, collectives.AsyncCollectiveTensor)
-                return scattered
+        @staticmethod
+        def backward(ctx, dy):
+            scattered = collectives.reduce_scatter_tensor(dy, "sum", 0, dist.group.WORLD)
+            assert isinstance(scattered, collectives.AsyncCollectiveTensor)
+            return scattered
 
-        y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
-        check(torch.autograd.grad(Gather.apply(y), (x, weight), dy), gradients_of_theirs(x, weight, dy))
-    finally:
-        dist.destroy_process_group()
+    y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
+    check(torch.autograd.grad(Gather.apply(y), (x, weight), dy), gradients_of_theirs(x, weight, dy))
 
 
 @needs_distributed

@@ -171,29 +171,20 @@ def test_what_is_copied_is_the_input_alone():
     assert saved[1].data_ptr() == weight.data_ptr()
 
 
-def test_a_dtensor():
-    dist = pytest.importorskip("torch.distributed")
-    if not dist.is_available() or dist.is_initialized():
-        pytest.skip("needs a process group of its own")
-    from torch.distributed.device_mesh import init_device_mesh
+def test_a_dtensor(mesh):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        x = torch.linspace(-2, 2, 96).view(6, 16)
-        for placement in (Shard(0), Shard(1)):
-            for name in (None, "torch"):
-                found = []
-                for mode in (torch.no_grad, torch.inference_mode):
-                    with mode():
-                        given = distribute_tensor(x.clone(), mesh, [placement])
-                    weight = distribute_tensor(torch.arange(16.0), mesh, [Replicate()]).requires_grad_()
-                    rms_norm(given, 16, weight, 1e-6, backend=name).sin().sum().backward()
-                    found.append(weight.grad.full_tensor())
-                assert given.is_inference() and torch.equal(*found)
-    finally:
-        dist.destroy_process_group()
+    x = torch.linspace(-2, 2, 96).view(6, 16)
+    for placement in (Shard(0), Shard(1)):
+        for name in (None, "torch"):
+            found = []
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    given = distribute_tensor(x.clone(), mesh, [placement])
+                weight = distribute_tensor(torch.arange(16.0), mesh, [Replicate()]).requires_grad_()
+                rms_norm(given, 16, weight, 1e-6, backend=name).sin().sum().backward()
+                found.append(weight.grad.full_tensor())
+            assert given.is_inference() and torch.equal(*found)
 
 
 CODE = """

@@ -162,19 +162,11 @@ def test_a_fake_tensor_goes_through_all_checks(checks):
     assert len(checks) == 1
 
 
-def test_a_dtensor_goes_through_all_checks(checks):
-    dist = pytest.importorskip("torch.distributed")
-    if not dist.is_available() or dist.is_initialized():
-        pytest.skip("needs torch.distributed, not initialized")
-    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
+def test_a_dtensor_goes_through_all_checks(mesh, checks):
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     make_known(checks)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        x, weight = (distribute_tensor(t, mesh, [Replicate()]) for t in (X, W))
-        y = call(input=x, weight=weight)
-        assert isinstance(y, DTensor) and torch.equal(y.full_tensor(), call())
-    finally:
-        dist.destroy_process_group()
+    x, weight = (distribute_tensor(t, mesh, [Replicate()]) for t in (X, W))
+    y = call(input=x, weight=weight)
+    assert isinstance(y, DTensor) and torch.equal(y.full_tensor(), call())
     assert len(checks) == 1

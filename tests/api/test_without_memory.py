@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 import torch
-import torch.distributed as dist
+from processes import mesh_of_one
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tilegym_rmsnorm import (
@@ -34,16 +34,10 @@ def every_kernel_by_auto(monkeypatch):
 
 @contextlib.contextmanager
 def dtensors():
-    if not dist.is_available() or dist.is_initialized():
-        pytest.skip("needs torch.distributed, not initialized")
-    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
+    with mesh_of_one() as mesh:
         yield lambda tensor: distribute_tensor(tensor, mesh, [Replicate()])
-    finally:
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

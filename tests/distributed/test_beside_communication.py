@@ -3,30 +3,24 @@
 
 """An SM margin beside all_reduce: backwards end, are right, and have the bits that they have alone."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import why_skip
+from processes import run_script
 
 if not torch.distributed.is_available():
     pytest.skip("torch is built without torch.distributed", allow_module_level=True)
 
 SCRIPT = Path(__file__).with_name("beside_communication.py")
-TESTS = SCRIPT.parents[1]
 
 
 def run(case: str, folder: Path, **more: str) -> None:
     if reason := why_skip("cutile"):
         pytest.skip(reason)
-    folders = [str(TESTS / "support"), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), **more}
-    command = [sys.executable, SCRIPT, case, folder / "store"]
     # The script ends by itself where it hangs.
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    done = run_script(SCRIPT, case, folder / "store", timeout=240, **more)
     assert done.returncode == 0 and done.stdout.count("passed") == 2, done.stdout + done.stderr[-4000:]
 
 
@@ -43,4 +37,4 @@ def test_the_same_without_a_gpu(case, tmp_path):
     """In the interpreter, where nothing runs at the same time: that the test above does what it says."""
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU")
-    run(case, tmp_path, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    run(case, tmp_path, GLOO_SOCKET_IFNAME="lo")

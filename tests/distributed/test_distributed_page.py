@@ -3,14 +3,12 @@
 
 """The program of docs/distributed.md, all of its snippets in a row, as the page says to start it."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run_script
 
 dist = pytest.importorskip("torch.distributed")
 ROOT = Path(__file__).parents[2]
@@ -25,12 +23,6 @@ def test_the_page_runs(tmp_path):
     assert len(BLOCKS) == 5
     program = tmp_path / "page.py"
     program.write_text("\n".join(BLOCKS) + f'\nopen("{tmp_path}/ran" + os.environ["RANK"], "w").close()\n')
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    done = subprocess.run([*launcher, program], capture_output=True, text=True, env=environment, timeout=300)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = run_script(*launcher, program, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0 and len(list(tmp_path.glob("ran?"))) == 2, done.stderr[-4000:]

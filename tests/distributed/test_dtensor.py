@@ -3,18 +3,15 @@
 
 """DTensors by the ops and, with backend="torch", by F.rms_norm: nothing is gathered, dw is Partial."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run_script
 
 dist = pytest.importorskip("torch.distributed")
 if not dist.is_available():
     pytest.skip("torch is built without torch.distributed", allow_module_level=True)
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import Replicate, Shard, debug, distribute_tensor  # noqa: E402
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module  # noqa: E402
 
@@ -27,17 +24,6 @@ OPTIONS = {
     "bias": {"bias": True},
     "residual": {"residual": True},
 }
-
-
-@pytest.fixture
-def mesh():
-    if dist.is_initialized():
-        pytest.skip("needs a process group of its own")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
 
 
 def outcome(x, weight, name, bias=False, residual=False, **options):
@@ -115,6 +101,7 @@ import sys, torch, torch.distributed as dist, torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+sys.path.append(sys.argv[2])
 from test_dtensor import OPTIONS, outcome
 from tilegym_rmsnorm import rms_norm
 
@@ -151,14 +138,6 @@ if __name__ == "__main__":
 
 def test_two_processes(tmp_path):
     """Values, and no communication, with the placements that F.rms_norm leaves."""
-    script = tmp_path / "two.py"
-    script.write_text(TWO_PROCESSES)
-    folder = Path(__file__).parents[1]
-    path = os.pathsep.join(
-        [str(folder), str(folder / "distributed"), str(folder.parent), os.environ.get("PYTHONPATH", "")]
-    )
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, script, tmp_path / "store"], capture_output=True, text=True, env=environment
-    )
+    given = tmp_path / "store", Path(__file__).parent
+    done = run_script("-c", TWO_PROCESSES, *given, GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0 and "both agree" in done.stdout, done.stderr[-3000:]

@@ -4,13 +4,11 @@
 """Two GPUs and NCCL: gradients that are still communicated, sequence parallelism, FSDP2, blocks that wait beside NCCL's
 blocks, tensors on the other device. The first of these ended in an illegal memory access."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import run_script
 
 NAMES = (
     "gradient_of_a_collective",
@@ -27,20 +25,6 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 def test_two_gpus(name):
     script = Path(__file__).with_name("two_gpus.py")
-    tests = script.parents[1]
-    path = os.pathsep.join([str(tests / "support"), str(tests.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            str(script),
-            name,
-        ],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = run_script(*launcher, script, name)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -5,20 +5,18 @@
 cutile's kernels run in the interpreter, and on two GPUs. parallel_training.py says what is checked."""
 
 import ast
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import why_skip
+from processes import run_script
 
 if not torch.distributed.is_available():
     pytest.skip("torch is built without torch.distributed", allow_module_level=True)
 
 SCRIPT = Path(__file__).with_name("parallel_training.py")
-TESTS = SCRIPT.parents[1]
 BACKENDS = ("auto", "cutile")
 
 
@@ -32,11 +30,8 @@ def cases() -> list[str]:
 
 def start(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
     """All cases of all backends that can run here, one after the other, in one process group."""
-    folders = [str(TESTS / "support"), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1", **more}
     names = [f"{case} {name}" for case in cases() for name in BACKENDS if not skipped(name)]
-    command = [sys.executable, *command, str(SCRIPT), *names]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
+    return run_script(*command, SCRIPT, *names, **more)
 
 
 def skipped(backend: str) -> str | None:

@@ -3,17 +3,14 @@
 
 """The first use of a process inside of a capture or a pool of memory, with nothing compiled before."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from first_use import SURROUNDINGS, VARIANTS
 from helpers import why_skip
+from processes import run_script
 
 SCRIPT = Path(__file__).with_name("first_use.py")
-FOLDERS = [str(SCRIPT.parents[1] / "support"), str(SCRIPT.parents[2])]
 
 
 @pytest.mark.parametrize("backend", ["cutile", "triton"])
@@ -23,13 +20,10 @@ FOLDERS = [str(SCRIPT.parents[1] / "support"), str(SCRIPT.parents[2])]
 def test_first_use(surrounding, variant, columns, backend, tmp_path):
     if reason := why_skip(backend):
         pytest.skip(reason)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([*FOLDERS, os.environ.get("PYTHONPATH", "")]),
+    caches = {
         "CUDA_TILE_CACHE_DIR": str(tmp_path / "cutile"),
         "TRITON_CACHE_DIR": str(tmp_path / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
     }
-    command = [sys.executable, SCRIPT, surrounding, variant, str(columns), backend]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
+    ran = run_script(SCRIPT, surrounding, variant, str(columns), backend, **caches)
     assert ran.returncode == 0, ran.stderr[-3000:]

@@ -153,35 +153,26 @@ def test_autograd_inside_a_compiled_function():
 @pytest.mark.skipif(HAS_GPU, reason="one gloo process has CPU tensors")
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.11", reason="DTensor has aten's rules from 2.11 on")
 @pytest.mark.parametrize("dim", [0, 1])
-def test_dtensor(dim):
-    dist = pytest.importorskip("torch.distributed")
-    if not dist.is_available() or dist.is_initialized():
-        pytest.skip("needs a process group of its own")
-    from torch.distributed.device_mesh import init_device_mesh
+def test_dtensor(dim, mesh):
     from torch.distributed.tensor import Replicate, Shard, debug, distribute_tensor
 
     inputs = make_inputs(6, 16)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        norm = torch.nn.RMSNorm(16, eps=inputs.eps)
-        with torch.no_grad():
-            norm.weight.copy_(inputs.weight)
-        norm = torch.distributed.tensor.distribute_module(norm, mesh)
-        x = distribute_tensor(inputs.x.float().view(2, 3, 16), mesh, [Shard(dim)]).requires_grad_()
-        dy = distribute_tensor(inputs.dy.float().view(2, 3, 16), mesh, [Shard(dim)])
-        with overridden() as override, debug.CommDebugMode() as communication:
-            y = norm(x)
-            y.backward(dy)
-            assert taken(override) == (1, 1) and communication.get_total_counts() == 0
-        assert y.placements == x.grad.placements == (Shard(dim),)
-        assert norm.weight.placements == (Replicate(),)
-        flat = {"y": y.detach(), "dx": x.grad}
-        flat = {name: t.to_local().view(6, 16) for name, t in flat.items()}
-        whole = inputs._replace(x=inputs.x.float(), dy=inputs.dy.float())
-        assert_within(expected_results(whole), **flat, dw=norm.weight.grad.full_tensor())
-    finally:
-        dist.destroy_process_group()
+    norm = torch.nn.RMSNorm(16, eps=inputs.eps)
+    with torch.no_grad():
+        norm.weight.copy_(inputs.weight)
+    norm = torch.distributed.tensor.distribute_module(norm, mesh)
+    x = distribute_tensor(inputs.x.float().view(2, 3, 16), mesh, [Shard(dim)]).requires_grad_()
+    dy = distribute_tensor(inputs.dy.float().view(2, 3, 16), mesh, [Shard(dim)])
+    with overridden() as override, debug.CommDebugMode() as communication:
+        y = norm(x)
+        y.backward(dy)
+        assert taken(override) == (1, 1) and communication.get_total_counts() == 0
+    assert y.placements == x.grad.placements == (Shard(dim),)
+    assert norm.weight.placements == (Replicate(),)
+    flat = {"y": y.detach(), "dx": x.grad}
+    flat = {name: t.to_local().view(6, 16) for name, t in flat.items()}
+    whole = inputs._replace(x=inputs.x.float(), dy=inputs.dy.float())
+    assert_within(expected_results(whole), **flat, dw=norm.weight.grad.full_tensor())
 
 
 @pytest.mark.skipif(

@@ -1,19 +1,21 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Cases that several processes run together, on a CPU with gloo between them: how a script runs its cases, one after
-the other until one fails, and how a test starts the script."""
+"""Scripts that a test starts; cases that several processes run together, on a CPU with gloo between them, one after the
+other until one fails; and a process group of one process."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
@@ -44,14 +46,23 @@ def run(*cases: Callable[[Any], None]) -> None:
     torch.multiprocessing.start_processes(_each, (sys.argv[1], cases), nprocs=PROCESSES, start_method="fork")
 
 
-def start(script: Path, store: Path) -> subprocess.CompletedProcess[str]:
+def run_script(*command: str | Path, timeout: float = 400, **more: str) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments, which imports this package and tests/support. more: of the environment."""
     folders = [str(TESTS / "support"), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(folders),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    command = [sys.executable, script, store]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1", **more}
+    given = [sys.executable, *command]
+    return subprocess.run(given, capture_output=True, text=True, env=environment, timeout=timeout)
+
+
+@contextlib.contextmanager
+def mesh_of_one() -> Iterator[Any]:
+    """A process group of this process alone, on its CPU: the mesh of it. Skips where there can be none."""
+    if not dist.is_available() or dist.is_initialized():
+        pytest.skip("needs a process group of its own")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()

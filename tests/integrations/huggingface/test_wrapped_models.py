@@ -70,13 +70,6 @@ def test_a_class_given_after_the_patch_is_left(calls):
     assert len(calls) == 1 and patch_model(norm).counts["already"] == 1
 
 
-@pytest.fixture
-def mesh():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield torch.distributed.init_device_mesh("cpu", (1,))
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
 def test_fully_sharded_before_or_after(mesh, is_first):
     from torch.distributed.fsdp import fully_shard
