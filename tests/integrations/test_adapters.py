@@ -3,6 +3,8 @@
 
 """What holds for all adapters of other libraries' names."""
 
+import importlib.metadata
+import importlib.util
 import os
 import subprocess
 import sys
@@ -11,22 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import why_skip
+from peer_signatures import installed_signature, signature
 
 from tilegym_rmsnorm import use_backend
 from tilegym_rmsnorm.integrations import apex, flashinfer, liger, quack, tilegym, transformer_engine, vllm
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "peers_tests.sh"
-NAMES = (
-    "tilegym",
-    "quack",
-    "liger_kernel",
-    "vllm",
-    "flashinfer",
-    "apex",
-    "transformer_engine",
-    "triton",
-    "cuda.tile",
-)
+NAMES = "tilegym quack liger_kernel vllm flashinfer apex transformer_engine triton cuda.tile".split()
 
 
 def test_importing_them_imports_no_library_of_others():
@@ -38,6 +31,107 @@ assert not found, found
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+# By the libraries' own names: in TileGym 1.5.1, quack 0.6.5, apex in July 2026, flashinfer 0.7.2, vLLM 0.33,
+# TransformerEngine 2.20, where **kwargs are KEYWORDS, and liger-kernel 0.8.5.
+RMSNORM = (
+    "(x, weight=None, bias=None, residual=None, out_dtype=None, residual_dtype=None, eps=1e-06, prenorm=False, "
+    "weight_offset=0.0)"
+)
+AFFINE = "(input, weight, normalized_shape, eps=1e-06, memory_efficient=False)"
+PLAIN = "(input, weight, eps=1e-06, out=None, enable_pdl=None)"
+ADD = "(input, residual, weight, eps=1e-06, enable_pdl=None)"
+OF_LIGER = "(X, W, eps, offset=0.0, casting_mode='llama', in_place=True)"
+OF_A_MODEL = "(hidden_size, eps=1e-06, offset=1.0, casting_mode='gemma', init_fn='zeros', in_place=True, row_mode=None)"
+OF_GEMMA3 = OF_A_MODEL.replace("hidden_size", "dim").replace("True, row_mode=None", "False")
+OF_OLMO = OF_A_MODEL.replace("1.0", "0.0").replace("gemma", "llama").replace("zeros", "ones")
+SIGNATURES = {
+    tilegym: {
+        "rms_norm": "(input, normalized_shape, weight, eps, bias=None, mode=None, offset=0.0, **kwargs)",
+        "rms_norm_backward": "(x, dy, weight, rstd)",
+        "rms_norm_backward_torch": "(x, dy, weight, rstd)",
+        "compute_rms_norm_rstd_torch": "(x, eps)",
+        "rms_norm_backward_workspace_bytes": "(M, N)",
+        "get_rms_norm_module": "(model='llama')",
+        "_TileRMSNorm": "(hidden_size, eps=1e-06, offset=0.0)",
+        "_RMSNormForGemma3": "(dim, eps=1e-06, offset=1.0, casting_mode='gemma', init_fn='zeros', in_place=False)",
+    },
+    quack: {
+        "rmsnorm": RMSNORM,
+        "rmsnorm_fwd": RMSNORM.replace("prenorm", "store_rstd"),
+        "rmsnorm_bwd": "(x, weight, dout, rstd, dresidual_out=None, has_bias=False, has_residual=False, "
+        "weight_offset=0.0)",
+        "QuackRMSNorm": "(dim, eps=1e-06, elementwise_affine=True, device=None, dtype=None)",
+    },
+    apex: {
+        "fused_rms_norm_affine": AFFINE,
+        "mixed_dtype_fused_rms_norm_affine": AFFINE,
+        "fused_rms_norm": AFFINE.replace("weight, ", ""),
+        "FusedRMSNorm": "(normalized_shape, eps=1e-05, elementwise_affine=True, memory_efficient=False)",
+        "MixedFusedRMSNorm": "(normalized_shape, eps=1e-05, *, memory_efficient=False, **kwargs)",
+    },
+    flashinfer: dict.fromkeys(("rmsnorm", "gemma_rmsnorm"), PLAIN)
+    | dict.fromkeys(("fused_add_rmsnorm", "gemma_fused_add_rmsnorm"), ADD),
+    vllm: {"rms_norm": "(x, weight, epsilon, variance_size=None)"},
+    transformer_engine: {
+        "RMSNorm": "(normalized_shape=None, eps=1e-05, sequence_parallel=None, params_dtype=None, "
+        "zero_centered_gamma=False, hidden_size=None, **kwargs)"
+    },
+    liger: {
+        "liger_rms_norm": OF_LIGER,
+        "liger_fused_add_rms_norm": OF_LIGER.replace("X, W", "X, R, W"),
+        "LigerRMSNorm": OF_OLMO.replace("row_mode=None", "row_mode=None, elementwise_affine=True"),
+        "LigerFusedAddRMSNorm": OF_OLMO.replace("True, row_mode=None", "False"),
+        "LigerRMSNormForGemma": OF_A_MODEL,
+        "LigerRMSNormForGemma2": OF_A_MODEL.replace("True", "False"),
+        "LigerRMSNormForGemma3": OF_GEMMA3,
+        "LigerRMSNormForGemma4": "(dim, eps=1e-06, offset=0.0, casting_mode='gemma', init_fn='ones', in_place=False, "
+        "with_scale=True)",
+        "LigerRMSNormForOlmo2": OF_OLMO.replace("True", "False"),
+        "LigerRMSNormForGlm4": OF_OLMO.replace("True", "False"),
+        "LigerRMSNormForQwen3Next": OF_A_MODEL.replace("True", "False"),
+    },
+}
+FILES = {
+    **{tilegym: "ops/cutile/rms_norm.py", quack: "rmsnorm.py", apex: "normalization/fused_layer_norm.py"},
+    **{flashinfer: "norm/__init__.py", vllm: "ir/ops/layernorm.py", liger: "transformers/rms_norm.py"},
+    **{transformer_engine: "pytorch/module/rmsnorm.py", "liger_rms_norm": "transformers/functional.py"},
+    "liger_fused_add_rms_norm": "transformers/functional.py",
+    "LigerFusedAddRMSNorm": "transformers/fused_add_rms_norm.py",
+}
+OURS = {"_TileRMSNorm": "TileRMSNorm", "_RMSNormForGemma3": "TileRMSNormForGemma3"}
+KEYWORDS = {
+    "rms_norm_backward_workspace_bytes": ("dtype", "device"),
+    "RMSNorm": ("device", "dtype", "sm_margin"),
+}
+each_name = pytest.mark.parametrize(
+    ("adapter", "name"), [(adapter, name) for adapter, names in SIGNATURES.items() for name in names]
+)
+
+
+@each_name
+def test_signature(adapter, name):
+    expected = SIGNATURES[adapter][name]
+    if name == "liger_rms_norm":  # row_mode is their autograd function's last argument
+        expected = expected[:-1] + ", row_mode=None)"
+    if name == "RMSNorm":
+        expected = expected.replace(", **kwargs", "")
+    found = signature(getattr(adapter, OURS.get(name, name)), without=KEYWORDS.get(name, ()))
+    assert found == expected
+    assert adapter is not vllm or signature(vllm.supports_args) == expected
+
+
+@each_name
+def test_signature_of_the_installed_library(adapter, name):
+    package = adapter.__name__.rpartition(".")[2]
+    if adapter is liger:
+        package = "liger_kernel"
+        release = importlib.metadata.version("liger-kernel") if importlib.util.find_spec(package) else ""
+        if not release.startswith("0.8."):
+            pytest.skip(f"the adapter was written against liger-kernel 0.8, installed is {release or 'none'}")
+    found = installed_signature(package, FILES.get(name) or FILES[adapter], name)
+    assert (found.replace(", /", "") if adapter is tilegym else found) == SIGNATURES[adapter][name]
 
 
 CALLS = {

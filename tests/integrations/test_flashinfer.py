@@ -1,36 +1,19 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""flashinfer's functions: signatures, and values beside its arithmetic in float64."""
+"""flashinfer's functions: values beside its arithmetic in float64."""
 
 import random
 
 import pytest
 import torch
 from helpers import BF16, DEVICE, FP16, FP32
-from peer_signatures import installed_signature, signature
 
 from tilegym_rmsnorm import rms_norm
 from tilegym_rmsnorm.integrations import flashinfer as ours
 
 N = 256
-SIGNATURES = {  # of flashinfer 0.7.2
-    "rmsnorm": "(input, weight, eps=1e-06, out=None, enable_pdl=None)",
-    "gemma_rmsnorm": "(input, weight, eps=1e-06, out=None, enable_pdl=None)",
-    "fused_add_rmsnorm": "(input, residual, weight, eps=1e-06, enable_pdl=None)",
-    "gemma_fused_add_rmsnorm": "(input, residual, weight, eps=1e-06, enable_pdl=None)",
-}
 OFFSETS = {"rmsnorm": 0.0, "gemma_rmsnorm": 1.0, "fused_add_rmsnorm": 0.0, "gemma_fused_add_rmsnorm": 1.0}
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signature(name):
-    assert signature(getattr(ours, name)) == SIGNATURES[name]
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signature_of_the_installed_one(name):
-    assert installed_signature("flashinfer", "norm/__init__.py", name) == SIGNATURES[name]
 
 
 def given(dtype, *shape):
@@ -96,13 +79,10 @@ def test_gradients_of_fused_add():
         torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize(
-    "change", [{"out": torch.ones(2, N)}, {"out": 1.0}, {"weight": None}, {"input": [1.0]}]
-)
-def test_what_is_refused(change):
-    arguments = {"input": torch.randn(3, N), "weight": torch.ones(N)} | change
-    with pytest.raises((TypeError, ValueError), match=f"{next(iter(change))}: expected .*, got "):
-        ours.rmsnorm(**arguments)
+@pytest.mark.parametrize("out", [torch.ones(2, N), 1.0])
+def test_an_out_that_does_not_fit_is_refused(out):
+    with pytest.raises((TypeError, ValueError), match="out: expected .*, got "):
+        ours.rmsnorm(torch.randn(3, N), torch.ones(N), out=out)
 
 
 def test_nothing_is_changed_where_fused_add_is_refused():
@@ -156,7 +136,7 @@ def test_what_can_be_written_in_inference_mode(kind):
     assert torch.equal(residual, total)
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
+@pytest.mark.parametrize("name", OFFSETS)
 def test_a_weight_of_a_row_per_head_is_refused(name):
     tensors = [torch.randn(3, 2, N) for _ in range(2 if "fused" in name else 1)]
     with pytest.raises(ValueError, match=r"^weight: expected shape \(256,\), got \(2, 256\)"):

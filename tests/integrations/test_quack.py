@@ -1,42 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""quack's names: signatures, what is returned in which dtype, arithmetic against float64, and what quack gets wrong."""
+"""quack's names: what is returned in which dtype, arithmetic against float64, and what quack gets wrong."""
 
 import pytest
 import torch
 from helpers import BF16, DEVICE, FP16, FP32, assert_within, expected_results, make_inputs
-from peer_signatures import installed_signature, signature
 
 import tilegym_rmsnorm
 from tilegym_rmsnorm.integrations import quack as ours
-
-# Of quack 0.6.5
-RMSNORM = (
-    "(x, weight=None, bias=None, residual=None, out_dtype=None, residual_dtype=None, eps=1e-06, prenorm=False, "
-    "weight_offset=0.0)"
-)
-MODULE = "(dim, eps=1e-06, elementwise_affine=True, device=None, dtype=None)"
-FORWARD = RMSNORM.replace("prenorm", "store_rstd")
-BACKWARD = (
-    "(x, weight, dout, rstd, dresidual_out=None, has_bias=False, has_residual=False, weight_offset=0.0)"
-)
-SIGNATURES = [
-    ("rmsnorm", RMSNORM),
-    ("rmsnorm_fwd", FORWARD),
-    ("rmsnorm_bwd", BACKWARD),
-    ("QuackRMSNorm", MODULE),
-]
-
-
-@pytest.mark.parametrize(("name", "expected"), SIGNATURES)
-def test_signature(name, expected):
-    assert signature(getattr(ours, name)) == expected
-
-
-@pytest.mark.parametrize(("name", "expected"), SIGNATURES)
-def test_signature_of_the_installed_quack(name, expected):
-    assert installed_signature("quack", "rmsnorm.py", name) == expected
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
@@ -120,8 +92,6 @@ def test_refused():
         ours.rmsnorm(x, weight_offset=1.0)
     with pytest.raises(TypeError, match="residual_dtype: expected None or a dtype of"):
         ours.rmsnorm(x, residual_dtype=torch.int32, prenorm=True)
-    with pytest.raises(ValueError, match=r"weight: expected shape \(8,\)"):
-        ours.rmsnorm(x, torch.ones(7))
 
 
 @pytest.mark.parametrize("affine", [True, False])
