@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from pathlib import Path
@@ -222,6 +223,40 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         allocators.append((GpuMachine, "empty"))
     for owner, name in allocators:
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+
+
+@pytest.fixture
+def fresh_plans():
+    """cuTile's launchers are made anew in this test, and again after it."""
+    pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+    from tilegym_rmsnorm.backends.cutile import launch
+
+    caches = launch._forward, launch._backward
+    [made.cache_clear() for made in caches]
+    yield
+    [made.cache_clear() for made in caches]
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch, fresh_plans) -> list[str]:
+    """The names of the kernels that cuda-tile's JIT compiles or takes from its disk cache, those that another test has
+    compiled too."""
+    if reason := why_skip("cutile"):
+        pytest.skip(reason)
+    import cuda.tile as ct
+
+    from tilegym_rmsnorm.backends.cutile.runtime import machine
+
+    names: list[str] = []
+    compile_kernel = ct.kernel._compile
+
+    def counted(self, *args, **kwargs):
+        names.append(self._pyfunc.__name__)
+        return compile_kernel(self, *args, **kwargs)
+
+    monkeypatch.setattr(ct.kernel, "_compile", counted)
+    monkeypatch.setattr(machine, "compiled", functools.cache(machine.compiled.__wrapped__))
+    return names
 
 
 @pytest.fixture

@@ -69,9 +69,8 @@ def kernels(request, monkeypatch):
         from triton.runtime.interpreter import GridExecutor
 
         monkeypatch.setattr(GridExecutor, "__call__", unseen(GridExecutor.__call__))
-        yield request.param
-        return
-    from tilegym_rmsnorm.backends.cutile import launch
+        return request.param
+    request.getfixturevalue("fresh_plans")
     from tilegym_rmsnorm.backends.cutile.plans import sizes
     from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
 
@@ -82,11 +81,7 @@ def kernels(request, monkeypatch):
         InterpretedMachine, "empty", lambda self, shape, dtype: torch.empty(shape, dtype=dtype)
     )
     monkeypatch.setattr(sizes, "FEW_ROWS", 8)
-    for made in (launch._forward, launch._backward):
-        made.cache_clear()
-    yield request.param
-    for made in (launch._forward, launch._backward):
-        made.cache_clear()
+    return request.param
 
 
 def unseen(launch):

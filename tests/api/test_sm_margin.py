@@ -28,12 +28,10 @@ def unset(monkeypatch):
 
 
 @pytest.fixture
-def grids(monkeypatch):
+def grids(monkeypatch, fresh_plans):
     """The blocks of each kernel that runs in the interpreter, by its name."""
-    pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU")
-    from tilegym_rmsnorm.backends.cutile import launch
     from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
 
     found, bind = {}, InterpretedMachine.bind
@@ -48,11 +46,7 @@ def grids(monkeypatch):
         return launched
 
     monkeypatch.setattr(InterpretedMachine, "bind", noting)
-    for made in (launch._forward, launch._backward):
-        made.cache_clear()
-    yield found
-    for made in (launch._forward, launch._backward):
-        made.cache_clear()
+    return found
 
 
 class Step:

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import DEVICE, why_skip
+from helpers import DEVICE
 
 import tilegym_rmsnorm as tr
 
@@ -222,29 +221,12 @@ def test_dtypes_that_no_kernel_takes_are_refused(monkeypatch, name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["residual", "residual, alpha", "bias", "weights of heads", "strided"])
-def test_no_call_compiles_after_it_on_a_gpu(name, monkeypatch):
-    """Neither anew nor from the disk cache, on kernels that no other test has compiled."""
-    import cuda.tile as ct
-
-    from tilegym_rmsnorm.backends.cutile import launch
-    from tilegym_rmsnorm.backends.cutile.runtime import machine
-
-    if reason := why_skip("cutile"):
-        pytest.skip(reason)
-    monkeypatch.setattr(machine, "compiled", functools.cache(machine.compiled.__wrapped__))
-    launch._forward.cache_clear()
-    launch._backward.cache_clear()
-    compile_kernel, names = ct.kernel._compile, []
-
-    def counted(self, *args, **kwargs):
-        names.append(self._pyfunc.__name__)
-        return compile_kernel(self, *args, **kwargs)
-
-    monkeypatch.setattr(ct.kernel, "_compile", counted)
+def test_no_call_compiles_after_it_on_a_gpu(name, compilations):
+    """Neither anew nor from the disk cache."""
     case = (CASES | HEADS)[name]
     tr.warmup(case.width, **case.options)
-    assert len(names) >= 5
-    names.clear()
+    assert len(compilations) >= 5
+    compilations.clear()
     heads = case.options.get("heads") or case.options.get("strided_heads")
     leads = [(1,), (2,), (16,), (17,), (1000,), (1024,), (2112,), (5000,), (16384,)]
     if heads:
@@ -252,4 +234,4 @@ def test_no_call_compiles_after_it_on_a_gpu(name, monkeypatch):
     layouts = ("packed", "slices", "transposed") if heads else ("packed",)
     for lead, layout in itertools.product(leads, layouts):
         step(case, lead, layout, device=DEVICE)
-        assert not names, f"{lead}, {layout}: {names}"
+        assert not compilations, f"{lead}, {layout}: {compilations}"

@@ -199,8 +199,8 @@ def test_the_interpreter_has_no_tables(folders, monkeypatch):
     assert facts.target is None and chosen(facts=facts) == rule()
 
 
+@pytest.mark.usefixtures("fresh_plans")
 def test_launch_asks_for_the_size_class_and_keeps_one_plan_for_all_its_batch_sizes(folders, monkeypatch):
-    pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
     from tilegym_rmsnorm.backends.cutile import choice, launch
     from tilegym_rmsnorm.backends.cutile.plans import sizes
 
@@ -217,20 +217,14 @@ def test_launch_asks_for_the_size_class_and_keeps_one_plan_for_all_its_batch_siz
     monkeypatch.setattr(choice, "plan_for", spied)
     tuned = variants.ForwardTiles(width=64, warps=4, occupancy=1, latency=9, rows=2)
     tables.update(folders[0], TARGET, [entry_of(Bucket("forward", 64, "float32", "large"), tuned)])
-    for made in (launch._forward, launch._backward):
-        made.cache_clear()
-    try:
-        spec, weight, ones = Spec(64, 1e-6, 0.0, "once"), torch.ones(64), torch.ones(12)
-        for m in (1, 5, 6, 10, 11, 12):
-            x = torch.randn(m, 64)
-            y, *_ = launch.rms_norm_forward(spec, (x, weight, None, None))
-            for needs_dw in (True, False):
-                wanted = Wanted(x.dtype, dw=weight.dtype if needs_dw else None)
-                launch.rms_norm_backward(spec, (x, x, weight, ones[:m], None), wanted)
-            torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (64,), weight, 1e-6))
-    finally:
-        for made in (launch._forward, launch._backward):
-            made.cache_clear()
+    spec, weight, ones = Spec(64, 1e-6, 0.0, "once"), torch.ones(64), torch.ones(12)
+    for m in (1, 5, 6, 10, 11, 12):
+        x = torch.randn(m, 64)
+        y, *_ = launch.rms_norm_forward(spec, (x, weight, None, None))
+        for needs_dw in (True, False):
+            wanted = Wanted(x.dtype, dw=weight.dtype if needs_dw else None)
+            launch.rms_norm_backward(spec, (x, x, weight, ones[:m], None), wanted)
+        torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (64,), weight, 1e-6))
     assert [each[:3] for each in asked] == [(op, 64, size) for size in SIZES for op in OPS]
     assert [op for op, _, _, first in asked if first == tuned] == ["forward"] and asked[6][3] == tuned
 

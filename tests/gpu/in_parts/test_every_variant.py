@@ -67,22 +67,16 @@ PARTS, TABLE_PARTS = 24, 4
 
 
 @pytest.fixture
-def rules_alone(tmp_path, monkeypatch):
+def rules_alone(tmp_path, monkeypatch, fresh_plans):
     """No entry that ships: it would hide the rules of its width, and has a test of its own."""
-    from tilegym_rmsnorm.backends.cutile import launch
     from tilegym_rmsnorm.backends.cutile.plans import tables
-
-    def forget():
-        forget_files()
-        for made in (launch._forward, launch._backward):
-            made.cache_clear()
 
     copy_rules(tmp_path, FACTS.architecture)
     with monkeypatch.context() as patch:
         patch.setattr(tables, "SHIPPED_FOLDER", tmp_path)
-        forget()
+        forget_files()
         yield
-    forget()
+    forget_files()
 
 
 @pytest.mark.usefixtures("rules_alone")
