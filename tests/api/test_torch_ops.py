@@ -66,6 +66,7 @@ def test_pytorch_s_own_checks_of_forwards(name, dims, needs_grad):
     opcheck(ADD_FORWARD, (x, residual, weight, bias, dims, *NORM, 0.5, None, None, name))
 
 
+@pytest.mark.parametrize("name", BACKENDS[1:], indirect=True)  # None runs one of them
 @pytest.mark.parametrize("wanted", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("dims", OF_VECTORS)
 def test_pytorch_s_own_checks_of_backwards(name, dims, wanted):
