@@ -181,6 +181,15 @@ def mesh():
 
 
 @pytest.fixture
+def fresh_dynamo():
+    """Nothing is compiled yet, and random numbers are the same in each run."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> list:
     """Each input of rms_norm that went through all checks."""
     seen = []

@@ -31,15 +31,7 @@ N = 16
 BACKEND = "torch" if why_skip("cutile") else "cutile"
 COMPILERS = ["eager", "aot_eager", "inductor"]
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fresh_dynamo")]
 
 
 @pytest.fixture
