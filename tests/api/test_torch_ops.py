@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -332,6 +333,13 @@ def test_arguments_that_do_not_fit_where_a_graph_is_made(kind):
 
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(error, match=text):
         call()
+
+
+def test_the_schemas_are_in_the_docs():
+    text = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
+    written = " ".join(text.split())
+    for name, schema in SCHEMAS.items():
+        assert f"{name}{schema}" in written, name
 
 
 @pytest.mark.parametrize("backend", ["torch", "cutile"])
