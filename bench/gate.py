@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.measure.provenance import RESULTS, kept_in
+from bench.measure.provenance import RESULTS, gpu_slug, kept_in
 from bench.measure.shapes import Cell, cell_of, kind_of
 from tilegym_rmsnorm.commands import options
 
@@ -79,19 +79,13 @@ def load_kept(gpu: str | None, results: Path = RESULTS, leave_out: Sequence[Path
     skipped = {path.resolve() for path in leave_out}
     kept = [
         each
-        for path, each in kept_in(results)
-        if each["gpu"] == gpu and _is_kept(each) and path.resolve() not in skipped
+        for path, each in kept_in(results, f"{gpu_slug(gpu)}/*.json")
+        if each["gpu"] == gpu
+        and "records" in each
+        and kind_of(each) != "grid"
+        and path.resolve() not in skipped
     ]
     return sorted(kept, key=lambda each: each["date"])
-
-
-def kept_gpus(results: Path = RESULTS) -> list[str]:
-    """The GPU models of which `load_kept` finds results, in the order of their folders."""
-    return list(dict.fromkeys(each["gpu"] for _, each in kept_in(results) if _is_kept(each)))
-
-
-def _is_kept(result: Result) -> bool:
-    return "records" in result and kind_of(result) != "grid"
 
 
 def joined(news: Sequence[Result]) -> list[Result]:

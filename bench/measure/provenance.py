@@ -6,7 +6,6 @@ result."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import hashlib
@@ -102,19 +101,20 @@ def gpu_slug(gpu: str | None) -> str:
     return "cpu" if gpu is None else re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
 
 
-def kept_in(results: Path = RESULTS, ending: str = ".json") -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The files with this ending that hold a result and lie in the folder of its GPU model.
+def kept_in(results: Path = RESULTS, files: str = "*/*.json") -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The files of this pattern that hold a result and lie in the folder of its GPU model. ValueError for a damaged one.
 
     So what else lies there is none, whatever its name: parts of runs, those of CI and of machines without a GPU, a file
     or an empty folder.
     """
-    for path in sorted(results.glob(f"*/*{ending}")):
-        # Else a run that was cut off left it in a folder of parts.
-        with contextlib.suppress(ValueError):
+    for path in sorted(results.glob(files)):
+        try:
             result = json.loads(path.read_text())
-            gpu = result.get("gpu") if isinstance(result, dict) else None
-            if gpu is not None and gpu_slug(gpu) == path.parent.name:
-                yield path, result
+        except ValueError as error:
+            raise ValueError(f"{path}: expected a result in JSON, got {error}") from None
+        gpu = result.get("gpu") if isinstance(result, dict) else None
+        if gpu is not None and gpu_slug(gpu) == path.parent.name:
+            yield path, result
 
 
 def one_line(result: dict[str, Any]) -> str:

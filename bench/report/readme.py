@@ -99,7 +99,7 @@ def kept_results(folder: Path) -> list[Path]:
 def newest_by_gpu(results: Path, ending: str) -> list[Result]:
     """The newest kept result of each GPU model whose file's name has this ending, in the order of their folders."""
     newest: dict[str, Result] = {}
-    for _, result in kept_in(results, ending):
+    for _, result in kept_in(results, f"*/*{ending}"):
         newest[result["gpu"]] = max(result, newest.get(result["gpu"], result), key=lambda each: each["date"])
     return list(newest.values())
 

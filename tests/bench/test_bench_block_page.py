@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 from bench_records import assert_golden, cell, make_block, make_record
 
-from bench import gate
 from bench.block import page as block_page
 from bench.block.families import BLOCK_OPS, CONTROLS, FAMILIES, TOKENS
 from bench.measure.provenance import RESULTS, gpu_slug
+from bench.measure.shapes import kind_of
 from bench.report import readme
 
 
@@ -42,9 +42,7 @@ def test_without_results_there_is_no_section(tmp_path):
 
 
 def of_block():
-    return [
-        each for each in readme.load(readme.kept_results(RESULTS)).values() if gate.kind_of(each) == "block"
-    ]
+    return [each for each in readme.load(readme.kept_results(RESULTS)).values() if kind_of(each) == "block"]
 
 
 @pytest.mark.parametrize("result", of_block(), ids=lambda result: gpu_slug(result["gpu"]))

@@ -13,12 +13,13 @@ import pytest
 from bench_records import make_record, make_result
 
 from bench import gate
-from bench.measure.provenance import RESULTS, ROOT, gpu_slug
-from bench.report import tables
+from bench.measure import shapes
+from bench.measure.provenance import RESULTS, ROOT, gpu_slug, kept_in
+from bench.report import readme, tables
 from bench.report.pictures import MOST_BYTES
 
-GPUS = gate.kept_gpus()
-KINDS = [(gpu, kind) for gpu in GPUS for kind in dict.fromkeys(map(gate.kind_of, gate.load_kept(gpu)))]
+GPUS = list(dict.fromkeys(result["gpu"] for _, result in kept_in()))
+KINDS = [(gpu, kind) for gpu in GPUS for kind in dict.fromkeys(map(shapes.kind_of, gate.load_kept(gpu)))]
 EVERY_KIND = pytest.mark.parametrize(
     ("gpu", "kind"), KINDS, ids=[f"{gpu_slug(gpu)}-{kind}" for gpu, kind in KINDS]
 )
@@ -27,8 +28,8 @@ SHIPPED = ["NVIDIA H100 80GB HBM3", "NVIDIA H200"]  # of which README shows figu
 
 def newest(gpu, kind="models"):
     """One result of this GPU model and kind, with the newest kept figure of each cell of this package's kernels."""
-    kept = [each for each in gate.load_kept(gpu) if gate.kind_of(each) == kind]
-    records = {gate.cell_of(each): each for result in kept for each in result["records"] if each["us"]}
+    kept = [each for each in gate.load_kept(gpu) if shapes.kind_of(each) == kind]
+    records = {shapes.cell_of(each): each for result in kept for each in result["records"] if each["us"]}
     ours = [each for cell, each in records.items() if cell[-1] in gate.GATED_PROVIDERS]
     return {**kept[-1], "records": ours}
 
@@ -36,7 +37,7 @@ def newest(gpu, kind="models"):
 def slowed(result, cells, factor):
     """The result, were these cells slower by a factor."""
     records = [
-        {**each, "us": each["us"] * (factor if gate.cell_of(each) in cells else 1)}
+        {**each, "us": each["us"] * (factor if shapes.cell_of(each) in cells else 1)}
         for each in result["records"]
     ]
     return {**result, "records": records}
@@ -44,14 +45,14 @@ def slowed(result, cells, factor):
 
 @pytest.mark.parametrize("gpu", SHIPPED)
 def test_every_shape_op_and_dtype_is_kept(gpu):
-    assert len({gate.cell_of(each) for each in newest(gpu)["records"]}) >= 29 * 2 * 3
+    assert len({shapes.cell_of(each) for each in newest(gpu)["records"]}) >= 29 * 2 * 3
 
 
 @EVERY_KIND
 def test_kept_results_pass_and_a_tenth_more_fails(gpu, kind, tmp_path, capsys):
     """By the command that CI's benchmark job ends with."""
     result, path = newest(gpu, kind), tmp_path / "new.json"
-    cells = {gate.cell_of(each) for each in result["records"]}
+    cells = {shapes.cell_of(each) for each in result["records"]}
     for factor, failed in ((1.0, 0), (1.1, len(cells))):
         tables.write_json(slowed(result, cells, factor), path)
         assert gate.main([str(path)]) == (1 if failed else 0)
@@ -62,9 +63,9 @@ def test_kept_results_pass_and_a_tenth_more_fails(gpu, kind, tmp_path, capsys):
 @EVERY_KIND
 def test_one_cell_that_takes_a_tenth_more_is_found(gpu, kind):
     result = newest(gpu, kind)
-    kept = [each for each in gate.load_kept(gpu) if gate.kind_of(each) == kind]
+    kept = [each for each in gate.load_kept(gpu) if shapes.kind_of(each) == kind]
     for record in result["records"]:
-        cell = gate.cell_of(record)
+        cell = shapes.cell_of(record)
         [line] = gate.compare(slowed(result, {cell}, 1.1), kept, accepted=gate.ACCEPTED).failed
         assert "{4} {0} {1}x{2} {3}".format(*cell) in line and "+10.0%" in line
 
@@ -75,23 +76,38 @@ def test_one_cell_that_takes_a_tenth_more_is_found(gpu, kind):
 def test_only_what_is_kept_counts(tmp_path):
     """In a checkout where everything was run that git ignores: each of these folders was taken for a GPU's."""
     h100, h200 = SHIPPED
-    tables.write_json(make_result(make_record()), tmp_path / gpu_slug(h100) / "2026-11-20-float32.json")
-    assert gate.kept_gpus(tmp_path) == [h100]
     for name, result in {
+        f"{gpu_slug(h100)}/2026-11-20-float32": make_result(make_record()),
         "cpu/2026-11-20-bfloat16": make_result(make_record(), gpu=None),
         "ci/2026-11-20-bfloat16": make_result(make_record(), gpu=h200),
         f"partial/{gpu_slug(h200)}/2026-11-20-bfloat16": make_result(make_record(), gpu=h200),
         f"{gpu_slug(h200)}/2026-11-20-bfloat16-grid": make_result(make_record(), gpu=h200, is_grid=True),
     }.items():
         tables.write_json(result, tmp_path / f"{name}.json")
-    for name, text in {"train": '{"gpu": "NVIDIA H200", "runs": []}', "list": "[]", "cut": "{"}.items():
+    for name, text in {"train": '{"gpu": "NVIDIA H200", "runs": []}', "list": "[]"}.items():
         (tmp_path / gpu_slug(h200) / f"{name}.json").write_text(text)
+    (tmp_path / "ci" / "cut.json").write_text("{")
     (tmp_path / "empty").mkdir()
     (tmp_path / "README.md").write_text("")
-    assert gate.kept_gpus(tmp_path) == [h100]
-    assert gate.kept_gpus(tmp_path / "none") == []
+    assert len(gate.load_kept(h100, tmp_path)) == 1 and gate.load_kept(h200, tmp_path) == []
+    assert gate.load_kept(h100, tmp_path / "none") == []
     tables.write_json(make_result(make_record(), gpu=h200), tmp_path / gpu_slug(h200) / "2026-11-21.json")
-    assert gate.kept_gpus(tmp_path) == [h100, h200]
+    assert len(gate.load_kept(h200, tmp_path)) == 1
+
+
+def test_a_damaged_kept_result_is_an_error(tmp_path):
+    """Where it was left out, the gate passed whatever was run."""
+    new = tmp_path / "new.json"
+    path = tmp_path / gpu_slug(SHIPPED[0]) / "2026-11-20-split.json"
+    for each in (new, path):
+        tables.write_json(make_result(make_record()), each)
+    path.write_text(path.read_text()[:200])
+    for read in (
+        lambda: gate.main([str(new), "--results", str(tmp_path)]),
+        lambda: readme.newest_by_gpu(tmp_path, "-split.json"),
+    ):
+        with pytest.raises(ValueError, match=f"{path}: expected a result in JSON, got "):
+            read()
 
 
 # What is kept
@@ -101,7 +117,7 @@ def kind_of(result):
     """The shapes of models, a grid, ops of a transformer block, or of which study; and the dtype."""
     if "records" not in result:
         return next(kind for kind in ("cells", "runs", "variants") if kind in result), None
-    return gate.kind_of(result), result["records"][0]["dtype"]
+    return shapes.kind_of(result), result["records"][0]["dtype"]
 
 
 def pictures_shown():
