@@ -19,31 +19,26 @@ if __name__ == "__main__":  # before the imports that would fail
 
 import argparse
 import itertools
-import math
 import sys
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from bench.measure.cell import Cell
+from bench.measure.cell import Cell, Record
 from bench.measure.check import make_inputs
 from bench.measure.provenance import RESULTS, ROOT, choose_tables, describe_run, gpu_slug, one_line
-from bench.measure.session import Session
+from bench.measure.session import ContextLostError, Session, this_device
 from bench.measure.shapes import Shape
 from bench.providers.ours import Provider
-from bench.report import readme
-from bench.report.tables import write_json
+from bench.report import readme, tables
 from tilegym_rmsnorm import registry
+from tilegym_rmsnorm.backends.cutile.plans import partition, problem, sizes
 from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of
-from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket
-from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
 from tilegym_rmsnorm.backends.cutile.tuning.candidates import by_rules
-from tilegym_rmsnorm.commands import options
-from tilegym_rmsnorm.commands.installation import why_not_writable
+from tilegym_rmsnorm.commands import installation, options
 from tilegym_rmsnorm.measure.timer import sets_needed
 
 SHAPES = list(itertools.product((4096, 8192, 16384, 32768, 65536), (256, 512, 1024, 2048, 3072, 4096, 8192)))
@@ -51,40 +46,42 @@ DTYPE = torch.bfloat16  # of x and of the weight
 # Rows of a tile, its columns as a multiple of those for few rows, rows of a slab. Of nine settings, tried on an H100
 # and an H200, these and those for few rows themselves have the fastest of every cell.
 OTHER_TILES = ((64, 2, 1024), (64, 4, 1024), (64, 4, 256), (128, 2, 512), (32, 4, 512))
-PAGE = ROOT / "docs" / "one-launch-or-two.md"
+PAGE, PROG = ROOT / "docs" / "one-launch-or-two.md", "python -m bench.studies.one_launch_or_two"
 
 
 def main(argv: list[str] | None = None) -> int:
     """0 if every plan of every cell is right and timed; 1 otherwise; 2 where there is nothing to measure on."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(PROG, None, __doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=options.path, help="folder of the result; default: bench/results/GPU/")
     parser.add_argument("--docs", action="store_true", help="put the kept results into the page instead")
     arguments = parser.parse_args(argv)
     if arguments.docs:
-        kept = [section(each) for each in readme.newest_by_gpu(RESULTS, "-split.json")]
-        if not kept:
+        if not (kept := [section(each) for each in readme.newest_by_gpu(RESULTS, "-split.json")]):
             sys.exit(f"no results of this study are kept in {RESULTS}")
         readme.refresh(PAGE, "split", "\n\n".join(kept))
         return 0
-    unusable = registry.why_unusable("cutile") if torch.cuda.is_available() else ("PyTorch sees no GPU",)
-    if unusable:
+    if unusable := registry.why_unusable("cutile") if torch.cuda.is_available() else ("PyTorch sees no GPU",):
         print(f"nothing was measured: {'. To mend it: '.join(unusable)}", file=sys.stderr)
         return 2
     choose_tables()
     origin = describe_run()
     folder = arguments.out or RESULTS / gpu_slug(origin["gpu"])
-    if reason := why_not_writable(folder):
-        print(f"no results can be kept there: {reason}", file=sys.stderr)
-        return 1
-    session = Session(("selected", "split"), ("backward",), torch.device("cuda", torch.cuda.current_device()))
+    if reason := installation.why_not_writable(folder):
+        sys.exit(f"no results can be kept there: {reason}")
+    session, lost = Session(("selected", "split"), ("backward",), this_device()), []
     ceiling = session.copy_bytes_per_second
     result = {**origin, "copy_gb_per_s": ceiling and round(ceiling / 1e9, 1), "cells": []}
     path = folder / f"{origin['date'][:10]}-bfloat16-split.json"
     for shape in tqdm(SHAPES, unit="shape", dynamic_ncols=True):
-        result["cells"].append(measure(session, shape))
-        write_json(result, path, "cells")  # after each cell: a run may be cut off
-    print("\n\n".join([section(result), *failures(result), f"written: {path}"]))
-    return 1 if failures(result) else 0
+        try:
+            result["cells"].append(measure(session, shape))
+        except ContextLostError as error:  # nothing more can run in this process
+            lost = [f"failed: {shape[0]}x{shape[1]}: the CUDA context is lost, and the run ends: {error}"]
+            break
+        finally:  # after each cell: a run may be cut off
+            tables.write_json(result, path, "cells")
+    print("\n\n".join([section(result), *failures(result), *lost, f"written: {path}"]))
+    return 1 if lost or failures(result) else 0
 
 
 class Plans(Cell):
@@ -95,18 +92,19 @@ class Plans(Cell):
         from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
         machine = machine_of(self.bench.device)
-        facts = machine.facts
-        asked = Bucket("backward", self.shape[1], "bfloat16", size_class(*self.shape))
-        plans = [launch.plan_for(asked.problem(facts))]
+        asked = problem.Bucket("backward", self.shape[1], "bfloat16", sizes.size_class(*self.shape))
+        plans = [launch.plan_for(asked.problem(machine.facts))]
+        if name == "selected" and isinstance(plans[0].first, partition.Split):  # the user's tables may say so
+            raise ValueError(f"selected: expected two kernels to compare with, got {plans[0].first}")
         if name == "split":
-            few = by_rules(asked._replace(size="few"), facts.architecture, facts.most_members)
+            few = by_rules(asked._replace(size="few"), machine.facts.architecture, machine.facts.most_members)
             others = [replace(few, rows=m, strip=k * few.strip, slab=slab) for m, k, slab in OTHER_TILES]
-            plans = [plan_of(asked.problem(facts), each) for each in dict.fromkeys([few, *others])]
+            plans = [plan_of(asked.problem(machine.facts), each) for each in dict.fromkeys([few, *others])]
         runs = {str(plan): partial(launch.Backward(machine, plan), offset=0.0) for plan in plans}
         return [Provider(name, None, run, None, settings=plan) for plan, run in runs.items()]
 
 
-def measure(session: Session, shape: Shape) -> dict[str, Any]:
+def measure(session: Session, shape: Shape) -> Record:
     """One cell: every plan checked against float64, then those that are right timed in turn."""
     sets = sets_needed(DTYPE.itemsize * (shape[0] + 1) * shape[1], session.device)
     cell = Plans(session, shape, DTYPE, make_inputs(shape, DTYPE, session.device, sets))
@@ -114,13 +112,13 @@ def measure(session: Session, shape: Shape) -> dict[str, Any]:
     return {"rows": shape[0], "cols": shape[1], "selected": selected, "splits": [split]}
 
 
-def ratio(cell: dict[str, Any]) -> float:
-    """The time of the selected plan as a part of the fastest split's; NaN where either has none."""
-    times = [each["us"] for each in cell["splits"] if each["us"]]
-    return (cell["selected"]["us"] or math.nan) / min(times, default=math.nan)
+def ratio(cell: Record) -> float | None:
+    """The time of the selected plan as a part of the fastest split's; None where either has none."""
+    times, us = [each["us"] for each in cell["splits"] if each["us"]], cell["selected"]["us"]
+    return us / min(times) if us and times else None
 
 
-def failures(result: dict[str, Any]) -> list[str]:
+def failures(result: Record) -> list[str]:
     """A line for each plan without a time."""
     return [
         f"failed: {cell['rows']}x{cell['cols']} by {plan}: {us}"
@@ -131,14 +129,16 @@ def failures(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def section(result: dict[str, Any]) -> str:
+def section(result: Record) -> str:
     """The result as Markdown: the ratios, a line for each M and a column for each N."""
-    ratios = [each for cell in result["cells"] if not math.isnan(each := ratio(cell))] or [math.nan]
+    ratios = [each for each in map(ratio, result["cells"]) if each]
+    if not ratios:
+        return f"**{result['gpu']}.** No cell has both times.\n\n{one_line(result)}."
     lines = [
         {"M, N": rows, **{cell["cols"]: ratio(cell) for cell in cells}}
         for rows, cells in itertools.groupby(result["cells"], lambda cell: cell["rows"])
     ]
-    table = tabulate(lines, headers="keys", tablefmt="github", floatfmt=".2f", colalign=["left"])
+    table = tabulate(lines, "keys", "github", floatfmt=".2f", colalign=["left"], missingval="-")
     return (
         f"**{result['gpu']}.** Time of two kernels / time of the split: {min(ratios):.2f} to {max(ratios):.2f}. "
         f"Two kernels are faster in {sum(each < 1 for each in ratios)} of {len(ratios)} cells.\n\n"
