@@ -9,6 +9,11 @@ python -m bench.block.targets RESULT.json     a line for each target: met, NOT M
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before the imports that would fail
+    from bench import require
+
+    require("torch", "tabulate")
+
 import argparse
 import sys
 

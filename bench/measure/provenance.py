@@ -102,7 +102,7 @@ def gpu_slug(gpu: str | None) -> str:
 
 
 def kept_in(results: Path = RESULTS, files: str = "*/*.json") -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The files of this pattern that hold a result and lie in the folder of its GPU model. ValueError for a damaged one.
+    """The files of this pattern that hold a result and lie in the folder of its GPU model. A damaged one: ValueError.
 
     So what else lies there is none, whatever its name: parts of runs, those of CI and of machines without a GPU, a file
     or an empty folder.

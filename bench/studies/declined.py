@@ -15,7 +15,7 @@ from __future__ import annotations
 if __name__ == "__main__":  # before the imports that would fail
     from bench import require
 
-    require("torch", "tabulate")
+    require("torch", "tabulate", "tqdm")
 
 import argparse
 import contextlib

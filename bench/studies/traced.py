@@ -56,7 +56,7 @@ from bench.measure.cell import figures, rounded
 from bench.measure.check import Inputs, poison
 from bench.measure.check import make_inputs as make_rows
 from bench.measure.provenance import RESULTS, ROOT, choose_tables, describe_run, gpu_slug, one_line
-from bench.measure.session import ContextLostError, Session, run_in_interpreters
+from bench.measure.session import ContextLostError, Session, run_in_interpreters, this_device
 from bench.measure.shapes import compulsory_bytes
 from bench.providers.ours import EPS, aten_backward, aten_norm, aten_ops_forward, remove_overrides
 from bench.report import readme
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
         print("nothing was measured: PyTorch sees no GPU; --device cpu shows how it works", file=sys.stderr)
         return 2
     else:
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = this_device()
     choose_tables()
     origin = describe_run()
     print(one_line(origin))
