@@ -93,6 +93,11 @@ def test_pages_are_made_of_results(tmp_path, monkeypatch):
     assert_golden("\n".join(f"# {name}\n\n{page.read_text()}" for name, page in pages.items()), "pages.txt")
 
 
+def test_a_result_without_a_gpu_meets_and_misses_no_target():
+    sections = [report.page_section(make_models() | {"gpu": gpu}, {}) for gpu in ("NVIDIA H200", None)]
+    assert ["Targets" in section for section in sections] == [True, False]
+
+
 def test_the_newest_of_each_gpu_and_dtype_are_shown(tmp_path):
     def keep(name, result, folder="h100"):
         path = tmp_path / folder / f"{name}.json"
