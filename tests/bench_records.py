@@ -15,11 +15,19 @@ RECORD_FIELDS = {
 }
 
 
+BYTES = 200e6  # that a call of 4096x1024 moves
+
+
 def make_record(us: float | None = 100.0, **changes: Any) -> dict[str, Any]:
     record = {"op": "backward", "rows": 4096, "cols": 1024, "dtype": "bfloat16", "provider": "cutile"}
-    record |= {"us": us, "us_p10": us, "us_p90": us, "samples": 31, "gb_per_s": us and 2000.0}
-    record |= {"copy_fraction": us and 0.66, "host_us": us and 30.0, "errors": {"y": 0.004, "dx": 0.004}}
-    return record | {"workspace_bytes": 0, "error": None if us else "ValueError: broken"} | changes
+    record |= {"us": us, "us_p10": us, "us_p90": us, "samples": 31}
+    record |= {"copy_fraction": us and 0.66, "errors": {"y": 0.004, "dx": 0.004}}
+    record |= {"workspace_bytes": 0, "error": None if us else "ValueError: broken"} | changes
+    us, moved = record["us"], BYTES * record["rows"] * record["cols"] / (4096 * 1024)
+    host_us = us and 24.0 + len(
+        record["provider"]
+    )  # another of each provider, for a table that mixes them up
+    return {"gb_per_s": us and round(moved / us / 1e3, 1), "host_us": host_us} | record
 
 
 def make_result(
@@ -53,7 +61,7 @@ def cell(us, peer, op, name="quack", **changes):
 def assert_golden(text: str, name: str) -> None:
     """The text is that of tests/bench/golden/NAME. With WRITE_GOLDEN=1 the file becomes the text."""
     path = Path(__file__).parent / "bench" / "golden" / name
-    if os.environ.get("WRITE_GOLDEN"):
+    if os.environ.get("WRITE_GOLDEN") == "1":
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
     assert text == path.read_text(encoding="utf-8"), (
