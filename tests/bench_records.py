@@ -8,6 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from bench.measure.check import checked_ops, run_op
+
 RECORD_FIELDS = {
     *("op", "rows", "cols", "dtype", "provider", "us", "us_p10", "us_p90", "samples", "gb_per_s"),
     *("copy_fraction", "host_us", "errors", "workspace_bytes", "error"),
@@ -56,6 +58,11 @@ def make_block(*records, **changes):
 def cell(us, peer, op, name="quack", **changes):
     """The records of an op by this package and by a peer, of these us."""
     return [make_record(us, op=op, **changes), make_record(peer, op=op, provider=name, **changes)]
+
+
+def run_all(provider, inputs):
+    """What `run_op` gives for every op that the provider offers, and by autograd."""
+    return {name: each for op in checked_ops(provider) for name, each in run_op(provider, op, inputs).items()}
 
 
 def assert_golden(text: str, name: str) -> None:

@@ -58,14 +58,6 @@ def _make_set(shape: Shape, dtype: torch.dtype, device: torch.device, generator:
     return Inputs(x, normal(rows, cols), weight, rstd, *leaves)
 
 
-def run_all(provider: Provider, inputs: Inputs) -> Outputs:
-    """What `run_op` gives for every op that the provider offers, and by autograd."""
-    outputs: Outputs = {}
-    for op in checked_ops(provider):
-        outputs |= run_op(provider, op, inputs)
-    return outputs
-
-
 def checked_ops(provider: Provider) -> tuple[str, ...]:
     """The provider's ops, with "both" wherever it can be differentiated."""
     return provider.ops if provider.norm is None else tuple(dict.fromkeys((*provider.ops, "both")))

@@ -10,8 +10,9 @@ import gc
 
 import pytest
 import torch
+from bench_records import run_all
 
-from bench.measure.check import errors_of, make_inputs, run_all
+from bench.measure.check import errors_of, make_inputs
 from bench.measure.shapes import DEFAULT_SHAPES, GRID, compulsory_bytes, parse_shapes
 from bench.providers.ours import make_provider
 from tilegym_rmsnorm.measure import timer

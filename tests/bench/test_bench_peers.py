@@ -10,12 +10,13 @@ import sys
 
 import pytest
 import torch
+from bench_records import run_all
 from fake_peers import FAKES, BwdConfig, FwdConfig, module
 from torch import _inductor
 from torch._inductor import list_mode_options
 
 from bench.measure import warm
-from bench.measure.check import errors_of, make_inputs, run_all
+from bench.measure.check import errors_of, make_inputs
 from bench.measure.provenance import PEERS, ROOT
 from bench.providers import ours, peers
 from bench.providers.ours import MAX_AUTOTUNE, PDL
