@@ -17,20 +17,8 @@ from tilegym_rmsnorm.commands import installation
 from tilegym_rmsnorm.commands.tune import tune
 
 ROOT = Path(__file__).resolve().parents[2]
-# Of bench, each with a main.
-COMMANDS = (
-    "block.targets",
-    "studies.declined",
-    "gate",
-    "studies.host",
-    "report.html_report",
-    "report.plots",
-    "measure.processes",
-    "run",
-    "studies.one_launch_or_two",
-    "studies.traced",
-    "studies.train",
-)
+SCRIPTS = [path for path in (ROOT / "bench").rglob("*.py") if "__main__" in path.read_text(encoding="utf-8")]
+COMMANDS = {path.relative_to(ROOT / "bench").with_suffix("").as_posix().replace("/", ".") for path in SCRIPTS}
 
 
 @pytest.mark.parametrize(
@@ -109,13 +97,6 @@ def test_a_number_of_processes_is_chosen_only_where_none_is_given(monkeypatch):
     for given in (None, 0, 2):
         tune([], None, None, None, None, 1, given)
     assert asked == [3, 0, 2]
-
-
-def test_every_script_of_the_benchmark_is_known_here():
-    folder = ROOT / "bench"
-    scripts = [path for path in folder.rglob("*.py") if "__main__" in path.read_text()]
-    names = [".".join(path.relative_to(folder).with_suffix("").parts) for path in scripts]
-    assert sorted(names) == sorted(COMMANDS)
 
 
 @pytest.mark.parametrize("missing", [None, "cuda-tile", "triton"])
