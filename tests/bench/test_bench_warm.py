@@ -5,37 +5,53 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from concurrent.futures import Future
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from bench.block.families import Section
 from bench.measure import inductor, warm
 from bench.measure.shapes import OPS
-from bench.providers.ours import MAX_AUTOTUNE
+from bench.providers.ours import MAX_AUTOTUNE, make_provider
 
 CPU = torch.device("cpu")
 
 
-def test_compiling_ahead_makes_the_first_calls_of_everything(monkeypatch):
-    done = []
+@pytest.fixture
+def pool(monkeypatch):
+    """A pool of this one process, which runs `run`: how many were made, the tasks that it was given in their order, and
+    "all done" where someone waited for them."""
+    found = SimpleNamespace(made=0, events=[], run=lambda task, device: None)
 
-    class Now:
-        """A pool of this one process."""
-
+    class Pool:
         def __init__(self, processes, mp_context, initializer, initargs):
-            assert processes == 2
+            found.made += 1
 
         __enter__, __exit__ = (lambda self: self), (lambda *_: None)
 
-        def submit(self, function, *arguments):
+        def submit(self, function, task, device):
+            found.events.append(task)
             future = Future()
-            future.set_result(function(*arguments))
+            future.set_result(found.run(task, device))
             return future
 
-    monkeypatch.setattr(warm, "ProcessPoolExecutor", Now)
+    def as_completed(futures):
+        found.events.append("all done")
+        return futures
+
+    monkeypatch.setattr(warm, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(warm, "as_completed", as_completed)
+    return found
+
+
+def test_compiling_ahead_makes_the_first_calls_of_everything(monkeypatch, pool):
+    done = []
+    pool.run = warm.first_calls
     monkeypatch.setattr(warm, "NOT_WARMED", frozenset(("liger.cute",)))
     monkeypatch.setattr(
         warm,
@@ -48,56 +64,21 @@ def test_compiling_ahead_makes_the_first_calls_of_everything(monkeypatch):
     assert done == [("torch", op, *shape) for shape in shapes for op in ops]
 
 
-def test_what_inductor_measures_comes_last_and_alone(monkeypatch):
+def test_what_inductor_measures_comes_last_and_alone(pool):
     """What others do on the GPU would be in the times that it compares."""
-    events = []
-
-    class Later:
-        """A pool that runs what it was given as soon as someone asks for more than the ones before."""
-
-        def __init__(self, *_, **__):
-            pass
-
-        __enter__, __exit__ = (lambda self: self), (lambda *_: None)
-
-        def submit(self, function, task, device):
-            events.append(task.provider)
-            future = Future()
-            future.set_result(None)
-            return future
-
-    def as_completed(futures):
-        events.append("all done")
-        return futures
-
-    monkeypatch.setattr(warm, "ProcessPoolExecutor", Later)
-    monkeypatch.setattr(warm, "as_completed", as_completed)
     providers = ("torch.compile", "cutile", MAX_AUTOTUNE, "quack")
     warm.warm(providers, [Section(OPS, ((4, 8),))], [torch.float32], CPU, processes=2)
     quack = ["quack"] * warm.SHARES["quack"]
-    assert events == ["cutile", *quack, "all done", "torch.compile", MAX_AUTOTUNE, "all done"]
+    found = [getattr(each, "provider", each) for each in pool.events]
+    assert found == ["cutile", *quack, "all done", "torch.compile", MAX_AUTOTUNE, "all done"]
 
 
-def test_all_sections_share_one_pool_and_nothing_compiles_twice(monkeypatch):
-    pools, tasks = [], []
-
-    class Counted:
-        def __init__(self, *_, **__):
-            pools.append(self)
-
-        __enter__, __exit__ = (lambda self: self), (lambda *_: None)
-
-        def submit(self, function, task, device):
-            tasks.append(task)
-            future = Future()
-            future.set_result(None)
-            return future
-
-    monkeypatch.setattr(warm, "ProcessPoolExecutor", Counted)
+def test_all_sections_share_one_pool_and_nothing_compiles_twice(pool):
     heads = (16384 * 8, 64), (16384 * 28, 64), (16384 * 8, 80)
     sections = [Section(("residual_forward",), ((32, 64),)), Section(("qk_norm_forward",), heads)]
     count = warm.warm(("cutile", "quack"), sections, [torch.float32], CPU, processes=2)
-    assert len(pools) == 1 and count == len(tasks)
+    tasks = [each for each in pool.events if each != "all done"]
+    assert pool.made == 1 and count == len(tasks)
     of_quack = [(task.shape, task.share) for task in tasks if task.provider == "quack"]
     assert of_quack[:4] == [((32, 64), share) for share in range(warm.SHARES["quack"])]
     assert of_quack[4:] == [((16384 * 8, 80), 0), ((16384 * 8, 64), 0)], "of heads it compiles for each width"
@@ -106,25 +87,27 @@ def test_all_sections_share_one_pool_and_nothing_compiles_twice(monkeypatch):
 
 def test_processes_share_the_settings_of_one_provider(monkeypatch):
     done = []
+    right = make_provider("torch", (4, 8), torch.float32, CPU)
+    settings = [dataclasses.replace(right, name=str(number)) for number in range(7)]
     monkeypatch.setattr(warm, "SHARES", {"quack": 3})
-    monkeypatch.setattr(warm, "make_inputs", lambda *_, **__: [None])
-    monkeypatch.setattr(warm, "make_providers", lambda *_: list(range(7)))
-    monkeypatch.setattr(warm, "checked_ops", lambda setting: ("forward",))
-    monkeypatch.setattr(warm, "run_op", lambda setting, *_, **__: done.append(setting))
+    monkeypatch.setattr(warm, "make_providers", lambda *_: settings)
+    monkeypatch.setattr(warm, "run_op", lambda setting, op, *_, **__: done.append((setting.name, op)))
     for share in range(3):
         warm.first_calls(warm.Task("quack", (4, 8), torch.float32, share), CPU)
-    assert done == [0, 3, 6, 1, 4, 2, 5]
+    assert [name for name, op in done if op == "forward"] == list("0361425")
 
 
 def test_inputs_of_what_inductor_measures_are_made_in_turn(tmp_path, monkeypatch):
     events = []
-    monkeypatch.setattr(warm, "_turn", tmp_path / "lock")
+    monkeypatch.setattr(warm.inductor, "time_by_device", events.append)
+    monkeypatch.setattr(warm, "_turn", None)
+    warm._take_turns_in_tuning(tmp_path / "lock")
     monkeypatch.setattr(inductor.fcntl, "flock", lambda file, mode: events.append("locked"))
     monkeypatch.setattr(warm, "make_inputs", lambda *_, **__: (events.append("made"), [None])[1])
     monkeypatch.setattr(warm, "make_providers", lambda *_: [])
     for provider in ("cutile", "torch.compile"):
         warm.first_calls(warm.Task(provider, (4, 8), torch.float32), CPU)
-    assert events == ["made", "locked", "made"]
+    assert events == [tmp_path / "lock", "made", "locked", "made"] and warm._turn == tmp_path / "lock"
 
 
 SCRIPT = """
@@ -158,11 +141,3 @@ def test_compiling_ahead_runs_in_processes_of_its_own(tmp_path, monkeypatch):
     assert {text for _, text in found} == {"cutile (4, 8) lock", "cutile (2, 8) lock"}
     (process,) = {int(process) for process, _ in found}
     assert process != os.getpid()
-
-
-def test_inductor_is_given_the_lock_of_all_processes(tmp_path, monkeypatch):
-    locks = []
-    monkeypatch.setattr(warm.inductor, "time_by_device", locks.append)
-    monkeypatch.setattr(warm, "_turn", None)
-    warm._take_turns_in_tuning(tmp_path / "lock")
-    assert warm._turn == tmp_path / "lock" and locks == [warm._turn]
