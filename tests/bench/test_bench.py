@@ -13,7 +13,7 @@ import torch
 from bench_records import run_all
 
 from bench.measure.check import errors_of, make_inputs
-from bench.measure.shapes import DEFAULT_SHAPES, GRID, compulsory_bytes, parse_shapes
+from bench.measure.shapes import compulsory_bytes, parse_shapes
 from bench.providers.ours import make_provider
 from tilegym_rmsnorm.measure import timer
 from tilegym_rmsnorm.measure.accuracy import why_wrong
@@ -35,17 +35,6 @@ def test_bytes_of_bfloat16():
 
 def test_bytes_of_float32_keep_rstd_at_four_bytes():
     assert compulsory_bytes("forward", (2, 5), FP32) == 40 + 20 + 40 + 8
-
-
-def test_default_shapes_hold_the_widths_of_real_models_and_no_shape_twice():
-    widths = {2048, 2560, 2880, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 16384, 18432}
-    assert widths <= {cols for _, cols in DEFAULT_SHAPES}
-    assert len(set(DEFAULT_SHAPES)) == len(DEFAULT_SHAPES)
-
-
-def test_the_grid_reaches_its_corners_and_no_giant():
-    assert {(1, 64), (1, 65536), (262144, 64), (16384, 4096)} <= set(GRID)
-    assert max(rows * cols for rows, cols in GRID) == 1 << 26
 
 
 @pytest.mark.parametrize("text", ["", "12", "12x", "0x4", "4x0", "ax4", "4x4,", "4x4x4", "-1x4"])

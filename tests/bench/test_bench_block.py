@@ -45,21 +45,6 @@ def test_bytes_of_each_op():
     assert compulsory_bytes("qk_norm_backward", (2, 8), BF16) == 2 * (3 * 16 + 2 * 8) + 8
 
 
-def test_shapes_people_train_with():
-    residual = FAMILIES[0].shapes
-    sizes = [compulsory_bytes("residual_forward", shape, BF16) for shape in residual]
-    assert {cols for (_, cols), size in zip(residual, sizes, strict=True) if size >= 200e6} == {
-        *(2048, 4096, 5120, 7168, 8192, 16384)
-    }
-    assert min(sizes) < 10e6, "one with few rows"
-    assert {cols for _, cols in families.family_of("bias_forward").shapes} == {2048, 4096, 5120, 7168, 8192}
-    heads = {(families.heads_of(rows), size) for rows, size in families.STRIDED}
-    assert {h for (b, t, h), _ in heads} == {8, 28, 32, 40} and {(b, t) for (b, t, _), _ in heads} == {
-        (4, 4096)
-    }
-    assert {size for _, size in heads} == {64, 80, 96, 128, 160, 192, 256} and len(heads) == 28
-
-
 def test_ops_by_family_plain_ones_first():
     ops = ("bias_backward", "dx", "residual_forward", "forward", "bias_forward")
     assert [(family and family.name, of) for family, of in by_family(ops)] == [
@@ -189,33 +174,6 @@ def test_records_of_a_family(family, monkeypatch):
         moved = compulsory_bytes(record["op"], SHAPE, BF16)
         assert record["gb_per_s"] == pytest.approx(moved / record["us"] / 1e3, rel=0.01)
         assert set(record["errors"]) == {name for names in family.outputs.values() for name in names}
-
-
-def test_one_that_is_wrong_is_not_timed_and_the_others_are(monkeypatch):
-    family = FAMILIES[0]
-    calls = right().calls
-
-    def forgets(t):
-        y, total, rstd = calls["residual_forward"](t)
-        return y, t.x, rstd
-
-    def raises(t):
-        raise RuntimeError("no such kernel")
-
-    records = measured(
-        monkeypatch,
-        family,
-        dataclasses.replace(right("wrong"), calls=calls | {"residual_forward": forgets}),
-        dataclasses.replace(right("raises"), calls=calls | {"residual_backward": raises}),
-        BlockProvider("forward alone", {"residual_forward": calls["residual_forward"]}),
-    )
-    found = {(each["provider"], each["op"]): each for each in records}
-    assert "residual_out has a relative error" in found["wrong", "residual_forward"]["error"]
-    assert found["raises", "residual_backward"]["error"] == "RuntimeError: no such kernel"
-    assert (
-        found["raises", "residual_forward"]["us"] > 0 and found["forward alone", "residual_forward"]["us"] > 0
-    )
-    assert ("forward alone", "residual_backward") not in found
 
 
 def test_a_backward_that_overwrites_dy_spoils_nobody_elses(monkeypatch):

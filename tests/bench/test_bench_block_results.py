@@ -184,43 +184,6 @@ def test_peers_are_those_that_have_such_ops(monkeypatch):
     )
 
 
-def test_a_lost_context_ends_this_process_for_the_families_behind_too(monkeypatch, tmp_path):
-    asked = []
-
-    class Losing:
-        copy_bytes_per_second = 3e12
-
-        def __init__(self, providers, ops, device):
-            self.providers, self.ops = providers, ops
-
-        def measure(self, shape, dtype, progress):
-            raise run.ContextLostError("quack", "illegal address")
-
-    def apart(names, shapes, dtype, ops, folder, options=()):
-        asked.append((names, shapes, ops))
-        records = [
-            make_record(provider=name, op=op, rows=m, cols=n)
-            for m, n in shapes
-            for name in names
-            for op in ops
-        ]
-        return make_result(*records, copy_gb_per_s=3000.0)
-
-    monkeypatch.setattr(run, "Bench", Losing)
-    monkeypatch.setattr(run, "why_missing", lambda name: None)
-    monkeypatch.setattr(run, "run_in_interpreters", lambda: None)  # for the rest of this process
-    monkeypatch.setattr(html_report, "why_none", lambda: "not here")
-    monkeypatch.setattr(processes, "measure_apart", apart)
-    options = ["--provider", "cutile,quack", "--shapes", "1x8,2x8", "--op", "residual_forward,bias_forward"]
-    assert run.main([*options, "--out", str(tmp_path)]) == 0
-    both, shapes = ("cutile", "quack"), ((1, 8), (2, 8))
-    assert asked == [
-        (("cutile",), ((1, 8),), ("residual_forward",)),
-        (both, ((2, 8),), ("residual_forward",)),
-        (both, shapes, ("bias_forward",)),
-    ]
-
-
 def test_compiling_ahead_makes_the_first_calls_of_these_ops(monkeypatch):
     done = []
 

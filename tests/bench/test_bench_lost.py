@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -14,14 +15,16 @@ from bench import run
 from bench.measure import processes
 from bench.measure.processes import measure_others
 from bench.measure.session import ContextLostError
+from bench.report import html_report
 
 
 def answer(asked, **changes):
     """In place of measure_apart: notes who is asked for, and has a record of each at each shape."""
 
     def apart(names, shapes, dtype, ops, folder, options=()):
-        asked.append((names, shapes, dtype, options))
-        records = [make_record(provider=name, rows=m, cols=n) for m, n in shapes for name in names]
+        asked.append((names, shapes, dtype, ops, options))
+        cells = itertools.product(shapes, names, ops)
+        records = [make_record(provider=name, rows=m, cols=n, op=op) for (m, n), name, op in cells]
         return make_result(*records, copy_gb_per_s=3000.0, **changes)
 
     return apart
@@ -32,7 +35,7 @@ def test_what_needs_its_own_process_gets_one(monkeypatch):
     monkeypatch.setattr(processes, "measure_apart", answer(asked))
     result = make_result(make_record(rows=4, cols=8))
     measure_others([(("tilegym",), ((4, 8),))], ("cutile",), ("backward",), "bfloat16", result)
-    assert asked == [(("tilegym",), ((4, 8),), "bfloat16", ("--warm",))]
+    assert asked == [(("tilegym",), ((4, 8),), "bfloat16", ("backward",), ("--warm",))]
     assert [each["provider"] for each in result["records"]] == ["cutile", "tilegym"]
     (process,) = result["processes"]
     assert (process["copy_gb_per_s"], process["shapes"]) == (3000.0, "4x8")
@@ -66,6 +69,7 @@ def losing(monkeypatch):
     monkeypatch.setattr(run, "Bench", Losing)
     monkeypatch.setattr(run, "why_missing", lambda name: None)
     monkeypatch.setattr(run, "run_in_interpreters", lambda: None)  # for the rest of this process
+    monkeypatch.setattr(html_report, "why_none", lambda: "not here")
     monkeypatch.setattr(processes, "measure_apart", answer(asked))
     return main, asked
 
@@ -92,8 +96,19 @@ def test_after_a_lost_context_all_go_on_behind_that_shape(losing, tmp_path):
 def test_after_a_lost_context_the_next_dtype_is_measured_elsewhere(losing, tmp_path):
     main, asked = losing
     assert main(tmp_path, "--dtype", "bfloat16,float32") == 0
-    assert asked[2:] == [(("cutile", "quack"), SHAPES, "float32", ())]
+    assert asked[2:] == [(("cutile", "quack"), SHAPES, "float32", ("backward",), ())]
     assert len(result_in(tmp_path, "float32")["records"]) == 6
+
+
+def test_after_a_lost_context_other_families_of_ops_are_measured_elsewhere(losing, tmp_path):
+    main, asked = losing
+    assert main(tmp_path, "--op", "residual_forward,bias_forward", "--shapes", "2x8,3x8") == 0
+    both, shapes = ("cutile", "quack"), ((2, 8), (3, 8))
+    assert [(names, of, ops) for names, of, _, ops, _ in asked] == [
+        (("cutile",), ((2, 8),), ("residual_forward",)),
+        (both, ((3, 8),), ("residual_forward",)),
+        (both, shapes, ("bias_forward",)),
+    ]
 
 
 def test_a_part_says_where_it_lost_its_context_and_ends(losing, tmp_path):
@@ -121,7 +136,7 @@ def test_what_a_part_left_that_lost_its_context_is_measured_by_others(monkeypatc
     result = make_result()
     measure_others([(("cutile", "quack"), SHAPES)], ("cutile", "quack"), ("backward",), "bfloat16", result)
     assert [each[:2] for each in asked[1:]] == [(("cutile",), ((2, 8),)), (("cutile", "quack"), ((3, 8),))]
-    assert all(each[3] == () for each in asked), "compiled by then"
+    assert all(each[-1] == () for each in asked), "compiled by then"
     assert len(result["records"]) == 5 and "lost" not in result
 
 

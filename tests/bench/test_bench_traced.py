@@ -14,7 +14,6 @@ from helpers import needs_inductor, why_skip
 from traced_norms import KEEPS_FORWARDS
 
 from bench.measure.provenance import gpu_slug
-from bench.measure.shapes import compulsory_bytes
 from bench.studies import traced
 from tilegym_rmsnorm import get_current_backend
 from tilegym_rmsnorm.integrations import aten
@@ -62,12 +61,6 @@ def test_every_variant_is_right_and_timed(tmp_path, no_tables, capsys):
     out = capsys.readouterr().out
     assert out.endswith(f"{traced.page_section(result)}\n") and traced.table(result) in out
     assert get_current_backend() == before and not any(aten._patches.values())
-
-
-def test_bytes_are_those_that_two_passes_move():
-    m, n = 6, 64
-    assert traced.bytes_moved(SHAPE) == 2 * (5 * m * n + 3 * n) + 8 * m
-    assert traced.bytes_moved(SHAPE) == compulsory_bytes("both", (m, n), torch.bfloat16)
 
 
 def test_what_is_wrong_or_raises_is_not_timed(tmp_path, no_tables, monkeypatch, capsys):
