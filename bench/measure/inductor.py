@@ -27,7 +27,8 @@ import torch
 from tilegym_rmsnorm.measure.timer import FLUSH_BYTES
 
 PROVIDERS = frozenset(("torch.compile", "torch.compile-max-autotune"))  # whose kernels it chooses
-# Part of the names in its caches on disk: choices made by its own timer are not found there.
+# Part of the names in its caches on disk: choices made by its own timer are not found there. As this module was once
+# called: another text would make every cache that is there useless.
 CACHE_TAG = "timed by bench.inductor"
 TAG_VARIABLE = "TORCH_COMPILE_CACHE_KEY_TAG"  # that tag of processes that this one starts
 MOST_ROUNDS, FEWEST_ROUNDS = 25, 5

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import pytest
-from test_bench_results import make_record, make_result
+from bench_records import make_record, make_result
 
 from bench.report import compare
 

@@ -10,8 +10,7 @@ import json
 
 import pytest
 import torch
-from test_bench_records import RECORD_FIELDS
-from test_bench_results import make_record, make_result
+from bench_records import RECORD_FIELDS, make_record, make_result
 
 from bench import run
 from bench.measure import processes, provenance
