@@ -21,9 +21,9 @@ from tqdm import tqdm
 from bench.block import peers as block_peers
 from bench.block.families import ALL_OPS, BLOCK_OPS, GROUPS, Family, Section, by_family
 from bench.measure import inductor
-from bench.measure.bench import Bench
 from bench.measure.processes import Loss, differences, left_by, lost_records, measure_others, write
 from bench.measure.provenance import RESULTS, choose_tables, describe_run, gpu_slug, one_line
+from bench.measure.run_shape import Bench
 from bench.measure.session import ContextLostError, run_in_interpreters, this_device
 from bench.measure.shapes import (
     CPU_SHAPES,

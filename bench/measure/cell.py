@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""One shape and dtype: its providers checked once, then timed op by op. bench.py says what a record holds."""
+"""One shape and dtype: its providers checked once, then timed op by op. run_shape.py says what a record holds."""
 
 from __future__ import annotations
 

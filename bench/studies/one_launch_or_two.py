@@ -6,8 +6,8 @@
     python -m bench.studies.one_launch_or_two           checks, then times, on a GPU; writes DATE-bfloat16-split.json
     python -m bench.studies.one_launch_or_two --docs    puts the newest result of each GPU into the page of this name
 
-A result is the provenance of provenance.py, copy_gb_per_s and `cells`: rows, cols, and records of bench.py, one of the
-two kernels (`selected`) and one of the split (`splits`; in older results one for each of its settings).
+A result is the provenance of provenance.py, copy_gb_per_s and `cells`: rows, cols, and records of run_shape.py, one of
+the two kernels (`selected`) and one of the split (`splits`; in older results one for each of its settings).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from bench.block.cell import run_op
 from bench.block.check import kind_of
 from bench.block.families import BLOCK_OPS, FAMILIES, by_family, compulsory_bytes, make_inputs
 from bench.block.providers import BlockProvider
-from bench.measure import bench as bench_module
+from bench.measure.run_shape import Bench
 from bench.measure.shapes import OPS
 
 CPU = torch.device("cpu")
@@ -192,4 +192,4 @@ def test_a_backward_that_overwrites_dy_spoils_nobody_elses(monkeypatch):
 def test_plain_ops_and_these_are_not_mixed_in_one_measurement():
     assert not set(OPS).intersection(BLOCK_OPS)
     with pytest.raises(ValueError):
-        bench_module.Bench(("torch",), ("forward", "bias_forward"), CPU).measure(SHAPE, BF16, print)
+        Bench(("torch",), ("forward", "bias_forward"), CPU).measure(SHAPE, BF16, print)

@@ -14,8 +14,8 @@ from bench_records import RECORD_FIELDS
 from helpers import why_skip
 
 from bench.measure import cell, session
-from bench.measure.bench import Bench
 from bench.measure.check import errors_of, make_inputs, run_op
+from bench.measure.run_shape import Bench
 from bench.measure.shapes import OPS
 from bench.providers.ours import Provider, make_provider
 from tilegym_rmsnorm.measure import timer

@@ -15,8 +15,8 @@ from bench_records import make_record, make_result
 
 from bench import gate
 from bench.measure import cell
-from bench.measure.bench import Bench
 from bench.measure.provenance import gpu_slug
+from bench.measure.run_shape import Bench
 from bench.providers.ours import make_provider
 from bench.report import readme, tables
 from tilegym_rmsnorm import is_backend_available

@@ -12,7 +12,7 @@ from bench.block import cell as block_cell
 from bench.block.check import errors_of, kind_of
 from bench.block.families import BLOCK_OPS, FAMILIES, BlockInputs, family_of
 from bench.block.providers import BlockProvider
-from bench.measure import bench as bench_module
+from bench.measure.run_shape import Bench
 from bench.providers.ours import EPS
 from tilegym_rmsnorm.measure.accuracy import why_wrong
 
@@ -71,5 +71,5 @@ def measured(monkeypatch, family, *providers, ops=None):
     for each in providers:
         by_name.setdefault(each.name, []).append(each)
     monkeypatch.setattr(block_cell, "make_providers", lambda name, *_: by_name[name])
-    bench = bench_module.Bench(tuple(by_name), ops or family.ops, CPU)
+    bench = Bench(tuple(by_name), ops or family.ops, CPU)
     return bench.measure(SHAPE, BF16, lambda step: None)
