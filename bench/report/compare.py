@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import functools
 
-from bench.block import targets as block_targets
 from bench.block.families import ALL_OPS
 from bench.measure.shapes import kind_of
+from bench.report import block_targets
 from bench.report.cells import (
     LARGE_BYTES,
     Comparison,

@@ -18,10 +18,10 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from bench.block import page as block_page
 from bench.measure.provenance import ROOT, kept_in
 from bench.measure.shapes import BATCHES, OPS, kind_of
 from bench.providers.ours import PDL
+from bench.report import block as block_page
 from bench.report import compare, tables
 from bench.report.cells import LARGE_BYTES, Result, figure_text, grid, moved, read_result, shape_of
 
@@ -137,7 +137,7 @@ def page_sections(results: Results) -> dict[str, str]:
 
 
 def training_section(path: Path) -> str:
-    from bench.studies import curves  # which needs matplotlib, as one_launch_or_two does not
+    from bench.report import curves  # which needs matplotlib, as one_launch_or_two does not
 
     image = path.with_suffix(".png").resolve()
     return curves.readme_section(json.loads(path.read_text()), _link(image, ROOT / PAGE))

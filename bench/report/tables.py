@@ -110,7 +110,7 @@ def overview(results: list[Result]) -> str:
 def page_section(result: Result, images: dict[str, str]) -> str:
     """The result as Markdown under a heading of its own: for each op its map, and the mean ratio to the best peer; the
     rest is folded. Where it has no peers the GB/s by provider stay unfolded. A grid has its maps and means alone.
-    block/page.py has those of a transformer block."""
+    block.py has those of a transformer block."""
     is_grid = kind_of(result) == "grid"
     title = f"{result['gpu'] or 'no GPU'}, {result['records'][0]['dtype']}"
     parts = [f"### {title}{', over rows and columns' if is_grid else ''}", said_above(result)]

@@ -14,7 +14,7 @@ Precision: parameters and activations are bfloat16, and AdamW updates float32 co
 mixed precision and Megatron do. So bfloat16 x and bfloat16 weight reach the norm, and norm weights do train (an update
 of 6e-4 is lost when it is added to a bfloat16 1.0). Under autocast with float32 parameters, x would be float32.
 
-Do the curves agree? See curves.py.
+Do the curves agree? See report/curves.py.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ from tqdm import trange
 from bench import require
 from bench.measure.provenance import RESULTS, choose_tables, describe_run, gpu_slug, one_line
 from bench.measure.session import run_in_interpreters
-from bench.report import readme
+from bench.report import curves, readme
 from bench.report.tables import CPU_NOTE, write_json
-from bench.studies import curves
 from tilegym_rmsnorm import RMSNorm
 from tilegym_rmsnorm.commands import options
 from tilegym_rmsnorm.commands.installation import why_not_writable

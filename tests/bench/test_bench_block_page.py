@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 from bench_records import assert_golden, cell, make_block, make_record
 
-from bench.block import page as block_page
 from bench.block.families import BLOCK_OPS, CONTROLS, FAMILIES, TOKENS
 from bench.measure.provenance import RESULTS, gpu_slug
 from bench.measure.shapes import kind_of
+from bench.report import block as block_page
 from bench.report import readme
 
 

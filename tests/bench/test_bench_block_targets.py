@@ -8,9 +8,8 @@ from __future__ import annotations
 import pytest
 from bench_records import cell, make_block, make_record, make_result
 
-from bench.block import targets as block_targets
 from bench.block.families import CONTROLS
-from bench.report import compare, tables
+from bench.report import block_targets, compare, tables
 
 H100 = "NVIDIA H100 80GB HBM3"
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench.studies import curves, train
+from bench.report import curves
+from bench.studies import train
 
 CPU = torch.device("cpu")
 PROVENANCE = {"gpu": None, "driver": None, "cuda": None, "tileiras": None, "versions": {"torch": "2.13.0"}}

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What is aimed at for a block's ops, each over a result's own cells. report/compare.py has those of the plain norm.
+"""What is aimed at for a block's ops, each over a result's own cells. compare.py has those of the plain norm.
 
-python -m bench.block.targets RESULT.json     a line for each target: met, NOT MET with the cells that miss it, or
-                                              open without cells; exit status 1 unless all are met
+    python -m bench.report.block_targets RESULT.json    a line for each target: met, NOT MET with the cells that miss
+                                                        it, or open without cells; exit status 1 unless all are met
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _of_a_block(text: str) -> Result:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m bench.block.targets",
+        prog="python -m bench.report.block_targets",
         description="Which targets a result of bench/run.sh --block meets.",
     )
     parser.add_argument("result", type=_of_a_block, metavar="RESULT.json")
