@@ -28,17 +28,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bench.measure.provenance import RESULTS, gpu_slug, kept_in
-from bench.measure.shapes import Cell, cell_of, kind_of
+from bench.measure.shapes import Cell, Record, Result, cell_of, kind_of
 from tilegym_rmsnorm.commands import options
 
 THRESHOLD = 0.05  # runs of the same kernels on one H100 differ by about 2 %
 GATED_PROVIDERS = ("cutile", "triton")
-
-Result = dict[str, Any]
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)

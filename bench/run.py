@@ -21,7 +21,7 @@ from tqdm import tqdm
 from bench.block import peers as block_peers
 from bench.block.families import ALL_OPS, BLOCK_OPS, GROUPS, Family, Section, by_family
 from bench.measure import inductor
-from bench.measure.processes import Loss, differences, left_by, lost_records, measure_others, write
+from bench.measure.processes import Loss, differences, left_by, lost_records, measure_others
 from bench.measure.provenance import RESULTS, choose_tables, describe_run, gpu_slug, one_line
 from bench.measure.run_shape import Bench
 from bench.measure.session import ContextLostError, run_in_interpreters, this_device
@@ -32,6 +32,7 @@ from bench.measure.shapes import (
     GRID,
     OPS,
     QUICK_SHAPES,
+    Result,
     Shape,
     parse_shapes,
 )
@@ -39,7 +40,7 @@ from bench.measure.warm import warm
 from bench.providers.ours import BACKENDS, BASELINES, KERNELS, MAX_AUTOTUNE, ROW_PARTIALS
 from bench.providers.peers import ALL_PROVIDERS, ALONE, LIBRARIES, why_missing
 from bench.report import compare, html_report, readme, tables
-from bench.report.cells import Result
+from bench.report.join import write
 from tilegym_rmsnorm import registry
 from tilegym_rmsnorm.commands import options
 from tilegym_rmsnorm.commands.installation import why_not_writable

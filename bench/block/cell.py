@@ -18,7 +18,7 @@ from bench.block.providers import BlockProvider, served_by
 from bench.measure.cell import Cell
 from bench.measure.check import check_form, poison
 from bench.measure.shapes import Shape
-from bench.report.cells import OURS
+from bench.providers.ours import OURS
 from tilegym_rmsnorm.measure.accuracy import Errors, Outputs
 from tilegym_rmsnorm.measure.timer import Call
 

@@ -26,12 +26,12 @@ from bench.providers.ours import (
     BASELINES,
     COMPILED_MODES,
     EPS,
+    OURS,
     Labelled,
     aten_backward,
     aten_backward_dx,
     aten_ops_forward,
 )
-from bench.report.cells import OURS
 from tilegym_rmsnorm import registry
 from tilegym_rmsnorm.spec import Spec, Wanted
 

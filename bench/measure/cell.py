@@ -17,7 +17,7 @@ from torch import Tensor
 from bench.block.families import ALL_OPS
 from bench.measure.check import checked_ops, dy_for, errors_of, rstd_for, run_op
 from bench.measure.session import Session
-from bench.measure.shapes import Shape, compulsory_bytes
+from bench.measure.shapes import Record, Shape, compulsory_bytes
 from bench.providers.peers import make_providers
 from tilegym_rmsnorm.measure.accuracy import Errors, Outputs, why_wrong
 from tilegym_rmsnorm.measure.timer import (
@@ -30,7 +30,6 @@ from tilegym_rmsnorm.measure.timer import (
     interleave,
 )
 
-Record = dict[str, Any]
 HOST_SECONDS = 0.03
 FIGURES = ("us", "us_p10", "us_p90", "samples", "gb_per_s", "copy_fraction")
 GRADIENT_OPS = ("forward", "backward", "both")  # of every provider that can be made at all

@@ -3,20 +3,12 @@
 
 """Results of several processes as one: of providers that need a process of their own, or that ended one.
 
-    python -m bench.measure.processes RESULT.json OTHER.json...   adds to RESULT the cells that it lacks, or that failed
-
 Each process has its own copy ceiling, to which its records' copy_fraction refers; `processes` of the result names them,
 by provider and shape.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before the imports that would fail
-    from bench import require
-
-    require()
-
-import argparse
 import json
 import subprocess
 import sys
@@ -27,12 +19,8 @@ from typing import Any, NamedTuple
 
 from bench.measure.cell import failed_record
 from bench.measure.provenance import PACKAGE, ROOT
-from bench.measure.shapes import Shape, cell_of, parse_shapes
+from bench.measure.shapes import Record, Result, Shape, cell_of, parse_shapes, shape_of
 from bench.providers.peers import ALONE
-from bench.report import compare, tables
-from bench.report.cells import Record, Result, shape_of
-from bench.report.plots import plot_result
-from tilegym_rmsnorm.commands import options
 
 # Providers, and the shapes at which one process measures them.
 Group = tuple[tuple[str, ...], tuple[Shape, ...]]
@@ -198,33 +186,3 @@ def why_apart(result: Result, other: Result) -> str | None:
 
 def _compared(result: Result, key: str) -> Any:
     return result.get(key, {"versions": {}, "is_grid": False, "is_block": False}.get(key))
-
-
-def write(result: Result, path: Path) -> dict[str, Path]:
-    """The result as PATH, and its CSV and pictures beside it; the paths of these by op."""
-    tables.write_json(result, path)
-    tables.write_csv(result, path.with_suffix(".csv"))
-    return plot_result(result, path.with_suffix(""))
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.measure.processes",
-        description="Adds to a result the cells that it lacks, or that failed in it, of others of the same GPU.",
-    )
-    parser.add_argument("result", type=options.path, metavar="RESULT.json")
-    parser.add_argument("other", type=options.path, nargs="+", metavar="OTHER.json")
-    arguments = parser.parse_args(argv)
-    result = json.loads(arguments.result.read_text())
-    for path in arguments.other:
-        other = json.loads(path.read_text())
-        if reason := why_apart(result, other):
-            parser.error(f"{arguments.result} and {path} differ in {reason}")
-        print(f"{path}: added {', '.join(join(result, other)) or 'nothing'}")
-    write(result, arguments.result)
-    print("\n".join([*differences(result), "", compare.summary(result)]))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

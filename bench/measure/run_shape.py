@@ -27,10 +27,10 @@ import torch
 from bench.block import families
 from bench.block.cell import BlockCell
 from bench.block.families import by_family
-from bench.measure.cell import Cell, Record
+from bench.measure.cell import Cell
 from bench.measure.check import make_inputs
 from bench.measure.session import Session
-from bench.measure.shapes import Shape
+from bench.measure.shapes import Record, Shape
 from tilegym_rmsnorm.measure.timer import sets_needed
 
 

@@ -20,6 +20,8 @@ OPS = ("forward", "backward", "both", "dx")
 
 Shape = tuple[int, int]
 Cell = tuple[str, int, int, str, str]  # op, rows, columns, dtype, provider
+Record = dict[str, Any]  # see run_shape.py
+Result = dict[str, Any]  # see report/tables.py
 
 BATCHES: tuple[Shape, ...] = ((1, 4096), (16, 4096), (128, 4096), (1024, 4096), (4096, 256))
 QK_NORM: tuple[Shape, ...] = tuple((rows, cols) for cols in (64, 128, 256) for rows in (131072, 524288))
@@ -68,10 +70,18 @@ def compulsory_bytes(op: str, shape: Shape, dtype: torch.dtype) -> int:
     return {"forward": forward, "backward": backward, "both": both, "dx": backward - size * cols}[op]
 
 
-def kind_of(result: dict[str, Any]) -> str:
+def kind_of(result: Result) -> str:
     """Which ops and shapes a result has: of the plain norm at the shapes of models, of a grid, or those of block/."""
     return "grid" if result.get("is_grid") else "block" if result.get("is_block") else "models"
 
 
-def cell_of(record: dict[str, Any]) -> Cell:
+def shape_of(record: Record) -> Shape:
+    return record["rows"], record["cols"]
+
+
+def shape_text(record: Record) -> str:
+    return "{} x {}".format(*shape_of(record))
+
+
+def cell_of(record: Record) -> Cell:
     return record["op"], record["rows"], record["cols"], record["dtype"], record["provider"]

@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Callable
 
 from bench.block.families import BLOCK_OPS, CONTROLS, heads_of
-from bench.measure.shapes import Shape
-from bench.report.cells import Result, compare, figure_text, grid, name_of, of_op, shape_of, shape_text
+from bench.measure.shapes import Result, Shape, shape_of, shape_text
+from bench.report.cells import compare, figure_text, grid, name_of, of_op
 from bench.report.compare import rate_text
 from bench.report.tables import folded, folded_targets, heading, op_table, rate_cell, said_above
 

@@ -3,8 +3,8 @@
 
 """What is aimed at for a block's ops, each over a result's own cells. compare.py has those of the plain norm.
 
-    python -m bench.report.block_targets RESULT.json    a line for each target: met, NOT MET with the cells that miss
-                                                        it, or open without cells; exit status 1 unless all are met
+python -m bench.report.block_targets RESULT.json    a line for each target: met, NOT MET with the cells that miss
+                                                    it, or open without cells; exit status 1 unless all are met
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ import argparse
 import sys
 
 from bench.block.families import BLOCK_OPS, CONTROLS
-from bench.measure.shapes import DTYPES, kind_of
+from bench.measure.shapes import DTYPES, Record, Result, kind_of, shape_text
 from bench.report.cells import (
     LARGE_BYTES,
-    Record,
-    Result,
     Target,
     behind,
     compare,
@@ -33,7 +31,6 @@ from bench.report.cells import (
     of_mean,
     of_op,
     read_result,
-    shape_text,
 )
 
 LARGE_X = 64 << 20  # bytes of x

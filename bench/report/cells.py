@@ -17,13 +17,10 @@ from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
-from bench.measure.shapes import Shape
-from bench.providers.ours import OWN
+from bench.measure.shapes import Record, Result, Shape, shape_of, shape_text
+from bench.providers.ours import OURS, OWN
 from tilegym_rmsnorm.commands import options
 
-Result = dict[str, Any]
-Record = dict[str, Any]
-OURS = "cutile"
 LARGE_BYTES = 200e6  # calls that move at least this much should run at a share of the copy ceiling
 
 
@@ -49,14 +46,6 @@ def grid(
 def figure_text(figure: float | None, form: str = ".0%") -> str:
     """Nothing, where there is no figure."""
     return "" if figure is None else format(figure, form)
-
-
-def shape_of(record: Record) -> Shape:
-    return record["rows"], record["cols"]
-
-
-def shape_text(record: Record) -> str:
-    return "{} x {}".format(*shape_of(record))
 
 
 class Comparison(NamedTuple):

@@ -11,13 +11,11 @@ from __future__ import annotations
 import functools
 
 from bench.block.families import ALL_OPS
-from bench.measure.shapes import kind_of
+from bench.measure.shapes import Record, Result, kind_of, shape_of, shape_text
 from bench.report import block_targets
 from bench.report.cells import (
     LARGE_BYTES,
     Comparison,
-    Record,
-    Result,
     Target,
     behind,
     compare,
@@ -32,8 +30,6 @@ from bench.report.cells import (
     of_mean,
     of_op,
     peers_of,
-    shape_of,
-    shape_text,
 )
 
 NO_DW_BYTES = 100e6

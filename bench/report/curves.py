@@ -18,8 +18,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from bench.measure.provenance import one_line
+from bench.measure.shapes import Result
 from bench.report import pictures
-from bench.report.cells import Result, figure_text, grid
+from bench.report.cells import figure_text, grid
 from bench.report.styles import style_of
 
 Run = dict[str, Any]

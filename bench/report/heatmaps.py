@@ -13,9 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
-from bench.measure.shapes import Shape
+from bench.measure.shapes import Result, Shape, shape_of
 from bench.report import pictures
-from bench.report.cells import Result, compare, mean_ratio, of_op, peers_of, shape_of
+from bench.report.cells import compare, mean_ratio, of_op, peers_of
 
 RATIOS = (0.5, 1.0, 2.0)  # the ends and the middle of the colours; ratios beyond take the colour of the end
 

@@ -26,9 +26,10 @@ from typing import Any
 
 from bench import remedy
 from bench.measure.provenance import PACKAGE, parts_of_other_commits
-from bench.measure.shapes import kind_of
+from bench.measure.shapes import Record, Result, kind_of, shape_text
+from bench.providers.ours import OURS
 from bench.report import compare, tables
-from bench.report.cells import OURS, Record, Result, figure_text, read_result, shape_text, spread_of
+from bench.report.cells import figure_text, read_result, spread_of
 from bench.report.styles import style_of
 from tilegym_rmsnorm.commands import options
 

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from bench.measure.shapes import Shape, kind_of
-from bench.providers.ours import BASELINES, COMPILED_MODES
+from bench.measure.shapes import Result, Shape, kind_of, shape_of
+from bench.providers.ours import BASELINES, COMPILED_MODES, OURS
 from bench.report import pictures
-from bench.report.cells import OURS, Result, shape_of
 from bench.report.styles import style_of
 
 GPU, DTYPE, OP = "NVIDIA H100 80GB HBM3", "bfloat16", "backward"

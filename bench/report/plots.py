@@ -22,9 +22,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.block.families import ALL_OPS, CONTROLS
-from bench.measure.shapes import BATCHES, WIDEST_HEAD, Shape
+from bench.measure.shapes import BATCHES, WIDEST_HEAD, Record, Result, Shape, shape_of
+from bench.providers.ours import OURS
 from bench.report import compare, pictures
-from bench.report.cells import OURS, Record, Result, shape_of
 from bench.report.heatmaps import plot_heatmaps
 from bench.report.styles import style_of
 from tilegym_rmsnorm.commands import options

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from bench.measure.provenance import ROOT, kept_in
-from bench.measure.shapes import BATCHES, OPS, kind_of
+from bench.measure.shapes import BATCHES, OPS, Result, kind_of, shape_of
 from bench.providers.ours import PDL
 from bench.report import block as block_page
 from bench.report import compare, tables
-from bench.report.cells import LARGE_BYTES, Result, figure_text, grid, moved, read_result, shape_of
+from bench.report.cells import LARGE_BYTES, figure_text, grid, moved, read_result
 
 Results = dict[Path, Result]
 PAGE, INDEX = "docs/performance.md", "bench/results/README.md"

@@ -18,10 +18,10 @@ from typing import Any
 
 from bench.block.families import ALL_OPS
 from bench.measure.provenance import one_line
-from bench.measure.shapes import Shape, kind_of
-from bench.providers.ours import OWN
+from bench.measure.shapes import Record, Result, Shape, kind_of, shape_of
+from bench.providers.ours import OURS, OWN
 from bench.report import compare
-from bench.report.cells import OURS, Record, Result, figure_text, grid, shape_of, spread_of
+from bench.report.cells import figure_text, grid, spread_of
 
 CPU_NOTE = "Not GPU figures: wall-clock times of CPU code and interpreters, taken without a GPU."
 

@@ -27,11 +27,11 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from bench.measure.cell import Cell, Record
+from bench.measure.cell import Cell
 from bench.measure.check import make_inputs
 from bench.measure.provenance import RESULTS, ROOT, choose_tables, describe_run, gpu_slug, one_line
 from bench.measure.session import ContextLostError, Session, this_device
-from bench.measure.shapes import Shape
+from bench.measure.shapes import Record, Shape
 from bench.providers.ours import Provider
 from bench.report import readme, tables
 from tilegym_rmsnorm import registry

@@ -57,10 +57,10 @@ from bench.measure.check import Inputs, poison
 from bench.measure.check import make_inputs as make_rows
 from bench.measure.provenance import RESULTS, ROOT, choose_tables, describe_run, gpu_slug, one_line
 from bench.measure.session import ContextLostError, Session, run_in_interpreters, this_device
-from bench.measure.shapes import compulsory_bytes
+from bench.measure.shapes import Result, compulsory_bytes
 from bench.providers.ours import EPS, aten_backward, aten_norm, aten_ops_forward, remove_overrides
 from bench.report import readme
-from bench.report.cells import Result, figure_text, grid
+from bench.report.cells import figure_text, grid
 from bench.report.tables import CPU_NOTE, write_json
 from tilegym_rmsnorm import registry
 from tilegym_rmsnorm.commands import options

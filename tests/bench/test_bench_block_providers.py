@@ -19,7 +19,7 @@ from bench.block.cell import run_op
 from bench.block.families import CONTROLS, FAMILIES, make_inputs
 from bench.block.providers import BlockProvider
 from bench.providers import peers
-from bench.report.cells import OURS
+from bench.providers.ours import OURS
 
 CPU = torch.device("cpu")
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -17,6 +17,7 @@ from bench.measure import processes, provenance
 from bench.measure.processes import differences, join, measure_apart
 from bench.measure.provenance import PACKAGE
 from bench.providers.peers import LIBRARIES, why_missing
+from bench.report import join as join_command
 from bench.report import tables
 
 CPU = torch.device("cpu")
@@ -112,7 +113,7 @@ def test_results_of_another_gpu_or_dtype_are_not_joined(tmp_path, capsys):
     }.items():
         tables.write_json(other, tmp_path / "b.json")
         with pytest.raises(SystemExit, match="2"):
-            processes.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")])
+            join_command.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")])
         assert f"differ in {name}: " in capsys.readouterr().err
 
 
@@ -152,7 +153,7 @@ def test_parts_of_other_commits_and_of_environments_with_more_libraries_are_join
 def test_the_command_joins_and_writes_all_files_again(tmp_path, capsys):
     tables.write_json(make_result(make_record()), tmp_path / "a.json")
     tables.write_json(make_result(make_record(130.0, provider="tilegym")), tmp_path / "b.json")
-    assert processes.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    assert join_command.main([str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
     out = capsys.readouterr().out
     assert "added tilegym" in out and "geometric mean of 1 ratios: 1.300" in out
     assert len(json.loads((tmp_path / "a.json").read_text())["records"]) == 2

@@ -46,7 +46,7 @@ COMMANDS = {path.relative_to(ROOT / "bench").with_suffix("").as_posix().replace(
         ("report.html_report", ("",), "RESULT.json: expected a path, got ''"),
         ("report.html_report", ("--out", "", "a.json"), "--out: expected a path, got ''"),
         ("report.plots", ("",), "RESULT.json: expected a path, got ''"),
-        ("measure.processes", ("", "other.json"), "RESULT.json: expected a path, got ''"),
+        ("report.join", ("", "other.json"), "RESULT.json: expected a path, got ''"),
         ("studies.host", ("--rows", "0"), "--rows: expected a whole number of at least 1, got '0'"),
         ("studies.host", ("--columns", "-1"), "--columns: expected a whole number of at least 1, got '-1'"),
         ("studies.host", ("--samples", "0"), "--samples: expected a whole number of at least 1, got '0'"),
