@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 from bench.block.families import BLOCK_OPS, CONTROLS, heads_of
 from bench.measure.shapes import Result, Shape, shape_of, shape_text
-from bench.report.cells import compare, figure_text, grid, name_of, of_op
+from bench.report.cells import compare, name_of, of_op
 from bench.report.compare import rate_text
 from bench.report.tables import folded, folded_targets, heading, op_table, rate_cell, said_above
+from bench.report.text import figure_text, table_text
 
 HEADS_OPS = ("qk_norm_forward", "qk_norm_backward")
 ROWS_OPS = tuple(op for op in BLOCK_OPS if op not in (*HEADS_OPS, *CONTROLS.values()))
@@ -55,7 +56,7 @@ def means_table(result: Result) -> str:
                 row = [op, name, str(len(cells)), f"{mean:.2f}", f"{cells[lowest]:.3f}"]
                 rows.append([*row, "{} x {}".format(*lowest)])
     headers = ["op", "against", "cells", "mean ratio", "lowest ratio", "at rows x cols"]
-    return grid(rows, headers, left=(0, 1))
+    return table_text(rows, headers, left=(0, 1))
 
 
 def rows_table(result: Result) -> str:
@@ -79,7 +80,7 @@ def rows_table(result: Result) -> str:
         "ratio to it",
         "ratio to itself",
     ]
-    return grid(rows, headers, left=(0, 1, 4))
+    return table_text(rows, headers, left=(0, 1, 4))
 
 
 def heads_map(result: Result, op: str, text: Callable[[Shape], str]) -> str:
@@ -90,7 +91,7 @@ def heads_map(result: Result, op: str, text: Callable[[Shape], str]) -> str:
     for rows, cols in shapes:
         by_heads.setdefault(heads_of(rows)[2], {})[cols] = text((rows, cols))
     lines = [[str(heads), *(of.get(size, "") for size in sizes)] for heads, of in sorted(by_heads.items())]
-    return grid(lines, ["heads", *(f"D = {size}" for size in sizes)])
+    return table_text(lines, ["heads", *(f"D = {size}" for size in sizes)])
 
 
 def _of_result(result: Result) -> str:
@@ -135,4 +136,4 @@ def settings_table(result: Result) -> str:
         for op in (*ROWS_OPS, *HEADS_OPS)
         for each in of_op(result, op)
     ]
-    return grid(rows, ["op", "rows x cols", "kernel"], left=(0, 1, 2))
+    return table_text(rows, ["op", "rows x cols", "kernel"], left=(0, 1, 2))

@@ -30,8 +30,8 @@ from bench.report.cells import (
     of_copy,
     of_mean,
     of_op,
-    read_result,
 )
+from bench.report.text import read_result
 
 LARGE_X = 64 << 20  # bytes of x
 LARGE_HEADS = (128, 256)  # columns

@@ -1,51 +1,22 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""A result's cells and tables: cells of the "cutile" backend beside the best of all peers, and what a target says of
-them.
+"""A result's cells: those of the "cutile" backend beside the best of all peers, and what a target says of them.
 
 A peer is every provider that is none of this package's backends. Ratios are of device times: above 1, cutile is faster.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
-
-from tabulate import tabulate
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from bench.measure.shapes import Record, Result, Shape, shape_of, shape_text
 from bench.providers.ours import OURS, OWN
-from tilegym_rmsnorm.commands import options
+from bench.report.text import figure_text
 
 LARGE_BYTES = 200e6  # calls that move at least this much should run at a share of the copy ceiling
-
-
-def read_result(text: str, long_list: str = "records") -> Result:
-    """A parser of command lines: the result that a file holds, with its list of this name."""
-    try:
-        result = json.loads(options.path(text).read_text())
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"expected a result in JSON, got {text}: {error}") from None
-    if not isinstance(result, dict) or not result.get(long_list):
-        raise argparse.ArgumentTypeError(f"expected a result with {long_list}, got {text}")
-    return result
-
-
-def grid(
-    rows: Sequence[Sequence[Any]], headers: Sequence[str], style: str = "pipe", left: Sequence[int] = (0,)
-) -> str:
-    """A table whose columns are figures, but for those of `left`; nothing without rows."""
-    align = ["left" if number in left else "right" for number in range(len(headers))]
-    return tabulate(rows, headers, tablefmt=style, colalign=align, disable_numparse=True) if rows else ""
-
-
-def figure_text(figure: float | None, form: str = ".0%") -> str:
-    """Nothing, where there is no figure."""
-    return "" if figure is None else format(figure, form)
 
 
 class Comparison(NamedTuple):

@@ -20,8 +20,6 @@ from bench.report.cells import (
     behind,
     compare,
     failed_cells,
-    figure_text,
-    grid,
     lines_of,
     mean_ratio,
     moved,
@@ -31,6 +29,7 @@ from bench.report.cells import (
     of_op,
     peers_of,
 )
+from bench.report.text import figure_text, table_text
 
 NO_DW_BYTES = 100e6
 SMALL_ELEMENTS = 4 << 20
@@ -49,7 +48,7 @@ def table(result: Result, op: str, style: str = "simple") -> str:
         row = [each.shape, rate_text(each.ours), rate_text(each.peer), name_of(each.peer)]
         rows.append([*row, f"{each.ratio:.2f}", figure_text(each.ours["copy_fraction"])])
     headers = ["rows x cols", "cutile GB/s", "best peer GB/s", "best peer", "ratio", "cutile / copy"]
-    return grid(rows, headers, style, left=(0, 3))
+    return table_text(rows, headers, style, left=(0, 3))
 
 
 def summary(result: Result) -> str:
@@ -108,7 +107,7 @@ def workspace_table(result: Result, style: str = "simple") -> str:
             per_sm = f"{count / result['sms']:.2f}" if result.get("sms") else ""
             row = [shape_text(record), record["workspace_bytes"], f"{count:.0f}", per_sm]
             rows.append([*row, figure_text(costs.get(shape_of(record)), "+.1%")])
-    return grid(rows, ["rows x cols", "workspace bytes", "P", "P per SM", "dw costs"], style)
+    return table_text(rows, ["rows x cols", "workspace bytes", "P", "P per SM", "dw costs"], style)
 
 
 def partial_rows(record: Record) -> float:

@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 from bench.measure.provenance import one_line
 from bench.measure.shapes import Result
 from bench.report import pictures
-from bench.report.cells import figure_text, grid
 from bench.report.styles import style_of
+from bench.report.text import figure_text, table_text
 
 Run = dict[str, Any]
 TABLE_ROWS = 12  # of the loss table: every 25 steps of 300
@@ -67,7 +67,7 @@ def loss_table(result: Result, style: str = "simple") -> str:
     ends = [end for end in range(stride, steps + 1, stride) if end >= window]
     rows = [[end, *(f"{curve[end - window]:.4f}" for curve in curves)] for end in ends]
     headers = ["step", *(label(run, result) for run in result["runs"])]
-    return grid(rows, headers, style, left=())
+    return table_text(rows, headers, style, left=())
 
 
 def summary_table(result: Result, style: str = "simple") -> str:
@@ -81,7 +81,7 @@ def summary_table(result: Result, style: str = "simple") -> str:
         row = [label(run, result), f"{run['tokens_per_s']:,.0f}", peak]
         rows.append(row + [figure_text(loss, ".4f") for loss in losses])
     headers = ["norm", "tokens/s", "peak GiB", "training loss", "validation loss", "distance from baseline"]
-    return grid(rows, headers, style)
+    return table_text(rows, headers, style)
 
 
 def verdict(result: Result) -> str:

@@ -23,7 +23,8 @@ from bench.measure.shapes import BATCHES, OPS, Result, kind_of, shape_of
 from bench.providers.ours import PDL
 from bench.report import block as block_page
 from bench.report import compare, tables
-from bench.report.cells import LARGE_BYTES, figure_text, grid, moved, read_result
+from bench.report.cells import LARGE_BYTES, moved
+from bench.report.text import figure_text, read_result, table_text
 
 Results = dict[Path, Result]
 PAGE, INDEX = "docs/performance.md", "bench/results/README.md"
@@ -151,7 +152,7 @@ def index(results: Results) -> str:
         what = KINDS_SAID[kind_of(result)]
         rows.append([link, result["gpu"], _dtype(result), what, result["commit"][:12], result["date"][:10]])
     headers = ["result", "GPU", "dtype", "shapes", "commit", "date"]
-    return grid(rows, headers, left=range(6))
+    return table_text(rows, headers, left=range(6))
 
 
 def sizes_table(results: list[Result]) -> str:
@@ -168,7 +169,7 @@ def sizes_table(results: list[Result]) -> str:
         rows.append(row)
     limit = f"{LARGE_BYTES / 1e6:.0f} MB"
     headers = ["GPU, dtype"] + [f"{op} {size}" for op in OPS_SHOWN for size in (f"< {limit}", f">= {limit}")]
-    return grid(rows, headers)
+    return table_text(rows, headers)
 
 
 def behind_table(results: list[Result]) -> str:
@@ -185,7 +186,7 @@ def behind_table(results: list[Result]) -> str:
                 row += [f"{behind[0].ratio:.3f}", behind[0].shape, behind[0].peer["provider"]]
             rows.append([*row, *[""] * (6 - len(row))])
     headers = ["GPU, dtype", "op", "a peer is faster", "lowest ratio", "at rows x cols", "of"]
-    return grid(rows, headers, left=(0, 1, 5))
+    return table_text(rows, headers, left=(0, 1, 5))
 
 
 def without_option(result: Result) -> Result:
@@ -207,7 +208,7 @@ def host_table(result: Result) -> str:
     for shape in BATCHES:
         cells = [found.get((op, shape, name), {}).get("host_us") for op, name in columns]
         rows.append([f"{shape[0]} x {shape[1]}", *(figure_text(us, ".0f") for us in cells)])
-    table = grid(rows, ["rows x cols", *(f"{op}: {name}" for op, name in columns)])
+    table = table_text(rows, ["rows x cols", *(f"{op}: {name}" for op, name in columns)])
     return f"**{_name(result)}**\n\n{table}"
 
 

@@ -21,7 +21,8 @@ from bench.measure.provenance import one_line
 from bench.measure.shapes import Record, Result, Shape, kind_of, shape_of
 from bench.providers.ours import OURS, OWN
 from bench.report import compare
-from bench.report.cells import figure_text, grid, spread_of
+from bench.report.cells import spread_of
+from bench.report.text import figure_text, table_text
 
 CPU_NOTE = "Not GPU figures: wall-clock times of CPU code and interpreters, taken without a GPU."
 
@@ -104,7 +105,7 @@ def overview(results: list[Result]) -> str:
     of_op = [
         f"{op}: {what}" for op in ("backward", "forward") for what in ("mean ratio", "as fast or faster")
     ]
-    return grid(rows, ["GPU, dtype", "peers", *of_op])
+    return table_text(rows, ["GPU, dtype", "peers", *of_op])
 
 
 def page_section(result: Result, images: dict[str, str]) -> str:
@@ -190,7 +191,7 @@ def op_table(result: Result, op: str, cell: Any, style: str, summary: bool = Fal
     headers = ["rows x cols", *providers]
     if summary and OURS in providers:
         headers += [f"{OURS} / copy", f"{OURS} host us"]
-    return grid(rows, headers, style)
+    return table_text(rows, headers, style)
 
 
 def failures(result: Result) -> list[str]:

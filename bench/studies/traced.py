@@ -60,8 +60,8 @@ from bench.measure.session import ContextLostError, Session, run_in_interpreters
 from bench.measure.shapes import Result, compulsory_bytes
 from bench.providers.ours import EPS, aten_backward, aten_norm, aten_ops_forward, remove_overrides
 from bench.report import readme
-from bench.report.cells import figure_text, grid
 from bench.report.tables import CPU_NOTE, write_json
+from bench.report.text import figure_text, table_text
 from tilegym_rmsnorm import registry
 from tilegym_rmsnorm.commands import options
 from tilegym_rmsnorm.commands.installation import why_not_writable
@@ -391,7 +391,7 @@ def table(result: Result) -> str:
             line += [f"{each['us'] / 1e3:.3f}", f"{each['gb_per_s']:.0f}"]
             line += [figure_text(each["copy_fraction"]), figure_text(each["times_eager"], ".2f")]
         lines.append(line)
-    return grid(lines, ["", "ms", "GB/s", "of the copy", f"x {EAGER}"], "github")
+    return table_text(lines, ["", "ms", "GB/s", "of the copy", f"x {EAGER}"], "github")
 
 
 def failures(result: Result) -> list[str]:
