@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tilegym_rmsnorm import registry, rms_norm, rms_norm_backward, rms_norm_forward, use_backend
-from tilegym_rmsnorm.torch_ops import op
+from tilegym_rmsnorm.torch_ops import SCHEMAS, op
 
 FORWARD, BACKWARD, ADD_FORWARD, ADD_BACKWARD = (
     op(name)
