@@ -11,6 +11,7 @@ import pytest
 import torch
 from block_cases import EVERY_OP, SHAPE, computed, measured, reason
 from fake_peers import FAKES
+from helpers import why_skip
 
 from bench.block import families
 from bench.block import peers as block_peers
@@ -116,11 +117,8 @@ def test_pytorch_alone_on_a_cpu_has_forwards(family, op):
 @every_op
 @pytest.mark.parametrize("backend", ["torch", "cutile", "triton"])
 def test_backends_are_called_right(backend, family, op):
-    if backend != "torch":
-        from helpers import why_skip
-
-        if why := why_skip(backend):
-            pytest.skip(why)
+    if why := why_skip(backend, CPU):
+        pytest.skip(why)
     provider = block_providers.own_provider(backend)
     if op in CONTROLS.values() and backend != OURS:
         assert op not in provider.ops
@@ -194,9 +192,7 @@ def test_liger_of_either_form_is_called_right(version, monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_records_of_cutile_name_the_kernel(family, monkeypatch):
-    from helpers import why_skip
-
-    if why := why_skip("cutile"):
+    if why := why_skip("cutile", CPU):
         pytest.skip(why)
     records = measured(monkeypatch, family, block_providers.own_provider("cutile"))
     assert [each["op"] for each in records] == list(family.ops)
@@ -209,9 +205,7 @@ def test_records_of_cutile_name_the_kernel(family, monkeypatch):
 
 
 def test_what_pytorch_does_around_a_plain_kernel_is_said(monkeypatch):
-    from helpers import why_skip
-
-    if why := why_skip("cutile"):
+    if why := why_skip("cutile", CPU):
         pytest.skip(why)
     family = FAMILIES[0]
     (inputs,) = make_inputs(family, (2, 20000), BF16, CPU, sets=1)

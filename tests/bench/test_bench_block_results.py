@@ -107,6 +107,7 @@ def measuring(monkeypatch, tmp_path):
     return main
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures as where there is no GPU")
 def test_one_command_measures_every_family_and_writes(measuring, capsys):
     path, result = measuring("--quick", "--provider", "torch,cutile")
     assert result["is_block"] and not result["is_grid"]

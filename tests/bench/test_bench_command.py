@@ -229,6 +229,7 @@ def on_a_gpu() -> dict[str, object]:
 def test_one_page_has_the_results_of_all_dtypes(measured, monkeypatch):
     main, _ = measured
     pages = []
+    pytest.importorskip("plotly", reason="plotly, which draws the page, is not installed")
     monkeypatch.setattr(run, "describe_run", on_a_gpu)
     monkeypatch.setattr(html_report, "write", lambda results, path: pages.append((len(results), path.name)))
     main("--provider", "torch", "--dtype", "float32,bfloat16", files=2)

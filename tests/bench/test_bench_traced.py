@@ -23,7 +23,7 @@ SHAPE = (2, 3, 64)
 
 pytestmark = [
     pytest.mark.skipif(not KEEPS_FORWARDS, reason="this torch decomposes forwards when it traces"),
-    pytest.mark.skipif(why_skip("cutile") is not None, reason=str(why_skip("cutile"))),
+    pytest.mark.skipif(why_skip("cutile", CPU) is not None, reason=str(why_skip("cutile", CPU))),
 ]
 
 

@@ -78,9 +78,9 @@ class Expected(NamedTuple):
     dtype: torch.dtype
 
 
-def why_skip(backend: str) -> str | None:
+def why_skip(backend: str, device: torch.device = DEVICE) -> str | None:
     """One line on why the backend cannot run the op tests on this machine, None if it can."""
-    unusable = why_unusable(backend, Request(DEVICE, FP32, FP32, "once"))
+    unusable = why_unusable(backend, Request(device, FP32, FP32, "once"))
     return None if unusable is None else f"{backend}: {unusable.reason} ({unusable.remedy})"
 
 

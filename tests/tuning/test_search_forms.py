@@ -239,7 +239,7 @@ def test_an_alpha_that_is_left_out_is_refused(finder, monkeypatch):
 def test_the_check_of_sums_and_residuals_is_that_of_autograd(monkeypatch, chunk):
     """In float64 PyTorch's own derivatives are within every allowance, by far."""
     monkeypatch.setattr(accuracy, "CHUNK_ELEMENTS", chunk)
-    inputs: Inputs = make_inputs(100, 64, torch.float32, torch.float32)
+    inputs: Inputs = make_inputs(100, 64, torch.float32, torch.float32, device="cpu")
     x, dy, weight, eps = (each if isinstance(each, float) else each.double() for each in inputs[:4])
     bias, d_out = torch.randn(64, dtype=torch.float64), torch.randn(100, 64, dtype=torch.float64)
     leaves = [each.clone().requires_grad_() for each in (x, weight, bias)]
