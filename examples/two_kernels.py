@@ -20,7 +20,7 @@ import functools
 import cuda.tile as ct
 import torch
 
-IMPLEMENTATIONS = {}  # (op, backend): function. In TileGym: from tilegym.backend import dispatch, register_impl
+IMPLEMENTATIONS: dict = {}  # (op, backend): function. In TileGym: from tilegym.backend import dispatch, register_impl
 
 
 def register_impl(name, backend):
