@@ -92,7 +92,7 @@ def launch(kernel, blocks, *args):
             return ct.launch(torch.cuda.current_stream(), (blocks,), kernel, args)
     from tilegym_rmsnorm.backends.cutile import interpreter
 
-    return interpreter.launch(kernel._pyfunc, (blocks,), args)
+    return torch.compiler.disable(interpreter.launch)(kernel._pyfunc, (blocks,), args)
 
 
 class RMSNorm(torch.autograd.Function):

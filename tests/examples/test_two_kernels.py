@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import helpers
@@ -127,6 +129,26 @@ def test_the_stub_runs_what_is_registered_last(program, registered):
     assert register(first) is first and register(last) is last
     for named in ({}, {"backend": "cutile"}):
         assert program.rms_norm(3, None, 4, 0.5, bias=5, **named) == (2, (3, None, 4, 0.5), {"bias": 5})
+
+
+FIRST_CALL = """
+import sys, torch
+sys.path.insert(0, r"{folder}")
+import two_kernels as program
+torch.manual_seed(0)
+x, weight, dy = (torch.randn(size, device="{device}") for size in ((33, 77), (77,), (33, 77)))
+found = program.results(torch.compile(program.rms_norm, backend="aot_eager"), x, weight, dy)
+exact = program.results(torch.nn.functional.rms_norm, x.double(), weight.double(), dy.double())
+for each, expected in zip(found, exact, strict=True):
+    torch.testing.assert_close(each.double(), expected, rtol=1e-5, atol=1e-5)
+"""
+
+
+def test_the_first_call_of_a_process_may_be_compiled():
+    """Dynamo traced the interpreter, and failed."""
+    source = FIRST_CALL.format(folder=PATH.parent, device=DEVICE)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_differentiable_once(program):
