@@ -106,10 +106,10 @@ def _cuda_tile() -> str:
     version = toolchain.package_version("cuda-tile")
     if version is None:
         return "not installed"
-    (oldest, below), found = toolchain.CUDA_TILE_RANGE, toolchain.parse_version(version)
-    if oldest <= found < below:
+    oldest, below = toolchain.CUDA_TILE_RANGE
+    if oldest <= toolchain.parse_version(version) < below:
         return version
-    state = "not tested" if found >= below and found[0] == oldest[0] else "not usable"
+    state = "not tested" if toolchain.can_use_cuda_tile(version) else "not usable"
     expected = toolchain.CUDA_TILE_EXPECTED
     return f"{version}: {state}; expected {expected}. To mend it: {toolchain.CUDA_TILE_INSTALL}"
 

@@ -97,13 +97,11 @@ def _no_gpu() -> Unusable:
 
 @functools.cache
 def _cuda_tile_unusable() -> Unusable | None:
-    """Why the installed cuda-tile cannot be used, or None. A later one of the same major version can be, as a later
-    tileiras can; `doctor` says that it is not tested."""
+    """Why the installed cuda-tile cannot be used, or None."""
     version = toolchain.package_version("cuda-tile")
     if version is None:
         return Unusable("cuda-tile is not installed", toolchain.CUDA_TILE_INSTALL)
-    oldest, found = toolchain.CUDA_TILE_RANGE[0], toolchain.parse_version(version)
-    if found < oldest or found[0] > oldest[0]:
+    if not toolchain.can_use_cuda_tile(version):
         reason = f"cuda-tile {version} is installed, expected {toolchain.CUDA_TILE_EXPECTED}"
         return Unusable(reason, toolchain.CUDA_TILE_INSTALL)
     return None

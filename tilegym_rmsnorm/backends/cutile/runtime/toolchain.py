@@ -36,10 +36,8 @@ from typing import NamedTuple
 from tilegym_rmsnorm.backends.cutile.plans.problem import Target
 from tilegym_rmsnorm.backends.versions import Version, package_version, parse_version
 
-CUDA_TILE_RANGE = (
-    (1, 7),
-    (1, 8),
-)  # from, below: tested, and what the tuned data that ships was measured with
+# From, below: tested, and measured with by the tuned data that ships.
+CUDA_TILE_RANGE = ((1, 7), (1, 8))
 CUDA_TILE_EXPECTED = ">={}.{},<{}.{}".format(*CUDA_TILE_RANGE[0], *CUDA_TILE_RANGE[1])
 # Gathers without bounds checks, which the kernels use, are refused by cuda-tile for any older tileiras.
 OLDEST_TILEIRAS = (13, 4)
@@ -60,6 +58,13 @@ class Tileiras(NamedTuple):
     source: str  # "pip package", "PATH", "CUDA_HOME" or "default folder"
     release: Version | None  # None where the program does not say
     inherits_cuda_home: bool
+
+
+def can_use_cuda_tile(version: str) -> bool:
+    """Whether the kernels run with this cuda-tile. A later one of the same major version is not refused, as a later
+    tileiras is not; `doctor` says that it is not tested."""
+    oldest, found = CUDA_TILE_RANGE[0], parse_version(version)
+    return found >= oldest and found[0] == oldest[0]
 
 
 @functools.cache
