@@ -239,7 +239,7 @@ def default_folder(arguments: argparse.Namespace, gpu: str | None) -> Path:
 
 
 def choose_sections(arguments: argparse.Namespace, has_gpu: bool) -> list[Section]:
-    """What is measured: plain ops at the same shapes, and those of each family of block/ at its own."""
+    """List the measurements: plain ops at the same shapes, and those of each family of block/ at its own."""
     ops = arguments.op
     if ops is None:
         ops = BLOCK_OPS if arguments.block else GRID_OPS if arguments.grid else OPS

@@ -101,7 +101,7 @@ def served_by(op: str, call: Compute, inputs: BlockInputs) -> str:
 
 
 def _own_scaled_backward(backend: str, t: BlockInputs) -> Results:
-    # What autograd asks of a backend; no public op of gradients takes that wish.
+    # As autograd asks a backend; no public op of gradients takes that wish.
     dtype = t.x.dtype
     request = registry.Request(t.x.device, dtype, t.weight.dtype, "once")
     backward = registry.dispatch("rms_norm_backward", request, backend)

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What is aimed at for a block's ops, each over a result's own cells. compare.py has those of the plain norm.
+"""Targets of a block's ops, each over a result's own cells. compare.py has those of the plain norm.
 
 python -m bench.report.block_targets RESULT.json    a line for each target: met, NOT MET with the cells that miss
                                                     it, or open without cells; exit status 1 unless all are met

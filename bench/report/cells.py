@@ -42,7 +42,7 @@ def spread_of(record: Record) -> float:
 
 
 class Target(NamedTuple):
-    """What is aimed at, in how many cells, and in which it is missed; one line about the figures."""
+    """A target: in how many cells it holds, in which it is missed, and one line about the figures."""
 
     text: str
     cells: int

@@ -72,7 +72,7 @@ BACKEND = "cutile"  # of this package
 SHAPE, DTYPE = (4, 8192, 4096), torch.bfloat16
 SECONDS = 0.3  # of the samples of each variant
 EAGER = "eager F.rms_norm"
-# What torchtitan gives Inductor, but for how it wraps.
+# The options that torchtitan gives Inductor, but for how it wraps.
 TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
 PAGE = ROOT / "docs" / "traced-graphs.md"
 SECTION = "traced"  # of the page: what stands between its markers
