@@ -1,0 +1,39 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The routes that calls take are those that routes.txt keeps (routes.py)."""
+
+import difflib
+
+import pytest
+import routes
+from helpers import HAS_GPU, why_skip
+from route_surroundings import SURROUNDINGS
+
+pytestmark = pytest.mark.skipif(HAS_GPU, reason="the table is of a CPU without a GPU")
+
+
+@pytest.fixture(scope="module")
+def kept():
+    return routes.read(routes.KEPT.read_text(encoding="utf-8"))
+
+
+def test_the_kept_table_has_every_cell(kept):
+    assert set(kept[1]) == set(routes.cells()), f"rewrite it: {routes.COMMAND}"
+
+
+@pytest.mark.parametrize("surrounding", SURROUNDINGS)
+def test_routes(kept, surrounding):
+    version, expected = kept
+    seen = routes.observed([surrounding])
+    if reason := why_skip("cutile"):
+        seen = {cell: each for cell, each in seen.items() if cell.backend != "interpreter"}
+    expected = {cell: expected[cell] for cell in seen if cell in expected}
+    if routes.VERSION != version:
+        seen, expected = (routes.of_any_version(each) for each in (seen, expected))
+    if seen != expected:
+        tables = [routes.render(each).splitlines() for each in (expected, seen)]
+        differing = [line for line in difflib.unified_diff(*tables, "kept", "seen", n=30, lineterm="")]
+        raise AssertionError(
+            "\n".join([*differing, f"If that is meant, with torch {version}: {routes.COMMAND}", reason or ""])
+        )
