@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The fourth axis of routes.py: what is around a call. Each function makes the call of a cell, phase by phase; `Watched`
+"""The fourth axis of routes.py: what is around a call. Each function makes a cell's call, phase by phase; `Watched`
 notes what runs, the nodes of the graphs, and the results."""
 
 from __future__ import annotations
