@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from gate_cases import Named, freed_view
 from helpers import BF16, FP32, FP64
+from processes import mesh_of_one
 from torch import Tensor
 
 import tilegym_rmsnorm as tr
@@ -219,18 +220,32 @@ def loss_of(gradients: Any) -> Tensor:
 
 class Kind(NamedTuple):
     """A kind of tensors. base: from a plain tensor of the form to a plain one with the values of the case. make: from
-    that to the case's. values: back. names: the tensors that `make` is for; None: all. row: the shape of a row, where
-    it is another than the form's."""
+    that to the case's. values: back. names: the tensors that `make` is for; None: all. mesh: of processes, which it
+    needs. row: the shape of a row, where it is another than the form's."""
 
     make: Callable[[Tensor], Any] = lambda t: t
     values: Callable[[Any], Tensor] = lambda t: t
     base: Callable[[str, Tensor], Tensor] = lambda name, t: t
     names: tuple[str, ...] | None = None
-    needs_mesh: bool = False
+    mesh: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
     row: tuple[int, ...] | None = None
 
 
-MESHES: list[Any] = []  # of the process group of one process, while there is one
+MESHES: list[Any] = []  # the one of the cell, the last
+
+
+@contextlib.contextmanager
+def _mesh_of_eight() -> Iterator[Any]:
+    """Of this process and seven that are not there: what is communicated has no values."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        yield init_device_mesh("cpu", (8,))
+    finally:
+        dist.destroy_process_group()
 
 
 def _dtensor(placement: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -313,17 +328,19 @@ def _spread(tensor: Tensor) -> Tensor:
 
 
 _MATRIX = ("x", "residual")
+MORE_SHARDS = "DTensor, more shards than rows"
 KINDS = {
     "tensors": Kind(),
     "parameters": Kind(torch.nn.Parameter, names=("weight", "bias")),
     "a subclass without operations": Kind(lambda t: t.as_subclass(Named), lambda t: t.as_subclass(Tensor)),
     "columns first": Kind(_transposed),
     "every second column": Kind(_spread),
-    "DTensor, rows sharded": Kind(_dtensor(_shard(0)), lambda t: t.full_tensor(), needs_mesh=True),
-    "DTensor, columns sharded": Kind(_dtensor(_shard(-1)), lambda t: t.full_tensor(), needs_mesh=True),
+    "DTensor, rows sharded": Kind(_dtensor(_shard(0)), lambda t: t.full_tensor(), mesh=mesh_of_one),
+    "DTensor, columns sharded": Kind(_dtensor(_shard(-1)), lambda t: t.full_tensor(), mesh=mesh_of_one),
     "DTensor beside a plain weight": Kind(
-        _dtensor(_shard(0)), lambda t: getattr(t, "full_tensor", lambda: t)(), names=ROWS, needs_mesh=True
+        _dtensor(_shard(0)), lambda t: getattr(t, "full_tensor", lambda: t)(), names=ROWS, mesh=mesh_of_one
     ),
+    MORE_SHARDS: Kind(_dtensor(_shard(0)), lambda t: t.to_local().to("meta"), mesh=_mesh_of_eight),
     "TwoTensor": Kind(_two, lambda t: getattr(t, "a", t)),
     "weight a TwoTensor": Kind(_two, lambda t: getattr(t, "a", t), names=("weight",)),
     "dy a TwoTensor": Kind(_two, lambda t: getattr(t, "a", t), names=("dy", "d_residual_out")),
@@ -391,15 +408,18 @@ def backend_of(title: str) -> Iterator[str | None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(registry.ENVIRONMENT_VARIABLE, raising=False)
         patch.setenv("TILEGYM_RMSNORM_INTERPRET", "1" if backend.interprets else "0")
-        registry.load("cutile")
+        with contextlib.suppress(ImportError):  # without cuda-tile there is no interpreter, but the stand-in
+            registry.load("cutile")
         if backend.has_kernel:
             by_address.use(patch)
         implementations = dict(registry._impls)
         for op in registry.OPS:
             reference = implementations[op, "torch"]
-            run = _kernel_of(reference) if backend.has_kernel else implementations[op, "cutile"]
             implementations[op, "torch"] = _noted("reference", reference)
-            implementations[op, "cutile"] = _noted("kernel", run)
+            if backend.has_kernel:
+                implementations[op, "cutile"] = _kernel_of(reference)
+            if (op, "cutile") in implementations:
+                implementations[op, "cutile"] = _noted("kernel", implementations[op, "cutile"])
         patch.setattr(registry, "_impls", implementations)
         patch.setattr(registry, "_chosen", {})
         patch.setattr(registry, "_told", set())

@@ -33,8 +33,20 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from processes import mesh_of_one
-from route_cases import BACKENDS, EPS, FORMS, KINDS, MESHES, MODES, ROWS, Form, Kind, backend_of, loss_of
+from route_cases import (
+    BACKENDS,
+    EPS,
+    FORMS,
+    KINDS,
+    MESHES,
+    MODES,
+    MORE_SHARDS,
+    ROWS,
+    Form,
+    Kind,
+    backend_of,
+    loss_of,
+)
 from route_surroundings import SURROUNDINGS, Failed, Watched
 from torch import Tensor
 
@@ -224,8 +236,8 @@ def observe(cell: Cell) -> tuple[Seen, dict[str, Any]]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        if kind.needs_mesh:
-            MESHES.append(stack.enter_context(mesh_of_one()))
+        if kind.mesh is not None:
+            MESHES.append(stack.enter_context(kind.mesh()))
             _forget_placements()
         MODES.clear()
         torch.manual_seed(0)
@@ -312,8 +324,30 @@ def observed(surroundings: Iterable[str]) -> dict[Cell, Seen]:
 
 def of_any_version(seen: dict[Cell, Seen]) -> dict[Cell, Seen]:
     """What does not depend on the version of torch: of graphs our ops, of PyTorch's errors the type, and the bits where
-    no PyTorch operations are derived or recorded in another order."""
-    return {cell: _of_any_version(each) for cell, each in seen.items()}
+    no PyTorch operations are derived or recorded in another order. DTensors with fewer rows than shards are left out:
+    since 2.14 PyTorch gathers them itself, so that an op may."""
+    return {cell: _of_any_version(each) for cell, each in seen.items() if cell.kind != MORE_SHARDS}
+
+
+def differences(kept: dict[Cell, Seen], seen: dict[Cell, Seen]) -> list[str]:
+    """What changed, and below it the cells of which it did."""
+    changes: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in seen:
+        if kept.get(cell) != seen[cell]:
+            pairs = zip(Seen._fields, kept.get(cell, ("",) * len(Seen._fields)), seen[cell], strict=True)
+            lines = [
+                f"{sign} {name:7} {line}"
+                for name, *both in pairs
+                for sign, text in zip("-+", both, strict=True)
+                for line in text.splitlines()
+                if both[0] != both[1]
+            ]
+            changes.setdefault(tuple(lines), []).append(cell)
+    return [
+        line
+        for lines, cells in changes.items()
+        for line in (*lines, *("    " + " | ".join(c) for c in cells))
+    ]
 
 
 def _of_any_version(seen: Seen) -> Seen:

@@ -3,8 +3,6 @@
 
 """The routes that calls take are those that routes.txt keeps (routes.py)."""
 
-import difflib
-
 import pytest
 import routes
 from helpers import HAS_GPU, why_skip
@@ -26,14 +24,12 @@ def test_the_kept_table_has_every_cell(kept):
 def test_routes(kept, surrounding):
     version, expected = kept
     seen = routes.observed([surrounding])
-    if reason := why_skip("cutile"):
+    if why_skip("cutile"):
         seen = {cell: each for cell, each in seen.items() if cell.backend != "interpreter"}
     expected = {cell: expected[cell] for cell in seen if cell in expected}
     if routes.VERSION != version:
         seen, expected = (routes.of_any_version(each) for each in (seen, expected))
-    if seen != expected:
-        tables = [routes.render(each).splitlines() for each in (expected, seen)]
-        differing = [line for line in difflib.unified_diff(*tables, "kept", "seen", n=30, lineterm="")]
+    if changed := routes.differences(expected, seen):
         raise AssertionError(
-            "\n".join([*differing, f"If that is meant, with torch {version}: {routes.COMMAND}", reason or ""])
+            "\n".join([*changed, f"Where that is meant, with torch {version}: {routes.COMMAND}"])
         )
