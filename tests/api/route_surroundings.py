@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from route_cases import EVENTS, Form, Kind, Tensors, loss_of
+from route_cases import EVENTS, ROWS, Form, Kind, Tensors, loss_of
 from test_gate_calls import MODES
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
@@ -201,21 +200,14 @@ def _has_op(nodes: list[str]) -> bool:
     return any(node.startswith("op ") for node in nodes)
 
 
-_NO_COMPUTATION = (operator.getitem, "size", "validate_outputs")
+_NO_COMPUTATION = ("getitem", "size", "validate_outputs")
 
 
 def nodes_of(graph: GraphModule) -> list[str]:
     """What a graph calls, in its order, also in the graphs inside of it. Of our ops with the numbers they are given."""
-    nodes: list[str] = []
-    for module in graph.modules():
-        if isinstance(module, GraphModule):
-            nodes += [
-                _named(node)
-                for node in module.graph.nodes
-                if node.op in ("call_function", "call_method", "call_module")
-                and node.target not in _NO_COMPUTATION
-            ]
-    return nodes
+    graphs = [module.graph for module in graph.modules() if isinstance(module, GraphModule)]
+    called = (node for each in graphs for node in each.nodes if node.op.startswith("call_"))
+    return [name for name in map(_named, called) if name not in _NO_COMPUTATION]
 
 
 def _named(node: torch.fx.Node) -> str:
@@ -400,12 +392,17 @@ def func_jvp(o: Watched) -> None:
     o.results["tangent"] = of_results[0]
 
 
+def _vmapped(o: Watched, function: Callable[..., Any]) -> Callable[..., Any]:
+    are_rows = (name in ROWS or (name == "rstd" and each.ndim > 1) for name, each in o.tensors.items())
+    return torch.func.vmap(function, in_dims=tuple(0 if is_rows else None for is_rows in are_rows))
+
+
 def func_vmap(o: Watched) -> None:
-    """Over the first dimension of the arrays of rows."""
-    dims = tuple(0 if each.ndim > 1 else None for each in o.tensors.values())
+    """Over the first dimension of the arrays of rows. The dw and db of the batch are added."""
     with o.phase("call"):
-        results = torch.func.vmap(o.function(), in_dims=dims)(*(each.detach() for each in o.tensors.values()))
-    o.note(results)
+        results = _vmapped(o, o.function())(*(each.detach() for each in o.tensors.values()))
+    names = o.names_of_results()
+    o.note([each.sum(0) if name in ("dw", "db") else each for name, each in zip(names, results, strict=True)])
 
 
 def func_functionalize(o: Watched) -> None:
@@ -560,10 +557,6 @@ def dynamo_of(transform: Callable[[Watched, Callable[..., Any]], Callable[..., A
             o.note(results)
 
     return run
-
-
-def _vmapped(o: Watched, function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.func.vmap(function, in_dims=tuple(0 if t.ndim > 1 else None for t in o.tensors.values()))
 
 
 def _in_use_backend(o: Watched, function: Callable[..., Any]) -> Callable[..., Any]:

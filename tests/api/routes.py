@@ -49,6 +49,7 @@ from route_cases import (
 )
 from route_surroundings import SURROUNDINGS, Failed, Watched
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 KEPT = Path(__file__).with_name("routes.txt")
 VERSION = ".".join(torch.__version__.split(".")[:2])
@@ -118,6 +119,30 @@ def cells() -> tuple[Cell, ...]:
         ),
         *_cells(eager, few + "; only bias learns; op forward"),
         *_cells("create_graph", "bias; heads, bias, residual; only residual_out used", backends="auto"),
+        *_cells("create_graph", "op add forward; RMSNorm", backends="auto"),
+        *_cells(
+            "create_graph",
+            "plain; residual",
+            "DTensor, rows sharded; DTensor, columns sharded",
+            "torch; auto",
+        ),
+        *_cells(
+            "grad; create_graph",
+            "bias; only bias learns; heads, bias, residual; only residual_out used",
+            "DTensor, rows sharded",
+            "torch; auto",
+        ),
+        *_cells(
+            "grad",
+            "op forward; op add forward",
+            "of inference mode; still communicated; a pending minus sign; dy a TwoTensor; complex; no rows",
+            "auto",
+        ),
+        *_cells(
+            "torch.func.vjp; torch.func.jvp; torch.func.vmap",
+            "bias; heads; op add forward; op backward; op add backward",
+            backends="auto",
+        ),
         *_cells("AOTAutograd", of_norm, backends="auto"),
         *_cells("AOTAutograd", few + "; heads; only bias learns; bias", backends="torch"),
         *_cells("AOTAutograd", "plain; residual; only bias learns; float64", backends="kernel"),
@@ -142,6 +167,7 @@ def cells() -> tuple[Cell, ...]:
         *_cells("make_fx", "plain", "TwoTensor; complex; no rows"),
         *_cells("make_fx of the backward; aot_function", "plain; residual; only bias learns"),
         *_cells("compiled autograd", "plain; residual; only bias learns; heads"),
+        *_cells("compiled autograd", "op forward; op add forward; float64", backends="auto"),
         *_cells("export", few + "; bias"),
         *_cells("export, strict", "plain; residual; rms_norm_backward", backends="torch; auto"),
         *_cells("export", "plain; residual", "complex; rows of no elements"),
@@ -324,9 +350,17 @@ def observed(surroundings: Iterable[str]) -> dict[Cell, Seen]:
 
 def of_any_version(seen: dict[Cell, Seen]) -> dict[Cell, Seen]:
     """What does not depend on the version of torch: of graphs our ops, of PyTorch's errors the type, and the bits where
-    no PyTorch operations are derived or recorded in another order. DTensors with fewer rows than shards are left out:
-    since 2.14 PyTorch gathers them itself, so that an op may."""
-    return {cell: _of_any_version(each) for cell, each in seen.items() if cell.kind != MORE_SHARDS}
+    no PyTorch operations are derived or recorded in another order."""
+    return {cell: _of_any_version(each) for cell, each in seen.items() if not _depends_on_torch(cell)}
+
+
+def _depends_on_torch(cell: Cell) -> bool:
+    """Since 2.14 PyTorch gathers DTensors with fewer rows than shards itself, so that an op may. 2.9 exports no two
+    tensors of one dynamic size, and compiles no eps of a dynamic size."""
+    version = TorchVersion(torch.__version__)
+    return (
+        cell.kind == MORE_SHARDS if version >= "2.14" else version < "2.11" and "dynamic" in cell.surrounding
+    )
 
 
 def differences(kept: dict[Cell, Seen], seen: dict[Cell, Seen]) -> list[str]:

@@ -8,7 +8,10 @@ import routes
 from helpers import HAS_GPU, why_skip
 from route_surroundings import SURROUNDINGS
 
-pytestmark = pytest.mark.skipif(HAS_GPU, reason="the table is of a CPU without a GPU")
+pytestmark = [
+    pytest.mark.skipif(HAS_GPU, reason="the table is of a CPU without a GPU"),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 
 @pytest.fixture(scope="module")
