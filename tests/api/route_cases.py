@@ -275,12 +275,12 @@ def _two(tensor: Tensor) -> Any:
 def _fake(tensor: Tensor) -> Tensor:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    if not MODES:
-        MODES.append(FakeTensorMode())
-    return MODES[-1].from_tensor(tensor)
+    if not FAKE_MODES:
+        FAKE_MODES.append(FakeTensorMode())
+    return FAKE_MODES[-1].from_tensor(tensor)
 
 
-MODES: list[Any] = []  # of the fake tensors of one cell
+FAKE_MODES: list[Any] = []  # of the fake tensors of one cell
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
@@ -369,7 +369,8 @@ KINDS = {
 
 
 class Backend(NamedTuple):
-    """name: what `backend=` says. has_kernel: the stand-in for a kernel is there, for "cutile" and first of "auto"."""
+    """name: what `backend=` says. has_kernel: the stand-in for a kernel is there, as "cutile" and first of "auto". around:
+    a block that says more. interprets: TILEGYM_RMSNORM_INTERPRET is on."""
 
     name: str | None
     has_kernel: bool = False

@@ -36,10 +36,10 @@ import torch
 from route_cases import (
     BACKENDS,
     EPS,
+    FAKE_MODES,
     FORMS,
     KINDS,
     MESHES,
-    MODES,
     MORE_SHARDS,
     ROWS,
     Form,
@@ -265,7 +265,7 @@ def observe(cell: Cell) -> tuple[Seen, dict[str, Any]]:
         if kind.mesh is not None:
             MESHES.append(stack.enter_context(kind.mesh()))
             _forget_placements()
-        MODES.clear()
+        FAKE_MODES.clear()
         torch.manual_seed(0)
         backend = stack.enter_context(backend_of(cell.backend))
         tensors = {
