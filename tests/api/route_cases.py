@@ -369,8 +369,8 @@ KINDS = {
 
 
 class Backend(NamedTuple):
-    """name: what `backend=` says. has_kernel: the stand-in for a kernel is there, as "cutile" and first of "auto". around:
-    a block that says more. interprets: TILEGYM_RMSNORM_INTERPRET is on."""
+    """name: what `backend=` says. has_kernel: the stand-in for a kernel is there, as "cutile" and first of "auto".
+    around: a block that says more. interprets: TILEGYM_RMSNORM_INTERPRET is on."""
 
     name: str | None
     has_kernel: bool = False
