@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Apex's RMSNorm by its names and signatures, on these kernels. It does not import Apex.
+"""Run Apex's RMSNorm, by Apex's names and signatures, on these kernels. Apex is not imported.
 
-Written against `apex/normalization/fused_layer_norm.py` of July 2026. Apex rounds `x * rstd` to the dtype of y before
-the weight, on CUDA; so do these, on any device. `memory_efficient` has no effect: x is saved, not y.
+Written against `apex/normalization/fused_layer_norm.py` of July 2026. On CUDA, Apex rounds `x * rstd` to y's dtype
+before the weight; these functions do so on any device. `memory_efficient` has no effect: x is saved, not y.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """`apex.normalization.fused_layer_norm.fused_rms_norm_affine`: y in input's dtype; differentiable.
+    """Compute `apex.normalization.fused_layer_norm.fused_rms_norm_affine`; differentiable.
 
-    Under `torch.autocast("cuda")` input and weight are cast to its dtype first, as Apex does.
+    Returns y, of input's shape and dtype. Under `torch.autocast("cuda")` casts input and weight to autocast's dtype
+    first, as Apex does.
 
     Args:
         input: Shape `(*, *normalized_shape)`.
@@ -54,7 +55,7 @@ def fused_rms_norm_affine(
 def fused_rms_norm(
     input: Tensor, normalized_shape: int | Sequence[int], eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """`fused_rms_norm_affine` without a weight.
+    """Compute `fused_rms_norm_affine` without a weight.
 
     Args:
         input: Shape `(*, *normalized_shape)`.
@@ -76,7 +77,7 @@ def mixed_dtype_fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """`fused_rms_norm_affine`, with y in weight's dtype.
+    """Compute `fused_rms_norm_affine` with y in weight's dtype.
 
     Args:
         input: Shape `(*, *normalized_shape)`.
@@ -100,7 +101,7 @@ def _rms_norm(
     eps: float,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """out_dtype: of y, where it is not input's."""
+    """Compute y as Apex does. out_dtype: y's dtype; None: input's."""
     check_tensor("input", input)
     if torch.is_autocast_enabled("cuda") and input.is_cuda:
         dtype = torch.get_autocast_dtype("cuda")
@@ -108,20 +109,20 @@ def _rms_norm(
         out_dtype = None if out_dtype is None or weight is None else weight.dtype
         with torch.autocast("cuda", enabled=False):
             return _rms_norm(input, weight, normalized_shape, eps, out_dtype)
-    # `x * rstd` in the dtype of y: where that is not x's own there is no casting that rounds it.
+    # Apex rounds `x * rstd` to y's dtype. Casting "llama" rounds to x's: where these differ, no casting does it.
     casting = "llama" if out_dtype in (None, input.dtype) else "once"
     options: dict[str, Any] = {"casting": casting, "out_dtype": out_dtype}
     return api.rms_norm(input, normalized_shape, weight, eps, **options)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As autocast does: float64 stays, and so does what is no floating tensor, which is refused later."""
+    """Cast a tensor as autocast does: float64 stays. So do tensors that are not floating; they are refused later."""
     is_cast = tensor.is_floating_point() and tensor.dtype is not torch.float64
     return tensor.to(dtype) if is_cast else tensor
 
 
 class FusedRMSNorm(nn.Module):
-    """`apex.normalization.FusedRMSNorm`: its parameters, attributes and state dict. y has input's dtype.
+    """`apex.normalization.FusedRMSNorm`, with the same parameters, attributes and state dict. y has input's dtype.
 
     Args:
         normalized_shape: The last dimensions of input.
@@ -131,7 +132,7 @@ class FusedRMSNorm(nn.Module):
 
     Raises:
         ValueError: A size or eps is out of range.
-        TypeError: A size or eps is no number.
+        TypeError: A size or eps is not a number.
     """
 
     weight: Tensor | None
@@ -169,17 +170,17 @@ class FusedRMSNorm(nn.Module):
 
 
 class MixedFusedRMSNorm(FusedRMSNorm):
-    """`apex.normalization.MixedFusedRMSNorm`, which Megatron uses: `FusedRMSNorm`, with y in weight's dtype.
+    """`apex.normalization.MixedFusedRMSNorm`, which Megatron uses: `FusedRMSNorm` with y in weight's dtype.
 
     Args:
         normalized_shape: The last dimensions of input.
         eps: Added to the mean of squares.
         memory_efficient: No effect.
-        **kwargs: `elementwise_affine`, which may be True only: a warning says so.
+        **kwargs: Only `elementwise_affine=True`, with a warning.
 
     Raises:
         RuntimeError: elementwise_affine is False.
-        TypeError: There is no such argument.
+        TypeError: Another argument is given.
     """
 
     def __init__(

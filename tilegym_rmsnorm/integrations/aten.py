@@ -1,15 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Overrides aten's fused RMSNorm, which F.rms_norm and nn.RMSNorm call, by the kernels of this package.
+"""Override aten's fused RMSNorm, which F.rms_norm and nn.RMSNorm call, by the kernels of this package.
 
-A patch is a kernel of ours for both ops at the dispatch key of a device. PyTorch's dispatcher keeps a stack of kernels
-for each key, and calls the one that was registered last. Autograd, forward mode, vmap and DTensor stand above these
-keys, and stay PyTorch's: what arrives is memory, or is declined.
+A patch registers a kernel for both ops, forward and backward, at the dispatch key of a device. PyTorch's dispatcher
+keeps a stack of kernels for each key, and calls the one registered last. Autograd, forward mode, vmap and DTensor have
+higher keys and stay PyTorch's: a patch runs on plain tensors and declines all others.
 
-A patch asks for the kernel below it when it is registered, and hands on to it what it declines. So may whoever is
-registered later: a kernel that is deregistered is an error to those who kept it. Hence a patch that is not the last one
-registered is not taken away when it is undone: it declines all calls, until it is the last one.
+A patch gets the kernel below it when it is registered, and calls that kernel for all that the patch declines. Kernels
+registered later may do the same, and fail once the kernel that they hold is deregistered. So undoing a patch that is
+not the last one registered does not deregister it: the patch declines all calls until it is the last one.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ DISPATCH_KEYS = {"cuda": "CUDA", "cpu": "CPU"}
 BACKENDS = (
     "cutile",
     "triton",
-)  # in the order in which "auto" tries them; the others run PyTorch's operations
+)  # in the order in which "auto" tries them; other backends run PyTorch's operations
 TAKEN = "taken"
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_DEFAULT_EPS = reference.default_eps(torch.float32)  # aten's for all three
+_DEFAULT_EPS = reference.default_eps(torch.float32)  # aten uses this one for all three dtypes
 _FLOAT32, _INF = torch.float32, math.inf
 _UNKNOWN: Any = object()
 _is_copied_on_write = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 
 _lock = threading.RLock()
-_patches: dict[str, list[_Patch]] = {"cuda": [], "cpu": []}  # those registered, the last one last
+_patches: dict[str, list[_Patch]] = {"cuda": [], "cpu": []}  # in the order of registration
 
 
-@torch._disable_dynamo  # torch.compiler.disable would import Dynamo here and now
+@torch._disable_dynamo  # torch.compiler.disable would import Dynamo with this module
 def _untraced(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
@@ -69,9 +69,9 @@ class Override:
 
     @property
     def stats(self) -> dict[str, dict[str, int]]:
-        """How many calls of each op were "taken", and how many declined for which reason (docs/aten.md has the list),
-        since this override was made, and until it was undone. Of calls that end at the same time in several threads
-        some may be missing."""
+        """Count the calls of each op that were "taken", and those declined, by reason (docs/aten.md lists the reasons).
+        Counts begin when this override is made and end when it is undone. Some calls may be missing where calls end at
+        the same time in several threads."""
         counts = self._after if self._patch is None else self._patch.snapshot()
         assert counts is not None
         return {
@@ -80,7 +80,7 @@ class Override:
         }
 
     def undo(self) -> None:
-        """End the override. Once the last one of a device has ended, the kernels run that were there before. A second
+        """End the override. After the last override of a device has ended, the earlier kernels run again. A second
         call does nothing."""
         with _lock:
             if self._patch is None:
@@ -99,7 +99,7 @@ class Override:
 
 
 def override(device_type: str) -> Override:
-    """What `override_aten` does."""
+    """Check the device and the PyTorch release for `override_aten`, and register a patch or share the last one."""
     if not isinstance(device_type, str) or device_type not in DISPATCH_KEYS:
         expected = " or ".join(map(repr, DISPATCH_KEYS))
         ends = (
@@ -147,22 +147,22 @@ class _Implementation(NamedTuple):
 
 
 class _Patch:
-    """Kernels for both ops at one key, registered from here to `deregister`."""
+    """Kernels for both ops at one dispatch key, registered from construction to `deregister`."""
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
         self.key = DISPATCH_KEYS[device_type]
-        self.holders = 0  # overrides in effect; without any it declines all calls
+        self.holders = 0  # overrides in effect; at 0 the patch declines all calls
         self.counts: dict[str, dict[str, int]] = {FORWARD: {TAKEN: 0}, BACKWARD: {TAKEN: 0}}
         self._implementations: dict[tuple[Any, ...], _Implementation | None] = {}
         self._below = {op: _kernel(op, self.key) for op in SCHEMAS}
         self._library = Library("aten", "IMPL", self.key)
         try:
             with warnings.catch_warnings():
-                # It says, once in a process, that a kernel is overridden.
+                # PyTorch warns, once in a process, that a kernel is overridden: users asked for that.
                 warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
                 for op, function in ((FORWARD, self._forward), (BACKWARD, self._backward)):
-                    # What is the default differs between releases.
+                    # allow_override is passed because its default differs between releases.
                     self._library.impl(op, function, self.key, with_keyset=True, allow_override=True)
         except BaseException:
             self.deregister()
@@ -170,13 +170,13 @@ class _Patch:
 
     def deregister(self) -> None:
         self._library._destroy()
-        # Tracers in Python remember which kernel an op has at a key, and are not told that it is gone.
+        # Tracers in Python cache the kernel of an op and key, and would keep the one that is gone.
         for op in SCHEMAS:
             getattr(torch.ops.aten, op).default._dispatch_cache.clear()
 
     def is_called_first(self) -> bool:
-        """Whether both kernels are those that the dispatcher calls: registered from this file, and by no patch but the
-        last. False where this PyTorch does not say where a kernel was registered."""
+        """Return whether the dispatcher calls kernels registered from this file, which are those of the last patch.
+        False where this PyTorch does not say where a kernel was registered."""
         here = f"registered at {_kernel.__code__.co_filename}:"
         return all(here in repr(_kernel(op, self.key)) for op in SCHEMAS)
 
@@ -186,7 +186,7 @@ class _Patch:
     def _forward(
         self, keyset: Any, x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
     ) -> Any:
-        if is_dynamo_compiling():  # it traces what autograd calls inside a function that it compiles
+        if is_dynamo_compiling():  # Dynamo traces what autograd calls inside a compiled function
             return _untraced(self._forward, keyset, x, normalized_shape, weight, eps)
         found: _Implementation | str = "eps"
         if eps is None or 0.0 <= eps < _INF:
@@ -239,8 +239,8 @@ class _Patch:
         dy: Tensor | None = None,
         rstd: Tensor | None = None,
     ) -> _Implementation | str:
-        """What runs the call, or why it is declined, which pays for all that is asked here: the cheapest comes first,
-        and nothing is asked twice. A backward has dy and rstd."""
+        """Return the implementation for a call, or the reason for declining it. A declined call pays for these checks:
+        the cheapest comes first, and none is made twice. Only a backward has dy and rstd."""
         if not self.holders:
             return "undone"
         dtype = x.dtype
@@ -254,11 +254,11 @@ class _Patch:
         found = self._implementations.get(key, _UNKNOWN)
         if found is _UNKNOWN:
             found = _implementation(op, x, weight, name)
-            if self.device_type == "cuda":  # on a CPU the interpreters may be switched on and off
+            if self.device_type == "cuda":  # not on a CPU: its interpreters may be switched on and off
                 self._implementations[key] = found
         if found is None:
             return "backend"
-        # To ask a tensor that shares its memory until it is written for its address would copy it.
+        # Copy-on-write is tested first: is_plain reads the address, which would copy such a tensor.
         if _is_copied_on_write(x) or not is_plain(x):
             return "memory"
         shape, size = tuple(normalized_shape), x.shape
@@ -279,7 +279,7 @@ class _Patch:
         return found
 
     def _decline(self, op: str, reason: str, given: tuple[Any, ...]) -> Any:
-        """The call by the kernel below. given: the key set, then the arguments of the op."""
+        """Run the call by the kernel below. given: the key set, then the arguments of the op."""
         counts = self.counts[op]
         counts[reason] = counts.get(reason, 0) + 1
         kernel = self._below[op]
@@ -289,7 +289,7 @@ class _Patch:
             except RuntimeError as error:
                 if "SafeKernelFunction has been invalidated" not in str(error):
                     raise
-            # To ask for another one this patch had to be deregistered, in the midst of its own call.
+            # Getting another kernel would need this patch deregistered, in the midst of its own call.
             self._below[op] = None
             warnings.warn(
                 f"the kernel of aten::{op} that override_aten() had found was deregistered. What the override declines "
@@ -301,7 +301,7 @@ class _Patch:
 
 
 def _kernel(op: str, key: str) -> Any:
-    """The kernel that the dispatcher calls; None where there is none, as for the backward on a CPU."""
+    """Return the kernel that the dispatcher calls; None where there is none, as for the backward on a CPU."""
     try:
         return torch.library.get_kernel(f"aten::{op}", key)
     except RuntimeError:

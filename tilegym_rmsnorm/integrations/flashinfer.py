@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""flashinfer's RMSNorm by its names and signatures, on these kernels. It does not import flashinfer.
+"""Run flashinfer's RMSNorm, by flashinfer's names and signatures, on these kernels. flashinfer is not imported.
 
-Written against `flashinfer.norm` 0.7.2. flashinfer normalizes the sum of input and residual before it is rounded; so do
-these, which ask for a sum that is not. `enable_pdl` has no effect.
+Written against `flashinfer.norm` 0.7.2. As in flashinfer, the sum of input and residual is normalized before it is
+rounded. `enable_pdl` has no effect.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def rmsnorm(
     out: Tensor | None = None,
     enable_pdl: bool | None = None,
 ) -> Tensor:
-    """`flashinfer.norm.rmsnorm`: y in input's dtype; differentiable.
+    """Compute `flashinfer.norm.rmsnorm`: y, of input's shape and dtype; differentiable.
 
     Args:
         input: Shape `(*, N)`.
         weight: Shape `(N,)`.
         eps: Added to the mean of squares.
-        out: Of input's shape: y is written into it, rounded to its dtype, and it is returned. It may share memory with
-            input where no gradient is recorded.
+        out: Of input's shape. y is rounded to out's dtype and written into out, which is returned. out may share memory
+            with input where no gradient is recorded.
         enable_pdl: No effect.
 
     Raises:
@@ -50,7 +50,7 @@ def gemma_rmsnorm(
     out: Tensor | None = None,
     enable_pdl: bool | None = None,
 ) -> Tensor:
-    """`rmsnorm` with 1 added to weight.
+    """Compute `rmsnorm` with 1 added to weight.
 
     Args:
         input: Shape `(*, N)`.
@@ -69,19 +69,19 @@ def gemma_rmsnorm(
 def fused_add_rmsnorm(
     input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
-    """`flashinfer.norm.fused_add_rmsnorm`: residual becomes input + residual, and input the norm of that sum before it
-    is rounded. The sum is held in float32 on the way.
+    """Compute `flashinfer.norm.fused_add_rmsnorm`: residual becomes input + residual, and input the norm of that sum
+    before it is rounded. The sum is held in float32 on the way.
 
     Args:
         input: Shape `(*, N)`; changed in place.
-        residual: Shape of input; changed in place. It shares no memory with input.
+        residual: Shape of input; changed in place. Must share no memory with input.
         weight: Shape `(N,)`.
         eps: Added to the mean of squares.
         enable_pdl: No effect.
 
     Raises:
         ValueError: A shape, a device or a number does not fit, or input or residual cannot be written in place. Neither
-            has been changed then.
+            is changed then.
         TypeError: A dtype, a layout or a type does not fit.
     """
     _fused_add_rmsnorm(input, residual, weight, eps, 0.0)
@@ -90,7 +90,7 @@ def fused_add_rmsnorm(
 def gemma_fused_add_rmsnorm(
     input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
-    """`fused_add_rmsnorm` with 1 added to weight.
+    """Compute `fused_add_rmsnorm` with 1 added to weight.
 
     Args:
         input: Shape `(*, N)`; changed in place.
@@ -114,7 +114,7 @@ def _rmsnorm(input: Tensor, weight: Tensor, eps: float, out: Tensor | None, offs
         if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad):
             for name, saved in (("input", input), ("weight", weight)):
                 _check_apart("out", out, name, saved, "where a gradient is recorded, ")
-    dtype = input.dtype if out is None else out.dtype  # under autocast too
+    dtype = input.dtype if out is None else out.dtype  # given, so that autocast does not choose it
     y = api.rms_norm(input, input.shape[-1:], weight, eps, offset=offset, out_dtype=dtype)
     return y if out is None else out.copy_(y)
 
@@ -140,7 +140,7 @@ def _fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: flo
 
 
 def _check_given(input: Tensor, weight: Tensor) -> None:
-    """A weight of a row per head, which rms_norm takes, is not flashinfer's."""
+    """Check input and weight. rms_norm takes a weight with a row per head, flashinfer does not."""
     check_tensor("input", input)
     check_tensor("weight", weight)
     if isinstance(input, Tensor) and isinstance(weight, Tensor) and weight.ndim != 1:
@@ -148,9 +148,9 @@ def _check_given(input: Tensor, weight: Tensor) -> None:
 
 
 def _check_can_be_written(name: str, tensor: Tensor) -> None:
-    """Refuse before anything is written a tensor that copy_ would refuse, or whose elements share an address."""
+    """Refuse, before anything is written, a tensor that copy_ would refuse or whose elements share an address."""
     if is_dynamo_compiling():
-        return  # it knows of no views, and its graph writes at the end
+        return  # Dynamo knows no views, and its graph writes at the end
     extent = 0  # of the inner dimensions, in elements
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= extent and tensor.numel():
@@ -166,7 +166,7 @@ def _check_can_be_written(name: str, tensor: Tensor) -> None:
 
 
 def _check_apart(name: str, tensor: Tensor, other_name: str, other: Tensor, where: str = "") -> None:
-    """That two tensors lie apart. Slices of one tensor whose rows alternate count as one memory."""
+    """Check that two tensors share no memory. Slices of one tensor whose rows alternate count as shared."""
     if is_dynamo_compiling() or not (is_plain(tensor) and is_plain(other)):
         return
     begin, end = _memory(tensor)
@@ -177,7 +177,7 @@ def _check_apart(name: str, tensor: Tensor, other_name: str, other: Tensor, wher
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:
-    """From the first byte of a tensor to behind its last."""
+    """Return the address of a tensor's first byte, and the address behind the last."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     begin = tensor.data_ptr()
     return begin, begin + extent * tensor.itemsize if tensor.numel() else begin

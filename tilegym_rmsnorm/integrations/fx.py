@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Passes over graphs that are traced for training, by make_fx or AOTAutograd, where norms stand as aten's fused ops.
+"""Mark or replace aten's fused RMSNorm in graphs traced for training, by make_fx or AOTAutograd.
 
 On a GPU `F.rms_norm` and `torch.nn.RMSNorm` are traced as `aten._fused_rms_norm`, their backwards as
 `aten._fused_rms_norm_backward`: each a node with two results, which getitem nodes take. On a CPU PyTorch decomposes
-them before a tracer sees them, and there is nothing to find.
+both ops before a tracer sees them, and the passes find nothing.
 
-Both passes look at a graph's own nodes, not at the graphs that higher-order operators hold.
+Both passes look at a graph's own nodes, not at the graphs inside higher-order operators.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-import tilegym_rmsnorm.torch_ops_autograd  # noqa: F401, which registers how they are differentiated
+import tilegym_rmsnorm.torch_ops_autograd  # noqa: F401, registers the autograd rules of the ops
 from tilegym_rmsnorm import torch_ops
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.registry import check_backend_name, request_of, why_unusable
 from tilegym_rmsnorm.spec import DW, DX
 from tilegym_rmsnorm.validation import DTYPES, checked_eps
 
-REPLACED = "tilegym_rmsnorm_replaced"  # the key of gm.meta: how many nodes `replace_rmsnorm_pass` replaced
+REPLACED = "tilegym_rmsnorm_replaced"  # key of gm.meta: how many nodes `replace_rmsnorm_pass` replaced
 
 _ATEN_FORWARD = torch.ops.aten._fused_rms_norm.default
 _ATEN_BACKWARD = torch.ops.aten._fused_rms_norm_backward.default
 _FORWARD, _BACKWARD = map(torch_ops.op, ("rms_norm_forward", "rms_norm_backward"))
-_TENSORS = "input", "weight", "grad_out", "rstd"  # as aten names them
+_TENSORS = "input", "weight", "grad_out", "rstd"  # aten's argument names
 
 _log = logging.getLogger("tilegym_rmsnorm")
 
@@ -47,23 +47,23 @@ def annotate_rmsnorm_for_regional_inductor_pass(
 ) -> GraphModule:
     """Mark the fused norms of a graph, so that `torch.fx.passes.regional_inductor` compiles them.
 
-    torchtitan's pass of this name, and the same marks: `node.meta["custom"]["compile_with_inductor"]` of each
-    `aten._fused_rms_norm` and `aten._fused_rms_norm_backward`, and of the getitem nodes that take their results. Other
-    keys of "custom" are kept, other nodes are not touched. A graph without such nodes stays as it is.
+    Sets the marks of torchtitan's pass of this name: `node.meta["custom"]["compile_with_inductor"]` of each
+    `aten._fused_rms_norm` and `aten._fused_rms_norm_backward`, and of the getitem nodes that take their results. Keeps
+    other keys of "custom" and all other nodes. A graph without such norms stays as it is.
 
     Args:
-        gm: The graph, which is changed in place.
-        example_inputs: Not used; passes have it.
-        rmsnorm_compile_config: Settings of Inductor for the norms, such as `{"max_autotune": True}`. regional_inductor
-            refuses those it does not know.
-        one_region_each: Norms that no other node separates are compiled together, by the settings of one of them. This
-            gives each forward and each backward a region of its own. torch 2.11 and before ignore it.
+        gm: The graph, changed in place.
+        example_inputs: Not used: passes are called with it.
+        rmsnorm_compile_config: Inductor's settings for the norms, such as `{"max_autotune": True}`. regional_inductor
+            refuses settings that Inductor does not have.
+        one_region_each: Give each forward and each backward a region of its own. Otherwise norms that no other node
+            separates are compiled together, by the settings of one of them. torch 2.11 and earlier ignore this.
 
     Returns:
         gm.
 
     Raises:
-        TypeError: gm is no GraphModule, or the settings are no dict. Nothing was changed.
+        TypeError: gm is not a GraphModule, or rmsnorm_compile_config not a dict. Nothing was changed.
     """
     _check_graph(gm)
     if rmsnorm_compile_config is not None and not isinstance(rmsnorm_compile_config, dict):
@@ -74,7 +74,7 @@ def annotate_rmsnorm_for_regional_inductor_pass(
     for number, norm in enumerate(norms):
         region = {"inductor_region": f"tilegym_rmsnorm_{number}"} if one_region_each else {}
         for node in (norm, *filter(_is_getitem, norm.users)):
-            # A new dict: what `torch.fx.traceback.annotate` gave a node it may share with others.
+            # A new dict: nodes that `torch.fx.traceback.annotate` marked may share one.
             node.meta["custom"] = {
                 **(node.meta.get("custom") or {}),
                 "compile_with_inductor": {**mark, **region},
@@ -86,28 +86,32 @@ def annotate_rmsnorm_for_regional_inductor_pass(
 def replace_rmsnorm_pass(
     gm: GraphModule, example_inputs: object = None, *, backend: str | None = None
 ) -> GraphModule:
-    """Put the ops of this package in the place of a graph's fused norms, forward and backward.
+    """Replace a graph's fused norms, forward and backward, by the ops of this package.
 
     `aten._fused_rms_norm` becomes `tilegym_rmsnorm::rms_norm_forward`, `aten._fused_rms_norm_backward` becomes
-    `rms_norm_backward`. A new node has all metadata of the old one, and getitem nodes take the same results from it. A
-    third result of the backward, db, is not wanted, and None. `gm.meta["tilegym_rmsnorm_replaced"]` says how many nodes
-    this run replaced: 0 where there were none.
+    `rms_norm_backward`. The new node has the old one's metadata, and getitem nodes take the same results. The third
+    result of the backward, db, is None. `gm.meta["tilegym_rmsnorm_replaced"]` says how many nodes this run replaced: 0
+    where there were none.
 
-    A node stays as it is, and the log says why at level DEBUG, if one of its tensors has no `meta["val"]` or a dtype
-    that the ops do not take, such as a complex one; if its arguments do not fit; if anything but getitem takes the
-    results of a backward; or if the backend named cannot run the node here, on tensors of its dtypes and device. The
-    last is also a warning. Each node is looked at by itself: aten and the ops hand on the same rstd.
+    A node stays as it is, with the reason in the log at level DEBUG, if
+
+    - a tensor has no `meta["val"]`, or a dtype that the ops do not take, such as a complex one;
+    - its arguments do not fit;
+    - anything but getitem takes the results of a backward;
+    - the backend named cannot run the node here, on its dtypes and device: the log also warns.
+
+    Each node is checked by itself: aten and the ops pass on the same rstd.
 
     Args:
-        gm: The graph, which is changed in place. All of it is looked at before anything is changed.
-        example_inputs: Not used; passes have it.
-        backend: The backend that the nodes are given. None: the one in effect when the graph runs.
+        gm: The graph, changed in place, after all of it is checked.
+        example_inputs: Not used: passes are called with it.
+        backend: The backend of the new nodes. None: the one in effect when the graph runs.
 
     Returns:
         gm.
 
     Raises:
-        TypeError: gm is no GraphModule. Nothing was changed.
+        TypeError: gm is not a GraphModule. Nothing was changed.
         ValueError: No backend has that name. Nothing was changed.
     """
     _check_graph(gm)
@@ -143,8 +147,8 @@ def _fused_norms(gm: GraphModule) -> list[Node]:
 
 
 def _obstacle(norm: Node, given: Mapping[str, Any]) -> str | None:
-    """Why an op of ours cannot stand for this node; None if it can. Sizes are not compared: of a graph that is made for
-    any sizes, that would fix them."""
+    """Return why an op of ours cannot replace this node; None if it can. Sizes are not compared, which would fix the
+    sizes of a graph with symbolic shapes."""
     tensors: dict[str, Tensor] = {}
     for name in _TENSORS:
         if (node := given.get(name)) is None:
@@ -164,7 +168,7 @@ def _obstacle(norm: Node, given: Mapping[str, Any]) -> str | None:
 
 
 def _refusal(given: Mapping[str, Any], backend: str | None) -> str | None:
-    """Why the backend that is named cannot run this node; None if it can. On device meta no backend is asked."""
+    """Return why the backend named cannot run this node; None if it can. On device meta no backend is asked."""
     x = given["input"].meta["val"]
     if backend is None or backend == "auto" or x.is_meta:
         return None
@@ -197,7 +201,7 @@ def _obstacle_of_backward(norm: Node, given: Mapping[str, Any]) -> str | None:
 
 
 def _arguments(norm: Node, given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Those of our op, but for the backend."""
+    """Return the arguments of our op, without the backend."""
     x, weight, dims = given["input"], given["weight"], len(given["normalized_shape"])
     if norm.target is _ATEN_FORWARD:
         eps = checked_eps(given["eps"], x.meta["val"].dtype)

@@ -1,11 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Liger's RMSNorm by its names and signatures, on these kernels; and `apply_to`, which puts it into a model that has
-Liger's. Written against liger-kernel 0.8.5, which is never imported.
+"""Run Liger's RMSNorm, by Liger's names and signatures, on these kernels. `apply_to` does it in a built model.
 
-`in_place` and `row_mode` have no effect: gradients that come in are left as they are, and which kernel serves is chosen
-by shape.
+Written against liger-kernel 0.8.5, which is never imported. `in_place` and `row_mode` have no effect: incoming
+gradients are not overwritten, and the shape decides which kernel runs.
 """
 
 from __future__ import annotations
@@ -44,24 +43,24 @@ def liger_rms_norm(
     in_place: bool = True,
     row_mode: bool | None = None,
 ) -> Tensor:
-    """Liger's function: `X * rstd * (W + offset)` over the last dimension, in X's dtype; differentiable.
+    """Compute Liger's `X * rstd * (W + offset)` over the last dimension, in X's dtype; differentiable.
 
     Args:
         X: Shape `(*, N)`.
         W: Shape `(N,)`, or None: a factor of 1.
         eps: Added to the mean of squares.
         offset: Added to W: 1 for Gemma.
-        casting_mode: `"llama"`: `X * rstd` is rounded to X's dtype before the weight. `"gemma"`: the result alone is
-            rounded. `"none"`: as `"gemma"`; Liger computes 16-bit X in 16 bits, which is further from the exact result.
-            Also Liger's numbers of these, 0, 1 and -1.
-        in_place: No effect: gradients that come in are not overwritten.
+        casting_mode: `"llama"`: `X * rstd` is rounded to X's dtype before the weight. `"gemma"`: only the result is
+            rounded. `"none"`: as `"gemma"`; Liger itself computes 16-bit X in 16 bits, which is less exact. Or Liger's
+            numbers for these, 0, 1 and -1.
+        in_place: No effect: incoming gradients are not overwritten.
         row_mode: No effect.
 
     Returns:
         Y, of X's shape and dtype.
 
     Raises:
-        ValueError: There is no such casting mode, or a shape, a device or a number does not fit.
+        ValueError: casting_mode is unknown, or a shape, a device or a number does not fit.
         TypeError: A dtype, a layout or a type does not fit.
     """
     check_tensor("X", X)
@@ -77,7 +76,7 @@ def liger_fused_add_rms_norm(
     casting_mode: str | int = "llama",
     in_place: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Liger's function: the norm of `X + R`, and that sum; differentiable.
+    """Compute Liger's norm of `X + R`, and return that sum too; differentiable.
 
     Args:
         X: Shape `(*, N)`.
@@ -109,7 +108,7 @@ def _casting(mode: str | int) -> Casting:
 
 
 class _Norm(nn.Module):
-    """The weight, and Liger's names of all else."""
+    """Base of the modules: checks the arguments, and keeps them under Liger's names beside the weight."""
 
     weight: Any
     __prepare_scriptable__ = refuse_torch_jit_script
@@ -129,21 +128,21 @@ class _Norm(nn.Module):
 
 
 class LigerRMSNorm(_Norm):
-    """`liger_kernel.transformers.LigerRMSNorm`: its parameters, attributes and state dict.
+    """`liger_kernel.transformers.LigerRMSNorm`, with the same parameters, attributes and state dict.
 
     Args:
         hidden_size: Elements of a row.
         eps: Added to the mean of squares.
         offset: Added to the weight: 1 for Gemma.
         casting_mode: As for `liger_rms_norm`.
-        init_fn: `"ones"` or `"zeros"`: what the weight starts at.
+        init_fn: Initial values of the weight: `"ones"` or `"zeros"`.
         in_place: No effect.
         row_mode: No effect.
         elementwise_affine: Whether there is a weight.
 
     Raises:
-        ValueError: There is no such casting mode, or init_fn; hidden_size, eps or offset is out of range.
-        TypeError: hidden_size, eps or offset is no number.
+        ValueError: casting_mode or init_fn is unknown; hidden_size, eps or offset is out of range.
+        TypeError: hidden_size, eps or offset is not a number.
     """
 
     def __init__(
@@ -179,7 +178,7 @@ class LigerRMSNorm(_Norm):
 
 
 class _OfAModel(LigerRMSNorm):
-    """Without elementwise_affine. A class derived from it may have other defaults, of eps to row_mode in order."""
+    """`LigerRMSNorm` without elementwise_affine. A subclass may set other defaults: those of eps to row_mode."""
 
     def __init__(
         self,
@@ -205,19 +204,19 @@ class _OfAModel(LigerRMSNorm):
 
 
 class LigerRMSNormForGemma(_OfAModel, defaults=(1e-6, 1.0, "gemma", "zeros", True, None)):
-    """`LigerRMSNorm`, with an offset of 1, and a weight that starts at 0."""
+    """`LigerRMSNorm` with an offset of 1, and a weight that starts at 0."""
 
 
 class LigerRMSNormForGemma2(_OfAModel, defaults=(1e-6, 1.0, "gemma", "zeros", False, None)):
-    """That of Gemma, with Liger's `in_place=False`."""
+    """`LigerRMSNormForGemma` with Liger's `in_place=False`."""
 
 
 class LigerRMSNormForQwen3Next(LigerRMSNormForGemma2):
-    """That of Gemma 2, by another name."""
+    """`LigerRMSNormForGemma2` by another name."""
 
 
 class LigerRMSNormForGemma3(LigerRMSNorm):
-    """That of Gemma 2, of dim elements, and without row_mode."""
+    """`LigerRMSNormForGemma2` of dim elements, without row_mode."""
 
     def __init__(
         self,
@@ -233,7 +232,7 @@ class LigerRMSNormForGemma3(LigerRMSNorm):
 
 
 class LigerRMSNormForGemma4(LigerRMSNorm):
-    """Of dim elements, without an offset; with_scale: whether there is a weight, which starts at 1."""
+    """`LigerRMSNormForGemma3` without an offset. with_scale: whether there is a weight, which starts at 1."""
 
     def __init__(
         self,
@@ -251,28 +250,28 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
 
 
 class LigerRMSNormForOlmo2(_OfAModel, defaults=(1e-6, 0.0, "llama", "ones", False, None)):
-    """`LigerRMSNorm`, with Liger's `in_place=False`."""
+    """`LigerRMSNorm` with Liger's `in_place=False`."""
 
 
 class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):
-    """That of OLMo 2, by another name."""
+    """`LigerRMSNormForOlmo2` by another name."""
 
 
 class LigerFusedAddRMSNorm(_Norm):
-    """`liger_kernel.transformers.fused_add_rms_norm.LigerFusedAddRMSNorm`: its parameters, attributes and state dict.
-    `forward(hidden_states, residual)` gives the norm of their sum, and the sum.
+    """`liger_kernel.transformers.fused_add_rms_norm.LigerFusedAddRMSNorm`, with the same parameters, attributes and
+    state dict. `forward(hidden_states, residual)` returns the norm of their sum, and the sum.
 
     Args:
         hidden_size: Elements of a row.
         eps: Added to the mean of squares.
         offset: Added to the weight: 1 for Gemma.
         casting_mode: As for `liger_rms_norm`.
-        init_fn: `"ones"` or `"zeros"`: what the weight starts at.
+        init_fn: Initial values of the weight: `"ones"` or `"zeros"`.
         in_place: No effect.
 
     Raises:
-        ValueError: There is no such casting mode, or init_fn; hidden_size, eps or offset is out of range.
-        TypeError: hidden_size, eps or offset is no number.
+        ValueError: casting_mode or init_fn is unknown; hidden_size, eps or offset is out of range.
+        TypeError: hidden_size, eps or offset is not a number.
     """
 
     def __init__(
@@ -299,11 +298,11 @@ class LigerFusedAddRMSNorm(_Norm):
 
 
 def apply_to(model: nn.Module) -> list[str]:
-    """Run the Liger norms of a built model on these kernels: modules of Liger's classes, and modules of others to which
+    """Run the Liger norms of a built model on these kernels: modules of Liger's classes, and other modules to which
     `apply_liger_kernel_to_...(model=model)` bound Liger's forward.
 
-    Their `forward` is replaced, on each of them. Class, weights, attributes, hooks and state dict stay, and a pickle
-    has the forward of the class. A module whose forward is not Liger's is left as it is: a second call finds nothing.
+    Replaces `forward` on each of these modules. Class, weights, attributes, hooks and state dict stay, and a pickle has
+    the forward of the class. Modules whose forward is not Liger's are left alone, so a second call finds nothing.
 
     Args:
         model: Any module.
@@ -312,7 +311,7 @@ def apply_to(model: nn.Module) -> list[str]:
         The names of the norms that were changed.
 
     Raises:
-        TypeError: model is no module.
+        TypeError: model is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -326,7 +325,7 @@ def apply_to(model: nn.Module) -> list[str]:
     return changed
 
 
-# Of these a forward of their own does the same, and does it in PyTorch where there is no weight.
+# Liger's classes that define a forward, and ours in its place: Liger's runs in PyTorch where there is no weight.
 OURS = {
     "LigerRMSNorm": LigerRMSNorm.forward,
     "LigerRMSNormForGemma4": LigerRMSNorm.forward,
@@ -336,7 +335,7 @@ OURS = {
 
 
 def _forwards_of_liger() -> Iterator[tuple[Any, Any]]:
-    """Each forward of Liger's, and ours. A model has a Liger norm only where Liger has been imported."""
+    """Yield each forward of Liger's, and ours. A model has Liger's norms only where Liger is already imported."""
     for module in ("rms_norm", "fused_add_rms_norm"):
         theirs = sys.modules.get(f"liger_kernel.transformers.{module}")
         for name, ours in OURS.items():

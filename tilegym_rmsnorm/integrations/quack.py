@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""quack's RMSNorm by its names and signatures, on these kernels. It does not import quack.
+"""Run quack's RMSNorm, by quack's names and signatures, on these kernels. quack is not imported.
 
-Written against quack 0.6.5. Where quack stops, this goes on: `prenorm=True` without a residual keeps the gradient of
-its second result, a bias needs no weight, float32 rows of any width have a backward, float64 and CPU tensors run.
+Written against quack 0.6.5. Goes further than quack: `prenorm=True` without a residual keeps the gradient of its second
+result, a bias needs no weight, float32 rows of any width have a backward, float64 and CPU tensors run.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ def rmsnorm(
     prenorm: bool = False,
     weight_offset: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`quack.rmsnorm`: the norm of x, or of `x + residual`, over the last dimension; differentiable.
+    """Normalize x, or `x + residual`, over the last dimension, by `quack.rmsnorm`'s signature; differentiable.
 
-    The sum is rounded to residual_dtype, and that value is normalized; quack normalizes the sum that is not rounded.
+    The sum is rounded to residual_dtype and then normalized; quack normalizes the sum before it is rounded.
 
     Args:
         x: Shape `(*, N)`, or `(*, H, N)` beside a weight for each head.
         weight: Shape `(N,)`, or `(H, N)`: a row for each head. None: a factor of 1.
-        bias: Shape of weight, `(N,)` without one, or None.
-        residual: Of x's shape, any floating dtype.
-        out_dtype: Of y. None: that of x.
-        residual_dtype: Of the sum. None: that of residual.
+        bias: weight's shape, or `(N,)` without a weight. None: no bias.
+        residual: x's shape, any floating dtype.
+        out_dtype: y's dtype. None: x's.
+        residual_dtype: The sum's dtype. None: residual's.
         eps: Added to the mean of squares.
-        prenorm: Return what was normalized too.
+        prenorm: Return the sum, or x, too.
         weight_offset: Added to weight: 1 for Gemma.
 
     Returns:
@@ -78,7 +78,7 @@ def rmsnorm_fwd(
     store_rstd: bool = False,
     weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`quack.rmsnorm.rmsnorm_fwd`: the forward without autograd.
+    """Run the forward without autograd, by `quack.rmsnorm.rmsnorm_fwd`'s signature.
 
     Args:
         x: Shape `(*, N)`, or `(*, H, N)` beside a weight for each head.
@@ -88,12 +88,12 @@ def rmsnorm_fwd(
         out_dtype: As for `rmsnorm`.
         residual_dtype: As for `rmsnorm`.
         eps: As for `rmsnorm`.
-        store_rstd: Whether rstd is returned too.
+        store_rstd: Return rstd too.
         weight_offset: As for `rmsnorm`.
 
     Returns:
-        y and what was normalized, as by `rmsnorm` with prenorm; rstd, of x's shape without the last dimension, float32
-        (float64 where what is normalized is float64), or None.
+        `(y, residual_out, rstd)`: the first two as by `rmsnorm` with prenorm. rstd has x's shape without the last
+        dimension, and dtype float32 (float64 where the sum, or x, is float64); None without store_rstd.
 
     Raises:
         ValueError: As by `rmsnorm`.
@@ -123,22 +123,22 @@ def rmsnorm_bwd(
     has_residual: bool = False,
     weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """`quack.rmsnorm.rmsnorm_bwd`: the backward of `rmsnorm_fwd`, without autograd.
+    """Run the backward of `rmsnorm_fwd` without autograd, by `quack.rmsnorm.rmsnorm_bwd`'s signature.
 
     Args:
-        x: What was normalized: x, or with a residual the sum that the forward returned. Shape `(*, N)`.
-        weight: What the forward was given.
+        x: The forward's x, or with a residual the sum that the forward returned. Shape `(*, N)`.
+        weight: The forward's weight.
         dout: The gradient of y, of x's shape.
-        rstd: What the forward returned.
-        dresidual_out: The gradient of what was normalized, which is added to dx; of x's shape. None: there is none.
-        has_bias: Whether db is wanted.
+        rstd: The forward's rstd, of x's shape without the last dimension.
+        dresidual_out: The gradient of residual_out, of x's shape, which is added to dx. None: 0.
+        has_bias: Return db.
         has_residual: Whether the forward had a residual.
-        weight_offset: What the forward was given.
+        weight_offset: The forward's weight_offset.
 
     Returns:
         `(dx, dw, db, dresidual)`. dx has x's shape and dtype; dw and db have weight's, and are None where there is no
-        weight or bias. dresidual is dx where there was a residual. It has the dtype of dresidual_out; where that is not
-        x's it is rounded to it alone, and is returned also without a residual, as by quack.
+        weight or bias. dresidual is dx where the forward had a residual. If dresidual_out has another dtype than x,
+        dresidual has that dtype, is rounded separately, and is returned also without a residual, as by quack.
 
     Raises:
         ValueError: A shape, a device or a number does not fit.
@@ -172,14 +172,14 @@ def _check_offset(weight: Tensor | None, weight_offset: float) -> None:
 
 
 class QuackRMSNorm(module.RMSNorm):
-    """`quack.QuackRMSNorm`: a `torch.nn.RMSNorm` of one dimension; the same state dict.
+    """`quack.QuackRMSNorm`: a `torch.nn.RMSNorm` over one dimension, with the same state dict.
 
     Args:
         dim: Elements of a row.
         eps: Added to the mean of squares.
         elementwise_affine: Whether there is a weight.
-        device: Of the weight.
-        dtype: Of the weight.
+        device: The weight's device.
+        dtype: The weight's dtype.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""TileGym's RMSNorm by its names and signatures, on these kernels; and put into TileGym's registry by `register`.
+"""Run TileGym's RMSNorm, by TileGym's names and signatures, on these kernels. `register` puts them into TileGym.
 
-Written against TileGym 1.5.1, which is imported by `register` alone. Where TileGym stops, this goes on: a backward with
-an offset, no weight, a bias, no rows, tensors on another device than the current one; shapes are checked.
+Written against TileGym 1.5.1, which only `register` imports. Goes further than TileGym: a backward with an offset, no
+weight, a bias, no rows, tensors on another device than the current one; shapes are checked.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from tilegym_rmsnorm.validation import (
 )
 
 MODES = (None, "static_persistent", "multi_wave_reload", "multi_wave_cached")
-REGISTRY = "tilegym.backend.dispatcher"  # the module that holds it, as `_REGISTRY`
+REGISTRY = "tilegym.backend.dispatcher"  # the module with TileGym's registry, `_REGISTRY`
 
 _lock = threading.RLock()
-_held: dict[str, _Held] = {}  # by TileGym's name of the backend
+_held: dict[str, _Held] = {}  # by TileGym's name for the backend
 
 
 def rms_norm(
@@ -46,7 +46,7 @@ def rms_norm(
     offset: float = 0.0,
     **kwargs: Any,
 ) -> Tensor:
-    """`tilegym.ops.rms_norm`: y in input's dtype, computed in float32, rounded once; differentiable.
+    """Compute `tilegym.ops.rms_norm`: y in input's dtype, computed in float32, rounded once; differentiable.
 
     Args:
         input: Shape `(*, *normalized_shape)`; float16, bfloat16, float32 or float64.
@@ -54,7 +54,7 @@ def rms_norm(
         weight: Shape `normalized_shape`, any of these dtypes, or None.
         eps: Added to the mean of squares.
         bias: Shape of weight, or None.
-        mode: One of TileGym's names of its kernels, or None. It has no effect: which kernel serves is chosen by shape.
+        mode: One of TileGym's kernel names, or None. No effect: the shape decides which kernel runs.
         offset: Added to weight, 1 for Gemma; in the backward too.
         **kwargs: Not used, as in TileGym.
 
@@ -62,7 +62,7 @@ def rms_norm(
         y, of input's shape.
 
     Raises:
-        ValueError: There is no such mode, or a shape, a device or a number does not fit.
+        ValueError: mode is unknown, or a shape, a device or a number does not fit.
         TypeError: A dtype, a layout or a type does not fit.
     """
     check_one_of("mode", mode, MODES)
@@ -73,7 +73,7 @@ def rms_norm(
 
 
 def rms_norm_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor | None]:
-    """dx, of x's shape and dtype, and dw, of weight's, without autograd. See `tilegym_rmsnorm.rms_norm_backward`.
+    """Return dx, of x's shape and dtype, and dw, of weight's, without autograd, by `tilegym_rmsnorm.rms_norm_backward`.
 
     Args:
         x: Shape `(*, N)`, M rows.
@@ -87,7 +87,7 @@ def rms_norm_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tu
 def rms_norm_backward_torch(
     x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """`rms_norm_backward` by the reference, in PyTorch.
+    """Compute `rms_norm_backward` by the reference, in PyTorch.
 
     Args:
         x: Shape `(*, N)`, M rows.
@@ -99,7 +99,7 @@ def rms_norm_backward_torch(
 
 
 def compute_rms_norm_rstd_torch(x: Tensor, eps: float) -> Tensor:
-    """`1 / sqrt(mean(x^2) + eps)` over the last dimension, of shape `(M,)`, float32, by the reference.
+    """Compute `1 / sqrt(mean(x^2) + eps)` over the last dimension, of shape `(M,)`, float32, by the reference.
 
     Args:
         x: Shape `(*, N)`, M rows.
@@ -111,19 +111,19 @@ def compute_rms_norm_rstd_torch(x: Tensor, eps: float) -> Tensor:
 def rms_norm_backward_workspace_bytes(
     M: int, N: int, *, dtype: torch.dtype = torch.bfloat16, device: torch.device | str | int | None = None
 ) -> int:
-    """What a backward of (M, N) moves through temporary memory, in bytes: written once and read once, as TileGym counts
-    it, so twice what is allocated. By the plan that serves on backend "cutile"; 0 where one block does it all.
+    """Return the bytes that a backward of (M, N) moves through temporary memory: written once and read once, as TileGym
+    counts, so twice the bytes allocated. Follows the plan of backend "cutile"; 0 where one block does it all.
 
     Args:
         M: Rows.
         N: Elements of a row.
-        dtype: Of x and weight: float16, bfloat16 or float32.
-        device: A CUDA device, or `"cpu"`: the one of the interpreter, of 3 SMs. None: the current CUDA device, or where
-            there is none that of the interpreter.
+        dtype: The dtype of x and weight: float16, bfloat16 or float32.
+        device: A CUDA device, or `"cpu"`: the interpreter's device, of 3 SMs. None: the current CUDA device, or the
+            interpreter's where there is none.
 
     Raises:
-        ValueError: There are no such rows, or it is another kind of device.
-        TypeError: M or N is no int, or no kernel takes the dtype.
+        ValueError: M or N is out of range, or device is of another kind.
+        TypeError: M or N is not an int, or no kernel takes the dtype.
     """
     from tilegym_rmsnorm.backends.cutile.choice import NAMES, backward_plan
 
@@ -132,14 +132,14 @@ def rms_norm_backward_workspace_bytes(
         raise TypeError(f"dtype: expected one of {', '.join(map(str, NAMES))}, got {dtype!r}")
     plan = backward_plan(M, N, dtype, _device(device))
     elements = 0
-    for start in range(0, M, plan.most_rows):  # more rows than a launch takes go in parts
+    for start in range(0, M, plan.most_rows):  # rows beyond most_rows go in launches of their own
         for shape, _ in plan.sizes(min(plan.most_rows, M - start)).temporaries.values():
             elements += math.prod(shape)
-    return elements * 4 * 2  # all of them are float32 or int32
+    return elements * 4 * 2  # 4 bytes each, float32 or int32; written and read
 
 
 def _device(given: torch.device | str | int | None) -> torch.device:
-    """With an index, if it is a CUDA device: plans are kept by it."""
+    """Return the device, with an index if it is a CUDA device: plans are kept by index."""
     if given is None:
         given = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -154,7 +154,7 @@ def _device(given: torch.device | str | int | None) -> torch.device:
 
 
 class TileRMSNorm(nn.Module):
-    """The class that `get_rms_norm_module()` gives: TileGym's parameters, attributes, methods and state dict.
+    """Class returned by `get_rms_norm_module()`, with TileGym's parameters, attributes, methods and state dict.
 
     Args:
         hidden_size: Elements of a row.
@@ -163,7 +163,7 @@ class TileRMSNorm(nn.Module):
 
     Raises:
         ValueError: hidden_size, eps or offset is out of range.
-        TypeError: hidden_size, eps or offset is no number.
+        TypeError: hidden_size, eps or offset is not a number.
     """
 
     __prepare_scriptable__ = refuse_torch_jit_script
@@ -183,7 +183,7 @@ class TileRMSNorm(nn.Module):
         )
 
     def forward_torch(self, hidden_states: Tensor) -> Tensor:
-        """The forward in PyTorch, rounded as `forward` rounds."""
+        """Compute the forward in PyTorch, rounded as `forward` rounds."""
         return api.rms_norm(
             hidden_states,
             hidden_states.shape[-1:],
@@ -202,7 +202,7 @@ class TileRMSNorm(nn.Module):
 
 
 class TileRMSNormForGemma3(TileRMSNorm):
-    """The class that `get_rms_norm_module("gemma3")` gives: the weight starts at 0.
+    """Class returned by `get_rms_norm_module("gemma3")`: the weight starts at 0.
 
     Args:
         dim: Elements of a row.
@@ -214,7 +214,7 @@ class TileRMSNormForGemma3(TileRMSNorm):
 
     Raises:
         ValueError: dim, eps or offset is out of range.
-        TypeError: dim, eps or offset is no number.
+        TypeError: dim, eps or offset is not a number.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class TileRMSNormForGemma3(TileRMSNorm):
 
 
 def get_rms_norm_module(model: str = "llama") -> type[TileRMSNorm]:
-    """The class of a model's norms.
+    """Return the class of a model's norms.
 
     Args:
         model: `"gemma3"`: an offset of 1, and weights that start at 0. Any other name: Llama's.
@@ -244,14 +244,14 @@ OPS: dict[str, Callable[..., Any]] = {"rms_norm": rms_norm, "get_rms_norm_module
 
 
 class Registration:
-    """What `register` put into TileGym's registry, until `undo` or the end of its `with` block."""
+    """Registration of these functions with TileGym, in effect until `undo` or the end of its `with` block."""
 
     def __init__(self, held: _Held) -> None:
         self._held: _Held | None = held
 
     def undo(self) -> None:
-        """TileGym's own functions serve again, once the last registration of a backend has ended. A second call does
-        nothing. What another library registered since stays."""
+        """End the registration. After the last one of a backend has ended, TileGym's own functions run again. A second
+        call does nothing. Functions that another library registered since then stay."""
         with _lock:
             if self._held is None:
                 return
@@ -271,23 +271,23 @@ class Registration:
 
 
 def register(backend: str = "cutile") -> Registration:
-    """Have `tilegym.ops.rms_norm` and `tilegym.ops.get_rms_norm_module` run these functions. Imports TileGym.
+    """Make `tilegym.ops.rms_norm` and `tilegym.ops.get_rms_norm_module` run these functions. Imports TileGym.
 
         with register():
             y = tilegym.ops.rms_norm(x, None, weight, 1e-6)
 
-    Models that TileGym patches while it is in effect get the modules of this file, and keep them.
+    Models that TileGym patches while a registration is in effect get the modules of this file, and keep them.
 
     Args:
-        backend: TileGym's name of the backend whose functions are replaced, such as `"cutile"` or `"triton"`.
+        backend: TileGym's name for the backend whose functions are replaced, such as `"cutile"` or `"triton"`.
 
     Returns:
         A context manager with `undo()`.
 
     Raises:
-        TypeError: backend is no str.
+        TypeError: backend is not a str.
         ImportError: TileGym is not installed.
-        RuntimeError: Its registry is not where TileGym 1.5.1 has it. Nothing is replaced.
+        RuntimeError: TileGym's registry is not where release 1.5.1 has it. Nothing is replaced.
     """
     if not isinstance(backend, str):
         raise TypeError(f"backend: expected a str, got {backend!r}")
@@ -320,7 +320,7 @@ def _dispatcher() -> Any:
 
 
 class _Held:
-    """What was registered for a backend before, while registrations of it are in effect."""
+    """The earlier functions of a backend, kept while registrations for the backend are in effect."""
 
     def __init__(self, dispatcher: Any, backend: str) -> None:
         self.dispatcher, self.backend, self.holders = dispatcher, backend, 0

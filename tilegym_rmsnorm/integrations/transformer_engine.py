@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""TransformerEngine's `RMSNorm` by its name and signature, on these kernels. It does not import TransformerEngine.
+"""Run TransformerEngine's `RMSNorm`, by the same name and signature, on these kernels. The library is not imported.
 
-Written against `transformer_engine/pytorch/module/rmsnorm.py` of TransformerEngine 2.20. It stands alone: it quantizes
-nothing, and takes no part in TransformerEngine's fused operations.
+Written against `transformer_engine/pytorch/module/rmsnorm.py` of TransformerEngine 2.20. The module quantizes nothing,
+and takes no part in TransformerEngine's fused operations.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from tilegym_rmsnorm.validation import (
 
 
 class RMSNorm(nn.Module):
-    """`transformer_engine.pytorch.RMSNorm`: its parameters, attributes and state dict, `_extra_state` included.
+    """`transformer_engine.pytorch.RMSNorm`: the same parameters, attributes and state dict, `_extra_state` included.
 
-    Input and weight are taken in weight's dtype, under `torch.autocast("cuda")` in its dtype; so is y.
+    Casts input to weight's dtype, and both to autocast's under `torch.autocast("cuda")`. y has that dtype.
 
     Args:
         normalized_shape: The last dimensions of input.
         eps: Added to the mean of squares.
         sequence_parallel: Kept, and set as an attribute of the weight, where Megatron looks for it.
         params_dtype: The old name of dtype.
-        zero_centered_gamma: The weight starts at 0, and 1 is added to it.
+        zero_centered_gamma: Start the weight at 0, and add 1 to it.
         hidden_size: The old name of normalized_shape.
-        device: Of the weight. None: the current CUDA device where there is one, or what `torch.device` is set to.
-        dtype: Of the weight. None: torch's default.
+        device: The weight's device. None: torch's default device; where that is the CPU, the current CUDA device if
+            there is one.
+        dtype: The weight's dtype. None: torch's default.
         sm_margin: 0. `tilegym_rmsnorm.set_sm_margin` leaves SMs free, for all calls of the process.
 
     Raises:
         ValueError: sm_margin is not 0; a size or eps is out of range.
-        TypeError: A size or eps is no number, zero_centered_gamma no bool, dtype no floating one.
-        RuntimeError: Of an argument and its old name both are given, or of normalized_shape neither.
+        TypeError: A size or eps is not a number, zero_centered_gamma not a bool, dtype not floating.
+        RuntimeError: An argument and its old name are both given, or neither normalized_shape nor hidden_size.
     """
 
     weight: nn.Parameter
@@ -90,12 +91,12 @@ class RMSNorm(nn.Module):
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.sequence_parallel = sequence_parallel
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        if not self.weight.is_meta:  # else when it is asked for, or at the first call
+        if not self.weight.is_meta:  # one on meta waits for reset_parameters() or the first call
             self.reset_parameters()
 
     def reset_parameters(self, defer_init: bool | None = None) -> None:
-        """Start the weight anew; one on meta gets memory on the default device, as in TransformerEngine. defer_init:
-        TransformerEngine's old way to do nothing."""
+        """Initialize the weight. A weight on meta gets memory on the default device first, as in TransformerEngine.
+        defer_init: deprecated; True: do nothing."""
         if defer_init is not None:
             warnings.warn('defer_init is deprecated: set device to "meta"', DeprecationWarning, stacklevel=2)
         if defer_init:
@@ -107,8 +108,8 @@ class RMSNorm(nn.Module):
             self.weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, input: Tensor) -> Tensor:
-        """The norm of input, of shape `(*, *normalized_shape)`."""
-        check_input("input", input)  # before it is cast
+        """Normalize input, of shape `(*, *normalized_shape)`."""
+        check_input("input", input)  # before a cast, which would accept any dtype
         if self.weight.is_meta and not input.is_meta:
             self.reset_parameters()
         weight: Tensor = self.weight
@@ -120,19 +121,19 @@ class RMSNorm(nn.Module):
 
     def _forward(self, input: Tensor, weight: Tensor) -> Tensor:
         if promoted(input.dtype, weight.dtype) is not weight.dtype:
-            input = input.to(weight.dtype)  # a wider one needs no copy: kernels compute in float32
+            input = input.to(weight.dtype)  # a wider weight needs no copy: kernels compute in float32
         offset = float(self.zero_centered_gamma)
         return api.rms_norm(input, weight.shape, weight, self.eps, offset=offset, out_dtype=weight.dtype)
 
     def get_extra_state(self) -> Tensor:
-        """TransformerEngine's for a norm that quantizes nothing."""
+        """Return the state that TransformerEngine saves for a norm that quantizes nothing."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        """Nothing: it is about quantization."""
+        """Ignore the state: it is about quantization."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        # One that torch.nn.RMSNorm saved has none.
+        # A state dict of torch.nn.RMSNorm has no extra state, and would be refused.
         state_dict.setdefault(f"{prefix}_extra_state", self.get_extra_state())
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -141,7 +142,7 @@ class RMSNorm(nn.Module):
 
 
 def _default_device() -> torch.device:
-    """The current CUDA device where there is one, unless `torch.device` is set to another."""
+    """Return torch's default device; where that is the CPU, the current CUDA device if there is one."""
     device = torch.get_default_device()
     if device.type == "cpu" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())

@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""A provider of vLLM's op `vllm.ir.ops.rms_norm`, by its contract of vLLM 0.33. `register` imports vLLM."""
+"""Provide vLLM's op `vllm.ir.ops.rms_norm`, by the contract of vLLM 0.33. Only `register` imports vLLM."""
 
-# No `from __future__ import annotations`: vLLM reads the schema of the op from annotations that are types.
+# No `from __future__ import annotations`: vLLM reads the schema of the op from annotations, as types, not as text.
 import importlib
 from typing import Any
 
@@ -18,19 +18,19 @@ OPS = "vllm.ir.ops"
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
-    """What the op of vLLM means: `x * rstd` rounded to weight's dtype, times weight, rounded to x's.
+    """Compute vLLM's op: `x * rstd`, rounded to weight's dtype, times weight, rounded to x's dtype.
 
     Args:
         x: Shape `(*, N)`.
         weight: Shape `(N,)`, of x's dtype or float32; or None.
         epsilon: Added to the mean of squares.
-        variance_size: None: the mean is that of the whole row.
+        variance_size: None: the mean is that of the whole row. Nothing else is supported.
 
     Returns:
         y, of x's shape and dtype; contiguous.
 
     Raises:
-        ValueError: The mean is asked for of a part of a row; a shape, a device or a number does not fit.
+        ValueError: variance_size is given; a shape, a device or a number does not fit.
         TypeError: A dtype, a layout or a type does not fit.
     """
     if variance_size is not None:
@@ -43,24 +43,24 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
 
 
 def supports_args(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
-    """Whether `rms_norm` has the roundings that vLLM's native code has: not beside a weight narrower than x."""
+    """Return whether `rms_norm` rounds as vLLM's native code does: not beside a weight narrower than x."""
     return variance_size is None and (weight is None or weight.dtype in (x.dtype, torch.float32))
 
 
 def register(provider: str = PROVIDER) -> Any:
     """Register `rms_norm` as a provider of `vllm.ir.ops.rms_norm`.
 
-    vLLM calls it where its priority says so: `vllm.ir.ops.rms_norm.set_default(["tilegym_rmsnorm", "native"])`. It is
-    not supported, as vLLM calls it, where neither backend "cutile" nor "triton" can run.
+    vLLM calls a provider by its priorities, such as `vllm.ir.ops.rms_norm.set_default(["tilegym_rmsnorm", "native"])`.
+    vLLM's record says `supported=False` where neither backend "cutile" nor "triton" can run.
 
     Args:
-        provider: The name that vLLM's priorities have.
+        provider: The name in vLLM's priorities.
 
     Returns:
-        vLLM's record of it, `vllm.ir.ops.rms_norm.impls[provider]`. Of a second call, that of the first.
+        vLLM's record of the provider, `vllm.ir.ops.rms_norm.impls[provider]`. A second call returns the same record.
 
     Raises:
-        TypeError: provider is no str.
+        TypeError: provider is not a str.
         ImportError: vLLM is not installed, or has no `vllm.ir.ops.rms_norm`.
         ValueError: vLLM's op has another signature.
     """
