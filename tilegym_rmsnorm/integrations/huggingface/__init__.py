@@ -1,19 +1,19 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The norms of Hugging Face's models, and of code like theirs, by the arithmetic of their forward.
+"""Patch the RMSNorms of Hugging Face's models, and of similar code. A norm is known by the arithmetic of its forward.
 
-    source        the syntax tree of a function, where its file is what it was compiled from
-    expressions   what a forward returns, as an expression
-    arithmetic    which expressions are which norm, and how a kernel is called for it
-    norms         classes of norms that call a kernel
-    layers        classes of layers whose norms add the residual
-    inplace       norms whose input is changed afterwards
-    patch         gives a model's modules those classes, and takes them back
-    report        what was done, and what was declined for which reason
-    mapping       the same for `kernelize` of the library `kernels`
+    source        reads the syntax tree of a function, if its file is what the function was compiled from
+    expressions   turns a forward into one expression
+    arithmetic    says which expression is which norm, and how a kernel is called for it
+    norms         makes classes of norms that call a kernel
+    layers        makes classes of layers whose norms add the residual
+    inplace       finds norms whose input is changed afterwards
+    patch         gives a model's modules these classes, and takes them back
+    report        lists the modules that were patched or declined, with reasons
+    mapping       does the same for `kernelize` of the library `kernels`
 
-None of it imports transformers.
+None of these modules imports transformers.
 """
 
 from tilegym_rmsnorm.integrations.huggingface.mapping import kernel_mapping

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The arithmetics of RMSNorm that models have, each by the expressions that it is written as.
+"""Recognize the arithmetic of a model's RMSNorm by its expression, and choose the kernel call that computes it.
 
-An arithmetic is a norm and all its roundings: which dtype is computed in, and where a value is rounded to which. The
-kernels know two castings, and write y in any dtype; `Match.plan` says which of them an arithmetic is for given dtypes.
+An arithmetic is a norm with all its roundings: the dtype that it computes in, and where it rounds to which dtype. The
+kernels know two castings, and write y in any dtype; `Match.plan` says which of these an arithmetic needs.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tilegym_rmsnorm.integrations.huggingface.expressions import (
 from tilegym_rmsnorm.reference import promoted
 from tilegym_rmsnorm.spec import Casting
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # which kernels read; all else runs as before
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of kernels; others run the original forward
 _HALF = (torch.float16, torch.bfloat16)
 
 
 class Plan(NamedTuple):
-    """How a kernel is called for one pair of dtypes."""
+    """Casting and dtype of y of a kernel call, for one pair of dtypes."""
 
     casting: Casting
     out_dtype: torch.dtype
@@ -49,16 +49,16 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Match:
-    """A norm that is known: which arithmetic it has, and which attributes of its module hold what.
+    """Known norm: its arithmetic, and the attributes of its module that hold weight, eps and a switch.
 
     Args:
         arithmetic: A name in `ARITHMETICS`.
         weight: Attribute; "" without a weight.
         eps: Attribute; "" where the code has a number in its place.
-        fixed_eps: That number.
+        fixed_eps: The number in the place of eps.
         offset: Added to weight.
         switch: Attribute that is false where the weight is left out; "" where none is read.
-        rstd_first: Whether it is `rstd * x`, not `x * rstd`: the first one decides on the strides of y.
+        rstd_first: Whether the code says `rstd * x`, not `x * rstd`: the first factor decides the strides of y.
     """
 
     arithmetic: str
@@ -70,7 +70,7 @@ class Match:
     rstd_first: bool = False
 
     def plan(self, x: torch.dtype, weight: torch.dtype | None) -> Plan | None:
-        """How a kernel does this arithmetic. None: no kernel does, and the forward that was there runs."""
+        """Choose how a kernel computes this arithmetic. None: no kernel does, and the original forward runs."""
         if x not in DTYPES or not (weight is None or weight in DTYPES):
             return None
         if self.arithmetic == "llama":
@@ -84,8 +84,8 @@ class Match:
         return Plan("once", x)
 
     def call(self, module: torch.nn.Module, shape: torch.Size, dtype: torch.dtype) -> Call | None:
-        """What a kernel is given for x of this shape and dtype. None: as for `plan`, or the module or x is such that
-        the forward that was there has to say what happens: weight would be broadcast, or is gone, or eps no number."""
+        """Return the kernel's arguments for x of this shape and dtype. None: as for `plan`, or the original forward has
+        to say what happens, because weight would be broadcast or is gone, or eps is not a number."""
         weight, eps = self.weight_of(module), self.eps_of(module)
         if not shape or not (is_eps(eps) or (eps is None and self.arithmetic == "torch")):
             return None
@@ -110,12 +110,12 @@ class Match:
 
 
 def is_eps(value: Any) -> bool:
-    """Whether kernels take it."""
+    """Return whether kernels take this value as eps."""
     return type(value) in (int, float) and 0 <= value < math.inf
 
 
 class _Any(NamedTuple):
-    """Stands in a pattern for an attribute, or, where it says so, for a number."""
+    """Placeholder in a pattern: matches an attribute, or a number where `may_be_number` or `is_number` says so."""
 
     field: str
     may_be_number: bool = False
@@ -123,7 +123,7 @@ class _Any(NamedTuple):
 
 
 class _Either(NamedTuple):
-    """Stands in a pattern for any of these."""
+    """Placeholder in a pattern: matches any of these options."""
 
     options: tuple[Any, ...]
 
@@ -141,13 +141,13 @@ def _like(e: Any, other: Any) -> Expression:
 
 
 _RSTD = ("rsqrt", ("add", ("mean", ("square", _wide(X))), _EPS))
-# A factor of float32 needs no cast: the product is float32.
+# x and weight may lack the cast: beside a float32 factor the product is float32 anyway.
 _XHAT = ("mul", _Either((_wide(X), X)), _RSTD)
 _ONCE = _like(("mul", _XHAT, _Either((_wide(_W), _W))), X)
 _WEIGHTLESS = _like(_XHAT, X)
 _TORCH_SHAPE = ("self", "normalized_shape")
 
-# The names, what they mean, and how they are written. docs/huggingface.md shows this table.
+# Name: meaning, and the expressions in which models write it. docs/huggingface.md shows this table.
 ARITHMETICS: dict[str, tuple[str, tuple[Expression, ...]]] = {
     "llama": (
         "x * rstd is rounded to x's dtype, then multiplied by weight; y has the wider dtype of both",
@@ -187,7 +187,7 @@ ARITHMETICS: dict[str, tuple[str, tuple[Expression, ...]]] = {
     ),
 }
 
-# Norms that are known, and have no kernel.
+# Known norms that have no kernel, each with the reason.
 _DECLINED: tuple[tuple[Expression, str], ...] = (
     (("mul", X, _like(_RSTD, X)), "rounds rstd to x's dtype before it multiplies x"),
     (_like(_RSTD, X), "returns rstd alone"),
@@ -201,8 +201,8 @@ _matches: dict[tuple[type, tuple[Any, ...]], tuple[Match | Unclear, Lookups]] = 
 
 
 def match_of(cls: type) -> Match:
-    """The arithmetic of the `forward` of a class. Raises `Unclear` where it is none of these."""
-    # With its methods: a class may be given others.
+    """Return the arithmetic of the `forward` of a class. Raise `Unclear` where it is none of `ARITHMETICS`."""
+    # The key has the methods: a class may be given others, which a cached match would miss.
     parts = (part for each in cls.__mro__ if each is not torch.nn.Module for part in vars(each).values())
     key = cls, tuple(part for part in parts if isinstance(part, (FunctionType, staticmethod)))
     found, lookups = _matches.get(key, (None, []))
@@ -211,7 +211,7 @@ def match_of(cls: type) -> Match:
         try:
             found = _match(expression_of(cls, lookups))
         except Unclear as error:
-            found = Unclear(str(error))  # without the frames, which would be kept
+            found = Unclear(str(error))  # a new one, without frames: the cache would keep them
         _matches[key] = found, lookups
     if isinstance(found, Unclear):
         raise Unclear(str(found))
@@ -240,7 +240,7 @@ def _is_rstd_first(expression: Any) -> bool:
 
 
 def _unified(pattern: Any, found: Any, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The ways in which a pattern is this expression: what its placeholders stand for."""
+    """Yield each way to match a pattern with an expression, as the values of its placeholders."""
     if isinstance(pattern, _Any):
         bound = _bound(pattern, found)
         if bound is not None and all(fields.get(name, value) == value for name, value in bound.items()):

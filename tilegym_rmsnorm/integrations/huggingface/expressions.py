@@ -1,16 +1,16 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What a module's forward returns, as one expression: the fingerprint by which a norm is known.
+"""Turn the forward of a module into one expression: the fingerprint by which a norm is known.
 
-The source of `forward` is read statement by statement, names of locals are replaced by what they hold, and methods and
-functions of Python that it calls are read in their places. So docstrings, annotations, names, helpers and the order of
-statements leave no trace, while each operation and each rounding does. What is not understood raises `Unclear`: a
-forward is never guessed.
+The source of `forward` is read statement by statement. Names of locals are replaced by their values, and Python methods
+and functions are read where they are called. So docstrings, annotations, names, helpers and the order of statements
+leave no trace, while each operation and each rounding does. Code that is not understood raises `Unclear`: a forward is
+never guessed.
 
 An expression is nested tuples, an operation and its operands:
 
-    ("x",)  ("self", name)  ("const", number)       the tensor that is given, an attribute, a literal
+    ("x",)  ("self", name)  ("const", number)       the argument of forward, an attribute, a literal
     ("to", e, dtype)  ("dtype", e)                  dtype: a torch.dtype, or that of another expression
     ("mul", a, b)  ("add", a, b)  ("square", e)  ("rsqrt", e)  ("mean", e)       mean: of the last dimension, kept
     ("if", test, a, b)  ("in", e, values)  ("is not None", e)
@@ -36,16 +36,16 @@ Expression = tuple[Any, ...]
 
 X: Expression = ("x",)
 _SELF: Expression = ("the module",)
-_MAX_DEPTH = 4  # of functions that call each other
-_MAX_STATEMENTS = 40  # read in all; a norm has ten
+_MAX_DEPTH = 4  # of nested calls that are read
+_MAX_STATEMENTS = 40  # in all functions that are read; a norm has ten
 
 
-Lookups = list[tuple[Any, str, Any]]  # a module or the globals of one, a name, and what it stood for
+Lookups = list[tuple[Any, str, Any]]  # a module or the globals of one, a name, and the value that it had
 _MISSING = object()
 
 
 def are_current(lookups: Lookups) -> bool:
-    """Whether these names stand for what they stood for: a helper, or a function of torch, may have been replaced."""
+    """Return whether these names still have their values: a helper, or a function of torch, may have been replaced."""
     return all(_looked_up(scope, name) is value for scope, name, value in lookups)
 
 
@@ -56,8 +56,8 @@ def _looked_up(scope: Any, name: str) -> Any:
 
 
 def expression_of(cls: type, lookups: Lookups | None = None) -> Expression:
-    """What `forward` of a class returns for one tensor. Adds to `lookups` each name outside it that this depends on,
-    also where it raises `Unclear`."""
+    """Return the expression of the `forward` of a class. Add to `lookups` each name outside of forward on which the
+    expression depends, also where `Unclear` is raised."""
     function = inspect.getattr_static(cls, "forward", None)
     if not isinstance(function, FunctionType):
         raise Unclear("is no plain function")
@@ -65,7 +65,7 @@ def expression_of(cls: type, lookups: Lookups | None = None) -> Expression:
 
 
 def text_of(expression: Any) -> str:
-    """An expression for people."""
+    """Write an expression for people."""
     if not isinstance(expression, tuple) or not expression:
         return str(expression).removeprefix("torch.")
     operation, *operands = expression
@@ -82,7 +82,7 @@ def text_of(expression: Any) -> str:
 
 
 class _Object(NamedTuple):
-    """A value of Python that no tensor took part in: a module, a function, a dtype."""
+    """Python value that does not come from a tensor: a module, a function, a dtype."""
 
     value: Any
 
@@ -97,7 +97,7 @@ class _Reader:
     def read(
         self, function: FunctionType, given: list[Any], named: dict[str, Any], is_forward: bool = False
     ) -> Any:
-        """What `function` returns."""
+        """Evaluate a call of `function`: an `Expression` or an `_Object`."""
         tree = tree_of(function)
         if function.__code__.co_freevars:
             names = ", ".join(function.__code__.co_freevars).replace("__class__", "super()")
@@ -116,7 +116,7 @@ class _Reader:
         return result
 
     def block(self, statements: list[ast.stmt], values: dict[str, Any], function: FunctionType) -> Any:
-        """What these statements return, or None. `values` are the locals, which it changes."""
+        """Evaluate statements up to their `return`; None without one. Changes `values`, the locals."""
         for index, statement in enumerate(statements):
             self.statements += 1
             if self.statements > _MAX_STATEMENTS:
@@ -147,7 +147,7 @@ class _Reader:
         return None
 
     def value(self, node: ast.expr, values: dict[str, Any], function: FunctionType) -> Any:
-        """An `Expression` or an `_Object`."""
+        """Evaluate a node: an `Expression` or an `_Object`."""
 
         def of(inner: ast.expr) -> Any:
             return self.value(inner, values, function)
@@ -268,11 +268,11 @@ def _plain(value: Any) -> Any:
 def _applied(operation: Any, given: list[Any], named: dict[str, Any]) -> Any:
     try:
         return operation(*map(_plain, given), **{name: _plain(value) for name, value in named.items()})
-    except (TypeError, ValueError):  # arguments that the operation below does not take
+    except (TypeError, ValueError):  # the operation does not take these arguments
         raise Unclear(f"calls {operation.__name__.strip('_')} in a way that is not read") from None
 
 
-# The operations. Each takes expressions, and values of Python where it needs one.
+# An operation takes expressions, and values of Python where it needs one.
 
 
 def _to(e: Expression, dtype: Any) -> Expression:
@@ -309,7 +309,7 @@ def _rsqrt(e: Expression) -> Expression:
 def _pow(e: Expression, exponent: Expression) -> Expression:
     if exponent == ("const", 2):
         return ("square", e)
-    if exponent == ("const", -0.5):  # for which PyTorch takes rsqrt
+    if exponent == ("const", -0.5):  # PyTorch computes it by rsqrt
         return ("rsqrt", e)
     raise ValueError
 

@@ -1,15 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Find the calls of submodules whose input is changed in place afterwards, as far as a method's own source shows it.
+"""Find calls of submodules whose input is changed in place afterwards, as far as a method's own source shows it.
 
-The backward of a kernel reads what it normalized. A norm that is written out casts x to float32 first, and its backward
-reads that copy: where x is half, such a model trains although x is changed. With a kernel PyTorch would raise, or give
-another gradient in silence, where x is changed through `.data`.
+The backward of a kernel reads x. A norm written in PyTorch casts x to float32 first, and its backward reads that copy:
+where x is half, such a model trains although x is changed. With a kernel PyTorch would raise, or give a wrong gradient
+in silence where x is changed through `.data`.
 
 A method is run on names: each local may hold some values. A value is the expression that made it, or the path of
-attributes that leads to it from the module. A view holds the value that it is of. Results of all other calls are new.
-Functions that the method calls are not read, nor is the change of an input by a submodule, unless that works in place.
+attributes that leads to it from the module. A view holds the value of its base. Results of all other calls are new.
+Functions that the method calls are not read. Submodules count as changing their input only where `inplace` is set.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _ANY = "*"
 
 
 class Change(NamedTuple):
-    """The input of a submodule is changed after its call."""
+    """Change of a submodule's input after its call."""
 
     child: Path
-    by: Path | None  # the submodule that is called there: it changes the input if it works in place
-    text: str  # the code that changes it
+    by: Path | None  # a submodule called there, which changes the input if it works in place
+    text: str  # the code that changes the input
 
 
 class _Of(NamedTuple):
-    """A value: the submodule, or the tensor, to which this path leads."""
+    """Value: the submodule or tensor to which this path leads."""
 
     path: Path
 
@@ -48,8 +48,8 @@ class _Of(NamedTuple):
 _Values = frozenset[Any]
 _NONE: _Values = frozenset()
 _NOT_CHANGES = ("requires_grad_", "detach_")
-_ATTRIBUTES = ("data", "T", "mT", "H", "mH", "real", "imag")  # that are views of their tensor
-# Methods of tensors, and functions of torch, whose result may be the tensor that they are given, or a view of it.
+_ATTRIBUTES = ("data", "T", "mT", "H", "mH", "real", "imag")  # views of their tensor
+# Methods of tensors and functions of torch that may return the tensor that they are given, or a view of that tensor.
 _VIEWS = set(
     "adjoint alias as_strided as_subclass bfloat16 broadcast_to chunk conj contiguous cpu cuda data detach "
     "diagonal double dsplit expand expand_as flatten float half hsplit imag moveaxis movedim narrow numpy "
@@ -57,13 +57,13 @@ _VIEWS = set(
     "tensor_split to transpose type type_as unbind unflatten unfold unsafe_chunk unsafe_split unsqueeze view "
     "view_as view_as_complex view_as_real vsplit".split()
 )
-# Functions that hand on what they are given.
+# Functions that pass on their arguments.
 _CONTAINERS = ("enumerate", "iter", "list", "reversed", "tuple", "zip")
 _ITEMS = ("children", "items", "named_children", "values")  # methods of containers of modules
 
 
 def changed_inputs(cls: type, child: str) -> Iterator[Change]:
-    """The changes that the methods of a class which name this child make to the inputs of submodules."""
+    """Yield the changes that a class makes to inputs of submodules, in forward and the methods that name this child."""
     for base in cls.__mro__[: cls.__mro__.index(torch.nn.Module)]:
         for name, each in vars(base).items():
             try:
@@ -76,7 +76,7 @@ def changed_inputs(cls: type, child: str) -> Iterator[Change]:
 
 
 def fits(one: Path, other: Path) -> bool:
-    """Whether two paths may be the same."""
+    """Return whether two paths may be the same."""
     return len(one) == len(other) and all(a == b or _ANY in (a, b) for a, b in zip(one, other, strict=True))
 
 
@@ -107,7 +107,7 @@ class _Run(ast.NodeVisitor):
             self.visit(statement)
 
     def either(self, *blocks: list[ast.stmt]) -> None:
-        """One of these is run: afterwards a name holds what it holds after any."""
+        """Run each of these from the same locals. Afterwards a name holds all that it holds after any of them."""
         before, after = self.locals, []
         for each in blocks:
             self.locals = dict(before)
@@ -116,8 +116,6 @@ class _Run(ast.NodeVisitor):
         names = dict.fromkeys(name for each in after for name in each)
         self.locals = {name: _NONE.union(*(each.get(name, _NONE) for each in after)) for name in names}
 
-    # Statements
-
     def visit_If(self, node: ast.If) -> None:
         self.visit(node.test)
         self.either(node.body, node.orelse)
@@ -125,7 +123,7 @@ class _Run(ast.NodeVisitor):
     def visit_For(self, node: ast.For) -> None:
         self.visit(node.iter)
         held = _items(self.held(node.iter), _ANY)
-        for _ in range(2):  # the second time sees what the first one left
+        for _ in range(2):  # the second pass sees the values that the first one left
             self.passes += 1
             self.bind(node.target, held, node)
             self.block(node.body)
@@ -170,8 +168,6 @@ class _Run(ast.NodeVisitor):
     def visit_Lambda(self, node: ast.Lambda) -> None:
         pass
 
-    # Expressions
-
     def visit_ListComp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> None:
         for each in node.generators:
             self.visit(each.iter)
@@ -185,7 +181,7 @@ class _Run(ast.NodeVisitor):
         function = node.func
         values = [self.held(each) for each in (*node.args, *(word.value for word in node.keywords))]
         every = _NONE.union(*values)
-        # Submodules that are called, or given to what calls them, as checkpoint is.
+        # Submodules that are called, or passed to a function that calls them, as to checkpoint.
         for called in self.held(function) | every:
             if isinstance(called, _Of) and called.path:
                 self.read(called.path, every - {called}, node)
@@ -204,7 +200,7 @@ class _Run(ast.NodeVisitor):
                 self.change(every, node)
 
     def held(self, node: ast.expr) -> _Values:
-        """The values that an expression may be, or be a view of."""
+        """Return the values that an expression may be, or be a view of."""
         parts: list[ast.expr] = []
         if isinstance(node, ast.Name):
             return self.locals.get(node.id, _NONE)
@@ -229,7 +225,7 @@ class _Run(ast.NodeVisitor):
         return frozenset({(id(node), self.passes)}).union(*map(self.held, parts))
 
     def handed_on(self, node: ast.Call) -> list[ast.expr]:
-        """The expressions of which the result of a call may be a view."""
+        """Return the expressions of which the result of a call may be a view."""
         function, name = node.func, _name(node.func)
         if name in _CONTAINERS and isinstance(function, ast.Name):
             return node.args
@@ -250,7 +246,9 @@ class _Run(ast.NodeVisitor):
             and isinstance(value, (ast.Tuple, ast.List))
             and len(target.elts) == len(value.elts)
         ):
-            held = [self.held(each) for each in value.elts]  # before any is bound
+            held = [
+                self.held(each) for each in value.elts
+            ]  # all of them before the first is bound: a, b = b, a
             for one, values in zip(target.elts, held, strict=True):
                 self.bind(one, values, node)
         else:
@@ -270,7 +268,7 @@ class _Run(ast.NodeVisitor):
             self.change(self.held(target.value), node)
 
     def read(self, path: Path, values: _Values, node: ast.Call) -> None:
-        """A submodule is called with these."""
+        """Record that the submodule at this path is called with these values."""
         if path[-1] in ("forward", "__call__"):
             path = path[:-1]
         self.change(values, node, path)
@@ -284,10 +282,10 @@ class _Run(ast.NodeVisitor):
 
 
 def _name(function: ast.expr) -> str:
-    """Of a function that is called, or a method."""
+    """Return the name of a called function or method; "" without one."""
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def _items(values: _Values, key: str) -> _Values:
-    """The values that lie under a key of these; a slice of them, too."""
+    """Return the values under a key of these: submodules by their path, and the values themselves, as slices."""
     return values | {_Of((*each.path, key)) for each in values if isinstance(each, _Of)}

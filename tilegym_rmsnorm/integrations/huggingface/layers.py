@@ -1,17 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Decoder layers whose residual add runs in the norm that follows it.
+"""Rewrite decoder layers, so that a residual add runs in the norm that follows it.
 
-A layer is rewritten where its forward has these statements in a row, under whatever names, and NORM is a norm of the
-layer that is patched:
+A layer is rewritten where its forward has these statements in a row, under whatever names, and NORM is a patched norm
+of the layer:
 
     hidden = residual + hidden             a sum of two values
     residual = hidden                      may be missing
     hidden = self.NORM(hidden)
 
-In their place stands one call that returns both the norm and the sum. All other statements are compiled again as they
-are. The sum that ends a layer stays: the norm that follows it is the next layer's.
+One call that returns both the norm and the sum takes their place. All other statements are compiled again as they are.
+The sum that ends a layer stays: the norm that follows it is the next layer's.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tilegym_rmsnorm.integrations.huggingface.norms import PatchedType, add_norm
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear, compiled_as, tree_of
 
 _ADD_NORM, _SUM, _FORWARD = "tilegym_add_norm", "tilegym_sum", "tilegym_forward"  # names that no layer has
-_NAMES_SEEN = "locals", "vars", "dir", "eval", "exec"  # what shows a function the names of its locals
+_NAMES_SEEN = "locals", "vars", "dir", "eval", "exec"  # show a function the names of its locals
 
 
 @dataclass(frozen=True)
 class LayerPatch:
-    """What a patched class of layers is made of, beside its base class: the names of the norms that add."""
+    """Description from which a patched class is made, beside its base class: the names of the norms that add."""
 
     norms: tuple[str, ...]
 
@@ -48,8 +48,8 @@ class LayerPatch:
 
 
 def rewritten(cls: type, norms: Collection[str]) -> tuple[FunctionType, tuple[str, ...]]:
-    """The forward of a class with the adds in the norms of these names, and the names of those that add. Raises
-    `Unclear` where there is none."""
+    """Move the adds of a forward into the norms of these names. Return the new forward, and the names of the norms that
+    add. Raise `Unclear` where no norm adds."""
     function = forward_of(cls)
     tree = tree_of(function)
     if [argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args)][:1] != ["self"]:
@@ -68,7 +68,7 @@ def rewritten(cls: type, norms: Collection[str]) -> tuple[FunctionType, tuple[st
 
 
 def forward_of(cls: type) -> FunctionType:
-    """The forward that the author of a class wrote, in its decorators."""
+    """Return the forward that the author of a class wrote, without its decorators."""
     outermost = inspect.getattr_static(cls, "forward", None)
     if not isinstance(outermost, FunctionType):
         raise Unclear("is no plain function")
@@ -82,8 +82,8 @@ def forward_of(cls: type) -> FunctionType:
 
 
 def _wrapped_again(outermost: FunctionType, old: FunctionType, new: FunctionType) -> FunctionType:
-    """`new` with the decorators that are around `old`: each calls what it wraps by one variable of its closure, and may
-    compare itself with what is called, as the one does that transformers checkpoints layers by."""
+    """Wrap `new` in the decorators around `old`. A decorator calls the wrapped function by one variable of its closure.
+    By another it may compare itself with what is called, as the one that checkpoints transformers' layers does."""
     if outermost is old:
         return new
     inside: Any = outermost.__wrapped__  # type: ignore[attr-defined]
@@ -126,7 +126,7 @@ class _Rewriter(ast.NodeTransformer):
     def left(self, node: ast.AST) -> ast.AST:
         return node
 
-    # Functions and classes inside are left as they are, and what an exception may interrupt: its handler sees the sum.
+    # Functions and classes inside are left as they are. So is `try`: a handler sees the sum when the norm raises.
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = visit_Try = visit_TryStar = left
 
     def _rewritten(self, statements: list[ast.stmt]) -> list[ast.stmt]:
@@ -143,7 +143,7 @@ class _Rewriter(ast.NodeTransformer):
         return result
 
     def _replaced(self, statements: list[ast.stmt]) -> tuple[list[ast.stmt], int] | None:
-        """What takes the place of the first of these statements, and of how many."""
+        """Return the statements that replace the first ones of these, and how many they replace; None: none."""
         total, value = _assigned(statements[0])
         if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add):
             return None
@@ -159,7 +159,7 @@ class _Rewriter(ast.NodeTransformer):
         if not norm or not y:
             return None
         self.found.append(norm)
-        # The sum is held under each name that still holds it after these statements.
+        # Bind the sum to each name that the old statements leave bound to it: later statements may read it.
         held = [name for name in dict.fromkeys((total, copy)) if name and name != y]
         first, *others = held or [_SUM]
         lines = [f"{y}, {first} = {_ADD_NORM}(self.{norm})", *(f"{name} = {first}" for name in others)]
@@ -169,11 +169,11 @@ class _Rewriter(ast.NodeTransformer):
         for part in (part for statement in new for part in ast.walk(statement)):
             ast.copy_location(part, statements[count])
         assignment: Any = new[0]
-        assignment.value.args += [value.left, value.right]  # evaluated in the order they had
+        assignment.value.args += [value.left, value.right]  # evaluated in the old order
         return new, count + 1
 
     def _norm_called(self, call: ast.expr | None, names: set[str]) -> str:
-        """The norm in `self.NORM(name)`, or ""."""
+        """Return NORM if the call is `self.NORM(name)`, else ""."""
         if (
             isinstance(call, ast.Call)
             and not call.keywords
@@ -190,7 +190,7 @@ class _Rewriter(ast.NodeTransformer):
 
 
 def _assigned(statement: ast.stmt) -> tuple[str, ast.expr | None]:
-    """The name and the value of `name = value`; otherwise "" and None."""
+    """Return the name and the value of `name = value`; "" and None for other statements."""
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         target = statement.targets[0]
         if isinstance(target, ast.Name):
@@ -212,11 +212,11 @@ def _compiled(tree: ast.FunctionDef, function: FunctionType) -> FunctionType:
         if argument is not None:
             argument.annotation = None
     tree.returns = None
-    tree.decorator_list = []  # they gave this function back
-    # Given below: they were evaluated when the class was made.
+    tree.decorator_list = []  # they returned this function
+    # The defaults are set below: they were evaluated when the class was made.
     arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
     arguments.kw_defaults = [None if value is None else ast.Constant(None) for value in arguments.kw_defaults]
-    tree.name = _FORWARD  # its own name may be that of a global that it uses
+    tree.name = _FORWARD  # its own name may also be a global that it uses
     maker = ast.parse(f"def make({_ADD_NORM}):\n    return {_FORWARD}").body[0]
     assert isinstance(maker, ast.FunctionDef)
     maker.body.insert(0, tree)
@@ -235,13 +235,13 @@ def _compiled(tree: ast.FunctionDef, function: FunctionType) -> FunctionType:
 
 
 def children_that_are(module: torch.nn.Module, kept: Collection[torch.nn.Module]) -> list[str]:
-    """The names of the direct children that are among `kept`."""
+    """Return the names of the direct children that are among `kept`."""
     wanted = set(map(id, kept))
     return [name for name, child in module.named_children() if id(child) in wanted]
 
 
 def has_sum(cls: type) -> bool:
-    """Whether a forward adds two values in a statement of its own, as layers do and attention does not."""
+    """Return whether a forward adds two values in a statement of its own, as layers do and attention does not."""
     try:
         tree = tree_of(forward_of(cls))
     except Unclear:

@@ -1,15 +1,15 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""A mapping for `kernelize` of the library `kernels`, which puts the forward of a layer from elsewhere onto a module.
+"""Map layer names to these kernels, for `kernelize` of the library `kernels`, which binds a new forward to a module.
 
 transformers names its norms by layer names: "RMSNorm" for the arithmetics of Llama, OLMo2 and Helium alike. So the
-forward here looks at the class of the module that it finds itself on, as `patch_model` does, and where that class has
-no arithmetic that is known it runs the forward that was there.
+forward here looks at the class of the module that it is bound to, as `patch_model` does, and runs the class's own
+forward where the arithmetic is not known.
 
-What `kernels` asks of a layer, by its `kernels/layer/layer.py` of 0.17: a subclass of nn.Module without a constructor
-and without members but `forward`, `can_torch_compile` and `has_backward`, whose forward takes as many arguments as the
-one it replaces. What it asks of a repository: `load()`, equality and a hash.
+For `kernels` 0.17 (`kernels/layer/layer.py`) a layer must be a subclass of nn.Module without a constructor and without
+members but `forward`, `can_torch_compile` and `has_backward`, whose forward takes as many arguments as the one it
+replaces. A repository must have `load()`, equality and a hash.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MIN_VERSION = (0, 17)
 
 
 class TileGymRMSNorm(nn.Module):
-    """The layer: `kernelize` binds its forward to a model's norm, whose weight and eps it reads."""
+    """Layer whose forward `kernelize` binds to a model's norm. The forward reads that norm's weight and eps."""
 
     can_torch_compile = True
     has_backward = True
@@ -46,10 +46,10 @@ class TileGymRMSNorm(nn.Module):
 _matches: dict[str, Match] = {}
 
 
-# A class keeps its forward while a model is compiled. Of results Dynamo takes numbers and texts alone.
+# A class keeps its forward while a model is compiled. A name is returned: Dynamo takes numbers and texts alone.
 @torch.compiler.assume_constant_result
 def _name_of_match(cls: type) -> str:
-    """The key in `_matches` of the arithmetic of a class; "" without one."""
+    """Return the key in `_matches` for the arithmetic of a class; "" without one."""
     try:
         match = match_of(cls)
     except Unclear:
@@ -60,7 +60,7 @@ def _name_of_match(cls: type) -> str:
 
 
 class Repository:
-    """What the mapping gives for a layer name. All of them load the same layer, and are equal."""
+    """Value of the mapping for a layer name. All repositories load the same layer, and are equal."""
 
     layer_name = TileGymRMSNorm.__name__
 
@@ -78,20 +78,21 @@ class Repository:
 
 
 def kernel_mapping(device_type: str = "cuda") -> dict[str, Any]:
-    """A mapping for `use_kernel_mapping` or `register_kernel_mapping` of the library `kernels`.
+    """Return a mapping for `use_kernel_mapping` or `register_kernel_mapping` of the library `kernels`.
 
         from kernels import Mode, kernelize, use_kernel_mapping
         with use_kernel_mapping(kernel_mapping()):
             kernelize(model, mode=Mode.TRAINING | Mode.TORCH_COMPILE)
 
-    It serves every mode, training and torch.compile included, and the layer names `"RMSNorm"` and
-    `"RMSNormZeroCentered"`. Norms that have neither, such as Gemma's, are for `patch_model`, which needs no `kernels`.
+    The mapping serves every mode, training and torch.compile included, and the layer names `"RMSNorm"` and
+    `"RMSNormZeroCentered"`. Norms with another layer name or none, such as Gemma's, are for `patch_model`, which needs
+    no `kernels`.
 
     Args:
-        device_type: As `kernelize` finds it on the model.
+        device_type: The device type that `kernelize` finds on the model.
 
     Returns:
-        The layer names, with a repository for the device type.
+        A dict with a repository for each layer name and the device type.
 
     Raises:
         ImportError: `kernels` is not installed, or older than 0.17.

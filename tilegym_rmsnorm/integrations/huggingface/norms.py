@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The norm of a model, run by `rms_norm`: a subclass of the norm's own class, with another forward.
+"""Run the norm of a model by `rms_norm`: make a subclass of the norm's own class with another forward.
 
-A module is patched by giving it that class. All else stays: parameters, buffers, hooks, eps, the training flag, what
-isinstance says. Where a call has dtypes that no kernel reads, the forward of the base class runs.
+To patch a module is to give it that class. All else stays: parameters, buffers, hooks, eps, the training flag, the
+answer of isinstance. Where a call has dtypes that no kernel reads, the forward of the base class runs.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tilegym_rmsnorm.validation import refuse_torch_jit_script
 
 
 class PatchedType(type):
-    """The type of patched classes. They are pickled as what made them: no name leads to them."""
+    """Metaclass of patched classes. A patched class is pickled as its base and its patch, since no name leads to it."""
 
 
 @dataclass(frozen=True)
 class NormPatch:
-    """What a patched class of norms is made of, beside its base class."""
+    """Description from which a patched class is made, beside its base class: the arithmetic and the backend."""
 
     match: Match
     backend: str | None
@@ -51,7 +51,7 @@ class NormPatch:
 
         @functools.wraps(original)
         def forward(self: Any, x: Any = None, /, **named: Any) -> Any:
-            if x is None:  # given by its name, or missing
+            if x is None:  # x is given by its name, or missing
                 x = named.get(name)
                 if x is None or len(named) > 1:
                     return original(self, **named)
@@ -68,9 +68,9 @@ class NormPatch:
 
 
 def run(x: Tensor, match: Match, call: Call, backend: str | None) -> Tensor:
-    """y by the arithmetic of a norm. It lies in memory as the original's does, in most norms its dimensions in the
-    order of x's. So heads that were transposed before their norm are rows for the kernel, and y.transpose(1, 2) can be
-    viewed."""
+    """Compute y by the arithmetic of a norm, with the strides that the original's y has: in most norms its dimensions
+    lie in the order of x's. So heads that were transposed before their norm are rows for the kernel, and view() of
+    y.transpose(1, 2) works."""
     order = None if match.arithmetic == "torch" else order_in_memory(x, match.rstd_first)
     if order is None:
         return _run(x, None, match, call, backend)
@@ -81,18 +81,17 @@ def run(x: Tensor, match: Match, call: Call, backend: str | None) -> Tensor:
 
 
 def order_in_memory(x: Tensor, rstd_first: bool = False) -> tuple[int, ...] | None:
-    """The dimensions of the product of x and rstd by their strides, the slowest first. None where that is their own
-    order.
+    """Sort the dimensions of the product of x and rstd by their strides, the slowest first. None: already in order.
 
     TensorIterator compares dimensions by the strides of its first operand, and by those of the next where one of the
-    two is 0. rstd is contiguous, and its last stride is 0. x that is half is cast to float32, whose strides are dense.
+    two is 0. rstd is contiguous, and its last stride is 0. Half x is cast to float32, whose strides are dense.
     """
     if x.is_contiguous() or x.is_nested:
         return None
     shape, strides = tuple(x.shape), x.stride()
     given = shape, strides, x.dtype is torch.float32, rstd_first
     if is_dynamo_compiling() or not all(type(number) is int for number in shape + strides):
-        return _order(*given)  # symbols are not hashable
+        return _order(*given)  # symbols are not hashable, which the cache needs
     return _cached_order(*given)
 
 
@@ -118,8 +117,8 @@ _cached_order = functools.lru_cache(maxsize=1024)(_order)
 
 
 def _sorted_dims(shape: Sequence[int], operands: Sequence[Sequence[int]]) -> list[int]:
-    """As TensorIterator::reorder_dimensions does. Dynamo sorts by no symbolic number; and this is no order in which any
-    algorithm would do: of two dimensions neither may come first."""
+    """Sort dimensions exactly as TensorIterator::reorder_dimensions does. `sorted` would not do: Dynamo cannot sort by
+    symbolic numbers, and of two dimensions neither may come first, so that the algorithm decides."""
     order = list(range(len(shape)))[::-1]
     for place in range(1, len(order)):
         for before in range(place - 1, -1, -1):
@@ -133,7 +132,7 @@ def _sorted_dims(shape: Sequence[int], operands: Sequence[Sequence[int]]) -> lis
 
 
 def _is_slower(one: int, other: int, shape: Sequence[int], operands: Sequence[Sequence[int]]) -> bool | None:
-    """Whether a dimension has the larger strides. None: neither has."""
+    """Return whether dimension `one` has larger strides than `other`. None: neither comes first."""
     for strides in operands:
         if strides[one] == 0 or strides[other] == 0:
             continue
@@ -147,7 +146,7 @@ def _is_slower(one: int, other: int, shape: Sequence[int], operands: Sequence[Se
 
 
 def _dense(order: Iterable[int], shape: Sequence[int]) -> list[int]:
-    """The strides of what lies in memory without gaps, the dimensions in this order, the slowest first."""
+    """Return the strides of a tensor without gaps in memory, whose dimensions have this order, the slowest first."""
     strides, count = [0] * len(shape), 1
     for dim in [*order][::-1]:
         strides[dim] = count
@@ -156,9 +155,9 @@ def _dense(order: Iterable[int], shape: Sequence[int]) -> list[int]:
 
 
 def _run(x: Tensor, residual: Tensor | None, match: Match, call: Call, backend: str | None) -> Any:
-    """y, or y and the sum with the residual, contiguous."""
+    """Call `rms_norm`: contiguous y, or y and the sum with the residual."""
     weight, eps, (casting, out_dtype) = call
-    # Autocast casts what enters F.rms_norm, and nothing in a norm that is written out as the others are.
+    # Autocast casts the arguments of F.rms_norm, but nothing in a norm that is written in PyTorch's operations.
     with contextlib.nullcontext() if match.arithmetic == "torch" else _without_autocast(x):
         return rms_norm(
             x,
@@ -174,7 +173,7 @@ def _run(x: Tensor, residual: Tensor | None, match: Match, call: Call, backend: 
 
 
 def add_norm(norm: torch.nn.Module, residual: Any, x: Any) -> tuple[Any, Any]:
-    """`norm(residual + x)` and `residual + x`: in one call where the norm is patched and nobody watches it."""
+    """Return `norm(residual + x)` and `residual + x`: in one call where the norm is patched and no hook sees it."""
     patch = patch_of(type(norm))
     if isinstance(patch, NormPatch) and _is_fusable(norm, x, residual):
         call = patch.match.call(norm, x.shape, promoted(x.dtype, residual.dtype))
@@ -185,7 +184,7 @@ def add_norm(norm: torch.nn.Module, residual: Any, x: Any) -> tuple[Any, Any]:
 
 
 def _is_fusable(norm: torch.nn.Module, x: Any, residual: Any) -> bool:
-    """Whether nothing is there that sees a call of the norm, and both tensors are of one shape and device."""
+    """Return whether no hook or derived class sees a call of the norm, and both tensors have one shape and device."""
     cls: Any = type(norm)
     has_hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks
     return not (
@@ -193,7 +192,7 @@ def _is_fusable(norm: torch.nn.Module, x: Any, residual: Any) -> bool:
         or norm._backward_pre_hooks
         or "forward" in norm.__dict__  # accelerate's hooks, too
         or "_call_impl" in norm.__dict__
-        # Of a class derived from the patched one:
+        # A class derived from the patched one may define these:
         or cls.forward is not cls.patched_forward
         or cls.__call__ is not torch.nn.Module.__call__
         or cls._call_impl is not torch.nn.Module._call_impl
@@ -218,16 +217,16 @@ _classes: dict[tuple[type, Any, Any], PatchedType] = {}
 
 
 def patched_class(base: type, patch: Any) -> PatchedType:
-    """The subclass of `base` that a patch makes: the same object for the same patch, while base keeps its forward.
-    Raises `Unclear` where a layer cannot be rewritten."""
+    """Return the subclass of `base` that a patch makes: the same object for the same patch, while base keeps its
+    forward. Raise `Unclear` where a layer cannot be rewritten."""
     key = base, patch, inspect.getattr_static(base, "forward")
     if key not in _classes:
-        _classes.setdefault(key, patch.made(base))  # two threads: one class
+        _classes.setdefault(key, patch.made(base))  # two threads get one class
     return _classes[key]
 
 
 def loaded_class(base: type, patch: Any) -> type:
-    """The class of a module that was pickled with a patch: `base`, where its forward is no longer what was patched."""
+    """Return the class for a module pickled with a patch: `base`, where its forward is no longer what was patched."""
     try:
         return patched_class(base, patch) if patch.fits(base) else base
     except Unclear:
@@ -235,15 +234,15 @@ def loaded_class(base: type, patch: Any) -> type:
 
 
 class _Unseen(torch.nn.Module):
-    """The first base of a patched class while it is made: no __init_subclass__ of its own base registers or refuses
-    it."""
+    """First base of a patched class while the class is made, so that no __init_subclass__ of its own base registers or
+    refuses it."""
 
     def __init_subclass__(cls) -> None:
         pass
 
 
 def subclass(base: type, patch: Any, attributes: dict[str, Any]) -> PatchedType:
-    """A subclass under the same name: transformers initializes what has RMSNorm in its name."""
+    """Make a subclass under the same name: transformers initializes classes with RMSNorm in their names."""
     for function in attributes.values():
         function.__qualname__ = f"{base.__qualname__}.{function.__name__}"
     attributes = {
@@ -262,12 +261,12 @@ def subclass(base: type, patch: Any, attributes: dict[str, Any]) -> PatchedType:
 
 
 def made_from(cls: type) -> tuple[type, Any] | None:
-    """The base class and the patch of a patched class; None for others, such as a subclass of one."""
+    """Return the base class and the patch of a patched class; None for others, such as a subclass of one."""
     return cls.__dict__.get("patched_from")
 
 
 def patch_of(cls: type) -> Any:
-    """The patch of a class, or of one that it is derived from; None without one."""
+    """Return the patch of a class, or of one that it is derived from; None without one."""
     found = getattr(cls, "patched_from", None)
     return None if found is None else found[1]
 

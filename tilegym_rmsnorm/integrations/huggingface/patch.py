@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Patches the norms of a model, and takes the patch back. All is chosen before anything is changed.
+"""Patch the norms and layers of a model, and take the patch back. All changes are chosen before the first is made.
 
-Besides the class of a module, what is replaced is the forward that was bound before: accelerate keeps one in
+A patch replaces the class of a module, and the forwards that are bound to the module: accelerate keeps one in
 `_old_forward`, behind its hooks, and `kernelize` and the removal of hooks leave one in `forward`.
 """
 
@@ -45,13 +45,13 @@ from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 from tilegym_rmsnorm.module import RMSNorm
 from tilegym_rmsnorm.registry import check_backend_name
 
-_CALLED = ("_call_impl", "__getattribute__")  # what leads from a call to forward, besides __call__
+_CALLED = ("_call_impl", "__getattribute__")  # lead from a call to forward, besides __call__
 _BOUND = ("forward", "_old_forward")  # attributes of a module that may hold a bound forward
 _Parents = dict[int, list[tuple[nn.Module, str]]]  # by id of a child: its parents, and its name in each
 
 
 def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
-    """What `patch_model` does."""
+    """Choose classes for norms, then for layers, and give them to the modules. Documented at `patch_model`."""
     _check_module("patch_model", model)
     if backend is not None:
         check_backend_name(backend)
@@ -67,7 +67,7 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
         if isinstance(old, LayerPatch):
             continue
         if isinstance(module, RMSNorm) or (old is not None and found is None):
-            already += 1  # ours, or patched and then given a class derived from that
+            already += 1  # ours, or of a class derived from a patched one
             if old is not None:
                 norms.append(module)
             continue
@@ -114,7 +114,7 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
 
 
 def unpatch(model: Any) -> PatchReport:
-    """What `unpatch_model` does."""
+    """Give patched modules the classes they had. Documented at `unpatch_model`."""
     _check_module("unpatch_model", model)
     restored: list[Restored] = []
     declined: list[Declined] = []
@@ -145,19 +145,19 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _parents(model: nn.Module) -> _Parents:
     parents: _Parents = {}
     for _, parent in _parts(model):
-        for name, child in parent._modules.items():  # named_children gives a child its first name alone
+        for name, child in parent._modules.items():  # named_children leaves out a child's second name
             parents.setdefault(id(child), []).append((parent, name))
     return parents
 
 
 def _original(cls: type) -> type:
-    """The class of a module before the patch."""
+    """Return the class that a module had before the patch."""
     found = made_from(cls)
     return cls if found is None else found[0]
 
 
 def _check_input_is_kept(norm: nn.Module, parents: _Parents) -> None:
-    """Raises `Unclear` where a module that calls a norm changes the norm's x afterwards."""
+    """Raise `Unclear` where a module that calls a norm changes the norm's x afterwards."""
     for caller, path in _callers(norm, parents):
         for change in changed_inputs(_original(type(caller)), path[0]):
             if not fits(change.child, path):
@@ -169,11 +169,11 @@ def _check_input_is_kept(norm: nn.Module, parents: _Parents) -> None:
 def _callers(
     module: nn.Module, parents: _Parents, inside: tuple[nn.Module, ...] = ()
 ) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
-    """The modules that hold this one at any depth, and the path from each. An nn.Sequential gives its input to its
-    first module."""
+    """Yield the modules that hold this one at any depth, with the path from each. The path of an nn.Sequential counts
+    too where this module is its first, which gets its input."""
     inside = (*inside, module)
     for parent, name in parents.get(id(module), ()):
-        if any(parent is each for each in inside):  # a module may hold itself
+        if any(parent is each for each in inside):  # a module may hold itself: stop there
             continue
         yield parent, (name,)
         is_first = _is_sequential(parent) and next(iter(parent.children())) is module
@@ -202,13 +202,14 @@ def _is_sequential(module: nn.Module) -> bool:
 
 
 def _match(module: nn.Module, cls: type) -> Match:
-    """The arithmetic of a module, whose class is `cls`, or was before it was patched. Raises `Unclear`."""
+    """Return the arithmetic of a module, or raise `Unclear`. cls: its class, for a patched module the original."""
     try:
         match = match_of(cls)
     except Unclear as error:
         raise Unclear(f"its forward {error}") from None
     _check_forward_is_called(module)
-    # A rewritten layer does not call its norms. Its own __call__ stays: transformers 5.17 checkpoints there.
+    # A rewritten layer does not call its norms, so this __call__ would be left out. The __call__ of the layer itself
+    # still runs: transformers 5.17 checkpoints there.
     if type(module).__call__ is not nn.Module.__call__:
         raise Unclear("its class has a __call__ of its own")
     for name in module.__dict__:
@@ -245,11 +246,11 @@ def _fused(cls: type, children: list[str]) -> tuple[str, ...]:
 
 
 def _check_forward_is_called(module: nn.Module) -> None:
-    """Raises `Unclear` where a call of the module is none of its class's forward, be it behind accelerate's hooks."""
+    """Raise `Unclear` where a call of the module does not run its class's forward, also behind accelerate's hooks."""
     cls = type(module)
     if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
         raise Unclear("it is a graph, not code")
-    if torch.nn.utils.parametrize.is_parametrized(module):  # their removal takes the class's base, by place
+    if torch.nn.utils.parametrize.is_parametrized(module):  # its removal restores the class's first base
         raise Unclear("it is parametrized: parametrize it after the patch")
     is_called = all(getattr(cls, name) is getattr(nn.Module, name) for name in _CALLED)
     if type(cls) not in (type, PatchedType) or not is_called:
@@ -257,7 +258,7 @@ def _check_forward_is_called(module: nn.Module) -> None:
     own = cls.forward
     values = [module.__dict__[name] for name in _BOUND if name in module.__dict__]
     if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__:
-        values = [module.__dict__["_old_forward"]]  # forward calls the hook, which calls this
+        values = [module.__dict__["_old_forward"]]  # forward calls the hook, which calls _old_forward
     if not all(_is_bound(value, own, module) for value in values):
         raise Unclear("its forward was replaced on the module")
 
@@ -268,7 +269,7 @@ def _is_bound(value: Any, function: Any, module: nn.Module) -> bool:
 
 def _give_class(module: nn.Module, cls: type) -> None:
     own = type(module).forward
-    # Not by module.__class__: a class may refuse to have attributes set, or have a __class__ of its own.
+    # Not by module.__class__ = cls: a class may refuse to set attributes, or have a __class__ of its own.
     vars(object)["__class__"].__set__(module, cls)
     for name in _BOUND:
         if _is_bound(module.__dict__.get(name), own, module):
@@ -276,7 +277,7 @@ def _give_class(module: nn.Module, cls: type) -> None:
 
 
 def _looks_like_norm(cls: type, module: nn.Module) -> bool:
-    """Whether a module that is no known norm is worth a line in the report."""
+    """Return whether a module that is no known norm is worth a line in the report."""
     name = cls.__name__.lower()
     if "rmsnorm" in name or ("norm" in name and not module._modules):
         return True

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The source of a function, where it is what the function was compiled from.
+"""Read the source of a function as a syntax tree, if the source is what the function was compiled from.
 
-A file may have been edited since it was imported, and its new text is none of what runs. So the text is compiled again,
-and all that it is compiled to is compared with the code of the function.
+A file may have been edited since it was imported, and its new text does not run. So the text is compiled again, and the
+result compared with the code of the function.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 _NO_SOURCE = "has no source that can be read"
-# By other imports of a file the same call is compiled to another of these.
+# The same call is compiled to one or the other, by what else its file imports.
 _SAME = {"LOAD_METHOD": "LOAD_ATTR", "CALL_METHOD": "CALL", "CALL_FUNCTION": "CALL"}
 _LEFT_OUT = {"CACHE", "COPY_FREE_VARS", "EXTENDED_ARG", "NOP", "NOT_TAKEN", "PRECALL", "PUSH_NULL", "RESUME"}
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
@@ -27,13 +27,14 @@ _ARGUMENT_FLAGS = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
 class Unclear(Exception):
-    """Why a forward cannot be read. The text ends a sentence that begins with its name."""
+    """Raised where a forward cannot be read. The message ends a sentence whose subject is the forward."""
 
 
 def tree_of(function: FunctionType) -> ast.FunctionDef:
-    """The syntax tree of a function, by the source it was compiled from. Raises `Unclear` where there is none.
+    """Return the syntax tree of the source that a function was compiled from. Raise `Unclear` where there is none.
 
-    A decorator that gave back another function is seen: that one is what is read here, or it has `__wrapped__`.
+    A decorator that returned another function does not go unnoticed: that function is given here, with other code than
+    the source has, or with `__wrapped__`.
     """
     if hasattr(function, "__wrapped__"):
         raise Unclear(f"is wrapped by {function.__code__.co_name!r}")
@@ -48,14 +49,14 @@ def tree_of(function: FunctionType) -> ast.FunctionDef:
 
 
 def compiled_as(tree: ast.stmt, code: CodeType) -> CodeType:
-    """The code of a module that has this statement alone, with what `code` had of `from __future__`."""
+    """Compile a module that has only this statement, with the `from __future__` imports of `code`."""
     flags = code.co_flags & __future__.annotations.compiler_flag
     return compile(ast.Module([tree], []), code.co_filename, "exec", flags, dont_inherit=True)
 
 
 def _is_source_of(tree: ast.FunctionDef, function: FunctionType) -> bool:
     alone = ast.FunctionDef(**{**dict(ast.iter_fields(tree)), "decorator_list": []})
-    # super() is compiled in a class. A class of this name changes no private name.
+    # super() needs a class to be compiled. In a class named _, private names are not mangled.
     (around,) = ast.parse("class _: pass").body
     assert isinstance(around, ast.ClassDef)
     around.body = [ast.copy_location(alone, tree)]
@@ -69,7 +70,7 @@ def _codes_in(code: CodeType) -> list[CodeType]:
 
 
 def _essence(code: CodeType, name: str) -> tuple[Any, ...]:
-    """All that a code does, and nothing of where it stands. name: the qualified one of the function it is of or in."""
+    """Return all that code does, but not where the code stands. name: the qualified name of its outermost function."""
     kept = [each for each in dis.get_instructions(code) if each.opname not in _LEFT_OUT]
     offsets = [each.offset for each in kept]
 
@@ -100,6 +101,6 @@ def _constant(value: Any, name: str) -> Any:
         return _essence(value, name)
     if isinstance(value, frozenset):
         return sorted(map(repr, value))
-    if isinstance(value, str):  # maybe the qualified name of what is made inside
+    if isinstance(value, str):  # maybe the qualified name of a function inside
         value = value.removeprefix(f"{name}.<locals>.")
-    return repr(value)  # 1, 1.0 and True are equal
+    return repr(value)  # as text: 1, 1.0 and True are equal
