@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What a patch changed, and what it left as it was."""
+"""Report the modules that `patch_model` or `unpatch_model` changed, and those declined, each with its reason."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 
 class PatchedNorm(NamedTuple):
-    name: str  # of the module in the model, as in named_modules()
+    name: str  # the module's name in named_modules() of the model
     class_name: str
-    arithmetic: str  # a name of docs/huggingface.md
+    arithmetic: str  # one of those that docs/huggingface.md lists
 
 
 class PatchedLayer(NamedTuple):
     name: str
     class_name: str
-    norms: tuple[str, ...]  # the children that add the residual, too
+    norms: tuple[str, ...]  # the children that add the residual too
 
 
 class Declined(NamedTuple):
@@ -35,15 +35,16 @@ class Restored(NamedTuple):
 
 @dataclass(frozen=True)
 class PatchReport:
-    """The norms and layers that `patch_model` or `unpatch_model` changed, and those it left. `str` of it is a table for
-    people.
+    """Norms and layers that `patch_model` or `unpatch_model` changed, and those left as they were. `str` of a report is
+    a table for people.
 
     Args:
         patched: The norms that this call patched: name, class_name and arithmetic of each.
-        layers: The layers that it rewrote: name, class_name, and the norms that add the residual.
-        declined: What looks like a norm, or a layer, and was left as it is: name, class_name and reason of each.
-        restored: What `unpatch_model` gave its class back: name and class_name of each.
-        already: How many norms and layers had been patched before, and so were left as they are.
+        layers: The layers that this call rewrote: name, class_name, and the norms that add the residual.
+        declined: Modules that look like a norm or a layer and were left as they are: name, class_name and reason of
+            each.
+        restored: Modules to which `unpatch_model` gave their class back: name and class_name of each.
+        already: The number of norms and layers that had been patched before, and so were left as they are.
         if_nothing: The text of a report that lists nothing.
     """
 
@@ -56,7 +57,7 @@ class PatchReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many of each."""
+        """Count the entries of each field, by its name."""
         return {
             "patched": len(self.patched),
             "layers": len(self.layers),
@@ -78,7 +79,7 @@ class PatchReport:
 
 
 def _section(title: str, entries: Iterable[tuple[str, str, str]]) -> list[str]:
-    """A line for each class and detail, with how many there are and the name of the first."""
+    """Write a line for each class and detail: how many there are, and the name of the first."""
     groups: dict[tuple[str, str], list[str]] = {}
     for class_name, detail, name in entries:
         groups.setdefault((class_name, detail), []).append(name)
