@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What more than one backend asks before it says whether it can run."""
+"""Say why backend "cutile" or "triton" cannot run: reasons that both share."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "f
 
 
 def forward_launcher(spec: Spec, tensors: Tensors) -> Forward | None:
-    """What runs a call of any form; None where no kernel takes it."""
+    """Return the launcher for a call of any form; None where no kernel takes the call."""
     x, weight, bias, residual = tensors
     n, m = spec.n, x.numel() // spec.n
     per_head = any(each is not None and each.ndim == 2 for each in (weight, bias))
@@ -41,7 +41,7 @@ def forward_launcher(spec: Spec, tensors: Tensors) -> Forward | None:
 
 
 def backward_launcher(spec: Spec, tensors: Tensors, wanted: Wanted) -> Backward | None:
-    """What runs a call of any form; None where no kernel takes it."""
+    """Return the launcher for a call of any form; None where no kernel takes the call."""
     x, dy, weight, _, d_residual_out = tensors
     n, m, op = spec.n, x.numel() // spec.n, "dx" if wanted.dw is None else "backward"
     weight_dtype = None if weight is None else weight.dtype
@@ -124,7 +124,7 @@ def _backward(
 
 
 def _policy(machine: Machine, teams: bool, sm_margin: int) -> Policy:
-    """What a call's process rules out. ValueError for a margin that leaves no SM."""
+    """Return the process's limits on plans. Raise ValueError for a margin that leaves no SM."""
     policy.sms_left(machine.facts.sm_count, sm_margin)
     return Policy(teams, sm_margin)
 

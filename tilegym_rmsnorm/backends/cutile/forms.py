@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""What a call's tensors are to the selector: the dtype that it goes by, and the form (plans/problem.py)."""
+"""Describe a call's tensors to the selector: the dtype that it goes by, and the form (plans/problem.py)."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ Selector = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 
 class Launches(NamedTuple):
-    """What M decides of a call: its launches, each with what selects the kernel's arguments, and its grid; shapes and
-    dtypes of the temporary arrays; the row tiles in a slab; P, the rows of dw_partial."""
+    """The part of a call that depends on M: its launches, each with the selector of the kernel's arguments, and the
+    grid; shapes and dtypes of the temporary arrays; the row tiles in a slab; P, the rows of dw_partial."""
 
     launches: tuple[tuple[Launch, Selector, tuple[int, ...]], ...]
     temporaries: tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -38,8 +38,8 @@ class Launches(NamedTuple):
 class Launcher:
     """A plan whose kernels are bound to a device.
 
-    argument_names: what `run` is given, by the names of the kernels' parameters. Behind these come tiles_in_slab and
-    the temporary arrays. At which places a kernel's arguments are is found once: a call looks up no names.
+    argument_names: the arguments of `run`, by the names of the kernels' parameters. Behind these come tiles_in_slab and
+    the temporary arrays. The places of a kernel's arguments are found once: a call looks up no names.
     """
 
     argument_names: tuple[str, ...]
@@ -204,7 +204,7 @@ def lead_of(x: Tensor) -> tuple[int, int, int] | None:
 
 
 def _selector(places: list[int]) -> Selector:
-    """What selects the values at these places, as a tuple."""
+    """Return a function that selects the values at these places, as a tuple."""
     if len(places) == 1:  # of which itemgetter would return the value itself
         return lambda values: (values[places[0]],)
     return operator.itemgetter(*places)

@@ -32,7 +32,7 @@ Lead = tuple[int, ...]  # (M,), or B, T and H
 
 
 class Calls(NamedTuple):
-    """What calls are alike in, whatever their number of rows: the dtypes of their tensors, None for what is absent."""
+    """Properties that calls share, whatever their number of rows: the dtypes of their tensors, None for absent ones."""
 
     n: int
     dtype: torch.dtype
@@ -96,7 +96,7 @@ def warm(device: torch.device, calls: Calls) -> None:
 
 
 def _launchers(calls: Calls, device: torch.device, lead: Lead) -> list[Launcher]:
-    """What runs the calls with so many rows, and all others of their size class."""
+    """Return the launchers of the calls with so many rows, which run all others of their size class too."""
     forward = launch.forward_launcher, launch.rms_norm_forward, composed.forward
     found = _that_run(*forward, calls.spec, calls.forward(device, lead))
     backward = launch.backward_launcher, launch.rms_norm_backward, composed.backward
@@ -228,7 +228,8 @@ def _short_and_long(rows: range, blocks: int, height: int, heads: int) -> Iterat
 def _kinds_of(
     launchers: list[Launcher], calls: Calls, b: int, t: int, partial_rows: Callable[..., int]
 ) -> tuple[Any, ...]:
-    """What the arrays of a call are compiled for. Strides are multiples of N, so those of B are asked for."""
+    """Return the kinds of extents and strides that kernels are compiled for. Strides are multiples of N, so only those
+    of B are looked at."""
     heads, m = calls.heads, b * t * calls.heads
     found: list[Any] = [_kind(m)]
     for launcher in launchers:

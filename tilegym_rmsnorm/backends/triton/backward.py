@@ -7,7 +7,7 @@
     d = (g - xhat * c) * rstd + d_residual_out          dx = alpha * d         d_residual = d
     dw = sum over rows of dy * xhat                     db = sum over rows of dy
 
-x is what was normalized: residual_out where there was a residual, whose gradient d_residual_out is then. P walks over
+x is residual_out where there was a residual, and d_residual_out the gradient of residual_out. P walks over
 the rows each keep the float32 sums of their rows in registers and write them to their own row of dw_partial and
 db_partial; a second kernel sums those rows. No atomics: dw and db have the same bits on every run.
 
@@ -21,7 +21,7 @@ true.
 
 x, dy and d_residual_out are (M, N) or (B, T, H, N) of any strides but the last (rows.py), which ALIGN divides. weight,
 dw and db (N,), or (H, N) with PER_HEAD, dx and d_residual of x's shape, the float32 rstd and c (M,) and dw_partial and
-db_partial (P, N) or (P, H * N) are contiguous. Each has its own dtype. What a call has not, or nobody wants, is None;
+db_partial (P, N) or (P, H * N) are contiguous. Each has its own dtype. An array that is absent or not wanted is None;
 so is an alpha of 1. ROUND_XHAT (casting="llama") rounds xhat to x's dtype in dw, not in dx.
 """
 
@@ -55,7 +55,7 @@ def load_scales(weight_ptr, offset, tcolumns, tmasks):
 
 @triton.jit
 def load_x_and_dy(x_rows, dy_rows, tcolumns, tmasks):
-    """x and dy of these rows, as tiles of their own dtypes. What lies outside reads 0, and so adds 0 to every sum."""
+    """Load x and dy of these rows, as tiles of their own dtypes. Elements outside read 0, and add 0 to every sum."""
     tx = ()
     tdy = ()
     for k in tl.static_range(len(tcolumns)):

@@ -14,7 +14,7 @@ weight. rstd by sqrt_rn: `tl.rsqrt` takes a subnormal mean + eps (below 1.2e-38)
 
 x and residual are (M, N) or (B, T, H, N) of any strides but the last (rows.py), which ALIGN divides. weight and bias
 (N,), or (H, N) with PER_HEAD, y and residual_out of x's shape and rstd (M,) float32 are contiguous. Each has its own
-dtype. What a call has not is None.
+dtype. An absent array is None.
 """
 
 import triton

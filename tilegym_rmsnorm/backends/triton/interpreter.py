@@ -37,7 +37,7 @@ def one_launch_at_a_time() -> contextlib.AbstractContextManager:
 
 
 class _Kept:
-    """What has nothing to restore."""
+    """Stand-in for an object to restore, where there is nothing to restore."""
 
     def restore(self) -> None:
         pass

@@ -149,7 +149,8 @@ def _heads(weight: Tensor | None) -> int:
 
 
 def _layout(weight: Tensor | None, **arrays: Tensor | None) -> dict[str, int | bool]:
-    """What says where the rows of these arrays lie, and which power of two divides all their strides."""
+    """Return the kernel arguments for where the rows of these arrays lie, and the power of two that divides all their
+    strides."""
     layout, align = {}, LARGEST_ALIGNMENT
     for name, array in arrays.items():
         if array is None:
@@ -167,7 +168,7 @@ def _layout(weight: Tensor | None, **arrays: Tensor | None) -> dict[str, int | b
 
 
 def _options(num_warps: int) -> dict[str, int | bool]:
-    """What Triton compiles with. Contracting a * b + c is its default up to 3.9, and announced to change."""
+    """Return Triton's compile options. Contracting a * b + c is Triton's default up to 3.9, and announced to change."""
     return {"num_warps": num_warps, "enable_fp_fusion": True}
 
 

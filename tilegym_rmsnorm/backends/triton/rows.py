@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What the Triton kernels share: where rows lie, and how they become tiles and back.
+"""Helpers of all Triton kernels: where rows lie, and how they become tiles and back.
 
 Whole rows are held as TILES tiles of (ROWS, WIDTH) elements, masked only where they pass row M or column N. Row indices
 are int64, since M * N may exceed 2^31; N is below 2^31.

@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Runs a cuTile kernel's own Python over CPU tensors, block by block, as TRITON_INTERPRET=1 does for Triton.
+"""Run a cuTile kernel's own Python over CPU tensors, block by block, as TRITON_INTERPRET=1 does for Triton.
 
     launch(sum_partials, (4096 // 16,), (dw, dw_partial, (), 128, 16, 16, True))
 
-pdb and pytest stop at the kernel's source lines. What a GPU would do silently raises here: access out of
-bounds, reading memory that nobody wrote (allocate it with `empty`), two blocks meeting at one element. What the
-compiler rejects in kernels of this kind is rejected too: extents that are no power of two, dtypes that do not mix
-or do not fit the array, indices of another rank. What is not covered raises NotImplementedError with its name.
+pdb and pytest stop at the kernel's source lines. Faults that a GPU passes over raise here: access out of
+bounds, reading memory that nobody wrote (allocate it with `empty`), two blocks meeting at one element. So do errors
+that the compiler finds in kernels of this kind: extents that are no power of two, dtypes that do not mix or do not
+fit the array, indices of another rank. Operations that are not covered raise NotImplementedError with their name.
 
 Blocks may wait for each other by atomics and by loads and stores that are RELAXED: see blocks.py. A debugger that was
 started outside stops at breakpoints in the caller's thread, where all blocks run until one waits.

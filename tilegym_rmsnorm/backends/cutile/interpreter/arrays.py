@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Arrays and four ways into them: load and store by tile index, gather and scatter by element index.
 
-What cuda.tile documents as undefined raises IndexError here: an access past the end with check_bounds=False, and
+Accesses that cuda.tile documents as undefined raise IndexError here: past the end with check_bounds=False, and
 a tile that lies wholly outside its array even without. Latency and TMA hints are checked, with no other effect.
 """
 

@@ -63,7 +63,7 @@ def _atomic(op: str, dtypes: tuple[torch.dtype, ...], combine: Callable, is_bitw
 
 
 def _change(combine: Callable, elements: Tensor, offsets: Tensor, operand: Tensor) -> Tensor:
-    """What each lane found before it changed its element."""
+    """Combine each lane's operand with its element. Return the elements as each lane found them."""
     found = torch.empty(offsets.shape, dtype=operand.dtype)
     all_at_once = [slice(None)]
     one_by_one = range(offsets.numel())

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""What happened to each element of each array: who wrote it, who read it, and whether anybody ever wrote it.
+"""Record for each element of each array which block wrote it, which read it, and whether it was ever written.
 
 Blocks of one launch run in no particular order on a GPU, so an element that one block writes may not be touched
 by another in the same launch, unless both do it atomically. A `Memory` keeps, for one array argument in one launch,
@@ -21,7 +21,7 @@ _unwritten: weakref.WeakKeyDictionary[torch.UntypedStorage, Tensor] = weakref.We
 
 _NOBODY, _SEVERAL = 0, -1  # besides these, a map holds the number of the block, counted from 1
 
-# What a block may not do to an element, by what another block has done to it.
+# An access that a block may not make to an element, and the accesses of another block that forbid it.
 _RACES = {
     "read": ("written", "atomically written"),
     "written": ("written", "read", "atomically written", "atomically read"),
@@ -31,7 +31,7 @@ _RACES = {
 
 
 def poison(dtype: torch.dtype) -> float | int | bool:
-    """What memory without a defined value holds: NaN, or an integer that is hard to overlook."""
+    """Return the value of memory without a defined one: NaN, or an integer that is hard to overlook."""
     if dtype == torch.bool:
         return True
     return math.nan if dtype.is_floating_point else torch.iinfo(dtype).max

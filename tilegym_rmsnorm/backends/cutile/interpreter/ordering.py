@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: MIT
 """memory_order and memory_scope: which of them the compiler takes, and which of those are covered.
 
-Every atomic access is performed in program order and seen by all blocks at once, whatever its order. What acquire and
-release add, an order among the plain accesses around them, is not modelled: plain accesses that rely on it are a race
-here. Loads and stores that ask for nothing else are refused.
+Every atomic access is performed in program order and seen by all blocks at once, whatever its order. Acquire and
+release also order the plain accesses around them. That is not modelled: plain accesses that rely on it are a race here.
+Loads and stores that ask for nothing else are refused.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from .tile import Tile, as_index
 
 
 class Namespace:
-    """What `ct` means inside an interpreted kernel."""
+    """Replacement of `ct`, the module cuda.tile, inside an interpreted kernel."""
 
     def __init__(self, blocks: Blocks):
         self._blocks = blocks

@@ -28,7 +28,7 @@ def as_tensor(x: Tile | Constant, dtype: torch.dtype) -> torch.Tensor:
 
 
 def loose_dtype(x: object) -> torch.dtype | Constant:
-    """What promotion looks at: a tile's dtype, a constant's value."""
+    """Return what promotion goes by: a tile's dtype, a constant's value."""
     if isinstance(x, Tile):
         return x.value.dtype
     if isinstance(x, NUMBER):

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The mathematics, as tile code: what runs on the GPU, and nothing that chooses. It imports cuda.tile alone."""
+"""The kernels: all code that runs on the GPU, and none that chooses. These modules import cuda.tile alone."""
 
 # ruff: noqa: F401
 import inspect

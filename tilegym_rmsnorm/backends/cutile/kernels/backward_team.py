@@ -4,8 +4,8 @@
 
 x and dy of a row of more than 16384 elements, and its sum of dw, mostly do not fit the registers of one block. Here
 MEMBERS blocks share the rows, each with the same columns of every row of its team, so x and dy are read once:
-2048x65536 in 312 us on an H100, where backward_split_reread, which reads them twice, took 437. What a row needs from
-all of its columns is one number, the sum of its products: team.py adds it up.
+2048x65536 in 312 us on an H100, where backward_split_reread, which reads them twice, took 437. A row needs one number
+from all of its columns, the sum of its products: team.py adds it up.
 
     backward_team             rows by gathers
     backward_pipelined_team   rows by TMA: a block's next row comes into shared memory while it sums this one and waits

@@ -194,7 +194,7 @@ def load_columns_of_block(
 
 
 def tiles_with_residual(tx, tresidual, residual, place, SHAPE):
-    """What is normalized, float32: tiles of x, or those of residual_out, which is written."""
+    """Return the tiles to normalize, float32: those of x, or of residual_out, which this writes."""
     if len(residual) > 0:
         _, residual_out, alpha = residual
         tresidual_out = added_residual(tx, tresidual, alpha, residual_out.dtype)

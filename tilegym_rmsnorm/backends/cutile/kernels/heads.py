@@ -4,7 +4,7 @@
 
 SHAPE is (ROWS, HEADS, WIDTH). Of (M, N) a tile has ROWS rows, and HEADS is 0. Of (B, T, H, N) it has HEADS heads of
 ROWS steps along T. Its `place` counts in tiles: (i,) or (b, t, h). Once loaded, a tile is (rows, WIDTH) whichever the
-array is: for what is computed, heads are rows. What lies past the array reads 0, and is not written.
+array is: the computation takes heads as rows. Elements past the array read 0, and are not written.
 
 Tiles of heads are numbered along H first, then T, then B. So a block whose steps are multiples of the tiles along H
 stays at its heads: that is how a backward with per-head weights sums dw.

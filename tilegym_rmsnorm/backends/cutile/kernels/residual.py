@@ -37,7 +37,7 @@ def added_residual(tstored_x, tstored_residual, alpha, dtype):
 
 
 def row_with_residual(tstored, residual, row, tcolumns, EVEN, LATENCY):
-    """What is normalized, given a row of x, as tiles of its dtype: that row, or residual_out, which is written."""
+    """Return the row to normalize, as tiles of its dtype: tstored, a row of x, or residual_out, which this writes."""
     if len(residual) > 0:
         addend, residual_out, alpha = residual
         tresidual = load_row(addend, row, tcolumns, EVEN, LATENCY)

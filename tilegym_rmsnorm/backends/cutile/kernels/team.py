@@ -8,7 +8,7 @@ written once and is all that one block tells another, so its accesses need no or
 
 No block waits forever. Teams are formed of blocks in the order in which they start: each takes a ticket. So of all the
 blocks of a launch that have started, at most MEMBERS - 1 wait for one that has not; the other teams end and make room.
-What that takes: that launches which run at the same time, each with so many, leave room for a block on the SMs that
+The condition: launches that run at the same time, each with so many, leave room for a block on the SMs that
 they may use. machine.py allows teams of an eighth of the device's SMs at most. So eight launches at once
 (LAUNCHES_AT_ONCE) that may use all of them always do, more where an SM holds several blocks. More than that are not
 covered. Nor are launches that may use fewer SMs than the device reports, in a green context or by a share of MPS: where

@@ -224,7 +224,7 @@ def load_tile(array, index, shape, LATENCY, TMA, DIVISOR):
 
 
 def gather_tile(array, trows, tcolumns, EVEN, LATENCY):
-    """These rows and columns of a 2-D array, as float32. What lies past its end reads 0; EVEN: nothing does.
+    """Gather these rows and columns of a 2-D array, as float32. Elements past its end read 0; EVEN: there are none.
 
     Where EVEN, all rows must be the array's: nothing checks that, and a condition on them would be one on every load. A
     tile that `ct.load` cuts off at the last row has a branch around it, and what is loaded next waits.
@@ -282,7 +282,7 @@ def sum_of_products(a, b, PIECES):
 
 
 def factor_of_x(tc, trstd):
-    """What dx adds of x to g: -c * rstd^2. As `x * factor + g` the compiler fuses it, as `g - x * c` it does not."""
+    """Return the factor of x in dx = x * factor + g: -c * rstd^2. The compiler fuses this, but not `g - x * c`."""
     return -(tc * trstd) * trstd
 
 

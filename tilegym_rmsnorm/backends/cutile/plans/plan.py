@@ -16,8 +16,8 @@ from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardStrips, SumPa
 
 
 class Sizes(NamedTuple):
-    """What M decides: of each step its grid, None where it is not launched; P, the rows of dw_partial; the row tiles in
-    a slab; and by name the shapes and dtypes of the temporary arrays, which kernels fill."""
+    """The part of a plan that depends on M: the grid of each step, None where it is not launched; P, the rows of
+    dw_partial; the row tiles in a slab; by name the shapes and dtypes of the temporary arrays, which kernels fill."""
 
     grids: tuple[tuple[int, ...] | None, ...]
     partial_rows: int

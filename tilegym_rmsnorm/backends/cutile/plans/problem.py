@@ -15,7 +15,7 @@ SAME, FLOAT32 = WEIGHTS = ("same", "float32")  # of x's dtype, or none; float32 
 
 
 class Target(NamedTuple):
-    """What a variant was measured with."""
+    """The GPU and the toolkit with which a variant was measured."""
 
     gpu: str  # as the driver names it
     architecture: int
@@ -37,15 +37,15 @@ class Device(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """What the user rules out. teams: whether kernels may serve whose blocks wait for each other. sm_margin: SMs that
-    walks leave free, fewer than the device has."""
+    """The user's limits on plans. teams: allow kernels whose blocks wait for each other. sm_margin: SMs that walks
+    leave free, fewer than the device has."""
 
     teams: bool = True
     sm_margin: int = 0
 
 
 class Form(NamedTuple):
-    """What a call has beyond rows of one dtype and a weight of N elements."""
+    """Features of a call beyond rows of one dtype and a weight of N elements."""
 
     # The forward adds a residual; the backward adds d_residual_out, or writes d_residual.
     residual: bool = False
@@ -74,7 +74,7 @@ PLAIN = Form()
 
 
 def form_named(name: str) -> Form:
-    """Of one of FORMS: what calls have that are of it, and no more. Those beside plain rows are named like a field."""
+    """Return the Form for a name in FORMS, with that feature alone. All but plain rows are named like a field."""
     if name == PLAIN_ROWS:
         return PLAIN
     return Form(**{name: True})._replace(residual=name in (RESIDUAL, D_RESIDUAL))

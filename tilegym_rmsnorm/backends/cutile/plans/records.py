@@ -71,12 +71,12 @@ class Record(NamedTuple):
     is_entry: bool = False  # of one N, which it serves whether its rows are aligned or not
 
     def variant(self, n: int, most_members: int = MOST_MEMBERS) -> Variant | None:
-        """What it gives to rows of n elements; None where no settings fit them, or a team would be too large."""
+        """Return the variant for rows of n elements; None where no settings fit them, or a team would be too large."""
         fitted = (BY_KERNEL[self.kernel].fitted(n, most_members, **each) for each in self.settings)
         return next(filter(None, fitted), None)
 
     def buckets(self) -> Iterator[Bucket]:
-        """What an entry serves."""
+        """Yield the buckets that an entry serves."""
         for op in self.ops:
             for dtype in self.dtypes:
                 for size in self.sizes:

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""What serves where no record does: what can be reasoned, for every architecture and for rows that are not aligned.
+"""Choose variants where no record does, by reasoning, for every architecture and for rows that are not aligned.
 
 Thresholds are in elements where registers decide, which hold float32 whatever the dtype, and in bytes where the bytes
 in flight do. The tests compile a sample for each architecture; but for sm_90 they were not timed.
@@ -32,7 +32,7 @@ ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)
 WIDEST_FORWARD_ROW = 32768  # elements that one block of 8 warps holds in registers, float32: 128 each thread
 WIDEST_BACKWARD_ROW = 16384  # elements of x and dy: 128 registers, float32, in each thread of 8 warps
 STRIP = 2048  # columns
-# What takes a residual, a bias or heads holds a row in one block.
+# Variants for a residual, a bias or heads hold a row in one block.
 WIDEST_FUSED_ROW = WIDEST_BACKWARD_ROW
 WIDEST_UNALIGNED_ROW = 8192  # of rows that are not aligned: they need registers for addresses
 WIDEST_BIAS_ROW = 8192  # of a backward that sums db beside dw: twice the float32 registers
@@ -57,10 +57,10 @@ def is_fused(problem: Problem) -> bool:
 
 
 def heads_of_form(n: int, heads: int) -> int:
-    """What a Form says of H of (B, T, H, N) beside one weight for all: how many heads a tile may have, a power of two.
+    """Return Form.heads for H of (B, T, H, N) beside one weight for all: a power of two of heads that a tile may have.
 
     These are few, so that few kernels serve every H. A last tile that is partly empty may add a sixteenth to H. From
-    256 on it is a sequence, as of q in (B, H, T, D): then tiles lie along it alone, for what comes before may be short.
+    256 on H is a sequence, as of q in (B, H, T, D): then tiles lie along H alone, since T may be short.
     """
     if n > WIDEST_TILE_OF_HEADS:
         return 1  # a row is a block
@@ -199,18 +199,18 @@ def own_partials(problem: Problem, first: Variant) -> Variant:
 
 
 def means(architecture: int) -> Variant:
-    """What reads wide rows for their mean, before the strips."""
+    """Return the kernel that reads wide rows for their mean, before the strips."""
     has_tma = architecture >= 90
     return BackwardMeans(width=4096 if has_tma else 2048, warps=4, occupancy=4, latency=4, tma=has_tma)
 
 
 def clear(team: Team) -> ClearBoard:
-    """What empties the board of a launch by teams: 64 KB of slots for 4096 rows."""
+    """Return the kernel that empties the board of a launch by teams: 64 KB of slots for 4096 rows."""
     return ClearBoard(width=team.slots, warps=4, occupancy=4, rows=16)
 
 
 def sum_of(first: Variant, n: int, architecture: int) -> Variant:
-    """What adds the partial rows that the first kernel of a backward leaves.
+    """Return the kernel that adds the partial rows that the first kernel of a backward leaves.
 
     Narrow strips, so that even 1024 columns are 64 blocks. Each step of them waits for memory, so where several blocks
     an SM leave more than 128 partial rows a step takes 256. Teams of many members and slabs leave fewer partial rows of

@@ -37,7 +37,7 @@ SERVED_BY = {"forward": ("forward",), "backward": ("backward",), "dx": ("dx", "b
 
 
 class Tables(NamedTuple):
-    """What decides, the first most: entries that serve this GPU, and rules that serve its architecture."""
+    """Records in the order in which they decide: entries that serve this GPU, then rules for its architecture."""
 
     entries: tuple[Records, ...] = ()
     rules: tuple[Records, ...] = ()
@@ -99,7 +99,7 @@ def _like(bucket: Bucket) -> Iterator[Bucket]:
 
 
 def _recorded(bucket: Bucket, tables: Tables, problem: Problem) -> Iterator[Choice]:
-    """What the records say of a bucket, in order."""
+    """Yield the choices of the records for a bucket, in order."""
     bucket = bucket._replace(weight=SAME)
     for weight in (FLOAT32, SAME) if problem.is_beside_float32 else (SAME,):
         beside = bucket._replace(weight=weight)
@@ -123,8 +123,8 @@ def _entry(bucket: Bucket, tables: Tables, problem: Problem) -> Choice | None:
 
 
 def _unshared(problem: Problem, tables: Tables) -> Choice:
-    """What a plan begins from that shares no partial rows: the rules' kernel for many rows. dx alone leaves registers
-    for a row's terms of dw, but not in wide rows."""
+    """Choose the first kernel of a plan that shares no partial rows: the rules' kernel for many rows. dx alone leaves
+    registers for a row's terms of dw, but not in wide rows."""
     op = "backward" if problem.n > rules.WIDEST_BACKWARD_ROW else "dx"
     plain = problem._replace(op=op, size="large", weight=problem.dtype)
     return choose(plain, Tables(rules=tables.rules))

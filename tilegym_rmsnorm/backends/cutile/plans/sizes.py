@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""What M, the number of rows, decides: the size class of a call, and how many blocks share its rows."""
+"""Derive from M, the number of rows, the size class of a call, and how many blocks share its rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_END = 2**62  # more rows than any memory holds
 
 
 def size_class(m: int, n: int) -> str:
-    """Which of SIZES a call is: what its time is bound by differs, so variants may. Nothing else about M chooses them.
+    """Return which of SIZES a call is. Each is bound by something else, so variants may differ. M chooses by this only.
 
     few: bound by launch latency; small: by occupancy; large: by bandwidth.
     """

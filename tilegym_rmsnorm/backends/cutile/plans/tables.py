@@ -26,8 +26,8 @@ SHIPPED_FOLDER = Path(__file__).parent
 
 
 def tables_of(architecture: int, target: Target | None, folder: Path | None) -> Tables:
-    """What decides on a GPU: entries for this model and toolkit, the user's in `folder` first, and rules by its
-    architecture."""
+    """Return the records that decide on a GPU: entries for this model and toolkit, the user's in `folder` first, and
+    rules by its architecture."""
     entries = (
         () if target is None else (*([table_in(folder, target)] if folder else []), _shipped_entries(target))
     )
@@ -66,7 +66,7 @@ def _shipped(architecture: int | None) -> dict:
 
 
 def shipped_targets() -> list[Target]:
-    """What the entries that ship are for."""
+    """Return the GPUs and toolkits for which entries ship."""
     found = set()
     for path in SHIPPED_FOLDER.glob("sm_*.json"):
         architecture = int(path.stem.removeprefix("sm_"))
@@ -76,9 +76,9 @@ def shipped_targets() -> list[Target]:
 
 
 def shipped_for(bucket: Bucket) -> list[Variant]:
-    """What the entries that ship choose for a bucket's rows on any GPU, with any toolkit, and for any dtype of that
-    size: what tuning tries before all else. For dx that is also what they choose for dx with dw; for a form, behind
-    those of it, what they choose for the nearest others, plain rows last."""
+    """Return the variants that tuning tries first: those that shipped entries choose for a bucket's rows on any GPU,
+    with any toolkit, and for any dtype of that size. For dx also those for dx with dw. For a form first those of the
+    form, then those of the nearest others, plain rows last."""
     found: list[Variant] = []
     for form in nearest_forms(bucket.form):
         for path in sorted(SHIPPED_FOLDER.glob("sm_*.json")):
@@ -92,7 +92,7 @@ def shipped_for(bucket: Bucket) -> list[Variant]:
 
 
 def describe(target: Target | None, folder: Path | None) -> str:
-    """One line for people: what chooses the kernels on this GPU, the first that counts first."""
+    """Describe in one line for people how kernels are chosen on this GPU, the first that counts first."""
     found, shipped = [], shipped_targets()
     if target is not None and folder is not None and (count := len(table_in(folder, target))):
         found.append(f"{count} in {table_path(folder, target)}")

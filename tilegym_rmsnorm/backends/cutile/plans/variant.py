@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""What the settings of all kernels have in common.
+"""Base of the settings of all kernels.
 
 `Variant` is the base of the settings of every kernel (variants.py). It names its kernel, checks itself, yields the
 kernel's compile-time constants, and says how many blocks share M rows. Widths and heights of tiles are in elements and
@@ -42,8 +42,8 @@ def expect(is_right: bool, what: str, expected: object, got: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What every kernel has: `width`, the columns of a tile; `warps` of a block; `occupancy`, the blocks an SM that the
-    compiler leaves registers for. A kernel that has no field by a name below does without it, and counts as said here.
+    """Settings that every kernel has: `width`, the columns of a tile; `warps` of a block; `occupancy`, the blocks an SM
+    that the compiler leaves registers for. A kernel without a field by a name below counts as said here.
     """
 
     kernel: ClassVar[str]  # the function's name in kernels/

@@ -239,7 +239,7 @@ class BackwardStrips(Chunks):
         return (p, -(-n // self.width))
 
 
-# What runs before and after them.
+# Kernels that run before and after those.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,12 +26,12 @@ except ImportError:
 
 Launch = Callable[[tuple[int, ...], tuple[Any, ...]], None]  # (grid, arguments)
 
-# What torch.compile's own code allocates with, since torch.empty takes 2 us more. On the current device only.
+# torch.compile's own code allocates with this: torch.empty takes 2 us more. On the current device only.
 _empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
 class Machine(Protocol):
-    """What launches, searches and warmups ask of a device.
+    """Interface to a device, for launches, searches and warmups.
 
     facts: its numbers, by which plans are chosen.
     no_array: the argument for an array that a kernel is compiled not to touch, since an argument cannot be None. It
@@ -113,8 +113,8 @@ class InterpretedMachine:
 
 
 def _default_device_cpu() -> contextlib.AbstractContextManager[Any]:
-    """What the interpreter makes lies on the CPU, where its arrays do. As a mode of PyTorch's this slows every
-    operation down, so only where it is needed."""
+    """Make the interpreter's new tensors on the CPU, where its arrays are. A `torch.device` context slows every
+    operation down, so enter one only where the default device is another."""
     try:
         is_cpu = torch.get_default_device().type == "cpu"
     except AttributeError:  # torch 2.9, once set_default_device(None) was called

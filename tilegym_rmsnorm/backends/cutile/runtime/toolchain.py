@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What the cutile backend needs of a machine: cuda-tile, its compiler tileiras, a driver.
+"""Find what the cutile backend needs on a machine: cuda-tile, its compiler tileiras, a driver.
 
 cuda-tile has no public question "which tileiras will you run?", so its search is written again here, from
 `_find_compiler_bin` of cuda/tile/_compile.py in cuda-tile 1.7.0. The first hit counts:
@@ -154,7 +154,7 @@ def binary_version(program: str) -> Version | None:
 
 
 def target_of(model: str | None, architecture: int) -> Target | None:
-    """What tables must be for to count for a GPU of this name; None where no table can."""
+    """Return the target that tables must have to count for a GPU of this name; None where no table can."""
     if model is None:  # before files are read for versions
         return None
     tileiras, cuda_tile = find_tileiras(), package_version("cuda-tile")

@@ -90,7 +90,7 @@ def checked_inputs(m: int, bucket: Bucket, device: torch.device, seed: int) -> I
 
 
 def runner(machine: Machine, bucket: Bucket, variant: Variant) -> Run:
-    """What runs a bucket's op by a variant, and names its results."""
+    """Return a function that runs a bucket's op by a variant, and names the results."""
     plan = plan_of(bucket.problem(machine.facts), variant)
     if bucket.op == "forward":
         return functools.partial(_forward, launch.Forward(machine, plan))

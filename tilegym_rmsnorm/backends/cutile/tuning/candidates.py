@@ -40,7 +40,7 @@ WITHOUT_TMA = {"backward_pipelined": "backward_rows", "backward_pipelined_team":
 
 
 def by_rules(bucket: Bucket, architecture: int, most_members: int = MOST_MEMBERS) -> Variant:
-    """What serves a bucket where no entry does."""
+    """Return the variant that serves a bucket where no entry does."""
     facts = Device(architecture, 1, most_members)  # how many SMs there are chooses nothing
     return choose(bucket.problem(facts), tables_of(architecture, None, None)).first
 
@@ -53,7 +53,7 @@ def candidates(
     most_members: int = MOST_MEMBERS,
     known: Iterable[Variant] = (),
 ) -> list[Variant]:
-    """What is tried for a bucket: the variant of the rules, those of `known` that are possible, and others, the most
+    """List variants to try for a bucket: that of the rules, those of `known` that are possible, and others, the most
     alike first, `most` in all. `known` won somewhere: whether registers hold them is not estimated again.
 
     Of each of `_kinds` there is the most alike, as long as they are so few.

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The search space of tuning, as data: what candidates.py cuts down for a row of N elements.
+"""The search space of tuning, as data. candidates.py cuts it down for a row of N elements.
 
 Neither torch nor cuda.tile is imported.
 """

@@ -39,8 +39,8 @@ class DiedError(RuntimeError):
 
 
 class Found(NamedTuple):
-    """What a search of a bucket came to. entry: None where it failed, for the reason `failure`; lines: what it told on
-    the way; lost: the process's CUDA context is lost, by a kernel that broke it."""
+    """Result of a search of a bucket. entry: None where the search failed, for the reason `failure`; lines: its output
+    on the way; lost: a kernel broke the process's CUDA context."""
 
     bucket: Bucket
     entry: Record | None
