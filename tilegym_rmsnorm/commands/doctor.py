@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""`python -m tilegym_rmsnorm doctor`: what this machine has, which backends work on it, what mends the others.
+"""`python -m tilegym_rmsnorm doctor`: list what this machine has, which backends work, and what mends the others.
 
 Exit status 0 only if the best backend possible on this machine works: cutile where there is an NVIDIA GPU of an
 architecture that it supports, triton where there is another GPU, torch, which "auto" takes for CPU tensors, where there
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
             status = _report(arguments, ignored)
             sys.stdout.flush()
         except BrokenPipeError:
-            # What is left to write goes nowhere, or Python would complain about the pipe as it ends.
+            # The rest of the output goes nowhere, or Python would complain about the pipe as it ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + SIGPIPE
         return status

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What is installed on this machine: its GPUs, and one line of text for each thing that a backend depends on."""
+"""Describe this machine: its GPUs, and one line of text for each thing that a backend depends on."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""`python -m tilegym_rmsnorm tune`: finds the fastest right settings of the cuTile kernels on this GPU and keeps them.
+"""`python -m tilegym_rmsnorm tune`: find the fastest right settings of the cuTile kernels on this GPU and keep them.
 
 For each op, width, dtype and size class it compiles up to --candidates variants, times them, of large backwards the
 three fastest by 68 to 100 % of the blocks that fit, runs the fastest 200 times on 8 sets of data, each compared with
 float64, and writes its settings into the user's cache, from which every later process takes them. Several processes
-compile, one at a time uses the GPU; nothing else should run there meanwhile. What is done is kept when the command is
-interrupted; --skip-tuned goes on from there.
+compile, one at a time uses the GPU; nothing else should run there meanwhile. An interrupted command keeps the results
+it has; --skip-tuned goes on from there.
 
 The ops: forward, backward, which is dx and dw, and dx, a backward whose weight is frozen, or that has none.
 
