@@ -95,8 +95,8 @@ def _in_float64(
     d_residual_out: Tensor | None,
     alpha: float,
 ) -> tuple[dict[str, tuple[Tensor, Tensor]], Tensor, Tensor]:
-    """What some rows should come to, each output with the scale of its errors; their part of SUMS, and of the squares
-    of what is summed."""
+    """Compute the exact outputs of some rows, each with the scale of its errors; these rows' part of SUMS, and of the
+    squares of the terms of SUMS."""
     x, dy, weight = x.double(), dy.double(), weight.double()
     bias, added = (None if each is None else each.double() for each in (bias, d_residual_out))
     y, rstd = rms_norm_forward_torch(x, weight, eps, bias=bias)
