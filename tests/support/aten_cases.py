@@ -41,7 +41,7 @@ def undone():
 
 
 def kernels() -> list[str]:
-    """What the dispatcher calls at the key, in words."""
+    """Name the kernels that the dispatcher calls at the key."""
     return [repr(aten._kernel(op, KEY)) for op in (FORWARD, BACKWARD)]
 
 

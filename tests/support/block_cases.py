@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""A provider of all of the benchmark's block ops that is right, by PyTorch's autograd in float64; what is wrong with
-another, and its records."""
+"""A correct provider of all of the benchmark's block ops, by PyTorch's autograd in float64; the errors of another
+provider, and its records."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def right(name: str = "right", **changes) -> BlockProvider:
 
 
 def computed(op: str):
-    """What computes an op."""
+    """Return a function that computes an op."""
     names = family_of(op).outputs[op]
 
     def call(t: BlockInputs) -> tuple[torch.Tensor, ...]:

@@ -25,7 +25,7 @@ _MODULE = registry.BACKEND_MODULES["cutile"]
 
 
 def array(tensor: torch.Tensor, rows: int, columns: int, row_stride: int) -> list[list[float]]:
-    """What stands at the tensor's address, row after row."""
+    """Read the values at the tensor's address, row after row."""
     memory = _memory(tensor, (rows - 1) * row_stride + columns)
     return [memory[row * row_stride : row * row_stride + columns] for row in range(rows)]
 

@@ -49,9 +49,9 @@ WIDEST = 50000  # columns of a sweep; test_compile_hopper.py has wider backwards
 
 
 class Compiled(NamedTuple):
-    """What the compiler made of one kernel. registers: of a thread as it starts; stack: bytes a thread, above 0
-    registers spill to local memory; lacking: registers that a block's warps ask for and that it does not have; spills:
-    what the record that chose it says of that."""
+    """Result of compiling one kernel. registers: of a thread as it starts; stack: bytes a thread, above 0 registers
+    spill to local memory; lacking: registers that a block's warps ask for and that it does not have; spills: the reason
+    in the record that chose the kernel."""
 
     name: str
     variant: Variant
@@ -61,7 +61,7 @@ class Compiled(NamedTuple):
     spills: str = ""
 
 
-# What this process compiled, each with its cubin: tests share many kernels. The function itself is in the key, since
+# Kernels that this process compiled, each with its cubin: tests share many. The function itself is in the key, since
 # tests have kernels of their own by the names of others.
 _KNOWN: dict[tuple[int, Callable[..., None], str, int, int], tuple[Compiled, bytes]] = {}
 
@@ -205,8 +205,8 @@ def code_of_call(
 
 
 def signature_of(arguments: tuple[Any, ...], constants: tuple[Any, ...]) -> KernelSignature:
-    """What cuda-tile's JIT compiles for these arguments (tests/gpu/test_gpu_cutile.py compares them). Extents of 1 are
-    compiled in, for which it takes its second calling convention, and so it does for tuples."""
+    """Return the signature that cuda-tile's JIT compiles for these arguments (tests/gpu/test_gpu_cutile.py compares
+    them). cuda-tile compiles extents of 1 in. For these and for tuples it takes its second calling convention."""
     needs_second = any(map(_needs_second_convention, arguments))
     convention = CallingConvention.cutile_python_v2 if needs_second else CallingConvention.cutile_python_v1
     return KernelSignature([*map(_constraint, arguments), *constants], convention())
@@ -219,8 +219,8 @@ def _needs_second_convention(argument: Any) -> bool:
 def _constraint(
     argument: torch.Tensor | float | tuple[Any, ...],
 ) -> ArrayConstraint | ScalarConstraint | TupleConstraint:
-    """What cuda-tile assumes of an argument: of an array its dtype, which extents and strides are 1, which extents are
-    multiples of 16, and which strides of 16 bytes. DLPack of torch 2.9 may give an extent of 1 the stride 1."""
+    """Return what cuda-tile assumes of an argument: of an array its dtype, which extents and strides are 1, which
+    extents are multiples of 16, and which strides of 16 bytes. DLPack of torch 2.9 may give an extent of 1 stride 1."""
     if isinstance(argument, tuple):
         return TupleConstraint(tuple(map(_constraint, argument)))
     if not isinstance(argument, torch.Tensor):

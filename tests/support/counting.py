@@ -73,6 +73,6 @@ def _forget_launchers() -> None:
 def warm(
     machine: CountingMachine, n: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, **others: Any
 ) -> None:
-    """What `warmup` does on a GPU. others: of Calls."""
+    """Warm up as `warmup` does on a GPU. others: further fields of Calls."""
     with running_on(machine):
         warming.warm(META, Calls(n, dtype, weight_dtype, **others))

@@ -39,7 +39,7 @@ def forward(x, weight, eps):
 
 
 def add_forward(x, weight, bias, residual, eps):
-    """y, the rounded sum and rstd as quack makes them: what is normalized is not rounded before."""
+    """Compute y, the rounded sum and rstd as quack does: the sum is normalized before it is rounded."""
     total = x.float() if residual is None else x.float() + residual.float()
     y, rstd = forward(total, weight.float(), eps)
     return (y if bias is None else y + bias.float()).to(x.dtype), total.to(x.dtype), rstd

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What every test shares: where it runs, the sweep of shapes, inputs that discriminate, and measured tolerances.
+"""Helpers of every test: where it runs, the sweep of shapes, inputs that discriminate, and measured tolerances.
 
 A result is compared with the formula in float64, element by element. Its tolerance is
 
@@ -135,7 +135,7 @@ def make_inputs(
 
 
 def expected_results(inputs: Inputs) -> dict[str, Expected]:
-    """What y, rstd, dx and dw must be, each within its tolerance."""
+    """Return the exact y, rstd, dx and dw, each with its tolerance."""
     x, dy, weight, eps, offset, casting = inputs
     m, n = x.shape
     x64, dy64 = x.double(), dy.double()

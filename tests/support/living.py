@@ -21,8 +21,8 @@ def size_of(*tensors: Tensor | None) -> int:
 class Living(TorchDispatchMode):
     """`peak` is the most bytes of storages that lived at once and were made inside the block.
 
-    given: what was there before, of which the call makes views. Kernels must not be seen (`without_kernels`): the
-    interpreter makes tensors of its own.
+    given: tensors from before the block, of which the call makes views. Kernels must not be seen (`without_kernels`):
+    the interpreter makes tensors of its own.
     """
 
     def __init__(self, *given: Tensor | None) -> None:

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Calls whose memory is counted: what they have, and how they and their gradients are run."""
+"""Calls whose memory is counted: their options, and functions that run them and their gradients."""
 
 from __future__ import annotations
 

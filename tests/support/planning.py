@@ -54,13 +54,13 @@ def rules_of(architecture: int = 90) -> Tables:
 
 
 def by_rules(op: str, n: int, *arguments: Any, **options: Any) -> Choice:
-    """What the rules choose for the first kernel of `problem(op, n, *arguments, **options)`."""
+    """Choose by the rules the first kernel of `problem(op, n, *arguments, **options)`."""
     asked = problem(op, n, *arguments, **options)
     return choose(asked, rules_of(asked.device.architecture))
 
 
 def by_tables(asked: Problem) -> Choice:
-    """What rules and the entries that ship choose for a problem on its device."""
+    """Choose for a problem on its device by rules and the entries that ship."""
     return choose(asked, tables_of(asked.device.architecture, asked.device.target, None))
 
 

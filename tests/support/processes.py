@@ -41,8 +41,8 @@ def _each(rank: int, path: str, cases: tuple[Callable[[Any], None], ...]) -> Non
 
 
 def run(*cases: Callable[[Any], None]) -> None:
-    """What a script does that is started with a path for the store: its cases, given a mesh of all processes. Forked,
-    so that torch is imported once."""
+    """Run a script's cases with a mesh of all processes; the script is started with a path for the store. Processes are
+    forked, so that torch is imported once."""
     torch.multiprocessing.start_processes(_each, (sys.argv[1], cases), nprocs=PROCESSES, start_method="fork")
 
 

@@ -38,7 +38,8 @@ def assert_racing_changes_no_bit(
 def assert_same_bits_racing(
     alone: list[Results], names: tuple[str, ...], *ways: list[Call], what: str = ""
 ) -> None:
-    """What STREAMS calls gave alone they give when they race. ways: those calls, each time made in another way."""
+    """Check that STREAMS racing calls give the bits that each gave alone. ways: those calls, each time made in another
+    way."""
     for racing in ways:
         cycles, races = GATE_CYCLES, 0
         for _ in range(MOST_TRIES):

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""What tests sweep beside the rules for a weight of x's dtype: the rules beside a float32 weight, and the entries that
+"""Sweeps of tests beside the rules for a weight of x's dtype: the rules beside a float32 weight, and the entries that
 ship."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 
 
 class Shipped(NamedTuple):
-    """What an entry that ships gives to a bucket."""
+    """Choice of an entry that ships, for a bucket."""
 
     architecture: int
     bucket: Bucket
@@ -38,9 +38,9 @@ class Shipped(NamedTuple):
 
 
 def shipped_entries(op: str, dtype: str) -> list[Shipped]:
-    """What the entries of `op` that ship give to tensors of `dtype`, those that it takes from another dtype or weight
-    among them, but for what other tests have: what the rules choose, and what another entry of that width beside such a
-    weight has too."""
+    """List the choices of the entries of `op` that ship for tensors of `dtype`, with those that `dtype` takes from
+    another dtype or weight. Choices that other tests have are left out: those of the rules, and those that another
+    entry of that width beside such a weight has too."""
     found: dict[tuple[int, int, str, Variant], Shipped] = {}
     for target in tables.shipped_targets():
         facts = planning.device(target.architecture, target=target)
@@ -60,7 +60,7 @@ def shipped_entries(op: str, dtype: str) -> list[Shipped]:
 
 
 def beside_float32(op: str, n: int, size: str) -> Choice | None:
-    """What the rules of sm_90 choose beside a float32 weight alone; None: what they choose beside one of x's dtype."""
+    """Choose by the rules of sm_90 that hold beside a float32 weight alone; None: by those beside one of x's dtype."""
     asked = planning.problem(op, n, torch.bfloat16, size, torch.float32)
     for rules in planning.rules_of().rules:
         if found := rules.find(asked.bucket, asked.most_members, asked.is_aligned):

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What the tests of tables share: one target, one bucket, one entry, folders of files; and the entries that ship."""
+"""Helpers of the tests of tables: one target, one bucket, one entry, folders of files; and the entries that ship."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ENTRY = entry_of(BUCKET, VARIANT, {"m": 16384, "before": 140.0, "us": 130.5})
 
 
 def choice(bucket: Bucket = BUCKET, facts: Device = GPU) -> Choice:
-    """What the user's tables, those that ship, and rules choose."""
+    """Choose by the user's tables, those that ship, and rules."""
     return select.choose(
         bucket.problem(facts), tables.tables_of(facts.architecture, facts.target, user_folder())
     )
@@ -51,7 +51,7 @@ def chosen(bucket: Bucket = BUCKET, facts: Device = GPU) -> Variant:
 
 
 def rule(bucket: Bucket = BUCKET, facts: Device = GPU) -> Variant:
-    """What the rules alone choose."""
+    """Choose by the rules alone."""
     return select.choose(bucket.problem(facts), planning.rules_of(facts.architecture)).first
 
 
@@ -87,12 +87,9 @@ def forget_files() -> None:
         read.cache_clear()
 
 
-# What ships
-
-
 def entries_that_ship(machine, op: str, dtype: str) -> list[tuple[Bucket, Variant]]:
-    """What those that ship for this GPU and toolkit give to `op` on tensors of `dtype`, in order. Skips the test where
-    there are none."""
+    """List the buckets and variants of `op` on tensors of `dtype` that ship for this GPU and toolkit, in order. Skip
+    the test where there are none."""
     target = machine.facts.target
     entries = sorted(serving(target, op, dtype).items()) if target in tables.shipped_targets() else []
     if not entries:
@@ -101,8 +98,8 @@ def entries_that_ship(machine, op: str, dtype: str) -> list[tuple[Bucket, Varian
 
 
 def serving(target: Target, op: str, dtype: str) -> dict[Bucket, Variant]:
-    """What the entries that ship for a target give to tensors of `dtype`, those that it takes from another dtype among
-    them."""
+    """Return the variants of the entries that ship for a target, for tensors of `dtype`, with those that `dtype` takes
+    from another dtype."""
     entries = [r for r in tables.shipped_records(target.architecture) if target.gpu in r.gpus]
     found: dict[Bucket, Variant] = {}
     for lender in (dtype, *select.SHARED.get(dtype, ())):

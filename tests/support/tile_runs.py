@@ -24,7 +24,7 @@ GUARD = 40  # elements on each side of an output
 
 
 class Tile(NamedTuple):
-    """What a tile has, and how it is loaded. heads: 0 for rows (M, N)."""
+    """Extents of a tile, and how it is loaded. heads: 0 for rows (M, N)."""
 
     rows: int = 2
     heads: int = 0
@@ -125,7 +125,7 @@ def forward_call(variant: Variant, inputs: VariantInputs, tile: Tile, outputs: O
 def backward_call(
     variant: Variant, inputs: VariantInputs, x: Tensor, tile: Tile, walks: int, outputs: Outputs
 ) -> Call:
-    """x: what was normalized. walks: P; 1 writes dw itself. Partial rows are outputs under the names dw and db."""
+    """x: the forward's x, or residual_out. walks: P; 1 writes dw itself. Partial rows are outputs named dw and db."""
     size, wanted, columns = variant.size, wanted_of(variant), math.prod(variant.vector_shape)
     d_residual, partial = (), {}
     if inputs.residual is not None and wanted.d_residual is not None:
@@ -173,7 +173,7 @@ def run_backward(
 
 
 def normalized(variant: Variant, inputs: VariantInputs) -> Tensor:
-    """What the backward calls x: that of the forward, or residual_out, between other rows."""
+    """Return the backward's x: that of the forward, or residual_out, between other rows."""
     if inputs.residual is None:
         return inputs.x
     total = variant.alpha * inputs.x.float() + inputs.residual.float()

@@ -48,7 +48,7 @@ class Kernel(NamedTuple):
 
 
 class Compiler:
-    """What Triton asks of a driver and its utilities, for a GPU that is not there."""
+    """Stand-in for Triton's driver and its utilities, for a GPU that is not there."""
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What a call of rms_norm may have beside x and a weight, as one record: its inputs, and its results in float64.
+"""Describe a call of rms_norm with all its options as one record: make its inputs, and its results in float64.
 
     variant = Variant(FP32, residual_dtype=BF16, alpha=0.5, size=(2, 3, 4, 64), layout="heads")
     inputs = make(variant)
@@ -12,8 +12,8 @@ or, of a backend's functions, by spec_of and wanted_of:
     check_residual_out(variant, inputs, residual_out)
     check(variant, inputs, residual_out, y=y, rstd=rstd, dx=dx)
 
-What is normalized is a rounded value, and all that follows depends on that rounding. So residual_out is checked by
-itself, and the rest is computed from the residual_out that was returned.
+residual_out is rounded before it is normalized, and all that follows depends on that rounding. So residual_out is
+checked by itself, and the rest is computed from the residual_out that was returned.
 
 Tolerances are those of helpers.py: twice the error that PyTorch's F.rms_norm and autograd make in float32 on the same
 inputs, a floor of a few roundings, and half a unit in the last place of the result. casting="llama" adds half a unit of
@@ -53,7 +53,7 @@ LAYOUTS = {
     "all expanded": ("expanded",) * 4,
 }
 
-# What spec.py lets a backend be given: of rows, and of more dimensions.
+# Layouts that spec.py lets a backend be given: of rows, and of more dimensions.
 BACKEND_LAYOUTS = {
     2: ("contiguous", "slices", "offset", "gaps"),
     4: ("contiguous", "heads", "mixed", "slices", "transposed", "offset", "gaps"),
@@ -171,8 +171,8 @@ def make(
 
 
 def arranged(values: Tensor, layout: str) -> Tensor:
-    """The same values in another layout; of "expanded" those of the first index in all others. What lies between them
-    is NaN."""
+    """Return the same values in another layout; "expanded" repeats those of the first index. Memory between them is
+    NaN."""
     size = values.shape
     if layout == "contiguous":
         return values.contiguous()
@@ -210,7 +210,7 @@ def options(variant: Variant, inputs: VariantInputs) -> dict[str, Any]:
 
 
 def spec_of(variant: Variant) -> Spec:
-    """What a backend is asked for."""
+    """Return the spec that a backend gets."""
     residual_dtype = variant.normalized_dtype if variant.has_residual else None
     numbers = variant.n, variant.eps, variant.offset, variant.casting, variant.alpha
     return Spec(*numbers, variant.out_dtype, residual_dtype)
@@ -249,7 +249,7 @@ def check(
 def expected(
     variant: Variant, inputs: VariantInputs, normalized: Tensor | None = None
 ) -> dict[str, Expected]:
-    """What all results must be, each within its tolerance."""
+    """Return all exact results, each with its tolerance."""
     x = inputs.x if normalized is None else normalized
     truth, scale = _results(variant, inputs, x, FP64)
     double = any(tensor is not None and tensor.dtype == FP64 for tensor in inputs)
@@ -308,8 +308,8 @@ def check_all(variant: Variant, inputs: VariantInputs, results: dict[str, Tensor
 
 
 def llama_share(variant: Variant, inputs: VariantInputs, x: Tensor, y: Tensor) -> float:
-    """The share of elements of y that casting="llama" gives, of those that casting="once" gives otherwise. x: what was
-    normalized."""
+    """Return the share of elements of y that casting="llama" gives, of those that casting="once" gives otherwise.
+    x: the forward's x, or residual_out."""
     xhat, factor, bias = _xhat(variant, x, FP64), _factor(variant, inputs, FP64), inputs.bias
     bias = 0.0 if bias is None else bias.double()
     llama, once = ((v.double() * factor + bias).to(y.dtype) for v in (xhat.to(x.dtype), xhat))
@@ -365,7 +365,7 @@ def _results(
 
 
 def _rounding_of_xhat(variant: Variant, inputs: VariantInputs, x: Tensor) -> dict[str, Tensor]:
-    """What the rounding of xhat by casting="llama" changes at most."""
+    """Bound the change of results by the rounding of xhat with casting="llama"."""
     if variant.casting != "llama":
         return {}
     rounding = _half_ulp(_xhat(variant, x.double(), FP64), x.dtype)
