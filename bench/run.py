@@ -41,7 +41,7 @@ from bench.providers.ours import BACKENDS, BASELINES, KERNELS, MAX_AUTOTUNE, ROW
 from bench.providers.peers import ALL_PROVIDERS, ALONE, LIBRARIES, why_missing
 from bench.report import compare, html_report, readme, tables
 from bench.report.join import write
-from tilegym_rmsnorm import registry
+from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.commands import options
 from tilegym_rmsnorm.commands.installation import why_not_writable
 

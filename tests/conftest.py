@@ -23,11 +23,13 @@ import table_cases
 from helpers import BACKENDS, HAS_GPU, why_skip
 from processes import mesh_of_one
 
-from tilegym_rmsnorm import api, fastpath, registry
+from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
-from tilegym_rmsnorm.policy import SM_MARGIN_VARIABLE, TEAMS_VARIABLE
+from tilegym_rmsnorm.call import arguments
+from tilegym_rmsnorm.routes import known_calls
+from tilegym_rmsnorm.settings import SM_MARGIN_VARIABLE, TEAMS_VARIABLE
 
 for variable in (TEAMS_VARIABLE, SM_MARGIN_VARIABLE):  # tests say themselves what they rule out
     os.environ.pop(variable, None)
@@ -164,13 +166,13 @@ def default_selection(share_of_the_gpu, monkeypatch: pytest.MonkeyPatch):
 
     share_of_the_gpu comes first, and so ends when nothing is patched any more.
     """
-    monkeypatch.delenv(registry.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.delenv(settings.BACKEND_VARIABLE, raising=False)
     monkeypatch.setenv(CACHE_VARIABLE, "off")
-    registry.set_backend(None)
-    fastpath.forget()
+    settings.set_backend(None)
+    known_calls.forget()
     yield
-    registry.set_backend(None)
-    fastpath.forget()
+    settings.set_backend(None)
+    known_calls.forget()
 
 
 @pytest.fixture
@@ -193,13 +195,13 @@ def fresh_dynamo():
 def checks(monkeypatch: pytest.MonkeyPatch) -> list:
     """Each input of rms_norm that went through all checks."""
     seen = []
-    check_input = api.check_input
+    check_input = arguments.check_input
 
     def counted(name, x, **options):
         seen.append(x)
         check_input(name, x, **options)
 
-    monkeypatch.setattr(api, "check_input", counted)
+    monkeypatch.setattr(arguments, "check_input", counted)
     return seen
 
 

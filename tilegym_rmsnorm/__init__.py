@@ -18,28 +18,32 @@ if getattr(sys, "argv", [])[:1] == ["-m"]:
         warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
         import torch  # noqa: F401
 
-from tilegym_rmsnorm.api import rms_norm
-from tilegym_rmsnorm.module import RMSNorm
-from tilegym_rmsnorm.overriding import override_aten
-from tilegym_rmsnorm.passes import (
+from tilegym_rmsnorm.backends.registry import (
+    BackendUnavailableError,
+    get_available_backends,
+    get_available_backends_for_op,
+    get_registry_info,
+    is_backend_available,
+)
+from tilegym_rmsnorm.backends.warmup import warmup
+from tilegym_rmsnorm.functional import (
     compute_rms_norm_rstd_torch,
+    rms_norm,
     rms_norm_backward,
     rms_norm_backward_torch,
     rms_norm_forward,
 )
-from tilegym_rmsnorm.patching import patch_model, unpatch_model
-from tilegym_rmsnorm.policy import get_sm_margin, set_sm_margin, set_teams, use_sm_margin
-from tilegym_rmsnorm.registry import (
-    BackendUnavailableError,
-    get_available_backends,
-    get_available_backends_for_op,
+from tilegym_rmsnorm.integrations import override_aten, patch_model, unpatch_model
+from tilegym_rmsnorm.nn.module import RMSNorm
+from tilegym_rmsnorm.settings import (
     get_current_backend,
-    get_registry_info,
-    is_backend_available,
+    get_sm_margin,
     set_backend,
+    set_sm_margin,
+    set_teams,
     use_backend,
+    use_sm_margin,
 )
-from tilegym_rmsnorm.warming import warmup
 
 if TYPE_CHECKING:
     from tilegym_rmsnorm.integrations.aten import Override

@@ -18,20 +18,18 @@ once. With casting="llama" xhat is also rounded to the dtype of what is normaliz
 in dw (dy * round(xhat)). dx never sees that rounding. No weight means a factor of 1, whatever the offset.
 
 Every function takes any device, any leading dimensions (M is their product) and is differentiable. None checks what it
-is given: api.py and unrecorded.py do, in front of them.
+is given: call/arguments.py does, in front of them.
 """
 
 from __future__ import annotations
 
 import math
-from typing import get_args
 
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.spec import Casting, Gradients, Wanted
-
-CASTINGS = get_args(Casting)
+from tilegym_rmsnorm.call.spec import Gradients, Outputs, Spec, Tensors, Wanted, dtype_of
+from tilegym_rmsnorm.call.watched import counts_without_grad, is_compiled
 
 
 def default_eps(dtype: torch.dtype) -> float:
@@ -69,7 +67,12 @@ def promoted(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 def compute_rms_norm_rstd_torch(x: Tensor, eps: float | None = None) -> Tensor:
     """1 / sqrt(mean of x^2 over the last dimension + eps), shape (M,), float32 (float64 for float64 x)."""
-    return _rstd(x.to(compute_dtype(x.dtype)), eps, (-1,)).reshape(-1)
+    return rstd_torch(x, eps, 1).reshape(-1)
+
+
+def rstd_torch(x: Tensor, eps: float | None, dims: int) -> Tensor:
+    """The same over the last `dims` dimensions, with an extent of 1 in the place of each."""
+    return _rstd(x.to(compute_dtype(x.dtype)), eps, dims)
 
 
 def residual_sum(x: Tensor, residual: Tensor, alpha: float, dtype: torch.dtype) -> Tensor:
@@ -88,51 +91,35 @@ def rms_norm_forward_torch(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y of x's shape, of out_dtype or x's, and rstd (M,). weight and bias have shape (N,), or (H, N) on (*, H, N)."""
-    y, rstd = _forward(x, weight, eps, bias, offset, casting, out_dtype, dims=1)
+    spec = Spec(x.shape[-1], default_eps(x.dtype) if eps is None else eps, offset, casting, y_dtype=out_dtype)
+    y, rstd, _ = forward_torch((x, weight, bias, None), spec)
     return y, rstd.reshape(-1)
 
 
-def rms_norm_torch(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float | None = None,
-    *,
-    bias: Tensor | None = None,
-    offset: float = 0.0,
-    casting: str = "once",
-    out_dtype: torch.dtype | None = None,
-    dims: int = 1,
-) -> Tensor:
-    """y alone, of x's shape, over the last `dims` dimensions, whose shape weight and bias have, or one more for heads.
+def forward_torch(tensors: Tensors, spec: Spec, dims: int = 1) -> Outputs:
+    """All the results of one call over the last `dims` dimensions, whose shape weight and bias have, or one more for
+    heads: y, of x's shape; rstd, with an extent of 1 in the place of each normalized dimension; residual_out, None
+    without a residual. tensors: x, weight, bias, residual.
 
     Nothing is flattened, so that tensors that are sharded or jagged in the middle can pass.
     """
-    return _forward(x, weight, eps, bias, offset, casting, out_dtype, dims)[0]
-
-
-def add_rms_norm_torch(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    eps: float | None = None,
-    *,
-    alpha: float = 1.0,
-    residual_dtype: torch.dtype,
-    bias: Tensor | None = None,
-    offset: float = 0.0,
-    casting: str = "once",
-    out_dtype: torch.dtype | None = None,
-    dims: int = 1,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y, of out_dtype or x's, residual_out, and rstd with an extent of 1 in the place of each normalized dimension. The
-    rest as for `rms_norm_torch`."""
-    total = wide_sum(x, residual, alpha)
-    residual_out = total.to(residual_dtype)
-    # The gradient of what is normalized is not rounded on its way to the sum.
-    wide = rounded_value(total, residual_dtype).to(compute_dtype(residual_dtype))
-    out_dtype = x.dtype if out_dtype is None else out_dtype
-    y, rstd = _forward(residual_out, weight, eps, bias, offset, casting, out_dtype, dims, wide)
-    return y, residual_out, rstd
+    x, weight, bias, residual = tensors
+    y_dtype, residual_out = x.dtype if spec.y_dtype is None else spec.y_dtype, None
+    if residual is None:
+        # Once: where PyTorch derives the gradient of x, it is rounded as often.
+        wide = x.to(compute_dtype(x.dtype))
+    else:
+        total, dtype = wide_sum(x, residual, spec.alpha), spec.residual_dtype
+        x = residual_out = total.to(dtype)
+        # The gradient of what is normalized is not rounded on its way to the sum.
+        wide = rounded_value(total, dtype).to(compute_dtype(dtype))
+    rstd = _rstd(wide, spec.eps, dims)
+    dtype = joint_dtype(x, weight, bias)
+    xhat = round_xhat(wide.to(dtype) * rstd.to(dtype), x.dtype, spec.casting)
+    y = xhat if weight is None else xhat * (weight.to(dtype) + spec.offset)
+    if bias is not None:
+        y = y + bias.to(dtype)
+    return y.to(y_dtype), rstd, residual_out
 
 
 def wide_sum(x: Tensor, residual: Tensor, alpha: float) -> Tensor:
@@ -142,32 +129,8 @@ def wide_sum(x: Tensor, residual: Tensor, alpha: float) -> Tensor:
     return (x if alpha == 1.0 else alpha * x) + residual
 
 
-def _forward(
-    x: Tensor,
-    weight: Tensor | None,
-    eps: float | None,
-    bias: Tensor | None,
-    offset: float,
-    casting: str,
-    out_dtype: torch.dtype | None,
-    dims: int,
-    wide: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """y, and rstd with an extent of 1 in the place of each normalized dimension. wide: x as it is computed with."""
-    if wide is None:
-        # Once: where PyTorch derives the gradient of x, it is rounded as often.
-        wide = x.to(compute_dtype(x.dtype))
-    rstd = _rstd(wide, eps, tuple(range(-dims, 0)))
-    dtype = joint_dtype(x, weight, bias)
-    xhat = round_xhat(wide.to(dtype) * rstd.to(dtype), x.dtype, casting)
-    y = xhat if weight is None else xhat * (weight.to(dtype) + offset)
-    if bias is not None:
-        y = y + bias.to(dtype)
-    return y.to(x.dtype if out_dtype is None else out_dtype), rstd
-
-
-def _rstd(wide: Tensor, eps: float | None, dims: tuple[int, ...]) -> Tensor:
-    mean_square = wide.square().mean(dim=dims, keepdim=True)
+def _rstd(wide: Tensor, eps: float | None, dims: int) -> Tensor:
+    mean_square = wide.square().mean(dim=_last(dims), keepdim=True)
     return torch.rsqrt(mean_square + (default_eps(wide.dtype) if eps is None else eps))
 
 
@@ -181,61 +144,53 @@ def rms_norm_backward_torch(
     casting: str = "once",
 ) -> tuple[Tensor, Tensor | None]:
     """dx and dw of a call without a residual, of the dtypes of x and weight. The rest as for `gradients_torch`."""
-    wanted = Wanted(x.dtype, None, None if weight is None else weight.dtype)
-    dx, _, dw, _ = gradients_torch(x, dy, weight, rstd, None, wanted, offset=offset, casting=casting)
+    spec, wanted = Spec(x.shape[-1], 0.0, offset, casting), Wanted(x.dtype, dw=dtype_of(weight))
+    dx, _, dw, _ = gradients_torch((x, dy, weight, rstd, None), spec, wanted)
     return dx, dw
 
 
-def gradients_torch(
-    x: Tensor,
-    dy: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    d_residual_out: Tensor | None,
-    wanted: Wanted,
-    *,
-    offset: float,
-    casting: str,
-    alpha: float = 1.0,
-) -> Gradients:
-    """All the gradients of one call, of the shapes of their tensors; those that are not wanted are None.
+def gradients_torch(tensors: Tensors, spec: Spec, wanted: Wanted, dims: int = 1) -> Gradients:
+    """All the gradients of one call over the last `dims` dimensions, of the shapes of their tensors; those that are not
+    wanted are None. tensors: x, dy, weight, rstd, d_residual_out.
 
-    x is what was normalized; dy and d_residual_out have its shape. rstd (M,) is the forward's, or from
-    `compute_rms_norm_rstd_torch`. db has weight's shape, (N,) without one.
+    x is what was normalized; dy and d_residual_out have its shape. rstd is the forward's, (M,) or with an extent of 1
+    in the place of each normalized dimension. db has weight's shape, that of a row without one.
     """
+    x, dy, weight, rstd, d_residual_out = tensors
     dtype = joint_dtype(x, weight, dy, d_residual_out)
-    rstd, dy = _per_row(rstd, x, dtype), dy.to(dtype)
+    rstd, dy = rstd.to(dtype), dy.to(dtype)
+    if rstd.ndim != x.ndim:
+        rstd = rstd.reshape(*x.shape[:-dims], *(1,) * dims)
     xhat = x.to(dtype) * rstd
-    vector_shape = x.shape[-1:] if weight is None else weight.shape
+    vector_shape = x.shape[-dims:] if weight is None else weight.shape
     dx = d_residual = dw = db = None
     if wanted.dx is not None or wanted.d_residual is not None:
-        g = dy if weight is None else dy * (weight.to(dtype) + offset)
-        c = (xhat * g).mean(dim=-1, keepdim=True)
+        g = dy if weight is None else dy * (weight.to(dtype) + spec.offset)
+        c = (xhat * g).mean(dim=_last(dims), keepdim=True)
         d = (g - xhat * c) * rstd
         if d_residual_out is not None:
             d = d + d_residual_out.to(dtype)
         if wanted.dx is not None:
-            dx = (d if alpha == 1.0 else alpha * d).to(wanted.dx)
+            dx = (d if spec.alpha == 1.0 else spec.alpha * d).to(wanted.dx)
         if wanted.d_residual is not None:
             d_residual = d.to(wanted.d_residual)
     if wanted.dw is not None:
-        product = dy * round_xhat(xhat, x.dtype, casting)
-        dw = product.reshape(-1, *vector_shape).sum(dim=0).to(wanted.dw)
+        dw = sum_of_rows(dy * round_xhat(xhat, x.dtype, spec.casting), vector_shape, dtype, wanted.dw)
     if wanted.db is not None:
-        db = dy.reshape(-1, *vector_shape).sum(dim=0).to(wanted.db)
+        db = sum_of_rows(dy, vector_shape, dtype, wanted.db)
     return dx, d_residual, dw, db
 
 
 def sum_of_rows(dy: Tensor, shape: tuple[int, ...], computed: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """db, where nothing else forms it: dy summed over the dimensions before its last ones, which are `shape`, in the
-    precision `computed`, and rounded to `dtype`. dy that is not dense is copied first: AOTAutograd makes the gradients
-    of a graph contiguous, and the order of a sum follows the strides."""
+    """dy summed over the dimensions before its last ones, which are `shape`, in the precision `computed`, and rounded
+    to `dtype`. dy that is not dense is copied first: AOTAutograd makes the gradients of a graph contiguous, and the
+    order of a sum follows the strides."""
     dy = dy.contiguous()[None]  # sum() would take no dimensions for all of them
     return dy.sum(tuple(range(dy.ndim - len(shape))), dtype=computed).to(dtype)
 
 
-def _per_row(rstd: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    return rstd.to(dtype).reshape(*x.shape[:-1], 1)
+def _last(dims: int) -> tuple[int, ...]:
+    return tuple(range(-dims, 0))
 
 
 def round_xhat(xhat: Tensor, dtype: torch.dtype, casting: str) -> Tensor:
@@ -249,15 +204,11 @@ def rounded_value(value: Tensor, dtype: torch.dtype) -> Tensor:
         return value
     fixed = value.detach()
     rounded = fixed.to(dtype)
-    if dtype.itemsize == 2 and torch.compiler.is_compiling():
+    if dtype.itemsize == 2 and is_compiled():
         # torch.compile drops a rounding that a widening follows, and views between them; not arithmetic on its bits.
         rounded = (~~rounded.view(torch.int16)).view(dtype)
     rounded = rounded.to(value.dtype)
-    # A graph that is recorded without grad may run with it. `is_compiling` comes first: Dynamo cannot ask the others.
-    is_recorded = (
-        torch.compiler.is_compiling() or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack()
-    )
-    if not torch.is_grad_enabled() and not is_recorded:
+    if not (torch.is_grad_enabled() or counts_without_grad()):
         return rounded
     # The difference is exact, and so is the sum. PyTorch's gradient of a rounding is rounded as well, and can overflow.
     # Of an infinity it is no number; what is rounded to one stays it.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import tilegym_rmsnorm
-from tilegym_rmsnorm import policy
+from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.cutile.runtime.toolchain import dotted, find_tileiras, package_version
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE, user_folder
 from tilegym_rmsnorm.commands.installation import driver_gpus
@@ -54,7 +54,7 @@ def describe_run() -> dict[str, Any]:
         "commit": commit,
         "dirty": is_dirty,
         "sources": hash_sources(),
-        "teams": policy.teams(),
+        "teams": settings.teams(),
         "user_tables": None if (folder := user_folder()) is None else str(folder),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }

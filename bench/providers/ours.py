@@ -25,8 +25,9 @@ from torch.nn import functional as F
 
 import tilegym_rmsnorm as tr
 from bench.measure.shapes import OPS, Shape
-from tilegym_rmsnorm import policy, registry
-from tilegym_rmsnorm.spec import Spec, Wanted
+from tilegym_rmsnorm import settings
+from tilegym_rmsnorm.backends import registry
+from tilegym_rmsnorm.call.spec import Spec, Wanted
 
 EPS = 1e-6
 OURS = "cutile"  # whose figures stand beside those of the best peer
@@ -171,7 +172,7 @@ def _served_by(shape: Shape, dtype: torch.dtype, device: torch.device, op: str) 
     from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
     name, facts = launch.NAMES[dtype], machine_of(device).facts
-    kind = name, name, size_class(*shape), facts, "once", Policy(policy.teams(), policy.get_sm_margin())
+    kind = name, name, size_class(*shape), facts, "once", Policy(settings.teams(), settings.get_sm_margin())
     asked = [Problem(each, shape[1], *kind) for each in (("forward", "backward") if op == "both" else (op,))]
     return "; ".join(str(launch.plan_for(problem).first) for problem in asked)
 

@@ -36,10 +36,12 @@ from bench.measure.provenance import ROOT, choose_tables, describe_run, one_line
 from bench.measure.session import this_device
 from bench.measure.shapes import DTYPES
 from bench.providers.ours import EPS
-from tilegym_rmsnorm import fastpath, registry, rms_norm, rms_norm_forward
+from tilegym_rmsnorm import rms_norm, rms_norm_forward, settings
+from tilegym_rmsnorm.backends import registry
+from tilegym_rmsnorm.call.spec import Spec, Wanted
 from tilegym_rmsnorm.commands.options import positive
 from tilegym_rmsnorm.measure.timer import host_sampler, wall_sampler
-from tilegym_rmsnorm.spec import Spec, Wanted
+from tilegym_rmsnorm.routes import known_calls
 
 OTHER_WIDTH = 96  # what a process compiles before its first call is timed, so that nothing else is new to it
 
@@ -90,7 +92,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=positive, default=16)
     parser.add_argument("--columns", type=positive, default=1024)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--backend", choices=registry.AUTO_ORDER, default="cutile")
+    parser.add_argument("--backend", choices=settings.AUTO_ORDER, default="cutile")
     parser.add_argument("--samples", type=positive, default=400)
     parser.add_argument("--first-call", type=positive, nargs="+", metavar="N", default=[])
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -147,7 +149,7 @@ def print_slices(size: tuple[int, int], request: registry.Request, arguments: ar
         return backward(spec, (x, dy, weight, rstd, None), Wanted(dtype, dw=dtype))
 
     slices = {
-        "find a known call": lambda: fastpath.find(x, *options),
+        "find a known call": lambda: known_calls.find(x, *options),
         "torch.empty of y": lambda: torch.empty(size, dtype=dtype, device=device),
         "forward below autograd": run_forward,
         "backward below autograd": run_backward,

@@ -34,7 +34,7 @@ from bench.measure.session import ContextLostError, Session, this_device
 from bench.measure.shapes import Record, Shape
 from bench.providers.ours import Provider
 from bench.report import readme, tables
-from tilegym_rmsnorm import registry
+from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.backends.cutile.plans import partition, problem, sizes
 from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of
 from tilegym_rmsnorm.backends.cutile.tuning.candidates import by_rules

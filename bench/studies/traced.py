@@ -62,7 +62,7 @@ from bench.providers.ours import EPS, aten_backward, aten_norm, aten_ops_forward
 from bench.report import readme
 from bench.report.tables import CPU_NOTE, write_json
 from bench.report.text import figure_text, table_text
-from tilegym_rmsnorm import registry
+from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.commands import options
 from tilegym_rmsnorm.commands.installation import why_not_writable
 from tilegym_rmsnorm.measure.accuracy import Errors, Outputs, errors_of, why_wrong
@@ -159,7 +159,7 @@ def overridden(inputs: Inputs) -> Gradients:
 @contextlib.contextmanager
 def default_backend(name: str) -> Iterator[None]:
     """In all threads, unlike `use_backend`: autograd runs the backward in one of its own."""
-    before = registry._process_backend
+    before = settings._process_backend
     tr.set_backend(name)
     try:
         yield

@@ -20,7 +20,9 @@ from processes import mesh_of_one
 from torch import Tensor
 
 import tilegym_rmsnorm as tr
-from tilegym_rmsnorm import fastpath, registry
+from tilegym_rmsnorm import settings
+from tilegym_rmsnorm.backends import registry
+from tilegym_rmsnorm.routes import known_calls
 
 N, EPS = 16, 1e-6
 Tensors = dict[str, Any]
@@ -84,7 +86,7 @@ def _module(residual: bool = False, **options: Any) -> Form:
     names = ("y", "residual_out") if residual else ("y",)
 
     norms = {
-        name: tr.RMSNorm(N, EPS, backend=name, **options) for name in (None, *registry.AUTO_ORDER, "auto")
+        name: tr.RMSNorm(N, EPS, backend=name, **options) for name in (None, *settings.AUTO_ORDER, "auto")
     }
 
     def run(t: Tensors, backend: str | None) -> dict[str, Any]:
@@ -132,8 +134,9 @@ def _backward(
 
 def _op_forward() -> Form:
     def run(t: Tensors, backend: str | None) -> dict[str, Any]:
-        given = t["x"], t["weight"], None, 1, EPS, 0.0, "once", None, backend
-        return dict(zip(("y", "rstd"), torch.ops.tilegym_rmsnorm.rms_norm_forward(*given), strict=True))
+        given = t["x"], None, t["weight"], None, 1, EPS, 0.0, "once", 1.0, None, None, backend
+        y, rstd, _ = torch.ops.tilegym_rmsnorm.rms_norm_forward(*given)
+        return {"y": y, "rstd": rstd}
 
     return Form({"x": ((6, N), FP32), "weight": ((N,), FP32)}, run)
 
@@ -141,8 +144,8 @@ def _op_forward() -> Form:
 def _op_add_forward() -> Form:
     def run(t: Tensors, backend: str | None) -> dict[str, Any]:
         given = t["x"], t["residual"], t["weight"], t["bias"], 1, EPS, 0.0, "once", 0.5, None, None, backend
-        got = torch.ops.tilegym_rmsnorm.add_rms_norm_forward(*given)
-        return dict(zip(("y", "residual_out", "rstd"), got, strict=True))
+        y, rstd, residual_out = torch.ops.tilegym_rmsnorm.rms_norm_forward(*given)
+        return {"y": y, "residual_out": residual_out, "rstd": rstd}
 
     rows, vector = ((6, N), FP32), ((N,), FP32)
     return Form({"x": rows, "residual": rows, "weight": vector, "bias": vector}, run)
@@ -150,9 +153,10 @@ def _op_add_forward() -> Form:
 
 def _op_backward(wanted: int) -> Form:
     def run(t: Tensors, backend: str | None) -> dict[str, Any]:
-        given = t["dy"], t["x"], t["weight"], t["rstd"], wanted, 1, 0.0, "once", None, None, backend
-        got = zip(("dx", "dw", "db"), torch.ops.tilegym_rmsnorm.rms_norm_backward(*given), strict=True)
-        return {name: each for name, each in got if each is not None}  # transforms allow no None
+        given = t["dy"], t["x"], t["weight"], t["rstd"], None, wanted, 1, 0.0, "once", 1.0
+        dx, dw, db, _ = torch.ops.tilegym_rmsnorm.rms_norm_backward(*given, None, None, None, None, backend)
+        found = {"dx": dx if wanted & 1 else None, "dw": dw, "db": db}
+        return {name: each for name, each in found.items() if each is not None}  # transforms allow no None
 
     rows = (6, N), FP32
     tensors = {"x": rows, "dy": rows, "weight": ((N,), FP32), "rstd": ((6, 1), FP32)}
@@ -163,9 +167,10 @@ def _op_add_backward(wanted: int) -> Form:
     names = "dx", "d_residual", "dw", "db"
 
     def run(t: Tensors, backend: str | None) -> dict[str, Any]:
-        given = t["dy"], t["d_residual_out"], t["x"], t["weight"], t["rstd"], wanted, 1, 0.0, "once", 0.5
-        got = torch.ops.tilegym_rmsnorm.add_rms_norm_backward(*given, None, None, None, None, backend)
-        return dict(zip(names, got, strict=True))
+        given = t["dy"], t["x"], t["weight"], t["rstd"], t["d_residual_out"], wanted, 1, 0.0, "once", 0.5
+        got = torch.ops.tilegym_rmsnorm.rms_norm_backward(*given, None, None, None, None, backend)
+        dx, dw, db, d_residual = got
+        return {"dx": dx, "d_residual": d_residual, "dw": dw, "db": db}
 
     rows = (6, N), FP32
     tensors = {"x": rows, "dy": rows, "d_residual_out": rows, "weight": ((N,), FP32), "rstd": ((6, 1), FP32)}
@@ -407,12 +412,13 @@ def backend_of(title: str) -> Iterator[str | None]:
     earlier calls."""
     backend = BACKENDS[title]
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(registry.ENVIRONMENT_VARIABLE, raising=False)
+        patch.delenv(settings.BACKEND_VARIABLE, raising=False)
         patch.setenv("TILEGYM_RMSNORM_INTERPRET", "1" if backend.interprets else "0")
         with contextlib.suppress(ImportError):  # without cuda-tile there is no interpreter, but the stand-in
-            registry.load("cutile")
+            registry._implemented_ops("cutile")
         if backend.has_kernel:
             by_address.use(patch)
+        registry._implemented_ops("torch")
         implementations = dict(registry._impls)
         for op in registry.OPS:
             reference = implementations[op, "torch"]
@@ -424,10 +430,10 @@ def backend_of(title: str) -> Iterator[str | None]:
         patch.setattr(registry, "_impls", implementations)
         patch.setattr(registry, "_chosen", {})
         patch.setattr(registry, "_told", set())
-        fastpath.forget()
+        known_calls.forget()
         with backend.around():
             yield backend.name
-    fastpath.forget()
+    known_calls.forget()
 
 
 def _noted(word: str, run: Callable[..., Any]) -> Callable[..., Any]:

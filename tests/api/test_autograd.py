@@ -13,15 +13,10 @@ from torch._dynamo.testing import CompileCounter
 from torch.autograd import forward_ad
 from torch.torch_version import TorchVersion
 
-from tilegym_rmsnorm import (
-    api,
-    registry,
-    rms_norm,
-    rms_norm_backward,
-    rms_norm_forward,
-    use_backend,
-)
-from tilegym_rmsnorm.registry import Request, dispatch
+from tilegym_rmsnorm import rms_norm, rms_norm_backward, rms_norm_forward, use_backend
+from tilegym_rmsnorm.backends import registry
+from tilegym_rmsnorm.backends.registry import Request, dispatch
+from tilegym_rmsnorm.routes import eager
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -40,7 +35,7 @@ def calls(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(api, "dispatch", recording)
+    monkeypatch.setattr(registry, "dispatch", recording)
     return seen
 
 
@@ -92,7 +87,7 @@ def test_no_weight(backend):
 
 def test_no_graph_where_nobody_asks(backend, monkeypatch):
     inputs, x, weight = _leaves()
-    monkeypatch.setattr(api, "record", lambda *_: pytest.fail("recorded for autograd"))
+    monkeypatch.setattr(eager, "_record", lambda *_: pytest.fail("recorded for autograd"))
     with torch.no_grad():
         assert not rms_norm(x, (100,), weight, backend=backend).requires_grad
     assert not rms_norm(inputs.x, (100,), inputs.weight, backend=backend).requires_grad
@@ -143,7 +138,7 @@ def test_the_backward_runs_on_the_forwards_backend(calls, monkeypatch):
     inputs, x, weight = _leaves(FP32)
     with use_backend("torch"):
         y = rms_norm(x, (100,), weight)
-    monkeypatch.setattr(api, "dispatch", lambda *_: pytest.fail("chosen again"))
+    monkeypatch.setattr(registry, "dispatch", lambda *_: pytest.fail("chosen again"))
     with use_backend("cutile"):
         y.backward(inputs.dy)
     request = Request(x.device, FP32, FP32, "once")

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from variants import VARIANTS, make, options
 
 from tilegym_rmsnorm import RMSNorm, rms_norm
-from tilegym_rmsnorm.torch_ops import op
+from tilegym_rmsnorm.routes.op import FORWARD
 
 NAMES = ("x", "weight", "bias", "residual")
 
@@ -78,11 +78,11 @@ def by_rms_norm(x, weight, bias):
 
 
 def by_the_op(x, weight, bias):
-    return op("rms_norm_forward")(x, weight, bias, 1, 1e-6, 0.0, "once", None, None)[0]
+    return FORWARD(x, None, weight, bias, 1, 1e-6, 0.0, "once", 1.0, None, None, None)[0]
 
 
 def by_the_op_with_a_residual(x, weight, bias):
-    return op("add_rms_norm_forward")(x, x, weight, bias, 1, 1e-6, 0.0, "once", 1.0, None, None, None)[0]
+    return FORWARD(x, x, weight, bias, 1, 1e-6, 0.0, "once", 1.0, None, None, None)[0]
 
 
 def written_by_hand(x, weight, bias):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import Parameter
 
-from tilegym_rmsnorm import fastpath
+from tilegym_rmsnorm.routes import known_calls
 
 
 class Subclass(Tensor):
@@ -56,7 +56,7 @@ def outcome(**arguments):
 def test_the_second_call_is_known(same, checks):
     make_known(checks, **same)
     shortly = outcome(**same)
-    fastpath.forget()
+    known_calls.forget()
     assert shortly == outcome(**same)
 
 
@@ -85,7 +85,7 @@ def test_what_may_differ_between_known_calls_counts(change, checks):
     make_known(checks)
     shortly = outcome(**change)
     assert not checks
-    fastpath.forget()
+    known_calls.forget()
     assert shortly == outcome(**change) and shortly != outcome()
 
 
@@ -150,7 +150,7 @@ def test_everything_else_goes_through_all_checks(change, checks):
     make_known(checks)
     changed = outcome(**change)
     assert len(checks) == 1
-    fastpath.forget()
+    known_calls.forget()
     assert changed == outcome(**change)
 
 

@@ -13,16 +13,10 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tilegym_rmsnorm import (
-    BackendUnavailableError,
-    RMSNorm,
-    api,
-    fastpath,
-    registry,
-    rms_norm,
-    set_backend,
-    use_backend,
-)
+from tilegym_rmsnorm import BackendUnavailableError, RMSNorm, rms_norm, set_backend, settings, use_backend
+from tilegym_rmsnorm.backends import registry
+from tilegym_rmsnorm.call import arguments
+from tilegym_rmsnorm.routes import known_calls
 
 
 def test_gradients_may_be_wanted_later_and_no_longer(checks):
@@ -107,7 +101,7 @@ def test_known_calls_are_transformed_as_others(size, checks):
         recorded = x.clone().requires_grad_()
         torch.testing.assert_close(dx, torch.autograd.grad(call(input=recorded).sum(), recorded)[0])
         if is_known:
-            fastpath.forget()
+            known_calls.forget()
 
 
 @pytest.mark.parametrize("size", [(3, N), (2, 3, N)])
@@ -201,7 +195,7 @@ def test_every_way_to_choose_a_backend_reaches_a_known_call(two_backends, monkey
     assert ran(backend="triton") == "triton" and ran(backend="torch") == "torch"
     assert ran(backend=None) == ran(backend="auto") == "cutile"
 
-    monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, "triton")
+    monkeypatch.setenv(settings.BACKEND_VARIABLE, "triton")
     assert ran(backend=None) == "triton"
     set_backend("torch")
     assert ran(backend=None) == "torch"
@@ -210,20 +204,20 @@ def test_every_way_to_choose_a_backend_reaches_a_known_call(two_backends, monkey
         assert ran(backend="torch") == "torch"
     assert ran(backend=None) == "torch"
     set_backend(None)
-    monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, "torch")
+    monkeypatch.setenv(settings.BACKEND_VARIABLE, "torch")
     assert ran(backend=None) == "torch"
-    monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, "cuda")
+    monkeypatch.setenv(settings.BACKEND_VARIABLE, "cuda")
     with pytest.raises(ValueError, match="TILEGYM_RMSNORM_BACKEND: expected one of"):
         call(backend=None)
-    monkeypatch.delenv(registry.ENVIRONMENT_VARIABLE)
+    monkeypatch.delenv(settings.BACKEND_VARIABLE)
     assert ran(backend=None) == "cutile"
     assert not [x for x in checks if x is not X]
 
 
 def test_an_environment_without_its_private_dictionary_is_read_too(two_backends, monkeypatch):
-    monkeypatch.setattr(registry.os, "environ", {registry.ENVIRONMENT_VARIABLE: "triton"})
+    monkeypatch.setattr(settings.os, "environ", {settings.BACKEND_VARIABLE: "triton"})
     assert two_backends(backend=None) == "triton"
-    monkeypatch.setattr(registry.os, "environ", {})
+    monkeypatch.setattr(settings.os, "environ", {})
     assert two_backends(backend=None) == "cutile"
 
 
@@ -242,7 +236,7 @@ def test_a_backend_that_the_environment_may_take_back_is_never_known(monkeypatch
 @pytest.mark.parametrize("is_enabled", [True, False])
 def test_autocast_that_casts_goes_through_all_checks(is_enabled, monkeypatch, checks):
     make_known(checks)
-    monkeypatch.setattr(api, "_HAS_AUTOCAST", True)
+    monkeypatch.setattr(arguments, "HAS_AUTOCAST", True)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cuda": is_enabled)
     call()
     assert len(checks) == is_enabled

@@ -93,7 +93,7 @@ def test_every_option_reaches_the_function(backend):
 
 def test_the_backend_is_passed_on(monkeypatch):
     seen = []
-    monkeypatch.setattr(tilegym_rmsnorm.module, "rms_norm", lambda *_, backend, **__: seen.append(backend))
+    monkeypatch.setattr(tilegym_rmsnorm.nn.module, "rms_norm", lambda *_, backend, **__: seen.append(backend))
     for name in (None, "auto", "triton"):
         RMSNorm(64, backend=name)(torch.ones(3, 64))
     assert seen == [None, "auto", "triton"]

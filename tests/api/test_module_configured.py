@@ -43,7 +43,7 @@ def test_it_is_a_class_of_norm():
     cls = RMSNorm.configured(casting="llama")
     assert issubclass(cls, RMSNorm) and issubclass(cls, nn.RMSNorm) and cls is not RMSNorm
     assert isinstance(cls(N), cls) and not isinstance(RMSNorm(N), cls)
-    assert cls.__name__ == "RMSNorm" and cls.__module__ == "tilegym_rmsnorm.module" and cls.__doc__
+    assert cls.__name__ == "RMSNorm" and cls.__module__ == "tilegym_rmsnorm" and cls.__doc__
     assert cls.__qualname__ == "RMSNorm.configured(casting='llama')" and cls.__qualname__ in repr(cls)
     assert repr(cls(N)) == repr(RMSNorm(N, casting="llama"))
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 from gate_cases import Named, freed, freed_view
 
-from tilegym_rmsnorm import fastpath, gate, rms_norm
-from tilegym_rmsnorm.autograd import Call, _fit
-from tilegym_rmsnorm.spec import Spec
+from tilegym_rmsnorm import rms_norm
+from tilegym_rmsnorm.call import tensors as call_tensors
+from tilegym_rmsnorm.call.spec import Call, Spec
+from tilegym_rmsnorm.routes import choose, known_calls
+from tilegym_rmsnorm.routes.eager import _fit
 
 M, N = 3, 8
 X, W = torch.randn(M, N), torch.rand(N) + 0.5
@@ -61,28 +63,28 @@ def answers(make):
     """What each place says of a tensor in the place of each argument that may be one."""
     rms_norm(X, (N,), W, 1e-6, backend="torch")
     arguments = {"x": X, "dy": X, "weight": W, "rstd": torch.ones(M), "d_residual_out": X}
-    call = Call(Spec(N, 1e-6, 0.0, "once"), None, None, "torch")
+    call = Call(Spec(N, 1e-6, 0.0, "once"), "torch", dtype=X.dtype)
     fit = {
         name: _fit(tuple({**arguments, name: make(tensor)}.values()), call)
         for name, tensor in arguments.items()
     }
     found = {
-        "x": fastpath.find(make(X), (N,), W, 1e-6, 0.0, "once", "torch"),
-        "weight": fastpath.find(X, (N,), make(W), 1e-6, 0.0, "once", "torch"),
+        "x": known_calls.find(make(X), (N,), W, 1e-6, 0.0, "once", "torch"),
+        "weight": known_calls.find(X, (N,), make(W), 1e-6, 0.0, "once", "torch"),
     }
-    plain = [gate.is_plain(make(tensor)) for tensor in arguments.values()]
+    plain = [call_tensors.is_plain(make(tensor)) for tensor in arguments.values()]
     return plain, list(fit.values()), [call is not None for call in found.values()]
 
 
 @pytest.mark.parametrize("make", NOT_PLAIN.values(), ids=NOT_PLAIN)
 def test_no_place_takes_them(make):
-    fastpath.forget()
+    known_calls.forget()
     assert answers(make) == ([False] * 5, [False] * 5, [False] * 2)
 
 
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
 def test_every_place_takes_them(make):
-    fastpath.forget()
+    known_calls.forget()
     plain, fit, found = answers(make)
     # A kernel reads rstd as packed: one of other strides is copied first, on the longer way.
     fits = [*fit[:3], fit[4]]
@@ -92,13 +94,13 @@ def test_every_place_takes_them(make):
 
 def test_an_address_below_all_memory_is_compared_with_the_offset(monkeypatch):
     """Such as a heap has where programs are loaded at low addresses: the answer is the same."""
-    monkeypatch.setattr(gate, "_TEBIBYTE", 2**63)
+    monkeypatch.setattr(call_tensors, "_TEBIBYTE", 2**63)
     for make in (PLAIN["new"], PLAIN["with an offset"]):
-        assert gate.is_plain(make(X))
+        assert call_tensors.is_plain(make(X))
     for make in (freed, freed_view):
-        assert not gate.is_plain(make(X))
+        assert not call_tensors.is_plain(make(X))
 
 
 def test_what_has_no_obstacle():
     tensors = {"a": X, "b": None, "c": torch.nn.Parameter(W), "d": X.as_subclass(Named), "e": X[:, ::2]}
-    assert gate.obstacle(**tensors, f=X.expand(2, M, N)) is None
+    assert choose.why_no_kernel({**tensors, "f": X.expand(2, M, N)}) is None

@@ -12,14 +12,16 @@ import torch
 import torch.nn.functional as F
 
 import tilegym_rmsnorm as tr
-from tilegym_rmsnorm import fastpath, policy, registry
+from tilegym_rmsnorm import settings
+from tilegym_rmsnorm.backends import registry
+from tilegym_rmsnorm.routes import known_calls
 
 N = 20480  # a row of a team, on Hopper and in the interpreter
 
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch):
-    monkeypatch.delenv(policy.TEAMS_VARIABLE, raising=False)
+    monkeypatch.delenv(settings.TEAMS_VARIABLE, raising=False)
     tr.set_teams(None)
     yield
     tr.set_teams(None)
@@ -53,9 +55,9 @@ def test_what_is_set_while_the_environment_is_read_holds(monkeypatch):
         tr.set_teams(False)
         return True
 
-    monkeypatch.setattr(policy, "_teams_by_environment", read)
-    policy.teams()
-    assert policy.teams() is False
+    monkeypatch.setattr(settings, "_teams_by_environment", read)
+    settings.teams()
+    assert settings.teams() is False
 
 
 def test_the_log_says_which_kernels_serve_and_why(launched, caplog):
@@ -114,18 +116,18 @@ SPELLED = {**dict.fromkeys(ON, True), **dict.fromkeys(OFF, False)}
 
 @pytest.mark.parametrize(("value", "said"), SPELLED.items())
 def test_spellings_of_a_switch(monkeypatch, value, said):
-    assert policy.parse_switch(value) is said
+    assert settings.parse_switch(value) is said
     for text in (value, f" {value}\n"):
         monkeypatch.setenv("A_SWITCH", text)
-        assert policy.switch("A_SWITCH", default=not said) is said
+        assert settings.switch("A_SWITCH", default=not said) is said
 
 
 @pytest.mark.parametrize("value", ["2", "-1", "ture", "1,", "none", "y", "on off"])
 def test_a_switch_that_says_neither_on_nor_off(monkeypatch, value):
-    assert policy.parse_switch(value) is None
+    assert settings.parse_switch(value) is None
     monkeypatch.setenv("A_SWITCH", value)
     with pytest.raises(ValueError) as raised:
-        policy.switch("A_SWITCH", default=True)
+        settings.switch("A_SWITCH", default=True)
     expected = "1, true, on, yes or 0, false, off, no, or nothing"
     assert str(raised.value) == f"A_SWITCH: expected {expected}, got {value!r}"
 
@@ -136,28 +138,28 @@ def test_a_switch_that_says_nothing(monkeypatch, value, default):
     monkeypatch.delenv("A_SWITCH", raising=False)
     if value is not None:
         monkeypatch.setenv("A_SWITCH", value)
-    assert policy.switch("A_SWITCH", default) is default
+    assert settings.switch("A_SWITCH", default) is default
 
 
 @pytest.mark.parametrize(("value", "said"), [("1", True), (" off ", False), ("", True), (None, True)])
 def test_the_environment_says_it_where_nothing_else_does(monkeypatch, value, said):
     if value is not None:
-        monkeypatch.setenv(policy.TEAMS_VARIABLE, value)
-    assert policy.teams() is said
+        monkeypatch.setenv(settings.TEAMS_VARIABLE, value)
+    assert settings.teams() is said
     tr.set_teams(not said)
-    assert policy.teams() is not said
+    assert settings.teams() is not said
     tr.set_teams(None)
-    assert policy.teams() is said
+    assert settings.teams() is said
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"), [(policy.TEAMS_VARIABLE, "maybe"), (policy.SM_MARGIN_VARIABLE, "all")]
+    ("variable", "value"), [(settings.TEAMS_VARIABLE, "maybe"), (settings.SM_MARGIN_VARIABLE, "all")]
 )
 @pytest.mark.parametrize("backend", [None, "torch"])
 def test_every_first_call_reads_the_environment(monkeypatch, variable, value, backend):
     """A value that means nothing was noticed by the backends alone that need it, on another machine perhaps."""
     monkeypatch.setattr(registry, "_chosen", {})
-    fastpath.forget()
+    known_calls.forget()
     monkeypatch.setenv(variable, value)
     tr.set_sm_margin(None)
     x = torch.ones(2, 8)
@@ -182,8 +184,8 @@ def test_every_first_call_reads_the_environment(monkeypatch, variable, value, ba
 
 
 def test_what_is_neither_is_refused(monkeypatch):
-    monkeypatch.setenv(policy.TEAMS_VARIABLE, "maybe")
+    monkeypatch.setenv(settings.TEAMS_VARIABLE, "maybe")
     with pytest.raises(ValueError, match="TILEGYM_RMSNORM_TEAMS: expected .*, got 'maybe'"):
-        policy.teams()
+        settings.teams()
     with pytest.raises(TypeError, match="enabled: expected True, False or None, got 0"):
         tr.set_teams(0)

@@ -18,25 +18,23 @@ from tilegym_rmsnorm import (
     RMSNorm,
     override_aten,
     patch_model,
-    registry,
     rms_norm,
     rms_norm_backward,
     rms_norm_forward,
+    settings,
 )
-from tilegym_rmsnorm.commands import doctor
-from tilegym_rmsnorm.integrations.fx import replace_rmsnorm_pass
-from tilegym_rmsnorm.registry import (
-    AUTO_ORDER,
+from tilegym_rmsnorm.backends import registry
+from tilegym_rmsnorm.backends.registry import (
     OPS,
     BackendUnavailableError,
     Request,
     Unusable,
     dispatch,
-    get_current_backend,
     register_impl,
-    set_backend,
-    use_backend,
 )
+from tilegym_rmsnorm.commands import doctor
+from tilegym_rmsnorm.integrations.fx import replace_rmsnorm_pass
+from tilegym_rmsnorm.settings import AUTO_ORDER, get_current_backend, set_backend, use_backend
 
 REQUEST = Request(torch.device("cpu"), torch.float32, torch.float32, "once")
 X = torch.ones(2, 8)
@@ -188,7 +186,7 @@ def test_the_log_names_what_a_call_has(caplog, monkeypatch):
 )
 def test_doctor_looks_at_the_backend_of_the_environment(monkeypatch, value, problem):
     """It passed, though every call that names no backend would raise."""
-    monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, value)
+    monkeypatch.setenv(settings.BACKEND_VARIABLE, value)
     backends = {name: {"works": name != "triton", "reason": f"no {name} here"} for name in AUTO_ORDER}
     said = doctor.default_problem(backends)
     assert said is None if problem is None else re.search(problem, said)
@@ -220,7 +218,7 @@ DOORS = {
     "rms_norm_forward": lambda name: rms_norm_forward(X, None, backend=name),
     "rms_norm_backward": lambda name: rms_norm_backward(X, X, None, X[:, 0], backend=name),
     "the op": lambda name: torch.ops.tilegym_rmsnorm.rms_norm_forward(
-        X, None, None, 1, 1e-6, 0.0, "once", None, name
+        X, None, None, None, 1, 1e-6, 0.0, "once", 1.0, None, None, name
     ),
     "torch.compile": lambda name: torch.compile(rms_norm, backend="eager")(X, 8, backend=name),
     "make_fx": lambda name: make_fx(lambda x: rms_norm(x, 8, backend=name))(X),
@@ -355,7 +353,7 @@ before = set(sys.modules)
 import tilegym_rmsnorm
 loaded = {name.split(".")[0] for name in set(sys.modules) - before}
 assert not loaded - sys.stdlib_module_names - {"tilegym_rmsnorm"}, loaded
-assert "tilegym_rmsnorm.integrations" not in sys.modules
+assert not [name for name in sys.modules if name.startswith("tilegym_rmsnorm.integrations.")]
 tilegym_rmsnorm.rms_norm(torch.ones(2, 8), (8,))
 assert "triton" not in sys.modules and "cuda.tile" not in sys.modules
 """

@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 
 import tilegym_rmsnorm as tr
-from tilegym_rmsnorm import policy
+from tilegym_rmsnorm import settings
 
 M, N = 2500, 40  # more rows than are "few"; they are walked
 
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch):
-    monkeypatch.delenv(policy.SM_MARGIN_VARIABLE, raising=False)
+    monkeypatch.delenv(settings.SM_MARGIN_VARIABLE, raising=False)
     tr.set_sm_margin(None)
     yield
     monkeypatch.undo()
@@ -199,10 +199,10 @@ def test_a_function_that_the_block_would_not_hold_is_refused():
 
 def test_the_environment_says_it_where_nothing_else_does(monkeypatch):
     for value, expected in (("12", 12), (" 3 ", 3), ("", 0), ("0", 0)):
-        monkeypatch.setenv(policy.SM_MARGIN_VARIABLE, value)
+        monkeypatch.setenv(settings.SM_MARGIN_VARIABLE, value)
         tr.set_sm_margin(None)
         assert tr.get_sm_margin() == expected
-    monkeypatch.setenv(policy.SM_MARGIN_VARIABLE, "5")
+    monkeypatch.setenv(settings.SM_MARGIN_VARIABLE, "5")
     tr.set_sm_margin(None)
     with tr.use_sm_margin(2):
         assert tr.get_sm_margin() == 2
@@ -215,7 +215,7 @@ def test_the_environment_says_it_where_nothing_else_does(monkeypatch):
 def test_an_environment_without_a_number_is_refused(monkeypatch, grids, value):
     step = Step()
     grids.clear()
-    monkeypatch.setenv(policy.SM_MARGIN_VARIABLE, value)
+    monkeypatch.setenv(settings.SM_MARGIN_VARIABLE, value)
     tr.set_sm_margin(None)
     with pytest.raises(ValueError, match="TILEGYM_RMSNORM_SM_MARGIN: expected a number of SMs"):
         tr.get_sm_margin()
@@ -259,7 +259,7 @@ def test_a_margin_of_the_environment_that_leaves_no_sm_is_named_so(monkeypatch, 
     """Whoever meets it may never have heard of a margin."""
     step = Step()
     grids.clear()
-    monkeypatch.setenv(policy.SM_MARGIN_VARIABLE, "3")
+    monkeypatch.setenv(settings.SM_MARGIN_VARIABLE, "3")
     tr.set_sm_margin(None)
     for call in (step.backward, Step):
         with pytest.raises(ValueError, match="of 3 SMs, got 3, set by TILEGYM_RMSNORM_SM_MARGIN$"):

@@ -10,7 +10,8 @@ from torch.autograd import forward_ad, gradcheck
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tilegym_rmsnorm import BackendUnavailableError, RMSNorm, registry, rms_norm
+from tilegym_rmsnorm import BackendUnavailableError, RMSNorm, rms_norm
+from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.integrations import apex, liger, tilegym, transformer_engine
 
 N = 8

@@ -26,7 +26,7 @@ from variants import (
 )
 
 from tilegym_rmsnorm import BackendUnavailableError, rms_norm, rms_norm_backward, rms_norm_forward
-from tilegym_rmsnorm.backends import composed, torch_reference
+from tilegym_rmsnorm.backends import around_kernels, torch_reference
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def by_kernels(backend, monkeypatch):
     def refuse(*_):
         raise AssertionError(f"backend {backend!r} left it to PyTorch's operations")
 
-    for module in (torch_reference, composed):
+    for module in (torch_reference, around_kernels):
         for name in ("rms_norm_forward", "rms_norm_backward", "forward", "backward"):
             monkeypatch.setattr(module, name, refuse, raising=False)  # what is registered as "torch" stays
 

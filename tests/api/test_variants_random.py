@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from variants import LAYOUTS, Variant, check_all, make, run
 
-from tilegym_rmsnorm.layout import arranged
+from tilegym_rmsnorm.backends.layout import arranged
 
 DTYPES = st.sampled_from((BF16, FP16, FP32))
 MAYBE = st.none() | DTYPES

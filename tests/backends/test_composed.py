@@ -18,8 +18,8 @@ from variants import (
     wanted_of,
 )
 
-from tilegym_rmsnorm.backends import composed, torch_reference
-from tilegym_rmsnorm.spec import Spec
+from tilegym_rmsnorm.backends import around_kernels, torch_reference
+from tilegym_rmsnorm.call.spec import Spec
 
 
 def plain_forward(spec, tensors):
@@ -52,14 +52,14 @@ def test_variants(name, layout, poisoned_empty):
     x, weight, bias, residual, dy, d_residual_out = inputs
 
     spec = spec_of(variant)
-    y, rstd, residual_out = composed.forward(plain_forward, spec, (x, weight, bias, residual))
+    y, rstd, residual_out = around_kernels.forward(plain_forward, spec, (x, weight, bias, residual))
     normalized = x
     if residual is not None:
         check_residual_out(variant, inputs, residual_out)
         normalized = residual_out
     wanted = wanted_of(variant)
     tensors = normalized, dy, weight, rstd, d_residual_out
-    dx, d_residual, dw, db = composed.backward(plain_backward, spec, tensors, wanted)
+    dx, d_residual, dw, db = around_kernels.backward(plain_backward, spec, tensors, wanted)
 
     results = {"y": y, "rstd": rstd, "dx": dx, "d_residual": d_residual, "dw": dw, "db": db}
     assert [result is None for result in (dx, d_residual, dw, db)] == [dtype is None for dtype in wanted]
@@ -75,19 +75,19 @@ def test_variants(name, layout, poisoned_empty):
 
 def test_the_log_says_what_is_composed(caplog, monkeypatch):
     """Else a call that is twice as slow as another looks like it: the kernels that run are those of a plain call."""
-    monkeypatch.setattr(composed, "_told", set())
+    monkeypatch.setattr(around_kernels, "_told", set())
     variant = VARIANTS["all of it"]
     x, weight, bias, residual, dy, d_residual_out = make(variant)
     spec, wanted = spec_of(variant), wanted_of(variant)
     with caplog.at_level("INFO", logger="tilegym_rmsnorm"):
-        composed.forward(plain_forward, spec, (x, weight, bias, residual))
+        around_kernels.forward(plain_forward, spec, (x, weight, bias, residual))
     assert not caplog.records
     with caplog.at_level("DEBUG", logger="tilegym_rmsnorm"):
         for _ in range(2):
-            _, rstd, sums = composed.forward(plain_forward, spec, (x, weight, bias, residual))
-            composed.backward(plain_backward, spec, (sums, dy, weight, rstd, d_residual_out), wanted)
+            _, rstd, sums = around_kernels.forward(plain_forward, spec, (x, weight, bias, residual))
+            around_kernels.backward(plain_backward, spec, (sums, dy, weight, rstd, d_residual_out), wanted)
             rows = x.reshape(-1, 16)
-            composed.forward(plain_forward, Spec(16, 1e-3, 0.0, "once"), (rows, None, bias[0], None))
+            around_kernels.forward(plain_forward, Spec(16, 1e-3, 0.0, "once"), (rows, None, bias[0], None))
     by = "by PyTorch's operations around the kernels"
     parts = "residual, bias, weights of heads, rows in the order of heads"
     assert [record.message for record in caplog.records] == [

@@ -22,9 +22,9 @@ from helpers import (
     why_skip,
 )
 
-from tilegym_rmsnorm import policy
+from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.triton.config import BackwardConfig, ForwardConfig
-from tilegym_rmsnorm.spec import Spec, Wanted
+from tilegym_rmsnorm.call.spec import Spec, Wanted
 
 needs_kernels = pytest.mark.skipif(why_skip("triton") is not None, reason=str(why_skip("triton")))
 
@@ -153,7 +153,7 @@ def test_sms_are_left_free(monkeypatch, margin):
     inputs = make_inputs(9, 4096, BF16, FP32, seed=margin)
     expected = expected_results(inputs)
     tensors = (inputs.x, inputs.dy, inputs.weight, expected["rstd"].truth.float(), None)
-    with policy.use_sm_margin(margin):
+    with settings.use_sm_margin(margin):
         dx, _, dw, _ = launch.rms_norm_backward(_spec(inputs), tensors, Wanted(BF16, dw=FP32))
     assert used[0].walks == (3, 2)[margin], (
         "two programs of 8 warps an SM, and no walk longer than it must be"
@@ -168,7 +168,7 @@ def test_a_margin_of_all_sms_is_refused_before_any_launch(monkeypatch):
     monkeypatch.setattr(launch, "_sm_count", lambda device: 2)
     inputs = make_inputs(3, 64, BF16, FP32)
     rstd = torch.ones(3, device=DEVICE)
-    with policy.use_sm_margin(2):
+    with settings.use_sm_margin(2):
         for run in (
             lambda: launch.rms_norm_forward(_spec(inputs), (inputs.x, inputs.weight, None, None)),
             lambda: launch.rms_norm_backward(

@@ -18,7 +18,7 @@ from bench.measure.provenance import RESULTS
 from bench.measure.session import ContextLostError, this_device
 from bench.report import readme
 from bench.studies import one_launch_or_two as study
-from tilegym_rmsnorm import registry
+from tilegym_rmsnorm.backends import registry
 
 
 def test_the_page_shows_what_is_kept(tmp_path, monkeypatch):

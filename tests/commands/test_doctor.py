@@ -15,13 +15,14 @@ import pytest
 import torch
 from table_cases import BUCKET, ENTRY, TARGET, VARIANT, entry_of, ship
 
-from tilegym_rmsnorm import __main__, passes, policy, registry
+from tilegym_rmsnorm import __main__, functional, settings
+from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
+from tilegym_rmsnorm.backends.registry import Unusable
 from tilegym_rmsnorm.commands import doctor, installation
 from tilegym_rmsnorm.commands.installation import Gpu
-from tilegym_rmsnorm.registry import Unusable
 
 ROOT = Path(__file__).resolve().parents[2]
 H100, T4 = Gpu("an H100", "sm_90"), Gpu("a T4", "sm_75")
@@ -173,13 +174,13 @@ def test_interpreters_do_not_pass_for_a_gpu(fake, capsys, monkeypatch, gpus, ign
 def test_says_how_many_sms_are_left_free(fake, capsys, monkeypatch, value, said):
     fake()
     if value is not None:
-        monkeypatch.setenv(policy.SM_MARGIN_VARIABLE, value)
-    policy.set_sm_margin(None)
+        monkeypatch.setenv(settings.SM_MARGIN_VARIABLE, value)
+    settings.set_sm_margin(None)
     try:
         _, output = run_doctor(capsys)
     finally:
         monkeypatch.undo()
-        policy.set_sm_margin(None)
+        settings.set_sm_margin(None)
     [line] = [line for line in output.splitlines() if line.startswith("  SMs left free")]
     assert said in line
 
@@ -235,7 +236,7 @@ def test_broken_parts_are_named_and_the_rest_still_answers(fake, capsys, monkeyp
 
     monkeypatch.setattr(toolchain, "find_tileiras", broken)
     monkeypatch.setattr(registry, "why_unusable", lambda name: broken() if name == "triton" else None)
-    monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, "nonsense")
+    monkeypatch.setenv(settings.BACKEND_VARIABLE, "nonsense")
 
     status, output = run_doctor(capsys)
 
@@ -249,21 +250,21 @@ def test_broken_parts_are_named_and_the_rest_still_answers(fake, capsys, monkeyp
 @pytest.mark.parametrize(
     "options", [(), ("--json",), ("--backend", "torch"), ("--backend", "torch", "--json")]
 )
-@pytest.mark.parametrize("variable", [policy.TEAMS_VARIABLE, policy.SM_MARGIN_VARIABLE])
+@pytest.mark.parametrize("variable", [settings.TEAMS_VARIABLE, settings.SM_MARGIN_VARIABLE])
 def test_a_variable_that_means_nothing_is_named_before_any_kernel_runs(
     fake, capsys, monkeypatch, variable, options
 ):
     fake([H100])
     monkeypatch.setattr(doctor, "check_backend", lambda name: pytest.fail(f"{name} ran"))
     monkeypatch.setenv(variable, "maybe")
-    policy.set_teams(None)
-    policy.set_sm_margin(None)
+    settings.set_teams(None)
+    settings.set_sm_margin(None)
     try:
         status, output = run_doctor(capsys, *options)
     finally:
         monkeypatch.undo()
-        policy.set_teams(None)
-        policy.set_sm_margin(None)
+        settings.set_teams(None)
+        settings.set_sm_margin(None)
     assert status == 1 and "Traceback" not in output
     if "--json" in options:
         answer = json.loads(output)
@@ -290,13 +291,13 @@ def test_json_holds_all_that_the_text_says(fake, capsys):
 
 @pytest.mark.parametrize("spoil", [lambda dw: dw * 1.001, lambda dw: dw * float("nan")])
 def test_wrong_results_are_not_usable(monkeypatch, spoil):
-    right = passes.rms_norm_backward
+    right = functional.rms_norm_backward
 
     def wrong(*arguments, **options):
         dx, dw = right(*arguments, **options)
         return dx, spoil(dw)
 
-    monkeypatch.setattr(passes, "rms_norm_backward", wrong)
+    monkeypatch.setattr(functional, "rms_norm_backward", wrong)
 
     result = doctor.run_kernels("torch")
 
@@ -308,7 +309,7 @@ def test_failure_of_one_backend_shows_its_traceback(monkeypatch, capsys):
     def broken(*_, **__):
         raise RuntimeError("failed to compile\nTile IR program")
 
-    monkeypatch.setattr(passes, "rms_norm_forward", broken)
+    monkeypatch.setattr(functional, "rms_norm_forward", broken)
 
     status, output = run_doctor(capsys, "--backend", "torch")
     assert status == 1

@@ -13,6 +13,7 @@ import torch
 from helpers import DEVICE
 
 import tilegym_rmsnorm as tr
+from tilegym_rmsnorm.backends import warmup
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from counting import CountingMachine, warm  # noqa: E402
@@ -216,11 +217,10 @@ def test_what_is_no_sequence_of_widths(widths):
     ],
 )
 def test_widths_of_every_form_are_warmed(monkeypatch, widths, warmed):
-    from tilegym_rmsnorm import warming
     from tilegym_rmsnorm.backends.cutile import warm as warm_module
 
     seen = []
-    monkeypatch.setattr(warming, "why_unusable", lambda *_: None)
+    monkeypatch.setattr(warmup, "why_unusable", lambda *_: None)
     monkeypatch.setattr(warm_module, "warm", lambda device, calls: seen.append(calls[:3]))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     tr.warmup(widths, device="cuda:0")

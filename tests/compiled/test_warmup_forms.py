@@ -18,8 +18,11 @@ import tilegym_rmsnorm as tr
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from counting import META, CountingMachine, running_on  # noqa: E402
 
-from tilegym_rmsnorm import registry  # noqa: E402
-from tilegym_rmsnorm.backends import checks, cutile  # noqa: E402
+from tilegym_rmsnorm.backends import (  # noqa: E402
+    checks,
+    cutile,
+    registry,  # noqa: E402
+)
 from tilegym_rmsnorm.backends.cutile import warm as warm_module  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

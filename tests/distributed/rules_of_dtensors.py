@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""How the ops are sharded (sharding.py), in each of four processes on a CPU: values of one process, placements, and
+"""How the ops are sharded (op_sharding.py), in each of four processes on a CPU: values of one process, placements, and
 what is communicated.
 
 test_four_processes.py starts it: python tests/distributed/rules_of_dtensors.py STORE
@@ -25,8 +25,9 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.torch_version import TorchVersion
 
-from tilegym_rmsnorm import RMSNorm, rms_norm, sharding, use_backend
-from tilegym_rmsnorm.torch_ops import op
+from tilegym_rmsnorm import RMSNorm, rms_norm, use_backend
+from tilegym_rmsnorm.routes import op_sharding
+from tilegym_rmsnorm.routes.op import BACKWARD, FORWARD
 
 B, T, H, N = 4, 5, 6, 16  # neither tokens nor heads are as many in each process
 WHOLE = Replicate()
@@ -243,28 +244,28 @@ def rows_that_are_split(mesh) -> None:
 
 
 def calls_of_ops(mesh, x_at, residual_at):
-    """Each op, and its arguments. Of a size of no other case: an engine that knows what is placed so does not ask the
-    rules again."""
+    """Each op, without and with a residual, and its arguments. Of a size of no other case: an engine that knows what is
+    placed so does not ask the rules again."""
     x, residual, weight, _, dy, d_residual_out = tensors(B, T, 2 * N)
     x, residual = (distribute_tensor(t, mesh, [at]) for t, at in ((x, x_at), (residual, residual_at)))
     dy, d_residual_out = (distribute_tensor(t, mesh, [x_at]) for t in (dy, d_residual_out))
     weight, rstd = (distribute_tensor(t, mesh, [WHOLE]) for t in (weight, torch.ones(B, T, 1)))
-    norm, numbers = (1, EPS, 0.0, "once"), (3, 1, 0.0, "once")
+    norm, numbers = (1, EPS, 0.0, "once", 1.0, *[None] * 3), (3, 1, 0.0, "once", 1.0, *[None] * 5)
     return (
-        ("rms_norm_forward", x, weight, None, *norm, None, None),
-        ("add_rms_norm_forward", x, residual, weight, None, *norm, 1.0, None, None, None),
-        ("rms_norm_backward", dy, x, weight, rstd, *numbers, None, None, None),
-        ("add_rms_norm_backward", dy, d_residual_out, x, weight, rstd, *numbers, 1.0, *[None] * 5),
+        (FORWARD, x, None, weight, None, *norm),
+        (FORWARD, x, residual, weight, None, *norm),
+        (BACKWARD, dy, x, weight, rstd, None, *numbers),
+        (BACKWARD, dy, x, weight, rstd, d_residual_out, *numbers),
     )
 
 
 def split_rows_are_said_by_every_op(mesh) -> None:
     """A backward that is called by itself says it too, and so does a sum of which the residual alone is cut."""
     residual_alone = calls_of_ops(mesh, WHOLE, Shard(2))[1]
-    for name, *arguments in (*calls_of_ops(mesh, Shard(2), Shard(2)), residual_alone):
-        sharding._say_that_rows_are_gathered.cache_clear()
+    for op, *arguments in (*calls_of_ops(mesh, Shard(2), Shard(2)), residual_alone):
+        op_sharding._say_that_rows_are_gathered.cache_clear()
         with pytest.warns(UserWarning, match="sharded in a normalized dimension"):
-            op(name)(*arguments)
+            op(*arguments)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # once: not of another size again
         rms_norm(distribute_tensor(torch.ones(B, 3 * N), mesh, [Shard(1)]), 3 * N)
@@ -272,12 +273,12 @@ def split_rows_are_said_by_every_op(mesh) -> None:
 
 def every_op_registers_the_rules(mesh) -> None:
     """Whichever of them is called first."""
-    for name, *arguments in calls_of_ops(mesh, Shard(1), Shard(1)):
+    for op, *arguments in calls_of_ops(mesh, Shard(1), Shard(1)):
         with pytest.MonkeyPatch.context() as patch:
             registered = []
-            patch.setattr(sharding, "_register", lambda registered=registered: registered.append(True))
-            op(name)(*arguments)
-            assert registered, name
+            patch.setattr(op_sharding, "_register", lambda *ops, to=registered: to.append(ops))
+            op(*arguments)
+            assert set(registered) == {(FORWARD, BACKWARD)}, op
 
 
 def weights_of_heads_beside_other_placements(mesh) -> None:
@@ -517,37 +518,39 @@ def in_one_graph(mesh) -> None:
     leaves = [t.detach().requires_grad_() for t in placed]
     compiled(*leaves).sum().backward()
     targets = [node.target for graph in graphs for node in graph.graph.nodes]
-    assert targets.count(op("rms_norm_forward")) == targets.count(op("rms_norm_backward")) == 1, targets
+    assert targets.count(FORWARD) == targets.count(BACKWARD) == 1, targets
     given_backends = [
-        node.args[-1]
-        for graph in graphs
-        for node in graph.graph.nodes
-        if node.target == op("rms_norm_backward")
+        node.args[-1] for graph in graphs for node in graph.graph.nodes if node.target == BACKWARD
     ]
     assert given_backends == [None]  # the one in effect when the graph runs
     for one, other in zip(leaves, expected, strict=True):
         torch.testing.assert_close(one.grad.full_tensor(), other.grad)
     traced = make_fx(lambda x, weight: rms_norm(x, N, weight, EPS).to_local())(*placed)
     targets = [node.target for node in traced.graph.nodes]
-    assert op("rms_norm_forward") in targets, targets
+    assert FORWARD in targets, targets
 
 
 def by_the_ops_themselves(mesh) -> None:
     """What nobody has called before: the rules are registered by the op."""
     x, residual, weight, bias, dy, _ = tensors(B, T, N)
     placed = [distribute_tensor(t, mesh, [at]) for t, at in ((x, Shard(1)), (weight, WHOLE), (dy, Shard(1)))]
-    y, rstd = op("rms_norm_forward")(placed[0], placed[1], None, 1, EPS, 0.0, "once", None, None)
+    more = 1.0, None, None, None  # alpha, and dtypes and the backend
+    y, rstd, residual_out = FORWARD(placed[0], None, placed[1], None, 1, EPS, 0.0, "once", *more)
     assert y.placements == rstd.placements == (Shard(1),) and rstd.shape == (B, T, 1)
-    for wanted in (1, 2, 3, 5, 7, 1):  # each has placements of its own
-        results = op("rms_norm_backward")(
-            placed[2], placed[0], placed[1], rstd, wanted, 1, 0.0, "once", None, None, None
-        )
-        at = [None if t is None else t.placements for t in results]
-        assert at == [
-            (Shard(1),) if wanted & 1 else None,
-            (Partial(),) if wanted & 2 else None,
-            (Partial(),) if wanted & 4 else None,
-        ]
+    assert residual_out is None
+    summed = FORWARD(placed[0], placed[0], placed[1], None, 1, EPS, 0.0, "once", *more)
+    assert [t.placements for t in summed] == [(Shard(1),)] * 3
+    for wanted in (1, 2, 3, 5, 7, 8, 15, 1):  # each has placements of its own
+        for d_residual_out in (None, placed[2]):
+            given = placed[2], placed[0], placed[1], rstd, d_residual_out
+            dx, *others = BACKWARD(*given, wanted, 1, 0.0, "once", *more, None, None)
+            assert dx.placements == (Shard(1),) if wanted & 1 else dx.numel() == 0
+            at = [None if t is None else t.placements for t in others]
+            assert at == [
+                (Partial(),) if wanted & 2 else None,
+                (Partial(),) if wanted & 4 else None,
+                (Shard(1),) if wanted & 8 else None,
+            ]
     with torch.inference_mode():
         y = rms_norm(placed[0], N, placed[1], EPS)
     assert torch.equal(y.full_tensor(), F.rms_norm(x, (N,), weight, EPS))

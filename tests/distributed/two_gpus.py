@@ -27,7 +27,8 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from variants import VARIANTS, Variant, check, check_all, make, options, run
 
 from tilegym_rmsnorm import RMSNorm, override_aten, rms_norm, rms_norm_backward, rms_norm_forward
-from tilegym_rmsnorm.registry import AUTO_ORDER, is_backend_available
+from tilegym_rmsnorm.backends.registry import is_backend_available
+from tilegym_rmsnorm.settings import AUTO_ORDER
 
 N = 4096
 RANK = int(os.environ.get("RANK", 0))
@@ -234,19 +235,19 @@ def _ops_on(other: torch.device, backend: str) -> None:
     ]
 
     def op(*leaves):
-        return ops.add_rms_norm_forward(*leaves, *numbers, None, None, backend)
+        return ops.rms_norm_forward(*leaves, *numbers, None, None, backend)
 
     for each in (op, torch.compile(op, backend="aot_eager", fullgraph=True)):
-        y, residual_out, rstd = each(*leaves)
+        y, rstd, residual_out = each(*leaves)
         gradients = torch.autograd.grad((y, residual_out), leaves, (inputs.dy, inputs.d_residual_out))
         assert torch.cuda.current_device() == RANK
         found = dict(zip(("dx", "d_residual", "dw", "db"), gradients, strict=True))
         check(ROWS, inputs, residual_out.detach(), y=y.detach(), rstd=rstd.detach().flatten(), **found)
-    given = inputs.dy, inputs.d_residual_out, residual_out.detach(), inputs.weight, rstd.detach()
+    given = inputs.dy, residual_out.detach(), inputs.weight, rstd.detach(), inputs.d_residual_out
     dtypes = ROWS.dtype, None, ROWS.weight_dtype, ROWS.bias_dtype
     wanted = 1 + 2 + 4  # dx, dw, db
     more = 1, ROWS.offset, ROWS.casting, ROWS.alpha
-    dx, _, dw, db = ops.add_rms_norm_backward(*given, wanted, *more, *dtypes, backend)
+    dx, dw, db, _ = ops.rms_norm_backward(*given, wanted, *more, *dtypes, backend)
     assert torch.cuda.current_device() == RANK
     check(ROWS, inputs, residual_out.detach(), dx=dx, dw=dw, db=db)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tilegym_rmsnorm.registry import AUTO_ORDER
+from tilegym_rmsnorm.settings import AUTO_ORDER
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = sorted((ROOT / "examples").glob("*.py"))

@@ -12,7 +12,7 @@ import variants
 from helpers import BF16, FP16, FP32, HAS_GPU, assert_alike, why_skip
 from variants import Variant
 
-from tilegym_rmsnorm.backends import composed
+from tilegym_rmsnorm.backends import around_kernels
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
 
@@ -97,8 +97,8 @@ def by_kernels(monkeypatch):
     def refuse(*_):
         raise AssertionError("composed of PyTorch's operations")
 
-    monkeypatch.setattr(composed, "forward", refuse)
-    monkeypatch.setattr(composed, "backward", refuse)
+    monkeypatch.setattr(around_kernels, "forward", refuse)
+    monkeypatch.setattr(around_kernels, "backward", refuse)
 
 
 @pytest.mark.parametrize("size", ELEMENTS)

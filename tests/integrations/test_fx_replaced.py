@@ -83,8 +83,9 @@ def test_ops_take_the_places_with_all_metadata():
     assert [(node.name, dict(node.meta)) for node in gm.graph.nodes if node not in new] == others
     assert [[(user.name, user.args[1]) for user in node.users] for node in new] == outputs
     for node, meta in zip(new, old, strict=True):
-        if node.target is OUR_BACKWARD:  # and db, the third result
-            meta |= {"val": (*meta["val"], None), "tensor_meta": (*meta["tensor_meta"], None)}
+        # And residual_out, behind y and rstd; db and d_residual, behind dx and dw.
+        more = [None] * (1 if node.target is OUR_FORWARD else 2)
+        meta |= {key: (*meta[key], *more) for key in ("val", "tensor_meta")}
         assert node.meta == meta
 
 
@@ -95,12 +96,13 @@ def test_what_the_ops_are_given():
     first, second, of_second, of_first = [
         node for node in gm.graph.nodes if node.target in (OUR_FORWARD, OUR_BACKWARD)
     ]
-    assert first.args == (x, weight, None, 1, 1e-5, 0.0, "once", None, "torch")
-    assert second.args[1:] == (None, None, 1, 1e-3, 0.0, "once", None, "torch")
+    numbers = 0.0, "once", 1.0, None, None  # no residual: alpha 1
+    assert first.args == (x, None, weight, None, 1, 1e-5, *numbers, "torch")
+    assert second.args[1:] == (None, None, None, 1, 1e-3, *numbers, "torch")
     assert of_first.args[1:3] == (x, weight)
-    assert of_first.args[4:] == (3, 1, 0.0, "once", None, None, "torch")
+    assert of_first.args[4:] == (None, 3, 1, *numbers, None, None, "torch")
     assert of_second.args[2] is None
-    assert of_second.args[4:] == (1, 1, 0.0, "once", None, None, "torch")
+    assert of_second.args[4:] == (None, 1, 1, *numbers, None, None, "torch")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64])
@@ -109,7 +111,7 @@ def test_eps_none_is_what_aten_takes(dtype):
     assert norms(gm)[0].args[3] is None
     replace_rmsnorm_pass(gm)
     [node] = [node for node in gm.graph.nodes if node.target is OUR_FORWARD]
-    assert node.args[4] == torch.finfo(FP64 if dtype == FP64 else FP32).eps
+    assert node.args[5] == torch.finfo(FP64 if dtype == FP64 else FP32).eps
 
 
 def forward_and_backward(eps, needs_dx=True, needs_dw=True):
@@ -132,7 +134,7 @@ def test_values_beside_float64(backend, dtype, mask):
     gm, _ = trace(forward_and_backward(inputs.eps, *mask), inputs.x, inputs.dy, inputs.weight)
     replace_rmsnorm_pass(gm, backend=backend)
     assert gm.meta[REPLACED] == 2
-    [wanted] = [node.args[4] for node in gm.graph.nodes if node.target is OUR_BACKWARD]
+    [wanted] = [node.args[5] for node in gm.graph.nodes if node.target is OUR_BACKWARD]
     assert wanted == 1 * mask[0] + 2 * mask[1]
     y, rstd, dx, dw = gm(inputs.x, inputs.dy, inputs.weight)
     assert ((dx is not None), (dw is not None)) == mask

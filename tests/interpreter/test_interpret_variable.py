@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import tilegym_rmsnorm as tr
-from tilegym_rmsnorm import __main__, registry
-from tilegym_rmsnorm.backends import cutile
+from tilegym_rmsnorm import __main__
+from tilegym_rmsnorm.backends import cutile, registry
 from tilegym_rmsnorm.commands import doctor
 
 VARIABLE = cutile.INTERPRET_VARIABLE

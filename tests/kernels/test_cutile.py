@@ -23,7 +23,7 @@ from tilegym_rmsnorm.backends.cutile.plans import variant as variant_module
 from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BACKWARD_ROW  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine  # noqa: E402
-from tilegym_rmsnorm.spec import Spec, Wanted  # noqa: E402
+from tilegym_rmsnorm.call.spec import Spec, Wanted  # noqa: E402
 
 CPU = torch.device("cpu")
 HINTS = {"warps": 4, "occupancy": 1, "latency": 1}

@@ -18,7 +18,7 @@ from variants import Variant
 pytest.importorskip("cuda.tile")
 from cutile_runs import ShuffledMachine  # noqa: E402
 
-from tilegym_rmsnorm.backends import composed  # noqa: E402
+from tilegym_rmsnorm.backends import around_kernels  # noqa: E402
 from tilegym_rmsnorm.backends.cutile import choice, interpreter, launch  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import variant as variant_module  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of  # noqa: E402
@@ -84,8 +84,8 @@ def no_composing(monkeypatch):
     def fail(*_):
         raise AssertionError("composed of PyTorch's operations")
 
-    monkeypatch.setattr(composed, "forward", fail)
-    monkeypatch.setattr(composed, "backward", fail)
+    monkeypatch.setattr(around_kernels, "forward", fail)
+    monkeypatch.setattr(around_kernels, "backward", fail)
 
 
 @pytest.mark.usefixtures("no_composing")

@@ -24,7 +24,7 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
 )
 from tilegym_rmsnorm.backends.cutile.plans.select import choose, select
 from tilegym_rmsnorm.backends.cutile.plans.tables import shipped_records, tables_of
-from tilegym_rmsnorm.spec import Spec, Wanted
+from tilegym_rmsnorm.call.spec import Spec, Wanted
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 

@@ -16,7 +16,7 @@ from tilegym_rmsnorm.backends.cutile.forms import form_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import Form
 from tilegym_rmsnorm.backends.cutile.plans.rules import heads_of_form
 from tilegym_rmsnorm.backends.cutile.plans.select import select
-from tilegym_rmsnorm.layout import arranged
+from tilegym_rmsnorm.backends.layout import arranged
 
 OPS = ("forward", "backward")
 # (rows, heads) of the tiles of a forward and a backward, by D and H. 8, 28 and 32 were timed (rules._tiles_of_heads).

@@ -18,7 +18,7 @@ from helpers import BF16, FP16, FP32, FP64, why_skip
 
 from tilegym_rmsnorm.backends import triton as backend
 from tilegym_rmsnorm.backends import versions
-from tilegym_rmsnorm.registry import Request
+from tilegym_rmsnorm.backends.registry import Request
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 REQUEST = Request(CUDA, BF16, FP32, "once")

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 ct = pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from tilegym_rmsnorm import policy  # noqa: E402
+from tilegym_rmsnorm import settings  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import sizes, tables  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.variants import ForwardTiles  # noqa: E402
@@ -81,21 +81,21 @@ def test_no_team_is_tried_where_the_policy_allows_none(finder, monkeypatch):
     monkeypatch.setattr(search.Search, "tune", lambda self, *asked: tried.update([asked]))
     wide = Bucket("backward", 40000, "bfloat16", "large")
     for allowed in (True, False):
-        monkeypatch.setattr(policy, "_teams", allowed)
-        assert policy.teams() == allowed
+        monkeypatch.setattr(settings, "_teams", allowed)
+        assert settings.teams() == allowed
         list(workers.search_all([wide], CPU, 60, 1, start_small))
         assert any(variant.members > 1 for variant in tried[wide]) == allowed
 
 
 def start_without_teams(device, turn, teams):
     start_small(device, turn, teams)
-    if policy.teams():
+    if settings.teams():
         os._exit(1)
 
 
 def test_other_processes_have_the_policy_of_this_one(finder, monkeypatch):
     """What `set_teams` said no environment tells them."""
-    monkeypatch.setattr(policy, "_teams", False)
+    monkeypatch.setattr(settings, "_teams", False)
     buckets = [SMALL, SMALL._replace(n=16)]
     assert len(list(workers.search_all(buckets, CPU, 1, 2, start_without_teams))) == 2
 

@@ -44,7 +44,7 @@ LAYERS = (
         f"{PACKAGE}.arguments",
         f"{PACKAGE}.autograd",
         f"{PACKAGE}.composite",
-        f"{PACKAGE}.fastpath",
+        f"{PACKAGE}.known_calls",
     ),
     (f"{PACKAGE}.unrecorded",),
     (f"{PACKAGE}.torch_ops", f"{PACKAGE}.sharding", f"{PACKAGE}.torch_ops_autograd"),

@@ -13,8 +13,8 @@ import torch
 
 from tilegym_rmsnorm.backends import cutile
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
+from tilegym_rmsnorm.backends.registry import Request
 from tilegym_rmsnorm.commands import installation
-from tilegym_rmsnorm.registry import Request
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -17,8 +17,9 @@ import types
 import pytest
 import torch
 
-from tilegym_rmsnorm import fastpath, registry
-from tilegym_rmsnorm.backends import checks, composed
+from tilegym_rmsnorm import settings
+from tilegym_rmsnorm.backends import around_kernels, checks, registry
+from tilegym_rmsnorm.routes import known_calls
 
 calls: list[str] = []  # the ops that it ran, since `use` or a test cleared this
 _MODULE = registry.BACKEND_MODULES["cutile"]
@@ -46,8 +47,8 @@ def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
 
 def rms_norm_forward(spec, tensors):
     x, weight, bias, residual = tensors
-    if composed.is_needed(x, weight, bias, residual):
-        return composed.forward(rms_norm_forward, spec, tensors)
+    if around_kernels.is_needed(x, weight, bias, residual):
+        return around_kernels.forward(rms_norm_forward, spec, tensors)
     assert spec.casting == "once", "this backend knows no other"
     calls.append("rms_norm_forward")
     m, n = x.shape
@@ -63,8 +64,8 @@ def rms_norm_forward(spec, tensors):
 def rms_norm_backward(spec, tensors, wanted):
     x, dy, weight, rstd, d_residual_out = tensors
     needs_more = wanted.d_residual is not None or wanted.db is not None or spec.alpha != 1.0
-    if needs_more or composed.is_needed(x, weight, d_residual_out):
-        return composed.backward(rms_norm_backward, spec, tensors, wanted)
+    if needs_more or around_kernels.is_needed(x, weight, d_residual_out):
+        return around_kernels.backward(rms_norm_backward, spec, tensors, wanted)
     calls.append("rms_norm_backward")
     m, n = x.shape
     dx = torch.empty((m, n), dtype=torch.float32)
@@ -89,9 +90,9 @@ def _unusable(request: registry.Request | None) -> registry.Unusable | None:
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put this backend in the place of "cutile": by name, and first of those that "auto" tries, as on a GPU."""
-    for backend in registry.AUTO_ORDER:  # now: what is loaded while this lasts would be forgotten with it
+    for backend in settings.AUTO_ORDER:  # now: what is loaded while this lasts would be forgotten with it
         with contextlib.suppress(ImportError):
-            registry.load(backend)
+            registry._implemented_ops(backend)
     probe = types.SimpleNamespace(
         IMPLEMENTATION=registry._probe("torch").IMPLEMENTATION,  # nothing to import
         unusable=_unusable,
@@ -104,5 +105,5 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_impls", {**registry._impls, **impls})
     monkeypatch.setattr(registry, "_chosen", {})
     monkeypatch.setattr(registry, "_BY_NAME_OFF_CUDA", ())  # "auto" takes it, and its calls become known ones
-    fastpath.forget()
+    known_calls.forget()
     calls.clear()

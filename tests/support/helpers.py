@@ -30,7 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilegym_rmsnorm.registry import AUTO_ORDER, Request, why_unusable
+from tilegym_rmsnorm.backends.registry import Request, why_unusable
+from tilegym_rmsnorm.settings import AUTO_ORDER
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if HAS_GPU else torch.device("cpu")

@@ -33,7 +33,7 @@ from triton.backends.compiler import GPUTarget
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tilegym_rmsnorm.backends.triton import launch
-from tilegym_rmsnorm.spec import Spec, Wanted
+from tilegym_rmsnorm.call.spec import Spec, Wanted
 
 SM_COUNT = 132  # the dw tile depends on it
 # Bytes that a block may have on sm_86, 89 and 120. The other architectures have more.

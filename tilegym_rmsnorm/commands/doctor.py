@@ -31,8 +31,8 @@ from typing import Any
 import torch
 
 import tilegym_rmsnorm
-from tilegym_rmsnorm import passes, policy, reference, registry
-from tilegym_rmsnorm.backends import cutile
+from tilegym_rmsnorm import functional, reference, settings
+from tilegym_rmsnorm.backends import cutile, registry
 from tilegym_rmsnorm.commands import installation
 
 ROWS, COLUMNS, EPS = 37, 320, 1e-6
@@ -61,7 +61,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--backend",
         type=_backend,
-        choices=registry.AUTO_ORDER,
+        choices=settings.AUTO_ORDER,
         help="run only this backend's kernels, with the traceback of a failure",
     )
     parser.set_defaults(run=run)
@@ -69,7 +69,7 @@ def add_command(commands: Any) -> None:
 
 def _backend(name: str) -> str:
     try:
-        registry.check_backend_name(name, with_auto=False)
+        settings.check_backend_name(name, with_auto=False)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix("backend: ")) from None
     return name
@@ -145,7 +145,7 @@ def _report_backends(
     """Run each backend's kernels, and show and store what they say. Return why calls that name none fail, or None."""
     has_gpu = best != ON_CPU
     show(f"\nbackends, fastest first{'' if has_gpu else ' on a GPU'}")
-    for name in registry.AUTO_ORDER:
+    for name in settings.AUTO_ORDER:
         backends[name] = check_backend(name)
         show(f"  {name:<16} {_describe(backends[name], is_by_name=not has_gpu and name != ON_CPU)}")
         if not backends[name]["works"]:
@@ -160,7 +160,7 @@ def _report_backends(
 def environment_problem() -> str | None:
     """Why calls fail by a variable of the environment; None where it does not."""
     try:
-        policy.check_environment()
+        settings.check_environment()
     except ValueError as error:
         return str(error)
     return None
@@ -168,9 +168,9 @@ def environment_problem() -> str | None:
 
 def default_problem(backends: dict[str, dict[str, Any]]) -> str | None:
     """Why calls that name no backend fail all the same, and what to do; None where they do not."""
-    mend = f"unset {registry.ENVIRONMENT_VARIABLE}, or set it to a backend that works here, or auto"
+    mend = f"unset {settings.BACKEND_VARIABLE}, or set it to a backend that works here, or auto"
     try:
-        name = registry.get_current_backend()
+        name = settings.get_current_backend()
     except ValueError as error:
         return f"calls that name no backend fail: {error}. To mend it: {mend}."
     if name == "auto" or backends[name]["works"]:
@@ -254,8 +254,10 @@ def kernel_errors(backend: str) -> tuple[str, dict[str, float]]:
     x, dy = (torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(2))
     weight = torch.rand(COLUMNS, generator=generator) + 0.5
 
-    y, rstd = passes.rms_norm_forward(x.to(device), weight.to(device), EPS, backend=backend)
-    dx, dw = passes.rms_norm_backward(x.to(device), dy.to(device), weight.to(device), rstd, backend=backend)
+    y, rstd = functional.rms_norm_forward(x.to(device), weight.to(device), EPS, backend=backend)
+    dx, dw = functional.rms_norm_backward(
+        x.to(device), dy.to(device), weight.to(device), rstd, backend=backend
+    )
 
     exact_y, exact_rstd = reference.rms_norm_forward_torch(x.double(), weight.double(), EPS)
     exact_dx, exact_dw = reference.rms_norm_backward_torch(

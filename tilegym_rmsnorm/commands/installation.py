@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilegym_rmsnorm import policy, registry
+from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends import cutile
 from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
@@ -171,9 +171,9 @@ _QUESTIONS: dict[str, Callable[[], str]] = {
     "CUDA_HOME": _cuda_home,
     "kernel cache": _cache,
     "tuned settings": _tuned,
-    "teams of blocks": lambda: "allowed" if policy.teams() else f"ruled out by {policy.TEAMS_VARIABLE}",
-    "SMs left free": lambda: str(policy.get_sm_margin()),
-    "default backend": registry.get_current_backend,
+    "teams of blocks": lambda: "allowed" if settings.teams() else f"ruled out by {settings.TEAMS_VARIABLE}",
+    "SMs left free": lambda: str(settings.get_sm_margin()),
+    "default backend": settings.get_current_backend,
 }
 
 

@@ -32,7 +32,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tilegym_rmsnorm import policy, registry
+from tilegym_rmsnorm import settings
+from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.backends.cutile.plans import problem, rules, tables
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Target
 from tilegym_rmsnorm.backends.cutile.plans.records import Record
@@ -122,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
         for form, weight, dtype, op, n, size in itertools.product(*asked)
         if _has_calls(bucket := Bucket(op, n, dtype, size, weight, form), machine)
     ]
-    if not policy.teams():
+    if not settings.teams():
         buckets = _without_teams(buckets, machine)
     if arguments.skip_tuned:
         known = {bucket for record in tables.table_in(folder, target) for bucket in record.buckets()}
@@ -150,7 +151,7 @@ def _without_teams(buckets: list[Bucket], machine: Machine) -> list[Bucket]:
 
     kept = [bucket for bucket in buckets if plan_for(bucket.problem(machine.facts)).first.members == 1]
     if left_out := len(buckets) - len(kept):
-        print(f"{left_out} buckets are left out: teams serve them, which {policy.TEAMS_VARIABLE} rules out")
+        print(f"{left_out} buckets are left out: teams serve them, which {settings.TEAMS_VARIABLE} rules out")
     return kept
 
 

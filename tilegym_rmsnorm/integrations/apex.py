@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilegym_rmsnorm import api
-from tilegym_rmsnorm.validation import (
+from tilegym_rmsnorm import functional
+from tilegym_rmsnorm.call.validation import (
     check_tensor,
     checked_eps,
     checked_sizes_of_weight,
@@ -112,7 +112,7 @@ def _rms_norm(
     # Apex rounds `x * rstd` to y's dtype. Casting "llama" rounds to x's: where these differ, no casting does it.
     casting = "llama" if out_dtype in (None, input.dtype) else "once"
     options: dict[str, Any] = {"casting": casting, "out_dtype": out_dtype}
-    return api.rms_norm(input, normalized_shape, weight, eps, **options)
+    return functional.rms_norm(input, normalized_shape, weight, eps, **options)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -147,7 +147,7 @@ class FusedRMSNorm(nn.Module):
         memory_efficient: bool = False,
     ) -> None:
         super().__init__()
-        checked_eps(eps, torch.float32)
+        checked_eps(eps)
         self.normalized_shape = torch.Size(checked_sizes_of_weight(normalized_shape))
         self.eps = eps
         self.elementwise_affine = elementwise_affine

@@ -26,10 +26,12 @@ from torch.compiler import is_dynamo_compiling
 from torch.library import Library
 
 from tilegym_rmsnorm import reference
-from tilegym_rmsnorm.autograd import Call, run_backward, run_forward, unseen
-from tilegym_rmsnorm.gate import is_plain
-from tilegym_rmsnorm.registry import dispatch, get_current_backend, request_of, why_unusable
-from tilegym_rmsnorm.spec import Spec, Wanted
+from tilegym_rmsnorm.backends.registry import dispatch, request_of, why_unusable
+from tilegym_rmsnorm.call.spec import Call, Spec, Wanted
+from tilegym_rmsnorm.call.tensors import is_plain
+from tilegym_rmsnorm.reference import default_eps
+from tilegym_rmsnorm.routes import kernels
+from tilegym_rmsnorm.settings import get_current_backend
 
 FORWARD, BACKWARD = "_fused_rms_norm", "_fused_rms_norm_backward"
 SCHEMAS = {
@@ -45,7 +47,7 @@ BACKENDS = (
 TAKEN = "taken"
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_DEFAULT_EPS = reference.default_eps(torch.float32)  # aten uses this one for all three dtypes
+_DEFAULT_EPS = default_eps(torch.float32)  # aten uses this one for all three dtypes
 _FLOAT32, _INF = torch.float32, math.inf
 _UNKNOWN: Any = object()
 _is_copied_on_write = torch._C._is_cow_tensor  # type: ignore[attr-defined]
@@ -61,6 +63,8 @@ def _untraced(function: Callable[..., Any], *arguments: Any) -> Any:
 
 class Override:
     """An override that is in effect until `undo`, or the end of its `with` block. See `override_aten`."""
+
+    __module__ = "tilegym_rmsnorm"
 
     def __init__(self, patch: _Patch) -> None:
         self._patch: _Patch | None = patch
@@ -195,8 +199,8 @@ class _Patch:
             return self._decline(FORWARD, found, (keyset, x, normalized_shape, weight, eps))
         function, backend = found
         spec = Spec(math.prod(normalized_shape), _DEFAULT_EPS if eps is None else eps, 0.0, "once")
-        with unseen(function):
-            y, rstd = run_forward(x, weight, None, Call(spec, function, None, backend))
+        with kernels.unseen(function):
+            y, rstd, _ = kernels.run_forward(x, weight, None, None, Call(spec, backend, function))
             dims = len(normalized_shape)
             rstd = rstd.view(*x.shape[:-dims], *(1,) * dims)
         self.counts[FORWARD][TAKEN] += 1
@@ -223,10 +227,10 @@ class _Patch:
         needs_dw = needs_dw and weight is not None
         dx = dw = None
         if needs_dx or needs_dw:
-            call = Call(Spec(math.prod(normalized_shape), 0.0, 0.0, "once"), None, function, backend)
+            call = Call(Spec(math.prod(normalized_shape), 0.0, 0.0, "once"), backend, None, function)
             wanted = Wanted(x.dtype, None, x.dtype if needs_dw else None)
-            with unseen(function):
-                dx, _, dw, _ = run_backward((x, dy, weight, rstd.reshape(-1), None), call, wanted)
+            with kernels.unseen(function):
+                dx, _, dw, _ = kernels.run_backward((x, dy, weight, rstd.reshape(-1), None), call, wanted)
         self.counts[BACKWARD][TAKEN] += 1
         return (dx if needs_dx else None), dw
 
@@ -336,17 +340,7 @@ def _backward_by_operations(
     if x.numel() == 0:
         dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_dx else None
         return dx, (torch.zeros_like(weight) if needs_dw and weight is not None else None)
-    n = math.prod(normalized_shape)
-    vector = None if weight is None else weight.reshape(n)
-    wanted = Wanted(x.dtype, None, vector.dtype if needs_dw and vector is not None else None)
-    dx, _, dw, _ = reference.gradients_torch(
-        x.reshape(-1, n),
-        dy.reshape(-1, n),
-        vector,
-        rstd.reshape(-1),
-        None,
-        wanted,
-        offset=0.0,
-        casting="once",
-    )
-    return (dx.view(x.shape) if needs_dx else None), (None if dw is None else dw.view(normalized_shape))
+    spec, dims = Spec(math.prod(normalized_shape), 0.0, 0.0, "once"), len(normalized_shape)
+    wanted = Wanted(x.dtype, dw=weight.dtype if needs_dw and weight is not None else None)
+    dx, _, dw, _ = reference.gradients_torch((x, dy, weight, rstd, None), spec, wanted, dims)
+    return (dx if needs_dx else None), dw

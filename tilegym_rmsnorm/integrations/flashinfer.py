@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from tilegym_rmsnorm import api
-from tilegym_rmsnorm.gate import is_plain
+from tilegym_rmsnorm import functional
+from tilegym_rmsnorm.call.tensors import is_plain
+from tilegym_rmsnorm.call.validation import check_like, check_tensor, check_vector
 from tilegym_rmsnorm.reference import joint_dtype
-from tilegym_rmsnorm.validation import check_like, check_tensor, check_vector
 
 
 def rmsnorm(
@@ -115,7 +115,7 @@ def _rmsnorm(input: Tensor, weight: Tensor, eps: float, out: Tensor | None, offs
             for name, saved in (("input", input), ("weight", weight)):
                 _check_apart("out", out, name, saved, "where a gradient is recorded, ")
     dtype = input.dtype if out is None else out.dtype  # given, so that autocast does not choose it
-    y = api.rms_norm(input, input.shape[-1:], weight, eps, offset=offset, out_dtype=dtype)
+    y = functional.rms_norm(input, input.shape[-1:], weight, eps, offset=offset, out_dtype=dtype)
     return y if out is None else out.copy_(y)
 
 
@@ -125,7 +125,7 @@ def _fused_add_rmsnorm(input: Tensor, residual: Tensor, weight: Tensor, eps: flo
     _check_can_be_written("input", input)
     _check_can_be_written("residual", residual)
     _check_apart("residual", residual, "input", input)
-    y, total = api.rms_norm(
+    y, total = functional.rms_norm(
         input,
         input.shape[-1:],
         weight,

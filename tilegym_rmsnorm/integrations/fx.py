@@ -21,18 +21,18 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-import tilegym_rmsnorm.torch_ops_autograd  # noqa: F401, registers the autograd rules of the ops
-from tilegym_rmsnorm import torch_ops
-from tilegym_rmsnorm.reference import compute_dtype
-from tilegym_rmsnorm.registry import check_backend_name, request_of, why_unusable
-from tilegym_rmsnorm.spec import DW, DX
-from tilegym_rmsnorm.validation import DTYPES, checked_eps
+import tilegym_rmsnorm.routes.op_gradients  # noqa: F401, registers the autograd rules of the ops
+from tilegym_rmsnorm.backends.registry import request_of, why_unusable
+from tilegym_rmsnorm.call.spec import DW, DX
+from tilegym_rmsnorm.call.validation import DTYPES, checked_eps
+from tilegym_rmsnorm.reference import compute_dtype, default_eps
+from tilegym_rmsnorm.routes import op
+from tilegym_rmsnorm.settings import check_backend_name
 
 REPLACED = "tilegym_rmsnorm_replaced"  # key of gm.meta: how many nodes `replace_rmsnorm_pass` replaced
 
 _ATEN_FORWARD = torch.ops.aten._fused_rms_norm.default
 _ATEN_BACKWARD = torch.ops.aten._fused_rms_norm_backward.default
-_FORWARD, _BACKWARD = map(torch_ops.op, ("rms_norm_forward", "rms_norm_backward"))
 _TENSORS = "input", "weight", "grad_out", "rstd"  # aten's argument names
 
 _log = logging.getLogger("tilegym_rmsnorm")
@@ -129,7 +129,9 @@ def replace_rmsnorm_pass(
             calls[norm] = (*_arguments(norm, given.kwargs), backend)
     for norm, arguments in calls.items():
         with gm.graph.inserting_before(norm):
-            new = gm.graph.call_function(_FORWARD if norm.target is _ATEN_FORWARD else _BACKWARD, arguments)
+            new = gm.graph.call_function(
+                op.FORWARD if norm.target is _ATEN_FORWARD else op.BACKWARD, arguments
+            )
         new.meta = _metadata(norm)
         norm.replace_all_uses_with(new)
         gm.graph.erase_node(norm)
@@ -180,7 +182,7 @@ def _refusal(given: Mapping[str, Any], backend: str | None) -> str | None:
 
 def _obstacle_of_forward(given: Mapping[str, Any]) -> str | None:
     try:
-        checked_eps(given["eps"], given["input"].meta["val"].dtype)
+        checked_eps(given["eps"])
     except (TypeError, ValueError) as error:
         return str(error)
     return None
@@ -204,19 +206,21 @@ def _arguments(norm: Node, given: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the arguments of our op, without the backend."""
     x, weight, dims = given["input"], given["weight"], len(given["normalized_shape"])
     if norm.target is _ATEN_FORWARD:
-        eps = checked_eps(given["eps"], x.meta["val"].dtype)
-        return x, weight, None, dims, eps, 0.0, "once", None
+        eps = checked_eps(given["eps"])
+        eps = default_eps(x.meta["val"].dtype) if eps is None else eps
+        return x, None, weight, None, dims, eps, 0.0, "once", 1.0, None, None
     needs_dx, needs_dw = given["output_mask"]
     wanted = DX * needs_dx + DW * needs_dw
-    return given["grad_out"], x, weight, given["rstd"], wanted, dims, 0.0, "once", None, None
+    of_rows = given["grad_out"], x, weight, given["rstd"], None
+    return *of_rows, wanted, dims, 0.0, "once", 1.0, None, None, None, None
 
 
 def _metadata(norm: Node) -> dict[str, Any]:
     meta = dict(norm.meta)
-    if norm.target is _ATEN_BACKWARD:
-        for key in ("val", "tensor_meta"):  # one entry for each result
-            if isinstance(meta.get(key), (tuple, list)):
-                meta[key] = (*meta[key], None)
+    more = [None] if norm.target is _ATEN_FORWARD else [None, None]
+    for key in ("val", "tensor_meta"):  # one entry for each result
+        if isinstance(meta.get(key), (tuple, list)):
+            meta[key] = (*meta[key], *more)
     return meta
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilegym_rmsnorm import api
-from tilegym_rmsnorm.spec import Casting
-from tilegym_rmsnorm.validation import (
+from tilegym_rmsnorm import functional
+from tilegym_rmsnorm.call.spec import Casting
+from tilegym_rmsnorm.call.validation import (
     check_one_of,
     check_tensor,
     checked_eps,
@@ -64,7 +64,7 @@ def liger_rms_norm(
         TypeError: A dtype, a layout or a type does not fit.
     """
     check_tensor("X", X)
-    return api.rms_norm(X, X.shape[-1:], W, eps, offset=offset, casting=_casting(casting_mode))
+    return functional.rms_norm(X, X.shape[-1:], W, eps, offset=offset, casting=_casting(casting_mode))
 
 
 def liger_fused_add_rms_norm(
@@ -98,7 +98,7 @@ def liger_fused_add_rms_norm(
     check_tensor("R", R)
     casting = _casting(casting_mode)
     options: dict[str, Any] = {"offset": offset, "casting": casting, "residual": R, "residual_dtype": X.dtype}
-    return api.rms_norm(X, X.shape[-1:], W, eps, **options)
+    return functional.rms_norm(X, X.shape[-1:], W, eps, **options)
 
 
 def _casting(mode: str | int) -> Casting:
@@ -119,7 +119,7 @@ class _Norm(nn.Module):
         super().__init__()
         check_one_of("init_fn", init_fn, INITIAL)
         _casting(casting_mode)
-        checked_eps(eps, torch.float32)
+        checked_eps(eps)
         checked_number("offset", offset)
         shape = checked_sizes_of_weight(hidden_size, "hidden_size")
         self.variance_epsilon, self.offset = eps, offset

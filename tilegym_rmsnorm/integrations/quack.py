@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm import api, module, passes, torch_ops
-from tilegym_rmsnorm.spec import D_RESIDUAL, DB, DW, DX
-from tilegym_rmsnorm.validation import check_tensor, checked_dtype, checked_sizes_of_weight
+from tilegym_rmsnorm import functional
+from tilegym_rmsnorm.call.spec import D_RESIDUAL, DB, DW, DX
+from tilegym_rmsnorm.call.validation import check_tensor, checked_dtype, checked_sizes_of_weight
+from tilegym_rmsnorm.nn import module
+from tilegym_rmsnorm.routes import op
 
 
 def rmsnorm(
@@ -57,11 +59,11 @@ def rmsnorm(
     options: dict[str, Any] = {"bias": bias, "offset": weight_offset, "out_dtype": out_dtype}
     if residual is None:
         checked_dtype("residual_dtype", residual_dtype)
-        y = api.rms_norm(x, x.shape[-1:], weight, eps, **options)
+        y = functional.rms_norm(x, x.shape[-1:], weight, eps, **options)
         return (y, x if residual_dtype is None else x.to(residual_dtype)) if prenorm else y
     check_tensor("residual", residual)
     dtype = residual.dtype if residual_dtype is None else residual_dtype
-    y, residual_out = api.rms_norm(
+    y, residual_out = functional.rms_norm(
         x, x.shape[-1:], weight, eps, residual=residual, residual_dtype=dtype, **options
     )
     return (y, residual_out) if prenorm else y
@@ -104,12 +106,12 @@ def rmsnorm_fwd(
     options: dict[str, Any] = {"bias": bias, "offset": weight_offset, "out_dtype": out_dtype}
     if residual is None:
         checked_dtype("residual_dtype", residual_dtype)
-        y, rstd = passes.rms_norm_forward(x, weight, eps, **options)
+        y, rstd = functional.rms_norm_forward(x, weight, eps, **options)
         residual_out = x if residual_dtype is None else x.to(residual_dtype)
     else:
         check_tensor("residual", residual)
         options |= {"residual": residual, "residual_dtype": residual_dtype or residual.dtype}
-        y, residual_out, rstd = passes.rms_norm_forward(x, weight, eps, **options)
+        y, residual_out, rstd = functional.rms_norm_forward(x, weight, eps, **options)
     return y, residual_out, rstd.view(x.shape[:-1]) if store_rstd else None
 
 
@@ -154,15 +156,13 @@ def rmsnorm_bwd(
     if dresidual_out is None or dresidual_out.dtype == x.dtype:
         options: dict[str, Any] = {"offset": weight_offset, "d_residual_out": dresidual_out}
         options["needs_db"] = bool(has_bias)
-        dx, dw, *db = passes.rms_norm_backward(x, dout, weight, rstd.reshape(-1), **options)
+        dx, dw, *db = functional.rms_norm_backward(x, dout, weight, rstd.reshape(-1), **options)
         return dx, dw, db[0] if has_bias else None, dx if has_residual else None
     wanted = DX + D_RESIDUAL + DW * (weight is not None) + DB * bool(has_bias)
-    backward: Any = torch_ops.op("add_rms_norm_backward")
     numbers = wanted, 1, weight_offset, "once", 1.0
     dtypes = None, dresidual_out.dtype, None, None
-    dx, dresidual, dw, db = backward(
-        dout, dresidual_out, x, weight, rstd.unsqueeze(-1), *numbers, *dtypes, None
-    )
+    given = dout, x, weight, rstd.unsqueeze(-1), dresidual_out
+    dx, dw, db, dresidual = op.BACKWARD(*given, *numbers, *dtypes, None)
     return dx, dw, db, dresidual
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilegym_rmsnorm import api, passes
-from tilegym_rmsnorm.validation import (
+from tilegym_rmsnorm import functional
+from tilegym_rmsnorm.call.validation import (
     check_one_of,
     check_tensor,
     checked_eps,
@@ -69,7 +69,7 @@ def rms_norm(
     check_tensor("input", input)
     if normalized_shape is None:
         normalized_shape = input.shape[-1:]
-    return api.rms_norm(input, normalized_shape, weight, eps, bias=bias, offset=offset)
+    return functional.rms_norm(input, normalized_shape, weight, eps, bias=bias, offset=offset)
 
 
 def rms_norm_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -81,7 +81,7 @@ def rms_norm_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tu
         weight: Shape `(N,)`.
         rstd: Shape `(M,)`, float32.
     """
-    return passes.rms_norm_backward(x, dy, weight, rstd)
+    return functional.rms_norm_backward(x, dy, weight, rstd)
 
 
 def rms_norm_backward_torch(
@@ -95,7 +95,7 @@ def rms_norm_backward_torch(
         weight: Shape `(N,)`.
         rstd: Shape `(M,)`, float32.
     """
-    return passes.rms_norm_backward_torch(x, dy, weight, rstd)
+    return functional.rms_norm_backward_torch(x, dy, weight, rstd)
 
 
 def compute_rms_norm_rstd_torch(x: Tensor, eps: float) -> Tensor:
@@ -105,7 +105,7 @@ def compute_rms_norm_rstd_torch(x: Tensor, eps: float) -> Tensor:
         x: Shape `(*, N)`, M rows.
         eps: Added to the mean of squares.
     """
-    return passes.compute_rms_norm_rstd_torch(x, eps)
+    return functional.compute_rms_norm_rstd_torch(x, eps)
 
 
 def rms_norm_backward_workspace_bytes(
@@ -170,7 +170,7 @@ class TileRMSNorm(nn.Module):
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0) -> None:
         super().__init__()
-        checked_eps(eps, torch.float32)
+        checked_eps(eps)
         checked_number("offset", offset)
         self.weight = nn.Parameter(torch.ones(checked_sizes_of_weight(hidden_size, "hidden_size")))
         self.variance_epsilon = eps
@@ -184,7 +184,7 @@ class TileRMSNorm(nn.Module):
 
     def forward_torch(self, hidden_states: Tensor) -> Tensor:
         """Compute the forward in PyTorch, rounded as `forward` rounds."""
-        return api.rms_norm(
+        return functional.rms_norm(
             hidden_states,
             hidden_states.shape[-1:],
             self.weight,

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tilegym_rmsnorm import api
-from tilegym_rmsnorm.reference import promoted
-from tilegym_rmsnorm.validation import (
+from tilegym_rmsnorm import functional
+from tilegym_rmsnorm.call.validation import (
     check_input,
     checked_bool,
     checked_dtype,
@@ -26,6 +25,7 @@ from tilegym_rmsnorm.validation import (
     checked_sizes_of_weight,
     refuse_torch_jit_script,
 )
+from tilegym_rmsnorm.reference import promoted
 
 
 class RMSNorm(nn.Module):
@@ -80,7 +80,7 @@ class RMSNorm(nn.Module):
             raise ValueError(
                 f"sm_margin: expected 0, got {sm_margin}; tilegym_rmsnorm.set_sm_margin leaves SMs free"
             )
-        checked_eps(eps, torch.float32)
+        checked_eps(eps)
         checked_bool("zero_centered_gamma", zero_centered_gamma)
         dtype = checked_dtype("dtype", dtype) or checked_dtype("params_dtype", params_dtype)
         if normalized_shape is None:
@@ -123,7 +123,9 @@ class RMSNorm(nn.Module):
         if promoted(input.dtype, weight.dtype) is not weight.dtype:
             input = input.to(weight.dtype)  # a wider weight needs no copy: kernels compute in float32
         offset = float(self.zero_centered_gamma)
-        return api.rms_norm(input, weight.shape, weight, self.eps, offset=offset, out_dtype=weight.dtype)
+        return functional.rms_norm(
+            input, weight.shape, weight, self.eps, offset=offset, out_dtype=weight.dtype
+        )
 
     def get_extra_state(self) -> Tensor:
         """Return the state that TransformerEngine saves for a norm that quantizes nothing."""

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm import api, registry
-from tilegym_rmsnorm.validation import check_tensor
+from tilegym_rmsnorm import functional
+from tilegym_rmsnorm.backends import registry
+from tilegym_rmsnorm.call.validation import check_tensor
 
 PROVIDER = "tilegym_rmsnorm"
 OPS = "vllm.ir.ops"
@@ -39,7 +40,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
     if weight is not None:
         check_tensor("weight", weight)
     rounds_first = weight is not None and weight.dtype is x.dtype
-    return api.rms_norm(x, x.shape[-1:], weight, epsilon, casting="llama" if rounds_first else "once")
+    return functional.rms_norm(x, x.shape[-1:], weight, epsilon, casting="llama" if rounds_first else "once")
 
 
 def supports_args(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:

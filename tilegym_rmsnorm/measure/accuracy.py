@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from tilegym_rmsnorm.call.spec import Spec, Wanted
 from tilegym_rmsnorm.reference import gradients_torch, rms_norm_forward_torch
-from tilegym_rmsnorm.spec import Wanted
 
 CHUNK_ELEMENTS = 1 << 25  # of x per step in float64: bounds the check's memory to a few GB at any shape
 OUTPUTS = ("y", "rstd", "dx", "d_residual", "dw", "db")
@@ -101,7 +101,8 @@ def _in_float64(
     bias, added = (None if each is None else each.double() for each in (bias, d_residual_out))
     y, rstd = rms_norm_forward_torch(x, weight, eps, bias=bias)
     every = Wanted(dx=torch.float64, dw=torch.float64, db=torch.float64)
-    d, _, dw, db = gradients_torch(x, dy, weight, rstd, added, every, offset=0.0, casting="once")
+    spec = Spec(x.shape[-1], eps, 0.0, "once")
+    d, _, dw, db = gradients_torch((x, dy, weight, rstd, added), spec, every)
     xhat, g = x * rstd.unsqueeze(1), dy * weight
     y_scale = y.abs() if bias is None else (xhat * weight).abs() + bias.abs()
     d_scale = (g.abs() + xhat.abs() * (xhat * g).abs().mean(dim=1, keepdim=True)) * rstd.unsqueeze(1)

@@ -15,11 +15,11 @@ import functools
 
 import torch
 
-from tilegym_rmsnorm import policy
+from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends import checks
 from tilegym_rmsnorm.backends.cutile.plans import rules
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
-from tilegym_rmsnorm.registry import Request, Unusable
+from tilegym_rmsnorm.backends.registry import Request, Unusable
 
 IMPLEMENTATION = "tilegym_rmsnorm.backends.cutile.launch"
 
@@ -32,7 +32,7 @@ _INTERPRET_REMEDY = (
 
 def interpreting() -> bool:
     """Whether CPU tensors are to be run through the kernels' own Python. ValueError on a value that does not say."""
-    return policy.switch(INTERPRET_VARIABLE, default=False)
+    return settings.switch(INTERPRET_VARIABLE, default=False)
 
 
 def unusable(request: Request | None) -> Unusable | None:

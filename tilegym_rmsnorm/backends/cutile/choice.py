@@ -10,7 +10,7 @@ import logging
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm import policy
+from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.cutile.forms import fits_kernels, form_of
 from tilegym_rmsnorm.backends.cutile.launcher import Backward, Forward, Launcher, lead_of
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
@@ -21,7 +21,7 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Machine, machine_of
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
-from tilegym_rmsnorm.spec import Spec, Tensors, Wanted
+from tilegym_rmsnorm.call.spec import Spec, Tensors, Wanted
 
 logger = logging.getLogger("tilegym_rmsnorm")
 
@@ -66,7 +66,7 @@ def backward_plan(m: int, n: int, dtype: torch.dtype, device: torch.device) -> P
 
 
 def ruled_out() -> tuple[bool, int]:
-    return policy.teams(), policy.get_sm_margin()
+    return settings.teams(), settings.get_sm_margin()
 
 
 def _takes(run: Launcher, m: int, x: Tensor, *others: Tensor | None) -> bool:
@@ -125,7 +125,7 @@ def _backward(
 
 def _policy(machine: Machine, teams: bool, sm_margin: int) -> Policy:
     """Return the process's limits on plans. Raise ValueError for a margin that leaves no SM."""
-    policy.sms_left(machine.facts.sm_count, sm_margin)
+    settings.sms_left(machine.facts.sm_count, sm_margin)
     return Policy(teams, sm_margin)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilegym_rmsnorm.backends.cutile.plans.problem import Form
 from tilegym_rmsnorm.backends.cutile.plans.rules import heads_of_form
-from tilegym_rmsnorm.spec import Wanted
+from tilegym_rmsnorm.call.spec import Wanted
 
 LARGEST_STRIDE = 2**31 - 1  # kernels see strides as int32
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from tilegym_rmsnorm.backends import composed
+from tilegym_rmsnorm.backends import around_kernels
 from tilegym_rmsnorm.backends.cutile.choice import NAMES as NAMES
 from tilegym_rmsnorm.backends.cutile.choice import (
     _backward,
@@ -24,9 +24,9 @@ from tilegym_rmsnorm.backends.cutile.launcher import Backward as Backward
 from tilegym_rmsnorm.backends.cutile.launcher import Forward as Forward
 from tilegym_rmsnorm.backends.cutile.launcher import Launcher as Launcher
 from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
+from tilegym_rmsnorm.backends.registry import register_impl
+from tilegym_rmsnorm.call.spec import Gradients, Outputs, Spec, Tensors, Wanted
 from tilegym_rmsnorm.reference import sum_of_rows
-from tilegym_rmsnorm.registry import register_impl
-from tilegym_rmsnorm.spec import Gradients, Outputs, Spec, Tensors, Wanted
 
 
 @register_impl("rms_norm_forward", "cutile")
@@ -59,13 +59,15 @@ def rms_norm_backward(spec: Spec, tensors: Tensors, wanted: Wanted, partials: st
 def _formed_forward(spec: Spec, tensors: Tensors) -> Outputs:
     """A call that is not plain: by kernels, or composed around a plain call."""
     run = forward_launcher(spec, tensors)
-    return composed.forward(rms_norm_forward, spec, tensors) if run is None else run.formed(spec, tensors)
+    return (
+        around_kernels.forward(rms_norm_forward, spec, tensors) if run is None else run.formed(spec, tensors)
+    )
 
 
 def _formed_backward(spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
     run = backward_launcher(spec, tensors, wanted)
     if run is None:
-        return composed.backward(rms_norm_backward, spec, tensors, wanted)
+        return around_kernels.backward(rms_norm_backward, spec, tensors, wanted)
     if wanted.db is None or run.plan.problem.form.bias:
         return run.formed(spec, tensors, wanted)
     _, dy, weight, *_ = tensors

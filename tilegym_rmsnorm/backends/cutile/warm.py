@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.backends import composed
+from tilegym_rmsnorm.backends import around_kernels
 from tilegym_rmsnorm.backends.cutile import launch
 from tilegym_rmsnorm.backends.cutile.launch import Launcher
 from tilegym_rmsnorm.backends.cutile.plans.partition import Split
 from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_TILES, MOST_ROWS, SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
-from tilegym_rmsnorm.spec import Spec, Tensors, Wanted
+from tilegym_rmsnorm.call.spec import Spec, Tensors, Wanted
 
 EPS = 1e-6
 PERIODS = 4  # times as many tiles of heads as blocks: `leads_to_warm`
@@ -97,9 +97,9 @@ def warm(device: torch.device, calls: Calls) -> None:
 
 def _launchers(calls: Calls, device: torch.device, lead: Lead) -> list[Launcher]:
     """Return the launchers of the calls with so many rows, which run all others of their size class too."""
-    forward = launch.forward_launcher, launch.rms_norm_forward, composed.forward
+    forward = launch.forward_launcher, launch.rms_norm_forward, around_kernels.forward
     found = _that_run(*forward, calls.spec, calls.forward(device, lead))
-    backward = launch.backward_launcher, launch.rms_norm_backward, composed.backward
+    backward = launch.backward_launcher, launch.rms_norm_backward, around_kernels.backward
     for tensors in calls.backward(device, lead):
         found += _that_run(*backward, calls.spec, tensors, calls.wanted)
     return found

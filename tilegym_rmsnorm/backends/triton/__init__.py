@@ -15,9 +15,9 @@ import sys
 
 import torch
 
-from tilegym_rmsnorm import policy
+from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends import checks, versions
-from tilegym_rmsnorm.registry import Request, Unusable
+from tilegym_rmsnorm.backends.registry import Request, Unusable
 
 IMPLEMENTATION = "tilegym_rmsnorm.backends.triton.launch"
 
@@ -30,7 +30,7 @@ def interpreting() -> bool:
     if language is None:
         # Triton refuses nothing: "y" is on, too, and what is no known word is off.
         value = os.environ.get("TRITON_INTERPRET", "")
-        return value.lower() == "y" or policy.parse_switch(value) is True
+        return value.lower() == "y" or settings.parse_switch(value) is True
     return type(language.sum).__name__ == "InterpretedFunction"
 
 

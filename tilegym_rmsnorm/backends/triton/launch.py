@@ -16,7 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
-from tilegym_rmsnorm import policy
+from tilegym_rmsnorm import settings
+from tilegym_rmsnorm.backends.registry import register_impl
 from tilegym_rmsnorm.backends.triton import backward, forward, interpreting, reduce, reread
 from tilegym_rmsnorm.backends.triton.config import (
     BackwardConfig,
@@ -25,8 +26,7 @@ from tilegym_rmsnorm.backends.triton.config import (
     forward_config,
 )
 from tilegym_rmsnorm.backends.triton.rows import DIMENSIONS
-from tilegym_rmsnorm.registry import register_impl
-from tilegym_rmsnorm.spec import Gradients, Outputs, Spec, Tensors, Wanted
+from tilegym_rmsnorm.call.spec import Gradients, Outputs, Spec, Tensors, Wanted
 
 LARGEST_ALIGNMENT = 16  # elements: as far as the width of vector loads goes
 INTERPRETED_SM_COUNT = 2  # programs run one after another: few, each with several steps, reach every branch
@@ -34,7 +34,7 @@ INTERPRETED_SM_COUNT = 2  # programs run one after another: few, each with sever
 
 @register_impl("rms_norm_forward", "triton")
 def rms_norm_forward(spec: Spec, tensors: Tensors) -> Outputs:
-    policy.sms_left(_sm_count(tensors[0].device))  # refuses what the backward cannot do
+    settings.sms_left(_sm_count(tensors[0].device))  # refuses what the backward cannot do
     return launch_forward(forward_config(spec.n), spec, tensors)
 
 
@@ -42,7 +42,7 @@ def rms_norm_forward(spec: Spec, tensors: Tensors) -> Outputs:
 def rms_norm_backward(spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
     x, _, weight, *_ = tensors
     heads, sm_count = _heads(weight), _sm_count(x.device)
-    config = backward_config(_count(x) // heads, spec.n, sm_count, heads, policy.sms_left(sm_count))
+    config = backward_config(_count(x) // heads, spec.n, sm_count, heads, settings.sms_left(sm_count))
     return launch_backward(config, spec, tensors, wanted)
 
 

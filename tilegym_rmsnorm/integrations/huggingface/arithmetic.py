@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilegym_rmsnorm.call.spec import Casting
 from tilegym_rmsnorm.integrations.huggingface.expressions import (
     Expression,
     Lookups,
@@ -28,7 +29,6 @@ from tilegym_rmsnorm.integrations.huggingface.expressions import (
     text_of,
 )
 from tilegym_rmsnorm.reference import promoted
-from tilegym_rmsnorm.spec import Casting
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of kernels; others run the original forward
 _HALF = (torch.float16, torch.bfloat16)

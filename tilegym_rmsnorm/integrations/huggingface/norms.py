@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from tilegym_rmsnorm.api import rms_norm
-from tilegym_rmsnorm.configured import reduce_instance
+from tilegym_rmsnorm.call.validation import refuse_torch_jit_script
+from tilegym_rmsnorm.functional import rms_norm
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call, Match, match_of
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
+from tilegym_rmsnorm.nn.configured import reduce_instance
 from tilegym_rmsnorm.reference import promoted
-from tilegym_rmsnorm.validation import refuse_torch_jit_script
 
 
 class PatchedType(type):

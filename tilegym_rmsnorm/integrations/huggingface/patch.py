@@ -42,8 +42,8 @@ from tilegym_rmsnorm.integrations.huggingface.report import (
     Restored,
 )
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
-from tilegym_rmsnorm.module import RMSNorm
-from tilegym_rmsnorm.registry import check_backend_name
+from tilegym_rmsnorm.nn.module import RMSNorm
+from tilegym_rmsnorm.settings import check_backend_name
 
 _CALLED = ("_call_impl", "__getattribute__")  # lead from a call to forward, besides __call__
 _BOUND = ("forward", "_old_forward")  # attributes of a module that may hold a bound forward

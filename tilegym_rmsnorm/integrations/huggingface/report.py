@@ -48,6 +48,8 @@ class PatchReport:
         if_nothing: The text of a report that lists nothing.
     """
 
+    __module__ = "tilegym_rmsnorm"
+
     patched: tuple[PatchedNorm, ...] = ()
     layers: tuple[PatchedLayer, ...] = ()
     declined: tuple[Declined, ...] = ()

@@ -9,7 +9,7 @@ import os
 import warnings
 from pathlib import Path
 
-from tilegym_rmsnorm.policy import parse_switch
+from tilegym_rmsnorm.settings import parse_switch
 
 CACHE_VARIABLE = "TILEGYM_RMSNORM_CACHE_DIR"
 

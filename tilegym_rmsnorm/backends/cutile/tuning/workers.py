@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from tilegym_rmsnorm import policy
+from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.cutile.launch import plan_for
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Policy
 from tilegym_rmsnorm.backends.cutile.plans.records import Record
@@ -63,7 +63,7 @@ _lines: list[str] = []
 def start(device: torch.device, turn: search.Turn, teams: bool) -> None:
     """Make this process ready to search, with teams or without."""
     global _searching
-    policy.set_teams(teams)
+    settings.set_teams(teams)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     _searching = search.Search(machine_of(device), device, _lines.append, turn)
@@ -79,7 +79,7 @@ def search_all(
     """The searches of all buckets over at most `most` candidates each, as they end. A lost context ends them: the
     last one has it. With one process it is this one; others end with the generator, whatever they do."""
     if processes == 1:
-        start(device, search.ALONE, policy.teams())
+        start(device, search.ALONE, settings.teams())
         for bucket in buckets:
             yield (found := _search(bucket, most))
             if found.lost:
@@ -90,7 +90,7 @@ def search_all(
     spawn = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
-        processes, spawn, initializer=start, initargs=(device, spawn.Lock(), policy.teams())
+        processes, spawn, initializer=start, initargs=(device, spawn.Lock(), settings.teams())
     )
     own = set()
     try:
@@ -112,7 +112,7 @@ def _search(bucket: Bucket, most: int) -> Found:
     """One bucket's search in this process."""
     _lines.clear()
     facts = _searching.machine.facts
-    problem = bucket.problem(facts, Policy(policy.teams()))
+    problem = bucket.problem(facts, Policy(settings.teams()))
     known = [plan_for(problem).first, *shipped_for(bucket)]
     tried = candidates(bucket, problem.itemsize, facts.architecture, most, problem.most_members, known)
     try:

@@ -17,6 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilegym_rmsnorm.call.watched import are_transforms_active, count_modes
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
 _Sizes = tuple[int, ...]
 SEQUENCE = 256  # rows: as many behind each other are taken for a sequence, fewer for heads
 
@@ -43,6 +46,15 @@ def as_vector(vector: Tensor | None, n: int, heads: int = 0) -> Tensor | None:
     return vector if vector.stride(0) == 1 else packed(vector)
 
 
+def in_shape_of(x: Tensor, y: Tensor) -> Tensor:
+    """y, new and contiguous, in x's shape, and no view: autograd forbids in-place operations on views that a custom
+    Function returns. No data is moved."""
+    # A mode may have kept y, as selective checkpointing does.
+    if type(x) is Tensor and not (are_transforms_active() or count_modes() or y._is_view()):
+        return y.resize_as_(x)  # 1 us; _unsafe_view takes 3
+    return _unsafe_view(y, x.shape)
+
+
 def packed(tensor: Tensor) -> Tensor:
     """A contiguous copy. contiguous() returns tensors with a dimension of 1 as they are, whatever its stride."""
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -51,6 +63,8 @@ def packed(tensor: Tensor) -> Tensor:
 def arranged(n: int, heads: int, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Tensors of one shape, whose last dimensions hold n elements, as spec.py has the rows of one call. heads: H of a
     weight that has a row for each, else 0."""
+    if not heads and all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+        return [None if tensor is None else as_rows(tensor, n) for tensor in tensors]
     present = [tensor for tensor in tensors if tensor is not None]
     plan = _plan(n, heads, tuple(present[0].shape), tuple(tensor.stride() for tensor in present))
     views = iter(

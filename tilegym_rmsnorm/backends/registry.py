@@ -11,42 +11,33 @@ A backend is a module (named in BACKEND_MODULES) that imports nothing optional a
 
     unusable(request)   why it cannot run the request (None as request: on this machine at all), or None if it can
     IMPLEMENTATION      the module that registers its functions (spec.py) with `register_impl`, imported on first use;
-                        the reference's by api.py, since torch.compile traces its calls, and no import
+                        the reference's by the package itself
 
 One that has an interpreter stands in _BY_NAME_OFF_CUDA too, or "auto" takes it for CPU tensors.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import importlib
 import logging
-import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
-from tilegym_rmsnorm import policy
-from tilegym_rmsnorm.validation import check_plain_function
+from tilegym_rmsnorm import settings
+from tilegym_rmsnorm.call.spec import Spec, Tensors, Wanted, dtype_of, parts_of
+from tilegym_rmsnorm.settings import AUTO_ORDER, NAMES, check_name, get_current_backend
 
 OPS = ("rms_norm_forward", "rms_norm_backward")
-AUTO_ORDER = ("cutile", "triton", "torch")  # fastest first
 BACKEND_MODULES = {
     "cutile": "tilegym_rmsnorm.backends.cutile",
     "triton": "tilegym_rmsnorm.backends.triton",
     "torch": "tilegym_rmsnorm.backends.torch_reference",
 }
-ENVIRONMENT_VARIABLE = "TILEGYM_RMSNORM_BACKEND"
-_NAMES = (*AUTO_ORDER, "auto")
-_INSTEAD_OF_INDUCTOR = ', which is gone: use torch.compile around calls with backend="torch"'
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 _log = logging.getLogger("tilegym_rmsnorm")
 _told: set[tuple[Any, ...]] = set()
-_ENVIRONMENT_KEY = os.environ.encodekey(ENVIRONMENT_VARIABLE)
 # "auto" does not take these for other tensors than CUDA's, such as the CPU's: there they run in interpreters, by name
 # and while the environment asks for them, which may change from call to call.
 _BY_NAME_OFF_CUDA = ("cutile", "triton")
@@ -60,8 +51,8 @@ class Request(NamedTuple):
     weight_dtype: torch.dtype | None
     casting: str
     other_dtypes: tuple[torch.dtype, ...] = ()  # of all else that the call reads and writes, see `request_of`
-    obstacle: str | None = None  # why no kernel can be given these tensors here, see `gate.obstacle`
-    parts: tuple[str, ...] = ()  # what else the call has: `spec.parts_of`, for the log
+    obstacle: str | None = None  # why no kernel can be given these tensors here, see `choose.why_no_kernel`
+    parts: tuple[str, ...] = ()  # see `parts_of`
 
 
 def request_of(
@@ -90,22 +81,18 @@ class Unusable(NamedTuple):
 class BackendUnavailableError(RuntimeError):
     """A backend was asked for by name and cannot run here, or not on these tensors."""
 
+    __module__ = "tilegym_rmsnorm"
+
 
 _modules: dict[str, ModuleType] = {}
 _impls: dict[tuple[str, str], Callable[..., Any]] = {}
 _chosen: dict[tuple[str, Request, str], Callable[..., Any]] = {}
-_process_backend: str | None = None
-# The names of the `use_backend` blocks that this thread or task is in, the innermost last.
-_context_backends: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
-    "tilegym_rmsnorm_backends", default=()
-)
-_traced_backends: list[str] = []  # of the blocks that Dynamo is tracing, and empty whenever it is not
 
 
 def register_impl(op: str, backend: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator that makes a function the backend's implementation of `op`; a second registration is a ValueError."""
-    _check_name("op", op, OPS)
-    _check_name("backend", backend, AUTO_ORDER)
+    check_name("op", op, OPS)
+    check_name("backend", backend, AUTO_ORDER)
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         if (op, backend) in _impls:
@@ -118,17 +105,9 @@ def register_impl(op: str, backend: str) -> Callable[[Callable[..., Any]], Calla
     return register
 
 
-def load(backend: str) -> None:
-    """Import what `backend` needs, which else its first call does: torch.compile traces calls, but no imports."""
-    _implemented_ops(backend)
-
-
 def dispatch(op: str, request: Request, backend: str | None = None) -> Callable[..., Any]:
     """The function that runs `op` on tensors like `request`, by the backend named or the one in effect."""
     name = get_current_backend() if backend is None else backend
-    # The reference alone is traced (graphs.py), and a graph that reads _chosen is compiled again whenever that grows.
-    if is_dynamo_compiling():
-        return _impls[op, name]
     try:
         function = _chosen.get((op, request, name))
     except TypeError:  # a name that is not even hashable; _choose says so in the words of every unknown name
@@ -136,102 +115,45 @@ def dispatch(op: str, request: Request, backend: str | None = None) -> Callable[
     return function or _choose(op, request, name)
 
 
+def implementations_of(
+    spec: Spec, tensors: Tensors, backend: str, obstacle: str | None = None, with_backward: bool = False
+) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """`dispatch` of a checked call's forward, of x, weight, bias and residual, and of its backward, or None.
+
+    obstacle: why no kernel can be given them (routes/choose.py). Raises BackendUnavailableError where the backend that
+    was asked for by name cannot run the call.
+    """
+    x, weight, bias, residual = tensors
+    dtypes = x.dtype, dtype_of(weight), dtype_of(bias), dtype_of(residual), spec.y_dtype, spec.residual_dtype
+    parts = parts_of(residual is not None, bias is not None, spec.heads > 0)
+    request = request_of(x.device, spec.casting, obstacle, *dtypes, parts=parts)
+    forward = dispatch("rms_norm_forward", request, backend)
+    return forward, dispatch("rms_norm_backward", request, backend) if with_backward else None
+
+
+def backward_of(
+    spec: Spec, tensors: Tensors, wanted: Wanted, backend: str, obstacle: str | None = None
+) -> Callable[..., Any]:
+    """`dispatch` of a backward by itself, of x, dy, weight, rstd and d_residual_out. The rest as above."""
+    x, dy, weight, _, d_residual_out = tensors
+    dtypes = x.dtype, dtype_of(weight), dy.dtype, dtype_of(d_residual_out), *wanted
+    parts = parts_of(d_residual_out is not None, wanted.db is not None, spec.heads > 0)
+    request = request_of(x.device, spec.casting, obstacle, *dtypes, parts=parts)
+    return dispatch("rms_norm_backward", request, backend)
+
+
 def is_reference(function: Callable[..., Any]) -> bool:
     """Whether an implementation that `dispatch` returned is the reference's: operations of PyTorch's, no kernels."""
-    return any(function is _impls.get((op, "torch")) for op in OPS)
+    return _is_of(("torch",), function)
 
 
-def is_settled(op: str, request: Request, backend: str) -> bool:
-    """Whether `dispatch` will give the same function for these arguments from now on, whatever the environment says."""
-    return (op, request, backend) in _chosen
+def _is_of(backends: tuple[str, ...], function: Callable[..., Any]) -> bool:
+    return any(function is _impls.get((op, backend)) for backend in backends for op in OPS)
 
 
-def get_current_backend() -> str:
-    """The name in effect where no `backend=` is given: a backend's, or `"auto"`.
-
-    Raises:
-        ValueError: TILEGYM_RMSNORM_BACKEND holds no such name.
-    """
-    names = _context_backends.get()
-    name = names[-1] if names else _process_backend or _environment_backend() or "auto"
-    if name not in _NAMES:
-        _check_name(ENVIRONMENT_VARIABLE, name, _NAMES)
-    return name
-
-
-def set_backend(backend: str | None) -> None:
-    """Make a backend the default of this process.
-
-    Args:
-        backend: A name or `"auto"`. None leaves it to the environment variable TILEGYM_RMSNORM_BACKEND again.
-
-    Raises:
-        ValueError: There is no backend of this name.
-    """
-    global _process_backend
-    if backend is not None:
-        _check_name("backend", backend, _NAMES)
-    _process_backend = backend
-
-
-class use_backend(contextlib.ContextDecorator):  # named as the function that it is to its callers
-    """Use a backend inside a `with` block, or a decorated function, in this thread or task only.
-
-    It comes before `set_backend`, and that before the variable TILEGYM_RMSNORM_BACKEND; the argument `backend=` of a
-    call comes before all of them.
-
-    A backward pass runs on the backend that its forward ran on, wherever it is called. But torch.utils.checkpoint runs
-    the forward once more, when the backward is called, on what is in effect then: with it, name the backend by
-    `backend=` or `set_backend`.
-
-    Inside a function that torch.compile compiles it holds for the calls that are traced in its block. Before PyTorch
-    2.14 the block has to be made there. Around that function it is not seen.
-
-    Args:
-        backend: A name or `"auto"`.
-
-    Raises:
-        ValueError: There is no backend of this name.
-    """
-
-    def __init__(self, backend: str) -> None:
-        _check_name("backend", backend, _NAMES)
-        self.backend = backend
-
-    def __call__(self, function: _Function) -> _Function:
-        """Decorator: the block is each call of `function`, which may be no coroutine and no generator."""
-        check_plain_function("use_backend", function)
-        return super().__call__(function)
-
-    def _recreate_cm(self) -> use_backend:
-        return use_backend(self.backend)  # in the decorated function, where Dynamo can see it made
-
-    def __enter__(self) -> None:
-        if is_dynamo_compiling():  # it traces no context variables
-            _traced_backends.append(self.backend)
-        else:
-            _context_backends.set((*_context_backends.get(), self.backend))
-
-    def __exit__(self, *_: object) -> None:
-        if is_dynamo_compiling():
-            _traced_backends.pop()
-        else:
-            names = list(_context_backends.get())
-            # Its own name, should blocks end in another order. It is not there where a block is left in another context
-            # than it was entered in, as pytest leaves those of async fixtures.
-            if self.backend in names:
-                del names[len(names) - 1 - names[::-1].index(self.backend)]
-                _context_backends.set(tuple(names))
-
-
-def traced_backend() -> str | None:
-    """What `use_backend` says where Dynamo traces it; None outside of its blocks."""
-    return _traced_backends[-1] if _traced_backends else None
-
-
-def check_backend_name(backend: str, with_auto: bool = True) -> None:
-    """Raise the ValueError that lists the known names unless `backend` is one of them, or "auto" where that may be."""
-    _check_name("backend", backend, _NAMES if with_auto else AUTO_ORDER)
+def is_settled(function: Callable[..., Any], device: torch.device) -> bool:
+    """Whether `dispatch` will give this function for the same arguments from now on, whatever the environment says."""
+    return device.type == "cuda" or not _is_of(_BY_NAME_OFF_CUDA, function)
 
 
 def why_unusable(backend: str, request: Request | None = None) -> Unusable | None:
@@ -265,7 +187,7 @@ def get_available_backends_for_op(op: str) -> list[str]:
     Raises:
         ValueError: There is no op of this name.
     """
-    _check_name("op", op, OPS)
+    check_name("op", op, OPS)
     return [name for name in get_available_backends() if op in _implemented_ops(name)]
 
 
@@ -294,17 +216,10 @@ def get_registry_info() -> dict[str, Any]:
     }
 
 
-def _environment_backend() -> str | None:
-    # os.environ takes 0.7 us to say that a variable is not set, the dictionary behind it 0.03; it is CPython's own.
-    if _ENVIRONMENT_KEY not in getattr(os.environ, "_data", (_ENVIRONMENT_KEY,)):
-        return None
-    return os.environ.get(ENVIRONMENT_VARIABLE, "").strip() or None
-
-
 def _choose(op: str, request: Request, name: str) -> Callable[..., Any]:
-    policy.check_environment()  # here, where the fast path does not pass
-    _check_name("op", op, OPS)
-    _check_name("backend", name, _NAMES)
+    settings.check_environment()  # here, where the fast path does not pass
+    check_name("op", op, OPS)
+    check_name("backend", name, NAMES)
     backend, passed_over = _first_usable(op, request) if name == "auto" else (_usable(op, request, name), "")
     if op not in _implemented_ops(backend):
         raise BackendUnavailableError(
@@ -312,7 +227,7 @@ def _choose(op: str, request: Request, name: str) -> Callable[..., Any]:
         )
     function = _impls[op, backend]
     _tell(op, request, name, f"runs on backend {backend}{passed_over}")
-    if request.device.type == "cuda" or backend not in _BY_NAME_OFF_CUDA:
+    if is_settled(function, request.device):
         _chosen[op, request, name] = function
     return function
 
@@ -349,7 +264,7 @@ def _first_usable(op: str, request: Request) -> tuple[str, str]:
 
 
 def _probe(backend: str) -> ModuleType:
-    _check_name("backend", backend, AUTO_ORDER)
+    check_name("backend", backend, AUTO_ORDER)
     return _import(BACKEND_MODULES[backend])
 
 
@@ -369,10 +284,3 @@ def _describe(request: Request) -> str:
     parts = "".join(f", {part}" for part in request.parts)
     others = "".join(f", {dtype} beside them" for dtype in request.other_dtypes)
     return f"{request.dtype} x on {request.device}, {weight}{parts}{others}, casting {request.casting!r}"
-
-
-def _check_name(what: str, name: object, known: tuple[str, ...]) -> None:
-    if name not in known:
-        # "inductor" was a backend: environments, code and pickled modules may still name it.
-        hint = _INSTEAD_OF_INDUCTOR if str(name).strip().lower() == "inductor" and "torch" in known else ""
-        raise ValueError(f"{what}: expected one of {', '.join(map(repr, known))}, got {name!r}{hint}")

@@ -18,19 +18,20 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 from torch.overrides import has_torch_function_unary
 
-from tilegym_rmsnorm.gate import has_no_memory
-from tilegym_rmsnorm.placements import is_dtensor
-from tilegym_rmsnorm.reference import CASTINGS, compute_dtype, default_eps, promoted
+from tilegym_rmsnorm.call.spec import Call, Casting, shape_of_rstd
+from tilegym_rmsnorm.call.tensors import check_memory, is_dtensor
+from tilegym_rmsnorm.call.watched import is_symbol
+from tilegym_rmsnorm.reference import compute_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)
+CASTINGS = get_args(Casting)
 _ALL_DTYPES = DTYPES + COMPLEX_DTYPES
 _INF = math.inf
 _STRIDED = torch.strided
@@ -60,6 +61,13 @@ def check_input(name: str, x: Tensor, is_any_kind: bool = False) -> None:
         _fail(ValueError, name, "at least one dimension", "a tensor of shape ()")
     if x.layout is not _STRIDED and not x.is_nested:
         _fail(TypeError, name, f"layout {_STRIDED}", x.layout)
+
+
+def last_dims(x: Tensor, dims: int) -> torch.Size:
+    """The shape of x's last `dims` dimensions."""
+    if not 0 < dims <= x.ndim:
+        raise ValueError(f"normalized_dims: expected 1 to {x.ndim} for x of {x.ndim} dimensions, got {dims}")
+    return x.shape[-dims:]
 
 
 def check_normalized_shape(
@@ -161,20 +169,18 @@ def check_like(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> None:
         _fail(TypeError, name, f"layout {x.layout}", tensor.layout)
 
 
-def checked_residual_dtype(
+def check_residual(
     x: Tensor, residual: Tensor | None, alpha: float, dtype: torch.dtype | None, x_name: str = "x"
-) -> torch.dtype | None:
-    """The dtype of alpha * x + residual, None without a residual: then there is nothing that alpha or dtype act on."""
-    if residual is None:
-        if alpha != 1.0:
-            _fail(ValueError, "residual_alpha", "1.0 without a residual", alpha)
-        if dtype is not None:
-            _fail(ValueError, "residual_dtype", "None without a residual", dtype)
-        return None
-    check_like("residual", residual, x, x_name)
-    if dtype is None:
-        return promoted(x.dtype, residual.dtype)
-    return checked_dtype("residual_dtype", dtype, x.is_complex())
+) -> None:
+    """residual: like x, and dtype one that alpha * x + residual may have. Without a residual there is nothing that
+    alpha or dtype act on."""
+    if residual is not None:
+        check_like("residual", residual, x, x_name)
+        checked_dtype("residual_dtype", dtype, x.is_complex())
+    elif alpha != 1.0:
+        _fail(ValueError, "residual_alpha", "1.0 without a residual", alpha)
+    elif dtype is not None:
+        _fail(ValueError, "residual_dtype", "None without a residual", dtype)
 
 
 def checked_dtype(name: str, dtype: torch.dtype | None, is_complex: bool = False) -> torch.dtype | None:
@@ -212,14 +218,16 @@ def checked_int(name: str, value: int, lowest: int, or_else: str = "") -> int:
     return value
 
 
-def check_rstd(rstd: Tensor, x: Tensor, m: int) -> None:
-    """rstd: shape (M,), the precision that x is computed in, x's device."""
+def check_rstd(rstd: Tensor, x: Tensor, n: int, dims: int | None) -> None:
+    """rstd: shape (M,), or where dims is given that of the library ops; the precision that x is computed in, x's
+    device."""
     if not isinstance(rstd, Tensor):
         _fail(TypeError, "rstd", "a torch.Tensor", type(rstd).__name__)
     if _get_trace() is not None:
-        return _outside_of_trace(check_rstd, rstd, x, m)
-    if rstd.shape != (m,):
-        _fail(ValueError, "rstd", f"shape ({m},), one element per row of x", tuple(rstd.shape))
+        return _outside_of_trace(check_rstd, rstd, x, n, dims)
+    shape = (x.numel() // n,) if dims is None else shape_of_rstd(x, dims)
+    if rstd.shape != shape:
+        _fail(ValueError, "rstd", f"shape {shape}, one element per row of x", tuple(rstd.shape))
     if rstd.dtype != compute_dtype(x.dtype):
         _fail(TypeError, "rstd", f"{compute_dtype(x.dtype)} for {x.dtype} x", rstd.dtype)
     if rstd.device != x.device:
@@ -234,19 +242,18 @@ def check_saved(
     rstd: Tensor,
     dy: Tensor,
     d_residual_out: Tensor | None,
-    n: int,
-    heads: int,
-    dtype: torch.dtype,
+    call: Call,
 ) -> None:
-    """What the backward was given: gradients as the results were, and what autograd saved as it was saved, which hooks
-    (`torch.autograd.graph.saved_tensors_hooks`) or `tensor.data = ...` may have changed. dtype: of x, as it was."""
+    """Check that gradients match the outputs and that saved tensors are unchanged: hooks
+    (`torch.autograd.graph.saved_tensors_hooks`) or `tensor.data = ...` can change them."""
+    n, heads = call.spec.n, call.spec.heads
     for name, gradient in (("dy", dy), ("d_residual_out", d_residual_out)):
         if gradient is not None and gradient.layout is not _STRIDED:
             _fail(TypeError, name, f"layout {_STRIDED}", gradient.layout)
     name = "x, as unpacked for the backward"
     check_like(name, x, dy, "dy")
-    if x.dtype != dtype:
-        _fail(TypeError, name, f"the dtype of the forward's, {dtype}", x.dtype)
+    if x.dtype != call.dtype:
+        _fail(TypeError, name, f"the dtype of the forward's, {call.dtype}", x.dtype)
     if d_residual_out is not None:
         check_like("d_residual_out", d_residual_out, x)
     check_memory(x=x, weight=weight, rstd=rstd, dy=dy, d_residual_out=d_residual_out)
@@ -262,39 +269,9 @@ def check_saved(
         _fail(ValueError, "rstd, as unpacked for the backward", expected, got)
 
 
-def check_memory(**tensors: Tensor | None) -> None:
-    """That the memory of these tensors, by their names, is there. Not asked while Dynamo traces: there is none yet."""
-    if is_dynamo_compiling():
-        return
-    for name, tensor in tensors.items():
-        if tensor is not None and has_no_memory(tensor):
-            _fail(
-                ValueError,
-                name,
-                "memory behind its elements",
-                "a storage of 0 bytes: it was freed. Parameters of FSDP have memory inside the forward and backward of "
-                "their own module alone: call that, or unshard() it first",
-            )
-
-
-def is_symbol(number: float | None) -> bool:
-    """Whether a number is known only when the graph that is made runs, as what `item()` gives there. Where Dynamo knows
-    a symbol's value, it guards on it: that is a number."""
-    if isinstance(number, torch.SymFloat):
-        return True
-    if number is None or not is_dynamo_compiling():
-        return False
-    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
-
-    is_positive = number >= 0.0
-    return guard_or_true(is_positive) and not guard_or_false(is_positive)
-
-
-def checked_eps(eps: float | None, dtype: torch.dtype) -> float:
-    """eps as a float; None means the machine epsilon of the precision that computes. A symbol is not checked."""
-    if eps is None:
-        return default_eps(dtype)
-    if not isinstance(eps, Tensor) and is_symbol(eps):
+def checked_eps(eps: float | None) -> float | None:
+    """None, or eps as a float. A symbol is not checked."""
+    if eps is None or (not isinstance(eps, Tensor) and is_symbol(eps)):
         return eps
     expected = "a finite number, at least 0, or None"
     if isinstance(eps, Tensor) and eps.ndim:  # in the place where other libraries take the residual

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tilegym_rmsnorm.registry import check_backend_name
-from tilegym_rmsnorm.validation import (
+from tilegym_rmsnorm.call.validation import (
     check_casting,
     check_dtype_of_parameters,
     checked_bool,
@@ -28,6 +27,7 @@ from tilegym_rmsnorm.validation import (
     checked_heads,
     checked_number,
 )
+from tilegym_rmsnorm.settings import check_backend_name
 
 Norm = TypeVar("Norm", bound=torch.nn.RMSNorm)
 
@@ -40,6 +40,7 @@ OTHER_NAMES = {
 # What `forward` reads: attributes of the class too, for modules whose class is replaced.
 _READ_BY_FORWARD = ("offset", "casting", "backend", "residual_alpha", "residual_dtype", "out_dtype")
 
+_PUBLIC = "tilegym_rmsnorm.nn"  # pickles name the functions below so, wherever this file stands
 _classes: dict[tuple[Any, ...], type] = {}
 
 
@@ -47,7 +48,7 @@ class ConfiguredType(type):
     """The type of configured classes. They are pickled as what made them: no name leads to them."""
 
 
-def configured(base: type[Norm], options: Mapping[str, Any]) -> type[Norm]:
+def configured_class(base: type[Norm], options: Mapping[str, Any]) -> type[Norm]:
     """The subclass of `base` that has `options` as defaults: the same object for the same options.
 
     Raises TypeError or ValueError on an option that is unknown or does not fit.
@@ -138,7 +139,7 @@ def _checked(base: type, options: Mapping[str, Any]) -> dict[str, Any]:
             raise TypeError(f"configured: expected options among {', '.join(known)}, got {name!r}")
     checked = dict(options)
     if "eps" in options:
-        checked_eps(options["eps"], torch.float32)
+        checked_eps(options["eps"])
     if "casting" in options:
         check_casting(options["casting"])
     if "offset" in options:
@@ -180,7 +181,8 @@ def instance_of(
 
 def _reduce(cls: ConfiguredType) -> str | tuple[Any, ...]:
     made_from = _made_from(cls)
-    return (configured, made_from) if made_from else cls.__qualname__
+    return (configured_class, made_from) if made_from else cls.__qualname__
 
 
+configured_class.__module__ = instance_of.__module__ = _PUBLIC
 copyreg.pickle(ConfiguredType, _reduce)

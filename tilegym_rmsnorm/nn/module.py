@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tilegym_rmsnorm.api import rms_norm
-from tilegym_rmsnorm.configured import Norm, configured
-from tilegym_rmsnorm.registry import check_backend_name
-from tilegym_rmsnorm.spec import Casting
-from tilegym_rmsnorm.validation import (
+from tilegym_rmsnorm.call.spec import Casting
+from tilegym_rmsnorm.call.validation import (
     check_casting,
     check_dtype_of_parameters,
     checked_bool,
@@ -27,6 +24,9 @@ from tilegym_rmsnorm.validation import (
     checked_sizes_of_weight,
     refuse_torch_jit_script,
 )
+from tilegym_rmsnorm.functional import rms_norm
+from tilegym_rmsnorm.nn.configured import Norm, configured_class
+from tilegym_rmsnorm.settings import check_backend_name
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -61,6 +61,8 @@ class RMSNorm(torch.nn.RMSNorm):
         TypeError: A size, eps, offset, heads or residual_alpha is no number, a switch is no bool, or a dtype is none
             that weight or y may have.
     """
+
+    __module__ = "tilegym_rmsnorm"  # pickles name it so, wherever this file stands
 
     # What a module has that was built as a torch.nn.RMSNorm and got this class later.
     offset = 0.0
@@ -101,7 +103,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self.residual_alpha = checked_number("residual_alpha", residual_alpha)
         self.residual_dtype = checked_dtype("residual_dtype", residual_dtype)
         self.out_dtype = checked_dtype("out_dtype", out_dtype)
-        checked_eps(eps, torch.float32)  # kept as it was given: None depends on the dtype of a call
+        checked_eps(eps)  # kept as it was given: None depends on the dtype of a call
         checked_bool("bias", bias)
         if backend is not None:
             check_backend_name(backend)
@@ -134,7 +136,7 @@ class RMSNorm(torch.nn.RMSNorm):
             ValueError: As by the constructor.
             TypeError: As by the constructor, and for an unknown name.
         """
-        return configured(cls, defaults)
+        return configured_class(cls, defaults)
 
     def reset_parameters(self) -> None:
         if self.elementwise_affine:

@@ -16,9 +16,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.layout import as_rows
+from tilegym_rmsnorm.backends.layout import as_rows
+from tilegym_rmsnorm.call.spec import Gradients, Outputs, Spec, Tensors, Wanted, parts_of
 from tilegym_rmsnorm.reference import joint_dtype, residual_sum, round_xhat, sum_of_rows
-from tilegym_rmsnorm.spec import Gradients, Outputs, Spec, Tensors, Wanted, parts_of
 
 _log = logging.getLogger("tilegym_rmsnorm")
 _told: set[tuple[object, ...]] = set()

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""How the ops of torch_ops.py are sharded: the rules by which a DTensor's engine runs them on local tensors.
+"""Say how the ops of op.py are sharded: the rules by which DTensor's engine runs them on local tensors.
 
 x, dy and residual may be sharded in any dimension but the normalized ones, evenly or not. Nothing is communicated then:
 each process normalizes its rows. weight and bias are replicated, dw and db are partial sums. Weights of heads are
@@ -15,93 +15,67 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
-
-from tilegym_rmsnorm import placements
-from tilegym_rmsnorm.spec import D_RESIDUAL, DB, DW, DX
-from tilegym_rmsnorm.torch_ops import op
+from tilegym_rmsnorm.call.spec import D_RESIDUAL, DB, DW, DX
+from tilegym_rmsnorm.call.tensors import is_dtensor, splits_rows
+from tilegym_rmsnorm.call.watched import is_traced
 
 # What an op is given and gives on one dimension of a mesh: the placements of its results, and of its arguments, None
 # for what is no tensor.
 _Rule = tuple[list[Any], list[Any]]
 
 
-def prepare(*tensors: Tensor | None) -> None:
-    """Registers the rules if one of the tensors is a DTensor, and they are not registered yet."""
-    if any(placements.is_dtensor(tensor) for tensor in tensors):
-        _register()
+def register_if_needed(forward: Any, backward: Any, tensors: Iterable[Any]) -> None:
+    """Register the rules of the two ops if one of the tensors is a DTensor, and they are not registered yet."""
+    if not is_traced() and any(map(is_dtensor, tensors)):
+        _register(forward, backward)
 
 
 @functools.cache
-def _register() -> None:
+def _register(forward: Any, backward: Any) -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
-    register_sharding(op("rms_norm_forward"))(_forward)
-    register_sharding(op("add_rms_norm_forward"))(_add_forward)
-    register_sharding(op("rms_norm_backward"))(_backward)
-    register_sharding(op("add_rms_norm_backward"))(_add_backward)
+    register_sharding(forward)(_rules_of_forward)
+    register_sharding(backward)(_rules_of_backward)
 
 
-def _forward(x: Any, weight: Any, bias: Any, normalized_dims: int, *options: Any) -> list[_Rule]:
-    _warn_of_split_rows(normalized_dims, x)
-    rules = []
-    for placement, of_vectors, _ in _choices(normalized_dims, (x,), weight, bias):
-        vectors = [None if vector is None else of_vectors for vector in (weight, bias)]
-        rules.append(([placement] * 2, [placement, *vectors, None, *(None for _ in options)]))
-    return rules
-
-
-def _add_forward(
+def _rules_of_forward(
     x: Any, residual: Any, weight: Any, bias: Any, normalized_dims: int, *options: Any
 ) -> list[_Rule]:
     _warn_of_split_rows(normalized_dims, x, residual)
     rules = []
     for placement, of_vectors, _ in _choices(normalized_dims, (x, residual), weight, bias):
+        of_residual = None if residual is None else placement
         vectors = [None if vector is None else of_vectors for vector in (weight, bias)]
-        rules.append(([placement] * 3, [placement, placement, *vectors, None, *(None for _ in options)]))
+        given = [placement, of_residual, *vectors, None, *(None for _ in options)]
+        rules.append(([placement, placement, of_residual], given))
     return rules
 
 
-def _backward(
-    dy: Any, x: Any, weight: Any, rstd: Any, wanted: int, normalized_dims: int, *options: Any
-) -> list[_Rule]:
-    _warn_of_split_rows(normalized_dims, x)
-    rules = []
-    for placement, of_vector, of_sums in _choices(normalized_dims, (x, dy), weight):
-        dx, dw, db = _placed(wanted, placement, of_sums, weight, (DX, DW, DB))
-        given = [placement, placement, None if weight is None else of_vector, placement]
-        rules.append(([dx, dw, db], given + [None] * (2 + len(options))))
-    return rules
-
-
-def _add_backward(
+def _rules_of_backward(
     dy: Any,
-    d_residual_out: Any,
-    residual_out: Any,
+    x: Any,
     weight: Any,
     rstd: Any,
+    d_residual_out: Any,
     wanted: int,
     normalized_dims: int,
     *options: Any,
 ) -> list[_Rule]:
-    _warn_of_split_rows(normalized_dims, residual_out)
+    from torch.distributed.tensor import Replicate
+
+    _warn_of_split_rows(normalized_dims, x)
     rules = []
-    for placement, of_vector, of_sums in _choices(
-        normalized_dims, (residual_out, dy, d_residual_out), weight
-    ):
-        results = _placed(wanted, placement, of_sums, weight, (DX, D_RESIDUAL, DW, DB))
-        given = [placement, None if d_residual_out is None else placement, placement]
-        given += [None if weight is None else of_vector, placement]
-        rules.append((results, given + [None] * (2 + len(options))))
+    for placement, of_vector, of_sums in _choices(normalized_dims, (x, dy, d_residual_out), weight):
+        of_dw = None if weight is None else of_sums
+        results = (DW, of_dw), (DB, of_sums), (D_RESIDUAL, placement)
+        given = [placement, placement, None if weight is None else of_vector, placement]
+        given += [None if d_residual_out is None else placement, *[None] * (2 + len(options))]
+        dx = placement if wanted & DX else Replicate()  # of no elements
+        rules.append(([dx, *(of if wanted & bit else None for bit, of in results)], given))
     return rules
-
-
-def _placed(wanted: int, placement: Any, of_sums: Any, weight: Any, bits: tuple[int, ...]) -> list[Any]:
-    """The placements of the gradients that are wanted."""
-    of = {DX: placement, D_RESIDUAL: placement, DW: None if weight is None else of_sums, DB: of_sums}
-    return [of[bit] if wanted & bit else None for bit in bits]
 
 
 def _choices(dims: int, rows: tuple[Any, ...], *vectors: Any) -> list[tuple[Any, Any, Any]]:
@@ -132,7 +106,7 @@ def _choices(dims: int, rows: tuple[Any, ...], *vectors: Any) -> list[tuple[Any,
 
 
 def _warn_of_split_rows(dims: int, *tensors: Any) -> None:
-    if any(placements.splits_rows(tensor, dims) for tensor in tensors):
+    if any(splits_rows(tensor, dims) for tensor in tensors):
         _say_that_rows_are_gathered()
 
 

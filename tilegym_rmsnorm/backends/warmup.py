@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from tilegym_rmsnorm.backends.checks import tensors_unusable
-from tilegym_rmsnorm.registry import BackendUnavailableError, Request, request_of, why_unusable
-from tilegym_rmsnorm.spec import Casting
-from tilegym_rmsnorm.validation import (
+from tilegym_rmsnorm.backends.registry import BackendUnavailableError, Request, request_of, why_unusable
+from tilegym_rmsnorm.call.spec import Casting
+from tilegym_rmsnorm.call.validation import (
     check_casting,
+    check_residual,
     checked_dtype,
     checked_heads,
     checked_number,
-    checked_residual_dtype,
 )
 
 Width = tuple[int, torch.dtype] | tuple[int, torch.dtype, torch.dtype | None]
@@ -97,7 +97,7 @@ def warmup(
 def _check_residual(residual: torch.dtype | None, alpha: float, dtype: torch.dtype | None) -> None:
     """As `rms_norm` checks them."""
     if residual is None:
-        checked_residual_dtype(torch.empty(0, device="meta"), None, alpha, dtype)
+        check_residual(torch.empty(0, device="meta"), None, alpha, dtype)
     else:
         checked_dtype("residual_dtype", dtype)
 

@@ -1,0 +1,515 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""`rms_norm`, and its forward and backward each by itself: check the arguments, ask for the route, take it.
+
+Eager calls of small tensors are bound by the host: a call like one before takes no checks (routes/known_calls.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function
+
+import tilegym_rmsnorm.routes.op_gradients  # noqa: F401, which registers how the ops are differentiated
+from tilegym_rmsnorm import reference
+from tilegym_rmsnorm.backends.registry import backward_of, implementations_of
+from tilegym_rmsnorm.call import arguments
+from tilegym_rmsnorm.call.spec import Call, Casting, Tensors, Wanted, shape_of_rstd
+from tilegym_rmsnorm.call.tensors import check_memory
+from tilegym_rmsnorm.call.validation import (
+    check_input,
+    check_normalized_shape,
+    checked_bool,
+    checked_dtype,
+    checked_eps,
+    refuse_torch_jit_script,
+)
+from tilegym_rmsnorm.call.watched import has_torch_function, is_traced, is_watched
+from tilegym_rmsnorm.routes import eager, kernels, known_calls, op, operations
+from tilegym_rmsnorm.routes.choose import KERNELS, OP, UNTRACED, route_of
+
+__all__ = [
+    "compute_rms_norm_rstd_torch",
+    "rms_norm",
+    "rms_norm_backward",
+    "rms_norm_backward_torch",
+    "rms_norm_forward",
+]
+
+_len_torch_function_stack = torch._C._len_torch_function_stack  # of the modes that see function calls
+
+
+@overload
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    residual: None = None,
+    residual_alpha: float = 1.0,
+    residual_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    casting: Casting = "once",
+    backend: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    residual: Tensor,
+    residual_alpha: float = 1.0,
+    residual_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    casting: Casting = "once",
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    residual: Tensor | None = None,
+    residual_alpha: float = 1.0,
+    residual_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    casting: Casting = "once",
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`torch.nn.functional.rms_norm`, differentiable (twice), on the selected backend.
+
+    `y = input * rstd * (weight + offset) + bias` over the last `len(normalized_shape)` dimensions, which hold N
+    elements, with `rstd = 1 / sqrt(mean(input^2) + eps)`. Computed in float32, in float64 for float64 tensors.
+
+    With a residual, `residual_out = residual_alpha * input + residual` is formed in the same precision, rounded once to
+    its dtype, and that value is normalized: what a transformer block hands on, and the norm of it.
+
+    The backward runs on the backend of the forward; under `create_graph` it runs through the reference, which is
+    differentiable again. Saved for it are input (a copy of one made under `torch.inference_mode`), or residual_out in
+    its place, weight and rstd. Under `torch.autocast("cuda")` the call does as `F.rms_norm` of the installed torch
+    does: from torch 2.12 on, half inputs are normalized, and y returned, in float32, unless out_dtype says otherwise;
+    residual_out is not cast. Before, and under autocast of CPUs, nothing is cast.
+
+    Args:
+        input: Shape `(*, *normalized_shape)`; float16, bfloat16, float32 or float64; any strides. Also what
+            `F.rms_norm` takes and no kernel does: complex, jagged nested, rows of no elements. A DTensor, whose local
+            tensor the kernels take.
+        normalized_shape: The last dimensions of input, as an int or a sequence of ints.
+        weight: Shape `normalized_shape`, or `(H, *normalized_shape)`, a row for each head, where input's dimension
+            before the normalized ones is H; any of these dtypes. None: a factor of 1, whatever the offset.
+        eps: None: the machine epsilon of float32, of float64 where what is normalized is float64.
+        bias: Shape of weight, `normalized_shape` without one; any of these dtypes. None: nothing is added.
+        offset: Added to weight in the precision that computes: 1 for Gemma, whose weights are stored minus 1.
+        residual: Of input's shape and device, any of these dtypes.
+        residual_alpha: Multiplies input, the branch, before the residual is added.
+        residual_dtype: Of residual_out. None: that of `input + residual`.
+        out_dtype: Of y. None: that of input.
+        casting: `"once"`: only y is rounded. `"llama"`: what is normalized, times rstd, is rounded to its own dtype
+            before the weight.
+        backend: A name or `"auto"`. None: the one in effect, see `use_backend`.
+
+    Returns:
+        y, of input's shape; `(y, residual_out)` where a residual is given. Both are contiguous.
+
+    Raises:
+        ValueError: A shape, a device or a number does not fit.
+        TypeError: A dtype, a layout or a type does not fit.
+        BackendUnavailableError: The backend that was asked for by name cannot run the call.
+    """
+    if (
+        not is_watched()
+        and bias is None
+        and residual is None
+        and out_dtype is None
+        and residual_dtype is None
+        and (residual_alpha is _ALPHA or (type(residual_alpha) is float and residual_alpha == 1.0))
+        # Autocast of CUDA devices: to name them takes 0.2 us.
+        and not ((arguments.HAS_AUTOCAST and torch.is_autocast_enabled()) or _len_torch_function_stack())
+    ):
+        call = known_calls.find(input, normalized_shape, weight, eps, offset, casting, backend)
+        if call is not None:
+            result = eager.run_or_record(input, weight, None, None, call)
+            if result is not None:
+                return result
+    options: dict[str, Any] = {"bias": bias, "offset": offset, "residual": residual}
+    options |= {"residual_alpha": residual_alpha, "residual_dtype": residual_dtype, "out_dtype": out_dtype}
+    options |= {"casting": casting, "backend": backend}
+    given = input, normalized_shape, weight, eps
+    # The __torch_function__ of nested tensors takes PyTorch's own functions alone; operations.py calls F.rms_norm.
+    if has_torch_function(input, weight, bias, residual):
+        if not (isinstance(input, Tensor) and input.is_nested):
+            return handle_torch_function(rms_norm, (input, weight, bias, residual), *given, **options)
+    return _checked_rms_norm(*given, **options)
+
+
+rms_norm.__prepare_scriptable__ = refuse_torch_jit_script
+_ALPHA = rms_norm.__kwdefaults__["residual_alpha"]  # known without a comparison, which a tensor would answer
+
+
+def _checked_rms_norm(
+    input: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None,
+    eps: float | None,
+    *,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    backend: str | None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`rms_norm`, by all checks, which Dynamo traces too. options: numbers and dtypes."""
+    checked = arguments.checked_forward(
+        input, normalized_shape, weight, bias, residual, eps=eps, is_public=True, **options
+    )
+    tensors, shape, spec, are_plain = checked
+    named = checked.named("input", "weight", "bias", "residual")
+    route = route_of(Call(spec, backend), named, are_plain=are_plain, keeps_shards=True)
+    if route.name == OP:
+        y, _, residual_out = op.call_forward(tensors, len(shape), spec, route.backend)
+        return y if residual_out is None else (y, residual_out)
+    if route.name == UNTRACED:
+        options |= {"bias": bias, "residual": residual, "backend": route.backend}
+        return _untraced_rms_norm(input, normalized_shape, weight, eps, **options)
+    forward = backward = None
+    if not is_traced():  # else nothing is left but PyTorch's operations
+        # The backward's now: another backend may be in effect when it runs.
+        has_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        options = {"with_backward": has_grad and route.name == KERNELS}
+        forward, backward = implementations_of(spec, tensors, route.backend, route.reason, **options)
+    if route.name != KERNELS:
+        return operations.norm_by_operations(tensors, shape, spec)
+    x, weight, bias, residual = tensors
+    call = Call(spec, route.backend, forward, backward, spec.residual_dtype or x.dtype)
+    if bias is None and residual is None:
+        known_calls.remember(x, weight, call)
+    with kernels.unseen(forward):
+        return eager.run_or_record(x, weight, bias, residual, call)
+
+
+@overload
+def rms_norm_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    residual: None = None,
+    residual_alpha: float = 1.0,
+    residual_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    casting: Casting = "once",
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def rms_norm_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    residual: Tensor,
+    residual_alpha: float = 1.0,
+    residual_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    casting: Casting = "once",
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def rms_norm_forward(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    offset: float = 0.0,
+    residual: Tensor | None = None,
+    residual_alpha: float = 1.0,
+    residual_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+    casting: Casting = "once",
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    """y and rstd of rows of x, without autograd; with a residual `(y, residual_out, rstd)`. M is the product of x's
+    leading dimensions, N its last.
+
+    Args:
+        x: Shape `(*, N)`; float16, bfloat16, float32 or float64; any strides.
+        weight: Shape `(N,)`, or `(H, N)` where x's dimension before the last is H, or None.
+        eps: As for `rms_norm`.
+        bias: Weight's shape, `(N,)` without one, or None.
+        offset: As for `rms_norm`.
+        residual: As for `rms_norm`.
+        residual_alpha: As for `rms_norm`.
+        residual_dtype: As for `rms_norm`.
+        out_dtype: As for `rms_norm`.
+        casting: As for `rms_norm`.
+        backend: As for `rms_norm`.
+
+    Returns:
+        y, of x's shape and out_dtype, and rstd, of shape `(M,)`, float32 (float64 where what is normalized is float64);
+        `(y, residual_out, rstd)` where a residual is given.
+
+    Raises:
+        ValueError: A shape, a device or a number does not fit.
+        TypeError: A dtype, a layout or a type does not fit.
+        BackendUnavailableError: The backend that was asked for by name cannot run the call.
+    """
+    options: dict[str, Any] = {"eps": eps, "offset": offset, "residual_alpha": residual_alpha}
+    options |= {"residual_dtype": residual_dtype, "out_dtype": out_dtype, "casting": casting}
+    checked = arguments.checked_forward(x, (), weight, bias, residual, **options, dims=1)
+    spec = checked.spec
+    named = checked.named("x", "weight", "bias", "residual")
+    route = route_of(Call(spec, backend), named, are_plain=checked.are_plain)
+    if route.name == UNTRACED:
+        options |= {"bias": bias, "residual": residual, "backend": route.backend}
+        return _untraced_forward(x, weight, **options)
+    if route.name == KERNELS:
+        y, rstd, residual_out = kernels.forward_on_backend(checked, route.backend)
+    elif route.name == OP:
+        y, rstd, residual_out = op.call_forward(_detached(checked.tensors), 1, spec, route.backend)
+    else:
+        if not is_traced():  # raises where a kernel was asked for by name
+            implementations_of(spec, checked.tensors, route.backend, route.reason)
+        with torch.no_grad():
+            y, rstd, residual_out = map(_packed, reference.forward_torch(checked.tensors, spec))
+    rstd = rstd.reshape(-1)
+    return (y, rstd) if residual_out is None else (y, residual_out, rstd)
+
+
+@overload
+def rms_norm_backward(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    offset: float = 0.0,
+    casting: Casting = "once",
+    d_residual_out: Tensor | None = None,
+    dw_dtype: torch.dtype | None = None,
+    needs_db: Literal[False] = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]: ...
+
+
+@overload
+def rms_norm_backward(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    offset: float = 0.0,
+    casting: Casting = "once",
+    d_residual_out: Tensor | None = None,
+    dw_dtype: torch.dtype | None = None,
+    needs_db: Literal[True],
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]: ...
+
+
+def rms_norm_backward(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    offset: float = 0.0,
+    casting: Casting = "once",
+    d_residual_out: Tensor | None = None,
+    dw_dtype: torch.dtype | None = None,
+    needs_db: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """dx and dw of `rms_norm_forward`, without autograd; with needs_db also db. After a residual x is residual_out,
+    what was normalized.
+
+    Args:
+        x: What was normalized: what the forward was given, or the residual_out that it returned. Shape `(*, N)`.
+        dy: The gradient of y, of x's shape and device; any floating dtype, any strides.
+        weight: What the forward was given: shape `(N,)`, or `(H, N)`, or None.
+        rstd: What the forward returned: shape `(M,)`.
+        offset: What the forward was given.
+        casting: What the forward was given.
+        d_residual_out: The gradient of residual_out, which is added to dx; like dy. None: there is none.
+        dw_dtype: Of dw and db: `torch.float32` where main gradients are accumulated. None: weight's, x's without one.
+        needs_db: Whether db is returned too.
+        backend: As for `rms_norm`.
+
+    Returns:
+        dx, of x's shape and dtype: the gradient of what was normalized. With a residual that is the gradient of the
+        residual; the gradient of the forward's x is residual_alpha * dx, cast to its dtype. dw, of weight's shape, None
+        without a weight. Where needs_db, db too, of weight's shape, `(N,)` without one.
+
+    Raises:
+        ValueError: A shape, a device or a number does not fit.
+        TypeError: A dtype, a layout or a type does not fit.
+        BackendUnavailableError: The backend that was asked for by name cannot run the call.
+    """
+    options: dict[str, Any] = {"offset": offset, "casting": casting}
+    checked = arguments.checked_backward(x, dy, weight, rstd, d_residual_out, **options)
+    spec, wanted = checked.spec, _wanted(x, weight, dw_dtype, needs_db)
+    named = checked.named("x", "dy", "weight", "rstd", "d_residual_out")
+    route = route_of(Call(spec, backend), named, are_plain=checked.are_plain)
+    if route.name == UNTRACED:
+        options |= {"d_residual_out": d_residual_out, "dw_dtype": dw_dtype, "needs_db": needs_db}
+        return _untraced_backward(x, dy, weight, rstd, **options, backend=route.backend)
+    if route.name == KERNELS:
+        dx, _, dw, db = kernels.backward_on_backend(checked, wanted, route.backend)
+    elif route.name == OP:
+        x, dy, weight, rstd, d_residual_out = _detached(checked.tensors)
+        given = x, dy, weight, rstd.reshape(shape_of_rstd(x, 1)), d_residual_out
+        dx, _, dw, db = op.call_backward(given, 1, spec, wanted, route.backend)
+    else:
+        if not is_traced():  # raises where a kernel was asked for by name
+            backward_of(spec, checked.tensors, wanted, route.backend, route.reason)
+        with torch.no_grad():
+            dx, _, dw, db = map(_packed, operations.gradients_by_operations(checked.tensors, 1, spec, wanted))
+    return (dx, dw, db) if needs_db else (dx, dw)
+
+
+def compute_rms_norm_rstd_torch(x: Tensor, eps: float | None = None) -> Tensor:
+    """`1 / sqrt(mean(x^2) + eps)` over the last dimension, by the reference: differentiable.
+
+    Args:
+        x: Shape `(*, N)`; float16, bfloat16, float32 or float64.
+        eps: As for `rms_norm`.
+
+    Returns:
+        rstd, of shape `(M,)`, M the product of x's leading dimensions; float32 (float64 for float64 x).
+
+    Raises:
+        ValueError: A shape or a number does not fit.
+        TypeError: A dtype, a layout or a type does not fit.
+    """
+    check_input("x", x)
+    check_memory(x=x)
+    check_normalized_shape(x, x.shape[-1:])
+    return reference.compute_rms_norm_rstd_torch(x, checked_eps(eps))
+
+
+@overload
+def rms_norm_backward_torch(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    offset: float = 0.0,
+    casting: Casting = "once",
+    d_residual_out: Tensor | None = None,
+    dw_dtype: torch.dtype | None = None,
+    needs_db: Literal[False] = False,
+) -> tuple[Tensor, Tensor | None]: ...
+
+
+@overload
+def rms_norm_backward_torch(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    offset: float = 0.0,
+    casting: Casting = "once",
+    d_residual_out: Tensor | None = None,
+    dw_dtype: torch.dtype | None = None,
+    needs_db: Literal[True],
+) -> tuple[Tensor, Tensor | None, Tensor]: ...
+
+
+def rms_norm_backward_torch(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    *,
+    offset: float = 0.0,
+    casting: Casting = "once",
+    d_residual_out: Tensor | None = None,
+    dw_dtype: torch.dtype | None = None,
+    needs_db: bool = False,
+) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
+    """`rms_norm_backward` by the reference: differentiable, with rstd an input like the others.
+
+    Args:
+        x: What was normalized. Shape `(*, N)`.
+        dy: Of x's shape and device; any floating dtype.
+        weight: Shape `(N,)`, or `(H, N)` where x's dimension before the last is H, or None.
+        rstd: Shape `(M,)`, as `compute_rms_norm_rstd_torch` gives it.
+        offset: As for `rms_norm`.
+        casting: As for `rms_norm`.
+        d_residual_out: As for `rms_norm_backward`.
+        dw_dtype: As for `rms_norm_backward`.
+        needs_db: As for `rms_norm_backward`.
+
+    Returns:
+        As `rms_norm_backward`: dx and dw, with needs_db also db.
+
+    Raises:
+        ValueError: A shape, a device or a number does not fit.
+        TypeError: A dtype, a layout or a type does not fit.
+    """
+    checked = arguments.checked_backward(x, dy, weight, rstd, d_residual_out, offset=offset, casting=casting)
+    wanted = _wanted(x, weight, dw_dtype, needs_db)
+    check_memory(x=x, dy=dy, weight=weight, rstd=rstd, d_residual_out=d_residual_out)
+    dx, _, dw, db = reference.gradients_torch((x, dy, weight, rstd, d_residual_out), checked.spec, wanted)
+    return (dx, dw, db) if needs_db else (dx, dw)
+
+
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which torch.compile calls and does not look into."""
+    untraced = torch._disable_dynamo(function)  # torch.compiler.disable would import Dynamo here and now
+    # Dynamo says this where it may not break the graph (fullgraph=True, strict export).
+    untraced._torchdynamo_disable = True
+    untraced._torchdynamo_disable_msg = (
+        "a kernel of tilegym_rmsnorm was asked for by name and cannot run this call in a graph: its tensors, an eps "
+        "that the graph computes, or a transform of torch.func, are for PyTorch's own operations. To mend it: "
+        'backend="torch"'
+    )
+    return untraced
+
+
+_untraced_rms_norm, _untraced_forward, _untraced_backward = map(
+    _untraced, (rms_norm, rms_norm_forward, rms_norm_backward)
+)
+
+
+def _detached(tensors: Tensors) -> Tensors:
+    return tuple(None if tensor is None else tensor.detach() for tensor in tensors)
+
+
+def _packed(result: Tensor | None) -> Tensor | None:
+    """PyTorch's operations keep the order of strides that they are given."""
+    return None if result is None else result.contiguous()
+
+
+def _wanted(x: Tensor, weight: Tensor | None, dw_dtype: torch.dtype | None, needs_db: bool) -> Wanted:
+    """dx, dw where there is a weight, and db where it is asked for: in dw_dtype, or weight's, or x's."""
+    checked_bool("needs_db", needs_db)
+    dw_dtype = checked_dtype("dw_dtype", dw_dtype) or (x.dtype if weight is None else weight.dtype)
+    return Wanted(x.dtype, None, None if weight is None else dw_dtype, dw_dtype if needs_db else None)

@@ -1,0 +1,182 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Choose the route of a call: a backend's kernels, a library op, or PyTorch's operations.
+
+    KERNELS      a backend runs it, on plain memory: eager calls
+    OP           an op of torch.library stands for it (op.py): in graphs of torch.compile, torch.export, make_fx and
+                 AOTAutograd, for DTensors, whose engine runs the op on local tensors, and under dispatch modes
+    OPERATIONS   PyTorch's differentiable operations (operations.py), which torch.func, forward-mode differentiation,
+                 torch.jit.trace and subclasses of tensors can take. Also in graphs with backend="torch", where Inductor
+                 compiles them with their neighbours
+    UNTRACED     torch.compile breaks its graph, and the call runs eagerly: a kernel was asked for by name, and no op
+                 stands for the call
+
+`route_of` decides for `rms_norm`, `rms_norm_forward`, `rms_norm_backward` and the backward of eager calls, which turn
+the answer into a call. A library op asks parts of it: `is_transformed` above autograd, `why_no_kernel` when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.torch_version import TorchVersion
+
+from tilegym_rmsnorm.call import watched
+from tilegym_rmsnorm.call.spec import Call
+from tilegym_rmsnorm.call.tensors import (
+    PLAIN_TYPES,
+    check_memory,
+    has_own_operations,
+    has_tangent,
+    is_batched,
+    is_dtensor,
+    shards_of,
+    why_not_plain,
+)
+from tilegym_rmsnorm.settings import check_backend_name, get_current_backend, traced_backend
+
+KERNELS, OP, OPERATIONS, UNTRACED = "kernels", "op", "operations", "untraced"
+# F.rms_norm of a DTensor with fewer rows than shards, in the backward twice as often as the op.
+_PYTORCH_GATHERS = TorchVersion(torch.__version__) >= "2.14"
+
+
+class Route(NamedTuple):
+    name: str  # one of the four above
+    backend: Any  # the name that runs it; of OP the one that the graph is given, None for the one in effect at each run
+    reason: str | None = None  # in words, why it is not KERNELS
+
+
+def route_of(
+    call: Call,
+    tensors: Mapping[str, Tensor | None],
+    *,
+    are_plain: bool = False,
+    keeps_shards: bool = False,
+) -> Route:
+    """The route of a call of these tensors, by their names; x, or dy, comes first.
+
+    are_plain: they are known to be. keeps_shards: DTensors that the op would gather go by OPERATIONS. Raises ValueError
+    where the memory of a tensor was freed.
+    """
+    x = next(iter(tensors.values()))
+    are_plain = are_plain and x is not None and not x.is_complex()
+    if are_plain and not watched.is_watched():
+        return Route(KERNELS, get_current_backend() if call.backend is None else call.backend)
+    backend = _backend_of_graph(call.backend)
+    if call.spec.n != 0 and not watched.is_symbol(call.spec.eps):
+        reason = _why_op(backend, tensors, are_plain)
+        if reason is not None and not (keeps_shards and _would_gather(backend, tensors)):
+            return Route(OP, backend, reason)
+    if watched.is_traced():
+        if backend in (None, "auto", "torch"):
+            return Route(OPERATIONS, "torch", "torch.compile traces PyTorch's operations")
+        return Route(UNTRACED, backend, "no op stands for this call")
+    reason = why_no_kernel(tensors)
+    if reason is None and call.spec.n == 0:
+        reason = "rows of input have no elements"
+    if reason is None and watched.is_symbol(call.spec.eps):
+        reason = "eps is known only when the graph runs"
+    backend = get_current_backend() if call.backend is None else call.backend
+    return Route(KERNELS if reason is None else OPERATIONS, backend, reason)
+
+
+def why_no_kernel(tensors: Mapping[str, Tensor | None]) -> str | None:
+    """Why no kernel can be given these tensors in this place, in words; None if one can. Not asked while Dynamo traces.
+    Raises ValueError where the memory of one was freed."""
+    check_memory(**tensors)
+    if (reason := watched.why_no_kernel()) is not None:
+        return reason
+    for name, tensor in tensors.items():
+        if tensor is not None and (reason := why_not_plain(tensor)) is not None:
+            return f"{name} {reason}"
+    return None
+
+
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether torch.func transforms this call, or a tensor has a tangent or is a batch: autograd asks for that, not the
+    caller of `rms_norm`, so that PyTorch's operations run it for every backend."""
+    return watched.is_in_torch_func() or any(
+        tensor is not None and (has_tangent(tensor) or is_batched(tensor)) for tensor in tensors
+    )
+
+
+def _backend_of_graph(backend: str | None) -> str | None:
+    """The backend that a graph is made with, where it is told of one: by name, or by `use_backend` in the function that
+    Dynamo traces. Else None: each run of the graph has the one in effect then, or, where it is not Dynamo that makes
+    it, the reference if that is in effect here."""
+    if backend is not None:
+        check_backend_name(backend)  # Dynamo and DTensor's engine would wrap what the op says
+        return backend
+    if watched.is_traced():
+        return traced_backend()
+    return "torch" if get_current_backend() == "torch" else None
+
+
+def _why_op(backend: str | None, tensors: Mapping[str, Tensor | None], are_plain: bool) -> str | None:
+    """Why an op stands for a call on `_backend_of_graph`'s backend; None if none does."""
+    if backend == "torch" or watched.is_in_torch_func():
+        return None
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in given.items():
+        if is_dtensor(tensor):  # a tensor beside it that is none their engine refuses
+            return f"{name} is a DTensor" if _takes_dtensors(given) else None
+    if watched.is_traced():
+        are_taken = all(type(each) in PLAIN_TYPES and not each.is_complex() for each in given.values())
+        return "torch.compile makes a graph of this call" if are_taken else None
+    if watched.is_transformed():
+        return None
+    if (reason := why_recorded(given)) is not None:
+        return reason
+    return "a dispatch mode sees this call" if are_plain and watched.count_modes() != 0 else None
+
+
+def _takes_dtensors(given: Mapping[str, Tensor]) -> bool:
+    if any(each.is_complex() or each.is_nested for each in given.values()):
+        return False
+    return watched.is_traced() or not watched.is_transformed()
+
+
+def why_recorded(given: Mapping[str, Tensor]) -> str | None:
+    """Why a graph has this call, by something other than Dynamo, torch.jit.trace and torch.func: make_fx, torch.export
+    or AOTAutograd; or why its results are shapes alone, by FakeTensorMode or fake tensors. None: neither."""
+    standing = [name for name, each in given.items() if isinstance(each, (FakeTensor, FunctionalTensor))]
+    if not (standing or watched.makes_graph()):
+        return None
+    for name, each in given.items():
+        if each.is_complex() or each.is_nested or (has_own_operations(each) and name not in standing):
+            return None
+    if standing:
+        return f"{standing[0]} is a {type(given[standing[0]]).__name__}"
+    return watched.why_no_kernel() or "a graph is made of this call"
+
+
+def _would_gather(backend: str | None, tensors: Mapping[str, Tensor | None]) -> bool:
+    """Whether an op would gather DTensors that PyTorch's operations leave where they are: those sharded in a
+    dimension with fewer elements than shards. Beside a residual that is placed otherwise their sum is moved anyhow, and
+    of a sum that is Partial then F.rms_norm can raise an error. Where a kernel is asked for by name it may."""
+    x, residual = next(iter(tensors.values())), tensors.get("residual")
+    is_alike = residual is None or getattr(residual, "placements", None) == getattr(x, "placements", None)
+    return not _PYTORCH_GATHERS and _is_auto(backend) and is_alike and _has_too_many_shards(x)
+
+
+def _is_auto(backend: str | None) -> bool:
+    """Whether no backend is asked for by name: in the call, or by what is in effect, which Dynamo does not see."""
+    if backend is None and not watched.is_traced():
+        backend = get_current_backend()
+    return backend in (None, "auto")
+
+
+def _has_too_many_shards(x: Any) -> bool:
+    """Whether a DTensor is sharded in a dimension with fewer elements than shards."""
+    shards = shards_of(x)
+    if watched.is_traced():  # a size may be a number that is not known while it traces: it may be small
+        from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+        return any(guard_or_true(x.shape[dim] < count) for dim, count in shards.items())
+    return any(x.shape[dim] < count for dim, count in shards.items())

@@ -1,0 +1,261 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Two ops of torch.library, `torch.ops.tilegym_rmsnorm`, which stand for a forward and a backward in graphs.
+
+x has any leading dimensions and `normalized_dims` normalized ones, whose shape weight and bias have, or one dimension
+more for heads. rstd has x's shape with an extent of 1 in the place of each normalized dimension, as aten's fused ops
+give it: rows that are flattened could not be sharded in a sequence. All arguments are positional, so that autocast
+and sharding rules can be registered. `wanted` comes before the other numbers: sharding rules are cached by what follows
+the tensors. wanted: 1 dx, 2 dw, 4 db, 8 d_residual, added up. Gradients that are not wanted, and residual_out without a
+residual, are None, which AOTInductor takes where the schema says `Tensor?`. But dx has no elements then: of an op whose
+first result is no `Tensor`, DTensor's engine wraps no result.
+
+Which kernel runs is decided when an op runs, not when a graph is made: a graph may serve any number of rows.
+backend: a name, "auto", or None for the one in effect then.
+
+op_gradients.py differentiates the ops, op_sharding.py shards them. They have no rule for autocast: `rms_norm` casts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilegym_rmsnorm.call import arguments
+from tilegym_rmsnorm.call.arguments import Checked
+from tilegym_rmsnorm.call.spec import (
+    D_RESIDUAL,
+    DB,
+    DW,
+    DX,
+    Call,
+    Gradients,
+    Outputs,
+    Spec,
+    Tensors,
+    Wanted,
+    shape_of_rstd,
+)
+from tilegym_rmsnorm.call.tensors import check_memory
+from tilegym_rmsnorm.call.validation import checked_dtype
+from tilegym_rmsnorm.call.watched import is_watched
+from tilegym_rmsnorm.reference import compute_dtype, sum_of_rows
+from tilegym_rmsnorm.routes import choose, kernels, op_sharding
+from tilegym_rmsnorm.settings import check_backend_name
+
+NAMESPACE = "tilegym_rmsnorm"
+SCHEMAS = {
+    "rms_norm_forward": (
+        "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int normalized_dims, float eps, float offset,"
+        " str casting, float alpha, ScalarType? residual_dtype, ScalarType? out_dtype, str? backend)"
+        " -> (Tensor y, Tensor rstd, Tensor? residual_out)"
+    ),
+    "rms_norm_backward": (
+        "(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, Tensor? d_residual_out, int wanted, int normalized_dims,"
+        " float offset, str casting, float alpha, ScalarType? dx_dtype, ScalarType? d_residual_dtype,"
+        " ScalarType? dw_dtype, ScalarType? db_dtype, str? backend)"
+        " -> (Tensor dx, Tensor? dw, Tensor? db, Tensor? d_residual)"
+    ),
+}
+
+library = torch.library.Library(NAMESPACE, "DEF")
+for _name, _schema in SCHEMAS.items():
+    library.define(_name + _schema)
+FORWARD = torch.ops.tilegym_rmsnorm.rms_norm_forward.default
+BACKWARD = torch.ops.tilegym_rmsnorm.rms_norm_backward.default
+
+
+def call_forward(tensors: Tensors, dims: int, spec: Spec, backend: str | None) -> Outputs:
+    """Call the forward op on x, weight, bias, residual: y, rstd with the op's shape, residual_out."""
+    x, weight, bias, residual = tensors
+    prepare(*tensors)
+    numbers = dims, spec.eps, spec.offset, spec.casting, spec.alpha
+    return FORWARD(x, residual, weight, bias, *numbers, spec.residual_dtype, spec.y_dtype, backend)
+
+
+def call_backward(tensors: Tensors, dims: int, spec: Spec, wanted: Wanted, backend: str | None) -> Gradients:
+    """Call the backward op on x, dy, weight, rstd with the op's shape, d_residual_out. dx is always wanted: kernels
+    write it anyhow."""
+    x, dy, weight, rstd, d_residual_out = tensors
+    prepare(*tensors)
+    bits = DX + D_RESIDUAL * (wanted.d_residual is not None)
+    bits += DW * (wanted.dw is not None) + DB * (wanted.db is not None)
+    numbers = bits, dims, spec.offset, spec.casting, spec.alpha
+    dx, dw, db, d_residual = BACKWARD(dy, x, weight, rstd, d_residual_out, *numbers, *wanted, backend)
+    return dx, d_residual, dw, db
+
+
+def call_backward_on_rows(tensors: Tensors, call: Call, wanted: Wanted) -> Gradients:
+    """The backward op for the gradients of an eager call, of which a graph is made: by compiled autograd or make_fx."""
+    x, dy, weight, rstd, d_residual_out = tensors
+    spec = call.spec
+    shape = (-1, spec.heads, spec.n) if spec.heads else (-1, spec.n)
+    rows, dy_rows = x.reshape(shape), dy.reshape(shape)
+    d_rows = None if d_residual_out is None else d_residual_out.reshape(shape)
+    vector = None if weight is None else weight.reshape(shape[1:])
+    rstd = rstd.reshape(*rows.shape[:-1], 1)
+    given = rows, dy_rows, vector, rstd, d_rows
+    dx, d_residual, dw, db = call_backward(given, 1, spec, wanted, call.backend)
+    d_residual = None if d_residual is None else d_residual.view(x.shape)
+    return dx.view(x.shape), d_residual, None if dw is None else dw.view(weight.shape), db
+
+
+def call_for_db(dy: Tensor, weight: Tensor | None, rstd: Tensor, dims: int, dtype: torch.dtype) -> Tensor:
+    """db alone, in a graph: of a sum Inductor would make a kernel that adds in another order than eager calls do. The
+    op reads dy, which is given for x too: else the graph would keep x for it."""
+    rstd = rstd.reshape(*dy.shape[:-dims], *(1,) * dims).to(compute_dtype(dy.dtype))
+    numbers = DB, dims, 0.0, "once", 1.0
+    return BACKWARD(dy, dy, weight, rstd, None, *numbers, None, None, None, dtype, None)[2]
+
+
+def prepare(*tensors: Tensor | None) -> None:
+    """Register how the ops are sharded if one of the tensors is a DTensor, before the first call of one."""
+    op_sharding.register_if_needed(FORWARD, BACKWARD, tensors)
+
+
+# The implementations, for real tensors and for those that a graph is made with.
+
+
+def _run_forward_op(x: Tensor, residual: Tensor | None, *rest: Any) -> Outputs:
+    checked, dims, backend = arguments_of_forward(x, residual, *rest)
+    obstacle = _obstacle(checked, "x", "weight", "bias", "residual")
+    y, rstd, residual_out = kernels.forward_on_backend(checked, backend, obstacle)
+    return y, rstd.view(shape_of_rstd(x, dims)), residual_out
+
+
+def _forward_of_fakes(x: Tensor, residual: Tensor | None, *rest: Any) -> Outputs:
+    checked, dims, _ = arguments_of_forward(x, residual, *rest)
+    spec = checked.spec
+    residual_out = None if residual is None else x.new_empty(x.shape, dtype=spec.residual_dtype)
+    rstd = x.new_empty(shape_of_rstd(x, dims), dtype=compute_dtype(spec.residual_dtype or x.dtype))
+    return x.new_empty(x.shape, dtype=spec.y_dtype or x.dtype), rstd, residual_out
+
+
+def _run_backward_op(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+    checked, _, bits, wanted, backend = arguments_of_backward(dy, x, *rest)
+    if bits == DB:  # no kernel need run; the bits that an eager backward of it has
+        check_memory(dy=dy)
+        weight = checked.tensors[2]
+        shape = checked.shape if weight is None else weight.shape
+        return (
+            x.new_empty(0),
+            None,
+            sum_of_rows(checked.tensors[1], shape, compute_dtype(dy.dtype), wanted.db),
+            None,
+        )
+    obstacle = _obstacle(checked, "x", "dy", "weight", "rstd", "d_residual_out")
+    dx, d_residual, dw, db = kernels.backward_on_backend(checked, wanted, backend, obstacle)
+    if d_residual is not None and d_residual.untyped_storage().data_ptr() == dx.untyped_storage().data_ptr():
+        d_residual = d_residual.clone()  # results of an op may not share memory
+    return dx if bits & DX else x.new_empty(0), dw, db, d_residual
+
+
+def _backward_of_fakes(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+    checked, _, bits, wanted, _ = arguments_of_backward(dy, x, *rest)
+    weight = checked.tensors[2]
+    of_vectors = checked.shape if weight is None else weight.shape
+    dx = x.new_empty(x.shape, dtype=wanted.dx) if bits & DX else x.new_empty(0)
+    others = (of_vectors, wanted.dw), (of_vectors, wanted.db), (x.shape, wanted.d_residual)
+    return dx, *(None if dtype is None else x.new_empty(shape, dtype=dtype) for shape, dtype in others)
+
+
+def _obstacle(checked: Checked, *names: str) -> str | None:
+    if checked.are_plain and not is_watched():
+        return None
+    return choose.why_no_kernel(checked.named(*names))
+
+
+def arguments_of_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    dims: int,
+    eps: float,
+    offset: float,
+    casting: str,
+    alpha: float,
+    residual_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None,
+    backend: str | None,
+) -> tuple[Checked, int, str | None]:
+    checked = arguments.checked_forward(
+        x,
+        (),
+        weight,
+        bias,
+        residual,
+        eps=eps,
+        offset=offset,
+        casting=casting,
+        residual_alpha=alpha,
+        residual_dtype=residual_dtype,
+        out_dtype=out_dtype,
+        dims=dims,
+    )
+    _check_backend(backend)
+    return checked, dims, backend
+
+
+def arguments_of_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    rstd: Tensor,
+    d_residual_out: Tensor | None,
+    wanted: int,
+    dims: int,
+    offset: float,
+    casting: str,
+    alpha: float,
+    dx_dtype: torch.dtype | None,
+    d_residual_dtype: torch.dtype | None,
+    dw_dtype: torch.dtype | None,
+    db_dtype: torch.dtype | None,
+    backend: str | None,
+) -> tuple[Checked, int, int, Wanted, str | None]:
+    given = x, dy, weight, rstd, d_residual_out
+    checked = arguments.checked_backward(*given, offset=offset, casting=casting, alpha=alpha, dims=dims)
+    if not 0 <= wanted <= DX + DW + DB + D_RESIDUAL:
+        raise ValueError(f"wanted: expected 0 to {DX + DW + DB + D_RESIDUAL}, got {wanted}")
+    for dtype in (dx_dtype, d_residual_dtype, dw_dtype, db_dtype):
+        checked_dtype("a gradient's dtype", dtype)
+    _check_backend(backend)
+    dtypes = wanted_gradients(wanted, x, weight, dx_dtype, d_residual_dtype, dw_dtype, db_dtype)
+    return checked, dims, wanted, dtypes, backend
+
+
+def wanted_gradients(
+    bits: int,
+    x: Tensor,
+    weight: Tensor | None,
+    dx_dtype: torch.dtype | None,
+    d_residual_dtype: torch.dtype | None,
+    dw_dtype: torch.dtype | None,
+    db_dtype: torch.dtype | None,
+) -> Wanted:
+    """The dtypes of the gradients that `wanted` names; of dw and db weight's, x's without one, where none is given. dx
+    is among them even where it is not wanted: kernels always write it."""
+    of_vectors = x.dtype if weight is None else weight.dtype
+    return Wanted(
+        dx_dtype or x.dtype,
+        (d_residual_dtype or x.dtype) if bits & D_RESIDUAL else None,
+        (dw_dtype or of_vectors) if bits & DW and weight is not None else None,
+        (db_dtype or of_vectors) if bits & DB else None,
+    )
+
+
+def _check_backend(backend: str | None) -> None:
+    if backend is not None:
+        check_backend_name(backend)
+
+
+for _name, _run, _fake in (
+    ("rms_norm_forward", _run_forward_op, _forward_of_fakes),
+    ("rms_norm_backward", _run_backward_op, _backward_of_fakes),
+):
+    library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=library)

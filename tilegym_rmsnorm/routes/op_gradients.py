@@ -1,0 +1,193 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Differentiate the ops of op.py, and map them over batches for vmap.
+
+The forward has an autograd.Function of our own at the key Autograd: half the host time of register_autograd. Its
+backward is the backward op, or, under create_graph, PyTorch's operations, which are differentiable again. The backward
+op, called by itself, is differentiated as these are. Inside a transform of torch.func, and where there are tangents,
+both ops are PyTorch's operations, which it knows how to transform.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilegym_rmsnorm import reference
+from tilegym_rmsnorm.call import watched
+from tilegym_rmsnorm.call.spec import D_RESIDUAL, DB, DW, DX, Spec, arrays_of_d
+from tilegym_rmsnorm.call.tensors import is_dtensor, savable
+from tilegym_rmsnorm.call.validation import check_weight, last_dims
+from tilegym_rmsnorm.routes import choose, op, operations
+from tilegym_rmsnorm.settings import get_current_backend
+
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+class _ForwardOfOp(torch.autograd.Function):
+    """Saves x, or with a residual residual_out, weight and rstd."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, options):
+        with _below_autograd():
+            y, rstd, residual_out = op.FORWARD(x, residual, weight, bias, *options)
+        ctx.save_for_backward(savable(x) if residual is None else residual_out, savable(weight), rstd)
+        ctx.bias = None if bias is None else (bias.dtype, bias.shape)
+        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+        ctx.options = _with_backend_in_effect(options, x)
+        ctx.set_materialize_grads(False)
+        needs_sum = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        fixed = [rstd] if residual_out is None or needs_sum else [rstd, residual_out]
+        ctx.mark_non_differentiable(*fixed)
+        return y, rstd, residual_out
+
+    @staticmethod
+    def backward(ctx, dy, _, d_residual_out):
+        dims, eps, offset, casting, alpha, _, _, backend = ctx.options
+        needs_dx, needs_d_residual, needs_dw, needs_db, _ = ctx.needs_input_grad
+        needs = needs_dx, needs_d_residual
+        if dy is None:
+            dx, d_residual = operations.gradients_of_sum(d_residual_out, alpha, ctx.dtypes, needs)
+            return dx, d_residual, None, None, None
+        x, weight, rstd = ctx.saved_tensors
+        db_dtype = ctx.bias[0] if needs_db else None
+        if not (needs_dx or needs_d_residual or needs_dw or is_dtensor(x)):
+            db = _db_alone(dy, weight, rstd, dims, *ctx.bias) if needs_db else None
+            return None, None, None, db, None
+        alpha, wanted = arrays_of_d(needs, alpha, ctx.dtypes)
+        wanted = wanted._replace(dw=weight.dtype if needs_dw else None, db=db_dtype)
+        spec = Spec(0, eps, offset, casting, alpha)
+        if torch.is_grad_enabled():
+            dx, d_residual, dw, db = operations.gradients_by_operations(
+                (x, dy, weight, None, d_residual_out), dims, spec, wanted
+            )
+        else:
+            bits = DX * (needs_dx or needs_d_residual) + D_RESIDUAL * (wanted.d_residual is not None)
+            bits += DW * needs_dw + DB * needs_db
+            numbers = bits, dims, offset, casting, alpha
+            given = dy, x, weight, rstd, d_residual_out
+            dx, dw, db, d_residual = op.BACKWARD(*given, *numbers, *wanted, backend)
+        if needs_d_residual and d_residual is None:
+            d_residual = dx
+        return dx if needs_dx else None, d_residual, dw, None if db is None else db.view(ctx.bias[1]), None
+
+
+def _differentiate_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, *options: Any
+) -> Any:
+    tensors = x, residual, weight, bias
+    op.prepare(x)
+    if choose.is_transformed(*tensors):
+        return _transformed_forward(*tensors, *options)
+    if _is_differentiated(*tensors):
+        return _ForwardOfOp.apply(*tensors, options)
+    with _below_autograd():
+        return op.FORWARD(*tensors, *options)
+
+
+def _differentiate_backward(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, d_residual_out: Tensor | None, *options: Any
+) -> Any:
+    tensors = dy, x, weight, rstd, d_residual_out
+    op.prepare(x)
+    if choose.is_transformed(*tensors) or _is_differentiated(*tensors):
+        return _transformed_backward(*tensors, *options)
+    with _below_autograd():
+        return op.BACKWARD(*tensors, *options)
+
+
+def _transformed_forward(x: Tensor, *rest: Any) -> Any:
+    checked, dims, _ = op.arguments_of_forward(x, *rest)
+    y, rstd, residual_out = reference.forward_torch(checked.tensors, checked.spec, dims)
+    residual_out = None if residual_out is None else residual_out.contiguous()
+    return y.contiguous(), rstd.detach(), residual_out
+
+
+def _transformed_backward(dy: Tensor, x: Tensor, *rest: Any) -> Any:
+    """rstd is an input like the others."""
+    checked, dims, bits, wanted, _ = op.arguments_of_backward(dy, x, *rest)
+    results = operations.gradients_by_operations(checked.tensors, dims, checked.spec, wanted)
+    dx, d_residual, dw, db = (None if each is None else each.contiguous() for each in results)
+    return dx if bits & DX else x.new_empty(0), dw, db, d_residual
+
+
+def _map_forward(info: Any, in_dims: tuple[int | None, ...], x: Tensor, residual: Any, *rest: Any) -> Any:
+    """vmap's rule of the forward. A batch of x or residual is one more leading dimension. Where weight or bias has a
+    batch, its calls are made one by one."""
+    if any(dim is not None for dim in in_dims[2:]) or info.batch_size == 0:
+        return _one_by_one(op.FORWARD, info, in_dims, x, residual, *rest)
+    rows = (
+        each.expand(info.batch_size, *each.shape) if dim is None else each.movedim(dim, 0)
+        for each, dim in ((x, in_dims[0]), (residual, in_dims[1]))
+        if each is not None
+    )
+    x, residual = next(rows), next(rows, None)
+    weight, bias, dims = rest[:3]
+    check_weight(weight, bias, x[0], last_dims(x[0], dims))  # the batch is no dimension of x
+    results = op.FORWARD(x, residual, *rest)
+    return results, tuple(None if each is None else 0 for each in results)
+
+
+def _one_by_one(function: Any, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+    """vmap's rule of calls of which each has a weight, or a dw, of its own."""
+
+    def of_batch(i: int) -> list[Any]:
+        pairs = zip(arguments, in_dims, strict=True)
+        return [each if dim is None else each.select(dim, i) for each, dim in pairs]
+
+    if info.batch_size == 0:  # as many results, of the shapes that those of one call have
+        pairs = zip(arguments, in_dims, strict=True)
+        one = [
+            each if dim is None else each.movedim(dim, 0).new_zeros(_rest(each, dim)) for each, dim in pairs
+        ]
+        results = tuple(None if each is None else each.new_empty(0, *each.shape) for each in function(*one))
+    else:
+        each_results = [function(*of_batch(i)) for i in range(info.batch_size)]
+        columns = zip(*each_results, strict=True)
+        results = tuple(None if column[0] is None else torch.stack(column) for column in columns)
+    return results, tuple(None if each is None else 0 for each in results)
+
+
+def _rest(tensor: Tensor, dim: int) -> list[int]:
+    """The shape without one dimension."""
+    sizes = list(tensor.shape)
+    del sizes[dim]
+    return sizes
+
+
+def _is_differentiated(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _with_backend_in_effect(options: tuple[Any, ...], x: Tensor) -> tuple[Any, ...]:
+    """options, of which the backend is the last: in autograd's threads no `use_backend` is in effect. In a graph that
+    is being made None stays: each run of it has its own."""
+    if options[-1] is not None or watched.makes_graph() or choose.why_recorded({"x": x}) is not None:
+        return options
+    return *options[:-1], get_current_backend()
+
+
+def _db_alone(
+    dy: Tensor, weight: Tensor | None, rstd: Tensor, dims: int, dtype: torch.dtype, shape: torch.Size
+) -> Tensor:
+    """db where nothing else is needed."""
+    if torch.is_grad_enabled():
+        return operations.db_by_operations(dy, shape, dtype)
+    return op.call_for_db(dy, weight, rstd, dims, dtype).view(shape)
+
+
+_RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "rms_norm_forward": (_differentiate_forward, _map_forward),
+    "rms_norm_backward": (_differentiate_backward, functools.partial(_one_by_one, op.BACKWARD)),
+}
+for _name, (_differentiated, _mapped) in _RULES.items():
+    op.library.impl(_name, _differentiated, "Autograd")
+    torch.library.register_vmap(f"{op.NAMESPACE}::{_name}", _mapped, lib=op.library)
+# autograd.grad(is_grads_batched=True) maps by an older vmap, which cannot make up a rule for results that may be None.
+op.library.impl("rms_norm_forward", _transformed_forward, "Batched")
+op.library.impl("rms_norm_backward", _transformed_backward, "Batched")
