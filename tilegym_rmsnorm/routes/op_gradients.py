@@ -188,6 +188,8 @@ _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 for _name, (_differentiated, _mapped) in _RULES.items():
     op.library.impl(_name, _differentiated, "Autograd")
     torch.library.register_vmap(f"{op.NAMESPACE}::{_name}", _mapped, lib=op.library)
-# autograd.grad(is_grads_batched=True) maps by an older vmap, which cannot make up a rule for results that may be None.
-op.library.impl("rms_norm_forward", _transformed_forward, "Batched")
-op.library.impl("rms_norm_backward", _transformed_backward, "Batched")
+# Neither torch.jit.trace nor the older vmap by which autograd.grad(is_grads_batched=True) maps a backward take an op
+# whose results may be None.
+for _key in ("Tracer", "Batched"):
+    op.library.impl("rms_norm_forward", _transformed_forward, _key)
+    op.library.impl("rms_norm_backward", _transformed_backward, _key)
