@@ -16,44 +16,33 @@ PACKAGE = "tilegym_rmsnorm"
 CUTILE = f"{PACKAGE}.backends.cutile"
 # From below: a module may import those of its own line and of the lines above. The first line that a name begins with.
 LAYERS = (
-    (
-        f"{PACKAGE}.layout",
-        f"{PACKAGE}.reference",
-        f"{PACKAGE}.gate",
-        f"{PACKAGE}.placements",
-        f"{PACKAGE}.resolve",
-        f"{PACKAGE}.validation",
-        f"{PACKAGE}.measure",
-        f"{PACKAGE}.spec",
-        f"{PACKAGE}.policy",
-    ),
+    (f"{PACKAGE}.call.spec", f"{PACKAGE}.call.watched"),
+    (f"{PACKAGE}.call.tensors", f"{PACKAGE}.reference"),
+    (f"{PACKAGE}.call.validation",),
+    (f"{PACKAGE}.call", f"{PACKAGE}.measure", f"{PACKAGE}.settings"),
     # knows the backends by the names of their modules, which it imports when they are first asked for
-    (f"{PACKAGE}.registry",),
+    (f"{PACKAGE}.backends.registry",),
     (f"{CUTILE}.plans",),
     (f"{CUTILE}.kernels",),
     (f"{CUTILE}.interpreter",),
     (f"{PACKAGE}.backends.versions", f"{PACKAGE}.backends.checks", f"{CUTILE}.runtime"),
-    (f"{PACKAGE}.backends.torch_reference", f"{PACKAGE}.backends.composed"),
+    (f"{PACKAGE}.backends.layout", f"{PACKAGE}.backends.torch_reference"),
+    (f"{PACKAGE}.backends.around_kernels",),
     (f"{CUTILE}.forms",),
     (f"{CUTILE}.launcher",),
     (f"{CUTILE}.choice",),
     (f"{CUTILE}.launch",),
     (f"{CUTILE}.warm", f"{CUTILE}.tuning"),
     (f"{PACKAGE}.backends",),
-    (
-        f"{PACKAGE}.arguments",
-        f"{PACKAGE}.autograd",
-        f"{PACKAGE}.composite",
-        f"{PACKAGE}.known_calls",
-    ),
-    (f"{PACKAGE}.unrecorded",),
-    (f"{PACKAGE}.torch_ops", f"{PACKAGE}.sharding", f"{PACKAGE}.torch_ops_autograd"),
-    (f"{PACKAGE}.graphs",),
-    (f"{PACKAGE}.api", f"{PACKAGE}.passes"),
-    (f"{PACKAGE}.warming", f"{PACKAGE}.configured", f"{PACKAGE}.module"),
+    # It decides and runs nothing: no route is below it.
+    (f"{PACKAGE}.routes.choose",),
+    (f"{PACKAGE}.routes.kernels", f"{PACKAGE}.routes.known_calls", f"{PACKAGE}.routes.op_sharding"),
+    (f"{PACKAGE}.routes.op", f"{PACKAGE}.routes.operations"),
+    (f"{PACKAGE}.routes.eager", f"{PACKAGE}.routes.op_gradients"),
+    (f"{PACKAGE}.functional",),
+    (f"{PACKAGE}.nn",),
+    # Its own file has public functions, which import an integration when they are called.
     (f"{PACKAGE}.integrations",),
-    # public functions that import an integration when they are called
-    (f"{PACKAGE}.overriding", f"{PACKAGE}.patching"),
     (PACKAGE,),
 )
 # Packages of the cutile backend that import nothing of it but themselves and these, and of others only these.

@@ -83,7 +83,7 @@ def test_a_backend_that_is_not_there_is_refused_before_anything_changes():
 def test_neither_the_package_nor_a_patch_imports_transformers():
     code = """
 import sys, torch, tilegym_rmsnorm
-assert not [name for name in sys.modules if name.startswith("tilegym_rmsnorm.integrations")]
+assert not [name for name in sys.modules if name.startswith("tilegym_rmsnorm.integrations.")]
 report = tilegym_rmsnorm.patch_model(torch.nn.Sequential(torch.nn.RMSNorm(8)))
 assert report.counts["patched"] == 1 and "transformers" not in sys.modules
 """
