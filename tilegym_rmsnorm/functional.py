@@ -136,11 +136,11 @@ def rms_norm(
         BackendUnavailableError: The backend that was asked for by name cannot run the call.
     """
     if (
-        not is_watched()
-        and bias is None
+        bias is None
         and residual is None
         and out_dtype is None
         and residual_dtype is None
+        and not is_watched()
         and (residual_alpha is _ALPHA or (type(residual_alpha) is float and residual_alpha == 1.0))
         # Autocast of CUDA devices: to name them takes 0.2 us.
         and not ((arguments.HAS_AUTOCAST and torch.is_autocast_enabled()) or _len_torch_function_stack())
@@ -180,9 +180,8 @@ def _checked_rms_norm(
     checked = arguments.checked_forward(
         input, normalized_shape, weight, bias, residual, eps=eps, is_public=True, **options
     )
-    tensors, shape, spec, are_plain = checked
-    named = checked.named("input", "weight", "bias", "residual")
-    route = route_of(Call(spec, backend), named, are_plain=are_plain, keeps_shards=True)
+    _, tensors, shape, spec, _ = checked
+    route = route_of(checked, backend, keeps_shards=True)
     if route.name == OP:
         y, _, residual_out = op.call_forward(tensors, len(shape), spec, route.backend)
         return y if residual_out is None else (y, residual_out)
@@ -192,9 +191,10 @@ def _checked_rms_norm(
     forward = backward = None
     if not is_traced():  # else nothing is left but PyTorch's operations
         # The backward's now: another backend may be in effect when it runs.
-        has_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-        options = {"with_backward": has_grad and route.name == KERNELS}
-        forward, backward = implementations_of(spec, tensors, route.backend, route.reason, **options)
+        has_grad = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
+        forward, backward = implementations_of(
+            spec, tensors, route.backend, route.reason, has_grad and route.name == KERNELS
+        )
     if route.name != KERNELS:
         return operations.norm_by_operations(tensors, shape, spec)
     x, weight, bias, residual = tensors
@@ -282,8 +282,7 @@ def rms_norm_forward(
     options |= {"residual_dtype": residual_dtype, "out_dtype": out_dtype, "casting": casting}
     checked = arguments.checked_forward(x, (), weight, bias, residual, **options, dims=1)
     spec = checked.spec
-    named = checked.named("x", "weight", "bias", "residual")
-    route = route_of(Call(spec, backend), named, are_plain=checked.are_plain)
+    route = route_of(checked, backend)
     if route.name == UNTRACED:
         options |= {"bias": bias, "residual": residual, "backend": route.backend}
         return _untraced_forward(x, weight, **options)
@@ -373,8 +372,7 @@ def rms_norm_backward(
     options: dict[str, Any] = {"offset": offset, "casting": casting}
     checked = arguments.checked_backward(x, dy, weight, rstd, d_residual_out, **options)
     spec, wanted = checked.spec, _wanted(x, weight, dw_dtype, needs_db)
-    named = checked.named("x", "dy", "weight", "rstd", "d_residual_out")
-    route = route_of(Call(spec, backend), named, are_plain=checked.are_plain)
+    route = route_of(checked, backend)
     if route.name == UNTRACED:
         options |= {"d_residual_out": d_residual_out, "dw_dtype": dw_dtype, "needs_db": needs_db}
         return _untraced_backward(x, dy, weight, rstd, **options, backend=route.backend)

@@ -38,16 +38,18 @@ HAS_AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", 
 
 
 class Checked(NamedTuple):
-    """tensors: x, weight, bias, residual of a forward; x, dy, weight, rstd, d_residual_out of a backward. are_plain:
-    all of them are (tensors.py)."""
+    """Arguments that fit. tensors: x, weight, bias, residual of a forward; x, dy, weight, rstd, d_residual_out of a
+    backward. are_plain: all of them are (tensors.py)."""
 
+    names: tuple[str, ...]  # of the tensors, in errors
     tensors: tuple[Any, ...]
     shape: torch.Size  # of a row
     spec: Spec
     are_plain: bool
 
-    def named(self, *names: str) -> dict[str, Tensor | None]:
-        return dict(zip(names, self.tensors, strict=True))
+
+_PUBLIC, _FORWARD = ("input", "weight", "bias", "residual"), ("x", "weight", "bias", "residual")
+_BACKWARD = ("x", "dy", "weight", "rstd", "d_residual_out")
 
 
 def checked_forward(
@@ -71,7 +73,8 @@ def checked_forward(
     is_public: as `rms_norm` takes them, whose x is named input. It may be complex, nested or have empty rows, and is
     cast as autocast casts for F.rms_norm.
     """
-    name = "input" if is_public else "x"
+    names = _PUBLIC if is_public else _FORWARD
+    name = names[0]
     are_plain, (x, weight, bias, residual) = _made_plain(x, weight, bias, residual)
     check_input(name, x, is_any_kind=is_public)
     if dims is not None:
@@ -97,7 +100,7 @@ def checked_forward(
         out_dtype = None
     eps = default_eps(residual_dtype or x.dtype) if eps is None else eps
     spec = Spec(n, eps, offset, casting, alpha, out_dtype, residual_dtype, heads)
-    return Checked((x, weight, bias, residual), shape, spec, are_plain)
+    return Checked(names, (x, weight, bias, residual), shape, spec, are_plain)
 
 
 def checked_backward(
@@ -126,7 +129,7 @@ def checked_backward(
     check_casting(casting)
     alpha = checked_number("residual_alpha", alpha)
     spec = Spec(n, 0.0, checked_number("offset", offset), casting, alpha, heads=heads)
-    return Checked(given, shape, spec, are_plain)
+    return Checked(_BACKWARD, given, shape, spec, are_plain)
 
 
 def _made_plain(*tensors: Any) -> tuple[bool, tuple[Any, ...]]:

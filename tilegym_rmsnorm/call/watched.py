@@ -122,7 +122,7 @@ def why_no_kernel() -> str | None:
 def without_modes() -> contextlib.AbstractContextManager[Any]:
     """Inside it no dispatch mode sees what is called. A mode that watches (FlopCounterMode, a logger, selective
     checkpointing) could keep, wrap or replace the memory that a kernel is about to fill."""
-    return _disable_current_modes() if count_modes() else contextlib.nullcontext()
+    return _disable_current_modes()
 
 
 def has_torch_function(*tensors: Tensor | None) -> bool:

@@ -28,7 +28,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.torch_version import TorchVersion
 
 from tilegym_rmsnorm.call import watched
-from tilegym_rmsnorm.call.spec import Call
+from tilegym_rmsnorm.call.arguments import Checked
 from tilegym_rmsnorm.call.tensors import (
     PLAIN_TYPES,
     check_memory,
@@ -52,50 +52,41 @@ class Route(NamedTuple):
     reason: str | None = None  # in words, why it is not KERNELS
 
 
-def route_of(
-    call: Call,
-    tensors: Mapping[str, Tensor | None],
-    *,
-    are_plain: bool = False,
-    keeps_shards: bool = False,
-) -> Route:
-    """The route of a call of these tensors, by their names; x, or dy, comes first.
+def route_of(checked: Checked, backend: str | None, *, keeps_shards: bool = False) -> Route:
+    """The route of a checked call. backend: as it was asked for: a name, "auto", or None for the one in effect.
 
-    are_plain: they are known to be. keeps_shards: DTensors that the op would gather go by OPERATIONS. Raises ValueError
-    where the memory of a tensor was freed.
+    keeps_shards: DTensors that the op would gather go by OPERATIONS. Raises ValueError where the memory of a tensor was
+    freed.
     """
-    x = next(iter(tensors.values()))
-    are_plain = are_plain and x is not None and not x.is_complex()
+    names, tensors, _, spec, are_plain = checked
+    are_plain = are_plain and not tensors[0].is_complex()
     if are_plain and not watched.is_watched():
-        return Route(KERNELS, get_current_backend() if call.backend is None else call.backend)
-    backend = _backend_of_graph(call.backend)
-    if call.spec.n != 0 and not watched.is_symbol(call.spec.eps):
-        reason = _why_op(backend, tensors, are_plain)
-        if reason is not None and not (keeps_shards and _would_gather(backend, tensors)):
-            return Route(OP, backend, reason)
+        return Route(KERNELS, get_current_backend() if backend is None else backend)
+    given = {name: tensor for name, tensor in zip(names, tensors, strict=True) if tensor is not None}
+    in_graph = _backend_of_graph(backend)
+    if spec.n != 0 and not watched.is_symbol(spec.eps):
+        reason = _why_op(in_graph, given, are_plain)
+        if reason is not None and not (keeps_shards and _would_gather(in_graph, given)):
+            return Route(OP, in_graph, reason)
     if watched.is_traced():
-        if backend in (None, "auto", "torch"):
+        if in_graph in (None, "auto", "torch"):
             return Route(OPERATIONS, "torch", "torch.compile traces PyTorch's operations")
-        return Route(UNTRACED, backend, "no op stands for this call")
-    reason = why_no_kernel(tensors)
-    if reason is None and call.spec.n == 0:
+        return Route(UNTRACED, in_graph, "no op stands for this call")
+    reason = _why_no_kernel(given)
+    if reason is None and spec.n == 0:
         reason = "rows of input have no elements"
-    if reason is None and watched.is_symbol(call.spec.eps):
+    if reason is None and watched.is_symbol(spec.eps):
         reason = "eps is known only when the graph runs"
-    backend = get_current_backend() if call.backend is None else call.backend
+    backend = get_current_backend() if backend is None else backend
     return Route(KERNELS if reason is None else OPERATIONS, backend, reason)
 
 
-def why_no_kernel(tensors: Mapping[str, Tensor | None]) -> str | None:
-    """Why no kernel can be given these tensors in this place, in words; None if one can. Not asked while Dynamo traces.
-    Raises ValueError where the memory of one was freed."""
-    check_memory(**tensors)
-    if (reason := watched.why_no_kernel()) is not None:
-        return reason
-    for name, tensor in tensors.items():
-        if tensor is not None and (reason := why_not_plain(tensor)) is not None:
-            return f"{name} {reason}"
-    return None
+def why_no_kernel(checked: Checked) -> str | None:
+    """Why no kernel can be given the tensors of a call in this place, in words; None if one can. Not asked while Dynamo
+    traces. Raises ValueError where the memory of one was freed."""
+    if checked.are_plain and not watched.is_watched():
+        return None
+    return _why_no_kernel(dict(zip(checked.names, checked.tensors, strict=True)))
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
@@ -104,6 +95,16 @@ def is_transformed(*tensors: Tensor | None) -> bool:
     return watched.is_in_torch_func() or any(
         tensor is not None and (has_tangent(tensor) or is_batched(tensor)) for tensor in tensors
     )
+
+
+def _why_no_kernel(given: Mapping[str, Tensor | None]) -> str | None:
+    check_memory(**given)
+    if (reason := watched.why_no_kernel()) is not None:
+        return reason
+    for name, tensor in given.items():
+        if tensor is not None and (reason := why_not_plain(tensor)) is not None:
+            return f"{name} {reason}"
+    return None
 
 
 def _backend_of_graph(backend: str | None) -> str | None:
@@ -118,11 +119,10 @@ def _backend_of_graph(backend: str | None) -> str | None:
     return "torch" if get_current_backend() == "torch" else None
 
 
-def _why_op(backend: str | None, tensors: Mapping[str, Tensor | None], are_plain: bool) -> str | None:
+def _why_op(backend: str | None, given: Mapping[str, Tensor], are_plain: bool) -> str | None:
     """Why an op stands for a call on `_backend_of_graph`'s backend; None if none does."""
     if backend == "torch" or watched.is_in_torch_func():
         return None
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     for name, tensor in given.items():
         if is_dtensor(tensor):  # a tensor beside it that is none their engine refuses
             return f"{name} is a DTensor" if _takes_dtensors(given) else None
@@ -156,11 +156,11 @@ def why_recorded(given: Mapping[str, Tensor]) -> str | None:
     return watched.why_no_kernel() or "a graph is made of this call"
 
 
-def _would_gather(backend: str | None, tensors: Mapping[str, Tensor | None]) -> bool:
+def _would_gather(backend: str | None, given: Mapping[str, Tensor]) -> bool:
     """Whether an op would gather DTensors that PyTorch's operations leave where they are: those sharded in a
     dimension with fewer elements than shards. Beside a residual that is placed otherwise their sum is moved anyhow, and
     of a sum that is Partial then F.rms_norm can raise an error. Where a kernel is asked for by name it may."""
-    x, residual = next(iter(tensors.values())), tensors.get("residual")
+    x, residual = next(iter(given.values())), given.get("residual")
     is_alike = residual is None or getattr(residual, "placements", None) == getattr(x, "placements", None)
     return not _PYTORCH_GATHERS and _is_auto(backend) and is_alike and _has_too_many_shards(x)
 

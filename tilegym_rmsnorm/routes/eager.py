@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.backends.registry import backward_of
+from tilegym_rmsnorm.call.arguments import Checked
 from tilegym_rmsnorm.call.spec import Call, Gradients, Tensors, Wanted, arrays_of_d
 from tilegym_rmsnorm.call.tensors import has_own_operations, is_plain, resolved, savable
 from tilegym_rmsnorm.call.validation import check_saved
@@ -148,8 +149,8 @@ def gradients(tensors: Tensors, call: Call, wanted: Wanted) -> Gradients:
     if not is_traced():
         tensors = tuple(map(resolved, tensors))
     x, dy, weight, rstd, d_residual_out = tensors
-    named = {"dy": dy, "x": x, "weight": weight, "rstd": rstd, "d_residual_out": d_residual_out}
-    route = choose.route_of(call, named)
+    names, given = ("dy", "x", "weight", "rstd", "d_residual_out"), (dy, x, weight, rstd, d_residual_out)
+    route = choose.route_of(Checked(names, given, x.shape, call.spec, are_plain=False), call.backend)
     if route.name == choose.OP:
         return op.call_backward_on_rows(tensors, call, wanted)
     if is_traced():

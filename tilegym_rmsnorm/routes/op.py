@@ -41,7 +41,6 @@ from tilegym_rmsnorm.call.spec import (
 )
 from tilegym_rmsnorm.call.tensors import check_memory
 from tilegym_rmsnorm.call.validation import checked_dtype
-from tilegym_rmsnorm.call.watched import is_watched
 from tilegym_rmsnorm.reference import compute_dtype, sum_of_rows
 from tilegym_rmsnorm.routes import choose, kernels, op_sharding
 from tilegym_rmsnorm.settings import check_backend_name
@@ -121,7 +120,7 @@ def prepare(*tensors: Tensor | None) -> None:
 
 def _run_forward_op(x: Tensor, residual: Tensor | None, *rest: Any) -> Outputs:
     checked, dims, backend = arguments_of_forward(x, residual, *rest)
-    obstacle = _obstacle(checked, "x", "weight", "bias", "residual")
+    obstacle = choose.why_no_kernel(checked)
     y, rstd, residual_out = kernels.forward_on_backend(checked, backend, obstacle)
     return y, rstd.view(shape_of_rstd(x, dims)), residual_out
 
@@ -146,7 +145,7 @@ def _run_backward_op(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, 
             sum_of_rows(checked.tensors[1], shape, compute_dtype(dy.dtype), wanted.db),
             None,
         )
-    obstacle = _obstacle(checked, "x", "dy", "weight", "rstd", "d_residual_out")
+    obstacle = choose.why_no_kernel(checked)
     dx, d_residual, dw, db = kernels.backward_on_backend(checked, wanted, backend, obstacle)
     if d_residual is not None and d_residual.untyped_storage().data_ptr() == dx.untyped_storage().data_ptr():
         d_residual = d_residual.clone()  # results of an op may not share memory
@@ -160,12 +159,6 @@ def _backward_of_fakes(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None
     dx = x.new_empty(x.shape, dtype=wanted.dx) if bits & DX else x.new_empty(0)
     others = (of_vectors, wanted.dw), (of_vectors, wanted.db), (x.shape, wanted.d_residual)
     return dx, *(None if dtype is None else x.new_empty(shape, dtype=dtype) for shape, dtype in others)
-
-
-def _obstacle(checked: Checked, *names: str) -> str | None:
-    if checked.are_plain and not is_watched():
-        return None
-    return choose.why_no_kernel(checked.named(*names))
 
 
 def arguments_of_forward(
