@@ -295,7 +295,8 @@ def rms_norm_forward(
             implementations_of(spec, checked.tensors, route.backend, route.reason)
         with torch.no_grad():
             y, rstd, residual_out = map(_packed, reference.forward_torch(checked.tensors, spec))
-    rstd = rstd.reshape(-1)
+    if rstd.ndim != 1:
+        rstd = rstd.reshape(-1)
     return (y, rstd) if residual_out is None else (y, residual_out, rstd)
 
 

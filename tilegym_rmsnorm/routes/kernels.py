@@ -88,7 +88,8 @@ def backward_on_backend(
     x, dy, weight, rstd, d_residual_out = checked.tensors
     function = backward_of(spec, checked.tensors, wanted, backend, obstacle)
     with unseen(function):
-        tensors = x, dy, weight, rstd.reshape(-1).contiguous(), d_residual_out
+        rstd = rstd if rstd.ndim == 1 else rstd.reshape(-1)
+        tensors = x, dy, weight, rstd.contiguous(), d_residual_out
         dx, d_residual, dw, db = run_backward(tensors, Call(spec, backend, None, function), wanted)
     shape = checked.shape if weight is None else weight.shape
     return dx, d_residual, dw, None if db is None else db.view(shape)
