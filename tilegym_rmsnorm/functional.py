@@ -19,7 +19,7 @@ import tilegym_rmsnorm.routes.op_gradients  # noqa: F401, which registers how th
 from tilegym_rmsnorm import reference
 from tilegym_rmsnorm.backends.registry import backward_of, implementations_of
 from tilegym_rmsnorm.call import arguments
-from tilegym_rmsnorm.call.spec import Call, Casting, Tensors, Wanted, shape_of_rstd
+from tilegym_rmsnorm.call.spec import Call, Casting, Wanted, shape_of_rstd
 from tilegym_rmsnorm.call.tensors import check_memory
 from tilegym_rmsnorm.call.validation import (
     check_input,
@@ -498,7 +498,7 @@ _untraced_rms_norm, _untraced_forward, _untraced_backward = map(
 )
 
 
-def _detached(tensors: Tensors) -> Tensors:
+def _detached(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(None if tensor is None else tensor.detach() for tensor in tensors)
 
 

@@ -24,11 +24,20 @@ is given: call/arguments.py does, in front of them.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.call.spec import Gradients, Outputs, Spec, Tensors, Wanted, dtype_of
+from tilegym_rmsnorm.call.spec import (
+    BackwardTensors,
+    ForwardTensors,
+    Gradients,
+    Outputs,
+    Spec,
+    Wanted,
+    dtype_of,
+)
 from tilegym_rmsnorm.call.watched import counts_without_grad, is_compiled
 
 
@@ -96,7 +105,7 @@ def rms_norm_forward_torch(
     return y, rstd.reshape(-1)
 
 
-def forward_torch(tensors: Tensors, spec: Spec, dims: int = 1) -> Outputs:
+def forward_torch(tensors: ForwardTensors, spec: Spec, dims: int = 1) -> Outputs:
     """All the results of one call over the last `dims` dimensions, whose shape weight and bias have, or one more for
     heads: y, of x's shape; rstd, with an extent of 1 in the place of each normalized dimension; residual_out, None
     without a residual. tensors: x, weight, bias, residual.
@@ -149,7 +158,7 @@ def rms_norm_backward_torch(
     return dx, dw
 
 
-def gradients_torch(tensors: Tensors, spec: Spec, wanted: Wanted, dims: int = 1) -> Gradients:
+def gradients_torch(tensors: BackwardTensors, spec: Spec, wanted: Wanted, dims: int = 1) -> Gradients:
     """All the gradients of one call over the last `dims` dimensions, of the shapes of their tensors; those that are not
     wanted are None. tensors: x, dy, weight, rstd, d_residual_out.
 
@@ -163,7 +172,8 @@ def gradients_torch(tensors: Tensors, spec: Spec, wanted: Wanted, dims: int = 1)
         rstd = rstd.reshape(*x.shape[:-dims], *(1,) * dims)
     xhat = x.to(dtype) * rstd
     vector_shape = x.shape[-dims:] if weight is None else weight.shape
-    dx = d_residual = dw = db = None
+    d_residual = dw = db = None
+    dx: Any = None  # of a call it is always wanted
     if wanted.dx is not None or wanted.d_residual is not None:
         g = dy if weight is None else dy * (weight.to(dtype) + spec.offset)
         c = (xhat * g).mean(dim=_last(dims), keepdim=True)

@@ -78,7 +78,7 @@ def tensors_of_one_shape(draw) -> tuple[int, int, list[torch.Tensor]]:
 @settings(max_examples=400, deadline=None)
 @given(tensors_of_one_shape())
 def test_what_backends_are_given(case):
-    """The same values in the same order, in one layout of spec.py."""
+    """The same values in the same order, in one layout of contract.py."""
     n, heads, tensors = case
     given = arranged(n, heads, [*tensors, None])
     assert given.pop() is None

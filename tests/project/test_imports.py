@@ -20,6 +20,7 @@ LAYERS = (
     (f"{PACKAGE}.call.tensors", f"{PACKAGE}.reference"),
     (f"{PACKAGE}.call.validation",),
     (f"{PACKAGE}.call", f"{PACKAGE}.measure", f"{PACKAGE}.settings"),
+    (f"{PACKAGE}.backends.contract",),
     # knows the backends by the names of their modules, which it imports when they are first asked for
     (f"{PACKAGE}.backends.registry",),
     (f"{CUTILE}.plans",),

@@ -53,7 +53,7 @@ LAYOUTS = {
     "all expanded": ("expanded",) * 4,
 }
 
-# Layouts that spec.py lets a backend be given: of rows, and of more dimensions.
+# Layouts that contract.py lets a backend be given: of rows, and of more dimensions.
 BACKEND_LAYOUTS = {
     2: ("contiguous", "slices", "offset", "gaps"),
     4: ("contiguous", "heads", "mixed", "slices", "transposed", "offset", "gaps"),

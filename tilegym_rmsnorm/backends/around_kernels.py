@@ -3,7 +3,7 @@
 
 """What the kernels of a backend do not do, by PyTorch's operations around what they do.
 
-`plain` is a forward or backward of spec.py that is given rows (M, N) and a weight (N,) or None alone: no bias, no
+`plain` is a forward or backward (contract.py) that is given rows (M, N) and a weight (N,) or None alone: no bias, no
 residual, no heads, but any dtypes of x, dy, weight and the results. Between it and the operations here all is float32
 (float64 beside float64), so that each result is rounded once, as kernels that do all of it round theirs.
 """
@@ -11,13 +11,21 @@ residual, no heads, but any dtypes of x, dy, weight and the results. Between it 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from tilegym_rmsnorm.backends.contract import BackwardFunction, ForwardFunction
 from tilegym_rmsnorm.backends.layout import as_rows
-from tilegym_rmsnorm.call.spec import Gradients, Outputs, Spec, Tensors, Wanted, parts_of
+from tilegym_rmsnorm.call.spec import (
+    BackwardTensors,
+    ForwardTensors,
+    Gradients,
+    Outputs,
+    Spec,
+    Wanted,
+    parts_of,
+)
 from tilegym_rmsnorm.reference import joint_dtype, residual_sum, round_xhat, sum_of_rows
 
 _log = logging.getLogger("tilegym_rmsnorm")
@@ -48,8 +56,8 @@ def _shaped(y: Tensor, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def forward(plain: Callable[..., Outputs], spec: Spec, tensors: Tensors) -> Outputs:
-    """`forward` of spec.py, around a `plain` one."""
+def forward(plain: ForwardFunction, spec: Spec, tensors: ForwardTensors) -> Outputs:
+    """A forward (contract.py), around a `plain` one."""
     x, weight, bias, residual = tensors
     y_dtype = x.dtype if spec.y_dtype is None else spec.y_dtype
     residual_out = None
@@ -77,29 +85,29 @@ def forward(plain: Callable[..., Outputs], spec: Spec, tensors: Tensors) -> Outp
 
 
 @torch.no_grad()
-def backward(plain: Callable[..., Gradients], spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
-    """`backward` of spec.py, around a `plain` one."""
+def backward(plain: BackwardFunction, spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Gradients:
+    """A backward (contract.py), around a `plain` one."""
     x, dy, weight, rstd, d_residual_out = tensors
     dtype = joint_dtype(x, weight, dy, d_residual_out)
-    is_per_head = weight is not None and weight.ndim == 2
+    per_head = weight if weight is not None and weight.ndim == 2 else None
     needs_d = d_residual_out is not None or wanted.d_residual is not None or spec.alpha != 1.0
-    _tell("rms_norm_backward", x, spec.n, parts_of(needs_d, wanted.db is not None, is_per_head))
+    _tell("rms_norm_backward", x, spec.n, parts_of(needs_d, wanted.db is not None, per_head is not None))
     dw = None
     rows, g = as_rows(x, spec.n), as_rows(dy, spec.n)
     db = None
     if wanted.db is not None:  # first: it may copy dy
         shape = (spec.n,) if weight is None else weight.shape
         db = sum_of_rows(g.view(-1, *shape), shape, dtype, wanted.db)
-    if is_per_head:
-        dy_of_heads = g.reshape(-1, *weight.shape).to(dtype)
+    if per_head is not None:
+        dy_of_heads = g.reshape(-1, *per_head.shape).to(dtype)
         if wanted.dw is not None:
             xhat = round_xhat(rows.to(dtype) * rstd.to(dtype)[:, None], x.dtype, spec.casting)
             dw = (dy_of_heads * xhat.view_as(dy_of_heads)).sum(0).to(wanted.dw)
-        g = (dy_of_heads * (weight.to(dtype) + spec.offset)).view(rows.shape)
+        g = (dy_of_heads * (per_head.to(dtype) + spec.offset)).view(rows.shape)
 
-    plain_wanted = Wanted(dtype if needs_d else wanted.dx, dw=None if is_per_head else wanted.dw)
+    plain_wanted = Wanted(dtype if needs_d else wanted.dx, dw=wanted.dw if per_head is None else None)
     plain_spec = Spec(spec.n, spec.eps, spec.offset, spec.casting)
-    plain_weight = None if is_per_head else weight
+    plain_weight = weight if per_head is None else None
     d, _, plain_dw, _ = plain(plain_spec, (rows, g, plain_weight, rstd, None), plain_wanted)
     d, d_residual = d.view(x.shape), None
     if d_residual_out is not None:
@@ -107,4 +115,4 @@ def backward(plain: Callable[..., Gradients], spec: Spec, tensors: Tensors, want
     if wanted.d_residual is not None:
         d_residual = d.to(wanted.d_residual)
     dx = (d if spec.alpha == 1.0 else spec.alpha * d).to(wanted.dx)
-    return dx, d_residual, dw if is_per_head else plain_dw, db
+    return dx, d_residual, plain_dw if per_head is None else dw, db

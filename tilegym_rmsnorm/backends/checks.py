@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from tilegym_rmsnorm.backends.registry import Request, Unusable
+from tilegym_rmsnorm.backends.contract import Request, Unusable
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

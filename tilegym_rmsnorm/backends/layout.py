@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The layouts in which backends are given tensors (spec.py): views where there are any, else copies.
+"""The layouts in which backends are given tensors (contract.py): views where there are any, else copies.
 
 The rows of one call are given together as (M, N), or as (B, T, H, N) where the leading dimensions of one of them are
 not evenly spaced: q and k as slices of one tensor, or a gradient that attention leaves transposed.
@@ -61,7 +61,7 @@ def packed(tensor: Tensor) -> Tensor:
 
 
 def arranged(n: int, heads: int, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Tensors of one shape, whose last dimensions hold n elements, as spec.py has the rows of one call. heads: H of a
+    """Tensors of one shape, whose last dimensions hold n elements, as the rows of one call (contract.py). heads: H of a
     weight that has a row for each, else 0."""
     if not heads and all(tensor is None or tensor.is_contiguous() for tensor in tensors):
         return [None if tensor is None else as_rows(tensor, n) for tensor in tensors]

@@ -7,13 +7,8 @@ Selection: the `backend=` argument, then `use_backend`, then `set_backend`, then
 TILEGYM_RMSNORM_BACKEND, then "auto". "auto" takes the first backend of AUTO_ORDER that can run these tensors on this
 machine; a backend asked for by name runs or raises `BackendUnavailableError`, it never falls back to another.
 
-A backend is a module (named in BACKEND_MODULES) that imports nothing optional and offers
-
-    unusable(request)   why it cannot run the request (None as request: on this machine at all), or None if it can
-    IMPLEMENTATION      the module that registers its functions (spec.py) with `register_impl`, imported on first use;
-                        the reference's by the package itself
-
-One that has an interpreter stands in _BY_NAME_OFF_CUDA too, or "auto" takes it for CPU tensors.
+contract.py says what a backend is. A new one stands in BACKEND_MODULES and AUTO_ORDER, and for mypy in __init__.py. One
+that has an interpreter stands in _BY_NAME_OFF_CUDA, too, or "auto" takes it for CPU tensors.
 """
 
 from __future__ import annotations
@@ -22,12 +17,26 @@ import importlib
 import logging
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
 from tilegym_rmsnorm import settings
-from tilegym_rmsnorm.call.spec import Spec, Tensors, Wanted, dtype_of, parts_of
+from tilegym_rmsnorm.backends.contract import (
+    BackendModule,
+    BackwardFunction,
+    ForwardFunction,
+    Request,
+    Unusable,
+)
+from tilegym_rmsnorm.call.spec import (
+    BackwardTensors,
+    ForwardTensors,
+    Spec,
+    Wanted,
+    dtype_of,
+    parts_of,
+)
 from tilegym_rmsnorm.settings import AUTO_ORDER, NAMES, check_name, get_current_backend
 
 OPS = ("rms_norm_forward", "rms_norm_backward")
@@ -36,23 +45,14 @@ BACKEND_MODULES = {
     "triton": "tilegym_rmsnorm.backends.triton",
     "torch": "tilegym_rmsnorm.backends.torch_reference",
 }
+Function = ForwardFunction | BackwardFunction
+_F = TypeVar("_F", bound=ForwardFunction)
+_B = TypeVar("_B", bound=BackwardFunction)
 _log = logging.getLogger("tilegym_rmsnorm")
 _told: set[tuple[Any, ...]] = set()
 # "auto" does not take these for other tensors than CUDA's, such as the CPU's: there they run in interpreters, by name
 # and while the environment asks for them, which may change from call to call.
 _BY_NAME_OFF_CUDA = ("cutile", "triton")
-
-
-class Request(NamedTuple):
-    """All that the choice of a backend depends on."""
-
-    device: torch.device
-    dtype: torch.dtype
-    weight_dtype: torch.dtype | None
-    casting: str
-    other_dtypes: tuple[torch.dtype, ...] = ()  # of all else that the call reads and writes, see `request_of`
-    obstacle: str | None = None  # why no kernel can be given these tensors here, see `choose.why_no_kernel`
-    parts: tuple[str, ...] = ()  # see `parts_of`
 
 
 def request_of(
@@ -71,13 +71,6 @@ def request_of(
     return Request(device, dtype, weight_dtype, casting, other_dtypes, obstacle, parts)
 
 
-class Unusable(NamedTuple):
-    """Why a backend cannot run, and the command or change that mends it."""
-
-    reason: str
-    remedy: str
-
-
 class BackendUnavailableError(RuntimeError):
     """A backend was asked for by name and cannot run here, or not on these tensors."""
 
@@ -85,16 +78,20 @@ class BackendUnavailableError(RuntimeError):
 
 
 _modules: dict[str, ModuleType] = {}
-_impls: dict[tuple[str, str], Callable[..., Any]] = {}
-_chosen: dict[tuple[str, Request, str], Callable[..., Any]] = {}
+_impls: dict[tuple[str, str], Function] = {}
+_chosen: dict[tuple[str, Request, str], Function] = {}
 
 
-def register_impl(op: str, backend: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+@overload
+def register_impl(op: Literal["rms_norm_forward"], backend: str) -> Callable[[_F], _F]: ...
+@overload
+def register_impl(op: Literal["rms_norm_backward"], backend: str) -> Callable[[_B], _B]: ...
+def register_impl(op: str, backend: str) -> Callable[[Any], Any]:
     """Decorator that makes a function the backend's implementation of `op`; a second registration is a ValueError."""
     check_name("op", op, OPS)
     check_name("backend", backend, AUTO_ORDER)
 
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+    def register(function: Function) -> Function:
         if (op, backend) in _impls:
             raise ValueError(
                 f"{op} of backend {backend!r} is registered already, by {_impls[op, backend].__module__}"
@@ -105,7 +102,17 @@ def register_impl(op: str, backend: str) -> Callable[[Callable[..., Any]], Calla
     return register
 
 
-def dispatch(op: str, request: Request, backend: str | None = None) -> Callable[..., Any]:
+@overload
+def dispatch(
+    op: Literal["rms_norm_forward"], request: Request, backend: str | None = None
+) -> ForwardFunction: ...
+@overload
+def dispatch(
+    op: Literal["rms_norm_backward"], request: Request, backend: str | None = None
+) -> BackwardFunction: ...
+@overload
+def dispatch(op: str, request: Request, backend: str | None = None) -> Function: ...
+def dispatch(op: str, request: Request, backend: str | None = None) -> Function:
     """The function that runs `op` on tensors like `request`, by the backend named or the one in effect."""
     name = get_current_backend() if backend is None else backend
     try:
@@ -116,8 +123,12 @@ def dispatch(op: str, request: Request, backend: str | None = None) -> Callable[
 
 
 def implementations_of(
-    spec: Spec, tensors: Tensors, backend: str, obstacle: str | None = None, with_backward: bool = False
-) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    spec: Spec,
+    tensors: ForwardTensors,
+    backend: str,
+    obstacle: str | None = None,
+    with_backward: bool = False,
+) -> tuple[ForwardFunction, BackwardFunction | None]:
     """`dispatch` of a checked call's forward, of x, weight, bias and residual, and of its backward, or None.
 
     obstacle: why no kernel can be given them (routes/choose.py). Raises BackendUnavailableError where the backend that
@@ -132,8 +143,8 @@ def implementations_of(
 
 
 def backward_of(
-    spec: Spec, tensors: Tensors, wanted: Wanted, backend: str, obstacle: str | None = None
-) -> Callable[..., Any]:
+    spec: Spec, tensors: BackwardTensors, wanted: Wanted, backend: str, obstacle: str | None = None
+) -> BackwardFunction:
     """`dispatch` of a backward by itself, of x, dy, weight, rstd and d_residual_out. The rest as above."""
     x, dy, weight, _, d_residual_out = tensors
     dtypes = x.dtype, dtype_of(weight), dy.dtype, dtype_of(d_residual_out), *wanted
@@ -216,7 +227,7 @@ def get_registry_info() -> dict[str, Any]:
     }
 
 
-def _choose(op: str, request: Request, name: str) -> Callable[..., Any]:
+def _choose(op: str, request: Request, name: str) -> Function:
     settings.check_environment()  # here, where the fast path does not pass
     check_name("op", op, OPS)
     check_name("backend", name, NAMES)
@@ -263,7 +274,7 @@ def _first_usable(op: str, request: Request) -> tuple[str, str]:
     raise BackendUnavailableError(f"no backend can run {op} ({_describe(request)}). " + "; ".join(reasons))
 
 
-def _probe(backend: str) -> ModuleType:
+def _probe(backend: str) -> BackendModule:
     check_name("backend", backend, AUTO_ORDER)
     return _import(BACKEND_MODULES[backend])
 
@@ -273,7 +284,7 @@ def _implemented_ops(backend: str) -> list[str]:
     return [op for op in OPS if (op, backend) in _impls]
 
 
-def _import(name: str) -> ModuleType:
+def _import(name: str) -> Any:
     if name not in _modules:
         _modules[name] = importlib.import_module(name)
     return _modules[name]

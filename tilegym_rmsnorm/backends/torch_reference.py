@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.backends.registry import Request, Unusable, register_impl
-from tilegym_rmsnorm.call.spec import Gradients, Outputs, Spec, Tensors, Wanted
+from tilegym_rmsnorm.backends.contract import Request, Unusable
+from tilegym_rmsnorm.backends.registry import register_impl
+from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
 from tilegym_rmsnorm.reference import forward_torch, gradients_torch
 
 IMPLEMENTATION = __name__
@@ -22,16 +23,16 @@ def unusable(request: Request | None) -> Unusable | None:
 
 @register_impl("rms_norm_forward", "torch")
 @torch.no_grad()
-def rms_norm_forward(spec: Spec, tensors: Tensors) -> Outputs:
+def rms_norm_forward(spec: Spec, tensors: ForwardTensors) -> Outputs:
     y, rstd, residual_out = forward_torch(tensors, spec)
     return y.contiguous(), rstd.reshape(-1), _packed(residual_out)
 
 
 @register_impl("rms_norm_backward", "torch")
 @torch.no_grad()
-def rms_norm_backward(spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
+def rms_norm_backward(spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Gradients:
     dx, d_residual, dw, db = gradients_torch(tensors, spec, wanted)
-    return _packed(dx), _packed(d_residual), dw, db
+    return dx.contiguous(), _packed(d_residual), dw, db
 
 
 def _packed(rows: Tensor | None) -> Tensor | None:

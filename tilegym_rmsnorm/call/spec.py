@@ -1,20 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Records of a checked call, `Spec`, `Call` and `Wanted`; the functions of a backend and their tensors.
+"""Records of a checked call, `Spec`, `Call` and `Wanted`, and the types of its tensors by position.
 
-A backend implements two functions, which `register_impl` names (backends/registry.py). Each runs every call, or
-composes it of a plain one and PyTorch's operations (backends/around_kernels.py):
-
-    forward(spec, tensors) -> (y, rstd, residual_out)            tensors: x, weight, bias, residual
-    backward(spec, tensors, wanted) -> (dx, d_residual, dw, db)  tensors: x, dy, weight, rstd, d_residual_out
-
-The arrays of rows, x, residual, dy and d_residual_out, have one shape in a call, each its own dtype and strides: (M, N)
-with a last stride of 1 and any row stride of at least N, or, where the leading dimensions of one of them are not evenly
-spaced, or the weight is per-head, (B, T, H, N) with a last stride of 1 and any other strides but 0. y, residual_out, dx
-and d_residual are new, contiguous, and of that shape. weight, bias, dw and db are (N,), contiguous; weight and dw, and
-with them bias and db, are (H, N) where the weight is per-head. rstd is (M,), contiguous, float32 (float64 for float64
-x), M the product of the leading dimensions. In a backward x is what was normalized: residual_out where there was a
-residual. What is None is not there, or not wanted.
+backends/contract.py has their shapes and strides, as a backend is given them.
 """
 
 from __future__ import annotations
@@ -26,9 +14,11 @@ import torch
 from torch import Tensor
 
 Casting = Literal["once", "llama"]  # see `rms_norm`
-Tensors = tuple[Any, ...]
-Outputs = tuple[Any, Any, Any]  # y, rstd, residual_out
-Gradients = tuple[Any, Any, Any, Any]  # dx, d_residual, dw, db
+_Maybe = Tensor | None
+ForwardTensors = tuple[Tensor, _Maybe, _Maybe, _Maybe]  # x, weight, bias, residual
+BackwardTensors = tuple[Tensor, Tensor, _Maybe, Tensor, _Maybe]  # x, dy, weight, rstd, d_residual_out
+Outputs = tuple[Tensor, Tensor, _Maybe]  # y, rstd, residual_out
+Gradients = tuple[Tensor, _Maybe, _Maybe, _Maybe]  # dx, d_residual, dw, db
 
 
 class Spec(NamedTuple):
@@ -40,8 +30,8 @@ class Spec(NamedTuple):
     offset: float
     casting: str
     alpha: float = 1.0
-    y_dtype: Any = None  # None: x's
-    residual_dtype: Any = None  # of residual_out; None without a residual
+    y_dtype: torch.dtype | None = None  # None: x's
+    residual_dtype: Any = None  # torch.dtype of residual_out; None exactly where there is no residual
     heads: int = 0  # rows of weight and bias; 0 where all rows of x share one
 
 
@@ -50,21 +40,20 @@ class Call(NamedTuple):
 
     spec: Spec
     backend: str | None  # as it was asked for: a name, "auto", or None for the one in effect
-    forward: Callable[..., Outputs] | None = (
-        None  # the backend's functions, each None as long as nobody needs it
-    )
-    backward: Callable[..., Gradients] | None = None
+    # The backend's functions, each None as long as nobody needs it.
+    forward: Callable[[Spec, ForwardTensors], Outputs] | None = None
+    backward: Callable[[Spec, BackwardTensors, Wanted], Gradients] | None = None
     dtype: torch.dtype | None = None  # of the tensor that is normalized
 
 
 class Wanted(NamedTuple):
-    """The dtypes of the gradients that a backward returns; None: not wanted. d is the gradient of what was normalized,
-    d_residual_out added: dx is alpha * d, d_residual is d."""
+    """The dtypes of the gradients that a backward returns, dx in all of them; None: not wanted. d is the gradient of
+    what was normalized, d_residual_out added: dx is alpha * d, d_residual is d."""
 
-    dx: Any
-    d_residual: Any = None
-    dw: Any = None
-    db: Any = None
+    dx: torch.dtype
+    d_residual: torch.dtype | None = None
+    dw: torch.dtype | None = None
+    db: torch.dtype | None = None
 
 
 # The same as one number, of which the backward op is given the sum.
@@ -80,7 +69,7 @@ def arrays_of_d(
     if (
         not needs_dx
     ):  # d_residual takes the place of dx, which it is where alpha is 1; beside dw alone nobody reads it
-        return 1.0, Wanted(residual_dtype if needs_d_residual else x_dtype)
+        return 1.0, Wanted(residual_dtype if residual_dtype is not None and needs_d_residual else x_dtype)
     is_one = not needs_d_residual or (alpha == 1.0 and x_dtype == residual_dtype)
     return alpha, Wanted(x_dtype, None if is_one else residual_dtype)
 

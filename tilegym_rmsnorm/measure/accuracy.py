@@ -114,6 +114,7 @@ def _in_float64(
     }
     if alpha != 1.0:
         expected["d_residual"] = d, d_scale
+    assert dw is not None and db is not None
     squares = torch.stack([(dy * xhat).square().sum(dim=0), dy.square().sum(dim=0)])
     return expected, torch.stack([dw, db]), squares
 

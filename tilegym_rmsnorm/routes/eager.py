@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tilegym_rmsnorm.backends.registry import backward_of
 from tilegym_rmsnorm.call.arguments import Checked
-from tilegym_rmsnorm.call.spec import Call, Gradients, Tensors, Wanted, arrays_of_d
+from tilegym_rmsnorm.call.spec import BackwardTensors, Call, Gradients, Wanted, arrays_of_d
 from tilegym_rmsnorm.call.tensors import has_own_operations, is_plain, resolved, savable
 from tilegym_rmsnorm.call.validation import check_saved
 from tilegym_rmsnorm.call.watched import count_modes, is_traced, is_watched
@@ -135,7 +135,7 @@ _record = super(torch.autograd.Function, RMSNormFunction).apply
 _record_add = super(torch.autograd.Function, AddRMSNormFunction).apply
 
 
-def gradients(tensors: Tensors, call: Call, wanted: Wanted) -> Gradients:
+def gradients(tensors: BackwardTensors, call: Call, wanted: Wanted) -> Gradients:
     """The gradients that autograd asks for, by x, dy, weight, rstd and d_residual_out: of the shapes of their tensors
     but db, which is flat.
 
@@ -166,7 +166,7 @@ def gradients(tensors: Tensors, call: Call, wanted: Wanted) -> Gradients:
         return kernels.run_backward(tensors, call._replace(backward=function), wanted)
 
 
-def _fit(tensors: Tensors, call: Call) -> bool:
+def _fit(tensors: BackwardTensors, call: Call) -> bool:
     """Whether kernels can be given these as they are. dy may be any tensor. Hooks of saved tensors may put any other in
     the place of the rest, and `tensor.data = ...` may have changed them: the version that autograd compares stays."""
     x, dy, weight, rstd, d_residual_out = tensors

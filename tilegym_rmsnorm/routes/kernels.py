@@ -19,7 +19,7 @@ from torch import Tensor
 from tilegym_rmsnorm.backends.layout import arranged, as_rows, as_vector, in_shape_of
 from tilegym_rmsnorm.backends.registry import backward_of, implementations_of, is_reference
 from tilegym_rmsnorm.call.arguments import Checked
-from tilegym_rmsnorm.call.spec import Call, Gradients, Outputs, Spec, Tensors, Wanted
+from tilegym_rmsnorm.call.spec import BackwardTensors, Call, Gradients, Outputs, Spec, Wanted
 from tilegym_rmsnorm.call.watched import count_modes, without_modes
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.settings import get_current_backend
@@ -45,7 +45,7 @@ def run_forward(
     return y, rstd, residual_out
 
 
-def run_backward(tensors: Tensors, call: Call, wanted: Wanted) -> Gradients:
+def run_backward(tensors: BackwardTensors, call: Call, wanted: Wanted) -> Gradients:
     """The gradients of x, dy, weight, rstd and d_residual_out, which have their tensors' shapes, but db, which has
     weight's and without one is (N,). rstd is (M,), contiguous."""
     x, dy, weight, rstd, d_residual_out = tensors

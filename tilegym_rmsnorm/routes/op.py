@@ -31,11 +31,12 @@ from tilegym_rmsnorm.call.spec import (
     DB,
     DW,
     DX,
+    BackwardTensors,
     Call,
+    ForwardTensors,
     Gradients,
     Outputs,
     Spec,
-    Tensors,
     Wanted,
     shape_of_rstd,
 )
@@ -67,7 +68,7 @@ FORWARD = torch.ops.tilegym_rmsnorm.rms_norm_forward.default
 BACKWARD = torch.ops.tilegym_rmsnorm.rms_norm_backward.default
 
 
-def call_forward(tensors: Tensors, dims: int, spec: Spec, backend: str | None) -> Outputs:
+def call_forward(tensors: ForwardTensors, dims: int, spec: Spec, backend: str | None) -> Outputs:
     """Call the forward op on x, weight, bias, residual: y, rstd with the op's shape, residual_out."""
     x, weight, bias, residual = tensors
     prepare(*tensors)
@@ -75,7 +76,9 @@ def call_forward(tensors: Tensors, dims: int, spec: Spec, backend: str | None) -
     return FORWARD(x, residual, weight, bias, *numbers, spec.residual_dtype, spec.y_dtype, backend)
 
 
-def call_backward(tensors: Tensors, dims: int, spec: Spec, wanted: Wanted, backend: str | None) -> Gradients:
+def call_backward(
+    tensors: BackwardTensors, dims: int, spec: Spec, wanted: Wanted, backend: str | None
+) -> Gradients:
     """Call the backward op on x, dy, weight, rstd with the op's shape, d_residual_out. dx is always wanted: kernels
     write it anyhow."""
     x, dy, weight, rstd, d_residual_out = tensors
@@ -87,7 +90,7 @@ def call_backward(tensors: Tensors, dims: int, spec: Spec, wanted: Wanted, backe
     return dx, d_residual, dw, db
 
 
-def call_backward_on_rows(tensors: Tensors, call: Call, wanted: Wanted) -> Gradients:
+def call_backward_on_rows(tensors: BackwardTensors, call: Call, wanted: Wanted) -> Gradients:
     """The backward op for the gradients of an eager call, of which a graph is made: by compiled autograd or make_fx."""
     x, dy, weight, rstd, d_residual_out = tensors
     spec = call.spec
@@ -99,7 +102,7 @@ def call_backward_on_rows(tensors: Tensors, call: Call, wanted: Wanted) -> Gradi
     given = rows, dy_rows, vector, rstd, d_rows
     dx, d_residual, dw, db = call_backward(given, 1, spec, wanted, call.backend)
     d_residual = None if d_residual is None else d_residual.view(x.shape)
-    return dx.view(x.shape), d_residual, None if dw is None else dw.view(weight.shape), db
+    return dx.view(x.shape), d_residual, None if dw is None or weight is None else dw.view(weight.shape), db
 
 
 def call_for_db(dy: Tensor, weight: Tensor | None, rstd: Tensor, dims: int, dtype: torch.dtype) -> Tensor:
@@ -137,6 +140,7 @@ def _run_backward_op(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, 
     checked, _, bits, wanted, backend = arguments_of_backward(dy, x, *rest)
     if bits == DB:  # no kernel need run; the bits that an eager backward of it has
         check_memory(dy=dy)
+        assert wanted.db is not None
         weight = checked.tensors[2]
         shape = checked.shape if weight is None else weight.shape
         return (

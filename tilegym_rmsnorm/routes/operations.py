@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilegym_rmsnorm import reference
-from tilegym_rmsnorm.call.spec import Gradients, Spec, Tensors, Wanted
+from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Gradients, Spec, Wanted
 from tilegym_rmsnorm.call.tensors import check_memory, has_own_operations, splits_rows
 from tilegym_rmsnorm.call.watched import is_symbol
 from tilegym_rmsnorm.reference import (
@@ -31,7 +31,7 @@ from tilegym_rmsnorm.reference import (
 
 
 def norm_by_operations(
-    tensors: Tensors, normalized_shape: Sequence[int], spec: Spec
+    tensors: ForwardTensors, normalized_shape: Sequence[int], spec: Spec
 ) -> Tensor | tuple[Tensor, Tensor]:
     """y of x's shape, or with a residual y and residual_out; contiguous, unless nested. weight and bias have
     `normalized_shape`, the last dimensions of x, or one more for heads, and any floating dtypes, as has the residual.
@@ -48,7 +48,12 @@ def norm_by_operations(
     return _packed(y) if residual_out is None else (_packed(y), _packed(residual_out))
 
 
-def gradients_by_operations(tensors: Tensors, dims: int, spec: Spec, wanted: Wanted) -> Gradients:
+def gradients_by_operations(
+    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
+    dims: int,
+    spec: Spec,
+    wanted: Wanted,
+) -> Gradients:
     """The gradients over x's last `dims` dimensions, of the shapes of their tensors, differentiable again.
 
     tensors: those of a backward; rstd None computes it again, so that its dependence on x counts. Raises ValueError
@@ -60,7 +65,9 @@ def gradients_by_operations(tensors: Tensors, dims: int, spec: Spec, wanted: Wan
     return reference.gradients_torch((x, dy, weight, rstd, d_residual_out), spec, wanted, dims)
 
 
-def gradients_on_rows(tensors: Tensors, spec: Spec, wanted: Wanted, keeps_rstd: bool = False) -> Gradients:
+def gradients_on_rows(
+    tensors: BackwardTensors, spec: Spec, wanted: Wanted, keeps_rstd: bool = False
+) -> Gradients:
     """`gradients_by_operations` of an eager call, of tensors flattened to rows; db is flat. keeps_rstd: rstd is taken
     as it is."""
     x, dy, weight, rstd, d_residual_out = tensors
@@ -74,7 +81,7 @@ def gradients_on_rows(tensors: Tensors, spec: Spec, wanted: Wanted, keeps_rstd: 
     )
     dx, d_residual, dw, db = gradients_by_operations(rows, 1, spec, wanted)
     d_residual = None if d_residual is None else d_residual.view(x.shape)
-    return dx.view(x.shape), d_residual, None if dw is None else dw.view(weight.shape), db
+    return dx.view(x.shape), d_residual, None if dw is None or weight is None else dw.view(weight.shape), db
 
 
 def gradients_of_sum(
@@ -109,7 +116,7 @@ def _packed(result: Tensor) -> Tensor:
     return result if result.is_nested else result.contiguous()
 
 
-def _is_for_f_rms_norm(tensors: Tensors, dims: int, spec: Spec) -> bool:
+def _is_for_f_rms_norm(tensors: ForwardTensors, dims: int, spec: Spec) -> bool:
     """Whether F.rms_norm computes a call, and not the formula: of tensors that it alone takes, and of subclasses, all
     of which know it. A DTensor that is sharded in its rows it would gather, or on a CPU fail. Of the formula the mean
     alone communicates: one number a row, where the shards are even."""
@@ -122,7 +129,9 @@ def _is_for_f_rms_norm(tensors: Tensors, dims: int, spec: Spec) -> bool:
     return not (splits_rows(x, dims) or splits_rows(residual, dims))
 
 
-def _by_f_rms_norm(tensors: Tensors, normalized_shape: list[int], spec: Spec) -> tuple[Tensor, Tensor | None]:
+def _by_f_rms_norm(
+    tensors: ForwardTensors, normalized_shape: list[int], spec: Spec
+) -> tuple[Tensor, Tensor | None]:
     """y and residual_out by the operation that every subclass knows: DTensor shards it without communication. Where it
     is not F.rms_norm itself, it is F.rms_norm with the weight applied behind it, or in the wider dtype. Without a
     weight neither casting nor offset has anything to act on, unless y is wider than x."""

@@ -17,9 +17,9 @@ import torch
 
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends import checks
+from tilegym_rmsnorm.backends.contract import Request, Unusable
 from tilegym_rmsnorm.backends.cutile.plans import rules
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
-from tilegym_rmsnorm.backends.registry import Request, Unusable
 
 IMPLEMENTATION = "tilegym_rmsnorm.backends.cutile.launch"
 

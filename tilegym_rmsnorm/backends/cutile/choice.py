@@ -21,14 +21,14 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Machine, machine_of
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
-from tilegym_rmsnorm.call.spec import Spec, Tensors, Wanted
+from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Spec, Wanted
 
 logger = logging.getLogger("tilegym_rmsnorm")
 
 NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
-def forward_launcher(spec: Spec, tensors: Tensors) -> Forward | None:
+def forward_launcher(spec: Spec, tensors: ForwardTensors) -> Forward | None:
     """Return the launcher for a call of any form; None where no kernel takes the call."""
     x, weight, bias, residual = tensors
     n, m = spec.n, x.numel() // spec.n
@@ -40,7 +40,7 @@ def forward_launcher(spec: Spec, tensors: Tensors) -> Forward | None:
     return None if run is None or not _takes(run, m, x, residual) else run
 
 
-def backward_launcher(spec: Spec, tensors: Tensors, wanted: Wanted) -> Backward | None:
+def backward_launcher(spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Backward | None:
     """Return the launcher for a call of any form; None where no kernel takes the call."""
     x, dy, weight, _, d_residual_out = tensors
     n, m, op = spec.n, x.numel() // spec.n, "dx" if wanted.dw is None else "backward"

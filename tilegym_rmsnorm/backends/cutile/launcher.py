@@ -17,7 +17,7 @@ from tilegym_rmsnorm.backends.cutile.forms import LARGEST_STRIDE
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Launch, Machine
-from tilegym_rmsnorm.call.spec import Gradients, Outputs, Spec, Tensors, Wanted
+from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
 
 OF_ROWS = ("y", "dx", "dy", "x", "rstd")  # arrays with M rows
 DTYPES = {"float32": torch.float32, "int32": torch.int32}
@@ -127,7 +127,7 @@ class Forward(Launcher):
         self.run(m, (y, rstd, x, weight, (), (), eps, offset, self.inv_n))
         return y, rstd
 
-    def formed(self, spec: Spec, tensors: Tensors) -> Outputs:
+    def formed(self, spec: Spec, tensors: ForwardTensors) -> Outputs:
         """Any call of the plan's form."""
         x, weight, bias, residual = tensors
         x, residual = self.as_read(x, residual)
@@ -165,7 +165,7 @@ class Backward(Launcher):
         self.run(m, (dx, dw, dw_partial, dy, x, weight, rstd, (), (), (), (), offset, self.inv_n))
         return dx, dw
 
-    def formed(self, spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
+    def formed(self, spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Gradients:
         """Any call of the plan's form."""
         x, dy, weight, rstd, d_residual_out = tensors
         x, dy, d_residual_out = self.as_read(x, dy, d_residual_out)

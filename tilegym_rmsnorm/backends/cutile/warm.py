@@ -23,7 +23,7 @@ from tilegym_rmsnorm.backends.cutile.launch import Launcher
 from tilegym_rmsnorm.backends.cutile.plans.partition import Split
 from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_TILES, MOST_ROWS, SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
-from tilegym_rmsnorm.call.spec import Spec, Tensors, Wanted
+from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Spec, Wanted
 
 EPS = 1e-6
 PERIODS = 4  # times as many tiles of heads as blocks: `leads_to_warm`
@@ -56,19 +56,21 @@ class Calls(NamedTuple):
         is_one = self.residual in (None, self.dtype) and self.alpha == 1.0
         return Wanted(self.dtype, None if is_one else self.residual, self.weight, self.bias)
 
-    def forward(self, device: torch.device, lead: Lead) -> Tensors:
+    def forward(self, device: torch.device, lead: Lead) -> ForwardTensors:
         """Of a call, arrays that hold anything."""
         shape = (self.heads, self.n) if self.per_head else (self.n,)
-        x, residual = (_empty((*lead, self.n), dtype, device) for dtype in (self.dtype, self.residual))
+        x = torch.empty((*lead, self.n), dtype=self.dtype, device=device)
+        residual = _empty((*lead, self.n), self.residual, device)
         weight, bias = (_empty(shape, dtype, device) for dtype in (self.weight, self.bias))
         return x, weight, bias, residual
 
-    def backward(self, device: torch.device, lead: Lead) -> list[Tensors]:
+    def backward(self, device: torch.device, lead: Lead) -> list[BackwardTensors]:
         """Of the backwards of that call: with a residual one whose sum is used, and one whose sum is not."""
         shape = (self.heads, self.n) if self.per_head else (self.n,)
-        normalized = _empty((*lead, self.n), self.residual_out or self.dtype, device)
-        dy, weight = _empty((*lead, self.n), self.y or self.dtype, device), _empty(shape, self.weight, device)
-        of_all = normalized, dy, weight, _empty((math.prod(lead),), torch.float32, device)
+        normalized = torch.empty((*lead, self.n), dtype=self.residual_out or self.dtype, device=device)
+        dy = torch.empty((*lead, self.n), dtype=self.y or self.dtype, device=device)
+        rstd = torch.empty((math.prod(lead),), dtype=torch.float32, device=device)
+        of_all = normalized, dy, _empty(shape, self.weight, device), rstd
         return [(*of_all, normalized), (*of_all, None)] if self.residual else [(*of_all, None)]
 
 

@@ -17,7 +17,7 @@ import torch
 
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends import checks, versions
-from tilegym_rmsnorm.backends.registry import Request, Unusable
+from tilegym_rmsnorm.backends.contract import Request, Unusable
 
 IMPLEMENTATION = "tilegym_rmsnorm.backends.triton.launch"
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+from typing import Any
 
 import torch
 import triton
@@ -26,28 +27,28 @@ from tilegym_rmsnorm.backends.triton.config import (
     forward_config,
 )
 from tilegym_rmsnorm.backends.triton.rows import DIMENSIONS
-from tilegym_rmsnorm.call.spec import Gradients, Outputs, Spec, Tensors, Wanted
+from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
 
 LARGEST_ALIGNMENT = 16  # elements: as far as the width of vector loads goes
 INTERPRETED_SM_COUNT = 2  # programs run one after another: few, each with several steps, reach every branch
 
 
 @register_impl("rms_norm_forward", "triton")
-def rms_norm_forward(spec: Spec, tensors: Tensors) -> Outputs:
+def rms_norm_forward(spec: Spec, tensors: ForwardTensors) -> Outputs:
     settings.sms_left(_sm_count(tensors[0].device))  # refuses what the backward cannot do
     return launch_forward(forward_config(spec.n), spec, tensors)
 
 
 @register_impl("rms_norm_backward", "triton")
-def rms_norm_backward(spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
+def rms_norm_backward(spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Gradients:
     x, _, weight, *_ = tensors
     heads, sm_count = _heads(weight), _sm_count(x.device)
     config = backward_config(_count(x) // heads, spec.n, sm_count, heads, settings.sms_left(sm_count))
     return launch_backward(config, spec, tensors, wanted)
 
 
-def launch_forward(config: ForwardConfig, spec: Spec, tensors: Tensors) -> Outputs:
-    """The protocol's forward (spec.py) by these tiles."""
+def launch_forward(config: ForwardConfig, spec: Spec, tensors: ForwardTensors) -> Outputs:
+    """A forward (contract.py) by these tiles."""
     x, weight, bias, residual = tensors
     M, heads = _count(x), _heads(weight)
     y = torch.empty(x.shape, dtype=spec.y_dtype or x.dtype, device=x.device)
@@ -71,13 +72,15 @@ def launch_forward(config: ForwardConfig, spec: Spec, tensors: Tensors) -> Outpu
     return y, rstd, residual_out
 
 
-def launch_backward(config: BackwardConfig, spec: Spec, tensors: Tensors, wanted: Wanted) -> Gradients:
-    """The protocol's backward (spec.py) by these tiles. The config of per-head weights is that of a head."""
+def launch_backward(
+    config: BackwardConfig, spec: Spec, tensors: BackwardTensors, wanted: Wanted
+) -> Gradients:
+    """A backward (contract.py) by these tiles. The config of per-head weights is that of a head."""
     x, _, weight, *_ = tensors
     vector = (spec.n,) if weight is None else tuple(weight.shape)
     columns = _heads(weight) * spec.n
 
-    def empty(shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor | None:
+    def empty(shape: tuple[int, ...], dtype: torch.dtype | None) -> Any:
         return None if dtype is None else torch.empty(shape, dtype=dtype, device=x.device)
 
     dx, d_residual = empty(x.shape, wanted.dx), empty(x.shape, wanted.d_residual)
@@ -87,7 +90,7 @@ def launch_backward(config: BackwardConfig, spec: Spec, tensors: Tensors, wanted
     )
     with _ready(x.device):
         _launch_dx(config, spec, tensors, dx, d_residual, dw_partial, db_partial)
-        sums = [each for each in ((dw_partial, dw), (db_partial, db)) if each[1] is not None]
+        sums: list[Any] = [each for each in ((dw_partial, dw), (db_partial, db)) if each[1] is not None]
         if sums:
             _launch_sums(config, *sums)
     return dx, d_residual, dw, db
@@ -96,7 +99,7 @@ def launch_backward(config: BackwardConfig, spec: Spec, tensors: Tensors, wanted
 def _launch_dx(
     config: BackwardConfig,
     spec: Spec,
-    tensors: Tensors,
+    tensors: BackwardTensors,
     dx: Tensor | None,
     d_residual: Tensor | None,
     dw_partial: Tensor | None,
@@ -148,7 +151,7 @@ def _heads(weight: Tensor | None) -> int:
     return 1 if weight is None or weight.ndim == 1 else weight.shape[0]
 
 
-def _layout(weight: Tensor | None, **arrays: Tensor | None) -> dict[str, int | bool]:
+def _layout(weight: Tensor | None, **arrays: Tensor | None) -> dict[str, Any]:
     """Return the kernel arguments for where the rows of these arrays lie, and the power of two that divides all their
     strides."""
     layout, align = {}, LARGEST_ALIGNMENT
@@ -167,7 +170,7 @@ def _layout(weight: Tensor | None, **arrays: Tensor | None) -> dict[str, int | b
     return layout | {"ALIGN": align, "PER_HEAD": weight is not None and weight.ndim > 1}
 
 
-def _options(num_warps: int) -> dict[str, int | bool]:
+def _options(num_warps: int) -> dict[str, Any]:
     """Return Triton's compile options. Contracting a * b + c is Triton's default up to 3.9, and announced to change."""
     return {"num_warps": num_warps, "enable_fp_fusion": True}
 
