@@ -12,13 +12,27 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import types
 
 import pytest
 import torch
 
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends import around_kernels, checks, registry
+from tilegym_rmsnorm.backends.contract import (
+    BackendModule,
+    BackwardFunction,
+    ForwardFunction,
+    Request,
+    Unusable,
+)
+from tilegym_rmsnorm.call.spec import (
+    BackwardTensors,
+    ForwardTensors,
+    Gradients,
+    Outputs,
+    Spec,
+    Wanted,
+)
 from tilegym_rmsnorm.routes import known_calls
 
 calls: list[str] = []  # the ops that it ran, since `use` or a test cleared this
@@ -45,7 +59,7 @@ def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
     memory[:] = values.flatten().tolist()
 
 
-def rms_norm_forward(spec, tensors):
+def rms_norm_forward(spec: Spec, tensors: ForwardTensors) -> Outputs:
     x, weight, bias, residual = tensors
     if around_kernels.is_needed(x, weight, bias, residual):
         return around_kernels.forward(rms_norm_forward, spec, tensors)
@@ -61,7 +75,7 @@ def rms_norm_forward(spec, tensors):
     return y, rstd, None
 
 
-def rms_norm_backward(spec, tensors, wanted):
+def rms_norm_backward(spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Gradients:
     x, dy, weight, rstd, d_residual_out = tensors
     needs_more = wanted.d_residual is not None or wanted.db is not None or spec.alpha != 1.0
     if needs_more or around_kernels.is_needed(x, weight, d_residual_out):
@@ -80,12 +94,15 @@ def rms_norm_backward(spec, tensors, wanted):
     return dx, None, dw, None
 
 
-def _unusable(request: registry.Request | None) -> registry.Unusable | None:
-    if request is None:
-        return None
-    if request.device.type != "cpu":
-        return registry.Unusable("it reads a CPU's addresses", 'use backend="torch"')
-    return checks.tensors_unusable(request)
+class _Module:
+    IMPLEMENTATION = registry.BACKEND_MODULES["torch"]  # nothing to import
+
+    def unusable(self, request: Request | None) -> Unusable | None:
+        if request is None:
+            return None
+        if request.device.type != "cpu":
+            return Unusable("it reads a CPU's addresses", 'use backend="torch"')
+        return checks.tensors_unusable(request)
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,15 +110,11 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     for backend in settings.AUTO_ORDER:  # now: what is loaded while this lasts would be forgotten with it
         with contextlib.suppress(ImportError):
             registry._implemented_ops(backend)
-    probe = types.SimpleNamespace(
-        IMPLEMENTATION=registry._probe("torch").IMPLEMENTATION,  # nothing to import
-        unusable=_unusable,
-    )
-    impls = {
-        ("rms_norm_forward", "cutile"): rms_norm_forward,
-        ("rms_norm_backward", "cutile"): rms_norm_backward,
-    }
-    monkeypatch.setattr(registry, "_modules", {**registry._modules, _MODULE: probe})
+    module: BackendModule = _Module()
+    forward: ForwardFunction = rms_norm_forward
+    backward: BackwardFunction = rms_norm_backward
+    impls = {("rms_norm_forward", "cutile"): forward, ("rms_norm_backward", "cutile"): backward}
+    monkeypatch.setattr(registry, "_modules", {**registry._modules, _MODULE: module})
     monkeypatch.setattr(registry, "_impls", {**registry._impls, **impls})
     monkeypatch.setattr(registry, "_chosen", {})
     monkeypatch.setattr(registry, "_BY_NAME_OFF_CUDA", ())  # "auto" takes it, and its calls become known ones
