@@ -7,6 +7,7 @@ python scripts/docs_names.py     after a change of a public name or docstring
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
@@ -15,27 +16,35 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "api.md"
 TABLE = re.compile(r"^\| name \|.*\n(?:\|.*\n)+", re.MULTILINE)
-ENTRY = re.compile(r"^::: (tilegym_rmsnorm\.[\w.]+)\.(\w+)$", re.MULTILINE)
+ENTRY = re.compile(r"^::: (tilegym_rmsnorm[\w.]*)\.(\w+)$", re.MULTILINE)
 sys.path.insert(0, str(ROOT))
 
 import tilegym_rmsnorm  # noqa: E402
 
 
-def entries(page: str) -> list[tuple[str, str]]:
-    """Module and name of each public object of which the page has the docstring, in the page's order."""
-    found = ENTRY.findall(page)
-    return [each for each in found if getattr(public(each[1]), "__module__", None) == each[0]]
+def names(page: str) -> list[str]:
+    """The public names of which the page has the docstring, in the page's order."""
+    return [name for module, name in ENTRY.findall(page) if module == "tilegym_rmsnorm"]
 
 
-def public(name: str) -> object:
-    return getattr(tilegym_rmsnorm, name) if name in tilegym_rmsnorm.__all__ else None
+def files() -> dict[str, str]:
+    """The file of each name that the package imports, from its root."""
+    tree = ast.parse((ROOT / "tilegym_rmsnorm" / "__init__.py").read_text(encoding="utf-8"))
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            path = node.module.replace(".", "/")
+            path += "/__init__.py" if (ROOT / path).is_dir() else ".py"
+            found |= {each.name: path for each in node.names}
+    return found
 
 
 def table(page: str) -> str:
-    rows = ["| name | what it is |", "|---|---|"]
-    for module, name in entries(page):
-        summary = " ".join(inspect.getdoc(public(name)).partition("\n\n")[0].split())
-        rows.append(f"| [`{name}`](../{module.replace('.', '/')}.py) | {summary} |")
+    rows, file_of = ["| name | what it is |", "|---|---|"], files()
+    for name in names(page):
+        docstring = inspect.getdoc(getattr(tilegym_rmsnorm, name))
+        summary = " ".join(docstring.partition("\n\n")[0].split())
+        rows.append(f"| [`{name}`](../{file_of[name]}) | {summary} |")
     return "\n".join(rows) + "\n"
 
 
