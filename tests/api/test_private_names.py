@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Names that PyTorch keeps private and that a call of rms_norm uses, from api.py to the backends, or a pass over traced
-graphs: what is relied on, of each by itself. Where a new PyTorch changes one, a test here says which."""
+"""Names that PyTorch keeps private and that a call of rms_norm uses, from functional.py to the backends, or a pass over
+traced graphs: what is relied on, of each by itself. Where a new PyTorch changes one, a test here says which."""
 
 import contextvars
 import subprocess
@@ -216,7 +216,7 @@ def test_is_legacy_batchedtensor():
 
 def test_apply_of_a_function_s_own_base():
     """It is the one in C++: Function.apply without the Python around it, which PyTorch 2.14 no longer has."""
-    named = "super(torch.autograd.Function, ...).apply, the `record` of autograd.py"
+    named = "super(torch.autograd.Function, ...).apply, the `_record` of routes/eager.py"
     record = getattr(super(torch.autograd.Function, Scaled), "apply", None)
     assert type(record) is type(len), named
     has_python_around_it = TorchVersion(torch.__version__) < "2.14"

@@ -290,5 +290,5 @@ def test_sources_are_told_apart_by_names_and_contents(tmp_path):
     table.write_text(before)
     (package / "cache.pyc").write_text("")
     assert hash_sources(package) == hash_sources()
-    (package / "api.py").rename(package / "opt.py")
+    (package / "functional.py").rename(package / "opt.py")
     assert hash_sources(package) != hash_sources()

@@ -39,7 +39,7 @@ MODULES = {
     apex.MixedFusedRMSNorm: "normalized_shape",
     transformer_engine.RMSNorm: "normalized_shape",
 }
-OURS = {"W": "weight", "epsilon": "eps"}  # as api.py says it
+OURS = {"W": "weight", "epsilon": "eps"}  # as functional.py says it
 TENSORS = {"x", "X", "input", "weight", "W", "residual", "R", "dy", "rstd"}
 NUMBERS = {"eps", "epsilon"}
 NO_TENSOR = {"list": [1.0] * 8, "array": torch.ones(8).numpy(), "str": "x", "number": 1.0}
