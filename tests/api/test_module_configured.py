@@ -7,6 +7,7 @@ import copy
 import inspect
 import io
 import pickle
+import pickletools
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from tilegym_rmsnorm import RMSNorm, rms_norm
+from tilegym_rmsnorm import BackendUnavailableError, RMSNorm, patch_model, rms_norm
 
 N = 8
 
@@ -206,6 +207,20 @@ def test_other_pickles_have_the_same_class(library, options):
     norm, x = RMSNorm.configured(offset=1.0, casting="llama")(N), torch.randn(3, N)
     twin = library.loads(library.dumps(nn.Sequential(norm), **options))[0]
     assert type(twin) is type(norm) and torch.equal(twin(x), norm(x))
+
+
+def test_pickles_name_public_modules_alone():
+    """So that the files behind them can move."""
+    norms = RMSNorm(N), RMSNorm.configured(offset=1.0)(N), BackendUnavailableError("no")
+    patched = nn.Sequential(nn.RMSNorm(N))
+    patch_model(patched)
+    named = [
+        argument.split()[0]
+        for opcode, argument, _ in pickletools.genops(pickle.dumps((*norms, patched), protocol=2))
+        if opcode.name == "GLOBAL" and argument.startswith("tilegym_rmsnorm")
+    ]
+    public = {"tilegym_rmsnorm", "tilegym_rmsnorm.nn", "tilegym_rmsnorm.integrations.huggingface"}
+    assert set(named) == public
 
 
 def test_a_whole_model_is_loaded_by_a_fresh_process(tmp_path):

@@ -3,11 +3,14 @@
 
 """Which tensors are plain: the three places that ask without the longer checks must give one answer."""
 
+import by_address
 import pytest
 import torch
 from gate_cases import Named, freed, freed_view
+from helpers import HAS_GPU
 
-from tilegym_rmsnorm import rms_norm
+from tilegym_rmsnorm import override_aten, rms_norm, use_backend
+from tilegym_rmsnorm.call import arguments
 from tilegym_rmsnorm.call import tensors as call_tensors
 from tilegym_rmsnorm.call.spec import Call, Spec
 from tilegym_rmsnorm.routes import choose, known_calls
@@ -62,17 +65,14 @@ NOT_PLAIN = {
 def answers(make):
     """What each place says of a tensor in the place of each argument that may be one."""
     rms_norm(X, (N,), W, 1e-6, backend="torch")
-    arguments = {"x": X, "dy": X, "weight": W, "rstd": torch.ones(M), "d_residual_out": X}
+    given = {"x": X, "dy": X, "weight": W, "rstd": torch.ones(M), "d_residual_out": X}
     call = Call(Spec(N, 1e-6, 0.0, "once"), "torch", dtype=X.dtype)
-    fit = {
-        name: _fit(tuple({**arguments, name: make(tensor)}.values()), call)
-        for name, tensor in arguments.items()
-    }
+    fit = {name: _fit(tuple({**given, name: make(tensor)}.values()), call) for name, tensor in given.items()}
     found = {
         "x": known_calls.find(make(X), (N,), W, 1e-6, 0.0, "once", "torch"),
         "weight": known_calls.find(X, (N,), make(W), 1e-6, 0.0, "once", "torch"),
     }
-    plain = [call_tensors.is_plain(make(tensor)) for tensor in arguments.values()]
+    plain = [call_tensors.is_plain(make(tensor)) for tensor in given.values()]
     return plain, list(fit.values()), [call is not None for call in found.values()]
 
 
@@ -104,3 +104,32 @@ def test_an_address_below_all_memory_is_compared_with_the_offset(monkeypatch):
 def test_what_has_no_obstacle():
     tensors = {"a": X, "b": None, "c": torch.nn.Parameter(W), "d": X.as_subclass(Named), "e": X[:, ::2]}
     assert choose._why_no_kernel({**tensors, "f": X.expand(2, M, N)}) is None
+
+
+ABOVE_ATEN = "of torch.func", "of vmap", "sparse"  # the dispatcher hands these to other kernels
+
+
+def route_name(x, weight):
+    """None: an error."""
+    options = {"eps": 1e-6, "offset": 0.0, "casting": "once", "residual_alpha": 1.0}
+    options |= {"residual_dtype": None, "out_dtype": None, "is_public": True}
+    try:
+        checked = arguments.checked_forward(x, (N,), weight, None, None, **options)
+        return choose.route_of(checked, "cutile").name
+    except (TypeError, ValueError):
+        return None
+
+
+@pytest.mark.skipif(HAS_GPU, reason="the backend that takes the calls reads a CPU's addresses")
+@pytest.mark.parametrize("kind", [kind for kind in (*PLAIN, *NOT_PLAIN) if kind not in ABOVE_ATEN])
+def test_the_override_of_aten_agrees_with_the_route(kind, monkeypatch):
+    """It asks the tensors itself, since it declines most calls: one that it takes is for kernels, and of plain tensors
+    it takes all. Those that can be made plain it leaves to aten."""
+    by_address.use(monkeypatch)
+    make = {**PLAIN, **NOT_PLAIN}[kind]
+    with use_backend("cutile"), override_aten("cpu") as override:
+        for x, weight in ((make(X), W), (X, make(W))):
+            found = override._patch._implementation("rms_norm_forward", x, [N], weight)
+            is_taken = not isinstance(found, str)
+            assert is_taken == (kind in PLAIN)
+            assert not is_taken or route_name(x, weight) == choose.KERNELS

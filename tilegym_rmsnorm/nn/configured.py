@@ -40,7 +40,6 @@ OTHER_NAMES = {
 # What `forward` reads: attributes of the class too, for modules whose class is replaced.
 _READ_BY_FORWARD = ("offset", "casting", "backend", "residual_alpha", "residual_dtype", "out_dtype")
 
-_PUBLIC = "tilegym_rmsnorm.nn"  # pickles name the functions below so, wherever this file stands
 _classes: dict[tuple[Any, ...], type] = {}
 
 
@@ -184,5 +183,4 @@ def _reduce(cls: ConfiguredType) -> str | tuple[Any, ...]:
     return (configured_class, made_from) if made_from else cls.__qualname__
 
 
-configured_class.__module__ = instance_of.__module__ = _PUBLIC
 copyreg.pickle(ConfiguredType, _reduce)

@@ -16,7 +16,13 @@
 None of these modules imports transformers.
 """
 
+from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match
+from tilegym_rmsnorm.integrations.huggingface.layers import LayerPatch
 from tilegym_rmsnorm.integrations.huggingface.mapping import kernel_mapping
+from tilegym_rmsnorm.integrations.huggingface.norms import NormPatch, loaded_class
 from tilegym_rmsnorm.integrations.huggingface.report import PatchReport
 
-__all__ = ["PatchReport", "kernel_mapping"]
+__all__ = ["LayerPatch", "Match", "NormPatch", "PatchReport", "kernel_mapping", "loaded_class"]
+
+# Pickles of patched modules name these so, wherever their files stand.
+Match.__module__ = LayerPatch.__module__ = NormPatch.__module__ = loaded_class.__module__ = __name__
