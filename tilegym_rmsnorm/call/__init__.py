@@ -1,4 +1,4 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Make a call plain: check its arguments once, and say which kinds of tensors it has and what surrounds it."""
+"""Prepare a call before its route is chosen: check its arguments once, classify its tensors, ask what records it."""

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Make plain and check the arguments of a forward or a backward: once, for the public functions and the library ops.
+"""Check all arguments of a forward or a backward: once, for the public functions and for the library ops.
 
-Tensors are made plain first where that can be (tensors.py). Nothing is allocated for the call or launched before all
-checks have passed.
+Tensors are made plain first where possible (tensors.py). No result is allocated and nothing launched before all checks
+have passed.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from tilegym_rmsnorm.call.validation import (
 from tilegym_rmsnorm.call.watched import is_traced
 from tilegym_rmsnorm.reference import compute_dtype, default_eps, promoted
 
-# Whether this torch's F.rms_norm is on autocast's list for CUDA devices.
+# Whether autocast on CUDA devices casts the inputs of this torch's F.rms_norm.
 HAS_AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA")
 
 
 class Checked(NamedTuple):
-    """Arguments that fit. tensors: x, weight, bias, residual of a forward; x, dy, weight, rstd, d_residual_out of a
-    backward. are_plain: all of them are (tensors.py)."""
+    """Checked arguments. tensors: x, weight, bias, residual of a forward; x, dy, weight, rstd, d_residual_out of a
+    backward. are_plain: every tensor is plain (tensors.py)."""
 
-    names: tuple[str, ...]  # of the tensors, in errors
+    names: tuple[str, ...]  # of the tensors, for error texts
     tensors: tuple[Any, ...]
-    shape: torch.Size  # of a row
+    shape: torch.Size  # of the normalized dimensions
     spec: Spec
     are_plain: bool
 
@@ -68,10 +68,10 @@ def checked_forward(
     dims: int | None = None,
     is_public: bool = False,
 ) -> Checked:
-    """The arguments of a forward over `normalized_shape`, or, where dims is given, over x's last `dims` dimensions.
+    """Check a forward over `normalized_shape`, or over x's last `dims` dimensions where dims is given.
 
-    is_public: as `rms_norm` takes them, whose x is named input. It may be complex, nested or have empty rows, and is
-    cast as autocast casts for F.rms_norm.
+    is_public: follow `rms_norm`, which names x "input", takes complex and nested tensors and empty rows, and casts as
+    autocast does for F.rms_norm.
     """
     names = _PUBLIC if is_public else _FORWARD
     name = names[0]
@@ -87,7 +87,7 @@ def checked_forward(
         y_dtype = _autocast_dtype(x.dtype)
         if residual is None:
             x, weight, bias = map(_autocast, (x, weight, bias))
-        else:  # the sum is not cast, but its norm is that of a float32 tensor, which "llama" has nothing to round of
+        else:  # autocast leaves the sum, but its norm is as of float32: casting="llama" would have nothing to round
             casting = "once"
     alpha, offset = checked_number("residual_alpha", residual_alpha), checked_number("offset", offset)
     check_residual(x, residual, alpha, residual_dtype, name)
@@ -115,8 +115,8 @@ def checked_backward(
     alpha: float = 1.0,
     dims: int | None = None,
 ) -> Checked:
-    """The arguments of a backward over x's last dimension, with rstd (M,); or over x's last `dims` dimensions, with
-    rstd as the library ops have it. x is what was normalized."""
+    """Check a backward over x's last dimension, with rstd (M,), or over x's last `dims` dimensions, with rstd of the
+    shape that the library ops give it. x: the tensor that the forward normalized."""
     are_plain, given = _made_plain(x, dy, weight, rstd, d_residual_out)
     x, dy, weight, rstd, d_residual_out = given
     check_input("x", x)
@@ -133,7 +133,7 @@ def checked_backward(
 
 
 def _made_plain(*tensors: Any) -> tuple[bool, tuple[Any, ...]]:
-    """Whether all of the tensors, or None, are plain, and they, made plain where they can be."""
+    """Make tensors plain where possible. Return whether all are plain, as None counts, and the tensors."""
     if is_traced():
         return False, tensors
     if all(tensor is None or is_plain(tensor) for tensor in tensors):

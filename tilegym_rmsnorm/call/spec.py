@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Records of a checked call, `Spec`, `Call` and `Wanted`, and the types of its tensors by position.
+"""Define the records of a checked call, `Spec`, `Call` and `Wanted`, and the order of its tensors.
 
-backends/contract.py has their shapes and strides, as a backend is given them.
+backends/contract.py defines the shapes and strides with which a backend receives the tensors.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ Gradients = tuple[Tensor, _Maybe, _Maybe, _Maybe]  # dx, d_residual, dw, db
 
 
 class Spec(NamedTuple):
-    """The numbers and torch.dtypes of a call. With a residual, alpha * x + residual is rounded to residual_dtype, and
-    that is normalized."""
+    """Numbers and torch.dtypes of a call. With a residual, alpha * x + residual is rounded to residual_dtype, then
+    normalized."""
 
-    n: int  # elements that are normalized together
+    n: int  # elements normalized together: a row
     eps: float  # not used in a backward
     offset: float
     casting: str
     alpha: float = 1.0
-    y_dtype: torch.dtype | None = None  # None: x's
+    y_dtype: torch.dtype | None = None  # None: x's dtype
     residual_dtype: Any = None  # torch.dtype of residual_out; None exactly where there is no residual
-    heads: int = 0  # rows of weight and bias; 0 where all rows of x share one
+    heads: int = 0  # H of a per-head weight and bias, (H, n); 0 where one weight serves all rows of x
 
 
 class Call(NamedTuple):
     """A checked call without its tensors, so that known_calls.py can keep it."""
 
     spec: Spec
-    backend: str | None  # as it was asked for: a name, "auto", or None for the one in effect
-    # The backend's functions, each None as long as nobody needs it.
+    backend: str | None  # as the caller gave it: a name, "auto", or None for the backend in effect
+    # Functions of the backend; None where the call does not need one.
     forward: Callable[[Spec, ForwardTensors], Outputs] | None = None
     backward: Callable[[Spec, BackwardTensors, Wanted], Gradients] | None = None
-    dtype: torch.dtype | None = None  # of the tensor that is normalized
+    dtype: torch.dtype | None = None  # of the normalized tensor: x, or residual_out with a residual
 
 
 class Wanted(NamedTuple):
-    """The dtypes of the gradients that a backward returns, dx in all of them; None: not wanted. d is the gradient of
-    what was normalized, d_residual_out added: dx is alpha * d, d_residual is d."""
+    """Dtypes of the gradients that a backward returns, None for a gradient that is not wanted; dx always is. With d the
+    gradient of the normalized tensor plus d_residual_out, dx is alpha * d and d_residual is d."""
 
     dx: torch.dtype
     d_residual: torch.dtype | None = None
@@ -56,31 +56,30 @@ class Wanted(NamedTuple):
     db: torch.dtype | None = None
 
 
-# The same as one number, of which the backward op is given the sum.
+# Bits of the number by which the backward op is told the wanted gradients.
 DX, DW, DB, D_RESIDUAL = 1, 2, 4, 8
 
 
 def arrays_of_d(
     needs: tuple[bool, bool], alpha: float, dtypes: tuple[torch.dtype, torch.dtype | None]
 ) -> tuple[float, Wanted]:
-    """The alpha and the arrays with which a backward gives dx and d_residual: two only where both are needed and
-    differ. Else d_residual is the array dx. needs, dtypes: of x and residual."""
+    """Choose the alpha and the arrays of a backward: dx and d_residual are two arrays only where both are needed and
+    differ. Otherwise the one array dx is both. needs, dtypes: of x and residual."""
     (needs_dx, needs_d_residual), (x_dtype, residual_dtype) = needs, dtypes
-    if (
-        not needs_dx
-    ):  # d_residual takes the place of dx, which it is where alpha is 1; beside dw alone nobody reads it
+    if not needs_dx:
+        # With alpha 1 dx is d_residual. Where only dw is needed, nobody reads dx, but kernels write it.
         return 1.0, Wanted(residual_dtype if residual_dtype is not None and needs_d_residual else x_dtype)
     is_one = not needs_d_residual or (alpha == 1.0 and x_dtype == residual_dtype)
     return alpha, Wanted(x_dtype, None if is_one else residual_dtype)
 
 
 def shape_of_rstd(x: Tensor, dims: int) -> tuple[int, ...]:
-    """The shape of rstd in the library ops: an extent of 1 in the place of each normalized dimension."""
+    """Return the shape of rstd in the library ops: that of x, with an extent of 1 for each normalized dimension."""
     return (*x.shape[:-dims], *(1,) * dims)
 
 
 def parts_of(has_residual: bool, has_bias: bool, has_heads: bool) -> tuple[str, ...]:
-    """The parts that a call has beside x and one weight for all rows, in words for the log."""
+    """Name the parts of a call other than x and one weight for all rows, for logs and errors."""
     if not (has_residual or has_bias or has_heads):
         return ()
     named = ("residual", has_residual), ("bias", has_bias), ("weights of heads", has_heads)

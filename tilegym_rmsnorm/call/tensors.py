@@ -1,17 +1,17 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Ask what kind of tensor one is, and make it plain where that can be.
+"""Decide whether a kernel can take a tensor (then the tensor is *plain*), and make other tensors plain where possible.
 
-A kernel reads and writes by address: nobody waits, unwraps or records for it. So a tensor must be *plain*: its values
-stand at its address, as its strides say, with no negation pending. Many are not: a DTensor, a gradient that is still
-being communicated, a tensor of zeros without memory, one that a tracer records.
+A kernel reads and writes memory by address. It cannot wait for a collective, unwrap a subclass or be recorded. So the
+values of a plain tensor lie at its data_ptr(), spaced by its strides, with no negation pending (`Tensor.is_neg`). Not
+plain are a DTensor, an AsyncCollectiveTensor, a zero tensor (`Tensor._is_zerotensor`) and the tensors of tracers.
 
-    is_plain         a kernel may be given it: asked of every tensor, so as cheaply as can be
-    resolved         a plain tensor of the same values, where there is one
-    why_not_plain    the kind of a tensor that no kernel can be given, in words
+    is_plain         whether a kernel can take a tensor: asked for every tensor, so it must be cheap
+    resolved         a plain tensor with the same values, where there is one
+    why_not_plain    why no kernel can take a tensor, in words
 
-DTensors are known without an import of torch.distributed.tensor, which takes a second.
+DTensor checks avoid importing torch.distributed.tensor, which takes a second.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from torch.nn import Parameter
 
 from tilegym_rmsnorm.call.watched import is_traced
 
-PLAIN_TYPES = (Tensor, Parameter)  # a subclass may answer for its properties with anything
+PLAIN_TYPES = (Tensor, Parameter)  # other subclasses may override data_ptr() and each property
 
 _is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 _get_unwrapped = torch._C._functorch.get_unwrapped
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead
 _is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
-_NO_DISPATCH = Tensor.__torch_dispatch__  # what a subclass without a __torch_dispatch__ of its own has
+_NO_DISPATCH = Tensor.__torch_dispatch__  # inherited by subclasses that do not define __torch_dispatch__
 
-# No view of freed memory is so far from the storage's start, and nearly all memory on 64 bits is beyond.
+# More than the storage offset of any view, less than nearly all addresses on 64 bits.
 _TEBIBYTE = 2**40
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a kernel may be given `tensor`. False too for tensors without elements, which no kernel needs.
+    """Whether a kernel can take `tensor`. False also for tensors without elements, which need no kernel.
 
-    Only a tensor of exactly PLAIN_TYPES is asked, so that the answers are PyTorch's own. Those with nothing at an
-    address of their own (zero, functional, wrapped by torch.func, freed by FSDP) say 0 or raise. Complex tensors and
-    those with a tangent are plain too: their values are there, and `why_not_plain` names them.
+    Only tensors of exactly PLAIN_TYPES are asked, so that PyTorch itself answers. For tensors without memory (zero
+    tensors, functional tensors, wrappers of torch.func, parameters freed by FSDP) data_ptr() returns 0 or raises.
+    Complex tensors and tensors with a tangent are plain, since their values are in memory: `why_not_plain` names them.
     """
     if type(tensor) not in PLAIN_TYPES:
         return False
     try:
         address = tensor.data_ptr()
-        # Of a view of freed memory the address is its offset. Asked where it could be: that takes two more calls.
+        # Where the storage was freed, a view's address is its offset. Comparing takes two more calls: only if small.
         if address < _TEBIBYTE and address == tensor.storage_offset() * tensor.itemsize:
             return False
         return not tensor.is_neg()
@@ -58,26 +58,26 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def resolved(tensor: Any) -> Any:
-    """`tensor`, or a plain one of the same values: waits for collectives, fills zeros, applies minus signs, unwraps.
-    A tensor that cannot be made plain, or no tensor, is returned as it is.
+    """Make `tensor` plain: wait for collectives, unwrap, fill zero tensors, apply pending negations. Other objects, and
+    tensors that cannot be made plain, are returned unchanged.
 
     Differentiable, so that gradients reach `tensor`.
     """
     if not isinstance(tensor, Tensor) or is_plain(tensor):
         return tensor
-    # Dead are tensors kept from inside transforms of torch.func that have ended, with a wrapper for each transform.
+    # A tensor kept from inside a transform of torch.func has a dead wrapper for each transform that has ended.
     while (inner := _unwrap_if_dead(tensor)) is not tensor:
         tensor = inner
     tensor = _waited(tensor)
     if has_own_operations(tensor) or is_batched(tensor):
         return tensor
     if tensor._is_zerotensor():
-        return tensor.clone()  # the copy of a tensor of zeros has memory
+        return tensor.clone()  # which allocates memory
     return tensor.resolve_neg() if tensor.is_neg() else tensor
 
 
 def why_not_plain(tensor: Tensor) -> str | None:
-    """The kind of a tensor that `resolved` returned and no kernel can be given; None if a kernel can."""
+    """Say in words why no kernel can take a tensor that `resolved` returned; None if a kernel can."""
     if tensor.is_complex():
         return "is complex"
     if tensor.is_nested:
@@ -92,12 +92,12 @@ def why_not_plain(tensor: Tensor) -> str | None:
 
 
 def savable(tensor: Tensor | None) -> Tensor | None:
-    """`tensor`, or a copy of one made under torch.inference_mode, which autograd refuses to save."""
+    """Return `tensor`, or a copy of an inference tensor, which autograd refuses to save."""
     return tensor if tensor is None or not tensor.is_inference() else tensor.clone()
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether `tensor` is a wrapper of torch.func's, as vmap's are, or of autograd.grad's is_grads_batched."""
+    """Whether `tensor` is a wrapper made by torch.func, such as vmap's, or by autograd.grad(is_grads_batched=True)."""
     return _is_legacy_batchedtensor(tensor) or _is_functorch_wrapped_tensor(tensor)
 
 
@@ -107,13 +107,13 @@ def has_tangent(tensor: Tensor) -> bool:
 
 
 def has_own_operations(tensor: Tensor) -> bool:
-    """Whether `tensor` is of a subclass that computes its operations itself, as DTensor and FakeTensor do."""
+    """Whether the class of `tensor` defines `__torch_dispatch__`, as DTensor and FakeTensor do."""
     return type(tensor).__torch_dispatch__ is not _NO_DISPATCH
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """Whether `tensor`, which is otherwise plain, has elements whose storage was freed, as FSDP does between uses.
-    PyTorch's own operations read address 0 there: a segmentation fault."""
+    """Whether `tensor` has elements but its storage was freed, as FSDP frees parameters between uses. PyTorch's own
+    operations would read address 0: a segmentation fault."""
     if tensor.is_meta or has_own_operations(tensor):
         return False
     try:
@@ -127,7 +127,7 @@ def has_no_memory(tensor: Tensor) -> bool:
 
 
 def check_memory(**tensors: Tensor | None) -> None:
-    """That the memory of these tensors, by their names, is there. Not asked while Dynamo traces: there is none yet."""
+    """Raise ValueError for a tensor, named by its keyword, whose memory was freed. Under Dynamo none exists yet."""
     if is_traced():
         return
     for name, tensor in tensors.items():
@@ -140,15 +140,15 @@ def check_memory(**tensors: Tensor | None) -> None:
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether `tensor` is a DTensor: by the name of its class. Dynamo knows names."""
+    """Whether `tensor` is a DTensor, by the name of its class: no import, and Dynamo can trace the comparison."""
     return type(tensor).__name__ == "DTensor" and isinstance(tensor, Tensor)
 
 
 def splits_rows(tensor: Any, dims: int) -> bool:
-    """Whether `tensor`, a DTensor or its description, is sharded in its last `dims` dimensions: several processes have
-    parts of a row."""
+    """Whether `tensor`, a DTensor or DTensorSpec, is sharded in its last `dims` dimensions, so that a process has only
+    a part of each row."""
     for placement in getattr(tensor, "placements", ()):
-        # By `dim`, which every kind of shard has: is_shard() says no to some.
+        # Every kind of shard has `dim`, but is_shard() is False for some.
         dim = getattr(placement, "dim", None)
         if dim is not None and dim % tensor.ndim >= tensor.ndim - dims:
             return True
@@ -156,7 +156,7 @@ def splits_rows(tensor: Any, dims: int) -> bool:
 
 
 def shards_of(tensor: Any) -> dict[int, int]:
-    """How many shards each sharded dimension of a DTensor has. One may be sharded on several dimensions of a mesh."""
+    """Count the shards of each sharded dimension of a DTensor, which several mesh dimensions may shard."""
     shards: dict[int, int] = {}
     for i, placement in enumerate(getattr(tensor, "placements", ())):
         dim = getattr(placement, "dim", None)
@@ -166,7 +166,7 @@ def shards_of(tensor: Any) -> dict[int, int]:
 
 
 def _waited(tensor: Tensor) -> Tensor:
-    """The result of a collective that may still be running."""
+    """Wait for the result of a collective that may still be running (AsyncCollectiveTensor)."""
     collectives = sys.modules.get("torch.distributed._functional_collectives")
     if collectives is None or not isinstance(tensor, collectives.AsyncCollectiveTensor):
         return tensor
@@ -176,7 +176,7 @@ def _waited(tensor: Tensor) -> Tensor:
 
 
 class _Wait(torch.autograd.Function):
-    """Waits, without the copy that any operation on the tensor would make."""
+    """Wait for a collective without the copy that any operation on the tensor would make."""
 
     @staticmethod
     def forward(ctx, tensor):

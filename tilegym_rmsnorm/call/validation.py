@@ -1,13 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The checks at the door: every error here is raised before anything is allocated or launched.
+"""Check single arguments, before anything is allocated or launched. arguments.py calls these checks for a whole call.
 
-Shapes and values that do not fit raise ValueError, dtypes and types TypeError; the text names the argument, what was
-expected and what was given. On the good path a check is a few comparisons; text is built on failure only.
+Shapes and values that do not fit raise ValueError, dtypes and types TypeError. The text names the argument, the
+expected and the given value. A check that passes costs a few comparisons; text is built on failure only.
 
-While torch.jit.trace records, sizes are tensors, and each comparison of one would warn that the trace may be wrong. So
-what compares shapes runs outside of the trace, which has no use for it.
+While torch.jit.trace records, sizes are tensors, and each comparison would warn that the trace may be wrong. So shapes
+are compared outside of the trace, which does not need the comparisons.
 """
 
 from __future__ import annotations
@@ -35,19 +35,21 @@ CASTINGS = get_args(Casting)
 _ALL_DTYPES = DTYPES + COMPLEX_DTYPES
 _INF = math.inf
 _STRIDED = torch.strided
-_get_trace = torch._C._get_tracing_state  # None where torch.jit.trace does not record; to Dynamo always
+_get_trace = (
+    torch._C._get_tracing_state
+)  # returns None unless torch.jit.trace records; under Dynamo always None
 _set_trace = torch._C._set_tracing_state  # type: ignore[attr-defined]
 
 
 def check_tensor(name: str, x: Tensor) -> None:
-    """x: a tensor, or what stands for one, as in torch.fx. For those who read an attribute of x before all else."""
+    """Check that x is a tensor, or a proxy with `__torch_function__` as in torch.fx, before its attributes are read."""
     if not isinstance(x, Tensor) and not has_torch_function_unary(x):
         _fail(TypeError, name, "a torch.Tensor", type(x).__name__)
 
 
 def check_input(name: str, x: Tensor, is_any_kind: bool = False) -> None:
-    """x: a tensor of a floating dtype with at least one dimension. `is_any_kind`: also those that F.rms_norm alone
-    takes, complex ones and nested ones of layout torch.jagged."""
+    """Check that x is a tensor of a floating dtype with at least one dimension. `is_any_kind`: or a complex tensor, or
+    a nested one of layout torch.jagged, which only F.rms_norm can take."""
     dtypes = _ALL_DTYPES if is_any_kind else DTYPES
     if not isinstance(x, Tensor):
         _fail(TypeError, name, "a torch.Tensor", type(x).__name__)
@@ -64,7 +66,7 @@ def check_input(name: str, x: Tensor, is_any_kind: bool = False) -> None:
 
 
 def last_dims(x: Tensor, dims: int) -> torch.Size:
-    """The shape of x's last `dims` dimensions."""
+    """Return the shape of x's last `dims` dimensions."""
     if not 0 < dims <= x.ndim:
         raise ValueError(f"normalized_dims: expected 1 to {x.ndim} for x of {x.ndim} dimensions, got {dims}")
     return x.shape[-dims:]
@@ -73,9 +75,9 @@ def last_dims(x: Tensor, dims: int) -> torch.Size:
 def check_normalized_shape(
     x: Tensor, normalized_shape: int | Sequence[int], may_be_empty: bool = False
 ) -> tuple[int, torch.Size]:
-    """N and the shape that weight and bias must have: x's last dimensions, which `normalized_shape` must name.
+    """Check that `normalized_shape` is the shape of x's last dimensions. Return N, its number of elements, and it.
 
-    `may_be_empty`: rows may have no elements, as F.rms_norm's may.
+    `may_be_empty`: rows may have no elements, as in F.rms_norm.
     """
     if _get_trace() is not None:
         return _outside_of_trace(_check_traced_shape, x, normalized_shape, may_be_empty)
@@ -101,7 +103,7 @@ def check_normalized_shape(
     if shape != tuple(normalized_shape):
         if any(size < 0 for size in normalized_shape):
             _fail(ValueError, "normalized_shape", "sizes of at least 1", tuple(normalized_shape))
-        # In a model it is mostly the input that is not what it should be.
+        # Name input: in a model its shape is wrong more often than normalized_shape.
         sizes = ", ".join(map(str, normalized_shape))
         _fail(ValueError, "input", f"shape (*, {sizes}), as normalized_shape says", tuple(x.shape))
     n = shape[0] if dims == 1 else math.prod(shape)
@@ -113,8 +115,8 @@ def check_normalized_shape(
 def check_weight(
     weight: Tensor | None, bias: Tensor | None, x: Tensor, shape: torch.Size, x_name: str = "x"
 ) -> int:
-    """weight and bias: None, or floating tensors on x's device, of `shape`, or of (H, *shape) where x's dimension
-    before the normalized ones is H; bias has weight's shape. Returns H, or 0: all rows share one, or there are none."""
+    """Check that weight and bias are None or floating tensors on x's device, of one shape: `shape`, or (H, *shape) with
+    H x's dimension before the normalized ones. Return H; 0 where one weight, or none, serves all rows."""
     if _get_trace() is not None:
         return _outside_of_trace(check_weight, weight, bias, x, shape, x_name)
     heads = 0
@@ -133,7 +135,7 @@ def check_weight(
 
 
 def check_vector(name: str, vector: Tensor | None, x: Tensor, shape: torch.Size, x_name: str = "x") -> None:
-    """weight or bias: None, or a floating tensor of `shape` on x's device."""
+    """Check that weight or bias is None, or a floating tensor of `shape` on x's device."""
     if vector is None:
         return
     if not isinstance(vector, Tensor):
@@ -151,7 +153,7 @@ def check_vector(name: str, vector: Tensor | None, x: Tensor, shape: torch.Size,
 
 
 def check_like(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> None:
-    """residual, dy or d_residual_out: x's shape and device, any floating dtype; complex beside complex x."""
+    """Check that residual, dy or d_residual_out has x's shape, device and a floating dtype; complex for complex x."""
     if not isinstance(tensor, Tensor):
         _fail(TypeError, name, "a torch.Tensor", type(tensor).__name__)
     if _get_trace() is not None:
@@ -172,8 +174,8 @@ def check_like(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> None:
 def check_residual(
     x: Tensor, residual: Tensor | None, alpha: float, dtype: torch.dtype | None, x_name: str = "x"
 ) -> None:
-    """residual: like x, and dtype one that alpha * x + residual may have. Without a residual there is nothing that
-    alpha or dtype act on."""
+    """Check the residual and its numbers. Without one, alpha and dtype must have their defaults: they would act on
+    nothing."""
     if residual is not None:
         check_like("residual", residual, x, x_name)
         checked_dtype("residual_dtype", dtype, x.is_complex())
@@ -184,7 +186,7 @@ def check_residual(
 
 
 def checked_dtype(name: str, dtype: torch.dtype | None, is_complex: bool = False) -> torch.dtype | None:
-    """None, or a floating dtype; complex for complex x."""
+    """Check and return a floating dtype, or None; complex for complex x."""
     dtypes = COMPLEX_DTYPES if is_complex else DTYPES
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in dtypes):
         _fail(TypeError, name, f"None or a dtype of {_names(dtypes)}", _shown(dtype))
@@ -192,25 +194,25 @@ def checked_dtype(name: str, dtype: torch.dtype | None, is_complex: bool = False
 
 
 def check_dtype_of_parameters(dtype: torch.dtype | None) -> None:
-    """None, or a dtype that weight may have."""
+    """Check that dtype is None, or a dtype that weight may have."""
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in _ALL_DTYPES):
         _fail(TypeError, "dtype", f"None or a dtype of {_names(_ALL_DTYPES)}", _shown(dtype))
 
 
 def checked_bool(name: str, value: bool) -> bool:
-    """True or False: a text such as "no", or a tensor, would count as True."""
+    """Check and return a bool: a text such as "no", or a tensor, would count as True."""
     if not isinstance(value, bool):
         _fail(TypeError, name, "a bool", _shown(value))
     return value
 
 
 def checked_heads(heads: int | None, name: str = "heads") -> int | None:
-    """None, or a number of heads, at least 1."""
+    """Check and return a number of heads, at least 1, or None."""
     return None if heads is None else checked_int(name, heads, 1, ", or None")
 
 
 def checked_int(name: str, value: int, lowest: int, or_else: str = "") -> int:
-    """`value` as an int that is at least `lowest`. or_else: what it may be besides."""
+    """Return `value` as an int that is at least `lowest`. or_else: other accepted values, for the error text."""
     if isinstance(value, (bool, Tensor)) or not hasattr(type(value), "__index__"):
         _fail(TypeError, name, f"an int{or_else.replace(',', '')}", _shown(value))
     if (value := operator.index(value)) < lowest:
@@ -219,8 +221,8 @@ def checked_int(name: str, value: int, lowest: int, or_else: str = "") -> int:
 
 
 def check_rstd(rstd: Tensor, x: Tensor, n: int, dims: int | None) -> None:
-    """rstd: shape (M,), or where dims is given that of the library ops; the precision that x is computed in, x's
-    device."""
+    """Check that rstd has x's device, the precision in which x is computed, and shape (M,), or where dims is given the
+    shape of the library ops."""
     if not isinstance(rstd, Tensor):
         _fail(TypeError, "rstd", "a torch.Tensor", type(rstd).__name__)
     if _get_trace() is not None:
@@ -259,7 +261,7 @@ def check_saved(
     check_memory(x=x, weight=weight, rstd=rstd, dy=dy, d_residual_out=d_residual_out)
     if weight is not None:
         name = "weight, as unpacked for the backward"
-        if weight.numel() != n * max(1, heads) and not (weight.numel() == 0 == x.numel()):  # of no heads
+        if weight.numel() != n * max(1, heads) and not (weight.numel() == 0 == x.numel()):  # H = 0
             _fail(ValueError, name, f"{n * max(1, heads)} elements", tuple(weight.shape))
         check_vector(name, weight, x, weight.shape)
     m = x.numel() // n
@@ -270,11 +272,11 @@ def check_saved(
 
 
 def checked_eps(eps: float | None) -> float | None:
-    """None, or eps as a float. A symbol is not checked."""
+    """Check and return eps as a float, or None. A torch.SymFloat without a known value is not checked."""
     if eps is None or (not isinstance(eps, Tensor) and is_symbol(eps)):
         return eps
     expected = "a finite number, at least 0, or None"
-    if isinstance(eps, Tensor) and eps.ndim:  # in the place where other libraries take the residual
+    if isinstance(eps, Tensor) and eps.ndim:  # other libraries take the residual in this position
         _fail(TypeError, "eps", expected, f"{_shown(eps)}; a residual is given by name: residual=")
     return checked_number("eps", eps, 0.0, expected)
 
@@ -282,7 +284,7 @@ def checked_eps(eps: float | None) -> float | None:
 def checked_number(
     name: str, value: float, lowest: float = -_INF, expected: str = "a finite number"
 ) -> float:
-    """`value` as a finite float that is at least `lowest`."""
+    """Return `value` as a finite float that is at least `lowest`."""
     if type(value) is not float:
         if not isinstance(value, Real) or isinstance(value, bool):
             _fail(TypeError, name, expected, _shown(value))
@@ -296,18 +298,18 @@ def checked_number(
 
 
 def check_casting(casting: str) -> None:
-    """casting: one of CASTINGS."""
+    """Check that casting is one of CASTINGS."""
     check_one_of("casting", casting, CASTINGS)
 
 
 def check_one_of(name: str, value: Any, known: Iterable[str | None]) -> None:
-    """value: one of these names."""
+    """Check that value is one of the known names."""
     if not isinstance(value, (str, type(None))) or value not in known:
         _fail(ValueError, name, f"one of {', '.join(map(repr, known))}", _shown(value))
 
 
 def check_plain_function(decorator: str, function: Callable[..., Any]) -> None:
-    """TypeError for what a `with` block around its call would not hold: the block would end before the body begins."""
+    """Raise TypeError for a coroutine or generator: a `with` block around its call ends before its body begins."""
     is_plain_function = not (
         inspect.iscoroutinefunction(function)
         or inspect.isgeneratorfunction(function)
@@ -320,14 +322,14 @@ def check_plain_function(decorator: str, function: Callable[..., Any]) -> None:
 
 
 def refuse_torch_jit_script(*_: Any) -> NoReturn:
-    """Raise, as `__prepare_scriptable__`: torch.jit.script calls it of each module and function that it compiles."""
+    """Refuse torch.jit.script, which calls `__prepare_scriptable__` of each module and function that it compiles."""
     raise RuntimeError(
         "torch.jit.script does not take norms of tilegym_rmsnorm: use torch.export.export, which keeps the kernels"
     )
 
 
 def _outside_of_trace(check: Callable[..., Any], *arguments: Any) -> Any:
-    """What `check` returns while torch.jit.trace does not record."""
+    """Call `check` while torch.jit.trace does not record, and return its result."""
     trace = _get_trace()
     _set_trace(None)
     try:
@@ -339,7 +341,7 @@ def _outside_of_trace(check: Callable[..., Any], *arguments: Any) -> Any:
 def _check_traced_shape(
     x: Tensor, normalized_shape: int | Sequence[int], may_be_empty: bool
 ) -> tuple[int, torch.Size]:
-    """`check_normalized_shape` outside of the trace. Sizes that were read inside, as x.shape[-1:], are tensors."""
+    """Call `check_normalized_shape` with ints for sizes that were read in the trace, as x.shape[-1:]: tensors."""
     if isinstance(normalized_shape, (tuple, list)):
         normalized_shape = tuple(
             operator.index(size) if isinstance(size, Tensor) else size for size in normalized_shape
@@ -348,10 +350,10 @@ def _check_traced_shape(
 
 
 def checked_sizes(given: Any, name: str = "normalized_shape") -> tuple[int, ...]:
-    """One index, or a sequence of them, as ints. Bools are no sizes, and reading a tensor may wait for a device."""
+    """Return one index, or several, as a tuple of ints. Refuse bools, and tensors: reading may wait for a device."""
     is_sequence = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
     sizes = given if is_sequence else (given,)
-    # Dynamo before torch 2.13 has an error of its own where operator.index raises.
+    # Before torch 2.13 Dynamo raises an error of its own where operator.index raises.
     if all(hasattr(size, "__index__") and not isinstance(size, (bool, Tensor)) for size in sizes):
         with contextlib.suppress(TypeError):
             return tuple(operator.index(size) for size in sizes)
@@ -359,7 +361,7 @@ def checked_sizes(given: Any, name: str = "normalized_shape") -> tuple[int, ...]
 
 
 def checked_sizes_of_weight(given: Any, name: str = "normalized_shape") -> tuple[int, ...]:
-    """The shape of a parameter that is to be made, by what `tuple` takes too."""
+    """Check and return the shape of a new parameter, given as an index or any iterable."""
     if isinstance(given, Iterable) and not isinstance(given, (str, bytes, Tensor)):
         given = tuple(given)
     sizes = checked_sizes(given, name)
@@ -371,7 +373,7 @@ def checked_sizes_of_weight(given: Any, name: str = "normalized_shape") -> tuple
 
 
 def _shown(value: object) -> str:
-    """What was given, in a message. Not the values of tensors: to read them may wait for a device."""
+    """Show a given value in a message. The values of tensors are not read: reading may wait for a device."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     is_shown = not isinstance(value, (tuple, list)) or not any(isinstance(each, Tensor) for each in value)

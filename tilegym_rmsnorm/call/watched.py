@@ -3,19 +3,19 @@
 
 """Ask PyTorch what surrounds a call: torch.compile, torch.export, make_fx, torch.func, dispatch modes.
 
-PyTorch's dispatcher is not asked before a kernel runs. A call that it records or transforms must not reach one: the
-kernel would be missing in the graph, or in the gradient, without a word.
+A kernel is launched past PyTorch's dispatcher. In a call that PyTorch records or transforms (the call is *watched*) the
+kernel would be missing from the graph, or from the gradient, without an error.
 
-    is_watched          anything of all below: asked of every call, so as cheaply as can be
-    is_traced           torch.compile or strict torch.export: Dynamo traces the caller
+    is_watched          any of the cases below: asked in every call, so it must be cheap
+    is_traced           Dynamo traces the caller: torch.compile or strict torch.export
     is_in_torch_func    a transform of torch.func, such as vmap or grad
-    is_transformed      that, torch.jit.trace, or forward-mode differentiation: no op may stand for the call
+    is_transformed      torch.func, torch.jit.trace or forward-mode differentiation: they cannot take a library op
     makes_graph         make_fx, torch.export or AOTAutograd make a graph, or FakeTensorMode asks for shapes
-    why_no_kernel       the one of these, in words, for which kernels cannot run; None if they can
-    without_modes       a block that no dispatch mode sees into
+    why_no_kernel       the case for which kernels cannot run, in words; None if kernels can
+    without_modes       a block in which dispatch modes are off
 
-Functionalization puts new tensors in the place of in-place operations: AOTAutograd traces with it. The PreDispatch key
-is included while make_fx or export trace above autograd.
+Functionalization replaces in-place operations by new tensors: AOTAutograd traces with it. The PreDispatch key is
+included while make_fx or torch.export trace above autograd.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 is_traced = torch.compiler.is_dynamo_compiling
 is_compiled = torch.compiler.is_compiling  # in non-strict torch.export too
 
-# The same as is_in_torch_func in eager calls, which it costs less; Dynamo would leave it in its graph.
+# Equal to is_in_torch_func in eager calls, and cheaper. Dynamo would leave a call of it in its graph.
 are_transforms_active = torch._C._are_functorch_transforms_active
 _peek_interpreter, _Interpreter = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.CInterpreter
 is_traced_by_jit = torch._C._is_tracing
@@ -42,7 +42,7 @@ _is_key_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _get_dispatch_mode = torch._C._get_dispatch_mode
 _PRE_DISPATCH, _FUNCTIONALIZE = torch._C.DispatchKey.PreDispatch, torch._C.DispatchKey.Functionalize
 
-# The modes of PyTorch's own that record or replace what is computed; others watch it.
+# PyTorch's dispatch modes that record operations or replace results. Other modes only observe, as FlopCounterMode.
 _TRACING_MODES = {
     torch._C._TorchDispatchModeKey.PROXY: "make_fx records this call",
     torch._C._TorchDispatchModeKey.FAKE: "a FakeTensorMode is active",
@@ -51,8 +51,8 @@ _TRACING_MODES = {
 
 
 def is_watched() -> bool:
-    """Whether this call is inside anything that records, transforms, differentiates forward or watches what PyTorch
-    computes."""
+    """Whether PyTorch records or transforms this call: tracing, torch.func, forward-mode differentiation, a dispatch
+    mode."""
     return (
         is_traced()  # first: Dynamo cannot trace the others
         or forward_ad._current_level >= 0
@@ -65,20 +65,20 @@ def is_watched() -> bool:
 
 
 def is_exporting() -> bool:
-    """`torch.compiler.is_exporting`, which Dynamo takes for True under torch.compile too before torch 2.13."""
+    """`torch.compiler.is_exporting`, but right under torch.compile: before torch 2.13 Dynamo takes that for True."""
     return torch.compiler._is_exporting_flag
 
 
 def is_in_torch_func() -> bool:
-    """Whether a transform of torch.func, such as vmap or grad, runs the caller. Dynamo knows it too, and of this form
-    nothing is left in its graph."""
+    """Whether a transform of torch.func, such as vmap or grad, runs the caller. Dynamo evaluates this form while it
+    traces and leaves nothing in its graph."""
     if is_traced():
         return isinstance(_peek_interpreter(), _Interpreter)
     return are_transforms_active()
 
 
 def is_transformed() -> bool:
-    """Whether torch.jit.trace, torch.func or forward-mode differentiation are at work: no op stands for a call then."""
+    """Whether torch.jit.trace, torch.func or forward-mode differentiation is active: they cannot take a library op."""
     return is_traced_by_jit() or is_in_torch_func() or forward_ad._current_level >= 0
 
 
@@ -93,14 +93,14 @@ def makes_graph() -> bool:
 
 
 def counts_without_grad() -> bool:
-    """Whether operations count though grad is off: a graph of them is made, which may run with grad, by torch.compile,
-    torch.export, torch.jit.trace or a dispatch mode; or forward-mode differentiation goes through them."""
-    # first: Dynamo cannot trace the others
+    """Whether operations may be differentiated though grad is off. torch.compile, torch.export, torch.jit.trace or a
+    dispatch mode makes a graph that may run with grad, or forward-mode differentiation is active."""
+    # is_compiled first: Dynamo cannot trace the others
     return is_compiled() or is_traced_by_jit() or count_modes() != 0 or forward_ad._current_level >= 0
 
 
 def why_no_kernel() -> str | None:
-    """Why no kernel can run in this place, whatever its tensors; None if one can. Not asked while Dynamo traces."""
+    """Say in words why no kernel can run here, on any tensors; None if one can. Not for use while Dynamo traces."""
     if is_in_torch_func():
         return "torch.func transforms this call"
     if is_exporting():
@@ -109,7 +109,7 @@ def why_no_kernel() -> str | None:
         return "torch.jit.trace records this call"
     if _is_key_included(_PRE_DISPATCH):
         return "make_fx records this call"
-    # An op's own kernel is called by functionalization, which excludes its key there.
+    # Functionalization excludes its key where it calls the kernel of an op.
     if _is_key_included(_FUNCTIONALIZE) and not _is_key_excluded(_FUNCTIONALIZE):
         return "this call is functionalized"
     if count_modes():
@@ -120,19 +120,19 @@ def why_no_kernel() -> str | None:
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """Inside it no dispatch mode sees what is called. A mode that watches (FlopCounterMode, a logger, selective
-    checkpointing) could keep, wrap or replace the memory that a kernel is about to fill."""
+    """Return a block in which dispatch modes are off. A mode such as FlopCounterMode, a logger or selective
+    checkpointing could keep, wrap or replace the memory that a kernel is about to fill."""
     return _disable_current_modes()
 
 
 def has_torch_function(*tensors: Tensor | None) -> bool:
-    """Whether a subclass or a mode takes calls by `__torch_function__`. Not while Dynamo traces, which sees into it."""
+    """Whether a subclass or mode overrides calls by `__torch_function__`. False under Dynamo, which traces into it."""
     return not is_traced() and has_torch_function_variadic(*tensors)
 
 
 def is_symbol(number: float | None) -> bool:
-    """Whether a number is known only when the graph that is made runs, as what `item()` gives there. Where Dynamo knows
-    a symbol's value, it guards on it: that is a number."""
+    """Whether a number is a symbol: known only when the traced graph runs, as the result of `item()`. A SymFloat whose
+    value Dynamo knows is no symbol to this function: Dynamo guards on the value."""
     if isinstance(number, torch.SymFloat):
         return True
     if number is None or not is_traced():
