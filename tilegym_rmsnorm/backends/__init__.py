@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The backends: contract.py defines one, registry.py chooses one for a call."""
+"""Compute a call on rows: contract.py defines a backend, registry.py chooses one, a folder or file implements each."""
 
 from typing import TYPE_CHECKING
 

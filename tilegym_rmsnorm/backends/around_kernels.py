@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What the kernels of a backend do not do, by PyTorch's operations around what they do.
+"""Add bias, residual and per-head weights around a kernel that has none of them, with PyTorch operations.
 
-`plain` is a forward or backward (contract.py) that is given rows (M, N) and a weight (N,) or None alone: no bias, no
-residual, no heads, but any dtypes of x, dy, weight and the results. Between it and the operations here all is float32
-(float64 beside float64), so that each result is rounded once, as kernels that do all of it round theirs.
+`plain` is a forward or backward (contract.py) that takes only rows (M, N) and a weight (N,) or None: no bias, residual
+or heads, but any dtypes of x, dy, weight and the results. Values between `plain` and the operations here are float32
+(float64 beside float64), so that each result is rounded once, as by a kernel that does everything.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _told: set[tuple[object, ...]] = set()
 
 
 def is_needed(x: Tensor, weight: Tensor | None, *others: Tensor | None) -> bool:
-    """Whether a call has what `plain` is never given. others: bias, residual and d_residual_out."""
+    """Whether a call has a part that `plain` does not take. others: bias, residual and d_residual_out."""
     has_others = any(other is not None for other in others)
     return has_others or x.ndim == 4 or (weight is not None and weight.ndim == 2)
 
 
 def _tell(op: str, x: Tensor, n: int, parts: tuple[str, ...]) -> None:
-    """Logs, once for each kind of call, what makes it slower than kernels alone."""
+    """Log, once for each kind of call, the parts that make it slower than kernels alone."""
     if not _log.isEnabledFor(logging.DEBUG):
         return
     if x.ndim == 4:
@@ -51,13 +51,13 @@ def _tell(op: str, x: Tensor, n: int, parts: tuple[str, ...]) -> None:
 
 
 def _shaped(y: Tensor, x: Tensor) -> Tensor:
-    """y, which is new, in x's shape, and no view: autograd forbids in-place operations on views that it returns."""
+    """Give y, which is new, x's shape, not as a view: autograd forbids in-place operations on views that it returns."""
     return y if y.shape == x.shape else torch.ops.aten._unsafe_view(y, x.shape)
 
 
 @torch.no_grad()
 def forward(plain: ForwardFunction, spec: Spec, tensors: ForwardTensors) -> Outputs:
-    """A forward (contract.py), around a `plain` one."""
+    """Run any forward of contract.py, around a `plain` forward."""
     x, weight, bias, residual = tensors
     y_dtype = x.dtype if spec.y_dtype is None else spec.y_dtype
     residual_out = None
@@ -71,7 +71,7 @@ def forward(plain: ForwardFunction, spec: Spec, tensors: ForwardTensors) -> Outp
         return _shaped(y, x), rstd, residual_out
 
     dtype = joint_dtype(x, weight, bias)
-    # The scale of heads comes behind the rounding of xhat, which is then made here.
+    # casting="llama" rounds xhat before the weight, and a per-head weight is applied here: so xhat is rounded here too.
     plain_spec = Spec(spec.n, spec.eps, spec.offset, "once" if is_per_head else spec.casting, y_dtype=dtype)
     plain_weight = None if is_per_head else weight
     y, rstd, _ = plain(plain_spec, (as_rows(x, spec.n), plain_weight, None, None))
@@ -86,7 +86,7 @@ def forward(plain: ForwardFunction, spec: Spec, tensors: ForwardTensors) -> Outp
 
 @torch.no_grad()
 def backward(plain: BackwardFunction, spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Gradients:
-    """A backward (contract.py), around a `plain` one."""
+    """Run any backward of contract.py, around a `plain` backward."""
     x, dy, weight, rstd, d_residual_out = tensors
     dtype = joint_dtype(x, weight, dy, d_residual_out)
     per_head = weight if weight is not None and weight.ndim == 2 else None

@@ -15,7 +15,7 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def tensors_unusable(request: Request) -> Unusable | None:
-    """Why the kernels of cutile and triton do not take these dtypes, wherever the tensors are."""
+    """Say why the kernels of cutile and triton do not take these dtypes, on any device; None if they do."""
     if request.obstacle is not None:
         reason = (
             "it takes tensors with memory of their own, in calls that nothing records or transforms, but "
@@ -37,7 +37,7 @@ def tensors_unusable(request: Request) -> Unusable | None:
 
 
 def any_gpu_unusable(gpu_unusable: Callable[[torch.device], Unusable | None]) -> Unusable | None:
-    """None if `gpu_unusable` finds nothing wrong with some GPU, otherwise what it says of the first, present or not."""
+    """Return None if `gpu_unusable` accepts any GPU, else its answer for the first GPU, present or not."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 1
     problems = [gpu_unusable(torch.device("cuda", index)) for index in range(count)]
     return None if None in problems else problems[0]

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The layouts in which backends are given tensors (contract.py): views where there are any, else copies.
+"""Arrange the tensors of a call in the shapes that backends take (contract.py): as views where possible, else copies.
 
-The rows of one call are given together as (M, N), or as (B, T, H, N) where the leading dimensions of one of them are
-not evenly spaced: q and k as slices of one tensor, or a gradient that attention leaves transposed.
+All tensors of rows become (M, N). Or all become (B, T, H, N), where the leading dimensions of one of them are not
+evenly spaced: q and k as slices of one tensor, or a gradient that attention leaves transposed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tilegym_rmsnorm.call.watched import are_transforms_active, count_modes
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _Sizes = tuple[int, ...]
-SEQUENCE = 256  # rows: as many behind each other are taken for a sequence, fewer for heads
+SEQUENCE = 256  # an extent of at least so many rows is taken for a sequence, a smaller one for heads
 
 
 def as_rows(x: Tensor, n: int) -> Tensor:
-    """x as (M, N) with last stride 1 and a row stride of at least N: a view where one exists, else a copy."""
+    """Return x as (M, N) with last stride 1 and a row stride of at least N: a view where one exists, else a copy."""
     rows = x if x.ndim == 2 and x.shape[1] == n else x.reshape(-1, n)
     row_stride, stride = rows.stride()
     if stride == 1 and row_stride >= n:
@@ -34,10 +34,10 @@ def as_rows(x: Tensor, n: int) -> Tensor:
 
 
 def as_vector(vector: Tensor | None, n: int, heads: int = 0) -> Tensor | None:
-    """A weight or bias over all normalized dimensions as (N,), or with heads (heads, N), contiguous."""
+    """Return a weight or bias over all normalized dimensions as (N,), or with heads as (heads, N), contiguous."""
     if vector is None:
         return None
-    if vector.ndim == 1 and vector.stride(0) == 1:  # most are
+    if vector.ndim == 1 and vector.stride(0) == 1:  # the usual case
         return vector
     if heads:
         vector = vector.reshape(heads, n)
@@ -47,22 +47,22 @@ def as_vector(vector: Tensor | None, n: int, heads: int = 0) -> Tensor | None:
 
 
 def in_shape_of(x: Tensor, y: Tensor) -> Tensor:
-    """y, new and contiguous, in x's shape, and no view: autograd forbids in-place operations on views that a custom
-    Function returns. No data is moved."""
-    # A mode may have kept y, as selective checkpointing does.
+    """Give y, new and contiguous, x's shape without moving data. The result is no view: autograd forbids in-place
+    operations on views that a custom Function returns."""
+    # Not where a dispatch mode may have kept y, as selective checkpointing does.
     if type(x) is Tensor and not (are_transforms_active() or count_modes() or y._is_view()):
         return y.resize_as_(x)  # 1 us; _unsafe_view takes 3
     return _unsafe_view(y, x.shape)
 
 
 def packed(tensor: Tensor) -> Tensor:
-    """A contiguous copy. contiguous() returns tensors with a dimension of 1 as they are, whatever its stride."""
+    """Copy a tensor to contiguous strides. contiguous() would keep any stride of a dimension of extent 1."""
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def arranged(n: int, heads: int, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Tensors of one shape, whose last dimensions hold n elements, as the rows of one call (contract.py). heads: H of a
-    weight that has a row for each, else 0."""
+    """Arrange tensors of one shape, whose last dimensions hold n elements, as rows of one call (contract.py). heads: H
+    of a per-head weight, else 0."""
     if not heads and all(tensor is None or tensor.is_contiguous() for tensor in tensors):
         return [None if tensor is None else as_rows(tensor, n) for tensor in tensors]
     present = [tensor for tensor in tensors if tensor is not None]
@@ -83,12 +83,12 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _plan(n: int, heads: int, shape: _Sizes, strides: tuple[_Sizes, ...]) -> _Plan:
-    """How tensors of these strides become one layout, copying those that do not fit it."""
+    """Choose one shape for tensors of these strides, and which tensors must be copied to fit."""
     count = _leading(n, heads, shape)
     leading = shape[:count]
     contiguous = _contiguous(shape)
     copies = [not _is_readable(n, shape, own, count) for own in strides]
-    most = 2 if heads else 3  # dimensions that may remain, beside the one of heads
+    most = 2 if heads else 3  # leading dimensions that may remain: B, T and H, of which heads takes H
     while True:
         left = [contiguous if copied else own for own, copied in zip(strides, copies, strict=True)]
         groups = _merged(leading, left, count - 1 if heads else count)
@@ -97,17 +97,20 @@ def _plan(n: int, heads: int, shape: _Sizes, strides: tuple[_Sizes, ...]) -> _Pl
         if len(groups) <= most:
             extents = tuple(math.prod(leading[i] for i in group) for group in groups)
             if not heads and len(extents) == 2 and extents[1] >= SEQUENCE:
-                extents = (*extents, 1)  # B and T, as of x[:, 1:]: with B as T and T as H no two T were alike
+                extents = (
+                    *extents,
+                    1,
+                )  # B and T, as of x[:, 1:]: T in the place of H would make a layout per length
             padded = (1,) * (most - len(extents)) + extents
             return _Plan((*padded, heads, n) if heads else (*padded, n), tuple(copies))
-        # What is not evenly spaced by itself goes first: the others may then agree.
+        # Copy the tensors that are least evenly spaced by themselves first: the others may then agree.
         alone = [len(_merged(leading, [own], count - 1 if heads else count)) for own in left]
         worst = max(alone)
         copies = [copied or (worst > 1 and own == worst) for copied, own in zip(copies, alone, strict=True)]
 
 
 def _leading(n: int, heads: int, shape: _Sizes) -> int:
-    """How many dimensions come before the last ones, which hold n elements; the last of them is that of heads."""
+    """Count the leading dimensions: those before the last ones, which hold n elements. The last one is of heads."""
     count, elements = len(shape), 1
     while elements < n or count == len(shape):
         count -= 1
@@ -118,22 +121,22 @@ def _leading(n: int, heads: int, shape: _Sizes) -> int:
 
 
 def _is_readable(n: int, shape: _Sizes, strides: _Sizes, count: int) -> bool:
-    """Whether the normalized elements of a row lie one behind the other, and rows neither on nor in each other."""
+    """Whether the elements of each row are contiguous, and no rows overlap."""
     expected = 1
     for extent, stride in zip(reversed(shape[count:]), reversed(strides[count:]), strict=True):
         if extent != 1 and stride != expected:
             return False
         expected *= extent
     if n == 1 and any(stride != 1 for stride in strides[count:]):
-        return False  # a last stride that means nothing, which view would hand on
+        return False  # view would keep this stride, which must be 1
     return all(
         extent == 1 or stride >= n for extent, stride in zip(shape[:count], strides[:count], strict=True)
     )
 
 
 def _merged(leading: _Sizes, strides: Sequence[_Sizes], count: int) -> list[list[int]]:
-    """The first `count` leading dimensions, those of extent 1 aside, in groups that are one dimension to all tensors:
-    evenly spaced."""
+    """Group the first `count` leading dimensions, without extents of 1: the dimensions of a group are evenly spaced in
+    all tensors, so that one dimension can replace them."""
     groups: list[list[int]] = []
     for dim in range(count):
         if leading[dim] == 1:

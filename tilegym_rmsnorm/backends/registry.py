@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Which backend runs an op.
+"""Choose the backend that runs a forward or backward, and import and register the backends.
 
 Selection: the `backend=` argument, then `use_backend`, then `set_backend`, then the environment variable
 TILEGYM_RMSNORM_BACKEND, then "auto". "auto" takes the first backend of AUTO_ORDER that can run these tensors on this
-machine; a backend asked for by name runs or raises `BackendUnavailableError`, it never falls back to another.
+machine. A backend asked for by name runs or raises `BackendUnavailableError`; it never falls back to another.
 
-contract.py says what a backend is. A new one stands in BACKEND_MODULES and AUTO_ORDER, and for mypy in __init__.py. One
-that has an interpreter stands in _BY_NAME_OFF_CUDA, too, or "auto" takes it for CPU tensors.
+contract.py defines a backend. To add one, name it in BACKEND_MODULES and AUTO_ORDER, and for mypy in __init__.py. A
+backend with an interpreter belongs into _BY_NAME_OFF_CUDA too, or "auto" would take it for CPU tensors.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _F = TypeVar("_F", bound=ForwardFunction)
 _B = TypeVar("_B", bound=BackwardFunction)
 _log = logging.getLogger("tilegym_rmsnorm")
 _told: set[tuple[Any, ...]] = set()
-# "auto" does not take these for other tensors than CUDA's, such as the CPU's: there they run in interpreters, by name
-# and while the environment asks for them, which may change from call to call.
+# "auto" does not take these for tensors off CUDA devices. There they run in interpreters: by name only, and while the
+# environment switches the interpreter on, which may change between calls.
 _BY_NAME_OFF_CUDA = ("cutile", "triton")
 
 
@@ -64,15 +64,15 @@ def request_of(
     *rest: torch.dtype | None,
     parts: tuple[str, ...] = (),
 ) -> Request:
-    """rest: the dtypes of bias, residual, dy and the results, None where there is none. Those that x or weight have,
-    too, change nothing, and neither does their order."""
+    """Make a Request. rest: the dtypes of bias, residual, dy and the results, None for absent tensors. Their order, and
+    dtypes that x or weight have too, make no other Request."""
     found = {each for each in rest if each and each is not dtype and each is not weight_dtype}
     other_dtypes = tuple(sorted(found, key=str)) if found else ()
     return Request(device, dtype, weight_dtype, casting, other_dtypes, obstacle, parts)
 
 
 class BackendUnavailableError(RuntimeError):
-    """A backend was asked for by name and cannot run here, or not on these tensors."""
+    """A backend that was asked for by name cannot run here, or not on these tensors."""
 
     __module__ = "tilegym_rmsnorm"
 
@@ -87,7 +87,7 @@ def register_impl(op: Literal["rms_norm_forward"], backend: str) -> Callable[[_F
 @overload
 def register_impl(op: Literal["rms_norm_backward"], backend: str) -> Callable[[_B], _B]: ...
 def register_impl(op: str, backend: str) -> Callable[[Any], Any]:
-    """Decorator that makes a function the backend's implementation of `op`; a second registration is a ValueError."""
+    """Decorate a function to register it as the backend's implementation of `op`; registering twice is a ValueError."""
     check_name("op", op, OPS)
     check_name("backend", backend, AUTO_ORDER)
 
@@ -113,11 +113,11 @@ def dispatch(
 @overload
 def dispatch(op: str, request: Request, backend: str | None = None) -> Function: ...
 def dispatch(op: str, request: Request, backend: str | None = None) -> Function:
-    """The function that runs `op` on tensors like `request`, by the backend named or the one in effect."""
+    """Return the function that runs `op` on tensors like `request`: of the named backend, or of the one in effect."""
     name = get_current_backend() if backend is None else backend
     try:
         function = _chosen.get((op, request, name))
-    except TypeError:  # a name that is not even hashable; _choose says so in the words of every unknown name
+    except TypeError:  # a name that is not hashable: _choose raises the error for unknown names
         function = None
     return function or _choose(op, request, name)
 
@@ -129,10 +129,11 @@ def implementations_of(
     obstacle: str | None = None,
     with_backward: bool = False,
 ) -> tuple[ForwardFunction, BackwardFunction | None]:
-    """`dispatch` of a checked call's forward, of x, weight, bias and residual, and of its backward, or None.
+    """`dispatch` the forward of a checked call, and its backward where with_backward says so, else None. tensors: x,
+    weight, bias, residual.
 
-    obstacle: why no kernel can be given them (routes/choose.py). Raises BackendUnavailableError where the backend that
-    was asked for by name cannot run the call.
+    obstacle: why no kernel can take the tensors (routes/choose.py). Raises BackendUnavailableError where the backend
+    that was asked for by name cannot run the call.
     """
     x, weight, bias, residual = tensors
     dtypes = x.dtype, dtype_of(weight), dtype_of(bias), dtype_of(residual), spec.y_dtype, spec.residual_dtype
@@ -145,7 +146,7 @@ def implementations_of(
 def backward_of(
     spec: Spec, tensors: BackwardTensors, wanted: Wanted, backend: str, obstacle: str | None = None
 ) -> BackwardFunction:
-    """`dispatch` of a backward by itself, of x, dy, weight, rstd and d_residual_out. The rest as above."""
+    """`dispatch` a backward alone. tensors: x, dy, weight, rstd, d_residual_out. The rest as `implementations_of`."""
     x, dy, weight, _, d_residual_out = tensors
     dtypes = x.dtype, dtype_of(weight), dy.dtype, dtype_of(d_residual_out), *wanted
     parts = parts_of(d_residual_out is not None, wanted.db is not None, spec.heads > 0)
@@ -154,7 +155,7 @@ def backward_of(
 
 
 def is_reference(function: Callable[..., Any]) -> bool:
-    """Whether an implementation that `dispatch` returned is the reference's: operations of PyTorch's, no kernels."""
+    """Whether a function that `dispatch` returned is the reference, backend "torch": PyTorch's operations alone."""
     return _is_of(("torch",), function)
 
 
@@ -163,17 +164,17 @@ def _is_of(backends: tuple[str, ...], function: Callable[..., Any]) -> bool:
 
 
 def is_settled(function: Callable[..., Any], device: torch.device) -> bool:
-    """Whether `dispatch` will give this function for the same arguments from now on, whatever the environment says."""
+    """Whether `dispatch` returns this function for the same arguments from now on, whatever the environment says."""
     return device.type == "cuda" or not _is_of(_BY_NAME_OFF_CUDA, function)
 
 
 def why_unusable(backend: str, request: Request | None = None) -> Unusable | None:
-    """Why `backend` cannot run the request (None: on this machine at all), or None if it can."""
+    """Say why `backend` cannot run the request (None: any request on this machine); None if it can."""
     return _probe(backend).unusable(request)
 
 
 def is_backend_available(backend: str) -> bool:
-    """Whether a backend can run on this machine.
+    """Check whether a backend can run on this machine.
 
     Args:
         backend: A name.
@@ -185,12 +186,12 @@ def is_backend_available(backend: str) -> bool:
 
 
 def get_available_backends() -> list[str]:
-    """The backends that can run on this machine, fastest first."""
+    """List the backends that can run on this machine, fastest first."""
     return [name for name in AUTO_ORDER if is_backend_available(name)]
 
 
 def get_available_backends_for_op(op: str) -> list[str]:
-    """The backends that can run on this machine and implement an op, fastest first.
+    """List the backends that can run on this machine and implement an op, fastest first.
 
     Args:
         op: `"rms_norm_forward"` or `"rms_norm_backward"`.
@@ -203,7 +204,7 @@ def get_available_backends_for_op(op: str) -> list[str]:
 
 
 def get_registry_info() -> dict[str, Any]:
-    """What is known, what is in effect, and for each backend whether it is usable or why not.
+    """Report the known ops and backends, the backend in effect, and for each backend whether it is usable or why not.
 
     Returns:
         A dictionary with the keys `ops`, `auto_order`, `current` and `backends`. The last has for each backend
@@ -228,7 +229,7 @@ def get_registry_info() -> dict[str, Any]:
 
 
 def _choose(op: str, request: Request, name: str) -> Function:
-    settings.check_environment()  # here, where the fast path does not pass
+    settings.check_environment()  # here, since a known call (known_calls.py) does not come here
     check_name("op", op, OPS)
     check_name("backend", name, NAMES)
     backend, passed_over = _first_usable(op, request) if name == "auto" else (_usable(op, request, name), "")
@@ -244,7 +245,7 @@ def _choose(op: str, request: Request, name: str) -> Function:
 
 
 def _tell(op: str, request: Request, name: str, what: str) -> None:
-    """Logs a choice that was not made before; those of interpreters are made anew in each call."""
+    """Log a choice once: choices of interpreters are made anew in each call."""
     if _log.isEnabledFor(logging.INFO) and (op, request, name, what) not in _told:
         _told.add((op, request, name, what))
         _log.info("%s of %s %s", op, _describe(request), what)
@@ -261,7 +262,7 @@ def _usable(op: str, request: Request, backend: str) -> str:
 
 
 def _first_usable(op: str, request: Request) -> tuple[str, str]:
-    """The backend that "auto" takes, and for the log why not those before it."""
+    """Choose the backend for "auto". Return it, and for the log why not each faster backend."""
     reasons: list[str] = []
     for backend in AUTO_ORDER:
         if request.device.type != "cuda" and backend in _BY_NAME_OFF_CUDA:

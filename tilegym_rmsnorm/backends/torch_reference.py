@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Backend "torch": the reference itself. Any device and any floating dtypes; many kernels, so slow."""
+"""Register reference.py as backend "torch": it runs on any device and floating dtypes, slowly, by many kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IMPLEMENTATION = __name__
 
 
 def unusable(request: Request | None) -> Unusable | None:
-    """Always None: plain PyTorch runs wherever torch does."""
+    """Return None always: PyTorch's operations run wherever torch does."""
     return None
 
 
@@ -36,5 +36,5 @@ def rms_norm_backward(spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> G
 
 
 def _packed(rows: Tensor | None) -> Tensor | None:
-    """PyTorch's operations keep the order of strides that they are given."""
+    """Make a result contiguous: PyTorch's operations keep the order of their input's strides."""
     return None if rows is None else rows.contiguous()

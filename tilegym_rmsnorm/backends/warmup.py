@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Compiling before the first step, so that no later call has to."""
+"""Compile the kernels of given widths and dtypes before the first step, so that no later call compiles: `warmup`."""
 
 from __future__ import annotations
 
@@ -40,30 +40,30 @@ def warmup(
     """Compile the kernels of backend "cutile" that the forward and the backward of these widths need, for any M.
 
     Afterwards such a call with contiguous rows compiles nothing, whatever its number of rows, and loads nothing from
-    the disk cache either. Calls that differ in one of these arguments, as the first norm of a model has no residual,
-    are others: warm up for both. The gradients of all tensors are taken to be wanted, but with a residual either of y
-    and residual_out may be unused. Needs a few times 100 MB of the device's memory while it runs.
+    the disk cache. A call that differs in one of these arguments needs a warmup of its own: the first norm of a model
+    has no residual, the others have one. Kernels are compiled for the gradients of all tensors; with a residual, y or
+    residual_out may be unused. Needs a few times 100 MB of the device's memory while it runs.
 
     Args:
-        widths: `(n, dtype of x)` or `(n, dtype of x, dtype of weight)`, each; None as the last: no weight. Or one of
-            these.
-        bias: Its dtype. None: there is none.
-        residual: Its dtype. None: there is none.
-        residual_alpha: As for `rms_norm`; what matters is whether it is 1.
+        widths: A sequence of `(n, dtype of x)` or `(n, dtype of x, dtype of weight)`, or one of these alone. None as
+            dtype of weight: no weight.
+        bias: The dtype of bias. None: no bias.
+        residual: The dtype of residual. None: no residual.
+        residual_alpha: As for `rms_norm`; only whether it is 1 matters.
         residual_dtype: As for `rms_norm`.
         out_dtype: As for `rms_norm`.
         heads: H of weight and bias of shape `(H, n)`, as those of `RMSNorm(heads=H)`, on x of shape `(*, H, n)`.
-        strided_heads: H of x of shape `(*, H, n)` beside a weight of shape `(n,)`: also calls in which x, residual or
-            a gradient is not contiguous, such as q in `qkv[:, :, 0]`. So x may be beside `heads`, too; either way
-            where n elements of each of them fill a multiple of 16 bytes, and strides do.
+        strided_heads: H of x of shape `(*, H, n)` beside a weight of shape `(n,)`: also compile for x, residual or
+            gradients that are not contiguous, such as q in `qkv[:, :, 0]`. `heads` includes such calls. Either way n
+            elements of each tensor, and its strides, must fill a multiple of 16 bytes.
         casting: As for `rms_norm`; eps and offset do not matter.
         device: Default: the current CUDA device.
 
     Raises:
         BackendUnavailableError: The backend cannot run there.
         ValueError: A width or a device that has no kernels; a number out of range; residual_alpha or residual_dtype
-            without residual; heads and strided_heads.
-        TypeError: Something else than widths, or a dtype that has no kernels.
+            without residual; heads together with strided_heads.
+        TypeError: widths is not a sequence of widths, or a dtype has no kernels.
     """
     check_casting(casting)
     requests = [_checked(width) for width in _each(widths)]
@@ -96,7 +96,7 @@ def warmup(
 
 
 def _check_residual(residual: torch.dtype | None, alpha: float, dtype: torch.dtype | None) -> None:
-    """As `rms_norm` checks them."""
+    """Check the residual's arguments as `rms_norm` does."""
     if residual is None:
         check_residual(torch.empty(0, device="meta"), None, alpha, dtype)
     else:
@@ -104,7 +104,7 @@ def _check_residual(residual: torch.dtype | None, alpha: float, dtype: torch.dty
 
 
 def _each(widths: object) -> Iterator[object]:
-    """What is asked for, one after the other; a pair or triple by itself, which no sequence of such looks like."""
+    """Iterate over the widths. A width alone is told from a sequence of widths by the dtype in its second place."""
     if isinstance(widths, tuple) and len(widths) in (2, 3) and isinstance(widths[1], torch.dtype):
         return iter((widths,))
     if not isinstance(widths, Iterable) or isinstance(widths, str):
