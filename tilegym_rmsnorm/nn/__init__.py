@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Modules: `RMSNorm`, and classes of it with other defaults, which pickles make by the two functions here."""
+"""Offer RMSNorm as a module, `RMSNorm`, and the two functions by which pickles make its classes with other defaults."""
 
 from tilegym_rmsnorm.nn.configured import configured_class, instance_of
 from tilegym_rmsnorm.nn.module import RMSNorm

@@ -1,10 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Classes of RMSNorm with other defaults, to be put in the place of a model's norm class.
+"""Make subclasses of RMSNorm with other defaults, to replace the norm class of a model.
 
-Model code asks more of a norm class than that it can be called: isinstance, its __name__, copies and pickles. So the
-place is taken by a class; functools.partial fails at isinstance.
+Model code does more with a norm class than call it: isinstance, __name__, copies, pickles. So the replacement is a
+class; functools.partial fails at isinstance.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from tilegym_rmsnorm.settings import check_backend_name
 
 Norm = TypeVar("Norm", bound=torch.nn.RMSNorm)
 
-# What the norms of transformers call their parameters, beside `eps`.
+# Names of parameters in the norms of transformers, beside `eps`.
 OTHER_NAMES = {
     "hidden_size": "normalized_shape",
     "dim": "normalized_shape",
     "with_scale": "elementwise_affine",
 }
-# What `forward` reads: attributes of the class too, for modules whose class is replaced.
+# `forward` reads these. They are class attributes too, for modules that get the class after they were built.
 _READ_BY_FORWARD = ("offset", "casting", "backend", "residual_alpha", "residual_dtype", "out_dtype")
 
 _classes: dict[tuple[Any, ...], type] = {}
 
 
 class ConfiguredType(type):
-    """The type of configured classes. They are pickled as what made them: no name leads to them."""
+    """Metaclass of configured classes, which pickle as the call that made them: no module has them by name."""
 
 
 def configured_class(base: type[Norm], options: Mapping[str, Any]) -> type[Norm]:
-    """The subclass of `base` that has `options` as defaults: the same object for the same options.
+    """Return the subclass of `base` that has `options` as defaults: the same object for the same options.
 
     Raises TypeError or ValueError on an option that is unknown or does not fit.
     """
@@ -59,7 +59,7 @@ def configured_class(base: type[Norm], options: Mapping[str, Any]) -> type[Norm]
     items = sorted(defaults.items())
     key = (base, *items)
     if key not in _classes:
-        _classes.setdefault(key, _make(base, dict(items)))  # two threads: one class
+        _classes.setdefault(key, _make(base, dict(items)))  # so that two threads get one class
     return _classes[key]
 
 
@@ -89,7 +89,7 @@ def _make(base: Any, defaults: dict[str, Any]) -> type:
     qualified = f"{base.__qualname__}.configured({text})"
     constructor: Any = __init__
     constructor.__qualname__ = f"{qualified}.__init__"
-    # What torch.nn.utils.skip_init and help() read.
+    # torch.nn.utils.skip_init and help() read the signature.
     constructor.__signature__ = inspect.Signature(
         [
             Parameter("self", Parameter.POSITIONAL_OR_KEYWORD),
@@ -105,17 +105,17 @@ def _make(base: Any, defaults: dict[str, Any]) -> type:
         "__reduce_ex__": functools.partialmethod(reduce_instance, base),
         **{name: defaults[name] for name in _READ_BY_FORWARD if name in defaults},
     }
-    # The short name stays: transformers initializes what has RMSNorm in its name.
+    # The short name stays: transformers initializes modules with RMSNorm in the name of their class.
     return ConfiguredType(base.__name__, (base,), attributes)
 
 
 def _made_from(cls: type) -> tuple[Any, dict[str, Any]] | None:
-    # A subclass of a configured class is not made by it, though it inherits this.
+    # From __dict__: a subclass of a configured class inherits made_from, but was not made by that call.
     return cls.__dict__.get("made_from")
 
 
 def _parameters_of(cls: type) -> dict[str, Parameter]:
-    """The constructor's parameters but self; where it takes any keyword, those of its base class too."""
+    """Collect the constructor's parameters but self, and where it takes **kwargs, those of its base class."""
     parameters: dict[str, Parameter] = {}
     each: Any
     for each in cls.__mro__:
@@ -160,8 +160,8 @@ def _checked(base: type, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reduce_instance(module: Any, base: Any, protocol: Any) -> Any:
-    """`__reduce_ex__` of modules whose class is made by a call: names that call in place of the class. dill and
-    cloudpickle take no notice of copyreg where they pickle a class, and write down its functions."""
+    """Reduce a module (`__reduce_ex__`) to the call that made its class, in place of the class. dill and cloudpickle
+    ignore copyreg for classes, and would pickle the functions of the class."""
     reduced = base.__reduce_ex__(module, protocol)
     cls = type(module)
     made = copyreg.dispatch_table.get(type(cls), str)(cls)
@@ -173,7 +173,7 @@ def reduce_instance(module: Any, base: Any, protocol: Any) -> Any:
 def instance_of(
     made: tuple[Callable[..., type], tuple[Any, ...]], make: Callable[..., Any], *arguments: Any
 ) -> Any:
-    """A module that `reduce_instance` named, before its state is set."""
+    """Make the module that `reduce_instance` reduced, before its state is set."""
     function, given = made
     return make(function(*given), *arguments)
 
