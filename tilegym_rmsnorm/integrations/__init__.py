@@ -3,10 +3,10 @@
 
 """Run the kernels where other code calls an RMSNorm. `import tilegym_rmsnorm` loads none of the modules here.
 
-aten            aten's fused ops, which F.rms_norm and nn.RMSNorm call
-fx              the nodes of those ops in traced graphs
-huggingface     the norms of a model, known by the arithmetic of their forward
-all others      the names and signatures of the library that the module is named after
+aten            override aten's fused ops, which F.rms_norm and nn.RMSNorm call
+fx              replace the nodes of those ops in traced graphs
+huggingface     patch the norms of a model, recognized by the arithmetic of their forward
+all others      offer the names and signatures of the library that the module is named after
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ __all__ = ["override_aten", "patch_model", "unpatch_model"]
 
 
 def override_aten(device_type: str = "cuda") -> Override:
-    """Run `F.rms_norm`, `nn.RMSNorm` and their gradients on these kernels, in models that are left as they are.
+    """Run `F.rms_norm`, `nn.RMSNorm` and their gradients on these kernels, without changes to the model.
 
-    It overrides `aten::_fused_rms_norm` and `aten::_fused_rms_norm_backward`. PyTorch calls them where x and weight are
-    both float16, both bfloat16 or both float32. Calls that no kernel of backend "cutile" or "triton" can take run as
-    before, and so do all where `use_backend` or `set_backend` names another backend. Autograd stays PyTorch's, so that
-    gradients of gradients, forward mode, `torch.func` and DTensor work as before. Graphs that Inductor compiles have no
-    call of these ops.
+    It overrides `aten::_fused_rms_norm` and `aten::_fused_rms_norm_backward`. PyTorch calls these ops where x and
+    weight are both float16, both bfloat16 or both float32. Calls that no kernel of backend "cutile" or "triton" can
+    take run as before, and so do all calls while `use_backend` or `set_backend` names another backend. Autograd stays
+    PyTorch's, so that gradients of gradients, forward mode, `torch.func` and DTensor work as before. Graphs that
+    Inductor compiles have no call of these ops.
 
-    It holds for the whole process, from the call on: until `undo()` of what is returned, or to the end of its `with`
-    block. Overrides may lie in each other, and end in any order: the first one does the work, the last one undoes it.
+    The override holds for the whole process, from the call on: until `undo()` of the returned object, or the end of its
+    `with` block. Overrides may be nested and end in any order: the first one overrides, the last one to end undoes it.
 
         with override_aten() as override:
             F.rms_norm(x, (4096,), weight).sum().backward()
         print(override.stats)
 
     Args:
-        device_type: `"cuda"`. Or `"cpu"`, for tests where there is no GPU: it overrides CPU tensors, whose kernels run
-            in an interpreter, and only while their backend is asked for by name and its interpreter is switched on.
+        device_type: `"cuda"`. Or `"cpu"`, for tests without a GPU: it overrides the ops of CPU tensors, whose kernels
+            run in an interpreter, while a backend is asked for by name and its interpreter is switched on.
 
     Returns:
-        A context manager with `undo()`, and `stats`: for each of the two ops how many calls were "taken", and how many
-        declined for which reason.
+        A context manager with `undo()` and `stats`: for each of the two ops the number of calls "taken", and the number
+        declined for each reason.
 
     Raises:
-        ValueError: device_type is no such name.
-        RuntimeError: PyTorch was built without CUDA, or is a release whose ops are others. Nothing is overridden.
+        ValueError: device_type is neither name.
+        RuntimeError: PyTorch was built without CUDA, or its release has other ops. Nothing is overridden.
     """
     from tilegym_rmsnorm.integrations.aten import override
 
@@ -60,23 +60,23 @@ def patch_model(
 ) -> PatchReport:
     """Run the RMSNorms of a model, such as one of Hugging Face's, on the kernels of this package, in place.
 
-    A norm is known by what its `forward` computes, with each rounding, read from its source; the names of classes say
-    nothing. What computes something else is left as it is, and listed with the reason. A patched module keeps its
-    parameters, buffers, hooks, eps, device, dtype and training flag; its class becomes a subclass of the one it had,
-    under the same name. So the state dict is the original's, and the model is saved, loaded, copied and compiled as
-    before. y has the dtype that the original gives it: in Llama's norm float32 for bfloat16 x beside a float32 weight.
+    A norm is recognized by the arithmetic of its `forward`, with each rounding, read from its source; class names do
+    not count. A module that computes something else stays unchanged, and is listed with the reason. A patched module
+    keeps its parameters, buffers, hooks, eps, device, dtype and training flag. Its class becomes a subclass of its old
+    class, with the same name. So the state dict is the original's, and the model can be saved, loaded, copied and
+    compiled as before. y has the dtype of the original's y: in Llama's norm float32 for bfloat16 x and float32 weight.
 
-    Nothing is read from the weights, which may be on the meta device. A model without norms, and a second call with
+    The values of weights are not read: weights may be on the meta device. A model without norms, and a second call with
     the same backend, change nothing. Models that accelerate has dispatched keep its hooks.
 
     Args:
-        model: Built or loaded; any module.
+        model: Any module, built or loaded.
         patch_layers: Also rewrite the layers in which a norm follows a residual add, so that one call does both. The
-            sum is rounded as before. A norm with hooks gets the sum, in a call of its own.
-        backend: A name or `"auto"`, for these norms. None: the one in effect when a norm is called.
+            sum is rounded as before. A norm with hooks receives the sum in a call of its own.
+        backend: A name or `"auto"`, for these norms. None: the backend in effect when a norm is called.
 
     Returns:
-        What was patched, and what was declined for which reason: `print` it.
+        A report of the patched modules, and of the declined ones with reasons: `print` it.
 
     Raises:
         TypeError: model is no `torch.nn.Module`.
@@ -88,14 +88,14 @@ def patch_model(
 
 
 def unpatch_model(model: torch.nn.Module) -> PatchReport:
-    """Take back what `patch_model` did to a model: its norms and layers get the classes they had.
+    """Undo `patch_model`: give the norms and layers of a model their old classes back.
 
     Args:
-        model: Patched or not; any module.
+        model: Any module, patched or not.
 
     Returns:
-        What was restored, and what could not be: modules that were given another class after the patch. `print` of it
-        says so where nothing in the model is patched.
+        A report of the restored modules, and of modules that cannot be restored, since they got another class after
+        the patch. `print` of the report says so where nothing in the model is patched.
 
     Raises:
         TypeError: model is no `torch.nn.Module`.
