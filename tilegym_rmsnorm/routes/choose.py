@@ -3,17 +3,17 @@
 
 """Choose the route of a call: a backend's kernels, a library op, or PyTorch's operations.
 
-    KERNELS      a backend runs it, on plain memory: eager calls
-    OP           an op of torch.library stands for it (op.py): in graphs of torch.compile, torch.export, make_fx and
+    KERNELS      a backend runs the call on plain tensors (call/tensors.py): eager calls
+    OP           a library op replaces the call (op.py): in graphs of torch.compile, torch.export, make_fx and
                  AOTAutograd, for DTensors, whose engine runs the op on local tensors, and under dispatch modes
-    OPERATIONS   PyTorch's differentiable operations (operations.py), which torch.func, forward-mode differentiation,
-                 torch.jit.trace and subclasses of tensors can take. Also in graphs with backend="torch", where Inductor
-                 compiles them with their neighbours
+    OPERATIONS   PyTorch's differentiable operations compute the call (operations.py): for torch.func, forward-mode
+                 differentiation, torch.jit.trace and tensor subclasses, which can take them. Also in graphs with
+                 backend="torch", where Inductor compiles them with their neighbours
     UNTRACED     torch.compile breaks its graph, and the call runs eagerly: a kernel was asked for by name, and no op
-                 stands for the call
+                 can replace the call
 
-`route_of` decides for `rms_norm`, `rms_norm_forward`, `rms_norm_backward` and the backward of eager calls, which turn
-the answer into a call. A library op asks parts of it: `is_transformed` above autograd, `why_no_kernel` when it runs.
+`route_of` decides for `rms_norm`, `rms_norm_forward`, `rms_norm_backward` and the backward of eager calls, which then
+take the route. The library ops ask parts of it: `is_transformed` above autograd, `why_no_kernel` when an op runs.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from tilegym_rmsnorm.call.tensors import (
 from tilegym_rmsnorm.settings import check_backend_name, get_current_backend, traced_backend
 
 KERNELS, OP, OPERATIONS, UNTRACED = "kernels", "op", "operations", "untraced"
-# F.rms_norm of a DTensor with fewer rows than shards, in the backward twice as often as the op.
+# From 2.14 on F.rms_norm gathers a DTensor with fewer rows than shards, in the backward twice as often as the op.
 _PYTORCH_GATHERS = TorchVersion(torch.__version__) >= "2.14"
 
 
 class Route(NamedTuple):
     name: str  # one of the four above
-    backend: Any  # the name that runs it; of OP the one that the graph is given, None for the one in effect at each run
-    reason: str | None = None  # in words, why it is not KERNELS
+    backend: Any  # a name. With OP the graph's, where None is the backend in effect at each run of the graph
+    reason: str | None = None  # why the route is not KERNELS, in words
 
 
 def route_of(checked: Checked, backend: str | None, *, keeps_shards: bool = False) -> Route:
-    """The route of a checked call. backend: as it was asked for: a name, "auto", or None for the one in effect.
+    """Choose the route of a checked call. backend: as given by the caller: a name, "auto", or None: the one in effect.
 
-    keeps_shards: DTensors that the op would gather go by OPERATIONS. Raises ValueError where the memory of a tensor was
-    freed.
+    keeps_shards: send DTensors that the op would gather by OPERATIONS. Raises ValueError where the memory of a tensor
+    was freed.
     """
     names, tensors, _, spec, are_plain = checked
     are_plain = are_plain and not tensors[0].is_complex()
@@ -82,16 +82,16 @@ def route_of(checked: Checked, backend: str | None, *, keeps_shards: bool = Fals
 
 
 def why_no_kernel(checked: Checked) -> str | None:
-    """Why no kernel can be given the tensors of a call in this place, in words; None if one can. Not asked while Dynamo
-    traces. Raises ValueError where the memory of one was freed."""
+    """Say in words why no kernel can take the tensors of a call here; None if one can. Not for use while Dynamo traces.
+    Raises ValueError where the memory of a tensor was freed."""
     if checked.are_plain and not watched.is_watched():
         return None
     return _why_no_kernel(dict(zip(checked.names, checked.tensors, strict=True)))
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:
-    """Whether torch.func transforms this call, or a tensor has a tangent or is a batch: autograd asks for that, not the
-    caller of `rms_norm`, so that PyTorch's operations run it for every backend."""
+    """Whether torch.func transforms this call, or a tensor has a tangent or is a vmap batch. Autograd makes such calls
+    inside a backward, not the caller of `rms_norm`, so PyTorch's operations run them whatever backend was named."""
     return watched.is_in_torch_func() or any(
         tensor is not None and (has_tangent(tensor) or is_batched(tensor)) for tensor in tensors
     )
@@ -108,11 +108,11 @@ def _why_no_kernel(given: Mapping[str, Tensor | None]) -> str | None:
 
 
 def _backend_of_graph(backend: str | None) -> str | None:
-    """The backend that a graph is made with, where it is told of one: by name, or by `use_backend` in the function that
-    Dynamo traces. Else None: each run of the graph has the one in effect then, or, where it is not Dynamo that makes
-    it, the reference if that is in effect here."""
+    """Return the backend to write into a graph: the one named, or that of `use_backend` in the function that Dynamo
+    traces. Otherwise None, so that each run of the graph takes the backend in effect then; but "torch", if in effect
+    now, is written into a graph that another tracer than Dynamo makes."""
     if backend is not None:
-        check_backend_name(backend)  # Dynamo and DTensor's engine would wrap what the op says
+        check_backend_name(backend)  # here, since Dynamo and DTensor's engine would wrap the op's error
         return backend
     if watched.is_traced():
         return traced_backend()
@@ -120,11 +120,11 @@ def _backend_of_graph(backend: str | None) -> str | None:
 
 
 def _why_op(backend: str | None, given: Mapping[str, Tensor], are_plain: bool) -> str | None:
-    """Why an op stands for a call on `_backend_of_graph`'s backend; None if none does."""
+    """Say why an op replaces a call on `_backend_of_graph`'s backend; None if no op does."""
     if backend == "torch" or watched.is_in_torch_func():
         return None
     for name, tensor in given.items():
-        if is_dtensor(tensor):  # a tensor beside it that is none their engine refuses
+        if is_dtensor(tensor):  # DTensor's engine refuses plain tensors beside it
             return f"{name} is a DTensor" if _takes_dtensors(given) else None
     if watched.is_traced():
         are_taken = all(type(each) in PLAIN_TYPES and not each.is_complex() for each in given.values())
@@ -143,8 +143,8 @@ def _takes_dtensors(given: Mapping[str, Tensor]) -> bool:
 
 
 def why_recorded(given: Mapping[str, Tensor]) -> str | None:
-    """Why a graph has this call, by something other than Dynamo, torch.jit.trace and torch.func: make_fx, torch.export
-    or AOTAutograd; or why its results are shapes alone, by FakeTensorMode or fake tensors. None: neither."""
+    """Say why a tracer records this call, or why it needs only shapes; None if neither. Tracers: make_fx, torch.export
+    or AOTAutograd. Shapes only: FakeTensorMode or fake tensors. Dynamo, torch.jit.trace and torch.func do not count."""
     standing = [name for name, each in given.items() if isinstance(each, (FakeTensor, FunctionalTensor))]
     if not (standing or watched.makes_graph()):
         return None
@@ -157,16 +157,16 @@ def why_recorded(given: Mapping[str, Tensor]) -> str | None:
 
 
 def _would_gather(backend: str | None, given: Mapping[str, Tensor]) -> bool:
-    """Whether an op would gather DTensors that PyTorch's operations leave where they are: those sharded in a
-    dimension with fewer elements than shards. Beside a residual that is placed otherwise their sum is moved anyhow, and
-    of a sum that is Partial then F.rms_norm can raise an error. Where a kernel is asked for by name it may."""
+    """Whether the op would gather a DTensor that PyTorch's operations leave in place: one sharded in a dimension with
+    fewer elements than shards. False beside a residual with other placements: their sum is redistributed in any case,
+    and F.rms_norm of a Partial sum can fail. False where a kernel is asked for by name, which needs the op."""
     x, residual = next(iter(given.values())), given.get("residual")
     is_alike = residual is None or getattr(residual, "placements", None) == getattr(x, "placements", None)
     return not _PYTORCH_GATHERS and _is_auto(backend) and is_alike and _has_too_many_shards(x)
 
 
 def _is_auto(backend: str | None) -> bool:
-    """Whether no backend is asked for by name: in the call, or by what is in effect, which Dynamo does not see."""
+    """Whether no backend is named, in the call or by the setting in effect, which Dynamo does not see."""
     if backend is None and not watched.is_traced():
         backend = get_current_backend()
     return backend in (None, "auto")
@@ -175,7 +175,7 @@ def _is_auto(backend: str | None) -> bool:
 def _has_too_many_shards(x: Any) -> bool:
     """Whether a DTensor is sharded in a dimension with fewer elements than shards."""
     shards = shards_of(x)
-    if watched.is_traced():  # a size may be a number that is not known while it traces: it may be small
+    if watched.is_traced():  # a size that is not known while Dynamo traces may be small
         from torch.fx.experimental.symbolic_shapes import guard_or_true
 
         return any(guard_or_true(x.shape[dim] < count) for dim, count in shards.items())

@@ -3,8 +3,8 @@
 
 """Run an eager call on a backend and record its gradient: two autograd.Functions, without a residual and with one.
 
-The backward runs on the backend of the forward. Under create_graph it is PyTorch's operations, which are differentiable
-again. Saved tensors may have changed since the forward, by hooks or by `tensor.data = ...`: `_fit` compares them.
+The backward runs on the backend of the forward. Under create_graph PyTorch's operations run it, which are
+differentiable again. Hooks or `tensor.data = ...` may have changed saved tensors since the forward: `_fit` compares.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tilegym_rmsnorm.call.validation import check_saved
 from tilegym_rmsnorm.call.watched import count_modes, is_traced, is_watched
 from tilegym_rmsnorm.routes import choose, kernels, op, operations
 
-_is_in_inference_mode = torch.is_inference_mode_enabled  # where enable_grad() records nothing either
+_is_in_inference_mode = torch.is_inference_mode_enabled  # in that mode enable_grad() records nothing
 _FLOAT32, _FLOAT64 = torch.float32, torch.float64
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -30,8 +30,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 def run_or_record(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
 ) -> Tensor | tuple[Tensor, Tensor] | None:
-    """y, or with a residual y and residual_out, of tensors that kernels can be given as they are; recorded where
-    autograd records PyTorch's operations on these tensors. None where the call lacks the backward for that."""
+    """Run a call on plain tensors, and record it where autograd would record PyTorch's operations. Return y, or with a
+    residual y and residual_out; None where the call must be recorded but has no backward."""
     is_recorded = (
         torch.is_grad_enabled()
         and (
@@ -47,7 +47,7 @@ def run_or_record(
         return y if residual is None else (y, residual_out)
     if call.backward is None:
         return None
-    if residual is not None:  # the sum is saved in the place of x
+    if residual is not None:  # x need not be savable: the sum is saved
         return _record_add(x, residual, savable(weight), bias, call)
     if x.is_inference() or (weight is not None and weight.is_inference()):
         x, weight = savable(x), savable(weight)
@@ -55,9 +55,9 @@ def run_or_record(
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """Saves x, weight and rstd; y is never needed again.
+    """Norm without a residual. Saves x, weight and rstd; the backward does not need y.
 
-    Anything but tensors comes in one tuple: each argument of `apply` costs host time.
+    All but the tensors come in one tuple: each argument of `apply` costs host time.
     """
 
     @staticmethod
@@ -84,12 +84,12 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 class AddRMSNormFunction(torch.autograd.Function):
-    """The norm of alpha * x + residual, and that sum. Saves the sum, weight and rstd: neither x nor residual."""
+    """Norm of the sum alpha * x + residual, and the sum. Saves the sum, weight and rstd: neither x nor residual."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, call):
         y, rstd, residual_out = kernels.run_forward(x, weight, bias, residual, call)
-        ctx.set_materialize_grads(False)  # the gradient of a result that nobody uses is None, and no zeros
+        ctx.set_materialize_grads(False)  # the gradient of an unused result is None, not a tensor of zeros
         ctx.save_for_backward(residual_out, weight, rstd)
         ctx.call, ctx.dtypes = call, (x.dtype, residual.dtype)
         if bias is not None:
@@ -111,7 +111,7 @@ class AddRMSNormFunction(torch.autograd.Function):
             )
         residual_out, weight, rstd = ctx.saved_tensors
         if has_own_operations(residual_out) and count_modes():
-            # Autograd detaches what is both saved and returned, where a mode may put another tensor in its place.
+            # Autograd detaches a tensor that is both saved and returned; a dispatch mode may replace the result.
             with kernels.unseen(ctx.call.backward):
                 residual_out, weight, rstd = ctx.saved_tensors
         bias_dtype = ctx.bias_dtype if needs_db else None
@@ -129,17 +129,17 @@ class AddRMSNormFunction(torch.autograd.Function):
         return dx if needs_dx else None, d_residual, dw, db, None
 
 
-# Function.apply in C++, without the Python around it, which asks for functorch and unwraps: 2 us. Before torch 2.13
-# Dynamo does not know it, and is never shown it.
+# Function.apply in C++. The Python around it, which checks for functorch and unwraps, costs 2 us. Dynamo before torch
+# 2.13 does not know this apply, and never traces it here.
 _record = super(torch.autograd.Function, RMSNormFunction).apply
 _record_add = super(torch.autograd.Function, AddRMSNormFunction).apply
 
 
 def gradients(tensors: BackwardTensors, call: Call, wanted: Wanted) -> Gradients:
-    """The gradients that autograd asks for, by x, dy, weight, rstd and d_residual_out: of the shapes of their tensors
-    but db, which is flat.
+    """Compute the gradients that autograd asks for. tensors: x, dy, weight, rstd, d_residual_out. Each gradient has the
+    shape of its tensor, but db is flat.
 
-    Raises ValueError or TypeError on tensors that do not fit those that the forward saved, and BackendUnavailableError
+    Raises ValueError or TypeError where saved tensors differ from those of the forward, and BackendUnavailableError
     where the backend that was asked for by name cannot run them.
     """
     if torch.is_grad_enabled():  # in a backward only under create_graph
@@ -167,12 +167,12 @@ def gradients(tensors: BackwardTensors, call: Call, wanted: Wanted) -> Gradients
 
 
 def _fit(tensors: BackwardTensors, call: Call) -> bool:
-    """Whether kernels can be given these as they are. dy may be any tensor. Hooks of saved tensors may put any other in
-    the place of the rest, and `tensor.data = ...` may have changed them: the version that autograd compares stays."""
+    """Whether kernels can take these tensors unchanged. dy may be any tensor. Hooks may replace saved tensors, and
+    `tensor.data = ...` may change them: autograd does not notice, since the version that it compares stays."""
     x, dy, weight, rstd, d_residual_out = tensors
     if not (is_plain(dy) and is_plain(x) and is_plain(rstd)):
         return False
-    # index: -1 for a CPU; is_plain has left out other devices without memory
+    # index: -1 for a CPU. Other devices with -1, such as meta, have no memory: is_plain was False.
     spec, dtype, index = call.spec, x.dtype, x.get_device()
     n = spec.n
     if weight is not None and not (
@@ -202,7 +202,7 @@ def _fit(tensors: BackwardTensors, call: Call) -> bool:
 
 
 def _db_alone(ctx: Any, dy: Tensor, weight: Tensor | None, rstd: Tensor) -> Tensor:
-    """db where nothing else is needed."""
+    """Compute db where no other gradient is needed."""
     spec = ctx.call.spec
     if is_traced() and ctx.call.backend != "torch" and not torch.is_grad_enabled():
         return op.call_for_db(dy, weight, rstd, len(ctx.bias_shape) - (spec.heads > 0), ctx.bias_dtype)

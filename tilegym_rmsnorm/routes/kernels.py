@@ -3,8 +3,8 @@
 
 """Run a checked call on a backend: flatten its tensors to rows, call the backend's function, give results their shapes.
 
-Nothing is checked or recorded here. Small tensors are bound by the host, so nothing is asked twice; microseconds named
-in comments are those of torch 2.13 on a 2 GHz Xeon.
+Nothing is checked or recorded here. Calls on small tensors are bound by the host, so no property is read twice. The
+microseconds in comments were measured with torch 2.13 on a 2 GHz Xeon.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tilegym_rmsnorm.settings import get_current_backend
 def run_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
 ) -> Outputs:
-    """y, rstd (M,), and residual_out, which is None without a residual. y and residual_out have x's shape."""
+    """Compute y, rstd (M,), and residual_out, None without a residual. y and residual_out have x's shape."""
     spec, n, heads = call.spec, call.spec.n, call.spec.heads
     if x.numel() == 0:
         return _outputs_of_no_rows(x, spec)
@@ -46,8 +46,8 @@ def run_forward(
 
 
 def run_backward(tensors: BackwardTensors, call: Call, wanted: Wanted) -> Gradients:
-    """The gradients of x, dy, weight, rstd and d_residual_out, which have their tensors' shapes, but db, which has
-    weight's and without one is (N,). rstd is (M,), contiguous."""
+    """Compute dx, d_residual, dw and db from x, dy, weight, rstd and d_residual_out. dx and d_residual have x's shape,
+    dw has weight's, db is (N,) or (H, N). rstd is (M,), contiguous."""
     x, dy, weight, rstd, d_residual_out = tensors
     n, heads = call.spec.n, call.spec.heads
     if x.numel() == 0:
@@ -68,9 +68,9 @@ def run_backward(tensors: BackwardTensors, call: Call, wanted: Wanted) -> Gradie
 
 
 def forward_on_backend(checked: Checked, backend: str | None, obstacle: str | None = None) -> Outputs:
-    """`run_forward`, without autograd, on the backend named or the one in effect.
+    """Call `run_forward`, without autograd, on the backend named or the one in effect.
 
-    obstacle: why no kernel can be given the tensors. BackendUnavailableError where the backend named cannot run them.
+    obstacle: why no kernel can take the tensors. BackendUnavailableError where the backend named cannot run them.
     """
     backend = get_current_backend() if backend is None else backend
     function, _ = implementations_of(checked.spec, checked.tensors, backend, obstacle)
@@ -82,8 +82,8 @@ def forward_on_backend(checked: Checked, backend: str | None, obstacle: str | No
 def backward_on_backend(
     checked: Checked, wanted: Wanted, backend: str | None, obstacle: str | None = None
 ) -> Gradients:
-    """`run_backward`, without autograd, on the backend named or the one in effect; db has weight's shape, that of a row
-    without one. The rest as for `forward_on_backend`."""
+    """Call `run_backward`, without autograd, on the backend named or the one in effect. db has weight's shape, without
+    a weight that of a row. The rest as for `forward_on_backend`."""
     spec, backend = checked.spec, get_current_backend() if backend is None else backend
     x, dy, weight, rstd, d_residual_out = checked.tensors
     function = backward_of(spec, checked.tensors, wanted, backend, obstacle)
@@ -96,16 +96,16 @@ def backward_on_backend(
 
 
 def unseen(function: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
-    """The block in which `run_forward` or `run_backward` may call a backend's function: hides dispatch modes from
-    kernels, since a mode could wrap or replace the memory that a kernel is about to fill. The reference is PyTorch's
-    operations, which modes may count, save or replace as they do any."""
+    """Return a block that hides dispatch modes while a kernel runs: a mode could wrap or replace the memory that the
+    kernel is about to fill. `run_forward` and `run_backward` are called in it. The reference is PyTorch's operations,
+    which a mode may count, save or replace: for it modes stay."""
     if count_modes() == 0 or is_reference(function):
         return contextlib.nullcontext()
     return without_modes()
 
 
 def _outputs_of_no_rows(x: Tensor, spec: Spec) -> Outputs:
-    """Nothing to fill."""
+    """Allocate the results where x has no elements: no kernel need run."""
     rstd = x.new_empty(0, dtype=compute_dtype(spec.residual_dtype or x.dtype))
     residual_out = None if spec.residual_dtype is None else _empty(x, spec.residual_dtype)
     return _empty(x, spec.y_dtype or x.dtype), rstd, residual_out

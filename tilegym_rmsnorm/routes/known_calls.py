@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Keep the `Call` of each kind of call that passed all checks, so that the next one like it skips them.
+"""Cache the `Call` of each kind of call that passed all checks, so that the next call like it skips them.
 
-The checks, and the choice of a backend, depend on little of a call: its key. `find` asks the rest itself: plain tensors
-(tensors.py) that are normalized over their last dimension. Any other call goes through all checks. A `Call` holds no
-tensor.
+The results of the checks and of the choice of a backend depend on few properties of a call: its key. `find` checks the
+rest itself, that x and weight are plain (call/tensors.py) and the last dimension is normalized. All other calls pass
+the full checks. A `Call` holds no tensor.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tilegym_rmsnorm.settings import get_current_backend
 
 _SEQUENCES = (tuple, torch.Size, list)
 
-MOST_CALLS = 1024  # more would be a leak, by an eps of its own in each call
+MOST_CALLS = 1024  # else calls that each have another eps would leak memory
 
-# By the kind of call: device, dtypes of x and weight, casting, backend. One of each.
+# One Call of each kind. A kind: device, dtypes of x and weight, casting, backend.
 _kinds: dict[tuple[Any, ...], Call] = {}
-# By kind, N, eps and offset.
+# Calls by kind, N, eps and offset.
 _calls: dict[tuple[Any, ...], Call] = {}
 
 
@@ -42,13 +42,13 @@ def find(
     casting: str,
     backend: str | None,
 ) -> Call | None:
-    """The call that `rms_norm` without bias and residual makes of its arguments. None: run all checks."""
+    """Find the `Call` for these arguments of an `rms_norm` without bias and residual. None: run all checks."""
     n: Any = normalized_shape
     if type(n) in _SEQUENCES and len(n) == 1:
         n = n[0]
     if type(n) is not int or not is_plain(x):
         return None
-    # A number of another type may be equal to a float, and an error.
+    # A number of another type may equal a float as a key, but must raise an error.
     if type(offset) is not float or not (type(eps) is float or eps is None):
         return None
     try:
@@ -68,9 +68,12 @@ def find(
         call = _calls.get((kind, n, eps, offset))
         if call is not None or kind not in _kinds:
             return call
-    except (TypeError, ValueError):  # a name that is not hashable, or an environment that names no backend
+    except (
+        TypeError,
+        ValueError,
+    ):  # a name that is not hashable, or an environment variable with an unknown name
         return None
-    # A known kind with other numbers.
+    # The kind is known, the numbers are new.
     if not -math.inf < offset < math.inf or not (eps is None or 0.0 <= eps < math.inf):
         return None
     if len(_calls) >= MOST_CALLS:
@@ -93,10 +96,10 @@ def remember(x: Tensor, weight: Tensor | None, call: Call) -> None:
     kind = x.device, x.dtype, None if weight is None else weight.dtype, spec.casting, call.backend
     if call.backward is not None or kind not in _kinds:
         _kinds[kind] = call
-        _calls.clear()  # of this kind without a backward
+        _calls.clear()  # calls of this kind may have been made without a backward
 
 
 def forget() -> None:
-    """Send every call through all checks once more."""
+    """Empty the cache, so that every call passes all checks once more."""
     _kinds.clear()
     _calls.clear()

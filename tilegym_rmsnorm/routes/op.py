@@ -1,18 +1,18 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Two ops of torch.library, `torch.ops.tilegym_rmsnorm`, which stand for a forward and a backward in graphs.
+"""Define the two library ops, `torch.ops.tilegym_rmsnorm`, which represent a forward and a backward in graphs.
 
-x has any leading dimensions and `normalized_dims` normalized ones, whose shape weight and bias have, or one dimension
-more for heads. rstd has x's shape with an extent of 1 in the place of each normalized dimension, as aten's fused ops
-give it: rows that are flattened could not be sharded in a sequence. All arguments are positional, so that autocast
-and sharding rules can be registered. `wanted` comes before the other numbers: sharding rules are cached by what follows
-the tensors. wanted: 1 dx, 2 dw, 4 db, 8 d_residual, added up. Gradients that are not wanted, and residual_out without a
-residual, are None, which AOTInductor takes where the schema says `Tensor?`. But dx has no elements then: of an op whose
-first result is no `Tensor`, DTensor's engine wraps no result.
+x has any leading dimensions, then `normalized_dims` normalized ones. weight and bias have the shape of these, or one
+dimension more for heads. rstd has x's shape with an extent of 1 for each normalized dimension, as in aten's fused ops:
+flattened, it could not be sharded along a sequence. All arguments are positional, so that autocast and sharding rules
+can be registered. wanted: the sum of 1 for dx, 2 for dw, 4 for db, 8 for d_residual. It comes before the other numbers,
+since sharding rules are cached by the arguments after the tensors. Gradients that are not wanted, and residual_out
+without a residual, are None, as AOTInductor accepts where the schema says `Tensor?`. But dx that is not wanted is a
+tensor without elements: if the first result is no `Tensor`, DTensor's engine wraps none of the results.
 
-Which kernel runs is decided when an op runs, not when a graph is made: a graph may serve any number of rows.
-backend: a name, "auto", or None for the one in effect then.
+The kernel is chosen when an op runs, not when a graph is made: a graph may serve any number of rows. backend: a name,
+"auto", or None for the backend in effect when the op runs.
 
 op_gradients.py differentiates the ops, op_sharding.py shards them. They have no rule for autocast: `rms_norm` casts.
 """
@@ -69,7 +69,7 @@ BACKWARD = torch.ops.tilegym_rmsnorm.rms_norm_backward.default
 
 
 def call_forward(tensors: ForwardTensors, dims: int, spec: Spec, backend: str | None) -> Outputs:
-    """Call the forward op on x, weight, bias, residual: y, rstd with the op's shape, residual_out."""
+    """Call the forward op on x, weight, bias, residual. Return y, rstd of the op's shape, residual_out."""
     x, weight, bias, residual = tensors
     prepare(*tensors)
     numbers = dims, spec.eps, spec.offset, spec.casting, spec.alpha
@@ -79,8 +79,8 @@ def call_forward(tensors: ForwardTensors, dims: int, spec: Spec, backend: str | 
 def call_backward(
     tensors: BackwardTensors, dims: int, spec: Spec, wanted: Wanted, backend: str | None
 ) -> Gradients:
-    """Call the backward op on x, dy, weight, rstd with the op's shape, d_residual_out. dx is always wanted: kernels
-    write it anyhow."""
+    """Call the backward op on x, dy, weight, rstd of the op's shape, d_residual_out. dx is always wanted: kernels write
+    it in any case."""
     x, dy, weight, rstd, d_residual_out = tensors
     prepare(*tensors)
     bits = DX + D_RESIDUAL * (wanted.d_residual is not None)
@@ -91,7 +91,7 @@ def call_backward(
 
 
 def call_backward_on_rows(tensors: BackwardTensors, call: Call, wanted: Wanted) -> Gradients:
-    """The backward op for the gradients of an eager call, of which a graph is made: by compiled autograd or make_fx."""
+    """Call the backward op for the gradients of an eager call, where compiled autograd or make_fx makes a graph."""
     x, dy, weight, rstd, d_residual_out = tensors
     spec = call.spec
     shape = (-1, spec.heads, spec.n) if spec.heads else (-1, spec.n)
@@ -106,19 +106,19 @@ def call_backward_on_rows(tensors: BackwardTensors, call: Call, wanted: Wanted) 
 
 
 def call_for_db(dy: Tensor, weight: Tensor | None, rstd: Tensor, dims: int, dtype: torch.dtype) -> Tensor:
-    """db alone, in a graph: of a sum Inductor would make a kernel that adds in another order than eager calls do. The
-    op reads dy, which is given for x too: else the graph would keep x for it."""
+    """Call the backward op for db alone, in a graph. Of a plain sum Inductor would make a kernel that adds in another
+    order than eager calls. dy is passed as x too, or the graph would keep x for the op."""
     rstd = rstd.reshape(*dy.shape[:-dims], *(1,) * dims).to(compute_dtype(dy.dtype))
     numbers = DB, dims, 0.0, "once", 1.0
     return BACKWARD(dy, dy, weight, rstd, None, *numbers, None, None, None, dtype, None)[2]
 
 
 def prepare(*tensors: Tensor | None) -> None:
-    """Register how the ops are sharded if one of the tensors is a DTensor, before the first call of one."""
+    """Register the sharding rules of the ops if one of the tensors is a DTensor, before the first call with one."""
     op_sharding.register_if_needed(FORWARD, BACKWARD, tensors)
 
 
-# The implementations, for real tensors and for those that a graph is made with.
+# The implementations, for real tensors and for fake tensors, with which graphs are made.
 
 
 def _run_forward_op(x: Tensor, residual: Tensor | None, *rest: Any) -> Outputs:
@@ -138,7 +138,7 @@ def _forward_of_fakes(x: Tensor, residual: Tensor | None, *rest: Any) -> Outputs
 
 def _run_backward_op(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     checked, _, bits, wanted, backend = arguments_of_backward(dy, x, *rest)
-    if bits == DB:  # no kernel need run; the bits that an eager backward of it has
+    if bits == DB:  # a sum without a kernel, which gives the same bits as an eager backward
         check_memory(dy=dy)
         assert wanted.db is not None
         weight = checked.tensors[2]
@@ -152,7 +152,7 @@ def _run_backward_op(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, 
     obstacle = choose.why_no_kernel(checked)
     dx, d_residual, dw, db = kernels.backward_on_backend(checked, wanted, backend, obstacle)
     if d_residual is not None and d_residual.untyped_storage().data_ptr() == dx.untyped_storage().data_ptr():
-        d_residual = d_residual.clone()  # results of an op may not share memory
+        d_residual = d_residual.clone()  # the results of a library op may not share memory
     return dx if bits & DX else x.new_empty(0), dw, db, d_residual
 
 
@@ -234,8 +234,8 @@ def wanted_gradients(
     dw_dtype: torch.dtype | None,
     db_dtype: torch.dtype | None,
 ) -> Wanted:
-    """The dtypes of the gradients that `wanted` names; of dw and db weight's, x's without one, where none is given. dx
-    is among them even where it is not wanted: kernels always write it."""
+    """Make a `Wanted` of the op's arguments. Where no dtype is given, dw and db have weight's dtype, without a weight
+    x's. dx has a dtype even where it is not wanted: kernels always write it."""
     of_vectors = x.dtype if weight is None else weight.dtype
     return Wanted(
         dx_dtype or x.dtype,

@@ -3,10 +3,10 @@
 
 """Differentiate the ops of op.py, and map them over batches for vmap.
 
-The forward has an autograd.Function of our own at the key Autograd: half the host time of register_autograd. Its
-backward is the backward op, or, under create_graph, PyTorch's operations, which are differentiable again. The backward
-op, called by itself, is differentiated as these are. Inside a transform of torch.func, and where there are tangents,
-both ops are PyTorch's operations, which it knows how to transform.
+The forward op has an autograd.Function at the dispatch key Autograd: half the host time of register_autograd. Its
+backward is the backward op, or, under create_graph, PyTorch's operations, which are differentiable again. A gradient
+through the backward op itself also runs PyTorch's operations. So do both ops inside a transform of torch.func and on
+tensors with a tangent, since PyTorch can transform its own operations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 class _ForwardOfOp(torch.autograd.Function):
-    """Saves x, or with a residual residual_out, weight and rstd."""
+    """Forward op with a gradient. Saves weight, rstd and the normalized tensor: x, or with a residual residual_out."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, options):
@@ -109,7 +109,7 @@ def _transformed_forward(x: Tensor, *rest: Any) -> Any:
 
 
 def _transformed_backward(dy: Tensor, x: Tensor, *rest: Any) -> Any:
-    """rstd is an input like the others."""
+    """Compute gradients by PyTorch's operations. rstd is differentiated like the other inputs."""
     checked, dims, bits, wanted, _ = op.arguments_of_backward(dy, x, *rest)
     results = operations.gradients_by_operations(checked.tensors, dims, checked.spec, wanted)
     dx, d_residual, dw, db = (None if each is None else each.contiguous() for each in results)
@@ -117,8 +117,8 @@ def _transformed_backward(dy: Tensor, x: Tensor, *rest: Any) -> Any:
 
 
 def _map_forward(info: Any, in_dims: tuple[int | None, ...], x: Tensor, residual: Any, *rest: Any) -> Any:
-    """vmap's rule of the forward. A batch of x or residual is one more leading dimension. Where weight or bias has a
-    batch, its calls are made one by one."""
+    """Map the forward op over a batch, for vmap. A batch of x or residual is one more leading dimension. Where weight
+    or bias is batched, the op is called once for each."""
     if any(dim is not None for dim in in_dims[2:]) or info.batch_size == 0:
         return _one_by_one(op.FORWARD, info, in_dims, x, residual, *rest)
     rows = (
@@ -128,19 +128,19 @@ def _map_forward(info: Any, in_dims: tuple[int | None, ...], x: Tensor, residual
     )
     x, residual = next(rows), next(rows, None)
     weight, bias, dims = rest[:3]
-    check_weight(weight, bias, x[0], last_dims(x[0], dims))  # the batch is no dimension of x
+    check_weight(weight, bias, x[0], last_dims(x[0], dims))  # on x[0]: the batch dimension is not of heads
     results = op.FORWARD(x, residual, *rest)
     return results, tuple(None if each is None else 0 for each in results)
 
 
 def _one_by_one(function: Any, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
-    """vmap's rule of calls of which each has a weight, or a dw, of its own."""
+    """Call an op once for each element of a batch, for vmap: each has a weight, or a dw, of its own."""
 
     def of_batch(i: int) -> list[Any]:
         pairs = zip(arguments, in_dims, strict=True)
         return [each if dim is None else each.select(dim, i) for each, dim in pairs]
 
-    if info.batch_size == 0:  # as many results, of the shapes that those of one call have
+    if info.batch_size == 0:  # the shapes of the results come from one call on zeros
         pairs = zip(arguments, in_dims, strict=True)
         one = [
             each if dim is None else each.movedim(dim, 0).new_zeros(_rest(each, dim)) for each, dim in pairs
@@ -154,7 +154,7 @@ def _one_by_one(function: Any, info: Any, in_dims: tuple[int | None, ...], *argu
 
 
 def _rest(tensor: Tensor, dim: int) -> list[int]:
-    """The shape without one dimension."""
+    """Return the shape without one dimension."""
     sizes = list(tensor.shape)
     del sizes[dim]
     return sizes
@@ -165,8 +165,8 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
 
 
 def _with_backend_in_effect(options: tuple[Any, ...], x: Tensor) -> tuple[Any, ...]:
-    """options, of which the backend is the last: in autograd's threads no `use_backend` is in effect. In a graph that
-    is being made None stays: each run of it has its own."""
+    """Put the backend in effect into options, as the last one: autograd's threads do not see `use_backend`. In a graph
+    that is being made None stays, for the backend in effect at each run."""
     if options[-1] is not None or watched.makes_graph() or choose.why_recorded({"x": x}) is not None:
         return options
     return *options[:-1], get_current_backend()
@@ -175,7 +175,7 @@ def _with_backend_in_effect(options: tuple[Any, ...], x: Tensor) -> tuple[Any, .
 def _db_alone(
     dy: Tensor, weight: Tensor | None, rstd: Tensor, dims: int, dtype: torch.dtype, shape: torch.Size
 ) -> Tensor:
-    """db where nothing else is needed."""
+    """Compute db where no other gradient is needed."""
     if torch.is_grad_enabled():
         return operations.db_by_operations(dy, shape, dtype)
     return op.call_for_db(dy, weight, rstd, dims, dtype).view(shape)
@@ -188,8 +188,8 @@ _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 for _name, (_differentiated, _mapped) in _RULES.items():
     op.library.impl(_name, _differentiated, "Autograd")
     torch.library.register_vmap(f"{op.NAMESPACE}::{_name}", _mapped, lib=op.library)
-# Neither torch.jit.trace nor the older vmap by which autograd.grad(is_grads_batched=True) maps a backward take an op
-# whose results may be None.
+# torch.jit.trace cannot take an op whose results may be None. Neither can the older vmap, by which
+# autograd.grad(is_grads_batched=True) maps a backward.
 for _key in ("Tracer", "Batched"):
     op.library.impl("rms_norm_forward", _transformed_forward, _key)
     op.library.impl("rms_norm_backward", _transformed_backward, _key)

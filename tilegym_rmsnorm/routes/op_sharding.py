@@ -1,14 +1,14 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Say how the ops of op.py are sharded: the rules by which DTensor's engine runs them on local tensors.
+"""Shard the library ops of op.py: define the rules by which DTensor's engine runs them on local tensors.
 
-x, dy and residual may be sharded in any dimension but the normalized ones, evenly or not. Nothing is communicated then:
-each process normalizes its rows. weight and bias are replicated, dw and db are partial sums. Weights of heads are
-sharded as the heads are. What is placed otherwise the engine moves first, at the least cost: rows that are split are
-gathered, which is said once.
+x, dy and residual may be sharded in any dimension but the normalized ones, evenly or not. Then nothing is communicated:
+each process normalizes its rows. weight and bias are replicated, dw and db are partial sums. Per-head weights are
+sharded as the heads are. The engine redistributes tensors with other placements first, at the least cost. It gathers
+rows that are split, with a warning once.
 
-The rules are registered when a DTensor is first seen, and never by an import: DTensor takes a second to import.
+The rules are registered at the first call with a DTensor, never by an import: DTensor takes a second to import.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tilegym_rmsnorm.call.spec import D_RESIDUAL, DB, DW, DX
 from tilegym_rmsnorm.call.tensors import is_dtensor, splits_rows
 from tilegym_rmsnorm.call.watched import is_traced
 
-# What an op is given and gives on one dimension of a mesh: the placements of its results, and of its arguments, None
-# for what is no tensor.
+# Placements of an op's results, and of its arguments, on one dimension of a mesh; None for an argument that is no
+# tensor.
 _Rule = tuple[list[Any], list[Any]]
 
 
@@ -73,17 +73,17 @@ def _rules_of_backward(
         results = (DW, of_dw), (DB, of_sums), (D_RESIDUAL, placement)
         given = [placement, placement, None if weight is None else of_vector, placement]
         given += [None if d_residual_out is None else placement, *[None] * (2 + len(options))]
-        dx = placement if wanted & DX else Replicate()  # of no elements
+        dx = placement if wanted & DX else Replicate()  # without elements where not wanted
         rules.append(([dx, *(of if wanted & bit else None for bit, of in results)], given))
     return rules
 
 
 def _choices(dims: int, rows: tuple[Any, ...], *vectors: Any) -> list[tuple[Any, Any, Any]]:
-    """How the tensors of rows can be placed on one dimension of a mesh, with the placements that weight and bias, and
-    the sums over rows, have then.
+    """List the placements of rows on one dimension of a mesh, each with the placements of weight and bias, and of sums
+    over rows.
 
-    Of each tensor the placements that it has are among them: rows of a sequence that was sharded and then flattened
-    are sharded with strides.
+    They include the current placements of each tensor: a sequence that was sharded and then flattened to rows has
+    shards with strides (_StridedShard).
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -100,7 +100,7 @@ def _choices(dims: int, rows: tuple[Any, ...], *vectors: Any) -> list[tuple[Any,
     for shard in shards:
         if not (of_heads and shard.dim == leading - 1):
             choices.append((shard, Replicate(), Partial()))
-        elif shard == Shard(leading - 1):  # not with strides: the heads of a process follow each other
+        elif shard == Shard(leading - 1):  # not _StridedShard: the heads of a process must be consecutive
             choices.append((shard, Shard(0), Shard(0)))
     return choices
 

@@ -1,11 +1,11 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Compute a call by PyTorch's differentiable operations, for tensors that no kernel can be given (choose.py).
+"""Compute a call by PyTorch's differentiable operations, for tensors that no kernel can take (choose.py).
 
-PyTorch derives the gradients, so that these calls can be transformed by torch.func, recorded by tracers, differentiated
-in forward mode, or computed by a tensor subclass. No dimensions are flattened: a DTensor that is sharded in the middle
-could not be. `gradients_by_operations` is the backward of calls on kernels where it must be differentiable again.
+PyTorch derives the gradients, so torch.func can transform these calls, tracers record them, forward mode differentiate
+them, and tensor subclasses compute them. Dimensions are not flattened: DTensor cannot flatten a sharded dimension in
+the middle. `gradients_by_operations` is the backward of calls on kernels where it must be differentiable again.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tilegym_rmsnorm.reference import (
 def norm_by_operations(
     tensors: ForwardTensors, normalized_shape: Sequence[int], spec: Spec
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """y of x's shape, or with a residual y and residual_out; contiguous, unless nested. weight and bias have
-    `normalized_shape`, the last dimensions of x, or one more for heads, and any floating dtypes, as has the residual.
-    spec: all else that `tilegym_rmsnorm.rms_norm` was given, and has checked.
+    """Compute y, of x's shape, or with a residual y and residual_out; contiguous, unless nested. weight and bias have
+    `normalized_shape`, the last dimensions of x, or one more for heads. They and the residual have any floating dtypes.
+    spec: all other arguments of `rms_norm`, checked.
 
-    x may also be complex, a jagged nested tensor, or have rows of no elements, as F.rms_norm's may. What a subclass
-    cannot compute is its own error.
+    x may also be complex, a jagged nested tensor, or have rows without elements, as in F.rms_norm. Where a subclass
+    cannot compute the call, its error is raised.
     """
     dims = len(normalized_shape)
     if _is_for_f_rms_norm(tensors, dims, spec) or 0 in normalized_shape:
@@ -54,10 +54,10 @@ def gradients_by_operations(
     spec: Spec,
     wanted: Wanted,
 ) -> Gradients:
-    """The gradients over x's last `dims` dimensions, of the shapes of their tensors, differentiable again.
+    """Compute the gradients over x's last `dims` dimensions, each of the shape of its tensor, differentiable again.
 
-    tensors: those of a backward; rstd None computes it again, so that its dependence on x counts. Raises ValueError
-    where the memory of one was freed.
+    tensors: x, dy, weight, rstd, d_residual_out. rstd=None computes rstd again, so that gradients of gradients include
+    its dependence on x. Raises ValueError where the memory of a tensor was freed.
     """
     x, dy, weight, rstd, d_residual_out = tensors
     check_memory(x=x, weight=weight, dy=dy, d_residual_out=d_residual_out)
@@ -68,8 +68,8 @@ def gradients_by_operations(
 def gradients_on_rows(
     tensors: BackwardTensors, spec: Spec, wanted: Wanted, keeps_rstd: bool = False
 ) -> Gradients:
-    """`gradients_by_operations` of an eager call, of tensors flattened to rows; db is flat. keeps_rstd: rstd is taken
-    as it is."""
+    """Call `gradients_by_operations` for an eager call, on tensors flattened to rows; db is flat. keeps_rstd: use the
+    given rstd."""
     x, dy, weight, rstd, d_residual_out = tensors
     shape = (-1, spec.heads, spec.n) if spec.heads else (-1, spec.n)
     rows = (
@@ -90,7 +90,7 @@ def gradients_of_sum(
     dtypes: tuple[torch.dtype, torch.dtype],
     needs: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dx and d_residual where residual_out alone is used. dtypes, needs: of x and residual."""
+    """Compute dx and d_residual where residual_out is used and y is not. dtypes, needs: of x and residual."""
     if d_residual_out is None:
         return None, None
     check_memory(d_residual_out=d_residual_out)
@@ -106,25 +106,26 @@ def gradients_of_sum(
 
 
 def db_by_operations(dy: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """db where nothing else is needed: dy summed over the dimensions before its last ones, which are `shape`."""
+    """Compute db where no other gradient is needed: dy summed over the dimensions before the last ones, `shape`."""
     check_memory(dy=dy)
     return reference.sum_of_rows(dy, shape, compute_dtype(dy.dtype), dtype)
 
 
 def _packed(result: Tensor) -> Tensor:
-    """PyTorch's operations keep the order of strides that they are given. A nested tensor has its own."""
+    """Make a result contiguous: PyTorch's operations keep the order of their input's strides. Not a nested tensor,
+    which has a layout of its own."""
     return result if result.is_nested else result.contiguous()
 
 
 def _is_for_f_rms_norm(tensors: ForwardTensors, dims: int, spec: Spec) -> bool:
-    """Whether F.rms_norm computes a call, and not the formula: of tensors that it alone takes, and of subclasses, all
-    of which know it. A DTensor that is sharded in its rows it would gather, or on a CPU fail. Of the formula the mean
-    alone communicates: one number a row, where the shards are even."""
+    """Whether F.rms_norm computes a call instead of the formula: on complex and nested tensors, which only F.rms_norm
+    takes, and on subclasses, which all implement it. Not on a DTensor that is sharded within rows: F.rms_norm would
+    gather it, or on a CPU fail. In the formula only the mean communicates: one number a row, where shards are even."""
     x, _, _, residual = tensors
     if x.is_complex() or x.is_nested:
         return True
     has_subclass = any(tensor is not None and has_own_operations(tensor) for tensor in tensors)
-    if not has_subclass or is_symbol(spec.eps):  # which F.rms_norm would ask for its value
+    if not has_subclass or is_symbol(spec.eps):  # F.rms_norm would ask a symbol for its value
         return False
     return not (splits_rows(x, dims) or splits_rows(residual, dims))
 
@@ -132,9 +133,9 @@ def _is_for_f_rms_norm(tensors: ForwardTensors, dims: int, spec: Spec) -> bool:
 def _by_f_rms_norm(
     tensors: ForwardTensors, normalized_shape: list[int], spec: Spec
 ) -> tuple[Tensor, Tensor | None]:
-    """y and residual_out by the operation that every subclass knows: DTensor shards it without communication. Where it
-    is not F.rms_norm itself, it is F.rms_norm with the weight applied behind it, or in the wider dtype. Without a
-    weight neither casting nor offset has anything to act on, unless y is wider than x."""
+    """Compute y and residual_out by F.rms_norm, which every subclass implements and DTensor shards without
+    communication. Where F.rms_norm alone is not this call, the weight is applied after it, or it runs in the wider
+    dtype. Without a weight casting and offset have no effect, unless y is wider than x."""
     x, weight, bias, residual = tensors
     y_dtype, residual_out, wide = x.dtype if spec.y_dtype is None else spec.y_dtype, None, None
     if residual is not None:
@@ -142,7 +143,7 @@ def _by_f_rms_norm(
         total = wide_sum(x, residual, spec.alpha)
         x = residual_out = total.to(dtype)
         if not joint.is_complex and promoted(joint, dtype) != dtype:
-            # Of a narrower dtype: the gradient would be rounded to it, and in float16 overflow.
+            # In a narrower dtype the gradient would be rounded to it, and overflow in float16.
             wide = rounded_value(total, dtype).to(compute_dtype(dtype))
     has_norms_shape = weight is None or weight.ndim == len(normalized_shape)
     is_own_weight = weight is None or (
