@@ -97,10 +97,8 @@ def _plan(n: int, heads: int, shape: _Sizes, strides: tuple[_Sizes, ...]) -> _Pl
         if len(groups) <= most:
             extents = tuple(math.prod(leading[i] for i in group) for group in groups)
             if not heads and len(extents) == 2 and extents[1] >= SEQUENCE:
-                extents = (
-                    *extents,
-                    1,
-                )  # B and T, as of x[:, 1:]: T in the place of H would make a layout per length
+                # B and T, as of x[:, 1:]: T in the place of H would make a layout of its own for each length.
+                extents = (*extents, 1)
             padded = (1,) * (most - len(extents)) + extents
             return _Plan((*padded, heads, n) if heads else (*padded, n), tuple(copies))
         # Copy the tensors that are least evenly spaced by themselves first: the others may then agree.

@@ -35,9 +35,7 @@ CASTINGS = get_args(Casting)
 _ALL_DTYPES = DTYPES + COMPLEX_DTYPES
 _INF = math.inf
 _STRIDED = torch.strided
-_get_trace = (
-    torch._C._get_tracing_state
-)  # returns None unless torch.jit.trace records; under Dynamo always None
+_get_trace = torch._C._get_tracing_state  # None unless torch.jit.trace records; under Dynamo always
 _set_trace = torch._C._set_tracing_state  # type: ignore[attr-defined]
 
 
