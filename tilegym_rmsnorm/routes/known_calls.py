@@ -68,10 +68,7 @@ def find(
         call = _calls.get((kind, n, eps, offset))
         if call is not None or kind not in _kinds:
             return call
-    except (
-        TypeError,
-        ValueError,
-    ):  # a name that is not hashable, or an environment variable with an unknown name
+    except (TypeError, ValueError):  # a name that is not hashable, or an unknown one in the environment
         return None
     # The kind is known, the numbers are new.
     if not -math.inf < offset < math.inf or not (eps is None or 0.0 <= eps < math.inf):
