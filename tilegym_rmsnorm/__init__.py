@@ -3,7 +3,7 @@
 
 """RMSNorm for training and inference on NVIDIA GPUs, with several backends behind one set of functions.
 
-Importing this package imports torch and nothing else; a backend's own libraries are imported when it first runs.
+Importing this package imports torch and nothing else. The libraries of a backend are imported when it first runs.
 """
 
 import sys
@@ -11,8 +11,8 @@ import warnings
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-# `python -m tilegym_rmsnorm doctor` imports this file before __main__ runs: torch's warning, which comes while torch is
-# imported, would stand above its report. The filters of the process stay as they are.
+# `python -m tilegym_rmsnorm doctor` imports this file before __main__ runs. Without this, a warning that torch gives on
+# import would stand above the report. The filters of the process stay unchanged.
 if getattr(sys, "argv", [])[:1] == ["-m"]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
@@ -85,7 +85,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a class that only annotations and isinstance need when it is asked for."""
+    """Import a class at its first use, where only annotations and isinstance need it."""
     if name == "Override":
         from tilegym_rmsnorm.integrations.aten import Override
 

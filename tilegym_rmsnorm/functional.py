@@ -1,9 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""`rms_norm`, and its forward and backward each by itself: check the arguments, ask for the route, take it.
+"""Define `rms_norm`, and its forward and backward alone: check the arguments, choose a route (routes/), take it.
 
-Eager calls of small tensors are bound by the host: a call like one before takes no checks (routes/known_calls.py).
+Eager calls on small tensors are bound by the host: a call like an earlier one skips the checks (routes/known_calls.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
     "rms_norm_forward",
 ]
 
-_len_torch_function_stack = torch._C._len_torch_function_stack  # of the modes that see function calls
+_len_torch_function_stack = torch._C._len_torch_function_stack  # counts the active TorchFunctionModes
 
 
 @overload
@@ -95,37 +95,38 @@ def rms_norm(
     casting: Casting = "once",
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`torch.nn.functional.rms_norm`, differentiable (twice), on the selected backend.
+    """Compute `torch.nn.functional.rms_norm`, differentiable (twice), on the selected backend.
 
     `y = input * rstd * (weight + offset) + bias` over the last `len(normalized_shape)` dimensions, which hold N
     elements, with `rstd = 1 / sqrt(mean(input^2) + eps)`. Computed in float32, in float64 for float64 tensors.
 
-    With a residual, `residual_out = residual_alpha * input + residual` is formed in the same precision, rounded once to
-    its dtype, and that value is normalized: what a transformer block hands on, and the norm of it.
+    With a residual, `residual_out = residual_alpha * input + residual` is computed in the same precision, rounded once
+    to residual_dtype, and normalized: the sum that a transformer block passes on, and its norm.
 
     The backward runs on the backend of the forward; under `create_graph` it runs through the reference, which is
-    differentiable again. Saved for it are input (a copy of one made under `torch.inference_mode`), or residual_out in
-    its place, weight and rstd. Under `torch.autocast("cuda")` the call does as `F.rms_norm` of the installed torch
-    does: from torch 2.12 on, half inputs are normalized, and y returned, in float32, unless out_dtype says otherwise;
-    residual_out is not cast. Before, and under autocast of CPUs, nothing is cast.
+    differentiable again. Saved for it are weight, rstd, and input or, with a residual, residual_out; a tensor made
+    under `torch.inference_mode` is copied. Under `torch.autocast("cuda")` the call casts as `F.rms_norm` of the
+    installed torch does. From torch 2.12 on, half inputs are normalized, and y returned, in float32, unless out_dtype
+    says otherwise; residual_out is not cast. Before, and under autocast of CPUs, nothing is cast.
 
     Args:
-        input: Shape `(*, *normalized_shape)`; float16, bfloat16, float32 or float64; any strides. Also what
-            `F.rms_norm` takes and no kernel does: complex, jagged nested, rows of no elements. A DTensor, whose local
-            tensor the kernels take.
+        input: Shape `(*, *normalized_shape)`; float16, bfloat16, float32 or float64; any strides. A DTensor, whose
+            local tensor the kernels take. Or one that only `F.rms_norm` takes, and no kernel: complex, jagged nested,
+            or with rows without elements.
         normalized_shape: The last dimensions of input, as an int or a sequence of ints.
         weight: Shape `normalized_shape`, or `(H, *normalized_shape)`, a row for each head, where input's dimension
             before the normalized ones is H; any of these dtypes. None: a factor of 1, whatever the offset.
-        eps: None: the machine epsilon of float32, of float64 where what is normalized is float64.
-        bias: Shape of weight, `normalized_shape` without one; any of these dtypes. None: nothing is added.
-        offset: Added to weight in the precision that computes: 1 for Gemma, whose weights are stored minus 1.
-        residual: Of input's shape and device, any of these dtypes.
+        eps: None: the machine epsilon of float32, of float64 where the normalized tensor is float64.
+        bias: weight's shape, `normalized_shape` without a weight; any of these dtypes. None: nothing is added.
+        offset: Added to weight in float32, in float64 for float64 tensors: 1 for Gemma, whose weights are stored
+            minus 1.
+        residual: input's shape and device, any of these dtypes.
         residual_alpha: Multiplies input, the branch, before the residual is added.
-        residual_dtype: Of residual_out. None: that of `input + residual`.
-        out_dtype: Of y. None: that of input.
-        casting: `"once"`: only y is rounded. `"llama"`: what is normalized, times rstd, is rounded to its own dtype
-            before the weight.
-        backend: A name or `"auto"`. None: the one in effect, see `use_backend`.
+        residual_dtype: The dtype of residual_out. None: that of `input + residual`.
+        out_dtype: The dtype of y. None: input's.
+        casting: `"once"`: only y is rounded. `"llama"`: the normalized tensor times rstd is rounded too, to the dtype
+            of the normalized tensor, before it is multiplied by the weight.
+        backend: A name or `"auto"`. None: the backend in effect, see `use_backend`.
 
     Returns:
         y, of input's shape; `(y, residual_out)` where a residual is given. Both are contiguous.
@@ -142,7 +143,7 @@ def rms_norm(
         and residual_dtype is None
         and not is_watched()
         and (residual_alpha is _ALPHA or (type(residual_alpha) is float and residual_alpha == 1.0))
-        # Autocast of CUDA devices: to name them takes 0.2 us.
+        # is_autocast_enabled() means CUDA devices: naming them takes 0.2 us.
         and not ((arguments.HAS_AUTOCAST and torch.is_autocast_enabled()) or _len_torch_function_stack())
     ):
         call = known_calls.find(input, normalized_shape, weight, eps, offset, casting, backend)
@@ -154,7 +155,7 @@ def rms_norm(
     options |= {"residual_alpha": residual_alpha, "residual_dtype": residual_dtype, "out_dtype": out_dtype}
     options |= {"casting": casting, "backend": backend}
     given = input, normalized_shape, weight, eps
-    # The __torch_function__ of nested tensors takes PyTorch's own functions alone; operations.py calls F.rms_norm.
+    # The __torch_function__ of nested tensors accepts only PyTorch's functions; operations.py calls F.rms_norm.
     if has_torch_function(input, weight, bias, residual):
         if not (isinstance(input, Tensor) and input.is_nested):
             return handle_torch_function(rms_norm, (input, weight, bias, residual), *given, **options)
@@ -162,7 +163,9 @@ def rms_norm(
 
 
 rms_norm.__prepare_scriptable__ = refuse_torch_jit_script
-_ALPHA = rms_norm.__kwdefaults__["residual_alpha"]  # known without a comparison, which a tensor would answer
+_ALPHA = rms_norm.__kwdefaults__[
+    "residual_alpha"
+]  # for `is`: a comparison with a tensor would call the tensor
 
 
 def _checked_rms_norm(
@@ -176,7 +179,7 @@ def _checked_rms_norm(
     backend: str | None,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`rms_norm`, by all checks, which Dynamo traces too. options: numbers and dtypes."""
+    """Run `rms_norm` with all checks; Dynamo traces this. options: numbers and dtypes."""
     checked = arguments.checked_forward(
         input, normalized_shape, weight, bias, residual, eps=eps, is_public=True, **options
     )
@@ -189,8 +192,8 @@ def _checked_rms_norm(
         options |= {"bias": bias, "residual": residual, "backend": route.backend}
         return _untraced_rms_norm(input, normalized_shape, weight, eps, **options)
     forward = backward = None
-    if not is_traced():  # else nothing is left but PyTorch's operations
-        # The backward's now: another backend may be in effect when it runs.
+    if not is_traced():  # under Dynamo only PyTorch's operations are left
+        # Choose the backward now: another backend may be in effect when it runs.
         has_grad = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
         forward, backward = implementations_of(
             spec, tensors, route.backend, route.reason, has_grad and route.name == KERNELS
@@ -253,14 +256,14 @@ def rms_norm_forward(
     casting: Casting = "once",
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """y and rstd of rows of x, without autograd; with a residual `(y, residual_out, rstd)`. M is the product of x's
-    leading dimensions, N its last.
+    """Compute y and rstd of rows of x, without autograd; with a residual `(y, residual_out, rstd)`. M is the product of
+    x's leading dimensions, N its last.
 
     Args:
         x: Shape `(*, N)`; float16, bfloat16, float32 or float64; any strides.
         weight: Shape `(N,)`, or `(H, N)` where x's dimension before the last is H, or None.
         eps: As for `rms_norm`.
-        bias: Weight's shape, `(N,)` without one, or None.
+        bias: weight's shape, `(N,)` without a weight, or None.
         offset: As for `rms_norm`.
         residual: As for `rms_norm`.
         residual_alpha: As for `rms_norm`.
@@ -270,8 +273,8 @@ def rms_norm_forward(
         backend: As for `rms_norm`.
 
     Returns:
-        y, of x's shape and out_dtype, and rstd, of shape `(M,)`, float32 (float64 where what is normalized is float64);
-        `(y, residual_out, rstd)` where a residual is given.
+        y, of x's shape and out_dtype, and rstd, of shape `(M,)`, float32 (float64 where the normalized tensor is
+        float64); `(y, residual_out, rstd)` where a residual is given.
 
     Raises:
         ValueError: A shape, a device or a number does not fit.
@@ -345,25 +348,27 @@ def rms_norm_backward(
     needs_db: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-    """dx and dw of `rms_norm_forward`, without autograd; with needs_db also db. After a residual x is residual_out,
-    what was normalized.
+    """Compute dx and dw of `rms_norm_forward`, without autograd; with needs_db also db. If the forward had a residual,
+    pass its residual_out as x.
 
     Args:
-        x: What was normalized: what the forward was given, or the residual_out that it returned. Shape `(*, N)`.
+        x: The normalized tensor: the forward's x, or the residual_out that it returned. Shape `(*, N)`.
         dy: The gradient of y, of x's shape and device; any floating dtype, any strides.
-        weight: What the forward was given: shape `(N,)`, or `(H, N)`, or None.
-        rstd: What the forward returned: shape `(M,)`.
-        offset: What the forward was given.
-        casting: What the forward was given.
-        d_residual_out: The gradient of residual_out, which is added to dx; like dy. None: there is none.
-        dw_dtype: Of dw and db: `torch.float32` where main gradients are accumulated. None: weight's, x's without one.
-        needs_db: Whether db is returned too.
+        weight: The forward's: shape `(N,)`, or `(H, N)`, or None.
+        rstd: The forward's: shape `(M,)`.
+        offset: The forward's.
+        casting: The forward's.
+        d_residual_out: The gradient of residual_out, which is added to dx; shape and dtypes as for dy. None: nothing is
+            added.
+        dw_dtype: The dtype of dw and db: `torch.float32` where main gradients are accumulated. None: weight's, without
+            a weight x's.
+        needs_db: Whether to return db too.
         backend: As for `rms_norm`.
 
     Returns:
-        dx, of x's shape and dtype: the gradient of what was normalized. With a residual that is the gradient of the
-        residual; the gradient of the forward's x is residual_alpha * dx, cast to its dtype. dw, of weight's shape, None
-        without a weight. Where needs_db, db too, of weight's shape, `(N,)` without one.
+        dx, of x's shape and dtype: the gradient of the normalized tensor. With a residual that is the gradient of the
+        residual; the gradient of the forward's x is residual_alpha * dx, cast to the dtype of that x. dw, of weight's
+        shape, None without a weight. With needs_db also db, of weight's shape, `(N,)` without a weight.
 
     Raises:
         ValueError: A shape, a device or a number does not fit.
@@ -392,7 +397,7 @@ def rms_norm_backward(
 
 
 def compute_rms_norm_rstd_torch(x: Tensor, eps: float | None = None) -> Tensor:
-    """`1 / sqrt(mean(x^2) + eps)` over the last dimension, by the reference: differentiable.
+    """Compute `1 / sqrt(mean(x^2) + eps)` over the last dimension by the reference: differentiable.
 
     Args:
         x: Shape `(*, N)`; float16, bfloat16, float32 or float64.
@@ -453,11 +458,11 @@ def rms_norm_backward_torch(
     dw_dtype: torch.dtype | None = None,
     needs_db: bool = False,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
-    """`rms_norm_backward` by the reference: differentiable, with rstd an input like the others.
+    """Compute `rms_norm_backward` by the reference: differentiable, also with respect to rstd.
 
     Args:
-        x: What was normalized. Shape `(*, N)`.
-        dy: Of x's shape and device; any floating dtype.
+        x: The normalized tensor. Shape `(*, N)`.
+        dy: x's shape and device; any floating dtype.
         weight: Shape `(N,)`, or `(H, N)` where x's dimension before the last is H, or None.
         rstd: Shape `(M,)`, as `compute_rms_norm_rstd_torch` gives it.
         offset: As for `rms_norm`.
@@ -467,7 +472,7 @@ def rms_norm_backward_torch(
         needs_db: As for `rms_norm_backward`.
 
     Returns:
-        As `rms_norm_backward`: dx and dw, with needs_db also db.
+        dx and dw as `rms_norm_backward` returns them, with needs_db also db.
 
     Raises:
         ValueError: A shape, a device or a number does not fit.
@@ -481,9 +486,9 @@ def rms_norm_backward_torch(
 
 
 def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which torch.compile calls and does not look into."""
-    untraced = torch._disable_dynamo(function)  # torch.compiler.disable would import Dynamo here and now
-    # Dynamo says this where it may not break the graph (fullgraph=True, strict export).
+    """Wrap `function` so that torch.compile calls it without tracing into it."""
+    untraced = torch._disable_dynamo(function)  # torch.compiler.disable would import Dynamo at once
+    # Dynamo shows this message where it may not break the graph (fullgraph=True, strict export).
     untraced._torchdynamo_disable = True
     untraced._torchdynamo_disable_msg = (
         "a kernel of tilegym_rmsnorm was asked for by name and cannot run this call in a graph: its tensors, an eps "
@@ -503,12 +508,12 @@ def _detached(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _packed(result: Tensor | None) -> Tensor | None:
-    """PyTorch's operations keep the order of strides that they are given."""
+    """Make a result contiguous: PyTorch's operations keep the order of their input's strides."""
     return None if result is None else result.contiguous()
 
 
 def _wanted(x: Tensor, weight: Tensor | None, dw_dtype: torch.dtype | None, needs_db: bool) -> Wanted:
-    """dx, dw where there is a weight, and db where it is asked for: in dw_dtype, or weight's, or x's."""
+    """Want dx, dw with a weight, and db with needs_db; dw and db in dw_dtype, else weight's dtype, else x's."""
     checked_bool("needs_db", needs_db)
     dw_dtype = checked_dtype("dw_dtype", dw_dtype) or (x.dtype if weight is None else weight.dtype)
     return Wanted(x.dtype, None, None if weight is None else dw_dtype, dw_dtype if needs_db else None)

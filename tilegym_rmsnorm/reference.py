@@ -9,16 +9,16 @@ Per row i of x (M x N), with weight w and offset o (0 for Llama, 1 for Gemma):
     g = dy * (w + o)                           c_i = mean_j(xhat * g)      dx = (g - xhat * c) * rstd
     dw_j = sum_i dy_ij * xhat_ij               db_j = sum_i dy_ij
 
-With a residual r, x stands above for residual_out = alpha * x + r, rounded to a dtype of its own; d_residual_out, its
-own gradient, is added to dx, which is then the gradient of r, and times alpha that of x. A weight (H, N) has a row for
-each head, x's dimension before the normalized one: dw and db are sums over the others.
+With a residual r, replace x above by residual_out = alpha * x + r, rounded to a dtype of its own. Its own gradient,
+d_residual_out, is added to dx. Then dx is the gradient of r, and alpha * dx the gradient of x. A weight (H, N) has a
+row for each head, where H is x's dimension before the normalized one: dw and db are sums over the other dimensions.
 
-All of it is computed in float32 for half types, and in float64 where any input is float64, and each result is rounded
-once. With casting="llama" xhat is also rounded to the dtype of what is normalized before it meets the weight: in y, and
-in dw (dy * round(xhat)). dx never sees that rounding. No weight means a factor of 1, whatever the offset.
+Computation is in float32 for half types, in float64 where any input is float64, and each result is rounded once. With
+casting="llama" xhat is also rounded, to the dtype of the normalized tensor, before it is multiplied by the weight in y,
+and by dy in dw. dx ignores that rounding. Without a weight the factor is 1, whatever the offset.
 
-Every function takes any device, any leading dimensions (M is their product) and is differentiable. None checks what it
-is given: call/arguments.py does, in front of them.
+Every function takes any device and any leading dimensions (M is their product), and is differentiable. The functions
+check no arguments: call/arguments.py does, before they are called.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from tilegym_rmsnorm.call.watched import counts_without_grad, is_compiled
 
 
 def default_eps(dtype: torch.dtype) -> float:
-    """What eps=None means: the machine epsilon of the precision that computes, as for `F.rms_norm`."""
+    """Return the eps for eps=None: the machine epsilon of the dtype of computation, as in `F.rms_norm`."""
     return torch.finfo(compute_dtype(dtype)).eps
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The precision in which tensors of `dtype` are computed."""
+    """Return the dtype in which tensors of `dtype` are computed."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def joint_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """The precision in which these tensors are computed together: that of the widest of them, complex if any is."""
+    """Return the dtype in which these tensors are computed together: that of the widest, complex if any is complex."""
     dtype = torch.float32
     for tensor in tensors:
         if tensor is not None:
@@ -61,9 +61,9 @@ def joint_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 
 def promoted(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """`torch.promote_types` of the floating and complex dtypes that are taken.
+    """Return `torch.promote_types` of two floating or complex dtypes.
 
-    Made of comparisons: torch.export records a call of torch.promote_types as a node that nothing can run, and in
+    It compares dtypes: torch.export would record a call of torch.promote_types as a node that cannot run, and in
     torch.compiler.nested_compile_region Dynamo cannot guard on a dictionary that has dtypes as keys.
     """
     if dtype == other:
@@ -75,17 +75,17 @@ def promoted(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 
 def compute_rms_norm_rstd_torch(x: Tensor, eps: float | None = None) -> Tensor:
-    """1 / sqrt(mean of x^2 over the last dimension + eps), shape (M,), float32 (float64 for float64 x)."""
+    """Compute 1 / sqrt(mean of x^2 over the last dimension + eps), shape (M,), float32 (float64 for float64 x)."""
     return rstd_torch(x, eps, 1).reshape(-1)
 
 
 def rstd_torch(x: Tensor, eps: float | None, dims: int) -> Tensor:
-    """The same over the last `dims` dimensions, with an extent of 1 in the place of each."""
+    """Compute rstd over the last `dims` dimensions, with an extent of 1 for each of them."""
     return _rstd(x.to(compute_dtype(x.dtype)), eps, dims)
 
 
 def residual_sum(x: Tensor, residual: Tensor, alpha: float, dtype: torch.dtype) -> Tensor:
-    """alpha * x + residual, formed in float32 (float64 where one of them is) and rounded once, to `dtype`."""
+    """Compute alpha * x + residual in float32 (float64 beside float64), rounded once, to `dtype`."""
     return wide_sum(x, residual, alpha).to(dtype)
 
 
@@ -99,28 +99,28 @@ def rms_norm_forward_torch(
     casting: str = "once",
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """y of x's shape, of out_dtype or x's, and rstd (M,). weight and bias have shape (N,), or (H, N) on (*, H, N)."""
+    """Compute y, of x's shape and out_dtype or x's, and rstd (M,). weight, bias: (N,), or (H, N) for x (*, H, N)."""
     spec = Spec(x.shape[-1], default_eps(x.dtype) if eps is None else eps, offset, casting, y_dtype=out_dtype)
     y, rstd, _ = forward_torch((x, weight, bias, None), spec)
     return y, rstd.reshape(-1)
 
 
 def forward_torch(tensors: ForwardTensors, spec: Spec, dims: int = 1) -> Outputs:
-    """All the results of one call over the last `dims` dimensions, whose shape weight and bias have, or one more for
-    heads: y, of x's shape; rstd, with an extent of 1 in the place of each normalized dimension; residual_out, None
-    without a residual. tensors: x, weight, bias, residual.
+    """Compute y, of x's shape, rstd, with an extent of 1 for each normalized dimension, and residual_out, None without
+    a residual. tensors: x, weight, bias, residual. The last `dims` dimensions are normalized: weight and bias have their
+    shape, or one dimension more for heads.
 
-    Nothing is flattened, so that tensors that are sharded or jagged in the middle can pass.
+    Nothing is flattened, so tensors may be sharded or jagged in the middle.
     """
     x, weight, bias, residual = tensors
     y_dtype, residual_out = x.dtype if spec.y_dtype is None else spec.y_dtype, None
     if residual is None:
-        # Once: where PyTorch derives the gradient of x, it is rounded as often.
+        # Cast once: where PyTorch derives the gradient of x, each cast rounds it once.
         wide = x.to(compute_dtype(x.dtype))
     else:
         total, dtype = wide_sum(x, residual, spec.alpha), spec.residual_dtype
         x = residual_out = total.to(dtype)
-        # The gradient of what is normalized is not rounded on its way to the sum.
+        # From the unrounded sum, so that the gradient of residual_out is not rounded on its way to the sum.
         wide = rounded_value(total, dtype).to(compute_dtype(dtype))
     rstd = _rstd(wide, spec.eps, dims)
     dtype = joint_dtype(x, weight, bias)
@@ -132,7 +132,7 @@ def forward_torch(tensors: ForwardTensors, spec: Spec, dims: int = 1) -> Outputs
 
 
 def wide_sum(x: Tensor, residual: Tensor, alpha: float) -> Tensor:
-    """alpha * x + residual in the precision in which they are computed together."""
+    """Compute alpha * x + residual in the joint dtype of x and residual, not rounded."""
     dtype = joint_dtype(x, residual)
     x, residual = x.to(dtype), residual.to(dtype)
     return (x if alpha == 1.0 else alpha * x) + residual
@@ -152,18 +152,18 @@ def rms_norm_backward_torch(
     offset: float = 0.0,
     casting: str = "once",
 ) -> tuple[Tensor, Tensor | None]:
-    """dx and dw of a call without a residual, of the dtypes of x and weight. The rest as for `gradients_torch`."""
+    """Compute dx and dw of a call without a residual, in the dtypes of x and weight. The rest as `gradients_torch`."""
     spec, wanted = Spec(x.shape[-1], 0.0, offset, casting), Wanted(x.dtype, dw=dtype_of(weight))
     dx, _, dw, _ = gradients_torch((x, dy, weight, rstd, None), spec, wanted)
     return dx, dw
 
 
 def gradients_torch(tensors: BackwardTensors, spec: Spec, wanted: Wanted, dims: int = 1) -> Gradients:
-    """All the gradients of one call over the last `dims` dimensions, of the shapes of their tensors; those that are not
-    wanted are None. tensors: x, dy, weight, rstd, d_residual_out.
+    """Compute the wanted gradients of a call over the last `dims` dimensions, each of the shape of its tensor; others are
+    None. tensors: x, dy, weight, rstd, d_residual_out.
 
-    x is what was normalized; dy and d_residual_out have its shape. rstd is the forward's, (M,) or with an extent of 1
-    in the place of each normalized dimension. db has weight's shape, that of a row without one.
+    x is the normalized tensor; dy and d_residual_out have its shape. rstd is the forward's, (M,) or with an extent of 1
+    for each normalized dimension. db has weight's shape, without a weight that of a row.
     """
     x, dy, weight, rstd, d_residual_out = tensors
     dtype = joint_dtype(x, weight, dy, d_residual_out)
@@ -173,7 +173,7 @@ def gradients_torch(tensors: BackwardTensors, spec: Spec, wanted: Wanted, dims: 
     xhat = x.to(dtype) * rstd
     vector_shape = x.shape[-dims:] if weight is None else weight.shape
     d_residual = dw = db = None
-    dx: Any = None  # of a call it is always wanted
+    dx: Any = None  # not None in a call, where dx is always wanted
     if wanted.dx is not None or wanted.d_residual is not None:
         g = dy if weight is None else dy * (weight.to(dtype) + spec.offset)
         c = (xhat * g).mean(dim=_last(dims), keepdim=True)
@@ -192,10 +192,9 @@ def gradients_torch(tensors: BackwardTensors, spec: Spec, wanted: Wanted, dims: 
 
 
 def sum_of_rows(dy: Tensor, shape: tuple[int, ...], computed: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """dy summed over the dimensions before its last ones, which are `shape`, in the precision `computed`, and rounded
-    to `dtype`. dy that is not dense is copied first: AOTAutograd makes the gradients of a graph contiguous, and the
-    order of a sum follows the strides."""
-    dy = dy.contiguous()[None]  # sum() would take no dimensions for all of them
+    """Sum dy over the dimensions before its last ones, `shape`, in dtype `computed`, and round to `dtype`. dy is made
+    contiguous first: AOTAutograd makes the gradients of a graph contiguous, and the order of a sum follows strides."""
+    dy = dy.contiguous()[None]  # so that sum() never gets an empty tuple, which means all dimensions
     return dy.sum(tuple(range(dy.ndim - len(shape))), dtype=computed).to(dtype)
 
 
@@ -204,22 +203,22 @@ def _last(dims: int) -> tuple[int, ...]:
 
 
 def round_xhat(xhat: Tensor, dtype: torch.dtype, casting: str) -> Tensor:
-    """xhat, with casting="llama" rounded to `dtype` (x's) but kept in its own. Gradients do not see that rounding."""
+    """Round xhat to `dtype` (x's) with casting="llama", but keep its own dtype. Gradients ignore the rounding."""
     return rounded_value(xhat, dtype) if casting == "llama" else xhat
 
 
 def rounded_value(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """`value` rounded to `dtype` but kept in its own. Gradients do not see that rounding."""
+    """Round `value` to `dtype` but keep its own dtype. Gradients ignore the rounding."""
     if dtype == value.dtype:
         return value
     fixed = value.detach()
     rounded = fixed.to(dtype)
     if dtype.itemsize == 2 and is_compiled():
-        # torch.compile drops a rounding that a widening follows, and views between them; not arithmetic on its bits.
+        # torch.compile drops a rounding before a widening, through views too, but not through arithmetic on its bits.
         rounded = (~~rounded.view(torch.int16)).view(dtype)
     rounded = rounded.to(value.dtype)
     if not (torch.is_grad_enabled() or counts_without_grad()):
         return rounded
-    # The difference is exact, and so is the sum. PyTorch's gradient of a rounding is rounded as well, and can overflow.
-    # Of an infinity it is no number; what is rounded to one stays it.
+    # Difference and sum are exact. PyTorch's gradient of a cast is rounded too, and can overflow. The difference of two
+    # infinities is NaN, hence 0; a value that rounds to an infinity stays infinite.
     return value + (rounded - fixed).nan_to_num(0.0, math.inf, -math.inf)
