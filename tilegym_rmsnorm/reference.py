@@ -107,8 +107,8 @@ def rms_norm_forward_torch(
 
 def forward_torch(tensors: ForwardTensors, spec: Spec, dims: int = 1) -> Outputs:
     """Compute y, of x's shape, rstd, with an extent of 1 for each normalized dimension, and residual_out, None without
-    a residual. tensors: x, weight, bias, residual. The last `dims` dimensions are normalized: weight and bias have their
-    shape, or one dimension more for heads.
+    a residual. tensors: x, weight, bias, residual. The last `dims` dimensions are normalized. weight and bias have
+    their shape, or one dimension more for heads.
 
     Nothing is flattened, so tensors may be sharded or jagged in the middle.
     """
@@ -159,7 +159,7 @@ def rms_norm_backward_torch(
 
 
 def gradients_torch(tensors: BackwardTensors, spec: Spec, wanted: Wanted, dims: int = 1) -> Gradients:
-    """Compute the wanted gradients of a call over the last `dims` dimensions, each of the shape of its tensor; others are
+    """Compute the wanted gradients of a call over the last `dims` dimensions, each of its tensor's shape; others are
     None. tensors: x, dy, weight, rstd, d_residual_out.
 
     x is the normalized tensor; dy and d_residual_out have its shape. rstd is the forward's, (M,) or with an extent of 1

@@ -324,9 +324,7 @@ def _check_sm_margin(sm_margin: int | None) -> None:
         raise TypeError(f"sm_margin: expected an integer or None, got {sm_margin!r}")
     if sm_margin < 0:
         raise ValueError(f"sm_margin: expected 0 or more, got {sm_margin}")
-    if (
-        torch.cuda.is_initialized()
-    ):  # else asking would initialize CUDA, and the process could no longer be forked
+    if torch.cuda.is_initialized():  # else asking would initialize CUDA, and no child may be forked then
         gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         _sms_left(max(gpu.multi_processor_count for gpu in gpus), sm_margin)
 

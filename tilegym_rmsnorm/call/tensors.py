@@ -117,7 +117,7 @@ def has_no_memory(tensor: Tensor) -> bool:
     if tensor.is_meta or has_own_operations(tensor):
         return False
     try:
-        while _is_functorch_wrapped_tensor(tensor):  # the memory is that of what is wrapped
+        while _is_functorch_wrapped_tensor(tensor):  # the wrapped tensor has the memory
             tensor = _get_unwrapped(tensor)
         # numel last: it is a tensor while torch.jit.trace records, which warns where one is compared.
         is_freed = tensor.untyped_storage().nbytes() == 0 and not tensor._is_zerotensor()
