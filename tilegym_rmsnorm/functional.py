@@ -297,7 +297,7 @@ def rms_norm_forward(
         if not is_traced():  # raises where a kernel was asked for by name
             implementations_of(spec, checked.tensors, route.backend, route.reason)
         with torch.no_grad():
-            y, rstd, residual_out = map(_packed, reference.forward_torch(checked.tensors, spec))
+            y, rstd, residual_out = map(operations.packed, reference.forward_torch(checked.tensors, spec))
     if rstd.ndim != 1:
         rstd = rstd.reshape(-1)
     return (y, rstd) if residual_out is None else (y, residual_out, rstd)
@@ -392,7 +392,9 @@ def rms_norm_backward(
         if not is_traced():  # raises where a kernel was asked for by name
             backward_of(spec, checked.tensors, wanted, route.backend, route.reason)
         with torch.no_grad():
-            dx, _, dw, db = map(_packed, operations.gradients_by_operations(checked.tensors, 1, spec, wanted))
+            dx, _, dw, db = map(
+                operations.packed, operations.gradients_by_operations(checked.tensors, 1, spec, wanted)
+            )
     return (dx, dw, db) if needs_db else (dx, dw)
 
 
@@ -505,11 +507,6 @@ _untraced_rms_norm, _untraced_forward, _untraced_backward = map(
 
 def _detached(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(None if tensor is None else tensor.detach() for tensor in tensors)
-
-
-def _packed(result: Tensor | None) -> Tensor | None:
-    """Make a result contiguous: PyTorch's operations keep the order of their input's strides."""
-    return None if result is None else result.contiguous()
 
 
 def _wanted(x: Tensor, weight: Tensor | None, dw_dtype: torch.dtype | None, needs_db: bool) -> Wanted:

@@ -103,7 +103,7 @@ def test_an_address_below_all_memory_is_compared_with_the_offset(monkeypatch):
 
 def test_what_has_no_obstacle():
     tensors = {"a": X, "b": None, "c": torch.nn.Parameter(W), "d": X.as_subclass(Named), "e": X[:, ::2]}
-    assert choose._why_no_kernel({**tensors, "f": X.expand(2, M, N)}) is None
+    assert choose._obstacle_of({**tensors, "f": X.expand(2, M, N)}) is None
 
 
 ABOVE_ATEN = "of torch.func", "of vmap", "sparse"  # the dispatcher hands these to other kernels

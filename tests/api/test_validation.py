@@ -417,3 +417,18 @@ def test_what_is_traced_is_checked(function, text):
         torch.jit.trace(function, (X,))
     assert torch.jit.is_tracing() is False
     assert tr.rms_norm(X, (N,), W).shape == X.shape
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"eps": True, "offset": True}, "eps"),
+        ({"residual_alpha": "1", "eps": True}, "residual_alpha"),
+        ({"out_dtype": torch.int8, "eps": True}, "out_dtype"),
+        ({"casting": "no", "out_dtype": torch.int8}, "casting"),
+        ({"weight": W[:2], "casting": "no"}, "weight"),
+    ],
+)
+def test_of_two_arguments_that_do_not_fit_the_same_one_is_named(arguments, named):
+    with pytest.raises((TypeError, ValueError), match=f"^{named}: expected"):
+        _norm(**arguments)

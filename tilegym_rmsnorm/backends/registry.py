@@ -149,7 +149,8 @@ def backward_of(
     """`dispatch` a backward alone. tensors: x, dy, weight, rstd, d_residual_out. The rest as `implementations_of`."""
     x, dy, weight, _, d_residual_out = tensors
     dtypes = x.dtype, dtype_of(weight), dy.dtype, dtype_of(d_residual_out), *wanted
-    parts = parts_of(d_residual_out is not None, wanted.db is not None, spec.heads > 0)
+    has_residual = d_residual_out is not None or spec.residual_dtype is not None
+    parts = parts_of(has_residual, wanted.db is not None, spec.heads > 0)
     request = request_of(x.device, spec.casting, obstacle, *dtypes, parts=parts)
     return dispatch("rms_norm_backward", request, backend)
 

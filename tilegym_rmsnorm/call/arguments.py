@@ -89,10 +89,11 @@ def checked_forward(
             x, weight, bias = map(_autocast, (x, weight, bias))
         else:  # autocast leaves the sum, but its norm is as of float32: casting="llama" would have nothing to round
             casting = "once"
-    alpha, offset = checked_number("residual_alpha", residual_alpha), checked_number("offset", offset)
+    alpha = checked_number("residual_alpha", residual_alpha)
     check_residual(x, residual, alpha, residual_dtype, name)
-    checked_dtype("out_dtype", out_dtype, x.is_complex())
-    eps = checked_eps(eps)
+    if out_dtype is not None:
+        checked_dtype("out_dtype", out_dtype, x.is_complex())
+    eps, offset = checked_eps(eps), checked_number("offset", offset)
     if residual is not None:
         residual_dtype = residual_dtype or promoted(x.dtype, residual.dtype)
         out_dtype = out_dtype or y_dtype

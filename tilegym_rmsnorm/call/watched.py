@@ -11,7 +11,7 @@ kernel would be missing from the graph, or from the gradient, without an error.
     is_in_torch_func    a transform of torch.func, such as vmap or grad
     is_transformed      torch.func, torch.jit.trace or forward-mode differentiation: they cannot take a library op
     makes_graph         make_fx, torch.export or AOTAutograd make a graph, or FakeTensorMode asks for shapes
-    why_no_kernel       the case for which kernels cannot run, in words; None if kernels can
+    why_not_here        the case for which kernels cannot run, in words; None if kernels can
     without_modes       a block in which dispatch modes are off
 
 Functionalization replaces in-place operations by new tensors: AOTAutograd traces with it. The PreDispatch key is
@@ -99,7 +99,7 @@ def counts_without_grad() -> bool:
     return is_compiled() or is_traced_by_jit() or count_modes() != 0 or forward_ad._current_level >= 0
 
 
-def why_no_kernel() -> str | None:
+def why_not_here() -> str | None:
     """Say in words why no kernel can run here, on any tensors; None if one can. Not for use while Dynamo traces."""
     if is_in_torch_func():
         return "torch.func transforms this call"

@@ -13,7 +13,7 @@
                  can replace the call
 
 `route_of` decides for `rms_norm`, `rms_norm_forward`, `rms_norm_backward` and the backward of eager calls, which then
-take the route. The library ops ask parts of it: `is_transformed` above autograd, `why_no_kernel` when an op runs.
+take the route. The library ops ask parts of it: `has_transform` above autograd, `why_no_kernel` when an op runs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def route_of(checked: Checked, backend: str | None, *, keeps_shards: bool = Fals
         if in_graph in (None, "auto", "torch"):
             return Route(OPERATIONS, "torch", "torch.compile traces PyTorch's operations")
         return Route(UNTRACED, in_graph, "no op stands for this call")
-    reason = _why_no_kernel(given)
+    reason = _obstacle_of(given)
     if reason is None and spec.n == 0:
         reason = "rows of input have no elements"
     if reason is None and watched.is_symbol(spec.eps):
@@ -86,10 +86,10 @@ def why_no_kernel(checked: Checked) -> str | None:
     Raises ValueError where the memory of a tensor was freed."""
     if checked.are_plain and not watched.is_watched():
         return None
-    return _why_no_kernel(dict(zip(checked.names, checked.tensors, strict=True)))
+    return _obstacle_of(dict(zip(checked.names, checked.tensors, strict=True)))
 
 
-def is_transformed(*tensors: Tensor | None) -> bool:
+def has_transform(*tensors: Tensor | None) -> bool:
     """Whether torch.func transforms this call, or a tensor has a tangent or is a vmap batch. Autograd makes such calls
     inside a backward, not the caller of `rms_norm`, so PyTorch's operations run them whatever backend was named."""
     return watched.is_in_torch_func() or any(
@@ -97,9 +97,9 @@ def is_transformed(*tensors: Tensor | None) -> bool:
     )
 
 
-def _why_no_kernel(given: Mapping[str, Tensor | None]) -> str | None:
+def _obstacle_of(given: Mapping[str, Tensor | None]) -> str | None:
     check_memory(**given)
-    if (reason := watched.why_no_kernel()) is not None:
+    if (reason := watched.why_not_here()) is not None:
         return reason
     for name, tensor in given.items():
         if tensor is not None and (reason := why_not_plain(tensor)) is not None:
@@ -153,7 +153,7 @@ def why_recorded(given: Mapping[str, Tensor]) -> str | None:
             return None
     if standing:
         return f"{standing[0]} is a {type(given[standing[0]]).__name__}"
-    return watched.why_no_kernel() or "a graph is made of this call"
+    return watched.why_not_here() or "a graph is made of this call"
 
 
 def _would_gather(backend: str | None, given: Mapping[str, Tensor]) -> bool:

@@ -79,7 +79,7 @@ class RMSNormFunction(torch.autograd.Function):
             wanted = Wanted(x.dtype, None, weight.dtype if needs_dw else None, bias_dtype)
             dx, _, dw, db = gradients((x, dy, weight, rstd, None), ctx.call, wanted)
         elif needs_db:
-            db = _db_alone(ctx, dy, weight, rstd)
+            db = _db_of_call(ctx, dy, weight, rstd)
         return dx, dw, None if db is None else db.view(ctx.bias_shape), None
 
 
@@ -124,7 +124,7 @@ class AddRMSNormFunction(torch.autograd.Function):
             if needs_d_residual and d_residual is None:
                 d_residual = dx
         elif needs_db:
-            db = _db_alone(ctx, dy, weight, rstd)
+            db = _db_of_call(ctx, dy, weight, rstd)
         db = None if db is None else db.view(ctx.bias_shape)
         return dx if needs_dx else None, d_residual, dw, db, None
 
@@ -150,12 +150,14 @@ def gradients(tensors: BackwardTensors, call: Call, wanted: Wanted) -> Gradients
         tensors = tuple(map(resolved, tensors))
     x, dy, weight, rstd, d_residual_out = tensors
     names, given = ("dy", "x", "weight", "rstd", "d_residual_out"), (dy, x, weight, rstd, d_residual_out)
-    route = choose.route_of(Checked(names, given, x.shape, call.spec, are_plain=False), call.backend)
+    # Hooks may have put any tensor there, so that none is known to be plain. Nor is a mode shown an op: the forward had
+    # none.
+    route = choose.route_of(Checked(names, given, x.shape[-1:], call.spec, are_plain=False), call.backend)
     if route.name == choose.OP:
         return op.call_backward_on_rows(tensors, call, wanted)
     if is_traced():
         return operations.gradients_on_rows(tensors, call.spec, wanted, keeps_rstd=True)
-    if choose.is_transformed(*tensors):
+    if choose.has_transform(*tensors):
         return operations.gradients_on_rows(tensors, call.spec, wanted)
     check_saved(x, weight, rstd, dy, d_residual_out, call)
     function = backward_of(call.spec, tensors, wanted, route.backend, route.reason)
@@ -201,7 +203,7 @@ def _fit(tensors: BackwardTensors, call: Call) -> bool:
     )
 
 
-def _db_alone(ctx: Any, dy: Tensor, weight: Tensor | None, rstd: Tensor) -> Tensor:
+def _db_of_call(ctx: Any, dy: Tensor, weight: Tensor | None, rstd: Tensor) -> Tensor:
     """Compute db where no other gradient is needed."""
     spec = ctx.call.spec
     if is_traced() and ctx.call.backend != "torch" and not torch.is_grad_enabled():

@@ -66,17 +66,18 @@ def find(
             backend = get_current_backend()
         kind = device, x.dtype, weight_dtype, casting, backend
         call = _calls.get((kind, n, eps, offset))
-        if call is not None or kind not in _kinds:
+        if call is not None:
             return call
+        like = _kinds.get(kind)
     except (TypeError, ValueError):  # a name that is not hashable, or an unknown one in the environment
         return None
-    # The kind is known, the numbers are new.
-    if not -math.inf < offset < math.inf or not (eps is None or 0.0 <= eps < math.inf):
+    # A kind that may be known, with new numbers.
+    if like is None or not -math.inf < offset < math.inf or not (eps is None or 0.0 <= eps < math.inf):
         return None
     if len(_calls) >= MOST_CALLS:
         _calls.clear()
     spec = Spec(n, default_eps(kind[1]) if eps is None else eps, offset, casting)
-    _calls[kind, n, eps, offset] = call = _kinds[kind]._replace(spec=spec)
+    _calls[kind, n, eps, offset] = call = like._replace(spec=spec)
     return call
 
 
@@ -91,9 +92,12 @@ def remember(x: Tensor, weight: Tensor | None, call: Call) -> None:
     ):
         return
     kind = x.device, x.dtype, None if weight is None else weight.dtype, spec.casting, call.backend
-    if call.backward is not None or kind not in _kinds:
+    like = _kinds.get(kind)
+    if like is None or (like.backward is None and call.backward is not None):
         _kinds[kind] = call
-        _calls.clear()  # calls of this kind may have been made without a backward
+        for key in list(_calls):  # those of this kind lack the backward
+            if key[0] == kind:
+                _calls.pop(key, None)
 
 
 def forget() -> None:

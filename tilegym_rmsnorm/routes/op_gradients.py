@@ -57,7 +57,7 @@ class _ForwardOfOp(torch.autograd.Function):
         x, weight, rstd = ctx.saved_tensors
         db_dtype = ctx.bias[0] if needs_db else None
         if not (needs_dx or needs_d_residual or needs_dw or is_dtensor(x)):
-            db = _db_alone(dy, weight, rstd, dims, *ctx.bias) if needs_db else None
+            db = _db_of_op(dy, weight, rstd, dims, *ctx.bias) if needs_db else None
             return None, None, None, db, None
         alpha, wanted = arrays_of_d(needs, alpha, ctx.dtypes)
         wanted = wanted._replace(dw=weight.dtype if needs_dw else None, db=db_dtype)
@@ -82,7 +82,7 @@ def _differentiate_forward(
 ) -> Any:
     tensors = x, residual, weight, bias
     op.prepare(x)
-    if choose.is_transformed(*tensors):
+    if choose.has_transform(*tensors):
         return _transformed_forward(*tensors, *options)
     if _is_differentiated(*tensors):
         return _ForwardOfOp.apply(*tensors, options)
@@ -95,7 +95,7 @@ def _differentiate_backward(
 ) -> Any:
     tensors = dy, x, weight, rstd, d_residual_out
     op.prepare(x)
-    if choose.is_transformed(*tensors) or _is_differentiated(*tensors):
+    if choose.has_transform(*tensors) or _is_differentiated(*tensors):
         return _transformed_backward(*tensors, *options)
     with _below_autograd():
         return op.BACKWARD(*tensors, *options)
@@ -172,7 +172,7 @@ def _with_backend_in_effect(options: tuple[Any, ...], x: Tensor) -> tuple[Any, .
     return *options[:-1], get_current_backend()
 
 
-def _db_alone(
+def _db_of_op(
     dy: Tensor, weight: Tensor | None, rstd: Tensor, dims: int, dtype: torch.dtype, shape: torch.Size
 ) -> Tensor:
     """Compute db where no other gradient is needed."""

@@ -11,6 +11,7 @@ the middle. `gradients_by_operations` is the backward of calls on kernels where 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,7 @@ def norm_by_operations(
         y, residual_out = _by_f_rms_norm(tensors, list(normalized_shape), spec)
     else:
         y, _, residual_out = reference.forward_torch(tensors, spec, dims)
-    return _packed(y) if residual_out is None else (_packed(y), _packed(residual_out))
+    return packed(y) if residual_out is None else (packed(y), packed(residual_out))
 
 
 def gradients_by_operations(
@@ -111,10 +112,10 @@ def db_by_operations(dy: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> 
     return reference.sum_of_rows(dy, shape, compute_dtype(dy.dtype), dtype)
 
 
-def _packed(result: Tensor) -> Tensor:
+def packed(result: Any) -> Any:
     """Make a result contiguous: PyTorch's operations keep the order of their input's strides. Not a nested tensor,
     which has a layout of its own."""
-    return result if result.is_nested else result.contiguous()
+    return result if result is None or result.is_nested else result.contiguous()
 
 
 def _is_for_f_rms_norm(tensors: ForwardTensors, dims: int, spec: Spec) -> bool:
