@@ -307,6 +307,11 @@ MISFITS = {
         ValueError,
         "wanted: expected 0 to 15, got 16",
     ),
+    "no dims of a backward": (
+        lambda: BACKWARD(X, X, None, torch.tensor(1.0), None, 1, 0, 0.0, "once", 1.0, *[None] * 5),
+        ValueError,
+        "normalized_dims: expected 1 to 2",
+    ),
     "flat rstd": (
         lambda: BACKWARD(X, X, None, RSTD.flatten(), None, 1, 1, *OF_BACKWARD),
         ValueError,

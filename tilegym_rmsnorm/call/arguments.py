@@ -121,7 +121,7 @@ def checked_backward(
     are_plain, given = _made_plain(x, dy, weight, rstd, d_residual_out)
     x, dy, weight, rstd, d_residual_out = given
     check_input("x", x)
-    n, shape = check_normalized_shape(x, last_dims(x, dims or 1))
+    n, shape = check_normalized_shape(x, last_dims(x, 1 if dims is None else dims))
     heads = check_weight(weight, None, x, shape)
     check_like("dy", dy, x)
     if d_residual_out is not None:
