@@ -297,6 +297,7 @@ def fully_sharded(norm: NormOf) -> Step:
 
 def compiled(norm: NormOf) -> Step:
     """Each block a graph, which has no breaks."""
+    torch._dynamo.reset()  # the limit of recompilations is one for all cases of this process
     model = made(norm)
     for name, block in model.blocks.items():
         kind = "inductor" if HAS_GPU else "aot_eager"

@@ -145,7 +145,10 @@ class RMSNorm(nn.Module):
 
 def _default_device() -> torch.device:
     """Return torch's default device; where that is the CPU, the current CUDA device if there is one."""
-    device = torch.get_default_device()
+    try:
+        device = torch.get_default_device()
+    except AttributeError:  # torch 2.9, once set_default_device(None) was called
+        device = torch.device("cpu")
     if device.type == "cpu" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return device
