@@ -1,7 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Say why backend "cutile" or "triton" cannot run: reasons that both share."""
+"""Say why backends "cutile" and "triton" cannot run: dtypes and GPUs that no kernel of theirs takes.
+
+A condition on the kind of a tensor belongs into call/tensors.py, one on what surrounds a call into call/watched.py.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 
 """Choose the route of a call: a backend's kernels, a library op, or PyTorch's operations.
 
-    KERNELS      a backend runs the call on plain tensors (call/tensors.py): eager calls
+    KERNELS      a backend runs the call on plain tensors (call/tensors.py): eager calls. A dtype changes no route: for
+                 float64, which no kernel takes, the registry takes backend "torch"
     OP           a library op replaces the call (op.py): in graphs of torch.compile, torch.export, make_fx and
                  AOTAutograd, for DTensors, whose engine runs the op on local tensors, and under dispatch modes
     OPERATIONS   PyTorch's differentiable operations compute the call (operations.py): for torch.func, forward-mode
