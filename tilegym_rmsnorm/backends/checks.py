@@ -3,7 +3,8 @@
 
 """Say why backends "cutile" and "triton" cannot run: dtypes and GPUs that no kernel of theirs takes.
 
-A condition on the kind of a tensor belongs into call/tensors.py, one on what surrounds a call into call/watched.py.
+Each backend's `unusable` asks these and adds its own. Other conditions stand elsewhere: on the kind of a tensor in
+call/tensors.py, on the surroundings of a call in call/watched.py, on shapes and layouts in cutile/choice.py.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@
     OP           a library op replaces the call (op.py): in graphs of torch.compile, torch.export, make_fx and
                  AOTAutograd, for DTensors, whose engine runs the op on local tensors, and under dispatch modes
     OPERATIONS   PyTorch's differentiable operations compute the call (operations.py): for torch.func, forward-mode
-                 differentiation, torch.jit.trace and tensor subclasses, which can take them. Also in graphs with
-                 backend="torch", where Inductor compiles them with their neighbours
+                 differentiation, torch.jit.trace and tensor subclasses, which can take them. Also, with
+                 backend="torch", of DTensors and in graphs, where Inductor compiles them with their neighbours
     UNTRACED     torch.compile breaks its graph, and the call runs eagerly: a kernel was asked for by name, and no op
                  can replace the call
 
