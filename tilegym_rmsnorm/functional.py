@@ -163,9 +163,8 @@ def rms_norm(
 
 
 rms_norm.__prepare_scriptable__ = refuse_torch_jit_script
-_ALPHA = rms_norm.__kwdefaults__[
-    "residual_alpha"
-]  # for `is`: a comparison with a tensor would call the tensor
+# Asked by `is`: a comparison with a tensor would call the tensor.
+_ALPHA = rms_norm.__kwdefaults__["residual_alpha"]
 
 
 def _checked_rms_norm(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import variants
+from gate_cases import freed
 from helpers import BF16, DEVICE, FP16, FP32, FP64
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.library import opcheck
@@ -460,3 +461,26 @@ def test_selective_checkpointing_by_policy(monkeypatch, policy):
     for ours, theirs in zip(torch.autograd.grad(y.sum(), (x, weight)), expected, strict=True):
         assert torch.equal(ours, theirs)
     assert len(runs) == (1 if policy is CheckpointPolicy.MUST_SAVE else 2)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda call, x: torch.jit.trace(call, (x,), check_trace=False),
+        lambda call, x: torch.vmap(lambda scale: call(x) * scale)(torch.ones(2)),
+        lambda call, x: torch.func.vjp(call, x),
+    ],
+    ids=["torch.jit.trace", "vmap", "vjp"],
+)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: FORWARD(x, None, None, None, 1, *NORM, 1.0, None, None, None)[0],
+        lambda x: BACKWARD(x, x, None, RSTD, None, 1, 1, 0.0, "once", 1.0, *[None] * 5)[0],
+    ],
+    ids=["forward", "backward"],
+)
+def test_freed_memory_is_an_error_under_transforms_too(call, run):
+    """PyTorch's operations would read address 0: a segmentation fault."""
+    with pytest.raises(ValueError, match="expected memory behind its elements"):
+        run(call, freed(X.clone()))

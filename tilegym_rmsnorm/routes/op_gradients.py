@@ -21,7 +21,7 @@ from torch import Tensor
 from tilegym_rmsnorm import reference
 from tilegym_rmsnorm.call import watched
 from tilegym_rmsnorm.call.spec import D_RESIDUAL, DB, DW, DX, Spec, arrays_of_d
-from tilegym_rmsnorm.call.tensors import is_dtensor, savable
+from tilegym_rmsnorm.call.tensors import check_memory, is_dtensor, savable
 from tilegym_rmsnorm.call.validation import check_weight, last_dims
 from tilegym_rmsnorm.routes import choose, op, operations
 from tilegym_rmsnorm.settings import get_current_backend
@@ -103,6 +103,7 @@ def _differentiate_backward(
 
 def _transformed_forward(x: Tensor, *rest: Any) -> Any:
     checked, dims, _ = op.arguments_of_forward(x, *rest)
+    check_memory(**dict(zip(checked.names, checked.tensors, strict=True)))
     y, rstd, residual_out = reference.forward_torch(checked.tensors, checked.spec, dims)
     residual_out = None if residual_out is None else residual_out.contiguous()
     return y.contiguous(), rstd.detach(), residual_out
