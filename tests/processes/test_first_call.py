@@ -36,3 +36,36 @@ once = torch.nn.functional.rms_norm(2 * x, (8,), None, 1e-6)
 torch.testing.assert_close(y, torch.nn.functional.rms_norm(2 * once, (8,), None, 1e-6))
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+X = "torch.arange(24.0).view(3, 8).sin()"
+FIRST_CALLS = {
+    "rms_norm_forward": "tr.rms_norm_forward(x, w, 1e-6)[0]",
+    "rms_norm_backward": "tr.rms_norm_backward(x, x, w, rstd)[0]",
+    "forward op": "ops.rms_norm_forward(x, None, w, None, 1, 1e-6, 0.0, 'once', 1.0, None, None, None)[0]",
+    "backward op": "ops.rms_norm_backward(x, x, w, rstd[:, None], None, 3, 1, 0.0, 'once', 1.0, *[None] * 5)[0]",
+    "with a residual": "tr.rms_norm(x, 8, w, 1e-6, residual=x)[0]",
+}
+SURROUNDINGS = {
+    "eager": "call(x, w, rstd)",
+    "torch.compile": "torch.compile(call, backend='aot_eager', fullgraph=True)(x, w, rstd)",
+    "torch.jit.trace": "torch.jit.trace(call, (x, w, rstd), check_trace=False)(x, w, rstd)",
+}
+
+
+@pytest.mark.parametrize("call", FIRST_CALLS)
+def test_the_first_call_of_a_process_may_be_any(call):
+    """Each in a process of its own, with the values that a process gets that has made calls before."""
+    programs = [
+        f"""
+import torch, tilegym_rmsnorm as tr
+ops, x, w = torch.ops.tilegym_rmsnorm, {X}, torch.linspace(0.5, 2, 8)
+rstd = torch.rsqrt(x.square().mean(1) + 1e-6)
+call = lambda x, w, rstd: {FIRST_CALLS[call]}
+y = {surrounding}
+torch.testing.assert_close(y, call(x, w, rstd))
+"""
+        for surrounding in SURROUNDINGS.values()
+    ]
+    for program in programs:
+        subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)

@@ -155,10 +155,8 @@ def gradients(tensors: BackwardTensors, call: Call, wanted: Wanted) -> Gradients
     route = choose.route_of(Checked(names, given, x.shape[-1:], call.spec, are_plain=False), call.backend)
     if route.name == choose.OP:
         return op.call_backward_on_rows(tensors, call, wanted)
-    if is_traced():
-        return operations.gradients_on_rows(tensors, call.spec, wanted, keeps_rstd=True)
-    if choose.has_transform(*tensors):
-        return operations.gradients_on_rows(tensors, call.spec, wanted)
+    if is_traced() or choose.has_transform(*tensors):
+        return operations.gradients_on_rows(tensors, call.spec, wanted, keeps_rstd=is_traced())
     check_saved(x, weight, rstd, dy, d_residual_out, call)
     function = backward_of(call.spec, tensors, wanted, route.backend, route.reason)
     if route.name == choose.OPERATIONS:
