@@ -161,6 +161,20 @@ def test_gradients_of_gradients(kind):
     assert gradgradcheck(FP64_NORMS[kind], inputs)
 
 
+@pytest.mark.parametrize("kind", ["plain", "residual"])
+def test_gradients_that_are_differentiated_again_are_all_there(kind):
+    """gradgradcheck takes a missing one for zeros."""
+    inputs = tensors(2, 3, 4, of=(4,), dtype=FP64, needs_grad=True)
+    results = FP64_NORMS[kind](*inputs)
+    results = results if isinstance(results, tuple) else (results,)
+    used = [each for i, each in enumerate(inputs) if kind == "residual" or i != 1]
+    options = {"grad_outputs": [each.detach().cos() for each in results], "retain_graph": True}
+    expected = torch.autograd.grad(results, used, **options)
+    again = torch.autograd.grad(results, used, **options, create_graph=True)
+    for ours, theirs in zip(again, expected, strict=True):
+        torch.testing.assert_close(ours.detach(), theirs)
+
+
 def test_backwards_are_differentiated_as_the_reference():
     x, dy, weight, _ = tensors(2, 4, of=(4,), dtype=FP64, needs_grad=True)
     rstd = FORWARD(x.detach(), None, None, None, 1, *PLAIN)[1].requires_grad_()
