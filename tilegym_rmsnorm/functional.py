@@ -17,9 +17,8 @@ from torch.overrides import handle_torch_function
 
 import tilegym_rmsnorm.routes.op_gradients  # noqa: F401, which registers how the ops are differentiated
 from tilegym_rmsnorm import reference
-from tilegym_rmsnorm.backends.registry import backward_of, implementations_of
 from tilegym_rmsnorm.call import arguments
-from tilegym_rmsnorm.call.spec import Call, Casting, Wanted, shape_of_rstd
+from tilegym_rmsnorm.call.spec import Casting, Wanted, shape_of_rstd
 from tilegym_rmsnorm.call.tensors import check_memory
 from tilegym_rmsnorm.call.validation import (
     check_input,
@@ -29,9 +28,9 @@ from tilegym_rmsnorm.call.validation import (
     checked_eps,
     refuse_torch_jit_script,
 )
-from tilegym_rmsnorm.call.watched import has_torch_function, is_traced, is_watched
+from tilegym_rmsnorm.call.watched import has_torch_function, is_watched
 from tilegym_rmsnorm.routes import eager, kernels, known_calls, op, operations
-from tilegym_rmsnorm.routes.choose import KERNELS, OP, UNTRACED, route_of
+from tilegym_rmsnorm.routes.choose import KERNELS, OP, OPERATIONS, UNTRACED, route_of
 
 __all__ = [
     "compute_rms_norm_rstd_torch",
@@ -182,29 +181,21 @@ def _checked_rms_norm(
     checked = arguments.checked_forward(
         input, normalized_shape, weight, bias, residual, eps=eps, is_public=True, **options
     )
-    _, tensors, shape, spec, _ = checked
-    route = route_of(checked, backend, keeps_shards=True)
-    if route.name == OP:
-        y, _, residual_out = op.call_forward(tensors, len(shape), spec, route.backend)
-        return y if residual_out is None else (y, residual_out)
+    route = route_of(checked, backend, is_differentiable=True)
     if route.name == UNTRACED:
-        options |= {"bias": bias, "residual": residual, "backend": route.backend}
+        options |= {"bias": bias, "residual": residual, "backend": route.call.backend}
         return _untraced_rms_norm(input, normalized_shape, weight, eps, **options)
-    forward = backward = None
-    if not is_traced():  # under Dynamo only PyTorch's operations are left
-        # Choose the backward now: another backend may be in effect when it runs.
-        has_grad = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
-        forward, backward = implementations_of(
-            spec, tensors, route.backend, route.reason, has_grad and route.name == KERNELS
-        )
-    if route.name != KERNELS:
+    _, tensors, shape, spec, _ = checked
+    if route.name == OP:
+        y, _, residual_out = op.call_forward(tensors, len(shape), route.call)
+        return y if residual_out is None else (y, residual_out)
+    if route.name == OPERATIONS:
         return operations.norm_by_operations(tensors, shape, spec)
     x, weight, bias, residual = tensors
-    call = Call(spec, route.backend, forward, backward, spec.residual_dtype or x.dtype)
     if bias is None and residual is None:
-        known_calls.remember(x, weight, call)
-    with kernels.unseen(forward):
-        return eager.run_or_record(x, weight, bias, residual, call)
+        known_calls.remember(x, weight, route.call)
+    with kernels.unseen(route.call.forward):
+        return eager.run_or_record(x, weight, bias, residual, route.call)
 
 
 @overload
@@ -283,20 +274,18 @@ def rms_norm_forward(
     options: dict[str, Any] = {"eps": eps, "offset": offset, "residual_alpha": residual_alpha}
     options |= {"residual_dtype": residual_dtype, "out_dtype": out_dtype, "casting": casting}
     checked = arguments.checked_forward(x, (), weight, bias, residual, **options, dims=1)
-    spec = checked.spec
     route = route_of(checked, backend)
     if route.name == UNTRACED:
-        options |= {"bias": bias, "residual": residual, "backend": route.backend}
+        options |= {"bias": bias, "residual": residual, "backend": route.call.backend}
         return _untraced_forward(x, weight, **options)
     if route.name == KERNELS:
-        y, rstd, residual_out = kernels.forward_on_backend(checked, route.backend)
+        y, rstd, residual_out = kernels.forward(checked, route.call)
     elif route.name == OP:
-        y, rstd, residual_out = op.call_forward(_detached(checked.tensors), 1, spec, route.backend)
+        y, rstd, residual_out = op.call_forward(_detached(checked.tensors), 1, route.call)
     else:
-        if not is_traced():  # raises where a kernel was asked for by name
-            implementations_of(spec, checked.tensors, route.backend, route.reason)
         with torch.no_grad():
-            y, rstd, residual_out = map(operations.packed, reference.forward_torch(checked.tensors, spec))
+            results = reference.forward_torch(checked.tensors, checked.spec)
+            y, rstd, residual_out = map(operations.packed, results)
     if rstd.ndim != 1:
         rstd = rstd.reshape(-1)
     return (y, rstd) if residual_out is None else (y, residual_out, rstd)
@@ -376,24 +365,21 @@ def rms_norm_backward(
     """
     options: dict[str, Any] = {"offset": offset, "casting": casting}
     checked = arguments.checked_backward(x, dy, weight, rstd, d_residual_out, **options)
-    spec, wanted = checked.spec, _wanted(x, weight, dw_dtype, needs_db)
-    route = route_of(checked, backend)
+    wanted = _wanted(x, weight, dw_dtype, needs_db)
+    route = route_of(checked, backend, wanted)
     if route.name == UNTRACED:
         options |= {"d_residual_out": d_residual_out, "dw_dtype": dw_dtype, "needs_db": needs_db}
-        return _untraced_backward(x, dy, weight, rstd, **options, backend=route.backend)
+        return _untraced_backward(x, dy, weight, rstd, **options, backend=route.call.backend)
     if route.name == KERNELS:
-        dx, _, dw, db = kernels.backward_on_backend(checked, wanted, route.backend)
+        dx, _, dw, db = kernels.backward(checked, route.call, wanted)
     elif route.name == OP:
         x, dy, weight, rstd, d_residual_out = _detached(checked.tensors)
         given = x, dy, weight, rstd.reshape(shape_of_rstd(x, 1)), d_residual_out
-        dx, _, dw, db = op.call_backward(given, 1, spec, wanted, route.backend)
+        dx, _, dw, db = op.call_backward(given, 1, route.call, wanted)
     else:
-        if not is_traced():  # raises where a kernel was asked for by name
-            backward_of(spec, checked.tensors, wanted, route.backend, route.reason)
         with torch.no_grad():
-            dx, _, dw, db = map(
-                operations.packed, operations.gradients_by_operations(checked.tensors, 1, spec, wanted)
-            )
+            results = operations.gradients_by_operations(checked.tensors, 1, checked.spec, wanted)
+            dx, _, dw, db = map(operations.packed, results)
     return (dx, dw, db) if needs_db else (dx, dw)
 
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilegym_rmsnorm import BackendUnavailableError, rms_norm, use_backend
+from tilegym_rmsnorm.routes import choose
 
 
 def ops_of(graph):
@@ -240,3 +241,18 @@ def test_compiled_autograd(asked_for, tensors):
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         y.backward(dy)
     check((x.grad, weight.grad), expected)
+
+
+def test_the_log_says_once_why_an_op_replaces_a_call(caplog, monkeypatch, tensors):
+    monkeypatch.setattr(choose, "_told", set())
+    x, weight = tensors[:2]
+    with caplog.at_level("INFO", logger="tilegym_rmsnorm"):
+        for _ in range(2):
+            with FlopCounterMode(display=False):
+                rms_norm(x.detach(), N, weight)
+            make_fx(lambda x: rms_norm(x, N, weight))(x.detach())
+    found = [r.getMessage().split("replaces a call, since ") for r in caplog.records if "replaces" in r.msg]
+    assert found == [
+        ["op tilegym_rmsnorm::rms_norm_forward ", reason]
+        for reason in ("a dispatch mode sees this call", "make_fx records this call")
+    ]

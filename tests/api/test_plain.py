@@ -9,7 +9,7 @@ import torch
 from gate_cases import Named, freed, freed_view
 from helpers import HAS_GPU
 
-from tilegym_rmsnorm import override_aten, rms_norm, use_backend
+from tilegym_rmsnorm import BackendUnavailableError, override_aten, rms_norm, use_backend
 from tilegym_rmsnorm.call import arguments
 from tilegym_rmsnorm.call import tensors as call_tensors
 from tilegym_rmsnorm.call.spec import Call, Spec
@@ -116,7 +116,7 @@ def route_name(x, weight):
     try:
         checked = arguments.checked_forward(x, (N,), weight, None, None, **options)
         return choose.route_of(checked, "cutile").name
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, BackendUnavailableError):
         return None
 
 

@@ -19,8 +19,8 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from counting import META, CountingMachine, running_on  # noqa: E402
 
 from tilegym_rmsnorm.backends import (  # noqa: E402
-    checks,
     cutile,
+    refusals,
     registry,  # noqa: E402
 )
 from tilegym_rmsnorm.backends.cutile import warm as warm_module  # noqa: E402
@@ -215,7 +215,7 @@ def test_what_is_no_call_is_refused(monkeypatch, options, error, message):
 
 @pytest.mark.parametrize("name", ["bias", "residual", "out_dtype"])
 def test_dtypes_that_no_kernel_takes_are_refused(monkeypatch, name):
-    monkeypatch.setattr(cutile, "unusable", checks.tensors_unusable)
+    monkeypatch.setattr(cutile, "unusable", refusals.tensors_unusable)
     with pytest.raises(
         tr.BackendUnavailableError, match="float32, not torch.float64. To mend it: use backend"
     ):

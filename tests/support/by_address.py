@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tilegym_rmsnorm import settings
-from tilegym_rmsnorm.backends import around_kernels, checks, registry
+from tilegym_rmsnorm.backends import around_kernels, refusals, registry
 from tilegym_rmsnorm.backends.contract import (
     BackendModule,
     BackwardFunction,
@@ -102,7 +102,7 @@ class _Module:
             return None
         if request.device.type != "cpu":
             return Unusable("it reads a CPU's addresses", 'use backend="torch"')
-        return checks.tensors_unusable(request)
+        return refusals.tensors_unusable(request)
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from compiling import CompilingMachine
 
-from tilegym_rmsnorm.backends.cutile import choice
+from tilegym_rmsnorm.backends.cutile import lookup
 from tilegym_rmsnorm.backends.cutile import warm as warming
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
 from tilegym_rmsnorm.backends.cutile.warm import Calls
@@ -55,19 +55,19 @@ def _finer_than_a_signature(argument):
 @contextlib.contextmanager
 def running_on(machine: CountingMachine) -> Iterator[None]:
     """Calls of tensors of device "meta" run there."""
-    real = choice.machine_of
+    real = lookup.machine_of
     _forget_launchers()
-    choice.machine_of = lambda device: machine
+    lookup.machine_of = lambda device: machine
     try:
         yield
     finally:
-        choice.machine_of = real
+        lookup.machine_of = real
         _forget_launchers()
 
 
 def _forget_launchers() -> None:
-    choice._forward.cache_clear()
-    choice._backward.cache_clear()
+    lookup._forward.cache_clear()
+    lookup._backward.cache_clear()
 
 
 def warm(

@@ -3,8 +3,8 @@
 
 """Add bias, residual and per-head weights around a kernel that has none of them, with PyTorch operations.
 
-`plain` is a forward or backward (contract.py) that takes only rows (M, N) and a weight (N,) or None: no bias, residual
-or heads, but any dtypes of x, dy, weight and the results. Values between `plain` and the operations here are float32
+`kernel` is a forward or backward (contract.py) that takes only rows (M, N) and a weight (N,) or None: no bias, residual
+or heads, but any dtypes of x, dy, weight and the results. Values between `kernel` and the operations here are float32
 (float64 beside float64), so that each result is rounded once, as by a kernel that does everything.
 """
 
@@ -33,7 +33,7 @@ _told: set[tuple[object, ...]] = set()
 
 
 def is_needed(x: Tensor, weight: Tensor | None, *others: Tensor | None) -> bool:
-    """Whether a call has a part that `plain` does not take. others: bias, residual and d_residual_out."""
+    """Whether a call has a part that `kernel` does not take. others: bias, residual and d_residual_out."""
     has_others = any(other is not None for other in others)
     return has_others or x.ndim == 4 or (weight is not None and weight.ndim == 2)
 
@@ -56,8 +56,8 @@ def _shaped(y: Tensor, x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def forward(plain: ForwardFunction, spec: Spec, tensors: ForwardTensors) -> Outputs:
-    """Run any forward of contract.py, around a `plain` forward."""
+def forward(kernel: ForwardFunction, spec: Spec, tensors: ForwardTensors) -> Outputs:
+    """Run any forward of contract.py, around a `kernel` forward."""
     x, weight, bias, residual = tensors
     y_dtype = x.dtype if spec.y_dtype is None else spec.y_dtype
     residual_out = None
@@ -66,15 +66,15 @@ def forward(plain: ForwardFunction, spec: Spec, tensors: ForwardTensors) -> Outp
     is_per_head = weight is not None and weight.ndim == 2
     _tell("rms_norm_forward", x, spec.n, parts_of(residual is not None, bias is not None, is_per_head))
     if bias is None and not is_per_head:
-        plain_spec = spec._replace(alpha=1.0, y_dtype=y_dtype, residual_dtype=None)
-        y, rstd, _ = plain(plain_spec, (as_rows(x, spec.n), weight, None, None))
+        kernel_spec = spec._replace(alpha=1.0, y_dtype=y_dtype, residual_dtype=None)
+        y, rstd, _ = kernel(kernel_spec, (as_rows(x, spec.n), weight, None, None))
         return _shaped(y, x), rstd, residual_out
 
     dtype = joint_dtype(x, weight, bias)
     # casting="llama" rounds xhat before the weight, and a per-head weight is applied here: so xhat is rounded here too.
-    plain_spec = Spec(spec.n, spec.eps, spec.offset, "once" if is_per_head else spec.casting, y_dtype=dtype)
-    plain_weight = None if is_per_head else weight
-    y, rstd, _ = plain(plain_spec, (as_rows(x, spec.n), plain_weight, None, None))
+    kernel_spec = Spec(spec.n, spec.eps, spec.offset, "once" if is_per_head else spec.casting, y_dtype=dtype)
+    kernel_weight = None if is_per_head else weight
+    y, rstd, _ = kernel(kernel_spec, (as_rows(x, spec.n), kernel_weight, None, None))
     if weight is None:
         y = round_xhat(y, x.dtype, spec.casting)
     elif is_per_head:
@@ -85,8 +85,8 @@ def forward(plain: ForwardFunction, spec: Spec, tensors: ForwardTensors) -> Outp
 
 
 @torch.no_grad()
-def backward(plain: BackwardFunction, spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Gradients:
-    """Run any backward of contract.py, around a `plain` backward."""
+def backward(kernel: BackwardFunction, spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Gradients:
+    """Run any backward of contract.py, around a `kernel` backward."""
     x, dy, weight, rstd, d_residual_out = tensors
     dtype = joint_dtype(x, weight, dy, d_residual_out)
     per_head = weight if weight is not None and weight.ndim == 2 else None
@@ -105,14 +105,14 @@ def backward(plain: BackwardFunction, spec: Spec, tensors: BackwardTensors, want
             dw = (dy_of_heads * xhat.view_as(dy_of_heads)).sum(0).to(wanted.dw)
         g = (dy_of_heads * (per_head.to(dtype) + spec.offset)).view(rows.shape)
 
-    plain_wanted = Wanted(dtype if needs_d else wanted.dx, dw=wanted.dw if per_head is None else None)
-    plain_spec = Spec(spec.n, spec.eps, spec.offset, spec.casting)
-    plain_weight = weight if per_head is None else None
-    d, _, plain_dw, _ = plain(plain_spec, (rows, g, plain_weight, rstd, None), plain_wanted)
+    kernel_wanted = Wanted(dtype if needs_d else wanted.dx, dw=wanted.dw if per_head is None else None)
+    kernel_spec = Spec(spec.n, spec.eps, spec.offset, spec.casting)
+    kernel_weight = weight if per_head is None else None
+    d, _, kernel_dw, _ = kernel(kernel_spec, (rows, g, kernel_weight, rstd, None), kernel_wanted)
     d, d_residual = d.view(x.shape), None
     if d_residual_out is not None:
         d = d.add_(d_residual_out)  # in place: contiguous, whatever d_residual_out is
     if wanted.d_residual is not None:
         d_residual = d.to(wanted.d_residual)
     dx = (d if spec.alpha == 1.0 else spec.alpha * d).to(wanted.dx)
-    return dx, d_residual, plain_dw if per_head is None else dw, db
+    return dx, d_residual, kernel_dw if per_head is None else dw, db

@@ -33,7 +33,7 @@ class Request(NamedTuple):
     weight_dtype: torch.dtype | None
     casting: str
     other_dtypes: tuple[torch.dtype, ...] = ()  # of all other tensors of the call, see `request_of`
-    obstacle: str | None = None  # why no kernel can take these tensors here, see `choose.why_no_kernel`
+    obstacle: str | None = None  # why no kernel can take these tensors here, see routes/choose.py
     parts: tuple[str, ...] = ()  # see `parts_of`
 
 

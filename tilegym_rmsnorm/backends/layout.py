@@ -66,23 +66,23 @@ def arranged(n: int, heads: int, tensors: Sequence[Tensor | None]) -> list[Tenso
     if not heads and all(tensor is None or tensor.is_contiguous() for tensor in tensors):
         return [None if tensor is None else as_rows(tensor, n) for tensor in tensors]
     present = [tensor for tensor in tensors if tensor is not None]
-    plan = _plan(n, heads, tuple(present[0].shape), tuple(tensor.stride() for tensor in present))
+    found = _arrangement(n, heads, tuple(present[0].shape), tuple(tensor.stride() for tensor in present))
     views = iter(
-        (packed(tensor) if is_copied else tensor).view(plan.shape)
-        for tensor, is_copied in zip(present, plan.copies, strict=True)
+        (packed(tensor) if is_copied else tensor).view(found.shape)
+        for tensor, is_copied in zip(present, found.copies, strict=True)
     )
-    if len(plan.shape) == 2:  # the stride of a single row may be anything
+    if len(found.shape) == 2:  # the stride of a single row may be anything
         views = (view if view.stride(0) >= n else packed(view) for view in views)
     return [None if tensor is None else next(views) for tensor in tensors]
 
 
-class _Plan(NamedTuple):
+class _Arrangement(NamedTuple):
     shape: _Sizes  # (M, N) or (B, T, H, N)
     copies: tuple[bool, ...]  # which tensors are copied first
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(n: int, heads: int, shape: _Sizes, strides: tuple[_Sizes, ...]) -> _Plan:
+def _arrangement(n: int, heads: int, shape: _Sizes, strides: tuple[_Sizes, ...]) -> _Arrangement:
     """Choose one shape for tensors of these strides, and which tensors must be copied to fit."""
     count = _leading(n, heads, shape)
     leading = shape[:count]
@@ -93,14 +93,14 @@ def _plan(n: int, heads: int, shape: _Sizes, strides: tuple[_Sizes, ...]) -> _Pl
         left = [contiguous if copied else own for own, copied in zip(strides, copies, strict=True)]
         groups = _merged(leading, left, count - 1 if heads else count)
         if not heads and len(groups) <= 1:
-            return _Plan((math.prod(leading), n), tuple(copies))
+            return _Arrangement((math.prod(leading), n), tuple(copies))
         if len(groups) <= most:
             extents = tuple(math.prod(leading[i] for i in group) for group in groups)
             if not heads and len(extents) == 2 and extents[1] >= SEQUENCE:
                 # B and T, as of x[:, 1:]: T in the place of H would make a layout of its own for each length.
                 extents = (*extents, 1)
             padded = (1,) * (most - len(extents)) + extents
-            return _Plan((*padded, heads, n) if heads else (*padded, n), tuple(copies))
+            return _Arrangement((*padded, heads, n) if heads else (*padded, n), tuple(copies))
         # Copy the tensors that are least evenly spaced by themselves first: the others may then agree.
         alone = [len(_merged(leading, [own], count - 1 if heads else count)) for own in left]
         worst = max(alone)

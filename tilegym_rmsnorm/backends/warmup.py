@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from tilegym_rmsnorm.backends.checks import tensors_unusable
 from tilegym_rmsnorm.backends.contract import Request
+from tilegym_rmsnorm.backends.refusals import tensors_unusable
 from tilegym_rmsnorm.backends.registry import BackendUnavailableError, request_of, why_unusable
 from tilegym_rmsnorm.call.spec import Casting
 from tilegym_rmsnorm.call.validation import (

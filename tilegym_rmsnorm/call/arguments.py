@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.call.spec import Spec
-from tilegym_rmsnorm.call.tensors import is_plain, resolved
+from tilegym_rmsnorm.call.spec import BackwardTensors, Call, Spec, Wanted
+from tilegym_rmsnorm.call.tensors import made_plain
 from tilegym_rmsnorm.call.validation import (
     check_casting,
     check_input,
@@ -24,13 +24,13 @@ from tilegym_rmsnorm.call.validation import (
     check_normalized_shape,
     check_residual,
     check_rstd,
+    check_saved,
     check_weight,
     checked_dtype,
     checked_eps,
     checked_number,
     last_dims,
 )
-from tilegym_rmsnorm.call.watched import is_traced
 from tilegym_rmsnorm.reference import compute_dtype, default_eps, promoted
 
 # Whether autocast on CUDA devices casts the inputs of this torch's F.rms_norm.
@@ -75,7 +75,7 @@ def checked_forward(
     """
     names = _PUBLIC if is_public else _FORWARD
     name = names[0]
-    are_plain, (x, weight, bias, residual) = _made_plain(x, weight, bias, residual)
+    are_plain, (x, weight, bias, residual) = made_plain(x, weight, bias, residual)
     check_input(name, x, is_any_kind=is_public)
     if dims is not None:
         normalized_shape = last_dims(x, dims)
@@ -118,7 +118,7 @@ def checked_backward(
 ) -> Checked:
     """Check a backward over x's last dimension, with rstd (M,), or over x's last `dims` dimensions, with rstd of the
     shape that the library ops give it. x: the tensor that the forward normalized."""
-    are_plain, given = _made_plain(x, dy, weight, rstd, d_residual_out)
+    are_plain, given = made_plain(x, dy, weight, rstd, d_residual_out)
     x, dy, weight, rstd, d_residual_out = given
     check_input("x", x)
     n, shape = check_normalized_shape(x, last_dims(x, 1 if dims is None else dims))
@@ -133,14 +133,13 @@ def checked_backward(
     return Checked(_BACKWARD, given, shape, spec, are_plain)
 
 
-def _made_plain(*tensors: Any) -> tuple[bool, tuple[Any, ...]]:
-    """Make tensors plain where possible. Return whether all are plain, as None counts, and the tensors."""
-    if is_traced():
-        return False, tensors
-    if all(tensor is None or is_plain(tensor) for tensor in tensors):
-        return True, tensors
-    tensors = tuple(map(resolved, tensors))
-    return all(tensor is None or is_plain(tensor) for tensor in tensors), tensors
+def checked_saved(tensors: BackwardTensors, call: Call, wanted: Wanted) -> Checked:
+    """Check the tensors that autograd saved in the forward of `call`, and the gradients that it passes. The shape of
+    the normalized dimensions is not known: they are taken as one."""
+    are_plain, tensors = made_plain(*tensors)
+    if wanted.dx is not None:  # db alone is a sum of dy
+        check_saved(*tensors, call)
+    return Checked(_BACKWARD, tensors, torch.Size((call.spec.n,)), call.spec, are_plain)
 
 
 def _autocast_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -18,7 +18,8 @@ _Maybe = Tensor | None
 ForwardTensors = tuple[Tensor, _Maybe, _Maybe, _Maybe]  # x, weight, bias, residual
 BackwardTensors = tuple[Tensor, Tensor, _Maybe, Tensor, _Maybe]  # x, dy, weight, rstd, d_residual_out
 Outputs = tuple[Tensor, Tensor, _Maybe]  # y, rstd, residual_out
-Gradients = tuple[Tensor, _Maybe, _Maybe, _Maybe]  # dx, d_residual, dw, db
+Gradients = tuple[Tensor, _Maybe, _Maybe, _Maybe]  # dx, d_residual, dw, db, of a backend
+WantedGradients = tuple[_Maybe, _Maybe, _Maybe, _Maybe]  # the same, where dx may not be wanted
 
 
 class Spec(NamedTuple):
@@ -47,10 +48,11 @@ class Call(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Dtypes of the gradients that a backward returns, None for a gradient that is not wanted; dx always is. With d the
-    gradient of the normalized tensor plus d_residual_out, dx is alpha * d and d_residual is d."""
+    """Dtypes of the gradients that a backward returns, None for a gradient that is not wanted. With d the gradient of
+    the normalized tensor plus d_residual_out, dx is alpha * d and d_residual is d. Backends always write dx: it is None
+    only where db is wanted alone, a sum that no backend is asked for."""
 
-    dx: torch.dtype
+    dx: torch.dtype | None
     d_residual: torch.dtype | None = None
     dw: torch.dtype | None = None
     db: torch.dtype | None = None
@@ -60,17 +62,20 @@ class Wanted(NamedTuple):
 DX, DW, DB, D_RESIDUAL = 1, 2, 4, 8
 
 
-def arrays_of_d(
-    needs: tuple[bool, bool], alpha: float, dtypes: tuple[torch.dtype, torch.dtype | None]
+def wanted_of(
+    needs: tuple[bool, ...], alpha: float, dtypes: tuple[torch.dtype | None, ...]
 ) -> tuple[float, Wanted]:
     """Choose the alpha and the arrays of a backward: dx and d_residual are two arrays only where both are needed and
-    differ. Otherwise the one array dx is both. needs, dtypes: of x and residual."""
-    (needs_dx, needs_d_residual), (x_dtype, residual_dtype) = needs, dtypes
-    if not needs_dx:
-        # With alpha 1 dx is d_residual. Where only dw is needed, nobody reads dx, but kernels write it.
-        return 1.0, Wanted(residual_dtype if residual_dtype is not None and needs_d_residual else x_dtype)
-    is_one = not needs_d_residual or (alpha == 1.0 and x_dtype == residual_dtype)
-    return alpha, Wanted(x_dtype, None if is_one else residual_dtype)
+    differ. Otherwise the one array dx is both. needs, dtypes: of x, residual, weight and bias."""
+    needs_dx, needs_d_residual, needs_dw, needs_db = needs
+    x_dtype, residual_dtype, weight_dtype, bias_dtype = dtypes
+    of_vectors = weight_dtype if needs_dw else None, bias_dtype if needs_db else None
+    if needs_dx:
+        is_one = not needs_d_residual or (alpha == 1.0 and x_dtype == residual_dtype)
+        return alpha, Wanted(x_dtype, None if is_one else residual_dtype, *of_vectors)
+    if needs_d_residual:
+        return 1.0, Wanted(residual_dtype, None, *of_vectors)  # with alpha 1 dx is d_residual
+    return 1.0, Wanted(x_dtype if needs_dw else None, None, *of_vectors)  # nobody reads dx
 
 
 def shape_of_rstd(x: Tensor, dims: int) -> tuple[int, ...]:

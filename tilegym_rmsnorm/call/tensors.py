@@ -9,6 +9,7 @@ plain are a DTensor, an AsyncCollectiveTensor, a zero tensor (`Tensor._is_zerote
 
     is_plain         whether a kernel can take a tensor: asked for every tensor, so it must be cheap
     resolved         a plain tensor with the same values, where there is one
+    made_plain       `resolved` for all tensors of a call
     why_not_plain    why no kernel can take a tensor, in words
 
 DTensor checks avoid importing torch.distributed.tensor, which takes a second.
@@ -74,6 +75,17 @@ def resolved(tensor: Any) -> Any:
     if tensor._is_zerotensor():
         return tensor.clone()  # which allocates memory
     return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
+def made_plain(*tensors: Any) -> tuple[bool, tuple[Any, ...]]:
+    """Make tensors plain where possible. Return whether all are plain, as None counts, and the tensors. While Dynamo
+    traces, none is plain."""
+    if is_traced():
+        return False, tensors
+    if all(tensor is None or is_plain(tensor) for tensor in tensors):
+        return True, tensors
+    tensors = tuple(map(resolved, tensors))
+    return all(tensor is None or is_plain(tensor) for tensor in tensors), tensors
 
 
 def why_not_plain(tensor: Tensor) -> str | None:

@@ -238,9 +238,9 @@ def check_rstd(rstd: Tensor, x: Tensor, n: int, dims: int | None) -> None:
 
 def check_saved(
     x: Tensor,
+    dy: Tensor,
     weight: Tensor | None,
     rstd: Tensor,
-    dy: Tensor,
     d_residual_out: Tensor | None,
     call: Call,
 ) -> None:

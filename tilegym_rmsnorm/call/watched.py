@@ -79,12 +79,15 @@ def is_in_torch_func() -> bool:
 
 def is_transformed() -> bool:
     """Whether torch.jit.trace, torch.func or forward-mode differentiation is active: they cannot take a library op."""
+    if is_traced():  # Dynamo cannot trace the others
+        return is_in_torch_func()
     return is_traced_by_jit() or is_in_torch_func() or forward_ad._current_level >= 0
 
 
 def makes_graph() -> bool:
-    """Whether make_fx, torch.export or AOTAutograd make a graph of this call, or FakeTensorMode asks for shapes."""
-    return (
+    """Whether make_fx, torch.export or AOTAutograd make a graph of this call, or FakeTensorMode asks for shapes. False
+    while Dynamo traces (`is_traced`)."""
+    return not is_traced() and (
         is_exporting()
         or _is_key_included(_PRE_DISPATCH)
         or _is_key_included(_FUNCTIONALIZE)

@@ -13,12 +13,14 @@
     UNTRACED     torch.compile breaks its graph, and the call runs eagerly: a kernel was asked for by name, and no op
                  can replace the call
 
-`route_of` decides for `rms_norm`, `rms_norm_forward`, `rms_norm_backward` and the backward of eager calls, which then
-take the route. The library ops ask parts of it: `has_transform` above autograd, `why_no_kernel` when an op runs.
+`route_of` decides for `rms_norm`, for `rms_norm_forward` and `rms_norm_backward`, and for the gradients that autograd
+asks of an eager call; these take the route. A library op asks less: `why_derived` says whether PyTorch's operations
+replace it, `why_derived_again` whether they replace its gradient, and `call_of_op` chooses the backend when it runs.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -28,8 +30,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.torch_version import TorchVersion
 
+from tilegym_rmsnorm.backends.registry import backward_of, implementations_of
 from tilegym_rmsnorm.call import watched
 from tilegym_rmsnorm.call.arguments import Checked
+from tilegym_rmsnorm.call.spec import Call, Wanted
 from tilegym_rmsnorm.call.tensors import (
     PLAIN_TYPES,
     check_memory,
@@ -45,57 +49,123 @@ from tilegym_rmsnorm.settings import check_backend_name, get_current_backend, tr
 KERNELS, OP, OPERATIONS, UNTRACED = "kernels", "op", "operations", "untraced"
 # From 2.14 on F.rms_norm gathers a DTensor with fewer rows than shards, in the backward twice as often as the op.
 _PYTORCH_GATHERS = TorchVersion(torch.__version__) >= "2.14"
+_log = logging.getLogger("tilegym_rmsnorm")
+_told: set[tuple[str, str]] = set()
 
 
 class Route(NamedTuple):
     name: str  # one of the four above
-    backend: Any  # a name. With OP the graph's, where None is the backend in effect at each run of the graph
+    # With KERNELS it has the functions of the backend. With OP its backend is the graph's, where None is the backend in
+    # effect at each run of the graph.
+    call: Call
     reason: str | None = None  # why the route is not KERNELS, in words
 
 
-def route_of(checked: Checked, backend: str | None, *, keeps_shards: bool = False) -> Route:
-    """Choose the route of a checked call. backend: as given by the caller: a name, "auto", or None: the one in effect.
+def route_of(
+    checked: Checked,
+    backend: str | None,
+    wanted: Wanted | None = None,
+    *,
+    is_differentiable: bool = False,
+    is_by_autograd: bool = False,
+) -> Route:
+    """Choose the route of a checked call, and its backend unless a graph chooses it later.
 
-    keeps_shards: send DTensors that the op would gather by OPERATIONS. Raises ValueError where the memory of a tensor
-    was freed.
+    backend: as given by the caller: a name, "auto", or None: the one in effect.
+    wanted: of a backward; None for a forward.
+    is_differentiable: autograd may record this forward, so the backward is chosen too, and PyTorch's operations run
+        where the op would gather a DTensor.
+    is_by_autograd: autograd asks for these gradients, not the user. PyTorch's operations run what no kernel can,
+        whatever backend was named in the forward, unless the tensors are the reason.
+
+    Raises ValueError where the memory of a tensor was freed, BackendUnavailableError where the backend that was asked
+    for by name cannot run the call.
     """
     names, tensors, _, spec, are_plain = checked
     are_plain = are_plain and not tensors[0].is_complex()
-    if are_plain and not watched.is_watched():
-        return Route(KERNELS, get_current_backend() if backend is None else backend)
+    if are_plain and not watched.is_watched() and not is_by_autograd:
+        return Route(KERNELS, _call_on_backend(checked, backend, wanted, has_backward=is_differentiable))
     given = {name: tensor for name, tensor in zip(names, tensors, strict=True) if tensor is not None}
+    if is_by_autograd and (reason := why_derived_again() or why_derived(*tensors)) is not None:
+        return Route(OPERATIONS, Call(spec, "torch"), reason)
     in_graph = _backend_of_graph(backend)
     if spec.n != 0 and not watched.is_symbol(spec.eps):
-        reason = _why_op(in_graph, given, are_plain)
-        if reason is not None and not (keeps_shards and _would_gather(in_graph, given)):
-            return Route(OP, in_graph, reason)
+        # No mode is shown the op of a backward whose forward was no op.
+        reason = _why_op(in_graph, given, sees_modes=are_plain and not is_by_autograd)
+        if reason is not None and not (is_differentiable and _would_gather(in_graph, given)):
+            _tell(wanted, reason)
+            return Route(OP, Call(spec, in_graph), reason)
+    if wanted is not None and wanted.dx is None:
+        return Route(OPERATIONS, Call(spec, "torch"), "db alone is a sum")
     if watched.is_traced():
-        if in_graph in (None, "auto", "torch"):
-            return Route(OPERATIONS, "torch", "torch.compile traces PyTorch's operations")
-        return Route(UNTRACED, in_graph, "no op stands for this call")
+        if is_by_autograd or in_graph in (None, "auto", "torch"):
+            return Route(OPERATIONS, Call(spec, "torch"), "torch.compile traces PyTorch's operations")
+        return Route(UNTRACED, Call(spec, in_graph), "no op stands for this call")
     reason = _obstacle_of(given)
     if reason is None and spec.n == 0:
         reason = "rows of input have no elements"
     if reason is None and watched.is_symbol(spec.eps):
         reason = "eps is known only when the graph runs"
-    backend = get_current_backend() if backend is None else backend
-    return Route(KERNELS if reason is None else OPERATIONS, backend, reason)
-
-
-def why_no_kernel(checked: Checked) -> str | None:
-    """Say in words why no kernel can take the tensors of a call here; None if one can. Not for use while Dynamo traces.
-    Raises ValueError where the memory of a tensor was freed."""
-    if checked.are_plain and not watched.is_watched():
-        return None
-    return _obstacle_of(dict(zip(checked.names, checked.tensors, strict=True)))
-
-
-def has_transform(*tensors: Tensor | None) -> bool:
-    """Whether torch.func transforms this call, or a tensor has a tangent or is a vmap batch. Autograd makes such calls
-    inside a backward, not the caller of `rms_norm`, so PyTorch's operations run them whatever backend was named."""
-    return watched.is_in_torch_func() or any(
-        tensor is not None and (has_tangent(tensor) or is_batched(tensor)) for tensor in tensors
+    name = KERNELS if reason is None else OPERATIONS
+    call = _call_on_backend(
+        checked, backend, wanted, reason, has_backward=is_differentiable and name == KERNELS
     )
+    return Route(name, call, reason)
+
+
+def call_of_op(checked: Checked, backend: str | None, wanted: Wanted | None = None) -> Call:
+    """Choose the backend of a library op when it runs; the rest as for `route_of`. Backend "torch" runs tensors that no
+    kernel can take."""
+    reason = None
+    if not checked.are_plain or watched.is_watched():
+        reason = _obstacle_of(dict(zip(checked.names, checked.tensors, strict=True)))
+    return _call_on_backend(checked, backend, wanted, reason)
+
+
+def why_derived(*tensors: Tensor | None) -> str | None:
+    """Say why PyTorch must derive a gradient of this call, so that its own operations run whatever backend was named;
+    None if it need not: torch.func transforms the call, or a tensor has a tangent or is a vmap batch. Autograd makes
+    such calls inside a backward, not the caller of `rms_norm`."""
+    if watched.is_in_torch_func():
+        return "torch.func transforms this call"
+    for tensor in () if watched.is_traced() else tensors:  # Dynamo knows none of these tensors
+        if tensor is not None and (has_tangent(tensor) or is_batched(tensor)):
+            return why_not_plain(tensor)
+    return None
+
+
+def why_derived_again() -> str | None:
+    """Say why a gradient that autograd asks for must be differentiable: create_graph, under which autograd switches
+    grad on. None if it need not."""
+    return "create_graph differentiates this gradient again" if torch.is_grad_enabled() else None
+
+
+def _call_on_backend(
+    checked: Checked,
+    backend: str | None,
+    wanted: Wanted | None,
+    obstacle: str | None = None,
+    has_backward: bool = False,
+) -> Call:
+    """Choose the backend now: another one may be in effect when a backward runs."""
+    _, tensors, _, spec, _ = checked
+    backend = get_current_backend() if backend is None else backend
+    if wanted is not None:
+        return Call(spec, backend, None, backward_of(spec, tensors, wanted, backend, obstacle))
+    if has_backward:
+        has_backward = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
+    forward, backward = implementations_of(spec, tensors, backend, obstacle, has_backward)
+    return Call(spec, backend, forward, backward, spec.residual_dtype or tensors[0].dtype)
+
+
+def _tell(wanted: Wanted | None, reason: str) -> None:
+    """Log once why an op replaces a call. Dynamo cannot trace logging."""
+    if watched.is_traced() or not _log.isEnabledFor(logging.INFO):
+        return
+    op = "rms_norm_forward" if wanted is None else "rms_norm_backward"
+    if (op, reason) not in _told:
+        _told.add((op, reason))
+        _log.info("op tilegym_rmsnorm::%s replaces a call, since %s", op, reason)
 
 
 def _obstacle_of(given: Mapping[str, Tensor | None]) -> str | None:
@@ -120,8 +190,9 @@ def _backend_of_graph(backend: str | None) -> str | None:
     return "torch" if get_current_backend() == "torch" else None
 
 
-def _why_op(backend: str | None, given: Mapping[str, Tensor], are_plain: bool) -> str | None:
-    """Say why an op replaces a call on `_backend_of_graph`'s backend; None if no op does."""
+def _why_op(backend: str | None, given: Mapping[str, Tensor], sees_modes: bool) -> str | None:
+    """Say why an op replaces a call on `_backend_of_graph`'s backend; None if no op does. sees_modes: dispatch modes
+    are a reason."""
     if backend == "torch" or watched.is_in_torch_func():
         return None
     for name, tensor in given.items():
@@ -134,13 +205,13 @@ def _why_op(backend: str | None, given: Mapping[str, Tensor], are_plain: bool) -
         return None
     if (reason := why_recorded(given)) is not None:
         return reason
-    return "a dispatch mode sees this call" if are_plain and watched.count_modes() != 0 else None
+    return "a dispatch mode sees this call" if sees_modes and watched.count_modes() != 0 else None
 
 
 def _takes_dtensors(given: Mapping[str, Tensor]) -> bool:
     if any(each.is_complex() or each.is_nested for each in given.values()):
         return False
-    return watched.is_traced() or not watched.is_transformed()
+    return not watched.is_transformed()
 
 
 def why_recorded(given: Mapping[str, Tensor]) -> str | None:

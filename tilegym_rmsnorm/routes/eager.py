@@ -9,17 +9,15 @@ differentiable again. Hooks or `tensor.data = ...` may have changed saved tensor
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.backends.registry import backward_of
-from tilegym_rmsnorm.call.arguments import Checked
-from tilegym_rmsnorm.call.spec import BackwardTensors, Call, Gradients, Wanted, arrays_of_d
-from tilegym_rmsnorm.call.tensors import has_own_operations, is_plain, resolved, savable
-from tilegym_rmsnorm.call.validation import check_saved
-from tilegym_rmsnorm.call.watched import count_modes, is_traced, is_watched
+from tilegym_rmsnorm.call import arguments
+from tilegym_rmsnorm.call.spec import BackwardTensors, Call, Wanted, WantedGradients, dtype_of, wanted_of
+from tilegym_rmsnorm.call.tensors import has_own_operations, is_plain, savable
+from tilegym_rmsnorm.call.watched import count_modes, is_watched
 from tilegym_rmsnorm.routes import choose, kernels, op, operations
 
 _is_in_inference_mode = torch.is_inference_mode_enabled  # in that mode enable_grad() records nothing
@@ -73,13 +71,13 @@ class RMSNormFunction(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-        bias_dtype = ctx.bias_dtype if needs_db else None
-        dx = dw = db = None
-        if needs_dx or needs_dw:
-            wanted = Wanted(x.dtype, None, weight.dtype if needs_dw else None, bias_dtype)
-            dx, _, dw, db = gradients((x, dy, weight, rstd, None), ctx.call, wanted)
-        elif needs_db:
-            db = _db_of_call(ctx, dy, weight, rstd)
+        wanted = Wanted(
+            x.dtype if needs_dx or needs_dw else None,
+            None,
+            weight.dtype if needs_dw else None,
+            ctx.bias_dtype if needs_db else None,
+        )
+        dx, _, dw, db = gradients((x, dy, weight, rstd, None), ctx.call, wanted)
         return dx, dw, None if db is None else db.view(ctx.bias_shape), None
 
 
@@ -91,42 +89,32 @@ class AddRMSNormFunction(torch.autograd.Function):
         y, rstd, residual_out = kernels.run_forward(x, weight, bias, residual, call)
         ctx.set_materialize_grads(False)  # the gradient of an unused result is None, not a tensor of zeros
         ctx.save_for_backward(residual_out, weight, rstd)
-        ctx.call, ctx.dtypes = call, (x.dtype, residual.dtype)
+        ctx.call, ctx.dtypes = call, (x.dtype, residual.dtype, dtype_of(weight), dtype_of(bias))
         if bias is not None:
-            ctx.bias_dtype, ctx.bias_shape = bias.dtype, bias.shape
+            ctx.bias_shape = bias.shape
         if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
             ctx.mark_non_differentiable(residual_out)
         return y, residual_out
 
     @staticmethod
     def backward(ctx, dy, d_residual_out):
-        needs_dx, needs_d_residual, needs_dw, needs_db, _ = ctx.needs_input_grad
-        needs, spec = (needs_dx, needs_d_residual), ctx.call.spec
+        needs, spec = ctx.needs_input_grad[:4], ctx.call.spec
         if dy is None:
-            return (
-                *operations.gradients_of_sum(d_residual_out, spec.alpha, ctx.dtypes, needs),
-                None,
-                None,
-                None,
-            )
+            dx, d_residual = operations.gradients_of_sum(d_residual_out, spec.alpha, ctx.dtypes, needs)
+            return dx, d_residual, None, None, None
         residual_out, weight, rstd = ctx.saved_tensors
         if has_own_operations(residual_out) and count_modes():
             # Autograd detaches a tensor that is both saved and returned; a dispatch mode may replace the result.
             with kernels.unseen(ctx.call.backward):
                 residual_out, weight, rstd = ctx.saved_tensors
-        bias_dtype = ctx.bias_dtype if needs_db else None
-        dx = d_residual = dw = db = None
-        if needs_dx or needs_d_residual or needs_dw:
-            alpha, wanted = arrays_of_d(needs, spec.alpha, ctx.dtypes)
-            call = ctx.call if alpha == spec.alpha else ctx.call._replace(spec=spec._replace(alpha=alpha))
-            wanted = wanted._replace(dw=weight.dtype if needs_dw else None, db=bias_dtype)
-            dx, d_residual, dw, db = gradients((residual_out, dy, weight, rstd, d_residual_out), call, wanted)
-            if needs_d_residual and d_residual is None:
-                d_residual = dx
-        elif needs_db:
-            db = _db_of_call(ctx, dy, weight, rstd)
+        alpha, wanted = wanted_of(needs, spec.alpha, ctx.dtypes)
+        call = ctx.call if alpha == spec.alpha else ctx.call._replace(spec=spec._replace(alpha=alpha))
+        tensors = residual_out, dy, weight, rstd, d_residual_out
+        dx, d_residual, dw, db = gradients(tensors, call, wanted)
+        if needs[1] and d_residual is None:
+            d_residual = dx
         db = None if db is None else db.view(ctx.bias_shape)
-        return dx if needs_dx else None, d_residual, dw, db, None
+        return dx if needs[0] else None, d_residual, dw, db, None
 
 
 # Function.apply in C++. The Python around it, which checks for functorch and unwraps, costs 2 us. Dynamo before torch
@@ -135,35 +123,21 @@ _record = super(torch.autograd.Function, RMSNormFunction).apply
 _record_add = super(torch.autograd.Function, AddRMSNormFunction).apply
 
 
-def gradients(tensors: BackwardTensors, call: Call, wanted: Wanted) -> Gradients:
+def gradients(tensors: BackwardTensors, call: Call, wanted: Wanted) -> WantedGradients:
     """Compute the gradients that autograd asks for. tensors: x, dy, weight, rstd, d_residual_out. Each gradient has the
-    shape of its tensor, but db is flat.
+    shape of its tensor, but db is (N,) or (H, N).
 
     Raises ValueError or TypeError where saved tensors differ from those of the forward, and BackendUnavailableError
     where the backend that was asked for by name cannot run them.
     """
-    if torch.is_grad_enabled():  # in a backward only under create_graph
-        return operations.gradients_on_rows(tensors, call.spec, wanted)
-    if not is_watched() and _fit(tensors, call):
+    if wanted.dx is not None and not torch.is_grad_enabled() and not is_watched() and _fit(tensors, call):
         return kernels.run_backward(tensors, call, wanted)
-    if not is_traced():
-        tensors = tuple(map(resolved, tensors))
-    x, dy, weight, rstd, d_residual_out = tensors
-    names, given = ("dy", "x", "weight", "rstd", "d_residual_out"), (dy, x, weight, rstd, d_residual_out)
-    # Hooks may have put any tensor there, so that none is known to be plain. Nor is a mode shown an op: the forward had
-    # none.
-    route = choose.route_of(Checked(names, given, x.shape[-1:], call.spec, are_plain=False), call.backend)
-    if route.name == choose.OP:
-        return op.call_backward_on_rows(tensors, call, wanted)
-    if is_traced() or choose.has_transform(*tensors):
-        return operations.gradients_on_rows(tensors, call.spec, wanted, keeps_rstd=is_traced())
-    check_saved(x, weight, rstd, dy, d_residual_out, call)
-    function = backward_of(call.spec, tensors, wanted, route.backend, route.reason)
-    if route.name == choose.OPERATIONS:
-        return operations.gradients_on_rows(tensors, call.spec, wanted)
-    with kernels.unseen(function):
-        tensors = x, dy, weight, rstd.contiguous(), d_residual_out
-        return kernels.run_backward(tensors, call._replace(backward=function), wanted)
+    checked = arguments.checked_saved(tensors, call, wanted)
+    route = choose.route_of(checked, call.backend, wanted, is_by_autograd=True)
+    if route.name == choose.KERNELS:
+        return kernels.backward(checked, route.call, wanted)
+    run = op.call_backward if route.name == choose.OP else operations.gradients_of_saved
+    return _on_rows(run, checked.tensors, route.call, wanted)
 
 
 def _fit(tensors: BackwardTensors, call: Call) -> bool:
@@ -201,9 +175,20 @@ def _fit(tensors: BackwardTensors, call: Call) -> bool:
     )
 
 
-def _db_of_call(ctx: Any, dy: Tensor, weight: Tensor | None, rstd: Tensor) -> Tensor:
-    """Compute db where no other gradient is needed."""
-    spec = ctx.call.spec
-    if is_traced() and ctx.call.backend != "torch" and not torch.is_grad_enabled():
-        return op.call_for_db(dy, weight, rstd, len(ctx.bias_shape) - (spec.heads > 0), ctx.bias_dtype)
-    return operations.db_by_operations(dy, ctx.bias_shape, ctx.bias_dtype)
+def _on_rows(
+    run: Callable[..., WantedGradients], tensors: BackwardTensors, call: Call, wanted: Wanted
+) -> WantedGradients:
+    """Flatten the tensors to rows for `run`, and give its gradients their shapes. db stays (N,) or (H, N)."""
+    x, dy, weight, rstd, d_residual_out = tensors
+    shape = (-1, call.spec.heads, call.spec.n) if call.spec.heads else (-1, call.spec.n)
+    rows = dy.reshape(shape)
+    given = (
+        rows if wanted.dx is None else x.reshape(shape),  # db alone is a sum of dy: flattening may copy x
+        rows,
+        None if weight is None else weight.reshape(shape[1:]),
+        rstd.reshape(*rows.shape[:-1], 1),
+        None if d_residual_out is None else d_residual_out.reshape(shape),
+    )
+    dx, d_residual, dw, db = run(given, 1, call, wanted)
+    dx, d_residual = (None if each is None else each.view(x.shape) for each in (dx, d_residual))
+    return dx, d_residual, None if dw is None or weight is None else dw.view(weight.shape), db

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.backends.layout import arranged, as_rows, as_vector, in_shape_of
-from tilegym_rmsnorm.backends.registry import backward_of, implementations_of, is_reference
+from tilegym_rmsnorm.backends.registry import is_reference
 from tilegym_rmsnorm.call.arguments import Checked
 from tilegym_rmsnorm.call.spec import BackwardTensors, Call, Gradients, Outputs, Spec, Wanted
 from tilegym_rmsnorm.call.watched import count_modes, without_modes
 from tilegym_rmsnorm.reference import compute_dtype
-from tilegym_rmsnorm.settings import get_current_backend
 
 
 def run_forward(
@@ -67,30 +66,20 @@ def run_backward(tensors: BackwardTensors, call: Call, wanted: Wanted) -> Gradie
     return dx, d_residual, dw, db
 
 
-def forward_on_backend(checked: Checked, backend: str | None, obstacle: str | None = None) -> Outputs:
-    """Call `run_forward`, without autograd, on the backend named or the one in effect.
-
-    obstacle: why no kernel can take the tensors. BackendUnavailableError where the backend named cannot run them.
-    """
-    backend = get_current_backend() if backend is None else backend
-    function, _ = implementations_of(checked.spec, checked.tensors, backend, obstacle)
+def forward(checked: Checked, call: Call) -> Outputs:
+    """Call `run_forward` for a call by itself, which autograd does not record."""
     x, weight, bias, residual = checked.tensors
-    with unseen(function):
-        return run_forward(x, weight, bias, residual, Call(checked.spec, backend, function))
+    with unseen(call.forward):
+        return run_forward(x, weight, bias, residual, call)
 
 
-def backward_on_backend(
-    checked: Checked, wanted: Wanted, backend: str | None, obstacle: str | None = None
-) -> Gradients:
-    """Call `run_backward`, without autograd, on the backend named or the one in effect. db has weight's shape, without
-    a weight that of a row. The rest as for `forward_on_backend`."""
-    spec, backend = checked.spec, get_current_backend() if backend is None else backend
+def backward(checked: Checked, call: Call, wanted: Wanted) -> Gradients:
+    """Call `run_backward` on any rstd of M elements. db has weight's shape, without a weight that of a row."""
     x, dy, weight, rstd, d_residual_out = checked.tensors
-    function = backward_of(spec, checked.tensors, wanted, backend, obstacle)
-    with unseen(function):
+    with unseen(call.backward):
         rstd = rstd if rstd.ndim == 1 else rstd.reshape(-1)
         tensors = x, dy, weight, rstd.contiguous(), d_residual_out
-        dx, d_residual, dw, db = run_backward(tensors, Call(spec, backend, None, function), wanted)
+        dx, d_residual, dw, db = run_backward(tensors, call, wanted)
     shape = checked.shape if weight is None else weight.shape
     return dx, d_residual, dw, None if db is None else db.view(shape)
 

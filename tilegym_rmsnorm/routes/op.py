@@ -34,10 +34,9 @@ from tilegym_rmsnorm.call.spec import (
     BackwardTensors,
     Call,
     ForwardTensors,
-    Gradients,
     Outputs,
-    Spec,
     Wanted,
+    WantedGradients,
     shape_of_rstd,
 )
 from tilegym_rmsnorm.call.validation import checked_dtype
@@ -67,49 +66,31 @@ FORWARD = torch.ops.tilegym_rmsnorm.rms_norm_forward.default
 BACKWARD = torch.ops.tilegym_rmsnorm.rms_norm_backward.default
 
 
-def call_forward(tensors: ForwardTensors, dims: int, spec: Spec, backend: str | None) -> Outputs:
+def call_forward(tensors: ForwardTensors, dims: int, call: Call) -> Outputs:
     """Call the forward op on x, weight, bias, residual. Return y, rstd of the op's shape, residual_out."""
     x, weight, bias, residual = tensors
     prepare(*tensors)
-    numbers = dims, spec.eps, spec.offset, spec.casting, spec.alpha
-    return FORWARD(x, residual, weight, bias, *numbers, spec.residual_dtype, spec.y_dtype, backend)
+    _, eps, offset, casting, alpha, y_dtype, residual_dtype, _ = call.spec
+    numbers = dims, eps, offset, casting, alpha
+    return FORWARD(x, residual, weight, bias, *numbers, residual_dtype, y_dtype, call.backend)
 
 
 def call_backward(
-    tensors: BackwardTensors, dims: int, spec: Spec, wanted: Wanted, backend: str | None
-) -> Gradients:
-    """Call the backward op on x, dy, weight, rstd of the op's shape, d_residual_out. dx is always wanted: kernels write
-    it in any case."""
+    tensors: BackwardTensors, dims: int, call: Call, wanted: Wanted, needs_dx: bool = True
+) -> WantedGradients:
+    """Call the backward op on x, dy, weight, rstd of the op's shape, d_residual_out. needs_dx: whether the op returns
+    dx, which kernels write in any case."""
     x, dy, weight, rstd, d_residual_out = tensors
     prepare(*tensors)
-    bits = DX + D_RESIDUAL * (wanted.d_residual is not None)
+    if wanted.dx is None:
+        # db alone. Of a plain sum Inductor would make a kernel that adds in another order than eager calls. dy is
+        # passed as x too, or the graph would keep x for the op.
+        x, rstd, d_residual_out = dy, rstd.to(compute_dtype(dy.dtype)), None
+    bits = DX * (needs_dx and wanted.dx is not None) + D_RESIDUAL * (wanted.d_residual is not None)
     bits += DW * (wanted.dw is not None) + DB * (wanted.db is not None)
-    numbers = bits, dims, spec.offset, spec.casting, spec.alpha
-    dx, dw, db, d_residual = BACKWARD(dy, x, weight, rstd, d_residual_out, *numbers, *wanted, backend)
-    return dx, d_residual, dw, db
-
-
-def call_backward_on_rows(tensors: BackwardTensors, call: Call, wanted: Wanted) -> Gradients:
-    """Call the backward op for the gradients of an eager call, where compiled autograd or make_fx makes a graph."""
-    x, dy, weight, rstd, d_residual_out = tensors
-    spec = call.spec
-    shape = (-1, spec.heads, spec.n) if spec.heads else (-1, spec.n)
-    rows, dy_rows = x.reshape(shape), dy.reshape(shape)
-    d_rows = None if d_residual_out is None else d_residual_out.reshape(shape)
-    vector = None if weight is None else weight.reshape(shape[1:])
-    rstd = rstd.reshape(*rows.shape[:-1], 1)
-    given = rows, dy_rows, vector, rstd, d_rows
-    dx, d_residual, dw, db = call_backward(given, 1, spec, wanted, call.backend)
-    d_residual = None if d_residual is None else d_residual.view(x.shape)
-    return dx.view(x.shape), d_residual, None if dw is None or weight is None else dw.view(weight.shape), db
-
-
-def call_for_db(dy: Tensor, weight: Tensor | None, rstd: Tensor, dims: int, dtype: torch.dtype) -> Tensor:
-    """Call the backward op for db alone, in a graph. Of a plain sum Inductor would make a kernel that adds in another
-    order than eager calls. dy is passed as x too, or the graph would keep x for the op."""
-    rstd = rstd.reshape(*dy.shape[:-dims], *(1,) * dims).to(compute_dtype(dy.dtype))
-    numbers = DB, dims, 0.0, "once", 1.0
-    return BACKWARD(dy, dy, weight, rstd, None, *numbers, None, None, None, dtype, None)[2]
+    numbers = bits, dims, call.spec.offset, call.spec.casting, call.spec.alpha
+    dx, dw, db, d_residual = BACKWARD(dy, x, weight, rstd, d_residual_out, *numbers, *wanted, call.backend)
+    return dx if bits & DX else None, d_residual, dw, db
 
 
 def prepare(*tensors: Tensor | None) -> None:
@@ -122,8 +103,7 @@ def prepare(*tensors: Tensor | None) -> None:
 
 def _run_forward_op(x: Tensor, residual: Tensor | None, *rest: Any) -> Outputs:
     checked, dims, backend = arguments_of_forward(x, residual, *rest)
-    obstacle = choose.why_no_kernel(checked)
-    y, rstd, residual_out = kernels.forward_on_backend(checked, backend, obstacle)
+    y, rstd, residual_out = kernels.forward(checked, choose.call_of_op(checked, backend))
     return y, rstd.view(shape_of_rstd(x, dims)), residual_out
 
 
@@ -137,16 +117,14 @@ def _forward_of_fakes(x: Tensor, residual: Tensor | None, *rest: Any) -> Outputs
 
 def _run_backward_op(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
     checked, _, bits, wanted, backend = arguments_of_backward(dy, x, *rest)
-    if bits == DB:  # a sum without a kernel, which gives the same bits as an eager backward
-        assert wanted.db is not None
-        weight = checked.tensors[2]
-        shape = checked.shape if weight is None else weight.shape
-        return x.new_empty(0), None, operations.db_by_operations(checked.tensors[1], shape, wanted.db), None
-    obstacle = choose.why_no_kernel(checked)
-    dx, d_residual, dw, db = kernels.backward_on_backend(checked, wanted, backend, obstacle)
-    if d_residual is not None and d_residual.untyped_storage().data_ptr() == dx.untyped_storage().data_ptr():
+    if wanted.dx is None:  # a sum without a kernel, which gives the same bits as an eager backward
+        _, dy, weight, _, _ = checked.tensors
+        return x.new_empty(0), None, operations.db_by_operations(dy, weight, checked.shape, wanted), None
+    call = choose.call_of_op(checked, backend, wanted)
+    d, d_residual, dw, db = kernels.backward(checked, call, wanted)
+    if d_residual is not None and d_residual.untyped_storage().data_ptr() == d.untyped_storage().data_ptr():
         d_residual = d_residual.clone()  # the results of a library op may not share memory
-    return dx if bits & DX else x.new_empty(0), dw, db, d_residual
+    return d if bits & DX else x.new_empty(0), dw, db, d_residual
 
 
 def _backward_of_fakes(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
@@ -228,10 +206,10 @@ def wanted_gradients(
     db_dtype: torch.dtype | None,
 ) -> Wanted:
     """Make a `Wanted` of the op's arguments. Where no dtype is given, dw and db have weight's dtype, without a weight
-    x's. dx has a dtype even where it is not wanted: kernels always write it."""
+    x's. dx has a dtype unless db alone is wanted: kernels always write it."""
     of_vectors = x.dtype if weight is None else weight.dtype
     return Wanted(
-        dx_dtype or x.dtype,
+        None if bits == DB else dx_dtype or x.dtype,
         (d_residual_dtype or x.dtype) if bits & D_RESIDUAL else None,
         (dw_dtype or of_vectors) if bits & DW and weight is not None else None,
         (db_dtype or of_vectors) if bits & DB else None,

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from tilegym_rmsnorm import reference
 from tilegym_rmsnorm.call import watched
-from tilegym_rmsnorm.call.spec import D_RESIDUAL, DB, DW, DX, Spec, arrays_of_d
-from tilegym_rmsnorm.call.tensors import check_memory, is_dtensor, savable
+from tilegym_rmsnorm.call.spec import DX, Call, Spec, dtype_of, wanted_of
+from tilegym_rmsnorm.call.tensors import check_memory, savable
 from tilegym_rmsnorm.call.validation import check_weight, last_dims
 from tilegym_rmsnorm.routes import choose, op, operations
 from tilegym_rmsnorm.settings import get_current_backend
@@ -37,8 +37,8 @@ class _ForwardOfOp(torch.autograd.Function):
         with _below_autograd():
             y, rstd, residual_out = op.FORWARD(x, residual, weight, bias, *options)
         ctx.save_for_backward(savable(x) if residual is None else residual_out, savable(weight), rstd)
-        ctx.bias = None if bias is None else (bias.dtype, bias.shape)
-        ctx.dtypes = x.dtype, None if residual is None else residual.dtype
+        ctx.dtypes = tuple(map(dtype_of, (x, residual, weight, bias)))
+        ctx.bias_shape = None if bias is None else bias.shape
         ctx.options = _with_backend_in_effect(options, x)
         ctx.set_materialize_grads(False)
         needs_sum = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
@@ -49,32 +49,23 @@ class _ForwardOfOp(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy, _, d_residual_out):
         dims, eps, offset, casting, alpha, _, _, backend = ctx.options
-        needs_dx, needs_d_residual, needs_dw, needs_db, _ = ctx.needs_input_grad
-        needs = needs_dx, needs_d_residual
+        needs = ctx.needs_input_grad[:4]
         if dy is None:
             dx, d_residual = operations.gradients_of_sum(d_residual_out, alpha, ctx.dtypes, needs)
             return dx, d_residual, None, None, None
+        alpha, wanted = wanted_of(needs, alpha, ctx.dtypes)
+        call = Call(Spec(0, eps, offset, casting, alpha), backend)
         x, weight, rstd = ctx.saved_tensors
-        db_dtype = ctx.bias[0] if needs_db else None
-        if not (needs_dx or needs_d_residual or needs_dw or is_dtensor(x)):
-            db = _db_of_op(dy, weight, rstd, dims, *ctx.bias) if needs_db else None
-            return None, None, None, db, None
-        alpha, wanted = arrays_of_d(needs, alpha, ctx.dtypes)
-        wanted = wanted._replace(dw=weight.dtype if needs_dw else None, db=db_dtype)
-        spec = Spec(0, eps, offset, casting, alpha)
-        if torch.is_grad_enabled():
-            dx, d_residual, dw, db = operations.gradients_by_operations(
-                (x, dy, weight, None, d_residual_out), dims, spec, wanted
-            )
+        tensors = x, dy, weight, rstd, d_residual_out
+        if choose.why_derived_again() is not None:
+            dx, d_residual, dw, db = operations.gradients_of_saved(tensors, dims, call, wanted)
         else:
-            bits = DX * (needs_dx or needs_d_residual) + D_RESIDUAL * (wanted.d_residual is not None)
-            bits += DW * needs_dw + DB * needs_db
-            numbers = bits, dims, offset, casting, alpha
-            given = dy, x, weight, rstd, d_residual_out
-            dx, dw, db, d_residual = op.BACKWARD(*given, *numbers, *wanted, backend)
-        if needs_d_residual and d_residual is None:
+            needs_dx = needs[0] or needs[1]
+            dx, d_residual, dw, db = op.call_backward(tensors, dims, call, wanted, needs_dx)
+        if needs[1] and d_residual is None:
             d_residual = dx
-        return dx if needs_dx else None, d_residual, dw, None if db is None else db.view(ctx.bias[1]), None
+        db = None if db is None else db.view(ctx.bias_shape)
+        return dx if needs[0] else None, d_residual, dw, db, None
 
 
 def _differentiate_forward(
@@ -82,7 +73,7 @@ def _differentiate_forward(
 ) -> Any:
     tensors = x, residual, weight, bias
     op.prepare(x)
-    if choose.has_transform(*tensors):
+    if choose.why_derived(*tensors) is not None:
         return _transformed_forward(*tensors, *options)
     if _is_differentiated(*tensors):
         return _ForwardOfOp.apply(*tensors, options)
@@ -95,7 +86,7 @@ def _differentiate_backward(
 ) -> Any:
     tensors = dy, x, weight, rstd, d_residual_out
     op.prepare(x)
-    if choose.has_transform(*tensors) or _is_differentiated(*tensors):
+    if choose.why_derived(*tensors) is not None or _is_differentiated(*tensors):
         return _transformed_backward(*tensors, *options)
     with _below_autograd():
         return op.BACKWARD(*tensors, *options)
@@ -171,15 +162,6 @@ def _with_backend_in_effect(options: tuple[Any, ...], x: Tensor) -> tuple[Any, .
     if options[-1] is not None or watched.makes_graph() or choose.why_recorded({"x": x}) is not None:
         return options
     return *options[:-1], get_current_backend()
-
-
-def _db_of_op(
-    dy: Tensor, weight: Tensor | None, rstd: Tensor, dims: int, dtype: torch.dtype, shape: torch.Size
-) -> Tensor:
-    """Compute db where no other gradient is needed."""
-    if torch.is_grad_enabled():
-        return operations.db_by_operations(dy, shape, dtype)
-    return op.call_for_db(dy, weight, rstd, dims, dtype).view(shape)
 
 
 _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {

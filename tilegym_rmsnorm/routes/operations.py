@@ -18,9 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilegym_rmsnorm import reference
-from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Gradients, Spec, Wanted
+from tilegym_rmsnorm.call.spec import (
+    BackwardTensors,
+    Call,
+    ForwardTensors,
+    Gradients,
+    Spec,
+    Wanted,
+    WantedGradients,
+)
 from tilegym_rmsnorm.call.tensors import check_memory, has_own_operations, splits_rows
-from tilegym_rmsnorm.call.watched import is_symbol
+from tilegym_rmsnorm.call.watched import is_symbol, is_transformed, makes_graph
 from tilegym_rmsnorm.reference import (
     compute_dtype,
     joint_dtype,
@@ -49,49 +57,34 @@ def norm_by_operations(
     return packed(y) if residual_out is None else (packed(y), packed(residual_out))
 
 
-def gradients_by_operations(
-    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
-    dims: int,
-    spec: Spec,
-    wanted: Wanted,
-) -> Gradients:
-    """Compute the gradients over x's last `dims` dimensions, each of the shape of its tensor, differentiable again.
-
-    tensors: x, dy, weight, rstd, d_residual_out. rstd=None computes rstd again, so that gradients of gradients include
-    its dependence on x. Raises ValueError where the memory of a tensor was freed.
-    """
-    x, dy, weight, rstd, d_residual_out = tensors
+def gradients_by_operations(tensors: BackwardTensors, dims: int, spec: Spec, wanted: Wanted) -> Gradients:
+    """Compute the gradients over x's last `dims` dimensions, each of the shape of its tensor. They can be
+    differentiated again, also with respect to rstd. tensors: x, dy, weight, rstd, d_residual_out. Raises ValueError
+    where the memory of a tensor was freed."""
+    x, dy, weight, _, d_residual_out = tensors
     check_memory(x=x, weight=weight, dy=dy, d_residual_out=d_residual_out)
-    rstd = reference.rstd_torch(x, spec.eps, dims) if rstd is None else rstd
-    return reference.gradients_torch((x, dy, weight, rstd, d_residual_out), spec, wanted, dims)
+    return reference.gradients_torch(tensors, spec, wanted, dims)
 
 
-def gradients_on_rows(
-    tensors: BackwardTensors, spec: Spec, wanted: Wanted, keeps_rstd: bool = False
-) -> Gradients:
-    """Call `gradients_by_operations` for an eager call, on tensors flattened to rows; db is flat. keeps_rstd: use the
-    given rstd."""
+def gradients_of_saved(tensors: BackwardTensors, dims: int, call: Call, wanted: Wanted) -> WantedGradients:
+    """Compute the gradients that autograd asks for. rstd, which it saved, is computed again where a gradient of these
+    gradients may be taken: rstd depends on x."""
     x, dy, weight, rstd, d_residual_out = tensors
-    shape = (-1, spec.heads, spec.n) if spec.heads else (-1, spec.n)
-    rows = (
-        x.reshape(shape),
-        dy.reshape(shape),
-        None if weight is None else weight.reshape(shape[1:]),
-        rstd if keeps_rstd else None,
-        None if d_residual_out is None else d_residual_out.reshape(shape),
-    )
-    dx, d_residual, dw, db = gradients_by_operations(rows, 1, spec, wanted)
-    d_residual = None if d_residual is None else d_residual.view(x.shape)
-    return dx.view(x.shape), d_residual, None if dw is None or weight is None else dw.view(weight.shape), db
+    if wanted.dx is None:
+        return None, None, None, db_by_operations(dy, weight, x.shape[-dims:], wanted)
+    if torch.is_grad_enabled() or is_transformed() or makes_graph():
+        check_memory(x=x)
+        rstd = reference.rstd_torch(x, call.spec.eps, dims)
+    return gradients_by_operations((x, dy, weight, rstd, d_residual_out), dims, call.spec, wanted)
 
 
 def gradients_of_sum(
     d_residual_out: Tensor | None,
     alpha: float,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    needs: tuple[bool, bool],
+    dtypes: tuple[Any, ...],
+    needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute dx and d_residual where residual_out is used and y is not. dtypes, needs: of x and residual."""
+    """Compute dx and d_residual where residual_out is used and y is not. dtypes, needs: of x, residual and more."""
     if d_residual_out is None:
         return None, None
     check_memory(d_residual_out=d_residual_out)
@@ -106,10 +99,15 @@ def gradients_of_sum(
     return dx, d_residual
 
 
-def db_by_operations(dy: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Compute db where no other gradient is needed: dy summed over the dimensions before the last ones, `shape`."""
+def db_by_operations(
+    dy: Tensor, weight: Tensor | None, normalized_shape: Sequence[int], wanted: Wanted
+) -> Tensor:
+    """Compute db where no other gradient is wanted: dy summed over the dimensions that weight, or without a weight a
+    row, does not have."""
+    assert wanted.db is not None
     check_memory(dy=dy)
-    return reference.sum_of_rows(dy, shape, compute_dtype(dy.dtype), dtype)
+    shape = normalized_shape if weight is None else weight.shape
+    return reference.sum_of_rows(dy, tuple(shape), compute_dtype(dy.dtype), wanted.db)
 
 
 def packed(result: Any) -> Any:

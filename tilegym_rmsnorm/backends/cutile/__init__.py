@@ -16,7 +16,7 @@ import functools
 import torch
 
 from tilegym_rmsnorm import settings
-from tilegym_rmsnorm.backends import checks
+from tilegym_rmsnorm.backends import refusals
 from tilegym_rmsnorm.backends.contract import Request, Unusable
 from tilegym_rmsnorm.backends.cutile.plans import rules
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
@@ -42,7 +42,7 @@ def unusable(request: Request | None) -> Unusable | None:
     """
     if request is None:
         if torch.cuda.is_available():
-            problem = checks.any_gpu_unusable(_gpu_unusable)
+            problem = refusals.any_gpu_unusable(_gpu_unusable)
             return problem or _cuda_tile_unusable() or _tileiras_unusable()
         try:
             if interpreting():
@@ -51,7 +51,7 @@ def unusable(request: Request | None) -> Unusable | None:
             return Unusable(str(error), f"correct {INTERPRET_VARIABLE}, or unset it")
         problem = _no_gpu()
         return Unusable(problem.reason, f"{problem.remedy}, or {_INTERPRET_REMEDY}")
-    if problem := checks.tensors_unusable(request):
+    if problem := refusals.tensors_unusable(request):
         return problem
     if request.device.type == "cpu" and interpreting():
         return _cuda_tile_unusable()

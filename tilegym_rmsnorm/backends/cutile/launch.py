@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Backend "cutile": a call by the launcher that serves it (choice.py), which allocates and launches (launcher.py).
+"""Backend "cutile": a call by the launcher that serves it (lookup.py), which allocates and launches (launcher.py).
 
 With TILEGYM_RMSNORM_INTERPRET=1 CPU tensors take the same path and the interpreter runs the kernels.
 """
@@ -10,19 +10,19 @@ from __future__ import annotations
 import torch
 
 from tilegym_rmsnorm.backends import around_kernels
-from tilegym_rmsnorm.backends.cutile.choice import NAMES as NAMES
-from tilegym_rmsnorm.backends.cutile.choice import (
+from tilegym_rmsnorm.backends.cutile.forms import is_plain_backward
+from tilegym_rmsnorm.backends.cutile.launcher import Backward as Backward
+from tilegym_rmsnorm.backends.cutile.launcher import Forward as Forward
+from tilegym_rmsnorm.backends.cutile.launcher import Launcher as Launcher
+from tilegym_rmsnorm.backends.cutile.lookup import NAMES as NAMES
+from tilegym_rmsnorm.backends.cutile.lookup import (
     _backward,
     _forward,
     backward_launcher,
     forward_launcher,
     ruled_out,
 )
-from tilegym_rmsnorm.backends.cutile.choice import plan_for as plan_for
-from tilegym_rmsnorm.backends.cutile.forms import is_plain_backward
-from tilegym_rmsnorm.backends.cutile.launcher import Backward as Backward
-from tilegym_rmsnorm.backends.cutile.launcher import Forward as Forward
-from tilegym_rmsnorm.backends.cutile.launcher import Launcher as Launcher
+from tilegym_rmsnorm.backends.cutile.lookup import plan_for as plan_for
 from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
 from tilegym_rmsnorm.backends.registry import register_impl
 from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted

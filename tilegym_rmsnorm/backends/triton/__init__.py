@@ -16,7 +16,7 @@ import sys
 import torch
 
 from tilegym_rmsnorm import settings
-from tilegym_rmsnorm.backends import checks, versions
+from tilegym_rmsnorm.backends import refusals, versions
 from tilegym_rmsnorm.backends.contract import Request, Unusable
 
 IMPLEMENTATION = "tilegym_rmsnorm.backends.triton.launch"
@@ -39,8 +39,8 @@ def unusable(request: Request | None) -> Unusable | None:
     if request is None:
         if interpreting():
             return _triton_unusable() or _interpreter_unusable()
-        return checks.any_gpu_unusable(_gpu_unusable) or _triton_unusable()
-    if problem := checks.tensors_unusable(request):
+        return refusals.any_gpu_unusable(_gpu_unusable) or _triton_unusable()
+    if problem := refusals.tensors_unusable(request):
         return problem
     if request.device.type not in ("cpu", "cuda"):
         return Unusable(f"it runs on CUDA tensors, these are on {request.device}", 'use backend="torch"')

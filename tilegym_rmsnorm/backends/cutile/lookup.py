@@ -1,6 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Which launcher serves a call: by the plan of its problem, once for all calls that are alike."""
+
+"""Look up the launcher of a call: by the plan of its problem, made once for all calls that are alike.
+
+None where no kernel takes the call: its form or width (`is_fused`, plans/rules.py), its rows or strides (`_takes`).
+"""
 
 from __future__ import annotations
 

@@ -3,8 +3,16 @@
 
 """Say why backends "cutile" and "triton" cannot run: dtypes and GPUs that no kernel of theirs takes.
 
-Each backend's `unusable` asks these and adds its own. Other conditions stand elsewhere: on the kind of a tensor in
-call/tensors.py, on the surroundings of a call in call/watched.py, on shapes and layouts in cutile/choice.py.
+The `unusable` of each backend's module (cutile/__init__.py, triton/__init__.py) asks these and adds its own. Other
+reasons to refuse a kernel stand elsewhere:
+
+    the kind of a tensor, as a DTensor              call/tensors.py: is_plain, why_not_plain
+    what surrounds the call, as torch.func          call/watched.py: is_watched, why_not_here
+    a form or width that no kernel of cutile has    cutile/plans/rules.py: is_fused
+    rows or strides that its launcher cannot take   cutile/lookup.py: _takes
+
+After the first two another route is taken (routes/choose.py), after the last two PyTorch's operations do the rest
+around simpler kernels (around_kernels.py).
 """
 
 from __future__ import annotations
