@@ -271,8 +271,14 @@ def rms_norm_forward(
         TypeError: A dtype, a layout or a type does not fit.
         BackendUnavailableError: The backend that was asked for by name cannot run the call.
     """
-    options: dict[str, Any] = {"eps": eps, "offset": offset, "residual_alpha": residual_alpha}
-    options |= {"residual_dtype": residual_dtype, "out_dtype": out_dtype, "casting": casting}
+    options: dict[str, Any] = {
+        "eps": eps,
+        "offset": offset,
+        "residual_alpha": residual_alpha,
+        "residual_dtype": residual_dtype,
+        "out_dtype": out_dtype,
+        "casting": casting,
+    }
     checked = arguments.checked_forward(x, (), weight, bias, residual, **options, dims=1)
     route = route_of(checked, backend)
     if route.name == UNTRACED:
@@ -363,13 +369,13 @@ def rms_norm_backward(
         TypeError: A dtype, a layout or a type does not fit.
         BackendUnavailableError: The backend that was asked for by name cannot run the call.
     """
-    options: dict[str, Any] = {"offset": offset, "casting": casting}
-    checked = arguments.checked_backward(x, dy, weight, rstd, d_residual_out, **options)
+    checked = arguments.checked_backward(x, dy, weight, rstd, d_residual_out, offset=offset, casting=casting)
     wanted = _wanted(x, weight, dw_dtype, needs_db)
     route = route_of(checked, backend, wanted)
     if route.name == UNTRACED:
-        options |= {"d_residual_out": d_residual_out, "dw_dtype": dw_dtype, "needs_db": needs_db}
-        return _untraced_backward(x, dy, weight, rstd, **options, backend=route.call.backend)
+        options: dict[str, Any] = {"offset": offset, "casting": casting, "d_residual_out": d_residual_out}
+        options |= {"dw_dtype": dw_dtype, "needs_db": needs_db, "backend": route.call.backend}
+        return _untraced_backward(x, dy, weight, rstd, **options)
     if route.name == KERNELS:
         dx, _, dw, db = kernels.backward(checked, route.call, wanted)
     elif route.name == OP:

@@ -33,7 +33,7 @@ from bench.measure.provenance import describe_run, one_line
 from bench.measure.session import run_in_interpreters, this_device
 from bench.studies.traced import default_backend
 from tilegym_rmsnorm.commands.options import positive
-from tilegym_rmsnorm.integrations.aten import BACKWARD, FORWARD, Override
+from tilegym_rmsnorm.integrations.aten import ATEN_BACKWARD, ATEN_FORWARD, Override
 from tilegym_rmsnorm.measure.timer import wall_sampler
 
 CALLS = 200  # of a sample: no kernel is launched, and no queue fills
@@ -73,7 +73,11 @@ def cases(device: torch.device) -> list[Case]:
         ("memory", "dy", (shared[1], x, shape, rstd, weight, mask)),
         ("memory", "rstd", (dy, x, shape, shared[2], weight, mask)),
     ]
-    return [Case(op, *each) for op, of_op in ((FORWARD, forwards), (BACKWARD, backwards)) for each in of_op]
+    return [
+        Case(op, *each)
+        for op, of_op in ((ATEN_FORWARD, forwards), (ATEN_BACKWARD, backwards))
+        for each in of_op
+    ]
 
 
 @contextlib.contextmanager
@@ -83,7 +87,7 @@ def kernels_that_do_nothing(device: torch.device) -> Iterator[None]:
     key = {"cuda": "CUDA", "cpu": "CPU"}[device.type]
     with torch.library._scoped_library("aten", "IMPL") as library, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch says that a kernel is overridden
-        for op in (FORWARD, BACKWARD):
+        for op in (ATEN_FORWARD, ATEN_BACKWARD):
             library.impl(op, lambda *_: results, key, allow_override=True)
         yield
 

@@ -17,7 +17,7 @@ CASES = declined.cases(DEVICE)
 
 
 def kernels():
-    return [repr(aten._kernel(op, "CUDA" if HAS_GPU else "CPU")) for op in aten.SCHEMAS]
+    return [repr(aten._kernel(op, "CUDA" if HAS_GPU else "CPU")) for op in aten.ATEN_SCHEMAS]
 
 
 def test_every_call_is_declined_for_its_reason_and_nothing_is_left(capsys):

@@ -12,6 +12,8 @@ other pools can never be given back.
 import gc
 import math
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from helpers import BF16
@@ -37,15 +39,41 @@ def in_reduce_overhead(variant: Variant, inputs: VariantInputs, backend: str) ->
         check_all(variant, inputs, {k: None if v is None else v.clone() for k, v in results.items()})
 
 
-def in_a_graph(variant: Variant, inputs: VariantInputs, backend: str) -> None:
+def in_a_graph(
+    variant: Variant, inputs: VariantInputs, backend: str, function: Callable[..., Any] = rms_norm
+) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle()):
-        results = run(variant, inputs, backend)
+        results = run(variant, inputs, backend, function)
     for each in results.values():
         if each is not None:
             each.detach().fill_(math.nan)
     graph.replay()
     check_all(variant, inputs, results)
+
+
+def by_the_op(
+    x,
+    n,
+    weight,
+    eps,
+    *,
+    offset,
+    casting,
+    bias,
+    residual=None,
+    residual_alpha=1.0,
+    residual_dtype=None,
+    backend,
+):
+    """Call the library op by itself, as a graph that is replayed does."""
+    numbers = 1, eps, offset, casting, residual_alpha, residual_dtype, None, backend
+    y, _, residual_out = torch.ops.tilegym_rmsnorm.rms_norm_forward(x, residual, weight, bias, *numbers)
+    return y if residual is None else (y, residual_out)
+
+
+def op_in_a_graph(variant: Variant, inputs: VariantInputs, backend: str) -> None:
+    in_a_graph(variant, inputs, backend, by_the_op)
 
 
 def in_a_mem_pool(variant: Variant, inputs: VariantInputs, backend: str) -> None:
@@ -54,7 +82,12 @@ def in_a_mem_pool(variant: Variant, inputs: VariantInputs, backend: str) -> None
     check_all(variant, inputs, results)
 
 
-SURROUNDINGS = {"reduce-overhead": in_reduce_overhead, "graph": in_a_graph, "MemPool": in_a_mem_pool}
+SURROUNDINGS = {
+    "reduce-overhead": in_reduce_overhead,
+    "graph": in_a_graph,
+    "op in a graph": op_in_a_graph,
+    "MemPool": in_a_mem_pool,
+}
 
 
 def main(surrounding: str, name: str, columns: str, backend: str) -> None:

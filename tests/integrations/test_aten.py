@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tilegym_rmsnorm import override_aten
 from tilegym_rmsnorm.integrations import aten
-from tilegym_rmsnorm.integrations.aten import BACKWARD
+from tilegym_rmsnorm.integrations.aten import ATEN_BACKWARD
 
 pytestmark = MARKS
 
@@ -131,7 +131,7 @@ def test_releases_that_lack_something(monkeypatch):
         without.delattr(torch.library, "get_kernel")
         with pytest.raises(RuntimeError, match=r"get_kernel, which PyTorch has from 2\.9 on"):
             overridden()
-    monkeypatch.setitem(aten.SCHEMAS, BACKWARD, "(Tensor input) -> Tensor")
+    monkeypatch.setitem(aten.ATEN_SCHEMAS, ATEN_BACKWARD, "(Tensor input) -> Tensor")
     with pytest.raises(RuntimeError, match=r"knows aten::_fused_rms_norm_backward as PyTorch 2\.9"):
         overridden()
 
@@ -141,7 +141,7 @@ def test_no_half_a_patch(monkeypatch):
     before, impl = kernels(), torch.library.Library.impl
 
     def fails_once(self, op, *arguments, **options):
-        if op == BACKWARD:
+        if op == ATEN_BACKWARD:
             raise RuntimeError("no")
         impl(self, op, *arguments, **options)
 

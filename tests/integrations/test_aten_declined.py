@@ -20,7 +20,7 @@ from helpers import (
 
 from tilegym_rmsnorm import set_backend, use_backend
 from tilegym_rmsnorm.integrations import aten
-from tilegym_rmsnorm.integrations.aten import BACKWARD, FORWARD, TAKEN
+from tilegym_rmsnorm.integrations.aten import ATEN_BACKWARD, ATEN_FORWARD, TAKEN
 
 pytestmark = MARKS
 
@@ -83,7 +83,7 @@ def test_a_declined_forward_is_as_before(reason):
     theirs = outcome(fused, *arguments)
     with overridden() as override:
         ours = outcome(fused, *arguments)
-        assert override.stats[FORWARD] == {TAKEN: 0, category: 1}
+        assert override.stats[ATEN_FORWARD] == {TAKEN: 0, category: 1}
     if isinstance(theirs, type):
         assert ours is theirs
     else:
@@ -97,7 +97,7 @@ def test_a_declined_backward_is_as_before(reason):
     arguments = dy, x, x.shape[1:], rstd, weight, (True, True)
     with overridden() as override:
         ours = outcome(fused_backward, *arguments)
-        assert override.stats[BACKWARD] == {TAKEN: 0, category: 1}
+        assert override.stats[ATEN_BACKWARD] == {TAKEN: 0, category: 1}
     if HAS_GPU:
         theirs = outcome(fused_backward, *arguments)
     else:
@@ -117,7 +117,7 @@ def test_an_eps_that_no_kernel_takes(eps):
     theirs = F.rms_norm(x, (16,), None, eps)
     with overridden() as override:
         torch.testing.assert_close(F.rms_norm(x, (16,), None, eps), theirs, equal_nan=True)
-        assert override.stats[FORWARD] == {TAKEN: 0, "eps": 1}
+        assert override.stats[ATEN_FORWARD] == {TAKEN: 0, "eps": 1}
 
 
 def test_the_backend_in_effect_counts():
@@ -125,10 +125,10 @@ def test_the_backend_in_effect_counts():
     with overridden() as override:
         with use_backend("torch"):
             F.rms_norm(x, (16,))
-        assert override.stats[FORWARD] == {TAKEN: 0, "backend": 1}
+        assert override.stats[ATEN_FORWARD] == {TAKEN: 0, "backend": 1}
         set_backend("torch")
         F.rms_norm(x, (16,))
-        assert override.stats[FORWARD] == {TAKEN: 0, "backend": 2}
+        assert override.stats[ATEN_FORWARD] == {TAKEN: 0, "backend": 2}
         set_backend(None)
         F.rms_norm(x, (16,))
         assert taken(override) == (int(HAS_GPU), 0)  # "auto" takes no interpreter
@@ -138,7 +138,10 @@ def test_a_backend_that_cannot_run_declines(monkeypatch):
     monkeypatch.setattr(aten, "why_unusable", lambda name, request: "it is not installed")
     with overridden() as override:
         F.rms_norm(norm_of(3, 16), (16,)).sum().backward()
-        assert override.stats == {FORWARD: {TAKEN: 0, "backend": 1}, BACKWARD: {TAKEN: 0, "backend": 1}}
+        assert override.stats == {
+            ATEN_FORWARD: {TAKEN: 0, "backend": 1},
+            ATEN_BACKWARD: {TAKEN: 0, "backend": 1},
+        }
 
 
 def test_what_is_declined_by_its_dtype_is_asked_nothing_else(monkeypatch):
@@ -147,7 +150,7 @@ def test_what_is_declined_by_its_dtype_is_asked_nothing_else(monkeypatch):
         monkeypatch.setattr(aten, name, None)
     with overridden() as override:
         F.rms_norm(norm_of(3, 16, dtype=FP64, requires_grad=False), (16,))
-        assert override.stats[FORWARD] == {TAKEN: 0, "dtype": 1}
+        assert override.stats[ATEN_FORWARD] == {TAKEN: 0, "dtype": 1}
 
 
 def test_other_dtypes_of_weight_never_reach_the_op():
@@ -155,4 +158,4 @@ def test_other_dtypes_of_weight_never_reach_the_op():
     with warnings.catch_warnings(), overridden() as override:
         warnings.simplefilter("ignore")  # F.rms_norm says so itself
         F.rms_norm(x, (16,), weight).float().sum().backward()
-        assert override.stats == {FORWARD: {TAKEN: 0}, BACKWARD: {TAKEN: 0}}
+        assert override.stats == {ATEN_FORWARD: {TAKEN: 0}, ATEN_BACKWARD: {TAKEN: 0}}

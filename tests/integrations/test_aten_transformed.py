@@ -22,7 +22,7 @@ from torch.torch_version import TorchVersion
 from torch.utils.flop_counter import FlopCounterMode
 
 from tilegym_rmsnorm import override_aten, use_backend
-from tilegym_rmsnorm.integrations.aten import BACKWARD, FORWARD, TAKEN
+from tilegym_rmsnorm.integrations.aten import ATEN_BACKWARD, ATEN_FORWARD, TAKEN
 from tilegym_rmsnorm.integrations.fx import replace_rmsnorm_pass
 
 pytestmark = MARKS
@@ -114,7 +114,7 @@ def test_tensors_without_values_never_arrive():
             F.rms_norm(x, (16,)).sum().backward()
             assert x.grad.shape == (3, 16)
         make_fx(lambda x: F.rms_norm(x, (16,)), tracing_mode="fake")(norm_of(3, 16, requires_grad=False))
-        assert override.stats == {FORWARD: {TAKEN: 0}, BACKWARD: {TAKEN: 0}}
+        assert override.stats == {ATEN_FORWARD: {TAKEN: 0}, ATEN_BACKWARD: {TAKEN: 0}}
 
 
 def test_inference_mode():

@@ -19,7 +19,7 @@ from helpers import (
 )
 
 from tilegym_rmsnorm.integrations import aten
-from tilegym_rmsnorm.integrations.aten import BACKWARD, FORWARD, TAKEN
+from tilegym_rmsnorm.integrations.aten import ATEN_BACKWARD, ATEN_FORWARD, TAKEN
 
 pytestmark = MARKS
 
@@ -87,7 +87,7 @@ def test_overrides_in_each_other(order):
 class Other:
     """Another library that overrides both ops, and hands on what it does not take, as torch._native does."""
 
-    def __init__(self, takes: bool = False, ops=(FORWARD, BACKWARD)):
+    def __init__(self, takes: bool = False, ops=(ATEN_FORWARD, ATEN_BACKWARD)):
         self.takes, self.calls, self.below = takes, 0, {op: aten._kernel(op, KEY) for op in ops}
         self.library = torch.library.Library("aten", "IMPL", KEY)
         for op in ops:
@@ -119,7 +119,7 @@ def test_above_another_library():
         other.leave()
 
 
-@pytest.mark.parametrize("ops", [(FORWARD, BACKWARD), (FORWARD,)])
+@pytest.mark.parametrize("ops", [(ATEN_FORWARD, ATEN_BACKWARD), (ATEN_FORWARD,)])
 @pytest.mark.parametrize("ours_ends_first", [True, False])
 def test_below_another_library(ours_ends_first, ops):
     """What it hands on is taken. Once undone, nothing is, although the other still calls the kernel that it found."""
@@ -134,7 +134,7 @@ def test_below_another_library(ours_ends_first, ops):
             override.undo()
             torch.testing.assert_close(F.rms_norm(x, (16,)), theirs, rtol=0, atol=0)
             assert taken(override) == (1, 1) and other.calls == len(ops) + 1
-            assert aten._patches[DEVICE.type][-1].counts[FORWARD] == {TAKEN: 1, "undone": 1}
+            assert aten._patches[DEVICE.type][-1].counts[ATEN_FORWARD] == {TAKEN: 1, "undone": 1}
             with overridden() as second:  # above the other
                 F.rms_norm(x, (16,))
                 assert taken(second) == (1, 0) and other.calls == len(ops) + 1
@@ -149,13 +149,13 @@ def test_the_library_below_leaves_first():
     """The kernel that was found is gone. What is declined is right all the same, and one warning says what to do."""
     x = norm_of(3, 16, dtype=FP64)
     theirs = torch.autograd.grad(F.rms_norm(x, (16,)).sin().sum(), x)
-    below = Other() if HAS_GPU else Other(ops=(FORWARD,))
+    below = Other() if HAS_GPU else Other(ops=(ATEN_FORWARD,))
     with overridden() as override:
         below.leave()
         with pytest.warns(UserWarning, match="was deregistered.* call override_aten"):
             ours = torch.autograd.grad(F.rms_norm(x, (16,)).sin().sum(), x)
         torch.testing.assert_close(ours, theirs)
-        assert override.stats[FORWARD] == {TAKEN: 0, "dtype": 1}
+        assert override.stats[ATEN_FORWARD] == {TAKEN: 0, "dtype": 1}
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             F.rms_norm(x.detach(), (16,))
@@ -182,7 +182,7 @@ def test_beside_overrides_of_pytorchs_own(native_comes_first, monkeypatch):
         native.register_op_override(
             "test",
             "aten",
-            FORWARD,
+            ATEN_FORWARD,
             KEY,
             lambda x, *_: x.shape[-1] == 16,
             lambda *_: tuple(map(torch.clone, sevens)),

@@ -16,11 +16,11 @@ from helpers import DEVICE, FP32, HAS_GPU, Inputs, why_skip
 
 from tilegym_rmsnorm import override_aten, set_backend
 from tilegym_rmsnorm.integrations import aten
-from tilegym_rmsnorm.integrations.aten import BACKWARD, FORWARD, TAKEN
+from tilegym_rmsnorm.integrations.aten import ATEN_BACKWARD, ATEN_FORWARD, TAKEN
 
 KEY = "CUDA" if HAS_GPU else "CPU"
 EPS = torch.finfo(FP32).eps
-fused, fused_backward = (getattr(torch.ops.aten, op).default for op in (FORWARD, BACKWARD))
+fused, fused_backward = (getattr(torch.ops.aten, op).default for op in (ATEN_FORWARD, ATEN_BACKWARD))
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def undone():
 
 def kernels() -> list[str]:
     """Name the kernels that the dispatcher calls at the key."""
-    return [repr(aten._kernel(op, KEY)) for op in (FORWARD, BACKWARD)]
+    return [repr(aten._kernel(op, KEY)) for op in (ATEN_FORWARD, ATEN_BACKWARD)]
 
 
 def overridden():
@@ -50,7 +50,7 @@ def overridden():
 
 
 def taken(override) -> tuple[int, int]:
-    return override.stats[FORWARD][TAKEN], override.stats[BACKWARD][TAKEN]
+    return override.stats[ATEN_FORWARD][TAKEN], override.stats[ATEN_BACKWARD][TAKEN]
 
 
 def results(inputs: Inputs, eps: float | None = None, norm=F.rms_norm) -> dict[str, torch.Tensor]:

@@ -4,8 +4,8 @@
 """Define a backend by types: the module that says whether it can run, and the two functions that it registers.
 
 mypy compares every backend with these types: functions where `register_impl` (registry.py) decorates them, modules in
-backends/__init__.py. A function must run every call, whole or by a simpler kernel between PyTorch's operations
-(around_kernels.py).
+backends/__init__.py. A function must run every call that its module's `unusable` lets through, whole or by a simpler
+kernel between PyTorch's operations (around_kernels.py). `Request` is all that `unusable` knows of a call: no shape.
 
 A backend receives *rows*: x, residual, dy and d_residual_out have one shape in a call, each its own dtype and strides.
 The shape is (M, N), with a last stride of 1 and a row stride of at least N. Where the weight is per-head, or leading

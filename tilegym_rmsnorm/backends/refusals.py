@@ -6,13 +6,14 @@
 The `unusable` of each backend's module (cutile/__init__.py, triton/__init__.py) asks these and adds its own. Other
 reasons to refuse a kernel stand elsewhere:
 
-    the kind of a tensor, as a DTensor              call/tensors.py: is_plain, why_not_plain
-    what surrounds the call, as torch.func          call/watched.py: is_watched, why_not_here
-    a form or width that no kernel of cutile has    cutile/plans/rules.py: is_fused
-    rows or strides that its launcher cannot take   cutile/lookup.py: _takes
+    the kind of a tensor, as a DTensor            call/tensors.py: is_plain, why_not_plain, resolved
+    what surrounds the call, as torch.func        call/watched.py: is_watched, why_not_here
+    a residual, bias or heads in rows too wide    cutile/plans/rules.py: is_fused
+    the same in too many rows, or by strides      cutile/lookup.py: _takes
 
-After the first two another route is taken (routes/choose.py), after the last two PyTorch's operations do the rest
-around simpler kernels (around_kernels.py).
+For the first two routes/choose.py takes another route, or raises an error where the backend was asked for by name. For
+the last two PyTorch's operations add the residual, the bias or the heads around a kernel without them
+(around_kernels.py). Rows and one weight alone have no shape that is refused: kernels take every one.
 """
 
 from __future__ import annotations

@@ -7,10 +7,11 @@ A kernel reads and writes memory by address. It cannot wait for a collective, un
 values of a plain tensor lie at its data_ptr(), spaced by its strides, with no negation pending (`Tensor.is_neg`). Not
 plain are a DTensor, an AsyncCollectiveTensor, a zero tensor (`Tensor._is_zerotensor`) and the tensors of tracers.
 
-    is_plain         whether a kernel can take a tensor: asked for every tensor, so it must be cheap
+    is_plain         whether the values lie in memory so: asked for every tensor, so it must be cheap
     resolved         a plain tensor with the same values, where there is one
     made_plain       `resolved` for all tensors of a call
-    why_not_plain    why no kernel can take a tensor, in words
+    why_not_plain    why no kernel can take a tensor, in words: it decides for those that are not plain, and for complex
+                     tensors and those with a tangent, which are
 
 DTensor checks avoid importing torch.distributed.tensor, which takes a second.
 """
@@ -82,7 +83,7 @@ def made_plain(*tensors: Any) -> tuple[bool, tuple[Any, ...]]:
     traces, none is plain."""
     if is_traced():
         return False, tensors
-    if all(tensor is None or is_plain(tensor) for tensor in tensors):
+    if all([tensor is None or is_plain(tensor) for tensor in tensors]):  # a list: 0.4 us less
         return True, tensors
     tensors = tuple(map(resolved, tensors))
     return all(tensor is None or is_plain(tensor) for tensor in tensors), tensors

@@ -33,10 +33,10 @@ from tilegym_rmsnorm.reference import default_eps
 from tilegym_rmsnorm.routes import kernels
 from tilegym_rmsnorm.settings import get_current_backend
 
-FORWARD, BACKWARD = "_fused_rms_norm", "_fused_rms_norm_backward"
-SCHEMAS = {
-    FORWARD: "(Tensor input, int[] normalized_shape, Tensor? weight, float? eps) -> (Tensor, Tensor)",
-    BACKWARD: "(Tensor grad_out, Tensor input, int[] normalized_shape, Tensor rstd, Tensor? weight, "
+ATEN_FORWARD, ATEN_BACKWARD = "_fused_rms_norm", "_fused_rms_norm_backward"
+ATEN_SCHEMAS = {
+    ATEN_FORWARD: "(Tensor input, int[] normalized_shape, Tensor? weight, float? eps) -> (Tensor, Tensor)",
+    ATEN_BACKWARD: "(Tensor grad_out, Tensor input, int[] normalized_shape, Tensor rstd, Tensor? weight, "
     "bool[2] output_mask) -> (Tensor, Tensor)",
 }
 DISPATCH_KEYS = {"cuda": "CUDA", "cpu": "CPU"}
@@ -57,7 +57,7 @@ _patches: dict[str, list[_Patch]] = {"cuda": [], "cpu": []}  # in the order of r
 
 
 @torch._disable_dynamo  # torch.compiler.disable would import Dynamo with this module
-def _untraced(function: Callable[..., Any], *arguments: Any) -> Any:
+def _call_untraced(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
@@ -132,7 +132,7 @@ def _check_torch(device_type: str) -> None:
         raise RuntimeError(
             f"override_aten needs torch.library.get_kernel, which PyTorch has from 2.9 on, not {torch.__version__}"
         )
-    for op, schema in SCHEMAS.items():
+    for op, schema in ATEN_SCHEMAS.items():
         found = getattr(torch.ops.aten, op).default._schema
         if str(found) != f"aten::{op}{schema}":
             raise RuntimeError(
@@ -157,15 +157,15 @@ class _Patch:
         self.device_type = device_type
         self.key = DISPATCH_KEYS[device_type]
         self.holders = 0  # overrides in effect; at 0 the patch declines all calls
-        self.counts: dict[str, dict[str, int]] = {FORWARD: {TAKEN: 0}, BACKWARD: {TAKEN: 0}}
+        self.counts: dict[str, dict[str, int]] = {ATEN_FORWARD: {TAKEN: 0}, ATEN_BACKWARD: {TAKEN: 0}}
         self._implementations: dict[tuple[Any, ...], _Implementation | None] = {}
-        self._below = {op: _kernel(op, self.key) for op in SCHEMAS}
+        self._below = {op: _kernel(op, self.key) for op in ATEN_SCHEMAS}
         self._library = Library("aten", "IMPL", self.key)
         try:
             with warnings.catch_warnings():
                 # PyTorch warns, once in a process, that a kernel is overridden: users asked for that.
                 warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
-                for op, function in ((FORWARD, self._forward), (BACKWARD, self._backward)):
+                for op, function in ((ATEN_FORWARD, self._forward), (ATEN_BACKWARD, self._backward)):
                     # allow_override is passed because its default differs between releases.
                     self._library.impl(op, function, self.key, with_keyset=True, allow_override=True)
         except BaseException:
@@ -175,14 +175,14 @@ class _Patch:
     def deregister(self) -> None:
         self._library._destroy()
         # Tracers in Python cache the kernel of an op and key, and would keep the one that is gone.
-        for op in SCHEMAS:
+        for op in ATEN_SCHEMAS:
             getattr(torch.ops.aten, op).default._dispatch_cache.clear()
 
     def is_called_first(self) -> bool:
         """Return whether the dispatcher calls kernels registered from this file, which are those of the last patch.
         False where this PyTorch does not say where a kernel was registered."""
         here = f"registered at {_kernel.__code__.co_filename}:"
-        return all(here in repr(_kernel(op, self.key)) for op in SCHEMAS)
+        return all(here in repr(_kernel(op, self.key)) for op in ATEN_SCHEMAS)
 
     def snapshot(self) -> dict[str, dict[str, int]]:
         return {op: dict(counts) for op, counts in self.counts.items()}
@@ -191,19 +191,19 @@ class _Patch:
         self, keyset: Any, x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
     ) -> Any:
         if is_dynamo_compiling():  # Dynamo traces what autograd calls inside a compiled function
-            return _untraced(self._forward, keyset, x, normalized_shape, weight, eps)
+            return _call_untraced(self._forward, keyset, x, normalized_shape, weight, eps)
         found: _Implementation | str = "eps"
         if eps is None or 0.0 <= eps < _INF:
             found = self._implementation("rms_norm_forward", x, normalized_shape, weight)
         if isinstance(found, str):
-            return self._decline(FORWARD, found, (keyset, x, normalized_shape, weight, eps))
+            return self._decline(ATEN_FORWARD, found, (keyset, x, normalized_shape, weight, eps))
         function, backend = found
         spec = Spec(math.prod(normalized_shape), _DEFAULT_EPS if eps is None else eps, 0.0, "once")
         with kernels.unseen(function):
             y, rstd, _ = kernels.run_forward(x, weight, None, None, Call(spec, backend, function))
             dims = len(normalized_shape)
             rstd = rstd.view(*x.shape[:-dims], *(1,) * dims)
-        self.counts[FORWARD][TAKEN] += 1
+        self.counts[ATEN_FORWARD][TAKEN] += 1
         return y, rstd
 
     def _backward(
@@ -218,10 +218,10 @@ class _Patch:
     ) -> Any:
         given = keyset, dy, x, normalized_shape, rstd, weight, output_mask
         if is_dynamo_compiling():
-            return _untraced(self._backward, *given)
+            return _call_untraced(self._backward, *given)
         found = self._implementation("rms_norm_backward", x, normalized_shape, weight, dy, rstd)
         if isinstance(found, str):
-            return self._decline(BACKWARD, found, given)
+            return self._decline(ATEN_BACKWARD, found, given)
         function, backend = found
         needs_dx, needs_dw = output_mask
         needs_dw = needs_dw and weight is not None
@@ -231,7 +231,7 @@ class _Patch:
             wanted = Wanted(x.dtype, None, x.dtype if needs_dw else None)
             with kernels.unseen(function):
                 dx, _, dw, _ = kernels.run_backward((x, dy, weight, rstd.reshape(-1), None), call, wanted)
-        self.counts[BACKWARD][TAKEN] += 1
+        self.counts[ATEN_BACKWARD][TAKEN] += 1
         return (dx if needs_dx else None), dw
 
     def _implementation(
@@ -301,7 +301,9 @@ class _Patch:
                 "again",
                 stacklevel=2,
             )
-        return _forward_by_operations(*given[1:]) if op == FORWARD else _backward_by_operations(*given[1:])
+        return (
+            _forward_by_operations(*given[1:]) if op == ATEN_FORWARD else _backward_by_operations(*given[1:])
+        )
 
 
 def _kernel(op: str, key: str) -> Any:

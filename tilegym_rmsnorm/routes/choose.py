@@ -14,8 +14,9 @@
                  can replace the call
 
 `route_of` decides for `rms_norm`, for `rms_norm_forward` and `rms_norm_backward`, and for the gradients that autograd
-asks of an eager call; these take the route. A library op asks less: `why_derived` says whether PyTorch's operations
-replace it, `why_derived_again` whether they replace its gradient, and `call_of_op` chooses the backend when it runs.
+asks of an eager call; these take the route. A library op asks less. PyTorch's operations replace it where PyTorch must
+derive its gradient (`why_derived`), and its gradient under create_graph (`why_derived_again`). `call_of_op` chooses its
+backend when it runs.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def route_of(
     wanted: of a backward; None for a forward.
     is_differentiable: autograd may record this forward, so the backward is chosen too, and PyTorch's operations run
         where the op would gather a DTensor.
-    is_by_autograd: autograd asks for these gradients, not the user. PyTorch's operations run what no kernel can,
-        whatever backend was named in the forward, unless the tensors are the reason.
+    is_by_autograd: autograd asks for these gradients, not the user. Under create_graph, in transforms and while Dynamo
+        traces, PyTorch's operations run them where no op does, whatever backend was named in the forward.
 
     Raises ValueError where the memory of a tensor was freed, BackendUnavailableError where the backend that was asked
     for by name cannot run the call.

@@ -3,9 +3,9 @@
 
 """Cache the `Call` of each kind of call that passed all checks, so that the next call like it skips them.
 
-The results of the checks and of the choice of a backend depend on few properties of a call: its key. `find` checks the
-rest itself, that x and weight are plain (call/tensors.py) and the last dimension is normalized. All other calls pass
-the full checks. A `Call` holds no tensor.
+A *kind* of calls (device, dtypes, casting, backend) passed all checks once. N, eps and offset may be new: `find` checks
+these itself, and that x and weight are plain (call/tensors.py) and the last dimension is normalized. All other calls
+pass the full checks. A `Call` holds no tensor.
 """
 
 from __future__ import annotations

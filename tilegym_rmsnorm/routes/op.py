@@ -5,11 +5,12 @@
 
 x has any leading dimensions, then `normalized_dims` normalized ones. weight and bias have the shape of these, or one
 dimension more for heads. rstd has x's shape with an extent of 1 for each normalized dimension, as in aten's fused ops:
-flattened, it could not be sharded along a sequence. All arguments are positional, so that autocast and sharding rules
-can be registered. wanted: the sum of 1 for dx, 2 for dw, 4 for db, 8 for d_residual. It comes before the other numbers,
-since sharding rules are cached by the arguments after the tensors. Gradients that are not wanted, and residual_out
-without a residual, are None, as AOTInductor accepts where the schema says `Tensor?`. But dx that is not wanted is a
-tensor without elements: if the first result is no `Tensor`, DTensor's engine wraps none of the results.
+flattened, it could not be sharded along a sequence. wanted: the sum of 1 for dx, 2 for dw, 4 for db, 8 for d_residual.
+It comes before the other numbers, since sharding rules are cached by the arguments after the tensors. Gradients that
+are not wanted, and residual_out without a residual, are None, as AOTInductor accepts where the schema says `Tensor?`.
+But dx that is not wanted is a tensor without elements: if the first result is no `Tensor`, DTensor's engine wraps none
+of the results. All arguments are positional, as sharding rules need them; integrations/fx.py and quack.py write them
+out in this order.
 
 The kernel is chosen when an op runs, not when a graph is made: a graph may serve any number of rows. backend: a name,
 "auto", or None for the backend in effect when the op runs.
