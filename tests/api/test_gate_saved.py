@@ -50,6 +50,7 @@ WRONG = {
     "weight elsewhere": (1, lambda t: t.to("meta"), ValueError, "weight, as unpacked .* the device of x"),
     "rstd shorter": (2, lambda t: t[1:], ValueError, r"rstd, as unpacked .* shape \(6,\)"),
     "rstd of 16 bits": (2, lambda t: t.bfloat16(), ValueError, "rstd, as unpacked .* torch.float32"),
+    "rstd sparse": (2, lambda t: t.to_sparse(), ValueError, "rstd, as unpacked .* torch.strided"),
     "rstd freed": (2, lambda t: freed(t), ValueError, "rstd: expected memory behind its elements"),
     "x freed": (0, lambda t: freed(t), ValueError, "x: expected memory behind its elements"),
     "x a view of freed memory": (0, lambda t: freed_view(t), ValueError, "x: expected memory behind its"),
@@ -57,9 +58,8 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("index", "unpack", "error", "text"), WRONG.values(), ids=WRONG)
-def test_what_hooks_may_not_return(asked_for, tensors, index, unpack, error, text):
-    x, weight, dy = tensors
+def unpacked_by(index, unpack):
+    """Hooks that change one saved tensor: x, weight or rstd."""
     saved = []
 
     def pack(tensor):
@@ -69,10 +69,51 @@ def test_what_hooks_may_not_return(asked_for, tensors, index, unpack, error, tex
     def unpacked(number):
         return unpack(saved[number]) if number == index else saved[number]
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpacked):
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpacked)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize(("index", "unpack", "error", "text"), WRONG.values(), ids=WRONG)
+def test_what_hooks_may_not_return(asked_for, tensors, index, unpack, error, text, create_graph):
+    x, weight, dy = tensors
+    with unpacked_by(index, unpack):
         y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     with pytest.raises(error, match=text):
-        torch.autograd.grad(y, (x, weight), dy)
+        torch.autograd.grad(y, (x, weight), dy, create_graph=create_graph)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("index", "unpack"), [each[:2] for each in WRONG.values()], ids=WRONG)
+def test_db_alone_reads_nothing_that_was_saved(asked_for, tensors, index, unpack, residual, create_graph):
+    x, weight, dy = (each.detach() for each in tensors)
+    bias = torch.randn(N, requires_grad=True)
+    with unpacked_by(index, unpack):
+        y = rms_norm(x, (N,), weight, 1e-6, bias=bias, residual=x if residual else None, backend=asked_for)
+    y = y[0] if residual else y
+    (db,) = torch.autograd.grad(y, bias, dy, create_graph=create_graph)
+    check((db,), (dy.double().flatten(0, -2).sum(0).float(),))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_db_alone_of_a_freed_gradient(asked_for, tensors, create_graph):
+    """Transposed, it would be copied: a segmentation fault."""
+    x, weight, dy = (each.detach() for each in tensors)
+    bias = torch.randn(N, requires_grad=True)
+    y = rms_norm(x, (N,), weight, 1e-6, bias=bias, backend=asked_for)
+    dy = torch.randn(*dy.shape[::-1]).permute(*reversed(range(dy.ndim)))
+    dy.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="dy: expected memory behind its elements"):
+        torch.autograd.grad(y, bias, dy, create_graph=create_graph)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_db_alone_of_no_heads(asked_for, create_graph):
+    x, weight = torch.randn(3, 0, N), torch.randn(0, N)
+    bias = torch.randn(0, N, requires_grad=True)
+    y = rms_norm(x, N, weight, bias=bias, backend=asked_for)
+    (db,) = torch.autograd.grad(y.sum(), bias, create_graph=create_graph)
+    assert db.shape == (0, N)
 
 
 CHANGED = {  # by `.data =`, which autograd's versions do not see: what F.rms_norm makes of it

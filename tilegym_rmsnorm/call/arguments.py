@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.call.spec import BackwardTensors, Call, Spec, Wanted
-from tilegym_rmsnorm.call.tensors import made_plain
+from tilegym_rmsnorm.call.tensors import check_memory, made_plain
 from tilegym_rmsnorm.call.validation import (
     check_casting,
     check_input,
@@ -136,10 +136,13 @@ def checked_backward(
 def checked_saved(tensors: BackwardTensors, call: Call, wanted: Wanted) -> Checked:
     """Check the tensors that autograd saved in the forward of `call`, and the gradients that it passes. The shape of
     the normalized dimensions is not known: they are taken as one."""
-    are_plain, tensors = made_plain(*tensors)
-    if wanted.dx is not None:  # db alone is a sum of dy
+    are_plain, shape = False, torch.Size((call.spec.n,))
+    if wanted.dx is None:  # db alone is a sum of dy
+        check_memory(dy=tensors[1])
+    else:
+        are_plain, tensors = made_plain(*tensors)
         check_saved(*tensors, call)
-    return Checked(_BACKWARD, tensors, torch.Size((call.spec.n,)), call.spec, are_plain)
+    return Checked(_BACKWARD, tensors, shape, call.spec, are_plain)
 
 
 def _autocast_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -263,9 +263,10 @@ def check_saved(
             _fail(ValueError, name, f"{n * max(1, heads)} elements", tuple(weight.shape))
         check_vector(name, weight, x, weight.shape)
     m = x.numel() // n
-    if rstd.shape != (m,) or rstd.dtype != compute_dtype(x.dtype) or rstd.device != x.device:
-        expected = f"shape ({m},), {compute_dtype(x.dtype)}, on {x.device}"
-        got = f"{tuple(rstd.shape)}, {rstd.dtype}, on {rstd.device}"
+    found = rstd.shape, rstd.dtype, rstd.device, rstd.layout
+    if found != ((m,), compute_dtype(x.dtype), x.device, _STRIDED):
+        expected = f"shape ({m},), {compute_dtype(x.dtype)}, on {x.device}, {_STRIDED}"
+        got = f"{tuple(rstd.shape)}, {rstd.dtype}, on {rstd.device}, {rstd.layout}"
         _fail(ValueError, "rstd, as unpacked for the backward", expected, got)
 
 

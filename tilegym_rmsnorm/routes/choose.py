@@ -90,14 +90,15 @@ def route_of(
     if is_by_autograd and (reason := why_derived_again() or why_derived(*tensors)) is not None:
         return Route(OPERATIONS, Call(spec, "torch"), reason)
     in_graph = _backend_of_graph(backend)
+    if wanted is not None and wanted.dx is None:
+        is_op = watched.is_traced() and in_graph != "torch"
+        return Route(OP if is_op else OPERATIONS, Call(spec, in_graph), "db alone is a sum")
     if spec.n != 0 and not watched.is_symbol(spec.eps):
         # No mode is shown the op of a backward whose forward was no op.
         reason = _why_op(in_graph, given, sees_modes=are_plain and not is_by_autograd)
         if reason is not None and not (is_differentiable and _would_gather(in_graph, given)):
             _tell(wanted, reason)
             return Route(OP, Call(spec, in_graph), reason)
-    if wanted is not None and wanted.dx is None:
-        return Route(OPERATIONS, Call(spec, "torch"), "db alone is a sum")
     if watched.is_traced():
         if is_by_autograd or in_graph in (None, "auto", "torch"):
             return Route(OPERATIONS, Call(spec, "torch"), "torch.compile traces PyTorch's operations")

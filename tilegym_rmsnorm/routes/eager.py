@@ -77,8 +77,9 @@ class RMSNormFunction(torch.autograd.Function):
             weight.dtype if needs_dw else None,
             ctx.bias_dtype if needs_db else None,
         )
-        dx, _, dw, db = gradients((x, dy, weight, rstd, None), ctx.call, wanted)
-        return dx, dw, None if db is None else db.view(ctx.bias_shape), None
+        bias_shape = ctx.bias_shape if needs_db else ()
+        dx, _, dw, db = gradients((x, dy, weight, rstd, None), ctx.call, wanted, bias_shape)
+        return dx, dw, None if db is None else db.view(bias_shape), None
 
 
 class AddRMSNormFunction(torch.autograd.Function):
@@ -110,10 +111,11 @@ class AddRMSNormFunction(torch.autograd.Function):
         alpha, wanted = wanted_of(needs, spec.alpha, ctx.dtypes)
         call = ctx.call if alpha == spec.alpha else ctx.call._replace(spec=spec._replace(alpha=alpha))
         tensors = residual_out, dy, weight, rstd, d_residual_out
-        dx, d_residual, dw, db = gradients(tensors, call, wanted)
+        bias_shape = ctx.bias_shape if needs[3] else ()
+        dx, d_residual, dw, db = gradients(tensors, call, wanted, bias_shape)
         if needs[1] and d_residual is None:
             d_residual = dx
-        db = None if db is None else db.view(ctx.bias_shape)
+        db = None if db is None else db.view(bias_shape)
         return dx if needs[0] else None, d_residual, dw, db, None
 
 
@@ -123,9 +125,11 @@ _record = super(torch.autograd.Function, RMSNormFunction).apply
 _record_add = super(torch.autograd.Function, AddRMSNormFunction).apply
 
 
-def gradients(tensors: BackwardTensors, call: Call, wanted: Wanted) -> WantedGradients:
+def gradients(
+    tensors: BackwardTensors, call: Call, wanted: Wanted, bias_shape: tuple[int, ...] = ()
+) -> WantedGradients:
     """Compute the gradients that autograd asks for. tensors: x, dy, weight, rstd, d_residual_out. Each gradient has the
-    shape of its tensor, but db is (N,) or (H, N).
+    shape of its tensor, but db may be flat. bias_shape is needed where db alone is wanted.
 
     Raises ValueError or TypeError where saved tensors differ from those of the forward, and BackendUnavailableError
     where the backend that was asked for by name cannot run them.
@@ -136,8 +140,14 @@ def gradients(tensors: BackwardTensors, call: Call, wanted: Wanted) -> WantedGra
     route = choose.route_of(checked, call.backend, wanted, is_by_autograd=True)
     if route.name == choose.KERNELS:
         return kernels.backward(checked, route.call, wanted)
-    run = op.call_backward if route.name == choose.OP else operations.gradients_of_saved
-    return _on_rows(run, checked.tensors, route.call, wanted)
+    if wanted.dx is not None:
+        run = op.call_backward if route.name == choose.OP else operations.gradients_of_saved
+        return _on_rows(run, checked.tensors, route.call, wanted)
+    _, dy, weight, rstd, _ = checked.tensors
+    if route.name == choose.OPERATIONS:
+        return None, None, None, operations.db_by_operations(dy, bias_shape, wanted)
+    dims = len(bias_shape) - (call.spec.heads > 0)
+    return op.call_backward((dy, dy, weight, rstd, None), dims, route.call, wanted)
 
 
 def _fit(tensors: BackwardTensors, call: Call) -> bool:
@@ -181,10 +191,10 @@ def _on_rows(
     """Flatten the tensors to rows for `run`, and give its gradients their shapes. db stays (N,) or (H, N)."""
     x, dy, weight, rstd, d_residual_out = tensors
     shape = (-1, call.spec.heads, call.spec.n) if call.spec.heads else (-1, call.spec.n)
-    rows = dy.reshape(shape)
+    rows = x.reshape(shape)
     given = (
-        rows if wanted.dx is None else x.reshape(shape),  # db alone is a sum of dy: flattening may copy x
         rows,
+        dy.reshape(shape),
         None if weight is None else weight.reshape(shape[1:]),
         rstd.reshape(*rows.shape[:-1], 1),
         None if d_residual_out is None else d_residual_out.reshape(shape),

@@ -86,7 +86,8 @@ def call_backward(
     if wanted.dx is None:
         # db alone. Of a plain sum Inductor would make a kernel that adds in another order than eager calls. dy is
         # passed as x too, or the graph would keep x for the op.
-        x, rstd, d_residual_out = dy, rstd.to(compute_dtype(dy.dtype)), None
+        rstd = rstd.reshape(shape_of_rstd(dy, dims)).to(compute_dtype(dy.dtype))
+        x, d_residual_out = dy, None
     bits = DX * (needs_dx and wanted.dx is not None) + D_RESIDUAL * (wanted.d_residual is not None)
     bits += DW * (wanted.dw is not None) + DB * (wanted.db is not None)
     numbers = bits, dims, call.spec.offset, call.spec.casting, call.spec.alpha
@@ -120,7 +121,8 @@ def _run_backward_op(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, 
     checked, _, bits, wanted, backend = arguments_of_backward(dy, x, *rest)
     if wanted.dx is None:  # a sum without a kernel, which gives the same bits as an eager backward
         _, dy, weight, _, _ = checked.tensors
-        return x.new_empty(0), None, operations.db_by_operations(dy, weight, checked.shape, wanted), None
+        shape = checked.shape if weight is None else weight.shape
+        return x.new_empty(0), None, operations.db_by_operations(dy, shape, wanted), None
     call = choose.call_of_op(checked, backend, wanted)
     d, d_residual, dw, db = kernels.backward(checked, call, wanted)
     if d_residual is not None and d_residual.untyped_storage().data_ptr() == d.untyped_storage().data_ptr():

@@ -57,7 +57,10 @@ class _ForwardOfOp(torch.autograd.Function):
         call = Call(Spec(0, eps, offset, casting, alpha), backend)
         x, weight, rstd = ctx.saved_tensors
         tensors = x, dy, weight, rstd, d_residual_out
-        if choose.why_derived_again() is not None:
+        is_derived = choose.why_derived_again() is not None
+        if is_derived and wanted.dx is None:
+            dx, d_residual, dw, db = None, None, None, operations.db_by_operations(dy, ctx.bias_shape, wanted)
+        elif is_derived:
             dx, d_residual, dw, db = operations.gradients_of_saved(tensors, dims, call, wanted)
         else:
             needs_dx = needs[0] or needs[1]

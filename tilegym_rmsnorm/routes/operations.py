@@ -25,7 +25,6 @@ from tilegym_rmsnorm.call.spec import (
     Gradients,
     Spec,
     Wanted,
-    WantedGradients,
 )
 from tilegym_rmsnorm.call.tensors import check_memory, has_own_operations, splits_rows
 from tilegym_rmsnorm.call.watched import is_symbol, is_transformed, makes_graph
@@ -66,12 +65,10 @@ def gradients_by_operations(tensors: BackwardTensors, dims: int, spec: Spec, wan
     return reference.gradients_torch(tensors, spec, wanted, dims)
 
 
-def gradients_of_saved(tensors: BackwardTensors, dims: int, call: Call, wanted: Wanted) -> WantedGradients:
+def gradients_of_saved(tensors: BackwardTensors, dims: int, call: Call, wanted: Wanted) -> Gradients:
     """Compute the gradients that autograd asks for. rstd, which it saved, is computed again where a gradient of these
     gradients may be taken: rstd depends on x."""
     x, dy, weight, rstd, d_residual_out = tensors
-    if wanted.dx is None:
-        return None, None, None, db_by_operations(dy, weight, x.shape[-dims:], wanted)
     if torch.is_grad_enabled() or is_transformed() or makes_graph():
         check_memory(x=x)
         rstd = reference.rstd_torch(x, call.spec.eps, dims)
@@ -99,15 +96,11 @@ def gradients_of_sum(
     return dx, d_residual
 
 
-def db_by_operations(
-    dy: Tensor, weight: Tensor | None, normalized_shape: Sequence[int], wanted: Wanted
-) -> Tensor:
-    """Compute db where no other gradient is wanted: dy summed over the dimensions that weight, or without a weight a
-    row, does not have."""
+def db_by_operations(dy: Tensor, shape: tuple[int, ...], wanted: Wanted) -> Tensor:
+    """Compute db where no other gradient is wanted: dy summed over the dimensions before the last ones, `shape`."""
     assert wanted.db is not None
     check_memory(dy=dy)
-    shape = normalized_shape if weight is None else weight.shape
-    return reference.sum_of_rows(dy, tuple(shape), compute_dtype(dy.dtype), wanted.db)
+    return reference.sum_of_rows(dy, shape, compute_dtype(dy.dtype), wanted.db)
 
 
 def packed(result: Any) -> Any:
