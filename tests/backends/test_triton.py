@@ -228,11 +228,15 @@ def test_a_launch_replaces_the_language_once_and_restores_it(monkeypatch):
 
     ours_replacing = ours._replacing
     monkeypatch.setattr(ours, "_replacing", replacing)
+    # Triton 3.5, that of torch 2.9, restores nothing: the first launch of the process replaces it for good
+    restores = hasattr(interpreter, "_LangPatchScope")
     before, x, weight = tl.load, torch.randn(3, 8), torch.randn(8)
     for _ in range(2):
         y = rms_norm(x, 8, weight, 1e-3, backend="triton")
         torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (8,), weight, 1e-3))
-        assert tl.load is before and tl.core.is_builtin(tl.load)
+        assert tl.core.is_builtin(tl.load) is restores
+        assert tl.load is before or not restores
     assert interpreter._patch_lang is ours._replaced_language
     # tl.sum is in a module that holds tl.core alone, which Triton never restores
-    assert replaced.count("forward_rows") == 2 and len(replaced) <= 3, replaced
+    launches = replaced.count("forward_rows")
+    assert (launches == 2 if restores else launches <= 1) and len(replaced) <= 3, replaced
