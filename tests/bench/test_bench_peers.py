@@ -14,6 +14,7 @@ from bench_records import run_all
 from fake_peers import FAKES, BwdConfig, FwdConfig, module
 from torch import _inductor
 from torch._inductor import list_mode_options
+from torch.torch_version import TorchVersion
 
 from bench.measure import warm
 from bench.measure.check import errors_of, make_inputs
@@ -181,6 +182,12 @@ def compiled(monkeypatch):
     return found
 
 
+has_pdl = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.10", reason=f"Inductor of torch 2.9 has no option {PDL}"
+)
+
+
+@has_pdl
 @pytest.mark.parametrize("name", ["torch.compile", MAX_AUTOTUNE])
 def test_torch_compile_is_timed_with_programmatic_launches_too(name, compiled, monkeypatch):
     """cutile has them; Inductor only if it is told."""
@@ -207,6 +214,7 @@ def test_torch_compile_has_one_setting_where_it_has_no_choice(reason, compiled, 
     assert provider.label == "torch.compile" and all(each["options"] == {} for each in compiled)
 
 
+@has_pdl
 def test_inductor_takes_both_settings_and_they_compile_ahead(monkeypatch):
     seen = []
 
