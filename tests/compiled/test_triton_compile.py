@@ -21,6 +21,7 @@ from tilegym_rmsnorm.backends.versions import package_version, parse_version
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
+IS_TRITON_3_5 = parse_version(package_version("triton") or "3.6") < (3, 6)  # that of torch 2.9
 # Every branch of the selector, with and without a masked last tile
 COMPILED_WIDTHS = (1, 64, 100, 640, 1024, 2880, 4096, 5120, 8192, 12288, 16384, 16385, 18432)
 FEW_WIDTHS = (100, 4096, 8192, 16384, 18432)
@@ -118,9 +119,13 @@ def test_variants_spill_nothing_that_counts(name, capability, compiled_by):
     ]
     for call, kernels in zip(calls, compiled_by(capability, calls), strict=True):
         for kernel in kernels:
-            is_reread = kernel["name"] == "backward_dx_reread"
-            # 8 bytes: an address that ptxas parks where sm_120 has 128 registers, as `_allowed_spill` says
-            allowed = config.REREAD_VARIANT_SPILL if is_reread else 8 if capability == 120 else 0
+            if kernel["name"] == "backward_dx_reread":
+                # Float32 rows with a residual and a bias: 224 bytes on sm_90, 216 on sm_80. All else at most 120.
+                allowed = 224 if IS_TRITON_3_5 else config.REREAD_VARIANT_SPILL
+            else:
+                # 8 bytes: an address that ptxas parks where sm_120 has 128 registers, as `_allowed_spill` says, and
+                # Triton 3.5 makes it park in float32 rows of 18432 with a residual of another dtype
+                allowed = 8 if capability == 120 or IS_TRITON_3_5 else 0
             assert kernel["stack"] <= max(allowed, _allowed_spill(capability, call, kernel)), (call, kernel)
 
 
@@ -161,7 +166,7 @@ def test_batch_size_eps_offset_and_stride_compile_nothing(n, compiled_by):
 
 
 @pytest.mark.xfail(
-    parse_version(package_version("triton") or "3.6") < (3, 6),
+    IS_TRITON_3_5,
     reason="tl.sqrt_rn of Triton 3.5 is sqrt.rn.ftz: docs/limits.md says the range",
     strict=True,
 )
