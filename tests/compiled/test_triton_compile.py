@@ -21,7 +21,10 @@ from tilegym_rmsnorm.backends.versions import package_version, parse_version
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
-IS_TRITON_3_5 = parse_version(package_version("triton") or "3.6") < (3, 6)  # that of torch 2.9
+TRITON = parse_version(package_version("triton") or "3.7")[:2]
+# The most that rows of 16384 with a residual or a bias spill where it is more than config.py says, in bytes: Triton 3.5
+# (torch 2.9) with both on sm_90, 3.8 (torch 2.14) with a bias on sm_100; float32 both.
+MORE_SPILL = {(3, 5): 224, (3, 8): 160}
 # Every branch of the selector, with and without a masked last tile
 COMPILED_WIDTHS = (1, 64, 100, 640, 1024, 2880, 4096, 5120, 8192, 12288, 16384, 16385, 18432)
 FEW_WIDTHS = (100, 4096, 8192, 16384, 18432)
@@ -120,12 +123,11 @@ def test_variants_spill_nothing_that_counts(name, capability, compiled_by):
     for call, kernels in zip(calls, compiled_by(capability, calls), strict=True):
         for kernel in kernels:
             if kernel["name"] == "backward_dx_reread":
-                # Float32 rows with a residual and a bias: 224 bytes on sm_90, 216 on sm_80. All else at most 120.
-                allowed = 224 if IS_TRITON_3_5 else config.REREAD_VARIANT_SPILL
+                allowed = MORE_SPILL.get(TRITON, config.REREAD_VARIANT_SPILL)
             else:
                 # 8 bytes: an address that ptxas parks where sm_120 has 128 registers, as `_allowed_spill` says, and
-                # Triton 3.5 makes it park in float32 rows of 18432 with a residual of another dtype
-                allowed = 8 if capability == 120 or IS_TRITON_3_5 else 0
+                # before Triton 3.7 in float32 rows of 18432 with a residual of another dtype
+                allowed = 8 if capability == 120 or TRITON < (3, 7) else 0
             assert kernel["stack"] <= max(allowed, _allowed_spill(capability, call, kernel)), (call, kernel)
 
 
@@ -166,7 +168,7 @@ def test_batch_size_eps_offset_and_stride_compile_nothing(n, compiled_by):
 
 
 @pytest.mark.xfail(
-    IS_TRITON_3_5,
+    TRITON < (3, 6),
     reason="tl.sqrt_rn of Triton 3.5 is sqrt.rn.ftz: docs/limits.md says the range",
     strict=True,
 )
