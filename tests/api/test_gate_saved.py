@@ -87,7 +87,7 @@ def test_what_hooks_may_not_return(asked_for, tensors, index, unpack, error, tex
 @pytest.mark.parametrize(("index", "unpack"), [each[:2] for each in WRONG.values()], ids=WRONG)
 def test_db_alone_reads_nothing_that_was_saved(asked_for, tensors, index, unpack, residual, create_graph):
     x, weight, dy = (each.detach() for each in tensors)
-    bias = torch.randn(N, requires_grad=True)
+    bias = torch.randn(N, device=x.device, requires_grad=True)
     with unpacked_by(index, unpack):
         y = rms_norm(x, (N,), weight, 1e-6, bias=bias, residual=x if residual else None, backend=asked_for)
     y = y[0] if residual else y
@@ -99,18 +99,19 @@ def test_db_alone_reads_nothing_that_was_saved(asked_for, tensors, index, unpack
 def test_db_alone_of_a_freed_gradient(asked_for, tensors, create_graph):
     """Transposed, it would be copied: a segmentation fault."""
     x, weight, dy = (each.detach() for each in tensors)
-    bias = torch.randn(N, requires_grad=True)
+    bias = torch.randn(N, device=x.device, requires_grad=True)
     y = rms_norm(x, (N,), weight, 1e-6, bias=bias, backend=asked_for)
-    dy = torch.randn(*dy.shape[::-1]).permute(*reversed(range(dy.ndim)))
+    dy = torch.randn(*dy.shape[::-1], device=x.device).permute(*reversed(range(dy.ndim)))
     dy.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="dy: expected memory behind its elements"):
         torch.autograd.grad(y, bias, dy, create_graph=create_graph)
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_db_alone_of_no_heads(asked_for, create_graph):
-    x, weight = torch.randn(3, 0, N), torch.randn(0, N)
-    bias = torch.randn(0, N, requires_grad=True)
+def test_db_alone_of_no_heads(asked_for, tensors, create_graph):
+    device = tensors[0].device
+    x, weight = torch.randn(3, 0, N, device=device), torch.randn(0, N, device=device)
+    bias = torch.randn(0, N, device=device, requires_grad=True)
     y = rms_norm(x, N, weight, bias=bias, backend=asked_for)
     (db,) = torch.autograd.grad(y.sum(), bias, create_graph=create_graph)
     assert db.shape == (0, N)

@@ -44,8 +44,8 @@ class _Kept:
 
 
 def _replaced_language(function: Callable[..., Any]) -> Any:
-    """Replaces what this function knows of triton.language by what is interpreted, where it is not yet. A launch
-    restores it at its end."""
+    """Replaces what this function knows of triton.language by what is interpreted, where it is not yet. From
+    Triton 3.6 on a launch restores it at its end."""
     if any(tl.core.is_builtin(module.load) for module in _languages_of(function)):
         return _replacing(function)
     return _Kept()
