@@ -112,6 +112,16 @@ def test_no_rows_of_heads(size, backend):
         assert (sum_of_none.shape, sum_of_none.dtype) == ((4, 16), FP16) and not sum_of_none.any()
 
 
+def test_no_heads(backend):
+    """A gradient of the bias alone was an error: a weight of no heads is no row."""
+    bias = torch.zeros(0, 16, device=DEVICE, requires_grad=True)
+    x, weight = torch.empty(3, 0, 16, device=DEVICE), torch.empty(0, 16, device=DEVICE)
+    for create_graph in (False, True):
+        y = rms_norm(x, 16, weight, bias=bias, backend=backend)
+        (db,) = torch.autograd.grad(y, bias, torch.ones_like(y), create_graph=create_graph)
+        assert db.shape == bias.shape
+
+
 @pytest.mark.parametrize("layout", ["transposed", "every other", "one row for all heads", "one number a row"])
 def test_weights_with_strides(layout, backend):
     variant = WHOLE._replace(size=(3, 4, 64), weight="heads")

@@ -190,12 +190,38 @@ def test_a_gradient_whose_memory_was_freed(asked_for, tensors, make, options):
         torch.autograd.grad(y, (x, weight), dy, **options)
 
 
-def test_a_gradient_for_a_bias_alone_whose_memory_was_freed(tensors):
+@pytest.mark.parametrize("options", [{}, {"create_graph": True}])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_gradient_for_a_bias_alone_whose_memory_was_freed(tensors, is_transposed, options):
+    """Rows of a transposed gradient are a copy: the process ended."""
     x, _, dy = tensors
+    x, dy = (each.detach().view(2, 3, N) for each in (x, dy))
+    if is_transposed:
+        dy = dy.transpose(0, 1).contiguous().transpose(0, 1)
     bias = torch.zeros(N, device=x.device, requires_grad=True)
-    y = rms_norm(x.detach(), (N,), None, 1e-6, bias=bias, backend="torch")
+    y = rms_norm(x, (N,), None, 1e-6, bias=bias, backend="torch")
+    dy.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="dy: expected memory behind its elements"):
-        torch.autograd.grad(y, bias, freed(dy))
+        torch.autograd.grad(y, bias, dy, **options)
+
+
+NOT_FOR_BIAS = {  # makes a saved tensor unfit; the gradient of a bias alone is a sum of dy
+    "x": lambda t: t[1:] if t.ndim == 3 else t,
+    "weight": lambda t: t[1:] if t.shape == (2, 4) else t,
+    "rstd": lambda t: t[1:] if t.shape == (6,) else t,
+    "weight freed": lambda t: freed(t.t().contiguous().t()) if t.shape == (2, 4) else t,
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"create_graph": True}])
+@pytest.mark.parametrize("unpack", NOT_FOR_BIAS.values(), ids=NOT_FOR_BIAS)
+def test_a_gradient_for_a_bias_alone_needs_no_saved_tensor(asked_for, tensors, unpack, options):
+    x, weight, dy = (each.detach() for each in tensors)
+    x, weight, dy = x.view(6, 2, 4), weight.view(2, 4), dy.view(6, 2, 4)
+    bias = torch.zeros(2, 4, device=x.device, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        y = rms_norm(x, (2, 4), weight, 1e-6, bias=bias, backend=asked_for)
+    check(torch.autograd.grad(y, bias, dy, **options), (dy.sum(0),))
 
 
 def test_the_backward_of_a_wide_bias_stays_with_backends_that_take_one(monkeypatch):

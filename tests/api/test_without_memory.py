@@ -113,3 +113,12 @@ def test_what_auto_takes_for_them_is_not_what_others_get(every_kernel_by_auto):
     with fakes() as stand_in:
         rms_norm(stand_in(X), (8,), stand_in(W), backend="auto")
     assert known_calls.find(X, (8,), W, None, 0.0, "once", "auto") is None
+
+
+@pytest.mark.parametrize("backend", ("torch", "auto"))
+def test_a_fake_gradient_for_a_bias_alone(backend):
+    """The saved tensors are real, and FakeTensorMode refuses operations on those."""
+    bias = torch.zeros(8, requires_grad=True)
+    y = rms_norm(X, (8,), W, bias=bias, backend=backend)
+    with fakes() as stand_in:
+        assert torch.autograd.grad(y, bias, stand_in(X))[0].shape == (8,)
