@@ -47,6 +47,18 @@ def test_an_exported_model_has_all_gradients(strict, backend):
         torch.testing.assert_close(got[name], expected[name], msg=name)
 
 
+@pytest.mark.parametrize("residual", [None, X])
+def test_a_compiled_step_in_which_a_bias_alone_learns_keeps_no_x(residual):
+    torch._dynamo.reset()
+    saved, bias = [], torch.zeros(8, requires_grad=True)
+    compiled = torch.compile(lambda x: rms_norm(x, 8, bias=bias, residual=residual), backend="aot_eager")
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = compiled(X)
+    (db,) = torch.autograd.grad(y if residual is None else y[0], bias, X)
+    torch.testing.assert_close(db, X.sum(0))
+    assert saved and all(each.numel() < X.numel() for each in saved)
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_is_exported_with_a_backend_by_name_runs_on_it(strict, monkeypatch):
     """Strict export took the reference, whatever was in effect."""
