@@ -10,7 +10,7 @@ gate_cases.py.
 import by_address
 import pytest
 import torch
-from gate_cases import M, N, check, freed, freed_view, gradients_of_theirs, theirs, unwrapped
+from gate_cases import M, N, check, freed, freed_minus, freed_view, gradients_of_theirs, theirs, unwrapped
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 
 from tilegym_rmsnorm import (
@@ -158,14 +158,14 @@ def test_gradients_asked_for_inside_a_transform(asked_for, tensors):
 def test_freed_memory_is_an_error_in_the_forward(asked_for, tensors):
     """FSDP frees parameters between uses; the process ended."""
     x, weight, dy = (tensor.detach() for tensor in tensors)
-    for make in (freed, freed_view, freed, freed_view):
+    for make in (freed, freed_view, freed_minus, freed, freed_view):
         for arguments, name in (((make(x), weight), "input"), ((x, make(weight)), "weight")):
             with pytest.raises(
                 ValueError, match=f"{name}: expected memory behind its elements, got a storage of 0"
             ):
                 rms_norm(*(arguments[0], (N,), arguments[1]), backend=asked_for)
         rms_norm(x, (N,), weight, backend=asked_for)
-    for make in (freed, freed_view):
+    for make in (freed, freed_view, freed_minus):
         with pytest.raises(ValueError, match="input: expected memory"):
             torch.func.grad(lambda t: rms_norm(t, (N,), weight, backend="torch").sum())(make(x))
         with pytest.raises(ValueError, match="weight: expected memory"):

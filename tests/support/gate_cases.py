@@ -101,6 +101,11 @@ def freed(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def freed_minus(tensor: Tensor) -> Tensor:
+    """With a minus sign that is pending: to apply it reads the memory."""
+    return torch._neg_view(freed(tensor))
+
+
 def freed_view(tensor: Tensor) -> Tensor:
     """As FSDP's parameters are: its address is its offset, not 0."""
     flat = torch.cat([tensor.new_zeros(8), tensor.flatten()])

@@ -78,6 +78,16 @@ def wanted_of(
     return 1.0, Wanted(x_dtype if needs_dw else None, None, *of_vectors)  # nobody reads dx
 
 
+def as_needed(
+    needs: tuple[bool, ...], gradients: WantedGradients, bias_shape: tuple[int, ...]
+) -> WantedGradients:
+    """Return to autograd the gradients of x, residual, weight and bias, from those that `wanted_of` chose."""
+    dx, d_residual, dw, db = gradients
+    if needs[1] and d_residual is None:
+        d_residual = dx
+    return dx if needs[0] else None, d_residual, dw, None if db is None else db.view(bias_shape)
+
+
 def shape_of_rstd(x: Tensor, dims: int) -> tuple[int, ...]:
     """Return the shape of rstd in the library ops: that of x, with an extent of 1 for each normalized dimension."""
     return (*x.shape[:-dims], *(1,) * dims)

@@ -75,7 +75,8 @@ def resolved(tensor: Any) -> Any:
         return tensor
     if tensor._is_zerotensor():
         return tensor.clone()  # which allocates memory
-    return tensor.resolve_neg() if tensor.is_neg() else tensor
+    # resolve_neg would read freed memory, which the checks refuse later.
+    return tensor.resolve_neg() if tensor.is_neg() and not has_no_memory(tensor) else tensor
 
 
 def made_plain(*tensors: Any) -> tuple[bool, tuple[Any, ...]]:

@@ -14,8 +14,8 @@
                  can replace the call
 
 `route_of` decides for `rms_norm`, for `rms_norm_forward` and `rms_norm_backward`, and for the gradients that autograd
-asks of an eager call; these take the route. A library op asks less. PyTorch's operations replace it where PyTorch must
-derive its gradient (`why_derived`), and its gradient under create_graph (`why_derived_again`). `call_of_op` chooses its
+asks of an eager call: each caller takes the route. A library op asks less. PyTorch's operations replace it in a
+transform (`why_transformed`), and its gradient under create_graph (`why_create_graph`). `call_of_op` chooses its
 backend when it runs.
 """
 
@@ -57,7 +57,7 @@ _told: set[tuple[str, str]] = set()
 class Route(NamedTuple):
     name: str  # one of the four above
     # With KERNELS it has the functions of the backend. With OP its backend is the graph's, where None is the backend in
-    # effect at each run of the graph.
+    # effect at each run of the graph. With OPERATIONS nothing of it is read.
     call: Call
     reason: str | None = None  # why the route is not KERNELS, in words
 
@@ -87,7 +87,7 @@ def route_of(
     if are_plain and not watched.is_watched() and not is_by_autograd:
         return Route(KERNELS, _call_on_backend(checked, backend, wanted, has_backward=is_differentiable))
     given = {name: tensor for name, tensor in zip(names, tensors, strict=True) if tensor is not None}
-    if is_by_autograd and (reason := why_derived_again() or why_derived(*tensors)) is not None:
+    if is_by_autograd and (reason := why_create_graph() or why_transformed(*tensors)) is not None:
         return Route(OPERATIONS, Call(spec, "torch"), reason)
     in_graph = _backend_of_graph(backend)
     if wanted is not None and wanted.dx is None:
@@ -124,10 +124,9 @@ def call_of_op(checked: Checked, backend: str | None, wanted: Wanted | None = No
     return _call_on_backend(checked, backend, wanted, reason)
 
 
-def why_derived(*tensors: Tensor | None) -> str | None:
-    """Say why PyTorch must derive a gradient of this call, so that its own operations run whatever backend was named;
-    None if it need not: torch.func transforms the call, or a tensor has a tangent or is a vmap batch. Autograd makes
-    such calls inside a backward, not the caller of `rms_norm`."""
+def why_transformed(*tensors: Tensor | None) -> str | None:
+    """Say what transforms this call, so that PyTorch's operations run whatever backend was named: torch.func, a tangent
+    or vmap; None if nothing does. Autograd makes such calls inside a backward, not the caller of `rms_norm`."""
     if watched.is_in_torch_func():
         return "torch.func transforms this call"
     for tensor in () if watched.is_traced() else tensors:  # Dynamo knows none of these tensors
@@ -136,7 +135,7 @@ def why_derived(*tensors: Tensor | None) -> str | None:
     return None
 
 
-def why_derived_again() -> str | None:
+def why_create_graph() -> str | None:
     """Say why a gradient that autograd asks for must be differentiable: create_graph, under which autograd switches
     grad on. None if it need not."""
     return "create_graph differentiates this gradient again" if torch.is_grad_enabled() else None

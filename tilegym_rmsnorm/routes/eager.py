@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.call import arguments
-from tilegym_rmsnorm.call.spec import BackwardTensors, Call, Wanted, WantedGradients, dtype_of, wanted_of
+from tilegym_rmsnorm.call.spec import (
+    BackwardTensors,
+    Call,
+    Wanted,
+    WantedGradients,
+    as_needed,
+    dtype_of,
+    shape_of_rstd,
+    wanted_of,
+)
 from tilegym_rmsnorm.call.tensors import has_own_operations, is_plain, savable
 from tilegym_rmsnorm.call.watched import count_modes, is_watched
 from tilegym_rmsnorm.routes import choose, kernels, op, operations
@@ -112,11 +121,7 @@ class AddRMSNormFunction(torch.autograd.Function):
         call = ctx.call if alpha == spec.alpha else ctx.call._replace(spec=spec._replace(alpha=alpha))
         tensors = residual_out, dy, weight, rstd, d_residual_out
         bias_shape = ctx.bias_shape if needs[3] else ()
-        dx, d_residual, dw, db = gradients(tensors, call, wanted, bias_shape)
-        if needs[1] and d_residual is None:
-            d_residual = dx
-        db = None if db is None else db.view(bias_shape)
-        return dx if needs[0] else None, d_residual, dw, db, None
+        return *as_needed(needs, gradients(tensors, call, wanted, bias_shape), bias_shape), None
 
 
 # Function.apply in C++. The Python around it, which checks for functorch and unwraps, costs 2 us. Dynamo before torch
@@ -196,7 +201,7 @@ def _on_rows(
         rows,
         dy.reshape(shape),
         None if weight is None else weight.reshape(shape[1:]),
-        rstd.reshape(*rows.shape[:-1], 1),
+        rstd.reshape(shape_of_rstd(rows, 1)),
         None if d_residual_out is None else d_residual_out.reshape(shape),
     )
     dx, d_residual, dw, db = run(given, 1, call, wanted)

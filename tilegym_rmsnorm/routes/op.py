@@ -87,7 +87,7 @@ def call_backward(
         # db alone. Of a plain sum Inductor would make a kernel that adds in another order than eager calls. dy is
         # passed as x too, or the graph would keep x for the op.
         rstd = rstd.reshape(shape_of_rstd(dy, dims)).to(compute_dtype(dy.dtype))
-        x, d_residual_out = dy, None
+        x = dy
     bits = DX * (needs_dx and wanted.dx is not None) + D_RESIDUAL * (wanted.d_residual is not None)
     bits += DW * (wanted.dw is not None) + DB * (wanted.db is not None)
     numbers = bits, dims, call.spec.offset, call.spec.casting, call.spec.alpha

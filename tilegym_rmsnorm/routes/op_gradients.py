@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tilegym_rmsnorm import reference
 from tilegym_rmsnorm.call import watched
-from tilegym_rmsnorm.call.spec import DX, Call, Spec, dtype_of, wanted_of
+from tilegym_rmsnorm.call.spec import DX, Call, Spec, as_needed, dtype_of, wanted_of
 from tilegym_rmsnorm.call.tensors import check_memory, savable
 from tilegym_rmsnorm.call.validation import check_weight, last_dims
 from tilegym_rmsnorm.routes import choose, op, operations
@@ -38,7 +38,7 @@ class _ForwardOfOp(torch.autograd.Function):
             y, rstd, residual_out = op.FORWARD(x, residual, weight, bias, *options)
         ctx.save_for_backward(savable(x) if residual is None else residual_out, savable(weight), rstd)
         ctx.dtypes = tuple(map(dtype_of, (x, residual, weight, bias)))
-        ctx.bias_shape = None if bias is None else bias.shape
+        ctx.bias_shape = () if bias is None else bias.shape
         ctx.options = _with_backend_in_effect(options, x)
         ctx.set_materialize_grads(False)
         needs_sum = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
@@ -57,18 +57,13 @@ class _ForwardOfOp(torch.autograd.Function):
         call = Call(Spec(0, eps, offset, casting, alpha), backend)
         x, weight, rstd = ctx.saved_tensors
         tensors = x, dy, weight, rstd, d_residual_out
-        is_derived = choose.why_derived_again() is not None
-        if is_derived and wanted.dx is None:
-            dx, d_residual, dw, db = None, None, None, operations.db_by_operations(dy, ctx.bias_shape, wanted)
-        elif is_derived:
-            dx, d_residual, dw, db = operations.gradients_of_saved(tensors, dims, call, wanted)
+        if choose.why_create_graph() is None:
+            results = op.call_backward(tensors, dims, call, wanted, needs_dx=needs[0] or needs[1])
+        elif wanted.dx is None:
+            results = None, None, None, operations.db_by_operations(dy, ctx.bias_shape, wanted)
         else:
-            needs_dx = needs[0] or needs[1]
-            dx, d_residual, dw, db = op.call_backward(tensors, dims, call, wanted, needs_dx)
-        if needs[1] and d_residual is None:
-            d_residual = dx
-        db = None if db is None else db.view(ctx.bias_shape)
-        return dx if needs[0] else None, d_residual, dw, db, None
+            results = operations.gradients_of_saved(tensors, dims, call, wanted)
+        return *as_needed(needs, results, ctx.bias_shape), None
 
 
 def _differentiate_forward(
@@ -76,7 +71,7 @@ def _differentiate_forward(
 ) -> Any:
     tensors = x, residual, weight, bias
     op.prepare(x)
-    if choose.why_derived(*tensors) is not None:
+    if choose.why_transformed(*tensors) is not None:
         return _transformed_forward(*tensors, *options)
     if _is_differentiated(*tensors):
         return _ForwardOfOp.apply(*tensors, options)
@@ -89,7 +84,7 @@ def _differentiate_backward(
 ) -> Any:
     tensors = dy, x, weight, rstd, d_residual_out
     op.prepare(x)
-    if choose.why_derived(*tensors) is not None or _is_differentiated(*tensors):
+    if choose.why_transformed(*tensors) is not None or _is_differentiated(*tensors):
         return _transformed_backward(*tensors, *options)
     with _below_autograd():
         return op.BACKWARD(*tensors, *options)
