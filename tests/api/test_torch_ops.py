@@ -498,3 +498,12 @@ def test_freed_memory_is_an_error_under_transforms_too(call, run):
     """PyTorch's operations would read address 0: a segmentation fault."""
     with pytest.raises(ValueError, match="expected memory behind its elements"):
         run(call, freed(X.clone()))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_memory_freed_between_the_forward_of_an_op_and_its_backward(create_graph):
+    x = X.clone().requires_grad_()
+    y = FORWARD(x, None, None, None, 1, *NORM, 1.0, None, None, None)[0]
+    x.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="x: expected memory behind its elements"):
+        torch.autograd.grad(y, x, torch.ones_like(y), create_graph=create_graph)
