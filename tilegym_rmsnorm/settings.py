@@ -24,6 +24,7 @@ from tilegym_rmsnorm.call.watched import is_traced
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 AUTO_ORDER = ("cutile", "triton", "torch")  # the backends, fastest first
+KERNEL_BACKENDS = AUTO_ORDER[:-1]  # all but "torch", the last, which runs PyTorch's operations
 NAMES = (*AUTO_ORDER, "auto")
 _INSTEAD_OF_INDUCTOR = ', which is gone: use torch.compile around calls with backend="torch"'
 

@@ -23,11 +23,12 @@ from torch.utils.checkpoint import checkpoint
 from tilegym_rmsnorm import override_aten
 from tilegym_rmsnorm.integrations import aten
 from tilegym_rmsnorm.integrations.aten import ATEN_BACKWARD
+from tilegym_rmsnorm.settings import KERNEL_BACKENDS
 
 pytestmark = MARKS
 
 
-@pytest.mark.parametrize("kernel_backend", aten.BACKENDS, indirect=True)
+@pytest.mark.parametrize("kernel_backend", KERNEL_BACKENDS, indirect=True)
 @pytest.mark.parametrize("has_weight", [True, False])
 @pytest.mark.parametrize("eps", [1e-3, None])
 @pytest.mark.parametrize("dtype", [FP16, BF16, FP32])

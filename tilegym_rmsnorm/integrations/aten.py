@@ -31,7 +31,7 @@ from tilegym_rmsnorm.call.spec import Call, Spec, Wanted
 from tilegym_rmsnorm.call.tensors import is_plain
 from tilegym_rmsnorm.reference import default_eps
 from tilegym_rmsnorm.routes import kernels
-from tilegym_rmsnorm.settings import get_current_backend
+from tilegym_rmsnorm.settings import KERNEL_BACKENDS, get_current_backend
 
 ATEN_FORWARD, ATEN_BACKWARD = "_fused_rms_norm", "_fused_rms_norm_backward"
 ATEN_SCHEMAS = {
@@ -40,10 +40,6 @@ ATEN_SCHEMAS = {
     "bool[2] output_mask) -> (Tensor, Tensor)",
 }
 DISPATCH_KEYS = {"cuda": "CUDA", "cpu": "CPU"}
-BACKENDS = (
-    "cutile",
-    "triton",
-)  # in the order in which "auto" tries them; other backends run PyTorch's operations
 TAKEN = "taken"
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -318,7 +314,7 @@ def _implementation(op: str, x: Tensor, weight: Tensor | None, name: str) -> _Im
     if name == "auto" and x.device.type != "cuda":
         return None  # interpreters run by name only
     request = request_of(x.device, "once", None, x.dtype, None if weight is None else weight.dtype)
-    for backend in BACKENDS:
+    for backend in KERNEL_BACKENDS:
         if name in ("auto", backend) and why_unusable(backend, request) is None:
             return _Implementation(dispatch(op, request, backend), backend)
     return None

@@ -13,6 +13,7 @@ from torch import Tensor
 from tilegym_rmsnorm import functional
 from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.call.validation import check_tensor
+from tilegym_rmsnorm.settings import KERNEL_BACKENDS
 
 PROVIDER = "tilegym_rmsnorm"
 OPS = "vllm.ir.ops"
@@ -80,5 +81,5 @@ def register(provider: str = PROVIDER) -> Any:
     found = op.impls.get(provider)
     if found is not None and found.impl_fn is rms_norm:
         return found
-    usable = any(registry.why_unusable(backend, None) is None for backend in ("cutile", "triton"))
+    usable = any(registry.why_unusable(backend, None) is None for backend in KERNEL_BACKENDS)
     return add(provider, supported=usable, supports_args=supports_args)(rms_norm)
