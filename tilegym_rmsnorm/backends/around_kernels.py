@@ -11,6 +11,7 @@ or heads, but any dtypes of x, dy, weight and the results. Values between `kerne
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,11 @@ def _shaped(y: Tensor, x: Tensor) -> Tensor:
     return y if y.shape == x.shape else torch.ops.aten._unsafe_view(y, x.shape)
 
 
+def _of_kernel(spec: Spec, **changes: Any) -> Spec:
+    """Make the Spec of a call without residual and heads. `kernel` gets all other fields as they are."""
+    return spec._replace(alpha=1.0, residual_dtype=None, heads=0, **changes)
+
+
 @torch.no_grad()
 def forward(kernel: ForwardFunction, spec: Spec, tensors: ForwardTensors) -> Outputs:
     """Run any forward of contract.py, around a `kernel` forward."""
@@ -66,13 +72,12 @@ def forward(kernel: ForwardFunction, spec: Spec, tensors: ForwardTensors) -> Out
     is_per_head = weight is not None and weight.ndim == 2
     _tell("rms_norm_forward", x, spec.n, parts_of(residual is not None, bias is not None, is_per_head))
     if bias is None and not is_per_head:
-        kernel_spec = spec._replace(alpha=1.0, y_dtype=y_dtype, residual_dtype=None)
-        y, rstd, _ = kernel(kernel_spec, (as_rows(x, spec.n), weight, None, None))
+        y, rstd, _ = kernel(_of_kernel(spec, y_dtype=y_dtype), (as_rows(x, spec.n), weight, None, None))
         return _shaped(y, x), rstd, residual_out
 
     dtype = joint_dtype(x, weight, bias)
     # casting="llama" rounds xhat before the weight, and a per-head weight is applied here: so xhat is rounded here too.
-    kernel_spec = Spec(spec.n, spec.eps, spec.offset, "once" if is_per_head else spec.casting, y_dtype=dtype)
+    kernel_spec = _of_kernel(spec, casting="once" if is_per_head else spec.casting, y_dtype=dtype)
     kernel_weight = None if is_per_head else weight
     y, rstd, _ = kernel(kernel_spec, (as_rows(x, spec.n), kernel_weight, None, None))
     if weight is None:
@@ -106,9 +111,8 @@ def backward(kernel: BackwardFunction, spec: Spec, tensors: BackwardTensors, wan
         g = (dy_of_heads * (per_head.to(dtype) + spec.offset)).view(rows.shape)
 
     kernel_wanted = Wanted(dtype if needs_d else wanted.dx, dw=wanted.dw if per_head is None else None)
-    kernel_spec = Spec(spec.n, spec.eps, spec.offset, spec.casting)
     kernel_weight = weight if per_head is None else None
-    d, _, kernel_dw, _ = kernel(kernel_spec, (rows, g, kernel_weight, rstd, None), kernel_wanted)
+    d, _, kernel_dw, _ = kernel(_of_kernel(spec), (rows, g, kernel_weight, rstd, None), kernel_wanted)
     d, d_residual = d.view(x.shape), None
     if d_residual_out is not None:
         d = d.add_(d_residual_out)  # in place: contiguous, whatever d_residual_out is
