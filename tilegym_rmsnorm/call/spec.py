@@ -1,5 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
+
 """Define the records of a checked call, `Spec`, `Call` and `Wanted`, and the order of its tensors.
 
 backends/contract.py defines the shapes and strides with which a backend receives the tensors.

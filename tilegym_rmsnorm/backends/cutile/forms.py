@@ -1,5 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
+
 """Describe a call's tensors to the selector: the dtype that it goes by, and the form (plans/problem.py)."""
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
+
 """Compiling ahead: calls of the few batch sizes that together need every kernel that any batch size needs.
 
 cuda-tile compiles a kernel anew for an extent that is 1, a multiple of 16, or neither. The extents that vary are M, or
