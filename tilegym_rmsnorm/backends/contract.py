@@ -26,7 +26,11 @@ from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Gradients
 
 
 class Request(NamedTuple):
-    """Properties of a call on which the choice of a backend depends."""
+    """Properties of a call on which the choice of a backend depends.
+
+    Fill a new field in `request_of`, and pass it from the callers of `request_of`: registry.py, warmup.py,
+    integrations/fx.py, and integrations/aten.py, which keeps answers by a key of its own.
+    """
 
     device: torch.device
     dtype: torch.dtype

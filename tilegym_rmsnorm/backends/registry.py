@@ -9,7 +9,8 @@ tensors on this machine. A backend asked for by name runs or raises `BackendUnav
 another.
 
 contract.py defines a backend. To add one, name it in BACKEND_MODULES and AUTO_ORDER, and for mypy in __init__.py. A
-backend with an interpreter belongs into _BY_NAME_OFF_CUDA too, or "auto" would take it for CPU tensors.
+backend with an interpreter belongs into _BY_NAME_OFF_CUDA too, or "auto" would take it for CPU tensors. `doctor` names
+backends itself (commands/doctor.py): the best one possible on a machine, and the variables of interpreters.
 """
 
 from __future__ import annotations

@@ -13,6 +13,9 @@ plain are a DTensor, an AsyncCollectiveTensor, a zero tensor (`Tensor._is_zerote
     why_not_plain    why no kernel can take a tensor, in words: it decides for those that are not plain, and for complex
                      tensors and those with a tangent, which are
 
+Refuse a subclass in `why_not_plain` alone: `is_plain` is False for all subclasses, and kernels take those without
+operations of their own (`has_own_operations`).
+
 DTensor checks avoid importing torch.distributed.tensor, which takes a second.
 """
 

@@ -14,6 +14,10 @@ kernel would be missing from the graph, or from the gradient, without an error.
     why_not_here        the case for which kernels cannot run, in words; None if kernels can
     without_modes       a block in which dispatch modes are off
 
+`is_watched` counts all dispatch modes: add one of PyTorch's that records calls to _TRACING_MODES alone. Add anything
+else to `is_watched` and `why_not_here`; and to `makes_graph` if a library op can replace the call, to `is_transformed`
+if none can.
+
 Functionalization replaces in-place operations by new tensors: AOTAutograd traces with it. The PreDispatch key is
 included while make_fx or torch.export trace above autograd.
 """
