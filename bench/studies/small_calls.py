@@ -1,0 +1,226 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The host's time of small calls, ours beside PyTorch's in one run: each form of a call, the library ops, and a chain.
+
+    python -m bench.studies.small_calls            every form of a call, and the chain
+    python -m bench.studies.small_calls --no-chain without the chain, which torch.compile takes minutes for
+
+The chain is 16 times a matmul and a norm, eager and under torch.compile: microseconds a layer. Calls are timed as in
+timer.py, in turn, without synchronisation between them.
+"""
+
+from __future__ import annotations
+
+if __name__ == "__main__":  # before the imports that would fail
+    from bench import require
+
+    require("torch")
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from bench.measure.provenance import choose_tables, describe_run, one_line
+from bench.measure.session import this_device
+from bench.measure.shapes import DTYPES
+from bench.providers.ours import EPS
+from bench.studies.host import sample_in_turn, without_grad
+from tilegym_rmsnorm import rms_norm, settings, use_backend
+from tilegym_rmsnorm.commands.options import positive
+
+LAYERS = 16
+Call = Callable[[], Any]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.studies.small_calls",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rows", type=positive, default=16)
+    parser.add_argument("--columns", type=positive, default=1024)
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--backend", choices=settings.NAMES, default="auto")
+    parser.add_argument("--samples", type=positive, default=400)
+    parser.add_argument("--no-chain", action="store_true")
+    arguments = parser.parse_args(argv)
+    if arguments.samples < 2:
+        parser.error("--samples: expected at least 2, of which there are percentiles, got 1")
+    choose_tables()
+    print(one_line(describe_run()))
+    device, size = this_device(), (arguments.rows, arguments.columns)
+    torch.manual_seed(0)
+    with use_backend(arguments.backend):
+        print_pairs(pairs_of_calls(size, DTYPES[arguments.dtype], device), arguments.samples, device)
+    if not arguments.no_chain:
+        print(f"\na layer of {LAYERS}: matmul and norm")
+        chain = Chain(size, DTYPES[arguments.dtype], device, arguments.backend)
+        print_pairs(chain.pairs(), max(2, arguments.samples // 10), device, LAYERS)
+    return 0
+
+
+def print_pairs(
+    pairs: Iterator[tuple[str, Call, Call]], samples: int, device: torch.device, parts: int = 1
+) -> None:
+    """A line for each pair of calls: the medians in microseconds, divided by parts, and their ratio."""
+    print(f"{'us, median':44s}{'ours':>9s}{'PyTorch':>9s}{'ratio':>8s}")
+    for label, *calls in pairs:
+        ours, theirs = (median / parts for _, median in sample_in_turn(calls, samples, device))
+        print(f"{label:44s}{ours:9.1f}{theirs:9.1f}{ours / theirs:8.2f}", flush=True)
+
+
+def pairs_of_calls(
+    size: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Call, Call]]:
+    """Calls without grad, recorded, and with the backward: ours and PyTorch's."""
+    n = size[1]
+    x, r, dy = (torch.randn(size, dtype=dtype, device=device) for _ in range(3))
+    w, b = (torch.ones(n, dtype=dtype, device=device) for _ in range(2))
+    q = torch.randn(2, max(1, size[0] // 2), 24, 64, dtype=dtype, device=device)[:, :, :16]
+    wide = torch.float32
+
+    def with_residual(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return rms_norm(x, (n,), w, EPS, residual=r)
+
+    def sum_and_norm(x: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        sum_ = x + r
+        return F.rms_norm(sum_, (n,), w, EPS), sum_
+
+    forms: dict[str, tuple[Any, Any, tuple[Tensor, ...]]] = {
+        "rms_norm": (
+            lambda x, w: (rms_norm(x, (n,), w, EPS),),
+            lambda x, w: (F.rms_norm(x, (n,), w, EPS),),
+            (x, w),
+        ),
+        "with a residual": (with_residual, sum_and_norm, (x, r, w)),
+        "with a bias": (
+            lambda x, w, b: (rms_norm(x, (n,), w, EPS, bias=b),),
+            lambda x, w, b: (F.rms_norm(x, (n,), w, EPS) + b,),
+            (x, w, b),
+        ),
+        "y in float32": (
+            lambda x, w: (rms_norm(x, (n,), w, EPS, out_dtype=wide),),
+            lambda x, w: (F.rms_norm(x, (n,), w, EPS).to(wide),),
+            (x, w),
+        ),
+        "heads, a slice": (
+            lambda x, w: (rms_norm(x, (64,), w, EPS),),
+            lambda x, w: (F.rms_norm(x, (64,), w, EPS),),
+            (q, w[:64].clone() if n >= 64 else torch.ones(64, dtype=dtype, device=device)),
+        ),
+    }
+    for label, (ours, theirs, tensors) in forms.items():
+        leaves = [each.clone().requires_grad_() if each is not q else q for each in tensors]
+        yield f"{label}, no grad", *(without_grad(bound(each, tensors)) for each in (ours, theirs))
+        yield f"{label}, recorded", bound(ours, leaves), bound(theirs, leaves)
+        yield f"{label}, both passes", both_passes(ours, leaves), both_passes(theirs, leaves)
+    yield from pairs_of_ops(x, r, w, dy)
+
+
+def pairs_of_ops(x: Tensor, r: Tensor, w: Tensor, dy: Tensor) -> Iterator[tuple[str, Call, Call]]:
+    """Our ops as compiled graphs call them, beside aten's."""
+    forward = torch.ops.tilegym_rmsnorm.rms_norm_forward.default
+    backward = torch.ops.tilegym_rmsnorm.rms_norm_backward.default
+    aten, n, dtype = torch.ops.aten, [x.shape[1]], x.dtype
+    rstd = forward(x, None, w, None, 1, EPS, 0.0, "once", 1.0, None, None, None)[1]
+    calls: dict[str, tuple[Call, Call]] = {
+        "op forward": (
+            lambda: forward(x, None, w, None, 1, EPS, 0.0, "once", 1.0, None, None, None),
+            lambda: aten._fused_rms_norm(x, n, w, EPS),
+        ),
+        "op forward with a residual": (
+            lambda: forward(x, r, w, None, 1, EPS, 0.0, "once", 1.0, dtype, dtype, None),
+            lambda: aten._fused_rms_norm(x + r, n, w, EPS),
+        ),
+    }
+    if x.is_cuda:  # aten has no backward of its own for CPUs
+        calls["op backward"] = (
+            lambda: backward(dy, x, w, rstd, None, 3, 1, 0.0, "once", 1.0, None, None, None, None, None),
+            lambda: aten._fused_rms_norm_backward(dy, x, n, rstd, w, [True, True]),
+        )
+        calls["op backward with a residual"] = (
+            lambda: backward(dy, x, w, rstd, dy, 3, 1, 0.0, "once", 1.0, None, None, None, None, None),
+            lambda: aten._fused_rms_norm_backward(dy, x, n, rstd, w, [True, True])[0] + dy,
+        )
+    for label, (ours, theirs) in calls.items():
+        yield label, without_grad(ours), without_grad(theirs)
+
+
+class Chain:
+    """16 layers of matmul and norm, of one size: the sum of a layer and a residual is normalized where one is given."""
+
+    def __init__(self, size: tuple[int, int], dtype: torch.dtype, device: torch.device, backend: str) -> None:
+        n = size[1]
+        self.backend, self.x = backend, torch.randn(size, dtype=dtype, device=device)
+        scale = n**-0.5
+        self.matrices = [torch.randn(n, n, dtype=dtype, device=device) * scale for _ in range(LAYERS)]
+        self.weights = [torch.ones(n, dtype=dtype, device=device) for _ in range(LAYERS)]
+
+    def ours(self, x: Tensor, matrices: list[Tensor], weights: list[Tensor]) -> Tensor:
+        for matrix, weight in zip(matrices, weights, strict=True):
+            x = rms_norm(x @ matrix, weight.shape, weight, EPS, backend=self.backend)
+        return x
+
+    def theirs(self, x: Tensor, matrices: list[Tensor], weights: list[Tensor]) -> Tensor:
+        for matrix, weight in zip(matrices, weights, strict=True):
+            x = F.rms_norm(x @ matrix, weight.shape, weight, EPS)
+        return x
+
+    def ours_with_residual(self, x: Tensor, matrices: list[Tensor], weights: list[Tensor]) -> Tensor:
+        residual = x
+        for matrix, weight in zip(matrices, weights, strict=True):
+            x, residual = rms_norm(
+                x @ matrix, weight.shape, weight, EPS, residual=residual, backend=self.backend
+            )
+        return x
+
+    def theirs_with_residual(self, x: Tensor, matrices: list[Tensor], weights: list[Tensor]) -> Tensor:
+        residual = x
+        for matrix, weight in zip(matrices, weights, strict=True):
+            residual = x @ matrix + residual
+            x = F.rms_norm(residual, weight.shape, weight, EPS)
+        return x
+
+    def pairs(self) -> Iterator[tuple[str, Call, Call]]:
+        forms = {
+            "": (self.ours, self.theirs),
+            ", residuals": (self.ours_with_residual, self.theirs_with_residual),
+        }
+        for kind in ("eager", "compiled"):
+            for label, functions in forms.items():
+                compiled = kind == "compiled"
+                ours, theirs = (
+                    torch.compile(each, fullgraph=True) if compiled else each for each in functions
+                )
+                given = self.x, self.matrices, self.weights
+                yield (
+                    f"{kind}{label}, no grad",
+                    *(without_grad(bound(each, given)) for each in (ours, theirs)),
+                )
+                leaves = self.x, *([each.clone().requires_grad_() for each in part] for part in given[1:])
+                yield f"{kind}{label}, both passes", *(self.steps(each, leaves) for each in (ours, theirs))
+
+    def steps(self, function: Callable[..., Tensor], given: tuple[Any, ...]) -> Call:
+        inputs = [*given[1], *given[2]]
+        return lambda: torch.autograd.grad(function(*given), inputs, self.x)
+
+
+def bound(function: Callable[..., Any], tensors: Any) -> Call:
+    return lambda: function(*tensors)
+
+
+def both_passes(function: Callable[..., tuple[Tensor, ...]], leaves: list[Tensor]) -> Call:
+    inputs = [each for each in leaves if each.requires_grad]
+    gradients = [torch.ones_like(each) for each in function(*leaves)]
+    return lambda: torch.autograd.grad(function(*leaves), inputs, gradients)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
