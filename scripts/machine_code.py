@@ -27,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tests" / "plans")]
 
+import plain_calls  # noqa: E402
 import selection  # noqa: E402
 import torch  # noqa: E402
 from compiling import CompilingMachine, compiled, meta, signature_of  # noqa: E402
@@ -107,9 +108,10 @@ def hashes_of(case: str) -> tuple[str, list[Any]]:
     machine, weight = HashingMachine(plan.problem.device), meta(n, dtype=getattr(torch, plan.problem.weight))
     x = meta(m, n, dtype=dtype)
     if plan.problem.op == "forward":
-        Forward(machine, plan)(x, weight, 1e-6, 0.0)
+        plain_calls.forward(Forward(machine, plan), x, weight, 1e-6, 0.0)
     else:
-        Backward(machine, plan)(x, x.clone(), weight, meta(m, dtype=torch.float32), 0.0)
+        rstd = meta(m, dtype=torch.float32)
+        plain_calls.backward(Backward(machine, plan), x, x.clone(), weight, rstd, 0.0)
     return case, machine.hashes
 
 

@@ -240,9 +240,9 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 def fresh_plans():
     """cuTile's launchers are made anew in this test, and again after it."""
     pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile import lookup
 
-    caches = launch._forward, launch._backward
+    caches = lookup._forward, lookup._backward
     [made.cache_clear() for made in caches]
     yield
     [made.cache_clear() for made in caches]

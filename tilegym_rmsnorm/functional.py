@@ -28,7 +28,7 @@ from tilegym_rmsnorm.call.validation import (
     checked_eps,
     refuse_torch_jit_script,
 )
-from tilegym_rmsnorm.call.watched import has_torch_function, is_watched
+from tilegym_rmsnorm.call.watched import has_torch_function
 from tilegym_rmsnorm.routes import eager, kernels, known_calls, op, operations
 from tilegym_rmsnorm.routes.choose import KERNELS, OP, OPERATIONS, UNTRACED, route_of
 
@@ -39,8 +39,6 @@ __all__ = [
     "rms_norm_backward_torch",
     "rms_norm_forward",
 ]
-
-_len_torch_function_stack = torch._C._len_torch_function_stack  # counts the active TorchFunctionModes
 
 
 @overload
@@ -135,21 +133,11 @@ def rms_norm(
         TypeError: A dtype, a layout or a type does not fit.
         BackendUnavailableError: The backend that was asked for by name cannot run the call.
     """
-    if (
-        bias is None
-        and residual is None
-        and out_dtype is None
-        and residual_dtype is None
-        and not is_watched()
-        and (residual_alpha is _ALPHA or (type(residual_alpha) is float and residual_alpha == 1.0))
-        # is_autocast_enabled() means CUDA devices: naming them takes 0.2 us.
-        and not ((arguments.HAS_AUTOCAST and torch.is_autocast_enabled()) or _len_torch_function_stack())
-    ):
-        call = known_calls.find(input, normalized_shape, weight, eps, offset, casting, backend)
-        if call is not None:
-            result = eager.run_or_record(input, weight, None, None, call)
-            if result is not None:
-                return result
+    tensors = input, weight, bias, residual
+    others = offset, residual_alpha, residual_dtype, out_dtype, casting
+    known = known_calls.NORM.find(known_calls.norm_call(tensors, normalized_shape, eps, others, backend))
+    if known is not None:
+        return known(tensors)
     options: dict[str, Any] = {"bias": bias, "offset": offset, "residual": residual}
     options |= {"residual_alpha": residual_alpha, "residual_dtype": residual_dtype, "out_dtype": out_dtype}
     options |= {"casting": casting, "backend": backend}
@@ -162,8 +150,6 @@ def rms_norm(
 
 
 rms_norm.__prepare_scriptable__ = refuse_torch_jit_script
-# Asked by `is`: a comparison with a tensor would call the tensor.
-_ALPHA = rms_norm.__kwdefaults__["residual_alpha"]
 
 
 def _checked_rms_norm(
@@ -191,11 +177,15 @@ def _checked_rms_norm(
         return y if residual_out is None else (y, residual_out)
     if route.name == OPERATIONS:
         return operations.norm_by_operations(tensors, shape, spec)
-    x, weight, bias, residual = tensors
-    if bias is None and residual is None:
-        known_calls.remember(x, weight, route.call)
     with kernels.unseen(route.call.forward):
-        return eager.run_or_record(x, weight, bias, residual, route.call)
+        result = eager.run_or_record(tensors, route.call)
+    given = input, weight, bias, residual
+    if known_calls.may_remember(given, tensors, route.call.forward):
+        others = tuple(options[name] for name in known_calls.OTHERS)
+        call = known_calls.norm_call(given, normalized_shape, eps, others, backend)
+        if call is not None:
+            known_calls.NORM.remember(call, eager.bind(tensors, route.call))
+    return result
 
 
 @overload

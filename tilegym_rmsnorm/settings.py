@@ -52,7 +52,8 @@ class _Margin:
 
 # First the margin of the process, then those of the blocks of all threads, in the order of their begin. The last holds.
 _margins = [_Margin(None)]
-_margins_lock = threading.Lock()
+_limits: tuple[bool, int] | None = None  # see `kernel_limits`; None after each change
+_limits_lock = threading.Lock()  # of _teams, _margins and _limits
 
 
 def get_current_backend() -> str:
@@ -194,12 +195,13 @@ def set_teams(enabled: bool | None) -> None:
     Raises:
         TypeError: enabled is not True, False or None.
     """
-    global _teams
+    global _teams, _limits
     if enabled is not None and type(enabled) is not bool:
         raise TypeError(f"enabled: expected True, False or None, got {enabled!r}")
     if enabled is None:
         _teams_by_environment.cache_clear()
-    _teams = enabled
+    with _limits_lock:
+        _teams, _limits = enabled, None
 
 
 def teams() -> bool:
@@ -213,10 +215,20 @@ def _teams_by_environment() -> bool:
     return switch(TEAMS_VARIABLE, default=True)
 
 
-def check_environment() -> None:
-    """Raise ValueError for an invalid value of an environment variable, unless a function overrides the variable."""
-    teams()
-    get_sm_margin()
+def kernel_limits() -> tuple[bool, int]:
+    """Return `teams()` and `get_sm_margin()`: kept until one of them is set, since every call asks.
+
+    Raises ValueError for an invalid value of an environment variable, unless a function overrides the variable.
+    """
+    limits = _limits
+    return _read_limits() if limits is None else limits
+
+
+def _read_limits() -> tuple[bool, int]:
+    global _limits
+    with _limits_lock:  # or a value read before a change could be kept after it
+        _limits = limits = teams(), get_sm_margin()
+    return limits
 
 
 def set_sm_margin(sm_margin: int | None) -> None:
@@ -242,11 +254,12 @@ def set_sm_margin(sm_margin: int | None) -> None:
         ValueError: sm_margin is negative, or leaves no SM. Where CUDA is not initialized yet, the first call that
             follows the margin raises this error, before it launches anything.
     """
+    global _limits
     _check_sm_margin(sm_margin)
     if sm_margin is None:
         _sm_margin_by_environment.cache_clear()
-    with _margins_lock:
-        _margins[-1].sms = sm_margin
+    with _limits_lock:
+        _margins[-1].sms, _limits = sm_margin, None
 
 
 def get_sm_margin() -> int:
@@ -292,14 +305,18 @@ class use_sm_margin(contextlib.ContextDecorator):  # in lower case, since caller
         _check_sm_margin(self.sm_margin)
         if self.sm_margin is None:
             _sm_margin_by_environment.cache_clear()
+        global _limits
         margin = _Margin(self.sm_margin)
-        with _margins_lock:
+        with _limits_lock:
             self._begun.append(margin)
             _margins.append(margin)
+            _limits = None
 
     def __exit__(self, *_: object) -> None:
-        with _margins_lock:  # remove its own, at any position: blocks of threads end in any order
+        global _limits
+        with _limits_lock:  # remove its own, at any position: blocks of threads end in any order
             _margins.remove(self._begun.pop())
+            _limits = None
 
 
 def sms_left(sm_count: int, sm_margin: int | None = None) -> int:

@@ -17,7 +17,7 @@ import functools
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,10 @@ from bench.measure.shapes import OPS, Shape
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.call.spec import Spec, Wanted
+
+if TYPE_CHECKING:  # the peers run where cuda-tile is missing
+    from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
 
 EPS = 1e-6
 OURS = "cutile"  # whose figures stand beside those of the best peer
@@ -107,7 +111,7 @@ def make_provider(name: str, shape: Shape, dtype: torch.dtype, device: torch.dev
         return Provider(
             name,
             lambda x, weight: tr.rms_norm_forward(x, weight, EPS, backend="cutile"),
-            _row_partials_backward,
+            functools.partial(_row_partials_backward, shape, dtype, device),
             None,
         )
     if name == "F.rms_norm":
@@ -167,23 +171,44 @@ def backward_dx(backend: str, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tenso
 def _served_by(shape: Shape, dtype: torch.dtype, device: torch.device, op: str) -> str:
     """The kernel that does the work of an op and its settings, as launch.py asks for them; of both ops both."""
     from tilegym_rmsnorm.backends.cutile import launch
+
+    asked = [_problem(shape, dtype, device, each) for each in (OPS[:2] if op == "both" else (op,))]
+    return "; ".join(str(launch.plan_for(problem).first) for problem in asked)
+
+
+def _problem(shape: Shape, dtype: torch.dtype, device: torch.device, op: str) -> Problem:
+    from tilegym_rmsnorm.backends.cutile.launch import NAMES
     from tilegym_rmsnorm.backends.cutile.plans.problem import Policy, Problem
     from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
     from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
-    name, facts = launch.NAMES[dtype], machine_of(device).facts
-    kind = name, name, size_class(*shape), facts, "once", Policy(settings.teams(), settings.get_sm_margin())
-    asked = [Problem(each, shape[1], *kind) for each in (("forward", "backward") if op == "both" else (op,))]
-    return "; ".join(str(launch.plan_for(problem).first) for problem in asked)
+    name, facts = NAMES[dtype], machine_of(device).facts
+    policy = Policy(settings.teams(), settings.get_sm_margin())
+    return Problem(op, shape[1], name, name, size_class(*shape), facts, policy=policy)
 
 
-def _row_partials_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-    # No public argument asks for such a plan, so this goes below the public ops; see launch.py.
+def _row_partials_backward(
+    shape: Shape, dtype: torch.dtype, device: torch.device, *tensors: Tensor
+) -> tuple[Tensor, Tensor]:
+    return run_backward(_row_partials_launcher(shape, dtype, device), *tensors)
+
+
+@functools.cache
+def _row_partials_launcher(shape: Shape, dtype: torch.dtype, device: torch.device) -> launch.Backward:
+    # No argument of the backend asks for such a plan.
     from tilegym_rmsnorm.backends.cutile import launch
+    from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
-    spec = Spec(x.shape[1], EPS, 0.0, "once")
-    wanted = Wanted(x.dtype, dw=weight.dtype)
-    dx, _, dw, _ = launch.rms_norm_backward(spec, (x, dy, weight, rstd, None), wanted, partials="own")
+    problem = _problem(shape, dtype, device, "backward")._replace(partials="own")
+    return launch.Backward(machine_of(device), launch.plan_for(problem))
+
+
+def run_backward(
+    launcher: launch.Backward, x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """dx and dw by a plan of one's own."""
+    spec, wanted = Spec(x.shape[1], EPS, 0.0, "once"), Wanted(x.dtype, dw=weight.dtype)
+    dx, _, dw, _ = launcher(spec, (x, dy, weight, rstd, None), wanted)
     return dx, dw
 
 

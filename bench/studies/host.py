@@ -38,6 +38,7 @@ from bench.measure.shapes import DTYPES
 from bench.providers.ours import EPS
 from tilegym_rmsnorm import rms_norm, rms_norm_forward, settings
 from tilegym_rmsnorm.backends import registry
+from tilegym_rmsnorm.backends.contract import bound
 from tilegym_rmsnorm.call.spec import Spec, Wanted
 from tilegym_rmsnorm.commands.options import positive
 from tilegym_rmsnorm.measure.timer import host_sampler, wall_sampler
@@ -137,19 +138,26 @@ def print_slices(size: tuple[int, int], request: registry.Request, arguments: ar
     n, device, dtype = size[1], request.device, request.dtype
     x, dy = (torch.randn(size, dtype=dtype, device=device) for _ in range(2))
     weight = torch.ones(n, dtype=dtype, device=device)
-    spec, options = Spec(n, EPS, 0.0, "once"), ((n,), weight, EPS, 0.0, "once", arguments.backend)
-    rms_norm(x.clone().requires_grad_(), *options[:3], backend=arguments.backend)
+    spec, others = Spec(n, EPS, 0.0, "once"), (0.0, 1.0, None, None, "once")
+    rms_norm(x.clone().requires_grad_(), (n,), weight, EPS, backend=arguments.backend)
     _, rstd = rms_norm_forward(x, weight, EPS, backend=arguments.backend)
     forward, backward = (registry.dispatch(op, request, arguments.backend) for op in registry.OPS)
 
+    tensors, to_backward = (x, weight, None, None), (x, dy, weight, rstd, None)
+    bound_forward = bound(forward, spec, tensors)
+    bound_backward = bound(backward, spec, to_backward, Wanted(dtype, dw=dtype))
+
+    def find():
+        return known_calls.NORM.find(known_calls.norm_call(tensors, (n,), EPS, others, arguments.backend))
+
     def run_forward():
-        return forward(spec, (x, weight, None, None))
+        return bound_forward(tensors)
 
     def run_backward():
-        return backward(spec, (x, dy, weight, rstd, None), Wanted(dtype, dw=dtype))
+        return bound_backward(to_backward)
 
     slices = {
-        "find a known call": lambda: known_calls.find(x, *options),
+        "find a known call": find,
         "torch.empty of y": lambda: torch.empty(size, dtype=dtype, device=device),
         "forward below autograd": run_forward,
         "backward below autograd": run_backward,

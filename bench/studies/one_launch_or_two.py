@@ -32,7 +32,7 @@ from bench.measure.check import make_inputs
 from bench.measure.provenance import RESULTS, ROOT, choose_tables, describe_run, gpu_slug, one_line
 from bench.measure.session import ContextLostError, Session, this_device
 from bench.measure.shapes import Record, Shape
-from bench.providers.ours import Provider
+from bench.providers.ours import Provider, run_backward
 from bench.report import readme, tables
 from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.backends.cutile.plans import partition, problem, sizes
@@ -100,7 +100,7 @@ class Plans(Cell):
             few = by_rules(asked._replace(size="few"), machine.facts.architecture, machine.facts.most_members)
             others = [replace(few, rows=m, strip=k * few.strip, slab=slab) for m, k, slab in OTHER_TILES]
             plans = [plan_of(asked.problem(machine.facts), each) for each in dict.fromkeys([few, *others])]
-        runs = {str(plan): partial(launch.Backward(machine, plan), offset=0.0) for plan in plans}
+        runs = {str(plan): partial(run_backward, launch.Backward(machine, plan)) for plan in plans}
         return [Provider(name, None, run, None, settings=plan) for plan, run in runs.items()]
 
 

@@ -8,7 +8,7 @@ import torch
 from tilegym_rmsnorm import rms_norm
 
 N = 8
-X, W = torch.randn(3, N), torch.rand(N) + 0.5
+X, W, R, B = torch.randn(3, N), torch.rand(N) + 0.5, torch.randn(3, N), torch.rand(N)
 
 
 def call(**changes):

@@ -4,15 +4,17 @@
 """A call like one that has passed all checks skips them. Whatever may differ between two calls must be seen: each case
 makes a call known, changes one thing, and must get what it would get as the first call of a process."""
 
+import inspect
 import math
 
 import pytest
 import torch
-from known_calls import N, W, X, call, make_known
+from known_calls import B, N, R, W, X, call, make_known
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import Parameter
 
+from tilegym_rmsnorm import rms_norm
 from tilegym_rmsnorm.routes import known_calls
 
 
@@ -51,6 +53,16 @@ def outcome(**arguments):
         {"backend": "auto"},
         {"backend": None},
         {"residual_alpha": float("1")},
+        {"bias": torch.rand(N)},
+        {"weight": None, "bias": torch.rand(N)},
+        {"residual": R},
+        {"residual": R, "residual_alpha": 0.5, "residual_dtype": torch.float64, "bias": torch.rand(N)},
+        {"out_dtype": torch.bfloat16},
+        {"input": X.view(3, 2, 4), "normalized_shape": (2, 4), "weight": W.view(2, 4)},
+        {"input": torch.randn(2, 3, 5, N), "weight": torch.rand(5, N), "bias": torch.rand(5, N)},
+        {"input": torch.randn(2, 5, 7, N)[:, :, 1:4], "weight": torch.rand(3, N)},
+        {"input": torch.randn(2, 5, 3, N).transpose(1, 2)},
+        {"input": X[:1].expand(3, N)},
     ],
 )
 def test_the_second_call_is_known(same, checks):
@@ -60,7 +72,32 @@ def test_the_second_call_is_known(same, checks):
     assert shortly == outcome(**same)
 
 
-KNOWN_TOO = {  # seen without the checks, and they must count
+def test_known_calls_read_their_own_tensors(checks):
+    """Other values at other addresses are seen as alike."""
+    make_known(checks, residual=R, bias=B)
+    tensors = {
+        "input": torch.randn(3, N),
+        "weight": torch.rand(N),
+        "residual": torch.randn(3 * N + 4)[4:].view(3, N),
+    }
+    tensors["bias"] = torch.rand(N)
+    shortly = outcome(**tensors)
+    assert not checks
+    known_calls.forget()
+    assert shortly == outcome(**tensors) and shortly != outcome(residual=R, bias=B)
+
+
+def test_a_weight_changed_in_place_or_replaced_counts(checks):
+    weight = Parameter(W.clone(), requires_grad=False)
+    make_known(checks, weight=weight)
+    for change in (lambda: weight.mul_(2), lambda: setattr(weight, "data", torch.rand(N))):
+        change()
+        assert torch.equal(call(weight=weight), call(weight=weight.detach().clone()))
+    weight.data = torch.rand(N, dtype=torch.float64)
+    assert torch.equal(call(weight=weight), call(weight=weight.detach().clone()))
+
+
+UNKNOWN = {  # must go through the checks, to run or to be refused
     "eps": {"eps": 0.5},
     "no eps": {"eps": None},
     "offset": {"offset": 1.0},
@@ -74,22 +111,12 @@ KNOWN_TOO = {  # seen without the checks, and they must count
     "transposed heads": {"input": torch.randn(2, 5, 3, N).transpose(1, 2)},
     "expanded": {"input": X[:1].expand(3, N)},
     "one row of any stride": {"input": X.as_strided((1, N), (0, 1))},
-    "storage offset": {"input": torch.randn(3 * N + 1)[1:].view(3, N)},
+    "alignment": {"input": torch.randn(3 * N + 1)[1:].view(3, N)},
     "strided weight": {"weight": torch.rand(2 * N)[::2]},
     "parameter": {"weight": Parameter(W + 1, requires_grad=False)},
-}
-
-
-@pytest.mark.parametrize("change", KNOWN_TOO.values(), ids=KNOWN_TOO)
-def test_what_may_differ_between_known_calls_counts(change, checks):
-    make_known(checks)
-    shortly = outcome(**change)
-    assert not checks
-    known_calls.forget()
-    assert shortly == outcome(**change) and shortly != outcome()
-
-
-UNKNOWN = {  # must go through the checks, to run or to be refused
+    "out_dtype": {"out_dtype": torch.float64},
+    "out_dtype of x": {"out_dtype": torch.float32},
+    "residual_dtype without a residual": {"residual_dtype": torch.float32},
     "dtype": {"input": X.double()},
     "dtype of weight": {"weight": W.bfloat16()},
     "parameter of another dtype": {"weight": Parameter(W.half())},
@@ -143,6 +170,12 @@ UNKNOWN = {  # must go through the checks, to run or to be refused
     "unknown backend": {"backend": "cuda"},
     "backend not hashable": {"backend": ["torch"]},
 }
+
+
+def test_every_argument_of_rms_norm_is_part_of_the_key():
+    """One that is not would be ignored by all calls but the first."""
+    tried = {name for change in UNKNOWN.values() for name in change if len(change) == 1}
+    assert tried == set(inspect.signature(rms_norm).parameters)
 
 
 @pytest.mark.parametrize("change", UNKNOWN.values(), ids=UNKNOWN)

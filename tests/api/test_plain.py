@@ -9,7 +9,7 @@ import torch
 from gate_cases import Named, freed, freed_view
 from helpers import HAS_GPU
 
-from tilegym_rmsnorm import BackendUnavailableError, override_aten, rms_norm, use_backend
+from tilegym_rmsnorm import BackendUnavailableError, override_aten, use_backend
 from tilegym_rmsnorm.call import arguments
 from tilegym_rmsnorm.call import tensors as call_tensors
 from tilegym_rmsnorm.call.spec import Call, Spec
@@ -17,7 +17,7 @@ from tilegym_rmsnorm.routes import choose, known_calls
 from tilegym_rmsnorm.routes.eager import _fit
 
 M, N = 3, 8
-X, W = torch.randn(M, N), torch.rand(N) + 0.5
+X, W, R = torch.randn(M, N), torch.rand(N) + 0.5, torch.randn(M, N)
 
 
 def kept_from_a_transform(tensor):
@@ -62,33 +62,45 @@ NOT_PLAIN = {
 }
 
 
+def is_known(describe, tensors, index, make):
+    """Whether a call with `make`'s tensor at `index` is known, once a call of plain tensors is, and once a call like it
+    is if that tensor is plain."""
+    calls = known_calls.KnownCalls()
+    calls.remember(describe(*tensors), print)
+    tensors = [*tensors[:index], make(tensors[index]), *tensors[index + 1 :]]
+    call = describe(*tensors)
+    if call is not None and all(map(call_tensors.is_plain, tensors)):
+        calls.remember(call, print)
+    return calls.find(describe(*tensors)) is print
+
+
 def answers(make):
     """What each place says of a tensor in the place of each argument that may be one."""
-    rms_norm(X, (N,), W, 1e-6, backend="torch")
-    given = {"x": X, "dy": X, "weight": W, "rstd": torch.ones(M), "d_residual_out": X}
+    numbers = 1e-6, (0.0, 1.0, None, None, "once"), "torch"
+    given = {"x": X, "dy": R, "weight": W, "rstd": torch.ones(M), "d_residual_out": X + R}
     call = Call(Spec(N, 1e-6, 0.0, "once"), "torch", dtype=X.dtype)
     fit = {name: _fit(tuple({**given, name: make(tensor)}.values()), call) for name, tensor in given.items()}
-    found = {
-        "x": known_calls.find(make(X), (N,), W, 1e-6, 0.0, "once", "torch"),
-        "weight": known_calls.find(X, (N,), make(W), 1e-6, 0.0, "once", "torch"),
-    }
+    known = [
+        is_known(lambda x, w, r: known_calls.norm_call((x, w, None, r), (N,), *numbers), (X, W, R), i, make)
+        for i in range(3)
+    ]
+    backward = lambda *tensors: known_calls.backward_call(tensors, (), "torch")  # noqa: E731
+    known += [is_known(backward, tuple(given.values()), i, make) for i in range(5)]
     plain = [call_tensors.is_plain(make(tensor)) for tensor in given.values()]
-    return plain, list(fit.values()), [call is not None for call in found.values()]
+    return plain, list(fit.values()), known
 
 
 @pytest.mark.parametrize("make", NOT_PLAIN.values(), ids=NOT_PLAIN)
 def test_no_place_takes_them(make):
-    known_calls.forget()
-    assert answers(make) == ([False] * 5, [False] * 5, [False] * 2)
+    assert answers(make) == ([False] * 5, [False] * 5, [False] * 8)
 
 
 @pytest.mark.parametrize("make", PLAIN.values(), ids=PLAIN)
 def test_every_place_takes_them(make):
-    known_calls.forget()
-    plain, fit, found = answers(make)
+    plain, fit, known = answers(make)
     # A kernel reads rstd as packed: one of other strides is copied first, on the longer way.
     fits = [*fit[:3], fit[4]]
-    assert (plain, fits, found) == ([True] * 5, [True] * 4, [True] * 2)
+    assert (plain, fits, known) == ([True] * 5, [True] * 4, [True] * 8)
     assert fit[3] == make(torch.ones(M)).is_contiguous()
 
 

@@ -27,11 +27,13 @@ def unset(monkeypatch):
     tr.set_teams(None)
 
 
-@pytest.fixture
-def launched(monkeypatch, fresh_plans):
+@pytest.fixture(params=[False, True], ids=["by checks", "known"])
+def launched(monkeypatch, fresh_plans, request):
     """The kernels that launches bind, by name, in the interpreter; plans are made anew."""
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU")
+    if request.param:
+        monkeypatch.setattr(registry, "_BY_NAME_OFF_CUDA", ())
     from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
 
     names, bind = [], InterpretedMachine.bind

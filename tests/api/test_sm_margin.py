@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 import tilegym_rmsnorm as tr
 from tilegym_rmsnorm import settings
+from tilegym_rmsnorm.backends import registry
 
 M, N = 2500, 40  # more rows than are "few"; they are walked
 
@@ -27,11 +28,13 @@ def unset(monkeypatch):
     tr.set_sm_margin(None)
 
 
-@pytest.fixture
-def grids(monkeypatch, fresh_plans):
+@pytest.fixture(params=[False, True], ids=["by checks", "known"])
+def grids(monkeypatch, fresh_plans, request):
     """The blocks of each kernel that runs in the interpreter, by its name."""
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU")
+    if request.param:
+        monkeypatch.setattr(registry, "_BY_NAME_OFF_CUDA", ())
     from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
 
     found, bind = {}, InterpretedMachine.bind

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from variants import LAYOUTS, Variant, check_all, make, run
 
-from tilegym_rmsnorm.backends.layout import arranged
+from tilegym_rmsnorm.backends.layout import viewed, views_of
 
 DTYPES = st.sampled_from((BF16, FP16, FP32))
 MAYBE = st.none() | DTYPES
@@ -75,13 +75,17 @@ def tensors_of_one_shape(draw) -> tuple[int, int, list[torch.Tensor]]:
     return n, heads, tensors
 
 
+def arranged(n: int, heads: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    return viewed(tensors, views_of(n, heads, tensors))
+
+
 @settings(max_examples=400, deadline=None)
 @given(tensors_of_one_shape())
 def test_what_backends_are_given(case):
     """The same values in the same order, in one layout of contract.py."""
     n, heads, tensors = case
-    given = arranged(n, heads, [*tensors, None])
-    assert given.pop() is None
+    *given, absent = arranged(n, heads, *tensors, None)
+    assert absent is None
     for tensor, rows in zip(tensors, given, strict=True):
         assert torch.equal(rows.flatten(), tensor.flatten())
         assert rows.shape == given[0].shape and rows.stride(-1) == 1 and rows.shape[-1] == n
@@ -108,7 +112,7 @@ VIEWS = {  # what is read in place, and in what shape
 def test_what_is_not_copied(name):
     make_view, shape = VIEWS[name]
     view = make_view()
-    (rows,) = arranged(8, 0, [view])
+    (rows,) = arranged(8, 0, view)
     assert rows.data_ptr() == view.data_ptr()
     assert rows.shape == shape
 
@@ -116,7 +120,7 @@ def test_what_is_not_copied(name):
 def test_q_beside_the_gradient_that_attention_leaves():
     q, dy = torch.empty(2, 3, 3, 4, 8)[:, :, 0], torch.empty(2, 4, 3, 8).transpose(1, 2)
     for heads in (0, 4):
-        rows = arranged(8, heads, [q, dy, None])
+        rows = arranged(8, heads, q, dy, None)
         assert [each.data_ptr() for each in rows[:2]] == [q.data_ptr(), dy.data_ptr()]
         assert rows[0].shape == (2, 3, 4, 8) and rows[2] is None
 
@@ -124,5 +128,5 @@ def test_q_beside_the_gradient_that_attention_leaves():
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7, 8)])
 def test_four_dimensions_that_do_not_merge_are_copied(shape):
     view = torch.empty(2 * 2, 3 * 2, 5 * 2, 7 * 2, 8)[::2, ::2, ::2, ::2]
-    (rows,) = arranged(8, 0, [view])
+    (rows,) = arranged(8, 0, view)
     assert rows.shape == (210, 8) and rows.is_contiguous()

@@ -40,9 +40,9 @@ def test_a_wrong_plan_is_found_and_not_timed(tmp_path, monkeypatch, capsys):
     launch = pytest.importorskip("tilegym_rmsnorm.backends.cutile.launch", exc_type=ImportError)
 
     class WrongWhereSlabsHave512Rows(launch.Backward):
-        def __call__(self, *arguments, **options):
-            dx, dw = super().__call__(*arguments, **options)
-            return dx, dw * 1.1 if getattr(self.plan.first, "slab", 0) == 512 else dw
+        def __call__(self, *arguments):
+            dx, d_residual, dw, db = super().__call__(*arguments)
+            return dx, d_residual, dw * 1.1 if getattr(self.plan.first, "slab", 0) == 512 else dw, db
 
     monkeypatch.setattr(launch, "Backward", WrongWhereSlabsHave512Rows)
     monkeypatch.setenv("TILEGYM_RMSNORM_CACHE_DIR", "off")
@@ -119,7 +119,7 @@ def test_a_split_by_the_users_tables_is_nothing_to_compare_with(monkeypatch):
     launch = pytest.importorskip("tilegym_rmsnorm.backends.cutile.launch", exc_type=ImportError)
     cell = study.Plans.__new__(study.Plans)
     cell.shape, cell.bench = (1040, 16), SimpleNamespace(device=this_device())
-    few = cell.make_providers("split")[0].backward.func.plan
+    few = cell.make_providers("split")[0].backward.args[0].plan
     monkeypatch.setattr(launch, "plan_for", lambda problem: few)
     with pytest.raises(
         ValueError, match="selected: expected two kernels to compare with, got backward_split"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import plain_calls
 import pytest
 import torch
 from helpers import DEVICE
@@ -52,9 +53,10 @@ def call(
     weight = machine.empty((n,), weight_dtype or dtype) if has_weight else None
     x, rstd, size = machine.empty((m, n), dtype), machine.empty((m,), FP32), size_class(m, n)
     asked = n, dtype, size, None if weight is None else weight.dtype, machine.facts
-    Forward(machine, plan_for(problem("forward", *asked, **others)))(x, weight, 1e-6, 0.0)
+    forward = plan_for(problem("forward", *asked, **others))
+    plain_calls.forward(Forward(machine, forward), x, weight, 1e-6, 0.0)
     backward = plan_for(problem("backward" if has_weight else "dx", *asked, **others))
-    Backward(machine, backward)(x, x, weight, rstd, 0.0)
+    plain_calls.backward(Backward(machine, backward), x, x, weight, rstd, 0.0)
 
 
 @pytest.mark.parametrize("sm_count", [132, 48])

@@ -6,6 +6,7 @@
 import functools
 from collections import Counter
 
+import plain_calls
 import pytest
 import torch
 from helpers import (
@@ -58,19 +59,11 @@ def test_one_partial_row_per_row(n):
 
     inputs = make_inputs(min(1003, 2**25 // n), n, BF16, FP32)
     x, dy, weight, eps, *_ = inputs
-    spec, (_, rstd) = Spec(n, eps, 0.0, "once"), rms_norm_forward(x, weight, eps, backend="cutile")
-    tensors, wanted = (x, dy, weight, rstd, None), Wanted(x.dtype, dw=weight.dtype)
-
-    def run():
-        dx, _, dw, _ = launch.rms_norm_backward(spec, tensors, wanted, partials="own")
-        return dx, dw
-
-    assert_alike(
-        expected_results(inputs),
-        ("dx", "dw"),
-        run,
-        RUNS,
-    )
+    _, rstd = rms_norm_forward(x, weight, eps, backend="cutile")
+    asked = problem("backward", n, x.dtype, size_class(len(x), n), weight.dtype, FACTS, partials="own")
+    backward = launch.Backward(machine_of(DEVICE), launch.plan_for(asked))
+    run = functools.partial(plain_calls.backward, backward, x, dy, weight, rstd, 0.0)
+    assert_alike(expected_results(inputs), ("dx", "dw"), run, RUNS)
 
 
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 64), (33, 1), (128, 64), (4096, 64), (33, 4096)])
@@ -95,8 +88,8 @@ def test_the_compile_tests_compile_what_launches_do(m, n, monkeypatch):
 
     def run(on, x, dy, weight):
         forward, backward = (plan(variant, op, *kind, on.facts) for op, variant in first.items())
-        y, rstd = launch.Forward(on, forward)(x, weight, inputs.eps, 0.0)
-        dx, dw = launch.Backward(on, backward)(x, dy, weight, rstd, 0.0)
+        y, rstd = plain_calls.forward(launch.Forward(on, forward), x, weight, inputs.eps, 0.0)
+        dx, dw = plain_calls.backward(launch.Backward(on, backward), x, dy, weight, rstd, 0.0)
         return {"y": y, "rstd": rstd, "dx": dx, "dw": dw}
 
     assert_within(expected_results(inputs), **run(machine_of(DEVICE), inputs.x, inputs.dy, inputs.weight))

@@ -5,6 +5,7 @@
 
 import functools
 
+import plain_calls
 import pytest
 import torch
 from helpers import (
@@ -62,7 +63,7 @@ def backward_of(inputs, team, factor=1):
     machine = machine_of(DEVICE)
     facts = machine.facts._replace(sm_count=factor * machine.facts.sm_count)
     made = plan(team, "backward", x.shape[1], x.dtype, weight=weight.dtype, facts=facts)
-    return functools.partial(launch.Backward(machine, made), x, dy, weight, rstd, 0.0)
+    return functools.partial(plain_calls.backward, launch.Backward(machine, made), x, dy, weight, rstd, 0.0)
 
 
 def forward_of(inputs, team):
@@ -73,7 +74,7 @@ def forward_of(inputs, team):
     x, _, weight, eps, *_ = inputs
     machine, first = machine_of(DEVICE), FORWARDS[team.members]
     made = plan(first, "forward", x.shape[1], x.dtype, weight=weight.dtype, facts=machine.facts)
-    return functools.partial(launch.Forward(machine, made), x, weight, eps, 0.0)
+    return functools.partial(plain_calls.forward, launch.Forward(machine, made), x, weight, eps, 0.0)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

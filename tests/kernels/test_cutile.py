@@ -6,6 +6,7 @@
 import functools
 
 import helpers
+import plain_calls
 import pytest
 import torch
 from helpers import BF16, FP16, FP32, assert_llama_rounds, assert_within, expected_results, make_inputs
@@ -16,14 +17,13 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
 from cutile_runs import ShuffledMachine, plan_for, run_backward, run_forward  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile import interpreter, launch, launcher  # noqa: E402
+from tilegym_rmsnorm.backends.cutile import interpreter, launcher  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import plan, variants  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import variant as variant_module
 from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BACKWARD_ROW  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine  # noqa: E402
-from tilegym_rmsnorm.call.spec import Spec, Wanted  # noqa: E402
 
 CPU = torch.device("cpu")
 HINTS = {"warps": 4, "occupancy": 1, "latency": 1}
@@ -321,7 +321,7 @@ def test_a_row_stride_beyond_int32_is_copied_away(m, monkeypatch):
     inputs = make_inputs(m, 64, BF16, FP32, device=CPU)
     far = torch.full((m, 200), torch.nan, dtype=BF16)[:, :64].copy_(inputs.x)
     monkeypatch.setattr(launcher, "LARGEST_STRIDE", 199)
-    assert launcher._as_read(far, tma=False).stride() == (64, 1)
+    assert launcher._reads_copy(far, tma=False) and launcher._copied(far).stride() == (64, 1)
     assert_within(expected_results(inputs), **run_forward(inputs._replace(x=far)))
 
 
@@ -338,15 +338,6 @@ def test_many_rows_get_taller_slabs_not_more_of_them():
     variant = variants.BackwardSplit(width=1024, rows=8, strip=64, slab=8, **HINTS)
     machine = ShuffledMachine(sm_count=1)
     run = Backward(machine, plan_for(inputs, "backward", machine, variant))
-    run(inputs.x, inputs.dy, inputs.weight, torch.ones(70), 0.0)
+    plain_calls.backward(run, inputs.x, inputs.dy, inputs.weight, torch.ones(70), 0.0)
     assert [grid[1] for grid in machine.grids[:1]] == [3] and variant.partial_rows(70, 1000, 1) == 3
     assert_within(expected_results(inputs), **run_backward(inputs, variant, sm_count=1))
-
-
-def test_unknown_partials_are_refused():
-    x = torch.ones(2, 8)
-    with pytest.raises(ValueError, match="partials: expected 'shared' or 'own', got 'other'"):
-        spec = Spec(n=8, eps=1e-6, offset=0.0, casting="once")
-        launch.rms_norm_backward(
-            spec, (x, x, torch.ones(8), torch.ones(2), None), Wanted(x.dtype, dw=x.dtype), partials="other"
-        )

@@ -144,7 +144,7 @@ def test_dx_times_alpha(kernel, has_two):
     wanted = variants.wanted_of(variant)._replace(**({} if has_two else {"d_residual": None}))
     run = launch.Backward(machine, plan_of(problem, BACKWARDS[kernel]))
     tensors = x, inputs.dy, inputs.weight, rstd, inputs.d_residual_out
-    dx, d_residual, dw, _ = run.formed(variants.spec_of(variant), tensors, wanted)
+    dx, d_residual, dw, _ = run(variants.spec_of(variant), tensors, wanted)
     assert (d_residual is None) != has_two
     variants.check(variant, inputs, x, dx=dx, dw=dw, **({"d_residual": d_residual} if has_two else {}))
 

@@ -86,7 +86,7 @@ def test_db_beside_dw(name, weight_dtype):
         machine = ShuffledMachine()
         asked = problem("backward", n, weight=weight_dtype, form=Form(bias=wanted.db is not None))
         run = Backward(machine, plan_of(asked._replace(device=machine.facts), first))
-        return run.formed(spec, (x, dy, weight, rstd, None), wanted)
+        return run(spec, (x, dy, weight, rstd, None), wanted)
 
     dx, _, dw, db = run(variant, wanted)
     truth = dy.double().sum(0)

@@ -7,6 +7,7 @@ few run at a time, a team ends and adds up the same bits."""
 from dataclasses import replace
 
 import helpers
+import plain_calls
 import pytest
 import torch
 from helpers import BF16, FP32, assert_llama_rounds, assert_within, expected_results, make_inputs
@@ -46,12 +47,14 @@ class Scheduled(InterpretedMachine):
 def backward_of(inputs, team, machine):
     x, dy, weight, eps, offset, _ = inputs
     rstd = torch.rsqrt(x.double().square().mean(dim=1) + eps).float()
-    return launch.Backward(machine, plan_for(inputs, "backward", machine, team))(x, dy, weight, rstd, offset)
+    run = launch.Backward(machine, plan_for(inputs, "backward", machine, team))
+    return plain_calls.backward(run, x, dy, weight, rstd, offset)
 
 
 def forward_of(inputs, team, machine):
     x, _, weight, eps, offset, _ = inputs
-    return launch.Forward(machine, plan_for(inputs, "forward", machine, team))(x, weight, eps, offset)
+    run = launch.Forward(machine, plan_for(inputs, "forward", machine, team))
+    return plain_calls.forward(run, x, weight, eps, offset)
 
 
 RUN = {"forward": (forward_of, ("y", "rstd")), "backward": (backward_of, ("dx", "dw"))}

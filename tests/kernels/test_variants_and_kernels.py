@@ -10,6 +10,7 @@ import inspect
 import itertools
 from collections.abc import Iterator
 
+import plain_calls
 import pytest
 import torch
 from planning import device, plan, problem
@@ -204,9 +205,9 @@ def test_arrays_and_numbers_have_the_names_that_kernels_give_them(name, m):
         x, rstd = torch.zeros(m, N, dtype=torch.bfloat16), torch.zeros(m)
         weight = None if made.problem.weight is None else torch.zeros(N)
         if made.problem.op == "forward":
-            Forward(machine, made)(x, weight, 0.5, 0.25)
+            plain_calls.forward(Forward(machine, made), x, weight, 0.5, 0.25)
         else:
-            Backward(machine, made)(x, torch.zeros_like(x), weight, rstd, 0.25)
+            plain_calls.backward(Backward(machine, made), x, torch.zeros_like(x), weight, rstd, 0.25)
         sizes = made.sizes(m)
         kernels = {
             step.kernel for step, grid in zip(made.steps, sizes.grids, strict=True) if grid is not None

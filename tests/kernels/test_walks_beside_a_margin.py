@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: MIT
 """SMs left free: every kernel that walks rows is right with every margin, with the same bits for the same one."""
 
+import plain_calls
 import pytest
 import torch
 from cutile_runs import ShuffledMachine, plan_for, run_backward
@@ -49,7 +50,8 @@ def test_a_walk_leaves_so_many_sms_free(name):
         machine = ShuffledMachine()
         op, policy = "backward" if has_dw else "dx", Policy(sm_margin=margin)
         plan = plan_for(inputs, op, machine, first, policy=policy)
-        Backward(machine, plan)(inputs.x, inputs.dy, inputs.weight, torch.ones(120), 0.0)
+        run = Backward(machine, plan)
+        plain_calls.backward(run, inputs.x, inputs.dy, inputs.weight, torch.ones(120), 0.0)
         [blocks] = [grid[0] for step, grid in zip(plan.steps, machine.grids, strict=False) if step == first]
         left = (SMS - margin) * first.occupancy
         assert blocks <= max(left, first.members)

@@ -83,14 +83,14 @@ def compile_call(problem, dtype, x_dtype=None, m=4096, lead=None):
     spec = Spec(n, 1e-6, 0.0, "once", alpha, x_dtype, out_dtype)
     if problem.op == "forward":
         bias, residual = weight if form.bias else None, rows if form.residual else None
-        Forward(machine, plan).formed(spec, (x, weight, bias, residual))
+        Forward(machine, plan)(spec, (x, weight, bias, residual))
     else:
         dy = meta(b, h, t, n, dtype=x_dtype).transpose(1, 2) if lead else meta(*shape, dtype=x_dtype)
         of_dw = x_dtype if problem.op == "backward" else None
         wanted = Wanted(x_dtype, dtype if form.d_residual else None, of_dw, of_dw if form.bias else None)
         saved, added = (rows, rows) if form.residual else (x, None)
         rstd = meta(m, dtype=FP32)
-        Backward(machine, plan).formed(spec, (saved, dy, weight, rstd, added), wanted)
+        Backward(machine, plan)(spec, (saved, dy, weight, rstd, added), wanted)
     return machine
 
 

@@ -6,6 +6,7 @@ its own. One block of 18432 bfloat16 columns was right with a bfloat16 weight, a
 next x while its workers still read this one."""
 
 import helpers
+import plain_calls
 import pytest
 import torch
 from helpers import BF16, FP16, FP32
@@ -121,5 +122,5 @@ def test_views_unlike_packed_rows_are_copied_for_tma_alone(kernel, n):
     run = Backward(machine, plan(variant, "backward", n, FP32, facts=machine.facts))
     plain, view = meta(9, n, dtype=FP32), meta(9, 5121 if n == 5120 else 5120, dtype=FP32)[:, :n]
     for x, dy in ((plain, plain), (plain, view), (view, plain), (view, view)):
-        run(x, dy, meta(n, dtype=FP32), meta(9, dtype=FP32), 0.0)
+        plain_calls.backward(run, x, dy, meta(n, dtype=FP32), meta(9, dtype=FP32), 0.0)
     assert len(machine.symbols[kernel.kernel]) == (1 if kernel is BackwardPipelined else 4)

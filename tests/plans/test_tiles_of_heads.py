@@ -16,7 +16,7 @@ from tilegym_rmsnorm.backends.cutile.forms import form_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import Form
 from tilegym_rmsnorm.backends.cutile.plans.rules import heads_of_form
 from tilegym_rmsnorm.backends.cutile.plans.select import select
-from tilegym_rmsnorm.backends.layout import arranged
+from tilegym_rmsnorm.backends.layout import viewed, views_of
 
 OPS = ("forward", "backward")
 # (rows, heads) of the tiles of a forward and a backward, by D and H. 8, 28 and 32 were timed (rules._tiles_of_heads).
@@ -51,7 +51,7 @@ def rows_of(*size):
 def selected(*rows, per_head=False, bias=False):
     """B, T and H, the form, and the first kernel of each of OPS."""
     n = rows[0].shape[-1]
-    given = arranged(n, rows[0].shape[-2] if per_head else 0, rows)
+    given = viewed(rows, views_of(n, rows[0].shape[-2] if per_head else 0, rows))
     _, form = form_of(given, (BF16,), False, bias, per_head)
     asked = (planning.problem(op, n, form=form) for op in OPS)
     return tuple(given[0].shape[:3]), form, [select(each, planning.rules_of()).first for each in asked]
@@ -130,5 +130,5 @@ def test_weights_of_heads_have_tiles_that_divide_them():
 
 def test_forms_of_several_dtypes_have_them_too():
     rows = rows_of(2, 8, 4096, 64).transpose(1, 2)[:, 1:], rows_of(2, 4095, 8, 64).to(FP32)
-    dtype, form = form_of(arranged(64, 0, rows), (BF16,), True, False, False)
+    dtype, form = form_of(viewed(rows, views_of(64, 0, rows)), (BF16,), True, False, False)
     assert dtype is FP32 and form.heads == 8 and form.narrowest == 2

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from planning import by_rules, plan
+from planning import by_rules
 from table_cases import chosen, rule
 
 from tilegym_rmsnorm.backends.cutile.plans import tables
@@ -158,9 +158,8 @@ def test_a_folder_that_can_be_made_is_left_to_cuda_tile(context, tmp_path):
 def test_cuda_tile_fails_there_and_compiles_without_its_cache(context):
     """What the cache is turned off for. Where this release of cuda-tile does not fail, turning it off may go."""
     keep_in = context
-    from compiling import CompilingMachine
+    from compiling import CompilingMachine, run_forward
 
-    from tilegym_rmsnorm.backends.cutile.launch import Forward
     from tilegym_rmsnorm.backends.cutile.runtime import disk_cache, toolchain
 
     if toolchain.find_tileiras() is None:
@@ -168,9 +167,8 @@ def test_cuda_tile_fails_there_and_compiles_without_its_cache(context):
     machine = CompilingMachine(90)
 
     def compile_one() -> None:
-        x, weight = machine.empty((16, 40), torch.float32), machine.empty((40,), torch.float32)
-        asked = "forward", 40, torch.float32, "few"
-        Forward(machine, plan(by_rules(*asked), *asked, facts=machine.facts))(x, weight, 1e-6, 0.0)
+        first = by_rules("forward", 40, torch.float32, "few")
+        run_forward(machine, first, 40, torch.float32, torch.float32, m=16)
 
     keep_in(f"{os.devnull}/cutile-python")
     with pytest.raises(NotADirectoryError):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import cuda.tile as ct
 import helpers
+import plain_calls
 import planning
 import pytest
 import torch
@@ -167,7 +168,7 @@ def run_forward(machine, choice, n, dtype, weight_dtype, round_xhat=False, m=409
     """The launches of a forward of (m, n), by this first kernel: a Choice or a Variant."""
     weight = None if weight_dtype is None else meta(n, dtype=weight_dtype)
     run = Forward(machine, _plan(machine, choice, "forward", n, dtype, weight_dtype, round_xhat))
-    run(meta(m, n, dtype=dtype), weight, eps, 0.0)
+    plain_calls.forward(run, meta(m, n, dtype=dtype), weight, eps, 0.0)
 
 
 def run_backward(
@@ -177,7 +178,8 @@ def run_backward(
     weight = None if weight_dtype is None else meta(n, dtype=weight_dtype)
     op = "backward" if has_dw and weight is not None else "dx"
     run = Backward(machine, _plan(machine, choice, op, n, dtype, weight_dtype, round_xhat, partials=partials))
-    run(meta(m, n, dtype=dtype), meta(m, n, dtype=dtype), weight, meta(m, dtype=torch.float32), 0.0)
+    x, dy, rstd = meta(m, n, dtype=dtype), meta(m, n, dtype=dtype), meta(m, dtype=torch.float32)
+    plain_calls.backward(run, x, dy, weight, rstd, 0.0)
 
 
 def code_of_call(

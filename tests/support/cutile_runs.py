@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Forwards and backwards of the cutile backend in the interpreter, on a machine that shuffles each launch's blocks."""
 
+import plain_calls
 import planning
 import torch
 from helpers import Inputs
@@ -18,7 +19,8 @@ from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine, 
 def run_forward(inputs: Inputs, first: Variant | None = None, **machine):
     x, _, weight, eps, offset, _ = inputs
     shuffled = ShuffledMachine(**machine)
-    y, rstd = Forward(shuffled, plan_for(inputs, "forward", shuffled, first))(x, weight, eps, offset)
+    run = Forward(shuffled, plan_for(inputs, "forward", shuffled, first))
+    y, rstd = plain_calls.forward(run, x, weight, eps, offset)
     assert interpreter.unwritten(y) == interpreter.unwritten(rstd) == 0
     return {"y": y, "rstd": rstd}
 
@@ -39,7 +41,7 @@ def run_backward(
     shuffled = ShuffledMachine(**machine)
     options = {"size": size, "partials": partials, "policy": policy or Policy()}
     plan = plan_for(inputs, "backward" if has_dw else "dx", shuffled, first, **options)
-    dx, dw = Backward(shuffled, plan)(x, dy, weight, rstd, offset)
+    dx, dw = plain_calls.backward(Backward(shuffled, plan), x, dy, weight, rstd, offset)
     assert interpreter.unwritten(dx) == 0
     if not has_dw:
         assert dw is None

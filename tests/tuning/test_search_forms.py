@@ -191,8 +191,8 @@ def test_what_runs_is_what_users_calls_of_the_form_run(finder, monkeypatch, op, 
     launcher_of = launch.forward_launcher if op == "forward" else launch.backward_launcher
     run = calls.runner(finder.machine, bucket, tiles_of(op)[0])
     [launcher] = run.args
-    formed = launcher.formed
-    monkeypatch.setattr(launcher, "formed", lambda *asked: (met.append(asked), formed(*asked))[1])
+    bind = launcher.bind
+    monkeypatch.setattr(launcher, "bind", lambda *asked: (met.append(asked), bind(*asked))[1])
     for inputs in (
         *calls.timed_inputs(16, bucket, 1, device),
         *(calls.checked_inputs(16, bucket, device, seed) for seed in (0, 1)),
@@ -212,9 +212,9 @@ def test_a_residual_that_is_left_out_is_refused(finder, monkeypatch, op, form):
     name = "Forward" if op == "forward" else "Backward"
 
     class Forgetful(getattr(launch, name)):
-        def formed(self, spec, tensors, *wanted):
+        def __call__(self, spec, tensors, *wanted):
             *others, last = tensors  # residual, or d_residual_out
-            return super().formed(spec, (*others, torch.zeros_like(last)), *wanted)
+            return super().__call__(spec, (*others, torch.zeros_like(last)), *wanted)
 
     monkeypatch.setattr(launch, name, Forgetful)
     reason = finder.why_wrong(bucket_of(op, form), tiles_of(op)[0])
@@ -223,8 +223,8 @@ def test_a_residual_that_is_left_out_is_refused(finder, monkeypatch, op, form):
 
 def test_an_alpha_that_is_left_out_is_refused(finder, monkeypatch):
     class Forgetful(launch.Backward):
-        def formed(self, spec, tensors, wanted):
-            return super().formed(spec._replace(alpha=1.0), tensors, wanted)
+        def __call__(self, spec, tensors, wanted):
+            return super().__call__(spec._replace(alpha=1.0), tensors, wanted)
 
     bucket = bucket_of("backward", D_RESIDUAL)
     assert finder.why_wrong(bucket, BACKWARD_TILES[0]) is None

@@ -14,11 +14,15 @@ residual_out, dx and d_residual are new, contiguous, and have that shape too. we
 (N,), or (H, N) where the weight is per-head. rstd is contiguous, (M,) with M the product of the leading dimensions,
 float32 (float64 for float64 x). spec and wanted give the dtypes of the results (call/spec.py). None is a tensor that is
 absent, or not wanted.
+
+A backend whose calls on small tensors are bound by the host registers functions made by `binding`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -68,3 +72,24 @@ class BackwardFunction(Protocol):
     residual_out where there was a residual."""
 
     def __call__(self, spec: Spec, tensors: BackwardTensors, wanted: Wanted, /) -> Gradients: ...
+
+
+def binding(bind: Callable[..., Callable[[Any], Any]]) -> Any:
+    """Make the function of a backend from `bind`, which takes the same arguments and does all that their shapes,
+    strides, dtypes and alignment to 16 bytes decide. `bind` returns a function of the tensors alone, which holds none
+    of them, so that a known call (routes/known_calls.py) can run it on other tensors like these."""
+
+    @functools.wraps(bind)
+    def function(spec: Spec, tensors: Any, *wanted: Wanted) -> Any:
+        return bind(spec, tensors, *wanted)(tensors)
+
+    function.bind = bind  # type: ignore[attr-defined]
+    return function
+
+
+def bound(function: Callable[..., Any], spec: Spec, tensors: Any, *wanted: Wanted) -> Callable[[Any], Any]:
+    """Bind the function of a backend to all but its tensors, see `binding`."""
+    bind = getattr(function, "bind", None)
+    if bind is None:
+        return lambda tensors: function(spec, tensors, *wanted)
+    return bind(spec, tensors, *wanted)

@@ -4,8 +4,8 @@
 """Say why backends "cutile" and "triton" cannot run: dtypes that no kernel of theirs takes.
 
 The `unusable` of each backend's module (cutile/__init__.py, triton/__init__.py) asks these and adds its own. Two
-integrations have lists of their own of the dtypes for kernels: aten.py and huggingface/arithmetic.py. Other reasons to
-refuse a kernel stand elsewhere:
+integrations have lists of their own of the dtypes for kernels: aten.py and huggingface/arithmetic.py. So has `_fit`
+(routes/eager.py), for a weight that a hook replaced. Other reasons to refuse a kernel stand elsewhere:
 
     a GPU or its driver                           cutile/__init__.py, triton/__init__.py: _gpu_unusable
     an architecture, by cutile alone              cutile/plans/rules.py: ARCHITECTURES

@@ -232,7 +232,7 @@ def get_registry_info() -> dict[str, Any]:
 
 
 def _choose(op: str, request: Request, name: str) -> Function:
-    settings.check_environment()  # here, since a known call (known_calls.py) does not come here
+    settings.kernel_limits()  # raises for an invalid environment; known calls (known_calls.py) do not come here
     check_name("op", op, OPS)
     check_name("backend", name, NAMES)
     backend, passed_over = _first_usable(op, request) if name == "auto" else (_usable(op, request, name), "")

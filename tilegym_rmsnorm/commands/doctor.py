@@ -160,7 +160,7 @@ def _report_backends(
 def environment_problem() -> str | None:
     """Why calls fail by a variable of the environment; None where it does not."""
     try:
-        settings.check_environment()
+        settings.kernel_limits()
     except ValueError as error:
         return str(error)
     return None

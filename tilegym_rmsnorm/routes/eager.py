@@ -9,7 +9,9 @@ differentiable again. Hooks or `tensor.data = ...` may have changed saved tensor
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from tilegym_rmsnorm.call import arguments
 from tilegym_rmsnorm.call.spec import (
     BackwardTensors,
     Call,
+    ForwardTensors,
     Wanted,
     WantedGradients,
     as_needed,
@@ -27,107 +30,143 @@ from tilegym_rmsnorm.call.spec import (
 )
 from tilegym_rmsnorm.call.tensors import has_own_operations, is_plain, savable
 from tilegym_rmsnorm.call.watched import count_modes, is_watched
-from tilegym_rmsnorm.routes import choose, kernels, op, operations
+from tilegym_rmsnorm.routes import choose, kernels, known_calls, op, operations
+from tilegym_rmsnorm.routes.known_calls import KnownCalls
 
 _is_in_inference_mode = torch.is_inference_mode_enabled  # in that mode enable_grad() records nothing
 _FLOAT32, _FLOAT64 = torch.float32, torch.float64
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def run_or_record(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, call: Call
-) -> Tensor | tuple[Tensor, Tensor] | None:
+class Recorded:
+    """Part of a recorded call that is not its tensors: what the forward and the backward of such calls need."""
+
+    __slots__ = ("backwards", "bias_shape", "call", "dtypes", "run")
+
+    def __init__(self, tensors: ForwardTensors, call: Call, run: kernels.RunForward) -> None:
+        x, weight, bias, residual = tensors
+        self.call, self.run = call, run
+        self.dtypes = tuple(map(dtype_of, (x, residual, weight, bias)))
+        self.bias_shape = () if bias is None else bias.shape
+        self.backwards = KnownCalls()  # of calls that are known themselves
+
+
+def run_or_record(tensors: ForwardTensors, call: Call) -> Tensor | tuple[Tensor, Tensor]:
     """Run a call on plain tensors, and record it where autograd would record PyTorch's operations. Return y, or with a
-    residual y and residual_out; None where the call must be recorded but has no backward."""
-    is_recorded = (
+    residual y and residual_out."""
+    return _runner(tensors, call, functools.partial(kernels.run_forward, call=call))(tensors)
+
+
+def bind(tensors: ForwardTensors, call: Call) -> Callable[[ForwardTensors], Any]:
+    """Return `run_or_record` for any tensors with the metadata of these. It holds none of them."""
+    return _runner(tensors, call, kernels.bind_forward(tensors, call))
+
+
+def _runner(tensors: ForwardTensors, call: Call, run: kernels.RunForward) -> Callable[[ForwardTensors], Any]:
+    x, weight, _, residual = tensors
+    if not _is_recorded(tensors):
+        if residual is None:
+            return lambda tensors: run(tensors)[0]
+        return lambda tensors: run(tensors)[::2]
+    recorded = Recorded(tensors, call, run)
+    if residual is not None:
+
+        def record_sum(tensors: ForwardTensors) -> Any:
+            x, weight, bias, residual = tensors  # x need not be savable: the sum is saved
+            return _record_add(x, residual, savable(weight), bias, recorded)
+
+        return record_sum
+    is_saved_as_copy = x.is_inference() or (weight is not None and weight.is_inference())
+
+    def record(tensors: ForwardTensors) -> Any:
+        x, weight, bias, _ = tensors
+        if is_saved_as_copy:
+            x, weight = savable(x), savable(weight)
+        return _record(x, weight, bias, recorded)
+
+    return record
+
+
+def _is_recorded(tensors: ForwardTensors) -> bool:
+    return (
         torch.is_grad_enabled()
-        and (
-            x.requires_grad
-            or (weight is not None and weight.requires_grad)
-            or (bias is not None and bias.requires_grad)
-            or (residual is not None and residual.requires_grad)
-        )
+        and any([each is not None and each.requires_grad for each in tensors])
         and not _is_in_inference_mode()
     )
-    if not is_recorded:
-        y, _, residual_out = kernels.run_forward(x, weight, bias, residual, call)
-        return y if residual is None else (y, residual_out)
-    if call.backward is None:
-        return None
-    if residual is not None:  # x need not be savable: the sum is saved
-        return _record_add(x, residual, savable(weight), bias, call)
-    if x.is_inference() or (weight is not None and weight.is_inference()):
-        x, weight = savable(x), savable(weight)
-    return _record(x, weight, bias, call)
 
 
 class RMSNormFunction(torch.autograd.Function):
     """Norm without a residual. Saves x, weight and rstd; the backward does not need y.
 
-    All but the tensors come in one tuple: each argument of `apply` costs host time.
+    All but the tensors come in one object: each argument of `apply` costs host time.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, call):
-        y, rstd, _ = kernels.run_forward(x, weight, bias, None, call)
+    def forward(ctx, x, weight, bias, recorded):
+        y, rstd, _ = recorded.run((x, weight, bias, None))
         ctx.save_for_backward(x, weight, rstd)
-        ctx.call = call
-        if bias is not None:
-            ctx.bias_dtype, ctx.bias_shape = bias.dtype, bias.shape
+        ctx.recorded = recorded
         return y
 
     @staticmethod
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
         needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-        wanted = Wanted(
-            x.dtype if needs_dx or needs_dw else None,
-            None,
-            weight.dtype if needs_dw else None,
-            ctx.bias_dtype if needs_db else None,
-        )
-        bias_shape = ctx.bias_shape if needs_db else ()
-        dx, _, dw, db = gradients((x, dy, weight, rstd, None), ctx.call, wanted, bias_shape)
-        return dx, dw, None if db is None else db.view(bias_shape), None
+        needs = needs_dx, False, needs_dw, needs_db
+        dx, _, dw, db = _gradients_of(ctx.recorded, (x, dy, weight, rstd, None), needs)
+        return dx, dw, db, None
 
 
 class AddRMSNormFunction(torch.autograd.Function):
     """Norm of the sum alpha * x + residual, and the sum. Saves the sum, weight and rstd: neither x nor residual."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, call):
-        y, rstd, residual_out = kernels.run_forward(x, weight, bias, residual, call)
+    def forward(ctx, x, residual, weight, bias, recorded):
+        y, rstd, residual_out = recorded.run((x, weight, bias, residual))
         ctx.set_materialize_grads(False)  # the gradient of an unused result is None, not a tensor of zeros
         ctx.save_for_backward(residual_out, weight, rstd)
-        ctx.call, ctx.dtypes = call, (x.dtype, residual.dtype, dtype_of(weight), dtype_of(bias))
-        if bias is not None:
-            ctx.bias_shape = bias.shape
+        ctx.recorded = recorded
         if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
             ctx.mark_non_differentiable(residual_out)
         return y, residual_out
 
     @staticmethod
     def backward(ctx, dy, d_residual_out):
-        needs, spec = ctx.needs_input_grad[:4], ctx.call.spec
+        needs, recorded = ctx.needs_input_grad[:4], ctx.recorded
         if dy is None:
-            dx, d_residual = operations.gradients_of_sum(d_residual_out, spec.alpha, ctx.dtypes, needs)
+            alpha = recorded.call.spec.alpha
+            dx, d_residual = operations.gradients_of_sum(d_residual_out, alpha, recorded.dtypes, needs)
             return dx, d_residual, None, None, None
         residual_out, weight, rstd = ctx.saved_tensors
         if has_own_operations(residual_out) and count_modes():
             # Autograd detaches a tensor that is both saved and returned; a dispatch mode may replace the result.
-            with kernels.unseen(ctx.call.backward):
+            with kernels.unseen(recorded.call.backward):
                 residual_out, weight, rstd = ctx.saved_tensors
-        alpha, wanted = wanted_of(needs, spec.alpha, ctx.dtypes)
-        call = ctx.call if alpha == spec.alpha else ctx.call._replace(spec=spec._replace(alpha=alpha))
-        tensors = residual_out, dy, weight, rstd, d_residual_out
-        bias_shape = ctx.bias_shape if needs[3] else ()
-        return *as_needed(needs, gradients(tensors, call, wanted, bias_shape), bias_shape), None
+        return *_gradients_of(recorded, (residual_out, dy, weight, rstd, d_residual_out), needs), None
 
 
 # Function.apply in C++. The Python around it, which checks for functorch and unwraps, costs 2 us. Dynamo before torch
 # 2.13 does not know this apply, and never traces it here.
 _record = super(torch.autograd.Function, RMSNormFunction).apply
 _record_add = super(torch.autograd.Function, AddRMSNormFunction).apply
+
+
+def _gradients_of(recorded: Recorded, tensors: BackwardTensors, needs: tuple[bool, ...]) -> WantedGradients:
+    """Compute the gradients of x, residual, weight and bias that are needed, of a backward like an earlier one without
+    checks. tensors: as for `gradients`."""
+    known_call = None
+    if not torch.is_grad_enabled():
+        known_call = known_calls.backward_call(tensors, needs, recorded.call.backend)
+        if (known := recorded.backwards.find(known_call)) is not None:
+            return known(tensors)
+    spec, bias_shape = recorded.call.spec, recorded.bias_shape if needs[3] else ()
+    alpha, wanted = wanted_of(needs, spec.alpha, recorded.dtypes)
+    call = recorded.call if alpha == spec.alpha else recorded.call._replace(spec=spec._replace(alpha=alpha))
+    result = as_needed(needs, gradients(tensors, call, wanted, bias_shape), bias_shape)
+    if known_call is not None and wanted.dx is not None and not is_watched() and _fit(tensors, call):
+        run = kernels.bind_backward(tensors, call, wanted)
+        recorded.backwards.remember(known_call, lambda tensors: as_needed(needs, run(tensors), bias_shape))
+    return result
 
 
 def gradients(

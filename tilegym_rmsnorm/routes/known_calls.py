@@ -1,106 +1,162 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Cache the `Call` of each kind of call that passed all checks, so that the next call like it skips them.
+"""Keep what calls came to, so that a call like an earlier one skips all checks and lookups.
 
-A *kind* of calls (device, dtypes, casting, backend) passed all checks once. N, eps and offset may be new: `find` checks
-these itself, and that x and weight are plain (call/tensors.py) and the last dimension is normalized. All other calls
-pass the full checks. A `Call` holds no tensor.
+A call is *known* by a key, the arguments that are no tensors, and by `TensorGuards`, by which torch.compile tells
+whether a graph fits: one call in C++ compares each tensor's class, dtype, device, sizes, strides, requires_grad and
+dispatch keys, those of the thread too: so zero or negated tensors, inference mode and autocast make other calls. Guards
+do not see all that surrounds a call, freed memory, the grad mode, or where memory begins: `_call` asks.
+
+Nothing here holds a tensor.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.registry import is_settled
-from tilegym_rmsnorm.call.spec import Call, Spec
-from tilegym_rmsnorm.call.tensors import is_plain
-from tilegym_rmsnorm.reference import default_eps
-from tilegym_rmsnorm.settings import get_current_backend
+from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors
+from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, is_plain
+from tilegym_rmsnorm.call.watched import is_watched
 
-_SEQUENCES = (tuple, torch.Size, list)
+# Without it, in a PyTorch to come, no call is known: slower, and right.
+_TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+_len_torch_function_stack = torch._C._len_torch_function_stack  # counts the active TorchFunctionModes
+_SEQUENCES = (torch.Size, list)
+_HIGH = 2**40  # an address beyond the offset of any view: so no freed storage is behind it, see `is_plain`
 
-MOST_CALLS = 1024  # else calls that each have another eps would leak memory
+MOST_KEYS = 1024  # else calls that each have another eps would leak memory
+MOST_KINDS = 8  # of tensors, for one key
 
-# One Call of each kind. A kind: device, dtypes of x and weight, casting, backend.
-_kinds: dict[tuple[Any, ...], Call] = {}
-# Calls by kind, N, eps and offset.
-_calls: dict[tuple[Any, ...], Call] = {}
+OTHERS = "offset", "residual_alpha", "residual_dtype", "out_dtype", "casting"  # of `find_norm`
+_Key = tuple[Any, ...]
+_Call = tuple[_Key, list[Tensor]]  # the tensors that are given
+_Run = Callable[[Any], Any]
 
 
-def find(
-    x: Tensor,
-    normalized_shape: int | Sequence[int],
-    weight: Tensor | None,
-    eps: float | None,
-    offset: float,
-    casting: str,
-    backend: str | None,
-) -> Call | None:
-    """Find the `Call` for these arguments of an `rms_norm` without bias and residual. None: run all checks."""
-    n: Any = normalized_shape
-    if type(n) in _SEQUENCES and len(n) == 1:
-        n = n[0]
-    if type(n) is not int or not is_plain(x):
-        return None
-    # A number of another type may equal a float as a key, but must raise an error.
-    if type(offset) is not float or not (type(eps) is float or eps is None):
-        return None
-    try:
-        shape, device, weight_dtype = x.shape, x.device, None
-    except RuntimeError:  # a nested tensor of layout torch.strided has no shape
-        return None
-    if not shape or shape[-1] != n:
-        return None
-    if weight is not None:
-        if not is_plain(weight) or weight.shape != (n,) or weight.device != device:
+class KnownCalls:
+    """Functions to run, by the arguments of the calls that they were made for."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[_Key, tuple[tuple[Any, _Run], ...]] = {}  # guards, and the function
+
+    def find(self, call: _Call | None) -> _Run | None:
+        """Find the function for a call; None: run all checks."""
+        if call is None:
             return None
-        weight_dtype = weight.dtype
-    try:
-        if backend is None:
-            backend = get_current_backend()
-        kind = device, x.dtype, weight_dtype, casting, backend
-        call = _calls.get((kind, n, eps, offset))
-        if call is not None:
-            return call
-        like = _kinds.get(kind)
-    except (TypeError, ValueError):  # a name that is not hashable, or an unknown one in the environment
+        key, tensors = call
+        try:
+            for guards, run in self._kinds.get(key, ()):
+                if guards.check(*tensors):
+                    return run
+        except TypeError:  # an argument that is not hashable
+            pass
         return None
-    # A kind that may be known, with new numbers.
-    if like is None or not -math.inf < offset < math.inf or not (eps is None or 0.0 <= eps < math.inf):
-        return None
-    if len(_calls) >= MOST_CALLS:
-        _calls.clear()
-    spec = Spec(n, default_eps(kind[1]) if eps is None else eps, offset, casting)
-    _calls[kind, n, eps, offset] = call = like._replace(spec=spec)
-    return call
+
+    def remember(self, call: _Call, run: _Run) -> None:
+        """Keep the function for calls like this one, which passed all checks. It holds no tensor."""
+        key, tensors = call
+        if _TensorGuards is None or len(set(map(id, tensors))) < len(tensors):
+            return  # guards take no tensor twice
+        sizes, strides = [list(each.shape) for each in tensors], [list(each.stride()) for each in tensors]
+        guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        if len(self._kinds) >= MOST_KEYS:
+            self._kinds.clear()
+        self._kinds[key] = ((guards, run), *self._kinds.get(key, ())[: MOST_KINDS - 1])
+
+    def forget(self) -> None:
+        self._kinds.clear()
 
 
-def remember(x: Tensor, weight: Tensor | None, call: Call) -> None:
-    """Keep a call of plain tensors without bias and residual, unless the environment may change its backend."""
-    spec = call.spec
-    if (
-        spec.y_dtype is not None
-        or spec.heads
-        or call.forward is None
-        or not is_settled(call.forward, x.device)
-    ):
-        return
-    kind = x.device, x.dtype, None if weight is None else weight.dtype, spec.casting, call.backend
-    like = _kinds.get(kind)
-    if like is None or (like.backward is None and call.backward is not None):
-        _kinds[kind] = call
-        for key in list(_calls):  # those of this kind lack the backward
-            if key[0] == kind:
-                _calls.pop(key, None)
+NORM, FORWARD_OP, BACKWARD_OP = KnownCalls(), KnownCalls(), KnownCalls()
+ATEN_FORWARD, ATEN_BACKWARD = KnownCalls(), KnownCalls()  # of override_aten
 
 
 def forget() -> None:
-    """Empty the cache, so that every call passes all checks once more."""
-    _kinds.clear()
-    _calls.clear()
+    """Empty the caches, so that every call passes all checks once more."""
+    for calls in (NORM, FORWARD_OP, BACKWARD_OP, ATEN_FORWARD, ATEN_BACKWARD):
+        calls.forget()
+
+
+def may_remember(
+    given: tuple[Any, ...], checked: tuple[Any, ...], function: Callable[..., Any] | None
+) -> bool:
+    """Whether a call that passed all checks can be known: nothing watches it, the tensors were run as given, and the
+    registry chooses this function for all calls like it."""
+    is_as_given = all([each is one for each, one in zip(given, checked, strict=True)])
+    return is_as_given and function is not None and not is_watched() and is_settled(function, given[0].device)
+
+
+def norm_call(
+    tensors: ForwardTensors, normalized_shape: Any, eps: Any, others: tuple[Any, ...], backend: Any
+) -> _Call | None:
+    """Describe a call of `rms_norm`; None where it cannot be known. others: OTHERS."""
+    # A number of another type may equal one of these as a key, but must raise an error.
+    if (
+        type(others[0]) is not float
+        or type(others[1]) is not float
+        or not (type(eps) is float or eps is None)
+    ):
+        return None
+    if type(normalized_shape) is not int:
+        if type(normalized_shape) in _SEQUENCES:
+            normalized_shape = tuple(normalized_shape)
+        if type(normalized_shape) is not tuple or not all([type(size) is int for size in normalized_shape]):
+            return None
+    return forward_call(tensors, (normalized_shape, eps, others), backend)
+
+
+def forward_call(tensors: ForwardTensors, others: tuple[Any, ...], backend: Any) -> _Call | None:
+    """Describe a forward. others: all arguments but tensors and backend."""
+    x, weight, bias, residual = tensors
+    parts = weight is None, bias is None, residual is None
+    return _call((x,) if residual is None else (x, residual), (weight, bias), parts, others, backend)
+
+
+def backward_call(tensors: BackwardTensors, others: tuple[Any, ...], backend: Any) -> _Call | None:
+    """Describe a backward, as `forward_call`."""
+    x, dy, weight, rstd, d_residual_out = tensors
+    # Guards take no tensor twice, and autograd may pass one gradient as both.
+    has_two = d_residual_out is not None and d_residual_out is not dy
+    parts = weight is None, d_residual_out is None, has_two
+    rows = (x, dy, d_residual_out) if has_two else (x, dy)
+    return _call(rows, (rstd, weight), parts, others, backend)
+
+
+def _call(
+    rows: tuple[Any, ...],
+    vectors: tuple[Any, ...],
+    parts: tuple[bool, ...],
+    others: tuple[Any, ...],
+    backend: Any,
+) -> _Call | None:
+    """Describe a call by its key and its tensors, where guards see all that surrounds it, and memory is behind all of
+    them. rows: tensors of x's shape. The rest of a row's address, by 16 bytes, is part of the key."""
+    if is_watched() or _len_torch_function_stack():
+        return None
+    alignment, tensors = 0, list(rows)
+    try:
+        for each in rows:
+            if type(each) not in PLAIN_TYPES:  # PyTorch itself says where the memory is
+                return None
+            address = each.data_ptr()
+            if address < _HIGH and not is_plain(each):
+                return None
+            alignment = alignment << 4 | address & 15
+        for each in vectors:
+            if each is not None:
+                if type(each) not in PLAIN_TYPES or (each.data_ptr() < _HIGH and not is_plain(each)):
+                    return None
+                tensors.append(each)
+        if backend is None:
+            backend = settings.get_current_backend()
+        limits = settings.kernel_limits()
+        return (rows[0].shape, alignment, parts, others, backend, limits, torch.is_grad_enabled()), tensors
+    except (RuntimeError, ValueError):  # no memory; an unknown word in the environment: the checks raise
+        return None

@@ -6,6 +6,7 @@ compilation, so each sweep is in parts, which go to different processes."""
 
 import functools
 
+import plain_calls
 import pytest
 import torch
 from helpers import BF16, DEVICE, FP16, FP32, HAS_GPU, assert_alike, expected_results, make_inputs, why_skip
@@ -154,16 +155,19 @@ def check_entry(machine, bucket, variant, m):
     expected = expected_results(inputs)
     kind = bucket.n, bucket.dtype, bucket.size, FP32, machine.facts
     if bucket.op == "forward":
-        forward = launch.Forward(machine, plan(variant, "forward", *kind))
-        assert_alike(expected, ("y", "rstd"), lambda: forward(x, weight, eps, 0.0), 20)
+        run = launch.Forward(machine, plan(variant, "forward", *kind))
+        forward = functools.partial(plain_calls.forward, run, x, weight, eps, 0.0)
+        assert_alike(expected, ("y", "rstd"), forward, 20)
         return
     _, rstd = rms_norm_forward(x, weight, eps, backend="cutile")
     if bucket.op == "backward":
         backward = launch.Backward(machine, plan(variant, "backward", *kind))
-        assert_alike(expected, ("dx", "dw"), lambda: backward(x, dy, weight, rstd, 0.0), 20)
+        run = functools.partial(plain_calls.backward, backward, x, dy, weight, rstd, 0.0)
+        assert_alike(expected, ("dx", "dw"), run, 20)
     if bucket.op == "dx" or variant.serves_dx_alone:
         dx_alone = launch.Backward(machine, plan(variant, "dx", *kind))
-        assert_alike(expected, ("dx",), lambda: dx_alone(x, dy, weight, rstd, 0.0)[:1], 20)
+        run = functools.partial(plain_calls.backward, dx_alone, x, dy, weight, rstd, 0.0)
+        assert_alike(expected, ("dx",), lambda: run()[:1], 20)
 
 
 def check_entry_of_a_form(machine, bucket, variant, m):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tilegym_rmsnorm.backends.cutile.plans.problem import Form
 from tilegym_rmsnorm.backends.cutile.plans.rules import heads_of_form
-from tilegym_rmsnorm.call.spec import Wanted
 
 LARGEST_STRIDE = 2**31 - 1  # kernels see strides as int32
 
@@ -44,29 +43,6 @@ def form_of(
         d_residual,
     )
     return widest, form
-
-
-def is_plain_backward(
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype | None,
-    alpha: float,
-    rows: tuple[Tensor, Tensor, Tensor | None],
-    wanted: Wanted,
-) -> bool:
-    """Whether a backward is of rows of one dtype, of x's for dx and of weight's for dw, and asks for no more. rows: x,
-    dy and d_residual_out. The dtypes are x's and weight's: to ask a tensor for its own costs host time."""
-    x, dy, d_residual_out = rows
-    to_dx, to_d_residual, to_dw, to_db = wanted
-    return (
-        d_residual_out is None
-        and to_d_residual is None
-        and to_db is None
-        and to_dx is dtype
-        and dy.dtype is dtype
-        and (to_dw is weight_dtype or to_dw is None)
-        and alpha == 1.0
-        and x.ndim == 2
-    )
 
 
 def fits_kernels(rows: Tensor) -> bool:

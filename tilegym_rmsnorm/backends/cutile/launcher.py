@@ -69,17 +69,22 @@ class Launcher:
         temporaries = tuple((shape, DTYPES[dtype]) for shape, dtype in wanted)
         return Launches(launches, temporaries, sizes.tiles_in_slab, sizes.partial_rows)
 
-    def run(self, m: int, arguments: tuple[Any, ...], lead: tuple[int, int, int] | None = None) -> None:
-        """Launches every kernel, in parts where one launch cannot take all rows; never of (B, T, H, N)."""
+    def bind_launches(self, m: int, lead: tuple[int, int, int] | None = None) -> Callable[..., None]:
+        """Return a function of a call's arguments that launches every kernel: in parts where one launch cannot take all
+        rows, which never are of (B, T, H, N)."""
         if m > self.most_rows:
-            self._run_parts(arguments)
-            return
+            return self._run_parts
         launches, temporaries, tiles_in_slab, _ = self.launches_for(m, lead)
-        arguments += (tiles_in_slab,)
-        if temporaries:
-            arguments += tuple([self.machine.empty(shape, dtype) for shape, dtype in temporaries])
-        for launch, select_arguments, grid in launches:
-            launch(grid, select_arguments(arguments))
+        empty = self.machine.empty
+
+        def run(arguments: tuple[Any, ...]) -> None:
+            arguments += (tiles_in_slab,)
+            if temporaries:
+                arguments += tuple([empty(shape, dtype) for shape, dtype in temporaries])
+            for launch, select_arguments, grid in launches:
+                launch(grid, select_arguments(arguments))
+
+        return run
 
     def _run_parts(self, arguments: tuple[Any, ...]) -> None:
         """All but the sum of dw in parts, whose partial rows lie behind each other."""
@@ -105,41 +110,46 @@ class Launcher:
             grid = self.plan.steps[-1].grid(0, self.n, sum(counts), 0)
             launch_sum(grid, select_of_sum(tuple(arrays[name] for name in self.argument_names)))
 
-    def as_read(self, *rows: Tensor | None) -> list[Any]:
-        """Arrays of rows as the kernels read them; those of (B, T, H, N) are read where they are."""
-        return [each if each is None or each.ndim == 4 else _as_read(each, self.tma) for each in rows]
+    def reads_copy(self, rows: Tensor | None) -> bool:
+        """Whether kernels read a copy of an array of rows; those of (B, T, H, N) are read where they are."""
+        return rows is not None and rows.ndim != 4 and _reads_copy(rows, self.tma)
 
-    def empty_like(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """New rows, contiguous, of x's shape."""
-        rows = self.machine.empty((x.numel() // self.n, self.n), dtype)
-        return rows if x.ndim == 2 else rows.view(x.shape)
+    def bind_empty(self, x: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
+        """Return a function that allocates contiguous rows of x's shape."""
+        empty, shape = self.machine.empty, tuple(x.shape)
+        return lambda: empty(shape, dtype)
 
 
 class Forward(Launcher):
     argument_names = ("y", "rstd", "x", "weight", "residual", "bias", "eps", "offset", "inv_n")
 
-    def __call__(self, x: Tensor, weight: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-        machine = self.machine
-        x = _as_read(x, self.tma)
-        m = x.size(0)
-        y, rstd = machine.empty((m, self.n), x.dtype), machine.empty((m,), torch.float32)
-        weight = machine.no_array if weight is None else weight
-        self.run(m, (y, rstd, x, weight, (), (), eps, offset, self.inv_n))
-        return y, rstd
+    def __call__(self, spec: Spec, tensors: ForwardTensors) -> Outputs:
+        return self.bind(spec, tensors)(tensors)
 
-    def formed(self, spec: Spec, tensors: ForwardTensors) -> Outputs:
-        """Any call of the plan's form."""
-        x, weight, bias, residual = tensors
-        x, residual = self.as_read(x, residual)
-        rstd = self.machine.empty((x.numel() // self.n,), torch.float32)
-        y, residual_out, added = self.empty_like(x, spec.y_dtype or x.dtype), None, ()
-        if residual is not None:
-            residual_out = self.empty_like(x, spec.residual_dtype)
-            added = residual, residual_out, spec.alpha
-        weight, biases = self.machine.no_array if weight is None else weight, () if bias is None else (bias,)
-        arguments = y, rstd, x, weight, added, biases, spec.eps, spec.offset, self.inv_n
-        self.run(rstd.size(0), arguments, lead_of(x))
-        return y, rstd, residual_out
+    def bind(self, spec: Spec, tensors: ForwardTensors) -> Callable[[ForwardTensors], Outputs]:
+        """Bind a call of the plan's form, as contract.py says."""
+        x, _, _, residual = tensors
+        m, empty, no_array = x.numel() // self.n, self.machine.empty, self.machine.no_array
+        launch = self.bind_launches(m, lead_of(x))
+        copies_x, copies_residual = map(self.reads_copy, (x, residual))
+        empty_y = self.bind_empty(x, spec.y_dtype or x.dtype)
+        empty_sum = None if residual is None else self.bind_empty(x, spec.residual_dtype)
+        of_rstd, alpha, numbers = (m,), spec.alpha, (spec.eps, spec.offset, self.inv_n)
+
+        def run(tensors: ForwardTensors) -> Outputs:
+            x, weight, bias, residual = tensors
+            if copies_x:
+                x = _copied(x)
+            y, rstd = empty_y(), empty(of_rstd, torch.float32)
+            residual_out, added = None, ()
+            if empty_sum is not None:
+                residual_out = empty_sum()
+                added = _copied(residual) if copies_residual else residual, residual_out, alpha
+            weight = no_array if weight is None else weight
+            launch((y, rstd, x, weight, added, () if bias is None else (bias,), *numbers))
+            return y, rstd, residual_out
+
+        return run
 
 
 class Backward(Launcher):
@@ -148,54 +158,63 @@ class Backward(Launcher):
         *("d_residual_out", "d_residual", "db_partial", "db", "offset", "inv_n"),
     )
 
-    def __call__(
-        self, x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, offset: float
-    ) -> tuple[Tensor, Tensor | None]:
-        machine, n = self.machine, self.n
-        x, dy = _as_read(x, self.tma), _as_read(dy, self.tma)
-        m, dw, dw_partial = x.size(0), None, machine.no_array
-        dx = machine.empty((m, n), x.dtype)
-        if self.plan.problem.op == "backward":
-            dw = machine.empty((n,), weight.dtype)
-            # of more rows than one launch takes each part has its own
-            p = self.launches_for(m).partial_rows if m <= self.most_rows else 1
-            # a partial row that is alone is dw
-            dw_partial = dw.view(1, n) if p == 1 else machine.empty((p, n), torch.float32)
-        weight = machine.no_array if weight is None else weight
-        self.run(m, (dx, dw, dw_partial, dy, x, weight, rstd, (), (), (), (), offset, self.inv_n))
-        return dx, dw
+    def __call__(self, spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Gradients:
+        return self.bind(spec, tensors, wanted)(tensors)
 
-    def formed(self, spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Gradients:
-        """Any call of the plan's form."""
-        x, dy, weight, rstd, d_residual_out = tensors
-        x, dy, d_residual_out = self.as_read(x, dy, d_residual_out)
-        machine, m, lead = self.machine, rstd.size(0), lead_of(x)
-        dx, d_residual, out = self.empty_like(x, wanted.dx), None, ()
+    def bind(
+        self, spec: Spec, tensors: BackwardTensors, wanted: Wanted
+    ) -> Callable[[BackwardTensors], Gradients]:
+        """Bind a call of the plan's form, as contract.py says."""
+        x, dy, _, _, d_residual_out = tensors
+        m, lead, no_array = x.numel() // self.n, lead_of(x), self.machine.no_array
+        launch = self.bind_launches(m, lead)
+        copies_x, copies_dy, copies_d = map(self.reads_copy, (x, dy, d_residual_out))
+        empty_dx, empty_d_residual = self.bind_empty(x, wanted.dx), None
         if wanted.d_residual is not None:
-            d_residual = self.empty_like(x, wanted.d_residual)
-            out = d_residual, spec.alpha
-        elif spec.alpha != 1.0:
-            out = (spec.alpha,)
-        dw, dw_partial, db, db_partial, sums = None, machine.no_array, None, (), ()
+            empty_d_residual = self.bind_empty(x, wanted.d_residual)
+        empty_dw = empty_db = None
         if self.plan.problem.op == "backward":
             # of more rows than one launch takes each part has its own
             p = self.launches_for(m, lead).partial_rows if m <= self.most_rows else 1
-            columns = self.plan.columns_of_dw
-            dw, dw_partial = self._sum_and_partials(columns, p, wanted.dw)
-            if wanted.db is not None:
-                db, partial = self._sum_and_partials(columns, p, wanted.db)
-                db_partial, sums = (partial,), (db, partial)
-        of_residual = () if d_residual_out is None else (d_residual_out,), out
-        arrays = dx, dw, dw_partial, dy, x, machine.no_array if weight is None else weight, rstd
-        self.run(m, (*arrays, *of_residual, db_partial, sums, spec.offset, self.inv_n), lead)
-        if self.plan.problem.form.per_head:
-            dw, db = (None if each is None else each.view(-1, self.n) for each in (dw, db))
-        return dx, d_residual, dw, db
+            empty_dw = self._bind_sum_and_partials(p, wanted.dw)
+            empty_db = None if wanted.db is None else self._bind_sum_and_partials(p, wanted.db)
+        alpha, numbers = spec.alpha, (spec.offset, self.inv_n)
+        per_head, n = self.plan.problem.form.per_head, self.n
 
-    def _sum_and_partials(self, columns: int, p: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """dw, or db, and the partial rows that it is the sum of: of one, it is that row."""
-        total = self.machine.empty((columns,), dtype)
-        return total, total.view(1, columns) if p == 1 else self.machine.empty((p, columns), torch.float32)
+        def run(tensors: BackwardTensors) -> Gradients:
+            x, dy, weight, rstd, d_residual_out = tensors
+            x, dy = _copied(x) if copies_x else x, _copied(dy) if copies_dy else dy
+            dx, d_residual, out = empty_dx(), None, () if alpha == 1.0 else (alpha,)
+            if empty_d_residual is not None:
+                d_residual = empty_d_residual()
+                out = d_residual, alpha
+            dw, dw_partial, db, db_partial, sums = None, no_array, None, (), ()
+            if empty_dw is not None:
+                dw, dw_partial = empty_dw()
+                if empty_db is not None:
+                    db, partial = empty_db()
+                    db_partial, sums = (partial,), (db, partial)
+            added = ()
+            if d_residual_out is not None:
+                added = (_copied(d_residual_out) if copies_d else d_residual_out,)
+            weight = no_array if weight is None else weight
+            launch((dx, dw, dw_partial, dy, x, weight, rstd, added, out, db_partial, sums, *numbers))
+            if per_head:
+                dw, db = (None if each is None else each.view(-1, n) for each in (dw, db))
+            return dx, d_residual, dw, db
+
+        return run
+
+    def _bind_sum_and_partials(self, p: int, dtype: torch.dtype) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Return a function that allocates dw, or db, and the partial rows that it is the sum of: of one, it is that
+        row."""
+        empty, columns = self.machine.empty, self.plan.columns_of_dw
+
+        def allocate() -> tuple[Tensor, Tensor]:
+            total = empty((columns,), dtype)
+            return total, total.view(1, columns) if p == 1 else empty((p, columns), torch.float32)
+
+        return allocate
 
 
 def lead_of(x: Tensor) -> tuple[int, int, int] | None:
@@ -210,15 +229,18 @@ def _selector(places: list[int]) -> Selector:
     return operator.itemgetter(*places)
 
 
-def _as_read(x: Tensor, tma: bool) -> Tensor:
-    """x, or a copy where rows lie too far apart, or where a kernel by TMA would not read them as it reads packed ones.
+def _reads_copy(x: Tensor, tma: bool) -> bool:
+    """Whether rows lie too far apart, or a kernel by TMA would not read them as it reads packed ones.
 
     Packed rows begin at multiples of 16 bytes or, by their length, do not. Rows that do not the compiler loads element
     by element, and beside an array by TMA it may load over tiles that are still read: float32 rows of 5120 columns and
     teams of 12288 where dy alone is such a view, rows of 5119 where x alone is aligned.
     """
     stride, itemsize = x.stride()[0], x.itemsize
-    if stride <= LARGEST_STRIDE:
-        if not tma or ((stride * itemsize | x.data_ptr()) & 15 == 0) == (x.shape[1] * itemsize & 15 == 0):
-            return x
+    if stride > LARGEST_STRIDE:
+        return True
+    return tma and ((stride * itemsize | x.data_ptr()) & 15 == 0) != (x.shape[1] * itemsize & 15 == 0)
+
+
+def _copied(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)  # contiguous() leaves a single row as it is

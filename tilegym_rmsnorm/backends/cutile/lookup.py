@@ -40,7 +40,9 @@ def forward_launcher(spec: Spec, tensors: ForwardTensors) -> Forward | None:
     written = (spec.y_dtype, spec.residual_dtype)
     dtype, form = form_of((x, residual), written, residual is not None, bias is not None, per_head)
     weight_dtype = None if weight is None else weight.dtype
-    run = _forward(x.device, n, dtype, weight_dtype, spec.casting, size_class(m, n), *ruled_out(), form)
+    run = _forward(
+        x.device, n, dtype, weight_dtype, spec.casting, size_class(m, n), *settings.kernel_limits(), form
+    )
     return None if run is None or not _takes(run, m, x, residual) else run
 
 
@@ -56,21 +58,17 @@ def backward_launcher(spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> B
     written = (wanted.dx, wanted.d_residual)
     per_head = weight is not None and weight.ndim == 2
     dtype, form = form_of((x, dy, d_residual_out), written, has_residual, is_beside_dw, per_head, has_two)
-    kind = size_class(m, n), "shared", *ruled_out(), form
+    kind = size_class(m, n), *settings.kernel_limits(), form
     run = _backward(op, x.device, n, dtype, weight_dtype, spec.casting, *kind)
     return None if run is None or not _takes(run, m, x, dy, d_residual_out) else run
 
 
 def backward_plan(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Plan:
     """Of a plain backward of (m, n), x and weight of one dtype. KeyError for a dtype that no kernel takes."""
-    of_rows = size_class(m, n), "shared", *ruled_out()
+    of_rows = size_class(m, n), *settings.kernel_limits()
     run = _backward("backward", device, n, dtype, dtype, "once", *of_rows)
     assert run is not None, "every plain call is fused"
     return run.plan
-
-
-def ruled_out() -> tuple[bool, int]:
-    return settings.teams(), settings.get_sm_margin()
 
 
 def _takes(run: Launcher, m: int, x: Tensor, *others: Tensor | None) -> bool:
@@ -112,17 +110,14 @@ def _backward(
     weight_dtype: torch.dtype | None,
     casting: str,
     size: str,
-    partials: str,
     teams: bool,
     sm_margin: int,
     form: Form = PLAIN,
 ) -> Backward | None:
     """None: no kernel takes the form."""
-    if partials not in ("shared", "own"):
-        raise ValueError(f"partials: expected 'shared' or 'own', got {partials!r}")
     machine, names = machine_of(device), _names(dtype, weight_dtype)
     problem = Problem(
-        op, n, *names, size, machine.facts, casting, _policy(machine, teams, sm_margin), partials, form
+        op, n, *names, size, machine.facts, casting, _policy(machine, teams, sm_margin), form=form
     )
     return Backward(machine, plan_for(problem)) if is_fused(problem) else None
 

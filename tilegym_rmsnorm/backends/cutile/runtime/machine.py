@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import operator
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -66,7 +68,11 @@ class GpuMachine:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if _empty_strided_cuda is None or torch._C._cuda_getDevice() != self.index:
             return torch.empty(shape, dtype=dtype, device=self.device)
-        return _empty_strided_cuda(shape, (shape[1], 1) if len(shape) == 2 else (1,), dtype)
+        if len(shape) > 2:
+            strides = tuple(itertools.accumulate(shape[:0:-1], operator.mul, initial=1))[::-1]
+        else:
+            strides = (shape[1], 1) if len(shape) == 2 else (1,)
+        return _empty_strided_cuda(shape, strides, dtype)
 
     def bind(self, function: Callable[..., None], variant: Variant, constants: tuple[Any, ...]) -> Launch:
         index, kernel = self.index, compiled(function, variant.warps, variant.occupancy)

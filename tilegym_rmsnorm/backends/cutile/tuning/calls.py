@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilegym_rmsnorm.backends.cutile import launch
 from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of
-from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, PLAIN, Bucket, form_named
+from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, Bucket, form_named
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Machine
 from tilegym_rmsnorm.call.spec import Spec, Wanted
@@ -99,20 +99,14 @@ def runner(machine: Machine, bucket: Bucket, variant: Variant) -> Run:
 
 def _forward(run: launch.Forward, inputs: Inputs) -> Outputs:
     x, _, weight, _, residual, bias, alpha = inputs
-    if run.plan.problem.form == PLAIN:
-        y, rstd = run(x, weight, EPS, 0.0)
-        return {"y": y, "rstd": rstd}
     residual_dtype = None if residual is None else x.dtype
     spec = Spec(run.n, EPS, 0.0, "once", alpha, x.dtype, residual_dtype)
-    y, rstd, residual_out = run.formed(spec, (x, weight, bias, residual))
+    y, rstd, residual_out = run(spec, (x, weight, bias, residual))
     return _present(y=y, rstd=rstd, residual_out=residual_out)
 
 
 def _backward(run: launch.Backward, inputs: Inputs) -> Outputs:
     x, dy, weight, rstd, d_residual_out, bias, alpha = inputs
-    if run.plan.problem.form == PLAIN:
-        dx, dw = run(x, dy, weight, rstd, 0.0)
-        return _present(dx=dx, dw=dw)
     has_dw = run.plan.problem.op == "backward"
     wanted = Wanted(
         x.dtype,
@@ -121,7 +115,7 @@ def _backward(run: launch.Backward, inputs: Inputs) -> Outputs:
         bias.dtype if has_dw and bias is not None else None,
     )
     spec = Spec(run.n, EPS, 0.0, "once", alpha)
-    dx, d_residual, dw, db = run.formed(spec, (x, dy, weight, rstd, d_residual_out), wanted)
+    dx, d_residual, dw, db = run(spec, (x, dy, weight, rstd, d_residual_out), wanted)
     return _present(dx=dx, d_residual=d_residual, dw=dw, db=db)
 
 

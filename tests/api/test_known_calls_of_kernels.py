@@ -1,0 +1,214 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Known calls of kernels: the bits of calls that passed all checks, for every form, with and without grad; no tensor is
+kept, and threads share what is known."""
+
+import contextlib
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from helpers import BF16, DEVICE, FP32, HAS_GPU
+
+from tilegym_rmsnorm import RMSNorm, override_aten, rms_norm, use_backend
+from tilegym_rmsnorm.backends import registry
+from tilegym_rmsnorm.routes import eager, known_calls
+from tilegym_rmsnorm.routes.op import BACKWARD, FORWARD
+
+N = 40
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """Without a GPU the interpreter runs the kernels, and its calls are known too."""
+    pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+    if not HAS_GPU:
+        monkeypatch.setenv("TILEGYM_RMSNORM_INTERPRET", "1")
+        monkeypatch.setattr(registry, "_BY_NAME_OFF_CUDA", ())
+    known_calls.forget()
+
+
+def rows(*size, dtype=BF16):
+    return torch.randn(size, dtype=dtype, device=DEVICE)
+
+
+def form(
+    x=lambda: rows(6, N), weight=(N,), bias=None, residual=None, shape=None, weight_dtype=BF16, **options
+):
+    """Tensors of a call, made anew by each call of the result, and its other arguments."""
+
+    def make():
+        made = {"input": x(), "residual": None if residual is None else residual()}
+        for name, size in (("weight", weight), ("bias", bias)):
+            made[name] = None if size is None else rows(*size, dtype=weight_dtype)
+        return made
+
+    return make, {"normalized_shape": shape or (N,), "eps": 1e-5, "backend": "cutile", **options}
+
+
+FORMS = {
+    "plain": form(),
+    "no weight": form(weight=None),
+    "offset, llama": form(offset=1.0, casting="llama"),
+    "float32 weight": form(weight_dtype=FP32),
+    "three dimensions": form(lambda: rows(2, 3, N)),
+    "one row": form(lambda: rows(N)),
+    "strided rows": form(lambda: rows(6, 2 * N)[:, :N]),
+    "overlapping rows": form(lambda: rows(1, N).expand(6, N)),
+    "columns apart": form(lambda: rows(6, 2 * N)[:, ::2]),
+    "rows that begin between 16 bytes": form(lambda: rows(6 * N + 1)[1:].view(6, N)),
+    "odd rows": form(lambda: rows(5, 37), weight=(37,), shape=37),
+    "several dimensions": form(lambda: rows(3, 5, 8), weight=(5, 8), shape=(5, 8)),
+    "bias": form(bias=(N,)),
+    "y in float32": form(out_dtype=FP32),
+    "residual": form(residual=lambda: rows(6, N)),
+    "residual of other strides": form(lambda: rows(2, 3, N), residual=lambda: rows(3, 2, N).transpose(0, 1)),
+    "residual, alpha, dtypes, bias": form(
+        residual=lambda: rows(6, N, dtype=FP32),
+        residual_alpha=0.5,
+        residual_dtype=FP32,
+        out_dtype=BF16,
+        bias=(N,),
+    ),
+    "weights of heads": form(lambda: rows(2, 3, 4, N), weight=(4, N)),
+    "heads, a slice": form(lambda: rows(2, 3, 9, N)[:, :, 2:6]),
+    "weights of heads, a slice, bias": form(lambda: rows(2, 3, 9, N)[:, :, 2:6], weight=(4, N), bias=(4, N)),
+    "heads, transposed": form(lambda: rows(2, 4, 3, N).transpose(1, 2), weight=(4, N)),
+    "wide residual": form(
+        lambda: rows(2, 16392), residual=lambda: rows(2, 16392), weight=(16392,), shape=16392
+    ),
+}
+
+
+def run(tensors, options, needs_grad, seed=0):
+    """The results of a call and of its backward."""
+    generator = torch.Generator().manual_seed(seed)
+    leaves = {name: each for name, each in tensors.items() if each is not None}
+    if needs_grad:
+        leaves = {name: each.detach().requires_grad_() for name, each in leaves.items()}
+    results = rms_norm(**{**tensors, **leaves}, **options)
+    results = results if isinstance(results, tuple) else (results,)
+    if not needs_grad:
+        return results
+    gradients = [torch.randn(each.shape, generator=generator).to(DEVICE, each.dtype) for each in results]
+    return *results, *torch.autograd.grad(results, list(leaves.values()), gradients)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["no grad", "recorded"])
+@pytest.mark.parametrize("name", FORMS)
+def test_the_bits_of_calls_that_passed_all_checks(name, needs_grad, checks, monkeypatch):
+    make, options = FORMS[name]
+    run(make(), options, needs_grad)
+    checks.clear()
+    tensors, slow, gradients = make(), [], eager.gradients
+    monkeypatch.setattr(eager, "gradients", lambda *given: slow.append(given) or gradients(*given))
+    with contextlib.nullcontext() if needs_grad else torch.no_grad():
+        run(make(), options, needs_grad)  # under another grad mode it was another call
+        checks.clear()
+        slow.clear()
+        known = run(tensors, options, needs_grad)
+    assert not checks and not slow
+    known_calls.forget()
+    for ours, expected in zip(known, run(tensors, options, needs_grad), strict=True):
+        assert ours.dtype == expected.dtype and ours.stride() == expected.stride()
+        assert torch.equal(ours, expected) and not ours.isnan().any()
+    outputs = known[: 1 + (tensors["residual"] is not None)]
+    assert all(each._base is None for each in outputs), "autograd refuses operations in place on such views"
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_the_ops(has_residual, checks):
+    x, r, w, dy, d = rows(2, 3, N), rows(2, 3, N), rows(N), rows(2, 3, N), rows(2, 3, N)
+    dtype = BF16 if has_residual else None
+    numbers = (1, 1e-5, 0.0, "once", 0.5 if has_residual else 1.0, dtype, dtype, "cutile")
+
+    def both():
+        y, rstd, residual_out = FORWARD(x, r if has_residual else None, w, None, *numbers)
+        z = residual_out if has_residual else x
+        given = dy, z, w, rstd, d if has_residual else None
+        bits = 15 if has_residual else 3
+        gradients = BACKWARD(*given, bits, 1, 0.0, "once", numbers[4], BF16, dtype, BF16, dtype, "cutile")
+        return [y, rstd, residual_out, *gradients]
+
+    both()
+    checks.clear()
+    for grad_mode in (torch.no_grad(), torch.enable_grad(), torch.inference_mode()):
+        with grad_mode:
+            both()
+            checks.clear()
+            known = both()
+            assert not checks
+            known_calls.forget()
+            for ours, expected in zip(known, both(), strict=True):
+                assert (ours is None) == (expected is None)
+                assert ours is None or (torch.equal(ours, expected) and ours.shape == expected.shape)
+
+
+def test_the_override_of_aten(checks):
+    if not HAS_GPU:
+        pytest.skip("an interpreter is not chosen for it")
+    x, w = rows(6, N).requires_grad_(), rows(N).requires_grad_()
+
+    def step():
+        y = torch.nn.functional.rms_norm(x, (N,), w, 1e-5)
+        return y, *torch.autograd.grad(y, (x, w), torch.ones_like(y))
+
+    with use_backend("cutile"), override_aten() as override:
+        first, known = step(), step()
+        assert known_calls.ATEN_FORWARD._kinds and known_calls.ATEN_BACKWARD._kinds
+        assert all(map(torch.equal, first, known))
+        assert override.stats["_fused_rms_norm"]["taken"] == 2
+
+
+def test_no_tensor_is_kept():
+    """Not even by what the backward of a known call is bound to."""
+    for name in ("residual, alpha, dtypes, bias", "weights of heads, a slice, bias", "overlapping rows"):
+        make, options = FORMS[name]
+        for _ in range(3):
+            tensors = make()
+            results = run(tensors, options, needs_grad=True)
+            references = [weakref.ref(each) for each in (*results, *tensors.values()) if each is not None]
+            del tensors, results
+            gc.collect()
+            assert not [each for each in references if each() is not None]
+    assert known_calls.NORM._kinds
+
+
+def test_no_more_calls_are_kept_than_fit(monkeypatch):
+    monkeypatch.setattr(known_calls, "MOST_KEYS", 5)
+    module = RMSNorm(N, device=DEVICE, dtype=BF16, backend="cutile")
+    for m in range(1, 12):
+        module(rows(m, N))
+    assert len(known_calls.NORM._kinds) <= 5
+    for stride in range(N, N + 40, 4):  # the same key
+        module(rows(4, stride)[:, :N])
+    assert all(len(kinds) <= known_calls.MOST_KINDS for kinds in known_calls.NORM._kinds.values())
+
+
+def test_threads():
+    """Each with its own rows, which are known or not."""
+    module, errors = RMSNorm(N, device=DEVICE, dtype=BF16, backend="cutile"), []
+    inputs = [rows(m, N) for m in range(1, 9)]
+    expected = [module(x).detach().clone() for x in inputs]
+    known_calls.forget()
+
+    def work(first):
+        try:
+            for i in range(24):
+                at = (first + i) % len(inputs)
+                x = inputs[at].clone().requires_grad_(i % 2 == 0)
+                assert torch.equal(module(x), expected[at])
+                if i % 7 == 0:
+                    known_calls.forget()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert not errors
