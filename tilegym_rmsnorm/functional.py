@@ -183,8 +183,7 @@ def _checked_rms_norm(
     if known_calls.may_remember(given, tensors, route.call.forward):
         others = tuple(options[name] for name in known_calls.OTHERS)
         call = known_calls.norm_call(given, normalized_shape, eps, others, backend)
-        if call is not None:
-            known_calls.NORM.remember(call, eager.bind(tensors, route.call))
+        known_calls.NORM.remember(call, lambda: eager.bind(tensors, route.call))
     return result
 
 

@@ -177,6 +177,19 @@ def test_no_tensor_is_kept():
     assert known_calls.NORM._kinds
 
 
+def test_no_tensor_of_an_op_is_kept():
+    numbers = (1, 1e-5, 0.0, "once", 0.5, BF16, BF16, "cutile")
+    for _ in range(3):
+        x, r, w, dy = rows(3, 2 * N)[:, ::2], rows(3, N), rows(N), rows(3, N)
+        y, rstd, z = FORWARD(x, r, w, None, *numbers)
+        results = BACKWARD(dy, z, w, rstd, None, 7, 1, 0.0, "once", 0.5, BF16, None, BF16, BF16, "cutile")
+        references = [weakref.ref(each) for each in (x, r, w, dy, y, rstd, z, *results) if each is not None]
+        del x, r, w, dy, y, rstd, z, results
+        gc.collect()
+        assert not [each for each in references if each() is not None]
+    assert known_calls.FORWARD_OP._kinds and known_calls.BACKWARD_OP._kinds
+
+
 def test_no_more_calls_are_kept_than_fit(monkeypatch):
     monkeypatch.setattr(known_calls, "MOST_KEYS", 5)
     module = RMSNorm(N, device=DEVICE, dtype=BF16, backend="cutile")

@@ -66,11 +66,11 @@ def is_known(describe, tensors, index, make):
     """Whether a call with `make`'s tensor at `index` is known, once a call of plain tensors is, and once a call like it
     is if that tensor is plain."""
     calls = known_calls.KnownCalls()
-    calls.remember(describe(*tensors), print)
+    calls.remember(describe(*tensors), lambda: print)
     tensors = [*tensors[:index], make(tensors[index]), *tensors[index + 1 :]]
     call = describe(*tensors)
     if call is not None and all(map(call_tensors.is_plain, tensors)):
-        calls.remember(call, print)
+        calls.remember(call, lambda: print)
     return calls.find(describe(*tensors)) is print
 
 

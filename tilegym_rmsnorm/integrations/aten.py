@@ -206,8 +206,8 @@ class _Patch:
             with kernels.unseen(function):
                 y, rstd, _ = kernels.run_forward(tensors, call)
                 rstd = rstd.view(of_rstd)
-            if known_call is not None and known_calls.may_remember(tensors, tensors, function):
-                known_calls.ATEN_FORWARD.remember(known_call, kernels.bind_forward(tensors, call))
+            if known_calls.may_remember(tensors, tensors, function):
+                known_calls.ATEN_FORWARD.remember(known_call, lambda: kernels.bind_forward(tensors, call))
         self.counts[ATEN_FORWARD][TAKEN] += 1
         return y, rstd
 
@@ -241,9 +241,10 @@ class _Patch:
                 wanted = Wanted(x.dtype, None, x.dtype if needs_dw else None)
                 with kernels.unseen(function):
                     dx, _, dw, _ = kernels.run_backward(tensors, call, wanted)
-                if known_call is not None and known_calls.may_remember(tensors, tensors, function):
-                    run = kernels.bind_backward(tensors, call, wanted)
-                    known_calls.ATEN_BACKWARD.remember(known_call, run)
+                if known_calls.may_remember(tensors, tensors, function):
+                    known_calls.ATEN_BACKWARD.remember(
+                        known_call, lambda: kernels.bind_backward(tensors, call, wanted)
+                    )
         self.counts[ATEN_BACKWARD][TAKEN] += 1
         return (dx if needs_dx else None), dw
 

@@ -164,8 +164,12 @@ def _gradients_of(recorded: Recorded, tensors: BackwardTensors, needs: tuple[boo
     call = recorded.call if alpha == spec.alpha else recorded.call._replace(spec=spec._replace(alpha=alpha))
     result = as_needed(needs, gradients(tensors, call, wanted, bias_shape), bias_shape)
     if known_call is not None and wanted.dx is not None and not is_watched() and _fit(tensors, call):
-        run = kernels.bind_backward(tensors, call, wanted)
-        recorded.backwards.remember(known_call, lambda tensors: as_needed(needs, run(tensors), bias_shape))
+
+        def bind_gradients() -> Callable[[BackwardTensors], WantedGradients]:
+            run = kernels.bind_backward(tensors, call, wanted)
+            return lambda tensors: as_needed(needs, run(tensors), bias_shape)
+
+        recorded.backwards.remember(known_call, bind_gradients)
     return result
 
 

@@ -59,16 +59,21 @@ class KnownCalls:
             pass
         return None
 
-    def remember(self, call: _Call, run: _Run) -> None:
-        """Keep the function for calls like this one, which passed all checks. It holds no tensor."""
+    def remember(self, call: _Call | None, bind: Callable[[], _Run]) -> None:
+        """Keep the function that `bind` makes for calls like this one, which passed all checks. It must hold no tensor.
+        Not in a CUDA graph's capture: to bind may copy tensors, and the graph would repeat that."""
+        if call is None or _TensorGuards is None:
+            return
         key, tensors = call
-        if _TensorGuards is None or len(set(map(id, tensors))) < len(tensors):
+        if len(set(map(id, tensors))) < len(tensors):
             return  # guards take no tensor twice
+        if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return
         sizes, strides = [list(each.shape) for each in tensors], [list(each.stride()) for each in tensors]
-        guards = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        kind = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides), bind()
         if len(self._kinds) >= MOST_KEYS:
             self._kinds.clear()
-        self._kinds[key] = ((guards, run), *self._kinds.get(key, ())[: MOST_KINDS - 1])
+        self._kinds[key] = (kind, *self._kinds.get(key, ())[: MOST_KINDS - 1])
 
     def forget(self) -> None:
         self._kinds.clear()

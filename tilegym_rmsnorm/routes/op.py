@@ -20,6 +20,7 @@ op_gradients.py differentiates the ops, op_sharding.py shards them. They have no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -130,16 +131,22 @@ def run_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *opt
     call, shape = choose.call_of_op(checked, backend), shape_of_rstd(x, dims)
     y, rstd, residual_out = kernels.forward(checked, call)
     given = x, weight, bias, residual
-    known_call = known_calls.forward_call(given, options[:-1], options[-1])
-    if known_call is not None and known_calls.may_remember(given, checked.tensors, call.forward):
-        run = kernels.bind_forward(given, call)
-
-        def run_known(tensors: ForwardTensors) -> Outputs:
-            y, rstd, residual_out = run(tensors)
-            return y, rstd.view(*shape), residual_out  # view(shape) takes 0.8 us more
-
-        known_calls.FORWARD_OP.remember(known_call, run_known)
+    if known_calls.may_remember(given, checked.tensors, call.forward):
+        known_call = known_calls.forward_call(given, options[:-1], options[-1])
+        known_calls.FORWARD_OP.remember(known_call, lambda: _bind_forward(given, call, shape))
     return y, rstd.view(shape), residual_out
+
+
+def _bind_forward(
+    tensors: ForwardTensors, call: Call, shape: tuple[int, ...]
+) -> Callable[[ForwardTensors], Outputs]:
+    run = kernels.bind_forward(tensors, call)
+
+    def run_known(tensors: ForwardTensors) -> Outputs:
+        y, rstd, residual_out = run(tensors)
+        return y, rstd.view(*shape), residual_out  # view(shape) takes 0.8 us more
+
+    return run_known
 
 
 def _forward_of_fakes(x: Tensor, residual: Tensor | None, *rest: Any) -> Outputs:
@@ -171,14 +178,15 @@ def run_backward(
             d_residual = d_residual.clone()  # the results of a library op may not share memory
         return d if bits & DX else d.new_empty(0), dw, None if db is None else db.view(shape), d_residual
 
+    def bind() -> Callable[[BackwardTensors], tuple[Tensor | None, ...]]:
+        run = kernels.bind_backward(kernels.with_flat_rstd(given), call, wanted)
+        return lambda tensors: results_of(run(kernels.with_flat_rstd(tensors)))
+
     results = results_of(kernels.backward(checked, call, wanted))
     given = x, dy, weight, rstd, d_residual_out
-    known_call = known_calls.backward_call(given, options[:-1], options[-1])
-    if known_call is not None and known_calls.may_remember(given, checked.tensors, call.backward):
-        run = kernels.bind_backward(kernels.with_flat_rstd(given), call, wanted)
-        known_calls.BACKWARD_OP.remember(
-            known_call, lambda tensors: results_of(run(kernels.with_flat_rstd(tensors)))
-        )
+    if known_calls.may_remember(given, checked.tensors, call.backward):
+        known_call = known_calls.backward_call(given, options[:-1], options[-1])
+        known_calls.BACKWARD_OP.remember(known_call, bind)
     return results
 
 
