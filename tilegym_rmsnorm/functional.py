@@ -177,13 +177,16 @@ def _checked_rms_norm(
         return y if residual_out is None else (y, residual_out)
     if route.name == OPERATIONS:
         return operations.norm_by_operations(tensors, shape, spec)
-    with kernels.unseen(route.call.forward):
-        result = eager.run_or_record(tensors, route.call)
-    given = input, weight, bias, residual
+    given, known_call = (input, weight, bias, residual), None
     if known_calls.may_remember(given, tensors, route.call.forward):
         others = tuple(options[name] for name in known_calls.OTHERS)
-        call = known_calls.norm_call(given, normalized_shape, eps, others, backend)
-        known_calls.NORM.remember(call, lambda: eager.bind(tensors, route.call))
+        known_call = known_calls.norm_call(given, normalized_shape, eps, others, backend)
+    if known_call is None:
+        with kernels.unseen(route.call.forward):
+            return eager.run_or_record(tensors, route.call)
+    run = eager.bind(tensors, route.call)
+    result = run(tensors)
+    known_calls.NORM.remember(known_call, lambda: run)
     return result
 
 

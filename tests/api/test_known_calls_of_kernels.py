@@ -142,9 +142,39 @@ def test_the_ops(has_residual, checks):
             known = both()
             assert not checks
             known_calls.forget()
+            storages = [each.untyped_storage().data_ptr() for each in known if each is not None]
+            assert len(set(storages)) == len(storages), "the results of an op may not share memory"
             for ours, expected in zip(known, both(), strict=True):
                 assert (ours is None) == (expected is None)
                 assert ours is None or (torch.equal(ours, expected) and ours.shape == expected.shape)
+
+
+def test_a_gradient_that_is_not_wanted_has_the_dtype_of_x():
+    x, w, dy, rstd = rows(6, N), rows(N), rows(6, N), torch.ones(6, 1, device=DEVICE)
+    for _ in range(2):
+        dx, dw, *_ = BACKWARD(dy, x, w, rstd, None, 2, 1, 0.0, "once", 1.0, FP32, None, None, None, "cutile")
+        assert dx.dtype == BF16 and dx.numel() == 0 and dw.dtype == BF16
+
+
+def test_one_gradient_for_both_results(checks, monkeypatch):
+    """As the gradient of a sum of both."""
+    x, r = rows(6, N).requires_grad_(), rows(6, N).requires_grad_()
+    slow, gradients = [], eager.gradients
+    monkeypatch.setattr(eager, "gradients", lambda *given: slow.append(given) or gradients(*given))
+    dy, found = rows(6, N), []
+    for _ in range(3):
+        results = rms_norm(x, (N,), None, 1e-5, residual=r, backend="cutile")
+        found.append(torch.autograd.grad(results, (x, r), (dy, dy)))
+    assert len(slow) == 1
+    assert all(map(torch.equal, found[0], found[2]))
+
+
+def test_the_grad_mode_counts(checks):
+    x = rows(6, N).requires_grad_()
+    for _ in range(2):
+        with torch.no_grad():
+            assert not rms_norm(x, (N,), None, 1e-5, backend="cutile").requires_grad
+        assert rms_norm(x, (N,), None, 1e-5, backend="cutile").requires_grad
 
 
 def test_the_override_of_aten(checks):

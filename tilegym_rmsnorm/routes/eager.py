@@ -78,6 +78,9 @@ def _runner(tensors: ForwardTensors, call: Call, run: kernels.RunForward) -> Cal
         return record_sum
     is_saved_as_copy = x.is_inference() or (weight is not None and weight.is_inference())
 
+    if is_saved_as_copy:  # bound by the metadata of x, but run on the copy
+        recorded.run = functools.partial(kernels.run_forward, call=call)
+
     def record(tensors: ForwardTensors) -> Any:
         x, weight, bias, _ = tensors
         if is_saved_as_copy:
@@ -154,7 +157,7 @@ _record_add = super(torch.autograd.Function, AddRMSNormFunction).apply
 def _gradients_of(recorded: Recorded, tensors: BackwardTensors, needs: tuple[bool, ...]) -> WantedGradients:
     """Compute the gradients of x, residual, weight and bias that are needed, of a backward like an earlier one without
     checks. tensors: as for `gradients`."""
-    known_call = None
+    known_call, d_residual_out = None, tensors[4]
     if not torch.is_grad_enabled():
         known_call = known_calls.backward_call(tensors, needs, recorded.call.backend)
         if (known := recorded.backwards.find(known_call)) is not None:
@@ -163,7 +166,9 @@ def _gradients_of(recorded: Recorded, tensors: BackwardTensors, needs: tuple[boo
     alpha, wanted = wanted_of(needs, spec.alpha, recorded.dtypes)
     call = recorded.call if alpha == spec.alpha else recorded.call._replace(spec=spec._replace(alpha=alpha))
     result = as_needed(needs, gradients(tensors, call, wanted, bias_shape), bias_shape)
-    if known_call is not None and wanted.dx is not None and not is_watched() and _fit(tensors, call):
+    has_kernel = known_call is not None and wanted.dx is not None and _fit(tensors, call)
+    given = tensors[:4] if d_residual_out is tensors[1] else tensors
+    if has_kernel and known_calls.may_remember(given, given, call.backward):
 
         def bind_gradients() -> Callable[[BackwardTensors], WantedGradients]:
             run = kernels.bind_backward(tensors, call, wanted)

@@ -52,26 +52,22 @@ class KnownCalls:
             return None
         key, tensors = call
         try:
-            for guards, run in self._kinds.get(key, ()):
-                if guards.check(*tensors):
-                    return run
+            kinds = self._kinds.get(key, ())
         except TypeError:  # an argument that is not hashable
-            pass
+            return None
+        for guards, run in kinds:
+            if guards.check(*tensors):
+                return run
         return None
 
     def remember(self, call: _Call | None, bind: Callable[[], _Run]) -> None:
-        """Keep the function that `bind` makes for calls like this one, which passed all checks. It must hold no tensor.
-        Not in a CUDA graph's capture: to bind may copy tensors, and the graph would repeat that."""
+        """Keep what `bind` returns for calls like this one, which passed all checks: a function without a tensor."""
         if call is None or _TensorGuards is None:
             return
         key, tensors = call
-        if len(set(map(id, tensors))) < len(tensors):
-            return  # guards take no tensor twice
-        if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            return
         sizes, strides = [list(each.shape) for each in tensors], [list(each.stride()) for each in tensors]
         kind = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides), bind()
-        if len(self._kinds) >= MOST_KEYS:
+        if len(self._kinds) >= MOST_KEYS and key not in self._kinds:
             self._kinds.clear()
         self._kinds[key] = (kind, *self._kinds.get(key, ())[: MOST_KINDS - 1])
 
@@ -93,9 +89,17 @@ def may_remember(
     given: tuple[Any, ...], checked: tuple[Any, ...], function: Callable[..., Any] | None
 ) -> bool:
     """Whether a call that passed all checks can be known: nothing watches it, the tensors were run as given, and the
-    registry chooses this function for all calls like it."""
-    is_as_given = all([each is one for each, one in zip(given, checked, strict=True)])
-    return is_as_given and function is not None and not is_watched() and is_settled(function, given[0].device)
+    registry chooses this function for all calls like it. Guards take no tensor twice. Not in a CUDA graph's capture: to
+    bind may copy tensors, and the graph would repeat that."""
+    present = [each for each in given if each is not None]
+    if len(set(map(id, present))) < len(present) or is_watched():
+        return False
+    if not all([each is one for each, one in zip(given, checked, strict=True)]):
+        return False
+    x = present[0]
+    if function is None or not is_settled(function, x.device):
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def norm_call(
@@ -141,8 +145,10 @@ def _call(
     others: tuple[Any, ...],
     backend: Any,
 ) -> _Call | None:
-    """Describe a call by its key and its tensors, where guards see all that surrounds it, and memory is behind all of
-    them. rows: tensors of x's shape. The rest of a row's address, by 16 bytes, is part of the key."""
+    """Describe a call by its key and its tensors. None where anything watches it, or a tensor is not plain.
+
+    rows: tensors of x's shape. The key has their addresses, but for multiples of 16 bytes.
+    """
     if is_watched() or _len_torch_function_stack():
         return None
     alignment, tensors = 0, list(rows)

@@ -163,7 +163,8 @@ def _is_differentiated(*tensors: Tensor | None) -> bool:
 
 
 def _are_for_kernels(*tensors: Tensor | None) -> bool:
-    """Whether the dispatcher would run the op itself next, and not a mode or a subclass."""
+    """Whether no mode and no subclass stands between this rule and the op's own implementation: then the rule runs that
+    itself, past a kernel that somebody else registered for a device."""
     return not watched.is_watched() and all(each is None or is_plain(each) for each in tensors)
 
 
