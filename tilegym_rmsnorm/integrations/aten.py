@@ -28,7 +28,7 @@ from torch.library import Library
 from tilegym_rmsnorm import reference
 from tilegym_rmsnorm.backends.registry import dispatch, request_of, why_unusable
 from tilegym_rmsnorm.call.spec import Call, Spec, Wanted, shape_of_rstd
-from tilegym_rmsnorm.call.tensors import is_plain
+from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, is_plain
 from tilegym_rmsnorm.reference import default_eps
 from tilegym_rmsnorm.routes import kernels, known_calls
 from tilegym_rmsnorm.settings import KERNEL_BACKENDS, get_current_backend
@@ -276,8 +276,7 @@ class _Patch:
                 self._implementations[key] = found
         if found is None:
             return "backend"
-        # Copy-on-write is tested first: is_plain reads the address, which would copy such a tensor.
-        if _is_copied_on_write(x) or not is_plain(x):
+        if not _is_readable(x):
             return "memory"
         shape, size = tuple(normalized_shape), x.shape
         if not shape or size[-len(shape) :] != shape:
@@ -292,7 +291,7 @@ class _Patch:
         ):
             return "shape"
         for tensor in (weight, dy, rstd):
-            if tensor is not None and (_is_copied_on_write(tensor) or not is_plain(tensor)):
+            if tensor is not None and not _is_readable(tensor):
                 return "memory"
         return found
 
@@ -318,6 +317,12 @@ class _Patch:
         return (
             _forward_by_operations(*given[1:]) if op == ATEN_FORWARD else _backward_by_operations(*given[1:])
         )
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether `tensor` is plain and not copy-on-write: to ask such a tensor for its address would copy it. From 2.14 on
+    PyTorch refuses to say whether a subclass is one."""
+    return type(tensor) in PLAIN_TYPES and not _is_copied_on_write(tensor) and is_plain(tensor)
 
 
 def _kernel(op: str, key: str) -> Any:
