@@ -31,10 +31,10 @@ _len_torch_function_stack = torch._C._len_torch_function_stack  # counts the act
 _SEQUENCES = (torch.Size, list)
 _HIGH = 2**40  # an address beyond the offset of any view: so no freed storage is behind it, see `is_plain`
 
-MOST_KEYS = 1024  # else calls that each have another eps would leak memory
+MOST_KEYS = 1024  # else calls that each have another shape would leak memory
 MOST_KINDS = 8  # of tensors, for one key
 
-OTHERS = "offset", "residual_alpha", "residual_dtype", "out_dtype", "casting"  # of `find_norm`
+OTHERS = "offset", "residual_alpha", "residual_dtype", "out_dtype", "casting"  # of `norm_call`
 _Key = tuple[Any, ...]
 _Call = tuple[_Key, list[Tensor]]  # the tensors that are given
 _Run = Callable[[Any], Any]
