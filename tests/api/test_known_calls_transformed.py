@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DEVICE
+from helpers import DEVICE, settle_interpreters
 from known_calls import N, W, X, call, make_known
 from torch.autograd import forward_ad
 from torch.nn import Parameter
@@ -178,8 +178,7 @@ def two_backends(monkeypatch):
         )
 
     monkeypatch.setattr(registry, "_probe", lambda name: Probe())
-    monkeypatch.setattr(registry, "_chosen", {})
-    monkeypatch.setattr(registry, "_BY_NAME_OFF_CUDA", ())
+    settle_interpreters(monkeypatch)
     values = {"cutile": 0.0, "triton": 1.0, "torch": 2.0}
     impls = {("rms_norm_forward", name): forward(value) for name, value in values.items()}
     impls |= {("rms_norm_backward", name): lambda *_: pytest.fail("not called") for name in values}

@@ -10,6 +10,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import settle_interpreters
 
 import tilegym_rmsnorm as tr
 from tilegym_rmsnorm import settings
@@ -33,7 +34,7 @@ def launched(monkeypatch, fresh_plans, request):
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU")
     if request.param:
-        monkeypatch.setattr(registry, "_BY_NAME_OFF_CUDA", ())
+        settle_interpreters(monkeypatch)
     from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
 
     names, bind = [], InterpretedMachine.bind

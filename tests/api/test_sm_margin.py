@@ -11,10 +11,10 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import settle_interpreters
 
 import tilegym_rmsnorm as tr
 from tilegym_rmsnorm import settings
-from tilegym_rmsnorm.backends import registry
 
 M, N = 2500, 40  # more rows than are "few"; they are walked
 
@@ -34,7 +34,7 @@ def grids(monkeypatch, fresh_plans, request):
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU")
     if request.param:
-        monkeypatch.setattr(registry, "_BY_NAME_OFF_CUDA", ())
+        settle_interpreters(monkeypatch)
     from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
 
     found, bind = {}, InterpretedMachine.bind

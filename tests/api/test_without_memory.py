@@ -7,6 +7,7 @@ import contextlib
 
 import pytest
 import torch
+from helpers import settle_interpreters
 from processes import mesh_of_one
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -21,8 +22,7 @@ KERNELS = ("cutile", "triton")
 @pytest.fixture
 def every_kernel_by_auto(monkeypatch):
     """As on a GPU, "auto" takes kernels for what they can run."""
-    monkeypatch.setattr(registry, "_BY_NAME_OFF_CUDA", ())
-    monkeypatch.setattr(registry, "_chosen", {})
+    settle_interpreters(monkeypatch)
     for backend in KERNELS:
         monkeypatch.setattr(registry._probe(backend), "interpreting", lambda: True)
 

@@ -15,6 +15,7 @@ import ctypes
 
 import pytest
 import torch
+from helpers import settle_interpreters
 
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends import around_kernels, refusals, registry
@@ -116,7 +117,6 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
     impls = {("rms_norm_forward", "cutile"): forward, ("rms_norm_backward", "cutile"): backward}
     monkeypatch.setattr(registry, "_modules", {**registry._modules, _MODULE: module})
     monkeypatch.setattr(registry, "_impls", {**registry._impls, **impls})
-    monkeypatch.setattr(registry, "_chosen", {})
-    monkeypatch.setattr(registry, "_BY_NAME_OFF_CUDA", ())  # "auto" takes it, and its calls become known ones
+    settle_interpreters(monkeypatch)
     known_calls.forget()
     calls.clear()

@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.backends.registry import Request, why_unusable
 from tilegym_rmsnorm.settings import AUTO_ORDER
 
@@ -77,6 +78,13 @@ class Expected(NamedTuple):
     truth: Tensor
     tolerance: Tensor
     dtype: torch.dtype
+
+
+def settle_interpreters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat interpreters as kernels on a GPU: "auto" takes them, their choice is kept, their calls become known. No
+    choice outlasts the test, since the next one may turn the interpreter off."""
+    monkeypatch.setattr(registry, "_BY_NAME_OFF_CUDA", ())
+    monkeypatch.setattr(registry, "_chosen", {})
 
 
 def why_skip(backend: str, device: torch.device = DEVICE) -> str | None:
