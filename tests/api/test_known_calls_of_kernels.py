@@ -11,11 +11,16 @@ import weakref
 
 import pytest
 import torch
-from helpers import BF16, DEVICE, FP32, HAS_GPU
+import torch.nn.functional as F
+from helpers import BF16, DEVICE, FP32, HAS_GPU, settle_interpreters
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegym_rmsnorm import RMSNorm, override_aten, rms_norm, use_backend
-from tilegym_rmsnorm.backends import registry
-from tilegym_rmsnorm.routes import eager, known_calls
+from tilegym_rmsnorm.routes import choose, eager, known_calls
 from tilegym_rmsnorm.routes.op import BACKWARD, FORWARD
 
 N = 40
@@ -27,7 +32,7 @@ def interpreted(monkeypatch):
     pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
     if not HAS_GPU:
         monkeypatch.setenv("TILEGYM_RMSNORM_INTERPRET", "1")
-        monkeypatch.setattr(registry, "_BY_NAME_OFF_CUDA", ())
+        settle_interpreters(monkeypatch)
     known_calls.forget()
 
 
@@ -147,6 +152,104 @@ def test_the_ops(has_residual, checks):
             for ours, expected in zip(known, both(), strict=True):
                 assert (ours is None) == (expected is None)
                 assert ours is None or (torch.equal(ours, expected) and ours.shape == expected.shape)
+
+
+def known_op(checks):
+    """x and weight of a call of the forward op that is known, the call, and its y."""
+    x, w = rows(2, 3, N), rows(N)
+    numbers = (1, 1e-5, 0.0, "once", 1.0, None, None, "cutile")
+    for _ in range(2):
+        checks.clear()
+        y = FORWARD(x, None, w, None, *numbers)[0]
+    assert not checks
+    return (x, w), lambda x, w: FORWARD(x, None, w, None, *numbers)[0], y
+
+
+def test_modes_and_profilers_see_a_known_op(checks):
+    (x, w), call, _ = known_op(checks)
+    seen = []
+
+    class Dispatched(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    class Overridden(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    for mode in (Dispatched(), Overridden()):
+        with mode:
+            call(x, w)
+        assert seen and all(each is FORWARD for each in seen)
+        seen.clear()
+    with torch.profiler.profile() as profile:
+        call(x, w)
+    assert "tilegym_rmsnorm::rms_norm_forward" in [each.key for each in profile.key_averages()]
+
+
+def test_a_known_op_is_traced_and_transformed(checks):
+    (x, w), call, y = known_op(checks)
+    graph = make_fx(call)(x, w)
+    assert [node.target for node in graph.graph.nodes if node.op == "call_function"].count(FORWARD) == 1
+    assert torch.equal(graph(x, w), y)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert type(call(mode.from_tensor(x), mode.from_tensor(w))) is FakeTensor
+        assert type(call(x, w)) is FakeTensor
+    mapped = torch.func.vmap(call, in_dims=(0, None))(x, w)
+    torch.testing.assert_close(mapped, y)
+    tangents = torch.randn_like(x), torch.randn_like(w)
+    expected, tangent = torch.func.jvp(lambda x, w: F.rms_norm(x, (N,), w, 1e-5), (x, w), tangents)
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(call(*map(forward_ad.make_dual, (x, w), tangents)))
+        torch.testing.assert_close(dual.primal, expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(dual.tangent, tangent, rtol=3e-2, atol=3e-2)
+
+
+def test_a_known_op_is_differentiated(checks):
+    (x, w), call, y = known_op(checks)
+    for _ in range(3):
+        leaves = [each.clone().requires_grad_() for each in (x, w)]
+        recorded = call(*leaves)
+        assert torch.equal(recorded, y)
+        gradients = torch.autograd.grad(recorded.float().square().sum(), leaves)
+        wide = [each.detach().double().requires_grad_() for each in leaves]
+        exact = F.rms_norm(wide[0], (N,), wide[1], 1e-5)
+        for ours, expected in zip(gradients, torch.autograd.grad(exact.square().sum(), wide), strict=True):
+            torch.testing.assert_close(ours.double(), expected, rtol=2e-2, atol=0.1)
+        assert not call(x, w).requires_grad
+
+
+def test_other_arguments_of_a_known_op(checks):
+    (x, w), _, y = known_op(checks)
+    named = {"normalized_dims": 1, "eps": 1e-5, "offset": 0.0, "casting": "once", "alpha": 1.0}
+    named |= {"residual_dtype": None, "out_dtype": None, "backend": "cutile"}
+    assert torch.equal(FORWARD(x=x, residual=None, weight=w, bias=None, **named)[0], y)
+    with pytest.raises((RuntimeError, TypeError), match="rms_norm_forward"):
+        FORWARD(x, None, w, None)
+    with pytest.raises((RuntimeError, TypeError), match="rms_norm_forward"):
+        FORWARD(x, None, w, None, 1, "small", 0.0, "once", 1.0, None, None, "cutile")
+
+
+def test_a_compiled_graph_finds_known_calls(monkeypatch):
+    def step(x, r, w):
+        for _ in range(3):
+            x, r = rms_norm(x, (N,), w, 1e-5, residual=r, backend="cutile")
+        return x + r
+
+    x, r, w = rows(6, N).requires_grad_(), rows(6, N), rows(N).requires_grad_()
+    compiled, found = torch.compile(step, backend="aot_eager", fullgraph=True), []
+    unknown, call_of_op = [], choose.call_of_op
+    monkeypatch.setattr(choose, "call_of_op", lambda *given: unknown.append(given) or call_of_op(*given))
+    # The first call compiles, among other dispatch keys.
+    for function in (step, compiled, compiled, compiled):
+        unknown.clear()
+        y = function(x, r, w)
+        found.append([y, *torch.autograd.grad(y, (x, w), torch.ones_like(y))])
+    assert not unknown
+    for eager_result, *others in zip(*found, strict=True):
+        assert all(torch.equal(eager_result, each) for each in others)
 
 
 def test_a_gradient_that_is_not_wanted_has_the_dtype_of_x():

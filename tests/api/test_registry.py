@@ -32,6 +32,7 @@ from tilegym_rmsnorm.backends.registry import (
     dispatch,
     register_impl,
 )
+from tilegym_rmsnorm.call.spec import Spec, Wanted
 from tilegym_rmsnorm.commands import doctor
 from tilegym_rmsnorm.integrations.fx import replace_rmsnorm_pass
 from tilegym_rmsnorm.settings import AUTO_ORDER, get_current_backend, set_backend, use_backend
@@ -68,6 +69,37 @@ def fake_backends(monkeypatch):
 
 def _chosen(backend=None, request=CUDA_REQUEST):
     return dispatch("rms_norm_forward", request, backend)()
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_backend_is_asked_with_the_width_and_the_alignment(fake_backends, monkeypatch, backward):
+    asked = []
+    for probe in fake_backends.values():
+        monkeypatch.setattr(probe, "unusable", lambda request: asked.append(request))
+
+    def properties(x, other=None, n=8, heads=0):
+        asked.clear()
+        if backward:
+            tensors = x, x, None, torch.ones(1), other
+            registry.backward_of(Spec(n, 1e-6, 0.0, "once", heads=heads), tensors, Wanted(x.dtype), "triton")
+        else:
+            registry.implementations_of(
+                Spec(n, 1e-6, 0.0, "once", heads=heads), (x, None, None, other), "triton"
+            )
+        (request,) = asked
+        registry._chosen.clear()
+        return request.n, request.is_aligned
+
+    packed, odd = torch.ones(4, 8), torch.ones(4, 9)
+    assert properties(packed) == (8, True) and properties(odd, n=9) == (9, False)
+    assert properties(odd[:, :8]) == (8, False), "the second row begins at 36 bytes"
+    assert properties(torch.ones(4, 12)[:, :8]) == (8, True)
+    assert properties(torch.ones(33)[1:].view(4, 8)) == (8, False)
+    assert properties(packed, torch.ones(33)[1:].view(4, 8)) == (8, False), "the other tensor's rows"
+    assert properties(torch.ones(2, 3, 24)[..., :8]) == (8, True)
+    assert properties(torch.ones(2, 3, 4, 9)[..., :8], heads=4) == (8, False)
+    assert properties(torch.ones(2, 2, 4), n=8) == (8, True)
+    assert properties(torch.ones(1, 9)[:, :8]) == (8, True), "a single row"
 
 
 def test_auto_takes_the_first_usable_in_order(fake_backends):

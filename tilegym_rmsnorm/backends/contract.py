@@ -5,7 +5,8 @@
 
 mypy compares every backend with these types: functions where `register_impl` (registry.py) decorates them, modules in
 backends/__init__.py. A function must run every call that its module's `unusable` lets through, whole or by a simpler
-kernel between PyTorch's operations (around_kernels.py). `Request` is all that `unusable` knows of a call: no shape.
+kernel between PyTorch's operations (around_kernels.py). `Request` is all that `unusable` knows of a call: not how many
+rows it has.
 
 A backend receives *rows*: x, residual, dy and d_residual_out have one shape in a call, each its own dtype and strides.
 The shape is (M, N), with a last stride of 1 and a row stride of at least N. Where the weight is per-head, or leading
@@ -43,6 +44,10 @@ class Request(NamedTuple):
     other_dtypes: tuple[torch.dtype, ...] = ()  # of all other tensors of the call, see `request_of`
     obstacle: str | None = None  # why no kernel can take these tensors here, see routes/choose.py
     parts: tuple[str, ...] = ()  # see `parts_of`
+    n: int | None = None  # elements of a row; None: rows of any width
+    is_aligned: bool = (
+        True  # all rows of the call begin at multiples of 16 bytes, see `are_aligned` (call/tensors.py)
+    )
 
 
 class Unusable(NamedTuple):

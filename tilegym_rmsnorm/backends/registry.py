@@ -39,6 +39,7 @@ from tilegym_rmsnorm.call.spec import (
     dtype_of,
     parts_of,
 )
+from tilegym_rmsnorm.call.tensors import are_aligned
 from tilegym_rmsnorm.settings import AUTO_ORDER, NAMES, check_name, get_current_backend
 
 OPS = ("rms_norm_forward", "rms_norm_backward")
@@ -64,13 +65,16 @@ def request_of(
     dtype: torch.dtype,
     weight_dtype: torch.dtype | None,
     *rest: torch.dtype | None,
+    n: int | None,
+    is_aligned: bool,
     parts: tuple[str, ...] = (),
 ) -> Request:
     """Make a Request. rest: the dtypes of bias, residual, dy and the results, None for absent tensors. Their order, and
     dtypes that x or weight have too, make no other Request."""
     found = {each for each in rest if each and each is not dtype and each is not weight_dtype}
     other_dtypes = tuple(sorted(found, key=str)) if found else ()
-    return Request(device, dtype, weight_dtype, casting, other_dtypes, obstacle, parts)
+    width = n if type(n) is int else None  # a symbol of a traced graph serves every width
+    return Request(device, dtype, weight_dtype, casting, other_dtypes, obstacle, parts, width, is_aligned)
 
 
 class BackendUnavailableError(RuntimeError):
@@ -140,7 +144,8 @@ def implementations_of(
     x, weight, bias, residual = tensors
     dtypes = x.dtype, dtype_of(weight), dtype_of(bias), dtype_of(residual), spec.y_dtype, spec.residual_dtype
     parts = parts_of(residual is not None, bias is not None, spec.heads > 0)
-    request = request_of(x.device, spec.casting, obstacle, *dtypes, parts=parts)
+    n, is_aligned = spec.n, obstacle is not None or are_aligned(spec.n, x, residual)
+    request = request_of(x.device, spec.casting, obstacle, *dtypes, n=n, is_aligned=is_aligned, parts=parts)
     forward = dispatch("rms_norm_forward", request, backend)
     return forward, dispatch("rms_norm_backward", request, backend) if with_backward else None
 
@@ -153,7 +158,8 @@ def backward_of(
     dtypes = x.dtype, dtype_of(weight), dy.dtype, dtype_of(d_residual_out), *wanted
     has_residual = d_residual_out is not None or spec.residual_dtype is not None
     parts = parts_of(has_residual, wanted.db is not None, spec.heads > 0)
-    request = request_of(x.device, spec.casting, obstacle, *dtypes, parts=parts)
+    n, is_aligned = spec.n, obstacle is not None or are_aligned(spec.n, x, dy, d_residual_out)
+    request = request_of(x.device, spec.casting, obstacle, *dtypes, n=n, is_aligned=is_aligned, parts=parts)
     return dispatch("rms_norm_backward", request, backend)
 
 
@@ -298,4 +304,6 @@ def _describe(request: Request) -> str:
     weight = "no weight" if request.weight_dtype is None else f"{request.weight_dtype} weight"
     parts = "".join(f", {part}" for part in request.parts)
     others = "".join(f", {dtype} beside them" for dtype in request.other_dtypes)
-    return f"{request.dtype} x on {request.device}, {weight}{parts}{others}, casting {request.casting!r}"
+    width = "" if request.n is None else f" of {request.n} columns"
+    rows = "" if request.is_aligned else ", rows that begin between multiples of 16 bytes"
+    return f"{request.dtype} x{width} on {request.device}{rows}, {weight}{parts}{others}, casting {request.casting!r}"

@@ -77,9 +77,11 @@ def warmup(
     device = torch.device("cuda" if device is None else device)
     if device.type != "cuda":
         raise ValueError(f"device: expected a CUDA device, got {device}: nothing is compiled for others")
-    for _, dtype, weight_dtype in requests:
+    for n, dtype, weight_dtype in requests:
         more = bias, residual, residual_dtype, out_dtype
-        if unusable := why_unusable("cutile", request_of(device, casting, None, dtype, weight_dtype, *more)):
+        dtypes, is_aligned = (dtype, weight_dtype, *more), n * dtype.itemsize % 16 == 0
+        request = request_of(device, casting, None, *dtypes, n=n, is_aligned=is_aligned)
+        if unusable := why_unusable("cutile", request):
             raise BackendUnavailableError(f"warmup: {unusable.reason}. To mend it: {unusable.remedy}")
     from tilegym_rmsnorm.backends.cutile.warm import Calls, warm
 

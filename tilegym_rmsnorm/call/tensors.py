@@ -108,6 +108,24 @@ def why_not_plain(tensor: Tensor) -> str | None:
     return "has a tangent of forward-mode differentiation" if has_tangent(tensor) else None
 
 
+def are_aligned(n: int, *tensors: Tensor | None) -> bool:
+    """Whether each row of n elements begins at a multiple of 16 bytes. True where no row lies in memory of its own."""
+    return all([each is None or not is_plain(each) or _is_aligned(n, each) for each in tensors])
+
+
+def _is_aligned(n: int, x: Tensor) -> bool:
+    offsets, itemsize = x.data_ptr(), x.itemsize
+    if x.is_contiguous():
+        return (offsets | n * itemsize) & 15 == 0
+    rows = x.numel() // n
+    for extent, stride in zip(x.shape, x.stride(), strict=True):
+        if rows == 1:  # the dimensions that are left are normalized
+            break
+        rows //= extent
+        offsets |= stride * itemsize if extent != 1 else 0
+    return offsets & 15 == 0
+
+
 def savable(tensor: Tensor | None) -> Tensor | None:
     """Return `tensor`, or a copy of an inference tensor, which autograd refuses to save."""
     return tensor if tensor is None or not tensor.is_inference() else tensor.clone()

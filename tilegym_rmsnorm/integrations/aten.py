@@ -27,10 +27,11 @@ from torch.library import Library
 
 from tilegym_rmsnorm import reference
 from tilegym_rmsnorm.backends.registry import dispatch, request_of, why_unusable
-from tilegym_rmsnorm.call.spec import Call, Spec, Wanted, shape_of_rstd
-from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, is_plain
+from tilegym_rmsnorm.call.spec import BackwardTensors, Call, Spec, Wanted, shape_of_rstd
+from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, are_aligned, is_plain
 from tilegym_rmsnorm.reference import default_eps
 from tilegym_rmsnorm.routes import kernels, known_calls
+from tilegym_rmsnorm.routes.op import bind_forward
 from tilegym_rmsnorm.settings import KERNEL_BACKENDS, get_current_backend
 
 ATEN_FORWARD, ATEN_BACKWARD = "_fused_rms_norm", "_fused_rms_norm_backward"
@@ -188,26 +189,27 @@ class _Patch:
     ) -> Any:
         if is_dynamo_compiling():  # Dynamo traces what autograd calls inside a compiled function
             return _call_untraced(self._forward, keyset, x, normalized_shape, weight, eps)
-        found: _Implementation | str = "eps"
-        if eps is None or 0.0 <= eps < _INF:
-            found = self._implementation("rms_norm_forward", x, normalized_shape, weight)
+        reason = self._reason_at_once(x, weight) if eps is None or 0.0 <= eps < _INF else "eps"
+        if reason is not None:
+            return self._decline(ATEN_FORWARD, reason, (keyset, x, normalized_shape, weight, eps))
+        tensors, known_call = (x, weight, None, None), None
+        if not _may_copy(x, weight):
+            known_call = known_calls.forward_call(tensors, (tuple(normalized_shape), eps), None)
+        if (known := known_calls.ATEN_FORWARD.find(known_call)) is not None:
+            self.counts[ATEN_FORWARD][TAKEN] += 1
+            return known(tensors)[:2]
+        found = self._implementation("rms_norm_forward", x, normalized_shape, weight)
         if isinstance(found, str):
             return self._decline(ATEN_FORWARD, found, (keyset, x, normalized_shape, weight, eps))
         function, backend = found
-        tensors = x, weight, None, None
-        known_call = known_calls.forward_call(tensors, (tuple(normalized_shape), eps), backend)
         of_rstd = shape_of_rstd(x, len(normalized_shape))
-        if (known := known_calls.ATEN_FORWARD.find(known_call)) is not None:
-            y, rstd, _ = known(tensors)
+        spec = Spec(math.prod(normalized_shape), _DEFAULT_EPS if eps is None else eps, 0.0, "once")
+        call = Call(spec, backend, function)
+        with kernels.unseen(function):
+            y, rstd, _ = kernels.run_forward(tensors, call)
             rstd = rstd.view(of_rstd)
-        else:
-            spec = Spec(math.prod(normalized_shape), _DEFAULT_EPS if eps is None else eps, 0.0, "once")
-            call = Call(spec, backend, function)
-            with kernels.unseen(function):
-                y, rstd, _ = kernels.run_forward(tensors, call)
-                rstd = rstd.view(of_rstd)
-            if known_calls.may_remember(tensors, tensors, function):
-                known_calls.ATEN_FORWARD.remember(known_call, lambda: kernels.bind_forward(tensors, call))
+        if known_calls.may_remember(tensors, tensors, function):
+            known_calls.ATEN_FORWARD.remember(known_call, lambda: bind_forward(tensors, call, of_rstd))
         self.counts[ATEN_FORWARD][TAKEN] += 1
         return y, rstd
 
@@ -224,6 +226,15 @@ class _Patch:
         given = keyset, dy, x, normalized_shape, rstd, weight, output_mask
         if is_dynamo_compiling():
             return _call_untraced(self._backward, *given)
+        if (reason := self._reason_at_once(x, weight, dy, rstd)) is not None:
+            return self._decline(ATEN_BACKWARD, reason, given)
+        tensors, known_call = (x, dy, weight, rstd, None), None
+        if not _may_copy(x, dy, weight, rstd):
+            others = tuple(normalized_shape), tuple(output_mask)
+            known_call = known_calls.backward_call(tensors, others, None)
+        if (known := known_calls.ATEN_BACKWARD.find(known_call)) is not None:
+            self.counts[ATEN_BACKWARD][TAKEN] += 1
+            return known(tensors)
         found = self._implementation("rms_norm_backward", x, normalized_shape, weight, dy, rstd)
         if isinstance(found, str):
             return self._decline(ATEN_BACKWARD, found, given)
@@ -232,21 +243,31 @@ class _Patch:
         needs_dw = needs_dw and weight is not None
         dx = dw = None
         if needs_dx or needs_dw:
-            tensors = kernels.with_flat_rstd((x, dy, weight, rstd, None))
-            known_call = known_calls.backward_call(tensors, (tuple(normalized_shape), needs_dw), backend)
-            if (known := known_calls.ATEN_BACKWARD.find(known_call)) is not None:
-                dx, _, dw, _ = known(tensors)
-            else:
-                call = Call(Spec(math.prod(normalized_shape), 0.0, 0.0, "once"), backend, None, function)
-                wanted = Wanted(x.dtype, None, x.dtype if needs_dw else None)
-                with kernels.unseen(function):
-                    dx, _, dw, _ = kernels.run_backward(tensors, call, wanted)
-                if known_calls.may_remember(tensors, tensors, function):
-                    known_calls.ATEN_BACKWARD.remember(
-                        known_call, lambda: kernels.bind_backward(tensors, call, wanted)
-                    )
+            flat = kernels.with_flat_rstd(tensors)
+            call = Call(Spec(math.prod(normalized_shape), 0.0, 0.0, "once"), backend, None, function)
+            wanted = Wanted(x.dtype, None, x.dtype if needs_dw else None)
+            with kernels.unseen(function):
+                dx, _, dw, _ = kernels.run_backward(flat, call, wanted)
+            if known_calls.may_remember(tensors, tensors, function):
+                known_calls.ATEN_BACKWARD.remember(
+                    known_call, lambda: _bind_backward(flat, call, wanted, needs_dx)
+                )
         self.counts[ATEN_BACKWARD][TAKEN] += 1
         return (dx if needs_dx else None), dw
+
+    def _reason_at_once(
+        self, x: Tensor, weight: Tensor | None, dy: Tensor | None = None, rstd: Tensor | None = None
+    ) -> str | None:
+        """Return the reason for declining a call that costs nearly nothing to find, before all else: models in another
+        dtype pay for it in each call. Only a backward has dy and rstd."""
+        if not self.holders:
+            return "undone"
+        dtype = x.dtype
+        if dtype not in _DTYPES or (weight is not None and weight.dtype is not dtype):
+            return "dtype"
+        if dy is not None and rstd is not None and (dy.dtype is not dtype or rstd.dtype is not _FLOAT32):
+            return "dtype"
+        return None
 
     def _implementation(
         self,
@@ -257,28 +278,10 @@ class _Patch:
         dy: Tensor | None = None,
         rstd: Tensor | None = None,
     ) -> _Implementation | str:
-        """Return the implementation for a call, or the reason for declining it. A declined call pays for these checks:
-        the cheapest comes first, and none is made twice. Only a backward has dy and rstd."""
-        if not self.holders:
-            return "undone"
-        dtype = x.dtype
-        if dtype not in _DTYPES or (weight is not None and weight.dtype is not dtype):
-            return "dtype"
-        if dy is not None and rstd is not None and (dy.dtype is not dtype or rstd.dtype is not _FLOAT32):
-            return "dtype"
-        index = x.get_device()
-        name = get_current_backend()
-        key = index, dtype, weight is None, op, name
-        found = self._implementations.get(key, _UNKNOWN)
-        if found is _UNKNOWN:
-            found = _implementation(op, x, weight, name)
-            if self.device_type == "cuda":  # not on a CPU: its interpreters may be switched on and off
-                self._implementations[key] = found
-        if found is None:
-            return "backend"
-        if not _is_readable(x):
+        """Return the implementation for a call, or another reason for declining it."""
+        if not all([each is None or _is_readable(each) for each in (x, weight, dy, rstd)]):
             return "memory"
-        shape, size = tuple(normalized_shape), x.shape
+        index, shape, size = x.get_device(), tuple(normalized_shape), x.shape
         if not shape or size[-len(shape) :] != shape:
             return "shape"
         if weight is not None and (weight.shape != shape or weight.get_device() != index):
@@ -290,10 +293,15 @@ class _Patch:
             or rstd.get_device() != index
         ):
             return "shape"
-        for tensor in (weight, dy, rstd):
-            if tensor is not None and not _is_readable(tensor):
-                return "memory"
-        return found
+        name, n = get_current_backend(), math.prod(shape)
+        is_aligned = are_aligned(n, x, dy)
+        key = index, x.dtype, weight is None, op, name, n, is_aligned
+        found = self._implementations.get(key, _UNKNOWN)
+        if found is _UNKNOWN:
+            found = _implementation(op, x, weight, name, n, is_aligned)
+            if self.device_type == "cuda":  # not on a CPU: its interpreters may be switched on and off
+                self._implementations[key] = found
+        return found or "backend"
 
     def _decline(self, op: str, reason: str, given: tuple[Any, ...]) -> Any:
         """Run the call by the kernel below. given: the key set, then the arguments of the op."""
@@ -320,9 +328,29 @@ class _Patch:
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    """Whether `tensor` is plain and not copy-on-write: to ask such a tensor for its address would copy it. From 2.14 on
+    """Whether `tensor` is plain and not copy-on-write."""
+    return not _may_copy(tensor) and is_plain(tensor)
+
+
+def _may_copy(*tensors: Tensor | None) -> bool:
+    """Whether to ask one of these tensors for its address may copy it, as one that is copy-on-write. From 2.14 on
     PyTorch refuses to say whether a subclass is one."""
-    return type(tensor) in PLAIN_TYPES and not _is_copied_on_write(tensor) and is_plain(tensor)
+    for each in tensors:
+        if each is not None and (type(each) not in PLAIN_TYPES or _is_copied_on_write(each)):
+            return True
+    return False
+
+
+def _bind_backward(
+    tensors: BackwardTensors, call: Call, wanted: Wanted, needs_dx: bool
+) -> Callable[[BackwardTensors], tuple[Tensor | None, Tensor | None]]:
+    run = kernels.bind_backward(tensors, call, wanted)
+
+    def run_known(tensors: BackwardTensors) -> tuple[Tensor | None, Tensor | None]:
+        dx, _, dw, _ = run(kernels.with_flat_rstd(tensors))
+        return (dx if needs_dx else None), dw
+
+    return run_known
 
 
 def _kernel(op: str, key: str) -> Any:
@@ -333,10 +361,13 @@ def _kernel(op: str, key: str) -> Any:
         return None
 
 
-def _implementation(op: str, x: Tensor, weight: Tensor | None, name: str) -> _Implementation | None:
+def _implementation(
+    op: str, x: Tensor, weight: Tensor | None, name: str, n: int, is_aligned: bool
+) -> _Implementation | None:
     if name == "auto" and x.device.type != "cuda":
         return None  # interpreters run by name only
-    request = request_of(x.device, "once", None, x.dtype, None if weight is None else weight.dtype)
+    dtypes = x.dtype, None if weight is None else weight.dtype
+    request = request_of(x.device, "once", None, *dtypes, n=n, is_aligned=is_aligned)
     for backend in KERNEL_BACKENDS:
         if name in ("auto", backend) and why_unusable(backend, request) is None:
             return _Implementation(dispatch(op, request, backend), backend)

@@ -13,6 +13,7 @@ Both passes look at a graph's own nodes, not at the graphs inside higher-order o
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -175,7 +176,10 @@ def _refusal(given: Mapping[str, Any], backend: str | None) -> str | None:
     if backend is None or backend == "auto" or x.is_meta:
         return None
     weight, dy = (node and node.meta["val"].dtype for node in map(given.get, ("weight", "grad_out")))
-    request = request_of(x.device, "once", None, x.dtype, weight, dy)
+    shape = given["normalized_shape"]
+    n = math.prod(shape) if all(type(size) is int for size in shape) else None  # others are symbols
+    # A graph does not say where memory begins.
+    request = request_of(x.device, "once", None, x.dtype, weight, dy, n=n, is_aligned=True)
     unusable = why_unusable(backend, request)
     return unusable and f"backend {backend!r} cannot run it: {unusable.reason}"
 

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from tilegym_rmsnorm.call import arguments
 from tilegym_rmsnorm.call.arguments import Checked
@@ -69,6 +70,48 @@ FORWARD = torch.ops.tilegym_rmsnorm.rms_norm_forward.default
 BACKWARD = torch.ops.tilegym_rmsnorm.rms_norm_backward.default
 
 
+# Calls like earlier ones
+
+
+def run_known_forward(
+    x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any
+) -> Outputs | None:
+    """Run the forward op like an earlier one, without checks; None: none was like it."""
+    tensors = x, weight, bias, residual
+    run = known_calls.FORWARD_OP.find(known_calls.forward_call(tensors, options[:-1], options[-1]))
+    return None if run is None else run(tensors)
+
+
+def run_known_backward(
+    dy: Tensor, x: Tensor, weight: Any, rstd: Tensor, d_residual_out: Any, *options: Any
+) -> tuple[Tensor | None, ...] | None:
+    """Run the backward op like an earlier one, without checks; None: none was like it."""
+    tensors = x, dy, weight, rstd, d_residual_out
+    run = known_calls.BACKWARD_OP.find(known_calls.backward_call(tensors, options[:-1], options[-1]))
+    return None if run is None else run(tensors)
+
+
+def _find_known_first(op: Any, run_known: Callable[..., Any]) -> None:
+    """Let a call of the op from Python, as compiled graphs and DTensors make it, look for a known call before PyTorch's
+    dispatcher, which takes as long as all else: it boxes each argument. A profiler is to see the op."""
+    dispatch, count = op._op, len(op._schema.arguments)
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        if len(arguments) == count and not profiler._is_profiler_enabled:
+            if (known := run_known(*arguments)) is not None:
+                return known
+        return dispatch(*arguments, **named)
+
+    op._op = call  # part of an op's hash: so now, before a table has it
+
+
+_find_known_first(FORWARD, run_known_forward)
+_find_known_first(BACKWARD, run_known_backward)
+
+
+# Calls from the routes
+
+
 def call_forward(tensors: ForwardTensors, dims: int, call: Call) -> Outputs:
     """Call the forward op on x, weight, bias, residual. Return y, rstd of the op's shape, residual_out."""
     x, weight, bias, residual = tensors
@@ -105,24 +148,6 @@ def prepare(*tensors: Tensor | None) -> None:
 # The implementations, for real tensors and for fake tensors, with which graphs are made.
 
 
-def run_known_forward(
-    x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any
-) -> Outputs | None:
-    """Run the forward op like an earlier one, without checks; None: none was like it."""
-    tensors = x, weight, bias, residual
-    run = known_calls.FORWARD_OP.find(known_calls.forward_call(tensors, options[:-1], options[-1]))
-    return None if run is None else run(tensors)
-
-
-def run_known_backward(
-    dy: Tensor, x: Tensor, weight: Any, rstd: Tensor, d_residual_out: Any, *options: Any
-) -> tuple[Tensor | None, ...] | None:
-    """Run the backward op like an earlier one, without checks; None: none was like it."""
-    tensors = x, dy, weight, rstd, d_residual_out
-    run = known_calls.BACKWARD_OP.find(known_calls.backward_call(tensors, options[:-1], options[-1]))
-    return None if run is None else run(tensors)
-
-
 def run_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any) -> Outputs:
     """Run the forward op, on real tensors."""
     if (known := run_known_forward(x, residual, weight, bias, *options)) is not None:
@@ -133,18 +158,19 @@ def run_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *opt
     given = x, weight, bias, residual
     if known_calls.may_remember(given, checked.tensors, call.forward):
         known_call = known_calls.forward_call(given, options[:-1], options[-1])
-        known_calls.FORWARD_OP.remember(known_call, lambda: _bind_forward(given, call, shape))
+        known_calls.FORWARD_OP.remember(known_call, lambda: bind_forward(given, call, shape))
     return y, rstd.view(shape), residual_out
 
 
-def _bind_forward(
+def bind_forward(
     tensors: ForwardTensors, call: Call, shape: tuple[int, ...]
 ) -> Callable[[ForwardTensors], Outputs]:
+    """Bind the forward for tensors with the metadata of these, as `kernels.bind_forward`. shape: rstd's."""
     run = kernels.bind_forward(tensors, call)
 
     def run_known(tensors: ForwardTensors) -> Outputs:
         y, rstd, residual_out = run(tensors)
-        return y, rstd.view(*shape), residual_out  # view(shape) takes 0.8 us more
+        return y, rstd.resize_(*shape), residual_out  # 0.6 us; view takes 1.3, and 2.1 with one argument
 
     return run_known
 

@@ -70,8 +70,6 @@ def _differentiate_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, *options: Any
 ) -> Any:
     tensors = x, residual, weight, bias
-    if (known := op.run_known_forward(*tensors, *options)) is not None:
-        return known
     op.prepare(x)
     if choose.why_transformed(*tensors) is not None:
         return _transformed_forward(*tensors, *options)
@@ -87,8 +85,6 @@ def _differentiate_backward(
     dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, d_residual_out: Tensor | None, *options: Any
 ) -> Any:
     tensors = dy, x, weight, rstd, d_residual_out
-    if (known := op.run_known_backward(*tensors, *options)) is not None:
-        return known
     op.prepare(x)
     if choose.why_transformed(*tensors) is not None or _is_differentiated(*tensors):
         return _transformed_backward(*tensors, *options)
