@@ -1,7 +1,9 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The host's time of small calls, ours beside PyTorch's in one run: each form of a call, the library ops, and a chain.
+"""The host's time of small calls, ours beside PyTorch's in one run.
+
+Each form of a call, the library ops, modules, DTensors, and a chain.
 
     python -m bench.studies.small_calls            every form of a call, and the chain
     python -m bench.studies.small_calls --no-chain without the chain, which torch.compile takes minutes for
@@ -18,12 +20,16 @@ if __name__ == "__main__":  # before the imports that would fail
     require("torch")
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from bench.measure.provenance import choose_tables, describe_run, one_line
@@ -31,7 +37,7 @@ from bench.measure.session import this_device
 from bench.measure.shapes import DTYPES
 from bench.providers.ours import EPS
 from bench.studies.host import sample_in_turn, without_grad
-from tilegym_rmsnorm import rms_norm, settings, use_backend
+from tilegym_rmsnorm import RMSNorm, patch_model, rms_norm, settings, use_backend
 from tilegym_rmsnorm.commands.options import positive
 
 LAYERS = 16
@@ -57,11 +63,15 @@ def main(argv: list[str] | None = None) -> int:
     print(one_line(describe_run()))
     device, size = this_device(), (arguments.rows, arguments.columns)
     torch.manual_seed(0)
+    dtype = DTYPES[arguments.dtype]
     with use_backend(arguments.backend):
-        print_pairs(pairs_of_calls(size, DTYPES[arguments.dtype], device), arguments.samples, device)
+        print_pairs(pairs_of_calls(size, dtype, device), arguments.samples, device)
+        print_pairs(pairs_of_modules(size, dtype, device), arguments.samples, device)
+        with mesh_of_one(device) as mesh:
+            print_pairs(pairs_of_dtensors(size, dtype, mesh), max(2, arguments.samples // 4), device)
     if not arguments.no_chain:
         print(f"\na layer of {LAYERS}: matmul and norm")
-        chain = Chain(size, DTYPES[arguments.dtype], device, arguments.backend)
+        chain = Chain(size, dtype, device, arguments.backend)
         print_pairs(chain.pairs(), max(2, arguments.samples // 10), device, LAYERS)
     return 0
 
@@ -151,6 +161,57 @@ def pairs_of_ops(x: Tensor, r: Tensor, w: Tensor, dy: Tensor) -> Iterator[tuple[
         )
     for label, (ours, theirs) in calls.items():
         yield label, without_grad(ours), without_grad(theirs)
+
+
+def pairs_of_modules(
+    size: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Call, Call]]:
+    """Our module, and a norm of transformers after patch_model where that is installed, beside torch.nn.RMSNorm."""
+    n = size[1]
+    modules: dict[str, torch.nn.Module] = {"RMSNorm": RMSNorm(n, EPS, dtype=dtype, device=device)}
+    with contextlib.suppress(ImportError):
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+        model = torch.nn.Sequential(LlamaRMSNorm(n, EPS)).to(device, dtype)
+        patch_model(model)
+        modules["a patched LlamaRMSNorm"] = model[0]
+    theirs = torch.nn.RMSNorm(n, EPS, dtype=dtype, device=device)
+    x = torch.randn(size, dtype=dtype, device=device)
+    leaves = [x.clone().requires_grad_()]
+    for label, module in modules.items():
+        of_modules = [lambda x, module=each: (module(x),) for each in (module, theirs)]
+        yield f"{label}, no grad", *(without_grad(bound(each, (x,))) for each in of_modules)
+        yield f"{label}, both passes", *(both_passes(each, leaves) for each in of_modules)
+
+
+def pairs_of_dtensors(
+    size: tuple[int, int], dtype: torch.dtype, mesh: DeviceMesh
+) -> Iterator[tuple[str, Call, Call]]:
+    """rms_norm of DTensors, x sharded by rows, of a mesh of one device: there the call on the local tensors is the
+    smaller part."""
+    n = size[1]
+
+    def tensors(needs_grad: bool) -> list[Tensor]:
+        x, w = torch.randn(size, dtype=dtype), torch.ones(n, dtype=dtype)
+        x, w = (each.to(mesh.device_type) for each in (x, w))
+        both = distribute_tensor(x, mesh, [Shard(0)]), distribute_tensor(w, mesh, [Replicate()])
+        return [each.detach().requires_grad_(needs_grad) for each in both]
+
+    norms = [lambda x, w, f=f: (f(x, (n,), w, EPS),) for f in (rms_norm, F.rms_norm)]
+    given, leaves = tensors(needs_grad=False), tensors(needs_grad=True)
+    yield "DTensors, no grad", *(without_grad(bound(each, given)) for each in norms)
+    yield "DTensors, both passes", *(both_passes(each, leaves) for each in norms)
+
+
+@contextlib.contextmanager
+def mesh_of_one(device: torch.device) -> Iterator[DeviceMesh]:
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
+    try:
+        yield init_device_mesh(device.type, (1,))
+    finally:
+        dist.destroy_process_group()
 
 
 class Chain:

@@ -21,6 +21,9 @@ def test_every_pair_is_printed(capsys, monkeypatch):
     for form in ("rms_norm", "with a residual", "with a bias", "y in float32", "heads, a slice"):
         for label in ("no grad", "recorded", "both passes"):
             assert re.search(rf"^{form}, {label}(?: +\d+\.\d){{2}} +\d+\.\d\d$", out, re.MULTILINE), out
+    for form in ("RMSNorm", "a patched LlamaRMSNorm", "DTensors"):
+        for label in ("no grad", "both passes"):
+            assert re.search(rf"^{form}, {label}(?: +\d+\.\d){{2}} +\d+\.\d\d$", out, re.MULTILINE), out
     for kind in ("eager", "compiled"):
         for label in ("no grad", "both passes", "residuals, no grad", "residuals, both passes"):
             assert re.search(rf"^{kind}, {label}(?: +\d+\.\d){{2}} +\d+\.\d\d$", out, re.MULTILINE), out
@@ -43,8 +46,14 @@ def test_both_chains_compute_the_same(has_residual):
 
 def test_pairs_compute_the_same():
     """Of calls that return tensors: what is timed is what is compared."""
-    for label, ours, theirs in small_calls.pairs_of_calls((4, 64), torch.float32, CPU):
-        if label.startswith("op"):
-            continue
-        for a, b in zip(ours(), theirs(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=label)
+    size, dtype = (4, 64), torch.float32
+    with small_calls.mesh_of_one(CPU) as mesh:
+        pairs = (
+            *small_calls.pairs_of_calls(size, dtype, CPU),
+            *small_calls.pairs_of_modules(size, dtype, CPU),
+            *small_calls.pairs_of_dtensors(size, dtype, mesh),
+        )
+        for label, ours, theirs in pairs:
+            if not label.startswith("op"):
+                for a, b in zip(ours(), theirs(), strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, msg=label)

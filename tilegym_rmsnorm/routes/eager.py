@@ -41,14 +41,16 @@ _HALVES = (torch.float16, torch.bfloat16)
 class Recorded:
     """Part of a recorded call that is not its tensors: what the forward and the backward of such calls need."""
 
+    # backwards: None where the call is not known itself, so that no second backward finds them.
     __slots__ = ("backwards", "bias_shape", "call", "dtypes", "run")
 
-    def __init__(self, tensors: ForwardTensors, call: Call, run: kernels.RunForward) -> None:
+    def __init__(
+        self, tensors: ForwardTensors, call: Call, run: kernels.RunForward, backwards: KnownCalls | None
+    ) -> None:
         x, weight, bias, residual = tensors
-        self.call, self.run = call, run
+        self.call, self.run, self.backwards = call, run, backwards
         self.dtypes = tuple(map(dtype_of, (x, residual, weight, bias)))
         self.bias_shape = () if bias is None else bias.shape
-        self.backwards = KnownCalls()  # of calls that are known themselves
 
 
 def run_or_record(tensors: ForwardTensors, call: Call) -> Tensor | tuple[Tensor, Tensor]:
@@ -59,16 +61,18 @@ def run_or_record(tensors: ForwardTensors, call: Call) -> Tensor | tuple[Tensor,
 
 def bind(tensors: ForwardTensors, call: Call) -> Callable[[ForwardTensors], Any]:
     """Return `run_or_record` for any tensors with the metadata of these. It holds none of them."""
-    return _runner(tensors, call, kernels.bind_forward(tensors, call))
+    return _runner(tensors, call, kernels.bind_forward(tensors, call), KnownCalls())
 
 
-def _runner(tensors: ForwardTensors, call: Call, run: kernels.RunForward) -> Callable[[ForwardTensors], Any]:
+def _runner(
+    tensors: ForwardTensors, call: Call, run: kernels.RunForward, backwards: KnownCalls | None = None
+) -> Callable[[ForwardTensors], Any]:
     x, weight, _, residual = tensors
     if not _is_recorded(tensors):
         if residual is None:
             return lambda tensors: run(tensors)[0]
         return lambda tensors: run(tensors)[::2]
-    recorded = Recorded(tensors, call, run)
+    recorded = Recorded(tensors, call, run, backwards)
     if residual is not None:
 
         def record_sum(tensors: ForwardTensors) -> Any:
@@ -157,24 +161,29 @@ _record_add = super(torch.autograd.Function, AddRMSNormFunction).apply
 def _gradients_of(recorded: Recorded, tensors: BackwardTensors, needs: tuple[bool, ...]) -> WantedGradients:
     """Compute the gradients of x, residual, weight and bias that are needed, of a backward like an earlier one without
     checks. tensors: as for `gradients`."""
-    known_call, d_residual_out = None, tensors[4]
-    if not torch.is_grad_enabled():
+    known_call, backwards, d_residual_out = None, recorded.backwards, tensors[4]
+    if backwards is not None and not torch.is_grad_enabled():
         known_call = known_calls.backward_call(tensors, needs, recorded.call.backend)
-        if (known := recorded.backwards.find(known_call)) is not None:
+        if (known := backwards.find(known_call)) is not None:
             return known(tensors)
     spec, bias_shape = recorded.call.spec, recorded.bias_shape if needs[3] else ()
     alpha, wanted = wanted_of(needs, spec.alpha, recorded.dtypes)
     call = recorded.call if alpha == spec.alpha else recorded.call._replace(spec=spec._replace(alpha=alpha))
     result = as_needed(needs, gradients(tensors, call, wanted, bias_shape), bias_shape)
-    has_kernel = known_call is not None and wanted.dx is not None and _fit(tensors, call)
     given = tensors[:4] if d_residual_out is tensors[1] else tensors
-    if has_kernel and known_calls.may_remember(given, given, call.backward):
+    if (
+        backwards is not None
+        and known_call is not None
+        and wanted.dx is not None
+        and _fit(tensors, call)
+        and known_calls.may_remember(given, given, call.backward)
+    ):
 
         def bind_gradients() -> Callable[[BackwardTensors], WantedGradients]:
             run = kernels.bind_backward(tensors, call, wanted)
             return lambda tensors: as_needed(needs, run(tensors), bias_shape)
 
-        recorded.backwards.remember(known_call, bind_gradients)
+        backwards.remember(known_call, bind_gradients)
     return result
 
 
