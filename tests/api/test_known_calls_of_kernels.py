@@ -165,6 +165,32 @@ def known_op(checks):
     return (x, w), lambda x, w: FORWARD(x, None, w, None, *numbers)[0], y
 
 
+def dispatched(monkeypatch):
+    """Calls of an op, from now on, that came through PyTorch's dispatcher to its rule for autograd."""
+    found, why_transformed = [], choose.why_transformed
+    monkeypatch.setattr(
+        choose, "why_transformed", lambda *given: found.append(given) or why_transformed(*given)
+    )
+    return found
+
+
+def test_a_known_op_does_without_the_dispatcher(monkeypatch):
+    x, w, dy, rstd = rows(6, N), rows(N), rows(6, N), torch.ones(6, 1, device=DEVICE)
+    found = dispatched(monkeypatch)
+    dtypes = BF16, None, BF16, None, "cutile"
+    calls = (
+        lambda: FORWARD(x, None, w, None, 1, 1e-5, 0.0, "once", 1.0, None, None, "cutile"),
+        lambda: BACKWARD(dy, x, w, rstd, None, 3, 1, 0.0, "once", 1.0, *dtypes),
+    )
+    for call in calls:
+        found.clear()
+        call()
+        assert found
+        found.clear()
+        call()
+        assert not found
+
+
 def test_modes_and_profilers_see_a_known_op(checks):
     (x, w), call, _ = known_op(checks)
     seen = []
@@ -228,28 +254,44 @@ def test_other_arguments_of_a_known_op(checks):
     assert torch.equal(FORWARD(x=x, residual=None, weight=w, bias=None, **named)[0], y)
     with pytest.raises((RuntimeError, TypeError), match="rms_norm_forward"):
         FORWARD(x, None, w, None)
-    with pytest.raises((RuntimeError, TypeError), match="rms_norm_forward"):
-        FORWARD(x, None, w, None, 1, "small", 0.0, "once", 1.0, None, None, "cutile")
+    for dims, eps in ((1, "small"), (1.0, 1e-5)):  # 1.0 equals 1
+        with pytest.raises((RuntimeError, TypeError), match="rms_norm_forward"):
+            FORWARD(x, None, w, None, dims, eps, 0.0, "once", 1.0, None, None, "cutile")
 
 
 def test_a_compiled_graph_finds_known_calls(monkeypatch):
-    def step(x, r, w):
+    def norms(x, r, w):
         for _ in range(3):
             x, r = rms_norm(x, (N,), w, 1e-5, residual=r, backend="cutile")
         return x + r
 
-    x, r, w = rows(6, N).requires_grad_(), rows(6, N), rows(N).requires_grad_()
-    compiled, found = torch.compile(step, backend="aot_eager", fullgraph=True), []
-    unknown, call_of_op = [], choose.call_of_op
-    monkeypatch.setattr(choose, "call_of_op", lambda *given: unknown.append(given) or call_of_op(*given))
-    # The first call compiles, among other dispatch keys.
-    for function in (step, compiled, compiled, compiled):
-        unknown.clear()
+    def step(function):
         y = function(x, r, w)
-        found.append([y, *torch.autograd.grad(y, (x, w), torch.ones_like(y))])
-    assert not unknown
-    for eager_result, *others in zip(*found, strict=True):
-        assert all(torch.equal(eager_result, each) for each in others)
+        return y, *torch.autograd.grad(y, (x, w), torch.ones_like(y))
+
+    x, r, w = rows(6, N).requires_grad_(), rows(6, N), rows(N).requires_grad_()
+    compiled, expected = torch.compile(norms, backend="aot_eager", fullgraph=True), step(norms)
+    for _ in range(2):  # the first call compiles, among other dispatch keys
+        assert all(map(torch.equal, step(compiled), expected))
+    found = dispatched(monkeypatch)
+    assert all(map(torch.equal, step(compiled), expected)) and not found
+    with torch.profiler.profile():
+        step(compiled)
+    assert found, "so it is seen where it happens"
+
+
+def test_rows_of_which_a_view_has_none(checks):
+    """Such as an expert's without tokens: the view has an offset, and no address."""
+    x, w, dy, rstd = rows(3, N)[3:], rows(N), rows(3, N)[3:], torch.ones(3, 1, device=DEVICE)[3:]
+    for _ in range(3):
+        assert rms_norm(x, (N,), w, 1e-5, backend="cutile").shape == (0, N)
+        y, of_rows, _ = FORWARD(x, None, w, None, 1, 1e-5, 0.0, "once", 1.0, None, None, "cutile")
+        assert y.shape == (0, N) and of_rows.shape == (0, 1)
+        dtypes = BF16, None, BF16, None, "cutile"
+        dx, dw, *_ = BACKWARD(dy, x, w, rstd, None, 3, 1, 0.0, "once", 1.0, *dtypes)
+        assert dx.shape == (0, N) and torch.equal(dw, torch.zeros_like(w))
+        leaf = x.clone().requires_grad_()
+        rms_norm(leaf[0:], (N,), w, 1e-5, backend="cutile").sum().backward()
 
 
 def test_a_gradient_that_is_not_wanted_has_the_dtype_of_x():
@@ -281,19 +323,27 @@ def test_the_grad_mode_counts(checks):
 
 
 def test_the_override_of_aten(checks):
-    if not HAS_GPU:
-        pytest.skip("an interpreter is not chosen for it")
     x, w = rows(6, N).requires_grad_(), rows(N).requires_grad_()
 
     def step():
         y = torch.nn.functional.rms_norm(x, (N,), w, 1e-5)
         return y, *torch.autograd.grad(y, (x, w), torch.ones_like(y))
 
-    with use_backend("cutile"), override_aten() as override:
-        first, known = step(), step()
+    aten = torch.ops.aten
+    with use_backend("cutile"), override_aten(DEVICE.type) as override:
+        first, *others = step(), step(), step()
         assert known_calls.ATEN_FORWARD._kinds and known_calls.ATEN_BACKWARD._kinds
-        assert all(map(torch.equal, first, known))
-        assert override.stats["_fused_rms_norm"]["taken"] == 2
+        assert all(all(map(torch.equal, first, each)) for each in others)
+        assert override.stats["_fused_rms_norm"] == override.stats["_fused_rms_norm_backward"] == {"taken": 3}
+        y, rstd = aten._fused_rms_norm(x.detach(), [N], w.detach(), 1e-5)
+        for mask in ((True, True), (True, False), (False, True), (True, True)):
+            for _ in range(2):
+                dx, dw = aten._fused_rms_norm_backward(y, x.detach(), [N], rstd, w.detach(), mask)
+                assert (dx is not None, dw is not None) == mask
+    with use_backend("cutile"), override_aten(DEVICE.type):
+        for _ in range(2):  # a view at an offset, without rows
+            y, rstd = aten._fused_rms_norm(x.detach()[6:], [N], w.detach(), 1e-5)
+            assert y.shape == (0, N) and rstd.shape == (0, 1)
 
 
 def test_no_tensor_is_kept():

@@ -106,7 +106,7 @@ def test_every_place_takes_them(make):
 
 def test_an_address_below_all_memory_is_compared_with_the_offset(monkeypatch):
     """Such as a heap has where programs are loaded at low addresses: the answer is the same."""
-    monkeypatch.setattr(call_tensors, "_TEBIBYTE", 2**63)
+    monkeypatch.setattr(call_tensors, "TEBIBYTE", 2**63)
     for make in (PLAIN["new"], PLAIN["with an offset"]):
         assert call_tensors.is_plain(make(X))
     for make in (freed, freed_view):

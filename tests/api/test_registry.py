@@ -100,6 +100,8 @@ def test_a_backend_is_asked_with_the_width_and_the_alignment(fake_backends, monk
     assert properties(torch.ones(2, 3, 4, 9)[..., :8], heads=4) == (8, False)
     assert properties(torch.ones(2, 2, 4), n=8) == (8, True)
     assert properties(torch.ones(1, 9)[:, :8]) == (8, True), "a single row"
+    assert properties(torch.ones(1, 5).expand(4, 5), n=5) == (5, False), "a packed copy is read"
+    assert properties(torch.ones(4, 20)[:, ::4], n=5) == (5, False)
 
 
 def test_auto_takes_the_first_usable_in_order(fake_backends):
@@ -228,6 +230,13 @@ def test_a_choice_is_made_once(fake_backends, monkeypatch):
     first = dispatch("rms_norm_forward", CUDA_REQUEST)
     monkeypatch.setattr(registry, "_choose", lambda *_: pytest.fail("chosen again"))
     assert dispatch("rms_norm_forward", Request(*CUDA_REQUEST)) is first
+
+
+def test_no_more_choices_are_kept_than_fit(fake_backends, monkeypatch):
+    monkeypatch.setattr(registry, "MOST_CHOICES", 4)
+    for n in range(1, 12):
+        assert _chosen(request=CUDA_REQUEST._replace(n=n)) == "cutile"
+        assert len(registry._chosen) <= 4
 
 
 @pytest.mark.parametrize("name", ["cutile", "triton"])

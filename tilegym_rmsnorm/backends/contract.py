@@ -45,9 +45,7 @@ class Request(NamedTuple):
     obstacle: str | None = None  # why no kernel can take these tensors here, see routes/choose.py
     parts: tuple[str, ...] = ()  # see `parts_of`
     n: int | None = None  # elements of a row; None: rows of any width
-    is_aligned: bool = (
-        True  # all rows of the call begin at multiples of 16 bytes, see `are_aligned` (call/tensors.py)
-    )
+    is_aligned: bool = True  # all rows begin at multiples of 16 bytes; False may be too careful
 
 
 class Unusable(NamedTuple):

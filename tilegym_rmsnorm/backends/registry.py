@@ -86,6 +86,7 @@ class BackendUnavailableError(RuntimeError):
 _modules: dict[str, ModuleType] = {}
 _impls: dict[tuple[str, str], Function] = {}
 _chosen: dict[tuple[str, Request, str], Function] = {}
+MOST_CHOICES = 1024  # else calls that each have another width would leak memory
 
 
 @overload
@@ -249,6 +250,8 @@ def _choose(op: str, request: Request, name: str) -> Function:
     function = _impls[op, backend]
     _tell(op, request, name, f"runs on backend {backend}{passed_over}")
     if is_settled(function, request.device):
+        if len(_chosen) >= MOST_CHOICES:
+            _chosen.clear()
         _chosen[op, request, name] = function
     return function
 
@@ -256,6 +259,8 @@ def _choose(op: str, request: Request, name: str) -> Function:
 def _tell(op: str, request: Request, name: str, what: str) -> None:
     """Log a choice once: choices of interpreters are made anew in each call."""
     if _log.isEnabledFor(logging.INFO) and (op, request, name, what) not in _told:
+        if len(_told) >= MOST_CHOICES:
+            _told.clear()
         _told.add((op, request, name, what))
         _log.info("%s of %s %s", op, _describe(request), what)
 

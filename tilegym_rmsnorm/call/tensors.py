@@ -40,7 +40,7 @@ _is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
 _NO_DISPATCH = Tensor.__torch_dispatch__  # inherited by subclasses that do not define __torch_dispatch__
 
 # More than the storage offset of any view, less than nearly all addresses on 64 bits.
-_TEBIBYTE = 2**40
+TEBIBYTE = 2**40
 
 
 def is_plain(tensor: Tensor) -> bool:
@@ -54,8 +54,9 @@ def is_plain(tensor: Tensor) -> bool:
         return False
     try:
         address = tensor.data_ptr()
-        # Where the storage was freed, a view's address is its offset. Comparing takes two more calls: only if small.
-        if address < _TEBIBYTE and address == tensor.storage_offset() * tensor.itemsize:
+        # Where the storage was freed, a view's address is its offset; without elements it is 0. Comparing takes two
+        # more calls: only if small.
+        if address < TEBIBYTE and address in (0, tensor.storage_offset() * tensor.itemsize):
             return False
         return not tensor.is_neg()
     except RuntimeError:
@@ -109,15 +110,15 @@ def why_not_plain(tensor: Tensor) -> str | None:
 
 
 def are_aligned(n: int, *tensors: Tensor | None) -> bool:
-    """Whether each row of n elements begins at a multiple of 16 bytes. True where no row lies in memory of its own."""
+    """Whether each row of n elements begins at a multiple of 16 bytes, in these tensors and in packed copies of them.
+    True where no row lies in memory of its own."""
     return all([each is None or not is_plain(each) or _is_aligned(n, each) for each in tensors])
 
 
 def _is_aligned(n: int, x: Tensor) -> bool:
-    offsets, itemsize = x.data_ptr(), x.itemsize
-    if x.is_contiguous():
-        return (offsets | n * itemsize) & 15 == 0
-    rows = x.numel() // n
+    itemsize = x.itemsize
+    offsets = x.data_ptr() | n * itemsize
+    rows = 1 if x.is_contiguous() else x.numel() // n
     for extent, stride in zip(x.shape, x.stride(), strict=True):
         if rows == 1:  # the dimensions that are left are normalized
             break

@@ -26,7 +26,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.library import Library
 
 from tilegym_rmsnorm import reference
-from tilegym_rmsnorm.backends.registry import dispatch, request_of, why_unusable
+from tilegym_rmsnorm.backends.registry import MOST_CHOICES, dispatch, request_of, why_unusable
 from tilegym_rmsnorm.call.spec import BackwardTensors, Call, Spec, Wanted, shape_of_rstd
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, are_aligned, is_plain
 from tilegym_rmsnorm.reference import default_eps
@@ -196,8 +196,9 @@ class _Patch:
         if not _may_copy(x, weight):
             known_call = known_calls.forward_call(tensors, (tuple(normalized_shape), eps), None)
         if (known := known_calls.ATEN_FORWARD.find(known_call)) is not None:
+            results = known(tensors)[:2]
             self.counts[ATEN_FORWARD][TAKEN] += 1
-            return known(tensors)[:2]
+            return results
         found = self._implementation("rms_norm_forward", x, normalized_shape, weight)
         if isinstance(found, str):
             return self._decline(ATEN_FORWARD, found, (keyset, x, normalized_shape, weight, eps))
@@ -233,8 +234,9 @@ class _Patch:
             others = tuple(normalized_shape), tuple(output_mask)
             known_call = known_calls.backward_call(tensors, others, None)
         if (known := known_calls.ATEN_BACKWARD.find(known_call)) is not None:
+            gradients = known(tensors)
             self.counts[ATEN_BACKWARD][TAKEN] += 1
-            return known(tensors)
+            return gradients
         found = self._implementation("rms_norm_backward", x, normalized_shape, weight, dy, rstd)
         if isinstance(found, str):
             return self._decline(ATEN_BACKWARD, found, given)
@@ -267,6 +269,11 @@ class _Patch:
             return "dtype"
         if dy is not None and rstd is not None and (dy.dtype is not dtype or rstd.dtype is not _FLOAT32):
             return "dtype"
+        name = get_current_backend()
+        if name == "torch" or (
+            name == "auto" and self.device_type != "cuda"
+        ):  # interpreters run by name only
+            return "backend"
         return None
 
     def _implementation(
@@ -300,6 +307,8 @@ class _Patch:
         if found is _UNKNOWN:
             found = _implementation(op, x, weight, name, n, is_aligned)
             if self.device_type == "cuda":  # not on a CPU: its interpreters may be switched on and off
+                if len(self._implementations) >= MOST_CHOICES:
+                    self._implementations.clear()
                 self._implementations[key] = found
         return found or "backend"
 
@@ -333,8 +342,8 @@ def _is_readable(tensor: Tensor) -> bool:
 
 
 def _may_copy(*tensors: Tensor | None) -> bool:
-    """Whether to ask one of these tensors for its address may copy it, as one that is copy-on-write. From 2.14 on
-    PyTorch refuses to say whether a subclass is one."""
+    """Whether asking for an address may copy: a tensor is copy-on-write, or of a subclass, of which PyTorch does not
+    say from 2.14 on."""
     for each in tensors:
         if each is not None and (type(each) not in PLAIN_TYPES or _is_copied_on_write(each)):
             return True
@@ -364,8 +373,6 @@ def _kernel(op: str, key: str) -> Any:
 def _implementation(
     op: str, x: Tensor, weight: Tensor | None, name: str, n: int, is_aligned: bool
 ) -> _Implementation | None:
-    if name == "auto" and x.device.type != "cuda":
-        return None  # interpreters run by name only
     dtypes = x.dtype, None if weight is None else weight.dtype
     request = request_of(x.device, "once", None, *dtypes, n=n, is_aligned=is_aligned)
     for backend in KERNEL_BACKENDS:

@@ -41,7 +41,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 class Recorded:
     """Part of a recorded call that is not its tensors: what the forward and the backward of such calls need."""
 
-    # backwards: None where the call is not known itself, so that no second backward finds them.
+    # backwards: None for a call that is not known: its backward mostly runs once, and is not worth binding.
     __slots__ = ("backwards", "bias_shape", "call", "dtypes", "run")
 
     def __init__(
@@ -172,8 +172,7 @@ def _gradients_of(recorded: Recorded, tensors: BackwardTensors, needs: tuple[boo
     result = as_needed(needs, gradients(tensors, call, wanted, bias_shape), bias_shape)
     given = tensors[:4] if d_residual_out is tensors[1] else tensors
     if (
-        backwards is not None
-        and known_call is not None
+        known_call is not None
         and wanted.dx is not None
         and _fit(tensors, call)
         and known_calls.may_remember(given, given, call.backward)
@@ -183,7 +182,7 @@ def _gradients_of(recorded: Recorded, tensors: BackwardTensors, needs: tuple[boo
             run = kernels.bind_backward(tensors, call, wanted)
             return lambda tensors: as_needed(needs, run(tensors), bias_shape)
 
-        backwards.remember(known_call, bind_gradients)
+        recorded.backwards.remember(known_call, bind_gradients)
     return result
 
 

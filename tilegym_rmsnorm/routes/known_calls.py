@@ -22,14 +22,13 @@ from torch import Tensor
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.registry import is_settled
 from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors
-from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, is_plain
+from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, TEBIBYTE, is_plain
 from tilegym_rmsnorm.call.watched import is_watched
 
 # Without it, in a PyTorch to come, no call is known: slower, and right.
 _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
 _len_torch_function_stack = torch._C._len_torch_function_stack  # counts the active TorchFunctionModes
 _SEQUENCES = (torch.Size, list)
-_HIGH = 2**40  # an address beyond the offset of any view: so no freed storage is behind it, see `is_plain`
 
 MOST_KEYS = 1024  # else calls that each have another shape would leak memory
 MOST_KINDS = 8  # of tensors, for one key
@@ -157,12 +156,13 @@ def _call(
             if type(each) not in PLAIN_TYPES:  # PyTorch itself says where the memory is
                 return None
             address = each.data_ptr()
-            if address < _HIGH and not is_plain(each):
+            # A higher one has memory behind it.
+            if address < TEBIBYTE and not is_plain(each):
                 return None
             alignment = alignment << 4 | address & 15
         for each in vectors:
             if each is not None:
-                if type(each) not in PLAIN_TYPES or (each.data_ptr() < _HIGH and not is_plain(each)):
+                if type(each) not in PLAIN_TYPES or (each.data_ptr() < TEBIBYTE and not is_plain(each)):
                     return None
                 tensors.append(each)
         if backend is None:

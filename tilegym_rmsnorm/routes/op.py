@@ -77,6 +77,10 @@ def run_known_forward(
     x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any
 ) -> Outputs | None:
     """Run the forward op like an earlier one, without checks; None: none was like it."""
+    dims, eps, offset, _, alpha, *_ = options
+    # A number of another type may equal one of these as a key. The dispatcher casts or refuses it.
+    if not (type(dims) is int and type(eps) is float and type(offset) is float and type(alpha) is float):
+        return None
     tensors = x, weight, bias, residual
     run = known_calls.FORWARD_OP.find(known_calls.forward_call(tensors, options[:-1], options[-1]))
     return None if run is None else run(tensors)
@@ -86,6 +90,9 @@ def run_known_backward(
     dy: Tensor, x: Tensor, weight: Any, rstd: Tensor, d_residual_out: Any, *options: Any
 ) -> tuple[Tensor | None, ...] | None:
     """Run the backward op like an earlier one, without checks; None: none was like it."""
+    wanted, dims, offset, _, alpha, *_ = options
+    if not (type(wanted) is int and type(dims) is int and type(offset) is float and type(alpha) is float):
+        return None
     tensors = x, dy, weight, rstd, d_residual_out
     run = known_calls.BACKWARD_OP.find(known_calls.backward_call(tensors, options[:-1], options[-1]))
     return None if run is None else run(tensors)
@@ -93,16 +100,17 @@ def run_known_backward(
 
 def _find_known_first(op: Any, run_known: Callable[..., Any]) -> None:
     """Let a call of the op from Python, as compiled graphs and DTensors make it, look for a known call before PyTorch's
-    dispatcher, which takes as long as all else: it boxes each argument. A profiler is to see the op."""
+    dispatcher, which takes as long as all else: it boxes each argument. Under a profiler the dispatcher is called, so
+    that the profiler sees the op; an `ExecutionTraceObserver` alone does not."""
     dispatch, count = op._op, len(op._schema.arguments)
 
-    def call(*arguments: Any, **named: Any) -> Any:
-        if len(arguments) == count and not profiler._is_profiler_enabled:
-            if (known := run_known(*arguments)) is not None:
+    def call(*given: Any, **named: Any) -> Any:
+        if len(given) == count and not (profiler._is_profiler_enabled or torch.autograd._profiler_enabled()):
+            if (known := run_known(*given)) is not None:
                 return known
-        return dispatch(*arguments, **named)
+        return dispatch(*given, **named)
 
-    op._op = call  # part of an op's hash: so now, before a table has it
+    op._op = call  # An op's hash is that of `_op`: replace it before any table holds the op.
 
 
 _find_known_first(FORWARD, run_known_forward)
@@ -150,6 +158,7 @@ def prepare(*tensors: Tensor | None) -> None:
 
 def run_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any) -> Outputs:
     """Run the forward op, on real tensors."""
+    # Not every call comes by `_find_known_first`: AOTInductor's come from C++.
     if (known := run_known_forward(x, residual, weight, bias, *options)) is not None:
         return known
     checked, dims, backend = arguments_of_forward(x, residual, weight, bias, *options)

@@ -75,7 +75,8 @@ def _differentiate_forward(
         return _transformed_forward(*tensors, *options)
     if _is_differentiated(*tensors):
         return _ForwardOfOp.apply(*tensors, options)
-    if _are_for_kernels(*tensors):  # here, where the next call like this one looks for it
+    # Not below autograd: the next call like this one looks for it with the dispatch keys of here.
+    if _are_for_kernels(*tensors):
         return op.run_forward(*tensors, *options)
     with _below_autograd():
         return op.FORWARD(*tensors, *options)
