@@ -25,6 +25,7 @@ import cuda.tile as ct
 
 from .backward import h_and_g, row_gradients
 from .pipelined import add_row_by_tma
+from .residual import residual_with_divisor, times_alpha, with_d_residual_out
 from .team import join_team, sum_of_team
 from .tiles import (
     ConstBool,
@@ -47,14 +48,20 @@ from .tiles import (
 from .weights import load_scale
 
 
-def part_gradients(arrays, row, tcolumns, tahead, inv_n, offset, OF_ROW, LATENCY, team):
+def part_gradients(
+    arrays, row, tcolumns, tahead, inv_n, offset, OF_ROW, LATENCY, residual_gradients, team
+):
     """Writes dx of a block's part of one row, by TMA, and returns its terms of dw. tahead: the row's rstd, if it is
     here already; tcolumns serve the weight alone."""
     dx, dy, x, weight, rstd = arrays
+    d_residual_out, d_residual = residual_gradients
     EVEN, HAS_WEIGHT, ROUND_XHAT = OF_ROW
     board, member, MEMBERS, SLOTS = team
     tstored_x = load_part_of_row(x, row, member, tcolumns, LATENCY)
     tstored_dy = load_part_of_row(dy, row, member, tcolumns, LATENCY)
+    td_residual_out = ()
+    if len(d_residual_out) > 0:
+        td_residual_out = load_part_of_row(d_residual_out[0], row, member, tcolumns, LATENCY)
     if len(tahead) > 0:
         trstd = tahead[0]
     else:
@@ -72,22 +79,40 @@ def part_gradients(arrays, row, tcolumns, tahead, inv_n, offset, OF_ROW, LATENCY
     total = sum_of_team(board, row, member, total, MEMBERS, SLOTS)
     tfactor = factor_of_x(total * inv_n, trstd)
 
-    tdx = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tcolumns))))
-    store_part_of_row(dx, row, member, tdx)
+    td = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tcolumns))))
+    td = with_d_residual_out(td, td_residual_out)
+    if len(d_residual) == 2:
+        store_part_of_row(d_residual[0], row, member, td)
+    store_part_of_row(dx, row, member, times_alpha(td, d_residual))
     return row_of_terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
 
 
-def add_part(arrays, row, tdw, tcolumns, tahead, inv_n, offset, OF_ROW, LATENCY, PACKED, team):
+def add_part(
+    arrays, row, tdw, tcolumns, tahead, inv_n, offset, OF_ROW, LATENCY, PACKED, residual_gradients, team
+):
     """The same, and returns tdw with those terms added."""
     if PACKED:
         tsums = add_row_by_tma(
-            arrays[:4], row, tdw, tahead[0], tcolumns, inv_n, offset, OF_ROW, LATENCY, PACKED, team=team
+            arrays[:4],
+            row,
+            tdw,
+            tahead[0],
+            tcolumns,
+            inv_n,
+            offset,
+            OF_ROW,
+            LATENCY,
+            PACKED,
+            residual_gradients,
+            team,
         )
     else:
         tplaces = tcolumns
         if len(tahead) == 0:
             tplaces = not_hoisted(tcolumns, row)
-        tterms = part_gradients(arrays, row, tplaces, tahead, inv_n, offset, OF_ROW, LATENCY, team)
+        tterms = part_gradients(
+            arrays, row, tplaces, tahead, inv_n, offset, OF_ROW, LATENCY, residual_gradients, team
+        )
         tsums = added(tdw, tterms)
     return tsums
 
@@ -99,6 +124,8 @@ def backward_team(
     x,  # (M, N), any row stride
     weight,  # (N,)
     rstd,  # (M,), float32
+    d_residual_out,  # () or (as dy,)
+    d_residual,  # (), (alpha,) or ((M, N) written, alpha)
     board,  # (more than M, SLOTS), int32: EMPTY, written
     inv_n,
     offset,
@@ -116,6 +143,8 @@ def backward_team(
 ):
     """Grid: (P * MEMBERS,). Team k walks rows k, k + P, ...; its member m holds PIECES tiles of columns of each."""
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
+    d_residual_out = with_divisor(d_residual_out, DIVISOR)
+    residual_gradients = (d_residual_out, residual_with_divisor(d_residual, DIVISOR))
     if DEPENDENT:
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
@@ -125,7 +154,18 @@ def backward_team(
     OF_ROW = (EVEN, HAS_WEIGHT, ROUND_XHAT)
     tdw = zero_row(tcolumns)
     for row in range(first, x.shape[0], ct.num_blocks(0) // MEMBERS):
-        tterms = row_gradients(arrays, row, tcolumns, inv_n, offset, OF_ROW, PIECES, LATENCY, team=team)
+        tterms = row_gradients(
+            arrays,
+            row,
+            tcolumns,
+            inv_n,
+            offset,
+            OF_ROW,
+            PIECES,
+            LATENCY,
+            residual_gradients=residual_gradients,
+            team=team,
+        )
         tdw = added(tdw, tterms)
     if HAS_DW:
         store_row(dw_partial, first, tcolumns, tdw, EVEN)
@@ -138,6 +178,8 @@ def backward_pipelined_team(
     x,  # (M, N), any row stride
     weight,  # (N,)
     rstd,  # (M,), float32
+    d_residual_out,  # () or (as dy,)
+    d_residual,  # (), (alpha,) or ((M, N) written, alpha)
     board,  # (more than M, SLOTS), int32: EMPTY, written
     inv_n,
     offset,
@@ -157,6 +199,8 @@ def backward_pipelined_team(
 ):
     """Grid: as backward_team's."""
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
+    d_residual_out = with_divisor(d_residual_out, DIVISOR)
+    residual_gradients = (d_residual_out, residual_with_divisor(d_residual, DIVISOR))
     if DEPENDENT:
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
@@ -172,7 +216,9 @@ def backward_pipelined_team(
         tnext = ()
         if RSTD_AHEAD:
             tnext = (rstd_ahead(rstd, row + ct.num_blocks(0) // MEMBERS),)
-        tdw = add_part(arrays, row, tdw, tcolumns, tahead, inv_n, offset, OF_ROW, LATENCY, PACKED, team)
+        tdw = add_part(
+            arrays, row, tdw, tcolumns, tahead, inv_n, offset, OF_ROW, LATENCY, PACKED, residual_gradients, team
+        )
         tahead = tnext
     if HAS_DW:
         store_row(dw_partial, first, tcolumns, tdw, EVEN)

@@ -11,15 +11,18 @@ in 364 us on an H100, where forward_reread, which reads x twice, took 505. team.
 import cuda.tile as ct
 
 from .forward import normalize_row
+from .residual import residual_with_divisor
 from .team import join_team
 from .tiles import ConstBool, ConstInt, column_tiles_of, has_aligned_rows, with_divisor
 
 
 def forward_team(
-    y,  # (M, N), x's dtype: written
+    y,  # (M, N): written
     rstd,  # (M,), float32: written
     x,  # (M, N), any row stride
     weight,  # (N,)
+    residual,  # () or (as x, (M, N) written, alpha)
+    bias,  # () or ((N,),)
     board,  # (more than M, SLOTS), int32: EMPTY, written
     inv_n,
     eps,
@@ -40,6 +43,7 @@ def forward_team(
     """Grid: (M * MEMBERS,). A block computes PIECES tiles of columns of one row and ends: blocks that walk rows, as
     those of backward_team do, were slower. The signal to the next kernel comes first."""
     y, x, weight = with_divisor((y, x, weight), DIVISOR)
+    residual, bias = residual_with_divisor(residual, DIVISOR), with_divisor(bias, DIVISOR)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
@@ -48,4 +52,4 @@ def forward_team(
     arrays = (y, rstd, x, weight)
     ALIGNED = has_aligned_rows(x, DIVISOR)
     HOW = (EVEN, ALIGNED, PACKED, HAS_WEIGHT, ROUND_XHAT, False, JOINT_WEIGHT, False)  # the signal was above
-    normalize_row(arrays, row, tcolumns, inv_n, eps, offset, PIECES, LATENCY, HOW, team=team)
+    normalize_row(arrays, row, tcolumns, inv_n, eps, offset, PIECES, LATENCY, HOW, residual, bias, team)

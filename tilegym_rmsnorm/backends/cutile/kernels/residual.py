@@ -16,7 +16,7 @@ A tuple's length is known to the compiler, so that a call without a residual com
 
 import cuda.tile as ct
 
-from .tiles import added, as_float32, load_row, row_as_float32, store_row, with_divisor
+from .tiles import added, as_float32, load_row, load_tile, row_as_float32, store_row, with_divisor
 
 NO_RESIDUAL_GRADIENTS = ((), ())  # of a backward's `residual_gradients`: d_residual_out, d_residual
 
@@ -73,3 +73,23 @@ def times_alpha(td, d_residual):
     if len(d_residual) > 0:
         td = tuple(t * d_residual[-1] for t in ct.static_iter(td))
     return td
+
+
+def load_d_residual_tile(d_residual_out, index, shape, LATENCY, TMA, DIVISOR):
+    """A tile of d_residual_out, a 2-D array, as float32, or nothing."""
+    tiles = ()
+    if len(d_residual_out) > 0:
+        tiles = (load_tile(d_residual_out[0], index, shape, LATENCY, TMA, DIVISOR),)
+    return tiles
+
+
+def store_gradient_tile(dx, d_residual, index, td, td_residual_out, TMA):
+    """Writes dx of a tile of 2-D arrays, given td, the gradient without d_residual_out; and d_residual where that is an
+    array of its own."""
+    if len(td_residual_out) > 0:
+        td = td + td_residual_out[0]
+    if len(d_residual) == 2:
+        ct.store(d_residual[0], index, ct.astype(td, d_residual[0].dtype), allow_tma=TMA)
+    if len(d_residual) > 0:
+        td = td * d_residual[-1]
+    ct.store(dx, index, ct.astype(td, dx.dtype), allow_tma=TMA)

@@ -22,6 +22,7 @@ import cuda.tile as ct
 from .backward import row_gradients
 from .pdl import wait_for_launch_before
 from .reread import chunked_row_gradients
+from .residual import residual_with_divisor
 from .tiles import (
     ConstBool,
     ConstInt,
@@ -68,6 +69,8 @@ def backward_split(
     x,  # (M, N), any row stride
     weight,  # (N,)
     rstd,  # (M,), float32
+    d_residual_out,  # () or (as dy,)
+    d_residual,  # (), (alpha,) or ((M, N) written, alpha)
     inv_n,
     offset,
     tiles_in_slab,  # of ROWS rows each
@@ -88,6 +91,8 @@ def backward_split(
     (strips + M, 1) is enough.
     """
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
+    d_residual_out = with_divisor(d_residual_out, DIVISOR)
+    residual_gradients = (d_residual_out, residual_with_divisor(d_residual, DIVISOR))
     b = ct.bid(0)
     k = ct.bid(1)
     if DEPENDENT:
@@ -109,7 +114,17 @@ def backward_split(
             OF_ROW = (EVEN, True, ROUND_XHAT)  # there is a weight: without one nothing needs dw
             tcolumns = column_tiles(WIDTH, 1, REST)
             # loaded once, so no latency to hide from one row to the next
-            row_gradients(arrays, row, tcolumns, inv_n, offset, OF_ROW, 1, 1)
+            row_gradients(
+                arrays,
+                row,
+                tcolumns,
+                inv_n,
+                offset,
+                OF_ROW,
+                1,
+                1,
+                residual_gradients=residual_gradients,
+            )
 
 
 def backward_split_reread(
@@ -119,6 +134,8 @@ def backward_split_reread(
     x,  # (M, N), any row stride
     weight,  # (N,)
     rstd,  # (M,), float32
+    d_residual_out,  # () or (as dy,)
+    d_residual,  # (), (alpha,) or ((M, N) written, alpha)
     inv_n,
     offset,
     tiles_in_slab,  # of ROWS rows each
@@ -135,6 +152,8 @@ def backward_split_reread(
     """Grid: as backward_split's. Rows go in chunks of WIDTH, twice, and both kinds of blocks alternate, so that a
     slab's two readings lie close together."""
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
+    d_residual_out = with_divisor(d_residual_out, DIVISOR)
+    residual_gradients = (d_residual_out, residual_with_divisor(d_residual, DIVISOR))
     b = ct.bid(0)
     k = ct.bid(1)
     if DEPENDENT:
@@ -154,4 +173,6 @@ def backward_split_reread(
         row = at_least_zero(k * slab + b - strips_before)
         if row < x.shape[0]:
             arrays = (dx, dy, x, weight, rstd)
-            chunked_row_gradients(arrays, row, inv_n, offset, WIDTH, LATENCY, False, DIVISOR, True)
+            chunked_row_gradients(
+                arrays, row, inv_n, offset, WIDTH, LATENCY, False, DIVISOR, True, residual_gradients
+            )

@@ -13,6 +13,7 @@ other architectures than sm_90, for which nobody has timed teams or backward_spl
 import cuda.tile as ct
 
 from .reread import mean_by_chunks
+from .residual import load_d_residual_tile, residual_with_divisor, store_gradient_tile
 from .tiles import (
     ZERO,
     ConstBool,
@@ -57,6 +58,8 @@ def backward_strips(
     weight,  # (N,)
     rstd,  # (M,), float32
     c,  # (M,), float32, from backward_means
+    d_residual_out,  # () or (as dy,)
+    d_residual,  # (), (alpha,) or ((M, N) written, alpha)
     offset,
     ROWS: ConstInt,
     WIDTH: ConstInt,
@@ -68,6 +71,8 @@ def backward_strips(
 ):
     """Grid: (P, cdiv(N, WIDTH)). Block (b, j) walks row tiles b, b + P, ... of column strip j."""
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
+    d_residual_out = with_divisor(d_residual_out, DIVISOR)
+    d_residual = residual_with_divisor(d_residual, DIVISOR)
     j = ct.bid(1)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
@@ -78,8 +83,9 @@ def backward_strips(
         tx, tdy, trstd = load_gradient_tiles(x, dy, rstd, (i, j), (ROWS, WIDTH), LATENCY, TMA, DIVISOR)
         tc = ct.reshape(ct.load(c, (i,), (ROWS,), padding_mode=ZERO, allow_tma=TMA), (ROWS, 1))
         th = tdy * trstd
-        tdx = tx * factor_of_x(tc, trstd) + th * tscale
-        ct.store(dx, (i, j), ct.astype(tdx, dx.dtype), allow_tma=TMA)
+        td_residual_out = load_d_residual_tile(d_residual_out, (i, j), (ROWS, WIDTH), LATENCY, TMA, DIVISOR)
+        td = tx * factor_of_x(tc, trstd) + th * tscale
+        store_gradient_tile(dx, d_residual, (i, j), td, td_residual_out, TMA)
         tdw = tdw + terms_of_dw(tx, tdy, th, trstd, x.dtype, ROUND_XHAT)
 
     store_sum_of_rows(dw_partial, (ct.bid(0), j), tdw)

@@ -32,8 +32,7 @@ ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)
 WIDEST_FORWARD_ROW = 32768  # elements that one block of 8 warps holds in registers, float32: 128 each thread
 WIDEST_BACKWARD_ROW = 16384  # elements of x and dy: 128 registers, float32, in each thread of 8 warps
 STRIP = 2048  # columns
-# Variants for a residual, a bias or heads hold a row in one block.
-WIDEST_FUSED_ROW = WIDEST_BACKWARD_ROW
+WIDEST_FUSED_ROW = WIDEST_BACKWARD_ROW  # beside a residual or a bias, or of heads, in one block
 WIDEST_UNALIGNED_ROW = 8192  # of rows that are not aligned: they need registers for addresses
 WIDEST_BIAS_ROW = 8192  # of a backward that sums db beside dw: twice the float32 registers
 WIDEST_TILE_OF_HEADS = 1024
@@ -49,7 +48,18 @@ def is_fused(problem: Problem) -> bool:
         return False
     if problem.op == "backward" and form.bias and problem.n > WIDEST_BIAS_ROW:
         return False
-    if not (form.residual or form.bias or form.heads):
+    return not form.heads or _fits_one_block(problem)  # heads have no kernel that goes through columns
+
+
+def takes_form(first: Variant, problem: Problem) -> bool:
+    """Whether a variant serves the form of a problem: its kernel takes it, and registers have room for it."""
+    holds_row = first.members == 1 and not first.goes_through_columns
+    return first.serves_form(problem) and (not holds_row or _fits_one_block(problem))
+
+
+def _fits_one_block(problem: Problem) -> bool:
+    """Whether the registers of one block have room for what a form has beside rows and a weight."""
+    if not (problem.form.residual or problem.form.bias or problem.form.heads):
         return True
     if problem.op == "forward":
         return problem.n <= (WIDEST_FUSED_ROW if problem.is_aligned else WIDEST_UNALIGNED_ROW)
@@ -116,6 +126,10 @@ def _tiles_of_heads(problem: Problem) -> Variant:
 
 def _plain(problem: Problem) -> Variant:
     if problem.op == "forward":
+        if problem.n > WIDEST_FORWARD_ROW or not _fits_one_block(problem):
+            # Read twice, the second time from L2.
+            has_tma = problem.device.architecture >= 90
+            return ForwardReread(width=4096, warps=8, occupancy=2, latency=4, tma=has_tma)
         return _forward(problem.n, problem.device.architecture)
     if problem.n > _widest_backward_row(problem):
         return _strips(problem) if problem.op == "backward" else _reread(problem)
@@ -125,8 +139,6 @@ def _plain(problem: Problem) -> Variant:
 def _forward(n: int, architecture: int) -> Variant:
     """A block reads its row once and waits for it once, so what counts is how many blocks an SM holds: as many as fit.
     Narrow rows share a block: with fewer elements, launching blocks costs more than their work."""
-    if n > WIDEST_FORWARD_ROW:  # read twice, the second time from L2
-        return ForwardReread(width=4096, warps=8, occupancy=2, latency=4, tma=architecture >= 90)
     width = power_of_two(n)
     if n <= 512:
         rows = min(256, max(2048, 64 * min(width, 64)) // width)

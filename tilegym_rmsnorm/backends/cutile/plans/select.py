@@ -65,9 +65,9 @@ def select(problem: Problem, tables: Tables) -> Plan:
 def choose(problem: Problem, tables: Tables) -> Choice:
     """The variant of the first kernel, and why.
 
-    A call with a residual, a bias or several dtypes takes the first rule whose kernel can have them: of its form, or
-    of plain calls, of its size class or of large calls, whose kernels are the plainest. An entry serves calls that have
-    its form and no more: a share of the blocks that is best for plain rows of 5120 columns took 218.9 us with a
+    A call with a residual, a bias or several dtypes takes the first rule whose kernel can have them (rules.takes_form):
+    of its form, or of plain calls, of its size class or of large calls, whose kernels are the plainest. An entry serves
+    calls that have its form and no more: a share of the blocks that is best for plain rows of 5120 columns took 218.9 us with a
     residual, the rule 183.6 (H100, backward 13104x5120, bfloat16). Heads have what can be reasoned.
     """
     if problem.form == PLAIN:
@@ -77,7 +77,7 @@ def choose(problem: Problem, tables: Tables) -> Choice:
     for bucket in () if problem.form.heads else _like(own):
         is_exact = bucket == own and problem.form == form_named(own.form)
         for choice in _recorded(bucket, tables if is_exact else without_entries, problem):
-            if choice.first.serves_form(problem):
+            if rules.takes_form(choice.first, problem):
                 return choice
     first = rules.reasoned(problem)
     if not first.serves_form(problem):

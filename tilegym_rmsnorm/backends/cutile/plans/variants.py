@@ -69,6 +69,7 @@ class ForwardTiles(LoadsWeight):
 class ForwardTeam(Team, LoadsWeight):
     kernel = "forward_team"
     serves = ("forward",)
+    takes = frozenset({"residual", "bias"})
 
     packed: bool = False
 
@@ -81,6 +82,7 @@ class ForwardTeam(Team, LoadsWeight):
 class ForwardReread(Chunks):
     kernel = "forward_reread"
     serves = ("forward",)
+    takes = frozenset({"residual", "bias"})
 
 
 # The backward's first kernels, which compute dx and P partial rows of dw.
@@ -135,6 +137,7 @@ class BackwardTeam(Team, Walks):
 
     kernel = "backward_team"
     serves = ("backward", "dx")
+    takes = frozenset({"residual"})
     most_rows = LARGEST_GRID  # of a board, which is cleared some rows a block
 
 
@@ -164,6 +167,7 @@ class BackwardSplit(Split):
 
     kernel = "backward_split"
     serves = ("backward",)
+    takes = frozenset({"residual"})
 
     rest: int = 0
 
@@ -190,6 +194,7 @@ class BackwardSplitReread(Split):
 
     kernel = "backward_split_reread"
     serves = ("backward",)
+    takes = frozenset({"residual"})
     goes_through_columns = True
 
     gathers: bool = False
@@ -209,6 +214,7 @@ class BackwardReread(Chunks):
 
     kernel = "backward_reread"
     serves = ("dx",)
+    takes = frozenset({"residual"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +223,7 @@ class BackwardStrips(Chunks):
 
     kernel = "backward_strips"
     serves = ("backward",)
+    takes = frozenset({"residual"})
     most_rows = LARGEST_GRID  # BackwardMeans has a row a block
 
     rows: int = 1
