@@ -11,7 +11,7 @@ integrations have lists of their own of the dtypes for kernels: aten.py and hugg
     an architecture, by cutile alone              cutile/plans/rules.py: ARCHITECTURES
     the kind of a tensor, as a DTensor            call/tensors.py: is_plain, why_not_plain, resolved
     what surrounds the call, as torch.func        call/watched.py: is_watched, why_not_here
-    a residual, bias or heads in rows too wide    cutile/plans/rules.py: is_fused
+    heads or db in rows too wide                  cutile/plans/rules.py: is_fused
     the same in too many rows, or by strides      cutile/lookup.py: _takes
 
 For a tensor and the surroundings routes/choose.py takes another route, or raises an error where the backend was asked
