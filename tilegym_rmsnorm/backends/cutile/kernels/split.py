@@ -69,8 +69,6 @@ def backward_split(
     x,  # (M, N), any row stride
     weight,  # (N,)
     rstd,  # (M,), float32
-    d_residual_out,  # () or (as dy,)
-    d_residual,  # (), (alpha,) or ((M, N) written, alpha)
     inv_n,
     offset,
     tiles_in_slab,  # of ROWS rows each
@@ -91,8 +89,6 @@ def backward_split(
     (strips + M, 1) is enough.
     """
     dx, dw_partial, dy, x, weight = with_divisor((dx, dw_partial, dy, x, weight), DIVISOR)
-    d_residual_out = with_divisor(d_residual_out, DIVISOR)
-    residual_gradients = (d_residual_out, residual_with_divisor(d_residual, DIVISOR))
     b = ct.bid(0)
     k = ct.bid(1)
     if DEPENDENT:
@@ -114,17 +110,7 @@ def backward_split(
             OF_ROW = (EVEN, True, ROUND_XHAT)  # there is a weight: without one nothing needs dw
             tcolumns = column_tiles(WIDTH, 1, REST)
             # loaded once, so no latency to hide from one row to the next
-            row_gradients(
-                arrays,
-                row,
-                tcolumns,
-                inv_n,
-                offset,
-                OF_ROW,
-                1,
-                1,
-                residual_gradients=residual_gradients,
-            )
+            row_gradients(arrays, row, tcolumns, inv_n, offset, OF_ROW, 1, 1)
 
 
 def backward_split_reread(

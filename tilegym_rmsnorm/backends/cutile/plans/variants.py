@@ -167,7 +167,6 @@ class BackwardSplit(Split):
 
     kernel = "backward_split"
     serves = ("backward",)
-    takes = frozenset({"residual"})
 
     rest: int = 0
 
