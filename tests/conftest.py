@@ -24,6 +24,7 @@ from helpers import BACKENDS, HAS_GPU, why_skip
 from processes import mesh_of_one
 
 from tilegym_rmsnorm import settings
+from tilegym_rmsnorm.backends import around_kernels
 from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
@@ -234,6 +235,17 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         allocators.append((GpuMachine, "empty"))
     for owner, name in allocators:
         monkeypatch.setattr(owner, name, poison(getattr(owner, name)))
+
+
+@pytest.fixture
+def no_composing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where PyTorch's operations do a part of a cutile call."""
+
+    def fail(*_):
+        raise AssertionError("composed of PyTorch's operations")
+
+    monkeypatch.setattr(around_kernels, "forward", fail)
+    monkeypatch.setattr(around_kernels, "backward", fail)
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from variants import Variant
 pytest.importorskip("cuda.tile")
 from cutile_runs import ShuffledMachine  # noqa: E402
 
-from tilegym_rmsnorm.backends import around_kernels  # noqa: E402
 from tilegym_rmsnorm.backends.cutile import interpreter, launch, lookup  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import variant as variant_module  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of  # noqa: E402
@@ -75,17 +74,6 @@ def _check(variant, seed=0, dy_dtype=None):
         assert each is None or torch.equal(each, kept)
     again = _run(variant, inputs)[1]
     assert all(torch.equal(each, again[name]) for name, each in results.items())
-
-
-@pytest.fixture
-def no_composing(monkeypatch):
-    """The kernels do all of it."""
-
-    def fail(*_):
-        raise AssertionError("composed of PyTorch's operations")
-
-    monkeypatch.setattr(around_kernels, "forward", fail)
-    monkeypatch.setattr(around_kernels, "backward", fail)
 
 
 @pytest.mark.usefixtures("no_composing")
