@@ -66,7 +66,8 @@ BACKWARDS = {
 }
 
 RESIDUAL = {"residual_dtype": BF16, "dtype": BF16, "weight_dtype": BF16}
-STREAM = {"residual_dtype": FP32, "dtype": BF16, "weight_dtype": BF16, "alpha": 0.5}
+# xhat is rounded to the dtype of residual_out, so in a float32 stream it is not.
+STREAM = {"residual_dtype": FP32, "dtype": BF16, "weight_dtype": BF16, "alpha": 0.5, "casting": "llama"}
 # In a backward these have one gradient for x and residual, or two of one dtype or of different ones.
 KINDS = {
     "residual": Variant(**RESIDUAL),
