@@ -117,6 +117,32 @@ def test_records_of_forms_compile_on_hopper():
             assert_sound(compile_call(problem, dtype, x_dtype))
 
 
+WIDE = (16400, 16392, 16385, 20480, 24576, 28672, 30001, 32768, 53248, 65536, 131072, 140000)
+
+
+def wide_forms(architecture, target=None):
+    """What the selector picks for wide rows with a residual or a bias, of each op."""
+    machine = types.SimpleNamespace(facts=device(architecture, target=target))
+    for n, form, dtype in itertools.product(WIDE, (RESIDUAL, D_RESIDUAL, BIAS), (BF16, FP32)):
+        for op in ("forward",) if form == BIAS else ("forward", "backward", "dx"):
+            if (op, form) != ("forward", D_RESIDUAL):
+                problem = problem_of(machine, op, n, dtype, FORM[form])
+                yield choose(problem, tables_of(architecture, target, None)), problem, dtype
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_wide_rows_with_a_residual_or_a_bias_compile(architecture):
+    """On Hopper every eighth, elsewhere a sample; all by --every-config, and sm_86 with it alone."""
+    if architecture == 86 and not helpers.every_config:
+        pytest.skip("compiled with --every-config")
+    cases = list(wide_forms(architecture, H200 if architecture == 90 else None))
+    for choice, problem, dtype in (
+        cases[::8] if architecture == 90 and not helpers.every_config else sampled(cases)
+    ):
+        assert_sound(compile_call(problem, dtype))
+        assert not choice.spills or architecture == 90
+
+
 def test_every_form_has_a_rule():
     """So that what the tests above sweep is all of them."""
     found = {form for _, _, _, form, *_, target in records_of_forms() if target is None}

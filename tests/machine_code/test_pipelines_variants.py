@@ -5,6 +5,10 @@
 its own. One block of 18432 bfloat16 columns was right with a bfloat16 weight, and with a float32 weight asked for the
 next x while its workers still read this one."""
 
+import functools
+import itertools
+import types
+
 import helpers
 import plain_calls
 import pytest
@@ -12,13 +16,20 @@ import torch
 from helpers import BF16, FP16, FP32
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from compiling import CompilingMachine, code_of_call, meta, skip_without_disassembler  # noqa: E402
+import test_compile_forms as forms  # noqa: E402
+from compiling import (  # noqa: E402
+    CompilingMachine,
+    code_of_call,
+    disassembled,
+    meta,
+    skip_without_disassembler,
+)
 from pipelines import overwritten  # noqa: E402
-from planning import plan  # noqa: E402
+from planning import H200, device, plan  # noqa: E402
 from test_pipelines import to_read, variants_by_tma, whole_grid  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile.launch import Backward  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.problem import D_RESIDUAL, RESIDUAL, Bucket  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.variants import (  # noqa: E402
     BackwardPipelined,
     BackwardPipelinedTeam,
@@ -66,6 +77,23 @@ def test_no_other_call_overwrites_tiles_in_use(call, dtype, op, tmp_path):
         for name, code in kernels.items():
             assert not overwritten(code), (name, variant, n)
             checked += any("UTMALDG" in line for line in code)
+    assert checked
+
+
+@pytest.mark.parametrize(("dtype", "x_dtype"), [(BF16, BF16), (FP32, FP32), (FP32, BF16)])
+def test_no_gradient_of_a_wide_residual_overwrites_tiles_in_use(dtype, x_dtype, tmp_path, monkeypatch):
+    """Without --every-config of one width. x_dtype: of x, where the residual's is wider."""
+    monkeypatch.setattr(forms, "CompilingMachine", functools.partial(CompilingMachine, keep=tmp_path))
+    machine, checked = types.SimpleNamespace(facts=device(target=H200)), 0
+    for n in forms.WIDE if helpers.every_config else (28672,):
+        for op, form in itertools.product(("backward", "dx"), (RESIDUAL, D_RESIDUAL)):
+            problem = forms.problem_of(machine, op, n, dtype, forms.FORM[form], x_dtype)
+            forms.compile_call(problem, dtype, x_dtype)
+            for cubin in tmp_path.glob("*.cubin"):
+                code = disassembled(cubin)
+                cubin.unlink()
+                assert not overwritten(code), (cubin.stem, op, form, n)
+                checked += any("UTMALDG" in line for line in code)
     assert checked
 
 

@@ -48,9 +48,7 @@ from .tiles import (
 from .weights import load_scale
 
 
-def part_gradients(
-    arrays, row, tcolumns, tahead, inv_n, offset, OF_ROW, LATENCY, residual_gradients, team
-):
+def part_gradients(arrays, row, tcolumns, tahead, inv_n, offset, OF_ROW, LATENCY, residual_gradients, team):
     """Writes dx of a block's part of one row, by TMA, and returns its terms of dw. tahead: the row's rstd, if it is
     here already; tcolumns serve the weight alone."""
     dx, dy, x, weight, rstd = arrays
@@ -217,7 +215,18 @@ def backward_pipelined_team(
         if RSTD_AHEAD:
             tnext = (rstd_ahead(rstd, row + ct.num_blocks(0) // MEMBERS),)
         tdw = add_part(
-            arrays, row, tdw, tcolumns, tahead, inv_n, offset, OF_ROW, LATENCY, PACKED, residual_gradients, team
+            arrays,
+            row,
+            tdw,
+            tcolumns,
+            tahead,
+            inv_n,
+            offset,
+            OF_ROW,
+            LATENCY,
+            PACKED,
+            residual_gradients,
+            team,
         )
         tahead = tnext
     if HAS_DW:

@@ -67,8 +67,8 @@ def choose(problem: Problem, tables: Tables) -> Choice:
 
     A call with a residual, a bias or several dtypes takes the first rule whose kernel can have them (rules.takes_form):
     of its form, or of plain calls, of its size class or of large calls, whose kernels are the plainest. An entry serves
-    calls that have its form and no more: a share of the blocks that is best for plain rows of 5120 columns took 218.9 us with a
-    residual, the rule 183.6 (H100, backward 13104x5120, bfloat16). Heads have what can be reasoned.
+    calls that have its form and no more: a share of the blocks that is best for plain rows of 5120 columns took 218.9
+    us with a residual, the rule 183.6 (H100, backward 13104x5120, bfloat16). Heads have what can be reasoned.
     """
     if problem.form == PLAIN:
         found = next(_recorded(problem.bucket, tables, problem), None)
