@@ -31,7 +31,7 @@ from tilegym_rmsnorm.call.spec import BackwardTensors, Call, Spec, Wanted, shape
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, are_aligned, is_plain
 from tilegym_rmsnorm.reference import default_eps
 from tilegym_rmsnorm.routes import kernels, known_calls
-from tilegym_rmsnorm.routes.op import bind_forward
+from tilegym_rmsnorm.routes.op import bind_op_forward
 from tilegym_rmsnorm.settings import KERNEL_BACKENDS, get_current_backend
 
 ATEN_FORWARD, ATEN_BACKWARD = "_fused_rms_norm", "_fused_rms_norm_backward"
@@ -210,7 +210,7 @@ class _Patch:
             y, rstd, _ = kernels.run_forward(tensors, call)
             rstd = rstd.view(of_rstd)
         if known_calls.may_remember(tensors, tensors, function):
-            known_calls.ATEN_FORWARD.remember(known_call, lambda: bind_forward(tensors, call, of_rstd))
+            known_calls.ATEN_FORWARD.remember(known_call, lambda: bind_op_forward(tensors, call, of_rstd))
         self.counts[ATEN_FORWARD][TAKEN] += 1
         return y, rstd
 

@@ -167,11 +167,11 @@ def run_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *opt
     given = x, weight, bias, residual
     if known_calls.may_remember(given, checked.tensors, call.forward):
         known_call = known_calls.forward_call(given, options[:-1], options[-1])
-        known_calls.FORWARD_OP.remember(known_call, lambda: bind_forward(given, call, shape))
+        known_calls.FORWARD_OP.remember(known_call, lambda: bind_op_forward(given, call, shape))
     return y, rstd.view(shape), residual_out
 
 
-def bind_forward(
+def bind_op_forward(
     tensors: ForwardTensors, call: Call, shape: tuple[int, ...]
 ) -> Callable[[ForwardTensors], Outputs]:
     """Bind the forward for tensors with the metadata of these, as `kernels.bind_forward`. shape: rstd's."""
