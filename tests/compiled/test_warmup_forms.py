@@ -43,7 +43,7 @@ CASES = {
     "residual kept in float32": Case((4096, BF16), {"residual": BF16, "residual_dtype": FP32}),
     "residual, not aligned": Case((1001, BF16), {"residual": BF16}),
     "residual without a weight": Case((4096, FP32, None), {"residual": FP32}),
-    "residual, composed": Case((20480, BF16), {"residual": BF16}),
+    "residual, wide": Case((20480, BF16), {"residual": BF16}),
     "bias": Case((1024, BF16), {"bias": BF16}),
     "bias, wide": Case((12288, BF16), {"bias": FP32}),
     "bias without a weight": Case((512, FP16, None), {"bias": FP32}),

@@ -22,7 +22,11 @@ from tilegym_rmsnorm.backends.cutile import interpreter, launch, lookup  # noqa:
 from tilegym_rmsnorm.backends.cutile.plans import variant as variant_module  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import Form  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BIAS_ROW, WIDEST_FUSED_ROW  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.rules import (  # noqa: E402
+    WIDEST_BIAS_ROW,
+    WIDEST_FUSED_ROW,
+    WIDEST_PER_HEAD_ROW,
+)
 
 RESIDUAL = {"residual_dtype": BF16, "dtype": BF16, "weight_dtype": BF16}
 STREAM = {"residual_dtype": FP32, "dtype": BF16, "weight_dtype": BF16, "alpha": 0.5}
@@ -137,10 +141,15 @@ def test_dx_times_alpha(kernel, has_two):
     variants.check(variant, inputs, x, dx=dx, dw=dw, **({"d_residual": d_residual} if has_two else {}))
 
 
-@pytest.mark.parametrize("n", [WIDEST_BIAS_ROW + 8, WIDEST_FUSED_ROW + 8])
-@pytest.mark.parametrize("variant", ROWS[:3], ids=str)
+@pytest.mark.parametrize("n", [WIDEST_PER_HEAD_ROW + 8, WIDEST_FUSED_ROW + 8])
+@pytest.mark.parametrize("variant", HEADS[:3], ids=str)
 def test_wider_rows_have_the_same_values(variant, n):
-    _check(variant._replace(size=(2, n)))
+    _check(variant._replace(size=(1, 2, 2, n), layout="heads"))
+
+
+@pytest.mark.parametrize("variant", [each for each in ROWS if each.bias_dtype is not None][:3], ids=str)
+def test_wider_rows_have_the_same_db(variant):
+    _check(variant._replace(size=(2, WIDEST_BIAS_ROW + 8)))
 
 
 @pytest.mark.usefixtures("no_composing")

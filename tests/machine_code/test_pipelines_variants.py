@@ -5,7 +5,6 @@
 its own. One block of 18432 bfloat16 columns was right with a bfloat16 weight, and with a float32 weight asked for the
 next x while its workers still read this one."""
 
-import functools
 import itertools
 import types
 
@@ -16,7 +15,7 @@ import torch
 from helpers import BF16, FP16, FP32
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-import test_compile_forms as forms  # noqa: E402
+from compiled_forms import FORM, WIDE, compile_call, problem_of  # noqa: E402
 from compiling import (  # noqa: E402
     CompilingMachine,
     code_of_call,
@@ -81,14 +80,14 @@ def test_no_other_call_overwrites_tiles_in_use(call, dtype, op, tmp_path):
 
 
 @pytest.mark.parametrize(("dtype", "x_dtype"), [(BF16, BF16), (FP32, FP32), (FP32, BF16)])
-def test_no_gradient_of_a_wide_residual_overwrites_tiles_in_use(dtype, x_dtype, tmp_path, monkeypatch):
+def test_no_gradient_of_a_wide_residual_overwrites_tiles_in_use(dtype, x_dtype, tmp_path):
     """Without --every-config of one width. x_dtype: of x, where the residual's is wider."""
-    monkeypatch.setattr(forms, "CompilingMachine", functools.partial(CompilingMachine, keep=tmp_path))
     machine, checked = types.SimpleNamespace(facts=device(target=H200)), 0
-    for n in forms.WIDE if helpers.every_config else (28672,):
+    for n in WIDE if helpers.every_config else (28672,):
         for op, form in itertools.product(("backward", "dx"), (RESIDUAL, D_RESIDUAL)):
-            problem = forms.problem_of(machine, op, n, dtype, forms.FORM[form], x_dtype)
-            forms.compile_call(problem, dtype, x_dtype)
+            compile_call(
+                problem_of(machine, op, n, dtype, FORM[form], x_dtype), dtype, x_dtype, keep=tmp_path
+            )
             for cubin in tmp_path.glob("*.cubin"):
                 code = disassembled(cubin)
                 cubin.unlink()

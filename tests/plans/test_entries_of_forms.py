@@ -105,13 +105,13 @@ def test_a_rule_of_a_form_says_so(folders):
     assert not select_of(PLAIN).source.endswith(RESIDUAL)
 
 
-def test_a_kernel_that_cannot_have_the_form_is_refused_in_a_file():
-    """It would leave db out in silence."""
-    form = BIAS
-    bucket, team = BUCKET._replace(n=16384, form=form), dict(warps=4, occupancy=1, latency=2, members=4)
-    entry = entry_of(bucket, variants.BackwardTeam(width=4096, **team))
+@pytest.mark.parametrize("form", OTHERS)
+def test_a_kernel_that_cannot_have_the_form_is_refused_in_a_file(form):
+    """It would leave the residual or db out in silence."""
+    bucket, tile = BUCKET._replace(n=4096, form=form), dict(rows=8, strip=256, slab=64)
+    entry = entry_of(bucket, variants.BackwardSplit(width=4096, warps=8, occupancy=1, latency=1, **tile))
     text = tables.render_table(TARGET, [entry])
-    expected = f"record 0: kernel: expected one that takes the form '{form}', got 'backward_team'"
+    expected = f"record 0: kernel: expected one that takes the form '{form}', got 'backward_split'"
     with pytest.raises(ValueError, match=expected):
         tables.parse_table(text, TARGET)
     plain = entry._replace(forms=(PLAIN_ROWS,))

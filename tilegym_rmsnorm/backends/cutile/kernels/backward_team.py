@@ -116,7 +116,7 @@ def add_part(
 
 
 def backward_team(
-    dx,  # (M, N), x's dtype: written
+    dx,  # (M, N): written
     dw_partial,  # (P, N), float32, or dw of weight's dtype where P is 1: written
     dy,  # (M, N), any row stride
     x,  # (M, N), any row stride
@@ -170,7 +170,7 @@ def backward_team(
 
 
 def backward_pipelined_team(
-    dx,  # (M, N), x's dtype: written
+    dx,  # (M, N): written
     dw_partial,  # (P, N), float32, or dw of weight's dtype where P is 1: written
     dy,  # (M, N), any row stride
     x,  # (M, N), any row stride

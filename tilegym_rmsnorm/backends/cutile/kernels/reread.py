@@ -126,7 +126,7 @@ def chunked_row_gradients(
 
 
 def backward_reread(
-    dx,  # (M, N), x's dtype: written
+    dx,  # (M, N): written
     dy,  # (M, N), any row stride
     x,  # (M, N), any row stride
     weight,  # (N,)

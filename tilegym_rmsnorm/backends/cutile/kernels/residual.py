@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The residual of a pre-norm block, added inside the kernels that hold a row. For row i, in float32:
+"""The residual of a pre-norm block, added inside the kernels. For row i, in float32:
 
     residual_out = alpha * x + residual, rounded to its dtype; that value is normalized
     d = the gradient of what was normalized (backward.py) + d_residual_out

@@ -51,7 +51,7 @@ def backward_means(
 
 
 def backward_strips(
-    dx,  # (M, N), x's dtype: written
+    dx,  # (M, N): written
     dw_partial,  # (P, N), float32, or dw of weight's dtype where P is 1: written
     dy,  # (M, N), any row stride
     x,  # (M, N), any row stride

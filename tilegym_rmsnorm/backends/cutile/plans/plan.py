@@ -110,6 +110,6 @@ def plan_of(problem: Problem, first: Variant, source: str = "", spills: str = ""
     if isinstance(first, Team):
         before = (rules.clear(first),)
     elif isinstance(first, BackwardStrips):
-        before = (rules.means(architecture),)
+        before = (rules.means(problem),)
     after = (rules.sum_of(first, problem.n, architecture),) if problem.op == "backward" else ()
     return Plan(problem, first, (*before, first, *after), source, spills)

@@ -52,9 +52,12 @@ def is_fused(problem: Problem) -> bool:
 
 
 def takes_form(first: Variant, problem: Problem) -> bool:
-    """Whether a variant serves the form of a problem: its kernel takes it, and registers have room for it."""
+    """Whether a rule's variant serves the form of a problem: its kernel takes it, and registers have room for it. Rows
+    that one block holds beside a residual or a bias are not for teams or chunks, which were not timed there."""
+    if not (problem.form.residual or problem.form.bias):
+        return first.serves_form(problem)
     holds_row = first.members == 1 and not first.goes_through_columns
-    return first.serves_form(problem) and (not holds_row or _fits_one_block(problem))
+    return first.serves_form(problem) and holds_row == _fits_one_block(problem)
 
 
 def _fits_one_block(problem: Problem) -> bool:
@@ -210,10 +213,12 @@ def own_partials(problem: Problem, first: Variant) -> Variant:
     return _strips(problem) if isinstance(first, (BackwardReread, Split)) else first
 
 
-def means(architecture: int) -> Variant:
-    """Return the kernel that reads wide rows for their mean, before the strips."""
-    has_tma = architecture >= 90
-    return BackwardMeans(width=4096 if has_tma else 2048, warps=4, occupancy=4, latency=4, tma=has_tma)
+def means(problem: Problem) -> Variant:
+    """Return the kernel that reads wide rows for their mean, before the strips. By TMA all arrays of rows come or none:
+    not of several dtypes where rows are not aligned."""
+    is_hopper = problem.device.architecture >= 90
+    has_tma = is_hopper and (problem.is_aligned or not problem.form.narrowest)
+    return BackwardMeans(width=4096 if is_hopper else 2048, warps=4, occupancy=4, latency=4, tma=has_tma)
 
 
 def clear(team: Team) -> ClearBoard:

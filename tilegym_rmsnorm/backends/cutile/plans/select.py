@@ -77,7 +77,8 @@ def choose(problem: Problem, tables: Tables) -> Choice:
     for bucket in () if problem.form.heads else _like(own):
         is_exact = bucket == own and problem.form == form_named(own.form)
         for choice in _recorded(bucket, tables if is_exact else without_entries, problem):
-            if rules.takes_form(choice.first, problem):
+            # An entry was timed and checked with the form.
+            if choice.first.serves_form(problem) if is_exact else rules.takes_form(choice.first, problem):
                 return choice
     first = rules.reasoned(problem)
     if not first.serves_form(problem):
