@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from bench.block import peers as block_peers
 from bench.block.families import ALL_OPS, BLOCK_OPS, GROUPS, Family, Section, by_family
-from bench.measure import inductor
+from bench.measure import inductor, widths
 from bench.measure.processes import Loss, differences, left_by, lost_records, measure_others
 from bench.measure.provenance import RESULTS, choose_tables, describe_run, gpu_slug, one_line
 from bench.measure.run_shape import Bench
@@ -34,6 +34,7 @@ from bench.measure.shapes import (
     QUICK_SHAPES,
     Result,
     Shape,
+    kind_of,
     parse_shapes,
 )
 from bench.measure.warm import warm
@@ -86,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         "note": None if has_gpu else tables.CPU_NOTE,
         "is_grid": arguments.grid,
         "is_block": all(op in BLOCK_OPS for section in sections for op in section.ops),
+        "widths": arguments.widths,
         "inductor_timer": has_inductor,
         "unavailable": unavailable,
     }
@@ -104,11 +106,13 @@ def measure_dtypes(
     measured in processes of their own."""
     here, is_good = bench.providers, True
     ops = tuple(op for section in sections for op in section.ops)
+    kind = "" if arguments.part or kind_of(heading) == "models" else f"-{kind_of(heading)}"
+    if arguments.share is not None:  # parts of a run do not take each other's place
+        kind += "-{}-of-{}".format(*arguments.share)
     kept = []
     loss: Loss | None = None  # of this process, in which nothing runs behind it
     for dtype in arguments.dtype:
         result = {**heading, "records": []}
-        kind = "-grid" if arguments.grid else "-block" if heading["is_block"] and not arguments.part else ""
         path = folder / f"{heading['date'][:10]}-{dtype}{kind}.json"
         for bench.ops, shapes, without in sections:
             bench.providers = tuple(name for name in here if name not in without)
@@ -173,7 +177,7 @@ def choose_providers(arguments: argparse.Namespace, has_gpu: bool) -> tuple[tupl
     else:
         unavailable = why_not_measured()
         wanted = default_providers(unavailable, arguments, has_gpu)
-        libraries = block_peers.LIBRARIES if arguments.block else LIBRARIES
+        libraries = block_peers.LIBRARIES if has_many_cells(arguments) else LIBRARIES
         wanted += (MAX_AUTOTUNE, *libraries) if arguments.peers else ()
     unavailable |= {name: reason for name in wanted if (reason := why_missing(name))}
     return tuple(name for name in wanted if name not in unavailable), unavailable
@@ -195,9 +199,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     beside = "what a transformer block asks for beside the plain norm"
     add("--block", action="store_true", help=f"{beside}: {names(BLOCK_OPS)}")
     ops = f"of {names(OPS)}, {names((*BLOCK_OPS, *GROUPS))}"
-    add("--op", type=some_ops, help=f"{ops}; default: the first {len(OPS)}, or those of --block")
-    where = "bench/results/GPU/, and bench/results/partial/GPU/, which git ignores, with --quick, --shapes, --op or"
-    add("--out", type=options.path, help=f"folder of the results; default: {where} --provider")
+    drawn = "widths drawn by the seed, wide rows and heads, plain, with a residual and with a bias"
+    add(
+        "--widths",
+        type=int,
+        metavar="SEED",
+        help=f"{drawn}; of float32 widths that are no multiple of 8 alone",
+    )
+    add("--share", type=some_share, metavar="K/N", help="of --widths the K-th of N shares")
+    add("--op", type=some_ops, help=f"{ops}; default: the first {len(OPS)}, or those of --block, --widths")
+    parts = "--quick, --shapes, --share, --op or --provider"
+    where = f"bench/results/GPU/, and bench/results/partial/GPU/, which git ignores, with {parts}"
+    add("--out", type=options.path, help=f"folder of the results; default: {where}")
     tuned = "tuned settings, which count before those that ship; default: TILEGYM_RMSNORM_CACHE_DIR, or none"
     add("--tables", type=tables_folder, metavar="FOLDER", help=f"of {tuned}")
     add("--quick", action="store_true", help="a few shapes only")
@@ -206,7 +219,24 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--p-rows", action="store_true", help=f"also {ROW_PARTIALS}: a partial row per input row")
     pages = "measure nothing: put results into README.md, docs/performance.md and bench/results/README.md"
     add("--readme", type=readme.result_file("records"), nargs="+", metavar="JSON", help=pages)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.widths is None and arguments.share is not None:
+        parser.error("--share: expected --widths SEED beside it")
+    if arguments.widths is not None:
+        if arguments.shapes or arguments.block or arguments.grid:
+            parser.error("--widths: expected none of --shapes, --block and --grid beside it")
+        if len(arguments.dtype) > 1:  # which have other rows
+            parser.error(f"--widths: expected one --dtype, got {names(arguments.dtype)}")
+        if not choose_sections(arguments, has_gpu=True):
+            parser.error("--widths: --op and --share leave nothing to measure")
+    return arguments
+
+
+def some_share(text: str) -> widths.Share:
+    number, slash, count = text.partition("/")
+    if not (slash and number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"expected K/N with K of 1 to N, got {text}")
+    return widths.Share(int(number), int(count))
 
 
 def some_ops(text: str) -> tuple[str, ...]:
@@ -232,8 +262,9 @@ def tables_folder(text: str) -> Path:
 
 def default_folder(arguments: argparse.Namespace, gpu: str | None) -> Path:
     """Where results go: a run of a part must not replace the kept one of its day."""
-    has_all_ops = arguments.op is None or set(arguments.op) == set(BLOCK_OPS if arguments.block else OPS)
-    is_part = arguments.shapes is not None or arguments.provider is not None
+    ops = BLOCK_OPS if arguments.block else OPS if arguments.widths is None else widths.OPS
+    has_all_ops = arguments.op is None or set(arguments.op) == set(ops)
+    is_part = any(each is not None for each in (arguments.shapes, arguments.provider, arguments.share))
     is_partial = arguments.quick or is_part or not has_all_ops
     return (RESULTS / "partial" if is_partial else RESULTS) / gpu_slug(gpu)
 
@@ -241,6 +272,10 @@ def default_folder(arguments: argparse.Namespace, gpu: str | None) -> Path:
 def choose_sections(arguments: argparse.Namespace, has_gpu: bool) -> list[Section]:
     """List the measurements: plain ops at the same shapes, and those of each family of block/ at its own."""
     ops = arguments.op
+    if arguments.widths is not None:
+        share, is_quick = arguments.share, arguments.quick
+        found = widths.sections(arguments.widths, arguments.dtype[0], share, is_quick, has_gpu)
+        return [each for each in (section.only(ops) for section in found) if each.ops]
     if ops is None:
         ops = BLOCK_OPS if arguments.block else GRID_OPS if arguments.grid else OPS
     sections = []
@@ -273,13 +308,17 @@ def why_not_measured() -> dict[str, str]:
 def default_providers(
     without: dict[str, str], arguments: argparse.Namespace, has_gpu: bool
 ) -> tuple[str, ...]:
-    """Of a block, which has many cells, the backends with kernels alone: no target and no gate asks of the others."""
-    wanted = KERNELS if arguments.block else BACKENDS
+    """Of a run with many cells the backends with kernels alone: no target and no gate asks of the others."""
+    wanted = KERNELS if has_many_cells(arguments) else BACKENDS
     backends = [name for name in wanted if name not in without]
-    if arguments.p_rows and not arguments.block and "cutile" in backends:
+    if arguments.p_rows and not has_many_cells(arguments) and "cutile" in backends:
         backends.append(ROW_PARTIALS)
     # On a CPU torch.compile would compile C++ for half a minute, of which no figure is shown.
     return (*backends, *(BASELINES if has_gpu else ("F.rms_norm",)))
+
+
+def has_many_cells(arguments: argparse.Namespace) -> bool:
+    return arguments.block or arguments.widths is not None
 
 
 def measure_all(

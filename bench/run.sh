@@ -5,8 +5,8 @@
 # The benchmark in one command: finds or makes an environment, checks every backend, then times it.
 # It leaves JSON and CSV; with a GPU pictures and a page for a browser, report.html, too.
 #   bench/run.sh [--quick] [--shapes 4096x4096,...] [--dtype bfloat16,...] [--provider cutile,...] [--op backward,...]
-#                [--peers] [--grid] [--block] [--warm] [--p-rows] [--tables FOLDER] [--out FOLDER]
-#                [--readme RESULT.json...]
+#                [--peers] [--grid] [--block] [--widths SEED [--share K/N]] [--warm] [--p-rows] [--tables FOLDER]
+#                [--out FOLDER] [--readme RESULT.json...]
 # bench/README.md says how it measures, and --help, once its environment is there, what each option does.
 # PYTHON=... chooses the interpreter.
 

@@ -130,6 +130,10 @@ class Section(NamedTuple):
     shapes: tuple[Shape, ...]
     without: tuple[str, ...] = ()
 
+    def only(self, ops: Sequence[str] | None) -> Section:
+        """The section with these of its ops; None: all."""
+        return self if ops is None else self._replace(ops=tuple(op for op in self.ops if op in ops))
+
 
 def family_of(op: str) -> Family | None:
     """None of a plain op."""

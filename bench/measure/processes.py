@@ -25,7 +25,7 @@ from bench.providers.peers import ALONE
 # Providers, and the shapes at which one process measures them.
 Group = tuple[tuple[str, ...], tuple[Shape, ...]]
 # Of two results that may be joined.
-SAME = ("gpu", "sms", "driver", "cuda", "tileiras", "versions", "is_grid", "is_block")
+SAME = ("gpu", "sms", "driver", "cuda", "tileiras", "versions", "is_grid", "is_block", "widths")
 
 
 class Loss(NamedTuple):

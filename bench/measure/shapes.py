@@ -71,7 +71,10 @@ def compulsory_bytes(op: str, shape: Shape, dtype: torch.dtype) -> int:
 
 
 def kind_of(result: Result) -> str:
-    """Which ops and shapes a result has: of the plain norm at the shapes of models, of a grid, or those of block/."""
+    """Which ops and shapes a result has: of the plain norm at the shapes of models, of a grid, those of block/, or of
+    widths.py."""
+    if result.get("widths") is not None:
+        return "widths"
     return "grid" if result.get("is_grid") else "block" if result.get("is_block") else "models"
 
 

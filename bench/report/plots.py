@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from bench.block.families import ALL_OPS, CONTROLS
-from bench.measure.shapes import BATCHES, WIDEST_HEAD, Record, Result, Shape, shape_of
+from bench.measure.shapes import BATCHES, WIDEST_HEAD, Record, Result, Shape, kind_of, shape_of
 from bench.providers.ours import OURS
 from bench.report import compare, pictures
 from bench.report.heatmaps import plot_heatmaps
@@ -34,12 +34,12 @@ GROUP_GAP = 1.2  # lines between two groups of shapes, the first of which holds 
 
 def plot_result(result: Result, stem: Path) -> dict[str, Path]:
     """Write the pictures of each op: GB/s in STEM-OP.png, heat maps in STEM-OP-map.png. A grid has heat maps alone, in
-    STEM-OP.png. dx and CONTROLS have none of their own. Return the paths by op, and by OP-map.
+    STEM-OP.png, drawn widths none. dx and CONTROLS have none of their own. Return the paths by op, and by OP-map.
 
     Without a GPU write none: the times of interpreters and busy cores say nothing about the kernels.
     """
     paths: dict[str, Path] = {}
-    if result["gpu"] is None:
+    if result["gpu"] is None or kind_of(result) == "widths":  # of which nobody would find a line
         return paths
     for op in ALL_OPS:
         if op == "dx" or op in CONTROLS.values():

@@ -5,8 +5,9 @@
 
 A result is one run at one dtype: the provenance of provenance.py, copy_gb_per_s, `unavailable` (why a provider was not
 measured), `note` (None on a GPU), `is_grid` (its shapes are those of heat maps), `is_block` (its ops are those of
-block/), `inductor_timer` (whether Inductor was given inductor.py's timer), `processes` (which providers were measured
-in processes of their own, at which shapes, and the copy rate there) and `records` (see measure/run_shape.py).
+block/), `widths` (the seed that drew them, or None), `inductor_timer` (whether Inductor was given inductor.py's timer),
+`processes` (which providers were measured in processes of their own, at which shapes, and the copy rate there) and
+`records` (see measure/run_shape.py).
 """
 
 from __future__ import annotations

@@ -85,6 +85,14 @@ def test_all_sections_share_one_pool_and_nothing_compiles_twice(pool):
     assert [task.shape for task in tasks if task.provider == "cutile"] == [(32, 64), *heads]
 
 
+def test_quack_compiles_plain_ops_once_for_a_width(pool):
+    """Two sizes of sixty drawn widths were all compiled twice."""
+    warm.warm(("quack", "triton"), [Section(OPS, ((32, 64), (4, 64)))], [torch.float32], CPU, processes=2)
+    tasks = [each for each in pool.events if each != "all done"]
+    assert [task.shape for task in tasks if task.provider == "quack"] == [(32, 64)] * warm.SHARES["quack"]
+    assert [task.shape for task in tasks if task.provider == "triton"] == [(32, 64), (4, 64)]
+
+
 def test_processes_share_the_settings_of_one_provider(monkeypatch):
     done = []
     right = make_provider("torch", (4, 8), torch.float32, CPU)
