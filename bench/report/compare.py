@@ -12,7 +12,7 @@ import functools
 
 from bench.block.families import ALL_OPS
 from bench.measure.shapes import Record, Result, kind_of, shape_of, shape_text
-from bench.report import block_targets
+from bench.report import block_targets, width_targets
 from bench.report.cells import (
     LARGE_BYTES,
     Comparison,
@@ -72,6 +72,8 @@ def targets(result: Result) -> list[Target]:
     """The targets that this result's kind and dtype have, each over the result's own cells."""
     if kind_of(result) == "block":
         return block_targets.targets(result)
+    if kind_of(result) == "widths":
+        return width_targets.targets(result)
     dtype = result["records"][0]["dtype"] if result["records"] else ""
     backward, forward = compare(result, "backward"), compare(result, "forward")
     failed, every = functools.partial(failed_cells, result), "at least 1.00x the best peer in every cell"

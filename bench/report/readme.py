@@ -22,7 +22,7 @@ from bench.measure.provenance import ROOT, kept_in
 from bench.measure.shapes import BATCHES, OPS, Result, kind_of, shape_of
 from bench.providers.ours import PDL
 from bench.report import block as block_page
-from bench.report import compare, tables
+from bench.report import compare, tables, width_targets
 from bench.report.cells import LARGE_BYTES, moved
 from bench.report.text import figure_text, read_result, table_text
 
@@ -36,8 +36,13 @@ KINDS_SAID = {
     "models": "the shapes of models",
     "block": "of a transformer block",
     "grid": "over rows and columns",
+    "widths": "drawn widths",
 }
 KINDS = tuple(KINDS_SAID)  # in the order of the pages
+WIDTHS_BEGIN = """## Other widths
+
+Widths that no default shape has, drawn by a seed, beside wide rows and heads. A ratio is the best peer's time over
+cutile's. [bench/README.md](../bench/README.md#other-widths) has the parts and their shapes."""
 
 
 def result_file(long_list: str) -> Callable[[str], Path]:
@@ -125,7 +130,7 @@ def readme_section(results: Results) -> str:
 def page_sections(results: Results) -> dict[str, str]:
     """The sections of docs/performance.md by their names."""
     models, grids = _of_kind(results, "models"), _of_kind(results, "grid")
-    shown = {path: each for path, each in results.items() if kind_of(each) != "block"}
+    shown = {path: each for path, each in results.items() if kind_of(each) in ("models", "grid")}
     return {
         "overview": tables.overview(models),
         "sizes": sizes_table(models),
@@ -133,6 +138,7 @@ def page_sections(results: Results) -> dict[str, str]:
         "option": tables.overview([without_option(each) for each in models]),
         "host": "\n\n".join(host_table(each) for each in models if _dtype(each) == DTYPES[0]),
         "block": block_page.section(_of_kind(results, "block")),
+        "widths": widths_section(_of_kind(results, "widths")),
         "bench": "\n\n".join(_page_section(path, each) for path, each in shown.items()),
     }
 
@@ -170,6 +176,16 @@ def sizes_table(results: list[Result]) -> str:
     limit = f"{LARGE_BYTES / 1e6:.0f} MB"
     headers = ["GPU, dtype"] + [f"{op} {size}" for op in OPS_SHOWN for size in (f"< {limit}", f">= {limit}")]
     return table_text(rows, headers)
+
+
+def widths_section(results: list[Result]) -> str:
+    """Of each result with drawn widths its parts, and the targets; nothing without results."""
+    parts = [WIDTHS_BEGIN] if results else []
+    for each in results:
+        parts += [f"### {_name(each)} of seed {each['widths']}", tables.said_above(each)]
+        lines = [f"- {' '.join(line.split())}" for line in compare.target_lines(each)]
+        parts += [width_targets.table(each), "\n".join(lines)]
+    return "\n\n".join(parts)
 
 
 def behind_table(results: list[Result]) -> str:

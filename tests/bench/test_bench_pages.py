@@ -113,7 +113,7 @@ def test_the_newest_of_each_gpu_and_dtype_are_shown(tmp_path):
     assert readme.kept_results(tmp_path) == [new, half, grid, other]
 
 
-SECTIONS = ("overview", "sizes", "behind", "option", "host", "block", "bench", "train")
+SECTIONS = ("overview", "sizes", "behind", "option", "host", "block", "widths", "bench", "train")
 
 
 def test_the_pages_show_what_is_kept(monkeypatch):

@@ -39,7 +39,7 @@ def test_every_provider_has_a_style_of_its_own():
 
 def test_pictures_say_of_which_gpu_they_are_and_cut_nothing_off(figures, tmp_path):
     """Of the result of plain norms with most providers and the longest footer."""
-    kept = [path for path in RESULTS.glob("*/*.json") if not path.stem.endswith("-block")]
+    kept = [path for path in RESULTS.glob("*/*.json") if not path.stem.endswith(("-block", "-widths"))]
     result = json.loads(max(kept, key=lambda path: path.stat().st_size).read_text())
     records = [each for each in result["records"] if each["op"] == "backward"]
     paths = plots.plot_result({**result, "records": records}, tmp_path / "a")
