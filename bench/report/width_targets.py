@@ -189,8 +189,8 @@ def _cell(record: Record) -> str:
 
 def _of_widths(text: str) -> Result:
     result = read_result(text)
-    if kind_of(result) != "widths":
-        raise argparse.ArgumentTypeError(f"expected a result of bench/run.sh --widths, got {text}")
+    if kind_of(result) != "widths" or result["gpu"] is None:
+        raise argparse.ArgumentTypeError(f"expected a result of bench/run.sh --widths on a GPU, got {text}")
     return result
 
 

@@ -181,10 +181,11 @@ def test_a_command_says_which_targets_a_result_meets(tmp_path, capsys):
     tables.write_json(make_widths(*cells((0.9,), "forward", "drawn")), path)
     assert width_targets.main([str(path)]) == 1
     assert "NOT MET drawn forward: at least 0.97x" in capsys.readouterr().out
-    tables.write_json(make_result(make_record()), path)
-    with pytest.raises(SystemExit, match="2"):
-        width_targets.main([str(path)])
-    assert "expected a result of bench/run.sh --widths, got" in capsys.readouterr().err
+    for other in (make_result(make_record()), make_widths(make_record(), gpu=None)):
+        tables.write_json(other, path)
+        with pytest.raises(SystemExit, match="2"):
+            width_targets.main([str(path)])
+        assert "expected a result of bench/run.sh --widths on a GPU, got" in capsys.readouterr().err
 
 
 def test_the_page_has_a_section_of_each_result(tmp_path):
