@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import itertools
 
+import planning
 import pytest
 import torch
 from helpers import Inputs, make_inputs
-from table_cases import TARGET
+from table_cases import TARGET, entry_of
 
 from tilegym_rmsnorm.backends.cutile.plans import rules, tables, variants
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
@@ -25,6 +26,8 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
     Device,
     form_named,
 )
+from tilegym_rmsnorm.backends.cutile.plans.records import Records
+from tilegym_rmsnorm.backends.cutile.plans.select import choose
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
@@ -60,7 +63,7 @@ def tiles_of(op: str) -> list:
 
 
 @pytest.mark.parametrize(("op", "form"), OF_OTHERS)
-@pytest.mark.parametrize("n", [64, 1000, 1024, 4096, 5120, 8192, 12288])
+@pytest.mark.parametrize("n", [64, 1000, 1024, 4096, 5120, 8192, 8201, 12288, 20480, 28672])
 def test_every_candidate_takes_the_form(n, form, op):
     for dtype, size in itertools.product(("bfloat16", "float32"), SIZES):
         bucket = Bucket(op, n, dtype, size, form=form)
@@ -71,6 +74,24 @@ def test_every_candidate_takes_the_form(n, form, op):
         assert found[0] == by_rules(bucket, 90) and len(found) > 8
         assert all(each.serves_form(asked) and not each.heads for each in found)
         assert all(fits_registers(each, op, ITEMSIZE[dtype], form=asked.form) for each in found[1:])
+
+
+@pytest.mark.parametrize(
+    ("op", "n", "form"),
+    [
+        ("forward", 20480, BIAS),
+        ("dx", 8201, RESIDUAL),
+        ("backward", 16392, RESIDUAL),
+        ("backward", 14336, D_RESIDUAL),
+    ],
+)
+def test_every_candidate_serves_once_it_is_an_entry(op, n, form):
+    """It was timed and checked, whatever the rules would choose."""
+    bucket = Bucket(op, n, "bfloat16", "large", form=form)
+    for variant in candidates(bucket, 2, 90):
+        entries = (Records((entry_of(bucket, variant),)),)
+        of_entry = planning.rules_of()._replace(entries=entries)
+        assert choose(bucket.problem(FACTS), of_entry).first == variant
 
 
 @pytest.mark.parametrize("form", OTHERS)
