@@ -84,13 +84,14 @@ def wide_forms(architecture, target=None):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_wide_rows_with_a_residual_or_a_bias_compile(architecture):
-    """On Hopper every eleventh, elsewhere a sample; all by --every-config, and sm_86 with it alone."""
+    """On Hopper every eleventh, elsewhere a sample; all by --every-config, and sm_86 with it alone. dx by chunks takes
+    8 bytes of stack beside x of 16 bits."""
     if architecture == 86 and not helpers.every_config:
         pytest.skip("compiled with --every-config")
     cases = list(wide_forms(architecture, H200 if architecture == 90 else None))
     some = cases[::11] if architecture == 90 and not helpers.every_config else sampled(cases)
     for _, problem, dtype, x_dtype in some:
-        assert_sound(compile_call(problem, dtype, x_dtype))
+        assert_sound(compile_call(problem, dtype, x_dtype), most_stack=8)
 
 
 def test_every_form_has_a_rule():

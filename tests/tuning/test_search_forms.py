@@ -135,8 +135,8 @@ def test_what_serves_plain_rows_is_tried_where_it_takes_the_form(form):
         variants.BackwardPipelined(width=1024, warps=4, occupancy=2, latency=4, pieces=4, grid_percent=92),
     ]
     found = candidates(bucket, 2, 90, most=5, known=known)
-    team = variants.BackwardTeam(width=1024, warps=4, occupancy=1, latency=2, members=4)
-    assert found[1:3] == known and team not in candidates(bucket, 2, 90, most=5, known=[team])
+    split = variants.BackwardSplit(width=4096, warps=8, occupancy=1, latency=1, rows=8, strip=256, slab=64)
+    assert found[1:3] == known and split not in candidates(bucket, 2, 90, most=5, known=[split])
 
 
 # What is run
