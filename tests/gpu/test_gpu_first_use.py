@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).with_name("first_use.py")
 
 
 @pytest.mark.parametrize("backend", ["cutile", "triton"])
-@pytest.mark.parametrize("columns", [512, 32768])  # of 32768 blocks wait for each other
+@pytest.mark.parametrize("columns", [512, 3001, 32768])  # of 32768 blocks wait for each other
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("surrounding", SURROUNDINGS)
 def test_first_use(surrounding, variant, columns, backend, tmp_path):

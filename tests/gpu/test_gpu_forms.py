@@ -26,7 +26,9 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_ROWS, size_class  # 
 # Elements of x: as many as a call has at most that is not large (all SMs have several rows), and as a large one has.
 ELEMENTS = {"most": 2**22, "large": 2**24}
 RUNS = {"most": 60, "large": 20}
-WIDTHS = (64, 100, 512, 1000, 1024, 2048, 2560, 2880, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 14336, 16384)
+UNALIGNED = (100, 211, 358, 693, 1165, 1900, 3001, 9747)
+WIDE = (14304, 16392, 20481, 21192, 30001, 30728, 53248, 65535)
+WIDTHS = (64, 96, 272, 512, 1000, 1024, 2048, 2560, 2880, 3584, 4096, 5120, 6144, 7168, 8192, 12288, 14336, 16384, *UNALIGNED, *WIDE)
 HEADS = (
     (2, 256, 32, 64),
     (2, 256, 28, 80),
@@ -110,6 +112,13 @@ def test_rows(kind, n, size):
     m = ELEMENTS[size] // n
     assert size_class(m, n) == ("large" if size == "large" else "few" if m <= FEW_ROWS else "small")
     _assert_right_and_alike(KINDS[kind]._replace(size=(m, n)), RUNS[size])
+
+
+@pytest.mark.parametrize("n", [3001, *WIDE])
+@pytest.mark.parametrize("kind", ["residual", "two gradients", "stream"])
+def test_a_thousand_runs(kind, n):
+    """Teams beside a residual wait for each other; rows that are not aligned share vectors with their neighbours."""
+    _assert_right_and_alike(KINDS[kind]._replace(size=(ELEMENTS["large"] // n, n)), 1000)
 
 
 @pytest.mark.parametrize("size", ELEMENTS)

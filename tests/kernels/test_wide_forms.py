@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""A residual, a bias and several dtypes in the kernels of wide rows: each kernel by small tiles on narrow rows, then
-what is chosen for wide ones. In the interpreter, or on a GPU where there is one."""
+"""A residual, a bias and several dtypes in the kernels of wide and of unaligned rows: each kernel by small tiles on
+narrow rows, then what is chosen for wide ones. In the interpreter, or on a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ HINTS = {"warps": 4, "occupancy": 1, "latency": 1}
 THREE = {**HINTS, "width": 32, "members": 3}
 PIECES = {**HINTS, "width": 64, "members": 2, "pieces": 2}
 CHUNKS = {**HINTS, "width": 64}
+LINES = {**HINTS, "width": 16, "pieces": 4}
 SLABS = {**CHUNKS, "rows": 4, "strip": 32, "slab": 8}
 FORWARDS = {
     "team": plans.ForwardTeam(**THREE),
@@ -50,6 +51,9 @@ FORWARDS = {
     "team, packed": plans.ForwardTeam(**THREE, packed=True),
     "reread": plans.ForwardReread(**CHUNKS),
     "reread by TMA": plans.ForwardReread(**CHUNKS, tma=True),
+    "unaligned": plans.ForwardUnaligned(**LINES, rows=2, vector=8),
+    "unaligned, short vectors": plans.ForwardUnaligned(**LINES, vector=2),
+    "unaligned team": plans.ForwardUnalignedTeam(**THREE, vector=4),
 }
 BACKWARDS = {
     "team": plans.BackwardTeam(**THREE),
@@ -63,6 +67,9 @@ BACKWARDS = {
     "strips by TMA": plans.BackwardStrips(**CHUNKS, rows=4, tma=True),
     "reread": plans.BackwardReread(**CHUNKS),
     "reread by TMA": plans.BackwardReread(**CHUNKS, tma=True),
+    "unaligned": plans.BackwardUnaligned(**LINES, rows=2, vector=8),
+    "unaligned, short vectors": plans.BackwardUnaligned(**LINES, vector=2),
+    "unaligned team": plans.BackwardUnalignedTeam(**THREE, vector=4),
 }
 
 RESIDUAL = {"residual_dtype": BF16, "dtype": BF16, "weight_dtype": BF16}
@@ -287,7 +294,7 @@ def test_some_gradients(kernel, kind, has_d_residual_out, wanted):
 def test_few_rows(op, kernel, kind, m):
     """A single partial row is dw itself."""
     first = (FORWARDS if op == "forward" else BACKWARDS)[kernel]
-    variant = KINDS[kind]._replace(size=(m, _width(first, "cut off")))
+    variant = KINDS[kind]._replace(size=(m, _width(first, "odd" if first.reads_packed else "cut off")))
     if op == "forward":
         _check_forward(variant, first)
     else:

@@ -15,7 +15,7 @@ from planning import H100, H200, device, plan, problem, rules_of
 
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS
 from tilegym_rmsnorm.backends.cutile.plans import partition, sizes, tables, variant, variants
-from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS, Split, Team
+from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS, Split, Team, Unaligned
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
     LAUNCHES_AT_ONCE,
@@ -44,14 +44,20 @@ from tilegym_rmsnorm.backends.cutile.plans.variants import (
     BackwardStrips,
     BackwardTeam,
     BackwardTiles,
+    BackwardUnaligned,
+    BackwardUnalignedTeam,
     ForwardReread,
     ForwardRows,
     ForwardTeam,
     ForwardTiles,
+    ForwardUnaligned,
+    ForwardUnalignedTeam,
     SumPartials,
 )
 
 NUMBERS = {"warps": 8, "occupancy": 2, "latency": 4}
+UNALIGNED = (ForwardUnaligned, BackwardUnaligned)
+UNALIGNED_TEAMS = (ForwardUnalignedTeam, BackwardUnalignedTeam)
 SLABS = [{"rows": 64, "strip": 32, "slab": 1024}, {"rows": 1, "strip": 16, "slab": 8}]
 CASES = [  # each first kernel with the columns of its rows
     *((ForwardRows(width=4096, **NUMBERS), 4096), (ForwardReread(width=4096, **NUMBERS), 40000)),
@@ -66,6 +72,8 @@ CASES = [  # each first kernel with the columns of its rows
     *((BackwardSplitReread(width=4096, **NUMBERS, **slab), 20000) for slab in SLABS),
     *((BackwardStrips(width=2048, rows=rows, **NUMBERS), n) for rows in (1, 8) for n in (2048, 40000)),
     (BackwardReread(width=4096, **NUMBERS), 40000),
+    *((each(width=64, rows=2, vector=8, **NUMBERS), n) for each in UNALIGNED for n in (64, 71)),
+    *((each(width=4096, members=3, vector=4, **NUMBERS), 12291) for each in UNALIGNED_TEAMS),
 ]
 PLANS = [
     pytest.param(
@@ -74,7 +82,9 @@ PLANS = [
     for number, ((first, n), sm_count) in enumerate(itertools.product(CASES, (132, 7)))
     for op in first.serves
     for own in ({}, {"partials": "own"})
-    if not own or op == "backward" and not isinstance(first, (Split, BackwardTiles))  # rules.own_partials
+    if not own
+    or op == "backward"
+    and not isinstance(first, (Split, BackwardTiles, Unaligned))  # rules.own_partials
 ]
 CHANCE = random.Random(0)
 COUNTS = sorted(

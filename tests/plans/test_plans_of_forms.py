@@ -132,7 +132,7 @@ def test_which_rows_are_fused(op, form):
         if not (form.heads or db):
             assert fused == widths
             continue
-        aligned = [n for n in fused if n * itemsize % 16 == 0 and (n <= 12288 or n % 16 == 0)]
+        aligned = [n for n in fused if n * itemsize % 16 == 0]
         is_narrow = itemsize == 4 and op != "forward" and architecture != 90
         assert aligned[-1] == (8192 if db else 12288 if is_narrow else 16384)
         assert max({*fused} - {*aligned}) == 8191

@@ -12,7 +12,7 @@ import pytest
 from planning import by_rules, problem, rules_of
 
 from tilegym_rmsnorm.backends.cutile.plans import tables, variants
-from tilegym_rmsnorm.backends.cutile.plans.partition import Registers, Split, Team, two_tiles
+from tilegym_rmsnorm.backends.cutile.plans.partition import Registers, Split, Team, Unaligned, two_tiles
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES, means, sum_of
 from tilegym_rmsnorm.backends.cutile.plans.select import Choice, select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID, SIZES, rows_of_class, size_class
@@ -63,8 +63,10 @@ def test_every_width_gets_a_variant_that_holds_it(asked, architecture, dtype):
         if isinstance(variant, (Registers, variants.BackwardSplit)) and not isinstance(variant, Team):
             last = variant.rest or variant.width
             assert variant.lanes >= n, "columns past the tiles would be dropped"
-            assert variant.lanes < 2 * n or n == 1, "a smaller tile holds the row"
-            assert variant.lanes == last or variant.lanes - last < n, "only the last tile is bounds-checked"
+            assert variant.lanes < 2 * n + 8 or n == 1, "a smaller tile holds the row"
+            assert variant.lanes == last or variant.lanes - last < n + 8, (
+                "only the last tile is bounds-checked"
+            )
         if isinstance(variant, variants.ForwardTiles):
             assert variant.pieces == 1 or variant.weight_load == "joint", variant
         assert not variant.packed or DTYPES[dtype] == 2, variant
@@ -115,7 +117,8 @@ def test_x_is_read_once_in_the_forward_up_to_32768_columns(architecture):
     """And on Hopper up to 131072, by teams."""
     for n in WIDTHS:
         for dtype in DTYPES:
-            is_shared = architecture == 90 and n % 16 == 0 and n <= 131072
+            has_teams = n * DTYPES[dtype] % 16 == 0 or DTYPES[dtype] == 2
+            is_shared = architecture == 90 and has_teams and n <= 131072
             is_reread = isinstance(first("forward", n, dtype, architecture), variants.ForwardReread)
             assert is_reread == (n > 32768 and not is_shared)
 
@@ -160,6 +163,12 @@ def test_partial_rows_are_few_and_never_more_than_row_tiles(architecture):
             for m in (1, 2, 31, 132, 1000, 4096, 65536, 2**24, 2**30):
                 variant = first("backward", n, dtype, architecture, size_class(m, n))
                 p, tiles = variant.partial_rows(m, n, sm_count), -(-m // variant.rows)
+                if isinstance(variant, Unaligned) and variant.has_ends(n):  # as many blocks of each shift
+                    blocks = max(1, sm_count * variant.occupancy // variant.members // variant.vector)
+                    steps = -(-m // (variant.rows * variant.vector))
+                    assert p % variant.vector == 0 and p <= variant.most_partial_rows(sm_count)
+                    assert -(-steps // (p // variant.vector)) == -(-steps // blocks)
+                    continue
                 assert 1 <= p <= min(8 * sm_count, tiles, LARGEST_GRID)
                 assert p <= variant.most_partial_rows(sm_count)
                 blocks = sm_count * variant.occupancy // variant.members
@@ -196,7 +205,7 @@ def test_rules_compile_few_kernels():
     """Every distinct variant is a kernel to compile: the sweep of all widths must not invent one per width."""
     for op, size in (("forward", "large"), ("backward", "large"), ("backward", "few")):
         distinct = {first(op, n, size=size) for n in range(1, 40000)}
-        assert len(distinct) <= 65
+        assert len(distinct) <= 100
 
 
 def test_only_the_widest_hopper_rows_may_spill():

@@ -241,7 +241,7 @@ def test_a_toolkit_that_does_not_say_its_version_has_no_tables(folders, monkeypa
 def test_a_kernel_that_does_not_go_through_columns_holds_a_whole_row(kernel):
     """A row's last columns would be left as they were."""
     numbers = {"width": 1024, "warps": 8, "occupancy": 1, "latency": 4}
-    others = {"members": 2, "rows": 8, "strip": 64, "slab": 64}
+    others = {"members": 2, "rows": 8, "strip": 64, "slab": 64, "vector": 8}
     fields = {each.name for each in dataclasses.fields(variants.BY_KERNEL[kernel])}
     variant = variants.BY_KERNEL[kernel](**numbers, **{name: others[name] for name in fields & others.keys()})
     variant.check(variant.lanes, 2, 90)

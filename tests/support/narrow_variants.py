@@ -22,6 +22,12 @@ FORWARDS = {
     "teams, joint": variants.ForwardTeam(
         width=32, warps=4, occupancy=1, latency=1, members=3, weight_load="joint"
     ),
+    "unaligned": variants.ForwardUnaligned(
+        width=32, warps=4, occupancy=1, latency=2, pieces=3, rows=2, vector=4
+    ),
+    "unaligned teams": variants.ForwardUnalignedTeam(
+        width=32, warps=4, occupancy=1, latency=2, members=3, vector=4
+    ),
 }
 BACKWARDS = {
     "rows": variants.BackwardRows(width=64, warps=4, occupancy=2, latency=4, rest=32),
@@ -42,6 +48,12 @@ BACKWARDS = {
         width=32, warps=4, occupancy=1, latency=3, rows=4, strip=32, slab=8
     ),
     "strips": variants.BackwardStrips(width=32, warps=4, occupancy=2, latency=4, rows=4),
+    "unaligned": variants.BackwardUnaligned(
+        width=32, warps=4, occupancy=1, latency=2, pieces=3, rows=2, vector=4
+    ),
+    "unaligned teams": variants.BackwardUnalignedTeam(
+        width=32, warps=4, occupancy=1, latency=2, members=3, vector=4
+    ),
     "dx, reread": variants.BackwardReread(width=32, warps=4, occupancy=2, latency=4),
 }
 KERNELS = [("forward", kernel) for kernel in FORWARDS] + [("backward", kernel) for kernel in BACKWARDS]

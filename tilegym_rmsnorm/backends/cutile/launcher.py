@@ -48,6 +48,7 @@ class Launcher:
         self.machine, self.plan, self.n = machine, plan, plan.problem.n
         self.inv_n, self.most_rows = 1.0 / self.n, plan.most_rows
         self.tma = any(step.uses_tma for step in plan.steps)
+        self.reads_packed = any(step.reads_packed for step in plan.steps)
         # the M of a model's calls repeat
         self.launches_for = functools.lru_cache(maxsize=4096)(self._launches_for)
         # of dw_partial Backward says what it is
@@ -112,7 +113,9 @@ class Launcher:
 
     def reads_copy(self, rows: Tensor | None) -> bool:
         """Whether kernels read a copy of an array of rows; those of (B, T, H, N) are read where they are."""
-        return rows is not None and rows.ndim != 4 and _reads_copy(rows, self.tma)
+        if rows is None or rows.ndim == 4:
+            return False
+        return not rows.is_contiguous() if self.reads_packed else _reads_copy(rows, self.tma)
 
     def bind_empty(self, x: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
         """Return a function that allocates contiguous rows of x's shape."""

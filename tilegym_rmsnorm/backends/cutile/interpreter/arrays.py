@@ -63,6 +63,9 @@ class Array:
         part = self.tensor.narrow(axis, first, end - first)
         return Array(part, self.memory, self.blocks, self._index_dtype)
 
+    def get_raw_memory(self) -> RawMemory:
+        return RawMemory(self)
+
     def read(self, cells: Box | Lanes, is_atomic: bool = False) -> None:
         self.blocks.check_access()
         self.memory.read(cells, self.blocks.number, is_atomic)
@@ -78,6 +81,50 @@ class Array:
 
     def __repr__(self) -> str:
         return f"{self.memory.name} of shape {tuple(self.tensor.shape)} and dtype {self.dtype.name}"
+
+
+class RawMemory:
+    """An array's memory by offsets in elements from its first. Offsets outside of what the array spans raise IndexError
+    here, as they are undefined."""
+
+    def __init__(self, array: Array):
+        self.array = array
+
+    def load_offset(self, offset, /, *, mask=None, padding_value=0, latency=None):
+        check_hints("load_offset", True, latency)
+        lanes, shape, active = self._lanes("load_offset", offset, mask)
+        self.array.read(lanes)
+        padding = broadcast(as_stored(self.array, padding_value), shape, "padding_value")
+        value = padding.clone(memory_format=torch.contiguous_format)
+        value.view(-1)[active] = lanes.of(self.array.memory.flat())
+        return Tile(value)
+
+    def store_offset(self, offset, value, /, *, mask=None, latency=None):
+        check_hints("store_offset", True, latency)
+        lanes, shape, active = self._lanes("store_offset", offset, mask)
+        stored = broadcast(as_stored(self.array, value), shape, "value").reshape(-1)[active]
+        if lanes.offsets.unique().numel() != lanes.offsets.numel():
+            raise RuntimeError(f"several lanes of one store_offset write the same element of {self.array}")
+        self.array.write(lanes)
+        lanes.set(self.array.memory.flat(), stored)
+
+    def _lanes(self, op: str, offset: object, mask: object) -> tuple[Lanes, torch.Size, Tensor]:
+        offsets = as_tile(offset).value
+        if not is_integer(offsets.dtype):
+            raise TypeError(f"{op} takes integer offsets, got {offsets.dtype}")
+        active = torch.tensor(True) if mask is None else as_tile(mask).value
+        if active.dtype != torch.bool:
+            raise TypeError(f"{op} takes a mask of bool_, got {mask!r}")
+        active = broadcast(active, offsets.shape, "mask").reshape(-1)
+        found = offsets.reshape(-1)[active].long()
+        begin = self.array.tensor.storage_offset() - self.array.memory.base
+        sizes = zip(self.array.tensor.shape, self.array.tensor.stride(), strict=True)
+        reach = 1 + sum((n - 1) * s for n, s in sizes) if self.array.tensor.numel() else 0
+        if found.numel() and not (0 <= int(found.min()) and int(found.max()) < reach):
+            raise IndexError(
+                f"{op} at offsets {int(found.min())} to {int(found.max())} is outside {self.array}"
+            )
+        return Lanes(found + begin), offsets.shape, active
 
 
 def num_tiles(array, /, axis, shape, order="C"):

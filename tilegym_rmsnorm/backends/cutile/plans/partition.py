@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_ROWS, MOST_ROWS, MOST_SLABS
+from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_ROWS, MOST_ROWS, MOST_SLABS, shortest_walks
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, expect, power_of_two
 
 MOST_MEMBERS = 16  # of a team: an eighth of the 132 SMs of an H100 (runtime/machine.py says why)
@@ -95,6 +95,60 @@ class Team(Registers):
     def check(self, n: int, itemsize: int, architecture: int) -> None:
         super().check(n, itemsize, architecture)
         expect(2 <= self.members <= MOST_MEMBERS, "members", f"2 to {MOST_MEMBERS}", self.members)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unaligned(Registers):
+    """Some packed rows a step, read in vectors of `vector` elements wherever rows begin (kernels/unaligned.py).
+
+    The tiles hold a row but for the two vectors at its ends, where it has ends.
+    """
+
+    vector: int = field()
+
+    reads_packed = True
+
+    @property
+    def lanes(self) -> int:
+        """Columns of the longest row that the tiles hold: its ends may be all of a vector but one."""
+        return super().lanes + self.vector - 1
+
+    @classmethod
+    def fitted(cls, n: int, most_members: int, **settings: Any) -> Variant | None:
+        """Without a number of pieces as many as it takes for all but the ends."""
+        inner = n // settings["vector"] * settings["vector"]
+        settings.setdefault("pieces", -(-inner // settings["width"]))
+        return cls(**settings)
+
+    def has_ends(self, n: int) -> bool:
+        """Whether vectors lie across the ends of rows of n elements."""
+        return n % self.vector > 0
+
+    def constants(self, n: int) -> dict[str, Any]:
+        return super().constants(n) | {"ENDS": self.has_ends(n)}
+
+    def blocks(self, m: int, n: int, sm_count: int) -> int:
+        """How many blocks, or teams, walk m rows of n elements: as many of each shift, of as many as fit the SMs."""
+        shifts = self.vector if self.has_ends(n) else 1
+        steps = -(-m // (shifts * self.rows))
+        return shifts * shortest_walks(steps, max(1, sm_count * self.occupancy // self.members // shifts))
+
+    def most_partial_rows(self, sm_count: int) -> int:
+        return max(self.vector, sm_count * self.occupancy // self.members) if self.walks else 1
+
+    def partial_rows(self, m: int, n: int, sm_count: int, shares: int = 1) -> int:
+        return self.blocks(m, n, sm_count) if self.walks else 1
+
+    def grid(self, m: int, n: int, p: int, sm_count: int) -> tuple[int, ...]:
+        """A forward walks rows only where they have ends: then a block loads the weight once."""
+        walkers = self.blocks(m, n, sm_count if self.has_ends(n) else m)
+        return ((p if self.walks else walkers) * self.members,)
+
+    def check(self, n: int, itemsize: int, architecture: int) -> None:
+        Variant.check(self, n, itemsize, architecture)
+        expect(1 <= self.pieces <= MOST_PIECES, "pieces", f"1 to {MOST_PIECES}", self.pieces)
+        vectors = [each for each in (1, 2, 4, 8) if each <= min(n, self.width)]
+        expect(self.vector in vectors, "vector", vectors, self.vector)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,13 +127,8 @@ class Problem(NamedTuple):
 
     @property
     def is_aligned(self) -> bool:
-        """Whether every row of a contiguous array begins at a multiple of 16 bytes, and can be read 16 at a time.
-
-        Where N is no multiple of 16, bounds checks take registers, and rows of more than 12288 elements left none:
-        those count as not aligned. (Not tried since kernels know what divides N.)
-        """
-        itemsize = self.form.narrowest or self.itemsize
-        return self.n * itemsize % 16 == 0 and (self.n % 16 == 0 or self.n <= 12288)
+        """Whether every row of a contiguous array begins at a multiple of 16 bytes."""
+        return self.n * (self.form.narrowest or self.itemsize) % 16 == 0
 
     @property
     def sm_count(self) -> int:

@@ -9,9 +9,17 @@ in flight do. The tests compile a sample for each architecture; but for sm_90 th
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
-from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Team, Walks, two_tiles
+from tilegym_rmsnorm.backends.cutile.plans.partition import (
+    MOST_MEMBERS,
+    Split,
+    Team,
+    Unaligned,
+    Walks,
+    two_tiles,
+)
 from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
 from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID_Y
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, power_of_two
@@ -21,10 +29,14 @@ from tilegym_rmsnorm.backends.cutile.plans.variants import (
     BackwardRows,
     BackwardStrips,
     BackwardTiles,
+    BackwardUnaligned,
+    BackwardUnalignedTeam,
     ClearBoard,
     ForwardReread,
     ForwardRows,
     ForwardTiles,
+    ForwardUnaligned,
+    ForwardUnalignedTeam,
     SumPartials,
 )
 
@@ -34,6 +46,9 @@ WIDEST_BACKWARD_ROW = 16384  # elements of x and dy: 128 registers, float32, in 
 STRIP = 2048  # columns
 WIDEST_FUSED_ROW = WIDEST_BACKWARD_ROW  # beside a residual or a bias, or of heads, in one block
 WIDEST_UNALIGNED_ROW = 8192  # of rows that are not aligned: they need registers for addresses
+NARROWEST_UNALIGNED_ROW = 64
+WIDEST_UNALIGNED_BLOCK = 10240  # elements of such a row that a block holds
+UNALIGNED_PART = 8192  # and of a part of a wider one
 WIDEST_BIAS_ROW = 8192  # of a backward that sums db beside dw: twice the float32 registers
 WIDEST_TILE_OF_HEADS = 1024
 WIDEST_PER_HEAD_ROW = 2048
@@ -128,6 +143,8 @@ def _tiles_of_heads(problem: Problem) -> Variant:
 
 
 def _plain(problem: Problem) -> Variant:
+    if is_unaligned(problem):
+        return _unaligned(problem)
     if problem.op == "forward":
         if problem.n > WIDEST_FORWARD_ROW or not _fits_one_block(problem):
             # Read twice, the second time from L2.
@@ -137,6 +154,87 @@ def _plain(problem: Problem) -> Variant:
     if problem.n > _widest_backward_row(problem):
         return _strips(problem) if problem.op == "backward" else _reread(problem)
     return _backward(problem.n, problem.itemsize, problem.device.architecture)
+
+
+def _vector(problem: Problem) -> int:
+    """How many elements the kernels of unaligned.py load at once: 8 bytes of them, in a forward 4, if that divides
+    rows; else 16 bytes, and rows have ends."""
+    itemsize = problem.form.narrowest or problem.itemsize
+    dividing = math.gcd(problem.n, 16 // itemsize)
+    is_enough = dividing * itemsize >= 8 or problem.op == "forward" and dividing > 1
+    return dividing if is_enough else 16 // itemsize
+
+
+def is_unaligned(problem: Problem) -> bool:
+    """Whether rows are for the kernels of unaligned.py: where those were faster than gathers of rows, on an H200 of
+    200 MB of x. Rows of 4-byte elements gain less, and narrow ones with ends lose."""
+    n, form = problem.n, problem.form
+    widest = min(problem.most_members, MOST_MEMBERS) * UNALIGNED_PART
+    is_hopper = problem.device.architecture == 90
+    if problem.is_aligned or problem.size == "few" or problem.partials == "own" or form.heads:
+        return False
+    if not is_hopper and n > WIDEST_UNALIGNED_ROW:  # registers spill; and teams were timed on Hopper alone
+        return False
+    itemsize, is_forward = form.narrowest or problem.itemsize, problem.op == "forward"
+    if n > WIDEST_UNALIGNED_BLOCK:
+        return n <= widest and itemsize == 2 and (form.residual or is_forward and n > WIDEST_BACKWARD_ROW)
+    if n % _vector(problem) == 0:
+        return n >= NARROWEST_UNALIGNED_ROW and (itemsize == 2 or n <= 512)
+    if itemsize == 4:
+        return n > (2048 if is_forward else 1024)
+    if is_forward and (form.residual or form.bias):
+        return n > 1536
+    return n > 1024 or (128 < n <= 768 if is_forward else n >= NARROWEST_UNALIGNED_ROW)
+
+
+def _unaligned(problem: Problem) -> Variant:
+    n, vector, is_forward = problem.n, _vector(problem), problem.op == "forward"
+    has_ends, inner = n % vector > 0, n // vector * vector
+    itemsize = problem.form.narrowest or problem.itemsize
+    if n > WIDEST_UNALIGNED_BLOCK:
+        part, warps, occupancy = UNALIGNED_PART, 8, 2 if is_forward and not problem.form.bias else 1
+        if not is_forward and n <= 2048 * min(problem.most_members, MOST_MEMBERS):
+            part, warps, occupancy = 2048, 4, 3
+        team = ForwardUnalignedTeam if is_forward else BackwardUnalignedTeam
+        settings = {"width": part, "warps": warps, "occupancy": occupancy, "latency": 4, "vector": vector}
+        return team(members=-(-n // part), **settings)
+    # Few lanes past the end, in few tiles. Where a tile has several rows, many narrow tiles take fewer registers.
+    whole = power_of_two(inner)
+    if whole <= 128:
+        width = 32
+    elif is_forward and not has_ends or whole <= 256:
+        width = whole
+    elif whole in (1024, 16384) or whole == 2048 and is_forward:
+        width = whole // 8
+    else:
+        width = whole if 10 * inner > 7 * whole and not is_forward else whole // 4
+    pieces = -(-inner // width)
+    lanes = width * pieces
+    # As many rows and blocks as leave what a thread holds in its registers
+    is_bare = itemsize == 2 and not (problem.form.residual or problem.form.bias)
+    if is_forward:
+        elements = 2048 if has_ends and lanes <= 256 else 4096
+        occupancy = 3 if has_ends and 1280 < lanes < 2048 else 4 if has_ends or lanes > 2048 else 8
+        occupancy = occupancy if is_bare else occupancy // 2
+    elif lanes > 1024:
+        elements, occupancy = lanes, 2 if lanes > 1536 else 4 if itemsize == 2 else 3
+    elif has_ends and lanes > 256:
+        elements, occupancy = 12288 // itemsize, 2
+    else:
+        elements, occupancy = 2048 if has_ends else 4096, 3 if itemsize == 2 else 2
+    if problem.device.architecture != 90:  # there they spill sooner
+        elements //= 2
+    warps = 4 if lanes <= 4096 else 8
+    kind = ForwardUnaligned if is_forward else BackwardUnaligned
+    return kind(
+        width=width,
+        pieces=pieces,
+        rows=max(1, power_of_two(elements // lanes + 1) // 2),
+        warps=warps,
+        occupancy=max(1, occupancy * 4 // warps),
+        latency=4,
+        vector=vector,
+    )
 
 
 def _forward(n: int, architecture: int) -> Variant:
@@ -167,7 +265,9 @@ def _widest_backward_row(problem: Problem) -> int:
     """
     if not problem.is_aligned:
         return WIDEST_UNALIGNED_ROW
-    return WIDEST_BACKWARD_ROW if problem.itemsize == 2 or problem.device.architecture == 90 else 12288
+    # Where N is no multiple of 16, bounds checks take registers too.
+    is_roomy = problem.device.architecture == 90 and problem.n % 16 == 0
+    return WIDEST_BACKWARD_ROW if problem.itemsize == 2 or is_roomy else 12288
 
 
 def _backward(n: int, itemsize: int, architecture: int) -> Variant:
@@ -239,7 +339,7 @@ def sum_of(first: Variant, n: int, architecture: int) -> Variant:
 
 def _sum_tile_on_hopper(first: Variant, n: int) -> tuple[int, int, int]:
     """Rows, columns, and blocks an SM that the compiler leaves room for."""
-    if isinstance(first, Walks) and not isinstance(first, Team) and first.occupancy > 1:
+    if isinstance(first, (Walks, Unaligned)) and not isinstance(first, Team) and first.occupancy > 1:
         return 256, 16, 2
     if n > WIDEST_BACKWARD_ROW and isinstance(first, Split):
         return 4, 512, 4

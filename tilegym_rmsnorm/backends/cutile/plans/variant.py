@@ -56,6 +56,8 @@ class Variant:
     # more for dw, nor of teams by TMA, some of which take more than 200 bytes of stack without dw (their entries of dx
     # may be such)
     serves_dx_alone: ClassVar[bool] = False
+    # whether rows must lie behind each other: others are copied (launcher.py)
+    reads_packed: ClassVar[bool] = False
     # what of a Form its kernel takes: "residual", "bias", "heads", "per_head"
     takes: ClassVar[frozenset[str]] = frozenset()
 

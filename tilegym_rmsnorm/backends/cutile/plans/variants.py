@@ -7,7 +7,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tilegym_rmsnorm.backends.cutile.plans.partition import Chunks, Registers, Split, Team, Walks, two_tiles
+from tilegym_rmsnorm.backends.cutile.plans.partition import (
+    Chunks,
+    Registers,
+    Split,
+    Team,
+    Unaligned,
+    Walks,
+    two_tiles,
+)
 from tilegym_rmsnorm.backends.cutile.plans.sizes import (
     FEW_TILES,
     LARGEST_GRID,
@@ -81,6 +89,22 @@ class ForwardTeam(Team, LoadsWeight):
 @dataclass(frozen=True, kw_only=True)
 class ForwardReread(Chunks):
     kernel = "forward_reread"
+    serves = ("forward",)
+    takes = frozenset({"residual", "bias"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardUnaligned(Unaligned):
+    kernel = "forward_unaligned"
+    serves = ("forward",)
+    takes = frozenset({"residual", "bias"})
+
+    rows: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardUnalignedTeam(Team, Unaligned):
+    kernel = "forward_unaligned_team"
     serves = ("forward",)
     takes = frozenset({"residual", "bias"})
 
@@ -159,6 +183,26 @@ class BackwardPipelinedTeam(BackwardTeam):
         expect(
             is_packable or not self.packed, "packed teams", "8 warps, one block an SM, rstd_ahead", str(self)
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardUnaligned(Unaligned):
+    kernel = "backward_unaligned"
+    serves = ("backward", "dx")
+    takes = frozenset({"residual", "bias"})
+    walks = True
+    serves_dx_alone = True
+
+    rows: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardUnalignedTeam(Team, Unaligned):
+    kernel = "backward_unaligned_team"
+    serves = ("backward", "dx")
+    takes = frozenset({"residual"})
+    walks = True
+    most_rows = LARGEST_GRID  # of a board
 
 
 @dataclass(frozen=True, kw_only=True)
