@@ -51,6 +51,7 @@ THREE = variants.BackwardPipelinedTeam(
 PAIR = variants.BackwardPipelinedTeam(
     width=8192, warps=8, occupancy=1, latency=4, pieces=2, members=2, rstd_ahead=True, packed=True
 )
+PARTS = {"width": 1024, "warps": 4, "occupancy": 2, "latency": 4}
 CASES = [
     ("forward", 4096, variants.ForwardRows(width=4096, warps=8, occupancy=3, latency=4, weight_load="early")),
     ("forward", 4096, variants.ForwardRows(width=4096, warps=8, occupancy=3, latency=4, weight_load="joint")),
@@ -66,6 +67,11 @@ CASES = [
     ("forward", 65536, dataclasses.replace(WIDE, weight_load="joint")),
     ("forward", 40000, variants.ForwardReread(width=4096, warps=8, occupancy=2, latency=4)),
     ("forward", 40000, variants.ForwardReread(width=4096, warps=8, occupancy=2, latency=4, tma=True)),
+    ("forward", 3001, variants.ForwardUnaligned(**PARTS, pieces=3, vector=8)),
+    ("forward", 1900, variants.ForwardUnaligned(**PARTS, pieces=2, rows=2, vector=4)),
+    ("forward", 3001, variants.ForwardUnalignedTeam(**PARTS, members=3, vector=8)),
+    ("backward", 3001, variants.BackwardUnaligned(**PARTS, pieces=3, vector=8)),
+    ("backward", 3001, variants.BackwardUnalignedTeam(**PARTS, members=3, vector=8)),
     ("backward", 4096, variants.BackwardRows(width=4096, warps=8, occupancy=1, latency=6)),
     ("backward", 12288, variants.BackwardPipelined(width=4096, warps=8, occupancy=1, latency=4, pieces=3)),
     ("backward", 128, variants.BackwardTiles(width=128, warps=8, occupancy=3, latency=1, rows=16)),

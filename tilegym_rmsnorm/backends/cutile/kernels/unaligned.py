@@ -19,7 +19,8 @@ VECTOR divides N, SHIFT is 0, there are no ends (ENDS is False), and a block tak
 Blocks walk the rows. The inner lanes of the next come by asynchronous copies (LATENCY). Those have no elements of 16
 bits, so the ends of the next row are asked for a step ahead, and its rstd.
 
-Residual backward of 33327x3001 in bfloat16 on an H200: 216 us, by gathers of rows 468.
+On an H200 a backward of 33322x3001 in bfloat16 beside a residual takes 219 us, by gathers of rows 479 (cuda-tile 1.7.0,
+tileiras 13.4.92).
 """
 
 import cuda.tile as ct
