@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The cuTile interpreter's loads, stores, gathers and scatters: padding, bounds, masks, views."""
+"""The cuTile interpreter's loads, stores, gathers, scatters and memory by offsets: padding, bounds, masks, views."""
 
 from __future__ import annotations
 
@@ -181,3 +181,59 @@ def test_tiles_in_an_array():
     y = empty((1,), INT32)
     launch(kernel, (1,), (y, torch.zeros(3, 9)))
     assert y.item() == 3
+
+
+def copy_offsets(y, x, first, COUNT: ct.Constant):
+    """From offset `first` of x to the same of y, 8 lanes of which COUNT are active."""
+    toffsets = ct.arange(8, dtype=ct.int64) + first
+    active = ct.arange(8, dtype=ct.int32) < COUNT
+    tile = x.get_raw_memory().load_offset(toffsets, mask=active, padding_value=-1.0, latency=2)
+    y.get_raw_memory().store_offset(toffsets, tile, mask=active)
+
+
+def test_memory_by_offsets_goes_on_from_row_to_row():
+    y, x = empty((3, 4), FP32), torch.arange(13.0)[1:].view(3, 4)  # behind another element of its storage
+    launch(copy_offsets, (1,), (y, x, 2, 7))
+    assert y.view(-1)[2:9].tolist() == x.view(-1)[2:9].tolist() and unwritten(y) == 5
+
+
+def test_memory_by_offsets_pads_what_is_not_loaded():
+    def kernel(y, x):
+        lanes = ct.arange(4, dtype=ct.int32)
+        ct.store(y, (0,), x.get_raw_memory().load_offset(lanes, mask=lanes < 2, padding_value=5.0))
+
+    y = empty((4,), FP32)
+    launch(kernel, (1,), (y, torch.ones(2)))
+    assert y.tolist() == [1, 1, 5, 5]
+
+
+def test_offsets_outside_an_array_raise():
+    def store(y, first):
+        y.get_raw_memory().store_offset(ct.arange(2, dtype=ct.int32) + first, ct.zeros((2,), ct.float32))
+
+    for first in (-1, 11):
+        with pytest.raises(IndexError, match=r"load_offset at offsets .* is outside x of shape \(3, 4\)"):
+            launch(copy_offsets, (1,), (torch.zeros(20), torch.zeros(3, 4), first, 2))
+        with pytest.raises(IndexError, match=r"store_offset at offsets .* is outside y of shape \(3, 4\)"):
+            launch(store, (1,), (torch.zeros(3, 4), first))
+
+
+def test_offsets_count_in_packed_memory_alone():
+    with pytest.raises(NotImplementedError, match="not packed"):
+        launch(copy_offsets, (1,), (torch.zeros(12), torch.zeros(3, 8)[:, :4], 0, 4))
+
+
+def test_lanes_of_one_offset_raise():
+    def kernel(y):
+        y.get_raw_memory().store_offset(ct.arange(4, dtype=ct.int32) // 2, ct.zeros((4,), ct.float32))
+
+    with pytest.raises(RuntimeError, match="several lanes of one store_offset"):
+        launch(kernel, (1,), (torch.zeros(4),))
+
+
+def test_blocks_that_store_at_one_offset_race():
+    def kernel(y):
+        y.get_raw_memory().store_offset(ct.arange(2, dtype=ct.int32) + ct.bid(0), ct.zeros((2,), ct.float32))
+
+    with pytest.raises(RuntimeError, match="race"):
+        launch(kernel, (2,), (torch.zeros(4),))

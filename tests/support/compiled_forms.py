@@ -26,6 +26,8 @@ FORM = {
     D_RESIDUAL: Form(residual=True, d_residual=True),
     BIAS: Form(bias=True),
 }
+# By each way that rules take in rows that are not aligned, up to the widest of a block.
+UNALIGNED = (66, 100, 117, 211, 301, 439, 701, 901, 1001, 1165, 1401, 1900, 2387, 3001, 7097, 8191, 9747)
 # Wide rows: aligned, of all remainders of 8 elements, and odd.
 WIDE = (8201, 16385, 16388, 16392, 16400, 20480, 24576, 28672, 30001, 53248, 65536, 131072, 140000)
 

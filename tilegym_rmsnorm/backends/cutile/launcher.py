@@ -115,7 +115,7 @@ class Launcher:
         """Whether kernels read a copy of an array of rows; those of (B, T, H, N) are read where they are."""
         if rows is None or rows.ndim == 4:
             return False
-        return not rows.is_contiguous() if self.reads_packed else _reads_copy(rows, self.tma)
+        return _reads_copy(rows, self.tma) or self.reads_packed and not rows.is_contiguous()
 
     def bind_empty(self, x: Tensor, dtype: torch.dtype) -> Callable[[], Tensor]:
         """Return a function that allocates contiguous rows of x's shape."""

@@ -88,6 +88,8 @@ class RawMemory:
     here, as they are undefined."""
 
     def __init__(self, array: Array):
+        if not array.tensor.is_contiguous():
+            raise NotImplementedError(f"memory by offsets of {array}, which is not packed, is not supported")
         self.array = array
 
     def load_offset(self, offset, /, *, mask=None, padding_value=0, latency=None):

@@ -166,11 +166,10 @@ def sum_over_rows(a, b, PIECES):
     return ttotal
 
 
-def sum_with_team(ttotal, trows, first, team):
-    """The sums over all parts of a row, which a team of blocks shares (team.py)."""
+def sum_with_team(ttotal, row, team):
+    """The sum over all parts of the one row of a step, which a team of blocks shares (team.py)."""
     if len(team) > 0:
         board, member, MEMBERS, SLOTS = team
-        row = ct.max(trows) + first  # of its one row
         total = sum_of_team(board, row, member, ct.sum(ttotal), MEMBERS, SLOTS)
         ttotal = ct.full((1, 1), total, dtype=ct.float32)
     return ttotal
@@ -208,7 +207,7 @@ def normalize_rows(arrays, block, blocks, inv_n, eps, offset, SHAPE, HOW, residu
             tstored = added_residual(tstored, tresidual, residual[2], dtype)
             store_rows(residual[1], trows, tis_row, n, lanes, tstored)
         tx = row_as_float32(tstored)
-        ttotal = sum_with_team(sum_over_rows(tx, tx, PIECES), trows, first, team)
+        ttotal = sum_with_team(sum_over_rows(tx, tx, PIECES), step * SHIFTS + first, team)
         trstd = ct.rsqrt(ttotal * inv_n + eps)
         ct.scatter(rstd, trows + first, trstd, mask=tis_row & (part == 0), check_bounds=False)
         ty = tuple(xhat_as_multiplied(t * trstd, dtype, ROUND_XHAT) for t in ct.static_iter(tx))
@@ -257,7 +256,7 @@ def gradients_of_rows(
         if len(d_residual_out) > 0:
             td_residual_out = load_inner(d_residual_out[0], trows, tis_row, n, lanes, LATENCY) + tahead[2:]
         th, tg = h_and_g(tdy, trstd, tscale)
-        ttotal = sum_with_team(sum_over_rows(tx, tg, PIECES), trows, first, team)
+        ttotal = sum_with_team(sum_over_rows(tx, tg, PIECES), step * SHIFTS + first, team)
         tfactor = factor_of_x(ttotal * inv_n, trstd)
         td = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tx))))
         td = with_d_residual_out(td, td_residual_out)

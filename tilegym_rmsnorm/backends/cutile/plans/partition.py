@@ -140,9 +140,15 @@ class Unaligned(Registers):
         return self.blocks(m, n, sm_count) if self.walks else 1
 
     def grid(self, m: int, n: int, p: int, sm_count: int) -> tuple[int, ...]:
-        """A forward walks rows only where they have ends: then a block loads the weight once."""
-        walkers = self.blocks(m, n, sm_count if self.has_ends(n) else m)
-        return ((p if self.walks else walkers) * self.members,)
+        """A forward walks rows where they have ends, whose weight it then loads once, and in teams."""
+        if self.walks or self.has_ends(n) or self.members > 1:
+            return ((p if self.walks else self.blocks(m, n, sm_count)) * self.members,)
+        return (-(-m // self.rows),)
+
+    @property
+    def most_rows(self) -> int:
+        """So many that a part behind them begins at a multiple of 16 bytes."""
+        return super().most_rows // 8 * 8
 
     def check(self, n: int, itemsize: int, architecture: int) -> None:
         Variant.check(self, n, itemsize, architecture)

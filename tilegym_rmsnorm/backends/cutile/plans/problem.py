@@ -121,6 +121,11 @@ class Problem(NamedTuple):
         return ITEMSIZE[self.dtype]
 
     @property
+    def narrowest_itemsize(self) -> int:
+        """Bytes of an element of the narrowest array of rows."""
+        return self.form.narrowest or self.itemsize
+
+    @property
     def is_beside_float32(self) -> bool:
         """Whether a float32 weight stands beside x of 2 bytes."""
         return self.weight == FLOAT32 and self.itemsize == 2
@@ -128,7 +133,7 @@ class Problem(NamedTuple):
     @property
     def is_aligned(self) -> bool:
         """Whether every row of a contiguous array begins at a multiple of 16 bytes."""
-        return self.n * (self.form.narrowest or self.itemsize) % 16 == 0
+        return self.n * self.narrowest_itemsize % 16 == 0
 
     @property
     def sm_count(self) -> int:

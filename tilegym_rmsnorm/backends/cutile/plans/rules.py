@@ -149,6 +149,8 @@ def _plain(problem: Problem) -> Variant:
         if problem.n > WIDEST_FORWARD_ROW or not _fits_one_block(problem):
             # Read twice, the second time from L2.
             has_tma = problem.device.architecture >= 90
+            if problem.device.architecture == 90 and problem.itemsize == 2 and problem.n > WIDEST_FORWARD_ROW:
+                return ForwardReread(width=16384, warps=8, occupancy=1, latency=3, tma=True)
             return ForwardReread(width=4096, warps=8, occupancy=2, latency=4, tma=has_tma)
         return _forward(problem.n, problem.device.architecture)
     if problem.n > _widest_backward_row(problem):
@@ -159,23 +161,29 @@ def _plain(problem: Problem) -> Variant:
 def _vector(problem: Problem) -> int:
     """How many elements the kernels of unaligned.py load at once: 8 bytes of them, in a forward 4, if that divides
     rows; else 16 bytes, and rows have ends."""
-    itemsize = problem.form.narrowest or problem.itemsize
+    itemsize = problem.narrowest_itemsize
     dividing = math.gcd(problem.n, 16 // itemsize)
     is_enough = dividing * itemsize >= 8 or problem.op == "forward" and dividing > 1
     return dividing if is_enough else 16 // itemsize
 
 
 def is_unaligned(problem: Problem) -> bool:
-    """Whether rows are for the kernels of unaligned.py: where those were faster than gathers of rows, on an H200 of
-    200 MB of x. Rows of 4-byte elements gain less, and narrow ones with ends lose."""
+    """Whether rows are for the kernels of unaligned.py: where those were faster than gathers of rows. Few rows were not
+    tried.
+
+    Us by gathers and by these on an H200, x of 200 MB (cuda-tile 1.7.0, tileiras 13.4.92), bfloat16: forward of 693
+    columns 176 and 133, 901 138 and 163, 3001 155 and 122, 13790 193 and 203; beside a residual of 211 297 and 336,
+    3001 288 and 239, 23651 549 and 228; backward of 211 364 and 244, 3001 324 and 187, 23651 320 and 345; beside a
+    residual of 693 629 and 240, 3001 479 and 219, 23651 734 and 355. float32: backward of 742 305 and 508, 1165 253
+    and 181.
+    """
     n, form = problem.n, problem.form
     widest = min(problem.most_members, MOST_MEMBERS) * UNALIGNED_PART
-    is_hopper = problem.device.architecture == 90
     if problem.is_aligned or problem.size == "few" or problem.partials == "own" or form.heads:
         return False
-    if not is_hopper and n > WIDEST_UNALIGNED_ROW:  # registers spill; and teams were timed on Hopper alone
-        return False
-    itemsize, is_forward = form.narrowest or problem.itemsize, problem.op == "forward"
+    if problem.device.architecture != 90 and n > (1024 if form.bias else WIDEST_UNALIGNED_ROW):
+        return False  # registers spill; and teams were timed on Hopper alone
+    itemsize, is_forward = problem.narrowest_itemsize, problem.op == "forward"
     if n > WIDEST_UNALIGNED_BLOCK:
         return n <= widest and itemsize == 2 and (form.residual or is_forward and n > WIDEST_BACKWARD_ROW)
     if n % _vector(problem) == 0:
@@ -190,14 +198,15 @@ def is_unaligned(problem: Problem) -> bool:
 def _unaligned(problem: Problem) -> Variant:
     n, vector, is_forward = problem.n, _vector(problem), problem.op == "forward"
     has_ends, inner = n % vector > 0, n // vector * vector
-    itemsize = problem.form.narrowest or problem.itemsize
+    itemsize = problem.narrowest_itemsize
     if n > WIDEST_UNALIGNED_BLOCK:
-        part, warps, occupancy = UNALIGNED_PART, 8, 2 if is_forward and not problem.form.bias else 1
+        is_full = problem.form.bias or problem.form.narrowest > 0
+        part, warps, occupancy = UNALIGNED_PART, 8, 2 if is_forward and not is_full else 1
         if not is_forward and n <= 2048 * min(problem.most_members, MOST_MEMBERS):
-            part, warps, occupancy = 2048, 4, 3
+            part, warps, occupancy = 2048, 4, 2 if is_full else 3
         team = ForwardUnalignedTeam if is_forward else BackwardUnalignedTeam
         settings = {"width": part, "warps": warps, "occupancy": occupancy, "latency": 4, "vector": vector}
-        return team(members=-(-n // part), **settings)
+        return team(members=-(-inner // part), **settings)
     # Few lanes past the end, in few tiles. Where a tile has several rows, many narrow tiles take fewer registers.
     whole = power_of_two(inner)
     if whole <= 128:
@@ -211,15 +220,17 @@ def _unaligned(problem: Problem) -> Variant:
     pieces = -(-inner // width)
     lanes = width * pieces
     # As many rows and blocks as leave what a thread holds in its registers
-    is_bare = itemsize == 2 and not (problem.form.residual or problem.form.bias)
+    form = problem.form
+    is_bare, is_full = itemsize == 2 and not (form.residual or form.bias), form.bias or form.narrowest > 0
     if is_forward:
-        elements = 2048 if has_ends and lanes <= 256 else 4096
+        elements = 4096 if not has_ends else 2048 if lanes <= 256 else 3072
         occupancy = 3 if has_ends and 1280 < lanes < 2048 else 4 if has_ends or lanes > 2048 else 8
         occupancy = occupancy if is_bare else occupancy // 2
     elif lanes > 1024:
-        elements, occupancy = lanes, 2 if lanes > 1536 else 4 if itemsize == 2 else 3
+        elements, occupancy = lanes, 2 if lanes > 1536 or is_full else 4 if itemsize == 2 else 3
     elif has_ends and lanes > 256:
-        elements, occupancy = 12288 // itemsize, 2
+        elements, occupancy = 12288 // itemsize // (2 if is_full or form.residual and lanes > 896 else 1), 2
+        elements //= 2 if form.bias and form.narrowest else 1
     else:
         elements, occupancy = 2048 if has_ends else 4096, 3 if itemsize == 2 else 2
     if problem.device.architecture != 90:  # there they spill sooner
@@ -265,9 +276,10 @@ def _widest_backward_row(problem: Problem) -> int:
     """
     if not problem.is_aligned:
         return WIDEST_UNALIGNED_ROW
-    # Where N is no multiple of 16, bounds checks take registers too.
-    is_roomy = problem.device.architecture == 90 and problem.n % 16 == 0
-    return WIDEST_BACKWARD_ROW if problem.itemsize == 2 or is_roomy else 12288
+    is_hopper, is_wide = problem.device.architecture == 90, problem.itemsize == 4
+    if problem.n % 16 > 0 and (is_wide or not is_hopper):  # bounds checks take registers too
+        return 12288
+    return 12288 if is_wide and not is_hopper else WIDEST_BACKWARD_ROW
 
 
 def _backward(n: int, itemsize: int, architecture: int) -> Variant:
@@ -306,7 +318,7 @@ def _reread(problem: Problem) -> Variant:
 def own_partials(problem: Problem, first: Variant) -> Variant:
     """The first kernel of a plan with a row of dw_partial for each row of x, given that of a plan that shares them."""
     n = problem.n
-    if isinstance(first, BackwardTiles):
+    if isinstance(first, (BackwardTiles, BackwardUnaligned)):
         width, rest = two_tiles(n)
         warps, occupancy, latency = first.warps, first.occupancy, first.latency
         return BackwardRows(width=width, rest=rest, warps=warps, occupancy=occupancy, latency=latency)
