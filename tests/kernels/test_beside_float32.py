@@ -45,7 +45,7 @@ def test_beside_a_float32_weight_a_thread_has_16_bytes_of_it_in_each_tile():
         assert n > 512 and (op == "forward" or (op, size) == ("backward", "large")), (op, size, n)
         if isinstance(variant, (ForwardRows, ForwardTeam)):
             assert variant.width == 4 * 32 * variant.warps, (n, variant)
-    for n, architecture in ((4096, 100), (4096, 89), (4095, 90), (12296, 90)):
+    for n, architecture in ((4096, 100), (4096, 89), (4095, 90), (12300, 90)):
         assert by_rules_beside_float32("forward", n, architecture=architecture) is None
     assert by_rules_beside_float32("forward", 65536, facts=device(most_members=4)) is None
     assert problem("forward", 4096, FP32, weight=FP32).bucket.weight == SAME

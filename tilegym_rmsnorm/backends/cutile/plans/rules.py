@@ -232,7 +232,7 @@ def _unaligned(problem: Problem) -> Variant:
         elements, occupancy = 12288 // itemsize // (2 if is_full or form.residual and lanes > 896 else 1), 2
         elements //= 2 if form.bias and form.narrowest else 1
     else:
-        elements, occupancy = 2048 if has_ends else 4096, 3 if itemsize == 2 else 2
+        elements, occupancy = 2048 if has_ends else 4096, 3 if itemsize == 2 and not is_full else 2
     if problem.device.architecture != 90:  # there they spill sooner
         elements //= 2
     warps = 4 if lanes <= 4096 else 8
