@@ -92,7 +92,8 @@ SURROUNDINGS = {
 
 def main(surrounding: str, name: str, columns: str, backend: str) -> None:
     variant = VARIANTS[name]
-    size = (*variant.size[:-1], int(columns)) if variant.weight == "heads" else (64, int(columns))
+    rows = 64 if int(columns) % 8 == 0 else 1100  # few rows have no kernel of their own where they are not aligned
+    size = (*variant.size[:-1], int(columns)) if variant.weight == "heads" else (rows, int(columns))
     variant = variant._replace(size=size)
     inputs = make(variant)
     before = torch.cuda.memory_allocated()

@@ -114,15 +114,13 @@ class RawMemory:
         offsets = as_tile(offset).value
         if not is_integer(offsets.dtype):
             raise TypeError(f"{op} takes integer offsets, got {offsets.dtype}")
-        active = torch.tensor(True) if mask is None else as_tile(mask).value
-        if active.dtype != torch.bool:
-            raise TypeError(f"{op} takes a mask of bool_, got {mask!r}")
-        active = broadcast(active, offsets.shape, "mask").reshape(-1)
+        active = torch.ones(offsets.shape, dtype=torch.bool)
+        if mask is not None:
+            active = active_lanes(op, mask, offsets.shape)
+        active = active.reshape(-1)
         found = offsets.reshape(-1)[active].long()
         begin = self.array.tensor.storage_offset() - self.array.memory.base
-        sizes = zip(self.array.tensor.shape, self.array.tensor.stride(), strict=True)
-        reach = 1 + sum((n - 1) * s for n, s in sizes) if self.array.tensor.numel() else 0
-        if found.numel() and not (0 <= int(found.min()) and int(found.max()) < reach):
+        if found.numel() and not (0 <= int(found.min()) and int(found.max()) < self.array.tensor.numel()):
             raise IndexError(
                 f"{op} at offsets {int(found.min())} to {int(found.max())} is outside {self.array}"
             )
@@ -267,9 +265,7 @@ def find_lanes(
 
     active = None
     if mask is not None:
-        if as_tile(mask).value.dtype != torch.bool:
-            raise TypeError(f"{op} takes a mask of bool_, got {mask!r}")
-        active = broadcast(as_tile(mask).value, shape, "mask")
+        active = active_lanes(op, mask, shape)
     offsets = torch.tensor(array.tensor.storage_offset() - array.memory.base)
     for axis, (value, extent, stride) in enumerate(
         zip(values, array.tensor.shape, array.tensor.stride(), strict=True)
@@ -290,6 +286,14 @@ def find_lanes(
         active = active.expand(shape).reshape(-1)
     offsets = offsets.expand(shape).reshape(-1)
     return Lanes(offsets if active is None else offsets[active]), shape, active
+
+
+def active_lanes(op: str, mask: object, shape: tuple[int, ...]) -> Tensor:
+    """Which lanes of a tile of this shape a mask leaves."""
+    value = as_tile(mask).value
+    if value.dtype != torch.bool:
+        raise TypeError(f"{op} takes a mask of bool_, got {mask!r}")
+    return broadcast(value, shape, "mask")
 
 
 def broadcast(value: Tensor, shape: tuple[int, ...], what: str) -> Tensor:

@@ -276,10 +276,10 @@ def _widest_backward_row(problem: Problem) -> int:
     """
     if not problem.is_aligned:
         return WIDEST_UNALIGNED_ROW
-    is_hopper, is_wide = problem.device.architecture == 90, problem.itemsize == 4
-    if problem.n % 16 > 0 and (is_wide or not is_hopper):  # bounds checks take registers too
+    is_hopper, is_float32 = problem.device.architecture == 90, problem.itemsize == 4
+    if problem.n % 16 > 0 and (is_float32 or not is_hopper):  # bounds checks take registers too
         return 12288
-    return 12288 if is_wide and not is_hopper else WIDEST_BACKWARD_ROW
+    return 12288 if is_float32 and not is_hopper else WIDEST_BACKWARD_ROW
 
 
 def _backward(n: int, itemsize: int, architecture: int) -> Variant:
