@@ -92,7 +92,8 @@ SURROUNDINGS = {
 
 def main(surrounding: str, name: str, columns: str, backend: str) -> None:
     variant = VARIANTS[name]
-    rows = 64 if int(columns) % 8 == 0 else 1100  # few rows have no kernel of their own where they are not aligned
+    # Rows that are not aligned have kernels of their own only where there are many.
+    rows = 64 if int(columns) % 8 == 0 else 1100
     size = (*variant.size[:-1], int(columns)) if variant.weight == "heads" else (rows, int(columns))
     variant = variant._replace(size=size)
     inputs = make(variant)
