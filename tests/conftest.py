@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
 
 import helpers
 import table_cases
-from helpers import BACKENDS, HAS_GPU, why_skip
+from helpers import BACKENDS, HAS_GPU, settle_interpreters, why_skip
 from processes import mesh_of_one
 
 from tilegym_rmsnorm import settings
@@ -204,6 +204,16 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list:
 
     monkeypatch.setattr(arguments, "check_input", counted)
     return seen
+
+
+@pytest.fixture
+def known_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU the interpreter runs the kernels of cutile, and its calls become known too."""
+    pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+    if not HAS_GPU:
+        monkeypatch.setenv("TILEGYM_RMSNORM_INTERPRET", "1")
+        settle_interpreters(monkeypatch)
+    known_calls.forget()
 
 
 @pytest.fixture

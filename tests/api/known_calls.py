@@ -4,11 +4,16 @@
 """What the tests of known calls share: a call, and how to make it known."""
 
 import torch
+from helpers import BF16, DEVICE
 
 from tilegym_rmsnorm import rms_norm
 
 N = 8
 X, W, R, B = torch.randn(3, N), torch.rand(N) + 0.5, torch.randn(3, N), torch.rand(N)
+
+
+def rows(*size, dtype=BF16):
+    return torch.randn(size, dtype=dtype, device=DEVICE)
 
 
 def call(**changes):
