@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS, Split, Walks
+from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS, Split, Unaligned, Walks
 from tilegym_rmsnorm.backends.cutile.plans.problem import (
     FLOAT32,
     ITEMSIZE,
@@ -84,14 +84,18 @@ def candidates(
 def _kinds(variant: Variant) -> Iterator[tuple[object, ...]]:
     """Of which the most alike is tried: every kernel with every number of warps and of blocks an SM and every share of
     them, with and without TMA, in one tile a row and in several; backwards with every latency; pipelined rows in tiles
-    of every width by every share, packed and not; packed teams and rows that a warp holds in tiles of every width; and
-    with every `weight_load`, but for early of large calls by tiles."""
+    of every width by every share, packed and not; packed teams and rows that a warp holds in tiles of every width; rows
+    that are not aligned in tiles of every width by every vector; and with every `weight_load`, but for early of large
+    calls by tiles."""
     kernel, blocks, has_pieces = _kernel(variant), (variant.warps, variant.occupancy), variant.pieces > 1
     yield "blocks", kernel, blocks
     yield "weight", kernel, variant.warps, variant.weight_load
     if "forward" not in variant.serves:
         yield "latency", kernel, variant.latency
-    yield "share", kernel, blocks, variant.tma, has_pieces, variant.grid_percent
+    if isinstance(variant, Unaligned):
+        yield "vectors", kernel, variant.width, variant.vector
+    else:
+        yield "share", kernel, blocks, variant.tma, has_pieces, variant.grid_percent
     if variant.kernel == "backward_pipelined":
         yield "pipelined", variant.width, variant.packed, variant.grid_percent
     if variant.kernel == "backward_pipelined_team" and variant.packed:
@@ -118,15 +122,19 @@ def fits_registers(variant: Variant, op: str, itemsize: int, weight: str = SAME,
     backward keeps weight and, if it is needed, the sum of dw, and loads x and dy; a block of a split backward has
     either rows, without a sum, or the sum of a strip, without weight. A residual is loaded with x, and added before
     that is float32; d_residual_out is loaded with x and dy, and d_residual is stored before it is multiplied into dx;
-    the sum of db is as large as that of dw. A thread without work, of a tile smaller than its block, is not worth a try
-    either.
+    the sum of db is as large as that of dw. Kernels of unaligned.py load weight first, once for all rows of a tile. A
+    thread without work, of a tile smaller than its block, is not worth a try either.
     """
     threads = 32 * variant.warps
     elements = variant.tile / threads
     if op == "forward":
         of_weight = 1 if weight == FLOAT32 else itemsize / 4
+        if isinstance(variant, Unaligned):
+            of_weight /= variant.rows
+        elif variant.weight_load == "late":
+            of_weight = 0
         of_rows = max(itemsize / 4 if variant.packed else 1, itemsize / 2 if form.residual else 0)
-        kept = of_rows + (of_weight if variant.weight_load != "late" else 0)
+        kept = of_rows + of_weight
     else:
         kept = (1 if isinstance(variant, Split) or op == "dx" else 2) + itemsize / 2
         kept += (itemsize / 4 if form.residual else 0) + (1 if form.bias else 0)
@@ -159,6 +167,8 @@ def _doublings(a: int, b: int) -> float:
 
 
 def _combinations(bucket: Bucket) -> Iterator[Variant]:
+    itemsize = ITEMSIZE[bucket.dtype]
+    vectors = {None, *_vectors(bucket.n, itemsize)}
     for sweep in SWEEPS[bucket.op]:
         if not sweep.narrowest <= bucket.n <= sweep.widest or bucket.size not in sweep.sizes:
             continue
@@ -167,9 +177,18 @@ def _combinations(bucket: Bucket) -> Iterator[Variant]:
             values.pop("short", None)  # more rows than blocks: that way is not taken
         if bucket.n <= 4096:
             values.pop("packed", None)  # registers are not what such rows lack
-        tiles = [t for t in sweep.tiles(bucket.n) if t["width"] * ITEMSIZE[bucket.dtype] <= sweep.tile_bytes]
+        tiles = [t for t in sweep.tiles(bucket.n) if t["width"] * itemsize <= sweep.tile_bytes]
+        tiles = [t for t in tiles if t.get("vector") in vectors]
         for tile, *chosen in itertools.product(tiles, *values.values()):
             yield sweep.variant(**tile, **dict(zip(values, chosen, strict=True)))
+
+
+def _vectors(n: int, itemsize: int) -> set[int]:
+    """Return how many elements the vectors that are tried have: 16 bytes of them, so that rows have ends, or as many as
+    divide n. None where rows are aligned, which need no such kernel."""
+    most = 16 // itemsize
+    dividing = math.gcd(n, most)
+    return {most, dividing} - {1} if dividing < most else set()
 
 
 def _with_slab_up_to(rows: int, variant: Variant) -> Variant:

@@ -44,6 +44,8 @@ OF_WARPS = tilings.equal(128, 256, most=16)  # 4 or 8 elements a thread
 PARTS = tilings.parts((512, *TILES, 16384), (1, 3, 5, 9))
 BY_TMA = tilings.parts(TILES, (1, 2, 3, 4))  # each tile is a request
 LARGE_BY_TMA = tilings.parts(TILES, (1, 2, 3, 4), above=8192)  # all registers of a block
+UNALIGNED = tilings.in_vectors(tilings.pieces_of_rows(*TILES))
+UNALIGNED_PARTS = tilings.in_vectors(PARTS)
 FEW_STRIPS = ((32, 32), (64, 16), (128, 16), (128, 32), (32, 64), (64, 64))
 WIDE_STRIPS = ((8, 512), (8, 1024), (16, 256), (16, 512))
 SPLIT = tilings.split(tilings.whole_rows, FEW_STRIPS, 128, 256, 1024)
@@ -69,6 +71,12 @@ FORWARD = (
     ),
     Sweep(variants.ForwardTeam, 8193, ANY_WIDTH, PARTS).over(
         warps=(4, 8), occupancy=(2, 3, 4, 8), latency=(2, 4), weight_load=LOADS[:2], packed=BOTH
+    ),
+    Sweep(variants.ForwardUnaligned, 64, 16384, UNALIGNED).over(
+        warps=(4, 8), occupancy=(1, 2, 3, 4, 8), latency=(2, 4)
+    ),
+    Sweep(variants.ForwardUnalignedTeam, 8193, ANY_WIDTH, UNALIGNED_PARTS).over(
+        warps=(4, 8), occupancy=(1, 2, 3, 4), latency=(2, 4)
     ),
 )
 REREAD = Sweep(variants.ForwardReread, 8193, ANY_WIDTH, tilings.chunks(2048, 4096, 8192)).over(
@@ -110,6 +118,12 @@ WALKS = (
     ),
     Sweep(variants.BackwardTeam, 16385, ANY_WIDTH, PARTS, FEW).over(
         warps=(4, 8), occupancy=(1, 2, 3, 4), latency=2
+    ),
+    Sweep(variants.BackwardUnaligned, 64, 16384, UNALIGNED).over(
+        warps=(4, 8), occupancy=(1, 2, 3, 4), latency=(2, 4)
+    ),
+    Sweep(variants.BackwardUnalignedTeam, 8193, ANY_WIDTH, UNALIGNED_PARTS).over(
+        warps=(4, 8), occupancy=(1, 2, 3), latency=(2, 4)
     ),
 )
 SWEEPS = {

@@ -72,6 +72,22 @@ def parts(n: int, widths: tuple[int, ...], counts: tuple[int, ...], above: int =
 
 
 @_tiling
+def pieces_of_rows(n: int, *elements: int) -> Iterator[Tile]:
+    """Rows, of up to so many elements together, each as one tile or as equal ones of a half to an eighth of that."""
+    whole = power_of_two(n)
+    widths = [whole >> shift for shift in range(4) if whole >> shift >= 32]
+    for width, each in itertools.product(widths, elements):
+        pieces = -(-n // width)
+        rows = max(1, power_of_two(each // (width * pieces) + 1) // 2)
+        yield {"width": width, "pieces": pieces, "rows": rows}
+
+
+def in_vectors(cut: Tiles) -> Tiles:
+    """Cut the whole vectors of a row, of 2, 4 or 8 elements; its ends are no part of tiles (kernels/unaligned.py)."""
+    return lambda n: ({**tile, "vector": each} for each in (2, 4, 8) for tile in cut(n // each * each))
+
+
+@_tiling
 def split(n: int, rows_of_x: Tiles, strips: tuple[tuple[int, int], ...], *slabs: int) -> Iterator[Tile]:
     """Whole rows or chunks of them for dx, with tiles of (rows, strip) and slabs for dw."""
     for tile, (rows, strip), slab in itertools.product(rows_of_x(n), strips, slabs):
