@@ -196,37 +196,57 @@ def is_unaligned(problem: Problem) -> bool:
 
 
 def _unaligned(problem: Problem) -> Variant:
+    """Hold some rows a step in the registers of a block, or a wide one in those of a team."""
     n, vector, is_forward = problem.n, _vector(problem), problem.op == "forward"
     has_ends, inner = n % vector > 0, n // vector * vector
-    itemsize = problem.narrowest_itemsize
     if n > WIDEST_UNALIGNED_BLOCK:
-        is_full = problem.form.bias or problem.form.narrowest > 0
-        part, warps, occupancy = UNALIGNED_PART, 8, 2 if is_forward and not is_full else 1
-        if not is_forward and n <= 2048 * min(problem.most_members, MOST_MEMBERS):
-            part, warps, occupancy = 2048, 4, 2 if is_full else 3
-        team = ForwardUnalignedTeam if is_forward else BackwardUnalignedTeam
-        settings = {"width": part, "warps": warps, "occupancy": occupancy, "latency": 4, "vector": vector}
-        return team(members=-(-inner // part), **settings)
-    # Few lanes past the end, in few tiles. Where a tile has several rows, many narrow tiles take fewer registers.
+        return _unaligned_team(problem, inner, vector)
+    width = _unaligned_width(inner, is_forward, has_ends)
+    lanes = -(-inner // width) * width
+    elements, occupancy = _unaligned_room(problem, lanes, has_ends)
+    rows, warps = max(1, power_of_two(elements // lanes + 1) // 2), 4 if lanes <= 4096 else 8
+    tiles = {"width": width, "pieces": lanes // width, "rows": rows, "vector": vector}
+    kind = ForwardUnaligned if is_forward else BackwardUnaligned
+    return kind(warps=warps, occupancy=max(1, occupancy * 4 // warps), latency=4, **tiles)
+
+
+def _unaligned_team(problem: Problem, inner: int, vector: int) -> Variant:
+    """Take parts of as many columns as a block holds: few members wait for each other. A backward takes narrow parts
+    while a team may have as many members: then an SM holds several blocks, which hide each other's waits."""
+    is_forward, is_full = problem.op == "forward", problem.form.bias or problem.form.narrowest > 0
+    part, warps, occupancy = UNALIGNED_PART, 8, 2 if is_forward and not is_full else 1
+    if not is_forward and problem.n <= 2048 * min(problem.most_members, MOST_MEMBERS):
+        part, warps, occupancy = 2048, 4, 2 if is_full else 3
+    kind = ForwardUnalignedTeam if is_forward else BackwardUnalignedTeam
+    settings = {"width": part, "warps": warps, "occupancy": occupancy, "latency": 4, "vector": vector}
+    return kind(members=-(-inner // part), **settings)
+
+
+def _unaligned_width(inner: int, is_forward: bool, has_ends: bool) -> int:
+    """Return the width of few tiles with few lanes past the end; of several rows, narrow ones take fewer registers."""
     whole = power_of_two(inner)
     if whole <= 128:
-        width = 32
-    elif is_forward and not has_ends or whole <= 256:
-        width = whole
-    elif whole in (1024, 16384) or whole == 2048 and is_forward:
-        width = whole // 8
-    else:
-        width = whole if 10 * inner > 7 * whole and not is_forward else whole // 4
-    pieces = -(-inner // width)
-    lanes = width * pieces
-    # As many rows and blocks as leave what a thread holds in its registers
-    form = problem.form
-    is_bare, is_full = itemsize == 2 and not (form.residual or form.bias), form.bias or form.narrowest > 0
-    if is_forward:
-        elements = 4096 if not has_ends else 2048 if lanes <= 256 else 3072
-        occupancy = 3 if has_ends and 1280 < lanes < 2048 else 4 if has_ends or lanes > 2048 else 8
-        occupancy = occupancy if is_bare else occupancy // 2
-    elif lanes > 1024:
+        return 32
+    if whole == 256 or (is_forward and not has_ends):
+        return whole
+    if whole in (1024, 16384) or (whole == 2048 and is_forward):
+        return whole // 8
+    return whole if 10 * inner > 7 * whole and not is_forward else whole // 4
+
+
+def _unaligned_room(problem: Problem, lanes: int, has_ends: bool) -> tuple[int, int]:
+    """Return as many elements of a step, and blocks of 4 warps an SM, as leave in registers what a thread holds: ends
+    beside the lanes, in a backward dy and sums beside x, and whatever a form adds."""
+    form, itemsize = problem.form, problem.narrowest_itemsize
+    is_full = form.bias or form.narrowest > 0
+    if problem.op == "forward":
+        if has_ends:
+            elements, occupancy = 2048 if lanes <= 256 else 3072, 3 if 1280 < lanes < 2048 else 4
+        else:
+            elements, occupancy = 4096, 8 if lanes <= 2048 else 4
+        if itemsize == 4 or form.residual or form.bias:
+            occupancy //= 2
+    elif lanes > 1024:  # one row
         elements, occupancy = lanes, 2 if lanes > 1536 or is_full else 4 if itemsize == 2 else 3
     elif has_ends and lanes > 256:
         elements, occupancy = 12288 // itemsize // (2 if is_full or form.residual and lanes > 896 else 1), 2
@@ -235,17 +255,7 @@ def _unaligned(problem: Problem) -> Variant:
         elements, occupancy = 2048 if has_ends else 4096, 3 if itemsize == 2 and not is_full else 2
     if problem.device.architecture != 90:  # there they spill sooner
         elements //= 2
-    warps = 4 if lanes <= 4096 else 8
-    kind = ForwardUnaligned if is_forward else BackwardUnaligned
-    return kind(
-        width=width,
-        pieces=pieces,
-        rows=max(1, power_of_two(elements // lanes + 1) // 2),
-        warps=warps,
-        occupancy=max(1, occupancy * 4 // warps),
-        latency=4,
-        vector=vector,
-    )
+    return elements, occupancy
 
 
 def _forward(n: int, architecture: int) -> Variant:
