@@ -1,6 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Draws the pictures of docs/how-it-works.md: `python scripts/docs_drawings.py` writes docs/images/*.svg.
+"""Draws the pictures of docs/how-it-works.md and docs/qk-norm-rope.md.
+
+`python scripts/docs_drawings.py` writes docs/images/*.svg.
 
 They are as wide as a phone, so that nothing shrinks there: 400 units, text of 15 and more. They have a background of
 their own, light or dark as the reader's system is, so that they can be read on any page.
@@ -190,6 +192,29 @@ def tiles() -> str:
     return drawing(598, "How rows of different widths become tiles", *parts)
 
 
+def rope_pairs() -> str:
+    cell = INNER / 8
+    parts = [title(30, "Halves: elements i and i + R / 2 (default)")]
+    parts += [box(MARGIN + cell * k, 44, cell - 2, 34, f"b{k % 4}", str(k)) for k in range(8)]
+    parts += [
+        note(102, "Llama, Qwen, Gemma, GPT-NeoX. Of one colour:", "elements that are rotated together.")
+    ]
+    parts += [title(162, "Pairs: elements 2i and 2i + 1 (interleaved)")]
+    parts += [box(MARGIN + cell * k, 176, cell - 2, 34, f"b{k // 2}", str(k)) for k in range(8)]
+    parts += [note(234, "GPT-J.")]
+    parts += [title(274, "R = 4 of D = 8: the rest stays")]
+    parts += [box(MARGIN + cell * k, 288, cell - 2, 34, f"b{k % 2}", str(k)) for k in range(4)]
+    parts += [box(MARGIN + cell * k, 288, cell - 2, 34, "off", str(k)) for k in range(4, 8)]
+    parts += [title(362, "Columns of cos and sin")]
+    parts += [box(MARGIN + cell * k, 376, cell - 2, 34, f"b{k % 4}", str(k)) for k in range(8)]
+    parts += [note(434, "R columns: column i belongs to element i,", "in either convention.")]
+    parts += [box(MARGIN + cell * k, 470, cell - 2, 34, f"b{k}", str(k)) for k in range(4)]
+    parts += [note(528, "R / 2 columns: one for both elements of a pair.")]
+    return drawing(
+        546, "Which elements of a head are rotated together, and the columns of cos and sin", *parts
+    )
+
+
 def drawings() -> dict[str, str]:
     """Every picture by the name of its file."""
     return {
@@ -197,6 +222,7 @@ def drawings() -> dict[str, str]:
         "dx-beside-dw.svg": dx_beside_dw(),
         "teams.svg": teams(),
         "tiles.svg": tiles(),
+        "rope-pairs.svg": rope_pairs(),
     }
 
 

@@ -35,6 +35,7 @@ from tilegym_rmsnorm.functional import (
 )
 from tilegym_rmsnorm.integrations import override_aten, patch_model, unpatch_model
 from tilegym_rmsnorm.nn.module import RMSNorm
+from tilegym_rmsnorm.rope import qk_norm_rope, rms_norm_rope
 from tilegym_rmsnorm.settings import (
     get_current_backend,
     get_sm_margin,
@@ -70,10 +71,12 @@ __all__ = [
     "is_backend_available",
     "override_aten",
     "patch_model",
+    "qk_norm_rope",
     "rms_norm",
     "rms_norm_backward",
     "rms_norm_backward_torch",
     "rms_norm_forward",
+    "rms_norm_rope",
     "set_backend",
     "set_sm_margin",
     "set_teams",

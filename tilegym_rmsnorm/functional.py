@@ -8,7 +8,7 @@ Eager calls on small tensors are bound by the host: a call like an earlier one s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -28,7 +28,7 @@ from tilegym_rmsnorm.call.validation import (
     checked_eps,
     refuse_torch_jit_script,
 )
-from tilegym_rmsnorm.call.watched import has_torch_function
+from tilegym_rmsnorm.call.watched import has_torch_function, untraced
 from tilegym_rmsnorm.routes import eager, kernels, known_calls, op, operations
 from tilegym_rmsnorm.routes.choose import KERNELS, OP, OPERATIONS, UNTRACED, route_of
 
@@ -470,21 +470,8 @@ def rms_norm_backward_torch(
     return (dx, dw, db) if needs_db else (dx, dw)
 
 
-def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `function` so that torch.compile calls it without tracing into it."""
-    untraced = torch._disable_dynamo(function)  # torch.compiler.disable would import Dynamo at once
-    # Dynamo shows this message where it may not break the graph (fullgraph=True, strict export).
-    untraced._torchdynamo_disable = True
-    untraced._torchdynamo_disable_msg = (
-        "a kernel of tilegym_rmsnorm was asked for by name and cannot run this call in a graph: its tensors, an eps "
-        "that the graph computes, or a transform of torch.func, are for PyTorch's own operations. To mend it: "
-        'backend="torch"'
-    )
-    return untraced
-
-
 _untraced_rms_norm, _untraced_forward, _untraced_backward = map(
-    _untraced, (rms_norm, rms_norm_forward, rms_norm_backward)
+    untraced, (rms_norm, rms_norm_forward, rms_norm_backward)
 )
 
 

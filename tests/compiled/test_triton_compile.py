@@ -131,6 +131,55 @@ def test_variants_spill_nothing_that_counts(name, capability, compiled_by):
             assert kernel["stack"] <= max(allowed, _allowed_spill(capability, call, kernel)), (call, kernel)
 
 
+ROPE = {"D": 128, "R": 128, "dtype": "bfloat16", "weight_dtype": "bfloat16", "heads": (2, 5, 32, 8)}
+# What a call of qk_norm_rope may be, of bfloat16 and of float32
+ROPES = {
+    "halves": {},
+    "80": {"D": 80, "R": 80},
+    "6": {"D": 6, "R": 6},
+    "quarter": {"D": 256, "R": 64},
+    "half": {"R": 64, "table_columns": 32},
+    "interleaved": {"interleaved": True},
+    "interleaved quarter": {"D": 256, "R": 64, "interleaved": True, "table_columns": 32},
+    "positions": {"has_positions": True, "rows": 99, "casting": "llama", "rounding": "each"},
+    "per-head": {"is_per_head": True},
+    "all": {"D": 80, "R": 40, "is_per_head": True, "interleaved": True, "has_positions": True, "rows": 99},
+    "q alone": {"heads": (2, 5, 16, 0), "weight_dtype": None},
+    "widest": {"D": 8192, "R": 8192, "interleaved": True},
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+def test_rope_kernels_spill_nothing_that_counts(capability, compiled_by):
+    """Without --every-config on one architecture, of one dtype and the other in turn."""
+    if not helpers.every_config and capability != 90:
+        pytest.skip("with --every-config")
+    calls = [
+        {**ROPE, "dtype": dtype, **form}
+        for i, form in enumerate(ROPES.values())
+        for j, dtype in enumerate(("bfloat16", "float32"))
+        if helpers.every_config or i % 2 == j
+    ]
+    for call, kernels in zip(calls, compiled_by(capability, calls), strict=True):
+        found = {kernel["name"]: kernel for kernel in kernels}
+        assert {"rope_forward", "rope_backward"} <= set(found)
+        for kernel in kernels:
+            # 16 bytes: addresses that ptxas parks by choice, at 128 registers and below
+            assert kernel["stack"] <= 16, (call, kernel)
+        registers = found["rope_backward"]["registers"]
+        assert registers * 32 * config.WARPS_PER_SM <= 65536, (call, registers)
+
+
+def test_shape_strides_and_tables_of_rope_compile_nothing(compiled_by):
+    first = {**ROPE, "has_positions": True, "rows": 99}
+    calls = [first]
+    calls += [first | {"heads": heads} for heads in ((1, 5, 32, 8), (16, 1, 32, 8), (3, 4096, 32, 8))]
+    calls += [first | {"rows": rows} for rows in (1, 16, 4097)]
+    calls += [first | {"eps": 0.0}, first | {"offset": 1.0}]
+    compiled = compiled_by(90, calls)
+    assert compiled[0] and not any(compiled[1:])
+
+
 HEADS = {"N": 128, "dtype": "bfloat16", "weight_dtype": "float32"}
 
 
@@ -177,8 +226,10 @@ def test_no_triton_kernel_flushes_subnormal_numbers(tmp_path, compiled_by):
     alone: Triton's interpreter flushes nothing."""
     widths = (64, 16384, 18432)  # every kernel
     calls = [{"N": n, "dtype": "float32", "weight_dtype": "float32"} for n in widths]
+    calls.append({**ROPE, "dtype": "float32"})
     compiled_by(90, calls, str(tmp_path))
     found = {path.stem: path.read_text() for path in tmp_path.rglob("*.ptx")}
     assert {"forward_rows", "forward_reread", "backward_dx", "backward_dx_reread", "backward_c"} <= set(found)
+    assert {"rope_forward", "rope_backward"} <= set(found)
     flushing = {name: line for name, ptx in found.items() for line in ptx.splitlines() if ".ftz" in line}
     assert not flushing

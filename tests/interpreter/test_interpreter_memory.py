@@ -162,6 +162,23 @@ def test_strided_and_expanded_arrays(how, view):
     assert torch.equal(y, x) and unwritten(y) == 0
 
 
+@pytest.mark.parametrize("dtype", [ct.int32, ct.int64])
+def test_a_slice_begins_where_its_dtype_can_count(dtype):
+    """2**31 elements behind the array's first: with an index of int32 a GPU reads before the array."""
+
+    def kernel(x):
+        x.slice(0, ct.astype(ct.bid(0) + 2, dtype), 3)
+
+    x = torch.empty(3 * 2**30, dtype=torch.int8).view(3, 2**30)  # never touched
+    if dtype is ct.int64:
+        launch(kernel, (1,), (x,))
+        return
+    with pytest.raises(
+        OverflowError, match="slice of x .* at 2147483648 elements is out of range of torch.int32"
+    ):
+        launch(kernel, (1,), (x,))
+
+
 def test_array_slices():
     def kernel(y, x, start, stop):
         part = x.slice(0, start, stop)

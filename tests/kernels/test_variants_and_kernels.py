@@ -20,7 +20,7 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.kernels.tiles import ConstBool, ConstInt  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans import variants  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans import rope, variants  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.partition import Split, Team  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.problem import OPS, Device  # noqa: E402
@@ -42,10 +42,11 @@ OTHER_NAMES = {
     },
     ("forward_team", "weight_load"): ("JOINT_WEIGHT",),
     ("clear_board", "width"): ("SLOTS",),
+    ("forward_rope", "weight_load"): ("EARLY_WEIGHT",),
 }
 CLASSES = {
     name: each
-    for name, each in vars(variants).items()
+    for name, each in (vars(variants) | vars(rope)).items()
     if isinstance(each, type) and issubclass(each, Variant) and hasattr(each, "kernel")
 }
 every_variant = pytest.mark.parametrize("variant_class", CLASSES.values(), ids=CLASSES)
@@ -63,7 +64,7 @@ def example_of(variant_class: type[Variant]) -> Variant:
     """A variant that holds rows of N elements, at the defaults where there are some."""
     width = 16 if issubclass(variant_class, Team) else 32
     numbers = {"width": width, "warps": 4, "occupancy": 1, "latency": 2, "members": 2}
-    numbers |= {"rows": 4, "strip": 16, "slab": 8, "vector": 4}
+    numbers |= {"rows": 4, "heads": 2, "k_heads": 2, "strip": 16, "slab": 8, "vector": 4}
     required = [f.name for f in dataclasses.fields(variant_class) if f.default is dataclasses.MISSING]
     return variant_class(**{name: numbers[name] for name in required})
 
@@ -71,6 +72,8 @@ def example_of(variant_class: type[Variant]) -> Variant:
 def values_of(variant: Variant, setting: str) -> list:
     """Values of a setting, all different."""
     value = getattr(variant, setting)
+    if setting == "weight_load" and isinstance(variant, rope.RopeTiles):
+        return list(rope.WEIGHT_LOADS)
     if setting == "weight_load":
         return [each for each in WEIGHT_LOADS if each != "early" or variant.kernel != "forward_team"]
     if setting == "grid_percent":
@@ -87,6 +90,14 @@ def plan_with(step: Variant, **options) -> Plan:
     op = step.serves[0] if step.serves else "backward"
     first = step if step.serves else example_of(variants.BackwardRows)
     return plan(first, op, N, torch.float32, **options)
+
+
+def constants_with(step: Variant, architecture: int = 90, casting: str = "once") -> dict:
+    """The constants of a step in such a plan, or of a kernel of rope.py."""
+    if isinstance(step, rope.RopeTiles):
+        problem = rope.RopeProblem(N, N, True, 2, 2, 4, False, False, True, casting, "end", architecture)
+        return rope.constants_of(problem, step)
+    return plan_with(step, architecture=architecture, casting=casting).constants(step)
 
 
 def test_every_kernel_has_a_variant_and_every_variant_a_kernel():
@@ -112,7 +123,7 @@ def test_a_plan_has_every_compile_time_argument(casting, architecture, variant_c
     variant = example_of(variant_class)
     if architecture >= 90 or not variant.uses_tma:
         variant.check(N, 4, architecture)
-    constants = plan_with(variant, architecture=architecture, casting=casting).constants(variant)
+    constants = constants_with(variant, architecture, casting)
     for name, parameter in parameters_of(variant).items():
         if name.isupper():
             assert type(constants[name]) is (bool if parameter.annotation is ConstBool else int), name
@@ -144,11 +155,10 @@ def test_every_setting_reaches_its_kernel(variant_class, setting):
     found = []
     for value in values_of(variant, setting):
         changed = dataclasses.replace(variant, **{setting: value})
-        made = plan_with(changed)
         if setting in GRIDS:
-            found.append(made.sizes(2000))
+            found.append(plan_with(changed).sizes(2000))
         elif setting not in HINTS:
-            found.append([made.constants(changed)[name] for name in names])
+            found.append([constants_with(changed)[name] for name in names])
     assert all(found.count(each) == 1 for each in found)
     is_taken = [name in parameters for name in names]
     assert not any(is_taken) if setting in GRIDS | HINTS else all(is_taken)
@@ -234,4 +244,4 @@ def test_the_kernels_of_these_plans_are_all_there_are():
         for made in plans_of(example_of(each), device())
         for step in made.steps
     }
-    assert launched == set(KERNELS)
+    assert launched | {rope.ForwardRope.kernel, rope.BackwardRope.kernel} == set(KERNELS)

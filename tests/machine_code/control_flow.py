@@ -9,7 +9,8 @@ import re
 from collections.abc import Collection
 
 BRANCH = re.compile(r"\bBRA\S* (!?\w+, )?0x([0-9a-f]+)")
-NOT_READ = re.compile(r"\b(?:BRX|BRXU|JMP|JMX|CALL|RET|BREAK)\b.*")
+# BREAK is no jump: a thread that is to leave a BSYNC out says so, and goes on.
+NOT_READ = re.compile(r"\b(?:BRX|BRXU|JMP|JMX|CALL|RET)\b.*")
 
 
 def followers(code: list[str]) -> list[list[int]]:

@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from tilegym_rmsnorm.backends.triton import config
-from tilegym_rmsnorm.backends.triton.config import backward_config, forward_config
+from tilegym_rmsnorm.backends.triton.config import (
+    RopeHeads,
+    backward_config,
+    forward_config,
+    rope_backward_config,
+    rope_form,
+    rope_forward_config,
+)
 
 WIDTHS = sorted(
     {n + d for p in range(19) for n in (2**p, 3 * 2**p) for d in (-1, 0, 1) if n + d > 0} | {2880, 18432}
@@ -77,8 +84,83 @@ def test_programs_of_all_heads_fit_the_sms_that_are_left(heads, margin):
             assert plan.walks <= whole.walks
 
 
+HEADS = {
+    "grouped": (RopeHeads(40, False), RopeHeads(8, False)),
+    "q alone": (RopeHeads(16, False),),
+    "odd": (RopeHeads(7, False), RopeHeads(1, False)),
+    "per-head": (RopeHeads(40, True), RopeHeads(8, True)),
+    "q per-head": (RopeHeads(5, True), RopeHeads(3, False)),
+    "more heads than programs": (RopeHeads(3000, True), RopeHeads(3000, True)),
+}
+DIMS = (
+    (2, 2),
+    (6, 6),
+    (7, 4),
+    (64, 64),
+    (80, 80),
+    (80, 20),
+    (128, 32),
+    (256, 64),
+    (8192, 4096),
+    (16384, 16384),
+)
+NO_FLAGS = dict.fromkeys(("is_interleaved", "has_half_tables", "rounds_xhat", "rounds_each"), False)
+
+
+def _rope_plans(sms_left=None):
+    for heads in HEADS.values():
+        for D, R in DIMS:
+            for is_interleaved in (False, True):
+                form = rope_form(D, R, **(NO_FLAGS | {"is_interleaved": is_interleaved}))
+                for m in BATCHES:
+                    yield m, heads, rope_backward_config(form, m, heads, 132, sms_left)
+
+
+def test_rope_tiles_cover_every_column_and_are_what_triton_takes():
+    for D, R in DIMS:
+        form = rope_form(D, R, **NO_FLAGS)
+        assert form.half // 2 < R // 2 <= form.half
+        assert (form.rests - 1) * form.rest < D - R <= form.rests * form.rest or D == R
+        for heads in HEADS.values():
+            forward = rope_forward_config(form, heads)
+            assert len(forward.tiles) == len(heads) and forward.num_warps in (4, 8, 16)
+            for tile, each in zip(forward.tiles, heads, strict=True):
+                assert tile.is_per_head == each.is_per_head
+                extents = tile.tokens, tile.heads, form.half, *[form.rest] * min(form.rests, 1)
+                assert all(extent & (extent - 1) == 0 < extent for extent in extents)
+
+
+@pytest.mark.parametrize("sms_left", [None, 100, 1])
+def test_rope_programs_fit_the_gpu_and_walk_alike(sms_left):
+    """All are resident at once, and shorter walks would not be."""
+    for m, heads, plan in _rope_plans(sms_left):
+        steps, groups = [], []
+        for tile, each in zip(plan.tiles, heads, strict=True):
+            blocks = -(-each.H // tile.heads)
+            groups.append(blocks if each.is_per_head else 1)
+            steps.append(-(-m // tile.tokens) * blocks // groups[-1])
+        assert plan.programs == tuple(w * group for w, group in zip(plan.walks, groups, strict=True))
+        assert all(1 <= w <= count for w, count in zip(plan.walks, steps, strict=True)), (
+            "a walk without tiles"
+        )
+        longest = max(-(-count // w) for count, w in zip(steps, plan.walks, strict=True))
+        most = (sms_left or 132) * config.WARPS_PER_SM // plan.num_warps
+        assert sum(plan.programs) <= most or longest == max(steps)
+        if longest > 1:
+            shorter = [-(-count // (longest - 1)) * group for count, group in zip(steps, groups, strict=True)]
+            assert sum(shorter) > most
+
+
+def test_what_rope_compiles_depends_neither_on_the_batch_nor_on_a_margin():
+    seen = {}
+    for sms_left in (None, 100):
+        for _, heads, plan in _rope_plans(sms_left):
+            seen.setdefault((heads, plan.form), set()).add(dataclasses.replace(plan, walks=(), programs=()))
+    assert seen and all(len(plans) == 1 for plans in seen.values())
+
+
 def test_config_imports_neither_torch_nor_triton():
     tree = ast.parse(Path(config.__file__).read_text())
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported == {"__future__", "dataclasses"}
+    assert imported == {"__future__", "bisect", "collections.abc", "dataclasses", "typing"}
     assert not any(isinstance(node, ast.Import) for node in ast.walk(tree))

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tilegym_rmsnorm
-from tilegym_rmsnorm.backends.cutile.plans import variants
+from tilegym_rmsnorm.backends.cutile.plans import rope, variants
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,7 +124,8 @@ def test_tables_and_drawings_are_of_today():
 
 
 def test_every_kernel_is_on_its_page():
-    found = (each for each in vars(variants).values() if isinstance(each, type) and issubclass(each, Variant))
+    settings = (vars(variants) | vars(rope)).values()
+    found = (each for each in settings if isinstance(each, type) and issubclass(each, Variant))
     kernels = {each.kernel for each in found if hasattr(each, "kernel")}
     named = set(re.findall(r"`((?:forward|backward|sum|clear)_\w+)`", page("how-it-works")))
     assert named == kernels

@@ -16,8 +16,8 @@ PACKAGE = "tilegym_rmsnorm"
 CUTILE = f"{PACKAGE}.backends.cutile"
 # From below: a module may import those of its own line and of the lines above. The first line that a name begins with.
 LAYERS = (
-    (f"{PACKAGE}.call.spec", f"{PACKAGE}.call.watched"),
-    (f"{PACKAGE}.call.tensors", f"{PACKAGE}.reference"),
+    (f"{PACKAGE}.call.spec", f"{PACKAGE}.call.rope_spec", f"{PACKAGE}.call.watched"),
+    (f"{PACKAGE}.call.tensors", f"{PACKAGE}.reference", f"{PACKAGE}.rope_reference"),
     (f"{PACKAGE}.call.validation",),
     (f"{PACKAGE}.call", f"{PACKAGE}.measure", f"{PACKAGE}.settings"),
     (f"{PACKAGE}.backends.contract",),
@@ -27,11 +27,11 @@ LAYERS = (
     (f"{CUTILE}.kernels",),
     (f"{CUTILE}.interpreter",),
     (f"{PACKAGE}.backends.versions", f"{PACKAGE}.backends.refusals", f"{CUTILE}.runtime"),
-    (f"{PACKAGE}.backends.layout", f"{PACKAGE}.backends.torch_reference"),
-    (f"{PACKAGE}.backends.around_kernels",),
+    (f"{PACKAGE}.backends.layout", f"{PACKAGE}.backends.rope_layout", f"{PACKAGE}.backends.torch_reference"),
+    (f"{PACKAGE}.backends.around_kernels", f"{PACKAGE}.backends.around_rope"),
     (f"{CUTILE}.forms",),
     (f"{CUTILE}.launcher",),
-    (f"{CUTILE}.lookup",),
+    (f"{CUTILE}.lookup", f"{CUTILE}.rope"),
     (f"{CUTILE}.launch",),
     (f"{CUTILE}.warm", f"{CUTILE}.tuning"),
     (f"{PACKAGE}.backends",),
@@ -39,8 +39,11 @@ LAYERS = (
     (f"{PACKAGE}.routes.choose",),
     (f"{PACKAGE}.routes.kernels", f"{PACKAGE}.routes.known_calls", f"{PACKAGE}.routes.op_sharding"),
     (f"{PACKAGE}.routes.op", f"{PACKAGE}.routes.operations"),
+    (f"{PACKAGE}.routes.rope_kernels",),
     (f"{PACKAGE}.routes.eager", f"{PACKAGE}.routes.op_gradients"),
-    (f"{PACKAGE}.functional",),
+    (f"{PACKAGE}.routes.rope_op",),
+    (f"{PACKAGE}.routes.rope_eager",),
+    (f"{PACKAGE}.functional", f"{PACKAGE}.rope"),
     (f"{PACKAGE}.nn",),
     # Its own file has public functions, which import an integration when they are called.
     (f"{PACKAGE}.integrations",),

@@ -45,6 +45,7 @@ TILE_DTYPE = {
     torch.bfloat16: ct.bfloat16,
     torch.float32: ct.float32,
     torch.int32: ct.int32,
+    torch.int64: ct.int64,
 }
 WIDEST = 50000  # columns of a sweep; test_compile_hopper.py has wider backwards, by teams of other parts
 

@@ -16,6 +16,12 @@ residual_out, dx and d_residual are new, contiguous, and have that shape too. we
 float32 (float64 for float64 x). spec and wanted give the dtypes of the results (call/spec.py). None is a tensor that is
 absent, or not wanted.
 
+The ops of `qk_norm_rope` receive q (B, T, Hq, D), and k (B, T, Hk, D) or None, with a last stride of 1 and any other
+strides but 0; so are dq_out and dk_out, each with its own dtype and strides. Weights are contiguous, (D,) or (H, D), or
+None. cos and sin have one shape, (rows, R) or (rows, R / 2), one dtype, and a last stride of 1. positions is int64,
+(1, T) or (B, T), contiguous; None: the tables have T rows, or B * T. q_out, k_out, dq and dk are new and contiguous, in
+the dtypes of q and k; the gradients of weights have their shapes. There are elements in all of them.
+
 A backend whose calls on small tensors are bound by the host registers functions made by `binding`.
 """
 
@@ -27,6 +33,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from tilegym_rmsnorm.call.rope_spec import (
+    RopeBackwardTensors,
+    RopeGradients,
+    RopeOutputs,
+    RopeSpec,
+    RopeTensors,
+    RopeWanted,
+)
 from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
 
 
@@ -77,20 +91,34 @@ class BackwardFunction(Protocol):
     def __call__(self, spec: Spec, tensors: BackwardTensors, wanted: Wanted, /) -> Gradients: ...
 
 
+class RopeForwardFunction(Protocol):
+    """Compute q_out and k_out."""
+
+    def __call__(self, spec: RopeSpec, tensors: RopeTensors, /) -> RopeOutputs: ...
+
+
+class RopeBackwardFunction(Protocol):
+    """Compute dq, dk and the gradients of the weights."""
+
+    def __call__(
+        self, spec: RopeSpec, tensors: RopeBackwardTensors, wanted: RopeWanted, /
+    ) -> RopeGradients: ...
+
+
 def binding(bind: Callable[..., Callable[[Any], Any]]) -> Any:
     """Make the function of a backend from `bind`, which takes the same arguments and does all that their shapes,
     strides, dtypes and alignment to 16 bytes decide. `bind` returns a function of the tensors alone, which holds none
     of them, so that a known call (routes/known_calls.py) can run it on other tensors like these."""
 
     @functools.wraps(bind)
-    def function(spec: Spec, tensors: Any, *wanted: Wanted) -> Any:
+    def function(spec: Any, tensors: Any, *wanted: Any) -> Any:
         return bind(spec, tensors, *wanted)(tensors)
 
     function.bind = bind  # type: ignore[attr-defined]
     return function
 
 
-def bound(function: Callable[..., Any], spec: Spec, tensors: Any, *wanted: Wanted) -> Callable[[Any], Any]:
+def bound(function: Any, spec: Any, tensors: Any, *wanted: Any) -> Callable[[Any], Any]:
     """Bind the function of a backend to all but its tensors, see `binding`."""
     bind = getattr(function, "bind", None)
     if bind is None:

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Literal, TypeVar, overload
 
 import torch
+from torch import Tensor
 
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.contract import (
@@ -29,33 +30,33 @@ from tilegym_rmsnorm.backends.contract import (
     BackwardFunction,
     ForwardFunction,
     Request,
+    RopeBackwardFunction,
+    RopeForwardFunction,
     Unusable,
 )
-from tilegym_rmsnorm.call.spec import (
-    BackwardTensors,
-    ForwardTensors,
-    Spec,
-    Wanted,
-    dtype_of,
-    parts_of,
-)
+from tilegym_rmsnorm.call.rope_spec import ROPE_OPS, RopeSpec
+from tilegym_rmsnorm.call.spec import NORM_OPS, Spec, Wanted, dtype_of, parts_of
 from tilegym_rmsnorm.call.tensors import are_aligned
 from tilegym_rmsnorm.settings import AUTO_ORDER, NAMES, check_name, get_current_backend
 
-OPS = ("rms_norm_forward", "rms_norm_backward")
+OPS = NORM_OPS + ROPE_OPS
 BACKEND_MODULES = {
     "cutile": "tilegym_rmsnorm.backends.cutile",
     "triton": "tilegym_rmsnorm.backends.triton",
     "torch": "tilegym_rmsnorm.backends.torch_reference",
 }
-Function = ForwardFunction | BackwardFunction
+Function = ForwardFunction | BackwardFunction | RopeForwardFunction | RopeBackwardFunction
 _F = TypeVar("_F", bound=ForwardFunction)
 _B = TypeVar("_B", bound=BackwardFunction)
+_RF = TypeVar("_RF", bound=RopeForwardFunction)
+_RB = TypeVar("_RB", bound=RopeBackwardFunction)
 _log = logging.getLogger("tilegym_rmsnorm")
 _told: set[tuple[Any, ...]] = set()
 # "auto" does not take these for tensors off CUDA devices. There they run in interpreters: by name only, and while the
 # environment switches the interpreter on, which may change between calls.
 _BY_NAME_OFF_CUDA = ("cutile", "triton")
+# Nor do they serve "auto" where these kernels were never run on a GPU: they are compiled and interpreted alone.
+_UNPROVEN = ROPE_OPS
 
 
 def request_of(
@@ -93,6 +94,10 @@ MOST_CHOICES = 1024  # else calls that each have another width would leak memory
 def register_impl(op: Literal["rms_norm_forward"], backend: str) -> Callable[[_F], _F]: ...
 @overload
 def register_impl(op: Literal["rms_norm_backward"], backend: str) -> Callable[[_B], _B]: ...
+@overload
+def register_impl(op: Literal["qk_norm_rope_forward"], backend: str) -> Callable[[_RF], _RF]: ...
+@overload
+def register_impl(op: Literal["qk_norm_rope_backward"], backend: str) -> Callable[[_RB], _RB]: ...
 def register_impl(op: str, backend: str) -> Callable[[Any], Any]:
     """Decorate a function to register it as the backend's implementation of `op`; registering twice is a ValueError."""
     check_name("op", op, OPS)
@@ -129,39 +134,71 @@ def dispatch(op: str, request: Request, backend: str | None = None) -> Function:
     return function or _choose(op, request, name)
 
 
+def ops_of(spec: Spec | RopeSpec) -> tuple[str, str]:
+    """Name the forward and the backward of a call."""
+    return ROPE_OPS if isinstance(spec, RopeSpec) else NORM_OPS
+
+
 def implementations_of(
-    spec: Spec,
-    tensors: ForwardTensors,
+    spec: Spec | RopeSpec,
+    tensors: tuple[Any, ...],
     backend: str,
     obstacle: str | None = None,
     with_backward: bool = False,
-) -> tuple[ForwardFunction, BackwardFunction | None]:
-    """`dispatch` the forward of a checked call, and its backward where with_backward says so, else None. tensors: x,
-    weight, bias, residual.
+) -> tuple[Any, Any]:
+    """`dispatch` the forward of a checked call, and its backward where with_backward says so, else None. tensors: those
+    of the forward, in the order of call/spec.py or call/rope_spec.py.
 
     obstacle: why no kernel can take the tensors (routes/choose.py). Raises BackendUnavailableError where the backend
     that was asked for by name cannot run the call.
     """
+    of_spec = _request_of_rope if isinstance(spec, RopeSpec) else _request_of_norm
+    request, (op, op_of_backward) = of_spec(spec, tensors, obstacle), ops_of(spec)
+    return dispatch(op, request, backend), dispatch(
+        op_of_backward, request, backend
+    ) if with_backward else None
+
+
+def backward_of(
+    spec: Spec | RopeSpec, tensors: tuple[Any, ...], wanted: Any, backend: str, obstacle: str | None = None
+) -> Any:
+    """`dispatch` a backward alone. tensors: those of the backward. wanted: a Wanted, or a RopeWanted. The rest as
+    `implementations_of`."""
+    if isinstance(spec, RopeSpec):
+        dq_out, dk_out, *given = tensors
+        request = _request_of_rope(spec, given, obstacle, dq_out, dk_out)
+    else:
+        request = _request_of_gradients(spec, tensors, wanted, obstacle)
+    return dispatch(ops_of(spec)[1], request, backend)
+
+
+def _request_of_norm(spec: Any, tensors: Sequence[Any], obstacle: str | None) -> Request:
     x, weight, bias, residual = tensors
     dtypes = x.dtype, dtype_of(weight), dtype_of(bias), dtype_of(residual), spec.y_dtype, spec.residual_dtype
     parts = parts_of(residual is not None, bias is not None, spec.heads > 0)
     n, is_aligned = spec.n, obstacle is not None or are_aligned(spec.n, x, residual)
-    request = request_of(x.device, spec.casting, obstacle, *dtypes, n=n, is_aligned=is_aligned, parts=parts)
-    forward = dispatch("rms_norm_forward", request, backend)
-    return forward, dispatch("rms_norm_backward", request, backend) if with_backward else None
+    return request_of(x.device, spec.casting, obstacle, *dtypes, n=n, is_aligned=is_aligned, parts=parts)
 
 
-def backward_of(
-    spec: Spec, tensors: BackwardTensors, wanted: Wanted, backend: str, obstacle: str | None = None
-) -> BackwardFunction:
-    """`dispatch` a backward alone. tensors: x, dy, weight, rstd, d_residual_out. The rest as `implementations_of`."""
+def _request_of_gradients(
+    spec: Spec, tensors: tuple[Any, ...], wanted: Wanted, obstacle: str | None
+) -> Request:
     x, dy, weight, _, d_residual_out = tensors
     dtypes = x.dtype, dtype_of(weight), dy.dtype, dtype_of(d_residual_out), *wanted
     has_residual = d_residual_out is not None or spec.residual_dtype is not None
     parts = parts_of(has_residual, wanted.db is not None, spec.heads > 0)
     n, is_aligned = spec.n, obstacle is not None or are_aligned(spec.n, x, dy, d_residual_out)
-    request = request_of(x.device, spec.casting, obstacle, *dtypes, n=n, is_aligned=is_aligned, parts=parts)
-    return dispatch("rms_norm_backward", request, backend)
+    return request_of(x.device, spec.casting, obstacle, *dtypes, n=n, is_aligned=is_aligned, parts=parts)
+
+
+def _request_of_rope(
+    spec: Any, tensors: Sequence[Any], obstacle: str | None, *gradients: Tensor | None
+) -> Request:
+    q, k, q_weight, k_weight, cos, _, _ = tensors
+    others = [dtype_of(each) for each in (k, k_weight, cos, *gradients)]
+    n, is_aligned = spec.n, obstacle is not None or are_aligned(spec.n, q, k, *gradients)
+    of_call, parts = (q.device, spec.casting, obstacle, q.dtype, dtype_of(q_weight)), ("rotary embedding",)
+    return request_of(*of_call, *others, n=n, is_aligned=is_aligned, parts=parts)
 
 
 def is_reference(function: Callable[..., Any]) -> bool:
@@ -204,7 +241,7 @@ def get_available_backends_for_op(op: str) -> list[str]:
     """List the backends that can run on this machine and implement an op, fastest first.
 
     Args:
-        op: `"rms_norm_forward"` or `"rms_norm_backward"`.
+        op: `"rms_norm_forward"`, `"rms_norm_backward"`, `"qk_norm_rope_forward"` or `"qk_norm_rope_backward"`.
 
     Raises:
         ValueError: There is no op of this name.
@@ -281,6 +318,9 @@ def _first_usable(op: str, request: Request) -> tuple[str, str]:
     for backend in AUTO_ORDER:
         if request.device.type != "cuda" and backend in _BY_NAME_OFF_CUDA:
             reasons.append(f"{backend}: runs on {request.device.type} by name only")
+            continue
+        if op in _UNPROVEN and backend in _BY_NAME_OFF_CUDA:
+            reasons.append(f"{backend}: its kernels of {op} were not run on a GPU yet, so by name only")
             continue
         unusable = why_unusable(backend, request)
         if unusable is None:

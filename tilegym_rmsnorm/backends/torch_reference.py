@@ -10,8 +10,17 @@ from torch import Tensor
 
 from tilegym_rmsnorm.backends.contract import Request, Unusable
 from tilegym_rmsnorm.backends.registry import register_impl
+from tilegym_rmsnorm.call.rope_spec import (
+    RopeBackwardTensors,
+    RopeGradients,
+    RopeOutputs,
+    RopeSpec,
+    RopeTensors,
+    RopeWanted,
+)
 from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
 from tilegym_rmsnorm.reference import forward_torch, gradients_torch
+from tilegym_rmsnorm.rope_reference import rope_forward_torch, rope_gradients_torch
 
 IMPLEMENTATION = __name__
 
@@ -33,6 +42,20 @@ def rms_norm_forward(spec: Spec, tensors: ForwardTensors) -> Outputs:
 def rms_norm_backward(spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Gradients:
     dx, d_residual, dw, db = gradients_torch(tensors, spec, wanted)
     return dx.contiguous(), _packed(d_residual), dw, db
+
+
+@register_impl("qk_norm_rope_forward", "torch")
+@torch.no_grad()
+def qk_norm_rope_forward(spec: RopeSpec, tensors: RopeTensors) -> RopeOutputs:
+    q_out, k_out = rope_forward_torch(tensors, spec)
+    return q_out.contiguous(), _packed(k_out)
+
+
+@register_impl("qk_norm_rope_backward", "torch")
+@torch.no_grad()
+def qk_norm_rope_backward(spec: RopeSpec, tensors: RopeBackwardTensors, wanted: RopeWanted) -> RopeGradients:
+    dq, dk, dq_weight, dk_weight = rope_gradients_torch(tensors, spec, wanted)
+    return dq.contiguous(), _packed(dk), dq_weight, dk_weight
 
 
 def _packed(rows: Tensor | None) -> Tensor | None:

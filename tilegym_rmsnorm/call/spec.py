@@ -23,6 +23,9 @@ Gradients = tuple[Tensor, _Maybe, _Maybe, _Maybe]  # dx, d_residual, dw, db, of 
 WantedGradients = tuple[_Maybe, _Maybe, _Maybe, _Maybe]  # the same, where dx may not be wanted
 
 
+NORM_OPS = "rms_norm_forward", "rms_norm_backward"  # as the registry names a backend's functions
+
+
 class Spec(NamedTuple):
     """Numbers and torch.dtypes of a call. With a residual, alpha * x + residual is rounded to residual_dtype, then
     normalized."""
@@ -40,11 +43,11 @@ class Spec(NamedTuple):
 class Call(NamedTuple):
     """A checked call without its tensors, so that known_calls.py can keep it."""
 
-    spec: Spec
+    spec: Any  # Spec, or RopeSpec (rope_spec.py)
     backend: str | None  # as the caller gave it: a name, "auto", or None for the backend in effect
-    # Functions of the backend; None where the call does not need one.
-    forward: Callable[[Spec, ForwardTensors], Outputs] | None = None
-    backward: Callable[[Spec, BackwardTensors, Wanted], Gradients] | None = None
+    # Functions of the backend (backends/contract.py); None where the call does not need one.
+    forward: Callable[..., Any] | None = None
+    backward: Callable[..., Any] | None = None
     dtype: torch.dtype | None = None  # of the normalized tensor: x, or residual_out with a residual
 
 

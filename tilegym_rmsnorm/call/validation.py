@@ -26,7 +26,7 @@ from torch.overrides import has_torch_function_unary
 
 from tilegym_rmsnorm.call.spec import Call, Casting, shape_of_rstd
 from tilegym_rmsnorm.call.tensors import check_memory, is_dtensor
-from tilegym_rmsnorm.call.watched import is_symbol
+from tilegym_rmsnorm.call.watched import get_trace, is_symbol, outside_of_trace
 from tilegym_rmsnorm.reference import compute_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -35,8 +35,6 @@ CASTINGS = get_args(Casting)
 _ALL_DTYPES = DTYPES + COMPLEX_DTYPES
 _INF = math.inf
 _STRIDED = torch.strided
-_get_trace = torch._C._get_tracing_state  # None unless torch.jit.trace records; under Dynamo always
-_set_trace = torch._C._set_tracing_state  # type: ignore[attr-defined]
 
 
 def check_tensor(name: str, x: Tensor) -> None:
@@ -77,8 +75,8 @@ def check_normalized_shape(
 
     `may_be_empty`: rows may have no elements, as in F.rms_norm.
     """
-    if _get_trace() is not None:
-        return _outside_of_trace(_check_traced_shape, x, normalized_shape, may_be_empty)
+    if get_trace() is not None:
+        return outside_of_trace(_check_traced_shape, x, normalized_shape, may_be_empty)
     if type(normalized_shape) is int:
         normalized_shape = (normalized_shape,)
     elif not isinstance(normalized_shape, (tuple, list)):
@@ -115,8 +113,8 @@ def check_weight(
 ) -> int:
     """Check that weight and bias are None or floating tensors on x's device, of one shape: `shape`, or (H, *shape) with
     H x's dimension before the normalized ones. Return H; 0 where one weight, or none, serves all rows."""
-    if _get_trace() is not None:
-        return _outside_of_trace(check_weight, weight, bias, x, shape, x_name)
+    if get_trace() is not None:
+        return outside_of_trace(check_weight, weight, bias, x, shape, x_name)
     heads = 0
     if isinstance(weight, Tensor) and weight.shape != shape and weight.ndim == len(shape) + 1:
         heads_of_x = x.shape[-weight.ndim] if x.ndim >= weight.ndim else None
@@ -154,8 +152,8 @@ def check_like(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> None:
     """Check that residual, dy or d_residual_out has x's shape, device and a floating dtype; complex for complex x."""
     if not isinstance(tensor, Tensor):
         _fail(TypeError, name, "a torch.Tensor", type(tensor).__name__)
-    if _get_trace() is not None:
-        return _outside_of_trace(check_like, name, tensor, x, x_name)
+    if get_trace() is not None:
+        return outside_of_trace(check_like, name, tensor, x, x_name)
     if tensor.shape != x.shape:
         is_local = is_dtensor(x) and not is_dtensor(tensor)
         got = f"{tuple(tensor.shape)}{f' of a plain tensor, while {x_name} is a DTensor' * is_local}"
@@ -223,8 +221,8 @@ def check_rstd(rstd: Tensor, x: Tensor, n: int, dims: int | None) -> None:
     shape of the library ops."""
     if not isinstance(rstd, Tensor):
         _fail(TypeError, "rstd", "a torch.Tensor", type(rstd).__name__)
-    if _get_trace() is not None:
-        return _outside_of_trace(check_rstd, rstd, x, n, dims)
+    if get_trace() is not None:
+        return outside_of_trace(check_rstd, rstd, x, n, dims)
     shape = (x.numel() // n,) if dims is None else shape_of_rstd(x, dims)
     if rstd.shape != shape:
         _fail(ValueError, "rstd", f"shape {shape}, one element per row of x", tuple(rstd.shape))
@@ -325,16 +323,6 @@ def refuse_torch_jit_script(*_: Any) -> NoReturn:
     raise RuntimeError(
         "torch.jit.script does not take norms of tilegym_rmsnorm: use torch.export.export, which keeps the kernels"
     )
-
-
-def _outside_of_trace(check: Callable[..., Any], *arguments: Any) -> Any:
-    """Call `check` while torch.jit.trace does not record, and return its result."""
-    trace = _get_trace()
-    _set_trace(None)
-    try:
-        return check(*arguments)
-    finally:
-        _set_trace(trace)
 
 
 def _check_traced_shape(

@@ -26,6 +26,7 @@ included while make_fx or torch.export trace above autograd.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ is_compiled = torch.compiler.is_compiling  # in non-strict torch.export too
 are_transforms_active = torch._C._are_functorch_transforms_active
 _peek_interpreter, _Interpreter = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.CInterpreter
 is_traced_by_jit = torch._C._is_tracing
+get_trace = torch._C._get_tracing_state  # None unless torch.jit.trace records; under Dynamo always
+_set_trace = torch._C._set_tracing_state  # type: ignore[attr-defined]
 count_modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes see this call
 _is_key_included = torch._C._dispatch_tls_is_dispatch_key_included
 _is_key_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
@@ -127,10 +130,34 @@ def why_not_here() -> str | None:
     return None
 
 
+def outside_of_trace(check: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call `check` while torch.jit.trace does not record, and return its result."""
+    if (trace := get_trace()) is None:
+        return check(*arguments, **options)
+    _set_trace(None)
+    try:
+        return check(*arguments, **options)
+    finally:
+        _set_trace(trace)
+
+
 def without_modes() -> contextlib.AbstractContextManager[Any]:
     """Return a block in which dispatch modes are off. A mode such as FlopCounterMode, a logger or selective
     checkpointing could keep, wrap or replace the memory that a kernel is about to fill."""
     return _disable_current_modes()
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `function` so that torch.compile calls it without tracing into it."""
+    run: Any = torch._disable_dynamo(function)  # torch.compiler.disable would import Dynamo at once
+    # Dynamo shows this message where it may not break the graph (fullgraph=True, strict export).
+    run._torchdynamo_disable = True
+    run._torchdynamo_disable_msg = (
+        "a kernel of tilegym_rmsnorm was asked for by name and cannot run this call in a graph: its tensors, an eps "
+        "that the graph computes, or a transform of torch.func, are for PyTorch's own operations. To mend it: "
+        'backend="torch"'
+    )
+    return run
 
 
 def has_torch_function(*tensors: Tensor | None) -> bool:

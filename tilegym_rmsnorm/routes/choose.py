@@ -16,10 +16,10 @@
     UNTRACED     torch.compile breaks its graph, and the call runs eagerly: a kernel was asked for by name, and no op
                  can replace the call
 
-`route_of` decides for `rms_norm`, for `rms_norm_forward` and `rms_norm_backward`, and for the gradients that autograd
-asks of an eager call: each caller takes the route. A library op asks less. PyTorch's operations replace it in a
-transform (`why_transformed`), and its gradient under create_graph (`why_create_graph`). `call_of_op` chooses its
-backend when it runs.
+`route_of` decides for `rms_norm`, for `rms_norm_forward` and `rms_norm_backward`, for `qk_norm_rope`, and for the
+gradients that autograd asks of an eager call: each caller takes the route. A library op asks less. PyTorch's operations
+replace it in a transform (`why_transformed`), and its gradient under create_graph (`why_create_graph`). `call_of_op`
+chooses its backend when it runs.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.torch_version import TorchVersion
 
-from tilegym_rmsnorm.backends.registry import backward_of, implementations_of
+from tilegym_rmsnorm.backends.registry import backward_of, implementations_of, ops_of
 from tilegym_rmsnorm.call import watched
 from tilegym_rmsnorm.call.arguments import Checked
+from tilegym_rmsnorm.call.rope_spec import RopeWanted
 from tilegym_rmsnorm.call.spec import Call, Wanted
 from tilegym_rmsnorm.call.tensors import (
     PLAIN_TYPES,
@@ -68,7 +69,7 @@ class Route(NamedTuple):
 def route_of(
     checked: Checked,
     backend: str | None,
-    wanted: Wanted | None = None,
+    wanted: Wanted | RopeWanted | None = None,
     *,
     is_differentiable: bool = False,
     is_by_autograd: bool = False,
@@ -93,14 +94,14 @@ def route_of(
     if is_by_autograd and (reason := why_create_graph() or why_transformed(*tensors)) is not None:
         return Route(OPERATIONS, Call(spec, "torch"), reason)
     in_graph = _backend_of_graph(backend)
-    if wanted is not None and wanted.dx is None:
+    if isinstance(wanted, Wanted) and wanted.dx is None:
         is_op = watched.is_traced() and in_graph != "torch"
         return Route(OP if is_op else OPERATIONS, Call(spec, in_graph), "db alone is a sum")
     if spec.n != 0 and not watched.is_symbol(spec.eps):
         # No mode is shown the op of a backward whose forward was no op.
         reason = _why_op(in_graph, given, sees_modes=are_plain and not is_by_autograd)
         if reason is not None and not (is_differentiable and _would_gather(in_graph, given)):
-            _tell(wanted, reason)
+            _tell(ops_of(spec)[wanted is not None], reason)
             return Route(OP, Call(spec, in_graph), reason)
     if watched.is_traced():
         if is_by_autograd or in_graph in (None, "auto", "torch"):
@@ -118,7 +119,7 @@ def route_of(
     return Route(name, call, reason)
 
 
-def call_of_op(checked: Checked, backend: str | None, wanted: Wanted | None = None) -> Call:
+def call_of_op(checked: Checked, backend: str | None, wanted: Wanted | RopeWanted | None = None) -> Call:
     """Choose the backend of a library op when it runs; the rest as for `route_of`. Backend "torch" runs tensors that no
     kernel can take."""
     reason = None
@@ -147,7 +148,7 @@ def why_create_graph() -> str | None:
 def _call_on_backend(
     checked: Checked,
     backend: str | None,
-    wanted: Wanted | None,
+    wanted: Wanted | RopeWanted | None,
     obstacle: str | None = None,
     has_backward: bool = False,
 ) -> Call:
@@ -159,14 +160,13 @@ def _call_on_backend(
     if has_backward:
         has_backward = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
     forward, backward = implementations_of(spec, tensors, backend, obstacle, has_backward)
-    return Call(spec, backend, forward, backward, spec.residual_dtype or tensors[0].dtype)
+    return Call(spec, backend, forward, backward, getattr(spec, "residual_dtype", None) or tensors[0].dtype)
 
 
-def _tell(wanted: Wanted | None, reason: str) -> None:
+def _tell(op: str, reason: str) -> None:
     """Log once why an op replaces a call. Dynamo cannot trace logging."""
     if watched.is_traced() or not _log.isEnabledFor(logging.INFO):
         return
-    op = "rms_norm_forward" if wanted is None else "rms_norm_backward"
     if (op, reason) not in _told:
         _told.add((op, reason))
         _log.info("op tilegym_rmsnorm::%s replaces a call, since %s", op, reason)

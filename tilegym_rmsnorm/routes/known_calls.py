@@ -76,11 +76,17 @@ class KnownCalls:
 
 NORM, FORWARD_OP, BACKWARD_OP = KnownCalls(), KnownCalls(), KnownCalls()
 ATEN_FORWARD, ATEN_BACKWARD = KnownCalls(), KnownCalls()  # of override_aten
+ROPE, ROPE_FORWARD_OP, ROPE_BACKWARD_OP = (
+    KnownCalls(),
+    KnownCalls(),
+    KnownCalls(),
+)  # of qk_norm_rope and its ops
 
 
 def forget() -> None:
     """Empty the caches, so that every call passes all checks once more."""
-    for calls in (NORM, FORWARD_OP, BACKWARD_OP, ATEN_FORWARD, ATEN_BACKWARD):
+    of_norm = NORM, FORWARD_OP, BACKWARD_OP, ATEN_FORWARD, ATEN_BACKWARD
+    for calls in (*of_norm, ROPE, ROPE_FORWARD_OP, ROPE_BACKWARD_OP):
         calls.forget()
 
 
@@ -135,6 +141,14 @@ def backward_call(tensors: BackwardTensors, others: tuple[Any, ...], backend: An
     parts = weight is None, d_residual_out is None, has_two
     rows = (x, dy, d_residual_out) if has_two else (x, dy)
     return _call(rows, (rstd, weight), parts, others, backend)
+
+
+def rope_call(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: Any) -> _Call | None:
+    """Describe a forward or a backward of `qk_norm_rope`. others: all arguments but tensors and backend."""
+    *heads, q_weight, k_weight, cos, sin, positions = tensors
+    rows = *[each for each in heads if each is not None], cos, sin
+    parts = tuple([each is None for each in tensors])
+    return _call(rows, (q_weight, k_weight, positions), parts, others, backend)
 
 
 def _call(

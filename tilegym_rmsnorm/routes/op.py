@@ -98,7 +98,7 @@ def run_known_backward(
     return None if run is None else run(tensors)
 
 
-def _find_known_first(op: Any, run_known: Callable[..., Any]) -> None:
+def find_known_first(op: Any, run_known: Callable[..., Any]) -> None:
     """Let a call of the op from Python, as compiled graphs and DTensors make it, look for a known call before PyTorch's
     dispatcher, which takes as long as all else: it boxes each argument. Under a profiler the dispatcher is called, so
     that the profiler sees the op; an `ExecutionTraceObserver` alone does not."""
@@ -113,8 +113,8 @@ def _find_known_first(op: Any, run_known: Callable[..., Any]) -> None:
     op._op = call  # An op's hash is that of `_op`: replace it before any table holds the op.
 
 
-_find_known_first(FORWARD, run_known_forward)
-_find_known_first(BACKWARD, run_known_backward)
+find_known_first(FORWARD, run_known_forward)
+find_known_first(BACKWARD, run_known_backward)
 
 
 # Calls from the routes
@@ -158,7 +158,7 @@ def prepare(*tensors: Tensor | None) -> None:
 
 def run_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any) -> Outputs:
     """Run the forward op, on real tensors."""
-    # Not every call comes by `_find_known_first`: AOTInductor's come from C++.
+    # Not every call comes by `find_known_first`: AOTInductor's come from C++.
     if (known := run_known_forward(x, residual, weight, bias, *options)) is not None:
         return known
     checked, dims, backend = arguments_of_forward(x, residual, weight, bias, *options)
@@ -270,7 +270,7 @@ def arguments_of_forward(
         out_dtype=out_dtype,
         dims=dims,
     )
-    _check_backend(backend)
+    check_backend(backend)
     return checked, dims, backend
 
 
@@ -297,7 +297,7 @@ def arguments_of_backward(
         raise ValueError(f"wanted: expected 0 to {DX + DW + DB + D_RESIDUAL}, got {wanted}")
     for dtype in (dx_dtype, d_residual_dtype, dw_dtype, db_dtype):
         checked_dtype("a gradient's dtype", dtype)
-    _check_backend(backend)
+    check_backend(backend)
     dtypes = wanted_gradients(wanted, x, weight, dx_dtype, d_residual_dtype, dw_dtype, db_dtype)
     return checked, dims, wanted, dtypes, backend
 
@@ -322,7 +322,7 @@ def wanted_gradients(
     )
 
 
-def _check_backend(backend: str | None) -> None:
+def check_backend(backend: str | None) -> None:
     if backend is not None:
         check_backend_name(backend)
 

@@ -26,7 +26,7 @@ from tilegym_rmsnorm.call.validation import check_weight, last_dims
 from tilegym_rmsnorm.routes import choose, op, operations
 from tilegym_rmsnorm.settings import get_current_backend
 
-_below_autograd = torch._C._AutoDispatchBelowAutograd
+below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 class _ForwardOfOp(torch.autograd.Function):
@@ -34,12 +34,12 @@ class _ForwardOfOp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, options):
-        with _below_autograd():
+        with below_autograd():
             y, rstd, residual_out = op.FORWARD(x, residual, weight, bias, *options)
         ctx.save_for_backward(savable(x) if residual is None else residual_out, savable(weight), rstd)
         ctx.dtypes = tuple(map(dtype_of, (x, residual, weight, bias)))
         ctx.bias_shape = () if bias is None else bias.shape
-        ctx.options = _with_backend_in_effect(options, x)
+        ctx.options = with_backend_in_effect(options, x)
         ctx.set_materialize_grads(False)
         needs_sum = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
         fixed = [rstd] if residual_out is None or needs_sum else [rstd, residual_out]
@@ -73,12 +73,12 @@ def _differentiate_forward(
     op.prepare(x)
     if choose.why_transformed(*tensors) is not None:
         return _transformed_forward(*tensors, *options)
-    if _is_differentiated(*tensors):
+    if is_differentiated(*tensors):
         return _ForwardOfOp.apply(*tensors, options)
     # Not below autograd: the next call like this one looks for it with the dispatch keys of here.
-    if _are_for_kernels(*tensors):
+    if are_for_kernels(*tensors):
         return op.run_forward(*tensors, *options)
-    with _below_autograd():
+    with below_autograd():
         return op.FORWARD(*tensors, *options)
 
 
@@ -87,11 +87,11 @@ def _differentiate_backward(
 ) -> Any:
     tensors = dy, x, weight, rstd, d_residual_out
     op.prepare(x)
-    if choose.why_transformed(*tensors) is not None or _is_differentiated(*tensors):
+    if choose.why_transformed(*tensors) is not None or is_differentiated(*tensors):
         return _transformed_backward(*tensors, *options)
-    if _are_for_kernels(*tensors):
+    if are_for_kernels(*tensors):
         return op.run_backward(*tensors, *options)
-    with _below_autograd():
+    with below_autograd():
         return op.BACKWARD(*tensors, *options)
 
 
@@ -115,7 +115,7 @@ def _map_forward(info: Any, in_dims: tuple[int | None, ...], x: Tensor, residual
     """Map the forward op over a batch, for vmap. A batch of x or residual is one more leading dimension. Where weight
     or bias is batched, the op is called once for each."""
     if any(dim is not None for dim in in_dims[2:]) or info.batch_size == 0:
-        return _one_by_one(op.FORWARD, info, in_dims, x, residual, *rest)
+        return one_by_one(op.FORWARD, info, in_dims, x, residual, *rest)
     rows = (
         each.expand(info.batch_size, *each.shape) if dim is None else each.movedim(dim, 0)
         for each, dim in ((x, in_dims[0]), (residual, in_dims[1]))
@@ -128,7 +128,7 @@ def _map_forward(info: Any, in_dims: tuple[int | None, ...], x: Tensor, residual
     return results, tuple(None if each is None else 0 for each in results)
 
 
-def _one_by_one(function: Any, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+def one_by_one(function: Any, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
     """Call an op once for each element of a batch, for vmap: each has a weight, or a dw, of its own."""
 
     def of_batch(i: int) -> list[Any]:
@@ -155,17 +155,17 @@ def _rest(tensor: Tensor, dim: int) -> list[int]:
     return sizes
 
 
-def _is_differentiated(*tensors: Tensor | None) -> bool:
+def is_differentiated(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _are_for_kernels(*tensors: Tensor | None) -> bool:
+def are_for_kernels(*tensors: Tensor | None) -> bool:
     """Whether no mode and no subclass stands between this rule and the op's own implementation: then the rule runs that
     itself, past a kernel that somebody else registered for a device."""
     return not watched.is_watched() and all(each is None or is_plain(each) for each in tensors)
 
 
-def _with_backend_in_effect(options: tuple[Any, ...], x: Tensor) -> tuple[Any, ...]:
+def with_backend_in_effect(options: tuple[Any, ...], x: Tensor) -> tuple[Any, ...]:
     """Put the backend in effect into options, as the last one: autograd's threads do not see `use_backend`. In a graph
     that is being made None stays, for the backend in effect at each run."""
     if options[-1] is not None or watched.makes_graph() or choose.why_recorded({"x": x}) is not None:
@@ -175,7 +175,7 @@ def _with_backend_in_effect(options: tuple[Any, ...], x: Tensor) -> tuple[Any, .
 
 _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "rms_norm_forward": (_differentiate_forward, _map_forward),
-    "rms_norm_backward": (_differentiate_backward, functools.partial(_one_by_one, op.BACKWARD)),
+    "rms_norm_backward": (_differentiate_backward, functools.partial(one_by_one, op.BACKWARD)),
 }
 for _name, (_differentiated, _mapped) in _RULES.items():
     op.library.impl(_name, _differentiated, "Autograd")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from tilegym_rmsnorm.backends import around_kernels
+from tilegym_rmsnorm.backends import around_kernels, around_rope
 from tilegym_rmsnorm.backends.contract import binding
 from tilegym_rmsnorm.backends.cutile.launcher import Backward as Backward
 from tilegym_rmsnorm.backends.cutile.launcher import Forward as Forward
@@ -21,7 +21,16 @@ from tilegym_rmsnorm.backends.cutile.launcher import Launcher as Launcher
 from tilegym_rmsnorm.backends.cutile.lookup import NAMES as NAMES
 from tilegym_rmsnorm.backends.cutile.lookup import backward_launcher, forward_launcher
 from tilegym_rmsnorm.backends.cutile.lookup import plan_for as plan_for
+from tilegym_rmsnorm.backends.cutile.rope import bind_backward, bind_forward
 from tilegym_rmsnorm.backends.registry import register_impl
+from tilegym_rmsnorm.call.rope_spec import (
+    RopeBackwardTensors,
+    RopeGradients,
+    RopeOutputs,
+    RopeSpec,
+    RopeTensors,
+    RopeWanted,
+)
 from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
 from tilegym_rmsnorm.reference import sum_of_rows
 
@@ -55,3 +64,22 @@ def rms_norm_backward(
         return (*run_without_db(tensors)[:3], db)
 
     return run_and_sum
+
+
+@register_impl("qk_norm_rope_forward", "cutile")
+@binding
+def qk_norm_rope_forward(spec: RopeSpec, tensors: RopeTensors) -> Callable[[RopeTensors], RopeOutputs]:
+    run = bind_forward(spec, tensors)
+    return run or functools.partial(around_rope.forward, rms_norm_forward, spec)
+
+
+@register_impl("qk_norm_rope_backward", "cutile")
+@binding
+def qk_norm_rope_backward(
+    spec: RopeSpec, tensors: RopeBackwardTensors, wanted: RopeWanted
+) -> Callable[[RopeBackwardTensors], RopeGradients]:
+    run = bind_backward(spec, tensors, wanted)
+    if run is not None:
+        return run
+    compose = functools.partial(around_rope.backward, rms_norm_backward, spec)
+    return lambda tensors: compose(tensors, wanted)

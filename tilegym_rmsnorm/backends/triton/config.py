@@ -14,7 +14,10 @@ Registers and spills here and below are ptxas's for sm_90, from Triton 3.6 and 3
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 ELEMENTS_PER_WARP = 512
 WARPS_PER_SM = 16  # of the backward: 512 threads share 65536 registers, 128 each
@@ -71,6 +74,66 @@ class BackwardConfig:
     dw_num_warps: int
 
 
+@dataclass(frozen=True)
+class RopeForm:
+    """Constants of a call of `qk_norm_rope`, for which its kernels are compiled. A head is held as two tiles of `half`
+    columns, for both elements of the pairs, and `rests` tiles of `rest` columns."""
+
+    D: int
+    R: int
+    is_interleaved: bool
+    has_half_tables: bool
+    rounds_xhat: bool
+    rounds_each: bool
+    # Not properties: what Triton has compiled it finds again by the fields.
+    half: int
+    rest: int
+    rests: int
+
+    @property
+    def columns(self) -> int:
+        return 2 * self.half + self.rests * self.rest
+
+
+class RopeHeads(NamedTuple):
+    """Heads of q, or of k."""
+
+    H: int
+    is_per_head: bool  # the weight
+
+
+@dataclass(frozen=True)
+class RopeTile:
+    """Heads of q, or of k, that a program holds at once: `heads` of each of `tokens`."""
+
+    tokens: int
+    heads: int
+    is_per_head: bool
+
+
+@dataclass(frozen=True)
+class RopeForwardConfig:
+    form: RopeForm
+    tiles: tuple[RopeTile, ...]  # of q, and of k if it is there
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class RopeBackwardConfig:
+    """Programs walk over tiles, some of q and the others of k. dw_partial has a row for each walk: a program, or with a
+    per-head weight as many as all heads take."""
+
+    form: RopeForm
+    tiles: tuple[RopeTile, ...]
+    walks: tuple[int, ...]
+    programs: tuple[int, ...]
+    num_warps: int
+    num_stages: int  # as in BackwardConfig
+    dw_rows: int
+    dw_width: int
+    dw_num_warps: int
+
+
 def forward_config(N: int) -> ForwardConfig:
     """For rows of N elements. The grid is a tile of rows per program, however many: on an H100 such grids reached 2700
     to 2930 GB/s in Triton (bfloat16, N of 128 to 16384), and persistent loops were 3 to 5 % slower in cuTile."""
@@ -115,6 +178,75 @@ def backward_config(
         dw_width=dw_width,
         dw_num_warps=DW_WARPS,
     )
+
+
+def rope_form(D: int, R: int, **flags: bool) -> RopeForm:
+    """flags: those of RopeForm."""
+    rest = D - R
+    power = _power_of_two(rest) if rest else 0
+    # Narrower than those of `_tiles`: other heads of the tile keep the threads busy.
+    width, tiles = (power // 4, 3) if power >= 64 and 4 * rest <= 3 * power else (power, min(rest, 1))
+    return RopeForm(D, R, **flags, half=_power_of_two(R // 2), rest=width, rests=tiles)
+
+
+def rope_forward_config(form: RopeForm, heads: Sequence[RopeHeads]) -> RopeForwardConfig:
+    """heads: of q, and of k if it is there."""
+    return RopeForwardConfig(
+        form, _rope_tiles(form, FORWARD_TILE, heads), _warps(form.columns, FORWARD_MIN_WARPS)
+    )
+
+
+def rope_backward_config(
+    form: RopeForm, M: int, heads: Sequence[RopeHeads], sm_count: int, sms_left: int | None = None
+) -> RopeBackwardConfig:
+    """For M tokens. As in `backward_config` all programs are resident at once, and as few as leave the longest walk no
+    longer."""
+    # With any of these the whole tile takes 147 to 182 registers per thread, and one program would fill an SM.
+    is_half = form.is_interleaved or form.rests > 0 or any(each.is_per_head for each in heads)
+    tiles = _rope_tiles(form, BACKWARD_TILE // 2 if is_half else BACKWARD_TILE, heads)
+    num_warps = _warps(form.columns, BACKWARD_MIN_WARPS)
+    blocks = [_cdiv(each.H, tile.heads) for each, tile in zip(heads, tiles, strict=True)]
+    groups = [count if tile.is_per_head else 1 for count, tile in zip(blocks, tiles, strict=True)]
+    steps = [
+        _cdiv(M, tile.tokens) * count // group
+        for tile, count, group in zip(tiles, blocks, groups, strict=True)
+    ]
+
+    def programs(longest: int) -> tuple[int, ...]:
+        return tuple(_cdiv(count, longest) * group for count, group in zip(steps, groups, strict=True))
+
+    resident = (sm_count if sms_left is None else sms_left) * WARPS_PER_SM // num_warps
+    # The shortest of the longest walks; one of all steps where even those are too many programs
+    longest = 1 + bisect_left(
+        range(1, max(steps)), True, key=lambda longest: sum(programs(longest)) <= resident
+    )
+    dw_width = _dw_width(form.D * max(each.H if each.is_per_head else 1 for each in heads), sm_count)
+    return RopeBackwardConfig(
+        form,
+        tiles,
+        walks=tuple(_cdiv(count, longest) for count in steps),
+        programs=programs(longest),
+        num_warps=num_warps,
+        # Wider heads, x, dy, cos and sin in float32, would take 128 KiB of shared memory.
+        num_stages=2 if form.columns <= BACKWARD_TILE else 1,
+        dw_rows=DW_TILE // dw_width,
+        dw_width=dw_width,
+        dw_num_warps=DW_WARPS,
+    )
+
+
+def _rope_tiles(form: RopeForm, elements: int, heads: Sequence[RopeHeads]) -> tuple[RopeTile, ...]:
+    rows = min(_power_of_two(max(elements // form.columns, 1) + 1) // 2, MOST_ROWS)
+    counts = [_tile_heads(each.H, rows) for each in heads]
+    return tuple(
+        RopeTile(rows // count, count, each.is_per_head) for count, each in zip(counts, heads, strict=True)
+    )
+
+
+def _tile_heads(H: int, rows: int) -> int:
+    """The power of two that leaves the least to do where cos and sin of a token count as two heads more."""
+    powers = [1 << i for i in range(rows.bit_length())]
+    return min(powers, key=lambda count: _cdiv(H, count) * (count + 2))
 
 
 def _rows(N: int, tile: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -18,15 +19,32 @@ import triton
 from torch import Tensor
 
 from tilegym_rmsnorm import settings
+from tilegym_rmsnorm.backends import around_rope
 from tilegym_rmsnorm.backends.registry import register_impl
-from tilegym_rmsnorm.backends.triton import backward, forward, interpreting, reduce, reread
+from tilegym_rmsnorm.backends.triton import backward, forward, interpreting, reduce, reread, rope
 from tilegym_rmsnorm.backends.triton.config import (
+    BACKWARD_HELD,
     BackwardConfig,
     ForwardConfig,
+    RopeBackwardConfig,
+    RopeForm,
+    RopeForwardConfig,
+    RopeHeads,
     backward_config,
     forward_config,
+    rope_backward_config,
+    rope_form,
+    rope_forward_config,
 )
 from tilegym_rmsnorm.backends.triton.rows import DIMENSIONS
+from tilegym_rmsnorm.call.rope_spec import (
+    RopeBackwardTensors,
+    RopeGradients,
+    RopeOutputs,
+    RopeSpec,
+    RopeTensors,
+    RopeWanted,
+)
 from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Gradients, Outputs, Spec, Wanted
 
 LARGEST_ALIGNMENT = 16  # elements: as far as the width of vector loads goes
@@ -45,6 +63,27 @@ def rms_norm_backward(spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> G
     heads, sm_count = _heads(weight), _sm_count(x.device)
     config = backward_config(_count(x) // heads, spec.n, sm_count, heads, settings.sms_left(sm_count))
     return launch_backward(config, spec, tensors, wanted)
+
+
+@register_impl("qk_norm_rope_forward", "triton")
+def qk_norm_rope_forward(spec: RopeSpec, tensors: RopeTensors) -> RopeOutputs:
+    if spec.n > BACKWARD_HELD:
+        return around_rope.forward(rms_norm_forward, spec, tensors)
+    q, k, q_weight, k_weight, cos, *_ = tensors
+    settings.sms_left(_sm_count(q.device))
+    config = rope_forward_config(_rope_form(spec, cos), _rope_heads((q, q_weight), (k, k_weight)))
+    return launch_rope_forward(config, spec, tensors)
+
+
+@register_impl("qk_norm_rope_backward", "triton")
+def qk_norm_rope_backward(spec: RopeSpec, tensors: RopeBackwardTensors, wanted: RopeWanted) -> RopeGradients:
+    if spec.n > BACKWARD_HELD:
+        return around_rope.backward(rms_norm_backward, spec, tensors, wanted)
+    _, _, q, k, q_weight, k_weight, cos, *_ = tensors
+    form, heads = _rope_form(spec, cos), _rope_heads((q, q_weight), (k, k_weight))
+    sm_count = _sm_count(q.device)
+    config = rope_backward_config(form, _tokens(q), heads, sm_count, settings.sms_left(sm_count))
+    return launch_rope_backward(config, spec, tensors, wanted)
 
 
 def launch_forward(config: ForwardConfig, spec: Spec, tensors: ForwardTensors) -> Outputs:
@@ -131,15 +170,79 @@ def _launch_dx(
     backward.backward_dx[(programs * strips,)](x, dy, weight, rstd, c, dx, dw_partial, _count(x), **chosen)
 
 
+def launch_rope_forward(config: RopeForwardConfig, spec: RopeSpec, tensors: RopeTensors) -> RopeOutputs:
+    """A forward of `qk_norm_rope` (contract.py) by these tiles."""
+    q, k, q_weight, k_weight, *_ = tensors
+    q_out, k_out = _empty_like(q), _empty_like(k)
+    programs = sum(
+        triton.cdiv(_tokens(x), tile.tokens) * triton.cdiv(x.shape[2], tile.heads)
+        for x, tile in zip((x for x in (q, k) if x is not None), config.tiles, strict=True)
+    )
+    with _ready(q.device):
+        rope.rope_forward[(programs,)](
+            *(q, q_weight, q_out), *(k, k_weight, k_out), **_rope_arguments(config, spec, tensors)
+        )
+    return q_out, k_out
+
+
+def launch_rope_backward(
+    config: RopeBackwardConfig, spec: RopeSpec, tensors: RopeBackwardTensors, wanted: RopeWanted
+) -> RopeGradients:
+    """A backward of `qk_norm_rope` (contract.py) by these tiles."""
+    dq_out, dk_out, q, k, q_weight, k_weight, *_ = tensors
+    dq, dk = _empty_like(q), _empty_like(k)
+    dws = [
+        None if dtype is None else _empty_like(weight, dtype)
+        for weight, dtype in zip((q_weight, k_weight), wanted, strict=True)
+    ]
+    partials = [
+        None if dw is None else torch.empty((walks, dw.numel()), dtype=torch.float32, device=q.device)
+        for dw, walks in itertools.zip_longest(dws, config.walks)
+    ]
+    chosen = _rope_arguments(config, spec, tensors[2:], dq_out=dq_out, dk_out=dk_out)
+    chosen |= {"q_programs": config.programs[0], "STAGES": config.num_stages}
+    with _ready(q.device):
+        rope.rope_backward[(sum(config.programs),)](
+            *(q, dq_out, q_weight, dq, partials[0]), *(k, dk_out, k_weight, dk, partials[1]), **chosen
+        )
+        sums: list[Any] = [each for each in zip(partials, dws, strict=True) if each[1] is not None]
+        if sums:
+            _launch_sums(config, *sums)
+    return dq, dk, dws[0], dws[1]
+
+
+def _rope_arguments(
+    config: RopeForwardConfig | RopeBackwardConfig,
+    spec: RopeSpec,
+    tensors: RopeTensors,
+    **gradients: Tensor | None,
+) -> dict[str, Any]:
+    """Return the kernel arguments that forward and backward share, all but arrays of heads and weights."""
+    q, k, _, _, cos, sin, positions = tensors
+    T = q.shape[1]
+    strides, align = _strides(q=q, k=k, **gradients)
+    table_strides, table_align = _strides(cos=cos, sin=sin)
+    rows = cos.shape[0] if positions is None else positions.numel()
+    tables = {"cos_ptr": cos, "sin_ptr": sin, "positions_ptr": positions, "table_rows": cos.shape[0]}
+    counts = {"M": _tokens(q), "T": T, "q_H": q.shape[2], "k_H": None if k is None else k.shape[2]}
+    chosen = {"FORM": config.form, "Q": config.tiles[0], "K": None if k is None else config.tiles[1]}
+    chosen |= {"ALIGN": align, "TABLE_ALIGN": table_align, "eps": spec.eps, "offset": spec.offset}
+    chosen |= {"table_batch_stride": 0 if rows == T else T, **_options(config.num_warps)}
+    return strides | table_strides | tables | counts | chosen
+
+
 def _launch_sums(
-    config: BackwardConfig, first: tuple[Tensor, Tensor], *second: tuple[Tensor, Tensor]
+    config: BackwardConfig | RopeBackwardConfig, first: tuple[Tensor, Tensor], *second: tuple[Tensor, Tensor]
 ) -> None:
     """Sums the rows of one or two partial arrays, each into its array."""
     partial, total = first
-    grid = (triton.cdiv(total.numel(), config.dw_width), 1 + len(second))
-    tile = {"ROWS": config.dw_rows, "WIDTH": config.dw_width, **_options(config.dw_num_warps)}
-    others = {"second_partial_ptr": second[0][0], "second_sum_ptr": second[0][1]} if second else {}
-    reduce.sum_partials[grid](partial, total, config.walks, total.numel(), **tile, **others)
+    columns = max(total.numel() for _, total in (first, *second))
+    grid = (triton.cdiv(columns, config.dw_width), 1 + len(second))
+    chosen = {"ROWS": config.dw_rows, "WIDTH": config.dw_width, **_options(config.dw_num_warps)}
+    for other, other_total in second:
+        chosen |= {"second_partial_ptr": other, "second_sum_ptr": other_total}
+        chosen |= {"second_P": other.shape[0], "SECOND_N": other_total.numel()}
+    reduce.sum_partials[grid](partial, total, partial.shape[0], total.numel(), **chosen)
 
 
 def _count(rows: Tensor) -> int:
@@ -151,10 +254,46 @@ def _heads(weight: Tensor | None) -> int:
     return 1 if weight is None or weight.ndim == 1 else weight.shape[0]
 
 
+def _tokens(x: Tensor) -> int:
+    return x.shape[0] * x.shape[1]
+
+
+def _rope_form(spec: RopeSpec, cos: Tensor) -> RopeForm:
+    return rope_form(
+        spec.n,
+        spec.rotary_dim,
+        is_interleaved=spec.interleaved,
+        has_half_tables=cos.shape[1] < spec.rotary_dim,
+        rounds_xhat=spec.casting == "llama",
+        rounds_each=spec.rope_rounding == "each",
+    )
+
+
+def _rope_heads(*sides: tuple[Tensor | None, Tensor | None]) -> list[RopeHeads]:
+    """Of q and its weight, and of k and its weight."""
+    return [
+        RopeHeads(x.shape[2], weight is not None and weight.ndim > 1) for x, weight in sides if x is not None
+    ]
+
+
+def _empty_like(array: Tensor | None, dtype: torch.dtype | None = None) -> Any:
+    """Return a new array of this shape, contiguous, or None."""
+    if array is None:
+        return None
+    return torch.empty(array.shape, dtype=dtype or array.dtype, device=array.device)
+
+
 def _layout(weight: Tensor | None, **arrays: Tensor | None) -> dict[str, Any]:
-    """Return the kernel arguments for where the rows of these arrays lie, and the power of two that divides all their
-    strides."""
-    layout, align = {}, LARGEST_ALIGNMENT
+    """Return the kernel arguments for where the rows of these arrays lie, all of one shape."""
+    strides, align = _strides(**arrays)
+    layout = strides | {"ALIGN": align, "PER_HEAD": weight is not None and weight.ndim > 1}
+    _, *heads, _ = next(array.shape for array in arrays.values() if array is not None)
+    return layout | {"T": heads[0], "H": heads[1]} if heads else layout
+
+
+def _strides(**arrays: Tensor | None) -> tuple[dict[str, int], int]:
+    """Return the strides of the rows of these arrays, and the power of two that divides them all."""
+    strides, align = {}, LARGEST_ALIGNMENT
     for name, array in arrays.items():
         if array is None:
             continue
@@ -163,11 +302,9 @@ def _layout(weight: Tensor | None, **arrays: Tensor | None) -> dict[str, Any]:
             DIMENSIONS[-len(extents) :], extents, array.stride(), strict=False
         ):
             # The stride of an extent of 1 means nothing and may be anything; it must not decide what is compiled.
-            layout[f"{name}_{dimension}_stride"] = stride if extent > 1 else N
+            strides[f"{name}_{dimension}_stride"] = stride if extent > 1 else N
             align = math.gcd(align, stride if extent > 1 else N)
-        if len(extents) > 1:
-            layout |= {"T": extents[1], "H": extents[2]}
-    return layout | {"ALIGN": align, "PER_HEAD": weight is not None and weight.ndim > 1}
+    return strides, align
 
 
 def _options(num_warps: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def sum_columns(partial_ptr, sum_ptr, P, N: tl.constexpr, ROWS: tl.constexpr, WI
     tl.store(sum_ptr + columns, tl.sum(tsum, axis=0), mask=columns < N)
 
 
-@triton.jit(do_not_specialize=["P"])
+@triton.jit(do_not_specialize=["P", "second_P"])
 def sum_partials(
     partial_ptr,
     sum_ptr,
@@ -32,12 +32,15 @@ def sum_partials(
     WIDTH: tl.constexpr,
     second_partial_ptr=None,
     second_sum_ptr=None,
+    second_P=None,
+    SECOND_N: tl.constexpr = None,
 ):
-    """Grid: (cdiv(N, WIDTH), 1), or 2 where there is a second sum. N: the columns of each, H * N with PER_HEAD."""
+    """Grid: (cdiv(N, WIDTH), 1), or 2 where there is a second sum, for the larger N: all columns, of H heads with
+    PER_HEAD."""
     if second_sum_ptr is None:
         sum_columns(partial_ptr, sum_ptr, P, N, ROWS, WIDTH)
     else:
         if tl.program_id(1) == 0:
             sum_columns(partial_ptr, sum_ptr, P, N, ROWS, WIDTH)
         else:
-            sum_columns(second_partial_ptr, second_sum_ptr, P, N, ROWS, WIDTH)
+            sum_columns(second_partial_ptr, second_sum_ptr, second_P, SECOND_N, ROWS, WIDTH)

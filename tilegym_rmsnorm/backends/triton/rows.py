@@ -152,11 +152,18 @@ def load_scale(weight_ptr, offset, columns, tmask, EVICTION: tl.constexpr):
 
 
 @triton.jit
+def rounded(tile, ptr, ROUNDS: tl.constexpr):
+    """Round to the dtype of an array, where ROUNDS says so."""
+    if ROUNDS:
+        return tile.to(ptr.dtype.element_ty).to(tl.float32)
+    else:
+        return tile
+
+
+@triton.jit
 def as_multiplied(txhat, x_ptr, residual_out_ptr, ROUND_XHAT: tl.constexpr):
     """xhat as it meets the weight in y, and dy in dw: of the dtype of what was normalized."""
-    if not ROUND_XHAT:
-        return txhat
-    elif residual_out_ptr is None:
-        return txhat.to(x_ptr.dtype.element_ty).to(tl.float32)
+    if residual_out_ptr is None:
+        return rounded(txhat, x_ptr, ROUND_XHAT)
     else:
-        return txhat.to(residual_out_ptr.dtype.element_ty).to(tl.float32)
+        return rounded(txhat, residual_out_ptr, ROUND_XHAT)

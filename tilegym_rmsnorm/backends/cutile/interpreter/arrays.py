@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .blocks import Blocks
-from .dtypes import TILE_DTYPE, check_implicit_cast, is_integer
+from .dtypes import TILE_DTYPE, check_implicit_cast, fits, is_integer, promote
 from .memory import Box, Lanes, Memory, poison
 from .ops import as_tile
 from .ordering import is_atomic
@@ -60,8 +60,15 @@ class Array:
         first, end = as_index(start), as_index(stop)
         if not (0 <= first < self.tensor.shape[axis] and first <= end <= self.tensor.shape[axis]):
             raise IndexError(f"slice {first}:{end} of axis {axis} is outside {self}")
+        self._check_offset(start, first * self.tensor.stride(axis))
         part = self.tensor.narrow(axis, first, end - first)
         return Array(part, self.memory, self.blocks, self._index_dtype)
+
+    def _check_offset(self, start: Tile | int, offset: int) -> None:
+        """cuda-tile multiplies a slice's start by the stride in the wider dtype of the two."""
+        dtype = promote(start.value.dtype if isinstance(start, Tile) else start, self._index_dtype)
+        if not fits(offset, dtype):
+            raise OverflowError(f"slice of {self} at {offset} elements is out of range of {dtype}")
 
     def get_raw_memory(self) -> RawMemory:
         return RawMemory(self)

@@ -12,6 +12,7 @@ from .forward_team import forward_team
 from .pipelined import backward_pipelined
 from .reduce import sum_partials
 from .reread import backward_reread, forward_reread
+from .rope import backward_rope, forward_rope
 from .split import backward_split, backward_split_reread
 from .team import clear_board
 from .two_pass import backward_means, backward_strips

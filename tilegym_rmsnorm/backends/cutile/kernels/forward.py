@@ -52,11 +52,11 @@ from .tiles import (
     multiplied,
     packed_row_as_float32,
     products_lane_by_lane,
+    rounded,
     row_as_float32,
     store_row,
     sum_of_products,
     with_divisor,
-    xhat_as_multiplied,
 )
 from .weights import gather_columns, joint_load, load_scale, load_weight, scale_of, shifted, weight_tile
 
@@ -97,7 +97,7 @@ def normalize_row(
 
     if PACKED:
         tx = packed_row_as_float32(tstored)
-    ty = tuple(xhat_as_multiplied(t * trstd, tstored[0].dtype, ROUND_XHAT) for t in ct.static_iter(tx))
+    ty = tuple(rounded(t * trstd, tstored[0].dtype, ROUND_XHAT) for t in ct.static_iter(tx))
     if HAS_WEIGHT:
         if IS_JOINT:
             tscale = scale_of(tweight, offset)
@@ -267,7 +267,7 @@ def forward_tiles(
     store_rstd_at(rstd, x, place, trstd, SHAPE)
 
     dtype = residual[1].dtype if len(residual) > 0 else x.dtype
-    ty = tuple(xhat_as_multiplied(t * trstd, dtype, ROUND_XHAT) for t in ct.static_iter(tx))
+    ty = tuple(rounded(t * trstd, dtype, ROUND_XHAT) for t in ct.static_iter(tx))
     if HAS_WEIGHT:
         ty = multiplied(ty, tscale)
     if len(bias) > 0:

@@ -18,8 +18,8 @@ from .tiles import (
     as_float32,
     factor_of_x,
     load_tile,
+    rounded,
     with_divisor,
-    xhat_as_multiplied,
 )
 from .weights import load_columns, load_scale_tile
 
@@ -73,7 +73,7 @@ def forward_reread(
 
     for j in range(ct.cdiv(x.shape[1], WIDTH)):
         tx = as_float32(load_normalized(x, residual, (i, j), (1, WIDTH), LATENCY, TMA, DIVISOR))
-        ty = xhat_as_multiplied(tx * trstd, dtype, ROUND_XHAT)
+        ty = rounded(tx * trstd, dtype, ROUND_XHAT)
         if HAS_WEIGHT:
             tscale = load_scale_tile(weight, j, WIDTH, offset, TMA, DIVISOR)
             ty = ty * tscale

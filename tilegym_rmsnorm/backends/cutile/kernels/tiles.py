@@ -291,7 +291,7 @@ def terms_of_dw(tx, tdy, th, trstd, dtype, ROUND_XHAT):
     is rounded to x's dtype, as the forward did."""
     tterms = th * tx  # an early return would keep the compiler from fusing it
     if ROUND_XHAT:
-        tterms = tdy * xhat_as_multiplied(tx * trstd, dtype, True)
+        tterms = tdy * rounded(tx * trstd, dtype, True)
     return tterms
 
 
@@ -302,8 +302,8 @@ def row_of_terms_of_dw(tx, tdy, th, trstd, dtype, ROUND_XHAT):
     )
 
 
-def xhat_as_multiplied(txhat, dtype, ROUND_XHAT):
-    """xhat as it meets the weight: rounded to x's dtype first under casting="llama"."""
-    if ROUND_XHAT:
-        txhat = as_float32(ct.astype(txhat, dtype))
-    return txhat
+def rounded(tile, dtype, ROUNDS):
+    """A float32 tile, of values of `dtype` if ROUNDS: xhat as it meets the weight under casting="llama"."""
+    if ROUNDS:
+        tile = as_float32(ct.astype(tile, dtype))
+    return tile

@@ -36,9 +36,9 @@ from .tiles import (
     factor_of_x,
     multiplied,
     products_lane_by_lane,
+    rounded,
     row_as_float32,
     row_of_terms_of_dw,
-    xhat_as_multiplied,
 )
 
 
@@ -210,7 +210,7 @@ def normalize_rows(arrays, block, blocks, inv_n, eps, offset, SHAPE, HOW, residu
         ttotal = sum_with_team(sum_over_rows(tx, tx, PIECES), step * SHIFTS + first, team)
         trstd = ct.rsqrt(ttotal * inv_n + eps)
         ct.scatter(rstd, trows + first, trstd, mask=tis_row & (part == 0), check_bounds=False)
-        ty = tuple(xhat_as_multiplied(t * trstd, dtype, ROUND_XHAT) for t in ct.static_iter(tx))
+        ty = tuple(rounded(t * trstd, dtype, ROUND_XHAT) for t in ct.static_iter(tx))
         if HAS_WEIGHT:
             ty = multiplied(ty, tscale)
         if len(bias) > 0:

@@ -1,0 +1,376 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""qk_norm_rope and rms_norm_rope: right values and gradients of every form, and errors."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import rope_calls
+import torch
+from helpers import DEVICE, why_skip
+from rope_calls import both_passes, case
+
+from tilegym_rmsnorm import qk_norm_rope, rms_norm, rms_norm_rope, rope, use_backend
+from tilegym_rmsnorm.backends import registry
+from tilegym_rmsnorm.routes import choose, known_calls
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+ours = functools.partial(qk_norm_rope, eps=rope_calls.EPS)
+TOLERANCE = {FP32: 1e-5, BF16: 2e-2, FP16: 4e-3}
+
+
+def assert_near(got, want, dtype):
+    for one, other in zip(got, want, strict=True):
+        scale = other.abs().max()
+        torch.testing.assert_close(
+            one.double(), other.double(), rtol=0, atol=(TOLERANCE[dtype] * scale).item()
+        )
+
+
+FORMS = {
+    "plain": ({}, {}),
+    "one head of odd half": ({"d": 6, "hq": 1, "hk": 1}, {}),
+    "interleaved": ({}, {"interleaved": True}),
+    "partial": ({"r": 4}, {"rotary_dim": 4}),
+    "partial interleaved": ({"r": 2}, {"rotary_dim": 2, "interleaved": True}),
+    "half tables": ({"half": True}, {}),
+    "half tables interleaved": ({"half": True, "r": 6}, {"rotary_dim": 6, "interleaved": True}),
+    "tables of batches": ({"tables": "BT"}, {}),
+    "tables of one batch": ({"tables": "1T"}, {"offset": 1.0}),
+    "weights of heads": ({"weights": "heads"}, {"offset": 0.5}),
+    "no weights": ({"weights": "none"}, {}),
+    "one position": ({"t": 1}, {}),
+}
+
+
+@pytest.fixture(params=["torch", "cutile", "triton"])
+def backend(request):
+    if reason := why_skip(request.param):
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", FORMS)
+def test_values_and_gradients(name, dtype, backend):
+    made, options = FORMS[name]
+    tensors = case(dtype=dtype, **made)
+    got = both_passes(ours, tensors, backend=backend, **options)
+    assert_near(got, both_passes(rope_calls.expected, tensors, **options), dtype)
+    assert [each.dtype for each in got] == [dtype] * len(got)
+    assert all(each.is_contiguous() for each in got[:2])
+
+
+def test_float64_is_computed_in_float64():
+    *tensors, cos, sin = case(dtype=FP64)
+    tensors = *tensors, cos.double(), sin.double()
+    for one, other in zip(both_passes(ours, tensors), both_passes(rope_calls.expected, tensors), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shared", ["cos", "sin", "both"])
+def test_tables_that_batches_share_by_their_strides(backend, shared):
+    *leaves, cos, sin = case(tables="BT")
+    tables = [
+        each[:1].expand_as(each) if shared in (name, "both") else each
+        for name, each in (("cos", cos), ("sin", sin))
+    ]
+    tensors = *leaves, *tables
+    assert_near(both_passes(ours, tensors, backend=backend), both_passes(rope_calls.expected, tensors), FP32)
+
+
+def test_positions(backend):
+    tensors = case(tables="positions")
+    for positions in (
+        torch.tensor([7, 0, 3, 3, 1], device=DEVICE),
+        torch.randint(0, 8, (2, 5), device=DEVICE),
+        torch.randint(0, 8, (1, 5), device=DEVICE),
+    ):
+        got = both_passes(ours, tensors, position_ids=positions, backend=backend)
+        assert_near(got, both_passes(rope_calls.expected, tensors, position_ids=positions), FP32)
+
+
+def test_a_position_outside_of_the_table_is_nan_and_no_other(backend):
+    positions = torch.tensor([0, 8, 2, -1, 4], device=DEVICE)
+    q_out, k_out = ours(*case(tables="positions"), position_ids=positions, backend=backend)
+    for out in (q_out, k_out):
+        is_nan = out.isnan()
+        assert is_nan[:, [1, 3]].all() and not is_nan[:, [0, 2, 4]].any()
+
+
+def test_three_dimensions_are_one_batch():
+    q, k, *others = case(b=1)
+    got = both_passes(ours, (q[0], k[0], *others))
+    want = both_passes(ours, (q, k, *others))
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other.view(one.shape))
+
+
+def test_one_tensor_has_the_bits_of_two():
+    q, k, q_weight, k_weight, cos, sin = case()
+    q_out, k_out = ours(q, k, q_weight, k_weight, cos, sin)
+    assert torch.equal(rms_norm_rope(q, q_weight, cos, sin, eps=rope_calls.EPS), q_out)
+    assert torch.equal(rms_norm_rope(k, k_weight, cos, sin, eps=rope_calls.EPS), k_out)
+    x = q.clone().requires_grad_()
+    dy = torch.randn(q.shape, device=DEVICE)
+    (dx,) = torch.autograd.grad(rms_norm_rope(x, q_weight, cos, sin, eps=rope_calls.EPS), x, dy)
+    leaf = q.clone().requires_grad_()
+    (want,) = torch.autograd.grad(ours(leaf, k, q_weight, k_weight, cos, sin)[0], leaf, dy)
+    assert torch.equal(dx, want)
+
+
+def test_slices_of_a_packed_projection_and_transposed_gradients(backend):
+    packed = torch.randn(2, 5, 4 + 2 + 2, 8, device=DEVICE)
+    _, _, q_weight, k_weight, cos, sin = case()
+    leaf = packed.clone().requires_grad_()
+    q, k = leaf[:, :, :4], leaf[:, :, 4:6]
+    q_out, k_out = ours(q, k, q_weight, k_weight, cos, sin, backend=backend)
+    dq, dk = (torch.randn(2, heads, 5, 8, device=DEVICE).transpose(1, 2) for heads in (4, 2))
+    (got,) = torch.autograd.grad((q_out, k_out), leaf, (dq, dk))
+    other = packed.double().requires_grad_()
+    wanted = rope_calls.expected(other[:, :, :4], other[:, :, 4:6], q_weight, k_weight, cos, sin)
+    (want,) = torch.autograd.grad(wanted, other, (dq.double(), dk.double()))
+    assert_near((q_out, k_out, got), (*wanted, want), FP32)
+    assert not got[:, :, 6:].any()
+
+
+def test_heads_that_no_kernel_holds(backend):
+    """They are composed of kernels of rms_norm and PyTorch's operations."""
+    tensors = case(b=1, t=2, hq=2, hk=1, d=8704, weights="heads")
+    got = both_passes(ours, tensors, backend=backend, rotary_dim=8704, interleaved=True)
+    assert_near(got, both_passes(ours, tensors, backend="torch", rotary_dim=8704, interleaved=True), FP32)
+
+
+def as_hugging_face(q, k, q_weight, k_weight, cos, sin, casting):
+    """Each operation rounded, as in models of Hugging Face's."""
+
+    def normalized(x, weight):
+        wide = x.float()
+        xhat = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + rope_calls.EPS)
+        if casting == "llama":
+            return weight * xhat.to(x.dtype)
+        return (xhat * weight.float()).to(x.dtype)
+
+    def rotated_half(x):
+        first, second = x.chunk(2, -1)
+        return torch.cat((-second, first), -1)
+
+    cos, sin = cos[:, None], sin[:, None]
+    outputs = (normalized(x, w) for x, w in ((q, q_weight), (k, k_weight)))
+    return tuple(n * cos + rotated_half(n) * sin for n in outputs)
+
+
+@pytest.mark.parametrize("casting", ["llama", "once"])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_each_rounding_has_the_bits_of_hugging_face(dtype, casting):
+    *tensors, cos, sin = case(dtype=dtype, t=64, d=64)
+    tensors = *tensors, cos.to(dtype), sin.to(dtype)
+    got = ours(*tensors, casting=casting, rope_rounding="each", backend="torch")
+    want = as_hugging_face(*tensors, casting)
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+def test_without_rotation_it_is_rms_norm():
+    q, k, q_weight, k_weight, cos, sin = case()
+    q_out, k_out = ours(q, k, q_weight, k_weight, torch.ones_like(cos), torch.zeros_like(sin))
+    torch.testing.assert_close(q_out, rms_norm(q, 8, q_weight, rope_calls.EPS))
+    torch.testing.assert_close(k_out, rms_norm(k, 8, k_weight, rope_calls.EPS))
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 4, 8), (2, 0, 4, 8), (2, 5, 0, 8), (0, 4, 8)])
+def test_no_elements(shape):
+    q = torch.randn(shape, device=DEVICE, requires_grad=True)
+    k = torch.randn(*shape[:-2], 2, 8, device=DEVICE, requires_grad=True)
+    weight = torch.ones(8, device=DEVICE, requires_grad=True)
+    table = torch.ones(shape[-3], 8, device=DEVICE)
+    q_out, k_out = ours(q, k, weight, weight, table, table)
+    assert q_out.shape == q.shape and k_out.shape == k.shape
+    q_out.sum().backward()
+    assert q.grad.shape == q.shape and not k.grad.any() and k.grad.shape == k.shape
+    if q.numel() == 0:
+        assert torch.equal(weight.grad, torch.zeros(8, device=DEVICE))
+
+
+def test_known_calls_have_the_same_results(monkeypatch):
+    tensors = case()
+    known_calls.forget()
+    first = both_passes(ours, tensors)
+    with monkeypatch.context() as patch:
+        patch.setattr(rope, "_checked", None)  # a call that is not known would call it
+        for one, other in zip(first, both_passes(ours, tensors), strict=True):
+            assert torch.equal(one, other)
+    # another grad mode, shape and layout is another call
+    with torch.no_grad():
+        assert not ours(*tensors)[0].requires_grad
+    q, k, q_weight, k_weight, cos, sin = tensors
+    shorter = ours(q[:, :3], k[:, :3], q_weight, k_weight, cos[:3], sin[:3])[0]
+    assert torch.equal(shorter, first[0][:, :3])
+    strided = torch.empty(2, 4, 5, 8, device=DEVICE).transpose(1, 2).copy_(q)
+    torch.testing.assert_close(ours(strided, *tensors[1:])[0], first[0])
+
+
+def test_the_backward_runs_on_the_backend_of_the_forward(monkeypatch):
+    q, *others = case()
+    leaf = q.requires_grad_()
+    asked = []
+    monkeypatch.setattr(
+        choose, "backward_of", lambda *given: asked.append(given[3]) or registry.backward_of(*given)
+    )
+    with use_backend("torch"):
+        q_out, _ = ours(leaf, *others)
+    q_out.sum().backward()
+    assert asked == ["torch"]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+def test_autocast_casts_nothing(dtype):
+    tensors = case(dtype=dtype)
+    plain = both_passes(ours, tensors)
+    with torch.autocast(DEVICE.type, dtype=FP16):
+        cast = both_passes(ours, tensors)
+    for one, other in zip(plain, cast, strict=True):
+        assert one.dtype == dtype and torch.equal(one, other)
+
+
+def test_a_saved_tensor_that_changed_is_refused():
+    q, *others = case()
+    leaf = q.requires_grad_()
+    q_out, k_out = ours(leaf, *others)
+    leaf.data = torch.randn(2, 5, 4, 16, device=DEVICE)
+    with pytest.raises(ValueError, match="k: expected shape"):
+        (q_out.sum() + k_out.sum()).backward()
+
+
+Q, K, W, COS = torch.ones(2, 5, 4, 8), torch.ones(2, 5, 2, 8), torch.ones(8), torch.ones(5, 8)
+POSITIONS = torch.zeros(5, dtype=torch.int64)
+BAD = [
+    ({"q": [1.0]}, TypeError, "q: expected a torch.Tensor, got list"),
+    ({"q": Q.long()}, TypeError, "q: expected a dtype of"),
+    ({"q": torch.ones(5, 8)}, ValueError, r"q: expected shape \(B, T, H, D\) or \(T, H, D\)"),
+    ({"k": K[:, :4]}, ValueError, r"k: expected shape \(2, 5, any number of heads, 8\)"),
+    ({"k": torch.ones(2, 5, 2, 4)}, ValueError, "k: expected shape"),
+    ({"k": K.double()}, TypeError, "k: expected the dtype of q, torch.float32, got torch.float64"),
+    ({"k": K[0]}, ValueError, "k: expected shape"),
+    (
+        {"q_weight": torch.ones(4)},
+        ValueError,
+        r"q_weight: expected shape \(8,\), or \(4, 8\) of the heads of q",
+    ),
+    ({"q_weight": torch.ones(2, 8)}, ValueError, r"q_weight: expected shape \(8,\), or \(4, 8\)"),
+    ({"k_weight": torch.ones(4, 8)}, ValueError, r"k_weight: expected shape \(8,\), or \(2, 8\)"),
+    ({"k_weight": 1.0}, TypeError, "k_weight: expected a torch.Tensor or None, got float"),
+    ({"q_weight": W.to("meta")}, ValueError, "q_weight: expected the device of q"),
+    (
+        {"cos": torch.ones(5, 5), "sin": torch.ones(5, 5)},
+        ValueError,
+        "expected 8 columns, one for each rotated element, or 4",
+    ),
+    ({"cos": torch.ones(4, 8)}, ValueError, "sin: expected shape and dtype of cos"),
+    ({"cos": torch.ones(4, 8), "sin": torch.ones(4, 8)}, ValueError, "q of shape .* has 5 positions"),
+    (
+        {"cos": torch.ones(3, 5, 8), "sin": torch.ones(3, 5, 8)},
+        ValueError,
+        r"cos: expected shape \(5, 8\), \(1, 5, 8\) or \(2, 5, 8\)",
+    ),
+    ({"cos": COS.half()}, TypeError, "cos: expected torch.float32 or the dtype of q"),
+    (
+        {"cos": COS.clone().requires_grad_()},
+        ValueError,
+        r"cos: expected a table without a gradient: detach\(\) it",
+    ),
+    ({"sin": COS.clone().requires_grad_()}, ValueError, "sin: expected a table without a gradient"),
+    ({"rotary_dim": 3}, ValueError, "rotary_dim: expected an even number up to D, 8, got 3"),
+    ({"rotary_dim": 10}, ValueError, "rotary_dim: expected an even number up to D, 8, got 10"),
+    ({"rotary_dim": 0}, ValueError, "rotary_dim: expected at least 2, or None, got 0"),
+    ({"rotary_dim": 4.0}, TypeError, "rotary_dim: expected an int or None"),
+    ({"interleaved": 1}, TypeError, "interleaved: expected a bool"),
+    ({"position_ids": POSITIONS.int()}, TypeError, "position_ids: expected torch.int64, got torch.int32"),
+    (
+        {"position_ids": POSITIONS[:4]},
+        ValueError,
+        r"position_ids: expected shape \(5,\), \(1, 5\) or \(2, 5\)",
+    ),
+    ({"position_ids": POSITIONS.to_sparse()}, TypeError, "position_ids: expected layout torch.strided"),
+    ({"cos": COS.to_sparse()}, TypeError, "cos: expected layout torch.strided"),
+    ({"position_ids": [0]}, TypeError, "position_ids: expected a torch.Tensor or None"),
+    (
+        {"position_ids": POSITIONS, "cos": torch.ones(2, 5, 8), "sin": torch.ones(2, 5, 8)},
+        ValueError,
+        "cos: expected two dimensions",
+    ),
+    ({"rope_rounding": "all"}, ValueError, "rope_rounding: expected one of 'end', 'each'"),
+    ({"casting": "none"}, ValueError, "casting: expected one of"),
+    ({"eps": -1.0}, ValueError, "eps: expected a finite number"),
+    ({"offset": "1"}, TypeError, "offset: expected a finite number"),
+    ({"backend": "cuda"}, ValueError, "backend"),
+    ({"cos": [1.0]}, TypeError, "cos: expected a torch.Tensor, got list"),
+    ({"cos": COS.long(), "sin": COS.long()}, TypeError, "cos: expected torch.float32 or the dtype of q"),
+    (
+        {"cos": torch.ones(9, 8), "sin": torch.ones(9, 8)},
+        ValueError,
+        r"pass its first rows, cos\[:5\], or position_ids",
+    ),
+    (
+        {"q": torch.ones(2, 4, 5, 8)},
+        ValueError,
+        r"If heads come before the sequence, pass q.transpose\(1, 2\)",
+    ),
+    ({"position_ids": POSITIONS, "cos": COS[:0], "sin": COS[:0]}, ValueError, "a position at least"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), BAD)
+def test_errors(changes, error, text):
+    given = {"q": Q, "k": K, "q_weight": W, "k_weight": W, "cos": COS, "sin": COS} | changes
+    with pytest.raises(error, match=text):
+        qk_norm_rope(**given)
+    # also where an earlier call was right: a number of another type, which equals one of a known call, is refused
+    qk_norm_rope(Q, K, W, W, COS, COS)
+    with pytest.raises(error, match=text):
+        qk_norm_rope(**given)
+
+
+def test_errors_name_the_arguments_of_one_tensor():
+    with pytest.raises(ValueError, match=r"^weight: expected shape \(8,\), or \(4, 8\) of the heads of x"):
+        rms_norm_rope(Q, torch.ones(3), COS, COS)
+    with pytest.raises(ValueError, match="^x: expected shape"):
+        rms_norm_rope(COS, W, COS, COS)
+    odd = torch.ones(2, 5, 4, 7)
+    with pytest.raises(
+        ValueError, match="rotary_dim: expected an even number of elements, since D, 7, is odd"
+    ):
+        rms_norm_rope(odd, None, COS[:, :7], COS[:, :7])
+
+
+def test_results_can_be_changed_in_place(backend):
+    for name, (made, options) in FORMS.items():
+        q, *others = case(**made)
+        outputs = ours(q.requires_grad_(), *others, backend=backend, **options)
+        flat = ours(
+            q[0],
+            others[0][0],
+            *others[1:3],
+            *(t.reshape(-1, *t.shape[-1:])[: q.shape[1]] for t in others[3:]),
+            backend=backend,
+            **options,
+        )
+        for out in (*outputs, *flat):
+            assert not out._is_view(), name
+            out.mul_(2)
+
+
+def test_k_is_no_option():
+    with pytest.raises(
+        TypeError, match="k: expected a torch.Tensor, got NoneType: rms_norm_rope takes one tensor"
+    ):
+        qk_norm_rope(Q, None, W, None, COS, COS)
+
+
+def test_freed_memory_is_refused():
+    q, *others = case()
+    q.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="q: expected memory behind its elements"):
+        ours(q, *others)

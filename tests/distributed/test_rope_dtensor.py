@@ -1,0 +1,113 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""qk_norm_rope of DTensors: sharded by batches, sequence or heads nothing is gathered, and dw is Partial."""
+
+import functools
+
+import pytest
+import rope_calls
+import torch
+from rope_calls import case
+
+dist = pytest.importorskip("torch.distributed")
+if not dist.is_available():
+    pytest.skip("torch is built without torch.distributed", allow_module_level=True)
+from torch.distributed.tensor import Partial, Replicate, Shard, debug, distribute_tensor  # noqa: E402
+
+from tilegym_rmsnorm import qk_norm_rope  # noqa: E402
+from tilegym_rmsnorm.routes import rope_op  # noqa: E402
+
+ours = functools.partial(qk_norm_rope, eps=rope_calls.EPS)
+
+
+def gradients(outputs, leaves):
+    sum(each.sin().sum() for each in outputs).backward()
+    return [each.grad for each in leaves if each is not None]
+
+
+@pytest.mark.parametrize("backend", [None, "torch"])
+@pytest.mark.parametrize("tables", ["T", "BT", "1T"])
+@pytest.mark.parametrize("weights", ["both", "heads", "none"])
+@pytest.mark.parametrize("dim", [0, 1, 2, None])
+def test_values_and_placements(mesh, dim, weights, tables, backend):
+    tensors = case(weights=weights, tables=tables, device="cpu")
+    placement = Replicate() if dim is None else Shard(dim)
+    of_weights = Shard(0) if weights == "heads" and dim == 2 else Replicate()
+    leaves = [None if each is None else each.clone().requires_grad_() for each in tensors[:4]]
+    want = ours(*leaves, *tensors[4:])
+    placements = placement, placement, of_weights, of_weights
+    sharded = [
+        None if each is None else distribute_tensor(each, mesh, [place]).requires_grad_()
+        for each, place in zip(tensors[:4], placements, strict=True)
+    ]
+    with debug.CommDebugMode() as mode:
+        got = ours(*sharded, *tensors[4:], backend=backend)  # plain tables: replicated
+    assert mode.get_total_counts() == 0
+    assert [each.placements for each in got] == [(placement,)] * 2
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.full_tensor(), other)
+    for one, other in zip(gradients(got, sharded), gradients(want, leaves), strict=True):
+        torch.testing.assert_close(one.full_tensor(), other)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("index", [0, 1])
+def test_one_result_alone(mesh, index, create_graph):
+    tensors = case(device="cpu")
+    leaves = [each.clone().requires_grad_() for each in tensors[:4]]
+    placements = Shard(1), Shard(1), Replicate(), Replicate()
+    sharded = [
+        distribute_tensor(each, mesh, [place]).requires_grad_()
+        for each, place in zip(tensors[:4], placements, strict=True)
+    ]
+    want = torch.autograd.grad(ours(*leaves, *tensors[4:])[index].sin().sum(), leaves)
+    total = ours(*sharded, *tensors[4:])[index].sin().sum()
+    for one, other in zip(torch.autograd.grad(total, sharded, create_graph=create_graph), want, strict=True):
+        torch.testing.assert_close(one.full_tensor(), other)
+
+
+def test_positions_are_sharded_along_the_sequence(mesh):
+    q, k, q_weight, k_weight, cos, sin = case(tables="positions", device="cpu")
+    positions = torch.randint(0, 8, (2, 5))
+    given = [distribute_tensor(each, mesh, [Shard(1)]) for each in (q, k)]
+    vectors = [distribute_tensor(each, mesh, [Replicate()]) for each in (q_weight, k_weight)]
+    got = ours(*given, *vectors, cos, sin, position_ids=positions)
+    want = ours(q, k, q_weight, k_weight, cos, sin, position_ids=positions)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one.full_tensor(), other)
+
+
+def rules(count, *arguments):
+    """Placements of results and tensors, by the placement of q."""
+    found = {}
+    for results, given in rope_op._sharding_rules(count, arguments):
+        found[given[count - 2]] = results, given
+    return found
+
+
+def test_rules_of_the_forward():
+    q, k, q_weight, k_weight, cos, sin = case(weights="heads", tables="BT", device="cpu")
+    found = rules(2, q, k, q_weight, k_weight[0], cos, sin, None, *[None] * 7)
+    assert set(found) == {Replicate(), Shard(0), Shard(1), Shard(2)}
+    for placement, of_tables in ((Shard(0), Shard(0)), (Shard(1), Shard(1)), (Shard(2), Replicate())):
+        results, given = found[placement]
+        of_q_weight = Shard(0) if placement == Shard(2) else Replicate()
+        assert results == [placement, placement]
+        assert given[:7] == [placement, placement, of_q_weight, Replicate(), of_tables, of_tables, None]
+    flat = rules(2, q, k, None, None, cos[0], sin[0], None, *[None] * 7)
+    assert flat[Shard(1)][1][4] == Shard(0) and flat[Shard(0)][1][4] == Replicate()
+
+
+def test_rules_of_the_backward_sum_over_what_is_sharded():
+    q, k, q_weight, k_weight, cos, sin = case(weights="heads", device="cpu")
+    positions = torch.zeros(5, dtype=torch.int64)
+    given = q, k, q, k, q_weight, k_weight[0], cos, sin, positions, 3, *[None] * 7
+    found = rules(4, *given)
+    assert found[Replicate()][0][2:] == [Replicate(), Replicate()]
+    assert found[Shard(0)][0][2:] == [Partial(), Partial()]
+    assert found[Shard(1)][0][2:] == [Partial(), Partial()]
+    assert found[Shard(2)][0][2:] == [Shard(0), Partial()]
+    assert found[Shard(1)][1][6:9] == [Replicate(), Replicate(), Shard(0)]
+    only_k = rules(4, *given[:9], 2, *[None] * 7)
+    assert only_k[Shard(1)][0][2:] == [None, Partial()]

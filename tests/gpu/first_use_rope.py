@@ -1,0 +1,71 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""A process whose first use of qk_norm_rope is in a capture, in a graph of torch.compile, or in a pool of memory.
+
+python first_use_rope.py SURROUNDING BACKEND
+"""
+
+import functools
+import gc
+import math
+import sys
+
+import rope_calls
+import torch
+
+from tilegym_rmsnorm import qk_norm_rope
+
+
+def passes(leaves, tables, gradients, backend, function=qk_norm_rope):
+    outputs = function(*leaves, *tables, eps=rope_calls.EPS, backend=backend)
+    return (*outputs, *torch.autograd.grad(outputs, leaves, gradients))
+
+
+def in_a_graph(run):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle()):
+        results = run()
+    for each in results:
+        each.detach().fill_(math.nan)
+    graph.replay()
+    return results
+
+
+def in_a_mem_pool(run):
+    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+        return run()
+
+
+def in_reduce_overhead(run):
+    compiled = torch.compile(qk_norm_rope, mode="reduce-overhead", fullgraph=True)
+    for _ in range(4):  # the first is run as it is, the second captured, the others replayed
+        torch.compiler.cudagraph_mark_step_begin()
+        results = [each.clone() for each in run(function=compiled)]
+    return results
+
+
+SURROUNDINGS = {"graph": in_a_graph, "MemPool": in_a_mem_pool, "reduce-overhead": in_reduce_overhead}
+
+
+def main(surrounding: str, backend: str) -> None:
+    tensors = rope_calls.case(t=300, hq=8, d=128, dtype=torch.bfloat16)
+    leaves, gradients = (
+        [each.requires_grad_() for each in tensors[:4]],
+        [torch.randn_like(t) for t in tensors[:2]],
+    )
+    before = torch.cuda.memory_allocated()
+    results = SURROUNDINGS[surrounding](functools.partial(passes, leaves, tensors[4:], gradients, backend))
+    wide = [each.detach().double().requires_grad_() for each in leaves]
+    outputs = rope_calls.expected(*wide, *tensors[4:])
+    want = (*outputs, *torch.autograd.grad(outputs, wide, [each.double() for each in gradients]))
+    for one, other in zip(results, want, strict=True):
+        assert (one.double() - other).norm() <= 1e-2 * other.norm()
+    del results, outputs, want, one, other, wide
+    gc.collect()
+    left = torch.cuda.memory_allocated() - before
+    assert surrounding == "reduce-overhead" or left == 0, f"{left} bytes outlive the call"
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,160 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""qk_norm_rope where it fills a GPU: right against float64, the same bits in many runs on outputs that begin as NaN,
+more than 2^31 elements, and a first use in a capture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import rope_calls
+import torch
+from first_use_rope import SURROUNDINGS
+from helpers import BF16, DEVICE, FP16, FP32, why_skip
+from processes import run_script
+
+from tilegym_rmsnorm import qk_norm_rope
+from tilegym_rmsnorm.call.rope_spec import RopeSpec, RopeWanted
+from tilegym_rmsnorm.rope_reference import rope_forward_torch, rope_gradients_torch
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+SCRIPT = Path(__file__).with_name("first_use_rope.py")
+# B, T, Hq, Hk, D, R
+SHAPES = (
+    (2, 1024, 32, 8, 128, 128),
+    (1, 1031, 40, 8, 128, 128),
+    (2, 700, 16, 16, 64, 64),
+    (1, 1024, 16, 2, 256, 64),
+    (2, 512, 32, 8, 80, 80),
+    (1, 333, 5, 1, 96, 48),
+    (64, 1, 32, 8, 128, 128),
+)
+FORMS = {
+    "plain": {},
+    "interleaved": {"interleaved": True},
+    "weights of heads": {"weights": "heads", "offset": 1.0},
+    "no weights, half tables": {"weights": "none", "half": True},
+    "positions": {"tables": "positions"},
+}
+TOLERANCE = {BF16: 1e-2, FP16: 2e-3, FP32: 1e-5}  # of the norm of the difference
+
+
+@pytest.fixture(params=["cutile", "triton"])
+def backend(request):
+    if reason := why_skip(request.param):
+        pytest.skip(reason)
+    return request.param
+
+
+def call(shape, dtype, *, interleaved=False, offset=0.0, casting="once", rounding="end", seed=0, **made):
+    """The tensors of a backward, with strided q and k and transposed gradients; the spec, and what is wanted."""
+    b, t, hq, hk, d, r = shape
+    tensors = rope_calls.case(b=b, t=t, hq=hq, hk=hk, d=d, r=r, dtype=dtype, seed=seed, **made)
+    packed = torch.cat([*tensors[:2], tensors[1]], 2)
+    q, k = packed[:, :, :hq], packed[:, :, hq : hq + hk]
+    gradients = [torch.randn(b, heads, t, d, device=DEVICE).to(dtype).transpose(1, 2) for heads in (hq, hk)]
+    positions = None
+    if made.get("tables") == "positions":
+        positions = torch.randint(0, t + 3, (b, t), device=DEVICE)
+    spec = RopeSpec(d, rope_calls.EPS, offset, r, interleaved, casting, rounding)
+    weights = tensors[2:4]
+    wanted = RopeWanted(*(None if each is None else each.dtype for each in weights))
+    return (*gradients, q, k, *weights, *tensors[4:], positions), spec, wanted
+
+
+def run(tensors, spec, backend):
+    """Outputs and gradients, by the ops."""
+    numbers = *spec[1:], backend
+    ops = torch.ops.tilegym_rmsnorm
+    outputs = ops.qk_norm_rope_forward(*tensors[2:], *numbers)
+    gradients = ops.qk_norm_rope_backward(*tensors, 3, *numbers)
+    return [each for each in (*outputs, *gradients) if each is not None]
+
+
+def assert_near(got, want, dtype):
+    for one, other in zip(got, [each for each in want if each is not None], strict=True):
+        error = (one.double() - other.double()).norm() / other.double().norm()
+        assert error <= TOLERANCE[dtype], error
+
+
+def expected(tensors, spec, wanted):
+    wide = [each.double() if each is not None and each.is_floating_point() else each for each in tensors]
+    wanted = RopeWanted(*(None if dtype is None else torch.float64 for dtype in wanted))
+    return *rope_forward_torch(wide[2:], spec), *rope_gradients_torch(wide, spec, wanted)
+
+
+def assert_right_and_alike(made, dtype, backend, runs):
+    tensors, spec, wanted = made
+    first = run(tensors, spec, backend)
+    assert_near(first, expected(tensors, spec, wanted), dtype)
+    for _ in range(runs):
+        again = run(tensors, spec, backend)
+        assert all(torch.equal(one, other) for one, other in zip(again, first, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_right_and_alike(shape, form, dtype, backend):
+    assert_right_and_alike(call(shape, dtype, **FORMS[form]), dtype, backend, 20)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4]], ids=str)
+def test_a_thousand_runs(shape, backend):
+    assert_right_and_alike(call(shape, BF16), BF16, backend, 1000)
+
+
+@pytest.mark.parametrize("casting", ["once", "llama"])
+def test_each_rounding(casting, backend):
+    tensors, spec, wanted = call(SHAPES[0], BF16, casting=casting, rounding="each")
+    tensors = (*tensors[:6], *(each.to(BF16) for each in tensors[6:8]), None)
+    want = *rope_forward_torch(tensors[2:], spec), *rope_gradients_torch(tensors, spec, wanted)
+    got = run(tensors, spec, backend)
+    assert_near(got, want, BF16)
+    for one, other in zip(got[:2], want[:2], strict=True):  # rstd may differ in its last bit
+        assert (one != other).float().mean() < 1e-2
+
+
+def test_more_than_2_to_the_31_elements(backend):
+    b, t, hq, hk, d, r = 1, 2**17 + 70, 128, 2, 128, 128
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB of GPU memory")
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    q, k = (torch.randn(b, t, h, d, device=DEVICE, dtype=BF16, generator=generator) for h in (hq, hk))
+    dq_out, dk_out = q.flip(0).neg(), k.neg()
+    weight, table = torch.rand(d, device=DEVICE, dtype=BF16), torch.randn(2, t, r, device=DEVICE)
+    spec = RopeSpec(d, rope_calls.EPS, 0.0, r, False, "once", "end")
+    whole = run((dq_out, dk_out, q, k, weight, weight, *table, None), spec, backend)
+    last = slice(t - 130, t)
+    parts = [each[:, last] for each in (dq_out, dk_out, q, k)]
+    end = run((*parts, weight, weight, *table[:, last], None), spec, backend)
+    for one, other in zip(whole[:4], end[:4], strict=True):
+        assert torch.equal(one[:, last], other)
+    assert all(each.isfinite().all() for each in whole[4:])
+
+
+def test_a_dead_position_makes_no_fault(backend):
+    """Positions far outside of the table read nothing: no illegal address, and NaN for their tokens alone."""
+    tensors, spec, _ = call(SHAPES[0], BF16, tables="positions")
+    positions = tensors[8].clone()
+    positions[:, ::7] = torch.tensor(2**40, device=DEVICE)
+    positions[:, 1::7] = -(2**40)
+    q_out, k_out = qk_norm_rope(*tensors[2:8], position_ids=positions, eps=spec.eps, backend=backend)
+    torch.cuda.synchronize()
+    is_dead = (positions < 0) | (positions >= tensors[6].shape[0])
+    for out in (q_out, k_out):
+        assert torch.equal(out.isnan().all(-1).all(-1), is_dead)
+        assert torch.equal(out.isnan().any(-1).any(-1), is_dead)
+
+
+@pytest.mark.parametrize("surrounding", SURROUNDINGS)
+def test_first_use(surrounding, backend, tmp_path):
+    caches = {
+        "CUDA_TILE_CACHE_DIR": str(tmp_path / "cutile"),
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+    }
+    ran = run_script(SCRIPT, surrounding, backend, **caches)
+    assert ran.returncode == 0, ran.stderr[-3000:]

@@ -1,0 +1,110 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The kernels of qk_norm_rope by what is reasoned for them, compiled by tileiras: no registers spill, and no warp waits
+for some."""
+
+import re
+from collections import Counter
+
+import pytest
+from helpers import BF16, FP16, FP32, take_turns
+from rope_cases import RopeCase, make
+
+pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+from compiling import (  # noqa: E402
+    CompilingMachine,
+    assert_sound,
+    disassembled,
+    skip_without_compiler,
+    skip_without_disassembler,
+)
+from pipelines import overwritten  # noqa: E402
+
+from tilegym_rmsnorm.backends.cutile.rope import bind_backward, bind_forward  # noqa: E402
+
+skip_without_compiler()
+
+ARCHITECTURES = (80, 90, 100, 120)
+PLAIN = RopeCase(BF16, 2, 64, (32, 8), n=128, rotary_dim=128, layout="packed")
+CASES = {
+    "128": PLAIN,
+    "128, half tables": PLAIN._replace(tables="half", table_dtype=BF16),
+    "128, interleaved": PLAIN._replace(interleaved=True),
+    "128, weights of heads": PLAIN._replace(weight=("heads", "heads"), weight_dtype=FP32),
+    "128, positions": PLAIN._replace(positions="each", casting="llama", rounding="each"),
+    "64, without k": PLAIN._replace(heads=(16, 0), n=64, rotary_dim=64),
+    "64, one step": PLAIN._replace(batch=64, length=1, n=64, rotary_dim=32, layout="contiguous"),
+    "80": PLAIN._replace(dtype=FP16, n=80, rotary_dim=80),
+    "96, 28 heads": PLAIN._replace(heads=(28, 4), n=96, rotary_dim=96, has_rows_of_batch=True),
+    "128, a half": PLAIN._replace(rotary_dim=64, interleaved=True, positions="one"),
+    "256": PLAIN._replace(heads=(4, 1), n=256, rotary_dim=256, weight_dtype=FP32),
+    "256, a quarter": PLAIN._replace(heads=(16, 2), n=256, rotary_dim=64, layout="gate"),
+    "512": PLAIN._replace(n=512, rotary_dim=512),
+    "6": PLAIN._replace(heads=(5, 1), n=6, rotary_dim=6),
+    "66": PLAIN._replace(n=66, rotary_dim=66),
+    "128, begun elsewhere": PLAIN._replace(layout="offset"),
+}
+
+
+def compile_calls(case, machine):
+    """The launches of a forward and of a backward."""
+    call = make(case, "meta")
+    forward = bind_forward(call.spec, call.tensors, machine)
+    backward = bind_backward(call.spec, call.backward_tensors, call.wanted, machine)
+    forward(call.tensors)
+    backward(call.backward_tensors)
+
+
+@pytest.mark.parametrize("dtype", [None, FP32], ids=["16 bits", "float32"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_reasoned_compiles(case, architecture, dtype):
+    take_turns([*CASES].index(case), 3 * ARCHITECTURES.index(architecture), dtype is FP32, of=5)
+    machine = CompilingMachine(architecture)
+    compile_calls(CASES[case] if dtype is None else CASES[case]._replace(dtype=dtype), machine)
+    assert {each.name for each in machine.results} == {"forward_rope", "backward_rope", "sum_partials"}
+    assert_sound(machine)
+
+
+@pytest.mark.parametrize("case", ["128", "80", "256, a quarter"])
+def test_heads_are_loaded_and_stored_16_bytes_at_a_time(case, tmp_path):
+    """Also of 80 columns, whose halves of 40 are no powers of two. A backward's come by TMA."""
+    skip_without_disassembler(is_module=False)
+    compile_calls(CASES[case], CompilingMachine(90, keep=tmp_path))
+    found = {
+        name: Counter(
+            re.findall(
+                r"\b(UTMALDG|UTMASTG|[LS]T?[DT]G\.E(?:\.\w+)?)",
+                " ".join(disassembled(tmp_path / f"{name}.cubin")),
+            )
+        )
+        for name in ("forward_rope", "backward_rope")
+    }
+    forward, backward = found["forward_rope"], found["backward_rope"]
+    assert forward["STG.E.128"] and not {"STG.E", "STG.E.U16"} & set(forward), forward
+    assert "LDG.E.U16" not in forward and backward["UTMALDG"] and backward["UTMASTG"], found
+
+
+@pytest.mark.parametrize("dtype", [None, FP32], ids=["16 bits", "float32"])
+@pytest.mark.parametrize("case", CASES)
+def test_no_backward_overwrites_tiles_in_use(case, dtype, tmp_path):
+    """Those by TMA, also beside rows of tables that are gathered."""
+    skip_without_disassembler(is_module=False)
+    take_turns([*CASES].index(case), dtype is FP32, of=3)
+    call = make(CASES[case] if dtype is None else CASES[case]._replace(dtype=dtype), "meta")
+    run = bind_backward(call.spec, call.backward_tensors, call.wanted, CompilingMachine(90, keep=tmp_path))
+    run(call.backward_tensors)
+    code = disassembled(tmp_path / "backward_rope.cubin")
+    has_tma = any("UTMALDG" in line for line in code)
+    assert has_tma is (case not in ("6", "66", "128, begun elsewhere"))
+    assert not (has_tma and overwritten(code))
+
+
+def test_lengths_do_not_make_kernels_of_their_own():
+    """cuda-tile compiles extents that are multiples of 16 apart: of a backward also the numbers of partial rows, of q
+    and of k."""
+    machine = CompilingMachine(90, compiles=False)
+    for batch, length in ((2, 64), (3, 96), (7, 4096), (5, 8000), (2, 32768), (3, 160)):
+        compile_calls(CASES["128"]._replace(batch=batch, length=length, layout="contiguous"), machine)
+    assert len(machine.symbols["forward_rope"]) == 1 and len(machine.symbols["backward_rope"]) <= 4

@@ -1,0 +1,111 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The settings of the kernels of qk_norm_rope, and how many blocks run: pure functions of numbers."""
+
+import itertools
+
+import pytest
+
+from tilegym_rmsnorm.backends.cutile.plans.rope import (
+    WIDEST_ROTATED_HEAD,
+    RopeProblem,
+    constants_of,
+    is_taken,
+    reasoned_backward,
+    reasoned_forward,
+    tile_of_heads,
+)
+from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES
+from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID
+
+SM_COUNT = 132
+HEADS = ((1, 1), (5, 1), (16, 16), (28, 4), (31, 1), (32, 8), (64, 8), (1, 5), (300, 300))
+
+
+def problem(n=128, rotary_dim=128, heads=(32, 8), **others):
+    tiles = dict(zip(("heads", "k_heads"), (tile_of_heads(n, each) for each in heads), strict=True))
+    defaults = {
+        "interleaved": False,
+        "itemsize": 2,
+        "is_scattered": False,
+        "has_one_step": False,
+        "has_full_tables": True,
+        "casting": "once",
+        "rounding": "end",
+        "architecture": 90,
+    }
+    return RopeProblem(**(defaults | {"n": n, "rotary_dim": rotary_dim} | tiles | others))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_tiles_hold_every_head(architecture):
+    """Of every width and share that is rotated: pairs and what lies behind them have room, and no tile is empty."""
+    for n, itemsize in itertools.product(
+        (*range(2, 130, 2), 160, 192, 256, 320, WIDEST_ROTATED_HEAD), (2, 4)
+    ):
+        for rotary_dim, has_one_step in itertools.product({2, n // 4 * 2, n - 2 or 2, n}, (False, True)):
+            if rotary_dim < 2:
+                continue
+            options = {"itemsize": itemsize, "architecture": architecture, "has_one_step": has_one_step}
+            asked = problem(n, rotary_dim, HEADS[n // 2 % len(HEADS)], **options)
+            assert is_taken(asked)
+            for variant in (reasoned_forward(asked), reasoned_backward(asked)):
+                variant.check(n, itemsize, architecture)
+                behind = n - rotary_dim
+                assert variant.width < rotary_dim <= 2 * variant.width
+                assert variant.rest * (variant.rests - 1) < behind or variant.rests == behind == 0
+                assert variant.rest * variant.rests >= behind
+                assert variant.of_k.rows_of_tile == variant.rows_of_tile
+                constants = constants_of(asked, variant)
+                assert constants["HALF"] % constants["DIVISOR"] == behind % constants["DIVISOR"] == 0
+
+
+def test_what_no_kernel_takes():
+    assert is_taken(problem(WIDEST_ROTATED_HEAD)) and not is_taken(problem(WIDEST_ROTATED_HEAD + 2))
+    assert is_taken(problem(128, 16, interleaved=True))
+    assert not is_taken(problem(128, 24, interleaved=True))
+    assert not is_taken(problem(128, interleaved=True, is_scattered=True))
+
+
+def test_a_forward_has_a_block_for_each_tile():
+    variant = reasoned_forward(problem())
+    q, k = (2, 100, 32), (2, 100, 8)
+    tiles = [
+        lead[0] * -(-lead[1] // each.rows) * -(-lead[2] // each.heads)
+        for lead, each in ((q, variant), (k, variant.of_k))
+    ]
+    assert variant.grid_of(q, k) == (sum(tiles),) and variant.grid_of(q, None) == (tiles[0],)
+
+
+def test_more_tiles_than_can_be_counted():
+    """Are not for kernels: of a grid, or of rows in 32 bits."""
+    of_one_step = reasoned_forward(problem(heads=(1, 1), has_one_step=True))
+    assert of_one_step.rows_of_tile == 1
+    half = LARGEST_GRID // 2 + 1
+    assert of_one_step.grid_of((half, 1, 1), None) == (half,)
+    assert of_one_step.grid_of((half, 1, 1), (half, 1, 1)) is None
+    walks = reasoned_backward(problem()).walks_of
+    assert walks((2**14, 2**11, 32), None, SM_COUNT, (False, False)) is not None
+    assert walks((2**14, 2**11, 32), (2**14, 2**11, 1), SM_COUNT, (False, False)) is None
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("per_head", list(itertools.product((False, True), repeat=2)), ids=str)
+def test_walks_share_the_sms_by_their_tiles(per_head, heads):
+    variant = reasoned_backward(problem(heads=heads))
+    for sm_count, length in itertools.product((1, 3, 132), (1, 9, 500, 40000)):
+        q, k = (2, length, heads[0]), (2, length, heads[1])
+        walks = variant.walks_of(q, k, sm_count, per_head)
+        for (blocks, p), lead, each, is_per_head in zip(
+            walks, (q, k), (variant, variant.of_k), per_head, strict=True
+        ):
+            shares = each.tiles_of_heads(lead[2]) if is_per_head else 1
+            assert blocks == p * shares and 1 <= p
+            assert blocks <= each.tiled_rows(lead) // each.rows_of_tile, "a block without a tile"
+        if sm_count == 132 and not any(per_head):
+            assert sum(blocks for blocks, _ in walks) <= sm_count * variant.occupancy
+            if length == 40000:  # in proportion
+                total = sum(heads)
+                assert abs(walks[0][0] / sum(b for b, _ in walks) - heads[0] / total) < 0.05
+    assert variant.walks_of((2, 9, heads[0]), None, 132, (False, False))[1] == (0, 0)

@@ -1,0 +1,241 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Describe a call of a backend's qk_norm_rope as one record: make its tensors, and check its results against float64.
+
+    call = make(RopeCase(BF16, heads=(8, 2), interleaved=True))
+    check_forward(call, *forward(call.spec, call.tensors))
+
+The exact results are of a formula of its own, y = n * C + sign * n[partner] * S with tables of D columns, and of its
+gradients by autograd. Tolerances are some roundings of the magnitudes that are added up, and half a unit in the last
+place of the result.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from helpers import FP32, FP64, Expected, _half_ulp, assert_within
+from torch import Tensor
+
+from tilegym_rmsnorm.call.rope_spec import RopeBackwardTensors, RopeSpec, RopeTensors, RopeWanted
+
+EPSILON = torch.finfo(FP32).eps
+
+
+class RopeCase(NamedTuple):
+    """One kind of call. heads: Hq and Hk, which is 0 without k. weight: "vector", "heads" or "none", of q and of k.
+    tables: "full" (rows, R) with random, different halves, or "half" (rows, R / 2). positions: "one" (1, T), "each"
+    (B, T), or None: then the tables have T rows, or with has_rows_of_batch B * T."""
+
+    dtype: torch.dtype = FP32
+    batch: int = 2
+    length: int = 5
+    heads: tuple[int, int] = (4, 2)
+    n: int = 64
+    rotary_dim: int = 64
+    interleaved: bool = False
+    weight: tuple[str, str] = ("vector", "vector")
+    weight_dtype: torch.dtype | None = None  # None: dtype
+    tables: str = "full"
+    table_dtype: torch.dtype = FP32
+    has_rows_of_batch: bool = False
+    positions: str | None = None
+    offset: float = 0.0
+    eps: float = 1e-3
+    casting: str = "once"
+    rounding: str = "end"
+    layout: str = "contiguous"  # of q and k: "contiguous", "packed", "gate" or "offset"
+    dy_layout: str = "transposed"  # "contiguous", "transposed" or "offset"
+    dy_dtype: torch.dtype | None = None  # None: dtype
+
+
+class RopeCall(NamedTuple):
+    """What a backend receives."""
+
+    spec: RopeSpec
+    tensors: RopeTensors
+    dys: tuple[Tensor, Tensor | None]
+
+    @property
+    def backward_tensors(self) -> RopeBackwardTensors:
+        return *self.dys, *self.tensors
+
+    @property
+    def wanted(self) -> RopeWanted:
+        return RopeWanted(*(None if each is None else each.dtype for each in self.tensors[2:4]))
+
+
+def make(case: RopeCase, device: torch.device | str = "cpu", seed: int = 0) -> RopeCall:
+    """Heads of scale 1/4 to 4, weights of both signs and away from 1."""
+    generator = None if str(device) == "meta" else torch.Generator(device).manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device)
+
+    def uniform(*size: int) -> Tensor:
+        return torch.rand(size, generator=generator, device=device)
+
+    b, t, n, dtype = case.batch, case.length, case.n, case.dtype
+    queries, keys = case.heads
+
+    def rows(heads: int, dtype: torch.dtype) -> Tensor:
+        return (normal(b, t, heads, n) * torch.exp2(4 * uniform(b, t, heads, 1) - 2)).to(dtype)
+
+    if case.layout == "packed":  # a projection of q, k and v
+        both = rows(queries + 2 * keys, dtype)
+        q, k = both[:, :, :queries], both[:, :, queries : queries + keys]
+    elif case.layout == "gate":  # each head of q beside one of a gate
+        q, k = rows(queries, dtype).repeat(1, 1, 1, 2)[..., :n], rows(keys, dtype)
+    else:
+        q, k = (_laid_out(rows(heads, dtype), case.layout) for heads in (queries, keys))
+
+    def weight(kind: str, heads: int) -> Tensor | None:
+        size = (heads, n) if kind == "heads" else (n,)
+        values = (0.3 + 1.7 * uniform(*size)) * normal(*size).sign() - case.offset
+        return None if kind == "none" or not heads else values.to(case.weight_dtype or dtype)
+
+    table_rows = b * t if case.has_rows_of_batch else t
+    columns = case.rotary_dim // (2 if case.tables == "half" else 1)
+    positions = None
+    if case.positions:
+        table_rows += 3
+        size = (1 if case.positions == "one" else b, t)
+        positions = torch.randint(0, table_rows, size, generator=generator, device=device)
+    cos, sin = (normal(table_rows, columns).to(case.table_dtype) for _ in range(2))
+    spec = RopeSpec(n, case.eps, case.offset, case.rotary_dim, case.interleaved, case.casting, case.rounding)
+    weights = weight(case.weight[0], queries), weight(case.weight[1], keys)
+    dys = [_laid_out(rows(heads, case.dy_dtype or dtype), case.dy_layout) for heads in (queries, keys)]
+    k, dk = (k, dys[1]) if keys else (None, None)
+    return RopeCall(spec, (q, k, *weights, cos, sin, positions), (dys[0], dk))
+
+
+def _laid_out(rows: Tensor, layout: str) -> Tensor:
+    if layout == "transposed":  # as attention leaves it: (B, H, T, D)
+        return rows.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "offset":  # rows that begin one element behind multiples of 16 bytes
+        wider = torch.cat((rows.flatten()[:1], rows.flatten()))
+        return wider[1:].view(rows.shape)
+    return rows
+
+
+class _Tables(NamedTuple):
+    """y = n * cos + n[partner] * sin, with the sign in sin: (B or 1, T, 1, D), float64."""
+
+    cos: Tensor
+    sin: Tensor
+    partner: Tensor
+
+
+def _tables(call: RopeCall) -> _Tables:
+    spec, (q, _, _, _, cos, sin, positions) = call.spec, call.tensors
+    t, half = q.shape[1], spec.rotary_dim // 2
+    pairs = torch.arange(half)
+    first, second = (2 * pairs, 2 * pairs + 1) if spec.interleaved else (pairs, pairs + half)
+    if cos.shape[1] == half:
+        cos, sin = (
+            (torch.cat((each, each), 1)[:, torch.argsort(torch.cat((first, second)))]) for each in (cos, sin)
+        )
+    rows = torch.arange(cos.shape[0]).view(-1, t) if positions is None else positions
+    is_inside = (rows >= 0) & (rows < cos.shape[0])
+    nan = torch.full((), math.nan, dtype=FP64)
+    cos, sin = (
+        torch.where(is_inside[..., None], each.double()[torch.where(is_inside, rows, 0)], nan)[:, :, None]
+        for each in (cos, sin)
+    )
+    partner = torch.arange(spec.n)
+    partner[first], partner[second] = second, first
+    sign = torch.ones(spec.rotary_dim, dtype=FP64)
+    sign[first] = -1
+    behind = cos.new_ones(*cos.shape[:3], spec.n - spec.rotary_dim)
+    return _Tables(torch.cat((cos, behind), -1), torch.cat((sin * sign, 0 * behind), -1), partner)
+
+
+def _rotated(n: Tensor, tables: _Tables) -> Tensor:
+    return n * tables.cos + n[..., tables.partner] * tables.sin
+
+
+def _magnitudes(tables: _Tables) -> _Tables:
+    return tables._replace(cos=tables.cos.abs(), sin=tables.sin.abs())
+
+
+def check_forward(call: RopeCall, q_out: Tensor, k_out: Tensor | None) -> None:
+    """Of casting="once" and rounding="end"."""
+    for name, y, expected in zip(("q_out", "k_out"), (q_out, k_out), _expected_forward(call), strict=True):
+        _check(name, y, expected)
+
+
+def check_backward(
+    call: RopeCall,
+    dq: Tensor,
+    dk: Tensor | None,
+    dq_weight: Tensor | None,
+    dk_weight: Tensor | None,
+) -> None:
+    names, found = ("dq", "dk", "dq_weight", "dk_weight"), (dq, dk, dq_weight, dk_weight)
+    for name, value, expected in zip(names, found, _expected_backward(call), strict=True):
+        _check(name, value, expected)
+
+
+def _check(name: str, value: Tensor | None, expected: Expected | None) -> None:
+    """NaN where NaN is expected, elsewhere within the tolerance."""
+    if expected is None:
+        assert value is None, f"{name} was not asked for"
+        return
+    assert value is not None and value.is_contiguous()
+    is_nan = expected.truth.isnan()
+    assert torch.equal(value.isnan(), is_nan), f"{name}: NaN elsewhere than expected"
+    kept = [torch.where(is_nan, 0, each) for each in (expected.truth, expected.tolerance)]
+    assert_within({name: Expected(*kept, expected.dtype)}, **{name: torch.where(is_nan, 0, value)})
+
+
+def _expected_forward(call: RopeCall) -> tuple[Expected | None, ...]:
+    tables, expected = _tables(call), []
+    for x, weight in zip(call.tensors[:2], call.tensors[2:4], strict=True):
+        if x is None:
+            expected.append(None)
+            continue
+        n = _normalized(call.spec, x.double(), None if weight is None else weight.double())
+        magnitude = _rotated(n.abs(), _magnitudes(tables))
+        y = _rotated(n, tables)
+        expected.append(Expected(y, 8 * EPSILON * magnitude + _half_ulp(y, x.dtype), x.dtype))
+    return tuple(expected)
+
+
+def _expected_backward(call: RopeCall) -> tuple[Expected | None, ...]:
+    tables, dxs, dws = _tables(call), [], []
+    absolute = _magnitudes(tables)
+    for x, weight, dy, dtype in zip(call.tensors[:2], call.tensors[2:4], call.dys, call.wanted, strict=True):
+        if x is None:
+            dxs.append(None)
+            dws.append(None)
+            continue
+        leaf = x.double().requires_grad_()
+        scale = torch.ones(call.spec.n, dtype=FP64) if weight is None else weight.double()
+        scale.requires_grad_(weight is not None)
+        y = _rotated(_normalized(call.spec, leaf, scale if weight is not None else None), tables)
+        dx, *dw = torch.autograd.grad(y, [leaf] if weight is None else [leaf, scale], dy.double())
+
+        with torch.no_grad():
+            dn = dy.double().abs()
+            dn = dn * absolute.cos + (dn * absolute.sin)[..., tables.partner]
+            xhat = _normalized(call.spec, leaf, None).abs()
+            g = dn if weight is None else dn * (scale + call.spec.offset).abs()
+            rstd = 1 / torch.sqrt(leaf.square().mean(-1, keepdim=True) + call.spec.eps)
+            magnitude = (g + xhat * (xhat * g).mean(-1, keepdim=True)) * rstd
+            dxs.append(Expected(dx, 16 * EPSILON * magnitude + _half_ulp(dx, x.dtype), x.dtype))
+            if weight is None or dtype is None:
+                dws.append(None)
+                continue
+            terms = (dn * xhat).square()
+            roundings = 8 + math.sqrt(terms[..., 0].numel()) / 4
+            spread = terms.sum(tuple(range(4 - weight.ndim))).sqrt()
+            dws.append(Expected(dw[0], roundings * EPSILON * spread + _half_ulp(dw[0], dtype), dtype))
+    return *dxs, *dws
+
+
+def _normalized(spec: RopeSpec, x: Tensor, weight: Tensor | None) -> Tensor:
+    xhat = x / torch.sqrt(x.square().mean(-1, keepdim=True) + spec.eps)
+    return xhat if weight is None else xhat * (weight + spec.offset)

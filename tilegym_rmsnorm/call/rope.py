@@ -1,0 +1,220 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Check all arguments of a forward or a backward of `qk_norm_rope`: for the public functions and the library ops.
+
+As arguments.py: tensors are made plain first where possible, and nothing is allocated or launched before all checks
+have passed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, get_args
+
+import torch
+from torch import Tensor
+
+from tilegym_rmsnorm.call.arguments import Checked
+from tilegym_rmsnorm.call.rope_spec import RopeRounding, RopeSpec
+from tilegym_rmsnorm.call.tensors import is_dtensor, made_plain
+from tilegym_rmsnorm.call.validation import (
+    check_casting,
+    check_input,
+    check_like,
+    check_one_of,
+    check_vector,
+    checked_bool,
+    checked_eps,
+    checked_int,
+    checked_number,
+)
+from tilegym_rmsnorm.call.watched import outside_of_trace
+from tilegym_rmsnorm.reference import default_eps
+
+ROUNDINGS = get_args(RopeRounding)
+_NAMES = "q", "k", "q_weight", "k_weight", "cos", "sin", "position_ids"
+_OF_ONE = "x", "k", "weight", "k_weight", "cos", "sin", "position_ids"  # of rms_norm_rope
+
+
+def checked_rope(
+    q: Tensor,
+    k: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    **options: Any,
+) -> Checked:
+    """Check a forward. q and k have four dimensions (B, T, H, D), or three (T, H, D). k is None for `rms_norm_rope`.
+    options: as `_checked_spec` names them."""
+    names = _NAMES if k is not None else _OF_ONE
+    tables = cos, sin, position_ids
+    if is_dtensor(q):
+        tables = tuple(_replicated_beside(q, each) for each in tables)
+    are_plain, given = made_plain(q, k, q_weight, k_weight, *tables)
+    spec = outside_of_trace(_checked_spec, names, *given, **options)
+    return Checked(names, given, given[0].shape[-1:], spec, are_plain)
+
+
+def _checked_spec(
+    names: tuple[str, ...],
+    q: Tensor,
+    k: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor | None,
+    *,
+    eps: float | None,
+    offset: float,
+    rotary_dim: int | None,
+    interleaved: bool,
+    casting: str,
+    rope_rounding: str,
+) -> RopeSpec:
+    _check_heads(names[0], q)
+    n = q.shape[-1]
+    if k is not None:
+        _check_heads("k", k)
+        if k.ndim != q.ndim or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != n:
+            hint = ". If heads come before the sequence, pass q.transpose(1, 2) and k.transpose(1, 2)"
+            expected = f"shape {_shape_of_k(q)}, as q of shape {tuple(q.shape)}"
+            _fail(ValueError, "k", expected, f"{tuple(k.shape)}{hint if k.ndim == 4 else ''}")
+        if k.dtype != q.dtype:
+            _fail(TypeError, "k", f"the dtype of q, {q.dtype}", k.dtype)
+        if k.device != q.device:
+            _fail(ValueError, "k", f"the device of q, {q.device}", k.device)
+    _check_weight(names[2], q_weight, q, names[0])
+    _check_weight(names[3], k_weight, k, "k")
+    if rotary_dim is None:
+        if n % 2 != 0:
+            _fail(ValueError, "rotary_dim", f"an even number of elements, since D, {n}, is odd", None)
+        rotary_dim = n
+    rotary_dim = checked_int("rotary_dim", rotary_dim, 2, ", or None")
+    if rotary_dim % 2 != 0 or rotary_dim > n:
+        _fail(ValueError, "rotary_dim", f"an even number up to D, {n}", rotary_dim)
+    _check_tables(cos, sin, position_ids, q, rotary_dim, names[0])
+    check_casting(casting)
+    check_one_of("rope_rounding", rope_rounding, ROUNDINGS)
+    return RopeSpec(
+        n,
+        default_eps(q.dtype) if eps is None else checked_eps(eps),  # type: ignore[arg-type]
+        checked_number("offset", offset),
+        rotary_dim,
+        checked_bool("interleaved", interleaved),
+        casting,
+        rope_rounding,
+    )
+
+
+def checked_rope_backward(dq_out: Tensor, dk_out: Any, *tensors: Any, **options: Any) -> Checked:
+    """Check a backward: the gradients of the outputs, and behind them the forward's tensors and options."""
+    are_plain, (dq_out, dk_out) = made_plain(dq_out, dk_out)
+    names, given, shape, spec, are_others_plain = checked_rope(*tensors, **options)
+    q, k = given[:2]
+    check_like(f"d{names[0]}_out", dq_out, q, names[0])
+    if k is not None:
+        check_like("dk_out", dk_out, k, "k")
+    names = (f"d{names[0]}_out", "dk_out", *names)
+    return Checked(names, (dq_out, dk_out, *given), shape, spec, are_plain and are_others_plain)
+
+
+def _replicated_beside(q: Any, table: Any) -> Any:
+    """Make a DTensor of a plain table, or of plain positions, which models hold as buffers: all of it everywhere."""
+    if not isinstance(table, Tensor) or is_dtensor(table):
+        return table
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(table, q.device_mesh, [Replicate()] * q.device_mesh.ndim, run_check=False)
+
+
+def _check_heads(name: str, x: Tensor) -> None:
+    check_input(name, x)
+    if x.ndim not in (3, 4) or x.shape[-1] == 0:
+        hint = ": view it as (T, H, D)" if x.ndim == 2 else ""
+        _fail(ValueError, name, "shape (B, T, H, D) or (T, H, D), D at least 1", f"{tuple(x.shape)}{hint}")
+
+
+def _shape_of_k(q: Tensor) -> str:
+    leading = "".join(f"{size}, " for size in q.shape[:-2])
+    return f"({leading}any number of heads, {q.shape[-1]})"
+
+
+def _check_weight(name: str, weight: Tensor | None, x: Tensor | None, x_name: str) -> None:
+    if weight is None:
+        return
+    if x is None:
+        _fail(ValueError, name, "None without k", f"a {type(weight).__name__}")
+    shape = x.shape[-2:] if isinstance(weight, Tensor) and weight.ndim == 2 else x.shape[-1:]
+    if isinstance(weight, Tensor) and weight.shape != shape:
+        h, n = x.shape[-2:]
+        _fail(ValueError, name, f"shape ({n},), or ({h}, {n}) of the heads of {x_name}", tuple(weight.shape))
+    check_vector(name, weight, x, shape, x_name)
+
+
+def _check_tables(
+    cos: Tensor, sin: Tensor, position_ids: Tensor | None, q: Tensor, rotary_dim: int, q_name: str
+) -> None:
+    (length, batch), half = (q.shape[-3], q.shape[0] if q.ndim == 4 else 1), rotary_dim // 2
+    for name, table in (("cos", cos), ("sin", sin)):
+        if not isinstance(table, Tensor):
+            _fail(TypeError, name, "a torch.Tensor", type(table).__name__)
+        if table.dtype != q.dtype and table.dtype != torch.float32:
+            _fail(TypeError, name, f"torch.float32 or the dtype of {q_name}, {q.dtype}", table.dtype)
+        if table.layout is not torch.strided:
+            _fail(TypeError, name, f"layout {torch.strided}", table.layout)
+        if table.device != q.device:
+            _fail(ValueError, name, f"the device of {q_name}, {q.device}", table.device)
+        if table.requires_grad and torch.is_grad_enabled():
+            _fail(ValueError, name, "a table without a gradient: detach() it", "one that requires grad")
+        if table.ndim == 0 or table.shape[-1] not in (rotary_dim, half):
+            expected = (
+                f"{rotary_dim} columns, one for each rotated element, or {half}, one for each pair of them"
+            )
+            _fail(ValueError, name, expected, f"shape {tuple(table.shape)}")
+    if sin.shape != cos.shape or sin.dtype != cos.dtype:
+        expected = f"shape and dtype of cos, {tuple(cos.shape)}, {cos.dtype}"
+        _fail(ValueError, "sin", expected, f"{tuple(sin.shape)}, {sin.dtype}")
+    if position_ids is not None:
+        _check_positions(position_ids, q, length, batch, q_name)
+        if cos.ndim != 2 or cos.shape[0] == 0:
+            expected = "two dimensions, (positions, columns), and a position at least, with position_ids"
+            _fail(ValueError, "cos", expected, tuple(cos.shape))
+    elif cos.shape[:-1] != (length,) and not (
+        cos.ndim == 3 and cos.shape[1] == length and (cos.shape[0] == 1 or cos.shape[0] == batch)
+    ):
+        columns = cos.shape[-1]
+        expected = (
+            f"shape ({length}, {columns}), (1, {length}, {columns}) or ({batch}, {length}, {columns}), since {q_name} "
+            f"of shape {tuple(q.shape)} has {length} positions"
+        )
+        hint = ""
+        if cos.ndim == 2 and cos.shape[0] > length:
+            hint = f": pass its first rows, cos[:{length}], or position_ids"
+        _fail(ValueError, "cos", expected, f"{tuple(cos.shape)}{hint}")
+
+
+def _check_positions(position_ids: Tensor, q: Tensor, length: int, batch: int, q_name: str) -> None:
+    if not isinstance(position_ids, Tensor):
+        _fail(TypeError, "position_ids", "a torch.Tensor or None", type(position_ids).__name__)
+    if position_ids.dtype != torch.int64:
+        _fail(TypeError, "position_ids", "torch.int64", position_ids.dtype)
+    if position_ids.layout is not torch.strided:
+        _fail(TypeError, "position_ids", f"layout {torch.strided}", position_ids.layout)
+    if position_ids.shape != (length,) and not (
+        position_ids.ndim == 2
+        and position_ids.shape[1] == length
+        and (position_ids.shape[0] == 1 or position_ids.shape[0] == batch)
+    ):
+        expected = (
+            f"shape ({length},), (1, {length}) or ({batch}, {length}), as {q_name} of shape {tuple(q.shape)}"
+        )
+        _fail(ValueError, "position_ids", expected, tuple(position_ids.shape))
+    if position_ids.device != q.device:
+        _fail(ValueError, "position_ids", f"the device of {q_name}, {q.device}", position_ids.device)
+
+
+def _fail(error: type[Exception], name: str, expected: str, got: object) -> NoReturn:
+    raise error(f"{name}: expected {expected}, got {got}")

@@ -1,0 +1,49 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Define the records of a checked call of `qk_norm_rope`, and the order of its tensors.
+
+`RopeSpec` has the numbers, `RopeWanted` the dtypes of the gradients of weights. `rms_norm_rope` is a call without k.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+RopeRounding = Literal["end", "each"]  # see `qk_norm_rope`
+_Maybe = Tensor | None
+# q, k, q_weight, k_weight, cos, sin, positions
+RopeTensors = tuple[Tensor, _Maybe, _Maybe, _Maybe, Tensor, Tensor, _Maybe]
+# dq_out, dk_out, and the forward's
+RopeBackwardTensors = tuple[Tensor, _Maybe, Tensor, _Maybe, _Maybe, _Maybe, Tensor, Tensor, _Maybe]
+RopeOutputs = tuple[Tensor, _Maybe]  # q_out, k_out
+RopeGradients = tuple[Tensor, _Maybe, _Maybe, _Maybe]  # dq, dk, dq_weight, dk_weight
+
+
+ROPE_OPS = "qk_norm_rope_forward", "qk_norm_rope_backward"  # as the registry names a backend's functions
+
+
+class RopeSpec(NamedTuple):
+    """Numbers of a call: each head of n elements is normalized, then its first `rotary_dim` elements are rotated. Those
+    behind n are the numbers of the library ops, in their order."""
+
+    n: int  # elements of a head, D
+    eps: float
+    offset: float  # added to both weights
+    rotary_dim: int  # R, even
+    interleaved: bool  # pairs are elements 2i and 2i + 1; else i and i + R / 2
+    casting: str
+    rope_rounding: str  # "end" or "each"
+
+
+ROPE_OPTIONS = RopeSpec._fields[1:]
+
+
+class RopeWanted(NamedTuple):
+    """Dtypes of the gradients of weights, None for one that is not wanted. dq and dk are always computed."""
+
+    dq_weight: torch.dtype | None = None
+    dk_weight: torch.dtype | None = None

@@ -1,0 +1,69 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Run an eager call of `qk_norm_rope` on a backend and record its gradient, which runs on the backend of the forward.
+
+Hooks or `tensor.data = ...` may have changed saved tensors since the forward, so a backward that is not known checks
+all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from tilegym_rmsnorm.call.rope import checked_rope_backward
+from tilegym_rmsnorm.call.rope_spec import ROPE_OPTIONS, RopeGradients, RopeSpec, RopeWanted
+from tilegym_rmsnorm.call.spec import Call
+from tilegym_rmsnorm.routes import choose, known_calls
+from tilegym_rmsnorm.routes.known_calls import KnownCalls
+from tilegym_rmsnorm.routes.rope_kernels import (
+    RunRope,
+    bind_rope,
+    bind_rope_backward,
+    rope_gradients_by_operations,
+    run_rope_backward,
+)
+from tilegym_rmsnorm.routes.rope_op import RopeFunction, call_rope_backward
+
+_is_in_inference_mode = torch.is_inference_mode_enabled  # in that mode enable_grad() records nothing
+# As in eager.py: in C++, without the Python around it.
+_record = super(torch.autograd.Function, RopeFunction).apply
+
+
+def bind_eager(tensors: tuple[Any, ...], call: Call) -> RunRope:
+    """Return a function that runs tensors with the metadata of these, and records the call where autograd would. It
+    holds none of them."""
+    run = bind_rope(tensors, call)
+    is_recorded = torch.is_grad_enabled() and any(
+        [each is not None and each.requires_grad for each in tensors[:4]]
+    )
+    if not is_recorded or _is_in_inference_mode():
+        return run
+    gradients = functools.partial(_gradients, call, KnownCalls())
+    return lambda tensors: _record(*tensors, run, gradients)
+
+
+def _gradients(
+    call: Call, backwards: KnownCalls, tensors: tuple[Any, ...], wanted: RopeWanted
+) -> RopeGradients:
+    """Compute the gradients that autograd asks for, of a backward like an earlier one without checks."""
+    known_call = None
+    if not torch.is_grad_enabled():
+        known_call = known_calls.rope_call(tensors, wanted, call.backend)
+        if (known := backwards.find(known_call)) is not None:
+            return known(tensors)
+    spec: RopeSpec = call.spec
+    options: dict[str, Any] = dict(zip(ROPE_OPTIONS, spec[1:], strict=True))
+    checked = checked_rope_backward(*tensors, **options)
+    route = choose.route_of(checked, call.backend, wanted, is_by_autograd=True)
+    if route.name == choose.OP:
+        return call_rope_backward(checked.tensors, route.call, wanted)
+    if route.name == choose.OPERATIONS:
+        return rope_gradients_by_operations(checked.tensors, spec, wanted)
+    gradients = run_rope_backward(checked, route.call, wanted)
+    if known_calls.may_remember(tensors, checked.tensors, route.call.backward):
+        backwards.remember(known_call, lambda: bind_rope_backward(tensors, route.call, wanted))
+    return gradients

@@ -1,0 +1,112 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Run a checked call of `qk_norm_rope` on a backend, or by PyTorch's operations. Nothing is checked or recorded here.
+
+Tensors are in the order of call/rope_spec.py, heads (B, T, H, D) or (T, H, D). `bind_rope` and `bind_rope_backward`
+decide all that shapes, strides and dtypes decide, as kernels.py does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilegym_rmsnorm.backends.contract import bound
+from tilegym_rmsnorm.backends.layout import View, in_shape_of, viewed
+from tilegym_rmsnorm.backends.rope_layout import rope_views
+from tilegym_rmsnorm.call.arguments import Checked
+from tilegym_rmsnorm.call.rope_spec import RopeGradients, RopeOutputs, RopeSpec, RopeWanted
+from tilegym_rmsnorm.call.spec import Call
+from tilegym_rmsnorm.call.tensors import check_memory
+from tilegym_rmsnorm.rope_reference import rope_forward_torch, rope_gradients_torch
+from tilegym_rmsnorm.routes.kernels import unseen
+
+RunRope = Callable[[tuple[Any, ...]], Any]
+
+
+def bind_rope(tensors: tuple[Any, ...], call: Call) -> RunRope:
+    """Return a function of tensors with the metadata of these, which holds none of them: it computes q_out and
+    k_out."""
+    if _has_no_elements(tensors):
+        return torch.no_grad()(lambda tensors: rope_by_operations(tensors, call.spec))
+    views = rope_views(tensors)
+    return _arranged(bound(call.forward, call.spec, viewed(tensors, views)), tensors, views)
+
+
+def bind_rope_backward(tensors: tuple[Any, ...], call: Call, wanted: RopeWanted) -> RunRope:
+    """The same of a backward: dq, dk, and the wanted gradients of the weights."""
+    if _has_no_elements(tensors):
+        return torch.no_grad()(lambda tensors: rope_gradients_by_operations(tensors, call.spec, wanted))
+    views = rope_views(tensors)
+    return _arranged(bound(call.backward, call.spec, viewed(tensors, views), wanted), tensors, views)
+
+
+def run_rope(checked: Checked, call: Call) -> RopeOutputs:
+    """Run a forward by itself, which autograd does not record."""
+    with unseen(call.forward):  # type: ignore[arg-type]
+        return bind_rope(checked.tensors, call)(checked.tensors)
+
+
+def run_rope_backward(checked: Checked, call: Call, wanted: RopeWanted) -> RopeGradients:
+    """Run a backward by itself."""
+    with unseen(call.backward):  # type: ignore[arg-type]
+        return bind_rope_backward(checked.tensors, call, wanted)(checked.tensors)
+
+
+def rope_by_operations(tensors: tuple[Any, ...], spec: RopeSpec) -> RopeOutputs:
+    """Compute q_out and k_out by PyTorch's differentiable operations; contiguous. Raises ValueError where the memory of
+    a tensor was freed."""
+    _check_memory("q k q_weight k_weight cos sin position_ids", tensors)
+    outputs = rope_forward_torch(_in_batches(tensors), spec)
+    return tuple(_packed_as(each, tensors[0]) for each in outputs)  # type: ignore[return-value]
+
+
+def rope_gradients_by_operations(
+    tensors: tuple[Any, ...], spec: RopeSpec, wanted: RopeWanted
+) -> RopeGradients:
+    """Compute the gradients so that they can be differentiated again."""
+    _check_memory("dq_out dk_out q k q_weight k_weight cos sin position_ids", tensors)
+    dq, dk, *of_weights = rope_gradients_torch(_in_batches(tensors), spec, wanted)
+    return _packed_as(dq, tensors[0]), _packed_as(dk, tensors[0]), *of_weights  # type: ignore[return-value]
+
+
+def _has_no_elements(tensors: tuple[Any, ...]) -> bool:
+    """Whether there is a tensor of heads without elements."""
+    return any(each is not None and each.numel() == 0 for each in tensors[:-5])
+
+
+def _arranged(run: RunRope, tensors: tuple[Any, ...], views: list[View]) -> RunRope:
+    """Arrange tensors like these for a backend's function, and give its first two results three dimensions where the
+    heads have three."""
+    if not any(views):
+        return run
+    if tensors[0].ndim == 4:
+        return lambda tensors: run(viewed(tensors, views))
+
+    def run_arranged(tensors: tuple[Any, ...]) -> Any:
+        first, second, *others = run(viewed(tensors, views))
+        heads = zip((first, second), tensors, strict=False)
+        return *(None if each is None else in_shape_of(like, each) for each, like in heads), *others
+
+    return run_arranged
+
+
+def _check_memory(names: str, tensors: tuple[Any, ...]) -> None:
+    check_memory(**dict(zip(names.split(), tensors, strict=True)))
+
+
+def _in_batches(tensors: tuple[Any, ...]) -> Any:
+    if tensors[0].ndim == 4:
+        return tensors
+    *heads, q_weight, k_weight, cos, sin, positions = tensors
+    return *(None if each is None else each[None] for each in heads), q_weight, k_weight, cos, sin, positions
+
+
+def _packed_as(result: Tensor | None, heads: Tensor) -> Tensor | None:
+    if result is None:
+        return None
+    return (result if heads.ndim == 4 else result[0]).contiguous()
