@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 VOCABULARY = 64
 TOKENS = torch.randint(VOCABULARY - 1, (2, 12), generator=torch.Generator().manual_seed(2))
-_SIZES = {
+SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -43,14 +43,24 @@ _EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
+# Layers without attention, and with it.
+_LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 
 
 class Architecture(NamedTuple):
-    """name: of the model's class, without ForCausalLM. The counts are those of a patch with its layers."""
+    """name: of the model's class, without ForCausalLM. The counts are those of a patch with its layers.
+    attention: how many are rewritten."""
 
     name: str
     arithmetics: dict[str, int]  # how many norms have which
     layers: int = 0
+    attention: int = 0
     declined: dict[str, int] = {}  # how many modules of which class are declined
     options: dict[str, Any] = {}  # of the config
     config: str = ""  # its class, where it is not the name's
@@ -75,7 +85,7 @@ class Architecture(NamedTuple):
         import transformers
 
         config_class = getattr(transformers, self.config or f"{self.name}Config")
-        return getattr(transformers, f"{self.name}ForCausalLM")(config_class(**{**_SIZES, **self.options}))
+        return getattr(transformers, f"{self.name}ForCausalLM")(config_class(**{**SIZES, **self.options}))
 
     def given(self, dtype: torch.dtype) -> dict[str, Tensor]:
         given = {"input_ids": TOKENS} if self.inputs is None else self.inputs()
@@ -138,7 +148,7 @@ def _paligemma(case: Architecture) -> nn.Module:
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision = SiglipVisionConfig(**sizes, image_size=16, patch_size=8, projection_dim=32)
-    text = GemmaConfig(**{**_SIZES, "pad_token_id": 0})
+    text = GemmaConfig(**{**SIZES, "pad_token_id": 0})
     return PaliGemmaForConditionalGeneration(
         PaliGemmaConfig(
             vision_config=vision.to_dict(),
@@ -159,17 +169,18 @@ def _text_and_image() -> dict[str, Tensor]:
 
 ARCHITECTURES = [
     Architecture("Llama", {"llama": 5}, 2, is_fast=True),
-    Architecture("Qwen3", {"llama": 9}, 2, is_fast=True),
+    Architecture("Qwen3", {"llama": 9}, 2, 2, is_fast=True),
     Architecture("Gemma2", {"offset": 9}, 2, is_fast=True),
-    Architecture("Olmo2", {"once": 9}, 0, {"Olmo2DecoderLayer": 2}, is_fast=True),
+    Architecture(
+        "Olmo2", {"once": 9}, 0, declined={"Olmo2DecoderLayer": 2, "Olmo2Attention": 2}, is_fast=True
+    ),
     Architecture("GptOss", {"once": 5}, 2, options=_EXPERTS, is_fast=True),
     Architecture("Granite", {"llama": 5}, 2, options={"residual_multiplier": 0.3}, is_fast=True),
-    Architecture("Cohere2", {}, 0, {"Cohere2LayerNorm": 3}, is_fast=True),
+    Architecture("Cohere2", {}, declined={"Cohere2LayerNorm": 3}, is_fast=True),
     Architecture(
         "T5",
         {"t5": 12},
-        0,
-        {"T5LayerSelfAttention": 4, "T5LayerCrossAttention": 2, "T5LayerFF": 4},
+        declined={"T5LayerSelfAttention": 4, "T5LayerCrossAttention": 2, "T5LayerFF": 4},
         make=_t5,
         inputs=lambda: {"input_ids": TOKENS, "decoder_input_ids": TOKENS.flip(1)},
         is_fast=True,
@@ -177,25 +188,44 @@ ARCHITECTURES = [
     Architecture("Mistral", {"llama": 5}, 2),
     Architecture("Mixtral", {"llama": 5}, 2, options=_EXPERTS),
     Architecture("Qwen2", {"llama": 5}, 2),
-    Architecture("Qwen3Moe", {"llama": 9}, 2, options=_EXPERTS),
+    Architecture("Qwen3Moe", {"llama": 9}, 2, 2, options=_EXPERTS),
     Architecture(
         "Qwen3Next",
         {"offset": 7},
         2,
+        1,
         {"Qwen3NextRMSNormGated": 1},
+        options={**_EXPERTS, **_LINEAR},
+    ),
+    Architecture(
+        "Qwen3_5",
+        {"offset": 7},
+        2,
+        1,
+        {"Qwen3_5RMSNormGated": 1},
+        config="Qwen3_5TextConfig",
+        options=_LINEAR,
+    ),
+    Architecture(
+        "Glm4Moe",
+        {"llama": 9},
+        2,
+        2,
         options={
             **_EXPERTS,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 2,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "layer_types": ["linear_attention", "full_attention"],
+            "use_qk_norm": True,
+            "n_routed_experts": 2,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
         },
     ),
     Architecture(
         "Llama4",
         {"llama": 5, "no weight": 2},
         2,
+        declined={"Llama4TextAttention": 2},
         config="Llama4TextConfig",
         options={
             "intermediate_size_mlp": 48,
@@ -206,12 +236,11 @@ ARCHITECTURES = [
         },
     ),
     Architecture("Gemma", {"offset": 5}, 2),
-    Architecture("Gemma3", {"offset": 13}, 2, config="Gemma3TextConfig"),
+    Architecture("Gemma3", {"offset": 13}, 2, 2, config="Gemma3TextConfig"),
     Architecture(
         "Gemma3n",
         {"optional weight": 22},
-        0,
-        {"Gemma3nTextDecoderLayer": 2},
+        declined={"Gemma3nTextDecoderLayer": 2, "Gemma3nTextAttention": 2},
         config="Gemma3nTextConfig",
         options={
             "vocab_size_per_layer_input": VOCABULARY,
@@ -228,6 +257,7 @@ ARCHITECTURES = [
         "DeepseekV3",
         {"llama": 9},
         2,
+        declined={"DeepseekV3Attention": 2},
         options={
             "num_key_value_heads": 4,
             "n_routed_experts": 2,
@@ -248,8 +278,7 @@ ARCHITECTURES = [
     Architecture(
         "NemotronH",
         {"once": 4},
-        0,
-        {"NemotronHBlock": 3, "NemotronHRMSNormGated": 1},
+        declined={"NemotronHBlock": 3, "NemotronHRMSNormGated": 1},
         options={
             "layer_types": ["mamba", "attention", "moe"],
             "num_hidden_layers": 3,
@@ -281,8 +310,7 @@ ARCHITECTURES = [
     Architecture(
         "Mamba2",
         {"llama": 3},
-        0,
-        {"MambaRMSNormGated": 2, "Mamba2Block": 2},
+        declined={"MambaRMSNormGated": 2, "Mamba2Block": 2},
         options={
             "num_heads": 8,
             "head_dim": 8,
@@ -292,9 +320,11 @@ ARCHITECTURES = [
             "chunk_size": 8,
         },
     ),
-    Architecture("PaliGemma", {"offset": 5}, 2, {"LayerNorm": 4}, make=_paligemma, inputs=_text_and_image),
-    Architecture("Exaone4", {"llama": 9}, 0, {"Exaone4DecoderLayer": 2}),
-    Architecture("NanoChat", {"no weight": 9}, 2),
+    Architecture(
+        "PaliGemma", {"offset": 5}, 2, declined={"LayerNorm": 4}, make=_paligemma, inputs=_text_and_image
+    ),
+    Architecture("Exaone4", {"llama": 9}, 0, 2, {"Exaone4DecoderLayer": 2}),
+    Architecture("NanoChat", {"no weight": 9}, 2, declined={"NanoChatAttention": 2}),
     Architecture(
         "RecurrentGemma",
         {"offset": 5},

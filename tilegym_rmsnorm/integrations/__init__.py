@@ -72,7 +72,9 @@ def patch_model(
     Args:
         model: Any module, built or loaded.
         patch_layers: Also rewrite the layers in which a norm follows a residual add, so that one call does both. The
-            sum is rounded as before. A norm with hooks receives the sum in a call of its own.
+            sum is rounded as before. A norm with hooks receives the sum in a call of its own. And rewrite the attention
+            in which the norms of q and k precede a rotary embedding, so that one call does all: see `qk_norm_rope`. On
+            CUDA devices that call is not made yet. Attention whose norms have hooks is left as it is.
         backend: A name or `"auto"`, for these norms. None: the backend in effect when a norm is called.
 
     Returns:
@@ -88,7 +90,7 @@ def patch_model(
 
 
 def unpatch_model(model: torch.nn.Module) -> PatchReport:
-    """Undo `patch_model`: give the norms and layers of a model their old classes back.
+    """Undo `patch_model`: give the norms, layers and attention of a model their old classes back.
 
     Args:
         model: Any module, patched or not.

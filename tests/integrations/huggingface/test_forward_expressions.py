@@ -79,6 +79,10 @@ def refused(cls) -> str:
     [
         (LLAMA, LLAMA_MATCH),
         (GEMMA, Match("offset", "weight", "eps", offset=1.0)),
+        (
+            GEMMA.replace("_norm(self, x)", "_norm(self, x, y=None)"),
+            Match("offset", "weight", "eps", offset=1.0),
+        ),
         (GEMMA.replace("1.0 + self", "2 + self"), Match("offset", "weight", "eps", offset=2.0)),
         (GEMMA.replace("(1.0 + self.weight.float())", "self.weight"), Match("once", "weight", "eps")),
         (T5, Match("t5", "weight", "variance_epsilon")),
@@ -237,7 +241,7 @@ def test_what_leaves_no_trace(class_of, old, new):
         (GEMMA, "1.0 + self.weight.float()", "1.0 + self.weight"),
         (GEMMA, "(1.0 + self.weight.float())", "(1.0 + self.weight).float()"),
         (GEMMA, "def forward", "@torch.no_grad()\ndef forward"),
-        (GEMMA, "def _norm(self, x)", "def _norm(self, x, y=None)"),
+        (GEMMA, "def _norm(self, x)", "def _norm(self, x, y=())"),
         (GEMMA, "def _norm", "@property\ndef _norm"),
         (GEMMA, "self._norm(", "self.other("),
         (GEMMA, "self._norm(x.float())", "self._norm(x.float(), x)"),

@@ -45,11 +45,11 @@ def test_what_is_patched_and_what_is_declined(case):
     model = case.built()
     report = patch_model(model, patch_layers=True)
     assert collections.Counter(norm.arithmetic for norm in report.patched) == case.arithmetics
-    assert len(report.layers) == case.layers
+    assert (len(report.layers), len(report.attention)) == (case.layers, case.attention)
     assert collections.Counter(each.class_name for each in report.declined) == case.declined
     assert all(each.reason for each in report.declined)
     restored = unpatch_model(model)
-    assert len(restored.restored) == len(report.patched) + len(report.layers)
+    assert len(restored.restored) == len(report.patched) + case.layers + case.attention
 
 
 @pytest.mark.parametrize("layers", [False, True], ids=["norms", "layers"])

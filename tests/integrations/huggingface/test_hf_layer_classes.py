@@ -12,7 +12,8 @@ import re
 import pytest
 from hf_models import classes_of_models
 
-from tilegym_rmsnorm.integrations.huggingface.layers import forward_of, rewritten
+from tilegym_rmsnorm.integrations.huggingface.layers import rewritten
+from tilegym_rmsnorm.integrations.huggingface.rewriting import forward_of
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

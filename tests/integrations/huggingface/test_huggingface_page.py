@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from hf_models import ARCHITECTURES
+from test_hf_attention_classes import REWRITTEN as ATTENTION
 from test_hf_layer_classes import REWRITTEN
 from test_hf_norm_classes import DECLINED_RMS_NORMS, EXPECTED
 
@@ -43,5 +44,6 @@ def test_the_table_of_arithmetics():
     assert f"these are {sum(counts.values())} classes" in text
     assert f"are {sum(DECLINED_RMS_NORMS.values())} classes named RMSNorm: the 14 gated ones" in text
     assert f"{sum(REWRITTEN.values())} classes of layers" in text
+    assert f"{ATTENTION} classes of attention" in text
     assert DECLINED_RMS_NORMS["takes more than one tensor"] == 14
     assert f"{len(ARCHITECTURES)} architectures" in text

@@ -7,7 +7,11 @@
     expressions   turns a forward into one expression
     arithmetic    says which expression is which norm, and how a kernel is called for it
     norms         makes classes of norms that call a kernel
+    rewriting     compiles a forward again, with other statements
     layers        makes classes of layers whose norms add the residual
+    rotary        says which function is a rotary embedding
+    attention     makes classes of attention whose norms of q and k run with the rotary embedding
+    folding       runs these norms and the rotary embedding, in one call where it can
     inplace       finds norms whose input is changed afterwards
     patch         gives a model's modules these classes, and takes them back
     report        lists the modules that were patched or declined, with reasons
@@ -17,12 +21,22 @@ None of these modules imports transformers.
 """
 
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match
+from tilegym_rmsnorm.integrations.huggingface.attention import AttentionPatch
 from tilegym_rmsnorm.integrations.huggingface.layers import LayerPatch
 from tilegym_rmsnorm.integrations.huggingface.mapping import kernel_mapping
 from tilegym_rmsnorm.integrations.huggingface.norms import NormPatch, loaded_class
 from tilegym_rmsnorm.integrations.huggingface.report import PatchReport
 
-__all__ = ["LayerPatch", "Match", "NormPatch", "PatchReport", "kernel_mapping", "loaded_class"]
+__all__ = [
+    "AttentionPatch",
+    "LayerPatch",
+    "Match",
+    "NormPatch",
+    "PatchReport",
+    "kernel_mapping",
+    "loaded_class",
+]
 
 # Pickles of patched modules name these so, wherever their files stand.
-Match.__module__ = LayerPatch.__module__ = NormPatch.__module__ = loaded_class.__module__ = __name__
+for each in (AttentionPatch, LayerPatch, Match, NormPatch, loaded_class):
+    each.__module__ = __name__

@@ -225,10 +225,15 @@ def _match(expression: Expression) -> Match:
             if fields is not None:
                 return Match(name, **fields, rstd_first=_is_rstd_first(expression))
     for pattern, reason in _DECLINED:
-        if next(_unified(pattern, expression, {}), None) is not None:
+        if is_match(pattern, expression):
             raise Unclear(reason)
     text = text_of(expression)
     raise Unclear(f"computes no arithmetic that is known: {text if len(text) < 160 else text[:157] + '...'}")
+
+
+def is_match(pattern: Expression, found: Any) -> bool:
+    """Return whether a pattern is an expression, whatever the order of factors and of terms."""
+    return next(_unified(pattern, found, {}), None) is not None
 
 
 def _is_rstd_first(expression: Any) -> bool:

@@ -15,6 +15,8 @@ An expression is nested tuples, an operation and its operands:
     ("mul", a, b)  ("add", a, b)  ("square", e)  ("rsqrt", e)  ("mean", e)       mean: of the last dimension, kept
     ("if", test, a, b)  ("in", e, values)  ("is not None", e)
     ("rms_norm", x, shape, weight, eps)             PyTorch's own
+
+A `Reader` that knows more operations reads other functions than norms, as in rotary.py.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import ast
 import builtins
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
@@ -61,7 +63,7 @@ def expression_of(cls: type, lookups: Lookups | None = None) -> Expression:
     function = inspect.getattr_static(cls, "forward", None)
     if not isinstance(function, FunctionType):
         raise Unclear("is no plain function")
-    return _Reader(cls, [] if lookups is None else lookups).read(function, [_SELF, X], {}, is_forward=True)
+    return Reader(cls, [] if lookups is None else lookups).read(function, [_SELF, X], {}, is_forward=True)
 
 
 def text_of(expression: Any) -> str:
@@ -87,7 +89,7 @@ class _Object(NamedTuple):
     value: Any
 
 
-class _Reader:
+class Reader:
     def __init__(self, cls: type, lookups: Lookups) -> None:
         self.cls = cls
         self.lookups = lookups
@@ -105,7 +107,7 @@ class _Reader:
         if self.depth == _MAX_DEPTH:
             raise Unclear("calls functions too deeply")
         parameters = _parameters(tree, is_forward)
-        values = dict(zip(parameters, given, strict=False)) | named
+        values = _defaults(function, parameters) | dict(zip(parameters, given, strict=False)) | named
         if len(given) > len(parameters) or set(values) != set(parameters):
             raise Unclear("calls a function with other arguments than it takes")
         self.depth += 1
@@ -141,10 +143,22 @@ class _Reader:
                 continue
             else:
                 raise Unclear(f"has a statement that is not read: {text_of_node(statement)}")
-            if not isinstance(target, ast.Name):
+            if not self.bind(target, self.value(value, values, function), values):
                 raise Unclear(f"has a statement that is not read: {text_of_node(statement)}")
-            values[target.id] = self.value(value, values, function)
         return None
+
+    def bind(self, target: ast.expr, value: Any, values: dict[str, Any]) -> bool:
+        """Assign a value. Return whether such a target is read."""
+        if isinstance(target, ast.Name):
+            values[target.id] = value
+        return isinstance(target, ast.Name)
+
+    def method_read(self, name: str) -> Callable[..., Any] | None:
+        """Return what makes the expression of a call of this method of a tensor."""
+        return _METHODS.get(name)
+
+    def function_read(self, called: Any) -> Callable[..., Any] | None:
+        return _FUNCTIONS.get(called)
 
     def value(self, node: ast.expr, values: dict[str, Any], function: FunctionType) -> Any:
         """Evaluate a node: an `Expression` or an `_Object`."""
@@ -222,13 +236,14 @@ class _Reader:
                     return self.read(method, [_SELF, *given], named)
                 raise Unclear(f"calls self.{node.attr}, which is no method of its class")
             if not isinstance(base, _Object):
-                if node.attr not in _METHODS:
+                operation = self.method_read(node.attr)
+                if operation is None:
                     raise Unclear(f"calls .{node.attr}() of a tensor")
-                return _applied(_METHODS[node.attr], [base, *given], named)
+                return _applied(operation, [base, *given], named)
         called = self.value(node, values, function)
         if isinstance(called, _Object):
             try:
-                operation = _FUNCTIONS.get(called.value)
+                operation = self.function_read(called.value)
             except TypeError:  # not hashable
                 operation = None
             if operation is not None:
@@ -247,9 +262,16 @@ def _parameters(tree: ast.FunctionDef, is_forward: bool) -> list[str]:
     if is_forward and (more or len(names) != 2):
         others = ", ".join([*names[2:], *more])
         raise Unclear(f"takes more than one tensor: {others}" if others else "takes no tensor")
-    if more or arguments.defaults:
+    if more or (is_forward and arguments.defaults):
         raise Unclear("calls a function with arguments that are not read")
     return names
+
+
+def _defaults(function: FunctionType, parameters: list[str]) -> dict[str, Any]:
+    values = function.__defaults__ or ()
+    if not all(value is None or isinstance(value, (bool, int, float)) for value in values):
+        raise Unclear("calls a function with arguments that are not read")
+    return {name: ("const", value) for name, value in zip(parameters[::-1], values[::-1], strict=False)}
 
 
 def _is_text(statement: ast.stmt) -> bool:
@@ -330,7 +352,7 @@ def _rms_norm(
 
 
 _OPERATORS = {ast.Mult: _mul, ast.Add: _add, ast.Pow: _pow}
-_METHODS = MappingProxyType(
+_METHODS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {
         "to": _to,
         "type": _to,

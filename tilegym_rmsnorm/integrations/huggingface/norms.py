@@ -184,19 +184,9 @@ def add_norm(norm: torch.nn.Module, residual: Any, x: Any) -> tuple[Any, Any]:
 
 
 def _is_fusable(norm: torch.nn.Module, x: Any, residual: Any) -> bool:
-    """Return whether no hook or derived class sees a call of the norm, and both tensors have one shape and device."""
-    cls: Any = type(norm)
-    has_hooks = norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks
+    """Return whether nothing sees a call of the norm, and both tensors have one shape and device."""
     return not (
-        has_hooks
-        or norm._backward_pre_hooks
-        or "forward" in norm.__dict__  # accelerate's hooks, too
-        or "_call_impl" in norm.__dict__
-        # A class derived from the patched one may define these:
-        or cls.forward is not cls.patched_forward
-        or cls.__call__ is not torch.nn.Module.__call__
-        or cls._call_impl is not torch.nn.Module._call_impl
-        or torch.nn.modules.module._has_any_global_hook()
+        is_watched(norm)
         or not isinstance(x, Tensor)
         or not isinstance(residual, Tensor)
         or x.shape != residual.shape
@@ -204,6 +194,31 @@ def _is_fusable(norm: torch.nn.Module, x: Any, residual: Any) -> bool:
         or not (x.is_floating_point() and residual.is_floating_point())
         or order_in_memory(x) is not None
         or order_in_memory(residual) is not None
+    )
+
+
+def is_watched(norm: torch.nn.Module) -> bool:
+    """Return whether a hook or a derived class sees the calls of a patched norm."""
+    cls: Any = type(norm)
+    return (
+        has_hooks(norm)
+        # A class derived from the patched one may define these:
+        or cls.forward is not cls.patched_forward
+        or cls.__call__ is not torch.nn.Module.__call__
+        or cls._call_impl is not torch.nn.Module._call_impl
+        or torch.nn.modules.module._has_any_global_hook()
+    )
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Return whether something on the module itself sees its calls."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__  # accelerate's hooks, too
+        or "_call_impl" in module.__dict__
     )
 
 

@@ -1,7 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Patch the norms and layers of a model, and take the patch back. All changes are chosen before the first is made.
+"""Patch the norms, layers and attention of a model, and take the patch back. All changes are chosen before the first
+is made.
 
 A patch replaces the class of a module, and the forwards that are bound to the module: accelerate keeps one in
 `_old_forward`, behind its hooks, and `kernelize` and the removal of hooks leave one in `forward`.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -19,57 +20,61 @@ import torch
 from torch import nn
 
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match, is_eps, match_of
+from tilegym_rmsnorm.integrations.huggingface.attention import AttentionPatch, norms_of, rotates
 from tilegym_rmsnorm.integrations.huggingface.inplace import changed_inputs, fits
 from tilegym_rmsnorm.integrations.huggingface.layers import (
     LayerPatch,
-    children_that_are,
-    forward_of,
     has_sum,
     rewritten,
 )
 from tilegym_rmsnorm.integrations.huggingface.norms import (
     NormPatch,
     PatchedType,
+    has_hooks,
     made_from,
     patch_of,
     patched_class,
 )
 from tilegym_rmsnorm.integrations.huggingface.report import (
     Declined,
+    PatchedAttention,
     PatchedLayer,
     PatchedNorm,
     PatchReport,
     Restored,
 )
+from tilegym_rmsnorm.integrations.huggingface.rewriting import forward_of
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 from tilegym_rmsnorm.nn.module import RMSNorm
 from tilegym_rmsnorm.settings import check_backend_name
 
 _CALLED = ("_call_impl", "__getattribute__")  # lead from a call to forward, besides __call__
 _BOUND = ("forward", "_old_forward")  # attributes of a module that may hold a bound forward
+_REWRITINGS = (LayerPatch, AttentionPatch)
 _Parents = dict[int, list[tuple[nn.Module, str]]]  # by id of a child: its parents, and its name in each
 
 
 def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
-    """Choose classes for norms, then for layers, and give them to the modules. Documented at `patch_model`."""
+    """Choose classes for norms, then for layers and attention, and give them to the modules. Documented at
+    `patch_model`."""
     _check_module("patch_model", model)
     if backend is not None:
         check_backend_name(backend)
     patched: list[PatchedNorm] = []
     declined: list[Declined] = []
-    changes: list[tuple[nn.Module, PatchedType]] = []
-    norms: list[nn.Module] = []
+    changes: list[tuple[nn.Module, type]] = []
+    norms: dict[int, type] = {}  # by id of each norm that is patched: its class after the patch
     already = 0
     parents = _parents(model)
     for name, module in _parts(model):
         cls = type(module)
         found, old = made_from(cls), patch_of(cls)
-        if isinstance(old, LayerPatch):
+        if isinstance(old, _REWRITINGS):
             continue
         if isinstance(module, RMSNorm) or (old is not None and found is None):
             already += 1  # ours, or of a class derived from a patched one
             if old is not None:
-                norms.append(module)
+                norms[id(module)] = cls
             continue
         original = _original(cls)
         try:
@@ -79,38 +84,38 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
             if _looks_like_norm(original, module):
                 declined.append(Declined(name, cls.__name__, str(error)))
             continue
-        norms.append(module)
         new = NormPatch(match, backend)
+        norms[id(module)] = cls if old == new else patched_class(original, new)
         if old == new:
             already += 1
             continue
-        changes.append((module, patched_class(original, new)))
+        changes.append((module, norms[id(module)]))
         patched.append(PatchedNorm(name, cls.__name__, match.arithmetic))
 
     layers: list[PatchedLayer] = []
+    attention: list[PatchedAttention] = []
     for name, module in _parts(model) if patch_layers else ():
         cls = type(module)
-        children = children_that_are(module, norms)
-        if not children:
-            continue
-        if isinstance(patch_of(cls), LayerPatch):
+        if isinstance(patch_of(cls), _REWRITINGS):
             already += 1
             continue
         try:
-            _check_forward_is_called(module)
-            fused = _fused(cls, children)
-            new_class = patched_class(cls, LayerPatch(fused))
+            chosen = _chosen(module, norms)
         except Unclear as error:
-            holds_layers = any(isinstance(child, nn.ModuleList) for child in module.children())
-            if has_sum(cls) and not holds_layers:
-                declined.append(Declined(name, cls.__name__, str(error)))
+            declined.append(Declined(name, cls.__name__, str(error)))
             continue
-        layers.append(PatchedLayer(name, cls.__name__, fused))
+        if chosen is None:
+            continue
+        rewriting, new_class = chosen
+        if isinstance(rewriting, LayerPatch):
+            layers.append(PatchedLayer(name, cls.__name__, rewriting.norms))
+        else:
+            attention.append(PatchedAttention(name, cls.__name__, rewriting.norms))
         changes.append((module, new_class))
 
     for module, changed in changes:
         _give_class(module, changed)
-    return PatchReport(tuple(patched), tuple(layers), tuple(declined), (), already)
+    return PatchReport(tuple(patched), tuple(layers), tuple(attention), tuple(declined), (), already)
 
 
 def unpatch(model: Any) -> PatchReport:
@@ -238,9 +243,69 @@ def _match(module: nn.Module, cls: type) -> Match:
     return match
 
 
-def _fused(cls: type, children: list[str]) -> tuple[str, ...]:
+def _chosen(
+    module: nn.Module, norms: dict[int, type]
+) -> tuple[LayerPatch | AttentionPatch, PatchedType] | None:
+    """Return how a module is rewritten, and its new class; None for one that is neither a layer nor attention. Raise
+    `Unclear` for one that cannot be rewritten. norms: by the id of each patched norm its class after the patch."""
+    reasons = []
+    for choose in (_layer, _attention):
+        try:
+            patch = choose(module, norms)
+            if patch is not None:
+                return patch, patched_class(type(module), patch)
+        except Unclear as error:
+            reasons.append(str(error))
+    if reasons:
+        raise Unclear("; ".join(dict.fromkeys(reasons)))
+    return None
+
+
+def _patched_children(module: nn.Module, norms: dict[int, type]) -> list[str]:
+    return [name for name, child in module.named_children() if id(child) in norms]
+
+
+def _layer(module: nn.Module, norms: dict[int, type]) -> LayerPatch | None:
+    children = _patched_children(module, norms)
+    if not children:
+        return None
     try:
-        return rewritten(cls, children)[1]
+        _check_forward_is_called(module)
+        return LayerPatch(_read(lambda cls: rewritten(cls, children)[1], type(module)))
+    except Unclear:
+        holds_layers = any(isinstance(child, nn.ModuleList) for child in module.children())
+        if has_sum(type(module)) and not holds_layers:
+            raise
+    return None
+
+
+def _attention(module: nn.Module, norms: dict[int, type]) -> AttentionPatch | None:
+    if not module._modules:
+        return None
+    try:
+        names = _read(norms_of, type(module))
+    except Unclear:
+        if _patched_children(module, norms) and rotates(type(module)):
+            raise
+        return None
+    children: list[Any] = [getattr(module, name, None) for name in names]
+    if None in children:
+        return None  # it is built without these norms
+    _check_forward_is_called(module)
+    for name, norm in zip(names, children, strict=True):
+        if id(norm) not in norms:
+            raise Unclear(f"its {name}, of class {type(norm).__name__}, is not patched")
+        if has_hooks(norm):
+            raise Unclear(f"its {name} has hooks, or a forward of its own")
+    q_norm, k_norm = children
+    if norms[id(q_norm)] is not norms[id(k_norm)]:
+        raise Unclear(f"its {names[0]} and {names[1]} compute different norms")
+    return AttentionPatch(names)
+
+
+def _read(read: Callable[[type], tuple[str, ...]], cls: type) -> tuple[str, ...]:
+    try:
+        return read(cls)
     except Unclear as error:
         raise Unclear(f"its forward {error}") from None
 

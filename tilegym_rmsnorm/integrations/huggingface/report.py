@@ -22,6 +22,12 @@ class PatchedLayer(NamedTuple):
     norms: tuple[str, ...]  # the children that add the residual too
 
 
+class PatchedAttention(NamedTuple):
+    name: str
+    class_name: str
+    norms: tuple[str, ...]  # of q and of k
+
+
 class Declined(NamedTuple):
     name: str
     class_name: str
@@ -35,16 +41,18 @@ class Restored(NamedTuple):
 
 @dataclass(frozen=True)
 class PatchReport:
-    """Norms and layers that `patch_model` or `unpatch_model` changed, and those left as they were. `str` of a report is
-    a table for people.
+    """Norms, layers and attention that `patch_model` or `unpatch_model` changed, and those left as they were. `str` of
+    a report is a table for people.
 
     Args:
         patched: The norms that this call patched: name, class_name and arithmetic of each.
         layers: The layers that this call rewrote: name, class_name, and the norms that add the residual.
-        declined: Modules that look like a norm or a layer and were left as they are: name, class_name and reason of
-            each.
+        attention: The attention that this call rewrote: name, class_name, and the norms of q and k, which run in one
+            call with the rotary embedding.
+        declined: Modules that look like a norm, a layer or such attention and were left as they are: name, class_name
+            and reason of each.
         restored: Modules to which `unpatch_model` gave their class back: name and class_name of each.
-        already: The number of norms and layers that had been patched before, and so were left as they are.
+        already: The number of norms, layers and attention that had been patched before, and so were left as they are.
         if_nothing: The text of a report that lists nothing.
     """
 
@@ -52,6 +60,7 @@ class PatchReport:
 
     patched: tuple[PatchedNorm, ...] = ()
     layers: tuple[PatchedLayer, ...] = ()
+    attention: tuple[PatchedAttention, ...] = ()
     declined: tuple[Declined, ...] = ()
     restored: tuple[Restored, ...] = ()
     already: int = 0
@@ -63,6 +72,7 @@ class PatchReport:
         return {
             "patched": len(self.patched),
             "layers": len(self.layers),
+            "attention": len(self.attention),
             "declined": len(self.declined),
             "restored": len(self.restored),
             "already": self.already,
@@ -72,6 +82,7 @@ class PatchReport:
         lines = [
             *_section("patched", [(n.class_name, n.arithmetic, n.name) for n in self.patched]),
             *_section("layers", [(n.class_name, ", ".join(n.norms), n.name) for n in self.layers]),
+            *_section("attention", [(n.class_name, ", ".join(n.norms), n.name) for n in self.attention]),
             *_section("declined", [(n.class_name, n.reason, n.name) for n in self.declined]),
             *_section("restored", [(n.class_name, "", n.name) for n in self.restored]),
         ]

@@ -13,6 +13,7 @@ import __future__
 import ast
 import bisect
 import dis
+import functools
 import inspect
 import textwrap
 from types import CodeType, FunctionType
@@ -31,13 +32,20 @@ class Unclear(Exception):
 
 
 def tree_of(function: FunctionType) -> ast.FunctionDef:
-    """Return the syntax tree of the source that a function was compiled from. Raise `Unclear` where there is none.
+    """Return the syntax tree of the source that a function was compiled from: the same object for the same code, not to
+    be changed. Raise `Unclear` where there is none.
 
     A decorator that returned another function does not go unnoticed: that function is given here, with other code than
     the source has, or with `__wrapped__`.
     """
     if hasattr(function, "__wrapped__"):
         raise Unclear(f"is wrapped by {function.__code__.co_name!r}")
+    return _tree_of(function, function.__code__)
+
+
+@functools.lru_cache(maxsize=256)
+def _tree_of(function: FunctionType, code: CodeType) -> ast.FunctionDef:
+    """Read a tree. code: that of the function, which may be given another."""
     try:
         source = textwrap.dedent(inspect.getsource(function))
         (tree,) = ast.parse(source).body

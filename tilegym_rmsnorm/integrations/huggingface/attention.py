@@ -1,0 +1,247 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Rewrite attention, so that the norms of q and k run in one call with the rotary embedding.
+
+Attention is rewritten where its forward has these statements, under whatever names, and other statements between them:
+
+    query = self.Q_NORM(...)                       maybe with .transpose(1, 2), also in a statement of its own
+    key = self.K_NORM(...)                         both may stand in an `if` of their own, or in that of ROTARY
+    query, key = ROTARY(query, key, cos, sin)      may stand in an `if`, with other statements
+
+Q_NORM and K_NORM are patched norms, ROTARY is a function that rotary.py knows. The norms leave their statements, and
+the one call of folding.py takes the place of ROTARY's.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from tilegym_rmsnorm.integrations.huggingface.expressions import text_of_node
+from tilegym_rmsnorm.integrations.huggingface.folding import folded
+from tilegym_rmsnorm.integrations.huggingface.norms import PatchedType, subclass
+from tilegym_rmsnorm.integrations.huggingface.rewriting import (
+    assigned,
+    called_child,
+    compiled_again,
+    forward_and_tree,
+    forward_of,
+    replacing,
+)
+from tilegym_rmsnorm.integrations.huggingface.rotary import is_partial
+from tilegym_rmsnorm.integrations.huggingface.source import Unclear
+
+_FOLDED, _HAS_NORMS = "tilegym_qk_norm_rope", "tilegym_has_norms"  # names that no attention has
+_OTHER_CONDITIONS = "normalizes and rotates q and k under other conditions"
+
+
+@dataclass(frozen=True)
+class AttentionPatch:
+    """Description from which a patched class is made, beside its base class: the names of the norms of q and k."""
+
+    norms: tuple[str, ...]
+
+    def fits(self, base: type) -> bool:
+        return norms_of(base) == self.norms
+
+    def made(self, base: type) -> PatchedType:
+        found = _found(base)
+        function = compiled_again(
+            base,
+            _rewritten(found),
+            {_FOLDED: folded(found.rotary, found.is_partial, *(norm.is_turned for norm in found.norms))},
+        )
+        return subclass(base, self, {"forward": function})
+
+
+def norms_of(cls: type) -> tuple[str, ...]:
+    """Return the names of the norms of q and k that a forward rotates. Raise `Unclear` where it cannot be rewritten."""
+    return tuple(norm.name for norm in _found(cls).norms)
+
+
+class _Norm(NamedTuple):
+    """Norm of q or k. is_turned: whether what it returns is transposed before it is rotated."""
+
+    name: str
+    call: ast.Call
+    block: list[ast.stmt]  # the statements among which it stands
+    is_turned: bool
+
+
+class _Found(NamedTuple):
+    """Parts of the forward of attention."""
+
+    tree: ast.FunctionDef
+    rotation: ast.Assign
+    branch: ast.If | None  # in which the rotation stands
+    norms: tuple[_Norm, _Norm]
+    rotary: Any  # the function
+    is_partial: bool
+
+
+def _found(cls: type) -> _Found:
+    function, tree = forward_and_tree(cls)
+    for index, statement in enumerate(tree.body):
+        branch = statement if isinstance(statement, ast.If) else None
+        for place, rotation in enumerate([statement] if branch is None else branch.body):
+            names = _names_rotated(rotation, function)
+            if not names or not isinstance(rotation, ast.Assign):
+                continue
+            before: list[tuple[ast.AST, list[ast.stmt]]] = [(each, tree.body) for each in tree.body[:index]]
+            if branch is not None:
+                before += [(each, branch.body) for each in (branch.test, *branch.body[:place])]
+            query, key = (_norm_of(name, before) for name in names)
+            rotary, is_partial = _rotary_of(rotation.value, function)
+            if query.block is not key.block or not (
+                branch is None or query.block is tree.body or query.block is branch.body
+            ):
+                raise Unclear(_OTHER_CONDITIONS)
+            _check_between([each for each, _ in before], (query, key))
+            return _Found(tree, rotation, branch, (query, key), rotary, is_partial)
+    raise Unclear("has no statement q, k = ROTARY(q, k, cos, sin)")
+
+
+def _names_rotated(statement: ast.stmt, function: FunctionType) -> tuple[str, ...]:
+    """Return the names in `q, k = FUNCTION(q, k, cos, sin, ...)`; none for other statements."""
+    if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Call):
+        return ()
+    call, code = statement.value, function.__code__
+    names = tuple(each.id for each in call.args[:2] if isinstance(each, ast.Name))
+    if (
+        len(statement.targets) != 1
+        or ast.unparse(statement.targets[0]) != f"({', '.join(names)})"
+        or len(set(names)) != 2
+        or len(call.args) < 4
+        or not isinstance(call.func, ast.Name)
+        or call.func.id in (*code.co_varnames, *code.co_cellvars)
+        or any(_has(each, name) for each in call.args[2:] for name in names)
+    ):
+        return ()
+    if set(names) & set(code.co_cellvars):  # a function inside would see q without its norm
+        return ()
+    return names
+
+
+def _rotary_of(call: Any, function: FunctionType) -> tuple[Any, bool]:
+    """Return the function that rotates, and whether it takes the first elements of a head alone."""
+    name, rotary = call.func.id, function.__globals__.get(call.func.id)
+    try:
+        given = [ast.literal_eval(each) for each in call.args[4:]]
+        named = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+    except ValueError:
+        raise Unclear(f"calls {name} with arguments that are not read") from None
+    try:
+        return rotary, is_partial(rotary, given, named)
+    except Unclear as error:
+        raise Unclear(f"calls {name}, which {error}") from None
+
+
+def _norm_of(name: str, before: list[tuple[ast.AST, list[ast.stmt]]]) -> _Norm:
+    """Return the norm of q or k, by its name, from the nodes before the rotation, each with the block it stands in."""
+    is_turned = False
+    using: list[tuple[Any, list[ast.stmt]]] = [each for each in reversed(before) if _has(each[0], name)]
+    for node, own in using:
+        block = own
+        if isinstance(node, ast.If) and len(node.body) == 2 and not node.orelse and not _has(node.test, name):
+            block = node.body
+            node = block[_has(block[1], name)]
+        target, value = assigned(node)
+        while (inner := _transposed(value)) is not None:
+            value, is_turned = inner, not is_turned
+        norm = called_child(value)
+        if (
+            target == name
+            and isinstance(value, ast.Call)
+            and norm
+            and len(value.args) == 1
+            and not value.keywords
+        ):
+            if using[0][1] is not own:  # it is transposed in the `if` of the rotation alone
+                raise Unclear(_OTHER_CONDITIONS)
+            return _Norm(norm, value, block, is_turned)
+        if not (target == name and isinstance(value, ast.Name) and value.id == name and block is own):
+            raise Unclear(f"rotates {name}, which no norm returned as it is: {text_of_node(node)}")
+    raise Unclear(f"rotates {name}, which no norm returned")
+
+
+def _transposed(node: ast.expr | None) -> ast.expr | None:
+    """Return e of `e.transpose(1, 2)`; None of anything else."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if text_of_node(ast.Call(ast.Name(node.func.attr), node.args, node.keywords)) == "transpose(1, 2)":
+            return node.func.value
+    return None
+
+
+def _check_between(before: list[ast.AST], norms: tuple[_Norm, _Norm]) -> None:
+    """Raise `Unclear` where a statement between a norm and the rotation, at which it will run, may change the norm."""
+    calls = [norm.call.func for norm in norms]
+    for norm in norms:
+        (place,) = (i for i, node in enumerate(before) if norm.call in ast.walk(node))
+        for node in (each for statement in before[place + 1 :] for each in ast.walk(statement)):
+            if isinstance(node, ast.Attribute) and node.attr == norm.name and node not in calls:
+                raise Unclear(f"uses {norm.name} besides")
+
+
+def _has(node: ast.AST, name: str) -> bool:
+    return any(isinstance(each, ast.Name) and each.id == name for each in ast.walk(node))
+
+
+def _rewritten(found: _Found) -> ast.FunctionDef:
+    """Return the tree of the rewritten forward."""
+    tree, rotation, branch, norms = copy.deepcopy(found[:4])  # others read the tree that was found
+    call: Any = rotation.value
+    q_norm, k_norm = (ast.parse(f"self.{norm.name}", mode="eval").body for norm in norms)
+    new: ast.expr = ast.Call(_loaded(_FOLDED), [q_norm, k_norm, call.func, *call.args], call.keywords)
+    block = norms[0].block
+    if branch is not None and block is tree.body:
+        names = [each.id for each in call.args[:2]]
+        branch.orelse[:0] = map(_unrotated, names, norms)
+        for each in branch.orelse[:2]:
+            replacing(rotation, each)
+    elif branch is None and block is not tree.body:
+        index, owner = next(
+            (index, each) for index, each in enumerate(tree.body) if getattr(each, "body", None) is block
+        )
+        assert isinstance(owner, ast.If)
+        # The condition is evaluated once, where it stood.
+        kept = ast.Assign([ast.Name(_HAS_NORMS, ast.Store())], owner.test)
+        tree.body.insert(index, ast.copy_location(kept, owner))
+        owner.test = _loaded(_HAS_NORMS)
+        new = ast.IfExp(_loaded(_HAS_NORMS), new, call)
+    replacing(call, new)
+    rotation.value = new
+    _Without([norm.call for norm in norms]).visit(tree)
+    return tree
+
+
+def _loaded(name: str) -> ast.Name:
+    return ast.Name(name, ast.Load())
+
+
+def _unrotated(name: str, norm: _Norm) -> ast.stmt:
+    """Return the statement of a norm that no rotation follows."""
+    x, back = (f"{name}.transpose(1, 2)", ".transpose(1, 2)") if norm.is_turned else (name, "")
+    return ast.parse(f"{name} = self.{norm.name}({x}){back}").body[0]
+
+
+class _Without(ast.NodeTransformer):
+    """Put the argument of each of these calls in its place."""
+
+    def __init__(self, calls: list[ast.Call]) -> None:
+        self.calls = calls
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        return self.visit(node.args[0]) if node in self.calls else self.generic_visit(node)
+
+
+def rotates(cls: type) -> bool:
+    """Return whether a forward calls a function whose name is that of a rotary embedding."""
+    try:
+        names = forward_of(cls).__code__.co_names
+    except Unclear:
+        return False
+    return any("apply" in name and ("rot" in name or "rope" in name) for name in names)

@@ -1,0 +1,100 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Run the norms of q and k and the rotary embedding behind them in one call. Where the tensors of a call are not what
+it takes, the norms and the rotary embedding run one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call, Match
+from tilegym_rmsnorm.integrations.huggingface.norms import NormPatch, has_hooks, is_watched, patch_of
+from tilegym_rmsnorm.rope import qk_norm_rope
+
+
+def folded(known: Any, is_partial: bool, q_turned: bool, k_turned: bool) -> Callable[..., tuple[Any, Any]]:
+    """Make the function that takes the place of a rotary embedding.
+
+    Args:
+        known: The function of the rotary embedding that was read. A call is not folded where another one replaced it.
+        is_partial: Whether it may rotate the first elements of a head alone.
+        q_turned: Whether what the norm of q returns is transposed before it is rotated.
+        k_turned: The same of k.
+    """
+
+    def run(
+        q_norm: Any, k_norm: Any, rotary: Any, q: Any, k: Any, cos: Any, sin: Any, *given: Any, **named: Any
+    ) -> tuple[Any, Any]:
+        """Return what `rotary` returns for normalized q and k, (B, H, T, D)."""
+        call = _call_of(q_norm, k_norm, q, k, cos, sin) if _is_same(rotary, known) else None
+        if call is None or not (cos.shape[2] == q.shape[3] or (is_partial and cos.shape[2] < q.shape[3])):
+            q, k = _normalized(q_norm, q, q_turned), _normalized(k_norm, k, k_turned)
+            return rotary(q, k, cos, sin, *given, **named)
+        match, (q_weight, eps, plan), (k_weight, _, _), backend = call
+        q_out, k_out = qk_norm_rope(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            q_weight,
+            k_weight,
+            cos,
+            sin,
+            eps=eps,
+            offset=match.offset,
+            rotary_dim=cos.shape[2],
+            casting=plan.casting,
+            rope_rounding="each",
+            backend=backend,
+        )
+        return q_out.transpose(1, 2), k_out.transpose(1, 2)
+
+    return run
+
+
+def _is_same(rotary: Any, known: Any) -> bool:
+    """Return whether the function of a call is still the one that was read."""
+    return rotary is known and not (isinstance(rotary, torch.nn.Module) and has_hooks(rotary))
+
+
+def _normalized(norm: Any, x: Any, is_turned: bool) -> Any:
+    return norm(x.transpose(1, 2)).transpose(1, 2) if is_turned else norm(x)
+
+
+class _FoldedCall(NamedTuple):
+    match: Match
+    q: Call
+    k: Call
+    backend: str | None
+
+
+def _call_of(q_norm: Any, k_norm: Any, q: Any, k: Any, cos: Any, sin: Any) -> _FoldedCall | None:
+    """Return how both norms are computed; None where the norms are watched or differ in more than their weights, or the
+    tensors are not (B, H, T, D), and (B or 1, T, R) of the same dtype."""
+    patch = patch_of(type(q_norm))
+    if (
+        not isinstance(patch, NormPatch)
+        or patch_of(type(k_norm)) is not patch
+        or is_watched(q_norm)
+        or is_watched(k_norm)
+        or not all(isinstance(each, Tensor) and each.dtype is q.dtype for each in (q, k, cos, sin))
+        or q.is_cuda  # "auto" takes no kernel of qk_norm_rope yet (registry.py), and PyTorch's operations are slower
+        or not q.dim() == k.dim() == cos.dim() + 1 == 4
+        or cos.shape != sin.shape
+        or not q.shape[2] == k.shape[2] == cos.shape[1]
+        or not (q.shape[0] == k.shape[0] and cos.shape[0] in (1, q.shape[0]))
+        or q.shape[3] != k.shape[3]
+        or cos.shape[2] % 2
+        or cos.shape[2] == 0
+        or cos.requires_grad
+        or sin.requires_grad
+        or (patch.match.arithmetic == "torch" and torch.is_autocast_enabled(q.device.type))
+    ):
+        return None
+    q_call, k_call = (patch.match.call(norm, x.shape, x.dtype) for norm, x in ((q_norm, q), (k_norm, k)))
+    if q_call is None or k_call is None or q_call[1:] != k_call[1:] or q_call.plan.out_dtype is not q.dtype:
+        return None
+    return _FoldedCall(patch.match, q_call, k_call, patch.backend)

@@ -1,0 +1,147 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Compile the forward of a class again, after some of its statements were replaced. Decorators around forward stay."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+from types import CellType, FunctionType
+from typing import Any
+
+from tilegym_rmsnorm.integrations.huggingface.source import Unclear, compiled_as, tree_of
+
+_FORWARD = "tilegym_forward"  # a name that no forward has
+_NAMES_SEEN = "locals", "vars", "dir", "eval", "exec"  # show a function the names of its locals
+
+
+def forward_and_tree(cls: type) -> tuple[FunctionType, ast.FunctionDef]:
+    """Return the forward that the author of a class wrote, and its syntax tree, which others read too. Raise
+    `Unclear` where it cannot be compiled again."""
+    function = forward_of(cls)
+    tree = tree_of(function)
+    if [argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args)][:1] != ["self"]:
+        raise Unclear("does not call its module self")
+    code = function.__code__
+    found = [*code.co_freevars, *(name for name in _NAMES_SEEN if name in code.co_names)]
+    if found:
+        names = ", ".join(found).replace("__class__", "super()")
+        raise Unclear(f"uses {names}, which cannot be compiled again")
+    return function, tree
+
+
+def compiled_again(cls: type, tree: ast.FunctionDef, helpers: dict[str, Any]) -> FunctionType:
+    """Compile the changed tree of a class's forward, in the decorators around it. helpers: values of names that it
+    uses, besides those of its module."""
+    function = forward_of(cls)
+    outermost = inspect.getattr_static(cls, "forward")
+    return _wrapped_again(outermost, function, _compiled(tree, function, helpers))
+
+
+def assigned(statement: ast.stmt) -> tuple[str, ast.expr | None]:
+    """Return the name and the value of `name = value`; "" and None for other statements."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target = statement.targets[0]
+        if isinstance(target, ast.Name):
+            return target.id, statement.value
+    return "", None
+
+
+def called_child(node: ast.AST | None) -> str:
+    """Return NAME of a call `self.NAME(...)`; "" of anything else."""
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id == "self"
+    ):
+        return node.func.attr
+    return ""
+
+
+def replacing(old: ast.AST, new: ast.AST) -> None:
+    """Give each part of a new node the place of the old one in the source, which errors name."""
+    for part in ast.walk(new):
+        ast.copy_location(part, old)
+
+
+def forward_of(cls: type) -> FunctionType:
+    """Return the forward that the author of a class wrote, without its decorators."""
+    outermost = inspect.getattr_static(cls, "forward", None)
+    if not isinstance(outermost, FunctionType):
+        raise Unclear("is no plain function")
+    try:
+        function: Any = inspect.unwrap(outermost)
+    except ValueError:
+        raise Unclear("is wrapped by itself") from None
+    if not isinstance(function, FunctionType):
+        raise Unclear(f"is wrapped by {outermost.__code__.co_name!r}")
+    return function
+
+
+def _wrapped_again(outermost: FunctionType, old: FunctionType, new: FunctionType) -> FunctionType:
+    """Wrap `new` in the decorators around `old`. A decorator calls the wrapped function by one variable of its closure.
+    By another it may compare itself with what is called, as the one that checkpoints transformers' layers does."""
+    if outermost is old:
+        return new
+    inside: Any = outermost.__wrapped__  # type: ignore[attr-defined]
+    cells = outermost.__closure__ or ()
+    holding = [cell for cell in cells if _content(cell) is inside]
+    if len(holding) != 1:
+        raise Unclear(f"is wrapped by {outermost.__code__.co_name!r}")
+    inner, own = CellType(_wrapped_again(inside, old, new)), CellType()
+    others = {id(holding[0]): inner} | {id(cell): own for cell in cells if _content(cell) is outermost}
+    closure = tuple(others.get(id(cell), cell) for cell in cells)
+    made = FunctionType(
+        outermost.__code__, outermost.__globals__, outermost.__name__, outermost.__defaults__, closure
+    )
+    made.__kwdefaults__ = outermost.__kwdefaults__
+    functools.update_wrapper(made, outermost)
+    made.__dict__["__wrapped__"] = inner.cell_contents
+    own.cell_contents = made
+    return made
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _compiled(tree: ast.FunctionDef, function: FunctionType, helpers: dict[str, Any]) -> FunctionType:
+    code = function.__code__
+    arguments = tree.args
+    every = [
+        *arguments.posonlyargs,
+        *arguments.args,
+        *arguments.kwonlyargs,
+        arguments.vararg,
+        arguments.kwarg,
+    ]
+    for argument in every:
+        if argument is not None:
+            argument.annotation = None
+    tree.returns = None
+    tree.decorator_list = []  # they returned this function
+    # The defaults are set below: they were evaluated when the class was made.
+    arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
+    arguments.kw_defaults = [None if value is None else ast.Constant(None) for value in arguments.kw_defaults]
+    tree.name = _FORWARD  # its own name may also be a global that it uses
+    maker = ast.parse(f"def make({', '.join(helpers)}):\n    return {_FORWARD}").body[0]
+    assert isinstance(maker, ast.FunctionDef)
+    maker.body.insert(0, tree)
+    ast.increment_lineno(tree, code.co_firstlineno - 1)
+    found: dict[str, Any] = {}
+    exec(compiled_as(ast.fix_missing_locations(maker), code), function.__globals__, found)
+    result = found["make"](**helpers)
+    names = ("co_name", "co_qualname") if hasattr(code, "co_qualname") else ("co_name",)
+    result.__code__ = result.__code__.replace(**{name: getattr(code, name) for name in names})
+    result.__name__ = function.__name__
+    result.__defaults__, result.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    result.__annotations__, result.__doc__ = function.__annotations__, function.__doc__
+    result.__module__ = function.__module__
+    result.__dict__.update(function.__dict__)
+    return result

@@ -1,0 +1,136 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Recognize the rotary embedding of a model by what its function computes, with each rounding.
+
+Known is one function of q and k, (B, H, T, D), and of cos and sin, (B or 1, T, R):
+
+    q * cos + rotate_half(q) * sin        rotate_half: [-x2, x1] for x = [x1, x2];     the same of k
+
+A second form takes the first R of D elements, and joins the others to the result. Either form may cast its result to
+the dtype of q, and of k: where all are of one dtype, as calls require here, that changes nothing.
+
+Beside those of expressions.py, an expression may be:
+
+    ("neg", e)  ("cat", a, b)  ("unsqueeze", e, dim)             cat: in the last dimension
+    ("width", e)  ("half", n)  ("columns", e, first, end)        width: elements of the last dimension; half: n // 2
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from tilegym_rmsnorm.integrations.huggingface.arithmetic import is_match
+from tilegym_rmsnorm.integrations.huggingface.expressions import Expression, Reader, text_of_node
+from tilegym_rmsnorm.integrations.huggingface.norms import has_hooks
+from tilegym_rmsnorm.integrations.huggingface.source import Unclear
+
+_Q, _K, _COS, _SIN = ("q",), ("k",), ("cos",), ("sin",)
+
+
+def is_partial(rotary: Any, given: list[Any], named: dict[str, Any]) -> bool:
+    """Return whether a rotary embedding takes the first elements of a head alone. Raise `Unclear` where it is none that
+    is known. given, named: its arguments besides q, k, cos and sin, all of them constants."""
+    constants = [("const", value) for value in given]
+    options = {name: ("const", value) for name, value in named.items()}
+    found = _Reader(type(None), []).read(_function_of(rotary), [_Q, _K, _COS, _SIN, *constants], options)
+    if found[:2] == ("if", ("is not None", _K)):
+        found = found[2]
+    for partial in (False, True):
+        if is_match(("tuple", *(_rotated(x, partial) for x in (_Q, _K))), _without_casts(found)):
+            return partial
+    raise Unclear("computes no rotary embedding that is known")
+
+
+def _function_of(rotary: Any) -> FunctionType:
+    """Return the function of a rotary embedding. The library `kernels` makes a module of one that it may replace."""
+    if isinstance(rotary, torch.nn.Module):
+        forward: Any = type(rotary).forward
+        code = getattr(forward, "__code__", None)
+        if has_hooks(rotary) or code is None or code.co_code != _passing_on(None).__code__.co_code:
+            raise Unclear("is a module that does more than to call a function")
+        rotary = forward.__closure__[0].cell_contents
+    if not isinstance(rotary, FunctionType):
+        raise Unclear("is no plain function")
+    return rotary
+
+
+def _passing_on(function: Any) -> Any:
+    """Make the forward of such a module."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return forward
+
+
+def _rotated(x: Expression, partial: bool) -> Expression:
+    cos, sin = ("unsqueeze", _COS, 1), ("unsqueeze", _SIN, 1)
+    width = ("width", cos)
+    turned = ("columns", x, None, width) if partial else x
+    middle = ("half", ("width", turned))
+    half = ("cat", ("neg", ("columns", turned, middle, None)), ("columns", turned, None, middle))
+    y = ("add", ("mul", turned, cos), ("mul", half, sin))
+    return ("cat", y, ("columns", x, width, None)) if partial else y
+
+
+def _without_casts(found: Any) -> Any:
+    """Leave out the casts of both results to the dtypes of q and k."""
+    if found[:1] != ("tuple",) or len(found) != 3:
+        return found
+    casts = [("dtype", _Q), ("dtype", _K)]
+    results = [each[1] if each[:1] == ("to",) and each[2] in casts else each for each in found[1:]]
+    return ("tuple", *results)
+
+
+class _Reader(Reader):
+    def value(self, node: ast.expr, values: dict[str, Any], function: FunctionType) -> Any:
+        def of(inner: ast.expr | None) -> Any:
+            return None if inner is None else self.value(inner, values, function)
+
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            operand = of(node.operand)
+            if operand[0] != "const":
+                return ("neg", operand)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv):
+            if of(node.right) == ("const", 2):
+                return ("half", of(node.left))
+        elif isinstance(node, ast.Subscript):
+            base, index = of(node.value), node.slice
+            if base[0] == "shape" and text_of_node(index) == "-1":
+                return ("width", base[1])
+            if isinstance(index, ast.Tuple) and len(index.elts) == 2 and text_of_node(index.elts[0]) == "...":
+                part = index.elts[1]
+                if isinstance(part, ast.Slice) and part.step is None:
+                    return ("columns", base, of(part.lower), of(part.upper))
+        return super().value(node, values, function)
+
+    def bind(self, target: ast.expr, value: Any, values: dict[str, Any]) -> bool:
+        if isinstance(target, ast.Tuple) and value[0] == "tuple" and len(target.elts) == len(value) - 1:
+            return all(
+                self.bind(each, part, values) for each, part in zip(target.elts, value[1:], strict=True)
+            )
+        return super().bind(target, value, values)
+
+    def method_read(self, name: str) -> Callable[..., Any] | None:
+        return _unsqueeze if name == "unsqueeze" else super().method_read(name)
+
+    def function_read(self, called: Any) -> Callable[..., Any] | None:
+        return _cat if called is torch.cat else super().function_read(called)
+
+
+def _unsqueeze(e: Expression, dim: Expression) -> Expression:
+    if dim[0] != "const":
+        raise TypeError
+    return ("unsqueeze", e, dim[1])
+
+
+def _cat(tensors: Expression, dim: Expression) -> Expression:
+    if tensors[0] != "tuple" or dim != ("const", -1):
+        raise ValueError
+    return ("cat", *tensors[1:])
