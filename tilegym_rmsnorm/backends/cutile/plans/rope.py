@@ -172,7 +172,7 @@ def _tiles(problem: RopeProblem, elements: int) -> dict[str, Any]:
         rests = -(-behind // rest)
     count = max(1, power_of_two(elements // (2 * width + rests * rest) + 1) // 2)
     heads = min(count, problem.heads)
-    if problem.has_one_step:  # further ones would be empty
+    if problem.has_one_step:  # further ones of q would be empty
         count = heads
     k_heads = min(count, problem.k_heads)
     settings: dict[str, Any] = {"width": width, "rest": rest, "rests": rests, "warps": 4}
