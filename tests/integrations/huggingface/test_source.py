@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tilegym_rmsnorm import patch_model
+from tilegym_rmsnorm.integrations.huggingface import source
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear, tree_of
 
 BODY = """
@@ -52,6 +53,7 @@ def imported(tmp_path):
             assert body.count(old) == 1
             write(body.replace(old, new))
             linecache.checkcache(str(path))
+            source._tree_of.cache_clear()  # a tree that was read is still that of the code
 
         return getattr(module, name), edit
 
