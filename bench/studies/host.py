@@ -39,7 +39,7 @@ from bench.providers.ours import EPS
 from tilegym_rmsnorm import rms_norm, rms_norm_forward, settings
 from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.backends.contract import bound
-from tilegym_rmsnorm.call.spec import Spec, Wanted
+from tilegym_rmsnorm.call.spec import NORM_OPS, Spec, Wanted
 from tilegym_rmsnorm.commands.options import positive
 from tilegym_rmsnorm.measure.timer import host_sampler, wall_sampler
 from tilegym_rmsnorm.routes import known_calls
@@ -141,7 +141,7 @@ def print_slices(size: tuple[int, int], request: registry.Request, arguments: ar
     spec, others = Spec(n, EPS, 0.0, "once"), (0.0, 1.0, None, None, "once")
     rms_norm(x.clone().requires_grad_(), (n,), weight, EPS, backend=arguments.backend)
     _, rstd = rms_norm_forward(x, weight, EPS, backend=arguments.backend)
-    forward, backward = (registry.dispatch(op, request, arguments.backend) for op in registry.OPS)
+    forward, backward = (registry.dispatch(op, request, arguments.backend) for op in NORM_OPS)
 
     tensors, to_backward = (x, weight, None, None), (x, dy, weight, rstd, None)
     bound_forward = bound(forward, spec, tensors)
