@@ -223,7 +223,7 @@ def test_the_roundings_are_those_of_the_reference(dtype, casting, rounding):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     for other in (
         {"casting": "once" if casting == "llama" else "llama"},
-        {"rounding": "end" if rounding == "each" else "each"},
+        {"rope_rounding": "end" if rounding == "each" else "each"},
     ):
         changed = rope_forward_torch(call.tensors, call.spec._replace(**other))
         assert not torch.equal(found[0], changed[0])
