@@ -43,6 +43,8 @@ FORMS = {
     "weights of heads": ({"weights": "heads"}, {"offset": 0.5}),
     "no weights": ({"weights": "none"}, {}),
     "one position": ({"t": 1}, {}),
+    "64 heads beside 8": ({"b": 1, "t": 3, "hq": 64, "hk": 8, "d": 16}, {}),
+    "40 heads beside 8": ({"b": 1, "t": 3, "hq": 40, "hk": 8, "d": 16}, {}),
 }
 
 
