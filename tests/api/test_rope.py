@@ -15,6 +15,8 @@ from rope_calls import both_passes, case
 
 from tilegym_rmsnorm import qk_norm_rope, rms_norm, rms_norm_rope, rope, use_backend
 from tilegym_rmsnorm.backends import registry
+from tilegym_rmsnorm.backends.layout import viewed
+from tilegym_rmsnorm.backends.rope_layout import rope_views
 from tilegym_rmsnorm.routes import choose, known_calls
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -137,6 +139,23 @@ def test_slices_of_a_packed_projection_and_transposed_gradients(backend):
     (want,) = torch.autograd.grad(wanted, other, (dq.double(), dk.double()))
     assert_near((q_out, k_out, got), (*wanted, want), FP32)
     assert not got[:, :, 6:].any()
+
+
+def test_heads_that_no_kernel_reads_in_place(backend):
+    """Rows that overlap, and columns that lie apart, are copied."""
+    q, k, *others = case(hq=4, hk=4)
+    apart = torch.stack([k, k + 1], -1)[..., 0]
+    tensors = q[:, :, :1].expand(q.shape), apart, *others
+    given = viewed((*tensors, None), rope_views((*tensors, None)))
+    assert all(each.stride(-1) == 1 and min(each.stride()) > 0 for each in given[:2])
+    outputs = ours(*tensors, backend=backend)
+    assert_near(outputs, rope_calls.expected(*tensors), FP32)
+    leaf, wide = q[:, :, :1].clone().requires_grad_(), q[:, :, :1].double().requires_grad_()
+    dq = torch.randn(q.shape, device=DEVICE)
+    (got,) = torch.autograd.grad(ours(leaf.expand(q.shape), *tensors[1:], backend=backend)[0], leaf, dq)
+    wanted = rope_calls.expected(wide.expand(q.shape), *tensors[1:])[0]
+    (want,) = torch.autograd.grad(wanted, wide, dq.double())
+    assert_near((got,), (want,), FP32)
 
 
 def test_heads_that_no_kernel_holds(backend):

@@ -3,11 +3,13 @@
 
 """The first call of a process."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from helpers import why_skip
 from torch.torch_version import TorchVersion
 
 
@@ -45,6 +47,7 @@ FIRST_CALLS = {
     "forward op": "ops.rms_norm_forward(x, None, w, None, 1, 1e-6, 0.0, 'once', 1.0, None, None, None)[0]",
     "backward op": "ops.rms_norm_backward(x, x, w, rstd[:, None], None, 3, 1, 0.0, 'once', 1.0, *[None] * 5)[0]",
     "with a residual": "tr.rms_norm(x, 8, w, 1e-6, residual=x)[0]",
+    "with rotary embedding": "tr.rms_norm_rope(x[:, None], w, x.detach(), x.detach(), eps=1e-6)",
 }
 SURROUNDINGS = {
     "eager": "call(x, w, rstd)",
@@ -69,3 +72,24 @@ torch.testing.assert_close(y, call(x, w, rstd))
     ]
     for program in programs:
         subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+
+
+@pytest.mark.parametrize("surrounding", ["call", "torch.compile(call, backend='aot_eager', fullgraph=True)"])
+@pytest.mark.parametrize("backend", ["cutile", "triton"])
+def test_the_first_call_of_a_process_may_be_a_kernel_with_rotary_embedding(backend, surrounding):
+    """On a CPU, in an interpreter: both passes."""
+    if reason := why_skip(backend, torch.device("cpu")):
+        pytest.skip(reason)
+    program = f"""
+import torch, tilegym_rmsnorm as tr
+x = {X}[:, None].requires_grad_()
+w, table = torch.linspace(0.5, 2, 8).requires_grad_(), {X}
+call = lambda x, w, backend: tr.rms_norm_rope(x, w, table, table, eps=1e-6, backend=backend)
+y = ({surrounding})(x, w, {backend!r})
+got = y, *torch.autograd.grad(y, (x, w), x.detach())
+y = call(x, w, "torch")
+for one, other in zip(got, (y, *torch.autograd.grad(y, (x, w), x.detach())), strict=True):
+    torch.testing.assert_close(one, other)
+"""
+    interpreted = os.environ | {"TILEGYM_RMSNORM_INTERPRET": "1", "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, env=interpreted)
