@@ -36,22 +36,13 @@ _NAMES = "q", "k", "q_weight", "k_weight", "cos", "sin", "position_ids"
 _OF_ONE = "x", "k", "weight", "k_weight", "cos", "sin", "position_ids"  # of rms_norm_rope
 
 
-def checked_rope(
-    q: Tensor,
-    k: Tensor | None,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor | None,
-    **options: Any,
-) -> Checked:
-    """Check a forward. q and k have four dimensions (B, T, H, D), or three (T, H, D). k is None for `rms_norm_rope`.
-    options: as `_checked_spec` names them."""
+def checked_rope(*tensors: Any, **options: Any) -> Checked:
+    """Check a forward: q, k, q_weight, k_weight, cos, sin, position_ids, and options as `_checked_spec` names them.
+    q and k have four dimensions (B, T, H, D), or three (T, H, D). k is None for `rms_norm_rope`."""
+    q, k, q_weight, k_weight, *tables = tensors
     names = _NAMES if k is not None else _OF_ONE
-    tables = cos, sin, position_ids
     if is_dtensor(q):
-        tables = tuple(_replicated_beside(q, each) for each in tables)
+        tables = [_replicated_beside(q, each) for each in tables]
     are_plain, given = made_plain(q, k, q_weight, k_weight, *tables)
     spec = outside_of_trace(_checked_spec, names, *given, **options)
     return Checked(names, given, given[0].shape[-1:], spec, are_plain)
