@@ -1,16 +1,24 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Time `qk_norm_rope` beside torch.compile of the same expression, PyTorch's operations and Liger's kernels.
+"""Time `qk_norm_rope` beside torch.compile of the same expression, PyTorch's operations and other libraries.
 
-    python -m bench.studies.rope                 checks, then times, on a GPU; writes DATE-DTYPE-rope.json
-    python -m bench.studies.rope --device cpu    small shapes in interpreters, to see how it works
+    python -m bench.studies.rope                        checks, then times, on a GPU; writes DATE-DTYPE-rope.json
+    python -m bench.studies.rope --provider unsloth     by itself, see rope_peers.py; writes ...-rope-unsloth.json
+    python -m bench.studies.rope --device cpu           small shapes in interpreters, to see how it works
 
 q and k are slices of one packed projection, and the gradients are (B, H, T, D) transposed, as attention leaves them.
 Everyone is compared with float64 before it is timed. Peers that are not installed are left out. The backward of
 torch.compile is that of the formulas in rope_reference.py. The share of the copy counts the bytes that must move: q, k
 and the results, and in a backward their gradients. A result is the provenance of provenance.py, copy_gb_per_s and
-`cells`.
+`cells`. Each of those is
+
+shape, op                    B, T, Hq, Hk, D and R; forward or backward
+us, errors, failed           by provider: device microseconds, largest relative error of a result, or why there are none
+host_us                      of few tokens: microseconds of the host for one eager `qk_norm_rope` without grad by each
+                             backend, and for `F.rms_norm` of q alone, contiguous
+
+`python scripts/docs_figures.py` puts the newest of each GPU in bfloat16 into docs/qk-norm-rope.md.
 """
 
 from __future__ import annotations
@@ -22,90 +30,40 @@ if __name__ == "__main__":  # before the imports that would fail
 
 import argparse
 import functools
-import importlib.util
 import itertools
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tabulate import tabulate
-from torch import Tensor
 from tqdm import tqdm
 
 from bench.measure.check import poison
-from bench.measure.provenance import RESULTS, choose_tables, describe_run, gpu_slug, one_line
+from bench.measure.provenance import RESULTS, ROOT, choose_tables, describe_run, gpu_slug, one_line
 from bench.measure.session import ContextLostError, Session, run_in_interpreters, this_device
 from bench.measure.shapes import DTYPES
 from bench.providers.ours import EPS
-from bench.report import tables
+from bench.report import readme, tables
+from bench.studies import rope_peers
+from bench.studies.host import sample_in_turn
+from bench.studies.rope_cases import CPU_SHAPES, DECODING, SHAPES, Inputs, Shape, make_inputs
+from tilegym_rmsnorm import qk_norm_rope
 from tilegym_rmsnorm.call.rope_spec import RopeSpec, RopeWanted
 from tilegym_rmsnorm.commands import installation, options
 from tilegym_rmsnorm.measure.timer import calls_needed, interleave, sets_needed
 from tilegym_rmsnorm.rope_reference import rope_forward_torch, rope_gradients_torch
 
 OURS = ("cutile", "triton")
-PROVIDERS = (*OURS, "torch.compile", "eager", "liger")
+PROVIDERS = (*OURS, "torch.compile", "eager", *rope_peers.PEERS)
 OPS = ("forward", "backward")
 PROG = "python -m bench.studies.rope"
+PAGE, SECTION = ROOT / "docs" / "qk-norm-rope.md", "rope"  # what stands between its markers
+HOST_SAMPLES = 100
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of the norm of the difference
 Compute = Callable[..., Any]
-
-
-class Shape(NamedTuple):
-    """Of a call: q is (B, T, Hq, D), k is (B, T, Hk, D), and the first R of D elements are rotated."""
-
-    b: int
-    t: int
-    hq: int
-    hk: int
-    d: int
-    r: int
-
-    def __str__(self) -> str:
-        partial = f" R {self.r}" if self.r != self.d else ""
-        return f"{self.b}x{self.t}x({self.hq}+{self.hk})x{self.d}{partial}"
-
-    def bytes_of(self, op: str, dtype: torch.dtype) -> int:
-        """Bytes that must move: two arrays of a forward, three of a backward."""
-        heads = self.b * self.t * (self.hq + self.hk) * self.d
-        return (2 if op == "forward" else 3) * heads * dtype.itemsize
-
-
-SHAPES = (
-    Shape(4, 4096, 32, 8, 128, 128),
-    Shape(1, 28520, 32, 8, 128, 128),
-    Shape(2, 8192, 16, 16, 64, 64),
-    Shape(4, 4096, 16, 2, 256, 256),
-    Shape(4, 4096, 16, 2, 256, 64),
-    Shape(4, 4096, 32, 8, 80, 80),
-)
-DECODING = tuple(Shape(t, 1, 32, 8, 128, 128) for t in (1, 4, 16, 64))  # a token of each of so many sequences
-CPU_SHAPES = (Shape(2, 6, 4, 2, 16, 16), Shape(1, 5, 2, 1, 16, 8))
-
-
-class Inputs(NamedTuple):
-    """One set, in the order of the backward's tensors."""
-
-    dq_out: Tensor
-    dk_out: Tensor
-    q: Tensor
-    k: Tensor
-    q_weight: Tensor
-    k_weight: Tensor
-    cos: Tensor
-    sin: Tensor
-
-
-def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
-    b, t, hq, hk, d, r = shape
-    normal = functools.partial(torch.randn, device=device, generator=generator)
-    packed = normal(b, t, hq + 2 * hk, d).to(dtype)
-    gradients = (normal(b, heads, t, d).to(dtype).transpose(1, 2) for heads in (hq, hk))
-    weights = ((normal(d) * 0.5 + 1.5).to(dtype) for _ in range(2))
-    angles = torch.arange(t, device=device)[:, None] * 1e4 ** (-torch.arange(0, r, 2, device=device) / r)
-    cos, sin = (torch.cat((half, half), -1) for half in (angles.cos(), angles.sin()))
-    return Inputs(*gradients, packed[:, :, :hq], packed[:, :, hq : hq + hk], *weights, cos, sin)
 
 
 def spec_of(shape: Shape) -> RopeSpec:
@@ -136,29 +94,10 @@ def providers(names: tuple[str, ...], shape: Shape, dtype: torch.dtype) -> dict[
         found["torch.compile"] = dict(zip(OPS, compiled, strict=True))
     if "eager" in names:
         found["eager"] = {"forward": forward, "backward": backward}
-    if "liger" in names and shape.r == shape.d and shape.d & (shape.d - 1) == 0:
-        found["liger"] = {"forward": liger_forward()}
+    for name in (each for each in names if each in rope_peers.PEERS):
+        if (by_peer := rope_peers.forward_of(name, shape, dtype)) is not None:
+            found[name] = {"forward": by_peer}
     return found
-
-
-def has_liger() -> bool:
-    return importlib.util.find_spec("liger_kernel") is not None
-
-
-def liger_forward() -> Compute:
-    """Its norm of q and of k, then its rotary embedding, which writes over both."""
-    norm = importlib.import_module("liger_kernel.ops.rms_norm").rms_norm_forward
-    rope = importlib.import_module("liger_kernel.ops.rope").rope_forward
-
-    def forward(s: Inputs) -> Any:
-        heads = []
-        for x, weight in ((s.q, s.q_weight), (s.k, s.k_weight)):
-            y = norm(x.reshape(-1, x.shape[-1]), weight, EPS, 0.0, "gemma", None)[0]
-            heads.append(y.view(x.shape).transpose(1, 2))
-        q_out, k_out, *_ = rope(*heads, s.cos[None].to(s.q.dtype), s.sin[None].to(s.q.dtype))
-        return q_out.transpose(1, 2), k_out.transpose(1, 2)
-
-    return forward
 
 
 def error_of(compute: Compute, op: str, inputs: Inputs, spec: RopeSpec) -> float:
@@ -190,27 +129,61 @@ def measure(session: Session, shape: Shape, op: str, dtype: torch.dtype) -> dict
             if not error <= TOLERANCE[dtype]:
                 raise ValueError(f"a relative error of {error:.1e} against float64")
             calls = [functools.partial(compute, each) for each in made]
+            for call in calls:  # what a peer prepares once for each set is not timed
+                call()
             if session.copy_bytes_per_second is not None:
                 count = calls_needed(sets, shape.bytes_of(op, dtype), session.copy_bytes_per_second)
                 calls *= max(1, count // sets)
             samplers[name] = session.timer.sampler(calls)
     cell["us"] = {name: timing.us for name, timing in interleave(samplers, 0.1).items()} if samplers else {}
     session.timer.renew_pool()
+    if shape in DECODING:
+        cell["host_us"] = host_times([name for name in samplers if name in OURS], shape, made[0])
     return cell
 
 
+def host_times(backends: list[str], shape: Shape, inputs: Inputs) -> dict[str, float]:
+    """Of the public function by each backend, and of F.rms_norm of q alone, which need not copy q."""
+    calls: dict[str, Callable[[], Any]] = {
+        name: functools.partial(qk_norm_rope, *inputs[2:], eps=EPS, rotary_dim=shape.r, backend=name)
+        for name in backends
+    }
+    q = inputs.q.contiguous()
+    calls["F.rms_norm of q"] = functools.partial(F.rms_norm, q, (shape.d,), inputs.q_weight, EPS)
+    with torch.no_grad():
+        taken = sample_in_turn(list(calls.values()), HOST_SAMPLES, q.device)
+    return {name: round(median, 2) for name, (_, median) in zip(calls, taken, strict=True)}
+
+
 def section(result: dict[str, Any]) -> str:
-    """A line for each cell: microseconds of everyone, and our share of the copy."""
-    lines = []
+    """A line for each cell: our share of the copy, and microseconds of everyone. Then those of the host."""
+    lines, of_host = [], []
     for cell in result["cells"]:
         shape, us = Shape(*cell["shape"]), cell["us"]
-        line = {"B x T x (Hq + Hk) x D": str(shape), "pass": cell["op"]} | us
+        line = {"B x T x (Hq + Hk) x D": str(shape)}
+        if "host_us" in cell:
+            of_host.append(line | cell["host_us"])
+        line |= {"pass": cell["op"]}
         if result["copy_gb_per_s"] and "cutile" in us:
             moved = shape.bytes_of(cell["op"], DTYPES[result["dtype"]])
-            line["cutile: % of the copy"] = 100 * moved / us["cutile"] / 1e3 / result["copy_gb_per_s"]
-        lines.append(line)
-    table = tabulate(lines, "keys", "github", floatfmt=".1f", missingval="-")
-    return f"**{result['gpu']}**, {result['dtype']}, us.\n\n{table}\n\n{one_line(result)}."
+            share = 100 * moved / us["cutile"] / 1e3 / result["copy_gb_per_s"]
+            line |= {"cutile": us["cutile"], "% of the copy": share}
+        lines.append(line | us)
+    parts = [f"**{result['gpu']}**, {result['dtype']}, us.", _table(lines)]
+    if of_host:
+        parts += ["The host, us for one eager call without grad:", _table(of_host)]
+    return "\n\n".join([*parts, f"{one_line(result)}."])
+
+
+def _table(lines: list[dict[str, Any]]) -> str:
+    return tabulate(lines, "keys", "github", floatfmt=".1f", missingval="-")
+
+
+def refresh_page(page: Path = PAGE, results: Path = RESULTS) -> int:
+    """Put the newest kept result of each GPU in bfloat16 into the page; nothing where there is none. How many."""
+    kept = readme.newest_by_gpu(results, "-bfloat16-rope.json")
+    readme.refresh(page, SECTION, "\n\n".join(map(section, kept)))
+    return len(kept)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -218,13 +191,24 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(PROG, None, __doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--provider", default=",".join(PROVIDERS))
+    together = [each for each in PROVIDERS if each not in rope_peers.ALONE]
+    parser.add_argument("--provider", default=",".join(together))
     parser.add_argument("--out", type=options.path, help="folder of the result; default: bench/results/GPU/")
     arguments = parser.parse_args(argv)
-    if unknown := set(arguments.provider.split(",")) - set(PROVIDERS):
+    names = arguments.provider.split(",")
+    if unknown := set(names) - set(PROVIDERS):
         parser.error(
             f"--provider: expected names of {', '.join(PROVIDERS)}, got {', '.join(sorted(unknown))}"
         )
+    alone = [each for each in names if each in rope_peers.ALONE]
+    if alone and len(names) > 1:
+        parser.error(f"--provider: expected {alone[0]} by itself, since {rope_peers.ALONE[alone[0]]}")
+    missing = {each: reason for each in names if (reason := rope_peers.why_missing(each))}
+    for name, reason in missing.items():
+        print(f"left out: {name}: {reason}", file=sys.stderr)
+    names = [each for each in names if each not in missing]
+    if not names:
+        return 2
     if arguments.device == "cpu":
         run_in_interpreters()
     elif not torch.cuda.is_available():
@@ -236,7 +220,7 @@ def main(argv: list[str] | None = None) -> int:
     if reason := installation.why_not_writable(folder):
         sys.exit(f"no results can be kept there: {reason}")
     device = this_device() if arguments.device == "cuda" else torch.device("cpu")
-    names = [each for each in arguments.provider.split(",") if each != "liger" or has_liger()]
+    origin["versions"] |= rope_peers.versions_of(names)
     session = Session(tuple(names), OPS, device)
     ceiling = session.copy_bytes_per_second
     result = {
@@ -245,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
         "copy_gb_per_s": ceiling and round(ceiling / 1e9, 1),
         "cells": [],
     }
-    path = folder / f"{origin['date'][:10]}-{arguments.dtype}-rope.json"
+    path = folder / f"{'-'.join([origin['date'][:10], arguments.dtype, 'rope', *alone])}.json"
     if arguments.device == "cuda":
         cells = [*itertools.product(SHAPES, OPS), *((shape, "forward") for shape in DECODING)]
     else:

@@ -112,10 +112,11 @@ def test_a_damaged_kept_result_is_an_error(tmp_path):
 # What is kept
 
 
-def kind_of(result):
-    """The shapes of models, a grid, ops of a transformer block, or of which study; and the dtype."""
+def kind_of(path, result):
+    """The shapes of models, a grid, ops of a transformer block, and the dtype; of a study its file's name without the
+    date."""
     if "records" not in result:
-        return next(kind for kind in ("cells", "runs", "variants") if kind in result), None
+        return path.stem.lstrip("0123456789-"), None
     return shapes.kind_of(result), result["records"][0]["dtype"]
 
 
@@ -136,7 +137,7 @@ def test_the_newest_of_each_kind_and_what_pages_show_is_kept_and_nothing_else():
     for path in there:
         if path.suffix == ".json":
             result = json.loads(path.read_text())
-            key = path.parent, kind_of(result)
+            key = path.parent, kind_of(path, result)
             newest[key] = max(newest.get(key, ("", path)), (result["date"], path))
     kept = {path for _, path in newest.values()}
     kept |= {path.with_suffix(".csv") for path in kept if "records" in json.loads(path.read_text())}

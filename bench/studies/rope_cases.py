@@ -1,0 +1,73 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""The shapes and the inputs of studies/rope.py."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Shape(NamedTuple):
+    """Of a call: q is (B, T, Hq, D), k is (B, T, Hk, D), and the first R of D elements are rotated."""
+
+    b: int
+    t: int
+    hq: int
+    hk: int
+    d: int
+    r: int
+
+    def __str__(self) -> str:
+        partial = f" R {self.r}" if self.r != self.d else ""
+        return f"{self.b}x{self.t}x({self.hq}+{self.hk})x{self.d}{partial}"
+
+    def bytes_of(self, op: str, dtype: torch.dtype) -> int:
+        """Bytes that must move: two arrays of a forward, three of a backward."""
+        heads = self.b * self.t * (self.hq + self.hk) * self.d
+        return (2 if op == "forward" else 3) * heads * dtype.itemsize
+
+
+SHAPES = (
+    Shape(4, 4096, 32, 8, 128, 128),
+    Shape(1, 28520, 32, 8, 128, 128),
+    Shape(2, 8192, 16, 16, 64, 64),
+    Shape(4, 4096, 16, 2, 256, 256),
+    Shape(4, 4096, 16, 2, 256, 64),
+    Shape(4, 4096, 32, 8, 80, 80),
+)
+# One token of each of so many sequences, so many tokens of one, and heads for which flashinfer has one launch.
+DECODING = (
+    *(Shape(b, 1, 32, 8, 128, 128) for b in (1, 4, 16, 64)),
+    *(Shape(1, t, 32, 8, 128, 128) for t in (4, 16, 64)),
+    Shape(64, 1, 64, 8, 128, 128),
+)
+CPU_SHAPES = (Shape(2, 6, 4, 2, 16, 16), Shape(1, 5, 2, 1, 16, 8))
+
+
+class Inputs(NamedTuple):
+    """One set, in the order of the backward's tensors."""
+
+    dq_out: Tensor
+    dk_out: Tensor
+    q: Tensor
+    k: Tensor
+    q_weight: Tensor
+    k_weight: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+def make_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> Inputs:
+    b, t, hq, hk, d, r = shape
+    normal = functools.partial(torch.randn, device=device, generator=generator)
+    packed = normal(b, t, hq + 2 * hk, d).to(dtype)
+    gradients = (normal(b, heads, t, d).to(dtype).transpose(1, 2) for heads in (hq, hk))
+    weights = ((normal(d) * 0.5 + 1.5).to(dtype) for _ in range(2))
+    angles = torch.arange(t, device=device)[:, None] * 1e4 ** (-torch.arange(0, r, 2, device=device) / r)
+    cos, sin = (torch.cat((half, half), -1) for half in (angles.cos(), angles.sin()))
+    return Inputs(*gradients, packed[:, :, :hq], packed[:, :, hq : hq + hk], *weights, cos, sin)
