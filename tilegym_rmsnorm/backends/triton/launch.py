@@ -227,7 +227,8 @@ def _rope_arguments(
     counts = {"M": _tokens(q), "T": T, "q_H": q.shape[2], "k_H": None if k is None else k.shape[2]}
     chosen = {"FORM": config.form, "Q": config.tiles[0], "K": None if k is None else config.tiles[1]}
     chosen |= {"ALIGN": align, "TABLE_ALIGN": table_align, "eps": spec.eps, "offset": spec.offset}
-    chosen |= {"table_batch_stride": 0 if rows == T else T, **_options(config.num_warps)}
+    chosen |= {"table_batch_stride": 0 if rows == T else T}
+    chosen |= _options(config.num_warps, contracts=not config.form.rounds_each)
     return strides | table_strides | tables | counts | chosen
 
 
@@ -307,9 +308,13 @@ def _strides(**arrays: Tensor | None) -> tuple[dict[str, int], int]:
     return strides, align
 
 
-def _options(num_warps: int) -> dict[str, Any]:
-    """Return Triton's compile options. Contracting a * b + c is Triton's default up to 3.9, and announced to change."""
-    return {"num_warps": num_warps, "enable_fp_fusion": True}
+def _options(num_warps: int, contracts: bool = True) -> dict[str, Any]:
+    """Return Triton's compile options. Contracting a * b + c is Triton's default up to 3.9, and announced to change.
+
+    Where products are rounded to 16 bits before they are added it must not be: LLVM has both operations in 16 bits, for
+    the result is the same, and then contracts these.
+    """
+    return {"num_warps": num_warps, "enable_fp_fusion": contracts}
 
 
 def _ready(device: torch.device) -> contextlib.AbstractContextManager:
