@@ -101,7 +101,8 @@ def route_of(
         # No mode is shown the op of a backward whose forward was no op.
         reason = _why_op(in_graph, given, sees_modes=are_plain and not is_by_autograd)
         if reason is not None and not (is_differentiable and _would_gather(in_graph, given)):
-            _tell(ops_of(spec)[wanted is not None], reason)
+            op, op_of_backward = ops_of(spec)
+            _tell(op if wanted is None else op_of_backward, reason)
             return Route(OP, Call(spec, in_graph), reason)
     if watched.is_traced():
         if is_by_autograd or in_graph in (None, "auto", "torch"):
