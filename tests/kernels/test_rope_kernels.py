@@ -158,8 +158,7 @@ def tiled(monkeypatch, **settings):
 
         def changed(problem, reasoned=reasoned):
             variant = reasoned(problem)
-            names = {field.name for field in dataclasses.fields(variant)}
-            variant = dataclasses.replace(variant, **{k: v for k, v in settings.items() if k in names})
+            variant = dataclasses.replace(variant, **settings)
             variant.check(problem.n, problem.itemsize, problem.architecture)
             return variant
 
@@ -171,9 +170,9 @@ def tiled(monkeypatch, **settings):
     [
         {"rows": 1, "heads": 1, "k_heads": 1},
         {"rows": 4, "heads": 4, "k_heads": 2},
-        {"rows": 2, "heads": 1, "k_heads": 2, "weight_load": "early"},
-        {"rows": 1, "heads": 8, "k_heads": 8, "weight_load": "early", "tma": False},
-        {"rest": 16, "rests": 2, "latency": 5},
+        {"rows": 2, "heads": 1, "k_heads": 2},
+        {"rows": 1, "heads": 8, "k_heads": 8, "tma": False},
+        {"width": 4, "pieces": 4, "rest": 16, "rests": 2, "latency": 5},
     ],
     ids=str,
 )
@@ -302,12 +301,12 @@ def test_a_bound_call_runs_on_other_tensors():
     check_backward(other, *backward(other.backward_tensors))
 
 
-def _sign(tn, trotation, dtype, ROUND_EACH):
+def _sign(tn, trotation, PIECES, dtype, ROUND_EACH):
     cos, second_cos, sin, second_sin = trotation
     return (tn[0] * cos + tn[1] * sin, tn[1] * second_cos - tn[0] * second_sin) + tn[2:]
 
 
-def _inverse(tdy, trotation):
+def _inverse(tdy, trotation, PIECES):
     """The inverse of a rotation by angles: the adjoint only where the tables' halves are equal."""
     cos, second_cos, sin, second_sin = trotation
     return (tdy[0] * cos + tdy[1] * sin, tdy[1] * second_cos - tdy[0] * second_sin) + tdy[2:]
@@ -321,8 +320,8 @@ def _clamped(table, positions, place, ROWS):
     return trows, trows < 0
 
 
-def _pairs_alone(a, b):
-    return ct.sum(a[0] * b[0] + a[1] * b[1], axis=1, keepdims=True)
+def _pairs_alone(a, b, PIECES):
+    return ct.sum(a[0] * b[0] + a[1] * b[1], axis=3, keepdims=True)
 
 
 MISTAKES = {

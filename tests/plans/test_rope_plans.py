@@ -8,16 +8,17 @@ import itertools
 import pytest
 
 from tilegym_rmsnorm.backends.cutile.plans.rope import (
+    FEW_KINDS,
     WIDEST_ROTATED_HEAD,
     RopeProblem,
     constants_of,
+    cut,
     is_taken,
     reasoned_backward,
     reasoned_forward,
     tile_of_heads,
 )
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES
-from tilegym_rmsnorm.backends.cutile.plans.sizes import LARGEST_GRID
 
 SM_COUNT = 132
 HEADS = ((1, 1), (5, 1), (16, 16), (28, 4), (31, 1), (32, 8), (64, 8), (1, 5), (300, 300))
@@ -31,6 +32,8 @@ def problem(n=128, rotary_dim=128, heads=(32, 8), **others):
         "is_scattered": False,
         "has_one_step": False,
         "has_full_tables": True,
+        "has_positions": False,
+        "per_head": False,
         "casting": "once",
         "rounding": "end",
         "architecture": 90,
@@ -53,9 +56,12 @@ def test_tiles_hold_every_head(architecture):
             for variant in (reasoned_forward(asked), reasoned_backward(asked)):
                 variant.check(n, itemsize, architecture)
                 behind = n - rotary_dim
-                assert variant.width < rotary_dim <= 2 * variant.width
-                assert variant.rest * (variant.rests - 1) < behind or variant.rests == behind == 0
-                assert variant.rest * variant.rests >= behind
+                for width, count, columns in (
+                    (variant.width, variant.pieces, rotary_dim // 2),
+                    (variant.rest, variant.rests, behind),
+                ):
+                    assert width * count >= columns
+                    assert width * (count - 1) < columns or count == columns == 0
                 assert variant.of_k.rows_of_tile == variant.rows_of_tile
                 constants = constants_of(asked, variant)
                 assert constants["HALF"] % constants["DIVISOR"] == behind % constants["DIVISOR"] == 0
@@ -68,37 +74,37 @@ def test_what_no_kernel_takes():
     assert not is_taken(problem(128, interleaved=True, is_scattered=True))
 
 
-def test_a_forward_has_a_block_for_each_tile():
-    variant = reasoned_forward(problem())
-    q, k = (2, 100, 32), (2, 100, 8)
-    tiles = [
-        lead[0] * -(-lead[1] // each.rows) * -(-lead[2] // each.heads)
-        for lead, each in ((q, variant), (k, variant.of_k))
+def test_cut():
+    """One tile of what is narrow; of what is wide few tiles, with few lanes past the end."""
+    assert [cut(each, 64) for each in (0, 1, 40, 64, 80, 128)] == [
+        (0, 0),
+        (1, 1),
+        (64, 1),
+        (64, 1),
+        (32, 3),
+        (64, 2),
     ]
-    assert variant.grid_of(q, k) == (sum(tiles),) and variant.grid_of(q, None) == (tiles[0],)
+    assert [cut(each, 128) for each in (128, 192, 448)] == [(128, 1), (64, 3), (128, 4)]
 
 
-def test_more_tiles_than_can_be_counted():
-    """Are not for kernels: of a grid, or of rows in 32 bits."""
-    of_one_step = reasoned_forward(problem(heads=(1, 1), has_one_step=True))
-    assert of_one_step.rows_of_tile == 1
-    half = LARGEST_GRID // 2 + 1
-    assert of_one_step.grid_of((half, 1, 1), None) == (half,)
-    assert of_one_step.grid_of((half, 1, 1), (half, 1, 1)) is None
-    walks = reasoned_backward(problem()).walks_of
-    assert walks((2**14, 2**11, 32), None, SM_COUNT, (False, False)) is not None
-    assert walks((2**14, 2**11, 32), (2**14, 2**11, 1), SM_COUNT, (False, False)) is None
+def test_more_rows_than_can_be_counted():
+    """Are not for kernels."""
+    for variant in (reasoned_forward(problem()), reasoned_backward(problem())):
+        walks = (2**14, 2**11, 32), (2**14, 2**11, 1)
+        assert variant.walks_of((walks[0], None), SM_COUNT, (False, False)) is not None
+        assert variant.walks_of(walks, SM_COUNT, (False, False)) is None
 
 
+@pytest.mark.parametrize("reasoned", [reasoned_forward, reasoned_backward])
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("per_head", list(itertools.product((False, True), repeat=2)), ids=str)
-def test_walks_share_the_sms_by_their_tiles(per_head, heads):
-    variant = reasoned_backward(problem(heads=heads))
+def test_walks_share_the_sms_by_their_tiles(per_head, heads, reasoned):
+    variant = reasoned(problem(heads=heads))
     for sm_count, length in itertools.product((1, 3, 132), (1, 9, 500, 40000)):
-        q, k = (2, length, heads[0]), (2, length, heads[1])
-        walks = variant.walks_of(q, k, sm_count, per_head)
+        leads = (2, length, heads[0]), (2, length, heads[1])
+        walks = variant.walks_of(leads, sm_count, per_head)
         for (blocks, p), lead, each, is_per_head in zip(
-            walks, (q, k), (variant, variant.of_k), per_head, strict=True
+            walks, leads, (variant, variant.of_k), per_head, strict=True
         ):
             shares = each.tiles_of_heads(lead[2]) if is_per_head else 1
             assert blocks == p * shares and 1 <= p
@@ -108,4 +114,17 @@ def test_walks_share_the_sms_by_their_tiles(per_head, heads):
             if length == 40000:  # in proportion
                 total = sum(heads)
                 assert abs(walks[0][0] / sum(b for b, _ in walks) - heads[0] / total) < 0.05
-    assert variant.walks_of((2, 9, heads[0]), None, 132, (False, False))[1] == (0, 0)
+                assert all(blocks % FEW_KINDS == 0 for blocks, _ in walks)
+    assert variant.walks_of(((2, 9, heads[0]), None), 132, (False, False))[1] == (0, 0)
+
+
+def test_a_forward_of_few_tokens_has_a_block_for_each_tile():
+    variant = reasoned_forward(problem(has_one_step=True))
+    for batch in (1, 4, 16, 64):
+        leads = (batch, 1, 32), (batch, 1, 8)
+        walks = variant.walks_of(leads, SM_COUNT, (False, False))
+        tiles = [
+            each.tiled_rows(lead) // each.rows_of_tile
+            for each, lead in zip((variant, variant.of_k), leads, strict=True)
+        ]
+        assert [blocks for blocks, _ in walks] == tiles

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from tilegym_rmsnorm.backends.cutile.plans.rope import (
     BackwardRope,
     ForwardRope,
     RopeProblem,
+    RopeTiles,
     constants_of,
     is_taken,
     reasoned_backward,
@@ -51,16 +52,17 @@ def bind_forward(
     spec: RopeSpec, tensors: RopeTensors, machine: Machine | None = None
 ) -> Callable[[RopeTensors], RopeOutputs] | None:
     """Bind a forward as contract.py says. machine: where kernels run, None for that of q's device."""
-    q, k, _, _, cos, sin, _ = tensors
+    q, k, q_weight, k_weight, cos, sin, _ = tensors
     machine = machine or machine_of(q.device)
-    _sms_left(machine)  # refuses what the backward cannot do
-    problem = _problem_of(machine, spec, q, k, cos, sin)
+    problem = _problem_of(machine, spec, tensors)
     if problem is None:
         return None
     variant, launch = _forward(machine, problem)
-    grid = variant.grid_of(_lead_of(q), None if k is None else _lead_of(k))
-    if grid is None:
+    walks = _walks_of(machine, variant, tensors[:4])
+    if walks is None:
         return None
+    (q_blocks, _), (k_blocks, _) = walks
+    grid = (q_blocks + k_blocks,)
     empty_q, empty_k = _bind_empty(machine, q), _bind_empty(machine, k)
     numbers = _rows_of_batch(q, cos), 1.0 / spec.n, spec.eps, spec.offset
 
@@ -68,7 +70,7 @@ def bind_forward(
         q, k, q_weight, k_weight, cos, sin, positions = tensors
         q_out, k_out = empty_q(), empty_k()
         of_q, of_k = _present(q_out, q, q_weight), _present(k_out, k, k_weight)
-        launch(grid, (of_q, of_k, cos, sin, _present(positions), *numbers))
+        launch(grid, (of_q, of_k, q_blocks, cos, sin, _present(positions), *numbers))
         return q_out, k_out
 
     return run
@@ -80,12 +82,11 @@ def bind_backward(
     """Bind a backward, as `bind_forward` does a forward."""
     dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, _ = tensors
     machine = machine or machine_of(q.device)
-    problem = _problem_of(machine, spec, q, k, cos, sin, dq_out, dk_out)
+    problem = _problem_of(machine, spec, tensors[2:], dq_out, dk_out)
     if problem is None:
         return None
     variant, launch = _backward(machine, problem)
-    per_head = _is_per_head(q_weight), _is_per_head(k_weight)
-    walks = variant.walks_of(_lead_of(q), None if k is None else _lead_of(k), _sms_left(machine), per_head)
+    walks = _walks_of(machine, variant, tensors[2:6])
     if walks is None:
         return None
     (q_blocks, q_rows), (k_blocks, k_rows) = walks
@@ -110,15 +111,10 @@ def bind_backward(
 
 
 def _problem_of(
-    machine: Machine,
-    spec: RopeSpec,
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    *dys: Tensor | None,
+    machine: Machine, spec: RopeSpec, tensors: RopeTensors, *dys: Tensor | None
 ) -> RopeProblem | None:
     """Return the problem of a call; None where no kernel takes it."""
+    q, k, q_weight, k_weight, cos, sin, positions = tensors
     rows = [each for each in (q, k, *dys) if each is not None]
     arrays = (*rows, cos, sin)
     if max(cos.shape) > LARGEST_STRIDE or not all(map(fits_kernels, arrays)):
@@ -134,6 +130,8 @@ def _problem_of(
         is_scattered=not all(map(begins_as_packed, arrays)),
         has_one_step=q.shape[1] == 1,
         has_full_tables=cos.shape[1] == spec.rotary_dim,
+        has_positions=positions is not None,
+        per_head=_is_per_head(q_weight) or _is_per_head(k_weight),
         casting=spec.casting,
         rounding=spec.rope_rounding,
         architecture=machine.facts.architecture,
@@ -169,12 +167,13 @@ def _bound(machine: Machine, variant: Variant, constants: dict[str, Any]) -> Lau
     return machine.bind(kernel, variant, tuple(constants[name] for name in names if name.isupper()))
 
 
-def _sms_left(machine: Machine) -> int:
-    return settings.sms_left(machine.facts.sm_count, settings.kernel_limits()[1])
-
-
-def _lead_of(rows: Tensor) -> tuple[int, int, int]:
-    return rows.size(0), rows.size(1), rows.size(2)
+def _walks_of(
+    machine: Machine, variant: RopeTiles, tensors: Sequence[Tensor | None]
+) -> tuple[tuple[int, int], ...] | None:
+    """`RopeTiles.walks_of` for q, k and their weights."""
+    sms = settings.sms_left(machine.facts.sm_count, settings.kernel_limits()[1])
+    leads = [None if each is None else (each.size(0), each.size(1), each.size(2)) for each in tensors[:2]]
+    return variant.walks_of(leads, sms, [_is_per_head(each) for each in tensors[2:]])
 
 
 def _is_per_head(weight: Tensor | None) -> bool:

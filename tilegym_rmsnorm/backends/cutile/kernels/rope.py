@@ -15,12 +15,17 @@ With dn in the place of dy the rest is the backward of RMSNorm, and its partial 
 (backward.py). ROUND_XHAT is casting="llama". ROUND_EACH is rounding="each": n, both products and their sum are rounded
 to x's dtype.
 
-`load_pairs` takes each array apart in the same way, and `store_pairs` joins it: a tile of WIDTH columns has the first
-elements of HALF pairs, one the second ones, and some tiles of REST columns have what is not rotated. So the
-mathematics does not know how pairs lie. All but the last tile of an array lie inside it, lanes past its end read 0.
+The grid of either pass is q_blocks that walk the tiles of q, then those that walk the tiles of k. With weights of heads
+either number is a multiple of the tiles along H, so that a block stays at its heads. A block loads the weight once. It
+loads cos and sin once for all heads of a tile, and they stay (1, ROWS, 1, WIDTH) until they meet x: tiles made as large
+as x's before that would go through shared memory.
 
-    SHAPE = (ROWS, HEADS, WIDTH)        a tile has HEADS heads of ROWS steps along T (heads.py)
-    PAIRS = (HALF, REST, RESTS, N, INTERLEAVED)        RESTS: tiles of what is not rotated; N: columns of the array
+`load_pairs` takes each array apart in the same way, and `store_pairs` joins it: PIECES tiles of WIDTH columns have the
+first elements of HALF pairs, as many the second ones, and RESTS tiles of REST columns what is not rotated. So the
+mathematics does not know how pairs lie. All but the last tile of each lie inside it, lanes past its end read 0.
+
+    SHAPE = (ROWS, HEADS, WIDTH)        a tile is (1, ROWS, HEADS, WIDTH): HEADS heads of ROWS steps along T (heads.py)
+    PAIRS = (HALF, PIECES, REST, RESTS, N, INTERLEAVED)        N: columns of the array
     HOW = (LATENCY, TMA, DIVISOR)        how tiles of x and dy are loaded
     TABLES = (cos, sin, positions, rows_of_batch)
 
@@ -31,25 +36,15 @@ position outside of them reads nothing, and has rows of NaN.
 import cuda.tile as ct
 
 from .backward import h_and_g
-from .heads import (
-    count_tiles,
-    load_columns_at,
-    load_tile_at,
-    place_of_tile,
-    row_numbers,
-    rows_in,
-    sum_of_indices,
-    tiles_along_heads,
-    zeros_of_tiles,
-)
-from .pdl import wait_for_launch_before
+from .heads import count_tiles, indices_of_heads, place_of_tile, row_numbers, tiles_along_heads
 from .tiles import (
+    ZERO,
     ConstBool,
     ConstInt,
     added,
+    as_float32,
     factor_of_x,
-    gather_tile,
-    load_tile,
+    has_aligned_rows,
     multiplied,
     products_lane_by_lane,
     rounded,
@@ -60,43 +55,69 @@ from .tiles import (
 def load_pairs(load, array, place, SHAPE, PAIRS, HOW):
     """An array's tiles as pairs, float32: first elements, second elements, then those behind. Its columns are loaded by
     load(columns, place, k, SHAPE with the width, HOW), tile k of them."""
-    HALF, REST, RESTS, N, INTERLEAVED = PAIRS
+    HALF, PIECES, REST, RESTS, N, INTERLEAVED = PAIRS
     ROWS, HEADS, WIDTH = SHAPE
     if INTERLEAVED:
-        tpairs = load(array.slice(-1, 0, 2 * HALF), place, 0, (ROWS, HEADS, 2 * WIDTH), HOW)
-        rows = tpairs.shape[0]
-        tpairs = ct.reshape(tpairs, (rows, WIDTH, 2))
-        tiles = tuple(
-            ct.reshape(ct.extract(tpairs, (0, 0, k), (rows, WIDTH, 1)), (rows, WIDTH))
-            for k in ct.static_iter(range(2))
-        )
+        of_pairs, tfirst, tsecond = array.slice(-1, 0, 2 * HALF), (), ()
+        for k in ct.static_iter(range(PIECES)):
+            tboth = split_pairs(load(of_pairs, place, k, (ROWS, HEADS, 2 * WIDTH), HOW))
+            tfirst, tsecond = tfirst + tboth[:1], tsecond + tboth[1:]
+        tiles = tfirst + tsecond
     else:
-        tiles = (
-            load(array.slice(-1, 0, HALF), place, 0, SHAPE, HOW),
-            load(array.slice(-1, HALF, 2 * HALF), place, 0, SHAPE, HOW),
-        )
+        tiles = load_float32(load, array.slice(-1, 0, HALF), place, PIECES, SHAPE, HOW)
+        tiles = tiles + load_float32(load, array.slice(-1, HALF, 2 * HALF), place, PIECES, SHAPE, HOW)
     if RESTS > 0:
         behind = array.slice(-1, 2 * HALF, N)
-        tiles = tiles + tuple(
-            load(behind, place, k, (ROWS, HEADS, REST), HOW) for k in ct.static_iter(range(RESTS))
-        )
+        tiles = tiles + load_float32(load, behind, place, RESTS, (ROWS, HEADS, REST), HOW)
     return tiles
+
+
+def load_float32(load, columns, place, COUNT, SHAPE, HOW):
+    """The first COUNT tiles of some columns."""
+    return tuple(as_float32(load(columns, place, k, SHAPE, HOW)) for k in ct.static_iter(range(COUNT)))
+
+
+def split_pairs(tile):
+    """The first and the second elements of pairs side by side along a tile's last dimension, as float32.
+
+    Each pair is one integer. Where they are extracted from a tile of (..., WIDTH, 2), tileiras 13.4 loads the second
+    elements of some narrow tiles two at a time, from addresses between those that the hardware takes.
+    """
+    shape = tile.shape[:-1] + (tile.shape[-1] // 2,)
+    tbytes = ct.pack_to_bytes(tile)
+    if tile.dtype == ct.float32:
+        twords = ct.unpack_from_bytes(tbytes, ct.int64)
+        tfirst = ct.bitcast(ct.astype(twords, ct.int32), ct.float32)
+        tsecond = ct.bitcast(ct.astype(twords >> 32, ct.int32), ct.float32)
+    elif tile.dtype == ct.bfloat16:
+        twords = ct.unpack_from_bytes(tbytes, ct.int32)
+        tfirst, tsecond = ct.bitcast(twords << 16, ct.float32), ct.bitcast(twords & -0x10000, ct.float32)
+    else:
+        twords = ct.unpack_from_bytes(tbytes, ct.int32)
+        tfirst = as_float32(ct.bitcast(ct.astype(twords, ct.int16), tile.dtype))
+        tsecond = as_float32(ct.bitcast(ct.astype(twords >> 16, ct.int16), tile.dtype))
+    return ct.reshape(tfirst, shape), ct.reshape(tsecond, shape)
 
 
 def store_pairs(array, place, tiles, EXTENTS, PAIRS, TMA):
     """Writes such tiles, rounded to the array's dtype, at `place`. Without columns, a tile has EXTENTS there."""
-    HALF, _, RESTS, N, INTERLEAVED = PAIRS
-    if INTERLEAVED:
-        tpairs = ct.cat((tiles[0][:, :, None], tiles[1][:, :, None]), 2)
-        tpairs = ct.reshape(tpairs, (tpairs.shape[0], 2 * tpairs.shape[1]))
-        store_columns(array.slice(-1, 0, 2 * HALF), place, 0, tpairs, EXTENTS, TMA)
-    else:
-        store_columns(array.slice(-1, 0, HALF), place, 0, tiles[0], EXTENTS, TMA)
-        store_columns(array.slice(-1, HALF, 2 * HALF), place, 0, tiles[1], EXTENTS, TMA)
-    if RESTS > 0:
-        behind = array.slice(-1, 2 * HALF, N)
-        for k in ct.static_iter(range(RESTS)):
-            store_columns(behind, place, k, tiles[2 + k], EXTENTS, TMA)
+    HALF, PIECES, _, RESTS, N, INTERLEAVED = PAIRS
+    for k in ct.static_iter(range(PIECES)):
+        if INTERLEAVED:
+            tpairs = joined_pairs(tiles[k], tiles[PIECES + k])
+            store_columns(array.slice(-1, 0, 2 * HALF), place, k, tpairs, EXTENTS, TMA)
+        else:
+            store_columns(array.slice(-1, 0, HALF), place, k, tiles[k], EXTENTS, TMA)
+            store_columns(array.slice(-1, HALF, 2 * HALF), place, k, tiles[PIECES + k], EXTENTS, TMA)
+    for k in ct.static_iter(range(RESTS)):
+        store_columns(array.slice(-1, 2 * HALF, N), place, k, tiles[2 * PIECES + k], EXTENTS, TMA)
+
+
+def joined_pairs(tfirst, tsecond):
+    """The inverse of `split_pairs`, in float32."""
+    shape = tfirst.shape
+    tpairs = ct.cat((ct.reshape(tfirst, shape + (1,)), ct.reshape(tsecond, shape + (1,))), -1)
+    return ct.reshape(tpairs, shape[:-1] + (2 * shape[-1],))
 
 
 def store_columns(array, place, k, tile, EXTENTS, TMA):
@@ -106,15 +127,39 @@ def store_columns(array, place, k, tile, EXTENTS, TMA):
 
 
 def load_heads(array, place, k, SHAPE, HOW):
-    """Columns of x or dy, as (rows, WIDTH)."""
+    """Columns of x or dy, as (1, ROWS, HEADS, WIDTH)."""
+    ROWS, HEADS, WIDTH = SHAPE
     LATENCY, TMA, DIVISOR = HOW
-    return load_tile_at(array, place, k, SHAPE, LATENCY, TMA, DIVISOR)
+    if has_aligned_rows(array, DIVISOR):
+        index, extents = place + (k,), (1, ROWS, HEADS, WIDTH)
+        tile = ct.load(array, index, extents, padding_mode=ZERO, latency=LATENCY, allow_tma=TMA)
+    else:
+        tsteps, theads = indices_of_heads(place, SHAPE)
+        index = (place[0], tsteps[None, :, :, None], theads[None, :, :, None], indices(k, WIDTH))
+        tile = ct.gather(array, index, padding_value=0, latency=LATENCY)
+    return tile
+
+
+def indices(k, EXTENT):
+    """What tile k holds along a dimension."""
+    return k * EXTENT + ct.arange(EXTENT, dtype=ct.int32)
 
 
 def load_weight_of_heads(weight, place, k, SHAPE, HOW):
-    """Columns of the weight, (D,) or per-head (H, D), as a tile that broadcasts to that."""
+    """Columns of the weight: of (D,) as (1, 1, 1, WIDTH); of (H, D) those of the heads there, (1, 1, HEADS, WIDTH)."""
+    _, HEADS, WIDTH = SHAPE
     _, _, DIVISOR = HOW
-    return load_columns_at(weight, place, k, SHAPE, False, DIVISOR, weight.ndim == 2)
+    if weight.ndim == 1:
+        shape, first, extents = (1, 1, 1, WIDTH), (), (WIDTH,)
+    else:
+        shape, first, extents = (1, 1, HEADS, WIDTH), (place[2],), (HEADS, WIDTH)
+    if has_aligned_rows(weight, DIVISOR):
+        tile = ct.load(weight, first + (k,), extents, padding_mode=ZERO, allow_tma=False)
+    elif weight.ndim == 1:
+        tile = ct.gather(weight, indices(k, WIDTH), padding_value=0)
+    else:
+        tile = ct.gather(weight, (indices(place[2], HEADS)[:, None], indices(k, WIDTH)), padding_value=0)
+    return ct.reshape(tile, shape)
 
 
 def load_scale_of_heads(weights, place, offset, SHAPE, PAIRS, HOW):
@@ -127,25 +172,29 @@ def load_scale_of_heads(weights, place, offset, SHAPE, PAIRS, HOW):
 
 
 def load_table(table, rows, k, SHAPE, HOW):
-    """Columns of cos or sin, once for each head, as (rows, WIDTH). rows: the tile of steps, or what `rows_at_positions`
-    returned."""
-    ROWS, HEADS, WIDTH = SHAPE
-    LATENCY, TMA, DIVISOR = HOW
-    if len(rows) == 1:
-        tile = load_tile(table, rows + (k,), (ROWS, WIDTH), LATENCY, TMA, DIVISOR)
-    else:
+    """Columns of cos or sin, (1, ROWS, 1, WIDTH). rows: the tile of steps, or what `rows_at_positions` returned.
+
+    Not by TMA, which is slower here: a tile of 8 rows is 2 KiB.
+    """
+    ROWS, _, WIDTH = SHAPE
+    LATENCY, _, DIVISOR = HOW
+    if len(rows) > 1:
         trows, toutside = rows
-        tile = gather_tile(table, trows, k * WIDTH + ct.arange(WIDTH, dtype=ct.int32), False, LATENCY)
-        tile = ct.where(toutside[:, None], float("nan"), tile)
-    tile = ct.broadcast_to(tile[:, None, :], (ROWS, HEADS, WIDTH))
-    return ct.reshape(tile, (ROWS * HEADS, WIDTH))
+        tile = ct.gather(table, (trows[:, None], indices(k, WIDTH)), padding_value=0, latency=LATENCY)
+        tile = ct.where(toutside[:, None], ct.full((1, 1), float("nan"), table.dtype), tile)
+    elif has_aligned_rows(table, DIVISOR):
+        tile = ct.load(table, rows + (k,), (ROWS, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=False)
+    else:
+        trows = indices(rows[0], ROWS)
+        tile = ct.gather(table, (trows[:, None], indices(k, WIDTH)), padding_value=0, latency=LATENCY)
+    return ct.reshape(tile, (1, ROWS, 1, WIDTH))
 
 
 def rows_at_positions(table, positions, place, ROWS):
     """The rows of a table for a tile's steps, -1 where there is none, and whether a step's position is outside. Of
     steps past T it is not, for they must read 0."""
     batch = ct.minimum(place[0], positions.shape[0] - 1)
-    tsteps = place[1] * ROWS + ct.arange(ROWS, dtype=ct.int32)
+    tsteps = indices(place[1], ROWS)
     tpositions = ct.gather(positions, (batch, tsteps), padding_value=-1)
     tinside = (tpositions >= 0) & (tpositions < table.shape[0])
     trows = ct.astype(ct.where(tinside, tpositions, -1), ct.int32)
@@ -162,76 +211,78 @@ def load_rotation(TABLES, steps, place, SHAPE, PAIRS, HOW, FULL_TABLES):
         first = ct.astype(place[0], ct.int64) * rows_of_batch
         cos, sin = cos.slice(0, first, first + steps), sin.slice(0, first, first + steps)
         rows = (place[1],)
-    HALF, _, _, _, INTERLEAVED = PAIRS
+    HALF, PIECES, _, _, _, INTERLEAVED = PAIRS
     if FULL_TABLES:
-        ALL_PAIRS = (HALF, 0, 0, 2 * HALF, INTERLEAVED)
+        ALL_PAIRS = (HALF, PIECES, 0, 0, 2 * HALF, INTERLEAVED)
         tcos = load_pairs(load_table, cos, rows, SHAPE, ALL_PAIRS, HOW)
         tsin = load_pairs(load_table, sin, rows, SHAPE, ALL_PAIRS, HOW)
         trotation = tcos + tsin
     else:
-        tcos, tsin = load_table(cos, rows, 0, SHAPE, HOW), load_table(sin, rows, 0, SHAPE, HOW)
-        trotation = (tcos, tcos, tsin, tsin)
+        tcos = load_float32(load_table, cos, rows, PIECES, SHAPE, HOW)
+        tsin = load_float32(load_table, sin, rows, PIECES, SHAPE, HOW)
+        trotation = tcos + tcos + tsin + tsin
     return trotation
 
 
-def rotated(tn, trotation, dtype, ROUND_EACH):
+def rotated(tn, trotation, PIECES, dtype, ROUND_EACH):
     """y of normalized heads as pairs."""
-    tfirst, tsecond = tn[0], tn[1]
-    tfirst_cos, tsecond_cos, tfirst_sin, tsecond_sin = trotation
-    tturned = (
-        rounded(tfirst * tfirst_cos, dtype, ROUND_EACH) - rounded(tsecond * tfirst_sin, dtype, ROUND_EACH),
-        rounded(tsecond * tsecond_cos, dtype, ROUND_EACH) + rounded(tfirst * tsecond_sin, dtype, ROUND_EACH),
-    )
-    return tturned + tn[2:]
+    tfirst, tsecond = (), ()
+    for k in ct.static_iter(range(PIECES)):
+        ta, tb = tn[k], tn[PIECES + k]
+        ta_cos, tb_cos, ta_sin, tb_sin = trotation[k::PIECES]
+        tfirst = tfirst + (rounded(ta * ta_cos, dtype, ROUND_EACH) - rounded(tb * ta_sin, dtype, ROUND_EACH),)
+        tsecond = tsecond + (
+            rounded(tb * tb_cos, dtype, ROUND_EACH) + rounded(ta * tb_sin, dtype, ROUND_EACH),
+        )
+    return tfirst + tsecond + tn[2 * PIECES :]
 
 
-def rotated_back(tdy, trotation):
+def rotated_back(tdy, trotation, PIECES):
     """dn of dy as pairs: the adjoint."""
-    tfirst, tsecond = tdy[0], tdy[1]
-    tfirst_cos, tsecond_cos, tfirst_sin, tsecond_sin = trotation
-    tturned = (
-        tfirst * tfirst_cos + tsecond * tsecond_sin,
-        tsecond * tsecond_cos - tfirst * tfirst_sin,
-    )
-    return tturned + tdy[2:]
+    tfirst, tsecond = (), ()
+    for k in ct.static_iter(range(PIECES)):
+        ta, tb = tdy[k], tdy[PIECES + k]
+        ta_cos, tb_cos, ta_sin, tb_sin = trotation[k::PIECES]
+        tfirst = tfirst + (ta * ta_cos + tb * tb_sin,)
+        tsecond = tsecond + (tb * tb_cos - ta * ta_sin,)
+    return tfirst + tsecond + tdy[2 * PIECES :]
 
 
-def sum_over_columns(a, b):
-    """The sums over a row of a * b as pairs, (rows, 1)."""
-    total = ct.sum(products_lane_by_lane(a, b, 2), axis=1, keepdims=True)
-    if len(a) > 2:
-        total = total + ct.sum(products_lane_by_lane(a[2:], b[2:], len(a) - 2), axis=1, keepdims=True)
+def sum_over_columns(a, b, PIECES):
+    """The sums over a row of a * b as pairs, (1, ROWS, HEADS, 1)."""
+    ROTATED = 2 * PIECES
+    total = ct.sum(products_lane_by_lane(a, b, ROTATED), axis=3, keepdims=True)
+    if len(a) > ROTATED:
+        tproducts = products_lane_by_lane(a[ROTATED:], b[ROTATED:], len(a) - ROTATED)
+        total = total + ct.sum(tproducts, axis=3, keepdims=True)
     return total
 
 
-def normalize_and_rotate(heads, place, TABLES, inv_n, eps, offset, SHAPE, PAIRS, HOW, SWITCHES):
-    """Writes y of the tile of heads of q or k there."""
+def normalize_and_rotate(heads, block, blocks, TABLES, inv_n, eps, offset, SHAPE, PAIRS, HOW, SWITCHES):
+    """Writes y of tiles block, block + blocks, block + 2 blocks, ... of the heads of q or k."""
     y, x = heads[0], heads[1]
-    FULL_TABLES, ROUND_XHAT, ROUND_EACH, EARLY_WEIGHT, DEPENDENT = SWITCHES
-    tx = load_pairs(load_heads, x, place, SHAPE, PAIRS, HOW)
-    if EARLY_WEIGHT:
-        tscale = load_scale_of_heads(heads[2:], place, offset, SHAPE, PAIRS, HOW)
+    FULL_TABLES, ROUND_XHAT, ROUND_EACH = SWITCHES
+    PIECES, (_, TMA, _) = PAIRS[1], HOW
+    first = place_of_tile(x, block, SHAPE)
+    tscale = load_scale_of_heads(heads[2:], first, offset, SHAPE, PAIRS, HOW)
+    for i in range(block, count_tiles(x, SHAPE), blocks):
+        place = place_of_tile(x, i, SHAPE)
+        tx = load_pairs(load_heads, x, place, SHAPE, PAIRS, HOW)
         trotation = load_rotation(TABLES, x.shape[1], place, SHAPE, PAIRS, HOW, FULL_TABLES)
-    if DEPENDENT:
-        ct.grid_dependency_control_launch_dependents()
+        trstd = ct.rsqrt(sum_over_columns(tx, tx, PIECES) * inv_n + eps)
 
-    trstd = ct.rsqrt(sum_over_columns(tx, tx) * inv_n + eps)
-
-    if not EARLY_WEIGHT:
-        tscale = load_scale_of_heads(heads[2:], place, offset, SHAPE, PAIRS, HOW)
-        trotation = load_rotation(TABLES, x.shape[1], place, SHAPE, PAIRS, HOW, FULL_TABLES)
-    tn = tuple(rounded(t * trstd, x.dtype, ROUND_XHAT) for t in ct.static_iter(tx))
-    if len(tscale) > 0:
-        tn = multiplied(tn, tscale)
-    tn = tuple(rounded(t, x.dtype, ROUND_EACH) for t in ct.static_iter(tn))
-    ty = rotated(tn, trotation, x.dtype, ROUND_EACH)
-
-    store_pairs(y, place, ty, (1,) + SHAPE[:2], PAIRS, False)
+        tn = tuple(rounded(t * trstd, x.dtype, ROUND_XHAT) for t in ct.static_iter(tx))
+        if len(tscale) > 0:
+            tn = multiplied(tn, tscale)
+        tn = tuple(rounded(t, x.dtype, ROUND_EACH) for t in ct.static_iter(tn))
+        ty = rotated(tn, trotation, PIECES, x.dtype, ROUND_EACH)
+        store_pairs(y, place, ty, (1,) + SHAPE[:2], PAIRS, TMA)
 
 
 def forward_rope(
     q,  # (q_out, q) or (q_out, q, weight): (B, T, Hq, D), q_out written, q any strides but of columns; (D,) or (Hq, D)
     k,  # () or the same of (B, T, Hk, D)
+    q_blocks,
     cos,  # (rows, R) if FULL_TABLES, else (rows, R / 2)
     sin,  # as cos
     positions,  # () or ((1 or B, T) int64,)
@@ -244,49 +295,59 @@ def forward_rope(
     K_ROWS: ConstInt,
     K_HEADS: ConstInt,
     WIDTH: ConstInt,
+    PIECES: ConstInt,
     HALF: ConstInt,
     REST: ConstInt,
     RESTS: ConstInt,
     N: ConstInt,
     INTERLEAVED: ConstBool,
     LATENCY: ConstInt,
+    TMA: ConstBool,
     DIVISOR: ConstInt,
     FULL_TABLES: ConstBool,
     ROUND_XHAT: ConstBool,
     ROUND_EACH: ConstBool,
-    EARLY_WEIGHT: ConstBool,
     DEPENDENT: ConstBool,
 ):
-    """Grid: a block for each tile of q, then one for each of k. EARLY_WEIGHT: weight and tables are loaded beside x,
-    not behind its sum (forward.py)."""
-    PAIRS, HOW = (HALF, REST, RESTS, N, INTERLEAVED), (LATENCY, False, DIVISOR)
-    SWITCHES = (FULL_TABLES, ROUND_XHAT, ROUND_EACH, EARLY_WEIGHT, DEPENDENT)
+    PAIRS, HOW = (HALF, PIECES, REST, RESTS, N, INTERLEAVED), (LATENCY, TMA, DIVISOR)
+    SWITCHES = (FULL_TABLES, ROUND_XHAT, ROUND_EACH)
     TABLES, SHAPE = (cos, sin, positions, rows_of_batch), (ROWS, HEADS, WIDTH)
-    K_SHAPE = (K_ROWS, K_HEADS, WIDTH)
-    i, count = ct.bid(0), count_tiles(q[1], SHAPE)
-    place = place_of_tile(q[1], i, SHAPE)
-    if len(k) > 0 and i >= count:
-        place = place_of_tile(k[1], i - count, K_SHAPE)
     if DEPENDENT:
-        wait_for_launch_before(sum_of_indices(place))
-    if len(k) > 0 and i >= count:
-        normalize_and_rotate(k, place, TABLES, inv_n, eps, offset, K_SHAPE, PAIRS, HOW, SWITCHES)
+        ct.grid_dependency_control_wait()
+        ct.grid_dependency_control_launch_dependents()
+    block = ct.bid(0)
+    if len(k) > 0 and block >= q_blocks:
+        K_SHAPE, k_blocks = (K_ROWS, K_HEADS, WIDTH), ct.num_blocks(0) - q_blocks
+        normalize_and_rotate(
+            k, block - q_blocks, k_blocks, TABLES, inv_n, eps, offset, K_SHAPE, PAIRS, HOW, SWITCHES
+        )
     else:
-        normalize_and_rotate(q, place, TABLES, inv_n, eps, offset, SHAPE, PAIRS, HOW, SWITCHES)
+        normalize_and_rotate(q, block, q_blocks, TABLES, inv_n, eps, offset, SHAPE, PAIRS, HOW, SWITCHES)
+
+
+def zeros_of_pairs(SHAPE, PAIRS):
+    """Zeros as the tiles of `load_pairs`."""
+    _, PIECES, REST, RESTS, _, _ = PAIRS
+    ROWS, HEADS, WIDTH = SHAPE
+    return tuple(
+        ct.zeros((1, ROWS, HEADS, WIDTH if k < 2 * PIECES else REST), dtype=ct.float32)
+        for k in ct.static_iter(range(2 * PIECES + RESTS))
+    )
 
 
 def store_partials_of_heads(partial, x, block, place, ttotals, SHAPE, PAIRS):
-    """Writes the sums of a block's rows as its row of partial sums: row `block` of (P, D). Of weights of heads, of
+    """Writes the sums of a block's rows as its row of partial sums: row `block` of (P, D). With weights of heads, of
     (P, H, D) the heads at its place, in row block // (tiles along H)."""
     ROWS, HEADS, _ = SHAPE
     if partial.ndim == 3:
-        tsums = tuple(
-            ct.sum(ct.reshape(t, (ROWS, HEADS, t.shape[1])), axis=0) for t in ct.static_iter(ttotals)
-        )
+        tsums = tuple(ct.sum(ct.reshape(t, t.shape[1:]), axis=0) for t in ct.static_iter(ttotals))
         row = block // tiles_along_heads(x, SHAPE)
         store_pairs(partial, (row, place[2]), tsums, (1, HEADS), PAIRS, False)
     else:
-        tsums = tuple(ct.sum(t, axis=0, keepdims=True) for t in ct.static_iter(ttotals))
+        tsums = tuple(
+            ct.sum(ct.reshape(t, (ROWS * HEADS, t.shape[3])), axis=0, keepdims=True)
+            for t in ct.static_iter(ttotals)
+        )
         store_pairs(partial, (block,), tsums, (1,), PAIRS, False)
 
 
@@ -296,27 +357,25 @@ def gradients_of_heads(heads, block, blocks, TABLES, inv_n, eps, offset, SHAPE, 
     dx, dy, x = heads[0], heads[1], heads[2]
     weights, partials = heads[3:4], heads[4:]
     FULL_TABLES, ROUND_XHAT = SWITCHES
-    _, TMA, _ = HOW
+    PIECES, (_, TMA, _) = PAIRS[1], HOW
     first = place_of_tile(x, block, SHAPE)
     tscale = load_scale_of_heads(weights, first, offset, SHAPE, PAIRS, HOW)
 
     tdw = ()
     if len(partials) > 0:
-        _, REST, RESTS, _, _ = PAIRS
-        tdw = zeros_of_tiles(SHAPE, 2) + zeros_of_tiles((SHAPE[0], SHAPE[1], REST), RESTS)
+        tdw = zeros_of_pairs(SHAPE, PAIRS)
     for i in range(block, count_tiles(x, SHAPE), blocks):
         place = place_of_tile(x, i, SHAPE)
         tx = load_pairs(load_heads, x, place, SHAPE, PAIRS, HOW)
         tdy = load_pairs(load_heads, dy, place, SHAPE, PAIRS, HOW)
         trotation = load_rotation(TABLES, x.shape[1], place, SHAPE, PAIRS, HOW, FULL_TABLES)
         # 0 of rows past the last: with an eps of 0 it would be infinite, and their terms of dw NaN
-        tinside = row_numbers(x, place, SHAPE)[1]
-        tinside = ct.reshape(ct.broadcast_to(tinside, SHAPE[:2]), (rows_in(SHAPE), 1))
-        trstd = ct.where(tinside, ct.rsqrt(sum_over_columns(tx, tx) * inv_n + eps), 0.0)
+        tinside = ct.reshape(row_numbers(x, place, SHAPE)[1], (1, SHAPE[0], SHAPE[1], 1))
+        trstd = ct.where(tinside, ct.rsqrt(sum_over_columns(tx, tx, PIECES) * inv_n + eps), 0.0)
 
-        tdn = rotated_back(tdy, trotation)
+        tdn = rotated_back(tdy, trotation, PIECES)
         th, tg = h_and_g(tdn, trstd, tscale)
-        tfactor = factor_of_x(sum_over_columns(tx, tg) * inv_n, trstd)
+        tfactor = factor_of_x(sum_over_columns(tx, tg, PIECES) * inv_n, trstd)
         tdx = tuple(tx[k] * tfactor + tg[k] for k in ct.static_iter(range(len(tx))))
 
         store_pairs(dx, place, tdx, (1,) + SHAPE[:2], PAIRS, TMA)
@@ -344,6 +403,7 @@ def backward_rope(
     K_ROWS: ConstInt,
     K_HEADS: ConstInt,
     WIDTH: ConstInt,
+    PIECES: ConstInt,
     HALF: ConstInt,
     REST: ConstInt,
     RESTS: ConstInt,
@@ -356,10 +416,8 @@ def backward_rope(
     ROUND_XHAT: ConstBool,
     DEPENDENT: ConstBool,
 ):
-    """Grid: q_blocks that walk the tiles of q, then those that walk the tiles of k. With weights of heads either number
-    is a multiple of the tiles along H, so that a block stays at its heads. The next kernel is not let in early
-    (backward.py)."""
-    PAIRS, HOW = (HALF, REST, RESTS, N, INTERLEAVED), (LATENCY, TMA, DIVISOR)
+    """The next kernel is not let in early (backward.py)."""
+    PAIRS, HOW = (HALF, PIECES, REST, RESTS, N, INTERLEAVED), (LATENCY, TMA, DIVISOR)
     SWITCHES = (FULL_TABLES, ROUND_XHAT)
     TABLES, SHAPE = (cos, sin, positions, rows_of_batch), (ROWS, HEADS, WIDTH)
     if DEPENDENT:
