@@ -55,8 +55,6 @@ _told: set[tuple[Any, ...]] = set()
 # "auto" does not take these for tensors off CUDA devices. There they run in interpreters: by name only, and while the
 # environment switches the interpreter on, which may change between calls.
 _BY_NAME_OFF_CUDA = ("cutile", "triton")
-# Nor do they serve "auto" where these kernels were never run on a GPU: they are compiled and interpreted alone.
-_UNPROVEN = ROPE_OPS
 
 
 def request_of(
@@ -318,9 +316,6 @@ def _first_usable(op: str, request: Request) -> tuple[str, str]:
     for backend in AUTO_ORDER:
         if request.device.type != "cuda" and backend in _BY_NAME_OFF_CUDA:
             reasons.append(f"{backend}: runs on {request.device.type} by name only")
-            continue
-        if op in _UNPROVEN and backend in _BY_NAME_OFF_CUDA:
-            reasons.append(f"{backend}: its kernels of {op} were not run on a GPU yet, so by name only")
             continue
         unusable = why_unusable(backend, request)
         if unusable is None:

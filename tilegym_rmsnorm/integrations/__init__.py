@@ -73,8 +73,8 @@ def patch_model(
         model: Any module, built or loaded.
         patch_layers: Also rewrite the layers in which a norm follows a residual add, so that one call does both. The
             sum is rounded as before. A norm with hooks receives the sum in a call of its own. And rewrite the attention
-            in which the norms of q and k precede a rotary embedding, so that one call does all: see `qk_norm_rope`. On
-            CUDA devices that call is not made yet. Attention whose norms have hooks is left as it is.
+            in which the norms of q and k precede a rotary embedding, so that one call does all: see `qk_norm_rope`.
+            Attention whose norms have hooks is left as it is.
         backend: A name or `"auto"`, for these norms. None: the backend in effect when a norm is called.
 
     Returns:

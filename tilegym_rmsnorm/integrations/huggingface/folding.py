@@ -81,7 +81,6 @@ def _call_of(q_norm: Any, k_norm: Any, q: Any, k: Any, cos: Any, sin: Any) -> _F
         or is_watched(q_norm)
         or is_watched(k_norm)
         or not all(isinstance(each, Tensor) and each.dtype is q.dtype for each in (q, k, cos, sin))
-        or q.is_cuda  # "auto" takes no kernel of qk_norm_rope yet (registry.py), and PyTorch's operations are slower
         or not q.dim() == k.dim() == cos.dim() + 1 == 4
         or cos.shape != sin.shape
         or not q.shape[2] == k.shape[2] == cos.shape[1]
