@@ -182,7 +182,7 @@ def reasoned_backward(problem: RopeProblem) -> BackwardRope:
 
 def _settings(problem: RopeProblem, elements: int, most_heads: int, widest: int) -> dict[str, Any]:
     """Settings of tiles that have at most so many elements, heads and columns, but one row at least."""
-    width, pieces = cut(problem.rotary_dim // 2, widest // 2 if problem.interleaved else widest)
+    width, pieces = cut(problem.rotary_dim // 2, widest)
     rest, rests = cut(problem.n - problem.rotary_dim, widest)
     count = max(1, power_of_two(elements // (2 * width * pieces + rests * rest) + 1) // 2)
     heads = min(count, problem.heads, most_heads)
