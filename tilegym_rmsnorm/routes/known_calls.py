@@ -147,20 +147,19 @@ def rope_call(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: Any) -
     """Describe a forward or a backward of `qk_norm_rope`. others: all arguments but tensors and backend."""
     *heads, q_weight, k_weight, cos, sin, positions = tensors
     rows = *[each for each in heads if each is not None], cos, sin
-    parts = tuple([each is None for each in tensors])
-    return _call(rows, (q_weight, k_weight, positions), parts, others, backend)
+    return _call(rows, (q_weight, k_weight, positions), tuple(map(type, tensors)), others, backend)
 
 
 def _call(
     rows: tuple[Any, ...],
     vectors: tuple[Any, ...],
-    parts: tuple[bool, ...],
+    parts: tuple[Any, ...],
     others: tuple[Any, ...],
     backend: Any,
 ) -> _Call | None:
     """Describe a call by its key and its tensors. None where anything watches it, or a tensor is not plain.
 
-    rows: tensors of x's shape. The key has their addresses, but for multiples of 16 bytes.
+    rows: tensors of x's shape. parts: what tells which tensors are given. The key has their addresses, but for multiples of 16 bytes.
     """
     if is_watched() or _len_torch_function_stack():
         return None
