@@ -29,8 +29,11 @@ SHAPES = (
     (2, 700, 16, 16, 64, 64),
     (1, 1024, 16, 2, 256, 64),
     (2, 512, 32, 8, 80, 80),
+    (2, 1024, 16, 2, 256, 256),
+    (1, 700, 8, 2, 512, 512),
     (1, 333, 5, 1, 96, 48),
     (64, 1, 32, 8, 128, 128),
+    (3, 1, 8, 1, 64, 64),
 )
 FORMS = {
     "plain": {},
@@ -38,6 +41,8 @@ FORMS = {
     "weights of heads": {"weights": "heads", "offset": 1.0},
     "no weights, half tables": {"weights": "none", "half": True},
     "positions": {"tables": "positions"},
+    "tables of 16 bits, of each batch": {"tables": "BT", "has_16_bit_tables": True},
+    "interleaved, weights of heads": {"interleaved": True, "weights": "heads", "half": True},
 }
 TOLERANCE = {BF16: 1e-2, FP16: 2e-3, FP32: 1e-5}  # of the norm of the difference
 
@@ -49,10 +54,23 @@ def backend(request):
     return request.param
 
 
-def call(shape, dtype, *, interleaved=False, offset=0.0, casting="once", rounding="end", seed=0, **made):
+def call(
+    shape,
+    dtype,
+    *,
+    interleaved=False,
+    offset=0.0,
+    casting="once",
+    rounding="end",
+    has_16_bit_tables=False,
+    seed=0,
+    **made,
+):
     """The tensors of a backward, with strided q and k and transposed gradients; the spec, and what is wanted."""
     b, t, hq, hk, d, r = shape
     tensors = rope_calls.case(b=b, t=t, hq=hq, hk=hk, d=d, r=r, dtype=dtype, seed=seed, **made)
+    if has_16_bit_tables:
+        tensors = (*tensors[:4], *(each.to(dtype) for each in tensors[4:]))
     packed = torch.cat([*tensors[:2], tensors[1]], 2)
     q, k = packed[:, :, :hq], packed[:, :, hq : hq + hk]
     gradients = [torch.randn(b, heads, t, d, device=DEVICE).to(dtype).transpose(1, 2) for heads in (hq, hk)]
