@@ -163,7 +163,7 @@ def folded(monkeypatch):
 @pytest.mark.slow
 def test_which_attention_is_rewritten(found):
     names = {cls.__name__: names for cls, names in found.items() if isinstance(names, tuple)}
-    assert len(names) > 15 and {"Qwen3Attention", "Gemma3Attention", "Glm4MoeAttention"} <= set(names)
+    assert len(names) >= 15 and {"Qwen3Attention", "Gemma3Attention", "Glm4MoeAttention"} <= set(names)
     reasons = [reason for reason in found.values() if isinstance(reason, str)]
     if transformers.__version__ == "5.23.0":
         assert len(names) == REWRITTEN + len(OTHER_NORMS)
@@ -200,7 +200,7 @@ def test_rewritten_attention_computes_the_same_bits(found, folded, dtype):
                 assert (mine - theirs).norm() <= rounding and (mine - exact).norm() <= 1.1 * rounding, cls
             unpatch_model(ours)
             assert type(ours) is cls and torch.equal(results(ours, dtype, width)[0], expected)
-    assert len(checked) > 15 and all(checked.values()), checked
+    assert len(checked) >= 14 and all(checked.values()), checked
     if transformers.__version__ == "5.23.0":
         assert len(checked) == REWRITTEN
 
