@@ -16,8 +16,6 @@ from tilegym_rmsnorm.backends.cutile.plans.partition import (
     MOST_MEMBERS,
     Split,
     Team,
-    Unaligned,
-    Walks,
     two_tiles,
 )
 from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
@@ -361,7 +359,7 @@ def sum_of(first: Variant, n: int, architecture: int) -> Variant:
 
 def _sum_tile_on_hopper(first: Variant, n: int) -> tuple[int, int, int]:
     """Rows, columns, and blocks an SM that the compiler leaves room for."""
-    if isinstance(first, (Walks, Unaligned)) and not isinstance(first, Team) and first.occupancy > 1:
+    if first.walks and not isinstance(first, Team) and first.occupancy > 1:
         return 256, 16, 2
     if n > WIDEST_BACKWARD_ROW and isinstance(first, Split):
         return 4, 512, 4
