@@ -21,11 +21,11 @@ from compiling import (  # noqa: E402
 )
 from pipelines import overwritten  # noqa: E402
 
+from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.rope import bind_backward, bind_forward  # noqa: E402
 
 skip_without_compiler()
 
-ARCHITECTURES = (80, 90, 100, 120)
 PLAIN = RopeCase(BF16, 2, 64, (32, 8), n=128, rotary_dim=128, layout="packed")
 CASES = {
     "128": PLAIN,
@@ -60,7 +60,7 @@ def compile_calls(case, machine):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_reasoned_compiles(case, architecture, dtype):
-    take_turns([*CASES].index(case), 3 * ARCHITECTURES.index(architecture), dtype is FP32, of=5)
+    take_turns([*CASES].index(case), 3 * ARCHITECTURES.index(architecture), dtype is FP32, of=8)
     machine = CompilingMachine(architecture)
     compile_calls(CASES[case] if dtype is None else CASES[case]._replace(dtype=dtype), machine)
     assert {each.name for each in machine.results} == {"forward_rope", "backward_rope", "sum_partials"}
