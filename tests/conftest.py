@@ -262,9 +262,9 @@ def no_composing(monkeypatch: pytest.MonkeyPatch) -> None:
 def fresh_plans():
     """cuTile's launchers are made anew in this test, and again after it."""
     pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-    from tilegym_rmsnorm.backends.cutile import lookup
+    from tilegym_rmsnorm.backends.cutile import lookup, rope
 
-    caches = lookup._forward, lookup._backward
+    caches = lookup._forward, lookup._backward, rope._choose
     [made.cache_clear() for made in caches]
     yield
     [made.cache_clear() for made in caches]

@@ -153,16 +153,14 @@ def test_many_tiles(weight, heads, length):
 
 def tiled(monkeypatch, **settings):
     """Have both kernels take these settings beside those that are reasoned."""
-    for name in ("reasoned_forward", "reasoned_backward"):
-        reasoned = getattr(rope, name)
+    tiles_of = rope.tiles_of
 
-        def changed(problem, reasoned=reasoned):
-            variant = reasoned(problem)
-            variant = dataclasses.replace(variant, **settings)
-            variant.check(problem.n, problem.itemsize, problem.architecture)
-            return variant
+    def changed(problem, choice):
+        variant = dataclasses.replace(tiles_of(problem, choice), **settings)
+        variant.check(problem.n, problem.itemsize, problem.architecture)
+        return variant
 
-        monkeypatch.setattr(rope, name, changed)
+    monkeypatch.setattr(rope, "tiles_of", changed)
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,13 @@ from tilegym_rmsnorm.backends.cutile.plans.rope import (
     constants_of,
     cut,
     is_taken,
-    reasoned_backward,
-    reasoned_forward,
+    reasoned,
     tile_of_heads,
+    tiles_of,
 )
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES
 
+OPS = ("forward", "backward")
 SM_COUNT = 132
 HEADS = ((1, 1), (5, 1), (16, 16), (28, 4), (31, 1), (32, 8), (64, 8), (1, 5), (300, 300))
 
@@ -41,6 +42,10 @@ def problem(n=128, rotary_dim=128, heads=(32, 8), **others):
     return RopeProblem(**(defaults | {"n": n, "rotary_dim": rotary_dim} | tiles | others))
 
 
+def reasoned_tiles(op, problem):
+    return tiles_of(problem, reasoned(op, problem))
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_tiles_hold_every_head(architecture):
     """Of every width and share that is rotated: pairs and what lies behind them have room, and no tile is empty."""
@@ -53,7 +58,7 @@ def test_tiles_hold_every_head(architecture):
             options = {"itemsize": itemsize, "architecture": architecture, "has_one_step": has_one_step}
             asked = problem(n, rotary_dim, HEADS[n // 2 % len(HEADS)], **options)
             assert is_taken(asked)
-            for variant in (reasoned_forward(asked), reasoned_backward(asked)):
+            for variant in (reasoned_tiles(op, asked) for op in OPS):
                 variant.check(n, itemsize, architecture)
                 behind = n - rotary_dim
                 for width, count, columns in (
@@ -89,17 +94,17 @@ def test_cut():
 
 def test_more_rows_than_can_be_counted():
     """Are not for kernels."""
-    for variant in (reasoned_forward(problem()), reasoned_backward(problem())):
+    for variant in (reasoned_tiles(op, problem()) for op in OPS):
         walks = (2**14, 2**11, 32), (2**14, 2**11, 1)
         assert variant.walks_of((walks[0], None), SM_COUNT, (False, False)) is not None
         assert variant.walks_of(walks, SM_COUNT, (False, False)) is None
 
 
-@pytest.mark.parametrize("reasoned", [reasoned_forward, reasoned_backward])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("per_head", list(itertools.product((False, True), repeat=2)), ids=str)
-def test_walks_share_the_sms_by_their_tiles(per_head, heads, reasoned):
-    variant = reasoned(problem(heads=heads))
+def test_walks_share_the_sms_by_their_tiles(per_head, heads, op):
+    variant = reasoned_tiles(op, problem(heads=heads))
     for sm_count, length in itertools.product((1, 3, 132), (1, 9, 500, 40000)):
         leads = (2, length, heads[0]), (2, length, heads[1])
         walks = variant.walks_of(leads, sm_count, per_head)
@@ -119,7 +124,7 @@ def test_walks_share_the_sms_by_their_tiles(per_head, heads, reasoned):
 
 
 def test_a_forward_of_few_tokens_has_a_block_for_each_tile():
-    variant = reasoned_forward(problem(has_one_step=True))
+    variant = reasoned_tiles("forward", problem(has_one_step=True))
     for batch in (1, 4, 16, 64):
         leads = (batch, 1, 32), (batch, 1, 8)
         walks = variant.walks_of(leads, SM_COUNT, (False, False))

@@ -21,7 +21,7 @@ from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardSplit, Backwa
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.tuning import search  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.tuning import calls, search  # noqa: E402
 
 
 @given(n=st.one_of(st.integers(1, 5000), st.integers(5000, 2**27)), size=st.sampled_from(SIZES))
@@ -167,7 +167,7 @@ def test_every_set_has_a_weight_and_rstd_of_its_own(finder, monkeypatch):
     monkeypatch.setattr(search, "calls_needed", lambda *_: 6)
     for form in FORMS:
         met = []
-        monkeypatch.setattr(search, "runner", lambda *_, met=met: met.append)
+        monkeypatch.setattr(calls, "runner", lambda *_, met=met: met.append)
         finder.times_at(48, BACKWARD._replace(form=form), BACKWARD_TILES[:1], 0.0)
         assert len(met) >= 6
         has = form_named(form)

@@ -1,6 +1,10 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Choose the settings of the kernels of `qk_norm_rope` (kernels/rope.py): all by reasoning, for every architecture."""
+"""The settings of the kernels of `qk_norm_rope` (kernels/rope.py).
+
+A few numbers are chosen, a `RopeChoice`: by an entry (select.py), or by reasoning here, for every architecture. All
+else of a tile follows from them and the problem (`tiles_of`), so that an entry of one D serves every number of heads.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, SAME, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.rules import MOST_HEADS, heads_of_form
-from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_TILES, MOST_ROWS, shortest_walks
+from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_TILES, MOST_ROWS, rows_of_class, shortest_walks
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, expect, power_of_two
 
 WIDEST_ROTATED_HEAD = 512
 FEW_KINDS = 16  # cuda-tile compiles one kernel for all numbers of partial rows that are multiples of it
 WIDE_HEAD = 128  # wider ones have other tiles
 MOST_TILES = 4  # along half of what is rotated, or what is not
+MOST_BLOCKS = 8  # an SM: each leaves a partial row of the weights' gradients
+ENTRY_HEADS = 32, 8  # of q and k, where entries are measured
 
 Lead = tuple[int, int, int]  # B, T and H
 
@@ -44,6 +51,17 @@ class RopeProblem(NamedTuple):
     def divisor(self) -> int:
         """The largest power of two up to 16 that divides each part of a row; 1 where rows begin anywhere (plan.py)."""
         return 1 if self.is_scattered else math.gcd(self.rotary_dim // 2, self.n - self.rotary_dim, 16)
+
+    @property
+    def is_simple(self) -> bool:
+        """Halves of whole heads, beside one weight and rows of tables in order: others take more registers."""
+        return self.rotary_dim == self.n and not (self.interleaved or self.has_positions or self.per_head)
+
+    @property
+    def takes_entries(self) -> bool:
+        """Whether it has what entries were measured and checked with, but for the numbers of heads. The settings of an
+        entry may spill elsewhere."""
+        return self.is_simple and not self.is_scattered and not self.has_one_step
 
     @property
     def has_tma(self) -> bool:
@@ -156,48 +174,131 @@ def tile_of_heads(n: int, heads: int) -> int:
     return min(MOST_HEADS, heads_of_form(n, heads))
 
 
-def reasoned_forward(problem: RopeProblem) -> ForwardRope:
-    """The settings for any problem that `is_taken`."""
-    heads = 4 if problem.n <= WIDE_HEAD else 2
-    latency = 4 if problem.n <= 64 and problem.has_tma else 2
+@dataclass(frozen=True, kw_only=True)
+class RopeChoice:
+    """Numbers of tiles that a problem leaves free. Powers of two, at most: `elements` of a tile, which has one row at
+    least, `heads` of it, and columns, `width`. The others are those of Variant."""
+
+    kernel: str  # of TILES
+    elements: int
+    heads: int
+    width: int
+    warps: int
+    occupancy: int
+    latency: int
+
+    def settings(self) -> dict[str, int]:
+        """All of them, as data has them."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "kernel"}
+
+    def __str__(self) -> str:
+        return " ".join([self.kernel, *(f"{name}={value}" for name, value in self.settings().items())])
+
+    def check(self, n: int, dtype: str, architecture: int) -> None:
+        """Raise ValueError unless an entry of heads of n elements may have these settings."""
+        for name, value in self.settings().items():
+            expect(type(value) is int, name, "int", value)
+        extents = self.elements, self.heads, self.width
+        are_powers = all(each > 0 and each == power_of_two(each) for each in extents) and self.width > 1
+        expect(are_powers, "elements, heads, width", "powers of two, the last of 2 or more", extents)
+        expect(self.heads <= MOST_HEADS, "heads", f"at most {MOST_HEADS}", self.heads)
+        expect(self.occupancy <= MOST_BLOCKS, "occupancy", f"1 to {MOST_BLOCKS}", self.occupancy)
+        tiles_of(entry_problem(n, dtype, architecture), self).check(n, ITEMSIZE[dtype], architecture)
+
+
+TILES: dict[str, type[RopeTiles]] = {each.kernel: each for each in (ForwardRope, BackwardRope)}
+KERNEL_OF_OP = {
+    "forward": ForwardRope.kernel,
+    "backward": BackwardRope.kernel,
+    "dx": BackwardRope.kernel,  # a backward without gradients of weights
+}
+
+
+def has_entries(bucket: Bucket) -> bool:
+    """Whether entries of the form "rope" may be of a bucket: of halves that are loaded 16 bytes at a time, in some
+    number of rows of ENTRY_HEADS."""
+    has_tiles = bucket.n % 16 == 0 and bucket.n <= WIDEST_ROTATED_HEAD and bucket.weight == SAME
+    return has_tiles and bool(tokens_of_class(bucket.size, bucket.n))
+
+
+def tokens_of_class(size: str, n: int) -> range:
+    """B * T of the calls of ENTRY_HEADS whose rows, B * T * (Hq + Hk), are of a size class. One token alone has other
+    tiles (`has_one_step`)."""
+    rows, heads = rows_of_class(size, n), sum(ENTRY_HEADS)
+    return range(max(2, -(-rows.start // heads)), (rows.stop - 1) // heads + 1)
+
+
+def entry_problem(n: int, dtype: str, architecture: int) -> RopeProblem:
+    """Return the problem with which entries of heads of n elements are measured."""
+    heads, k_heads = (tile_of_heads(n, each) for each in ENTRY_HEADS)
+    return RopeProblem(
+        n=n,
+        rotary_dim=n,
+        interleaved=False,
+        heads=heads,
+        k_heads=k_heads,
+        itemsize=ITEMSIZE[dtype],
+        is_scattered=False,
+        has_one_step=False,
+        has_full_tables=True,
+        has_positions=False,
+        per_head=False,
+        casting="once",
+        rounding="end",
+        architecture=architecture,
+    )
+
+
+def reasoned(op: str, problem: RopeProblem) -> RopeChoice:
+    """The choice for any problem that `is_taken`."""
+    return _reasoned_forward(problem) if op == "forward" else _reasoned_backward(problem)
+
+
+def _reasoned_forward(problem: RopeProblem) -> RopeChoice:
     # Of more without TMA, whose loads need registers for addresses, some spilled; gathers need most.
     elements = 4096 if problem.has_tma else 2048 if problem.divisor >= 8 else 1024
-    return ForwardRope(occupancy=4, latency=latency, warps=4, **_settings(problem, elements, heads, 64))
+    heads = 4 if problem.n <= WIDE_HEAD else 2
+    latency = 4 if problem.n <= 64 and problem.has_tma else 2
+    tiles = {"elements": elements, "heads": heads, "width": 64}
+    return RopeChoice(kernel=ForwardRope.kernel, warps=4, occupancy=4, latency=latency, **tiles)
 
 
-def reasoned_backward(problem: RopeProblem) -> BackwardRope:
-    """The same for a backward. Of more elements later architectures than Hopper spilled, and so did more blocks an SM
-    wherever a tile takes more registers than halves by TMA beside one weight and rows of tables in order. Of float32 so
-    many fill shared memory, and of some loops by TMA tileiras 13.4 then loads over tiles that are still read."""
+def _reasoned_backward(problem: RopeProblem) -> RopeChoice:
+    """Of more elements later architectures than Hopper spilled, and so did more blocks an SM wherever a tile takes more
+    registers than that of a simple problem by TMA. Of float32 so many fill shared memory, and of some loops by TMA
+    tileiras 13.4 then loads over tiles that are still read."""
     elements = 4096 if problem.architecture < 100 and problem.itemsize == 2 else 2048
+    kernel, latency = BackwardRope.kernel, 2
     if problem.n > WIDE_HEAD:
         heads = 4 if problem.rotary_dim == problem.n else 2
-        return BackwardRope(occupancy=1, latency=2, warps=8, **_settings(problem, 2 * elements, heads, 128))
-    is_simple = problem.rotary_dim == problem.n and not (
-        problem.interleaved or problem.has_positions or problem.per_head
-    )
-    occupancy = 2 if not problem.has_tma or problem.interleaved else 4 if is_simple else 3
-    return BackwardRope(occupancy=occupancy, latency=2, warps=4, **_settings(problem, elements, 4, 64))
+        tiles = {"elements": 2 * elements, "heads": heads, "width": 128}
+        return RopeChoice(kernel=kernel, warps=8, occupancy=1, latency=latency, **tiles)
+    occupancy = 2 if not problem.has_tma or problem.interleaved else 4 if problem.is_simple else 3
+    tiles = {"elements": elements, "heads": 4, "width": 64}
+    return RopeChoice(kernel=kernel, warps=4, occupancy=occupancy, latency=latency, **tiles)
 
 
-def _settings(problem: RopeProblem, elements: int, most_heads: int, widest: int) -> dict[str, Any]:
-    """Settings of tiles that have at most so many elements, heads and columns, but one row at least."""
-    width, pieces = cut(problem.rotary_dim // 2, widest)
-    rest, rests = cut(problem.n - problem.rotary_dim, widest)
-    count = max(1, power_of_two(elements // (2 * width * pieces + rests * rest) + 1) // 2)
-    heads = min(count, problem.heads, most_heads)
+def tiles_of(problem: RopeProblem, choice: RopeChoice) -> RopeTiles:
+    """Return the settings of a problem's kernel by a choice."""
+    width, pieces = cut(problem.rotary_dim // 2, choice.width)
+    rest, rests = cut(problem.n - problem.rotary_dim, choice.width)
+    count = max(1, power_of_two(choice.elements // (2 * width * pieces + rests * rest) + 1) // 2)
+    heads = min(count, problem.heads, choice.heads)
     if problem.has_one_step:  # further ones of q would be empty
         heads = count = min(count, problem.heads)
-    return {
-        "width": width,
-        "pieces": pieces,
-        "rest": rest,
-        "rests": rests,
-        "rows": count // heads,
-        "heads": heads,
-        "k_heads": min(problem.k_heads, heads),
-        "tma": problem.has_tma,
-    }
+    return TILES[choice.kernel](
+        width=width,
+        pieces=pieces,
+        rest=rest,
+        rests=rests,
+        rows=count // heads,
+        heads=heads,
+        k_heads=min(problem.k_heads, heads),
+        warps=choice.warps,
+        occupancy=choice.occupancy,
+        latency=choice.latency,
+        tma=problem.has_tma,
+    )
 
 
 def cut(columns: int, widest: int) -> tuple[int, int]:
