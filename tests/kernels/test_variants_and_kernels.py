@@ -42,7 +42,6 @@ OTHER_NAMES = {
     },
     ("forward_team", "weight_load"): ("JOINT_WEIGHT",),
     ("clear_board", "width"): ("SLOTS",),
-    ("forward_rope", "weight_load"): ("EARLY_WEIGHT",),
 }
 CLASSES = {
     name: each
@@ -64,7 +63,7 @@ def example_of(variant_class: type[Variant]) -> Variant:
     """A variant that holds rows of N elements, at the defaults where there are some."""
     width = 16 if issubclass(variant_class, Team) else 32
     numbers = {"width": width, "warps": 4, "occupancy": 1, "latency": 2, "members": 2}
-    numbers |= {"rows": 4, "heads": 2, "k_heads": 2, "strip": 16, "slab": 8, "vector": 4}
+    numbers |= {"rows": 4, "heads": 2, "k_heads": 2, "pieces": 1, "strip": 16, "slab": 8, "vector": 4}
     required = [f.name for f in dataclasses.fields(variant_class) if f.default is dataclasses.MISSING]
     return variant_class(**{name: numbers[name] for name in required})
 
@@ -72,8 +71,6 @@ def example_of(variant_class: type[Variant]) -> Variant:
 def values_of(variant: Variant, setting: str) -> list:
     """Values of a setting, all different."""
     value = getattr(variant, setting)
-    if setting == "weight_load" and isinstance(variant, rope.RopeTiles):
-        return list(rope.WEIGHT_LOADS)
     if setting == "weight_load":
         return [each for each in WEIGHT_LOADS if each != "early" or variant.kernel != "forward_team"]
     if setting == "grid_percent":
@@ -95,7 +92,7 @@ def plan_with(step: Variant, **options) -> Plan:
 def constants_with(step: Variant, architecture: int = 90, casting: str = "once") -> dict:
     """The constants of a step in such a plan, or of a kernel of rope.py."""
     if isinstance(step, rope.RopeTiles):
-        problem = rope.RopeProblem(N, N, True, 2, 2, 4, False, False, True, casting, "end", architecture)
+        problem = rope.entry_problem(N, "float32", architecture)._replace(casting=casting)
         return rope.constants_of(problem, step)
     return plan_with(step, architecture=architecture, casting=casting).constants(step)
 
