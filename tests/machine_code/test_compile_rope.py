@@ -14,6 +14,7 @@ from rope_cases import RopeCase, make
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from compiling import (  # noqa: E402
     CompilingMachine,
+    assert_ends,
     assert_sound,
     disassembled,
     skip_without_compiler,
@@ -21,8 +22,10 @@ from compiling import (  # noqa: E402
 )
 from pipelines import overwritten  # noqa: E402
 
+from tilegym_rmsnorm.backends.cutile.plans.problem import ROPE, Bucket  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.rope import bind_backward, bind_forward  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.tuning.rope_candidates import rope_candidates  # noqa: E402
 
 skip_without_compiler()
 
@@ -47,11 +50,11 @@ CASES = {
 }
 
 
-def compile_calls(case, machine):
+def compile_calls(case, machine, choices=(None, None)):
     """The launches of a forward and of a backward."""
     call = make(case, "meta")
-    forward = bind_forward(call.spec, call.tensors, machine)
-    backward = bind_backward(call.spec, call.backward_tensors, call.wanted, machine)
+    forward = bind_forward(call.spec, call.tensors, machine, choices[0])
+    backward = bind_backward(call.spec, call.backward_tensors, call.wanted, machine, choices[1])
     forward(call.tensors)
     backward(call.backward_tensors)
 
@@ -101,6 +104,24 @@ def test_no_walk_overwrites_tiles_in_use(case, dtype, tmp_path):
         has_tma = any("UTMALDG" in line for line in code)
         assert has_tma is (case not in ("6", "66", "128, begun elsewhere"))
         assert not (has_tma and overwritten(code)), name
+
+
+@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("n", [64, 128, 256])
+def test_what_tune_tries_ends_and_overwrites_no_tiles_in_use(n, number, tmp_path):
+    """The first candidates, which have other numbers of elements and blocks; also where an entry of theirs serves calls
+    with more roundings."""
+    skip_without_disassembler(is_module=False)
+    take_turns(number, n // 64, of=9)
+    buckets = (Bucket(op, n, "bfloat16", "large", form=ROPE) for op in ("forward", "backward"))
+    choices = [rope_candidates(bucket, 90, 60)[number] for bucket in buckets]
+    machine, case = CompilingMachine(90, keep=tmp_path), PLAIN._replace(n=n, rotary_dim=n)
+    if number % 2:
+        case = case._replace(casting="llama", rounding="each", weight_dtype=FP32)
+    compile_calls(case, machine, choices)
+    assert_ends(machine)
+    for name in ("forward_rope", "backward_rope"):
+        assert not overwritten(disassembled(tmp_path / f"{name}.cubin")), (name, choices)
 
 
 def test_lengths_do_not_make_kernels_of_their_own():

@@ -334,11 +334,12 @@ def test_a_folder_that_cannot_be_is_refused_before_any_work(gpu, finder, monkeyp
 
 
 @pytest.mark.gpu
-def test_tunes_one_bucket_on_a_gpu(tmp_path, capsys):
+@pytest.mark.parametrize(("n", "form"), [(1024, PLAIN_ROWS), (128, ROPE)])
+def test_tunes_one_bucket_on_a_gpu(tmp_path, capsys, n, form):
     if reason := why_skip("cutile"):
         pytest.skip(reason)
     out = str(tmp_path)
-    options = "--n 1024 --op backward --size small --candidates 4 --out"
+    options = f"--n {n} --form {form} --op backward --size small --candidates 4 --out"
     command = ["tune", *options.split(), out]
     assert __main__.main(command) == 0, capsys.readouterr().err
     [path] = tmp_path.glob("*.json")
@@ -347,6 +348,6 @@ def test_tunes_one_bucket_on_a_gpu(tmp_path, capsys):
     target = found.facts.target
     assert path == tables.table_path(tmp_path, target)
     [entry] = tables.table_in(tmp_path, target)
-    assert list(entry.buckets()) == [Bucket("backward", 1024, "bfloat16", "small")]
+    assert list(entry.buckets()) == [Bucket("backward", n, "bfloat16", "small", form=form)]
     assert [timing["gpu"] for timing in entry.evidence] == [target.gpu] * 2
     tables.table_in.cache_clear()
