@@ -32,6 +32,7 @@ from tilegym_rmsnorm.backends.registry import (
     dispatch,
     register_impl,
 )
+from tilegym_rmsnorm.call.rope_spec import ROPE_OPS
 from tilegym_rmsnorm.call.spec import Spec, Wanted
 from tilegym_rmsnorm.commands import doctor
 from tilegym_rmsnorm.integrations.fx import replace_rmsnorm_pass
@@ -347,6 +348,12 @@ def test_auto_on_a_gpu_is_the_reference_for_what_no_kernel_takes():
     request = CUDA_REQUEST._replace(dtype=torch.float64, weight_dtype=None)
     for op in OPS:
         assert dispatch(op, request, "auto") is dispatch(op, request, "torch")
+
+
+def test_auto_takes_the_kernels_of_rope(monkeypatch):
+    monkeypatch.setattr(registry, "why_unusable", lambda backend, request=None: None)
+    for op in ROPE_OPS:
+        assert dispatch(op, CUDA_REQUEST, "auto") is dispatch(op, CUDA_REQUEST, "cutile")
 
 
 @pytest.mark.parametrize("name", ["cutile", "triton"])

@@ -126,9 +126,9 @@ def test_a_thousand_runs(shape, backend):
 
 
 @pytest.mark.parametrize("casting", ["once", "llama"])
-def test_each_rounding(casting, backend):
-    tensors, spec, wanted = call(SHAPES[0], BF16, casting=casting, rounding="each")
-    tensors = (*tensors[:6], *(each.to(BF16) for each in tensors[6:8]), None)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_each_rounding(dtype, casting, backend):
+    tensors, spec, wanted = call(SHAPES[0], dtype, casting=casting, rounding="each", has_16_bit_tables=True)
     want = *rope_forward_torch(tensors[2:], spec), *rope_gradients_torch(tensors, spec, wanted)
     got = run(tensors, spec, backend)
     assert_near(got, want, BF16)

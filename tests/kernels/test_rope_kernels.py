@@ -166,10 +166,10 @@ def tiled(monkeypatch, **settings):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"rows": 1, "heads": 1, "k_heads": 1},
-        {"rows": 4, "heads": 4, "k_heads": 2},
-        {"rows": 2, "heads": 1, "k_heads": 2},
-        {"rows": 1, "heads": 8, "k_heads": 8, "tma": False},
+        {"rows": 1, "heads": 1, "k_rows": 1, "k_heads": 1},
+        {"rows": 4, "heads": 4, "k_rows": 8, "k_heads": 2},
+        {"rows": 2, "heads": 1, "k_rows": 1, "k_heads": 2},
+        {"rows": 1, "heads": 8, "k_rows": 1, "k_heads": 2, "tma": False},
         {"width": 4, "pieces": 4, "rest": 16, "rests": 2, "latency": 5},
     ],
     ids=str,

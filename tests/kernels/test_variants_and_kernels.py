@@ -63,7 +63,16 @@ def example_of(variant_class: type[Variant]) -> Variant:
     """A variant that holds rows of N elements, at the defaults where there are some."""
     width = 16 if issubclass(variant_class, Team) else 32
     numbers = {"width": width, "warps": 4, "occupancy": 1, "latency": 2, "members": 2}
-    numbers |= {"rows": 4, "heads": 2, "k_heads": 2, "pieces": 1, "strip": 16, "slab": 8, "vector": 4}
+    numbers |= {
+        "rows": 4,
+        "heads": 2,
+        "k_rows": 4,
+        "k_heads": 2,
+        "pieces": 1,
+        "strip": 16,
+        "slab": 8,
+        "vector": 4,
+    }
     required = [f.name for f in dataclasses.fields(variant_class) if f.default is dataclasses.MISSING]
     return variant_class(**{name: numbers[name] for name in required})
 

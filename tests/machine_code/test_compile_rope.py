@@ -44,6 +44,13 @@ CASES = {
     "256": PLAIN._replace(heads=(4, 1), n=256, rotary_dim=256, weight_dtype=FP32),
     "256, a quarter": PLAIN._replace(heads=(16, 2), n=256, rotary_dim=64, layout="gate"),
     "512": PLAIN._replace(n=512, rotary_dim=512),
+    "128, five heads": PLAIN._replace(heads=(5, 1)),
+    "64, six heads": PLAIN._replace(heads=(6, 2), n=64, rotary_dim=64),
+    "96, twelve heads": PLAIN._replace(
+        heads=(12, 3), n=96, rotary_dim=32, positions="each", weight=("heads", "vector")
+    ),
+    "160, five heads": PLAIN._replace(heads=(5, 1), n=160, rotary_dim=160, positions="each"),
+    "128, one step": PLAIN._replace(batch=64, length=1),
     "6": PLAIN._replace(heads=(5, 1), n=6, rotary_dim=6),
     "66": PLAIN._replace(n=66, rotary_dim=66),
     "128, begun elsewhere": PLAIN._replace(layout="offset"),

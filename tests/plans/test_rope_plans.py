@@ -67,7 +67,8 @@ def test_tiles_hold_every_head(architecture):
                 ):
                     assert width * count >= columns
                     assert width * (count - 1) < columns or count == columns == 0
-                assert variant.of_k.rows_of_tile == variant.rows_of_tile
+                assert variant.of_k.rows_of_tile <= variant.rows_of_tile
+                assert not has_one_step or variant.rows == variant.k_rows == 1
                 constants = constants_of(asked, variant)
                 assert constants["HALF"] % constants["DIVISOR"] == behind % constants["DIVISOR"] == 0
 
@@ -119,8 +120,51 @@ def test_walks_share_the_sms_by_their_tiles(per_head, heads, op):
             if length == 40000:  # in proportion
                 total = sum(heads)
                 assert abs(walks[0][0] / sum(b for b, _ in walks) - heads[0] / total) < 0.05
-                assert all(blocks % FEW_KINDS == 0 for blocks, _ in walks)
+                if op == "backward":
+                    assert all(blocks % FEW_KINDS == 0 for blocks, _ in walks)
     assert variant.walks_of(((2, 9, heads[0]), None), 132, (False, False))[1] == (0, 0)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "heads", [(32, 8), (64, 4), (64, 1), (71, 1), (28, 4), (16, 1), (5, 1), (1, 5), (40, 0)], ids=str
+)
+def test_no_walk_is_much_longer_than_its_share(heads, op):
+    """On any number of SMs: neither q nor k is left with few blocks, and no block waits for room."""
+    for n, batch, length in itertools.product((64, 128, 256), (1, 4), (256, 4096, 28520)):
+        variant = reasoned_tiles(op, problem(n, n, heads=(heads[0], heads[1] or heads[0])))
+        leads = (batch, length, heads[0]), (batch, length, heads[1]) if heads[1] else None
+        rows = [
+            each.tiled_rows(lead) if lead else 0
+            for each, lead in zip((variant, variant.of_k), leads, strict=True)
+        ]
+        for sm_count in (78, 108, 128, 132, 142, 148, 188):
+            each_tiles = (
+                count // each.rows_of_tile for count, each in zip(rows, (variant, variant.of_k), strict=True)
+            )
+            most = variant.most_blocks(sum(each_tiles), sm_count)
+            walks = variant.walks_of(leads, sm_count, (False, False))
+            assert sum(blocks for blocks, _ in walks) <= most
+            for (blocks, _), each, count in zip(walks, (variant, variant.of_k), rows, strict=True):
+                tiles = count // each.rows_of_tile
+                longest = -(-tiles // blocks) * each.rows_of_tile if tiles else 0
+                assert longest <= max(2.1 * sum(rows) / most, 2 * variant.rows_of_tile), (n, sm_count, walks)
+
+
+def test_by_tma_on_hopper_alone():
+    """On sm_100 some of these loops would load over tiles that are still read."""
+    for architecture in ARCHITECTURES:
+        assert problem(architecture=architecture).has_tma is (architecture == 90)
+        tiles = reasoned_tiles("backward", problem(architecture=architecture, has_one_step=True))
+        assert not tiles.tma
+
+
+def test_more_blocks_than_a_grid_has():
+    """Of weights of heads, of which each has blocks of its own."""
+    one_head = problem(heads=(1, 1), per_head=True, has_one_step=True)
+    variant = reasoned_tiles("backward", one_head)
+    assert variant.walks_of(((1, 1, 2**25), None), SM_COUNT, (True, False)) is None
+    assert variant.walks_of(((1, 1, 2**23), None), SM_COUNT, (True, False)) is not None
 
 
 def test_a_forward_of_few_tokens_has_a_block_for_each_tile():

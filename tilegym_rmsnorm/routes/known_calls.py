@@ -159,8 +159,8 @@ def _call(
 ) -> _Call | None:
     """Describe a call by its key and its tensors. None where anything watches it, or a tensor is not plain.
 
-    rows: tensors of x's shape. The key has their addresses, but for multiples of 16 bytes. parts: what tells which
-    tensors are given.
+    rows: tensors of x's shape. The key has their addresses, but for multiples of 16 bytes. parts: which tensors
+    are None, or their types.
     """
     if is_watched() or _len_torch_function_stack():
         return None

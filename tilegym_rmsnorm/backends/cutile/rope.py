@@ -74,6 +74,7 @@ def bind_forward(
     def run(tensors: RopeTensors) -> RopeOutputs:
         q, k, q_weight, k_weight, cos, sin, positions = tensors
         q_out, k_out = empty_q(), empty_k()
+        # as _present, in half its time
         of_q = (q_out, q) if q_weight is None else (q_out, q, q_weight)
         of_k = () if k is None else (k_out, k) if k_weight is None else (k_out, k, k_weight)
         launch(grid, (of_q, of_k, q_blocks, cos, sin, () if positions is None else (positions,), *numbers))

@@ -178,10 +178,10 @@ def launch_rope_forward(config: RopeForwardConfig, spec: RopeSpec, tensors: Rope
         triton.cdiv(_tokens(x), tile.tokens) * triton.cdiv(x.shape[2], tile.heads)
         for x, tile in zip((x for x in (q, k) if x is not None), config.tiles, strict=True)
     )
+    chosen = _rope_arguments(config, spec, tensors)
+    chosen |= _options(config.num_warps, contracts=not config.form.rounds_each)
     with _ready(q.device):
-        rope.rope_forward[(programs,)](
-            *(q, q_weight, q_out), *(k, k_weight, k_out), **_rope_arguments(config, spec, tensors)
-        )
+        rope.rope_forward[(programs,)](*(q, q_weight, q_out), *(k, k_weight, k_out), **chosen)
     return q_out, k_out
 
 
@@ -200,7 +200,7 @@ def launch_rope_backward(
         for dw, walks in itertools.zip_longest(dws, config.walks)
     ]
     chosen = _rope_arguments(config, spec, tensors[2:], dq_out=dq_out, dk_out=dk_out)
-    chosen |= {"q_programs": config.programs[0], "STAGES": config.num_stages}
+    chosen |= {"q_programs": config.programs[0], "STAGES": config.num_stages, **_options(config.num_warps)}
     with _ready(q.device):
         rope.rope_backward[(sum(config.programs),)](
             *(q, dq_out, q_weight, dq, partials[0]), *(k, dk_out, k_weight, dk, partials[1]), **chosen
@@ -228,7 +228,6 @@ def _rope_arguments(
     chosen = {"FORM": config.form, "Q": config.tiles[0], "K": None if k is None else config.tiles[1]}
     chosen |= {"ALIGN": align, "TABLE_ALIGN": table_align, "eps": spec.eps, "offset": spec.offset}
     chosen |= {"table_batch_stride": 0 if rows == T else T}
-    chosen |= _options(config.num_warps, contracts=not config.form.rounds_each)
     return strides | table_strides | tables | counts | chosen
 
 
@@ -311,8 +310,8 @@ def _strides(**arrays: Tensor | None) -> tuple[dict[str, int], int]:
 def _options(num_warps: int, contracts: bool = True) -> dict[str, Any]:
     """Return Triton's compile options. Contracting a * b + c is Triton's default up to 3.9, and announced to change.
 
-    Where products are rounded to 16 bits before they are added it must not be: LLVM has both operations in 16 bits, for
-    the result is the same, and then contracts these.
+    Products that are rounded to 16 bits and then added must not be contracted: LLVM narrows product and sum to 16 bits,
+    fuses them, and so drops a rounding.
     """
     return {"num_warps": num_warps, "enable_fp_fusion": contracts}
 

@@ -174,7 +174,7 @@ def load_scale_of_heads(weights, place, offset, SHAPE, PAIRS, HOW):
 def load_table(table, rows, k, SHAPE, HOW):
     """Columns of cos or sin, (1, ROWS, 1, WIDTH). rows: the tile of steps, or what `rows_at_positions` returned.
 
-    Not by TMA, which is slower here: a tile of 8 rows is 2 KiB.
+    Not by TMA, which would take longer (bench/NOTES.md).
     """
     ROWS, _, WIDTH = SHAPE
     LATENCY, _, DIVISOR = HOW

@@ -12,17 +12,24 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, SAME, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.rules import MOST_HEADS, heads_of_form
-from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_TILES, MOST_ROWS, rows_of_class, shortest_walks
-from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, expect, power_of_two
+from tilegym_rmsnorm.backends.cutile.plans.sizes import (
+    FEW_TILES,
+    LARGEST_GRID,
+    MOST_ROWS,
+    rows_of_class,
+    shortest_walks,
+)
+from tilegym_rmsnorm.backends.cutile.plans.variant import LARGEST_TILE, Variant, expect, power_of_two
 
 WIDEST_ROTATED_HEAD = 512
 FEW_KINDS = 16  # cuda-tile compiles one kernel for all numbers of partial rows that are multiples of it
-WIDE_HEAD = 128  # wider ones have other tiles
+WIDE_HEAD = 128  # what 4 warps hold in registers, 8 steps of 4 heads together
 MOST_TILES = 4  # along half of what is rotated, or what is not
+MOST_STEPS = 16  # of a tile along T
 MOST_BLOCKS = 8  # an SM: each leaves a partial row of the weights' gradients
 ENTRY_HEADS = 32, 8  # of q and k, where entries are measured
 
@@ -53,9 +60,14 @@ class RopeProblem(NamedTuple):
         return 1 if self.is_scattered else math.gcd(self.rotary_dim // 2, self.n - self.rotary_dim, 16)
 
     @property
+    def is_plain(self) -> bool:
+        """Halves, beside one weight and rows of tables in order: others take more registers."""
+        return not (self.interleaved or self.has_positions or self.per_head)
+
+    @property
     def is_simple(self) -> bool:
-        """Halves of whole heads, beside one weight and rows of tables in order: others take more registers."""
-        return self.rotary_dim == self.n and not (self.interleaved or self.has_positions or self.per_head)
+        """The same of whole heads."""
+        return self.is_plain and self.rotary_dim == self.n
 
     @property
     def takes_entries(self) -> bool:
@@ -72,18 +84,20 @@ class RopeProblem(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RopeTiles(Variant):
-    """A tile of q has `heads` heads of `rows` steps along T; one of k as many rows, of `k_heads` heads.
+    """A tile of q has `heads` heads of `rows` steps along T; one of k `k_heads` heads of `k_rows` steps.
 
     Each row is `pieces` tiles of `width` columns of the first elements of pairs, as many of the second ones, and
     `rests` tiles of `rest` columns behind what is rotated.
     """
 
     walks = True
+    elements_of_table: ClassVar[int]  # of x at least, for one of cos
 
     pieces: int = field()
     latency: int = field()
     rows: int = field()
     heads: int = field()
+    k_rows: int = field()
     k_heads: int = field()
     rest: int = 0
     rests: int = 0
@@ -96,16 +110,23 @@ class RopeTiles(Variant):
     @property
     def of_k(self) -> RopeTiles:
         """The same with k's tiles in the place of q's."""
-        return dataclasses.replace(self, rows=self.rows_of_tile // self.k_heads, heads=self.k_heads)
+        return dataclasses.replace(self, rows=self.k_rows, heads=self.k_heads)
 
     def constants(self, n: int) -> dict[str, Any]:
-        return super().constants(n) | {"K_ROWS": self.of_k.rows, "N": n}
+        return super().constants(n) | {"N": n}
 
     def check(self, n: int, itemsize: int, architecture: int) -> None:
         super().check(n, itemsize, architecture)
-        is_whole = self.k_heads > 0 and self.rows_of_tile % self.k_heads == 0
-        expect(is_whole, "k_heads", f"a divisor of {self.rows_of_tile}", self.k_heads)
+        extents = self.k_rows, self.k_heads
+        is_fit = (
+            all(e > 0 and e == power_of_two(e) for e in extents) and math.prod(extents) <= self.rows_of_tile
+        )
+        expect(is_fit, "k_rows, k_heads", f"powers of two, at most {self.rows_of_tile} rows", extents)
         expect((self.rest > 0) == (self.rests > 0), "rests", "some exactly where there is a rest", self.rests)
+
+    def blocks_of(self, tiles: int, most: int) -> int:
+        """How many blocks walk these tiles: as few as leave the longest walk as short as it can be."""
+        return shortest_walks(tiles, most)
 
     def most_blocks(self, tiles: int, sm_count: int) -> int:
         """Blocks that may walk so many tiles at a time."""
@@ -116,51 +137,56 @@ class RopeTiles(Variant):
     ) -> tuple[tuple[int, int], ...] | None:
         """The blocks that walk the tiles of q, and the partial rows that a backward leaves; the same of k, 0 without k.
 
-        q and k share the blocks in proportion to their tiles. leads: of q, and of k, None without k. per_head: whether
+        q and k share the blocks in proportion to their rows. leads: of q, and of k, None without k. per_head: whether
         q's weight is, and k's: then every tile of heads has blocks, and partial rows, of its own (plan.py). None where
-        a number of 32 bits cannot count the tiles.
+        a number of 32 bits cannot count the rows, or a launch the blocks.
         """
         variants = self, self.of_k
-        tiles = [
-            0 if lead is None else variant.tiled_rows(lead) // self.rows_of_tile
+        rows = [
+            0 if lead is None else variant.tiled_rows(lead)
             for lead, variant in zip(leads, variants, strict=True)
         ]
-        if sum(tiles) * self.rows_of_tile > MOST_ROWS:
+        if sum(rows) > MOST_ROWS:
             return None
+        tiles = [count // variant.rows_of_tile for count, variant in zip(rows, variants, strict=True)]
         blocks = self.most_blocks(sum(tiles), sm_count)
-        step = FEW_KINDS if blocks > 4 * FEW_KINDS else 1
-        of_q = max(step, round(blocks * tiles[0] / sum(tiles) / step) * step)
+        of_q = blocks
+        if tiles[1]:
+            of_q = max(1, min(round(blocks * rows[0] / sum(rows)), blocks - 1))
         walks = []
         for variant, lead, count, most, is_per_head in zip(
-            variants, leads, tiles, (of_q, blocks - of_q), per_head, strict=True
+            variants, leads, tiles, (of_q, max(1, blocks - of_q)), per_head, strict=True
         ):
             shares = variant.tiles_of_heads(lead[2]) if lead is not None and is_per_head else 1
-            p = _blocks_of(count // shares, max(1, most // shares)) if count else 0
+            p = self.blocks_of(count // shares, max(1, most // shares)) if count else 0
             walks.append((p * shares, p))
-        return tuple(walks)
+        return tuple(walks) if sum(count for count, _ in walks) <= LARGEST_GRID else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardRope(RopeTiles):
     kernel = "forward_rope"
 
+    elements_of_table = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardRope(RopeTiles):
     kernel = "backward_rope"
 
+    elements_of_table = 8
+
+    def blocks_of(self, tiles: int, most: int) -> int:
+        """A multiple of FEW_KINDS, where so many are allowed and have a tile each: of those as few as leave the longest
+        walk as short as it can be."""
+        if min(tiles, most) < FEW_KINDS:
+            return super().blocks_of(tiles, most)
+        few = super().blocks_of(tiles, most - most % FEW_KINDS)
+        return min(tiles, -(-few // FEW_KINDS) * FEW_KINDS)
+
     def most_blocks(self, tiles: int, sm_count: int) -> int:
         """One an SM where partial rows would be a good part of all traffic (`Variant.partial_rows`)."""
         return sm_count if tiles <= FEW_TILES * sm_count else super().most_blocks(tiles, sm_count)
-
-
-def _blocks_of(tiles: int, most: int) -> int:
-    """Return how many blocks walk these tiles: as few as leave the longest walk as short as it can be. A multiple of
-    FEW_KINDS, where so many are allowed and have a tile each."""
-    if min(tiles, most) < FEW_KINDS:
-        return shortest_walks(tiles, most)
-    few = shortest_walks(tiles, most - most % FEW_KINDS)
-    return min(tiles, -(-few // FEW_KINDS) * FEW_KINDS)
 
 
 def is_taken(problem: RopeProblem) -> bool:
@@ -201,6 +227,7 @@ class RopeChoice:
         extents = self.elements, self.heads, self.width
         are_powers = all(each > 0 and each == power_of_two(each) for each in extents) and self.width > 1
         expect(are_powers, "elements, heads, width", "powers of two, the last of 2 or more", extents)
+        expect(self.elements <= LARGEST_TILE, "elements", f"at most {LARGEST_TILE}", self.elements)
         expect(self.heads <= MOST_HEADS, "heads", f"at most {MOST_HEADS}", self.heads)
         expect(self.occupancy <= MOST_BLOCKS, "occupancy", f"1 to {MOST_BLOCKS}", self.occupancy)
         tiles_of(entry_problem(n, dtype, architecture), self).check(n, ITEMSIZE[dtype], architecture)
@@ -264,41 +291,57 @@ def _reasoned_forward(problem: RopeProblem) -> RopeChoice:
 
 
 def _reasoned_backward(problem: RopeProblem) -> RopeChoice:
-    """Of more elements later architectures than Hopper spilled, and so did more blocks an SM wherever a tile takes more
-    registers than that of a simple problem by TMA. Of float32 so many fill shared memory, and of some loops by TMA
-    tileiras 13.4 then loads over tiles that are still read."""
+    """Limits of the elements: sm_100 and sm_120 spill more than 2048, and so many of float32 fill shared memory, where
+    tileiras 13.4 lets some loops by TMA load over tiles that are still read. Limits of the blocks an SM: registers,
+    which interleaved pairs, positions, weights of heads, a part that is not rotated, and loads without TMA take more
+    of."""
     elements = 4096 if problem.architecture < 100 and problem.itemsize == 2 else 2048
     kernel, latency = BackwardRope.kernel, 2
     if problem.n > WIDE_HEAD:
         heads = 4 if problem.rotary_dim == problem.n else 2
         tiles = {"elements": 2 * elements, "heads": heads, "width": 128}
         return RopeChoice(kernel=kernel, warps=8, occupancy=1, latency=latency, **tiles)
-    occupancy = 2 if not problem.has_tma or problem.interleaved else 4 if problem.is_simple else 3
+    occupancy = 4 if problem.is_simple else 3 if problem.is_plain else 2
+    if not problem.has_tma:
+        occupancy = 2
     tiles = {"elements": elements, "heads": 4, "width": 64}
     return RopeChoice(kernel=kernel, warps=4, occupancy=occupancy, latency=latency, **tiles)
 
 
 def tiles_of(problem: RopeProblem, choice: RopeChoice) -> RopeTiles:
     """Return the settings of a problem's kernel by a choice."""
+    kind = TILES[choice.kernel]
     width, pieces = cut(problem.rotary_dim // 2, choice.width)
     rest, rests = cut(problem.n - problem.rotary_dim, choice.width)
-    count = max(1, power_of_two(choice.elements // (2 * width * pieces + rests * rest) + 1) // 2)
-    heads = min(count, problem.heads, choice.heads)
-    if problem.has_one_step:  # further ones of q would be empty
-        heads = count = min(count, problem.heads)
-    return TILES[choice.kernel](
+    count = _power_at_most(choice.elements // (2 * width * pieces + rests * rest))
+    # Where a tile has few heads, it would have many rows of tables, and spill.
+    most_rows = 1
+    if not problem.has_one_step:
+        of_tables = choice.elements // kind.elements_of_table // (width * pieces)
+        most_rows = min(MOST_STEPS, _power_at_most(of_tables))
+    most_heads = MOST_HEADS if problem.has_one_step else choice.heads
+    heads = min(count, problem.heads, most_heads)
+    k_heads = min(problem.k_heads, heads)
+    has_tma = problem.has_tma and not (problem.has_one_step and kind is BackwardRope)
+    return kind(
         width=width,
         pieces=pieces,
         rest=rest,
         rests=rests,
-        rows=count // heads,
+        rows=min(count // heads, most_rows),
         heads=heads,
-        k_heads=min(problem.k_heads, heads),
+        k_rows=min(count // heads * heads // k_heads, most_rows),
+        k_heads=k_heads,
         warps=choice.warps,
         occupancy=choice.occupancy,
         latency=choice.latency,
-        tma=problem.has_tma,
+        tma=has_tma,
     )
+
+
+def _power_at_most(number: int) -> int:
+    """Return the largest power of two up to a number, 1 for less."""
+    return max(1, power_of_two(number + 1) // 2)
 
 
 def cut(columns: int, widest: int) -> tuple[int, int]:
