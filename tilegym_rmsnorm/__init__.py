@@ -25,7 +25,7 @@ from tilegym_rmsnorm.backends.registry import (
     get_registry_info,
     is_backend_available,
 )
-from tilegym_rmsnorm.backends.warmup import warmup
+from tilegym_rmsnorm.backends.warmup import warmup, warmup_rope
 from tilegym_rmsnorm.functional import (
     compute_rms_norm_rstd_torch,
     rms_norm,
@@ -84,6 +84,7 @@ __all__ = [
     "use_backend",
     "use_sm_margin",
     "warmup",
+    "warmup_rope",
 ]
 
 

@@ -34,7 +34,7 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import (  # noqa: E402
     rows_of_class,
     size_class,
 )
-from tilegym_rmsnorm.backends.cutile.warm import _kind, rows_to_warm  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.warm import kind_of, rows_to_warm  # noqa: E402
 
 BF16, FP32 = torch.bfloat16, torch.float32
 WIDTHS = (1, 64, 1000, 1024, 2880, 4096, 5000, 16384, 18432, 40000, 65536)
@@ -124,9 +124,9 @@ def test_the_rows_to_warm_have_every_pair_of_kinds(n, sm_count, rows, slab):
         return variant.partial_rows(m, n, sm_count)
 
     for size in SIZES:
-        needed = {(_kind(m), _kind(partial(m))) for m in rows_of_class(size, n)[:60_000]}
+        needed = {(kind_of(m), kind_of(partial(m))) for m in rows_of_class(size, n)[:60_000]}
         chosen = rows_to_warm(n, size, variant, sm_count, partial)
-        assert {(_kind(m), _kind(partial(m))) for m in chosen} == needed
+        assert {(kind_of(m), kind_of(partial(m))) for m in chosen} == needed
         assert len(chosen) == len(needed) and all(size_class(m, n) == size for m in chosen)
 
 

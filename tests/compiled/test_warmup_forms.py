@@ -16,13 +16,9 @@ from helpers import DEVICE
 import tilegym_rmsnorm as tr
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from counting import META, CountingMachine, running_on  # noqa: E402
+from counting import META, CountingMachine, counted_calls  # noqa: E402
 
-from tilegym_rmsnorm.backends import (  # noqa: E402
-    cutile,
-    refusals,
-    registry,  # noqa: E402
-)
+from tilegym_rmsnorm.backends import cutile, refusals  # noqa: E402
 from tilegym_rmsnorm.backends.cutile import warm as warm_module  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -66,14 +62,7 @@ HEADS = {
 
 @pytest.fixture
 def on_meta(monkeypatch):
-    """Calls of tensors of device "meta", and `warmup`, run on a machine that counts."""
-    real = warm_module.warm
-    monkeypatch.setattr(cutile, "unusable", lambda request: None)
-    monkeypatch.setattr(registry, "_chosen", {})
-    monkeypatch.setattr(warm_module, "warm", lambda device, calls: real(META, calls))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    machine = CountingMachine(132)
-    with running_on(machine):
+    with counted_calls(monkeypatch) as machine:
         yield machine
 
 

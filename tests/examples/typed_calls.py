@@ -15,6 +15,7 @@ from tilegym_rmsnorm import (
     rms_norm,
     use_backend,
     warmup,
+    warmup_rope,
 )
 from tilegym_rmsnorm.integrations import liger
 
@@ -27,6 +28,7 @@ RMSNorm([4, 8])
 warmup((4096, bf16))
 warmup([(4096, bf16), (64, bf16, None)])
 warmup((n, bf16) for n in (64, 128))
+warmup_rope((128, bf16, torch.float32), heads=32, k_heads=8, rope_rounding="each")
 report: PatchReport = patch_model(torch.nn.Linear(4, 4))
 override: Override = override_aten("cpu")
 liger.LigerRMSNormForGlm4(8, 1e-5, 0.0, "llama", "ones", True, row_mode=None)
@@ -41,5 +43,6 @@ use_backend(None)  # type: ignore
 warmup(4096)  # type: ignore
 warmup([4096])  # type: ignore
 warmup((64, bf16), casting="none")  # type: ignore
+warmup_rope((64, bf16))  # type: ignore
 liger.LigerRMSNormForGemma(8, elementwise_affine=False)  # type: ignore
 liger.LigerRMSNormForGemma3(8, offset="x")  # type: ignore

@@ -5,13 +5,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from compiling import CompilingMachine
 
-from tilegym_rmsnorm.backends.cutile import lookup
+from tilegym_rmsnorm.backends import cutile, registry
+from tilegym_rmsnorm.backends.cutile import lookup, rope, warm_rope
 from tilegym_rmsnorm.backends.cutile import warm as warming
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
 from tilegym_rmsnorm.backends.cutile.warm import Calls
@@ -49,20 +52,37 @@ def _finer_than_a_signature(argument):
     if not isinstance(argument, torch.Tensor):
         return type(argument)
     numbers = (*argument.shape, *argument.stride())
-    return argument.dtype, tuple((number == 1, number % 16 == 0, number % 8 == 0) for number in numbers)
+    return argument.dtype, tuple((number == 1, math.gcd(number, 16)) for number in numbers)
 
 
 @contextlib.contextmanager
 def running_on(machine: CountingMachine) -> Iterator[None]:
     """Calls of tensors of device "meta" run there."""
+    modules = lookup, rope, warm_rope
     real = lookup.machine_of
     _forget_launchers()
-    lookup.machine_of = lambda device: machine
+    for module in modules:
+        module.machine_of = lambda device: machine
     try:
         yield
     finally:
-        lookup.machine_of = real
+        for module in modules:
+            module.machine_of = real
         _forget_launchers()
+
+
+@contextlib.contextmanager
+def counted_calls(monkeypatch: pytest.MonkeyPatch, sm_count: int = 132) -> Iterator[CountingMachine]:
+    """Calls of tensors of device "meta", and `warmup` and `warmup_rope`, run on a machine that counts."""
+    warm, warm_calls_of_rope = warming.warm, warm_rope.warm_rope
+    monkeypatch.setattr(cutile, "unusable", lambda request: None)
+    monkeypatch.setattr(registry, "_chosen", {})
+    monkeypatch.setattr(warming, "warm", lambda device, calls: warm(META, calls))
+    monkeypatch.setattr(warm_rope, "warm_rope", lambda device, calls: warm_calls_of_rope(META, calls))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    machine = CountingMachine(sm_count)
+    with running_on(machine):
+        yield machine
 
 
 def _forget_launchers() -> None:

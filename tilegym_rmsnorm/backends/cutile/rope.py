@@ -58,10 +58,10 @@ def bind_forward(
     that of entries and reasoning."""
     q, k, q_weight, k_weight, cos, sin, _ = tensors
     machine = machine or machine_of(q.device)
-    problem = _problem_of(machine, spec, tensors)
+    problem = problem_of(machine, spec, tensors)
     if problem is None:
         return None
-    choice = choice or _choose(machine, "forward", problem, *_dtype_and_size(*tensors[:2]))
+    choice = choice or choose(machine, "forward", problem, *_dtype_and_size(*tensors[:2]))
     variant, launch = _launch(machine, problem, choice)
     walks = _walks_of(machine, variant, tensors[:4])
     if walks is None:
@@ -93,12 +93,12 @@ def bind_backward(
     """Bind a backward, as `bind_forward` does a forward."""
     dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, _ = tensors
     machine = machine or machine_of(q.device)
-    problem = _problem_of(machine, spec, tensors[2:], dq_out, dk_out)
+    problem = problem_of(machine, spec, tensors[2:], dq_out, dk_out)
     if problem is None:
         return None
     sums = (q_weight, wanted.dq_weight), (k_weight, wanted.dk_weight)
     op = "dx" if all(None in each for each in sums) else "backward"
-    choice = choice or _choose(machine, op, problem, *_dtype_and_size(q, k, dq_out, dk_out))
+    choice = choice or choose(machine, op, problem, *_dtype_and_size(q, k, dq_out, dk_out))
     variant, launch = _launch(machine, problem, choice)
     walks = _walks_of(machine, variant, tensors[2:6])
     if walks is None:
@@ -124,7 +124,7 @@ def bind_backward(
     return run
 
 
-def _problem_of(
+def problem_of(
     machine: Machine, spec: RopeSpec, tensors: RopeTensors, *dys: Tensor | None
 ) -> RopeProblem | None:
     """Return the problem of a call; None where no kernel takes it."""
@@ -162,7 +162,7 @@ def _dtype_and_size(q: Tensor, k: Tensor | None, *dys: Tensor | None) -> tuple[s
 
 
 @functools.cache
-def _choose(machine: Machine, op: str, problem: RopeProblem, dtype: str | None, size: str) -> RopeChoice:
+def choose(machine: Machine, op: str, problem: RopeProblem, dtype: str | None, size: str) -> RopeChoice:
     """Choose by the user's tables, those that ship, and reasoning; logged at level DEBUG."""
     tables = tables_of(problem.architecture, machine.facts.target, user_folder())
     choice, source = choose_rope(op, problem, dtype, size, tables)
@@ -196,9 +196,19 @@ def _walks_of(
     machine: Machine, variant: RopeTiles, tensors: Sequence[Tensor | None]
 ) -> tuple[tuple[int, int], ...] | None:
     """`RopeTiles.walks_of` for q, k and their weights."""
-    sms = settings.sms_left(machine.facts.sm_count, settings.kernel_limits()[1])
-    leads = [None if each is None else (each.size(0), each.size(1), each.size(2)) for each in tensors[:2]]
-    return variant.walks_of(leads, sms, [_is_per_head(each) for each in tensors[2:]])
+    q, k, *weights = tensors
+    assert q is not None
+    leads = _lead_of(q), None if k is None else _lead_of(k)
+    return variant.walks_of(leads, sms_of(machine), [_is_per_head(each) for each in weights])
+
+
+def _lead_of(rows: Tensor) -> tuple[int, int, int]:
+    return rows.size(0), rows.size(1), rows.size(2)
+
+
+def sms_of(machine: Machine) -> int:
+    """Count the SMs that kernels may fill."""
+    return settings.sms_left(machine.facts.sm_count, settings.kernel_limits()[1])
 
 
 def _is_per_head(weight: Tensor | None) -> bool:

@@ -61,8 +61,8 @@ class Calls(NamedTuple):
         """Of a call, arrays that hold anything."""
         shape = (self.heads, self.n) if self.per_head else (self.n,)
         x = torch.empty((*lead, self.n), dtype=self.dtype, device=device)
-        residual = _empty((*lead, self.n), self.residual, device)
-        weight, bias = (_empty(shape, dtype, device) for dtype in (self.weight, self.bias))
+        residual = empty((*lead, self.n), self.residual, device)
+        weight, bias = (empty(shape, dtype, device) for dtype in (self.weight, self.bias))
         return x, weight, bias, residual
 
     def backward(self, device: torch.device, lead: Lead) -> list[BackwardTensors]:
@@ -71,11 +71,12 @@ class Calls(NamedTuple):
         normalized = torch.empty((*lead, self.n), dtype=self.residual_out or self.dtype, device=device)
         dy = torch.empty((*lead, self.n), dtype=self.y or self.dtype, device=device)
         rstd = torch.empty((math.prod(lead),), dtype=torch.float32, device=device)
-        of_all = normalized, dy, _empty(shape, self.weight, device), rstd
+        of_all = normalized, dy, empty(shape, self.weight, device), rstd
         return [(*of_all, normalized), (*of_all, None)] if self.residual else [(*of_all, None)]
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype | None, device: torch.device) -> Tensor | None:
+def empty(shape: tuple[int, ...], dtype: torch.dtype | None, device: torch.device) -> Tensor | None:
+    """Return an array that holds anything, None of no dtype."""
     return None if dtype is None else torch.empty(shape, dtype=dtype, device=device)
 
 
@@ -169,7 +170,7 @@ def rows_to_warm(
     for start in (rows.start, max(rows.start, FEW_TILES * sm_count * rows_of_tile + 1)):
         end = start + 18 * max(blocks, tiles_in_slab) * rows_of_tile
         for m in _one_of_each_kind(range(start, min(end, stop)), rows_of_tile):
-            kinds.setdefault((_kind(m), _kind(partial_rows(m))), m)
+            kinds.setdefault((kind_of(m), kind_of(partial_rows(m))), m)
     return sorted(kinds.values())
 
 
@@ -222,7 +223,7 @@ def _short_and_long(rows: range, blocks: int, height: int, heads: int) -> Iterat
         for tile in range(low, min(low + PERIODS * blocks * height, stop), height):
             seen = set()
             for t in range(tile, min(tile + min(height, 16), stop)):
-                kind = _kind(t), _kind(short * t * heads), t % 8
+                kind = kind_of(t), kind_of(short * t * heads), t % 8
                 if kind not in seen:
                     seen.add(kind)
                     yield short, t
@@ -234,18 +235,19 @@ def _kinds_of(
     """Return the kinds of extents and strides that kernels are compiled for. Strides are multiples of N, so only those
     of B are looked at."""
     heads, m = calls.heads, b * t * calls.heads
-    found: list[Any] = [_kind(m)]
+    found: list[Any] = [kind_of(m)]
     for launcher in launchers:
         if launcher.plan.problem.form.heads:
             # P follows from the tiles: the same for all T of one
             height = launcher.plan.first.rows
             lead = b, -(-t // height) * height, heads
-            found += [_kind(b), _kind(t), math.gcd(t * heads * calls.n, 8)]
-            found.append(_kind(partial_rows(launcher, math.prod(lead), lead)))
+            found += [kind_of(b), kind_of(t), math.gcd(t * heads * calls.n, 8)]
+            found.append(kind_of(partial_rows(launcher, math.prod(lead), lead)))
         else:
-            found.append(_kind(partial_rows(launcher, m, None)))
+            found.append(kind_of(partial_rows(launcher, m, None)))
     return tuple(found)
 
 
-def _kind(extent: int) -> str:
+def kind_of(extent: int) -> str:
+    """Say which of the extents that cuda-tile compiles for this one is."""
     return "one" if extent == 1 else "multiple of 16" if extent % 16 == 0 else "other"

@@ -133,11 +133,11 @@ class RopeTiles(Variant):
         return sm_count * self.occupancy
 
     def walks_of(
-        self, leads: Sequence[Lead | None], sm_count: int, per_head: Sequence[bool]
+        self, leads: tuple[Lead, Lead | None], sm_count: int, per_head: Sequence[bool]
     ) -> tuple[tuple[int, int], ...] | None:
         """The blocks that walk the tiles of q, and the partial rows that a backward leaves; the same of k, 0 without k.
 
-        q and k share the blocks in proportion to their rows. leads: of q, and of k, None without k. per_head: whether
+        q and k share the blocks in proportion to their heads. leads: of q, and of k, None without k. per_head: whether
         q's weight is, and k's: then every tile of heads has blocks, and partial rows, of its own (plan.py). None where
         a number of 32 bits cannot count the rows, or a launch the blocks.
         """
@@ -151,8 +151,13 @@ class RopeTiles(Variant):
         tiles = [count // variant.rows_of_tile for count, variant in zip(rows, variants, strict=True)]
         blocks = self.most_blocks(sum(tiles), sm_count)
         of_q = blocks
-        if tiles[1]:
-            of_q = max(1, min(round(blocks * rows[0] / sum(rows)), blocks - 1))
+        if (k := leads[1]) is not None:
+            # By heads alone: a number of blocks that varied with T would make kernels for some T alone.
+            heads = [
+                variant.tiles_of_heads(count) * variant.heads
+                for variant, count in zip(variants, (leads[0][2], k[2]), strict=True)
+            ]
+            of_q = max(1, min(round(blocks * heads[0] / sum(heads)), blocks - 1))
         walks = []
         for variant, lead, count, most, is_per_head in zip(
             variants, leads, tiles, (of_q, max(1, blocks - of_q)), per_head, strict=True
