@@ -20,6 +20,7 @@ from helpers import BF16, DEVICE, FP16, FP32, FP64, HAS_GPU, Expected, _half_ulp
 from torch import Tensor
 from variants import arranged
 
+from tilegym_rmsnorm import qk_norm_rope
 from tilegym_rmsnorm.backends.registry import get_available_backends_for_op
 from tilegym_rmsnorm.call.rope_spec import RopeSpec, RopeTensors, RopeWanted
 from tilegym_rmsnorm.rope_reference import rope_forward_torch, rope_gradients_torch
@@ -299,6 +300,19 @@ def test_each_casting_and_rounding_is_its_own(dtype, interleaved):
                 for other, reference in references.items()
             }
             assert shares.pop(each) > 0.995 and max(shares.values()) < 0.9, (each, shares)
+
+
+@pytest.mark.parametrize("rounding", ["end", "each"])
+def test_rounded_products_are_not_contracted(rounding, monkeypatch):
+    """On a GPU (gpu/test_gpu_rope.py) that drops a rounding; Triton's interpreter contracts nothing."""
+    from tilegym_rmsnorm.backends.triton import launch
+
+    seen = []
+    kernel = {(2,): lambda *arrays, **options: seen.append(options)}
+    monkeypatch.setattr(launch.rope, "rope_forward", kernel)
+    q, table = torch.ones(1, 1, 1, 16, device=DEVICE, dtype=BF16), torch.ones(1, 16, device=DEVICE)
+    qk_norm_rope(q, q.clone(), None, None, table, table.clone(), rope_rounding=rounding, backend="triton")
+    assert [each["enable_fp_fusion"] for each in seen] == [rounding == "end"]
 
 
 def test_llama_rounds_xhat_in_the_gradients_of_weights():
