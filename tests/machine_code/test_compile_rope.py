@@ -109,7 +109,8 @@ def test_no_walk_overwrites_tiles_in_use(case, dtype, tmp_path):
     for name in ("forward_rope", "backward_rope"):
         code = disassembled(tmp_path / f"{name}.cubin")
         has_tma = any("UTMALDG" in line for line in code)
-        assert has_tma is (case not in ("6", "66", "128, begun elsewhere"))
+        is_backward_of_a_step = name == "backward_rope" and "one step" in case
+        assert has_tma is not (is_backward_of_a_step or case in ("6", "66", "128, begun elsewhere"))
         assert not (has_tma and overwritten(code)), name
 
 
