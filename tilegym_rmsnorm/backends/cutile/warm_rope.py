@@ -30,7 +30,7 @@ SHORT = (1, 2, 3, 8, 16)
 
 
 class RopeLead(NamedTuple):
-    """What varies between calls."""
+    """Extents that vary between calls, and whether tables do."""
 
     b: int
     t: int

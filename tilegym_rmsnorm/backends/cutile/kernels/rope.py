@@ -141,7 +141,7 @@ def load_heads(array, place, k, SHAPE, HOW):
 
 
 def indices(k, EXTENT):
-    """What tile k holds along a dimension."""
+    """The indices of tile k along a dimension."""
     return k * EXTENT + ct.arange(EXTENT, dtype=ct.int32)
 
 

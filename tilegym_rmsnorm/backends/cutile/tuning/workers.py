@@ -113,7 +113,7 @@ def search_all(
 
 
 def _tried(bucket: Bucket, most: int) -> list[Candidate]:
-    """What is tried for a bucket, what serves it until now among the first."""
+    """List the settings to try for a bucket, those that serve it until now among the first."""
     facts = _searching.machine.facts
     if bucket.form == ROPE:
         asked = entry_problem(bucket.n, bucket.dtype, facts.architecture)
