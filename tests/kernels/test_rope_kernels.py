@@ -310,12 +310,12 @@ def _inverse(tdy, trotation, PIECES):
     return (tdy[0] * cos + tdy[1] * sin, tdy[1] * second_cos - tdy[0] * second_sin) + tdy[2:]
 
 
-def _clamped(table, positions, place, ROWS):
-    batch = ct.minimum(place[0], positions.shape[0] - 1)
-    tsteps = place[1] * ROWS + ct.arange(ROWS, dtype=ct.int32)
-    trows = ct.gather(positions, (batch, tsteps))
-    trows = ct.astype(ct.minimum(ct.maximum(trows, 0), table.shape[0] - 1), ct.int32)
-    return trows, trows < 0
+def _clamped(TABLES, steps, place, ROWS):
+    cos, _, positions, _ = TABLES
+    batch = ct.minimum(place[0], positions[0].shape[0] - 1)
+    tsteps = ct.minimum(place[1] * ROWS + ct.arange(ROWS, dtype=ct.int32), steps - 1)
+    trows = ct.gather(positions[0], (batch, tsteps))
+    return (ct.astype(ct.minimum(ct.maximum(trows, 0), cos.shape[0] - 1), ct.int32),)
 
 
 def _pairs_alone(a, b, PIECES):
@@ -325,7 +325,7 @@ def _pairs_alone(a, b, PIECES):
 MISTAKES = {
     "the sign of sin": ("rotated", _sign),
     "the inverse in place of the adjoint": ("rotated_back", _inverse),
-    "positions are clamped": ("rows_at_positions", _clamped),
+    "positions are clamped": ("rows_of_steps", _clamped),
     "the mean is of what is rotated": ("sum_over_columns", _pairs_alone),
 }
 

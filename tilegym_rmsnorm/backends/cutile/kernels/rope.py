@@ -36,7 +36,7 @@ position outside of them reads nothing, and has rows of NaN.
 import cuda.tile as ct
 
 from .backward import h_and_g
-from .heads import count_tiles, indices_of_heads, place_of_tile, row_numbers, tiles_along_heads
+from .heads import count_tiles, indices_of_heads, row_numbers, tiles_along_heads
 from .tiles import (
     ZERO,
     ConstBool,
@@ -50,6 +50,13 @@ from .tiles import (
     rounded,
     row_of_terms_of_dw,
 )
+
+
+def place_of_tile(array, i, SHAPE):
+    """The place of tile i, as in heads.py, but the sequences of a batch come one behind another at the same steps: so
+    the rows of cos and sin that they share are read once."""
+    heads, batches = tiles_along_heads(array, SHAPE), array.shape[0]
+    return (i // heads % batches, i // heads // batches, i % heads)
 
 
 def load_pairs(load, array, place, SHAPE, PAIRS, HOW):
@@ -172,45 +179,45 @@ def load_scale_of_heads(weights, place, offset, SHAPE, PAIRS, HOW):
 
 
 def load_table(table, rows, k, SHAPE, HOW):
-    """Columns of cos or sin, (1, ROWS, 1, WIDTH). rows: the tile of steps, or what `rows_at_positions` returned.
+    """Columns of cos or sin, (1, ROWS, 1, WIDTH). rows: what `rows_of_steps` returned.
 
-    Not by TMA, which would take longer (bench/NOTES.md).
+    Masked along columns alone, where some lanes have none: each mask along rows is a branch around a load, and around
+    its conversion to float32 too, so that the loads would wait one for another. Not by TMA, for which a slice takes a
+    new descriptor (bench/NOTES.md).
     """
     ROWS, _, WIDTH = SHAPE
-    LATENCY, _, DIVISOR = HOW
-    if len(rows) > 1:
-        trows, toutside = rows
-        tile = ct.gather(table, (trows[:, None], indices(k, WIDTH)), padding_value=0, latency=LATENCY)
-        tile = ct.where(toutside[:, None], ct.full((1, 1), float("nan"), table.dtype), tile)
-    elif has_aligned_rows(table, DIVISOR):
-        tile = ct.load(table, rows + (k,), (ROWS, WIDTH), padding_mode=ZERO, latency=LATENCY, allow_tma=False)
+    tcolumns = indices(k, WIDTH)
+    index = (rows[0][:, None], tcolumns[None, :])
+    if table.shape[1] % WIDTH == 0:
+        tile = ct.gather(table, index, check_bounds=False)
     else:
-        trows = indices(rows[0], ROWS)
-        tile = ct.gather(table, (trows[:, None], indices(k, WIDTH)), padding_value=0, latency=LATENCY)
+        tinside = (tcolumns < table.shape[1])[None, :]
+        tile = ct.gather(table, index, mask=tinside, padding_value=0, check_bounds=False)
+    if len(rows) > 1:
+        tile = ct.where(rows[1][:, None], ct.full((1, 1), float("nan"), table.dtype), tile)
     return ct.reshape(tile, (1, ROWS, 1, WIDTH))
 
 
-def rows_at_positions(table, positions, place, ROWS):
-    """The rows of a table for a tile's steps, -1 where there is none, and whether a step's position is outside. Of
-    steps past T it is not, for they must read 0."""
-    batch = ct.minimum(place[0], positions.shape[0] - 1)
-    tsteps = indices(place[1], ROWS)
-    tpositions = ct.gather(positions, (batch, tsteps), padding_value=-1)
-    tinside = (tpositions >= 0) & (tpositions < table.shape[0])
-    trows = ct.astype(ct.where(tinside, tpositions, -1), ct.int32)
-    return trows, (trows < 0) & (tsteps < positions.shape[1])
+def rows_of_steps(TABLES, steps, place, ROWS):
+    """The rows of the tables for a tile of so many steps along T; with positions also which of them are outside of the
+    tables, and stand as row 0. Steps past the last one have its row: their x and dy are 0, and no mask is needed."""
+    cos, _, positions, rows_of_batch = TABLES
+    tsteps = ct.minimum(indices(place[1], ROWS), steps - 1)
+    if len(positions) > 0:
+        batch = ct.minimum(place[0], positions[0].shape[0] - 1)
+        tpositions = ct.gather(positions[0], (batch, tsteps), check_bounds=False)
+        toutside = (tpositions < 0) | (tpositions >= cos.shape[0])
+        rows = (ct.astype(ct.where(toutside, 0, tpositions), ct.int32), toutside)
+    else:
+        # cuda-tile multiplies it by a stride, which int32 would hold up to 2**31 elements alone
+        rows = (ct.astype(place[0], ct.int64) * rows_of_batch + tsteps,)
+    return rows
 
 
 def load_rotation(TABLES, steps, place, SHAPE, PAIRS, HOW, FULL_TABLES):
     """cos of the first and of the second elements of pairs, then sin, of a tile of so many steps along T."""
-    cos, sin, positions, rows_of_batch = TABLES
-    if len(positions) > 0:
-        rows = rows_at_positions(cos, positions[0], place, SHAPE[0])
-    else:
-        # cuda-tile multiplies it by a stride, which int32 would hold up to 2**31 elements alone
-        first = ct.astype(place[0], ct.int64) * rows_of_batch
-        cos, sin = cos.slice(0, first, first + steps), sin.slice(0, first, first + steps)
-        rows = (place[1],)
+    cos, sin = TABLES[:2]
+    rows = rows_of_steps(TABLES, steps, place, SHAPE[0])
     HALF, PIECES, _, _, _, INTERLEAVED = PAIRS
     if FULL_TABLES:
         ALL_PAIRS = (HALF, PIECES, 0, 0, 2 * HALF, INTERLEAVED)
@@ -218,8 +225,9 @@ def load_rotation(TABLES, steps, place, SHAPE, PAIRS, HOW, FULL_TABLES):
         tsin = load_pairs(load_table, sin, rows, SHAPE, ALL_PAIRS, HOW)
         trotation = tcos + tsin
     else:
-        tcos = load_float32(load_table, cos, rows, PIECES, SHAPE, HOW)
-        tsin = load_float32(load_table, sin, rows, PIECES, SHAPE, HOW)
+        # Slices, whose number of columns is known to the compiler.
+        tcos = load_float32(load_table, cos.slice(-1, 0, HALF), rows, PIECES, SHAPE, HOW)
+        tsin = load_float32(load_table, sin.slice(-1, 0, HALF), rows, PIECES, SHAPE, HOW)
         trotation = tcos + tcos + tsin + tsin
     return trotation
 

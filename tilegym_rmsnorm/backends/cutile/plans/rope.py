@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, SAME, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.rules import MOST_HEADS, heads_of_form
@@ -21,13 +21,12 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import (
     LARGEST_GRID,
     MOST_ROWS,
     rows_of_class,
-    shortest_walks,
 )
 from tilegym_rmsnorm.backends.cutile.plans.variant import LARGEST_TILE, Variant, expect, power_of_two
 
 WIDEST_ROTATED_HEAD = 512
-FEW_KINDS = 16  # cuda-tile compiles one kernel for all numbers of partial rows that are multiples of it
-WIDE_HEAD = 128  # what 4 warps hold in registers, 8 steps of 4 heads together
+HEADS_OF_TABLES = 4  # of a step, which take about as long as its rows of cos and sin
+WIDE_HEAD = 128  # wider ones have two tiles a half
 MOST_TILES = 4  # along half of what is rotated, or what is not
 MOST_STEPS = 16  # of a tile along T
 MOST_BLOCKS = 8  # an SM: each leaves a partial row of the weights' gradients
@@ -60,20 +59,16 @@ class RopeProblem(NamedTuple):
         return 1 if self.is_scattered else math.gcd(self.rotary_dim // 2, self.n - self.rotary_dim, 16)
 
     @property
-    def is_plain(self) -> bool:
-        """Halves, beside one weight and rows of tables in order: others take more registers."""
-        return not (self.interleaved or self.has_positions or self.per_head)
-
-    @property
-    def is_simple(self) -> bool:
-        """The same of whole heads."""
-        return self.is_plain and self.rotary_dim == self.n
+    def is_whole(self) -> bool:
+        """Whether all of a head is rotated."""
+        return self.rotary_dim == self.n
 
     @property
     def takes_entries(self) -> bool:
         """Whether it has what entries were measured and checked with, but for the numbers of heads. The settings of an
         entry may spill elsewhere."""
-        return self.is_simple and not self.is_scattered and not self.has_one_step
+        is_other = self.interleaved or self.has_positions or self.per_head or self.is_scattered
+        return self.is_whole and not (is_other or self.has_one_step or self.casting == "llama")
 
     @property
     def has_tma(self) -> bool:
@@ -91,8 +86,6 @@ class RopeTiles(Variant):
     """
 
     walks = True
-    elements_of_table: ClassVar[int]  # of x at least, for one of cos
-
     pieces: int = field()
     latency: int = field()
     rows: int = field()
@@ -124,10 +117,6 @@ class RopeTiles(Variant):
         expect(is_fit, "k_rows, k_heads", f"powers of two, at most {self.rows_of_tile} rows", extents)
         expect((self.rest > 0) == (self.rests > 0), "rests", "some exactly where there is a rest", self.rests)
 
-    def blocks_of(self, tiles: int, most: int) -> int:
-        """How many blocks walk these tiles: as few as leave the longest walk as short as it can be."""
-        return shortest_walks(tiles, most)
-
     def most_blocks(self, tiles: int, sm_count: int) -> int:
         """Blocks that may walk so many tiles at a time."""
         return sm_count * self.occupancy
@@ -137,7 +126,8 @@ class RopeTiles(Variant):
     ) -> tuple[tuple[int, int], ...] | None:
         """The blocks that walk the tiles of q, and the partial rows that a backward leaves; the same of k, 0 without k.
 
-        q and k share the blocks in proportion to their heads. leads: of q, and of k, None without k. per_head: whether
+        q and k share the blocks by the work of their heads, whatever T is: P is one number, for which one kernel is
+        compiled, wherever every block has a tile. leads: of q, and of k, None without k. per_head: whether
         q's weight is, and k's: then every tile of heads has blocks, and partial rows, of its own (plan.py). None where
         a number of 32 bits cannot count the rows, or a launch the blocks.
         """
@@ -152,18 +142,17 @@ class RopeTiles(Variant):
         blocks = self.most_blocks(sum(tiles), sm_count)
         of_q = blocks
         if (k := leads[1]) is not None:
-            # By heads alone: a number of blocks that varied with T would make kernels for some T alone.
-            heads = [
-                variant.tiles_of_heads(count) * variant.heads
+            work = [
+                variant.tiles_of_heads(count) * (variant.heads + HEADS_OF_TABLES)
                 for variant, count in zip(variants, (leads[0][2], k[2]), strict=True)
             ]
-            of_q = max(1, min(round(blocks * heads[0] / sum(heads)), blocks - 1))
+            of_q = max(1, min(round(blocks * work[0] / sum(work)), blocks - 1))
         walks = []
         for variant, lead, count, most, is_per_head in zip(
             variants, leads, tiles, (of_q, max(1, blocks - of_q)), per_head, strict=True
         ):
             shares = variant.tiles_of_heads(lead[2]) if lead is not None and is_per_head else 1
-            p = self.blocks_of(count // shares, max(1, most // shares)) if count else 0
+            p = min(count // shares, max(1, most // shares))
             walks.append((p * shares, p))
         return tuple(walks) if sum(count for count, _ in walks) <= LARGEST_GRID else None
 
@@ -172,22 +161,10 @@ class RopeTiles(Variant):
 class ForwardRope(RopeTiles):
     kernel = "forward_rope"
 
-    elements_of_table = 4
-
 
 @dataclass(frozen=True, kw_only=True)
 class BackwardRope(RopeTiles):
     kernel = "backward_rope"
-
-    elements_of_table = 8
-
-    def blocks_of(self, tiles: int, most: int) -> int:
-        """A multiple of FEW_KINDS, where so many are allowed and have a tile each: of those as few as leave the longest
-        walk as short as it can be."""
-        if min(tiles, most) < FEW_KINDS:
-            return super().blocks_of(tiles, most)
-        few = super().blocks_of(tiles, most - most % FEW_KINDS)
-        return min(tiles, -(-few // FEW_KINDS) * FEW_KINDS)
 
     def most_blocks(self, tiles: int, sm_count: int) -> int:
         """One an SM where partial rows would be a good part of all traffic (`Variant.partial_rows`)."""
@@ -289,28 +266,35 @@ def reasoned(op: str, problem: RopeProblem) -> RopeChoice:
 def _reasoned_forward(problem: RopeProblem) -> RopeChoice:
     # Of more without TMA, whose loads need registers for addresses, some spilled; gathers need most.
     elements = 4096 if problem.has_tma else 2048 if problem.divisor >= 8 else 1024
-    heads = 4 if problem.n <= WIDE_HEAD else 2
-    latency = 4 if problem.n <= 64 and problem.has_tma else 2
+    if problem.interleaved:
+        elements = min(elements, 2048)
+    is_wide = problem.n > WIDE_HEAD
+    heads = 8 if problem.per_head and not is_wide else 4
+    if is_wide and (problem.interleaved or not problem.is_whole):
+        heads = 2
+    latency = 3 if problem.has_tma else 2
     tiles = {"elements": elements, "heads": heads, "width": 64}
     return RopeChoice(kernel=ForwardRope.kernel, warps=4, occupancy=4, latency=latency, **tiles)
 
 
 def _reasoned_backward(problem: RopeProblem) -> RopeChoice:
     """Limits of the elements: sm_100 and sm_120 spill more than 2048, and so many of float32 fill shared memory, where
-    tileiras 13.4 lets some loops by TMA load over tiles that are still read. Limits of the blocks an SM: registers,
-    which interleaved pairs, positions, weights of heads, a part that is not rotated, and loads without TMA take more
-    of."""
+    tileiras 13.4 lets some loops by TMA load over tiles that are still read. Limits of the blocks an SM: registers."""
     elements = 4096 if problem.architecture < 100 and problem.itemsize == 2 else 2048
-    kernel, latency = BackwardRope.kernel, 2
-    if problem.n > WIDE_HEAD:
-        heads = 4 if problem.rotary_dim == problem.n else 2
-        tiles = {"elements": 2 * elements, "heads": heads, "width": 128}
-        return RopeChoice(kernel=kernel, warps=8, occupancy=1, latency=latency, **tiles)
-    occupancy = 4 if problem.is_simple else 3 if problem.is_plain else 2
-    if not problem.has_tma:
+    is_wide, is_llama = problem.n > WIDE_HEAD, problem.casting == "llama"
+    is_plain = not (problem.interleaved or problem.per_head)
+    heads = 4
+    if is_wide and not problem.is_whole:
+        heads = 2
+    elif is_llama and is_plain and not is_wide and problem.is_whole:
+        heads = 8
+    occupancy = 4
+    if not (problem.has_tma and is_plain) or (heads == 2 and is_llama):
         occupancy = 2
-    tiles = {"elements": elements, "heads": 4, "width": 64}
-    return RopeChoice(kernel=kernel, warps=4, occupancy=occupancy, latency=latency, **tiles)
+    elif is_wide or not problem.is_whole:
+        occupancy = 3
+    tiles = {"elements": elements, "heads": heads, "width": 64}
+    return RopeChoice(kernel=BackwardRope.kernel, warps=4, occupancy=occupancy, latency=2, **tiles)
 
 
 def tiles_of(problem: RopeProblem, choice: RopeChoice) -> RopeTiles:
@@ -319,11 +303,11 @@ def tiles_of(problem: RopeProblem, choice: RopeChoice) -> RopeTiles:
     width, pieces = cut(problem.rotary_dim // 2, choice.width)
     rest, rests = cut(problem.n - problem.rotary_dim, choice.width)
     count = _power_at_most(choice.elements // (2 * width * pieces + rests * rest))
-    # Where a tile has few heads, it would have many rows of tables, and spill.
     most_rows = 1
     if not problem.has_one_step:
-        of_tables = choice.elements // kind.elements_of_table // (width * pieces)
-        most_rows = min(MOST_STEPS, _power_at_most(of_tables))
+        # Where a tile has few heads, it would have many rows of tables, and spill.
+        of_tables = choice.elements // (4 if kind is ForwardRope else 8)  # of cos
+        most_rows = min(MOST_STEPS, _power_at_most(of_tables // (width * pieces)))
     most_heads = MOST_HEADS if problem.has_one_step else choice.heads
     heads = min(count, problem.heads, most_heads)
     k_heads = min(problem.k_heads, heads)

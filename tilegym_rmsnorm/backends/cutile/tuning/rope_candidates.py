@@ -25,7 +25,7 @@ ELEMENTS = (2048, 4096, 8192)
 HEADS = (2, 4, 8)
 WIDTHS = (64, 128)
 BLOCKS = ((4, 2), (4, 3), (4, 4), (8, 1), (8, 2))  # warps and blocks an SM
-LATENCIES = (2, 4)
+LATENCIES = (2, 3, 4)
 
 
 def rope_by_rules(bucket: Bucket, architecture: int) -> RopeChoice:
