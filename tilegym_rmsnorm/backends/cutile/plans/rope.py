@@ -25,7 +25,7 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import (
 from tilegym_rmsnorm.backends.cutile.plans.variant import LARGEST_TILE, Variant, expect, power_of_two
 
 WIDEST_ROTATED_HEAD = 512
-HEADS_OF_TABLES = 4  # of a step, which take about as long as its rows of cos and sin
+HEADS_OF_TABLES = 8  # of a step, which take about as long as its rows of cos and sin
 WIDE_HEAD = 128  # wider ones have two tiles a half
 MOST_TILES = 4  # along half of what is rotated, or what is not
 MOST_STEPS = 16  # of a tile along T
@@ -272,7 +272,7 @@ def _reasoned_forward(problem: RopeProblem) -> RopeChoice:
     heads = 8 if problem.per_head and not is_wide else 4
     if is_wide and (problem.interleaved or not problem.is_whole):
         heads = 2
-    latency = 3 if problem.has_tma else 2
+    latency = 3 if problem.has_tma and not problem.has_one_step else 2
     tiles = {"elements": elements, "heads": heads, "width": 64}
     return RopeChoice(kernel=ForwardRope.kernel, warps=4, occupancy=4, latency=latency, **tiles)
 
@@ -281,8 +281,13 @@ def _reasoned_backward(problem: RopeProblem) -> RopeChoice:
     """Limits of the elements: sm_100 and sm_120 spill more than 2048, and so many of float32 fill shared memory, where
     tileiras 13.4 lets some loops by TMA load over tiles that are still read. Limits of the blocks an SM: registers."""
     elements = 4096 if problem.architecture < 100 and problem.itemsize == 2 else 2048
+    kernel, latency = BackwardRope.kernel, 2
     is_wide, is_llama = problem.n > WIDE_HEAD, problem.casting == "llama"
     is_plain = not (problem.interleaved or problem.per_head)
+    if is_wide and not (problem.has_tma and problem.n <= 2 * WIDE_HEAD):
+        heads = 4 if problem.is_whole else 2
+        tiles = {"elements": 2 * elements, "heads": heads, "width": 128}
+        return RopeChoice(kernel=kernel, warps=8, occupancy=1, latency=latency, **tiles)
     heads = 4
     if is_wide and not problem.is_whole:
         heads = 2
@@ -294,7 +299,7 @@ def _reasoned_backward(problem: RopeProblem) -> RopeChoice:
     elif is_wide or not problem.is_whole:
         occupancy = 3
     tiles = {"elements": elements, "heads": heads, "width": 64}
-    return RopeChoice(kernel=BackwardRope.kernel, warps=4, occupancy=occupancy, latency=2, **tiles)
+    return RopeChoice(kernel=kernel, warps=4, occupancy=occupancy, latency=latency, **tiles)
 
 
 def tiles_of(problem: RopeProblem, choice: RopeChoice) -> RopeTiles:

@@ -32,6 +32,11 @@ Launch = Callable[[tuple[int, ...], tuple[Any, ...]], None]  # (grid, arguments)
 _empty_strided_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 
 
+@functools.lru_cache(maxsize=256)
+def _packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(itertools.accumulate(shape[:0:-1], operator.mul, initial=1))[::-1]
+
+
 class Machine(Protocol):
     """Interface to a device, for launches, searches and warmups.
 
@@ -70,10 +75,7 @@ class GpuMachine:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if _empty_strided_cuda is None or torch._C._cuda_getDevice() != self.index:
             return torch.empty(shape, dtype=dtype, device=self.device)
-        if len(shape) > 2:
-            strides = tuple(itertools.accumulate(shape[:0:-1], operator.mul, initial=1))[::-1]
-        else:
-            strides = (shape[1], 1) if len(shape) == 2 else (1,)
+        strides = _packed_strides(shape) if len(shape) > 2 else (shape[1], 1) if len(shape) == 2 else (1,)
         return _empty_strided_cuda(shape, strides, dtype)
 
     def bind(self, function: Callable[..., None], variant: Variant, constants: tuple[Any, ...]) -> Launch:
