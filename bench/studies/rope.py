@@ -13,7 +13,7 @@ torch.compile is that of the formulas in rope_reference.py. The share of the cop
 and the results, and in a backward their gradients. A result is the provenance of provenance.py, copy_gb_per_s and
 `cells`. Each of those is
 
-shape, op                    B, T, Hq, Hk, D and R; forward or backward
+shape, op                    B, T, Hq, Hk, D, R and whether it is as Qwen3 (rope_cases.py); forward or backward
 us, errors, failed           by provider: device microseconds, largest relative error of a result, or why there are none
 host_us                      of few tokens: microseconds of the host for one eager `qk_norm_rope` without grad by each
                              backend, and for `F.rms_norm` of q alone, contiguous
@@ -67,7 +67,8 @@ Compute = Callable[..., Any]
 
 
 def spec_of(shape: Shape) -> RopeSpec:
-    return RopeSpec(shape.d, EPS, 0.0, shape.r, False, "once", "end")
+    roundings = ("llama", "each") if shape.as_qwen3 else ("once", "end")
+    return RopeSpec(shape.d, EPS, 0.0, shape.r, False, *roundings)
 
 
 def providers(names: tuple[str, ...], shape: Shape, dtype: torch.dtype) -> dict[str, dict[str, Compute]]:

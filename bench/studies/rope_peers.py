@@ -53,8 +53,9 @@ def forward_of(name: str, shape: Shape, dtype: torch.dtype) -> Forward | None:
 
 
 def _is_rotated_whole(shape: Shape) -> bool:
-    """Whether all of a head is rotated, a power of two: unsloth has one launch for these; Liger is timed for them."""
-    return shape.r == shape.d and shape.d & (shape.d - 1) == 0
+    """Whether all of a head is rotated, a power of two: unsloth has one launch for these; Liger is timed for them. Not
+    with the roundings of Qwen3, which they do not have."""
+    return shape.r == shape.d and shape.d & (shape.d - 1) == 0 and not shape.as_qwen3
 
 
 def _liger(shape: Shape, dtype: torch.dtype) -> Forward | None:
@@ -96,7 +97,8 @@ def _unsloth(shape: Shape, dtype: torch.dtype) -> Forward | None:
 
 
 def _flashinfer(shape: Shape, dtype: torch.dtype) -> Forward | None:
-    if dtype.itemsize != 2 or shape.d not in (64, 128, 256):  # what its rotation takes by a kernel of its own
+    # Its rotation has kernels of its own for these D.
+    if dtype.itemsize != 2 or shape.as_qwen3 or shape.d not in (64, 128, 256):
         return None
     is_cake = (shape.hq, shape.hk) in CAKE_HEADS and shape.d == shape.r == 128 and dtype == torch.bfloat16
     return _flashinfer_packed(shape) if is_cake else _flashinfer_three(shape)
@@ -130,7 +132,7 @@ def _flashinfer_three(shape: Shape) -> Forward:
 def _flashinfer_packed(shape: Shape) -> Forward:
     module = importlib.import_module("flashinfer.cake_fused_qk_rope_append")
     norm_and_rotate = module.cake_fused_qk_rmsnorm_rope_append_paged_kv_cache
-    b, t, hq, hk, d, _ = shape
+    b, t, hq, hk, d, *_ = shape
 
     @functools.cache
     def prepared(s: Inputs) -> Any:

@@ -50,6 +50,21 @@ def test_who_is_wrong_is_not_timed(monkeypatch):
     assert not cell["us"] and "a relative error of 1.0e-01" in cell["failed"]["eager"]
 
 
+@pytest.mark.parametrize("op", study.OPS)
+def test_as_qwen3(op):
+    """Everyone rounds as it does, so that results differ from float64 by more, and from each other by nothing."""
+    shape = next(each for each in study.CPU_SHAPES if each.as_qwen3)
+    inputs = study.make_inputs(shape, torch.bfloat16, CPU, torch.Generator().manual_seed(0))
+    assert inputs.cos.shape == (shape.b, shape.t, shape.r) and inputs.cos.dtype == torch.bfloat16
+    spec = study.spec_of(shape)
+    found = study.providers(("cutile", "eager"), shape, torch.bfloat16)
+    errors = [study.error_of(each[op], op, inputs, spec) for each in found.values()]
+    assert all(1e-3 < each < study.TOLERANCE[torch.bfloat16] for each in errors)
+    if op == "forward":
+        ours, theirs = (each[op](inputs) for each in found.values())
+        assert all(map(torch.equal, ours, theirs))
+
+
 def test_an_unknown_provider_is_refused(capsys):
     with pytest.raises(SystemExit):
         study.main(["--device", "cpu", "--provider", "tritn"])

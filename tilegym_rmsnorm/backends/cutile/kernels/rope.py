@@ -266,9 +266,20 @@ def sum_over_columns(a, b, PIECES):
     return total
 
 
-def normalize_and_rotate(heads, block, blocks, TABLES, inv_n, eps, offset, SHAPE, PAIRS, HOW, SWITCHES):
+def walk(of_heads, q, k, q_blocks, TABLES, NUMBERS, SHAPE, K_SHAPE, PAIRS, HOW, SWITCHES):
+    """Calls `of_heads` for the tiles of q in the first q_blocks blocks, and for those of k in the others."""
+    block = ct.bid(0)
+    if len(k) > 0 and block >= q_blocks:
+        k_blocks = ct.num_blocks(0) - q_blocks
+        of_heads(k, block - q_blocks, k_blocks, TABLES, NUMBERS, K_SHAPE, PAIRS, HOW, SWITCHES)
+    else:
+        of_heads(q, block, q_blocks, TABLES, NUMBERS, SHAPE, PAIRS, HOW, SWITCHES)
+
+
+def normalize_and_rotate(heads, block, blocks, TABLES, NUMBERS, SHAPE, PAIRS, HOW, SWITCHES):
     """Writes y of tiles block, block + blocks, block + 2 blocks, ... of the heads of q or k."""
     y, x = heads[0], heads[1]
+    inv_n, eps, offset = NUMBERS
     FULL_TABLES, ROUND_XHAT, ROUND_EACH = SWITCHES
     PIECES, (_, TMA, _) = PAIRS[1], HOW
     first = place_of_tile(x, block, SHAPE)
@@ -323,14 +334,8 @@ def forward_rope(
     if DEPENDENT:
         ct.grid_dependency_control_wait()
         ct.grid_dependency_control_launch_dependents()
-    block = ct.bid(0)
-    if len(k) > 0 and block >= q_blocks:
-        K_SHAPE, k_blocks = (K_ROWS, K_HEADS, WIDTH), ct.num_blocks(0) - q_blocks
-        normalize_and_rotate(
-            k, block - q_blocks, k_blocks, TABLES, inv_n, eps, offset, K_SHAPE, PAIRS, HOW, SWITCHES
-        )
-    else:
-        normalize_and_rotate(q, block, q_blocks, TABLES, inv_n, eps, offset, SHAPE, PAIRS, HOW, SWITCHES)
+    K_SHAPE, NUMBERS = (K_ROWS, K_HEADS, WIDTH), (inv_n, eps, offset)
+    walk(normalize_and_rotate, q, k, q_blocks, TABLES, NUMBERS, SHAPE, K_SHAPE, PAIRS, HOW, SWITCHES)
 
 
 def zeros_of_pairs(SHAPE, PAIRS):
@@ -359,11 +364,12 @@ def store_partials_of_heads(partial, x, block, place, ttotals, SHAPE, PAIRS):
         store_pairs(partial, (block,), tsums, (1,), PAIRS, False)
 
 
-def gradients_of_heads(heads, block, blocks, TABLES, inv_n, eps, offset, SHAPE, PAIRS, HOW, SWITCHES):
+def gradients_of_heads(heads, block, blocks, TABLES, NUMBERS, SHAPE, PAIRS, HOW, SWITCHES):
     """Writes dx of tiles block, block + blocks, block + 2 blocks, ... of the heads of q or k, and the sum of their
     terms of dw."""
     dx, dy, x = heads[0], heads[1], heads[2]
     weights, partials = heads[3:4], heads[4:]
+    inv_n, eps, offset = NUMBERS
     FULL_TABLES, ROUND_XHAT = SWITCHES
     PIECES, (_, TMA, _) = PAIRS[1], HOW
     first = place_of_tile(x, block, SHAPE)
@@ -430,11 +436,5 @@ def backward_rope(
     TABLES, SHAPE = (cos, sin, positions, rows_of_batch), (ROWS, HEADS, WIDTH)
     if DEPENDENT:
         ct.grid_dependency_control_wait()
-    block = ct.bid(0)
-    if len(k) > 0 and block >= q_blocks:
-        K_SHAPE, k_blocks = (K_ROWS, K_HEADS, WIDTH), ct.num_blocks(0) - q_blocks
-        gradients_of_heads(
-            k, block - q_blocks, k_blocks, TABLES, inv_n, eps, offset, K_SHAPE, PAIRS, HOW, SWITCHES
-        )
-    else:
-        gradients_of_heads(q, block, q_blocks, TABLES, inv_n, eps, offset, SHAPE, PAIRS, HOW, SWITCHES)
+    K_SHAPE, NUMBERS = (K_ROWS, K_HEADS, WIDTH), (inv_n, eps, offset)
+    walk(gradients_of_heads, q, k, q_blocks, TABLES, NUMBERS, SHAPE, K_SHAPE, PAIRS, HOW, SWITCHES)

@@ -270,7 +270,7 @@ def _reasoned_forward(problem: RopeProblem) -> RopeChoice:
         elements = min(elements, 2048)
     is_wide = problem.n > WIDE_HEAD
     heads = 8 if problem.per_head and not is_wide else 4
-    if is_wide and (problem.interleaved or not problem.is_whole):
+    if problem.n > 2 * WIDE_HEAD or (is_wide and (problem.interleaved or not problem.is_whole)):
         heads = 2
     latency = 3 if problem.has_tma and not problem.has_one_step else 2
     tiles = {"elements": elements, "heads": heads, "width": 64}
