@@ -54,6 +54,7 @@ CASES = {
     "positions": Case((128, BF16), {"heads": 28, "k_heads": 4, "positions": 4096}),
     "odd positions": Case((64, BF16), {"heads": 3, "positions": 1001, "rope_rounding": "each"}),
     "llama": Case((128, BF16), {"heads": 64, "k_heads": 8, "casting": "llama", "rope_rounding": "each"}),
+    "16 heads and 1, llama": Case((128, BF16), {"heads": 16, "k_heads": 1, "casting": "llama"}),
     "composed": Case((576, BF16), {"heads": 3, "k_heads": 1}),
 }
 LAYOUTS = ("contiguous", "projection", "gate")
@@ -148,7 +149,8 @@ def test_no_batch_compiles_after_it(on_meta, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "4 heads and 1", "6 heads and 1", "31 heads and 1, weights of heads"]
+    "name",
+    ["plain", "4 heads and 1", "6 heads and 1", "31 heads and 1, weights of heads", "16 heads and 1, llama"],
 )
 @pytest.mark.parametrize("sm_count", [66, 132, 188])
 def test_every_kind_of_arrays_of_small_batches(monkeypatch, name, sm_count):

@@ -155,7 +155,7 @@ def test_more_than_2_to_the_31_elements(backend):
 
 
 def test_a_dead_position_makes_no_fault(backend):
-    """Positions far outside of the table read nothing: no illegal address, and NaN for their tokens alone."""
+    """Positions far outside of the table: no illegal address, and NaN for their tokens alone."""
     tensors, spec, _ = call(SHAPES[0], BF16, tables="positions")
     positions = tensors[8].clone()
     positions[:, ::7] = torch.tensor(2**40, device=DEVICE)

@@ -185,7 +185,7 @@ def test_settings(case, settings, monkeypatch):
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("positions", ["one", "each"])
 def test_positions_outside_of_the_table(positions, interleaved):
-    """Read nothing, and give NaN where the token is rotated, in its dx, and in dw."""
+    """Read no memory outside of it, and give NaN where the token is rotated, in its dx, and in dw."""
     call = make(RopeCase(BF16, positions=positions, n=96, rotary_dim=64, interleaved=interleaved))
     rows = call.tensors[4].shape[0]
     for number, position in enumerate((-1, rows, 2**40, -(2**40), 2**32)):
@@ -196,7 +196,15 @@ def test_positions_outside_of_the_table(positions, interleaved):
     assert q_out[-1, :, :, :64].isnan().all() and not q_out[-1, :, :, 64:].isnan().any()
 
 
-def test_steps_past_the_last_read_no_row_of_the_table():
+def test_sequences_come_one_behind_another_at_the_same_steps():
+    """So that they find the rows of cos and sin that they share in L2."""
+    heads = torch.empty(3, 10, 4, 8)
+    places = [kernels.place_by_steps(heads, i, (8, 2, 8)) for i in range(12)]
+    assert places[:7] == [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1), (2, 0, 0), (2, 0, 1), (0, 1, 0)]
+    assert len(set(places)) == 12
+
+
+def test_steps_past_the_last_read_no_row_that_no_step_has():
     """0 times what they would read there is NaN, and in dw."""
     call = make(RopeCase(FP32, length=5, positions="one"))
     call.tensors[6].clamp_(min=1)

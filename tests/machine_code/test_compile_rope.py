@@ -54,6 +54,10 @@ CASES = {
     "6": PLAIN._replace(heads=(5, 1), n=6, rotary_dim=6),
     "66": PLAIN._replace(n=66, rotary_dim=66),
     "128, begun elsewhere": PLAIN._replace(layout="offset"),
+    "256, interleaved": PLAIN._replace(heads=(16, 2), n=256, rotary_dim=256, interleaved=True, tables="half"),
+    "256, weights of heads": PLAIN._replace(heads=(16, 2), n=256, rotary_dim=256, weight=("heads", "heads")),
+    "256, a quarter, llama": PLAIN._replace(heads=(16, 2), n=256, rotary_dim=64, casting="llama"),
+    "64, llama": PLAIN._replace(n=64, rotary_dim=64, casting="llama", rounding="each", table_dtype=BF16),
 }
 
 
@@ -118,23 +122,37 @@ def test_no_walk_overwrites_tiles_in_use(case, dtype, tmp_path):
 @pytest.mark.parametrize("n", [64, 128, 256])
 def test_what_tune_tries_ends_and_overwrites_no_tiles_in_use(n, number, tmp_path):
     """The first candidates, which have other numbers of elements and blocks; also where an entry of theirs serves calls
-    with more roundings."""
+    with more roundings. (Those of casting="llama" take what is reasoned.)"""
     skip_without_disassembler(is_module=False)
     take_turns(number, n // 64, of=9)
     buckets = (Bucket(op, n, "bfloat16", "large", form=ROPE) for op in ("forward", "backward"))
     choices = [rope_candidates(bucket, 90, 60)[number] for bucket in buckets]
     machine, case = CompilingMachine(90, keep=tmp_path), PLAIN._replace(n=n, rotary_dim=n)
     if number % 2:
-        case = case._replace(casting="llama", rounding="each", weight_dtype=FP32)
+        case = case._replace(rounding="each", weight_dtype=FP32)
     compile_calls(case, machine, choices)
     assert_ends(machine)
     for name in ("forward_rope", "backward_rope"):
         assert not overwritten(disassembled(tmp_path / f"{name}.cubin")), (name, choices)
 
 
-def test_lengths_do_not_make_kernels_of_their_own():
-    """cuda-tile compiles extents that are multiples of 16 apart: so are the numbers of partial rows, of q and of k."""
+@pytest.mark.parametrize("heads", [(32, 8), (16, 8), (28, 4), (8, 1)], ids=str)
+def test_lengths_do_not_make_kernels_of_their_own(heads):
+    """cuda-tile compiles extents that are multiples of 16 apart: so the numbers of partial rows, of q and of k, never
+    are where every block has a tile."""
     machine = CompilingMachine(90, compiles=False)
-    for batch, length in ((2, 64), (3, 96), (7, 4096), (5, 8000), (2, 32768), (3, 160)):
-        compile_calls(CASES["128"]._replace(batch=batch, length=length, layout="contiguous"), machine)
+    for batch, length in ((2, 2048), (3, 4096), (7, 4096), (5, 8000), (2, 32768), (3, 6400)):
+        case = CASES["128"]._replace(heads=heads, batch=batch, length=length, layout="contiguous")
+        compile_calls(case, machine)
     assert len(machine.symbols["forward_rope"]) == len(machine.symbols["backward_rope"]) == 1
+
+
+@pytest.mark.parametrize("case", ["128", "128, positions", "80"])
+def test_rows_of_tables_are_loaded_without_branches(case, tmp_path):
+    """Behind a branch for each the loads, and their conversions to float32, would wait one for another."""
+    skip_without_disassembler(is_module=False)
+    compile_calls(CASES[case]._replace(table_dtype=BF16), CompilingMachine(90, keep=tmp_path))
+    for name in ("forward_rope", "backward_rope"):
+        code = " ".join(disassembled(tmp_path / f"{name}.cubin"))
+        in_a_row = [len(re.findall(r"\bLDG\.", part)) for part in re.split(r"\bBRA\b", code)]
+        assert max(in_a_row) >= 4, f"{name}: cos and sin of first and of second elements"

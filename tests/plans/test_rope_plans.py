@@ -156,6 +156,13 @@ def test_no_walk_is_much_longer_than_its_share(heads, op):
                 assert longest <= max(2.1 * sum(rows) / most, 2 * variant.rows_of_tile), (n, sm_count, walks)
 
 
+def test_shares_of_the_blocks():
+    """An H200 took 122 us for this backward; with 344 + 52 blocks, nearer to the shares of the heads, 137."""
+    variant = reasoned_tiles("backward", problem(256, 256, heads=(16, 2)))
+    walks = variant.walks_of(((4, 4096, 16), (4, 4096, 2)), 132, (False, False))
+    assert walks == ((328, 328), (68, 68))
+
+
 def test_by_tma_on_hopper_alone():
     """On sm_100 some of these loops would load over tiles that are still read."""
     for architecture in ARCHITECTURES:

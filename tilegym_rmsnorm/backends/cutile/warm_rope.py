@@ -26,7 +26,7 @@ from tilegym_rmsnorm.backends.cutile.warm import Calls, empty, kind_of, warm
 from tilegym_rmsnorm.call.rope_spec import RopeBackwardTensors, RopeSpec, RopeTensors, RopeWanted
 
 # Beside a long extent these make every kind of B * T for every kind of B and of T.
-SHORT = (1, 2, 3, 8, 16)
+SHORT = (1, 2, 3, 4, 8, 16)
 
 
 class RopeLead(NamedTuple):
@@ -130,9 +130,9 @@ def _choices(
 
 def _short_and_long(calls: RopeCalls, variant: RopeTiles, sms: int) -> Iterator[tuple[int, int]]:
     """B and T, of which one is short. The other goes through all numbers until every SM has a tile: up to there P is
-    the number of tiles. Then it takes some beyond the few tiles that have one block an SM, and from where each size
-    class begins: P is of one kind for all of these. Of the T of one tile it takes one for each power of two that may
-    divide them: B * T may be a multiple of 16 where neither is."""
+    about the number of tiles. Then it takes some beyond the few tiles that have one block an SM, and from where each
+    size class begins: P is of one kind for all of these (`RopeTiles.walks_of`). Of the T of one tile it takes one for
+    each power of two that may divide them: B * T may be a multiple of 16 where neither is."""
     heads, height = calls.heads + calls.k_heads, variant.rows
     begins = [rows_of_class(size, calls.spec.n) for size in SIZES]
     for short in SHORT:

@@ -30,7 +30,7 @@ mathematics does not know how pairs lie. All but the last tile of each lie insid
     TABLES = (cos, sin, positions, rows_of_batch)
 
 Row t of cos and sin is that of step t, or with rows_of_batch = T row b * T + t, or the row that `positions` names. A
-position outside of them reads nothing, and has rows of NaN.
+position outside of them reads row 0 instead, and has rows of NaN.
 """
 
 import cuda.tile as ct
@@ -52,9 +52,9 @@ from .tiles import (
 )
 
 
-def place_of_tile(array, i, SHAPE):
-    """The place of tile i, as in heads.py, but the sequences of a batch come one behind another at the same steps: so
-    the rows of cos and sin that they share are read once."""
+def place_by_steps(array, i, SHAPE):
+    """The place of tile i: along H first, then B, then T, so that sequences read the rows of cos and sin that they
+    share at about the same time. (heads.py goes along T before B.)"""
     heads, batches = tiles_along_heads(array, SHAPE), array.shape[0]
     return (i // heads % batches, i // heads // batches, i % heads)
 
@@ -200,7 +200,7 @@ def load_table(table, rows, k, SHAPE, HOW):
 
 def rows_of_steps(TABLES, steps, place, ROWS):
     """The rows of the tables for a tile of so many steps along T; with positions also which of them are outside of the
-    tables, and stand as row 0. Steps past the last one have its row: their x and dy are 0, and no mask is needed."""
+    tables, and stand as row 0. Steps past the last one have its row: their x and dy are 0, so no mask is needed."""
     cos, _, positions, rows_of_batch = TABLES
     tsteps = ct.minimum(indices(place[1], ROWS), steps - 1)
     if len(positions) > 0:
@@ -209,8 +209,7 @@ def rows_of_steps(TABLES, steps, place, ROWS):
         toutside = (tpositions < 0) | (tpositions >= cos.shape[0])
         rows = (ct.astype(ct.where(toutside, 0, tpositions), ct.int32), toutside)
     else:
-        # cuda-tile multiplies it by a stride, which int32 would hold up to 2**31 elements alone
-        rows = (ct.astype(place[0], ct.int64) * rows_of_batch + tsteps,)
+        rows = (place[0] * rows_of_batch + tsteps,)
     return rows
 
 
@@ -282,10 +281,10 @@ def normalize_and_rotate(heads, block, blocks, TABLES, NUMBERS, SHAPE, PAIRS, HO
     inv_n, eps, offset = NUMBERS
     FULL_TABLES, ROUND_XHAT, ROUND_EACH = SWITCHES
     PIECES, (_, TMA, _) = PAIRS[1], HOW
-    first = place_of_tile(x, block, SHAPE)
+    first = place_by_steps(x, block, SHAPE)
     tscale = load_scale_of_heads(heads[2:], first, offset, SHAPE, PAIRS, HOW)
     for i in range(block, count_tiles(x, SHAPE), blocks):
-        place = place_of_tile(x, i, SHAPE)
+        place = place_by_steps(x, i, SHAPE)
         tx = load_pairs(load_heads, x, place, SHAPE, PAIRS, HOW)
         trotation = load_rotation(TABLES, x.shape[1], place, SHAPE, PAIRS, HOW, FULL_TABLES)
         trstd = ct.rsqrt(sum_over_columns(tx, tx, PIECES) * inv_n + eps)
@@ -372,14 +371,14 @@ def gradients_of_heads(heads, block, blocks, TABLES, NUMBERS, SHAPE, PAIRS, HOW,
     inv_n, eps, offset = NUMBERS
     FULL_TABLES, ROUND_XHAT = SWITCHES
     PIECES, (_, TMA, _) = PAIRS[1], HOW
-    first = place_of_tile(x, block, SHAPE)
+    first = place_by_steps(x, block, SHAPE)
     tscale = load_scale_of_heads(weights, first, offset, SHAPE, PAIRS, HOW)
 
     tdw = ()
     if len(partials) > 0:
         tdw = zeros_of_pairs(SHAPE, PAIRS)
     for i in range(block, count_tiles(x, SHAPE), blocks):
-        place = place_of_tile(x, i, SHAPE)
+        place = place_by_steps(x, i, SHAPE)
         tx = load_pairs(load_heads, x, place, SHAPE, PAIRS, HOW)
         tdy = load_pairs(load_heads, dy, place, SHAPE, PAIRS, HOW)
         trotation = load_rotation(TABLES, x.shape[1], place, SHAPE, PAIRS, HOW, FULL_TABLES)

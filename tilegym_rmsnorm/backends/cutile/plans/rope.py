@@ -25,8 +25,9 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import (
 from tilegym_rmsnorm.backends.cutile.plans.variant import LARGEST_TILE, Variant, expect, power_of_two
 
 WIDEST_ROTATED_HEAD = 512
-HEADS_OF_TABLES = 8  # of a step, which take about as long as its rows of cos and sin
-WIDE_HEAD = 128  # wider ones have two tiles a half
+HEADS_OF_TABLES = 8  # as which the rows of cos and sin of a step count, where q and k share the blocks
+WIDE_HEAD = 128  # of wider ones a half has several tiles
+WIDEST_OF_FOUR_WARPS = 256  # that spill none with as many blocks an SM
 MOST_TILES = 4  # along half of what is rotated, or what is not
 MOST_STEPS = 16  # of a tile along T
 MOST_BLOCKS = 8  # an SM: each leaves a partial row of the weights' gradients
@@ -86,6 +87,7 @@ class RopeTiles(Variant):
     """
 
     walks = True
+
     pieces: int = field()
     latency: int = field()
     rows: int = field()
@@ -126,10 +128,12 @@ class RopeTiles(Variant):
     ) -> tuple[tuple[int, int], ...] | None:
         """The blocks that walk the tiles of q, and the partial rows that a backward leaves; the same of k, 0 without k.
 
-        q and k share the blocks by the work of their heads, whatever T is: P is one number, for which one kernel is
-        compiled, wherever every block has a tile. leads: of q, and of k, None without k. per_head: whether
-        q's weight is, and k's: then every tile of heads has blocks, and partial rows, of its own (plan.py). None where
-        a number of 32 bits cannot count the rows, or a launch the blocks.
+        q and k share the blocks by the work of their heads, whatever T is. Where every block has a tile, P is one of
+        two numbers (`most_blocks`), and no multiple of 16, for which cuda-tile would compile another kernel.
+
+        leads: of q, and of k, None without k. per_head: whether q's weight is, and k's: then every tile of heads has
+        blocks, and partial rows, of its own (plan.py). None where a number of 32 bits cannot count the rows, or a
+        launch the blocks.
         """
         variants = self, self.of_k
         rows = [
@@ -152,7 +156,8 @@ class RopeTiles(Variant):
             variants, leads, tiles, (of_q, max(1, blocks - of_q)), per_head, strict=True
         ):
             shares = variant.tiles_of_heads(lead[2]) if lead is not None and is_per_head else 1
-            p = min(count // shares, max(1, most // shares))
+            most = max(1, most // shares)
+            p = min(count // shares, most - (most % 16 == 0)) if count else 0
             walks.append((p * shares, p))
         return tuple(walks) if sum(count for count, _ in walks) <= LARGEST_GRID else None
 
@@ -263,6 +268,9 @@ def reasoned(op: str, problem: RopeProblem) -> RopeChoice:
     return _reasoned_forward(problem) if op == "forward" else _reasoned_backward(problem)
 
 
+# The numbers below were measured: bench/NOTES.md, "Norm and rotation of q and k". None spills on any architecture.
+
+
 def _reasoned_forward(problem: RopeProblem) -> RopeChoice:
     # Of more without TMA, whose loads need registers for addresses, some spilled; gathers need most.
     elements = 4096 if problem.has_tma else 2048 if problem.divisor >= 8 else 1024
@@ -270,11 +278,12 @@ def _reasoned_forward(problem: RopeProblem) -> RopeChoice:
         elements = min(elements, 2048)
     is_wide = problem.n > WIDE_HEAD
     heads = 8 if problem.per_head and not is_wide else 4
-    if problem.n > 2 * WIDE_HEAD or (is_wide and (problem.interleaved or not problem.is_whole)):
+    if is_wide and (problem.interleaved or not problem.is_whole):
         heads = 2
+    occupancy = 4 if problem.n <= WIDEST_OF_FOUR_WARPS else 3
     latency = 3 if problem.has_tma and not problem.has_one_step else 2
     tiles = {"elements": elements, "heads": heads, "width": 64}
-    return RopeChoice(kernel=ForwardRope.kernel, warps=4, occupancy=4, latency=latency, **tiles)
+    return RopeChoice(kernel=ForwardRope.kernel, warps=4, occupancy=occupancy, latency=latency, **tiles)
 
 
 def _reasoned_backward(problem: RopeProblem) -> RopeChoice:
@@ -282,21 +291,21 @@ def _reasoned_backward(problem: RopeProblem) -> RopeChoice:
     tileiras 13.4 lets some loops by TMA load over tiles that are still read. Limits of the blocks an SM: registers."""
     elements = 4096 if problem.architecture < 100 and problem.itemsize == 2 else 2048
     kernel, latency = BackwardRope.kernel, 2
-    is_wide, is_llama = problem.n > WIDE_HEAD, problem.casting == "llama"
-    is_plain = not (problem.interleaved or problem.per_head)
-    if is_wide and not (problem.has_tma and problem.n <= 2 * WIDE_HEAD):
-        heads = 4 if problem.is_whole else 2
-        tiles = {"elements": 2 * elements, "heads": heads, "width": 128}
+    is_wide, is_part = problem.n > WIDE_HEAD, not problem.is_whole
+    if is_wide and not (problem.has_tma and problem.n <= WIDEST_OF_FOUR_WARPS):
+        tiles = {"elements": 2 * elements, "heads": 2 if is_part else 4, "width": 128}
         return RopeChoice(kernel=kernel, warps=8, occupancy=1, latency=latency, **tiles)
+    takes_registers = problem.interleaved or problem.per_head
+    is_llama = problem.casting == "llama"  # which rounds what it adds to dw
     heads = 4
-    if is_wide and not problem.is_whole:
+    if is_wide and is_part:
         heads = 2
-    elif is_llama and is_plain and not is_wide and problem.is_whole:
+    elif is_llama and not (takes_registers or is_wide or is_part):
         heads = 8
     occupancy = 4
-    if not (problem.has_tma and is_plain) or (heads == 2 and is_llama):
+    if takes_registers or not problem.has_tma or (is_wide and is_part and is_llama):
         occupancy = 2
-    elif is_wide or not problem.is_whole:
+    elif is_wide or is_part:
         occupancy = 3
     tiles = {"elements": elements, "heads": heads, "width": 64}
     return RopeChoice(kernel=kernel, warps=4, occupancy=occupancy, latency=latency, **tiles)
