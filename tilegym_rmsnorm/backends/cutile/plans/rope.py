@@ -74,8 +74,9 @@ class RopeProblem(NamedTuple):
     @property
     def has_tma(self) -> bool:
         """On Hopper alone: for sm_100 tileiras 13.4 lets some of these loops load over tiles that are still read
-        (tests/machine_code/pipelines.py). So it does for sm_90 beside the weights of wide heads."""
-        is_overwritten = self.per_head and self.n > WIDE_HEAD
+        (tests/machine_code/pipelines.py). So it does for sm_90 beside weights of heads that are wide, or rotated in
+        part."""
+        is_overwritten = self.per_head and (self.n > WIDE_HEAD or not self.is_whole)
         return self.architecture == 90 and self.divisor >= 8 and not is_overwritten
 
 
