@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""qk_norm_rope where it fills a GPU: right against float64, the same bits in many runs on outputs that begin as NaN,
-more than 2^31 elements, and a first use in a capture."""
+"""qk_norm_rope where it fills a GPU: right against float64; the same bits in many runs on outputs that begin as NaN,
+and where streams race; more than 2^31 elements, and a first use in a capture."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,12 @@ import torch
 from first_use_rope import SURROUNDINGS
 from helpers import BF16, DEVICE, FP16, FP32, why_skip
 from processes import run_script
+from racing import STREAMS, assert_same_bits_racing
 
 from tilegym_rmsnorm import qk_norm_rope
 from tilegym_rmsnorm.call.rope_spec import RopeSpec, RopeWanted
 from tilegym_rmsnorm.rope_reference import rope_forward_torch, rope_gradients_torch
 
-pytestmark = pytest.mark.usefixtures("poisoned_empty")
 SCRIPT = Path(__file__).with_name("first_use_rope.py")
 # B, T, Hq, Hk, D, R
 SHAPES = (
@@ -28,6 +29,7 @@ SHAPES = (
     (1, 512, 64, 8, 128, 128),
     (2, 700, 16, 16, 64, 64),
     (1, 1024, 16, 2, 256, 64),
+    (2, 1024, 32, 8, 128, 32),
     (2, 512, 32, 8, 80, 80),
     (2, 1024, 16, 2, 256, 256),
     (1, 700, 8, 2, 512, 512),
@@ -45,6 +47,13 @@ FORMS = {
     "interleaved, weights of heads": {"interleaved": True, "weights": "heads", "half": True},
 }
 TOLERANCE = {BF16: 1e-2, FP16: 2e-3, FP32: 1e-5}  # of the norm of the difference
+
+
+@pytest.fixture(autouse=True)
+def memory(request):
+    """Outputs begin as NaN, unless a test takes memory as it is."""
+    if getattr(request, "param", "of NaN") == "of NaN":
+        request.getfixturevalue("poisoned_empty")
 
 
 @pytest.fixture(params=["cutile", "triton"])
@@ -120,9 +129,22 @@ def test_right_and_alike(shape, form, dtype, backend):
     assert_right_and_alike(call(shape, dtype, **FORMS[form]), dtype, backend, 20)
 
 
-@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[5]], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[6]], ids=str)
 def test_a_thousand_runs(shape, backend):
     assert_right_and_alike(call(shape, BF16), BF16, backend, 1000)
+
+
+@pytest.mark.parametrize("memory", ["of NaN", "as it is"], indirect=True)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4], SHAPES[10]], ids=str)
+def test_streams_that_race(shape, form, backend, memory):
+    """Fills with NaN would keep a call's first kernel from starting while the call before still runs."""
+    each_made = [call(shape, BF16, **FORMS[form], seed=seed) for seed in range(STREAMS)]
+    calls = [functools.partial(run, tensors, spec, backend) for tensors, spec, _ in each_made]
+    alone = [each() for each in calls]
+    for results, made in zip(alone, each_made, strict=True):
+        assert_near(results, expected(*made), BF16)
+    assert_same_bits_racing(alone, [f"result {i}" for i in range(len(alone[0]))], calls)
 
 
 @pytest.mark.parametrize("casting", ["once", "llama"])

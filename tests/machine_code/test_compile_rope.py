@@ -23,6 +23,7 @@ from compiling import (  # noqa: E402
 from pipelines import overwritten  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile.plans.problem import ROPE, Bucket  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.rope import WIDEST_ROTATED_HEAD  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.rope import bind_backward, bind_forward  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.tuning.rope_candidates import rope_candidates  # noqa: E402
@@ -51,11 +52,13 @@ CASES = {
     ),
     "160, five heads": PLAIN._replace(heads=(5, 1), n=160, rotary_dim=160, positions="each"),
     "128, one step": PLAIN._replace(batch=64, length=1),
+    "256, a quarter, one step": PLAIN._replace(batch=64, length=1, heads=(16, 2), n=256, rotary_dim=64),
     "6": PLAIN._replace(heads=(5, 1), n=6, rotary_dim=6),
     "66": PLAIN._replace(n=66, rotary_dim=66),
     "128, begun elsewhere": PLAIN._replace(layout="offset"),
     "256, interleaved": PLAIN._replace(heads=(16, 2), n=256, rotary_dim=256, interleaved=True, tables="half"),
     "256, weights of heads": PLAIN._replace(heads=(16, 2), n=256, rotary_dim=256, weight=("heads", "heads")),
+    "128, a quarter": PLAIN._replace(rotary_dim=32),
     "256, a quarter, llama": PLAIN._replace(heads=(16, 2), n=256, rotary_dim=64, casting="llama"),
     "64, llama": PLAIN._replace(n=64, rotary_dim=64, casting="llama", rounding="each", table_dtype=BF16),
 }
@@ -113,10 +116,25 @@ def test_no_walk_overwrites_tiles_in_use(case, dtype, tmp_path):
     for name in ("forward_rope", "backward_rope"):
         code = disassembled(tmp_path / f"{name}.cubin")
         has_tma = any("UTMALDG" in line for line in code)
-        is_backward_of_a_step = name == "backward_rope" and "one step" in case
-        others = "6", "66", "128, begun elsewhere", "256, weights of heads", "96, twelve heads"
-        assert has_tma is not (is_backward_of_a_step or case in others)
+        others = {
+            "6",
+            "66",
+            "128, begun elsewhere",
+            "128, a quarter",
+            "256, weights of heads",
+            "96, twelve heads",
+        }
+        assert has_tma is not ("one step" in case or case in others)
         assert not (has_tma and overwritten(code)), name
+
+
+@pytest.mark.parametrize("n", range(16, WIDEST_ROTATED_HEAD + 1, 16))
+def test_no_width_overwrites_tiles_in_use(n, tmp_path):
+    skip_without_disassembler(is_module=False)
+    take_turns(n // 16, of=8)
+    compile_calls(PLAIN._replace(n=n, rotary_dim=n), CompilingMachine(90, keep=tmp_path))
+    for name in ("forward_rope", "backward_rope"):
+        assert not overwritten(disassembled(tmp_path / f"{name}.cubin")), name
 
 
 @pytest.mark.parametrize("number", range(12))

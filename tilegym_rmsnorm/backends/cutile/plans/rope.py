@@ -28,6 +28,7 @@ WIDEST_ROTATED_HEAD = 512
 HEADS_OF_TABLES = 8  # as which the rows of cos and sin of a step count, where q and k share the blocks
 WIDE_HEAD = 128  # of wider ones a half has several tiles
 WIDEST_OF_FOUR_WARPS = 256  # that spill none with as many blocks an SM
+PARTS_BY_TMA = (128, 64), (256, 64)  # D and R: those of GLM-4.5 and Qwen3-Next
 MOST_TILES = 4  # along half of what is rotated, or what is not
 MOST_STEPS = 16  # of a tile along T
 MOST_BLOCKS = 8  # an SM: each leaves a partial row of the weights' gradients
@@ -73,11 +74,13 @@ class RopeProblem(NamedTuple):
 
     @property
     def has_tma(self) -> bool:
-        """On Hopper alone: for sm_100 tileiras 13.4 lets some of these loops load over tiles that are still read
-        (tests/machine_code/pipelines.py). So it does for sm_90 beside weights of heads that are wide, or rotated in
-        part."""
-        is_overwritten = self.per_head and (self.n > WIDE_HEAD or not self.is_whole)
-        return self.architecture == 90 and self.divisor >= 8 and not is_overwritten
+        """Where it gains, on Hopper and not for one step, and where tileiras 13.4 lets no loop load over tiles that are
+        still read. It lets some for sm_100, for most parts of a head, and beside weights of heads that are wide or
+        rotated in part (tests/machine_code/pipelines.py)."""
+        is_sound = not (self.per_head and self.n > WIDE_HEAD)
+        if not self.is_whole:
+            is_sound = (self.n, self.rotary_dim) in PARTS_BY_TMA and not self.per_head
+        return self.architecture == 90 and self.divisor >= 8 and not self.has_one_step and is_sound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +274,7 @@ def reasoned(op: str, problem: RopeProblem) -> RopeChoice:
 
 
 # The numbers below were measured on an H200: bench/NOTES.md, "Norm and rotation of q and k". test_compile_rope.py sees
-# that none spills, by architecture.
+# that none of its cases spills, by architecture.
 
 
 def _reasoned_forward(problem: RopeProblem) -> RopeChoice:
@@ -284,7 +287,7 @@ def _reasoned_forward(problem: RopeProblem) -> RopeChoice:
     if is_wide and (problem.interleaved or not problem.is_whole):
         heads = 2
     occupancy = 4 if problem.n <= WIDEST_OF_FOUR_WARPS else 3
-    latency = 3 if problem.has_tma and not problem.has_one_step else 2
+    latency = 3 if problem.has_tma else 2
     tiles = {"elements": elements, "heads": heads, "width": 64}
     return RopeChoice(kernel=ForwardRope.kernel, warps=4, occupancy=occupancy, latency=latency, **tiles)
 
@@ -295,7 +298,8 @@ def _reasoned_backward(problem: RopeProblem) -> RopeChoice:
     elements = 4096 if problem.architecture < 100 and problem.itemsize == 2 else 2048
     kernel, latency = BackwardRope.kernel, 2
     is_wide, is_part = problem.n > WIDE_HEAD, not problem.is_whole
-    if is_wide and not (problem.has_tma and problem.n <= WIDEST_OF_FOUR_WARPS):
+    is_narrow_enough = problem.n <= WIDEST_OF_FOUR_WARPS and (problem.has_tma or problem.has_one_step)
+    if is_wide and not is_narrow_enough:
         tiles = {"elements": 2 * elements, "heads": 2 if is_part else 4, "width": 128}
         return RopeChoice(kernel=kernel, warps=8, occupancy=1, latency=latency, **tiles)
     takes_registers = problem.interleaved or problem.per_head
@@ -325,10 +329,9 @@ def tiles_of(problem: RopeProblem, choice: RopeChoice) -> RopeTiles:
         # Where a tile has few heads, it would have many rows of tables, and spill.
         of_tables = choice.elements // (4 if kind is ForwardRope else 8)  # of cos
         most_rows = min(MOST_STEPS, _power_at_most(of_tables // (width * pieces)))
-    most_heads = MOST_HEADS if problem.has_one_step else choice.heads
+    most_heads = choice.heads * (2 if problem.has_one_step else 1)
     heads = min(count, problem.heads, most_heads)
     k_heads = min(problem.k_heads, heads)
-    has_tma = problem.has_tma and not (problem.has_one_step and kind is BackwardRope)
     return kind(
         width=width,
         pieces=pieces,
@@ -341,7 +344,7 @@ def tiles_of(problem: RopeProblem, choice: RopeChoice) -> RopeTiles:
         warps=choice.warps,
         occupancy=choice.occupancy,
         latency=choice.latency,
-        tma=has_tma,
+        tma=problem.has_tma,
     )
 
 
