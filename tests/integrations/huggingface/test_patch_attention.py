@@ -516,16 +516,53 @@ def test_generate_with_a_cache(name, folded):
     assert len(folded) == 6 * case.attention
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["Qwen3", "Gemma3"])
-def test_autocast(name, dtype, folded):
-    """With float32 weights q is bfloat16 beside float32 tables: nothing is folded."""
+@pytest.mark.parametrize("name", ["Qwen3", "Glm4Moe", "Gemma3"])
+def test_autocast(name, dtype, attention, folded):
+    """Float32 weights make q float32 again. Gemma 3 rounds it before the rotation, which no call does."""
     (case,) = (each for each in ARCHITECTURES if each.name == name)
     original, model = case.built().to(dtype), case.built().to(dtype)
+    for each in (original, model):
+        each.set_attn_implementation(attention)
     patch_model(model, patch_layers=True, backend="torch")
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(model(TOKENS).logits, original(TOKENS).logits)
-    assert len(folded) == (2 if dtype is torch.bfloat16 else 0)
+        expected, gradients = results(original, {"input_ids": TOKENS})
+        logits, ours = results(model, {"input_ids": TOKENS})
+    assert torch.equal(logits, expected)
+    is_mixed = dtype is torch.float32
+    assert len(folded) == (0 if is_mixed and name == "Gemma3" else case.attention)
+    assert {each["rope_rounding"] for each in folded} <= {"end" if is_mixed else "each"}
+    for name, gradient in gradients.items():
+        assert ours[name].dtype is gradient.dtype
+        assert (ours[name] - gradient).norm() <= 0.02 * gradient.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("after", "calls"),
+    [
+        ("return torch.matmul(q, keys), k.mT", 0),
+        ("return q * 0.5, k", 0),
+        ("return torch.matmul(q, q.new_ones(8, 8)), torch.sum(k)", 0),
+        ("y = torch.cat((q, k), 1)\n    return y, y", 0),
+        ("return torch.matmul(q, keys), torch.matmul(input=k, other=keys)", 1),
+    ],
+)
+def test_autocast_where_attention_hands_q_and_k_on(after, calls, class_of, folded):
+    """Elsewhere the attention may compute with them in float32 before they are cast."""
+    source = f"""
+def forward(self, x, tables, keys):
+    shape = (*x.shape[:-1], -1, 8)
+    q = self.first(self.q_proj(x).view(shape)).transpose(1, 2)
+    k = self.second(self.k_proj(x).view(shape)).transpose(1, 2)
+    q, k = rotary(q, k, tables[0], tables[1])
+    {after}
+"""
+    original, ours = both_of(class_of(source))
+    arguments = given(keys=torch.randn(8, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(original, ours, arguments)
+    assert len(folded) == calls
 
 
 def test_gradient_checkpointing(folded):

@@ -53,7 +53,7 @@ class AttentionPatch:
         function = compiled_again(
             base,
             _rewritten(found),
-            {_FOLDED: folded(found.rotary, found.is_partial, *(norm.is_turned for norm in found.norms))},
+            {_FOLDED: folded(*found[4:], *(norm.is_turned for norm in found.norms))},
         )
         return subclass(base, self, {"forward": function})
 
@@ -79,8 +79,9 @@ class _Found(NamedTuple):
     rotation: ast.Assign
     branch: ast.If | None  # in which the rotation stands
     norms: tuple[_Norm, _Norm]
-    rotary: Any  # the function
+    rotary: Any  # this, and what is behind it: the arguments of `folded`
     is_partial: bool
+    is_handed_on: bool
 
 
 def _found(cls: type) -> _Found:
@@ -92,8 +93,10 @@ def _found(cls: type) -> _Found:
             if not names or not isinstance(rotation, ast.Assign):
                 continue
             before: list[tuple[ast.AST, list[ast.stmt]]] = [(each, tree.body) for each in tree.body[:index]]
+            behind = tree.body[index + 1 :]
             if branch is not None:
                 before += [(each, branch.body) for each in (branch.test, *branch.body[:place])]
+                behind += branch.body[place + 1 :]
             query, key = (_norm_of(name, before) for name in names)
             rotary, is_partial = _rotary_of(rotation.value, function)
             if query.block is not key.block or not (
@@ -101,7 +104,8 @@ def _found(cls: type) -> _Found:
             ):
                 raise Unclear(_OTHER_CONDITIONS)
             _check_between([each for each, _ in before], (query, key))
-            return _Found(tree, rotation, branch, (query, key), rotary, is_partial)
+            is_handed_on = all(_is_handed_on(name, behind) for name in names)
+            return _Found(tree, rotation, branch, (query, key), rotary, is_partial, is_handed_on)
     raise Unclear("has no statement q, k = ROTARY(q, k, cos, sin)")
 
 
@@ -184,6 +188,15 @@ def _check_between(before: list[ast.AST], norms: tuple[_Norm, _Norm]) -> None:
         for node in (each for statement in before[place + 1 :] for each in ast.walk(statement)):
             if isinstance(node, ast.Attribute) and node.attr == norm.name and node not in calls:
                 raise Unclear(f"uses {norm.name} besides")
+
+
+def _is_handed_on(name: str, statements: list[ast.stmt]) -> bool:
+    """Return whether statements hand what has this name to functions, and use it in no other way."""
+    nodes = [node for statement in statements for node in ast.walk(statement)]
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    arguments = [each for call in calls for each in (*call.args, *(word.value for word in call.keywords))]
+    used = [each for each in nodes if isinstance(each, ast.Name) and each.id == name]
+    return all(each in arguments or isinstance(each.ctx, ast.Store) for each in used)
 
 
 def _has(node: ast.AST, name: str) -> bool:
