@@ -296,7 +296,7 @@ BAD = [
         ValueError,
         r"cos: expected shape \(5, 8\), \(1, 5, 8\) or \(2, 5, 8\)",
     ),
-    ({"cos": COS.half()}, TypeError, "cos: expected torch.float32 or the dtype of q"),
+    ({"cos": COS.half()}, TypeError, r"cos: expected torch.float32, got torch.float16: pass cos.float\(\)"),
     (
         {"cos": COS.clone().requires_grad_()},
         ValueError,
@@ -308,7 +308,11 @@ BAD = [
     ({"rotary_dim": 0}, ValueError, "rotary_dim: expected at least 2, or None, got 0"),
     ({"rotary_dim": 4.0}, TypeError, "rotary_dim: expected an int or None"),
     ({"interleaved": 1}, TypeError, "interleaved: expected a bool"),
-    ({"position_ids": POSITIONS.int()}, TypeError, "position_ids: expected torch.int64, got torch.int32"),
+    (
+        {"position_ids": POSITIONS.int()},
+        TypeError,
+        r"expected torch.int64, got torch.int32: pass position_ids.long\(\)",
+    ),
     (
         {"position_ids": POSITIONS[:4]},
         ValueError,
@@ -328,16 +332,33 @@ BAD = [
     ({"offset": "1"}, TypeError, "offset: expected a finite number"),
     ({"backend": "cuda"}, ValueError, "backend"),
     ({"cos": [1.0]}, TypeError, "cos: expected a torch.Tensor, got list"),
-    ({"cos": COS.long(), "sin": COS.long()}, TypeError, "cos: expected torch.float32 or the dtype of q"),
+    ({"cos": COS.long(), "sin": COS.long()}, TypeError, "cos: expected torch.float32, got torch.int64"),
     (
         {"cos": torch.ones(9, 8), "sin": torch.ones(9, 8)},
         ValueError,
-        r"pass its first rows, cos\[:5\], or position_ids",
+        r"pass the rows of these positions, cos\[p:p \+ 5\], or position_ids",
+    ),
+    (
+        {"cos": torch.ones(10, 8), "sin": torch.ones(10, 8)},
+        ValueError,
+        r"if each sequence has rows of its own, view it as \(2, 5, 8\)",
     ),
     (
         {"q": torch.ones(2, 4, 5, 8)},
         ValueError,
-        r"If heads come before the sequence, pass q.transpose\(1, 2\)",
+        r"where heads come before the sequence, pass .transpose\(1, 2\)",
+    ),
+    (
+        {"q": Q.transpose(1, 2), "k": torch.ones(2, 4, 5, 8)},
+        ValueError,
+        r"if heads come before the sequence, pass q.transpose\(1, 2\)",
+    ),
+    ({"q": torch.ones(2, 5, 32), "k": torch.ones(2, 5, 16)}, ValueError, r"view them as \(B, T, H, D\)"),
+    ({"q": torch.ones(2, 5, 16), "k": torch.ones(2, 5, 16)}, ValueError, r"view them as \(B, T, H, D\)"),
+    (
+        {"cos": torch.ones(5, 2), "sin": torch.ones(5, 2)},
+        ValueError,
+        "pass rotary_dim=2, if they are one for each rotated element, or 4, if one for each pair",
     ),
     ({"position_ids": POSITIONS, "cos": COS[:0], "sin": COS[:0]}, ValueError, "a position at least"),
 ]
@@ -381,6 +402,19 @@ def test_results_can_be_changed_in_place(backend):
         for out in (*outputs, *flat):
             assert not out._is_view(), name
             out.mul_(2)
+
+
+@pytest.mark.parametrize(("t", "keys"), [(0, 2), (5, 0)])
+def test_results_without_elements_can_be_changed_in_place(t, keys):
+    q, k = (torch.ones(t, heads, 8, requires_grad=True) for heads in (4, keys))
+    for out in qk_norm_rope(q, k, None, None, *torch.ones(2, t, 8)):
+        out.mul_(2)
+
+
+def test_no_gradient_of_k_without_k():
+    given = Q[..., :1, :], torch.ones(3), Q[..., :1, :], None, None, None, COS, COS, None, 0
+    with pytest.raises(ValueError, match="dk_out: expected None without k, got a Tensor"):
+        torch.ops.tilegym_rmsnorm.qk_norm_rope_backward(*given, 1e-6, 0.0, 8, False, "once", "end", None)
 
 
 def test_k_is_no_option():

@@ -40,7 +40,7 @@ def checked_rope(*tensors: Any, **options: Any) -> Checked:
     """Check a forward: q, k, q_weight, k_weight, cos, sin, position_ids, and options as `_checked_spec` names them.
     q and k have four dimensions (B, T, H, D), or three (T, H, D). k is None for `rms_norm_rope`."""
     q, k, q_weight, k_weight, *tables = tensors
-    names = _NAMES if k is not None else _OF_ONE
+    names = names_of(tensors)
     if is_dtensor(q):
         tables = [_replicated_beside(q, each) for each in tables]
     are_plain, given = made_plain(q, k, q_weight, k_weight, *tables)
@@ -70,9 +70,13 @@ def _checked_spec(
     if k is not None:
         _check_heads("k", k)
         if k.ndim != q.ndim or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != n:
-            hint = ". If heads come before the sequence, pass q.transpose(1, 2) and k.transpose(1, 2)"
+            hint = ""
+            if k.shape[-1] != n:
+                hint = _hint_to_split(q)
+            elif k.ndim == q.ndim and q.shape[-2] in k.shape[-3:-1]:
+                hint = f": where heads come before the sequence, pass {_transposed(q)}"
             expected = f"shape {_shape_of_k(q)}, as q of shape {tuple(q.shape)}"
-            _fail(ValueError, "k", expected, f"{tuple(k.shape)}{hint if k.ndim == 4 else ''}")
+            _fail(ValueError, "k", expected, f"{tuple(k.shape)}{hint}")
         if k.dtype != q.dtype:
             _fail(TypeError, "k", f"the dtype of q, {q.dtype}", k.dtype)
         if k.device != q.device:
@@ -108,8 +112,16 @@ def checked_rope_backward(dq_out: Tensor, dk_out: Any, *tensors: Any, **options:
     check_like(f"d{names[0]}_out", dq_out, q, names[0])
     if k is not None:
         check_like("dk_out", dk_out, k, "k")
-    names = (f"d{names[0]}_out", "dk_out", *names)
-    return Checked(names, (dq_out, dk_out, *given), shape, spec, are_plain and are_others_plain)
+    elif dk_out is not None:
+        _fail(ValueError, "dk_out", "None without k", f"a {type(dk_out).__name__}")
+    given = (dq_out, dk_out, *given)
+    return Checked(names_of(given), given, shape, spec, are_plain and are_others_plain)
+
+
+def names_of(tensors: tuple[Any, ...]) -> tuple[str, ...]:
+    """Name the tensors of a forward or of a backward, as the caller knows them."""
+    names = _NAMES if tensors[-6] is not None else _OF_ONE
+    return names if len(tensors) == len(names) else (f"d{names[0]}_out", "dk_out", *names)
 
 
 def _replicated_beside(q: Any, table: Any) -> Any:
@@ -133,6 +145,15 @@ def _shape_of_k(q: Tensor) -> str:
     return f"({leading}any number of heads, {q.shape[-1]})"
 
 
+def _hint_to_split(q: Tensor) -> str:
+    return ": if heads are not split yet, view them as (B, T, H, D)" if q.ndim == 3 else ""
+
+
+def _transposed(q: Tensor, name: str = "") -> str:
+    """Write how heads come behind the sequence."""
+    return f"{name}.transpose({q.ndim - 3}, {q.ndim - 2})"
+
+
 def _check_weight(name: str, weight: Tensor | None, x: Tensor | None, x_name: str) -> None:
     if weight is None:
         return
@@ -141,7 +162,9 @@ def _check_weight(name: str, weight: Tensor | None, x: Tensor | None, x_name: st
     shape = x.shape[-2:] if isinstance(weight, Tensor) and weight.ndim == 2 else x.shape[-1:]
     if isinstance(weight, Tensor) and weight.shape != shape:
         h, n = x.shape[-2:]
-        _fail(ValueError, name, f"shape ({n},), or ({h}, {n}) of the heads of {x_name}", tuple(weight.shape))
+        hint = _hint_to_split(x) if weight.ndim == 1 and 0 < weight.shape[0] < n else ""
+        expected = f"shape ({n},), or ({h}, {n}) of the heads of {x_name}"
+        _fail(ValueError, name, expected, f"{tuple(weight.shape)}{hint}")
     check_vector(name, weight, x, shape, x_name)
 
 
@@ -153,7 +176,10 @@ def _check_tables(
         if not isinstance(table, Tensor):
             _fail(TypeError, name, "a torch.Tensor", type(table).__name__)
         if table.dtype != q.dtype and table.dtype != torch.float32:
-            _fail(TypeError, name, f"torch.float32 or the dtype of {q_name}, {q.dtype}", table.dtype)
+            expected = "torch.float32"
+            if q.dtype != torch.float32:
+                expected += f" or the dtype of {q_name}, {q.dtype}"
+            _fail(TypeError, name, expected, f"{table.dtype}: pass {name}.float()")
         if table.layout is not torch.strided:
             _fail(TypeError, name, f"layout {torch.strided}", table.layout)
         if table.device != q.device:
@@ -164,7 +190,11 @@ def _check_tables(
             expected = (
                 f"{rotary_dim} columns, one for each rotated element, or {half}, one for each pair of them"
             )
-            _fail(ValueError, name, expected, f"shape {tuple(table.shape)}")
+            columns, hint = table.shape[-1] if table.ndim else 0, ""
+            if 0 < columns < half:
+                each = f"{columns}, if they are one for each rotated element, or " if columns % 2 == 0 else ""
+                hint = f": to rotate a part of each head, pass rotary_dim={each}{2 * columns}, if one for each pair"
+            _fail(ValueError, name, expected, f"shape {tuple(table.shape)}{hint}")
     if sin.shape != cos.shape or sin.dtype != cos.dtype:
         expected = f"shape and dtype of cos, {tuple(cos.shape)}, {cos.dtype}"
         _fail(ValueError, "sin", expected, f"{tuple(sin.shape)}, {sin.dtype}")
@@ -173,34 +203,44 @@ def _check_tables(
         if cos.ndim != 2 or cos.shape[0] == 0:
             expected = "two dimensions, (positions, columns), and a position at least, with position_ids"
             _fail(ValueError, "cos", expected, tuple(cos.shape))
-    elif cos.shape[:-1] != (length,) and not (
+    # The number of dimensions first: or else an exported graph would hold that B is not T.
+    elif not (cos.ndim == 2 and cos.shape[0] == length) and not (
         cos.ndim == 3 and cos.shape[1] == length and (cos.shape[0] == 1 or cos.shape[0] == batch)
     ):
-        columns = cos.shape[-1]
+        rows, columns = cos.shape[0], cos.shape[-1]
         expected = (
-            f"shape ({length}, {columns}), (1, {length}, {columns}) or ({batch}, {length}, {columns}), since {q_name} "
-            f"of shape {tuple(q.shape)} has {length} positions"
+            f"{_any_shape((length, columns), (1, length, columns), (batch, length, columns))}, since {q_name} of shape "
+            f"{tuple(q.shape)} has {length} position{'s' * (length != 1)}"
         )
         hint = ""
-        if cos.ndim == 2 and cos.shape[0] > length:
-            hint = f": pass its first rows, cos[:{length}], or position_ids"
+        if cos.ndim == 2 and rows > length:
+            hint = f": pass the rows of these positions, cos[p:p + {length}], or position_ids"
+            if rows == q.shape[-2]:
+                hint = f": if heads come before the sequence, pass {_transposed(q, q_name)}"
+            elif rows == batch * length:
+                hint = f": if each sequence has rows of its own, view it as ({batch}, {length}, {columns})"
         _fail(ValueError, "cos", expected, f"{tuple(cos.shape)}{hint}")
+
+
+def _any_shape(*shapes: tuple[int, ...]) -> str:
+    *others, last = map(str, dict.fromkeys(shapes))
+    return f"shape {', '.join(others)} or {last}"
 
 
 def _check_positions(position_ids: Tensor, q: Tensor, length: int, batch: int, q_name: str) -> None:
     if not isinstance(position_ids, Tensor):
         _fail(TypeError, "position_ids", "a torch.Tensor or None", type(position_ids).__name__)
     if position_ids.dtype != torch.int64:
-        _fail(TypeError, "position_ids", "torch.int64", position_ids.dtype)
+        _fail(TypeError, "position_ids", "torch.int64", f"{position_ids.dtype}: pass position_ids.long()")
     if position_ids.layout is not torch.strided:
         _fail(TypeError, "position_ids", f"layout {torch.strided}", position_ids.layout)
-    if position_ids.shape != (length,) and not (
+    if not (position_ids.ndim == 1 and position_ids.shape[0] == length) and not (
         position_ids.ndim == 2
         and position_ids.shape[1] == length
         and (position_ids.shape[0] == 1 or position_ids.shape[0] == batch)
     ):
         expected = (
-            f"shape ({length},), (1, {length}) or ({batch}, {length}), as {q_name} of shape {tuple(q.shape)}"
+            f"{_any_shape((length,), (1, length), (batch, length))}, as {q_name} of shape {tuple(q.shape)}"
         )
         _fail(ValueError, "position_ids", expected, tuple(position_ids.shape))
     if position_ids.device != q.device:

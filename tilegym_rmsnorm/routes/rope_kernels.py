@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.backends.contract import bound
-from tilegym_rmsnorm.backends.layout import View, in_shape_of, viewed
+from tilegym_rmsnorm.backends.layout import View, in_shape_of, packed, viewed
 from tilegym_rmsnorm.backends.rope_layout import rope_views
 from tilegym_rmsnorm.call.arguments import Checked
+from tilegym_rmsnorm.call.rope import names_of
 from tilegym_rmsnorm.call.rope_spec import RopeGradients, RopeOutputs, RopeSpec, RopeWanted
 from tilegym_rmsnorm.call.spec import Call
 from tilegym_rmsnorm.call.tensors import check_memory
@@ -32,7 +33,7 @@ def bind_rope(tensors: tuple[Any, ...], call: Call) -> RunRope:
     """Return a function of tensors with the metadata of these, which holds none of them: it computes q_out and
     k_out."""
     if _has_no_elements(tensors):
-        return torch.no_grad()(lambda tensors: rope_by_operations(tensors, call.spec))
+        return torch.no_grad()(lambda tensors: _copies(rope_by_operations(tensors, call.spec)))
     views = rope_views(tensors)
     return _arranged(bound(call.forward, call.spec, viewed(tensors, views)), tensors, views)
 
@@ -40,7 +41,9 @@ def bind_rope(tensors: tuple[Any, ...], call: Call) -> RunRope:
 def bind_rope_backward(tensors: tuple[Any, ...], call: Call, wanted: RopeWanted) -> RunRope:
     """The same of a backward: dq, dk, and the wanted gradients of the weights."""
     if _has_no_elements(tensors):
-        return torch.no_grad()(lambda tensors: rope_gradients_by_operations(tensors, call.spec, wanted))
+        return torch.no_grad()(
+            lambda tensors: _copies(rope_gradients_by_operations(tensors, call.spec, wanted))
+        )
     views = rope_views(tensors)
     return _arranged(bound(call.backward, call.spec, viewed(tensors, views), wanted), tensors, views)
 
@@ -60,7 +63,7 @@ def run_rope_backward(checked: Checked, call: Call, wanted: RopeWanted) -> RopeG
 def rope_by_operations(tensors: tuple[Any, ...], spec: RopeSpec) -> RopeOutputs:
     """Compute q_out and k_out by PyTorch's differentiable operations; contiguous. Raises ValueError where the memory of
     a tensor was freed."""
-    _check_memory("q k q_weight k_weight cos sin position_ids", tensors)
+    check_memory(**dict(zip(names_of(tensors), tensors, strict=True)))
     outputs = rope_forward_torch(_in_batches(tensors), spec)
     return tuple(_packed_as(each, tensors[0]) for each in outputs)  # type: ignore[return-value]
 
@@ -69,7 +72,7 @@ def rope_gradients_by_operations(
     tensors: tuple[Any, ...], spec: RopeSpec, wanted: RopeWanted
 ) -> RopeGradients:
     """Compute the gradients so that they can be differentiated again."""
-    _check_memory("dq_out dk_out q k q_weight k_weight cos sin position_ids", tensors)
+    check_memory(**dict(zip(names_of(tensors), tensors, strict=True)))
     dq, dk, *of_weights = rope_gradients_torch(_in_batches(tensors), spec, wanted)
     return _packed_as(dq, tensors[0]), _packed_as(dk, tensors[0]), *of_weights  # type: ignore[return-value]
 
@@ -95,8 +98,9 @@ def _arranged(run: RunRope, tensors: tuple[Any, ...], views: list[View]) -> RunR
     return run_arranged
 
 
-def _check_memory(names: str, tensors: tuple[Any, ...]) -> None:
-    check_memory(**dict(zip(names.split(), tensors, strict=True)))
+def _copies(results: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Copy results that may be views, which autograd would not let anyone change in place."""
+    return tuple(None if each is None else packed(each) for each in results)
 
 
 def _in_batches(tensors: tuple[Any, ...]) -> Any:
