@@ -257,3 +257,23 @@ class Scripted(torch.nn.Module):
 
     def forward(self, q, k, w, cos, sin):
         return self.function(q, k, w, w, cos, sin)
+
+
+@pytest.mark.parametrize("has_positions", [False, True])
+def test_an_exported_graph_takes_as_many_sequences_as_steps(has_positions):
+    def made(b, t):
+        tables = torch.randn(2, 20, 8) if has_positions else torch.randn(2, b, t, 8)
+        positions = torch.randint(0, 20, (b, t)) if has_positions else None
+        return torch.randn(b, t, 4, 8), torch.randn(b, t, 2, 8), *tables, positions
+
+    class Rotating(torch.nn.Module):
+        def forward(self, q, k, cos, sin, positions):
+            return qk_norm_rope(q, k, None, None, cos, sin, position_ids=positions)
+
+    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    tables = (None, None, sizes) if has_positions else (sizes, sizes, None)
+    exported = torch.export.export(Rotating(), made(3, 6), dynamic_shapes=(sizes, sizes, *tables)).module()
+    for b, t in ((2, 9), (4, 4)):
+        given = made(b, t)
+        for out, expected in zip(exported(*given), Rotating()(*given), strict=True):
+            assert torch.equal(out, expected)
