@@ -17,26 +17,15 @@ from hf_models import ARCHITECTURES, TOKENS, results
 from torch import nn
 
 from tilegym_rmsnorm import patch_model, unpatch_model
-from tilegym_rmsnorm.integrations.huggingface import folding
 from tilegym_rmsnorm.integrations.huggingface.attention import norms_of
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb, rotate_half
+from attention_classes import D, assert_same, both_of, given
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, rotate_half
 
 (QWEN3,) = (case for case in ARCHITECTURES if case.name == "Qwen3")
-N, D, B, T = 32, 8, 2, 5
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.q_proj, self.k_proj = nn.Linear(N, 4 * D), nn.Linear(N, 2 * D)
-        self.first, self.second = LlamaRMSNorm(D), LlamaRMSNorm(D)
-        for norm in (self.first, self.second):
-            nn.init.normal_(norm.weight, 1.0, 0.3)
 
 
 def partly(q, k, cos, sin, unsqueeze_dim=1):
@@ -121,56 +110,6 @@ FORMS = {"Qwen": QWEN, "Gemma": GEMMA, "EXAONE": EXAONE, "Flint": FLINT, "GLM": 
 forms = pytest.mark.parametrize("source", FORMS.values(), ids=FORMS)
 
 
-@pytest.fixture
-def class_of(tmp_path):
-    made = []
-
-    def make(source, rotary=apply_rotary_pos_emb, base=Attention, **scope):
-        path = tmp_path / f"attention_{len(made)}.py"
-        made.append(path)
-        path.write_text("class Made(Base):\n" + textwrap.indent(source, "    "))
-        namespace = {"__name__": path.stem, "Base": base, "torch": torch, "rotary": rotary, **scope}
-        exec(compile(path.read_text(), str(path), "exec"), namespace)
-        return namespace["Made"]
-
-    return make
-
-
-@pytest.fixture
-def folded(monkeypatch):
-    """The calls of qk_norm_rope: their options."""
-    made = []
-
-    def qk_norm_rope(*arguments, **options):
-        made.append(options)
-        return original(*arguments, **options)
-
-    original = folding.qk_norm_rope
-    monkeypatch.setattr(folding, "qk_norm_rope", qk_norm_rope)
-    return made
-
-
-def given(dtype=torch.float32, width=D, batch=B, **options):
-    """Hidden states, and tables whose halves differ."""
-    generator = torch.Generator().manual_seed(1)
-    x, cos, sin = (
-        torch.randn(shape, generator=generator).to(dtype)
-        for shape in ((B, T, N), (batch, T, width), (batch, T, width))
-    )
-    return {"x": x, "tables": (cos, sin), **options}
-
-
-def both_of(cls, dtype=torch.float32):
-    original, ours = cls().to(dtype), cls().to(dtype)
-    assert patch_model(ours, patch_layers=True, backend="torch").counts["attention"] == 1
-    return original, ours
-
-
-def assert_same(original, ours, arguments):
-    for y, expected in zip(ours(**arguments), original(**arguments), strict=True):
-        assert y.dtype == expected.dtype and torch.equal(y, expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rotary", [apply_rotary_pos_emb, partly, with_casts])
 @forms
@@ -236,14 +175,17 @@ ROTATION = "    q, k = rotary(q, k, cos, sin)\n"
         (GEMMA, ROTATION, "    seen = lambda: q\n" + ROTATION, "has no statement q, k"),
         (GEMMA, ROTATION, "    for _ in range(2):\n    " + ROTATION, "has no statement q, k = ROTARY(q, k, cos, sin)"),
         (GEMMA, "cos, sin)", "cos, sin, shape)", "calls rotary with arguments that are not read"),
-        (GEMMA, "cos, sin)", "cos, sin, 2)", "calls rotary, which computes no rotary embedding that is known"),
-        (GEMMA, "cos, sin)", "cos, sin, unsqueeze_dim=2)", "calls rotary, which computes no rotary embedding"),
+        (GEMMA, "cos, sin)", "cos, sin, 3)", "calls rotary, which computes no rotary embedding that is known"),
+        (GEMMA, "cos, sin)", "cos, sin, unsqueeze_dim=0)", "calls rotary, which computes no rotary embedding"),
+        (GEMMA, "cos, sin)", "cos, *(sin, 1))", "calls rotary with arguments that are not read"),
+        (GEMMA, "cos, sin)", "*tables, 1)", "calls rotary with arguments that are not read"),
+        (GEMMA, "cos, sin)", "cos, sin, **{'unsqueeze_dim': 1})", "calls rotary with arguments that are not read"),
         (GEMMA, "cos, sin)", "sin, cos)", None),
         (GEMMA, "cos, sin)", "cos, sin, unsqueeze_dim=1)", None),
         (GEMMA, "cos, sin)", "cos, sin, 1)", None),
         (GEMMA, "self.second", "self.first", None),
-        (GEMMA, "    cos,", "    self.first, self.third = self.third, self.first\n    cos,", "uses first besides"),
-        (GEMMA, "    cos,", "    self.second.weight.data.mul_(2)\n    cos,", "uses second besides"),
+        (GEMMA, "    cos,", "    self.first, self.third = self.third, self.first\n    cos,", "may change something between"),
+        (GEMMA, "    cos,", "    self.second.weight.data.mul_(2)\n    cos,", "may change something between"),
         (GLM, "        k = self.second(k)\n", "    k = self.second(k)\n", "rotates q, which no norm returned as it is"),
         (GLM, "    q = q.t", "    if x.dim():\n        q = q.t", "rotates q, which no norm returned as it is: if"),
         (GLM, "    cos, sin = tables\n    q", "    if is_local:\n        cos, sin = tables\n        q", "normalizes"),
@@ -514,55 +456,6 @@ def test_generate_with_a_cache(name, folded):
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "use_cache": True}
     assert torch.equal(model.generate(TOKENS, **options), original.generate(TOKENS, **options))
     assert len(folded) == 6 * case.attention
-
-
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["Qwen3", "Glm4Moe", "Gemma3"])
-def test_autocast(name, dtype, attention, folded):
-    """Float32 weights make q float32 again. Gemma 3 rounds it before the rotation, which no call does."""
-    (case,) = (each for each in ARCHITECTURES if each.name == name)
-    original, model = case.built().to(dtype), case.built().to(dtype)
-    for each in (original, model):
-        each.set_attn_implementation(attention)
-    patch_model(model, patch_layers=True, backend="torch")
-    with torch.autocast("cpu", torch.bfloat16):
-        expected, gradients = results(original, {"input_ids": TOKENS})
-        logits, ours = results(model, {"input_ids": TOKENS})
-    assert torch.equal(logits, expected)
-    is_mixed = dtype is torch.float32
-    assert len(folded) == (0 if is_mixed and name == "Gemma3" else case.attention)
-    assert {each["rope_rounding"] for each in folded} <= {"end" if is_mixed else "each"}
-    for name, gradient in gradients.items():
-        assert ours[name].dtype is gradient.dtype
-        assert (ours[name] - gradient).norm() <= 0.02 * gradient.norm(), name
-
-
-@pytest.mark.parametrize(
-    ("after", "calls"),
-    [
-        ("return torch.matmul(q, keys), k.mT", 0),
-        ("return q * 0.5, k", 0),
-        ("return torch.matmul(q, q.new_ones(8, 8)), torch.sum(k)", 0),
-        ("y = torch.cat((q, k), 1)\n    return y, y", 0),
-        ("return torch.matmul(q, keys), torch.matmul(input=k, other=keys)", 1),
-    ],
-)
-def test_autocast_where_attention_hands_q_and_k_on(after, calls, class_of, folded):
-    """Elsewhere the attention may compute with them in float32 before they are cast."""
-    source = f"""
-def forward(self, x, tables, keys):
-    shape = (*x.shape[:-1], -1, 8)
-    q = self.first(self.q_proj(x).view(shape)).transpose(1, 2)
-    k = self.second(self.k_proj(x).view(shape)).transpose(1, 2)
-    q, k = rotary(q, k, tables[0], tables[1])
-    {after}
-"""
-    original, ours = both_of(class_of(source))
-    arguments = given(keys=torch.randn(8, 8))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_same(original, ours, arguments)
-    assert len(folded) == calls
 
 
 def test_gradient_checkpointing(folded):

@@ -26,6 +26,7 @@ from tilegym_rmsnorm.integrations.huggingface.expressions import (
     X,
     are_current,
     expression_of,
+    shortened,
     text_of,
 )
 from tilegym_rmsnorm.reference import promoted
@@ -227,8 +228,7 @@ def _match(expression: Expression) -> Match:
     for pattern, reason in _DECLINED:
         if is_match(pattern, expression):
             raise Unclear(reason)
-    text = text_of(expression)
-    raise Unclear(f"computes no arithmetic that is known: {text if len(text) < 160 else text[:157] + '...'}")
+    raise Unclear(f"computes no arithmetic that is known: {shortened(text_of(expression), 160)}")
 
 
 def is_match(pattern: Expression, found: Any) -> bool:

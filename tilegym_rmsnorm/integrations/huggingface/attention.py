@@ -3,27 +3,32 @@
 
 """Rewrite attention, so that the norms of q and k run in one call with the rotary embedding.
 
-Attention is rewritten where its forward has these statements, under whatever names, and other statements between them:
+Attention is rewritten where its forward has these statements, under whatever names:
 
     query = self.Q_NORM(...)                       maybe with .transpose(1, 2), also in a statement of its own
     key = self.K_NORM(...)                         both may stand in an `if` of their own, or in that of ROTARY
     query, key = ROTARY(query, key, cos, sin)      may stand in an `if`, with other statements
 
 Q_NORM and K_NORM are patched norms, ROTARY is a function that rotary.py knows. The norms leave their statements, and
-the one call of folding.py takes the place of ROTARY's.
+the one call of folding.py takes the place of ROTARY's. So a norm runs later than its statement. Nothing that it reads
+may change in between: all code from the first norm to the rotation has to be such as unchanging.py lists.
 """
 
 from __future__ import annotations
 
 import ast
 import copy
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from tilegym_rmsnorm.integrations.huggingface.expressions import text_of_node
 from tilegym_rmsnorm.integrations.huggingface.folding import folded
 from tilegym_rmsnorm.integrations.huggingface.norms import PatchedType, subclass
+from tilegym_rmsnorm.integrations.huggingface.receivers import Receivers, receivers
 from tilegym_rmsnorm.integrations.huggingface.rewriting import (
     assigned,
     called_child,
@@ -32,8 +37,9 @@ from tilegym_rmsnorm.integrations.huggingface.rewriting import (
     forward_of,
     replacing,
 )
-from tilegym_rmsnorm.integrations.huggingface.rotary import is_partial
+from tilegym_rmsnorm.integrations.huggingface.rotary import Rotary, read_rotary
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
+from tilegym_rmsnorm.integrations.huggingface.unchanging import Unchanging
 
 _FOLDED, _HAS_NORMS = "tilegym_qk_norm_rope", "tilegym_has_norms"  # names that no attention has
 _OTHER_CONDITIONS = "normalizes and rotates q and k under other conditions"
@@ -53,7 +59,7 @@ class AttentionPatch:
         function = compiled_again(
             base,
             _rewritten(found),
-            {_FOLDED: folded(*found[4:], *(norm.is_turned for norm in found.norms))},
+            {_FOLDED: folded(found.norms, found.rotary, found.receivers)},
         )
         return subclass(base, self, {"forward": function})
 
@@ -63,12 +69,19 @@ def norms_of(cls: type) -> tuple[str, ...]:
     return tuple(norm.name for norm in _found(cls).norms)
 
 
+def check_module(module: nn.Module, is_norm: Callable[[nn.Module], bool]) -> None:
+    """Raise `Unclear` where a call of this module may change what its norms of q and k read before the rotation.
+    is_norm: whether a child is a norm whose forward was read."""
+    _found(type(module)).unchanging.check_module(module, is_norm)
+
+
 class _Norm(NamedTuple):
-    """Norm of q or k. is_turned: whether what it returns is transposed before it is rotated."""
+    """Norm of q or k, where it stands."""
 
     name: str
     call: ast.Call
     block: list[ast.stmt]  # the statements among which it stands
+    place: int  # of its statement, or of the `if` around that, among those before the rotation
     is_turned: bool
 
 
@@ -79,9 +92,9 @@ class _Found(NamedTuple):
     rotation: ast.Assign
     branch: ast.If | None  # in which the rotation stands
     norms: tuple[_Norm, _Norm]
-    rotary: Any  # this, and what is behind it: the arguments of `folded`
-    is_partial: bool
-    is_handed_on: bool
+    rotary: Rotary
+    receivers: Receivers | None
+    unchanging: Unchanging
 
 
 def _found(cls: type) -> _Found:
@@ -96,16 +109,20 @@ def _found(cls: type) -> _Found:
             behind = tree.body[index + 1 :]
             if branch is not None:
                 before += [(each, branch.body) for each in (branch.test, *branch.body[:place])]
-                behind += branch.body[place + 1 :]
+                behind = [*branch.body[place + 1 :], *behind]
             query, key = (_norm_of(name, before) for name in names)
-            rotary, is_partial = _rotary_of(rotation.value, function)
+            rotary = _rotary_of(rotation.value, function)
             if query.block is not key.block or not (
                 branch is None or query.block is tree.body or query.block is branch.body
             ):
                 raise Unclear(_OTHER_CONDITIONS)
-            _check_between([each for each, _ in before], (query, key))
-            is_handed_on = all(_is_handed_on(name, behind) for name in names)
-            return _Found(tree, rotation, branch, (query, key), rotary, is_partial, is_handed_on)
+            checks = [
+                Unchanging(cls, function, tree, [query.call, key.call], rotation.value) for _ in range(2)
+            ]
+            for each in _between([each for each, _ in before], (query, key), rotation.value):
+                checks[0].check(each)
+            receiving = receivers(function, behind, names, checks[1])
+            return _Found(tree, rotation, branch, (query, key), rotary, receiving, checks[0])
     raise Unclear("has no statement q, k = ROTARY(q, k, cos, sin)")
 
 
@@ -125,21 +142,25 @@ def _names_rotated(statement: ast.stmt, function: FunctionType) -> tuple[str, ..
         or any(_has(each, name) for each in call.args[2:] for name in names)
     ):
         return ()
-    if set(names) & set(code.co_cellvars):  # a function inside would see q without its norm
+    if not set(names) <= set(code.co_varnames) - set(
+        code.co_cellvars
+    ):  # other code would see q without its norm
         return ()
     return names
 
 
-def _rotary_of(call: Any, function: FunctionType) -> tuple[Any, bool]:
-    """Return the function that rotates, and whether it takes the first elements of a head alone."""
+def _rotary_of(call: Any, function: FunctionType) -> Rotary:
+    """Return the function that rotates, as it was read."""
     name, rotary = call.func.id, function.__globals__.get(call.func.id)
     try:
         given = [ast.literal_eval(each) for each in call.args[4:]]
         named = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
     except ValueError:
-        raise Unclear(f"calls {name} with arguments that are not read") from None
+        given, named = [], {None: None}
+    if None in named or any(isinstance(each, ast.Starred) for each in call.args):
+        raise Unclear(f"calls {name} with arguments that are not read")
     try:
-        return rotary, is_partial(rotary, given, named)
+        return read_rotary(rotary, given, named)
     except Unclear as error:
         raise Unclear(f"calls {name}, which {error}") from None
 
@@ -147,8 +168,9 @@ def _rotary_of(call: Any, function: FunctionType) -> tuple[Any, bool]:
 def _norm_of(name: str, before: list[tuple[ast.AST, list[ast.stmt]]]) -> _Norm:
     """Return the norm of q or k, by its name, from the nodes before the rotation, each with the block it stands in."""
     is_turned = False
-    using: list[tuple[Any, list[ast.stmt]]] = [each for each in reversed(before) if _has(each[0], name)]
-    for node, own in using:
+    using: list[tuple[int, Any, list[ast.stmt]]]
+    using = [(place, *each) for place, each in enumerate(before) if _has(each[0], name)][::-1]
+    for place, node, own in using:
         block = own
         if isinstance(node, ast.If) and len(node.body) == 2 and not node.orelse and not _has(node.test, name):
             block = node.body
@@ -164,39 +186,30 @@ def _norm_of(name: str, before: list[tuple[ast.AST, list[ast.stmt]]]) -> _Norm:
             and len(value.args) == 1
             and not value.keywords
         ):
-            if using[0][1] is not own:  # it is transposed in the `if` of the rotation alone
+            if using[0][2] is not own:  # it is transposed in the `if` of the rotation alone
                 raise Unclear(_OTHER_CONDITIONS)
-            return _Norm(norm, value, block, is_turned)
+            return _Norm(norm, value, block, place, is_turned)
         if not (target == name and isinstance(value, ast.Name) and value.id == name and block is own):
             raise Unclear(f"rotates {name}, which no norm returned as it is: {text_of_node(node)}")
     raise Unclear(f"rotates {name}, which no norm returned")
 
 
 def _transposed(node: ast.expr | None) -> ast.expr | None:
-    """Return e of `e.transpose(1, 2)`; None of anything else."""
+    """Return e of `e.transpose(1, 2)` or `e.permute(0, 2, 1, 3)`; None of anything else."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        if text_of_node(ast.Call(ast.Name(node.func.attr), node.args, node.keywords)) == "transpose(1, 2)":
+        text = ast.unparse(ast.Call(ast.Name(node.func.attr), node.args, node.keywords))
+        if text in ("transpose(1, 2)", "permute(0, 2, 1, 3)"):
             return node.func.value
     return None
 
 
-def _check_between(before: list[ast.AST], norms: tuple[_Norm, _Norm]) -> None:
-    """Raise `Unclear` where a statement between a norm and the rotation, at which it will run, may change the norm."""
-    calls = [norm.call.func for norm in norms]
-    for norm in norms:
-        (place,) = (i for i, node in enumerate(before) if norm.call in ast.walk(node))
-        for node in (each for statement in before[place + 1 :] for each in ast.walk(statement)):
-            if isinstance(node, ast.Attribute) and node.attr == norm.name and node not in calls:
-                raise Unclear(f"uses {norm.name} besides")
-
-
-def _is_handed_on(name: str, statements: list[ast.stmt]) -> bool:
-    """Return whether statements hand what has this name to functions, and use it in no other way."""
-    nodes = [node for statement in statements for node in ast.walk(statement)]
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
-    arguments = [each for call in calls for each in (*call.args, *(word.value for word in call.keywords))]
-    used = [each for each in nodes if isinstance(each, ast.Name) and each.id == name]
-    return all(each in arguments or isinstance(each.ctx, ast.Store) for each in used)
+def _between(before: list[ast.AST], norms: tuple[_Norm, _Norm], rotation: Any) -> Iterator[ast.AST]:
+    """Yield what runs from the first norm on up to the rotation. before: the nodes before the rotation."""
+    first, second = sorted(norms, key=lambda norm: (norm.place, norm.call.lineno, norm.call.col_offset))
+    if first.place == second.place:  # in the same `if`
+        yield second.call
+    yield from before[first.place + 1 :]
+    yield from rotation.args[2:]
 
 
 def _has(node: ast.AST, name: str) -> bool:
@@ -207,8 +220,9 @@ def _rewritten(found: _Found) -> ast.FunctionDef:
     """Return the tree of the rewritten forward."""
     tree, rotation, branch, norms = copy.deepcopy(found[:4])  # others read the tree that was found
     call: Any = rotation.value
-    q_norm, k_norm = (ast.parse(f"self.{norm.name}", mode="eval").body for norm in norms)
-    new: ast.expr = ast.Call(_loaded(_FOLDED), [q_norm, k_norm, call.func, *call.args], call.keywords)
+    cache = found.receivers.cache if found.receivers is not None else ""
+    more = [_loaded("self"), _loaded(cache) if cache else ast.Constant(None)]
+    new: ast.expr = ast.Call(_loaded(_FOLDED), [*more, call.func, *call.args], call.keywords)
     block = norms[0].block
     if branch is not None and block is tree.body:
         names = [each.id for each in call.args[:2]]

@@ -7,80 +7,89 @@ it takes, the norms and the rotary embedding run one after the other."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.call.rope_spec import RopeRounding
-from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call, Match
-from tilegym_rmsnorm.integrations.huggingface.norms import NormPatch, has_hooks, is_watched, patch_of
+from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call
+from tilegym_rmsnorm.integrations.huggingface.norms import NormPatch, is_watched, patch_of
+from tilegym_rmsnorm.integrations.huggingface.receivers import Receivers
+from tilegym_rmsnorm.integrations.huggingface.rotary import Rotary
 from tilegym_rmsnorm.rope import qk_norm_rope
 
 
+class Norm(Protocol):
+    """Norm of q or k in attention."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether the result is transposed before it is rotated."""
+
+
 def folded(
-    known: Any, is_partial: bool, is_handed_on: bool, q_turned: bool, k_turned: bool
+    norms: tuple[Norm, Norm], known: Rotary, receivers: Receivers | None
 ) -> Callable[..., tuple[Any, Any]]:
     """Make the function that takes the place of a rotary embedding.
 
     Args:
-        known: The function of the rotary embedding that was read. A call is not folded where another one replaced it.
-        is_partial: Whether it may rotate the first elements of a head alone.
-        is_handed_on: Whether attention hands its results to functions, and uses them in no other way.
-        q_turned: Whether what the norm of q returns is transposed before it is rotated.
-        k_turned: The same of k.
+        norms: Those of q and k.
+        known: The rotary embedding that was read. A call is not folded where another one replaced it.
+        receivers: What gets rotated q and k, if they do nothing but to enter attention.
     """
+    (q_name, q_turned), (k_name, k_turned) = ((norm.name, norm.is_turned) for norm in norms)
 
     def run(
-        q_norm: Any, k_norm: Any, rotary: Any, q: Any, k: Any, cos: Any, sin: Any, *given: Any, **named: Any
+        module: Any, cache: Any, rotary: Any, q: Any, k: Any, cos: Any, sin: Any, *given: Any, **named: Any
     ) -> tuple[Any, Any]:
-        """Return what `rotary` returns for normalized q and k, (B, H, T, D)."""
-        call = _call_of(q_norm, k_norm, q, k, cos, sin, is_handed_on) if _is_same(rotary, known) else None
-        if call is None or not (cos.shape[2] == q.shape[3] or (is_partial and cos.shape[2] < q.shape[3])):
+        """Return what `rotary` returns for normalized q and k."""
+        q_norm, k_norm = getattr(module, q_name), getattr(module, k_name)
+        call = _call_of(q_norm, k_norm, q, k, cos, sin, 3 - known.heads) if known.is_current(rotary) else None
+        rounding = (
+            None if call is None else _rounding_of(q, cos, call[1].plan.out_dtype, receivers, module, cache)
+        )
+        if (
+            call is None
+            or rounding is None
+            or not (cos.shape[2] == q.shape[3] or (known.is_partial and cos.shape[2] < q.shape[3]))
+        ):
             q, k = _normalized(q_norm, q, q_turned), _normalized(k_norm, k, k_turned)
             return rotary(q, k, cos, sin, *given, **named)
-        match, (q_weight, eps, plan), (k_weight, _, _), rounding, backend = call
-        q_out, k_out = qk_norm_rope(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
+        patch, (q_weight, eps, plan), (k_weight, _, _) = call
+        if known.heads == 1:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        q, k = qk_norm_rope(
+            q,
+            k,
             q_weight,
             k_weight,
             cos,
             sin,
             eps=eps,
-            offset=match.offset,
+            offset=patch.match.offset,
             rotary_dim=cos.shape[2],
             casting=plan.casting,
             rope_rounding=rounding,
-            backend=backend,
+            backend=patch.backend,
         )
-        return q_out.transpose(1, 2), k_out.transpose(1, 2)
+        return (q.transpose(1, 2), k.transpose(1, 2)) if known.heads == 1 else (q, k)
 
     return run
-
-
-def _is_same(rotary: Any, known: Any) -> bool:
-    """Return whether the function of a call is still the one that was read."""
-    return rotary is known and not (isinstance(rotary, torch.nn.Module) and has_hooks(rotary))
 
 
 def _normalized(norm: Any, x: Any, is_turned: bool) -> Any:
     return norm(x.transpose(1, 2)).transpose(1, 2) if is_turned else norm(x)
 
 
-class _FoldedCall(NamedTuple):
-    match: Match
-    q: Call
-    k: Call
-    rounding: RopeRounding
-    backend: str | None
-
-
 def _call_of(
-    q_norm: Any, k_norm: Any, q: Any, k: Any, cos: Any, sin: Any, is_handed_on: bool
-) -> _FoldedCall | None:
-    """Return how both norms are computed; None where the norms are watched or differ in more than their weights, the
-    tensors are not (B, H, T, D), and (B or 1, T, R), or their dtypes are such that no call has the original's bits."""
+    q_norm: Any, k_norm: Any, q: Any, k: Any, cos: Any, sin: Any, time: int
+) -> tuple[NormPatch, Call, Call] | None:
+    """Return how both norms are computed; None where the norms are watched or differ in more than their weights, or the
+    tensors are not of four dimensions, and (B or 1, T, R). time: the dimension of T."""
     patch = patch_of(type(q_norm))
     if (
         not isinstance(patch, NormPatch)
@@ -92,7 +101,7 @@ def _call_of(
         or sin.dtype is not cos.dtype
         or not q.dim() == k.dim() == cos.dim() + 1 == 4
         or cos.shape != sin.shape
-        or not q.shape[2] == k.shape[2] == cos.shape[1]
+        or not q.shape[time] == k.shape[time] == cos.shape[1]
         or not (q.shape[0] == k.shape[0] and cos.shape[0] in (1, q.shape[0]))
         or q.shape[3] != k.shape[3]
         or cos.shape[2] % 2
@@ -103,21 +112,21 @@ def _call_of(
     ):
         return None
     q_call, k_call = (patch.match.call(norm, x.shape, x.dtype) for norm, x in ((q_norm, q), (k_norm, k)))
-    if q_call is None or k_call is None or q_call[1:] != k_call[1:]:
-        return None
-    rounding = _rounding_of(q, cos, q_call.plan.out_dtype, is_handed_on)
-    return None if rounding is None else _FoldedCall(patch.match, q_call, k_call, rounding, patch.backend)
+    return None if q_call is None or k_call is None or q_call[1:] != k_call[1:] else (patch, q_call, k_call)
 
 
-def _rounding_of(q: Tensor, cos: Tensor, norm_dtype: torch.dtype, is_handed_on: bool) -> RopeRounding | None:
-    """Return where the one call has to round. norm_dtype: of what the norms return.
+def _rounding_of(
+    q: Tensor, cos: Tensor, norm_dtype: torch.dtype, receivers: Receivers | None, module: Any, cache: Any
+) -> RopeRounding | None:
+    """Return where the one call has to round; None: no call has the original's bits. norm_dtype: of what the norms
+    return.
 
-    Autocast makes q of 16 bits, and float32 weights make it float32 again, until it casts the arguments of attention's
-    products. Those casts are the only roundings, so the one call may round its results instead."""
+    Autocast makes q of 16 bits, and float32 weights make it float32 again, until attention's products round it. Where
+    those are the only roundings, the one call may round its results instead."""
     if norm_dtype is q.dtype:
         return "each" if cos.dtype is q.dtype else None
+    if norm_dtype is not torch.float32 or cos.dtype not in (q.dtype, torch.float32) or receivers is None:
+        return None
     device = q.device.type
     is_cast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is q.dtype
-    if is_handed_on and is_cast and norm_dtype is torch.float32 and cos.dtype in (q.dtype, torch.float32):
-        return "end"
-    return None
+    return "end" if is_cast and receivers.round(module, cache, q.dtype) else None

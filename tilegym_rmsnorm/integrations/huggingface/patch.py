@@ -20,7 +20,12 @@ import torch
 from torch import nn
 
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match, is_eps, match_of
-from tilegym_rmsnorm.integrations.huggingface.attention import AttentionPatch, norms_of, rotates
+from tilegym_rmsnorm.integrations.huggingface.attention import (
+    AttentionPatch,
+    check_module,
+    norms_of,
+    rotates,
+)
 from tilegym_rmsnorm.integrations.huggingface.inplace import changed_inputs, fits
 from tilegym_rmsnorm.integrations.huggingface.layers import (
     LayerPatch,
@@ -297,6 +302,7 @@ def _attention(module: nn.Module, norms: dict[int, type]) -> AttentionPatch | No
             raise Unclear(f"its {name}, of class {type(norm).__name__}, is not patched")
         if has_hooks(norm):
             raise Unclear(f"its {name} has hooks, or a forward of its own")
+    check_module(module, lambda child: id(child) in norms)
     q_norm, k_norm = children
     if norms[id(q_norm)] is not norms[id(k_norm)]:
         raise Unclear(f"its {names[0]} and {names[1]} compute different norms")

@@ -41,11 +41,14 @@ def compiled_again(cls: type, tree: ast.FunctionDef, helpers: dict[str, Any]) ->
 
 
 def assigned(statement: ast.stmt) -> tuple[str, ast.expr | None]:
-    """Return the name and the value of `name = value`; "" and None for other statements."""
+    """Return the name and the value of `name = value` or `name: T = value`; "" and None for other statements."""
+    target: ast.expr | None = None
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
         target = statement.targets[0]
-        if isinstance(target, ast.Name):
-            return target.id, statement.value
+    elif isinstance(statement, ast.AnnAssign):
+        target = statement.target
+    if isinstance(target, ast.Name) and statement.value is not None:
+        return target.id, statement.value
     return "", None
 
 

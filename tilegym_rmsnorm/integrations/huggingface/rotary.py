@@ -3,9 +3,11 @@
 
 """Recognize the rotary embedding of a model by what its function computes, with each rounding.
 
-Known is one function of q and k, (B, H, T, D), and of cos and sin, (B or 1, T, R):
+Known is one function of q and k, and of cos and sin, (B or 1, T, R):
 
     q * cos + rotate_half(q) * sin        rotate_half: [-x2, x1] for x = [x1, x2];     the same of k
+
+cos and sin get a dimension for the heads: q and k are (B, H, T, D), or (B, T, H, D).
 
 A second form takes the first R of D elements, and joins the others to the result. Either form may cast its result to
 the dtype of q, and of k: where all are of one dtype, as calls require here, that changes nothing.
@@ -19,31 +21,55 @@ Beside those of expressions.py, an expression may be:
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import is_match
-from tilegym_rmsnorm.integrations.huggingface.expressions import Expression, Reader, text_of_node
+from tilegym_rmsnorm.integrations.huggingface.expressions import (
+    Expression,
+    Lookups,
+    Reader,
+    are_current,
+    text_of_node,
+)
 from tilegym_rmsnorm.integrations.huggingface.norms import has_hooks
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 
 _Q, _K, _COS, _SIN = ("q",), ("k",), ("cos",), ("sin",)
 
 
-def is_partial(rotary: Any, given: list[Any], named: dict[str, Any]) -> bool:
-    """Return whether a rotary embedding takes the first elements of a head alone. Raise `Unclear` where it is none that
-    is known. given, named: its arguments besides q, k, cos and sin, all of them constants."""
+class Rotary(NamedTuple):
+    """Rotary embedding that was read."""
+
+    function: Any
+    is_partial: bool  # whether it takes the first elements of a head alone
+    heads: int  # the dimension of the heads: 1 or 2
+    lookups: Lookups  # the names outside of it on which this depends
+
+    def is_current(self, function: Any) -> bool:
+        """Return whether this is the function that a call would run, with the helpers that were read."""
+        is_same = function is self.function and are_current(self.lookups)
+        return is_same and not (isinstance(function, torch.nn.Module) and has_hooks(function))
+
+
+def read_rotary(rotary: Any, given: list[Any], named: dict[str, Any]) -> Rotary:
+    """Read a rotary embedding. Raise `Unclear` where it is none that is known.
+
+    given, named: its arguments besides q, k, cos and sin, all of them constants."""
     constants = [("const", value) for value in given]
     options = {name: ("const", value) for name, value in named.items()}
-    found = _Reader(type(None), []).read(_function_of(rotary), [_Q, _K, _COS, _SIN, *constants], options)
+    lookups: Lookups = []
+    found = _Reader(type(None), lookups).read(_function_of(rotary), [_Q, _K, _COS, _SIN, *constants], options)
     if found[:2] == ("if", ("is not None", _K)):
         found = found[2]
-    for partial in (False, True):
-        if is_match(("tuple", *(_rotated(x, partial) for x in (_Q, _K))), _without_casts(found)):
-            return partial
+    helpers = [each for each in lookups if isinstance(each[2], FunctionType)]
+    for partial, heads in itertools.product((False, True), (1, 2)):
+        if is_match(("tuple", *(_rotated(x, partial, heads) for x in (_Q, _K))), _without_casts(found)):
+            return Rotary(rotary, partial, heads, helpers)
     raise Unclear("computes no rotary embedding that is known")
 
 
@@ -69,8 +95,8 @@ def _passing_on(function: Any) -> Any:
     return forward
 
 
-def _rotated(x: Expression, partial: bool) -> Expression:
-    cos, sin = ("unsqueeze", _COS, 1), ("unsqueeze", _SIN, 1)
+def _rotated(x: Expression, partial: bool, heads: int) -> Expression:
+    cos, sin = ("unsqueeze", _COS, heads), ("unsqueeze", _SIN, heads)
     width = ("width", cos)
     turned = ("columns", x, None, width) if partial else x
     middle = ("half", ("width", turned))

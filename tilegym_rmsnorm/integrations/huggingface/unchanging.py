@@ -1,0 +1,309 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Recognize code that changes nothing but local names: no tensor, module, container or mode.
+
+A norm that runs later than its statement computes the same where only such code runs in between. All of it is:
+
+    statements    name = E    a, *b = E    name: T = E    E    pass    break    continue    assert E
+                  return ...    raise ...                    the norm's result is dropped
+                  if E: ...    for a, b in E: ...            and their else
+    expressions   names, constants, displays, list comprehensions, operators, f-strings, E[E], E if E else E
+                  E.shape, and the other attributes in _ATTRIBUTES
+                  E.view(...), and the other methods in _METHODS
+                  torch.cat(...), and the other functions in _FUNCTIONS
+                  self.NAME, self.NAME.OTHER                 a number, a string, a tensor, or a list of such
+                  self.NAME(...)                             a module that leaves its input as it is
+
+The last two are known of a module alone: `check_module`. What is iterated has to be known as a value that was made in
+these ways, or was given to the method: an iterator that was made before may run anything.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import functools
+import inspect
+from collections.abc import Callable, Collection
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tilegym_rmsnorm.integrations.huggingface.expressions import text_of_node
+from tilegym_rmsnorm.integrations.huggingface.rewriting import called_child
+from tilegym_rmsnorm.integrations.huggingface.source import Unclear
+
+_ATTRIBUTES = frozenset("device dtype H imag is_cuda itemsize mH mT ndim real requires_grad shape T".split())
+# Of tensors. They return new tensors, views and numbers.
+_METHODS = frozenset(
+    "abs argmax bmm broadcast_to chunk clamp clone contiguous cos detach diff dim div exp expand expand_as flatten "
+    "is_contiguous is_floating_point item log masked_fill matmul max mean min movedim mul narrow neg new_full new_ones "
+    "new_zeros norm numel permute pow reciprocal repeat repeat_interleave reshape roll rsqrt select sigmoid sin size "
+    "softmax split split_with_sizes sqrt square squeeze stride sub sum swapaxes tanh tensor_split tolist transpose "
+    "tril triu type_as unbind unflatten unfold unsqueeze view view_as where".split()
+)
+# Of modules too, which change themselves.
+_CASTS = frozenset("bfloat16 cpu cuda double float half to type".split())
+_ITERATING = frozenset([enumerate, list, max, min, sum, tuple, zip])
+_TORCH = (
+    "arange broadcast_to cat chunk clamp concat cos exp flatten full is_grad_enabled matmul maximum mean minimum "
+    "movedim mul ones ones_like outer permute pow rand rand_like randn repeat_interleave reshape rsqrt sigmoid sin "
+    "softmax split square squeeze sqrt stack sum tanh tensor transpose tril triu unbind unsqueeze where zeros "
+    "zeros_like"
+)
+_FUNCTIONS: frozenset[Any] = frozenset(
+    [
+        *_ITERATING,
+        *(abs, bool, float, id, int, isinstance, len, range, slice, str),
+        *(getattr(torch, name) for name in _TORCH.split()),
+        *(functional.pad, functional.softmax),
+    ]
+)
+_OPERATORS = (
+    *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Subscript, ast.Slice),
+    *(ast.Tuple, ast.List, ast.Set, ast.Dict, ast.JoinedStr, ast.FormattedValue),
+)
+# Packages whose modules named Linear are projections, with weights that are quantized, sharded or adapted.
+_OF_PROJECTIONS = frozenset(
+    "auto_gptq awq bitsandbytes deepspeed gptqmodel hqq optimum peft torchao transformer_engine transformers".split()
+)
+
+
+class Unchanging:
+    """Check of the code of one method, whose first parameter is self.
+
+    Args:
+        cls: The class of the method.
+        function: The method.
+        tree: Its syntax tree.
+        norms: Calls of norms that run later. Each counts as if its one argument stood in its place.
+        rotation: The call that returns q and k rotated.
+    """
+
+    def __init__(
+        self,
+        cls: type,
+        function: FunctionType,
+        tree: ast.FunctionDef,
+        norms: Collection[ast.Call],
+        rotation: ast.Call,
+    ) -> None:
+        self.cls, self.function, self.norms, self.rotation = cls, function, norms, rotation
+        code = function.__code__
+        self.locals = {*code.co_varnames, *code.co_cellvars} - {"self"}
+        self.parameters = {each.arg for each in ast.walk(tree.args) if isinstance(each, ast.arg)}
+        self.values = _values(tree)
+        self.called: set[str] = set()  # children that the code calls
+        self.read: set[tuple[str, ...]] = set()  # attributes of self that it reads
+
+    def check(self, node: ast.AST) -> None:
+        """Raise `Unclear` where a statement or an expression may change anything."""
+        if not self.is_unchanging(node):
+            raise Unclear(f"may change something between a norm and its rotation: {text_of_node(node)}")
+
+    def is_unchanging(self, *nodes: ast.AST | None) -> bool:
+        return all(self._is_one_unchanging(node) for node in nodes if node is not None)
+
+    def _is_one_unchanging(self, node: ast.AST) -> bool:
+        if isinstance(node, ast.stmt):
+            return self._statement(node)
+        if isinstance(node, ast.Name):
+            return node.id != "self"
+        if isinstance(node, ast.Constant):
+            return True
+        if isinstance(node, ast.Attribute):
+            return self._reads(node) or (node.attr in _ATTRIBUTES and self.is_unchanging(node.value))
+        if isinstance(node, ast.Call):
+            return self._call(node)
+        if isinstance(node, ast.Starred):
+            return self._is_known(node.value) and self.is_unchanging(node.value)
+        if isinstance(node, ast.ListComp):
+            return self.is_unchanging(node.elt) and all(
+                self._iterates(each.target, each.iter) and not each.is_async and self.is_unchanging(*each.ifs)
+                for each in node.generators
+            )
+        if isinstance(node, ast.Compare) and any(isinstance(each, (ast.In, ast.NotIn)) for each in node.ops):
+            if not all(map(self._is_known, node.comparators)):
+                return False
+        inside = [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
+        return isinstance(node, _OPERATORS) and self.is_unchanging(*inside)
+
+    def _statement(self, node: ast.stmt) -> bool:
+        if isinstance(node, ast.Assign):
+            return self.is_unchanging(node.value) and all(
+                self._binds(each, node.value) for each in node.targets
+            )
+        if isinstance(node, ast.AnnAssign):  # annotations of local names are not evaluated
+            is_name = isinstance(node.target, ast.Name) and node.value is not None
+            return is_name and self._binds(node.target, node.value) and self.is_unchanging(node.value)
+        if isinstance(node, ast.If):
+            return self.is_unchanging(node.test, *node.body, *node.orelse)
+        if isinstance(node, ast.For):
+            return self._iterates(node.target, node.iter) and self.is_unchanging(*node.body, *node.orelse)
+        if isinstance(node, ast.Expr):
+            return self.is_unchanging(node.value)
+        if isinstance(node, ast.Assert):
+            return self.is_unchanging(node.test)
+        return isinstance(node, (ast.Pass, ast.Break, ast.Continue, ast.Return, ast.Raise))
+
+    def _binds(self, target: ast.expr, value: ast.expr | None) -> bool:
+        """Return whether an assignment binds local names alone, and runs no iterator."""
+        if isinstance(target, ast.Name):
+            return target.id in self.locals
+        if isinstance(target, ast.Starred):
+            return self._binds(target.value, value)
+        is_several = isinstance(target, (ast.Tuple, ast.List)) and value is not None and self._is_known(value)
+        return is_several and all(self._binds(each, value) for each in target.elts)  # type: ignore[attr-defined]
+
+    def _iterates(self, target: ast.expr, iterated: ast.expr) -> bool:
+        return self._is_known(iterated) and self.is_unchanging(iterated) and self._binds(target, iterated)
+
+    def _reads(self, node: ast.expr) -> bool:
+        """Return whether an expression is self.NAME or self.NAME.OTHER, and no property."""
+        names: list[str] = []
+        while isinstance(node, ast.Attribute):
+            names.insert(0, node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name) or node.id != "self" or len(names) not in (1, 2):
+            return False
+        self.read.add(tuple(names))
+        return not hasattr(inspect.getattr_static(self.cls, names[0], None), "__get__")
+
+    def _call(self, node: ast.Call) -> bool:
+        if node in self.norms:
+            return self.is_unchanging(*node.args)
+        if not self.is_unchanging(*node.args, *(word.value for word in node.keywords)):
+            return False
+        names = {word.arg for word in node.keywords}
+        if names & {None, "out", "inplace", "key"}:
+            return False
+        if child := called_child(node):
+            self.called.add(child)
+            return inspect.getattr_static(self.cls, child, None) is None
+        called = self._global(node.func)
+        if _is_one_of(called, _FUNCTIONS):
+            return not _is_one_of(called, _ITERATING) or all(map(self._is_known, node.args))
+        if called is not None or not isinstance(node.func, ast.Attribute):
+            return False
+        name, tensor = node.func.attr, node.func.value
+        return (name in _METHODS or (name in _CASTS and self._is_known(tensor))) and self.is_unchanging(
+            tensor
+        )
+
+    def _global(self, node: ast.expr) -> Any:
+        """Return the value of a global name, of a builtin, or of a name in a module; None of anything else."""
+        if isinstance(node, ast.Name) and node.id not in self.locals:
+            return self.function.__globals__.get(node.id, getattr(builtins, node.id, None))
+        if isinstance(node, ast.Attribute):
+            scope = self._global(node.value)
+            return getattr(scope, node.attr, None) if isinstance(scope, ModuleType) else None
+        return None
+
+    def _is_known(self, node: ast.expr, inside: frozenset[str] = frozenset()) -> bool:
+        """Return whether the value of an expression is neither a module nor an iterator."""
+
+        def known(*nodes: ast.expr) -> bool:
+            return all(self._is_known(each, inside) for each in nodes)
+
+        if isinstance(node, ast.Name):
+            if node.id in inside:  # bound from itself: the other bindings decide
+                return True
+            inside |= {node.id}
+            values = self.values.get(node.id, [] if node.id in self.parameters else [None])
+            return all(value is not None and self._is_known(value, inside) for value in values)
+        if isinstance(node, (ast.Subscript, ast.Starred)):
+            return known(node.value)
+        if isinstance(node, (ast.Tuple, ast.List)):
+            return known(*node.elts)
+        if isinstance(node, ast.IfExp):
+            return known(node.body, node.orelse)
+        if isinstance(node, ast.Attribute):
+            return self._reads(node) or node.attr in _ATTRIBUTES
+        if isinstance(node, ast.Call):
+            called = self._global(node.func)
+            if _is_one_of(called, _ITERATING):
+                return known(*node.args)
+            is_method = isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS | _CASTS
+            is_tensor = node is self.rotation or bool(called_child(node)) or (called is None and is_method)
+            return is_tensor or _is_one_of(called, _FUNCTIONS)
+        return isinstance(
+            node, (ast.Constant, ast.BinOp, ast.UnaryOp, ast.Compare, ast.JoinedStr, ast.ListComp)
+        )
+
+    def check_module(self, module: nn.Module, is_norm: Callable[[nn.Module], bool]) -> None:
+        """Raise `Unclear` where the code that was checked may change anything when it runs for this module. is_norm:
+        whether a module is one whose forward was read."""
+        if type(module).__getattr__ is not nn.Module.__getattr__:
+            raise Unclear("its class has a __getattr__ of its own")
+        for name in sorted(self.called):
+            child = getattr(module, name, None)
+            if child is not None and not (is_norm(child) or _leaves_input(child)):
+                raise Unclear(
+                    f"its forward calls {name} between a norm and its rotation, and a {type(child).__name__} may "
+                    "change its input"
+                )
+        for names in sorted(self.read):
+            value = functools.reduce(lambda each, name: getattr(each, name, None), names, module)
+            if not _is_inert(value) or (names[1:] and isinstance(getattr(module, names[0], None), nn.Module)):
+                raise Unclear(f"its forward reads {'.'.join(names)} between a norm and its rotation")
+
+
+def _leaves_input(module: Any) -> bool:
+    """Return whether a call of a module is known to change nothing: modules of torch and projections are."""
+    if not isinstance(module, nn.Module) or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    forward = module.__dict__.get("_old_forward", module.forward)  # behind accelerate's hooks
+    package, _, inner = getattr(forward, "__module__", "").partition(".")
+    if package == "torch" and inner.startswith("nn.modules."):
+        return not getattr(module, "inplace", False) and all(map(_leaves_input, module.children()))
+    return package in _OF_PROJECTIONS and "Linear" in type(module).__name__
+
+
+def _is_inert(value: Any) -> bool:
+    """Return whether reading a value, or an item of it, runs no code."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_inert, value))
+    if isinstance(value, dict):
+        return all(map(_is_inert, value.values()))
+    kinds = (bool, int, float, str, torch.Tensor, torch.dtype, torch.device)
+    return value is None or isinstance(value, kinds)
+
+
+def _is_one_of(value: Any, known: frozenset[Any]) -> bool:
+    try:
+        return value is not None and value in known
+    except TypeError:  # not hashable
+        return False
+
+
+def _values(tree: ast.FunctionDef) -> dict[str, list[ast.expr | None]]:
+    """Return the values that a method binds to each local name, or to one of several at once. None: any value."""
+    values: dict[str, list[ast.expr | None]] = {}
+    seen: set[ast.AST] = set()
+
+    def bind(target: ast.expr, value: ast.expr | None) -> None:
+        for each in ast.walk(target):
+            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+                seen.add(each)
+                values.setdefault(each.id, []).append(value)
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                bind(target, node.value)
+        elif isinstance(node, (ast.AnnAssign, ast.AugAssign)) and node.value is not None:
+            bind(node.target, node.value)
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            bind(node.target, node.iter)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in seen:
+            bind(node, None)  # of `with`, `:=` and the like
+        elif node is not tree:  # of imports, handlers of errors, functions inside and patterns
+            for field in ("name", "asname", "rest"):
+                if isinstance(name := getattr(node, field, None), str):
+                    values.setdefault(name, []).append(None)
+    return values
