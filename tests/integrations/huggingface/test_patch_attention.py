@@ -184,7 +184,7 @@ ROTATION = "    q, k = rotary(q, k, cos, sin)\n"
         (GEMMA, "cos, sin)", "cos, sin, unsqueeze_dim=1)", None),
         (GEMMA, "cos, sin)", "cos, sin, 1)", None),
         (GEMMA, "self.second", "self.first", None),
-        (GEMMA, "    cos,", "    self.first, self.third = self.third, self.first\n    cos,", "may change something between"),
+        (GEMMA, "    cos,", "    self.first, self.third = 2 * [self.third]\n    cos,", "may change something"),
         (GEMMA, "    cos,", "    self.second.weight.data.mul_(2)\n    cos,", "may change something between"),
         (GLM, "        k = self.second(k)\n", "    k = self.second(k)\n", "rotates q, which no norm returned as it is"),
         (GLM, "    q = q.t", "    if x.dim():\n        q = q.t", "rotates q, which no norm returned as it is: if"),

@@ -8,7 +8,8 @@ A norm that runs later than its statement computes the same where only such code
     statements    name = E    a, *b = E    name: T = E    E    pass    break    continue    assert E
                   return ...    raise ...                    the norm's result is dropped
                   if E: ...    for a, b in E: ...            and their else
-    expressions   names, constants, displays, list comprehensions, operators, f-strings, E[E], E if E else E
+    expressions   names, constants, displays, comprehensions of lists and generators, operators, f-strings,
+                  E[E], E if E else E
                   E.shape, and the other attributes in _ATTRIBUTES
                   E.view(...), and the other methods in _METHODS
                   torch.cat(...), and the other functions in _FUNCTIONS
@@ -121,11 +122,12 @@ class Unchanging:
             return self._call(node)
         if isinstance(node, ast.Starred):
             return self._is_known(node.value) and self.is_unchanging(node.value)
-        if isinstance(node, ast.ListComp):
-            return self.is_unchanging(node.elt) and all(
-                self._iterates(each.target, each.iter) and not each.is_async and self.is_unchanging(*each.ifs)
+        if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
+            is_listed = all(
+                self._is_known(each.iter) and not each.is_async and self.is_unchanging(each.iter, *each.ifs)
                 for each in node.generators
             )
+            return is_listed and self.is_unchanging(node.elt)
         if isinstance(node, ast.Compare) and any(isinstance(each, (ast.In, ast.NotIn)) for each in node.ops):
             if not all(map(self._is_known, node.comparators)):
                 return False
@@ -143,7 +145,8 @@ class Unchanging:
         if isinstance(node, ast.If):
             return self.is_unchanging(node.test, *node.body, *node.orelse)
         if isinstance(node, ast.For):
-            return self._iterates(node.target, node.iter) and self.is_unchanging(*node.body, *node.orelse)
+            is_bound = self._is_known(node.iter) and self._binds(node.target, node.iter)
+            return is_bound and self.is_unchanging(node.iter, *node.body, *node.orelse)
         if isinstance(node, ast.Expr):
             return self.is_unchanging(node.value)
         if isinstance(node, ast.Assert):
@@ -158,9 +161,6 @@ class Unchanging:
             return self._binds(target.value, value)
         is_several = isinstance(target, (ast.Tuple, ast.List)) and value is not None and self._is_known(value)
         return is_several and all(self._binds(each, value) for each in target.elts)  # type: ignore[attr-defined]
-
-    def _iterates(self, target: ast.expr, iterated: ast.expr) -> bool:
-        return self._is_known(iterated) and self.is_unchanging(iterated) and self._binds(target, iterated)
 
     def _reads(self, node: ast.expr) -> bool:
         """Return whether an expression is self.NAME or self.NAME.OTHER, and no property."""
@@ -181,9 +181,9 @@ class Unchanging:
         names = {word.arg for word in node.keywords}
         if names & {None, "out", "inplace", "key"}:
             return False
-        if child := called_child(node):
-            self.called.add(child)
-            return inspect.getattr_static(self.cls, child, None) is None
+        if called_child(node):
+            self.called.add(called_child(node))
+            return self._is_child(node)
         called = self._global(node.func)
         if _is_one_of(called, _FUNCTIONS):
             return not _is_one_of(called, _ITERATING) or all(map(self._is_known, node.args))
@@ -223,16 +223,26 @@ class Unchanging:
             return known(node.body, node.orelse)
         if isinstance(node, ast.Attribute):
             return self._reads(node) or node.attr in _ATTRIBUTES
+        if isinstance(node, ast.BinOp):
+            return known(node.left, node.right)
+        if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
+            is_lazy = isinstance(node, ast.GeneratorExp)
+            parts = (node.elt, *(each.iter for each in node.generators))
+            return known(*parts) and (not is_lazy or self.is_unchanging(node))
         if isinstance(node, ast.Call):
             called = self._global(node.func)
+            if node is self.rotation or node in self.norms or self._is_child(node):
+                return True
             if _is_one_of(called, _ITERATING):
                 return known(*node.args)
             is_method = isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS | _CASTS
-            is_tensor = node is self.rotation or bool(called_child(node)) or (called is None and is_method)
-            return is_tensor or _is_one_of(called, _FUNCTIONS)
-        return isinstance(
-            node, (ast.Constant, ast.BinOp, ast.UnaryOp, ast.Compare, ast.JoinedStr, ast.ListComp)
-        )
+            return _is_one_of(called, _FUNCTIONS) or (called is None and is_method)
+        return isinstance(node, (ast.Constant, ast.UnaryOp, ast.Compare, ast.JoinedStr))
+
+    def _is_child(self, node: ast.Call) -> bool:
+        """Return whether a call is self.NAME(...), and NAME is no method."""
+        child = called_child(node)
+        return bool(child) and inspect.getattr_static(self.cls, child, None) is None
 
     def check_module(self, module: nn.Module, is_norm: Callable[[nn.Module], bool]) -> None:
         """Raise `Unclear` where the code that was checked may change anything when it runs for this module. is_norm:
