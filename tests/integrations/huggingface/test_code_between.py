@@ -168,6 +168,9 @@ KNOWN = {
     "raise": source("if v is None:\n    raise ValueError(f'{v.shape}')"),
     "assert": source("assert v.shape[-1] == 8, self.toggled()"),
     "generator": source("a, b = both\nv = a + b", before="both = (each[:, :2] for each in (q, q))"),
+    "generator bound to what it iterates": source(
+        "cos, sin = tables", before="tables = (x[:1] for x in tables)"
+    ),
     "dictionary": source("options = {'sin': sin, 'cos': cos}\nv = v * len(options)"),
     "annotated": source("w: torch.Tensor = v * 2\nv = w").replace(
         "q = self.first", "q: torch.Tensor = self.first"

@@ -98,6 +98,7 @@ class Unchanging:
         self.locals = {*code.co_varnames, *code.co_cellvars} - {"self"}
         self.parameters = {each.arg for each in ast.walk(tree.args) if isinstance(each, ast.arg)}
         self.values = _values(tree)
+        self.asked: set[str] = set()  # names whose values are being looked at
         self.called: set[str] = set()  # children that the code calls
         self.read: set[tuple[str, ...]] = set()  # attributes of self that it reads
 
@@ -129,7 +130,7 @@ class Unchanging:
             )
             return is_listed and self.is_unchanging(node.elt)
         if isinstance(node, ast.Compare) and any(isinstance(each, (ast.In, ast.NotIn)) for each in node.ops):
-            if not all(map(self._is_known, node.comparators)):
+            if not self._is_known(*node.comparators):
                 return False
         inside = [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
         return isinstance(node, _OPERATORS) and self.is_unchanging(*inside)
@@ -186,7 +187,7 @@ class Unchanging:
             return self._is_child(node)
         called = self._global(node.func)
         if _is_one_of(called, _FUNCTIONS):
-            return not _is_one_of(called, _ITERATING) or all(map(self._is_known, node.args))
+            return not _is_one_of(called, _ITERATING) or self._is_known(*node.args)
         if called is not None or not isinstance(node.func, ast.Attribute):
             return False
         name, tensor = node.func.attr, node.func.value
@@ -203,38 +204,39 @@ class Unchanging:
             return getattr(scope, node.attr, None) if isinstance(scope, ModuleType) else None
         return None
 
-    def _is_known(self, node: ast.expr, inside: frozenset[str] = frozenset()) -> bool:
-        """Return whether the value of an expression is neither a module nor an iterator."""
+    def _is_known(self, *nodes: ast.expr) -> bool:
+        """Return whether values of expressions are neither modules nor iterators."""
+        return all(map(self._is_one_known, nodes))
 
-        def known(*nodes: ast.expr) -> bool:
-            return all(self._is_known(each, inside) for each in nodes)
-
+    def _is_one_known(self, node: ast.expr) -> bool:
         if isinstance(node, ast.Name):
-            if node.id in inside:  # bound from itself: the other bindings decide
+            if node.id in self.asked:  # bound from itself: its other values decide
                 return True
-            inside |= {node.id}
+            self.asked.add(node.id)
             values = self.values.get(node.id, [] if node.id in self.parameters else [None])
-            return all(value is not None and self._is_known(value, inside) for value in values)
+            result = all(value is not None and self._is_known(value) for value in values)
+            self.asked.remove(node.id)
+            return result
         if isinstance(node, (ast.Subscript, ast.Starred)):
-            return known(node.value)
+            return self._is_known(node.value)
         if isinstance(node, (ast.Tuple, ast.List)):
-            return known(*node.elts)
+            return self._is_known(*node.elts)
         if isinstance(node, ast.IfExp):
-            return known(node.body, node.orelse)
+            return self._is_known(node.body, node.orelse)
         if isinstance(node, ast.Attribute):
             return self._reads(node) or node.attr in _ATTRIBUTES
         if isinstance(node, ast.BinOp):
-            return known(node.left, node.right)
+            return self._is_known(node.left, node.right)
         if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
             is_lazy = isinstance(node, ast.GeneratorExp)
             parts = (node.elt, *(each.iter for each in node.generators))
-            return known(*parts) and (not is_lazy or self.is_unchanging(node))
+            return self._is_known(*parts) and (not is_lazy or self.is_unchanging(node))
         if isinstance(node, ast.Call):
             called = self._global(node.func)
             if node is self.rotation or node in self.norms or self._is_child(node):
                 return True
             if _is_one_of(called, _ITERATING):
-                return known(*node.args)
+                return self._is_known(*node.args)
             is_method = isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS | _CASTS
             return _is_one_of(called, _FUNCTIONS) or (called is None and is_method)
         return isinstance(node, (ast.Constant, ast.UnaryOp, ast.Compare, ast.JoinedStr))
