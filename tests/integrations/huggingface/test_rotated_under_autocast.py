@@ -27,7 +27,7 @@ class Attention(WithoutValues):
     def __init__(self):
         super().__init__()
         self.v_proj = nn.Linear(N, 2 * D)
-        self.config = transformers.Qwen3Config()
+        self.config = transformers.Qwen3Config(num_hidden_layers=2)
         self.config._attn_implementation = "sdpa"
         self.layer_idx, self.num_key_value_groups = 0, 2
 

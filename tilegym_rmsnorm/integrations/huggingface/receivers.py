@@ -42,6 +42,7 @@ _ATTENTION = ("transformers.integrations.sdpa_attention", "transformers.integrat
 # All that an eager function may do with q and k.
 _IN_EAGER = (
     "key_states = repeat_kv(key, module.num_key_value_groups)",
+    "causal_mask = attention_mask[:, :, :, :key_states.shape[-2]]",
     "attn_weights = torch.matmul(query, key_states.transpose(2, 3)) * scaling",
     "attn_weights = nn.functional.softmax(attn_weights, dim=-1, dtype=torch.float32).to(query.dtype)",
 )
