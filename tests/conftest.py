@@ -62,6 +62,8 @@ FOLDERS: dict[str, tuple[str, ...]] = {
 }
 ORDER = {folder: number for number, folder in enumerate(FOLDERS)}
 TESTS = Path(__file__).parent
+# pytest put it there for this file. Each of its folders would pass for a library: `import kernels` found tests/kernels.
+sys.path[:] = [folder for folder in sys.path if folder != str(TESTS)]
 
 
 def folder_of(path: str | os.PathLike[str]) -> str:

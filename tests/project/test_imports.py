@@ -1,11 +1,12 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Which module may import which: downwards, and never in a circle."""
+"""Which module may import which: downwards, and never in a circle. Tests find libraries alone by a library's name."""
 
 from __future__ import annotations
 
 import ast
 import graphlib
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,3 +135,13 @@ def test_parts_of_the_cutile_backend_that_stand_alone(package):
         and name.partition(".")[0] not in {*builtin, *ALONE[package]}
     }
     assert not foreign
+
+
+def test_no_folder_of_tests_passes_for_a_library():
+    """`pytest.importorskip("kernels")` found tests/kernels where the library is not installed."""
+    folders = [path for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name.isidentifier()]
+    specs = {folder: importlib.util.find_spec(folder.name) for folder in folders}
+    assert len(specs) > 10
+    assert not [
+        path for path, spec in specs.items() if spec and str(path) in (spec.submodule_search_locations or ())
+    ]

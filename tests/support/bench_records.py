@@ -67,7 +67,7 @@ def run_all(provider, inputs):
 
 def assert_golden(text: str, name: str) -> None:
     """The text is that of tests/bench/golden/NAME. With WRITE_GOLDEN=1 the file becomes the text."""
-    path = Path(__file__).parent / "bench" / "golden" / name
+    path = Path(__file__).parents[1] / "bench" / "golden" / name
     if os.environ.get("WRITE_GOLDEN") == "1":
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
