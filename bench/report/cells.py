@@ -84,6 +84,11 @@ def compare(result: Result, op: str) -> list[Comparison]:
     return comparisons
 
 
+def of_size(comparisons: list[Comparison], is_large: bool) -> list[Comparison]:
+    """The cells whose calls move LARGE_BYTES or more, or the others."""
+    return [each for each in comparisons if (moved(each.ours) >= LARGE_BYTES) == is_large]
+
+
 def of_copy(op: str, share: float, records: list[Record], where: str) -> Target:
     """At least this share of the copy ceiling in these cells, of which `where` speaks."""
     timed = [each for each in records if each["copy_fraction"] is not None]

@@ -23,7 +23,7 @@ from bench.measure.shapes import BATCHES, OPS, Result, kind_of, shape_of
 from bench.providers.ours import PDL
 from bench.report import block as block_page
 from bench.report import compare, tables, width_targets
-from bench.report.cells import LARGE_BYTES, moved
+from bench.report.cells import LARGE_BYTES, of_size
 from bench.report.text import figure_text, read_result, table_text
 
 Results = dict[Path, Result]
@@ -124,7 +124,7 @@ def readme_section(results: Results) -> str:
         found += [f"{name} {version}" for version in versions if version]
     days = sorted({each["date"][:10] for each in shown})
     measured = f"Measured from {days[0]} to {days[-1]}" if days[1:] else f"Measured on {days[0]}"
-    return f"{tables.overview(shown)}\n\n{measured}, with {', '.join(found)}."
+    return f"{tables.overview(shown, with_large=True)}\n\n{measured}, with {', '.join(found)}."
 
 
 def page_sections(results: Results) -> dict[str, str]:
@@ -168,8 +168,7 @@ def sizes_table(results: list[Result]) -> str:
         row = [_name(result)]
         for op in OPS_SHOWN:
             for is_large in (False, True):
-                every = compare.compare(result, op)
-                cells = [each for each in every if (moved(each.ours) >= LARGE_BYTES) == is_large]
+                cells = of_size(compare.compare(result, op), is_large)
                 mean = compare.mean_ratio(cells)
                 row.append("" if mean is None else f"{mean:.2f} ({len(cells)})")
         rows.append(row)

@@ -22,7 +22,7 @@ from bench.measure.provenance import one_line
 from bench.measure.shapes import Record, Result, Shape, kind_of, shape_of
 from bench.providers.ours import OURS, OWN
 from bench.report import compare
-from bench.report.cells import spread_of
+from bench.report.cells import LARGE_BYTES, of_size, spread_of
 from bench.report.text import figure_text, table_text
 
 CPU_NOTE = "Not GPU figures: wall-clock times of CPU code and interpreters, taken without a GPU."
@@ -83,10 +83,14 @@ def heading(result: Result, op: str) -> str:
     return f"{op}, {result['records'][0]['dtype']}"
 
 
-def overview(results: list[Result]) -> str:
+def overview(results: list[Result], with_large: bool = False) -> str:
     """A Markdown table with a line for each result, of cutile against the best peer: how many peers have figures,
-    geometric means, cells won before any rounding. Of a transformer block these are of the residual add."""
+    geometric means, cells won before any rounding. Of a transformer block these are of the residual add. with_large:
+    the means of large calls too."""
     rows = []
+    columns = ["mean ratio", f">= {LARGE_BYTES / 1e6:.0f} MB", "as fast or faster"]
+    if not with_large:
+        del columns[1]
     for result in results:
         is_block = kind_of(result) == "block"
         ops = ("residual_backward", "residual_forward") if is_block else ("backward", "forward")
@@ -100,12 +104,11 @@ def overview(results: list[Result]) -> str:
         for op in ops:
             comparisons = compare.compare(result, op)
             won = sum(each.ratio >= 1.0 for each in comparisons)
-            mean = compare.mean_ratio(comparisons)
-            row += [figure_text(mean, ".2f"), f"{won} of {len(comparisons)}" if comparisons else ""]
+            means = [comparisons, of_size(comparisons, is_large=True)] if with_large else [comparisons]
+            row += [figure_text(compare.mean_ratio(each), ".2f") for each in means]
+            row.append(f"{won} of {len(comparisons)}" if comparisons else "")
         rows.append(row)
-    of_op = [
-        f"{op}: {what}" for op in ("backward", "forward") for what in ("mean ratio", "as fast or faster")
-    ]
+    of_op = [f"{op}: {what}" for op in ("backward", "forward") for what in columns]
     return table_text(rows, ["GPU, dtype", "peers", *of_op])
 
 

@@ -246,8 +246,8 @@ def test_pages_keep_the_kinds_apart(tmp_path):
     assert "of a transformer block" in readme.index(results)
     lines = readme.readme_section(results).splitlines()[2:4]
     assert [[each.strip() for each in line.split("|")[1:-1]] for line in lines] == [
-        [f"{H100}, bfloat16", "1", "1.50", "1 of 1", "", ""],
-        [f"{H100}, bfloat16, residual", "1", "", "", "1.50", "1 of 1"],
+        [f"{H100}, bfloat16", "1", "1.50", "1.50", "1 of 1", "", "", ""],
+        [f"{H100}, bfloat16, residual", "1", "", "", "", "1.50", "1.50", "1 of 1"],
     ]
     sections = readme.page_sections(results)
     assert "of a transformer block" in sections["block"] and "transformer block" not in sections["bench"]
