@@ -10,7 +10,7 @@
 # has everything, otherwise .venv is made with pip. What only adds a backend (cutile, triton), libraries to compare with
 # (peers) or to test with (test-integrations), a check, of compiled kernels (cuobjdump) or of types (mypy), the site of
 # docs/ (docs), or a page of figures (plotly), is not worth a failure: without a network the rest still runs, and one line
-# says what is missing.
+# says what is missing. An active environment that is not taken is named too, with how to take it.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -37,10 +37,12 @@ ensure_environment() {
   for candidate in "$ROOT/.venv/bin/python" python3 python; do
     if [ -z "$(_missing "$candidate" $required $optional)" ]; then
       PYTHON=$candidate
+      [ "$candidate" != "$ROOT/.venv/bin/python" ] || _note_active "$(_target "$@")" $required $optional
       return
     fi
   done
 
+  _note_active "$(_target "$@")" $required $optional
   if _install "$@"; then
     PYTHON=$ROOT/.venv/bin/python
     missing=$(_missing "$PYTHON" $required)
@@ -158,6 +160,16 @@ _warn_missing() {
   shift
   missing=$(_missing "$python" "$@")
   [ -z "$missing" ] || echo "note: $python lacks:$missing; what needs them is left out (python -m tilegym_rmsnorm doctor says more)" >&2
+}
+
+# One line where an environment is active and another one runs: who made it expects it to be taken.
+_note_active() {
+  local active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}} target=$1 missing
+  [ -n "$active" ] && [ "$active" != "$ROOT/.venv" ] || return 0
+  shift
+  missing=$(_missing python3 "$@")
+  [ -z "$missing" ] || missing=" it lacks$missing; python3 -m pip install -e '$target', then"
+  echo "note: runs in $ROOT/.venv. To run in the active environment, $active:$missing PYTHON=python3 $0" >&2
 }
 
 # Makes .venv and installs the extras into it. One line says so; pip prints its errors only. Machines without a GPU get the
