@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Set the backend, kernels by teams of blocks, and SMs left free: for a process, for a `with` block, by environment.
 
-`switch` and `parse_switch` read on/off variables of the environment, for all modules.
+`switch` and `parse_switch` read on/off variables of the environment, for all modules. VARIABLES are all that are read.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextvars
 import functools
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,6 +30,21 @@ NAMES = (*AUTO_ORDER, "auto")
 _INSTEAD_OF_INDUCTOR = ', which is gone: use torch.compile around calls with backend="torch"'
 
 BACKEND_VARIABLE = "TILEGYM_RMSNORM_BACKEND"
+CACHE_VARIABLE = "TILEGYM_RMSNORM_CACHE_DIR"
+COMMIT_VARIABLE = "TILEGYM_RMSNORM_COMMIT"  # of the benchmark, for copies of the tree without their .git
+INTERPRET_VARIABLE = "TILEGYM_RMSNORM_INTERPRET"
+SM_MARGIN_VARIABLE = "TILEGYM_RMSNORM_SM_MARGIN"
+TEAMS_VARIABLE = "TILEGYM_RMSNORM_TEAMS"
+VARIABLES = (
+    BACKEND_VARIABLE,
+    CACHE_VARIABLE,
+    COMMIT_VARIABLE,
+    INTERPRET_VARIABLE,
+    SM_MARGIN_VARIABLE,
+    TEAMS_VARIABLE,
+)
+_PREFIX = "TILEGYM_RMSNORM_"
+
 _BACKEND_KEY = os.environ.encodekey(BACKEND_VARIABLE)
 _process_backend: str | None = None
 # Names of the `use_backend` blocks around this thread or task, the innermost last.
@@ -37,8 +53,6 @@ _context_backends: contextvars.ContextVar[tuple[str, ...]] = contextvars.Context
 )
 _traced_backends: list[str] = []  # names of the blocks that Dynamo is tracing; empty at other times
 
-TEAMS_VARIABLE = "TILEGYM_RMSNORM_TEAMS"
-SM_MARGIN_VARIABLE = "TILEGYM_RMSNORM_SM_MARGIN"
 _ON, _OFF = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
 _teams: bool | None = None  # set by `set_teams`
 
@@ -158,6 +172,21 @@ def check_name(what: str, name: object, known: tuple[str, ...]) -> None:
         # Backend "inductor" is gone, but environments, code and pickled modules may still name it.
         hint = _INSTEAD_OF_INDUCTOR if str(name).strip().lower() == "inductor" and "torch" in known else ""
         raise ValueError(f"{what}: expected one of {', '.join(map(repr, known))}, got {name!r}{hint}")
+
+
+def unknown_variables() -> str | None:
+    """Name the variables that are set, begin as this package's do, and are none of them; None where there are none."""
+    unknown = sorted(
+        name for name in os.environ if name.upper().startswith(_PREFIX) and name not in VARIABLES
+    )
+    return f"expected {', '.join(VARIABLES)}, got {', '.join(unknown)}" if unknown else None
+
+
+@functools.cache
+def warn_of_unknown_variables() -> None:
+    """Warn, once, of variables that are misspelt or of another release: nothing reads them."""
+    if unknown := unknown_variables():
+        warnings.warn(f"environment: {unknown}, which changes nothing", stacklevel=2)
 
 
 def parse_switch(value: str) -> bool | None:

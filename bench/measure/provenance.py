@@ -29,7 +29,6 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 PEERS = ("quack-kernels", "nvidia-cutlass-dsl", "liger-kernel", "tilegym")  # of the extra `peers`
 PACKAGE = "tilegym_rmsnorm"
-COMMIT_VARIABLE = "TILEGYM_RMSNORM_COMMIT"  # for copies of the tree without their .git
 
 
 def describe_run() -> dict[str, Any]:
@@ -62,7 +61,7 @@ def describe_run() -> dict[str, Any]:
 
 def describe_commit() -> tuple[str, bool | None]:
     """The commit and whether the tree differs from it: from TILEGYM_RMSNORM_COMMIT, else git, else "unknown"."""
-    if named := os.environ.get(COMMIT_VARIABLE):
+    if named := os.environ.get(settings.COMMIT_VARIABLE):
         return named, None
     git = functools.partial(_output, "git", "-C", str(ROOT))
     commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain")

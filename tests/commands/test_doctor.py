@@ -185,6 +185,16 @@ def test_says_how_many_sms_are_left_free(fake, capsys, monkeypatch, value, said)
     assert said in line
 
 
+def test_names_variables_that_nothing_reads(fake, capsys, monkeypatch):
+    fake()
+    assert "  environment " not in run_doctor(capsys)[1]
+    monkeypatch.setenv("TILEGYM_RMSNORM_BACKED", "torch")
+    status, output = run_doctor(capsys)
+    [line] = [line for line in output.splitlines() if line.startswith("  environment ")]
+    assert status == 0 and line.endswith(" got TILEGYM_RMSNORM_BACKED, which changes nothing")
+    assert all(name in line for name in settings.VARIABLES)
+
+
 def test_names_a_conflict_of_cuda_home(fake, capsys, monkeypatch):
     fake([H100])
     found = toolchain.Tileiras("/toolkit/bin/tileiras", "PATH", (13, 4, 92), inherits_cuda_home=True)

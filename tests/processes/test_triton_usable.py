@@ -133,16 +133,17 @@ def test_without_triton_it_says_what_to_install(machine):
 @pytest.mark.parametrize("has_triton", [True, False])
 @pytest.mark.parametrize("cuda", ["13.0", None])
 def test_without_a_gpu_that_is_said_first(machine, monkeypatch, has_triton, cuda):
-    """Installing Triton would not have helped."""
+    """Installing Triton would not have helped, nor would moving the tensors."""
     machine(has_triton=has_triton)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.version, "hip", None)
     here = backend.unusable(None)
     assert here.reason == ("PyTorch sees no GPU" if cuda else "this PyTorch is built without CUDA")
     of_tensors = backend.unusable(REQUEST._replace(device=CPU))
-    assert of_tensors.reason == "it runs on CUDA tensors, these are on the CPU"
-    assert of_tensors.remedy.startswith("move the tensors to a GPU, or ")
+    assert of_tensors.reason == f"it runs on CUDA tensors, these are on the CPU, and {here.reason}"
+    mends = "check nvidia-smi" if cuda else "install a CUDA build of PyTorch, as https://pytorch.org/"
     for problem in (here, of_tensors):
+        assert problem.remedy.startswith(mends)
         assert ("pip install triton, and set TRITON_INTERPRET=1" in problem.remedy) is not has_triton
         assert "set TRITON_INTERPRET=1 before Python starts" in problem.remedy
 

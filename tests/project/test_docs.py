@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import tilegym_rmsnorm
+from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.cutile.plans import rope, variants
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 
@@ -139,6 +140,7 @@ def test_every_environment_variable_has_a_line():
     source = "".join(path.read_text(encoding="utf-8") for path in paths if path.suffix in (".py", ".sh"))
     assert set(re.findall(r"TILEGYM_RMSNORM_[A-Z_]+", source)) <= listed
     assert not [name for name in listed if not re.search(rf"\b{name}\b", source)]
+    assert set(re.findall(r"TILEGYM_RMSNORM_[A-Z_]+", source)) == set(settings.VARIABLES)
 
 
 def test_every_test_that_holds_a_promise_exists():

@@ -298,10 +298,28 @@ def test_old_tileiras(places, packages, gpu, tmp_path, monkeypatch):
 def test_cpu_tensors_run_in_the_interpreter_only(packages, monkeypatch):
     packages({"cuda-tile": "1.7.0"})
     reason, remedy = cutile.unusable(request(CPU))
-    assert "cpu" in reason and "TILEGYM_RMSNORM_INTERPRET=1" in remedy
+    assert "these are on the CPU" in reason and "TILEGYM_RMSNORM_INTERPRET=1" in remedy
 
     monkeypatch.setenv("TILEGYM_RMSNORM_INTERPRET", "1")
     assert cutile.unusable(request(CPU)) is None  # no tileiras, no GPU
+
+
+@pytest.mark.parametrize("cuda", ["13.0", None])
+def test_without_a_gpu_moving_cpu_tensors_is_no_remedy(packages, monkeypatch, cuda):
+    """A build of PyTorch without CUDA beside a GPU: only another build helps."""
+    packages(ALL_PACKAGES)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    here, of_tensors = cutile.unusable(None), cutile.unusable(request(CPU))
+    assert of_tensors.reason == f"it runs on CUDA tensors, these are on the CPU, and {here.reason}"
+    mends = "check nvidia-smi" if cuda else "install a CUDA build of PyTorch, as https://pytorch.org/"
+    assert here.remedy.startswith(mends) and of_tensors.remedy == here.remedy
+
+
+def test_beside_a_gpu_cpu_tensors_are_moved(packages, gpu):
+    packages(ALL_PACKAGES)
+    gpu(9, 0)
+    assert cutile.unusable(request(CPU)).remedy.startswith("move the tensors to an NVIDIA GPU, or ")
 
 
 @pytest.mark.parametrize(

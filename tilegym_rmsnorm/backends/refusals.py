@@ -7,7 +7,7 @@ The `unusable` of each backend's module (cutile/__init__.py, triton/__init__.py)
 integrations have lists of their own of the dtypes for kernels: aten.py and huggingface/arithmetic.py. So has `_fit`
 (routes/eager.py), for a weight that a hook replaced. Other reasons to refuse a kernel stand elsewhere:
 
-    a GPU or its driver                           cutile/__init__.py, triton/__init__.py: _gpu_unusable
+    a GPU or its driver                           cutile/__init__.py, triton/__init__.py: _gpu_unusable; no_gpu here
     an architecture, by cutile alone              cutile/plans/rules.py: ARCHITECTURES
     the kind of a tensor, as a DTensor            call/tensors.py: is_plain, why_not_plain, resolved
     what surrounds the call, as torch.func        call/watched.py: is_watched, why_not_here
@@ -50,6 +50,26 @@ def tensors_unusable(request: Request) -> Unusable | None:
             )
             return Unusable(reason, other_backend)
     return None
+
+
+def no_gpu(gpu: str, is_built: bool) -> Unusable:
+    """Say why PyTorch sees no GPU. is_built: whether this build of it could; else nothing but another build helps.
+
+    gpu: what the backend runs on, with its article.
+    """
+    if not is_built:
+        remedy = f"install a CUDA build of PyTorch, as https://pytorch.org/get-started says, on a machine with {gpu}"
+        return Unusable("this PyTorch is built without CUDA", remedy)
+    return Unusable(f"PyTorch sees no {gpu.partition(' ')[2]}", "check nvidia-smi and CUDA_VISIBLE_DEVICES")
+
+
+def cpu_tensors(gpu: str, is_built: bool) -> Unusable:
+    """Say that tensors are on the CPU, and why they can be nowhere else where PyTorch sees no GPU."""
+    reason = "it runs on CUDA tensors, these are on the CPU"
+    if torch.cuda.is_available():
+        return Unusable(reason, f"move the tensors to {gpu}")
+    problem = no_gpu(gpu, is_built)
+    return Unusable(f"{reason}, and {problem.reason}", problem.remedy)
 
 
 def any_gpu_unusable(gpu_unusable: Callable[[torch.device], Unusable | None]) -> Unusable | None:

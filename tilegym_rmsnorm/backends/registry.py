@@ -275,6 +275,7 @@ def get_registry_info() -> dict[str, Any]:
 
 def _choose(op: str, request: Request, name: str) -> Function:
     settings.kernel_limits()  # raises for an invalid environment; known calls (known_calls.py) do not come here
+    settings.warn_of_unknown_variables()
     check_name("op", op, OPS)
     check_name("backend", name, NAMES)
     backend, passed_over = _first_usable(op, request) if name == "auto" else (_usable(op, request, name), "")

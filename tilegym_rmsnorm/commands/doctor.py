@@ -114,6 +114,8 @@ def _report(arguments: argparse.Namespace, ignored: list[str]) -> int:
     facts = installation.describe()
     if ignored:
         facts["ignored here"] = f"{' and '.join(ignored)}: kernels must run on the GPU"
+    if unknown := settings.unknown_variables():
+        facts["environment"] = f"{unknown}, which changes nothing"
     for name, fact in facts.items():
         show(f"  {name:<16} {fact}")
     best = best_possible_backend()

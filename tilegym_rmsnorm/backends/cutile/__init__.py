@@ -20,11 +20,11 @@ from tilegym_rmsnorm.backends import refusals
 from tilegym_rmsnorm.backends.contract import Request, Unusable
 from tilegym_rmsnorm.backends.cutile.plans import rules
 from tilegym_rmsnorm.backends.cutile.runtime import toolchain
+from tilegym_rmsnorm.settings import INTERPRET_VARIABLE
 
 IMPLEMENTATION = "tilegym_rmsnorm.backends.cutile.launch"
 
 ARCHITECTURES = tuple(f"sm_{number}" for number in rules.ARCHITECTURES)
-INTERPRET_VARIABLE = "TILEGYM_RMSNORM_INTERPRET"
 _INTERPRET_REMEDY = (
     f"set {INTERPRET_VARIABLE}=1 to run the kernels' Python on the CPU (slow, for tests and pdb)"
 )
@@ -49,27 +49,25 @@ def unusable(request: Request | None) -> Unusable | None:
                 return _cuda_tile_unusable()
         except ValueError as error:
             return Unusable(str(error), f"correct {INTERPRET_VARIABLE}, or unset it")
-        problem = _no_gpu()
+        problem = refusals.no_gpu(*_gpu())
         return Unusable(problem.reason, f"{problem.remedy}, or {_INTERPRET_REMEDY}")
     if problem := refusals.tensors_unusable(request):
         return problem
-    if request.device.type == "cpu" and interpreting():
-        return _cuda_tile_unusable()
+    if request.device.type == "cpu":
+        if interpreting():
+            return _cuda_tile_unusable()
+        problem = refusals.cpu_tensors(*_gpu())
+        return Unusable(problem.reason, f"{problem.remedy}, or {_INTERPRET_REMEDY}")
     if request.device.type != "cuda":
-        reason, remedy = (
-            f"it runs on CUDA tensors, these are on {request.device}",
-            "move the tensors to an NVIDIA GPU",
-        )
-        return Unusable(
-            reason, f"{remedy}, or {_INTERPRET_REMEDY}" if request.device.type == "cpu" else remedy
-        )
+        reason = f"it runs on CUDA tensors, these are on {request.device}"
+        return Unusable(reason, "move the tensors to an NVIDIA GPU")
     return _gpu_unusable(request.device) or _cuda_tile_unusable() or _tileiras_unusable()
 
 
 @functools.cache
 def _gpu_unusable(device: torch.device) -> Unusable | None:
     if not torch.cuda.is_available():
-        return _no_gpu()
+        return refusals.no_gpu(*_gpu())
     if torch.version.hip is not None:
         return Unusable("it runs on NVIDIA GPUs, this PyTorch drives AMD ones", 'use backend="triton"')
     driver = toolchain.driver_cuda_version()
@@ -84,15 +82,9 @@ def _gpu_unusable(device: torch.device) -> Unusable | None:
     return None
 
 
-def _no_gpu() -> Unusable:
-    if torch.version.cuda is None:
-        reason, remedy = (
-            "this PyTorch is built without CUDA",
-            "install a CUDA build of PyTorch on a machine with an NVIDIA GPU",
-        )
-    else:
-        reason, remedy = "PyTorch sees no NVIDIA GPU", "check nvidia-smi and CUDA_VISIBLE_DEVICES"
-    return Unusable(reason, remedy)
+def _gpu() -> tuple[str, bool]:
+    """What the kernels run on, and whether this PyTorch is built for it: for refusals.py."""
+    return "an NVIDIA GPU", torch.version.cuda is not None
 
 
 @functools.cache

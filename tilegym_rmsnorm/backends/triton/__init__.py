@@ -47,9 +47,14 @@ def unusable(request: Request | None) -> Unusable | None:
     if interpreting():
         return _triton_unusable() or _interpreter_unusable()
     if request.device.type == "cpu":
-        remedy = f"move the tensors to a GPU, or {_interpret_remedy()}"
-        return Unusable("it runs on CUDA tensors, these are on the CPU", remedy)
+        problem = refusals.cpu_tensors(*_gpu())
+        return Unusable(problem.reason, f"{problem.remedy}, or {_interpret_remedy()}")
     return _gpu_unusable(request.device) or _triton_unusable()
+
+
+def _gpu() -> tuple[str, bool]:
+    """What the kernels run on, and whether this PyTorch is built for it: for refusals.py."""
+    return "a GPU", torch.version.cuda is not None or torch.version.hip is not None
 
 
 def _interpret_remedy() -> str:
@@ -83,11 +88,8 @@ def _interpreter_unusable() -> Unusable | None:
 @functools.cache
 def _gpu_unusable(device: torch.device) -> Unusable | None:
     if not torch.cuda.is_available():
-        if torch.version.cuda is None and torch.version.hip is None:
-            remedy = f"install a CUDA build of PyTorch on a machine with a GPU, or {_interpret_remedy()}"
-            return Unusable("this PyTorch is built without CUDA", remedy)
-        remedy = f"check nvidia-smi and CUDA_VISIBLE_DEVICES, or {_interpret_remedy()}"
-        return Unusable("PyTorch sees no GPU", remedy)
+        problem = refusals.no_gpu(*_gpu())
+        return Unusable(problem.reason, f"{problem.remedy}, or {_interpret_remedy()}")
     capability = torch.cuda.get_device_capability(device)
     if capability < OLDEST_CAPABILITY:
         found = f"{torch.cuda.get_device_name(device)} has compute capability {capability[0]}.{capability[1]}"

@@ -9,9 +9,7 @@ import os
 import warnings
 from pathlib import Path
 
-from tilegym_rmsnorm.settings import parse_switch
-
-CACHE_VARIABLE = "TILEGYM_RMSNORM_CACHE_DIR"
+from tilegym_rmsnorm.settings import CACHE_VARIABLE, parse_switch
 
 
 def user_folder() -> Path | None:
