@@ -31,6 +31,7 @@ from tilegym_rmsnorm.call.validation import (
 from tilegym_rmsnorm.call.watched import has_torch_function, untraced
 from tilegym_rmsnorm.routes import eager, kernels, known_calls, op, operations
 from tilegym_rmsnorm.routes.choose import KERNELS, OP, OPERATIONS, UNTRACED, route_of
+from tilegym_rmsnorm.settings import BackendName
 
 __all__ = [
     "compute_rms_norm_rstd_torch",
@@ -55,7 +56,7 @@ def rms_norm(
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     casting: Casting = "once",
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> Tensor: ...
 
 
@@ -73,7 +74,7 @@ def rms_norm(
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     casting: Casting = "once",
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -90,7 +91,7 @@ def rms_norm(
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     casting: Casting = "once",
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `torch.nn.functional.rms_norm`, differentiable (twice), on the selected backend.
 
@@ -203,7 +204,7 @@ def rms_norm_forward(
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     casting: Casting = "once",
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -220,7 +221,7 @@ def rms_norm_forward(
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     casting: Casting = "once",
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -236,7 +237,7 @@ def rms_norm_forward(
     residual_dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     casting: Casting = "once",
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """Compute y and rstd of rows of x, without autograd; with a residual `(y, residual_out, rstd)`. M is the product of
     x's leading dimensions, N its last.
@@ -301,7 +302,7 @@ def rms_norm_backward(
     d_residual_out: Tensor | None = None,
     dw_dtype: torch.dtype | None = None,
     needs_db: Literal[False] = False,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor | None]: ...
 
 
@@ -317,7 +318,7 @@ def rms_norm_backward(
     d_residual_out: Tensor | None = None,
     dw_dtype: torch.dtype | None = None,
     needs_db: Literal[True],
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]: ...
 
 
@@ -332,7 +333,7 @@ def rms_norm_backward(
     d_residual_out: Tensor | None = None,
     dw_dtype: torch.dtype | None = None,
     needs_db: bool = False,
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]:
     """Compute dx and dw of `rms_norm_forward`, without autograd; with needs_db also db. If the forward had a residual,
     pass its residual_out as x.

@@ -20,6 +20,7 @@ from tilegym_rmsnorm.routes.choose import OP, OPERATIONS, UNTRACED, route_of
 from tilegym_rmsnorm.routes.kernels import unseen
 from tilegym_rmsnorm.routes.rope_eager import bind_eager
 from tilegym_rmsnorm.routes.rope_kernels import rope_by_operations
+from tilegym_rmsnorm.settings import BackendName
 
 __all__ = ["qk_norm_rope", "rms_norm_rope"]
 
@@ -39,7 +40,7 @@ def qk_norm_rope(
     position_ids: Tensor | None = None,
     casting: Casting = "once",
     rope_rounding: RopeRounding = "end",
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Normalize each head of q and k, and rotate its first elements by cos and sin: differentiable (twice).
 
@@ -106,7 +107,7 @@ def rms_norm_rope(
     position_ids: Tensor | None = None,
     casting: Casting = "once",
     rope_rounding: RopeRounding = "end",
-    backend: str | None = None,
+    backend: BackendName | None = None,
 ) -> Tensor:
     """Compute `qk_norm_rope` of one tensor.
 

@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -27,6 +27,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 AUTO_ORDER = ("cutile", "triton", "torch")  # the backends, fastest first
 KERNEL_BACKENDS = AUTO_ORDER[:-1]  # all but "torch", the last, which runs PyTorch's operations
 NAMES = (*AUTO_ORDER, "auto")
+BackendName = (
+    Literal["auto", "cutile", "triton", "torch"] | str
+)  # names for editors, str for names in variables
 _INSTEAD_OF_INDUCTOR = ', which is gone: use torch.compile around calls with backend="torch"'
 
 BACKEND_VARIABLE = "TILEGYM_RMSNORM_BACKEND"
@@ -83,7 +86,7 @@ def get_current_backend() -> str:
     return name
 
 
-def set_backend(backend: str | None) -> None:
+def set_backend(backend: BackendName | None) -> None:
     """Make a backend the default of this process.
 
     Args:
@@ -120,7 +123,7 @@ class use_backend(contextlib.ContextDecorator):  # in lower case, since callers 
 
     __module__ = "tilegym_rmsnorm"
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: BackendName) -> None:
         check_name("backend", backend, NAMES)
         self.backend = backend
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+from typing import get_args
 
 import pytest
 import torch
@@ -36,7 +37,14 @@ from tilegym_rmsnorm.call.rope_spec import ROPE_OPS
 from tilegym_rmsnorm.call.spec import Spec, Wanted
 from tilegym_rmsnorm.commands import doctor
 from tilegym_rmsnorm.integrations.fx import replace_rmsnorm_pass
-from tilegym_rmsnorm.settings import AUTO_ORDER, get_current_backend, set_backend, use_backend
+from tilegym_rmsnorm.settings import (
+    AUTO_ORDER,
+    NAMES,
+    BackendName,
+    get_current_backend,
+    set_backend,
+    use_backend,
+)
 
 REQUEST = Request(torch.device("cpu"), torch.float32, torch.float32, "once")
 X = torch.ones(2, 8)
@@ -286,6 +294,11 @@ def test_unknown_names_are_refused_with_the_known_ones(door, name, instead):
     with pytest.raises(ValueError) as error:
         DOORS[door](name)
     assert str(error.value) == f"backend: expected one of {KNOWN}, got {name!r}{instead}"
+
+
+def test_the_type_of_names_has_each_and_any_other_text():
+    names, other = get_args(BackendName)
+    assert sorted(get_args(names)) == sorted(NAMES) and other is str
 
 
 def test_the_environment_names_a_backend_that_is_gone():

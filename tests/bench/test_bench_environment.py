@@ -65,6 +65,7 @@ def test_an_active_environment_that_is_not_taken_is_named(tmp_path, is_complete,
     note = done.stderr.splitlines()[0]
     assert note.startswith(f"note: runs in {tmp_path}/.venv. To run in the active environment, {active}: ")
     assert note.endswith(f"PYTHON=python3 {script}")
-    install = f"it lacks torch>=2.9 matplotlib tabulate tqdm plotly; python3 -m pip install -e '{tmp_path}[bench]', then"
+    lacks = "it lacks torch>=2.9 matplotlib tabulate tqdm plotly"
+    install = f"{lacks}; python3 -m pip install -e '{tmp_path}[bench]', then PYTHON=python3"
     assert (install in note) is not is_complete
     assert done.returncode == (0 if has_venv else 1)

@@ -22,18 +22,30 @@ from tilegym_rmsnorm.integrations import liger
 x = torch.randn(2, 4)
 bf16 = torch.bfloat16
 rms_norm(x, 4, None, 1e-6, backend="torch")
-RMSNorm(4, offset=1.0, casting="llama")
+norm = RMSNorm(4, offset=1.0, casting="llama")
 RMSNorm((4, 8))
 RMSNorm([4, 8])
 warmup((4096, bf16))
 warmup([(4096, bf16), (64, bf16, None)])
 warmup((n, bf16) for n in (64, 128))
 warmup_rope((128, bf16, torch.float32), heads=32, k_heads=8, rope_rounding="each")
+y: torch.Tensor = norm(x).float()
+total: torch.Tensor = norm(x, x)[1].float()
+with use_backend("torch"):
+    rms_norm(x, 4, backend="cutile")
+backend: str = "tri" + "ton"
+RMSNorm(4, backend=backend)
 report: PatchReport = patch_model(torch.nn.Linear(4, 4))
 override: Override = override_aten("cpu")
 liger.LigerRMSNormForGlm4(8, 1e-5, 0.0, "llama", "ones", True, row_mode=None)
 
+norm(x).nothing()  # type: ignore
+norm(x, x)[0].nothing()  # type: ignore
+norm(x, x).float()  # type: ignore
+norm("x")  # type: ignore
 RMSNorm("8")  # type: ignore
+RMSNorm(4, backend=1)  # type: ignore
+rms_norm(x, 4, backend=["torch"])  # type: ignore
 RMSNorm(4, casting="Llama")  # type: ignore
 RMSNorm(4, offset="1")  # type: ignore
 rms_norm(x, "a")  # type: ignore

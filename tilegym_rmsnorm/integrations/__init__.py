@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilegym_rmsnorm.settings import BackendName
+
 if TYPE_CHECKING:
     from tilegym_rmsnorm.integrations.aten import Override
     from tilegym_rmsnorm.integrations.huggingface.report import PatchReport
@@ -56,7 +58,7 @@ def override_aten(device_type: str = "cuda") -> Override:
 
 
 def patch_model(
-    model: torch.nn.Module, *, patch_layers: bool = False, backend: str | None = None
+    model: torch.nn.Module, *, patch_layers: bool = False, backend: BackendName | None = None
 ) -> PatchReport:
     """Run the RMSNorms of a model, such as one of Hugging Face's, on the kernels of this package, in place.
 

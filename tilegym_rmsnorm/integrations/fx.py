@@ -28,7 +28,7 @@ from tilegym_rmsnorm.call.spec import DW, DX
 from tilegym_rmsnorm.call.validation import DTYPES, checked_eps
 from tilegym_rmsnorm.reference import compute_dtype, default_eps
 from tilegym_rmsnorm.routes import op
-from tilegym_rmsnorm.settings import check_backend_name
+from tilegym_rmsnorm.settings import BackendName, check_backend_name
 
 REPLACED = "tilegym_rmsnorm_replaced"  # key of gm.meta: how many nodes `replace_rmsnorm_pass` replaced
 
@@ -85,7 +85,7 @@ def annotate_rmsnorm_for_regional_inductor_pass(
 
 
 def replace_rmsnorm_pass(
-    gm: GraphModule, example_inputs: object = None, *, backend: str | None = None
+    gm: GraphModule, example_inputs: object = None, *, backend: BackendName | None = None
 ) -> GraphModule:
     """Replace a graph's fused norms, forward and backward, by the ops of this package.
 

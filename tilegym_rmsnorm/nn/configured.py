@@ -27,6 +27,7 @@ from tilegym_rmsnorm.call.validation import (
     checked_heads,
     checked_number,
 )
+from tilegym_rmsnorm.nn.keywords import check_keywords
 from tilegym_rmsnorm.settings import check_backend_name
 
 Norm = TypeVar("Norm", bound=torch.nn.RMSNorm)
@@ -76,6 +77,7 @@ def _make(base: Any, defaults: dict[str, Any]) -> type:
         for name, value in named.items():
             parameter = name if name in parameters else OTHER_NAMES.get(name, "")
             if parameter not in parameters:
+                check_keywords(base.__name__, [name])
                 known = ", ".join((*parameters, *OTHER_NAMES))
                 raise TypeError(f"{base.__name__}: expected arguments among {known}, got {name!r}")
             if parameter in options:

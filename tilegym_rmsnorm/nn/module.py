@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ from tilegym_rmsnorm.call.validation import (
 )
 from tilegym_rmsnorm.functional import rms_norm
 from tilegym_rmsnorm.nn.configured import Norm, configured_class
-from tilegym_rmsnorm.settings import check_backend_name
+from tilegym_rmsnorm.nn.keywords import names_ours
+from tilegym_rmsnorm.settings import BackendName, check_backend_name
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -74,6 +75,7 @@ class RMSNorm(torch.nn.RMSNorm):
     out_dtype: torch.dtype | None = None
     __prepare_scriptable__ = refuse_torch_jit_script
 
+    @names_ours
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -89,7 +91,7 @@ class RMSNorm(torch.nn.RMSNorm):
         residual_dtype: torch.dtype | None = None,
         out_dtype: torch.dtype | None = None,
         casting: Casting = "once",
-        backend: str | None = None,
+        backend: BackendName | None = None,
     ) -> None:
         shape = checked_sizes_of_weight(normalized_shape)
         checked_bool("elementwise_affine", elementwise_affine)
@@ -185,6 +187,9 @@ class RMSNorm(torch.nn.RMSNorm):
             casting=attributes["casting"],
             backend=attributes["backend"],
         )
+
+    if TYPE_CHECKING:
+        __call__ = forward  # torch.nn.Module's is Any to type checkers
 
     def _with_more(self, x: Tensor, residual: Tensor | None, weight: Any, bias: Any):
         """Run `forward` with a residual, or with an out_dtype."""
