@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -101,3 +102,19 @@ def test_pinned_versions_are_there_for_the_oldest_python():
         applies = pin.marker is None or pin.marker.evaluate(environment)
         assert not applies or needed.contains(f"{oldest}.0"), pin
     assert checked
+
+
+def test_what_to_cite_is_this_version():
+    """By the fields that Citation File Format 1.2.0 requires, and those of pyproject.toml."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    required = {"authors", "cff-version", "message", "title"}
+    assert required <= citation.keys() <= required | {"abstract", "keywords", "license", "type", "version"}
+    assert citation["cff-version"] == "1.2.0" and citation["type"] == "software"
+    for name in ("version", "license"):
+        assert re.findall(rf'^{name} = "(.*?)"', PROJECT, re.MULTILINE) == [citation[name]]
+    assert re.findall(r'^name = "(.*?)"', PROJECT, re.MULTILINE)[0] == citation["title"]
+    (author,) = re.findall(r'^authors = \[\{ name = "(.*?)" \}\]', PROJECT, re.MULTILINE)
+    assert citation["authors"] == [{"name": author}]
+    assert all(
+        isinstance(each, str) for each in (citation["message"], citation["abstract"], *citation["keywords"])
+    )
