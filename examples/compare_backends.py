@@ -6,9 +6,9 @@
     python examples/compare_backends.py
     python examples/compare_backends.py --rows 16384 --columns 8192 --dtype float32
 
-It prints a line for each backend. Errors are relative to the largest value of the result. Without a GPU the kernels of
-cutile and triton run in interpreters; times of these, and of busy cores, would say nothing. For figures to rely on, run
-bench/run.sh.
+It prints a line for each backend; of one that cannot run here, why. Errors are relative to the largest value of the
+result. Without a GPU the kernels of cutile and triton run in interpreters; times of these, and of busy cores, would say
+nothing. For figures to rely on, run bench/run.sh.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from tilegym_rmsnorm import get_available_backends, rms_norm
+from tilegym_rmsnorm import get_registry_info, rms_norm
 
 HAS_GPU = torch.cuda.is_available()
 EPS = 1e-6
@@ -55,7 +55,10 @@ def main() -> None:
 
     print(f"{options.rows} x {options.columns}, {options.dtype}, {device}")
     print("backend   error of y       of dx       of dw" + "   forward + backward" * HAS_GPU)
-    for backend in get_available_backends():
+    for backend, found in get_registry_info()["backends"].items():
+        if not found["usable"]:
+            print(f"{backend:8} not usable: {found['reason']}")
+            continue
         errors = [error(*pair) for pair in zip(results(backend), expected, strict=True)]
         time = ""
         if HAS_GPU:

@@ -29,7 +29,7 @@ ensure_environment() {
   if [ -n "${PYTHON:-}" ]; then
     [ -z "$(_missing "$PYTHON" sys)" ] || _stop "PYTHON=$PYTHON is no Python of at least 3.10 that runs here"
     missing=$(_missing "$PYTHON" $required)
-    [ -z "$missing" ] || _stop "PYTHON=$PYTHON lacks:$missing. Install them there: $PYTHON -m pip install $(_target "$@")"
+    [ -z "$missing" ] || _stop "PYTHON=$PYTHON lacks:$missing. Install them there: $PYTHON -m pip install -e '$(_target "$@")'"
     _warn_missing "$PYTHON" $optional
     return
   fi
