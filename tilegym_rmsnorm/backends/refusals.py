@@ -63,13 +63,12 @@ def no_gpu(gpu: str, is_built: bool) -> Unusable:
     return Unusable(f"PyTorch sees no {gpu.partition(' ')[2]}", "check nvidia-smi and CUDA_VISIBLE_DEVICES")
 
 
-def cpu_tensors(gpu: str, is_built: bool) -> Unusable:
-    """Say that tensors are on the CPU, and why they can be nowhere else where PyTorch sees no GPU."""
-    reason = "it runs on CUDA tensors, these are on the CPU"
+def remedy_of_cpu_tensors(gpu: str, is_built: bool) -> str:
+    """Say where tensors should be; where PyTorch sees no GPU they can be nowhere else, and that comes first."""
     if torch.cuda.is_available():
-        return Unusable(reason, f"move the tensors to {gpu}")
+        return f"move the tensors to {gpu}"
     problem = no_gpu(gpu, is_built)
-    return Unusable(f"{reason}, and {problem.reason}", problem.remedy)
+    return f"{problem.remedy} ({problem.reason})"
 
 
 def any_gpu_unusable(gpu_unusable: Callable[[torch.device], Unusable | None]) -> Unusable | None:

@@ -53,14 +53,16 @@ def unusable(request: Request | None) -> Unusable | None:
         return Unusable(problem.reason, f"{problem.remedy}, or {_INTERPRET_REMEDY}")
     if problem := refusals.tensors_unusable(request):
         return problem
-    if request.device.type == "cpu":
-        if interpreting():
-            return _cuda_tile_unusable()
-        problem = refusals.cpu_tensors(*_gpu())
-        return Unusable(problem.reason, f"{problem.remedy}, or {_INTERPRET_REMEDY}")
+    if request.device.type == "cpu" and interpreting():
+        return _cuda_tile_unusable()
     if request.device.type != "cuda":
-        reason = f"it runs on CUDA tensors, these are on {request.device}"
-        return Unusable(reason, "move the tensors to an NVIDIA GPU")
+        reason, remedy = (
+            f"it runs on CUDA tensors, these are on {request.device}",
+            "move the tensors to an NVIDIA GPU",
+        )
+        if request.device.type == "cpu":
+            remedy = f"{refusals.remedy_of_cpu_tensors(*_gpu())}, or {_INTERPRET_REMEDY}"
+        return Unusable(reason, remedy)
     return _gpu_unusable(request.device) or _cuda_tile_unusable() or _tileiras_unusable()
 
 

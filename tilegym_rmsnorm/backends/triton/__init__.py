@@ -47,8 +47,8 @@ def unusable(request: Request | None) -> Unusable | None:
     if interpreting():
         return _triton_unusable() or _interpreter_unusable()
     if request.device.type == "cpu":
-        problem = refusals.cpu_tensors(*_gpu())
-        return Unusable(problem.reason, f"{problem.remedy}, or {_interpret_remedy()}")
+        remedy = f"{refusals.remedy_of_cpu_tensors(*_gpu())}, or {_interpret_remedy()}"
+        return Unusable("it runs on CUDA tensors, these are on the CPU", remedy)
     return _gpu_unusable(request.device) or _triton_unusable()
 
 
