@@ -154,14 +154,6 @@ def in_a_transformer_layer(cls):
     return results(layer, rows(2, 3, N)), list(layer.state_dict())
 
 
-@refusal("'bias'")
-def in_a_transformer_layer_that_asks_for_bias(cls):
-    layer = nn.TransformerEncoderLayer(N, 2, 16, dropout=0.0, batch_first=True)
-    layer.norm1, layer.norm2 = built(cls), built(cls)
-    with torch.no_grad():
-        return layer.eval()(rows(2, 3, N)).shape
-
-
 @use
 def compiled(cls):
     torch._dynamo.reset()
