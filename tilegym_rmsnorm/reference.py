@@ -38,7 +38,7 @@ from tilegym_rmsnorm.call.spec import (
     Wanted,
     dtype_of,
 )
-from tilegym_rmsnorm.call.watched import counts_without_grad, is_compiled
+from tilegym_rmsnorm.call.watched import counts_without_grad, is_compiled, is_translated
 
 
 def default_eps(dtype: torch.dtype) -> float:
@@ -211,6 +211,10 @@ def rounded_value(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Round `value` to `dtype` but keep its own dtype. Gradients ignore the rounding."""
     if dtype == value.dtype:
         return value
+    if is_translated():
+        return value.to(dtype).to(
+            value.dtype
+        )  # other runtimes have neither these gradients nor views of bits
     fixed = value.detach()
     rounded = fixed.to(dtype)
     if dtype.itemsize == 2 and is_compiled():

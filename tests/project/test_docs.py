@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS, PACKAGE = ROOT / "docs", ROOT / "tilegym_rmsnorm"
 PAGES = sorted(DOCS.glob("*.md"))
 OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/NOTES.md", "bench/README.md")]
+# What examples need in which these names stand.
+LIBRARIES = {"transformers": ["transformers"], "onnx": ["onnx", "onnxscript", "onnxruntime"]}
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -74,8 +76,9 @@ def test_examples(path, monkeypatch, as_torchrun_starts_it, left_as_it_was):
     monkeypatch.setenv("TILEGYM_RMSNORM_CACHE_DIR", "off")
     text, names = path.read_text(encoding="utf-8"), {"__name__": path.stem}
     for match in BLOCK.finditer(text):
-        if "transformers" in match[1]:
-            pytest.importorskip("transformers", reason="transformers is not installed")
+        for library in re.findall(r"\b(transformers|onnx)\b", match[1]):
+            for needed in LIBRARIES[library]:
+                pytest.importorskip(needed, reason=f"{needed} is not installed")
         source = "\n" * text.count("\n", 0, match.start(1)) + match[1]
         exec(compile(source, str(path), "exec"), names)
     examples = doctest.DocTestParser().get_doctest(text.replace("```", ""), names, path.name, str(path), 0)

@@ -10,6 +10,7 @@ kernel would be missing from the graph, or from the gradient, without an error.
     is_traced           Dynamo traces the caller: torch.compile or strict torch.export
     is_in_torch_func    a transform of torch.func, such as vmap or grad
     is_transformed      torch.func, torch.jit.trace or forward-mode differentiation: they cannot take a library op
+    is_translated       torch.onnx.export, or a decomposition of an op for another runtime
     makes_graph         make_fx, torch.export or AOTAutograd make a graph, or FakeTensorMode asks for shapes
     why_not_here        the case for which kernels cannot run, in words; None if kernels can
     without_modes       a block in which dispatch modes are off
@@ -26,7 +27,9 @@ included while make_fx or torch.export trace above autograd.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -49,6 +52,8 @@ _is_key_included = torch._C._dispatch_tls_is_dispatch_key_included
 _is_key_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _get_dispatch_mode = torch._C._get_dispatch_mode
 _PRE_DISPATCH, _FUNCTIONALIZE = torch._C.DispatchKey.PreDispatch, torch._C.DispatchKey.Functionalize
+
+_is_translated = ContextVar("is_translated", default=False)
 
 # PyTorch's dispatch modes that record operations or replace results. Other modes only observe, as FlopCounterMode.
 _TRACING_MODES = {
@@ -75,6 +80,25 @@ def is_watched() -> bool:
 def is_exporting() -> bool:
     """`torch.compiler.is_exporting`, but right under torch.compile: before torch 2.13 Dynamo takes that for True."""
     return torch.compiler._is_exporting_flag
+
+
+def is_translated() -> bool:
+    """Whether this call becomes PyTorch's operations for another runtime, in `torch.onnx.export` or in `translated`.
+    Nothing derives gradients of these operations, and Inductor does not compile them."""
+    if is_traced() or not (count_modes() != 0 or is_traced_by_jit()):
+        return False
+    onnx = sys.modules.get("torch.onnx")  # importing it takes 0.2 s
+    return _is_translated.get() or (onnx is not None and onnx.is_in_onnx_export())
+
+
+@contextlib.contextmanager
+def translated() -> Iterator[None]:
+    """Make a block in which `is_translated` is True where a graph is made."""
+    token = _is_translated.set(True)
+    try:
+        yield
+    finally:
+        _is_translated.reset(token)
 
 
 def is_in_torch_func() -> bool:

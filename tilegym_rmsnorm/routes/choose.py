@@ -131,9 +131,12 @@ def call_of_op(checked: Checked, backend: str | None, wanted: Wanted | RopeWante
 
 def why_transformed(*tensors: Tensor | None) -> str | None:
     """Say what transforms this call, so that PyTorch's operations run whatever backend was named: torch.func, a tangent
-    or vmap; None if nothing does. Autograd makes such calls inside a backward, not the caller of `rms_norm`."""
+    or vmap, a translation for another runtime; None if nothing does. Autograd makes such calls inside a backward, not
+    the caller of `rms_norm`."""
     if watched.is_in_torch_func():
         return "torch.func transforms this call"
+    if watched.is_translated():
+        return "another runtime gets this call"
     for tensor in () if watched.is_traced() else tensors:  # Dynamo knows none of these tensors
         if tensor is not None and (has_tangent(tensor) or is_batched(tensor)):
             return why_not_plain(tensor)

@@ -180,6 +180,11 @@ _RULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 for _name, (_differentiated, _mapped) in _RULES.items():
     op.library.impl(_name, _differentiated, "Autograd")
     torch.library.register_vmap(f"{op.NAMESPACE}::{_name}", _mapped, lib=op.library)
+# PyTorch's operations for each op; rope_op.py adds its own.
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    op.FORWARD: _transformed_forward,
+    op.BACKWARD: _transformed_backward,
+}
 # torch.jit.trace cannot take an op whose results may be None. Neither can the older vmap, by which
 # autograd.grad(is_grads_batched=True) maps a backward.
 for _key in ("Tracer", "Batched"):

@@ -325,5 +325,6 @@ for _name, _op, _run, _fake, _differentiated, _transformed in (
     op.library.impl(_name, _differentiated, "Autograd")
     _map = functools.partial(op_gradients.one_by_one, _op)
     torch.library.register_vmap(f"{op.NAMESPACE}::{_name}", _map, lib=op.library)
+    op_gradients.DECOMPOSITIONS[_op] = _transformed
     for _key in ("Tracer", "Batched"):  # as in op_gradients.py
         op.library.impl(_name, _transformed, _key)
