@@ -67,11 +67,13 @@ def qk_norm_rope(
             columns would be taken for one column a pair.
         interleaved: The pairs are elements (2i, 2i + 1), as in GPT-J. Else (i, i + rotary_dim / 2), as in GPT-NeoX and
             Llama.
-        position_ids: Rows of cos and sin, int64, shape `(T,)` or `(B, T)`. A position outside of the table makes the
-            rotated elements of its token NaN, and with them the gradients of the weights. None: row t is position t.
+        position_ids: Rows of cos and sin, int64 or int32, shape `(T,)` or `(B, T)`. A position outside of the table
+            makes the rotated elements of its token NaN, and with them the gradients of the weights. None: row t is
+            position t.
         casting: As for `rms_norm`: "llama" for Qwen3, "once" for Gemma 3.
-        rope_rounding: `"end"`: only the result is rounded. `"each"`: n, both products and their sum are rounded to q's
-            dtype, as Hugging Face's models do.
+        rope_rounding: `"end"`: only the result is rounded. `"norm"`: n is rounded to q's dtype too, as by a norm and a
+            rotation in float32 behind it: vLLM's Qwen3.5, torchtitan's Qwen3. `"each"`: n, both products and their sum
+            are rounded to q's dtype, as Hugging Face's models do.
         backend: A name or `"auto"`. None: the backend in effect, see `use_backend`.
 
     Returns:

@@ -17,8 +17,8 @@ tables hold; behind it the gradients are those of RMSNorm (reference.py), with r
     dx = (g - xhat * mean_j(xhat * g)) * rstd                       dw = sum over heads and positions of dn * xhat
 
 Computation is in float32, in float64 where any input is float64. Each result is rounded once. casting="llama" rounds
-xhat too. rope_rounding="each" rounds n, both products and their sum, to x's dtype. Gradients ignore those roundings,
-but dw has xhat as it was multiplied.
+xhat too. rope_rounding="norm" rounds n, to x's dtype; "each" n, both products and their sum. Gradients ignore those
+roundings, but dw has xhat as it was multiplied.
 
 q and k have four dimensions. Every function takes any device, and is differentiable. The functions check no arguments:
 call/rope.py does, before they are called.
@@ -81,7 +81,7 @@ def tables_at(
     if positions is not None:
         positions = positions[None] if positions.ndim == 1 else positions
         is_inside = (positions >= 0) & (positions < cos.shape[0])
-        index, outside = torch.where(is_inside, positions, 0), ~is_inside[:, :, None]
+        index, outside = torch.where(is_inside, positions, 0).long(), ~is_inside[:, :, None]
         cos, sin = (table[index].masked_fill(outside, float("nan")) for table in (cos, sin))
     dtype = joint_dtype(cos, sin)
     halves = [part for table in (cos, sin) for part in _halves(table.to(dtype), spec)]
@@ -115,13 +115,13 @@ def joined_pairs(first: Tensor, second: Tensor, interleaved: bool) -> Tensor:
 
 
 def rotated(n: Tensor, tables: Tables, spec: RopeSpec, dtype: torch.dtype) -> Tensor:
-    """Rotate normalized heads, (B, T, H, D). rope_rounding="each" rounds to `dtype`, but keeps n's."""
-    rounds = spec.rope_rounding == "each"
+    """Rotate normalized heads, (B, T, H, D). rope_rounding="norm" or "each" rounds to `dtype`, but keeps n's."""
+    rounds_products = spec.rope_rounding == "each"
 
     def r(value: Tensor) -> Tensor:
-        return rounded_value(value, dtype) if rounds else value
+        return rounded_value(value, dtype) if rounds_products else value
 
-    n = r(n)
+    n = n if spec.rope_rounding == "end" else rounded_value(n, dtype)
     first, second = split_pairs(_rotated_part(n, spec), spec.interleaved)
     first_cos, second_cos, first_sin, second_sin = tables
     turned = joined_pairs(

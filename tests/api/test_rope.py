@@ -86,19 +86,37 @@ def test_tables_that_batches_share_by_their_strides(backend, shared):
     assert_near(both_passes(ours, tensors, backend=backend), both_passes(rope_calls.expected, tensors), FP32)
 
 
-def test_positions(backend):
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_positions(dtype, backend):
     tensors = case(tables="positions")
     for positions in (
-        torch.tensor([7, 0, 3, 3, 1], device=DEVICE),
-        torch.randint(0, 8, (2, 5), device=DEVICE),
-        torch.randint(0, 8, (1, 5), device=DEVICE),
+        torch.tensor([7, 0, 3, 3, 1], device=DEVICE, dtype=dtype),
+        torch.randint(0, 8, (2, 5), device=DEVICE, dtype=dtype),
+        torch.randint(0, 8, (1, 5), device=DEVICE, dtype=dtype),
+        torch.randint(0, 8, (2, 10), device=DEVICE, dtype=dtype)[:, ::2],
     ):
         got = both_passes(ours, tensors, position_ids=positions, backend=backend)
         assert_near(got, both_passes(rope_calls.expected, tensors, position_ids=positions), FP32)
 
 
-def test_a_position_outside_of_the_table_is_nan_and_no_other(backend):
-    positions = torch.tensor([0, 8, 2, -1, 4], device=DEVICE)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_positions_reach_a_backend_as_they_are(dtype):
+    positions = torch.randint(0, 8, (2, 5), device=DEVICE, dtype=dtype)
+    tensors = (*case(tables="positions"), positions)
+    assert viewed(tensors, rope_views(tensors))[-1] is positions
+
+
+def test_a_known_call_of_positions_is_of_their_dtype(backend):
+    tensors, positions = case(tables="positions"), torch.randint(0, 8, (2, 5), device=DEVICE)
+    want = both_passes(ours, tensors, position_ids=positions, backend=backend)
+    for dtype in (torch.int32, torch.int64, torch.int32):
+        got = both_passes(ours, tensors, position_ids=positions.to(dtype), backend=backend)
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_a_position_outside_of_the_table_is_nan_and_no_other(dtype, backend):
+    positions = torch.tensor([0, 8, 2, -1, 4], device=DEVICE, dtype=dtype)
     q_out, k_out = ours(*case(tables="positions"), position_ids=positions, backend=backend)
     for out in (q_out, k_out):
         is_nan = out.isnan()
@@ -192,6 +210,63 @@ def test_each_rounding_has_the_bits_of_hugging_face(dtype, casting):
     got = ours(*tensors, casting=casting, rope_rounding="each", backend="torch")
     want = as_hugging_face(*tensors, casting)
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+ROUNDED_FORMS = {
+    "plain": ({"tables": "BT"}, {}),
+    "partial": ({"r": 48, "weights": "heads"}, {"rotary_dim": 48, "offset": 1.0}),
+    "interleaved": ({"half": True, "weights": "float32"}, {"interleaved": True}),
+    "partial interleaved": ({"r": 32, "weights": "none"}, {"rotary_dim": 32, "interleaved": True}),
+    "positions": ({"tables": "positions", "half": True}, {"offset": 1.0}),
+}
+
+
+@pytest.mark.parametrize("casting", ["llama", "once"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", ROUNDED_FORMS)
+def test_the_norm_is_rounded_and_the_result_once(name, dtype, casting, backend):
+    """As a norm that returns q's dtype, and behind it a rotation in float32. Not bit by bit: another rstd may turn a
+    rounding over, and the sum is of float32."""
+    made, options = ROUNDED_FORMS[name]
+    tensors = case(dtype=dtype, d=64, **made)
+    options = options | {"casting": casting}
+    if made.get("tables") == "positions":
+        options["position_ids"] = torch.randint(0, 8, (2, 5), device=DEVICE)
+    got = ours(*tensors, rope_rounding="norm", backend=backend, **options)
+    for one, of_norm, of_end in zip(
+        got,
+        rope_calls.expected(*tensors, rope_rounding="norm", **options),
+        rope_calls.expected(*tensors, rope_rounding="end", **options),
+        strict=True,
+    ):
+        shares = [(one == each.to(dtype)).double().mean().item() for each in (of_norm, of_end)]
+        # with casting="llama" and no weight n is xhat, which has q's dtype
+        is_other = casting == "once" or made.get("weights") != "none"
+        assert shares[0] > 0.99 and (shares[1] < 0.9) is is_other, shares
+
+
+@pytest.mark.parametrize("casting", ["llama", "once"])
+@pytest.mark.parametrize("name", ROUNDED_FORMS)
+def test_roundings_round_nothing_in_float32(name, casting, backend):
+    made, options = ROUNDED_FORMS[name]
+    tensors = case(d=64, **made | {"tables": "T"})
+    end, *others = (
+        ours(*tensors, casting=casting, rope_rounding=each, backend=backend, **options)
+        for each in ("end", "norm", "each")
+    )
+    for other in others:
+        for one, another in zip(end, other, strict=True):
+            torch.testing.assert_close(one, another, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_gradients_ignore_the_rounding_of_the_norm(dtype, backend):
+    tensors = case(dtype=dtype, d=64)
+    plain, rounded = (
+        both_passes(ours, tensors, rope_rounding=each, backend=backend) for each in ("end", "norm")
+    )
+    assert not torch.equal(plain[0], rounded[0])
+    assert all(torch.equal(one, other) for one, other in zip(plain[2:], rounded[2:], strict=True))
 
 
 def test_without_rotation_it_is_rms_norm():
@@ -309,10 +384,16 @@ BAD = [
     ({"rotary_dim": 4.0}, TypeError, "rotary_dim: expected an int or None"),
     ({"interleaved": 1}, TypeError, "interleaved: expected a bool"),
     (
-        {"position_ids": POSITIONS.int()},
+        {"position_ids": POSITIONS.short()},
         TypeError,
-        r"expected torch.int64, got torch.int32: pass position_ids.long\(\)",
+        r"expected torch.int64 or torch.int32, got torch.int16: pass position_ids.long\(\)",
     ),
+    (
+        {"position_ids": POSITIONS.float()},
+        TypeError,
+        r"expected torch.int64 or torch.int32, got torch.float32$",
+    ),
+    ({"position_ids": POSITIONS.bool()}, TypeError, r"expected torch.int64 or torch.int32, got torch.bool$"),
     (
         {"position_ids": POSITIONS[:4]},
         ValueError,
@@ -326,7 +407,7 @@ BAD = [
         ValueError,
         "cos: expected two dimensions",
     ),
-    ({"rope_rounding": "all"}, ValueError, "rope_rounding: expected one of 'end', 'each'"),
+    ({"rope_rounding": "all"}, ValueError, "rope_rounding: expected one of 'end', 'norm', 'each'"),
     ({"casting": "none"}, ValueError, "casting: expected one of"),
     ({"eps": -1.0}, ValueError, "eps: expected a finite number"),
     ({"offset": "1"}, TypeError, "offset: expected a finite number"),

@@ -53,13 +53,16 @@ def test_compiled_operations_of_backend_torch():
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_compiled_positions_and_one_tensor():
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_compiled_positions_and_one_tensor(dtype):
     torch._dynamo.reset()
     q, _, weight, _, cos, sin = case(tables="positions")
-    positions = torch.tensor([1, 0, 7, 3, 9], device=DEVICE)
-    graph = torch.compile(functools.partial(rms_norm_rope, position_ids=positions), fullgraph=True)
-    want = rms_norm_rope(q, weight, cos, sin, position_ids=positions)
-    torch.testing.assert_close(graph(q, weight, cos, sin), want, equal_nan=True, rtol=0, atol=0)
+    positions = torch.tensor([1, 0, 7, 3, 9], device=DEVICE, dtype=dtype)
+    want = rms_norm_rope(q, weight, cos, sin, position_ids=positions.long())
+    for backend in (None, "torch"):
+        call = functools.partial(rms_norm_rope, position_ids=positions, backend=backend)
+        got = torch.compile(call, fullgraph=True)(q, weight, cos, sin)
+        torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -157,12 +160,14 @@ def test_transforms_of_torch_func():
     torch.testing.assert_close(pushed.double(), (plus - minus) / 2e-3, rtol=1e-3, atol=1e-4)
 
 
-def test_ops_mapped_over_a_batch():
-    tensors = case()
+@pytest.mark.parametrize("rounding", ["end", "norm"])
+def test_ops_mapped_over_a_batch(rounding):
+    tensors = case(dtype=torch.bfloat16)
     batched = [torch.stack([each, each + 1]) for each in tensors[:4]]
-    got = torch.func.vmap(lambda *leaves: FORWARD(*leaves, *tensors[4:], None, *NUMBERS))(*batched)
+    numbers = *NUMBERS[:5], rounding, None
+    got = torch.func.vmap(lambda *leaves: FORWARD(*leaves, *tensors[4:], None, *numbers))(*batched)
     for i in range(2):
-        want = ours(*(each[i] for each in batched), *tensors[4:])
+        want = ours(*(each[i] for each in batched), *tensors[4:], rope_rounding=rounding)
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one[i], other)
 
@@ -178,6 +183,27 @@ def test_the_ops_pass_pytorchs_checks(options):
     detached = [None if each is None else each.detach() for each in tensors]
     for wanted in (0, 1, 2, 3):
         opcheck(BACKWARD, (*gradients, *detached, None, wanted, *NUMBERS))
+
+
+@pytest.mark.parametrize("rounding", ["end", "norm", "each"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_the_ops_of_positions_pass_pytorchs_checks(dtype, rounding):
+    tensors = case(tables="positions", dtype=torch.bfloat16)
+    positions = torch.randint(0, 8, (2, 5), device=DEVICE, dtype=dtype)
+    numbers = *NUMBERS[:5], rounding, None
+    opcheck(FORWARD, (*(each.requires_grad_() for each in tensors[:4]), *tensors[4:], positions, *numbers))
+    gradients = [torch.randn_like(each) for each in tensors[:2]]
+    opcheck(BACKWARD, (*gradients, *(each.detach() for each in tensors), positions, 3, *numbers))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_positions_mapped_over_a_batch(dtype):
+    tensors = case(tables="positions", t=3)
+    positions = torch.randint(0, 6, (4, 2, 3), device=DEVICE, dtype=dtype)
+    got = torch.func.vmap(lambda each: ours(*tensors, position_ids=each))(positions)
+    for i in range(4):
+        for one, other in zip(got, ours(*tensors, position_ids=positions[i]), strict=True):
+            torch.testing.assert_close(one[i], other)
 
 
 @pytest.mark.parametrize("backend", [None, "torch"])

@@ -155,8 +155,9 @@ def test_flashinfer_cos_sin_cache(is_neox, rotary_dim):
     q, k = (torch.randn(tokens, heads, d, device=DEVICE).to(BF16) for heads in (8, 2))
     weights = [(1 + 0.1 * torch.randn(d, device=DEVICE)).to(BF16) for _ in range(2)]
     cache = torch.randn(32, rotary_dim, device=DEVICE)  # R / 2 columns of cos, then as many of sin
-    positions = torch.randint(0, 32, (tokens,), device=DEVICE)
+    positions = torch.randint(0, 32, (tokens,), device=DEVICE, dtype=torch.int32)
     options = {"rotary_dim": cache.shape[-1], "interleaved": not is_neox, "position_ids": positions}
+    options["rope_rounding"] = "norm"
     outputs = qk_norm_rope(q, k, *weights, *cache.chunk(2, -1), eps=1e-6, **options)
     want = rope_calls.expected(q[None], k[None], *weights, *cache.chunk(2, -1), **options)
     for one, other in zip(outputs, want, strict=True):

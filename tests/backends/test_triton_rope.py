@@ -43,6 +43,7 @@ class Case(NamedTuple):
     table_dtype: torch.dtype = FP32
     has_half_tables: bool = False
     rows: str = "T"  # or "B * T" rows, or positions: "shared", "own" by each batch, or some "outside"
+    position_dtype: torch.dtype = torch.int64
     layouts: tuple[str, str, str, str] = (
         "packed",
         "packed",
@@ -89,10 +90,13 @@ CASES = {
     "one of all": Case(size=(1, 1, 1, 1), layouts=("contiguous",) * 4),
     "no eps": Case(80, size=(1, 3, 3, 1), eps=0.0),
     "outside": Case(64, 32, size=(2, 6, 3, 2), rows="outside", dtype=FP32),
+    "outside, of 32 bits": Case(size=(2, 6, 3, 2), rows="outside", position_dtype=torch.int32),
     "outside, interleaved": Case(48, size=(2, 6, 3, 2), rows="outside", interleaved=True),
     "llama, each": Case(128, casting="llama", rounding="each", table_dtype=BF16, weight_dtypes=(BF16, BF16)),
     "llama": Case(80, 40, casting="llama", dtype=FP16, interleaved=True),
     "each": Case(64, 16, rounding="each", weights=("heads", "none"), has_half_tables=True),
+    "norm": Case(256, 64, rounding="norm", weights=("heads", "none"), has_half_tables=True, rows="own"),
+    "llama, norm": Case(64, casting="llama", rounding="norm", dtype=FP16, interleaved=True, offset=1.0),
 }
 
 
@@ -142,7 +146,8 @@ def make(case: Case, seed: int = 0) -> Call:
             count, (1 if case.rows == "shared" else B, T), generator=generator, device=DEVICE
         )
     if case.rows == "outside":
-        positions[0, 1], positions[0, 4], positions[1, 2] = -1, count, 2**40
+        positions[0, 1], positions[0, 4], positions[1, 2] = -1, count, torch.iinfo(case.position_dtype).max
+    positions = None if positions is None else positions.to(case.position_dtype)
     cos, sin = (
         arranged(normal(count, columns).to(case.table_dtype), layout) for layout in ("gaps", "offset")
     )
@@ -281,7 +286,7 @@ def test_same_bits_twice(name, tiles):
         assert torch.equal(result, second[key]), key
 
 
-ROUNDINGS = tuple(itertools.product(("once", "llama"), ("end", "each")))
+ROUNDINGS = tuple(itertools.product(("once", "llama"), ("end", "norm", "each")))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -302,7 +307,7 @@ def test_each_casting_and_rounding_is_its_own(dtype, interleaved):
             assert shares.pop(each) > 0.995 and max(shares.values()) < 0.9, (each, shares)
 
 
-@pytest.mark.parametrize("rounding", ["end", "each"])
+@pytest.mark.parametrize("rounding", ["end", "norm", "each"])
 def test_rounded_products_are_not_contracted(rounding, monkeypatch):
     """On a GPU (gpu/test_gpu_rope.py) that drops a rounding; Triton's interpreter contracts nothing."""
     from tilegym_rmsnorm.backends.triton import launch
@@ -312,7 +317,7 @@ def test_rounded_products_are_not_contracted(rounding, monkeypatch):
     monkeypatch.setattr(launch.rope, "rope_forward", kernel)
     q, table = torch.ones(1, 1, 1, 16, device=DEVICE, dtype=BF16), torch.ones(1, 16, device=DEVICE)
     qk_norm_rope(q, q.clone(), None, None, table, table.clone(), rope_rounding=rounding, backend="triton")
-    assert [each["enable_fp_fusion"] for each in seen] == [rounding == "end"]
+    assert [each["enable_fp_fusion"] for each in seen] == [rounding != "each"]
 
 
 def test_llama_rounds_xhat_in_the_gradients_of_weights():
@@ -403,6 +408,19 @@ def test_strides_beyond_32_bits():
     tensors = moved(q, (far, 64, 16, 1)), k, *weights, cos, sin[:2], positions % 2
     dys = moved(call.dys[0], (far, 8, 32, 1)), moved(call.dys[1], (64, 8, far, 1))
     call = Call(tensors, dys, call.wanted)
+    check(case, call, call.run(case.spec))
+
+
+def test_offsets_of_rows_beyond_32_bits_by_positions_of_32():
+    """A position and a stride of a row of cos that 32 bits hold, but not their product."""
+    far = 2**30
+    case = Case(8, size=(2, 3, 2, 2), dtype=FP16, table_dtype=FP16, rows="own", position_dtype=torch.int32)
+    call = make(case)
+    *heads, cos, sin, positions = call.tensors
+    storage = torch.from_numpy(numpy.zeros(3 * far + 8, numpy.float16))  # no memory until it is written
+    storage = storage.to(DEVICE) if HAS_GPU else storage
+    cos = storage.as_strided((4, 8), (far, 1)).copy_(cos[:4])
+    call = Call((*heads, cos, sin[:4], positions % 2 + 2), call.dys, call.wanted)
     check(case, call, call.run(case.spec))
 
 

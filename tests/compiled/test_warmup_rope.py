@@ -48,10 +48,15 @@ CASES = {
     "weights of heads": Case((128, BF16), {"heads": 32, "k_heads": 8, "per_head": True}),
     "no weights": Case((128, BF16, None), {"heads": 40, "k_heads": 8}),
     "float32": Case((80, FP32), {"heads": 28, "k_heads": 4}),
-    "wide, a part": Case((256, BF16, FP32), {"heads": 16, "k_heads": 2, "rotary_dim": 64}),
+    "wide, a part": Case(
+        (256, BF16, FP32), {"heads": 16, "k_heads": 2, "rotary_dim": 64, "rope_rounding": "norm"}
+    ),
     "interleaved": Case((128, FP16), {"heads": 16, "k_heads": 16, "interleaved": True, "half_tables": True}),
     "half tables": Case((64, BF16), {"heads": 5, "k_heads": 5, "half_tables": True, "table_dtype": BF16}),
     "positions": Case((128, BF16), {"heads": 28, "k_heads": 4, "positions": 4096}),
+    "positions of 32 bits": Case(
+        (128, BF16), {"heads": 28, "k_heads": 4, "positions": 4096, "position_dtype": torch.int32}
+    ),
     "odd positions": Case((64, BF16), {"heads": 3, "positions": 1001, "rope_rounding": "each"}),
     "llama": Case((128, BF16), {"heads": 64, "k_heads": 8, "casting": "llama", "rope_rounding": "each"}),
     "16 heads and 1, llama": Case((128, BF16), {"heads": 16, "k_heads": 1, "casting": "llama"}),
@@ -94,7 +99,8 @@ def step(
     given = {name: options[name] for name in names if name in options}
     if "positions" in options:
         size = (b, t) if of_batch else (t,)
-        given["position_ids"] = torch.zeros(size, dtype=torch.int64, device=device)
+        dtype = options.get("position_dtype", torch.int64)
+        given["position_ids"] = torch.zeros(size, dtype=dtype, device=device)
     tables = _tables(case, b, t, of_batch, device)
     if len(heads) == 2:
         results = tr.qk_norm_rope(*heads, *weights, *tables, **given, backend="cutile")
@@ -203,7 +209,9 @@ def test_sms_left_free(on_meta):
             assert on_meta.kernels == kernels, f"{b, t}: {on_meta.kernels - kernels}"
 
 
-@pytest.mark.parametrize("name", ["plain", "weights of heads", "one tensor", "positions"])
+@pytest.mark.parametrize(
+    "name", ["plain", "weights of heads", "one tensor", "positions", "positions of 32 bits"]
+)
 def test_nothing_is_compiled_that_no_call_needs(on_meta, monkeypatch, name):
     case = CASES[name]
     kernels = warmed(on_meta, case)
@@ -221,7 +229,9 @@ OTHERS = (
     {"table_dtype": BF16},
     {"half_tables": True},
     {"positions": 4096},
+    {"positions": 4096, "position_dtype": torch.int32},
     {"casting": "llama"},
+    {"rope_rounding": "norm"},
     {"rope_rounding": "each"},
 )
 
@@ -254,8 +264,19 @@ def test_other_calls_are_others(on_meta, others):
         ((64, BF16), {"table_dtype": "float32"}, TypeError, "table_dtype: expected None or a dtype of "),
         ((64, BF16), {"half_tables": "no"}, TypeError, "half_tables: expected a bool, got 'no'"),
         ((64, BF16), {"positions": 0}, ValueError, "positions: expected at least 1, or None, got 0"),
+        (
+            (64, BF16),
+            {"positions": 8, "position_dtype": torch.int16},
+            TypeError,
+            "position_dtype: expected torch.int64 or torch.int32, got torch.int16",
+        ),
         ((64, BF16), {"casting": "twice"}, ValueError, "casting: expected one of "),
-        ((64, BF16), {"rope_rounding": "all"}, ValueError, "rope_rounding: expected one of 'end', 'each'"),
+        (
+            (64, BF16),
+            {"rope_rounding": "all"},
+            ValueError,
+            "rope_rounding: expected one of 'end', 'norm', 'each'",
+        ),
         ((64, BF16), {"device": "cpu"}, ValueError, "device: expected a CUDA device, got cpu"),
     ],
 )

@@ -67,15 +67,26 @@ def test_one_result_alone(mesh, index, create_graph):
         torch.testing.assert_close(one.full_tensor(), other)
 
 
-def test_positions_are_sharded_along_the_sequence(mesh):
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_positions_are_sharded_along_the_sequence(mesh, dtype):
     q, k, q_weight, k_weight, cos, sin = case(tables="positions", device="cpu")
-    positions = torch.randint(0, 8, (2, 5))
+    positions = torch.randint(0, 8, (2, 5), dtype=dtype)
     given = [distribute_tensor(each, mesh, [Shard(1)]) for each in (q, k)]
     vectors = [distribute_tensor(each, mesh, [Replicate()]) for each in (q_weight, k_weight)]
     got = ours(*given, *vectors, cos, sin, position_ids=positions)
     want = ours(q, k, q_weight, k_weight, cos, sin, position_ids=positions)
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one.full_tensor(), other)
+
+
+@pytest.mark.parametrize("backend", [None, "torch"])
+def test_the_norm_alone_is_rounded(mesh, backend):
+    tensors = case(dtype=torch.bfloat16, d=64, device="cpu")
+    sharded = [distribute_tensor(each, mesh, [Shard(1)]) for each in tensors[:2]]
+    vectors = [distribute_tensor(each, mesh, [Replicate()]) for each in tensors[2:4]]
+    got = ours(*sharded, *vectors, *tensors[4:], rope_rounding="norm", backend=backend)
+    for one, other in zip(got, ours(*tensors, rope_rounding="norm"), strict=True):
+        assert torch.equal(one.full_tensor(), other)
 
 
 def rules(count, *arguments):

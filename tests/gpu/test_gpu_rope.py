@@ -147,10 +147,11 @@ def test_streams_that_race(shape, form, backend, memory):
     assert_same_bits_racing(alone, [f"result {i}" for i in range(len(alone[0]))], calls)
 
 
+@pytest.mark.parametrize("rounding", ["norm", "each"])
 @pytest.mark.parametrize("casting", ["once", "llama"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_each_rounding(dtype, casting, backend):
-    tensors, spec, wanted = call(SHAPES[0], dtype, casting=casting, rounding="each", has_16_bit_tables=True)
+def test_each_rounding(dtype, casting, rounding, backend):
+    tensors, spec, wanted = call(SHAPES[0], dtype, casting=casting, rounding=rounding, has_16_bit_tables=True)
     want = *rope_forward_torch(tensors[2:], spec), *rope_gradients_torch(tensors, spec, wanted)
     got = run(tensors, spec, backend)
     assert_near(got, want, BF16)

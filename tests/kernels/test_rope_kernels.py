@@ -52,6 +52,7 @@ CASES = {
     "rows of each batch": RopeCase(BF16, batch=3, has_rows_of_batch=True, dy_layout="contiguous"),
     "one row of positions": RopeCase(BF16, positions="one", heads=(4, 1)),
     "positions of each batch": RopeCase(BF16, positions="each", batch=3, tables="half"),
+    "positions of 32 bits": RopeCase(BF16, positions="each", position_dtype=torch.int32),
     "beside a gate": RopeCase(BF16, layout="gate", dy_layout="contiguous"),
     "begun elsewhere": RopeCase(BF16, layout="offset", dy_layout="offset"),
     "one step": RopeCase(BF16, batch=3, length=1, heads=(8, 1)),
@@ -184,11 +185,14 @@ def test_settings(case, settings, monkeypatch):
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize("positions", ["one", "each"])
-def test_positions_outside_of_the_table(positions, interleaved):
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_positions_outside_of_the_table(dtype, positions, interleaved):
     """Read no memory outside of it, and give NaN where the token is rotated, in its dx, and in dw."""
-    call = make(RopeCase(BF16, positions=positions, n=96, rotary_dim=64, interleaved=interleaved))
+    case = RopeCase(BF16, positions=positions, n=96, rotary_dim=64, interleaved=interleaved)
+    call = make(case._replace(position_dtype=dtype))
     rows = call.tensors[4].shape[0]
-    for number, position in enumerate((-1, rows, 2**40, -(2**40), 2**32)):
+    far = (2**40, -(2**40), 2**32) if dtype is torch.int64 else (2**31 - 1, -(2**31), -2)
+    for number, position in enumerate((-1, rows, *far)):
         call.tensors[6][-1, number] = position
     check_forward(call, *run_forward(call))
     check_backward(call, *run_backward(call))
@@ -213,7 +217,7 @@ def test_steps_past_the_last_read_no_row_that_no_step_has():
     check_backward(call, *run_backward(call))
 
 
-@pytest.mark.parametrize("rounding", ["end", "each"])
+@pytest.mark.parametrize("rounding", ["end", "norm", "each"])
 @pytest.mark.parametrize("casting", ["once", "llama"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_the_roundings_are_those_of_the_reference(dtype, casting, rounding):
@@ -228,7 +232,7 @@ def test_the_roundings_are_those_of_the_reference(dtype, casting, rounding):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     for other in (
         {"casting": "once" if casting == "llama" else "llama"},
-        {"rope_rounding": "end" if rounding == "each" else "each"},
+        *({"rope_rounding": each} for each in ("end", "norm", "each") if each != rounding),
     ):
         changed = rope_forward_torch(call.tensors, call.spec._replace(**other))
         assert not torch.equal(found[0], changed[0])

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 
 import pytest
+import torch
 from helpers import BF16, FP16, FP32, take_turns
 from rope_cases import RopeCase, make
 
@@ -60,6 +61,17 @@ CASES = {
     "256, weights of heads": PLAIN._replace(heads=(16, 2), n=256, rotary_dim=256, weight=("heads", "heads")),
     "128, a quarter": PLAIN._replace(rotary_dim=32),
     "256, a quarter, llama": PLAIN._replace(heads=(16, 2), n=256, rotary_dim=64, casting="llama"),
+    "256, a quarter, norm": PLAIN._replace(
+        heads=(16, 2),
+        n=256,
+        rotary_dim=64,
+        layout="gate",
+        tables="half",
+        positions="each",
+        position_dtype=torch.int32,
+        rounding="norm",
+    ),
+    "128, norm": PLAIN._replace(casting="llama", rounding="norm", weight_dtype=FP32),
     "64, llama": PLAIN._replace(n=64, rotary_dim=64, casting="llama", rounding="each", table_dtype=BF16),
 }
 

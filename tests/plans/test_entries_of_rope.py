@@ -138,7 +138,7 @@ def test_calls_of_other_kinds_take_what_is_reasoned(folders):
         asked = entry_problem(128, "bfloat16", 90)._replace(**change)
         assert served(user, **change) == (reasoned("backward", asked), "reasoned (plans/rope.py)"), change
     assert served(user, dtype=None)[0] != choice(), "gradients of another dtype"
-    for change in ({"has_full_tables": False}, {"rounding": "each"}, {"heads": 1}):
+    for change in ({"has_full_tables": False}, {"rounding": "norm"}, {"rounding": "each"}, {"heads": 1}):
         assert served(user, **change)[0] == choice(), change
 
 

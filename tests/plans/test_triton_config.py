@@ -104,7 +104,9 @@ DIMS = (
     (8192, 4096),
     (16384, 16384),
 )
-NO_FLAGS = dict.fromkeys(("is_interleaved", "has_half_tables", "rounds_xhat", "rounds_each"), False)
+NO_FLAGS = dict.fromkeys(
+    ("is_interleaved", "has_half_tables", "rounds_xhat", "rounds_n", "rounds_each"), False
+)
 
 
 def _rope_plans(sms_left=None):

@@ -25,7 +25,8 @@ def rotation(c: Tensor, s: Tensor, d: int, rotary_dim: int, interleaved: bool) -
 
 
 def expected(q, k, q_weight, k_weight, cos, sin, position_ids=None, offset=0.0, rotary_dim=None, **options):
-    """q_out and k_out in float64, differentiable, of tensors with four dimensions; only for casting="once"."""
+    """q_out and k_out in float64, not rounded at the end, of tensors with four dimensions. Differentiable with
+    casting="once" and rope_rounding="end"; not for "each"."""
     batch, length, _, d = q.shape
     cos, sin = cos.double(), sin.double()
     if position_ids is not None:
@@ -38,9 +39,11 @@ def expected(q, k, q_weight, k_weight, cos, sin, position_ids=None, offset=0.0, 
         if x is None:
             outputs.append(None)
             continue
-        x = x.double()
+        dtype, x = x.dtype, x.double()
         n = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + options.get("eps", EPS))
+        n = n.to(dtype).double() if options.get("casting") == "llama" else n
         n = n if weight is None else n * (weight.double() + offset)
+        n = n.to(dtype).double() if options.get("rope_rounding") == "norm" else n
         outputs.append(torch.einsum("btij,bthj->bthi", matrix, n))
     return tuple(outputs)
 

@@ -43,6 +43,7 @@ class RopeCase(NamedTuple):
     table_dtype: torch.dtype = FP32
     has_rows_of_batch: bool = False
     positions: str | None = None
+    position_dtype: torch.dtype = torch.int64
     offset: float = 0.0
     eps: float = 1e-3
     casting: str = "once"
@@ -103,7 +104,9 @@ def make(case: RopeCase, device: torch.device | str = "cpu", seed: int = 0) -> R
     if case.positions:
         table_rows += 3
         size = (1 if case.positions == "one" else b, t)
-        positions = torch.randint(0, table_rows, size, generator=generator, device=device)
+        positions = torch.randint(0, table_rows, size, generator=generator, device=device).to(
+            case.position_dtype
+        )
     cos, sin = (normal(table_rows, columns).to(case.table_dtype) for _ in range(2))
     spec = RopeSpec(n, case.eps, case.offset, case.rotary_dim, case.interleaved, case.casting, case.rounding)
     weights = weight(case.weight[0], queries), weight(case.weight[1], keys)

@@ -135,6 +135,7 @@ def run_rope(
     casting: str = "once",
     rounding: str = "end",
     has_positions: bool = False,
+    position_dtype: str = "int64",
     rows: int | None = None,
     table_columns: int | None = None,
     eps: float = 1e-6,
@@ -159,7 +160,7 @@ def run_rope(
         for x in arrays
     ]
     cos, sin = torch.empty(2, rows or T, table_columns or R, dtype=_dtype(table_dtype))
-    positions = torch.empty(1, T, dtype=torch.int64) if has_positions else None
+    positions = torch.empty(1, T, dtype=_dtype(position_dtype)) if has_positions else None
     spec = RopeSpec(D, eps, offset, R, interleaved, casting, rounding)
     tensors = (*arrays, *weights, cos, sin, positions)
     launch.qk_norm_rope_forward(spec, tensors)

@@ -18,9 +18,9 @@ absent, or not wanted.
 
 The ops of `qk_norm_rope` receive q (B, T, Hq, D), and k (B, T, Hk, D) or None, with a last stride of 1 and any other
 strides but 0; so are dq_out and dk_out, each with its own dtype and strides. Weights are contiguous, (D,) or (H, D), or
-None. cos and sin have one shape, (rows, R) or (rows, R / 2), one dtype, and a last stride of 1. positions is int64,
-(1, T) or (B, T), contiguous; None: the tables have T rows, or B * T. q_out, k_out, dq and dk are new and contiguous, in
-the dtypes of q and k; the gradients of weights have their shapes. There are elements in all of them.
+None. cos and sin have one shape, (rows, R) or (rows, R / 2), one dtype, and a last stride of 1. positions is int64
+or int32, (1, T) or (B, T), contiguous; None: the tables have T rows, or B * T. q_out, k_out, dq and dk are new and
+contiguous, in the dtypes of q and k; the gradients of weights have their shapes. There are elements in all of them.
 
 A backend whose calls on small tensors are bound by the host registers functions made by `binding`.
 """

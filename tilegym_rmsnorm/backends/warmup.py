@@ -13,7 +13,7 @@ import torch
 from tilegym_rmsnorm.backends.contract import Request
 from tilegym_rmsnorm.backends.refusals import tensors_unusable
 from tilegym_rmsnorm.backends.registry import BackendUnavailableError, request_of, why_unusable
-from tilegym_rmsnorm.call.rope import checked_rope
+from tilegym_rmsnorm.call.rope import ANY_POSITION_DTYPE, POSITION_DTYPES, checked_rope
 from tilegym_rmsnorm.call.rope_spec import RopeRounding
 from tilegym_rmsnorm.call.spec import Casting
 from tilegym_rmsnorm.call.validation import (
@@ -107,6 +107,7 @@ def warmup_rope(
     table_dtype: torch.dtype | None = None,
     half_tables: bool = False,
     positions: int | None = None,
+    position_dtype: torch.dtype = torch.int64,
     casting: Casting = "once",
     rope_rounding: RopeRounding = "end",
     device: torch.device | str | None = None,
@@ -129,6 +130,7 @@ def warmup_rope(
         table_dtype: The dtype of cos and sin. None: float32.
         half_tables: cos and sin have R / 2 columns.
         positions: The number of rows of cos and sin beside position_ids. None: no position_ids.
+        position_dtype: The dtype of position_ids.
         casting: As for `qk_norm_rope`; eps and offset do not matter.
         rope_rounding: As for `qk_norm_rope`.
         device: Default: the current CUDA device.
@@ -142,6 +144,8 @@ def warmup_rope(
     count, k_count = checked_int("heads", heads, 1), checked_heads(k_heads, "k_heads") or 0
     table_dtype = checked_dtype("table_dtype", table_dtype) or torch.float32
     rows = 0 if positions is None else checked_int("positions", positions, 1, ", or None")
+    if position_dtype not in POSITION_DTYPES:
+        raise TypeError(f"position_dtype: expected {ANY_POSITION_DTYPE}, got {position_dtype!r}")
     columns = n if rotary_dim is None else checked_int("rotary_dim", rotary_dim, 2, ", or None")
     columns //= 2 if checked_bool("half_tables", half_tables) else 1
     q, k = (torch.empty(1, 1, each, n, dtype=dtype, device="meta") for each in (count, k_count))
@@ -161,7 +165,7 @@ def warmup_rope(
     from tilegym_rmsnorm.backends.cutile.warm_rope import RopeCalls, warm_rope
 
     device, of_weight = _numbered(device), (weight_dtype, count, k_count, is_per_head)
-    warm_rope(device, RopeCalls(spec, dtype, *of_weight, table_dtype, columns, rows))
+    warm_rope(device, RopeCalls(spec, dtype, *of_weight, table_dtype, columns, rows, position_dtype))
     torch.cuda.synchronize(device)
 
 

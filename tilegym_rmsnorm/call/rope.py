@@ -32,6 +32,8 @@ from tilegym_rmsnorm.call.watched import outside_of_trace
 from tilegym_rmsnorm.reference import default_eps
 
 ROUNDINGS = get_args(RopeRounding)
+POSITION_DTYPES = torch.int64, torch.int32
+ANY_POSITION_DTYPE = " or ".join(map(str, POSITION_DTYPES))
 _NAMES = "q", "k", "q_weight", "k_weight", "cos", "sin", "position_ids"
 _OF_ONE = "x", "k", "weight", "k_weight", "cos", "sin", "position_ids"  # of rms_norm_rope
 
@@ -230,8 +232,10 @@ def _any_shape(*shapes: tuple[int, ...]) -> str:
 def _check_positions(position_ids: Tensor, q: Tensor, length: int, batch: int, q_name: str) -> None:
     if not isinstance(position_ids, Tensor):
         _fail(TypeError, "position_ids", "a torch.Tensor or None", type(position_ids).__name__)
-    if position_ids.dtype != torch.int64:
-        _fail(TypeError, "position_ids", "torch.int64", f"{position_ids.dtype}: pass position_ids.long()")
+    if position_ids.dtype not in POSITION_DTYPES:
+        is_integer = not (position_ids.dtype.is_floating_point or position_ids.dtype.is_complex)
+        hint = ": pass position_ids.long()" * (is_integer and position_ids.dtype is not torch.bool)
+        _fail(TypeError, "position_ids", ANY_POSITION_DTYPE, f"{position_ids.dtype}{hint}")
     if position_ids.layout is not torch.strided:
         _fail(TypeError, "position_ids", f"layout {torch.strided}", position_ids.layout)
     if not (position_ids.ndim == 1 and position_ids.shape[0] == length) and not (

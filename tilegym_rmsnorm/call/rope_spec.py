@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-RopeRounding = Literal["end", "each"]  # see `qk_norm_rope`
+RopeRounding = Literal["end", "norm", "each"]  # see `qk_norm_rope`
 _Maybe = Tensor | None
 # q, k, q_weight, k_weight, cos, sin, positions
 RopeTensors = tuple[Tensor, _Maybe, _Maybe, _Maybe, Tensor, Tensor, _Maybe]
@@ -36,7 +36,7 @@ class RopeSpec(NamedTuple):
     rotary_dim: int  # R, even
     interleaved: bool  # pairs are elements 2i and 2i + 1; else i and i + R / 2
     casting: str
-    rope_rounding: str  # "end" or "each"
+    rope_rounding: str  # "end", "norm" or "each"
 
 
 ROPE_OPTIONS = RopeSpec._fields[1:]

@@ -49,6 +49,7 @@ class RopeCalls(NamedTuple):
     table: torch.dtype
     columns: int  # of cos and sin
     positions: int  # rows of cos and sin that position_ids choose from, 0 without position_ids
+    position_dtype: torch.dtype
 
     def forward(self, device: torch.device, lead: RopeLead) -> RopeTensors:
         """Of a call, arrays that hold anything."""
@@ -58,7 +59,7 @@ class RopeCalls(NamedTuple):
         weights = (self._weight(heads, device) for heads in (self.heads, self.k_heads))
         size = (self.positions or batches * t, self.columns)
         cos, sin = (torch.empty(size, dtype=self.table, device=device) for _ in range(2))
-        positions = torch.empty((batches, t), dtype=torch.int64, device=device) if self.positions else None
+        positions = empty((batches, t), self.position_dtype if self.positions else None, device)
         assert q is not None
         return q, k, *weights, cos, sin, positions  # type: ignore[return-value]
 
@@ -148,11 +149,12 @@ def _short_and_long(calls: RopeCalls, variant: RopeTiles, sms: int) -> Iterator[
 
 def _kinds_of(calls: RopeCalls, variant: RopeTiles, sms: int, lead: RopeLead) -> tuple[Any, ...]:
     """Return the kinds of the extents, and of the one stride that is no multiple of a row's length: T, of positions,
-    of which two fill 16 bytes."""
+    which may fill 16 bytes."""
     b, t, has_rows_of_batch = lead
     batches = b if has_rows_of_batch else 1
     kinds: list[Any] = [kind_of(b), kind_of(t)]
-    kinds += [kind_of(batches), t % 2] if calls.positions else [kind_of(batches * t)]
+    is_aligned = t * calls.position_dtype.itemsize % 16 == 0
+    kinds += [kind_of(batches), is_aligned] if calls.positions else [kind_of(batches * t)]
     if calls.weight is not None:
         leads = (b, t, calls.heads), (b, t, calls.k_heads) if calls.k_heads else None
         walks = variant.walks_of(leads, sms, (calls.per_head, calls.per_head))

@@ -84,6 +84,7 @@ class RopeForm:
     is_interleaved: bool
     has_half_tables: bool
     rounds_xhat: bool
+    rounds_n: bool
     rounds_each: bool
     # Not properties: what Triton has compiled it finds again by the fields.
     half: int

@@ -265,6 +265,7 @@ def _rope_form(spec: RopeSpec, cos: Tensor) -> RopeForm:
         is_interleaved=spec.interleaved,
         has_half_tables=cos.shape[1] < spec.rotary_dim,
         rounds_xhat=spec.casting == "llama",
+        rounds_n=spec.rope_rounding != "end",
         rounds_each=spec.rope_rounding == "each",
     )
 

@@ -11,8 +11,8 @@ offset (without a weight, weight + o is 1) and (i, j) a pair of the first R of D
     g = dn * (weight + o)               c = mean(xhat * g)        dx = (g - xhat * c) * rstd
     dw = sum over tokens and heads of dn * xhat
 
-From element R on y is n, and dn is dy. casting="llama" rounds xhat to x's dtype in n and in dw, rounding="each" n and
-the products of y. The backward computes rstd again.
+From element R on y is n, and dn is dy. casting="llama" rounds xhat to x's dtype in n and in dw, rounding="norm" n,
+rounding="each" n and the products of y. The backward computes rstd again.
 
     rope_forward     y: a tile per program, those of q first
     rope_backward    dx, and partial sums of dw: each program walks over tiles of q, or of k
@@ -153,7 +153,7 @@ def load_tables(tables, positions_ptr, batches, steps, tmask, tcolumns, tmasks, 
     rows = batches.to(tl.int64) * batch_stride + steps.to(tl.int64)
     tis_inside = tl.full(rows.shape, 1, tl.int1)
     if positions_ptr is not None:
-        rows = tl.load(positions_ptr + rows, mask=tmask, other=0)
+        rows = tl.load(positions_ptr + rows, mask=tmask, other=0).to(tl.int64)
         tis_inside = (rows >= 0) & (rows < count)
     tcos = load_table(cos_ptr + rows * cos_stride, tis_inside, tmask, tcolumns, tmasks, FORM)
     tsin = load_table(sin_ptr + rows * sin_stride, tis_inside, tmask, tcolumns, tmasks, FORM)
@@ -255,7 +255,7 @@ def forward_tile(
     tn = ()
     for k in tl.static_range(len(txhat)):
         tproduct = as_multiplied(txhat[k], x_ptr, None, FORM.rounds_xhat) * tscale[k]
-        tn = tn + (rounded(tproduct, x_ptr, FORM.rounds_each),)
+        tn = tn + (rounded(tproduct, x_ptr, FORM.rounds_n),)
     ty = rotated(tn, tcos, tsin, x_ptr, FORM)
 
     y_heads = (y_ptr + (tokens * H + heads) * FORM.D)[:, :, None]

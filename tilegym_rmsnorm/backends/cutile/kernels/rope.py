@@ -12,8 +12,8 @@ The pairs are (i, i + R / 2), or INTERLEAVED (2i, 2i + 1). The backward reads x 
     dn_i = dy_i c_i + dy_j s_j        dn_j = dy_j c_j - dy_i s_i
 
 With dn in the place of dy the rest is the backward of RMSNorm, and its partial rows of dw are summed as there
-(backward.py). ROUND_XHAT is casting="llama". ROUND_EACH is rounding="each": n, both products and their sum are rounded
-to x's dtype.
+(backward.py). ROUND_XHAT is casting="llama". ROUND_N is rounding="norm" or "each": n is rounded to x's dtype.
+ROUND_EACH is "each": so are both products and their sum.
 
 The grid of either pass is q_blocks that walk the tiles of q, then those that walk the tiles of k. With weights of heads
 either number is a multiple of the tiles along H, so that a block stays at its heads. A block loads the weight once. It
@@ -279,7 +279,7 @@ def normalize_and_rotate(heads, block, blocks, TABLES, NUMBERS, SHAPE, PAIRS, HO
     """Writes y of tiles block, block + blocks, block + 2 blocks, ... of the heads of q or k."""
     y, x = heads[0], heads[1]
     inv_n, eps, offset = NUMBERS
-    FULL_TABLES, ROUND_XHAT, ROUND_EACH = SWITCHES
+    FULL_TABLES, ROUND_XHAT, ROUND_N, ROUND_EACH = SWITCHES
     PIECES, (_, TMA, _) = PAIRS[1], HOW
     first = place_by_steps(x, block, SHAPE)
     tscale = load_scale_of_heads(heads[2:], first, offset, SHAPE, PAIRS, HOW)
@@ -292,7 +292,7 @@ def normalize_and_rotate(heads, block, blocks, TABLES, NUMBERS, SHAPE, PAIRS, HO
         tn = tuple(rounded(t * trstd, x.dtype, ROUND_XHAT) for t in ct.static_iter(tx))
         if len(tscale) > 0:
             tn = multiplied(tn, tscale)
-        tn = tuple(rounded(t, x.dtype, ROUND_EACH) for t in ct.static_iter(tn))
+        tn = tuple(rounded(t, x.dtype, ROUND_N) for t in ct.static_iter(tn))
         ty = rotated(tn, trotation, PIECES, x.dtype, ROUND_EACH)
         store_pairs(y, place, ty, (1,) + SHAPE[:2], PAIRS, TMA)
 
@@ -303,7 +303,7 @@ def forward_rope(
     q_blocks,
     cos,  # (rows, R) if FULL_TABLES, else (rows, R / 2)
     sin,  # as cos
-    positions,  # () or ((1 or B, T) int64,)
+    positions,  # () or ((1 or B, T) int64 or int32,)
     rows_of_batch,
     inv_n,
     eps,
@@ -324,11 +324,12 @@ def forward_rope(
     DIVISOR: ConstInt,
     FULL_TABLES: ConstBool,
     ROUND_XHAT: ConstBool,
+    ROUND_N: ConstBool,
     ROUND_EACH: ConstBool,
     DEPENDENT: ConstBool,
 ):
     PAIRS, HOW = (HALF, PIECES, REST, RESTS, N, INTERLEAVED), (LATENCY, TMA, DIVISOR)
-    SWITCHES = (FULL_TABLES, ROUND_XHAT, ROUND_EACH)
+    SWITCHES = (FULL_TABLES, ROUND_XHAT, ROUND_N, ROUND_EACH)
     TABLES, SHAPE = (cos, sin, positions, rows_of_batch), (ROWS, HEADS, WIDTH)
     if DEPENDENT:
         ct.grid_dependency_control_wait()

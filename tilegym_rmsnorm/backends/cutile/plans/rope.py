@@ -370,6 +370,7 @@ def constants_of(problem: RopeProblem, variant: RopeTiles) -> dict[str, Any]:
         "INTERLEAVED": problem.interleaved,
         "FULL_TABLES": problem.has_full_tables,
         "ROUND_XHAT": problem.casting == "llama",
+        "ROUND_N": problem.rounding != "end",
         "ROUND_EACH": problem.rounding == "each",
         "DIVISOR": problem.divisor,
         "DEPENDENT": problem.architecture >= 90,
