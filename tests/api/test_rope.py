@@ -417,29 +417,30 @@ BAD = [
     (
         {"cos": torch.ones(9, 8), "sin": torch.ones(9, 8)},
         ValueError,
-        r"pass the rows of these positions, cos\[p:p \+ 5\], or position_ids",
+        r"row i is of position i, pass cos\[p:p \+ 5\] for positions from p on, or position_ids$",
     ),
     (
         {"cos": torch.ones(10, 8), "sin": torch.ones(10, 8)},
         ValueError,
-        r"if each sequence has rows of its own, view it as \(2, 5, 8\)",
+        r"if q and k are \(B, T, H, D\) and each sequence has rows of its own, .* view cos and sin as \(2, 5, 8\);",
     ),
     (
         {"q": torch.ones(2, 4, 5, 8)},
         ValueError,
-        r"where heads come before the sequence, pass .transpose\(1, 2\)",
+        r"if q is \(B, H, T, D\) and k is \(B, T, H, D\), pass q.transpose\(1, 2\)$",
     ),
     (
         {"q": Q.transpose(1, 2), "k": torch.ones(2, 4, 5, 8)},
         ValueError,
-        r"if heads come before the sequence, pass q.transpose\(1, 2\)",
+        r"if q and k are \(B, H, T, D\), pass q.transpose\(1, 2\) and k.transpose\(1, 2\)$",
     ),
     ({"q": torch.ones(2, 5, 32), "k": torch.ones(2, 5, 16)}, ValueError, r"view them as \(B, T, H, D\)"),
     ({"q": torch.ones(2, 5, 16), "k": torch.ones(2, 5, 16)}, ValueError, r"view them as \(B, T, H, D\)"),
     (
         {"cos": torch.ones(5, 2), "sin": torch.ones(5, 2)},
         ValueError,
-        "pass rotary_dim=2, if they are one for each rotated element, or 4, if one for each pair",
+        "a part of each head is rotated, pass rotary_dim=2, if they are one for each rotated element, or 4, if one for "
+        "each pair$",
     ),
     ({"position_ids": POSITIONS, "cos": COS[:0], "sin": COS[:0]}, ValueError, "a position at least"),
 ]

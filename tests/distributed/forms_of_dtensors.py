@@ -154,7 +154,7 @@ def sum_still_to_be_made(mesh) -> None:
 
 
 def plain_beside_distributed(mesh) -> None:
-    """An error that says so, whichever of them is the plain one."""
+    """An error that names the plain one, whichever it is."""
     x, weight, bias, residual = (tensor for tensor in make(FLOAT32._replace(bias_dtype=torch.float32))[:4])
 
     def placed(tensor):
@@ -162,14 +162,15 @@ def plain_beside_distributed(mesh) -> None:
 
     for plain in range(4):
         tensors = [t if i == plain else placed(t) for i, t in enumerate((x, weight, bias, residual))]
-        try:
-            rms_norm(tensors[0], 16, tensors[1], bias=tensors[2], residual=tensors[3])
-        except RuntimeError as error:
-            assert "mixed torch.Tensor and DTensor" in str(error), error
-        else:
-            raise AssertionError(f"argument {plain} was plain, and nothing was raised")
+        name = ("input", "weight", "bias", "residual")[plain]
+        other = "weight" if name == "input" else "input"
+        for backend in (None, "torch"):
+            with pytest.raises(
+                TypeError, match=f"^{name}: expected a DTensor as {other} is, got a plain tensor"
+            ):
+                rms_norm(tensors[0], 16, tensors[1], bias=tensors[2], residual=tensors[3], backend=backend)
     sharded = distribute_tensor(x, mesh, [SEQUENCE])
-    with pytest.raises(ValueError, match="of a plain tensor, while input is a DTensor"):
+    with pytest.raises(TypeError, match=r"^residual: .* got a plain tensor of shape \(.*, 2, "):
         rms_norm(sharded, 16, placed(weight), residual=residual[:, :2])
 
 

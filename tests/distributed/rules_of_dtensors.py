@@ -435,9 +435,10 @@ def a_plain_weight(mesh) -> None:
     """Refused as F.rms_norm refuses it, and taken for replicated where PyTorch is told so."""
     x, _, weight, _, _, _ = tensors(B, T, N)
     placed = distribute_tensor(x, mesh, [Shard(1)])
-    for norm in (rms_norm, F.rms_norm):
-        with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
-            norm(placed, (N,), weight, EPS)
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        F.rms_norm(placed, (N,), weight, EPS)
+    with pytest.raises(TypeError, match="^weight: expected a DTensor as input is, got a plain tensor"):
+        rms_norm(placed, (N,), weight, EPS)
     with implicit_replication():
         y = rms_norm(placed, (N,), weight, EPS)
     assert y.placements == (Shard(1),) and torch.equal(y.full_tensor(), F.rms_norm(x, (N,), weight, EPS))

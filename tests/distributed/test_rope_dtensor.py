@@ -14,8 +14,9 @@ dist = pytest.importorskip("torch.distributed")
 if not dist.is_available():
     pytest.skip("torch is built without torch.distributed", allow_module_level=True)
 from torch.distributed.tensor import Partial, Replicate, Shard, debug, distribute_tensor  # noqa: E402
+from torch.distributed.tensor.experimental import implicit_replication  # noqa: E402
 
-from tilegym_rmsnorm import qk_norm_rope  # noqa: E402
+from tilegym_rmsnorm import qk_norm_rope, rms_norm_rope  # noqa: E402
 from tilegym_rmsnorm.routes import rope_op  # noqa: E402
 
 ours = functools.partial(qk_norm_rope, eps=rope_calls.EPS)
@@ -87,6 +88,32 @@ def test_the_norm_alone_is_rounded(mesh, backend):
     got = ours(*sharded, *vectors, *tensors[4:], rope_rounding="norm", backend=backend)
     for one, other in zip(got, ours(*tensors, rope_rounding="norm"), strict=True):
         assert torch.equal(one.full_tensor(), other)
+
+
+@pytest.mark.parametrize("backend", [None, "torch"])
+@pytest.mark.parametrize(
+    "plain", [["q"], ["k"], ["q_weight"], ["k_weight"], ["q", "k"], ["q_weight", "k_weight"]]
+)
+def test_a_plain_tensor_is_named(mesh, plain, backend):
+    tensors = case(device="cpu")
+    names = "q", "k", "q_weight", "k_weight"
+    given = [
+        each if name in plain else distribute_tensor(each, mesh, [Replicate()])
+        for name, each in zip(names, tensors, strict=False)
+    ]
+    other = next(name for name in names if name not in plain)
+    with pytest.raises(
+        TypeError, match=f"^{plain[0]}: expected a DTensor as {other} is, got a plain tensor of shape"
+    ):
+        ours(*given, *tensors[4:], backend=backend)
+    if plain == ["q"]:
+        with pytest.raises(
+            TypeError, match="^x: expected a DTensor as weight is, got a plain tensor of shape"
+        ):
+            rms_norm_rope(given[0], given[2], *tensors[4:], backend=backend)
+        with implicit_replication():
+            for one, want in zip(ours(*given, *tensors[4:], backend=backend), ours(*tensors), strict=True):
+                torch.testing.assert_close(one.full_tensor(), want)
 
 
 def rules(count, *arguments):

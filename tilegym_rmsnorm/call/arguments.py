@@ -19,6 +19,7 @@ from tilegym_rmsnorm.call.spec import BackwardTensors, Call, Spec, Wanted
 from tilegym_rmsnorm.call.tensors import check_memory, made_plain
 from tilegym_rmsnorm.call.validation import (
     check_casting,
+    check_dtensors,
     check_input,
     check_like,
     check_normalized_shape,
@@ -75,7 +76,10 @@ def checked_forward(
     """
     names = _PUBLIC if is_public else _FORWARD
     name = names[0]
-    are_plain, (x, weight, bias, residual) = made_plain(x, weight, bias, residual)
+    are_plain, given = made_plain(x, weight, bias, residual)
+    if not are_plain:
+        check_dtensors(names, given)
+    x, weight, bias, residual = given
     check_input(name, x, is_any_kind=is_public)
     if dims is not None:
         normalized_shape = last_dims(x, dims)
@@ -119,6 +123,8 @@ def checked_backward(
     """Check a backward over x's last dimension, with rstd (M,), or over x's last `dims` dimensions, with rstd of the
     shape that the library ops give it. x: the tensor that the forward normalized."""
     are_plain, given = made_plain(x, dy, weight, rstd, d_residual_out)
+    if not are_plain:
+        check_dtensors(_BACKWARD, given)
     x, dy, weight, rstd, d_residual_out = given
     check_input("x", x)
     n, shape = check_normalized_shape(x, last_dims(x, 1 if dims is None else dims))

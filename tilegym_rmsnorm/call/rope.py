@@ -15,10 +15,19 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.call.arguments import Checked
+from tilegym_rmsnorm.call.rope_hints import (
+    hints_for_columns,
+    hints_for_k,
+    hints_for_rows,
+    hints_for_table,
+    hints_to_split,
+    joined,
+)
 from tilegym_rmsnorm.call.rope_spec import RopeRounding, RopeSpec
 from tilegym_rmsnorm.call.tensors import is_dtensor, made_plain
 from tilegym_rmsnorm.call.validation import (
     check_casting,
+    check_dtensors,
     check_input,
     check_like,
     check_one_of,
@@ -46,6 +55,8 @@ def checked_rope(*tensors: Any, **options: Any) -> Checked:
     if is_dtensor(q):
         tables = [_replicated_beside(q, each) for each in tables]
     are_plain, given = made_plain(q, k, q_weight, k_weight, *tables)
+    if not are_plain:
+        check_dtensors(names, given)
     spec = outside_of_trace(_checked_spec, names, *given, **options)
     return Checked(names, given, given[0].shape[-1:], spec, are_plain)
 
@@ -72,13 +83,8 @@ def _checked_spec(
     if k is not None:
         _check_heads("k", k)
         if k.ndim != q.ndim or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != n:
-            hint = ""
-            if k.shape[-1] != n:
-                hint = _hint_to_split(q)
-            elif k.ndim == q.ndim and q.shape[-2] in k.shape[-3:-1]:
-                hint = f": where heads come before the sequence, pass {_transposed(q)}"
             expected = f"shape {_shape_of_k(q)}, as q of shape {tuple(q.shape)}"
-            _fail(ValueError, "k", expected, f"{tuple(k.shape)}{hint}")
+            _fail(ValueError, "k", expected, f"{tuple(k.shape)}{joined(hints_for_k(q, k))}")
         if k.dtype != q.dtype:
             _fail(TypeError, "k", f"the dtype of q, {q.dtype}", k.dtype)
         if k.device != q.device:
@@ -95,6 +101,10 @@ def _checked_spec(
     _check_tables(cos, sin, position_ids, q, rotary_dim, names[0])
     check_casting(casting)
     check_one_of("rope_rounding", rope_rounding, ROUNDINGS)
+    if isinstance(eps, Tensor) and eps.ndim:  # `checked_eps` would speak of a residual
+        _fail(
+            TypeError, "eps", "a finite number, at least 0, or None", f"a tensor of shape {tuple(eps.shape)}"
+        )
     return RopeSpec(
         n,
         default_eps(q.dtype) if eps is None else checked_eps(eps),  # type: ignore[arg-type]
@@ -147,15 +157,6 @@ def _shape_of_k(q: Tensor) -> str:
     return f"({leading}any number of heads, {q.shape[-1]})"
 
 
-def _hint_to_split(q: Tensor) -> str:
-    return ": if heads are not split yet, view them as (B, T, H, D)" if q.ndim == 3 else ""
-
-
-def _transposed(q: Tensor, name: str = "") -> str:
-    """Write how heads come behind the sequence."""
-    return f"{name}.transpose({q.ndim - 3}, {q.ndim - 2})"
-
-
 def _check_weight(name: str, weight: Tensor | None, x: Tensor | None, x_name: str) -> None:
     if weight is None:
         return
@@ -164,9 +165,9 @@ def _check_weight(name: str, weight: Tensor | None, x: Tensor | None, x_name: st
     shape = x.shape[-2:] if isinstance(weight, Tensor) and weight.ndim == 2 else x.shape[-1:]
     if isinstance(weight, Tensor) and weight.shape != shape:
         h, n = x.shape[-2:]
-        hint = _hint_to_split(x) if weight.ndim == 1 and 0 < weight.shape[0] < n else ""
+        hints = hints_to_split(x, x_name) if weight.ndim == 1 and 0 < weight.shape[0] < n else []
         expected = f"shape ({n},), or ({h}, {n}) of the heads of {x_name}"
-        _fail(ValueError, name, expected, f"{tuple(weight.shape)}{hint}")
+        _fail(ValueError, name, expected, f"{tuple(weight.shape)}{joined(hints)}")
     check_vector(name, weight, x, shape, x_name)
 
 
@@ -181,7 +182,9 @@ def _check_tables(
             expected = "torch.float32"
             if q.dtype != torch.float32:
                 expected += f" or the dtype of {q_name}, {q.dtype}"
-            _fail(TypeError, name, expected, f"{table.dtype}: pass {name}.float()")
+            # not of complex tables, of which it would be cos twice
+            hint = f": pass {name}.float()" if table.dtype.is_floating_point else ""
+            _fail(TypeError, name, expected, f"{table.dtype}{hint}")
         if table.layout is not torch.strided:
             _fail(TypeError, name, f"layout {torch.strided}", table.layout)
         if table.device != q.device:
@@ -192,11 +195,8 @@ def _check_tables(
             expected = (
                 f"{rotary_dim} columns, one for each rotated element, or {half}, one for each pair of them"
             )
-            columns, hint = table.shape[-1] if table.ndim else 0, ""
-            if 0 < columns < half:
-                each = f"{columns}, if they are one for each rotated element, or " if columns % 2 == 0 else ""
-                hint = f": to rotate a part of each head, pass rotary_dim={each}{2 * columns}, if one for each pair"
-            _fail(ValueError, name, expected, f"shape {tuple(table.shape)}{hint}")
+            hints = hints_for_columns(table, half, q, q_name)
+            _fail(ValueError, name, expected, f"shape {tuple(table.shape)}{joined(hints)}")
     if sin.shape != cos.shape or sin.dtype != cos.dtype:
         expected = f"shape and dtype of cos, {tuple(cos.shape)}, {cos.dtype}"
         _fail(ValueError, "sin", expected, f"{tuple(sin.shape)}, {sin.dtype}")
@@ -204,24 +204,19 @@ def _check_tables(
         _check_positions(position_ids, q, length, batch, q_name)
         if cos.ndim != 2 or cos.shape[0] == 0:
             expected = "two dimensions, (positions, columns), and a position at least, with position_ids"
-            _fail(ValueError, "cos", expected, tuple(cos.shape))
+            hints = hints_for_table(cos, q, q_name)
+            _fail(ValueError, "cos", expected, f"{tuple(cos.shape)}{joined(hints)}")
     # The number of dimensions first: or else an exported graph would hold that B is not T.
     elif not (cos.ndim == 2 and cos.shape[0] == length) and not (
         cos.ndim == 3 and cos.shape[1] == length and (cos.shape[0] == 1 or cos.shape[0] == batch)
     ):
-        rows, columns = cos.shape[0], cos.shape[-1]
+        columns = cos.shape[-1]
         expected = (
             f"{_any_shape((length, columns), (1, length, columns), (batch, length, columns))}, since {q_name} of shape "
             f"{tuple(q.shape)} has {length} position{'s' * (length != 1)}"
         )
-        hint = ""
-        if cos.ndim == 2 and rows > length:
-            hint = f": pass the rows of these positions, cos[p:p + {length}], or position_ids"
-            if rows == q.shape[-2]:
-                hint = f": if heads come before the sequence, pass {_transposed(q, q_name)}"
-            elif rows == batch * length:
-                hint = f": if each sequence has rows of its own, view it as ({batch}, {length}, {columns})"
-        _fail(ValueError, "cos", expected, f"{tuple(cos.shape)}{hint}")
+        hints = hints_for_rows(cos, q, length, batch, q_name)
+        _fail(ValueError, "cos", expected, f"{tuple(cos.shape)}{joined(hints)}")
 
 
 def _any_shape(*shapes: tuple[int, ...]) -> str:

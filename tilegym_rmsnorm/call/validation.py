@@ -26,7 +26,7 @@ from torch.overrides import has_torch_function_unary
 
 from tilegym_rmsnorm.call.spec import Call, Casting, shape_of_rstd
 from tilegym_rmsnorm.call.tensors import check_memory, is_dtensor
-from tilegym_rmsnorm.call.watched import get_trace, is_symbol, outside_of_trace
+from tilegym_rmsnorm.call.watched import get_trace, is_symbol, is_traced, outside_of_trace
 from tilegym_rmsnorm.reference import compute_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -41,6 +41,25 @@ def check_tensor(name: str, x: Tensor) -> None:
     """Check that x is a tensor, or a proxy with `__torch_function__` as in torch.fx, before its attributes are read."""
     if not isinstance(x, Tensor) and not has_torch_function_unary(x):
         _fail(TypeError, name, "a torch.Tensor", type(x).__name__)
+
+
+def check_dtensors(names: Sequence[str], tensors: Sequence[Any]) -> None:
+    """Check that all tensors are DTensors if one is, where PyTorch would refuse plain ones without naming them."""
+    placed = next((i for i, tensor in enumerate(tensors) if is_dtensor(tensor)), None)
+    if placed is None or is_traced() or _takes_plain_beside(tensors[placed]):
+        return
+    for name, tensor in zip(names, tensors, strict=True):
+        if (
+            isinstance(tensor, Tensor) and not is_dtensor(tensor) and tensor.numel() != 1
+        ):  # one element is replicated
+            got = f"a plain tensor of shape {tuple(tensor.shape)}"
+            _fail(TypeError, name, f"a DTensor as {names[placed]} is", got)
+
+
+def _takes_plain_beside(tensor: Tensor) -> bool:
+    """Whether `implicit_replication` is on. True where this PyTorch does not say so: it decides then."""
+    dispatcher = getattr(type(tensor), "_op_dispatcher", None)
+    return getattr(dispatcher, "_allow_implicit_replication", True)
 
 
 def check_input(name: str, x: Tensor, is_any_kind: bool = False) -> None:
@@ -155,9 +174,7 @@ def check_like(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> None:
     if get_trace() is not None:
         return outside_of_trace(check_like, name, tensor, x, x_name)
     if tensor.shape != x.shape:
-        is_local = is_dtensor(x) and not is_dtensor(tensor)
-        got = f"{tuple(tensor.shape)}{f' of a plain tensor, while {x_name} is a DTensor' * is_local}"
-        _fail(ValueError, name, f"the shape of {x_name}, {tuple(x.shape)}", got)
+        _fail(ValueError, name, f"the shape of {x_name}, {tuple(x.shape)}", tuple(tensor.shape))
     dtypes = COMPLEX_DTYPES if x.is_complex() else DTYPES
     if tensor.dtype not in dtypes:
         _fail(TypeError, name, f"a dtype of {_names(dtypes)}", tensor.dtype)
