@@ -183,8 +183,9 @@ def test_heads_that_no_kernel_holds(backend):
     assert_near(got, both_passes(ours, tensors, backend="torch", rotary_dim=8704, interleaved=True), FP32)
 
 
-def as_hugging_face(q, k, q_weight, k_weight, cos, sin, casting):
-    """Each operation rounded, as in models of Hugging Face's."""
+def as_hugging_face(q, k, q_weight, k_weight, cos, sin, casting, in_float32=False):
+    """Each operation rounded, as in models of Hugging Face's. in_float32: as where these rotate images, all of the
+    rotation in float32 and rounded once."""
 
     def normalized(x, weight):
         wide = x.float()
@@ -199,16 +200,18 @@ def as_hugging_face(q, k, q_weight, k_weight, cos, sin, casting):
 
     cos, sin = cos[:, None], sin[:, None]
     outputs = (normalized(x, w) for x, w in ((q, q_weight), (k, k_weight)))
-    return tuple(n * cos + rotated_half(n) * sin for n in outputs)
+    outputs = (n.float() for n in outputs) if in_float32 else outputs
+    return tuple((n * cos + rotated_half(n) * sin).to(q.dtype) for n in outputs)
 
 
+@pytest.mark.parametrize("rounding", ["norm", "each"])
 @pytest.mark.parametrize("casting", ["llama", "once"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-def test_each_rounding_has_the_bits_of_hugging_face(dtype, casting):
+def test_roundings_have_the_bits_of_hugging_face(dtype, casting, rounding):
     *tensors, cos, sin = case(dtype=dtype, t=64, d=64)
     tensors = *tensors, cos.to(dtype), sin.to(dtype)
-    got = ours(*tensors, casting=casting, rope_rounding="each", backend="torch")
-    want = as_hugging_face(*tensors, casting)
+    got = ours(*tensors, casting=casting, rope_rounding=rounding, backend="torch")
+    want = as_hugging_face(*tensors, casting, in_float32=rounding == "norm")
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
 
