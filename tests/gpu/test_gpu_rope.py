@@ -72,6 +72,7 @@ def call(
     casting="once",
     rounding="end",
     has_16_bit_tables=False,
+    position_dtype=torch.int64,
     seed=0,
     **made,
 ):
@@ -85,7 +86,7 @@ def call(
     gradients = [torch.randn(b, heads, t, d, device=DEVICE).to(dtype).transpose(1, 2) for heads in (hq, hk)]
     positions = None
     if made.get("tables") == "positions":
-        positions = torch.randint(0, t + 3, (b, t), device=DEVICE)
+        positions = torch.randint(0, t + 3, (b, t), device=DEVICE, dtype=position_dtype)
     spec = RopeSpec(d, rope_calls.EPS, offset, r, interleaved, casting, rounding)
     weights = tensors[2:4]
     wanted = RopeWanted(*(None if each is None else each.dtype for each in weights))
@@ -127,6 +128,15 @@ def assert_right_and_alike(made, dtype, backend, runs):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_right_and_alike(shape, form, dtype, backend):
     assert_right_and_alike(call(shape, dtype, **FORMS[form]), dtype, backend, 20)
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4], SHAPES[9], SHAPES[10]], ids=str)
+def test_positions_of_32_bits(shape, backend):
+    made = call(shape, BF16, tables="positions", position_dtype=torch.int32)
+    assert_right_and_alike(made, BF16, backend, 20)
+    tensors, spec, _ = made
+    wide = run((*tensors[:-1], tensors[-1].long()), spec, backend)
+    assert all(torch.equal(one, other) for one, other in zip(run(tensors, spec, backend), wide, strict=True))
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[6]], ids=str)
