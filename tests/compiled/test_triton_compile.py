@@ -15,6 +15,9 @@ from pathlib import Path
 
 import helpers
 import pytest
+from helpers import BF16, FP32
+from option_cases import NORM_OPTIONS, ROPE_OPTIONS, norm_cases, rope_cases
+from rope_cases import RopeCase
 
 from tilegym_rmsnorm.backends.triton import config
 from tilegym_rmsnorm.backends.versions import package_version, parse_version
@@ -44,7 +47,8 @@ def compiled_by():
 
         def ask(capability, calls, cache=None):
             start = errors.seek(0, os.SEEK_END)
-            print(json.dumps([capability, calls, cache]), file=process.stdin, flush=True)
+            request = [capability, [_as_dict(call) for call in calls], cache]
+            print(json.dumps(request, default=str), file=process.stdin, flush=True)
             found = json.loads(process.stdout.readline() or "null")
             errors.seek(start)
             assert found is not None, errors.read()[-3000:]
@@ -52,6 +56,12 @@ def compiled_by():
 
         yield ask
         process.stdin.close()
+
+
+def _as_dict(call):
+    """The fields of a RopeCase, or of a NormCase and of its variant."""
+    fields = call if isinstance(call, dict) else call._asdict()
+    return fields | fields.pop("variant")._asdict() if "variant" in fields else fields
 
 
 def _allowed_spill(capability, call, kernel):
@@ -131,30 +141,30 @@ def test_variants_spill_nothing_that_counts(name, capability, compiled_by):
             assert kernel["stack"] <= max(allowed, _allowed_spill(capability, call, kernel)), (call, kernel)
 
 
-ROPE = {"D": 128, "R": 128, "dtype": "bfloat16", "weight_dtype": "bfloat16", "heads": (2, 5, 32, 8)}
+ROPE = RopeCase(BF16, heads=(32, 8), n=128, rotary_dim=128, weight_dtype=BF16, layout="packed")
+HEADS_OF_THEIR_OWN = {"weight": ("heads", "heads")}
 # What a call of qk_norm_rope may be, of bfloat16 and of float32
 ROPES = {
     "halves": {},
-    "80": {"D": 80, "R": 80},
-    "6": {"D": 6, "R": 6},
-    "quarter": {"D": 256, "R": 64},
-    "half": {"R": 64, "table_columns": 32},
+    "80": {"n": 80, "rotary_dim": 80},
+    "6": {"n": 6, "rotary_dim": 6},
+    "quarter": {"n": 256, "rotary_dim": 64},
+    "half": {"rotary_dim": 64, "tables": "half"},
     "interleaved": {"interleaved": True},
-    "interleaved quarter": {"D": 256, "R": 64, "interleaved": True, "table_columns": 32},
-    "positions": {"has_positions": True, "rows": 99, "casting": "llama", "rounding": "each"},
+    "interleaved quarter": {"n": 256, "rotary_dim": 64, "interleaved": True, "tables": "half"},
+    "positions": {"positions": "one", "casting": "llama", "rounding": "each"},
     "norm": {
-        "D": 256,
-        "R": 64,
-        "table_columns": 32,
-        "has_positions": True,
-        "rows": 99,
+        "n": 256,
+        "rotary_dim": 64,
+        "tables": "half",
+        "positions": "one",
+        "position_dtype": torch.int32,
         "rounding": "norm",
-        "position_dtype": "int32",
     },
-    "per-head": {"is_per_head": True},
-    "all": {"D": 80, "R": 40, "is_per_head": True, "interleaved": True, "has_positions": True, "rows": 99},
-    "q alone": {"heads": (2, 5, 16, 0), "weight_dtype": None},
-    "widest": {"D": 8192, "R": 8192, "interleaved": True},
+    "per-head": HEADS_OF_THEIR_OWN,
+    "all": {"n": 80, "rotary_dim": 40, "interleaved": True, "positions": "one", **HEADS_OF_THEIR_OWN},
+    "q alone": {"heads": (16, 0), "weight": ("none", "none")},
+    "widest": {"n": 8192, "rotary_dim": 8192, "interleaved": True},
 }
 
 
@@ -164,9 +174,9 @@ def test_rope_kernels_spill_nothing_that_counts(capability, compiled_by):
     if not helpers.every_config and capability != 90:
         pytest.skip("with --every-config")
     calls = [
-        {**ROPE, "dtype": dtype, **form}
+        ROPE._replace(dtype=dtype, **form)
         for i, form in enumerate(ROPES.values())
-        for j, dtype in enumerate(("bfloat16", "float32"))
+        for j, dtype in enumerate((BF16, FP32))
         if helpers.every_config or i % 2 == j
     ]
     for call, kernels in zip(calls, compiled_by(capability, calls), strict=True):
@@ -179,14 +189,39 @@ def test_rope_kernels_spill_nothing_that_counts(capability, compiled_by):
         assert registers * 32 * config.WARPS_PER_SM <= 65536, (call, registers)
 
 
-def test_shape_strides_and_tables_of_rope_compile_nothing(compiled_by):
-    first = {**ROPE, "has_positions": True, "rows": 99}
+@pytest.mark.parametrize("positions", [None, "one"])
+def test_shape_strides_and_tables_of_rope_compile_nothing(positions, compiled_by):
+    first = ROPE._replace(positions=positions)  # the tables have T rows, or T + 3
     calls = [first]
-    calls += [first | {"heads": heads} for heads in ((1, 5, 32, 8), (16, 1, 32, 8), (3, 4096, 32, 8))]
-    calls += [first | {"rows": rows} for rows in (1, 16, 4097)]
-    calls += [first | {"eps": 0.0}, first | {"offset": 1.0}]
+    calls += [first._replace(batch=b, length=t) for b, t in ((1, 5), (16, 1), (3, 4096), (2, 13), (2, 4094))]
+    calls += [first._replace(eps=0.0), first._replace(offset=1.0)]
     compiled = compiled_by(90, calls)
     assert compiled[0] and not any(compiled[1:])
+
+
+def cases_of_options(op):
+    """Each two options together, and strides that do not fit into 32 bits beside others that do. One width of each
+    kernel, and with --every-config more."""
+    if op == "qk_norm_rope":
+        layouts = {name: (*ROPE_OPTIONS[name], "far") for name in ("layout", "dy_layout")}
+        return rope_cases(**layouts)
+    widths = (1, 64, 100, 640, 4096, 12288, 16385, 18432) if helpers.every_config else (64, 12288, 18436)
+    return norm_cases(widths, layout=(*NORM_OPTIONS["layout"], "far"))
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 120])
+@pytest.mark.parametrize("op", ["rms_norm", "qk_norm_rope"])
+def test_each_two_options_compile(op, capability, compiled_by):
+    """Triton's interpreter runs what its compiler refuses, such as a name of two types. Without --every-config on one
+    architecture."""
+    if not helpers.every_config and capability != 90:
+        pytest.skip("with --every-config")
+    compiled = compiled_by(capability, cases_of_options(op))
+    names = {kernel["name"] for kernels in compiled for kernel in kernels}
+    expected = {"rope_forward", "rope_backward"}
+    if op == "rms_norm":
+        expected = {"forward_rows", "forward_reread", "backward_dx", "backward_dx_reread", "backward_c"}
+    assert names == expected | {"sum_partials"}
 
 
 HEADS = {"N": 128, "dtype": "bfloat16", "weight_dtype": "float32"}
@@ -235,7 +270,7 @@ def test_no_triton_kernel_flushes_subnormal_numbers(tmp_path, compiled_by):
     alone: Triton's interpreter flushes nothing."""
     widths = (64, 16384, 18432)  # every kernel
     calls = [{"N": n, "dtype": "float32", "weight_dtype": "float32"} for n in widths]
-    calls.append({**ROPE, "dtype": "float32"})
+    calls.append(ROPE._replace(dtype=FP32))
     compiled_by(90, calls, str(tmp_path))
     found = {path.stem: path.read_text() for path in tmp_path.rglob("*.ptx")}
     assert {"forward_rows", "forward_reread", "backward_dx", "backward_dx_reread", "backward_c"} <= set(found)

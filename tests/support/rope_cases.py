@@ -28,7 +28,8 @@ EPSILON = torch.finfo(FP32).eps
 class RopeCase(NamedTuple):
     """One kind of call. heads: Hq and Hk, which is 0 without k. weight: "vector", "heads" or "none", of q and of k.
     tables: "full" (rows, R) with random, different halves, or "half" (rows, R / 2). positions: "one" (1, T), "each"
-    (B, T), or None: then the tables have T rows, or with has_rows_of_batch B * T."""
+    (B, T), or None: then the tables have T rows, or with has_rows_of_batch B * T. wanted: which weights of q and k
+    need gradients."""
 
     dtype: torch.dtype = FP32
     batch: int = 2
@@ -39,6 +40,7 @@ class RopeCase(NamedTuple):
     interleaved: bool = False
     weight: tuple[str, str] = ("vector", "vector")
     weight_dtype: torch.dtype | None = None  # None: dtype
+    k_weight_dtype: torch.dtype | None = None  # None: that of q's weight
     tables: str = "full"
     table_dtype: torch.dtype = FP32
     has_rows_of_batch: bool = False
@@ -48,9 +50,12 @@ class RopeCase(NamedTuple):
     eps: float = 1e-3
     casting: str = "once"
     rounding: str = "end"
-    layout: str = "contiguous"  # of q and k: "contiguous", "packed", "gate" or "offset"
-    dy_layout: str = "transposed"  # "contiguous", "transposed" or "offset"
+    layout: str = (
+        "contiguous"  # of q and k: "contiguous", "packed", "gate", "offset", or on device meta "far"
+    )
+    dy_layout: str = "transposed"  # "contiguous", "transposed", "offset", or on device meta "far"
     dy_dtype: torch.dtype | None = None  # None: dtype
+    wanted: tuple[bool, bool] = (True, True)
 
 
 class RopeCall(NamedTuple):
@@ -59,14 +64,11 @@ class RopeCall(NamedTuple):
     spec: RopeSpec
     tensors: RopeTensors
     dys: tuple[Tensor, Tensor | None]
+    wanted: RopeWanted
 
     @property
     def backward_tensors(self) -> RopeBackwardTensors:
         return *self.dys, *self.tensors
-
-    @property
-    def wanted(self) -> RopeWanted:
-        return RopeWanted(*(None if each is None else each.dtype for each in self.tensors[2:4]))
 
 
 def make(case: RopeCase, device: torch.device | str = "cpu", seed: int = 0) -> RopeCall:
@@ -91,12 +93,12 @@ def make(case: RopeCase, device: torch.device | str = "cpu", seed: int = 0) -> R
     elif case.layout == "gate":  # each head of q beside one of a gate
         q, k = rows(queries, dtype).repeat(1, 1, 1, 2)[..., :n], rows(keys, dtype)
     else:
-        q, k = (_laid_out(rows(heads, dtype), case.layout) for heads in (queries, keys))
+        q, k = _both_laid_out(rows(queries, dtype), rows(keys, dtype), case.layout)
 
-    def weight(kind: str, heads: int) -> Tensor | None:
+    def weight(kind: str, heads: int, dtype: torch.dtype) -> Tensor | None:
         size = (heads, n) if kind == "heads" else (n,)
         values = (0.3 + 1.7 * uniform(*size)) * normal(*size).sign() - case.offset
-        return None if kind == "none" or not heads else values.to(case.weight_dtype or dtype)
+        return None if kind == "none" or not heads else values.to(dtype)
 
     table_rows = b * t if case.has_rows_of_batch else t
     columns = case.rotary_dim // (2 if case.tables == "half" else 1)
@@ -109,10 +111,28 @@ def make(case: RopeCase, device: torch.device | str = "cpu", seed: int = 0) -> R
         )
     cos, sin = (normal(table_rows, columns).to(case.table_dtype) for _ in range(2))
     spec = RopeSpec(n, case.eps, case.offset, case.rotary_dim, case.interleaved, case.casting, case.rounding)
-    weights = weight(case.weight[0], queries), weight(case.weight[1], keys)
-    dys = [_laid_out(rows(heads, case.dy_dtype or dtype), case.dy_layout) for heads in (queries, keys)]
-    k, dk = (k, dys[1]) if keys else (None, None)
-    return RopeCall(spec, (q, k, *weights, cos, sin, positions), (dys[0], dk))
+    weight_dtype = case.weight_dtype or dtype
+    weights = (
+        weight(case.weight[0], queries, weight_dtype),
+        weight(case.weight[1], keys, case.k_weight_dtype or weight_dtype),
+    )
+    wanted = RopeWanted(
+        *(
+            None if each is None or not needs else each.dtype
+            for each, needs in zip(weights, case.wanted, strict=True)
+        )
+    )
+    dy_dtype = case.dy_dtype or dtype
+    dq, dk = _both_laid_out(rows(queries, dy_dtype), rows(keys, dy_dtype), case.dy_layout)
+    if not keys:
+        k = dk = None
+    return RopeCall(spec, (q, k, *weights, cos, sin, positions), (dq, dk), wanted)
+
+
+def _both_laid_out(of_q: Tensor, of_k: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    if layout == "far":  # of q alone: a stride of batches that does not fit into 32 bits
+        return of_q.new_empty_strided(of_q.shape, (2**31, *of_q.stride()[1:])), of_k
+    return _laid_out(of_q, layout), _laid_out(of_k, layout)
 
 
 def _laid_out(rows: Tensor, layout: str) -> Tensor:

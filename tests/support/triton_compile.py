@@ -8,8 +8,8 @@ would be loaded, and runs nothing. A program of its own: Triton compiles for one
 it interprets.
 
 It reads requests, a line each, and answers each with a line: a list with the kernels that each call (arguments of
-`run`, or those of `run_rope` with R) compiled and earlier ones of the request had not, or null, and why on stderr.
-cache: the folder for Triton's, or null for the usual one.
+`run`, or the fields of a RopeCase, or those of a NormCase and of its variant) compiled and earlier ones of the request
+had not, or null, and why on stderr. cache: the folder for Triton's, or null for the usual one.
 
     [90, [{"N": 4096, "dtype": "bfloat16", "weight_dtype": "float32"}, ...], cache]
 
@@ -32,8 +32,12 @@ from triton.backends.compiler import GPUTarget
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from option_cases import NormCase, run_norm
+from rope_cases import RopeCase
+from rope_cases import make as make_rope
+from variants import Variant, make
+
 from tilegym_rmsnorm.backends.triton import launch
-from tilegym_rmsnorm.call.rope_spec import RopeSpec, RopeWanted
 from tilegym_rmsnorm.call.spec import Spec, Wanted
 
 SM_COUNT = 132  # the dw tile depends on it
@@ -123,53 +127,29 @@ def run(
     launch.rms_norm_backward(spec, (normalized, dy, weight, rstd, residual_out), Wanted(*dtypes))
 
 
-def run_rope(
-    D: int,
-    R: int,
-    dtype: str,
-    weight_dtype: str | None,
-    table_dtype: str = "float32",
-    heads: tuple[int, int, int, int] = (2, 5, 8, 2),
-    is_per_head: bool = False,
-    interleaved: bool = False,
-    casting: str = "once",
-    rounding: str = "end",
-    has_positions: bool = False,
-    position_dtype: str = "int64",
-    rows: int | None = None,
-    table_columns: int | None = None,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-) -> None:
-    """qk_norm_rope forward and backward, with all gradients. heads: (B, T, Hq, Hk), without a k if Hk is 0. q and k lie
-    in a packed projection, and gradients as attention leaves them. rows: of the tables, T if None."""
-    B, T, *counts = heads
-    counts = [H for H in counts if H]
-    projection = torch.empty(B, T, sum(counts), D, dtype=_dtype(dtype))
-    arrays = [*projection.split(counts, 2), None][:2]
-    dys = [
-        None
-        if x is None
-        else torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-        for x in arrays
-    ]
-    weights = [
-        None
-        if x is None or weight_dtype is None
-        else torch.empty(x.shape[2:] if is_per_head else (D,), dtype=_dtype(weight_dtype))
-        for x in arrays
-    ]
-    cos, sin = torch.empty(2, rows or T, table_columns or R, dtype=_dtype(table_dtype))
-    positions = torch.empty(1, T, dtype=_dtype(position_dtype)) if has_positions else None
-    spec = RopeSpec(D, eps, offset, R, interleaved, casting, rounding)
-    tensors = (*arrays, *weights, cos, sin, positions)
-    launch.qk_norm_rope_forward(spec, tensors)
-    wanted = [None if weight is None else weight.dtype for weight in weights]
-    launch.qk_norm_rope_backward(spec, (*dys, *tensors), RopeWanted(*wanted))
+def run_rope(case: RopeCase) -> None:
+    """A forward and a backward of qk_norm_rope."""
+    call = make_rope(case, "meta")
+    launch.qk_norm_rope_forward(call.spec, call.tensors)
+    launch.qk_norm_rope_backward(call.spec, call.backward_tensors, call.wanted)
+
+
+def run_call(call: dict[str, Any]) -> None:
+    if "N" in call:
+        run(**call)
+        return
+    fields = {name: _dtype(value) if name.endswith("dtype") else value for name, value in call.items()}
+    if "rotary_dim" in fields:
+        run_rope(RopeCase(**fields))
+        return
+    variant = Variant(**{name: fields.pop(name) for name in Variant._fields})
+    case = NormCase(variant, **fields)
+    inputs = make(variant, dy_dtype=case.dy_dtype, device="meta")
+    run_norm(case, inputs, launch.rms_norm_forward, launch.rms_norm_backward)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else getattr(torch, name)
+    return None if name is None else getattr(torch, name.removeprefix("torch."))
 
 
 def _rows(
@@ -202,7 +182,10 @@ def compile_calls(
     compiled = []
     for call in calls:
         known = len(compiler.kernels)
-        run_rope(**call) if "R" in call else run(**call)
+        try:
+            run_call(call)
+        except Exception as error:
+            raise RuntimeError(f"sm_{capability} does not compile {call}") from error
         compiled.append([kernel._asdict() for kernel in compiler.kernels[known:]])
     return compiled
 

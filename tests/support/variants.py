@@ -51,6 +51,7 @@ LAYOUTS = {
     "columns": ("columns", "contiguous", "columns", "contiguous"),
     "expanded": ("contiguous", "contiguous", "expanded", "expanded"),
     "all expanded": ("expanded",) * 4,
+    "far": ("far", "contiguous", "far", "contiguous"),  # device meta alone has the memory
 }
 
 # Layouts that contract.py lets a backend be given: of rows, and of more dimensions.
@@ -139,11 +140,11 @@ def make(
     *,
     seed: int = 0,
     dy_dtype: torch.dtype | None = None,
-    device: torch.device = DEVICE,
+    device: torch.device | str = DEVICE,
 ) -> VariantInputs:
     """Rows of scale 1/16 to 16, an outlier column, weight + offset of both signs and away from 1; rows of dy and of
     d_residual_out of different scale. dy_dtype: None for that of y."""
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = None if str(device) == "meta" else torch.Generator(device).manual_seed(seed)
     size, shape = variant.size, variant.vector_shape
 
     def normal(*size: int) -> Tensor:
@@ -193,6 +194,8 @@ def arranged(values: Tensor, layout: str) -> Tensor:
         view = values.new_full((*size[:-3], size[-2], size[-3], size[-1]), math.nan).transpose(-2, -3)
     elif layout == "transposed":
         view = values.new_full(size[::-1], math.nan).t()
+    elif layout == "far":  # the first dimension's stride does not fit into 32 bits
+        view = values.new_empty_strided(size, (2**31, *values.stride()[1:]))
     else:
         raise ValueError(f"layout: {layout!r}")
     return view.copy_(values)

@@ -302,14 +302,15 @@ def rope_forward(
     tile, q_tiles = tl.program_id(0), count_tiles(M, q_H, Q)
     _, cos_stride, sin_stride = aligned(0, cos_row_stride, sin_row_stride, TABLE_ALIGN)
     tables = cos_ptr, sin_ptr, cos_stride, sin_stride, table_batch_stride, table_rows
+    # No name is bound in both branches: Triton would want one type, and weights and strides may have two.
     if tile < q_tiles:
-        strides = aligned(q_batch_stride, q_token_stride, q_row_stride, ALIGN)
-        arrays = q_ptr, q_weight_ptr, q_out_ptr, strides
-        forward_tile(tile, *arrays, q_H, tables, positions_ptr, M, T, eps, offset, FORM, Q)
+        q_strides = aligned(q_batch_stride, q_token_stride, q_row_stride, ALIGN)
+        q_arrays = q_ptr, q_weight_ptr, q_out_ptr, q_strides
+        forward_tile(tile, *q_arrays, q_H, tables, positions_ptr, M, T, eps, offset, FORM, Q)
     elif k_ptr is not None:
-        strides = aligned(k_batch_stride, k_token_stride, k_row_stride, ALIGN)
-        arrays = k_ptr, k_weight_ptr, k_out_ptr, strides
-        forward_tile(tile - q_tiles, *arrays, k_H, tables, positions_ptr, M, T, eps, offset, FORM, K)
+        k_strides = aligned(k_batch_stride, k_token_stride, k_row_stride, ALIGN)
+        k_arrays = k_ptr, k_weight_ptr, k_out_ptr, k_strides
+        forward_tile(tile - q_tiles, *k_arrays, k_H, tables, positions_ptr, M, T, eps, offset, FORM, K)
 
 
 @triton.jit
@@ -461,16 +462,16 @@ def rope_backward(
     program = tl.program_id(0)
     _, cos_stride, sin_stride = aligned(0, cos_row_stride, sin_row_stride, TABLE_ALIGN)
     tables = cos_ptr, sin_ptr, cos_stride, sin_stride, table_batch_stride, table_rows
+    others = tables, positions_ptr, M, T, eps, offset
+    # As in `rope_forward`, no name is bound in both branches.
     if program < q_programs:
-        strides = aligned(q_batch_stride, q_token_stride, q_row_stride, ALIGN)
-        dy_strides = aligned(dq_out_batch_stride, dq_out_token_stride, dq_out_row_stride, ALIGN)
-        arrays = q_ptr, dq_out_ptr, q_weight_ptr, dq_ptr, dq_weight_partial_ptr, strides, dy_strides
-        others = tables, positions_ptr, M, T, eps, offset
-        backward_walk(program, q_programs, *arrays, q_H, *others, FORM, Q, STAGES)
+        q_strides = aligned(q_batch_stride, q_token_stride, q_row_stride, ALIGN)
+        dq_out_strides = aligned(dq_out_batch_stride, dq_out_token_stride, dq_out_row_stride, ALIGN)
+        q_arrays = q_ptr, dq_out_ptr, q_weight_ptr, dq_ptr, dq_weight_partial_ptr, q_strides, dq_out_strides
+        backward_walk(program, q_programs, *q_arrays, q_H, *others, FORM, Q, STAGES)
     elif k_ptr is not None:
-        strides = aligned(k_batch_stride, k_token_stride, k_row_stride, ALIGN)
-        dy_strides = aligned(dk_out_batch_stride, dk_out_token_stride, dk_out_row_stride, ALIGN)
-        arrays = k_ptr, dk_out_ptr, k_weight_ptr, dk_ptr, dk_weight_partial_ptr, strides, dy_strides
-        others = tables, positions_ptr, M, T, eps, offset
+        k_strides = aligned(k_batch_stride, k_token_stride, k_row_stride, ALIGN)
+        dk_out_strides = aligned(dk_out_batch_stride, dk_out_token_stride, dk_out_row_stride, ALIGN)
+        k_arrays = k_ptr, dk_out_ptr, k_weight_ptr, dk_ptr, dk_weight_partial_ptr, k_strides, dk_out_strides
         k_programs = tl.num_programs(0) - q_programs
-        backward_walk(program - q_programs, k_programs, *arrays, k_H, *others, FORM, K, STAGES)
+        backward_walk(program - q_programs, k_programs, *k_arrays, k_H, *others, FORM, K, STAGES)
