@@ -190,7 +190,7 @@ def test_sums_of_transposed_tensors(is_x):
     if not is_x:
         x, residual = residual, x
     total = residual + x
-    y, ours_total = norms.add_norm(ours, residual, x)
+    y, ours_total = norms.add_norm(residual, x, ours)
     assert torch.equal(ours_total, total) and ours_total.stride() == total.stride()
     assert torch.equal(y, original(total)) and y.stride() == original(total).stride()
 

@@ -28,6 +28,7 @@ def test_the_report():
         "declined": 1,
         "restored": 0,
         "already": 0,
+        "apart": 0,
     }
     assert report.patched[-1] == ("model.norm", "LlamaRMSNorm", "llama")
     assert report.layers[0] == ("model.layers.0", "LlamaDecoderLayer", ("post_attention_layernorm",))

@@ -26,7 +26,6 @@ from tilegym_rmsnorm.integrations.huggingface.expressions import (
     X,
     are_current,
     expression_of,
-    shortened,
     text_of,
 )
 from tilegym_rmsnorm.reference import promoted
@@ -60,6 +59,7 @@ class Match:
         offset: Added to weight.
         switch: Attribute that is false where the weight is left out; "" where none is read.
         rstd_first: Whether the code says `rstd * x`, not `x * rstd`: the first factor decides the strides of y.
+        own_casting: That of an `RMSNorm` of this package: y has x's dtype, whatever weight's is. None: another norm.
     """
 
     arithmetic: str
@@ -69,11 +69,14 @@ class Match:
     offset: float = 0.0
     switch: str = ""
     rstd_first: bool = False
+    own_casting: Casting | None = None
 
     def plan(self, x: torch.dtype, weight: torch.dtype | None) -> Plan | None:
         """Choose how a kernel computes this arithmetic. None: no kernel does, and the original forward runs."""
         if x not in DTYPES or not (weight is None or weight in DTYPES):
             return None
+        if self.own_casting is not None:
+            return Plan(self.own_casting, x)
         if self.arithmetic == "llama":
             return Plan("llama", x if weight is None else promoted(weight, x))
         if self.arithmetic == "t5" and weight is not None:
@@ -228,7 +231,7 @@ def _match(expression: Expression) -> Match:
     for pattern, reason in _DECLINED:
         if is_match(pattern, expression):
             raise Unclear(reason)
-    raise Unclear(f"computes no arithmetic that is known: {shortened(text_of(expression), 160)}")
+    raise Unclear(f"computes no arithmetic that is known: {text_of(expression)}")
 
 
 def is_match(pattern: Expression, found: Any) -> bool:

@@ -279,20 +279,7 @@ def _is_text(statement: ast.stmt) -> bool:
 
 
 def text_of_node(node: ast.AST) -> str:
-    return shortened(ast.unparse(node).splitlines()[0], 60)
-
-
-def shortened(text: str, most: int) -> str:
-    """Cut a text of code to about this many characters, and close the brackets that it leaves open."""
-    if len(text) <= most:
-        return text
-    kept, closing = text[: most - 3], ""
-    for each in kept:
-        if each in "([{":
-            closing = ")]}"["([{".index(each)] + closing
-        elif closing and each == closing[0]:
-            closing = closing[1:]
-    return f"{kept}...{closing}"
+    return ast.unparse(node).splitlines()[0]
 
 
 def _plain(value: Any) -> Any:

@@ -12,6 +12,18 @@ of the layer:
 
 One call that returns both the norm and the sum takes their place. All other statements are compiled again as they are.
 The sum that ends a layer stays: the norm that follows it is the next layer's.
+
+A rewritten layer computes the same, since
+
+- no statement is left out between the sum and the norm, so that nothing can run there but the two of them, in one
+  state: of memory, of autograd, of autocast, of the norm;
+- both operands are evaluated in their order, and `self.NORM` after them, as it was;
+- where the norm cannot take both, or something sees its calls, `add_norm` adds and calls it. It decides so for each
+  call, by the tensors and the module of that call;
+- the sum is held by locals alone, which nobody else reads. In `try` and `with` it might be read after the norm raised:
+  there statements stay, as they do in loops. So they do where a name is global, or shared with a function inside;
+- the gradient of the sum that autograd hands out, to a hook or to torch.autograd.grad, lacks the part through the norm,
+  which reaches the operands at once. So the sum may only be used in arithmetic afterwards, and give its shape or a view.
 """
 
 from __future__ import annotations
@@ -23,6 +35,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+from tilegym_rmsnorm.integrations.huggingface.expressions import text_of_node
 from tilegym_rmsnorm.integrations.huggingface.norms import PatchedType, add_norm, subclass
 from tilegym_rmsnorm.integrations.huggingface.rewriting import (
     assigned,
@@ -35,6 +48,8 @@ from tilegym_rmsnorm.integrations.huggingface.rewriting import (
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear, tree_of
 
 _ADD_NORM, _SUM = "tilegym_add_norm", "tilegym_sum"  # names that no layer has
+_READ = ("device", "dtype", "ndim", "shape")  # attributes of the sum that a layer may read,
+_CALLED = ("dim", "reshape", "size", "view")  # and methods of it that a layer may call
 
 
 @dataclass(frozen=True)
@@ -54,74 +69,76 @@ class LayerPatch:
 def rewritten(cls: type, norms: Collection[str]) -> tuple[FunctionType, tuple[str, ...]]:
     """Move the adds of a forward into the norms of these names. Return the new forward, and the names of the norms that
     add. Raise `Unclear` where no norm adds."""
-    _, tree = forward_and_tree(cls)
+    function, tree = forward_and_tree(cls)
     tree = copy.deepcopy(tree)  # others read it
-    rewriter = _Rewriter(norms)
-    rewriter.generic_visit(tree)
+    rewriter = _Rewriter(norms, _shared_names(function, tree))
+    tree.body = rewriter.block(tree.body, [])
     if not rewriter.found:
-        raise Unclear("has no sum that one of its norms follows at once")
+        raise Unclear(rewriter.reason)
     return compiled_again(cls, tree, {_ADD_NORM: add_norm}), tuple(rewriter.found)
 
 
-class _Rewriter(ast.NodeTransformer):
-    def __init__(self, norms: Collection[str]) -> None:
-        self.norms = norms
+def _shared_names(function: FunctionType, tree: ast.FunctionDef) -> set[str]:
+    """Return self, and the names of a forward that other functions may read."""
+    stated = [name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names]
+    return {"self", *function.__code__.co_cellvars, *stated}
+
+
+class _Rewriter:
+    """Rewrite the statements of a forward. shared: names to which no sum may be bound."""
+
+    def __init__(self, norms: Collection[str], shared: set[str]) -> None:
+        self.norms, self.shared = norms, shared
         self.found: list[str] = []
+        self.reason = "has no sum that one of its norms follows at once"
 
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        for field in ("body", "orelse", "finalbody"):
-            statements = getattr(node, field, None)
-            if isinstance(statements, list):
-                setattr(node, field, self._rewritten(statements))
-        return super().generic_visit(node)
-
-    def left(self, node: ast.AST) -> ast.AST:
-        return node
-
-    # Functions and classes inside are left as they are. So is `try`: a handler sees the sum when the norm raises.
-    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = visit_Try = visit_TryStar = left
-
-    def _rewritten(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+    def block(self, statements: list[ast.stmt], behind: list[ast.stmt]) -> list[ast.stmt]:
+        """Rewrite a block. behind: the statements that run after it."""
         result: list[ast.stmt] = []
         while statements:
-            replaced = self._replaced(statements)
-            if replaced is None:
-                result.append(statements[0])
-                statements = statements[1:]
-            else:
-                new, count = replaced
-                result += new
-                statements = statements[count:]
+            new, count = self._replaced(statements, behind)
+            statements = statements[count:]
+            for each in new:
+                if isinstance(each, ast.If):
+                    rest = [*statements, *behind]
+                    each.body, each.orelse = self.block(each.body, rest), self.block(each.orelse, rest)
+            result += new
         return result
 
-    def _replaced(self, statements: list[ast.stmt]) -> tuple[list[ast.stmt], int] | None:
-        """Return the statements that replace the first ones of these, and how many they replace; None: none."""
+    def _replaced(self, statements: list[ast.stmt], behind: list[ast.stmt]) -> tuple[list[ast.stmt], int]:
+        """Return the statements that take the place of the first ones of these, and how many they replace."""
+        as_it_is = statements[:1], 1
         total, value = assigned(statements[0])
         if not isinstance(value, ast.BinOp) or not isinstance(value.op, ast.Add):
-            return None
+            return as_it_is
         copy, count = "", 1
         if len(statements) > 1:
             name, copied = assigned(statements[1])
             if isinstance(copied, ast.Name) and copied.id == total:
                 copy, count = name, 2
-        if len(statements) <= count:
-            return None
+        if len(statements) <= count or {total, copy} & self.shared:
+            return as_it_is
         y, call = assigned(statements[count])
         norm = self._norm_called(call, {total, copy} - {""})
         if not norm or not y:
-            return None
+            return as_it_is
+        held = [name for name in dict.fromkeys((total, copy)) if name and name != y]
+        other = self._other_use(set(held), [*statements[count + 1 :], *behind])
+        if other is not None:
+            self.reason = (
+                f"uses the sum before {norm} in another way than in arithmetic: {text_of_node(other)}"
+            )
+            return as_it_is
         self.found.append(norm)
         # Bind the sum to each name that the old statements leave bound to it: later statements may read it.
-        held = [name for name in dict.fromkeys((total, copy)) if name and name != y]
         first, *others = held or [_SUM]
-        lines = [f"{y}, {first} = {_ADD_NORM}(self.{norm})", *(f"{name} = {first}" for name in others)]
-        if not held:
-            lines.append(f"del {_SUM}")
+        lines = [f"{y}, {first} = {_ADD_NORM}(None, None, self.{norm})"]
+        lines += [f"{name} = {first}" for name in others] if held else [f"del {_SUM}"]
         new = ast.parse("\n".join(lines)).body
         for statement in new:
             replacing(statements[count], statement)
         assignment: Any = new[0]
-        assignment.value.args += [value.left, value.right]  # evaluated in the old order
+        assignment.value.args[:2] = value.left, value.right
         return new, count + 1
 
     def _norm_called(self, call: ast.expr | None, names: set[str]) -> str:
@@ -136,6 +153,34 @@ class _Rewriter(ast.NodeTransformer):
         ):
             return called_child(call)
         return ""
+
+    def _other_use(self, names: set[str], statements: list[ast.stmt]) -> ast.stmt | None:
+        """Return the first of the statements that does more than arithmetic with what has these names; None: none."""
+        for statement in statements:
+            target, value = assigned(statement)
+            if isinstance(value, ast.Name) and value.id in names and target not in self.shared:
+                names = {*names, target}
+                continue
+            if not _only_computes(statement, names):
+                return statement
+            names = names - {target}
+        return None
+
+
+def _only_computes(node: ast.AST, names: set[str]) -> bool:
+    """Return whether a node uses what has these names in arithmetic alone, for its shape, or for a view."""
+    if isinstance(node, ast.Name):
+        return node.id not in names or not isinstance(node.ctx, ast.Load)
+    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and node.target.id in names:
+        return False
+    parts: list[ast.AST] = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.BinOp):
+        parts = [each for each in parts if not isinstance(each, ast.Name)]
+    elif isinstance(node, ast.Attribute) and node.attr in _READ:
+        parts = [] if isinstance(node.value, ast.Name) else parts
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CALLED:
+        parts = parts[1:] if isinstance(node.func.value, ast.Name) else parts
+    return all(_only_computes(each, names) for each in parts)
 
 
 def has_sum(cls: type) -> bool:

@@ -13,19 +13,23 @@ import contextlib
 import copyreg
 import functools
 import inspect
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from tilegym_rmsnorm.call.tensors import PLAIN_TYPES
 from tilegym_rmsnorm.call.validation import refuse_torch_jit_script
 from tilegym_rmsnorm.functional import rms_norm
-from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call, Match, match_of
+from tilegym_rmsnorm.integrations.huggingface.arithmetic import DTYPES, Call, Match, match_of
+from tilegym_rmsnorm.integrations.huggingface.current import forward_now
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 from tilegym_rmsnorm.nn.configured import reduce_instance
+from tilegym_rmsnorm.nn.module import RMSNorm
 from tilegym_rmsnorm.reference import promoted
 
 
@@ -44,19 +48,24 @@ class NormPatch:
         return match_of(base) == self.match
 
     def made(self, base: type) -> PatchedType:
-        match, backend = self.match, self.backend
-        original: Any = base.forward  # type: ignore[attr-defined]
-        original_repr: Any = base.extra_repr  # type: ignore[attr-defined]
+        match, backend, following = self.match, self.backend, cast(Any, base)
+        original, original_repr = following.forward, following.extra_repr
         name = list(inspect.signature(original).parameters)[1]
 
         @functools.wraps(original)
-        def forward(self: Any, x: Any = None, /, **named: Any) -> Any:
+        def forward(self: Any, x: Any = None, /, *more: Any, **named: Any) -> Any:
+            # `while_current` does the same in a call of its own, which would take 0.3 us more.
+            if following.forward is not original:
+                given = more if x is None else (x, *more)
+                return forward_now(self, base)(*given, **named)
             if x is None:  # x is given by its name, or missing
                 x = named.get(name)
                 if x is None or len(named) > 1:
                     return original(self, **named)
-            elif named or not isinstance(x, Tensor):
-                return original(self, x, **named)
+            elif more or named:
+                return original(self, x, *more, **named)
+            if type(x) not in PLAIN_TYPES and not _computes_as_tensor(type(x)):
+                return original(self, x)
             call = match.call(self, x.shape, x.dtype)
             return original(self, x) if call is None else run(x, match, call, backend)
 
@@ -65,6 +74,24 @@ class NormPatch:
             return f"{text}{', ' if text else ''}tilegym_rmsnorm: {match.arithmetic}"
 
         return subclass(base, self, {"forward": forward, "extra_repr": extra_repr})
+
+
+# What the norms that are known call of x, and layers.
+_OPERATIONS = tuple(
+    "__add__ __radd__ __mul__ __rmul__ __pow__ add float mean mul pow rsqrt square to type type_as".split()
+)
+
+
+@torch.compiler.assume_constant_result
+def _computes_as_tensor(cls: Any) -> bool:
+    """Return whether a class is one of tensors that leaves its operations to PyTorch's dispatcher, as DTensor does."""
+    if not issubclass(cls, Tensor):
+        return False
+    function = cls.__torch_function__
+    if function is not torch._C._disabled_torch_function_impl:
+        if getattr(function, "__func__", None) is not Tensor.__torch_function__.__func__:  # type: ignore[attr-defined]
+            return False
+    return all(getattr(cls, name) is getattr(Tensor, name) for name in _OPERATIONS)
 
 
 def run(x: Tensor, match: Match, call: Call, backend: str | None) -> Tensor:
@@ -172,42 +199,54 @@ def _run(x: Tensor, residual: Tensor | None, match: Match, call: Call, backend: 
         )
 
 
-def add_norm(norm: torch.nn.Module, residual: Any, x: Any) -> tuple[Any, Any]:
-    """Return `norm(residual + x)` and `residual + x`: in one call where the norm is patched and no hook sees it."""
-    patch = patch_of(type(norm))
-    if isinstance(patch, NormPatch) and _is_fusable(norm, x, residual):
-        call = patch.match.call(norm, x.shape, promoted(x.dtype, residual.dtype))
-        if call is not None:
-            return _run(x, residual, patch.match, call, patch.backend)
+def add_norm(residual: Any, x: Any, norm: Any) -> tuple[Any, Any]:
+    """Return `norm(residual + x)` and `residual + x`: in one call where the norm is ours and nothing sees its calls."""
+    patch = norm_patch(norm)
+    reason = "it is not patched"
+    if patch is not None:
+        reason = why_watched(norm) or _why_not_added(residual, x)
+        if not reason:
+            dtype = promoted(x.dtype, residual.dtype)
+            call = patch.match.call(norm, x.shape, dtype)
+            if call is not None:
+                return _run(x, residual, patch.match, call, patch.backend)
+            reason = why_no_call(norm, patch.match, x.shape, dtype)
+    tell_fallback("residual add", norm, reason)
     total = residual + x
     return norm(total), total
 
 
-def _is_fusable(norm: torch.nn.Module, x: Any, residual: Any) -> bool:
-    """Return whether nothing sees a call of the norm, and both tensors have one shape and device."""
-    return not (
-        is_watched(norm)
-        or not isinstance(x, Tensor)
-        or not isinstance(residual, Tensor)
-        or x.shape != residual.shape
-        or x.device != residual.device
-        or not (x.is_floating_point() and residual.is_floating_point())
-        or order_in_memory(x) is not None
-        or order_in_memory(residual) is not None
-    )
+def _why_not_added(residual: Any, x: Any) -> str:
+    """Say why a norm cannot add these; "" if it can."""
+    for each in (x, residual):
+        if not isinstance(each, Tensor) or not each.is_floating_point():
+            return "it adds what is no floating tensor"
+        if type(each) not in PLAIN_TYPES and not _computes_as_tensor(type(each)):
+            return f"it adds a {type(each).__name__}"
+    if x.shape != residual.shape or x.device != residual.device:
+        return "the two that it adds differ in shape or device"
+    if order_in_memory(x) is not None or order_in_memory(residual) is not None:
+        return "the dimensions of one that it adds do not lie in memory in their order"
+    return ""
+
+
+def why_watched(norm: torch.nn.Module) -> str:
+    """Say what sees the calls of a norm of ours, so that none may be left out; "" if nothing does."""
+    if has_hooks(norm):
+        return "it has hooks, or a forward of its own"
+    cls: Any = type(norm)
+    if is_outdated(cls):
+        return "its class was given another forward after the patch"
+    # A class derived from ours may define these:
+    if cls.forward is not getattr(cls, "patched_forward", RMSNorm.forward):
+        return "its class has a forward of its own"
+    if cls.__call__ is not torch.nn.Module.__call__ or cls._call_impl is not torch.nn.Module._call_impl:
+        return "its class has a __call__ of its own"
+    return "a hook sees all modules" if torch.nn.modules.module._has_any_global_hook() else ""
 
 
 def is_watched(norm: torch.nn.Module) -> bool:
-    """Return whether a hook or a derived class sees the calls of a patched norm."""
-    cls: Any = type(norm)
-    return (
-        has_hooks(norm)
-        # A class derived from the patched one may define these:
-        or cls.forward is not cls.patched_forward
-        or cls.__call__ is not torch.nn.Module.__call__
-        or cls._call_impl is not torch.nn.Module._call_impl
-        or torch.nn.modules.module._has_any_global_hook()
-    )
+    return bool(why_watched(norm))
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
@@ -222,12 +261,48 @@ def has_hooks(module: torch.nn.Module) -> bool:
     )
 
 
+def why_no_call(norm: torch.nn.Module, match: Match, shape: torch.Size, dtype: torch.dtype) -> str:
+    """Say why `match.call` of this norm returned None."""
+    weight = match.weight_of(norm)
+    if weight is None:
+        return f"no kernel has its weight, its eps and {dtype}"
+    if weight.shape != shape[-1:]:
+        return f"its weight has shape {tuple(weight.shape)} where rows have {tuple(shape[-1:])}"
+    return f"no kernel has its eps, {dtype} and a weight of {weight.dtype}"
+
+
+def why_apart(norm: torch.nn.Module) -> str:
+    """Say why a norm of ours would run apart from what it is fused with if it were called now; "" if nothing is known
+    that would make it."""
+    patch = norm_patch(norm)
+    if patch is None or (reason := why_watched(norm)):
+        return "it is not patched" if patch is None else reason
+    weight = patch.match.weight_of(norm)
+    if weight is not None and weight.numel() == 0:
+        return "its weight has no elements now, as under ZeRO-3"
+    if weight is not None and weight.dtype not in DTYPES:
+        return f"no kernel takes its weight of {weight.dtype}"
+    return ""
+
+
+def tell_fallback(kind: str, norm: Any, reason: str) -> None:
+    """Log once for each class why a norm runs apart from what it is fused with. kind: the other."""
+    if is_dynamo_compiling() or not _log.isEnabledFor(logging.INFO):
+        return
+    name = type(norm).__name__
+    if (kind, name, reason) not in _told:
+        _told.add((kind, name, reason))
+        _log.info("%s runs apart from the %s: %s", name, kind, reason)
+
+
 def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     if torch.is_autocast_enabled() and x.is_cuda:
         return torch.autocast("cuda", enabled=False)
     return contextlib.nullcontext()
 
 
+_log = logging.getLogger("tilegym_rmsnorm")
+_told: set[tuple[str, str, str]] = set()
 _classes: dict[tuple[type, Any, Any], PatchedType] = {}
 
 
@@ -266,6 +341,7 @@ def subclass(base: type, patch: Any, attributes: dict[str, Any]) -> PatchedType:
         "__doc__": base.__doc__,
         "patched_from": (base, patch),
         "patched_forward": attributes["forward"],
+        "old_forward": base.forward,  # type: ignore[attr-defined]
         "__reduce_ex__": functools.partialmethod(reduce_instance, base),
         "__prepare_scriptable__": refuse_torch_jit_script,
         **attributes,
@@ -280,10 +356,51 @@ def made_from(cls: type) -> tuple[type, Any] | None:
     return cls.__dict__.get("patched_from")
 
 
+def is_outdated(cls: Any) -> bool:
+    """Return whether the base of a patched class was given another forward since, which runs in place of the patch."""
+    found = getattr(cls, "patched_from", None)
+    return found is not None and found[0].forward is not cls.old_forward
+
+
 def patch_of(cls: type) -> Any:
     """Return the patch of a class, or of one that it is derived from; None without one."""
     found = getattr(cls, "patched_from", None)
     return None if found is None else found[1]
+
+
+def norm_patch(norm: Any) -> NormPatch | None:
+    """Return how a norm of ours is computed: a patched one, or `RMSNorm`. None for other modules, and for an `RMSNorm`
+    that computes more than a norm of the last dimension (`why_not_own`)."""
+    found = getattr(type(norm), "patched_from", None)
+    if found is not None:
+        return found[1] if isinstance(found[1], NormPatch) else None
+    if not isinstance(norm, RMSNorm) or why_not_own(norm):
+        return None
+    key = norm.offset, norm.casting, norm.backend
+    patch = _own_patches.get(key)
+    if patch is None:
+        match = Match("torch", weight="weight", eps="eps", offset=norm.offset, own_casting=norm.casting)
+        patch = _own_patches.setdefault(
+            key, NormPatch(match, norm.backend)
+        )  # one object: it is compared by `is`
+    return patch
+
+
+def why_not_own(norm: RMSNorm) -> str:
+    """Say what an `RMSNorm` computes besides a norm of the last dimension; "" if nothing."""
+    # Module.__getattr__ takes 2 us for an attribute that is absent.
+    if "bias" in norm._parameters or "bias" in norm.__dict__ or norm._modules or norm._buffers:
+        return "has a bias, or parts"
+    if type(norm).forward is not RMSNorm.forward:
+        return "has a forward of its own"
+    if norm.heads is not None:
+        return "has a weight for each head"
+    if len(norm.normalized_shape) != 1:
+        return "normalizes several dimensions"
+    return "has an out_dtype" if norm.out_dtype is not None else ""
+
+
+_own_patches: dict[tuple[float, str, str | None], NormPatch] = {}
 
 
 def _reduce(cls: PatchedType) -> str | tuple[Any, ...]:

@@ -36,9 +36,13 @@ from tilegym_rmsnorm.integrations.huggingface.norms import (
     NormPatch,
     PatchedType,
     has_hooks,
+    is_outdated,
     made_from,
+    norm_patch,
     patch_of,
     patched_class,
+    why_apart,
+    why_not_own,
 )
 from tilegym_rmsnorm.integrations.huggingface.report import (
     Declined,
@@ -47,6 +51,7 @@ from tilegym_rmsnorm.integrations.huggingface.report import (
     PatchedNorm,
     PatchReport,
     Restored,
+    elided,
 )
 from tilegym_rmsnorm.integrations.huggingface.rewriting import forward_of
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
@@ -55,7 +60,13 @@ from tilegym_rmsnorm.settings import check_backend_name
 
 _CALLED = ("_call_impl", "__getattribute__")  # lead from a call to forward, besides __call__
 _BOUND = ("forward", "_old_forward")  # attributes of a module that may hold a bound forward
+_GRAPHS = (torch.jit.ScriptModule, torch.fx.GraphModule)
 _REWRITINGS = (LayerPatch, AttentionPatch)
+_OUTDATED = "its class was given another forward after the patch, which runs: call unpatch_model first"
+_GRAPH = "it is a graph, not code: patch the model before it is scripted or traced"
+# By id of a norm: its class after the patch, for an RMSNorm its patch; two norms that have the same are computed alike.
+# Or the reason for which it cannot take part in layers and attention.
+_Norms = dict[int, Any]
 _Parents = dict[int, list[tuple[nn.Module, str]]]  # by id of a child: its parents, and its name in each
 
 
@@ -68,18 +79,20 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
     patched: list[PatchedNorm] = []
     declined: list[Declined] = []
     changes: list[tuple[nn.Module, type]] = []
-    norms: dict[int, type] = {}  # by id of each norm that is patched: its class after the patch
+    norms: _Norms = {}
     already = 0
     parents = _parents(model)
     for name, module in _parts(model):
         cls = type(module)
         found, old = made_from(cls), patch_of(cls)
+        if is_outdated(cls):
+            declined.append(Declined(name, cls.__name__, _OUTDATED))
+            continue
         if isinstance(old, _REWRITINGS):
             continue
         if isinstance(module, RMSNorm) or (old is not None and found is None):
             already += 1  # ours, or of a class derived from a patched one
-            if old is not None:
-                norms[id(module)] = cls
+            norms[id(module)] = cls if old is not None else norm_patch(module) or f"it {why_not_own(module)}"
             continue
         original = _original(cls)
         try:
@@ -87,27 +100,30 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
             _check_input_is_kept(module, parents)
         except Unclear as error:
             if _looks_like_norm(original, module):
-                declined.append(Declined(name, cls.__name__, str(error)))
+                norms[id(module)] = str(error)
+                declined.append(Declined(name, cls.__name__, elided(str(error))))
             continue
         new = NormPatch(match, backend)
-        norms[id(module)] = cls if old == new else patched_class(original, new)
+        norms[id(module)] = changed = cls if old == new else patched_class(original, new)
         if old == new:
             already += 1
             continue
-        changes.append((module, norms[id(module)]))
+        changes.append((module, changed))
         patched.append(PatchedNorm(name, cls.__name__, match.arithmetic))
+    declined += _graphs(model, norms)
 
     layers: list[PatchedLayer] = []
     attention: list[PatchedAttention] = []
+    rewritten: list[tuple[str, nn.Module, tuple[str, ...]]] = []
     for name, module in _parts(model) if patch_layers else ():
         cls = type(module)
         if isinstance(patch_of(cls), _REWRITINGS):
-            already += 1
+            already += not is_outdated(cls)
             continue
         try:
             chosen = _chosen(module, norms)
         except Unclear as error:
-            declined.append(Declined(name, cls.__name__, str(error)))
+            declined.append(Declined(name, cls.__name__, elided(str(error))))
             continue
         if chosen is None:
             continue
@@ -117,10 +133,19 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
         else:
             attention.append(PatchedAttention(name, cls.__name__, rewriting.norms))
         changes.append((module, new_class))
+        rewritten.append((name, module, rewriting.norms))
 
     for module, changed in changes:
         _give_class(module, changed)
-    return PatchReport(tuple(patched), tuple(layers), tuple(attention), tuple(declined), (), already)
+    apart = [
+        Declined(name, type(module).__name__, f"{norm}: {reason}")
+        for name, module, names in rewritten
+        for norm in names
+        if norm in module._modules and (reason := why_apart(module._modules[norm]))
+    ]
+    return PatchReport(
+        tuple(patched), tuple(layers), tuple(attention), tuple(declined), already=already, apart=tuple(apart)
+    )
 
 
 def unpatch(model: Any) -> PatchReport:
@@ -164,6 +189,19 @@ def _original(cls: type) -> type:
     """Return the class that a module had before the patch."""
     found = made_from(cls)
     return cls if found is None else found[0]
+
+
+def _graphs(model: nn.Module, norms: _Norms) -> Iterator[Declined]:
+    """Yield the graphs in a model that may hold norms, none of which is patched."""
+    inside: set[int] = set()
+    for name, module in _parts(model):
+        if not isinstance(module, _GRAPHS) or id(module) in inside:
+            continue
+        parts = dict(module.named_modules())
+        inside |= set(map(id, parts.values()))
+        is_patched = any(not isinstance(norms.get(id(part), ""), str) for part in parts.values())
+        if not is_patched and (module is model or any("norm" in each for each in parts)):
+            yield Declined(name, type(module).__name__, _GRAPH)
 
 
 def _check_input_is_kept(norm: nn.Module, parents: _Parents) -> None:
@@ -248,11 +286,9 @@ def _match(module: nn.Module, cls: type) -> Match:
     return match
 
 
-def _chosen(
-    module: nn.Module, norms: dict[int, type]
-) -> tuple[LayerPatch | AttentionPatch, PatchedType] | None:
+def _chosen(module: nn.Module, norms: _Norms) -> tuple[LayerPatch | AttentionPatch, PatchedType] | None:
     """Return how a module is rewritten, and its new class; None for one that is neither a layer nor attention. Raise
-    `Unclear` for one that cannot be rewritten. norms: by the id of each patched norm its class after the patch."""
+    `Unclear` for one that cannot be rewritten."""
     reasons = []
     for choose in (_layer, _attention):
         try:
@@ -266,11 +302,11 @@ def _chosen(
     return None
 
 
-def _patched_children(module: nn.Module, norms: dict[int, type]) -> list[str]:
-    return [name for name, child in module.named_children() if id(child) in norms]
+def _patched_children(module: nn.Module, norms: _Norms) -> list[str]:
+    return [name for name, child in module.named_children() if not isinstance(norms.get(id(child), ""), str)]
 
 
-def _layer(module: nn.Module, norms: dict[int, type]) -> LayerPatch | None:
+def _layer(module: nn.Module, norms: _Norms) -> LayerPatch | None:
     children = _patched_children(module, norms)
     if not children:
         return None
@@ -284,7 +320,7 @@ def _layer(module: nn.Module, norms: dict[int, type]) -> LayerPatch | None:
     return None
 
 
-def _attention(module: nn.Module, norms: dict[int, type]) -> AttentionPatch | None:
+def _attention(module: nn.Module, norms: _Norms) -> AttentionPatch | None:
     if not module._modules:
         return None
     try:
@@ -298,8 +334,10 @@ def _attention(module: nn.Module, norms: dict[int, type]) -> AttentionPatch | No
         return None  # it is built without these norms
     _check_forward_is_called(module)
     for name, norm in zip(names, children, strict=True):
-        if id(norm) not in norms:
-            raise Unclear(f"its {name}, of class {type(norm).__name__}, is not patched")
+        reason = norms.get(id(norm), "")
+        if isinstance(reason, str):
+            why = f": {reason}" if reason else ""
+            raise Unclear(f"its {name}, of class {type(norm).__name__}, is not patched{why}")
         if has_hooks(norm):
             raise Unclear(f"its {name} has hooks, or a forward of its own")
     check_module(module, lambda child: id(child) in norms)
@@ -319,8 +357,10 @@ def _read(read: Callable[[type], tuple[str, ...]], cls: type) -> tuple[str, ...]
 def _check_forward_is_called(module: nn.Module) -> None:
     """Raise `Unclear` where a call of the module does not run its class's forward, also behind accelerate's hooks."""
     cls = type(module)
-    if isinstance(module, (torch.jit.ScriptModule, torch.fx.GraphModule)):
-        raise Unclear("it is a graph, not code")
+    if isinstance(module, _GRAPHS):
+        raise Unclear(_GRAPH)
+    if module.__dict__.get("_is_hooked") is True or "_hf_tp_plan" in module.__dict__:
+        raise Unclear("tp_plan of transformers shards it, or wraps its forward")
     if torch.nn.utils.parametrize.is_parametrized(module):  # its removal restores the class's first base
         raise Unclear("it is parametrized: parametrize it after the patch")
     is_called = all(getattr(cls, name) is getattr(nn.Module, name) for name in _CALLED)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -34,6 +35,29 @@ class Declined(NamedTuple):
     reason: str
 
 
+_LONGEST = 200  # characters of a reason
+
+
+def elided(reason: str) -> str:
+    """Shorten a reason. In place of what the innermost parentheses hold it says `...`, then of those around them."""
+    depth = deepest = 0
+    depths = []
+    for character in reason:
+        depth -= character in ")]}"
+        depths.append(max(depth, 0))
+        depth += character in "([{"
+        deepest = max(deepest, depth)
+    text = reason
+    for most in range(deepest - 1, -1, -1):
+        if len(text) <= _LONGEST:
+            break
+        parts = itertools.groupby(zip(reason, depths, strict=True), key=lambda each: each[1] > most)
+        text = "".join("..." if is_deep else "".join(c for c, _ in part) for is_deep, part in parts)
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST].rpartition(' ')[0]} ..."
+
+
 class Restored(NamedTuple):
     name: str
     class_name: str
@@ -53,6 +77,8 @@ class PatchReport:
             and reason of each.
         restored: Modules to which `unpatch_model` gave their class back: name and class_name of each.
         already: The number of norms, layers and attention that had been patched before, and so were left as they are.
+        apart: Layers and attention among those above with a norm that would run apart from the add or the rotary
+            embedding if it were called now: name, class_name and reason of each, once for each such norm.
         if_nothing: The text of a report that lists nothing.
     """
 
@@ -64,6 +90,7 @@ class PatchReport:
     declined: tuple[Declined, ...] = ()
     restored: tuple[Restored, ...] = ()
     already: int = 0
+    apart: tuple[Declined, ...] = ()
     if_nothing: str = field(default="no norms", repr=False, compare=False)
 
     @property
@@ -76,6 +103,7 @@ class PatchReport:
             "declined": len(self.declined),
             "restored": len(self.restored),
             "already": self.already,
+            "apart": len(self.apart),
         }
 
     def __str__(self) -> str:
@@ -83,6 +111,7 @@ class PatchReport:
             *_section("patched", [(n.class_name, n.arithmetic, n.name) for n in self.patched]),
             *_section("layers", [(n.class_name, ", ".join(n.norms), n.name) for n in self.layers]),
             *_section("attention", [(n.class_name, ", ".join(n.norms), n.name) for n in self.attention]),
+            *_section("run apart", [(n.class_name, n.reason, n.name) for n in self.apart]),
             *_section("declined", [(n.class_name, n.reason, n.name) for n in self.declined]),
             *_section("restored", [(n.class_name, "", n.name) for n in self.restored]),
         ]

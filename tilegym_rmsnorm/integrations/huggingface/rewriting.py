@@ -11,6 +11,7 @@ import inspect
 from types import CellType, FunctionType
 from typing import Any
 
+from tilegym_rmsnorm.integrations.huggingface.current import while_current
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear, compiled_as, tree_of
 
 _FORWARD = "tilegym_forward"  # a name that no forward has
@@ -33,11 +34,16 @@ def forward_and_tree(cls: type) -> tuple[FunctionType, ast.FunctionDef]:
 
 
 def compiled_again(cls: type, tree: ast.FunctionDef, helpers: dict[str, Any]) -> FunctionType:
-    """Compile the changed tree of a class's forward, in the decorators around it. helpers: values of names that it
-    uses, besides those of its module."""
+    """Compile the changed tree of a class's forward, in the decorators around it. It runs until the class gets another
+    forward. helpers: values of names that it uses, besides those of its module."""
     function = forward_of(cls)
     outermost = inspect.getattr_static(cls, "forward")
-    return _wrapped_again(outermost, function, _compiled(tree, function, helpers))
+    made = _wrapped_again(outermost, function, _compiled(tree, function, helpers))
+    result = while_current(cls, made)
+    for cell in made.__closure__ or ():
+        if _content(cell) is made:  # a decorator compares itself with the forward of the class
+            cell.cell_contents = result
+    return result
 
 
 def assigned(statement: ast.stmt) -> tuple[str, ast.expr | None]:
