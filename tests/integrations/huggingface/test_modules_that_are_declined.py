@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from hf_models import ARCHITECTURES, TOKENS
 from hf_norms import LLAMA, N, changed, norm_of, rows
 from torch import nn
 
@@ -133,3 +134,73 @@ def test_a_static_method_that_was_replaced_on_the_module():
     norm._norm = lambda x: 0 * x
     (declined,) = patch_model(norm).declined
     assert declined.reason == "its _norm was replaced on the module"
+
+
+def test_norms_that_tp_plan_wrapped_and_attention_around_them():
+    """As from_pretrained(tp_plan="auto") does, with the plan that Qwen3 has for its norms of q and k."""
+    styles = pytest.importorskip("transformers.distributed.tensor_parallel")
+    (case,) = (case for case in ARCHITECTURES if case.name == "Qwen3")
+    model = case.built()
+    names = [f"model.layers.{i}.self_attn.{name}" for i in range(2) for name in ("q_norm", "k_norm")]
+    plan = dict.fromkeys(names, "replicated_with_grad_allreduce")
+    assert (
+        plan.items()
+        <= {
+            name.replace("*", str(i)): style
+            for i in range(2)
+            for name, style in model.tp_plan.items()
+            if "norm" in name
+        }.items()
+    )
+    styles.apply_tensor_parallelism(model, None, plan)
+    expected = model(TOKENS).logits
+    report = patch_model(model, patch_layers=True)
+    assert report.counts["patched"] == 5 and report.counts["layers"] == 2 and not report.attention
+    wrapped = "tp_plan of transformers shards it, or wraps its forward"
+    assert {each.name: each.reason for each in report.declined} == {
+        **dict.fromkeys(names, wrapped),
+        **{
+            f"model.layers.{i}.self_attn": f"its q_norm, of class Qwen3RMSNorm, is not patched: {wrapped}"
+            for i in range(2)
+        },
+    }
+    assert torch.equal(model(TOKENS).logits, expected)
+
+
+def test_layers_and_attention_that_tp_plan_wrapped():
+    pytest.importorskip("transformers.distributed.tensor_parallel")
+    (case,) = (case for case in ARCHITECTURES if case.name == "Qwen3")
+    model = case.built()
+    for layer in model.model.layers:
+        layer._is_hooked = layer.self_attn._is_hooked = True
+    report = patch_model(model, patch_layers=True)
+    assert report.counts["patched"] == 9 and not report.layers and not report.attention
+    reasons = {each.class_name: each.reason for each in report.declined}
+    wrapped = "tp_plan of transformers shards it, or wraps its forward"
+    assert reasons == {"Qwen3DecoderLayer": wrapped, "Qwen3Attention": wrapped}
+
+
+GRAPH = "it is a graph, not code: patch the model before it is scripted or traced"
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        torch.jit.script,
+        lambda model: torch.jit.trace(model, rows()),
+        torch.fx.symbolic_trace,
+        lambda model: torch.export.export(model, (rows(),)).module(),
+    ],
+    ids=["script", "trace", "fx", "export"],
+)
+@pytest.mark.parametrize("is_root", [True, False], ids=["alone", "in a model"])
+def test_graphs_are_named(made, is_root):
+    inner = nn.Sequential(nn.Linear(N, N))
+    inner.add_module("norm", norm_of())
+    graph = made(inner)
+    model = graph if is_root else nn.Sequential(nn.Linear(N, N), graph)
+    report = patch_model(model, patch_layers=True)
+    assert report.declined == (("" if is_root else "1", type(graph).__name__, GRAPH),)
+    assert "patch the model before it is scripted or traced" in str(report)
+    other = nn.Sequential(made(nn.Sequential(nn.Linear(N, N))), norm_of())
+    assert patch_model(other).counts["patched"] == 1 and not patch_model(other).declined

@@ -88,7 +88,7 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
         if is_outdated(cls):
             declined.append(Declined(name, cls.__name__, _OUTDATED))
             continue
-        if isinstance(old, _REWRITINGS):
+        if isinstance(old, _REWRITINGS) or isinstance(module, _GRAPHS):
             continue
         if isinstance(module, RMSNorm) or (old is not None and found is None):
             already += 1  # ours, or of a class derived from a patched one
