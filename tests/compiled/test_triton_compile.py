@@ -15,6 +15,7 @@ from pathlib import Path
 
 import helpers
 import pytest
+import torch
 from helpers import BF16, FP32
 from option_cases import NORM_OPTIONS, ROPE_OPTIONS, norm_cases, rope_cases
 from rope_cases import RopeCase

@@ -490,7 +490,7 @@ def test_compiled_without_a_graph_break(name, backend):
 def test_errors_and_signatures(class_of):
     original, ours = both_of(class_of(QWEN))
     assert inspect.signature(ours.forward) == inspect.signature(original.forward)
-    assert "tilegym_qk_norm_rope" in type(ours).forward.__code__.co_freevars
+    assert "tilegym_qk_norm_rope" in type(ours).forward.__wrapped__.__code__.co_freevars
     assert "rotary" not in [
         each.argval for each in dis.get_instructions(ours.forward) if each.opname == "CALL"
     ]

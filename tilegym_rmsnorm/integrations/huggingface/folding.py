@@ -14,10 +14,19 @@ from torch import Tensor
 
 from tilegym_rmsnorm.call.rope_spec import RopeRounding
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call
-from tilegym_rmsnorm.integrations.huggingface.norms import NormPatch, is_watched, patch_of
+from tilegym_rmsnorm.integrations.huggingface.norms import (
+    NormPatch,
+    norm_patch,
+    tell_fallback,
+    why_no_call,
+    why_watched,
+)
 from tilegym_rmsnorm.integrations.huggingface.receivers import Receivers
 from tilegym_rmsnorm.integrations.huggingface.rotary import Rotary
 from tilegym_rmsnorm.rope import qk_norm_rope
+
+_REPLACED = "its rotary embedding was replaced"
+_OTHER_ROUNDINGS = "no one call rounds q and k as the norms and the rotary embedding do"
 
 
 class Norm(Protocol):
@@ -48,15 +57,12 @@ def folded(
     ) -> tuple[Any, Any]:
         """Return what `rotary` returns for normalized q and k."""
         q_norm, k_norm = getattr(module, q_name), getattr(module, k_name)
-        call = _call_of(q_norm, k_norm, q, k, cos, sin, 3 - known.heads) if known.is_current(rotary) else None
-        rounding = (
-            None if call is None else _rounding_of(q, cos, call[1].plan.out_dtype, receivers, module, cache)
-        )
-        if (
-            call is None
-            or rounding is None
-            or not (cos.shape[2] == q.shape[3] or (known.is_partial and cos.shape[2] < q.shape[3]))
-        ):
+        call = _call_of(q_norm, k_norm, q, k, cos, sin, known) if known.is_current(rotary) else _REPLACED
+        rounding = None
+        if not isinstance(call, str):
+            rounding = _rounding_of(q, cos, call[1].plan.out_dtype, receivers, module, cache)
+        if isinstance(call, str) or rounding is None:
+            tell_fallback("rotary embedding", q_norm, call if isinstance(call, str) else _OTHER_ROUNDINGS)
             q, k = _normalized(q_norm, q, q_turned), _normalized(k_norm, k, k_turned)
             return rotary(q, k, cos, sin, *given, **named)
         patch, (q_weight, eps, plan), (k_weight, _, _) = call
@@ -86,33 +92,42 @@ def _normalized(norm: Any, x: Any, is_turned: bool) -> Any:
 
 
 def _call_of(
-    q_norm: Any, k_norm: Any, q: Any, k: Any, cos: Any, sin: Any, time: int
-) -> tuple[NormPatch, Call, Call] | None:
-    """Return how both norms are computed; None where the norms are watched or differ in more than their weights, or the
-    tensors are not of four dimensions, and (B or 1, T, R). time: the dimension of T."""
-    patch = patch_of(type(q_norm))
+    q_norm: Any, k_norm: Any, q: Any, k: Any, cos: Any, sin: Any, known: Rotary
+) -> tuple[NormPatch, Call, Call] | str:
+    """Return how both norms are computed; or say why no one call does it: where the norms are watched or differ in more
+    than their weights, or the tensors are not of four dimensions, and (B or 1, T, R)."""
+    patch = norm_patch(q_norm)
+    if patch is None or norm_patch(k_norm) is not patch:
+        return "the norms of q and k are not computed alike"
+    if reason := why_watched(q_norm) or why_watched(k_norm):
+        return reason
+    if not all(isinstance(each, Tensor) for each in (q, k, cos, sin)):
+        return "q, k, cos or sin is no tensor"
+    if k.dtype is not q.dtype or sin.dtype is not cos.dtype:
+        return "q and k, or cos and sin, differ in dtype"
+    time = 3 - known.heads
     if (
-        not isinstance(patch, NormPatch)
-        or patch_of(type(k_norm)) is not patch
-        or is_watched(q_norm)
-        or is_watched(k_norm)
-        or not all(isinstance(each, Tensor) for each in (q, k, cos, sin))
-        or k.dtype is not q.dtype
-        or sin.dtype is not cos.dtype
-        or not q.dim() == k.dim() == cos.dim() + 1 == 4
+        not q.dim() == k.dim() == cos.dim() + 1 == 4
         or cos.shape != sin.shape
         or not q.shape[time] == k.shape[time] == cos.shape[1]
         or not (q.shape[0] == k.shape[0] and cos.shape[0] in (1, q.shape[0]))
         or q.shape[3] != k.shape[3]
         or cos.shape[2] % 2
         or cos.shape[2] == 0
-        or cos.requires_grad
-        or sin.requires_grad
-        or (patch.match.arithmetic == "torch" and torch.is_autocast_enabled(q.device.type))
+        or not (cos.shape[2] == q.shape[3] or (known.is_partial and cos.shape[2] < q.shape[3]))
     ):
-        return None
+        return "q, k, cos and sin have other shapes than one call takes"
+    if cos.requires_grad or sin.requires_grad:
+        return "cos or sin requires grad"
+    if patch.match.arithmetic == "torch" and torch.is_autocast_enabled(q.device.type):
+        return "autocast casts what its norms take"
     q_call, k_call = (patch.match.call(norm, x.shape, x.dtype) for norm, x in ((q_norm, q), (k_norm, k)))
-    return None if q_call is None or k_call is None or q_call[1:] != k_call[1:] else (patch, q_call, k_call)
+    for norm, call in ((q_norm, q_call), (k_norm, k_call)):
+        if call is None:
+            return why_no_call(norm, patch.match, q.shape, q.dtype)
+    if q_call[1:] != k_call[1:]:
+        return "the norms of q and k differ in eps or in the dtypes of their weights"
+    return patch, q_call, k_call
 
 
 def _rounding_of(

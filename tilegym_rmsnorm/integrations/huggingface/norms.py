@@ -245,10 +245,6 @@ def why_watched(norm: torch.nn.Module) -> str:
     return "a hook sees all modules" if torch.nn.modules.module._has_any_global_hook() else ""
 
 
-def is_watched(norm: torch.nn.Module) -> bool:
-    return bool(why_watched(norm))
-
-
 def has_hooks(module: torch.nn.Module) -> bool:
     """Return whether something on the module itself sees its calls."""
     return bool(

@@ -340,7 +340,7 @@ def _attention(module: nn.Module, norms: _Norms) -> AttentionPatch | None:
             raise Unclear(f"its {name}, of class {type(norm).__name__}, is not patched{why}")
         if has_hooks(norm):
             raise Unclear(f"its {name} has hooks, or a forward of its own")
-    check_module(module, lambda child: id(child) in norms)
+    check_module(module, lambda child: not isinstance(norms.get(id(child), ""), str))
     q_norm, k_norm = children
     if norms[id(q_norm)] is not norms[id(k_norm)]:
         raise Unclear(f"its {names[0]} and {names[1]} compute different norms")
