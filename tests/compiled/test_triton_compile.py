@@ -207,7 +207,7 @@ def cases_of_options(op):
         layouts = {name: (*ROPE_OPTIONS[name], "far") for name in ("layout", "dy_layout")}
         return rope_cases(**layouts)
     widths = (1, 64, 100, 640, 4096, 12288, 16385, 18432) if helpers.every_config else (64, 12288, 18436)
-    return norm_cases(widths, layout=(*NORM_OPTIONS["layout"], "far"))
+    return norm_cases(n=widths, layout=(*NORM_OPTIONS["layout"], "far"))
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])

@@ -28,6 +28,8 @@ _BOTH = False, True
 
 NORM_OPTIONS: dict[str, Sequence[Any]] = {
     "dtype": KERNEL_DTYPES,
+    "n": (64, 100, 1024),
+    "length": (3,),  # M, or T
     "has_heads": _BOTH,  # rows (M, N), or (B, T, H, N)
     "layout": tuple(dict.fromkeys((*BACKEND_LAYOUTS[2], *BACKEND_LAYOUTS[4]))),
     "weight": ("none", "vector", "heads"),
@@ -83,15 +85,14 @@ class NormCase(NamedTuple):
     needs: tuple[bool, bool, bool, bool]
 
 
-def norm_cases(widths: Sequence[int] = (64, 100, 1024), **changes: Sequence[Any]) -> list[NormCase]:
+def norm_cases(**changes: Sequence[Any]) -> list[NormCase]:
     """changes: in place of NORM_OPTIONS."""
     found = []
-    for case in pairwise({"n": widths, **NORM_OPTIONS, **changes}, _may_norm):
-        n, has_heads, dy_dtype, has_d_residual_out = (
-            case.pop(name) for name in ("n", "has_heads", "dy_dtype", "has_d_residual_out")
-        )
+    for case in pairwise(NORM_OPTIONS | changes, _may_norm):
+        n, length, has_heads = (case.pop(name) for name in ("n", "length", "has_heads"))
+        dy_dtype, has_d_residual_out = (case.pop(name) for name in ("dy_dtype", "has_d_residual_out"))
         needs = tuple(case.pop(f"needs_{name}") for name in ("x", "residual", "weight", "bias"))
-        variant = Variant(size=(2, 3, 4, n) if has_heads else (5, n), **case)
+        variant = Variant(size=(2, length, 4, n) if has_heads else (length, n), **case)
         found.append(NormCase(variant, dy_dtype, has_d_residual_out, needs))
     return found
 
@@ -130,10 +131,12 @@ def run_norm(
     return outputs, backward(spec._replace(alpha=alpha), tensors, wanted)
 
 
-def rope_cases(**changes: Sequence[Any]) -> list[RopeCase]:
-    """changes: in place of ROPE_OPTIONS."""
+def rope_cases(
+    allowed: Callable[[Mapping[str, Any]], bool] = lambda case: True, **changes: Sequence[Any]
+) -> list[RopeCase]:
+    """changes: in place of ROPE_OPTIONS. allowed: as of `pairwise`, besides what the checks of a call say."""
     found = []
-    for case in pairwise({**ROPE_OPTIONS, **changes}, _may_rope):
+    for case in pairwise(ROPE_OPTIONS | changes, lambda case: _may_rope(case) and allowed(case)):
         case["weight"] = case.pop("q_weight"), case.pop("k_weight")
         case["wanted"] = case.pop("needs_q_weight"), case.pop("needs_k_weight")
         found.append(RopeCase(**case))

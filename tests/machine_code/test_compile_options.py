@@ -1,0 +1,84 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Each two options of a call together, compiled by tileiras as the backend's own functions launch it: kernels that take
+all of it, or simpler ones between PyTorch's operations."""
+
+import helpers
+import pytest
+import rope_cases
+import variants
+from option_cases import NORM_OPTIONS, ROPE_OPTIONS, norm_cases, run_norm
+from option_cases import rope_cases as cases_of_rope
+
+pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+from compiling import CompilingMachine, assert_ends, skip_without_compiler  # noqa: E402
+
+from tilegym_rmsnorm.backends.cutile import launch, lookup, rope  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES  # noqa: E402
+
+skip_without_compiler()
+pytestmark = [
+    pytest.mark.usefixtures("fresh_plans"),
+    pytest.mark.parametrize("architecture", ARCHITECTURES),
+]
+NARROW = (64, 100, 1024)
+# More rows than one block of each SM holds, and strides that do not fit into 32 bits
+MANY_ROWS, LAYOUTS = (3, 4096), ("contiguous", "heads", "mixed", "offset", "gaps", "far")
+
+
+@pytest.fixture
+def machine(architecture, monkeypatch):
+    """Where the backend's functions launch. Without --every-config of one architecture."""
+    if architecture != 90 and not helpers.every_config:
+        pytest.skip("with --every-config")
+    machine = CompilingMachine(architecture)
+    for module in (lookup, rope):
+        monkeypatch.setattr(module, "machine_of", lambda device: machine)
+    return machine
+
+
+def compile_norms(machine, cases):
+    for case in cases:
+        inputs = variants.make(case.variant, dy_dtype=case.dy_dtype, device="meta")
+        run_norm(case, inputs, launch.rms_norm_forward, launch.rms_norm_backward)
+    assert_ends(machine)
+
+
+def compile_ropes(machine, cases):
+    for case in cases:
+        call = rope_cases.make(case, "meta")
+        launch.qk_norm_rope_forward(call.spec, call.tensors)
+        launch.qk_norm_rope_backward(call.spec, call.backward_tensors, call.wanted)
+    assert_ends(machine)
+
+
+def test_each_two_options_of_a_norm_compile(machine):
+    """Of narrow rows."""
+    layouts = (*NORM_OPTIONS["layout"], "far") if helpers.every_config else LAYOUTS
+    compile_norms(machine, norm_cases(n=NARROW, length=MANY_ROWS, layout=layouts))
+
+
+def test_each_two_options_of_wide_rows_compile(machine):
+    if not helpers.every_config:
+        pytest.skip("with --every-config")
+    compile_norms(machine, norm_cases(n=(1, 3001, 4096, 8192, 16384, 32768, 65536), length=MANY_ROWS))
+
+
+def test_each_two_options_of_rope_compile(machine):
+    """Of heads that its kernels take: the others launch the kernels of a norm."""
+
+    def is_taken(case):
+        """Rows begin at multiples of 16 bytes where neighbours are pairs."""
+        is_aligned = case["n"] % 16 == 0 and "offset" not in (case["layout"], case["dy_layout"])
+        return is_aligned or not case["interleaved"]
+
+    compile_ropes(machine, cases_of_rope(is_taken, n=(64, 99, 256), rotary_dim=(64, 256)))
+    assert set(machine.symbols) == {"forward_rope", "backward_rope", "sum_partials"}
+
+
+def test_each_two_options_of_any_rope_compile(machine):
+    if not helpers.every_config:
+        pytest.skip("with --every-config")
+    layouts = {name: (*ROPE_OPTIONS[name], "far") for name in ("layout", "dy_layout")}
+    compile_ropes(machine, cases_of_rope(n=(6, 64, 99, 256, 520), **layouts))
