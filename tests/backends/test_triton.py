@@ -16,6 +16,7 @@ from helpers import (
     FP16,
     FP32,
     HAS_GPU,
+    assert_llama_rounds,
     assert_within,
     expected_results,
     make_inputs,
@@ -123,6 +124,22 @@ def test_backward(name, case):
         assert dw is None
     else:
         assert_within(expected, dw=dw)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", BACKWARDS)
+def test_llama_rounds_xhat_in_dw(name):
+    from tilegym_rmsnorm.backends.triton import launch
+
+    inputs = make_inputs(13, 100, BF16, FP32)
+    tensors = (inputs.x, inputs.dy, inputs.weight, expected_results(inputs)["rstd"].truth.float(), None)
+    llama, once = (
+        launch.launch_backward(
+            BACKWARDS[name], _spec(inputs._replace(casting=casting)), tensors, Wanted(BF16, dw=FP32)
+        )[2]
+        for casting in ("llama", "once")
+    )
+    assert_llama_rounds(inputs, {"dw": llama}, {"dw": once})
 
 
 @needs_kernels
