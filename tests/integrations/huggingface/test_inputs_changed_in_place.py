@@ -3,15 +3,21 @@
 
 """Layers that change a norm's input in place: such a norm is declined, as the kernels' backward reads its input."""
 
+import collections
 import functools
+import importlib.metadata
+import inspect
 import textwrap
 import time
+import types
 
 import pytest
 import torch
+from hf_models import classes_of_models
 from torch import nn
 
 from tilegym_rmsnorm import patch_model, unpatch_model
+from tilegym_rmsnorm.integrations.huggingface import inplace
 from tilegym_rmsnorm.integrations.huggingface.inplace import changed_inputs
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -112,6 +118,11 @@ KEPT = [
     SUM + "k = torch.cat([r, h]).mul_(2)\nj = torch.matmul(r, r.T).div_(2)\nreturn k[:4] + r + h + j.sum()",
     SUM + "k = r.mul(2).mul_(2)\nreturn k + r + h",
     "r = x\nfor norm in (self.first, self.second):\n    x = x + norm(x)\nx += r\nreturn x",
+    # To a tensor no tuple is added, and none has texts as keys. A forward does not initialize.
+    SUM + "out = (r, h)\nout += (r,)\nout += (h,)\nreturn out[0] + out[2] + self.mlp(out[3])",
+    SUM + "out = [r]\nout += [h, r]\nreturn out[0] + self.mlp(out[1]) + out[2]",
+    SUM + "parts = {'r': r}\nparts['r'] = h\nparts['h'] = r\nreturn parts['h'] + self.mlp(parts['r'])",
+    SUM + "def _init_weights(r):\n    r.zero_()\nreturn r + self.mlp(h)",
 ]
 
 
@@ -137,8 +148,9 @@ def test_what_is_changed_beside_it_is_no_reason(class_of, body):
     cls = class_of(body)
     original, ours = cls().bfloat16(), cls().bfloat16()
     report = patch_model(ours, patch_layers=True)
-    assert report.counts["patched"] == 2 and not report.declined
-    assert report.layers or SUM not in body
+    assert report.counts["patched"] == 2
+    assert all("the sum before second" in each.reason for each in report.declined)
+    assert report.layers or report.declined or SUM not in body
     assert torch.equal(trained(ours)[0], trained(original)[0])
 
 
@@ -169,6 +181,9 @@ WAYS = [
     "for part in h.split(1):\n    part.data.mul_(2)",
     "k = [x.clone(), h]\nk[1].data.mul_(2)",
     "k = {'h': h}\nk['h'] += 1",
+    "k = (x.clone(),)\nk += (h,)\nk[1].data.mul_(2)",
+    "k = [x.clone()]\nk += [h]\nfor part in k[1:]:\n    part.data.mul_(2)",
+    "k = [h]\nk[0] += 1",
     "with torch.no_grad() as _, torch.enable_grad():\n    h.data.mul_(2)",
     "match flag:\n    case False:\n        h = x.clone()\n    case True:\n        h.data.mul_(2)",
     "(k := h.data).mul_(2)",
@@ -311,3 +326,30 @@ def test_a_norm_of_two_parents_is_declined_for_either(class_of):
     changing, other = class_of(SUM + "r += h\nreturn r")(), nn.Sequential()
     other.add_module("shared", changing.second)
     assert [each.name for each in patch_model(nn.ModuleList([other, changing])).declined] == ["0.shared"]
+
+
+def statements(cls):
+    """The statements of a class that change the input of a submodule, each with the submodules."""
+    found = collections.defaultdict(set)
+    for name, each in vars(cls).items():
+        function = inspect.unwrap(each) if isinstance(each, types.FunctionType) else None
+        if isinstance(function, types.FunctionType) and name not in inplace._INITIALIZING:
+            for change in inplace._changed_inputs(function):
+                if change.by is None:
+                    found[name, change.text].add(change.child)
+    return found
+
+
+@pytest.mark.slow
+def test_statements_of_transformers():
+    """Before tuples, texts as keys and initializations counted as no changes, there were 142, 3 behind norms. That of
+    HiggsAudioV2 is left: its index is a mask, which makes a copy, but might be a slice."""
+    every, behind_norms = 0, []
+    for cls in classes_of_models("nn.Module"):
+        for (_, text), children in statements(cls).items():
+            every += 1
+            if any("norm" in child[-1] for child in children if child):
+                behind_norms.append((cls.__name__, text))
+    assert every > 50
+    if importlib.metadata.version("transformers") == "5.23.0":
+        assert every == 100 and [name for name, _ in behind_norms] == ["HiggsAudioV2DecoderLayer"]

@@ -104,6 +104,15 @@ FUSED = {
     HEAD + "h = r.detach() + h\nr = h\nh = self.second(h)\nreturn r + self.mlp(h)": 1,
     HEAD + "h = r + h\nr = h\nh = self.second(h)\nr = self.hooked(self.mlp(h))\nreturn r + h": 1,
 }  # fmt: skip
+for way in (
+    "k = -r + r[:, :1] + r[0]",
+    "k = self.mlp(h)\nk += r",
+    "k = r.clone()\nself.hooked(k)",
+    "k = torch.cat([r.transpose(0, 1), h.T]).mean() + r.mean(-1, keepdim=True)",
+    "a, b = r.chunk(2, -1)\nself.hooked(a)\nk = a + b.sum()",
+    "k = self.hooked(r.view(-1))",
+):
+    FUSED[HEAD + f"h = r + h\nr = h\nh = self.second(h)\n{way}\nreturn r + h + k.sum()"] = 1
 # In these something else could see the sum, or a gradient of it: they are left as they are.
 LEFT = [
     HEAD + "h = r + h\nr = h\nh = self.second(h)\nself.hooked(r)\nreturn r + self.mlp(h)",
@@ -123,12 +132,15 @@ LEFT = [
     HEAD + "h = r + h\nr = h\nh = self.second(h)\nk = r.contiguous()\nself.hooked(k)\nreturn k + self.mlp(h)",
     HEAD + "h = r + h\nr = h\nh = self.second(h)\nk = self.hooked(r) if flag else r\nreturn k + self.mlp(h)",
     HEAD + "h = r + h\nr = h\nh = self.second(h)\nk = (r, h)\nself.hooked(k[0])\nreturn r + self.mlp(h)",
-    HEAD + "for i in range(2):\n    if i:\n        self.hooked(r)\n    h = r + h\n    r = h\n    h = self.second(h)\nreturn r + h",
+    HEAD + "for i in range(2):\n    if i:\n        self.hooked(r)\n    h = r + h\n    r = h\n    h = self.second(h)\n"
+    "return r + h",
     HEAD + "with swallowing(RuntimeError):\n    h = r + h\n    r = h\n    h = self.second(h)\nreturn r + h",
     HEAD + "with torch.no_grad():\n    h = r + h\n    r = h\n    h = self.second(h)\nreturn r + h + self.mlp(x)",
     HEAD + "try:\n    h = r + h\n    r = h\n    h = self.second(h)\nfinally:\n    self.seen.append(1)\nreturn r + h",
     "global g\n" + HEAD + "g = r + h\nh = self.second(g)\nreturn g + self.mlp(h)",
     HEAD + "def late():\n    return k.mean()\nk = r + h\nh = self.second(k)\nreturn k + self.mlp(h) + late()",
+    HEAD + "h = r + h\nr = h\nh = self.second(h)\nself.hooked(+r)\nreturn r + self.mlp(h)",
+    HEAD + "h = r + h\nr = h\nh = self.second(h)\nself.hooked(r.to(r.dtype))\nreturn r + self.mlp(h)",
     HEAD + "h = r + h\nr = h\nself.changes_eps(h)\nh = self.second(h)\nreturn r + self.mlp(h)",
     HEAD + "h = r + h\nr = h\nh = self.second(h)\nr += self.mlp(h)\nreturn r",
     HEAD + "h = r + h\nr = h\nh = self.second(h)\nreturn r.add_(self.mlp(h))",

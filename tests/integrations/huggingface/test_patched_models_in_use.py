@@ -67,6 +67,31 @@ def test_recorded_outputs(layers):
     assert len(out.attentions) == len(expected.attentions) == 2
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_traced_by_jit_with_its_layers(dtype):
+    class Logits(torch.nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, tokens):
+            return self.model(input_ids=tokens).logits
+
+    original, model = Logits(LLAMA.built().to(dtype)), Logits(LLAMA.built().to(dtype))
+    assert patch_model(model, patch_layers=True).counts["layers"] == 2
+    traced = torch.jit.trace(model, (TOKENS,), check_trace=False)
+    for tokens in (TOKENS, TOKENS[:1, :7]):
+        assert torch.equal(traced(tokens), original(tokens))
+    traced(TOKENS).float().square().sum().backward()
+    original(TOKENS).float().square().sum().backward()
+    for one, other in zip(model.parameters(), original.parameters(), strict=True):
+        rounding = 1e-5 if dtype is torch.float32 else 3e-2
+        torch.testing.assert_close(
+            one.grad, other.grad, rtol=0, atol=rounding * other.grad.abs().max().item()
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("layers", [False, True], ids=["norms", "layers"])

@@ -53,12 +53,18 @@ def prefixed(reason, name="LlamaRMSNorm"):
 
 
 CALLS = {
-    "float64": (lambda: (rows().double(), rows()), "no kernel has its eps, torch.float64 and a weight of torch.float32"),
+    "float64": (
+        lambda: (rows().double(), rows()),
+        "no kernel has its eps, torch.float64 and a weight of torch.float32",
+    ),
     "shapes": (lambda: (rows(), rows()[:1]), "the two that it adds differ in shape or device"),
     "numbers": (lambda: (rows(), 1.0), "it adds what is no floating tensor"),
-    "order": (lambda: (torch.randn(N, 3).T, rows()), "the dimensions of one that it adds do not lie in memory in their order"),
+    "order": (
+        lambda: (torch.randn(N, 3).T, rows()),
+        "the dimensions of one that it adds do not lie in memory in their order",
+    ),
     "subclass": (lambda: (rows().as_subclass(Mine), rows()), "it adds a Mine"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", CALLS)

@@ -47,6 +47,7 @@ class _Of(NamedTuple):
 
 _Values = frozenset[Any]
 _NONE: _Values = frozenset()
+_INITIALIZING = ("__init__", "_init_weights")  # no forward runs in them
 _NOT_CHANGES = ("requires_grad_", "detach_")
 _ATTRIBUTES = ("data", "T", "mT", "H", "mH", "real", "imag")  # views of their tensor
 # Methods of tensors and functions of torch that may return the tensor that they are given, or a view of that tensor.
@@ -70,7 +71,7 @@ def changed_inputs(cls: type, child: str) -> Iterator[Change]:
                 function = inspect.unwrap(each) if isinstance(each, FunctionType) else None
             except ValueError:  # wrapped by itself
                 continue
-            if isinstance(function, FunctionType) and name != "__init__":
+            if isinstance(function, FunctionType) and name not in _INITIALIZING:
                 if name == "forward" or child in function.__code__.co_names:
                     yield from _changed_inputs(function)
 
@@ -160,7 +161,10 @@ class _Run(ast.NodeVisitor):
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         self.visit(node.value)
-        self.change(self.held(node.target), node)
+        if not isinstance(node.op, ast.Add) or not isinstance(node.value, (ast.Tuple, ast.List)):
+            self.change(self.held(node.target), node)
+        elif isinstance(node.target, ast.Name):  # a tuple or a list: to a tensor none can be added
+            self.locals[node.target.id] = self.held(node.target) | self.held(node.value)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         pass  # functions inside are not read
@@ -262,9 +266,13 @@ class _Run(ast.NodeVisitor):
                 self.bind(each, _items(values, _ANY), node)
         elif isinstance(target, ast.Starred):
             self.bind(target.value, values, node)
-        elif isinstance(target, ast.Subscript) or (
-            isinstance(target, ast.Attribute) and target.attr in _ATTRIBUTES
-        ):
+        elif isinstance(target, ast.Subscript):
+            index = target.slice
+            if not (
+                isinstance(index, ast.Constant) and isinstance(index.value, str)
+            ):  # no tensor takes a text
+                self.change(self.held(target.value), node)
+        elif isinstance(target, ast.Attribute) and target.attr in _ATTRIBUTES:
             self.change(self.held(target.value), node)
 
     def read(self, path: Path, values: _Values, node: ast.Call) -> None:

@@ -23,7 +23,8 @@ A rewritten layer computes the same, since
 - the sum is held by locals alone, which nobody else reads. In `try` and `with` it might be read after the norm raised:
   there statements stay, as they do in loops. So they do where a name is global, or shared with a function inside;
 - the gradient of the sum that autograd hands out, to a hook or to torch.autograd.grad, lacks the part through the norm,
-  which reaches the operands at once. So the sum may only be used in arithmetic afterwards, and give its shape or a view.
+  which reaches the operands at once. So the sum may only be used in arithmetic afterwards, for its shape, or for a new
+  tensor that a method of it makes.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ from tilegym_rmsnorm.integrations.huggingface.rewriting import (
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear, tree_of
 
 _ADD_NORM, _SUM = "tilegym_add_norm", "tilegym_sum"  # names that no layer has
-_READ = ("device", "dtype", "ndim", "shape")  # attributes of the sum that a layer may read,
-_CALLED = ("dim", "reshape", "size", "view")  # and methods of it that a layer may call
+# Attributes of the sum that a layer may read, and methods that it may call: no result is the sum itself.
+_READ = ("device", "dtype", "ndim", "shape")
+_CALLED = set("chunk clone dim mean permute reshape size split sum transpose unsqueeze view".split())
 
 
 @dataclass(frozen=True)
@@ -168,19 +170,27 @@ class _Rewriter:
 
 
 def _only_computes(node: ast.AST, names: set[str]) -> bool:
-    """Return whether a node uses what has these names in arithmetic alone, for its shape, or for a view."""
+    """Return whether a node uses what has these names in arithmetic alone, for its shape, or for a new tensor."""
     if isinstance(node, ast.Name):
         return node.id not in names or not isinstance(node.ctx, ast.Load)
     if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and node.target.id in names:
         return False
-    parts: list[ast.AST] = list(ast.iter_child_nodes(node))
+    read: list[ast.AST] = []  # parts that may be one of these names
+    parts = list(ast.iter_child_nodes(node))
     if isinstance(node, ast.BinOp):
-        parts = [each for each in parts if not isinstance(each, ast.Name)]
-    elif isinstance(node, ast.Attribute) and node.attr in _READ:
-        parts = [] if isinstance(node.value, ast.Name) else parts
+        read = [node.left, node.right]
+    elif isinstance(node, ast.UnaryOp) and not isinstance(node.op, ast.UAdd):  # +x is x
+        read = [node.operand]
+    elif isinstance(node, ast.AugAssign) or (isinstance(node, ast.Attribute) and node.attr in _READ):
+        read = [node.value]
+    elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+        read = [node.value]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CALLED:
-        parts = parts[1:] if isinstance(node.func.value, ast.Name) else parts
-    return all(_only_computes(each, names) for each in parts)
+        read = [node.func.value]
+        parts = [*read, *node.args, *node.keywords]
+    return all(
+        _only_computes(each, names) for each in parts if not (each in read and isinstance(each, ast.Name))
+    )
 
 
 def has_sum(cls: type) -> bool:
