@@ -8,10 +8,13 @@ import pickle
 
 import pytest
 import torch
+from hf_models import ARCHITECTURES, TOKENS, results
 from torch import nn
 
 from tilegym_rmsnorm import RMSNorm, patch_model, unpatch_model
 from tilegym_rmsnorm.integrations.huggingface import norms
+
+pytest.importorskip("transformers", reason="transformers is not installed")
 
 N = 32
 
@@ -174,3 +177,45 @@ def test_compiled_without_a_graph_break(residuals):
     norms._own_patches.clear()  # as in a process that loads a patched model
     torch._dynamo.reset()
     assert torch.equal(torch.compile(ours, fullgraph=True, backend="eager")(x), expected)
+
+
+def test_attention_takes_them():
+    """Norms of q and k that are RMSNorm, as a model gets them from `RMSNorm.configured` in the place of its class."""
+    (case,) = (each for each in ARCHITECTURES if each.name == "Qwen3")
+    original = case.built()
+    for layer in original.model.layers:
+        for name in ("q_norm", "k_norm"):
+            norm = RMSNorm.configured(eps=1e-6, casting="llama")(8)
+            nn.init.normal_(norm.weight, 1.0, 0.3)
+            setattr(layer.self_attn, name, norm)
+    ours = copy.deepcopy(original)
+    report = patch_model(ours, patch_layers=True, backend="torch")
+    assert report.counts["attention"] == report.counts["layers"] == 2 and not report.declined
+    (expected, gradients), (logits, own) = (results(each, {"input_ids": TOKENS}) for each in (original, ours))
+    assert torch.equal(logits, expected)
+    torch.testing.assert_close(own, gradients, rtol=1e-4, atol=1e-5)
+    unpatch_model(ours)
+    assert type(ours.model.layers[0].self_attn.q_norm) is type(original.model.layers[0].self_attn.q_norm)
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "reason"),
+    [
+        (RMSNorm(8, bias=True), RMSNorm(8), "its q_norm, of class RMSNorm, is not patched: it has a bias, or parts"),
+        (RMSNorm(8, eps=1e-6), RMSNorm(8, offset=1.0), "its q_norm and k_norm compute different norms"),
+        (RMSNorm(8), RMSNorm(8, casting="llama"), "its q_norm and k_norm compute different norms"),
+        (RMSNorm(8), nn.RMSNorm(8), "its q_norm and k_norm compute different norms"),
+        (
+            RMSNorm(8),
+            RMSNorm(8, heads=4),
+            "its k_norm, of class RMSNorm, is not patched: it has a weight for each head",
+        ),
+    ],
+    ids=["bias", "offset", "casting", "PyTorch's", "heads"],
+)  # fmt: skip
+def test_attention_declines_others(q, k, reason):
+    (case,) = (each for each in ARCHITECTURES if each.name == "Qwen3")
+    attention = case.built().model.layers[0].self_attn
+    attention.q_norm, attention.k_norm = q, k
+    report = patch_model(attention, patch_layers=True)
+    assert [each.reason for each in report.declined] == [reason] and not report.attention
