@@ -11,11 +11,11 @@ import torch
 from helpers import DEVICE
 from hf_models import ARCHITECTURES
 from hf_norms import N, changed, norm_of, rows
-from torch import nn
+from torch import Tensor, nn
 
 import tilegym_rmsnorm
 from tilegym_rmsnorm import patch_model
-from tilegym_rmsnorm.integrations.huggingface import norms
+from tilegym_rmsnorm.integrations.huggingface import mapping, norms
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -122,6 +122,51 @@ def test_what_has_no_kernel_after_the_patch_runs_as_before():
     other = Unweighted()
     assert patch_model(other).counts["patched"] == 1
     assert other(torch.tensor(3.0)) == Unweighted()(torch.tensor(3.0))
+
+
+class Adding(Tensor):
+    """Tensor that adds in its own way, to its epsilon too."""
+
+    def __add__(self, other):
+        return 2 * self.as_subclass(Tensor) + other
+
+
+class Watching(Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        found = super().__torch_function__(function, types, args, kwargs or {})
+        return 3 * found if function is Tensor.mean else found
+
+
+class Marked(Tensor):
+    """Tensor that computes as any other."""
+
+
+@pytest.mark.parametrize("is_bound", [False, True], ids=["patch_model", "kernelize"])
+@pytest.mark.parametrize("cls", [Adding, Watching, Marked], ids=lambda cls: cls.__name__)
+def test_subclasses_of_tensors_with_operations_of_their_own(calls, monkeypatch, cls, is_bound):
+    norm = norm_of()
+    x = rows().as_subclass(cls)
+    expected = norm(x)
+    if is_bound:
+        monkeypatch.setattr(mapping, "run", norms.run)
+        norm.forward = mapping.TileGymRMSNorm.forward.__get__(norm)
+    else:
+        patch_model(norm)
+    y = norm(x)
+    assert torch.equal(y.as_subclass(Tensor), expected.as_subclass(Tensor))
+    assert len(calls) == (cls is Marked)
+
+
+def test_classes_of_pytorch_that_leave_operations_to_the_dispatcher():
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor import DTensor
+
+    every = (Tensor, nn.Parameter, FakeTensor, FunctionalTensor, AsyncCollectiveTensor, DTensor, Marked)
+    assert all(map(norms.computes_as_tensor, every))
+    assert not any(map(norms.computes_as_tensor, (int, torch.fx.Proxy, Adding, Watching)))
 
 
 @pytest.mark.slow

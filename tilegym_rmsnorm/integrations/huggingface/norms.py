@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES
@@ -64,7 +65,7 @@ class NormPatch:
                     return original(self, **named)
             elif more or named:
                 return original(self, x, *more, **named)
-            if type(x) not in PLAIN_TYPES and not _computes_as_tensor(type(x)):
+            if type(x) not in PLAIN_TYPES and not computes_as_tensor(type(x)):
                 return original(self, x)
             call = match.call(self, x.shape, x.dtype)
             return original(self, x) if call is None else run(x, match, call, backend)
@@ -83,8 +84,10 @@ _OPERATIONS = tuple(
 
 
 @torch.compiler.assume_constant_result
-def _computes_as_tensor(cls: Any) -> bool:
+def computes_as_tensor(cls: Any) -> bool:
     """Return whether a class is one of tensors that leaves its operations to PyTorch's dispatcher, as DTensor does."""
+    if cls is FunctionalTensor:  # its to() means the same
+        return True
     if not issubclass(cls, Tensor):
         return False
     function = cls.__torch_function__
@@ -221,7 +224,7 @@ def _why_not_added(residual: Any, x: Any) -> str:
     for each in (x, residual):
         if not isinstance(each, Tensor) or not each.is_floating_point():
             return "it adds what is no floating tensor"
-        if type(each) not in PLAIN_TYPES and not _computes_as_tensor(type(each)):
+        if type(each) not in PLAIN_TYPES and not computes_as_tensor(type(each)):
             return f"it adds a {type(each).__name__}"
     if x.shape != residual.shape or x.device != residual.device:
         return "the two that it adds differ in shape or device"
