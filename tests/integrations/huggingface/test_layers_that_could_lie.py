@@ -144,6 +144,15 @@ LEFT = [
     HEAD + "h = r + h\nr = h\nself.changes_eps(h)\nh = self.second(h)\nreturn r + self.mlp(h)",
     HEAD + "h = r + h\nr = h\nh = self.second(h)\nr += self.mlp(h)\nreturn r",
     HEAD + "h = r + h\nr = h\nh = self.second(h)\nreturn r.add_(self.mlp(h))",
+    HEAD + "h = r + h\nr = h\nh = self.second(*(h,))\nreturn r + self.mlp(h)",
+    HEAD + "h = r + h\nr = h\nh = self.second(hidden_states=h)\nreturn r + self.mlp(h)",
+    HEAD + "h = r + h\nr = h\nh = self.second.forward(h)\nreturn r + self.mlp(h)",
+    HEAD + "n = self.second\nh = r + h\nr = h\nn.variance_epsilon = 1.0\nh = n(h)\nreturn r + self.mlp(h)",
+    HEAD + "h = r + h\nr = h\ntorch.set_grad_enabled(False)\nh = self.second(h)\ntorch.set_grad_enabled(True)\n"
+    "return r + self.mlp(h)",
+    HEAD + "h = r + h\nr = h.detach()\nh = self.second(h)\nreturn r + self.mlp(h)",
+    HEAD + "h = sum([r, h])\nr = h\nh = self.second(h)\nreturn r + self.mlp(h)",
+    HEAD + "h += r\nr = h\nh = self.second(h)\nreturn r + self.mlp(h)",
     HEAD + "me = self\nself = r + h\nh = me.second(self)\nreturn self + me.mlp(h)",
 ]  # fmt: skip
 

@@ -6,6 +6,8 @@
     source        reads the syntax tree of a function, if its file is what the function was compiled from
     expressions   turns a forward into one expression
     arithmetic    says which expression is which norm, and how a kernel is called for it
+    strides       finds the order in memory of what a norm returns
+    current       runs the forward that a class was given after the patch
     norms         makes classes of norms that call a kernel
     rewriting     compiles a forward again, with other statements
     layers        makes classes of layers whose norms add the residual

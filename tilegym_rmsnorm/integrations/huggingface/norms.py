@@ -14,7 +14,6 @@ import copyreg
 import functools
 import inspect
 import logging
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -29,6 +28,7 @@ from tilegym_rmsnorm.functional import rms_norm
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import DTYPES, Call, Match, match_of
 from tilegym_rmsnorm.integrations.huggingface.current import forward_now
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
+from tilegym_rmsnorm.integrations.huggingface.strides import order_in_memory
 from tilegym_rmsnorm.nn.configured import reduce_instance
 from tilegym_rmsnorm.nn.module import RMSNorm
 from tilegym_rmsnorm.reference import promoted
@@ -108,80 +108,6 @@ def run(x: Tensor, match: Match, call: Call, backend: str | None) -> Tensor:
     if order[-1] == x.dim() - 1:
         return _run(x.permute(order), None, match, call, backend).permute(back)
     return _run(x, None, match, call, backend).permute(order).contiguous().permute(back)
-
-
-def order_in_memory(x: Tensor, rstd_first: bool = False) -> tuple[int, ...] | None:
-    """Sort the dimensions of the product of x and rstd by their strides, the slowest first. None: already in order.
-
-    TensorIterator compares dimensions by the strides of its first operand, and by those of the next where one of the
-    two is 0. rstd is contiguous, and its last stride is 0. Half x is cast to float32, whose strides are dense.
-    """
-    if x.is_contiguous() or x.is_nested:
-        return None
-    shape, strides = tuple(x.shape), x.stride()
-    given = shape, strides, x.dtype is torch.float32, rstd_first
-    if is_dynamo_compiling() or not all(type(number) is int for number in shape + strides):
-        return _order(*given)  # symbols are not hashable, which the cache needs
-    return _cached_order(*given)
-
-
-def _order(
-    shape: Sequence[int], strides: Sequence[int], is_float32: bool, rstd_first: bool
-) -> tuple[int, ...] | None:
-    dims = range(len(shape))
-    if not is_float32:
-        strides = _dense(_sorted_dims(shape, [strides]), shape)
-    of_rstd = [*_dense(dims[:-1], shape), 0]
-    found = _sorted_dims(shape, [of_rstd, strides] if rstd_first else [strides, of_rstd])
-    moved = [dim for dim in dims if shape[dim] != 1]
-    by_stride = [dim for dim in found if shape[dim] != 1]
-    if by_stride == moved:
-        return None
-    order = list(dims)
-    for dim, other in zip(moved, by_stride, strict=True):
-        order[dim] = other
-    return tuple(order)
-
-
-_cached_order = functools.lru_cache(maxsize=1024)(_order)
-
-
-def _sorted_dims(shape: Sequence[int], operands: Sequence[Sequence[int]]) -> list[int]:
-    """Sort dimensions exactly as TensorIterator::reorder_dimensions does. `sorted` would not do: Dynamo cannot sort by
-    symbolic numbers, and of two dimensions neither may come first, so that the algorithm decides."""
-    order = list(range(len(shape)))[::-1]
-    for place in range(1, len(order)):
-        for before in range(place - 1, -1, -1):
-            swap = _is_slower(order[before], order[place], shape, operands)
-            if swap is False:
-                break
-            if swap:
-                order[before], order[place] = order[place], order[before]
-                place = before
-    return order[::-1]
-
-
-def _is_slower(one: int, other: int, shape: Sequence[int], operands: Sequence[Sequence[int]]) -> bool | None:
-    """Return whether dimension `one` has larger strides than `other`. None: neither comes first."""
-    for strides in operands:
-        if strides[one] == 0 or strides[other] == 0:
-            continue
-        if strides[one] < strides[other]:
-            return False
-        if strides[one] > strides[other]:
-            return True
-        if shape[one] > shape[other]:
-            return True
-    return None
-
-
-def _dense(order: Iterable[int], shape: Sequence[int]) -> list[int]:
-    """Return the strides of a tensor without gaps in memory, whose dimensions have this order, the slowest first."""
-    strides, count = [0] * len(shape), 1
-    for dim in [*order][::-1]:
-        strides[dim] = count
-        count *= shape[dim]
-    return strides
 
 
 def _run(x: Tensor, residual: Tensor | None, match: Match, call: Call, backend: str | None) -> Any:
@@ -270,7 +196,7 @@ def why_no_call(norm: torch.nn.Module, match: Match, shape: torch.Size, dtype: t
     return f"no kernel has its eps, {dtype} and a weight of {weight.dtype}"
 
 
-def why_apart(norm: torch.nn.Module) -> str:
+def why_apart(norm: Any) -> str:
     """Say why a norm of ours would run apart from what it is fused with if it were called now; "" if nothing is known
     that would make it."""
     patch = norm_patch(norm)
@@ -379,13 +305,12 @@ def norm_patch(norm: Any) -> NormPatch | None:
     patch = _own_patches.get(key)
     if patch is None:
         match = Match("torch", weight="weight", eps="eps", offset=norm.offset, own_casting=norm.casting)
-        patch = _own_patches.setdefault(
-            key, NormPatch(match, norm.backend)
-        )  # one object: it is compared by `is`
+        # One object for the same options: two norms that run in one call have the same.
+        patch = _own_patches.setdefault(key, NormPatch(match, norm.backend))
     return patch
 
 
-def why_not_own(norm: RMSNorm) -> str:
+def why_not_own(norm: Any) -> str:
     """Say what an `RMSNorm` computes besides a norm of the last dimension; "" if nothing."""
     # Module.__getattr__ takes 2 us for an attribute that is absent.
     if "bias" in norm._parameters or "bias" in norm.__dict__ or norm._modules or norm._buffers:
