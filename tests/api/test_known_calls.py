@@ -187,6 +187,18 @@ def test_everything_else_goes_through_all_checks(change, checks):
     assert changed == outcome(**change)
 
 
+def test_each_tensor_of_rows_must_begin_as_before(checks):
+    """Kernels read rows that begin at multiples of 16 bytes otherwise than others."""
+    apart = torch.randn(3 * N + 1)[1:].view(3, N)
+    make_known(checks, input=apart, residual=R)
+    for change in ({"input": X, "residual": apart}, {"input": X, "residual": R}):
+        call(**change)
+        assert checks
+        checks.clear()
+    call(input=apart, residual=X)
+    assert not checks
+
+
 def test_a_fake_tensor_goes_through_all_checks(checks):
     make_known(checks)
     with FakeTensorMode() as mode:

@@ -255,6 +255,10 @@ def test_use_backend_nests_and_repeats():
             assert get_current_backend() == "triton"
         assert get_current_backend() == "torch"
     assert get_current_backend() == "auto"
+    with block, use_backend("triton"):  # and then a name that stands outside, too
+        with block:
+            assert get_current_backend() == "torch"
+        assert get_current_backend() == "triton"
 
     @use_backend("triton")
     def nested(depth):

@@ -78,13 +78,14 @@ def test_bias_is_learned():
 
 
 def test_every_option_reaches_the_function(backend):
+    """With a residual and without."""
     inputs = make_inputs(5, 64, torch.bfloat16, torch.bfloat16, offset=1.0)
-    module = RMSNorm(
-        64, 0.25, device=DEVICE, dtype=torch.bfloat16, offset=1.0, casting="llama", backend=backend
-    )
+    named = {"offset": 1.0, "casting": "llama", "backend": backend}
+    module = RMSNorm(64, 0.25, device=DEVICE, dtype=torch.bfloat16, bias=True, **named)
     with torch.no_grad():
         module.weight.copy_(inputs.weight)
-    options = {"offset": 1.0, "casting": "llama", "backend": backend}
+        module.bias.copy_(inputs.x[0])
+    options = {"bias": module.bias.detach(), **named}
     y, out = module(inputs.x, inputs.dy)
     expected, expected_out = rms_norm(inputs.x, (64,), inputs.weight, 0.25, residual=inputs.dy, **options)
     assert torch.equal(y, expected) and torch.equal(out, expected_out)

@@ -203,6 +203,9 @@ def test_transforms_of_torch_func():
     weights = torch.stack([weight, 2 * weight, weight.cos(), -weight, weight])
     each = torch.stack([plain(x[i], weight=weights[i]) for i in range(5)])
     same(torch.vmap(by_op)(x, weights), each)
+    biases = weights.sin()
+    each = torch.stack([plain(x[i], weight=weight, bias=biases[i]) for i in range(5)])
+    same(torch.vmap(by_op, (0, None, 0))(x, weight, biases), each)
     added = torch.vmap(lambda r: FORWARD(x[0], r, weight, None, 1, *NORM, 0.5, None, None, None)[2])
     same(added(residual), 0.5 * x[0] + residual)
 

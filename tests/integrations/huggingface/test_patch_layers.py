@@ -22,6 +22,7 @@ from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 N = 32
@@ -225,8 +226,13 @@ def test_a_norm_that_is_watched_gets_the_sum_in_a_call_of_its_own(class_of, resi
         (rows(), torch.ones(4, N, dtype=torch.int64)),
     ],
 )
-def test_sums_of_other_kinds(class_of, x, residual):
+@pytest.mark.parametrize("norm", [LlamaRMSNorm, GemmaRMSNorm])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_of_other_kinds(class_of, x, residual, norm, dtype):
+    """y has the dtype that the norm gives to the sum, whose dtype is not always x's."""
     layer = class_of(PRE_NORM)()
+    layer.second = norm(N).to(dtype)
+    nn.init.normal_(layer.second.weight, 1.0, 0.3)
     expected = layer.second(residual + x), residual + x
     patch_model(layer, backend="torch")
     for ours, value in zip(norms.add_norm(residual, x, layer.second), expected, strict=True):
