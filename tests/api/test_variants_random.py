@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from variants import LAYOUTS, Variant, check_all, make, run
 
-from tilegym_rmsnorm.backends.layout import viewed, views_of
+from tilegym_rmsnorm.backends.layout import as_rows, view_of_vector, viewed, views_of
 
 DTYPES = st.sampled_from((BF16, FP16, FP32))
 MAYBE = st.none() | DTYPES
@@ -115,6 +115,49 @@ def test_what_is_not_copied(name):
     (rows,) = arranged(8, 0, view)
     assert rows.data_ptr() == view.data_ptr()
     assert rows.shape == shape
+
+
+UNREADABLE = {  # n, and what is copied
+    "rows that are one": (8, lambda: torch.randn(1, 8).expand(6, 8)),
+    "rows that overlap": (8, lambda: torch.randn(20).unfold(0, 8, 2)),
+    "rows of a batch that overlap": (8, lambda: torch.randn(2, 20).unfold(1, 8, 2)),
+    "heads that overlap": (8, lambda: torch.randn(2, 3, 20).unfold(2, 8, 4)),
+    "columns apart": (8, lambda: torch.randn(6, 16)[:, ::2]),
+    "columns of a batch apart": (8, lambda: torch.randn(2, 3, 16)[..., ::2]),
+    "one column of several": (1, lambda: torch.randn(6, 2)[:, ::2]),
+    "one column of several of a batch": (1, lambda: torch.randn(2, 3, 2)[..., ::2]),
+    "one column of several of heads": (1, lambda: torch.randn(2, 4, 3, 2)[..., ::2].transpose(1, 2)),
+    "one column of any stride": (1, lambda: torch.randn(6).as_strided((6, 1), (1, 7))),
+    "one column of any stride of a batch": (1, lambda: torch.randn(6).as_strided((2, 3, 1), (3, 1, 7))),
+    "one element of any stride": (1, lambda: torch.randn(1).as_strided((1, 1, 1), (0, 0, 0))),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_is_copied(name):
+    """Kernels read rows whose columns follow one another and that do not overlap; interpreters would take any."""
+    n, make_view = UNREADABLE[name]
+    view = make_view()
+    for rows in (*arranged(n, 0, view), as_rows(view, n)):
+        assert torch.equal(rows.flatten(), view.flatten()) and rows.data_ptr() != view.data_ptr()
+        assert rows.stride(-1) == 1 and rows.stride(-2) >= n
+
+
+@pytest.mark.parametrize(
+    ("heads", "vector"),
+    [
+        (0, torch.randn(1).as_strided((1,), (7,))),
+        (0, torch.randn(1).as_strided((1, 1), (7, 7))),
+        (3, torch.randn(3).as_strided((3, 1), (1, 7))),
+        (3, torch.randn(3).as_strided((3, 1, 1), (1, 7, 7))),
+    ],
+)
+def test_a_weight_of_one_column_has_stride_1(heads, vector):
+    """PyTorch takes any stride of it for contiguous."""
+    assert vector.is_contiguous()
+    (arranged,) = viewed([vector], [view_of_vector(vector, 1, heads)])
+    assert arranged.shape == ((3, 1) if heads else (1,)) and arranged.stride(-1) == 1
+    assert torch.equal(arranged.flatten(), vector.flatten())
 
 
 def test_q_beside_the_gradient_that_attention_leaves():
