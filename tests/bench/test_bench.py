@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,6 +68,44 @@ def test_interleave_takes_turns_and_bounds_slow_samplers(monkeypatch):
     assert timings["slow"].samples == timer.MIN_SAMPLES
     assert timings["fast"].samples == timer.MAX_SAMPLES
     assert timings["slow"].us == 1e6
+
+
+def test_a_sample_is_the_time_of_one_call_in_microseconds(monkeypatch):
+    """By each clock, without what empties the L2 before a replay."""
+    clock = [0.0]
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = clock[0]
+
+        def synchronize(self):
+            pass
+
+        def elapsed_time(self, end):
+            return 1e3 * (end.at - self.at)  # milliseconds
+
+    class Array:
+        def copy_(self, _):
+            clock[0] += 1.0
+
+    class Timer(timer.DeviceTimer):
+        def __init__(self):
+            self.device, self._source, self._target = torch.device("cuda", 0), Array(), Array()
+
+        def _capture(self, calls):
+            return SimpleNamespace(replay=lambda: [call() for call in calls])
+
+    def call():
+        clock[0] += 3e-6
+
+    monkeypatch.setattr(timer.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: Array().copy_(None))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    samplers = timer.wall_sampler([call] * 5), timer.host_sampler(call, CPU), Timer().sampler([call] * 5)
+    assert [sample() for sample in samplers] == pytest.approx([3.0] * 3)
 
 
 def test_summary_is_the_median_and_the_outer_deciles():

@@ -229,6 +229,25 @@ def test_widths_of_every_form_are_warmed(monkeypatch, widths, warmed):
     assert seen == warmed
 
 
+@pytest.mark.parametrize("asked", [None, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "residual"), [(BF16, BF16), (BF16, FP32), (FP32, BF16), (BF16, torch.float16)]
+)
+def test_the_sum_that_is_warmed_has_the_dtype_of_a_call(monkeypatch, dtype, residual, asked):
+    from tilegym_rmsnorm.backends.cutile import warm as warm_module
+
+    seen = []
+    monkeypatch.setattr(warmup, "why_unusable", lambda *_: None)
+    monkeypatch.setattr(warm_module, "warm", lambda device, calls: seen.append(calls.residual_out))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    tr.warmup((64, dtype), residual=residual, residual_dtype=asked, device="cuda:0")
+    rows = torch.ones(1, 64)
+    _, residual_out = tr.rms_norm(
+        rows.to(dtype), 64, residual=rows.to(residual), residual_dtype=asked, backend="torch"
+    )
+    assert seen == [residual_out.dtype]
+
+
 @pytest.mark.parametrize("width", [(0, BF16), ("64", BF16), (True, BF16)])
 def test_one_width_is_checked_like_those_of_a_sequence(width):
     with pytest.raises(ValueError, match=r"widths: expected a whole number of at least 1 as n, got "):
