@@ -311,13 +311,14 @@ def check_all(variant: Variant, inputs: VariantInputs, results: dict[str, Tensor
 
 
 def llama_share(variant: Variant, inputs: VariantInputs, x: Tensor, y: Tensor) -> float:
-    """Return the share of elements of y that casting="llama" gives, of those that casting="once" gives otherwise.
-    x: the forward's x, or residual_out."""
+    """Return the share of elements of y that casting="llama" gives, of those that casting="once" gives otherwise; NaN
+    without any. x: the forward's x, or residual_out."""
     xhat, factor, bias = _xhat(variant, x, FP64), _factor(variant, inputs, FP64), inputs.bias
     bias = 0.0 if bias is None else bias.double()
     llama, once = ((v.double() * factor + bias).to(y.dtype) for v in (xhat.to(x.dtype), xhat))
     differ = llama != once
-    return ((y == llama) & differ).sum().item() / max(1, differ.sum().item())
+    count = differ.sum().item()
+    return ((y == llama) & differ).sum().item() / count if count else math.nan
 
 
 def _xhat(variant: Variant, x: Tensor, dtype: torch.dtype) -> Tensor:
