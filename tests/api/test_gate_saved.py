@@ -8,6 +8,7 @@ import by_address
 import pytest
 import torch
 from gate_cases import CPU, N, Named, check, freed, freed_minus, freed_view, gradients_of_theirs, make_tensors
+from helpers import DEVICE
 
 from tilegym_rmsnorm import BackendUnavailableError, rms_norm
 
@@ -80,6 +81,15 @@ def test_what_hooks_may_not_return(asked_for, tensors, index, unpack, error, tex
         y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     with pytest.raises(error, match=text):
         torch.autograd.grad(y, (x, weight), dy, create_graph=create_graph)
+
+
+def test_x_of_another_dtype_beside_a_y_of_that_dtype(backend):
+    """Each of the others then fits x."""
+    x, weight, dy = make_tensors(DEVICE)
+    with unpacked_by(0, lambda t: t.float()):
+        y = rms_norm(x.bfloat16(), (N,), weight, 1e-6, out_dtype=torch.float32, backend=backend)
+    with pytest.raises(TypeError, match="x, as unpacked .* the dtype of the forward"):
+        torch.autograd.grad(y, (x, weight), dy)
 
 
 @pytest.mark.parametrize("create_graph", [False, True])

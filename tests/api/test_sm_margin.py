@@ -207,11 +207,13 @@ def test_the_environment_says_it_where_nothing_else_does(monkeypatch):
         assert tr.get_sm_margin() == expected
     monkeypatch.setenv(settings.SM_MARGIN_VARIABLE, "5")
     tr.set_sm_margin(None)
+    assert tr.get_sm_margin() == 5
     with tr.use_sm_margin(2):
         assert tr.get_sm_margin() == 2
+        monkeypatch.setenv(settings.SM_MARGIN_VARIABLE, "6")  # read again where a block is to follow it
         with tr.use_sm_margin(None):
-            assert tr.get_sm_margin() == 5
-    assert tr.get_sm_margin() == 5
+            assert tr.get_sm_margin() == 6
+    assert tr.get_sm_margin() == 6
 
 
 @pytest.mark.parametrize("value", ["-1", "1.5", "many", "٣", "0x4", "²"])

@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from helpers import BF16, FP32
 from variants import (
     BACKEND_LAYOUTS,
     VARIANTS,
+    Variant,
     check,
     check_residual_out,
     llama_share,
@@ -39,14 +43,18 @@ def plain_backward(spec, tensors, wanted):
     return torch_reference.rms_norm_backward(spec, tensors, wanted)
 
 
+COMPOSED = VARIANTS | {
+    "residual, alpha": Variant(BF16, residual_dtype=BF16, alpha=0.22),
+    "residual of another dtype": Variant(BF16, residual_dtype=FP32),
+}
 CASES = [
-    (name, layout) for name, variant in VARIANTS.items() for layout in BACKEND_LAYOUTS[len(variant.size)]
+    (name, layout) for name, variant in COMPOSED.items() for layout in BACKEND_LAYOUTS[len(variant.size)]
 ]
 
 
 @pytest.mark.parametrize("name, layout", CASES)
 def test_variants(name, layout, poisoned_empty):
-    variant = VARIANTS[name]._replace(layout=layout)
+    variant = COMPOSED[name]._replace(layout=layout)
     inputs = make(variant)
     before = [None if tensor is None else tensor.clone() for tensor in inputs]
     x, weight, bias, residual, dy, d_residual_out = inputs
@@ -57,15 +65,19 @@ def test_variants(name, layout, poisoned_empty):
     if residual is not None:
         check_residual_out(variant, inputs, residual_out)
         normalized = residual_out
-    wanted = wanted_of(variant)
-    tensors = normalized, dy, weight, rstd, d_residual_out
-    dx, d_residual, dw, db = around_kernels.backward(plain_backward, spec, tensors, wanted)
-
-    results = {"y": y, "rstd": rstd, "dx": dx, "d_residual": d_residual, "dw": dw, "db": db}
-    assert [result is None for result in (dx, d_residual, dw, db)] == [dtype is None for dtype in wanted]
-    check(variant, inputs, residual_out, **{k: v for k, v in results.items() if v is not None})
-    for tensor in (y, dx, residual_out, d_residual):
-        assert tensor is None or (tensor.shape == x.shape and tensor.is_contiguous())
+    check(variant, inputs, residual_out, y=y, rstd=rstd)
+    all_wanted = wanted_of(variant)
+    some_wanted = all_wanted._replace(d_residual=None)  # the residual is frozen
+    asked = itertools.product((d_residual_out, None), (all_wanted, some_wanted))  # None: nobody uses the sum
+    for gradient, wanted in dict.fromkeys(asked):
+        tensors = normalized, dy, weight, rstd, gradient
+        gradients = around_kernels.backward(plain_backward, spec, tensors, wanted)
+        assert [each is None for each in gradients] == [dtype is None for dtype in wanted]
+        found = dict(zip(("dx", "d_residual", "dw", "db"), gradients, strict=True))
+        given = inputs._replace(d_residual_out=gradient)
+        check(variant, given, residual_out, **{k: v for k, v in found.items() if v is not None})
+        for tensor in (y, residual_out, *gradients[:2]):
+            assert tensor is None or (tensor.shape == x.shape and tensor.is_contiguous())
     assert not y._is_view() and (residual_out is None or not residual_out._is_view())
     for tensor, kept in zip(inputs, before, strict=True):
         assert tensor is None or torch.equal(tensor, kept)

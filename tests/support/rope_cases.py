@@ -25,7 +25,7 @@ from variants import arranged
 from tilegym_rmsnorm.call.rope_spec import RopeBackwardTensors, RopeSpec, RopeTensors, RopeWanted
 
 EPSILON = torch.finfo(FP32).eps
-SAME_BITS = 0.97  # of y in 16 bits: an rstd of other bits turns less than 1 % of the roundings over
+TURNED = 0.02  # of y in 16 bits: an rstd of other bits turns less than 1 % of the roundings over
 
 
 class RopeCase(NamedTuple):
@@ -149,23 +149,23 @@ class _Tables(NamedTuple):
 
 def _tables(call: RopeCall) -> _Tables:
     spec, (q, _, _, _, cos, sin, positions) = call.spec, call.tensors
-    t, half = q.shape[1], spec.rotary_dim // 2
-    pairs = torch.arange(half)
+    t, half, device = q.shape[1], spec.rotary_dim // 2, q.device
+    pairs = torch.arange(half, device=device)
     first, second = (2 * pairs, 2 * pairs + 1) if spec.interleaved else (pairs, pairs + half)
     if cos.shape[1] == half:
         cos, sin = (
             (torch.cat((each, each), 1)[:, torch.argsort(torch.cat((first, second)))]) for each in (cos, sin)
         )
-    rows = torch.arange(cos.shape[0]).view(-1, t) if positions is None else positions
+    rows = torch.arange(cos.shape[0], device=device).view(-1, t) if positions is None else positions
     is_inside = (rows >= 0) & (rows < cos.shape[0])
-    nan = torch.full((), math.nan, dtype=FP64)
+    nan = torch.full((), math.nan, dtype=FP64, device=device)
     cos, sin = (
         torch.where(is_inside[..., None], each.double()[torch.where(is_inside, rows, 0)], nan)[:, :, None]
         for each in (cos, sin)
     )
-    partner = torch.arange(spec.n)
+    partner = torch.arange(spec.n, device=device)
     partner[first], partner[second] = second, first
-    sign = torch.ones(spec.rotary_dim, dtype=FP64)
+    sign = torch.ones(spec.rotary_dim, dtype=FP64, device=device)
     sign[first] = -1
     behind = cos.new_ones(*cos.shape[:3], spec.n - spec.rotary_dim)
     return _Tables(torch.cat((cos, behind), -1), torch.cat((sin * sign, 0 * behind), -1), partner)
@@ -189,8 +189,8 @@ def check_forward(call: RopeCall, q_out: Tensor, k_out: Tensor | None) -> None:
         _check(name, y, expected[number])
         if y is not None and y.dtype != FP32:
             rounded = _rounded(call.spec, call.tensors[number], call.tensors[2 + number], tables).to(y.dtype)
-            share = ((y == rounded) | rounded.isnan()).float().mean().item()
-            assert share > SAME_BITS, f"{name}: {share:.3f} of the elements are rounded as asked for"
+            others = int(((y != rounded) & ~rounded.isnan()).sum())
+            assert others <= 2 + TURNED * y.numel(), f"{name}: {others} of {y.numel()} are rounded otherwise"
 
 
 def check_backward(
@@ -251,10 +251,8 @@ def _rounded(spec: RopeSpec, x: Tensor, weight: Tensor | None, tables: _Tables) 
 
 def _bound_of_roundings(spec: RopeSpec, x: Tensor, weight: Tensor | None, tables: _Tables) -> Tensor:
     """Bound the change of y by the roundings that `_rounded` makes."""
-    xhat, factor = (
-        _normalized(spec, x.double(), None),
-        1.0 if weight is None else weight.double() + spec.offset,
-    )
+    xhat = _normalized(spec, x.double(), None)
+    factor = 1.0 if weight is None else weight.double() + spec.offset
     n, error = xhat * factor, torch.zeros_like(xhat)
     if spec.casting == "llama":
         error = _half_ulp(xhat, x.dtype) * abs(factor)
@@ -276,7 +274,7 @@ def _expected_backward(call: RopeCall) -> tuple[Expected | None, ...]:
             dws.append(None)
             continue
         leaf = x.double().requires_grad_()
-        scale = torch.ones(call.spec.n, dtype=FP64) if weight is None else weight.double()
+        scale = torch.ones(call.spec.n, dtype=FP64, device=x.device) if weight is None else weight.double()
         scale.requires_grad_(weight is not None)
         y = _rotated(_normalized(call.spec, leaf, scale if weight is not None else None), tables)
         dx, *dw = torch.autograd.grad(y, [leaf] if weight is None else [leaf, scale], dy.double())
@@ -297,11 +295,9 @@ def _expected_backward(call: RopeCall) -> tuple[Expected | None, ...]:
             exact = dw[0]
             if (
                 call.spec.casting == "llama"
-            ):  # the sum has xhat as it was multiplied; two roundings may turn over
-                exact = (
-                    _rotated_back(dy.double(), tables)
-                    * _normalized(call.spec, leaf, None).to(x.dtype).double()
-                ).sum(summed)
+            ):  # xhat as it was multiplied, of which two roundings may turn over
+                rounded = _normalized(call.spec, leaf, None).to(x.dtype).double()
+                exact = (_rotated_back(dy.double(), tables) * rounded).sum(summed)
                 tolerance = tolerance + 2 * (dn * xhat).amax(summed) * torch.finfo(x.dtype).eps
             dws.append(Expected(exact, tolerance + _half_ulp(exact, dtype), dtype))
     return *dxs, *dws
