@@ -176,6 +176,19 @@ def test_heads_that_no_kernel_reads_in_place(backend):
     assert_near((got,), (want,), FP32)
 
 
+def test_what_a_backend_is_given():
+    """Heads that overlap and positions that lie apart are copied; interpreters would take any strides."""
+    windows = torch.randn(2, 5, 20, device=DEVICE).unfold(2, 8, 4)
+    k, _, *others = case(tables="positions")[1:]
+    positions = torch.randint(0, 8, (2, 10), device=DEVICE)[:, ::2]
+    for position_ids in (positions, positions[0], positions[:1], positions[:1].expand(2, 5)):
+        tensors = windows, k, None, *others, position_ids
+        q, *_, given = viewed(tensors, rope_views(tensors))
+        assert torch.equal(q, windows) and min(q.stride()[:-1]) >= 8 and q.stride(-1) == 1
+        assert torch.equal(given.expand(2, 5), position_ids.expand(2, 5))
+        assert given.is_contiguous() and given.stride(-1) == 1
+
+
 def test_heads_that_no_kernel_holds(backend):
     """They are composed of kernels of rms_norm and PyTorch's operations."""
     tensors = case(b=1, t=2, hq=2, hk=1, d=8704, weights="heads")
