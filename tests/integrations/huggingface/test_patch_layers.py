@@ -216,6 +216,15 @@ def test_a_norm_that_is_watched_gets_the_sum_in_a_call_of_its_own(class_of, resi
     assert torch.equal(ours(rows()), expected) and residuals[2:] == [False, True]
 
 
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_of_a_backward_see_the_norm_alone(class_of, residuals, register):
+    layer, seen = class_of(PRE_NORM)(), []
+    patch_model(layer, patch_layers=True, backend="torch")
+    getattr(layer.second, register)(lambda module, *gradients: seen.append(module))
+    layer(rows().requires_grad_()).sum().backward()
+    assert seen == [layer.second] and residuals == [False, False]
+
+
 @pytest.mark.parametrize(
     ("x", "residual"),
     [
