@@ -28,9 +28,10 @@ from tilegym_rmsnorm.call.validation import (
     checked_eps,
     refuse_torch_jit_script,
 )
-from tilegym_rmsnorm.call.watched import has_torch_function, untraced
+from tilegym_rmsnorm.call.watched import has_torch_function, is_traced, untraced
 from tilegym_rmsnorm.routes import eager, kernels, known_calls, op, operations
 from tilegym_rmsnorm.routes.choose import KERNELS, OP, OPERATIONS, UNTRACED, route_of
+from tilegym_rmsnorm.routes.traced import norm_in_graph
 from tilegym_rmsnorm.settings import BackendName
 
 __all__ = [
@@ -136,9 +137,14 @@ def rms_norm(
     """
     tensors = input, weight, bias, residual
     others = offset, residual_alpha, residual_dtype, out_dtype, casting
-    known = known_calls.NORM.find(known_calls.norm_call(tensors, normalized_shape, eps, others, backend))
-    if known is not None:
-        return known(tensors)
+    if is_traced():
+        result = norm_in_graph(tensors, normalized_shape, eps, others, backend)
+        if result is not None:
+            return result
+    else:
+        known = known_calls.NORM.find(known_calls.norm_call(tensors, normalized_shape, eps, others, backend))
+        if known is not None:
+            return known(tensors)
     options: dict[str, Any] = {"bias": bias, "offset": offset, "residual": residual}
     options |= {"residual_alpha": residual_alpha, "residual_dtype": residual_dtype, "out_dtype": out_dtype}
     options |= {"casting": casting, "backend": backend}

@@ -14,12 +14,13 @@ from tilegym_rmsnorm.call.rope import checked_rope
 from tilegym_rmsnorm.call.rope_spec import ROPE_OPTIONS, RopeOutputs, RopeRounding
 from tilegym_rmsnorm.call.spec import Casting
 from tilegym_rmsnorm.call.validation import refuse_torch_jit_script
-from tilegym_rmsnorm.call.watched import has_torch_function, untraced
+from tilegym_rmsnorm.call.watched import has_torch_function, is_traced, untraced
 from tilegym_rmsnorm.routes import known_calls, rope_op
 from tilegym_rmsnorm.routes.choose import OP, OPERATIONS, UNTRACED, route_of
 from tilegym_rmsnorm.routes.kernels import unseen
 from tilegym_rmsnorm.routes.rope_eager import bind_eager
 from tilegym_rmsnorm.routes.rope_kernels import rope_by_operations
+from tilegym_rmsnorm.routes.traced import rope_in_graph
 from tilegym_rmsnorm.settings import BackendName
 
 __all__ = ["qk_norm_rope", "rms_norm_rope"]
@@ -86,7 +87,10 @@ def qk_norm_rope(
     """
     tensors = q, k, q_weight, k_weight, cos, sin, position_ids
     others = eps, offset, rotary_dim, interleaved, casting, rope_rounding
-    if (known := known_calls.ROPE.find(_known_call(tensors, others, backend))) is not None:
+    if is_traced():
+        if k is not None and (result := rope_in_graph(tensors, others, backend)) is not None:
+            return result
+    elif (known := known_calls.ROPE.find(_known_call(tensors, others, backend))) is not None:
         return known(tensors)
     if has_torch_function(*tensors):
         options: dict[str, Any] = _named(others) | {"position_ids": position_ids, "backend": backend}
@@ -137,7 +141,10 @@ def rms_norm_rope(
     """
     tensors = x, None, weight, None, cos, sin, position_ids
     others = eps, offset, rotary_dim, interleaved, casting, rope_rounding
-    if (known := known_calls.ROPE.find(_known_call(tensors, others, backend))) is not None:
+    if is_traced():
+        if (result := rope_in_graph(tensors, others, backend)) is not None:
+            return result[0]
+    elif (known := known_calls.ROPE.find(_known_call(tensors, others, backend))) is not None:
         return known(tensors)[0]
     if has_torch_function(*tensors):
         options: dict[str, Any] = _named(others) | {"position_ids": position_ids, "backend": backend}

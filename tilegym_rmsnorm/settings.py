@@ -54,7 +54,7 @@ _process_backend: str | None = None
 _context_backends: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar(
     "tilegym_rmsnorm_backends", default=()
 )
-_traced_backends: list[str] = []  # names of the blocks that Dynamo is tracing; empty at other times
+traced_backends: list[str] = []  # names of the blocks that Dynamo is tracing; empty at other times
 
 _ON, _OFF = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
 _teams: bool | None = None  # set by `set_teams`
@@ -137,13 +137,13 @@ class use_backend(contextlib.ContextDecorator):  # in lower case, since callers 
 
     def __enter__(self) -> None:
         if is_traced():  # Dynamo cannot trace context variables
-            _traced_backends.append(self.backend)
+            traced_backends.append(self.backend)
         else:
             _context_backends.set((*_context_backends.get(), self.backend))
 
     def __exit__(self, *_: object) -> None:
         if is_traced():
-            _traced_backends.pop()
+            traced_backends.pop()
         else:
             names = list(_context_backends.get())
             # Remove its own name, since blocks may end in any order. The name is absent where a block ends in another
@@ -155,7 +155,7 @@ class use_backend(contextlib.ContextDecorator):  # in lower case, since callers 
 
 def traced_backend() -> str | None:
     """Return the backend of the innermost `use_backend` block that Dynamo is tracing; None outside of such blocks."""
-    return _traced_backends[-1] if _traced_backends else None
+    return traced_backends[-1] if traced_backends else None
 
 
 def check_backend_name(backend: str, with_auto: bool = True) -> None:

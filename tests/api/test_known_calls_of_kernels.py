@@ -119,6 +119,41 @@ def test_one_gradient_for_both_results(checks, monkeypatch):
     assert all(map(torch.equal, found[0], found[2]))
 
 
+TWICE = {"x and residual": ("input", "residual"), "weight and bias": ("weight", "bias")}
+
+
+@pytest.mark.parametrize("needs_grad", [False, True], ids=["no grad", "recorded"])
+@pytest.mark.parametrize("name", TWICE)
+def test_one_tensor_given_twice_is_known(name, needs_grad, checks, monkeypatch):
+    """Guards take no tensor twice. A call of two tensors of the same metadata is another call."""
+    first, second = TWICE[name]
+    options = {"normalized_shape": (N,), "eps": 1e-5, "backend": "cutile"}
+    slow, gradients = [], eager.gradients
+    monkeypatch.setattr(eager, "gradients", lambda *given: slow.append(given) or gradients(*given))
+
+    def both(is_one):
+        x, weight = rows(6, N), rows(N)
+        given = {"input": x, "weight": weight, second: {"input": x, "weight": weight}[first]}
+        given = {each: tensor.requires_grad_(needs_grad) for each, tensor in given.items()}
+        if not is_one:
+            given[second] = given[second].detach().clone().requires_grad_(needs_grad)
+        results = rms_norm(**given, **options)
+        results = results if isinstance(results, tuple) else (results,)
+        if needs_grad:
+            torch.autograd.grad(results, given[first], [torch.ones_like(each) for each in results])
+        wide = {each: tensor.detach().double() for each, tensor in given.items()}
+        total = wide["input"] + wide.get("residual", 0)
+        y = total * (total.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * wide["weight"]
+        torch.testing.assert_close(results[0].double(), y + wide.get("bias", 0), rtol=2e-2, atol=5e-2)
+
+    for is_one in (True, False, True):
+        both(is_one)
+        checks.clear()
+        slow.clear()
+        both(is_one)
+        assert not checks and not slow
+
+
 def test_the_grad_mode_counts(checks):
     x = rows(6, N).requires_grad_()
     for _ in range(2):

@@ -17,7 +17,7 @@ from tilegym_rmsnorm import qk_norm_rope, rms_norm, rms_norm_rope, rope, use_bac
 from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.backends.layout import viewed
 from tilegym_rmsnorm.backends.rope_layout import rope_views
-from tilegym_rmsnorm.routes import choose, known_calls
+from tilegym_rmsnorm.routes import choose, known_calls, rope_eager
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ours = functools.partial(qk_norm_rope, eps=rope_calls.EPS)
@@ -322,6 +322,41 @@ def test_known_calls_have_the_same_results(monkeypatch):
     assert torch.equal(shorter, first[0][:, :3])
     strided = torch.empty(2, 4, 5, 8, device=DEVICE).transpose(1, 2).copy_(q)
     torch.testing.assert_close(ours(strided, *tensors[1:])[0], first[0])
+
+
+@pytest.mark.parametrize("doubled", [(2, 3), (4, 5), (0, 1), (0, 1, 2, 3, 4, 5)], ids=str)
+def test_one_tensor_given_twice_is_known(doubled, monkeypatch):
+    """As one weight of q and k. Each group of two indices is one tensor."""
+    known_calls.forget()
+    pairs = set(zip(doubled[::2], doubled[1::2], strict=True))
+
+    def passes(seed):
+        leaves = list(case(hk=4, seed=seed))
+        for first, second in pairs:
+            leaves[second] = leaves[first]
+        want = [each.detach() for each in rope_calls.expected(*leaves)]
+        *heads, cos, sin = leaves
+        heads = [each.requires_grad_() for each in heads]
+        outputs = ours(*heads, cos, sin)
+        assert_near([each.detach() for each in outputs], want, FP32)
+        return outputs, heads
+
+    for seed in (0, 1):
+        outputs, heads = passes(seed)
+        found = torch.autograd.grad(sum(each.sin().sum() for each in outputs), heads, allow_unused=True)
+        parts = list(case(hk=4, seed=seed))
+        for first, second in pairs:
+            parts[second] = parts[first]
+        wide = [each.double().requires_grad_() for each in parts[:4]]
+        for first, second in pairs:
+            if second < 4:
+                wide[second] = wide[first]
+        results = rope_calls.expected(*wide, *parts[4:])
+        want = torch.autograd.grad(sum(each.sin().sum() for each in results), wide)
+        assert_near(found, want, FP32)
+        if seed == 0:
+            monkeypatch.setattr(rope, "_checked", None)  # a call that is not known would call it
+            monkeypatch.setattr(rope_eager, "checked_rope_backward", None)
 
 
 def test_the_backward_runs_on_the_backend_of_the_forward(monkeypatch):

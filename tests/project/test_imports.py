@@ -43,7 +43,7 @@ LAYERS = (
     (f"{PACKAGE}.routes.rope_kernels",),
     (f"{PACKAGE}.routes.eager", f"{PACKAGE}.routes.op_gradients"),
     (f"{PACKAGE}.routes.rope_op",),
-    (f"{PACKAGE}.routes.rope_eager",),
+    (f"{PACKAGE}.routes.rope_eager", f"{PACKAGE}.routes.traced"),
     (f"{PACKAGE}.functional", f"{PACKAGE}.rope"),
     (f"{PACKAGE}.nn",),
     # Its own file has public functions, which import an integration when they are called.

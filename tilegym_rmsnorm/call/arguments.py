@@ -87,23 +87,14 @@ def checked_forward(
     heads = check_weight(weight, bias, x, shape, name)
     check_casting(casting)
     y_dtype = x.dtype
-    if is_public and HAS_AUTOCAST and x.is_cuda and torch.is_autocast_enabled("cuda"):
-        y_dtype = _autocast_dtype(x.dtype)
-        if residual is None:
-            x, weight, bias = map(_autocast, (x, weight, bias))
-        else:  # autocast leaves the sum, but its norm is as of float32: casting="llama" would have nothing to round
-            casting = "once"
+    if is_public:
+        y_dtype, casting, x, weight, bias = under_autocast(x, weight, bias, residual, casting)
     alpha = checked_number("residual_alpha", residual_alpha)
     check_residual(x, residual, alpha, residual_dtype, name)
     if out_dtype is not None:
         checked_dtype("out_dtype", out_dtype, x.is_complex())
     eps, offset = checked_eps(eps), checked_number("offset", offset)
-    if residual is not None:
-        residual_dtype = residual_dtype or promoted(x.dtype, residual.dtype)
-        out_dtype = out_dtype or y_dtype
-    elif out_dtype is y_dtype:
-        out_dtype = None
-    eps = default_eps(residual_dtype or x.dtype) if eps is None else eps
+    eps, residual_dtype, out_dtype = filled_in(x, residual, eps, residual_dtype, out_dtype, y_dtype)
     spec = Spec(n, eps, offset, casting, alpha, out_dtype, residual_dtype, heads)
     return Checked(names, (x, weight, bias, residual), shape, spec, are_plain)
 
@@ -149,6 +140,36 @@ def checked_saved(tensors: BackwardTensors, call: Call, wanted: Wanted) -> Check
         are_plain, tensors = made_plain(*tensors)
         check_saved(*tensors, call)
     return Checked(_BACKWARD, tensors, shape, call.spec, are_plain)
+
+
+def under_autocast(
+    x: Tensor, weight: Any, bias: Any, residual: Any, casting: str
+) -> tuple[torch.dtype, str, Tensor, Any, Any]:
+    """Return the dtype of y, casting, x, weight and bias, as autocast has them for F.rms_norm."""
+    if not (x.is_cuda and HAS_AUTOCAST and torch.is_autocast_enabled("cuda")):
+        return x.dtype, casting, x, weight, bias
+    y_dtype = _autocast_dtype(x.dtype)
+    if residual is None:
+        return y_dtype, casting, *map(_autocast, (x, weight, bias))
+    # Autocast leaves the sum, but its norm is as of float32: casting="llama" would have nothing to round.
+    return y_dtype, "once", x, weight, bias
+
+
+def filled_in(
+    x: Tensor,
+    residual: Tensor | None,
+    eps: float | None,
+    residual_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None,
+    y_dtype: torch.dtype,
+) -> tuple[float, torch.dtype | None, torch.dtype | None]:
+    """Return eps, residual_dtype and out_dtype for those that the caller gave or left out."""
+    if residual is not None:
+        residual_dtype = residual_dtype or promoted(x.dtype, residual.dtype)
+        out_dtype = out_dtype or y_dtype
+    elif out_dtype is y_dtype:
+        out_dtype = None
+    return default_eps(residual_dtype or x.dtype) if eps is None else eps, residual_dtype, out_dtype
 
 
 def _autocast_dtype(dtype: torch.dtype) -> torch.dtype:

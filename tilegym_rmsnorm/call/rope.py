@@ -36,8 +36,9 @@ from tilegym_rmsnorm.call.validation import (
     checked_eps,
     checked_int,
     checked_number,
+    size_outside_of_trace,
 )
-from tilegym_rmsnorm.call.watched import outside_of_trace
+from tilegym_rmsnorm.call.watched import get_trace, outside_of_trace
 from tilegym_rmsnorm.reference import default_eps
 
 ROUNDINGS = get_args(RopeRounding)
@@ -57,6 +58,8 @@ def checked_rope(*tensors: Any, **options: Any) -> Checked:
     are_plain, given = made_plain(q, k, q_weight, k_weight, *tables)
     if not are_plain:
         check_dtensors(names, given)
+    if get_trace() is not None:
+        options["rotary_dim"] = outside_of_trace(size_outside_of_trace, options["rotary_dim"])
     spec = outside_of_trace(_checked_spec, names, *given, **options)
     return Checked(names, given, given[0].shape[-1:], spec, are_plain)
 
@@ -98,7 +101,7 @@ def _checked_spec(
     rotary_dim = checked_int("rotary_dim", rotary_dim, 2, ", or None")
     if rotary_dim % 2 != 0 or rotary_dim > n:
         _fail(ValueError, "rotary_dim", f"an even number up to D, {n}", rotary_dim)
-    _check_tables(cos, sin, position_ids, q, rotary_dim, names[0])
+    check_tables(cos, sin, position_ids, q, rotary_dim, names[0])
     check_casting(casting)
     check_one_of("rope_rounding", rope_rounding, ROUNDINGS)
     if isinstance(eps, Tensor) and eps.ndim:  # `checked_eps` would speak of a residual
@@ -171,7 +174,7 @@ def _check_weight(name: str, weight: Tensor | None, x: Tensor | None, x_name: st
     check_vector(name, weight, x, shape, x_name)
 
 
-def _check_tables(
+def check_tables(
     cos: Tensor, sin: Tensor, position_ids: Tensor | None, q: Tensor, rotary_dim: int, q_name: str
 ) -> None:
     (length, batch), half = (q.shape[-3], q.shape[0] if q.ndim == 4 else 1), rotary_dim // 2

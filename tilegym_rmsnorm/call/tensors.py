@@ -33,6 +33,20 @@ from tilegym_rmsnorm.call.watched import is_traced
 
 PLAIN_TYPES = (Tensor, Parameter)  # other subclasses may override data_ptr() and each property
 
+
+class _PlainTypes(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return type(value) in PLAIN_TYPES
+
+    def __subclasscheck__(cls, kind: type) -> bool:  # Dynamo asks this, for the class of a tensor
+        return kind in PLAIN_TYPES
+
+
+class OfPlainType(metaclass=_PlainTypes):
+    """Stand for PLAIN_TYPES in `isinstance`, subclasses left out. For `type(tensor)` Dynamo would guard on a class, and
+    a graph with such a guard cannot be kept on disk (`caching_precompile`)."""
+
+
 _is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 _get_unwrapped = torch._C._functorch.get_unwrapped
 _unwrap_if_dead = torch._C._functorch.unwrap_if_dead

@@ -37,6 +37,29 @@ _INF = math.inf
 _STRIDED = torch.strided
 
 
+def are_equal(sizes: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether two shapes are equal. Sizes that are known only when a graph runs are compared then (`torch._check`)."""
+    if not is_traced():
+        with contextlib.suppress(RuntimeError):  # GuardOnDataDependentSymNode, of such sizes
+            return tuple(sizes) == tuple(others)
+    return are_equal_in_graph(sizes, others)
+
+
+def are_equal_in_graph(sizes: Sequence[int], others: Sequence[int]) -> bool:
+    """`are_equal` of sizes that may be symbols."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+
+    if len(sizes) != len(others):
+        return False
+    for i in range(len(sizes)):
+        is_equal = sizes[i] == others[i]
+        if not guard_or_false(is_equal):
+            if not guard_or_true(is_equal):
+                return False
+            torch._check(is_equal)
+    return True
+
+
 def check_tensor(name: str, x: Tensor) -> None:
     """Check that x is a tensor, or a proxy with `__torch_function__` as in torch.fx, before its attributes are read."""
     if not isinstance(x, Tensor) and not has_torch_function_unary(x):
@@ -345,12 +368,16 @@ def refuse_torch_jit_script(*_: Any) -> NoReturn:
 def _check_traced_shape(
     x: Tensor, normalized_shape: int | Sequence[int], may_be_empty: bool
 ) -> tuple[int, torch.Size]:
-    """Call `check_normalized_shape` with ints for sizes that were read in the trace, as x.shape[-1:]: tensors."""
+    """Call `check_normalized_shape` with ints for sizes that were read in the trace, as x.shape[-1:]."""
     if isinstance(normalized_shape, (tuple, list)):
-        normalized_shape = tuple(
-            operator.index(size) if isinstance(size, Tensor) else size for size in normalized_shape
-        )
-    return check_normalized_shape(x, normalized_shape, may_be_empty)
+        normalized_shape = tuple(map(size_outside_of_trace, normalized_shape))
+    return check_normalized_shape(x, size_outside_of_trace(normalized_shape), may_be_empty)
+
+
+def size_outside_of_trace(size: Any) -> Any:
+    """Return an int for a size that was read while torch.jit.trace records: there it is a tensor of no dimension."""
+    is_size = isinstance(size, Tensor) and size.ndim == 0 and size.dtype is torch.int64
+    return operator.index(size) if is_size else size
 
 
 def checked_sizes(given: Any, name: str = "normalized_shape") -> tuple[int, ...]:

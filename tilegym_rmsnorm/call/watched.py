@@ -43,7 +43,7 @@ is_compiled = torch.compiler.is_compiling  # in non-strict torch.export too
 
 # Equal to is_in_torch_func in eager calls, and cheaper. Dynamo would leave a call of it in its graph.
 are_transforms_active = torch._C._are_functorch_transforms_active
-_peek_interpreter, _Interpreter = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.CInterpreter
+peek_interpreter, Interpreter = torch._C._functorch.peek_interpreter_stack, torch._C._functorch.CInterpreter
 is_traced_by_jit = torch._C._is_tracing
 get_trace = torch._C._get_tracing_state  # None unless torch.jit.trace records; under Dynamo always
 _set_trace = torch._C._set_tracing_state  # type: ignore[attr-defined]
@@ -66,9 +66,13 @@ _TRACING_MODES = {
 def is_watched() -> bool:
     """Whether PyTorch records or transforms this call: tracing, torch.func, forward-mode differentiation, a dispatch
     mode."""
+    return is_traced() or is_watched_when_run()  # in this order: Dynamo cannot trace the latter
+
+
+def is_watched_when_run() -> bool:
+    """`is_watched` for functions that Dynamo never traces."""
     return (
-        is_traced()  # first: Dynamo cannot trace the others
-        or forward_ad._current_level >= 0
+        forward_ad._current_level >= 0
         or are_transforms_active()
         or count_modes() != 0
         or is_traced_by_jit()
@@ -105,7 +109,7 @@ def is_in_torch_func() -> bool:
     """Whether a transform of torch.func, such as vmap or grad, runs the caller. Dynamo evaluates this form while it
     traces and leaves nothing in its graph."""
     if is_traced():
-        return isinstance(_peek_interpreter(), _Interpreter)
+        return isinstance(peek_interpreter(), Interpreter)
     return are_transforms_active()
 
 

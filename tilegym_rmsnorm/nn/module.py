@@ -24,9 +24,11 @@ from tilegym_rmsnorm.call.validation import (
     checked_sizes_of_weight,
     refuse_torch_jit_script,
 )
+from tilegym_rmsnorm.call.watched import is_traced
 from tilegym_rmsnorm.functional import rms_norm
 from tilegym_rmsnorm.nn.configured import Norm, configured_class
 from tilegym_rmsnorm.nn.keywords import names_ours
+from tilegym_rmsnorm.routes.traced import norm_in_graph
 from tilegym_rmsnorm.settings import BackendName, check_backend_name
 
 
@@ -163,6 +165,10 @@ class RMSNorm(torch.nn.RMSNorm):
         Returns:
             Tensor | tuple[Tensor, Tensor]: y, of x's shape; `(y, sum)` where a residual is given.
         """
+        if is_traced():
+            result = self._in_graph(x, residual)
+            if result is not None:
+                return result
         # Dictionaries are read: Module.__getattr__ takes 0.6 us for an attribute, 2 us for one that is absent.
         attributes = self.__dict__
         parameters = attributes["_parameters"]
@@ -209,6 +215,13 @@ class RMSNorm(torch.nn.RMSNorm):
             casting=self.casting,
             backend=self.backend,
         )
+
+    def _in_graph(self, x: Tensor, residual: Tensor | None):
+        """Run `forward` while Dynamo traces it, with few guards; None where `norm_in_graph` leaves it."""
+        tensors = x, self.weight, getattr(self, "bias", None), residual
+        of_sum = (1.0, None) if residual is None else (self.residual_alpha, self.residual_dtype)
+        others = self.offset, *of_sum, self.out_dtype, self.casting
+        return norm_in_graph(tensors, self.normalized_shape, self.eps, others, self.backend)
 
     def _take_defaults(self) -> None:
         """Set the attributes of a module that was built as a torch.nn.RMSNorm; its eps stays."""

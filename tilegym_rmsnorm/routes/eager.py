@@ -161,7 +161,7 @@ _record_add = super(torch.autograd.Function, AddRMSNormFunction).apply
 def _gradients_of(recorded: Recorded, tensors: BackwardTensors, needs: tuple[bool, ...]) -> WantedGradients:
     """Compute the gradients of x, residual, weight and bias that are needed, of a backward like an earlier one without
     checks. tensors: as for `gradients`."""
-    known_call, backwards, d_residual_out = None, recorded.backwards, tensors[4]
+    known_call, backwards = None, recorded.backwards
     if backwards is not None and not torch.is_grad_enabled():
         known_call = known_calls.backward_call(tensors, needs, recorded.call.backend)
         if (known := backwards.find(known_call)) is not None:
@@ -170,12 +170,11 @@ def _gradients_of(recorded: Recorded, tensors: BackwardTensors, needs: tuple[boo
     alpha, wanted = wanted_of(needs, spec.alpha, recorded.dtypes)
     call = recorded.call if alpha == spec.alpha else recorded.call._replace(spec=spec._replace(alpha=alpha))
     result = as_needed(needs, gradients(tensors, call, wanted, bias_shape), bias_shape)
-    given = tensors[:4] if d_residual_out is tensors[1] else tensors
     if (
         known_call is not None
         and wanted.dx is not None
         and _fit(tensors, call)
-        and known_calls.may_remember(given, given, call.backward)
+        and known_calls.may_remember(tensors, tensors, call.backward)
     ):
 
         def bind_gradients() -> Callable[[BackwardTensors], WantedGradients]:

@@ -23,7 +23,7 @@ from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.registry import is_settled
 from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, TEBIBYTE, is_plain
-from tilegym_rmsnorm.call.watched import is_watched
+from tilegym_rmsnorm.call.watched import is_watched, is_watched_when_run
 
 # Without it, in a PyTorch to come, no call is known: slower, and right.
 _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
@@ -57,13 +57,14 @@ class KnownCalls:
         for guards, run in kinds:
             if guards.check(*tensors):
                 return run
-        return None
+        once = _each_once(call)
+        return None if once is call else self.find(once)
 
     def remember(self, call: _Call | None, bind: Callable[[], _Run]) -> None:
         """Keep what `bind` returns for calls like this one, which passed all checks: a function without a tensor."""
         if call is None or _TensorGuards is None:
             return
-        key, tensors = call
+        key, tensors = _each_once(call)
         sizes, strides = [list(each.shape) for each in tensors], [list(each.stride()) for each in tensors]
         kind = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides), bind()
         if len(self._kinds) >= MOST_KEYS and key not in self._kinds:
@@ -94,17 +95,25 @@ def may_remember(
     given: tuple[Any, ...], checked: tuple[Any, ...], function: Callable[..., Any] | None
 ) -> bool:
     """Whether a call that passed all checks can be known: nothing watches it, the tensors were run as given, and the
-    registry chooses this function for all calls like it. Guards take no tensor twice. Not in a CUDA graph's capture: to
-    bind may copy tensors, and the graph would repeat that."""
-    present = [each for each in given if each is not None]
-    if len(set(map(id, present))) < len(present) or is_watched():
+    registry chooses this function for all calls like it. Not in a CUDA graph's capture: to bind may copy tensors, and
+    the graph would repeat that."""
+    if is_watched() or not all([each is one for each, one in zip(given, checked, strict=True)]):
         return False
-    if not all([each is one for each, one in zip(given, checked, strict=True)]):
-        return False
-    x = present[0]
+    x = given[0]
     if function is None or not is_settled(function, x.device):
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _each_once(call: _Call) -> _Call:
+    """Return a call whose key says which tensor is given twice; the call itself where none is. Guards take no tensor
+    twice."""
+    key, tensors = call
+    ids = [id(each) for each in tensors]
+    firsts = tuple([ids.index(each) for each in ids])
+    if len(set(firsts)) == len(firsts):
+        return call
+    return (key, firsts), [tensors[i] for i in sorted(set(firsts))]
 
 
 def norm_call(
@@ -162,7 +171,7 @@ def _call(
     rows: tensors of x's shape. The key has their addresses, but for multiples of 16 bytes. parts: which tensors
     are None, or their types.
     """
-    if is_watched() or _len_torch_function_stack():
+    if is_watched_when_run() or _len_torch_function_stack():
         return None
     alignment, tensors = 0, list(rows)
     try:
