@@ -26,6 +26,7 @@ from tilegym_rmsnorm.call.rope_hints import (
 from tilegym_rmsnorm.call.rope_spec import RopeRounding, RopeSpec
 from tilegym_rmsnorm.call.tensors import is_dtensor, made_plain
 from tilegym_rmsnorm.call.validation import (
+    are_equal,
     check_casting,
     check_dtensors,
     check_input,
@@ -37,6 +38,7 @@ from tilegym_rmsnorm.call.validation import (
     checked_int,
     checked_number,
     size_outside_of_trace,
+    spans,
 )
 from tilegym_rmsnorm.call.watched import get_trace, outside_of_trace
 from tilegym_rmsnorm.reference import default_eps
@@ -85,7 +87,7 @@ def _checked_spec(
     n = q.shape[-1]
     if k is not None:
         _check_heads("k", k)
-        if k.ndim != q.ndim or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != n:
+        if k.ndim != q.ndim or not are_equal((*k.shape[:-2], k.shape[-1]), (*q.shape[:-2], n)):
             expected = f"shape {_shape_of_k(q)}, as q of shape {tuple(q.shape)}"
             _fail(ValueError, "k", expected, f"{tuple(k.shape)}{joined(hints_for_k(q, k))}")
         if k.dtype != q.dtype:
@@ -166,7 +168,7 @@ def _check_weight(name: str, weight: Tensor | None, x: Tensor | None, x_name: st
     if x is None:
         _fail(ValueError, name, "None without k", f"a {type(weight).__name__}")
     shape = x.shape[-2:] if isinstance(weight, Tensor) and weight.ndim == 2 else x.shape[-1:]
-    if isinstance(weight, Tensor) and weight.shape != shape:
+    if isinstance(weight, Tensor) and not are_equal(weight.shape, shape):
         h, n = x.shape[-2:]
         hints = hints_to_split(x, x_name) if weight.ndim == 1 and 0 < weight.shape[0] < n else []
         expected = f"shape ({n},), or ({h}, {n}) of the heads of {x_name}"
@@ -200,7 +202,7 @@ def check_tables(
             )
             hints = hints_for_columns(table, half, q, q_name)
             _fail(ValueError, name, expected, f"shape {tuple(table.shape)}{joined(hints)}")
-    if sin.shape != cos.shape or sin.dtype != cos.dtype:
+    if not are_equal(sin.shape, cos.shape) or sin.dtype != cos.dtype:
         expected = f"shape and dtype of cos, {tuple(cos.shape)}, {cos.dtype}"
         _fail(ValueError, "sin", expected, f"{tuple(sin.shape)}, {sin.dtype}")
     if position_ids is not None:
@@ -210,9 +212,7 @@ def check_tables(
             hints = hints_for_table(cos, q, q_name)
             _fail(ValueError, "cos", expected, f"{tuple(cos.shape)}{joined(hints)}")
     # The number of dimensions first: or else an exported graph would hold that B is not T.
-    elif not (cos.ndim == 2 and cos.shape[0] == length) and not (
-        cos.ndim == 3 and cos.shape[1] == length and (cos.shape[0] == 1 or cos.shape[0] == batch)
-    ):
+    elif not 2 <= cos.ndim <= 3 or not _is_for(cos.shape[:-1], length, batch):
         columns = cos.shape[-1]
         expected = (
             f"{_any_shape((length, columns), (1, length, columns), (batch, length, columns))}, since {q_name} of shape "
@@ -220,6 +220,11 @@ def check_tables(
         )
         hints = hints_for_rows(cos, q, length, batch, q_name)
         _fail(ValueError, "cos", expected, f"{tuple(cos.shape)}{joined(hints)}")
+
+
+def _is_for(shape: torch.Size, length: int, batch: int) -> bool:
+    """Whether a shape is (length,), (1, length) or (batch, length)."""
+    return are_equal(shape[-1:], (length,)) and (len(shape) == 1 or spans(shape[0], batch))
 
 
 def _any_shape(*shapes: tuple[int, ...]) -> str:
@@ -236,11 +241,7 @@ def _check_positions(position_ids: Tensor, q: Tensor, length: int, batch: int, q
         _fail(TypeError, "position_ids", ANY_POSITION_DTYPE, f"{position_ids.dtype}{hint}")
     if position_ids.layout is not torch.strided:
         _fail(TypeError, "position_ids", f"layout {torch.strided}", position_ids.layout)
-    if not (position_ids.ndim == 1 and position_ids.shape[0] == length) and not (
-        position_ids.ndim == 2
-        and position_ids.shape[1] == length
-        and (position_ids.shape[0] == 1 or position_ids.shape[0] == batch)
-    ):
+    if not 1 <= position_ids.ndim <= 2 or not _is_for(position_ids.shape, length, batch):
         expected = (
             f"{_any_shape((length,), (1, length), (batch, length))}, as {q_name} of shape {tuple(q.shape)}"
         )

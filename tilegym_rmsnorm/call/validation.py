@@ -16,6 +16,7 @@ import contextlib
 import inspect
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any, NoReturn, get_args
@@ -33,8 +34,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)
 CASTINGS = get_args(Casting)
 _ALL_DTYPES = DTYPES + COMPLEX_DTYPES
-_INF = math.inf
+_INF, _MOST = math.inf, sys.float_info.max
 _STRIDED = torch.strided
+# Others may have a repr that Dynamo cannot trace, as NumPy's numbers.
+_SHOWN_BY_DYNAMO = (int, float, complex, str, bytes, tuple, list, dict, type(None), torch.dtype)
 
 
 def are_equal(sizes: Sequence[int], others: Sequence[int]) -> bool:
@@ -43,6 +46,21 @@ def are_equal(sizes: Sequence[int], others: Sequence[int]) -> bool:
         with contextlib.suppress(RuntimeError):  # GuardOnDataDependentSymNode, of such sizes
             return tuple(sizes) == tuple(others)
     return are_equal_in_graph(sizes, others)
+
+
+def spans(size: int, whole: int) -> bool:
+    """Whether a dimension is 1, so that it is expanded, or has all of the elements. Compared as by `are_equal`."""
+    return is_known(size, 1) or are_equal((size,), (whole,))
+
+
+def is_known(size: int, value: int) -> bool:
+    """Whether a size is this value. False for one that is known only when a graph runs."""
+    if not is_traced():
+        with contextlib.suppress(RuntimeError):
+            return bool(size == value)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(size == value)
 
 
 def are_equal_in_graph(sizes: Sequence[int], others: Sequence[int]) -> bool:
@@ -138,14 +156,14 @@ def check_normalized_shape(
     shape = x.shape[-dims:]
     if dims == 0:
         _fail(ValueError, "normalized_shape", "at least one dimension", "()")
-    if shape != tuple(normalized_shape):
+    if not are_equal(shape, normalized_shape):
         if any(size < 0 for size in normalized_shape):
             _fail(ValueError, "normalized_shape", "sizes of at least 1", tuple(normalized_shape))
         # Name input: in a model its shape is wrong more often than normalized_shape.
         sizes = ", ".join(map(str, normalized_shape))
         _fail(ValueError, "input", f"shape (*, {sizes}), as normalized_shape says", tuple(x.shape))
     n = shape[0] if dims == 1 else math.prod(shape)
-    if not may_be_empty and n == 0:
+    if not may_be_empty and is_known(n, 0):
         _fail(ValueError, "normalized_shape", "at least one element per row", tuple(normalized_shape))
     return n, shape
 
@@ -158,15 +176,16 @@ def check_weight(
     if get_trace() is not None:
         return outside_of_trace(check_weight, weight, bias, x, shape, x_name)
     heads = 0
-    if isinstance(weight, Tensor) and weight.shape != shape and weight.ndim == len(shape) + 1:
+    if isinstance(weight, Tensor) and weight.ndim == len(shape) + 1:
         heads_of_x = x.shape[-weight.ndim] if x.ndim >= weight.ndim else None
-        if heads_of_x is None or weight.shape != (heads_of_x, *shape):
+        if heads_of_x is None or not are_equal(weight.shape, (heads_of_x, *shape)):
             of_heads = ""
             if heads_of_x:
                 per_head, count = (heads_of_x, *shape), f"{heads_of_x} head{'s' if heads_of_x > 1 else ''}"
                 of_heads = f", or {per_head}, since {x_name} of shape {tuple(x.shape)} has {count}"
             _fail(ValueError, "weight", f"shape {tuple(shape)}{of_heads}", tuple(weight.shape))
-        shape, heads = weight.shape, heads_of_x if heads_of_x > 1 else 0
+        is_one = is_known(heads_of_x, 0) or is_known(heads_of_x, 1)
+        shape, heads = weight.shape, 0 if is_one else heads_of_x
     check_vector("weight", weight, x, shape, x_name)
     check_vector("bias", bias, x, shape, x_name)
     return heads
@@ -178,7 +197,7 @@ def check_vector(name: str, vector: Tensor | None, x: Tensor, shape: torch.Size,
         return
     if not isinstance(vector, Tensor):
         _fail(TypeError, name, "a torch.Tensor or None", type(vector).__name__)
-    if vector.shape != shape:
+    if not are_equal(vector.shape, shape):
         _fail(ValueError, name, f"shape {tuple(shape)}", tuple(vector.shape))
     if vector.dtype not in DTYPES:
         dtypes = _ALL_DTYPES if x.is_complex() else DTYPES
@@ -196,7 +215,7 @@ def check_like(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> None:
         _fail(TypeError, name, "a torch.Tensor", type(tensor).__name__)
     if get_trace() is not None:
         return outside_of_trace(check_like, name, tensor, x, x_name)
-    if tensor.shape != x.shape:
+    if not are_equal(tensor.shape, x.shape):
         _fail(ValueError, name, f"the shape of {x_name}, {tuple(x.shape)}", tuple(tensor.shape))
     dtypes = COMPLEX_DTYPES if x.is_complex() else DTYPES
     if tensor.dtype not in dtypes:
@@ -264,7 +283,7 @@ def check_rstd(rstd: Tensor, x: Tensor, n: int, dims: int | None) -> None:
     if get_trace() is not None:
         return outside_of_trace(check_rstd, rstd, x, n, dims)
     shape = (x.numel() // n,) if dims is None else shape_of_rstd(x, dims)
-    if rstd.shape != shape:
+    if not are_equal(rstd.shape, shape):
         _fail(ValueError, "rstd", f"shape {shape}, one element per row of x", tuple(rstd.shape))
     if rstd.dtype != compute_dtype(x.dtype):
         _fail(TypeError, "rstd", f"{compute_dtype(x.dtype)} for {x.dtype} x", rstd.dtype)
@@ -325,10 +344,9 @@ def checked_number(
     if type(value) is not float:
         if not isinstance(value, Real) or isinstance(value, bool):
             _fail(TypeError, name, expected, _shown(value))
-        try:
-            value = float(value)
-        except OverflowError:
+        if not -_MOST <= value <= _MOST and value == value and abs(value) != _INF:
             _fail(ValueError, name, expected, "a number beyond the range of floats")
+        value = float(value)
     if not (lowest <= value < _INF) or value == -_INF:
         _fail(ValueError, name, expected, value)
     return value
@@ -407,6 +425,8 @@ def _shown(value: object) -> str:
     """Show a given value in a message. The values of tensors are not read: reading may wait for a device."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
+    if is_traced() and not isinstance(value, _SHOWN_BY_DYNAMO):
+        return f"an object of type {type(value).__name__}"
     is_shown = not isinstance(value, (tuple, list)) or not any(isinstance(each, Tensor) for each in value)
     return repr(value) if is_shown else f"a {type(value).__name__} with tensors"
 

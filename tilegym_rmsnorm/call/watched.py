@@ -198,7 +198,7 @@ def is_symbol(number: float | None) -> bool:
     value Dynamo knows is no symbol to this function: Dynamo guards on the value."""
     if isinstance(number, torch.SymFloat):
         return True
-    if number is None or not is_traced():
+    if not is_traced() or not isinstance(number, (int, float)):  # of a wrong type: the checks say so
         return False
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 

@@ -49,6 +49,7 @@ from tilegym_rmsnorm.call.tensors import (
     shards_of,
     why_not_plain,
 )
+from tilegym_rmsnorm.call.validation import is_known
 from tilegym_rmsnorm.settings import check_backend_name, get_current_backend, traced_backend
 
 KERNELS, OP, OPERATIONS, UNTRACED = "kernels", "op", "operations", "untraced"
@@ -97,7 +98,7 @@ def route_of(
     if isinstance(wanted, Wanted) and wanted.dx is None:
         is_op = watched.is_traced() and in_graph != "torch"
         return Route(OP if is_op else OPERATIONS, Call(spec, in_graph), "db alone is a sum")
-    if spec.n != 0 and not watched.is_symbol(spec.eps):
+    if not is_known(spec.n, 0) and not watched.is_symbol(spec.eps):
         # No mode is shown the op of a backward whose forward was no op.
         reason = _why_op(in_graph, given, sees_modes=are_plain and not is_by_autograd)
         if reason is not None and not (is_differentiable and _would_gather(in_graph, given)):
@@ -109,7 +110,7 @@ def route_of(
             return Route(OPERATIONS, Call(spec, "torch"), "torch.compile traces PyTorch's operations")
         return Route(UNTRACED, Call(spec, in_graph), "no op stands for this call")
     reason = _obstacle_of(given)
-    if reason is None and spec.n == 0:
+    if reason is None and is_known(spec.n, 0):
         reason = "rows of input have no elements"
     if reason is None and watched.is_symbol(spec.eps):
         reason = "eps is known only when the graph runs"

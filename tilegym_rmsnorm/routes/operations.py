@@ -27,6 +27,7 @@ from tilegym_rmsnorm.call.spec import (
     Wanted,
 )
 from tilegym_rmsnorm.call.tensors import check_memory, has_own_operations, splits_rows
+from tilegym_rmsnorm.call.validation import is_known
 from tilegym_rmsnorm.call.watched import is_symbol, is_transformed, makes_graph
 from tilegym_rmsnorm.reference import (
     compute_dtype,
@@ -49,7 +50,7 @@ def norm_by_operations(
     cannot compute the call, its error is raised.
     """
     dims = len(normalized_shape)
-    if _is_for_f_rms_norm(tensors, dims, spec) or 0 in normalized_shape:
+    if _is_for_f_rms_norm(tensors, dims, spec) or any([is_known(size, 0) for size in normalized_shape]):
         y, residual_out = _by_f_rms_norm(tensors, list(normalized_shape), spec)
     else:
         y, _, residual_out = reference.forward_torch(tensors, spec, dims)

@@ -32,6 +32,8 @@ def norm_in_graph(
     tensors: tuple[Any, ...], normalized_shape: Any, eps: Any, others: tuple[Any, ...], backend: Any
 ) -> Any:
     """Call the forward op for a usual call of `rms_norm`: what that returns. others: `known_calls.OTHERS`."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
     x, weight, bias, residual = tensors
     offset, alpha, residual_dtype, out_dtype, casting = others
     if backend is None and traced_backends:
@@ -44,10 +46,10 @@ def norm_in_graph(
         return None
     dims = len(normalized_shape)
     shape = x.shape[-dims:]
-    if not 0 < dims <= x.ndim or 0 in shape or not are_equal_in_graph(normalized_shape, shape):
+    if not 0 < dims <= x.ndim or not are_equal_in_graph(normalized_shape, shape):
         return None
     for size in normalized_shape:
-        if not isinstance(size, int) or (size == 1 and isinstance(size, bool)):
+        if not isinstance(size, int) or isinstance(size, bool) or guard_or_false(size == 0):
             return None
     like = bias if weight is None else weight
     for vector in (weight, bias):
