@@ -94,7 +94,8 @@ def checked_forward(
     if out_dtype is not None:
         checked_dtype("out_dtype", out_dtype, x.is_complex())
     eps, offset = checked_eps(eps), checked_number("offset", offset)
-    eps, residual_dtype, out_dtype = filled_in(x, residual, eps, residual_dtype, out_dtype, y_dtype)
+    residual_dtype, out_dtype = filled_in(x, residual, residual_dtype, out_dtype, y_dtype)
+    eps = default_eps(residual_dtype or x.dtype) if eps is None else eps
     spec = Spec(n, eps, offset, casting, alpha, out_dtype, residual_dtype, heads)
     return Checked(names, (x, weight, bias, residual), shape, spec, are_plain)
 
@@ -158,18 +159,17 @@ def under_autocast(
 def filled_in(
     x: Tensor,
     residual: Tensor | None,
-    eps: float | None,
     residual_dtype: torch.dtype | None,
     out_dtype: torch.dtype | None,
     y_dtype: torch.dtype,
-) -> tuple[float, torch.dtype | None, torch.dtype | None]:
-    """Return eps, residual_dtype and out_dtype for those that the caller gave or left out."""
-    if residual is not None:
-        residual_dtype = residual_dtype or promoted(x.dtype, residual.dtype)
-        out_dtype = out_dtype or y_dtype
-    elif out_dtype is y_dtype:
-        out_dtype = None
-    return default_eps(residual_dtype or x.dtype) if eps is None else eps, residual_dtype, out_dtype
+) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """Return residual_dtype and out_dtype for those that the caller gave or left out."""
+    if residual is None:
+        return residual_dtype, None if out_dtype is y_dtype else out_dtype
+    if residual_dtype is None:
+        is_one = x.dtype == residual.dtype  # asked here, since `promoted` would be one more guard of Dynamo
+        residual_dtype = x.dtype if is_one else promoted(x.dtype, residual.dtype)
+    return residual_dtype, out_dtype or y_dtype
 
 
 def _autocast_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -73,9 +73,9 @@ def norm_in_graph(
     if x.is_cuda and torch.is_autocast_enabled("cuda"):
         y_dtype, casting, x, weight, bias = under_autocast(x, weight, bias, residual, casting)
     if residual is not None or out_dtype is not None:
-        eps, residual_dtype, out_dtype = filled_in(x, residual, eps, residual_dtype, out_dtype, y_dtype)
-    elif eps is None:
-        eps = default_eps(x.dtype)
+        residual_dtype, out_dtype = filled_in(x, residual, residual_dtype, out_dtype, y_dtype)
+    if eps is None:
+        eps = default_eps(residual_dtype or x.dtype)
     numbers = dims, eps, offset, casting, alpha, residual_dtype, out_dtype
     y, _, residual_out = FORWARD(x, residual, weight, bias, *numbers, backend)
     return y if residual is None else (y, residual_out)
