@@ -14,6 +14,7 @@ import copyreg
 import functools
 import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -32,6 +33,7 @@ from tilegym_rmsnorm.integrations.huggingface.strides import order_in_memory
 from tilegym_rmsnorm.nn.configured import reduce_instance
 from tilegym_rmsnorm.nn.module import RMSNorm
 from tilegym_rmsnorm.reference import promoted
+from tilegym_rmsnorm.routes.traced import norm_in_graph
 
 
 class PatchedType(type):
@@ -52,6 +54,7 @@ class NormPatch:
         match, backend, following = self.match, self.backend, cast(Any, base)
         original, original_repr = following.forward, following.extra_repr
         name = list(inspect.signature(original).parameters)[1]
+        in_graph = _in_graph(match, backend)
 
         @functools.wraps(original)
         def forward(self: Any, x: Any = None, /, *more: Any, **named: Any) -> Any:
@@ -59,6 +62,8 @@ class NormPatch:
             if following.forward is not original:
                 given = more if x is None else (x, *more)
                 return forward_now(self, base)(*given, **named)
+            if is_dynamo_compiling() and not (more or named) and (y := in_graph(self, x)) is not None:
+                return y
             if x is None:  # x is given by its name, or missing
                 x = named.get(name)
                 if x is None or len(named) > 1:
@@ -95,6 +100,32 @@ def computes_as_tensor(cls: Any) -> bool:
         if getattr(function, "__func__", None) is not Tensor.__torch_function__.__func__:  # type: ignore[attr-defined]
             return False
     return all(getattr(cls, name) is getattr(Tensor, name) for name in _OPERATIONS)
+
+
+def _in_graph(match: Match, backend: str | None) -> Callable[[Any, Any], Tensor | None]:
+    """Make a function of a norm and x which Dynamo traces with few guards (routes/traced.py). It returns None for all
+    but the usual call: x that is packed, and a weight of its dtype."""
+    plans = {match.plan(dtype, dtype) for dtype in (torch.bfloat16, torch.float32)}
+    castings = {None if plan is None else plan.casting for plan in plans}
+    casting = castings.pop() if len(castings) == 1 else None
+    if match.switch or casting is None:
+        return lambda norm, x: None
+    of_weight, of_eps, fixed_eps, offset = match.weight, match.eps, match.fixed_eps, match.offset
+    is_cast = match.arithmetic == "torch"  # by autocast
+
+    def call(norm: Any, x: Any) -> Tensor | None:
+        weight = getattr(norm, of_weight) if of_weight else None
+        if type(x) not in PLAIN_TYPES or x.ndim == 0 or x.itemsize > 4 or not x.is_contiguous():
+            return None
+        if of_weight and (weight is None or weight.ndim != 1 or weight.dtype != x.dtype):
+            return None
+        if x.is_cuda and not is_cast and torch.is_autocast_enabled("cuda"):
+            return None
+        eps = getattr(norm, of_eps) if of_eps else fixed_eps
+        others = offset, 1.0, None, None, casting
+        return norm_in_graph((x, weight, None, None), x.shape[-1:], eps, others, backend)
+
+    return call
 
 
 def run(x: Tensor, match: Match, call: Call, backend: str | None) -> Tensor:
