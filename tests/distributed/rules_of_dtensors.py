@@ -547,7 +547,9 @@ def by_the_ops_themselves(mesh) -> None:
         for d_residual_out in (None, placed[2]):
             given = placed[2], placed[0], placed[1], rstd, d_residual_out
             dx, *others = BACKWARD(*given, wanted, 1, 0.0, "once", *more, None, None)
-            assert dx.placements == ((Shard(1),) if wanted & 1 else (WHOLE,))  # a dx without elements has no dim 1
+            assert dx.placements == (
+                (Shard(1),) if wanted & 1 else (WHOLE,)
+            )  # a dx without elements has no dim 1
             at = [None if t is None else t.placements for t in others]
             assert at == [
                 (Partial(),) if wanted & 2 else None,
