@@ -103,7 +103,7 @@ def _found(cls: type) -> _Found:
         branch = statement if isinstance(statement, ast.If) else None
         for place, rotation in enumerate([statement] if branch is None else branch.body):
             names = _names_rotated(rotation, function)
-            if not names or not isinstance(rotation, ast.Assign):
+            if not names or not isinstance(rotation, ast.Assign) or not isinstance(rotation.value, ast.Call):
                 continue
             before: list[tuple[ast.AST, list[ast.stmt]]] = [(each, tree.body) for each in tree.body[:index]]
             behind = tree.body[index + 1 :]
@@ -171,11 +171,11 @@ def _norm_of(name: str, before: list[tuple[ast.AST, list[ast.stmt]]]) -> _Norm:
     using: list[tuple[int, Any, list[ast.stmt]]]
     using = [(place, *each) for place, each in enumerate(before) if _has(each[0], name)][::-1]
     for place, node, own in using:
-        block = own
+        block: list[ast.stmt] = own
         if isinstance(node, ast.If) and len(node.body) == 2 and not node.orelse and not _has(node.test, name):
             block = node.body
             node = block[_has(block[1], name)]
-        target, value = assigned(node)
+        target, value = assigned(node)  # type: ignore[arg-type]
         while (inner := _transposed(value)) is not None:
             value, is_turned = inner, not is_turned
         norm = called_child(value)

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.call.rope_spec import RopeRounding
+from tilegym_rmsnorm.call.tensors import PLAIN_TYPES
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call
 from tilegym_rmsnorm.integrations.huggingface.norms import (
     NormPatch,
+    computes_as_tensor,
     norm_patch,
     tell_fallback,
     why_no_call,
@@ -101,8 +103,9 @@ def _call_of(
         return "the norms of q and k are not computed alike"
     if reason := why_watched(q_norm) or why_watched(k_norm):
         return reason
-    if not all(isinstance(each, Tensor) for each in (q, k, cos, sin)):
-        return "q, k, cos or sin is no tensor"
+    for each in (q, k, cos, sin):
+        if type(each) not in PLAIN_TYPES and not computes_as_tensor(type(each)):
+            return f"it takes a {type(each).__name__}"
     if k.dtype is not q.dtype or sin.dtype is not cos.dtype:
         return "q and k, or cos and sin, differ in dtype"
     time = 3 - known.heads
@@ -122,9 +125,8 @@ def _call_of(
     if patch.match.arithmetic == "torch" and torch.is_autocast_enabled(q.device.type):
         return "autocast casts what its norms take"
     q_call, k_call = (patch.match.call(norm, x.shape, x.dtype) for norm, x in ((q_norm, q), (k_norm, k)))
-    for norm, call in ((q_norm, q_call), (k_norm, k_call)):
-        if call is None:
-            return why_no_call(norm, patch.match, q.shape, q.dtype)
+    if q_call is None or k_call is None:
+        return why_no_call(k_norm if q_call is not None else q_norm, patch.match, q.shape, q.dtype)
     if q_call[1:] != k_call[1:]:
         return "the norms of q and k differ in eps or in the dtypes of their weights"
     return patch, q_call, k_call

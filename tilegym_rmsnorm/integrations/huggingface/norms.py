@@ -82,9 +82,10 @@ class NormPatch:
         return subclass(base, self, {"forward": forward, "extra_repr": extra_repr})
 
 
-# What the norms that are known call of x, and layers.
+# What the norms that are known call of x, and layers and rotary embeddings.
 _OPERATIONS = tuple(
-    "__add__ __radd__ __mul__ __rmul__ __pow__ add float mean mul pow rsqrt square to type type_as".split()
+    "__add__ __getitem__ __mul__ __neg__ __pow__ __radd__ __rmul__ add float mean mul pow rsqrt square to type type_as "
+    "unsqueeze".split()
 )
 
 

@@ -48,14 +48,12 @@ def compiled_again(cls: type, tree: ast.FunctionDef, helpers: dict[str, Any]) ->
 
 def assigned(statement: ast.stmt) -> tuple[str, ast.expr | None]:
     """Return the name and the value of `name = value` or `name: T = value`; "" and None for other statements."""
-    target: ast.expr | None = None
+    target, value = None, None
     if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-        target = statement.targets[0]
+        target, value = statement.targets[0], statement.value
     elif isinstance(statement, ast.AnnAssign):
-        target = statement.target
-    if isinstance(target, ast.Name) and statement.value is not None:
-        return target.id, statement.value
-    return "", None
+        target, value = statement.target, statement.value
+    return (target.id, value) if isinstance(target, ast.Name) and value is not None else ("", None)
 
 
 def called_child(node: ast.AST | None) -> str:

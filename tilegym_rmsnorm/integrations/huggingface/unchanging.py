@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import functools
 import inspect
 from collections.abc import Callable, Collection
 from types import FunctionType, ModuleType
@@ -259,7 +258,9 @@ class Unchanging:
                     "change its input"
                 )
         for names in sorted(self.read):
-            value = functools.reduce(lambda each, name: getattr(each, name, None), names, module)
+            value: Any = module
+            for name in names:
+                value = getattr(value, name, None)
             if not _is_inert(value) or (names[1:] and isinstance(getattr(module, names[0], None), nn.Module)):
                 raise Unclear(f"its forward reads {'.'.join(names)} between a norm and its rotation")
 
