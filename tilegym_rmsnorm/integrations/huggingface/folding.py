@@ -62,7 +62,7 @@ def folded(
         call = _call_of(q_norm, k_norm, q, k, cos, sin, known) if known.is_current(rotary) else _REPLACED
         rounding = None
         if not isinstance(call, str):
-            rounding = _rounding_of(q, cos, call[1].plan.out_dtype, receivers, module, cache)
+            rounding = _rounding_of(q, cos, call[1].plan.out_dtype, known, receivers, module, cache)
         if isinstance(call, str) or rounding is None:
             tell_fallback("rotary embedding", q_norm, call if isinstance(call, str) else _OTHER_ROUNDINGS)
             q, k = _normalized(q_norm, q, q_turned), _normalized(k_norm, k, k_turned)
@@ -79,7 +79,7 @@ def folded(
             sin,
             eps=eps,
             offset=patch.match.offset,
-            rotary_dim=cos.shape[2],
+            rotary_dim=cos.shape[-1],
             casting=plan.casting,
             rope_rounding=rounding,
             backend=patch.backend,
@@ -97,7 +97,7 @@ def _call_of(
     q_norm: Any, k_norm: Any, q: Any, k: Any, cos: Any, sin: Any, known: Rotary
 ) -> tuple[NormPatch, Call, Call] | str:
     """Return how both norms are computed; or say why no one call does it: where the norms are watched or differ in more
-    than their weights, or the tensors are not of four dimensions, and (B or 1, T, R)."""
+    than their weights, or the shapes of the tensors do not fit."""
     patch = norm_patch(q_norm)
     if patch is None or norm_patch(k_norm) is not patch:
         return "the norms of q and k are not computed alike"
@@ -108,16 +108,17 @@ def _call_of(
             return f"it takes a {type(each).__name__}"
     if k.dtype is not q.dtype or sin.dtype is not cos.dtype:
         return "q and k, or cos and sin, differ in dtype"
-    time = 3 - known.heads
+    if not q.dim() == k.dim() == cos.dim() + 1 or q.dim() not in ((3, 4) if known.heads == -2 else (4,)):
+        return "q, k, cos and sin have other dimensions than one call takes"
+    time, (*batches, length, columns) = -2 if known.heads == 1 else -3, cos.shape
     if (
-        not q.dim() == k.dim() == cos.dim() + 1 == 4
-        or cos.shape != sin.shape
-        or not q.shape[time] == k.shape[time] == cos.shape[1]
-        or not (q.shape[0] == k.shape[0] and cos.shape[0] in (1, q.shape[0]))
-        or q.shape[3] != k.shape[3]
-        or cos.shape[2] % 2
-        or cos.shape[2] == 0
-        or not (cos.shape[2] == q.shape[3] or (known.is_partial and cos.shape[2] < q.shape[3]))
+        cos.shape != sin.shape
+        or not q.shape[time] == k.shape[time] == length
+        or (batches and not (q.shape[0] == k.shape[0] and batches[0] in (1, q.shape[0])))
+        or q.shape[-1] != k.shape[-1]
+        or columns % 2
+        or columns == 0
+        or not (columns == q.shape[-1] or (known.is_partial and columns < q.shape[-1]))
     ):
         return "q, k, cos and sin have other shapes than one call takes"
     if cos.requires_grad or sin.requires_grad:
@@ -133,7 +134,13 @@ def _call_of(
 
 
 def _rounding_of(
-    q: Tensor, cos: Tensor, norm_dtype: torch.dtype, receivers: Receivers | None, module: Any, cache: Any
+    q: Tensor,
+    cos: Tensor,
+    norm_dtype: torch.dtype,
+    known: Rotary,
+    receivers: Receivers | None,
+    module: Any,
+    cache: Any,
 ) -> RopeRounding | None:
     """Return where the one call has to round; None: no call has the original's bits. norm_dtype: of what the norms
     return.
@@ -141,6 +148,8 @@ def _rounding_of(
     Autocast makes q of 16 bits, and float32 weights make it float32 again, until attention's products round it. Where
     those are the only roundings, the one call may round its results instead."""
     if norm_dtype is q.dtype:
+        if known.is_wide:
+            return "norm" if cos.dtype in (q.dtype, torch.float32) else None
         return "each" if cos.dtype is q.dtype else None
     if norm_dtype is not torch.float32 or cos.dtype not in (q.dtype, torch.float32) or receivers is None:
         return None

@@ -7,10 +7,11 @@ Known is one function of q and k, and of cos and sin, (B or 1, T, R):
 
     q * cos + rotate_half(q) * sin        rotate_half: [-x2, x1] for x = [x1, x2];     the same of k
 
-cos and sin get a dimension for the heads: q and k are (B, H, T, D), or (B, T, H, D).
+cos and sin get a dimension for the heads: q and k are (B, H, T, D), or (B, T, H, D), or with tables (T, R) (T, H, D).
 
 A second form takes the first R of D elements, and joins the others to the result. Either form may cast its result to
-the dtype of q, and of k: where all are of one dtype, as calls require here, that changes nothing.
+the dtype of q, and of k: where all are of one dtype, as calls require here, that changes nothing. Or it casts all four
+to float32 first, and its results back.
 
 Beside those of expressions.py, an expression may be:
 
@@ -47,7 +48,8 @@ class Rotary(NamedTuple):
 
     function: Any
     is_partial: bool  # whether it takes the first elements of a head alone
-    heads: int  # the dimension of the heads: 1 or 2
+    heads: int  # the dimension of the heads: 1, 2 or -2
+    is_wide: bool  # whether it computes in float32, and rounds its results
     lookups: Lookups  # the names outside of it on which this depends
 
     def is_current(self, function: Any) -> bool:
@@ -68,9 +70,10 @@ def read_rotary(rotary: Any, given: list[Any], named: dict[str, Any]) -> Rotary:
         found = found[2]
     # Of the helpers, each once: a call compares them all.
     helpers = list({each[1]: each for each in lookups if isinstance(each[2], FunctionType)}.values())
-    for partial, heads in itertools.product((False, True), (1, 2)):
-        if is_match(("tuple", *(_rotated(x, partial, heads) for x in (_Q, _K))), _without_casts(found)):
-            return Rotary(rotary, partial, heads, helpers)
+    for partial, heads, wide in itertools.product((False, True), (1, 2, -2), (False, True)):
+        expected = ("tuple", *(_rotated(x, partial, heads, wide) for x in (_Q, _K)))
+        if is_match(expected, found if wide else _without_casts(found)):
+            return Rotary(rotary, partial, heads, wide, helpers)
     raise Unclear("computes no rotary embedding that is known")
 
 
@@ -96,14 +99,18 @@ def _passing_on(function: Any) -> Any:
     return forward
 
 
-def _rotated(x: Expression, partial: bool, heads: int) -> Expression:
+def _rotated(x: Expression, partial: bool, heads: int, wide: bool) -> Expression:
     cos, sin = ("unsqueeze", _COS, heads), ("unsqueeze", _SIN, heads)
+    given = x
+    if wide:
+        x, cos, sin = (("to", each, torch.float32) for each in (x, cos, sin))
     width = ("width", cos)
     turned = ("columns", x, None, width) if partial else x
     middle = ("half", ("width", turned))
     half = ("cat", ("neg", ("columns", turned, middle, None)), ("columns", turned, None, middle))
     y = ("add", ("mul", turned, cos), ("mul", half, sin))
-    return ("cat", y, ("columns", x, width, None)) if partial else y
+    y = ("cat", y, ("columns", x, width, None)) if partial else y
+    return ("to", y, ("dtype", given)) if wide else y
 
 
 def _without_casts(found: Any) -> Any:
