@@ -38,31 +38,38 @@ def machine(architecture, monkeypatch):
     return machine
 
 
-def compile_norms(machine, cases):
-    for case in cases:
-        inputs = variants.make(case.variant, dy_dtype=case.dy_dtype, device="meta")
-        run_norm(case, inputs, launch.rms_norm_forward, launch.rms_norm_backward)
-    assert_ends(machine)
+def compile_norm(case):
+    inputs = variants.make(case.variant, dy_dtype=case.dy_dtype, device="meta")
+    run_norm(case, inputs, launch.rms_norm_forward, launch.rms_norm_backward)
 
 
-def compile_ropes(machine, cases):
+def compile_rope(case):
+    call = rope_cases.make(case, "meta")
+    launch.qk_norm_rope_forward(call.spec, call.tensors)
+    launch.qk_norm_rope_backward(call.spec, call.backward_tensors, call.wanted)
+
+
+def compile_all(machine, compile_one, cases):
     for case in cases:
-        call = rope_cases.make(case, "meta")
-        launch.qk_norm_rope_forward(call.spec, call.tensors)
-        launch.qk_norm_rope_backward(call.spec, call.backward_tensors, call.wanted)
+        try:
+            compile_one(case)
+        except Exception as error:
+            raise AssertionError(f"does not compile: {case}") from error
     assert_ends(machine)
 
 
 def test_each_two_options_of_a_norm_compile(machine):
     """Of narrow rows."""
     layouts = (*NORM_OPTIONS["layout"], "far") if helpers.every_config else LAYOUTS
-    compile_norms(machine, norm_cases(n=NARROW, length=MANY_ROWS, layout=layouts))
+    compile_all(machine, compile_norm, norm_cases(n=NARROW, length=MANY_ROWS, layout=layouts))
 
 
 def test_each_two_options_of_wide_rows_compile(machine):
     if not helpers.every_config:
         pytest.skip("with --every-config")
-    compile_norms(machine, norm_cases(n=(1, 3001, 4096, 8192, 16384, 32768, 65536), length=MANY_ROWS))
+    compile_all(
+        machine, compile_norm, norm_cases(n=(1, 3001, 4096, 8192, 16384, 32768, 65536), length=MANY_ROWS)
+    )
 
 
 def test_each_two_options_of_rope_compile(machine):
@@ -73,7 +80,7 @@ def test_each_two_options_of_rope_compile(machine):
         is_aligned = case["n"] % 16 == 0 and "offset" not in (case["layout"], case["dy_layout"])
         return is_aligned or not case["interleaved"]
 
-    compile_ropes(machine, cases_of_rope(is_taken, n=(64, 99, 256), rotary_dim=(64, 256)))
+    compile_all(machine, compile_rope, cases_of_rope(is_taken, n=(64, 99, 256), rotary_dim=(64, 256)))
     assert set(machine.symbols) == {"forward_rope", "backward_rope", "sum_partials"}
 
 
@@ -81,4 +88,4 @@ def test_each_two_options_of_any_rope_compile(machine):
     if not helpers.every_config:
         pytest.skip("with --every-config")
     layouts = {name: (*ROPE_OPTIONS[name], "far") for name in ("layout", "dy_layout")}
-    compile_ropes(machine, cases_of_rope(n=(6, 64, 99, 256, 520), **layouts))
+    compile_all(machine, compile_rope, cases_of_rope(n=(6, 64, 99, 256, 520), **layouts))
