@@ -60,6 +60,33 @@ def skip_unless_taken(variant: Variant, backend: str) -> None:
         pytest.skip("refused, as it says")
 
 
+ROWS = torch.ones(3, 8, device=DEVICE)
+NOT_FOR_KERNELS = {
+    "weight": (rms_norm, {"weight": ROWS[0].double()}),
+    "bias": (rms_norm, {"bias": ROWS[0].double()}),
+    "residual": (rms_norm, {"residual": ROWS.double()}),
+    "residual_dtype": (rms_norm, {"residual": ROWS, "residual_dtype": FP64}),
+    "out_dtype": (rms_norm, {"out_dtype": FP64}),
+    "dy": (rms_norm_backward, {"dy": ROWS.double()}),
+    "weight of a backward": (rms_norm_backward, {"weight": ROWS[0].double()}),
+    "d_residual_out": (rms_norm_backward, {"d_residual_out": ROWS.double()}),
+    "dw_dtype": (rms_norm_backward, {"dw_dtype": FP64}),
+    "db": (rms_norm_backward, {"weight": None, "dw_dtype": FP64, "needs_db": True}),
+}
+
+
+@pytest.mark.parametrize("backend", ["triton", "cutile"], indirect=True)
+@pytest.mark.parametrize(("function", "change"), NOT_FOR_KERNELS.values(), ids=NOT_FOR_KERNELS)
+def test_no_kernel_is_given_float64(backend, function, change):
+    """Of one tensor or result alone."""
+    given = {"input": ROWS, "normalized_shape": 8, "weight": None}
+    if function is rms_norm_backward:
+        given = {"x": ROWS, "dy": ROWS, "weight": ROWS[0], "rstd": ROWS[:, 0]}
+    function(**given, backend=backend)
+    with pytest.raises(BackendUnavailableError, match="float32, not torch.float64"):
+        function(**{**given, **change}, backend=backend)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_forward(name, backend, poisoned_empty, by_kernels, guarded):
     variant = VARIANTS[name]

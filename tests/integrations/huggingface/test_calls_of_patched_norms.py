@@ -32,7 +32,7 @@ class Unweighted(nn.Module):
 @pytest.mark.parametrize(
     "weight_dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str
 )
-@pytest.mark.parametrize("cls", [LlamaRMSNorm, T5LayerNorm], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [LlamaRMSNorm, T5LayerNorm, nn.RMSNorm], ids=lambda cls: cls.__name__)
 def test_dtypes_are_the_original_s(cls, x_dtype, weight_dtype):
     """In bfloat16 beside a float32 weight Llama's norm returns float32."""
     norm = norm_of(cls, weight_dtype)
