@@ -75,6 +75,24 @@ def test_float64_is_computed_in_float64():
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("backend", ["triton", "cutile"], indirect=True)
+@pytest.mark.parametrize("name", ["dq_out", "dk_out", "q_weight", "k_weight"])
+def test_no_kernel_is_given_float64(backend, name):
+    """Of one tensor alone."""
+    q, k, *others = case()
+    given = {"dq_out": q, "dk_out": k, "q": q, "k": k}
+    given |= dict(zip(("q_weight", "k_weight", "cos", "sin"), others, strict=True))
+    numbers = None, 3, rope_calls.EPS, 0.0, 8, False, "once", "end", backend
+    op = torch.ops.tilegym_rmsnorm.qk_norm_rope_backward
+    op(*given.values(), *numbers)
+    given[name] = given[name].double()
+    with pytest.raises(registry.BackendUnavailableError, match="float32, not torch.float64"):
+        op(*given.values(), *numbers)
+    if "weight" in name:
+        with pytest.raises(registry.BackendUnavailableError, match="float32, not torch.float64"):
+            ours(*list(given.values())[2:], backend=backend)
+
+
 @pytest.mark.parametrize("shared", ["cos", "sin", "both"])
 def test_tables_that_batches_share_by_their_strides(backend, shared):
     *leaves, cos, sin = case(tables="BT")
