@@ -93,6 +93,19 @@ def test_traced_by_torch_jit():
     assert_equal(traced(*other), ours(*other, backend="torch"))
 
 
+def test_traced_by_torch_jit_with_the_width_of_the_tables():
+    """There it is a tensor of no dimension."""
+
+    def partial(q, k, q_weight, k_weight, cos, sin):
+        return qk_norm_rope(q, k, q_weight, k_weight, cos, sin, rotary_dim=cos.shape[-1], backend="torch")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        traced = torch.jit.trace(partial, case(r=4), check_trace=False)
+    other = case(r=4, seed=3, b=3, t=7)
+    assert_equal(traced(*other), partial(*other))
+
+
 def test_checkpointed():
     again = functools.partial(checkpoint, ours, use_reentrant=False)
     assert_equal(both_passes(again, case()), both_passes(ours, case()))

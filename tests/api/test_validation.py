@@ -383,6 +383,8 @@ TRACED = {
     "no weight": lambda x, _: tr.RMSNorm(N, elementwise_affine=False)(x),
     "residual": lambda x, other: tr.RMSNorm(N)(x, other),
     "x's own shape": lambda x, _: tr.rms_norm(x, x.shape[-1:], W),
+    "x's width": lambda x, _: tr.rms_norm(x, x.shape[-1], W),
+    "x's width in a list": lambda x, _: tr.rms_norm(x, [x.shape[-1]], W),
     "x's own size": lambda x, _: tr.rms_norm(x, [x.shape[-1]], W),
     "forward": lambda x, _: tr.rms_norm_forward(x, W),
     "backward": lambda x, dy: tr.rms_norm_backward(x, dy, W, tr.compute_rms_norm_rstd_torch(x)),

@@ -70,7 +70,7 @@ def is_watched() -> bool:
 
 
 def is_watched_when_run() -> bool:
-    """`is_watched` for functions that Dynamo never traces."""
+    """`is_watched` where Dynamo does not trace the caller."""
     return (
         forward_ad._current_level >= 0
         or are_transforms_active()

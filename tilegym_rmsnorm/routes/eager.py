@@ -29,7 +29,7 @@ from tilegym_rmsnorm.call.spec import (
     wanted_of,
 )
 from tilegym_rmsnorm.call.tensors import has_own_operations, is_plain, savable
-from tilegym_rmsnorm.call.watched import count_modes, is_watched
+from tilegym_rmsnorm.call.watched import count_modes, is_traced, is_watched
 from tilegym_rmsnorm.routes import choose, kernels, known_calls, op, operations
 from tilegym_rmsnorm.routes.known_calls import KnownCalls
 
@@ -162,7 +162,7 @@ def _gradients_of(recorded: Recorded, tensors: BackwardTensors, needs: tuple[boo
     """Compute the gradients of x, residual, weight and bias that are needed, of a backward like an earlier one without
     checks. tensors: as for `gradients`."""
     known_call, backwards = None, recorded.backwards
-    if backwards is not None and not torch.is_grad_enabled():
+    if backwards is not None and not torch.is_grad_enabled() and not is_traced():
         known_call = known_calls.backward_call(tensors, needs, recorded.call.backend)
         if (known := backwards.find(known_call)) is not None:
             return known(tensors)

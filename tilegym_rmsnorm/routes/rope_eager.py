@@ -17,6 +17,7 @@ import torch
 from tilegym_rmsnorm.call.rope import checked_rope_backward
 from tilegym_rmsnorm.call.rope_spec import ROPE_OPTIONS, RopeGradients, RopeSpec, RopeWanted
 from tilegym_rmsnorm.call.spec import Call
+from tilegym_rmsnorm.call.watched import is_traced
 from tilegym_rmsnorm.routes import choose, known_calls
 from tilegym_rmsnorm.routes.known_calls import KnownCalls
 from tilegym_rmsnorm.routes.rope_kernels import (
@@ -51,7 +52,7 @@ def _gradients(
 ) -> RopeGradients:
     """Compute the gradients that autograd asks for, of a backward like an earlier one without checks."""
     known_call = None
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and not is_traced():
         known_call = known_calls.rope_call(tensors, wanted, call.backend)
         if (known := backwards.find(known_call)) is not None:
             return known(tensors)

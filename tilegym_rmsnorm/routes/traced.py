@@ -130,7 +130,7 @@ def _is_usual(tensors: tuple[Any, ...], numbers: tuple[Any, ...], casting: Any, 
         if each is not None and not (
             isinstance(each, OfPlainType)
             and each.is_floating_point()
-            and each.itemsize > 1
+            and each.dtype.itemsize > 1
             and each.device == x.device
         ):
             return False

@@ -116,7 +116,7 @@ def _in_graph(match: Match, backend: str | None) -> Callable[[Any, Any], Tensor 
 
     def call(norm: Any, x: Any) -> Tensor | None:
         weight = getattr(norm, of_weight) if of_weight else None
-        if type(x) not in PLAIN_TYPES or x.ndim == 0 or x.itemsize > 4 or not x.is_contiguous():
+        if type(x) not in PLAIN_TYPES or x.ndim == 0 or x.dtype.itemsize > 4 or not x.is_contiguous():
             return None
         if of_weight and (weight is None or weight.ndim != 1 or weight.dtype != x.dtype):
             return None
