@@ -100,7 +100,8 @@ def _passing_on(function: Any) -> Any:
 
 
 def _rotated(x: Expression, partial: bool, heads: int, wide: bool) -> Expression:
-    cos, sin = ("unsqueeze", _COS, heads), ("unsqueeze", _SIN, heads)
+    cos: Expression = ("unsqueeze", _COS, heads)
+    sin: Expression = ("unsqueeze", _SIN, heads)
     given = x
     if wide:
         x, cos, sin = (("to", each, torch.float32) for each in (x, cos, sin))
@@ -108,7 +109,7 @@ def _rotated(x: Expression, partial: bool, heads: int, wide: bool) -> Expression
     turned = ("columns", x, None, width) if partial else x
     middle = ("half", ("width", turned))
     half = ("cat", ("neg", ("columns", turned, middle, None)), ("columns", turned, None, middle))
-    y = ("add", ("mul", turned, cos), ("mul", half, sin))
+    y: Expression = ("add", ("mul", turned, cos), ("mul", half, sin))
     y = ("cat", y, ("columns", x, width, None)) if partial else y
     return ("to", y, ("dtype", given)) if wide else y
 
