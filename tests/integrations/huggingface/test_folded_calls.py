@@ -4,6 +4,7 @@
 """Calls of folded attention: with norms of this package, and why a call is not folded."""
 
 import logging
+import warnings
 
 import pytest
 import torch
@@ -134,6 +135,19 @@ def test_a_call_that_is_not_folded_says_so_once(class_of, folded, caplog, monkey
     assert len(told) == 1 and told[0].startswith(
         f"LlamaRMSNorm runs apart from the rotary embedding: {reason}"
     )
+
+
+def test_torch_jit_trace(class_of, folded):
+    original, ours = both_of(class_of(SOURCE, apply_rotary=rotary))
+    arguments = given()
+    x, tables = arguments["x"], arguments["tables"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        traced = torch.jit.trace(ours, (x, tables), check_trace=False)
+    assert len(folded) == 1
+    other = torch.randn_like(x)
+    for mine, theirs in zip(traced(other, tables), original(other, tables), strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_a_folded_call_says_nothing(class_of, folded, caplog):

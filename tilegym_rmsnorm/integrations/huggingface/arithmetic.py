@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.call.spec import Casting
+from tilegym_rmsnorm.call.watched import get_trace, outside_of_trace
 from tilegym_rmsnorm.integrations.huggingface.expressions import (
     Expression,
     Lookups,
@@ -90,6 +91,8 @@ class Match:
     def call(self, module: torch.nn.Module, shape: torch.Size, dtype: torch.dtype) -> Call | None:
         """Return the kernel's arguments for x of this shape and dtype. None: as for `plan`, or the original forward has
         to say what happens, because weight would be broadcast or is gone, or eps is not a number."""
+        if get_trace() is not None:
+            return outside_of_trace(self.call, module, shape, dtype)
         weight, eps = self.weight_of(module), self.eps_of(module)
         if not shape or not (is_eps(eps) or (eps is None and self.arithmetic == "torch")):
             return None

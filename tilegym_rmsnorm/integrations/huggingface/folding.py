@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilegym_rmsnorm.call.rope_spec import RopeRounding
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES
+from tilegym_rmsnorm.call.watched import outside_of_trace
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call
 from tilegym_rmsnorm.integrations.huggingface.norms import (
     NormPatch,
@@ -59,7 +60,9 @@ def folded(
     ) -> tuple[Any, Any]:
         """Return what `rotary` returns for normalized q and k."""
         q_norm, k_norm = getattr(module, q_name), getattr(module, k_name)
-        call = _call_of(q_norm, k_norm, q, k, cos, sin, known) if known.is_current(rotary) else _REPLACED
+        call: Any = _REPLACED
+        if known.is_current(rotary):
+            call = outside_of_trace(_call_of, q_norm, k_norm, q, k, cos, sin, known)
         rounding = None
         if not isinstance(call, str):
             rounding = _rounding_of(q, cos, call[1].plan.out_dtype, known, receivers, module, cache)

@@ -25,6 +25,7 @@ from torch.compiler import is_dynamo_compiling
 
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES
 from tilegym_rmsnorm.call.validation import refuse_torch_jit_script
+from tilegym_rmsnorm.call.watched import outside_of_trace
 from tilegym_rmsnorm.functional import rms_norm
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import DTYPES, Call, Match, match_of
 from tilegym_rmsnorm.integrations.huggingface.current import forward_now
@@ -165,7 +166,7 @@ def add_norm(residual: Any, x: Any, norm: Any) -> tuple[Any, Any]:
     patch = norm_patch(norm)
     reason = "it is not patched"
     if patch is not None:
-        reason = why_watched(norm) or _why_not_added(residual, x)
+        reason = why_watched(norm) or outside_of_trace(_why_not_added, residual, x)
         if not reason:
             dtype = promoted(x.dtype, residual.dtype)
             call = patch.match.call(norm, x.shape, dtype)
