@@ -247,10 +247,11 @@ def tell_fallback(kind: str, norm: Any, reason: str) -> None:
     """Log once for each class why a norm runs apart from what it is fused with. kind: the other."""
     if is_dynamo_compiling() or not _log.isEnabledFor(logging.INFO):
         return
-    name = type(norm).__name__
-    if (kind, name, reason) not in _told:
-        _told.add((kind, name, reason))
-        _log.info("%s runs apart from the %s: %s", name, kind, reason)
+    cls = type(norm)
+    key = kind, f"{cls.__module__}.{cls.__qualname__}", reason
+    if key not in _told:
+        _told.add(key)
+        _log.info("%s runs apart from the %s: %s", cls.__name__, kind, reason)
 
 
 def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
