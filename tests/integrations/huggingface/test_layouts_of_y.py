@@ -196,6 +196,29 @@ def test_sums_of_transposed_tensors(is_x):
     assert torch.equal(y, original(total)) and y.stride() == original(total).stride()
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16, torch.float32)], ids=str)
+def test_sums_of_any_two_layouts(calls, dtypes):
+    """Where one of the two is expanded the other decides the order of the sum's dimensions."""
+    original, ours = both()
+    numbers = random.Random(torch.seed())
+    for _ in range(500):
+        shape = [*(numbers.choice([1, 2, 3]) for _ in range(numbers.choice([1, 2, 3]))), N]
+        given = []
+        for dtype in dtypes:
+            dims = (
+                numbers.sample(range(len(shape)), len(shape)) if numbers.random() < 0.5 else range(len(shape))
+            )
+            kept = [1 if numbers.random() < 0.25 else size for size in shape]
+            given.append(permuted(kept, tuple(dims), numbers.choice([1, 1, 2])).to(dtype).expand(shape))
+        x, residual = given
+        total = residual + x
+        y, ours_total = norms.add_norm(residual, x, ours)
+        assert torch.equal(ours_total, total), (x.stride(), residual.stride())
+        assert strides(ours_total) == strides(total), (x.stride(), residual.stride())
+        assert strides(y) == strides(original(total)), (x.stride(), residual.stride())
+    assert any(call["residual"] is not None for call in calls)
+
+
 def test_an_order_is_found_once(monkeypatch):
     """To sort takes longer than to ask for what was found: 6 us against 2."""
     _, ours = both()

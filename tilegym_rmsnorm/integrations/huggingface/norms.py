@@ -187,8 +187,10 @@ def _why_not_added(residual: Any, x: Any) -> str:
             return f"it adds a {type(each).__name__}"
     if x.shape != residual.shape or x.device != residual.device:
         return "the two that it adds differ in shape or device"
-    if order_in_memory(x) is not None or order_in_memory(residual) is not None:
-        return "the dimensions of one that it adds do not lie in memory in their order"
+    for each in (x, residual):
+        # Of an expanded tensor the other operand decides the order of the sum's dimensions.
+        if not each.is_contiguous() and (0 in each.stride() or order_in_memory(each) is not None):
+            return "the dimensions of one that it adds do not lie in memory in their order"
     return ""
 
 
