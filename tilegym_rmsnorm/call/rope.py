@@ -24,9 +24,9 @@ from tilegym_rmsnorm.call.rope_hints import (
     joined,
 )
 from tilegym_rmsnorm.call.rope_spec import RopeRounding, RopeSpec
+from tilegym_rmsnorm.call.sizes import are_equal, spans
 from tilegym_rmsnorm.call.tensors import is_dtensor, made_plain
 from tilegym_rmsnorm.call.validation import (
-    are_equal,
     check_casting,
     check_dtensors,
     check_input,
@@ -38,7 +38,6 @@ from tilegym_rmsnorm.call.validation import (
     checked_int,
     checked_number,
     size_outside_of_trace,
-    spans,
 )
 from tilegym_rmsnorm.call.watched import get_trace, outside_of_trace
 from tilegym_rmsnorm.reference import default_eps

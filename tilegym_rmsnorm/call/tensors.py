@@ -35,6 +35,8 @@ PLAIN_TYPES = (Tensor, Parameter)  # other subclasses may override data_ptr() an
 
 
 class _PlainTypes(type):
+    """Metaclass of `OfPlainType`."""
+
     def __instancecheck__(cls, value: object) -> bool:
         return type(value) in PLAIN_TYPES
 
@@ -42,9 +44,9 @@ class _PlainTypes(type):
         return kind in PLAIN_TYPES
 
 
-class OfPlainType(metaclass=_PlainTypes):
-    """Stand for PLAIN_TYPES in `isinstance`, subclasses left out. For `type(tensor)` Dynamo would guard on a class, and
-    a graph with such a guard cannot be kept on disk (`caching_precompile`)."""
+# Stands for PLAIN_TYPES in `isinstance`, subclasses left out. For `type(tensor)` Dynamo would guard on a class, and a
+# graph with such a guard cannot be kept on disk (`caching_precompile`).
+OfPlainType: Any = _PlainTypes("OfPlainType", (), {})
 
 
 _is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
+from tilegym_rmsnorm.call.sizes import are_equal, is_known
 from tilegym_rmsnorm.call.spec import Call, Casting, shape_of_rstd
 from tilegym_rmsnorm.call.tensors import check_memory, is_dtensor
 from tilegym_rmsnorm.call.watched import get_trace, is_symbol, is_traced, outside_of_trace
@@ -38,44 +39,6 @@ _INF, _MOST = math.inf, sys.float_info.max
 _STRIDED = torch.strided
 # Others may have a repr that Dynamo cannot trace, as NumPy's numbers.
 _SHOWN_BY_DYNAMO = (int, float, complex, str, bytes, tuple, list, dict, type(None), torch.dtype)
-
-
-def are_equal(sizes: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether two shapes are equal. Sizes that are known only when a graph runs are compared then (`torch._check`)."""
-    if not is_traced():
-        with contextlib.suppress(RuntimeError):  # GuardOnDataDependentSymNode, of such sizes
-            return tuple(sizes) == tuple(others)
-    return are_equal_in_graph(sizes, others)
-
-
-def spans(size: int, whole: int) -> bool:
-    """Whether a dimension is 1, so that it is expanded, or has all of the elements. Compared as by `are_equal`."""
-    return is_known(size, 1) or are_equal((size,), (whole,))
-
-
-def is_known(size: int, value: int) -> bool:
-    """Whether a size is this value. False for one that is known only when a graph runs."""
-    if not is_traced():
-        with contextlib.suppress(RuntimeError):
-            return bool(size == value)
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    return guard_or_false(size == value)
-
-
-def are_equal_in_graph(sizes: Sequence[int], others: Sequence[int]) -> bool:
-    """`are_equal` of sizes that may be symbols."""
-    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
-
-    if len(sizes) != len(others):
-        return False
-    for i in range(len(sizes)):
-        is_equal = sizes[i] == others[i]
-        if not guard_or_false(is_equal):
-            if not guard_or_true(is_equal):
-                return False
-            torch._check(is_equal)
-    return True
 
 
 def check_tensor(name: str, x: Tensor) -> None:

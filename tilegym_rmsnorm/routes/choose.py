@@ -38,6 +38,7 @@ from tilegym_rmsnorm.backends.registry import backward_of, implementations_of, o
 from tilegym_rmsnorm.call import watched
 from tilegym_rmsnorm.call.arguments import Checked
 from tilegym_rmsnorm.call.rope_spec import RopeWanted
+from tilegym_rmsnorm.call.sizes import is_known
 from tilegym_rmsnorm.call.spec import Call, Wanted
 from tilegym_rmsnorm.call.tensors import (
     PLAIN_TYPES,
@@ -49,7 +50,6 @@ from tilegym_rmsnorm.call.tensors import (
     shards_of,
     why_not_plain,
 )
-from tilegym_rmsnorm.call.validation import is_known
 from tilegym_rmsnorm.settings import check_backend_name, get_current_backend, traced_backend
 
 KERNELS, OP, OPERATIONS, UNTRACED = "kernels", "op", "operations", "untraced"

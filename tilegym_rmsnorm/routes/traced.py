@@ -19,8 +19,8 @@ import torch
 
 from tilegym_rmsnorm.call.arguments import filled_in, under_autocast
 from tilegym_rmsnorm.call.rope import ROUNDINGS, check_tables
+from tilegym_rmsnorm.call.sizes import are_equal_in_graph
 from tilegym_rmsnorm.call.tensors import OfPlainType
-from tilegym_rmsnorm.call.validation import are_equal_in_graph
 from tilegym_rmsnorm.call.watched import Interpreter, peek_interpreter
 from tilegym_rmsnorm.reference import default_eps
 from tilegym_rmsnorm.routes.op import FORWARD
