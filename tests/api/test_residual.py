@@ -24,6 +24,7 @@ VARIANTS = {
     "alpha": VARIANT._replace(alpha=0.5),
     "two dtypes": VARIANT._replace(residual_dtype=FP32),
     "kept in float32": VARIANT._replace(residual_out_dtype=FP32, alpha=-0.5),
+    "kept in 16 bits": VARIANT._replace(dtype=FP32, residual_dtype=FP32, residual_out_dtype=BF16, alpha=0.22),
 }
 
 
