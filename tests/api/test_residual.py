@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import BF16, DEVICE, FP32, HAS_GPU
+from helpers import BF16, DEVICE, FP32, FP64, HAS_GPU
 from variants import Variant, check, make, options
 
 from tilegym_rmsnorm import rms_norm, rms_norm_forward
@@ -187,6 +187,14 @@ def test_no_rows(size, backend):
     grads = torch.autograd.grad((y.sum() + residual_out.sum()), (x, residual, weight, bias))
     for gradient, leaf in zip(grads, (x, residual, weight, bias), strict=True):
         assert (gradient.shape, gradient.dtype) == (leaf.shape, leaf.dtype) and not gradient.any()
+
+
+def test_rstd_of_no_rows_has_the_dtype_of_the_sum():
+    """As of some rows."""
+    for rows in (0, 2):
+        x, residual = torch.ones(rows, 8, device=DEVICE), torch.ones(rows, 8, dtype=FP64, device=DEVICE)
+        assert rms_norm_forward(x, None, residual=residual)[2].dtype is FP64
+        assert rms_norm_forward(residual, None, residual=x, residual_dtype=FP32)[2].dtype is FP32
 
 
 @pytest.mark.parametrize("size", [(6, 64), (2, 3, 64)])
