@@ -321,9 +321,10 @@ def test_children_that_are_called_between(class_of, name, child):
         assert report.declined[-1].reason.startswith(text)
 
 
-def test_hooks_of_children_that_are_called_between(class_of):
-    module = made(class_of, source("w = self.v_proj(x)"))()
-    module.v_proj.register_forward_pre_hook(lambda module, given: given[0].add_(1))
+@pytest.mark.parametrize("name", ["v_proj", "third"])
+def test_hooks_of_children_that_are_called_between(class_of, name):
+    module = made(class_of, source("w = self.v_proj(x)\nv = self.third(v)"))()
+    getattr(module, name).register_forward_pre_hook(lambda module, given: given[0].add_(1))
     assert not patch_model(module, patch_layers=True).attention
 
 

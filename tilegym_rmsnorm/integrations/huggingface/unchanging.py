@@ -252,7 +252,7 @@ class Unchanging:
             raise Unclear("its class has a __getattr__ of its own")
         for name in sorted(self.called):
             child = getattr(module, name, None)
-            if child is not None and not (is_norm(child) or _leaves_input(child)):
+            if child is not None and not _leaves_input(child, is_norm):
                 raise Unclear(
                     f"its forward calls {name} between a norm and its rotation, and a {type(child).__name__} may "
                     "change its input"
@@ -265,14 +265,17 @@ class Unchanging:
                 raise Unclear(f"its forward reads {'.'.join(names)} between a norm and its rotation")
 
 
-def _leaves_input(module: Any) -> bool:
-    """Return whether a call of a module is known to change nothing: modules of torch and projections are."""
+def _leaves_input(module: Any, is_norm: Callable[[nn.Module], bool]) -> bool:
+    """Return whether a call of a module is known to change nothing: norms, modules of torch and projections are."""
     if not isinstance(module, nn.Module) or module._forward_hooks or module._forward_pre_hooks:
         return False
+    if is_norm(module):
+        return True
     forward = module.__dict__.get("_old_forward", module.forward)  # behind accelerate's hooks
     package, _, inner = getattr(forward, "__module__", "").partition(".")
     if package == "torch" and inner.startswith("nn.modules."):
-        return not getattr(module, "inplace", False) and all(map(_leaves_input, module.children()))
+        is_in_place = getattr(module, "inplace", False)
+        return not is_in_place and all(_leaves_input(each, is_norm) for each in module.children())
     return package in _OF_PROJECTIONS and "Linear" in type(module).__name__
 
 
