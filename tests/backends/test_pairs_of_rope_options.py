@@ -9,7 +9,7 @@ As test_pairs_of_options.py. Without k it is rms_norm_rope.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 import pytest
@@ -20,11 +20,11 @@ from rope_cases import RopeCall, RopeCase, check_forward, check_gradients, make
 from torch import Tensor
 
 from tilegym_rmsnorm import qk_norm_rope, rms_norm_rope, rope
-from tilegym_rmsnorm.call.rope_spec import RopeRounding
+from tilegym_rmsnorm.call.rope_spec import ROPE_OPTIONS, RopeRounding
 from tilegym_rmsnorm.routes import rope_eager
 from tilegym_rmsnorm.routes.rope_op import FORWARD
 
-NAMES = "q", "k", "q_weight", "k_weight"
+NAMES, RESULTS = ("q", "k", "q_weight", "k_weight"), ("q_out", "k_out")
 WEIGHTS, WEIGHT_DTYPES = ("vector", "heads", "none"), (FP32, BF16, FP16)
 LAYOUTS = "contiguous", "transposed", "offset", "gaps", "columns", "expanded"
 OPTIONS = {
@@ -104,6 +104,10 @@ def made(case: Mapping[str, Any], seed: int) -> RopeCall:
     return call
 
 
+def present(names: Sequence[str], values: Sequence[Tensor | None]) -> dict[str, Tensor]:
+    return {name: each for name, each in zip(names, values, strict=True) if each is not None}
+
+
 def run(
     call: RopeCall, backend: str, rows: str, needs: str, used: str, route: str
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -121,25 +125,14 @@ def run(
     if route == "op":
         results = FORWARD(*leaves, cos, sin, positions, *spec[1:], backend)
     else:
-        named = dict(
-            zip(
-                ("eps", "offset", "rotary_dim", "interleaved", "casting", "rope_rounding"),
-                spec[1:],
-                strict=True,
-            )
-        )
+        named = dict(zip(ROPE_OPTIONS, spec[1:], strict=True))
         named |= {"position_ids": positions, "backend": backend}
         if leaves[1] is None:
             results = rms_norm_rope(leaves[0], leaves[2], cos, sin, **named), None
         else:
             results = qk_norm_rope(*leaves, cos, sin, **named)
-    found = {name: each for name, each in zip(("q_out", "k_out"), results, strict=True) if each is not None}
-    recorded = {
-        name: each
-        for name, each in zip(NAMES, leaves, strict=True)
-        if each is not None and each.requires_grad
-    }
-    dys = dict(zip(("q_out", "k_out"), call.dys, strict=True))
+    found, dys = present(RESULTS, results), present(RESULTS, call.dys)
+    recorded = {name: each for name, each in present(NAMES, leaves).items() if each.requires_grad}
     outputs = [name for name in found if used in ("all", name)]
     assert all(found[name].requires_grad == bool(recorded) for name in outputs)
     gradients = ()
@@ -151,15 +144,11 @@ def run(
             create_graph=route == "create_graph",
             allow_unused=used != "all",
         )
-    found = {name: each.detach() for name, each in found.items()}
     assert used != "all" or None not in gradients
-    # PyTorch's operations keep other strides.
-    gradients = [
-        each if each is None or route != "create_graph" else each.detach().contiguous() for each in gradients
-    ]
-    return found, {
-        f"d{name}": each for name, each in zip(recorded, gradients, strict=True) if each is not None
-    }
+    given = present([f"d{name}" for name in recorded], gradients)
+    if route == "create_graph":  # PyTorch's operations keep other strides
+        given = {name: each.detach().contiguous() for name, each in given.items()}
+    return {name: each.detach() for name, each in found.items()}, given
 
 
 @pytest.mark.usefixtures("poisoned_empty")
@@ -178,6 +167,6 @@ def test_values(backend, number, monkeypatch):
     check_forward(call, outputs["q_out"], outputs.get("k_out"))
     used = (
         None if dy is None else dy if how["used"] in ("all", name) else torch.zeros_like(dy)
-        for name, dy in zip(("q_out", "k_out"), call.dys, strict=True)
+        for name, dy in zip(RESULTS, call.dys, strict=True)
     )
     check_gradients(call._replace(dys=tuple(used)), gradients)
