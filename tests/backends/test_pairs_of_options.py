@@ -19,7 +19,7 @@ from covering import pairwise
 from helpers import BF16, FP16, FP32, settle_interpreters
 from torch import Tensor
 from torch.nn import Parameter
-from variants import LAYOUTS, Variant, VariantInputs, check, check_residual_out, llama_share, make, options
+from variants import Variant, VariantInputs, check, check_residual_out, llama_share, make, options
 
 from tilegym_rmsnorm import RMSNorm, rms_norm
 from tilegym_rmsnorm.routes.op import FORWARD
@@ -27,6 +27,10 @@ from tilegym_rmsnorm.routes.op import FORWARD
 NAMES = "x", "weight", "bias", "residual"
 GRADIENTS = dict(zip(NAMES, ("dx", "dw", "db", "d_residual"), strict=True))
 MAYBE = None, FP32, BF16, FP16
+LAYOUTS = (
+    *("contiguous", "heads", "mixed", "slices", "transposed", "offset", "gaps", "columns"),
+    *("expanded", "all expanded"),
+)
 OPTIONS = {
     "dtype": (BF16, FP16, FP32),
     "size": ((2, 3, 4, 64), (3, 4, 7), (5, 2, 1), (2, 3, 2, 200), (2, 1, 2, 16392)),
@@ -41,7 +45,7 @@ OPTIONS = {
     "offset": (0.0, 1.0),
     "casting": ("once", "llama"),
     "eps": (1e-3, 0.25),
-    "layout": tuple(LAYOUTS),
+    "layout": LAYOUTS,
     "needs": ("all", *NAMES, "none"),  # which tensors require grad
     "used": ("all", "y", "residual_out"),  # the results that a loss depends on
     "route": ("eager", "known", "op", "module", "create_graph"),
