@@ -55,7 +55,9 @@ def test_plain_tensors_beside_dtensors_are_refused(backend):
             lambda: rms_norm_backward(X, X, W, stand_in(rstd), backend=backend),
         )
         for attempt in attempts:
-            with pytest.raises(TypeError, match="^[a-z]+: expected a DTensor as [a-z]+ is, got a plain tensor"):
+            with pytest.raises(
+                TypeError, match="^[a-z]+: expected a DTensor as [a-z]+ is, got a plain tensor"
+            ):
                 attempt()
 
 

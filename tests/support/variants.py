@@ -51,10 +51,10 @@ LAYOUTS = {
     "columns": ("columns", "contiguous", "columns", "contiguous"),
     "expanded": ("contiguous", "contiguous", "expanded", "expanded"),
     "all expanded": ("expanded",) * 4,
-    "far": ("far", "contiguous", "far", "contiguous"),  # device meta alone has the memory
 }
 
 # Layouts that contract.py lets a backend be given: of rows, and of more dimensions.
+_ON_META = LAYOUTS | {"far": ("far", "contiguous", "far", "contiguous")}  # no other device has the memory
 BACKEND_LAYOUTS = {
     2: ("contiguous", "slices", "offset", "gaps"),
     4: ("contiguous", "heads", "mixed", "slices", "transposed", "offset", "gaps"),
@@ -157,7 +157,7 @@ def make(
             values[..., size[-1] // 2] *= 16
         return arranged(values.to(dtype), layout)
 
-    layouts = LAYOUTS[variant.layout]
+    layouts = _ON_META[variant.layout]
     x, weight, bias, residual, d_residual_out = rows(8, variant.dtype, layouts[0]), None, None, None, None
     if variant.has_residual:
         residual = rows(8, variant.residual_dtype, layouts[1])
