@@ -20,6 +20,20 @@ from attention_classes import D, N, given
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb, rotate_half
 
 
+class Changing:
+    """Changes what methods of these names leave as it is, if a tensor has them."""
+
+    @staticmethod
+    def split(x):
+        return x.mul_(1.5).add_(1.0)
+
+    clone = norm = split
+
+
+class Block(Changing, nn.Module):
+    pass
+
+
 class Linear(nn.Linear):
     """A projection that changes its input."""
 
@@ -36,6 +50,7 @@ class Attention(WithoutValues):
         self.other.first, self.other.second = LlamaRMSNorm(D), LlamaRMSNorm(D)
         with torch.no_grad():
             self.third.weight.fill_(3.0), self.other.first.weight.fill_(9.0)
+        self.block = Block()
         self.scale, self.steps, self.is_on = 2.0, [1, 2], True
 
     @property
@@ -95,6 +110,8 @@ SCOPE = {
     "operator": operator,
     "helper": helper,
     "peek": peek,
+    "Changing": Changing,
+    "changing": Changing(),
 }
 
 
@@ -229,6 +246,10 @@ CHANGES = {  # of `raw`
     "comprehension": "[each.add_(1) for each in (raw,)]",
     "generator": "any(each.add_(1).sum() > 0 for each in (raw,))",
     "walrus": "(w := raw).add_(1)",
+    "static method": "w = Changing.split(raw)",
+    "method of a global object": "w = changing.clone(raw)",
+    "method of a module": "w = self.block.norm(raw)",
+    "method of what a function returns": "w = helper(changing).norm(raw)",
 }
 OTHERS = {  # changes of something else: before the norms, and between
     "an iterator unpacked": ("both = (each.add_(1) for each in (q, k))", "a, b = both"),
@@ -250,6 +271,8 @@ OTHERS = {  # changes of something else: before the norms, and between
     "swap": ("", "self.first, self.second = self.second, self.first"),
     "setattr": ("", "setattr(self, 'first', self.third)"),
     "self": ("me = self", "self = self.other"),
+    "method of a module that a name holds": ("raw, block = q, self.block", "w = block.norm(raw)"),
+    "method of an object that a name holds": ("raw, held = q, changing", "w = held.norm(raw)"),
     "property": ("", "v = v * self.doubled"),
     "method": ("", "v = v * self.toggled()"),
     "condition": ("", "if self.toggled():\n    v = v * 2"),
@@ -302,9 +325,39 @@ def test_names_that_other_code_sees(class_of):
     assert report.declined[-1].reason.endswith("has no statement q, k = ROTARY(q, k, cos, sin)")
 
 
+class Called(nn.Linear):
+    def __call__(self, x):
+        return super().__call__(x.mul_(1.5).add_(1.0))
+
+
+def with_another_forward(linear):
+    forward = linear.forward
+    linear.forward = functools.wraps(forward)(lambda x: forward(x.mul_(1.5).add_(1.0)))
+    return linear
+
+
+class Adapted(nn.Module):
+    """As a projection of peft, with another in it."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, x):
+        return self.base_layer(x)
+
+
+AdaptedLinear = type(
+    "Linear", (Adapted,), {"__module__": "peft.layer", "forward": lambda self, x: self.base_layer(x)}
+)
+
+
 @pytest.mark.parametrize(
     ("name", "child"),
     [
+        ("v_proj", Called(N, 2 * D)),
+        ("v_proj", with_another_forward(nn.Linear(N, 2 * D))),
+        ("v_proj", AdaptedLinear(Linear(N, 2 * D))),
         ("v_proj", Linear(N, 2 * D)),
         ("v_proj", nn.Sequential(nn.ReLU(inplace=True), nn.Linear(N, 2 * D))),
         ("third", nn.LayerNorm(D)),

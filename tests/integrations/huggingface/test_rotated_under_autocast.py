@@ -122,10 +122,15 @@ def test_what_receives_q_and_k(class_of, folded, implementation, old, new, calls
 
 
 @pytest.mark.parametrize(
-    ("cache", "is_prefilled", "calls"), [(DynamicCache, False, 3), (DynamicCache, True, 0), (Cache, False, 0)]
+    ("cache", "is_prefilled", "is_recorded", "calls"),
+    [
+        (DynamicCache, False, True, 3),
+        (DynamicCache, False, False, 0),  # it may be read without autocast later
+        (DynamicCache, True, True, 0),  # its keys are in float32 already
+        (Cache, False, True, 0),
+    ],
 )
-def test_caches(class_of, folded, cache, is_prefilled, calls):
-    """Keys that are in float32 already stay so."""
+def test_caches(class_of, folded, cache, is_prefilled, is_recorded, calls):
     original, ours = both_of(class_of(SOURCE, base=Attention, **SCOPE))
     outputs = []
     for each in (original, ours):
@@ -135,7 +140,7 @@ def test_caches(class_of, folded, cache, is_prefilled, calls):
             tables = tuple(table[:, part] for table in arguments["tables"])
             if is_prefilled and step == 0:
                 past.update(torch.ones(2, 2, 1, D), torch.ones(2, 2, 1, D).bfloat16(), 0)
-            with autocast(), torch.no_grad():
+            with autocast(), torch.set_grad_enabled(is_recorded):
                 outputs[-1].append(each(arguments["x"][:, part], tables, past)[0])
     assert all(map(torch.equal, *outputs))
     assert len(folded) == calls

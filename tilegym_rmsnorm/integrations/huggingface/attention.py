@@ -116,8 +116,13 @@ def _found(cls: type) -> _Found:
                 branch is None or query.block is tree.body or query.block is branch.body
             ):
                 raise Unclear(_OTHER_CONDITIONS)
+            until = [
+                *tree.body[:index],
+                *([] if branch is None else [ast.Expr(branch.test), *branch.body[:place]]),
+            ]
             checks = [
-                Unchanging(cls, function, tree, [query.call, key.call], rotation.value) for _ in range(2)
+                Unchanging(cls, function, statements, [query.call, key.call], rotation.value)
+                for statements in (until, tree.body)
             ]
             for each in _between([each for each, _ in before], (query, key), rotation.value):
                 checks[0].check(each)

@@ -11,7 +11,7 @@ where nothing else reads them. Known to be so is attention by transformers, writ
     F = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, EAGER)
     y = F(self, q, k, v, ...)
 
-In between may stand what unchanging.py lists, without calls of modules. F has to be SDPA or Flash Attention as
+Code that unchanging.py lists may stand in between, without calls of modules. F has to be SDPA or Flash Attention as
 transformers calls them, or an EAGER function of transformers that gives q and k to torch.matmul alone. The weights of
 attention that EAGER returns have the dtype of q, so they are rounded, too.
 """
@@ -74,7 +74,13 @@ class Receivers:
         else:
             function = self.scope[self.registry].get(implementation)
             is_known = getattr(function, "__module__", "") in _ATTENTION
-        return is_known and (cache is None or _holds(cache, getattr(module, "layer_idx", None), dtype))
+        # A cache that outlives the call shows what it holds: while autograd records it does not.
+        is_kept = cache is not None and not torch.is_grad_enabled()
+        return (
+            is_known
+            and not is_kept
+            and (cache is None or _holds(cache, getattr(module, "layer_idx", None), dtype))
+        )
 
 
 def _holds(cache: Any, layer: Any, dtype: torch.dtype) -> bool:

@@ -16,8 +16,8 @@ A norm that runs later than its statement computes the same where only such code
                   self.NAME, self.NAME.OTHER                 a number, a string, a tensor, or a list of such
                   self.NAME(...)                             a module that leaves its input as it is
 
-The last two are known of a module alone: `check_module`. What is iterated has to be known as a value that was made in
-these ways, or was given to the method: an iterator that was made before may run anything.
+The last two are known of a module alone: `check_module`. Objects of methods, and iterables, must be values that were
+made in these ways, or arguments of the forward: others may run anything.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -38,16 +38,16 @@ from tilegym_rmsnorm.integrations.huggingface.rewriting import called_child
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 
 _ATTRIBUTES = frozenset("device dtype H imag is_cuda itemsize mH mT ndim real requires_grad shape T".split())
-# Of tensors. They return new tensors, views and numbers.
+# Methods of tensors that return new tensors, views and numbers. Other objects may have such methods, too, and modules
+# change themselves by casts: so the object has to be known.
 _METHODS = frozenset(
-    "abs argmax bmm broadcast_to chunk clamp clone contiguous cos detach diff dim div exp expand expand_as flatten "
-    "is_contiguous is_floating_point item log masked_fill matmul max mean min movedim mul narrow neg new_full new_ones "
-    "new_zeros norm numel permute pow reciprocal repeat repeat_interleave reshape roll rsqrt select sigmoid sin size "
-    "softmax split split_with_sizes sqrt square squeeze stride sub sum swapaxes tanh tensor_split tolist transpose "
-    "tril triu type_as unbind unflatten unfold unsqueeze view view_as where".split()
+    "abs argmax bfloat16 bmm broadcast_to chunk clamp clone contiguous cos cpu cuda detach diff dim div double "
+    "exp expand expand_as flatten float half is_contiguous is_floating_point item log masked_fill matmul max "
+    "mean min movedim mul narrow neg new_full new_ones new_zeros norm numel permute pow reciprocal repeat "
+    "repeat_interleave reshape roll rsqrt select sigmoid sin size softmax split split_with_sizes sqrt square "
+    "squeeze stride sub sum swapaxes tanh tensor_split to tolist transpose tril triu type type_as unbind "
+    "unflatten unfold unsqueeze view view_as where".split()
 )
-# Of modules too, which change themselves.
-_CASTS = frozenset("bfloat16 cpu cuda double float half to type".split())
 _ITERATING = frozenset([enumerate, list, max, min, sum, tuple, zip])
 _TORCH = (
     "arange broadcast_to cat chunk clamp concat cos exp flatten full is_grad_enabled matmul maximum mean minimum "
@@ -79,7 +79,7 @@ class Unchanging:
     Args:
         cls: The class of the method.
         function: The method.
-        tree: Its syntax tree.
+        statements: Those of its tree that may run before the code ends.
         norms: Calls of norms that run later. Each counts as if its one argument stood in its place.
         rotation: The call that returns q and k rotated.
     """
@@ -88,15 +88,17 @@ class Unchanging:
         self,
         cls: type,
         function: FunctionType,
-        tree: ast.FunctionDef,
+        statements: Sequence[ast.stmt],
         norms: Collection[ast.Call],
         rotation: ast.Call,
     ) -> None:
         self.cls, self.function, self.norms, self.rotation = cls, function, norms, rotation
         code = function.__code__
         self.locals = {*code.co_varnames, *code.co_cellvars} - {"self"}
-        self.parameters = {each.arg for each in ast.walk(tree.args) if isinstance(each, ast.arg)}
-        self.values = _values(tree)
+        count = code.co_argcount + code.co_kwonlyargcount
+        count += sum(bool(code.co_flags & flag) for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS))
+        self.parameters = set(code.co_varnames[:count]) - {"self"}
+        self.values = _values(statements)
         self.asked: set[str] = set()  # names whose values are being looked at
         self.called: set[str] = set()  # children that the code calls
         self.read: set[tuple[str, ...]] = set()  # attributes of self that it reads
@@ -190,9 +192,7 @@ class Unchanging:
         if called is not None or not isinstance(node.func, ast.Attribute):
             return False
         name, tensor = node.func.attr, node.func.value
-        return (name in _METHODS or (name in _CASTS and self._is_known(tensor))) and self.is_unchanging(
-            tensor
-        )
+        return name in _METHODS and self._is_known(tensor) and self.is_unchanging(tensor)
 
     def _global(self, node: ast.expr) -> Any:
         """Return the value of a global name, of a builtin, or of a name in a module; None of anything else."""
@@ -236,7 +236,7 @@ class Unchanging:
                 return True
             if _is_one_of(called, _ITERATING):
                 return self._is_known(*node.args)
-            is_method = isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS | _CASTS
+            is_method = isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS
             return _is_one_of(called, _FUNCTIONS) or (called is None and is_method)
         return isinstance(node, (ast.Constant, ast.UnaryOp, ast.Compare, ast.JoinedStr))
 
@@ -271,12 +271,23 @@ def _leaves_input(module: Any, is_norm: Callable[[nn.Module], bool]) -> bool:
         return False
     if is_norm(module):
         return True
-    forward = module.__dict__.get("_old_forward", module.forward)  # behind accelerate's hooks
-    package, _, inner = getattr(forward, "__module__", "").partition(".")
+    cls: Any = type(module)
+    is_called = cls.__call__ is nn.Module.__call__ and cls._call_impl is nn.Module._call_impl
+    own = module.__dict__.get(
+        "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
+    )  # accelerate's hooks
+    if not is_called or not (own is None or getattr(own, "__func__", None) is cls.forward):
+        return False
+    base = next(each for each in cls.__mro__ if "forward" in vars(each))
+    package, _, inner = base.__module__.partition(".")
     if package == "torch" and inner.startswith("nn.modules."):
-        is_in_place = getattr(module, "inplace", False)
-        return not is_in_place and all(_leaves_input(each, is_norm) for each in module.children())
-    return package in _OF_PROJECTIONS and "Linear" in type(module).__name__
+        # A forward that was put there since has other globals.
+        is_known = cls.forward.__globals__["__name__"] == base.__module__ and not getattr(
+            module, "inplace", False
+        )
+    else:
+        is_known = package in _OF_PROJECTIONS and "Linear" in base.__name__
+    return is_known and all(_leaves_input(each, is_norm) for each in module.children())
 
 
 def _is_inert(value: Any) -> bool:
@@ -296,8 +307,8 @@ def _is_one_of(value: Any, known: frozenset[Any]) -> bool:
         return False
 
 
-def _values(tree: ast.FunctionDef) -> dict[str, list[ast.expr | None]]:
-    """Return the values that a method binds to each local name, or to one of several at once. None: any value."""
+def _values(statements: Sequence[ast.stmt]) -> dict[str, list[ast.expr | None]]:
+    """Return the values that statements bind to each name, or to one of several at once. None: any value."""
     values: dict[str, list[ast.expr | None]] = {}
     seen: set[ast.AST] = set()
 
@@ -307,7 +318,8 @@ def _values(tree: ast.FunctionDef) -> dict[str, list[ast.expr | None]]:
                 seen.add(each)
                 values.setdefault(each.id, []).append(value)
 
-    for node in ast.walk(tree):
+    nodes = [node for statement in statements for node in ast.walk(statement)]
+    for node in nodes:
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 bind(target, node.value)
@@ -315,10 +327,10 @@ def _values(tree: ast.FunctionDef) -> dict[str, list[ast.expr | None]]:
             bind(node.target, node.value)
         elif isinstance(node, (ast.For, ast.comprehension)):
             bind(node.target, node.iter)
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in seen:
             bind(node, None)  # of `with`, `:=` and the like
-        elif node is not tree:  # of imports, handlers of errors, functions inside and patterns
+        else:  # of imports, handlers of errors, functions inside and patterns
             for field in ("name", "asname", "rest"):
                 if isinstance(name := getattr(node, field, None), str):
                     values.setdefault(name, []).append(None)
