@@ -86,7 +86,7 @@ class NormCase(NamedTuple):
 
 
 def norm_cases(**changes: Sequence[Any]) -> list[NormCase]:
-    """changes: in place of NORM_OPTIONS."""
+    """Return calls that hold every two options together. changes: in place of NORM_OPTIONS."""
     found = []
     for case in pairwise(NORM_OPTIONS | changes, _may_norm):
         n, length, has_heads = (case.pop(name) for name in ("n", "length", "has_heads"))
@@ -134,7 +134,9 @@ def run_norm(
 def rope_cases(
     allowed: Callable[[Mapping[str, Any]], bool] = lambda case: True, **changes: Sequence[Any]
 ) -> list[RopeCase]:
-    """changes: in place of ROPE_OPTIONS. allowed: as of `pairwise`, besides what the checks of a call say."""
+    """Return calls that hold every two options together.
+
+    changes: in place of ROPE_OPTIONS. allowed: as of `pairwise`, besides what the checks of a call say."""
     found = []
     for case in pairwise(ROPE_OPTIONS | changes, lambda case: _may_rope(case) and allowed(case)):
         case["weight"] = case.pop("q_weight"), case.pop("k_weight")

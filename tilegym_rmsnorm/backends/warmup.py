@@ -130,7 +130,7 @@ def warmup_rope(
         table_dtype: The dtype of cos and sin. None: float32.
         half_tables: cos and sin have R / 2 columns.
         positions: The number of rows of cos and sin beside position_ids. None: no position_ids.
-        position_dtype: The dtype of position_ids.
+        position_dtype: The dtype of position_ids, int64 or int32.
         casting: As for `qk_norm_rope`; eps and offset do not matter.
         rope_rounding: As for `qk_norm_rope`.
         device: Default: the current CUDA device.

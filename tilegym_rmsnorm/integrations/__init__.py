@@ -76,11 +76,13 @@ def patch_model(
         patch_layers: Also rewrite the layers in which a norm follows a residual add, so that one call does both. The
             sum is rounded as before. A norm with hooks receives the sum in a call of its own. And rewrite the attention
             in which the norms of q and k precede a rotary embedding, so that one call does all: see `qk_norm_rope`.
-            Attention whose norms have hooks is left as it is.
+            Attention whose norms have hooks is left as it is. The norms may be `RMSNorm` of this package. A call that
+            cannot be fused runs the parts one by one, and says why in the log, once, at level INFO.
         backend: A name or `"auto"`, for these norms. None: the backend in effect when a norm is called.
 
     Returns:
-        A report of the patched modules, and of the declined ones with reasons: `print` it.
+        A report of the patched modules, of those that would not be fused if they were called now (`apart`), and of the
+        declined ones with reasons: `print` it.
 
     Raises:
         TypeError: model is no `torch.nn.Module`.

@@ -17,9 +17,11 @@
                  can replace the call
 
 `route_of` decides for `rms_norm`, for `rms_norm_forward` and `rms_norm_backward`, for `qk_norm_rope`, and for the
-gradients that autograd asks of an eager call: each caller takes the route. A library op asks less. PyTorch's operations
-replace it in a transform (`why_transformed`), and its gradient under create_graph (`why_create_graph`). `call_of_op`
-chooses its backend when it runs.
+gradients that autograd asks of an eager call: each caller takes the route. Where Dynamo traces, traced.py comes first:
+it writes the op for usual calls, with few guards, and leaves all others to the checks and to `route_of`.
+
+A library op asks less. PyTorch's operations replace it in a transform (`why_transformed`), and its gradient under
+create_graph (`why_create_graph`). `call_of_op` chooses its backend when it runs.
 """
 
 from __future__ import annotations

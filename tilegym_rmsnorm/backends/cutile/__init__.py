@@ -85,7 +85,7 @@ def _gpu_unusable(device: torch.device) -> Unusable | None:
 
 
 def _gpu() -> tuple[str, bool]:
-    """What the kernels run on, and whether this PyTorch is built for it: for refusals.py."""
+    """Return the GPU that kernels need, and whether this PyTorch is built for it."""
     return "an NVIDIA GPU", torch.version.cuda is not None
 
 

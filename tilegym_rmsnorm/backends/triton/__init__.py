@@ -53,7 +53,7 @@ def unusable(request: Request | None) -> Unusable | None:
 
 
 def _gpu() -> tuple[str, bool]:
-    """What the kernels run on, and whether this PyTorch is built for it: for refusals.py."""
+    """Return the GPU that kernels need, and whether this PyTorch is built for it."""
     return "a GPU", torch.version.cuda is not None or torch.version.hip is not None
 
 

@@ -12,6 +12,8 @@
     rewriting     compiles a forward again, with other statements
     layers        makes classes of layers whose norms add the residual
     rotary        says which function is a rotary embedding
+    unchanging    says which code between the norms of q and k and their rotation changes nothing
+    receivers     says what attention does with rotated q and k
     attention     makes classes of attention whose norms of q and k run with the rotary embedding
     folding       runs these norms and the rotary embedding, in one call where it can
     inplace       finds norms whose input is changed afterwards

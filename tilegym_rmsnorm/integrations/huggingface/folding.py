@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.call.rope_spec import RopeRounding
-from tilegym_rmsnorm.call.tensors import PLAIN_TYPES
 from tilegym_rmsnorm.call.watched import outside_of_trace
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call
 from tilegym_rmsnorm.integrations.huggingface.norms import (
@@ -107,7 +106,7 @@ def _call_of(
     if reason := why_watched(q_norm) or why_watched(k_norm):
         return reason
     for each in (q, k, cos, sin):
-        if type(each) not in PLAIN_TYPES and not computes_as_tensor(type(each)):
+        if not computes_as_tensor(each):
             return f"it takes a {type(each).__name__}"
     if k.dtype is not q.dtype or sin.dtype is not cos.dtype:
         return "q and k, or cos and sin, differ in dtype"

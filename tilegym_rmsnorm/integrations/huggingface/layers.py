@@ -13,9 +13,9 @@ of the layer:
 One call that returns both the norm and the sum takes their place. All other statements are compiled again as they are.
 The sum that ends a layer stays: the norm that follows it is the next layer's.
 
-A rewritten layer computes the same, since
+A rewritten layer computes the same (test_layers_that_could_lie.py tries to show that it does not), since
 
-- no statement is left out between the sum and the norm, so that nothing can run there but the two of them, in one
+- no statement stands between the sum and the norm, so that nothing can run there but the two of them, in one
   state: of memory, of autograd, of autocast, of the norm;
 - both operands are evaluated in their order, and `self.NORM` after them, as it was;
 - where the norm cannot take both, or something sees its calls, `add_norm` adds and calls it. It decides so for each

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilegym_rmsnorm.call.tensors import PLAIN_TYPES
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match, match_of
 from tilegym_rmsnorm.integrations.huggingface.norms import computes_as_tensor, run
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
@@ -36,8 +35,8 @@ class TileGymRMSNorm(nn.Module):
     has_backward = True
 
     def forward(self, hidden_states: torch.Tensor) -> Any:
-        match, cls = _matches.get(_name_of_match(type(self))), type(hidden_states)
-        if match is not None and (cls in PLAIN_TYPES or computes_as_tensor(cls)):
+        match = _matches.get(_name_of_match(type(self)))
+        if match is not None and computes_as_tensor(hidden_states):
             call = match.call(self, hidden_states.shape, hidden_states.dtype)
             if call is not None:
                 return run(hidden_states, match, call, None)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 
-from tilegym_rmsnorm.call.tensors import PLAIN_TYPES
+from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, OfPlainType
 from tilegym_rmsnorm.call.validation import refuse_torch_jit_script
 from tilegym_rmsnorm.call.watched import outside_of_trace
 from tilegym_rmsnorm.functional import rms_norm
@@ -71,7 +71,7 @@ class NormPatch:
                     return original(self, **named)
             elif more or named:
                 return original(self, x, *more, **named)
-            if type(x) not in PLAIN_TYPES and not computes_as_tensor(type(x)):
+            if not computes_as_tensor(x):
                 return original(self, x)
             call = match.call(self, x.shape, x.dtype)
             return original(self, x) if call is None else run(x, match, call, backend)
@@ -83,15 +83,20 @@ class NormPatch:
         return subclass(base, self, {"forward": forward, "extra_repr": extra_repr})
 
 
-# What the norms that are known call of x, and layers and rotary embeddings.
+# Operations that known norms, layers and rotary embeddings apply to a tensor.
 _OPERATIONS = tuple(
     "__add__ __getitem__ __mul__ __neg__ __pow__ __radd__ __rmul__ add float mean mul pow rsqrt square to type type_as "
     "unsqueeze".split()
 )
 
 
+def computes_as_tensor(x: Any) -> bool:
+    """Return whether x is a tensor that leaves its operations to PyTorch's dispatcher."""
+    return type(x) in PLAIN_TYPES or _leaves_operations(type(x))
+
+
 @torch.compiler.assume_constant_result
-def computes_as_tensor(cls: Any) -> bool:
+def _leaves_operations(cls: Any) -> bool:
     """Return whether a class is one of tensors that leaves its operations to PyTorch's dispatcher, as DTensor does."""
     if cls is FunctionalTensor:  # its to() means the same
         return True
@@ -117,7 +122,7 @@ def _in_graph(match: Match, backend: str | None) -> Callable[[Any, Any], Tensor 
 
     def call(norm: Any, x: Any) -> Tensor | None:
         weight = getattr(norm, of_weight) if of_weight else None
-        if type(x) not in PLAIN_TYPES or x.ndim == 0 or x.dtype.itemsize > 4 or not x.is_contiguous():
+        if not isinstance(x, OfPlainType) or x.ndim == 0 or x.dtype.itemsize > 4 or not x.is_contiguous():
             return None
         if of_weight and (weight is None or weight.ndim != 1 or weight.dtype != x.dtype):
             return None
@@ -183,7 +188,7 @@ def _why_not_added(residual: Any, x: Any) -> str:
     for each in (x, residual):
         if not isinstance(each, Tensor) or not each.is_floating_point():
             return "it adds what is no floating tensor"
-        if type(each) not in PLAIN_TYPES and not computes_as_tensor(type(each)):
+        if not computes_as_tensor(each):
             return f"it adds a {type(each).__name__}"
     if x.shape != residual.shape or x.device != residual.device:
         return "the two that it adds differ in shape or device"
