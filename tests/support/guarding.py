@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from helpers import HAS_GPU
 from torch import Tensor
 
 GUARD = 64  # elements on either side: 128 bytes at least, more than the 16 that kernels rely on
@@ -25,18 +24,21 @@ def guarded_arrays() -> Iterator[None]:
     allocated."""
     from tilegym_rmsnorm.backends.cutile.runtime import machine
 
-    owner = machine.GpuMachine if HAS_GPU else machine.InterpretedMachine
-    empty, taken = owner.empty, []
+    taken = []
 
-    def guarded(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        count = math.prod(shape)
-        storage = empty(self, (count + 2 * GUARD,), dtype)
-        storage[:GUARD] = storage[GUARD + count :] = WITNESS
-        taken.append((storage, count))
-        return storage[GUARD : GUARD + count].view(shape)
+    def guarding(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def guarded(self: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            count = math.prod(shape)
+            storage = empty(self, (count + 2 * GUARD,), dtype)
+            storage[:GUARD] = storage[GUARD + count :] = WITNESS
+            taken.append((storage, count))
+            return storage[GUARD : GUARD + count].view(shape)
+
+        return guarded
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, "empty", guarded)
+        for owner in (machine.GpuMachine, machine.InterpretedMachine):  # interpreters run beside a GPU, too
+            patch.setattr(owner, "empty", guarding(owner.empty))
         yield
     assert taken, "no array was allocated"
     for storage, count in taken:

@@ -273,6 +273,7 @@ def _leaves_input(module: Any, is_norm: Callable[[nn.Module], bool]) -> bool:
         return True
     cls: Any = type(module)
     is_called = cls.__call__ is nn.Module.__call__ and cls._call_impl is nn.Module._call_impl
+    is_called |= cls.__module__ == nn.ParameterDict.__module__  # some containers refuse calls
     own = module.__dict__.get(
         "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
     )  # accelerate's hooks
