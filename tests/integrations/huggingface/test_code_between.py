@@ -29,6 +29,30 @@ class Changing:
 
     clone = norm = split
 
+    def __getitem__(self, x):
+        return x.mul_(1.5).add_(1.0)
+
+    __matmul__ = __getitem__
+
+    def __bool__(self):
+        held_by_changing[0].variance_epsilon = 1.0
+        return True
+
+
+held_by_changing = [None]
+
+
+class Plain:
+    """An object whose property changes a norm."""
+
+    def __init__(self, norm):
+        self.norm = norm
+
+    @property
+    def step(self):
+        self.norm.variance_epsilon = 1.0
+        return 1.0
+
 
 class Block(Changing, nn.Module):
     pass
@@ -51,7 +75,13 @@ class Attention(WithoutValues):
         with torch.no_grad():
             self.third.weight.fill_(3.0), self.other.first.weight.fill_(9.0)
         self.block = Block()
+        self.settings, held_by_changing[0] = Plain(self.first), self.first
         self.scale, self.steps, self.is_on = 2.0, [1, 2], True
+
+    @property
+    def T(self):
+        self.first.weight.data.mul_(2)
+        return 1.0
 
     @property
     def doubled(self):
@@ -166,7 +196,7 @@ KNOWN = {
     "views": source("v = v.transpose(1, 2).reshape(*x.shape[:2], 2, 8).permute(0, 2, 1, 3)"),
     "projection": source("w = self.v_proj(x).view(shape)\nv = v + w.transpose(1, 2)"),
     "splits": source("a, b = v.chunk(2, 1)\nv = torch.cat((b, a), dim=1)"),
-    "starred target": source("a, *rest = v.unbind(1)\nv = torch.stack([a, *rest], 1)"),
+    "starred target": source("a, *_ = v.unbind(1)\nv = torch.stack((a, a), 1)"),
     "unpacking": source("cos, sin = tables"),
     "casts of what is known": source("cos, sin = cos.to(v.dtype), sin.type_as(v)\nv = v.float().to(v.dtype)"),
     "operators": source("v = v * self.scale + (-v if flag and not others else v @ v.mT @ v)"),
@@ -271,6 +301,24 @@ OTHERS = {  # changes of something else: before the norms, and between
     "swap": ("", "self.first, self.second = self.second, self.first"),
     "setattr": ("", "setattr(self, 'first', self.third)"),
     "self": ("me = self", "self = self.other"),
+    "target of a comprehension": ("", "w = [0 for self.first.variance_epsilon in (1.0,)]"),
+    "target of a generator": ("", "w = sum(0 for (self.first.variance_epsilon, _) in ((1.0, 0),))"),
+    "item of an object": ("raw = q", "w = changing[raw]"),
+    "operator of an object": ("raw = q", "w = changing @ raw"),
+    "operator of an object that a name holds": ("raw, held = q, changing", "w = held @ raw"),
+    "truth of an object": ("held = helper(changing)", "w = 1 if held else 2"),
+    "property of an object": ("", "v = v * self.settings.step"),
+    "property by another name": ("me = self", "w = me.T"),
+    "cast by another name": ("me = self", "me.double()"),
+    "cast by an item": ("me = (self, self)", "me[0].double()"),
+    "item that was replaced": ("norms = [1]\nnorms[0] = self.first", "norms[0].double()"),
+    "item that was added": ("norms = [1]\nnorms.append(self.first)", "norms[1].double()"),
+    "keyword that was added": ("kwargs['norm'] = self.first", "kwargs['norm'].double()"),
+    "iterator that replaced an item": (
+        "both = [1]\nboth[0] = (each.add_(1) for each in (q,))",
+        "for each in both[0]: pass",
+    ),
+    "iterator that is a keyword": ("kwargs['it'] = (each.add_(1) for each in (q,))", "(w,) = kwargs['it']"),
     "method of a module that a name holds": ("raw, block = q, self.block", "w = block.norm(raw)"),
     "method of an object that a name holds": ("raw, held = q, changing", "w = held.norm(raw)"),
     "property": ("", "v = v * self.doubled"),
@@ -336,6 +384,28 @@ def with_another_forward(linear):
     return linear
 
 
+class WithProperty(nn.Linear):
+    @property
+    def bias(self):
+        return None
+
+
+def with_property(linear):
+    del linear._parameters["bias"]
+    linear.__class__ = WithProperty
+    return linear
+
+
+def hooked_by_accelerate(linear):
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Hook(hooks.ModelHook):
+        def pre_forward(self, module, x):
+            return (x.mul_(1.5).add_(1.0),), {}
+
+    return hooks.add_hook_to_module(linear, Hook())
+
+
 class Adapted(nn.Module):
     """As a projection of peft, with another in it."""
 
@@ -356,6 +426,8 @@ AdaptedLinear = type(
     ("name", "child"),
     [
         ("v_proj", Called(N, 2 * D)),
+        ("v_proj", with_property(nn.Linear(N, 2 * D))),
+        ("v_proj", hooked_by_accelerate(nn.Linear(N, 2 * D))),
         ("v_proj", with_another_forward(nn.Linear(N, 2 * D))),
         ("v_proj", AdaptedLinear(Linear(N, 2 * D))),
         ("v_proj", Linear(N, 2 * D)),

@@ -166,6 +166,7 @@ ROTATION = "    q, k = rotary(q, k, cos, sin)\n"
         (GEMMA, "    cos,", "    q += 1\n    cos,", "rotates q, which no norm returned as it is: q += 1"),
         (GEMMA, "    cos,", "    for _ in x:\n        q = q.transpose(1, 2)\n    cos,", "rotates q, which no norm"),
         (GEMMA, "    q = self.first(q)", "    q = self.first(q, None)", "rotates q, which no norm returned as it is"),
+        (GEMMA, "    q = self.first(q)", "    q = self.first(*(q,))", "rotates q, which no norm returned as it is"),
         (GEMMA, "    k = self.second(k)", "    k = self.second(q)", "rotates q, which no norm returned as it is"),
         (GEMMA, ROTATION, "    q, p = rotary(q, k, cos, sin)\n", "has no statement q, k = ROTARY(q, k, cos, sin)"),
         (GEMMA, ROTATION, "    k, q = rotary(q, k, cos, sin)\n", "has no statement q, k = ROTARY(q, k, cos, sin)"),

@@ -4,6 +4,7 @@
 """Attention under autocast with float32 weights: the fold rounds q and k only where all that receives them would round
 them, and the results are the original's bits."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -150,18 +151,21 @@ def test_functions_that_are_registered_or_replaced_later(class_of, folded, monke
     cls = class_of(SOURCE, base=Attention, **SCOPE)
     original, ours = both_of(cls)
     ALL_ATTENTION_FUNCTIONS.register("mine", in_float32)
+    ALL_ATTENTION_FUNCTIONS.register("wrapped", functools.wraps(ALL_ATTENTION_FUNCTIONS["sdpa"])(in_float32))
     try:
-        for each in (original, ours):
-            each.config._attn_implementation = "mine"
-        with autocast():
-            assert_same(original, ours, given())
+        for name in ("mine", "wrapped"):
+            for each in (original, ours):
+                each.config._attn_implementation = name
+            with autocast():
+                assert_same(original, ours, given())
         for each in (original, ours):
             each.config._attn_implementation = "eager"
         cls.forward.__globals__["eager"] = in_float32
         with autocast():
             assert_same(original, ours, given())
     finally:
-        ALL_ATTENTION_FUNCTIONS._global_mapping.pop("mine", None)
+        for name in ("mine", "wrapped"):
+            ALL_ATTENTION_FUNCTIONS._global_mapping.pop(name, None)
     assert not folded
 
 

@@ -189,6 +189,7 @@ def _norm_of(name: str, before: list[tuple[ast.AST, list[ast.stmt]]]) -> _Norm:
             and isinstance(value, ast.Call)
             and norm
             and len(value.args) == 1
+            and not isinstance(value.args[0], ast.Starred)
             and not value.keywords
         ):
             if using[0][2] is not own:  # it is transposed in the `if` of the rotation alone

@@ -39,6 +39,7 @@ _INTERFACE_4 = re.compile(
     rf"(?P<F>\w+)(: \w+)? = (?P<eager>\w+)\nif {_CHOICE} != 'eager':\n    (?P=F) = (?P<registry>\w+)\[{_CHOICE}\]"
 )
 _ATTENTION = ("transformers.integrations.sdpa_attention", "transformers.integrations.flash_attention")
+_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")  # others may compute with the keys
 # All that an eager function may do with q and k.
 _IN_EAGER = (
     "key_states = repeat_kv(key, module.num_key_value_groups)",
@@ -73,7 +74,7 @@ class Receivers:
             is_known = self.known_eager is not None and self.scope.get(self.eager) is self.known_eager
         else:
             function = self.scope[self.registry].get(implementation)
-            is_known = getattr(function, "__module__", "") in _ATTENTION
+            is_known = getattr(function, "__globals__", {}).get("__name__") in _ATTENTION
         # A cache that outlives the call shows what it holds: while autograd records it does not.
         is_kept = cache is not None and not torch.is_grad_enabled()
         return (
@@ -92,8 +93,10 @@ def _holds(cache: Any, layer: Any, dtype: torch.dtype) -> bool:
         or type(layer) is not int
     ):
         return False
-    keys = getattr(layers[layer], "keys", None) if layer < len(layers) else None
-    return keys is None or keys.dtype is dtype
+    if layer >= len(layers):
+        return True
+    keys = getattr(layers[layer], "keys", None)
+    return type(layers[layer]).__name__ in _LAYERS and (keys is None or keys.dtype is dtype)
 
 
 def receivers(
@@ -137,6 +140,7 @@ def receivers(
             for part in parts:
                 if cache := _updated_cache(part, unchanging):
                     caches.add(cache)
+                    unchanging.tensors.append(part.value)  # type: ignore[attr-defined]
                 elif _uses([part], names) or not unchanging.is_unchanging(part):
                     return None
     return None

@@ -64,8 +64,16 @@ _FUNCTIONS: frozenset[Any] = frozenset(
     ]
 )
 _OPERATORS = (
-    *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp, ast.Subscript, ast.Slice),
-    *(ast.Tuple, ast.List, ast.Set, ast.Dict, ast.JoinedStr, ast.FormattedValue),
+    *(
+        ast.BinOp,
+        ast.UnaryOp,
+        ast.BoolOp,
+        ast.Compare,
+        ast.IfExp,
+        ast.Subscript,
+        ast.Slice,
+        ast.FormattedValue,
+    ),
 )
 # Packages whose modules named Linear are projections, with weights that are quantized, sharded or adapted.
 _OF_PROJECTIONS = frozenset(
@@ -92,11 +100,12 @@ class Unchanging:
         norms: Collection[ast.Call],
         rotation: ast.Call,
     ) -> None:
-        self.cls, self.function, self.norms, self.rotation = cls, function, norms, rotation
+        self.cls, self.function, self.norms = cls, function, norms
+        self.tensors = [rotation]  # calls that return tensors
         code = function.__code__
         self.locals = {*code.co_varnames, *code.co_cellvars} - {"self"}
-        count = code.co_argcount + code.co_kwonlyargcount
-        count += sum(bool(code.co_flags & flag) for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS))
+        # Without **kwargs, a dictionary of its own, to which the forward may add anything.
+        count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
         self.parameters = set(code.co_varnames[:count]) - {"self"}
         self.values = _values(statements)
         self.asked: set[str] = set()  # names whose values are being looked at
@@ -115,26 +124,33 @@ class Unchanging:
         if isinstance(node, ast.stmt):
             return self._statement(node)
         if isinstance(node, ast.Name):
-            return node.id != "self"
+            is_local = node.id in self.locals or node.id in self.values
+            return is_local or (node.id != "self" and self._is_constant(node))
         if isinstance(node, ast.Constant):
             return True
         if isinstance(node, ast.Attribute):
-            return self._reads(node) or (node.attr in _ATTRIBUTES and self.is_unchanging(node.value))
+            if self._reads(node) or self._is_constant(node):
+                return True
+            return node.attr in _ATTRIBUTES and self._is_known(node.value) and self.is_unchanging(node.value)
         if isinstance(node, ast.Call):
             return self._call(node)
         if isinstance(node, ast.Starred):
             return self._is_known(node.value) and self.is_unchanging(node.value)
         if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
             is_listed = all(
-                self._is_known(each.iter) and not each.is_async and self.is_unchanging(each.iter, *each.ifs)
+                _are_names(each.target)
+                and self._is_known(each.iter, *each.ifs)
+                and not each.is_async
+                and self.is_unchanging(each.iter, *each.ifs)
                 for each in node.generators
             )
             return is_listed and self.is_unchanging(node.elt)
-        if isinstance(node, ast.Compare) and any(isinstance(each, (ast.In, ast.NotIn)) for each in node.ops):
-            if not self._is_known(*node.comparators):
-                return False
         inside = [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
-        return isinstance(node, _OPERATORS) and self.is_unchanging(*inside)
+        if isinstance(node, (ast.Tuple, ast.List, ast.Set, ast.Dict, ast.JoinedStr)):
+            return self.is_unchanging(*inside)
+        if isinstance(node, ast.Compare) and all(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops):
+            return self.is_unchanging(*inside)
+        return isinstance(node, _OPERATORS) and self._is_known(*inside) and self.is_unchanging(*inside)
 
     def _statement(self, node: ast.stmt) -> bool:
         if isinstance(node, ast.Assign):
@@ -145,14 +161,14 @@ class Unchanging:
             is_name = isinstance(node.target, ast.Name) and node.value is not None
             return is_name and self._binds(node.target, node.value) and self.is_unchanging(node.value)
         if isinstance(node, ast.If):
-            return self.is_unchanging(node.test, *node.body, *node.orelse)
+            return self._is_known(node.test) and self.is_unchanging(node.test, *node.body, *node.orelse)
         if isinstance(node, ast.For):
             is_bound = self._is_known(node.iter) and self._binds(node.target, node.iter)
             return is_bound and self.is_unchanging(node.iter, *node.body, *node.orelse)
         if isinstance(node, ast.Expr):
             return self.is_unchanging(node.value)
         if isinstance(node, ast.Assert):
-            return self.is_unchanging(node.test)
+            return self._is_known(node.test) and self.is_unchanging(node.test)
         return isinstance(node, (ast.Pass, ast.Break, ast.Continue, ast.Return, ast.Raise))
 
     def _binds(self, target: ast.expr, value: ast.expr | None) -> bool:
@@ -203,8 +219,14 @@ class Unchanging:
             return getattr(scope, node.attr, None) if isinstance(scope, ModuleType) else None
         return None
 
+    def _is_constant(self, node: ast.expr) -> bool:
+        """Return whether a node is a global number, string or dtype, such as torch.float32."""
+        value = self._global(node)
+        return value is not None and _is_inert(value)
+
     def _is_known(self, *nodes: ast.expr) -> bool:
-        """Return whether values of expressions are neither modules nor iterators."""
+        """Return whether values of expressions are tensors, numbers, strings, or what has only such items: operators,
+        methods and iterations of these change nothing. Arguments of the forward are taken for such."""
         return all(map(self._is_one_known, nodes))
 
     def _is_one_known(self, node: ast.expr) -> bool:
@@ -213,32 +235,39 @@ class Unchanging:
                 return True
             self.asked.add(node.id)
             values = self.values.get(node.id, [] if node.id in self.parameters else [None])
-            result = all(value is not None and self._is_known(value) for value in values)
+            # Items of a list that has a name may be replaced.
+            known = [value for value in values if value is not None and not self._is_list(value)]
+            result = len(known) == len(values) and self._is_known(*known)
             self.asked.remove(node.id)
             return result
-        if isinstance(node, (ast.Subscript, ast.Starred)):
-            return self._is_known(node.value)
-        if isinstance(node, (ast.Tuple, ast.List)):
-            return self._is_known(*node.elts)
-        if isinstance(node, ast.IfExp):
-            return self._is_known(node.body, node.orelse)
+        if isinstance(node, (ast.Attribute, ast.Name)) and self._is_constant(node):
+            return True
         if isinstance(node, ast.Attribute):
-            return self._reads(node) or node.attr in _ATTRIBUTES
-        if isinstance(node, ast.BinOp):
-            return self._is_known(node.left, node.right)
+            return self._reads(node) or (node.attr in _ATTRIBUTES and self._is_known(node.value))
+        if isinstance(node, (*_OPERATORS, ast.Tuple, ast.List, ast.Starred)):
+            return self._is_known(
+                *(each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr))
+            )
         if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
             is_lazy = isinstance(node, ast.GeneratorExp)
             parts = (node.elt, *(each.iter for each in node.generators))
             return self._is_known(*parts) and (not is_lazy or self.is_unchanging(node))
         if isinstance(node, ast.Call):
             called = self._global(node.func)
-            if node is self.rotation or node in self.norms or self._is_child(node):
+            if node in self.tensors or node in self.norms or self._is_child(node):
                 return True
             if _is_one_of(called, _ITERATING):
                 return self._is_known(*node.args)
-            is_method = isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS
-            return _is_one_of(called, _FUNCTIONS) or (called is None and is_method)
-        return isinstance(node, (ast.Constant, ast.UnaryOp, ast.Compare, ast.JoinedStr))
+            if isinstance(node.func, ast.Attribute) and called is None:
+                return node.func.attr in _METHODS and self._is_known(node.func.value)
+            return _is_one_of(called, _FUNCTIONS)
+        return isinstance(node, (ast.Constant, ast.JoinedStr))
+
+    def _is_list(self, node: ast.expr) -> bool:
+        if isinstance(node, ast.Call):
+            is_method = isinstance(node.func, ast.Attribute) and node.func.attr == "tolist"
+            return is_method or self._global(node.func) is list
+        return isinstance(node, (ast.List, ast.ListComp))
 
     def _is_child(self, node: ast.Call) -> bool:
         """Return whether a call is self.NAME(...), and NAME is no method."""
@@ -258,10 +287,10 @@ class Unchanging:
                     "change its input"
                 )
         for names in sorted(self.read):
-            value: Any = module
-            for name in names:
-                value = getattr(value, name, None)
-            if not _is_inert(value) or (names[1:] and isinstance(getattr(module, names[0], None), nn.Module)):
+            owner = module if len(names) == 1 else getattr(module, names[0], None)
+            if owner is not module and not _has_plain_attributes(owner, names[1]):
+                owner = None
+            if owner is None or not _is_inert(getattr(owner, names[-1], None)):
                 raise Unclear(f"its forward reads {'.'.join(names)} between a norm and its rotation")
 
 
@@ -274,21 +303,28 @@ def _leaves_input(module: Any, is_norm: Callable[[nn.Module], bool]) -> bool:
     cls: Any = type(module)
     is_called = cls.__call__ is nn.Module.__call__ and cls._call_impl is nn.Module._call_impl
     is_called |= cls.__module__ == nn.ParameterDict.__module__  # some containers refuse calls
-    own = module.__dict__.get(
-        "_old_forward" if "_hf_hook" in module.__dict__ else "forward"
-    )  # accelerate's hooks
+    hook = module.__dict__.get("_hf_hook")
+    is_accelerate = type(hook).__module__ == "accelerate.hooks" and type(hook).__name__ != "SequentialHook"
+    own = module.__dict__.get("_old_forward" if is_accelerate else "forward")
     if not is_called or not (own is None or getattr(own, "__func__", None) is cls.forward):
         return False
-    base = next(each for each in cls.__mro__ if "forward" in vars(each))
-    package, _, inner = base.__module__.partition(".")
+    package, _, inner = cls.__module__.partition(".")  # classes derived from those below may have properties
     if package == "torch" and inner.startswith("nn.modules."):
         # A forward that was put there since has other globals.
-        is_known = cls.forward.__globals__["__name__"] == base.__module__ and not getattr(
-            module, "inplace", False
-        )
+        is_torch = cls.forward.__globals__["__name__"].startswith("torch.nn.modules.")
+        is_known = is_torch and not getattr(module, "inplace", False)
     else:
-        is_known = package in _OF_PROJECTIONS and "Linear" in base.__name__
+        is_known = package in _OF_PROJECTIONS and "Linear" in cls.__name__
     return is_known and all(_leaves_input(each, is_norm) for each in module.children())
+
+
+def _has_plain_attributes(owner: Any, name: str) -> bool:
+    """Return whether to read this attribute runs no code of its class. transformers' configs may."""
+    cls: Any = type(owner)
+    if isinstance(owner, nn.Module) or hasattr(inspect.getattr_static(cls, name, None), "__get__"):
+        return False
+    is_plain = cls.__getattribute__ is object.__getattribute__ and not hasattr(cls, "__getattr__")
+    return is_plain or cls.__module__.startswith("transformers.")
 
 
 def _is_inert(value: Any) -> bool:
@@ -299,6 +335,12 @@ def _is_inert(value: Any) -> bool:
         return all(map(_is_inert, value.values()))
     kinds = (bool, int, float, str, torch.Tensor, torch.dtype, torch.device)
     return value is None or isinstance(value, kinds)
+
+
+def _are_names(target: ast.expr) -> bool:
+    if isinstance(target, (ast.Tuple, ast.List)):
+        return all(map(_are_names, target.elts))
+    return isinstance(target, ast.Name)
 
 
 def _is_one_of(value: Any, known: frozenset[Any]) -> bool:
@@ -315,9 +357,12 @@ def _values(statements: Sequence[ast.stmt]) -> dict[str, list[ast.expr | None]]:
 
     def bind(target: ast.expr, value: ast.expr | None) -> None:
         for each in ast.walk(target):
-            if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+            if isinstance(each, ast.Starred):
+                bind(each.value, None)  # a list
+            elif isinstance(each, ast.Name):  # itself, or an item of it is assigned
                 seen.add(each)
-                values.setdefault(each.id, []).append(value)
+                is_bound = isinstance(each.ctx, ast.Store)
+                values.setdefault(each.id, []).append(value if is_bound else None)
 
     nodes = [node for statement in statements for node in ast.walk(statement)]
     for node in nodes:
