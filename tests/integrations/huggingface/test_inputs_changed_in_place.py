@@ -69,6 +69,19 @@ SUM = "r = x + self.mix(self.first(x))\nh = self.second(r)\n"
 CHANGED = {
     "x += self.mix(self.first(x))\nreturn self.second(x)": ("first", "x += self.mix(self.first(x))"),
     SUM + "r += self.mlp(h)\nreturn r": ("second", "r += self.mlp(h)"),
+    "both = 2 * x\n(r,) = [each for each in (both,)]\nh = self.second(r)\nboth.data.mul_(2)\nreturn h": (
+        "second",
+        "both.data.mul_(2)",
+    ),
+    "both = 2 * x\n(r,) = map(lambda each: each, [both])\nh = self.second(r)\nboth.data.mul_(2)\nreturn h": (
+        "second",
+        "both.data.mul_(2)",
+    ),
+    SUM + "r.detach().view(torch.int16).numpy().fill(1)\nreturn h": (
+        "second",
+        "r.detach().view(torch.int16).numpy().fill(1)",
+    ),
+    SUM + "r.untyped_storage().fill_(0)\nreturn h": ("second", "r.untyped_storage().fill_(0)"),
     SUM + "r.add_(self.mlp(h))\nreturn r": ("second", "r.add_(self.mlp(h))"),
     SUM + "return torch.relu_(r) + h": ("second", "torch.relu_(r)"),
     SUM + "return F.silu(r, inplace=True) + h": ("second", "F.silu(r, inplace=True)"),

@@ -55,11 +55,11 @@ _VIEWS = set(
     "adjoint alias as_strided as_subclass bfloat16 broadcast_to chunk conj contiguous cpu cuda data detach "
     "diagonal double dsplit expand expand_as flatten float half hsplit imag moveaxis movedim narrow numpy "
     "permute ravel real rearrange reshape reshape_as select split split_with_sizes squeeze swapaxes swapdims t "
-    "tensor_split to transpose type type_as unbind unflatten unfold unsafe_chunk unsafe_split unsqueeze view "
-    "view_as view_as_complex view_as_real vsplit".split()
+    "tensor_split to transpose type type_as unbind unflatten unfold unsafe_chunk unsafe_split unsqueeze "
+    "untyped_storage view view_as view_as_complex view_as_real vsplit".split()
 )
 # Functions that pass on their arguments.
-_CONTAINERS = ("enumerate", "iter", "list", "reversed", "tuple", "zip")
+_CONTAINERS = ("enumerate", "filter", "iter", "list", "map", "reversed", "sorted", "tuple", "zip")
 _ITEMS = ("children", "items", "named_children", "values")  # methods of containers of modules
 
 
@@ -190,7 +190,8 @@ class _Run(ast.NodeVisitor):
             if isinstance(called, _Of) and called.path:
                 self.read(called.path, every - {called}, node)
         name = _name(function)
-        if name.endswith("_") and not name.endswith("__") and name not in _NOT_CHANGES:
+        is_change = name.endswith("_") and not name.endswith("__") and name not in _NOT_CHANGES
+        if is_change or (name == "fill" and isinstance(function, ast.Attribute)):  # of an array of NumPy
             if isinstance(function, ast.Attribute):
                 self.change(self.held(function.value), node)
             self.change(_NONE.union(*values[:1]) if self.is_global(function) else _NONE, node)
@@ -224,6 +225,8 @@ class _Run(ast.NodeVisitor):
             parts = node.values
         elif isinstance(node, (ast.Tuple, ast.List, ast.Set)):
             parts = node.elts
+        elif isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp)):
+            parts = [node.elt]
         elif isinstance(node, ast.Call):
             parts = self.handed_on(node)
         return frozenset({(id(node), self.passes)}).union(*map(self.held, parts))
