@@ -34,9 +34,9 @@ class Changing:
 
     __matmul__ = __getitem__
 
-    def __bool__(self):
+    def __len__(self):
         held_by_changing[0].variance_epsilon = 1.0
-        return True
+        return 1
 
 
 held_by_changing = [None]
@@ -218,7 +218,7 @@ KNOWN = {
     "generator bound to what it iterates": source(
         "cos, sin = tables", before="tables = (x[:1] for x in tables)"
     ),
-    "dictionary": source("options = {'sin': sin, 'cos': cos}\nv = v * len(options)"),
+    "dictionary": source("options = {'sin': sin, 'cos': cos}\nv = v * len(cos)"),
     "annotated": source("w: torch.Tensor = v * 2\nv = w").replace(
         "q = self.first", "q: torch.Tensor = self.first"
     ),
@@ -306,6 +306,7 @@ OTHERS = {  # changes of something else: before the norms, and between
     "item of an object": ("raw = q", "w = changing[raw]"),
     "operator of an object": ("raw = q", "w = changing @ raw"),
     "operator of an object that a name holds": ("raw, held = q, changing", "w = held @ raw"),
+    "length of an object": ("held = helper(changing)", "w = len(held)"),
     "truth of an object": ("held = helper(changing)", "w = 1 if held else 2"),
     "property of an object": ("", "v = v * self.settings.step"),
     "property by another name": ("me = self", "w = me.T"),

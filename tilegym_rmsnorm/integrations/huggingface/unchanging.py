@@ -16,8 +16,8 @@ A norm that runs later than its statement computes the same where only such code
                   self.NAME, self.NAME.OTHER                 a number, a string, a tensor, or a list of such
                   self.NAME(...)                             a module that leaves its input as it is
 
-The last two are known of a module alone: `check_module`. Objects of methods, and iterables, must be values that were
-made in these ways, or arguments of the forward: others may run anything.
+The last two are known of a module alone: `check_module`. Operands, objects of methods, arguments of functions and
+iterables must be values that were made in these ways, or arguments of the forward: others may run anything.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Unchanging:
             return self._is_child(node)
         called = self._global(node.func)
         if _is_one_of(called, _FUNCTIONS):
-            return not _is_one_of(called, _ITERATING) or self._is_known(*node.args)
+            return self._is_known(*node.args, *(word.value for word in node.keywords))
         if called is not None or not isinstance(node.func, ast.Attribute):
             return False
         name, tensor = node.func.attr, node.func.value
