@@ -193,7 +193,7 @@ def _why_not_added(residual: Any, x: Any) -> str:
     if x.shape != residual.shape or x.device != residual.device:
         return "the two that it adds differ in shape or device"
     for each in (x, residual):
-        # Of an expanded tensor the other operand decides the order of the sum's dimensions.
+        # TensorIterator orders the sum's dimensions by the other operand where one is expanded.
         if not each.is_contiguous() and (0 in each.stride() or order_in_memory(each) is not None):
             return "the dimensions of one that it adds do not lie in memory in their order"
     return ""

@@ -68,7 +68,7 @@ def read_rotary(rotary: Any, given: list[Any], named: dict[str, Any]) -> Rotary:
     found = _Reader(type(None), lookups).read(_function_of(rotary), [_Q, _K, _COS, _SIN, *constants], options)
     if found[:2] == ("if", ("is not None", _K)):
         found = found[2]
-    # Of the helpers, each once: a call compares them all.
+    # Keep each helper once: a call compares them all.
     helpers = list({each[1]: each for each in lookups if isinstance(each[2], FunctionType)}.values())
     for partial, heads, wide in itertools.product((False, True), (1, 2, -2), (False, True)):
         expected = ("tuple", *(_rotated(x, partial, heads, wide) for x in (_Q, _K)))
