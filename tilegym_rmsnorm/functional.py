@@ -18,16 +18,10 @@ from torch.overrides import handle_torch_function
 import tilegym_rmsnorm.routes.op_gradients  # noqa: F401, which registers how the ops are differentiated
 from tilegym_rmsnorm import reference
 from tilegym_rmsnorm.call import arguments
+from tilegym_rmsnorm.call.options import checked_bool, checked_eps, refuse_torch_jit_script
 from tilegym_rmsnorm.call.spec import Casting, Wanted, shape_of_rstd
 from tilegym_rmsnorm.call.tensors import check_memory
-from tilegym_rmsnorm.call.validation import (
-    check_input,
-    check_normalized_shape,
-    checked_bool,
-    checked_dtype,
-    checked_eps,
-    refuse_torch_jit_script,
-)
+from tilegym_rmsnorm.call.validation import check_input, check_normalized_shape, checked_dtype
 from tilegym_rmsnorm.call.watched import has_torch_function, is_traced, untraced
 from tilegym_rmsnorm.routes import eager, kernels, known_calls, op, operations
 from tilegym_rmsnorm.routes.choose import KERNELS, OP, OPERATIONS, UNTRACED, route_of
@@ -138,7 +132,7 @@ def rms_norm(
     tensors = input, weight, bias, residual
     others = offset, residual_alpha, residual_dtype, out_dtype, casting
     if is_traced():
-        result = norm_in_graph(tensors, normalized_shape, eps, others, backend)
+        result = norm_in_graph(tensors, normalized_shape, eps, others, backend, True)
         if result is not None:
             return result
     else:

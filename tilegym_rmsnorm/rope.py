@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
+from tilegym_rmsnorm.call.options import refuse_torch_jit_script
 from tilegym_rmsnorm.call.rope import checked_rope
 from tilegym_rmsnorm.call.rope_spec import ROPE_OPTIONS, RopeOutputs, RopeRounding
 from tilegym_rmsnorm.call.spec import Casting
-from tilegym_rmsnorm.call.validation import refuse_torch_jit_script
 from tilegym_rmsnorm.call.watched import has_torch_function, is_traced, untraced
 from tilegym_rmsnorm.routes import known_calls, rope_op
 from tilegym_rmsnorm.routes.choose import OP, OPERATIONS, UNTRACED, route_of

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from tilegym_rmsnorm.call.validation import check_plain_function
+from tilegym_rmsnorm.call.options import check_plain_function
 from tilegym_rmsnorm.call.watched import is_traced
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -151,11 +151,6 @@ class use_backend(contextlib.ContextDecorator):  # in lower case, since callers 
             if self.backend in names:
                 del names[len(names) - 1 - names[::-1].index(self.backend)]
                 _context_backends.set(tuple(names))
-
-
-def traced_backend() -> str | None:
-    """Return the backend of the innermost `use_backend` block that Dynamo is tracing; None outside of such blocks."""
-    return traced_backends[-1] if traced_backends else None
 
 
 def check_backend_name(backend: str, with_auto: bool = True) -> None:

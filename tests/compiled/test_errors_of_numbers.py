@@ -14,6 +14,7 @@ import torch
 from helpers import DEVICE
 
 from tilegym_rmsnorm import (
+    RMSNorm,
     compute_rms_norm_rstd_torch,
     qk_norm_rope,
     rms_norm,
@@ -66,6 +67,23 @@ def test_dynamo_quotes_the_error(called, value):
 @pytest.mark.parametrize("called", [each for each in CALLS if each[1] != "rotary_dim"], ids=" ".join)
 def test_a_number_of_numpy_which_dynamo_takes_for_an_array(called):
     with pytest.raises(
-        torch._dynamo.exc.TorchDynamoException, match=f"{called[1]}: expected a finite number"
+        torch._dynamo.exc.TorchDynamoException, match=f"{called[1]}: expected a finite number.*pass Python's"
     ):
         torch.compile(lambda x: CALLS[called](x, numpy.float32(1e-6)), fullgraph=True, backend="eager")(X)
+
+
+def test_a_module_keeps_a_number_of_numpy_as_dynamo_takes_it():
+    norm = RMSNorm(8, eps=numpy.float32(1e-3), offset=numpy.float64(0.5), device=DEVICE)
+    y = torch.compile(norm, fullgraph=True, backend="eager")(X)
+    torch.testing.assert_close(y, RMSNorm(8, eps=1e-3, offset=0.5, device=DEVICE)(X))
+
+
+@pytest.mark.parametrize(
+    "called", [("rms_norm", "eps"), ("qk_norm_rope", "eps"), ("rstd", "eps")], ids=" ".join
+)
+def test_a_symbol_of_a_wrong_value_is_shown(called):
+    compiled = torch.compile(CALLS[called], fullgraph=True, backend="eager", dynamic=True)
+    compiled(X, 0.5)
+    errors = torch._dynamo.exc.TorchDynamoException, ValueError
+    with pytest.raises(errors, match="eps: expected a finite number, at least 0, or None, got -0.5"):
+        compiled(X, -0.5)

@@ -75,6 +75,7 @@ CALLS = {
     "RMSNorm, bias": of_module(bias=True, eps=1e-6),
     "RMSNorm, residual": of_module_with_residual(residual_alpha=0.5),
     "a patched norm": of_patched(LlamaLikeNorm(BF16)),
+    "a patched norm, a weight of another dtype": of_patched(LlamaLikeNorm(FP32)),
     "a patched nn.RMSNorm": of_patched(nn.RMSNorm(N, dtype=BF16)),
     "qk_norm_rope": lambda x: qk_norm_rope(x[None], R[None], W, None, TABLE[:3], TABLE[:3]),
     "qk_norm_rope, positions": lambda x: qk_norm_rope(

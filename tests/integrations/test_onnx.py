@@ -160,7 +160,9 @@ def test_positions_of_tables():
             return qk_norm_rope(q, k, None, None, cos, sin, position_ids=positions)
 
     q, k, _, _ = of_heads(BATCH, LENGTH)
-    tensors = q, k, torch.randn(9, N), torch.randn(9, N), torch.randint(-1, 10, (BATCH, LENGTH))
+    positions = torch.randint(9, (BATCH, LENGTH))
+    positions[0, :2] = torch.tensor((-1, 9))  # outside of the tables: NaN
+    tensors = q, k, torch.randn(9, N), torch.randn(9, N), positions
     results, expected = onnx_model(Model(), tensors)(*tensors), Model()(*tensors)
     assert expected[0].isnan().any() and not expected[0].isnan().all()
     for result, value in zip(results, expected, strict=True):

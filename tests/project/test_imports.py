@@ -18,8 +18,9 @@ CUTILE = f"{PACKAGE}.backends.cutile"
 # From below: a module may import those of its own line and of the lines above. The first line that a name begins with.
 LAYERS = (
     (f"{PACKAGE}.call.spec", f"{PACKAGE}.call.rope_spec", f"{PACKAGE}.call.watched"),
-    (f"{PACKAGE}.call.sizes", f"{PACKAGE}.call.tensors", f"{PACKAGE}.reference", f"{PACKAGE}.rope_reference"),
+    (f"{PACKAGE}.call.tensors", f"{PACKAGE}.reference", f"{PACKAGE}.rope_reference"),
     (f"{PACKAGE}.call.validation",),
+    (f"{PACKAGE}.call.options",),
     (f"{PACKAGE}.call", f"{PACKAGE}.measure", f"{PACKAGE}.settings"),
     (f"{PACKAGE}.backends.contract",),
     # knows the backends by the names of their modules, which it imports when they are first asked for

@@ -13,18 +13,17 @@ import torch
 from tilegym_rmsnorm.backends.contract import Request
 from tilegym_rmsnorm.backends.refusals import tensors_unusable
 from tilegym_rmsnorm.backends.registry import BackendUnavailableError, request_of, why_unusable
-from tilegym_rmsnorm.call.rope import ANY_POSITION_DTYPE, POSITION_DTYPES, checked_rope
-from tilegym_rmsnorm.call.rope_spec import RopeRounding
-from tilegym_rmsnorm.call.spec import Casting
-from tilegym_rmsnorm.call.validation import (
+from tilegym_rmsnorm.call.options import (
     check_casting,
-    check_residual,
     checked_bool,
-    checked_dtype,
     checked_heads,
     checked_int,
     checked_number,
 )
+from tilegym_rmsnorm.call.rope import ANY_POSITION_DTYPE, POSITION_DTYPES, checked_rope
+from tilegym_rmsnorm.call.rope_spec import RopeRounding
+from tilegym_rmsnorm.call.spec import Casting
+from tilegym_rmsnorm.call.validation import check_residual, checked_dtype
 
 Width = tuple[int, torch.dtype] | tuple[int, torch.dtype, torch.dtype | None]
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilegym_rmsnorm.call.options import check_casting, checked_eps, checked_number
 from tilegym_rmsnorm.call.spec import BackwardTensors, Call, Spec, Wanted
 from tilegym_rmsnorm.call.tensors import check_memory, made_plain
 from tilegym_rmsnorm.call.validation import (
-    check_casting,
     check_dtensors,
     check_input,
     check_like,
@@ -28,8 +28,6 @@ from tilegym_rmsnorm.call.validation import (
     check_saved,
     check_weight,
     checked_dtype,
-    checked_eps,
-    checked_number,
     last_dims,
 )
 from tilegym_rmsnorm.reference import compute_dtype, default_eps, promoted
@@ -86,18 +84,17 @@ def checked_forward(
     n, shape = check_normalized_shape(x, normalized_shape, may_be_empty=is_public)
     heads = check_weight(weight, bias, x, shape, name)
     check_casting(casting)
-    y_dtype = x.dtype
-    if is_public:
-        y_dtype, casting, x, weight, bias = under_autocast(x, weight, bias, residual, casting)
     alpha = checked_number("residual_alpha", residual_alpha)
     check_residual(x, residual, alpha, residual_dtype, name)
     if out_dtype is not None:
         checked_dtype("out_dtype", out_dtype, x.is_complex())
     eps, offset = checked_eps(eps), checked_number("offset", offset)
-    residual_dtype, out_dtype = filled_in(x, residual, residual_dtype, out_dtype, y_dtype)
-    eps = default_eps(residual_dtype or x.dtype) if eps is None else eps
+    tensors, (casting, residual_dtype, out_dtype) = filled_in(
+        x, weight, bias, residual, casting, residual_dtype, out_dtype, is_public
+    )
+    eps = default_eps(residual_dtype or tensors[0].dtype) if eps is None else eps
     spec = Spec(n, eps, offset, casting, alpha, out_dtype, residual_dtype, heads)
-    return Checked(names, (x, weight, bias, residual), shape, spec, are_plain)
+    return Checked(names, tensors, shape, spec, are_plain)
 
 
 def checked_backward(
@@ -143,33 +140,35 @@ def checked_saved(tensors: BackwardTensors, call: Call, wanted: Wanted) -> Check
     return Checked(_BACKWARD, tensors, shape, call.spec, are_plain)
 
 
-def under_autocast(
-    x: Tensor, weight: Any, bias: Any, residual: Any, casting: str
-) -> tuple[torch.dtype, str, Tensor, Any, Any]:
-    """Return the dtype of y, casting, x, weight and bias, as autocast has them for F.rms_norm."""
-    if not (x.is_cuda and HAS_AUTOCAST and torch.is_autocast_enabled("cuda")):
-        return x.dtype, casting, x, weight, bias
-    y_dtype = _autocast_dtype(x.dtype)
-    if residual is None:
-        return y_dtype, casting, *map(_autocast, (x, weight, bias))
-    # Autocast leaves the sum, but its norm is as of float32: casting="llama" would have nothing to round.
-    return y_dtype, "once", x, weight, bias
-
-
 def filled_in(
     x: Tensor,
-    residual: Tensor | None,
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    casting: str,
     residual_dtype: torch.dtype | None,
     out_dtype: torch.dtype | None,
-    y_dtype: torch.dtype,
-) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """Return residual_dtype and out_dtype for those that the caller gave or left out."""
+    is_public: bool,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the tensors, and casting, residual_dtype and out_dtype with what the caller left out. is_public: as
+    autocast has them for F.rms_norm."""
+    y_dtype = x.dtype
+    if is_public and x.is_cuda and torch.is_autocast_enabled("cuda") and HAS_AUTOCAST:
+        y_dtype = _autocast_dtype(y_dtype)
+        if residual is None:
+            x, weight, bias = _autocast(x), _autocast(weight), _autocast(bias)
+        else:  # autocast leaves the sum, but its norm is as of float32: casting="llama" would have nothing to round
+            casting = "once"
     if residual is None:
-        return residual_dtype, None if out_dtype is y_dtype else out_dtype
-    if residual_dtype is None:
-        is_one = x.dtype == residual.dtype  # asked here, since `promoted` would be one more guard of Dynamo
-        residual_dtype = x.dtype if is_one else promoted(x.dtype, residual.dtype)
-    return residual_dtype, out_dtype or y_dtype
+        out_dtype = None if out_dtype is y_dtype else out_dtype
+    else:
+        out_dtype = out_dtype or y_dtype
+        if residual_dtype is None:
+            is_one = (
+                x.dtype == residual.dtype
+            )  # asked here, since `promoted` would be one more guard of Dynamo
+            residual_dtype = x.dtype if is_one else promoted(x.dtype, residual.dtype)
+    return (x, weight, bias, residual), (casting, residual_dtype, out_dtype)
 
 
 def _autocast_dtype(dtype: torch.dtype) -> torch.dtype:

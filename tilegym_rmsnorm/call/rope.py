@@ -9,12 +9,20 @@ have passed.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.call.arguments import Checked
+from tilegym_rmsnorm.call.options import (
+    check_casting,
+    check_one_of,
+    checked_bool,
+    checked_eps,
+    checked_int,
+    checked_number,
+)
 from tilegym_rmsnorm.call.rope_hints import (
     hints_for_columns,
     hints_for_k,
@@ -24,20 +32,16 @@ from tilegym_rmsnorm.call.rope_hints import (
     joined,
 )
 from tilegym_rmsnorm.call.rope_spec import RopeRounding, RopeSpec
-from tilegym_rmsnorm.call.sizes import are_equal, spans
 from tilegym_rmsnorm.call.tensors import is_dtensor, made_plain
 from tilegym_rmsnorm.call.validation import (
-    check_casting,
+    are_equal,
     check_dtensors,
     check_input,
     check_like,
-    check_one_of,
     check_vector,
-    checked_bool,
-    checked_eps,
-    checked_int,
-    checked_number,
+    fail,
     size_outside_of_trace,
+    spans,
 )
 from tilegym_rmsnorm.call.watched import get_trace, outside_of_trace
 from tilegym_rmsnorm.reference import default_eps
@@ -88,25 +92,25 @@ def _checked_spec(
         _check_heads("k", k)
         if k.ndim != q.ndim or not are_equal((*k.shape[:-2], k.shape[-1]), (*q.shape[:-2], n)):
             expected = f"shape {_shape_of_k(q)}, as q of shape {tuple(q.shape)}"
-            _fail(ValueError, "k", expected, f"{tuple(k.shape)}{joined(hints_for_k(q, k))}")
+            fail(ValueError, "k", expected, f"{tuple(k.shape)}{joined(hints_for_k(q, k))}")
         if k.dtype != q.dtype:
-            _fail(TypeError, "k", f"the dtype of q, {q.dtype}", k.dtype)
+            fail(TypeError, "k", f"the dtype of q, {q.dtype}", k.dtype)
         if k.device != q.device:
-            _fail(ValueError, "k", f"the device of q, {q.device}", k.device)
+            fail(ValueError, "k", f"the device of q, {q.device}", k.device)
     _check_weight(names[2], q_weight, q, names[0])
     _check_weight(names[3], k_weight, k, "k")
     if rotary_dim is None:
         if n % 2 != 0:
-            _fail(ValueError, "rotary_dim", f"an even number of elements, since D, {n}, is odd", None)
+            fail(ValueError, "rotary_dim", f"an even number of elements, since D, {n}, is odd", None)
         rotary_dim = n
     rotary_dim = checked_int("rotary_dim", rotary_dim, 2, ", or None")
     if rotary_dim % 2 != 0 or rotary_dim > n:
-        _fail(ValueError, "rotary_dim", f"an even number up to D, {n}", rotary_dim)
+        fail(ValueError, "rotary_dim", f"an even number up to D, {n}", rotary_dim)
     check_tables(cos, sin, position_ids, q, rotary_dim, names[0])
     check_casting(casting)
     check_one_of("rope_rounding", rope_rounding, ROUNDINGS)
     if isinstance(eps, Tensor) and eps.ndim:  # `checked_eps` would speak of a residual
-        _fail(
+        fail(
             TypeError, "eps", "a finite number, at least 0, or None", f"a tensor of shape {tuple(eps.shape)}"
         )
     return RopeSpec(
@@ -129,7 +133,7 @@ def checked_rope_backward(dq_out: Tensor, dk_out: Any, *tensors: Any, **options:
     if k is not None:
         check_like("dk_out", dk_out, k, "k")
     elif dk_out is not None:
-        _fail(ValueError, "dk_out", "None without k", f"a {type(dk_out).__name__}")
+        fail(ValueError, "dk_out", "None without k", f"a {type(dk_out).__name__}")
     given = (dq_out, dk_out, *given)
     return Checked(names_of(given), given, shape, spec, are_plain and are_others_plain)
 
@@ -153,7 +157,7 @@ def _check_heads(name: str, x: Tensor) -> None:
     check_input(name, x)
     if x.ndim not in (3, 4) or x.shape[-1] == 0:
         hint = ": view it as (T, H, D)" if x.ndim == 2 else ""
-        _fail(ValueError, name, "shape (B, T, H, D) or (T, H, D), D at least 1", f"{tuple(x.shape)}{hint}")
+        fail(ValueError, name, "shape (B, T, H, D) or (T, H, D), D at least 1", f"{tuple(x.shape)}{hint}")
 
 
 def _shape_of_k(q: Tensor) -> str:
@@ -165,13 +169,13 @@ def _check_weight(name: str, weight: Tensor | None, x: Tensor | None, x_name: st
     if weight is None:
         return
     if x is None:
-        _fail(ValueError, name, "None without k", f"a {type(weight).__name__}")
+        fail(ValueError, name, "None without k", f"a {type(weight).__name__}")
     shape = x.shape[-2:] if isinstance(weight, Tensor) and weight.ndim == 2 else x.shape[-1:]
     if isinstance(weight, Tensor) and not are_equal(weight.shape, shape):
         h, n = x.shape[-2:]
         hints = hints_to_split(x, x_name) if weight.ndim == 1 and 0 < weight.shape[0] < n else []
         expected = f"shape ({n},), or ({h}, {n}) of the heads of {x_name}"
-        _fail(ValueError, name, expected, f"{tuple(weight.shape)}{joined(hints)}")
+        fail(ValueError, name, expected, f"{tuple(weight.shape)}{joined(hints)}")
     check_vector(name, weight, x, shape, x_name)
 
 
@@ -181,35 +185,35 @@ def check_tables(
     (length, batch), half = (q.shape[-3], q.shape[0] if q.ndim == 4 else 1), rotary_dim // 2
     for name, table in (("cos", cos), ("sin", sin)):
         if not isinstance(table, Tensor):
-            _fail(TypeError, name, "a torch.Tensor", type(table).__name__)
+            fail(TypeError, name, "a torch.Tensor", type(table).__name__)
         if table.dtype != q.dtype and table.dtype != torch.float32:
             expected = "torch.float32"
             if q.dtype != torch.float32:
                 expected += f" or the dtype of {q_name}, {q.dtype}"
             # not of complex tables, of which it would be cos twice
             hint = f": pass {name}.float()" if table.dtype.is_floating_point else ""
-            _fail(TypeError, name, expected, f"{table.dtype}{hint}")
+            fail(TypeError, name, expected, f"{table.dtype}{hint}")
         if table.layout is not torch.strided:
-            _fail(TypeError, name, f"layout {torch.strided}", table.layout)
+            fail(TypeError, name, f"layout {torch.strided}", table.layout)
         if table.device != q.device:
-            _fail(ValueError, name, f"the device of {q_name}, {q.device}", table.device)
+            fail(ValueError, name, f"the device of {q_name}, {q.device}", table.device)
         if table.requires_grad and torch.is_grad_enabled():
-            _fail(ValueError, name, "a table without a gradient: detach() it", "one that requires grad")
+            fail(ValueError, name, "a table without a gradient: detach() it", "one that requires grad")
         if table.ndim == 0 or table.shape[-1] not in (rotary_dim, half):
             expected = (
                 f"{rotary_dim} columns, one for each rotated element, or {half}, one for each pair of them"
             )
             hints = hints_for_columns(table, half, q, q_name)
-            _fail(ValueError, name, expected, f"shape {tuple(table.shape)}{joined(hints)}")
+            fail(ValueError, name, expected, f"shape {tuple(table.shape)}{joined(hints)}")
     if not are_equal(sin.shape, cos.shape) or sin.dtype != cos.dtype:
         expected = f"shape and dtype of cos, {tuple(cos.shape)}, {cos.dtype}"
-        _fail(ValueError, "sin", expected, f"{tuple(sin.shape)}, {sin.dtype}")
+        fail(ValueError, "sin", expected, f"{tuple(sin.shape)}, {sin.dtype}")
     if position_ids is not None:
         _check_positions(position_ids, q, length, batch, q_name)
         if cos.ndim != 2 or cos.shape[0] == 0:
             expected = "two dimensions, (positions, columns), and a position at least, with position_ids"
             hints = hints_for_table(cos, q, q_name)
-            _fail(ValueError, "cos", expected, f"{tuple(cos.shape)}{joined(hints)}")
+            fail(ValueError, "cos", expected, f"{tuple(cos.shape)}{joined(hints)}")
     # The number of dimensions first: or else an exported graph would hold that B is not T.
     elif not 2 <= cos.ndim <= 3 or not _is_for(cos.shape[:-1], length, batch):
         columns = cos.shape[-1]
@@ -218,7 +222,7 @@ def check_tables(
             f"{tuple(q.shape)} has {length} position{'s' * (length != 1)}"
         )
         hints = hints_for_rows(cos, q, length, batch, q_name)
-        _fail(ValueError, "cos", expected, f"{tuple(cos.shape)}{joined(hints)}")
+        fail(ValueError, "cos", expected, f"{tuple(cos.shape)}{joined(hints)}")
 
 
 def _is_for(shape: torch.Size, length: int, batch: int) -> bool:
@@ -233,21 +237,17 @@ def _any_shape(*shapes: tuple[int, ...]) -> str:
 
 def _check_positions(position_ids: Tensor, q: Tensor, length: int, batch: int, q_name: str) -> None:
     if not isinstance(position_ids, Tensor):
-        _fail(TypeError, "position_ids", "a torch.Tensor or None", type(position_ids).__name__)
+        fail(TypeError, "position_ids", "a torch.Tensor or None", type(position_ids).__name__)
     if position_ids.dtype not in POSITION_DTYPES:
         is_integer = not (position_ids.dtype.is_floating_point or position_ids.dtype.is_complex)
         hint = ": pass position_ids.long()" * (is_integer and position_ids.dtype is not torch.bool)
-        _fail(TypeError, "position_ids", ANY_POSITION_DTYPE, f"{position_ids.dtype}{hint}")
+        fail(TypeError, "position_ids", ANY_POSITION_DTYPE, f"{position_ids.dtype}{hint}")
     if position_ids.layout is not torch.strided:
-        _fail(TypeError, "position_ids", f"layout {torch.strided}", position_ids.layout)
+        fail(TypeError, "position_ids", f"layout {torch.strided}", position_ids.layout)
     if not 1 <= position_ids.ndim <= 2 or not _is_for(position_ids.shape, length, batch):
         expected = (
             f"{_any_shape((length,), (1, length), (batch, length))}, as {q_name} of shape {tuple(q.shape)}"
         )
-        _fail(ValueError, "position_ids", expected, tuple(position_ids.shape))
+        fail(ValueError, "position_ids", expected, tuple(position_ids.shape))
     if position_ids.device != q.device:
-        _fail(ValueError, "position_ids", f"the device of {q_name}, {q.device}", position_ids.device)
-
-
-def _fail(error: type[Exception], name: str, expected: str, got: object) -> NoReturn:
-    raise error(f"{name}: expected {expected}, got {got}")
+        fail(ValueError, "position_ids", f"the device of {q_name}, {q.device}", position_ids.device)

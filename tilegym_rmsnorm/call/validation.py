@@ -1,41 +1,37 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Check single arguments, before anything is allocated or launched. arguments.py calls these checks for a whole call.
+"""Check single tensors, their shapes and dtypes, before anything is allocated or launched. options.py checks numbers,
+names and flags; arguments.py calls both for a whole call.
 
 Shapes and values that do not fit raise ValueError, dtypes and types TypeError. The text names the argument, the
 expected and the given value. A check that passes costs a few comparisons; text is built on failure only.
 
 While torch.jit.trace records, sizes are tensors, and each comparison would warn that the trace may be wrong. So shapes
-are compared outside of the trace, which does not need the comparisons.
+are compared outside of the trace, which does not need the comparisons. Sizes that are known only when a graph runs, as
+those of `x[mask]`, are compared by the graph, as PyTorch's add does.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import operator
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from numbers import Real
-from typing import Any, NoReturn, get_args
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_unary
 
-from tilegym_rmsnorm.call.sizes import are_equal, is_known
-from tilegym_rmsnorm.call.spec import Call, Casting, shape_of_rstd
+from tilegym_rmsnorm.call.spec import Call, shape_of_rstd
 from tilegym_rmsnorm.call.tensors import check_memory, is_dtensor
-from tilegym_rmsnorm.call.watched import get_trace, is_symbol, is_traced, outside_of_trace
+from tilegym_rmsnorm.call.watched import get_trace, is_traced, outside_of_trace
 from tilegym_rmsnorm.reference import compute_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)
-CASTINGS = get_args(Casting)
 _ALL_DTYPES = DTYPES + COMPLEX_DTYPES
-_INF, _MOST = math.inf, sys.float_info.max
 _STRIDED = torch.strided
 # Others may have a repr that Dynamo cannot trace, as NumPy's numbers.
 _SHOWN_BY_DYNAMO = (int, float, complex, str, bytes, tuple, list, dict, type(None), torch.dtype)
@@ -44,7 +40,7 @@ _SHOWN_BY_DYNAMO = (int, float, complex, str, bytes, tuple, list, dict, type(Non
 def check_tensor(name: str, x: Tensor) -> None:
     """Check that x is a tensor, or a proxy with `__torch_function__` as in torch.fx, before its attributes are read."""
     if not isinstance(x, Tensor) and not has_torch_function_unary(x):
-        _fail(TypeError, name, "a torch.Tensor", type(x).__name__)
+        fail(TypeError, name, "a torch.Tensor", type(x).__name__)
 
 
 def check_dtensors(names: Sequence[str], tensors: Sequence[Any]) -> None:
@@ -57,7 +53,7 @@ def check_dtensors(names: Sequence[str], tensors: Sequence[Any]) -> None:
             isinstance(tensor, Tensor) and not is_dtensor(tensor) and tensor.numel() != 1
         ):  # one element is replicated
             got = f"a plain tensor of shape {tuple(tensor.shape)}"
-            _fail(TypeError, name, f"a DTensor as {names[placed]} is", got)
+            fail(TypeError, name, f"a DTensor as {names[placed]} is", got)
 
 
 def _takes_plain_beside(tensor: Tensor) -> bool:
@@ -71,17 +67,17 @@ def check_input(name: str, x: Tensor, is_any_kind: bool = False) -> None:
     a nested one of layout torch.jagged, which only F.rms_norm can take."""
     dtypes = _ALL_DTYPES if is_any_kind else DTYPES
     if not isinstance(x, Tensor):
-        _fail(TypeError, name, "a torch.Tensor", type(x).__name__)
+        fail(TypeError, name, "a torch.Tensor", type(x).__name__)
     if x.is_nested and not (is_any_kind and x.layout is torch.jagged):
         or_jagged = ", or one of layout torch.jagged" if is_any_kind else ""
-        _fail(TypeError, name, f"no nested tensor{or_jagged}, but its values()", f"layout {x.layout}")
+        fail(TypeError, name, f"no nested tensor{or_jagged}, but its values()", f"layout {x.layout}")
     if x.dtype not in dtypes:
         hint = ": tokens in place of embeddings?" if x.dtype in (torch.int32, torch.int64) else ""
-        _fail(TypeError, name, f"a dtype of {_names(dtypes)}", f"{x.dtype}{hint}")
+        fail(TypeError, name, f"a dtype of {_names(dtypes)}", f"{x.dtype}{hint}")
     if x.ndim == 0:
-        _fail(ValueError, name, "at least one dimension", "a tensor of shape ()")
+        fail(ValueError, name, "at least one dimension", "a tensor of shape ()")
     if x.layout is not _STRIDED and not x.is_nested:
-        _fail(TypeError, name, f"layout {_STRIDED}", x.layout)
+        fail(TypeError, name, f"layout {_STRIDED}", x.layout)
 
 
 def last_dims(x: Tensor, dims: int) -> torch.Size:
@@ -104,11 +100,11 @@ def check_normalized_shape(
         normalized_shape = (normalized_shape,)
     elif not isinstance(normalized_shape, (tuple, list)):
         if isinstance(normalized_shape, Tensor) and normalized_shape.dtype in _ALL_DTYPES:
-            _fail(
+            fail(
                 TypeError,
                 "normalized_shape",
                 "an int or a sequence of ints",
-                f"{_shown(normalized_shape)}; rms_norm takes input, normalized_shape, weight, eps in this order",
+                f"{shown(normalized_shape)}; rms_norm takes input, normalized_shape, weight, eps in this order",
             )
         normalized_shape = checked_sizes(normalized_shape)
     for size in normalized_shape:
@@ -118,16 +114,16 @@ def check_normalized_shape(
     dims = len(normalized_shape)
     shape = x.shape[-dims:]
     if dims == 0:
-        _fail(ValueError, "normalized_shape", "at least one dimension", "()")
+        fail(ValueError, "normalized_shape", "at least one dimension", "()")
     if not are_equal(shape, normalized_shape):
         if any(size < 0 for size in normalized_shape):
-            _fail(ValueError, "normalized_shape", "sizes of at least 1", tuple(normalized_shape))
+            fail(ValueError, "normalized_shape", "sizes of at least 1", tuple(normalized_shape))
         # Name input: in a model its shape is wrong more often than normalized_shape.
         sizes = ", ".join(map(str, normalized_shape))
-        _fail(ValueError, "input", f"shape (*, {sizes}), as normalized_shape says", tuple(x.shape))
+        fail(ValueError, "input", f"shape (*, {sizes}), as normalized_shape says", tuple(x.shape))
     n = shape[0] if dims == 1 else math.prod(shape)
     if not may_be_empty and is_known(n, 0):
-        _fail(ValueError, "normalized_shape", "at least one element per row", tuple(normalized_shape))
+        fail(ValueError, "normalized_shape", "at least one element per row", tuple(normalized_shape))
     return n, shape
 
 
@@ -146,7 +142,7 @@ def check_weight(
             if heads_of_x:
                 per_head, count = (heads_of_x, *shape), f"{heads_of_x} head{'s' if heads_of_x > 1 else ''}"
                 of_heads = f", or {per_head}, since {x_name} of shape {tuple(x.shape)} has {count}"
-            _fail(ValueError, "weight", f"shape {tuple(shape)}{of_heads}", tuple(weight.shape))
+            fail(ValueError, "weight", f"shape {tuple(shape)}{of_heads}", tuple(weight.shape))
         is_one = is_known(heads_of_x, 0) or is_known(heads_of_x, 1)
         shape, heads = weight.shape, 0 if is_one else heads_of_x
     check_vector("weight", weight, x, shape, x_name)
@@ -159,34 +155,34 @@ def check_vector(name: str, vector: Tensor | None, x: Tensor, shape: torch.Size,
     if vector is None:
         return
     if not isinstance(vector, Tensor):
-        _fail(TypeError, name, "a torch.Tensor or None", type(vector).__name__)
+        fail(TypeError, name, "a torch.Tensor or None", type(vector).__name__)
     if not are_equal(vector.shape, shape):
-        _fail(ValueError, name, f"shape {tuple(shape)}", tuple(vector.shape))
+        fail(ValueError, name, f"shape {tuple(shape)}", tuple(vector.shape))
     if vector.dtype not in DTYPES:
         dtypes = _ALL_DTYPES if x.is_complex() else DTYPES
         if vector.dtype not in dtypes:
-            _fail(TypeError, name, f"a dtype of {_names(dtypes)}", vector.dtype)
+            fail(TypeError, name, f"a dtype of {_names(dtypes)}", vector.dtype)
     if vector.device != x.device:
-        _fail(ValueError, name, f"the device of {x_name}, {x.device}", vector.device)
+        fail(ValueError, name, f"the device of {x_name}, {x.device}", vector.device)
     if vector.layout is not _STRIDED:
-        _fail(TypeError, name, f"layout {_STRIDED}", vector.layout)
+        fail(TypeError, name, f"layout {_STRIDED}", vector.layout)
 
 
 def check_like(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> None:
     """Check that residual, dy or d_residual_out has x's shape, device and a floating dtype; complex for complex x."""
     if not isinstance(tensor, Tensor):
-        _fail(TypeError, name, "a torch.Tensor", type(tensor).__name__)
+        fail(TypeError, name, "a torch.Tensor", type(tensor).__name__)
     if get_trace() is not None:
         return outside_of_trace(check_like, name, tensor, x, x_name)
     if not are_equal(tensor.shape, x.shape):
-        _fail(ValueError, name, f"the shape of {x_name}, {tuple(x.shape)}", tuple(tensor.shape))
+        fail(ValueError, name, f"the shape of {x_name}, {tuple(x.shape)}", tuple(tensor.shape))
     dtypes = COMPLEX_DTYPES if x.is_complex() else DTYPES
     if tensor.dtype not in dtypes:
-        _fail(TypeError, name, f"a dtype of {_names(dtypes)}", tensor.dtype)
+        fail(TypeError, name, f"a dtype of {_names(dtypes)}", tensor.dtype)
     if tensor.device != x.device:
-        _fail(ValueError, name, f"the device of {x_name}, {x.device}", tensor.device)
+        fail(ValueError, name, f"the device of {x_name}, {x.device}", tensor.device)
     if tensor.layout is not x.layout:
-        _fail(TypeError, name, f"layout {x.layout}", tensor.layout)
+        fail(TypeError, name, f"layout {x.layout}", tensor.layout)
 
 
 def check_residual(
@@ -198,62 +194,41 @@ def check_residual(
         check_like("residual", residual, x, x_name)
         checked_dtype("residual_dtype", dtype, x.is_complex())
     elif alpha != 1.0:
-        _fail(ValueError, "residual_alpha", "1.0 without a residual", alpha)
+        fail(ValueError, "residual_alpha", "1.0 without a residual", alpha)
     elif dtype is not None:
-        _fail(ValueError, "residual_dtype", "None without a residual", dtype)
+        fail(ValueError, "residual_dtype", "None without a residual", dtype)
 
 
 def checked_dtype(name: str, dtype: torch.dtype | None, is_complex: bool = False) -> torch.dtype | None:
     """Check and return a floating dtype, or None; complex for complex x."""
     dtypes = COMPLEX_DTYPES if is_complex else DTYPES
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in dtypes):
-        _fail(TypeError, name, f"None or a dtype of {_names(dtypes)}", _shown(dtype))
+        fail(TypeError, name, f"None or a dtype of {_names(dtypes)}", shown(dtype))
     return dtype
 
 
 def check_dtype_of_parameters(dtype: torch.dtype | None) -> None:
     """Check that dtype is None, or a dtype that weight may have."""
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in _ALL_DTYPES):
-        _fail(TypeError, "dtype", f"None or a dtype of {_names(_ALL_DTYPES)}", _shown(dtype))
-
-
-def checked_bool(name: str, value: bool) -> bool:
-    """Check and return a bool: a text such as "no", or a tensor, would count as True."""
-    if not isinstance(value, bool):
-        _fail(TypeError, name, "a bool", _shown(value))
-    return value
-
-
-def checked_heads(heads: int | None, name: str = "heads") -> int | None:
-    """Check and return a number of heads, at least 1, or None."""
-    return None if heads is None else checked_int(name, heads, 1, ", or None")
-
-
-def checked_int(name: str, value: int, lowest: int, or_else: str = "") -> int:
-    """Return `value` as an int that is at least `lowest`. or_else: other accepted values, for the error text."""
-    if isinstance(value, (bool, Tensor)) or not hasattr(type(value), "__index__"):
-        _fail(TypeError, name, f"an int{or_else.replace(',', '')}", _shown(value))
-    if (value := operator.index(value)) < lowest:
-        _fail(ValueError, name, f"at least {lowest}{or_else}", value)
-    return value
+        fail(TypeError, "dtype", f"None or a dtype of {_names(_ALL_DTYPES)}", shown(dtype))
 
 
 def check_rstd(rstd: Tensor, x: Tensor, n: int, dims: int | None) -> None:
     """Check that rstd has x's device, the precision in which x is computed, and shape (M,), or where dims is given the
     shape of the library ops."""
     if not isinstance(rstd, Tensor):
-        _fail(TypeError, "rstd", "a torch.Tensor", type(rstd).__name__)
+        fail(TypeError, "rstd", "a torch.Tensor", type(rstd).__name__)
     if get_trace() is not None:
         return outside_of_trace(check_rstd, rstd, x, n, dims)
     shape = (x.numel() // n,) if dims is None else shape_of_rstd(x, dims)
     if not are_equal(rstd.shape, shape):
-        _fail(ValueError, "rstd", f"shape {shape}, one element per row of x", tuple(rstd.shape))
+        fail(ValueError, "rstd", f"shape {shape}, one element per row of x", tuple(rstd.shape))
     if rstd.dtype != compute_dtype(x.dtype):
-        _fail(TypeError, "rstd", f"{compute_dtype(x.dtype)} for {x.dtype} x", rstd.dtype)
+        fail(TypeError, "rstd", f"{compute_dtype(x.dtype)} for {x.dtype} x", rstd.dtype)
     if rstd.device != x.device:
-        _fail(ValueError, "rstd", f"the device of x, {x.device}", rstd.device)
+        fail(ValueError, "rstd", f"the device of x, {x.device}", rstd.device)
     if rstd.layout is not _STRIDED:
-        _fail(TypeError, "rstd", f"layout {_STRIDED}", rstd.layout)
+        fail(TypeError, "rstd", f"layout {_STRIDED}", rstd.layout)
 
 
 def check_saved(
@@ -269,81 +244,25 @@ def check_saved(
     n, heads = call.spec.n, call.spec.heads
     for name, gradient in (("dy", dy), ("d_residual_out", d_residual_out)):
         if gradient is not None and gradient.layout is not _STRIDED:
-            _fail(TypeError, name, f"layout {_STRIDED}", gradient.layout)
+            fail(TypeError, name, f"layout {_STRIDED}", gradient.layout)
     name = "x, as unpacked for the backward"
     check_like(name, x, dy, "dy")
     if x.dtype != call.dtype:
-        _fail(TypeError, name, f"the dtype of the forward's, {call.dtype}", x.dtype)
+        fail(TypeError, name, f"the dtype of the forward's, {call.dtype}", x.dtype)
     if d_residual_out is not None:
         check_like("d_residual_out", d_residual_out, x)
     check_memory(x=x, weight=weight, rstd=rstd, dy=dy, d_residual_out=d_residual_out)
     if weight is not None:
         name = "weight, as unpacked for the backward"
         if weight.numel() != n * max(1, heads) and not (weight.numel() == 0 == x.numel()):  # H = 0
-            _fail(ValueError, name, f"{n * max(1, heads)} elements", tuple(weight.shape))
+            fail(ValueError, name, f"{n * max(1, heads)} elements", tuple(weight.shape))
         check_vector(name, weight, x, weight.shape)
     m = x.numel() // n
     found = rstd.shape, rstd.dtype, rstd.device, rstd.layout
     if found != ((m,), compute_dtype(x.dtype), x.device, _STRIDED):
         expected = f"shape ({m},), {compute_dtype(x.dtype)}, on {x.device}, {_STRIDED}"
         got = f"{tuple(rstd.shape)}, {rstd.dtype}, on {rstd.device}, {rstd.layout}"
-        _fail(ValueError, "rstd, as unpacked for the backward", expected, got)
-
-
-def checked_eps(eps: float | None) -> float | None:
-    """Check and return eps as a float, or None. A torch.SymFloat without a known value is not checked."""
-    if eps is None or (not isinstance(eps, Tensor) and is_symbol(eps)):
-        return eps
-    expected = "a finite number, at least 0, or None"
-    if isinstance(eps, Tensor) and eps.ndim:  # other libraries take the residual in this position
-        _fail(TypeError, "eps", expected, f"{_shown(eps)}; a residual is given by name: residual=")
-    return checked_number("eps", eps, 0.0, expected)
-
-
-def checked_number(
-    name: str, value: float, lowest: float = -_INF, expected: str = "a finite number"
-) -> float:
-    """Return `value` as a finite float that is at least `lowest`."""
-    if type(value) is not float:
-        if not isinstance(value, Real) or isinstance(value, bool):
-            _fail(TypeError, name, expected, _shown(value))
-        if not -_MOST <= value <= _MOST and value == value and abs(value) != _INF:
-            _fail(ValueError, name, expected, "a number beyond the range of floats")
-        value = float(value)
-    if not (lowest <= value < _INF) or value == -_INF:
-        _fail(ValueError, name, expected, value)
-    return value
-
-
-def check_casting(casting: str) -> None:
-    """Check that casting is one of CASTINGS."""
-    check_one_of("casting", casting, CASTINGS)
-
-
-def check_one_of(name: str, value: Any, known: Iterable[str | None]) -> None:
-    """Check that value is one of the known names."""
-    if not isinstance(value, (str, type(None))) or value not in known:
-        _fail(ValueError, name, f"one of {', '.join(map(repr, known))}", _shown(value))
-
-
-def check_plain_function(decorator: str, function: Callable[..., Any]) -> None:
-    """Raise TypeError for a coroutine or generator: a `with` block around its call ends before its body begins."""
-    is_plain_function = not (
-        inspect.iscoroutinefunction(function)
-        or inspect.isgeneratorfunction(function)
-        or inspect.isasyncgenfunction(function)
-    )
-    if not is_plain_function:
-        raise TypeError(
-            f"{decorator}: expected a plain function, got {function!r}. Put a `with` block into its body"
-        )
-
-
-def refuse_torch_jit_script(*_: Any) -> NoReturn:
-    """Refuse torch.jit.script, which calls `__prepare_scriptable__` of each module and function that it compiles."""
-    raise RuntimeError(
-        "torch.jit.script does not take norms of tilegym_rmsnorm: use torch.export.export, which keeps the kernels"
-    )
+        fail(ValueError, "rstd, as unpacked for the backward", expected, got)
 
 
 def _check_traced_shape(
@@ -369,7 +288,7 @@ def checked_sizes(given: Any, name: str = "normalized_shape") -> tuple[int, ...]
     if all(hasattr(size, "__index__") and not isinstance(size, (bool, Tensor)) for size in sizes):
         with contextlib.suppress(TypeError):
             return tuple(operator.index(size) for size in sizes)
-    return _fail(TypeError, name, "an int or a sequence of ints", _shown(given))
+    return fail(TypeError, name, "an int or a sequence of ints", shown(given))
 
 
 def checked_sizes_of_weight(given: Any, name: str = "normalized_shape") -> tuple[int, ...]:
@@ -378,18 +297,58 @@ def checked_sizes_of_weight(given: Any, name: str = "normalized_shape") -> tuple
         given = tuple(given)
     sizes = checked_sizes(given, name)
     if not sizes:
-        _fail(ValueError, name, "at least one dimension", "()")
+        fail(ValueError, name, "at least one dimension", "()")
     if min(sizes) < 0:
-        _fail(ValueError, name, "sizes of at least 1", sizes)
+        fail(ValueError, name, "sizes of at least 1", sizes)
     return sizes
 
 
-def _shown(value: object) -> str:
+def are_equal(sizes: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether two shapes are equal; for sizes that are known only when a graph runs, `torch._check` compares then."""
+    if not is_traced():
+        with contextlib.suppress(RuntimeError):  # GuardOnDataDependentSymNode, of such sizes
+            return tuple(sizes) == tuple(others)
+    return are_equal_in_graph(sizes, others)
+
+
+def spans(size: int, whole: int) -> bool:
+    """Whether a dimension is 1, so that it is expanded, or has all of the elements. Compared as by `are_equal`."""
+    return is_known(size, 1) or are_equal((size,), (whole,))
+
+
+def is_known(size: int, value: int) -> bool:
+    """Whether a size is this value. False for one that is known only when a graph runs."""
+    if not is_traced():
+        with contextlib.suppress(RuntimeError):
+            return bool(size == value)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(size == value)
+
+
+def are_equal_in_graph(sizes: Sequence[int], others: Sequence[int]) -> bool:
+    """`are_equal` of sizes that may be symbols."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+
+    if len(sizes) != len(others):
+        return False
+    for i in range(len(sizes)):
+        is_equal = sizes[i] == others[i]
+        if not guard_or_false(is_equal):
+            if not guard_or_true(is_equal):
+                return False
+            torch._check(is_equal)
+    return True
+
+
+def shown(value: object) -> str:
     """Show a given value in a message. The values of tensors are not read: reading may wait for a device."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if is_traced() and not isinstance(value, _SHOWN_BY_DYNAMO):
-        return f"an object of type {type(value).__name__}"
+        kind = type(value).__name__
+        hint = ": Dynamo takes numbers of NumPy for arrays, so pass Python's" if kind == "ndarray" else ""
+        return f"an object of type {kind}{hint}"
     is_shown = not isinstance(value, (tuple, list)) or not any(isinstance(each, Tensor) for each in value)
     return repr(value) if is_shown else f"a {type(value).__name__} with tensors"
 
@@ -398,5 +357,6 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(dtype) for dtype in dtypes)
 
 
-def _fail(error: type[Exception], name: str, expected: str, got: object) -> NoReturn:
+def fail(error: type[Exception], name: str, expected: str, got: object) -> NoReturn:
+    """Raise `error` with the text that every check has."""
     raise error(f"{name}: expected {expected}, got {got}")

@@ -17,12 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from tilegym_rmsnorm import functional
-from tilegym_rmsnorm.call.validation import (
-    check_tensor,
-    checked_eps,
-    checked_sizes_of_weight,
-    refuse_torch_jit_script,
-)
+from tilegym_rmsnorm.call.options import checked_eps, refuse_torch_jit_script
+from tilegym_rmsnorm.call.validation import check_tensor, checked_sizes_of_weight
 
 
 def fused_rms_norm_affine(

@@ -24,8 +24,9 @@ from torch.fx import GraphModule, Node
 
 import tilegym_rmsnorm.routes.op_gradients  # noqa: F401, registers the autograd rules of the ops
 from tilegym_rmsnorm.backends.registry import request_of, why_unusable
+from tilegym_rmsnorm.call.options import checked_eps
 from tilegym_rmsnorm.call.spec import DW, DX
-from tilegym_rmsnorm.call.validation import DTYPES, checked_eps
+from tilegym_rmsnorm.call.validation import DTYPES
 from tilegym_rmsnorm.reference import compute_dtype, default_eps
 from tilegym_rmsnorm.routes import op
 from tilegym_rmsnorm.settings import BackendName, check_backend_name

@@ -19,15 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from tilegym_rmsnorm import functional
+from tilegym_rmsnorm.call.options import check_one_of, checked_eps, checked_number, refuse_torch_jit_script
 from tilegym_rmsnorm.call.spec import Casting
-from tilegym_rmsnorm.call.validation import (
-    check_one_of,
-    check_tensor,
-    checked_eps,
-    checked_number,
-    checked_sizes_of_weight,
-    refuse_torch_jit_script,
-)
+from tilegym_rmsnorm.call.validation import check_tensor, checked_sizes_of_weight
 
 CASTINGS: dict[str, Casting] = {"llama": "llama", "gemma": "once", "none": "once"}
 NUMBERS = {0: "llama", 1: "gemma", -1: "none"}

@@ -19,15 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from tilegym_rmsnorm import functional
-from tilegym_rmsnorm.call.validation import (
+from tilegym_rmsnorm.call.options import (
     check_one_of,
-    check_tensor,
     checked_eps,
     checked_int,
     checked_number,
-    checked_sizes_of_weight,
     refuse_torch_jit_script,
 )
+from tilegym_rmsnorm.call.validation import check_tensor, checked_sizes_of_weight
 
 MODES = (None, "static_persistent", "multi_wave_reload", "multi_wave_cached")
 REGISTRY = "tilegym.backend.dispatcher"  # the module with TileGym's registry, `_REGISTRY`

@@ -17,14 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from tilegym_rmsnorm import functional
-from tilegym_rmsnorm.call.validation import (
-    check_input,
-    checked_bool,
-    checked_dtype,
-    checked_eps,
-    checked_sizes_of_weight,
-    refuse_torch_jit_script,
-)
+from tilegym_rmsnorm.call.options import checked_bool, checked_eps, refuse_torch_jit_script
+from tilegym_rmsnorm.call.validation import check_input, checked_dtype, checked_sizes_of_weight
 from tilegym_rmsnorm.reference import promoted
 
 

@@ -18,15 +18,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from tilegym_rmsnorm.call.validation import (
+from tilegym_rmsnorm.call.options import (
     check_casting,
-    check_dtype_of_parameters,
     checked_bool,
-    checked_dtype,
     checked_eps,
     checked_heads,
     checked_number,
 )
+from tilegym_rmsnorm.call.validation import check_dtype_of_parameters, checked_dtype
 from tilegym_rmsnorm.nn.keywords import check_keywords
 from tilegym_rmsnorm.settings import check_backend_name
 

@@ -12,18 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tilegym_rmsnorm.call.spec import Casting
-from tilegym_rmsnorm.call.validation import (
+from tilegym_rmsnorm.call.options import (
     check_casting,
-    check_dtype_of_parameters,
     checked_bool,
-    checked_dtype,
     checked_eps,
     checked_heads,
     checked_number,
-    checked_sizes_of_weight,
     refuse_torch_jit_script,
 )
+from tilegym_rmsnorm.call.spec import Casting
+from tilegym_rmsnorm.call.validation import check_dtype_of_parameters, checked_dtype, checked_sizes_of_weight
 from tilegym_rmsnorm.call.watched import is_traced
 from tilegym_rmsnorm.functional import rms_norm
 from tilegym_rmsnorm.nn.configured import Norm, configured_class
@@ -107,12 +105,11 @@ class RMSNorm(torch.nn.RMSNorm):
         self.residual_alpha = checked_number("residual_alpha", residual_alpha)
         self.residual_dtype = checked_dtype("residual_dtype", residual_dtype)
         self.out_dtype = checked_dtype("out_dtype", out_dtype)
-        checked_eps(eps)  # kept as given: the value for None depends on the dtype of a call
         checked_bool("bias", bias)
         if backend is not None:
             check_backend_name(backend)
         self.offset = checked_number("offset", offset)  # before the base class, which resets the parameters
-        super().__init__(list(shape), eps, elementwise_affine, device, dtype)
+        super().__init__(list(shape), checked_eps(eps), elementwise_affine, device, dtype)
         self.casting = casting
         self.backend = backend
         if heads is not None:
@@ -221,7 +218,7 @@ class RMSNorm(torch.nn.RMSNorm):
         tensors = x, self.weight, getattr(self, "bias", None), residual
         of_sum = (1.0, None) if residual is None else (self.residual_alpha, self.residual_dtype)
         others = self.offset, *of_sum, self.out_dtype, self.casting
-        return norm_in_graph(tensors, self.normalized_shape, self.eps, others, self.backend)
+        return norm_in_graph(tensors, self.normalized_shape, self.eps, others, self.backend, True)
 
     def _take_defaults(self) -> None:
         """Set the attributes of a module that was built as a torch.nn.RMSNorm; its eps stays."""

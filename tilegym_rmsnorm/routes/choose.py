@@ -40,7 +40,6 @@ from tilegym_rmsnorm.backends.registry import backward_of, implementations_of, o
 from tilegym_rmsnorm.call import watched
 from tilegym_rmsnorm.call.arguments import Checked
 from tilegym_rmsnorm.call.rope_spec import RopeWanted
-from tilegym_rmsnorm.call.sizes import is_known
 from tilegym_rmsnorm.call.spec import Call, Wanted
 from tilegym_rmsnorm.call.tensors import (
     PLAIN_TYPES,
@@ -52,7 +51,8 @@ from tilegym_rmsnorm.call.tensors import (
     shards_of,
     why_not_plain,
 )
-from tilegym_rmsnorm.settings import check_backend_name, get_current_backend, traced_backend
+from tilegym_rmsnorm.call.validation import is_known
+from tilegym_rmsnorm.settings import check_backend_name, get_current_backend, traced_backends
 
 KERNELS, OP, OPERATIONS, UNTRACED = "kernels", "op", "operations", "untraced"
 # From 2.14 on F.rms_norm gathers a DTensor with fewer rows than shards, in the backward twice as often as the op.
@@ -197,7 +197,7 @@ def _backend_of_graph(backend: str | None) -> str | None:
         check_backend_name(backend)  # here, since Dynamo and DTensor's engine would wrap the op's error
         return backend
     if watched.is_traced():
-        return traced_backend()
+        return traced_backends[-1] if traced_backends else None
     return "torch" if get_current_backend() == "torch" else None
 
 

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilegym_rmsnorm import reference
-from tilegym_rmsnorm.call.sizes import is_known
 from tilegym_rmsnorm.call.spec import (
     BackwardTensors,
     Call,
@@ -28,6 +27,7 @@ from tilegym_rmsnorm.call.spec import (
     Wanted,
 )
 from tilegym_rmsnorm.call.tensors import check_memory, has_own_operations, splits_rows
+from tilegym_rmsnorm.call.validation import is_known
 from tilegym_rmsnorm.call.watched import is_symbol, is_transformed, makes_graph
 from tilegym_rmsnorm.reference import (
     compute_dtype,

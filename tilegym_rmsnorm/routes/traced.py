@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from tilegym_rmsnorm.call.arguments import filled_in, under_autocast
+from tilegym_rmsnorm.call.arguments import filled_in
 from tilegym_rmsnorm.call.rope import ROUNDINGS, check_tables
-from tilegym_rmsnorm.call.sizes import are_equal_in_graph
 from tilegym_rmsnorm.call.tensors import OfPlainType
+from tilegym_rmsnorm.call.validation import are_equal_in_graph
 from tilegym_rmsnorm.call.watched import Interpreter, peek_interpreter
 from tilegym_rmsnorm.reference import default_eps
 from tilegym_rmsnorm.routes.op import FORWARD
@@ -31,9 +31,15 @@ _PLAIN: Any = OfPlainType  # a metaclass answers for it, which mypy does not see
 
 
 def norm_in_graph(
-    tensors: tuple[Any, ...], normalized_shape: Any, eps: Any, others: tuple[Any, ...], backend: Any
+    tensors: tuple[Any, ...],
+    normalized_shape: Any,
+    eps: Any,
+    others: tuple[Any, ...],
+    backend: Any,
+    follows_autocast: bool,
 ) -> Any:
-    """Call the forward op for a usual call of `rms_norm`: what that returns. others: `known_calls.OTHERS`."""
+    """Call the forward op for a usual call of `rms_norm`: what that returns. others: `known_calls.OTHERS`.
+    follows_autocast: as F.rms_norm does."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     x, weight, bias, residual = tensors
@@ -51,7 +57,7 @@ def norm_in_graph(
     if not 0 < dims <= x.ndim or not are_equal_in_graph(normalized_shape, shape):
         return None
     for size in normalized_shape:
-        if not isinstance(size, int) or isinstance(size, bool) or guard_or_false(size == 0):
+        if not isinstance(size, int) or size is True or guard_or_false(size == 0):
             return None
     like = bias if weight is None else weight
     for vector in (weight, bias):
@@ -71,13 +77,10 @@ def norm_in_graph(
             return None
     elif not are_equal_in_graph(residual.shape, x.shape):
         return None
-    y_dtype = x.dtype
-    if x.is_cuda and torch.is_autocast_enabled("cuda"):
-        y_dtype, casting, x, weight, bias = under_autocast(x, weight, bias, residual, casting)
-    if residual is not None or out_dtype is not None:
-        residual_dtype, out_dtype = filled_in(x, residual, residual_dtype, out_dtype, y_dtype)
-    if eps is None:
-        eps = default_eps(residual_dtype or x.dtype)
+    given = *tensors, casting, residual_dtype, out_dtype, follows_autocast
+    tensors, (casting, residual_dtype, out_dtype) = filled_in(*given)
+    x, weight, bias, residual = tensors
+    eps = default_eps(residual_dtype or x.dtype) if eps is None else eps
     numbers = dims, eps, offset, casting, alpha, residual_dtype, out_dtype
     y, _, residual_out = FORWARD(x, residual, weight, bias, *numbers, backend)
     return y if residual is None else (y, residual_out)

@@ -106,6 +106,22 @@ def test_autocast_changes_nothing_in_a_norm_that_is_written_out(monkeypatch):
         assert torch.equal(norm(rows(torch.bfloat16)), expected)
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("is_autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cls", [LlamaRMSNorm, T5LayerNorm, nn.RMSNorm], ids=lambda cls: cls.__name__)
+def test_a_compiled_call_has_the_bits_of_an_eager_call(cls, weight_dtype, is_autocast):
+    """Also under autocast, which casts the input of PyTorch's own norm alone, and on GPUs alone."""
+    norm = norm_of(cls, weight_dtype).to(DEVICE)
+    patch_model(norm)
+    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
+    for x_dtype in (torch.bfloat16, torch.float32):
+        x = rows(x_dtype).to(DEVICE)
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=is_autocast):
+            expected, y = norm(x), compiled(x)
+        assert y.dtype == expected.dtype and torch.equal(y, expected)
+
+
 def test_what_has_no_kernel_after_the_patch_runs_as_before():
     """A weight that is gone and eps that is no number; for PyTorch's norm, rows of another width; one number."""
     norm = norm_of()

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 
+from tilegym_rmsnorm.call.options import refuse_torch_jit_script
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, OfPlainType
-from tilegym_rmsnorm.call.validation import refuse_torch_jit_script
 from tilegym_rmsnorm.call.watched import outside_of_trace
 from tilegym_rmsnorm.functional import rms_norm
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import DTYPES, Call, Match, match_of
@@ -111,26 +111,30 @@ def _leaves_operations(cls: Any) -> bool:
 
 def _in_graph(match: Match, backend: str | None) -> Callable[[Any, Any], Tensor | None]:
     """Make a function of a norm and x which Dynamo traces with few guards (routes/traced.py). It returns None for all
-    but the usual call: x that is packed, and a weight of its dtype."""
-    plans = {match.plan(dtype, dtype) for dtype in (torch.bfloat16, torch.float32)}
-    castings = {None if plan is None else plan.casting for plan in plans}
-    casting = castings.pop() if len(castings) == 1 else None
-    if match.switch or casting is None:
+    but the usual call, of x that is packed."""
+    if match.switch:
         return lambda norm, x: None
     of_weight, of_eps, fixed_eps, offset = match.weight, match.eps, match.fixed_eps, match.offset
-    is_cast = match.arithmetic == "torch"  # by autocast
+    follows_autocast = match.arithmetic == "torch"
+
+    @torch.compiler.assume_constant_result
+    def plan_of(x: torch.dtype, weight: torch.dtype | None) -> tuple[Any, Any] | None:
+        plan = match.plan(x, weight)
+        return None if plan is None else (plan.casting, None if plan.out_dtype is x else plan.out_dtype)
 
     def call(norm: Any, x: Any) -> Tensor | None:
         weight = getattr(norm, of_weight) if of_weight else None
-        if not isinstance(x, OfPlainType) or x.ndim == 0 or x.dtype.itemsize > 4 or not x.is_contiguous():
+        if not isinstance(x, OfPlainType) or x.ndim == 0 or not x.is_contiguous():
             return None
-        if of_weight and (weight is None or weight.ndim != 1 or weight.dtype != x.dtype):
+        if of_weight and (weight is None or weight.ndim != 1):
             return None
-        if x.is_cuda and not is_cast and torch.is_autocast_enabled("cuda"):
+        plan = plan_of(x.dtype, None if weight is None else weight.dtype)
+        if plan is None:
             return None
+        casting, out_dtype = plan
         eps = getattr(norm, of_eps) if of_eps else fixed_eps
-        others = offset, 1.0, None, None, casting
-        return norm_in_graph((x, weight, None, None), x.shape[-1:], eps, others, backend)
+        others = offset, 1.0, None, out_dtype, casting
+        return norm_in_graph((x, weight, None, None), x.shape[-1:], eps, others, backend, follows_autocast)
 
     return call
 

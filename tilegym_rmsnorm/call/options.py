@@ -1,0 +1,102 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Check single arguments that are no tensors: numbers, names and flags. validation.py checks tensors."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterable
+from numbers import Real
+from typing import Any, NoReturn, get_args
+
+from torch import Tensor
+
+from tilegym_rmsnorm.call.spec import Casting
+from tilegym_rmsnorm.call.validation import fail, shown
+from tilegym_rmsnorm.call.watched import is_symbol
+
+CASTINGS = get_args(Casting)
+_INF, _MOST = math.inf, sys.float_info.max
+
+
+def checked_bool(name: str, value: bool) -> bool:
+    """Check and return a bool: a text such as "no", or a tensor, would count as True."""
+    if not isinstance(value, bool):
+        fail(TypeError, name, "a bool", shown(value))
+    return value
+
+
+def checked_heads(heads: int | None, name: str = "heads") -> int | None:
+    """Check and return a number of heads, at least 1, or None."""
+    return None if heads is None else checked_int(name, heads, 1, ", or None")
+
+
+def checked_int(name: str, value: int, lowest: int, or_else: str = "") -> int:
+    """Return `value` as an int that is at least `lowest`. or_else: other accepted values, for the error text."""
+    if isinstance(value, (bool, Tensor)) or not hasattr(type(value), "__index__"):
+        fail(TypeError, name, f"an int{or_else.replace(',', '')}", shown(value))
+    if (value := operator.index(value)) < lowest:
+        fail(ValueError, name, f"at least {lowest}{or_else}", value)
+    return value
+
+
+def checked_eps(eps: float | None) -> float | None:
+    """Check and return eps as a float, or None. A torch.SymFloat without a known value is not checked."""
+    if eps is None or (not isinstance(eps, Tensor) and is_symbol(eps)):
+        return eps
+    expected = "a finite number, at least 0, or None"
+    if isinstance(eps, Tensor) and eps.ndim:  # other libraries take the residual in this position
+        fail(TypeError, "eps", expected, f"{shown(eps)}; a residual is given by name: residual=")
+    return checked_number("eps", eps, 0.0, expected)
+
+
+def checked_number(
+    name: str, value: float, lowest: float = -_INF, expected: str = "a finite number"
+) -> float:
+    """Return `value` as a finite float that is at least `lowest`."""
+    if type(value) is not float:
+        if not isinstance(value, Real) or isinstance(value, bool):
+            fail(TypeError, name, expected, shown(value))
+        if not -_MOST <= value <= _MOST and value == value and abs(value) != _INF:
+            fail(ValueError, name, expected, "a number beyond the range of floats")
+        value = float(value)
+    if not (lowest <= value < _INF) or value == -_INF:
+        fail(
+            ValueError, name, expected, float(value)
+        )  # Dynamo has to make a symbol a number before it is text
+    return value
+
+
+def check_casting(casting: str) -> None:
+    """Check that casting is one of CASTINGS."""
+    check_one_of("casting", casting, CASTINGS)
+
+
+def check_one_of(name: str, value: Any, known: Iterable[str | None]) -> None:
+    """Check that value is one of the known names."""
+    if not isinstance(value, (str, type(None))) or value not in known:
+        fail(ValueError, name, f"one of {', '.join(map(repr, known))}", shown(value))
+
+
+def check_plain_function(decorator: str, function: Callable[..., Any]) -> None:
+    """Raise TypeError for a coroutine or generator: a `with` block around its call ends before its body begins."""
+    is_plain_function = not (
+        inspect.iscoroutinefunction(function)
+        or inspect.isgeneratorfunction(function)
+        or inspect.isasyncgenfunction(function)
+    )
+    if not is_plain_function:
+        raise TypeError(
+            f"{decorator}: expected a plain function, got {function!r}. Put a `with` block into its body"
+        )
+
+
+def refuse_torch_jit_script(*_: Any) -> NoReturn:
+    """Refuse torch.jit.script, which calls `__prepare_scriptable__` of each module and function that it compiles."""
+    raise RuntimeError(
+        "torch.jit.script does not take norms of tilegym_rmsnorm: use torch.export.export, which keeps the kernels"
+    )
