@@ -145,11 +145,8 @@ def forward_call(tensors: ForwardTensors, others: tuple[Any, ...], backend: Any)
 def backward_call(tensors: BackwardTensors, others: tuple[Any, ...], backend: Any) -> _Call | None:
     """Describe a backward, as `forward_call`."""
     x, dy, weight, rstd, d_residual_out = tensors
-    # Guards take no tensor twice, and autograd may pass one gradient as both.
-    has_two = d_residual_out is not None and d_residual_out is not dy
-    parts = weight is None, d_residual_out is None, has_two
-    rows = (x, dy, d_residual_out) if has_two else (x, dy)
-    return _call(rows, (rstd, weight), parts, others, backend)
+    rows = (x, dy) if d_residual_out is None else (x, dy, d_residual_out)
+    return _call(rows, (rstd, weight), (weight is None, d_residual_out is None), others, backend)
 
 
 def rope_call(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: Any) -> _Call | None:
