@@ -3,68 +3,75 @@
 
 from __future__ import annotations
 
+import itertools
+import pkgutil
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-import tilegym_rmsnorm
+
+def recorded(monkeypatch: pytest.MonkeyPatch, module: str, name: str, noted: Callable[..., Any]) -> list[Any]:
+    """Note each call of a function that a module of `integrations.huggingface` imported: what `noted` returns of it."""
+    made: list[Any] = []
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        made.append(noted(*arguments, **options))
+        return original(*arguments, **options)
+
+    path = f"tilegym_rmsnorm.integrations.huggingface.{module}.{name}"
+    original = pkgutil.resolve_name(path)
+    monkeypatch.setattr(path, call)
+    return made
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The calls of rms_norm by patched norms: their options, and x."""
-    from tilegym_rmsnorm.integrations.huggingface import norms
-
-    made: list[dict[str, Any]] = []
-
-    def rms_norm(x: Any, *arguments: Any, **options: Any) -> Any:
-        made.append({"x": x, **options})
-        return tilegym_rmsnorm.rms_norm(x, *arguments, **options)
-
-    monkeypatch.setattr(norms, "rms_norm", rms_norm)
-    return made
+    return recorded(monkeypatch, "norms", "rms_norm", lambda x, *_, **options: {"x": x, **options})
 
 
 @pytest.fixture
-def class_of(tmp_path: Path) -> Callable[..., type]:
-    """Make a class from the source of its forward. scope: globals of its module."""
-    made: list[Path] = []
+def residuals(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each call of rms_norm by a patched norm or a rewritten layer: whether it adds a residual."""
+    return recorded(monkeypatch, "norms", "rms_norm", lambda *_, residual, **__: residual is not None)
 
-    def make(source: str, rotary: Any = None, base: type | None = None, **scope: Any) -> type:
-        import torch
-        from attention_classes import Attention
-        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-        path = tmp_path / f"attention_{len(made)}.py"
-        made.append(path)
-        path.write_text("class Made(Base):\n" + textwrap.indent(source, "    "))
-        namespace = {
-            "__name__": path.stem,
-            "Base": base or Attention,
-            "torch": torch,
-            "rotary": rotary or apply_rotary_pos_emb,
-            **scope,
-        }
-        exec(compile(path.read_text(), str(path), "exec"), namespace)
-        return namespace["Made"]
+@pytest.fixture
+def folded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The calls of qk_norm_rope by folded attention: their options, and the shape of q."""
+    return recorded(
+        monkeypatch, "folding", "qk_norm_rope", lambda q, *_, **options: {"shape": q.shape, **options}
+    )
+
+
+@pytest.fixture
+def class_from(tmp_path: Path) -> Callable[..., type]:
+    """Make a class from the source of its body, in a module of its own. scope: globals of that module."""
+    numbers = itertools.count()
+
+    def make(body: str, base: type = nn.Module, **scope: Any) -> type:
+        path = tmp_path / f"made_{next(numbers)}.py"
+        path.write_text("class Made(Base):\n" + textwrap.indent(body, "    "))
+        scope = {"torch": torch, **scope, "__name__": path.stem, "Base": base}
+        exec(compile(path.read_text(), str(path), "exec"), scope)
+        return scope["Made"]
 
     return make
 
 
 @pytest.fixture
-def folded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The calls of qk_norm_rope by folded attention: their options."""
-    from tilegym_rmsnorm.integrations.huggingface import folding
+def class_of(class_from: Callable[..., type]) -> Callable[..., type]:
+    """Make a class of attention from the source of its forward."""
 
-    made: list[dict[str, Any]] = []
+    def make(source: str, rotary: Any = None, base: type | None = None, **scope: Any) -> type:
+        from attention_classes import Attention
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    def qk_norm_rope(*arguments: Any, **options: Any) -> Any:
-        made.append(options)
-        return original(*arguments, **options)
+        return class_from(source, base or Attention, rotary=rotary or apply_rotary_pos_emb, **scope)
 
-    original = folding.qk_norm_rope
-    monkeypatch.setattr(folding, "qk_norm_rope", qk_norm_rope)
-    return made
+    return make

@@ -53,19 +53,8 @@ LLAMA_MATCH = Match("llama", "weight", "variance_epsilon")
 
 
 @pytest.fixture
-def class_of(tmp_path):
-    """A class of nn.Module with these methods, in a module of its own, so that there is a source."""
-    made = []
-
-    def make(source, **scope):
-        path = tmp_path / f"norm_{len(made)}.py"
-        made.append(path)
-        path.write_text("import torch\nclass Norm(torch.nn.Module):\n" + textwrap.indent(source, "    "))
-        namespace = {"__name__": path.stem, "F": F, "nn": nn, **scope}
-        exec(compile(path.read_text(), str(path), "exec"), namespace)
-        return namespace["Norm"]
-
-    return make
+def class_of(class_from):
+    return functools.partial(class_from, F=F, nn=nn)
 
 
 def refused(cls) -> str:

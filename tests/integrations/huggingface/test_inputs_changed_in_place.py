@@ -39,18 +39,12 @@ class Layer(nn.Module):
 
 
 @pytest.fixture
-def class_of(tmp_path):
-    """A class of layers whose forward has these statements, in a file of its own."""
+def class_of(class_from):
+    """A class of layers whose forward has these statements."""
 
-    def make(body, first="self", **names):
-        path = tmp_path / f"layer_{len(list(tmp_path.iterdir()))}.py"
-        path.write_text(
-            f"class Made(Layer):\n    def forward({first}, x, flag=True):\n"
-            + textwrap.indent(textwrap.dedent(body), " " * 8)
-        )
-        scope = {"Layer": Layer, "torch": torch, "nn": nn, "F": nn.functional, **names}
-        exec(compile(path.read_text(), str(path), "exec"), scope)
-        return scope["Made"]
+    def make(body, first="self", base=Layer):
+        head = f"def forward({first}, x, flag=True):\n"
+        return class_from(head + textwrap.indent(textwrap.dedent(body), "    "), base, nn=nn, F=nn.functional)
 
     return make
 
@@ -272,7 +266,7 @@ def check_as_before(original, ours):
 def test_ways_in_which_an_input_is_changed(class_of, monkeypatch, way, first):
     code = way if first == "self" else way.replace("self.", "s.")
     body = f"h = {first}.mix({first}.first(x))\ny = {first}.second(h)\n{code}\nreturn y + h"
-    cls = class_of(body, first, Layer=Parts)
+    cls = class_of(body, first, Parts)
     original, ours = cls().bfloat16(), cls().bfloat16()
     assert declined_of(ours) == ["second"]
     check_as_before(original, ours)
@@ -280,7 +274,7 @@ def test_ways_in_which_an_input_is_changed(class_of, monkeypatch, way, first):
 
 @pytest.mark.parametrize("call", CALLS)
 def test_ways_in_which_a_norm_is_called(class_of, call):
-    cls = class_of(f"h = self.mix(self.first(x))\n{call}\nh.data.mul_(2)\nreturn y + h", Layer=Parts)
+    cls = class_of(f"h = self.mix(self.first(x))\n{call}\nh.data.mul_(2)\nreturn y + h", base=Parts)
     original, ours = cls().bfloat16(), cls().bfloat16()
     assert CALLS[call] in declined_of(ours)
     assert len(declined_of(ours)) == 1
@@ -295,7 +289,7 @@ def test_another_method_that_calls_a_norm_is_read(class_of):
             k.data.mul_(2)
             return y + k
 
-    cls = class_of("return self.normed(self.mix(x))", Layer=Base)
+    cls = class_of("return self.normed(self.mix(x))", base=Base)
     original, ours = cls().bfloat16(), cls().bfloat16()
     assert declined_of(ours) == ["second"]
     check_as_before(original, ours)

@@ -158,17 +158,10 @@ LEFT = [
 
 
 @pytest.fixture
-def class_of(tmp_path):
+def class_of(class_from):
     def make(body):
-        path = tmp_path / f"layer_{len(list(tmp_path.iterdir()))}.py"
-        path.write_text(
-            "class Made(Layer):\n    def forward(self, x, flag=True):\n"
-            + textwrap.indent(body, " " * 8)
-            + "\n"
-        )
-        scope = {**globals(), "__name__": path.stem}
-        exec(compile(path.read_text(), str(path), "exec"), scope)
-        return scope["Made"]
+        head = "def forward(self, x, flag=True):\n"
+        return class_from(head + textwrap.indent(body, "    "), Layer, **globals())
 
     return make
 

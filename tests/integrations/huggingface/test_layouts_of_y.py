@@ -54,9 +54,9 @@ def layouts():
 
 
 HEAD = """
-        root = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
-        h = x.float()
-        w = self.weight
+    root = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    h = x.float()
+    w = self.weight
 """
 WRITTEN = [
     "return (h * root * w).to(x.dtype)",
@@ -75,15 +75,11 @@ WRITTEN = [
 
 
 @pytest.fixture
-def norm_written(tmp_path):
+def norm_written(class_from):
     """A norm whose forward ends with this statement."""
 
     def make(statement):
-        path = tmp_path / "norm.py"
-        path.write_text(f"class Norm(nn.Module):\n    def forward(self, x):\n{HEAD}        {statement}\n")
-        scope = {"torch": torch, "nn": nn}
-        exec(compile(path.read_text(), str(path), "exec"), scope)
-        norm = scope["Norm"]()
+        norm = class_from(f"def forward(self, x):{HEAD}    {statement}")()
         norm.weight = nn.Parameter(torch.linspace(0.5, 2, N))
         return norm
 

@@ -63,20 +63,6 @@ LEFT = {
 }
 
 
-@pytest.fixture
-def residuals(monkeypatch):
-    """For each call of rms_norm by a rewritten layer: whether it adds a residual."""
-    made = []
-    original = norms.rms_norm
-
-    def rms_norm(*arguments, **options):
-        made.append(options["residual"] is not None)
-        return original(*arguments, **options)
-
-    monkeypatch.setattr(norms, "rms_norm", rms_norm)
-    return made
-
-
 def step(layer, x):
     x = x.clone().requires_grad_()
     layer.zero_grad()

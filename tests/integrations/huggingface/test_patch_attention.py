@@ -123,6 +123,7 @@ def test_what_is_rewritten_computes_the_same(class_of, folded, source, rotary, d
         assert [each.stride() for each in outputs[0]] == [each.stride() for each in outputs[1]]
         del folded[2:]
     assert folded[0] == {
+        "shape": (2, 5, 4, D),
         "eps": 1e-6,
         "offset": 0.0,
         "rotary_dim": D,

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import tilegym_rmsnorm
 from tilegym_rmsnorm import patch_model, unpatch_model
 from tilegym_rmsnorm.integrations.huggingface import norms
 from tilegym_rmsnorm.integrations.huggingface.layers import rewritten
@@ -79,31 +78,8 @@ def twice(forward):
 
 
 @pytest.fixture
-def class_of(tmp_path):
-    made = []
-
-    def make(source, base=Layer):
-        path = tmp_path / f"layer_{len(made)}.py"
-        made.append(path)
-        path.write_text("class Made(Layer):\n" + textwrap.indent(source, "    "))
-        namespace = {"__name__": path.stem, "Layer": base, "torch": torch, "kept": kept, "twice": twice}
-        exec(compile(path.read_text(), str(path), "exec"), namespace)
-        return namespace["Made"]
-
-    return make
-
-
-@pytest.fixture
-def residuals(monkeypatch):
-    """For each call of rms_norm by a patched norm: whether it adds a residual."""
-    made = []
-
-    def rms_norm(*arguments, **options):
-        made.append(options["residual"] is not None)
-        return tilegym_rmsnorm.rms_norm(*arguments, **options)
-
-    monkeypatch.setattr(norms, "rms_norm", rms_norm)
-    return made
+def class_of(class_from):
+    return functools.partial(class_from, base=Layer, kept=kept, twice=twice)
 
 
 def rows(dtype=torch.float32):
