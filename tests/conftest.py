@@ -38,18 +38,18 @@ for variable in (TEAMS_VARIABLE, SM_MARGIN_VARIABLE):  # tests say themselves wh
 pytest_plugins = ("aten_cases", "gate_cases")  # their fixtures are asked for in several files
 
 # What the tests of each folder are: their markers, which pyproject.toml explains. The folders stand in the order in
-# which they run where there is no GPU, those of the longest tests first.
+# which they run, those of the longest tests first.
 FOLDERS: dict[str, tuple[str, ...]] = {
     "machine_code": ("slow", "no_gpu"),
     "compiled": ("slow",),
     "processes": ("slow",),
     "examples": ("slow",),
-    "bench": ("slow", "much_memory"),
-    "distributed": ("slow", "much_memory"),
+    "bench": ("slow",),
+    "distributed": ("slow",),
     "kernels": ("slow", "no_gpu"),
     "tuning": ("slow",),
     "backends": ("slow",),
-    "gpu": ("slow", "gpu", "much_memory"),
+    "gpu": ("slow", "gpu"),
     "gpu/in_parts": ("slow", "gpu"),
     "runtime": ("no_gpu",),
     "commands": (),
@@ -102,36 +102,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(name)
         if not HAS_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    if not HAS_GPU:
-        items.sort(key=lambda item: ORDER[folder_of(item.path)])
+    items.sort(key=lambda item: ORDER[folder_of(item.path)])
+    if HAS_GPU and "PYTEST_XDIST_WORKER" in os.environ:
+        spread(items, [item for item in items if item.get_closest_marker("much_memory")])
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    """On a GPU --dist=loadgroup means `gpu_group`: pytest-xdist 3.8 ignores its xdist_group marks under pytest 9.2."""
-    if not HAS_GPU or config.getoption("dist") != "loadgroup":
-        return None
-    from xdist.scheduler import LoadScopeScheduling
-
-    class GpuGroups(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return gpu_group(nodeid) or nodeid
-
-    return GpuGroups(config, log)
-
-
-def gpu_group(nodeid: str) -> str | None:
-    """Which tests share a process where there is a GPU, so that few at a time need much of its memory.
-
-    None for a test that goes wherever there is time: it needs no GPU, or no more than some GB of its memory.
-    """
-    path = TESTS.parent / nodeid.partition("::")[0]
-    return f"gpu-{path.stem}" if "much_memory" in FOLDERS[folder_of(path)] else None
+def spread(items: list[pytest.Item], some: list[pytest.Item]) -> None:
+    """Put some of the items far apart: side by side they go to several processes, which then wait for each other."""
+    others = [item for item in items if item not in some]
+    for number, item in enumerate(some):
+        others.insert(number * len(items) // len(some), item)
+    items[:] = others
 
 
 @pytest.fixture(autouse=True)
 def share_of_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    """A test that is marked `alone` has the GPU to itself: until it ends, no test in another process begins."""
+    """A test that is marked `alone` has the GPU to itself: until it ends, no test in another process begins. Of those
+    that are marked `much_memory` one runs at a time."""
     needs_none = not HAS_GPU or request.node.get_closest_marker("no_gpu")
     if needs_none or "PYTEST_XDIST_WORKER" not in os.environ:
         yield
@@ -139,7 +126,13 @@ def share_of_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
     import fcntl  # not on Windows
 
     folder = tmp_path_factory.getbasetemp().parent
-    with open(folder / "door", "w") as door, open(folder / "room", "w") as room:
+    with (
+        open(folder / "memory", "w") as memory,
+        open(folder / "door", "w") as door,
+        open(folder / "room", "w") as room,
+    ):
+        if request.node.get_closest_marker("much_memory"):
+            fcntl.flock(memory, fcntl.LOCK_EX)  # waits in front of the open door
         fcntl.flock(door, fcntl.LOCK_EX)
         if request.node.get_closest_marker("alone"):
             fcntl.flock(room, fcntl.LOCK_EX)  # waits with the door closed, so that the room empties
@@ -152,6 +145,7 @@ def share_of_the_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
             fcntl.flock(room, fcntl.LOCK_UN)  # closing it would not, if a test had forked
             if torch.cuda.memory_reserved() > 2**29:
                 torch.cuda.empty_cache()  # other processes need it now
+            fcntl.flock(memory, fcntl.LOCK_UN)
 
 
 @pytest.fixture(params=BACKENDS)

@@ -17,12 +17,9 @@ if "$PYTHON" -c 'import xdist' 2>/dev/null; then
   # Several processes, each on one thread: tests of small tensors gain nothing from more. Inductor's own pool is off:
   # each of these processes would start one process per core.
   export OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1
-  if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    # conftest.py says which tests share a process, so that few of them meet in the GPU's memory.
-    options+=(-n auto --maxprocesses 14 --dist loadgroup)
-  else
-    # The longest tests first (conftest.py), handed out one by one: else a process has minutes of them left at the end.
-    options+=(-n auto --maxprocesses 8 --dist load --maxschedchunk 1)
-  fi
+  # conftest.py says how tests share a GPU.
+  most=$("$PYTHON" -c 'import torch; print(14 if torch.cuda.is_available() else 8)')
+  # The longest tests first (conftest.py), handed out one by one: else a process has minutes of them left at the end.
+  options+=(-n auto --maxprocesses "$most" --dist load --maxschedchunk 1)
 fi
 exec "$PYTHON" -m pytest "${options[@]}" "$@"

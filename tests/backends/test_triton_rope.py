@@ -388,6 +388,7 @@ def test_no_element_beside_a_row_is_read_or_written(interleaved, tiles):
         assert (storage[:64] == 77).all() and (storage[64 + count :] == 77).all()
 
 
+@pytest.mark.much_memory
 def test_strides_beyond_32_bits():
     """Of q and of dq_out by the batch, of dk_out by heads; and a row of cos that begins beyond element 2^31."""
     far = 2**31 + 8
@@ -411,6 +412,7 @@ def test_strides_beyond_32_bits():
     check(case, call, call.run(case.spec))
 
 
+@pytest.mark.much_memory
 def test_offsets_of_rows_beyond_32_bits_by_positions_of_32():
     """A position and a stride of a row of cos that 32 bits hold, but not their product."""
     far = 2**30

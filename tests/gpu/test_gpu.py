@@ -58,6 +58,7 @@ RUNS = {"cutile": 1000, "triton": 200}
 DATA_SETS = 5
 
 
+@pytest.mark.much_memory
 @fused
 @pytest.mark.parametrize(("m", "n"), SHAPES_THAT_FILL_A_GPU)
 def test_backwards_of_many_runs_are_right_and_alike(backend, m, n):
@@ -184,6 +185,7 @@ def _assert_large(inputs: Inputs, backend: str) -> None:
     assert (results["dw"] - dw).abs().le(tolerance).all()
 
 
+@pytest.mark.much_memory
 @fused
 @pytest.mark.parametrize("n", [64, 4096, 18432, 32768])
 def test_more_than_2_to_the_31_elements(backend, n):
@@ -192,6 +194,7 @@ def test_more_than_2_to_the_31_elements(backend, n):
     _assert_large(_large_inputs(m, n), backend)
 
 
+@pytest.mark.much_memory
 @fused
 @pytest.mark.parametrize("n", [8, 16])
 def test_more_than_2_to_the_24_rows(backend, n):
@@ -200,6 +203,7 @@ def test_more_than_2_to_the_24_rows(backend, n):
     _assert_large(_large_inputs(m, n), backend)
 
 
+@pytest.mark.much_memory
 @fused
 def test_a_row_stride_beyond_32_bits(backend):
     """Four rows a GiElement apart: the last begins beyond element 2^31."""

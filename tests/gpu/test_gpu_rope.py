@@ -169,6 +169,7 @@ def test_each_rounding(dtype, casting, rounding, backend):
         assert (one != other).float().mean() < 1e-2
 
 
+@pytest.mark.much_memory
 def test_more_than_2_to_the_31_elements(backend):
     b, t, hq, hk, d, r = 1, 2**17 + 70, 128, 2, 128, 128
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:

@@ -77,6 +77,7 @@ def forward_of(inputs, team):
     return functools.partial(plain_calls.forward, launch.Forward(machine, made), x, weight, eps, 0.0)
 
 
+@pytest.mark.much_memory
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @every_team
 def test_teams_that_do_not_all_fit_the_gpu_take_turns(team, dtype):
