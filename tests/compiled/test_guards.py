@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import BF16, FP32
+from llama_like import LlamaLikeNorm
 from processes import run_script
 from torch import nn
 from torch.torch_version import TorchVersion
@@ -41,20 +42,6 @@ def of_module_with_residual(**options):
     return lambda x: norm(x, R)
 
 
-class LlamaLikeNorm(nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(N, dtype=dtype))
-        self.variance_epsilon = 1e-6
-
-    def forward(self, hidden_states):
-        input_dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return self.weight * hidden_states.to(input_dtype)
-
-
 def of_patched(norm):
     assert len(patch_model(nn.Sequential(norm)).patched) == 1
     return lambda x: norm(x.bfloat16())
@@ -74,8 +61,8 @@ CALLS = {
     "RMSNorm": of_module(),
     "RMSNorm, bias": of_module(bias=True, eps=1e-6),
     "RMSNorm, residual": of_module_with_residual(residual_alpha=0.5),
-    "a patched norm": of_patched(LlamaLikeNorm(BF16)),
-    "a patched norm, a weight of another dtype": of_patched(LlamaLikeNorm(FP32)),
+    "a patched norm": of_patched(LlamaLikeNorm(N, BF16)),
+    "a patched norm, a weight of another dtype": of_patched(LlamaLikeNorm(N, FP32)),
     "a patched nn.RMSNorm": of_patched(nn.RMSNorm(N, dtype=BF16)),
     "qk_norm_rope": lambda x: qk_norm_rope(x[None], R[None], W, None, TABLE[:3], TABLE[:3]),
     "qk_norm_rope, positions": lambda x: qk_norm_rope(

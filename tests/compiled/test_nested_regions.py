@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import BF16, DEVICE, FP32
+from llama_like import LlamaLikeNorm
 from torch import Tensor, nn
 
 from tilegym_rmsnorm import (
@@ -145,24 +146,12 @@ def test_the_two_passes_in_a_region():
         assert_close(compiled(x), twice(module, False)(x))
 
 
-class LlamaLikeNorm(nn.Module):
-    def __init__(self, dtype):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(N, device=DEVICE, dtype=dtype))
-        self.variance_epsilon = 1e-6
-
-    def forward(self, hidden_states):
-        input_dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return self.weight * hidden_states.to(input_dtype)
-
-
 class Layer(nn.Module):
     def __init__(self, dtype):
         super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = LlamaLikeNorm(dtype), LlamaLikeNorm(dtype)
+        self.input_layernorm, self.post_attention_layernorm = (
+            LlamaLikeNorm(N, dtype, DEVICE) for _ in range(2)
+        )
         self.self_attn, self.mlp = (nn.Linear(N, N, device=DEVICE, dtype=dtype) for _ in range(2))
 
     def forward(self, hidden_states):
@@ -180,7 +169,7 @@ class Layer(nn.Module):
 @pytest.mark.usefixtures("pytorch_compiles_regions")
 @pytest.mark.parametrize(("dtype", "x_dtype"), [(BF16, BF16), (FP32, BF16)])
 def test_a_patched_norm_in_a_region(dtype, x_dtype):
-    norm = nn.Sequential(LlamaLikeNorm(dtype))
+    norm = nn.Sequential(LlamaLikeNorm(N, dtype, DEVICE))
     original = copy.deepcopy(norm)
     assert len(patch_model(norm).patched) == 1
     x = torch.randn(6, N, device=DEVICE).to(x_dtype)
