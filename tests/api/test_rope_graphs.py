@@ -12,7 +12,7 @@ import pytest
 import rope_calls
 import torch
 from helpers import DEVICE
-from rope_calls import both_passes, case
+from rope_calls import both_passes, case, ours
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 from torch.overrides import TorchFunctionMode
@@ -24,7 +24,6 @@ from tilegym_rmsnorm.call.rope_spec import RopeWanted
 from tilegym_rmsnorm.routes import known_calls, rope_eager, rope_kernels
 from tilegym_rmsnorm.routes.rope_op import BACKWARD, FORWARD
 
-ours = functools.partial(qk_norm_rope, eps=rope_calls.EPS)
 NUMBERS = rope_calls.EPS, 0.0, 8, False, "once", "end", None
 
 

@@ -3,12 +3,9 @@
 
 """qk_norm_rope of DTensors: sharded by batches, sequence or heads nothing is gathered, and dw is Partial."""
 
-import functools
-
 import pytest
-import rope_calls
 import torch
-from rope_calls import case
+from rope_calls import case, ours
 
 dist = pytest.importorskip("torch.distributed")
 if not dist.is_available():
@@ -16,10 +13,8 @@ if not dist.is_available():
 from torch.distributed.tensor import Partial, Replicate, Shard, debug, distribute_tensor  # noqa: E402
 from torch.distributed.tensor.experimental import implicit_replication  # noqa: E402
 
-from tilegym_rmsnorm import qk_norm_rope, rms_norm_rope  # noqa: E402
+from tilegym_rmsnorm import rms_norm_rope  # noqa: E402
 from tilegym_rmsnorm.routes import rope_op  # noqa: E402
-
-ours = functools.partial(qk_norm_rope, eps=rope_calls.EPS)
 
 
 def gradients(outputs, leaves):

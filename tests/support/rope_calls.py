@@ -5,11 +5,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from helpers import DEVICE
 from torch import Tensor
 
+from tilegym_rmsnorm import qk_norm_rope
+
 EPS = 1e-6
+ours = functools.partial(qk_norm_rope, eps=EPS)
 
 
 def rotation(c: Tensor, s: Tensor, d: int, rotary_dim: int, interleaved: bool) -> Tensor:
