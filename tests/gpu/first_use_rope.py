@@ -3,7 +3,7 @@
 
 """A process whose first use of qk_norm_rope is in a capture, in a graph of torch.compile, or in a pool of memory.
 
-python first_use_rope.py SURROUNDING BACKEND
+python first_use_rope.py SURROUNDING FORM BACKEND
 """
 
 import functools
@@ -13,12 +13,19 @@ import sys
 
 import rope_calls
 import torch
+from helpers import DEVICE
 
 from tilegym_rmsnorm import qk_norm_rope
 
+# Options of the call
+FORMS = {
+    "plain": {},
+    "rounded norm, positions of 32 bits": {"rope_rounding": "norm", "position_ids": torch.int32},
+}
 
-def passes(leaves, tables, gradients, backend, function=qk_norm_rope):
-    outputs = function(*leaves, *tables, eps=rope_calls.EPS, backend=backend)
+
+def passes(leaves, tables, gradients, options, function=qk_norm_rope):
+    outputs = function(*leaves, *tables, eps=rope_calls.EPS, **options)
     return (*outputs, *torch.autograd.grad(outputs, leaves, gradients))
 
 
@@ -48,17 +55,26 @@ def in_reduce_overhead(run):
 SURROUNDINGS = {"graph": in_a_graph, "MemPool": in_a_mem_pool, "reduce-overhead": in_reduce_overhead}
 
 
-def main(surrounding: str, backend: str) -> None:
-    tensors = rope_calls.case(t=300, hq=8, d=128, dtype=torch.bfloat16)
+def main(surrounding: str, form: str, backend: str) -> None:
+    options, tables = dict(FORMS[form]), "T"
+    if "position_ids" in options:
+        tables = "positions"
+        options["position_ids"] = torch.randint(303, (2, 300), device=DEVICE, dtype=options["position_ids"])
+    tensors = rope_calls.case(t=300, hq=8, d=128, dtype=torch.bfloat16, tables=tables)
     leaves, gradients = (
         [each.requires_grad_() for each in tensors[:4]],
         [torch.randn_like(t) for t in tensors[:2]],
     )
     before = torch.cuda.memory_allocated()
-    results = SURROUNDINGS[surrounding](functools.partial(passes, leaves, tensors[4:], gradients, backend))
+    given = options | {"backend": backend}
+    results = SURROUNDINGS[surrounding](functools.partial(passes, leaves, tensors[4:], gradients, given))
     # on the CPU: a matrix product of a GPU leaves the workspace of its library behind
-    wide = [each.detach().cpu().double().requires_grad_() for each in leaves]
-    outputs = rope_calls.expected(*wide, *(each.cpu() for each in tensors[4:]))
+    options = {name: each.cpu() if isinstance(each, torch.Tensor) else each for name, each in options.items()}
+    tables, narrow = [each.cpu() for each in tensors[4:]], [each.detach().cpu() for each in leaves]
+    for one, other in zip(results, rope_calls.expected(*narrow, *tables, **options), strict=False):
+        assert (one.cpu() == other.to(one.dtype)).double().mean() > 0.99
+    wide = [each.double().requires_grad_() for each in narrow]
+    outputs = rope_calls.expected(*wide, *tables, **options)
     want = (*outputs, *torch.autograd.grad(outputs, wide, [each.cpu().double() for each in gradients]))
     for one, other in zip(results, want, strict=True):
         assert (one.cpu().double() - other).norm() <= 1e-2 * other.norm()

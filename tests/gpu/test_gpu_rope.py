@@ -12,14 +12,17 @@ from pathlib import Path
 import pytest
 import rope_calls
 import torch
+from first_use_rope import FORMS as FIRST_FORMS
 from first_use_rope import SURROUNDINGS
-from helpers import BF16, DEVICE, FP16, FP32, why_skip
+from helpers import BF16, DEVICE, FP16, FP32
 from processes import run_script
 from racing import STREAMS, assert_same_bits_racing
 
 from tilegym_rmsnorm import qk_norm_rope
 from tilegym_rmsnorm.call.rope_spec import RopeSpec, RopeWanted
 from tilegym_rmsnorm.rope_reference import rope_forward_torch, rope_gradients_torch
+
+pytestmark = pytest.mark.parametrize("backend", ["cutile", "triton"], indirect=True)
 
 SCRIPT = Path(__file__).with_name("first_use_rope.py")
 # B, T, Hq, Hk, D, R
@@ -54,13 +57,6 @@ def memory(request):
     """Outputs begin as NaN, unless a test takes memory as it is."""
     if getattr(request, "param", "of NaN") == "of NaN":
         request.getfixturevalue("poisoned_empty")
-
-
-@pytest.fixture(params=["cutile", "triton"])
-def backend(request):
-    if reason := why_skip(request.param):
-        pytest.skip(reason)
-    return request.param
 
 
 def call(
@@ -202,12 +198,13 @@ def test_a_dead_position_makes_no_fault(backend):
         assert torch.equal(out.isnan().any(-1).any(-1), is_dead)
 
 
+@pytest.mark.parametrize("form", FIRST_FORMS)
 @pytest.mark.parametrize("surrounding", SURROUNDINGS)
-def test_first_use(surrounding, backend, tmp_path):
+def test_first_use(surrounding, form, backend, tmp_path):
     caches = {
         "CUDA_TILE_CACHE_DIR": str(tmp_path / "cutile"),
         "TRITON_CACHE_DIR": str(tmp_path / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
     }
-    ran = run_script(SCRIPT, surrounding, backend, **caches)
+    ran = run_script(SCRIPT, surrounding, form, backend, **caches)
     assert ran.returncode == 0, ran.stderr[-3000:]
