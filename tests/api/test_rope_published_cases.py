@@ -20,7 +20,7 @@ from __future__ import annotations
 import pytest
 import rope_calls
 import torch
-from helpers import BF16, DEVICE, FP16, FP32, why_skip
+from helpers import BF16, DEVICE, FP16, FP32
 
 from tilegym_rmsnorm import qk_norm_rope
 
@@ -107,13 +107,7 @@ def seed():
     torch.manual_seed(42)
 
 
-@pytest.fixture(params=["cutile", "triton"])
-def kernels(request):
-    if reason := why_skip(request.param):
-        pytest.skip(reason)
-    return request.param
-
-
+by_kernels = pytest.mark.parametrize("backend", ["cutile", "triton"], indirect=True)
 EVERY_NORM = pytest.mark.parametrize("is_one_norm", [True, False], ids=["all heads", "each head"])
 
 
@@ -123,10 +117,11 @@ def test_flashinfer(heads, grid, interleaved, is_one_norm):
     check_patches(patches(heads, grid), interleaved, is_one_norm, "torch")
 
 
+@by_kernels
 @EVERY_NORM
 @pytest.mark.parametrize(("heads", "grid", "interleaved"), SAMPLE)
-def test_flashinfer_by_kernels(heads, grid, interleaved, is_one_norm, kernels):
-    check_patches(patches(heads, grid), interleaved, is_one_norm, kernels)
+def test_flashinfer_by_kernels(heads, grid, interleaved, is_one_norm, backend):
+    check_patches(patches(heads, grid), interleaved, is_one_norm, backend)
 
 
 @pytest.mark.parametrize(("d", "dtype"), [(96, BF16), (D, FP16)], ids=str)
@@ -193,6 +188,7 @@ def test_transformer_engine(length, eps, dtype, interleaved_qkv):
     check_transformer_engine(length, eps, dtype, interleaved_qkv, "torch")
 
 
+@by_kernels
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_transformer_engine_by_kernels(dtype, kernels):
-    check_transformer_engine(64, 1e-5, dtype, True, kernels)
+def test_transformer_engine_by_kernels(dtype, backend):
+    check_transformer_engine(64, 1e-5, dtype, True, backend)

@@ -16,36 +16,22 @@ from typing import Any
 import pytest
 import torch
 from covering import pairwise
-from helpers import BF16, FP16, FP32, settle_interpreters
+from helpers import FP32, settle_interpreters
+from option_cases import NORM_CALLS, is_norm_call
 from torch import Tensor
 from torch.nn import Parameter
-from variants import Variant, VariantInputs, check, check_residual_out, llama_share, make, options
+from variants import LAYOUTS, Variant, VariantInputs, check, check_residual_out, llama_share, make, options
 
 from tilegym_rmsnorm import RMSNorm, rms_norm
 from tilegym_rmsnorm.routes.op import FORWARD
 
 NAMES = "x", "weight", "bias", "residual"
 GRADIENTS = dict(zip(NAMES, ("dx", "dw", "db", "d_residual"), strict=True))
-MAYBE = None, FP32, BF16, FP16
-LAYOUTS = (
-    *("contiguous", "heads", "mixed", "slices", "transposed", "offset", "gaps", "columns"),
-    *("expanded", "all expanded"),
-)
-OPTIONS = {
-    "dtype": (BF16, FP16, FP32),
+OPTIONS = NORM_CALLS | {
     "size": ((2, 3, 4, 64), (3, 4, 7), (5, 2, 1), (2, 3, 2, 200), (2, 1, 2, 16392)),
     "dims": (1, 2),  # that are normalized
-    "weight": ("vector", "heads", "none"),
-    "weight_dtype": (FP32, BF16, FP16),
-    "bias_dtype": MAYBE,
-    "residual_dtype": MAYBE,
-    "residual_out_dtype": MAYBE,
-    "alpha": (1.0, 0.22, -2.0),
-    "out_dtype": MAYBE,
-    "offset": (0.0, 1.0),
-    "casting": ("once", "llama"),
     "eps": (1e-3, 0.25),
-    "layout": LAYOUTS,
+    "layout": tuple(LAYOUTS),
     "needs": ("all", *NAMES, "none"),  # which tensors require grad
     "used": ("all", "y", "residual_out"),  # the results that a loss depends on
     "route": ("eager", "known", "op", "module", "create_graph"),
@@ -54,19 +40,16 @@ OPTIONS = {
 
 def is_allowed(case: Mapping[str, Any]) -> bool:
     needs, used = case["needs"], case["used"]
-    if case["residual_dtype"] is None:
-        if needs == "residual" or used != "all" or case["residual_out_dtype"] or case["alpha"] != 1.0:
-            return False
+    if case["residual_dtype"] is None and (needs == "residual" or used != "all"):
+        return False
     if case["weight"] == "none":
-        if needs == "weight" or case["weight_dtype"] != FP32:
-            return False
-        if case["bias_dtype"] and case["route"] == "module":
+        if needs == "weight" or (case["bias_dtype"] and case["route"] == "module"):
             return False
     if needs == "bias" and case["bias_dtype"] is None:
         return False
     if used == "residual_out" and needs in ("weight", "bias"):
         return False
-    return needs != "none" or (used == "all" and case["route"] != "create_graph")
+    return is_norm_call(case) and (needs != "none" or (used == "all" and case["route"] != "create_graph"))
 
 
 CASES = pairwise(OPTIONS, is_allowed)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 
+import bench_records
 import pytest
 import torch
 from helpers import needs_inductor, why_skip
@@ -127,15 +128,7 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys):
 
 # The page
 
-GPU = "NVIDIA H100 80GB HBM3"
-ORIGIN = {
-    "gpu": GPU,
-    "driver": "580.1",
-    "cuda": "13.0",
-    "tileiras": "13.4.92",
-    "versions": {"torch": "2.13.0"},
-}
-ORIGIN |= {"commit": "0123456789abcdef", "dirty": False, "date": "2026-11-27T10:00:00+00:00", "note": None}
+ORIGIN = bench_records.make_result(versions={"torch": "2.13.0"})
 MARKED = "before\n\n<!-- traced:begin -->\n\nold\n\n<!-- traced:end -->\n\nafter\n"
 
 
@@ -151,7 +144,7 @@ def make_result(us, **changes):
 
 
 def test_the_newest_result_of_each_gpu_is_put_into_the_page(tmp_path):
-    page, folder = tmp_path / "page.md", tmp_path / "results" / gpu_slug(GPU)
+    page, folder = tmp_path / "page.md", tmp_path / "results" / gpu_slug(ORIGIN["gpu"])
     page.write_text(MARKED)
     assert traced.refresh_page(page, tmp_path / "results") == 0 and page.read_text() == MARKED
     for us, date in (((900.0, 450.0), "2026-11-29"), ((800.0, None), "2026-11-28")):

@@ -10,23 +10,18 @@ import math
 
 import pytest
 import torch
-from helpers import DEVICE, why_skip
+from helpers import DEVICE
 from living import size_of
 from memory_cases import ADDED, KINDS, gradients_of, leaves_of, norm
 from torch.utils.checkpoint import checkpoint
 from variants import make
 
+pytestmark = pytest.mark.parametrize("backend", ["cutile", "triton"], indirect=True)
+
 
 def slack(variant) -> int:
     """What the allocator rounds sizes up by; rstd, and another number a row."""
     return 2**18 + 2 * 4 * math.prod(variant.size[:-1])
-
-
-@pytest.fixture(params=["cutile", "triton"])
-def kernels(request):
-    if reason := why_skip(request.param):
-        pytest.skip(reason)
-    return request.param
 
 
 def peak_of(call) -> int:
@@ -50,18 +45,18 @@ def of_partial_rows(variant) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_peak_of_a_forward(kind, kernels):
+def test_peak_of_a_forward(kind, backend):
     """The results alone: neither a copy of a slice, nor a sum that is written and read again."""
     variant = KINDS[kind]
     leaves = leaves_of(inputs := make(variant))
-    least = size_of(*norm(variant, inputs, leaves, kernels))  # compiles
-    peak = peak_of(lambda: norm(variant, inputs, leaves, kernels))
+    least = size_of(*norm(variant, inputs, leaves, backend))  # compiles
+    peak = peak_of(lambda: norm(variant, inputs, leaves, backend))
     assert least <= peak <= least + slack(variant)
 
 
 @pytest.mark.parametrize("used", ["both", "y"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_peak_of_a_backward(kind, used, kernels):
+def test_peak_of_a_backward(kind, used, backend):
     """The gradients, one for x and residual where one serves both, partial rows, and no zeros for an unused result."""
     variant = KINDS[kind]
     if used == "y" and not variant.has_residual:
@@ -69,7 +64,7 @@ def test_peak_of_a_backward(kind, used, kernels):
     leaves = leaves_of(inputs := make(variant))
 
     def results():
-        found = norm(variant, inputs, leaves, kernels)
+        found = norm(variant, inputs, leaves, backend)
         return found[:1] if used == "y" else found
 
     gradients = {t.data_ptr(): t for t in gradients_of(results(), leaves, inputs)}  # compiles
@@ -83,14 +78,14 @@ def test_peak_of_a_backward(kind, used, kernels):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing_keeps_nothing(use_reentrant, kernels):
+def test_checkpointing_keeps_nothing(use_reentrant, backend):
     """Between forward and backward only the inputs and the results live."""
     leaves = leaves_of(inputs := make(ADDED))
-    norm(ADDED, inputs, leaves, kernels)  # compiles
+    norm(ADDED, inputs, leaves, backend)  # compiles
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     results = checkpoint(
-        lambda x, residual: norm(ADDED, inputs, {**leaves, "x": x, "residual": residual}, kernels),
+        lambda x, residual: norm(ADDED, inputs, {**leaves, "x": x, "residual": residual}, backend),
         leaves["x"],
         leaves["residual"],
         use_reentrant=use_reentrant,
@@ -100,14 +95,14 @@ def test_checkpointing_keeps_nothing(use_reentrant, kernels):
     torch.autograd.backward(results, (inputs.dy, inputs.d_residual_out))
 
 
-def test_offloading_keeps_nothing(kernels):
+def test_offloading_keeps_nothing(backend):
     """residual_out is a result, and stays; of it nothing else is on the GPU when y and it are gone."""
     leaves = leaves_of(inputs := make(ADDED))
-    norm(ADDED, inputs, leaves, kernels)  # compiles
+    norm(ADDED, inputs, leaves, backend)  # compiles
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     with torch.autograd.graph.save_on_cpu():
-        y = norm(ADDED, inputs, leaves, kernels)[0]
+        y = norm(ADDED, inputs, leaves, backend)[0]
     loss = y.float().sum()
     del y
     gc.collect()

@@ -9,27 +9,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hf_models import spread
+from hf_models import SIZES, spread
 from torch import nn
 
 from tilegym_rmsnorm import RMSNorm
 
 pytest.importorskip("transformers", reason="transformers is not installed")
-
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "use_cache": False,
-}
 
 
 class Case(NamedTuple):
@@ -72,7 +57,7 @@ CASES = [
 
 def built(case: Case) -> nn.Module:
     modeling = case.modeling
-    config = getattr(modeling, f"{case.prefix}Config")(**{**SIZES, **case.extra})
+    config = getattr(modeling, f"{case.prefix}Config")(**{**SIZES, "rms_norm_eps": 1e-5, **case.extra})
     torch.manual_seed(0)
     with contextlib.redirect_stderr(io.StringIO()):
         return getattr(modeling, f"{case.prefix}ForCausalLM")(config)

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Calls that a backend may be given (contract.py), by pairs of their options: each two values that the checks of a call
-let through together are in one.
+"""Options of calls, and calls that a backend may be given (contract.py) by pairs of them: each two values that the
+checks of a call let through together are in one.
 
     for case in norm_cases():
         run_norm(case, make(case.variant, dy_dtype=case.dy_dtype), forward, backward)
@@ -26,37 +26,26 @@ from tilegym_rmsnorm.call.spec import Casting, dtype_of, wanted_of
 _OR_NONE = None, *KERNEL_DTYPES
 _BOTH = False, True
 
-NORM_OPTIONS: dict[str, Sequence[Any]] = {
+# Of each call, whoever makes it: fields of a Variant, and of a RopeCase.
+NORM_CALLS: dict[str, Sequence[Any]] = {
     "dtype": KERNEL_DTYPES,
-    "n": (64, 100, 1024),
-    "length": (3,),  # M, or T
-    "has_heads": _BOTH,  # rows (M, N), or (B, T, H, N)
-    "layout": tuple(dict.fromkeys((*BACKEND_LAYOUTS[2], *BACKEND_LAYOUTS[4]))),
-    "weight": ("none", "vector", "heads"),
+    "weight": ("vector", "heads", "none"),
     "weight_dtype": KERNEL_DTYPES,
     "bias_dtype": _OR_NONE,
     "residual_dtype": _OR_NONE,
     "residual_out_dtype": _OR_NONE,
-    "alpha": (1.0, 0.5),
+    "alpha": (1.0, 0.22, -2.0),
     "out_dtype": _OR_NONE,
     "offset": (0.0, 1.0),
     "casting": get_args(Casting),
-    "dy_dtype": KERNEL_DTYPES,
-    "has_d_residual_out": _BOTH,
-    "needs_x": _BOTH,
-    "needs_residual": _BOTH,
-    "needs_weight": _BOTH,
-    "needs_bias": _BOTH,
 }
-ROPE_OPTIONS: dict[str, Sequence[Any]] = {
+ROPE_CALLS: dict[str, Sequence[Any]] = {
     "dtype": KERNEL_DTYPES,
     "heads": ((4, 2), (5, 0), (3, 3)),
     "length": (1, 5),
-    "n": (6, 64, 99, 256),
-    "rotary_dim": (6, 64, 80, 256),
     "interleaved": _BOTH,
-    "q_weight": ("none", "vector", "heads"),
-    "k_weight": ("none", "vector", "heads"),
+    "q_weight": ("vector", "heads", "none"),
+    "k_weight": ("vector", "heads", "none"),
     "weight_dtype": KERNEL_DTYPES,
     "k_weight_dtype": KERNEL_DTYPES,
     "tables": ("full", "half"),
@@ -67,6 +56,23 @@ ROPE_OPTIONS: dict[str, Sequence[Any]] = {
     "offset": (0.0, 1.0),
     "casting": get_args(Casting),
     "rounding": get_args(RopeRounding),
+}
+# Of the calls that a backend is given
+NORM_OPTIONS = NORM_CALLS | {
+    "n": (64, 100, 1024),
+    "length": (3,),  # M, or T
+    "has_heads": _BOTH,  # rows (M, N), or (B, T, H, N)
+    "layout": tuple(dict.fromkeys((*BACKEND_LAYOUTS[2], *BACKEND_LAYOUTS[4]))),
+    "dy_dtype": KERNEL_DTYPES,
+    "has_d_residual_out": _BOTH,
+    "needs_x": _BOTH,
+    "needs_residual": _BOTH,
+    "needs_weight": _BOTH,
+    "needs_bias": _BOTH,
+}
+ROPE_OPTIONS = ROPE_CALLS | {
+    "n": (6, 64, 99, 256),
+    "rotary_dim": (6, 64, 80, 256),
     "layout": ("contiguous", "packed", "gate", "offset"),
     "dy_layout": ("contiguous", "transposed", "offset"),
     "dy_dtype": KERNEL_DTYPES,
@@ -97,24 +103,26 @@ def norm_cases(**changes: Sequence[Any]) -> list[NormCase]:
     return found
 
 
+def is_norm_call(case: Mapping[str, Any]) -> bool:
+    """Whether NORM_CALLS are given that mean something together."""
+    if case["weight"] == "none" and case["weight_dtype"] != FP32:
+        return False
+    return case["residual_dtype"] is not None or (case["residual_out_dtype"] is None and case["alpha"] == 1.0)
+
+
 def _may_norm(case: Mapping[str, Any]) -> bool:
     if case["layout"] != "far" and case["layout"] not in BACKEND_LAYOUTS[4 if case["has_heads"] else 2]:
         return False
     if case["weight"] == "heads" and not case["has_heads"]:
         return False
-    if case["weight"] == "none" and (case["needs_weight"] or case["weight_dtype"] != FP32):
+    if case["weight"] == "none" and case["needs_weight"]:
         return False
     if case["bias_dtype"] is None and case["needs_bias"]:
         return False
-    if case["residual_dtype"] is None and (
-        case["needs_residual"]
-        or case["has_d_residual_out"]
-        or case["residual_out_dtype"] is not None
-        or case["alpha"] != 1.0
-    ):
+    if case["residual_dtype"] is None and (case["needs_residual"] or case["has_d_residual_out"]):
         return False
     # No backend is asked for db alone.
-    return case["needs_x"] or case["needs_residual"] or case["needs_weight"]
+    return is_norm_call(case) and (case["needs_x"] or case["needs_residual"] or case["needs_weight"])
 
 
 def run_norm(
@@ -139,21 +147,30 @@ def rope_cases(
     changes: in place of ROPE_OPTIONS. allowed: as of `pairwise`, besides what the checks of a call say."""
     found = []
     for case in pairwise(ROPE_OPTIONS | changes, lambda case: _may_rope(case) and allowed(case)):
-        case["weight"] = case.pop("q_weight"), case.pop("k_weight")
         case["wanted"] = case.pop("needs_q_weight"), case.pop("needs_k_weight")
-        found.append(RopeCase(**case))
+        found.append(rope_case(**case))
     return found
 
 
-def _may_rope(case: Mapping[str, Any]) -> bool:
+def rope_case(*, q_weight: str, k_weight: str, **fields: Any) -> RopeCase:
+    """Return the case whose weights are options of their own."""
+    return RopeCase(**fields, weight=(q_weight, k_weight))
+
+
+def is_rope_call(case: Mapping[str, Any]) -> bool:
+    """Whether ROPE_CALLS, n and rotary_dim are given that mean something together, and may."""
     if case["rotary_dim"] > case["n"] or case["table_dtype"] not in (FP32, case["dtype"]):
         return False
     if case["heads"][1] == 0 and case["k_weight"] != "none":
         return False
-    for name in ("q_weight", "k_weight"):
-        dtype = "weight_dtype" if name == "q_weight" else "k_weight_dtype"
-        if case[name] == "none" and (case[f"needs_{name}"] or case[dtype] != FP32):
+    for weight, dtype in (("q_weight", "weight_dtype"), ("k_weight", "k_weight_dtype")):
+        if case[weight] == "none" and case[dtype] != FP32:
             return False
-    if case["positions"] is None and case["position_dtype"] is not torch.int64:
-        return False
-    return not (case["positions"] and case["has_rows_of_batch"])
+    if case["positions"] is None:
+        return case["position_dtype"] is torch.int64
+    return not case["has_rows_of_batch"]
+
+
+def _may_rope(case: Mapping[str, Any]) -> bool:
+    weights = "q_weight", "k_weight"
+    return is_rope_call(case) and not any(case[each] == "none" and case[f"needs_{each}"] for each in weights)
