@@ -5,25 +5,38 @@
 
 from pathlib import Path
 
+import first_use
+import first_use_rope
 import pytest
-from first_use import SURROUNDINGS, VARIANTS
-from helpers import why_skip
 from processes import run_script
 
-SCRIPT = Path(__file__).with_name("first_use.py")
+pytestmark = pytest.mark.parametrize("backend", ["cutile", "triton"], indirect=True)
 
 
-@pytest.mark.parametrize("backend", ["cutile", "triton"])
+@pytest.fixture
+def run_anew(tmp_path):
+    """Run a script of this folder, with empty caches."""
+
+    def run(script, *arguments):
+        caches = {
+            "CUDA_TILE_CACHE_DIR": str(tmp_path / "cutile"),
+            "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        }
+        ran = run_script(Path(__file__).with_name(script), *arguments, **caches)
+        assert ran.returncode == 0, ran.stderr[-3000:]
+
+    return run
+
+
 @pytest.mark.parametrize("columns", [512, 3001, 32768])  # of 32768 blocks wait for each other
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("surrounding", SURROUNDINGS)
-def test_first_use(surrounding, variant, columns, backend, tmp_path):
-    if reason := why_skip(backend):
-        pytest.skip(reason)
-    caches = {
-        "CUDA_TILE_CACHE_DIR": str(tmp_path / "cutile"),
-        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
-    }
-    ran = run_script(SCRIPT, surrounding, variant, str(columns), backend, **caches)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+@pytest.mark.parametrize("variant", first_use.VARIANTS)
+@pytest.mark.parametrize("surrounding", first_use.SURROUNDINGS)
+def test_first_use(surrounding, variant, columns, backend, run_anew):
+    run_anew("first_use.py", surrounding, variant, str(columns), backend)
+
+
+@pytest.mark.parametrize("form", first_use_rope.FORMS)
+@pytest.mark.parametrize("surrounding", first_use_rope.SURROUNDINGS)
+def test_first_use_of_rope(surrounding, form, backend, run_anew):
+    run_anew("first_use_rope.py", surrounding, form, backend)
