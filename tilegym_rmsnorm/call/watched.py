@@ -66,13 +66,9 @@ _TRACING_MODES = {
 def is_watched() -> bool:
     """Whether PyTorch records or transforms this call: tracing, torch.func, forward-mode differentiation, a dispatch
     mode."""
-    return is_traced() or is_watched_when_run()  # in this order: Dynamo cannot trace the latter
-
-
-def is_watched_when_run() -> bool:
-    """`is_watched` where Dynamo does not trace the caller."""
     return (
-        forward_ad._current_level >= 0
+        is_traced()  # the first: Dynamo cannot trace the others
+        or forward_ad._current_level >= 0
         or are_transforms_active()
         or count_modes() != 0
         or is_traced_by_jit()

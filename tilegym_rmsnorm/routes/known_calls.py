@@ -23,7 +23,7 @@ from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.registry import is_settled
 from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, TEBIBYTE, is_plain
-from tilegym_rmsnorm.call.watched import is_watched, is_watched_when_run
+from tilegym_rmsnorm.call.watched import is_watched
 
 # Without it, in a PyTorch to come, no call is known: slower, and right.
 _TensorGuards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
@@ -168,7 +168,7 @@ def _call(
     rows: tensors of x's shape. The key has their addresses, but for multiples of 16 bytes. parts: which tensors
     are None, or their types.
     """
-    if is_watched_when_run() or _len_torch_function_stack():
+    if is_watched() or _len_torch_function_stack():
         return None
     alignment, tensors = 0, list(rows)
     try:
