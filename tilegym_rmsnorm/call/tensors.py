@@ -22,6 +22,7 @@ DTensor checks avoid importing torch.distributed.tensor, which takes a second.
 from __future__ import annotations
 
 import sys
+from abc import ABC
 from typing import Any
 
 import torch
@@ -34,20 +35,17 @@ from tilegym_rmsnorm.call.watched import is_traced
 PLAIN_TYPES = (Tensor, Parameter)  # other subclasses may override data_ptr() and each property
 
 
-class _PlainTypes(type):
-    """Metaclass of `OfPlainType`."""
+class _OfPlainType(ABC):  # noqa: B024
+    """Stands for PLAIN_TYPES in `isinstance`, subclasses left out. For `type(tensor)` Dynamo would guard on a class,
+    and a graph with such a guard cannot be kept on disk (`caching_precompile`). From PyTorch 2.14 on Dynamo refuses
+    metaclasses with an `__instancecheck__` or a `__subclasscheck__` other than ABCMeta's."""
 
-    def __instancecheck__(cls, value: object) -> bool:
-        return type(value) in PLAIN_TYPES
-
-    def __subclasscheck__(cls, kind: type) -> bool:  # Dynamo asks this, for the class of a tensor
+    @classmethod
+    def __subclasshook__(cls, kind: type) -> bool:
         return kind in PLAIN_TYPES
 
 
-# Stands for PLAIN_TYPES in `isinstance`, subclasses left out. For `type(tensor)` Dynamo would guard on a class, and a
-# graph with such a guard cannot be kept on disk (`caching_precompile`).
-OfPlainType: Any = _PlainTypes("OfPlainType", (), {})
-
+OfPlainType: Any = _OfPlainType  # mypy would take the tensor for an instance
 
 _is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 _get_unwrapped = torch._C._functorch.get_unwrapped
