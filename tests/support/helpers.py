@@ -15,13 +15,14 @@ roundings that any implementation needs (square, mean, root, product), plus for 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
 import shutil
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -241,6 +242,20 @@ def take_turns(*numbers: int, of: int) -> None:
     parameter meets some of another's, and the next value others."""
     if not every_config and sum(numbers) % of:
         pytest.skip("run with --every-config")
+
+
+@contextlib.contextmanager
+def skipped_where_fails(original: Callable[[], object]) -> Iterator[None]:
+    """Skips a test that fails as `original` does, in which no code of this package runs: of some release of PyTorch or
+    of transformers."""
+    try:
+        yield
+    except RuntimeError as error:  # those of Dynamo and Inductor too
+        try:
+            original()
+        except type(error) as same:
+            pytest.skip(f"so does the original in this release: {str(same).strip().splitlines()[0]}")
+        raise
 
 
 def alignment(extent: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import inspect
 import io
 import re
 import warnings
@@ -138,6 +139,14 @@ def _t5(case: Architecture) -> nn.Module:
     return T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, dropout_rate=0.0, **sizes, **ids))
 
 
+def _gemma3n(case: Architecture) -> nn.Module:
+    from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRMSNorm
+
+    if "/ torch.sqrt" in inspect.getsource(Gemma3nRMSNorm):
+        raise NotImplementedError("Gemma 3n's norm divides by a root, and is declined")
+    return case._causal()
+
+
 def _paligemma(case: Architecture) -> nn.Module:
     from transformers import (
         GemmaConfig,
@@ -251,6 +260,7 @@ ARCHITECTURES = [
             "activation_sparsity_pattern": [0.0, 0.0],
             "altup_num_inputs": 2,
         },
+        make=_gemma3n,
     ),
     Architecture("Phi3", {"llama": 5}, 2),
     Architecture(

@@ -13,6 +13,7 @@ import textwrap
 
 import pytest
 import torch
+from helpers import skipped_where_fails
 from hf_models import ARCHITECTURES, TOKENS, results
 from torch import nn
 
@@ -25,6 +26,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from attention_classes import D, assert_same, both_of, given
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, rotate_half
 
+# What llama's rotary function takes between sin and unsqueeze_dim: in transformers 4.57 positions, which it ignores.
+POSITIONS = "None, " if "position_ids" in inspect.signature(apply_rotary_pos_emb).parameters else ""
 (QWEN3,) = (case for case in ARCHITECTURES if case.name == "Qwen3")
 
 
@@ -177,14 +180,14 @@ ROTATION = "    q, k = rotary(q, k, cos, sin)\n"
         (GEMMA, ROTATION, "    seen = lambda: q\n" + ROTATION, "has no statement q, k"),
         (GEMMA, ROTATION, "    for _ in range(2):\n    " + ROTATION, "has no statement q, k = ROTARY(q, k, cos, sin)"),
         (GEMMA, "cos, sin)", "cos, sin, shape)", "calls rotary with arguments that are not read"),
-        (GEMMA, "cos, sin)", "cos, sin, 3)", "calls rotary, which computes no rotary embedding that is known"),
+        (GEMMA, "cos, sin)", f"cos, sin, {POSITIONS}3)", "calls rotary, which computes no rotary embedding"),
         (GEMMA, "cos, sin)", "cos, sin, unsqueeze_dim=0)", "calls rotary, which computes no rotary embedding"),
         (GEMMA, "cos, sin)", "cos, *(sin, 1))", "calls rotary with arguments that are not read"),
         (GEMMA, "cos, sin)", "*tables, 1)", "calls rotary with arguments that are not read"),
         (GEMMA, "cos, sin)", "cos, sin, **{'unsqueeze_dim': 1})", "calls rotary with arguments that are not read"),
         (GEMMA, "cos, sin)", "sin, cos)", None),
         (GEMMA, "cos, sin)", "cos, sin, unsqueeze_dim=1)", None),
-        (GEMMA, "cos, sin)", "cos, sin, 1)", None),
+        (GEMMA, "cos, sin)", f"cos, sin, {POSITIONS}1)", None),
         (GEMMA, "self.second", "self.first", None),
         (GEMMA, "    cos,", "    self.first, self.third = 2 * [self.third]\n    cos,", "may change something"),
         (GEMMA, "    cos,", "    self.second.weight.data.mul_(2)\n    cos,", "may change something between"),
@@ -482,7 +485,10 @@ def test_compiled_without_a_graph_break(name, backend):
     assert patch_model(model, patch_layers=True).counts["attention"] == 2
     eager, _ = results(model, {"input_ids": TOKENS})
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-    logits = compiled(input_ids=TOKENS).logits
+    # Experts of GLM-4.5 in transformers 4.57 break the graph.
+    original = torch.compile(case.built().bfloat16(), fullgraph=True, backend="eager")
+    with skipped_where_fails(lambda: original(input_ids=TOKENS)):
+        logits = compiled(input_ids=TOKENS).logits
     torch.testing.assert_close(logits, eager, rtol=0, atol=2**-6 * eager.abs().max().item())
     model.zero_grad()
     logits.float().square().mean().backward()

@@ -5,6 +5,7 @@
 
 import pytest
 import torch
+from helpers import skipped_where_fails
 from hf_models import TOKENS, results
 from hf_norms import LLAMA, norm_of, rows
 
@@ -80,7 +81,8 @@ def test_traced_by_jit_with_its_layers(dtype):
 
     original, model = Logits(LLAMA.built().to(dtype)), Logits(LLAMA.built().to(dtype))
     assert patch_model(model, patch_layers=True).counts["layers"] == 2
-    traced = torch.jit.trace(model, (TOKENS,), check_trace=False)
+    with skipped_where_fails(lambda: torch.jit.trace(original, (TOKENS,), check_trace=False)):
+        traced = torch.jit.trace(model, (TOKENS,), check_trace=False)
     for tokens in (TOKENS, TOKENS[:1, :7]):
         assert torch.equal(traced(tokens), original(tokens))
     traced(TOKENS).float().square().sum().backward()
