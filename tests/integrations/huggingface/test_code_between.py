@@ -100,7 +100,7 @@ class Attention(WithoutValues):
 
 
 SOURCE = """
-def forward(self, x, tables, flag=True, *others, **kwargs):
+def forward(self, x, tables, flag=True, *others, held=changing, **kwargs):
     cos, sin = tables
     shape = (*x.shape[:-1], -1, 8)
     q = self.q_proj(x).view(shape)
@@ -154,7 +154,7 @@ def results(cls, patched, dtype, is_training, autocast):
     for _ in range(2):
         arguments = given(dtype)
         x = arguments["x"].requires_grad_(is_training)
-        arguments["x"] = x + 0
+        arguments.update(x=x + 0, tables=[*arguments["tables"]])
         torch.manual_seed(0)
         try:
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.set_grad_enabled(is_training):
@@ -314,6 +314,14 @@ OTHERS = {  # changes of something else: before the norms, and between
     "cast by an item": ("me = (self, self)", "me[0].double()"),
     "item that was replaced": ("norms = [1]\nnorms[0] = self.first", "norms[0].double()"),
     "item that was added": ("norms = [1]\nnorms.append(self.first)", "norms[1].double()"),
+    "item added to a sum of lists": ("norms = [1] + [2]\nnorms.append(self.first)", "norms[2].double()"),
+    "item added to a list in a tuple": (
+        "norms = ([1], 2)\nnorms[0].append(self.first)",
+        "norms[0][1].double()",
+    ),
+    "item added to an argument": ("tables.append(self.first)", "tables[2].double()"),
+    "item added to an attribute": ("steps = self.steps\nsteps.append(self.first)", "steps[-1].double()"),
+    "default that is an object": ("raw = q", "w = held.norm(raw)"),
     "keyword that was added": ("kwargs['norm'] = self.first", "kwargs['norm'].double()"),
     "iterator that replaced an item": (
         "both = [1]\nboth[0] = (each.add_(1) for each in (q,))",
@@ -358,7 +366,8 @@ def test_something_else_is_changed(class_of, before_and_between):
     before, between = before_and_between
     cls = made(class_of, source(between, before=before))
     report = assert_patched_computes_the_same(cls, False)
-    assert any("between a norm and its rotation" in each.reason for each in report.declined)
+    known = "between a norm and its rotation", "binds self to something else"
+    assert any(text in each.reason for each in report.declined for text in known)
 
 
 def test_arguments_of_the_rotation_are_code_between(class_of):

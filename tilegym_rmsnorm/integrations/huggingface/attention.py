@@ -124,6 +124,9 @@ def _found(cls: type) -> _Found:
                 Unchanging(cls, function, statements, [query.call, key.call], rotation.value)
                 for statements in (until, tree.body)
             ]
+            for norm in (query, key):
+                if not checks[0].is_child(norm.call):  # a property may do anything, and would do it later
+                    raise Unclear(f"calls {norm.name}, which its class defines")
             for each in _between([each for each, _ in before], (query, key), rotation.value):
                 checks[0].check(each)
             receiving = receivers(function, behind, names, checks[1])
@@ -240,8 +243,9 @@ def _rewritten(found: _Found) -> ast.FunctionDef:
             (index, each) for index, each in enumerate(tree.body) if getattr(each, "body", None) is block
         )
         assert isinstance(owner, ast.If)
-        # The condition is evaluated once, where it stood.
-        kept = ast.Assign([ast.Name(_HAS_NORMS, ast.Store())], owner.test)
+        # The condition is evaluated once, where it stood; so is its truth, which may be a method.
+        is_true = ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), owner.test))
+        kept = ast.Assign([ast.Name(_HAS_NORMS, ast.Store())], is_true)
         tree.body.insert(index, ast.copy_location(kept, owner))
         owner.test = _loaded(_HAS_NORMS)
         new = ast.IfExp(_loaded(_HAS_NORMS), new, call)

@@ -7,7 +7,7 @@ it takes, the norms and the rotary embedding run one after the other."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,15 +19,16 @@ from tilegym_rmsnorm.integrations.huggingface.norms import (
     NormPatch,
     computes_as_tensor,
     norm_patch,
+    order_of_y,
     tell_fallback,
     why_no_call,
     why_watched,
 )
 from tilegym_rmsnorm.integrations.huggingface.receivers import Receivers
 from tilegym_rmsnorm.integrations.huggingface.rotary import Rotary
+from tilegym_rmsnorm.integrations.huggingface.strides import in_order
 from tilegym_rmsnorm.rope import qk_norm_rope
 
-_REPLACED = "its rotary embedding was replaced"
 _OTHER_ROUNDINGS = "no one call rounds q and k as the norms and the rotary embedding do"
 
 
@@ -40,6 +41,13 @@ class Norm(Protocol):
     @property
     def is_turned(self) -> bool:
         """Whether the result is transposed before it is rotated."""
+
+
+class _Apart(NamedTuple):
+    """Why no one call computes both norms and the rotation, and the norm that is the reason."""
+
+    norm: Any
+    reason: str
 
 
 def folded(
@@ -59,17 +67,24 @@ def folded(
     ) -> tuple[Any, Any]:
         """Return what `rotary` returns for normalized q and k."""
         q_norm, k_norm = getattr(module, q_name), getattr(module, k_name)
-        call: Any = _REPLACED
+        call: Any = _Apart(q_norm, "its rotary embedding was replaced")
         if known.is_current(rotary):
-            call = outside_of_trace(_call_of, q_norm, k_norm, q, k, cos, sin, known)
+            is_turned = (q_turned, k_turned)
+            call = outside_of_trace(_call_of, q_norm, k_norm, q, k, cos, sin, known, is_turned)
         rounding = None
-        if not isinstance(call, str):
+        if not isinstance(call, _Apart):
             rounding = _rounding_of(q, cos, call[1].plan.out_dtype, known, receivers, module, cache)
-        if isinstance(call, str) or rounding is None:
-            tell_fallback("rotary embedding", q_norm, call if isinstance(call, str) else _OTHER_ROUNDINGS)
+        if isinstance(call, _Apart) or rounding is None:
+            why = call if isinstance(call, _Apart) else _Apart(q_norm, _OTHER_ROUNDINGS)
+            tell_fallback("rotary embedding", *why)
             q, k = _normalized(q_norm, q, q_turned), _normalized(k_norm, k, k_turned)
             return rotary(q, k, cos, sin, *given, **named)
         patch, (q_weight, eps, plan), (k_weight, _, _) = call
+        orders = None
+        if receivers is None:  # they may ask for the strides, by view
+            orders = [
+                _order_of_result(x, turned, patch, known) for x, turned in ((q, q_turned), (k, k_turned))
+            ]
         if known.heads == 1:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
         q, k = qk_norm_rope(
@@ -86,9 +101,21 @@ def folded(
             rope_rounding=rounding,
             backend=patch.backend,
         )
-        return (q.transpose(1, 2), k.transpose(1, 2)) if known.heads == 1 else (q, k)
+        if known.heads == 1:
+            q, k = q.transpose(1, 2), k.transpose(1, 2)
+        return (q, k) if orders is None else (in_order(q, orders[0]), in_order(k, orders[1]))
 
     return run
+
+
+def _order_of_result(x: Tensor, is_turned: bool, patch: NormPatch, known: Rotary) -> tuple[int, ...] | None:
+    """Return the order in memory of the dimensions of rotated x, the slowest first. None: in their order."""
+    if known.is_partial:  # torch.cat makes it
+        return None
+    if not is_turned:
+        return order_of_y(x, patch.match)
+    order = order_of_y(x.transpose(1, 2), patch.match)
+    return (0, 2, 1, 3) if order is None else tuple((0, 2, 1, 3)[dim] for dim in order)
 
 
 def _normalized(norm: Any, x: Any, is_turned: bool) -> Any:
@@ -96,21 +123,48 @@ def _normalized(norm: Any, x: Any, is_turned: bool) -> Any:
 
 
 def _call_of(
-    q_norm: Any, k_norm: Any, q: Any, k: Any, cos: Any, sin: Any, known: Rotary
-) -> tuple[NormPatch, Call, Call] | str:
+    q_norm: Any, k_norm: Any, q: Any, k: Any, cos: Any, sin: Any, known: Rotary, is_turned: tuple[bool, bool]
+) -> tuple[NormPatch, Call, Call] | _Apart:
     """Return how both norms are computed; or say why no one call does it: where the norms are watched or differ in more
     than their weights, or the shapes of the tensors do not fit."""
+    norms = q_norm, k_norm
     patch = norm_patch(q_norm)
     if patch is None or norm_patch(k_norm) is not patch:
-        return "the norms of q and k are not computed alike"
-    if reason := why_watched(q_norm) or why_watched(k_norm):
-        return reason
-    for each in (q, k, cos, sin):
+        return _Apart(q_norm if patch is None else k_norm, "the norms of q and k are not computed alike")
+    for norm in norms:
+        if reason := why_watched(norm):
+            return _Apart(norm, reason)
+    for norm, each in ((q_norm, q), (k_norm, k), (q_norm, cos), (q_norm, sin)):
         if not computes_as_tensor(each):
-            return f"it takes a {type(each).__name__}"
+            return _Apart(norm, f"it takes a {type(each).__name__}")
+    if reason := _why_not_rotated(q, k, cos, sin, known, is_turned):
+        return _Apart(q_norm, reason)
+    if patch.match.arithmetic == "torch" and torch.is_autocast_enabled(q.device.type):
+        return _Apart(q_norm, "autocast casts what its norms take")
+    q_call, k_call = (patch.match.call(norm, x.shape, x.dtype) for norm, x in ((q_norm, q), (k_norm, k)))
+    if q_call is None or k_call is None:
+        norm = q_norm if q_call is None else k_norm
+        return _Apart(norm, why_no_call(norm, patch.match, q.shape, q.dtype))
+    if q_call[1:] != k_call[1:]:
+        return _Apart(q_norm, "the norms of q and k differ in eps or in the dtypes of their weights")
+    if torch.is_grad_enabled() and _requires_grad(q, q_call) != _requires_grad(k, k_call):
+        return _Apart(q_norm, "of q and k one requires grad and the other does not")
+    return patch, q_call, k_call
+
+
+def _requires_grad(x: Tensor, call: Call) -> bool:
+    return x.requires_grad or (call.weight is not None and call.weight.requires_grad)
+
+
+def _why_not_rotated(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, known: Rotary, is_turned: tuple[bool, bool]
+) -> str:
+    """Say why the one call does not take these tensors; "" if it does."""
     if k.dtype is not q.dtype or sin.dtype is not cos.dtype:
         return "q and k, or cos and sin, differ in dtype"
-    if not q.dim() == k.dim() == cos.dim() + 1 or q.dim() not in ((3, 4) if known.heads == -2 else (4,)):
+    # Of three dimensions a transposition moves the last, which is normalized.
+    dims = (3, 4) if known.heads == -2 and not any(is_turned) else (4,)
+    if not q.dim() == k.dim() == cos.dim() + 1 or q.dim() not in dims:
         return "q, k, cos and sin have other dimensions than one call takes"
     time, (*batches, length, columns) = -2 if known.heads == 1 else -3, cos.shape
     if (
@@ -123,16 +177,7 @@ def _call_of(
         or not (columns == q.shape[-1] or (known.is_partial and columns < q.shape[-1]))
     ):
         return "q, k, cos and sin have other shapes than one call takes"
-    if cos.requires_grad or sin.requires_grad:
-        return "cos or sin requires grad"
-    if patch.match.arithmetic == "torch" and torch.is_autocast_enabled(q.device.type):
-        return "autocast casts what its norms take"
-    q_call, k_call = (patch.match.call(norm, x.shape, x.dtype) for norm, x in ((q_norm, q), (k_norm, k)))
-    if q_call is None or k_call is None:
-        return why_no_call(k_norm if q_call is not None else q_norm, patch.match, q.shape, q.dtype)
-    if q_call[1:] != k_call[1:]:
-        return "the norms of q and k differ in eps or in the dtypes of their weights"
-    return patch, q_call, k_call
+    return "cos or sin requires grad" if cos.requires_grad or sin.requires_grad else ""
 
 
 def _rounding_of(

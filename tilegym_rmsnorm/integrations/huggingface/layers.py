@@ -81,9 +81,9 @@ def rewritten(cls: type, norms: Collection[str]) -> tuple[FunctionType, tuple[st
 
 
 def _shared_names(function: FunctionType, tree: ast.FunctionDef) -> set[str]:
-    """Return self, and the names of a forward that other functions may read."""
+    """Return the names of a forward that other functions may read."""
     stated = [name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names]
-    return {"self", *function.__code__.co_cellvars, *stated}
+    return {*function.__code__.co_cellvars, *stated}
 
 
 class _Rewriter:

@@ -30,7 +30,7 @@ from tilegym_rmsnorm.functional import rms_norm
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import DTYPES, Call, Match, match_of
 from tilegym_rmsnorm.integrations.huggingface.current import forward_now
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
-from tilegym_rmsnorm.integrations.huggingface.strides import order_in_memory
+from tilegym_rmsnorm.integrations.huggingface.strides import in_order, order_in_memory
 from tilegym_rmsnorm.nn.configured import reduce_instance
 from tilegym_rmsnorm.nn.module import RMSNorm
 from tilegym_rmsnorm.reference import promoted
@@ -143,13 +143,18 @@ def run(x: Tensor, match: Match, call: Call, backend: str | None) -> Tensor:
     """Compute y by the arithmetic of a norm, with the strides that the original's y has: in most norms its dimensions
     lie in the order of x's. So heads that were transposed before their norm are rows for the kernel, and view() of
     y.transpose(1, 2) works."""
-    order = None if match.arithmetic == "torch" else order_in_memory(x, match.rstd_first)
+    order = order_of_y(x, match)
     if order is None:
         return _run(x, None, match, call, backend)
+    if order[-1] != x.dim() - 1:
+        return in_order(_run(x, None, match, call, backend), order)
     back = [order.index(dim) for dim in range(x.dim())]
-    if order[-1] == x.dim() - 1:
-        return _run(x.permute(order), None, match, call, backend).permute(back)
-    return _run(x, None, match, call, backend).permute(order).contiguous().permute(back)
+    return _run(x.permute(order), None, match, call, backend).permute(back)
+
+
+def order_of_y(x: Tensor, match: Match) -> tuple[int, ...] | None:
+    """Return the order in memory of the dimensions of the original's y. None: in their order."""
+    return None if match.arithmetic == "torch" else order_in_memory(x, match.rstd_first)
 
 
 def _run(x: Tensor, residual: Tensor | None, match: Match, call: Call, backend: str | None) -> Any:

@@ -25,12 +25,21 @@ def forward_and_tree(cls: type) -> tuple[FunctionType, ast.FunctionDef]:
     tree = tree_of(function)
     if [argument.arg for argument in (*tree.args.posonlyargs, *tree.args.args)][:1] != ["self"]:
         raise Unclear("does not call its module self")
+    if any(map(_binds_self, ast.walk(tree))):
+        raise Unclear("binds self to something else")
     code = function.__code__
     found = [*code.co_freevars, *(name for name in _NAMES_SEEN if name in code.co_names)]
     if found:
         names = ", ".join(found).replace("__class__", "super()")
         raise Unclear(f"uses {names}, which cannot be compiled again")
     return function, tree
+
+
+def _binds_self(node: ast.AST) -> bool:
+    if isinstance(node, ast.Name):
+        return node.id == "self" and not isinstance(node.ctx, ast.Load)
+    # Of imports, handlers of errors, functions inside and patterns.
+    return any(getattr(node, field, None) == "self" for field in ("name", "asname", "rest"))
 
 
 def compiled_again(cls: type, tree: ast.FunctionDef, helpers: dict[str, Any]) -> FunctionType:

@@ -28,6 +28,13 @@ def order_in_memory(x: Tensor, rstd_first: bool = False) -> tuple[int, ...] | No
     return _cached_order(*given)
 
 
+def in_order(y: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """Lay the dimensions of y out in this order, if they are not."""
+    if order is None:
+        return y.contiguous()
+    return y.permute(order).contiguous().permute([order.index(dim) for dim in range(y.dim())])
+
+
 def _order(
     shape: Sequence[int], strides: Sequence[int], is_float32: bool, rstd_first: bool
 ) -> tuple[int, ...] | None:

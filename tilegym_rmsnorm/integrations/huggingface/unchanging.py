@@ -34,6 +34,12 @@ from torch import nn
 from torch.nn import functional
 
 from tilegym_rmsnorm.integrations.huggingface.expressions import text_of_node
+from tilegym_rmsnorm.integrations.huggingface.inert import (
+    computes_attributes,
+    has_plain_attributes,
+    is_inert,
+    leaves_input,
+)
 from tilegym_rmsnorm.integrations.huggingface.rewriting import called_child
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 
@@ -75,10 +81,6 @@ _OPERATORS = (
         ast.FormattedValue,
     ),
 )
-# Packages whose modules named Linear are projections, with weights that are quantized, sharded or adapted.
-_OF_PROJECTIONS = frozenset(
-    "auto_gptq awq bitsandbytes deepspeed gptqmodel hqq optimum peft torchao transformer_engine transformers".split()
-)
 
 
 class Unchanging:
@@ -104,12 +106,18 @@ class Unchanging:
         self.tensors = [rotation]  # calls that return tensors
         code = function.__code__
         self.locals = {*code.co_varnames, *code.co_cellvars} - {"self"}
-        # Without **kwargs, a dictionary of its own, to which the forward may add anything.
-        count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
-        self.parameters = set(code.co_varnames[:count]) - {"self"}
+        # Without **kwargs, a dictionary of its own, to which the forward may add anything, and without those that
+        # have an object as their default.
+        self.parameters = {
+            name
+            for name, each in inspect.signature(function).parameters.items()
+            if each.kind is not each.VAR_KEYWORD and (each.default is each.empty or is_inert(each.default))
+        } - {"self"}
         self.values = _values(statements)
+        self.added_to = _added_to(statements)
         self.asked: set[str] = set()  # names whose values are being looked at
         self.called: set[str] = set()  # children that the code calls
+        self.returning: set[str] = set()  # children whose results it uses
         self.read: set[tuple[str, ...]] = set()  # attributes of self that it reads
 
     def check(self, node: ast.AST) -> None:
@@ -145,7 +153,7 @@ class Unchanging:
                 for each in node.generators
             )
             return is_listed and self.is_unchanging(node.elt)
-        inside = [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
+        inside = _operands(node)
         if isinstance(node, (ast.Tuple, ast.List, ast.Set, ast.Dict, ast.JoinedStr)):
             return self.is_unchanging(*inside)
         if isinstance(node, ast.Compare) and all(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops):
@@ -201,7 +209,7 @@ class Unchanging:
             return False
         if called_child(node):
             self.called.add(called_child(node))
-            return self._is_child(node)
+            return self.is_child(node)
         called = self._global(node.func)
         if _is_one_of(called, _FUNCTIONS):
             return self._is_known(*node.args, *(word.value for word in node.keywords))
@@ -222,7 +230,7 @@ class Unchanging:
     def _is_constant(self, node: ast.expr) -> bool:
         """Return whether a node is a global number, string or dtype, such as torch.float32."""
         value = self._global(node)
-        return value is not None and _is_inert(value)
+        return value is not None and is_inert(value)
 
     def _is_known(self, *nodes: ast.expr) -> bool:
         """Return whether values of expressions are tensors, numbers, strings, or what has only such items: operators,
@@ -231,6 +239,8 @@ class Unchanging:
 
     def _is_one_known(self, node: ast.expr) -> bool:
         if isinstance(node, ast.Name):
+            if node.id in self.added_to:
+                return False
             if node.id in self.asked:  # bound from itself: its other values decide
                 return True
             self.asked.add(node.id)
@@ -245,16 +255,17 @@ class Unchanging:
         if isinstance(node, ast.Attribute):
             return self._reads(node) or (node.attr in _ATTRIBUTES and self._is_known(node.value))
         if isinstance(node, (*_OPERATORS, ast.Tuple, ast.List, ast.Starred)):
-            return self._is_known(
-                *(each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr))
-            )
+            return self._is_known(*_operands(node))
         if isinstance(node, (ast.ListComp, ast.GeneratorExp)):
             is_lazy = isinstance(node, ast.GeneratorExp)
             parts = (node.elt, *(each.iter for each in node.generators))
             return self._is_known(*parts) and (not is_lazy or self.is_unchanging(node))
         if isinstance(node, ast.Call):
             called = self._global(node.func)
-            if node in self.tensors or node in self.norms or self._is_child(node):
+            if node in self.tensors or node in self.norms:
+                return True
+            if self.is_child(node):
+                self.returning.add(called_child(node))
                 return True
             if _is_one_of(called, _ITERATING):
                 return self._is_known(*node.args)
@@ -267,9 +278,11 @@ class Unchanging:
         if isinstance(node, ast.Call):
             is_method = isinstance(node.func, ast.Attribute) and node.func.attr == "tolist"
             return is_method or self._global(node.func) is list
+        if isinstance(node, (*_OPERATORS, ast.Tuple)):
+            return any(map(self._is_list, _operands(node)))
         return isinstance(node, (ast.List, ast.ListComp))
 
-    def _is_child(self, node: ast.Call) -> bool:
+    def is_child(self, node: ast.Call) -> bool:
         """Return whether a call is self.NAME(...), and NAME is no method."""
         child = called_child(node)
         return bool(child) and inspect.getattr_static(self.cls, child, None) is None
@@ -279,62 +292,33 @@ class Unchanging:
         whether a module is one whose forward was read."""
         if type(module).__getattr__ is not nn.Module.__getattr__:
             raise Unclear("its class has a __getattr__ of its own")
+        for name in sorted(map(called_child, self.norms)):
+            if computes_attributes(type(getattr(module, name))):
+                raise Unclear(f"its {name} has properties, which would be read later")
         for name in sorted(self.called):
             child = getattr(module, name, None)
-            if child is not None and not _leaves_input(child, is_norm):
+            if child is not None and not leaves_input(child, is_norm):
                 raise Unclear(
                     f"its forward calls {name} between a norm and its rotation, and a {type(child).__name__} may "
                     "change its input"
                 )
+        for name in sorted(self.returning):
+            child = getattr(module, name, None)
+            if child is not None and not leaves_input(child, is_norm):
+                raise Unclear(
+                    f"its forward uses what {name} returns between a norm and its rotation, and a "
+                    f"{type(child).__name__} may return what is no tensor"
+                )
         for names in sorted(self.read):
             owner = module if len(names) == 1 else getattr(module, names[0], None)
-            if owner is not module and not _has_plain_attributes(owner, names[1]):
+            if owner is not module and not has_plain_attributes(owner, names[1]):
                 owner = None
-            if owner is None or not _is_inert(getattr(owner, names[-1], None)):
+            if owner is None or not is_inert(getattr(owner, names[-1], None)):
                 raise Unclear(f"its forward reads {'.'.join(names)} between a norm and its rotation")
 
 
-def _leaves_input(module: Any, is_norm: Callable[[nn.Module], bool]) -> bool:
-    """Return whether a call of a module is known to change nothing: norms, modules of torch and projections are."""
-    if not isinstance(module, nn.Module) or module._forward_hooks or module._forward_pre_hooks:
-        return False
-    if is_norm(module):
-        return True
-    cls: Any = type(module)
-    is_called = cls.__call__ is nn.Module.__call__ and cls._call_impl is nn.Module._call_impl
-    is_called |= cls.__module__ == nn.ParameterDict.__module__  # some containers refuse calls
-    hook = module.__dict__.get("_hf_hook")
-    is_accelerate = type(hook).__module__ == "accelerate.hooks" and type(hook).__name__ != "SequentialHook"
-    own = module.__dict__.get("_old_forward" if is_accelerate else "forward")
-    if not is_called or not (own is None or getattr(own, "__func__", None) is cls.forward):
-        return False
-    package, _, inner = cls.__module__.partition(".")  # classes derived from those below may have properties
-    if package == "torch" and inner.startswith("nn.modules."):
-        # A forward that was put there since has other globals.
-        is_torch = cls.forward.__globals__["__name__"].startswith("torch.nn.modules.")
-        is_known = is_torch and not getattr(module, "inplace", False)
-    else:
-        is_known = package in _OF_PROJECTIONS and "Linear" in cls.__name__
-    return is_known and all(_leaves_input(each, is_norm) for each in module.children())
-
-
-def _has_plain_attributes(owner: Any, name: str) -> bool:
-    """Return whether to read this attribute runs no code of its class. transformers' configs may."""
-    cls: Any = type(owner)
-    if isinstance(owner, nn.Module) or hasattr(inspect.getattr_static(cls, name, None), "__get__"):
-        return False
-    is_plain = cls.__getattribute__ is object.__getattribute__ and not hasattr(cls, "__getattr__")
-    return is_plain or cls.__module__.startswith("transformers.")
-
-
-def _is_inert(value: Any) -> bool:
-    """Return whether reading a value, or an item of it, runs no code."""
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_inert, value))
-    if isinstance(value, dict):
-        return all(map(_is_inert, value.values()))
-    kinds = (bool, int, float, str, torch.Tensor, torch.dtype, torch.device)
-    return value is None or isinstance(value, kinds)
+def _operands(node: ast.AST) -> list[ast.expr]:
+    return [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
 
 
 def _are_names(target: ast.expr) -> bool:
@@ -348,6 +332,20 @@ def _is_one_of(value: Any, known: frozenset[Any]) -> bool:
         return value is not None and value in known
     except TypeError:  # not hashable
         return False
+
+
+def _added_to(statements: Sequence[ast.stmt]) -> set[str]:
+    """Return the names of objects that have a method called which may put anything into them, as list.append does."""
+    return {
+        each.id
+        for statement in statements
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr not in _METHODS
+        for each in ast.walk(node.func.value)
+        if isinstance(each, ast.Name)
+    }
 
 
 def _values(statements: Sequence[ast.stmt]) -> dict[str, list[ast.expr | None]]:
