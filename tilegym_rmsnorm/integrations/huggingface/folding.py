@@ -80,8 +80,9 @@ def folded(
             q, k = _normalized(q_norm, q, q_turned), _normalized(k_norm, k, k_turned)
             return rotary(q, k, cos, sin, *given, **named)
         patch, (q_weight, eps, plan), (k_weight, _, _) = call
-        orders = None
-        if receivers is None:  # they may ask for the strides, by view
+        of_call = (0, 2, 1, 3) if known.heads == 1 else None
+        orders = [of_call, of_call]
+        if receivers is None:  # others may ask for the strides, by view
             orders = [
                 _order_of_result(x, turned, patch, known) for x, turned in ((q, q_turned), (k, k_turned))
             ]
@@ -103,7 +104,9 @@ def folded(
         )
         if known.heads == 1:
             q, k = q.transpose(1, 2), k.transpose(1, 2)
-        return (q, k) if orders is None else (in_order(q, orders[0]), in_order(k, orders[1]))
+        if orders[0] != of_call:
+            q = in_order(q, orders[0])
+        return q, k if orders[1] == of_call else in_order(k, orders[1])
 
     return run
 

@@ -250,7 +250,7 @@ class Unchanging:
             result = len(known) == len(values) and self._is_known(*known)
             self.asked.remove(node.id)
             return result
-        if isinstance(node, (ast.Attribute, ast.Name)) and self._is_constant(node):
+        if isinstance(node, ast.Attribute) and self._is_constant(node):
             return True
         if isinstance(node, ast.Attribute):
             return self._reads(node) or (node.attr in _ATTRIBUTES and self._is_known(node.value))
