@@ -80,7 +80,7 @@ def folded(
             q, k = _normalized(q_norm, q, q_turned), _normalized(k_norm, k, k_turned)
             return rotary(q, k, cos, sin, *given, **named)
         patch, (q_weight, eps, plan), (k_weight, _, _) = call
-        of_call = (0, 2, 1, 3) if known.heads == 1 else None
+        of_call: tuple[int, ...] | None = (0, 2, 1, 3) if known.heads == 1 else None
         orders = [of_call, of_call]
         if receivers is None:  # others may ask for the strides, by view
             orders = [
