@@ -194,17 +194,18 @@ class RopeFunction(torch.autograd.Function):
     def forward(ctx, q, k, q_weight, k_weight, cos, sin, position_ids, run, gradients):
         tensors = q, k, q_weight, k_weight, cos, sin, position_ids
         ctx.save_for_backward(*map(savable, tensors))
-        ctx.set_materialize_grads(
-            False
-        )  # the gradient of an unused result is None; zeros would be no DTensor
+        # The gradient of an unused result is None, and so are those that it leads to. Zeros would be no DTensor.
+        ctx.set_materialize_grads(False)
         ctx.gradients = gradients
         return run(tensors)
 
     @staticmethod
     def backward(ctx, dq_out, dk_out):
-        needs_dq, needs_dk, *needs_of_weights = ctx.needs_input_grad[:4]
         if dq_out is None and dk_out is None:
             return (None,) * 9
+        of_heads = (dq_out, dk_out) * 2  # of q, k and their weights
+        pairs = zip(ctx.needs_input_grad[:4], of_heads, strict=True)
+        needs_dq, needs_dk, *needs_of_weights = [is_needed and each is not None for is_needed, each in pairs]
         q, k, q_weight, k_weight, *tables = ctx.saved_tensors
         dq_out = torch.zeros_like(q) if dq_out is None else dq_out
         dk_out = torch.zeros_like(k) if dk_out is None and k is not None else dk_out
