@@ -80,6 +80,23 @@ def test_what_no_kernel_takes():
     assert not is_taken(problem(128, interleaved=True, is_scattered=True))
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_few_heads_of_one_step_have_a_pair_for_every_thread(op):
+    """Else a tile of two heads of 64 columns takes up to 255 registers, and spills. One head, and tiles that are full
+    without, have no more heads than there are."""
+    for heads, n, found in (
+        ((4, 2), 64, (4, 4)),
+        ((2, 1), 64, (4, 1)),
+        ((4, 2), 32, (8, 8)),
+        ((4, 2), 128, (4, 2)),
+        ((4, 1), 64, (4, 1)),
+        ((5, 1), 64, (1, 1)),
+        ((32, 8), 64, (8, 8)),
+    ):
+        variant = reasoned_tiles(op, problem(n, n, heads=heads, has_one_step=True))
+        assert (variant.heads, variant.k_heads) == found, (heads, n)
+
+
 def test_cut():
     """One tile of what is narrow; of what is wide few tiles, with few lanes past the end."""
     assert [cut(each, 64) for each in (0, 1, 40, 64, 80, 128)] == [

@@ -128,6 +128,26 @@ def test_weights_of_heads_have_tiles_that_divide_them():
         assert all(h % each.heads == 0 and each.heads <= 16 for each in found)
 
 
+@pytest.mark.parametrize(
+    "n, form, found",
+    [
+        (128, Form(), (64, 4)),
+        (128, Form(bias=True), (64, 4)),
+        (128, Form(is_scattered=True), (32, 4)),
+        (100, Form(), (32, 4)),
+        (128, Form(per_head=True), (32, 4)),
+        (128, Form(per_head=True, bias=True), (32, 3)),
+    ],
+    ids=str,
+)
+def test_forwards_beside_a_residual_hold_what_registers_have_room_for(n, form, found):
+    """(rows of a tile, blocks an SM). On Hopper larger tiles spilled up to 408 bytes a thread where weights are of
+    heads or rows begin anywhere; others did not, and keep them."""
+    asked = planning.problem("forward", n, form=form._replace(residual=True, heads=8))
+    first = select(asked, planning.rules_of()).first
+    assert (first.rows_of_tile, first.occupancy) == found
+
+
 def test_forms_of_several_dtypes_have_them_too():
     rows = rows_of(2, 8, 4096, 64).transpose(1, 2)[:, 1:], rows_of(2, 4095, 8, 64).to(FP32)
     dtype, form = form_of(viewed(rows, views_of(64, 0, rows)), (BF16,), True, False, False)

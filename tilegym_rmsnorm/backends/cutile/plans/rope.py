@@ -332,6 +332,9 @@ def tiles_of(problem: RopeProblem, choice: RopeChoice) -> RopeTiles:
     most_heads = choice.heads * (2 if problem.has_one_step else 1)
     heads = min(count, problem.heads, most_heads)
     k_heads = min(problem.k_heads, heads)
+    if problem.has_one_step:
+        fewest = min(count, most_heads, _power_at_most(32 * choice.warps // (width * pieces)))
+        heads, k_heads = _filled(heads, fewest), _filled(k_heads, fewest)
     return kind(
         width=width,
         pieces=pieces,
@@ -346,6 +349,13 @@ def tiles_of(problem: RopeProblem, choice: RopeChoice) -> RopeTiles:
         latency=choice.latency,
         tma=problem.has_tma,
     )
+
+
+def _filled(heads: int, fewest: int) -> int:
+    """Return how many heads of one step a tile has, some past the last head where it takes that to give every thread a
+    pair: of two heads of 64 columns, 32 pairs each, tileiras 13.4 makes up to 255 registers and 400 bytes of stack a
+    thread, of four 40 to 59 registers. One head is left as it is: it takes few."""
+    return heads if heads == 1 else max(heads, fewest)
 
 
 def _power_at_most(number: int) -> int:

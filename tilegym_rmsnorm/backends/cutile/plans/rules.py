@@ -128,16 +128,22 @@ def _tiles_of_heads(problem: Problem) -> Variant:
 
     if problem.op != "forward":
         latency, most_heads = (2, 4) if n == width >= 128 else (4, 8)
-        tiles = settings(8192, most_heads)
+        # Bounds checks of columns beside a residual and the sums of a bias: by TMA up to 112 bytes a thread spilled.
+        is_full = form.residual and form.bias and not problem.is_aligned and architecture >= 90
+        tiles = settings(4096 if is_full else 8192, most_heads)
         return BackwardTiles(occupancy=2, latency=latency, tma=architecture >= 90, **tiles)
     # Eight blocks an SM leave a thread 64 registers: not for a second array, and see _forward of sm_100. Tiles that are
     # partly empty have fewer bytes in flight: four blocks of twice the size.
     is_bare = not (form.residual or form.bias or form.per_head)
     if is_bare and n == width and architecture < 100 and problem.itemsize == 2:
         return ForwardTiles(occupancy=8, latency=2, **settings(8192, most_heads=MOST_HEADS))
-    # Of twice as many bytes, x and residual spilled: before Hopper 80 bytes a thread; tiles of a sequence on sm_100 16.
-    tile_bytes = 8192 if is_sequence or (form.residual and architecture < 90) else 16384
-    return ForwardTiles(occupancy=4, latency=4, **settings(tile_bytes, most_heads=MOST_HEADS))
+    # Of twice as many bytes, x and residual spilled: before Hopper 80 bytes a thread; tiles of a sequence on sm_100 16;
+    # beside weights of heads, or addresses of rows that begin anywhere, on Hopper up to 408. Weights and biases of
+    # heads, each a tile of them, left too few of 128 registers even so.
+    takes_registers = form.per_head or form.is_scattered or not problem.is_aligned
+    tile_bytes = 8192 if is_sequence or (form.residual and (architecture < 90 or takes_registers)) else 16384
+    occupancy = 3 if form.residual and form.bias and form.per_head else 4
+    return ForwardTiles(occupancy=occupancy, latency=4, **settings(tile_bytes, most_heads=MOST_HEADS))
 
 
 def _plain(problem: Problem) -> Variant:

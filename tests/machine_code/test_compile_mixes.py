@@ -1,0 +1,71 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Rare mixes of options that take the most registers, compiled by tileiras as the backend's own functions launch them:
+no registers spill, and no warp waits for some. Each mix spilled on some architecture by the rules of usual calls."""
+
+import pytest
+import rope_cases
+import torch
+import variants
+from helpers import BF16, FP16, FP32
+from option_cases import NormCase, run_norm
+from rope_cases import RopeCase
+from variants import Variant
+
+pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
+from compiling import CompilingMachine, assert_sound, skip_without_compiler  # noqa: E402
+
+from tilegym_rmsnorm.backends.cutile import launch, lookup  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.rope import bind_backward, bind_forward  # noqa: E402
+
+skip_without_compiler()
+pytestmark = pytest.mark.parametrize("architecture", (80, 90, 100))
+
+HALVES = {"residual_dtype": FP16, "residual_out_dtype": FP16, "alpha": 0.5, "casting": "llama"}
+NORMS = {
+    "heads of 100": Variant(FP16, (2, 9, 4, 100), weight_dtype=FP16, bias_dtype=FP16, **HALVES),
+    "weights of heads": Variant(FP16, (2, 9, 4, 128), "heads", FP16, **HALVES),
+    "weights and biases of heads": Variant(
+        FP16, (2, 9, 4, 64), "heads", FP16, FP16, layout="offset", **HALVES
+    ),
+    "wide weights and biases of heads": Variant(FP16, (2, 9, 4, 1024), "heads", FP32, FP16, **HALVES),
+    "begun anywhere": Variant(FP16, (2, 9, 4, 1024), weight_dtype=FP16, layout="offset", **HALVES),
+}
+STEP = RopeCase(FP16, length=1, heads=(4, 2), n=64, rotary_dim=64, weight_dtype=FP16)
+STEPS = {
+    "of two heads": STEP,
+    "weight of k alone": STEP._replace(
+        weight=("none", "heads"),
+        k_weight_dtype=BF16,
+        positions="each",
+        position_dtype=torch.int32,
+        rounding="norm",
+        dy_layout="offset",
+    ),
+    "interleaved": STEP._replace(
+        interleaved=True, weight=("heads", "vector"), positions="one", casting="llama", wanted=(True, False)
+    ),
+    "a half, interleaved": STEP._replace(n=96, interleaved=True, weight=("heads", "heads")),
+}
+
+
+@pytest.mark.usefixtures("fresh_plans")
+@pytest.mark.parametrize("mix", NORMS)
+def test_heads_beside_a_residual_spill_nothing(mix, architecture, monkeypatch):
+    machine, variant = CompilingMachine(architecture), NORMS[mix]
+    monkeypatch.setattr(lookup, "machine_of", lambda device: machine)
+    inputs = variants.make(variant, device="meta")
+    case = NormCase(variant, FP16, has_d_residual_out=True, needs=(True, True, True, True))
+    run_norm(case, inputs, launch.rms_norm_forward, launch.rms_norm_backward)
+    assert {"forward_tiles", "backward_tiles"} <= {each.name for each in machine.results}
+    assert_sound(machine)
+
+
+@pytest.mark.parametrize("mix", STEPS)
+def test_one_step_of_few_heads_spills_nothing(mix, architecture):
+    machine, call = CompilingMachine(architecture), rope_cases.make(STEPS[mix], "meta")
+    bind_forward(call.spec, call.tensors, machine)(call.tensors)
+    bind_backward(call.spec, call.backward_tensors, call.wanted, machine)(call.backward_tensors)
+    assert {"forward_rope", "backward_rope"} <= {each.name for each in machine.results}
+    assert_sound(machine)
