@@ -78,7 +78,7 @@ CALLS = {
 
 
 def join(x, mask):
-    """Inductor of PyTorch 2.11 joins nothing that has four dimensions, one of them unknown."""
+    """Inductor of PyTorch 2.9 and 2.11 joins nothing that has four dimensions, one of them unknown."""
     x = rows(x, mask, 1)[None]
     return torch.cat((x + 1, x + 2), -1)
 
