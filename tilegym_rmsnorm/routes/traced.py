@@ -27,8 +27,6 @@ from tilegym_rmsnorm.routes.op import FORWARD
 from tilegym_rmsnorm.routes.rope_op import FORWARD as ROPE_FORWARD
 from tilegym_rmsnorm.settings import NAMES, traced_backends
 
-_PLAIN: Any = OfPlainType  # a metaclass answers for it, which mypy does not see
-
 
 def norm_in_graph(
     tensors: tuple[Any, ...],
@@ -94,7 +92,7 @@ def rope_in_graph(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: An
         backend = traced_backends[-1]
     if not _is_usual(tensors[:-1], (1.0, offset, eps), casting, backend) or not 3 <= q.ndim <= 4:
         return None
-    if positions is not None and not isinstance(positions, _PLAIN):
+    if positions is not None and not isinstance(positions, OfPlainType):
         return None
     n = q.shape[-1]
     if k is not None and not (
@@ -133,7 +131,7 @@ def _is_usual(tensors: tuple[Any, ...], numbers: tuple[Any, ...], casting: Any, 
     for each in tensors:
         # A floating dtype of one byte is a float8. DTYPES would be five guards.
         if each is not None and not (
-            isinstance(each, _PLAIN)
+            isinstance(each, OfPlainType)
             and each.is_floating_point()
             and each.dtype.itemsize > 1
             and each.device == x.device
