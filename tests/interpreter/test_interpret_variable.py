@@ -62,6 +62,25 @@ def test_a_call_that_the_interpreter_would_run_says_so(misspelt):
     y.sum().backward()
 
 
+def test_a_call_like_one_that_the_interpreter_ran_is_refused_when_it_is_off(monkeypatch):
+    """No such call is known, of norms or of heads: the variable may change at any time."""
+    x, table = torch.randn(2, 3, 8), torch.randn(2, 8)
+
+    def norm():
+        tr.rms_norm(x, 8, backend="cutile")
+
+    def heads():
+        tr.qk_norm_rope(x, x, None, None, table, table, backend="cutile")
+
+    for call in (norm, heads):
+        monkeypatch.setenv(VARIABLE, "1")
+        call()
+        call()
+        monkeypatch.setenv(VARIABLE, "0")
+        with pytest.raises(tr.BackendUnavailableError):
+            call()
+
+
 def test_what_runs_on_this_machine_is_answered_with_the_reason(misspelt, no_gpu):
     unusable = registry.why_unusable("cutile")
     assert unusable.reason == f"{EXPECTED}'2'" and unusable.remedy == f"correct {VARIABLE}, or unset it"
