@@ -10,7 +10,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterable
-from numbers import Real
+from numbers import Rational, Real
 from typing import Any, NoReturn, get_args
 
 from torch import Tensor
@@ -61,7 +61,8 @@ def checked_number(
     if type(value) is not float:
         if not isinstance(value, Real) or isinstance(value, bool):
             fail(TypeError, name, expected, shown(value))
-        if not -_MOST <= value <= _MOST and value == value and abs(value) != _INF:
+        # Of these alone: NumPy warns of an overflow where a narrow float is compared with _MOST.
+        if isinstance(value, Rational) and not -_MOST <= value <= _MOST:
             fail(ValueError, name, expected, "a number beyond the range of floats")
         value = float(value)
     if not (lowest <= value < _INF) or value == -_INF:
