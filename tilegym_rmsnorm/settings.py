@@ -177,7 +177,16 @@ def unknown_variables() -> str | None:
     unknown = sorted(
         name for name in os.environ if name.upper().startswith(_PREFIX) and name not in VARIABLES
     )
-    return f"expected {', '.join(VARIABLES)}, got {', '.join(unknown)}" if unknown else None
+    if not unknown:
+        return None
+    import difflib
+
+    endings = [each.removeprefix(_PREFIX) for each in VARIABLES]
+    got = []
+    for name in unknown:
+        meant = difflib.get_close_matches(name.upper().removeprefix(_PREFIX), endings, 1)
+        got.append(name + "".join(f" ({_PREFIX}{ending}?)" for ending in meant))
+    return f"expected {', '.join(VARIABLES)}, got {', '.join(got)}"
 
 
 @functools.cache

@@ -114,7 +114,7 @@ def test_configured_twice():
         ({"elementwise_affine": None}, TypeError, "elementwise_affine: expected a bool, got None"),
         ({"dtype": "bfloat16"}, TypeError, "dtype: expected None or a dtype of .*, got 'bfloat16'"),
         ({"device": "nowhere"}, RuntimeError, "nowhere"),
-        ({"variance_epsilon": 1e-6}, TypeError, "expected options among eps, .*, got 'variance_epsilon'"),
+        ({"variance_epsilon": 1e-6}, TypeError, "expected eps= for variance_epsilon="),
         ({"normalized_shape": 8}, TypeError, "expected options among eps, .*, got 'normalized_shape'"),
         ({"hidden_size": 8}, TypeError, "expected options among eps, .*, got 'hidden_size'"),
     ],

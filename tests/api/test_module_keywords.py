@@ -54,6 +54,15 @@ def test_each_in_a_subclass_and_a_configured_class(theirs):
             cls(8, **{theirs: 1})
 
 
+def test_ours_are_named_where_a_class_is_configured():
+    with pytest.raises(
+        TypeError, match='^configured: expected casting="llama" or "once" for casting_mode=; '
+    ):
+        RMSNorm.configured(casting_mode="gemma")
+    with pytest.raises(TypeError, match="^configured: expected options among eps, .*, got 'hidden_size'$"):
+        RMSNorm.configured(hidden_size=8)
+
+
 def test_ours_exist_and_theirs_do_not():
     parameters = inspect.signature(RMSNorm).parameters
     assert not parameters.keys() & keywords.OURS.keys()

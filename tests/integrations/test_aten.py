@@ -123,6 +123,8 @@ def test_another_device():
         with pytest.raises(ValueError, match="^device_type: expected 'cuda' or 'cpu', got ") as raised:
             override_aten(wrong)
         assert "ends it" not in str(raised.value)
+    with pytest.raises(ValueError, match="got device\\(type='cpu'\\): pass its type$"):
+        override_aten(torch.device("cpu"))
     with pytest.raises(ValueError, match="device_type: expected 'cuda' or 'cpu', got 'mps'"):
         override_aten("mps")
 

@@ -66,21 +66,21 @@ def checked_number(
             fail(ValueError, name, expected, "a number beyond the range of floats")
         value = float(value)
     if not (lowest <= value < _INF) or value == -_INF:
-        fail(
-            ValueError, name, expected, float(value)
-        )  # Dynamo has to make a symbol a number before it is text
+        value = float(value)  # of a symbol, which Dynamo cannot show
+        fail(ValueError, name, expected, value)
     return value
 
 
 def check_casting(casting: str) -> None:
     """Check that casting is one of CASTINGS."""
-    check_one_of("casting", casting, CASTINGS)
+    hint = "; Gemma's norms have 'once' and offset=1.0" if casting == "gemma" else ""
+    check_one_of("casting", casting, CASTINGS, hint)
 
 
-def check_one_of(name: str, value: Any, known: Iterable[str | None]) -> None:
+def check_one_of(name: str, value: Any, known: Iterable[str | None], hint: str = "") -> None:
     """Check that value is one of the known names."""
     if not isinstance(value, (str, type(None))) or value not in known:
-        fail(ValueError, name, f"one of {', '.join(map(repr, known))}", shown(value))
+        fail(ValueError, name, f"one of {', '.join(map(repr, known))}", f"{shown(value)}{hint}")
 
 
 def check_plain_function(decorator: str, function: Callable[..., Any]) -> None:

@@ -103,11 +103,11 @@ def override(device_type: str) -> Override:
     """Check the device and the PyTorch release for `override_aten`, and register a patch or share the last one."""
     if not isinstance(device_type, str) or device_type not in DISPATCH_KEYS:
         expected = " or ".join(map(repr, DISPATCH_KEYS))
-        ends = (
-            "; undo() of what override_aten returned ends it"
-            if device_type is False or device_type is None
-            else ""
-        )
+        ends = ""
+        if device_type is False or device_type is None:
+            ends = "; undo() of what override_aten returned ends it"
+        elif isinstance(device_type, torch.device):
+            ends = ": pass its type"
         raise ValueError(f"device_type: expected {expected}, got {device_type!r}{ends}")
     _check_torch(device_type)
     with _lock:

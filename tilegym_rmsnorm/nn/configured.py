@@ -134,9 +134,10 @@ def _parameters_of(cls: type) -> dict[str, Parameter]:
 
 def _checked(base: type, options: Mapping[str, Any]) -> dict[str, Any]:
     known = [name for name in _parameters_of(base) if name != "normalized_shape"]
-    for name in options:
-        if name not in known:
-            raise TypeError(f"configured: expected options among {', '.join(known)}, got {name!r}")
+    unknown = [name for name in options if name not in known]
+    check_keywords("configured", (name for name in unknown if name not in OTHER_NAMES))
+    if unknown:
+        raise TypeError(f"configured: expected options among {', '.join(known)}, got {unknown[0]!r}")
     checked = dict(options)
     if "eps" in options:
         checked_eps(options["eps"])

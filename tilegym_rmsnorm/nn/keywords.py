@@ -21,6 +21,7 @@ OURS = {
     "params_dtype": "dtype=",
     "casting_mode": 'casting="llama" or "once"',
     "zero_centered_gamma": "offset=1.0",
+    "weight_offset": "offset=",
 }
 
 

@@ -279,6 +279,12 @@ def test_what_is_not_rewritten(class_of, old, new, reason):
     assert str(caught.value) == reason
 
 
+def test_a_layer_that_names_itself_otherwise_is_reported(class_of):
+    layer = class_of(PRE_NORM.replace("(self, ", "(this, ").replace("self.", "this."))()
+    report = patch_model(layer, patch_layers=True)
+    assert [reason for _, _, reason in report.declined] == ["its forward does not call its module self"]
+
+
 def test_layers_that_calls_do_not_reach_are_left(class_of):
     class Meta(type):
         pass

@@ -199,10 +199,11 @@ def has_sum(cls: type) -> bool:
         tree = tree_of(forward_of(cls))
     except Unclear:
         return False
+    module = next((each.arg for each in tree.args.args), "")  # such a forward is not read, but it is reported
     values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     sums = [value for value in values if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)]
     return any(
-        isinstance(one, ast.Name) and (isinstance(other, ast.Name) or called_child(other))
+        isinstance(one, ast.Name) and (isinstance(other, ast.Name) or called_child(other, module))
         for each in sums
         for one, other in ((each.left, each.right), (each.right, each.left))
     )

@@ -65,13 +65,13 @@ def assigned(statement: ast.stmt) -> tuple[str, ast.expr | None]:
     return (target.id, value) if isinstance(target, ast.Name) and value is not None else ("", None)
 
 
-def called_child(node: ast.AST | None) -> str:
-    """Return NAME of a call `self.NAME(...)`; "" of anything else."""
+def called_child(node: ast.AST | None, module: str = "self") -> str:
+    """Return NAME of a call `self.NAME(...)`; "" of anything else. module: the name for self."""
     if (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and isinstance(node.func.value, ast.Name)
-        and node.func.value.id == "self"
+        and node.func.value.id == module
     ):
         return node.func.attr
     return ""
