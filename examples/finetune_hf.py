@@ -6,7 +6,7 @@
     python examples/finetune_hf.py                  on a GPU in bfloat16, without one on the CPU in float32
     python examples/finetune_hf.py --steps 300 --hidden 1024 --layers 12 --length 1024 --plot finetune.png
 
-It needs transformers (pip install transformers), and on a CPU minutes. The text is the source of Python's standard
+It needs transformers (pip install transformers). A CPU takes minutes. The text is the source of Python's standard
 library, byte by byte. The model is a small Qwen3 with random weights, the same in both runs. It prints what was
 patched, the losses of both runs and, on a GPU, their tokens per second; `--plot` draws them, by matplotlib. On a CPU
 the patched norms are plain PyTorch, and a speed would be that of idle or busy cores.

@@ -6,7 +6,7 @@
     python examples/train_llama.py                  on a GPU in bfloat16, without one on the CPU in float32
     python examples/train_llama.py --steps 200 --hidden 512 --layers 8
 
-It needs transformers (pip install transformers), and on a CPU minutes. The text is this file, byte by byte. It prints
+It needs transformers (pip install transformers). A CPU takes minutes. The text is this file, byte by byte. It prints
 the loss of both runs side by side. They begin alike, and stay close: `casting="llama"` rounds where Hugging Face's code
 does.
 """
