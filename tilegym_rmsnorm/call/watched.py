@@ -111,9 +111,9 @@ def is_in_torch_func() -> bool:
 
 def is_transformed() -> bool:
     """Whether torch.jit.trace, torch.func or forward-mode differentiation is active: they cannot take a library op."""
-    if is_traced():  # Dynamo cannot trace the others
-        return is_in_torch_func()
-    return is_traced_by_jit() or is_in_torch_func() or forward_ad._current_level >= 0
+    if is_in_torch_func() or forward_ad._current_level >= 0:
+        return True
+    return not is_traced() and is_traced_by_jit()  # Dynamo cannot trace the last
 
 
 def makes_graph() -> bool:

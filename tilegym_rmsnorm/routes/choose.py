@@ -204,7 +204,7 @@ def _backend_of_graph(backend: str | None) -> str | None:
 def _why_op(backend: str | None, given: Mapping[str, Tensor], sees_modes: bool) -> str | None:
     """Say why an op replaces a call on `_backend_of_graph`'s backend; None if no op does. sees_modes: dispatch modes
     are a reason."""
-    if backend == "torch" or watched.is_in_torch_func():
+    if backend == "torch" or watched.is_transformed():
         return None
     for name, tensor in given.items():
         if is_dtensor(tensor):  # DTensor's engine refuses plain tensors beside it
@@ -212,17 +212,13 @@ def _why_op(backend: str | None, given: Mapping[str, Tensor], sees_modes: bool) 
     if watched.is_traced():
         are_taken = all(type(each) in PLAIN_TYPES and not each.is_complex() for each in given.values())
         return "torch.compile makes a graph of this call" if are_taken else None
-    if watched.is_transformed():
-        return None
     if (reason := why_recorded(given)) is not None:
         return reason
     return "a dispatch mode sees this call" if sees_modes and watched.count_modes() != 0 else None
 
 
 def _takes_dtensors(given: Mapping[str, Tensor]) -> bool:
-    if any(each.is_complex() or each.is_nested for each in given.values()):
-        return False
-    return not watched.is_transformed()
+    return not any(each.is_complex() or each.is_nested for each in given.values())
 
 
 def why_recorded(given: Mapping[str, Tensor]) -> str | None:

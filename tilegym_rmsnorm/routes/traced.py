@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from tilegym_rmsnorm.call.arguments import filled_in
 from tilegym_rmsnorm.call.rope import ROUNDINGS, check_tables
@@ -148,4 +149,5 @@ def _is_usual(tensors: tuple[Any, ...], numbers: tuple[Any, ...], casting: Any, 
         return False
     if backend is not None and (backend == "torch" or backend not in NAMES):
         return False
-    return not isinstance(peek_interpreter(), Interpreter)  # as `is_in_torch_func`
+    # As `is_transformed`.
+    return forward_ad._current_level < 0 and not isinstance(peek_interpreter(), Interpreter)
