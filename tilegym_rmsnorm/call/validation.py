@@ -332,12 +332,14 @@ def are_equal_in_graph(sizes: Sequence[int], others: Sequence[int]) -> bool:
 
     if len(sizes) != len(others):
         return False
-    for i in range(len(sizes)):
+    i = 0
+    while i < len(sizes):  # range() would be one more guard of Dynamo
         is_equal = sizes[i] == others[i]
         if not guard_or_false(is_equal):
             if not guard_or_true(is_equal):
                 return False
             torch._check(is_equal)
+        i += 1
     return True
 
 

@@ -162,8 +162,11 @@ class RMSNorm(torch.nn.RMSNorm):
         Returns:
             Tensor | tuple[Tensor, Tensor]: y, of x's shape; `(y, sum)` where a residual is given.
         """
-        if is_traced():
-            result = self._in_graph(x, residual)
+        if is_traced():  # with few guards: a method for these lines would be one more
+            tensors = x, self.weight, getattr(self, "bias", None), residual
+            of_sum = (1.0, None) if residual is None else (self.residual_alpha, self.residual_dtype)
+            others = self.offset, *of_sum, self.out_dtype, self.casting
+            result = norm_in_graph(tensors, self.normalized_shape, self.eps, others, self.backend, True)
             if result is not None:
                 return result
         # Dictionaries are read: Module.__getattr__ takes 0.6 us for an attribute, 2 us for one that is absent.
@@ -212,13 +215,6 @@ class RMSNorm(torch.nn.RMSNorm):
             casting=self.casting,
             backend=self.backend,
         )
-
-    def _in_graph(self, x: Tensor, residual: Tensor | None):
-        """Run `forward` while Dynamo traces it, with few guards; None where `norm_in_graph` leaves it."""
-        tensors = x, self.weight, getattr(self, "bias", None), residual
-        of_sum = (1.0, None) if residual is None else (self.residual_alpha, self.residual_dtype)
-        others = self.offset, *of_sum, self.out_dtype, self.casting
-        return norm_in_graph(tensors, self.normalized_shape, self.eps, others, self.backend, True)
 
     def _take_defaults(self) -> None:
         """Set the attributes of a module that was built as a torch.nn.RMSNorm; its eps stays."""
