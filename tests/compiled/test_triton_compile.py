@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 import helpers
@@ -18,7 +21,7 @@ import pytest
 import torch
 from helpers import BF16, FP32
 from option_cases import NORM_OPTIONS, ROPE_OPTIONS, norm_cases, rope_cases
-from rope_cases import RopeCase
+from rope_cases import RopeCase, make
 
 from tilegym_rmsnorm.backends.triton import config
 from tilegym_rmsnorm.backends.versions import package_version, parse_version
@@ -177,7 +180,7 @@ def test_rope_kernels_spill_nothing_that_counts(capability, compiled_by):
     calls = [
         ROPE._replace(dtype=dtype, **form)
         for i, form in enumerate(ROPES.values())
-        for j, dtype in enumerate((BF16, FP32))
+        for j, dtype in enumerate((FP32, BF16))
         if helpers.every_config or i % 2 == j
     ]
     for call, kernels in zip(calls, compiled_by(capability, calls), strict=True):
@@ -188,6 +191,31 @@ def test_rope_kernels_spill_nothing_that_counts(capability, compiled_by):
             assert kernel["stack"] <= 16, (call, kernel)
         registers = found["rope_backward"]["registers"]
         assert registers * 32 * config.WARPS_PER_SM <= 65536, (call, registers)
+
+
+@pytest.mark.parametrize(("vendor", "hip"), [("nvidia", None), ("amd", "7.0")])
+def test_the_compiler_knows_all_options_of_rope(vendor, hip, monkeypatch):
+    """Triton refuses to launch with another. Each vendor's compiler has its own."""
+    from tilegym_rmsnorm.backends.triton import launch
+
+    compiler = importlib.import_module(f"triton.backends.{vendor}.compiler")
+    options = {"nvidia": "CUDAOptions", "amd": "HIPOptions"}[vendor]
+    known = {field.name for field in dataclasses.fields(getattr(compiler, options))}
+    seen, arguments = set(), set()
+    for module, name in (
+        (launch.rope, "rope_forward"),
+        (launch.rope, "rope_backward"),
+        (launch.reduce, "sum_partials"),
+    ):
+        arguments.update(getattr(module, name).arg_names)
+        of_any_grid = defaultdict(lambda: lambda *arrays, **named: seen.update(named))
+        monkeypatch.setattr(module, name, of_any_grid)
+    monkeypatch.setattr(launch, "_sm_count", lambda device: 132)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    call = make(ROPE, "meta")
+    launch.qk_norm_rope_forward(call.spec, call.tensors)
+    launch.qk_norm_rope_backward(call.spec, call.backward_tensors, call.wanted)
+    assert {"num_warps"} < seen - arguments <= known
 
 
 @pytest.mark.parametrize("positions", [None, "one"])

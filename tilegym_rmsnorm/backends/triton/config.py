@@ -21,6 +21,9 @@ from typing import NamedTuple
 
 ELEMENTS_PER_WARP = 512
 WARPS_PER_SM = 16  # of the backward: 512 threads share 65536 registers, 128 each
+# In the backward of rope the compiler is held to them. Left alone, Triton 3.7.1 gives some forms 139 to 160: half of
+# the programs wait. At 128 those spill up to 16 bytes; float32 heads of 64 with positions spill 40, on sm_100 alone.
+BACKWARD_REGISTERS = 65536 // (32 * WARPS_PER_SM)
 
 # The forward has many small programs per SM to overlap; the backward has two of 8 warps that stay, since each of its
 # programs costs a row of dw_partial.

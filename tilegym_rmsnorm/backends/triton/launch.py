@@ -24,6 +24,7 @@ from tilegym_rmsnorm.backends.registry import register_impl
 from tilegym_rmsnorm.backends.triton import backward, forward, interpreting, reduce, reread, rope
 from tilegym_rmsnorm.backends.triton.config import (
     BACKWARD_HELD,
+    BACKWARD_REGISTERS,
     BackwardConfig,
     ForwardConfig,
     RopeBackwardConfig,
@@ -200,7 +201,8 @@ def launch_rope_backward(
         for dw, walks in itertools.zip_longest(dws, config.walks)
     ]
     chosen = _rope_arguments(config, spec, tensors[2:], dq_out=dq_out, dk_out=dk_out)
-    chosen |= {"q_programs": config.programs[0], "STAGES": config.num_stages, **_options(config.num_warps)}
+    chosen |= {"q_programs": config.programs[0], "STAGES": config.num_stages}
+    chosen |= _options(config.num_warps, most_registers=BACKWARD_REGISTERS)
     with _ready(q.device):
         rope.rope_backward[(sum(config.programs),)](
             *(q, dq_out, q_weight, dq, partials[0]), *(k, dk_out, k_weight, dk, partials[1]), **chosen
@@ -308,13 +310,17 @@ def _strides(**arrays: Tensor | None) -> tuple[dict[str, int], int]:
     return strides, align
 
 
-def _options(num_warps: int, contracts: bool = True) -> dict[str, Any]:
+def _options(num_warps: int, contracts: bool = True, most_registers: int | None = None) -> dict[str, Any]:
     """Return Triton's compile options. Contracting a * b + c is Triton's default up to 3.9, and announced to change.
 
     Products that are rounded to 16 bits and then added must not be contracted: LLVM narrows product and sum to 16 bits,
-    fuses them, and so drops a rounding.
+    fuses them, and so drops a rounding. most_registers: per thread. Triton's compiler for AMD has no such option, and
+    refuses what it does not know.
     """
-    return {"num_warps": num_warps, "enable_fp_fusion": contracts}
+    options = {"num_warps": num_warps, "enable_fp_fusion": contracts}
+    if most_registers is not None and torch.version.hip is None:
+        options["maxnreg"] = most_registers
+    return options
 
 
 def _ready(device: torch.device) -> contextlib.AbstractContextManager:
