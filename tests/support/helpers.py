@@ -176,12 +176,13 @@ def expected_results(inputs: Inputs) -> dict[str, Expected]:
 
     expected = {}
     for name, value in truth.items():
-        if low[name] is None:
+        rounded = low[name]
+        if rounded is None:
             continue
-        rounding = _half_ulp(value, low[name].dtype)
-        excess = ((low[name].double() - value).abs() - rounding).clamp(min=0) / scale[name].clamp(min=1e-300)
+        rounding = _half_ulp(value, rounded.dtype)
+        excess = ((rounded.double() - value).abs() - rounding).clamp(min=0) / scale[name].clamp(min=1e-300)
         tolerance = (2 * excess.max() + floor[name]) * scale[name] + rounding
-        expected[name] = Expected(value, tolerance, low[name].dtype)
+        expected[name] = Expected(value, tolerance, rounded.dtype)
     rstd_dtype = FP64 if x.dtype == FP64 else FP32
     expected["rstd"] = Expected(rstd[:, 0], 4 * torch.finfo(rstd_dtype).eps * rstd[:, 0], rstd_dtype)
     return expected
@@ -271,6 +272,7 @@ def assert_llama_rounds(inputs: Inputs, llama: dict[str, Tensor], once: dict[str
     xhat = x.double() / torch.sqrt(x.double().square().mean(dim=1, keepdim=True) + eps)
     rounded = xhat.to(x.dtype).double()
     if "y" in llama:
+        assert weight is not None
         scale = weight.double() + offset
         expected = (rounded * scale).to(x.dtype)
         assert (llama["y"] == expected).float().mean() > 0.99
