@@ -191,7 +191,9 @@ def test_names_variables_that_nothing_reads(fake, capsys, monkeypatch):
     monkeypatch.setenv("TILEGYM_RMSNORM_BACKED", "torch")
     status, output = run_doctor(capsys)
     [line] = [line for line in output.splitlines() if line.startswith("  environment ")]
-    assert status == 0 and line.endswith(" got TILEGYM_RMSNORM_BACKED (TILEGYM_RMSNORM_BACKEND?), which changes nothing")
+    assert status == 0 and line.endswith(
+        " got TILEGYM_RMSNORM_BACKED (TILEGYM_RMSNORM_BACKEND?), which changes nothing"
+    )
     assert all(name in line for name in settings.VARIABLES)
 
 
