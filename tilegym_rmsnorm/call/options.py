@@ -61,7 +61,7 @@ def checked_number(
     if type(value) is not float:
         if not isinstance(value, Real) or isinstance(value, bool):
             fail(TypeError, name, expected, shown(value))
-        # Of these alone: NumPy warns of an overflow where a narrow float is compared with _MOST.
+        # Of ints and fractions alone: NumPy warns of an overflow where a narrow float is compared with _MOST.
         if isinstance(value, Rational) and not -_MOST <= value <= _MOST:
             fail(ValueError, name, expected, "a number beyond the range of floats")
         value = float(value)
@@ -73,7 +73,11 @@ def checked_number(
 
 def check_casting(casting: str) -> None:
     """Check that casting is one of CASTINGS."""
-    hint = "; Gemma's norms have 'once' and offset=1.0" if casting == "gemma" else ""
+    hint = (
+        "; Gemma's norms have 'once' and offset=1.0"
+        if isinstance(casting, str) and casting == "gemma"
+        else ""
+    )
     check_one_of("casting", casting, CASTINGS, hint)
 
 

@@ -208,17 +208,14 @@ def _why_op(backend: str | None, given: Mapping[str, Tensor], sees_modes: bool) 
         return None
     for name, tensor in given.items():
         if is_dtensor(tensor):  # DTensor's engine refuses plain tensors beside it
-            return f"{name} is a DTensor" if _takes_dtensors(given) else None
+            is_taken = not any(each.is_complex() or each.is_nested for each in given.values())
+            return f"{name} is a DTensor" if is_taken else None
     if watched.is_traced():
         are_taken = all(type(each) in PLAIN_TYPES and not each.is_complex() for each in given.values())
         return "torch.compile makes a graph of this call" if are_taken else None
     if (reason := why_recorded(given)) is not None:
         return reason
     return "a dispatch mode sees this call" if sees_modes and watched.count_modes() != 0 else None
-
-
-def _takes_dtensors(given: Mapping[str, Tensor]) -> bool:
-    return not any(each.is_complex() or each.is_nested for each in given.values())
 
 
 def why_recorded(given: Mapping[str, Tensor]) -> str | None:

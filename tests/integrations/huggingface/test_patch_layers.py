@@ -279,8 +279,10 @@ def test_what_is_not_rewritten(class_of, old, new, reason):
     assert str(caught.value) == reason
 
 
-def test_a_layer_that_names_itself_otherwise_is_reported(class_of):
-    layer = class_of(PRE_NORM.replace("(self, ", "(this, ").replace("self.", "this."))()
+@pytest.mark.parametrize("arguments", ["this, hidden", "this, hidden, /"])
+def test_a_layer_that_names_itself_otherwise_is_reported(class_of, arguments):
+    call = "hidden + this.mlp(this.second(hidden))"
+    layer = class_of(f"def forward({arguments}):\n    hidden = {call}\n    return hidden\n")()
     report = patch_model(layer, patch_layers=True)
     assert [reason for _, _, reason in report.declined] == ["its forward does not call its module self"]
 

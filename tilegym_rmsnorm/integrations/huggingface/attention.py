@@ -243,7 +243,7 @@ def _rewritten(found: _Found) -> ast.FunctionDef:
             (index, each) for index, each in enumerate(tree.body) if getattr(each, "body", None) is block
         )
         assert isinstance(owner, ast.If)
-        # The condition is evaluated once, where it stood; so is its truth, which may be a method.
+        # The condition is evaluated once, where it stood. So is its truth, for which __bool__ may run any code.
         is_true = ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), owner.test))
         kept = ast.Assign([ast.Name(_HAS_NORMS, ast.Store())], is_true)
         tree.body.insert(index, ast.copy_location(kept, owner))

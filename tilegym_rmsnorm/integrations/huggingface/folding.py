@@ -44,7 +44,7 @@ class Norm(Protocol):
 
 
 class _Apart(NamedTuple):
-    """Why no one call computes both norms and the rotation, and the norm that is the reason."""
+    """The norm that the log names, and why no one call computes both norms and the rotation."""
 
     norm: Any
     reason: str
@@ -67,10 +67,12 @@ def folded(
     ) -> tuple[Any, Any]:
         """Return what `rotary` returns for normalized q and k."""
         q_norm, k_norm = getattr(module, q_name), getattr(module, k_name)
-        call: Any = _Apart(q_norm, "its rotary embedding was replaced")
+        call: Any
         if known.is_current(rotary):
             is_turned = (q_turned, k_turned)
             call = outside_of_trace(_call_of, q_norm, k_norm, q, k, cos, sin, known, is_turned)
+        else:
+            call = _Apart(q_norm, "its rotary embedding was replaced")
         rounding = None
         if not isinstance(call, _Apart):
             rounding = _rounding_of(q, cos, call[1].plan.out_dtype, known, receivers, module, cache)

@@ -44,7 +44,7 @@ def leaves_input(module: Any, is_norm: Callable[[nn.Module], bool]) -> bool:
 
 
 def has_plain_attributes(owner: Any, name: str) -> bool:
-    """Return whether to read this attribute runs no code of its class. transformers' configs may."""
+    """Return whether reading this attribute runs no code of its class. Configs of transformers count as such."""
     cls: Any = type(owner)
     if isinstance(owner, nn.Module) or hasattr(inspect.getattr_static(cls, name, None), "__get__"):
         return False

@@ -199,7 +199,8 @@ def has_sum(cls: type) -> bool:
         tree = tree_of(forward_of(cls))
     except Unclear:
         return False
-    module = next((each.arg for each in tree.args.args), "")  # such a forward is not read, but it is reported
+    # A forward with another name than self is not rewritten, but reported.
+    module = next((each.arg for each in (*tree.args.posonlyargs, *tree.args.args)), "")
     values = [node.value for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     sums = [value for value in values if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)]
     return any(

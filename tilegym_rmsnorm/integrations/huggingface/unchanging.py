@@ -295,20 +295,19 @@ class Unchanging:
         for name in sorted(map(called_child, self.norms)):
             if computes_attributes(type(getattr(module, name))):
                 raise Unclear(f"its {name} has properties, which would be read later")
-        for name in sorted(self.called):
+        for name in sorted(self.called | self.returning):
             child = getattr(module, name, None)
-            if child is not None and not leaves_input(child, is_norm):
+            if child is None or leaves_input(child, is_norm):
+                continue
+            kind = type(child).__name__
+            if name in self.called:
                 raise Unclear(
-                    f"its forward calls {name} between a norm and its rotation, and a {type(child).__name__} may "
-                    "change its input"
+                    f"its forward calls {name} between a norm and its rotation, and a {kind} may change its input"
                 )
-        for name in sorted(self.returning):
-            child = getattr(module, name, None)
-            if child is not None and not leaves_input(child, is_norm):
-                raise Unclear(
-                    f"its forward uses what {name} returns between a norm and its rotation, and a "
-                    f"{type(child).__name__} may return what is no tensor"
-                )
+            raise Unclear(
+                f"its forward uses what {name} returns between a norm and its rotation, and a {kind} may return what "
+                "is no tensor"
+            )
         for names in sorted(self.read):
             owner = module if len(names) == 1 else getattr(module, names[0], None)
             if owner is not module and not has_plain_attributes(owner, names[1]):
