@@ -56,6 +56,7 @@ CASES = {
     "beside a gate": RopeCase(BF16, layout="gate", dy_layout="contiguous"),
     "begun elsewhere": RopeCase(BF16, layout="offset", dy_layout="offset"),
     "one step": RopeCase(BF16, batch=3, length=1, heads=(8, 1)),
+    "one step, a tile of more heads than k has": RopeCase(BF16, batch=3, length=1, heads=(4, 2), eps=0.0),
     "one step at positions": RopeCase(BF16, batch=3, length=1, positions="each"),
     "all": RopeCase(
         FP32,
