@@ -164,9 +164,7 @@ def filled_in(
     else:
         out_dtype = out_dtype or y_dtype
         if residual_dtype is None:
-            is_one = (
-                x.dtype == residual.dtype
-            )  # asked here, since `promoted` would be one more guard of Dynamo
+            is_one = x.dtype == residual.dtype  # `promoted` would be one more guard of Dynamo
             residual_dtype = x.dtype if is_one else promoted(x.dtype, residual.dtype)
     return (x, weight, bias, residual), (casting, residual_dtype, out_dtype)
 

@@ -61,7 +61,7 @@ def checked_number(
     if type(value) is not float:
         if not isinstance(value, Real) or isinstance(value, bool):
             fail(TypeError, name, expected, shown(value))
-        # Of ints and fractions alone: NumPy warns of an overflow where a narrow float is compared with _MOST.
+        # Compare ints and fractions alone: for a narrow float beside _MOST NumPy warns of an overflow.
         if isinstance(value, Rational) and not -_MOST <= value <= _MOST:
             fail(ValueError, name, expected, "a number beyond the range of floats")
         value = float(value)
@@ -73,12 +73,10 @@ def checked_number(
 
 def check_casting(casting: str) -> None:
     """Check that casting is one of CASTINGS."""
-    hint = (
-        "; Gemma's norms have 'once' and offset=1.0"
-        if isinstance(casting, str) and casting == "gemma"
-        else ""
+    is_gemma = isinstance(casting, str) and casting == "gemma"
+    check_one_of(
+        "casting", casting, CASTINGS, "; Gemma's norms have 'once' and offset=1.0" if is_gemma else ""
     )
-    check_one_of("casting", casting, CASTINGS, hint)
 
 
 def check_one_of(name: str, value: Any, known: Iterable[str | None], hint: str = "") -> None:

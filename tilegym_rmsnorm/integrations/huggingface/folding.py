@@ -167,7 +167,7 @@ def _why_not_rotated(
     """Say why the one call does not take these tensors; "" if it does."""
     if k.dtype is not q.dtype or sin.dtype is not cos.dtype:
         return "q and k, or cos and sin, differ in dtype"
-    # Of three dimensions a transposition moves the last, which is normalized.
+    # A transposition of three dimensions moves the last, which is normalized.
     dims = (3, 4) if known.heads == -2 and not any(is_turned) else (4,)
     if not q.dim() == k.dim() == cos.dim() + 1 or q.dim() not in dims:
         return "q, k, cos and sin have other dimensions than one call takes"

@@ -38,7 +38,7 @@ def forward_and_tree(cls: type) -> tuple[FunctionType, ast.FunctionDef]:
 def _binds_self(node: ast.AST) -> bool:
     if isinstance(node, ast.Name):
         return node.id == "self" and not isinstance(node.ctx, ast.Load)
-    # Of imports, handlers of errors, functions inside and patterns.
+    # Names that imports, handlers of errors, functions inside and patterns bind.
     return any(getattr(node, field, None) == "self" for field in ("name", "asname", "rest"))
 
 

@@ -137,9 +137,9 @@ def _tiles_of_heads(problem: Problem) -> Variant:
     is_bare = not (form.residual or form.bias or form.per_head)
     if is_bare and n == width and architecture < 100 and problem.itemsize == 2:
         return ForwardTiles(occupancy=8, latency=2, **settings(8192, most_heads=MOST_HEADS))
-    # Of twice as many bytes, x and residual spilled: before Hopper 80 bytes a thread; tiles of a sequence on sm_100 16;
-    # beside weights of heads, or addresses of rows that begin anywhere, on Hopper up to 408. Weights and biases of
-    # heads, each a tile of them, left too few of 128 registers even so.
+    # Tiles of twice as many bytes spilled x and residual: before Hopper 80 bytes a thread; those of a sequence on
+    # sm_100 16; beside weights of heads, or addresses of rows that begin anywhere, on Hopper up to 408.
+    # Weights and biases of heads, each a tile of them, left too few of 128 registers even so.
     takes_registers = form.per_head or form.is_scattered or not problem.is_aligned
     tile_bytes = 8192 if is_sequence or (form.residual and (architecture < 90 or takes_registers)) else 16384
     occupancy = 3 if form.residual and form.bias and form.per_head else 4
