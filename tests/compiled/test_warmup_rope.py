@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from typing import Any, NamedTuple
@@ -21,9 +20,8 @@ pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from counting import META, CountingMachine, counted_calls  # noqa: E402
 
 from tilegym_rmsnorm.backends import cutile, refusals  # noqa: E402
-from tilegym_rmsnorm.backends.cutile import rope  # noqa: E402
 from tilegym_rmsnorm.backends.cutile import warm_rope as warm_module  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.rope import tiles_of  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.rope import BackwardRope, tiles_of  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -163,10 +161,7 @@ def test_every_kind_of_arrays_of_small_batches(monkeypatch, name, sm_count):
     """P of q and of k follow B and T together, and no random call may meet a pair of kinds that few calls have."""
     with counted_calls(monkeypatch, sm_count):
         calls = _calls_of(monkeypatch, CASES[name])
-        tiles = [
-            tiles_of(problem, warm_module._choices(META, calls, problem, "large")[1])
-            for problem in warm_module._problems(META, calls)
-        ]
+        tiles = [tiles_of(BackwardRope, problem) for problem in warm_module._problems(META, calls)]
 
         def kinds(lead: warm_module.RopeLead) -> tuple:
             return warm_module._kinds_of(calls, tiles[lead.t > 1], sm_count, lead)
@@ -174,24 +169,6 @@ def test_every_kind_of_arrays_of_small_batches(monkeypatch, name, sm_count):
         found = {kinds(lead) for lead in warm_module.leads_to_warm(META, calls)}
         sizes = itertools.product((*range(1, 70), 500), (*range(1, 70), 264, 2507, 4096), (False, True))
         assert {kinds(warm_module.RopeLead(*each)) for each in sizes} <= found
-
-
-def test_settings_of_each_size_class(on_meta, monkeypatch, request):
-    """Of a user's table, where large calls may have others than small ones."""
-    chosen = rope.choose_rope
-
-    def by_size(op: str, problem: Any, dtype: Any, size: str, tables: Any) -> Any:
-        choice, source = chosen(op, problem, dtype, size, tables)
-        return (dataclasses.replace(choice, elements=2048, heads=2) if size == "large" else choice), source
-
-    monkeypatch.setattr(rope, "choose_rope", by_size)
-    rope.choose.cache_clear()
-    request.addfinalizer(rope.choose.cache_clear)
-    kernels = warmed(on_meta, PLAIN)
-    assert len({each for each in kernels if each[0] == "backward_rope"}) > 1
-    for b, t in itertools.product((1, 2, 16, 40), (1, 7, 40, 64, 1000, 4096)):
-        step(PLAIN, b, t)
-        assert on_meta.kernels == kernels, f"{b, t}: {on_meta.kernels - kernels}"
 
 
 def _calls_of(monkeypatch: pytest.MonkeyPatch, case: Case) -> warm_module.RopeCalls:

@@ -157,8 +157,8 @@ def tiled(monkeypatch, **settings):
     """Have both kernels take these settings beside those that are reasoned."""
     tiles_of = rope.tiles_of
 
-    def changed(problem, choice):
-        variant = dataclasses.replace(tiles_of(problem, choice), **settings)
+    def changed(kind, problem):
+        variant = dataclasses.replace(tiles_of(kind, problem), **settings)
         variant.check(problem.n, problem.itemsize, problem.architecture)
         return variant
 
@@ -182,6 +182,18 @@ def tiled(monkeypatch, **settings):
 def test_settings(case, settings, monkeypatch):
     tiled(monkeypatch, **settings)
     assert_case(CASES[case]._replace(rotary_dim=32, length=9))
+
+
+def test_settings_are_logged_once(caplog):
+    caplog.set_level("DEBUG", "tilegym_rmsnorm")
+    call, machine = make(CASES["plain"]), ShuffledMachine()
+    for _ in range(2):
+        run_forward(call, machine)
+        run_backward(call, machine)
+    told = [each for each in caplog.messages if each.startswith("qk_norm_rope of ")]
+    for kind, line in zip((rope.ForwardRope, rope.BackwardRope), told, strict=True):
+        variant = rope.tiles_of(kind, rope.problem_of(machine, call.spec, call.tensors))
+        assert line.endswith(f" columns: {variant}, reasoned (plans/rope.py)") and kind.kernel in line
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])

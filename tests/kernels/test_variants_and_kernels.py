@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import plain_calls
 import pytest
 import torch
-from planning import device, plan, problem
+from planning import device, plan, problem, rope_problem
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 
@@ -101,7 +101,7 @@ def plan_with(step: Variant, **options) -> Plan:
 def constants_with(step: Variant, architecture: int = 90, casting: str = "once") -> dict:
     """The constants of a step in such a plan, or of a kernel of rope.py."""
     if isinstance(step, rope.RopeTiles):
-        problem = rope.entry_problem(N, "float32", architecture)._replace(casting=casting)
+        problem = rope_problem(N, N, itemsize=4, architecture=architecture, casting=casting)
         return rope.constants_of(problem, step)
     return plan_with(step, architecture=architecture, casting=casting).constants(step)
 

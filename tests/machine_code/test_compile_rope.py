@@ -15,7 +15,6 @@ from rope_cases import RopeCase, make
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from compiling import (  # noqa: E402
     CompilingMachine,
-    assert_ends,
     assert_sound,
     disassembled,
     skip_without_compiler,
@@ -23,11 +22,9 @@ from compiling import (  # noqa: E402
 )
 from pipelines import overwritten  # noqa: E402
 
-from tilegym_rmsnorm.backends.cutile.plans.problem import ROPE, Bucket  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.rope import WIDEST_ROTATED_HEAD  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.rope import bind_backward, bind_forward  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.tuning.rope_candidates import rope_candidates  # noqa: E402
 
 skip_without_compiler()
 
@@ -76,13 +73,11 @@ CASES = {
 }
 
 
-def compile_calls(case, machine, choices=(None, None)):
+def compile_calls(case, machine):
     """The launches of a forward and of a backward."""
     call = make(case, "meta")
-    forward = bind_forward(call.spec, call.tensors, machine, choices[0])
-    backward = bind_backward(call.spec, call.backward_tensors, call.wanted, machine, choices[1])
-    forward(call.tensors)
-    backward(call.backward_tensors)
+    bind_forward(call.spec, call.tensors, machine)(call.tensors)
+    bind_backward(call.spec, call.backward_tensors, call.wanted, machine)(call.backward_tensors)
 
 
 @pytest.mark.parametrize("dtype", [None, FP32], ids=["16 bits", "float32"])
@@ -147,24 +142,6 @@ def test_no_width_overwrites_tiles_in_use(n, tmp_path):
     compile_calls(PLAIN._replace(n=n, rotary_dim=n), CompilingMachine(90, keep=tmp_path))
     for name in ("forward_rope", "backward_rope"):
         assert not overwritten(disassembled(tmp_path / f"{name}.cubin")), name
-
-
-@pytest.mark.parametrize("number", range(12))
-@pytest.mark.parametrize("n", [64, 128, 256])
-def test_what_tune_tries_ends_and_overwrites_no_tiles_in_use(n, number, tmp_path):
-    """The first candidates, which have other numbers of elements and blocks; also where an entry of theirs serves calls
-    with more roundings. (Those of casting="llama" take what is reasoned.)"""
-    skip_without_disassembler(is_module=False)
-    take_turns(number, n // 64, of=9)
-    buckets = (Bucket(op, n, "bfloat16", "large", form=ROPE) for op in ("forward", "backward"))
-    choices = [rope_candidates(bucket, 90, 60)[number] for bucket in buckets]
-    machine, case = CompilingMachine(90, keep=tmp_path), PLAIN._replace(n=n, rotary_dim=n)
-    if number % 2:
-        case = case._replace(rounding="each", weight_dtype=FP32)
-    compile_calls(case, machine, choices)
-    assert_ends(machine)
-    for name in ("forward_rope", "backward_rope"):
-        assert not overwritten(disassembled(tmp_path / f"{name}.cubin")), (name, choices)
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (16, 8), (28, 4), (8, 1)], ids=str)

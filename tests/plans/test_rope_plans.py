@@ -6,44 +6,23 @@
 import itertools
 
 import pytest
+from planning import rope_problem
 
 from tilegym_rmsnorm.backends.cutile.plans.rope import (
     HEADS_OF_TABLES,
     WIDEST_ROTATED_HEAD,
-    RopeProblem,
+    BackwardRope,
+    ForwardRope,
     constants_of,
     cut,
     is_taken,
-    reasoned,
-    tile_of_heads,
     tiles_of,
 )
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES
 
-OPS = ("forward", "backward")
+KINDS = (ForwardRope, BackwardRope)
 SM_COUNT = 132
 HEADS = ((1, 1), (5, 1), (16, 16), (28, 4), (31, 1), (32, 8), (64, 8), (1, 5), (300, 300))
-
-
-def problem(n=128, rotary_dim=128, heads=(32, 8), **others):
-    tiles = dict(zip(("heads", "k_heads"), (tile_of_heads(n, each) for each in heads), strict=True))
-    defaults = {
-        "interleaved": False,
-        "itemsize": 2,
-        "is_scattered": False,
-        "has_one_step": False,
-        "has_full_tables": True,
-        "has_positions": False,
-        "per_head": False,
-        "casting": "once",
-        "rounding": "end",
-        "architecture": 90,
-    }
-    return RopeProblem(**(defaults | {"n": n, "rotary_dim": rotary_dim} | tiles | others))
-
-
-def reasoned_tiles(op, problem):
-    return tiles_of(problem, reasoned(op, problem))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -56,9 +35,9 @@ def test_tiles_hold_every_head(architecture):
             if rotary_dim < 2:
                 continue
             options = {"itemsize": itemsize, "architecture": architecture, "has_one_step": has_one_step}
-            asked = problem(n, rotary_dim, HEADS[n // 2 % len(HEADS)], **options)
+            asked = rope_problem(n, rotary_dim, HEADS[n // 2 % len(HEADS)], **options)
             assert is_taken(asked)
-            for variant in (reasoned_tiles(op, asked) for op in OPS):
+            for variant in (tiles_of(kind, asked) for kind in KINDS):
                 variant.check(n, itemsize, architecture)
                 behind = n - rotary_dim
                 for width, count, columns in (
@@ -74,14 +53,14 @@ def test_tiles_hold_every_head(architecture):
 
 
 def test_what_no_kernel_takes():
-    assert is_taken(problem(WIDEST_ROTATED_HEAD)) and not is_taken(problem(WIDEST_ROTATED_HEAD + 2))
-    assert is_taken(problem(128, 16, interleaved=True))
-    assert not is_taken(problem(128, 24, interleaved=True))
-    assert not is_taken(problem(128, interleaved=True, is_scattered=True))
+    assert is_taken(rope_problem(WIDEST_ROTATED_HEAD)) and not is_taken(rope_problem(WIDEST_ROTATED_HEAD + 2))
+    assert is_taken(rope_problem(128, 16, interleaved=True))
+    assert not is_taken(rope_problem(128, 24, interleaved=True))
+    assert not is_taken(rope_problem(128, interleaved=True, is_scattered=True))
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_few_heads_of_one_step_have_a_pair_for_every_thread(op):
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_heads_of_one_step_have_a_pair_for_every_thread(kind):
     """Else a tile of two heads of 64 columns takes up to 255 registers, and spills. One head, and tiles that are full
     without, have no more heads than there are."""
     for heads, n, found in (
@@ -93,7 +72,7 @@ def test_few_heads_of_one_step_have_a_pair_for_every_thread(op):
         ((5, 1), 64, (1, 1)),
         ((32, 8), 64, (8, 8)),
     ):
-        variant = reasoned_tiles(op, problem(n, n, heads=heads, has_one_step=True))
+        variant = tiles_of(kind, rope_problem(n, n, heads=heads, has_one_step=True))
         assert (variant.heads, variant.k_heads) == found, (heads, n)
 
 
@@ -112,17 +91,17 @@ def test_cut():
 
 def test_more_rows_than_can_be_counted():
     """Are not for kernels."""
-    for variant in (reasoned_tiles(op, problem()) for op in OPS):
+    for variant in (tiles_of(kind, rope_problem()) for kind in KINDS):
         walks = (2**14, 2**11, 32), (2**14, 2**11, 1)
         assert variant.walks_of((walks[0], None), SM_COUNT, (False, False)) is not None
         assert variant.walks_of(walks, SM_COUNT, (False, False)) is None
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("per_head", list(itertools.product((False, True), repeat=2)), ids=str)
-def test_walks_share_the_sms_by_their_tiles(per_head, heads, op):
-    variant = reasoned_tiles(op, problem(heads=heads))
+def test_walks_share_the_sms_by_their_tiles(per_head, heads, kind):
+    variant = tiles_of(kind, rope_problem(heads=heads))
     for sm_count, length in itertools.product((1, 3, 132), (1, 9, 500, 40000)):
         leads = (2, length, heads[0]), (2, length, heads[1])
         walks = variant.walks_of(leads, sm_count, per_head)
@@ -147,15 +126,15 @@ def test_walks_share_the_sms_by_their_tiles(per_head, heads, op):
     assert variant.walks_of(((2, 9, heads[0]), None), 132, (False, False))[1] == (0, 0)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "heads", [(32, 8), (64, 4), (64, 1), (71, 1), (28, 4), (16, 1), (5, 1), (1, 5), (40, 0)], ids=str
 )
-def test_no_walk_is_much_longer_than_its_share(heads, op):
+def test_no_walk_is_much_longer_than_its_share(heads, kind):
     """On any number of SMs: neither q nor k is left with few blocks, and no block waits for room. cuda-tile would
     compile another kernel for a multiple of 16 partial rows."""
     for n, batch, length in itertools.product((64, 128, 256), (1, 4), (256, 4096, 28520)):
-        variant = reasoned_tiles(op, problem(n, n, heads=(heads[0], heads[1] or heads[0])))
+        variant = tiles_of(kind, rope_problem(n, n, heads=(heads[0], heads[1] or heads[0])))
         leads = (batch, length, heads[0]), (batch, length, heads[1]) if heads[1] else None
         rows = [
             each.tiled_rows(lead) if lead else 0
@@ -177,7 +156,7 @@ def test_no_walk_is_much_longer_than_its_share(heads, op):
 
 def test_shares_of_the_blocks():
     """An H200 took 122 us for this backward; with 344 + 52 blocks, nearer to the shares of the heads, 137."""
-    variant = reasoned_tiles("backward", problem(256, 256, heads=(16, 2)))
+    variant = tiles_of(BackwardRope, rope_problem(256, 256, heads=(16, 2)))
     walks = variant.walks_of(((4, 4096, 16), (4, 4096, 2)), 132, (False, False))
     assert walks == ((328, 328), (68, 68))
 
@@ -185,25 +164,25 @@ def test_shares_of_the_blocks():
 def test_by_tma_on_hopper_alone():
     """Elsewhere some of these loops would load over tiles that are still read, as for most parts of a head."""
     for architecture in ARCHITECTURES:
-        assert problem(architecture=architecture).has_tma is (architecture == 90)
+        assert rope_problem(architecture=architecture).has_tma is (architecture == 90)
         for n, rotary_dim in ((128, 64), (256, 64)):
-            assert problem(n, rotary_dim, architecture=architecture).has_tma is (architecture == 90)
+            assert rope_problem(n, rotary_dim, architecture=architecture).has_tma is (architecture == 90)
         for n, rotary_dim in ((256, 256), (128, 64)):
-            assert not problem(n, rotary_dim, per_head=True, architecture=architecture).has_tma
-        assert not problem(128, 32, architecture=architecture).has_tma
-        assert not problem(architecture=architecture, has_one_step=True).has_tma
+            assert not rope_problem(n, rotary_dim, per_head=True, architecture=architecture).has_tma
+        assert not rope_problem(128, 32, architecture=architecture).has_tma
+        assert not rope_problem(architecture=architecture, has_one_step=True).has_tma
 
 
 def test_more_blocks_than_a_grid_has():
     """Of weights of heads, of which each has blocks of its own."""
-    one_head = problem(heads=(1, 1), per_head=True, has_one_step=True)
-    variant = reasoned_tiles("backward", one_head)
+    one_head = rope_problem(heads=(1, 1), per_head=True, has_one_step=True)
+    variant = tiles_of(BackwardRope, one_head)
     assert variant.walks_of(((1, 1, 2**25), None), SM_COUNT, (True, False)) is None
     assert variant.walks_of(((1, 1, 2**23), None), SM_COUNT, (True, False)) is not None
 
 
 def test_a_forward_of_few_tokens_has_a_block_for_each_tile():
-    variant = reasoned_tiles("forward", problem(has_one_step=True))
+    variant = tiles_of(ForwardRope, rope_problem(has_one_step=True))
     for batch in (1, 4, 16, 64):
         leads = (batch, 1, 32), (batch, 1, 8)
         walks = variant.walks_of(leads, SM_COUNT, (False, False))

@@ -9,7 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from table_cases import BUCKET, ENTRY, TARGET, VARIANT, chosen, entry_of, forget_files, rule, ship
+from table_cases import (
+    BUCKET,
+    ENTRY,
+    TARGET,
+    VARIANT,
+    chosen,
+    entry_of,
+    forget_files,
+    rule,
+    ship,
+    write_with_rope,
+)
 
 from tilegym_rmsnorm.backends.cutile.plans import tables
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardRows
@@ -69,6 +80,18 @@ def test_a_write_replaces_the_entries_of_its_buckets_and_leaves_the_others(folde
     assert (chosen(), chosen(half), chosen(few)) == (VARIANT, own, own)
     tables.update(folders[0], TARGET, [of_two])
     assert chosen() == chosen(half) == both and len(tables.table_in(folders[0], TARGET)) == 2
+
+
+def test_records_of_rope_are_ignored_with_one_warning_and_the_others_serve(folders):
+    """Which `tune` wrote once. The next write leaves them out."""
+    path, few = write_with_rope(folders[0], ENTRY), BUCKET._replace(size="few")
+    with pytest.warns(UserWarning) as caught:
+        assert chosen() == VARIANT
+        tables.update(folders[0], TARGET, [entry_of(few, VARIANT)])
+        assert chosen() == chosen(few) == VARIANT
+    [message] = (str(each.message) for each in caught)
+    assert "are ignored: qk_norm_rope takes the rules' settings. The other records serve" in message
+    assert len(tables.table_in(folders[0], TARGET)) == 2 and "rope" not in path.read_text()
 
 
 def test_what_chooses_is_described(folders):

@@ -11,6 +11,7 @@ import torch
 from tilegym_rmsnorm.backends.cutile.plans.partition import MOST_MEMBERS
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import Device, Problem, Target
+from tilegym_rmsnorm.backends.cutile.plans.rope import RopeProblem, tile_of_heads
 from tilegym_rmsnorm.backends.cutile.plans.select import Choice, Tables, choose
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
@@ -68,3 +69,23 @@ def plan(first: Variant | Choice, op: str, n: int, *arguments: Any, **options: A
     """The plan of `problem(op, n, *arguments, **options)` whose first kernel is given."""
     asked = problem(op, n, *arguments, **options)
     return plan_of(asked, *first) if isinstance(first, Choice) else plan_of(asked, first)
+
+
+def rope_problem(
+    n: int = 128, rotary_dim: int = 128, heads: tuple[int, int] = (32, 8), **others: Any
+) -> RopeProblem:
+    """heads: of q and of k. others: fields of RopeProblem."""
+    q_heads, k_heads = (tile_of_heads(n, each) for each in heads)
+    defaults = {
+        "interleaved": False,
+        "itemsize": 2,
+        "is_scattered": False,
+        "has_one_step": False,
+        "has_full_tables": True,
+        "has_positions": False,
+        "per_head": False,
+        "casting": "once",
+        "rounding": "end",
+        "architecture": 90,
+    }
+    return RopeProblem(n, rotary_dim, heads=q_heads, k_heads=k_heads, **(defaults | others))

@@ -80,10 +80,25 @@ def ship(folder: Path, target: Target, *entries: Record) -> Path:
     return path
 
 
+def write_with_rope(folder: Path, *entries: Record) -> Path:
+    """Write a user's table as an older `tune` may have, with a record of the form "rope" before others; returns its
+    path."""
+    settings = {"elements": 2048, "heads": 8, "width": 128, "warps": 8, "occupancy": 2, "latency": 5}
+    item = {
+        **{"ops": ["backward"], "dtypes": ["bfloat16"], "sizes": ["large"], "forms": ["rope"], "n": 128},
+        **{"kernel": "backward_rope", "settings": settings},
+    }
+    path = tables.update(folder, TARGET, entries)
+    data = json.loads(path.read_text())
+    path.write_text(json.dumps(data | {"records": [item, *data["records"]]}))
+    forget_files()
+    return path
+
+
 def forget_files() -> None:
     """Files are read once in a process, and by this again."""
     reads = (tables.table_in, tables._shipped_entries, tables._rules, tables.shipped_records, tables._shipped)
-    for read in reads:
+    for read in (*reads, tables._tell_of_rope):
         read.cache_clear()
 
 

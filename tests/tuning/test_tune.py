@@ -8,16 +8,15 @@ from __future__ import annotations
 import sys
 
 import pytest
-import rope_calls
 import torch
 from helpers import why_skip
-from table_cases import TARGET, choice, entry_of
+from table_cases import TARGET, choice, entry_of, write_with_rope
 
-from tilegym_rmsnorm import __main__, qk_norm_rope, settings
+from tilegym_rmsnorm import __main__, settings
 from tilegym_rmsnorm.backends import registry
-from tilegym_rmsnorm.backends.cutile.plans import rope, tables
-from tilegym_rmsnorm.backends.cutile.plans.problem import FORMS, OPS, PLAIN_ROWS, ROPE, Bucket
-from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardTeam, BackwardTiles
+from tilegym_rmsnorm.backends.cutile.plans import tables
+from tilegym_rmsnorm.backends.cutile.plans.problem import FORMS, OPS, PLAIN_ROWS, Bucket
+from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardTeam, BackwardTiles, ForwardTiles
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
@@ -47,11 +46,6 @@ def gpu(folders, finder, monkeypatch):
 
 def buckets_in(folder) -> list[Bucket]:
     return [bucket for entry in tables.table_in(folder, TARGET) for bucket in entry.buckets()]
-
-
-def choices_in(folder) -> dict[str, rope.RopeChoice]:
-    """By their ops, those for heads that are rotated."""
-    return {entry.ops[0]: entry.rope for entry in tables.table_in(folder, TARGET)}
 
 
 def run(*options: str) -> int:
@@ -136,56 +130,6 @@ def test_widths_that_no_kernel_takes_with_a_form_are_left_out(gpu, capsys):
     assert "0 of 0 tuned" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("fresh_plans")
-def test_heads_that_are_rotated_are_tuned_and_their_calls_take_it(gpu, monkeypatch, caplog, capsys):
-    """Three ops; widths and weights without such calls are left out. The interpreter has fewer heads done soon."""
-    monkeypatch.setattr(rope, "ENTRY_HEADS", (4, 2))
-    options = ("--form", "rope", "--n", "16,33,1024", "--weight", "same,float32", "--size", "large")
-    assert run(*options) == 0
-    output = capsys.readouterr().out
-    assert "3 of 3 tuned" in output and "dx bfloat16 N = 16 large, rope: M = " in output
-    assert set(buckets_in(gpu[0])) == {Bucket(op, 16, "bfloat16", "large", form=ROPE) for op in OPS}
-    assert run(*options, "--skip-tuned") == 0
-    assert "0 of 0 tuned" in capsys.readouterr().out
-
-    caplog.set_level("DEBUG", "tilegym_rmsnorm")
-    q, k = (torch.randn(2, 40, heads, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (5, 1))
-    weights = [torch.ones(16, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
-    tables_of_rows = torch.randn(40, 16), torch.randn(40, 16)
-    results = qk_norm_rope(q, k, *weights, *tables_of_rows, eps=1e-6, backend="cutile")
-    torch.autograd.grad(results, (q, k, *weights), [torch.ones_like(each) for each in results])
-    expected = rope_calls.expected(q, k, *weights, *tables_of_rows)
-    for result, exact in zip(results, expected, strict=True):
-        assert (result - exact).norm() < 4e-3 * exact.norm()
-    told = [each for each in caplog.messages if each.startswith("qk_norm_rope, ")]
-    assert len(told) == 2
-    for op, line in zip(("forward", "backward"), sorted(told, reverse=True), strict=True):
-        tuned = choices_in(gpu[0])[op]
-        assert line.startswith(f"qk_norm_rope, {op} of 16 bfloat16 columns, large: {tuned.kernel} ")
-        assert f" warps={tuned.warps} occupancy={tuned.occupancy} " in line
-        assert line.endswith(f"(the entry for 16 columns of {op}, bfloat16, rope)")
-
-
-def test_heads_that_are_rotated_are_for_no_team(gpu, monkeypatch, capsys):
-    monkeypatch.setattr(settings, "_teams", False)
-    monkeypatch.setattr(rope, "ENTRY_HEADS", (4, 2))
-    assert run("--form", "rope", "--n", "16", "--size", "large", "--op", "forward") == 0
-    assert "1 of 1 tuned" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("op", ["backward", "dx"])
-def test_what_serves_rotated_heads_until_then_is_tried(gpu, finder, monkeypatch, op):
-    monkeypatch.setattr(rope, "ENTRY_HEADS", (4, 2))
-    bucket = Bucket("backward", 16, "bfloat16", "large", form=ROPE)
-    numbers = {"elements": 64, "heads": 2, "width": 8, "warps": 8, "occupancy": 1, "latency": 9}
-    serving = rope.RopeChoice(kernel="backward_rope", **numbers)
-    tables.update(gpu[0], TARGET, [entry_of(bucket, serving)])
-    tried, real = [], finder.tune
-    monkeypatch.setattr(finder, "tune", lambda bucket, some: (tried.extend(some), real(bucket, some))[1])
-    assert run("--form", "rope", "--n", "16", "--size", "large", "--op", op) == 0
-    assert serving in tried and len(tried) == 3
-
-
 def test_skip_tuned_leaves_what_is_there(gpu, capsys):
     assert run("--op", "forward", "--size", "small") == 0
     before = list(tables.table_in(gpu[0], TARGET))
@@ -195,6 +139,17 @@ def test_skip_tuned_leaves_what_is_there(gpu, capsys):
     assert len(before) == 1 and len(after) == 3 and before[0] in after
     assert run("--op", "forward", "--skip-tuned") == 0
     assert "0 of 0 tuned" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [(), ("--skip-tuned",)])
+def test_a_table_with_records_of_rope_is_tuned_further(gpu, options, capsys):
+    other = Bucket("forward", 64, "bfloat16", "few")
+    serving = ForwardTiles(width=64, warps=4, occupancy=1, latency=9, rows=2)
+    path = write_with_rope(gpu[0], entry_of(other, serving))
+    with pytest.warns(UserWarning, match="records of the form rope in the table for") as caught:
+        assert run("--op", "forward", "--size", "large", *options) == 0
+    assert len(caught) == 1 and "1 of 1 tuned" in capsys.readouterr().out
+    assert set(buckets_in(gpu[0])) == {other, other._replace(size="large")} and "rope" not in path.read_text()
 
 
 def test_a_class_that_no_number_of_rows_has_is_left_out(gpu, capsys):
@@ -288,7 +243,7 @@ def test_progress_without_tqdm(gpu, monkeypatch, capsys):
         (("--op", "forward,sideways"), "expected some of forward, backward, dx, got sideways"),
         (("--size", ""), "expected some of few, small, large, got "),
         (("--weight", "bfloat16"), "expected some of same, float32, got bfloat16"),
-        (("--form", "heads"), f"expected some of {', '.join(FORMS)}, rope, got heads"),
+        (("--form", "heads"), f"expected some of {', '.join(FORMS)}, got heads"),
         (("--candidates", "-1"), "expected a whole number of at least 1, got '-1'"),
     ],
 )
@@ -334,13 +289,13 @@ def test_a_folder_that_cannot_be_is_refused_before_any_work(gpu, finder, monkeyp
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("n", "form"), [(1024, PLAIN_ROWS), (128, ROPE)])
-def test_tunes_one_bucket_on_a_gpu(tmp_path, capsys, n, form):
+def test_tunes_one_bucket_on_a_gpu(tmp_path, capsys):
     if reason := why_skip("cutile"):
         pytest.skip(reason)
-    out = str(tmp_path)
-    options = f"--n {n} --form {form} --op backward --size small --candidates 4 --out"
-    command = ["tune", *options.split(), out]
+    command = [
+        *("tune", "--n", "1024", "--op", "backward", "--size", "small"),
+        *("--candidates", "4", "--out", str(tmp_path)),
+    ]
     assert __main__.main(command) == 0, capsys.readouterr().err
     [path] = tmp_path.glob("*.json")
     tables.table_in.cache_clear()
@@ -348,6 +303,6 @@ def test_tunes_one_bucket_on_a_gpu(tmp_path, capsys, n, form):
     target = found.facts.target
     assert path == tables.table_path(tmp_path, target)
     [entry] = tables.table_in(tmp_path, target)
-    assert list(entry.buckets()) == [Bucket("backward", n, "bfloat16", "small", form=form)]
+    assert list(entry.buckets()) == [Bucket("backward", 1024, "bfloat16", "small")]
     assert [timing["gpu"] for timing in entry.evidence] == [target.gpu] * 2
     tables.table_in.cache_clear()

@@ -18,8 +18,8 @@ The weight has x's dtype, or with --weight float32, for x of 16 bits, that one, 
 entries of their own before any rule, and before entries of a weight of x's dtype.
 
 The forms: plain; residual; d_residual, a backward that writes the gradients of x and of the residual as two tensors, as
-one with residual_alpha does; bias; rope, qk_norm_rope with heads of so many columns. An entry serves calls that have
-that and no more. Ops without such calls are left out, and so are widths that no kernel takes with the form.
+one with residual_alpha does; bias. An entry serves calls that have that and no more. Ops without such calls are left
+out, and so are widths that no kernel takes with the form.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ import torch
 
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends import registry
-from tilegym_rmsnorm.backends.cutile.plans import problem, rope, rules, tables
+from tilegym_rmsnorm.backends.cutile.plans import problem, rules, tables
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Target
 from tilegym_rmsnorm.backends.cutile.plans.records import Record
 from tilegym_rmsnorm.backends.cutile.plans.sizes import SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE, user_folder
-from tilegym_rmsnorm.backends.cutile.tuning import candidates, rope_candidates
+from tilegym_rmsnorm.backends.cutile.tuning import candidates
 from tilegym_rmsnorm.commands import installation, options
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def add_command(commands: Any) -> None:
         ("op", problem.OPS, problem.OPS),
         ("size", SIZES, SIZES),
         ("weight", problem.WEIGHTS, (problem.SAME,)),
-        ("form", (*problem.FORMS, problem.ROPE), (problem.PLAIN_ROWS,)),
+        ("form", problem.FORMS, (problem.PLAIN_ROWS,)),
     ):
         text = f"of {', '.join(known)}; default: {','.join(default)}"
         parser.add_argument(f"--{name}", type=options.some_of(known), default=default, help=text)
@@ -137,8 +137,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _has_calls(bucket: Bucket, machine: Machine) -> bool:
     """Whether kernels run a call of it at all."""
-    if bucket.form == problem.ROPE:
-        return rope.has_entries(bucket)
     if not bucket.has_calls or not rows_of_class(bucket.size, bucket.n):
         return False
     if bucket.weight != problem.SAME and problem.ITEMSIZE[bucket.dtype] != 2:
@@ -151,11 +149,7 @@ def _without_teams(buckets: list[Bucket], machine: Machine) -> list[Bucket]:
     allow them."""
     from tilegym_rmsnorm.backends.cutile.launch import plan_for
 
-    def has_teams(bucket: Bucket) -> bool:
-        of_rope = bucket.form == problem.ROPE
-        return not of_rope and plan_for(bucket.problem(machine.facts)).first.members > 1
-
-    kept = [bucket for bucket in buckets if not has_teams(bucket)]
+    kept = [bucket for bucket in buckets if plan_for(bucket.problem(machine.facts)).first.members == 1]
     if left_out := len(buckets) - len(kept):
         print(f"{left_out} buckets are left out: teams serve them, which {settings.TEAMS_VARIABLE} rules out")
     return kept
@@ -229,15 +223,9 @@ class Progress:
 
 def _describe(bucket: Bucket, entry: Record, machine: Machine) -> str:
     figures = [f"M = {e['m']}: {e['us']:.1f} us, by the rules {e['before']:.1f}" for e in entry.evidence]
-    facts = machine.facts
-    chosen: candidates.Candidate | None
-    default: candidates.Candidate
-    if bucket.form == problem.ROPE:
-        chosen, default = entry.rope, rope_candidates.rope_by_rules(bucket, facts.architecture)
-    else:
-        chosen = entry.variant(bucket.n)
-        default = candidates.by_rules(bucket, facts.architecture, facts.most_members)
-    what = "the rules' settings" if chosen == default else str(chosen)
+    variant, facts = entry.variant(bucket.n), machine.facts
+    is_default = variant == candidates.by_rules(bucket, facts.architecture, facts.most_members)
+    what = "the rules' settings" if is_default else str(variant)
     beside = "" if bucket.weight == problem.SAME else f" beside a {bucket.weight} weight"
     beside += "" if bucket.form == problem.PLAIN_ROWS else f", {bucket.form}"
     return f"{bucket.op} {bucket.dtype} N = {bucket.n} {bucket.size}{beside}: {', '.join(figures)}; {what}"

@@ -22,9 +22,9 @@ from torch import Tensor
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.cutile.forms import LARGEST_STRIDE, begins_as_packed, fits_kernels
 from tilegym_rmsnorm.backends.cutile.kernels import KERNELS
-from tilegym_rmsnorm.backends.cutile.lookup import NAMES
 from tilegym_rmsnorm.backends.cutile.plans.rope import (
-    RopeChoice,
+    BackwardRope,
+    ForwardRope,
     RopeProblem,
     RopeTiles,
     constants_of,
@@ -33,12 +33,8 @@ from tilegym_rmsnorm.backends.cutile.plans.rope import (
     tiles_of,
 )
 from tilegym_rmsnorm.backends.cutile.plans.rules import sum_of
-from tilegym_rmsnorm.backends.cutile.plans.select import choose_rope
-from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
-from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Launch, Machine, machine_of
-from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 from tilegym_rmsnorm.call.rope_spec import (
     RopeBackwardTensors,
     RopeGradients,
@@ -52,17 +48,15 @@ logger = logging.getLogger("tilegym_rmsnorm")
 
 
 def bind_forward(
-    spec: RopeSpec, tensors: RopeTensors, machine: Machine | None = None, choice: RopeChoice | None = None
+    spec: RopeSpec, tensors: RopeTensors, machine: Machine | None = None
 ) -> Callable[[RopeTensors], RopeOutputs] | None:
-    """Bind a forward as contract.py says. machine: where kernels run, None for that of q's device. choice: in place of
-    that of entries and reasoning."""
+    """Bind a forward as contract.py says. machine: where kernels run, None for that of q's device."""
     q, k, q_weight, k_weight, cos, sin, _ = tensors
     machine = machine or machine_of(q.device)
     problem = problem_of(machine, spec, tensors)
     if problem is None:
         return None
-    choice = choice or choose(machine, "forward", problem, *_dtype_and_size(*tensors[:2]))
-    variant, launch = _launch(machine, problem, choice)
+    variant, launch = _launch(machine, ForwardRope, problem)
     walks = _walks_of(machine, variant, tensors[:4])
     if walks is None:
         return None
@@ -84,11 +78,7 @@ def bind_forward(
 
 
 def bind_backward(
-    spec: RopeSpec,
-    tensors: RopeBackwardTensors,
-    wanted: RopeWanted,
-    machine: Machine | None = None,
-    choice: RopeChoice | None = None,
+    spec: RopeSpec, tensors: RopeBackwardTensors, wanted: RopeWanted, machine: Machine | None = None
 ) -> Callable[[RopeBackwardTensors], RopeGradients] | None:
     """Bind a backward, as `bind_forward` does a forward."""
     dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, _ = tensors
@@ -96,14 +86,12 @@ def bind_backward(
     problem = problem_of(machine, spec, tensors[2:], dq_out, dk_out)
     if problem is None:
         return None
-    sums = (q_weight, wanted.dq_weight), (k_weight, wanted.dk_weight)
-    op = "dx" if all(None in each for each in sums) else "backward"
-    choice = choice or choose(machine, op, problem, *_dtype_and_size(q, k, dq_out, dk_out))
-    variant, launch = _launch(machine, problem, choice)
+    variant, launch = _launch(machine, BackwardRope, problem)
     walks = _walks_of(machine, variant, tensors[2:6])
     if walks is None:
         return None
     (q_blocks, q_rows), (k_blocks, k_rows) = walks
+    sums = (q_weight, wanted.dq_weight), (k_weight, wanted.dk_weight)
     empty_q, empty_k = _bind_empty(machine, q), _bind_empty(machine, k)
     empty_q_sum = _bind_sum_and_partials(machine, q_rows, *sums[0])
     empty_k_sum = _bind_sum_and_partials(machine, k_rows, *sums[1])
@@ -153,27 +141,11 @@ def problem_of(
     return problem if is_taken(problem) else None
 
 
-def _dtype_and_size(q: Tensor, k: Tensor | None, *dys: Tensor | None) -> tuple[str | None, str]:
-    """Return the dtype of all arrays of rows, None where they differ, and the size class of a call."""
-    dtypes = {each.dtype for each in (q, k, *dys) if each is not None}
-    elements = q.numel() + (0 if k is None else k.numel())
-    size = size_class(elements // q.shape[3], q.shape[3])
-    return (NAMES[q.dtype] if len(dtypes) == 1 else None), size
-
-
 @functools.cache
-def choose(machine: Machine, op: str, problem: RopeProblem, dtype: str | None, size: str) -> RopeChoice:
-    """Choose by the user's tables, those that ship, and reasoning; logged at level DEBUG."""
-    tables = tables_of(problem.architecture, machine.facts.target, user_folder())
-    choice, source = choose_rope(op, problem, dtype, size, tables)
-    numbers = op, problem.n, dtype or "mixed", size, tiles_of(problem, choice), source
-    logger.debug("qk_norm_rope, %s of %d %s columns, %s: %s (%s)", *numbers)
-    return choice
-
-
-@functools.cache
-def _launch(machine: Machine, problem: RopeProblem, choice: RopeChoice) -> tuple[RopeTiles, Launch]:
-    variant = tiles_of(problem, choice)
+def _launch(machine: Machine, kind: type[RopeTiles], problem: RopeProblem) -> tuple[RopeTiles, Launch]:
+    """Return the settings of a kernel and its launch; logged at level DEBUG."""
+    variant = tiles_of(kind, problem)
+    logger.debug("qk_norm_rope of %d columns: %s, reasoned (plans/rope.py)", problem.n, variant)
     return variant, _bound(machine, variant, constants_of(problem, variant))
 
 

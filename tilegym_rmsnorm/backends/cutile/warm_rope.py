@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from tilegym_rmsnorm.backends.cutile import launch
-from tilegym_rmsnorm.backends.cutile.lookup import NAMES
-from tilegym_rmsnorm.backends.cutile.plans.rope import RopeChoice, RopeProblem, RopeTiles, tiles_of
-from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_TILES, SIZES, rows_of_class, size_class
-from tilegym_rmsnorm.backends.cutile.rope import choose, problem_of, sms_of
+from tilegym_rmsnorm.backends.cutile.plans.rope import BackwardRope, RopeProblem, RopeTiles, tiles_of
+from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_TILES
+from tilegym_rmsnorm.backends.cutile.rope import problem_of, sms_of
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 from tilegym_rmsnorm.backends.cutile.warm import Calls, empty, kind_of, warm
 from tilegym_rmsnorm.call.rope_spec import RopeBackwardTensors, RopeSpec, RopeTensors, RopeWanted
@@ -98,16 +97,12 @@ def leads_to_warm(device: torch.device, calls: RopeCalls) -> list[RopeLead]:
     for is_one_step, problem in zip((True, False), _problems(device, calls), strict=True):
         if problem is None:
             continue
-        choices = {size: _choices(device, calls, problem, size) for size in SIZES}
-        for variant in {tiles_of(problem, backward) for _, backward in choices.values()}:
-            for b, t in _short_and_long(calls, variant, sms):
-                if (t == 1) != is_one_step:
-                    continue
-                size = size_class(b * t * (calls.heads + calls.k_heads), calls.spec.n)
-                serving = tiles_of(problem, choices[size][1])
-                for lead in (RopeLead(b, t, False), RopeLead(b, t, True)):
-                    key = choices[size], is_one_step, _kinds_of(calls, serving, sms, lead)
-                    kinds.setdefault(key, lead)
+        variant = tiles_of(BackwardRope, problem)
+        for b, t in _short_and_long(calls, variant, sms):
+            if (t == 1) != is_one_step:
+                continue
+            for lead in (RopeLead(b, t, False), RopeLead(b, t, True)):
+                kinds.setdefault((is_one_step, _kinds_of(calls, variant, sms, lead)), lead)
     return sorted(kinds.values())
 
 
@@ -120,29 +115,17 @@ def _problems(device: torch.device, calls: RopeCalls) -> list[RopeProblem | None
     return found
 
 
-def _choices(
-    device: torch.device, calls: RopeCalls, problem: RopeProblem, size: str
-) -> tuple[RopeChoice, RopeChoice]:
-    """Return what serves a forward and a backward of a size class."""
-    machine, dtype = machine_of(device), NAMES[calls.dtype]
-    op = "dx" if calls.weight is None else "backward"
-    return choose(machine, "forward", problem, dtype, size), choose(machine, op, problem, dtype, size)
-
-
 def _short_and_long(calls: RopeCalls, variant: RopeTiles, sms: int) -> Iterator[tuple[int, int]]:
     """B and T, of which one is short. The other goes through all numbers until every SM has a tile: up to there P is
-    about the number of tiles. Then it takes some beyond the few tiles that have one block an SM, and from where each
-    size class begins: P is of one kind for all of these (`RopeTiles.walks_of`). Of the T of one tile it takes one for
-    each power of two that may divide them: B * T may be a multiple of 16 where neither is."""
+    about the number of tiles. Then it takes some beyond the few tiles that have one block an SM: P is of one kind for
+    all of these (`RopeTiles.walks_of`). Of the T of one tile it takes one for each power of two that may divide them:
+    B * T may be a multiple of 16 where neither is."""
     heads, height = calls.heads + calls.k_heads, variant.rows
-    begins = [rows_of_class(size, calls.spec.n) for size in SIZES]
     for short in SHORT:
         few = FEW_TILES * sms * variant.rows_of_tile // (short * heads) + 1
-        starts = [few, *(-(-rows.start // (short * heads)) for rows in begins if rows)]
-        for b in (*range(1, sms + 2), *(b for start in starts for b in range(start, start + 16))):
+        for b in (*range(1, sms + 2), *range(few, few + 16)):
             yield b, short
-        further = (first for start in starts for first in range(start, start + 16, height))
-        for first in (*range(0, (sms + 1) * height, height), *further):
+        for first in (*range(0, (sms + 1) * height, height), *range(few, few + 16, height)):
             smallest = {math.gcd(t, 16): t for t in range(first + height, first, -1)}
             yield from ((short, t) for t in smallest.values())
 

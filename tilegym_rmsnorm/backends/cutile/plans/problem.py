@@ -11,7 +11,6 @@ ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 LAUNCHES_AT_ONCE = 8  # that teams of blocks are safe in, even where an SM holds one block (kernels/team.py)
 # That records are of: rows; and rows beside what the field of Form of that name says.
 PLAIN_ROWS, RESIDUAL, D_RESIDUAL, BIAS = FORMS = ("plain", "residual", "d_residual", "bias")
-ROPE = "rope"  # of entries of the heads of `qk_norm_rope`, which have no Form: rope.py
 SAME, FLOAT32 = WEIGHTS = ("same", "float32")  # of x's dtype, or none; float32 beside x of 2 bytes
 
 
@@ -89,7 +88,7 @@ class Bucket(NamedTuple):
     dtype: str  # of ITEMSIZE
     size: str  # of sizes.SIZES
     weight: str = SAME  # of WEIGHTS
-    form: str = PLAIN_ROWS  # of FORMS, or ROPE
+    form: str = PLAIN_ROWS  # of FORMS
 
     @property
     def has_calls(self) -> bool:
@@ -97,8 +96,7 @@ class Bucket(NamedTuple):
         return (self.op, self.form) not in (("forward", D_RESIDUAL), ("dx", BIAS))
 
     def problem(self, device: Device, policy: Policy | None = None) -> Problem:
-        """Its problem on a device, with a weight, of calls that have its form and no more. Not of ROPE: there it is
-        `rope.entry_problem`."""
+        """Its problem on a device, with a weight, of calls that have its form and no more."""
         weight = FLOAT32 if self.weight == FLOAT32 else self.dtype
         asked = self.op, self.n, self.dtype, weight, self.size, device
         return Problem(*asked, policy=policy or Policy(), form=form_named(self.form))

@@ -3,13 +3,12 @@
 """Records: which variant serves which rows, as data, with the evidence for it. Rules, which hold for a range of N, and
 entries, which hold for one N on one GPU model, have the same schema, those that ship and those that `tune` writes:
 
-    ops, dtypes, weights, sizes, forms      lists: what it serves (problem.py, sizes.py); "rope" of an entry alone
+    ops, dtypes, weights, sizes, forms      lists: what it serves (problem.py, sizes.py)
     n                             [first, last] columns, or [first, null]; one number for an entry
     alignment                     of a rule: "any" for rows that are not aligned too (Problem.is_aligned)
     gpus                          of an entry that ships: the models that it was measured on
     kernel, settings              the variant (variants.py) but for what follows from N (`fitted`): a width that holds
-                                  the row, the pieces or members that it takes; a list: the first that fits. Of the
-                                  form "rope" a RopeChoice (rope.py)
+                                  the row, the pieces or members that it takes; a list: the first that fits
     spills                        why it is kept although its kernel spills registers
     evidence                      measurements: gpu, m, n (of a rule) and us a whole call; `before`: by what served
                                   until then, or by the alternative that `by` names; gb_per_s instead: compulsory bytes
@@ -34,25 +33,17 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
     ITEMSIZE,
     OPS,
     PLAIN_ROWS,
-    ROPE,
     SAME,
     WEIGHTS,
     Bucket,
     Device,
 )
-from tilegym_rmsnorm.backends.cutile.plans.rope import KERNEL_OF_OP, TILES, RopeChoice, has_entries
 from tilegym_rmsnorm.backends.cutile.plans.sizes import NO_END, SIZES, rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, expect
 from tilegym_rmsnorm.backends.cutile.plans.variants import BY_KERNEL
 
 SCHEMA = 2
-OF_LISTS = {
-    "ops": OPS,
-    "dtypes": tuple(ITEMSIZE),
-    "weights": WEIGHTS,
-    "sizes": SIZES,
-    "forms": (*FORMS, ROPE),
-}
+OF_LISTS = {"ops": OPS, "dtypes": tuple(ITEMSIZE), "weights": WEIGHTS, "sizes": SIZES, "forms": FORMS}
 OPTIONAL = {
     "weights": [SAME],
     "forms": [PLAIN_ROWS],
@@ -84,11 +75,6 @@ class Record(NamedTuple):
         fitted = (BY_KERNEL[self.kernel].fitted(n, most_members, **each) for each in self.settings)
         return next(filter(None, fitted), None)
 
-    @property
-    def rope(self) -> RopeChoice:
-        """The choice of an entry of the form "rope", in the place of a variant."""
-        return RopeChoice(kernel=self.kernel, **self.settings[0])
-
     def buckets(self) -> Iterator[Bucket]:
         """Yield the buckets that an entry serves."""
         for op in self.ops:
@@ -116,19 +102,14 @@ class Records:
 
     def find(self, bucket: Bucket, most_members: int, is_aligned: bool) -> tuple[Record, Variant] | None:
         """The first record that serves a bucket, and its variant."""
-        for record in self._serving(bucket):
-            if is_aligned or record.is_entry or record.alignment == "any":
-                if (variant := record.variant(bucket.n, most_members)) is not None:
+        n = bucket.n
+        for record in self._by_key.get(bucket._replace(n=0), ()):
+            if record.first <= n <= record.last and (
+                is_aligned or record.is_entry or record.alignment == "any"
+            ):
+                if (variant := record.variant(n, most_members)) is not None:
                     return record, variant
         return None
-
-    def find_rope(self, bucket: Bucket) -> RopeChoice | None:
-        """The choice of the first entry that serves a bucket of the form "rope"."""
-        return next((record.rope for record in self._serving(bucket)), None)
-
-    def _serving(self, bucket: Bucket) -> Iterator[Record]:
-        of_key = self._by_key.get(bucket._replace(n=0), ())
-        return (record for record in of_key if record.first <= bucket.n <= record.last)
 
 
 def parse(item: Any, architecture: int) -> Record:
@@ -146,9 +127,8 @@ def parse(item: Any, architecture: int) -> Record:
     first, last = (n[0], NO_END if n[1] is None else n[1]) if is_range else (n, n)
     is_counted = (is_range or type(n) is int) and type(first) is type(last) is int and 0 < first <= last
     expect(is_counted, "n", "whole numbers of columns", n)
-    kernels = *BY_KERNEL, *TILES
-    is_kernel = isinstance(item["kernel"], str) and item["kernel"] in kernels
-    expect(is_kernel, "kernel", kernels, item["kernel"])
+    is_kernel = isinstance(item["kernel"], str) and item["kernel"] in BY_KERNEL
+    expect(is_kernel, "kernel", tuple(BY_KERNEL), item["kernel"])
     for name, each in (("settings", settings), ("evidence", item["evidence"])):
         are_objects = isinstance(each, list) and all(isinstance(one, dict) for one in each)
         expect(are_objects, name, "objects", item[name])
@@ -164,9 +144,7 @@ def parse(item: Any, architecture: int) -> Record:
         numbers = [measured[name] for name in ("m", "us", "before") if name in measured]
         is_number = all(type(each) in (int, float) and 0 < each <= sys.float_info.max for each in numbers)
         expect(is_number, "evidence", "positive numbers", measured)
-    if record.kernel in TILES or ROPE in record.forms:
-        _check_rope(record, architecture)
-    elif record.is_entry:
+    if record.is_entry:
         _check_entry(record, architecture)
     return record
 
@@ -188,16 +166,6 @@ def _check_entry(record: Record, architecture: int) -> None:
         takes_form = variant.serves_form(bucket.problem(Device(architecture, 1, MOST_MEMBERS)))
         expect(takes_form, "kernel", f"one that takes the form {bucket.form!r}", record.kernel)
         variant.check(bucket.n, itemsize, architecture)
-
-
-def _check_rope(record: Record, architecture: int) -> None:
-    expect(record.is_entry, "n", "one number", [record.first, record.last])
-    expect(record.forms == (ROPE,), "forms", [ROPE], record.forms)
-    expect(len(record.settings) == 1, "settings", "one object", record.settings)
-    for bucket in record.buckets():
-        expect(record.kernel == KERNEL_OF_OP[bucket.op], "kernel", KERNEL_OF_OP[bucket.op], record.kernel)
-        expect(has_entries(bucket), "a bucket", "one that has entries of rope", tuple(bucket))
-        record.rope.check(bucket.n, bucket.dtype, architecture)
 
 
 def render(record: Record) -> str:

@@ -1,9 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The settings of the kernels of `qk_norm_rope` (kernels/rope.py).
+"""The settings of the kernels of `qk_norm_rope` (kernels/rope.py), reasoned for every architecture.
 
-A few numbers are chosen, a `RopeChoice`: by an entry (select.py), or by reasoning here, for every architecture. All
-else of a tile follows from them and the problem (`tiles_of`), so that an entry of one D serves every number of heads.
+A few numbers are chosen, `_Limits`. All else of a tile follows from them and the problem (`tiles_of`).
 """
 
 from __future__ import annotations
@@ -14,15 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, SAME, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.rules import MOST_HEADS, heads_of_form
-from tilegym_rmsnorm.backends.cutile.plans.sizes import (
-    FEW_TILES,
-    LARGEST_GRID,
-    MOST_ROWS,
-    rows_of_class,
-)
-from tilegym_rmsnorm.backends.cutile.plans.variant import LARGEST_TILE, Variant, expect, power_of_two
+from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_TILES, LARGEST_GRID, MOST_ROWS
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, expect, power_of_two
 
 WIDEST_ROTATED_HEAD = 512
 HEADS_OF_TABLES = 8  # as which the rows of cos and sin of a step count, where q and k share the blocks
@@ -31,8 +24,6 @@ WIDEST_OF_FOUR_WARPS = 256  # that spill none with as many blocks an SM
 PARTS_BY_TMA = (128, 64), (256, 64)  # D and R: those of GLM-4.5 and Qwen3-Next
 MOST_TILES = 4  # along half of what is rotated, or what is not
 MOST_STEPS = 16  # of a tile along T
-MOST_BLOCKS = 8  # an SM: each leaves a partial row of the weights' gradients
-ENTRY_HEADS = 32, 8  # of q and k, where entries are measured
 
 Lead = tuple[int, int, int]  # B, T and H
 
@@ -64,13 +55,6 @@ class RopeProblem(NamedTuple):
     def is_whole(self) -> bool:
         """Whether all of a head is rotated."""
         return self.rotary_dim == self.n
-
-    @property
-    def takes_entries(self) -> bool:
-        """Whether it has what entries were measured and checked with, but for the numbers of heads. The settings of an
-        entry may spill elsewhere."""
-        is_other = self.interleaved or self.has_positions or self.per_head or self.is_scattered
-        return self.is_whole and not (is_other or self.has_one_step or self.casting == "llama")
 
     @property
     def has_tma(self) -> bool:
@@ -192,92 +176,23 @@ def tile_of_heads(n: int, heads: int) -> int:
     return min(MOST_HEADS, heads_of_form(n, heads))
 
 
-@dataclass(frozen=True, kw_only=True)
-class RopeChoice:
-    """Numbers of tiles that a problem leaves free. Powers of two, at most: `elements` of a tile, which has one row at
+class _Limits(NamedTuple):
+    """Numbers of tiles that their shape leaves free. At most, powers of two: `elements` of a tile, which has one row at
     least, `heads` of it, and columns, `width`. The others are those of Variant."""
 
-    kernel: str  # of TILES
     elements: int
     heads: int
-    width: int
-    warps: int
     occupancy: int
-    latency: int
-
-    def settings(self) -> dict[str, int]:
-        """All of them, as data has them."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "kernel"}
-
-    def __str__(self) -> str:
-        return " ".join([self.kernel, *(f"{name}={value}" for name, value in self.settings().items())])
-
-    def check(self, n: int, dtype: str, architecture: int) -> None:
-        """Raise ValueError unless an entry of heads of n elements may have these settings."""
-        for name, value in self.settings().items():
-            expect(type(value) is int, name, "int", value)
-        extents = self.elements, self.heads, self.width
-        are_powers = all(each > 0 and each == power_of_two(each) for each in extents) and self.width > 1
-        expect(are_powers, "elements, heads, width", "powers of two, the last of 2 or more", extents)
-        expect(self.elements <= LARGEST_TILE, "elements", f"at most {LARGEST_TILE}", self.elements)
-        expect(self.heads <= MOST_HEADS, "heads", f"at most {MOST_HEADS}", self.heads)
-        expect(self.occupancy <= MOST_BLOCKS, "occupancy", f"1 to {MOST_BLOCKS}", self.occupancy)
-        tiles_of(entry_problem(n, dtype, architecture), self).check(n, ITEMSIZE[dtype], architecture)
-
-
-TILES: dict[str, type[RopeTiles]] = {each.kernel: each for each in (ForwardRope, BackwardRope)}
-KERNEL_OF_OP = {
-    "forward": ForwardRope.kernel,
-    "backward": BackwardRope.kernel,
-    "dx": BackwardRope.kernel,  # a backward without gradients of weights
-}
-
-
-def has_entries(bucket: Bucket) -> bool:
-    """Whether entries of the form "rope" may be of a bucket: of halves that are loaded 16 bytes at a time, in some
-    number of rows of ENTRY_HEADS."""
-    has_tiles = bucket.n % 16 == 0 and bucket.n <= WIDEST_ROTATED_HEAD and bucket.weight == SAME
-    return has_tiles and bool(tokens_of_class(bucket.size, bucket.n))
-
-
-def tokens_of_class(size: str, n: int) -> range:
-    """B * T of the calls of ENTRY_HEADS whose rows, B * T * (Hq + Hk), are of a size class. One token alone has other
-    tiles (`has_one_step`)."""
-    rows, heads = rows_of_class(size, n), sum(ENTRY_HEADS)
-    return range(max(2, -(-rows.start // heads)), (rows.stop - 1) // heads + 1)
-
-
-def entry_problem(n: int, dtype: str, architecture: int) -> RopeProblem:
-    """Return the problem with which entries of heads of n elements are measured."""
-    heads, k_heads = (tile_of_heads(n, each) for each in ENTRY_HEADS)
-    return RopeProblem(
-        n=n,
-        rotary_dim=n,
-        interleaved=False,
-        heads=heads,
-        k_heads=k_heads,
-        itemsize=ITEMSIZE[dtype],
-        is_scattered=False,
-        has_one_step=False,
-        has_full_tables=True,
-        has_positions=False,
-        per_head=False,
-        casting="once",
-        rounding="end",
-        architecture=architecture,
-    )
-
-
-def reasoned(op: str, problem: RopeProblem) -> RopeChoice:
-    """The choice for any problem that `is_taken`."""
-    return _reasoned_forward(problem) if op == "forward" else _reasoned_backward(problem)
+    latency: int = 2
+    width: int = 64
+    warps: int = 4
 
 
 # The numbers below were measured on an H200: bench/NOTES.md, "Norm and rotation of q and k". test_compile_rope.py sees
 # that none of its cases spills, by architecture.
 
 
-def _reasoned_forward(problem: RopeProblem) -> RopeChoice:
+def _forward_limits(problem: RopeProblem) -> _Limits:
     # Of more without TMA, whose loads need registers for addresses, some spilled; gathers need most.
     elements = 4096 if problem.has_tma else 2048 if problem.divisor >= 8 else 1024
     if problem.interleaved:
@@ -287,21 +202,17 @@ def _reasoned_forward(problem: RopeProblem) -> RopeChoice:
     if is_wide and (problem.interleaved or not problem.is_whole):
         heads = 2
     occupancy = 4 if problem.n <= WIDEST_OF_FOUR_WARPS else 3
-    latency = 3 if problem.has_tma else 2
-    tiles = {"elements": elements, "heads": heads, "width": 64}
-    return RopeChoice(kernel=ForwardRope.kernel, warps=4, occupancy=occupancy, latency=latency, **tiles)
+    return _Limits(elements, heads, occupancy, latency=3 if problem.has_tma else 2)
 
 
-def _reasoned_backward(problem: RopeProblem) -> RopeChoice:
+def _backward_limits(problem: RopeProblem) -> _Limits:
     """Limits of the elements: sm_100 and sm_120 spill more than 2048, and so many of float32 fill shared memory, where
     tileiras 13.4 lets some loops by TMA load over tiles that are still read. Limits of the blocks an SM: registers."""
     elements = 4096 if problem.architecture < 100 and problem.itemsize == 2 else 2048
-    kernel, latency = BackwardRope.kernel, 2
     is_wide, is_part = problem.n > WIDE_HEAD, not problem.is_whole
     is_narrow_enough = problem.n <= WIDEST_OF_FOUR_WARPS and (problem.has_tma or problem.has_one_step)
     if is_wide and not is_narrow_enough:
-        tiles = {"elements": 2 * elements, "heads": 2 if is_part else 4, "width": 128}
-        return RopeChoice(kernel=kernel, warps=8, occupancy=1, latency=latency, **tiles)
+        return _Limits(2 * elements, heads=2 if is_part else 4, occupancy=1, width=128, warps=8)
     takes_registers = problem.interleaved or problem.per_head
     is_llama = problem.casting == "llama"  # which rounds what it adds to dw
     heads = 4
@@ -314,26 +225,26 @@ def _reasoned_backward(problem: RopeProblem) -> RopeChoice:
         occupancy = 2
     elif is_wide or is_part:
         occupancy = 3
-    tiles = {"elements": elements, "heads": heads, "width": 64}
-    return RopeChoice(kernel=kernel, warps=4, occupancy=occupancy, latency=latency, **tiles)
+    return _Limits(elements, heads, occupancy)
 
 
-def tiles_of(problem: RopeProblem, choice: RopeChoice) -> RopeTiles:
-    """Return the settings of a problem's kernel by a choice."""
-    kind = TILES[choice.kernel]
-    width, pieces = cut(problem.rotary_dim // 2, choice.width)
-    rest, rests = cut(problem.n - problem.rotary_dim, choice.width)
-    count = _power_at_most(choice.elements // (2 * width * pieces + rests * rest))
+def tiles_of(kind: type[RopeTiles], problem: RopeProblem) -> RopeTiles:
+    """Return the settings of a kernel for a problem that `is_taken`."""
+    is_forward = kind is ForwardRope
+    limits = _forward_limits(problem) if is_forward else _backward_limits(problem)
+    width, pieces = cut(problem.rotary_dim // 2, limits.width)
+    rest, rests = cut(problem.n - problem.rotary_dim, limits.width)
+    count = _power_at_most(limits.elements // (2 * width * pieces + rests * rest))
     most_rows = 1
     if not problem.has_one_step:
         # Where a tile has few heads, it would have many rows of tables, and spill.
-        of_tables = choice.elements // (4 if kind is ForwardRope else 8)  # of cos
+        of_tables = limits.elements // (4 if is_forward else 8)  # of cos
         most_rows = min(MOST_STEPS, _power_at_most(of_tables // (width * pieces)))
-    most_heads = choice.heads * (2 if problem.has_one_step else 1)
+    most_heads = limits.heads * (2 if problem.has_one_step else 1)
     heads = min(count, problem.heads, most_heads)
     k_heads = min(problem.k_heads, heads)
     if problem.has_one_step:
-        fewest = min(count, most_heads, _power_at_most(32 * choice.warps // (width * pieces)))
+        fewest = min(count, most_heads, _power_at_most(32 * limits.warps // (width * pieces)))
         heads, k_heads = _filled(heads, fewest), _filled(k_heads, fewest)
     return kind(
         width=width,
@@ -344,9 +255,9 @@ def tiles_of(problem: RopeProblem, choice: RopeChoice) -> RopeTiles:
         heads=heads,
         k_rows=min(count // heads * heads // k_heads, most_rows),
         k_heads=k_heads,
-        warps=choice.warps,
-        occupancy=choice.occupancy,
-        latency=choice.latency,
+        warps=limits.warps,
+        occupancy=limits.occupancy,
+        latency=limits.latency,
         tma=problem.has_tma,
     )
 

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The selector: the plan of a problem, and the choice for one of `qk_norm_rope` (rope.py).
+"""The selector: the plan of a problem.
 
 The first that serves it decides: entries (of the user's, then those that ship), rules of all architectures, rules of
 this one, and what can be reasoned (rules.py). float16 takes bfloat16's entries where it has none of its own; dx alone,
@@ -23,14 +23,12 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
     PLAIN,
     PLAIN_ROWS,
     RESIDUAL,
-    ROPE,
     SAME,
     Bucket,
     Problem,
     form_named,
 )
 from tilegym_rmsnorm.backends.cutile.plans.records import Record, Records
-from tilegym_rmsnorm.backends.cutile.plans.rope import RopeChoice, RopeProblem, reasoned
 from tilegym_rmsnorm.backends.cutile.plans.sizes import NO_END
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 
@@ -88,19 +86,6 @@ def choose(problem: Problem, tables: Tables) -> Choice:
     return Choice(first, "reasoned (plans/rules.py)")
 
 
-def choose_rope(
-    op: str, problem: RopeProblem, dtype: str | None, size: str, tables: Tables
-) -> tuple[RopeChoice, str]:
-    """Return what serves a problem of `qk_norm_rope`, and why. dtype: of all arrays of rows, None where they differ.
-    Entries serve what they were measured with and no more (`takes_entries`)."""
-    if dtype is not None and problem.takes_entries:
-        own = Bucket(op, problem.n, dtype, size, form=ROPE)
-        for asked, entries in _lenders(own, tables):
-            if (choice := entries.find_rope(asked)) is not None:
-                return choice, f"the entry for {own.n} columns of {asked.op}, {asked.dtype}{_of(asked)}"
-    return reasoned(op, problem), "reasoned (plans/rope.py)"
-
-
 def nearest_forms(form: str) -> tuple[str, ...]:
     """A form, and those whose records suit it where it has none, the nearest first."""
     of_residual = (RESIDUAL,) if form == D_RESIDUAL else ()
@@ -128,19 +113,14 @@ def _recorded(bucket: Bucket, tables: Tables, problem: Problem) -> Iterator[Choi
 
 def _entry(bucket: Bucket, tables: Tables, problem: Problem) -> Choice | None:
     """The first entry that serves a bucket."""
-    for asked, entries in _lenders(bucket, tables):
-        found = entries.find(asked, problem.most_members, problem.is_aligned)
-        if found and (asked.op == bucket.op or found[1].serves_dx_alone):
-            source = f"the entry for {_columns(found[0])} of {asked.op}, {asked.dtype}{_of(bucket)}"
-            return Choice(found[1], source, found[0].spills)
-    return None
-
-
-def _lenders(bucket: Bucket, tables: Tables) -> Iterator[tuple[Bucket, Records]]:
-    """Yield the buckets whose entries may serve a bucket, each with the entries to look into, in order."""
     dtypes = (bucket.dtype, *SHARED.get(bucket.dtype, ()))
     for op, entries, dtype in itertools.product(SERVED_BY[bucket.op], tables.entries, dtypes):
-        yield bucket._replace(op=op, dtype=dtype), entries
+        asked = bucket._replace(op=op, dtype=dtype)
+        found = entries.find(asked, problem.most_members, problem.is_aligned)
+        if found and (op == bucket.op or found[1].serves_dx_alone):
+            source = f"the entry for {_columns(found[0])} of {op}, {dtype}{_of(bucket)}"
+            return Choice(found[1], source, found[0].spills)
+    return None
 
 
 def _unshared(problem: Problem, tables: Tables) -> Choice:

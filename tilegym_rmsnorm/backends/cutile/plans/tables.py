@@ -3,7 +3,8 @@
 """The files that records are in: those that ship beside this module, one per architecture, and the user's, which
 `python -m tilegym_rmsnorm tune` writes, one per GPU model and toolkit.
 
-A user's file that says anything unexpected is ignored as a whole, with one warning.
+A user's file that says anything unexpected is ignored as a whole, with one warning. Records of the form "rope", which
+`tune` had once, are ignored by themselves.
 """
 
 from __future__ import annotations
@@ -150,12 +151,25 @@ def parse_table(text: str, target: Target) -> list[Record]:
     expect(isinstance(data.get("records"), list), "records", "a list", data.get("records"))
     records = []
     for number, item in enumerate(data["records"]):
+        if isinstance(item, dict) and item.get("forms") == ["rope"]:
+            _tell_of_rope(target)
+            continue
         try:
             records.append(parse(item, target.architecture))
             expect(records[-1].is_entry, "n", "one number", item["n"])
         except (ValueError, TypeError, KeyError, ArithmeticError) as error:
             raise ValueError(f"record {number}: {error}") from error
     return records
+
+
+@functools.cache
+def _tell_of_rope(target: Target) -> None:
+    """Warn once in a process: a table is read again where it is updated."""
+    warnings.warn(
+        f"records of the form rope in the table for {target} are ignored: qk_norm_rope takes the rules' settings. The "
+        "other records serve, and the next run of `python -m tilegym_rmsnorm tune` leaves these out.",
+        stacklevel=2,
+    )
 
 
 def render_table(target: Target, records: Iterable[Record]) -> str:

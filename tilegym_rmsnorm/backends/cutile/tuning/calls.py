@@ -15,7 +15,6 @@ from torch import Tensor
 from tilegym_rmsnorm.backends.cutile import launch
 from tilegym_rmsnorm.backends.cutile.plans.plan import plan_of
 from tilegym_rmsnorm.backends.cutile.plans.problem import FLOAT32, Bucket, form_named
-from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Machine
 from tilegym_rmsnorm.call.spec import Spec, Wanted
@@ -45,11 +44,6 @@ Run = Callable[[Inputs], Outputs]
 
 def weight_dtype_of(bucket: Bucket) -> torch.dtype:
     return torch.float32 if bucket.weight == FLOAT32 else getattr(torch, bucket.dtype)
-
-
-def counts_of(bucket: Bucket) -> tuple[int, range]:
-    """Return of how many rows the rows of a call are a multiple, and which multiples are of a bucket's class."""
-    return 1, rows_of_class(bucket.size, bucket.n)
 
 
 def rows_moved(bucket: Bucket) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""The variants that tuning tries for a row of N elements: how the search space of spaces.py is cut down. Those for
-heads that are rotated: rope_candidates.py.
+"""The variants that tuning tries for a row of N elements: how the search space of spaces.py is cut down.
 
 Neither torch nor cuda.tile is imported; a CPU test sweeps it.
 """
@@ -24,14 +23,11 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
     Form,
     form_named,
 )
-from tilegym_rmsnorm.backends.cutile.plans.rope import RopeChoice
 from tilegym_rmsnorm.backends.cutile.plans.select import choose
 from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, power_of_two
 from tilegym_rmsnorm.backends.cutile.tuning.spaces import SWEEPS
-
-Candidate = Variant | RopeChoice
 
 MOST = 60  # of a bucket, unless asked for otherwise
 REGISTERS_OF_SM = 65536
@@ -108,7 +104,7 @@ def _kinds(variant: Variant) -> Iterator[tuple[object, ...]]:
         yield "rows of warps", variant.width, variant.warps
 
 
-def with_other_shares(variant: Candidate, bucket: Bucket) -> list[Candidate]:
+def with_other_shares(variant: Variant, bucket: Bucket) -> list[Variant]:
     """The same kernel by fewer of the blocks that fit, or by more, which mostly takes no compilation.
 
     H100, bfloat16: 8192x8192 by 131 blocks 139.3 us, by 114 of them 137.8; 4096x16384 by pipelined.py by 128 blocks
@@ -152,12 +148,12 @@ def distance(variant: Variant, other: Variant) -> float:
     When the weight comes makes no difference: all three ways are tried with whatever is near.
     """
     tiles = [(each.pieces > 1, each.rest > 0) for each in (variant, other)]
-    total = float(tiles[0] != tiles[1]) + doublings(variant.tile, other.tile)
+    total = float(tiles[0] != tiles[1]) + _doublings(variant.tile, other.tile)
     total += float(_kernel(variant) != _kernel(other))
     are_split = isinstance(variant, Split) and isinstance(other, Split)
     for name in (*COMPARED, "strip", "slab") if are_split else COMPARED:
         a, b = (getattr(each, name, False) for each in (variant, other))
-        total += doublings(a, b) if type(a) is int else float(a != b)
+        total += _doublings(a, b) if type(a) is int else float(a != b)
     return total
 
 
@@ -166,7 +162,7 @@ def _kernel(variant: Variant) -> str:
     return WITHOUT_TMA.get(variant.kernel, variant.kernel)
 
 
-def doublings(a: int, b: int) -> float:
+def _doublings(a: int, b: int) -> float:
     return abs(math.log2(max(a, 1) / max(b, 1)))
 
 

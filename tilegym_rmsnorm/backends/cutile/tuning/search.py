@@ -24,12 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, ROPE, Bucket
+from tilegym_rmsnorm.backends.cutile.plans.problem import ITEMSIZE, Bucket
 from tilegym_rmsnorm.backends.cutile.plans.records import Record
-from tilegym_rmsnorm.backends.cutile.plans.variant import power_of_two
+from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, power_of_two
 from tilegym_rmsnorm.backends.cutile.runtime.machine import Machine
-from tilegym_rmsnorm.backends.cutile.tuning import calls, rope_calls
-from tilegym_rmsnorm.backends.cutile.tuning.candidates import Candidate, with_other_shares
+from tilegym_rmsnorm.backends.cutile.tuning import calls
+from tilegym_rmsnorm.backends.cutile.tuning.candidates import with_other_shares
 from tilegym_rmsnorm.measure.timer import SAMPLING_SECONDS, DeviceTimer, calls_needed, interleave, sets_needed
 
 # Bytes of x, at most, where large problems are timed. At the last alone a variant won that was 2 % slower at twice as
@@ -47,7 +48,7 @@ MOST_LOSS = {"large": SPREAD, "small": SPREAD, "few": 1.03}
 RUNS, DATA_SETS = 200, 8  # of the check; one kernel that raced was wrong in a single run of 40
 OVERLAPPING = 6  # calls with each data set that follow one another; of RUNS each waits for NaN to be written
 
-Times = dict[Candidate, tuple[float, ...]]  # microseconds at each M of the bucket
+Times = dict[Variant, tuple[float, ...]]  # microseconds at each M of the bucket
 Tell = Callable[[str], None]
 Turn = AbstractContextManager[object]
 ALONE: Turn = contextlib.nullcontext()
@@ -57,46 +58,37 @@ class NothingRightError(RuntimeError):
     """No candidate computes what it should, the variant of the rules included."""
 
 
-def calls_of(bucket: Bucket) -> Any:
-    """Return the module that makes, runs and checks the calls of a bucket's form."""
-    return rope_calls if bucket.form == ROPE else calls
-
-
 def rows_of(bucket: Bucket) -> tuple[int, ...]:
     """The numbers of rows at which a bucket's variants are timed: of a large class the largest powers of two with at
     most LARGE bytes, else the most there are, an eighth of that and, of few rows, an eighth of that too. They are of
-    the class, and multiples of 16 where they are more than 16 and the class has one. Of heads that are rotated all that
-    is said of their tokens, which have so many rows each.
+    the class, and multiples of 16 where they are more than 16 and the class has one.
 
     Powers of two, since batches of sequences mostly are.
     """
-    unit, counts = calls_of(bucket).counts_of(bucket)
-    bytes_of_one = unit * bucket.n * ITEMSIZE[bucket.dtype]
+    rows, bytes_of_row = rows_of_class(bucket.size, bucket.n), bucket.n * ITEMSIZE[bucket.dtype]
     wanted = {
-        "large": [power_of_two(most // bytes_of_one // 2 + 1) for most in LARGE],
-        "small": [counts[-1], counts[-1] // 8],
-        "few": [counts[-1], counts[-1] // 8, counts[-1] // 64],
+        "large": [power_of_two(most // bytes_of_row // 2 + 1) for most in LARGE],
+        "small": [rows[-1], rows[-1] // 8],
+        "few": [rows[-1], rows[-1] // 8, rows[-1] // 64],
     }
-    found = (_aligned(max(count, counts.start), counts) for count in wanted[bucket.size])
-    return tuple(unit * count for count in dict.fromkeys(found))
+    return tuple(dict.fromkeys(_aligned(max(m, rows.start), rows) for m in wanted[bucket.size]))
 
 
-def _aligned(count: int, counts: range) -> int:
-    """The multiple of 16 up to a count, or else the next one, if it is in `counts`; the count itself if that is at most
-    16."""
-    below = count // 16 * 16
-    candidates = (below, below + 16) if count > 16 else ()
-    return next((each for each in candidates if each in counts), count)
+def _aligned(m: int, rows: range) -> int:
+    """The multiple of 16 up to m, or else the next one, if it is in `rows`; m itself if that is at most 16."""
+    below = m // 16 * 16
+    candidates = (below, below + 16) if m > 16 else ()
+    return next((each for each in candidates if each in rows), m)
 
 
 def choose(
-    variants: list[Candidate],
-    measure: Callable[[list[Candidate], float], Times],
-    why_wrong: Callable[[Candidate], str | None],
+    variants: list[Variant],
+    measure: Callable[[list[Variant], float], Times],
+    why_wrong: Callable[[Variant], str | None],
     tell: Tell,
-    others_of: Callable[[Candidate], list[Candidate]] = lambda variant: [],
+    others_of: Callable[[Variant], list[Variant]] = lambda variant: [],
     most_loss: float = SPREAD,
-) -> tuple[Candidate, Times]:
+) -> tuple[Variant, Times]:
     """The fastest variant that is right, and its times. variants[0] is the one of the rules: another takes its place
     only if it is faster by more than the spread in the mean over all M, and takes more than most_loss times as long at
     none.
@@ -128,11 +120,11 @@ def choose(
     raise NothingRightError(f"none of {len(variants)} variants is right")
 
 
-def _rank(times: Times, default: Candidate, most_loss: float) -> list[Candidate]:
+def _rank(times: Times, default: Variant, most_loss: float) -> list[Variant]:
     """By the geometric mean over all M, of which a tenth gained counts alike at each. Last those that take more than
     most_loss times as long as the default at any M."""
 
-    def rank(variant: Candidate) -> tuple[bool, float]:
+    def rank(variant: Variant) -> tuple[bool, float]:
         pairs = zip(times[variant], times.get(default, times[variant]), strict=True)
         return any(own > most_loss * rules for own, rules in pairs), geometric_mean(times[variant])
 
@@ -152,16 +144,16 @@ class Search:
             is_cuda = device.type == "cuda"
             self.copy_bytes_per_second = self.timer.copy_bytes_per_second() if is_cuda else 1e9
 
-    def tune(self, bucket: Bucket, variants: list[Candidate]) -> Record:
+    def tune(self, bucket: Bucket, variants: list[Variant]) -> Record:
         """The entry of a bucket, chosen from variants, of which the first is the one of the rules."""
         rows = rows_of(bucket)
 
-        def measure(some: list[Candidate], seconds: float) -> Times:
+        def measure(some: list[Variant], seconds: float) -> Times:
             columns = [self.times_at(m, bucket, some, seconds) for m in rows]
             ran = [variant for variant in some if all(variant in column for column in columns)]
             return {variant: tuple(column[variant] for column in columns) for variant in ran}
 
-        def why_wrong(variant: Candidate) -> str | None:
+        def why_wrong(variant: Variant) -> str | None:
             with self.turn:
                 reason = self.why_wrong(bucket, variant)
                 torch.cuda.empty_cache()  # gigabytes of float64, which the next process needs
@@ -177,25 +169,22 @@ class Search:
         serves, settings = ((op,), (dtype,), (weight,), (size,), n, n), (variant.settings(),)
         return Record(*serves, variant.kernel, settings, evidence=evidence, forms=(form,), is_entry=True)
 
-    def times_at(
-        self, m: int, bucket: Bucket, some: list[Candidate], seconds: float
-    ) -> dict[Candidate, float]:
+    def times_at(self, m: int, bucket: Bucket, some: list[Variant], seconds: float) -> dict[Variant, float]:
         """Microseconds a call takes with m rows, of those variants that run."""
-        own = calls_of(bucket)
-        reads, writes = own.rows_moved(bucket)
+        reads, writes = calls.rows_moved(bucket)
         bytes_x = m * bucket.n * ITEMSIZE[bucket.dtype]
         sets = sets_needed(reads * bytes_x, self.device)
         count = calls_needed(sets, (reads + writes) * bytes_x, self.copy_bytes_per_second)
         with self.turn:
             torch.cuda.empty_cache()  # the pools of graphs that are gone
-            inputs = list(own.timed_inputs(m, bucket, sets, self.device))
+            inputs = list(calls.timed_inputs(m, bucket, sets, self.device))
             self.synchronize()
 
         self.timer.renew_pool()
         samplers = {}
         for variant in some:
             try:
-                run = own.runner(self.machine, bucket, variant)
+                run = calls.runner(self.machine, bucket, variant)
                 in_turn = [functools.partial(run, inputs[i % sets]) for i in range(count)]
                 samplers[variant] = self.timer.cold_sampler(in_turn)
             except Exception as error:  # whatever the compiler or a launch says of a variant
@@ -210,22 +199,21 @@ class Search:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def why_wrong(self, bucket: Bucket, variant: Candidate) -> str | None:
+    def why_wrong(self, bucket: Bucket, variant: Variant) -> str | None:
         """Why a variant is not to be trusted, None if it is: RUNS runs on NaN, the first with each data set against
         float64, the others against its bits, and then OVERLAPPING calls on memory as it comes. Every other set has an
-        odd M (of rotated heads, number of tokens), for which other kernels are compiled, a float32 weight and, of a
-        forward with a residual, an alpha (`checked_inputs`)."""
-        own, rows = calls_of(bucket), rows_of(bucket)
+        odd M, for which other kernels are compiled, a float32 weight and, of a forward with a residual, an alpha
+        (`calls.checked_inputs`)."""
         run, overlapping = (
-            own.runner(each, bucket, variant) for each in (Poisoned(self.machine), self.machine)
+            calls.runner(each, bucket, variant) for each in (Poisoned(self.machine), self.machine)
         )
-        unit, counts = own.counts_of(bucket)
+        rows, fewest = rows_of(bucket), rows_of_class(bucket.size, bucket.n).start
         for seed in range(DATA_SETS):
             is_odd = seed % 2
-            m = max(counts.start * unit, rows[seed // 2 % len(rows)] - 3 * unit * is_odd)
-            inputs = own.checked_inputs(m, bucket, self.device, seed)
+            m = max(fewest, rows[seed // 2 % len(rows)] - 3 * is_odd)
+            inputs = calls.checked_inputs(m, bucket, self.device, seed)
             outputs = run(inputs)
-            if (reason := own.why_wrong(inputs, outputs)) is not None:
+            if (reason := calls.why_wrong(inputs, outputs)) is not None:
                 return f"{m} x {bucket.n}: {reason}"
             for number in range(1, RUNS // DATA_SETS):
                 if not _are_equal(run(inputs), outputs):

@@ -18,16 +18,12 @@ import torch
 
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.cutile.launch import plan_for
-from tilegym_rmsnorm.backends.cutile.plans.problem import ROPE, Bucket, Policy
+from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Policy
 from tilegym_rmsnorm.backends.cutile.plans.records import Record
-from tilegym_rmsnorm.backends.cutile.plans.rope import entry_problem
-from tilegym_rmsnorm.backends.cutile.plans.select import choose_rope
-from tilegym_rmsnorm.backends.cutile.plans.tables import shipped_for, tables_of
+from tilegym_rmsnorm.backends.cutile.plans.tables import shipped_for
 from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
-from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 from tilegym_rmsnorm.backends.cutile.tuning import search
-from tilegym_rmsnorm.backends.cutile.tuning.candidates import Candidate, candidates
-from tilegym_rmsnorm.backends.cutile.tuning.rope_candidates import rope_candidates
+from tilegym_rmsnorm.backends.cutile.tuning.candidates import candidates
 
 MOST_PROCESSES = 16
 # Of GPU memory: the context, inputs that overflow the L2, a graph's outputs. 6.8 GiB were seen, of 60 variants at 64 MB
@@ -112,24 +108,13 @@ def search_all(
             process.terminate()
 
 
-def _tried(bucket: Bucket, most: int) -> list[Candidate]:
-    """List the settings to try for a bucket, those that serve it until now among the first."""
-    facts = _searching.machine.facts
-    if bucket.form == ROPE:
-        asked = entry_problem(bucket.n, bucket.dtype, facts.architecture)
-        tables = tables_of(facts.architecture, facts.target, user_folder())
-        choice, _ = choose_rope(bucket.op, asked, bucket.dtype, bucket.size, tables)
-        return list(rope_candidates(bucket, facts.architecture, most, [choice]))
-    problem = bucket.problem(facts, Policy(settings.teams()))
-    known = [plan_for(problem).first, *shipped_for(bucket)]
-    itemsize, most_members = problem.itemsize, problem.most_members
-    return list(candidates(bucket, itemsize, facts.architecture, most, most_members, known))
-
-
 def _search(bucket: Bucket, most: int) -> Found:
     """One bucket's search in this process."""
     _lines.clear()
-    tried = _tried(bucket, most)
+    facts = _searching.machine.facts
+    problem = bucket.problem(facts, Policy(settings.teams()))
+    known = [plan_for(problem).first, *shipped_for(bucket)]
+    tried = candidates(bucket, problem.itemsize, facts.architecture, most, problem.most_members, known)
     try:
         return Found(bucket, _searching.tune(bucket, tried), tuple(_lines))
     except torch.OutOfMemoryError:
