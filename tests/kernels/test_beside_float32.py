@@ -58,7 +58,7 @@ def test_candidates_begin_with_the_rules_beside_a_float32_weight(op, architectur
 
     for n, size in itertools.product((64, 1000, 1024, 4096, 5120, 7168, 16384, 32768, 65536), SIZES):
         if rows_of_class(size, n):
-            [first, *_] = candidates(Bucket(op, n, "bfloat16", size, FLOAT32), 2, architecture, 8)
+            [first, *_] = candidates(Bucket(op, n, "bfloat16", size, FLOAT32), architecture, 8)
             expected = by_rules_beside_float32(op, n, size, architecture=architecture)
             assert first == (expected or by_rules(op, n, BF16, size, architecture=architecture).first)
 

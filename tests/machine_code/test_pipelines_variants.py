@@ -109,7 +109,7 @@ def test_nothing_packed_that_tune_tries_overwrites_tiles_in_use(weight_dtype, tm
         (op, whole_grid(variant), n)
         for n in (widths if helpers.every_config else (18432, 32768))
         for op in (("backward", "dx") if helpers.every_config else ("backward",))
-        for variant in candidates(Bucket(op, n, name, "large"), 2, 90, most=10000)
+        for variant in candidates(Bucket(op, n, name, "large"), 90, most=10000)
         if isinstance(variant, (BackwardPipelined, BackwardPipelinedTeam)) and variant.packed
     }
     assert {type(variant) for _, variant, _ in found} == {BackwardPipelined, BackwardPipelinedTeam}
@@ -128,7 +128,7 @@ def test_no_rows_of_a_warp_that_tune_tries_are_overwritten_in_use(dtype, weight_
     found = {
         (variant, n)
         for n in ((384, 512, 768, 1024) if helpers.every_config else (1024,))
-        for variant in candidates(Bucket("backward", n, name, "large"), dtype.itemsize, 90, most=10000)
+        for variant in candidates(Bucket("backward", n, name, "large"), 90, most=10000)
         if isinstance(variant, BackwardTiles) and variant.pieces > 1 and variant.width <= 256 and variant.tma
         if helpers.every_config or variant.latency == 4
     }

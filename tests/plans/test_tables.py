@@ -187,7 +187,7 @@ def test_no_team_serves_that_may_not_fit_the_gpu(folders):
     own = select.select(problem("backward", 65536, facts=slice_of, partials="own"), rules_of())
     assert not isinstance(own.first, Team)
     for n in (32768, 65536):
-        tried = candidates(wide._replace(n=n), 2, 90, most_members=7)
+        tried = candidates(wide._replace(n=n), 90, most_members=7)
         assert tried and all(variant.members <= 7 for variant in tried)
 
 

@@ -60,7 +60,7 @@ def test_every_bucket_comes_back(processes, finder):
     found = {each.bucket: each for each in workers.search_all(buckets, CPU, 1, processes, start_small)}
     assert set(found) == set(buckets)
     for bucket, each in found.items():
-        [variant] = candidates.candidates(bucket, 4, 90, 1)
+        [variant] = candidates.candidates(bucket, 90, 1)
         assert each.entry.variant(bucket.n) == variant and not each.failure and not each.lost
 
 

@@ -40,7 +40,7 @@ from tilegym_rmsnorm.backends.cutile.tuning.spaces import PARTS, SWEEPS
 
 @pytest.mark.parametrize("n", [3584, 12288, 16384])
 def test_pipelined_rows_are_tried_in_tiles_of_every_width_by_every_share(n):
-    found = candidates(Bucket("backward", n, "float16", "large"), 2, 90, most=24)
+    found = candidates(Bucket("backward", n, "float16", "large"), 90, most=24)
     pipelined = {(each.width, each.grid_percent) for each in found if isinstance(each, BackwardPipelined)}
     [sweep] = [each for each in SWEEPS["backward"] if each.variant is BackwardPipelined]
     widths = {tile["width"] for tile in sweep.tiles(n)}
@@ -60,7 +60,7 @@ def test_candidates_are_few_distinct_possible_and_begin_with_the_rules(
 ):
     assume(rows_of_class(size, n))
     bucket, itemsize = Bucket(op, n, dtype, size), ITEMSIZE[dtype]
-    found = candidates(bucket, itemsize, architecture, most)
+    found = candidates(bucket, architecture, most)
     default = by_rules(op, n, dtype, size, architecture=architecture).first
     assert found[0] == default and 1 <= len(found) <= most
     assert len(set(found)) == len(found)
@@ -80,7 +80,7 @@ def test_candidates_are_few_distinct_possible_and_begin_with_the_rules(
 def test_every_width_has_a_choice(op, n):
     """Of more than one value of everything that its kernels have, jointly: no field is kept while others are swept."""
     for size in (each for each in SIZES if rows_of_class(each, n)):
-        found = candidates(Bucket(op, n, "bfloat16", size), 2, 90)
+        found = candidates(Bucket(op, n, "bfloat16", size), 90)
         assert len(found) >= 20
         for name in ("warps", "occupancy", "latency"):
             assert len({getattr(variant, name) for variant in found}) > 1, name
@@ -110,7 +110,7 @@ def test_sweeps_name_fields_of_variants_that_serve_the_op(op):
 def test_packed_teams_are_tried_in_tiles_of_every_width(n, op):
     found = {
         (variant.width, variant.pieces)
-        for variant in candidates(Bucket(op, n, "bfloat16", "large"), 2, 90)
+        for variant in candidates(Bucket(op, n, "bfloat16", "large"), 90)
         if isinstance(variant, BackwardPipelinedTeam) and variant.packed
     }
     assert found == {(4096, 4), (8192, 2)}
@@ -127,7 +127,7 @@ def test_what_a_pipelined_team_and_chunks_of_a_split_row_do_follows_from_their_b
     found = [
         variant
         for n, size in ((16384, "large"), (65536, "large"), (65536, "few"))
-        for variant in candidates(Bucket(op, n, "bfloat16", size), 2, 90, most=10_000)
+        for variant in candidates(Bucket(op, n, "bfloat16", size), 90, most=10_000)
     ]
     teams = [each for each in found if isinstance(each, BackwardPipelinedTeam)]
     assert {each.rstd_ahead for each in teams} == {False, True}
@@ -139,20 +139,20 @@ def test_what_a_pipelined_team_and_chunks_of_a_split_row_do_follows_from_their_b
 
 def test_what_is_known_is_tried_first():
     bucket = Bucket("backward", 5120, "bfloat16", "large")
-    default, *others = candidates(bucket, 2, 90, most=60)
+    default, *others = candidates(bucket, 90, most=60)
     fits = BackwardTiles(width=1024, warps=4, occupancy=2, latency=7, pieces=5, tma=True)
     impossible = BackwardRows(width=2048, warps=8, occupancy=1, latency=4)
     of_another_op = ForwardRows(width=8192, warps=8, occupancy=1, latency=4)
     too_many = BackwardTeam(width=512, warps=4, occupancy=1, latency=4, members=10)
     known = [others[9], impossible, of_another_op, default, fits, too_many, fits]
-    found = candidates(bucket, 2, 90, most=6, most_members=8, known=known)
+    found = candidates(bucket, 90, most=6, most_members=8, known=known)
     assert found[:3] == [default, others[9], fits] and len(set(found)) == 6
-    assert candidates(bucket, 2, 90, most=2, most_members=8, known=known) == [default, others[9]]
+    assert candidates(bucket, 90, most=2, most_members=8, known=known) == [default, others[9]]
 
 
 def test_rows_are_tried_in_several_tiles_with_and_without_tma():
     for n, warps in ((2560, (4, 8)), (5120, (4, 8)), (7168, (4, 8)), (12288, (8,))):
-        found = candidates(Bucket("backward", n, "bfloat16", "large"), 2, 90)
+        found = candidates(Bucket("backward", n, "bfloat16", "large"), 90)
         in_tiles = {(c.tma, c.warps) for c in found if isinstance(c, BackwardTiles) and c.pieces > 1}
         assert in_tiles == set(itertools.product((False, True), warps)), n
 
@@ -198,7 +198,7 @@ def test_registers():
 )
 def test_split_kernels_are_searched_around_the_one_of_the_rules(size, n, kernels, itemsize):
     dtype = {2: "bfloat16", 4: "float32"}[itemsize]
-    default, *others = candidates(Bucket("backward", n, dtype, size), itemsize, 90)
+    default, *others = candidates(Bucket("backward", n, dtype, size), 90)
     assert isinstance(default, kernels) and fits_registers(default, "backward", itemsize)
     near = [variant for variant in others if type(variant) is type(default)]
     assert len(near) >= 10
@@ -208,7 +208,7 @@ def test_split_kernels_are_searched_around_the_one_of_the_rules(size, n, kernels
 
 @pytest.mark.parametrize("n", [64, 4096, 5000, 8192, 16384, 65536, 500_000])
 def test_no_two_candidates_differ_only_in_a_slab_that_no_call_fills(n):
-    found = candidates(Bucket("backward", n, "float32", "few"), 4, 90, most=10_000)
+    found = candidates(Bucket("backward", n, "float32", "few"), 90, most=10_000)
     most = rows_of_class("few", n)[-1]
     seen = {replace(e, slab=e.slab_tiles(most, 132)) if isinstance(e, Split) else e for e in found}
     assert len(seen) == len(found)
@@ -225,7 +225,7 @@ def test_no_two_candidates_differ_only_in_a_slab_that_no_call_fills(n):
 )
 def test_teams_are_searched_around_the_one_of_the_rules(op, size, n, itemsize):
     dtype = {2: "bfloat16", 4: "float32"}[itemsize]
-    default, *others = candidates(Bucket(op, n, dtype, size), itemsize, 90)
+    default, *others = candidates(Bucket(op, n, dtype, size), 90)
     assert isinstance(default, Team) and fits_registers(default, op, itemsize)
     near = [variant for variant in others if isinstance(variant, Team)]
     assert len({(each.members, each.warps, each.occupancy) for each in near}) >= 5
@@ -236,7 +236,7 @@ def test_teams_are_searched_around_the_one_of_the_rules(op, size, n, itemsize):
 @pytest.mark.parametrize("n", [2**24, 2**25, 2**26, 2**27 - 2**11])
 def test_no_candidate_of_the_widest_rows_passes_int32_or_the_grid(n):
     """2**25 columns: 65536 strips of 512, whose blocks' numbers times strips are no int32."""
-    found = candidates(Bucket("backward", n, "float32", "large"), 4, 90, most=10_000)
+    found = candidates(Bucket("backward", n, "float32", "large"), 90, most=10_000)
     chunks = {(each.strip, each.slab) for each in found if isinstance(each, BackwardSplitReread)}
     for strip, slab in chunks:
         strips = -(-n // strip)
@@ -247,7 +247,7 @@ def test_no_candidate_of_the_widest_rows_passes_int32_or_the_grid(n):
 
 
 def test_kernels_wide_rows_are_not_held_by_are_tried_below_them():
-    found = candidates(Bucket("backward", 16384, "bfloat16", "large"), 2, 90)
+    found = candidates(Bucket("backward", 16384, "bfloat16", "large"), 90)
     assert any(isinstance(variant, Team) for variant in found)
     assert {BackwardRows, BackwardStrips} <= set(map(type, found))
 
@@ -256,7 +256,7 @@ def test_kernels_wide_rows_are_not_held_by_are_tried_below_them():
 @pytest.mark.parametrize(("n", "most"), [(12288, 4), (24576, 4), (32768, 3)])
 def test_packed_rows_with_a_late_weight_are_tried_by_as_many_blocks_as_fit(n, most, dtype):
     """Two bytes an element are all that a thread keeps then: of 32768 columns 93 registers in each of 8 warps."""
-    found = candidates(Bucket("forward", n, dtype, "large"), 2, 90, most=200)
+    found = candidates(Bucket("forward", n, dtype, "large"), 90, most=200)
     rows = [each for each in found if isinstance(each, ForwardRows) and each.packed and each.warps == 8]
     assert max(each.occupancy for each in rows if each.weight_load == "late") == most
 
@@ -272,7 +272,7 @@ def test_the_weight_is_tried_late_early_and_jointly_with_every_number_of_warps()
     """Which of them is faster depends on both, and the rules know one."""
 
     def kinds(*bucket, most):
-        found = candidates(Bucket("forward", *bucket), 4, 90, most=most)
+        found = candidates(Bucket("forward", *bucket), 90, most=most)
         return {
             (each.warps, each.weight_load) for each in found if isinstance(each, (ForwardTiles, ForwardRows))
         }
@@ -288,13 +288,13 @@ def test_the_weight_is_tried_late_early_and_jointly_with_every_number_of_warps()
 @pytest.mark.parametrize("n", [2048, 4096, 8192, 16384])
 def test_each_way_of_the_weight_has_a_share(n, size, dtype):
     """Of 60 at least 8 each, with the same tiles, warps and blocks; more come late, chunks and teams among them."""
-    found = candidates(Bucket("forward", n, dtype, size), ITEMSIZE[dtype], 90)
+    found = candidates(Bucket("forward", n, dtype, size), 90)
     for way in WEIGHT_LOADS:
         assert sum(variant.weight_load == way for variant in found) >= 8
 
 
 def by_warps(op, n, dtype, size):
-    found = candidates(Bucket(op, n, dtype, size), ITEMSIZE[dtype], 90)
+    found = candidates(Bucket(op, n, dtype, size), 90)
     tiles = [each for each in found if isinstance(each, (ForwardTiles, BackwardTiles))]
     return [each for each in tiles if each.pieces > 1 and each.width <= 256]
 
@@ -338,7 +338,7 @@ def test_other_shares_of_a_backward_of_many_rows_alone():
 @pytest.mark.parametrize("size", SIZES)
 def test_dx_alone_is_searched_among_kernels_that_need_no_dw(size):
     for n in (each for each in (256, 4096, 16384, 65536) if rows_of_class(size, each)):
-        found = candidates(Bucket("dx", n, "bfloat16", size), 2, 90)
+        found = candidates(Bucket("dx", n, "bfloat16", size), 90)
         kinds: set[type[Variant]] = set(map(type, found))
         assert all(issubclass(kind, (Walks, BackwardReread)) for kind in kinds)
         assert any(issubclass(kind, Chunks) for kind in kinds) == (n > 8192)

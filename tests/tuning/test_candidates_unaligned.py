@@ -50,7 +50,7 @@ def classes_of(n: int) -> list[str]:
 
 def tried(bucket: Bucket, **options) -> tuple[list[Unaligned], list]:
     """Candidates of kernels of unaligned.py, and others."""
-    found = candidates(bucket, ITEMSIZE[bucket.dtype], 90, **options)
+    found = candidates(bucket, 90, **options)
     unaligned = [each for each in found if isinstance(each, Unaligned)]
     return unaligned, [each for each in found if not isinstance(each, Unaligned)]
 

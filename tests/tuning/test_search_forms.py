@@ -70,7 +70,7 @@ def test_every_candidate_takes_the_form(n, form, op):
         asked = bucket.problem(FACTS)
         if not rows_of_class(size, n) or not rules.is_fused(asked):
             continue
-        found = candidates(bucket, ITEMSIZE[dtype], 90)
+        found = candidates(bucket, 90)
         assert found[0] == by_rules(bucket, 90) and len(found) > 8
         assert all(each.serves_form(asked) and not each.heads for each in found)
         assert all(fits_registers(each, op, ITEMSIZE[dtype], form=asked.form) for each in found[1:])
@@ -88,7 +88,7 @@ def test_every_candidate_takes_the_form(n, form, op):
 def test_every_candidate_serves_once_it_is_an_entry(op, n, form):
     """It was timed and checked, whatever the rules would choose."""
     bucket = Bucket(op, n, "bfloat16", "large", form=form)
-    for variant in candidates(bucket, 2, 90):
+    for variant in candidates(bucket, 90):
         entries = (Records((entry_of(bucket, variant),)),)
         of_entry = planning.rules_of()._replace(entries=entries)
         assert choose(bucket.problem(FACTS), of_entry).first == variant
@@ -124,7 +124,7 @@ def test_a_sum_of_db_takes_the_registers_of_a_sum_of_dw(itemsize):
 @pytest.mark.parametrize("form", OTHERS)
 def test_rows_by_tma_are_tried_with_every_form(form):
     bucket = Bucket("backward", 4096, "bfloat16", "large", form=form)
-    assert any(isinstance(each, variants.BackwardPipelined) for each in candidates(bucket, 2, 90))
+    assert any(isinstance(each, variants.BackwardPipelined) for each in candidates(bucket, 90))
 
 
 @pytest.mark.parametrize("form", OTHERS)
@@ -134,9 +134,9 @@ def test_what_serves_plain_rows_is_tried_where_it_takes_the_form(form):
         variants.BackwardTiles(width=4096, warps=8, occupancy=1, latency=9, tma=True),
         variants.BackwardPipelined(width=1024, warps=4, occupancy=2, latency=4, pieces=4, grid_percent=92),
     ]
-    found = candidates(bucket, 2, 90, most=5, known=known)
+    found = candidates(bucket, 90, most=5, known=known)
     split = variants.BackwardSplit(width=4096, warps=8, occupancy=1, latency=1, rows=8, strip=256, slab=64)
-    assert found[1:3] == known and split not in candidates(bucket, 2, 90, most=5, known=[split])
+    assert found[1:3] == known and split not in candidates(bucket, 90, most=5, known=[split])
 
 
 # What is run

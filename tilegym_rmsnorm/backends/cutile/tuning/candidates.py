@@ -47,7 +47,6 @@ def by_rules(bucket: Bucket, architecture: int, most_members: int = MOST_MEMBERS
 
 def candidates(
     bucket: Bucket,
-    itemsize: int,
     architecture: int,
     most: int = MOST,
     most_members: int = MOST_MEMBERS,
@@ -58,7 +57,7 @@ def candidates(
 
     Of each of `_kinds` there is the most alike, as long as they are so few.
     """
-    default = by_rules(bucket, architecture, most_members)
+    default, itemsize = by_rules(bucket, architecture, most_members), ITEMSIZE[bucket.dtype]
     most_rows = rows_of_class(bucket.size, bucket.n)[-1]
     same = _with_slab_up_to(most_rows, default)
 
@@ -66,7 +65,7 @@ def candidates(
         each_once = dict.fromkeys(_with_slab_up_to(most_rows, variant) for variant in variants)
         each_once.pop(same, None)
         has_room = (each for each in each_once if each.members <= most_members)
-        return [each for each in has_room if _is_possible(each, bucket, itemsize, architecture)]
+        return [each for each in has_room if _is_possible(each, bucket, architecture)]
 
     won = dict.fromkeys(possible(known)[: most - 1])
     ranks = {
@@ -198,9 +197,9 @@ def _with_slab_up_to(rows: int, variant: Variant) -> Variant:
     return replace(variant, slab=min(variant.slab, max(variant.rows, power_of_two(rows))))
 
 
-def _is_possible(variant: Variant, bucket: Bucket, itemsize: int, architecture: int) -> bool:
+def _is_possible(variant: Variant, bucket: Bucket, architecture: int) -> bool:
     try:
-        variant.check(bucket.n, itemsize, architecture)
+        variant.check(bucket.n, ITEMSIZE[bucket.dtype], architecture)
     except ValueError:
         return False
     takes_form = variant.serves_form(bucket.problem(Device(architecture, 1, MOST_MEMBERS)))

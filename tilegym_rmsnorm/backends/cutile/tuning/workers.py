@@ -114,7 +114,7 @@ def _search(bucket: Bucket, most: int) -> Found:
     facts = _searching.machine.facts
     problem = bucket.problem(facts, Policy(settings.teams()))
     known = [plan_for(problem).first, *shipped_for(bucket)]
-    tried = candidates(bucket, problem.itemsize, facts.architecture, most, problem.most_members, known)
+    tried = candidates(bucket, facts.architecture, most, problem.most_members, known)
     try:
         return Found(bucket, _searching.tune(bucket, tried), tuple(_lines))
     except torch.OutOfMemoryError:
