@@ -4,14 +4,14 @@
 """Time `qk_norm_rope` beside torch.compile of the same expression, PyTorch's operations and other libraries.
 
     python -m bench.studies.rope                        checks, then times, on a GPU; writes DATE-DTYPE-rope.json
-    python -m bench.studies.rope --provider unsloth     by itself, see rope_peers.py; writes ...-rope-unsloth.json
     python -m bench.studies.rope --device cpu           small shapes in interpreters, to see how it works
 
 q and k are slices of one packed projection, and the gradients are (B, H, T, D) transposed, as attention leaves them.
-Everyone is compared with float64 before it is timed. Peers that are not installed are left out. The backward of
-torch.compile is that of the formulas in rope_reference.py. The share of the copy counts the bytes that must move: q, k
-and the results, and in a backward their gradients. A result is the provenance of provenance.py, copy_gb_per_s and
-`cells`. Each of those is
+Everyone is compared with float64 before it is timed. The backward of torch.compile is that of the formulas in
+rope_reference.py. Liger 0.8.5 is called as its users call it, forward alone: its norm of q, that of k, and its rotation
+of both in place; cos and sin in x's dtype, which a model makes once, are not timed. The share of the copy counts the
+bytes that must move: q, k and the results, and in a backward their gradients. A result is the provenance of
+provenance.py, copy_gb_per_s and `cells`. Each of those is
 
 shape, op                    B, T, Hq, Hk, D, R and whether it is as Qwen3 (rope_cases.py); forward or backward
 us, errors, failed           by provider: device microseconds, largest relative error of a result, or why there are none
@@ -30,6 +30,8 @@ if __name__ == "__main__":  # before the imports that would fail
 
 import argparse
 import functools
+import importlib
+import importlib.util
 import itertools
 import sys
 from collections.abc import Callable
@@ -47,7 +49,6 @@ from bench.measure.session import ContextLostError, Session, run_in_interpreters
 from bench.measure.shapes import DTYPES
 from bench.providers.ours import EPS
 from bench.report import readme, tables
-from bench.studies import rope_peers
 from bench.studies.host import sample_in_turn
 from bench.studies.rope_cases import CPU_SHAPES, DECODING, SHAPES, Inputs, Shape, make_inputs
 from tilegym_rmsnorm import qk_norm_rope
@@ -57,7 +58,7 @@ from tilegym_rmsnorm.measure.timer import calls_needed, interleave, sets_needed
 from tilegym_rmsnorm.rope_reference import rope_forward_torch, rope_gradients_torch
 
 OURS = ("cutile", "triton")
-PROVIDERS = (*OURS, "torch.compile", "eager", *rope_peers.PEERS)
+PROVIDERS = (*OURS, "torch.compile", "eager", "liger")
 OPS = ("forward", "backward")
 PROG = "python -m bench.studies.rope"
 PAGE, SECTION = ROOT / "docs" / "qk-norm-rope.md", "rope"  # what stands between its markers
@@ -95,10 +96,31 @@ def providers(names: tuple[str, ...], shape: Shape, dtype: torch.dtype) -> dict[
         found["torch.compile"] = dict(zip(OPS, compiled, strict=True))
     if "eager" in names:
         found["eager"] = {"forward": forward, "backward": backward}
-    for name in (each for each in names if each in rope_peers.PEERS):
-        if (by_peer := rope_peers.forward_of(name, shape, dtype)) is not None:
-            found[name] = {"forward": by_peer}
+    if "liger" in names and (by_liger := liger_forward(shape, dtype)) is not None:
+        found["liger"] = {"forward": by_liger}
     return found
+
+
+def liger_forward(shape: Shape, dtype: torch.dtype) -> Compute | None:
+    """Where all of a head is rotated, a power of two, without the roundings of Qwen3, which it does not have."""
+    if shape.r != shape.d or shape.d & (shape.d - 1) or shape.as_qwen3:
+        return None
+    norm = importlib.import_module("liger_kernel.ops.rms_norm").rms_norm_forward
+    rope = importlib.import_module("liger_kernel.ops.rope").rope_forward
+
+    @functools.cache
+    def tables_of(s: Inputs) -> Any:
+        return s.cos[None].to(dtype), s.sin[None].to(dtype)
+
+    def forward(s: Inputs) -> Any:
+        heads = []
+        for x, weight in ((s.q, s.q_weight), (s.k, s.k_weight)):
+            y = norm(x.reshape(-1, x.shape[-1]), weight, EPS, 0.0, "gemma", None)[0]
+            heads.append(y.view(x.shape).transpose(1, 2))
+        q_out, k_out, *_ = rope(*heads, *tables_of(s))
+        return q_out.transpose(1, 2), k_out.transpose(1, 2)
+
+    return forward
 
 
 def error_of(compute: Compute, op: str, inputs: Inputs, spec: RopeSpec) -> float:
@@ -192,8 +214,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(PROG, None, __doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    together = [each for each in PROVIDERS if each not in rope_peers.ALONE]
-    parser.add_argument("--provider", default=",".join(together))
+    parser.add_argument("--provider", default=",".join(PROVIDERS))
     parser.add_argument("--out", type=options.path, help="folder of the result; default: bench/results/GPU/")
     arguments = parser.parse_args(argv)
     names = arguments.provider.split(",")
@@ -201,13 +222,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(
             f"--provider: expected names of {', '.join(PROVIDERS)}, got {', '.join(sorted(unknown))}"
         )
-    alone = [each for each in names if each in rope_peers.ALONE]
-    if alone and len(names) > 1:
-        parser.error(f"--provider: expected {alone[0]} by itself, since {rope_peers.ALONE[alone[0]]}")
-    missing = {each: reason for each in names if (reason := rope_peers.why_missing(each))}
-    for name, reason in missing.items():
-        print(f"left out: {name}: {reason}", file=sys.stderr)
-    names = [each for each in names if each not in missing]
+    if "liger" in names and importlib.util.find_spec("liger_kernel") is None:
+        print("left out: liger: no module liger_kernel", file=sys.stderr)
+        names.remove("liger")
     if not names:
         return 2
     if arguments.device == "cpu":
@@ -221,7 +238,6 @@ def main(argv: list[str] | None = None) -> int:
     if reason := installation.why_not_writable(folder):
         sys.exit(f"no results can be kept there: {reason}")
     device = this_device() if arguments.device == "cuda" else torch.device("cpu")
-    origin["versions"] |= rope_peers.versions_of(names)
     session = Session(tuple(names), OPS, device)
     ceiling = session.copy_bytes_per_second
     result = {
@@ -230,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
         "copy_gb_per_s": ceiling and round(ceiling / 1e9, 1),
         "cells": [],
     }
-    path = folder / f"{'-'.join([origin['date'][:10], arguments.dtype, 'rope', *alone])}.json"
+    path = folder / f"{origin['date'][:10]}-{arguments.dtype}-rope.json"
     if arguments.device == "cuda":
         cells = [*itertools.product(SHAPES, OPS), *((shape, "forward") for shape in DECODING)]
     else:

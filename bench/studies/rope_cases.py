@@ -46,7 +46,7 @@ SHAPES = (
     Shape(4, 4096, 32, 8, 80, 80),
     Shape(4, 4096, 32, 8, 128, 128, as_qwen3=True),
 )
-# One token of each of so many sequences, so many tokens of one, and heads for which flashinfer has one launch.
+# One token of each of so many sequences, so many tokens of one, and more heads.
 DECODING = (
     *(Shape(b, 1, 32, 8, 128, 128) for b in (1, 4, 16, 64)),
     *(Shape(1, t, 32, 8, 128, 128) for t in (4, 16, 64)),

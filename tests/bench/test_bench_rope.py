@@ -17,7 +17,6 @@ from bench.measure.provenance import RESULTS, gpu_slug
 from bench.measure.session import Session
 from bench.report.tables import write_json
 from bench.studies import rope as study
-from bench.studies import rope_peers
 
 CPU = torch.device("cpu")
 
@@ -101,121 +100,49 @@ def test_few_tokens_are_few_cells():
     )
 
 
-# Peers, by stand-ins that read the arguments as the libraries document them
+# Liger, by a stand-in that reads the arguments as it documents them
 
 
-def rotated(x, cos, sin):
-    """(..., D) by tables (..., D / 2), in the wider dtype."""
-    first, second = x.chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+def norm_forward(x, weight, eps, offset, casting_mode, row_mode):
+    assert (offset, casting_mode) == (0.0, "gemma") and x.dim() == 2
+    return (torch.nn.functional.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype),)
 
 
-def normed(x, weight, eps):
-    return torch.nn.functional.rms_norm(x.float(), x.shape[-1:], weight.float(), eps).to(x.dtype)
+def rotate(q, k, cos, sin):
+    assert cos.shape == sin.shape == (1, q.shape[2], q.shape[3]) and cos.dtype == q.dtype
 
+    def rotated(x):
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
 
-def rotate_in_place(positions, query, key, head_size, cos_sin_cache, is_neox=True):
-    assert is_neox and cos_sin_cache.dtype == torch.float32
-    cos, sin = cos_sin_cache[positions][:, None].chunk(2, -1)
-    for flat in (query, key):
-        heads = flat.view(len(positions), -1, head_size)
-        part = heads[..., : cos_sin_cache.shape[1]]
-        part.copy_(rotated(part, cos, sin))
-
-
-def norm_rotate_append(
-    qkv, cos_sin, seq_lens, q_indptr, pages, keys, values, *, num_q_heads, num_kv_heads, qk_norm_policy,
-    q_norm_weight, k_norm_weight, eps, out_k, out_v, clear_unused_last_page_rows,
-):  # fmt: skip
-    assert qkv.is_contiguous() and qk_norm_policy == 2 and not clear_unused_last_page_rows
-    assert {seq_lens.dtype, q_indptr.dtype, pages.dtype} == {torch.int32}
-    assert {cos_sin.dtype, q_norm_weight.dtype, k_norm_weight.dtype} == {torch.float32}
-    assert pages.shape[1] * keys.shape[1] >= seq_lens.max() and keys.shape[2:] == out_k.shape[1:]
-    heads = qkv.view(len(qkv), -1, 128)
-    positions = torch.cat([torch.arange(last) for last in seq_lens])
-    assert q_indptr[-1] == len(positions) == len(qkv)
-    cos, sin = cos_sin[positions][:, None].chunk(2, -1)
-    q, k, v = heads.split([num_q_heads, num_kv_heads, num_kv_heads], 1)
-    out_k.copy_(rotated(normed(k, k_norm_weight, eps), cos, sin))
-    out_v.copy_(v)
-    return rotated(normed(q, q_norm_weight, eps), cos, sin).to(q.dtype)
-
-
-def norm_and_rotate(q_norm, k_norm, Q, K, cos, sin, position_ids=None):
-    assert cos.dtype == sin.dtype == Q.dtype and cos.shape == (Q.shape[1], Q.shape[3])
-    half = cos.shape[-1] // 2
-    tables = cos[:, None, :half], sin[:, None, :half]
-    pairs = ((Q, q_norm), (K, k_norm))
-    return [
-        rotated(normed(x, norm.weight, norm.variance_epsilon), *tables).transpose(1, 2) for x, norm in pairs
-    ]
-
-
-MODULES = {
-    "flashinfer.norm": {"rmsnorm": normed},
-    "flashinfer.rope": {"apply_rope_with_cos_sin_cache_inplace": rotate_in_place},
-    "flashinfer.cake_fused_qk_rope_append": {
-        "cake_fused_qk_rmsnorm_rope_append_paged_kv_cache": norm_rotate_append
-    },
-    "unsloth.kernels.qk_norm_rope": {"fast_qk_norm_rope": norm_and_rotate},
-}
+    return rotated(q), rotated(k), cos, sin
 
 
 @pytest.fixture
-def stand_ins(monkeypatch):
-    for name, functions in MODULES.items():
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**functions))
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("flashinfer", study.Shape(2, 5, 4, 2, 64, 64)),
-        ("flashinfer", study.Shape(2, 5, 4, 2, 256, 64)),
-        ("flashinfer", study.Shape(3, 20, 8, 1, 128, 128)),
-        ("unsloth", study.Shape(2, 5, 4, 2, 64, 64)),
-    ],
-    ids=str,
-)
-def test_peers_get_the_arguments_that_they_ask_for(name, shape, stand_ins):
-    cell = study.measure(Session((name,), study.OPS, CPU), shape, "forward", torch.bfloat16)
-    assert list(cell["us"]) == [name] and not cell["failed"]
-
-
-def test_peers_without_kernels_for_a_shape(stand_ins):
-    partial, odd = study.Shape(1, 2, 2, 1, 64, 32), study.Shape(1, 2, 2, 1, 80, 80)
-    for name, shape, dtype in (
-        ("liger", partial, torch.bfloat16),
-        ("unsloth", odd, torch.bfloat16),
-        ("flashinfer", odd, torch.bfloat16),
-        ("flashinfer", partial, torch.float32),
-    ):
-        assert rope_peers.forward_of(name, shape, dtype) is None
-    cell = study.measure(
-        Session(("unsloth",), study.OPS, CPU), study.CPU_SHAPES[0], "backward", torch.float32
+def liger(monkeypatch):
+    monkeypatch.setitem(
+        sys.modules, "liger_kernel.ops.rms_norm", SimpleNamespace(rms_norm_forward=norm_forward)
     )
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.rope", SimpleNamespace(rope_forward=rotate))
+
+
+def test_liger_gets_the_arguments_that_it_asks_for(liger):
+    session, shape = Session(("liger",), study.OPS, CPU), study.Shape(2, 5, 4, 2, 64, 64)
+    cell = study.measure(session, shape, "forward", torch.bfloat16)
+    assert list(cell["us"]) == ["liger"] and not cell["failed"]
+    cell = study.measure(session, shape, "backward", torch.bfloat16)
     assert not cell["us"] and not cell["failed"]
 
 
-def test_peers_that_are_not_installed_are_left_out(monkeypatch, capsys):
-    monkeypatch.setattr(rope_peers.importlib.util, "find_spec", lambda name: None)
-    assert study.main(["--device", "cpu", "--provider", "liger,flashinfer"]) == 2
-    assert "left out: flashinfer: no module flashinfer" in capsys.readouterr().err
+@pytest.mark.parametrize("sizes", [(64, 32), (80, 80), (64, 64, True)], ids=["partial", "80", "as Qwen3"])
+def test_liger_has_no_kernels_for_a_shape(sizes, liger):
+    assert study.liger_forward(study.Shape(1, 2, 2, 1, *sizes), torch.bfloat16) is None
 
 
-def test_who_changes_the_others_is_measured_alone(monkeypatch, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        study.main(["--device", "cpu", "--provider", "eager,unsloth"])
-    assert "expected unsloth by itself" in capsys.readouterr().err
-    monkeypatch.setattr(study, "describe_run", make_result)
-    monkeypatch.setattr(rope_peers, "why_missing", lambda name: None)
-    monkeypatch.setattr(
-        study, "measure", lambda session, shape, op, dtype: {"shape": shape, "op": op, "us": {}, "failed": {}}
-    )
-    assert study.main(["--device", "cpu", "--provider", "unsloth", "--out", str(tmp_path)]) == 0
-    [path] = tmp_path.iterdir()
-    assert path.name[10:] == "-bfloat16-rope-unsloth.json"
-    assert "unsloth" in json.loads(path.read_text())["versions"]
+def test_liger_is_left_out_where_it_is_not_installed(monkeypatch, capsys):
+    monkeypatch.setattr(study.importlib.util, "find_spec", lambda name: None)
+    assert study.main(["--device", "cpu", "--provider", "liger"]) == 2
+    assert "left out: liger: no module liger_kernel" in capsys.readouterr().err
 
 
 # The page

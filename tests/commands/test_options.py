@@ -56,7 +56,6 @@ COMMANDS = {path.relative_to(ROOT / "bench").with_suffix("").as_posix().replace(
             ("--first-call", "0"),
             "--first-call: expected a whole number of at least 1, got '0'",
         ),
-        ("studies.declined", ("--samples", "0"), "--samples: expected a whole number of at least 1, got '0'"),
         ("studies.traced", ("--out", ""), "--out: expected a path, got ''"),
         ("studies.traced", ("--shape", ""), "--shape: expected "),
         ("tune", ("--out", ""), "--out: expected a path, got ''"),
