@@ -217,7 +217,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     # Of processes.py: a lost CUDA context ends the run, whose result says so.
     add("--part", action="store_true", help=argparse.SUPPRESS)
     add("--p-rows", action="store_true", help=f"also {ROW_PARTIALS}: a partial row per input row")
-    pages = "measure nothing: put results into README.md, docs/performance.md and bench/results/README.md"
+    pages = "measure nothing: put results into README.md, docs/performance.md, bench/results/ and pages beside them"
     add("--readme", type=readme.result_file("records"), nargs="+", metavar="JSON", help=pages)
     arguments = parser.parse_args(argv)
     if arguments.widths is None and arguments.share is not None:
@@ -308,7 +308,7 @@ def why_not_measured() -> dict[str, str]:
 def default_providers(
     without: dict[str, str], arguments: argparse.Namespace, has_gpu: bool
 ) -> tuple[str, ...]:
-    """Of a run with many cells the backends with kernels alone: no target and no gate asks of the others."""
+    """Of a run with many cells the backends with kernels alone: no page and no gate asks of the others."""
     wanted = KERNELS if has_many_cells(arguments) else BACKENDS
     backends = [name for name in wanted if name not in without]
     if arguments.p_rows and not has_many_cells(arguments) and "cutile" in backends:

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 """Puts the newest results that are kept into README.md, docs/performance.md, docs/traced-graphs.md,
-docs/qk-norm-rope.md and bench/results/README.md, and draws the picture of README.md.
+docs/qk-norm-rope.md, bench/results/README.md and the page beside each, and draws the picture of README.md.
 
     python scripts/docs_figures.py     needs what the benchmark needs: the extra `bench`
 

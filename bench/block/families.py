@@ -46,8 +46,8 @@ WIDEST_BIAS = 8192
 class Family(NamedTuple):
     """Ops with the outputs of each, and what their inputs have beside x, weight and dy.
 
-    tries_settings: of peers all settings are timed, as those of plain ops are; else what a peer chooses by itself. Of
-    the families without, no target names a peer with settings. without: backends that are measured by --provider alone.
+    tries_settings: of peers all settings are timed, as those of plain ops are; else what a peer chooses by itself.
+    without: backends that are measured by --provider alone.
     """
 
     name: str

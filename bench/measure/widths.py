@@ -29,7 +29,6 @@ HEAD_ROWS, CPU_HEAD_ROWS = (65536, 262144, 1048576), (48,)
 NARROWEST, OCTAVES = 64, 9  # up to 32767 columns
 COUNT = 30  # of each drawn part
 SIZES, CPU_SIZES = (200e6, 20e6), (2e3,)  # bytes of x
-LARGE = 100e6  # bytes of x: between SIZES
 PLAIN = ("forward", "backward")
 RESIDUAL = ("residual_forward", "residual_backward")
 BIAS = ("bias_forward", "bias_backward")

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The section of docs/performance.md about the ops of a transformer block, from results of `bench/run.sh --block`."""
+"""Pages of results of `bench/run.sh --block`, and what docs/performance.md has of them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,17 @@ from collections.abc import Callable
 
 from bench.block.families import BLOCK_OPS, CONTROLS, heads_of
 from bench.measure.shapes import Result, Shape, shape_of, shape_text
-from bench.report.cells import compare, name_of, of_op
-from bench.report.compare import rate_text
-from bench.report.tables import folded, folded_targets, heading, op_table, rate_cell, said_above
+from bench.report.compare import compare, name_of, of_op, rate_text
+from bench.report.tables import folded, heading, op_table, rate_cell
 from bench.report.text import figure_text, table_text
 
 HEADS_OPS = ("qk_norm_forward", "qk_norm_backward")
 ROWS_OPS = tuple(op for op in BLOCK_OPS if op not in (*HEADS_OPS, *CONTROLS.values()))
 WITHOUT = {op: "strides" if op in HEADS_OPS else "bias" for op in CONTROLS}
-BEGIN = """## A transformer block
-
-What the norms of a block ask for beside x and a weight: [residual, bias, heads](residual-bias-heads.md). A ratio is
-another's time over cutile's: above 1 cutile is faster. *Itself* is cutile at the same shape without the bias, or with
-contiguous heads. [bench/README.md](../bench/README.md#a-transformer-block) has the ops, and who is measured how."""
+PEER = "the best peer"
+ITSELF = "*Itself* is cutile at the same shape without the bias, or with contiguous heads."
 
 Cells = dict[Shape, float]  # a figure by rows and columns
-
-
-def section(results: list[Result]) -> str:
-    """Markdown under a heading of its own; nothing without results."""
-    return "\n\n".join([BEGIN, *map(_of_result, results)]) if results else ""
 
 
 def ratios_to_itself(result: Result, op: str) -> Cells:
@@ -42,19 +33,39 @@ def ratios_to_itself(result: Result, op: str) -> Cells:
     }
 
 
+def ratios(result: Result) -> dict[tuple[str, str], Cells]:
+    """The ratios of each op to the best peer and to itself, where there are some."""
+    found = {}
+    for op in (*ROWS_OPS, *HEADS_OPS):
+        found[op, PEER] = {shape_of(each.ours): each.ratio for each in compare(result, op)}
+        if op in CONTROLS:
+            found[op, f"itself without {WITHOUT[op]}"] = ratios_to_itself(result, op)
+    return {key: cells for key, cells in found.items() if cells}
+
+
+def overview(results: list[Result]) -> str:
+    """Of each op the mean ratio and the lowest, to the best peer and to itself; nothing without results."""
+    found = [ratios(each) for each in results]
+    rows = []
+    for op in dict.fromkeys(op for of_result in found for op, _ in of_result):
+        row = [op]
+        for of_result in found:
+            for against in (PEER, f"itself without {WITHOUT.get(op)}"):
+                cells = of_result.get((op, against), {}).values()
+                row.append(f"{statistics.geometric_mean(cells):.2f} ({min(cells):.3f})" if cells else "")
+        rows.append(row)
+    headers = [f"{each['gpu']}: {against}" for each in results for against in (PEER, "itself")]
+    return table_text(rows, ["op", *headers])
+
+
 def means_table(result: Result) -> str:
     """Of each op the mean and the lowest ratio, to the best peer and to itself."""
     rows = []
-    for op in (*ROWS_OPS, *HEADS_OPS):
-        against = {"the best peer": {shape_of(each.ours): each.ratio for each in compare(result, op)}}
-        if op in CONTROLS:
-            against[f"itself without {WITHOUT[op]}"] = ratios_to_itself(result, op)
-        for name, cells in against.items():
-            if cells:
-                lowest = min(cells, key=lambda shape: cells[shape])
-                mean = statistics.geometric_mean(cells.values())
-                row = [op, name, str(len(cells)), f"{mean:.2f}", f"{cells[lowest]:.3f}"]
-                rows.append([*row, "{} x {}".format(*lowest)])
+    for key, cells in ratios(result).items():
+        lowest = min(cells, key=lambda shape: cells[shape])
+        mean = statistics.geometric_mean(cells.values())
+        row = [*key, str(len(cells)), f"{mean:.2f}", f"{cells[lowest]:.3f}"]
+        rows.append([*row, "{} x {}".format(*lowest)])
     headers = ["op", "against", "cells", "mean ratio", "lowest ratio", "at rows x cols"]
     return table_text(rows, headers, left=(0, 1))
 
@@ -94,17 +105,16 @@ def heads_map(result: Result, op: str, text: Callable[[Shape], str]) -> str:
     return table_text(lines, ["heads", *(f"D = {size}" for size in sizes)])
 
 
-def _of_result(result: Result) -> str:
-    title = f"### {result['gpu'] or 'no GPU'}, {result['records'][0]['dtype']}, of a transformer block"
-    parts = [title, said_above(result), means_table(result), rows_table(result)]
+def page_parts(result: Result) -> list[str]:
+    """The result as Markdown; rates by provider and settings are folded."""
+    parts = [ITSELF, means_table(result), rows_table(result)]
     for op in HEADS_OPS:
         parts += _heads_parts(result, op)
     for op in (*ROWS_OPS, *HEADS_OPS):
         if of_op(result, op):
             every = op_table(result, op, rate_cell, "pipe", summary=True)
             parts += folded(f"{heading(result, op)}: GB/s of every provider", [every])
-    parts += folded("The kernel that served, and its settings", [settings_table(result)])
-    return "\n\n".join([*parts, *folded_targets(result, "Targets of a transformer block")])
+    return parts + folded("The kernel that served, and its settings", [settings_table(result)])
 
 
 def _heads_parts(result: Result, op: str) -> list[str]:
@@ -119,14 +129,14 @@ def _heads_parts(result: Result, op: str) -> list[str]:
         share = figure_text(records[shape]["copy_fraction"], ".1%")
         return rate_text(records[shape]) + (f" ({share})" if share else "")
 
-    def ratios(shape: Shape) -> str:
+    def both(shape: Shape) -> str:
         return " / ".join(f"{of[shape]:.2f}" if shape in of else "-" for of in (itself, peers))
 
     return [
         f"**{heading(result, op)}** of B = 4, T = 4096: GB/s, and the share of the copy",
         heads_map(result, op, rate),
         f"**{heading(result, op)}**: ratio to itself on contiguous heads / ratio to the best peer",
-        heads_map(result, op, ratios),
+        heads_map(result, op, both),
     ]
 
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from bench.measure.shapes import Result, Shape, shape_of
 from bench.report import pictures
-from bench.report.cells import compare, mean_ratio, of_op, peers_of
+from bench.report.compare import compare, mean_ratio, of_op, peers_of
 
 RATIOS = (0.5, 1.0, 2.0)  # the ends and the middle of the colours; ratios beyond take the colour of the end
 

@@ -29,7 +29,7 @@ from bench.measure.provenance import PACKAGE, parts_of_other_commits
 from bench.measure.shapes import Record, Result, kind_of, shape_text
 from bench.providers.ours import OURS
 from bench.report import compare, tables
-from bench.report.cells import spread_of
+from bench.report.compare import spread_of
 from bench.report.styles import style_of
 from bench.report.text import figure_text, read_result
 from tilegym_rmsnorm.commands import options

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Puts measured figures into README.md, docs/performance.md and bench/results/README.md, so that none of them is typed
-by hand.
+"""Puts measured figures into pages, so that none of them is typed by hand: those of many results into README.md,
+docs/performance.md and bench/results/README.md, all of one result into a page beside it.
 
     bench/run.sh --readme RESULT.json...     of these results, in this order
     python scripts/docs_figures.py           of the newest that are kept
@@ -21,9 +21,7 @@ from pathlib import Path
 from bench.measure.provenance import ROOT, kept_in
 from bench.measure.shapes import BATCHES, OPS, Result, kind_of, shape_of
 from bench.providers.ours import PDL
-from bench.report import block as block_page
-from bench.report import compare, tables, width_targets
-from bench.report.cells import LARGE_BYTES, of_size
+from bench.report import block, compare, tables, widths
 from bench.report.text import figure_text, read_result, table_text
 
 Results = dict[Path, Result]
@@ -33,16 +31,12 @@ DTYPES = ("bfloat16", "float16", "float32")  # in the order of the pages
 HOST_PROVIDERS = ("cutile", "F.rms_norm", "torch.compile")
 OPS_SHOWN = ("backward", "forward")
 KINDS_SAID = {
-    "models": "the shapes of models",
-    "block": "of a transformer block",
+    "models": "shapes of models",
+    "block": "ops of a transformer block",
     "grid": "over rows and columns",
     "widths": "drawn widths",
 }
 KINDS = tuple(KINDS_SAID)  # in the order of the pages
-WIDTHS_BEGIN = """## Other widths
-
-Widths that no default shape has, drawn by a seed, beside wide rows and heads. A ratio is the best peer's time over
-cutile's. [bench/README.md](../bench/README.md#other-widths) has the parts and their shapes."""
 
 
 def result_file(long_list: str) -> Callable[[str], Path]:
@@ -71,8 +65,8 @@ def refresh(page: Path, section: str, text: str) -> None:
 
 
 def refresh_results(paths: Iterable[Path]) -> None:
-    """Puts one table and the picture of these results into README.md, every table and map into docs/performance.md, and
-    the list of their files into bench/results/README.md."""
+    """Puts one table and the picture of these results into README.md, their means into docs/performance.md, the list of
+    their files into bench/results/README.md, and every table and map of each into the page beside it."""
     from bench.report import overview  # which needs matplotlib, as one_launch_or_two does not
 
     results = load(paths)
@@ -82,6 +76,8 @@ def refresh_results(paths: Iterable[Path]) -> None:
         overview.plot(shown, ROOT / PICTURE)
     refresh(ROOT / INDEX, "bench", index(results))
     refresh(ROOT / "README.md", "bench", readme_section(results))
+    for path, text in result_pages(results).items():
+        path.write_text(text)
 
 
 def refresh_training(path: Path) -> None:
@@ -124,23 +120,42 @@ def readme_section(results: Results) -> str:
         found += [f"{name} {version}" for version in versions if version]
     days = sorted({each["date"][:10] for each in shown})
     measured = f"Measured from {days[0]} to {days[-1]}" if days[1:] else f"Measured on {days[0]}"
-    return f"{tables.overview(shown, with_large=True)}\n\n{measured}, with {', '.join(found)}."
+    return f"{tables.overview(shown, sizes=(True,))}\n\n{measured}, with {', '.join(found)}."
 
 
 def page_sections(results: Results) -> dict[str, str]:
     """The sections of docs/performance.md by their names."""
     models, grids = _of_kind(results, "models"), _of_kind(results, "grid")
-    shown = {path: each for path, each in results.items() if kind_of(each) in ("models", "grid")}
     return {
-        "overview": tables.overview(models),
-        "sizes": sizes_table(models),
+        "overview": tables.overview(models, sizes=(False, True)),
         "behind": behind_table(models + grids),
         "option": tables.overview([without_option(each) for each in models]),
-        "host": "\n\n".join(host_table(each) for each in models if _dtype(each) == DTYPES[0]),
-        "block": block_page.section(_of_kind(results, "block")),
-        "widths": widths_section(_of_kind(results, "widths")),
-        "bench": "\n\n".join(_page_section(path, each) for path, each in shown.items()),
+        "host": host_table([each for each in models if _dtype(each) == DTYPES[0]]),
+        "block": block.overview(_of_kind(results, "block")),
+        "bench": links_table(results),
     }
+
+
+def result_pages(results: Results) -> dict[Path, str]:
+    """The page of each result, which lies beside it."""
+    pages = {}
+    for path, result in results.items():
+        page, kind = path.with_suffix(".md"), kind_of(result)
+        about = f"[Performance]({_link(ROOT / PAGE, page.resolve())}) says how it was measured, and what a ratio is."
+        records = f"[{path.name}]({path.name}) has all records."
+        title = f"# {result['gpu']}, {_dtype(result)}, {KINDS_SAID[kind]}"
+        parts = [title, f"{about} {records}", tables.said_above(result)]
+        if kind == "block":
+            parts += block.page_parts(result)
+        elif kind == "widths":
+            parts += [f"The seed that drew the widths is {result['widths']}.", widths.table(result)]
+        else:
+            names = [name for op in OPS for name in (op, f"{op}-map")]
+            images = {name: f"{path.stem}-{name}.png" for name in names}
+            there = {name: image for name, image in images.items() if path.with_name(image).exists()}
+            parts += tables.page_parts(result, there)
+        pages[page] = "\n\n".join(parts) + "\n"
+    return pages
 
 
 def training_section(path: Path) -> str:
@@ -151,57 +166,41 @@ def training_section(path: Path) -> str:
 
 
 def index(results: Results) -> str:
-    """A table of the files of these results, with what each was measured of and with."""
+    """A table of the pages of these results, with what each was measured of and with."""
     rows = []
     for path, result in results.items():
-        link = f"[{path.stem}]({_link(path.resolve(), ROOT / INDEX)})"
+        link = f"[{path.stem}]({_link(path.with_suffix('.md').resolve(), ROOT / INDEX)})"
         what = KINDS_SAID[kind_of(result)]
         rows.append([link, result["gpu"], _dtype(result), what, result["commit"][:12], result["date"][:10]])
     headers = ["result", "GPU", "dtype", "shapes", "commit", "date"]
     return table_text(rows, headers, left=range(6))
 
 
-def sizes_table(results: list[Result]) -> str:
-    """Mean ratios of calls that move less than LARGE_BYTES, and of the others, with their numbers."""
-    rows = []
-    for result in results:
-        row = [_name(result)]
-        for op in OPS_SHOWN:
-            for is_large in (False, True):
-                cells = of_size(compare.compare(result, op), is_large)
-                mean = compare.mean_ratio(cells)
-                row.append("" if mean is None else f"{mean:.2f} ({len(cells)})")
-        rows.append(row)
-    limit = f"{LARGE_BYTES / 1e6:.0f} MB"
-    headers = ["GPU, dtype"] + [f"{op} {size}" for op in OPS_SHOWN for size in (f"< {limit}", f">= {limit}")]
-    return table_text(rows, headers)
-
-
-def widths_section(results: list[Result]) -> str:
-    """Of each result with drawn widths its parts, and the targets; nothing without results."""
-    parts = [WIDTHS_BEGIN] if results else []
-    for each in results:
-        parts += [f"### {_name(each)} of seed {each['widths']}", tables.said_above(each)]
-        lines = [f"- {' '.join(line.split())}" for line in compare.target_lines(each)]
-        parts += [width_targets.table(each), "\n".join(lines)]
-    return "\n\n".join(parts)
+def links_table(results: Results) -> str:
+    """Links to the pages of these results, a column for each GPU."""
+    gpus = list(dict.fromkeys(each["gpu"] for each in results.values()))
+    by_row: dict[tuple[str, str], dict[str, str]] = {}
+    for path, result in results.items():
+        link = f"[{result['date'][:10]}]({_link(path.with_suffix('.md').resolve(), ROOT / PAGE)})"
+        by_row.setdefault((KINDS_SAID[kind_of(result)], _dtype(result)), {})[result["gpu"]] = link
+    rows = [[*row, *(links.get(gpu, "") for gpu in gpus)] for row, links in by_row.items()]
+    return table_text(rows, ["shapes", "dtype", *gpus], left=range(2 + len(gpus)))
 
 
 def behind_table(results: list[Result]) -> str:
     """In how many cells a peer is faster, and the one where cutile is furthest behind."""
     rows = []
     for result in results:
+        row = [_name(result)]
         for op in OPS_SHOWN:
             cells = compare.compare(result, op)
             behind = sorted((each for each in cells if each.ratio < 1.0), key=lambda each: each.ratio)
-            if not cells:
-                continue
-            row = [_name(result), op, f"{len(behind)} of {len(cells)}"]
-            if behind:
-                row += [f"{behind[0].ratio:.3f}", behind[0].shape, behind[0].peer["provider"]]
-            rows.append([*row, *[""] * (6 - len(row))])
-    headers = ["GPU, dtype", "op", "a peer is faster", "lowest ratio", "at rows x cols", "of"]
-    return table_text(rows, headers, left=(0, 1, 5))
+            row.append(f"{len(behind)} of {len(cells)}" if cells else "")
+            worst = [f"{each.ratio:.3f} at {each.shape}, {each.peer['provider']}" for each in behind[:1]]
+            row += worst or [""]
+        rows.append(row)
+    headers = [f"{op}: {what}" for op in OPS_SHOWN for what in ("a peer is faster", "lowest ratio")]
+    return table_text(rows, ["GPU, dtype", *headers], left=(0, 2, 4))
 
 
 def without_option(result: Result) -> Result:
@@ -215,23 +214,18 @@ def without_option(result: Result) -> Result:
     return result | {"records": records}
 
 
-def host_table(result: Result) -> str:
+def host_table(results: list[Result]) -> str:
     """Host microseconds of one eager call of each op, at shapes that the GPU ends before the host."""
-    found = {(each["op"], shape_of(each), each["provider"]): each for each in result["records"]}
     columns = [(op, name) for op in reversed(OPS_SHOWN) for name in HOST_PROVIDERS]
     rows = []
-    for shape in BATCHES:
-        cells = [found.get((op, shape, name), {}).get("host_us") for op, name in columns]
-        rows.append([f"{shape[0]} x {shape[1]}", *(figure_text(us, ".0f") for us in cells)])
-    table = table_text(rows, ["rows x cols", *(f"{op}: {name}" for op, name in columns)])
-    return f"**{_name(result)}**\n\n{table}"
-
-
-def _page_section(path: Path, result: Result) -> str:
-    names = [name for op in OPS for name in (op, f"{op}-map")]
-    images = {name: path.with_name(f"{path.stem}-{name}.png").resolve() for name in names}
-    links = {name: _link(image, ROOT / PAGE) for name, image in images.items() if image.exists()}
-    return tables.page_section(result, links)
+    for result in results:
+        found = {(each["op"], shape_of(each), each["provider"]): each for each in result["records"]}
+        for shape in BATCHES:
+            cells = [found.get((op, shape, name), {}).get("host_us") for op, name in columns]
+            shown = [figure_text(us, ".0f") for us in cells]
+            rows.append([_name(result), "{} x {}".format(*shape), *shown])
+    headers = [f"{op}: {name}" for op, name in columns]
+    return table_text(rows, ["GPU, dtype", "rows x cols", *headers], left=(0, 1))
 
 
 def _of_kind(results: Results, kind: str) -> list[Result]:
@@ -239,8 +233,7 @@ def _of_kind(results: Results, kind: str) -> list[Result]:
 
 
 def _name(result: Result) -> str:
-    kind = kind_of(result)
-    return f"{result['gpu']}, {_dtype(result)}{'' if kind == 'models' else f', {kind}'}"
+    return f"{result['gpu']}, {_dtype(result)}{', grid' if kind_of(result) == 'grid' else ''}"
 
 
 def _dtype(result: Result) -> str:

@@ -22,7 +22,7 @@ from bench.measure.provenance import one_line
 from bench.measure.shapes import Record, Result, Shape, kind_of, shape_of
 from bench.providers.ours import OURS, OWN
 from bench.report import compare
-from bench.report.cells import LARGE_BYTES, of_size, spread_of
+from bench.report.compare import LARGE_BYTES, of_size, spread_of
 from bench.report.text import figure_text, table_text
 
 CPU_NOTE = "Not GPU figures: wall-clock times of CPU code and interpreters, taken without a GPU."
@@ -83,14 +83,13 @@ def heading(result: Result, op: str) -> str:
     return f"{op}, {result['records'][0]['dtype']}"
 
 
-def overview(results: list[Result], with_large: bool = False) -> str:
+def overview(results: list[Result], sizes: tuple[bool, ...] = ()) -> str:
     """A Markdown table with a line for each result, of cutile against the best peer: how many peers have figures,
-    geometric means, cells won before any rounding. Of a transformer block these are of the residual add. with_large:
-    the means of large calls too."""
+    geometric means, cells won before any rounding. Of a transformer block these are of the residual add. sizes: the
+    means of small (False) and of large calls (True) too, with their numbers where both are there."""
+    limit = f"{LARGE_BYTES / 1e6:.0f} MB"
+    of_sizes = [f"{'>=' if is_large else '<'} {limit}" for is_large in sizes]
     rows = []
-    columns = ["mean ratio", f">= {LARGE_BYTES / 1e6:.0f} MB", "as fast or faster"]
-    if not with_large:
-        del columns[1]
     for result in results:
         is_block = kind_of(result) == "block"
         ops = ("residual_backward", "residual_forward") if is_block else ("backward", "forward")
@@ -104,27 +103,29 @@ def overview(results: list[Result], with_large: bool = False) -> str:
         for op in ops:
             comparisons = compare.compare(result, op)
             won = sum(each.ratio >= 1.0 for each in comparisons)
-            means = [comparisons, of_size(comparisons, is_large=True)] if with_large else [comparisons]
-            row += [figure_text(compare.mean_ratio(each), ".2f") for each in means]
+            row.append(figure_text(compare.mean_ratio(comparisons), ".2f"))
+            for is_large in sizes:
+                cells = of_size(comparisons, is_large)
+                number = f" ({len(cells)})" if cells and len(sizes) > 1 else ""
+                row.append(figure_text(compare.mean_ratio(cells), ".2f") + number)
             row.append(f"{won} of {len(comparisons)}" if comparisons else "")
         rows.append(row)
+    columns = ["mean ratio", *of_sizes, "as fast or faster"]
     of_op = [f"{op}: {what}" for op in ("backward", "forward") for what in columns]
     return table_text(rows, ["GPU, dtype", "peers", *of_op])
 
 
-def page_section(result: Result, images: dict[str, str]) -> str:
-    """The result as Markdown under a heading of its own: for each op its map, and the mean ratio to the best peer; the
-    rest is folded. Where it has no peers the GB/s by provider stay unfolded. A grid has its maps and means alone.
-    block.py has those of a transformer block."""
+def page_parts(result: Result, images: dict[str, str]) -> list[str]:
+    """The result as Markdown: of each op its map, and the mean ratio to the best peer; the rest is folded. Where it has
+    no peers the GB/s by provider stay unfolded. A grid has its maps and means alone."""
     is_grid = kind_of(result) == "grid"
-    title = f"{result['gpu'] or 'no GPU'}, {result['records'][0]['dtype']}"
-    parts = [f"### {title}{', over rows and columns' if is_grid else ''}", said_above(result)]
+    parts = []
     for op in sorted(ops_of(result), key=lambda op: op != "backward"):
         if op != "dx":  # it shows what dw costs
             parts += _op_parts(result, op, images, is_grid)
-    if not is_grid and result["gpu"] is not None:
-        parts += _workspace(result) + folded_targets(result)
-    return "\n\n".join(parts)
+    if not is_grid and (table := compare.workspace_table(result, "pipe")):
+        parts += folded("backward of cutile: workspace, and what dw adds to the time", [table])
+    return parts
 
 
 def said_above(result: Result) -> str:
@@ -159,18 +160,6 @@ def _comparison(result: Result, op: str) -> list[str]:
     mean = compare.mean_ratio(comparisons)
     text = f"Against the best of {', '.join(compare.peers_of(result, op))} at each shape: {mean:.2f} times as fast"
     return [f"{text} (geometric mean of {len(comparisons)}).", compare.table(result, op, "pipe")]
-
-
-def _workspace(result: Result) -> list[str]:
-    """The backward's workspace, and what dw costs, folded."""
-    table = compare.workspace_table(result, "pipe")
-    return folded("backward of cutile: workspace, and what dw adds to the time", [table]) if table else []
-
-
-def folded_targets(result: Result, title: str = "Targets") -> list[str]:
-    """The targets that it meets and misses; nothing where it has cells of none."""
-    lines = [f"- {' '.join(line.split())}" for line in compare.target_lines(result)]
-    return folded(title, ["\n".join(lines)]) if lines else []
 
 
 def folded(title: str, parts: list[str]) -> list[str]:

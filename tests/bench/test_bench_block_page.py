@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The section of docs/performance.md about the ops of a transformer block."""
+"""The page of a result of a transformer block, and the table of docs/performance.md."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from bench.report import block as block_page
 from bench.report import readme
 
 
-def test_the_section_of_a_result():
-    """Ratios to the best peer and to the op without, rows by shape, heads as maps, settings, targets."""
+def test_the_page_of_a_result():
+    """Ratios to the best peer and to the op without, rows by shape, heads as maps, settings; means of several GPUs."""
     records = [
         *cell(100.0, 150.0, "bias_forward", copy_fraction=0.9449),
         *cell(100.0, 90.0, "bias_forward", rows=8),
@@ -31,13 +31,16 @@ def test_the_section_of_a_result():
     for op in BLOCK_OPS:
         if op not in CONTROLS.values() and not any(each["op"] == op and each["us"] for each in records):
             records += cell(100.0, 110.0, op, rows=TOKENS * 8, cols=64, settings=f"some_kernel of {op}")
-    assert_golden(block_page.section([make_block(*records)]), "block.txt")
+    result, other = make_block(*records), make_block(*cell(100.0, 120.0, "bias_forward"), gpu="NVIDIA H200")
+    assert_golden(
+        "\n\n".join([*block_page.page_parts(result), block_page.overview([result, other])]), "block.txt"
+    )
 
 
 def test_without_results_there_is_no_section(tmp_path):
     page, empty = tmp_path / "page.md", "a\n<!-- block:begin -->\n<!-- block:end -->\nb\n"
     page.write_text(empty.replace("<!-- block:end", "\nold\n\n<!-- block:end"))
-    readme.refresh(page, "block", block_page.section([]))
+    readme.refresh(page, "block", block_page.overview([]))
     assert page.read_text() == empty
 
 

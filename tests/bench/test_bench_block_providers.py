@@ -137,7 +137,7 @@ def test_names_without_these_ops_have_none():
 
 
 def test_settings_are_tried_of_the_add_alone(monkeypatch):
-    """Of which a target names the best peer: a run of all families would take many minutes."""
+    """A run of all families would take many minutes."""
     install(monkeypatch, "quack")
     names = ("quack", "torch.compile-max-autotune")
     for family in FAMILIES:

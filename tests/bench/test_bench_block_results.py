@@ -250,5 +250,7 @@ def test_pages_keep_the_kinds_apart(tmp_path):
         [f"{H100}, bfloat16, residual", "1", "", "", "", "1.50", "1.50", "1 of 1"],
     ]
     sections = readme.page_sections(results)
-    assert "of a transformer block" in sections["block"] and "transformer block" not in sections["bench"]
+    assert "residual_forward" in sections["block"] and "residual_forward" not in sections["behind"]
+    pages = list(readme.result_pages(results).values())
+    assert ["residual_forward" in page for page in pages] == [False, True, False]
     assert sections["overview"].count(H100) == 1

@@ -121,8 +121,9 @@ def kind_of(path, result):
 
 
 def pictures_shown():
-    """The pictures that README.md and the pages of docs/ show."""
-    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+    """The pictures that README.md, the pages of docs/ and those of kept results show."""
+    of_results = (path.with_suffix(".md") for path in readme.kept_results(RESULTS))
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *of_results):
         for target in re.findall(r"!\[[^\]]*\]\(([^)]+\.png)\)", page.read_text(encoding="utf-8")):
             yield Path(os.path.normpath(page.parent / target))
 
@@ -140,7 +141,8 @@ def test_the_newest_of_each_kind_and_what_pages_show_is_kept_and_nothing_else():
             key = path.parent, kind_of(path, result)
             newest[key] = max(newest.get(key, ("", path)), (result["date"], path))
     kept = {path for _, path in newest.values()}
-    kept |= {path.with_suffix(".csv") for path in kept if "records" in json.loads(path.read_text())}
+    of_runs = [path for path in kept if "records" in json.loads(path.read_text())]
+    kept |= {path.with_suffix(suffix) for path in of_runs for suffix in (".csv", ".md")}
     kept |= {path for path in pictures_shown() if path.is_relative_to(RESULTS)}
     assert there == kept | {RESULTS / "README.md"}
     large = [path.name for path in there if path.suffix == ".png" and path.stat().st_size > MOST_BYTES]

@@ -9,11 +9,11 @@ import math
 import re
 
 import pytest
-from bench_records import assert_golden, make_record, make_result
+from bench_records import assert_golden, cell, make_record, make_result
 from test_bench_compare import make_cell
 
 from bench.measure.provenance import RESULTS
-from bench.report import overview, plots, readme
+from bench.report import overview, plots, readme, widths
 from bench.report import tables as report
 
 
@@ -75,7 +75,8 @@ def make_models():
 
 
 def test_pages_are_made_of_results(tmp_path, monkeypatch):
-    """README.md, the page of all figures and the list of results, whole. They link to pictures where there are some."""
+    """README.md, the page of means, the list of results and the page of each, whole. They link to pictures where there
+    are some."""
     monkeypatch.setattr(readme, "ROOT", tmp_path)
     monkeypatch.setattr(overview, "plot", lambda result, path: None)
     pages = {name: tmp_path / name for name in ("README.md", readme.PAGE, readme.INDEX)}
@@ -90,12 +91,8 @@ def test_pages_are_made_of_results(tmp_path, monkeypatch):
         models.with_name(f"{picture}.png").touch()
     grid.with_name("grid-backward.png").touch()
     readme.refresh_results([models, grid])
+    pages |= {f"{path.stem}.md": path.with_suffix(".md") for path in (models, grid)}
     assert_golden("\n".join(f"# {name}\n\n{page.read_text()}" for name, page in pages.items()), "pages.txt")
-
-
-def test_a_result_without_a_gpu_meets_and_misses_no_target():
-    sections = [report.page_section(make_models() | {"gpu": gpu}, {}) for gpu in ("NVIDIA H200", None)]
-    assert ["Targets" in section for section in sections] == [True, False]
 
 
 def test_the_newest_of_each_gpu_and_dtype_are_shown(tmp_path):
@@ -113,16 +110,17 @@ def test_the_newest_of_each_gpu_and_dtype_are_shown(tmp_path):
     assert readme.kept_results(tmp_path) == [new, half, grid, other]
 
 
-SECTIONS = ("overview", "sizes", "behind", "option", "host", "block", "widths", "bench", "train")
+SECTIONS = ("overview", "behind", "option", "host", "block", "bench", "train")
 
 
 def test_the_pages_show_what_is_kept(monkeypatch):
     """Figures are never typed by hand: `python scripts/docs_figures.py` writes them."""
-    written = {}
+    written, beside = {}, {}
     monkeypatch.setattr(
         readme, "refresh", lambda page, section, text: written.update({(page, section): text})
     )
     monkeypatch.setattr(overview, "plot", lambda result, path: None)
+    monkeypatch.setattr(readme.Path, "write_text", lambda page, text: beside.update({page: text}))
     readme.refresh_results(readme.kept_results(RESULTS))
     readme.refresh_training(*RESULTS.glob("*/train.json"))
     for (page, section), expected in written.items():
@@ -130,11 +128,35 @@ def test_the_pages_show_what_is_kept(monkeypatch):
             rf"<!-- {section}:begin -->\n(.*?)<!-- {section}:end -->", page.read_text(), re.DOTALL
         )
         assert shown.strip() == expected, (page, section)
+    assert len(beside) == 10 and all(page.read_text() == text for page, text in beside.items())
     pages = [readme.ROOT / name for name in ("README.md", readme.PAGE, readme.INDEX)]
     marked = {
         (page, name) for page in pages for name in re.findall(r"<!-- (\w+):begin -->", page.read_text())
     }
     assert marked == set(written) and {name for page, name in marked if page == pages[1]} == set(SECTIONS)
+
+
+def test_drawn_widths_have_a_page_with_the_worst_of_each_part_and_direction(tmp_path):
+    records = [*cell(100.0, 120.0, "backward", rows=8, cols=2008), *cell(100.0, 99.0, "backward", cols=2008)]
+    records.append(make_record(rows=7, cols=2008, copy_fraction=0.5))  # without a peer
+    result = make_result(*records, *cell(100.0, 120.0, "qk_norm_forward", rows=8, cols=72), widths=1)
+    rows = [
+        [each.strip() for each in line.split("|")[1:-1]] for line in widths.table(result).splitlines()[2:]
+    ]
+    assert rows == [
+        ["drawn", "backward", "3", "0.990", "backward 4096 x 2008", "50% at 1.0x", "50.0%"]
+        + ["backward 7 x 2008"],
+        ["heads", "forward", "1", "1.200", *["qk_norm_forward 8 x 72", "100% at 0.985x", "66.0%"]]
+        + ["qk_norm_forward 8 x 72"],
+    ]
+    report.write_json(result, tmp_path / "gpu" / "2026-11-21-bfloat16-widths.json")
+    results = readme.load(readme.kept_results(tmp_path))
+    [text] = readme.result_pages(results).values()
+    assert (
+        "the widths is 1." in text
+        and "| drawn  | backward" in text
+        and "drawn widths" in readme.index(results)
+    )
 
 
 def test_settings_that_were_tried_are_not_in_the_csv(tmp_path):

@@ -50,18 +50,9 @@ def test_tables_show_figures_failures_and_what_was_not_measured():
 def test_readme_section_is_replaced_and_nothing_else(tmp_path):
     path = tmp_path / "README.md"
     path.write_text("before\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nafter\n")
-    section = tables.page_section(make_result(make_record()), {"backward": "bench/results/a.png"})
-    readme.refresh(path, "bench", section)
-    readme.refresh(path, "bench", section)
-    text = path.read_text()
-    assert text.startswith("before\n<!-- bench:begin -->") and text.endswith("<!-- bench:end -->\nafter\n")
-    assert "old" not in text and text.count("### NVIDIA H100 80GB HBM3, bfloat16") == 1
-    assert (
-        "NVIDIA H100 80GB HBM3, driver 580.1" in text
-        and "commit 0123456789ab" in text
-        and "2026-11-21" in text
-    )
-    assert "(bench/results/a.png)" in text
+    for _ in range(2):
+        readme.refresh(path, "bench", "new")
+    assert path.read_text() == "before\n<!-- bench:begin -->\n\nnew\n\n<!-- bench:end -->\nafter\n"
 
 
 def test_readme_without_markers_is_left_alone(tmp_path):

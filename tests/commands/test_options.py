@@ -33,7 +33,6 @@ COMMANDS = {path.relative_to(ROOT / "bench").with_suffix("").as_posix().replace(
         ("studies.one_launch_or_two", ("--out", ""), "--out: expected a path, got ''"),
         ("studies.train", ("--backend", ""), "--backend: expected some of "),
         ("gate", ("",), "result: expected a path, got ''"),
-        ("report.block_targets", ("",), "RESULT.json: expected a path, got ''"),
         ("gate", ("new.json", "--results", ""), "--results: expected a path, got ''"),
         # No slowdown is above a NaN, so every result passed.
         (

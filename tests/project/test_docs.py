@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS, PACKAGE = ROOT / "docs", ROOT / "tilegym_rmsnorm"
 PAGES = sorted(DOCS.glob("*.md"))
 OTHERS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bench/NOTES.md", "bench/README.md")]
+OTHERS += sorted((ROOT / "bench" / "results").glob("*/*.md"))
 # What examples need in which these names stand.
 LIBRARIES = {"transformers": ["transformers"], "onnx": ["onnx", "onnxscript", "onnxruntime"]}
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
