@@ -40,7 +40,7 @@ from bench.measure.shapes import (
 from bench.measure.warm import warm
 from bench.providers.ours import BACKENDS, BASELINES, KERNELS, MAX_AUTOTUNE, ROW_PARTIALS
 from bench.providers.peers import ALL_PROVIDERS, ALONE, LIBRARIES, why_missing
-from bench.report import compare, html_report, readme, tables
+from bench.report import compare, html_report, tables
 from bench.report.join import write
 from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.commands import options
@@ -53,9 +53,6 @@ GRID_OPS = ("forward", "backward")
 def main(argv: list[str] | None = None) -> int:
     """0 if every backend measured is right; 1 otherwise, and where nothing was measured."""
     arguments = parse_arguments(argv)
-    if arguments.readme:
-        readme.refresh_results(arguments.readme)
-        return 0
     has_gpu = torch.cuda.is_available()
     if not has_gpu:
         run_in_interpreters()
@@ -217,8 +214,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     # Of processes.py: a lost CUDA context ends the run, whose result says so.
     add("--part", action="store_true", help=argparse.SUPPRESS)
     add("--p-rows", action="store_true", help=f"also {ROW_PARTIALS}: a partial row per input row")
-    pages = "measure nothing: put results into README.md, docs/performance.md, bench/results/ and pages beside them"
-    add("--readme", type=readme.result_file("records"), nargs="+", metavar="JSON", help=pages)
     arguments = parser.parse_args(argv)
     if arguments.widths is None and arguments.share is not None:
         parser.error("--share: expected --widths SEED beside it")

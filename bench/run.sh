@@ -6,7 +6,7 @@
 # It leaves JSON and CSV; with a GPU pictures and a page for a browser, report.html, too.
 #   bench/run.sh [--quick] [--shapes 4096x4096,...] [--dtype bfloat16,...] [--provider cutile,...] [--op backward,...]
 #                [--peers] [--grid] [--block] [--widths SEED [--share K/N]] [--warm] [--p-rows] [--tables FOLDER]
-#                [--out FOLDER] [--readme RESULT.json...]
+#                [--out FOLDER]
 # bench/README.md says how it measures, and --help, once its environment is there, what each option does.
 # PYTHON=... chooses the interpreter.
 

@@ -2,17 +2,14 @@
 # SPDX-License-Identifier: MIT
 
 """Puts measured figures into pages, so that none of them is typed by hand: those of many results into README.md,
-docs/performance.md and bench/results/README.md, all of one result into a page beside it.
-
-    bench/run.sh --readme RESULT.json...     of these results, in this order
-    python scripts/docs_figures.py           of the newest that are kept
+docs/performance.md and bench/results/README.md, all of one result into a page beside it. scripts/docs_figures.py does
+it for what is kept.
 
 A section of a page is what stands between its markers: `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Callable, Iterable
@@ -22,7 +19,7 @@ from bench.measure.provenance import ROOT, kept_in
 from bench.measure.shapes import BATCHES, OPS, Result, kind_of, shape_of
 from bench.providers.ours import PDL
 from bench.report import block, compare, tables, widths
-from bench.report.text import figure_text, read_result, table_text
+from bench.report.text import figure_text, table_text
 
 Results = dict[Path, Result]
 PAGE, INDEX = "docs/performance.md", "bench/results/README.md"
@@ -37,19 +34,6 @@ KINDS_SAID = {
     "widths": "drawn widths",
 }
 KINDS = tuple(KINDS_SAID)  # in the order of the pages
-
-
-def result_file(long_list: str) -> Callable[[str], Path]:
-    """A parser of the path of a result whose records stand in the list of this name."""
-
-    def parse(text: str) -> Path:
-        read_result(text, long_list)
-        path = Path(text)
-        if not path.resolve().is_relative_to(ROOT):  # the pages link to the plots beside it
-            raise argparse.ArgumentTypeError(f"expected a file under {ROOT}, got {text}")
-        return path
-
-    return parse
 
 
 def refresh(page: Path, section: str, text: str) -> None:
@@ -83,6 +67,15 @@ def refresh_results(paths: Iterable[Path]) -> None:
 def refresh_training(path: Path) -> None:
     """Puts a result of studies/train.py into docs/performance.md."""
     refresh(ROOT / PAGE, "train", training_section(path))
+
+
+def refresh_study(
+    page: Path, section: str, results: Path, ending: str, text_of: Callable[[Result], str]
+) -> int:
+    """Puts the newest kept result of each GPU whose file's name has this ending into a page; how many."""
+    kept = newest_by_gpu(results, ending)
+    refresh(page, section, "\n\n".join(map(text_of, kept)))
+    return len(kept)
 
 
 def kept_results(folder: Path) -> list[Path]:

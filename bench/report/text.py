@@ -16,14 +16,14 @@ from bench.measure.shapes import Result
 from tilegym_rmsnorm.commands import options
 
 
-def read_result(text: str, long_list: str = "records") -> Result:
-    """A parser of command lines: the result that a file holds, with its list of this name."""
+def read_result(text: str) -> Result:
+    """A parser of command lines: the result that a file holds."""
     try:
         result = json.loads(options.path(text).read_text())
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"expected a result in JSON, got {text}: {error}") from None
-    if not isinstance(result, dict) or not result.get(long_list):
-        raise argparse.ArgumentTypeError(f"expected a result with {long_list}, got {text}")
+    if not isinstance(result, dict) or not result.get("records"):
+        raise argparse.ArgumentTypeError(f"expected a result with records, got {text}")
     return result
 
 

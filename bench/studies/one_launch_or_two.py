@@ -3,8 +3,7 @@
 
 """Compare the two kernels of a backward of many rows with the split of few rows, at the shapes of quack's PR 101.
 
-    python -m bench.studies.one_launch_or_two           checks, then times, on a GPU; writes DATE-bfloat16-split.json
-    python -m bench.studies.one_launch_or_two --docs    puts the newest result of each GPU into the page of this name
+    python -m bench.studies.one_launch_or_two    checks, then times, on a GPU; writes DATE-bfloat16-split.json
 
 A result is the provenance of provenance.py, copy_gb_per_s and `cells`: rows, cols, and records of run_shape.py, one of
 the two kernels (`selected`) and one of the split (`splits`; in older results one for each of its settings).
@@ -22,6 +21,7 @@ import itertools
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from tabulate import tabulate
@@ -53,13 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     """0 if every plan of every cell is right and timed; 1 otherwise; 2 where there is nothing to measure on."""
     parser = argparse.ArgumentParser(PROG, None, __doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=options.path, help="folder of the result; default: bench/results/GPU/")
-    parser.add_argument("--docs", action="store_true", help="put the kept results into the page instead")
     arguments = parser.parse_args(argv)
-    if arguments.docs:
-        if not (kept := [section(each) for each in readme.newest_by_gpu(RESULTS, "-split.json")]):
-            sys.exit(f"no results of this study are kept in {RESULTS}")
-        readme.refresh(PAGE, "split", "\n\n".join(kept))
-        return 0
     if unusable := registry.why_unusable("cutile") if torch.cuda.is_available() else ("PyTorch sees no GPU",):
         print(f"nothing was measured: {'. To mend it: '.join(unusable)}", file=sys.stderr)
         return 2
@@ -144,6 +138,10 @@ def section(result: Record) -> str:
         f"Two kernels are faster in {sum(each < 1 for each in ratios)} of {len(ratios)} cells.\n\n"
         f"{table}\n\n{one_line(result)}."
     )
+
+
+def refresh_page(page: Path = PAGE, results: Path = RESULTS) -> int:
+    return readme.refresh_study(page, "split", results, "-split.json", section)
 
 
 if __name__ == "__main__":

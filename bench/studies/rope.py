@@ -61,7 +61,7 @@ OURS = ("cutile", "triton")
 PROVIDERS = (*OURS, "torch.compile", "eager", "liger")
 OPS = ("forward", "backward")
 PROG = "python -m bench.studies.rope"
-PAGE, SECTION = ROOT / "docs" / "qk-norm-rope.md", "rope"  # what stands between its markers
+PAGE = ROOT / "docs" / "qk-norm-rope.md"
 HOST_SAMPLES = 100
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # of the norm of the difference
 Compute = Callable[..., Any]
@@ -203,10 +203,7 @@ def _table(lines: list[dict[str, Any]]) -> str:
 
 
 def refresh_page(page: Path = PAGE, results: Path = RESULTS) -> int:
-    """Put the newest kept result of each GPU in bfloat16 into the page; nothing where there is none. How many."""
-    kept = readme.newest_by_gpu(results, "-bfloat16-rope.json")
-    readme.refresh(page, SECTION, "\n\n".join(map(section, kept)))
-    return len(kept)
+    return readme.refresh_study(page, "rope", results, "-bfloat16-rope.json", section)
 
 
 def main(argv: list[str] | None = None) -> int:

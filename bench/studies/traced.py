@@ -75,13 +75,6 @@ EAGER = "eager F.rms_norm"
 # The options that torchtitan gives Inductor, but for how it wraps.
 TUNED = {"max_autotune": True, "coordinate_descent_tuning": True}
 PAGE = ROOT / "docs" / "traced-graphs.md"
-SECTION = "traced"  # of the page: what stands between its markers
-INTRODUCTION = """\
-One norm by itself, forward and backward, each variant checked against float64 and then timed as
-[bench/README.md](../bench/README.md) says: CUDA graphs, cold L2. GB/s counts the bytes that two passes must move. Where
-nothing stands between the two passes, Inductor compiles them together and may read x once; in a model something does
-stand there, as in the lines "passes apart". torchtitan published a speedup of 1.82 for its regional pass
-([pull request 3132](https://github.com/pytorch/torchtitan/pull/3132)), by a timer of its own."""
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # y, dx, dw
 Graph = Callable[..., Any]
@@ -360,16 +353,8 @@ def time_in_turn(
 # Tables
 
 
-def kept(results: Path = RESULTS) -> list[Result]:
-    return readme.newest_by_gpu(results, "-traced.json")
-
-
 def refresh_page(page: Path = PAGE, results: Path = RESULTS) -> int:
-    """Puts what is kept into the page; without any it stays as it is. How many results."""
-    found = kept(results)
-    if found:
-        readme.refresh(page, SECTION, "\n\n".join([INTRODUCTION, *map(page_section, found)]))
-    return len(found)
+    return readme.refresh_study(page, "traced", results, "-traced.json", page_section)
 
 
 def page_section(result: Result) -> str:

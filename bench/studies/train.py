@@ -4,7 +4,6 @@
 """Trains a small Llama on real text with each backend's RMSNorm and compares the loss curves.
 
     python -m bench.studies.train [--backend cutile,baseline] [--steps 300] [--out DIR]
-    python -m bench.studies.train --readme TRAIN.json     measure nothing: put a result into docs/performance.md
 
 The model is transformers' LlamaForCausalLM, about 100M parameters, random weights, byte vocabulary. `baseline` is the
 model as it is; `F.rms_norm` has torch.nn.RMSNorm and every other name this package's RMSNorm(casting="llama") in the
@@ -43,7 +42,7 @@ from tqdm import trange
 from bench import require
 from bench.measure.provenance import RESULTS, choose_tables, describe_run, gpu_slug, one_line
 from bench.measure.session import run_in_interpreters
-from bench.report import curves, readme
+from bench.report import curves
 from bench.report.tables import CPU_NOTE, write_json
 from tilegym_rmsnorm import RMSNorm
 from tilegym_rmsnorm.commands import options
@@ -224,8 +223,6 @@ def make_parser(setup: Setup) -> argparse.ArgumentParser:
     usual, small = (f"{each.steps}, at least {each.least}" for each in (Setup(), CPU_SETUP))
     add("--steps", type=steps_of(setup), help=f"default: {usual}; without a GPU {small}")
     add("--out", type=options.path, help="folder of the results; default: bench/results/GPU/")
-    pages = "measure nothing: put a result into docs/performance.md"
-    add("--readme", type=readme.result_file("runs"), metavar="JSON", help=pages)
     return parser
 
 
@@ -255,9 +252,6 @@ def main(argv: list[str] | None = None) -> int:
     setup = Setup() if has_gpu else CPU_SETUP
     parser = make_parser(setup)
     arguments = parser.parse_args(argv)
-    if arguments.readme:
-        readme.refresh_training(arguments.readme)
-        return 0
     require("transformers")
     import transformers
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -25,7 +24,7 @@ from bench.measure.provenance import RESULTS, ROOT, choose_tables, describe_run,
 from bench.measure.shapes import OPS
 from bench.providers import peers
 from bench.providers.peers import ALL_PROVIDERS
-from bench.report import html_report, readme
+from bench.report import html_report
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
 from tilegym_rmsnorm.commands import installation
 
@@ -93,23 +92,12 @@ def test_git_ignores_parts_of_runs_and_not_whole_ones():
     [
         (["--provider", "torhc"], f"expected some of {', '.join(ALL_PROVIDERS)}, got torhc"),
         (["--shapes", "4x"], "argument --shapes: expected ROWSxCOLS,... with both at least 1, got '4x'"),
-        (["--readme", "nope.json"], "argument --readme: expected a result in JSON, got nope.json"),
-        (["--readme", str(ROOT / "ci.yaml")], "argument --readme: expected a result in JSON, got"),
     ],
 )
 def test_wrong_options_are_refused_with_the_reason(options, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         run.parse_arguments(options)
     assert message in capsys.readouterr().err
-
-
-def test_readme_takes_only_results_of_the_repository(tmp_path):
-    result = tmp_path / "result.json"
-    result.write_text('{"records": [{}]}')
-    with pytest.raises(argparse.ArgumentTypeError, match="expected a file under"):
-        readme.result_file("records")(str(result))
-    with pytest.raises(argparse.ArgumentTypeError, match="expected a result with runs"):
-        readme.result_file("runs")(str(result))
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""The study of one launch or two, and the page that shows its kept results."""
+"""The study of one launch or two, and its kept results."""
 
 from __future__ import annotations
 
@@ -21,16 +21,7 @@ from bench.studies import one_launch_or_two as study
 from tilegym_rmsnorm.backends import registry
 
 
-def test_the_page_shows_what_is_kept(tmp_path, monkeypatch):
-    """Figures are never typed by hand."""
-    kept, page = study.PAGE.read_text(), tmp_path / "page.md"
-    page.write_text(re.sub("(<!-- split:begin -->).*(<!-- split:end -->)", r"\1\2", kept, flags=re.DOTALL))
-    monkeypatch.setattr(study, "PAGE", page)
-    assert study.main(["--docs"]) == 0 and page.read_text() == kept
-    monkeypatch.setattr(study, "RESULTS", tmp_path)
-    with pytest.raises(SystemExit, match="no results of this study"):
-        study.main(["--docs"])
-    assert page.read_text() == kept
+def test_every_shape_is_kept():
     for result in readme.newest_by_gpu(RESULTS, "-split.json"):
         assert [(cell["rows"], cell["cols"]) for cell in result["cells"]] == study.SHAPES
 

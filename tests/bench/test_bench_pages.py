@@ -12,9 +12,10 @@ import pytest
 from bench_records import assert_golden, cell, make_record, make_result
 from test_bench_compare import make_cell
 
-from bench.measure.provenance import RESULTS
+from bench.measure.provenance import RESULTS, gpu_slug
 from bench.report import overview, plots, readme, widths
 from bench.report import tables as report
+from bench.studies import one_launch_or_two, rope, traced
 
 
 def make_grid(**changes):
@@ -134,6 +135,34 @@ def test_the_pages_show_what_is_kept(monkeypatch):
         (page, name) for page in pages for name in re.findall(r"<!-- (\w+):begin -->", page.read_text())
     }
     assert marked == set(written) and {name for page, name in marked if page == pages[1]} == set(SECTIONS)
+
+
+@pytest.mark.parametrize(
+    "study", [one_launch_or_two, rope, traced], ids=lambda study: study.__name__.rpartition(".")[2]
+)
+def test_the_pages_of_studies_show_what_is_kept(study, tmp_path):
+    kept, page = study.PAGE.read_text(), tmp_path / "page.md"
+    page.write_text(re.sub(r"(<!-- \w+:begin -->).*(<!-- \w+:end -->)", r"\1\2", kept, flags=re.DOTALL))
+    assert page.read_text() != kept
+    assert study.refresh_page(page) > 0 and page.read_text() == kept
+
+
+def test_a_study_shows_the_newest_result_of_each_gpu(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- a:begin -->\nold\n<!-- a:end -->\nafter\n")
+    h100, h200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+    kept = ((h100, "2026-11-29"), (h100, "2026-11-28"), (h200, "2026-11-27"), (None, "2026-11-30"))
+    for gpu, day in kept:
+        path = tmp_path / gpu_slug(gpu) / f"{day}-a.json"
+        report.write_json(make_result(gpu=gpu, date=f"{day}T10:00:00+00:00"), path)
+        report.write_json(make_result(gpu=gpu), path.with_name("2026-12-01-other.json"))
+    text = lambda result: result["date"][:10]  # noqa: E731
+    assert readme.refresh_study(page, "a", tmp_path, "-a.json", text) == 2
+    assert page.read_text() == (
+        "before\n<!-- a:begin -->\n\n2026-11-29\n\n2026-11-27\n\n<!-- a:end -->\nafter\n"
+    )
+    assert readme.refresh_study(page, "a", tmp_path / "none", "-a.json", text) == 0
+    assert page.read_text() == "before\n<!-- a:begin -->\n<!-- a:end -->\nafter\n"
 
 
 def test_drawn_widths_have_a_page_with_the_worst_of_each_part_and_direction(tmp_path):

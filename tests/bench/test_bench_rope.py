@@ -13,9 +13,7 @@ import pytest
 import torch
 from bench_records import make_result
 
-from bench.measure.provenance import RESULTS, gpu_slug
 from bench.measure.session import Session
-from bench.report.tables import write_json
 from bench.studies import rope as study
 
 CPU = torch.device("cpu")
@@ -143,29 +141,3 @@ def test_liger_is_left_out_where_it_is_not_installed(monkeypatch, capsys):
     monkeypatch.setattr(study.importlib.util, "find_spec", lambda name: None)
     assert study.main(["--device", "cpu", "--provider", "liger"]) == 2
     assert "left out: liger: no module liger_kernel" in capsys.readouterr().err
-
-
-# The page
-
-
-def test_the_newest_result_of_each_gpu_is_put_into_the_page(tmp_path):
-    page, results = tmp_path / "page.md", tmp_path / "results"
-    page.write_text("before\n<!-- rope:begin -->\nold\n<!-- rope:end -->\nafter\n")
-    assert study.refresh_page(page, results) == 0
-    assert page.read_text() == "before\n<!-- rope:begin -->\n<!-- rope:end -->\nafter\n"
-    for day, us in (("2026-11-28", 500.0), ("2026-11-29", 168.0)):
-        cell = {"shape": study.SHAPES[0], "op": "forward", "us": {"cutile": us, "eager": 900.0}, "failed": {}}
-        result = make_result(dtype="bfloat16", cells=[cell], date=f"{day}T10:00:00+00:00")
-        write_json(result, results / gpu_slug(result["gpu"]) / f"{day}-bfloat16-rope.json", "cells")
-    assert study.refresh_page(page, results) == 1
-    text = page.read_text()
-    assert "| 4x4096x(32+8)x128" in text and "168.0" in text and "900.0" in text
-    assert "500.0" not in text and "old" not in text and text.endswith("<!-- rope:end -->\nafter\n")
-
-
-def test_the_page_shows_what_is_kept(tmp_path):
-    """Figures are never typed by hand: `python scripts/docs_figures.py` writes them."""
-    copy = tmp_path / "page.md"
-    copy.write_text(study.PAGE.read_text())
-    study.refresh_page(copy, RESULTS)
-    assert copy.read_text() == study.PAGE.read_text()

@@ -14,7 +14,8 @@ import torch
 from helpers import needs_inductor, why_skip
 from traced_norms import KEEPS_FORWARDS
 
-from bench.measure.provenance import gpu_slug
+from bench.measure.provenance import RESULTS, gpu_slug
+from bench.report import readme
 from bench.studies import traced
 from tilegym_rmsnorm import get_current_backend
 from tilegym_rmsnorm.integrations import aten
@@ -126,10 +127,9 @@ def test_without_a_gpu_nothing_is_measured(monkeypatch, capsys):
     assert "PyTorch sees no GPU; --device cpu shows how it works" in capsys.readouterr().err
 
 
-# The page
+# The table
 
 ORIGIN = bench_records.make_result(versions={"torch": "2.13.0"})
-MARKED = "before\n\n<!-- traced:begin -->\n\nold\n\n<!-- traced:end -->\n\nafter\n"
 
 
 def make_result(us, **changes):
@@ -143,40 +143,16 @@ def make_result(us, **changes):
     return result | changes
 
 
-def test_the_newest_result_of_each_gpu_is_put_into_the_page(tmp_path):
-    page, folder = tmp_path / "page.md", tmp_path / "results" / gpu_slug(ORIGIN["gpu"])
-    page.write_text(MARKED)
-    assert traced.refresh_page(page, tmp_path / "results") == 0 and page.read_text() == MARKED
-    for us, date in (((900.0, 450.0), "2026-11-29"), ((800.0, None), "2026-11-28")):
-        result = make_result(us, date=f"{date}T10:00:00+00:00")
-        traced.write_json(result, folder / f"{date}-traced.json", "variants")
-    traced.write_json(
-        make_result((1.0, 1.0), gpu=None), tmp_path / "results/cpu/2026-11-30-traced.json", "variants"
+def test_the_table_has_a_line_for_each_variant():
+    assert re.search(
+        r"\| replaced +\| +0.450 \| +2222 \| +50% \| +2.00 \|", traced.table(make_result((900.0, 450.0)))
     )
-    assert traced.refresh_page(page, tmp_path / "results") == 1
-    text = page.read_text()
-    assert text.startswith("before") and text.endswith("after\n") and "\nold\n" not in text
-    assert re.search(r"\| replaced +\| +0.450 \| +2222 \| +50% \| +2.00 \|", text)
-    assert "1.82" in text and "torch 2.13.0" in text and "0.800" not in text
-
-
-def test_a_variant_without_a_time_is_in_the_table():
     assert re.search(r"\| replaced +\| failed \|", traced.table(make_result((900.0, None))))
 
 
-def test_the_page_shows_what_is_kept():
-    """Figures are never typed by hand: `python scripts/docs_figures.py` writes them."""
-    [shown] = re.findall(
-        r"<!-- traced:begin -->\n(.*)<!-- traced:end -->", traced.PAGE.read_text(), re.DOTALL
-    )
-    found = traced.kept()
-    expected = (
-        [traced.INTRODUCTION, *map(traced.page_section, found)] if found else ["Neither pass was timed yet."]
-    )
-    assert shown.strip() == "\n\n".join(expected)
-
-
-@pytest.mark.parametrize("result", traced.kept(), ids=lambda result: gpu_slug(result["gpu"]))
+@pytest.mark.parametrize(
+    "result", readme.newest_by_gpu(RESULTS, "-traced.json"), ids=lambda result: gpu_slug(result["gpu"])
+)
 def test_kept_results_are_whole(result):
     assert result["shape"] == list(traced.SHAPE) and not traced.failures(result)
     assert [each["variant"] for each in result["variants"]] == list(traced.VARIANTS)
