@@ -384,7 +384,7 @@ def test_says_which_entries_serve_the_gpu(fake, capsys, monkeypatch, folders):
         [line] = [line for line in run_doctor(capsys)[1].splitlines() if line.startswith("  tuned settings")]
         return line.removeprefix("  tuned settings").strip()
 
-    assert said().startswith(f"the rules of plans/; no entries for {TARGET}: those that ship are for ")
+    assert said().startswith(f"the rules of plans/; none are for {TARGET} alone: ")
     ship(shipped, TARGET, ENTRY, entry_of(BUCKET._replace(size="few"), VARIANT))
     assert said() == "2 that ship for it, then the rules of plans/"
     path = tables.update(user, TARGET, [ENTRY])

@@ -38,17 +38,19 @@ class Shipped(NamedTuple):
 
 
 def shipped_entries(op: str, dtype: str) -> list[Shipped]:
-    """List the choices of the entries of `op` that ship for tensors of `dtype`, with those that `dtype` takes from
-    another dtype or weight. Choices that other tests have are left out: those of the rules, and those that another
-    entry of that width beside such a weight has too."""
+    """List the choices of the records of `op` that ship for a GPU model and tensors of `dtype`, at the ends of their
+    ranges, with those that `dtype` takes from another dtype or weight. Choices that other tests have are left out:
+    those of the rules, and those that another record of that width beside such a weight has too."""
     found: dict[tuple[int, int, str, Variant], Shipped] = {}
-    for target in tables.shipped_targets():
+    for target in (planning.H100, planning.H200):
         facts = planning.device(target.architecture, target=target)
-        records = [each for each in tables.shipped_records(target.architecture) if target.gpu in each.gpus]
-        buckets = (bucket for record in records for bucket in record.buckets())
         lenders = (dtype, *SHARED.get(dtype, ()))
         served = dict.fromkeys(
-            (each.n, each.size) for each in buckets if each.op == op and each.dtype in lenders
+            (n, size)
+            for each in tables.shipped_records(target.architecture)
+            if target.gpu in each.gpus and op in each.ops and not set(lenders).isdisjoint(each.dtypes)
+            for n in (each.first, each.last)
+            for size in each.sizes
         )
         for (n, size), weight in itertools.product(served, WEIGHTS if ITEMSIZE[dtype] == 2 else (SAME,)):
             asked = planning.problem(op, n, dtype, size, FLOAT32 if weight == FLOAT32 else dtype, facts)

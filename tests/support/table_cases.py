@@ -97,29 +97,30 @@ def write_with_rope(folder: Path, *entries: Record) -> Path:
 
 def forget_files() -> None:
     """Files are read once in a process, and by this again."""
-    reads = (tables.table_in, tables._shipped_entries, tables._rules, tables.shipped_records, tables._shipped)
+    reads = (tables.table_in, tables._of_gpu, tables._rules, tables.shipped_records, tables._shipped)
     for read in (*reads, tables._tell_of_rope):
         read.cache_clear()
 
 
 def entries_that_ship(machine, op: str, dtype: str) -> list[tuple[Bucket, Variant]]:
-    """List the buckets and variants of `op` on tensors of `dtype` that ship for this GPU and toolkit, in order. Skip
-    the test where there are none."""
+    """List the buckets and variants of `op` on tensors of `dtype` that ship for this GPU model, in order. Skip the test
+    where there are none."""
     target = machine.facts.target
-    entries = sorted(serving(target, op, dtype).items()) if target in tables.shipped_targets() else []
+    entries = sorted(serving(target, op, dtype).items())
     if not entries:
         pytest.skip(f"no entries of {op} and {dtype} ship for {target}")
     return entries
 
 
 def serving(target: Target, op: str, dtype: str) -> dict[Bucket, Variant]:
-    """Return the variants of the entries that ship for a target, for tensors of `dtype`, with those that `dtype` takes
-    from another dtype."""
-    entries = [r for r in tables.shipped_records(target.architecture) if target.gpu in r.gpus]
+    """Return the variants of the records that ship for a GPU model, each at the ends of its range, for tensors of
+    `dtype`, with those that `dtype` takes from another dtype."""
     found: dict[Bucket, Variant] = {}
     for lender in (dtype, *select.SHARED.get(dtype, ())):
-        for record in entries:
-            for bucket in record.buckets():
+        for record in tables.shipped_records(target.architecture):
+            for bucket in record.buckets() if target.gpu in record.gpus else ():
                 if (bucket.op, bucket.dtype) == (op, lender):
-                    found.setdefault(bucket._replace(dtype=dtype), record.variant(bucket.n))
+                    for n in dict.fromkeys((record.first, record.last)):
+                        if variant := record.variant(n):
+                            found.setdefault(bucket._replace(dtype=dtype, n=n), variant)
     return found

@@ -1,12 +1,13 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Records: which variant serves which rows, as data, with the evidence for it. Rules, which hold for a range of N, and
-entries, which hold for one N on one GPU model, have the same schema, those that ship and those that `tune` writes:
+"""Records: which variant serves which rows, as data, with the evidence for it. Those that ship, for a range of N or for
+one, and those that `tune` writes, entries for one N, have the same schema:
 
     ops, dtypes, weights, sizes, forms      lists: what it serves (problem.py, sizes.py)
     n                             [first, last] columns, or [first, null]; one number for an entry
-    alignment                     of a rule: "any" for rows that are not aligned too (Problem.is_aligned)
-    gpus                          of an entry that ships: the models that it was measured on
+    alignment                     "any" for rows that are not aligned too (Problem.is_aligned)
+    lends                         false: it serves its own form and size class alone, not those that have no record
+    gpus                          the models that it is for alone; none: all of an architecture
     kernel, settings              the variant (variants.py) but for what follows from N (`fitted`): a width that holds
                                   the row, the pieces or members that it takes; a list: the first that fits
     spills                        why it is kept although its kernel spills registers
@@ -48,6 +49,7 @@ OPTIONAL = {
     "weights": [SAME],
     "forms": [PLAIN_ROWS],
     "alignment": "aligned",
+    "lends": True,
     "gpus": [],
     "spills": "",
     "evidence": [],
@@ -64,6 +66,7 @@ class Record(NamedTuple):
     kernel: str
     settings: tuple[dict[str, Any], ...]
     alignment: str = "aligned"
+    lends: bool = True
     gpus: tuple[str, ...] = ()
     spills: str = ""
     evidence: tuple[dict[str, Any], ...] = ()
@@ -100,13 +103,14 @@ class Records:
     def __iter__(self) -> Iterator[Record]:
         return iter(self._records)
 
-    def find(self, bucket: Bucket, most_members: int, is_aligned: bool) -> tuple[Record, Variant] | None:
-        """The first record that serves a bucket, and its variant."""
+    def find(
+        self, bucket: Bucket, most_members: int, is_aligned: bool, is_lent: bool = False
+    ) -> tuple[Record, Variant] | None:
+        """The first record that serves a bucket, and its variant. is_lent: the call is like the bucket, not of it."""
         n = bucket.n
         for record in self._by_key.get(bucket._replace(n=0), ()):
-            if record.first <= n <= record.last and (
-                is_aligned or record.is_entry or record.alignment == "any"
-            ):
+            fits = is_aligned or record.is_entry or record.alignment == "any"
+            if record.first <= n <= record.last and fits and (record.lends or not is_lent):
                 if (variant := record.variant(n, most_members)) is not None:
                     return record, variant
         return None
@@ -137,8 +141,9 @@ def parse(item: Any, architecture: int) -> Record:
     expect(are_names, "gpus", "a list of names", item["gpus"])
     expect(isinstance(item["spills"], str), "spills", "a text", item["spills"])
     expect(item["alignment"] in ("aligned", "any"), "alignment", "aligned or any", item["alignment"])
+    expect(isinstance(item["lends"], bool), "lends", "true or false", item["lends"])
     given: dict[str, Any] = {name: tuple(item[name]) for name in (*OF_LISTS, "gpus", "evidence")}
-    given |= {name: item[name] for name in ("kernel", "alignment", "spills")}
+    given |= {name: item[name] for name in ("kernel", "alignment", "lends", "spills")}
     record = Record(first=first, last=last, settings=tuple(settings), is_entry=type(n) is int, **given)
     for measured in record.evidence:
         numbers = [measured[name] for name in ("m", "us", "before") if name in measured]
@@ -176,5 +181,5 @@ def render(record: Record) -> str:
     item = {name: list(value) if isinstance(value, tuple) else value for name, value in item.items()}
     if len(record.settings) == 1:
         item["settings"] = record.settings[0]
-    order = [*OF_LISTS, "n", "alignment", "gpus", "kernel", "settings", "spills", "evidence"]
+    order = [*OF_LISTS, "n", "alignment", "lends", "gpus", "kernel", "settings", "spills", "evidence"]
     return json.dumps({name: item[name] for name in order if item[name] != OPTIONAL.get(name)})

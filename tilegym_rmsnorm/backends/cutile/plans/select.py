@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: MIT
 """The selector: the plan of a problem.
 
-The first that serves it decides: entries (of the user's, then those that ship), rules of all architectures, rules of
-this one, and what can be reasoned (rules.py). float16 takes bfloat16's entries where it has none of its own; dx alone,
-where none is of it, takes a backward's, if that variant `serves_dx_alone`. Rows of 2-byte elements beside a float32
-weight take entries and rules of such a weight, and only then what serves beside a weight of x's dtype.
+The first that serves it decides: records of the GPU model (the user's entries, then those that ship), rules of all
+architectures, rules of this one, and what can be reasoned (rules.py). Of records of a GPU model float16 takes
+bfloat16's where it has none of its own; dx alone, where none is of it, takes a backward's, if that variant
+`serves_dx_alone`. Rows of 2-byte elements beside a float32 weight take records and rules of such a weight, and only
+then what serves beside a weight of x's dtype.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SERVED_BY = {"forward": ("forward",), "backward": ("backward",), "dx": ("dx", "b
 
 
 class Tables(NamedTuple):
-    """Records in the order in which they decide: entries that serve this GPU, then rules for its architecture."""
+    """Records in the order in which they decide: of this GPU model (`entries`), then rules for its architecture."""
 
     entries: tuple[Records, ...] = ()
     rules: tuple[Records, ...] = ()
@@ -66,17 +67,18 @@ def choose(problem: Problem, tables: Tables) -> Choice:
     """The variant of the first kernel, and why.
 
     A call with a residual, a bias or several dtypes takes the first rule whose kernel can have them (rules.takes_form):
-    of its form, or of plain calls, of its size class or of large calls, whose kernels are the plainest. An entry serves
-    calls that have its form and no more: a share of the blocks that is best for plain rows of 5120 columns took 218.9
-    us with a residual, the rule 183.6 (H100, backward 13104x5120, bfloat16). Heads have what can be reasoned.
+    of its form, or of plain calls, of its size class or of large calls, whose kernels are the plainest. An entry, or a
+    rule that does not lend, serves calls that have its form and no more, since it fills the registers that others need:
+    the backward's rule for 3072 plain columns takes 116.8 us with a residual, the one that lends 95.7 (H200,
+    16384x3072, bfloat16). Heads have what can be reasoned.
     """
     if problem.form == PLAIN:
-        found = next(_recorded(problem.bucket, tables, problem), None)
+        found = next(_recorded(problem.bucket, tables, problem, is_lent=False), None)
         return found or Choice(rules.reasoned(problem), "reasoned (plans/rules.py)")
     own, without_entries = problem.bucket, Tables(rules=tables.rules)
     for bucket in () if problem.form.heads else _like(own):
         is_exact = bucket == own and problem.form == form_named(own.form)
-        for choice in _recorded(bucket, tables if is_exact else without_entries, problem):
+        for choice in _recorded(bucket, tables if is_exact else without_entries, problem, not is_exact):
             # An entry was timed and checked with the form.
             if choice.first.serves_form(problem) if is_exact else rules.takes_form(choice.first, problem):
                 return choice
@@ -99,7 +101,7 @@ def _like(bucket: Bucket) -> Iterator[Bucket]:
             yield bucket._replace(form=form, size=size)
 
 
-def _recorded(bucket: Bucket, tables: Tables, problem: Problem) -> Iterator[Choice]:
+def _recorded(bucket: Bucket, tables: Tables, problem: Problem, is_lent: bool) -> Iterator[Choice]:
     """Yield the choices of the records for a bucket, in order."""
     bucket = bucket._replace(weight=SAME)
     for weight in (FLOAT32, SAME) if problem.is_beside_float32 else (SAME,):
@@ -107,7 +109,7 @@ def _recorded(bucket: Bucket, tables: Tables, problem: Problem) -> Iterator[Choi
         if found := _entry(beside, tables, problem):
             yield found
         for each in tables.rules:
-            if rule := each.find(beside, problem.most_members, problem.is_aligned):
+            if rule := each.find(beside, problem.most_members, problem.is_aligned, is_lent):
                 yield Choice(rule[1], f"the rule for {_columns(rule[0])}{_of(bucket)}", rule[0].spills)
 
 

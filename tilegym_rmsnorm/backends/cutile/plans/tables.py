@@ -27,18 +27,17 @@ SHIPPED_FOLDER = Path(__file__).parent
 
 
 def tables_of(architecture: int, target: Target | None, folder: Path | None) -> Tables:
-    """Return the records that decide on a GPU: entries for this model and toolkit, the user's in `folder` first, and
-    rules by its architecture."""
-    entries = (
-        () if target is None else (*([table_in(folder, target)] if folder else []), _shipped_entries(target))
-    )
-    return Tables(entries, _rules(architecture))
+    """Return the records that decide on a GPU: the user's in `folder` for its model and toolkit, those that ship for
+    its model, and rules by its architecture."""
+    if target is None:
+        return Tables(rules=_rules(architecture))
+    shipped = _of_gpu(architecture, target.gpu)
+    return Tables((table_in(folder, target), shipped) if folder else (shipped,), _rules(architecture))
 
 
 @functools.cache
-def _shipped_entries(target: Target) -> Records:
-    is_for = target in shipped_targets()
-    return Records(r for r in shipped_records(target.architecture) if is_for and target.gpu in r.gpus)
+def _of_gpu(architecture: int, gpu: str) -> Records:
+    return Records(record for record in shipped_records(architecture) if gpu in record.gpus)
 
 
 @functools.cache
@@ -55,7 +54,7 @@ def shipped_records(architecture: int | None) -> tuple[Record, ...]:
 
 
 def shipped_toolkit(architecture: int) -> tuple[str, str]:
-    """cuda-tile and tileiras that the entries which ship were measured with."""
+    """cuda-tile and tileiras that the records which ship were measured with."""
     data = _shipped(architecture)
     return data["cuda_tile"], data["tileiras"]
 
@@ -66,20 +65,10 @@ def _shipped(architecture: int | None) -> dict:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"records": []}
 
 
-def shipped_targets() -> list[Target]:
-    """Return the GPUs and toolkits for which entries ship."""
-    found = set()
-    for path in SHIPPED_FOLDER.glob("sm_*.json"):
-        architecture = int(path.stem.removeprefix("sm_"))
-        for record in shipped_records(architecture):
-            found |= {Target(gpu, architecture, *shipped_toolkit(architecture)) for gpu in record.gpus}
-    return sorted(found)
-
-
 def shipped_for(bucket: Bucket) -> list[Variant]:
-    """Return the variants that tuning tries first: those that shipped entries choose for a bucket's rows on any GPU,
-    with any toolkit, and for any dtype of that size. For dx also those for dx with dw. For a form first those of the
-    form, then those of the nearest others, plain rows last."""
+    """Return the variants that tuning tries first: those that records which ship have for a bucket's rows, of any GPU
+    and any dtype of that size. For dx also those for dx with dw. For a form first those of the form, then those of the
+    nearest others, plain rows last."""
     found: list[Variant] = []
     for form in nearest_forms(bucket.form):
         for path in sorted(SHIPPED_FOLDER.glob("sm_*.json")):
@@ -87,23 +76,22 @@ def shipped_for(bucket: Bucket) -> list[Variant]:
                 is_alike = ITEMSIZE[bucket.dtype] in {ITEMSIZE[dtype] for dtype in record.dtypes}
                 is_op = not set(record.ops).isdisjoint(SERVED_BY[bucket.op])
                 is_for = is_op and bucket.size in record.sizes and form in record.forms
-                if record.is_entry and record.first == bucket.n and is_alike and is_for:
+                if record.first <= bucket.n <= record.last and is_alike and is_for:
                     found += filter(None, [record.variant(bucket.n)])
     return list(dict.fromkeys(found))
 
 
 def describe(target: Target | None, folder: Path | None) -> str:
     """Describe in one line for people how kernels are chosen on this GPU, the first that counts first."""
-    found, shipped = [], shipped_targets()
+    found = []
     if target is not None and folder is not None and (count := len(table_in(folder, target))):
         found.append(f"{count} in {table_path(folder, target)}")
-    if target is not None and target in shipped:
-        found.append(f"{len(_shipped_entries(target))} that ship for it")
+    if target is not None and (count := len(_of_gpu(target.architecture, target.gpu))):
+        found.append(f"{count} that ship for it")
     text = ", then ".join([*found, "the rules of plans/"])
     if not found:
-        wanted = "" if target is None else f" for {target}"
-        text += f"; no entries{wanted}: those that ship are for {', '.join(map(str, shipped))}"
-        text += ". `python -m tilegym_rmsnorm tune` makes some"
+        wanted = "this GPU" if target is None else str(target)
+        text += f"; none are for {wanted} alone: `python -m tilegym_rmsnorm tune` makes some"
     return text
 
 
