@@ -145,13 +145,7 @@ def _rstd(wide: Tensor, eps: float | None, dims: int) -> Tensor:
 
 
 def rms_norm_backward_torch(
-    x: Tensor,
-    dy: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    *,
-    offset: float = 0.0,
-    casting: str = "once",
+    x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, *, offset: float = 0.0, casting: str = "once"
 ) -> tuple[Tensor, Tensor | None]:
     """Compute dx and dw of a call without a residual, in the dtypes of x and weight. The rest as `gradients_torch`."""
     spec, wanted = Spec(x.shape[-1], 0.0, offset, casting), Wanted(x.dtype, dw=dtype_of(weight))
@@ -212,10 +206,8 @@ def rounded_value(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Round `value` to `dtype` but keep its own dtype. Gradients ignore the rounding."""
     if dtype == value.dtype:
         return value
-    if is_translated():
-        return value.to(dtype).to(
-            value.dtype
-        )  # other runtimes have neither these gradients nor views of bits
+    if is_translated():  # other runtimes have neither these gradients nor views of bits
+        return value.to(dtype).to(value.dtype)
     fixed = value.detach()
     rounded = fixed.to(dtype)
     if dtype.itemsize == 2 and is_compiled():

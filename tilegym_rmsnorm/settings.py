@@ -27,9 +27,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 AUTO_ORDER = ("cutile", "triton", "torch")  # the backends, fastest first
 KERNEL_BACKENDS = AUTO_ORDER[:-1]  # all but "torch", the last, which runs PyTorch's operations
 NAMES = (*AUTO_ORDER, "auto")
-BackendName = (
-    Literal["auto", "cutile", "triton", "torch"] | str
-)  # names for editors, str for names in variables
+BackendName = Literal["auto", "cutile", "triton", "torch"] | str  # for editors; str: names in variables
 _INSTEAD_OF_INDUCTOR = ', which is gone: use torch.compile around calls with backend="torch"'
 
 BACKEND_VARIABLE = "TILEGYM_RMSNORM_BACKEND"

@@ -180,12 +180,7 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 def _check_usable(
-    function: str,
-    device: torch.device,
-    casting: str,
-    n: int,
-    dtype: torch.dtype,
-    *others: torch.dtype | None,
+    function: str, device: torch.device, casting: str, n: int, dtype: torch.dtype, *others: torch.dtype | None
 ) -> None:
     """Raise BackendUnavailableError where the backend cannot run such calls. others: the dtype of weight first."""
     is_aligned = n * dtype.itemsize % 16 == 0

@@ -49,9 +49,8 @@ def check_dtensors(names: Sequence[str], tensors: Sequence[Any]) -> None:
     if placed is None or is_traced() or _takes_plain_beside(tensors[placed]):
         return
     for name, tensor in zip(names, tensors, strict=True):
-        if (
-            isinstance(tensor, Tensor) and not is_dtensor(tensor) and tensor.numel() != 1
-        ):  # one element is replicated
+        # One element is replicated.
+        if isinstance(tensor, Tensor) and not is_dtensor(tensor) and tensor.numel() != 1:
             got = f"a plain tensor of shape {tuple(tensor.shape)}"
             fail(TypeError, name, f"a DTensor as {names[placed]} is", got)
 
@@ -232,12 +231,7 @@ def check_rstd(rstd: Tensor, x: Tensor, n: int, dims: int | None) -> None:
 
 
 def check_saved(
-    x: Tensor,
-    dy: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    d_residual_out: Tensor | None,
-    call: Call,
+    x: Tensor, dy: Tensor, weight: Tensor | None, rstd: Tensor, d_residual_out: Tensor | None, call: Call
 ) -> None:
     """Check that gradients match the outputs and that saved tensors are unchanged: hooks
     (`torch.autograd.graph.saved_tensors_hooks`) or `tensor.data = ...` can change them."""

@@ -233,9 +233,8 @@ def run_kernels(backend: str) -> dict[str, Any]:
     except Exception as error:  # whatever a broken installation raises
         return _failure(backend, error)
     result = {"device": device, "errors": errors, "seconds": round(time.perf_counter() - start, 2)}
-    wrong = [
-        f"{name} by {error:.1e}" for name, error in errors.items() if not error <= TOLERANCE
-    ]  # NaN is wrong too
+    # NaN is wrong too.
+    wrong = [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= TOLERANCE]
     if wrong:
         remedy = "compare versions with constraints.txt, run tests/run.sh, and report what it says"
         return {"works": False, "reason": f"wrong results: {', '.join(wrong)}", "remedy": remedy, **result}

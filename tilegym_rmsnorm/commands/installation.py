@@ -191,7 +191,5 @@ def why_not_writable(folder: Path) -> str | None:
         return str(error)
     finally:
         for each in made:
-            with contextlib.suppress(
-                OSError
-            ):  # it could not be made, or another process writes into it by now
+            with contextlib.suppress(OSError):  # it was not made, or another process writes into it by now
                 each.rmdir()

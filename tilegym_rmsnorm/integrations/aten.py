@@ -270,11 +270,9 @@ class _Patch:
         if dy is not None and rstd is not None and (dy.dtype is not dtype or rstd.dtype is not _FLOAT32):
             return "dtype"
         name = get_current_backend()
-        if name == "torch" or (
-            name == "auto" and self.device_type != "cuda"
-        ):  # interpreters run by name only
-            return "backend"
-        return None
+        # Interpreters run by name only.
+        is_declined = name == "torch" or (name == "auto" and self.device_type != "cuda")
+        return "backend" if is_declined else None
 
     def _implementation(
         self,

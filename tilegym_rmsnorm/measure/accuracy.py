@@ -107,11 +107,7 @@ def _in_float64(
     y_scale = y.abs() if bias is None else (xhat * weight).abs() + bias.abs()
     d_scale = (g.abs() + xhat.abs() * (xhat * g).abs().mean(dim=1, keepdim=True)) * rstd.unsqueeze(1)
     d_scale = row_scale(d_scale if added is None else d_scale + added.abs())
-    expected = {
-        "y": (y, row_scale(y_scale)),
-        "rstd": (rstd, rstd),
-        "dx": (alpha * d, abs(alpha) * d_scale),
-    }
+    expected = {"y": (y, row_scale(y_scale)), "rstd": (rstd, rstd), "dx": (alpha * d, abs(alpha) * d_scale)}
     if alpha != 1.0:
         expected["d_residual"] = d, d_scale
     assert dw is not None and db is not None

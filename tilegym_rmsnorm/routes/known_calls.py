@@ -77,11 +77,8 @@ class KnownCalls:
 
 NORM, FORWARD_OP, BACKWARD_OP = KnownCalls(), KnownCalls(), KnownCalls()
 ATEN_FORWARD, ATEN_BACKWARD = KnownCalls(), KnownCalls()  # of override_aten
-ROPE, ROPE_FORWARD_OP, ROPE_BACKWARD_OP = (
-    KnownCalls(),
-    KnownCalls(),
-    KnownCalls(),
-)  # of qk_norm_rope and its ops
+# Of qk_norm_rope and its ops.
+ROPE, ROPE_FORWARD_OP, ROPE_BACKWARD_OP = KnownCalls(), KnownCalls(), KnownCalls()
 
 
 def forget() -> None:

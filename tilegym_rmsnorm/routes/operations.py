@@ -18,14 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilegym_rmsnorm import reference
-from tilegym_rmsnorm.call.spec import (
-    BackwardTensors,
-    Call,
-    ForwardTensors,
-    Gradients,
-    Spec,
-    Wanted,
-)
+from tilegym_rmsnorm.call.spec import BackwardTensors, Call, ForwardTensors, Gradients, Spec, Wanted
 from tilegym_rmsnorm.call.tensors import check_memory, has_own_operations, splits_rows
 from tilegym_rmsnorm.call.validation import is_known
 from tilegym_rmsnorm.call.watched import is_symbol, is_transformed, makes_graph
@@ -77,10 +70,7 @@ def gradients_of_saved(tensors: BackwardTensors, dims: int, call: Call, wanted: 
 
 
 def gradients_of_sum(
-    d_residual_out: Tensor | None,
-    alpha: float,
-    dtypes: tuple[Any, ...],
-    needs: tuple[bool, ...],
+    d_residual_out: Tensor | None, alpha: float, dtypes: tuple[Any, ...], needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute dx and d_residual where residual_out is used and y is not. dtypes, needs: of x, residual and more."""
     if d_residual_out is None:

@@ -160,10 +160,7 @@ ARITHMETICS: dict[str, tuple[str, tuple[Expression, ...]]] = {
         "x * rstd is rounded to x's dtype, then multiplied by weight; y has the wider dtype of both",
         (("mul", _W, _like(_XHAT, X)),),
     ),
-    "once": (
-        "x * rstd * weight in float32, then rounded to x's dtype",
-        (_ONCE,),
-    ),
+    "once": ("x * rstd * weight in float32, then rounded to x's dtype", (_ONCE,)),
     "offset": (
         "x * rstd * (1 + weight) in float32, then rounded to x's dtype",
         (_like(("mul", _XHAT, ("add", _OFFSET, _wide(_W))), X),),

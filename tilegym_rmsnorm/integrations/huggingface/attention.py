@@ -57,9 +57,7 @@ class AttentionPatch:
     def made(self, base: type) -> PatchedType:
         found = _found(base)
         function = compiled_again(
-            base,
-            _rewritten(found),
-            {_FOLDED: folded(found.norms, found.rotary, found.receivers)},
+            base, _rewritten(found), {_FOLDED: folded(found.norms, found.rotary, found.receivers)}
         )
         return subclass(base, self, {"forward": function})
 
@@ -150,11 +148,8 @@ def _names_rotated(statement: ast.stmt, function: FunctionType) -> tuple[str, ..
         or any(_has(each, name) for each in call.args[2:] for name in names)
     ):
         return ()
-    if not set(names) <= set(code.co_varnames) - set(
-        code.co_cellvars
-    ):  # other code would see q without its norm
-        return ()
-    return names
+    own = set(code.co_varnames) - set(code.co_cellvars)  # of others, other code would see q without its norm
+    return names if own.issuperset(names) else ()
 
 
 def _rotary_of(call: Any, function: FunctionType) -> Rotary:

@@ -248,14 +248,9 @@ class _Run(ast.NodeVisitor):
         return isinstance(node, ast.Name) and node.id not in self.locals
 
     def assign(self, target: ast.expr, value: ast.expr, node: ast.AST) -> None:
-        if (
-            isinstance(target, (ast.Tuple, ast.List))
-            and isinstance(value, (ast.Tuple, ast.List))
-            and len(target.elts) == len(value.elts)
-        ):
-            held = [
-                self.held(each) for each in value.elts
-            ]  # all of them before the first is bound: a, b = b, a
+        several = ast.Tuple, ast.List
+        if isinstance(target, several) and isinstance(value, several) and len(target.elts) == len(value.elts):
+            held = list(map(self.held, value.elts))  # all before the first is bound: a, b = b, a
             for one, values in zip(target.elts, held, strict=True):
                 self.bind(one, values, node)
         else:
@@ -271,10 +266,8 @@ class _Run(ast.NodeVisitor):
             self.bind(target.value, values, node)
         elif isinstance(target, ast.Subscript):
             index = target.slice
-            if not (
-                isinstance(index, ast.Constant) and isinstance(index.value, str)
-            ):  # no tensor takes a text
-                self.change(self.held(target.value), node)
+            is_text = isinstance(index, ast.Constant) and isinstance(index.value, str)  # no tensor takes one
+            self.change(_NONE if is_text else self.held(target.value), node)
         elif isinstance(target, ast.Attribute) and target.attr in _ATTRIBUTES:
             self.change(self.held(target.value), node)
 

@@ -20,18 +20,9 @@ import torch
 from torch import nn
 
 from tilegym_rmsnorm.integrations.huggingface.arithmetic import Match, is_eps, match_of
-from tilegym_rmsnorm.integrations.huggingface.attention import (
-    AttentionPatch,
-    check_module,
-    norms_of,
-    rotates,
-)
+from tilegym_rmsnorm.integrations.huggingface.attention import AttentionPatch, check_module, norms_of, rotates
 from tilegym_rmsnorm.integrations.huggingface.inplace import changed_inputs, fits
-from tilegym_rmsnorm.integrations.huggingface.layers import (
-    LayerPatch,
-    has_sum,
-    rewritten,
-)
+from tilegym_rmsnorm.integrations.huggingface.layers import LayerPatch, has_sum, rewritten
 from tilegym_rmsnorm.integrations.huggingface.norms import (
     NormPatch,
     PatchedType,

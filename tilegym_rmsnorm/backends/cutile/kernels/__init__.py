@@ -16,12 +16,7 @@ from .rope import backward_rope, forward_rope
 from .split import backward_split, backward_split_reread
 from .team import clear_board
 from .two_pass import backward_means, backward_strips
-from .unaligned import (
-    backward_unaligned,
-    backward_unaligned_team,
-    forward_unaligned,
-    forward_unaligned_team,
-)
+from .unaligned import backward_unaligned, backward_unaligned_team, forward_unaligned, forward_unaligned_team
 
 # Whatever is imported here, by the names that variants have (plans/variants.py).
 KERNELS = {name: each for name, each in list(globals().items()) if inspect.isfunction(each)}

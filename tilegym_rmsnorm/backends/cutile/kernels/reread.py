@@ -12,15 +12,7 @@ from .residual import (
     residual_with_divisor,
     store_gradient_tile,
 )
-from .tiles import (
-    ConstBool,
-    ConstInt,
-    as_float32,
-    factor_of_x,
-    load_tile,
-    rounded,
-    with_divisor,
-)
+from .tiles import ConstBool, ConstInt, as_float32, factor_of_x, load_tile, rounded, with_divisor
 from .weights import load_columns, load_scale_tile
 
 

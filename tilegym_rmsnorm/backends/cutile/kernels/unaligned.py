@@ -431,15 +431,5 @@ def backward_unaligned_team(
     SHAPE, HOW = (1, WIDTH, PIECES, VECTOR), (ENDS, LATENCY, HAS_WEIGHT, HAS_DW, ROUND_XHAT)
     arrays, blocks = (dx, dy, x, weight, rstd), ct.num_blocks(0) // MEMBERS
     gradients_of_rows(
-        arrays,
-        dw_partial,
-        (),
-        block,
-        blocks,
-        inv_n,
-        offset,
-        SHAPE,
-        HOW,
-        (d_residual_out, d_residual),
-        team,
+        arrays, dw_partial, (), block, blocks, inv_n, offset, SHAPE, HOW, (d_residual_out, d_residual), team
     )

@@ -14,12 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from tilegym_rmsnorm.backends.cutile.plans.sizes import (
-    FEW_TILES,
-    LARGEST_GRID,
-    MOST_ROWS,
-    shortest_walks,
-)
+from tilegym_rmsnorm.backends.cutile.plans.sizes import FEW_TILES, LARGEST_GRID, MOST_ROWS, shortest_walks
 
 if TYPE_CHECKING:
     from tilegym_rmsnorm.backends.cutile.plans.problem import Problem
