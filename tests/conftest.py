@@ -260,7 +260,7 @@ def fresh_plans():
     pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
     from tilegym_rmsnorm.backends.cutile import lookup, rope
 
-    caches = lookup._forward, lookup._backward, rope._launch, rope._sum
+    caches = lookup._launcher, rope._launch, rope._sum
     [made.cache_clear() for made in caches]
     yield
     [made.cache_clear() for made in caches]

@@ -94,8 +94,7 @@ def set_backend(backend: BackendName | None) -> None:
         ValueError: There is no backend of this name.
     """
     global _process_backend
-    if backend is not None:
-        check_name("backend", backend, NAMES)
+    check_backend_name(backend)
     _process_backend = backend
 
 
@@ -151,9 +150,10 @@ class use_backend(contextlib.ContextDecorator):  # in lower case, since callers 
                 _context_backends.set(tuple(names))
 
 
-def check_backend_name(backend: str, with_auto: bool = True) -> None:
-    """Raise a ValueError that lists the known names, unless `backend` is one, or, with_auto, "auto"."""
-    check_name("backend", backend, NAMES if with_auto else AUTO_ORDER)
+def check_backend_name(backend: str | None) -> None:
+    """Raise a ValueError that lists the known names, unless `backend` is one, "auto" or None."""
+    if backend is not None:
+        check_name("backend", backend, NAMES)
 
 
 def _environment_backend() -> str | None:

@@ -60,9 +60,15 @@ def _write(tensor: torch.Tensor, values: torch.Tensor) -> None:
     memory[:] = values.flatten().tolist()
 
 
+def _needs_more(x: torch.Tensor, weight: torch.Tensor | None, *others: torch.Tensor | None) -> bool:
+    """Whether a call has a part that this backend does not take. others: bias, residual and d_residual_out."""
+    has_others = any(other is not None for other in others)
+    return has_others or x.ndim == 4 or (weight is not None and weight.ndim == 2)
+
+
 def rms_norm_forward(spec: Spec, tensors: ForwardTensors) -> Outputs:
     x, weight, bias, residual = tensors
-    if around_kernels.is_needed(x, weight, bias, residual):
+    if _needs_more(x, weight, bias, residual):
         return around_kernels.forward(rms_norm_forward, spec, tensors)
     assert spec.casting == "once", "this backend knows no other"
     calls.append("rms_norm_forward")
@@ -78,8 +84,8 @@ def rms_norm_forward(spec: Spec, tensors: ForwardTensors) -> Outputs:
 
 def rms_norm_backward(spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Gradients:
     x, dy, weight, rstd, d_residual_out = tensors
-    needs_more = wanted.d_residual is not None or wanted.db is not None or spec.alpha != 1.0
-    if needs_more or around_kernels.is_needed(x, weight, d_residual_out):
+    has_more = wanted.d_residual is not None or wanted.db is not None or spec.alpha != 1.0
+    if has_more or _needs_more(x, weight, d_residual_out):
         return around_kernels.backward(rms_norm_backward, spec, tensors, wanted)
     calls.append("rms_norm_backward")
     m, n = x.shape

@@ -60,7 +60,7 @@ def running_on(machine: CountingMachine) -> Iterator[None]:
     """Calls of tensors of device "meta" run there."""
     modules = lookup, rope, warm_rope
     real = lookup.machine_of
-    _forget_launchers()
+    lookup._launcher.cache_clear()
     for module in modules:
         module.machine_of = lambda device: machine
     try:
@@ -68,7 +68,7 @@ def running_on(machine: CountingMachine) -> Iterator[None]:
     finally:
         for module in modules:
             module.machine_of = real
-        _forget_launchers()
+        lookup._launcher.cache_clear()
 
 
 @contextlib.contextmanager
@@ -83,11 +83,6 @@ def counted_calls(monkeypatch: pytest.MonkeyPatch, sm_count: int = 132) -> Itera
     machine = CountingMachine(sm_count)
     with running_on(machine):
         yield machine
-
-
-def _forget_launchers() -> None:
-    lookup._forward.cache_clear()
-    lookup._backward.cache_clear()
 
 
 def warm(

@@ -33,12 +33,6 @@ _log = logging.getLogger("tilegym_rmsnorm")
 _told: set[tuple[object, ...]] = set()
 
 
-def is_needed(x: Tensor, weight: Tensor | None, *others: Tensor | None) -> bool:
-    """Whether a call has a part that `kernel` does not take. others: bias, residual and d_residual_out."""
-    has_others = any(other is not None for other in others)
-    return has_others or x.ndim == 4 or (weight is not None and weight.ndim == 2)
-
-
 def _tell(op: str, x: Tensor, n: int, parts: tuple[str, ...]) -> None:
     """Log, once for each kind of call, the parts that make it slower than kernels alone."""
     if not _log.isEnabledFor(logging.DEBUG):

@@ -112,16 +112,6 @@ def register_impl(op: str, backend: str) -> Callable[[Any], Any]:
     return register
 
 
-@overload
-def dispatch(
-    op: Literal["rms_norm_forward"], request: Request, backend: str | None = None
-) -> ForwardFunction: ...
-@overload
-def dispatch(
-    op: Literal["rms_norm_backward"], request: Request, backend: str | None = None
-) -> BackwardFunction: ...
-@overload
-def dispatch(op: str, request: Request, backend: str | None = None) -> Function: ...
 def dispatch(op: str, request: Request, backend: str | None = None) -> Function:
     """Return the function that runs `op` on tensors like `request`: of the named backend, or of the one in effect."""
     name = get_current_backend() if backend is None else backend

@@ -69,7 +69,7 @@ def add_command(commands: Any) -> None:
 
 def _backend(name: str) -> str:
     try:
-        settings.check_backend_name(name, with_auto=False)
+        settings.check_name("backend", name, settings.AUTO_ORDER)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix("backend: ")) from None
     return name

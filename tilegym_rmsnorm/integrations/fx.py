@@ -117,8 +117,7 @@ def replace_rmsnorm_pass(
         ValueError: No backend has that name. Nothing was changed.
     """
     _check_graph(gm)
-    if backend is not None:
-        check_backend_name(backend)
+    check_backend_name(backend)
     norms, calls, refused = _fused_norms(gm), {}, ""
     for norm in norms:
         given = norm.normalized_arguments(gm, normalize_to_only_use_kwargs=True)

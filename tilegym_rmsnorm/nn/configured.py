@@ -143,16 +143,14 @@ def _checked(base: type, options: Mapping[str, Any]) -> dict[str, Any]:
         checked_eps(options["eps"])
     if "casting" in options:
         check_casting(options["casting"])
-    if "offset" in options:
-        checked["offset"] = checked_number("offset", options["offset"])
-    if "residual_alpha" in options:
-        checked["residual_alpha"] = checked_number("residual_alpha", options["residual_alpha"])
+    for name in ("offset", "residual_alpha"):
+        if name in options:
+            checked[name] = checked_number(name, options[name])
     if "heads" in options:
         checked["heads"] = checked_heads(options["heads"])
     for name in ("residual_dtype", "out_dtype"):
         checked_dtype(name, options.get(name))
-    if options.get("backend") is not None:
-        check_backend_name(options["backend"])
+    check_backend_name(options.get("backend"))
     if options.get("device") is not None:
         checked["device"] = torch.device(options["device"])
     check_dtype_of_parameters(options.get("dtype"))

@@ -106,8 +106,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self.residual_dtype = checked_dtype("residual_dtype", residual_dtype)
         self.out_dtype = checked_dtype("out_dtype", out_dtype)
         checked_bool("bias", bias)
-        if backend is not None:
-            check_backend_name(backend)
+        check_backend_name(backend)
         self.offset = checked_number("offset", offset)  # before the base class, which resets the parameters
         super().__init__(list(shape), checked_eps(eps), elementwise_affine, device, dtype)
         self.casting = casting

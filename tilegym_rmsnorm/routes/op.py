@@ -242,88 +242,38 @@ def _backward_of_fakes(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None
 
 
 def arguments_of_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    dims: int,
-    eps: float,
-    offset: float,
-    casting: str,
-    alpha: float,
-    residual_dtype: torch.dtype | None,
-    out_dtype: torch.dtype | None,
-    backend: str | None,
+    x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any
 ) -> tuple[Checked, int, str | None]:
-    checked = arguments.checked_forward(
-        x,
-        (),
-        weight,
-        bias,
-        residual,
-        eps=eps,
-        offset=offset,
-        casting=casting,
-        residual_alpha=alpha,
-        residual_dtype=residual_dtype,
-        out_dtype=out_dtype,
-        dims=dims,
-    )
-    check_backend(backend)
+    """Check the arguments of the forward op. Return them, normalized_dims and backend."""
+    dims, *numbers, backend = options
+    names = "eps", "offset", "casting", "residual_alpha", "residual_dtype", "out_dtype"
+    named = dict(zip(names, numbers, strict=True))
+    checked = arguments.checked_forward(x, (), weight, bias, residual, **named, dims=dims)
+    check_backend_name(backend)
     return checked, dims, backend
 
 
 def arguments_of_backward(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    d_residual_out: Tensor | None,
-    wanted: int,
-    dims: int,
-    offset: float,
-    casting: str,
-    alpha: float,
-    dx_dtype: torch.dtype | None,
-    d_residual_dtype: torch.dtype | None,
-    dw_dtype: torch.dtype | None,
-    db_dtype: torch.dtype | None,
-    backend: str | None,
+    dy: Tensor, x: Tensor, weight: Any, rstd: Tensor, d_residual_out: Any, *options: Any
 ) -> tuple[Checked, int, int, Wanted, str | None]:
+    """Check the arguments of the backward op. Return them, normalized_dims, the bits of `wanted`, the dtypes that it
+    stands for, and backend. Where no dtype is given, dw and db have weight's dtype, without a weight x's. dx has a
+    dtype unless db alone is wanted: kernels always write it."""
+    bits, dims, offset, casting, alpha, *dtypes, backend = options
     given = x, dy, weight, rstd, d_residual_out
     checked = arguments.checked_backward(*given, offset=offset, casting=casting, alpha=alpha, dims=dims)
-    if not 0 <= wanted <= DX + DW + DB + D_RESIDUAL:
-        raise ValueError(f"wanted: expected 0 to {DX + DW + DB + D_RESIDUAL}, got {wanted}")
-    for dtype in (dx_dtype, d_residual_dtype, dw_dtype, db_dtype):
-        checked_dtype("a gradient's dtype", dtype)
-    check_backend(backend)
-    dtypes = wanted_gradients(wanted, x, weight, dx_dtype, d_residual_dtype, dw_dtype, db_dtype)
-    return checked, dims, wanted, dtypes, backend
-
-
-def wanted_gradients(
-    bits: int,
-    x: Tensor,
-    weight: Tensor | None,
-    dx_dtype: torch.dtype | None,
-    d_residual_dtype: torch.dtype | None,
-    dw_dtype: torch.dtype | None,
-    db_dtype: torch.dtype | None,
-) -> Wanted:
-    """Make a `Wanted` of the op's arguments. Where no dtype is given, dw and db have weight's dtype, without a weight
-    x's. dx has a dtype unless db alone is wanted: kernels always write it."""
+    if not 0 <= bits <= DX + DW + DB + D_RESIDUAL:
+        raise ValueError(f"wanted: expected 0 to {DX + DW + DB + D_RESIDUAL}, got {bits}")
+    dx, d_residual, dw, db = (checked_dtype("a gradient's dtype", dtype) for dtype in dtypes)
+    check_backend_name(backend)
     of_vectors = x.dtype if weight is None else weight.dtype
-    return Wanted(
-        None if bits == DB else dx_dtype or x.dtype,
-        (d_residual_dtype or x.dtype) if bits & D_RESIDUAL else None,
-        (dw_dtype or of_vectors) if bits & DW and weight is not None else None,
-        (db_dtype or of_vectors) if bits & DB else None,
+    wanted = Wanted(
+        None if bits == DB else dx or x.dtype,
+        (d_residual or x.dtype) if bits & D_RESIDUAL else None,
+        (dw or of_vectors) if bits & DW and weight is not None else None,
+        (db or of_vectors) if bits & DB else None,
     )
-
-
-def check_backend(backend: str | None) -> None:
-    if backend is not None:
-        check_backend_name(backend)
+    return checked, dims, bits, wanted, backend
 
 
 for _name, _run, _fake in (

@@ -34,6 +34,7 @@ from tilegym_rmsnorm.routes.rope_kernels import (
     run_rope,
     run_rope_backward,
 )
+from tilegym_rmsnorm.settings import check_backend_name
 
 OF_Q, OF_K = 1, 2  # bits of `wanted`: the gradients of which weights
 _FORWARD_TENSORS = (
@@ -100,7 +101,7 @@ def _split_backward(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], int, t
 
 def _checked_forward(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Checked:
     *numbers, backend = options
-    op.check_backend(backend)
+    check_backend_name(backend)
     return checked_rope(*tensors, **dict(zip(ROPE_OPTIONS, numbers, strict=True)))
 
 
@@ -108,7 +109,7 @@ def _checked_backward(
     tensors: tuple[Any, ...], bits: int, options: tuple[Any, ...]
 ) -> tuple[Checked, RopeWanted]:
     *numbers, backend = options
-    op.check_backend(backend)
+    check_backend_name(backend)
     checked = checked_rope_backward(*tensors, **dict(zip(ROPE_OPTIONS, numbers, strict=True)))
     if not 0 <= bits <= OF_Q + OF_K:
         raise ValueError(f"wanted: expected 0 to {OF_Q + OF_K}, got {bits}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from tilegym_rmsnorm.backends.cutile.plans.rules import WIDEST_BIAS_ROW, is_fuse
 from tilegym_rmsnorm.backends.cutile.plans.select import select
 from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
 from tilegym_rmsnorm.backends.cutile.plans.tables import tables_of
-from tilegym_rmsnorm.backends.cutile.runtime.machine import Machine, machine_of
+from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 from tilegym_rmsnorm.call.spec import BackwardTensors, ForwardTensors, Spec, Wanted
 
@@ -40,9 +41,8 @@ def forward_launcher(spec: Spec, tensors: ForwardTensors) -> Forward | None:
     written = (spec.y_dtype, spec.residual_dtype)
     dtype, form = form_of((x, residual), written, residual is not None, bias is not None, per_head)
     weight_dtype = None if weight is None else weight.dtype
-    run = _forward(
-        x.device, n, dtype, weight_dtype, spec.casting, size_class(m, n), *settings.kernel_limits(), form
-    )
+    kind = size_class(m, n), *settings.kernel_limits(), form
+    run = _launcher("forward", x.device, n, dtype, weight_dtype, spec.casting, *kind)
     return None if run is None or not _takes(run, m, x, residual) else run
 
 
@@ -59,14 +59,14 @@ def backward_launcher(spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> B
     per_head = weight is not None and weight.ndim == 2
     dtype, form = form_of((x, dy, d_residual_out), written, has_residual, is_beside_dw, per_head, has_two)
     kind = size_class(m, n), *settings.kernel_limits(), form
-    run = _backward(op, x.device, n, dtype, weight_dtype, spec.casting, *kind)
+    run = _launcher(op, x.device, n, dtype, weight_dtype, spec.casting, *kind)
     return None if run is None or not _takes(run, m, x, dy, d_residual_out) else run
 
 
 def backward_plan(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Plan:
     """Of a plain backward of (m, n), x and weight of one dtype. KeyError for a dtype that no kernel takes."""
     of_rows = size_class(m, n), *settings.kernel_limits()
-    run = _backward("backward", device, n, dtype, dtype, "once", *of_rows)
+    run = _launcher("backward", device, n, dtype, dtype, "once", *of_rows)
     assert run is not None, "every plain call is fused"
     return run.plan
 
@@ -82,27 +82,7 @@ def _takes(run: Launcher, m: int, x: Tensor, *others: Tensor | None) -> bool:
 
 
 @functools.cache
-def _forward(
-    device: torch.device,
-    n: int,
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype | None,
-    casting: str,
-    size: str,
-    teams: bool,
-    sm_margin: int,
-    form: Form = PLAIN,
-) -> Forward | None:
-    """None: no kernel takes the form."""
-    machine, names = machine_of(device), _names(dtype, weight_dtype)
-    problem = Problem(
-        "forward", n, *names, size, machine.facts, casting, _policy(machine, teams, sm_margin), form=form
-    )
-    return Forward(machine, plan_for(problem)) if is_fused(problem) else None
-
-
-@functools.cache
-def _backward(
+def _launcher(
     op: str,
     device: torch.device,
     n: int,
@@ -113,24 +93,16 @@ def _backward(
     teams: bool,
     sm_margin: int,
     form: Form = PLAIN,
-) -> Backward | None:
-    """None: no kernel takes the form."""
-    machine, names = machine_of(device), _names(dtype, weight_dtype)
-    problem = Problem(
-        op, n, *names, size, machine.facts, casting, _policy(machine, teams, sm_margin), form=form
-    )
-    return Backward(machine, plan_for(problem)) if is_fused(problem) else None
-
-
-def _policy(machine: Machine, teams: bool, sm_margin: int) -> Policy:
-    """Return the process's limits on plans. Raise ValueError for a margin that leaves no SM."""
+) -> Any:
+    """Return the launcher of a problem; None where no kernel takes the form. Raise KeyError for a dtype that no kernel
+    takes, ValueError for a margin that leaves no SM."""
+    machine, weight = machine_of(device), None if weight_dtype is None else NAMES[weight_dtype]
+    numbers = op, n, NAMES[dtype], weight, size, machine.facts, casting
     settings.sms_left(machine.facts.sm_count, sm_margin)
-    return Policy(teams, sm_margin)
-
-
-def _names(dtype: torch.dtype, weight_dtype: torch.dtype | None) -> tuple[str, str | None]:
-    """Of x's dtype and weight's, as a problem has them. KeyError for one that no kernel takes."""
-    return NAMES[dtype], None if weight_dtype is None else NAMES[weight_dtype]
+    problem = Problem(*numbers, Policy(teams, sm_margin), form=form)
+    if not is_fused(problem):
+        return None
+    return (Forward if op == "forward" else Backward)(machine, plan_for(problem))
 
 
 def plan_for(problem: Problem) -> Plan:

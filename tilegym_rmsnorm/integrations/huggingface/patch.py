@@ -65,8 +65,7 @@ def patch(model: Any, patch_layers: bool, backend: str | None) -> PatchReport:
     """Choose classes for norms, then for layers and attention, and give them to the modules. Documented at
     `patch_model`."""
     _check_module("patch_model", model)
-    if backend is not None:
-        check_backend_name(backend)
+    check_backend_name(backend)
     patched: list[PatchedNorm] = []
     declined: list[Declined] = []
     changes: list[tuple[nn.Module, type]] = []

@@ -96,15 +96,9 @@ class PatchReport:
     @property
     def counts(self) -> dict[str, int]:
         """Count the entries of each field, by its name."""
-        return {
-            "patched": len(self.patched),
-            "layers": len(self.layers),
-            "attention": len(self.attention),
-            "declined": len(self.declined),
-            "restored": len(self.restored),
-            "already": self.already,
-            "apart": len(self.apart),
-        }
+        names = "patched", "layers", "attention", "declined", "restored"
+        counts = {name: len(getattr(self, name)) for name in names}
+        return counts | {"already": self.already, "apart": len(self.apart)}
 
     def __str__(self) -> str:
         lines = [

@@ -64,23 +64,13 @@ _TORCH = (
 _FUNCTIONS: frozenset[Any] = frozenset(
     [
         *_ITERATING,
-        *(abs, bool, float, id, int, isinstance, len, range, slice, str),
+        *(abs, bool, float, id, int, len, range, slice, str),
         *(getattr(torch, name) for name in _TORCH.split()),
         *(functional.pad, functional.softmax),
     ]
 )
-_OPERATORS = (
-    *(
-        ast.BinOp,
-        ast.UnaryOp,
-        ast.BoolOp,
-        ast.Compare,
-        ast.IfExp,
-        ast.Subscript,
-        ast.Slice,
-        ast.FormattedValue,
-    ),
-)
+_OPERATORS: tuple[Any, ...] = ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.IfExp
+_OPERATORS += ast.Subscript, ast.Slice, ast.FormattedValue
 
 
 class Unchanging:
