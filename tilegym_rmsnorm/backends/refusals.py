@@ -3,20 +3,9 @@
 
 """Say why backends "cutile" and "triton" cannot run: dtypes that no kernel of theirs takes.
 
-The `unusable` of each backend's module (cutile/__init__.py, triton/__init__.py) asks these and adds its own. Two
-integrations have lists of their own of the dtypes for kernels: aten.py and huggingface/arithmetic.py. So has `_fit`
-(routes/eager.py), for a weight that a hook replaced. Other reasons to refuse a kernel stand elsewhere:
-
-    a GPU or its driver                           cutile/__init__.py, triton/__init__.py: _gpu_unusable; no_gpu here
-    an architecture, by cutile alone              cutile/plans/rules.py: ARCHITECTURES
-    the kind of a tensor, as a DTensor            call/tensors.py: is_plain, why_not_plain, resolved
-    what surrounds the call, as torch.func        call/watched.py: is_watched, why_not_here
-    heads or db in rows too wide                  cutile/plans/rules.py: is_fused
-    the same in too many rows, or by strides      cutile/lookup.py: _takes
-
-For a tensor and the surroundings routes/choose.py takes another route, or raises an error where the backend was asked
-for by name. For the last two PyTorch's operations add the residual, the bias or the heads around a kernel without them
-(around_kernels.py). Rows and one weight alone have no shape that is refused: kernels take every one.
+The `unusable` of each backend's module (cutile/__init__.py, triton/__init__.py) asks these and adds its own. `_fit`
+(routes/eager.py) has a list of its own of the dtypes for kernels, for a weight that a hook replaced. Other reasons to
+refuse a kernel stand elsewhere: docs/architecture.md, "refuse a kernel under a new condition", has them.
 """
 
 from __future__ import annotations

@@ -3,14 +3,10 @@
 
 """Choose the backend that runs a forward or backward, and import and register the backends.
 
-Selection: the `backend=` argument, then `use_backend`, then `set_backend`, then the environment variable
-TILEGYM_RMSNORM_BACKEND, then "auto". "auto" takes the first backend of AUTO_ORDER (settings.py) that can run these
-tensors on this machine. A backend asked for by name runs or raises `BackendUnavailableError`; it never falls back to
-another.
+"auto" takes the first backend of AUTO_ORDER (settings.py) that can run these tensors on this machine. A backend asked
+for by name runs or raises `BackendUnavailableError`; it never falls back to another.
 
-contract.py defines a backend. To add one, name it in BACKEND_MODULES and AUTO_ORDER, and for mypy in __init__.py. A
-backend with an interpreter belongs into _BY_NAME_OFF_CUDA too, or "auto" would take it for CPU tensors. `doctor` names
-backends itself (commands/doctor.py): the best one possible on a machine, and the variables of interpreters.
+contract.py defines a backend; docs/architecture.md says where one is added.
 """
 
 from __future__ import annotations

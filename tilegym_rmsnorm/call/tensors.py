@@ -7,11 +7,8 @@ A kernel reads and writes memory by address. It cannot wait for a collective, un
 values of a plain tensor lie at its data_ptr(), spaced by its strides, with no negation pending (`Tensor.is_neg`). Not
 plain are a DTensor, an AsyncCollectiveTensor, a zero tensor (`Tensor._is_zerotensor`) and the tensors of tracers.
 
-    is_plain         whether the values lie in memory so: asked for every tensor, so it must be cheap
-    resolved         a plain tensor with the same values, where there is one
-    made_plain       `resolved` for all tensors of a call
-    why_not_plain    why no kernel can take a tensor, in words: it decides for those that are not plain, and for complex
-                     tensors and those with a tangent, which are
+`is_plain` is asked for every tensor, so it must be cheap. `why_not_plain` decides for tensors that are not plain, and
+for complex ones and those with a tangent, which are.
 
 Refuse a subclass in `why_not_plain` alone: `is_plain` is False for all subclasses, and kernels take those without
 operations of their own (`has_own_operations`).

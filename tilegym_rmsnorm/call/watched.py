@@ -4,16 +4,8 @@
 """Ask PyTorch what surrounds a call: torch.compile, torch.export, make_fx, torch.func, dispatch modes.
 
 A kernel is launched past PyTorch's dispatcher. In a call that PyTorch records or transforms (the call is *watched*) the
-kernel would be missing from the graph, or from the gradient, without an error.
-
-    is_watched          any of the cases below: asked in every call, so it must be cheap
-    is_traced           Dynamo traces the caller: torch.compile or strict torch.export
-    is_in_torch_func    a transform of torch.func, such as vmap or grad
-    is_transformed      torch.func, torch.jit.trace or forward-mode differentiation: they cannot take a library op
-    is_translated       torch.onnx.export, or a decomposition of an op for another runtime
-    makes_graph         make_fx, torch.export or AOTAutograd make a graph, or FakeTensorMode asks for shapes
-    why_not_here        the case for which kernels cannot run, in words; None if kernels can
-    without_modes       a block in which dispatch modes are off
+kernel would be missing from the graph, or from the gradient, without an error. `is_watched` asks for all cases, in
+every call, so it must be cheap; the other functions tell them apart.
 
 `is_watched` counts all dispatch modes: add one of PyTorch's that records calls to _TRACING_MODES alone. Add anything
 else to `is_watched` and `why_not_here`; and to `makes_graph` if a library op can replace the call, to `is_transformed`
@@ -38,7 +30,7 @@ from torch.autograd import forward_ad
 from torch.overrides import has_torch_function_variadic
 from torch.utils._python_dispatch import _disable_current_modes
 
-is_traced = torch.compiler.is_dynamo_compiling
+is_traced = torch.compiler.is_dynamo_compiling  # torch.compile or strict torch.export
 is_compiled = torch.compiler.is_compiling  # in non-strict torch.export too
 
 # Equal to is_in_torch_func in eager calls, and cheaper. Dynamo would leave a call of it in its graph.

@@ -26,6 +26,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.library import Library
 
 from tilegym_rmsnorm import reference
+from tilegym_rmsnorm.backends.refusals import KERNEL_DTYPES
 from tilegym_rmsnorm.backends.registry import MOST_CHOICES, dispatch, request_of, why_unusable
 from tilegym_rmsnorm.call.spec import BackwardTensors, Call, Spec, Wanted, shape_of_rstd
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, are_aligned, is_plain
@@ -43,7 +44,6 @@ ATEN_SCHEMAS = {
 DISPATCH_KEYS = {"cuda": "CUDA", "cpu": "CPU"}
 TAKEN = "taken"
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _DEFAULT_EPS = default_eps(torch.float32)  # aten uses this one for all three dtypes
 _FLOAT32, _INF = torch.float32, math.inf
 _UNKNOWN: Any = object()
@@ -265,7 +265,7 @@ class _Patch:
         if not self.holders:
             return "undone"
         dtype = x.dtype
-        if dtype not in _DTYPES or (weight is not None and weight.dtype is not dtype):
+        if dtype not in KERNEL_DTYPES or (weight is not None and weight.dtype is not dtype):
             return "dtype"
         if dy is not None and rstd is not None and (dy.dtype is not dtype or rstd.dtype is not _FLOAT32):
             return "dtype"
@@ -329,9 +329,9 @@ class _Patch:
                 "again",
                 stacklevel=2,
             )
-        return (
-            _forward_by_operations(*given[1:]) if op == ATEN_FORWARD else _backward_by_operations(*given[1:])
-        )
+        if op == ATEN_FORWARD:
+            return torch.ops.aten._fused_rms_norm.default.decompose(*given[1:])
+        return _backward_by_operations(*given[1:])
 
 
 def _is_readable(tensor: Tensor) -> bool:
@@ -377,12 +377,6 @@ def _implementation(
         if name in ("auto", backend) and why_unusable(backend, request) is None:
             return _Implementation(dispatch(op, request, backend), backend)
     return None
-
-
-def _forward_by_operations(
-    x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None
-) -> Any:
-    return torch.ops.aten._fused_rms_norm.default.decompose(x, normalized_shape, weight, eps)
 
 
 def _backward_by_operations(

@@ -3,18 +3,14 @@
 
 """Choose the route of a call: a backend's kernels, a library op, or PyTorch's operations.
 
-    KERNELS      a backend runs the call on plain tensors (call/tensors.py), and on subclasses without operations of
-                 their own: eager calls. A floating dtype changes no route: for float64, which no kernel takes, the
-                 registry takes backend "torch"
-    OP           a library op replaces the call (op.py): in graphs of torch.compile, torch.export, make_fx and
-                 AOTAutograd, for DTensors, whose engine runs the op on local tensors (unless the op would gather one:
-                 `_would_gather`), and under dispatch modes
-    OPERATIONS   PyTorch's differentiable operations compute the call (operations.py): for torch.func, forward-mode
-                 differentiation, torch.jit.trace, complex tensors, and tensor subclasses with operations of their own.
-                 Also, with backend="torch", of DTensors and in graphs, where Inductor compiles them with their
-                 neighbours
+    KERNELS      a backend runs the call on plain tensors (call/tensors.py): eager calls, float64 by backend "torch"
+    OP           a library op replaces the call (op.py): in graphs, for DTensors, and under dispatch modes
+    OPERATIONS   PyTorch's differentiable operations compute the call (operations.py): in transforms, for tensors that
+                 neither takes, and with backend="torch" in place of OP
     UNTRACED     torch.compile breaks its graph, and the call runs eagerly: a kernel was asked for by name, and no op
                  can replace the call
+
+docs/architecture.md, "All other calls", has the whole list.
 
 `route_of` decides for `rms_norm`, for `rms_norm_forward` and `rms_norm_backward`, for `qk_norm_rope`, and for the
 gradients that autograd asks of an eager call: each caller takes the route. Where Dynamo traces, traced.py comes first:

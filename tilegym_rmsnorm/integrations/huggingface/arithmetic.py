@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilegym_rmsnorm.backends.refusals import KERNEL_DTYPES
 from tilegym_rmsnorm.call.spec import Casting
 from tilegym_rmsnorm.call.watched import get_trace, outside_of_trace
 from tilegym_rmsnorm.integrations.huggingface.expressions import (
@@ -31,7 +32,6 @@ from tilegym_rmsnorm.integrations.huggingface.expressions import (
 )
 from tilegym_rmsnorm.reference import promoted
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # of kernels; others run the original forward
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -74,7 +74,7 @@ class Match:
 
     def plan(self, x: torch.dtype, weight: torch.dtype | None) -> Plan | None:
         """Choose how a kernel computes this arithmetic. None: no kernel does, and the original forward runs."""
-        if x not in DTYPES or not (weight is None or weight in DTYPES):
+        if x not in KERNEL_DTYPES or not (weight is None or weight in KERNEL_DTYPES):
             return None
         if self.own_casting is not None:
             return Plan(self.own_casting, x)

@@ -31,10 +31,10 @@ from tilegym_rmsnorm.integrations.huggingface.norms import PatchedType, subclass
 from tilegym_rmsnorm.integrations.huggingface.receivers import Receivers, receivers
 from tilegym_rmsnorm.integrations.huggingface.rewriting import (
     assigned,
-    called_child,
+    child_and_argument,
     compiled_again,
     forward_and_tree,
-    forward_of,
+    names_read_by,
     replacing,
 )
 from tilegym_rmsnorm.integrations.huggingface.rotary import Rotary, read_rotary
@@ -84,8 +84,6 @@ class _Norm(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Parts of the forward of attention."""
-
     tree: ast.FunctionDef
     rotation: ast.Assign
     branch: ast.If | None  # in which the rotation stands
@@ -181,15 +179,8 @@ def _norm_of(name: str, before: list[tuple[ast.AST, list[ast.stmt]]]) -> _Norm:
         target, value = assigned(node)  # type: ignore[arg-type]
         while (inner := _transposed(value)) is not None:
             value, is_turned = inner, not is_turned
-        norm = called_child(value)
-        if (
-            target == name
-            and isinstance(value, ast.Call)
-            and norm
-            and len(value.args) == 1
-            and not isinstance(value.args[0], ast.Starred)
-            and not value.keywords
-        ):
+        norm, _ = child_and_argument(value)
+        if target == name and norm and isinstance(value, ast.Call):
             if using[0][2] is not own:  # it is transposed in the `if` of the rotation alone
                 raise Unclear(_OTHER_CONDITIONS)
             return _Norm(norm, value, block, place, is_turned)
@@ -221,7 +212,6 @@ def _has(node: ast.AST, name: str) -> bool:
 
 
 def _rewritten(found: _Found) -> ast.FunctionDef:
-    """Return the tree of the rewritten forward."""
     tree, rotation, branch, norms = copy.deepcopy(found[:4])  # others read the tree that was found
     call: Any = rotation.value
     cache = found.receivers.cache if found.receivers is not None else ""
@@ -272,8 +262,4 @@ class _Without(ast.NodeTransformer):
 
 def rotates(cls: type) -> bool:
     """Return whether a forward calls a function whose name is that of a rotary embedding."""
-    try:
-        names = forward_of(cls).__code__.co_names
-    except Unclear:
-        return False
-    return any("apply" in name and ("rot" in name or "rope" in name) for name in names)
+    return any("apply" in name and ("rot" in name or "rope" in name) for name in names_read_by(cls))

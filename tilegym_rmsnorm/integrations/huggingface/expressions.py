@@ -351,29 +351,13 @@ def _rms_norm(
 
 
 _OPERATORS = {ast.Mult: _mul, ast.Add: _add, ast.Pow: _pow}
+# Operations that are functions of torch, too.
+_OF_BOTH = {"mul": _mul, "add": _add, "square": _square, "rsqrt": _rsqrt, "pow": _pow, "mean": _mean}
 _METHODS: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {
-        "to": _to,
-        "type": _to,
-        "float": _float,
-        "type_as": _type_as,
-        "mul": _mul,
-        "add": _add,
-        "square": _square,
-        "rsqrt": _rsqrt,
-        "pow": _pow,
-        "mean": _mean,
-    }
+    {"to": _to, "type": _to, "float": _float, "type_as": _type_as, **_OF_BOTH}
 )
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    torch.mul: _mul,
-    torch.add: _add,
-    torch.square: _square,
-    torch.rsqrt: _rsqrt,
-    torch.pow: _pow,
-    torch.mean: _mean,
-    torch.rms_norm: _rms_norm,
-    functional.rms_norm: _rms_norm,
-    operator.mul: _mul,
-    operator.add: _add,
+    **{getattr(torch, name): operation for name, operation in _OF_BOTH.items()},
+    **dict.fromkeys((torch.rms_norm, functional.rms_norm), _rms_norm),
+    **{operator.mul: _mul, operator.add: _add},
 }

@@ -41,6 +41,7 @@ from tilegym_rmsnorm.integrations.huggingface.norms import PatchedType, add_norm
 from tilegym_rmsnorm.integrations.huggingface.rewriting import (
     assigned,
     called_child,
+    child_and_argument,
     compiled_again,
     forward_and_tree,
     forward_of,
@@ -121,8 +122,9 @@ class _Rewriter:
         if len(statements) <= count or {total, copy} & self.shared:
             return as_it_is
         y, call = assigned(statements[count])
-        norm = self._norm_called(call, {total, copy} - {""})
-        if not norm or not y:
+        norm, x = child_and_argument(call)
+        is_of_sum = isinstance(x, ast.Name) and x.id in {total, copy} - {""}
+        if norm not in self.norms or not is_of_sum or not y:
             return as_it_is
         held = [name for name in dict.fromkeys((total, copy)) if name and name != y]
         other = self._other_use(set(held), [*statements[count + 1 :], *behind])
@@ -142,19 +144,6 @@ class _Rewriter:
         assignment: Any = new[0]
         assignment.value.args[:2] = value.left, value.right
         return new, count + 1
-
-    def _norm_called(self, call: ast.expr | None, names: set[str]) -> str:
-        """Return NORM if the call is `self.NORM(name)`, else ""."""
-        if (
-            isinstance(call, ast.Call)
-            and not call.keywords
-            and len(call.args) == 1
-            and isinstance(call.args[0], ast.Name)
-            and call.args[0].id in names
-            and called_child(call) in self.norms
-        ):
-            return called_child(call)
-        return ""
 
     def _other_use(self, names: set[str], statements: list[ast.stmt]) -> ast.stmt | None:
         """Return the first of the statements that does more than arithmetic with what has these names; None: none."""

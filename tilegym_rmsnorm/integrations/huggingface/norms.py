@@ -23,11 +23,12 @@ from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.compiler import is_dynamo_compiling
 
+from tilegym_rmsnorm.backends.refusals import KERNEL_DTYPES
 from tilegym_rmsnorm.call.options import refuse_torch_jit_script
 from tilegym_rmsnorm.call.tensors import PLAIN_TYPES, OfPlainType
 from tilegym_rmsnorm.call.watched import outside_of_trace
 from tilegym_rmsnorm.functional import rms_norm
-from tilegym_rmsnorm.integrations.huggingface.arithmetic import DTYPES, Call, Match, match_of
+from tilegym_rmsnorm.integrations.huggingface.arithmetic import Call, Match, match_of
 from tilegym_rmsnorm.integrations.huggingface.current import forward_now
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 from tilegym_rmsnorm.integrations.huggingface.strides import in_order, order_in_memory
@@ -254,7 +255,7 @@ def why_apart(norm: Any) -> str:
     weight = patch.match.weight_of(norm)
     if weight is not None and weight.numel() == 0:
         return "its weight has no elements now, as under ZeRO-3"
-    if weight is not None and weight.dtype not in DTYPES:
+    if weight is not None and weight.dtype not in KERNEL_DTYPES:
         return f"no kernel takes its weight of {weight.dtype}"
     return ""
 

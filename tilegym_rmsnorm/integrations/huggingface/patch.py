@@ -44,7 +44,7 @@ from tilegym_rmsnorm.integrations.huggingface.report import (
     Restored,
     elided,
 )
-from tilegym_rmsnorm.integrations.huggingface.rewriting import forward_of
+from tilegym_rmsnorm.integrations.huggingface.rewriting import names_read_by
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 from tilegym_rmsnorm.nn.module import RMSNorm
 from tilegym_rmsnorm.settings import check_backend_name
@@ -382,8 +382,4 @@ def _looks_like_norm(cls: type, module: nn.Module) -> bool:
     name = cls.__name__.lower()
     if "rmsnorm" in name or ("norm" in name and not module._modules):
         return True
-    try:
-        names = forward_of(cls).__code__.co_names
-    except Unclear:
-        return False
-    return "rsqrt" in names or "rms_norm" in names
+    return not {"rsqrt", "rms_norm"}.isdisjoint(names_read_by(cls))

@@ -77,6 +77,22 @@ def called_child(node: ast.AST | None, module: str = "self") -> str:
     return ""
 
 
+def child_and_argument(node: ast.AST | None) -> tuple[str, ast.expr | None]:
+    """Return NAME and e of a call `self.NAME(e)`; "" and None of anything else."""
+    name = called_child(node)
+    if not name or not isinstance(node, ast.Call) or len(node.args) != 1 or node.keywords:
+        return "", None
+    return ("", None) if isinstance(node.args[0], ast.Starred) else (name, node.args[0])
+
+
+def names_read_by(cls: type) -> tuple[str, ...]:
+    """Return the names of globals and attributes that the forward of a class reads; none if it is no plain function."""
+    try:
+        return forward_of(cls).__code__.co_names
+    except Unclear:
+        return ()
+
+
 def replacing(old: ast.AST, new: ast.AST) -> None:
     """Give each part of a new node the place of the old one in the source, which errors name."""
     for part in ast.walk(new):

@@ -44,8 +44,6 @@ _Q, _K, _COS, _SIN = ("q",), ("k",), ("cos",), ("sin",)
 
 
 class Rotary(NamedTuple):
-    """Rotary embedding that was read."""
-
     function: Any
     is_partial: bool  # whether it takes the first elements of a head alone
     heads: int  # the dimension of the heads: 1, 2 or -2
