@@ -12,7 +12,6 @@ Version = tuple[int, ...]
 
 
 def package_version(name: str) -> str | None:
-    """The installed version of a distribution, None where it is missing."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

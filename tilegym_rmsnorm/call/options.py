@@ -31,7 +31,6 @@ def checked_bool(name: str, value: bool) -> bool:
 
 
 def checked_heads(heads: int | None, name: str = "heads") -> int | None:
-    """Check and return a number of heads, at least 1, or None."""
     return None if heads is None else checked_int(name, heads, 1, ", or None")
 
 
@@ -72,7 +71,6 @@ def checked_number(
 
 
 def check_casting(casting: str) -> None:
-    """Check that casting is one of CASTINGS."""
     is_gemma = isinstance(casting, str) and casting == "gemma"
     check_one_of(
         "casting", casting, CASTINGS, "; Gemma's norms have 'once' and offset=1.0" if is_gemma else ""
@@ -80,7 +78,6 @@ def check_casting(casting: str) -> None:
 
 
 def check_one_of(name: str, value: Any, known: Iterable[str | None], hint: str = "") -> None:
-    """Check that value is one of the known names."""
     if not isinstance(value, (str, type(None))) or value not in known:
         fail(ValueError, name, f"one of {', '.join(map(repr, known))}", f"{shown(value)}{hint}")
 

@@ -80,7 +80,6 @@ def check_input(name: str, x: Tensor, is_any_kind: bool = False) -> None:
 
 
 def last_dims(x: Tensor, dims: int) -> torch.Size:
-    """Return the shape of x's last `dims` dimensions."""
     if not 0 < dims <= x.ndim:
         raise ValueError(f"normalized_dims: expected 1 to {x.ndim} for x of {x.ndim} dimensions, got {dims}")
     return x.shape[-dims:]

@@ -50,7 +50,6 @@ KERNEL_SECONDS = 300  # compiling takes a few: a process that is not done by the
 
 
 def add_command(commands: Any) -> None:
-    """Add `doctor` to the subcommands of an argparse parser."""
     parser = commands.add_parser(
         "doctor",
         help="say what works on this machine and what mends the rest",
@@ -201,7 +200,6 @@ def check_backend(backend: str) -> dict[str, Any]:
 
 
 def run_kernels_apart(backend: str) -> dict[str, Any]:
-    """`run_kernels` in a process of its own."""
     command = [sys.executable, "-m", "tilegym_rmsnorm", "doctor", "--backend", backend, "--json"]
     package_root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))

@@ -16,7 +16,6 @@ from pathlib import Path
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
     if not text.isdecimal() or not int(text):
         raise ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return int(text)

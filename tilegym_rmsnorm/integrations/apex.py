@@ -51,17 +51,13 @@ def fused_rms_norm_affine(
 def fused_rms_norm(
     input: Tensor, normalized_shape: int | Sequence[int], eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """Compute `fused_rms_norm_affine` without a weight.
+    """Compute `fused_rms_norm_affine`, with its errors, without a weight.
 
     Args:
         input: Shape `(*, *normalized_shape)`.
         normalized_shape: The last dimensions.
         eps: Added to the mean of squares.
         memory_efficient: No effect.
-
-    Raises:
-        ValueError: As by `fused_rms_norm_affine`.
-        TypeError: As by `fused_rms_norm_affine`.
     """
     return _rms_norm(input, None, normalized_shape, eps, None)
 
@@ -73,7 +69,7 @@ def mixed_dtype_fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """Compute `fused_rms_norm_affine` with y in weight's dtype.
+    """Compute `fused_rms_norm_affine`, with its errors, and y in weight's dtype.
 
     Args:
         input: Shape `(*, *normalized_shape)`.
@@ -81,10 +77,6 @@ def mixed_dtype_fused_rms_norm_affine(
         normalized_shape: The last dimensions.
         eps: Added to the mean of squares.
         memory_efficient: No effect.
-
-    Raises:
-        ValueError: As by `fused_rms_norm_affine`.
-        TypeError: As by `fused_rms_norm_affine`.
     """
     check_tensor("weight", weight)
     return _rms_norm(input, weight, normalized_shape, eps, weight.dtype)

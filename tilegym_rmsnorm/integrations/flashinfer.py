@@ -50,7 +50,7 @@ def gemma_rmsnorm(
     out: Tensor | None = None,
     enable_pdl: bool | None = None,
 ) -> Tensor:
-    """Compute `rmsnorm` with 1 added to weight.
+    """Compute `rmsnorm`, with its errors and 1 added to weight.
 
     Args:
         input: Shape `(*, N)`.
@@ -58,10 +58,6 @@ def gemma_rmsnorm(
         eps: Added to the mean of squares.
         out: As for `rmsnorm`.
         enable_pdl: No effect.
-
-    Raises:
-        ValueError: As by `rmsnorm`.
-        TypeError: As by `rmsnorm`.
     """
     return _rmsnorm(input, weight, eps, out, 1.0)
 
@@ -90,7 +86,7 @@ def fused_add_rmsnorm(
 def gemma_fused_add_rmsnorm(
     input: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, enable_pdl: bool | None = None
 ) -> None:
-    """Compute `fused_add_rmsnorm` with 1 added to weight.
+    """Compute `fused_add_rmsnorm`, with its errors and 1 added to weight.
 
     Args:
         input: Shape `(*, N)`; changed in place.
@@ -98,10 +94,6 @@ def gemma_fused_add_rmsnorm(
         weight: Shape `(N,)`.
         eps: Added to the mean of squares.
         enable_pdl: No effect.
-
-    Raises:
-        ValueError: As by `fused_add_rmsnorm`.
-        TypeError: As by `fused_add_rmsnorm`.
     """
     _fused_add_rmsnorm(input, residual, weight, eps, 1.0)
 

@@ -70,7 +70,7 @@ def liger_fused_add_rms_norm(
     casting_mode: str | int = "llama",
     in_place: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Compute Liger's norm of `X + R`, and return that sum too; differentiable.
+    """Compute Liger's norm of `X + R`, and return that sum too; differentiable, with the errors of `liger_rms_norm`.
 
     Args:
         X: Shape `(*, N)`.
@@ -83,10 +83,6 @@ def liger_fused_add_rms_norm(
 
     Returns:
         `(Y, X + R)`, both of X's shape and dtype.
-
-    Raises:
-        ValueError: As by `liger_rms_norm`.
-        TypeError: As by `liger_rms_norm`.
     """
     check_tensor("X", X)
     check_tensor("R", R)

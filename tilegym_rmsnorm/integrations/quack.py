@@ -80,26 +80,12 @@ def rmsnorm_fwd(
     store_rstd: bool = False,
     weight_offset: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Run the forward without autograd, by `quack.rmsnorm.rmsnorm_fwd`'s signature.
-
-    Args:
-        x: Shape `(*, N)`, or `(*, H, N)` beside a weight for each head.
-        weight: As for `rmsnorm`.
-        bias: As for `rmsnorm`.
-        residual: As for `rmsnorm`.
-        out_dtype: As for `rmsnorm`.
-        residual_dtype: As for `rmsnorm`.
-        eps: As for `rmsnorm`.
-        store_rstd: Return rstd too.
-        weight_offset: As for `rmsnorm`.
+    """Run the forward without autograd, by `quack.rmsnorm.rmsnorm_fwd`'s signature. store_rstd: return rstd too. All
+    else, and the errors, are as for `rmsnorm`.
 
     Returns:
         `(y, residual_out, rstd)`: the first two as by `rmsnorm` with prenorm. rstd has x's shape without the last
         dimension, and dtype float32 (float64 where the sum, or x, is float64); None without store_rstd.
-
-    Raises:
-        ValueError: As by `rmsnorm`.
-        TypeError: As by `rmsnorm`.
     """
     check_tensor("x", x)
     _check_offset(weight, weight_offset)

@@ -73,37 +73,19 @@ def rms_norm(
 
 def rms_norm_backward(x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return dx, of x's shape and dtype, and dw, of weight's, without autograd, by `tilegym_rmsnorm.rms_norm_backward`.
-
-    Args:
-        x: Shape `(*, N)`, M rows.
-        dy: The gradient of y, of x's shape.
-        weight: Shape `(N,)`.
-        rstd: Shape `(M,)`, float32.
-    """
+    x, dy: shape `(*, N)`, M rows. weight: `(N,)`. rstd: `(M,)`, float32."""
     return functional.rms_norm_backward(x, dy, weight, rstd)
 
 
 def rms_norm_backward_torch(
     x: Tensor, dy: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `rms_norm_backward` by the reference, in PyTorch.
-
-    Args:
-        x: Shape `(*, N)`, M rows.
-        dy: The gradient of y, of x's shape.
-        weight: Shape `(N,)`.
-        rstd: Shape `(M,)`, float32.
-    """
+    """Compute `rms_norm_backward` by the reference, in PyTorch."""
     return functional.rms_norm_backward_torch(x, dy, weight, rstd)
 
 
 def compute_rms_norm_rstd_torch(x: Tensor, eps: float) -> Tensor:
-    """Compute `1 / sqrt(mean(x^2) + eps)` over the last dimension, of shape `(M,)`, float32, by the reference.
-
-    Args:
-        x: Shape `(*, N)`, M rows.
-        eps: Added to the mean of squares.
-    """
+    """Compute `1 / sqrt(mean(x^2) + eps)` over the last dimension, of shape `(M,)`, float32, by the reference."""
     return functional.compute_rms_norm_rstd_torch(x, eps)
 
 
@@ -201,20 +183,8 @@ class TileRMSNorm(nn.Module):
 
 
 class TileRMSNormForGemma3(TileRMSNorm):
-    """Class returned by `get_rms_norm_module("gemma3")`: the weight starts at 0.
-
-    Args:
-        dim: Elements of a row.
-        eps: Added to the mean of squares.
-        offset: Added to the weight.
-        casting_mode: No effect, as in TileGym: all is computed in float32.
-        init_fn: No effect, as in TileGym.
-        in_place: No effect, as in TileGym.
-
-    Raises:
-        ValueError: dim, eps or offset is out of range.
-        TypeError: dim, eps or offset is not a number.
-    """
+    """Class returned by `get_rms_norm_module("gemma3")`: `TileRMSNorm` of dim elements, whose weight starts at 0.
+    casting_mode, init_fn and in_place have no effect, as in TileGym: all is computed in float32."""
 
     def __init__(
         self,

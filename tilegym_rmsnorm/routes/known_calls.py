@@ -140,7 +140,6 @@ def forward_call(tensors: ForwardTensors, others: tuple[Any, ...], backend: Any)
 
 
 def backward_call(tensors: BackwardTensors, others: tuple[Any, ...], backend: Any) -> _Call | None:
-    """Describe a backward, as `forward_call`."""
     x, dy, weight, rstd, d_residual_out = tensors
     rows = (x, dy) if d_residual_out is None else (x, dy, d_residual_out)
     return _call(rows, (rstd, weight), (weight is None, d_residual_out is None), others, backend)

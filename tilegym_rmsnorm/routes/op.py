@@ -70,9 +70,6 @@ FORWARD = torch.ops.tilegym_rmsnorm.rms_norm_forward.default
 BACKWARD = torch.ops.tilegym_rmsnorm.rms_norm_backward.default
 
 
-# Calls like earlier ones
-
-
 def run_known_forward(
     x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any
 ) -> Outputs | None:
@@ -117,9 +114,6 @@ find_known_first(FORWARD, run_known_forward)
 find_known_first(BACKWARD, run_known_backward)
 
 
-# Calls from the routes
-
-
 def call_forward(tensors: ForwardTensors, dims: int, call: Call) -> Outputs:
     """Call the forward op on x, weight, bias, residual. Return y, rstd of the op's shape, residual_out."""
     x, weight, bias, residual = tensors
@@ -151,9 +145,6 @@ def call_backward(
 def prepare(*tensors: Tensor | None) -> None:
     """Register the sharding rules of the ops if one of the tensors is a DTensor, before the first call with one."""
     op_sharding.register_if_needed(FORWARD, BACKWARD, tensors)
-
-
-# The implementations, for real tensors and for fake tensors, with which graphs are made.
 
 
 def run_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any) -> Outputs:

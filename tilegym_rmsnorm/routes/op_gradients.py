@@ -149,7 +149,6 @@ def one_by_one(function: Any, info: Any, in_dims: tuple[int | None, ...], *argum
 
 
 def _rest(tensor: Tensor, dim: int) -> list[int]:
-    """Return the shape without one dimension."""
     sizes = list(tensor.shape)
     del sizes[dim]
     return sizes

@@ -39,7 +39,6 @@ def bind_rope(tensors: tuple[Any, ...], call: Call) -> RunRope:
 
 
 def bind_rope_backward(tensors: tuple[Any, ...], call: Call, wanted: RopeWanted) -> RunRope:
-    """The same of a backward: dq, dk, and the wanted gradients of the weights."""
     if _has_no_elements(tensors):
         return torch.no_grad()(
             lambda tensors: _copies(rope_gradients_by_operations(tensors, call.spec, wanted))
@@ -55,7 +54,6 @@ def run_rope(checked: Checked, call: Call) -> RopeOutputs:
 
 
 def run_rope_backward(checked: Checked, call: Call, wanted: RopeWanted) -> RopeGradients:
-    """Run a backward by itself."""
     with unseen(call.backward):  # type: ignore[arg-type]
         return bind_rope_backward(checked.tensors, call, wanted)(checked.tensors)
 

@@ -56,9 +56,6 @@ FORWARD = torch.ops.tilegym_rmsnorm.qk_norm_rope_forward.default
 BACKWARD = torch.ops.tilegym_rmsnorm.qk_norm_rope_backward.default
 
 
-# Calls from the routes
-
-
 def call_rope(tensors: tuple[Any, ...], call: Call) -> RopeOutputs:
     """Call the forward op on the tensors of a checked forward."""
     prepare(tensors)
@@ -86,16 +83,11 @@ def prepare(tensors: tuple[Any, ...]) -> None:
         _register_sharding()
 
 
-# The implementations, for real tensors and for fake tensors, with which graphs are made.
-
-
 def _split_forward(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Split the arguments of the forward op: tensors, and options."""
     return arguments[:7], arguments[7:]
 
 
 def _split_backward(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], int, tuple[Any, ...]]:
-    """Split the arguments of the backward op: tensors, wanted, and options."""
     return arguments[:9], arguments[9], arguments[10:]
 
 
@@ -185,9 +177,6 @@ def _backward_of_fakes(*arguments: Any) -> RopeGradients:
     return q.new_empty(q.shape), None if k is None else k.new_empty(k.shape), *of_weights
 
 
-# Gradients
-
-
 class RopeFunction(torch.autograd.Function):
     """Forward with a gradient. `run` computes it; `gradients` computes the gradients of the tensors saved."""
 
@@ -261,9 +250,6 @@ def _transformed_forward(*arguments: Any) -> RopeOutputs:
 def _transformed_backward(*arguments: Any) -> RopeGradients:
     checked, wanted = _checked_backward(*_split_backward(arguments))
     return rope_gradients_by_operations(checked.tensors, checked.spec, wanted)
-
-
-# Shards
 
 
 @functools.cache

@@ -47,7 +47,6 @@ def forward_launcher(spec: Spec, tensors: ForwardTensors) -> Forward | None:
 
 
 def backward_launcher(spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> Backward | None:
-    """Return the launcher for a call of any form; None where no kernel takes the call."""
     x, dy, weight, _, d_residual_out = tensors
     n, m, op = spec.n, x.numel() // spec.n, "dx" if wanted.dw is None else "backward"
     weight_dtype = None if weight is None else weight.dtype

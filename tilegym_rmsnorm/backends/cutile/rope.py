@@ -80,7 +80,6 @@ def bind_forward(
 def bind_backward(
     spec: RopeSpec, tensors: RopeBackwardTensors, wanted: RopeWanted, machine: Machine | None = None
 ) -> Callable[[RopeBackwardTensors], RopeGradients] | None:
-    """Bind a backward, as `bind_forward` does a forward."""
     dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, _ = tensors
     machine = machine or machine_of(q.device)
     problem = problem_of(machine, spec, tensors[2:], dq_out, dk_out)
@@ -198,7 +197,6 @@ def _rows_of_batch(q: Tensor, table: Tensor) -> int:
 
 
 def _bind_empty(machine: Machine, rows: Tensor | None) -> Callable[[], Any]:
-    """Return a function that allocates contiguous rows like these, None of None."""
     if rows is None:
         return lambda: None
     shape, dtype = tuple(rows.shape), rows.dtype

@@ -123,11 +123,7 @@ def _that_run(find: Callable[..., Any], run: Any, compose: Any, *call: Any) -> l
     return found
 
 
-# Rows (M, N)
-
-
 def _numbers(n: int, size: str, launchers: list[Launcher]) -> list[Lead]:
-    """`rows_to_warm` of all these."""
     numbers: set[int] = set()
     for launcher in launchers:
         plan = launcher.plan
@@ -189,9 +185,6 @@ def _one_of_each_kind(rows: range, rows_of_tile: int) -> Iterator[int]:
         if low == 1 < high:
             yield 2
         low = high + 1
-
-
-# Rows (B, T, H, N)
 
 
 def leads_to_warm(calls: Calls, rows: range, launchers: list[Launcher]) -> list[Lead]:

@@ -36,13 +36,8 @@ MOST_ROWS = 128  # per tile: of narrow rows, more take up to 255 registers per t
 
 FORWARD_HELD = 16384  # widest row that is read once: up to 110 registers per thread
 BACKWARD_HELD = 8192  # twice as wide, x, dy, weight and sums spill 184 to 224 bytes per thread
-BACKWARD_REREAD = 16384  # twice as wide, the sums alone spill 80 to 472 bytes per thread
-# Bytes per thread that float32 rows of 16384 do spill on sm_100 with Triton 3.9 (not on sm_80 or sm_90, not with 3.6):
-# 20 KiB to L1 per row. Strips, the other plan, would read x and dy from memory again, 128 KiB per row.
-REREAD_SPILL = 40
-# The most that rows of 16384 with a residual or a bias spill, with Triton 3.7: 104 bytes on sm_100, 96 on sm_90, of
-# float32 rows with a bias.
-REREAD_VARIANT_SPILL = 104
+# Twice as wide, the sums alone spill 80 to 472 bytes per thread. What it spills itself is in test_triton_compile.py.
+BACKWARD_REREAD = 16384
 CHUNK = 4096  # per step over a row that is not held: 8 warps, or 16 of them where the sums for dw are
 STRIP = 1024  # 2 KiB of a bfloat16 row in one burst, and 6 % padding at most
 
@@ -279,7 +274,6 @@ def _dw_width(N: int, sm_count: int) -> int:
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 

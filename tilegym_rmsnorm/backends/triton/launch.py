@@ -280,7 +280,6 @@ def _rope_heads(*sides: tuple[Tensor | None, Tensor | None]) -> list[RopeHeads]:
 
 
 def _empty_like(array: Tensor | None, dtype: torch.dtype | None = None) -> Any:
-    """Return a new array of this shape, contiguous, or None."""
     if array is None:
         return None
     return torch.empty(array.shape, dtype=dtype or array.dtype, device=array.device)

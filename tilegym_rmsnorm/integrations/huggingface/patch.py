@@ -176,7 +176,6 @@ def _parents(model: nn.Module) -> _Parents:
 
 
 def _original(cls: type) -> type:
-    """Return the class that a module had before the patch."""
     found = made_from(cls)
     return cls if found is None else found[0]
 

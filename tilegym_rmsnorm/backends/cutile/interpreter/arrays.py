@@ -296,7 +296,6 @@ def find_lanes(
 
 
 def active_lanes(op: str, mask: object, shape: tuple[int, ...]) -> Tensor:
-    """Which lanes of a tile of this shape a mask leaves."""
     value = as_tile(mask).value
     if value.dtype != torch.bool:
         raise TypeError(f"{op} takes a mask of bool_, got {mask!r}")

@@ -17,7 +17,6 @@ from .weights import load_columns, shifted
 
 
 def rows_in(SHAPE):
-    """How many rows a tile has."""
     ROWS, HEADS, _ = SHAPE
     return ROWS if HEADS == 0 else ROWS * HEADS
 
@@ -27,7 +26,6 @@ def tiles_along_heads(array, SHAPE):
 
 
 def count_tiles(array, SHAPE):
-    """How many tiles cover an array's rows."""
     ROWS, HEADS, _ = SHAPE
     if HEADS == 0:
         count = ct.cdiv(array.shape[0], ROWS)

@@ -339,7 +339,6 @@ def forward_rope(
 
 
 def zeros_of_pairs(SHAPE, PAIRS):
-    """Zeros as the tiles of `load_pairs`."""
     _, PIECES, REST, RESTS, _, _ = PAIRS
     ROWS, HEADS, WIDTH = SHAPE
     return tuple(

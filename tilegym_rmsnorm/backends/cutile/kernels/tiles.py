@@ -173,7 +173,6 @@ def packed_row_as_float32(tiles):
 
 
 def zero_row(tcolumns):
-    """A row of zeros, as float32 tiles."""
     return tuple(ct.zeros(t.shape, dtype=ct.float32) for t in ct.static_iter(tcolumns))
 
 

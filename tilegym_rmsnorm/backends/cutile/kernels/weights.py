@@ -15,7 +15,6 @@ def weight_tile(weight, tcolumns, k, EVEN):
 
 
 def load_weight(weight, tcolumns, EVEN):
-    """The weight of a row, as tiles of its dtype."""
     return tuple(weight_tile(weight, tcolumns, k, EVEN) for k in ct.static_iter(range(len(tcolumns))))
 
 

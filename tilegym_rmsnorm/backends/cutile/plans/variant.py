@@ -25,7 +25,6 @@ _TYPES = {"int": int, "bool": bool, "str": str}
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 

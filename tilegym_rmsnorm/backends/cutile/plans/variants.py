@@ -26,8 +26,6 @@ from tilegym_rmsnorm.backends.cutile.plans.variant import Variant, expect
 
 WEIGHT_LOADS = ("late", "early", "joint")
 
-# The forward's kernels.
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoadsWeight(Registers):
@@ -107,9 +105,6 @@ class ForwardUnalignedTeam(Team, Unaligned):
     kernel = "forward_unaligned_team"
     serves = ("forward",)
     takes = frozenset({"residual", "bias"})
-
-
-# The backward's first kernels, which compute dx and P partial rows of dw.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,9 +282,6 @@ class BackwardStrips(Chunks):
 
     def grid(self, m: int, n: int, p: int, sm_count: int) -> tuple[int, ...]:
         return (p, -(-n // self.width))
-
-
-# Kernels that run before and after those.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,7 +133,6 @@ def _default_device_cpu() -> contextlib.AbstractContextManager[Any]:
 
 @functools.cache
 def machine_of(device: torch.device) -> Machine:
-    """The machine that runs tensors of `device`."""
     return GpuMachine(device) if device.type == "cuda" else InterpretedMachine()
 
 
