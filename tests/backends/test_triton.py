@@ -36,18 +36,7 @@ FORWARDS = {
     "tiles per row": ForwardConfig(True, rows=4, width=32, tiles=4, num_warps=4),
     "chunks": ForwardConfig(False, rows=1, width=32, tiles=4, num_warps=4),
 }
-_HELD = BackwardConfig(
-    "held",
-    walks=3,
-    rows=1,
-    width=128,
-    tiles=1,
-    num_warps=4,
-    num_stages=2,
-    dw_rows=16,
-    dw_width=64,
-    dw_num_warps=4,
-)
+_HELD = BackwardConfig("held", walks=3, rows=1, width=128, tiles=1, num_warps=4, num_stages=2, dw_width=64)
 BACKWARDS = {
     "one row": _HELD,
     "a walk per row": dataclasses.replace(_HELD, walks=13),

@@ -37,12 +37,12 @@ def as_rows(x: Tensor, n: int) -> Tensor:
 def view_of_vector(vector: Tensor | None, n: int, heads: int = 0) -> View:
     """Arrange a weight or bias over all normalized dimensions as (N,), or with heads as (heads, N), contiguous."""
     shape = (heads, n) if heads else (n,)
-    if vector is None or (vector.shape == shape and vector.is_contiguous() and vector.stride(-1) == 1):
+    if vector is None or (vector.shape == shape and is_packed(vector)):
         return None
 
     def view(vector: Tensor) -> Tensor:
         vector = vector.reshape(shape)
-        return vector if vector.is_contiguous() and vector.stride(-1) == 1 else packed(vector)
+        return vector if is_packed(vector) else packed(vector)
 
     return view
 
@@ -54,6 +54,10 @@ def in_shape_of(x: Tensor, y: Tensor) -> Tensor:
     if type(x) is Tensor and not (are_transforms_active() or count_modes() or y._is_view()):
         return y.resize_as_(x)  # 1 us; _unsafe_view takes 3
     return _unsafe_view(y, x.shape)
+
+
+def is_packed(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.stride(-1) == 1
 
 
 def packed(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tilegym_rmsnorm.backends.layout import View, packed
+from tilegym_rmsnorm.backends.layout import View, is_packed, packed
 
 
 def rope_views(tensors: tuple[Any, ...]) -> list[View]:
@@ -17,15 +17,11 @@ def rope_views(tensors: tuple[Any, ...]) -> list[View]:
     q_weight, k_weight, cos, sin and position_ids."""
     *heads, q_weight, k_weight, cos, sin, positions = tensors
     views = [None if each is None else _view_of_heads(each) for each in heads]
-    views += [None if each is None or _is_packed(each) else packed for each in (q_weight, k_weight)]
+    views += [None if each is None or is_packed(each) else packed for each in (q_weight, k_weight)]
     # Together: a backend asks one of them how many rows there are.
     is_shared = positions is None and cos.ndim == 3 and _is_shared(cos) and _is_shared(sin)
     views += [_view_of_table(each, is_shared) for each in (cos, sin)]
     return [*views, None if positions is None else _view_of_positions(positions)]
-
-
-def _is_packed(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.stride(-1) == 1
 
 
 def _view_of_heads(x: Tensor) -> View:
@@ -59,6 +55,6 @@ def _view_of_positions(positions: Tensor) -> View:
 
     def view(positions: Tensor) -> Tensor:
         rows = positions[None] if is_flat else positions[:1] if is_shared else positions
-        return rows if _is_packed(rows) else packed(rows)
+        return rows if is_packed(rows) else packed(rows)
 
-    return None if not is_flat and not is_shared and _is_packed(positions) else view
+    return None if not is_flat and not is_shared and is_packed(positions) else view

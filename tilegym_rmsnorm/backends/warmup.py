@@ -74,7 +74,9 @@ def warmup(
     for name, dtype in (("bias", bias), ("residual", residual), ("out_dtype", out_dtype)):
         checked_dtype(name, dtype)
     residual_alpha = checked_number("residual_alpha", residual_alpha)
-    _check_residual(residual, residual_alpha, residual_dtype)
+    if residual is None:
+        check_residual(torch.empty(0, device="meta"), None, residual_alpha, residual_dtype)
+    checked_dtype("residual_dtype", residual_dtype)
     per_head, apart = checked_heads(heads), checked_heads(strided_heads, "strided_heads")
     if per_head is not None and apart is not None:
         raise ValueError(f"strided_heads: expected None beside heads, whose rows may lie so too, got {apart}")
@@ -187,14 +189,6 @@ def _check_usable(
     request = request_of(device, casting, None, dtype, *others, n=n, is_aligned=is_aligned)
     if unusable := why_unusable("cutile", request):
         raise BackendUnavailableError(f"{function}: {unusable.reason}. To mend it: {unusable.remedy}")
-
-
-def _check_residual(residual: torch.dtype | None, alpha: float, dtype: torch.dtype | None) -> None:
-    """Check the residual's arguments as `rms_norm` does."""
-    if residual is None:
-        check_residual(torch.empty(0, device="meta"), None, alpha, dtype)
-    else:
-        checked_dtype("residual_dtype", dtype)
 
 
 def _each(widths: object) -> Iterator[object]:

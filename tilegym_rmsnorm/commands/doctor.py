@@ -102,7 +102,11 @@ def without_interpreters() -> Iterator[list[str]]:
 
 
 def _report(arguments: argparse.Namespace, ignored: list[str]) -> int:
-    wrong = environment_problem()
+    wrong = None
+    try:
+        settings.kernel_limits()
+    except ValueError as error:
+        wrong = str(error)
     if arguments.backend:
         result = run_kernels(arguments.backend) if wrong is None else {"works": False, "reason": wrong}
         print(json.dumps(result) if arguments.json else result.get("traceback") or _describe(result))
@@ -156,15 +160,6 @@ def _report_backends(
     if problem := default_problem(backends):
         show(f"But {problem}")
     return problem
-
-
-def environment_problem() -> str | None:
-    """Why calls fail by a variable of the environment; None where it does not."""
-    try:
-        settings.kernel_limits()
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def default_problem(backends: dict[str, dict[str, Any]]) -> str | None:

@@ -284,7 +284,8 @@ class _Patch:
         rstd: Tensor | None = None,
     ) -> _Implementation | str:
         """Return the implementation for a call, or another reason for declining it."""
-        if not all([each is None or _is_readable(each) for each in (x, weight, dy, rstd)]):
+        given = x, weight, dy, rstd
+        if _may_copy(*given) or not all([each is None or is_plain(each) for each in given]):
             return "memory"
         index, shape, size = x.get_device(), tuple(normalized_shape), x.shape
         if not shape or size[-len(shape) :] != shape:
@@ -332,11 +333,6 @@ class _Patch:
         if op == ATEN_FORWARD:
             return torch.ops.aten._fused_rms_norm.default.decompose(*given[1:])
         return _backward_by_operations(*given[1:])
-
-
-def _is_readable(tensor: Tensor) -> bool:
-    """Whether `tensor` is plain and not copy-on-write."""
-    return not _may_copy(tensor) and is_plain(tensor)
 
 
 def _may_copy(*tensors: Tensor | None) -> bool:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -232,20 +232,14 @@ def _would_gather(backend: str | None, given: Mapping[str, Tensor]) -> bool:
     """Whether the op would gather a DTensor that PyTorch's operations leave in place: one sharded in a dimension with
     fewer elements than shards. False beside a residual with other placements: their sum is redistributed in any case,
     and F.rms_norm of a Partial sum can fail. False where a kernel is asked for by name, which needs the op."""
+    if _PYTORCH_GATHERS:
+        return False
+    if backend is None and not watched.is_traced():  # Dynamo does not see the setting in effect
+        backend = get_current_backend()
     x, residual = next(iter(given.values())), given.get("residual")
     is_alike = residual is None or getattr(residual, "placements", None) == getattr(x, "placements", None)
-    return not _PYTORCH_GATHERS and _is_auto(backend) and is_alike and _has_too_many_shards(x)
-
-
-def _is_auto(backend: str | None) -> bool:
-    """Whether no backend is named, in the call or by the setting in effect, which Dynamo does not see."""
-    if backend is None and not watched.is_traced():
-        backend = get_current_backend()
-    return backend in (None, "auto")
-
-
-def _has_too_many_shards(x: Any) -> bool:
-    """Whether a DTensor is sharded in a dimension with fewer elements than shards."""
+    if backend not in (None, "auto") or not is_alike:
+        return False
     shards = shards_of(x)
     if watched.is_traced():  # a size that is not known while Dynamo traces may be small
         from torch.fx.experimental.symbolic_shapes import guard_or_true

@@ -68,7 +68,8 @@ def _runner(
     tensors: ForwardTensors, call: Call, run: kernels.RunForward, backwards: KnownCalls | None = None
 ) -> Callable[[ForwardTensors], Any]:
     x, weight, _, residual = tensors
-    if not _is_recorded(tensors):
+    is_recorded = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
+    if not is_recorded or _is_in_inference_mode():
         if residual is None:
             return lambda tensors: run(tensors)[0]
         return lambda tensors: run(tensors)[::2]
@@ -81,7 +82,6 @@ def _runner(
 
         return record_sum
     is_saved_as_copy = x.is_inference() or (weight is not None and weight.is_inference())
-
     if is_saved_as_copy:  # bound by the metadata of x, but run on the copy
         recorded.run = functools.partial(kernels.run_forward, call=call)
 
@@ -92,14 +92,6 @@ def _runner(
         return _record(x, weight, bias, recorded)
 
     return record
-
-
-def _is_recorded(tensors: ForwardTensors) -> bool:
-    return (
-        torch.is_grad_enabled()
-        and any([each is not None and each.requires_grad for each in tensors])
-        and not _is_in_inference_mode()
-    )
 
 
 class RMSNormFunction(torch.autograd.Function):

@@ -71,9 +71,6 @@ class KnownCalls:
             self._kinds.clear()
         self._kinds[key] = (kind, *self._kinds.get(key, ())[: MOST_KINDS - 1])
 
-    def forget(self) -> None:
-        self._kinds.clear()
-
 
 NORM, FORWARD_OP, BACKWARD_OP = KnownCalls(), KnownCalls(), KnownCalls()
 ATEN_FORWARD, ATEN_BACKWARD = KnownCalls(), KnownCalls()  # of override_aten
@@ -85,7 +82,7 @@ def forget() -> None:
     """Empty the caches, so that every call passes all checks once more."""
     of_norm = NORM, FORWARD_OP, BACKWARD_OP, ATEN_FORWARD, ATEN_BACKWARD
     for calls in (*of_norm, ROPE, ROPE_FORWARD_OP, ROPE_BACKWARD_OP):
-        calls.forget()
+        calls._kinds.clear()
 
 
 def may_remember(

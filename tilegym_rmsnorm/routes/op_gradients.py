@@ -137,21 +137,14 @@ def one_by_one(function: Any, info: Any, in_dims: tuple[int | None, ...], *argum
 
     if info.batch_size == 0:  # the shapes of the results come from one call on zeros
         pairs = zip(arguments, in_dims, strict=True)
-        one = [
-            each if dim is None else each.movedim(dim, 0).new_zeros(_rest(each, dim)) for each, dim in pairs
-        ]
+        moved = [(each if dim is None else each.movedim(dim, 0), dim) for each, dim in pairs]
+        one = [each if dim is None else each.new_zeros(each.shape[1:]) for each, dim in moved]
         results = tuple(None if each is None else each.new_empty(0, *each.shape) for each in function(*one))
     else:
         each_results = [function(*of_batch(i)) for i in range(info.batch_size)]
         columns = zip(*each_results, strict=True)
         results = tuple(None if column[0] is None else torch.stack(column) for column in columns)
     return results, tuple(None if each is None else 0 for each in results)
-
-
-def _rest(tensor: Tensor, dim: int) -> list[int]:
-    sizes = list(tensor.shape)
-    del sizes[dim]
-    return sizes
 
 
 def is_differentiated(*tensors: Tensor | None) -> bool:

@@ -3,10 +3,8 @@
 
 """Backend "cutile": whether it can run here. The kernels and their launch are imported on first use.
 
-With TILEGYM_RMSNORM_INTERPRET=1 the kernels' own Python runs over CPU tensors; that needs cuda-tile, but
-neither a GPU nor tileiras. The variable is read where the interpreter would be used, and nowhere else: for CPU tensors
-and this backend by name, and for what this machine can run where it has no GPU. A value that means neither on nor off
-is an error there; "auto", which takes this backend for no CPU tensor, does not see it, nor does a call on a GPU.
+With TILEGYM_RMSNORM_INTERPRET=1 the kernels' own Python runs over CPU tensors; that needs cuda-tile, but neither a GPU
+nor tileiras. The variable is read where the interpreter would be used, and nowhere else.
 """
 
 from __future__ import annotations

@@ -70,9 +70,7 @@ class BackwardConfig:
     tiles: int
     num_warps: int
     num_stages: int  # 2: the next step's x and dy travel to shared memory (64 KiB at most) during this one
-    dw_rows: int
-    dw_width: int
-    dw_num_warps: int
+    dw_width: int  # of the tiles of DW_TILE elements that sum dw_partial
 
 
 @dataclass(frozen=True)
@@ -131,9 +129,7 @@ class RopeBackwardConfig:
     programs: tuple[int, ...]
     num_warps: int
     num_stages: int  # as in BackwardConfig
-    dw_rows: int
     dw_width: int
-    dw_num_warps: int
 
 
 def forward_config(N: int) -> ForwardConfig:
@@ -166,7 +162,6 @@ def backward_config(
     steps = _cdiv(M, rows)
     resident = (sm_count if sms_left is None else sms_left) * WARPS_PER_SM // num_warps
     most_walks = max(1, resident // (programs_per_walk * heads))
-    dw_width = _dw_width(heads * N, sm_count)
     return BackwardConfig(
         plan,
         walks=_cdiv(steps, _cdiv(steps, most_walks)),
@@ -176,9 +171,7 @@ def backward_config(
         num_warps=num_warps,
         # "reread" would double its loads' way to shared memory as well.
         num_stages=1 if plan == "reread" else 2,
-        dw_rows=DW_TILE // dw_width,
-        dw_width=dw_width,
-        dw_num_warps=DW_WARPS,
+        dw_width=_dw_width(heads * N, sm_count),
     )
 
 
@@ -231,9 +224,7 @@ def rope_backward_config(
         num_warps=num_warps,
         # Wider heads, x, dy, cos and sin in float32, would take 128 KiB of shared memory.
         num_stages=2 if form.columns <= BACKWARD_TILE else 1,
-        dw_rows=DW_TILE // dw_width,
         dw_width=dw_width,
-        dw_num_warps=DW_WARPS,
     )
 
 

@@ -25,6 +25,8 @@ from tilegym_rmsnorm.backends.triton import backward, forward, interpreting, red
 from tilegym_rmsnorm.backends.triton.config import (
     BACKWARD_HELD,
     BACKWARD_REGISTERS,
+    DW_TILE,
+    DW_WARPS,
     BackwardConfig,
     ForwardConfig,
     RopeBackwardConfig,
@@ -240,7 +242,7 @@ def _launch_sums(
     partial, total = first
     columns = max(total.numel() for _, total in (first, *second))
     grid = (triton.cdiv(columns, config.dw_width), 1 + len(second))
-    chosen = {"ROWS": config.dw_rows, "WIDTH": config.dw_width, **_options(config.dw_num_warps)}
+    chosen = {"ROWS": DW_TILE // config.dw_width, "WIDTH": config.dw_width, **_options(DW_WARPS)}
     for other, other_total in second:
         chosen |= {"second_partial_ptr": other, "second_sum_ptr": other_total}
         chosen |= {"second_P": other.shape[0], "SECOND_N": other_total.numel()}

@@ -56,9 +56,9 @@ class AttentionPatch:
 
     def made(self, base: type) -> PatchedType:
         found = _found(base)
-        function = compiled_again(
-            base, _rewritten(found), {_FOLDED: folded(found.norms, found.rotary, found.receivers)}
-        )
+        norms = [(norm.name, norm.is_turned) for norm in found.norms]
+        helpers = {_FOLDED: folded(norms, found.rotary, found.receivers)}
+        function = compiled_again(base, _rewritten(found), helpers)
         return subclass(base, self, {"forward": function})
 
 

@@ -352,7 +352,8 @@ def _rms_norm(
 
 _OPERATORS = {ast.Mult: _mul, ast.Add: _add, ast.Pow: _pow}
 # Operations that are functions of torch, too.
-_OF_BOTH = {"mul": _mul, "add": _add, "square": _square, "rsqrt": _rsqrt, "pow": _pow, "mean": _mean}
+_OF_BOTH: dict[str, Callable[..., Any]] = {"mul": _mul, "add": _add, "square": _square, "rsqrt": _rsqrt}
+_OF_BOTH |= {"pow": _pow, "mean": _mean}
 _METHODS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {"to": _to, "type": _to, "float": _float, "type_as": _type_as, **_OF_BOTH}
 )

@@ -6,8 +6,8 @@ it takes, the norms and the rotary embedding run one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,17 +32,6 @@ from tilegym_rmsnorm.rope import qk_norm_rope
 _OTHER_ROUNDINGS = "no one call rounds q and k as the norms and the rotary embedding do"
 
 
-class Norm(Protocol):
-    """Norm of q or k in attention."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def is_turned(self) -> bool:
-        """Whether the result is transposed before it is rotated."""
-
-
 class _Apart(NamedTuple):
     """The norm that the log names, and why no one call computes both norms and the rotation."""
 
@@ -51,16 +40,16 @@ class _Apart(NamedTuple):
 
 
 def folded(
-    norms: tuple[Norm, Norm], known: Rotary, receivers: Receivers | None
+    norms: Sequence[tuple[str, bool]], known: Rotary, receivers: Receivers | None
 ) -> Callable[..., tuple[Any, Any]]:
     """Make the function that takes the place of a rotary embedding.
 
     Args:
-        norms: Those of q and k.
+        norms: The names of those of q and k, and whether their results are transposed before they are rotated.
         known: The rotary embedding that was read. A call is not folded where another one replaced it.
         receivers: What gets rotated q and k, if they do nothing but to enter attention.
     """
-    (q_name, q_turned), (k_name, k_turned) = ((norm.name, norm.is_turned) for norm in norms)
+    (q_name, q_turned), (k_name, k_turned) = norms
 
     def run(
         module: Any, cache: Any, rotary: Any, q: Any, k: Any, cos: Any, sin: Any, *given: Any, **named: Any

@@ -162,7 +162,8 @@ def _run(x: Tensor, residual: Tensor | None, match: Match, call: Call, backend: 
     """Call `rms_norm`: contiguous y, or y and the sum with the residual."""
     weight, eps, (casting, out_dtype) = call
     # Autocast casts the arguments of F.rms_norm, but nothing in a norm that is written in PyTorch's operations.
-    with contextlib.nullcontext() if match.arithmetic == "torch" else _without_autocast(x):
+    is_cast = match.arithmetic != "torch" and torch.is_autocast_enabled() and x.is_cuda
+    with torch.autocast("cuda", enabled=False) if is_cast else contextlib.nullcontext():
         return rms_norm(
             x,
             x.shape[-1:],
@@ -269,12 +270,6 @@ def tell_fallback(kind: str, norm: Any, reason: str) -> None:
     if key not in _told:
         _told.add(key)
         _log.info("%s runs apart from the %s: %s", cls.__name__, kind, reason)
-
-
-def _without_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    if torch.is_autocast_enabled() and x.is_cuda:
-        return torch.autocast("cuda", enabled=False)
-    return contextlib.nullcontext()
 
 
 _log = logging.getLogger("tilegym_rmsnorm")

@@ -84,7 +84,8 @@ def find_tileiras() -> Tileiras | None:
         return Tileiras(path, "pip package", binary_version(path), inherits_cuda_home=False)
     if path := shutil.which("tileiras"):
         return Tileiras(path, "PATH", binary_version(path), inherits_cuda_home=True)
-    home = _search_home()
+    windows_path = os.environ.get("CUDA_PATH") if sys.platform == "win32" else None
+    home = windows_path or os.environ.get("CUDA_HOME")
     if home and (path := shutil.which("tileiras", path=os.path.join(home, "bin"))):
         return Tileiras(path, "CUDA_HOME", binary_version(path), inherits_cuda_home=True)
     for toolkit in _default_toolkits():
@@ -178,11 +179,6 @@ def _pip_tileiras() -> str | None:
     if package is None or not package.submodule_search_locations:
         return None
     return shutil.which("tileiras", path=os.path.join(next(iter(package.submodule_search_locations)), "bin"))
-
-
-def _search_home() -> str | None:
-    windows_path = os.environ.get("CUDA_PATH") if sys.platform == "win32" else None
-    return windows_path or os.environ.get("CUDA_HOME")
 
 
 def _default_toolkits() -> list[Path]:
