@@ -138,9 +138,8 @@ def implementations_of(
     """
     of_spec = _request_of_rope if isinstance(spec, RopeSpec) else _request_of_norm
     request, (op, op_of_backward) = of_spec(spec, tensors, obstacle), ops_of(spec)
-    return dispatch(op, request, backend), dispatch(
-        op_of_backward, request, backend
-    ) if with_backward else None
+    forward = dispatch(op, request, backend)
+    return forward, dispatch(op_of_backward, request, backend) if with_backward else None
 
 
 def backward_of(

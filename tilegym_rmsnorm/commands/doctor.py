@@ -236,12 +236,8 @@ def run_kernels(backend: str) -> dict[str, Any]:
 
 def kernel_errors(backend: str) -> tuple[str, dict[str, float]]:
     """The device used, and the error of each result relative to its largest value."""
-    cuda = (
-        [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        if torch.cuda.is_available()
-        else []
-    )
-    devices = [*cuda, torch.device("cpu")]
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = [*(torch.device("cuda", i) for i in range(count)), torch.device("cpu")]
     requests = [registry.Request(device, torch.float32, torch.float32, "once") for device in devices]
     device = next((r.device for r in requests if registry.why_unusable(backend, r) is None), devices[0])
     generator = torch.Generator().manual_seed(0)
@@ -257,12 +253,8 @@ def kernel_errors(backend: str) -> tuple[str, dict[str, float]]:
     exact_dx, exact_dw = reference.rms_norm_backward_torch(
         x.double(), dy.double(), weight.double(), exact_rstd
     )
-    pairs: dict[str, tuple[Any, Any]] = {
-        "y": (y, exact_y),
-        "rstd": (rstd, exact_rstd),
-        "dx": (dx, exact_dx),
-        "dw": (dw, exact_dw),
-    }
+    pairs: dict[str, tuple[Any, Any]] = {"y": (y, exact_y), "rstd": (rstd, exact_rstd)}
+    pairs |= {"dx": (dx, exact_dx), "dw": (dw, exact_dw)}
     errors = {
         name: ((got.cpu().double() - exact).abs().max() / exact.abs().max()).item()
         for name, (got, exact) in pairs.items()

@@ -249,7 +249,8 @@ class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):
 
 class LigerFusedAddRMSNorm(_Norm):
     """`liger_kernel.transformers.fused_add_rms_norm.LigerFusedAddRMSNorm`, with the same parameters, attributes and
-    state dict. `forward(hidden_states, residual)` returns the norm of their sum, and the sum.
+    state dict, and the errors of `LigerRMSNorm`. `forward(hidden_states, residual)` returns the norm of their sum, and
+    the sum.
 
     Args:
         hidden_size: Elements of a row.
@@ -258,10 +259,6 @@ class LigerFusedAddRMSNorm(_Norm):
         casting_mode: As for `liger_rms_norm`.
         init_fn: Initial values of the weight: `"ones"` or `"zeros"`.
         in_place: No effect.
-
-    Raises:
-        ValueError: casting_mode or init_fn is unknown; hidden_size, eps or offset is out of range.
-        TypeError: hidden_size, eps or offset is not a number.
     """
 
     def __init__(

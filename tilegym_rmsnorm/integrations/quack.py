@@ -54,19 +54,11 @@ def rmsnorm(
         ValueError: A shape, a device or a number does not fit; there is a weight_offset without a weight.
         TypeError: A dtype, a layout or a type does not fit.
     """
-    check_tensor("x", x)
-    _check_offset(weight, weight_offset)
-    options: dict[str, Any] = {"bias": bias, "offset": weight_offset, "out_dtype": out_dtype}
-    if residual is None:
-        checked_dtype("residual_dtype", residual_dtype)
-        y = functional.rms_norm(x, x.shape[-1:], weight, eps, **options)
-        return (y, x if residual_dtype is None else x.to(residual_dtype)) if prenorm else y
-    check_tensor("residual", residual)
-    dtype = residual.dtype if residual_dtype is None else residual_dtype
-    y, residual_out = functional.rms_norm(
-        x, x.shape[-1:], weight, eps, residual=residual, residual_dtype=dtype, **options
-    )
-    return (y, residual_out) if prenorm else y
+    options = _options(x, weight, bias, residual, out_dtype, residual_dtype, weight_offset)
+    result = functional.rms_norm(x, x.shape[-1:], weight, eps, **options)
+    if residual is not None:
+        return result if prenorm else result[0]
+    return (result, x if residual_dtype is None else x.to(residual_dtype)) if prenorm else result
 
 
 def rmsnorm_fwd(
@@ -87,17 +79,9 @@ def rmsnorm_fwd(
         `(y, residual_out, rstd)`: the first two as by `rmsnorm` with prenorm. rstd has x's shape without the last
         dimension, and dtype float32 (float64 where the sum, or x, is float64); None without store_rstd.
     """
-    check_tensor("x", x)
-    _check_offset(weight, weight_offset)
-    options: dict[str, Any] = {"bias": bias, "offset": weight_offset, "out_dtype": out_dtype}
-    if residual is None:
-        checked_dtype("residual_dtype", residual_dtype)
-        y, rstd = functional.rms_norm_forward(x, weight, eps, **options)
-        residual_out = x if residual_dtype is None else x.to(residual_dtype)
-    else:
-        check_tensor("residual", residual)
-        options |= {"residual": residual, "residual_dtype": residual_dtype or residual.dtype}
-        y, residual_out, rstd = functional.rms_norm_forward(x, weight, eps, **options)
+    options = _options(x, weight, bias, residual, out_dtype, residual_dtype, weight_offset)
+    y, *sums, rstd = functional.rms_norm_forward(x, weight, eps, **options)
+    residual_out = sums[0] if sums else x if residual_dtype is None else x.to(residual_dtype)
     return y, residual_out, rstd.view(x.shape[:-1]) if store_rstd else None
 
 
@@ -150,6 +134,26 @@ def rmsnorm_bwd(
     given = dout, x, weight, rstd.unsqueeze(-1), dresidual_out
     dx, dw, db, dresidual = op.BACKWARD(*given, *numbers, *dtypes, None)
     return dx, dw, db, dresidual
+
+
+def _options(
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    residual: Any,
+    out_dtype: Any,
+    residual_dtype: Any,
+    weight_offset: float,
+) -> dict[str, Any]:
+    """Check what functional.py knows by other names, and name the options of a forward as it does."""
+    check_tensor("x", x)
+    _check_offset(weight, weight_offset)
+    options = {"bias": bias, "offset": weight_offset, "out_dtype": out_dtype}
+    if residual is None:
+        checked_dtype("residual_dtype", residual_dtype)
+        return options
+    check_tensor("residual", residual)
+    return options | {"residual": residual, "residual_dtype": residual_dtype or residual.dtype}
 
 
 def _check_offset(weight: Tensor | None, weight_offset: float) -> None:

@@ -54,10 +54,8 @@ def unusable(request: Request | None) -> Unusable | None:
     if request.device.type == "cpu" and interpreting():
         return _cuda_tile_unusable()
     if request.device.type != "cuda":
-        reason, remedy = (
-            f"it runs on CUDA tensors, these are on {request.device}",
-            "move the tensors to an NVIDIA GPU",
-        )
+        reason = f"it runs on CUDA tensors, these are on {request.device}"
+        remedy = "move the tensors to an NVIDIA GPU"
         if request.device.type == "cpu":
             remedy = f"{refusals.remedy_of_cpu_tensors(*_gpu())}, or {_INTERPRET_REMEDY}"
         return Unusable(reason, remedy)

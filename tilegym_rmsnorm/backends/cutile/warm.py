@@ -84,11 +84,9 @@ def warm(device: torch.device, calls: Calls) -> None:
     """Launch every kernel of the forward and of the backward of such calls, on arrays that hold anything."""
     for size in SIZES:
         rows = rows_of_class(size, calls.n)
-        first: Lead | None
+        first: Lead = (rows.start,)
         if calls.heads:
-            first = (1, -(-rows.start // calls.heads), calls.heads)
-        else:
-            first = (rows.start,)
+            first = 1, -(-rows.start // calls.heads), calls.heads
         if math.prod(first) not in rows:
             continue  # no number of rows is of this class
         launchers = _launchers(calls, device, first)

@@ -66,9 +66,8 @@ def _interpret_remedy() -> str:
 
 @functools.cache
 def _triton_unusable() -> Unusable | None:
-    return (
-        None if versions.is_installed("triton") else Unusable("triton is not installed", "pip install triton")
-    )
+    is_missing = not versions.is_installed("triton")
+    return Unusable("triton is not installed", "pip install triton") if is_missing else None
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,19 +36,12 @@ def one_launch_at_a_time() -> contextlib.AbstractContextManager:
     return _lock
 
 
-class _Kept:
-    """Stand-in for an object to restore, where there is nothing to restore."""
-
-    def restore(self) -> None:
-        pass
-
-
 def _replaced_language(function: Callable[..., Any]) -> Any:
     """Replaces what this function knows of triton.language by what is interpreted, where it is not yet. From
     Triton 3.6 on a launch restores it at its end."""
     if any(tl.core.is_builtin(module.load) for module in _languages_of(function)):
         return _replacing(function)
-    return _Kept()
+    return SimpleNamespace(restore=lambda: None)
 
 
 @functools.cache

@@ -78,10 +78,7 @@ class Plan:
         n, sm_count, first = self.problem.n, self.problem.sm_count, self.first
         m = m if lead is None else first.tiled_rows(lead)
         shares = first.tiles_of_heads(self.problem.form.heads) if self.problem.form.per_head else 1
-        if self.has_own_partials:
-            p = m
-        else:
-            p = first.partial_rows(max(1, m), n, sm_count, shares)
+        p = m if self.has_own_partials else first.partial_rows(max(1, m), n, sm_count, shares)
         temporaries: dict[str, tuple[tuple[int, ...], str]] = {}
         grids: list[tuple[int, ...] | None] = []
         for step in self.steps:
