@@ -165,8 +165,8 @@ def test_sequences(variant, size, layout):
 @pytest.mark.parametrize("variant", [HEADS[0], HEADS[2], HEADS[5]], ids=str)
 def test_more_tiles_of_heads_than_one_launch_takes(variant, size, monkeypatch):
     """Tiles that are partly empty are blocks too: few rows may need more of them than a grid has."""
-    for name in ("_forward", "_backward"):  # whose launchers keep what they take
-        monkeypatch.setattr(lookup, name, functools.cache(getattr(lookup, name).__wrapped__))
+    # Launchers keep what they take.
+    monkeypatch.setattr(lookup, "_launcher", functools.cache(lookup._launcher.__wrapped__))
     monkeypatch.setattr(variant_module, "LARGEST_GRID", 17)
     monkeypatch.setattr(interpreter, "LARGEST_GRID", (17, 2**16 - 1, 2**16 - 1))
     _check(variant._replace(size=size, layout="heads"))
