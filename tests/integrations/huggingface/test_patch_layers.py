@@ -3,6 +3,7 @@
 
 """Layers whose norms add the residual: which statements are rewritten, and that all else stays."""
 
+import ast
 import dis
 import functools
 import inspect
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from tilegym_rmsnorm import patch_model, unpatch_model
 from tilegym_rmsnorm.integrations.huggingface import norms
 from tilegym_rmsnorm.integrations.huggingface.layers import rewritten
+from tilegym_rmsnorm.integrations.huggingface.rewriting import child_and_argument
 from tilegym_rmsnorm.integrations.huggingface.source import Unclear
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -25,6 +27,22 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 N = 32
+
+
+CALLS = {
+    "self.norm(x)": "norm",
+    "self.norm(x=x)": "",
+    "self.norm(x, y=x)": "",
+    "self.norm(*x)": "",
+    "norm(x)": "",
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_norm_is_called_with_one_argument(call):
+    """In layers, and in attention."""
+    name, argument = child_and_argument(ast.parse(call, mode="eval").body)
+    assert name == CALLS[call] and bool(argument) is bool(name)
 
 
 class Layer(nn.Module):
