@@ -20,9 +20,11 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
     PLAIN,
     PLAIN_ROWS,
     RESIDUAL,
+    Bucket,
     Form,
     form_named,
 )
+from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
 
 OTHERS = tuple(form for form in FORMS if form != PLAIN_ROWS)
@@ -149,6 +151,27 @@ def test_a_form_that_there_is_not_makes_a_file_unfit(folders):
         records.parse(item, 90)
 
 
+def test_a_rule_that_does_not_lend_serves_its_own_form_and_size_alone():
+    """It fills registers that a residual needs."""
+    item = json.loads(records.render(ENTRY)) | {"n": [4096, 4096], "sizes": ["small", "large"]}
+    own, lent = (
+        records.parse(item | {"settings": item["settings"] | {"latency": latency}, "lends": lends}, 90)
+        for latency, lends in ((5, False), (7, True))
+    )
+    by = select.Tables(rules=(records.Records([own, lent]),))
+    residual = Form(residual=True)
+
+    def latency(form: Form = PLAIN, size: str = "large") -> int:
+        return select.choose(planning.problem("backward", 4096, size=size, form=form), by).first.latency
+
+    assert latency() == latency(size="small") == 5
+    assert latency(residual) == latency(residual, "small") == latency(Form(narrowest=2)) == 7
+    of_form = records.parse(item | {"forms": [RESIDUAL], "sizes": ["large"], "lends": False}, 90)
+    by = select.Tables(rules=(records.Records([of_form, lent]),))
+    assert latency(residual) == of_form.variant(4096).latency != 7
+    assert latency(residual, "few") == latency(residual._replace(d_residual=True)) == 7
+
+
 @pytest.mark.parametrize(("op", "form"), [each for each in WITH_CALLS if each[1] != PLAIN_ROWS])
 def test_tuning_tries_what_ships_for_the_form_then_what_ships_for_the_nearest(folders, op, form):
     bucket = BUCKET._replace(op=op, form=form)
@@ -164,8 +187,12 @@ def test_tuning_tries_what_ships_for_the_form_then_what_ships_for_the_nearest(fo
         if bucket._replace(form=each).has_calls
     }
     ship(folders[1], TARGET, *(entry_of(bucket._replace(form=each), own) for each, own in shipped.items()))
-    assert tables.shipped_for(bucket) == [shipped[each] for each in nearest[form]]
-    assert tables.shipped_for(bucket._replace(form=PLAIN_ROWS)) == [shipped[PLAIN_ROWS]]
+
+    def tried(asked: Bucket) -> list[Variant]:
+        return [each for each in tables.shipped_for(asked) if each in shipped.values()]
+
+    assert tried(bucket) == [shipped[each] for each in nearest[form]]
+    assert tried(bucket._replace(form=PLAIN_ROWS)) == [shipped[PLAIN_ROWS]]
 
 
 @pytest.mark.parametrize("form", OTHERS)

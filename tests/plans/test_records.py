@@ -58,6 +58,7 @@ def test_what_ships_is_read_as_it_is_written():
 def test_what_is_not_said_has_a_default_and_is_not_written(item):
     each = parse(item, 90)
     assert (each.weights, each.alignment, each.gpus, each.spills) == (("same",), "aligned", (), "")
+    assert each.lends
     assert json.loads(render(each)) == item
     assert each.is_entry == (item is ENTRY)
 
@@ -138,6 +139,7 @@ BAD = {
     "n no number": (RULE | {"n": 4096.0}, "n: expected whole numbers of columns"),
     "n true": (RULE | {"n": True}, "n: expected whole numbers of columns"),
     "an unknown kernel": (RULE | {"kernel": "magic"}, "kernel: expected"),
+    "lends no truth": (RULE | {"lends": "no"}, "lends: expected true or false"),
     "a kernel that is no first one": (RULE | {"kernel": "sum_partials"}, "kernel: expected"),
     "an unknown alignment": (RULE | {"alignment": "odd"}, "alignment: expected aligned or any"),
     "gpus by themselves": (RULE | {"gpus": "NVIDIA H100"}, "gpus: expected"),

@@ -77,11 +77,15 @@ def test_every_width_gets_a_variant_that_holds_it(asked, architecture, dtype):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("size", SIZES)
 def test_float16_is_served_as_bfloat16_is(architecture, size):
+    """But for rules of sm_90 that were timed and serve one of the two."""
+    records = tables.shipped_records(90) if architecture == 90 else ()
+    of_one = [each for each in records if not each.gpus and size in each.sizes and len(each.dtypes) == 1]
     for n, op, weight in itertools.product(WIDTHS, ("forward", "backward", "dx"), ("same", FP32)):
         half, other = (
             by_rules(op, n, dtype, size, weight, architecture=architecture) for dtype in ("float16", BF16)
         )
-        assert half == other, (op, n, weight)
+        is_timed = any(op in each.ops and each.first <= n <= each.last for each in of_one)
+        assert half == other or is_timed, (op, n, weight)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -124,7 +128,7 @@ def test_x_is_read_once_in_the_forward_up_to_32768_columns(architecture):
 
 
 def test_forwards_of_teams_begin_where_one_block_is_slower():
-    """16-bit rows of up to 24576, float32 of up to 16384, few rows of up to 32768: one block each."""
+    """16-bit rows of up to 24576, float32 of up to 18432, few float32 rows of up to 32768: one block each."""
     rows, team = variants.ForwardRows, variants.ForwardTeam
     kernels = {
         (dtype, size): [type(first("forward", n, dtype, size=size)) for n in (16384, 16400, 24576, 24592)]
@@ -132,11 +136,11 @@ def test_forwards_of_teams_begin_where_one_block_is_slower():
         for size in ("few", "large")
     }
     assert kernels[BF16, "large"] == [rows, rows, rows, team]
-    assert kernels[FP32, "large"] == [rows, team, team, team]
+    assert kernels[FP32, "large"] == [rows, rows, team, team]
     assert kernels[BF16, "few"] == kernels[FP32, "few"] == [rows] * 4
     for dtype in DTYPES:
         few = [first("forward", n, dtype, size="few") for n in (32768, 32784)]
-        assert list(map(type, few)) == [rows, team]
+        assert list(map(type, few)) == [team if dtype == BF16 else rows, team]
         assert all(variant.packed == (dtype == BF16) for variant in few)
 
 
@@ -171,7 +175,7 @@ def test_partial_rows_are_few_and_never_more_than_row_tiles(architecture):
                     continue
                 assert 1 <= p <= min(8 * sm_count, tiles, LARGEST_GRID)
                 assert p <= variant.most_partial_rows(sm_count)
-                blocks = sm_count * variant.occupancy // variant.members
+                blocks = sm_count * variant.occupancy * variant.grid_percent // 100 // variant.members
                 if isinstance(variant, Split):
                     slab = variant.slab_tiles(m, sm_count)
                     assert (p - 1) * slab < tiles <= p * slab, (

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from planning import device
 from table_cases import (
     BUCKET,
     ENTRY,

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from planning import by_rules, device
 
@@ -42,21 +44,17 @@ def test_no_member_of_a_team_is_without_columns_and_few_lanes_are_empty(op, dtyp
 
 # columns, dtype, op: columns of a tile, tiles, members, blocks an SM
 LARGE_PARTS = [
+    *((n, BF16, "backward", (2048, 3, -(-n // 6144), 2)) for n in (24576, 36864, 73728, 86016)),
+    *((n, BF16, "backward", (4096, 1, -(-n // 4096), 3)) for n in (18448, 20480, 21504, 25088, 28672)),
     *(
-        (n, BF16, "backward", (2048, 3, -(-n // 6144), 2))
-        for n in (16400, 18432, 24576, 36864, 49152, 73728, 86016)
+        (n, BF16, "backward", (8192, 2, -(-n // 16384), 1))
+        for n in (32768, 49152, 65536, 73744, 81920, 98304, 114672, 131072)
     ),
-    *(
-        (n, BF16, "backward", (4096, 1, -(-n // 4096), 3))
-        for n in (18448, 20480, 21504, 25088, 28672, 32768, 65536)
-    ),
-    *((n, BF16, "backward", (8192, 2, -(-n // 16384), 1)) for n in (73744, 81920, 98304, 114672, 131072)),
     *((n, BF16, "backward", (8192, 1, -(-n // 8192), 1)) for n in (90112, 106496, 122880)),
     *((n, BF16, "dx", (8192, 1, -(-n // 8192), 2)) for n in (18448, 20480, 28672, 65536, 131072)),
     *(
         (n, FP32, op, (4096, 1, -(-n // 4096), 2))
-        for n in (16400, 18432, 24576, 65536)
-        for op in ("backward", "dx")
+        for n, op in [*itertools.product((16400, 18432, 24576), ("backward", "dx")), (65536, "backward")]
     ),
     *(
         (n, FP32, op, (8192, 1, -(-n // 8192), 1))

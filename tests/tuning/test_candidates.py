@@ -218,7 +218,7 @@ def test_no_two_candidates_differ_only_in_a_slab_that_no_call_fills(n):
 @pytest.mark.parametrize(
     ("op", "size", "n"),
     [
-        *(("backward", "large", n) for n in (18432, 32768, 65536)),
+        *(("backward", "large", n) for n in (20480, 32768, 65536)),
         ("backward", "few", 65536),
         *(("forward", size, n) for size in ("few", "large") for n in (49152, 65536)),
     ],
