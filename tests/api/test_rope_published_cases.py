@@ -21,8 +21,10 @@ import pytest
 import rope_calls
 import torch
 from helpers import BF16, DEVICE, FP16, FP32
+from rope_cases import rotated, tables_of
 
 from tilegym_rmsnorm import qk_norm_rope
+from tilegym_rmsnorm.call.rope_spec import RopeSpec
 
 D, BASE, FLASHINFER_MOST = 128, 1e4, 0.1  # the largest difference that flashinfer's tests allow
 WAN_HEADS = {"1.3B": 12, "5B": 24, "14B": 40}  # flashinfer itself refuses 40
@@ -63,8 +65,8 @@ def in_float64(x, weight, cos, sin, interleaved, is_one_norm):
     wide = x.double()
     squares = wide.square().mean((-2, -1) if is_one_norm else -1, keepdim=True)
     n = wide * torch.rsqrt(squares + 1e-6) * weight.double().view(x.shape[-2:])
-    matrix = rope_calls.rotation(cos.double(), sin.double(), x.shape[-1], x.shape[-1], interleaved)
-    return torch.einsum("tij,bthj->bthi", matrix, n)
+    spec = RopeSpec(x.shape[-1], 1e-6, 0.0, x.shape[-1], interleaved, "once", "end")
+    return rotated(n, tables_of(spec, (x, None, None, None, cos, sin, None)))
 
 
 def as_one_head(x, interleaved):

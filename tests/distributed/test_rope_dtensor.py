@@ -24,7 +24,7 @@ def gradients(outputs, leaves):
 
 @pytest.mark.parametrize("backend", [None, "torch"])
 @pytest.mark.parametrize("tables", ["T", "BT", "1T"])
-@pytest.mark.parametrize("weights", ["both", "heads", "none"])
+@pytest.mark.parametrize("weights", ["vector", "heads", "none"])
 @pytest.mark.parametrize("dim", [0, 1, 2, None])
 def test_values_and_placements(mesh, dim, weights, tables, backend):
     tensors = case(weights=weights, tables=tables, device="cpu")

@@ -18,11 +18,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from helpers import FP32, FP64, Expected, _half_ulp, assert_within
+from helpers import BF16, FP16, FP32, FP64, Expected, _half_ulp, assert_within
 from torch import Tensor
 from variants import arranged
 
 from tilegym_rmsnorm.call.rope_spec import RopeBackwardTensors, RopeSpec, RopeTensors, RopeWanted
+from tilegym_rmsnorm.rope_reference import rope_gradients_torch
 
 EPSILON = torch.finfo(FP32).eps
 TURNED = 0.02  # of y in 16 bits: an rstd of other bits turns less than 1 % of the roundings over
@@ -60,6 +61,51 @@ class RopeCase(NamedTuple):
     wanted: tuple[bool, bool] = (True, True)
 
 
+# D and R: halves and rests of one tile and of several, of powers of two and not, aligned to 16 bytes and not
+WIDTHS = [
+    *((64, 64), (128, 64), (256, 64), (128, 128), (256, 256), (80, 80), (96, 96), (96, 48), (80, 20)),
+    *((6, 6), (6, 4), (66, 34), (2, 2), (7, 4), (100, 2)),
+]
+CASES = {
+    "plain": RopeCase(BF16, weight_dtype=BF16),
+    "no weight": RopeCase(FP16, weight=("none", "none"), layout="packed"),
+    "weight of q alone": RopeCase(BF16, weight=("vector", "none"), weight_dtype=FP32, offset=1.0),
+    "weights of heads": RopeCase(BF16, weight=("heads", "heads"), heads=(5, 1)),
+    "weights of as many heads": RopeCase(FP16, weight=("heads", "heads"), heads=(3, 3), weight_dtype=FP32),
+    "weights of heads of k": RopeCase(BF16, weight=("vector", "heads"), weight_dtype=FP16, layout="gate"),
+    "without k": RopeCase(BF16, heads=(5, 0), weight_dtype=FP32),
+    "half tables": RopeCase(BF16, tables="half", layout="packed"),
+    "tables of 16 bits": RopeCase(BF16, table_dtype=BF16),
+    "half tables of 16 bits": RopeCase(FP16, table_dtype=FP16, tables="half", dy_dtype=FP32),
+    "rows of each batch": RopeCase(BF16, batch=3, has_rows_of_batch=True, dy_layout="contiguous"),
+    "one row of positions": RopeCase(BF16, positions="one", heads=(4, 1)),
+    "positions of each batch": RopeCase(BF16, positions="each", batch=3, tables="half"),
+    "positions of 32 bits": RopeCase(BF16, positions="each", position_dtype=torch.int32),
+    "beside a gate": RopeCase(BF16, layout="gate", dy_layout="contiguous"),
+    "begun elsewhere": RopeCase(BF16, layout="offset", dy_layout="offset"),
+    "one step": RopeCase(BF16, batch=3, length=1, heads=(8, 1)),
+    "one step, a tile of more heads than k has": RopeCase(BF16, batch=3, length=1, heads=(4, 2), eps=0.0),
+    "one step at positions": RopeCase(BF16, batch=3, length=1, positions="each"),
+    "all": RopeCase(
+        FP32,
+        weight=("heads", "vector"),
+        weight_dtype=BF16,
+        table_dtype=FP16,
+        positions="each",
+        offset=-0.5,
+        layout="packed",
+        dy_dtype=BF16,
+    ),
+}
+
+
+def cases_of_widths(n: int, rotary_dim: int, interleaved: bool) -> list[RopeCase]:
+    """Return two or three of CASES, of this form, in turn."""
+    number = 2 * WIDTHS.index((n, rotary_dim)) + interleaved
+    chosen = [case for index, case in enumerate(CASES.values()) if (index + number) % 9 == 0]
+    return [case._replace(n=n, rotary_dim=rotary_dim, interleaved=interleaved) for case in chosen]
+
+
 class RopeCall(NamedTuple):
     """What a backend receives."""
 
@@ -91,6 +137,7 @@ def make(case: RopeCase, device: torch.device | str = "cpu", seed: int = 0) -> R
 
     if case.layout == "packed":  # a projection of q, k and v
         both = rows(queries + 2 * keys, dtype)
+        both[:, :, queries + keys :] = math.nan
         q, k = both[:, :, :queries], both[:, :, queries : queries + keys]
     elif case.layout == "gate":  # each head of q beside one of a gate
         q, k = rows(queries, dtype).repeat(1, 1, 1, 2)[..., :n], rows(keys, dtype)
@@ -147,8 +194,8 @@ class _Tables(NamedTuple):
     partner: Tensor
 
 
-def _tables(call: RopeCall) -> _Tables:
-    spec, (q, _, _, _, cos, sin, positions) = call.spec, call.tensors
+def tables_of(spec: RopeSpec, tensors: RopeTensors) -> _Tables:
+    q, _, _, _, cos, sin, positions = tensors
     t, half, device = q.shape[1], spec.rotary_dim // 2, q.device
     pairs = torch.arange(half, device=device)
     first, second = (2 * pairs, 2 * pairs + 1) if spec.interleaved else (pairs, pairs + half)
@@ -171,7 +218,7 @@ def _tables(call: RopeCall) -> _Tables:
     return _Tables(torch.cat((cos, behind), -1), torch.cat((sin * sign, 0 * behind), -1), partner)
 
 
-def _rotated(n: Tensor, tables: _Tables) -> Tensor:
+def rotated(n: Tensor, tables: _Tables) -> Tensor:
     return n * tables.cos + n[..., tables.partner] * tables.sin
 
 
@@ -184,7 +231,7 @@ def _magnitudes(tables: _Tables) -> _Tables:
 
 
 def check_forward(call: RopeCall, q_out: Tensor, k_out: Tensor | None) -> None:
-    tables, expected = _tables(call), _expected_forward(call)
+    tables, expected = tables_of(call.spec, call.tensors), _expected_forward(call)
     for number, (name, y) in enumerate((("q_out", q_out), ("k_out", k_out))):
         _check(name, y, expected[number])
         if y is not None and y.dtype != FP32:
@@ -201,6 +248,16 @@ def check_backward(
     dk_weight: Tensor | None,
 ) -> None:
     check_gradients(call, {"dq": dq, "dk": dk, "dq_weight": dq_weight, "dk_weight": dk_weight})
+
+
+def assert_xhat_is_rounded(call: RopeCall, *dws: Tensor) -> None:
+    """casting="llama" takes xhat in its dtype into dw: of one not rounded dw is far."""
+    near, far = (
+        rope_gradients_torch(call.backward_tensors, call.spec._replace(casting=casting), call.wanted)[2:]
+        for casting in ("llama", "once")
+    )
+    for dw, rounded, exact in zip(dws, near, far, strict=True):
+        assert (dw - rounded).norm() < 0.1 * (dw - exact).norm()
 
 
 def check_gradients(call: RopeCall, found: Mapping[str, Tensor | None]) -> None:
@@ -223,17 +280,25 @@ def _check(name: str, value: Tensor | None, expected: Expected | None) -> None:
 
 
 def _expected_forward(call: RopeCall) -> tuple[Expected | None, ...]:
-    tables, expected = _tables(call), []
+    tables, expected = tables_of(call.spec, call.tensors), []
     for x, weight in zip(call.tensors[:2], call.tensors[2:4], strict=True):
         if x is None:
             expected.append(None)
             continue
         n = _normalized(call.spec, x.double(), None if weight is None else weight.double())
-        magnitude = _rotated(n.abs(), _magnitudes(tables))
-        y = _rotated(n, tables)
+        magnitude = rotated(n.abs(), _magnitudes(tables))
+        y = rotated(n, tables)
         tolerance = 8 * EPSILON * magnitude + _half_ulp(y, x.dtype)
         expected.append(Expected(y, tolerance + _bound_of_roundings(call.spec, x, weight, tables), x.dtype))
     return tuple(expected)
+
+
+def outputs_of(spec: RopeSpec, tensors: RopeTensors) -> tuple[Tensor | None, ...]:
+    """q_out and k_out in float64, rounded on the way as the spec asks, not at the end. Differentiable where it asks for
+    no rounding."""
+    tables = tables_of(spec, tensors)
+    pairs = zip(tensors[:2], tensors[2:4], strict=True)
+    return tuple(None if x is None else _rounded(spec, x, weight, tables) for x, weight in pairs)
 
 
 def _rounded(spec: RopeSpec, x: Tensor, weight: Tensor | None, tables: _Tables) -> Tensor:
@@ -258,7 +323,7 @@ def _bound_of_roundings(spec: RopeSpec, x: Tensor, weight: Tensor | None, tables
         error = _half_ulp(xhat, x.dtype) * abs(factor)
     if spec.rope_rounding != "end":
         error = error + _half_ulp(n.abs() + error, x.dtype)
-    bound = _rotated(error, _magnitudes(tables))
+    bound = rotated(error, _magnitudes(tables))
     if spec.rope_rounding == "each":
         products = n * tables.cos, n[..., tables.partner] * tables.sin
         bound = bound + sum(_half_ulp(each.abs() + bound, x.dtype) for each in products)
@@ -266,7 +331,7 @@ def _bound_of_roundings(spec: RopeSpec, x: Tensor, weight: Tensor | None, tables
 
 
 def _expected_backward(call: RopeCall) -> tuple[Expected | None, ...]:
-    tables, dxs, dws = _tables(call), [], []
+    tables, dxs, dws = tables_of(call.spec, call.tensors), [], []
     absolute = _magnitudes(tables)
     for x, weight, dy, dtype in zip(call.tensors[:2], call.tensors[2:4], call.dys, call.wanted, strict=True):
         if x is None:
@@ -276,7 +341,7 @@ def _expected_backward(call: RopeCall) -> tuple[Expected | None, ...]:
         leaf = x.double().requires_grad_()
         scale = torch.ones(call.spec.n, dtype=FP64, device=x.device) if weight is None else weight.double()
         scale.requires_grad_(weight is not None)
-        y = _rotated(_normalized(call.spec, leaf, scale if weight is not None else None), tables)
+        y = rotated(_normalized(call.spec, leaf, scale if weight is not None else None), tables)
         dx, *dw = torch.autograd.grad(y, [leaf] if weight is None else [leaf, scale], dy.double())
 
         with torch.no_grad():
