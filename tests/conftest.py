@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -31,9 +33,6 @@ from tilegym_rmsnorm.backends.cutile.runtime.user_folder import CACHE_VARIABLE
 from tilegym_rmsnorm.call import arguments
 from tilegym_rmsnorm.routes import known_calls
 from tilegym_rmsnorm.settings import SM_MARGIN_VARIABLE, TEAMS_VARIABLE
-
-for variable in (TEAMS_VARIABLE, SM_MARGIN_VARIABLE):  # tests say themselves what they rule out
-    os.environ.pop(variable, None)
 
 pytest_plugins = ("aten_cases", "gate_cases")  # their fixtures are asked for in several files
 
@@ -159,16 +158,22 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def default_selection(share_of_the_gpu, monkeypatch: pytest.MonkeyPatch):
-    """No test inherits, or leaves behind, a choice of backend, and none sees what was tuned on this machine.
+    """No test inherits, or leaves behind, a choice of the process, and none sees what was tuned on this machine.
 
     share_of_the_gpu comes first, and so ends when nothing is patched any more.
     """
-    monkeypatch.delenv(settings.BACKEND_VARIABLE, raising=False)
+    for variable in (settings.BACKEND_VARIABLE, TEAMS_VARIABLE, SM_MARGIN_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv(CACHE_VARIABLE, "off")
-    settings.set_backend(None)
-    known_calls.forget()
+    forget_choices()
     yield
+    forget_choices()
+
+
+def forget_choices() -> None:
     settings.set_backend(None)
+    settings.set_teams(None)
+    settings.set_sm_margin(None)
     known_calls.forget()
 
 
@@ -264,6 +269,40 @@ def fresh_plans():
     [made.cache_clear() for made in caches]
     yield
     [made.cache_clear() for made in caches]
+
+
+@pytest.fixture(params=[False, True], ids=["by checks", "known"])
+def launches(monkeypatch: pytest.MonkeyPatch, fresh_plans, request: pytest.FixtureRequest):
+    """In the interpreter: `bound`, the kernels that are bound, by name, and `grids`, the blocks of each that ran last.
+    Launchers are made anew."""
+    if HAS_GPU:
+        pytest.skip("the interpreter is for machines without a GPU")
+    if request.param:
+        settle_interpreters(monkeypatch)
+    from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
+
+    found, bind = types.SimpleNamespace(bound=[], grids={}), InterpretedMachine.bind
+
+    def noting(self, function, *rest):
+        found.bound.append(function.__name__)
+        run = bind(self, function, *rest)
+
+        def launched(grid, arguments):
+            found.grids[function.__name__] = grid[0]
+            run(grid, arguments)
+
+        return launched
+
+    monkeypatch.setattr(InterpretedMachine, "bind", noting)
+    return found
+
+
+@pytest.fixture
+def quick_gc():
+    """gc.collect() looks through what this test makes: with all that others left behind it takes a second."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

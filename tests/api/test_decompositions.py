@@ -40,9 +40,10 @@ def targets(graph: torch.fx.Graph) -> set[str]:
     return {str(node.target).partition(".")[0] for node in graph.nodes if node.op == "call_function"}
 
 
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("of_pytorch", [False, True], ids=["ours alone", "PyTorch's too"])
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "of_pytorch", "strict"),
+    [(FP32, False, False), (BF16, False, True), (FP16, True, False), (BF16, True, True)],
+)
 def test_an_exported_program_without_ops(dtype, of_pytorch, strict):
     """By themselves run_decompositions keeps the ops."""
     torch._dynamo.reset()

@@ -186,7 +186,7 @@ def test_the_override_of_aten(checks):
             assert y.shape == (0, N) and rstd.shape == (0, 1)
 
 
-def test_no_tensor_is_kept():
+def test_no_tensor_is_kept(quick_gc):
     """Not even by what the backward of a known call is bound to."""
     for name in ("residual, alpha, dtypes, bias", "weights of heads, a slice, bias", "overlapping rows"):
         make, options = FORMS[name]

@@ -203,7 +203,7 @@ def test_a_gradient_that_is_not_wanted_has_the_dtype_of_x():
         assert dx.dtype == BF16 and dx.numel() == 0 and dw.dtype == BF16
 
 
-def test_no_tensor_of_an_op_is_kept():
+def test_no_tensor_of_an_op_is_kept(quick_gc):
     numbers = (1, 1e-5, 0.0, "once", 0.5, BF16, BF16, "cutile")
     for _ in range(3):
         x, r, w, dy = rows(3, 2 * N)[:, ::2], rows(3, N), rows(N), rows(3, N)

@@ -39,7 +39,7 @@ def test_what_is_saved(kind, backend):
     assert (rstd.shape, rstd.dtype, rstd.untyped_storage().nbytes()) == ((m,), FP32, 4 * m)
 
 
-def test_nothing_is_kept_beside_what_is_saved(backend):
+def test_nothing_is_kept_beside_what_is_saved(backend, quick_gc):
     """Neither x nor residual lives on where only the results are held."""
     from torch.multiprocessing.reductions import StorageWeakRef
 

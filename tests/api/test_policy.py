@@ -10,7 +10,6 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import settle_interpreters
 
 import tilegym_rmsnorm as tr
 from tilegym_rmsnorm import settings
@@ -18,30 +17,6 @@ from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.routes import known_calls
 
 N = 20480  # a row of a team, on Hopper and in the interpreter
-
-
-@pytest.fixture(autouse=True)
-def unset(monkeypatch):
-    monkeypatch.delenv(settings.TEAMS_VARIABLE, raising=False)
-    tr.set_teams(None)
-    yield
-    tr.set_teams(None)
-
-
-@pytest.fixture(params=[False, True], ids=["by checks", "known"])
-def launched(monkeypatch, fresh_plans, request):
-    """The kernels that launches bind, by name, in the interpreter; plans are made anew."""
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter is for machines without a GPU")
-    if request.param:
-        settle_interpreters(monkeypatch)
-    from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
-
-    names, bind = [], InterpretedMachine.bind
-    monkeypatch.setattr(
-        InterpretedMachine, "bind", lambda self, f, *rest: names.append(f.__name__) or bind(self, f, *rest)
-    )
-    return names
 
 
 def run() -> tuple[torch.Tensor, ...]:
@@ -63,7 +38,7 @@ def test_what_is_set_while_the_environment_is_read_holds(monkeypatch):
     assert settings.teams() is False
 
 
-def test_the_log_says_which_kernels_serve_and_why(launched, caplog):
+def test_the_log_says_which_kernels_serve_and_why(launches, caplog):
     with caplog.at_level("DEBUG", logger="tilegym_rmsnorm"):
         run()
         run()
@@ -80,13 +55,13 @@ def teams_in(names: list[str]) -> list[str]:
     return [name for name in names if "team" in name or name == "clear_board"]
 
 
-def test_without_teams_no_kernel_waits_and_the_values_are_right(launched):
+def test_without_teams_no_kernel_waits_and_the_values_are_right(launches):
     run()
-    assert teams_in(launched)
-    launched.clear()
+    assert teams_in(launches.bound)
+    launches.bound.clear()
     tr.set_teams(False)
     y, dx, dw = run()
-    assert launched and not teams_in(launched)
+    assert launches.bound and not teams_in(launches.bound)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 2, N, generator=generator).double().requires_grad_()
     weight = torch.randn(N, generator=generator).double().requires_grad_()
@@ -96,21 +71,21 @@ def test_without_teams_no_kernel_waits_and_the_values_are_right(launched):
         (y, dx, dw), (expected, *torch.autograd.grad(expected, (x, weight), dy)), strict=True
     ):
         torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-4)
-    launched.clear()
+    launches.bound.clear()
     tr.set_teams(True)
     run()
-    assert not launched, "the plans with teams are kept"
+    assert not launches.bound, "the plans with teams are kept"
 
 
-def test_a_backward_follows_what_holds_when_it_runs(launched):
+def test_a_backward_follows_what_holds_when_it_runs(launches):
     x = torch.randn(2, N).requires_grad_()
     y = tr.rms_norm(x, (N,), None, 1e-6, backend="cutile")
     y.sum().backward(retain_graph=True)
-    assert teams_in(launched)
-    launched.clear()
+    assert teams_in(launches.bound)
+    launches.bound.clear()
     tr.set_teams(False)
     y.sum().backward()
-    assert launched and not teams_in(launched)
+    assert launches.bound and not teams_in(launches.bound)
 
 
 ON, OFF = ("1", "true", "on", "yes", "True", "ON"), ("0", "false", "off", "no", "False", "NO")
@@ -173,17 +148,13 @@ def test_every_first_call_reads_the_environment(monkeypatch, variable, value, ba
     if backend is None:
         torch._dynamo.reset()
         calls.append(torch.compile(lambda: tr.rms_norm(x, 8), backend="eager"))
-    try:
-        for call in calls:
-            with pytest.raises(ValueError, match=f"{variable}: expected .*, got '{value}'"):
-                call()
-        tr.set_teams(True)  # says it in the variable's place
-        tr.set_sm_margin(0)
-        for call in calls:
+    for call in calls:
+        with pytest.raises(ValueError, match=f"{variable}: expected .*, got '{value}'"):
             call()
-    finally:
-        monkeypatch.undo()
-        tr.set_sm_margin(None)
+    tr.set_teams(True)  # says it in the variable's place
+    tr.set_sm_margin(0)
+    for call in calls:
+        call()
 
 
 def test_what_is_neither_is_refused(monkeypatch):

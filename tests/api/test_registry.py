@@ -406,6 +406,7 @@ def test_info_names_every_backend_and_its_state():
 
 
 def test_importing_and_running_on_a_cpu_loads_torch_alone():
+    """Patches and adapters do not import the libraries that they are for."""
     code = """
 import sys, torch
 before = set(sys.modules)
@@ -415,6 +416,11 @@ assert not loaded - sys.stdlib_module_names - {"tilegym_rmsnorm"}, loaded
 assert not [name for name in sys.modules if name.startswith("tilegym_rmsnorm.integrations.")]
 tilegym_rmsnorm.rms_norm(torch.ones(2, 8), (8,))
 assert "triton" not in sys.modules and "cuda.tile" not in sys.modules
+from tilegym_rmsnorm.integrations import apex, flashinfer, liger, quack, tilegym, transformer_engine, vllm
+others = "tilegym quack liger_kernel vllm flashinfer apex transformer_engine triton cuda.tile".split()
+assert not set(others) & set(sys.modules)
+report = tilegym_rmsnorm.patch_model(torch.nn.Sequential(torch.nn.RMSNorm(8)))
+assert report.counts["patched"] == 1 and "transformers" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

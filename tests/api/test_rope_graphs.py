@@ -12,7 +12,7 @@ import warnings
 import pytest
 import rope_calls
 import torch
-from helpers import DEVICE
+from helpers import DEVICE, needs_inductor
 from rope_calls import both_passes, case, ours
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
@@ -40,12 +40,14 @@ def assert_equal(got, want):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_in_one_graph_with_the_bits_of_eager_calls(dynamic):
     torch._dynamo.reset()
-    graph = torch.compile(ours, fullgraph=True, dynamic=dynamic)
+    graph = torch.compile(ours, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for t in (5, 7):
         tensors = case(t=t)
         assert_equal(both_passes(graph, tensors), both_passes(ours, tensors))
 
 
+@needs_inductor
+@pytest.mark.slow
 def test_compiled_operations_of_backend_torch():
     torch._dynamo.reset()
     graph = torch.compile(functools.partial(ours, backend="torch"), fullgraph=True)
@@ -61,7 +63,7 @@ def test_compiled_positions_and_one_tensor(dtype):
     want = rms_norm_rope(q, weight, cos, sin, position_ids=positions.long())
     for backend in (None, "torch"):
         call = functools.partial(rms_norm_rope, position_ids=positions, backend=backend)
-        got = torch.compile(call, fullgraph=True)(q, weight, cos, sin)
+        got = torch.compile(call, backend="aot_eager", fullgraph=True)(q, weight, cos, sin)
         torch.testing.assert_close(got, want, equal_nan=True, rtol=1e-5, atol=1e-5)
 
 

@@ -11,45 +11,11 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import settle_interpreters
 
 import tilegym_rmsnorm as tr
 from tilegym_rmsnorm import settings
 
 M, N = 2500, 40  # more rows than are "few"; they are walked
-
-
-@pytest.fixture(autouse=True)
-def unset(monkeypatch):
-    monkeypatch.delenv(settings.SM_MARGIN_VARIABLE, raising=False)
-    tr.set_sm_margin(None)
-    yield
-    monkeypatch.undo()
-    tr.set_sm_margin(None)
-
-
-@pytest.fixture(params=[False, True], ids=["by checks", "known"])
-def grids(monkeypatch, fresh_plans, request):
-    """The blocks of each kernel that runs in the interpreter, by its name."""
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter is for machines without a GPU")
-    if request.param:
-        settle_interpreters(monkeypatch)
-    from tilegym_rmsnorm.backends.cutile.runtime.machine import InterpretedMachine
-
-    found, bind = {}, InterpretedMachine.bind
-
-    def noting(self, function, *rest):
-        run = bind(self, function, *rest)
-
-        def launched(grid, arguments):
-            found[function.__name__] = grid[0]
-            run(grid, arguments)
-
-        return launched
-
-    monkeypatch.setattr(InterpretedMachine, "bind", noting)
-    return found
 
 
 class Step:
@@ -72,12 +38,12 @@ class Step:
 
 
 @pytest.mark.parametrize("margin", range(3))
-def test_a_backward_is_right_and_has_the_same_bits_again(grids, margin):
+def test_a_backward_is_right_and_has_the_same_bits_again(launches, margin):
     """The interpreter's GPU has three SMs."""
     step = Step(seed=margin)
     tr.set_sm_margin(margin)
     dx, dw = step.backward()
-    assert grids["backward_tiles"] == 3 - margin
+    assert launches.grids["backward_tiles"] == 3 - margin
     for got, exact in zip((dx, dw), step.exact(), strict=True):
         torch.testing.assert_close(got.double(), exact, rtol=1e-4, atol=1e-3)
     tr.set_sm_margin(2 - margin)
@@ -87,27 +53,27 @@ def test_a_backward_is_right_and_has_the_same_bits_again(grids, margin):
         assert torch.equal(one, again)
 
 
-def test_a_backward_follows_what_holds_when_it_runs(grids):
+def test_a_backward_follows_what_holds_when_it_runs(launches):
     step = Step()
     with tr.use_sm_margin(2):
         step.backward()
-        assert grids["backward_tiles"] == 1
+        assert launches.grids["backward_tiles"] == 1
         with tr.use_sm_margin(1):
             step.backward()
-            assert grids["backward_tiles"] == 2
+            assert launches.grids["backward_tiles"] == 2
         assert tr.get_sm_margin() == 2
     step.backward()
-    assert grids["backward_tiles"] == 3
+    assert launches.grids["backward_tiles"] == 3
 
 
-def test_a_margin_holds_in_all_threads(grids):
+def test_a_margin_holds_in_all_threads(launches):
     """Autograd runs backwards in threads of its own, which see no context variable."""
     step = Step()
     with tr.use_sm_margin(2):
         thread = threading.Thread(target=step.backward)
         thread.start()
         thread.join()
-    assert grids["backward_tiles"] == 1
+    assert launches.grids["backward_tiles"] == 1
 
 
 def test_a_decorated_function_has_its_margin_and_leaves_none():
@@ -217,16 +183,16 @@ def test_the_environment_says_it_where_nothing_else_does(monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["-1", "1.5", "many", "٣", "0x4", "²"])
-def test_an_environment_without_a_number_is_refused(monkeypatch, grids, value):
+def test_an_environment_without_a_number_is_refused(monkeypatch, launches, value):
     step = Step()
-    grids.clear()
+    launches.grids.clear()
     monkeypatch.setenv(settings.SM_MARGIN_VARIABLE, value)
     tr.set_sm_margin(None)
     with pytest.raises(ValueError, match="TILEGYM_RMSNORM_SM_MARGIN: expected a number of SMs"):
         tr.get_sm_margin()
     with pytest.raises(ValueError, match=f"or nothing, got '{value}'"):
         step.backward()
-    assert not grids
+    assert not launches.grids
 
 
 @pytest.mark.parametrize("ask", [tr.set_sm_margin, tr.use_sm_margin])
@@ -246,24 +212,24 @@ def test_what_is_no_margin_is_refused(ask, value, error, message):
     assert tr.get_sm_margin() == 1, "what held still holds"
 
 
-def test_a_margin_that_leaves_no_sm_is_refused_before_a_launch(grids):
+def test_a_margin_that_leaves_no_sm_is_refused_before_a_launch(launches):
     step = Step()
-    grids.clear()
+    launches.grids.clear()
     for margin in (3, 4, 10**6):
         tr.set_sm_margin(margin)
         for call in (step.backward, Step):
             message = f"sm_margin: expected 0 to 2 for a GPU of 3 SMs, got {margin}, set by set_sm_margin"
             with pytest.raises(ValueError, match=message):
                 call()
-    assert not grids
+    assert not launches.grids
     tr.set_sm_margin(2)
     step.backward()
 
 
-def test_a_margin_of_the_environment_that_leaves_no_sm_is_named_so(monkeypatch, grids):
+def test_a_margin_of_the_environment_that_leaves_no_sm_is_named_so(monkeypatch, launches):
     """Whoever meets it may never have heard of a margin."""
     step = Step()
-    grids.clear()
+    launches.grids.clear()
     monkeypatch.setenv(settings.SM_MARGIN_VARIABLE, "3")
     tr.set_sm_margin(None)
     for call in (step.backward, Step):
@@ -274,7 +240,7 @@ def test_a_margin_of_the_environment_that_leaves_no_sm_is_named_so(monkeypatch, 
         pytest.raises(ValueError, match="got 4, set by set_sm_margin or use_sm_margin$"),
     ):
         step.backward()
-    assert not grids
+    assert not launches.grids
     with tr.use_sm_margin(2):
         step.backward()
 
@@ -300,14 +266,14 @@ def test_a_margin_that_no_gpu_has_is_refused_where_it_is_set(monkeypatch):
     assert tr.get_sm_margin() == 143 and sorted(set(asked)) == [0, 1]
 
 
-def test_teams_are_an_eighth_of_what_is_left(grids):
+def test_teams_are_an_eighth_of_what_is_left(launches):
     """None of the interpreter's three SMs, of which two are left: no team then."""
     x, weight = torch.randn(2, 20480).requires_grad_(), torch.ones(20480).requires_grad_()
 
     def run():
-        grids.clear()
+        launches.grids.clear()
         tr.rms_norm(x, (20480,), weight, 1e-6, backend="cutile").sum().backward()
-        return [name for name in grids if "team" in name]
+        return [name for name in launches.grids if "team" in name]
 
     assert run()
     with tr.use_sm_margin(1):

@@ -39,8 +39,7 @@ def test_reading_what_nobody_wrote(copy):
         unwritten(torch.zeros(4))
 
 
-def test_memory_from_empty_is_not_kept_alive():
-    gc.collect()
+def test_memory_from_empty_is_not_kept_alive(quick_gc):
     before = len(memory._unwritten)
     x = empty((8,), FP32)
     view = x[4:]
