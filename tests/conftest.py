@@ -34,7 +34,7 @@ from tilegym_rmsnorm.call import arguments
 from tilegym_rmsnorm.routes import known_calls
 from tilegym_rmsnorm.settings import SM_MARGIN_VARIABLE, TEAMS_VARIABLE
 
-pytest_plugins = ("aten_cases", "gate_cases")  # their fixtures are asked for in several files
+pytest_plugins = ("aten_cases", "gate_cases", "traced_norms")  # their fixtures are asked for in several files
 
 # What the tests of each folder are: their markers, which pyproject.toml explains. The folders stand in the order in
 # which they run, those of the longest tests first.

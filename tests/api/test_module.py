@@ -56,16 +56,6 @@ def test_without_weight():
     torch.testing.assert_close(module(x), torch.nn.functional.rms_norm(x, (64,)))
 
 
-@pytest.mark.parametrize("bias", [8, "no", None, torch.zeros(2), torch.zeros(8)])
-def test_bias_is_a_bool(bias):
-    """In nn.functional it is a tensor; here it would only have been true."""
-    got = "a tensor of shape" if isinstance(bias, torch.Tensor) else repr(bias)
-    with pytest.raises(TypeError, match=f"bias: expected a bool, got {got}"):
-        RMSNorm(8, bias=bias)
-    with pytest.raises(TypeError, match=f"bias: expected a bool, got {got}"):
-        RMSNorm.configured(bias=bias)
-
-
 def test_bias_is_learned():
     module = RMSNorm(64, bias=True)
     assert list(module.state_dict()) == ["weight", "bias"] and torch.equal(module.bias, torch.zeros(64))
@@ -231,11 +221,10 @@ def test_functional_call_replaces_weight_and_bias():
     assert torch.equal(y, rms_norm(x, (64,), weight, bias=bias, backend="torch"))
 
 
-def test_the_reference_by_name_does_not_break_a_graph():
+def test_a_bias_that_is_set_later_and_a_changed_class_do_not_break_a_graph():
     module, x = RMSNorm(64, backend="torch"), torch.randn(3, 64)
     torch._dynamo.reset()
-    assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(x), module(x))
-    module.bias = torch.nn.Parameter(torch.rand(64))  # compiled again
+    module.bias = torch.nn.Parameter(torch.rand(64))
     assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(x), module(x))
     changed = torch.nn.RMSNorm(64)
     changed.__class__ = RMSNorm.configured(backend="torch")
@@ -256,20 +245,6 @@ def test_copies_pickles_and_the_meta_device():
 def test_repr_tells_every_option():
     text = "RMSNorm((64,), eps=1e-05, elementwise_affine=True, offset=1.0, bias=True, casting='llama', backend='torch')"
     assert repr(RMSNorm(64, 1e-5, offset=1.0, bias=True, casting="llama", backend="torch")) == text
-
-
-def test_bad_options_are_refused_at_construction():
-    with pytest.raises(ValueError, match="casting: expected one of"):
-        RMSNorm(64, casting="gemma")
-    with pytest.raises(TypeError, match="offset: expected a finite number"):
-        RMSNorm(64, offset="1")
-    with pytest.raises(ValueError, match="backend: expected one of"):
-        RMSNorm(64, backend="cuda")
-    with pytest.raises(TypeError, match="eps: expected a finite number, at least 0, or None, got 'a'"):
-        RMSNorm(64, eps="a")
-    with pytest.raises(ValueError, match="eps: expected a finite number"):
-        RMSNorm(64, eps=-1.0)
-    assert RMSNorm(64).eps is None
 
 
 BAD_SIZES_AND_DTYPES = [

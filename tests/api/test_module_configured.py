@@ -110,7 +110,10 @@ def test_configured_twice():
         ({"offset": "1"}, TypeError, "offset: expected a finite number"),
         ({"eps": -1.0}, ValueError, "eps: expected a finite number"),
         ({"backend": "cuda"}, ValueError, "backend: expected one of"),
+        ({"eps": "a"}, TypeError, "eps: expected a finite number, at least 0, or None, got 'a'"),
         ({"bias": 1}, TypeError, "bias: expected a bool, got 1"),
+        ({"bias": None}, TypeError, "bias: expected a bool, got None"),
+        ({"bias": torch.zeros(N)}, TypeError, "bias: expected a bool, got a tensor of shape"),
         ({"elementwise_affine": None}, TypeError, "elementwise_affine: expected a bool, got None"),
         ({"dtype": "bfloat16"}, TypeError, "dtype: expected None or a dtype of .*, got 'bfloat16'"),
         ({"device": "nowhere"}, RuntimeError, "nowhere"),
@@ -123,6 +126,9 @@ def test_configured_twice():
 def test_options_are_checked_when_configured(options, error, text):
     with pytest.raises(error, match=text):
         RMSNorm.configured(**options)
+    if not {"variance_epsilon", "normalized_shape", "hidden_size"} & set(options):  # Python refuses these
+        with pytest.raises(error, match=text):
+            RMSNorm(N, **options)
 
 
 @pytest.mark.parametrize(

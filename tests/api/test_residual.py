@@ -58,19 +58,6 @@ def test_only_what_is_asked_for(name, needing, backend):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_y_alone(name, backend):
-    """No zeros are made for the gradient of residual_out."""
-    variant = VARIANTS[name]
-    inputs = make(variant)
-    given = leaves(inputs)
-    y, residual_out = norm(variant, given, backend)
-    found = torch.autograd.grad(y, list(given.values()), inputs.dy)
-    results = {RESULTS[n]: gradient for n, gradient in zip(given, found, strict=True)}
-    without = inputs._replace(d_residual_out=None)
-    check(variant, without, residual_out.detach(), **results)
-
-
-@pytest.mark.parametrize("name", VARIANTS)
 def test_residual_out_alone(name, backend):
     """The backend is not asked: the sum's gradient is exact. weight and bias have none."""
     variant = VARIANTS[name]
@@ -197,15 +184,6 @@ def test_rstd_of_no_rows_has_the_dtype_of_the_sum():
         assert rms_norm_forward(residual, None, residual=x, residual_dtype=FP32)[2].dtype is FP32
 
 
-@pytest.mark.parametrize("size", [(6, 64), (2, 3, 64)])
-def test_results_may_be_changed_in_place(size, backend):
-    """They are no views, which autograd would forbid."""
-    variant = VARIANT._replace(size=size)
-    y, residual_out = norm(variant, leaves(make(variant)), backend)
-    y.mul_(2)
-    residual_out.mul_(2)
-
-
 @pytest.mark.skipif(not HAS_GPU, reason="autocast of CPUs casts nothing")
 def test_autocast_leaves_the_sum_as_it_is(backend):
     inputs = make(VARIANT)
@@ -246,8 +224,7 @@ def test_the_first_norm_of_a_block_and_the_second(backend):
         total = x + residual
         return torch.nn.functional.rms_norm(total, (64,), given["weight"], 1e-3), total
 
-    for one, other in zip(block(ours), block(theirs), strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-4)
+    torch.testing.assert_close(block(ours), block(theirs), rtol=2e-5, atol=2e-4)
 
 
 def test_a_gradient_with_a_minus_sign_pending(backend):

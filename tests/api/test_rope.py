@@ -60,8 +60,8 @@ def test_values_and_gradients(name, dtype, backend):
 def test_float64_is_computed_in_float64():
     *tensors, cos, sin = case(dtype=FP64)
     tensors = *tensors, cos.double(), sin.double()
-    for one, other in zip(both_passes(ours, tensors), both_passes(rope_calls.expected, tensors), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    got, want = (both_passes(call, tensors) for call in (ours, rope_calls.expected))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", ["triton", "cutile"], indirect=True)

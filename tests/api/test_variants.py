@@ -12,7 +12,6 @@ import torch
 from guarding import guarded_arrays
 from helpers import DEVICE, FP64
 from variants import (
-    LAYOUTS,
     VARIANTS,
     Variant,
     VariantInputs,
@@ -164,17 +163,6 @@ def test_results_can_be_changed_in_place(name, backend):
     results = rms_norm(x, variant.n, inputs.weight, variant.eps, **options(variant, inputs), backend=backend)
     for result in results if isinstance(results, tuple) else (results,):
         result.mul_(2)
-
-
-LAYOUT_NAMES = ["residual", "heads in place, residual", "weights of heads", "all of it"]
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", LAYOUT_NAMES)
-def test_layouts(name, layout, backend):
-    """y, dx and residual_out are contiguous, whatever came in; what lies between the elements is NaN."""
-    variant = VARIANTS[name]._replace(layout=layout)
-    check_all(variant, inputs := make(variant, seed=4), run(variant, inputs, backend))
 
 
 WITHOUT_AUTOGRAD = ["residual and bias", "weights of heads", "all of it", "bias without a weight"]

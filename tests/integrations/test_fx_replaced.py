@@ -29,13 +29,13 @@ from torch.profiler import profile
 from traced_norms import (
     BACKWARD,
     FORWARD,
-    KEEPS_FORWARDS,
     MARK,
+    MARKS,
+    REPLACED,
     WEIGHT,
     X,
     compile_regions,
     described,
-    fused_norms_of_a_cpu,
     marked,
     norms,
     trace,
@@ -51,16 +51,9 @@ from tilegym_rmsnorm.integrations.fx import (
 
 OUR_FORWARD = torch.ops.tilegym_rmsnorm.rms_norm_forward.default
 OUR_BACKWARD = torch.ops.tilegym_rmsnorm.rms_norm_backward.default
-REPLACED = "tilegym_rmsnorm_replaced"
 PAGE = Path(__file__).parents[2] / "docs" / "traced-graphs.md"
 
-pytestmark = pytest.mark.skipif(not KEEPS_FORWARDS, reason="this torch decomposes forwards when it traces")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fused_norms():
-    with fused_norms_of_a_cpu():
-        yield
+pytestmark = MARKS
 
 
 def test_ops_take_the_places_with_all_metadata():
@@ -161,8 +154,7 @@ def test_a_graph_for_any_sizes_stays_one():
     replace_rmsnorm_pass(gm, backend="torch")
     assert gm.meta[REPLACED] == 4 and len(mode.shape_env.guards) == guards
     x, weight = torch.randn(7, 8, device=DEVICE, requires_grad=True), WEIGHT.clone().requires_grad_()
-    for got, expected in zip(gm(x.detach(), weight.detach()), two_norms(x, weight), strict=True):
-        torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(gm(x.detach(), weight.detach()), two_norms(x, weight))
 
 
 def test_a_backend_is_that_in_effect_unless_it_is_named(caplog):
@@ -187,10 +179,7 @@ def test_an_unknown_backend_is_refused():
     assert described(gm) == before and REPLACED not in gm.meta
 
 
-def run_both(x, dy, weight):
-    """A forward and a backward of aten's."""
-    y, rstd = FORWARD(x, (8,), weight, 1e-5)
-    return y, rstd, *BACKWARD(dy, x, (8,), rstd, weight, [True, True])
+run_both = forward_and_backward(1e-5)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32, FP64])
@@ -213,8 +202,7 @@ def test_a_backend_that_is_named_is_given_what_it_runs(backend, dtype, caplog):
         assert len(re.findall(f"stays as it is: backend '{backend}' cannot run it: ", caplog.text)) == 2
         [warning] = [each for each in caplog.records if each.levelno == logging.WARNING]
         assert f"replaced 0 of 2 fused norms; backend '{backend}' cannot run it: " in warning.message
-    for got, each in zip(gm(x, dy, weight), expected, strict=True):
-        torch.testing.assert_close(got, each)
+    torch.testing.assert_close(gm(x, dy, weight), expected)
 
 
 @pytest.mark.parametrize("backend", ["cutile", "triton"])
@@ -234,8 +222,7 @@ def test_of_a_graph_the_norms_that_a_backend_runs(backend):
     assert [norm.target for norm in wide] == [BACKWARD, FORWARD]
     replace_rmsnorm_pass(gm, backend=backend)
     assert norms(gm) == wide and gm.meta[REPLACED] == 3
-    for got, each in zip(gm(*given), expected, strict=True):
-        torch.testing.assert_close(got, each)
+    torch.testing.assert_close(gm(*given), expected)
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="for a CPU")
@@ -385,8 +372,7 @@ def test_replaced_norms_stay_whole_in_regions_of_inductor():
         results = gm([X, WEIGHT])
     ran = {event.name for event in seen.events()}
     assert {"tilegym_rmsnorm::rms_norm_forward", "tilegym_rmsnorm::rms_norm_backward"} <= ran
-    for got, each in zip(results, expected, strict=True):
-        torch.testing.assert_close(got, each)
+    torch.testing.assert_close(results, expected)
 
 
 def test_forward_and_backward_graphs_of_aot_autograd():
@@ -406,8 +392,7 @@ def test_forward_and_backward_graphs_of_aot_autograd():
     loss = aot_function(run, fw_compiler=compiler, bw_compiler=compiler)(*tensors)
     got = torch.autograd.grad(loss, tensors)
     assert replaced == [2, 2]
-    for each, expected in zip(got, two_norms(*tensors), strict=True):
-        torch.testing.assert_close(each, expected)
+    torch.testing.assert_close(got, two_norms(*tensors))
 
 
 def test_the_page_replaces_both_norms():

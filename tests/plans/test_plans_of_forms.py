@@ -108,16 +108,6 @@ def test_a_form_gets_a_kernel_that_takes_it(op, n):
             assert not plan.first.uses_tma
 
 
-@pytest.mark.parametrize("n", [64, 128, 4096, 8192, 12288])
-def test_what_a_block_needs_is_fused(n):
-    for op in ("forward", "backward", "dx"):
-        assert rules.is_fused(planning.problem(op, n, form=Form(residual=True)))
-    assert rules.is_fused(planning.problem("forward", n, form=Form(bias=True)))
-    assert rules.is_fused(planning.problem("backward", n, form=Form(bias=True))) == (
-        n <= rules.WIDEST_BIAS_ROW
-    )
-
-
 @pytest.mark.parametrize("form", [Form(residual=True), Form(heads=4), Form(bias=True)], ids=str)
 @pytest.mark.parametrize("op", ["forward", "backward", "dx"])
 def test_which_rows_are_fused(op, form):
@@ -136,11 +126,6 @@ def test_which_rows_are_fused(op, form):
         is_narrow = itemsize == 4 and op != "forward" and architecture != 90
         assert aligned[-1] == (8192 if db else 12288 if is_narrow else 16384)
         assert max({*fused} - {*aligned}) == 8191
-
-
-def test_wider_rows_of_heads_are_composed():
-    for op, n in itertools.product(("forward", "backward", "dx"), WIDER):
-        assert not rules.is_fused(planning.problem(op, n, form=Form(heads=1)))
 
 
 def test_what_has_no_kernel_is_refused():

@@ -127,23 +127,6 @@ def test_x_is_read_once_in_the_forward_up_to_32768_columns(architecture):
             assert is_reread == (n > 32768 and not is_shared)
 
 
-def test_forwards_of_teams_begin_where_one_block_is_slower():
-    """16-bit rows of up to 24576, float32 of up to 18432, few float32 rows of up to 32768: one block each."""
-    rows, team = variants.ForwardRows, variants.ForwardTeam
-    kernels = {
-        (dtype, size): [type(first("forward", n, dtype, size=size)) for n in (16384, 16400, 24576, 24592)]
-        for dtype in DTYPES
-        for size in ("few", "large")
-    }
-    assert kernels[BF16, "large"] == [rows, rows, rows, team]
-    assert kernels[FP32, "large"] == [rows, rows, team, team]
-    assert kernels[BF16, "few"] == kernels[FP32, "few"] == [rows] * 4
-    for dtype in DTYPES:
-        few = [first("forward", n, dtype, size="few") for n in (32768, 32784)]
-        assert list(map(type, few)) == [team if dtype == BF16 else rows, team]
-        assert all(variant.packed == (dtype == BF16) for variant in few)
-
-
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_rows_of_more_strips_than_a_grid_has_are_refused_with_dw(architecture):
     """CUDA has 65535 blocks in a grid's second dimension, where other calls have one. The grid of the sum of dw has
@@ -305,10 +288,3 @@ def test_no_index_of_a_split_block_passes_int32(architecture):
                 rows = variant.slab_tiles(m, sm_count) * variant.rows
                 factor = 1 if isinstance(variant, variants.BackwardSplit) else strips
                 assert (strips + rows) * factor < 2**31, (m, n, variant)
-
-
-def test_weights_are_loaded_in_one_way():
-    for n in WIDTHS:
-        for size in SIZES:
-            constants = first("forward", n, size=size).constants(n)
-            assert not (constants.get("EARLY_WEIGHT") and constants.get("JOINT_WEIGHT"))

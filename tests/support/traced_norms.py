@@ -9,9 +9,9 @@ and derivatives.yaml differentiates it as on a GPU.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
+import pytest
 import torch
 import torch.nn.functional as F
 from helpers import DEVICE
@@ -30,9 +30,9 @@ BACKWARD = torch.ops.aten._fused_rms_norm_backward.default
 KEEPS_FORWARDS = FORWARD in torch._decomp.decomposition_table
 
 
-@contextlib.contextmanager
-def fused_norms_of_a_cpu() -> Iterator[None]:
-    """aten's fused norms have kernels of the CPU, which are the reference, to its end."""
+@pytest.fixture(scope="module")
+def fused_norms() -> Iterator[None]:
+    """aten's fused norms have kernels of the CPU, which are the reference. conftest.py has pytest load this file."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_fused_rms_norm", _forward, "CPU")
         library.impl("_fused_rms_norm_backward", _backward, "CPU")
@@ -78,6 +78,11 @@ def norms(gm: GraphModule) -> list[Node]:
     return [node for node in gm.graph.nodes if node.target in (FORWARD, BACKWARD)]
 
 
+MARKS = [
+    pytest.mark.skipif(not KEEPS_FORWARDS, reason="this torch decomposes forwards when it traces"),
+    pytest.mark.usefixtures("fused_norms"),
+]
+REPLACED = "tilegym_rmsnorm_replaced"
 X = torch.randn(4, 8, device=DEVICE)
 WEIGHT = torch.rand(8, device=DEVICE) + 0.5
 MARK = "compile_with_inductor"
