@@ -28,7 +28,15 @@ from tilegym_rmsnorm.routes.op import FORWARD
 NAMES = "x", "weight", "bias", "residual"
 GRADIENTS = dict(zip(NAMES, ("dx", "dw", "db", "d_residual"), strict=True))
 OPTIONS = NORM_CALLS | {
-    "size": ((2, 3, 4, 64), (3, 4, 7), (5, 2, 1), (2, 3, 2, 200), (2, 1, 2, 16392)),
+    "size": (
+        (2, 3, 4, 64),
+        (3, 4, 7),
+        (5, 2, 1),
+        (2, 3, 2, 200),
+        (1, 3, 2, 2560),
+        (1, 1, 3, 3001),
+        (2, 1, 2, 16392),
+    ),
     "dims": (1, 2),  # that are normalized
     "eps": (1e-3, 0.25),
     "layout": tuple(LAYOUTS),

@@ -141,8 +141,13 @@ def test_a_bias_that_learns_alone_has_the_bits_of_eager_calls(kind, compiler, dt
             assert torch.equal(learn_bias_alone(kind, dtype, has_weight, wrap), expected)
 
 
-@pytest.mark.parametrize("lay", [lay for lay in DY if lay != "dense"])
-@pytest.mark.parametrize("kind", [kind for kind in BIAS_ALONE if kind != "no rows"])
+@pytest.mark.parametrize(
+    ("kind", "lay"),
+    [
+        *(("rows", lay) for lay in DY if lay != "dense"),
+        *((kind, "transposed") for kind in BIAS_ALONE if kind not in ("rows", "no rows")),
+    ],
+)
 def test_so_it_has_however_dy_lies(kind, lay):
     """AOTAutograd makes dy contiguous; an eager backward is given it as it is."""
     for dtype in (FP32, BF16):

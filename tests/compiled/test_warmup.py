@@ -5,21 +5,20 @@
 
 from __future__ import annotations
 
-import functools
+import random
+from collections.abc import Iterable
 from typing import Any
 
 import plain_calls
 import pytest
 import torch
-from helpers import DEVICE
+from helpers import BF16, DEVICE, FP32
 
 import tilegym_rmsnorm as tr
 from tilegym_rmsnorm.backends import warmup
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from counting import CountingMachine, warm  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
 from planning import problem  # noqa: E402
 from table_cases import TARGET, entry_of  # noqa: E402
 
@@ -36,7 +35,6 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import (  # noqa: E402
 )
 from tilegym_rmsnorm.backends.cutile.warm import kind_of, rows_to_warm  # noqa: E402
 
-BF16, FP32 = torch.bfloat16, torch.float32
 WIDTHS = (1, 64, 1000, 1024, 2880, 4096, 5000, 16384, 18432, 40000, 65536)
 
 
@@ -44,7 +42,7 @@ def call(
     machine: CountingMachine,
     m: int,
     n: int,
-    dtype: torch.dtype,
+    dtype: torch.dtype = BF16,
     has_weight: bool = True,
     weight_dtype: torch.dtype | None = None,
     **others: Any,
@@ -59,20 +57,27 @@ def call(
     plain_calls.backward(Backward(machine, backward), x, x, weight, rstd, 0.0)
 
 
+def assert_nothing_new(machine: CountingMachine, counts: Iterable[int], n: int, **options: Any) -> set:
+    """No number of rows compiles a kernel beside those that were warmed up, which it returns. options: of `call`."""
+    warmed = set(machine.kernels)
+    for m in counts:
+        call(machine, m, n, **options)
+        assert machine.kernels == warmed, f"M = {m} needs {machine.kernels - warmed}"
+    return warmed
+
+
 @pytest.mark.parametrize("sm_count", [132, 48])
 @pytest.mark.parametrize("n", WIDTHS)
 def test_every_kernel_of_any_number_of_rows(n, sm_count):
+    chance = random.Random(n)
+    counts = {*range(1, 200), *(2**k for k in range(24)), *(int(1.05**k) for k in range(1, 330))}
+    counts |= {chance.randrange(1, 2**21) for _ in range(100)}
+    for first in (FEW_ROWS, SMALL // n):
+        counts |= {*range(max(1, first - 40), first + 200)}
     for dtype in (BF16, FP32):
         machine = CountingMachine(sm_count)
         warm(machine, n, dtype, dtype)
-        warmed = set(machine.kernels)
-        edge = SMALL // n
-        counts = {*range(1, 200), *(2**k for k in range(24)), *(int(1.05**k) for k in range(1, 330))}
-        for first in (FEW_ROWS, edge):
-            counts |= {*range(max(1, first - 40), first + 200)}
-        for m in counts:
-            call(machine, m, n, dtype)
-            assert machine.kernels == warmed, f"M = {m} needs {machine.kernels - warmed}"
+        assert_nothing_new(machine, counts, n, dtype=dtype)
 
 
 @pytest.mark.parametrize("n", [1024, 20000])
@@ -81,10 +86,8 @@ def test_every_kernel_with_sms_left_free(n):
     machine = CountingMachine(132)
     with tr.use_sm_margin(13):
         warm(machine, n, BF16, BF16)
-    warmed = set(machine.kernels)
-    for m in (*range(1, 50), *(2**k for k in range(24)), *(int(1.1**k) for k in range(1, 170))):
-        call(machine, m, n, BF16, policy=Policy(sm_margin=13))
-        assert machine.kernels == warmed, f"M = {m} needs {machine.kernels - warmed}"
+    counts = (*range(1, 50), *(2**k for k in range(24)), *(int(1.1**k) for k in range(1, 170)))
+    assert_nothing_new(machine, counts, n, policy=Policy(sm_margin=13))
     # of the machine here; where there is a GPU it says so at once
     with pytest.raises(ValueError, match="sm_margin: expected 0 to 131"), tr.use_sm_margin(200):
         warm(machine, n, BF16, BF16)
@@ -94,21 +97,17 @@ def test_every_kernel_with_sms_left_free(n):
 def test_every_kernel_beside_a_float32_weight(n):
     machine = CountingMachine(132)
     warm(machine, n, BF16, FP32)
-    warmed = set(machine.kernels)
-    for m in (*range(1, 50), *(2**k for k in range(24)), *(int(1.3**k) for k in range(1, 62))):
-        call(machine, m, n, BF16, weight_dtype=FP32)
-        assert machine.kernels == warmed, f"M = {m} needs {machine.kernels - warmed}"
+    counts = (*range(1, 50), *(2**k for k in range(24)), *(int(1.3**k) for k in range(1, 62)))
+    assert_nothing_new(machine, counts, n, weight_dtype=FP32)
 
 
 @pytest.mark.parametrize("n", [64, 4096, 18432, 40000])
 def test_every_kernel_without_a_weight(n):
     machine = CountingMachine(132)
     warm(machine, n, BF16, None)
-    warmed = set(machine.kernels)
+    counts = {*range(1, 100), *(int(1.05**k) for k in range(1, 330))}
+    warmed = assert_nothing_new(machine, counts, n, has_weight=False)
     assert not any(name.startswith(("backward_split", "sum")) for name, *_ in warmed)
-    for m in {*range(1, 100), *(int(1.05**k) for k in range(1, 330))}:
-        call(machine, m, n, BF16, has_weight=False)
-        assert machine.kernels == warmed, f"M = {m} needs {machine.kernels - warmed}"
 
 
 SLABS = [(1, 1), (1, 8), (2, 4), (8, 8), (8, 24), (16, 256), (4, 1024), (128, 1024)]
@@ -130,28 +129,12 @@ def test_the_rows_to_warm_have_every_pair_of_kinds(n, sm_count, rows, slab):
         assert len(chosen) == len(needed) and all(size_class(m, n) == size for m in chosen)
 
 
-@given(m=st.integers(1, 2**21), n=st.sampled_from(WIDTHS))
-@settings(max_examples=300, deadline=None)
-def test_every_kernel_of_random_numbers_of_rows(m, n):
-    machine = warmed(n)
-    before = set(machine.kernels)
-    call(machine, m, n, BF16)
-    assert machine.kernels == before
-
-
-@functools.cache
-def warmed(n: int) -> CountingMachine:
-    machine = CountingMachine(132)
-    warm(machine, n, BF16, BF16)
-    return machine
-
-
 def test_nothing_is_compiled_that_no_call_needs():
     machine = CountingMachine(132)
     warm(machine, 4096, BF16, BF16)
     warmed, machine.kernels = machine.kernels, set()
     for m in (*range(1, 1100), *range(1100, 6000, 7)):
-        call(machine, m, 4096, BF16)
+        call(machine, m, 4096)
     assert machine.kernels == warmed
 
 
@@ -166,16 +149,9 @@ def test_entries_are_warmed(folders):
     tables.update(folders[0], TARGET, entries)
     machine = CountingMachine(132, TARGET.gpu)
     warm(machine, 4096, BF16, BF16)
-    warmed = set(machine.kernels)
-    assert {name for name, *_ in warmed} == {
-        "backward_tiles",
-        "backward_rows",
-        "forward_rows",
-        "sum_partials",
-    }
-    for m in (*range(1, 1100), *range(1100, 4000, 7)):
-        call(machine, m, 4096, BF16)
-    assert machine.kernels == warmed
+    warmed = assert_nothing_new(machine, (*range(1, 1100), *range(1100, 4000, 7)), 4096)
+    names = {"backward_tiles", "backward_rows", "forward_rows", "sum_partials"}
+    assert {name for name, *_ in warmed} == names
 
 
 @pytest.mark.parametrize(
@@ -186,6 +162,7 @@ def test_entries_are_warmed(folders):
         ((4096, "bfloat16"), TypeError),
         ((4096, BF16, "float32"), TypeError),
         ((0, BF16), ValueError),
+        (("64", BF16), ValueError),
         ((True, BF16), ValueError),
         ((64, torch.int8), TypeError),
         ((64, torch.float64), TypeError),
@@ -195,6 +172,9 @@ def test_entries_are_warmed(folders):
 def test_widths_that_are_none(width, error):
     with pytest.raises(error, match="widths: expected"):
         tr.warmup([width])
+    if error is ValueError:
+        with pytest.raises(error, match=r"widths: expected a whole number of at least 1 as n, got "):
+            tr.warmup(width)
 
 
 @pytest.mark.parametrize("widths", [4096, None, "4096", BF16, 4096.0])
@@ -246,12 +226,6 @@ def test_the_sum_that_is_warmed_has_the_dtype_of_a_call(monkeypatch, dtype, resi
         rows.to(dtype), 64, residual=rows.to(residual), residual_dtype=asked, backend="torch"
     )
     assert seen == [residual_out.dtype]
-
-
-@pytest.mark.parametrize("width", [(0, BF16), ("64", BF16), (True, BF16)])
-def test_one_width_is_checked_like_those_of_a_sequence(width):
-    with pytest.raises(ValueError, match=r"widths: expected a whole number of at least 1 as n, got "):
-        tr.warmup(width)
 
 
 def test_what_cannot_run_is_refused(monkeypatch):

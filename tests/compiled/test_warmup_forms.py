@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,19 +15,12 @@ from helpers import DEVICE
 import tilegym_rmsnorm as tr
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from counting import META, CountingMachine, counted_calls  # noqa: E402
+from counting import META, Case, CountingMachine  # noqa: E402
 
 from tilegym_rmsnorm.backends import cutile, refusals  # noqa: E402
 from tilegym_rmsnorm.backends.cutile import warm as warm_module  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-class Case(NamedTuple):
-    """width, and the other arguments of `warmup`."""
-
-    width: tuple[Any, ...]
-    options: dict[str, Any]
 
 
 CASES = {
@@ -58,12 +50,6 @@ HEADS = {
     "strided, residual": Case((64, BF16), {"strided_heads": 32, "residual": BF16}),
     "strided, several dtypes": Case((96, BF16), {"strided_heads": 4, "out_dtype": FP32}),
 }
-
-
-@pytest.fixture
-def on_meta(monkeypatch):
-    with counted_calls(monkeypatch) as machine:
-        yield machine
 
 
 def warmed(machine: CountingMachine, case: Case) -> set:

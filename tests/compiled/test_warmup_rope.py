@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,20 +17,13 @@ from torch import Tensor
 import tilegym_rmsnorm as tr
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
-from counting import META, CountingMachine, counted_calls  # noqa: E402
+from counting import META, Case, CountingMachine, counted_calls  # noqa: E402
 
 from tilegym_rmsnorm.backends import cutile, refusals  # noqa: E402
 from tilegym_rmsnorm.backends.cutile import warm_rope as warm_module  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.rope import BackwardRope, tiles_of  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-class Case(NamedTuple):
-    """width, and the other arguments of `warmup_rope`."""
-
-    width: tuple[Any, ...]
-    options: dict[str, Any]
 
 
 PLAIN = Case((128, BF16), {"heads": 32, "k_heads": 8})
@@ -61,12 +54,6 @@ CASES = {
     "composed": Case((576, BF16), {"heads": 3, "k_heads": 1}),
 }
 LAYOUTS = ("contiguous", "projection", "gate")
-
-
-@pytest.fixture
-def on_meta(monkeypatch):
-    with counted_calls(monkeypatch) as machine:
-        yield machine
 
 
 def warmed(machine: CountingMachine, case: Case) -> set:

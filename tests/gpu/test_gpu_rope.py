@@ -13,6 +13,7 @@ import rope_calls
 import torch
 from helpers import BF16, DEVICE, FP16, FP32
 from racing import STREAMS, assert_same_bits_racing
+from rope_cases import RopeCase, make
 
 from tilegym_rmsnorm import qk_norm_rope
 from tilegym_rmsnorm.call.rope_spec import RopeSpec, RopeWanted
@@ -38,11 +39,11 @@ SHAPES = (
 FORMS = {
     "plain": {},
     "interleaved": {"interleaved": True},
-    "weights of heads": {"weights": "heads", "offset": 1.0},
-    "no weights, half tables": {"weights": "none", "half": True},
-    "positions": {"tables": "positions"},
-    "tables of 16 bits, of each batch": {"tables": "BT", "has_16_bit_tables": True},
-    "interleaved, weights of heads": {"interleaved": True, "weights": "heads", "half": True},
+    "weights of heads": {"weight": "heads", "offset": 1.0},
+    "no weights, half tables": {"weight": "none", "tables": "half"},
+    "positions": {"positions": "each"},
+    "tables of 16 bits, of each batch": {"has_rows_of_batch": True, "table_dtype": BF16},
+    "interleaved, weights of heads": {"interleaved": True, "weight": "heads", "tables": "half"},
 }
 TOLERANCE = {BF16: 1e-2, FP16: 2e-3, FP32: 1e-5}  # of the norm of the difference
 
@@ -54,34 +55,19 @@ def memory(request):
         request.getfixturevalue("poisoned_empty")
 
 
-def call(
-    shape,
-    dtype,
-    *,
-    interleaved=False,
-    offset=0.0,
-    casting="once",
-    rounding="end",
-    has_16_bit_tables=False,
-    position_dtype=torch.int64,
-    seed=0,
-    **made,
-):
+def call(shape, dtype, *, weight="vector", offset=0.0, seed=0, **options):
     """The tensors of a backward, with strided q and k and transposed gradients; the spec, and what is wanted."""
     b, t, hq, hk, d, r = shape
-    tensors = rope_calls.case(b=b, t=t, hq=hq, hk=hk, d=d, r=r, dtype=dtype, seed=seed, **made)
-    if has_16_bit_tables:
-        tensors = (*tensors[:4], *(each.to(dtype) for each in tensors[4:]))
-    packed = torch.cat([*tensors[:2], tensors[1]], 2)
-    q, k = packed[:, :, :hq], packed[:, :, hq : hq + hk]
-    gradients = [torch.randn(b, heads, t, d, device=DEVICE).to(dtype).transpose(1, 2) for heads in (hq, hk)]
-    positions = None
-    if made.get("tables") == "positions":
-        positions = torch.randint(0, t + 3, (b, t), device=DEVICE, dtype=position_dtype)
-    spec = RopeSpec(d, rope_calls.EPS, offset, r, interleaved, casting, rounding)
-    weights = tensors[2:4]
-    wanted = RopeWanted(*(None if each is None else each.dtype for each in weights))
-    return (*gradients, q, k, *weights, *tensors[4:], positions), spec, wanted
+    case = RopeCase(
+        *(dtype, b, t, (hq, hk), d, r),
+        weight=(weight, weight),
+        offset=offset,
+        eps=rope_calls.EPS,
+        layout="packed",
+        **options,
+    )
+    made = make(case, DEVICE, seed)
+    return made.backward_tensors, made.spec, made.wanted
 
 
 def run(tensors, spec, backend):
@@ -118,12 +104,13 @@ def assert_right_and_alike(made, dtype, backend, runs):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_right_and_alike(shape, form, dtype, backend):
-    assert_right_and_alike(call(shape, dtype, **FORMS[form]), dtype, backend, 20)
+    options = FORMS[form] | ({"table_dtype": dtype} if "table_dtype" in FORMS[form] else {})
+    assert_right_and_alike(call(shape, dtype, **options), dtype, backend, 20)
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4], SHAPES[9], SHAPES[10]], ids=str)
 def test_positions_of_32_bits(shape, backend):
-    made = call(shape, BF16, tables="positions", position_dtype=torch.int32)
+    made = call(shape, BF16, positions="each", position_dtype=torch.int32)
     assert_right_and_alike(made, BF16, backend, 20)
     tensors, spec, _ = made
     wide = run((*tensors[:-1], tensors[-1].long()), spec, backend)
@@ -152,7 +139,7 @@ def test_streams_that_race(shape, form, backend, memory):
 @pytest.mark.parametrize("casting", ["once", "llama"])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_each_rounding(dtype, casting, rounding, backend):
-    tensors, spec, wanted = call(SHAPES[0], dtype, casting=casting, rounding=rounding, has_16_bit_tables=True)
+    tensors, spec, wanted = call(SHAPES[0], dtype, casting=casting, rounding=rounding, table_dtype=dtype)
     want = *rope_forward_torch(tensors[2:], spec), *rope_gradients_torch(tensors, spec, wanted)
     got = run(tensors, spec, backend)
     assert_near(got, want, BF16)
@@ -181,7 +168,7 @@ def test_more_than_2_to_the_31_elements(backend):
 
 def test_a_dead_position_makes_no_fault(backend):
     """Positions far outside of the table: no illegal address, and NaN for their tokens alone."""
-    tensors, spec, _ = call(SHAPES[0], BF16, tables="positions")
+    tensors, spec, _ = call(SHAPES[0], BF16, positions="each")
     positions = tensors[8].clone()
     positions[:, ::7] = torch.tensor(2**40, device=DEVICE)
     positions[:, 1::7] = -(2**40)

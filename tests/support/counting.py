@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -83,6 +83,13 @@ def counted_calls(monkeypatch: pytest.MonkeyPatch, sm_count: int = 132) -> Itera
     machine = CountingMachine(sm_count)
     with running_on(machine):
         yield machine
+
+
+class Case(NamedTuple):
+    """The widths that are warmed up, and the other arguments of `warmup` or `warmup_rope`."""
+
+    width: tuple[Any, ...]
+    options: dict[str, Any]
 
 
 def warm(
