@@ -15,9 +15,12 @@ from tilegym_rmsnorm import rms_norm
 
 # No dtype of 16 bits: what is rounded has no numerical derivative.
 KINDS = {
+    "plain": Variant(FP64, (3, 5)),
     "bias": Variant(FP64, (3, 5), bias_dtype=FP64),
     "residual": Variant(FP64, (3, 5), residual_dtype=FP64),
-    "alpha": Variant(FP64, (3, 5), residual_dtype=FP64, alpha=-0.3, bias_dtype=FP64, offset=1.0),
+    "alpha": Variant(
+        FP64, (3, 5), residual_dtype=FP64, alpha=-0.3, bias_dtype=FP64, offset=1.0, casting="llama"
+    ),
     "no weight": Variant(FP64, (3, 5), "none", residual_dtype=FP64),
     "weights of heads": Variant(FP64, (2, 3, 2, 5), "heads", bias_dtype=FP64, layout="heads"),
     "all of it": Variant(FP64, (2, 1, 2, 4), "heads", FP64, FP64, FP64, None, 0.5, FP64, 1.0, layout="mixed"),
@@ -51,7 +54,7 @@ def test_of_one_output(output):
     assert gradgradcheck(lambda *tensors: norm(*tensors)[output], tensors)
 
 
-BEHIND_KERNELS = ["residual", "alpha", "weights of heads", "all of it"]
+BEHIND_KERNELS = ["plain", "residual", "alpha", "weights of heads", "all of it"]
 
 
 @pytest.mark.parametrize("kind", BEHIND_KERNELS)

@@ -102,13 +102,6 @@ def test_what_is_exported_promotes_no_dtypes(dtype, residual_dtype, n, strict):
     torch.testing.assert_close(exported.module()(*given), Norm()(*given))
 
 
-def test_an_exported_norm_takes_other_batches():
-    batch = torch.export.Dim("batch", min=2, max=64)
-    exported = torch.export.export(RMSNorm(8), (X,), dynamic_shapes=({0: batch},)).module()
-    x = torch.randn(7, 8)
-    torch.testing.assert_close(exported(x), F.rms_norm(x, (8,)))
-
-
 def test_a_block_of_use_backend_made_outside_of_the_graph(monkeypatch):
     """Dynamo cannot enter it before 2.14. In one graph that is an error, which says why; else the graph breaks there,
     and the block is in effect as in any eager call."""
@@ -137,9 +130,3 @@ def test_a_block_of_use_backend_made_outside_of_the_graph(monkeypatch):
             torch.testing.assert_close(compiled(X), F.rms_norm(X, (8,)) * 2)
             assert by_address.calls == ["rms_norm_forward"] * count
         assert get_current_backend() == "auto"
-
-
-def test_the_reference_is_traced_into_one_graph():
-    torch._dynamo.reset()
-    model = make_model(RMSNorm(8, backend="torch"))
-    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(X), model(X))

@@ -178,36 +178,6 @@ def test_a_subclass_sees_the_function():
     assert rms_norm in Counted.seen
 
 
-def traced(module):
-    return torch.fx.symbolic_trace(torch.nn.Sequential(module))
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"offset": 1.0}, {"bias": True}, {"casting": "llama", "backend": "torch"}]
-)
-def test_symbolic_trace_records_one_call(options):
-    module, x = RMSNorm(N, **options), torch.randn(3, N)
-    graph = traced(module)
-    assert [node.target for node in graph.graph.nodes if node.op == "call_function"] == [rms_norm]
-    assert torch.equal(graph(x), module(x))
-    assert graph.state_dict().keys() == torch.nn.Sequential(module).state_dict().keys()
-    assert torch.equal(traced(graph)(x), module(x))
-
-
-def test_symbolic_trace_of_a_residual():
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = RMSNorm(N)
-
-        def forward(self, x, residual):
-            y, out = self.norm(x, residual)
-            return y * out
-
-    block, x, residual = Block(), torch.randn(3, N), torch.randn(3, N)
-    assert torch.equal(torch.fx.symbolic_trace(block)(x, residual), block(x, residual))
-
-
 def in_block(name):
     def norm(x):
         with use_backend(name):

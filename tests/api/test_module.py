@@ -9,7 +9,6 @@ import re
 
 import pytest
 import torch
-from helpers import DEVICE, make_inputs
 
 import tilegym_rmsnorm
 from tilegym_rmsnorm import RMSNorm, rms_norm
@@ -65,21 +64,6 @@ def test_bias_is_learned():
         module.bias.fill_(3.0)
     module.reset_parameters()
     assert torch.equal(module.bias, torch.zeros(64))
-
-
-def test_every_option_reaches_the_function(backend):
-    """With a residual and without."""
-    inputs = make_inputs(5, 64, torch.bfloat16, torch.bfloat16, offset=1.0)
-    named = {"offset": 1.0, "casting": "llama", "backend": backend}
-    module = RMSNorm(64, 0.25, device=DEVICE, dtype=torch.bfloat16, bias=True, **named)
-    with torch.no_grad():
-        module.weight.copy_(inputs.weight)
-        module.bias.copy_(inputs.x[0])
-    options = {"bias": module.bias.detach(), **named}
-    y, out = module(inputs.x, inputs.dy)
-    expected, expected_out = rms_norm(inputs.x, (64,), inputs.weight, 0.25, residual=inputs.dy, **options)
-    assert torch.equal(y, expected) and torch.equal(out, expected_out)
-    assert torch.equal(module(inputs.x), rms_norm(inputs.x, (64,), inputs.weight, 0.25, **options))
 
 
 def test_the_backend_is_passed_on(monkeypatch):

@@ -6,7 +6,9 @@ tileiras needs no GPU, and tensors of device "meta" no memory."""
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -65,7 +67,25 @@ class Compiled(NamedTuple):
 
 # Kernels that this process compiled, each with its cubin: tests share many. The function itself is in the key, since
 # tests have kernels of their own by the names of others.
-_KNOWN: dict[tuple[int, Callable[..., None], str, int, int], tuple[Compiled, bytes]] = {}
+_Key = tuple[int, Callable[..., None], str, int, int]
+_KNOWN: dict[_Key, tuple[Compiled, bytes]] = {}
+
+
+def _known(key: _Key, compile_now: Callable[[], tuple[Compiled, bytes]]) -> tuple[Compiled, bytes]:
+    """What this process has compiled, or another one of this run (`helpers.shared`), or else compiles."""
+    if key not in _KNOWN:
+        architecture, function, *rest = key
+        name = repr((architecture, function.__module__, function.__qualname__, *rest)).encode()
+        file = helpers.shared and helpers.shared / f"{hashlib.sha256(name).hexdigest()}.cubin"
+        if file is not None and file.exists():
+            _KNOWN[key] = pickle.loads(file.read_bytes())
+        else:
+            _KNOWN[key] = compile_now()
+            if file is not None:
+                unfinished = file.with_suffix(f".{os.getpid()}")
+                unfinished.write_bytes(pickle.dumps(_KNOWN[key]))
+                unfinished.replace(file)
+    return _KNOWN[key]
 
 
 def sampled(cases: Iterable[tuple[Any, ...]], step: int = 1) -> list[tuple[Any, ...]]:
@@ -112,9 +132,7 @@ class CompilingMachine:
             if not self.compiles:
                 return
             key = (self.facts.architecture, function, signature.symbol, variant.warps, variant.occupancy)
-            if key not in _KNOWN:
-                _KNOWN[key] = self._compiled(function, signature, variant)
-            known, cubin = _KNOWN[key]
+            known, cubin = _known(key, lambda: self._compiled(function, signature, variant))
             self.results.append(known._replace(variant=variant, spills=self.spills))
             if self.keep is not None:
                 (self.keep / f"{name}.cubin").write_bytes(cubin)

@@ -45,6 +45,7 @@ DTYPE_PAIRS = ((BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP
 
 PATIENCE = 60  # seconds, of wait_for_the_gpu
 every_config = False  # whether --every-config was given; conftest.py sets it
+shared: Path | None = None  # a folder of all processes of this run; machine_code/conftest.py sets it
 stderr = 2  # what pytest does not capture; conftest.py sets it
 
 # name: (M, N) where an interpreter runs the kernels, (M, N) on a GPU
