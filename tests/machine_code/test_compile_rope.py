@@ -7,6 +7,7 @@ for some."""
 import re
 from collections import Counter
 
+import helpers
 import pytest
 import torch
 from helpers import BF16, FP16, FP32, take_turns
@@ -80,11 +81,16 @@ def compile_calls(case, machine):
     bind_backward(call.spec, call.backward_tensors, call.wanted, machine)(call.backward_tensors)
 
 
+# Without --every-config one of those for which the same is reasoned, and sm_120 for its shared memory; Hopper's are
+# compiled by test_no_walk_overwrites_tiles_in_use.
+REASONED = ARCHITECTURES if helpers.every_config else (80, 100, 120)
+
+
 @pytest.mark.parametrize("dtype", [None, FP32], ids=["16 bits", "float32"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", REASONED)
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_reasoned_compiles(case, architecture, dtype):
-    take_turns([*CASES].index(case), 3 * ARCHITECTURES.index(architecture), dtype is FP32, of=8)
+    take_turns([*CASES].index(case), 2 * REASONED.index(architecture), dtype is FP32, of=6)
     machine = CompilingMachine(architecture)
     compile_calls(CASES[case] if dtype is None else CASES[case]._replace(dtype=dtype), machine)
     assert {each.name for each in machine.results} == {"forward_rope", "backward_rope", "sum_partials"}
@@ -113,13 +119,12 @@ def test_heads_come_and_go_by_tma(case, tmp_path):
 @pytest.mark.parametrize("dtype", [None, FP32], ids=["16 bits", "float32"])
 @pytest.mark.parametrize("case", CASES)
 def test_no_walk_overwrites_tiles_in_use(case, dtype, tmp_path):
-    """Those by TMA, beside tables that come without."""
+    """Those by TMA, beside tables that come without. Nor do registers spill."""
     skip_without_disassembler(is_module=False)
     take_turns([*CASES].index(case), dtype is FP32, of=3)
-    compile_calls(
-        CASES[case] if dtype is None else CASES[case]._replace(dtype=dtype),
-        CompilingMachine(90, keep=tmp_path),
-    )
+    machine = CompilingMachine(90, keep=tmp_path)
+    compile_calls(CASES[case] if dtype is None else CASES[case]._replace(dtype=dtype), machine)
+    assert_sound(machine)
     for name in ("forward_rope", "backward_rope"):
         code = disassembled(tmp_path / f"{name}.cubin")
         has_tma = any("UTMALDG" in line for line in code)
