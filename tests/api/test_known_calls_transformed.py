@@ -3,8 +3,6 @@
 
 """Known calls under autograd, torch.func and torch.compile, and under every way to choose a backend."""
 
-import functools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +10,6 @@ from helpers import DEVICE, settle_interpreters
 from known_calls import N, W, X, call, make_known
 from torch.autograd import forward_ad
 from torch.nn import Parameter
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tilegym_rmsnorm import BackendUnavailableError, RMSNorm, rms_norm, set_backend, settings, use_backend
 from tilegym_rmsnorm.backends import registry
@@ -115,48 +112,6 @@ def test_a_tensor_that_outlived_its_transform(size, needs_grad, checks):
     if needs_grad:
         grads = [torch.autograd.grad(call(input=t, weight=weight).sum(), weight)[0] for t in (outlived[0], x)]
         assert torch.equal(*grads)
-
-
-def test_batched_gradients_of_a_known_call(checks):
-    x, dy = torch.randn(2, 3, N, requires_grad=True), torch.randn(4, 2, 3, N)
-    make_known(checks, input=x)
-    (batched,) = torch.autograd.grad(call(input=x), x, dy, is_grads_batched=True)
-    expected = [torch.autograd.grad(call(input=x), x, one)[0] for one in dy]
-    torch.testing.assert_close(batched, torch.stack(expected))
-
-
-def test_in_place_operations_on_the_output_of_a_known_call(checks):
-    x = torch.randn(2, 3, N, requires_grad=True)
-    make_known(checks, input=x)
-    expected = torch.autograd.grad((2 * call(input=x)).sum(), x)[0]
-    y = call(input=x)
-    y.mul_(2)
-    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
-
-
-def test_checkpointing_a_known_call(checks):
-    """Selective checkpointing keeps what the reference computes, so nothing may change that in place."""
-    x, weight = torch.randn(2, 3, N, requires_grad=True), W.clone().requires_grad_()
-    make_known(checks, input=x, weight=weight)
-
-    def norm(x):
-        return call(input=x, weight=weight).sin()
-
-    expected = torch.autograd.grad(norm(x).sum(), (x, weight))
-    keep_all = functools.partial(
-        create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE
-    )
-    for options in ({}, {"context_fn": keep_all}):
-        y = checkpoint(norm, x, use_reentrant=False, **options)
-        got = torch.autograd.grad(y.sum(), (x, weight))
-        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
-def test_inside_torch_compile_a_known_call_still_breaks_the_graph(checks):
-    make_known(checks, backend="auto")
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x: call(input=x * 1, backend="auto") * 1, backend="eager")
-    assert torch.equal(compiled(X), call(backend="auto"))
 
 
 class Probe:

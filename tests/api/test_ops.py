@@ -15,7 +15,6 @@ from helpers import (
     DTYPE_PAIRS,
     FP16,
     FP32,
-    HAS_GPU,
     SHAPES,
     Inputs,
     assert_llama_rounds,
@@ -54,16 +53,6 @@ def run(inputs: Inputs, backend: str) -> dict[str, torch.Tensor | None]:
 @pytest.mark.parametrize(("backend", "name", "dtypes"), SWEEP, indirect=["backend"])
 def test_shapes_and_dtypes(backend, name, dtypes):
     inputs = make_inputs(*shape(name), *dtypes)
-    assert_within(expected_results(inputs), **run(inputs, backend))
-
-
-OFFSETS = [0.0, 1.0, -0.25]
-
-
-@pytest.mark.parametrize("casting", ["once", "llama"])
-@pytest.mark.parametrize("offset", OFFSETS)
-def test_offset_and_casting(backend, offset, casting):
-    inputs = make_inputs(19, 128, BF16, FP32, offset=offset, casting=casting)
     assert_within(expected_results(inputs), **run(inputs, backend))
 
 
@@ -170,11 +159,3 @@ def test_a_bad_row_stays_in_its_row(backend, poison):
         assert torch.equal(dirty[name][others], clean[name][others])
         assert not dirty[name][6].isfinite().all()
     assert not dirty["dw"][50].isfinite()
-
-
-def test_same_bits_on_every_run(backend):
-    inputs = make_inputs(4099 if HAS_GPU else 67, 256, BF16, FP32)
-    first = run(inputs, backend)
-    for _ in range(20 if HAS_GPU else 1):
-        again = run(inputs, backend)
-        assert all(torch.equal(first[name], again[name]) for name in first)
