@@ -286,20 +286,6 @@ def test_threads(backend):
         assert all(map(torch.equal, results, expected[k % 4]))
 
 
-def test_batches_of_gradients(backend):
-    inputs = with_leaves(make(WHOLE._replace(size=(3, 2, 16), weight="heads")))
-    results = norm(WHOLE._replace(size=(3, 2, 16), weight="heads"), inputs, backend)
-    leaves = inputs[:4]
-    dy, d_residual_out = (torch.randn(3, *r.shape, device=DEVICE) for r in results)
-    batched = torch.autograd.grad(
-        results, leaves, (dy, d_residual_out), is_grads_batched=True, retain_graph=True
-    )
-    for k in range(3):
-        alone = torch.autograd.grad(results, leaves, (dy[k], d_residual_out[k]), retain_graph=True)
-        for one, other in zip(batched, alone, strict=True):
-            torch.testing.assert_close(one[k], other, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"residual_dtype": FP16, "casting": "llama"}, {"residual_dtype": BF16}], ids=str
 )

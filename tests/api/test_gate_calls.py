@@ -48,34 +48,6 @@ def test_make_fx_records_the_norm(asked_for, tensors, tracing_mode, pre_dispatch
     check([graph(other)], [theirs(other, weight) * 2])
 
 
-def test_make_fx_records_forward_and_backward(asked_for, tensors):
-    x, weight, dy = (tensor.detach() for tensor in tensors)
-
-    def gradients(x, weight, dy):
-        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-        return torch.autograd.grad(rms_norm(x, (N,), weight, 1e-6, backend=asked_for), (x, weight), dy)
-
-    graph = make_fx(gradients)(x, weight, dy)
-    assert ops_of(graph) == ["rms_norm_forward", "rms_norm_backward"]
-    others = [torch.randn_like(tensor) for tensor in (x, weight, dy)]
-    leaves = [tensor.clone().requires_grad_() for tensor in others[:2]]
-    check(graph(*others), gradients_of_theirs(*leaves, others[2]))
-
-
-def test_make_fx_records_a_backward_alone(asked_for, tensors):
-    """Of a forward that ran before, by a kernel: dx was a constant of the graph."""
-    x, weight, dy = tensors
-    y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
-
-    def gradients(dy):
-        return torch.autograd.grad(y, (x, weight), dy, retain_graph=True)
-
-    graph = make_fx(gradients)(dy)
-    assert ops_of(graph) == ["rms_norm_backward"]
-    other = torch.randn_like(dy)
-    check(graph(other), gradients_of_theirs(x, weight, other))
-
-
 def test_real_tensors_in_a_fake_mode(asked_for, tensors):
     """What a kernel would write to has no memory there."""
     x, weight, dy = tensors
@@ -195,52 +167,6 @@ def test_a_backend_in_effect_when_the_forward_ran_serves_the_backward_in_any_thr
     with use_backend("torch"), ThreadPoolExecutor() as pool:
         backward()
         pool.submit(backward).result()
-
-
-def test_functionalize(asked_for, tensors):
-    x, weight = (tensor.detach() for tensor in tensors[:2])
-
-    def norm(t):
-        return rms_norm(t, (N,), weight, 1e-6, backend=asked_for)
-
-    if asked_for != "auto":
-        with pytest.raises(BackendUnavailableError, match="torch.func transforms this call"):
-            torch.func.functionalize(norm)(x)
-    else:
-        check([torch.func.functionalize(norm)(x)], [theirs(x, weight)])
-
-
-def test_aot_function(asked_for, tensors):
-    from functorch.compile import aot_function
-
-    x, weight, dy = tensors
-    graphs = []
-
-    def keep(graph, _):
-        graphs.append(graph)
-        return graph
-
-    def norm(x, weight):
-        return rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
-
-    y = aot_function(norm, keep, keep)(x, weight)
-    check(
-        (y, *torch.autograd.grad(y, (x, weight), dy)),
-        (theirs(x, weight), *gradients_of_theirs(x, weight, dy)),
-    )
-    assert [ops_of(graph) for graph in graphs] == [["rms_norm_forward"], ["rms_norm_backward"]]
-
-
-def test_compiled_autograd(asked_for, tensors):
-    x, weight, dy = (tensor.detach().clone() for tensor in tensors)
-    x.requires_grad_()
-    weight.requires_grad_()
-    expected = gradients_of_theirs(x, weight, dy)
-    y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
-    torch._dynamo.reset()
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-        y.backward(dy)
-    check((x.grad, weight.grad), expected)
 
 
 def test_the_log_says_once_why_an_op_replaces_a_call(caplog, monkeypatch, tensors):

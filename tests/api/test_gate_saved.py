@@ -193,25 +193,6 @@ def test_a_gradient_for_a_bias_alone_whose_memory_was_freed(tensors, is_transpos
         torch.autograd.grad(y, bias, dy, **options)
 
 
-NOT_FOR_BIAS = {  # makes a saved tensor unfit; the gradient of a bias alone is a sum of dy
-    "x": lambda t: t[1:] if t.ndim == 3 else t,
-    "weight": lambda t: t[1:] if t.shape == (2, 4) else t,
-    "rstd": lambda t: t[1:] if t.shape == (6,) else t,
-    "weight freed": lambda t: freed(t.t().contiguous().t()) if t.shape == (2, 4) else t,
-}
-
-
-@pytest.mark.parametrize("options", [{}, {"create_graph": True}])
-@pytest.mark.parametrize("unpack", NOT_FOR_BIAS.values(), ids=NOT_FOR_BIAS)
-def test_a_gradient_for_a_bias_alone_needs_no_saved_tensor(asked_for, tensors, unpack, options):
-    x, weight, dy = (each.detach() for each in tensors)
-    x, weight, dy = x.view(6, 2, 4), weight.view(2, 4), dy.view(6, 2, 4)
-    bias = torch.zeros(2, 4, device=x.device, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
-        y = rms_norm(x, (2, 4), weight, 1e-6, bias=bias, backend=asked_for)
-    check(torch.autograd.grad(y, bias, dy, **options), (dy.sum(0),))
-
-
 def test_the_backward_of_a_wide_bias_stays_with_backends_that_take_one(monkeypatch):
     """A gradient that had to be made plain sent it to a kernel that "auto" had not taken for the forward."""
     by_address.use(monkeypatch)

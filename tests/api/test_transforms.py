@@ -10,8 +10,7 @@ from torch.autograd import forward_ad, gradcheck
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tilegym_rmsnorm import BackendUnavailableError, RMSNorm, rms_norm
-from tilegym_rmsnorm.backends import registry
+from tilegym_rmsnorm import RMSNorm, rms_norm
 from tilegym_rmsnorm.integrations import apex, liger, tilegym, transformer_engine
 
 N = 8
@@ -61,20 +60,6 @@ TRANSFORMS = {
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_transforms_do_as_for_aten(transform):
     torch.testing.assert_close(transform(ours), transform(theirs))
-
-
-@pytest.mark.parametrize(
-    "options", [{"offset": 1.0}, {"casting": "llama"}, {"bias": W[1]}, {"residual": X[0]}]
-)
-def test_options_are_transformed_too(options):
-    """Compared with what autograd makes of the same call outside of torch.func."""
-
-    def loss(x):
-        y = rms_norm(x, (N,), W[0], EPS, **options)
-        return sum(each.sin().sum() for each in (y if isinstance(y, tuple) else (y,)))
-
-    for x in X:
-        torch.testing.assert_close(grad(loss)(x), torch.autograd.grad(loss(x := leaf(x)), x)[0])
 
 
 def test_a_module_and_half_precision():
@@ -238,29 +223,6 @@ def test_a_model_that_torch_jit_script_refused_is_as_before():
         torch.jit.script(model)
     assert list(model.named_modules()) == parts and torch.equal(model(x), expected)
     assert torch.equal(torch.export.export(model, (x,)).module()(x), expected)
-
-
-@pytest.mark.filterwarnings("error::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["cutile", "triton"])
-def test_others_refuse_what_is_transformed(backend):
-    """In a call that they know too."""
-    x, weight = X.float(), W[0].float()
-    if registry.why_unusable(backend, registry.Request(x.device, x.dtype, weight.dtype, "once")) is None:
-        rms_norm(x, (N,), weight, backend=backend)
-    for transform in (
-        lambda: vmap(lambda rows: rms_norm(rows, (N,), weight, backend=backend))(x),
-        lambda: grad(lambda rows: rms_norm(rows, (N,), weight, backend=backend).sum())(x),
-        lambda: grad(lambda head: (rms_norm(x, (N,), weight, backend=backend) * head).sum())(weight),
-    ):
-        with pytest.raises(BackendUnavailableError, match="torch.func"):
-            transform()
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(x, x)
-        for arguments in ({"input": dual}, {"residual": dual}, {"bias": dual[0, 0]}):
-            with pytest.raises(BackendUnavailableError, match="tangent"):
-                rms_norm(**{"input": x, **arguments}, normalized_shape=(N,), weight=weight, backend=backend)
-    with pytest.raises(BackendUnavailableError, match=r"torch\.jit\.trace"):
-        torch.jit.trace(lambda rows: rms_norm(rows, (N,), weight, backend=backend), (x,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -20,7 +20,6 @@ if reason := why_skip("cutile"):
 
 from cutile_runs import ShuffledMachine  # noqa: E402
 
-from tilegym_rmsnorm import rms_norm  # noqa: E402
 from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.forms import form_of  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import variants as plans  # noqa: E402
@@ -340,18 +339,3 @@ def test_public_calls_compose_nothing(kind, n, layout):
     variant = OF_FORWARD[kind]._replace(size=(2, n), layout=layout)
     inputs = variants.make(variant)
     variants.check_all(variant, inputs, variants.run(variant, inputs, "cutile"))
-
-
-@pytest.mark.usefixtures("no_composing")
-@pytest.mark.parametrize(("n", "layout"), WIDE_CALLS)
-@pytest.mark.parametrize("kind", ["residual", "residual times alpha", "stream"])
-def test_public_calls_beside_a_frozen_weight(kind, n, layout):
-    variant = KINDS[kind]._replace(size=(2, n), layout=layout)
-    inputs = variants.make(variant)
-    x, residual = (each.detach().requires_grad_() for each in (inputs.x, inputs.residual))
-    given = variants.options(variant, inputs._replace(residual=residual))
-    outputs = rms_norm(x, n, inputs.weight, variant.eps, **given, backend="cutile")
-    dx, d_residual = torch.autograd.grad(outputs, (x, residual), (inputs.dy, inputs.d_residual_out))
-    y, residual_out = (each.detach() for each in outputs)
-    variants.check_residual_out(variant, inputs, residual_out)
-    variants.check(variant, inputs, residual_out, y=y, dx=dx, d_residual=d_residual)
