@@ -40,22 +40,18 @@ FLOAT32 = Variant(size=SIZE, residual_dtype=torch.float32)
 def run(mesh, variant: Variant, inputs: VariantInputs, placement, of_vectors=WHOLE, of_residual=None):
     """All results, whole, of DTensors that are placed so, and how y and residual_out are placed."""
 
-    def placed(tensor, placement):
-        return None if tensor is None else distribute_tensor(tensor.contiguous(), mesh, [placement])
-
     of_residual = placement if of_residual is None else of_residual
     placements = placement, of_vectors, of_vectors, of_residual
-    leaves = [placed(tensor, at) for tensor, at in zip(inputs[:4], placements, strict=True)]
-    leaves = [None if leaf is None else leaf.requires_grad_() for leaf in leaves]
-    x, weight, bias, residual = leaves
+    given = [None if t is None else t.contiguous().requires_grad_() for t in inputs[:4]]
+    leaves = x, weight, bias, residual = processes.placed(given, mesh, placements)
+    dys = processes.placed((inputs.dy, inputs.d_residual_out), mesh, [placement] * 2)
     given = options(variant, inputs._replace(bias=bias, residual=residual))
     y, residual_out = rms_norm(x, variant.n, weight, variant.eps, **given, backend="auto"), None
     if residual is not None:
         y, residual_out = y
-        dy, d_residual_out = (placed(t, placement) for t in (inputs.dy, inputs.d_residual_out))
-        torch.autograd.backward((y, residual_out), (dy, d_residual_out))
+        torch.autograd.backward((y, residual_out), dys)
     else:
-        y.backward(placed(inputs.dy, placement))
+        y.backward(dys[0])
     found = {"y": y, "residual_out": residual_out}
     names = ("dx", "dw", "db", "d_residual")
     found |= {n: None if t is None else t.grad for n, t in zip(names, leaves, strict=True)}

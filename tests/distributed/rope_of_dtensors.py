@@ -13,7 +13,7 @@ import itertools
 import processes
 import rope_calls
 import torch
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 
 from tilegym_rmsnorm import qk_norm_rope
 
@@ -36,10 +36,7 @@ def sharded(mesh):
         options = {"position_ids": POSITIONS} if tables == "positions" else {}
         leaves = [each.clone().requires_grad_() for each in tensors[:4]]
         of_weights = Shard(0) if weights == "heads" and dim == 2 else Replicate()
-        placed = [
-            distribute_tensor(each, mesh, [place]).requires_grad_()
-            for each, place in zip(tensors[:4], (Shard(dim),) * 2 + (of_weights,) * 2, strict=True)
-        ]
+        placed = processes.placed(leaves, mesh, (Shard(dim),) * 2 + (of_weights,) * 2)
         want, got = passes(leaves, tensors[4:], **options), passes(placed, tensors[4:], **options)
         assert [each.placements for each in got[:2]] == [(Shard(dim),)] * 2
         for one, other in zip(got, want, strict=True):
@@ -51,10 +48,7 @@ def fewer_elements_than_shards(mesh):
     for dim, sizes in ((1, {"t": 1}), (0, {"b": 3}), (2, {"hq": 2, "hk": 1})):
         tensors = rope_calls.case(**SIZES | sizes)
         leaves = [each.clone().requires_grad_() for each in tensors[:4]]
-        placed = [
-            distribute_tensor(each, mesh, [place]).requires_grad_()
-            for each, place in zip(tensors[:4], (Shard(dim),) * 2 + (Replicate(),) * 2, strict=True)
-        ]
+        placed = processes.placed(leaves, mesh, (Shard(dim),) * 2 + (Replicate(),) * 2)
         want, got = passes(leaves, tensors[4:]), passes(placed, tensors[4:])
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one.full_tensor(), other)
@@ -67,10 +61,7 @@ def placed_otherwise(mesh):
     want = passes(leaves, tensors[4:])
     for of_q, of_k in ((Shard(1), Shard(0)), (Shard(3), Shard(3)), (Shard(0), Replicate())):
         placements = of_q, of_k, Replicate(), Replicate()
-        placed = [
-            distribute_tensor(each, mesh, [place]).requires_grad_()
-            for each, place in zip(tensors[:4], placements, strict=True)
-        ]
+        placed = processes.placed(leaves, mesh, placements)
         for one, other in zip(passes(placed, tensors[4:]), want, strict=True):
             torch.testing.assert_close(one.full_tensor(), other)
 

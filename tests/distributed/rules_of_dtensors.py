@@ -70,13 +70,6 @@ def learned(*given):
     return [t if t is None or i not in (2, 3) else t.detach().requires_grad_() for i, t in enumerate(given)]
 
 
-def distributed(given, mesh, places):
-    return [
-        distribute_tensor(t.detach(), mesh, at).requires_grad_(t.requires_grad)
-        for t, at in zip(given, places, strict=True)
-    ]
-
-
 def whole(results):
     return {k: t.full_tensor().detach() if isinstance(t, DTensor) else t for k, t in results.items()}
 
@@ -111,7 +104,7 @@ def no_row_is_communicated(mesh) -> None:
                 for placements in all_placements:
                     of_vectors = [Shard(0) if of_heads and at == Shard(2) else WHOLE for at in placements]
                     places = placements, placements, of_vectors, of_vectors, placements, placements
-                    placed = distributed(given, one_mesh, places)
+                    placed = processes.placed(given, one_mesh, places)
                     with CommDebugMode() as communication:
                         found = step(placed, N, is_block)
                     assert communication.get_total_counts() == 0, (
@@ -133,7 +126,7 @@ def several_normalized_dimensions(mesh) -> None:
         expected = step(given, given[0].shape[-dims:], backend="torch")
         for dim in range(4 - dims):
             places = [[WHOLE] if i in (2, 3) else [Shard(dim)] for i in range(6)]
-            placed = distributed(given, mesh, places)
+            placed = processes.placed(given, mesh, places)
             with CommDebugMode() as communication:
                 found = step(placed, given[0].shape[-dims:])
             assert communication.get_total_counts() == 0
@@ -327,7 +320,7 @@ def fewer_rows_than_processes(mesh) -> None:
                 expected = step(given, N, is_block, backend="torch")
                 replicated = [WHOLE] * len(placements)
                 places = placements, placements, replicated, replicated, placements, placements
-                placed = distributed(given, one_mesh, places)
+                placed = processes.placed(given, one_mesh, places)
                 with CommDebugMode() as communication:
                     found = step(placed, N, is_block)
                 if KEEPS_ROWS:

@@ -3,11 +3,8 @@
 
 """DTensors by the ops and, with backend="torch", by F.rms_norm: nothing is gathered, dw is Partial."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from processes import run_script
 
 dist = pytest.importorskip("torch.distributed")
 if not dist.is_available():
@@ -94,50 +91,3 @@ def test_in_one_graph(mesh):
     torch.testing.assert_close(y.full_tensor(), rms_norm(x, (8,), weight, 1e-6).full_tensor())
     y.sum().backward()
     assert weight.grad is not None
-
-
-TWO_PROCESSES = """
-import sys, torch, torch.distributed as dist, torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
-sys.path.append(sys.argv[2])
-from test_dtensor import OPTIONS, outcome
-from tilegym_rmsnorm import rms_norm
-
-def communication(norm, mesh, placement):
-    # How many collectives a step has, and how the gradient of weight is placed.
-    x = distribute_tensor(torch.randn(2, 6, 8), mesh, [placement]).requires_grad_()
-    weight = distribute_tensor(torch.rand(8), mesh, [Replicate()]).requires_grad_()
-    with CommDebugMode() as counts:
-        norm(x, (8,), weight, 1e-6).sum().backward()
-    return counts.get_total_counts(), weight.grad.placements
-
-def main(rank, path):
-    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    x, weight = torch.randn(2, 5, 8), torch.rand(8) + 0.5
-    for placement in (Shard(1), Shard(2)):  # five rows: one process has more than the other; and split rows
-        for options in ({}, OPTIONS["llama"] | OPTIONS["bias"]):
-            tensors = distribute_tensor(x, mesh, [placement]), distribute_tensor(weight, mesh, [Replicate()])
-            got, expected = outcome(*tensors, "auto", **options), outcome(x, weight, "torch", **options)
-            for one, other in zip(got, expected):
-                torch.testing.assert_close(one.full_tensor(), other)
-    for placement in (Shard(0), Shard(1)):
-        ours, theirs = (communication(norm, mesh, placement) for norm in (rms_norm, F.rms_norm))
-        assert ours == (0, theirs[1]) and ours[0] <= theirs[0], (ours, theirs)
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    # Forked, so that torch is imported once.
-    torch.multiprocessing.start_processes(main, (sys.argv[1],), nprocs=2, start_method="fork")
-    print("both agree")
-"""
-
-
-def test_two_processes(tmp_path):
-    """Values, and no communication, with the placements that F.rms_norm leaves."""
-    given = tmp_path / "store", Path(__file__).parent
-    done = run_script("-c", TWO_PROCESSES, *given, GLOO_SOCKET_IFNAME="lo")
-    assert done.returncode == 0 and "both agree" in done.stdout, done.stderr[-3000:]

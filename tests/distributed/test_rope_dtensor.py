@@ -5,6 +5,7 @@
 
 import pytest
 import torch
+from processes import placed
 from rope_calls import case, ours
 
 dist = pytest.importorskip("torch.distributed")
@@ -33,10 +34,7 @@ def test_values_and_placements(mesh, dim, weights, tables, backend):
     leaves = [None if each is None else each.clone().requires_grad_() for each in tensors[:4]]
     want = ours(*leaves, *tensors[4:])
     placements = placement, placement, of_weights, of_weights
-    sharded = [
-        None if each is None else distribute_tensor(each, mesh, [place]).requires_grad_()
-        for each, place in zip(tensors[:4], placements, strict=True)
-    ]
+    sharded = placed(leaves, mesh, placements)
     with debug.CommDebugMode() as mode:
         got = ours(*sharded, *tensors[4:], backend=backend)  # plain tables: replicated
     assert mode.get_total_counts() == 0
@@ -53,10 +51,7 @@ def test_one_result_alone(mesh, index, create_graph):
     tensors = case(device="cpu")
     leaves = [each.clone().requires_grad_() for each in tensors[:4]]
     placements = Shard(1), Shard(1), Replicate(), Replicate()
-    sharded = [
-        distribute_tensor(each, mesh, [place]).requires_grad_()
-        for each, place in zip(tensors[:4], placements, strict=True)
-    ]
+    sharded = placed(leaves, mesh, placements)
     want = torch.autograd.grad(ours(*leaves, *tensors[4:])[index].sin().sum(), leaves, allow_unused=True)
     total = ours(*sharded, *tensors[4:])[index].sin().sum()
     got = torch.autograd.grad(total, sharded, create_graph=create_graph, allow_unused=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import why_skip
+from helpers import BF16, FP16, FP32, assert_within, expected_results, make_inputs, why_skip
 from peer_signatures import installed_signature, signature
 
 from tilegym_rmsnorm import use_backend
@@ -140,6 +140,49 @@ def test_they_run_on_the_backend_in_effect(library, backend):
     with use_backend(backend):
         y = CALLS[library](x, weight)
     torch.testing.assert_close(y, torch.nn.functional.rms_norm(x, (8,), None, 1e-6))
+
+
+def by_transformer_engine(x, weight, eps, offset):
+    options = {"zero_centered_gamma": bool(offset), "device": x.device, "dtype": weight.dtype}
+    norm = transformer_engine.RMSNorm(x.shape[-1], eps, **options)
+    return torch.func.functional_call(norm, {"weight": weight}, x)
+
+
+def by_liger(mode):
+    return lambda x, weight, eps, offset: liger.liger_rms_norm(x, weight, eps, offset, mode)
+
+
+def by_tilegym(mode):
+    return lambda x, weight, eps, offset: tilegym.rms_norm(x, None, weight, eps, mode=mode, offset=offset)
+
+
+EXACT = {  # of x, weight, eps and offset, and by which casting
+    "quack": (lambda x, weight, eps, offset: quack.rmsnorm(x, weight, eps=eps, weight_offset=offset), "once"),
+    "apex": (lambda x, weight, eps, _: apex.fused_rms_norm_affine(x, weight, (96,), eps), "llama"),
+    "transformer_engine": (by_transformer_engine, "once"),
+    **{f"tilegym, {mode}": (by_tilegym(mode), "once") for mode in tilegym.MODES},
+    "liger, llama": (by_liger("llama"), "llama"),
+    **{f"liger, {mode}": (by_liger(mode), "once") for mode in ("gemma", "none")},
+    "quack without a weight": (lambda x, _, eps, __: quack.rmsnorm(x, eps=eps), "once"),
+    "apex without a weight": (lambda x, _, eps, __: apex.fused_rms_norm(x, 96, eps), "llama"),
+}
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [(BF16, BF16), (FP16, FP32), (BF16, FP32), (FP32, FP32)])
+@pytest.mark.parametrize("name", EXACT)
+def test_they_agree_with_float64(name, dtype, weight_dtype, offset):
+    call, casting = EXACT[name]
+    if offset and (name == "apex" or "without" in name):
+        pytest.skip("it has no offset")
+    if name == "transformer_engine":
+        weight_dtype = dtype  # to which it casts x
+    weight_dtype = None if "without" in name else weight_dtype
+    inputs = make_inputs(37, 96, dtype, weight_dtype, offset=offset, casting=casting)
+    leaves = [t if t is None else t.clone().requires_grad_() for t in (inputs.x, inputs.weight)]
+    y = call(*leaves, inputs.eps, offset)
+    gradients = torch.autograd.grad(y, leaves if weight_dtype else leaves[:1], inputs.dy)
+    assert_within(expected_results(inputs), y=y, **dict(zip(("dx", "dw"), gradients, strict=False)))
 
 
 def test_none_falls_back_where_a_backend_was_named():

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,17 @@ def run_script(*command: str | Path, timeout: float = 400, **more: str) -> subpr
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1", **more}
     given = [sys.executable, *command]
     return subprocess.run(given, capture_output=True, text=True, env=environment, timeout=timeout)
+
+
+def placed(tensors: Iterable[Any], mesh: Any, places: Iterable[Any]) -> list[Any]:
+    """Each as a DTensor that needs a gradient where the tensor does. places: of each one placement, or several."""
+    from torch.distributed.tensor import distribute_tensor
+
+    several = (place if isinstance(place, list) else [place] for place in places)
+    return [
+        t if t is None else distribute_tensor(t.detach(), mesh, at).requires_grad_(t.requires_grad)
+        for t, at in zip(tensors, several, strict=True)
+    ]
 
 
 @contextlib.contextmanager
