@@ -11,50 +11,17 @@ import torch
 from helpers import BF16, DEVICE, FP16, FP32, FP64
 from rope_calls import both_passes, case, ours
 
-from tilegym_rmsnorm import qk_norm_rope, rms_norm, rms_norm_rope, rope, use_backend
+from tilegym_rmsnorm import qk_norm_rope, rms_norm_rope, rope, use_backend
 from tilegym_rmsnorm.backends import registry
 from tilegym_rmsnorm.backends.layout import viewed
 from tilegym_rmsnorm.backends.rope_layout import rope_views
 from tilegym_rmsnorm.routes import choose, known_calls, rope_eager
 
-TOLERANCE = {FP32: 1e-5, BF16: 2e-2, FP16: 4e-3}
 
-
-def assert_near(got, want, dtype):
+def assert_near(got, want):
     for one, other in zip(got, want, strict=True):
         scale = other.abs().max()
-        torch.testing.assert_close(
-            one.double(), other.double(), rtol=0, atol=(TOLERANCE[dtype] * scale).item()
-        )
-
-
-FORMS = {
-    "plain": ({}, {}),
-    "one head of odd half": ({"d": 6, "hq": 1, "hk": 1}, {}),
-    "interleaved": ({}, {"interleaved": True}),
-    "partial": ({"r": 4}, {"rotary_dim": 4}),
-    "partial interleaved": ({"r": 2}, {"rotary_dim": 2, "interleaved": True}),
-    "half tables": ({"half": True}, {}),
-    "half tables interleaved": ({"half": True, "r": 6}, {"rotary_dim": 6, "interleaved": True}),
-    "tables of batches": ({"tables": "BT"}, {}),
-    "tables of one batch": ({"tables": "1T"}, {"offset": 1.0}),
-    "weights of heads": ({"weights": "heads"}, {"offset": 0.5}),
-    "no weights": ({"weights": "none"}, {}),
-    "one position": ({"t": 1}, {}),
-    "64 heads beside 8": ({"b": 1, "t": 3, "hq": 64, "hk": 8, "d": 16}, {}),
-    "40 heads beside 8": ({"b": 1, "t": 3, "hq": 40, "hk": 8, "d": 16}, {}),
-}
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-@pytest.mark.parametrize("name", FORMS)
-def test_values_and_gradients(name, dtype, backend):
-    made, options = FORMS[name]
-    tensors = case(dtype=dtype, **made)
-    got = both_passes(ours, tensors, backend=backend, **options)
-    assert_near(got, both_passes(rope_calls.expected, tensors, **options), dtype)
-    assert [each.dtype for each in got] == [dtype] * len(got)
-    assert all(each.is_contiguous() for each in got[:2])
+        torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=(1e-5 * scale).item())
 
 
 def test_float64_is_computed_in_float64():
@@ -90,20 +57,7 @@ def test_tables_that_batches_share_by_their_strides(backend, shared):
         for name, each in (("cos", cos), ("sin", sin))
     ]
     tensors = *leaves, *tables
-    assert_near(both_passes(ours, tensors, backend=backend), both_passes(rope_calls.expected, tensors), FP32)
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-def test_positions(dtype, backend):
-    tensors = case(tables="positions")
-    for positions in (
-        torch.tensor([7, 0, 3, 3, 1], device=DEVICE, dtype=dtype),
-        torch.randint(0, 8, (2, 5), device=DEVICE, dtype=dtype),
-        torch.randint(0, 8, (1, 5), device=DEVICE, dtype=dtype),
-        torch.randint(0, 8, (2, 10), device=DEVICE, dtype=dtype)[:, ::2],
-    ):
-        got = both_passes(ours, tensors, position_ids=positions, backend=backend)
-        assert_near(got, both_passes(rope_calls.expected, tensors, position_ids=positions), FP32)
+    assert_near(both_passes(ours, tensors, backend=backend), both_passes(rope_calls.expected, tensors))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
@@ -119,15 +73,6 @@ def test_a_known_call_of_positions_is_of_their_dtype(backend):
     for dtype in (torch.int32, torch.int64, torch.int32):
         got = both_passes(ours, tensors, position_ids=positions.to(dtype), backend=backend)
         assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-def test_a_position_outside_of_the_table_is_nan_and_no_other(dtype, backend):
-    positions = torch.tensor([0, 8, 2, -1, 4], device=DEVICE, dtype=dtype)
-    q_out, k_out = ours(*case(tables="positions"), position_ids=positions, backend=backend)
-    for out in (q_out, k_out):
-        is_nan = out.isnan()
-        assert is_nan[:, [1, 3]].all() and not is_nan[:, [0, 2, 4]].any()
 
 
 def test_three_dimensions_are_one_batch():
@@ -151,47 +96,17 @@ def test_one_tensor_has_the_bits_of_two():
     assert torch.equal(dx, want)
 
 
-def test_slices_of_a_packed_projection_and_transposed_gradients(backend):
-    packed = torch.randn(2, 5, 4 + 2 + 2, 8, device=DEVICE)
-    _, _, q_weight, k_weight, cos, sin = case()
-    leaf = packed.clone().requires_grad_()
-    q, k = leaf[:, :, :4], leaf[:, :, 4:6]
-    q_out, k_out = ours(q, k, q_weight, k_weight, cos, sin, backend=backend)
-    dq, dk = (torch.randn(2, heads, 5, 8, device=DEVICE).transpose(1, 2) for heads in (4, 2))
-    (got,) = torch.autograd.grad((q_out, k_out), leaf, (dq, dk))
-    other = packed.double().requires_grad_()
-    wanted = rope_calls.expected(other[:, :, :4], other[:, :, 4:6], q_weight, k_weight, cos, sin)
-    (want,) = torch.autograd.grad(wanted, other, (dq.double(), dk.double()))
-    assert_near((q_out, k_out, got), (*wanted, want), FP32)
-    assert not got[:, :, 6:].any()
-
-
-def test_heads_that_no_kernel_reads_in_place(backend):
-    """Rows that overlap, and columns that lie apart, are copied."""
-    q, k, *others = case(hq=4, hk=4)
-    apart = torch.stack([k, k + 1], -1)[..., 0]
-    tensors = q[:, :, :1].expand(q.shape), apart, *others
-    given = viewed((*tensors, None), rope_views((*tensors, None)))
-    assert all(each.stride(-1) == 1 and min(each.stride()) > 0 for each in given[:2])
-    outputs = ours(*tensors, backend=backend)
-    assert_near(outputs, rope_calls.expected(*tensors), FP32)
-    leaf, wide = q[:, :, :1].clone().requires_grad_(), q[:, :, :1].double().requires_grad_()
-    dq = torch.randn(q.shape, device=DEVICE)
-    (got,) = torch.autograd.grad(ours(leaf.expand(q.shape), *tensors[1:], backend=backend)[0], leaf, dq)
-    wanted = rope_calls.expected(wide.expand(q.shape), *tensors[1:])[0]
-    (want,) = torch.autograd.grad(wanted, wide, dq.double())
-    assert_near((got,), (want,), FP32)
-
-
 def test_what_a_backend_is_given():
-    """Heads that overlap and positions that lie apart are copied; interpreters would take any strides."""
+    """Heads that overlap, columns and positions that lie apart are copied; interpreters would take any strides."""
     windows = torch.randn(2, 5, 20, device=DEVICE).unfold(2, 8, 4)
     k, _, *others = case(tables="positions")[1:]
+    apart = torch.stack([k, k + 1], -1)[..., 0]
     positions = torch.randint(0, 8, (2, 10), device=DEVICE)[:, ::2]
     for position_ids in (positions, positions[0], positions[:1], positions[:1].expand(2, 5)):
-        tensors = windows, k, None, *others, position_ids
-        q, *_, given = viewed(tensors, rope_views(tensors))
+        tensors = windows, apart, None, *others, position_ids
+        q, k_given, *_, given = viewed(tensors, rope_views(tensors))
         assert torch.equal(q, windows) and min(q.stride()[:-1]) >= 8 and q.stride(-1) == 1
+        assert torch.equal(k_given, k) and k_given.stride(-1) == 1
         assert torch.equal(given.expand(2, 5), position_ids.expand(2, 5))
         assert given.is_contiguous() and given.stride(-1) == 1
 
@@ -200,14 +115,7 @@ def test_heads_that_no_kernel_holds(backend):
     """They are composed of kernels of rms_norm and PyTorch's operations."""
     tensors = case(b=1, t=2, hq=2, hk=1, d=8704, weights="heads")
     got = both_passes(ours, tensors, backend=backend, rotary_dim=8704, interleaved=True)
-    assert_near(got, both_passes(ours, tensors, backend="torch", rotary_dim=8704, interleaved=True), FP32)
-
-
-def test_without_rotation_it_is_rms_norm():
-    q, k, q_weight, k_weight, cos, sin = case()
-    q_out, k_out = ours(q, k, q_weight, k_weight, torch.ones_like(cos), torch.zeros_like(sin))
-    torch.testing.assert_close(q_out, rms_norm(q, 8, q_weight, rope_calls.EPS))
-    torch.testing.assert_close(k_out, rms_norm(k, 8, k_weight, rope_calls.EPS))
+    assert_near(got, both_passes(ours, tensors, backend="torch", rotary_dim=8704, interleaved=True))
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 4, 8), (2, 0, 4, 8), (2, 5, 0, 8), (0, 4, 8)])
@@ -256,7 +164,7 @@ def test_one_tensor_given_twice_is_known(doubled, monkeypatch):
         *heads, cos, sin = leaves
         heads = [each.requires_grad_() for each in heads]
         outputs = ours(*heads, cos, sin)
-        assert_near([each.detach() for each in outputs], want, FP32)
+        assert_near([each.detach() for each in outputs], want)
         return outputs, heads
 
     for seed in (0, 1):
@@ -271,7 +179,7 @@ def test_one_tensor_given_twice_is_known(doubled, monkeypatch):
                 wide[second] = wide[first]
         results = rope_calls.expected(*wide, *parts[4:])
         want = torch.autograd.grad(sum(each.sin().sum() for each in results), wide)
-        assert_near(found, want, FP32)
+        assert_near(found, want)
         if seed == 0:
             monkeypatch.setattr(rope, "_checked", None)  # a call that is not known would call it
             monkeypatch.setattr(rope_eager, "checked_rope_backward", None)
@@ -298,6 +206,16 @@ def test_autocast_casts_nothing(dtype):
         cast = both_passes(ours, tensors)
     for one, other in zip(plain, cast, strict=True):
         assert one.dtype == dtype and torch.equal(one, other)
+
+
+FORMS = {
+    "plain": ({}, {}),
+    "partial interleaved": ({"r": 2}, {"rotary_dim": 2, "interleaved": True}),
+    "tables of one batch": ({"tables": "1T"}, {"offset": 1.0}),
+    "weights of heads": ({"weights": "heads"}, {}),
+    "no weights": ({"weights": "none"}, {}),
+    "64 heads beside 8": ({"b": 1, "t": 3, "hq": 64, "hk": 8, "d": 16}, {}),
+}
 
 
 def test_results_can_be_changed_in_place(backend):

@@ -86,6 +86,8 @@ CASES = {
     "one step": RopeCase(BF16, batch=3, length=1, heads=(8, 1)),
     "one step, a tile of more heads than k has": RopeCase(BF16, batch=3, length=1, heads=(4, 2), eps=0.0),
     "one step at positions": RopeCase(BF16, batch=3, length=1, positions="each"),
+    "64 heads": RopeCase(BF16, batch=1, length=3, heads=(64, 8)),
+    "40 heads": RopeCase(FP32, batch=1, length=3, heads=(40, 8)),
     "all": RopeCase(
         FP32,
         weight=("heads", "vector"),
