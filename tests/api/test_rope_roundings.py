@@ -77,19 +77,6 @@ def test_the_norm_is_rounded_and_the_result_once(name, dtype, casting, backend):
         assert shares[0] > 0.99 and (shares[1] < 0.9) is is_other, shares
 
 
-@pytest.mark.parametrize("casting", ["llama", "once"])
-@pytest.mark.parametrize("name", ROUNDED_FORMS)
-def test_roundings_round_nothing_in_float32(name, casting, backend):
-    made, options = ROUNDED_FORMS[name]
-    tensors = case(d=64, **made | {"tables": "T"})
-    end, *others = (
-        ours(*tensors, casting=casting, rope_rounding=each, backend=backend, **options)
-        for each in ("end", "norm", "each")
-    )
-    for other in others:
-        torch.testing.assert_close(end, other, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_gradients_ignore_the_rounding_of_the_norm(dtype, backend):
     tensors = case(dtype=dtype, d=64)

@@ -99,21 +99,6 @@ def test_under_torch_func(name):
             torch.testing.assert_close(one[index], other)
 
 
-@pytest.mark.parametrize("name", DOUBLE)
-def test_forward_mode(name):
-    variant = DOUBLE[name]
-    norm, tensors = call(variant, make(variant), "auto")
-    tensors = tuple(tensor.double() for tensor in tensors)
-    tangents = tuple(torch.randn_like(tensor) for tensor in tensors)
-    _, found = jvp(norm, tensors, tangents)
-    step = 1e-6
-    ahead, behind = (
-        norm(*(t + sign * step * d for t, d in zip(tensors, tangents, strict=True))) for sign in (1, -1)
-    )
-    for tangent, one, other in zip(found, ahead, behind, strict=True):
-        torch.testing.assert_close(tangent, (one - other) / (2 * step), rtol=1e-6, atol=1e-7)
-
-
 # How a call comes to be composed of PyTorch's operations: norm(x, residual), and a function that calls it so.
 COMPOSED = {
     "compiled": lambda norm, *rows: torch.compile(norm, backend="aot_eager", fullgraph=True)(*rows),

@@ -4,7 +4,6 @@
 """y of a patched norm lies in memory as the original's does, and the kernel is given rows wherever x has them."""
 
 import copy
-import itertools
 import random
 
 import pytest
@@ -20,17 +19,13 @@ from tilegym_rmsnorm.integrations.huggingface import strides as strides_of_resul
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
-from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 N = 8
-CLASSES = [LlamaRMSNorm, GemmaRMSNorm, Olmo2RMSNorm, T5LayerNorm]
 
 
-def both(cls=LlamaRMSNorm, dtype=torch.float32):
-    original = cls(N).to(dtype)
+def both():
+    original = LlamaRMSNorm(N)
     ours = copy.deepcopy(original)
     patch_model(ours, backend="torch")
     return original, ours
@@ -41,16 +36,6 @@ def permuted(shape, order, step=1):
     x = torch.randn([shape[dim] * step for dim in order], generator=torch.Generator().manual_seed(0))
     x = x[(slice(None, None, step),) * len(shape)]
     return x.permute([order.index(dim) for dim in range(len(shape))])
-
-
-def layouts():
-    for shape in ((2, 3, 4, N), (1, 3, 4, N), (2, 1, 4, N), (2, 3, 1, N), (3, 4, N), (4, N), (1, 1, N), (N,)):
-        for order in itertools.permutations(range(len(shape))):
-            for step in (1, 2):
-                yield permuted(shape, order, step)
-    yield torch.randn(2, 4, 3 * N)[..., N : 2 * N]  # q, k and v of one matrix
-    for shape in ((1, 3, 4, N), (2, 1, 4, N), (2, 3, 4, 1)):
-        yield torch.randn(shape).expand(2, 3, 4, N)
 
 
 HEAD = """
@@ -138,20 +123,6 @@ def test_strides_of_compiled_products(norm_written, is_first):
 def strides(x):
     """Without those of dimensions of one element, which mean nothing."""
     return [stride for stride, length in zip(x.stride(), x.shape, strict=True) if length != 1]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_strides_are_the_original_s(cls, dtype):
-    original, ours = both(cls, dtype)
-    for x in layouts():
-        given = torch.empty_strided(x.shape, x.stride(), dtype=dtype)
-        if 0 not in x.stride():
-            given.copy_(x)
-        y, expected = ours(given), original(given)
-        assert strides(y) == strides(expected), (x.shape, x.stride())
-        # Of a column that lies apart PyTorch takes the mean in another order.
-        torch.testing.assert_close(y, expected, equal_nan=True)
 
 
 def test_heads_that_were_transposed_are_rows(calls):
