@@ -56,12 +56,24 @@ SURROUNDINGS = {
 }
 
 
+CHILDREN = """
+import os, sys, torch
+for program in sys.argv[1:]:
+    if (child := os.fork()) == 0:
+        exec(program)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, program
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.parametrize("call", FIRST_CALLS)
 def test_the_first_call_of_a_process_may_be_any(call):
-    """Each in a process of its own, with the values that a process gets that has made calls before."""
+    """Each in a process of its own, with the values that a process gets that has made calls before. They are forked, so
+    that torch is imported once."""
     programs = [
         f"""
-import torch, tilegym_rmsnorm as tr
+import tilegym_rmsnorm as tr
 ops, x, w = torch.ops.tilegym_rmsnorm, {X}, torch.linspace(0.5, 2, 8)
 rstd = torch.rsqrt(x.square().mean(1) + 1e-6)
 call = lambda x, w, rstd: {FIRST_CALLS[call]}
@@ -70,8 +82,7 @@ torch.testing.assert_close(y, call(x, w, rstd))
 """
         for surrounding in SURROUNDINGS.values()
     ]
-    for program in programs:
-        subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", CHILDREN, *programs], check=True)
 
 
 @pytest.mark.parametrize("surrounding", ["call", "torch.compile(call, backend='aot_eager', fullgraph=True)"])
