@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
 
 import pytest
 import torch
