@@ -14,6 +14,29 @@ import tilegym_rmsnorm
 from tilegym_rmsnorm import RMSNorm, rms_norm
 
 
+def test_is_a_torch_rms_norm_with_the_same_state_dict():
+    ours, theirs = RMSNorm(64), torch.nn.RMSNorm(64)
+    assert isinstance(ours, torch.nn.RMSNorm)
+    with torch.no_grad():
+        theirs.weight.copy_(torch.linspace(0.5, 2, 64))
+    assert list(ours.state_dict()) == list(theirs.state_dict()) == ["weight"]
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
+@pytest.mark.parametrize("normalized_shape", [64, [64], (2, 32), torch.Size([64])])
+def test_signature_of_torch(normalized_shape):
+    positional = (normalized_shape, 1e-5, True, "cpu", torch.bfloat16)
+    ours, theirs = RMSNorm(*positional), torch.nn.RMSNorm(*positional)
+    assert ours.normalized_shape == theirs.normalized_shape and ours.eps == theirs.eps
+    assert ours.weight.shape == theirs.weight.shape and ours.weight.dtype == theirs.weight.dtype
+    assert torch.equal(ours.weight, theirs.weight)
+    x = torch.randn(3, *theirs.normalized_shape, dtype=torch.bfloat16)
+    torch.testing.assert_close(ours(x), theirs(x))
+
+
 def test_offset_one_starts_at_zero_and_acts_as_one():
     gemma, plain = RMSNorm(64, offset=1.0), RMSNorm(64)
     assert torch.equal(gemma.weight, torch.zeros(64)) and torch.equal(plain.weight, torch.ones(64))

@@ -1,18 +1,55 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""How tensors are laid out for a backend, of random shapes and strides."""
+"""Random kinds of calls, layouts and sizes on each backend, and how tensors are laid out for one."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from helpers import BF16, FP16, FP32, HAS_GPU
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from variants import LAYOUTS, Variant, check_all, make, run
 
 from tilegym_rmsnorm.backends.layout import as_rows, view_of_vector, viewed, views_of
 
+DTYPES = st.sampled_from((BF16, FP16, FP32))
+MAYBE = st.none() | DTYPES
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=5)
+COLUMNS = st.sampled_from((1, 7, 16, 33, 64, 128))
+
+
+@st.composite
+def variants(draw) -> Variant:
+    leading = draw(SIZES)
+    residual_dtype = draw(MAYBE)
+    return Variant(
+        dtype=draw(DTYPES),
+        size=(*leading, draw(COLUMNS)),
+        weight=draw(st.sampled_from(("none", "vector", "heads"))),
+        weight_dtype=draw(DTYPES),
+        bias_dtype=draw(MAYBE),
+        residual_dtype=residual_dtype,
+        residual_out_dtype=draw(MAYBE) if residual_dtype else None,
+        alpha=draw(st.sampled_from((1.0, 0.22, -2.0))) if residual_dtype else 1.0,
+        out_dtype=draw(MAYBE),
+        offset=draw(st.sampled_from((0.0, 1.0, -0.5))),
+        casting=draw(st.sampled_from(("once", "llama"))),
+        layout=draw(st.sampled_from(tuple(LAYOUTS))),
+    )
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "cutile"], indirect=True)
+@settings(
+    max_examples=200 if HAS_GPU else 40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(variant=variants(), seed=st.integers(0, 2**31))
+def test_any_call(backend, variant, seed):
+    inputs = make(variant, seed=seed)
+    check_all(variant, inputs, run(variant, inputs, backend))
 
 
 @st.composite
