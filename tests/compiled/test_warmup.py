@@ -74,6 +74,7 @@ def test_every_kernel_of_any_number_of_rows(n, sm_count):
     counts |= {chance.randrange(1, 2**21) for _ in range(100)}
     for first in (FEW_ROWS, SMALL // n):
         counts |= {*range(max(1, first - 40), first + 200)}
+    counts = {m for m in counts if m * n < 2**36}  # more are more than the memory of any GPU with teams holds
     for dtype in (BF16, FP32):
         machine = CountingMachine(sm_count)
         warm(machine, n, dtype, dtype)

@@ -93,8 +93,8 @@ class Sabotage(ShuffledMachine):
         ("backward_pipelined", 14336, 1),
         ("backward_team", 33008, -1),
         ("backward_team", 33008, 1),
-        ("backward_pipelined_team", 18432, -1),
-        ("backward_pipelined_team", 18432, 1),
+        ("backward_pipelined_team", 24576, -1),
+        ("backward_pipelined_team", 24576, 1),
         ("backward_split", 4096, -1),
         ("backward_split_reread", 18448, -1),
         ("sum_partials", 4096, -1),
@@ -111,7 +111,7 @@ def test_a_wrong_grid_is_noticed(victim, n, change, monkeypatch):
     with pytest.raises((AssertionError, IndexError, RuntimeError)):
         size = "few" if victim in ("backward_split", "backward_split_reread", "backward_team") else "large"
         has_dw = victim != "backward_reread"
-        sm_count = 6 if victim == "backward_team" else 3  # two teams of nine: that a block too few leaves one
+        sm_count = 6 if victim.endswith("team") else 3  # several teams: that a block too few leaves one
         if victim.startswith("forward"):
             run_forward(inputs)
         else:

@@ -18,10 +18,12 @@ from tilegym_rmsnorm.backends.cutile.plans.problem import (
     FORMS,
     PLAIN_ROWS,
     RESIDUAL,
+    SAME,
     Form,
 )
 from tilegym_rmsnorm.backends.cutile.plans.rules import is_fused
 from tilegym_rmsnorm.backends.cutile.plans.select import choose
+from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.tables import shipped_records, tables_of
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
@@ -49,27 +51,29 @@ HEADS = (
 )
 
 
-def records_of_forms():
-    """Every rule and entry of a form on sm_90 with each dtype and op of it, of its widest aligned row and one where the
-    last tile is cut off, the variant that it stands for, and the GPU that an entry is of."""
-    for record in shipped_records(90):
-        for form in set(record.forms) - {PLAIN_ROWS}:
-            for op in record.ops:
-                for n in dict.fromkeys((record.last // 16 * 16, (record.first + record.last) // 32 * 16)):
-                    for name, gpu in itertools.product(record.dtypes, record.gpus or (None,)):
-                        if variant := record.variant(n):
-                            yield variant, op, n, form, DTYPES[name], record.sizes[-1], TARGETS[gpu]
+def served_by(record):
+    """The calls of a record of a form on sm_90 that it serves: of its widest aligned row and one where the last tile is
+    cut off, by each GPU that it is for."""
+    widths = dict.fromkeys((record.last // 16 * 16, (record.first + record.last) // 32 * 16))
+    kinds = itertools.product(set(record.forms) - {PLAIN_ROWS}, record.ops, record.dtypes, record.sizes)
+    for (form, op, name, size), n, gpu in itertools.product(kinds, widths, record.gpus or (None,)):
+        machine, dtype = types.SimpleNamespace(facts=device(target=TARGETS[gpu])), DTYPES[name]
+        problem = problem_of(machine, op, n, dtype, FORM[form], dtype, size)
+        chosen = choose(problem, tables_of(90, TARGETS[gpu], None)).first
+        if rows_of_class(size, n) and chosen == record.variant(n):
+            yield chosen, problem, dtype
 
 
 def test_records_of_forms_compile_on_hopper():
     """A float32 residual beside x of 16 bits, and beside float32. A sample; all by --every-config."""
-    for variant, op, n, form, dtype, size, target in sampled(records_of_forms()):
-        machine = types.SimpleNamespace(facts=device(target=target))
-        for x_dtype in {dtype, BF16 if dtype is FP32 else dtype}:
-            problem = problem_of(machine, op, n, dtype, FORM[form], x_dtype, size)
-            chosen = choose(problem, tables_of(90, target, None))
-            assert chosen.first == variant, "the record does not serve what it is for"
-            assert_sound(compile_call(problem, dtype, x_dtype))
+    records = [each for each in shipped_records(90) if {*each.forms} != {PLAIN_ROWS} and SAME in each.weights]
+    found = [[*served_by(record)] for record in records]
+    assert all(found), "a record does not serve what it is for"
+    for _, problem, dtype in sampled(itertools.chain(*found)):
+        assert_sound(compile_call(problem, dtype, dtype))
+        if dtype is FP32:
+            narrow = problem._replace(form=problem.form._replace(narrowest=2), weight="bfloat16")
+            assert_sound(compile_call(narrow, dtype, BF16))
 
 
 def wide_forms(architecture, target=None):
@@ -115,7 +119,9 @@ def test_unaligned_rows_compile_in_every_form(n):
 
 def test_every_form_has_a_rule():
     """So that what the tests above sweep is all of them."""
-    found = {form for _, _, _, form, *_, target in records_of_forms() if target is None}
+    found = {form for record in shipped_records(90) if not record.gpus for form in record.forms} - {
+        PLAIN_ROWS
+    }
     assert found == set(FORMS) - {PLAIN_ROWS} == set(FORM) - {PLAIN_ROWS}
 
 

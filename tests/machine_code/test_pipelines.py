@@ -187,14 +187,14 @@ def test_no_backward_beside_a_float32_weight_overwrites_tiles_in_use(dtype, tmp_
     rules = [
         (choice.first, n) for choice, n in choices.items() if choice is not None and choice.first.uses_tma
     ]
-    plain = (3840, 4608, 10240, 14336, 20480, 24576, 32752)
+    plain = (4608, 10240, 14336, 20480, 24576, 32752)
     rules += [(by_rules("backward", n).first, n) for n in plain]
     entries = {
         (whole_grid(each.variant), each.n)
         for each in shipped_entries("backward", "bfloat16")
         if each.bucket.weight == FLOAT32 and each.variant.uses_tma
     }
-    assert len(rules) > 8 and len(entries) > 5 and all(each.uses_tma for each, _ in rules)
+    assert len(rules) > 8 and len(entries) > 3 and all(each.uses_tma for each, _ in rules)
     cases = to_read([*rules, *sorted(entries, key=str)], "latency", "warps")
     castings = itertools.cycle((False, True))
     calls = itertools.product(cases, (False, True)) if helpers.every_config else zip(cases, castings)  # noqa: B905
