@@ -67,7 +67,10 @@ def call(shape, dtype, *, weight="vector", offset=0.0, seed=0, **options):
         **options,
     )
     made = make(case, DEVICE, seed)
-    return made.backward_tensors, made.spec, made.wanted
+    *others, cos, sin, positions = made.backward_tensors
+    if case.has_rows_of_batch:  # the ops take (B, T, R), backends (B * T, R)
+        cos, sin = (each.unflatten(0, (b, t)) for each in (cos, sin))
+    return (*others, cos, sin, positions), made.spec, made.wanted
 
 
 def run(tensors, spec, backend):
