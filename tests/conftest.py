@@ -87,10 +87,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The fast job does not import the others' modules: that takes half a minute."""
-    if config.option.markexpr == "not slow" and collection_path.is_dir() and TESTS in collection_path.parents:
-        if "slow" in FOLDERS.get(collection_path.relative_to(TESTS).as_posix(), ()):
-            return True
+    """The fast job does not import the others' modules, nor they those of its own that mark no test slow: each takes
+    half a minute."""
+    if TESTS not in collection_path.parents:
+        return None
+    if config.option.markexpr == "not slow" and collection_path.is_dir():
+        return "slow" in FOLDERS.get(collection_path.relative_to(TESTS).as_posix(), ()) or None
+    if (
+        config.option.markexpr == "slow"
+        and collection_path.name.startswith("test_")
+        and "slow" not in FOLDERS[folder_of(collection_path)]
+    ):
+        return "mark.slow" not in collection_path.read_text(encoding="utf-8") or None
     return None
 
 

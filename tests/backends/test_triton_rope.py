@@ -15,7 +15,7 @@ import math
 import numpy
 import pytest
 import torch
-from helpers import BF16, DEVICE, FP16, FP32, HAS_GPU, why_skip
+from helpers import BF16, DEVICE, FP16, FP32, HAS_GPU, in_turn, why_skip
 from rope_cases import (
     CASES,
     WIDTHS,
@@ -76,9 +76,14 @@ def test_cases(name, interleaved, tiles):
     check(call, run(call))
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize(("n", "rotary_dim"), WIDTHS)
-def test_widths(n, rotary_dim, interleaved, tiles):
+@pytest.mark.parametrize(
+    ("widths", "interleaved", "tiles"),
+    in_turn(WIDTHS, [False, True], ["selected", "small"], of=2),
+    indirect=["tiles"],
+)
+def test_widths(widths, interleaved, tiles):
+    """Without --every-config each width and form by one kind of tiles, in turn."""
+    n, rotary_dim = widths
     for case in cases_of_widths(n, rotary_dim, interleaved):
         call = make(case._replace(length=9), DEVICE)
         check(call, run(call))

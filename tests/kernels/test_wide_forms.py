@@ -11,7 +11,7 @@ import planning
 import pytest
 import torch
 import variants
-from helpers import BF16, DEVICE, FP16, FP32, HAS_GPU, assert_alike, take_turns, why_skip
+from helpers import BF16, DEVICE, FP16, FP32, HAS_GPU, assert_alike, in_turn, why_skip
 from variants import Variant, VariantInputs, arranged
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
@@ -233,50 +233,31 @@ def _check_backward(
     _assert_untouched(inputs, before)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("kind", OF_FORWARD)
-@pytest.mark.parametrize("kernel", FORWARDS)
+@pytest.mark.parametrize(
+    ("kernel", "kind", "cut", "layout"), in_turn(FORWARDS, OF_FORWARD, CUTS, LAYOUTS, of=6)
+)
 def test_forwards(kernel, kind, cut, layout):
     """Without --every-config two widths and layouts of a kind on average, in turn."""
-    take_turns(
-        *(list(OF_FORWARD).index(kind), list(FORWARDS).index(kernel)),
-        *(CUTS.index(cut), LAYOUTS.index(layout)),
-        of=6,
-    )
     first = FORWARDS[kernel]
     size = (ROWS, _width(first, cut))
     _check_forward(OF_FORWARD[kind]._replace(size=size, layout=layout), first)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kernel", BACKWARDS)
+@pytest.mark.parametrize(("kernel", "kind", "cut", "layout"), in_turn(BACKWARDS, KINDS, CUTS, LAYOUTS, of=6))
 def test_backwards(kernel, kind, cut, layout):
     """All gradients; dx alone of kernels that leave no dw. Without --every-config as test_forwards."""
-    take_turns(
-        *(list(KINDS).index(kind), list(BACKWARDS).index(kernel)),
-        *(CUTS.index(cut), LAYOUTS.index(layout)),
-        of=6,
-    )
     first = BACKWARDS[kernel]
     wanted = {} if "backward" in first.serves else {"dw": None}
     size = (ROWS, _width(first, cut))
     _check_backward(KINDS[kind]._replace(size=size, layout=layout), first, **wanted)
 
 
-@pytest.mark.parametrize("wanted", WANTED)
-@pytest.mark.parametrize("has_d_residual_out", [True, False])
-@pytest.mark.parametrize("kind", ["residual", "residual times alpha", "stream"])
-@pytest.mark.parametrize("kernel", BACKWARDS)
+@pytest.mark.parametrize(
+    ("kernel", "kind", "has_d_residual_out", "wanted"),
+    in_turn(BACKWARDS, ["residual", "residual times alpha", "stream"], [True, False], WANTED, of=2),
+)
 def test_some_gradients(kernel, kind, has_d_residual_out, wanted):
     """Where residual_out leads nowhere there is no d_residual_out. Without --every-config half of a kind's, in turn."""
-    take_turns(
-        *(list(BACKWARDS).index(kernel), list(WANTED).index(wanted)),
-        *(list(KINDS).index(kind), has_d_residual_out),
-        of=2,
-    )
     first = BACKWARDS[kernel]
     op = "dx" if "dw" in WANTED[wanted] else "backward"
     if op not in first.serves:
@@ -306,22 +287,18 @@ SIZES = ["few", "large"]
 CHOSEN = ["residual", "residual times alpha", "stream rounded, out_dtype", "float32", "no weight"]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("n", WIDTHS)
-@pytest.mark.parametrize("kind", [*CHOSEN, "bias", "residual and bias"])
+@pytest.mark.parametrize(
+    ("kind", "n", "size"), in_turn([*CHOSEN, "bias", "residual and bias"], WIDTHS, SIZES, of=2)
+)
 def test_what_rules_choose_for_forwards(kind, n, size):
     """Without --every-config each width of a kind in one size class."""
-    take_turns(list(OF_FORWARD).index(kind), WIDTHS.index(n), SIZES.index(size), of=2)
     _check_forward(OF_FORWARD[kind]._replace(size=(5, n)), size=size)
 
 
 @pytest.mark.parametrize("op", ["backward", "dx"])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("n", WIDTHS)
-@pytest.mark.parametrize("kind", CHOSEN)
+@pytest.mark.parametrize(("kind", "n", "size"), in_turn(CHOSEN, WIDTHS, SIZES, of=2))
 def test_what_rules_choose_for_backwards(kind, n, size, op):
     """Without --every-config each width of a kind in one size class."""
-    take_turns(CHOSEN.index(kind), WIDTHS.index(n), SIZES.index(size), of=2)
     if op == "backward" and KINDS[kind].weight == "none":
         pytest.skip("without a weight there is no dw")
     _check_backward(KINDS[kind]._replace(size=(5, n)), size=size, **({"dw": None} if op == "dx" else {}))

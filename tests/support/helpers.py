@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import math
 import os
 import shutil
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -244,6 +245,14 @@ def take_turns(*numbers: int, of: int) -> None:
     parameter meets some of another's, and the next value others."""
     if not every_config and sum(numbers) % of:
         pytest.skip("run with --every-config")
+
+
+def in_turn(*values: Iterable[Any], of: int) -> list[tuple[Any, ...]]:
+    """Combinations of a value of each, those whose places add up to a multiple of `of`, or all with --every-config: so
+    each value of one meets some of another's, and the next value others. What `take_turns` skips is not made here."""
+    placed = itertools.product(*(enumerate(each) for each in values))
+    kept = (each for each in placed if every_config or sum(place for place, _ in each) % of == 0)
+    return [tuple(value for _, value in each) for each in kept]
 
 
 @contextlib.contextmanager
