@@ -9,9 +9,12 @@ for case in pairwise({"dtype": [FP16, BF16], "bias": [True, False], "n": [64, 10
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+Choice = tuple[str, int]  # an option, and the number of a value of it
 
 
 def pairwise(
@@ -24,11 +27,16 @@ def pairwise(
     allowed: whether a case may be. It reads options by `case[name]` alone: it is asked about parts of cases, and the
     KeyError for an option that is not chosen yet names the one to choose next.
     """
-    waiting = {
-        frozenset(pair): None  # a dict keeps their order
+    pairs = [
+        pair
         for first, second in itertools.combinations(options, 2)
         for pair in itertools.product(_choices(options, first), _choices(options, second))
-    }
+    ]
+    waiting: dict[Choice, set[Choice]] = collections.defaultdict(
+        set
+    )  # by a choice those that wait to stand beside it
+    for pair in pairs:
+        _each_beside_the_other(waiting, pair, set.add)
 
     def complete(chosen: dict[str, int]) -> dict[str, int] | None:
         """Return a case with these choices, of the most pairs that wait, or None if there is none."""
@@ -48,22 +56,29 @@ def pairwise(
                 return case
         return None
 
-    def news(choice: tuple[str, int], chosen: dict[str, int]) -> tuple[int, int]:
-        beside_chosen = sum(frozenset((choice, other)) in waiting for other in chosen.items())
-        return beside_chosen, sum(choice in pair for pair in waiting)
+    def news(choice: Choice, chosen: dict[str, int]) -> tuple[int, int]:
+        return len(waiting[choice].intersection(chosen.items())), len(waiting[choice])
 
     cases = []
-    while waiting:
-        pair = next(iter(waiting))
+    for pair in pairs:
+        if pair[1] not in waiting[pair[0]]:
+            continue
         case = complete(dict(pair))
-        del waiting[pair]
+        _each_beside_the_other(waiting, pair, set.discard)
         if case is not None:
             for covered in itertools.combinations(case.items(), 2):
-                waiting.pop(frozenset(covered), None)
+                _each_beside_the_other(waiting, covered, set.discard)
             cases.append({name: options[name][case[name]] for name in options})
     return cases
 
 
-def _choices(options: Mapping[str, Sequence[Any]], name: str) -> list[tuple[str, int]]:
+def _each_beside_the_other(
+    waiting: Mapping[Choice, set[Choice]], pair: tuple[Choice, Choice], change: Callable[[set, Choice], None]
+) -> None:
+    for one, other in (pair, pair[::-1]):
+        change(waiting[one], other)
+
+
+def _choices(options: Mapping[str, Sequence[Any]], name: str) -> list[Choice]:
     """Return the values of an option by their numbers: a value need not be hashable."""
     return [(name, number) for number in range(len(options[name]))]
