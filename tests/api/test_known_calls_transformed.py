@@ -3,6 +3,8 @@
 
 """Known calls under autograd, torch.func and torch.compile, and under every way to choose a backend."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from helpers import DEVICE, settle_interpreters
 from known_calls import N, W, X, call, make_known
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tilegym_rmsnorm import BackendUnavailableError, RMSNorm, rms_norm, set_backend, settings, use_backend
 from tilegym_rmsnorm.backends import registry
@@ -61,6 +64,22 @@ def test_second_derivatives_of_a_known_call(checks):
 
     assert torch.autograd.gradcheck(norm, (x, weight)) and torch.autograd.gradgradcheck(norm, (x, weight))
     assert not checks
+
+
+def test_checkpointing_a_known_call(checks):
+    """Selective checkpointing keeps what the reference computes, so nothing may change that in place."""
+    x, weight = torch.randn(2, 3, N, requires_grad=True), W.clone().requires_grad_()
+    make_known(checks, input=x, weight=weight)
+
+    def norm(x):
+        return call(input=x, weight=weight).sin()
+
+    expected = torch.autograd.grad(norm(x).sum(), (x, weight))
+    keep_all = functools.partial(
+        create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE
+    )
+    y = checkpoint(norm, x, use_reentrant=False, context_fn=keep_all)
+    assert all(map(torch.equal, torch.autograd.grad(y.sum(), (x, weight)), expected))
 
 
 def test_forward_mode_in_a_known_call(checks):

@@ -66,6 +66,14 @@ def _check(variant):
     assert all(torch.equal(each, again[name]) for name, each in results.items())
 
 
+@pytest.mark.usefixtures("no_composing")
+@pytest.mark.parametrize("layout", ["heads", "mixed"])
+@pytest.mark.parametrize("variant", [HEADS[0], HEADS[3]], ids=str)
+def test_wide_rows_in_place(variant, layout):
+    """Of a batch that comes second, as in (S, B, N)."""
+    _check(variant._replace(size=(2, 3, 2, 2052), layout=layout))
+
+
 @pytest.mark.parametrize("has_two", [False, True])
 @pytest.mark.parametrize("kernel", ["rows", "rows, equal tiles", "rows by TMA", "tiles"])
 def test_dx_times_alpha(kernel, has_two):
