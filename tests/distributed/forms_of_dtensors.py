@@ -3,7 +3,7 @@
 
 """Residual, bias, heads and dtypes of DTensors and under FSDP2, in each of four processes on a CPU.
 
-test_four_processes.py starts it: python tests/distributed/forms_of_dtensors.py STORE
+test_four_processes.py starts it: python tests/distributed/forms_of_dtensors.py
 """
 
 from __future__ import annotations

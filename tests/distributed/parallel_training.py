@@ -3,7 +3,7 @@
 
 """Training in parallel: what each of several processes runs. test_parallel_training.py starts them.
 
-python tests/distributed/parallel_training.py [CASE ...]                       4 processes on a CPU, with gloo
+python tests/distributed/parallel_training.py [CASE ...]                       2 or 4 processes on a CPU, with gloo
 torchrun --nproc-per-node 2 tests/distributed/parallel_training.py [CASE ...]  2 GPUs, with NCCL
 
 A case is a way to train in parallel and a backend of the norms: "tensor_parallel auto". It makes one step of a small
@@ -55,7 +55,7 @@ from tilegym_rmsnorm import RMSNorm
 
 HAS_GPU = "LOCAL_RANK" in os.environ  # torchrun sets it
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if HAS_GPU else torch.device("cpu")
-WORLD = 2 if HAS_GPU else 4
+WORLD = 2  # on a CPU as many as a case needs
 BLOCKS = 2
 # On a CPU small enough for the interpreter of the kernels.
 BATCH, TOKENS, HEADS, D = (8, 256, 8, 128) if HAS_GPU else (8, 8, 4, 8)
@@ -296,14 +296,22 @@ def fully_sharded(norm: NormOf) -> Step:
     return by_batch(shard(made(norm), mp_policy=BF16))
 
 
-def compiled(norm: NormOf) -> Step:
-    """Each block a graph, which has no breaks."""
+@functools.lru_cache(maxsize=1)
+def compiled_model(norm: NormOf) -> Model:
     torch._dynamo.reset()  # the limit of recompilations is one for all cases of this process
     model = made(norm)
     for name, block in model.blocks.items():
         kind = "inductor" if HAS_GPU else "aot_eager"
         model.blocks[name] = torch.compile(block, backend=kind, fullgraph=True)
-    return by_batch(shard(model, mp_policy=BF16), has_hooks=False)
+    return shard(model, mp_policy=BF16)
+
+
+def compiled(norm: NormOf) -> Step:
+    """Each block a graph, which has no breaks. To make them takes longest: a second run is of the same graphs, and the
+    stand-in, which says what is sent, has none."""
+    model = shard(made(norm), mp_policy=BF16) if norm is Scaling else compiled_model(norm)
+    model.zero_grad()
+    return by_batch(model, has_hooks=False)
 
 
 class HeadsParallel(ParallelStyle):
@@ -459,17 +467,18 @@ class Case(NamedTuple):
     step: Callable[[NormOf], Step]
     dtype: torch.dtype
     collectives: dict[str, int] | None
-    processes: int = 2  # at least
+    processes: int = 2  # at least; on a CPU as many
 
 
+ON_CPUS = 2 if HAS_GPU else 4  # there the processes of a stage share its parameters, too
 CASES = {
     "fully_sharded": Case(fully_sharded, torch.bfloat16, FSDP),
     "compiled": Case(compiled, torch.bfloat16, FSDP),
     "tensor_parallel": Case(tensor_parallel, torch.float32, TENSOR_PARALLEL),
     "sharded_and_tensor_parallel": Case(sharded_and_tensor_parallel, torch.float32, BOTH, 4),
     "context_parallel": Case(context_parallel, torch.float32, CONTEXT_PARALLEL),
-    "pipelined_gpipe": Case(functools.partial(pipelined, ScheduleGPipe), torch.float32, None),
-    "pipelined_1f1b": Case(functools.partial(pipelined, Schedule1F1B), torch.float32, None),
+    "pipelined_gpipe": Case(functools.partial(pipelined, ScheduleGPipe), torch.float32, None, ON_CPUS),
+    "pipelined_1f1b": Case(functools.partial(pipelined, Schedule1F1B), torch.float32, None, ON_CPUS),
 }
 BACKENDS = ("auto", "cutile")
 
@@ -487,7 +496,9 @@ def run(case: Case, backend: str) -> None:
         assert counts == case.collectives, (counts, case.collectives)
 
 
-def main(rank: int, store: str, names: list[str]) -> None:
+def main(rank: int, world: int, store: str, names: list[str]) -> None:
+    global WORLD
+    WORLD = world
     torch.set_num_threads(1)
     if HAS_GPU:
         torch.cuda.set_device(DEVICE)
@@ -529,9 +540,13 @@ def tell(line: str) -> None:
 if __name__ == "__main__":
     names = sys.argv[1:] or [f"{case} {backend}" for case in CASES for backend in BACKENDS]
     if HAS_GPU:
-        main(int(os.environ["RANK"]), "", names)
+        main(int(os.environ["RANK"]), WORLD, "", names)
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            # Forked, so that torch is imported once.
-            arguments = os.path.join(folder, "store"), names
-            torch.multiprocessing.start_processes(main, arguments, nprocs=WORLD, start_method="fork")
+        # In this process, of which the others are forked: PyTorch imports for seconds what it compiles with. No backward
+        # runs here, or PyTorch would refuse those of forked processes.
+        torch.compile(torch.sin, backend="aot_eager")(torch.ones(1, requires_grad=True))
+        for world in (2, 4):
+            some = [name for name in names if CASES[name.partition(" ")[0]].processes == world]
+            with tempfile.TemporaryDirectory() as folder:
+                arguments = world, os.path.join(folder, "store"), some
+                torch.multiprocessing.start_processes(main, arguments, nprocs=world, start_method="fork")

@@ -3,7 +3,7 @@
 
 """qk_norm_rope of DTensors in each of four processes on a CPU.
 
-test_four_processes.py starts it: python tests/distributed/rope_of_dtensors.py STORE
+test_four_processes.py starts it: python tests/distributed/rope_of_dtensors.py
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 """How the ops are sharded (op_sharding.py), in each of four processes on a CPU: values of one process, placements, and
 what is communicated.
 
-test_four_processes.py starts it: python tests/distributed/rules_of_dtensors.py STORE
+test_four_processes.py starts it: python tests/distributed/rules_of_dtensors.py
 """
 
 from __future__ import annotations

@@ -34,9 +34,8 @@ def done(tmp_path_factory):
 
     def run(script):
         if script not in results:
-            store = tmp_path_factory.mktemp("processes") / "store"
             on_cpus = {"GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-            results[script] = processes.run_script(FOLDER / script, store, **on_cpus)
+            results[script] = processes.run_once(tmp_path_factory, FOLDER / script, **on_cpus)
         return results[script]
 
     return run

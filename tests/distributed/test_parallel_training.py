@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""FSDP2, tensor, sequence and context parallelism, pipelines and compiled blocks: in four processes on a CPU, where
-cutile's kernels run in the interpreter, and on two GPUs. parallel_training.py says what is checked."""
+"""FSDP2, tensor, sequence and context parallelism, pipelines and compiled blocks: in two or four processes on a CPU,
+where cutile's kernels run in the interpreter, and on two GPUs. parallel_training.py says what is checked."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import why_skip
-from processes import run_script
+from processes import run_once
 
 if not torch.distributed.is_available():
     pytest.skip("torch is built without torch.distributed", allow_module_level=True)
@@ -29,10 +29,10 @@ def cases() -> list[str]:
     raise LookupError(f"no CASES in {SCRIPT}")
 
 
-def start(*command: str, **more: str) -> subprocess.CompletedProcess[str]:
+def start(factory: pytest.TempPathFactory, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
     """All cases of all backends that can run here, one after the other, in one process group."""
     names = [f"{case} {name}" for case in cases() for name in BACKENDS if not skipped(name)]
-    return run_script(*command, SCRIPT, *names, **more)
+    return run_once(factory, *command, SCRIPT, *names, **more)
 
 
 def skipped(backend: str) -> str | None:
@@ -41,14 +41,14 @@ def skipped(backend: str) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def four_cpus():
+def four_cpus(tmp_path_factory):
     on_cpus = {"CUDA_VISIBLE_DEVICES": "", "TILEGYM_RMSNORM_INTERPRET": "1"}
-    return start(**on_cpus, GLOO_SOCKET_IFNAME="lo")
+    return start(tmp_path_factory, **on_cpus, GLOO_SOCKET_IFNAME="lo")
 
 
 @pytest.fixture(scope="module")
-def two_gpus():
-    return start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+def two_gpus(tmp_path_factory):
+    return start(tmp_path_factory, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 def check(case: str, backend: str, done: subprocess.CompletedProcess[str]) -> None:

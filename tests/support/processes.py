@@ -7,9 +7,12 @@ other until one fails; and a process group of one process."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -41,9 +44,12 @@ def _each(rank: int, path: str, cases: tuple[Callable[[Any], None], ...]) -> Non
 
 
 def run(*cases: Callable[[Any], None]) -> None:
-    """Run a script's cases with a mesh of all processes; the script is started with a path for the store. Processes are
-    forked, so that torch is imported once."""
-    torch.multiprocessing.start_processes(_each, (sys.argv[1], cases), nprocs=PROCESSES, start_method="fork")
+    """Run a script's cases with a mesh of all processes, which are forked, so that torch is imported once, and what it
+    compiles with. No backward runs here, or PyTorch would refuse those of forked processes."""
+    torch.compile(torch.sin, backend="aot_eager")(torch.ones(1, requires_grad=True))
+    with tempfile.TemporaryDirectory() as folder:
+        given = os.path.join(folder, "store"), cases
+        torch.multiprocessing.start_processes(_each, given, nprocs=PROCESSES, start_method="fork")
 
 
 def run_script(*command: str | Path, timeout: float = 400, **more: str) -> subprocess.CompletedProcess[str]:
@@ -52,6 +58,27 @@ def run_script(*command: str | Path, timeout: float = 400, **more: str) -> subpr
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1", **more}
     given = [sys.executable, *command]
     return subprocess.run(given, capture_output=True, text=True, env=environment, timeout=timeout)
+
+
+def run_once(
+    factory: pytest.TempPathFactory, *command: str | Path, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """`run_script`, once in a run of the tests: of the processes of pytest-xdist, which share the tests of a file, one
+    runs it, and the others wait."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return run_script(*command, **more)
+    import fcntl  # not on Windows
+
+    name = hashlib.sha256(repr((command, sorted(more.items()))).encode()).hexdigest()[:16]
+    result = factory.getbasetemp().parent / f"once-{name}.json"
+    with open(result.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.exists():
+            done = run_script(*command, **more)
+            result.write_text(
+                json.dumps([list(map(str, command)), done.returncode, done.stdout, done.stderr])
+            )
+        return subprocess.CompletedProcess(*json.loads(result.read_text()))
 
 
 def placed(tensors: Iterable[Any], mesh: Any, places: Iterable[Any]) -> list[Any]:
