@@ -51,48 +51,58 @@ FIRST_CALLS = {
 }
 SURROUNDINGS = {
     "eager": "call(x, w, rstd)",
-    "torch.compile": "torch.compile(call, backend='aot_eager', fullgraph=True)(x, w, rstd)",
     "torch.jit.trace": "torch.jit.trace(call, (x, w, rstd), check_trace=False)(x, w, rstd)",
+    "torch.compile": "torch.compile(call, backend='aot_eager', fullgraph=True)(x, w, rstd)",
 }
 
-
+# Forked, so that torch is imported once, and from the first program that compiles on also what torch compiles with:
+# no backward runs here, or PyTorch would refuse those of forked processes.
 CHILDREN = """
 import os, sys, torch
 for program in sys.argv[1:]:
+    if "torch.compile" in program and "torch._functorch.partitioners" not in sys.modules:
+        torch.compile(torch.sin, backend="aot_eager")(torch.ones(1, requires_grad=True))
+        assert "torch._functorch.partitioners" in sys.modules and "tilegym_rmsnorm" not in sys.modules
     if (child := os.fork()) == 0:
         exec(program)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0, program
 """
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-@pytest.mark.parametrize("call", FIRST_CALLS)
-def test_the_first_call_of_a_process_may_be_any(call):
-    """Each in a process of its own, with the values that a process gets that has made calls before. They are forked, so
-    that torch is imported once."""
-    programs = [
+def run_each(programs, **more):
+    command = [sys.executable, "-W", "ignore", "-c", CHILDREN, *programs]
+    subprocess.run(command, check=True, env=os.environ | more)
+
+
+@needs_fork
+def test_the_first_call_of_a_process_may_be_any():
+    """Each in a process of its own, with the values that a process gets that has made calls before."""
+    run_each(
         f"""
 import tilegym_rmsnorm as tr
 ops, x, w = torch.ops.tilegym_rmsnorm, {X}, torch.linspace(0.5, 2, 8)
 rstd = torch.rsqrt(x.square().mean(1) + 1e-6)
-call = lambda x, w, rstd: {FIRST_CALLS[call]}
+call = lambda x, w, rstd: {call}
 y = {surrounding}
 torch.testing.assert_close(y, call(x, w, rstd))
 """
         for surrounding in SURROUNDINGS.values()
-    ]
-    subprocess.run([sys.executable, "-W", "ignore", "-c", CHILDREN, *programs], check=True)
+        for call in FIRST_CALLS.values()
+    )
 
 
-@pytest.mark.parametrize("surrounding", ["call", "torch.compile(call, backend='aot_eager', fullgraph=True)"])
+@needs_fork
 @pytest.mark.parametrize("backend", ["cutile", "triton"])
-def test_the_first_call_of_a_process_may_be_a_kernel_with_rotary_embedding(backend, surrounding):
+def test_the_first_call_of_a_process_may_be_a_kernel_with_rotary_embedding(backend):
     """On a CPU, in an interpreter: both passes."""
     if reason := why_skip(backend, torch.device("cpu")):
         pytest.skip(reason)
-    program = f"""
-import torch, tilegym_rmsnorm as tr
+    run_each(
+        (
+            f"""
+import tilegym_rmsnorm as tr
 x = {X}[:, None].requires_grad_()
 w, table = torch.linspace(0.5, 2, 8).requires_grad_(), {X}
 call = lambda x, w, backend: tr.rms_norm_rope(x, w, table, table, eps=1e-6, backend=backend)
@@ -102,5 +112,8 @@ y = call(x, w, "torch")
 for one, other in zip(got, (y, *torch.autograd.grad(y, (x, w), x.detach())), strict=True):
     torch.testing.assert_close(one, other)
 """
-    interpreted = os.environ | {"TILEGYM_RMSNORM_INTERPRET": "1", "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, env=interpreted)
+            for surrounding in ("call", "torch.compile(call, backend='aot_eager', fullgraph=True)")
+        ),
+        TILEGYM_RMSNORM_INTERPRET="1",
+        TRITON_INTERPRET="1",
+    )
