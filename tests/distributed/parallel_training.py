@@ -542,8 +542,8 @@ if __name__ == "__main__":
     if HAS_GPU:
         main(int(os.environ["RANK"]), WORLD, "", names)
     else:
-        # In this process, of which the others are forked: PyTorch imports for seconds what it compiles with. No backward
-        # runs here, or PyTorch would refuse those of forked processes.
+        # In this process, of which the others are forked: what PyTorch compiles with takes seconds to import. No
+        # backward runs here, or PyTorch would refuse those of forked processes.
         torch.compile(torch.sin, backend="aot_eager")(torch.ones(1, requires_grad=True))
         for world in (2, 4):
             some = [name for name in names if CASES[name.partition(" ")[0]].processes == world]
