@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -25,7 +26,7 @@ from table_cases import TARGET, entry_of  # noqa: E402
 from tilegym_rmsnorm.backends import cutile  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.launch import Backward, Forward, plan_for  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import tables, variants  # noqa: E402
-from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Policy  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Policy, Problem  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.sizes import (  # noqa: E402
     FEW_ROWS,
     SIZES,
@@ -51,10 +52,18 @@ def call(
     weight = machine.empty((n,), weight_dtype or dtype) if has_weight else None
     x, rstd, size = machine.empty((m, n), dtype), machine.empty((m,), FP32), size_class(m, n)
     asked = n, dtype, size, None if weight is None else weight.dtype, machine.facts
-    forward = plan_for(problem("forward", *asked, **others))
-    plain_calls.forward(Forward(machine, forward), x, weight, 1e-6, 0.0)
-    backward = plan_for(problem("backward" if has_weight else "dx", *asked, **others))
-    plain_calls.backward(Backward(machine, backward), x, x, weight, rstd, 0.0)
+    forward = launcher(Forward, machine, problem("forward", *asked, **others))
+    plain_calls.forward(forward, x, weight, 1e-6, 0.0)
+    backward = launcher(Backward, machine, problem("backward" if has_weight else "dx", *asked, **others))
+    plain_calls.backward(backward, x, x, weight, rstd, 0.0)
+
+
+@functools.lru_cache(maxsize=8)
+def launcher(
+    kind: type[Forward] | type[Backward], machine: CountingMachine, asked: Problem
+) -> Forward | Backward:
+    """One for all numbers of rows of a size class, as calls have it."""
+    return kind(machine, plan_for(asked))
 
 
 def assert_nothing_new(machine: CountingMachine, counts: Iterable[int], n: int, **options: Any) -> set:
