@@ -598,4 +598,5 @@ if __name__ == "__main__":
         a_gradient_that_can_be_differentiated,
         in_one_graph,
         a_module_that_was_distributed,
+        compiles=True,
     )

@@ -43,10 +43,11 @@ def _each(rank: int, path: str, cases: tuple[Callable[[Any], None], ...]) -> Non
     dist.destroy_process_group()
 
 
-def run(*cases: Callable[[Any], None]) -> None:
-    """Run a script's cases with a mesh of all processes, which are forked, so that torch is imported once, and what it
-    compiles with. No backward runs here, or PyTorch would refuse those of forked processes."""
-    torch.compile(torch.sin, backend="aot_eager")(torch.ones(1, requires_grad=True))
+def run(*cases: Callable[[Any], None], compiles: bool = False) -> None:
+    """Run a script's cases with a mesh of all processes, which are forked, so that torch is imported once, and with
+    `compiles` also what it compiles with. No backward runs here, or PyTorch would refuse those of forked processes."""
+    if compiles:
+        torch.compile(torch.sin, backend="aot_eager")(torch.ones(1, requires_grad=True))
     with tempfile.TemporaryDirectory() as folder:
         given = os.path.join(folder, "store"), cases
         torch.multiprocessing.start_processes(_each, given, nprocs=PROCESSES, start_method="fork")
