@@ -103,7 +103,7 @@ def test_an_error_of_a_process_reaches_the_caller():
 
 def test_a_process_that_dies_ends_the_search():
     with pytest.raises(workers.DiedError, match="a process died"):
-        list(workers.search_all([Deadly(*SMALL)], CPU, 1, 2, start_small))
+        list(workers.search_all([Deadly(*SMALL), SMALL], CPU, 1, 2, start_small))
 
 
 def test_a_process_that_dies_while_buckets_are_handed_out_ends_the_search(monkeypatch):
