@@ -303,7 +303,7 @@ def why_not_measured() -> dict[str, str]:
 def default_providers(
     without: dict[str, str], arguments: argparse.Namespace, has_gpu: bool
 ) -> tuple[str, ...]:
-    """Of a run with many cells the backends with kernels alone: no page and no gate asks of the others."""
+    """The backends with kernels alone, of a run with many cells: no page and no gate asks for the others."""
     wanted = KERNELS if has_many_cells(arguments) else BACKENDS
     backends = [name for name in wanted if name not in without]
     if arguments.p_rows and not has_many_cells(arguments) and "cutile" in backends:

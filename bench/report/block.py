@@ -44,7 +44,7 @@ def ratios(result: Result) -> dict[tuple[str, str], Cells]:
 
 
 def overview(results: list[Result]) -> str:
-    """Of each op the mean ratio and the lowest, to the best peer and to itself; nothing without results."""
+    """The mean ratio of each op and its lowest, to the best peer and to itself; nothing without results."""
     found = [ratios(each) for each in results]
     rows = []
     for op in dict.fromkeys(op for of_result in found for op, _ in of_result):

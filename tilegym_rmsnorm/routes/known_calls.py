@@ -74,7 +74,7 @@ class KnownCalls:
 
 NORM, FORWARD_OP, BACKWARD_OP = KnownCalls(), KnownCalls(), KnownCalls()
 ATEN_FORWARD, ATEN_BACKWARD = KnownCalls(), KnownCalls()  # of override_aten
-# Of qk_norm_rope and its ops.
+# Known calls of qk_norm_rope and its ops.
 ROPE, ROPE_FORWARD_OP, ROPE_BACKWARD_OP = KnownCalls(), KnownCalls(), KnownCalls()
 
 
