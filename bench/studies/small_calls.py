@@ -3,7 +3,8 @@
 
 """The host's time of small calls, ours beside PyTorch's in one run.
 
-Each form of a call, the library ops, modules, DTensors, and a chain.
+Each form of a call, the library ops, modules, DTensors, `override_aten`, a call that is not known yet, and a chain.
+"trace" is what torch.compile takes to trace one call: milliseconds in place of microseconds.
 
     python -m bench.studies.small_calls            every form of a call, and the chain
     python -m bench.studies.small_calls --no-chain without the chain, which torch.compile takes minutes for
@@ -37,10 +38,20 @@ from bench.measure.session import this_device
 from bench.measure.shapes import DTYPES
 from bench.providers.ours import EPS
 from bench.studies.host import sample_in_turn, without_grad
-from tilegym_rmsnorm import RMSNorm, patch_model, rms_norm, settings, use_backend
+from tilegym_rmsnorm import (
+    RMSNorm,
+    override_aten,
+    patch_model,
+    qk_norm_rope,
+    rms_norm,
+    settings,
+    use_backend,
+)
 from tilegym_rmsnorm.commands.options import positive
+from tilegym_rmsnorm.routes import known_calls
 
 LAYERS = 16
+HEADS, HEAD = (16, 4), 64  # of q and k; elements of each head
 Call = Callable[[], Any]
 
 
@@ -67,8 +78,15 @@ def main(argv: list[str] | None = None) -> int:
     with use_backend(arguments.backend):
         print_pairs(pairs_of_calls(size, dtype, device), arguments.samples, device)
         print_pairs(pairs_of_modules(size, dtype, device), arguments.samples, device)
+        print_pairs(pairs_of_rope(size[0], dtype, device), arguments.samples, device)
+        print_pairs(pairs_of_first_calls(size, dtype, device), arguments.samples, device)
         with mesh_of_one(device) as mesh:
             print_pairs(pairs_of_dtensors(size, dtype, mesh), max(2, arguments.samples // 4), device)
+        with override_aten(device.type):
+            print("\nunder override_aten, beside rms_norm in place of PyTorch")
+            print_pairs(pairs_under_override(size, dtype, device), arguments.samples, device)
+        print("\ntrace: ms, not us")
+        print_pairs(pairs_of_traces(size, dtype, device), max(2, arguments.samples // 40), device, parts=1000)
     if not arguments.no_chain:
         print(f"\na layer of {LAYERS}: matmul and norm")
         chain = Chain(size, dtype, device, arguments.backend)
@@ -182,6 +200,103 @@ def pairs_of_modules(
         of_modules = [lambda x, module=each: (module(x),) for each in (module, theirs)]
         yield f"{label}, no grad", *(without_grad(bound(each, (x,))) for each in of_modules)
         yield f"{label}, both passes", *(both_passes(each, leaves) for each in of_modules)
+
+
+def pairs_of_rope(length: int, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, Call, Call]]:
+    """qk_norm_rope of one sequence, beside two norms and a rotation as models write it; our ops, beside the same."""
+    tensors = rope_tensors(length, dtype, device)
+    leaves = [each.clone().requires_grad_() for each in tensors[:4]] + list(tensors[4:])
+    calls = [lambda *given: qk_norm_rope(*given, eps=EPS), norms_and_rotation]
+    yield "qk_norm_rope, no grad", *(without_grad(bound(each, tensors)) for each in calls)
+    yield "qk_norm_rope, recorded", *(bound(each, leaves) for each in calls)
+    yield "qk_norm_rope, both passes", *(both_passes(each, leaves) for each in calls)
+    ops = torch.ops.tilegym_rmsnorm
+    given = *tensors, None
+    numbers = EPS, 0.0, HEAD, False, "once", "end", None
+    dq, dk = (torch.randn_like(each) for each in tensors[:2])
+    theirs = without_grad(bound(norms_and_rotation, tensors))
+    forward = without_grad(lambda: ops.qk_norm_rope_forward.default(*given, *numbers))
+    yield "op qk_norm_rope_forward", forward, theirs
+    backward = without_grad(lambda: ops.qk_norm_rope_backward.default(dq, dk, *given, 3, *numbers))
+    yield "op qk_norm_rope_backward, beside a forward", backward, theirs
+
+
+def rope_tensors(length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """q, k, both weights, cos and sin of one sequence."""
+    q, k = (torch.randn(1, length, heads, HEAD, dtype=dtype, device=device) for heads in HEADS)
+    weights = (torch.ones(HEAD, dtype=dtype, device=device) for _ in range(2))
+    angles = torch.randn(length, HEAD // 2, device=device).repeat(1, 2)
+    return q, k, *weights, angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def norms_and_rotation(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, ...]:
+    """F.rms_norm and the rotation of pairs (i, i + D / 2), as Hugging Face's models compute it."""
+
+    def rotated(x: Tensor, weight: Tensor) -> Tensor:
+        x = F.rms_norm(x, (HEAD,), weight, EPS)
+        half = torch.cat((-x[..., HEAD // 2 :], x[..., : HEAD // 2]), dim=-1)
+        return x * cos[:, None] + half * sin[:, None]
+
+    return rotated(q, q_weight), rotated(k, k_weight)
+
+
+def pairs_of_first_calls(
+    size: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Call, Call]]:
+    """Calls that pass all checks, as the first one of each shape does."""
+    x, w = torch.randn(size, dtype=dtype, device=device), torch.ones(size[1], dtype=dtype, device=device)
+    of_rope = rope_tensors(size[0], dtype, device)
+
+    def norm() -> tuple[Tensor, ...]:
+        known_calls.forget()
+        return (rms_norm(x, w.shape, w, EPS),)
+
+    def rope() -> tuple[Tensor, ...]:
+        known_calls.forget()
+        return qk_norm_rope(*of_rope, eps=EPS)
+
+    yield "rms_norm, not known", without_grad(norm), without_grad(lambda: (F.rms_norm(x, w.shape, w, EPS),))
+    yield (
+        "qk_norm_rope, not known",
+        without_grad(rope),
+        without_grad(bound(norms_and_rotation, of_rope)),
+    )
+
+
+def pairs_under_override(
+    size: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Call, Call]]:
+    """F.rms_norm as `override_aten` runs it, beside rms_norm."""
+    x, w = torch.randn(size, dtype=dtype, device=device), torch.ones(size[1], dtype=dtype, device=device)
+    calls = [lambda x, w, f=f: (f(x, w.shape, w, EPS),) for f in (F.rms_norm, rms_norm)]
+    leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+    yield "F.rms_norm, no grad", *(without_grad(bound(each, (x, w))) for each in calls)
+    yield "F.rms_norm, both passes", *(both_passes(each, leaves) for each in calls)
+
+
+def pairs_of_traces(
+    size: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Call, Call]]:
+    """A first compiled call without a compiler: Dynamo's work for one call of each op."""
+    x, w = torch.randn(size, dtype=dtype, device=device), torch.ones(size[1], dtype=dtype, device=device)
+    of_norm = [lambda x, w, f=f: (f(x, w.shape, w, EPS),) for f in (rms_norm, F.rms_norm)]
+    of_rope = [lambda *given: qk_norm_rope(*given, eps=EPS), norms_and_rotation]
+    forms = (
+        ("rms_norm", of_norm, (x, w)),
+        ("qk_norm_rope", of_rope, rope_tensors(size[0], dtype, device)),
+    )
+    for label, functions, tensors in forms:
+        yield f"trace of {label}", *(traced(function, tensors) for function in functions)
+
+
+def traced(function: Callable[..., Any], tensors: tuple[Tensor, ...]) -> Call:
+    def trace() -> Any:
+        torch._dynamo.reset()
+        return torch.compile(function, backend="eager", fullgraph=True)(*tensors)
+
+    return trace
 
 
 def pairs_of_dtensors(

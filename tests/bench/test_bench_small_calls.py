@@ -24,6 +24,9 @@ def test_every_pair_is_printed(capsys, monkeypatch):
     for form in ("RMSNorm", "a patched LlamaRMSNorm", "DTensors"):
         for label in ("no grad", "both passes"):
             assert re.search(rf"^{form}, {label}(?: +\d+\.\d){{2}} +\d+\.\d\d$", out, re.MULTILINE), out
+    labels = "qk_norm_rope, both passes", "op qk_norm_rope_backward, beside a forward", "rms_norm, not known"
+    for label in (*labels, "F.rms_norm, both passes", "trace of rms_norm", "trace of qk_norm_rope"):
+        assert re.search(rf"^{label}(?: +\d+\.\d){{2}} +\d+\.\d\d$", out, re.MULTILINE), out
     for kind in ("eager", "compiled"):
         for label in ("no grad", "both passes", "residuals, no grad", "residuals, both passes"):
             assert re.search(rf"^{kind}, {label}(?: +\d+\.\d){{2}} +\d+\.\d\d$", out, re.MULTILINE), out
@@ -51,6 +54,10 @@ def test_pairs_compute_the_same():
         pairs = (
             *small_calls.pairs_of_calls(size, dtype, CPU),
             *small_calls.pairs_of_modules(size, dtype, CPU),
+            *small_calls.pairs_of_rope(4, dtype, CPU),
+            *small_calls.pairs_of_first_calls(size, dtype, CPU),
+            *small_calls.pairs_under_override(size, dtype, CPU),
+            *small_calls.pairs_of_traces(size, dtype, CPU),
             *small_calls.pairs_of_dtensors(size, dtype, mesh),
         )
         for label, ours, theirs in pairs:
