@@ -32,9 +32,8 @@ def pairwise(
         for first, second in itertools.combinations(options, 2)
         for pair in itertools.product(_choices(options, first), _choices(options, second))
     ]
-    waiting: dict[Choice, set[Choice]] = collections.defaultdict(
-        set
-    )  # by a choice those that wait to stand beside it
+    # By a choice those that wait to stand beside it.
+    waiting: dict[Choice, set[Choice]] = collections.defaultdict(set)
     for pair in pairs:
         _each_beside_the_other(waiting, pair, set.add)
 

@@ -28,7 +28,7 @@ class Target(NamedTuple):
 
 class Device(NamedTuple):
     """The numbers of a GPU. most_members: of how many blocks a team may be, for all must find room (kernels/team.py).
-    target: by which records of one GPU model and toolkit are found; None where none apply."""
+    target: finds the records that ship, by the model alone, and the user's, by all of it; None where none apply."""
 
     architecture: int
     sm_count: int
