@@ -309,3 +309,6 @@ def test_shipped_records_are_fit_and_are_written_as_they_would_be(path):
             assert all(each["us"] <= MOST_LOSS[bucket.size] * each["before"] for each in timed), (
                 f"{bucket}: slower than the rules"
             )
+        if not record.lends:  # a rule that was timed beside what served, which `by` does not name
+            timed = [each for each in record.evidence if "before" in each and "by" not in each]
+            assert all(each["us"] <= 1.04 * each["before"] for each in timed), f"{record}: slower than before"

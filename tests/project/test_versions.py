@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from tilegym_rmsnorm.backends.cutile.plans.rules import ARCHITECTURES
-from tilegym_rmsnorm.backends.cutile.plans.tables import shipped_toolkit
+from tilegym_rmsnorm.backends.cutile.plans.tables import SHIPPED_FOLDER
 from tilegym_rmsnorm.backends.cutile.runtime.toolchain import CUDA_TILE_EXPECTED, OLDEST_DRIVER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,7 +61,8 @@ def test_the_range_of_cuda_tile_is_that_of_the_tuned_data():
     script = (ROOT / "scripts" / "environment.sh").read_text(encoding="utf-8")
     assert f'"{requirement}; ' in PROJECT and f"'{requirement} " in script
     (pin,) = (str(each.specifier).removeprefix("==") for each in PINS if each.name == "cuda-tile")
-    for version in (pin, shipped_toolkit(90)[0]):
+    tuned = json.loads((SHIPPED_FOLDER / "sm_90.json").read_text(encoding="utf-8"))
+    for version in (pin, tuned["cuda_tile"]):
         assert version in SpecifierSet(CUDA_TILE_EXPECTED)
 
 

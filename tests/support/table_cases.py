@@ -113,12 +113,12 @@ def entries_that_ship(machine, op: str, dtype: str) -> list[tuple[Bucket, Varian
 
 
 def serving(target: Target, op: str, dtype: str) -> dict[Bucket, Variant]:
-    """Return the variants of the records that ship for a GPU model, each at the ends of its range, for tensors of
-    `dtype`, with those that `dtype` takes from another dtype."""
+    """Return the variants of the records that ship for a GPU model, and of the rules that were timed and do not lend,
+    each at the ends of its range, for tensors of `dtype`, with those that `dtype` takes from another dtype."""
     found: dict[Bucket, Variant] = {}
     for lender in (dtype, *select.SHARED.get(dtype, ())):
         for record in tables.shipped_records(target.architecture):
-            for bucket in record.buckets() if target.gpu in record.gpus else ():
+            for bucket in record.buckets() if target.gpu in record.gpus or not record.lends else ():
                 if (bucket.op, bucket.dtype) == (op, lender):
                     for n in dict.fromkeys((record.first, record.last)):
                         if variant := record.variant(n):

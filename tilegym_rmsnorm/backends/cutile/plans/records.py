@@ -149,18 +149,19 @@ def parse(item: Any, architecture: int) -> Record:
         numbers = [measured[name] for name in ("m", "us", "before") if name in measured]
         is_number = all(type(each) in (int, float) and 0 < each <= sys.float_info.max for each in numbers)
         expect(is_number, "evidence", "positive numbers", measured)
-    if record.is_entry:
-        _check_entry(record, architecture)
+    if (
+        record.gpus or record.is_entry
+    ):  # a rule has ranges in which some widths have no calls of its size class
+        for n in dict.fromkeys((first, last)):
+            _check_at(record, n, architecture)
     return record
 
 
-def _check_entry(record: Record, architecture: int) -> None:
-    variant = record.variant(record.first)
+def _check_at(record: Record, n: int, architecture: int) -> None:
+    variant = record.variant(n)
     if variant is None:
-        raise ValueError(
-            f"settings: expected a team that holds {record.first} columns, got {record.settings}"
-        )
-    for bucket in record.buckets():
+        raise ValueError(f"settings: expected a team that holds {n} columns, got {record.settings}")
+    for bucket in (each._replace(n=n) for each in record.buckets()):
         serves, itemsize = BY_KERNEL[record.kernel].serves, ITEMSIZE[bucket.dtype]
         expect(bucket.has_calls, "forms", f"some that a {bucket.op} can be of", bucket.form)
         expect(bucket.op in serves, "kernel", f"one for {bucket.op}", record.kernel)

@@ -53,12 +53,6 @@ def shipped_records(architecture: int | None) -> tuple[Record, ...]:
     return tuple(parse(item, architecture or 0) for item in data["records"])
 
 
-def shipped_toolkit(architecture: int) -> tuple[str, str]:
-    """cuda-tile and tileiras that the records which ship were measured with."""
-    data = _shipped(architecture)
-    return data["cuda_tile"], data["tileiras"]
-
-
 @functools.cache
 def _shipped(architecture: int | None) -> dict:
     path = SHIPPED_FOLDER / ("any.json" if architecture is None else f"sm_{architecture}.json")
