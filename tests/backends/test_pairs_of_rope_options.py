@@ -9,15 +9,15 @@ As test_pairs_of_options.py. Without k it is rms_norm_rope.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from covering import pairwise
-from helpers import DEVICE, settle_interpreters
+from helpers import DEVICE, FP32, settle_interpreters
 from option_cases import ROPE_CALLS, is_rope_call, rope_case
-from rope_cases import RopeCall, check_forward, check_gradients, make
+from rope_cases import RopeCall, RopeCase, check_forward, check_gradients, make
 from torch import Tensor
 
 from tilegym_rmsnorm import qk_norm_rope, rms_norm_rope, rope
@@ -51,19 +51,54 @@ OPTIONS = ROPE_CALLS | {
 }
 
 
-def is_allowed(case: Mapping[str, Any]) -> bool:
-    needs, used, has_k = case["needs"], case["used"], case["heads"][1] > 0
-    if not has_k and (needs in ("k", "k_weight") or used != "all"):
-        return False
+def is_differentiable(case: Mapping[str, Any]) -> bool:
+    """Whether there is what requires grad, and what the loss depends on."""
+    needs, used = case["needs"], case["used"]
     if needs in ("q_weight", "k_weight") and case[needs] == "none":
         return False
-    if (case["positions"], case["has_rows_of_batch"]) != ROWS[case["rows"]]:
-        return False
-    if case["is_outside"] and case["positions"] is None:
-        return False
-    if used != "all" and (needs not in ("all", used[0], f"{used[0]}_weight") or case["is_outside"]):
-        return False
-    return is_rope_call(case) and (needs != "none" or (used == "all" and case["route"] != "create_graph"))
+    if used == "all":
+        return needs != "none" or case["route"] != "create_graph"
+    return needs in ("all", used[0], f"{used[0]}_weight") and not case["is_outside"]
+
+
+# Options that is_rope_call forbids some values of together, whatever the others are
+PARTS = (
+    ("positions", "has_rows_of_batch", "position_dtype"),
+    ("heads", "k_weight", "k_weight_dtype"),
+    ("q_weight", "weight_dtype"),
+    ("table_dtype", "dtype"),
+    ("rotary_dim", "n"),
+)
+PLAIN = RopeCase(weight_dtype=FP32, k_weight_dtype=FP32)._asdict() | {
+    "q_weight": "vector",
+    "k_weight": "vector",
+}
+RULES: tuple[Callable[[Mapping[str, Any]], bool], ...] = (
+    lambda case: (case["positions"], case["has_rows_of_batch"]) == ROWS[case["rows"]],
+    lambda case: not case["is_outside"] or case["positions"] is not None,
+    lambda case: case["heads"][1] > 0 or case["needs"] not in ("k", "k_weight"),
+    lambda case: case["heads"][1] > 0 or case["used"] == "all",
+    is_differentiable,
+    *(
+        lambda case, names=names: is_rope_call(PLAIN | {name: case[name] for name in names})
+        for names in PARTS
+    ),
+    is_rope_call,
+)
+
+
+def is_allowed(case: Mapping[str, Any]) -> bool:
+    """Ask every rule: what one forbids is left at once, not after all values of what another one reads."""
+    missing = None
+    for is_right in RULES:
+        try:
+            if not is_right(case):
+                return False
+        except KeyError as error:
+            missing = missing or error
+    if missing is not None:
+        raise missing
+    return True
 
 
 CASES = pairwise(OPTIONS, is_allowed)
