@@ -4,13 +4,14 @@
 """The kernels of qk_norm_rope by what is reasoned for them, compiled by tileiras: no registers spill, and no warp waits
 for some."""
 
+import itertools
 import re
 from collections import Counter
 
 import helpers
 import pytest
 import torch
-from helpers import BF16, FP16, FP32, take_turns
+from helpers import BF16, FP16, FP32, in_turn
 from rope_cases import RopeCase, make
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
@@ -35,21 +36,21 @@ CASES = {
     "128, half tables": PLAIN._replace(tables="half", table_dtype=BF16),
     "128, interleaved": PLAIN._replace(interleaved=True),
     "128, weights of heads": PLAIN._replace(weight=("heads", "heads"), weight_dtype=FP32),
-    "128, positions": PLAIN._replace(positions="each", casting="llama", rounding="each"),
+    "128, positions": PLAIN._replace(positions="each", table_dtype=BF16, casting="llama", rounding="each"),
     "64, without k": PLAIN._replace(heads=(16, 0), n=64, rotary_dim=64),
     "64, one step": PLAIN._replace(batch=64, length=1, n=64, rotary_dim=32, layout="contiguous"),
-    "80": PLAIN._replace(dtype=FP16, n=80, rotary_dim=80),
     "96, 28 heads": PLAIN._replace(heads=(28, 4), n=96, rotary_dim=96, has_rows_of_batch=True),
+    "80": PLAIN._replace(dtype=FP16, n=80, rotary_dim=80, table_dtype=FP16),
     "128, a half": PLAIN._replace(rotary_dim=64, interleaved=True, positions="one"),
     "256": PLAIN._replace(heads=(4, 1), n=256, rotary_dim=256, weight_dtype=FP32),
+    "160, five heads": PLAIN._replace(heads=(5, 1), n=160, rotary_dim=160, positions="each"),
     "256, a quarter": PLAIN._replace(heads=(16, 2), n=256, rotary_dim=64, layout="gate"),
-    "512": PLAIN._replace(n=512, rotary_dim=512),
     "128, five heads": PLAIN._replace(heads=(5, 1)),
     "64, six heads": PLAIN._replace(heads=(6, 2), n=64, rotary_dim=64),
     "96, twelve heads": PLAIN._replace(
         heads=(12, 3), n=96, rotary_dim=32, positions="each", weight=("heads", "vector")
     ),
-    "160, five heads": PLAIN._replace(heads=(5, 1), n=160, rotary_dim=160, positions="each"),
+    "512": PLAIN._replace(n=512, rotary_dim=512),
     "128, one step": PLAIN._replace(batch=64, length=1),
     "256, a quarter, one step": PLAIN._replace(batch=64, length=1, heads=(16, 2), n=256, rotary_dim=64),
     "6": PLAIN._replace(heads=(5, 1), n=6, rotary_dim=6),
@@ -81,18 +82,25 @@ def compile_calls(case, machine):
     bind_backward(call.spec, call.backward_tensors, call.wanted, machine)(call.backward_tensors)
 
 
-# Without --every-config one of those for which the same is reasoned, and sm_120 for its shared memory; Hopper's are
-# compiled by test_no_walk_overwrites_tiles_in_use.
-REASONED = ARCHITECTURES if helpers.every_config else (80, 100, 120)
+DTYPES = ("16 bits", "float32")
 
 
-@pytest.mark.parametrize("dtype", [None, FP32], ids=["16 bits", "float32"])
-@pytest.mark.parametrize("architecture", REASONED)
-@pytest.mark.parametrize("case", CASES)
-def test_what_is_reasoned_compiles(case, architecture, dtype):
-    take_turns([*CASES].index(case), 2 * REASONED.index(architecture), dtype is FP32, of=6)
+def case_of(case, dtype):
+    return CASES[case]._replace(dtype=FP32) if dtype == "float32" else CASES[case]
+
+
+# Without --every-config Hopper compiles every second case, in 16 bits or in float32 in turn. Each of the rest is for
+# one of those architectures for which the same is reasoned, or sm_120 with its shared memory.
+ON_HOPPER = in_turn(CASES, DTYPES, of=4)
+REST = [case for case in CASES if helpers.every_config or case not in dict(ON_HOPPER)]
+REASONED = [each for each in ARCHITECTURES if helpers.every_config or each in (80, 100, 120)]
+
+
+@pytest.mark.parametrize(("case", "call"), in_turn(REST, itertools.product(REASONED, DTYPES), of=6), ids=str)
+def test_what_is_reasoned_compiles(case, call):
+    architecture, dtype = call
     machine = CompilingMachine(architecture)
-    compile_calls(CASES[case] if dtype is None else CASES[case]._replace(dtype=dtype), machine)
+    compile_calls(case_of(case, dtype), machine)
     assert {each.name for each in machine.results} == {"forward_rope", "backward_rope", "sum_partials"}
     assert_sound(machine)
 
@@ -116,14 +124,12 @@ def test_heads_come_and_go_by_tma(case, tmp_path):
         assert not {"STG.E.U16", "STG.E.64"} & set(instructions), found
 
 
-@pytest.mark.parametrize("dtype", [None, FP32], ids=["16 bits", "float32"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), ON_HOPPER)
 def test_no_walk_overwrites_tiles_in_use(case, dtype, tmp_path):
     """Those by TMA, beside tables that come without. Nor do registers spill."""
     skip_without_disassembler(is_module=False)
-    take_turns([*CASES].index(case), dtype is FP32, of=3)
     machine = CompilingMachine(90, keep=tmp_path)
-    compile_calls(CASES[case] if dtype is None else CASES[case]._replace(dtype=dtype), machine)
+    compile_calls(case_of(case, dtype), machine)
     assert_sound(machine)
     for name in ("forward_rope", "backward_rope"):
         code = disassembled(tmp_path / f"{name}.cubin")
@@ -140,10 +146,12 @@ def test_no_walk_overwrites_tiles_in_use(case, dtype, tmp_path):
         assert not (has_tma and overwritten(code)), name
 
 
-@pytest.mark.parametrize("n", range(16, WIDEST_ROTATED_HEAD + 1, 16))
+# Without --every-config one beside those of CASES
+@pytest.mark.parametrize(
+    "n", range(16, WIDEST_ROTATED_HEAD + 1, 16) if helpers.every_config else [WIDEST_ROTATED_HEAD * 3 // 4]
+)
 def test_no_width_overwrites_tiles_in_use(n, tmp_path):
     skip_without_disassembler(is_module=False)
-    take_turns(n // 16, of=8)
     compile_calls(PLAIN._replace(n=n, rotary_dim=n), CompilingMachine(90, keep=tmp_path))
     for name in ("forward_rope", "backward_rope"):
         assert not overwritten(disassembled(tmp_path / f"{name}.cubin")), name
@@ -160,11 +168,11 @@ def test_lengths_do_not_make_kernels_of_their_own(heads):
     assert len(machine.symbols["forward_rope"]) == len(machine.symbols["backward_rope"]) == 1
 
 
-@pytest.mark.parametrize("case", ["128", "128, positions", "80"])
+@pytest.mark.parametrize("case", ["128, positions", "80"])
 def test_rows_of_tables_are_loaded_without_branches(case, tmp_path):
     """Behind a branch for each the loads, and their conversions to float32, would wait one for another."""
     skip_without_disassembler(is_module=False)
-    compile_calls(CASES[case]._replace(table_dtype=BF16), CompilingMachine(90, keep=tmp_path))
+    compile_calls(CASES[case], CompilingMachine(90, keep=tmp_path))
     for name in ("forward_rope", "backward_rope"):
         code = " ".join(disassembled(tmp_path / f"{name}.cubin"))
         in_a_row = [len(re.findall(r"\bLDG\.", part)) for part in re.split(r"\bBRA\b", code)]
