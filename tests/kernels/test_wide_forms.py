@@ -233,20 +233,36 @@ def _check_backward(
     _assert_untouched(inputs, before)
 
 
-@pytest.mark.parametrize(
-    ("kernel", "kind", "cut", "layout"), in_turn(FORWARDS, OF_FORWARD, CUTS, LAYOUTS, of=6)
-)
-def test_forwards(kernel, kind, cut, layout):
-    """Without --every-config two widths and layouts of a kind on average, in turn."""
-    first = FORWARDS[kernel]
+ROWS_OF = list(itertools.product(CUTS, LAYOUTS))
+
+
+def by_each_kernel(kernels, kinds):
+    """Combinations of a kernel, a kind, and a width and layout: of a kernel and a kind one, in turn, or two by TMA,
+    which does not serve all; or with --every-config all."""
+    of_tma = {name: first.uses_tma for name, first in kernels.items()}
+    return [
+        case
+        for is_tma in (False, True)
+        for case in in_turn(
+            [name for name in kernels if of_tma[name] is is_tma],
+            kinds,
+            ROWS_OF,
+            of=len(ROWS_OF) // (1 + is_tma),
+        )
+    ]
+
+
+@pytest.mark.parametrize(("kernel", "kind", "rows"), by_each_kernel(FORWARDS, OF_FORWARD), ids=str)
+def test_forwards(kernel, kind, rows):
+    first, (cut, layout) = FORWARDS[kernel], rows
     size = (ROWS, _width(first, cut))
     _check_forward(OF_FORWARD[kind]._replace(size=size, layout=layout), first)
 
 
-@pytest.mark.parametrize(("kernel", "kind", "cut", "layout"), in_turn(BACKWARDS, KINDS, CUTS, LAYOUTS, of=6))
-def test_backwards(kernel, kind, cut, layout):
-    """All gradients; dx alone of kernels that leave no dw. Without --every-config as test_forwards."""
-    first = BACKWARDS[kernel]
+@pytest.mark.parametrize(("kernel", "kind", "rows"), by_each_kernel(BACKWARDS, KINDS), ids=str)
+def test_backwards(kernel, kind, rows):
+    """All gradients; dx alone of kernels that leave no dw."""
+    first, (cut, layout) = BACKWARDS[kernel], rows
     wanted = {} if "backward" in first.serves else {"dw": None}
     size = (ROWS, _width(first, cut))
     _check_backward(KINDS[kind]._replace(size=size, layout=layout), first, **wanted)
@@ -254,10 +270,10 @@ def test_backwards(kernel, kind, cut, layout):
 
 @pytest.mark.parametrize(
     ("kernel", "kind", "has_d_residual_out", "wanted"),
-    in_turn(BACKWARDS, ["residual", "residual times alpha", "stream"], [True, False], WANTED, of=2),
+    in_turn(BACKWARDS, ["residual", "residual times alpha", "stream"], [True, False], WANTED, of=4),
 )
 def test_some_gradients(kernel, kind, has_d_residual_out, wanted):
-    """Where residual_out leads nowhere there is no d_residual_out. Without --every-config half of a kind's, in turn."""
+    """Where residual_out leads nowhere there is no d_residual_out. Without --every-config a quarter, in turn."""
     first = BACKWARDS[kernel]
     op = "dx" if "dw" in WANTED[wanted] else "backward"
     if op not in first.serves:
