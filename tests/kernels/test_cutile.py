@@ -29,6 +29,12 @@ CPU = torch.device("cpu")
 HINTS = {"warps": 4, "occupancy": 1, "latency": 1}
 
 
+# Beyond 32768: chunks, teams. Without --every-config beyond 4096 rows of each alignment, and those that end within a
+# vector.
+REMAINDERS = range(16) if helpers.every_config else (0, 1, 2, 4, 5, 8, 15)
+WIDTHS = [n for n in range(1, 33100) if n <= 4096 or n % 16 in REMAINDERS]
+
+
 @functools.cache
 def rule(op: str, n: int, dtype: torch.dtype = BF16, size: str = "large") -> Variant:
     return by_rules(op, n, dtype, size).first
@@ -37,7 +43,7 @@ def rule(op: str, n: int, dtype: torch.dtype = BF16, size: str = "large") -> Var
 def one_width_per_variant(op: str, size: str) -> list[int]:
     """Of rows of 16 bits, an odd width where a variant serves one, so that lanes past the row are there to go wrong."""
     widths = {}
-    for n in range(1, 33100):  # beyond 32768: chunks, teams
+    for n in WIDTHS:
         variant = rule(op, n, size=size)
         if n % 2 or variant not in widths:
             widths[variant] = n
@@ -47,7 +53,7 @@ def one_width_per_variant(op: str, size: str) -> list[int]:
 def forward_variants(dtype: torch.dtype, widest: int = 65536) -> list[tuple[Variant, int]]:
     """Of all sizes, each with the widest row whose last tile is cut off, or else with the first."""
     widths = {}
-    for n in (*range(1, min(33100, widest + 1)), widest):  # beyond 32768: chunks, teams
+    for n in (*(n for n in WIDTHS if n <= widest), widest):
         for variant in (rule("forward", n, dtype), rule("forward", n, dtype, "few")):
             if getattr(variant, "lanes", 0) > n or variant not in widths:
                 widths[variant] = n
