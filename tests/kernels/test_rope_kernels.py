@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 from guarding import guarded_arrays
-from helpers import BF16, FP16, FP32, take_turns
+from helpers import BF16, FP16, FP32, in_turn
 from rope_cases import (
     CASES,
     WIDTHS,
@@ -98,13 +98,13 @@ def test_widths(n, rotary_dim, interleaved):
             assert_case(case)
 
 
-@pytest.mark.parametrize("length", [1, 7, 16, 33])
-@pytest.mark.parametrize("heads", [(16, 4), (31, 1), (12, 6), (1, 5)], ids=str)
-@pytest.mark.parametrize("weight", ["vector", "heads"])
+@pytest.mark.parametrize(
+    ("weight", "heads", "length"),
+    in_turn(["vector", "heads"], [(16, 4), (31, 1), (12, 6), (1, 5)], [1, 7, 16, 33], of=3),
+)
 def test_many_tiles(weight, heads, length):
     """Blocks with several tiles and with none left; tiles that T or H cuts off, whose rows and heads add nothing even
     where an eps of 0 makes their rstd infinite."""
-    take_turns(heads[1], length, weight == "heads", of=3)
     case = RopeCase(BF16, length=length, heads=heads, n=32, rotary_dim=16, weight=(weight, weight), eps=0.0)
     assert_case(case)
     assert_case(case._replace(has_rows_of_batch=True, tables="half"))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import helpers
 import pytest
 from cutile_runs import run_forward
-from helpers import BF16, FP16, FP32, assert_within, expected_results, make_inputs
+from helpers import BF16, FP16, FP32, assert_within, expected_results, in_turn, make_inputs
 
 from tilegym_rmsnorm.backends.cutile.plans.variants import ForwardRows, ForwardTeam, ForwardTiles
 
@@ -33,24 +33,20 @@ JOINT = {
 }
 
 
-CALLS = [
-    *((dtype, *each) for dtype in (BF16, FP16, FP32) for each in ((dtype, "once"), (dtype, "llama"))),
-    *((dtype, FP32, "llama") for dtype in (BF16, FP16)),
-    *((dtype, None, "once") for dtype in (BF16, FP16, FP32)),
+DTYPES = (BF16, FP32, FP16) if helpers.every_config else (BF16, FP32)
+CALLS = [  # dtype, weight, casting
+    *((dtype, *each) for dtype in DTYPES for each in ((dtype, "once"), (dtype, "llama"))),
+    *((dtype, FP32, "llama") for dtype in DTYPES if dtype is not FP32),
+    *((dtype, None, "once") for dtype in DTYPES),
 ]
 
 
-@pytest.mark.parametrize("n", [56, 50])
-@pytest.mark.parametrize(("dtype", "weight", "casting"), CALLS)
-@pytest.mark.parametrize("kind", JOINT)
-def test_the_bits_are_those_of_the_weight_loaded_late(kind, weight, casting, dtype, n):
+@pytest.mark.parametrize(("kind", "call", "n"), in_turn(JOINT, CALLS, [56, 50], of=2), ids=str)
+def test_the_bits_are_those_of_the_weight_loaded_late(kind, call, n):
     """With what an exclusive or could spoil: rows of zeros of both signs, of infinities and NaN. A weight of another
     dtype is not awaited: there an early one is compared with a late one. Without --every-config one width and the other
     in turn, and no float16, which takes bfloat16's branches."""
-    if dtype is FP16 and not helpers.every_config:
-        pytest.skip("run with --every-config")
-    helpers.take_turns([*JOINT].index(kind), CALLS.index((dtype, weight, casting)), n == 50, of=2)
-    variant = JOINT[kind]
+    (dtype, weight, casting), variant = call, JOINT[kind]
     if "packed" in kind and dtype is FP32:
         variant = replace(variant, packed=False)
     inputs = make_inputs(13, n, dtype, weight, casting=casting, offset=0.5 if weight else 0.0, device=CPU)

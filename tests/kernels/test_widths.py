@@ -6,7 +6,7 @@
 import pytest
 import torch
 from cutile_runs import run_backward, run_forward
-from helpers import BF16, FP32, assert_within, expected_results, make_inputs, take_turns
+from helpers import BF16, FP32, assert_within, expected_results, in_turn, make_inputs
 from narrow_variants import BACKWARDS, FORWARDS, KERNELS
 
 from tilegym_rmsnorm.backends.cutile.interpreter.arrays import Array
@@ -14,6 +14,7 @@ from tilegym_rmsnorm.backends.cutile.interpreter.rebind import _OPERATIONS
 
 CPU = torch.device("cpu")
 WIDTHS = [80, 72, 76, 73]  # whose largest divisor of these is 16, 8, 4, 1
+DTYPES = [BF16, FP32]
 WEIGHTS = [BF16, FP32, None]
 NEEDS_DW = ("split", "split, reread", "split, reread, ahead", "strips")
 LOAD_TILES = [("forward", "tiles"), ("forward", "reread")]
@@ -22,26 +23,20 @@ LOAD_TILES += [
 ]
 
 
-@pytest.mark.parametrize("n", WIDTHS)
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("weight", WEIGHTS)
-@pytest.mark.parametrize("kernel", FORWARDS)
+@pytest.mark.parametrize(("kernel", "dtype", "n", "weight"), in_turn(FORWARDS, DTYPES, WIDTHS, WEIGHTS, of=3))
 def test_forwards(kernel, weight, dtype, n):
-    """Without --every-config each width and dtype beside some of the weights."""
-    take_turns(WEIGHTS.index(weight), dtype is FP32, WIDTHS.index(n), of=2)
+    """Without --every-config each width and dtype of a kernel beside one of the weights, in turn."""
     inputs = make_inputs(13, n, dtype, weight, offset=0.5 if weight else 0.0, device=CPU)
     assert_within(expected_results(inputs), **run_forward(inputs, FORWARDS[kernel]))
 
 
-@pytest.mark.parametrize("n", WIDTHS)
-@pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize(
-    ("kernel", "weight"),
-    [(k, w) for k in BACKWARDS for w in WEIGHTS if w is not None or k not in NEEDS_DW],
+    ("kernel", "dtype", "n", "weight"),
+    in_turn([k for k in BACKWARDS if k not in NEEDS_DW], DTYPES, WIDTHS, WEIGHTS, of=3)
+    + in_turn(NEEDS_DW, DTYPES, WIDTHS, [BF16, FP32], of=2),
 )
 def test_backwards(kernel, weight, dtype, n):
-    """Without --every-config each width and dtype beside some of the weights."""
-    take_turns(WEIGHTS.index(weight), dtype is FP32, WIDTHS.index(n), of=2)
+    """Without --every-config each width and dtype of a kernel beside one of the weights, in turn."""
     inputs = make_inputs(13, n, dtype, weight, offset=0.5 if weight else 0.0, device=CPU)
     found = run_backward(inputs, BACKWARDS[kernel], has_dw=kernel != "dx, reread")
     assert_within(expected_results(inputs), **found)

@@ -5,13 +5,14 @@
 widths up to WIDEST and some beyond: one at least of each kernel that serves there. --every-config compiles all of
 Hopper's and of the entries, and a larger sample of the others."""
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 
 import helpers
 import pytest
 import torch
-from helpers import take_turns
+from helpers import in_turn
 from planning import by_rules, plan, problem, rules_of
 from sweeps import shipped_entries
 
@@ -89,35 +90,34 @@ RUNS = {"forward": run_forward, "backward": run_backward, "dx": run_dx}
 
 # Siblings share their rules with another architecture: without --every-config they compile the backward alone. Of
 # Hopper test_compile_hopper.py then compiles as many kernels, of each size.
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+DTYPES = [BF16, FP32]
+OTHERS = [each for each in ARCHITECTURES if helpers.every_config or each not in (90, *SIBLINGS)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("architecture", OTHERS)
 def test_forward_choices(architecture, dtype):
-    if architecture in (90, *SIBLINGS) and not helpers.every_config:
-        pytest.skip("compiled with --every-config")
     machine = CompilingMachine(architecture)
     for choice, n in widths_of_choices("forward", "large", dtype, architecture):
         run_forward(machine, choice, n, dtype, dtype)
     assert_sound(machine)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+# Of siblings one dtype and the other in turn
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    dict.fromkeys([*itertools.product(OTHERS, DTYPES), *in_turn(SIBLINGS, DTYPES, of=2)]),
+)
 def test_backward_choices(architecture, dtype):
-    if architecture == 90 and not helpers.every_config:
-        pytest.skip("compiled with --every-config")
-    if architecture in SIBLINGS:  # one dtype and the other in turn
-        take_turns(SIBLINGS.index(architecture), dtype is FP32, of=2)
     machine = CompilingMachine(architecture)
     for choice, n in widths_of_choices("backward", "large", dtype, architecture):
         run_backward(machine, choice, n, dtype, dtype)
     assert_sound(machine)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("architecture", OTHERS)
 def test_backward_choices_for_few_rows(architecture, dtype):
-    if architecture in (90, *SIBLINGS) and not helpers.every_config:
-        pytest.skip("compiled with --every-config")
     machine = CompilingMachine(architecture)
     for choice, n in widths_of_choices("backward", "few", dtype, architecture):
         run_backward(machine, choice, n, dtype, dtype, m=128)
@@ -127,26 +127,23 @@ def test_backward_choices_for_few_rows(architecture, dtype):
 ODD = [("forward", "large"), ("backward", "large"), ("backward", "few")]
 
 
-@pytest.mark.parametrize(("op", "size"), ODD)
-@pytest.mark.parametrize("architecture", [80, 90, 100, 120])
-def test_odd_widths(architecture, op, size):
+@pytest.mark.parametrize(("architecture", "run"), in_turn([80, 90, 100, 120], ODD, of=2), ids=str)
+def test_odd_widths(architecture, run):
     """Bounds checks, and strides that are no multiple of 16 bytes. Without --every-config backwards of many rows on
     every second architecture, the others on those between."""
-    take_turns(architecture // 10 in (9, 12), ODD.index((op, size)), of=2)
-    machine = CompilingMachine(architecture)
+    (op, size), machine = run, CompilingMachine(architecture)
     for choice, n in widths_of_choices(op, size, BF16, architecture, range(1, WIDEST, 2)):
         RUNS[op](machine, choice, n, BF16, BF16)
     assert_sound(machine)
 
 
-@pytest.mark.parametrize(("dtype", "step"), [(BF16, 8), (FP32, 4)])
-@pytest.mark.parametrize("op", ["forward", "backward"])
-@pytest.mark.parametrize("architecture", [80, 90])
-def test_widths_that_are_no_multiple_of_16(architecture, op, dtype, step):
+@pytest.mark.parametrize(
+    ("architecture", "op", "dtype"), in_turn([80, 90], ["forward", "backward"], DTYPES, of=2)
+)
+def test_widths_that_are_no_multiple_of_16(architecture, op, dtype):
     """Rows of these begin at multiples of 16 bytes, and their last tile is cut off at one. Without --every-config one
     dtype and the other in turn."""
-    take_turns(architecture == 90, op == "backward", dtype is FP32, of=2)
-    machine = CompilingMachine(architecture)
+    machine, step = CompilingMachine(architecture), 16 // dtype.itemsize
     among = [n for n in range(step, WIDEST, step) if n % 16]
     for choice, n in widths_of_choices(op, "large", dtype, architecture, among):
         RUNS[op](machine, choice, n, dtype, dtype)

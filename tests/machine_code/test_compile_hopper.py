@@ -100,14 +100,12 @@ WIDE = [16400, 18448, 81920, 114672]
 PAIRS = [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32)]
 
 
-@pytest.mark.parametrize("n", WIDE)
-@pytest.mark.parametrize(("dtype", "weight_dtype"), PAIRS)
-def test_wide_backwards_spill_no_more_than_their_rules_say(dtype, weight_dtype, n):
+@pytest.mark.parametrize(("dtypes", "n"), helpers.in_turn(PAIRS, WIDE, of=len(WIDE)), ids=str)
+def test_wide_backwards_spill_no_more_than_their_rules_say(dtypes, n):
     """Beside each weight, casting once and as llama, with dw and dx alone, of many rows and of few. Without
     --every-config each pair of dtypes at one width, with dw of many rows and dx of few, or the other way round, in
     turn."""
-    number = PAIRS.index((dtype, weight_dtype))
-    helpers.take_turns(WIDE.index(n), number, of=len(WIDE))
+    (dtype, weight_dtype), number = dtypes, PAIRS.index(dtypes)
     castings = (False, True) if weight_dtype.itemsize > dtype.itemsize else (False,)
     for size, has_dw, as_llama in itertools.product(("large", "few"), (True, False), castings):
         if (number + (size == "few") + has_dw) % 2 == 0 and not helpers.every_config:

@@ -7,7 +7,7 @@ whose warps wait for registers that nobody gives back would hang there."""
 import helpers
 import pytest
 import torch
-from helpers import take_turns
+from helpers import in_turn
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 from compiling import CompilingMachine, disassembled, run_backward, skip_without_compiler  # noqa: E402
@@ -44,15 +44,12 @@ CALLS = {
 ARCHITECTURES = (90, 100, 120)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize(("n", "variant"), CASES, ids=lambda case: str(case) if isinstance(case, int) else "")
-def test_no_warp_waits_for_registers(n, variant, architecture):
+@pytest.mark.parametrize(("case", "architecture"), in_turn(range(len(CASES)), ARCHITECTURES, of=2))
+def test_no_warp_waits_for_registers(case, architecture):
     """One kind of call of each, in turn, on every second architecture; with --every-config all."""
-    case, number = CASES.index((n, variant)), ARCHITECTURES.index(architecture)
-    take_turns(case, number, of=2)
-    calls = [*CALLS.values()]
+    (n, variant), calls = CASES[case], [*CALLS.values()]
     if not helpers.every_config:
-        calls = calls[(case // 2 + number) % 4 :: 4]
+        calls = calls[(case // 2 + ARCHITECTURES.index(architecture)) % 4 :: 4]
     machine = CompilingMachine(architecture)
     for call in calls:
         run_backward(machine, variant, n, **call)

@@ -6,13 +6,14 @@ the warps that load for others too. The interpreter refuses what the source woul
 
 import dataclasses
 import inspect
+import itertools
 import re
 from pathlib import Path
 
 import helpers
 import pytest
 import torch
-from helpers import take_turns
+from helpers import in_turn
 
 pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
 import cuda.tile as ct  # noqa: E402
@@ -238,28 +239,27 @@ def code_of_sums(folder, architecture: int, *switches: bool | int) -> list[str]:
 
 
 # Without --every-config no kernel of the last two is read: of each the reader is asked half of the questions.
-READ_ON = (90, 100, 120)
+OTHERS, BOTH = (100, 120), (True, False)
 
 
-@pytest.mark.parametrize("waits_first", [True, False])
-@pytest.mark.parametrize("tma", [True, False])
-@pytest.mark.parametrize("architecture", READ_ON)
+@pytest.mark.parametrize(
+    ("architecture", "tma", "waits_first"),
+    [*itertools.product((90,), BOTH, BOTH), *in_turn(OTHERS, BOTH, BOTH, of=2)],
+)
 def test_loads_before_the_wait_are_seen(architecture, tma, waits_first, tmp_path):
-    if architecture != 90:
-        take_turns(READ_ON.index(architecture), tma, waits_first, of=2)
     code = code_of_sums(tmp_path, architecture, tma, waits_first, EVERYWHERE)
     assert any("UTMALDG" in line for line in code) is tma
     assert bool(accesses_too_early(code)) is not waits_first
 
 
+WHERES = (WHERE_A_BLOCK_IS, SOMEWHERE, SOMEWHERE_AND_ASKED, WHERE_ASKED_AND_SOMEWHERE)
+
+
 @pytest.mark.parametrize(
-    "where", [WHERE_A_BLOCK_IS, SOMEWHERE, SOMEWHERE_AND_ASKED, WHERE_ASKED_AND_SOMEWHERE]
+    ("architecture", "where"), [*itertools.product((90,), WHERES), *in_turn(OTHERS, WHERES, of=2)]
 )
-@pytest.mark.parametrize("architecture", READ_ON)
 def test_a_wait_that_some_blocks_leave_out_is_seen(architecture, where, tmp_path):
     """Also beside a comparison such as `wait_for_launch_before` makes."""
-    if architecture != 90:
-        take_turns(READ_ON.index(architecture), where, of=2)
     early = accesses_too_early(code_of_sums(tmp_path, architecture, False, True, where))
     assert bool(early) is (where != WHERE_A_BLOCK_IS)
 

@@ -240,16 +240,9 @@ def wait_for_the_gpu(what: str = "") -> None:
         time.sleep(0.001)
 
 
-def take_turns(*numbers: int, of: int) -> None:
-    """Skips a test unless its numbers add up to a multiple of `of`, or --every-config was given: so each value of one
-    parameter meets some of another's, and the next value others."""
-    if not every_config and sum(numbers) % of:
-        pytest.skip("run with --every-config")
-
-
 def in_turn(*values: Iterable[Any], of: int) -> list[tuple[Any, ...]]:
     """Combinations of a value of each, those whose places add up to a multiple of `of`, or all with --every-config: so
-    each value of one meets some of another's, and the next value others. What `take_turns` skips is not made here."""
+    each value of one meets some of another's, and the next value others."""
     placed = itertools.product(*(enumerate(each) for each in values))
     kept = (each for each in placed if every_config or sum(place for place, _ in each) % of == 0)
     return [tuple(value for _, value in each) for each in kept]
