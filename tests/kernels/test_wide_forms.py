@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 
+import helpers
 import planning
 import pytest
 import torch
@@ -22,6 +23,7 @@ from cutile_runs import ShuffledMachine  # noqa: E402
 
 from tilegym_rmsnorm.backends.cutile import launch  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.forms import form_of  # noqa: E402
+from tilegym_rmsnorm.backends.cutile.plans import tables  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans import variants as plans  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.partition import Team  # noqa: E402
 from tilegym_rmsnorm.backends.cutile.plans.plan import Plan, plan_of  # noqa: E402
@@ -135,7 +137,8 @@ def _problem_of_forward(variant: Variant, inputs: VariantInputs, size: str) -> P
 def _problem_of_backward(variant, inputs, x, wanted, size) -> Problem:
     has_two, read = wanted.d_residual is not None, (x, inputs.dy, inputs.d_residual_out)
     has_residual = has_two or inputs.d_residual_out is not None or variant.alpha != 1.0
-    dtype, form = form_of(read, (wanted.dx, wanted.d_residual), has_residual, False, False, has_two)
+    has_bias, results = wanted.db is not None, (wanted.dx, wanted.d_residual)
+    dtype, form = form_of(read, results, has_residual, has_bias, False, has_two)
     return _problem("dx" if wanted.dw is None else "backward", variant, dtype, size, form)
 
 
@@ -206,11 +209,11 @@ def _check_backward(
     has_d_residual_out: bool = True,
     **wanted,
 ) -> None:
-    """wanted: fields of Wanted that are not those of all gradients."""
+    """wanted: fields of Wanted that are not those of all gradients but db, which is not wanted unless given."""
     inputs, spec = variants.make(variant), variants.spec_of(variant)
     if not has_d_residual_out:
         inputs = inputs._replace(d_residual_out=None)
-    asked = variants.wanted_of(variant)._replace(db=None, **wanted)
+    asked = variants.wanted_of(variant)._replace(**{"db": None} | wanted)
     x, before = _normalized(variant, inputs), _copies(inputs)
     problem = _problem_of_backward(variant, inputs, x, asked, size)
     if first is not None:
@@ -220,7 +223,7 @@ def _check_backward(
     plan, seeds = _plan(problem, first), itertools.count()
     rstd = (x.double().square().mean(-1) + variant.eps).rsqrt().float()
     tensors = x, inputs.dy, inputs.weight, rstd, inputs.d_residual_out
-    results = ("dx", asked.dx), ("d_residual", asked.d_residual), ("dw", asked.dw), ("db", None)
+    results = ("dx", asked.dx), ("d_residual", asked.d_residual), ("dw", asked.dw), ("db", asked.db)
     names = tuple(name for name, dtype in results if dtype is not None)
 
     def run() -> tuple[torch.Tensor, ...]:
@@ -318,6 +321,27 @@ def test_what_rules_choose_for_backwards(kind, n, size, op):
     if op == "backward" and KINDS[kind].weight == "none":
         pytest.skip("without a weight there is no dw")
     _check_backward(KINDS[kind]._replace(size=(5, n)), size=size, **({"dw": None} if op == "dx" else {}))
+
+
+# Rules that serve one form alone, which others do not fall back on: no other test reaches their tiles.
+KIND_OF_FORM = {"residual": "residual", "d_residual": "residual times alpha", "bias": "bias"}
+OF_ONE_FORM = [
+    pytest.param(op, form, record, id=f"{op}-{form}-{record.last}-{record.kernel}")
+    for record in tables.shipped_records(90)
+    if not record.lends and not record.gpus
+    for op, form in itertools.product(record.ops if helpers.every_config else record.ops[:1], record.forms)
+    if form in KIND_OF_FORM
+]
+
+
+@pytest.mark.parametrize(("op", "form", "record"), OF_ONE_FORM)
+def test_rules_of_one_form(op, form, record):
+    first, variant = record.variant(record.last), OF_FORWARD[KIND_OF_FORM[form]]
+    variant = variant._replace(size=(5, record.last))
+    if op == "forward":
+        _check_forward(variant, first)
+    else:
+        _check_backward(variant, first, db=variant.bias_dtype, **({"dw": None} if op == "dx" else {}))
 
 
 # At 8200 columns by a storage offset, which the plan does not see, and at 8201 by the width.
