@@ -11,6 +11,7 @@ from __future__ import annotations
 import processes
 import pytest
 import torch
+import torch._dynamo  # noqa: F401  (a DTensor imports it; here once, before the processes are forked)
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from helpers import Expected, assert_within

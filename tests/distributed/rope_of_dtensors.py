@@ -13,6 +13,7 @@ import itertools
 import processes
 import rope_calls
 import torch
+import torch._dynamo  # noqa: F401  (a DTensor imports it; here once, before the processes are forked)
 from torch.distributed.tensor import Replicate, Shard
 
 from tilegym_rmsnorm import qk_norm_rope
