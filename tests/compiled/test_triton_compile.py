@@ -237,13 +237,20 @@ def test_shape_strides_and_tables_of_rope_compile_nothing(positions, compiled_by
 
 
 def cases_of_options(op):
-    """Each two options together, and strides that do not fit into 32 bits beside others that do. One width of each
-    kernel, and with --every-config more."""
+    """Each two options together, and strides that do not fit into 32 bits beside others that do. Without --every-config
+    one width of each kernel, and a few layouts, which the compiler knows as sizes and alignments of integers."""
     if op == "qk_norm_rope":
-        layouts = {name: (*ROPE_OPTIONS[name], "far") for name in ("layout", "dy_layout")}
-        return rope_cases(**layouts)
-    widths = (1, 64, 100, 640, 4096, 12288, 16385, 18432) if helpers.every_config else (64, 12288, 18436)
-    return norm_cases(n=widths, layout=(*NORM_OPTIONS["layout"], "far"))
+        if helpers.every_config:
+            return rope_cases(**{name: (*ROPE_OPTIONS[name], "far") for name in ("layout", "dy_layout")})
+        # Of n and rotary_dim powers of two, and neither: whole rows and a rest, aligned and not
+        few = {"n": (6, 64, 99), "rotary_dim": (6, 64, 80)}
+        return rope_cases(
+            **few, layout=("packed", "offset", "far"), dy_layout=("transposed", "offset", "far")
+        )
+    if helpers.every_config:
+        widths = (1, 64, 100, 640, 4096, 12288, 16385, 18432)
+        return norm_cases(n=widths, layout=(*NORM_OPTIONS["layout"], "far"))
+    return norm_cases(n=(64, 12288, 18436), layout=("slices", "heads", "offset", "far"))
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
