@@ -12,22 +12,15 @@ import torch
 from helpers import why_skip
 from torch.torch_version import TorchVersion
 
-
-def test_the_first_call_of_a_process_may_be_traced():
-    """torch 2.11 traces no import, so the reference has to be there before."""
-    code = """
+# torch 2.11 traces no import, so the reference has to be there before.
+TRACED = """
 import torch, tilegym_rmsnorm
 norm = torch.compile(tilegym_rmsnorm.rms_norm, backend="eager", fullgraph=True)
 x = torch.ones(2, 8, requires_grad=True)
 norm(x, (8,), torch.ones(8), backend="torch").sum().backward()
 assert x.grad is not None
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.11", reason="regions are tested from torch 2.11 on")
-def test_the_first_call_of_a_process_may_be_in_a_compiled_region():
-    code = """
+IN_A_REGION = """
 import torch, tilegym_rmsnorm
 region = torch.compiler.nested_compile_region(
     lambda x: tilegym_rmsnorm.rms_norm(x, (8,), None, 1e-6, residual=x)[0]
@@ -37,9 +30,6 @@ y = torch.compile(lambda x: region(region(x)), backend="eager", fullgraph=True)(
 once = torch.nn.functional.rms_norm(2 * x, (8,), None, 1e-6)
 torch.testing.assert_close(y, torch.nn.functional.rms_norm(2 * once, (8,), None, 1e-6))
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 X = "torch.arange(24.0).view(3, 8).sin()"
 FIRST_CALLS = {
     "rms_norm_forward": "tr.rms_norm_forward(x, w, 1e-6)[0]",
@@ -79,7 +69,7 @@ def run_each(programs, **more):
 @needs_fork
 def test_the_first_call_of_a_process_may_be_any():
     """Each in a process of its own, with the values that a process gets that has made calls before."""
-    run_each(
+    programs = [
         f"""
 import tilegym_rmsnorm as tr
 ops, x, w = torch.ops.tilegym_rmsnorm, {X}, torch.linspace(0.5, 2, 8)
@@ -90,15 +80,19 @@ torch.testing.assert_close(y, call(x, w, rstd))
 """
         for surrounding in SURROUNDINGS.values()
         for call in FIRST_CALLS.values()
-    )
+    ]
+    programs.append(TRACED)
+    if TorchVersion(torch.__version__) >= "2.11":  # regions are tested from there on
+        programs.append(IN_A_REGION)
+    run_each(programs)
 
 
 @needs_fork
-@pytest.mark.parametrize("backend", ["cutile", "triton"])
-def test_the_first_call_of_a_process_may_be_a_kernel_with_rotary_embedding(backend):
+def test_the_first_call_of_a_process_may_be_a_kernel_with_rotary_embedding():
     """On a CPU, in an interpreter: both passes."""
-    if reason := why_skip(backend, torch.device("cpu")):
-        pytest.skip(reason)
+    backends = [each for each in ("cutile", "triton") if not why_skip(each, torch.device("cpu"))]
+    if not backends:
+        pytest.skip("neither cutile nor triton can run on a CPU here")
     run_each(
         (
             f"""
@@ -113,6 +107,7 @@ for one, other in zip(got, (y, *torch.autograd.grad(y, (x, w), x.detach())), str
     torch.testing.assert_close(one, other)
 """
             for surrounding in ("call", "torch.compile(call, backend='aot_eager', fullgraph=True)")
+            for backend in backends
         ),
         TILEGYM_RMSNORM_INTERPRET="1",
         TRITON_INTERPRET="1",
