@@ -167,11 +167,13 @@ def test_which_attention_is_rewritten(found):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rewritten_attention_computes_the_same_bits(found, folded, dtype):
+    """A part of each head is rotated in float32 alone: a width changes no rounding."""
+    widths = (D, D // 2) if dtype is torch.float32 else (D,)
     checked = collections.Counter()
     for cls, names in found.items():
         if isinstance(names, str) or cls.__name__ in OTHER_NORMS:
             continue
-        for layer, width in itertools.product((0, 1), (D, D // 2)):
+        for layer, width in itertools.product((0, 1), widths):
             original, ours = (built(cls, layer).to(dtype) for _ in range(2))
             report = patch_model(ours, patch_layers=True, backend="torch")
             assert [each.norms for each in report.attention if not each.name] == [names], cls
