@@ -31,7 +31,8 @@ def test_a_part_of_a_block_is_found_by_its_name(tmp_path, monkeypatch):
 
 def test_compiling_ahead_fills_the_caches_from_other_processes(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")  # or Inductor asks the compiler what the CPU can, for seconds
+    # Or Inductor asks the C++ compiler which vectors the CPU has, for seconds.
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "0")
     # A plain one, and of a block.
     sections = [Section((op,), ((4, 8),)) for op in ("forward", "bias_forward")]
     assert warm.warm(("torch.compile",), sections, [torch.float32], CPU, processes=1) == 2
