@@ -10,6 +10,7 @@ import itertools
 import helpers
 import planning
 import pytest
+import table_cases
 import torch
 import variants
 from helpers import BF16, DEVICE, FP16, FP32, HAS_GPU, assert_alike, in_turn, why_skip
@@ -326,18 +327,18 @@ def test_what_rules_choose_for_backwards(kind, n, size, op):
 # Rules that serve one form alone, which others do not fall back on: no other test reaches their tiles.
 KIND_OF_FORM = {"residual": "residual", "d_residual": "residual times alpha", "bias": "bias"}
 OF_ONE_FORM = [
-    pytest.param(op, form, record, id=f"{op}-{form}-{record.last}-{record.kernel}")
+    pytest.param(op, form, record, n, id=f"{op}-{form}-{n}-{record.kernel}")
     for record in tables.shipped_records(90)
     if not record.lends and not record.gpus
     for op, form in itertools.product(record.ops if helpers.every_config else record.ops[:1], record.forms)
     if form in KIND_OF_FORM
+    for n in table_cases.widths_of(record, "large")[-1:]
 ]
 
 
-@pytest.mark.parametrize(("op", "form", "record"), OF_ONE_FORM)
-def test_rules_of_one_form(op, form, record):
-    first, variant = record.variant(record.last), OF_FORWARD[KIND_OF_FORM[form]]
-    variant = variant._replace(size=(5, record.last))
+@pytest.mark.parametrize(("op", "form", "record", "n"), OF_ONE_FORM)
+def test_rules_of_one_form(op, form, record, n):
+    first, variant = record.variant(n), OF_FORWARD[KIND_OF_FORM[form]]._replace(size=(5, n))
     if op == "forward":
         _check_forward(variant, first)
     else:

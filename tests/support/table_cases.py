@@ -16,6 +16,7 @@ from tilegym_rmsnorm.backends.cutile.plans import records, select, tables
 from tilegym_rmsnorm.backends.cutile.plans.problem import Bucket, Device, Target
 from tilegym_rmsnorm.backends.cutile.plans.records import Record
 from tilegym_rmsnorm.backends.cutile.plans.select import Choice
+from tilegym_rmsnorm.backends.cutile.plans.sizes import rows_of_class
 from tilegym_rmsnorm.backends.cutile.plans.variant import Variant
 from tilegym_rmsnorm.backends.cutile.plans.variants import BackwardRows
 from tilegym_rmsnorm.backends.cutile.runtime.user_folder import user_folder
@@ -114,13 +115,22 @@ def entries_that_ship(machine, op: str, dtype: str) -> list[tuple[Bucket, Varian
 
 def serving(target: Target, op: str, dtype: str) -> dict[Bucket, Variant]:
     """Return the variants of the records that ship for a GPU model, and of the rules that were timed and do not lend,
-    each at the ends of its range, for tensors of `dtype`, with those that `dtype` takes from another dtype."""
+    for tensors of `dtype`, with those that `dtype` takes from another dtype."""
     found: dict[Bucket, Variant] = {}
     for lender in (dtype, *select.SHARED.get(dtype, ())):
         for record in tables.shipped_records(target.architecture):
             for bucket in record.buckets() if target.gpu in record.gpus or not record.lends else ():
                 if (bucket.op, bucket.dtype) == (op, lender):
-                    for n in dict.fromkeys((record.first, record.last)):
+                    for n in widths_of(record, bucket.size):
                         if variant := record.variant(n):
                             found.setdefault(bucket._replace(dtype=dtype, n=n), variant)
     return found
+
+
+def widths_of(record: Record, size: str) -> list[int]:
+    """Return the width of an entry, or the narrowest and the widest of a range that have rows of a size class, and that
+    are multiples of 16 bytes in each dtype, as the range asks."""
+    if record.is_entry:
+        return [record.first]
+    served = [n for n in range(-(-record.first // 8) * 8, record.last + 1, 8) if rows_of_class(size, n)]
+    return sorted({served[0], served[-1]}) if served else []
