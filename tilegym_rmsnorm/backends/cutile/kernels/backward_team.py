@@ -88,7 +88,7 @@ def part_gradients(arrays, row, tcolumns, tahead, inv_n, offset, OF_ROW, LATENCY
 def add_part(
     arrays, row, tdw, tcolumns, tahead, inv_n, offset, OF_ROW, LATENCY, PACKED, residual_gradients, team
 ):
-    """The same, and returns tdw with those terms added."""
+    """Write a part's dx; return tdw plus its terms."""
     if PACKED:
         tsums = add_row_by_tma(
             arrays[:4],

@@ -86,7 +86,7 @@ def load_tiles_at(array, place, SHAPE, PIECES, LATENCY, TMA, DIVISOR):
 
 
 def load_optional_at(arrays, place, SHAPE, PIECES, LATENCY, TMA, DIVISOR):
-    """The same of the one array in a tuple; nothing of an empty tuple."""
+    """Return `load_tiles_at` of the array in a tuple, () without one."""
     tiles = ()
     if len(arrays) > 0:
         tiles = load_tiles_at(arrays[0], place, SHAPE, PIECES, LATENCY, TMA, DIVISOR)
@@ -104,7 +104,7 @@ def store_tile_at(array, place, k, tile, SHAPE, TMA):
 
 
 def row_numbers(array, place, SHAPE):
-    """Of a tile of heads, as (ROWS, HEADS): each row's number over all of B, T and H, and whether there is that row."""
+    """Number the rows of a tile of heads over all of B, T and H, and tell which exist, both as (ROWS, HEADS)."""
     tsteps, theads = indices_of_heads(place, SHAPE)
     _, steps, heads, _ = array.shape
     return (place[0] * steps + tsteps) * heads + theads, (tsteps < steps) & (theads < heads)

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""How blocks that share a row add up one number each: a team of blocks, its tickets and its board.
+"""Teams of blocks that share a row and add up one number each: their tickets and their board.
 
 Each member writes its part to `board`, where row i has a slot for every member, and reads the slots of row i until none
 is EMPTY. It adds them in an order that only their numbers decide, so all get the same bits on every run. A slot is
@@ -47,7 +47,7 @@ def post(board, row, member, part):
 
 
 def read_slots(board, row, tslots):
-    """By an atomic operation that changes nothing: tileiras 13.4 takes a load, even a relaxed one, out of the loop."""
+    """Read slots by an atomic that changes nothing: tileiras 13.4 takes a load, even a relaxed one, out of the loop."""
     return ct.atomic_or(
         board, (row, tslots), 0, check_bounds=False, memory_order=RELAXED, memory_scope=DEVICE
     )

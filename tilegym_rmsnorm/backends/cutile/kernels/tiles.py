@@ -23,7 +23,7 @@ def as_float32(tile):
 
 
 def paired_as_float32(tile):
-    """The same of a 1-D tile, bfloat16 two at a time: a shift and a mask make two float32 of 32 bits.
+    """Widen a 1-D tile to float32, bfloat16 two at a time: a shift and a mask make two of 32 bits.
 
     By astype the second of two takes two instructions, and is kept in 32 bits rather than made again.
     """
@@ -47,7 +47,7 @@ def has_aligned_rows(array, DIVISOR):
 
 
 def with_divisor(arrays, DIVISOR):
-    """The same arrays, of which the compiler then knows that N, their last extent, is a multiple of DIVISOR.
+    """Return the arrays, and tell the compiler that N, their last extent, is a multiple of DIVISOR.
 
     cuda-tile asks of an extent only whether it is a multiple of 16. Of another one it must assume that a row may end
     between any two elements, and loads and stores each alone, although 72 bfloat16 end where 16 bytes end. Arrays whose
@@ -91,7 +91,7 @@ def opaque_zero():
 
 
 def not_hoisted(tcolumns, row):
-    """The same indices. Prevents hoisting: what a loop loads there is loaded again from L1 for each row, to save
+    """Prevent hoisting, by equal indices: what a loop loads there is loaded again from L1 for each row, to save
     registers.
 
     The opaque zero is a multiple of the tile's width, so that the compiler still sees 16 bytes that lie together.
@@ -101,14 +101,14 @@ def not_hoisted(tcolumns, row):
 
 
 def rows_of(array):
-    """How many rows an array has: (M, N), or (B, T, H, N)."""
+    """Count the rows of an array: (M, N), or (B, T, H, N)."""
     if array.ndim == 2:
         return array.shape[0]
     return array.shape[0] * array.shape[1] * array.shape[2]
 
 
 def place_of(array, row):
-    """Where row `row` of an array is, but for the column. Rows of (B, T, H, N) are counted over all of B, T and H."""
+    """Return the index of row `row`, without its column. Rows of (B, T, H, N) are counted over all of B, T and H."""
     if array.ndim == 2:
         return (row,)
     return (
@@ -134,7 +134,7 @@ def load_row(array, row, tcolumns, EVEN, LATENCY):
 
 
 def load_part_of_row(array, row, part, tcolumns, LATENCY):
-    """The same, of the equal tiles of part `part` of a row, by TMA; any lanes past the end read 0."""
+    """Load part `part` of a row by TMA, as equal tiles of its dtype; any lanes past the end read 0."""
     width, pieces = tcolumns[0].shape[0], len(tcolumns)
     return tuple(
         ct.reshape(
@@ -199,7 +199,7 @@ def store_row(array, row, tcolumns, tiles, EVEN):
 
 
 def store_part_of_row(array, row, part, tiles):
-    """The same, of the equal tiles of part `part` of a row, by TMA."""
+    """Write equal tiles, rounded, as part `part` of a row, by TMA."""
     pieces = len(tiles)
     for k in ct.static_iter(range(pieces)):
         tile = ct.reshape(ct.astype(tiles[k], array.dtype), (1, tiles[k].shape[0]))
@@ -240,7 +240,7 @@ def load_gradient_tiles(x, dy, rstd, index, shape, LATENCY, TMA, DIVISOR):
 
 
 def gather_gradient_tiles(x, dy, rstd, trows, tcolumns, EVEN, LATENCY):
-    """The same of these rows and columns, as `gather_tile` has them."""
+    """Gather x and dy by `gather_tile`, and rstd as (rows, 1)."""
     tx = gather_tile(x, trows, tcolumns, EVEN, LATENCY)
     tdy = gather_tile(dy, trows, tcolumns, EVEN, LATENCY)
     return tx, tdy, ct.gather(rstd, trows, check_bounds=False, latency=LATENCY)[:, None]
@@ -295,7 +295,6 @@ def terms_of_dw(tx, tdy, th, trstd, dtype, ROUND_XHAT):
 
 
 def row_of_terms_of_dw(tx, tdy, th, trstd, dtype, ROUND_XHAT):
-    """The same of a row's tiles."""
     return tuple(
         terms_of_dw(tx[k], tdy[k], th[k], trstd, dtype, ROUND_XHAT) for k in ct.static_iter(range(len(tx)))
     )

@@ -43,8 +43,8 @@ from .tiles import (
 
 
 def lanes_of_block(first, n, part, SHAPE, ENDS):
-    """Where the rows of a block lie that begins with row `first`: (SHIFT, the offset of lane 0 of row `first`, the lane
-    behind the last inner one, the inner lanes, the lanes of the ends, and which of those are the row's).
+    """Return the lane layout of a block that begins with row `first`: (SHIFT, the offset of lane 0 of row `first`, the
+    lane behind the last inner one, the inner lanes, the lanes of the ends, and which of those are the row's).
 
     part: which part of the inner lanes it has. SHAPE is (ROWS, WIDTH, PIECES, VECTOR), here and below.
     """
@@ -64,7 +64,7 @@ def lanes_of_block(first, n, part, SHAPE, ENDS):
 
 
 def shifts_of(VECTOR, ENDS):
-    """How many rows apart rows of one SHIFT are."""
+    """Return the spacing, in rows, of one SHIFT."""
     return VECTOR if ENDS else 1
 
 

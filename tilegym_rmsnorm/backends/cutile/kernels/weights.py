@@ -1,7 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""How the weight comes to the tiles that it multiplies (tiles.py), and when: with x, or behind a reduction of x
-(forward.py)."""
+"""Loads of the weight for the tiles that it multiplies (tiles.py): with x, or behind a reduction of x (forward.py)."""
 
 import cuda.tile as ct
 
@@ -33,8 +32,8 @@ def load_scale(weight, tcolumns, offset, EVEN):
 
 
 def joint_load(tiles, others, ALIGNED):
-    """The same tiles, with a fake dependency on the others: the compiler cannot sink the loads of the others below a
-    reduction of the tiles.
+    """Give tiles a fake dependency on the others: the compiler cannot sink the loads of the others below a reduction of
+    the tiles.
 
     tiles, others: 1-D, of one dtype. ALIGNED: 16 bytes are loaded at once, so two elements of 16 bits lie in one
     register and are combined as one word; else that would take more instructions than one at a time.
@@ -78,7 +77,7 @@ def load_scale_tile(weight, j, WIDTH, offset, TMA, DIVISOR):
 
 
 def gather_columns(array, ROWS, tcolumns, EVEN):
-    """These columns of a weight or bias, as float32 (ROWS, columns), once a row: each thread loads what it multiplies.
+    """Gather columns of a weight or bias, as float32 (ROWS, columns), once a row: each thread loads what it multiplies.
 
     Loaded once, as (1, columns), the tile goes through shared memory to where it is needed, behind a barrier. A weight
     of another dtype than x does so anyhow, and its loads would sink below the sum.
