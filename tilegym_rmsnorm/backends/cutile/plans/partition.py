@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""How rows are divided: into tiles and chunks of a block, over the blocks of a team, over blocks that walk the rows,
-and into slabs and strips. The bases of the kernels' settings (variants.py)."""
+"""Division of rows: into tiles and chunks of a block, over the blocks of a team, over blocks that walk the rows, and
+into slabs and strips. The bases of the kernels' settings (variants.py)."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ class Registers(Variant):
 
     @classmethod
     def fitted(cls, n: int, most_members: int, **settings: Any) -> Variant | None:
-        """Without a width one tile holds the row, or those of `two_tiles` if so asked; else as many pieces as it
-        takes."""
+        """Fit one tile to the row without a width, or `two_tiles` if so asked; else as many pieces as it takes."""
         if settings.pop("two_tiles", False):
             width, rest = two_tiles(n)
             settings |= {"width": width, "rest": rest}
@@ -74,7 +73,7 @@ class Team(Registers):
     def fitted(
         cls, n: int, most_members: int, most_lanes: float = math.inf, **settings: Any
     ) -> Variant | None:
-        """As few members as hold the row, with at most so many lanes an element, and no tile without columns."""
+        """Fit the fewest members that hold the row, with at most so many lanes an element and no empty tile."""
         part = settings["width"] * settings.setdefault("pieces", 1)
         lanes = part * settings.setdefault("members", -(-n // part))
         fits = (
@@ -115,7 +114,7 @@ class Unaligned(Registers):
 
     @classmethod
     def fitted(cls, n: int, most_members: int, **settings: Any) -> Variant | None:
-        """Without a number of pieces as many as it takes for all but the ends."""
+        """Default to as many pieces as all but the ends take."""
         inner = n // settings["vector"] * settings["vector"]
         settings.setdefault("pieces", -(-inner // settings["width"]))
         return cls(**settings)
@@ -128,7 +127,7 @@ class Unaligned(Registers):
         return super().constants(n) | {"ENDS": self.has_ends(n)}
 
     def blocks(self, m: int, n: int, sm_count: int) -> int:
-        """How many blocks, or teams, walk m rows of n elements: as many of each shift, of as many as fit the SMs."""
+        """Count blocks or teams that walk m rows of n elements: as many of each shift, of as many as fit the SMs."""
         shifts = self.vector if self.has_ends(n) else 1
         steps = -(-m // (shifts * self.rows))
         return shifts * shortest_walks(steps, max(1, sm_count * self.occupancy // self.members // shifts))
@@ -147,7 +146,7 @@ class Unaligned(Registers):
 
     @property
     def most_rows(self) -> int:
-        """So many that a part behind them begins at a multiple of 16 bytes."""
+        """Multiple of 8 rows, so that the next part begins 16-byte aligned."""
         return super().most_rows // 8 * 8
 
     def check(self, n: int, itemsize: int, architecture: int) -> None:

@@ -42,7 +42,7 @@ class Plan:
         return ", then ".join(map(str, self.steps))
 
     def constants(self, step: Variant) -> dict[str, Any]:
-        """By name what the kernel of a step may take of compile-time arguments."""
+        """Return compile-time arguments that a step's kernel may take, by name."""
         problem = self.problem
         constants = step.constants(problem.n) | {
             "HAS_WEIGHT": problem.weight is not None,

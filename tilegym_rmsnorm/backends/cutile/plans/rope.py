@@ -58,7 +58,7 @@ class RopeProblem(NamedTuple):
 
     @property
     def has_tma(self) -> bool:
-        """Where it gains, on Hopper and not for one step, and where tileiras 13.4 lets no loop load over tiles that are
+        """Whether TMA gains, on Hopper and not for one step, and tileiras 13.4 lets no loop load over tiles that are
         still read. It lets some for sm_100, for most parts of a head, and beside weights of heads that are wide or
         rotated in part (tests/machine_code/pipelines.py)."""
         is_sound = not (self.per_head and self.n > WIDE_HEAD)
@@ -93,7 +93,7 @@ class RopeTiles(Variant):
 
     @property
     def of_k(self) -> RopeTiles:
-        """The same with k's tiles in the place of q's."""
+        """Variant with k's tiles in the place of q's."""
         return dataclasses.replace(self, rows=self.k_rows, heads=self.k_heads)
 
     def constants(self, n: int) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def cut(columns: int, widest: int) -> tuple[int, int]:
 
 
 def constants_of(problem: RopeProblem, variant: RopeTiles) -> dict[str, Any]:
-    """By name what the kernel may take of compile-time arguments."""
+    """Return compile-time arguments the kernel may take, by name."""
     return variant.constants(problem.n) | {
         "HALF": problem.rotary_dim // 2,
         "INTERLEAVED": problem.interleaved,

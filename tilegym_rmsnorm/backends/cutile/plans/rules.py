@@ -163,8 +163,8 @@ def _plain(problem: Problem) -> Variant:
 
 
 def _vector(problem: Problem) -> int:
-    """How many elements the kernels of unaligned.py load at once: 8 bytes of them, in a forward 4, if that divides
-    rows; else 16 bytes, and rows have ends."""
+    """Choose how many elements unaligned.py loads at once: 8 bytes of them, in a forward 4, if that divides rows; else
+    16 bytes, and rows have ends."""
     itemsize = problem.narrowest_itemsize
     dividing = math.gcd(problem.n, 16 // itemsize)
     is_enough = dividing * itemsize >= 8 or problem.op == "forward" and dividing > 1

@@ -35,6 +35,5 @@ def rows_of_class(size: str, n: int) -> range:
 
 
 def shortest_walks(tiles: int, blocks: int) -> int:
-    """Of at most so many blocks, as few as leave the longest walk as short as it can be: 1024 tiles for 264 blocks are
-    4 each for 256."""
+    """Return as few of `blocks` as leave the longest walk no longer: 1024 tiles for 264 blocks are 4 each for 256."""
     return -(-tiles // -(-tiles // blocks))

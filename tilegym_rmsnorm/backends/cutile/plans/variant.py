@@ -114,7 +114,7 @@ class Variant:
         return self.tma
 
     def constants(self, n: int) -> dict[str, Any]:
-        """By name what the kernel may take of compile-time arguments: its settings, and what follows from them and N.
+        """Return compile-time arguments the kernel may take, by name: its settings, and what follows from them and N.
         EVEN: the tiles end where the row does. DIVISOR: the largest power of two up to 16 that divides N."""
         own = {each.name.upper(): getattr(self, each.name) for each in dataclasses.fields(self)}
         own["HEADS"] = self.heads
@@ -145,7 +145,7 @@ class Variant:
         return shortest_walks(max(1, tiles // shares), max(1, blocks // shares)) if self.walks else 1
 
     def temporaries(self, m: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """By name the shape and dtype of what it fills for later kernels of its plan, but for dw_partial."""
+        """Return {name: (shape, dtype)} of arrays that it fills for later kernels, except dw_partial."""
         return {}
 
     def grid(self, m: int, n: int, p: int, sm_count: int) -> tuple[int, ...]:

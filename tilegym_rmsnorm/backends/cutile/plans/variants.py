@@ -211,7 +211,7 @@ class BackwardSplit(Split):
 
     @classmethod
     def fitted(cls, n: int, most_members: int, **settings: Any) -> Variant:
-        """Without a width the tiles of `two_tiles` hold a row."""
+        """Hold a row in the tiles of `two_tiles` by default."""
         width, rest = two_tiles(n)
         return cls(**({} if "width" in settings else {"width": width, "rest": rest}), **settings)
 
@@ -275,7 +275,7 @@ class BackwardStrips(Chunks):
         return sm_count * self.occupancy
 
     def partial_rows(self, m: int, n: int, sm_count: int, shares: int = 1) -> int:
-        """How many blocks share the rows of a strip."""
+        """Count blocks that share the rows of a strip."""
         strips, tiles = -(-n // self.width), -(-m // self.rows)
         occupancy = 1 if strips == 1 and tiles <= FEW_TILES * sm_count else self.occupancy
         return shortest_walks(tiles, max(1, sm_count * occupancy // strips))
@@ -323,7 +323,7 @@ class ClearBoard(Variant):
         return {"ROWS": self.rows, "SLOTS": self.width}
 
     def board_rows(self, m: int) -> int:
-        """Of a board for m rows, which has more: the last counts tickets."""
+        """Count a board's rows, more than m: the last counts tickets."""
         return (m // self.rows + 1) * self.rows
 
     def temporaries(self, m: int) -> dict[str, tuple[tuple[int, ...], str]]:

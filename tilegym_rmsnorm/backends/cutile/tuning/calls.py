@@ -28,7 +28,7 @@ Outputs = dict[str, Tensor]
 
 
 class Inputs(NamedTuple):
-    """Of one call. Rows are (M, N), weight and bias (N,), rstd (M,). A backward's x is what was normalized."""
+    """Inputs of a call: rows (M, N), weight and bias (N,), rstd (M,). A backward's x is what was normalized."""
 
     x: Tensor
     dy: Tensor
@@ -47,15 +47,15 @@ def weight_dtype_of(bucket: Bucket) -> torch.dtype:
 
 
 def rows_moved(bucket: Bucket) -> tuple[int, int]:
-    """How many arrays of rows a call reads, and writes."""
+    """Count a call's arrays of rows: read, and written."""
     form = form_named(bucket.form)
     added, second = int(form.residual), int(form.d_residual)
     return (1 + added, 1 + added) if bucket.op == "forward" else (2 + added, 1 + second)
 
 
 def timed_inputs(m: int, bucket: Bucket, sets: int, device: torch.device) -> Iterator[Inputs]:
-    """Of each set its own, as in the benchmark and of each layer: or else they come from L2. With an alpha where there
-    is d_residual, which without one would be dx itself."""
+    """Make sets that share no tensor, as in the benchmark and in layers: or else they come from L2. With an alpha where
+    there is d_residual, which without one would be dx itself."""
     form = form_named(bucket.form)
     new = functools.partial(torch.randn, sets, m, bucket.n, dtype=getattr(torch, bucket.dtype), device=device)
     x, dy, residual = new(), new(), new() if form.residual else None
@@ -68,9 +68,9 @@ def timed_inputs(m: int, bucket: Bucket, sets: int, device: torch.device) -> Ite
 
 
 def checked_inputs(m: int, bucket: Bucket, device: torch.device, seed: int) -> Inputs:
-    """That tell wrong from right: rows of different scale, an outlier column. Of an odd seed with a float32 weight,
-    whose gradient hides nothing (so have all where the bucket's is float32), and, of a forward with a residual, an
-    alpha. A backward with one writes d_residual: so have all of that form, and no others."""
+    """Make inputs that expose wrong kernels: rows of different scale, an outlier column. Odd seeds have a float32
+    weight, whose gradient hides nothing (all have where the bucket's is float32), and in a forward with a residual an
+    alpha. A backward with an alpha writes d_residual: all of that form have one, no others."""
     generator, dtype = torch.Generator(device).manual_seed(seed), getattr(torch, bucket.dtype)
     n, has = bucket.n, form_named(bucket.form)
 

@@ -81,11 +81,11 @@ def candidates(
 
 
 def _kinds(variant: Variant) -> Iterator[tuple[object, ...]]:
-    """Of which the most alike is tried: every kernel with every number of warps and of blocks an SM and every share of
-    them, with and without TMA, in one tile a row and in several; backwards with every latency; pipelined rows in tiles
-    of every width by every share, packed and not; packed teams and rows that a warp holds in tiles of every width; rows
-    that are not aligned in tiles of every width by every vector; and with every `weight_load`, but for early of large
-    calls by tiles."""
+    """Yield groups whose most alike variant is tried: every kernel with every number of warps and of blocks an SM and
+    every share of them, with and without TMA, in one tile a row and in several; backwards with every latency; pipelined
+    rows in tiles of every width by every share, packed and not; packed teams and rows that a warp holds in tiles of
+    every width; unaligned rows in tiles of every width by every vector; and with every `weight_load`, but for early of
+    large calls by tiles."""
     kernel, blocks, has_pieces = _kernel(variant), (variant.warps, variant.occupancy), variant.pieces > 1
     yield "blocks", kernel, blocks
     yield "weight", kernel, variant.warps, variant.weight_load
@@ -104,7 +104,7 @@ def _kinds(variant: Variant) -> Iterator[tuple[object, ...]]:
 
 
 def with_other_shares(variant: Variant, bucket: Bucket) -> list[Variant]:
-    """The same kernel by fewer of the blocks that fit, or by more, which mostly takes no compilation.
+    """List variants by fewer of the blocks that fit, or by more, which mostly takes no compilation.
 
     H100, bfloat16: 8192x8192 by 131 blocks 139.3 us, by 114 of them 137.8; 4096x16384 by pipelined.py by 128 blocks
     155.6, by 98, 94 and 86 of them 144.2, 141.3, 145.4.
@@ -142,7 +142,7 @@ def fits_registers(variant: Variant, op: str, itemsize: int, weight: str = SAME,
 
 
 def distance(variant: Variant, other: Variant) -> float:
-    """How unlike two variants are: doublings of a tile's elements and of other numbers, and 1 for what else differs.
+    """Sum the differences: doublings of a tile's elements and of other numbers, and 1 for what else differs.
 
     When the weight comes makes no difference: all three ways are tried with whatever is near.
     """

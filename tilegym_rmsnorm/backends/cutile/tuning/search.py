@@ -121,7 +121,7 @@ def choose(
 
 
 def _rank(times: Times, default: Variant, most_loss: float) -> list[Variant]:
-    """By the geometric mean over all M, of which a tenth gained counts alike at each. Last those that take more than
+    """Sort by geometric mean over all M, where a tenth gained counts alike at each; last those that take more than
     most_loss times as long as the default at any M."""
 
     def rank(variant: Variant) -> tuple[bool, float]:

@@ -30,7 +30,7 @@ class Sweep(NamedTuple):
     values: dict[str, tuple[Any, ...]] = {}
 
     def over(self, **values: Any) -> Sweep:
-        """With these values besides: tuples, or one."""
+        """Add values, tuples or one each, to a copy."""
         own = {name: each if isinstance(each, tuple) else (each,) for name, each in values.items()}
         return self._replace(values=self.values | own)
 

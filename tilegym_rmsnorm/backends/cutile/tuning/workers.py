@@ -50,7 +50,7 @@ class Found(NamedTuple):
 
 
 def count_processes(device: torch.device, buckets: int) -> int:
-    """How many processes this machine has cores and GPU memory for; no more than there are buckets."""
+    """Count processes that cores and GPU memory allow, no more than there are buckets."""
     cores = (os.cpu_count() or 2) - 1
     fit = (torch.cuda.mem_get_info(device)[0] - BYTES_OF_TURN) // BYTES_PER_PROCESS
     return max(1, min(MOST_PROCESSES, cores, fit, buckets))
