@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Which packages are installed, in which versions. Nothing is imported to find out."""
+"""Installed packages and their versions. Nothing is imported to find out."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def without_interpreters() -> Iterator[list[str]]:
-    """Where there is a GPU, hide the variables that would let a backend work without it; gives those that were set."""
+    """Hide the variables that let a backend work without a GPU, where there is one; yield those that were set."""
     ignored = {name: os.environ[name] for name in INTERPRETERS if name in os.environ}
     if not installation.visible_gpus():
         ignored = {}

@@ -145,7 +145,7 @@ def _has_calls(bucket: Bucket, machine: Machine) -> bool:
 
 
 def _without_teams(buckets: list[Bucket], machine: Machine) -> list[Bucket]:
-    """Those that no team serves, by rules or entries: an entry of another kernel would keep teams out of processes that
+    """Drop buckets that teams serve, by rules or entries: another kernel's entry would keep teams out of processes that
     allow them."""
     from tilegym_rmsnorm.backends.cutile.launch import plan_for
 

@@ -33,7 +33,7 @@ def errors_of(
     d_residual_out: Tensor | None = None,
     alpha: float = 1.0,
 ) -> tuple[dict[str, Errors], Errors]:
-    """For each of several results the largest relative error of each output against float64, and the errors allowed.
+    """Return each result's largest relative error of each output against float64, and the errors allowed.
 
     x, which is what was normalized, dy and d_residual_out are (M, N), weight and bias (N,). A result names its outputs
     y, rstd, dx, d_residual, dw and db, with any prefix that ends in "_". dx is alpha times d_residual, the gradient of
@@ -116,7 +116,7 @@ def _in_float64(
 
 
 def _of_kind(kind: str, outputs: Outputs) -> list[Tensor]:
-    """Those of one of OUTPUTS, however they were computed."""
+    """Pick tensors of one of OUTPUTS, however computed."""
     return [tensor for name, tensor in outputs.items() if name == kind or name.endswith(f"_{kind}")]
 
 

@@ -69,7 +69,7 @@ def interleave(samplers: dict[Name, Sampler], seconds: float = SAMPLING_SECONDS)
 
 
 def sets_needed(bytes_read: int, device: torch.device) -> int:
-    """How many distinct input sets of `bytes_read` overflow the L2 L2_OVERFLOW times; at least 2."""
+    """Count distinct sets of `bytes_read` that overflow the L2 L2_OVERFLOW times; at least 2."""
     if device.type != "cuda":
         return 1
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
@@ -77,7 +77,7 @@ def sets_needed(bytes_read: int, device: torch.device) -> int:
 
 
 def calls_needed(sets: int, bytes_moved: int, copy_bytes_per_second: float) -> int:
-    """How many calls make a replay of REPLAY_SECONDS at the copy ceiling: a multiple of `sets`, at most MAX_CALLS."""
+    """Count the calls of a replay of REPLAY_SECONDS at the copy ceiling: a multiple of `sets`, at most MAX_CALLS."""
     floor_seconds = bytes_moved / copy_bytes_per_second + 2e-6  # no kernel takes less than about 2 us
     cycles = math.ceil(REPLAY_SECONDS / floor_seconds / sets)
     return max(1, min(cycles, MAX_CALLS // sets)) * sets

@@ -88,7 +88,7 @@ class Launcher:
         return run
 
     def _run_parts(self, arguments: tuple[Any, ...]) -> None:
-        """All but the sum of dw in parts, whose partial rows lie behind each other."""
+        """Launch rows in parts; sum dw once, over the partial rows of all parts."""
         arrays, machine = dict(zip(self.argument_names, arguments, strict=True)), self.machine
         names = [name for name in OF_ROWS if name in arrays]
         parts = list(zip(*(arrays[name].split(self.most_rows) for name in names), strict=True))

@@ -63,7 +63,7 @@ def backward_launcher(spec: Spec, tensors: BackwardTensors, wanted: Wanted) -> B
 
 
 def backward_plan(m: int, n: int, dtype: torch.dtype, device: torch.device) -> Plan:
-    """Of a plain backward of (m, n), x and weight of one dtype. KeyError for a dtype that no kernel takes."""
+    """Plan a plain backward of (m, n), x and weight of one dtype. KeyError for a dtype that no kernel takes."""
     of_rows = size_class(m, n), *settings.kernel_limits()
     run = _launcher("backward", device, n, dtype, dtype, "once", *of_rows)
     assert run is not None, "every plain call is fused"

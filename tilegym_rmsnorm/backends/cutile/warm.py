@@ -58,7 +58,7 @@ class Calls(NamedTuple):
         return Wanted(self.dtype, None if is_one else self.residual, self.weight, self.bias)
 
     def forward(self, device: torch.device, lead: Lead) -> ForwardTensors:
-        """Of a call, arrays that hold anything."""
+        """Make uninitialized tensors of a call."""
         shape = (self.heads, self.n) if self.per_head else (self.n,)
         x = torch.empty((*lead, self.n), dtype=self.dtype, device=device)
         residual = empty((*lead, self.n), self.residual, device)
@@ -66,7 +66,7 @@ class Calls(NamedTuple):
         return x, weight, bias, residual
 
     def backward(self, device: torch.device, lead: Lead) -> list[BackwardTensors]:
-        """Of the backwards of that call: with a residual one whose sum is used, and one whose sum is not."""
+        """Make tensors of its backwards: with a residual one whose sum is used, and one whose sum is not."""
         shape = (self.heads, self.n) if self.per_head else (self.n,)
         normalized = torch.empty((*lead, self.n), dtype=self.residual_out or self.dtype, device=device)
         dy = torch.empty((*lead, self.n), dtype=self.y or self.dtype, device=device)
@@ -169,7 +169,7 @@ def rows_to_warm(
 
 
 def _one_of_each_kind(rows: range, rows_of_tile: int) -> Iterator[int]:
-    """For each number of row tiles the smallest M of each kind that makes so many."""
+    """Yield the smallest M of each kind for each number of row tiles."""
     low = rows.start
     while low < rows.stop:
         high = min(-(-low // rows_of_tile) * rows_of_tile, rows.stop - 1)

@@ -51,7 +51,7 @@ class RopeCalls(NamedTuple):
     position_dtype: torch.dtype
 
     def forward(self, device: torch.device, lead: RopeLead) -> RopeTensors:
-        """Of a call, arrays that hold anything."""
+        """Make uninitialized tensors of a call."""
         b, t, has_rows_of_batch = lead
         batches = b if has_rows_of_batch else 1
         q, k = (self._rows(heads, lead, device) for heads in (self.heads, self.k_heads))
@@ -63,7 +63,7 @@ class RopeCalls(NamedTuple):
         return q, k, *weights, cos, sin, positions  # type: ignore[return-value]
 
     def backward(self, device: torch.device, lead: RopeLead) -> RopeBackwardTensors:
-        """Of the backward of that call: the gradients have the shapes of q and k."""
+        """Make tensors of its backward: the gradients have the shapes of q and k."""
         q, k, *others = self.forward(device, lead)
         return q, k, q, k, *others  # type: ignore[return-value]
 

@@ -133,8 +133,8 @@ class RopeBackwardConfig:
 
 
 def forward_config(N: int) -> ForwardConfig:
-    """For rows of N elements. The grid is a tile of rows per program, however many: on an H100 such grids reached 2700
-    to 2930 GB/s in Triton (bfloat16, N of 128 to 16384), and persistent loops were 3 to 5 % slower in cuTile."""
+    """Configure a forward of N columns, with a program per tile of rows, however many: on an H100 such grids reached
+    2700 to 2930 GB/s in Triton (bfloat16, N of 128 to 16384), and persistent loops were 3 to 5 % slower in cuTile."""
     if N > FORWARD_HELD:
         return ForwardConfig(
             False, rows=1, width=CHUNK, tiles=_cdiv(N, CHUNK), num_warps=CHUNK // ELEMENTS_PER_WARP
@@ -147,8 +147,8 @@ def forward_config(N: int) -> ForwardConfig:
 def backward_config(
     M: int, N: int, sm_count: int, heads: int = 1, sms_left: int | None = None
 ) -> BackwardConfig:
-    """For M rows of N elements, or M of each head where each has its own weight, and its own walks. All programs are
-    resident at once, on `sms_left` of the SMs (None: on all), and as few as leave the longest walk no longer."""
+    """Configure a backward of M rows of N elements, or M a head where each has its own weight and walks. All programs
+    are resident at once, on `sms_left` of the SMs (None: all), and as few as leave the longest walk no longer."""
     rows = _rows(N, BACKWARD_TILE)
     num_warps = _warps(N, BACKWARD_MIN_WARPS)
     programs_per_walk = 1
@@ -194,8 +194,8 @@ def rope_forward_config(form: RopeForm, heads: Sequence[RopeHeads]) -> RopeForwa
 def rope_backward_config(
     form: RopeForm, M: int, heads: Sequence[RopeHeads], sm_count: int, sms_left: int | None = None
 ) -> RopeBackwardConfig:
-    """For M tokens. As in `backward_config` all programs are resident at once, and as few as leave the longest walk no
-    longer."""
+    """Configure walks over M tokens. All programs are resident at once, as in `backward_config`, and as few as leave
+    the longest walk no longer."""
     # With any of these the whole tile takes 147 to 182 registers per thread, and one program would fill an SM.
     is_half = form.is_interleaved or form.rests > 0 or any(each.is_per_head for each in heads)
     tiles = _rope_tiles(form, BACKWARD_TILE // 2 if is_half else BACKWARD_TILE, heads)

@@ -30,7 +30,7 @@ _lock = threading.Lock()
 
 
 def one_launch_at_a_time() -> contextlib.AbstractContextManager:
-    """In which kernels may be launched. The first call changes the interpreter, in this process and for good."""
+    """Return the lock to launch under. The first call changes the interpreter, in this process and for good."""
     InterpreterBuilder.cast_impl = _cast_rounding_to_nearest
     interpreter._patch_lang = _replaced_language
     return _lock

@@ -254,7 +254,7 @@ def _count(rows: Tensor) -> int:
 
 
 def _heads(weight: Tensor | None) -> int:
-    """How many heads have a weight of their own."""
+    """Count heads with a weight of their own."""
     return 1 if weight is None or weight.ndim == 1 else weight.shape[0]
 
 
@@ -275,7 +275,7 @@ def _rope_form(spec: RopeSpec, cos: Tensor) -> RopeForm:
 
 
 def _rope_heads(*sides: tuple[Tensor | None, Tensor | None]) -> list[RopeHeads]:
-    """Of q and its weight, and of k and its weight."""
+    """Make RopeHeads of q and k with their weights."""
     return [
         RopeHeads(x.shape[2], weight is not None and weight.ndim > 1) for x, weight in sides if x is not None
     ]
@@ -325,7 +325,7 @@ def _options(num_warps: int, contracts: bool = True, most_registers: int | None 
 
 
 def _ready(device: torch.device) -> contextlib.AbstractContextManager:
-    """In which kernels on tensors of `device` may be launched: Triton launches on the current device."""
+    """Return a context to launch kernels on `device` in: Triton launches on the current device."""
     if interpreting():
         from tilegym_rmsnorm.backends.triton.interpreter import one_launch_at_a_time  # imports numpy
 

@@ -91,7 +91,7 @@ def join_pairs(tiles, FORM: tl.constexpr):
 
 @triton.jit
 def load_heads(head_ptrs, thead_mask, tcolumns, tmasks, FORM: tl.constexpr):
-    """In float32. Elements outside read 0, and add 0 to every sum."""
+    """Load as float32. Elements outside read 0, and add 0 to sums."""
     tiles = ()
     for k in tl.static_range(len(tcolumns)):
         tiles = tiles + (load_columns(head_ptrs, tcolumns[k], thead_mask & tmasks[k], ""),)
@@ -130,13 +130,13 @@ def count_tiles(M, H, TILE: tl.constexpr):
 
 @triton.jit
 def heads_of_tile(tile, H, TILE: tl.constexpr):
-    """As (1, HEADS). Neighbours have heads of the same tokens."""
+    """Return heads, (1, HEADS). Neighbours have the same tokens."""
     return (tile % tl.cdiv(H, TILE.heads) * TILE.heads + tl.arange(0, TILE.heads))[None, :]
 
 
 @triton.jit
 def tokens_of_tile(tile, M, T, H, TILE: tl.constexpr):
-    """As (TOKENS, 1), and their places in B and in T."""
+    """Return tokens (TOKENS, 1), their places in B and T."""
     first = (tile // tl.cdiv(H, TILE.heads)).to(tl.int64) * TILE.tokens
     tokens = (first + tl.arange(0, TILE.tokens))[:, None]
     if M.dtype == tl.int32:  # a division of 64 bits takes several times the instructions
@@ -180,7 +180,7 @@ def load_table(row_ptrs, tis_inside, tmask, tcolumns, tmasks, FORM: tl.constexpr
 
 @triton.jit
 def mean_of_products(ta, tb, FORM: tl.constexpr):
-    """Of each head, as (TOKENS, HEADS, 1). Products of tiles of one width are added before they are reduced."""
+    """Average each head, as (TOKENS, HEADS, 1). Products of tiles of one width are added before reduction."""
     tsum = tl.sum(ta[0] * tb[0] + ta[1] * tb[1], axis=2)
     if len(ta) > 2:
         trest = ta[2] * tb[2]

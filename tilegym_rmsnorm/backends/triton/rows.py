@@ -51,7 +51,7 @@ def split_program(program, H, PER_HEAD: tl.constexpr):
 
 @triton.jit
 def count_of_head(count, H, PER_HEAD: tl.constexpr):
-    """How many of these rows or programs are of one head."""
+    """Count the rows or programs of one head."""
     if PER_HEAD:
         return count // H
     else:
@@ -69,7 +69,7 @@ def rows_of_head(numbers, head, H, PER_HEAD: tl.constexpr):
 
 @triton.jit
 def vector_of_head(ptr, head, N: tl.constexpr, PER_HEAD: tl.constexpr):
-    """Where the head's weight or bias starts."""
+    """Point to the head's weight or bias."""
     if PER_HEAD:
         return ptr + head * N
     else:
@@ -91,7 +91,7 @@ def places_of(rows, M, T, H):
 
 @triton.jit
 def row_pointers(ptr, places, strides, H):
-    """Where the rows at these places start."""
+    """Point to the rows at these places."""
     if H is None:
         return ptr + places[2] * strides[2]
     else:

@@ -45,7 +45,7 @@ def empty(shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def unwritten(tensor: Tensor) -> int:
-    """How many elements of a tensor from `empty`, or of a view of one, no kernel has written."""
+    """Count elements that no kernel has written, of a tensor from `empty` or a view of one."""
     unwritten_elements = _unwritten_elements(tensor)
     if unwritten_elements is None:
         raise ValueError("expected a tensor made by interpreter.empty, got another")
@@ -163,7 +163,7 @@ class Memory:
         return "written" in self._blocks or "atomically written" in self._blocks
 
     def _check_overlap(self) -> None:
-        """At the first access of a kind: of two overlapping arguments none may be written."""
+        """Refuse overlapping arguments, once both are accessed, if either is written."""
         for other in self.overlapping:
             if other._blocks and (self._is_written or other._is_written):
                 raise RuntimeError(

@@ -65,7 +65,7 @@ class Range:
 
     @property
     def constants(self) -> range:
-        """For static_iter, which unrolls: plain integers, from plain integers."""
+        """Plain integers for static_iter, which unrolls, from plain integers."""
         if any(isinstance(b, Tile) for b in self.bounds):
             raise TypeError("static_iter takes compile-time bounds, got a run-time scalar")
         return self._range

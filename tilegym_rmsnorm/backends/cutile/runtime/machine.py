@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Where kernels run: a CUDA device, or, for CPU tensors, the interpreter. launcher.py does not know which."""
+"""Machines for kernels: a CUDA device or, for CPU tensors, the interpreter. launcher.py does not know which."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def cuda_home_conflict() -> str | None:
 
 
 def cache_folder() -> Path | None:
-    """Where cuda-tile keeps compiled kernels, None where its cache is off.
+    """Return the folder of cuda-tile's cache of kernels, None if it is off.
 
     From `get_cache_dir_from_env` of cutile_cache/_env.py in cuda-tile 1.7.0.
     """

@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""Where the user's tuned settings are."""
+"""Folder of the user's tuned settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tilegym_rmsnorm.settings import CACHE_VARIABLE, parse_switch
 
 
 def user_folder() -> Path | None:
-    """Where the user's files are: TILEGYM_RMSNORM_CACHE_DIR, or the platform's folder for caches; None if off.
+    """Return the user's folder: TILEGYM_RMSNORM_CACHE_DIR, or the platform's folder for caches; None if off.
 
     None too without platformdirs, which pip installs along with this package; and, with one warning, where no home
     folder is known: HOME is unset and the user's number has no name, as in many containers, or a "~name" is nobody's.
