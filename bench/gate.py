@@ -62,8 +62,8 @@ ACCEPTED: tuple[Slowdown, ...] = ()
 
 
 class Verdict(NamedTuple):
-    """How many cells were compared, one line for each that fails, the kept cells that were not run, and one line for
-    each slowdown that was let pass."""
+    """Number of cells compared, one line for each that fails, the kept cells that were not run, and one line for each
+    slowdown that was let pass."""
 
     compared: int
     failed: list[str]
@@ -134,12 +134,12 @@ def compare(
 
 
 def _timed(results: Sequence[Result]) -> dict[Cell, Record]:
-    """Of each cell that has a figure in any of them the last."""
+    """Return the last record with a figure of each cell."""
     return {cell_of(each): each for result in results for each in result["records"] if each["us"] is not None}
 
 
 def _fastest(results: Sequence[Result], new: Result) -> dict[Cell, Record]:
-    """Of each cell the lowest figure that the new result's toolkit has reached."""
+    """Return each cell's record of the lowest figure by the new result's toolkit."""
     records = [
         each
         for result in results
@@ -151,7 +151,7 @@ def _fastest(results: Sequence[Result], new: Result) -> dict[Cell, Record]:
 
 
 def toolkit_of(result: Result, provider: str) -> tuple[str | None, ...]:
-    """What compiled a provider's kernels: those of another toolkit may be faster for reasons of its own."""
+    """Return versions of a provider's toolkit: another may be faster for reasons of its own."""
     versions = result.get("versions", {})
     if provider == "triton":
         return (versions.get("triton"),)
@@ -187,7 +187,7 @@ def why_nothing(new: Result, verdict: Verdict) -> str | None:
 
 
 def explain(new: Result, kept: list[Result], verdict: Verdict) -> str:
-    """What was compared and found, one line each."""
+    """Say in lines what was compared and found."""
     if new["gpu"] is None:
         return "gate: nothing compared: the run had no GPU"
     if not kept:

@@ -256,7 +256,7 @@ def tables_folder(text: str) -> Path:
 
 
 def default_folder(arguments: argparse.Namespace, gpu: str | None) -> Path:
-    """Where results go: a run of a part must not replace the kept one of its day."""
+    """Choose a folder: a run of a part must not replace the kept one of its day."""
     ops = BLOCK_OPS if arguments.block else OPS if arguments.widths is None else widths.OPS
     has_all_ops = arguments.op is None or set(arguments.op) == set(ops)
     is_part = any(each is not None for each in (arguments.shapes, arguments.provider, arguments.share))

@@ -68,7 +68,7 @@ class BlockCell(Cell):
 
 
 def run_op(family: Family, provider: BlockProvider, op: str, inputs: BlockInputs) -> Outputs:
-    """What the provider computes from one set by an op, as "OP NAME"."""
+    """Run an op of the provider on one set, with outputs as "OP NAME"."""
     results = provider.calls[op](_inputs_for(provider, inputs))
     names = (f"{op} {name}" for name in family.outputs[op])
     outputs = dict(zip(names, results, strict=True))
@@ -89,5 +89,5 @@ def first_calls(
 
 
 def _inputs_for(provider: BlockProvider, inputs: BlockInputs) -> BlockInputs:
-    """With a dy of its own for a provider that writes dx over it."""
+    """Clone dy for a provider that writes dx over it."""
     return dataclasses.replace(inputs, dy=inputs.dy.clone()) if provider.overwrites_dy else inputs

@@ -22,17 +22,17 @@ Expected = dict[str, tuple[Tensor, Tensor]]  # each with the scale of its errors
 
 
 def kind_of(name: str) -> str:
-    """Of an output that is named behind its op, as "residual_forward y"."""
+    """Return NAME of "OP NAME", as y of "residual_forward y"."""
     return name.rpartition(" ")[2]
 
 
 def errors_of(
     outputs: Mapping[str, Outputs], inputs: BlockInputs, lenient: Collection[str] = ()
 ) -> tuple[dict[str, Errors], Errors]:
-    """For each provider the largest relative error of each output against float64, and the errors allowed.
+    """Find each provider's largest relative error of each output against float64, and the errors allowed.
 
-    What is normalized is the sum with the residual as it is rounded to residual_out. Those in `lenient` may normalize
-    the sum before it is rounded; of them the smaller error counts.
+    The norm's input is the sum with the residual, rounded to residual_out. Those in `lenient` may normalize the sum
+    before it is rounded; of them the smaller error counts.
     """
     found, allowed = _errors_of(outputs, inputs, is_rounded=True)
     if inputs.residual is not None and (others := {name: outputs[name] for name in lenient}):
@@ -80,7 +80,7 @@ def _errors_of(
 
 
 def _in_float64(inputs: BlockInputs, part: slice, is_rounded: bool) -> tuple[Expected, dict[str, Tensor]]:
-    """What some rows should come to, and the terms of the sums over all rows that they have."""
+    """Compute expected results of some rows, and their terms of the sums over all rows."""
     cols = inputs.packed.shape[1]
     x, dy = (tensor.reshape(-1, cols)[part].double() for tensor in (inputs.x, inputs.dy))
     weight, alpha, expected = inputs.weight.double(), inputs.alpha, {}

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What a transformer block asks for beside the plain norm: the ops, their shapes, inputs, and the bytes they must move.
+"""Ops that a transformer block needs beside the plain norm: shapes, inputs, and the bytes that they must move.
 
 Ops that read the same inputs are a family, checked together. Shapes are (rows, columns) here too. Those of heads are
 (B, T, H, D) with B * T * H rows: q is a slice of (B, T, 3, H, D), and dy is (B, H, T, D) transposed, as attention's
@@ -136,7 +136,7 @@ class Section(NamedTuple):
 
 
 def family_of(op: str) -> Family | None:
-    """None of a plain op."""
+    """Return None for a plain op."""
     return next((family for family in FAMILIES if op in family.ops), None)
 
 

@@ -170,7 +170,7 @@ def torch_calls(wrap: Callable[[Callable[..., Results]], Callable[..., Results]]
 
 
 def eager_provider(device: torch.device) -> BlockProvider:
-    """On a CPU, where ATen has no kernel of the backward, the forwards alone."""
+    """Offer only forwards on a CPU, where ATen has no kernel of the backward."""
     calls = torch_calls(lambda function: function)
     if device.type != "cuda":
         return BlockProvider("F.rms_norm", {op: call for op, call in calls.items() if op.endswith("forward")})

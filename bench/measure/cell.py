@@ -91,7 +91,7 @@ class Cell:
         return functools.partial(function, x, dy, weight, rstd_for(provider, inputs))
 
     def host_call(self, provider: Any, op: str) -> Call | None:
-        """Of "both" by autograd, where that has a public function."""
+        """Return the call; "both" by autograd, None without a norm."""
         inputs = self.inputs[0]
         if op != "both":
             return self.device_call(provider, op, inputs)
@@ -99,7 +99,7 @@ class Cell:
         return provider.norm and functools.partial(provider.autograd, inputs.x_leaf, dy, inputs.weight_leaf)
 
     def _first_calls(self, provider: Any) -> Outputs:
-        """What it computes. An op that raises takes along those that need it."""
+        """Run each op once. An op that raises takes along those that need it."""
         outputs: Outputs = {}
         for op in self.checked_ops(provider):
             if (provider.label, op) not in self.failures:
@@ -198,13 +198,13 @@ def figures(timing: Timing | None, moved: int, ceiling: float | None) -> Record:
 
 
 def _fastest(providers: list[Any], device: dict[str, Timing]) -> Any | None:
-    """Of one provider's settings those of the lowest median; None where none was timed."""
+    """Pick the provider's settings of the lowest median; None where none was timed."""
     timed = [each for each in providers if each.label in device]
     return min(timed, key=lambda each: device[each.label].us, default=None)
 
 
 def _settings(provider: Any | None, op: str) -> str | None:
-    """Of a peer with several the fastest, of cutile the kernel that served and its own."""
+    """Name a peer's settings, or the kernel of cutile that served and its settings."""
     if provider is None:
         return None
     return provider.settings or (provider.served_by and provider.served_by(op)) or None

@@ -64,7 +64,7 @@ def checked_ops(provider: Provider) -> tuple[str, ...]:
 
 
 def run_op(provider: Provider, op: str, inputs: Inputs, poisons: bool = True) -> Outputs:
-    """What the provider computes from one set by an op: y and rstd, dx and dw, "alone_dx", or "both" by eager autograd.
+    """Run an op of the provider on one set: y and rstd, dx and dw, "alone_dx", or "both" by eager autograd.
 
     The first call of what is timed later, so it also compiles. Freed memory is poisoned before, so that an element
     which a kernel fails to write is NaN and not the right answer of the provider before it.
@@ -108,7 +108,7 @@ def dy_for(provider: Provider, inputs: Inputs) -> Tensor:
 
 
 def errors_of(outputs: dict[str, Outputs], inputs: Inputs) -> tuple[dict[str, Errors], Errors]:
-    """For each provider the largest relative error of each output against float64, and the errors allowed."""
+    """Find each provider's largest relative error of each output against float64, and the errors allowed."""
     return accuracy.errors_of(outputs, inputs.x, inputs.dy, inputs.weight, EPS)
 
 

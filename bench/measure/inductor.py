@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""How Inductor times the kernels between which it chooses: here by the GPU's time alone, one process after the other.
+"""Timing of the kernels between which Inductor chooses: by the GPU's time alone, one process after the other.
 
 Its own timer records an event, calls, and records another, while the GPU empties its L2. A host that is slower than the
 GPU at that measures itself, and short kernels look alike. So it once chose a float32 forward of 131072x64 that takes

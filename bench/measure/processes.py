@@ -29,7 +29,7 @@ SAME = ("gpu", "sms", "driver", "cuda", "tileiras", "versions", "is_grid", "is_b
 
 
 class Loss(NamedTuple):
-    """By whose kernel, at which shape and with what message a process lost its CUDA context, which ended it."""
+    """Loss of a process's CUDA context, which ended it: by whose kernel, at which shape, with what message."""
 
     provider: str
     shape: Shape
@@ -58,7 +58,7 @@ def measure_others(
 
 
 def left_by(loss: Loss, providers: Sequence[str], shapes: Sequence[Shape]) -> list[Group]:
-    """What is still to be measured of these: at the shape of the loss the others, behind it all."""
+    """List what is still to be measured: at the shape of the loss the others, behind it all."""
     others = tuple(name for name in providers if name != loss.provider)
     behind = tuple(shapes)[shapes.index(loss.shape) + 1 :]
     return [group for group in ((others, (loss.shape,)), (tuple(providers), behind)) if all(group)]
@@ -85,7 +85,7 @@ def measure_apart(
     folder: Path,
     options: Sequence[str] = (),
 ) -> Result:
-    """What a process of their own measures of these providers. Where it dies, records say so; where it loses its CUDA
+    """Measure these providers in a process of their own. Where it dies, records say so; where it loses its CUDA
     context, `lost` does, and what it left has none."""
     sizes = shapes_text(shapes)
     command = [sys.executable, "-m", "bench.run", "--provider", ",".join(providers), "--shapes", sizes]
@@ -110,7 +110,7 @@ def measure_apart(
 
 
 def shapes_text(shapes: Sequence[Shape]) -> str:
-    """As `parse_shapes` reads it."""
+    """Invert `parse_shapes`."""
     return ",".join(f"{rows}x{cols}" for rows, cols in shapes)
 
 

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Where a figure comes from: GPU, driver, toolkit, library versions, sources, tables, commit and date. Part of every
+"""Origin of a figure: GPU, driver, toolkit, library versions, sources, tables, commit and date. Part of every
 result."""
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def one_line(result: dict[str, Any]) -> str:
 
 
 def parts_of_other_commits(result: dict[str, Any]) -> list[str]:
-    """Whose figures are in part of which other commit, where results were joined."""
+    """List whose figures are of which other commit, where results were joined."""
     found = dict.fromkeys(
         f"{', '.join(process['providers'])} in part of commit {process['commit'][:12]}"
         for process in result.get("processes", [])
@@ -152,7 +152,7 @@ def _tileiras() -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints, None where it is missing or fails."""
+    """Read a command's output; None if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

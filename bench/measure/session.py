@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""What all shapes of a run share, and how an error of one provider leaves the others be."""
+"""Session of a run, shared by all shapes; an error of one provider leaves the others be."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What is measured: the shapes, and the bytes that each op must move at least.
+"""Shapes to measure, and the bytes that each op must move at least.
 
 Shapes are (rows, columns) of x. The default rows make x 64 to 134 MB in bf16 at the widths of real models, so that a
 call is bound by memory and not by its launch; the batches of BATCHES show the launch-bound end. GRID is for heat maps.
@@ -71,7 +71,7 @@ def compulsory_bytes(op: str, shape: Shape, dtype: torch.dtype) -> int:
 
 
 def kind_of(result: Result) -> str:
-    """Which ops and shapes a result has: of the plain norm at the shapes of models, of a grid, those of block/, or of
+    """Name a result's ops and shapes: of the plain norm at the shapes of models, of a grid, those of block/, or of
     widths.py."""
     if result.get("widths") is not None:
         return "widths"

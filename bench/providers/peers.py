@@ -107,7 +107,7 @@ def _quack(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Provi
 
 
 def _liger_triton(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Provider]:
-    """In place, its default: otherwise it fills dx with zeros first. row_mode matters for many narrow rows only."""
+    """Run in place, its default: else it fills dx with zeros first. row_mode matters for many narrow rows only."""
     liger = importlib.import_module("liger_kernel.ops.rms_norm")
     block, warps = liger.calculate_settings(shape[1])
 
@@ -187,7 +187,7 @@ def _liger_cute(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[
 
 
 def _tilegym(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Provider]:
-    """By the mode that it chooses, and each of its three forward kernels by name."""
+    """Offer the mode that it chooses, and each of its three forward kernels."""
     tilegym = importlib.import_module("tilegym.ops.cutile.rms_norm")
 
     def forward_by(mode: str | None, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,7 +207,7 @@ def _tilegym(shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Pro
 
 
 class _Context:
-    """What an autograd function's forward writes to: x, weight and rstd are among its saved tensors."""
+    """Context of an autograd.Function's forward: x, weight and rstd are among its saved tensors."""
 
     saved_tensors: tuple[Tensor, ...]
 
@@ -234,7 +234,7 @@ def _no_reason() -> None:
 
 
 def _why_no_torch_quack() -> str | None:
-    """What PyTorch itself asks before it overrides F.rms_norm."""
+    """Check as PyTorch does before it overrides F.rms_norm."""
     try:
         utils = importlib.import_module("torch._native.cutedsl_utils")
     except ImportError:
@@ -249,7 +249,7 @@ def _why_no_torch_quack() -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """How a library's providers are made, what must be importable for it, and what else may keep it from running."""
+    """Maker of a library's providers, modules that must be importable, and what else may keep it from running."""
 
     make: Callable[[Shape, torch.dtype, torch.device], list[Provider]]
     modules: tuple[str, ...]

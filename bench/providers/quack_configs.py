@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Which of quack's configs are timed: those near its heuristic's choice, since its whole search space, 400 backwards of
-4096 columns, would compile for minutes a cell."""
+"""Quack's configs to time: those near its heuristic's choice, since its whole search space, 400 backwards of 4096
+columns, would compile for minutes a cell."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FASTEST = frozenset(
 
 
 def quack_fastest(chosen: Any, cols: int, itemsize: int) -> list[tuple[str, Any]]:
-    """Those neighbours that are among FASTEST."""
+    """Keep neighbours that are among FASTEST."""
     return [each for each in quack_neighbours(chosen, cols, itemsize) if each[0] in FASTEST]
 
 

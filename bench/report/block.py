@@ -59,7 +59,7 @@ def overview(results: list[Result]) -> str:
 
 
 def means_table(result: Result) -> str:
-    """Of each op the mean and the lowest ratio, to the best peer and to itself."""
+    """Tabulate each op's mean and lowest ratio, to the best peer and to itself."""
     rows = []
     for key, cells in ratios(result).items():
         lowest = min(cells, key=lambda shape: cells[shape])
@@ -95,7 +95,7 @@ def rows_table(result: Result) -> str:
 
 
 def heads_map(result: Result, op: str, text: Callable[[Shape], str]) -> str:
-    """What `text` says of each shape, H downwards and D to the right."""
+    """Tabulate `text` of each shape, H downwards and D to the right."""
     shapes = [shape_of(each) for each in of_op(result, op)]
     sizes = sorted({cols for _, cols in shapes})
     by_heads: dict[int, dict[int, str]] = {}

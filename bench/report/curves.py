@@ -85,7 +85,7 @@ def summary_table(result: Result, style: str = "simple") -> str:
 
 
 def verdict(result: Result) -> str:
-    """How far each curve is from the baseline's, and how far that is from itself with another seed."""
+    """Say how far each curve is from the baseline's, and how far that is from its other seed's."""
     lines = [
         f"{name} {'agrees' if result['agrees'][name] else 'DOES NOT AGREE'} with the baseline: its curve, smoothed "
         f"over {result['setup']['smoothed']} steps, is at most {far:.4f} away; the baseline's other seed is up to "

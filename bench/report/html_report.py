@@ -105,12 +105,12 @@ def _facts(result: Result) -> dict[str, str]:
 
 
 def _comparisons(result: Result, op: str) -> list[compare.Comparison]:
-    """None without a GPU: the times of interpreters say nothing about kernels."""
+    """Return [] without a GPU: the times of interpreters say nothing about kernels."""
     return [] if result["gpu"] is None else compare.compare(result, op)
 
 
 def _notes(results: Results) -> str:
-    """What these figures are not, before any of them."""
+    """Say, before any figure, what these are not."""
     notes = dict.fromkeys(result["note"] for result in results.values() if result["note"])
     return "".join(f"<p><strong>{_text(note)}</strong></p>" for note in notes)
 
@@ -134,7 +134,7 @@ def _summary(results: Results) -> str:
 
 
 def _remarks(results: Results) -> str:
-    """What failed and what was not measured, each line once."""
+    """List failures and what was not measured, once each."""
     lines: dict[str, None] = {}
     for label, result in results.items():
         lines |= dict.fromkeys(f"failed, {label}: {line}" for line in tables.failures(result))
@@ -184,7 +184,7 @@ def _rates(result: Result, records: list[Record]) -> dict[str, Any]:
 
 
 def _ratios(comparisons: list[compare.Comparison]) -> dict[str, Any]:
-    """How many times as fast as the best peer at each shape."""
+    """Plot speeds relative to the best peer at each shape."""
     own = style_of(OURS).color
     trace = {
         "type": "bar",
@@ -321,7 +321,7 @@ def _table(name: str, rows: list[Cells]) -> str:
 
 
 def _cell(shown: str, value: Any, class_: str) -> str:
-    """With what it is sorted by, where that is not what is shown."""
+    """Add the value to sort by, where another is shown."""
     data = "" if str(value) == shown else f' data-value="{_text(str(value))}"'
     return f"<td{class_}{data}>{_text(shown)}</td>"
 

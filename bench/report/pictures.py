@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What all pictures share: a title with the GPU, a footer that says what was measured with what, and small files."""
+"""Style of all pictures: a title with the GPU, a footer that says what was measured with what, and small files."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _draw(axes: Axes, provider: str, rates: dict[float, float]) -> None:
 
 
 def _places(shapes: list[Shape]) -> tuple[dict[Shape, float], dict[float, str]]:
-    """Where each shape's line is, downwards, and where the name of each group of shapes, if there are several."""
+    """Place each shape's line, downwards, and the name of each group of shapes, if there are several."""
     places: dict[Shape, float] = {}
     names: dict[float, str] = {}
     at = 0.0

@@ -181,7 +181,7 @@ def links_table(results: Results) -> str:
 
 
 def behind_table(results: list[Result]) -> str:
-    """In how many cells a peer is faster, and the one where cutile is furthest behind."""
+    """Count cells with a faster peer; show the one where cutile is furthest behind."""
     rows = []
     for result in results:
         row = [_name(result)]

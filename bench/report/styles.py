@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""How each provider looks in pictures and in report.html: a colour and a marker that no other has.
+"""Style of each provider in pictures and in report.html: a colour and a marker that no other has.
 
 The first eight colours are Okabe and Ito's. The others were chosen to be far from these and from one another, also as
 people see them who are blind to red or green. The marker tells apart what is still alike.

@@ -53,7 +53,7 @@ def flat(record: Record) -> Record:
 
 
 def by_op(result: Result, style: str = "simple") -> str:
-    """For each op the GB/s of every provider, and their device and host microseconds. Without a GPU their errors alone:
+    """Tabulate by op every provider's GB/s, and its device and host microseconds. Without a GPU their errors alone:
     times of interpreters and of busy cores say nothing."""
     ceiling = result["copy_gb_per_s"]
     parts = []
@@ -129,7 +129,7 @@ def page_parts(result: Result, images: dict[str, str]) -> list[str]:
 
 
 def said_above(result: Result) -> str:
-    """What a result was measured with, and the rate of the copy."""
+    """Say how a result was measured, and the rate of the copy."""
     lines = [f"{one_line(result)}."]
     if result["note"]:
         lines.append(f"**{result['note']}**")

@@ -73,7 +73,7 @@ def spec_of(shape: Shape) -> RopeSpec:
 
 
 def providers(names: tuple[str, ...], shape: Shape, dtype: torch.dtype) -> dict[str, dict[str, Compute]]:
-    """For each of the names that can run, how it computes each op from a set."""
+    """Return how each name that can run computes each op from a set."""
     spec, wanted = spec_of(shape), RopeWanted(dtype, dtype)
     numbers = spec[1:]
     found: dict[str, dict[str, Compute]] = {}
@@ -102,7 +102,7 @@ def providers(names: tuple[str, ...], shape: Shape, dtype: torch.dtype) -> dict[
 
 
 def liger_forward(shape: Shape, dtype: torch.dtype) -> Compute | None:
-    """Where all of a head is rotated, a power of two, without the roundings of Qwen3, which it does not have."""
+    """Use Liger where all of a head, a power of two, is rotated without Qwen3's roundings, which it lacks."""
     if shape.r != shape.d or shape.d & (shape.d - 1) or shape.as_qwen3:
         return None
     norm = importlib.import_module("liger_kernel.ops.rms_norm").rms_norm_forward
@@ -166,7 +166,7 @@ def measure(session: Session, shape: Shape, op: str, dtype: torch.dtype) -> dict
 
 
 def host_times(backends: list[str], shape: Shape, inputs: Inputs) -> dict[str, float]:
-    """Of the public function by each backend, and of F.rms_norm of q alone, which need not copy q."""
+    """Time the public function by each backend, and F.rms_norm of q alone, which need not copy q."""
     calls: dict[str, Callable[[], Any]] = {
         name: functools.partial(qk_norm_rope, *inputs[2:], eps=EPS, rotary_dim=shape.r, backend=name)
         for name in backends

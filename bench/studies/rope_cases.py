@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Shape(NamedTuple):
-    """Of a call: q is (B, T, Hq, D), k is (B, T, Hk, D), and the first R of D elements are rotated.
+    """Sizes of a call: q is (B, T, Hq, D), k (B, T, Hk, D), and the first R of D elements are rotated.
 
     as_qwen3: with what transformers' Qwen3 computes, casting="llama" and rope_rounding="each", and what it passes, cos
     and sin in q's dtype, for each sequence."""

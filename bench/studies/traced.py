@@ -151,7 +151,7 @@ def overridden(inputs: Inputs) -> Gradients:
 
 @contextlib.contextmanager
 def default_backend(name: str) -> Iterator[None]:
-    """In all threads, unlike `use_backend`: autograd runs the backward in one of its own."""
+    """Set a default for all threads, unlike `use_backend`: autograd's backward has its own."""
     before = settings._process_backend
     tr.set_backend(name)
     try:
@@ -161,7 +161,6 @@ def default_backend(name: str) -> Iterator[None]:
 
 
 def step(x: Tensor, weight: Tensor, dy: Tensor) -> Gradients:
-    """What is traced."""
     y = aten_norm(x, weight)
     dx, dw = torch.autograd.grad(y, (x, weight), dy)
     return y, dx, dw
@@ -251,7 +250,7 @@ VARIANTS: dict[str, Callable[[Inputs], Run]] = {
 
 
 def make_inputs(shape: tuple[int, ...], device: torch.device) -> list[Inputs]:
-    """So many sets, as check.py makes them, that they overflow the L2."""
+    """Make, as check.py does, as many sets as overflow the L2."""
     rows, cols = math.prod(shape[:-1]), shape[-1]
     sets = sets_needed(DTYPE.itemsize * (rows + 1) * cols, device)
     return [

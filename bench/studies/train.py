@@ -58,8 +58,8 @@ VALIDATION_BATCHES = 16
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, and how. `skipped` steps at the start do not count for tokens/s: kernels compile there. The
-    curves of at least `smoothed` others are compared."""
+    """Model and its training. `skipped` steps at the start do not count for tokens/s: kernels compile there. The curves
+    of at least `smoothed` others are compared."""
 
     layers: int = 8
     width: int = 1024
