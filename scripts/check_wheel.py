@@ -54,13 +54,13 @@ def expected_version() -> str:
 
 
 def wheel_problems(names: Iterable[str], package: set[str], version: str) -> list[str]:
-    """What is wrong with the list of a wheel's files."""
+    """List problems of a wheel's files."""
     info = f"{PACKAGE}-{version}.dist-info"
     return problems(set(names), package | {f"{info}/METADATA", f"{info}/licenses/LICENSE"}, (f"{info}/",))
 
 
 def sdist_problems(names: Iterable[str], package: set[str], version: str) -> list[str]:
-    """What is wrong with the list of a source distribution's files."""
+    """List problems of a source distribution's files."""
     top = f"{PACKAGE}-{version}/"
     needed = {top + name for name in (*package, "LICENSE", "README.md", "pyproject.toml")}
     made = (f"{top}PKG-INFO", f"{top}setup.cfg", f"{top}{PACKAGE}.egg-info/")
@@ -68,7 +68,7 @@ def sdist_problems(names: Iterable[str], package: set[str], version: str) -> lis
 
 
 def problems(names: set[str], needed: set[str], made: tuple[str, ...]) -> list[str]:
-    """What is missing, and what is there that is neither needed nor begins as what a build makes."""
+    """List names that are missing, and those that are neither needed nor begin as what a build makes."""
     missing = [f"lacks {name}" for name in sorted(needed - names)]
     return missing + [f"holds {name}" for name in sorted(names - needed) if not name.startswith(made)]
 

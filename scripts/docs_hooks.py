@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""What MkDocs does not do by itself: pages link to files outside of docs/, as they do where the repository is read.
+"""Hooks of MkDocs for pages that link to files outside of docs/, as they do where the repository is read.
 
 Each such file becomes a part of the site: Markdown as a page, Python as a page of code,
 pictures and data as they are. Links are rewritten to them. A link to a folder becomes its text.
@@ -22,7 +22,7 @@ CODE = "---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n```python\n{text}\n```
 
 
 def site_path(path: str) -> str:
-    """Where the site has a file of the repository: docs/ is its root, and README.md its front page."""
+    """Return a file's path in the site: docs/ is its root, and README.md its front page."""
     path = "docs/index.md" if path == "README.md" else path
     return path.removeprefix("docs/") + (".md" if path.endswith(".py") else "")
 
