@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What the tests of known calls share: a call, and how to make it known."""
+"""A call for the tests of known calls, and how to make it known."""
 
 import torch
 from helpers import BF16, DEVICE

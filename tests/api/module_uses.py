@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""How a norm is built, kept and changed.
+"""Building, keeping and changing a norm.
 
 Functions of the class, torch.nn.RMSNorm or one that stands in for it.
 """
@@ -23,13 +23,13 @@ REFUSALS: dict[str, tuple[Callable[[type], Any], str]] = {}
 
 
 def use(function: Callable[[type], Any]) -> Callable[[type], Any]:
-    """It runs and comes to the same."""
+    """Add a use that runs and comes to the same."""
     USES[function.__name__] = function
     return function
 
 
 def refusal(text: str) -> Callable[[Callable[[type], Any]], Callable[[type], Any]]:
-    """It raises, and the message of either class matches `text`: it names what is wrong."""
+    """Add a use that raises; either class's message matches `text`, which names the fault."""
 
     def keep(function: Callable[[type], Any]) -> Callable[[type], Any]:
         REFUSALS[function.__name__] = function, text

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""How a norm is called, transformed and recorded.
+"""Calling, transforming and recording a norm.
 
 Functions of the class, torch.nn.RMSNorm or one that stands in for it.
 """

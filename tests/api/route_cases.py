@@ -241,7 +241,7 @@ MESHES: list[Any] = []  # the one of the cell, the last
 
 @contextlib.contextmanager
 def _mesh_of_eight() -> Iterator[Any]:
-    """Of this process and seven that are not there: what is communicated has no values."""
+    """Yield a mesh of this process and seven absent ones: collectives give no values."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -296,7 +296,7 @@ def _unwrapped(tensor: Tensor) -> Tensor:
 
 
 def _dead(tensor: Tensor) -> Tensor:
-    """As a transform of torch.func leaves it that has ended."""
+    """Wrap a tensor in a torch.func transform that has ended."""
     kept = []
     torch.func.grad(lambda t: kept.append(t) or t.sum())(tensor)
     return kept[-1]
@@ -408,8 +408,8 @@ EVENTS: list[str] = []  # implementations that ran: "reference" or "kernel"
 
 @contextlib.contextmanager
 def backend_of(title: str) -> Iterator[str | None]:
-    """What `backend=` says. Inside the block each implementation that runs is noted in EVENTS, and nothing is known of
-    earlier calls."""
+    """Yield the value of `backend=`. Inside the block each implementation that runs is noted in EVENTS, and nothing is
+    known of earlier calls."""
     backend = BACKENDS[title]
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv(settings.BACKEND_VARIABLE, raising=False)

@@ -31,7 +31,7 @@ class Failed(Exception):
 
 
 class Phase:
-    """What was seen of one phase."""
+    """Observations of one phase."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -204,7 +204,7 @@ _NO_COMPUTATION = ("getitem", "size", "validate_outputs")
 
 
 def nodes_of(graph: GraphModule) -> list[str]:
-    """What a graph calls, in its order, also in the graphs inside of it. Of our ops with the numbers they are given."""
+    """List a graph's calls in order, and those of graphs inside of it; our ops with the numbers they are given."""
     graphs = [module.graph for module in graph.modules() if isinstance(module, GraphModule)]
     called = (node for each in graphs for node in each.nodes if node.op.startswith("call_"))
     return [name for name in map(_named, called) if name not in _NO_COMPUTATION]
@@ -242,7 +242,7 @@ def grad(o: Watched) -> None:
 
 
 def known_call(o: Watched) -> None:
-    """The same call for the second time."""
+    """Make the same call a second time."""
     o.call(o.tensors)
     grad(o)
 
@@ -445,7 +445,7 @@ def jit_trace(o: Watched) -> None:
 
 
 def make_fx(**options: Any) -> Callable[[Watched], None]:
-    """Of a forward and its backward."""
+    """Trace a forward and its backward."""
 
     def run(o: Watched) -> None:
         from torch.fx.experimental.proxy_tensor import make_fx
@@ -482,7 +482,7 @@ def make_fx(**options: Any) -> Callable[[Watched], None]:
 
 
 def make_fx_of_backward(o: Watched) -> None:
-    """Of a backward alone, whose forward ran before."""
+    """Trace a backward alone, whose forward ran before."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     outputs, dys = o.outputs(o.forward())
@@ -540,7 +540,7 @@ def dynamo(dynamic: bool = False, **options: Any) -> Callable[[Watched], None]:
 
 
 def dynamo_of(transform: Callable[[Watched, Callable[..., Any]], Callable[..., Any]]) -> Callable[..., None]:
-    """The same of a transformed call."""
+    """Note Dynamo's graph of a transformed call."""
 
     def run(o: Watched) -> None:
         torch._dynamo.reset()

@@ -64,7 +64,7 @@ class Cell(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What was seen of a cell. nodes: by phase, of each graph."""
+    """Observations of a cell. nodes: by phase, of each graph."""
 
     route: str
     reason: str
@@ -255,7 +255,7 @@ def _with_gradients(
 
 
 def observe(cell: Cell) -> tuple[Seen, dict[str, Any]]:
-    """What is seen of a cell, and its results."""
+    """Observe a cell; return its results too."""
     form, kind = FORMS[cell.form], KINDS[cell.kind]
     found, dys, theirs = expected(cell.form, cell.kind)
     names = kind.names
@@ -317,7 +317,7 @@ def _values(kind: Kind, result: Any) -> Any:
 
 
 def _relations(results: dict[str, Any], found: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """Which results have the bits of backend "torch" in eager mode, which of F.rms_norm, and which are close."""
+    """Say which results have the bits of eager backend "torch", which of F.rms_norm, and which are close."""
     by_relation: dict[str, list[str]] = {}
     for name, result in results.items():
         by_relation.setdefault(_relation(name, result, found, theirs), []).append(name)
@@ -349,8 +349,8 @@ def observed(surroundings: Iterable[str]) -> dict[Cell, Seen]:
 
 
 def of_any_version(seen: dict[Cell, Seen]) -> dict[Cell, Seen]:
-    """What does not depend on the version of torch: of graphs our ops, of PyTorch's errors the type, and the bits where
-    no PyTorch operations are derived or recorded in another order."""
+    """Keep what no version of torch changes: of graphs our ops, of PyTorch's errors the type, and the bits where no
+    PyTorch operations are derived or recorded in another order."""
     return {cell: _of_any_version(each) for cell, each in seen.items() if not _depends_on_torch(cell)}
 
 
@@ -364,7 +364,7 @@ def _depends_on_torch(cell: Cell) -> bool:
 
 
 def differences(kept: dict[Cell, Seen], seen: dict[Cell, Seen]) -> list[str]:
-    """What changed, and below it the cells of which it did."""
+    """List changes, each above the cells that it is in."""
     changes: dict[tuple[str, ...], list[Cell]] = {}
     for cell in seen:
         if kept.get(cell) != seen[cell]:

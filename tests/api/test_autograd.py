@@ -81,7 +81,7 @@ def test_no_graph_where_nobody_asks(backend, monkeypatch):
 
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_halves_of_a_backward_have_the_bits_of_the_whole(backend, has_residual):
-    """As pipelines split it: the gradients of inputs first, those of weights later."""
+    """Pipelines take the gradients of inputs first, those of weights later."""
     inputs, x, weight = _leaves()
     bias = torch.zeros_like(weight, requires_grad=True)
     residual = x.detach().sin().requires_grad_() if has_residual else None
@@ -185,7 +185,7 @@ def test_rows_inside_torch_compile(backend):
 
 
 def test_the_reference_by_name_does_not_break_a_graph(monkeypatch):
-    """Not in a process's very first call either, before anything is chosen."""
+    """A process's first call, before anything is chosen, breaks none either."""
     monkeypatch.setattr(registry, "_chosen", {})
     x, weight = torch.randn(2, 3, 100, requires_grad=True), torch.rand(100, requires_grad=True)
     torch._dynamo.reset()

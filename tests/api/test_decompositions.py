@@ -45,7 +45,7 @@ def targets(graph: torch.fx.Graph) -> set[str]:
     [(FP32, False, False), (BF16, False, True), (FP16, True, False), (BF16, True, True)],
 )
 def test_an_exported_program_without_ops(dtype, of_pytorch, strict):
-    """By themselves run_decompositions keeps the ops."""
+    """run_decompositions without a table keeps the ops."""
     torch._dynamo.reset()
     model = Norms(dtype)
     x, residual = torch.randn(3, 6, N).to(dtype), torch.randn(3, 6, N)

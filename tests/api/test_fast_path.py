@@ -44,7 +44,7 @@ def encoder_layer(cls=nn.TransformerEncoderLayer, norm_first: bool = False) -> n
 
 
 def wrong_by(model: nn.Module, x: Tensor, padding: Tensor | None = None, norms=("norm1", "norm2")) -> float:
-    """How far `model` is from itself in float64, with norms written out, in training, where nothing is fused."""
+    """Return the distance of `model` from itself in float64, norms written out, in training: nothing is fused."""
     expected = copy.deepcopy(model).double().train()
     for layer in getattr(expected, "layers", [expected]):
         for name in norms:
@@ -65,7 +65,7 @@ def x() -> Tensor:
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("padding", [None, PADDING], ids=["", "padding"])
 def test_an_encoder_layer_calls_its_norms(cls, bias, norm_first, padding):
-    """It computed LayerNorm in their place, and without a bias raised AttributeError."""
+    """The layer computed LayerNorm instead, and without a bias raised AttributeError."""
     layer = encoder_layer(norm_first=norm_first)
     layer.norm1, layer.norm2 = random_norm(cls, bias), random_norm(cls, bias)
     assert wrong_by(layer, x(), padding) < 1e-5

@@ -28,7 +28,7 @@ def norm(variant, inputs, backend):
 
 
 def with_leaves(inputs):
-    """The same, of which x, weight, bias and residual are leaves."""
+    """Return inputs whose x, weight, bias and residual are leaves."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in inputs[:4]]
     return inputs._replace(**dict(zip(("x", "weight", "bias", "residual"), leaves, strict=True)))
 
@@ -138,7 +138,7 @@ def test_weights_with_strides(layout, backend):
 
 
 def test_residual_changed_after_the_forward(backend):
-    """It is not saved."""
+    """The residual is not saved."""
     inputs = with_leaves(make(WHOLE))
     kept = inputs.residual.detach().clone()
     y, residual_out = norm(WHOLE, inputs, backend)
@@ -149,7 +149,7 @@ def test_residual_changed_after_the_forward(backend):
 
 
 def test_a_graph_that_is_retained(backend):
-    """The same bits again, also where the first gradients were changed in place."""
+    """Second gradients have the same bits, also where the first were changed in place."""
     inputs = with_leaves(make(WHOLE))
     results = norm(WHOLE, inputs, backend)
     first = gradients_of(results, inputs, retain_graph=True)
@@ -290,7 +290,7 @@ def test_threads(backend):
     "options", [{}, {"residual_dtype": FP16, "casting": "llama"}, {"residual_dtype": BF16}], ids=str
 )
 def test_jagged_residuals(options):
-    """As their values alone, the gradients included: where the sum is kept narrower too."""
+    """Results and gradients are those of the values, where the sum is kept narrower too."""
     inputs = make(WHOLE)
     x, residual = (t.detach().requires_grad_() for t in (inputs.x, inputs.residual))
     offsets = torch.tensor([0, 2, 5], device=DEVICE)

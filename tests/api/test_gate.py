@@ -48,7 +48,7 @@ def test_a_gradient_that_is_still_communicated(asked_for, tensors):
 
 
 def test_a_gradient_from_reduce_scatter(asked_for, tensors, mesh):
-    """By the collective itself, where the process group has it."""
+    """The collective itself runs where the process group has it."""
     import torch.distributed as dist
     import torch.distributed._functional_collectives as collectives
 
@@ -143,7 +143,7 @@ def test_gradients_mapped_by_vmap(asked_for, tensors):
 
 
 def test_gradients_asked_for_inside_a_transform(asked_for, tensors):
-    """Of one dy, which the transform does not touch."""
+    """The transform does not touch the one dy."""
     x, weight, dy = tensors
     y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     expected = gradients_of_theirs(x, weight, dy)
@@ -197,7 +197,7 @@ def test_a_tensor_kept_from_inside_a_transform(asked_for, tensors):
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_functional_tensors(asked_for, tensors, is_known):
-    """As they are handed over, without their mode: the CUDA context was dead."""
+    """Functional tensors without their mode killed the CUDA context."""
     x, weight, dy = tensors
     if is_known:
         rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
@@ -224,7 +224,7 @@ def test_functional_tensors(asked_for, tensors, is_known):
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_functionalization_by_hand(asked_for, tensors, is_known):
-    """In a call of a known kind a kernel was launched on address 0."""
+    """A call of a known kind launched a kernel on address 0."""
     x, weight, _ = (tensor.detach() for tensor in tensors)
     if is_known:
         rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
@@ -238,7 +238,7 @@ def test_functionalization_by_hand(asked_for, tensors, is_known):
 
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_a_functional_mode_by_itself(request, asked_for, tensors, has_residual):
-    """Not AOTAutograd's, which traces: the op below it computes. A kernel was refused there, and "auto" did without."""
+    """AOTAutograd does not trace: the op below the mode computes. A kernel was refused there; "auto" did without."""
     x, weight, dy = tensors
     with FunctionalTensorMode():
         functional = [FunctionalTensor.to_functional(each.detach()) for each in (x, weight, dy)]

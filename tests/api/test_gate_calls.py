@@ -31,7 +31,7 @@ def ops_of(graph):
 @pytest.mark.parametrize("pre_dispatch", [False, True])
 @pytest.mark.parametrize("is_known", [False, True])
 def test_make_fx_records_the_norm(asked_for, tensors, tracing_mode, pre_dispatch, is_known):
-    """As an op, whatever kernel runs. With real tensors the first y was a constant of the graph."""
+    """Any kernel is recorded as an op. With real tensors the first y was a constant of the graph."""
     x, weight = (tensor.detach() for tensor in tensors[:2])
     if is_known:
         rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
@@ -49,7 +49,7 @@ def test_make_fx_records_the_norm(asked_for, tensors, tracing_mode, pre_dispatch
 
 
 def test_real_tensors_in_a_fake_mode(asked_for, tensors):
-    """What a kernel would write to has no memory there."""
+    """A kernel's outputs have no memory there."""
     x, weight, dy = tensors
     rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What the backward finds in the place of what the forward saved: hooks, `tensor.data = ...` and freed memory change
-it. Fixtures as in gate_cases.py."""
+"""Saved tensors that change before the backward: by hooks, `tensor.data = ...` or freed memory. Fixtures as in
+gate_cases.py."""
 
 import by_address
 import pytest
@@ -128,7 +128,7 @@ def test_data_changed_between_forward_and_backward(asked_for, tensors, index, ch
 
 
 def test_a_weight_made_double_after_the_forward(asked_for, tensors):
-    """As module.double() does: no kernel is for that pair; "auto" has a backend that is."""
+    """module.double() does so: no kernel is for that pair; "auto" has a backend that is."""
     x, weight, dy = tensors
     expected = gradients_of_theirs(x, weight, dy)[0]
     y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
@@ -153,7 +153,7 @@ def test_memory_freed_before_the_backward(asked_for, tensors, options):
 
 
 def test_parameters_can_be_swapped_while_y_lives(asked_for, tensors):
-    """By torch.utils.swap_tensors, which refuses tensors that are weakly referenced."""
+    """torch.utils.swap_tensors refuses tensors that are weakly referenced."""
     x, weight, dy = tensors
     y = rms_norm(x, (N,), weight, 1e-6, backend=asked_for)
     y.backward(dy)

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What torch.export and torch.compile(fullgraph=True) make of a model with an RMSNorm in it."""
+"""Graphs by torch.export and torch.compile(fullgraph=True) of a model with an RMSNorm in it."""
 
 import by_address
 import pytest
@@ -36,7 +36,7 @@ def gradients(module):
 @pytest.mark.parametrize("backend", [None, "auto", "torch"])
 @pytest.mark.parametrize("strict", [False, True])
 def test_an_exported_model_has_all_gradients(strict, backend):
-    """Those of all that comes before the norm were lost: the graph turned gradients off at it."""
+    """Gradients of all that comes before the norm were lost: the graph turned them off at it."""
     expected = gradients(make_model(torch.nn.RMSNorm(8)))
     torch._dynamo.reset()
     exported = torch.export.export(make_model(RMSNorm(8, backend=backend)), (X,), strict=strict)

@@ -49,7 +49,7 @@ def gradients(variant, inputs, backend, learned, fixed):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_gradients_beside_tensors_made_for_inference(name, backend):
-    """Of each tensor learned alone, twice: by all checks and by what is remembered of them."""
+    """Each tensor is learned alone, twice: by all checks and by what is remembered of them."""
     if name == "float64" and backend != "torch":
         pytest.skip("no kernel takes float64")
     variant = VARIANTS[name]
@@ -144,7 +144,7 @@ def test_a_module_whose_parameters_were_made_for_inference():
 
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_nothing_is_recorded_inside_inference_mode(has_residual):
-    """As with F.rms_norm, also where gradients are enabled inside of it."""
+    """enable_grad() inside of it changes nothing, as with F.rms_norm."""
     weight = torch.ones(16, device=DEVICE, requires_grad=True)
     for _ in range(2):
         with torch.inference_mode(), torch.enable_grad():

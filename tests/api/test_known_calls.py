@@ -23,7 +23,7 @@ class Subclass(Tensor):
 
 
 def outcome(**arguments):
-    """What a call returns or raises, to compare."""
+    """Return a call's results or error, to compare."""
     try:
         result = call(**arguments)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -107,7 +107,7 @@ def test_the_bits_of_calls_that_passed_all_checks(name, needs_grad, checks, monk
 
 
 def test_one_gradient_for_both_results(checks, monkeypatch):
-    """As the gradient of a sum of both."""
+    """A sum of both hands each the same tensor."""
     x, r = rows(6, N).requires_grad_(), rows(6, N).requires_grad_()
     slow, gradients = [], eager.gradients
     monkeypatch.setattr(eager, "gradients", lambda *given: slow.append(given) or gradients(*given))
@@ -187,7 +187,7 @@ def test_the_override_of_aten(checks):
 
 
 def test_no_tensor_is_kept(quick_gc):
-    """Not even by what the backward of a known call is bound to."""
+    """Nothing bound to the backward of a known call keeps one."""
     for name in ("residual, alpha, dtypes, bias", "weights of heads, a slice, bias", "overlapping rows"):
         make, options = FORMS[name]
         for _ in range(3):

@@ -122,7 +122,7 @@ def test_known_calls_are_transformed_as_others(size, checks):
 @pytest.mark.parametrize("size", [(3, N), (2, 3, N)])
 @pytest.mark.parametrize("needs_grad", [True, False])
 def test_a_tensor_that_outlived_its_transform(size, needs_grad, checks):
-    """It is a wrapper around nothing; Function.apply unwraps it, and so does what stands in for it."""
+    """A wrapper around nothing is unwrapped by Function.apply, and by what stands in for it."""
     x, weight, outlived = torch.randn(size), W.clone().requires_grad_(needs_grad), []
     torch.func.grad(lambda t: (outlived.append(t), t.sum())[1])(x)
     make_known(checks, weight=weight)
@@ -215,7 +215,7 @@ def test_autocast_is_another_call(checks):
 
 
 def test_a_function_mode_sees_every_call(checks):
-    """As it sees F.rms_norm: known calls went past it."""
+    """Known calls went past the mode, unlike F.rms_norm."""
 
     class Seeing(torch.overrides.TorchFunctionMode):
         seen: list = []

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What F.rms_norm takes, rms_norm takes: kinds of input that no kernel is for, subclasses, tracers."""
+"""Inputs of F.rms_norm that rms_norm takes too: kinds that no kernel is for, subclasses, tracers."""
 
 import math
 
@@ -117,7 +117,7 @@ def test_the_functions_below_autograd_say_why_not():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["complex", "jagged", "rows of no elements"])
 def test_kinds_that_no_kernel_is_for_under_torch_compile(kind, name, compiler):
-    """Of complex numbers the imaginary part was lost, without a word."""
+    """Complex numbers lost their imaginary part without a word."""
     torch._dynamo.reset()
     x = KINDS[kind][0]()
     weight = KINDS[kind][1]().requires_grad_()
@@ -172,7 +172,7 @@ def test_a_subclass_in_is_a_subclass_out(name):
 
 
 def test_a_subclass_sees_the_function():
-    """As it sees F.rms_norm: one that has rules of its own for some functions gives them by this."""
+    """Subclasses give rules of their own by this for some functions, as for F.rms_norm."""
     Counted.seen.clear()
     rms_norm(torch.randn(3, N).as_subclass(Counted), (N,))
     assert rms_norm in Counted.seen
@@ -198,7 +198,7 @@ def decorated(name):
 @pytest.mark.parametrize("make", [in_block, decorated])
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_use_backend_inside_a_compiled_function(make, fullgraph):
-    """It failed: Dynamo traces no context variables."""
+    """use_backend failed: Dynamo traces no context variables."""
     x = torch.randn(3, N, requires_grad=True)
     torch._dynamo.reset()
     compiled = torch.compile(make("torch"), backend="eager", fullgraph=fullgraph)
@@ -277,7 +277,7 @@ def test_one_block_in_several_threads_and_tasks():
 
 
 def test_a_block_that_is_left_in_another_context():
-    """As pytest leaves async fixtures: its own error took the place of the one in flight."""
+    """pytest leaves async fixtures so: the block's own error replaced the one in flight."""
     import contextvars
 
     block = use_backend("torch")
@@ -317,7 +317,7 @@ def test_transforms_inside_torch_compile(name):
 
 @pytest.mark.parametrize("eps", [-0.5, math.inf, math.nan, True, torch.tensor(0.5)], ids=str)
 def test_an_eps_that_f_rms_norm_takes_and_we_refuse(eps):
-    """As docs/limits.md says."""
+    """docs/limits.md says so."""
     x = torch.randn(3, N)
     F.rms_norm(x, (N,), None, eps)
     torch.nn.RMSNorm(N, eps=eps)

@@ -83,7 +83,7 @@ def kernels(request, monkeypatch):
 
 
 def unseen(launch):
-    """The same, where no mode sees it."""
+    """Hide a launch from every mode."""
 
     def launched(*given, **options):
         with _disable_current_modes():
@@ -93,7 +93,7 @@ def unseen(launch):
 
 
 def slack(inputs) -> int:
-    """What partial rows, rstd and the like may need: a quarter of a tensor of 16 bits."""
+    """Allow partial rows, rstd and the like a quarter of a tensor of 16 bits."""
     return inputs.x.numel() * 2 // 4
 
 
@@ -162,7 +162,7 @@ def test_peak_of_db_without_dw(needing, weight, kernels):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_checkpointed_and_offloaded(kind, backend):
-    """The same bits as without."""
+    """Results keep their bits."""
     variant = VARIANTS[kind]
     if why_skip(backend) or (kind == "float64" and backend != "torch"):
         pytest.skip("refused")

@@ -80,7 +80,7 @@ def _parametrized(module):
 
 
 def _plain_tensor(module):
-    """As FSDP does with a view of its flat parameter."""
+    """Set a tensor, as FSDP does a view of its flat parameter."""
     weight = 3 * module.weight.detach()
     del module.weight
     module.weight = weight
@@ -246,7 +246,7 @@ BAD_SIZES_AND_DTYPES = [
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(("positional", "named", "error", "text"), BAD_SIZES_AND_DTYPES)
 def test_sizes_and_dtypes_are_checked_as_those_of_the_function(positional, named, error, text, compiled):
-    """Those of nn.RMSNorm said "'float' object is not iterable", or nothing until the first call."""
+    """nn.RMSNorm said "'float' object is not iterable", or nothing until the first call."""
 
     def make():
         return RMSNorm(*positional, **named)(torch.ones(3, 8))

@@ -34,7 +34,7 @@ class WithResidual(nn.Module):
 
 
 def changed(model: nn.Module) -> nn.Module:
-    """With parameters that are unlike each other."""
+    """Make all parameters unlike each other."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.rand_like(parameter))
@@ -46,7 +46,7 @@ def calls_of(traced: fx.GraphModule) -> list[fx.Node]:
 
 
 def results(model: nn.Module, *inputs: torch.Tensor) -> list[torch.Tensor]:
-    """What it returns, and the gradients of inputs and parameters."""
+    """Return outputs, and the gradients of inputs and parameters."""
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     y = model(*leaves)
     outputs = list(y) if isinstance(y, tuple) else [y]
@@ -100,7 +100,7 @@ def test_a_traced_model_can_be_copied():
 
 
 class Tracer(fx.Tracer):
-    """That of docs/limits.md."""
+    """The tracer of docs/limits.md."""
 
     def is_leaf_module(self, m, module_qualified_name):
         return isinstance(m, RMSNorm) or super().is_leaf_module(m, module_qualified_name)
@@ -108,7 +108,7 @@ class Tracer(fx.Tracer):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_tracer_of_ones_own_keeps_the_module(name):
-    """As torch.fx keeps an nn.RMSNorm: its hooks run when the graph runs."""
+    """Hooks of the norm run when the graph runs, as an nn.RMSNorm's do."""
     model = changed(WithResidual(**OPTIONS[name]))
     inputs = torch.randn(5, N), torch.randn(5, N)
     traced = fx.GraphModule(model, Tracer().trace(model))

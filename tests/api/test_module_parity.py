@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What works with torch.nn.RMSNorm works with RMSNorm: each use runs on both classes and must come to the same."""
+"""Uses of torch.nn.RMSNorm work with RMSNorm: each runs on both classes and must come to the same."""
 
 from typing import Any
 
@@ -28,9 +28,9 @@ def test_it_comes_to_the_same_as_with_torch(name, cls):
 @pytest.mark.parametrize("name", REFUSALS)
 @CLASSES
 def test_it_raises_as_with_torch(name, cls):
-    """By the same kind of error, whose message names what is wrong. Of arguments that do not fit rms_norm makes a
-    TypeError or ValueError, F.rms_norm mostly a RuntimeError. No more of the messages is compared: PyTorch's change
-    from version to version."""
+    """Errors are of the same kind and name what is wrong. Where arguments do not fit, rms_norm raises TypeError or
+    ValueError, F.rms_norm mostly RuntimeError. No more of the messages is compared: PyTorch's change from version to
+    version."""
     function, text = REFUSALS[name]
     with pytest.raises(Exception, match=text) as theirs:
         function(nn.RMSNorm)

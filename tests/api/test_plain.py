@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Which tensors are plain: the three places that ask without the longer checks must give one answer."""
+"""Plain tensors: the three places that ask for them without the longer checks must give one answer."""
 
 import by_address
 import pytest
@@ -75,7 +75,7 @@ def is_known(describe, tensors, index, make):
 
 
 def answers(make):
-    """What each place says of a tensor in the place of each argument that may be one."""
+    """Ask each place about a tensor given as each argument that may be one."""
     numbers = 1e-6, (0.0, 1.0, None, None, "once"), "torch"
     given = {"x": X, "dy": R, "weight": W, "rstd": torch.ones(M), "d_residual_out": X + R}
     call = Call(Spec(N, 1e-6, 0.0, "once"), "torch", dtype=X.dtype)
@@ -122,7 +122,7 @@ ABOVE_ATEN = "of torch.func", "of vmap", "sparse"  # the dispatcher hands these 
 
 
 def route_name(x, weight):
-    """None: an error."""
+    """Return None for an error."""
     options = {"eps": 1e-6, "offset": 0.0, "casting": "once", "residual_alpha": 1.0}
     options |= {"residual_dtype": None, "out_dtype": None, "is_public": True}
     try:
@@ -135,8 +135,8 @@ def route_name(x, weight):
 @pytest.mark.skipif(HAS_GPU, reason="the backend that takes the calls reads a CPU's addresses")
 @pytest.mark.parametrize("kind", [kind for kind in (*PLAIN, *NOT_PLAIN) if kind not in ABOVE_ATEN])
 def test_the_override_of_aten_agrees_with_the_route(kind, monkeypatch):
-    """It asks the tensors itself, since it declines most calls: one that it takes is for kernels, and of plain tensors
-    it takes all. Those that can be made plain it leaves to aten."""
+    """The override asks tensors itself, since it declines most calls: one that it takes is for kernels, and of plain
+    tensors it takes all. Those that can be made plain it leaves to aten."""
     by_address.use(monkeypatch)
     make = {**PLAIN, **NOT_PLAIN}[kind]
     with use_backend("cutile"), override_aten("cpu") as override:

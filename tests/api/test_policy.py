@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What a process rules out: kernels whose blocks wait for each other."""
+"""A process's policy against kernels whose blocks wait for each other."""
 
 from __future__ import annotations
 

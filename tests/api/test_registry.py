@@ -222,7 +222,7 @@ def test_the_log_names_what_a_call_has(caplog, monkeypatch):
     ],
 )
 def test_doctor_looks_at_the_backend_of_the_environment(monkeypatch, value, problem):
-    """It passed, though every call that names no backend would raise."""
+    """doctor passed, though every call that names no backend would raise."""
     monkeypatch.setenv(settings.BACKEND_VARIABLE, value)
     backends = {name: {"works": name != "triton", "reason": f"no {name} here"} for name in AUTO_ORDER}
     said = doctor.default_problem(backends)
@@ -296,7 +296,7 @@ def test_the_type_of_names_has_each_and_any_other_text():
 
 
 def test_the_environment_names_a_backend_that_is_gone():
-    """In the first call of a process."""
+    """The first call of a process raises."""
     program = "import torch, tilegym_rmsnorm; tilegym_rmsnorm.rms_norm(torch.ones(2, 8), 8)"
     environment = os.environ | {"TILEGYM_RMSNORM_BACKEND": "inductor"}
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)

@@ -74,7 +74,7 @@ def test_residual_out_alone(name, backend):
 
 
 def test_one_tensor_is_both_gradients(backend, monkeypatch):
-    """Where alpha is 1 and the dtypes agree: memory of a row less, and a write."""
+    """Alpha 1 and one dtype save the memory of a row, and a write."""
 
     wanted_by = []
     gradients = eager.gradients
@@ -155,7 +155,7 @@ def test_checkpointed(use_reentrant, backend):
 
 
 def test_gradients_that_are_expanded(backend):
-    """As (y.sum() + residual_out.sum()).backward() gives them."""
+    """(y.sum() + residual_out.sum()).backward() expands gradients."""
     given = leaves(inputs := make(VARIANT))
     y, residual_out = norm(VARIANT, given, backend)
     (y.float().sum() + 2 * residual_out.float().sum()).backward()
@@ -177,7 +177,7 @@ def test_no_rows(size, backend):
 
 
 def test_rstd_of_no_rows_has_the_dtype_of_the_sum():
-    """As of some rows."""
+    """rstd of some rows has it too."""
     for rows in (0, 2):
         x, residual = torch.ones(rows, 8, device=DEVICE), torch.ones(rows, 8, dtype=FP64, device=DEVICE)
         assert rms_norm_forward(x, None, residual=residual)[2].dtype is FP64

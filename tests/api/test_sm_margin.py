@@ -131,7 +131,7 @@ def test_blocks_of_threads_end_in_any_order(is_one_object):
 
 
 def test_each_call_of_a_decorated_function_is_a_block_of_its_own():
-    """Of two calls that overlap, the one that ends first ends its own block."""
+    """The first of two overlapping calls to end ends its own block."""
     inside, go = threading.Event(), threading.Event()
 
     @tr.use_sm_margin(2)
@@ -267,7 +267,7 @@ def test_a_margin_that_no_gpu_has_is_refused_where_it_is_set(monkeypatch):
 
 
 def test_teams_are_an_eighth_of_what_is_left(launches):
-    """None of the interpreter's three SMs, of which two are left: no team then."""
+    """Two of the interpreter's three SMs are left: no team then."""
     x, weight = torch.randn(2, 20480).requires_grad_(), torch.ones(20480).requires_grad_()
 
     def run():

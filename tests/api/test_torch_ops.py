@@ -88,7 +88,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_and_gradients_are_those_of_rms_norm(name, kind):
-    """The same bits: both run the same code."""
+    """Bits agree: both run the same code."""
     variant = KINDS[kind]
     results = []
     for by_op in (False, True):
@@ -244,7 +244,7 @@ def test_a_vmap_of_backwards_has_dw_of_each():
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the backend that counts calls reads a CPU's addresses")
 @pytest.mark.parametrize("is_watched", [False, True])
 def test_the_backward_takes_the_backend_of_the_forward(monkeypatch, is_watched):
-    """In autograd's threads no block of use_backend is in effect."""
+    """Blocks of use_backend have no effect in autograd's threads."""
     import by_address
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -335,7 +335,7 @@ MISFITS = {
 @pytest.mark.parametrize("mode", [contextlib.nullcontext, FakeTensorMode])
 @pytest.mark.parametrize("kind", MISFITS)
 def test_arguments_that_do_not_fit(kind, mode):
-    """Where a graph is made, too."""
+    """Making a graph raises, too."""
     call, error, text = MISFITS[kind]
     given = {"allow_non_fake_inputs": True} if mode is FakeTensorMode else {}
     with mode(**given), pytest.raises(error, match=text):
@@ -351,7 +351,7 @@ def test_the_schemas_are_in_the_docs():
 
 @pytest.mark.parametrize("backend", ["torch", "cutile"])
 def test_no_two_results_share_memory(backend, kernels_on_this_machine):
-    """With alpha 1 and one dtype dx and d_residual are the same numbers."""
+    """Alpha 1 and one dtype make dx and d_residual the same numbers."""
     kernels_on_this_machine(backend)
     x, dy, weight, _ = tensors(3, 64, of=(64,))
     rstd = FORWARD(x, None, weight, None, 1, *PLAIN)[1]
@@ -389,7 +389,7 @@ def test_no_rows():
 
 
 def names_of_operations(run):
-    """What the dispatcher is asked for, by the profiler, which is no mode."""
+    """Name the operations dispatched, by the profiler, which is no mode."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU]) as profiled:

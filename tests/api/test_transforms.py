@@ -31,7 +31,7 @@ def leaf(tensor):
 
 
 def gradient_of(function, tensor):
-    """By backward, through a transform of a tensor that is recorded outside of it: such gradients were lost."""
+    """Run backward through a transform, to a tensor recorded outside of it: such gradients were lost."""
     tensor = leaf(tensor)
     return torch.autograd.grad(function(tensor).sin().sum(), tensor)[0]
 
@@ -109,7 +109,7 @@ def test_linearize():
 
 @pytest.mark.parametrize("options", [{}, {"offset": 1.0}, {"bias": W[1]}, {"residual": X[1]}])
 def test_forward_mode_against_finite_differences(options):
-    """Of x and weight, recorded for autograd too, so that forward runs over backward."""
+    """x and weight are recorded for autograd too, so that forward runs over backward."""
 
     def norm(x, weight):
         return rms_norm(x, (N,), weight, EPS, **options)

@@ -288,7 +288,7 @@ def test_refused_with_name_expected_and_given(call, arguments, error, text, monk
     "name", ["eps", "offset", "residual_alpha", "normalized_shape", "out_dtype", "casting"]
 )
 def test_no_value_of_a_tensor_is_read_to_refuse_it(name):
-    """To print one waits for its device; one on the meta device has no values."""
+    """Printing a tensor waits for its device; one on the meta device has no values."""
     with pytest.raises((TypeError, ValueError), match=r"got a tensor of shape \(3, 8\)"):
         _norm(**{name: DY.to("meta")})
 
@@ -332,7 +332,7 @@ def test_numbers_of_any_kind_are_eps(eps):
 
 
 class Index:
-    """What numpy's integers are."""
+    """An integer like numpy's."""
 
     def __index__(self):
         return N

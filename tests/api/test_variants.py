@@ -30,7 +30,7 @@ from tilegym_rmsnorm.backends import around_kernels, torch_reference
 
 @pytest.fixture
 def by_kernels(backend, monkeypatch):
-    """What passes on a backend with kernels says something of them: nothing is left to PyTorch's operations."""
+    """Refuse PyTorch's operations on backends with kernels, so that what passes says something of these."""
     if backend not in ("cutile", "triton"):
         return
 
@@ -77,7 +77,7 @@ NOT_FOR_KERNELS = {
 @pytest.mark.parametrize("backend", ["triton", "cutile"], indirect=True)
 @pytest.mark.parametrize(("function", "change"), NOT_FOR_KERNELS.values(), ids=NOT_FOR_KERNELS)
 def test_no_kernel_is_given_float64(backend, function, change):
-    """Of one tensor or result alone."""
+    """One tensor or result is enough."""
     given = {"input": ROWS, "normalized_shape": 8, "weight": None}
     if function is rms_norm_backward:
         given = {"x": ROWS, "dy": ROWS, "weight": ROWS[0], "rstd": ROWS[:, 0]}
@@ -140,7 +140,7 @@ def test_what_is_written_beside_an_array_is_seen(backend, side):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_bitwise(name, backend, by_kernels):
-    """The same bits from a second run, and from inputs that lie in memory otherwise, where the code does not depend on
+    """Bits of a second run agree, and those from inputs that lie in memory otherwise, where the code does not depend on
     that: cutile reads packed heads as rows, and sums dw and db over other blocks then."""
     variant = VARIANTS[name]
     skip_unless_taken(variant, backend)

@@ -82,7 +82,7 @@ def arranged(n: int, heads: int, *tensors: torch.Tensor | None) -> tuple[torch.T
 @settings(max_examples=400, deadline=None)
 @given(tensors_of_one_shape())
 def test_what_backends_are_given(case):
-    """The same values in the same order, in one layout of contract.py."""
+    """Values and their order stay, in one layout of contract.py."""
     n, heads, tensors = case
     *given, absent = arranged(n, heads, *tensors, None)
     assert absent is None

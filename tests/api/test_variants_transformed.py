@@ -49,7 +49,7 @@ TRACED = [
 
 @pytest.mark.parametrize(("name", "compiler"), TRACED)
 def test_traced_by_torch_compile(name, compiler):
-    """In one graph. Inductor drops a rounding that a widening follows: what is normalized must be residual_out."""
+    """One graph is made. Inductor drops a rounding that a widening follows: what is normalized must be residual_out."""
     torch._dynamo.reset()
     variant = VARIANTS[name]
     norm, tensors = call(variant, inputs := make(variant))

@@ -21,7 +21,7 @@ KERNELS = ("cutile", "triton")
 
 @pytest.fixture
 def every_kernel_by_auto(monkeypatch):
-    """As on a GPU, "auto" takes kernels for what they can run."""
+    """Let "auto" take kernels for what they can run, as on a GPU."""
     settle_interpreters(monkeypatch)
     for backend in KERNELS:
         monkeypatch.setattr(registry._probe(backend), "interpreting", lambda: True)
@@ -43,7 +43,7 @@ def fakes():
 
 @pytest.mark.parametrize("backend", (*KERNELS, "auto"))
 def test_plain_tensors_beside_dtensors_are_refused(backend):
-    """By an error that names the plain one, before a kernel."""
+    """An error names the plain tensor, before a kernel."""
     rstd = torch.rand(3)
     with dtensors() as stand_in:
         attempts = (
@@ -81,7 +81,7 @@ def test_fake_tensors_give_fake_results(backend):
 
 
 def test_auto_takes_dtensors_that_are_sharded_in_the_middle(every_kernel_by_auto):
-    """As sequence parallelism shards them."""
+    """Sequence parallelism shards so."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     x, weight = torch.randn(2, 4, 8), W.clone().requires_grad_()
