@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What holds for all adapters of other libraries' names."""
+"""Rules for all adapters of other libraries' names."""
 
 import importlib.metadata
 import importlib.util
@@ -199,7 +199,7 @@ def test_none_falls_back_where_a_backend_was_named():
 
 @pytest.mark.slow
 def test_the_script_of_their_tests_puts_adapters_in(tmp_path):
-    """With a checkout that holds nothing but the module that the script looks for, and a test."""
+    """The checkout holds nothing but the module that the script looks for, and a test."""
     find = "from quack.rmsnorm import rmsnorm as found\n\ndef test_it():\n"
     for name, text in {
         "quack/__init__.py": "from quack.rmsnorm import rmsnorm\n",

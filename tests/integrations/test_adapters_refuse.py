@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What the adapters refuse before anything is launched: the error names the argument, what was expected and given."""
+"""Refusals of the adapters before anything is launched: the error names the argument, what was expected and given."""
 
 import re
 
@@ -145,7 +145,7 @@ def test_transformer_engine(name, value):
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool, torch.float8_e4m3fn], ids=str)
 def test_no_cast_hides_a_dtype(dtype, monkeypatch):
-    """Those that cast x to a dtype of their own refuse what F.rms_norm refuses: apex under autocast too."""
+    """Adapters that cast x to their own dtype refuse what F.rms_norm refuses: apex under autocast too."""
     x = X.to(dtype)
     with pytest.raises(TypeError, match=": expected .*"):
         transformer_engine.RMSNorm(8, device="cpu")(x)
@@ -185,7 +185,7 @@ def test_names_of_registrations(name):
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_what_stands_for_a_tensor_is_taken(function):
-    """As torch.fx traces."""
+    """torch.fx traces proxies."""
     if function not in (tilegym.rms_norm, quack.rmsnorm, vllm.rms_norm, apex.fused_rms_norm) and not (
         function.__module__ == liger.__name__ or function is apex.fused_rms_norm_affine
     ):

@@ -82,7 +82,7 @@ def test_a_frozen_weight_gets_no_gradient():
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_the_module_trains(is_checkpointed):
-    """As without the override, within float32."""
+    """Weights agree with ATen's, within float32."""
 
     def weights_after(steps: int) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -70,7 +70,7 @@ def test_gradients_that_no_kernel_takes():
 
 
 def outcome(function, *arguments):
-    """What a call returns, or the kind of error."""
+    """Return a call's result, or its error's type."""
     try:
         return function(*arguments)
     except Exception as error:

@@ -33,7 +33,7 @@ def objective(x, weight):
 
 
 def test_gradients_of_gradients():
-    """In float64 autograd's own check, of calls that are declined; in float32 the forward is taken."""
+    """gradgradcheck passes in float64, where calls are declined; in float32 the forward is taken."""
     x, weight = norm_of(3, 6, dtype=FP64), norm_of(6, dtype=FP64)
 
     def second(x, weight):
@@ -134,7 +134,7 @@ def test_results_are_no_views():
 
 
 def test_autograd_inside_a_compiled_function():
-    """Where a graph breaks, Dynamo looks into what autograd calls. It must not trace a launch."""
+    """Dynamo looks into what autograd calls where a graph breaks. It must not trace a launch."""
 
     def step(x):
         y = F.rms_norm(x, (16,))
@@ -179,7 +179,7 @@ def test_dtensor(dim, mesh):
     TorchVersion(torch.__version__) < "2.10", reason="torch 2.9 decomposes forwards when it traces"
 )
 def test_graphs_of_cpu_tensors_keep_the_norms_for_the_passes():
-    """As docs/traced-graphs.md says. Without the override a tracer finds no norm of CPU tensors."""
+    """docs/traced-graphs.md says so. Without the override a tracer finds no norm of CPU tensors."""
     x, weight = norm_of(3, 6).cpu().detach().requires_grad_(), norm_of(6).cpu().detach().requires_grad_()
 
     def step(x, weight):

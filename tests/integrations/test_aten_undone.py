@@ -107,7 +107,7 @@ class Other:
 
 
 def test_above_another_library():
-    """It gets what is declined; and it, not ATen, is there again afterwards."""
+    """The other gets what is declined, and is there again afterwards, not ATen."""
     x = norm_of(3, 16, requires_grad=False)
     other = Other(takes=True)
     try:
@@ -122,7 +122,7 @@ def test_above_another_library():
 @pytest.mark.parametrize("ops", [(ATEN_FORWARD, ATEN_BACKWARD), (ATEN_FORWARD,)])
 @pytest.mark.parametrize("ours_ends_first", [True, False])
 def test_below_another_library(ours_ends_first, ops):
-    """What it hands on is taken. Once undone, nothing is, although the other still calls the kernel that it found."""
+    """Calls that the other hands on are taken. Once undone, none is, though it still calls the kernel that it found."""
     x, before = norm_of(3, 16), kernels()
     theirs = F.rms_norm(x, (16,))
     override = overridden()

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Of docs/coming-from.md each row of a table whose cells begin with a call: both calls give the same bits."""
+"""Table rows of docs/coming-from.md whose cells begin with a call: both calls give the same bits."""
 
 import ast
 import re
@@ -21,7 +21,7 @@ n = 64
 
 
 def names_of_libraries():
-    """What the left cells call, by the libraries' own paths."""
+    """Map the libraries' own paths, which the left cells call."""
     names = {}
     for adapter in (tilegym, quack, liger, apex):
         names |= vars(adapter)
@@ -96,7 +96,7 @@ def test_both_cells_of_a_row_give_the_same(left, right):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("casting", ["once", "llama"])
 def test_a_float32_sum_is_normalized_before_it_is_rounded(dtype, casting):
-    """As quack, vLLM and flashinfer do."""
+    """quack, vLLM and flashinfer do so."""
     x, residual = (torch.randn(64, 512, device=DEVICE).mul(2).to(dtype) for _ in range(2))
     weight = torch.rand(512, device=DEVICE).add(0.5).to(dtype)
     total = x.double() + residual.double()

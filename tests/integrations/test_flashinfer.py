@@ -23,7 +23,7 @@ def given(dtype, *shape):
 
 
 def norm(x, weight, offset, eps=1e-6):
-    """In float64, where nothing is rounded."""
+    """Compute in float64: nothing is rounded."""
     x = x.double()
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (weight.double() + offset)
 

@@ -88,7 +88,7 @@ def test_other_custom_metadata_is_kept_and_shared_dicts_are_not_written_to():
 
 
 def test_other_users_of_a_norm_are_not_marked():
-    """As torchtitan's pass has it: by their targets alone, without metadata."""
+    """Targets alone decide, without metadata, as in torchtitan's pass."""
     graph = Graph()
     x = graph.placeholder("x")
     norm = graph.call_function(FORWARD, (x, [8], None, 1e-5))
@@ -151,7 +151,7 @@ def test_inductor_compiles_what_is_marked(settings):
 @pytest.mark.slow
 @pytest.mark.parametrize("one_region_each", [False, True])
 def test_how_many_regions_are_compiled(one_region_each):
-    """Of two norms side by side, as those of q and k are."""
+    """Two norms stand side by side, as those of q and k."""
     regional = pytest.importorskip("torch.fx.passes.regional_inductor")
     gm, mode = trace(lambda q, k: (F.rms_norm(q, (8,), eps=1e-5), F.rms_norm(k, (8,), eps=1e-5)), X, X + 1)
     annotate_rmsnorm_for_regional_inductor_pass(gm, one_region_each=one_region_each)

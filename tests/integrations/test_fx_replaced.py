@@ -239,7 +239,7 @@ def test_tensors_of_a_cpu_without_an_interpreter(monkeypatch):
 
 
 def test_tensors_without_memory_are_refused_by_no_backend():
-    """Of device meta, of which nothing is launched."""
+    """Device meta launches nothing."""
     x, weight = X.double(), WEIGHT.double()
     gm, _ = trace(run_both, x, x, weight)
     for node in gm.graph.nodes:
@@ -358,7 +358,7 @@ def test_both_passes_one_after_the_other():
 @needs_inductor
 @pytest.mark.slow
 def test_replaced_norms_stay_whole_in_regions_of_inductor():
-    """Beside what it compiles: here all of the graph is one region."""
+    """Inductor compiles the rest: here all of the graph is one region."""
     pytest.importorskip("torch.fx.passes.regional_inductor", reason="this torch has no regional_inductor")
     gm, mode = two_norms_graph()
     expected = gm(X, WEIGHT)
@@ -376,7 +376,7 @@ def test_replaced_norms_stay_whole_in_regions_of_inductor():
 
 
 def test_forward_and_backward_graphs_of_aot_autograd():
-    """In two graphs, between which rstd goes as aten has it."""
+    """Two graphs are made, between which rstd goes as aten has it."""
     from torch._functorch.aot_autograd import aot_function, make_boxed_func
 
     replaced = []

@@ -102,7 +102,7 @@ def test_it_is_initialized_as_the_original(models):
 
 
 def test_a_norm_is_initialized_again(models):
-    """As from_pretrained does with a norm that the checkpoint does not have."""
+    """from_pretrained does so with a norm that the checkpoint does not have."""
     _, _, ours = models
     norms = [part for part in ours.modules() if isinstance(part, RMSNorm)]
     starts = [norm.weight.detach().clone() for norm in norms]

@@ -119,7 +119,7 @@ def runner(model: Any) -> Callable[..., list[Tensor]]:
 
 
 def assert_same(results: Any, expected: Any) -> None:
-    """As eager calls are, but for float32 sums in another order."""
+    """Allow for float32 sums in another order than eager calls."""
     assert len(results) == len(expected)
     for result, value in zip(results, expected, strict=True):
         torch.testing.assert_close(result, value.detach(), rtol=3e-6, atol=3e-6)
@@ -214,7 +214,7 @@ def test_the_operator_of_opset_23():
 
 
 def test_under_use_backend():
-    """With casting="llama" it raised for 16 bits: ONNX has no view of bits."""
+    """casting="llama" raised for 16 bits: ONNX has no view of bits."""
     model = Calls("x r", {name: NORMS[name] for name in ("weight", "llama")}, (BF16,))
     given = rows(BATCH), rows(BATCH)
     with use_backend("torch"):
@@ -248,7 +248,7 @@ class Logits(nn.Module):
 
 @pytest.mark.parametrize("patch_layers", [False, True])
 def test_a_patched_model(patch_layers):
-    """With its layers, the sums and the rotary embedding are in our ops, too."""
+    """Patched layers have the sums and the rotary embedding in our ops, too."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     (case,) = (case for case in ARCHITECTURES if case.name == "Qwen3")
     model = Logits(case.built().eval())

@@ -126,7 +126,7 @@ def test_the_halves_are_those_of_rmsnorm(has_bias, residual_dtype, heads):
 
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_a_wider_gradient_of_the_sum_gives_a_wider_one_of_the_residual(has_residual):
-    """In one rounding: what is cast from dx has lost bits."""
+    """One rounding is made: what is cast from dx has lost bits."""
     torch.manual_seed(0)
     x, dy, d_summed = torch.randn(7, 16, dtype=BF16), torch.randn(7, 16, dtype=BF16), torch.randn(7, 16)
     weight, rstd = torch.randn(16), ours.rmsnorm_fwd(x, store_rstd=True)[2]

@@ -90,7 +90,7 @@ def test_workspace_of_rows_that_one_launch_cannot_take_and_of_none():
 
 @pytest.fixture
 def dispatcher(monkeypatch):
-    """As tilegym.backend.dispatcher has it: a registry, and a decorator that puts a function into it."""
+    """Fake tilegym.backend.dispatcher: a registry, and a decorator that puts a function into it."""
     module = ModuleType(ours.REGISTRY)
     module._REGISTRY = {
         name: {"cutile": lambda name=name: f"TileGym's {name}", "default": print} for name in ours.OPS

@@ -15,7 +15,7 @@ from tilegym_rmsnorm.integrations import vllm as ours
 
 
 def native(x, weight, epsilon, variance_size=None):
-    """What the op means, by the text of vLLM 0.33, in our words."""
+    """Compute the op by the text of vLLM 0.33, in our words."""
     wide = x.float()
     of_mean = wide if variance_size is None else wide[..., :variance_size]
     y = wide * torch.rsqrt(of_mean.square().mean(-1, keepdim=True) + epsilon)
@@ -23,7 +23,7 @@ def native(x, weight, epsilon, variance_size=None):
 
 
 class Op:
-    """As vllm.ir.op.IrOp: what it checks when a provider is registered, and how it calls one."""
+    """Stand-in for vllm.ir.op.IrOp: its checks when a provider is registered, and how it calls one."""
 
     def __init__(self):
         self.schema = torch.library.infer_schema(_typed_native, mutates_args=[])

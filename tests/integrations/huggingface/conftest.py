@@ -37,7 +37,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def residuals(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each call of rms_norm by a patched norm or a rewritten layer: whether it adds a residual."""
+    """Record whether each rms_norm of a patched norm or a rewritten layer adds a residual."""
     return recorded(monkeypatch, "norms", "rms_norm", lambda *_, residual, **__: residual is not None)
 
 

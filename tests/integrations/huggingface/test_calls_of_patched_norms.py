@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What a patched norm computes, and which of its calls a kernel does."""
+"""Results of a patched norm, and which of its calls a kernel does."""
 
 import contextlib
 import copy
@@ -34,7 +34,7 @@ class Unweighted(nn.Module):
 )
 @pytest.mark.parametrize("cls", [LlamaRMSNorm, T5LayerNorm, nn.RMSNorm], ids=lambda cls: cls.__name__)
 def test_dtypes_are_the_original_s(cls, x_dtype, weight_dtype):
-    """In bfloat16 beside a float32 weight Llama's norm returns float32."""
+    """Llama's norm returns float32 for bfloat16 beside a float32 weight."""
     norm = norm_of(cls, weight_dtype)
     x = rows(x_dtype).requires_grad_()
     expected = norm(x)
@@ -190,7 +190,7 @@ def test_classes_of_pytorch_that_leave_operations_to_the_dispatcher():
 @pytest.mark.parametrize("cls", ["Llama", "Gemma2", "GptOss", "T5"])
 @pytest.mark.parametrize("kernels", ["cutile", "triton"])
 def test_on_the_kernels(kernels, cls, weight_dtype):
-    """In their interpreters, where there is no GPU: y within a rounding or two of the original's, in its dtype."""
+    """Kernels, interpreted without a GPU, give y within a rounding or two of the original's, in its dtype."""
     if not tilegym_rmsnorm.is_backend_available(kernels):
         pytest.skip(f"backend {kernels} cannot run here")
     (case,) = (case for case in ARCHITECTURES if case.name == cls)

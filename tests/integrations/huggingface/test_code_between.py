@@ -423,7 +423,7 @@ def hooked_by_accelerate(linear):
 
 
 class Adapted(nn.Module):
-    """As a projection of peft, with another in it."""
+    """A projection with another in it, as of peft."""
 
     def __init__(self, base_layer):
         super().__init__()

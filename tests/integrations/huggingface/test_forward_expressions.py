@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What a forward computes, read from its source: what leaves no trace, and what no longer matches."""
+"""Arithmetic of a forward, read from its source: what leaves no trace, and what no longer matches."""
 
 import functools
 import linecache

@@ -29,7 +29,7 @@ def joined(gradients):
 
 
 def distance(gradients, others):
-    """Of all gradients together, relative to their norm."""
+    """Compare all gradients at once, relative to their norm."""
     assert list(gradients) == list(others)
     return ((joined(gradients) - joined(others)).norm() / joined(others).norm()).item()
 

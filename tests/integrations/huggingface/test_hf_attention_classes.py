@@ -51,7 +51,7 @@ def attention_classes():
 
 @pytest.fixture(scope="module")
 def found():
-    """By class: the names of its norms, or why it is declined."""
+    """Map each class to its norms' names, or why it is declined."""
     result = {}
     for cls in attention_classes():
         try:
@@ -138,7 +138,7 @@ def given(module, dtype, rotary_dim):
 
 
 def results(module, dtype, rotary_dim):
-    """What attention returns, and the gradients of its parameters and its input."""
+    """Return attention's output, and the gradients of its parameters and its input."""
     arguments = given(module, dtype, rotary_dim)
     out = module(**arguments)
     y = out[0] if isinstance(out, tuple) else out

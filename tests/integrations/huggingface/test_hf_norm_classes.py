@@ -59,7 +59,7 @@ def norm_classes():
 
 @pytest.fixture(scope="module")
 def found():
-    """By class: its match, or why it is declined."""
+    """Map each class to its match, or why it is declined."""
     result = {}
     for cls in norm_classes():
         try:

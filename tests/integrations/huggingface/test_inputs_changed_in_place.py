@@ -50,7 +50,7 @@ def class_of(class_from):
 
 
 def trained(layer):
-    """What the layer gives and its gradients, in bfloat16: the original's norm keeps a copy in float32."""
+    """Return the layer's y and gradients, in bfloat16: the original's norm keeps a copy in float32."""
     x = torch.randn(4, N, generator=torch.Generator().manual_seed(1)).bfloat16()
     x = (2 * x.requires_grad_()).clone()
     y = layer(x)
@@ -220,7 +220,7 @@ CALLS = {
 
 
 class Parts(Layer):
-    """With every part that the code above names."""
+    """Parts that the code above names."""
 
     def __init__(self):
         super().__init__()
@@ -243,7 +243,7 @@ def declined_of(ours):
 
 
 def outcome(layer):
-    """What it gives and its gradients, or that its backward raises."""
+    """Return the layer's y and gradients, or its backward's error."""
     try:
         return trained(layer)
     except RuntimeError as error:
@@ -305,7 +305,7 @@ def test_a_norm_beside_modules_of_torchscript(made):
 
 
 def test_a_long_forward_is_read_in_time():
-    """It took 8 seconds for one of transformers, when each function that it calls was read too."""
+    """A forward of transformers took 8 seconds, when each function that it calls was read too."""
     from transformers.models.zamba2.modeling_zamba2 import Zamba2Model
 
     begin = time.process_time()
@@ -314,7 +314,7 @@ def test_a_long_forward_is_read_in_time():
 
 
 def test_a_norm_that_pytorch_has(class_of, monkeypatch):
-    """On a CPU it keeps a copy in float32 where x is half."""
+    """nn.RMSNorm on a CPU keeps a copy in float32 where x is half."""
     monkeypatch.setattr(Layer, "norm_class", functools.partial(nn.RMSNorm, eps=1e-6))
     cls = class_of("h = self.mix(self.first(x))\ny = self.second(h)\nh += 1\nreturn y + h")
     original, ours = cls().bfloat16(), cls().bfloat16()
@@ -336,7 +336,7 @@ def test_a_norm_of_two_parents_is_declined_for_either(class_of):
 
 
 def code_of(function):
-    """What is equal of two functions that read alike. A function within it is like no other: its text is not here."""
+    """Make a key that functions share that read alike. A function within it is like no other: its text is not here."""
     code = function.__code__
     return code.co_code, code.co_names, code.co_varnames, *map(repr, code.co_consts)
 

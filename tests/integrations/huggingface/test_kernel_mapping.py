@@ -39,7 +39,7 @@ def installed(monkeypatch):
 
 
 def kernelize(model, kernels, device_type="cpu"):
-    """By the contract. Layers are loaded and checked once for equal repositories."""
+    """Put layers in by the contract: loaded and checked once for equal repositories."""
     loaded = {}
     for module in model.modules():
         name = NORMS.get(type(module))

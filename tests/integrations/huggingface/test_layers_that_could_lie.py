@@ -167,7 +167,7 @@ def class_of(class_from):
 
 
 def result_of(layer, dtype, grad):
-    """What a layer gives, or the error it raises, and its gradients."""
+    """Return a layer's outputs and gradients, or the error it raises."""
     x = torch.randn(3, N, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_(grad == "all")
     for parameter in layer.parameters():
         parameter.requires_grad_(grad != "none")
@@ -244,7 +244,7 @@ def test_states_around_a_layer(class_of, inside, dtype):
 
 
 def test_a_property_in_the_place_of_a_norm(class_of):
-    """It is called once for each call of the layer, after the operands were evaluated."""
+    """The property is called once for each call of the layer, after operands were evaluated."""
 
     class Made(class_of(next(iter(FUSED)))):
         @property

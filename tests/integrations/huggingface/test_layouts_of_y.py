@@ -121,7 +121,7 @@ def test_strides_of_compiled_products(norm_written, is_first):
 
 
 def strides(x):
-    """Without those of dimensions of one element, which mean nothing."""
+    """Leave out strides of dimensions of one element, which mean nothing."""
     return [stride for stride, length in zip(x.stride(), x.shape, strict=True) if length != 1]
 
 
@@ -165,7 +165,7 @@ def test_sums_of_transposed_tensors(is_x):
 
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16, torch.float32)], ids=str)
 def test_sums_of_any_two_layouts(calls, dtypes):
-    """Where one of the two is expanded the other decides the order of the sum's dimensions."""
+    """An expanded tensor leaves the order of the sum's dimensions to the other."""
     original, ours = both()
     numbers = random.Random(torch.seed())
     for _ in range(500):
@@ -187,7 +187,7 @@ def test_sums_of_any_two_layouts(calls, dtypes):
 
 
 def test_an_order_is_found_once(monkeypatch):
-    """To sort takes longer than to ask for what was found: 6 us against 2."""
+    """Sorting takes longer than asking for what was found: 6 us against 2."""
     _, ours = both()
     x = permuted((3, 5, 7, N), (0, 2, 1, 3))
     expected = ours(x)

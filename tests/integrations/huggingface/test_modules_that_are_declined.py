@@ -137,7 +137,7 @@ def test_a_static_method_that_was_replaced_on_the_module():
 
 
 def test_norms_that_tp_plan_wrapped_and_attention_around_them():
-    """As from_pretrained(tp_plan="auto") does, with the plan that Qwen3 has for its norms of q and k."""
+    """from_pretrained(tp_plan="auto") wraps so, with the plan that Qwen3 has for its norms of q and k."""
     styles = pytest.importorskip("transformers.distributed.tensor_parallel")
     (case,) = (case for case in ARCHITECTURES if case.name == "Qwen3")
     model = case.built()

@@ -32,7 +32,7 @@ POSITIONS = "None, " if "position_ids" in inspect.signature(apply_rotary_pos_emb
 
 
 def partly(q, k, cos, sin, unsqueeze_dim=1):
-    """As in GLM-4.5 and Qwen3-Next."""
+    """Rotate as in GLM-4.5 and Qwen3-Next."""
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     rotary_dim = cos.shape[-1]
@@ -44,7 +44,7 @@ def partly(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def with_casts(q, k, cos, sin, unsqueeze_dim=1):
-    """As in OLMo 2."""
+    """Rotate as in OLMo 2."""
     q_type, k_type = q.dtype, k.dtype
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     q_embed = (q * cos) + (rotate_half(q) * sin)
@@ -281,7 +281,7 @@ def test_other_rotary_embeddings(class_of, rotary, reason):
 
 
 def test_a_rotary_embedding_that_kernels_may_replace(class_of, folded):
-    """As transformers marks its own where `kernels` is installed: a module that calls the function."""
+    """transformers marks its own so where `kernels` is installed: a module that calls the function."""
     kernels = pytest.importorskip("kernels")
     marked = kernels.use_kernel_forward_from_hub("rotary_pos_emb")(apply_rotary_pos_emb)
     original, ours = both_of(class_of(QWEN, marked))

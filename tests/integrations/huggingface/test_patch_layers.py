@@ -40,7 +40,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_norm_is_called_with_one_argument(call):
-    """In layers, and in attention."""
+    """Layers and attention call norms so."""
     name, argument = child_and_argument(ast.parse(call, mode="eval").body)
     assert name == CALLS[call] and bool(argument) is bool(name)
 
@@ -73,7 +73,7 @@ SUM = """    hidden = residual + hidden
 
 
 def kept(forward):
-    """As transformers' deprecate_kwarg wraps the forwards of layers."""
+    """Wrap as transformers' deprecate_kwarg wraps the forwards of layers."""
 
     @functools.wraps(forward)
     def wrapper(self, *args, old_scale=None, **kwargs):
@@ -360,7 +360,7 @@ def test_wrapped_layers_that_cannot_be_rewritten_are_listed(class_of):
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_a_call_of_the_layers_own_stays(class_of, is_checkpointed):
-    """As GradientCheckpointingLayer of transformers 5.17 has it."""
+    """GradientCheckpointingLayer of transformers 5.17 has one."""
 
     class Layer(class_of(PRE_NORM)):
         def __call__(self, *args, **kwargs):

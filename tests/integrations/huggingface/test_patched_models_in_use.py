@@ -33,7 +33,7 @@ def test_gradient_checkpointing(layers, reentrant):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cls", [None, lambda n: torch.nn.RMSNorm(n, 1e-6)], ids=["Llama's", "PyTorch's"])
 def test_a_norm_learns_behind_what_ran_in_inference_mode(cls, dtype):
-    """As behind a frozen encoder, twice."""
+    """A norm behind a frozen encoder learns, twice."""
     original, norm = (norm_of(cls, dtype) for _ in range(2))
     norm.load_state_dict(original.state_dict())
     assert patch_model(norm).counts["patched"] == 1

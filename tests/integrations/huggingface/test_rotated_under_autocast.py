@@ -61,7 +61,7 @@ CALL = "y, _ = attend(self, q, k, v, None, dropout=0.0, scaling=0.3, **kwargs)"
 
 
 def in_float32(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """As the eager function of Flint does."""
+    """Attend as the eager function of Flint."""
     key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
     with torch.autocast("cpu", enabled=False):
         weights = torch.softmax(query.float() @ key.float().mT * scaling, -1)
@@ -72,7 +72,7 @@ SCOPE = {"Callable": Callable, "ALL": ALL_ATTENTION_FUNCTIONS, "eager": eager_at
 
 
 class Cache(DynamicCache):
-    """Of another library: it might keep keys in float32."""
+    """A foreign cache, which might keep keys in float32."""
 
 
 def autocast():

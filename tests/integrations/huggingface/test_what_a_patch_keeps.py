@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What a patch keeps of a module: attributes, hooks, its state, and that it is copied, pickled and loaded."""
+"""Features of a module that a patch keeps: attributes, hooks, state, and being copied, pickled and loaded."""
 
 import copy
 import io
@@ -113,7 +113,7 @@ def test_pickled_bytes_name_the_original_class():
 
 
 def test_weights_on_the_meta_device_are_not_read():
-    """As from_pretrained builds a model. It is loaded afterwards."""
+    """from_pretrained builds a model so, and loads it afterwards."""
     from transformers import LlamaForCausalLM
 
     original = LLAMA.built()
@@ -128,7 +128,7 @@ def test_weights_on_the_meta_device_are_not_read():
 
 
 def test_initialized_again_by_transformers():
-    """As from_pretrained does with a norm that the checkpoint does not have."""
+    """from_pretrained does so with a norm that the checkpoint does not have."""
     model = LLAMA.built()
     patch_model(model)
     model._init_weights(model.model.norm)

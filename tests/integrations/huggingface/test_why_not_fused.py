@@ -38,7 +38,7 @@ class Mine(Tensor):
 
 @pytest.fixture(autouse=True)
 def told(monkeypatch, caplog):
-    """What was logged at level INFO about norms that run apart."""
+    """Collect INFO messages about norms that run apart."""
     monkeypatch.setattr(norms, "_told", set())
     caplog.set_level(logging.INFO, "tilegym_rmsnorm")
     return lambda: [each.message for each in caplog.records if "apart" in each.message]

@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 
 def hooked(module, hook):
-    """As accelerate.hooks.add_hook_to_module does it: a wrapper on the module, and the forward it had behind it."""
+    """Wrap as accelerate.hooks.add_hook_to_module: a wrapper on the module, and the forward it had behind it."""
     old = module.forward
     module._hf_hook, module._old_forward = hook, old
 
@@ -60,7 +60,7 @@ def test_a_hook_of_accelerate_can_be_removed_after_a_patch(calls):
 
 
 def test_a_class_given_after_the_patch_is_left(calls):
-    """As fully_shard gives one to what it shards."""
+    """fully_shard gives a class to what it shards."""
     norm = norm_of()
     patch_model(norm)
     norm.__class__ = type("FSDPLlamaRMSNorm", (type(norm),), {})
