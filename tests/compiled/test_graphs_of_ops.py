@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("fre
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """What runs by address, which "auto" takes here: the calls of it."""
+    """Let "auto" take the backend by address; return its calls."""
     import by_address
 
     if DEVICE.type != "cpu":
@@ -256,7 +256,7 @@ def test_a_loop_over_layers_is_one_graph():
 
 
 def nodes_of(call, *inputs):
-    """What Dynamo's graph of a call calls."""
+    """List the targets in Dynamo's graph of a call."""
     graphs = []
     torch.compile(call, fullgraph=True, backend=lambda gm, _: graphs.append(gm) or gm)(*inputs)
     [graph] = graphs
@@ -489,7 +489,7 @@ def test_selective_checkpointing_in_a_graph_by_policy():
 
 
 def test_autocast_in_a_graph():
-    """As an eager call does it: of a CPU's autocast nothing."""
+    """Eager calls agree: a CPU's autocast changes nothing."""
     module = RMSNorm(N, backend=BACKEND, device=DEVICE)
     x = rows(3, N, dtype=BF16)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -133,7 +133,7 @@ torch.compiler.save_cache_artifacts()  # writes the folder of the cache, too
 
 
 def test_a_graph_is_saved_and_loaded_by_another_process(tmp_path):
-    """In the second process nothing is traced."""
+    """The second process traces nothing."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     kept = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_FX_GRAPH_CACHE": "1"}

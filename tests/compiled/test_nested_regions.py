@@ -179,7 +179,7 @@ def test_a_patched_norm_in_a_region(dtype, x_dtype):
 
 @pytest.mark.usefixtures("pytorch_compiles_regions")
 def test_a_patched_layer_in_a_region():
-    """Whose second norm adds the residual."""
+    """The layer's second norm adds the residual."""
     layer = Layer(BF16)
     original = copy.deepcopy(layer)
     assert patch_model(layer, patch_layers=True).layers

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What the Triton kernels compile to, for several GPUs, on any machine: `triton_compile.py` compiles them."""
+"""Triton kernels, compiled for several GPUs on any machine, by `triton_compile.py`."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _allowed_spill(capability, call, kernel):
     ids=["sm_80", "sm_90", "sm_100"],
 )
 def test_compiled_kernels_spill_nothing_and_are_resident(capability, widths, compiled_by):
-    """Without --every-config the narrowest and the widest rows of each dtype, those between of one in turn."""
+    """The narrowest and the widest rows run in each dtype, without --every-config those between in one in turn."""
     pairs = (
         ("bfloat16", "bfloat16", "llama"),
         ("bfloat16", "float32", "once"),
@@ -182,7 +182,7 @@ ROPES = {
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_rope_kernels_spill_nothing_that_counts(capability, compiled_by):
-    """Without --every-config on one architecture, of one dtype and the other in turn."""
+    """One architecture runs without --every-config, in one dtype and the other in turn."""
     if not helpers.every_config and capability != 90:
         pytest.skip("with --every-config")
     calls = [

@@ -92,7 +92,7 @@ def test_every_kernel_of_any_number_of_rows(n, sm_count):
 
 @pytest.mark.parametrize("n", [1024, 20000])
 def test_every_kernel_with_sms_left_free(n):
-    """What is compiled follows P, and that the margin."""
+    """Compiled kernels follow P, and P the margin."""
     machine = CountingMachine(132)
     with tr.use_sm_margin(13):
         warm(machine, n, BF16, BF16)
@@ -126,7 +126,7 @@ SLABS = [(1, 1), (1, 8), (2, 4), (8, 8), (8, 24), (16, 256), (4, 1024), (128, 10
 @pytest.mark.parametrize(("rows", "slab"), SLABS)
 @pytest.mark.parametrize(("n", "sm_count"), [(1000, 132), (3000, 7), (20000, 132)])
 def test_the_rows_to_warm_have_every_pair_of_kinds(n, sm_count, rows, slab):
-    """Of M and P, whatever slabs a table asks for. Beyond the slabs of the rules no kernel tells."""
+    """Pairs are of M and P, whatever slabs a table asks for. Beyond the slabs of the rules no kernel tells."""
     variant = variants.BackwardSplit(width=1, warps=8, occupancy=1, latency=1, rows=rows, strip=32, slab=slab)
 
     def partial(m):

@@ -92,7 +92,7 @@ class Scores(nn.Module):
 
 
 class Attention(nn.Module):
-    """With q and k normalized in each head: q by weights of its own for each head, k by weights that heads share."""
+    """Attention with q and k normalized in each head: q by weights of each head, k by weights that heads share."""
 
     def __init__(self, norm: NormOf) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def mean_square(y: Tensor, target: Tensor) -> Tensor:
-    """In the precision of target."""
+    """Compute in target's dtype."""
     return F.mse_loss(y.to(target.dtype), target)
 
 
@@ -177,7 +177,7 @@ Sent = Counter[
 
 
 class Messages(TorchDispatchMode):
-    """What this process sends and receives."""
+    """Messages to and from this process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,8 +208,8 @@ def kind_of(name: str) -> str:
 
 @contextlib.contextmanager
 def messages(has_hooks: bool = True) -> Iterator[Sent]:
-    """What is sent in this block. has_hooks: CommDebugMode counts as many collectives; torch.compile and
-    pipelines do not take its hooks."""
+    """Count messages in this block. has_hooks: CommDebugMode counts as many collectives; torch.compile and pipelines do
+    not take its hooks."""
     own, theirs = Messages(), CommDebugMode()
     with own, theirs if has_hooks else contextlib.nullcontext():
         yield own.sent
@@ -218,7 +218,7 @@ def messages(has_hooks: bool = True) -> Iterator[Sent]:
 
 
 class Step(NamedTuple):
-    """What a step found. gradients: by the parameter's name, of this process's parameters."""
+    """Results of a step. gradients: by the parameter's name, of this process's parameters."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -251,7 +251,7 @@ def one_process(dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def check(step: Step, dtype: torch.dtype) -> None:
-    """At most twice as far from float64 as one process that computes in dtype, and 4 roundings: sums are made in
+    """Allow twice the distance from float64 of one process that computes in dtype, and 4 roundings: sums are made in
     another order, of parts. A process whose part is left out changes a gradient by about 1 / WORLD of it."""
     true_loss, truth = one_process(torch.float64)
     low_loss, low = one_process(dtype)
@@ -326,8 +326,8 @@ class HeadsParallel(ParallelStyle):
 
 
 def parallelize(model: Model, mesh: DeviceMesh) -> Model:
-    """By tensor and by sequence: norms have a part of the tokens, attention and MLP a part of their columns, q_norm and
-    k_norm a part of the heads."""
+    """Shard by tensor and by sequence: norms have a part of the tokens, attention and MLP a part of their columns,
+    q_norm and k_norm a part of the heads."""
     gather = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     of_heads = (Shard(1),) * 3  # (B, heads, T, D)
     plan: dict[str, ParallelStyle] = {
@@ -386,7 +386,7 @@ BOTH = {kind: FSDP[kind] + TENSOR_PARALLEL[kind] for kind in FSDP} | {"all_reduc
 
 
 class ContextScores(Scores):
-    """Of a part of the tokens: all of k and v are gathered."""
+    """Scores of some tokens: all of k and v are gathered."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -402,7 +402,7 @@ class ContextScores(Scores):
 
 
 def context_parallel(norm: NormOf) -> Step:
-    """By hand: PyTorch's context_parallel knows no attention of CPUs. Each process has all parameters."""
+    """Shard by hand: PyTorch's context_parallel knows no attention of CPUs. Each process has all parameters."""
     mesh = init_device_mesh(DEVICE.type, (WORLD,))
     model = made(norm)
     of_tokens = PrepareModuleInput(
@@ -430,8 +430,8 @@ CONTEXT_PARALLEL = {"all_gather": 2 * BLOCKS, "reduce_scatter": 2 * BLOCKS}
 
 
 class Stage(PipelineStage):
-    """With torch 2.9 on gloo, without the messages by which NCCL makes its communicators: there stages send int64 to
-    who waits for float32, and gloo, which needs no such message, ends the process."""
+    """A stage that, with torch 2.9 on gloo, omits the messages by which NCCL makes its communicators: stages send int64
+    to who waits for float32, and gloo, which needs no such message, ends the process."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         is_broken = not HAS_GPU and TorchVersion(torch.__version__) < "2.10"

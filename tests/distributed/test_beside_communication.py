@@ -34,7 +34,7 @@ def test_on_two_gpus(case, tmp_path):
 @pytest.mark.no_gpu
 @pytest.mark.parametrize("case", ["walks with a residual", "teams"])
 def test_the_same_without_a_gpu(case, tmp_path):
-    """In the interpreter, where nothing runs at the same time: that the test above does what it says."""
+    """The test above does what it says, in the interpreter, where nothing runs at the same time."""
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU")
     run(case, tmp_path, GLOO_SOCKET_IFNAME="lo")

@@ -75,7 +75,7 @@ def test_sequence_parallel(mesh, name):
 
 
 def test_in_one_graph(mesh):
-    """Of the reference by name, as Dynamo traces it."""
+    """Dynamo traces the reference by name."""
     torch._dynamo.reset()
     # PyTorch's caches of placements name the mesh of an earlier test, an equal one, which this graph does not have.
     # Graphs of torch 2.9 hold no mesh.

@@ -29,7 +29,7 @@ CASES = [(script, case) for script in SCRIPTS for case in cases_of(script)]
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """What each script has printed, which is run when a case of it is first asked for."""
+    """Return the output of a script, run when a case of it is first asked for."""
     results = {}
 
     def run(script):

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What each of two processes runs, with a GPU of its own and NCCL between them; test_gpu_distributed.py starts them.
+"""Cases for two processes, each with a GPU, and NCCL between them; test_gpu_distributed.py starts them.
 
 torchrun --nproc-per-node 2 tests/distributed/two_gpus.py CASE
 """
@@ -36,7 +36,7 @@ DEVICE = torch.device("cuda", RANK)
 
 
 class Gather(torch.autograd.Function):
-    """As tensor parallelism gathers by hand: the gradient may still be on its way when the norm's backward begins."""
+    """A gather by hand, as in tensor parallelism: the gradient may be on its way when the norm's backward begins."""
 
     @staticmethod
     def forward(ctx, y):
@@ -74,7 +74,7 @@ def input_of_a_collective() -> None:
 
 
 def sequence_parallel() -> None:
-    """As many collectives as PyTorch's own norm has, and the gradient of weight placed as there."""
+    """Compare the number of collectives, and dw's placements, with PyTorch's own norm."""
     mesh = init_device_mesh("cuda", (2,))
 
     def step(norm, batch):

@@ -22,7 +22,7 @@ INTERPRETERS = ("TILEGYM_RMSNORM_INTERPRET", "TRITON_INTERPRET")
 
 
 def output_of(program: str, *arguments: str, has_gpu: bool = False) -> str:
-    """What it prints on a machine without a GPU, or with one, where nothing is set that it should set itself."""
+    """Run it with a GPU or without, where nothing is set that it should set itself; return what it prints."""
     environment = {name: value for name, value in os.environ.items() if name not in INTERPRETERS}
     environment |= (
         {"OMP_NUM_THREADS": "1"} if has_gpu else {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -46,7 +46,7 @@ def test_off(monkeypatch, value):
 
 @pytest.mark.parametrize("value", ["2", "-1", "ture", "1,", "none"])
 def test_neither(monkeypatch, value):
-    """It silently meant off."""
+    """The value silently meant off."""
     monkeypatch.setenv(VARIABLE, value)
     with pytest.raises(ValueError) as raised:
         cutile.interpreting()

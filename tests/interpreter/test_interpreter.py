@@ -28,7 +28,7 @@ FP16, FP32, FP64, INT32, BOOL = torch.float16, torch.float32, torch.float64, tor
 
 
 def stored(expression: Callable, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """What a kernel that stores `expression()` leaves in an array of exactly its shape and dtype."""
+    """Return an array of exactly this shape and dtype, in which a kernel stored `expression()`."""
     out = empty(shape, dtype)
 
     def kernel(out):
@@ -43,7 +43,7 @@ def stored(expression: Callable, shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def tile(*values: float, dtype: ct.DType = ct.float32):
-    """In a kernel: the given values as a one-dimensional tile."""
+    """Make a one-dimensional tile of the values, in a kernel."""
     made = ct.zeros((len(values),), dtype)
     for i in ct.static_iter(range(len(values))):
         made = ct.where(ct.arange(len(values), dtype=ct.int32) == i, ct.astype(values[i], dtype), made)

@@ -77,7 +77,7 @@ def test_overlapping_arguments_may_not_be_changed_by_atomics():
 
 
 def change(operation, x: torch.Tensor, index, update, dtype: ct.DType, **options):
-    """What one lane or four at index(lanes) find, and what they leave in x."""
+    """Return what one lane or four at index(lanes) find, and leave in x."""
     found = empty((4,), x.dtype)
 
     def kernel(found, x):

@@ -48,14 +48,14 @@ def constraint_of(value: object) -> ArrayConstraint | ScalarConstraint | TupleCo
 
 
 def copied(value):
-    """With memory of its own."""
+    """Clone tensors, also in tuples."""
     if isinstance(value, tuple):
         return tuple(map(copied, value))
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def compile_for_sm_90(function: Callable, args: tuple, output_format: str = "cubin") -> None:
-    """As ct.launch would with these arguments. "tileir_bytecode" stops where types are known: faster."""
+    """Compile for args as ct.launch would. "tileir_bytecode" stops where types are known: faster."""
     hints = typing.get_type_hints(function, include_extras=True)
     constraints = [
         ConstantConstraint(value) if name in hints else constraint_of(value)

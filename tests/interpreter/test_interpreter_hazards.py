@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""What the cuTile interpreter finds that a GPU would not tell: unwritten memory, races, overlaps, and planted bugs."""
+"""Hazards that the cuTile interpreter finds and no GPU tells: unwritten memory, races, overlaps, and planted bugs."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def test_tiles_in_an_array():
 
 
 def copy_offsets(y, x, first, COUNT: ct.Constant):
-    """From offset `first` of x to the same of y, 8 lanes of which COUNT are active."""
+    """Copy 8 lanes, COUNT of them active, from offset `first` of x to the same of y."""
     toffsets = ct.arange(8, dtype=ct.int64) + first
     active = ct.arange(8, dtype=ct.int32) < COUNT
     tile = x.get_raw_memory().load_offset(toffsets, mask=active, padding_value=-1.0, latency=2)

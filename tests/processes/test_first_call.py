@@ -89,7 +89,7 @@ torch.testing.assert_close(y, call(x, w, rstd))
 
 @needs_fork
 def test_the_first_call_of_a_process_may_be_a_kernel_with_rotary_embedding():
-    """On a CPU, in an interpreter: both passes."""
+    """Interpreters run both passes on a CPU."""
     backends = [each for each in ("cutile", "triton") if not why_skip(each, torch.device("cpu"))]
     if not backends:
         pytest.skip("neither cutile nor triton can run on a CPU here")

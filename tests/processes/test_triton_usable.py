@@ -185,7 +185,7 @@ def test_before_triton_is_imported_its_variable_is_read_as_triton_reads_it(monke
 
 
 def _python(code, **environment):
-    """What a fresh process prints."""
+    """Return a fresh process's output."""
     command, root = [sys.executable, "-c", code], Path(__file__).parents[2]
     done = subprocess.run(
         command, env=os.environ | environment, cwd=root, capture_output=True, text=True, check=True

@@ -66,7 +66,7 @@ def test_an_unknown_folder_for_caches_is_no_cache(folders, monkeypatch, answer):
 
 
 def test_a_cache_of_nobody_is_no_cache(monkeypatch):
-    """It was a folder called ~nobody... in the working directory."""
+    """The cache was a folder called ~nobody... in the working directory."""
     monkeypatch.setenv(CACHE_VARIABLE, "~nobody-of-this-name/tuned")
     with pytest.warns(UserWarning, match="expected a user that exists, got '~nobody-of-this-name/tuned'"):
         assert user_folder() is None
@@ -156,7 +156,7 @@ def test_a_folder_that_can_be_made_is_left_to_cuda_tile(context, tmp_path):
 
 
 def test_cuda_tile_fails_there_and_compiles_without_its_cache(context):
-    """What the cache is turned off for. Where this release of cuda-tile does not fail, turning it off may go."""
+    """The cache is turned off for this. Where this release of cuda-tile does not fail, turning it off may go."""
     keep_in = context
     from compiling import CompilingMachine, run_forward
 

@@ -33,7 +33,7 @@ def what_ships():
 
 
 def start_small(device, turn, teams):
-    """What conftest.finder does for the interpreter, in another process."""
+    """Do as conftest.finder does for the interpreter, in another process."""
     tables.shipped_records(90)
     sizes.FEW_ROWS = 8
     search.LARGE, search.RUNS, search.calls_needed = (2 * 48 * 64,), 16, lambda *_: 1
@@ -85,7 +85,7 @@ def test_what_ships_for_a_bucket_is_tried_whatever_the_number_of_candidates(find
 
 
 def test_no_team_is_tried_where_the_policy_allows_none(finder, monkeypatch):
-    """Where a launch of a team may never end, nor may `tune` launch one."""
+    """`tune` launches no team where its launch may never end."""
     tried = {}
     monkeypatch.setattr(search.Search, "tune", lambda self, *asked: tried.update([asked]))
     wide = Bucket("backward", 40000, "bfloat16", "large")
@@ -195,7 +195,7 @@ def test_the_device_works_in_turn_and_compiles_out_of_it(finder, monkeypatch):
 
 
 def test_memory_is_given_back_within_a_turn(finder, monkeypatch):
-    """Of graphs that are gone, and of a check in float64: sixteen processes share a GPU."""
+    """Dead graphs and a check in float64 hold memory: sixteen processes share a GPU."""
     finder.turn, seen = Turn(), []
 
     def empty_cache():
