@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Where there is no CUDA device, Triton's and cuTile's kernels run in their interpreters, on CPU tensors."""
+"""Triton's and cuTile's kernels run in their interpreters, on CPU tensors, where there is no CUDA device."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def forget_choices() -> None:
 
 @pytest.fixture
 def mesh():
-    """Of one process, on a CPU."""
+    """A mesh of one CPU process."""
     with mesh_of_one() as mesh:
         yield mesh
 
@@ -217,7 +217,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list:
 
 @pytest.fixture
 def known_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU the interpreter runs the kernels of cutile, and its calls become known too."""
+    """Run cutile's kernels in the interpreter without a GPU: its calls become known too."""
     pytest.importorskip("cuda.tile", reason="cuda-tile is not installed")
     if not HAS_GPU:
         monkeypatch.setenv("TILEGYM_RMSNORM_INTERPRET", "1")
@@ -281,8 +281,8 @@ def fresh_plans():
 
 @pytest.fixture(params=[False, True], ids=["by checks", "known"])
 def launches(monkeypatch: pytest.MonkeyPatch, fresh_plans, request: pytest.FixtureRequest):
-    """In the interpreter: `bound`, the kernels that are bound, by name, and `grids`, the blocks of each that ran last.
-    Launchers are made anew."""
+    """Record the interpreter's kernels: `bound`, by name, and `grids`, the blocks of each that ran last. Launchers are
+    made anew."""
     if HAS_GPU:
         pytest.skip("the interpreter is for machines without a GPU")
     if request.param:

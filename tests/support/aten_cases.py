@@ -25,7 +25,7 @@ fused, fused_backward = (getattr(torch.ops.aten, op).default for op in (ATEN_FOR
 
 @pytest.fixture
 def kernel_backend(request, default_selection):
-    """By name, as interpreters run on a CPU. In the process, not in a block: autograd's threads see no block."""
+    """Set a backend by name, as interpreters need on a CPU, for the process: autograd's threads see no block."""
     name = getattr(request, "param", "cutile")
     if (reason := why_skip(name)) is not None:
         pytest.skip(reason)

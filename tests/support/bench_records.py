@@ -61,7 +61,7 @@ def cell(us, peer, op, name="quack", **changes):
 
 
 def run_all(provider, inputs):
-    """What `run_op` gives for every op that the provider offers, and by autograd."""
+    """Run every op that the provider offers, and "both" by autograd, with `run_op`."""
     return {name: each for op in checked_ops(provider) for name, each in run_op(provider, op, inputs).items()}
 
 

@@ -72,7 +72,7 @@ _KNOWN: dict[_Key, tuple[Compiled, bytes]] = {}
 
 
 def _known(key: _Key, compile_now: Callable[[], tuple[Compiled, bytes]]) -> tuple[Compiled, bytes]:
-    """What this process has compiled, or another one of this run (`helpers.shared`), or else compiles."""
+    """Return what this process or another of this run (`helpers.shared`) compiled; else compile now."""
     if key not in _KNOWN:
         architecture, function, *rest = key
         name = repr((architecture, function.__module__, function.__qualname__, *rest)).encode()
@@ -89,8 +89,8 @@ def _known(key: _Key, compile_now: Callable[[], tuple[Compiled, bytes]]) -> tupl
 
 
 def sampled(cases: Iterable[tuple[Any, ...]], step: int = 1) -> list[tuple[Any, ...]]:
-    """Of these cases, each with a Choice or a Variant in it, the last of each kernel and every (60 * step)-th before
-    it; with --every-config every step-th."""
+    """Keep the last case of each kernel and every (60 * step)-th before it; with --every-config every step-th. Each
+    case has a Choice or a Variant."""
     step *= 1 if helpers.every_config else 60
     kept, counts = [], Counter()
     for case in reversed(list(cases)):
@@ -289,7 +289,7 @@ def _disassembled(cubin: bytes) -> tuple[str, ...]:
 
 
 def lacking_registers(cubin: Path, registers: int, workers: int) -> int:
-    """How many registers the warps of a block ask for beyond those that it starts with: then some wait forever.
+    """Return the registers that warps ask for beyond those their block starts with: then some wait forever.
 
     A kernel with TMA has warps beside the `workers` of its variant, which load for them. All start with `registers` a
     thread, in steps of 8; the workers ask for more (setmaxnreg.inc) and the others give some back (.dec). The cubin has
@@ -319,7 +319,7 @@ def find_cuobjdump() -> Path | None:
 
 
 def find_nvdisasm() -> Path | None:
-    """That of PATH, or the one inside Triton's package."""
+    """Find nvdisasm in PATH or Triton's package."""
     return _find("nvdisasm")
 
 

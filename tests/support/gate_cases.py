@@ -95,19 +95,19 @@ def unwrapped(functional: Tensor) -> Tensor:
 
 
 def freed(tensor: Tensor) -> Tensor:
-    """As FSDP leaves parameters between uses: all but their memory."""
+    """Free the memory of a copy, as FSDP does between uses."""
     tensor = tensor.clone()
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
 def freed_minus(tensor: Tensor) -> Tensor:
-    """With a minus sign that is pending: to apply it reads the memory."""
+    """Add a pending minus sign: applying it reads the memory."""
     return torch._neg_view(freed(tensor))
 
 
 def freed_view(tensor: Tensor) -> Tensor:
-    """As FSDP's parameters are: its address is its offset, not 0."""
+    """Make a view like FSDP's: its address is its offset, not 0."""
     flat = torch.cat([tensor.new_zeros(8), tensor.flatten()])
     view = flat[8:].view(tensor.shape)
     flat.untyped_storage().resize_(0)

@@ -20,7 +20,7 @@ WITNESS = 77  # of any dtype
 
 @contextlib.contextmanager
 def guarded_arrays() -> Iterator[None]:
-    """Of all launches within. AssertionError at its end where an element beside an array was written, or nothing was
+    """Guard all launches' arrays. AssertionError at the end if an element beside one was written, or none was
     allocated."""
     from tilegym_rmsnorm.backends.cutile.runtime import machine
 

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""How many bytes live at once, of what a call allocates outside of its kernels."""
+"""The peak of bytes that a call allocates outside of its kernels."""
 
 from __future__ import annotations
 

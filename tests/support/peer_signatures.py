@@ -17,7 +17,7 @@ import pytest
 
 
 def signature(function: Callable[..., Any], *, without: tuple[str, ...] = ()) -> str:
-    """Of a function, or of a class the constructor's; without annotations, and without these keyword-only parameters,
+    """Return a function's signature, or a class's constructor's, without annotations and these keyword-only parameters,
     which are ours."""
     parameters = [
         each.replace(annotation=inspect.Parameter.empty)
@@ -32,7 +32,7 @@ def signature(function: Callable[..., Any], *, without: tuple[str, ...] = ()) ->
 
 
 def installed_signature(package: str, file: str, name: str) -> str:
-    """That of `name` in a file of an installed package. Skips where there is none."""
+    """Read the signature of `name` in an installed package's file, or skip."""
     found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
         pytest.skip(f"{package} is not installed")

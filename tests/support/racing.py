@@ -19,7 +19,7 @@ Call = Callable[[], Results]
 
 @functools.cache
 def streams() -> list[torch.cuda.Stream]:
-    """The same for every race: torch keeps memory for each stream apart."""
+    """Share streams among races: torch keeps memory for each apart."""
     return [torch.cuda.Stream() for _ in range(STREAMS)]
 
 

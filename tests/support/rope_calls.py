@@ -19,7 +19,7 @@ ours = functools.partial(qk_norm_rope, eps=EPS)
 
 
 def expected(q, k, q_weight, k_weight, cos, sin, position_ids=None, rotary_dim=None, **options):
-    """As `rope_cases.outputs_of`, of the arguments of qk_norm_rope with four dimensions."""
+    """Call `rope_cases.outputs_of` with four-dimensional arguments of qk_norm_rope."""
     options = {
         "rope_rounding": "end",
         "casting": "once",

@@ -109,7 +109,7 @@ def cases_of_widths(n: int, rotary_dim: int, interleaved: bool) -> list[RopeCase
 
 
 class RopeCall(NamedTuple):
-    """What a backend receives."""
+    """A backend's arguments."""
 
     spec: RopeSpec
     tensors: RopeTensors
@@ -263,7 +263,7 @@ def assert_xhat_is_rounded(call: RopeCall, *dws: Tensor) -> None:
 
 
 def check_gradients(call: RopeCall, found: Mapping[str, Tensor | None]) -> None:
-    """Those that are found, by their names."""
+    """Check found gradients by name."""
     expected = dict(zip(("dq", "dk", "dq_weight", "dk_weight"), _expected_backward(call), strict=True))
     for name, value in found.items():
         _check(name, value, expected[name])

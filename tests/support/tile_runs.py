@@ -37,7 +37,7 @@ class Tile(NamedTuple):
         return 1 << (-(-n // self.pieces) - 1).bit_length()
 
     def count(self, size: tuple[int, ...]) -> int:
-        """How many cover an array of this size."""
+        """Count tiles of an array of this size."""
         if not self.heads:
             return -(-size[0] // self.rows)
         return size[0] * -(-size[1] // self.rows) * -(-size[2] // self.heads)
@@ -92,7 +92,7 @@ class Call(NamedTuple):
     named: dict[str, Any]
 
     def arguments(self, constants: bool) -> tuple[Any, ...]:
-        """Those that are constants, or the others, in the kernel's order."""
+        """Return the constants, or the others, in the kernel's order."""
         names = inspect.signature(self.kernel).parameters
         return tuple(self.named[name] for name in names if name.isupper() is constants)
 

@@ -92,7 +92,7 @@ class Variant(NamedTuple):
 
     @property
     def normalized_dtype(self) -> torch.dtype:
-        """Of residual_out, or x."""
+        """Dtype of residual_out, or x."""
         if self.residual_dtype is None:
             return self.dtype
         return self.residual_out_dtype or torch.promote_types(self.dtype, self.residual_dtype)
