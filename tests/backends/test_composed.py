@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What a backend composes around its kernels, with the reference in the kernels' place."""
+"""Compositions around a backend's kernels, with the reference in the kernels' place."""
 
 from __future__ import annotations
 

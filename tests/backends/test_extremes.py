@@ -95,13 +95,13 @@ def rows_of(x: Tensor, dy: Tensor, weight: Tensor, eps: float | None) -> Rows:
 
 
 def held(rows: Rows) -> Rows:
-    """Those of them that `are_held`, with a dw of their own: beside the others it would be NaN."""
+    """Keep rows that `are_held`, with a dw of their own: beside the others it would be NaN."""
     kept = rows.are_held
     return rows_of(rows.x[kept], rows.dy[kept], rows.weight, rows.eps)
 
 
 def in_range_of_cutile(rows: Rows) -> Rows:
-    """Those that the cutile backwards promise: kernels/backward.py names the two ends."""
+    """Keep rows that cutile's backwards promise: kernels/backward.py names the two ends."""
     gradient = (rows.dy.double() * rows.weight).abs()
     rstd = rows.rstd.double()[:, None]
     terms = torch.stack([rows.dy.double().abs() * rstd, gradient * rstd, gradient * rstd**2])
@@ -154,7 +154,7 @@ def test_backward(backend, eps, dy_scale):
 
 @BY_KERNELS
 def test_rows_whose_squares_overflow_become_zero(backend):
-    """As F.rms_norm makes them: 1 / sqrt(inf) is 0. The row beside them is what it is alone."""
+    """F.rms_norm does so too: 1 / sqrt(inf) is 0. The row beside them is what it is alone."""
     rows = make_rows((1e20, 1.0, 1e30), 1.0, None)
     y, rstd = rms_norm_forward(rows.x, rows.weight, backend=backend)
     dx, dw = rms_norm_backward(rows.x, rows.dy, rows.weight, rstd, backend=backend)

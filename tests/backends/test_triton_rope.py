@@ -87,7 +87,7 @@ def test_cases(name, interleaved, tiles):
     indirect=["tiles"],
 )
 def test_widths(widths, interleaved, tiles):
-    """Without --every-config each width and form by one kind of tiles, in turn."""
+    """Each width and form has one kind of tiles, in turn, without --every-config."""
     n, rotary_dim = widths
     for case in cases_of_widths(n, rotary_dim, interleaved):
         many = sum(case.heads) >= 40  # which are several tiles of every length
@@ -136,7 +136,7 @@ def test_each_casting_and_rounding_is_its_own(dtype, interleaved):
 
 @pytest.mark.parametrize("rounding", ["end", "norm", "each"])
 def test_rounded_products_are_not_contracted(rounding, monkeypatch):
-    """On a GPU (gpu/test_gpu_rope.py) that drops a rounding; Triton's interpreter contracts nothing."""
+    """Contraction drops a rounding on GPUs (gpu/test_gpu_rope.py); Triton's interpreter has none."""
     from tilegym_rmsnorm.backends.triton import launch
 
     seen = []
@@ -207,7 +207,7 @@ FAR = RopeCase(FP16, 2, 3, (2, 2), 8, 8, table_dtype=FP16, positions="each")
 
 @pytest.mark.much_memory
 def test_strides_beyond_32_bits():
-    """Of q and of dq_out by the batch, of dk_out by heads; and a row of cos that begins beyond element 2^31."""
+    """q and dq_out stride so by the batch, dk_out by heads; a row of cos begins beyond element 2^31."""
     far = 2**31 + 8
     call = make(FAR, DEVICE)
     q, k, *weights, cos, sin, positions = call.tensors

@@ -106,7 +106,7 @@ def pairs_of(plans) -> list[tuple[str, str]]:
 
 @pytest.fixture
 def guarded_empty(monkeypatch):
-    """What a launch allocates holds NaN, between elements that nobody may write."""
+    """Fill a launch's arrays with NaN, between elements that nobody may write."""
     taken, empty = [], torch.empty
 
     def guarded(shape, **kwargs):

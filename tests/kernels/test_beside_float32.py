@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def by_rules_beside_float32(op: str, n: int, size: str = "large", **options) -> Variant | None:
-    """What the rules for such a weight choose, without those beside a weight of x's dtype."""
+    """Choose by the rules for such a weight, without those beside a weight of x's dtype."""
     asked = problem(op, n, BF16, size, FP32, **options)
     assert asked.bucket.weight == FLOAT32
     for records in rules_of(asked.device.architecture).rules:
@@ -36,7 +36,7 @@ def by_rules_beside_float32(op: str, n: int, size: str = "large", **options) -> 
 
 
 def test_beside_a_float32_weight_a_thread_has_16_bytes_of_it_in_each_tile():
-    """That is four elements of x: of wider tiles the weight would pass through shared memory."""
+    """Wider tiles than four elements a thread would pass the weight through shared memory."""
     for op, size, n in itertools.product(OPS, SIZES, range(1, 66000)):
         variant = by_rules_beside_float32(op, n, size)
         if variant is None:
@@ -78,7 +78,7 @@ def test_kernels_beside_a_float32_weight(op, size, n):
 
 
 def test_rows_of_7169_to_8192_are_two_tiles_as_timed():
-    """Not one of 8192, as `two_tiles` would have it."""
+    """`two_tiles` would have one of 8192."""
     for n in (7176, 7424, 8176, 8192):
         variant = by_rules_beside_float32("backward", n)
         assert isinstance(variant, BackwardRows)

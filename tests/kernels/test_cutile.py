@@ -41,7 +41,7 @@ def rule(op: str, n: int, dtype: torch.dtype = BF16, size: str = "large") -> Var
 
 
 def one_width_per_variant(op: str, size: str) -> list[int]:
-    """Of rows of 16 bits, an odd width where a variant serves one, so that lanes past the row are there to go wrong."""
+    """Return a width for each variant of 16-bit rows, odd where it serves one: lanes past the row can go wrong."""
     widths = {}
     for n in WIDTHS:
         variant = rule(op, n, size=size)
@@ -51,7 +51,7 @@ def one_width_per_variant(op: str, size: str) -> list[int]:
 
 
 def forward_variants(dtype: torch.dtype, widest: int = 65536) -> list[tuple[Variant, int]]:
-    """Of all sizes, each with the widest row whose last tile is cut off, or else with the first."""
+    """Pair variants of all sizes with the widest row whose last tile is cut off, or else the first."""
     widths = {}
     for n in (*(n for n in WIDTHS if n <= widest), widest):
         for variant in (rule("forward", n, dtype), rule("forward", n, dtype, "few")):
@@ -95,7 +95,7 @@ def test_backward_of_every_variant(n):
 
 
 def rows_for(variant: Variant) -> int:
-    """Of which some blocks take a tile more, and one is partial."""
+    """Give some blocks a tile more, and leave one tile partial."""
     rows = getattr(variant, "rows", 1)
     return 2 * rows * 3 * variant.occupancy + rows // 2 + 1
 
@@ -228,7 +228,7 @@ def test_rows_as_several_2d_tiles_in_any_order_and_layout(m):
     ids=lambda variant: variant.kernel,
 )
 def test_scales_far_from_one(variant, x_scale, dy_scale):
-    """Without eps rstd is 1 / x: its square alone, which no kernel computes, would be 0 or infinite at the last two."""
+    """No kernel computes the square of rstd, 1 / x without eps: it would be 0 or infinite at the last two."""
     inputs = make_inputs(9, 50, FP32, FP32, eps=0.0, device=CPU)
     inputs = inputs._replace(x=inputs.x * x_scale, dy=inputs.dy * dy_scale)
     found = run_backward(inputs, variant)

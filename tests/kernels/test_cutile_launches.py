@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What launches of the cuTile kernels need beside right kernels: grids that fit, and signals to the next launch."""
+"""Launches of the cuTile kernels: grids that fit, and signals to the next launch."""
 
 import pytest
 import torch

@@ -70,14 +70,14 @@ def _check(variant):
 @pytest.mark.parametrize("layout", ["heads", "mixed"])
 @pytest.mark.parametrize("variant", [HEADS[0], HEADS[3]], ids=str)
 def test_wide_rows_in_place(variant, layout):
-    """Of a batch that comes second, as in (S, B, N)."""
+    """The batch comes second, as in (S, B, N)."""
     _check(variant._replace(size=(2, 3, 2, 2052), layout=layout))
 
 
 @pytest.mark.parametrize("has_two", [False, True])
 @pytest.mark.parametrize("kernel", ["rows", "rows, equal tiles", "rows by TMA", "tiles"])
 def test_dx_times_alpha(kernel, has_two):
-    """Beside d_residual, and alone: then no second array is written."""
+    """dx alone writes no second array for d_residual."""
     variant = Variant(BF16, (5, 93), residual_dtype=BF16, alpha=0.3)
     inputs = variants.make(variant)
     x = (variant.alpha * inputs.x.float() + inputs.residual.float()).bfloat16()
@@ -115,7 +115,7 @@ def test_wider_rows_have_the_same_db(variant):
 @pytest.mark.parametrize("size", [(2, 3, 261, 64), (2, 261, 1, 80)])
 @pytest.mark.parametrize("variant", [each for each in HEADS if each.weight != "heads"], ids=str)
 def test_sequences(variant, size, layout):
-    """As the last leading dimension, behind a short one, and as T of one head."""
+    """The last leading dimension, behind a short one, or T of one head."""
     _check(variant._replace(size=size, layout=layout))
 
 

@@ -32,7 +32,7 @@ def strips(request):
 
 
 def far_from_each_other(x):
-    """The same rows, between others of NaN columns."""
+    """Copy the rows in between NaN columns."""
     wide = torch.full((x.shape[0], x.shape[1] + 9), torch.nan, dtype=x.dtype)
     return wide[:, 4:-5].copy_(x)
 
@@ -60,7 +60,7 @@ def test_strips_round_as_llama_does(strips):
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("name", ["dy", "x"])
 def test_a_last_row_that_is_not_finite(strips, name, value):
-    """It is read in place of rows past the last: 0 times infinity must not reach a column that it does not reach."""
+    """The row stands in for rows past the last: 0 times infinity reaches no column that the row does not."""
     inputs = make_inputs(13, 50, BF16, FP32, device=CPU)
     inputs.x[-1, 7] = 1.0
     finite = run_backward(inputs, strips)["dw"]

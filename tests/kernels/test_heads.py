@@ -74,7 +74,7 @@ SWITCHES = {
 
 
 def some(tiles, number, step=2):
-    """With --every-config all tiles, else every second or third, in turn."""
+    """Take every `step`-th tile, in turn; with --every-config all."""
     tiles = [*tiles.values()]
     return tiles if helpers.every_config else tiles[number % step :: step]
 
@@ -178,7 +178,7 @@ def test_dy_of_another_dtype(dtypes, tile):
 @pytest.mark.parametrize("weight", ["vector", "heads"])
 @pytest.mark.parametrize("residual", [False, True])
 def test_dw_is_of_xhat_as_it_was_rounded(weight, residual):
-    """To the dtype of what was normalized: bfloat16, with a residual the float32 of residual_out, which rounds none."""
+    """xhat has the dtype of what was normalized: bfloat16, or residual_out's float32, which rounds nothing."""
     variant = Variant(BF16, (2, 8, 4, 32), weight, FP32, casting="llama")
     if residual:
         variant = variant._replace(residual_dtype=FP32)

@@ -80,7 +80,7 @@ def test_packed_rows_give_the_same_bits(width, pieces, dtype, weight_dtype):
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("width", "pieces", "members"), [(64, 1, 2), (16, 2, 3), (16, 3, 2)])
 def test_packed_teams_give_the_same_bits(width, pieces, members, dtype, weight_dtype):
-    """As teams by gathers, with dw and without."""
+    """Teams by gathers agree, with dw and without."""
     inputs = with_numbers_that_a_wrong_widening_shows(11, 84, dtype, weight_dtype)
     settings = {
         "width": width,

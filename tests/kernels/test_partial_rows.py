@@ -74,7 +74,7 @@ def test_the_way_without_the_loop_computes_the_same(n, m):
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("size", ["few", "large"])
 def test_the_only_partial_row_is_dw(n, dtype, size):
-    """With one block, or one slab, there is nothing to add: dw, of weight's dtype, takes the place of dw_partial."""
+    """One block, or one slab, leaves nothing to add: dw, of weight's dtype, takes the place of dw_partial."""
     inputs = make_inputs(1, n, dtype, dtype, device=CPU)
     assert_within(expected_results(inputs), **run_backward(inputs, size=size))
 

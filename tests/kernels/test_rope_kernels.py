@@ -33,7 +33,7 @@ from tilegym_rmsnorm.rope_reference import rope_forward_torch  # noqa: E402
 
 
 def run_forward(call, machine=None):
-    """By the kernels; AssertionError if they do not take the call."""
+    """Run the kernels; AssertionError if they do not take the call."""
     run = rope.bind_forward(call.spec, call.tensors, machine or ShuffledMachine())
     assert run is not None
     return run(call.tensors)
@@ -53,7 +53,7 @@ def is_taken(call):
 
 
 def assert_composed(call):
-    """By PyTorch's operations around the kernels of rms_norm."""
+    """Check PyTorch's operations around kernels of rms_norm."""
     assert not is_taken(call)
     check_forward(call, *launch.qk_norm_rope_forward(call.spec, call.tensors))
     check_backward(call, *launch.qk_norm_rope_backward(call.spec, call.backward_tensors, call.wanted))

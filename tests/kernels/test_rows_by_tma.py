@@ -131,7 +131,7 @@ def test_rules_take_it_for_teams_of_many_rows_of_16_bits(n, members):
 
 
 def test_dx_alone_takes_no_teams_by_tma_of_a_backward():
-    """On an H100: with a float32 weight they spill. The rules have others, the entries that ship some of dx."""
+    """Teams with a float32 weight spill on an H100. The rules have others, the entries that ship some of dx."""
     for n in (18432, 24576, 32768, 65536):
         asked = problem("backward", n, BF16, facts=device(target=H100))
         with_dw = by_tables(asked).first

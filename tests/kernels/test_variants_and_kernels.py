@@ -189,7 +189,7 @@ class Noting(InterpretedMachine):
 
 
 def arrays_of(made: Plan, m: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """What kernels may ask for, by name: shapes and dtypes. Of no weight and no dw: what is not touched."""
+    """Return {name: (shape, dtype)} of kernels' arrays. A missing weight or dw is never touched."""
     problem, sizes = made.problem, made.sizes(m)
     x, row = ((m, N), torch.bfloat16), ((m,), torch.float32)
     found = {name: x for name in ("x", "y", "dx", "dy")} | {"rstd": row}
@@ -201,8 +201,8 @@ def arrays_of(made: Plan, m: int) -> dict[str, tuple[tuple[int, ...], torch.dtyp
 
 
 def plans_of(variant: Variant, facts: Device) -> Iterator[Plan]:
-    """For each op that it serves: without a weight where one may be missing, and of dw with partial rows of each kind,
-    but for slabs, which have several rows of x."""
+    """Yield plans of each op served: without a weight where one may be missing, and of dw with partial rows of each
+    kind, but for slabs, which have several rows of x."""
     for op in variant.serves:
         weights = (torch.float32,) if op == "backward" else (torch.float32, None)
         kinds = ("shared", "own") if op == "backward" and not isinstance(variant, Split) else ("shared",)

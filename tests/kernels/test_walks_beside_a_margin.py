@@ -42,7 +42,7 @@ def test_every_backward_is_right_with_every_margin(first, op, margin):
 
 @pytest.mark.parametrize("name", [name for name, first in BACKWARDS.items() if first.walks])
 def test_a_walk_leaves_so_many_sms_free(name):
-    """As many blocks as fit the SMs that are left."""
+    """Blocks fill the SMs that are left."""
     first = BACKWARDS[name]
     has_dw = "backward" in first.serves
     inputs = make_inputs(120, 80, BF16, FP32, device=CPU)

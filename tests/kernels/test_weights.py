@@ -43,9 +43,9 @@ CALLS = [  # dtype, weight, casting
 
 @pytest.mark.parametrize(("kind", "call", "n"), in_turn(JOINT, CALLS, [56, 50], of=2), ids=str)
 def test_the_bits_are_those_of_the_weight_loaded_late(kind, call, n):
-    """With what an exclusive or could spoil: rows of zeros of both signs, of infinities and NaN. A weight of another
-    dtype is not awaited: there an early one is compared with a late one. Without --every-config one width and the other
-    in turn, and no float16, which takes bfloat16's branches."""
+    """Rows hold what an exclusive or could spoil: zeros of both signs, infinities, NaN. A weight of another dtype is
+    not awaited: there an early one is compared with a late one. Without --every-config one width and the other in turn,
+    and no float16, which takes bfloat16's branches."""
     (dtype, weight, casting), variant = call, JOINT[kind]
     if "packed" in kind and dtype is FP32:
         variant = replace(variant, packed=False)

@@ -128,7 +128,7 @@ def _normalized(variant: Variant, inputs: VariantInputs) -> torch.Tensor:
 
 
 def _problem_of_forward(variant: Variant, inputs: VariantInputs, size: str) -> Problem:
-    """As lookup.py has it, of this size class whatever the number of rows."""
+    """Make lookup.py's problem of this size class for any number of rows."""
     written = variant.out_dtype, variant.normalized_dtype if variant.has_residual else None
     has_residual, has_bias = inputs.residual is not None, inputs.bias is not None
     dtype, form = form_of((inputs.x, inputs.residual), written, has_residual, has_bias, False)
@@ -150,7 +150,7 @@ def _problem(op, variant, dtype, size, form) -> Problem:
 
 
 def _plan(problem: Problem, first: plans.Variant | None) -> Plan:
-    """By this first kernel, or by what the rules choose."""
+    """Plan with this first kernel, or the rules' choice."""
     architecture = problem.device.architecture
     if first is None:
         assert is_fused(problem), problem
@@ -277,7 +277,7 @@ def test_backwards(kernel, kind, rows):
     in_turn(BACKWARDS, ["residual", "residual times alpha", "stream"], [True, False], WANTED, of=4),
 )
 def test_some_gradients(kernel, kind, has_d_residual_out, wanted):
-    """Where residual_out leads nowhere there is no d_residual_out. Without --every-config a quarter, in turn."""
+    """A residual_out that leads nowhere has no d_residual_out. Without --every-config a quarter, in turn."""
     first = BACKWARDS[kernel]
     op = "dx" if "dw" in WANTED[wanted] else "backward"
     if op not in first.serves:
@@ -311,14 +311,14 @@ CHOSEN = ["residual", "residual times alpha", "stream rounded, out_dtype", "floa
     ("kind", "n", "size"), in_turn([*CHOSEN, "bias", "residual and bias"], WIDTHS, SIZES, of=2)
 )
 def test_what_rules_choose_for_forwards(kind, n, size):
-    """Without --every-config each width of a kind in one size class."""
+    """Each width of a kind has one size class without --every-config."""
     _check_forward(OF_FORWARD[kind]._replace(size=(5, n)), size=size)
 
 
 @pytest.mark.parametrize("op", ["backward", "dx"])
 @pytest.mark.parametrize(("kind", "n", "size"), in_turn(CHOSEN, WIDTHS, SIZES, of=2))
 def test_what_rules_choose_for_backwards(kind, n, size, op):
-    """Without --every-config each width of a kind in one size class."""
+    """Each width of a kind has one size class without --every-config."""
     if op == "backward" and KINDS[kind].weight == "none":
         pytest.skip("without a weight there is no dw")
     _check_backward(KINDS[kind]._replace(size=(5, n)), size=size, **({"dw": None} if op == "dx" else {}))

@@ -25,7 +25,7 @@ LOAD_TILES += [
 
 @pytest.mark.parametrize(("kernel", "dtype", "n", "weight"), in_turn(FORWARDS, DTYPES, WIDTHS, WEIGHTS, of=3))
 def test_forwards(kernel, weight, dtype, n):
-    """Without --every-config each width and dtype of a kernel beside one of the weights, in turn."""
+    """Each width and dtype of a kernel has one of the weights, in turn, without --every-config."""
     inputs = make_inputs(13, n, dtype, weight, offset=0.5 if weight else 0.0, device=CPU)
     assert_within(expected_results(inputs), **run_forward(inputs, FORWARDS[kernel]))
 
@@ -36,7 +36,7 @@ def test_forwards(kernel, weight, dtype, n):
     + in_turn(NEEDS_DW, DTYPES, WIDTHS, [BF16, FP32], of=2),
 )
 def test_backwards(kernel, weight, dtype, n):
-    """Without --every-config each width and dtype of a kernel beside one of the weights, in turn."""
+    """Each width and dtype of a kernel has one of the weights, in turn, without --every-config."""
     inputs = make_inputs(13, n, dtype, weight, offset=0.5 if weight else 0.0, device=CPU)
     found = run_backward(inputs, BACKWARDS[kernel], has_dw=kernel != "dx, reread")
     assert_within(expected_results(inputs), **found)

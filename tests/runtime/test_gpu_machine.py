@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Where a GPU's memory comes from and how its launches go out, asked without a GPU."""
+"""Memory and launches of a GPU's machine, asked without a GPU."""
 
 import contextlib
 import subprocess
@@ -84,7 +84,7 @@ def test_what_outlives_a_call_has_no_memory(gpu):
 
 @pytest.mark.parametrize(("sm_count", "most"), [(132, 16), (114, 14), (16, 2), (8, 1), (7, 1), (4, 1)])
 def test_teams_of_eight_launches_at_once_leave_room(driver, sm_count, most):
-    """Of the smallest GPUs no team does, and every entry without one may serve."""
+    """The smallest GPUs have no team, and every entry without one may serve."""
     driver.properties.multi_processor_count = sm_count
     found = machine.GpuMachine(torch.device("cpu"))
     assert found.facts.sm_count == sm_count and found.facts.most_members == most
@@ -97,7 +97,7 @@ def test_memory_from_a_torch_without_the_private_function(gpu, driver, monkeypat
 
 
 def test_this_torch_has_the_private_functions():
-    """Where they are gone every call takes 4 us longer, and nothing else would say so."""
+    """Calls without them take 4 us longer, and nothing else would say so."""
     assert callable(torch._C._dynamo.guards._empty_strided_cuda)
     assert callable(super(torch.autograd.Function, torch.autograd.Function).apply)
 
@@ -115,7 +115,7 @@ def test_launches_go_to_the_machines_device_and_its_current_stream(gpu, driver, 
 
 @pytest.mark.parametrize(("major", "minor"), [(8, 0), (8, 9), (9, 0), (10, 3), (12, 0)])
 def test_launches_begin_before_the_one_before_has_ended_from_hopper_on(driver, major, minor):
-    """Without it every kernel is right, and begins a launch later: 0.5 to 1 us. No other test would tell."""
+    """Kernels that wait a launch are right, and 0.5 to 1 us late. No other test would tell."""
     driver.properties.major, driver.properties.minor = major, minor
     gpu = machine.GpuMachine(torch.device("cpu"))
     gpu.bind(forward.forward_rows, VARIANT, ())((3,), ())

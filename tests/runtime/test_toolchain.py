@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What the cutile backend finds on a machine, and what it says where something is missing."""
+"""The cutile backend's findings on a machine, and its messages where something is missing."""
 
 from __future__ import annotations
 
