@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Where a kernel goes from each of its instructions, and its loops, from its machine code (compiling.disassembled)."""
+"""Instructions that may follow each one of a kernel, and its loops, from machine code (compiling.disassembled)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ NOT_READ = re.compile(r"\b(?:BRX|BRXU|JMP|JMX|CALL|RET)\b.*")
 
 
 def followers(code: list[str]) -> list[list[int]]:
-    """Of each instruction the indices in `code` of those that may be next. Raises ValueError for a jump whose target
-    is not in the instruction."""
+    """Return the indices in `code` of what may follow each instruction. Raises ValueError for a jump whose target is
+    not in the instruction."""
     numbers = {int(line.split("*/")[0], 16): number for number, line in enumerate(code)}
     found = []
     for number, line in enumerate(code):
@@ -30,7 +30,7 @@ def followers(code: list[str]) -> list[list[int]]:
 
 
 def reached(starts: set[int], following: list[list[int]], without: Collection[int] = ()) -> set[int]:
-    """What may come after `starts`, and these; on ways that do not pass any of `without`."""
+    """Return `starts` and what may follow, on ways that pass none of `without`."""
     found, waiting = set(starts), list(starts)
     while waiting:
         for each in following[waiting.pop()]:
@@ -41,12 +41,12 @@ def reached(starts: set[int], following: list[list[int]], without: Collection[in
 
 
 def reaching(targets: set[int], following: list[list[int]], without: Collection[int] = ()) -> set[int]:
-    """What may be followed by one of `targets`, and these; on such ways."""
+    """Return `targets` and what may come before, on such ways."""
     return reached(targets, _preceding(following), without)
 
 
 def _preceding(following: list[list[int]]) -> list[list[int]]:
-    """Of each instruction those that may be before it."""
+    """Return those that may precede each instruction."""
     preceding: list[list[int]] = [[] for _ in following]
     for number, nexts in enumerate(following):
         for each in nexts:

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""How a kernel's loads by TMA share memory with what its workers read: from its machine code.
+"""Memory that a kernel's loads by TMA share with its workers' reads, from its machine code.
 
 A warp of its own loads tiles into slots of shared memory; each slot has a barrier that says that it is full. The
 workers read slots and say, by other barriers, which steps they have ended: as many steps as there are such barriers may
@@ -46,7 +46,7 @@ READ = re.compile(r"LDS[\w.]* \w+, \[\w+\+UR\d+(?:\+(0x[0-9a-f]+))?\]")
 
 
 class Operation(NamedTuple):
-    """What an instruction does to a barrier."""
+    """An instruction's use of a barrier."""
 
     place: int  # in the code
     name: str
@@ -71,7 +71,7 @@ def overwritten(code: list[str]) -> list[str]:
 
 
 def _overwritten_by(loop: list[int], workers: list[list[Operation]], code: list[str]) -> list[str]:
-    """The same of one loop. workers: what is done in each of those that load nothing."""
+    """Return those of one loop. workers: operations in each loop that loads nothing."""
     counts, own = _barriers(code), operations(code, loop)
     loads, all_waits = _each_once(own, LOADED), _each_once(own, WAITED)
     waits = {barrier: each for barrier, each in all_waits.items() if barrier not in loads}
@@ -114,7 +114,7 @@ def operations(code: list[str], places: Iterable[int]) -> list[Operation]:
 
 
 def _each_once(operations: list[Operation], name: str) -> dict[str, Operation]:
-    """Those of this name by their barriers. Raises ValueError for a second one: then a round of the loop is several."""
+    """Return those of this name by barrier. Raises ValueError for a second one: then a round of the loop is several."""
     found: dict[str, Operation] = {}
     for each in operations:
         if each.name == name and found.setdefault(each.barrier, each) is not each:
@@ -134,8 +134,8 @@ def _passed_on(own: list[Operation], loads: Iterable[str], waits: Iterable[str])
 
 
 def _ends_of_slots(steps: list[Operation]) -> dict[str, str]:
-    """Of each slot's barrier that at which workers arrive when they have read it: the next one. Of several arrivals in
-    a row the one by the same register, or else they come in the order of the waits, and the last is for all others."""
+    """Return, by each slot's barrier, that at which workers arrive when they have read it: the next one. Several
+    arrivals in a row go by the same register, or else in the order of the waits, and the last is for all others."""
     ends: dict[str, str] = {}
     unread: dict[str, str] = {}  # each with the register of its wait
     for i, each in enumerate(steps * 2):  # what is waited for at a loop's end may be read at its beginning
@@ -154,8 +154,8 @@ def _ends_of_slots(steps: list[Operation]) -> dict[str, str]:
 
 
 def _memory_of_slots(code: list[str], loop: list[int]) -> dict[str, range]:
-    """Where in shared memory the tiles of each slot's barrier go that several loads fill, if it is the same at each
-    step."""
+    """Return the shared memory of the tiles of each slot's barrier that several loads fill, if each step has the
+    same."""
     offsets: dict[str, tuple[str, int]] = {}
     found: dict[str, list[int]] = {}
     for place in loop:
@@ -176,8 +176,8 @@ def _memory_of_slots(code: list[str], loop: list[int]) -> dict[str, range]:
 
 
 def _ends_by_memory(steps: list[Operation], memory: dict[str, range], code: list[str]) -> dict[str, str]:
-    """Of each slot's barrier that at which workers arrive next when they have read it for the last time. Of none, where
-    they are not seen to read of each slot as much."""
+    """Return, by each slot's barrier, that at which workers arrive next after its last read. Nothing, where they are
+    not seen to read of each slot as much."""
     places = range(min(each.place for each in steps), max(each.place for each in steps))
     reads = [(place, int(read[1] or "0", 16)) for place in places if (read := READ.search(code[place]))]
     by_slot = {slot: [place for place, offset in reads if offset in tiles] for slot, tiles in memory.items()}
@@ -212,7 +212,7 @@ def awaits_first_end(code: list[str], wait: Operation) -> bool:
 
 
 def _barriers(code: list[str]) -> dict[str, int]:
-    """How many barriers, one beside the other, begin at each address that is waited for or arrived at."""
+    """Count the barriers, side by side, that begin at each address that is waited for or arrived at."""
     done = operations(code, range(len(code)))
     made = {int(each.barrier, 16) for each in done if each.name == MADE}
     used = sorted({int(each.barrier, 16) for each in done if each.name != MADE})

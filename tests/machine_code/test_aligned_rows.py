@@ -44,8 +44,8 @@ def test_aligned_rows_are_loaded_and_stored_as_those_of_multiples_of_16(op, kern
 
 
 def accesses(op, kernel, n, dtype, folder):
-    """How often each instruction on global memory stands in the kernels of a forward or backward, by 16 times as many
-    columns a tile: more than one a thread."""
+    """Count each instruction on global memory in the kernels of a forward or backward, by 16 times as many columns a
+    tile: more than one a thread."""
     folder.mkdir()
     # before Hopper the kernel that comes with strips, backward_means, goes without TMA: it needs the divisor there
     machine = compiling.CompilingMachine(80 if kernel == "strips" else 90, keep=folder)

@@ -22,8 +22,8 @@ skip_without_disassembler()
 
 @pytest.mark.parametrize("n", [32768, 131072])
 def test_slabs_have_no_branch_around_each_load(n, tmp_path):
-    """What `rows.at_least_zero` is for: without it 31 branches instead of 7 for 37 loads, of tiles of 1024 columns, and
-    19 instead of 7 for 31, of tiles of 512, beside the one in front of the wait (`wait_for_launch_before`)."""
+    """`rows.at_least_zero` leaves 7 branches instead of 31 for 37 loads, of tiles of 1024 columns, and 7 instead of 19
+    for 31, of tiles of 512, beside the one in front of the wait (`wait_for_launch_before`)."""
     machine = CompilingMachine(90, keep=tmp_path)
     slabs = by_rules("backward", n, size="few", facts=device(most_members=1))
     assert isinstance(slabs.first, BackwardSplitReread)

@@ -51,15 +51,15 @@ SIBLINGS = (86, 89, 103)  # have the rules of sm_80 and sm_100
 
 
 def step_of(itemsize: int, architecture: int) -> int:
-    """Of which every how many-th choice is sampled: all of Hopper's, which are measurements; elsewhere a third of those
-    of 2-byte elements, half as many of float32, and fewer for siblings."""
+    """Return the step between sampled choices: all of Hopper's, which are measurements; elsewhere a third of those of
+    2-byte elements, half as many of float32, and fewer for siblings."""
     if architecture == 90:
         return 1
     return 9 if architecture in SIBLINGS else 6 if itemsize == 4 else 3
 
 
 def thinned(widths: Sequence[int]) -> Sequence[int]:
-    """Without --every-config one of 16 columns beyond 4096: to ask for the rest takes longer than to compile."""
+    """Keep one of 16 columns beyond 4096 without --every-config: asking for the rest takes longer than compiling."""
     if helpers.every_config or not isinstance(widths, range):
         return widths
     narrow, step = [n for n in widths if n <= 4096], 16 // widths.step
@@ -165,7 +165,7 @@ OF_VARIANTS = (80, 90, 120)  # architectures
 @pytest.mark.parametrize("architecture", OF_VARIANTS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants(architecture, variant):
-    """Without --every-config each has one width, another one on each architecture; each width has two variants."""
+    """Each has one width without --every-config, another one on each architecture; each width has two variants."""
     machine = CompilingMachine(architecture)
     op = "dx" if VARIANTS[variant]["weight_dtype"] is None else "backward"
     turn = [*VARIANTS].index(variant) + 2 * OF_VARIANTS.index(architecture)
@@ -180,7 +180,7 @@ def test_variants(architecture, variant):
 
 @pytest.mark.parametrize("architecture", OF_VARIANTS)
 def test_frozen_weight_and_one_partial_row_per_row(architecture):
-    """Without --every-config every third width, other ones on each architecture."""
+    """Every third width, others on each architecture, without --every-config."""
     machine = CompilingMachine(architecture)
 
     def run_own_partials(n, dtype):
@@ -236,7 +236,7 @@ def tiles_by_tma(y, rstd, x, weight, inv_n, ROWS: ConstInt, WIDTH: ConstInt, LAT
 
 
 def test_a_kernel_that_asks_for_registers_that_its_block_lacks_is_seen():
-    """As of 33 x 1, which never ended on an H100: so no forward of tiles has TMA."""
+    """A forward of 33 x 1 never ended on an H100: so none of tiles has TMA."""
     machine = CompilingMachine(90)
     variant = ForwardTiles(width=8, warps=4, occupancy=4, latency=4, rows=256)
     x = meta(33, 8, dtype=FP32)
@@ -251,7 +251,7 @@ WIDE = [50960, 58240, 65536, 67584, 81920, 98288, 131072]
 
 @pytest.mark.parametrize("n", WIDE)
 def test_teams_of_the_widest_rows(n):
-    """Without --every-config one dtype and the other in turn."""
+    """The dtypes take turns without --every-config."""
     machine = CompilingMachine(90)
     for dtype in (BF16, FP32) if helpers.every_config else ((BF16, FP32)[WIDE.index(n) % 2],):
         run_forward(machine, by_rules("forward", n, dtype), n, dtype, dtype)
@@ -262,7 +262,7 @@ def test_teams_of_the_widest_rows(n):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("op", ["forward", "backward", "dx"])
 def test_entries_that_ship(op, dtype):
-    """Without --every-config float16 with dw alone, and dx alone of bfloat16."""
+    """float16 has dw only, and dx alone bfloat16 only, without --every-config."""
     is_left_out = dtype != "bfloat16" and op == "dx" or (op, dtype) == ("forward", "float16")
     if is_left_out and not helpers.every_config:
         pytest.skip("compiled with --every-config")
@@ -301,8 +301,8 @@ def test_a_backward_sums_by_the_variant_for_its_kernel_and_architecture(architec
 @pytest.mark.parametrize("weight_dtype", [BF16, FP32])
 @pytest.mark.parametrize("n", [128, 2048, 4096, 5000, 40000, 65536])
 def test_batch_sizes_and_eps_compile_nothing_new(n, weight_dtype):
-    """Of each variant, which a size class has alone or shares, one compilation for each class of M and of P that
-    cuda-tile tells apart: 1, multiples of 16, others. The sum of dw has a variant of its own, and no M."""
+    """Each variant, of one size class or several, compiles once for each class of M and of P that cuda-tile tells
+    apart: 1, multiples of 16, others. The sum of dw has a variant of its own, and no M."""
     symbols, expected = defaultdict(set), defaultdict(set)
     for m in (1, 2, 16, 100, 128, 1000, 4096, 5000, 65536, 131072, 524288):
         size = size_class(m, n)

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What the selector picks for calls with a residual, a bias or heads, compiled as the launch code calls it: no
-registers spill, and no warp waits for some."""
+"""Selections for calls with a residual, a bias or heads, compiled as the launch code calls them: no registers spill,
+and no warp waits for some."""
 
 import itertools
 import types
@@ -77,7 +77,7 @@ def test_records_of_forms_compile_on_hopper():
 
 
 def wide_forms(architecture, target=None):
-    """What the selector picks for wide rows with a residual or a bias, of each op: 18 cases a width."""
+    """Yield choices for wide rows with a residual or a bias, of each op: 18 cases a width."""
     machine = types.SimpleNamespace(facts=device(architecture, target=target))
     dtypes = ((BF16, BF16), (FP32, FP32), (FP32, BF16))  # of the residual, and of x
     for n, form, (dtype, x_dtype) in itertools.product(WIDE, (RESIDUAL, D_RESIDUAL, BIAS), dtypes):
@@ -89,7 +89,7 @@ def wide_forms(architecture, target=None):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_wide_rows_with_a_residual_or_a_bias_compile(architecture):
-    """On Hopper every eleventh, elsewhere a sample; all by --every-config, and sm_86 with it alone. dx by chunks takes
+    """Every eleventh on Hopper, elsewhere a sample; all by --every-config, and sm_86 with it alone. dx by chunks takes
     8 bytes of stack beside x of 16 bits."""
     if architecture == 86 and not helpers.every_config:
         pytest.skip("compiled with --every-config")
@@ -101,8 +101,8 @@ def test_wide_rows_with_a_residual_or_a_bias_compile(architecture):
 
 @pytest.mark.parametrize("n", UNALIGNED)
 def test_unaligned_rows_compile_in_every_form(n):
-    """On Hopper. Some narrow rows take 8 bytes of stack. Without --every-config a sixth of the widths and forms, in
-    turn."""
+    """Some narrow rows take 8 bytes of stack on Hopper. A sixth of the widths and forms, in turn, without
+    --every-config."""
     machine = types.SimpleNamespace(facts=device(target=H200))
     forms = [Form(*each) for each in itertools.product((False, True), (False, True))]
     forms += [form._replace(d_residual=True) for form in forms if form.residual]

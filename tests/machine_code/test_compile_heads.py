@@ -24,8 +24,7 @@ PLAIN = Variant(BF16, (2, 32, 32, 128), weight_dtype=BF16, layout="heads")
 
 @pytest.mark.parametrize("tile", [Tile(rows=1, heads=16, tma=True), Tile(rows=4, heads=4, tma=True)], ids=str)
 def test_strided_heads_come_by_tma(tile, tmp_path):
-    """Of a backward, a q slice and a transposed dy: no loads of global memory but of rstd and the weight, no stores but
-    of dw."""
+    """A backward of a q slice and a transposed dy has LDG for rstd and the weight alone, and STG for dw alone."""
     inputs = make(PLAIN, device=torch.device("cpu"))
     call = backward_call(PLAIN, inputs, inputs.x, tile, 2, Outputs())
     call.named["DEPENDENT"] = True

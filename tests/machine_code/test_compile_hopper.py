@@ -44,8 +44,8 @@ def is_whole(variant: Variant, n: int) -> bool:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("op", RUNS)
 def test_hopper_choices_of_every_size_whole_and_cut_off(op, size, dtype):
-    """Of aligned rows, whose rules are measurements, also the widest whose last tile is cut off. A sample of whole rows
-    of one dtype and of cut off ones of the other, in turn; all of both by --every-config."""
+    """Aligned rows, whose rules are measurements, with the widest whose last tile is cut off. A sample of whole rows of
+    one dtype and of cut off ones of the other, in turn; all of both by --every-config."""
     machine, lanes, widths = CompilingMachine(90), 16 // dtype.itemsize, {True: {}, False: {}}
     for n in range(lanes, WIDEST, lanes):
         if (n <= 12288 or n % 16 == 0) and (rows := rows_of_class(size, n)):
@@ -102,7 +102,7 @@ PAIRS = [(BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32)]
 
 @pytest.mark.parametrize(("dtypes", "n"), helpers.in_turn(PAIRS, WIDE, of=len(WIDE)), ids=str)
 def test_wide_backwards_spill_no_more_than_their_rules_say(dtypes, n):
-    """Beside each weight, casting once and as llama, with dw and dx alone, of many rows and of few. Without
+    """Each weight is tried, casting once and as llama, with dw and dx alone, of many rows and of few. Without
     --every-config each pair of dtypes at one width, with dw of many rows and dx of few, or the other way round, in
     turn."""
     (dtype, weight_dtype), number = dtypes, PAIRS.index(dtypes)
@@ -122,7 +122,7 @@ def test_wide_backwards_spill_no_more_than_their_rules_say(dtypes, n):
 
 @pytest.mark.parametrize("n", [12304, 16384])
 def test_float32_backwards_by_teams_of_two_spill_no_more(n):
-    """By one block in one tile they took 112 and 56 bytes of stack, and 6 to 18 % longer on an H100."""
+    """One block in one tile took 112 and 56 bytes of stack, and 6 to 18 % longer on an H100."""
     machine, choice = CompilingMachine(90), by_rules("backward", n, FP32)
     run_backward(machine, choice, n, FP32, FP32)
     assert isinstance(choice.first, Team) and not [each for each in machine.results if each.stack]

@@ -29,7 +29,7 @@ MANY_ROWS, LAYOUTS = (3, 4096), ("contiguous", "heads", "mixed", "offset", "gaps
 
 @pytest.fixture
 def machine(architecture, monkeypatch):
-    """Where the backend's functions launch. Without --every-config of one architecture."""
+    """Set the machine that launches go to; of one architecture without --every-config."""
     if architecture != 90 and not helpers.every_config:
         pytest.skip("with --every-config")
     machine = CompilingMachine(architecture)
@@ -59,7 +59,7 @@ def compile_all(machine, compile_one, cases):
 
 
 def test_each_two_options_of_a_norm_compile(machine):
-    """Of narrow rows."""
+    """Rows are narrow."""
     layouts = (*NORM_OPTIONS["layout"], "far") if helpers.every_config else LAYOUTS
     compile_all(machine, compile_norm, norm_cases(n=NARROW, length=MANY_ROWS, layout=layouts))
 
@@ -73,7 +73,7 @@ def test_each_two_options_of_wide_rows_compile(machine):
 
 
 def test_each_two_options_of_rope_compile(machine):
-    """Of heads that its kernels take: the others launch the kernels of a norm."""
+    """Kernels of rope take these heads: others launch a norm's kernels."""
 
     def is_taken(case):
         """Rows begin at multiples of 16 bytes where neighbours are pairs."""

@@ -126,7 +126,7 @@ def test_heads_come_and_go_by_tma(case, tmp_path):
 
 @pytest.mark.parametrize(("case", "dtype"), ON_HOPPER)
 def test_no_walk_overwrites_tiles_in_use(case, dtype, tmp_path):
-    """Those by TMA, beside tables that come without. Nor do registers spill."""
+    """Tiles come by TMA, tables without. Nor do registers spill."""
     skip_without_disassembler(is_module=False)
     machine = CompilingMachine(90, keep=tmp_path)
     compile_calls(case_of(case, dtype), machine)
@@ -170,7 +170,7 @@ def test_lengths_do_not_make_kernels_of_their_own(heads):
 
 @pytest.mark.parametrize("case", ["128, positions", "80"])
 def test_rows_of_tables_are_loaded_without_branches(case, tmp_path):
-    """Behind a branch for each the loads, and their conversions to float32, would wait one for another."""
+    """Loads behind a branch each, and their conversions to float32, would wait one for another."""
     skip_without_disassembler(is_module=False)
     compile_calls(CASES[case], CompilingMachine(90, keep=tmp_path))
     for name in ("forward_rope", "backward_rope"):

@@ -74,7 +74,7 @@ def test_no_warp_waits_for_registers(case, architecture):
     ],
 )
 def test_registers_hold_rows_and_dw(n, variant, dtype, weight_dtype, most_stack):
-    """What adds a row to dw before its products are summed. After that 8 * 2048 columns took 256 bytes of stack."""
+    """Kernels add a row to dw before its products are summed. After that 8 * 2048 columns took 256 bytes of stack."""
     machine = CompilingMachine(90)
     run_backward(machine, variant, n, dtype, weight_dtype)
     [found] = [each for each in machine.results if each.name in KERNELS]
@@ -83,7 +83,7 @@ def test_registers_hold_rows_and_dw(n, variant, dtype, weight_dtype, most_stack)
 
 @pytest.mark.parametrize("call", ["bfloat16", "float32 weight, llama, odd M"])
 def test_teams_of_three_blocks_an_sm_keep_no_weight_in_registers(call, tmp_path):
-    """With it they took 32 and 112 bytes of stack. `not_hoisted` still tells that 16 bytes lie together."""
+    """Keeping it took 32 and 112 bytes of stack. `not_hoisted` still tells that 16 bytes lie together."""
     machine = CompilingMachine(90, keep=tmp_path)
     variant = BackwardPipelinedTeam(width=4096, warps=4, occupancy=3, latency=4, members=8)
     run_backward(machine, variant, 32768, **CALLS[call])

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What else the compiler must have made of a backward, in machine code: multiplications that are fused with an
-addition, and a team's loop that asks anew each time."""
+"""Machine code of a backward: multiplications that are fused with an addition, and a team's loop that asks anew each
+time."""
 
 import pytest
 import torch

@@ -46,12 +46,12 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def whole_grid(variant: Variant) -> Variant:
-    """The same kernel, by all blocks that fit."""
+    """Take all blocks that fit."""
     return dataclasses.replace(variant, grid_percent=100) if isinstance(variant, Walks) else variant
 
 
 def variants_by_tma(op: str, dtype: torch.dtype, architecture: int = 90) -> list[tuple[Variant, int]]:
-    """Of the rules, each with the widest row that it serves, and of the entries that ship for Hopper, which `tune`
+    """Return the rules' variants, each with its widest row, and those of the entries that ship for Hopper, which `tune`
     tries on any GPU; each kernel once, whatever part of the blocks walks the rows, those of the largest tiles first."""
     wide = 14336, 16368, 18432, 20480, 33001, 40000, 90112, 98304, 131072, 140000
     among = (*range(1, 4100), 4608, 5120, 7168, 10232, *wide)
@@ -66,9 +66,9 @@ def variants_by_tma(op: str, dtype: torch.dtype, architecture: int = 90) -> list
 
 
 def to_read(cases: Iterable[tuple[Variant, int]], *what: str) -> list[tuple[Variant, int]]:
-    """Without --every-config the first of each kernel by one row or by several, in one tile or in several, packed or
-    not, and of each of these settings (`what`): reading a kernel takes as long as compiling it. Of variants_by_tma that
-    is the one of the largest tiles, of which the fewest are under way."""
+    """Keep the first of each kernel without --every-config, by one row or by several, in one tile or in several, packed
+    or not, and of each of these settings (`what`): reading a kernel takes as long as compiling it. Of variants_by_tma
+    that is the one of the largest tiles, of which the fewest are under way."""
     first: dict[tuple, tuple[Variant, int]] = {}
     for variant, n in cases:
         kind = (
@@ -83,14 +83,14 @@ def to_read(cases: Iterable[tuple[Variant, int]], *what: str) -> list[tuple[Vari
 
 
 def not_read_with_dw(op: str, cases: list[tuple[Variant, int]]) -> list[tuple[Variant, int]]:
-    """Without --every-config and of dx alone: those of kernels that make no dw."""
+    """Keep, without --every-config, of dx alone those of kernels that make no dw."""
     return [case for case in cases if helpers.every_config or op != "dx" or "backward" not in case[0].serves]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
-    """Without --every-config bfloat16 with dw by one of each latency, float32 by one of each kind, dx alone of kernels
-    that make no dw, and no float16: its bytes are bfloat16's."""
+    """Read, without --every-config, bfloat16 with dw by one of each latency, float32 by one of each kind, dx alone of
+    kernels that make no dw, and no float16: its bytes are bfloat16's."""
     if dtype is FP16 and not helpers.every_config:
         pytest.skip("read with --every-config")
     checked = 0
@@ -116,8 +116,8 @@ def test_no_backward_overwrites_tiles_in_use(dtype, tmp_path):
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("architecture", [100, 120])
 def test_none_of_later_architectures_overwrites_tiles_in_use(architecture, dtype, tmp_path):
-    """Without --every-config float32 on sm_100 and bfloat16 on sm_120. Their branches are others than Hopper's, and
-    sm_120 has so little shared memory that its steps are."""
+    """Branches are others than Hopper's, and sm_120 has so little shared memory that its steps are. Without
+    --every-config float32 on sm_100 and bfloat16 on sm_120."""
     if not helpers.every_config and (architecture == 100) != (dtype is FP32):
         pytest.skip("read with --every-config")
     read = Counter()
@@ -154,8 +154,8 @@ def test_none_of_later_architectures_overwrites_tiles_in_use(architecture, dtype
 )
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_the_next_row_is_asked_for_before_this_one_is_summed(dtype, n, variant, tmp_path):
-    """By TMA: a block gives its slots of shared memory back as soon as their tiles are in registers, before it adds
-    its products and waits for its team. What it loads itself, rstd, is the next row's: nothing waits for it here."""
+    """A block gives TMA its slots of shared memory back as soon as their tiles are in registers, before it adds its
+    products and waits for its team. What it loads itself, rstd, is the next row's: nothing waits for it here."""
     if dtype is FP16 and not helpers.every_config:
         pytest.skip("read with --every-config")
     run_backward(CompilingMachine(90, keep=tmp_path), variant, n, dtype, dtype)
@@ -179,7 +179,7 @@ def test_the_next_row_is_asked_for_before_this_one_is_summed(dtype, n, variant, 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_no_backward_beside_a_float32_weight_overwrites_tiles_in_use(dtype, tmp_path):
-    """By its rules, by those of wide rows, and by the entries for such a weight. Without --every-config by one casting
+    """Its rules are read, those of wide rows, and the entries for such a weight. Without --every-config by one casting
     and the other in turn, and not in float16."""
     if dtype is FP16 and not helpers.every_config:
         pytest.skip("read with --every-config")
@@ -236,14 +236,14 @@ def test_a_slot_too_few_is_seen(n, variant, name, arrays, tmp_path):
 
 
 def test_a_wait_for_this_step_is_told_from_one_for_the_step_before(tmp_path):
-    """By the parity that the loop of a kernel with one slot for each tile begins with."""
+    """Parity tells: the loop of a kernel with one slot for each tile begins with it."""
     code = code_of(120, STRIPS, 140000, "backward_means", tmp_path)
     others = [re.sub(r"UMOV (UR\d+), URZ", r"UMOV \1, 0x1", line) for line in code]
     assert not overwritten(code) and overwritten(others)
 
 
 def test_a_read_after_the_end_that_its_slot_waits_for_is_seen(tmp_path):
-    """Of a kernel with one slot for each tile and fewer ends of steps: by the memory that is read."""
+    """The memory read tells, in a kernel with one slot for each tile and fewer ends of steps."""
     variant = BackwardTiles(width=8192, warps=8, occupancy=1, latency=4, rows=2, tma=True)
     [code] = code_of_call(tmp_path, "dx", variant, 7168, BF16, BF16).values()
     assert not overwritten(code)

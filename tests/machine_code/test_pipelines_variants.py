@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What test_pipelines.py reads, with another weight than x's dtype, none, and casting "llama": each is machine code of
+"""Kernels of test_pipelines.py with another weight than x's dtype, none, and casting "llama": each is machine code of
 its own. One block of 18432 bfloat16 columns was right with a bfloat16 weight, and with a float32 weight asked for the
 next x while its workers still read this one."""
 
@@ -59,7 +59,7 @@ def weight_dtype_of(call: str, dtype: torch.dtype) -> torch.dtype | None:
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("call", CALLS)
 def test_no_other_call_overwrites_tiles_in_use(call, dtype, op, tmp_path):
-    """Without --every-config those of the rows and teams, which have the most tiles under way, that `to_read` keeps, of
+    """Read, without --every-config, rows and teams that `to_read` keeps, which have the most tiles under way, of
     bfloat16 beside a float32 weight; dx alone one of each kind."""
     if call == "no weight" and op == "backward":
         pytest.skip("without a weight there is no dw")
@@ -81,7 +81,7 @@ def test_no_other_call_overwrites_tiles_in_use(call, dtype, op, tmp_path):
 
 @pytest.mark.parametrize(("dtype", "x_dtype"), [(BF16, BF16), (FP32, FP32), (FP32, BF16)])
 def test_no_gradient_of_a_wide_residual_overwrites_tiles_in_use(dtype, x_dtype, tmp_path):
-    """Without --every-config of one width. x_dtype: of x, where the residual's is wider."""
+    """One width without --every-config. x_dtype: of x, where the residual's is wider."""
     machine, checked = types.SimpleNamespace(facts=device(target=H200)), 0
     for n in WIDE if helpers.every_config else (28672,):
         for op, form in itertools.product(("backward", "dx"), (RESIDUAL, D_RESIDUAL)):
@@ -98,8 +98,8 @@ def test_no_gradient_of_a_wide_residual_overwrites_tiles_in_use(dtype, x_dtype, 
 
 @pytest.mark.parametrize("weight_dtype", [BF16, FP16, FP32])
 def test_nothing_packed_that_tune_tries_overwrites_tiles_in_use(weight_dtype, tmp_path):
-    """Without --every-config of 18432 columns, which no other test reads but for what the tables have, and of teams,
-    those that `to_read` keeps; float16 with it alone."""
+    """Read, without --every-config, what `to_read` keeps of 18432 columns, which no other test reads but for what the
+    tables have, and of teams; float16 with it alone."""
     if weight_dtype is FP16 and not helpers.every_config:
         pytest.skip("read with --every-config")
     dtype = BF16 if weight_dtype is FP32 else weight_dtype
@@ -122,8 +122,8 @@ def test_nothing_packed_that_tune_tries_overwrites_tiles_in_use(weight_dtype, tm
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), [(BF16, BF16), (BF16, FP32), (FP32, FP32)])
 def test_no_rows_of_a_warp_that_tune_tries_are_overwritten_in_use(dtype, weight_dtype, tmp_path):
-    """Without --every-config those of 1024 columns by latency 4 alone, one for each number of warps, and of rows where
-    all is bfloat16."""
+    """Read, without --every-config, those of 1024 columns by latency 4 alone, one for each number of warps, and of rows
+    where all is bfloat16."""
     name = str(dtype).removeprefix("torch.")
     found = {
         (variant, n)

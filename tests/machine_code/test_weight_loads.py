@@ -114,8 +114,8 @@ def test_teams_ask_for_the_weight_before_any_sum(n, dtype, variant, tmp_path):
 
 @pytest.mark.parametrize("n", [2048, 4096, 14336, 20480])
 def test_a_float32_weight_comes_to_the_threads_that_need_it(n, tmp_path):
-    """Beside x of 16 bits, in tiles of which a thread has four elements, 16 bytes of the weight. In the rules' tiles of
-    eight it goes through shared memory."""
+    """Tiles of x of 16 bits give a thread four elements, 16 bytes of the weight. In the rules' tiles of eight the
+    weight goes through shared memory."""
     own, rule = (by_rules("forward", n, BF16, weight=weight).first for weight in (FP32, BF16))
     through_memory = {}
     for variant in (own, rule):
