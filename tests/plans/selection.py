@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""What is selected for rows of every width, as text: `selected.txt` beside this file.
+"""Selections for rows of every width, as text: `selected.txt` beside this file.
 
     python tests/plans/selection.py           writes the file anew, for all widths up to WIDEST (five minutes)
 
@@ -96,19 +96,18 @@ def plan_of_key(key: Key, n: int, casting: str = "once") -> Plan:
 
 
 def text(key: Key, n: int) -> str | None:
-    """What is selected; None where no number of rows of n elements is of the size class, or no kernel takes the
-    form."""
+    """Render the plan; None where no number of rows of n elements is of the size class, or no kernel takes the form."""
     has_calls = rows_of_class(key[-1], n) and is_fused(asked_of_key(key, n))
     return str(plan_of_key(key, n)) if has_calls else None
 
 
 def divisor_of(n: int) -> int:
-    """By which of DIVISORS a width is asked for."""
+    """Return the first of DIVISORS that divides n."""
     return next(each for each in DIVISORS if n % each == 0)
 
 
 def borders(key: Key) -> set[int]:
-    """Where records begin, and where something else does since one ends."""
+    """Return the widths that begin records or follow their ends."""
     facts = DEVICES[key[0]]
     tables = tables_of(facts.architecture, facts.target, None)
     records = itertools.chain(*tables.entries, *tables.rules)
@@ -116,7 +115,7 @@ def borders(key: Key) -> set[int]:
 
 
 def ranges(key: Key) -> tuple[Key, dict[int, Ranges]]:
-    """For each divisor the ranges of widths in which the same is selected.
+    """Return the ranges of widths of one selection, for each divisor.
 
     A selection changes at a record's border, and, since tiles of rows of more than NARROW columns are of BLOCK columns
     or more, right behind a multiple of BLOCK.

@@ -72,7 +72,7 @@ def test_an_entry_serves_its_form_and_no_other(folders, place, op, form):
 
 
 def test_an_entry_of_a_residual_serves_calls_that_have_that_alone(folders):
-    """It was timed, and checked, on those."""
+    """Tuning timed and checked those."""
     tables.update(folders[0], TARGET, [entry_of(BUCKET._replace(form=RESIDUAL), TUNED["backward"])])
     tables.update(
         folders[0], TARGET, [entry_of(BUCKET._replace(form=RESIDUAL, dtype="float32"), TUNED["backward"])]
@@ -109,7 +109,7 @@ def test_a_rule_of_a_form_says_so(folders):
 
 @pytest.mark.parametrize("form", OTHERS)
 def test_a_kernel_that_cannot_have_the_form_is_refused_in_a_file(form):
-    """It would leave the residual or db out in silence."""
+    """The kernel would omit the residual or db in silence."""
     bucket, tile = BUCKET._replace(n=4096, form=form), dict(rows=8, strip=256, slab=64)
     entry = entry_of(bucket, variants.BackwardSplit(width=4096, warps=8, occupancy=1, latency=1, **tile))
     text = tables.render_table(TARGET, [entry])
@@ -152,7 +152,7 @@ def test_a_form_that_there_is_not_makes_a_file_unfit(folders):
 
 
 def test_a_rule_that_does_not_lend_serves_its_own_form_and_size_alone():
-    """It fills registers that a residual needs."""
+    """Such rules fill registers a residual needs."""
     item = json.loads(records.render(ENTRY)) | {"n": [4096, 4096], "sizes": ["small", "large"]}
     own, lent = (
         records.parse(item | {"settings": item["settings"] | {"latency": latency}, "lends": lends}, 90)

@@ -174,7 +174,7 @@ def test_what_a_kernel_takes_is_what_its_plan_has(made):
 
 @pytest.mark.parametrize("made", PLANS)
 def test_nothing_but_m_decides_the_sizes_of_a_plan(made, monkeypatch):
-    """Not what was asked before, nor the thresholds of the size classes, nor any other part of the problem."""
+    """Earlier questions, thresholds of size classes and other parts of the problem change nothing."""
     some = counts(made)[::7]
     before = {m: made.sizes(m) for m in some}
     for module in (sizes, partition, variant, variants):
@@ -243,7 +243,7 @@ DEVICES = {
 
 
 def problems(facts, dtype, **others):
-    """Of every op, width, weight and size class, and a backward with partial rows of its own."""
+    """Yield every op, width, weight and size class, and a backward with partial rows of its own."""
     for op, n, weight, size in itertools.product((*OPS, "own"), WIDTHS, WEIGHTS, SIZES):
         if not rows_of_class(size, n) or weight == "float32" == dtype:
             continue
@@ -254,7 +254,7 @@ def problems(facts, dtype, **others):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("gpu", DEVICES)
 def test_no_team_serves_where_the_policy_has_none(gpu, dtype):
-    """What serves then is what serves on a GPU that has room for no team."""
+    """The plan is then that of a GPU that has room for no team."""
     facts, teams = DEVICES[gpu], 0
     by = tables.tables_of(facts.architecture, facts.target, None)
     for with_teams in problems(facts, dtype):

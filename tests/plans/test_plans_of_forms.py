@@ -1,6 +1,6 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
-"""What is selected for calls with a residual, a bias, heads or several dtypes (plans/problem.py: Form)."""
+"""Selections for calls with a residual, a bias, heads or several dtypes (plans/problem.py: Form)."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def test_a_form_gets_a_kernel_that_takes_it(op, n):
 @pytest.mark.parametrize("form", [Form(residual=True), Form(heads=4), Form(bias=True)], ids=str)
 @pytest.mark.parametrize("op", ["forward", "backward", "dx"])
 def test_which_rows_are_fused(op, form):
-    """As docs/residual-bias-heads.md has it: heads and db to that width, and no column more; a residual and a bias at
-    any width. Of all widths those near the ones that it names, and some of each kind between."""
+    """docs/residual-bias-heads.md says it: heads and db to its width, and no column more; a residual and a bias at any
+    width. Widths are those near the ones that it names, and some of each kind between."""
     near = (range(width - 32, width + 33) for width in (8192, 12288, 16384))
     widths = sorted({*range(1, 20000, 61), *itertools.chain(*near)})
     db = op == "backward" and form.bias
@@ -214,7 +214,7 @@ def test_tiles_of_heads_cover_all_rows(op, lead, per_head):
 @pytest.mark.parametrize("heads", [1, 7, 28, 32, 67, 71, 131, 263, 265])
 @pytest.mark.parametrize("margin", [0, 1, 32, 100])
 def test_walks_of_heads_fill_the_sms_that_are_left(heads, margin):
-    """By as many walks of each tile of heads as fit, and by one where there are more tiles than blocks that fit."""
+    """Each tile of heads has as many walks as fit, and one where tiles are more than the blocks that fit."""
     form, policy = Form(heads=heads, per_head=True), Policy(sm_margin=margin)
     plan = select(planning.problem("backward", 64, form=form, policy=policy), planning.rules_of())
     shares, fitting = plan.first.tiles_of_heads(heads), (132 - margin) * plan.first.occupancy

@@ -105,7 +105,7 @@ def name_of(shipped: Any) -> str:
     ("architecture", "each"), [pair for pair in shipped() if not pair[1].is_entry], ids=name_of
 )
 def test_what_a_rule_that_ships_gives_can_be_compiled(architecture, each):
-    """At its ends and inside, wherever it gives something."""
+    """Its ends and inside compile, where it gives something."""
     last, served = min(each.last, 2**17), 0
     for n in {each.first, last, (each.first + last) // 32 * 16, (each.first + last) // 2}:
         if (variant := each.variant(n)) is None:

@@ -28,7 +28,7 @@ HEADS = ((1, 1), (5, 1), (16, 16), (28, 4), (31, 1), (32, 8), (64, 8), (1, 5), (
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_tiles_hold_every_head(architecture):
-    """Of every width and share that is rotated: pairs and what lies behind them have room, and no tile is empty."""
+    """Pairs of every width and share that is rotated have room, as has what lies behind, and no tile is empty."""
     for n, itemsize in itertools.product(
         (*range(2, 130, 2), 160, 192, 256, 320, WIDEST_ROTATED_HEAD), (2, 4)
     ):
@@ -134,7 +134,7 @@ def test_walks_share_the_sms_by_their_tiles(per_head, heads, kind):
     "heads", [(32, 8), (64, 4), (64, 1), (71, 1), (28, 4), (16, 1), (5, 1), (1, 5), (40, 0)], ids=str
 )
 def test_no_walk_is_much_longer_than_its_share(heads, kind):
-    """On any number of SMs: neither q nor k is left with few blocks, and no block waits for room. cuda-tile would
+    """Neither q nor k is left with few blocks on any number of SMs, and no block waits for room. cuda-tile would
     compile another kernel for a multiple of 16 partial rows."""
     for n, batch, length in itertools.product((64, 128, 256), (1, 4), (256, 4096, 28520)):
         variant = tiles_of(kind, rope_problem(n, n, heads=(heads[0], heads[1] or heads[0])))
@@ -177,7 +177,7 @@ def test_by_tma_on_hopper_alone():
 
 
 def test_more_blocks_than_a_grid_has():
-    """Of weights of heads, of which each has blocks of its own."""
+    """Each head's weight has blocks of its own."""
     one_head = rope_problem(heads=(1, 1), per_head=True, has_one_step=True)
     variant = tiles_of(BackwardRope, one_head)
     assert variant.walks_of(((1, 1, 2**25), None), SM_COUNT, (True, False)) is None

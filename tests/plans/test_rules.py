@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What the rules of the cutile backend select, swept over M x N x dtype x architecture. No GPU takes part."""
+"""Rules of the cutile backend, swept over M x N x dtype x architecture. No GPU takes part."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_split_row_wastes_fewer_lanes_than_one_tile():
 
 
 def test_every_rule_of_two_tiles_splits_some_rows():
-    """In one of the ranges that have its settings: two_tiles makes one tile of what fills more than three quarters of
+    """One range that has its settings is enough: two_tiles makes one tile of what fills more than three quarters of
     it."""
     rests: dict[str, set[int]] = {}
     for record in (*tables.shipped_records(None), *tables.shipped_records(90)):

@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What is selected for rows of every width is what selected.txt says: a change of rules, entries or code that moves
-anything shows there as a change of that file."""
+"""Selections for rows of every width, as selected.txt has them: a change of rules, entries or code that moves anything
+shows there as a change of that file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tilegym_rmsnorm.backends.cutile.plans.sizes import size_class
 
 
 def test_what_is_selected_is_as_written():
-    """At the ends of every range and a width inside it, and at the ends of every record and beside them."""
+    """Every range agrees at its ends and a width inside, every record at its ends and beside them."""
     chance, wrong, seen = random.Random(0), [], set()
     for key, divisor, runs in selection.read():
         seen.add(key)
@@ -44,7 +44,7 @@ def test_what_is_selected_is_as_written():
 
 
 def test_the_shapes_of_contributing_run_the_kernels_that_it_names():
-    """In the interpreter, where one steps through them. A backward without dw is named behind "without a gradient"."""
+    """One steps through them in the interpreter. A backward without dw is named behind "without a gradient"."""
     facts = pytest.importorskip("tilegym_rmsnorm.backends.cutile.runtime.machine").InterpretedMachine.facts
     text = Path(__file__).parents[2].joinpath("CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \((\d+), (\d+)\) \| (.*) \|$", text, re.M)

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What the number of rows decides: size classes, and slabs of few rows."""
+"""Size classes, and slabs of few rows, by the number of rows."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -27,7 +27,7 @@ from tilegym_rmsnorm.call.spec import Spec, Wanted
 
 
 def serves(op: str, dtype: str, weight: str | None, n: int = 4096) -> Variant:
-    """What serves many rows beside a weight of this dtype, None for none."""
+    """Choose for many rows beside a weight of this dtype, None for none."""
     return select.choose(
         problem(op, n, dtype, "large", weight, GPU), tables.tables_of(90, TARGET, user_folder())
     ).first
@@ -116,7 +116,7 @@ def test_entries_of_a_float32_weight_come_first_and_serve_nothing_else(folders):
 
 
 def test_an_entry_does_not_serve_16_bit_rows_beside_a_float32_weight_that_have_rules(folders):
-    """It was timed beside a weight of x's dtype: on an H200 8192x7168 took 151.5 us so, by the rules 100.3."""
+    """Entries are timed beside a weight of x's dtype: on an H200 8192x7168 took 151.5 us so, by the rules 100.3."""
     half, single = "bfloat16", "float32"
     numbers = {"width": 8192, "warps": 8}
     entries = {
@@ -158,7 +158,7 @@ def test_float16_takes_the_entry_of_bfloat16_unless_it_has_its_own(folders):
 
 
 def test_shipped_for_is_what_any_gpu_takes_for_such_rows(folders):
-    """Of other GPUs, of rules, and of a dtype of that size; not of other widths, sizes or ops, nor the user's."""
+    """Variants of other GPUs, rules and dtypes of that size; not of other widths, sizes or ops, nor the user's."""
     half = variants.BackwardTiles(width=4096, warps=8, occupancy=1, latency=2, tma=True)
     wide, few = BUCKET._replace(n=8192), BUCKET._replace(size="few")
     ship(

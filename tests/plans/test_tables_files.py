@@ -52,7 +52,7 @@ def test_a_write_that_fails_leaves_the_old_table_and_nothing_else(folders, monke
 
 
 def test_a_table_that_cannot_be_read_is_not_written_over(folders, monkeypatch):
-    """It is no empty one: that would take its entries for none."""
+    """Taking a table for an empty one would lose its entries."""
     path = tables.update(folders[0], TARGET, [ENTRY])
     before = path.read_bytes()
 
@@ -84,7 +84,7 @@ def test_a_write_replaces_the_entries_of_its_buckets_and_leaves_the_others(folde
 
 
 def test_records_of_rope_are_ignored_with_one_warning_and_the_others_serve(folders):
-    """Which `tune` wrote once. The next write leaves them out."""
+    """`tune` wrote them once. The next write leaves them out."""
     path, few = write_with_rope(folders[0], ENTRY), BUCKET._replace(size="few")
     with pytest.warns(UserWarning) as caught:
         assert chosen() == VARIANT
@@ -145,7 +145,7 @@ def test_the_users_cache_may_be_named_from_home(monkeypatch):
 
 
 def test_a_file_that_ships_is_read_once(folders, monkeypatch):
-    """It was parsed once for each of its records: 0.7 s of the first call on a GPU."""
+    """Parsing once for each record took 0.7 s of the first call on a GPU."""
     reads, read_text = [], Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda path, **k: reads.append(path.name) or read_text(path, **k))
     forget_files()

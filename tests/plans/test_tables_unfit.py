@@ -31,7 +31,7 @@ def _without_none(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_variant(**settings) -> str:
-    """With some of its variant's settings changed."""
+    """Change some of its variant's settings."""
     return stored(settings=VARIANT.settings() | settings)
 
 

@@ -59,7 +59,7 @@ def selected(*rows, per_head=False, bias=False):
 
 @pytest.mark.parametrize("d, h", TIMED)
 def test_tiles_that_were_timed(d, h):
-    """Of q in (4, 4096, 3, H, D), and of a gradient that is transposed."""
+    """q lies in (4, 4096, 3, H, D), and a gradient is transposed."""
     q, dy = rows_of(4, 4096, 3, h, d)[:, :, 0], rows_of(4, h, 4096, d).transpose(1, 2)
     lead, _, found = selected(q, dy)
     assert lead == (4, 4096, h)

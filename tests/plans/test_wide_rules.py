@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Which teams the rules give to rows that the registers of one block do not hold."""
+"""Teams that the rules give to rows that the registers of one block do not hold."""
 
 from __future__ import annotations
 

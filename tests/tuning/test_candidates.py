@@ -78,7 +78,7 @@ def test_candidates_are_few_distinct_possible_and_begin_with_the_rules(
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("n", [64, 1024, 4096, 5120, 16384, 65536])
 def test_every_width_has_a_choice(op, n):
-    """Of more than one value of everything that its kernels have, jointly: no field is kept while others are swept."""
+    """Everything that its kernels have varies, jointly: no field is kept while others are swept."""
     for size in (each for each in SIZES if rows_of_class(each, n)):
         found = candidates(Bucket(op, n, "bfloat16", size), 90)
         assert len(found) >= 20
@@ -269,7 +269,7 @@ def test_registers_of_the_two_kinds_of_blocks():
 
 
 def test_the_weight_is_tried_late_early_and_jointly_with_every_number_of_warps():
-    """Which of them is faster depends on both, and the rules know one."""
+    """The faster one depends on both, and the rules know one."""
 
     def kinds(*bucket, most):
         found = candidates(Bucket("forward", *bucket), 90, most=most)
@@ -287,7 +287,7 @@ def test_the_weight_is_tried_late_early_and_jointly_with_every_number_of_warps()
 @pytest.mark.parametrize("size", ["few", "large"])
 @pytest.mark.parametrize("n", [2048, 4096, 8192, 16384])
 def test_each_way_of_the_weight_has_a_share(n, size, dtype):
-    """Of 60 at least 8 each, with the same tiles, warps and blocks; more come late, chunks and teams among them."""
+    """Each has at least 8 of 60, with the same tiles, warps and blocks; more come late, chunks and teams among them."""
     found = candidates(Bucket("forward", n, dtype, size), 90)
     for way in WEIGHT_LOADS:
         assert sum(variant.weight_load == way for variant in found) >= 8

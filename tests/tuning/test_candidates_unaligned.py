@@ -106,7 +106,7 @@ def test_tiles_hold_a_row_and_none_is_empty(op):
 
 @pytest.mark.parametrize(("op", "form"), CALLS)
 def test_registers_hold_what_the_rules_take(op, form):
-    """Those were compiled without spills."""
+    """All of it compiled without spills."""
     seen = set()
     for n, dtype in itertools.product(range(64, 24_000, 37), ("bfloat16", "float32")):
         bucket = Bucket(op, n, dtype, "large", form=form)
@@ -119,7 +119,7 @@ def test_registers_hold_what_the_rules_take(op, form):
 
 
 def test_a_weight_that_comes_first_takes_registers():
-    """Of the rows of a tile together one float32 an element, if it is float32."""
+    """The rows of a tile share one float32 an element, if it is float32."""
     settings = {"warps": 8, "occupancy": 4, "latency": 4, "vector": 8}
     row = ForwardUnaligned(width=8192, **settings)
     assert fits_registers(row, "forward", 2) and not fits_registers(row, "forward", 2, FLOAT32)
@@ -130,8 +130,8 @@ def test_a_weight_that_comes_first_takes_registers():
 
 @pytest.mark.parametrize(("n", "op", "form"), in_turn(WIDTHS, OPS, [PLAIN_ROWS, RESIDUAL], of=2))
 def test_each_gives_right_results(n, op, form):
-    """In the interpreter, to which hints are nothing. Of more rows than begin at different places in a vector. Without
-    --every-config plain rows and a residual in turn."""
+    """The interpreter ignores hints. More rows run than begin at different places in a vector. Without --every-config
+    plain rows and a residual in turn."""
     bucket, machine = Bucket(op, n, "bfloat16", "large", form=form), ShuffledMachine()
     m = 37 if n < 4096 else 9
     unaligned, _ = tried(bucket)

@@ -106,7 +106,7 @@ def test_search_times_checks_and_describes(finder, bucket, variants, target):
 
 
 def drop_a_row(results):
-    """What a race between blocks leaves: one row too few in dw, or one element too few of y."""
+    """Imitate a race between blocks: one row too few in dw, or one element too few of y."""
     first, *_, dw = results[:3]  # of a forward residual_out, which is None
     if dw is not None:
         dw -= dw.abs().max() / 50

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What `python -m tilegym_rmsnorm tune` chooses, with a timer that says what it is told (search.choose)."""
+"""Choices of `python -m tilegym_rmsnorm tune`, with a timer that says what it is told (search.choose)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def halved(variant: BackwardRows) -> BackwardRows:
 
 
 def choose(microseconds: dict[BackwardRows, tuple[float, ...]], wrong=(), told=None, **more):
-    """What `search.choose` takes of variants with these true times; the short first round sees them distorted."""
+    """Call `search.choose` on variants with these true times; the short first round sees them distorted."""
     asked = []
 
     def measure(variants, seconds):

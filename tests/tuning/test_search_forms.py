@@ -86,7 +86,7 @@ def test_every_candidate_takes_the_form(n, form, op):
     ],
 )
 def test_every_candidate_serves_once_it_is_an_entry(op, n, form):
-    """It was timed and checked, whatever the rules would choose."""
+    """Tuning timed and checked it, whatever the rules choose."""
     bucket = Bucket(op, n, "bfloat16", "large", form=form)
     for variant in candidates(bucket, 90):
         entries = (Records((entry_of(bucket, variant),)),)
@@ -229,7 +229,7 @@ def test_what_runs_is_what_users_calls_of_the_form_run(finder, monkeypatch, op, 
     ("op", "form"), [("forward", "residual"), ("backward", "residual"), ("backward", "d_residual")]
 )
 def test_a_residual_that_is_left_out_is_refused(finder, monkeypatch, op, form):
-    """What a kernel that does not take it would do."""
+    """A kernel that takes no residual would do so."""
     name = "Forward" if op == "forward" else "Backward"
 
     class Forgetful(getattr(launch, name)):
@@ -258,7 +258,7 @@ def test_an_alpha_that_is_left_out_is_refused(finder, monkeypatch):
 
 @pytest.mark.parametrize("chunk", [64 * 16, 2**25])
 def test_the_check_of_sums_and_residuals_is_that_of_autograd(monkeypatch, chunk):
-    """In float64 PyTorch's own derivatives are within every allowance, by far."""
+    """PyTorch's own derivatives in float64 are within every allowance, by far."""
     monkeypatch.setattr(accuracy, "CHUNK_ELEMENTS", chunk)
     inputs: Inputs = make_inputs(100, 64, torch.float32, torch.float32, device="cpu")
     x, dy, weight, eps = (each if isinstance(each, float) else each.double() for each in inputs[:4])

@@ -70,7 +70,7 @@ def test_what_is_tuned_is_stored_and_chosen_from_then_on(gpu, capsys):
 
 @pytest.mark.parametrize("op", ["backward", "dx"])
 def test_what_serves_until_then_is_tried(gpu, finder, monkeypatch, op):
-    """Of the user's table too, where dx alone takes what the backward has."""
+    """The user's table counts too, where dx alone takes what the backward has."""
     serving = BackwardTiles(width=64, warps=4, occupancy=1, latency=9, rows=2)
     tables.update(gpu[0], TARGET, [entry_of(Bucket("backward", 64, "bfloat16", "large"), serving)])
     tried, real = [], finder.tune
