@@ -71,7 +71,7 @@ def test_interleave_takes_turns_and_bounds_slow_samplers(monkeypatch):
 
 
 def test_a_sample_is_the_time_of_one_call_in_microseconds(monkeypatch):
-    """By each clock, without what empties the L2 before a replay."""
+    """Each clock leaves out what empties the L2 before a replay."""
     clock = [0.0]
 
     class Event:

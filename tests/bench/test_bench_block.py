@@ -30,7 +30,7 @@ every_op = pytest.mark.parametrize(("family", "op"), EVERY_OP, ids=[op for _, op
 
 
 def test_bytes_of_each_op():
-    """Of bf16: with a residual 8 a forward's element and a backward's, 10 where two gradients are written."""
+    """A bf16 element with a residual takes 8, forward or backward, and 10 where two gradients are written."""
     rows, cols = 1 << 20, 256
     of_an_element = {op: compulsory_bytes(op, (rows, cols), BF16) / (rows * cols) for op in BLOCK_OPS}
     expected = {"forward": 4, "backward": 6}

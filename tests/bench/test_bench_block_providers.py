@@ -91,7 +91,7 @@ def test_a_backward_of_quack_without_dw_is_among_its_settings(monkeypatch):
 
 @every_op
 def test_pytorchs_operations_are_called_right(family, op):
-    """By their decompositions, as Inductor takes them; a CPU has no kernel of the backward."""
+    """Decompositions run, as Inductor takes them; a CPU has no kernel of the backward."""
     (inputs,) = make_inputs(family, SHAPE, BF16, CPU, sets=1)
 
     def decomposed(function):

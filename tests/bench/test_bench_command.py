@@ -174,7 +174,7 @@ def test_results_that_cannot_be_kept_are_refused_before_anything_is_measured(
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """What happens in main, called with some options, which measures nothing; its result."""
+    """Return a main that measures nothing, and its events; main returns its result."""
     events = []
 
     class Nothing:

@@ -31,7 +31,7 @@ def test_every_call_and_slice_is_printed(capsys, monkeypatch):
 
 
 def test_a_node_of_several_outputs_runs_alone():
-    """As F.rms_norm's is on a GPU: y and rstd."""
+    """F.rms_norm's on a GPU has y and rstd."""
     x = torch.randn(1, 3, 8, requires_grad=True)
     y = torch.native_group_norm(x, None, None, 1, 3, 8, 1, 1e-5)[0]
     dx = host.node_alone(y, torch.ones_like(y))()[0]
@@ -46,7 +46,7 @@ def test_a_backend_that_cannot_run_here_is_named_with_the_remedy(capsys, monkeyp
 
 
 def test_first_calls_are_timed_twice_with_one_cache(capsys, monkeypatch):
-    """In two processes, here in this one: the second finds what the first has compiled."""
+    """Both processes are this one here: the second finds what the first has compiled."""
     caches, start = [], subprocess.run
 
     def run(command, **options):

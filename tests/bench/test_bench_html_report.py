@@ -78,7 +78,7 @@ def test_the_plots_hold_what_was_measured(page):
 
 
 def test_tables_are_sorted_by_numbers(page):
-    """By a script at the end of the page; what has no figure stays last."""
+    """A script at the page's end sorts; cells without a figure stay last."""
     assert tables_of(page)["ratios"]["cutile / best peer"] == ["0.90", "12.00", "2.00"]
     assert 'data-value="12.0">12.00<' in page and 'data-value="">failed<' in page
     numbers = re.findall(r'<th class="number"><button type="button">(.*?)<', page)
@@ -112,7 +112,7 @@ def test_one_provider_has_a_legend_and_its_figures_in_a_table(tmp_path):
 
 
 def test_a_page_without_a_gpu_has_no_ratio(tmp_path):
-    """Not even where an interpreter and a peer were measured at one shape."""
+    """An interpreter and a peer measured at one shape have none either."""
     none = {"copy_fraction": None, "host_us": None}
     records = [make_record(provider=name, **none) for name in ("cutile", "F.rms_norm")]
     result = make_result(*records, gpu=None, note=report.CPU_NOTE, copy_gb_per_s=None)
@@ -130,7 +130,7 @@ def test_one_provider_alone_has_a_legend_without_a_copy_rate(tmp_path):
 
 
 def test_names_are_text(page):
-    """In tables, and in plots, where plotly takes text for HTML."""
+    """Tables and plots escape them: plotly takes text for HTML."""
     assert NAUGHTY in tables_of(page)["measurements"]["provider"]
     assert html.escape(NAUGHTY) in [trace.get("name") for traces, _ in plots_of(page) for trace in traces]
     assert "<b id=bold>" not in page and "<i>broken" not in page

@@ -24,7 +24,7 @@ from bench.measure import inductor
 
 @pytest.fixture
 def events(monkeypatch):
-    """What happens: locks, and whose timer measures. Afterwards Inductor has its own again."""
+    """Record locks, and whose timer measures. Afterwards Inductor has its own again."""
     found = []
     monkeypatch.setattr(inductor.fcntl, "flock", lambda file, mode: found.append("locked"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)

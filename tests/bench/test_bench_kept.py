@@ -49,7 +49,7 @@ def test_every_shape_op_and_dtype_is_kept(gpu):
 
 
 def test_kept_results_pass_and_a_tenth_more_fails(tmp_path, capsys):
-    """By the command that CI's benchmark job ends with."""
+    """CI's benchmark job ends with this command."""
     result, path = newest(SHIPPED[0]), tmp_path / "new.json"
     cells = {shapes.cell_of(each) for each in result["records"]}
     for factor, failed in ((1.0, 0), (1.1, len(cells))):
@@ -73,7 +73,7 @@ def test_one_cell_that_takes_a_tenth_more_is_found(gpu, kind):
 
 
 def test_only_what_is_kept_counts(tmp_path):
-    """In a checkout where everything was run that git ignores: each of these folders was taken for a GPU's."""
+    """Files that git ignores do not count: each of these folders was taken for a GPU's."""
     h100, h200 = SHIPPED
     for name, result in {
         f"{gpu_slug(h100)}/2026-11-20-float32": make_result(make_record()),
@@ -95,7 +95,7 @@ def test_only_what_is_kept_counts(tmp_path):
 
 
 def test_a_damaged_kept_result_is_an_error(tmp_path):
-    """Where it was left out, the gate passed whatever was run."""
+    """Leaving it out made the gate pass whatever was run."""
     new = tmp_path / "new.json"
     path = tmp_path / gpu_slug(SHIPPED[0]) / "2026-11-20-split.json"
     for each in (new, path):

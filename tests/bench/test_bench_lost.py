@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What is measured by other processes: providers of their own, and what a lost CUDA context leaves."""
+"""Measurements by other processes: providers of their own, and what a lost CUDA context leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench.report import html_report
 
 
 def answer(asked, **changes):
-    """In place of measure_apart: notes who is asked for, and has a record of each at each shape."""
+    """Replace measure_apart: note who is asked for, and make a record of each at each shape."""
 
     def apart(names, shapes, dtype, ops, folder, options=()):
         asked.append((names, shapes, dtype, ops, options))

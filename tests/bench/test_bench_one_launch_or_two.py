@@ -69,7 +69,7 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
 
 
 class Losing:
-    """In place of Plans: loses the CUDA context at the second shape."""
+    """Plans that lose the CUDA context at the second shape."""
 
     def __init__(self, session, shape, *_):
         self.shape = shape

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""How the benchmark calls other libraries, by way of the modules in fake_peers.py."""
+"""Calls of other libraries by the benchmark, by way of the modules in fake_peers.py."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_tma_of_quack_copies_multiples_of_16_bytes():
 
 
 def test_every_cluster_of_quack_may_fill_the_gpu():
-    """On 132 SMs its heuristic leaves 66 partial rows of 12288 columns: by cluster_n=1 half of the SMs would idle."""
+    """quack's heuristic leaves 66 partial rows of 12288 columns on 132 SMs: by cluster_n=1 half of them would idle."""
     grids = quack_grids(BwdConfig(), 12288, 2, 66, 132, 8192)
     assert {(each.cluster_n, rows) for _, each, rows in grids} == {(1, 132), (1, 264), (2, 132)}
     assert {each.use_tma for _, each, _ in grids} == {False, True}

@@ -25,7 +25,7 @@ def make_peered(**changes):
 
 @pytest.fixture
 def figures(monkeypatch):
-    """What was drawn."""
+    """Record figures."""
     found, save = [], pictures.save
     monkeypatch.setattr(pictures, "save", lambda figure, path: (found.append(figure), save(figure, path)))
     return found
@@ -38,7 +38,7 @@ def test_every_provider_has_a_style_of_its_own():
 
 
 def test_pictures_say_of_which_gpu_they_are_and_cut_nothing_off(figures, tmp_path):
-    """Of the result of plain norms with most providers and the longest footer."""
+    """The largest result of plain norms has most providers and the longest footer."""
     kept = [path for path in RESULTS.glob("*/*.json") if not path.stem.endswith(("-block", "-widths"))]
     result = json.loads(max(kept, key=lambda path: path.stat().st_size).read_text())
     records = [each for each in result["records"] if each["op"] == "backward"]

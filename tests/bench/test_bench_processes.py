@@ -137,7 +137,7 @@ def test_what_an_old_result_does_not_say_keeps_it_from_nothing(key):
 
 
 def test_parts_of_other_commits_and_of_environments_with_more_libraries_are_joined():
-    """What they ran with is in the result then."""
+    """The result then says what they ran with."""
     result = make_result(make_record(), versions={"torch": "2.11.0", PACKAGE: "1.0"})
     versions = {"torch": "2.11.0", PACKAGE: "1.1", "tilegym": "1.5.1"}
     other = make_result(

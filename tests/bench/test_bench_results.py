@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What the benchmark writes, and the gate that compares it with kept results."""
+"""The benchmark's results, and the gate that compares them with kept ones."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def test_the_whole_command_on_a_cpu(tmp_path, monkeypatch, capsys):
-    """With kernels in interpreters."""
+    """Interpreters run the kernels."""
     monkeypatch.setattr(study, "describe_run", make_result)
     monkeypatch.setattr(study, "CPU_SHAPES", (study.CPU_SHAPES[1],))
     arguments = ["--device", "cpu", "--dtype", "float32", "--out", str(tmp_path)]

@@ -48,7 +48,7 @@ def test_both_chains_compute_the_same(has_residual):
 
 
 def test_pairs_compute_the_same():
-    """Of calls that return tensors: what is timed is what is compared."""
+    """Calls that return tensors are compared as they are timed."""
     size, dtype = (4, 64), torch.float32
     with small_calls.mesh_of_one(CPU) as mesh:
         pairs = (

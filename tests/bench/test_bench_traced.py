@@ -96,7 +96,7 @@ def test_graphs_hold_what_their_names_say(change):
 
 
 def test_an_override_that_declines_is_an_error():
-    """It would be PyTorch's kernel that is timed under this package's name."""
+    """PyTorch's kernel would be timed under this package's name."""
     [inputs] = traced.make_inputs(SHAPE, CPU)
     [of_floats] = [
         traced.Inputs(

@@ -102,7 +102,7 @@ def test_results_that_cannot_be_kept_are_refused_before_training(monkeypatch, tm
 
 
 class EndedError(Exception):
-    """Where training would begin."""
+    """Error in place of training."""
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def test_compiling_ahead_makes_the_first_calls_of_everything(monkeypatch, pool):
 
 
 def test_what_inductor_measures_comes_last_and_alone(pool):
-    """What others do on the GPU would be in the times that it compares."""
+    """Others' work on the GPU would be in Inductor's times."""
     providers = ("torch.compile", "cutile", MAX_AUTOTUNE, "quack")
     warm.warm(providers, [Section(OPS, ((4, 8),))], [torch.float32], CPU, processes=2)
     quack = ["quack"] * warm.SHARES["quack"]

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What only a GPU can show: races of blocks, streams, devices, graphs, sizes beyond 32 bits, memory."""
+"""Behaviour of GPUs alone: races of blocks, streams, devices, graphs, sizes beyond 32 bits, memory."""
 
 import functools
 import time
@@ -221,7 +221,7 @@ def test_a_row_stride_beyond_32_bits(backend):
 @fused
 @pytest.mark.parametrize(("m", "n"), [(16384, 4096), (4096, 16384)])
 def test_memory_beyond_the_results(backend, m, n):
-    """Of rows that a block holds the forward needs none; the backward a few float32 rows per multiprocessor, not one
+    """The forward needs none for rows that a block holds; the backward a few float32 rows per multiprocessor, not one
     per row of x."""
     inputs = make_inputs(m, n, BF16, BF16)
     x, dy, weight, *_ = inputs

@@ -130,7 +130,7 @@ def test_batch_sizes_eps_and_offsets_compile_nothing_new(n, weight_dtype, compil
 
 
 def test_memory_from_the_machine_is_poisoned():
-    """It does not come from torch.empty, whose poisoning would leave these tests blind."""
+    """Poisoning torch.empty alone would leave these tests blind."""
     from tilegym_rmsnorm.backends.cutile.runtime.machine import machine_of
 
     assert machine_of(DEVICE).empty((3, 5), BF16).isnan().all()

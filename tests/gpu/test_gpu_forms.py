@@ -1,8 +1,8 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""What the selector takes on this GPU for calls with a residual, a bias, heads and several dtypes, where it fills the
-GPU: right against float64, and the same bits in many runs on outputs that begin as NaN."""
+"""Selections on this GPU for calls with a residual, a bias, heads and several dtypes that fill it: right against
+float64, and the same bits in many runs on outputs that begin as NaN."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.parametrize("backend", ["cutile", "triton"], indirect=T
 
 
 def slack(variant) -> int:
-    """What the allocator rounds sizes up by; rstd, and another number a row."""
+    """Return the allocator's rounding, rstd, and another number a row."""
     return 2**18 + 2 * 4 * math.prod(variant.size[:-1])
 
 

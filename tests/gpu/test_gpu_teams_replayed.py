@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""As many calls by teams at once as docs/limits.md allows, in CUDA graphs of the ops: they end, with the same bits."""
+"""Calls by teams, as many at once as docs/limits.md allows, in CUDA graphs of the ops: they end, with the same bits."""
 
 import pytest
 import torch

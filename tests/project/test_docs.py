@@ -58,7 +58,7 @@ def as_torchrun_starts_it(monkeypatch):
 
 @pytest.fixture
 def left_as_it_was(monkeypatch):
-    """What examples change: the norm of transformers' Llama, what is compiled, and how much is logged."""
+    """Restore what examples change: the norm of transformers' Llama, compiled code and logging."""
     log, root = logging.getLogger("tilegym_rmsnorm"), logging.getLogger()
     level, handlers = log.level, list(root.handlers)
     if importlib.util.find_spec("transformers") is not None:
@@ -110,7 +110,7 @@ def test_every_public_name_is_in_the_reference():
 
 
 def test_every_argument_is_described():
-    """Of what the reference shows, but of classes that users make no objects of."""
+    """Entries of the reference name all, but for classes that users never construct."""
     for module, name in script("docs_names").ENTRY.findall(page("api")):
         public = getattr(importlib.import_module(module), name)
         if name not in ("BackendUnavailableError", "Override"):

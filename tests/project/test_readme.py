@@ -36,7 +36,7 @@ def test_commands_exist():
 
 
 def test_pytorch_for_a_gpu_is_the_one_of_the_figures():
-    """Which pip would not take by itself: it brings the newest."""
+    """pip by itself would bring the newest."""
     measured = re.search(r"^Measured .* torch ([\d.]+)\+cu\d+, triton ([\d.]+),", TEXT, re.MULTILINE)
     pytorch, triton = measured.groups()
     limits, index = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("limits.md", "index.md"))

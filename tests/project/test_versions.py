@@ -37,7 +37,7 @@ def test_readme_names_the_versions_of_the_package():
 
 
 def test_the_newest_version_of_the_changelog_is_the_package_s():
-    """Until it is released, `dev0` says so: a wheel of it is no release."""
+    """`dev0` marks a version until its release: its wheel is no release."""
     (version,) = re.findall(r'^version = "(.*?)"', PROJECT, re.MULTILINE)
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     form = r"^## (\d\S*) - (\d{4}-\d\d-\d\d|unreleased|never released)$"
@@ -67,7 +67,7 @@ def test_the_range_of_cuda_tile_is_that_of_the_tuned_data():
 
 
 def test_extra_cutile_bounds_the_whole_compiler():
-    """Of a package that its packages ask for, pip takes the newest, which need not fit: nvcc with other headers."""
+    """pip takes the newest of what its packages ask for, which need not fit: nvcc with other headers."""
     tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib")
     project = tomllib.loads(PROJECT)["project"]
     extra = {each.name: each for each in map(Requirement, project["optional-dependencies"]["cutile"])}
@@ -88,7 +88,7 @@ def test_extra_cutile_bounds_the_whole_compiler():
 
 
 def test_pinned_versions_are_there_for_the_oldest_python():
-    """Where a pinned version asks for a newer one, the pin says so: else pip finds none for the oldest."""
+    """A pin says so where its version asks for a newer one: else pip finds none for the oldest."""
     (oldest,) = re.findall(r'requires-python = ">=([\d.]+)"', PROJECT)
     environment = {"python_version": oldest, "python_full_version": f"{oldest}.0"}
     checked = 0
@@ -107,7 +107,7 @@ def test_pinned_versions_are_there_for_the_oldest_python():
 
 
 def test_what_to_cite_is_this_version():
-    """By the fields that Citation File Format 1.2.0 requires, and those of pyproject.toml."""
+    """CITATION.cff has what its format 1.2.0 requires, and agrees with pyproject.toml."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     required = {"authors", "cff-version", "message", "title"}
     assert required <= citation.keys() <= required | {"abstract", "keywords", "license", "type", "version"}

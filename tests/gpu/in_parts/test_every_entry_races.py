@@ -53,8 +53,8 @@ def check_racing(machine, bucket, variant):
 
 
 def rows_that_race(machine, bucket, variant) -> int:
-    """As many as ELEMENTS allow for which cuda-tile compiles the kernels that were timed: a multiple of 16, and so is
-    the number of partial rows if it was."""
+    """Return the most rows in ELEMENTS for which cuda-tile compiles the kernels that were timed: a multiple of 16, and
+    so is the number of partial rows if it was."""
     from tilegym_rmsnorm.backends.cutile.tuning.search import rows_of
 
     timed = rows_of(bucket)[0]

@@ -30,7 +30,7 @@ WIDEST = 131072  # columns: wider rows have no rules of their own
 
 
 def by_rules(n: int, dtype: torch.dtype, size: str) -> dict[bool, tuple[Variant, Variant]]:
-    """Of the forward and the backward: beside a float32 weight (True) and beside one of x's dtype."""
+    """Return the forward and the backward beside a float32 weight (True) and one of x's dtype."""
     rules = rules_of(FACTS.architecture)
     return {
         weight is FP32: tuple(
@@ -42,8 +42,8 @@ def by_rules(n: int, dtype: torch.dtype, size: str) -> dict[bool, tuple[Variant,
 
 @functools.cache
 def widths_of_variants(dtype: torch.dtype, size: str) -> list[int]:
-    """For each set of variants the widest row that is a multiple of 16; up to 66000 columns also the widest odd one,
-    and above them the narrowest, whose last tile is cut off."""
+    """Return, for each set of variants, the widest multiple of 16; up to 66000 columns also the widest odd row, and
+    above them the narrowest, whose last tile is cut off."""
     widths = {}
     for n in (*range(1, 66000), *range(66000, WIDEST + 1, 16)):
         if n % 16 and n % 2 == 0:
@@ -129,8 +129,8 @@ def check_training_step(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("op", ["forward", "backward", "dx"])
 def test_every_entry_that_ships(op, dtype, part, monkeypatch):
-    """As tuning checks its winners, with more runs: fresh data, NaN, float64, and the bits of the first run. Of large
-    calls on a quarter of the elements, since several processes check at once, in float64."""
+    """Entries pass tuning's check of winners, with more runs: fresh data, NaN, float64, and the bits of the first run.
+    Large calls have a quarter of the elements, since several processes check at once, in float64."""
     from tilegym_rmsnorm.backends.cutile.runtime import machine
     from tilegym_rmsnorm.backends.cutile.tuning import search
 
@@ -147,7 +147,7 @@ def test_every_entry_that_ships(op, dtype, part, monkeypatch):
 
 
 def check_entry(machine, bucket, variant, m):
-    """What tuning does not check: single rows, whose kernels are others, and dx alone by a backward's variant."""
+    """Check what tuning does not: single rows, whose kernels are others, and dx alone by a backward's variant."""
     from tilegym_rmsnorm.backends.cutile import launch
 
     inputs = make_inputs(m, bucket.n, getattr(torch, bucket.dtype), FP32)
@@ -171,7 +171,7 @@ def check_entry(machine, bucket, variant, m):
 
 
 def check_entry_of_a_form(machine, bucket, variant, m):
-    """As `check_entry`, with what the form has."""
+    """Check an entry with what its form has."""
     from tilegym_rmsnorm.backends.cutile.tuning import calls, search
 
     ops = {bucket.op, *(["dx"] if variant.serves_dx_alone else [])}
