@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-import tilegym_rmsnorm.routes.op_gradients  # noqa: F401, which registers how the ops are differentiated
 from tilegym_rmsnorm import reference
 from tilegym_rmsnorm.call import arguments
 from tilegym_rmsnorm.call.options import checked_bool, checked_eps, refuse_torch_jit_script

@@ -40,11 +40,9 @@ LAYERS = (
     # It decides and runs nothing: no route is below it.
     (f"{PACKAGE}.routes.choose",),
     (f"{PACKAGE}.routes.kernels", f"{PACKAGE}.routes.known_calls", f"{PACKAGE}.routes.op_sharding"),
-    (f"{PACKAGE}.routes.op", f"{PACKAGE}.routes.operations"),
-    (f"{PACKAGE}.routes.rope_kernels",),
-    (f"{PACKAGE}.routes.eager", f"{PACKAGE}.routes.op_gradients"),
-    (f"{PACKAGE}.routes.rope_op",),
-    (f"{PACKAGE}.routes.rope_eager", f"{PACKAGE}.routes.traced"),
+    (f"{PACKAGE}.routes.library_op", f"{PACKAGE}.routes.operations", f"{PACKAGE}.routes.rope_kernels"),
+    (f"{PACKAGE}.routes.op", f"{PACKAGE}.routes.rope_op"),
+    (f"{PACKAGE}.routes.eager", f"{PACKAGE}.routes.rope_eager", f"{PACKAGE}.routes.traced"),
     (f"{PACKAGE}.functional", f"{PACKAGE}.rope"),
     (f"{PACKAGE}.nn",),
     # Its own file has public functions, which import an integration when they are called.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tilegym_rmsnorm.call import watched
-from tilegym_rmsnorm.routes import op_gradients, rope_op  # noqa: F401 rope_op adds its ops
+from tilegym_rmsnorm.routes import library_op, op, rope_op  # noqa: F401 both define their ops
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -27,4 +27,4 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         dict: For each op of `torch.ops.tilegym_rmsnorm` a function of the op's arguments, which computes its results by
             the formula of backend "torch", in PyTorch's operations, each rounded where the kernels round.
     """
-    return {op: watched.translated()(function) for op, function in op_gradients.DECOMPOSITIONS.items()}
+    return {each: watched.translated()(function) for each, function in library_op.DECOMPOSITIONS.items()}

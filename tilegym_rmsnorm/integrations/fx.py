@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-import tilegym_rmsnorm.routes.op_gradients  # noqa: F401, registers the autograd rules of the ops
 from tilegym_rmsnorm.backends.registry import request_of, why_unusable
 from tilegym_rmsnorm.call.options import checked_eps
 from tilegym_rmsnorm.call.spec import DW, DX

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Define the two library ops, `torch.ops.tilegym_rmsnorm`, which represent a forward and a backward in graphs.
+"""Describe the two library ops of the norm, forward and backward, and call them.
 
 x has any leading dimensions, then `normalized_dims` normalized ones. weight and bias have the shape of these, or one
 dimension more for heads. rstd has x's shape with an extent of 1 for each normalized dimension, as in aten's fused ops:
@@ -9,26 +9,22 @@ flattened, it could not be sharded along a sequence. wanted: the sum of 1 for dx
 It comes before the other numbers, since sharding rules are cached by the arguments after the tensors. Gradients that
 are not wanted, and residual_out without a residual, are None, as AOTInductor accepts where the schema says `Tensor?`.
 But dx that is not wanted is a tensor without elements: if the first result is no `Tensor`, DTensor's engine wraps none
-of the results. All arguments are positional, as sharding rules need them; integrations/fx.py and quack.py write them
-out in this order.
+of the results. integrations/fx.py and quack.py write the arguments out in this order.
 
-The kernel is chosen when an op runs, not when a graph is made: a graph may serve any number of rows. backend: a name,
-"auto", or None for the backend in effect when the op runs.
-
-op_gradients.py differentiates the ops, op_sharding.py shards them. They have no rule for autocast: `rms_norm` casts.
+library_op.py defines both ops, op_sharding.py has their placements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 
+from tilegym_rmsnorm import reference
 from tilegym_rmsnorm.call import arguments
-from tilegym_rmsnorm.call.arguments import Checked
 from tilegym_rmsnorm.call.spec import (
     D_RESIDUAL,
     DB,
@@ -39,16 +35,21 @@ from tilegym_rmsnorm.call.spec import (
     ForwardTensors,
     Gradients,
     Outputs,
+    Spec,
     Wanted,
     WantedGradients,
+    as_needed,
+    dtype_of,
     shape_of_rstd,
+    wanted_of,
 )
-from tilegym_rmsnorm.call.validation import checked_dtype
+from tilegym_rmsnorm.call.tensors import check_memory, savable
+from tilegym_rmsnorm.call.validation import check_weight, checked_dtype, last_dims
 from tilegym_rmsnorm.reference import compute_dtype
-from tilegym_rmsnorm.routes import choose, kernels, known_calls, op_sharding, operations
+from tilegym_rmsnorm.routes import choose, kernels, known_calls, library_op, op_sharding, operations
+from tilegym_rmsnorm.routes.library_op import Asked, LibraryOp, Options
 from tilegym_rmsnorm.settings import check_backend_name
 
-NAMESPACE = "tilegym_rmsnorm"
 SCHEMAS = {
     "rms_norm_forward": (
         "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int normalized_dims, float eps, float offset,"
@@ -63,61 +64,11 @@ SCHEMAS = {
     ),
 }
 
-library = torch.library.Library(NAMESPACE, "DEF")
-for _name, _schema in SCHEMAS.items():
-    library.define(_name + _schema)
-FORWARD = torch.ops.tilegym_rmsnorm.rms_norm_forward.default
-BACKWARD = torch.ops.tilegym_rmsnorm.rms_norm_backward.default
-
-
-def run_known_forward(
-    x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any
-) -> Outputs | None:
-    """Run the forward op like an earlier one, without checks; None: none was like it."""
-    dims, eps, offset, _, alpha, *_ = options
-    # A number of another type may equal one of these as a key. The dispatcher casts or refuses it.
-    if not (type(dims) is int and type(eps) is float and type(offset) is float and type(alpha) is float):
-        return None
-    tensors = x, weight, bias, residual
-    run = known_calls.FORWARD_OP.find(known_calls.forward_call(tensors, options[:-1], options[-1]))
-    return None if run is None else run(tensors)
-
-
-def run_known_backward(
-    dy: Tensor, x: Tensor, weight: Any, rstd: Tensor, d_residual_out: Any, *options: Any
-) -> tuple[Tensor | None, ...] | None:
-    """Run the backward op like an earlier one, without checks; None: none was like it."""
-    wanted, dims, offset, _, alpha, *_ = options
-    if not (type(wanted) is int and type(dims) is int and type(offset) is float and type(alpha) is float):
-        return None
-    tensors = x, dy, weight, rstd, d_residual_out
-    run = known_calls.BACKWARD_OP.find(known_calls.backward_call(tensors, options[:-1], options[-1]))
-    return None if run is None else run(tensors)
-
-
-def find_known_first(op: Any, run_known: Callable[..., Any]) -> None:
-    """Let a call of the op from Python, as compiled graphs and DTensors make it, look for a known call before PyTorch's
-    dispatcher, which takes as long as all else: it boxes each argument. Under a profiler the dispatcher is called, so
-    that the profiler sees the op; an `ExecutionTraceObserver` alone does not."""
-    dispatch, count = op._op, len(op._schema.arguments)
-
-    def call(*given: Any, **named: Any) -> Any:
-        if len(given) == count and not (profiler._is_profiler_enabled or torch.autograd._profiler_enabled()):
-            if (known := run_known(*given)) is not None:
-                return known
-        return dispatch(*given, **named)
-
-    op._op = call  # An op's hash is that of `_op`: replace it before any table holds the op.
-
-
-find_known_first(FORWARD, run_known_forward)
-find_known_first(BACKWARD, run_known_backward)
-
 
 def call_forward(tensors: ForwardTensors, dims: int, call: Call) -> Outputs:
     """Call the forward op on x, weight, bias, residual. Return y, rstd of the op's shape, residual_out."""
     x, weight, bias, residual = tensors
-    prepare(*tensors)
+    library_op.register_sharding(tensors)
     _, eps, offset, casting, alpha, y_dtype, residual_dtype, _ = call.spec
     numbers = dims, eps, offset, casting, alpha
     return FORWARD(x, residual, weight, bias, *numbers, residual_dtype, y_dtype, call.backend)
@@ -129,7 +80,7 @@ def call_backward(
     """Call the backward op on x, dy, weight, rstd of the op's shape, d_residual_out. needs_dx: whether the op returns
     dx, which kernels write in any case."""
     x, dy, weight, rstd, d_residual_out = tensors
-    prepare(*tensors)
+    library_op.register_sharding(tensors)
     if wanted.dx is None:
         # db alone. Of a plain sum Inductor would make a kernel that adds in another order than eager calls. dy is
         # passed as x too, or the graph would keep x for the op.
@@ -142,24 +93,61 @@ def call_backward(
     return dx if bits & DX else None, d_residual, dw, db
 
 
-def prepare(*tensors: Tensor | None) -> None:
-    """Register the sharding rules of the ops if one of the tensors is a DTensor, before the first call with one."""
-    op_sharding.register_if_needed(FORWARD, BACKWARD, tensors)
+def _known_forward(tensors: ForwardTensors, options: Options) -> Any:
+    dims, eps, offset, _, alpha, *_ = options
+    # A number of another type may equal one of these as a key. The dispatcher casts or refuses it.
+    if not (type(dims) is int and type(eps) is float and type(offset) is float and type(alpha) is float):
+        return None
+    return known_calls.forward_call(tensors, options[:-1], options[-1])
 
 
-def run_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any) -> Outputs:
-    """Run the forward op, on real tensors."""
-    # Not every call comes by `find_known_first`: AOTInductor's come from C++.
-    if (known := run_known_forward(x, residual, weight, bias, *options)) is not None:
-        return known
-    checked, dims, backend = arguments_of_forward(x, residual, weight, bias, *options)
-    call, shape = choose.call_of_op(checked, backend), shape_of_rstd(x, dims)
-    y, rstd, residual_out = kernels.forward(checked, call)
-    given = x, weight, bias, residual
-    if known_calls.may_remember(given, checked.tensors, call.forward):
-        known_call = known_calls.forward_call(given, options[:-1], options[-1])
-        known_calls.FORWARD_OP.remember(known_call, lambda: bind_op_forward(given, call, shape))
-    return y, rstd.view(shape), residual_out
+def _known_backward(tensors: BackwardTensors, options: Options) -> Any:
+    wanted, dims, offset, _, alpha, *_ = options
+    if not (type(wanted) is int and type(dims) is int and type(offset) is float and type(alpha) is float):
+        return None
+    return known_calls.backward_call(tensors, options[:-1], options[-1])
+
+
+def _check_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any) -> Asked:
+    """Check the arguments of the forward op. `own` is normalized_dims."""
+    dims, *numbers, backend = options
+    names = "eps", "offset", "casting", "residual_alpha", "residual_dtype", "out_dtype"
+    named = dict(zip(names, numbers, strict=True))
+    checked = arguments.checked_forward(x, (), weight, bias, residual, **named, dims=dims)
+    check_backend_name(backend)
+    return Asked(checked, backend, own=dims)
+
+
+def _check_backward(
+    dy: Tensor, x: Tensor, weight: Any, rstd: Tensor, d_residual_out: Any, *options: Any
+) -> Asked:
+    """Check the arguments of the backward op. `own` is normalized_dims, and whether dx is wanted. Where no dtype is
+    given, dw and db have weight's dtype, without a weight x's. dx has a dtype unless db alone is wanted: kernels always
+    write it."""
+    bits, dims, offset, casting, alpha, *dtypes, backend = options
+    given = x, dy, weight, rstd, d_residual_out
+    checked = arguments.checked_backward(*given, offset=offset, casting=casting, alpha=alpha, dims=dims)
+    if not 0 <= bits <= DX + DW + DB + D_RESIDUAL:
+        raise ValueError(f"wanted: expected 0 to {DX + DW + DB + D_RESIDUAL}, got {bits}")
+    dx, d_residual, dw, db = (checked_dtype("a gradient's dtype", dtype) for dtype in dtypes)
+    check_backend_name(backend)
+    of_vectors = x.dtype if weight is None else weight.dtype
+    wanted = Wanted(
+        None if bits == DB else dx or x.dtype,
+        (d_residual or x.dtype) if bits & D_RESIDUAL else None,
+        (dw or of_vectors) if bits & DW and weight is not None else None,
+        (db or of_vectors) if bits & DB else None,
+    )
+    return Asked(checked, backend, wanted, own=(dims, bool(bits & DX)))
+
+
+def _run_forward(asked: Asked, call: Call) -> Outputs:
+    y, rstd, residual_out = kernels.forward(asked.checked, call)
+    return y, rstd.view(shape_of_rstd(asked.checked.tensors[0], asked.own)), residual_out
+
+
+def _bind_forward(tensors: ForwardTensors, call: Call, asked: Asked) -> Callable[[ForwardTensors], Outputs]:
+    return bind_op_forward(tensors, call, shape_of_rstd(tensors[0], asked.own))
 
 
 def bind_op_forward(
@@ -175,27 +163,33 @@ def bind_op_forward(
     return run_known
 
 
-def _forward_of_fakes(x: Tensor, residual: Tensor | None, *rest: Any) -> Outputs:
-    checked, dims, _ = arguments_of_forward(x, residual, *rest)
-    spec = checked.spec
-    residual_out = None if residual is None else x.new_empty(x.shape, dtype=spec.residual_dtype)
-    rstd = x.new_empty(shape_of_rstd(x, dims), dtype=compute_dtype(spec.residual_dtype or x.dtype))
-    return x.new_empty(x.shape, dtype=spec.y_dtype or x.dtype), rstd, residual_out
+def _db_alone(asked: Asked) -> tuple[Tensor | None, ...] | None:
+    """Compute db where nothing else is wanted: a sum without a kernel, with the bits of an eager backward."""
+    if asked.wanted.dx is not None:
+        return None
+    x, dy, *_ = asked.checked.tensors
+    return x.new_empty(0), None, operations.db_by_operations(dy, _shape_of_vectors(asked), asked.wanted), None
 
 
-def run_backward(
-    dy: Tensor, x: Tensor, weight: Any, rstd: Tensor, d_residual_out: Any, *options: Any
-) -> tuple[Tensor | None, ...]:
-    """Run the backward op, on real tensors."""
-    if (known := run_known_backward(dy, x, weight, rstd, d_residual_out, *options)) is not None:
-        return known
-    checked, _, bits, wanted, backend = arguments_of_backward(dy, x, weight, rstd, d_residual_out, *options)
-    shape = checked.shape if weight is None else weight.shape
-    if wanted.dx is None:  # a sum without a kernel, which gives the same bits as an eager backward
-        return x.new_empty(0), None, operations.db_by_operations(checked.tensors[1], shape, wanted), None
-    call = choose.call_of_op(checked, backend, wanted)
+def _run_backward(asked: Asked, call: Call) -> tuple[Tensor | None, ...]:
+    return _results_of(kernels.backward(asked.checked, call, asked.wanted), asked)
 
-    x_dtype = x.dtype
+
+def _bind_backward(
+    tensors: BackwardTensors, call: Call, asked: Asked
+) -> Callable[[BackwardTensors], tuple[Tensor | None, ...]]:
+    run = kernels.bind_backward(kernels.with_flat_rstd(tensors), call, asked.wanted)
+    results_of = _results_of_like(asked)
+    return lambda tensors: results_of(run(kernels.with_flat_rstd(tensors)))
+
+
+def _results_of(gradients: Gradients, asked: Asked) -> tuple[Tensor | None, ...]:
+    return _results_of_like(asked)(gradients)
+
+
+def _results_of_like(asked: Asked) -> Callable[[Gradients], tuple[Tensor | None, ...]]:
+    """Return a function that puts the gradients of such a call in the op's order. It holds no tensor."""
+    (_, needs_dx), shape, x_dtype = asked.own, _shape_of_vectors(asked), asked.checked.tensors[0].dtype
 
     def results_of(gradients: Gradients) -> tuple[Tensor | None, ...]:
         d, d_residual, dw, db = gradients
@@ -204,72 +198,139 @@ def run_backward(
             and d_residual.untyped_storage().data_ptr() == d.untyped_storage().data_ptr()
         ):
             d_residual = d_residual.clone()  # the results of a library op may not share memory
-        return (
-            d if bits & DX else d.new_empty(0, dtype=x_dtype),
-            dw,
-            None if db is None else db.view(shape),
-            d_residual,
-        )
+        dx = d if needs_dx else d.new_empty(0, dtype=x_dtype)
+        return dx, dw, None if db is None else db.view(shape), d_residual
 
-    def bind() -> Callable[[BackwardTensors], tuple[Tensor | None, ...]]:
-        run = kernels.bind_backward(kernels.with_flat_rstd(given), call, wanted)
-        return lambda tensors: results_of(run(kernels.with_flat_rstd(tensors)))
-
-    results = results_of(kernels.backward(checked, call, wanted))
-    given = x, dy, weight, rstd, d_residual_out
-    if known_calls.may_remember(given, checked.tensors, call.backward):
-        known_call = known_calls.backward_call(given, options[:-1], options[-1])
-        known_calls.BACKWARD_OP.remember(known_call, bind)
-    return results
+    return results_of
 
 
-def _backward_of_fakes(dy: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
-    checked, _, bits, wanted, _ = arguments_of_backward(dy, x, *rest)
-    weight = checked.tensors[2]
-    of_vectors = checked.shape if weight is None else weight.shape
-    dx = x.new_empty(x.shape, dtype=wanted.dx) if bits & DX else x.new_empty(0)
+def _shape_of_vectors(asked: Asked) -> tuple[int, ...]:
+    weight = asked.checked.tensors[2]
+    return asked.checked.shape if weight is None else weight.shape
+
+
+def _outputs_for_fakes(asked: Asked) -> Outputs:
+    x, _, _, residual = asked.checked.tensors
+    spec = asked.checked.spec
+    residual_out = None if residual is None else x.new_empty(x.shape, dtype=spec.residual_dtype)
+    rstd = x.new_empty(shape_of_rstd(x, asked.own), dtype=compute_dtype(spec.residual_dtype or x.dtype))
+    return x.new_empty(x.shape, dtype=spec.y_dtype or x.dtype), rstd, residual_out
+
+
+def _gradients_for_fakes(asked: Asked) -> tuple[Tensor | None, ...]:
+    x, wanted, of_vectors = asked.checked.tensors[0], asked.wanted, _shape_of_vectors(asked)
+    dx = x.new_empty(x.shape, dtype=wanted.dx) if asked.own[1] else x.new_empty(0)
     others = (of_vectors, wanted.dw), (of_vectors, wanted.db), (x.shape, wanted.d_residual)
     return dx, *(None if dtype is None else x.new_empty(shape, dtype=dtype) for shape, dtype in others)
 
 
-def arguments_of_forward(
-    x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any
-) -> tuple[Checked, int, str | None]:
-    """Check the arguments of the forward op. Return them, normalized_dims and backend."""
-    dims, *numbers, backend = options
-    names = "eps", "offset", "casting", "residual_alpha", "residual_dtype", "out_dtype"
-    named = dict(zip(names, numbers, strict=True))
-    checked = arguments.checked_forward(x, (), weight, bias, residual, **named, dims=dims)
-    check_backend_name(backend)
-    return checked, dims, backend
+def _outputs_by_operations(asked: Asked) -> Outputs:
+    names, tensors, _, spec, _ = asked.checked
+    check_memory(**dict(zip(names, tensors, strict=True)))
+    y, rstd, residual_out = reference.forward_torch(tensors, spec, asked.own)
+    residual_out = None if residual_out is None else residual_out.contiguous()
+    return y.contiguous(), rstd.detach(), residual_out
 
 
-def arguments_of_backward(
-    dy: Tensor, x: Tensor, weight: Any, rstd: Tensor, d_residual_out: Any, *options: Any
-) -> tuple[Checked, int, int, Wanted, str | None]:
-    """Check the arguments of the backward op. Return them, normalized_dims, the bits of `wanted`, the dtypes that it
-    stands for, and backend. Where no dtype is given, dw and db have weight's dtype, without a weight x's. dx has a
-    dtype unless db alone is wanted: kernels always write it."""
-    bits, dims, offset, casting, alpha, *dtypes, backend = options
-    given = x, dy, weight, rstd, d_residual_out
-    checked = arguments.checked_backward(*given, offset=offset, casting=casting, alpha=alpha, dims=dims)
-    if not 0 <= bits <= DX + DW + DB + D_RESIDUAL:
-        raise ValueError(f"wanted: expected 0 to {DX + DW + DB + D_RESIDUAL}, got {bits}")
-    dx, d_residual, dw, db = (checked_dtype("a gradient's dtype", dtype) for dtype in dtypes)
-    check_backend_name(backend)
-    of_vectors = x.dtype if weight is None else weight.dtype
-    wanted = Wanted(
-        None if bits == DB else dx or x.dtype,
-        (d_residual or x.dtype) if bits & D_RESIDUAL else None,
-        (dw or of_vectors) if bits & DW and weight is not None else None,
-        (db or of_vectors) if bits & DB else None,
+def _gradients_by_operations(asked: Asked) -> tuple[Tensor | None, ...]:
+    """Compute gradients by PyTorch's operations. rstd is differentiated like the other inputs."""
+    (dims, needs_dx), tensors = asked.own, asked.checked.tensors
+    results = operations.gradients_by_operations(tensors, dims, asked.checked.spec, asked.wanted)
+    dx, d_residual, dw, db = (None if each is None else each.contiguous() for each in results)
+    return dx if needs_dx else tensors[0].new_empty(0), dw, db, d_residual
+
+
+class _ForwardOfOp(torch.autograd.Function):
+    """Forward op with a gradient. Saves weight, rstd and the normalized tensor: x, or with a residual residual_out. Its
+    backward is the backward op, or, under create_graph, PyTorch's operations, which are differentiable again."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, options):
+        with library_op.below_autograd():
+            y, rstd, residual_out = FORWARD(x, residual, weight, bias, *options)
+        ctx.save_for_backward(savable(x) if residual is None else residual_out, savable(weight), rstd)
+        ctx.dtypes = tuple(map(dtype_of, (x, residual, weight, bias)))
+        ctx.bias_shape = () if bias is None else bias.shape
+        ctx.options, ctx.backend = options, library_op.backend_in_effect(options[-1], x)
+        ctx.set_materialize_grads(False)
+        needs_sum = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+        fixed = [rstd] if residual_out is None or needs_sum else [rstd, residual_out]
+        ctx.mark_non_differentiable(*fixed)
+        return y, rstd, residual_out
+
+    @staticmethod
+    def backward(ctx, dy, _, d_residual_out):
+        dims, eps, offset, casting, alpha, *_ = ctx.options
+        needs = ctx.needs_input_grad[:4]
+        if dy is None:
+            dx, d_residual = operations.gradients_of_sum(d_residual_out, alpha, ctx.dtypes, needs)
+            return dx, d_residual, None, None, None
+        alpha, wanted = wanted_of(needs, alpha, ctx.dtypes)
+        call = Call(Spec(0, eps, offset, casting, alpha), ctx.backend)
+        x, weight, rstd = ctx.saved_tensors
+        tensors = x, dy, weight, rstd, d_residual_out
+        if choose.why_create_graph() is None:
+            results = call_backward(tensors, dims, call, wanted, needs_dx=needs[0] or needs[1])
+        elif wanted.dx is None:
+            results = None, None, None, operations.db_by_operations(dy, ctx.bias_shape, wanted)
+        else:
+            results = operations.gradients_of_saved(tensors, dims, call, wanted)
+        return *as_needed(needs, results, ctx.bias_shape), None
+
+
+def _record_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any) -> Any:
+    return _ForwardOfOp.apply(x, residual, weight, bias, options)
+
+
+def _map_forward(info: Any, in_dims: tuple[int | None, ...], x: Tensor, residual: Any, *rest: Any) -> Any:
+    """Map the forward op over a batch, for vmap. A batch of x or residual is one more leading dimension. Where weight
+    or bias is batched, the op is called once for each."""
+    if any(dim is not None for dim in in_dims[2:]) or info.batch_size == 0:
+        return library_op.one_by_one(FORWARD, info, in_dims, x, residual, *rest)
+    rows = (
+        each.expand(info.batch_size, *each.shape) if dim is None else each.movedim(dim, 0)
+        for each, dim in ((x, in_dims[0]), (residual, in_dims[1]))
+        if each is not None
     )
-    return checked, dims, bits, wanted, backend
+    x, residual = next(rows), next(rows, None)
+    weight, bias, dims = rest[:3]
+    check_weight(weight, bias, x[0], last_dims(x[0], dims))  # on x[0]: the batch dimension is not of heads
+    results = FORWARD(x, residual, *rest)
+    return results, tuple(None if each is None else 0 for each in results)
 
 
-for _name, _run, _fake in (
-    ("rms_norm_forward", run_forward, _forward_of_fakes),
-    ("rms_norm_backward", run_backward, _backward_of_fakes),
-):
-    library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=library)
+FORWARD = library_op.define(
+    LibraryOp(
+        name="rms_norm_forward",
+        schema=SCHEMAS["rms_norm_forward"],
+        count=4,
+        ordered=itemgetter(0, 2, 3, 1),
+        known=known_calls.FORWARD_OP,
+        known_call=_known_forward,
+        check=_check_forward,
+        run=_run_forward,
+        bind=_bind_forward,
+        for_fakes=_outputs_for_fakes,
+        by_operations=_outputs_by_operations,
+        rules=op_sharding.rules_of_forward,
+        record=_record_forward,
+        map=_map_forward,
+    )
+)
+BACKWARD = library_op.define(
+    LibraryOp(
+        name="rms_norm_backward",
+        schema=SCHEMAS["rms_norm_backward"],
+        count=5,
+        ordered=itemgetter(1, 0, 2, 3, 4),
+        known=known_calls.BACKWARD_OP,
+        known_call=_known_backward,
+        check=_check_backward,
+        without_backend=_db_alone,
+        run=_run_backward,
+        bind=_bind_backward,
+        for_fakes=_gradients_for_fakes,
+        by_operations=_gradients_by_operations,
+        rules=op_sharding.rules_of_backward,
+    )
+)

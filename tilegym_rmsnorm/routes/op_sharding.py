@@ -8,40 +8,24 @@ each process normalizes its rows. weight and bias are replicated, dw and db are 
 sharded as the heads are. The engine redistributes tensors with other placements first, at the least cost. It gathers
 rows that are split, with a warning once.
 
-The rules are registered at the first call with a DTensor, never by an import: DTensor takes a second to import.
+library_op.py registers the rules.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable
 from typing import Any
 
 from tilegym_rmsnorm.call.spec import D_RESIDUAL, DB, DW, DX
-from tilegym_rmsnorm.call.tensors import is_dtensor, splits_rows
-from tilegym_rmsnorm.call.watched import is_traced
+from tilegym_rmsnorm.call.tensors import splits_rows
 
 # Placements of an op's results, and of its arguments, on one dimension of a mesh; None for an argument that is no
 # tensor.
 _Rule = tuple[list[Any], list[Any]]
 
 
-def register_if_needed(forward: Any, backward: Any, tensors: Iterable[Any]) -> None:
-    """Register the rules of the two ops if one of the tensors is a DTensor, and they are not registered yet."""
-    if not is_traced() and any(map(is_dtensor, tensors)):
-        _register(forward, backward)
-
-
-@functools.cache
-def _register(forward: Any, backward: Any) -> None:
-    from torch.distributed.tensor.experimental import register_sharding
-
-    register_sharding(forward)(_rules_of_forward)
-    register_sharding(backward)(_rules_of_backward)
-
-
-def _rules_of_forward(
+def rules_of_forward(
     x: Any, residual: Any, weight: Any, bias: Any, normalized_dims: int, *options: Any
 ) -> list[_Rule]:
     _warn_of_split_rows(normalized_dims, x, residual)
@@ -54,7 +38,7 @@ def _rules_of_forward(
     return rules
 
 
-def _rules_of_backward(
+def rules_of_backward(
     dy: Any,
     x: Any,
     weight: Any,

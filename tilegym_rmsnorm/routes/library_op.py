@@ -1,0 +1,210 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Define library ops, `torch.ops.tilegym_rmsnorm`, which represent a forward or a backward in graphs.
+
+A `LibraryOp` says what an op is of itself. `define` does the rest, alike for all ops: known calls first, the backend
+that is in effect when the op runs, fake tensors, gradients, vmap, tracers, shards.
+
+The kernel is chosen when an op runs, not when a graph is made: a graph may serve any number of rows. All arguments are
+positional, tensors first, as sharding rules need them, and the backend is the last: a name, "auto", or None for the
+backend in effect. Ops have no rule for autocast: the public functions cast.
+
+The gradient of a forward op is an autograd.Function at the dispatch key Autograd: half the host time of
+register_autograd. A gradient through a backward op runs PyTorch's operations. So do all ops inside a transform of
+torch.func and on tensors with a tangent, since PyTorch can transform its own operations.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+from tilegym_rmsnorm.call import watched
+from tilegym_rmsnorm.call.arguments import Checked
+from tilegym_rmsnorm.call.spec import Call
+from tilegym_rmsnorm.call.tensors import is_dtensor, is_plain
+from tilegym_rmsnorm.routes import choose, known_calls
+from tilegym_rmsnorm.routes.known_calls import KnownCalls
+from tilegym_rmsnorm.settings import get_current_backend
+
+NAMESPACE = "tilegym_rmsnorm"
+library = torch.library.Library(NAMESPACE, "DEF")
+below_autograd = torch._C._AutoDispatchBelowAutograd
+Tensors = tuple[Any, ...]
+Options = tuple[Any, ...]  # the arguments behind the tensors
+# PyTorch's operations for each op.
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
+_RULES: dict[Any, Callable[..., Any]] = {}  # the sharding rules of each op
+
+
+class Asked(NamedTuple):
+    """A call of an op, checked."""
+
+    checked: Checked
+    backend: str | None
+    wanted: Any = None  # which gradients; None for a forward
+    own: Any = None  # what the op's own functions need besides
+
+
+@dataclass(frozen=True)
+class LibraryOp:
+    """What a library op is of itself. Its functions get the op's arguments one by one, or what `check` made of them."""
+
+    name: str
+    schema: str
+    count: int  # of the tensors, which are the first arguments
+    ordered: Callable[[Tensors], Tensors]  # tensors in the order in which a backend takes them
+    known: KnownCalls
+    known_call: Callable[[Tensors, Options], Any]  # of ordered tensors; None where a call cannot be known
+    check: Callable[..., Asked]
+    run: Callable[[Asked, Call], Any]
+    bind: Callable[
+        [Tensors, Call, Asked], Callable[[Tensors], Any]
+    ]  # `run` for tensors with the metadata of these
+    for_fakes: Callable[[Asked], Any]  # results that have shapes and dtypes alone
+    by_operations: Callable[[Asked], Any]  # PyTorch's operations, which can be differentiated
+    rules: Callable[
+        ..., list[tuple[list[Any], list[Any]]]
+    ]  # placements of results and arguments on a mesh's dimension
+    # Results of a call for which no backend is asked; None: a backend is.
+    without_backend: Callable[[Asked], Any] = lambda asked: None
+    record: Callable[..., Any] | None = (
+        None  # runs the op so that autograd differentiates it; None: by operations
+    )
+    map: Callable[..., Any] | None = None  # for vmap; None: `one_by_one`
+
+
+def define(op: LibraryOp) -> Any:
+    """Define a library op. Return its overload, which callers call."""
+    library.define(op.name + op.schema)
+    overload = getattr(torch.ops.tilegym_rmsnorm, op.name).default
+    run_known = functools.partial(_run_known, op)
+    _find_known_first(overload, run_known)
+    transformed = functools.partial(_transformed, op)
+    library.impl(op.name, functools.partial(_run, op, run_known), "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        f"{NAMESPACE}::{op.name}", lambda *arguments: op.for_fakes(op.check(*arguments)), lib=library
+    )
+    library.impl(op.name, functools.partial(_differentiated, op, overload), "Autograd")
+    mapped = op.map or functools.partial(one_by_one, overload)
+    torch.library.register_vmap(f"{NAMESPACE}::{op.name}", mapped, lib=library)
+    # torch.jit.trace cannot take an op whose results may be None. Neither can the older vmap, by which
+    # autograd.grad(is_grads_batched=True) maps a backward.
+    for key in ("Tracer", "Batched"):
+        library.impl(op.name, transformed, key)
+    DECOMPOSITIONS[overload], _RULES[overload] = transformed, op.rules
+    return overload
+
+
+def _find_known_first(overload: Any, run_known: Callable[..., Any]) -> None:
+    """Let a call of the op from Python, as compiled graphs and DTensors make it, look for a known call before PyTorch's
+    dispatcher, which takes as long as all else: it boxes each argument. Under a profiler the dispatcher is called, so
+    that the profiler sees the op; an `ExecutionTraceObserver` alone does not."""
+    dispatch, count = overload._op, len(overload._schema.arguments)
+
+    def call(*given: Any, **named: Any) -> Any:
+        if len(given) == count and not (profiler._is_profiler_enabled or torch.autograd._profiler_enabled()):
+            if (known := run_known(*given)) is not None:
+                return known
+        return dispatch(*given, **named)
+
+    overload._op = call  # An op's hash is that of `_op`: replace it before any table holds the op.
+
+
+def _run_known(op: LibraryOp, *arguments: Any) -> Any:
+    """Run an op like an earlier call, without checks; None: none was like it."""
+    tensors = op.ordered(arguments)
+    run = op.known.find(op.known_call(tensors, arguments[op.count :]))
+    return None if run is None else run(tensors)
+
+
+def _run(op: LibraryOp, run_known: Callable[..., Any], *arguments: Any) -> Any:
+    """Run an op, on real tensors."""
+    # Not every call comes by `_find_known_first`: AOTInductor's come from C++.
+    if (known := run_known(*arguments)) is not None:
+        return known
+    asked = op.check(*arguments)
+    if (results := op.without_backend(asked)) is not None:
+        return results
+    call = choose.call_of_op(asked.checked, asked.backend, asked.wanted)
+    results, tensors = op.run(asked, call), op.ordered(arguments)
+    function = call.forward if asked.wanted is None else call.backward
+    if known_calls.may_remember(tensors, asked.checked.tensors, function):
+        known_call = op.known_call(tensors, arguments[op.count :])
+        op.known.remember(known_call, lambda: op.bind(tensors, call, asked))
+    return results
+
+
+def _differentiated(op: LibraryOp, overload: Any, *arguments: Any) -> Any:
+    """Run an op at the dispatch key Autograd."""
+    tensors = arguments[: op.count]
+    register_sharding(tensors)
+    if choose.why_transformed(*tensors) is not None:
+        return op.by_operations(op.check(*arguments))
+    if is_recorded(*tensors):
+        return op.by_operations(op.check(*arguments)) if op.record is None else op.record(*arguments)
+    # Not below autograd: the next call like this one looks for it with the dispatch keys of here. No mode and no
+    # subclass stands between this rule and the op's own implementation: run that, past a kernel that somebody else
+    # registered for a device.
+    if not watched.is_watched() and all(each is None or is_plain(each) for each in tensors):
+        return _run(op, functools.partial(_run_known, op), *arguments)
+    with below_autograd():
+        return overload(*arguments)
+
+
+def _transformed(op: LibraryOp, *arguments: Any) -> Any:
+    return op.by_operations(op.check(*arguments))
+
+
+def one_by_one(overload: Any, info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> Any:
+    """Call an op once for each element of a batch, for vmap: each has a weight, or a dw, of its own."""
+
+    def of_batch(i: int) -> list[Any]:
+        pairs = zip(arguments, in_dims, strict=True)
+        return [each if dim is None else each.select(dim, i) for each, dim in pairs]
+
+    if info.batch_size == 0:  # the shapes of the results come from one call on zeros
+        pairs = zip(arguments, in_dims, strict=True)
+        moved = [(each if dim is None else each.movedim(dim, 0), dim) for each, dim in pairs]
+        one = [each if dim is None else each.new_zeros(each.shape[1:]) for each, dim in moved]
+        results = tuple(None if each is None else each.new_empty(0, *each.shape) for each in overload(*one))
+    else:
+        each_results = [overload(*of_batch(i)) for i in range(info.batch_size)]
+        columns = zip(*each_results, strict=True)
+        results = tuple(None if column[0] is None else torch.stack(column) for column in columns)
+    return results, tuple(None if each is None else 0 for each in results)
+
+
+def is_recorded(*tensors: Tensor | None) -> bool:
+    """Whether autograd would record PyTorch's operations on these tensors."""
+    return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
+
+
+def backend_in_effect(backend: str | None, x: Tensor) -> str | None:
+    """Return the backend of a gradient: autograd's threads do not see `use_backend`. In a graph that is being made None
+    stays, for the backend in effect at each run."""
+    if backend is not None or watched.makes_graph() or choose.why_recorded({"x": x}) is not None:
+        return backend
+    return get_current_backend()
+
+
+def register_sharding(tensors: Iterable[Any]) -> None:
+    """Register the sharding rules of all ops if one of the tensors is a DTensor, before the first call with one; never
+    by an import: DTensor takes a second to import."""
+    if not watched.is_traced() and any(map(is_dtensor, tensors)):
+        _register_rules()
+
+
+@functools.cache
+def _register_rules() -> None:
+    from torch.distributed.tensor.experimental import register_sharding
+
+    for overload, rules in _RULES.items():
+        register_sharding(overload)(rules)
