@@ -38,7 +38,7 @@ LAYERS = (
     (f"{CUTILE}.warm", f"{CUTILE}.tuning"),
     (f"{PACKAGE}.backends",),
     # It decides and runs nothing: no route is below it.
-    (f"{PACKAGE}.routes.choose",),
+    (f"{PACKAGE}.routes.choose", f"{PACKAGE}.routes.autograd"),
     (f"{PACKAGE}.routes.kernels", f"{PACKAGE}.routes.known_calls", f"{PACKAGE}.routes.op_sharding"),
     (f"{PACKAGE}.routes.library_op", f"{PACKAGE}.routes.operations", f"{PACKAGE}.routes.rope_kernels"),
     (f"{PACKAGE}.routes.op", f"{PACKAGE}.routes.rope_op"),

@@ -1,7 +1,7 @@
 # SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
 # SPDX-License-Identifier: MIT
 
-"""Run an eager call on a backend and record its gradient: two autograd.Functions, without a residual and with one.
+"""Run an eager call on a backend and record its gradient.
 
 The backward runs on the backend of the forward. Under create_graph PyTorch's operations run it, which are
 differentiable again. Hooks or `tensor.data = ...` may have changed saved tensors since the forward: `_fit` compares.
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from tilegym_rmsnorm.call.spec import (
     BackwardTensors,
     Call,
     ForwardTensors,
+    Outputs,
     Wanted,
     WantedGradients,
     as_needed,
@@ -28,9 +30,10 @@ from tilegym_rmsnorm.call.spec import (
     shape_of_rstd,
     wanted_of,
 )
-from tilegym_rmsnorm.call.tensors import has_own_operations, is_plain, savable
-from tilegym_rmsnorm.call.watched import count_modes, is_traced, is_watched
+from tilegym_rmsnorm.call.tensors import is_plain
+from tilegym_rmsnorm.call.watched import is_traced, is_watched
 from tilegym_rmsnorm.routes import choose, kernels, known_calls, op, operations
+from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording, apply_of, is_recorded
 from tilegym_rmsnorm.routes.known_calls import KnownCalls
 
 _is_in_inference_mode = torch.is_inference_mode_enabled  # in that mode enable_grad() records nothing
@@ -38,19 +41,14 @@ _FLOAT32, _FLOAT64 = torch.float32, torch.float64
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-class Recorded:
-    """Part of a recorded call that is not its tensors: what the forward and the backward of such calls need."""
+class _OfCall(NamedTuple):
+    """Part of a recorded call that its backward needs, and that is not its tensors."""
 
-    # backwards: None for a call that is not known: its backward mostly runs once, and is not worth binding.
-    __slots__ = ("backwards", "bias_shape", "call", "dtypes", "run")
-
-    def __init__(
-        self, tensors: ForwardTensors, call: Call, run: kernels.RunForward, backwards: KnownCalls | None
-    ) -> None:
-        x, weight, bias, residual = tensors
-        self.call, self.run, self.backwards = call, run, backwards
-        self.dtypes = tuple(map(dtype_of, (x, residual, weight, bias)))
-        self.bias_shape = () if bias is None else bias.shape
+    call: Call
+    dtypes: tuple[torch.dtype | None, ...]  # of x, residual, weight and bias
+    bias_shape: tuple[int, ...]
+    # None for a call that is not known: its backward mostly runs once, and is not worth binding.
+    backwards: KnownCalls | None
 
 
 def run_or_record(tensors: ForwardTensors, call: Call) -> Tensor | tuple[Tensor, Tensor]:
@@ -67,100 +65,61 @@ def bind(tensors: ForwardTensors, call: Call) -> Callable[[ForwardTensors], Any]
 def _runner(
     tensors: ForwardTensors, call: Call, run: kernels.RunForward, backwards: KnownCalls | None = None
 ) -> Callable[[ForwardTensors], Any]:
-    x, weight, _, residual = tensors
-    is_recorded = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
-    if not is_recorded or _is_in_inference_mode():
-        if residual is None:
-            return lambda tensors: run(tensors)[0]
-        return lambda tensors: run(tensors)[::2]
-    recorded = Recorded(tensors, call, run, backwards)
-    if residual is not None:
-
-        def record_sum(tensors: ForwardTensors) -> Any:
-            x, weight, bias, residual = tensors  # x need not be savable: the sum is saved
-            return _record_add(x, residual, savable(weight), bias, recorded)
-
-        return record_sum
-    is_saved_as_copy = x.is_inference() or (weight is not None and weight.is_inference())
-    if is_saved_as_copy:  # bound by the metadata of x, but run on the copy
-        recorded.run = functools.partial(kernels.run_forward, call=call)
-
-    def record(tensors: ForwardTensors) -> Any:
-        x, weight, bias, _ = tensors
-        if is_saved_as_copy:
-            x, weight = savable(x), savable(weight)
-        return _record(x, weight, bias, recorded)
-
-    return record
+    x, weight, bias, residual = tensors
+    returned = itemgetter(0) if residual is None else itemgetter(0, 2)
+    if not is_recorded(*tensors) or _is_in_inference_mode():
+        return lambda tensors: returned(run(tensors))
+    dtypes = tuple(map(dtype_of, (x, residual, weight, bias)))
+    of_call = _OfCall(call, dtypes, () if bias is None else bias.shape, backwards)
+    gradients = functools.partial(_gradients_of_results, of_call)
+    if residual is None:
+        recording = Recording(run, op.saved_of_norm, gradients, returned)
+        return lambda tensors: _record(recording, *tensors)
+    unseen = functools.partial(kernels.unseen, call.backward)
+    recording = Recording(run, op.saved_of_sum, gradients, returned, _without_gradient, unseen)
+    return lambda tensors: _record_sum(recording, *tensors)
 
 
-class RMSNormFunction(torch.autograd.Function):
-    """Norm without a residual. Saves x, weight and rstd; the backward does not need y.
-
-    All but the tensors come in one object: each argument of `apply` costs host time.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, recorded):
-        y, rstd, _ = recorded.run((x, weight, bias, None))
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.recorded = recorded
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight, rstd = ctx.saved_tensors
-        needs_dx, needs_dw, needs_db, _ = ctx.needs_input_grad
-        needs = needs_dx, False, needs_dw, needs_db
-        dx, _, dw, db = _gradients_of(ctx.recorded, (x, dy, weight, rstd, None), needs)
-        return dx, dw, db, None
+class RMSNormFunction(RecordedFunction):
+    """Norm without a residual. Saves x, weight and rstd; the backward does not need y."""
 
 
-class AddRMSNormFunction(torch.autograd.Function):
+class AddRMSNormFunction(RecordedFunction):
     """Norm of the sum alpha * x + residual, and the sum. Saves the sum, weight and rstd: neither x nor residual."""
 
-    @staticmethod
-    def forward(ctx, x, residual, weight, bias, recorded):
-        y, rstd, residual_out = recorded.run((x, weight, bias, residual))
-        ctx.set_materialize_grads(False)  # the gradient of an unused result is None, not a tensor of zeros
-        ctx.save_for_backward(residual_out, weight, rstd)
-        ctx.recorded = recorded
-        if not (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]):
-            ctx.mark_non_differentiable(residual_out)
-        return y, residual_out
 
-    @staticmethod
-    def backward(ctx, dy, d_residual_out):
-        needs, recorded = ctx.needs_input_grad[:4], ctx.recorded
-        if dy is None:
-            alpha = recorded.call.spec.alpha
-            dx, d_residual = operations.gradients_of_sum(d_residual_out, alpha, recorded.dtypes, needs)
-            return dx, d_residual, None, None, None
-        residual_out, weight, rstd = ctx.saved_tensors
-        if has_own_operations(residual_out) and count_modes():
-            # Autograd detaches a tensor that is both saved and returned; a dispatch mode may replace the result.
-            with kernels.unseen(recorded.call.backward):
-                residual_out, weight, rstd = ctx.saved_tensors
-        return *_gradients_of(recorded, (residual_out, dy, weight, rstd, d_residual_out), needs), None
+_record, _record_sum = map(apply_of, (RMSNormFunction, AddRMSNormFunction))
 
 
-# Function.apply in C++. The Python around it, which checks for functorch and unwraps, costs 2 us. Dynamo before torch
-# 2.13 does not know this apply, and never traces it here.
-_record = super(torch.autograd.Function, RMSNormFunction).apply
-_record_add = super(torch.autograd.Function, AddRMSNormFunction).apply
+def _without_gradient(outputs: Outputs, needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
+    return () if needs[0] or needs[3] else (outputs[2],)
 
 
-def _gradients_of(recorded: Recorded, tensors: BackwardTensors, needs: tuple[bool, ...]) -> WantedGradients:
+def _gradients_of_results(
+    of_call: _OfCall, saved: tuple[Any, ...], results: tuple[Any, ...], needs: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    (x, weight, rstd), (dy, d_residual_out) = saved, results if len(results) == 2 else (*results, None)
+    needs_dx, needs_dw, needs_db, needs_d_residual = needs
+    needs = needs_dx, needs_d_residual, needs_dw, needs_db
+    if dy is None:
+        alpha = of_call.call.spec.alpha
+        dx, d_residual = operations.gradients_of_sum(d_residual_out, alpha, of_call.dtypes, needs)
+        return dx, None, None, d_residual
+    dx, d_residual, dw, db = _gradients_of(of_call, (x, dy, weight, rstd, d_residual_out), needs)
+    return dx, dw, db, d_residual
+
+
+def _gradients_of(of_call: _OfCall, tensors: BackwardTensors, needs: tuple[bool, ...]) -> WantedGradients:
     """Compute the gradients of x, residual, weight and bias that are needed, of a backward like an earlier one without
     checks. tensors: as for `gradients`."""
-    known_call, backwards = None, recorded.backwards
+    known_call, backwards = None, of_call.backwards
     if backwards is not None and not torch.is_grad_enabled() and not is_traced():
-        known_call = known_calls.backward_call(tensors, needs, recorded.call.backend)
+        known_call = known_calls.backward_call(tensors, needs, of_call.call.backend)
         if (known := backwards.find(known_call)) is not None:
             return known(tensors)
-    spec, bias_shape = recorded.call.spec, recorded.bias_shape if needs[3] else ()
-    alpha, wanted = wanted_of(needs, spec.alpha, recorded.dtypes)
-    call = recorded.call if alpha == spec.alpha else recorded.call._replace(spec=spec._replace(alpha=alpha))
+    spec, bias_shape = of_call.call.spec, of_call.bias_shape if needs[3] else ()
+    alpha, wanted = wanted_of(needs, spec.alpha, of_call.dtypes)
+    call = of_call.call if alpha == spec.alpha else of_call.call._replace(spec=spec._replace(alpha=alpha))
     result = as_needed(needs, gradients(tensors, call, wanted, bias_shape), bias_shape)
     if (
         known_call is not None
@@ -173,7 +132,7 @@ def _gradients_of(recorded: Recorded, tensors: BackwardTensors, needs: tuple[boo
             run = kernels.bind_backward(tensors, call, wanted)
             return lambda tensors: as_needed(needs, run(tensors), bias_shape)
 
-        recorded.backwards.remember(known_call, bind_gradients)
+        of_call.backwards.remember(known_call, bind_gradients)
     return result
 
 

@@ -31,6 +31,7 @@ from tilegym_rmsnorm.call.arguments import Checked
 from tilegym_rmsnorm.call.spec import Call
 from tilegym_rmsnorm.call.tensors import is_dtensor, is_plain
 from tilegym_rmsnorm.routes import choose, known_calls
+from tilegym_rmsnorm.routes.autograd import is_recorded
 from tilegym_rmsnorm.routes.known_calls import KnownCalls
 from tilegym_rmsnorm.settings import get_current_backend
 
@@ -180,11 +181,6 @@ def one_by_one(overload: Any, info: Any, in_dims: tuple[int | None, ...], *argum
         columns = zip(*each_results, strict=True)
         results = tuple(None if column[0] is None else torch.stack(column) for column in columns)
     return results, tuple(None if each is None else 0 for each in results)
-
-
-def is_recorded(*tensors: Tensor | None) -> bool:
-    """Whether autograd would record PyTorch's operations on these tensors."""
-    return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
 
 
 def backend_in_effect(backend: str | None, x: Tensor) -> str | None:

@@ -16,6 +16,7 @@ library_op.py defines both ops, op_sharding.py has their placements.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
@@ -47,6 +48,7 @@ from tilegym_rmsnorm.call.tensors import check_memory, savable
 from tilegym_rmsnorm.call.validation import check_weight, checked_dtype, last_dims
 from tilegym_rmsnorm.reference import compute_dtype
 from tilegym_rmsnorm.routes import choose, kernels, known_calls, library_op, op_sharding, operations
+from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
 from tilegym_rmsnorm.routes.library_op import Asked, LibraryOp, Options
 from tilegym_rmsnorm.settings import check_backend_name
 
@@ -240,46 +242,67 @@ def _gradients_by_operations(asked: Asked) -> tuple[Tensor | None, ...]:
     return dx if needs_dx else tensors[0].new_empty(0), dw, db, d_residual
 
 
-class _ForwardOfOp(torch.autograd.Function):
-    """Forward op with a gradient. Saves weight, rstd and the normalized tensor: x, or with a residual residual_out. Its
-    backward is the backward op, or, under create_graph, PyTorch's operations, which are differentiable again."""
+class _ForwardOfOp(RecordedFunction):
+    """Forward op with a gradient: the backward op, or, under create_graph, PyTorch's operations, which are
+    differentiable again."""
 
-    @staticmethod
-    def forward(ctx, x, residual, weight, bias, options):
-        with library_op.below_autograd():
-            y, rstd, residual_out = FORWARD(x, residual, weight, bias, *options)
-        ctx.save_for_backward(savable(x) if residual is None else residual_out, savable(weight), rstd)
-        ctx.dtypes = tuple(map(dtype_of, (x, residual, weight, bias)))
-        ctx.bias_shape = () if bias is None else bias.shape
-        ctx.options, ctx.backend = options, library_op.backend_in_effect(options[-1], x)
-        ctx.set_materialize_grads(False)
-        needs_sum = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        fixed = [rstd] if residual_out is None or needs_sum else [rstd, residual_out]
-        ctx.mark_non_differentiable(*fixed)
-        return y, rstd, residual_out
 
-    @staticmethod
-    def backward(ctx, dy, _, d_residual_out):
-        dims, eps, offset, casting, alpha, *_ = ctx.options
-        needs = ctx.needs_input_grad[:4]
-        if dy is None:
-            dx, d_residual = operations.gradients_of_sum(d_residual_out, alpha, ctx.dtypes, needs)
-            return dx, d_residual, None, None, None
-        alpha, wanted = wanted_of(needs, alpha, ctx.dtypes)
-        call = Call(Spec(0, eps, offset, casting, alpha), ctx.backend)
-        x, weight, rstd = ctx.saved_tensors
-        tensors = x, dy, weight, rstd, d_residual_out
-        if choose.why_create_graph() is None:
-            results = call_backward(tensors, dims, call, wanted, needs_dx=needs[0] or needs[1])
-        elif wanted.dx is None:
-            results = None, None, None, operations.db_by_operations(dy, ctx.bias_shape, wanted)
-        else:
-            results = operations.gradients_of_saved(tensors, dims, call, wanted)
-        return *as_needed(needs, results, ctx.bias_shape), None
+def saved_of_norm(tensors: ForwardTensors, outputs: Outputs) -> tuple[Tensor | None, ...]:
+    """Return what the backward of a norm needs: x, weight and rstd."""
+    return savable(tensors[0]), savable(tensors[1]), outputs[1]
+
+
+def saved_of_sum(tensors: ForwardTensors, outputs: Outputs) -> tuple[Tensor | None, ...]:
+    """Return what the backward of a norm with a residual needs: residual_out, weight and rstd; not x."""
+    return outputs[2], savable(tensors[1]), outputs[1]
 
 
 def _record_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any) -> Any:
-    return _ForwardOfOp.apply(x, residual, weight, bias, options)
+    def run(tensors: ForwardTensors) -> Outputs:
+        x, weight, bias, residual = tensors
+        with library_op.below_autograd():
+            return FORWARD(x, residual, weight, bias, *options)
+
+    dtypes, bias_shape = tuple(map(dtype_of, (x, residual, weight, bias))), () if bias is None else bias.shape
+    backend = library_op.backend_in_effect(options[-1], x)
+    gradients = functools.partial(_gradients_of_results, options, backend, dtypes, bias_shape)
+    saved = saved_of_norm if residual is None else saved_of_sum
+    recording = Recording(run, saved, gradients, without_gradient=_without_gradient)
+    return _ForwardOfOp.apply(recording, x, weight, bias, residual)
+
+
+def _without_gradient(outputs: Outputs, needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
+    _, rstd, residual_out = outputs
+    return (rstd,) if residual_out is None or needs[0] or needs[3] else (rstd, residual_out)
+
+
+def _gradients_of_results(
+    options: Options,
+    backend: str | None,
+    dtypes: tuple[torch.dtype | None, ...],
+    bias_shape: tuple[int, ...],
+    saved: tuple[Any, ...],
+    results: tuple[Any, ...],
+    needs: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    dims, eps, offset, casting, alpha, *_ = options
+    (x, weight, rstd), (dy, _, d_residual_out) = saved, results
+    needs_dx, needs_dw, needs_db, needs_d_residual = needs
+    needs = needs_dx, needs_d_residual, needs_dw, needs_db
+    if dy is None:
+        dx, d_residual = operations.gradients_of_sum(d_residual_out, alpha, dtypes, needs)
+        return dx, None, None, d_residual
+    alpha, wanted = wanted_of(needs, alpha, dtypes)
+    call = Call(Spec(0, eps, offset, casting, alpha), backend)
+    tensors = x, dy, weight, rstd, d_residual_out
+    if choose.why_create_graph() is None:
+        found = call_backward(tensors, dims, call, wanted, needs_dx=needs_dx or needs_d_residual)
+    elif wanted.dx is None:
+        found = None, None, None, operations.db_by_operations(dy, bias_shape, wanted)
+    else:
+        found = operations.gradients_of_saved(tensors, dims, call, wanted)
+    dx, d_residual, dw, db = as_needed(needs, found, bias_shape)
+    return dx, dw, db, d_residual
 
 
 def _map_forward(info: Any, in_dims: tuple[int | None, ...], x: Tensor, residual: Any, *rest: Any) -> Any:

@@ -18,7 +18,8 @@ from tilegym_rmsnorm.call.rope import checked_rope_backward
 from tilegym_rmsnorm.call.rope_spec import ROPE_OPTIONS, RopeGradients, RopeSpec, RopeWanted
 from tilegym_rmsnorm.call.spec import Call
 from tilegym_rmsnorm.call.watched import is_traced
-from tilegym_rmsnorm.routes import choose, known_calls
+from tilegym_rmsnorm.routes import choose, known_calls, rope_op
+from tilegym_rmsnorm.routes.autograd import apply_of, is_recorded
 from tilegym_rmsnorm.routes.known_calls import KnownCalls
 from tilegym_rmsnorm.routes.rope_kernels import (
     RunRope,
@@ -30,21 +31,17 @@ from tilegym_rmsnorm.routes.rope_kernels import (
 from tilegym_rmsnorm.routes.rope_op import RopeFunction, call_rope_backward
 
 _is_in_inference_mode = torch.is_inference_mode_enabled  # in that mode enable_grad() records nothing
-# As in eager.py: in C++, without the Python around it.
-_record = super(torch.autograd.Function, RopeFunction).apply
+_record = apply_of(RopeFunction)
 
 
 def bind_eager(tensors: tuple[Any, ...], call: Call) -> RunRope:
     """Return a function that runs tensors with the metadata of these, and records the call where autograd would. It
     holds none of them."""
     run = bind_rope(tensors, call)
-    is_recorded = torch.is_grad_enabled() and any(
-        [each is not None and each.requires_grad for each in tensors[:4]]
-    )
-    if not is_recorded or _is_in_inference_mode():
+    if not is_recorded(*tensors[:4]) or _is_in_inference_mode():
         return run
-    gradients = functools.partial(_gradients, call, KnownCalls())
-    return lambda tensors: _record(*tensors, run, gradients)
+    recording = rope_op.recording(run, functools.partial(_gradients, call, KnownCalls()))
+    return lambda tensors: _record(recording, *tensors)
 
 
 def _gradients(

@@ -14,6 +14,7 @@ replicated and per-head weights sharded; cos and sin are sharded along the seque
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
@@ -25,6 +26,7 @@ from tilegym_rmsnorm.call.rope_spec import ROPE_OPS, ROPE_OPTIONS, RopeGradients
 from tilegym_rmsnorm.call.spec import Call
 from tilegym_rmsnorm.call.tensors import savable
 from tilegym_rmsnorm.routes import choose, known_calls, library_op
+from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
 from tilegym_rmsnorm.routes.library_op import Asked, LibraryOp, Options, Tensors
 from tilegym_rmsnorm.routes.rope_kernels import (
     bind_rope,
@@ -113,32 +115,35 @@ def _gradients_for_fakes(asked: Asked) -> RopeGradients:
     return q.new_empty(q.shape), None if k is None else k.new_empty(k.shape), *of_weights
 
 
-class RopeFunction(torch.autograd.Function):
-    """Forward with a gradient. `run` computes it; `gradients` computes the gradients of the tensors saved."""
+class RopeFunction(RecordedFunction):
+    """Normalized and rotated heads, with a gradient."""
 
-    @staticmethod
-    def forward(ctx, q, k, q_weight, k_weight, cos, sin, position_ids, run, gradients):
-        tensors = q, k, q_weight, k_weight, cos, sin, position_ids
-        ctx.save_for_backward(*map(savable, tensors))
-        # The gradient of an unused result is None, and so are those that it leads to. Zeros would be no DTensor.
-        ctx.set_materialize_grads(False)
-        ctx.gradients = gradients
-        return run(tensors)
 
-    @staticmethod
-    def backward(ctx, dq_out, dk_out):
-        if dq_out is None and dk_out is None:
-            return (None,) * 9
-        of_heads = (dq_out, dk_out) * 2  # of q, k and their weights
-        pairs = zip(ctx.needs_input_grad[:4], of_heads, strict=True)
-        needs_dq, needs_dk, *needs_of_weights = [is_needed and each is not None for is_needed, each in pairs]
-        q, k, q_weight, k_weight, *tables = ctx.saved_tensors
-        dq_out = torch.zeros_like(q) if dq_out is None else dq_out
-        dk_out = torch.zeros_like(k) if dk_out is None and k is not None else dk_out
-        bits = OF_Q * needs_of_weights[0] + OF_K * needs_of_weights[1]
-        given = dq_out, dk_out, q, k, q_weight, k_weight, *tables
-        dq, dk, *of_weights = ctx.gradients(given, wanted_of(bits, q_weight, k_weight))
-        return dq if needs_dq else None, dk if needs_dk else None, *of_weights, *[None] * 5
+def recording(run: Callable[[Tensors], Tensors], gradients: Callable[..., RopeGradients]) -> Recording:
+    """Record a call that `run` computes, and whose backward `gradients` computes from its tensors and a RopeWanted."""
+    return Recording(run, _saved, functools.partial(_gradients_of_results, gradients))
+
+
+def _saved(tensors: Tensors, _: Tensors) -> Tensors:
+    return tuple(map(savable, tensors))
+
+
+def _gradients_of_results(
+    gradients: Callable[..., RopeGradients], saved: Tensors, results: Tensors, needs: tuple[bool, ...]
+) -> Tensors:
+    dq_out, dk_out = results
+    if dq_out is None and dk_out is None:
+        return (None,) * 7
+    of_heads = (dq_out, dk_out) * 2  # of q, k and their weights
+    needs_dq, needs_dk, *needs_of_weights = [
+        is_needed and each is not None for is_needed, each in zip(needs[:4], of_heads, strict=True)
+    ]
+    q, k, q_weight, k_weight, *_ = saved
+    dq_out = torch.zeros_like(q) if dq_out is None else dq_out
+    dk_out = torch.zeros_like(k) if dk_out is None and k is not None else dk_out
+    bits = OF_Q * needs_of_weights[0] + OF_K * needs_of_weights[1]
+    dq, dk, *of_weights = gradients((dq_out, dk_out, *saved), wanted_of(bits, q_weight, k_weight))
+    return dq if needs_dq else None, dk if needs_dk else None, *of_weights, None, None, None
 
 
 def _record_forward(*arguments: Any) -> Any:
@@ -150,7 +155,7 @@ def _record_forward(*arguments: Any) -> Any:
         with library_op.below_autograd():
             return FORWARD(*tensors, *options)
 
-    return RopeFunction.apply(*tensors, run, functools.partial(_gradients_of_op, call))
+    return RopeFunction.apply(recording(run, functools.partial(_gradients_of_op, call)), *tensors)
 
 
 def _gradients_of_op(call: Call, tensors: Tensors, wanted: RopeWanted) -> RopeGradients:

@@ -1,0 +1,74 @@
+# SPDX-FileCopyrightText: Copyright (c) 2026 tilegym_rmsnorm contributors
+# SPDX-License-Identifier: MIT
+
+"""Record calls for autograd, of every op alike: eager ones and those of library ops.
+
+A `Recording` says how a call runs, what it saves, and how its gradients are computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilegym_rmsnorm.call.tensors import has_own_operations
+from tilegym_rmsnorm.call.watched import count_modes
+
+Tensors = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Part of a recorded call that is not its tensors. It holds none of them: a known call keeps it."""
+
+    run: Callable[[Tensors], Tensors]
+    saved: Callable[[Tensors, Tensors], Tensors]  # of inputs and outputs, those that the backward needs
+    # From what was saved, the gradients of the results (None for one that nobody used), and which inputs need one: the
+    # gradients of all inputs.
+    gradients: Callable[[Tensors, Tensors, tuple[bool, ...]], Tensors]
+    returned: Callable[[Tensors], Any] = tuple  # the results, of the outputs
+    without_gradient: Callable[[Tensors, tuple[bool, ...]], Tensors] | None = None  # results, of the outputs
+    unseen: Callable[[], contextlib.AbstractContextManager[Any]] = (
+        contextlib.nullcontext
+    )  # hides dispatch modes
+
+
+class RecordedFunction(torch.autograd.Function):
+    """Run a `Recording`. All but the tensors come in one object: each argument of `apply` costs host time. Subclasses
+    give nodes of autograd's graph their names."""
+
+    @staticmethod
+    def forward(ctx, recording, *tensors):
+        outputs = recording.run(tensors)
+        ctx.recording = recording
+        ctx.save_for_backward(*recording.saved(tensors, outputs))
+        # The gradient of an unused result is None, and so are those that it leads to. Zeros would be no DTensor.
+        ctx.set_materialize_grads(False)
+        if recording.without_gradient is not None:
+            ctx.mark_non_differentiable(*recording.without_gradient(outputs, ctx.needs_input_grad[1:]))
+        return recording.returned(outputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        saved = ctx.saved_tensors
+        if count_modes() and any(each is not None and has_own_operations(each) for each in saved):
+            # Autograd detaches a tensor that is both saved and returned; a dispatch mode may replace the result.
+            with ctx.recording.unseen():
+                saved = ctx.saved_tensors
+        return None, *ctx.recording.gradients(saved, gradients, ctx.needs_input_grad[1:])
+
+
+def apply_of(function: type[RecordedFunction]) -> Callable[..., Any]:
+    """Return `function.apply` in C++. The Python around it, which checks for functorch and unwraps, costs 2 us. Dynamo
+    before torch 2.13 does not know this apply, and never traces it here."""
+    return super(torch.autograd.Function, function).apply
+
+
+def is_recorded(*tensors: Tensor | None) -> bool:
+    """Whether autograd would record PyTorch's operations on these tensors."""
+    return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
