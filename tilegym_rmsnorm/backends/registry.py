@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, TypeVar, overload
 
 import torch
-from torch import Tensor
 
 from tilegym_rmsnorm import settings
 from tilegym_rmsnorm.backends.contract import (
@@ -30,8 +29,8 @@ from tilegym_rmsnorm.backends.contract import (
     RopeForwardFunction,
     Unusable,
 )
-from tilegym_rmsnorm.call.rope_spec import ROPE_OPS, RopeSpec
-from tilegym_rmsnorm.call.spec import NORM_OPS, Spec, Wanted, dtype_of, parts_of
+from tilegym_rmsnorm.call.rope_spec import ROPE_OPS
+from tilegym_rmsnorm.call.spec import NORM_OPS, Facts
 from tilegym_rmsnorm.call.tensors import are_aligned
 from tilegym_rmsnorm.settings import AUTO_ORDER, NAMES, check_name, get_current_backend
 
@@ -118,70 +117,37 @@ def dispatch(op: str, request: Request, backend: str | None = None) -> Function:
     return function or _choose(op, request, name)
 
 
-def ops_of(spec: Spec | RopeSpec) -> tuple[str, str]:
-    """Name the forward and the backward of a call."""
-    return ROPE_OPS if isinstance(spec, RopeSpec) else NORM_OPS
-
-
 def implementations_of(
-    spec: Spec | RopeSpec,
+    spec: Any,
     tensors: tuple[Any, ...],
     backend: str,
     obstacle: str | None = None,
     with_backward: bool = False,
 ) -> tuple[Any, Any]:
-    """`dispatch` the forward of a checked call, and its backward where with_backward says so, else None. tensors: those
-    of the forward, in the order of call/spec.py or call/rope_spec.py.
+    """`dispatch` the forward of a checked call, and its backward where with_backward says so, else None. spec, tensors:
+    an op's Spec, and the forward's tensors in the order of a backend.
 
     obstacle: why no kernel can take the tensors (routes/choose.py). Raises BackendUnavailableError where the backend
     that was asked for by name cannot run the call.
     """
-    of_spec = _request_of_rope if isinstance(spec, RopeSpec) else _request_of_norm
-    request, (op, op_of_backward) = of_spec(spec, tensors, obstacle), ops_of(spec)
+    request, (op, op_of_backward) = _request_of(spec, spec.facts(tensors), obstacle), spec.ops
     forward = dispatch(op, request, backend)
     return forward, dispatch(op_of_backward, request, backend) if with_backward else None
 
 
 def backward_of(
-    spec: Spec | RopeSpec, tensors: tuple[Any, ...], wanted: Any, backend: str, obstacle: str | None = None
+    spec: Any, tensors: tuple[Any, ...], wanted: Any, backend: str, obstacle: str | None = None
 ) -> Any:
-    """`dispatch` a backward alone. tensors: those of the backward. wanted: a Wanted, or a RopeWanted. The rest as
+    """`dispatch` a backward alone. tensors: those of the backward. wanted: an op's Wanted. The rest as
     `implementations_of`."""
-    if isinstance(spec, RopeSpec):
-        dq_out, dk_out, *given = tensors
-        request = _request_of_rope(spec, given, obstacle, dq_out, dk_out)
-    else:
-        request = _request_of_gradients(spec, tensors, wanted, obstacle)
-    return dispatch(ops_of(spec)[1], request, backend)
+    return dispatch(spec.ops[1], _request_of(spec, spec.facts(tensors, wanted), obstacle), backend)
 
 
-def _request_of_norm(spec: Any, tensors: Sequence[Any], obstacle: str | None) -> Request:
-    x, weight, bias, residual = tensors
-    dtypes = x.dtype, dtype_of(weight), dtype_of(bias), dtype_of(residual), spec.y_dtype, spec.residual_dtype
-    parts = parts_of(residual is not None, bias is not None, spec.heads > 0)
-    n, is_aligned = spec.n, obstacle is not None or are_aligned(spec.n, x, residual)
-    return request_of(x.device, spec.casting, obstacle, *dtypes, n=n, is_aligned=is_aligned, parts=parts)
-
-
-def _request_of_gradients(
-    spec: Spec, tensors: tuple[Any, ...], wanted: Wanted, obstacle: str | None
-) -> Request:
-    x, dy, weight, _, d_residual_out = tensors
-    dtypes = x.dtype, dtype_of(weight), dy.dtype, dtype_of(d_residual_out), *wanted
-    has_residual = d_residual_out is not None or spec.residual_dtype is not None
-    parts = parts_of(has_residual, wanted.db is not None, spec.heads > 0)
-    n, is_aligned = spec.n, obstacle is not None or are_aligned(spec.n, x, dy, d_residual_out)
-    return request_of(x.device, spec.casting, obstacle, *dtypes, n=n, is_aligned=is_aligned, parts=parts)
-
-
-def _request_of_rope(
-    spec: Any, tensors: Sequence[Any], obstacle: str | None, *gradients: Tensor | None
-) -> Request:
-    q, k, q_weight, k_weight, cos, _, _ = tensors
-    others = [dtype_of(each) for each in (k, k_weight, cos, *gradients)]
-    n, is_aligned = spec.n, obstacle is not None or are_aligned(spec.n, q, k, *gradients)
-    of_call, parts = (q.device, spec.casting, obstacle, q.dtype, dtype_of(q_weight)), ("rotary embedding",)
-    return request_of(*of_call, *others, n=n, is_aligned=is_aligned, parts=parts)
+def _request_of(spec: Any, facts: Facts, obstacle: str | None) -> Request:
+    dtypes, rows, parts = facts
+    n, is_aligned = spec.n, obstacle is not None or are_aligned(spec.n, *rows)
+    device = rows[0].device  # type: ignore[union-attr]
+    return request_of(device, spec.casting, obstacle, *dtypes, n=n, is_aligned=is_aligned, parts=parts)
 
 
 def is_reference(function: Callable[..., Any]) -> bool:

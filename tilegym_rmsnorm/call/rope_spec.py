@@ -8,10 +8,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from tilegym_rmsnorm.call.spec import Facts, dtype_of
 
 RopeRounding = Literal["end", "norm", "each"]  # see `qk_norm_rope`
 _Maybe = Tensor | None
@@ -38,6 +40,21 @@ class RopeSpec(NamedTuple):
     casting: str
     rope_rounding: str  # "end", "norm" or "each"
 
+    @property
+    def ops(self) -> tuple[str, str]:
+        """As `Spec.ops`."""
+        return ROPE_OPS
+
+    def facts(self, tensors: Any, wanted: RopeWanted | None = None) -> Facts:
+        """As `Spec.facts`."""
+        *gradients, q, k, q_weight, k_weight, cos, _, _ = tensors
+        others = [dtype_of(each) for each in (k, k_weight, cos, *gradients)]
+        return Facts((q.dtype, dtype_of(q_weight), *others), (q, k, *gradients), ("rotary embedding",))
+
+    def dtype_of_rows(self, tensors: Any) -> torch.dtype:
+        """As `Spec.dtype_of_rows`."""
+        return tensors[0].dtype
+
 
 ROPE_OPTIONS = RopeSpec._fields[1:]
 
@@ -47,3 +64,7 @@ class RopeWanted(NamedTuple):
 
     dq_weight: torch.dtype | None = None
     dk_weight: torch.dtype | None = None
+
+    @property
+    def sum_alone(self) -> None:
+        """As `Wanted.sum_alone`."""

@@ -3,7 +3,8 @@
 
 """Define the records of a checked call, `Spec`, `Call` and `Wanted`, and the order of its tensors.
 
-backends/contract.py defines the shapes and strides with which a backend receives the tensors.
+backends/contract.py defines the shapes and strides with which a backend receives the tensors. Every op's Spec and
+Wanted have the methods of these, by which the registry and the routes ask about a call without knowing its op.
 """
 
 from __future__ import annotations
@@ -26,6 +27,14 @@ WantedGradients = tuple[_Maybe, _Maybe, _Maybe, _Maybe]  # the same, where dx ma
 NORM_OPS = "rms_norm_forward", "rms_norm_backward"  # as the registry names a backend's functions
 
 
+class Facts(NamedTuple):
+    """Properties of a call's tensors on which the choice of a backend depends."""
+
+    dtypes: tuple[torch.dtype | None, ...]  # of the first rows and of their weight, then of all others
+    rows: tuple[_Maybe, ...]  # the tensors whose rows kernels read or write, the first of them never None
+    parts: tuple[str, ...] = ()  # names for logs and errors: see `parts_of`
+
+
 class Spec(NamedTuple):
     """Numbers and torch.dtypes of a call. With a residual, alpha * x + residual is rounded to residual_dtype, then
     normalized."""
@@ -39,11 +48,34 @@ class Spec(NamedTuple):
     residual_dtype: Any = None  # torch.dtype of residual_out; None exactly where there is no residual
     heads: int = 0  # H of a per-head weight and bias, (H, n); 0 where one weight serves all rows of x
 
+    @property
+    def ops(self) -> tuple[str, str]:
+        """The names of the forward and of the backward."""
+        return NORM_OPS
+
+    def facts(self, tensors: Any, wanted: Wanted | None = None) -> Facts:
+        """Return the facts of a forward, or with `wanted` of a backward, from its tensors."""
+        if wanted is None:
+            x, weight, bias, residual = tensors
+            has_bias, has_residual, rows = bias is not None, residual is not None, (x, residual)
+            others = dtype_of(bias), dtype_of(residual), self.y_dtype, self.residual_dtype
+        else:
+            x, dy, weight, _, d_residual_out = tensors
+            has_residual = d_residual_out is not None or self.residual_dtype is not None
+            has_bias, rows = wanted.db is not None, (x, dy, d_residual_out)
+            others = dy.dtype, dtype_of(d_residual_out), *wanted
+        parts = parts_of(has_residual, has_bias, self.heads > 0)
+        return Facts((x.dtype, dtype_of(weight), *others), rows, parts)
+
+    def dtype_of_rows(self, tensors: Any) -> torch.dtype:
+        """Return the dtype of the normalized tensor, of a forward's tensors."""
+        return self.residual_dtype or tensors[0].dtype
+
 
 class Call(NamedTuple):
     """A checked call without its tensors, so that known_calls.py can keep it."""
 
-    spec: Any  # Spec, or RopeSpec (rope_spec.py)
+    spec: Any  # an op's Spec
     backend: str | None  # as the caller gave it: a name, "auto", or None for the backend in effect
     # Functions of the backend (backends/contract.py); None where the call does not need one.
     forward: Callable[..., Any] | None = None
@@ -60,6 +92,11 @@ class Wanted(NamedTuple):
     d_residual: torch.dtype | None = None
     dw: torch.dtype | None = None
     db: torch.dtype | None = None
+
+    @property
+    def sum_alone(self) -> str | None:
+        """Why no backend is asked for these gradients; None where one is."""
+        return "db alone is a sum" if self.dx is None else None
 
 
 # Bits of the number by which the backward op is told the wanted gradients.

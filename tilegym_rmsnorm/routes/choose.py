@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,11 +32,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.torch_version import TorchVersion
 
-from tilegym_rmsnorm.backends.registry import backward_of, implementations_of, ops_of
+from tilegym_rmsnorm.backends.registry import backward_of, implementations_of
 from tilegym_rmsnorm.call import watched
 from tilegym_rmsnorm.call.arguments import Checked
-from tilegym_rmsnorm.call.rope_spec import RopeWanted
-from tilegym_rmsnorm.call.spec import Call, Wanted
+from tilegym_rmsnorm.call.spec import Call
 from tilegym_rmsnorm.call.tensors import (
     PLAIN_TYPES,
     check_memory,
@@ -68,7 +67,7 @@ class Route(NamedTuple):
 def route_of(
     checked: Checked,
     backend: str | None,
-    wanted: Wanted | RopeWanted | None = None,
+    wanted: Any = None,
     *,
     is_differentiable: bool = False,
     is_by_autograd: bool = False,
@@ -76,7 +75,7 @@ def route_of(
     """Choose the route of a checked call, and its backend unless a graph chooses it later.
 
     backend: as given by the caller: a name, "auto", or None: the one in effect.
-    wanted: of a backward; None for a forward.
+    wanted: an op's Wanted, of a backward; None for a forward.
     is_differentiable: autograd may record this forward, so the backward is chosen too, and PyTorch's operations run
         where the op would gather a DTensor.
     is_by_autograd: autograd asks for these gradients, not the user. Under create_graph, in transforms and while Dynamo
@@ -93,14 +92,14 @@ def route_of(
     if is_by_autograd and (reason := why_create_graph() or why_transformed(*tensors)) is not None:
         return Route(OPERATIONS, Call(spec, "torch"), reason)
     in_graph = _backend_of_graph(backend)
-    if isinstance(wanted, Wanted) and wanted.dx is None:
+    if wanted is not None and (reason := wanted.sum_alone) is not None:
         is_op = watched.is_traced() and in_graph != "torch"
-        return Route(OP if is_op else OPERATIONS, Call(spec, in_graph), "db alone is a sum")
+        return Route(OP if is_op else OPERATIONS, Call(spec, in_graph), reason)
     if not is_known(spec.n, 0) and not watched.is_symbol(spec.eps):
         # No mode is shown the op of a backward whose forward was no op.
         reason = _why_op(in_graph, given, sees_modes=are_plain and not is_by_autograd)
         if reason is not None and not (is_differentiable and _would_gather(in_graph, given)):
-            op, op_of_backward = ops_of(spec)
+            op, op_of_backward = spec.ops
             _tell(op if wanted is None else op_of_backward, reason)
             return Route(OP, Call(spec, in_graph), reason)
     if watched.is_traced():
@@ -119,7 +118,7 @@ def route_of(
     return Route(name, call, reason)
 
 
-def call_of_op(checked: Checked, backend: str | None, wanted: Wanted | RopeWanted | None = None) -> Call:
+def call_of_op(checked: Checked, backend: str | None, wanted: Any = None) -> Call:
     """Choose the backend of a library op when it runs; the rest as for `route_of`. Backend "torch" runs tensors that no
     kernel can take."""
     reason = None
@@ -151,7 +150,7 @@ def why_create_graph() -> str | None:
 def _call_on_backend(
     checked: Checked,
     backend: str | None,
-    wanted: Wanted | RopeWanted | None,
+    wanted: Any,
     obstacle: str | None = None,
     has_backward: bool = False,
 ) -> Call:
@@ -163,7 +162,7 @@ def _call_on_backend(
     if has_backward:
         has_backward = torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
     forward, backward = implementations_of(spec, tensors, backend, obstacle, has_backward)
-    return Call(spec, backend, forward, backward, getattr(spec, "residual_dtype", None) or tensors[0].dtype)
+    return Call(spec, backend, forward, backward, spec.dtype_of_rows(tensors))
 
 
 def _tell(op: str, reason: str) -> None:
