@@ -216,7 +216,7 @@ def test_is_legacy_batchedtensor():
 
 def test_apply_of_a_function_s_own_base():
     """It is the one in C++: Function.apply without the Python around it, which PyTorch 2.14 no longer has."""
-    named = "super(torch.autograd.Function, ...).apply, the `_record` of routes/eager.py"
+    named = "super(torch.autograd.Function, ...).apply, `apply_of` in routes/autograd.py"
     record = getattr(super(torch.autograd.Function, Scaled), "apply", None)
     assert type(record) is type(len), named
     has_python_around_it = TorchVersion(torch.__version__) < "2.14"
