@@ -33,9 +33,8 @@ class Recording:
     gradients: Callable[[Tensors, Tensors, tuple[bool, ...]], Tensors]
     returned: Callable[[Tensors], Any] = tuple  # the results, of the outputs
     without_gradient: Callable[[Tensors, tuple[bool, ...]], Tensors] | None = None  # results, of the outputs
-    unseen: Callable[[], contextlib.AbstractContextManager[Any]] = (
-        contextlib.nullcontext
-    )  # hides dispatch modes
+    # Hides dispatch modes where a result is saved too: autograd detaches such a tensor, and a mode may replace that.
+    unseen: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
 
 
 class RecordedFunction(torch.autograd.Function):
@@ -55,12 +54,12 @@ class RecordedFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        saved = ctx.saved_tensors
-        if count_modes() and any(each is not None and has_own_operations(each) for each in saved):
-            # Autograd detaches a tensor that is both saved and returned; a dispatch mode may replace the result.
-            with ctx.recording.unseen():
-                saved = ctx.saved_tensors
-        return None, *ctx.recording.gradients(saved, gradients, ctx.needs_input_grad[1:])
+        recording, saved = ctx.recording, ctx.saved_tensors
+        if recording.unseen is not None:
+            if any(each is not None and has_own_operations(each) for each in saved) and count_modes():
+                with recording.unseen():
+                    saved = ctx.saved_tensors
+        return None, *recording.gradients(saved, gradients, ctx.needs_input_grad[1:])
 
 
 def apply_of(function: type[RecordedFunction]) -> Callable[..., Any]:
