@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from tilegym_rmsnorm.call.spec import (
     BackwardTensors,
     Call,
     ForwardTensors,
-    Outputs,
     Wanted,
     WantedGradients,
     as_needed,
@@ -33,22 +32,12 @@ from tilegym_rmsnorm.call.spec import (
 from tilegym_rmsnorm.call.tensors import is_plain
 from tilegym_rmsnorm.call.watched import is_traced, is_watched
 from tilegym_rmsnorm.routes import choose, kernels, known_calls, op, operations
-from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording, apply_of, is_recorded
+from tilegym_rmsnorm.routes.autograd import RecordedFunction, apply_of, is_recorded
 from tilegym_rmsnorm.routes.known_calls import KnownCalls
 
 _is_in_inference_mode = torch.is_inference_mode_enabled  # in that mode enable_grad() records nothing
 _FLOAT32, _FLOAT64 = torch.float32, torch.float64
 _HALVES = (torch.float16, torch.bfloat16)
-
-
-class _OfCall(NamedTuple):
-    """Part of a recorded call that its backward needs, and that is not its tensors."""
-
-    call: Call
-    dtypes: tuple[torch.dtype | None, ...]  # of x, residual, weight and bias
-    bias_shape: tuple[int, ...]
-    # None for a call that is not known: its backward mostly runs once, and is not worth binding.
-    backwards: KnownCalls | None
 
 
 def run_or_record(tensors: ForwardTensors, call: Call) -> Tensor | tuple[Tensor, Tensor]:
@@ -69,15 +58,14 @@ def _runner(
     returned = itemgetter(0) if residual is None else itemgetter(0, 2)
     if not is_recorded(*tensors) or _is_in_inference_mode():
         return lambda tensors: returned(run(tensors))
-    dtypes = tuple(map(dtype_of, (x, residual, weight, bias)))
-    of_call = _OfCall(call, dtypes, () if bias is None else bias.shape, backwards)
-    gradients = functools.partial(_gradients_of_results, of_call)
-    if residual is None:
-        recording = Recording(run, op.saved_of_norm, gradients, returned)
-        return lambda tensors: _record(recording, *tensors)
-    unseen = functools.partial(kernels.unseen, call.backward)
-    recording = Recording(run, op.saved_of_sum, gradients, returned, _without_gradient, unseen)
-    return lambda tensors: _record_sum(recording, *tensors)
+    dtypes, bias_shape = tuple(map(dtype_of, (x, residual, weight, bias))), () if bias is None else bias.shape
+    gradients = functools.partial(_gradients_of, call, dtypes, bias_shape, backwards)
+    others: dict[str, Any] = {"returned": returned}
+    if residual is not None:
+        others |= {"without_gradient": op.without_gradient, "unseen": lambda: kernels.unseen(call.backward)}
+    recording = op.recording(run, tensors, call.spec.alpha, gradients, **others)
+    record = _record if residual is None else _record_sum
+    return lambda tensors: record(recording, *tensors)
 
 
 class RMSNormFunction(RecordedFunction):
@@ -91,38 +79,30 @@ class AddRMSNormFunction(RecordedFunction):
 _record, _record_sum = map(apply_of, (RMSNormFunction, AddRMSNormFunction))
 
 
-def _without_gradient(outputs: Outputs, needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
-    return () if needs[0] or needs[3] else (outputs[2],)
-
-
-def _gradients_of_results(
-    of_call: _OfCall, saved: tuple[Any, ...], results: tuple[Any, ...], needs: tuple[bool, ...]
-) -> tuple[Tensor | None, ...]:
-    (x, weight, rstd), (dy, d_residual_out) = saved, results if len(results) == 2 else (*results, None)
-    needs_dx, needs_dw, needs_db, needs_d_residual = needs
-    needs = needs_dx, needs_d_residual, needs_dw, needs_db
-    if dy is None:
-        alpha = of_call.call.spec.alpha
-        dx, d_residual = operations.gradients_of_sum(d_residual_out, alpha, of_call.dtypes, needs)
-        return dx, None, None, d_residual
-    dx, d_residual, dw, db = _gradients_of(of_call, (x, dy, weight, rstd, d_residual_out), needs)
-    return dx, dw, db, d_residual
-
-
-def _gradients_of(of_call: _OfCall, tensors: BackwardTensors, needs: tuple[bool, ...]) -> WantedGradients:
+def _gradients_of(
+    call: Call,
+    dtypes: tuple[torch.dtype | None, ...],
+    bias_shape: tuple[int, ...],
+    backwards: KnownCalls | None,
+    tensors: BackwardTensors,
+    needs: tuple[bool, ...],
+) -> WantedGradients:
     """Compute the gradients of x, residual, weight and bias that are needed, of a backward like an earlier one without
-    checks. tensors: as for `gradients`."""
-    known_call, backwards = None, of_call.backwards
+    checks. call, dtypes, bias_shape: of the forward. backwards: None where the forward is not known: then its backward
+    mostly runs once, and is not worth binding. tensors: as for `gradients`."""
+    known_call = None
     if backwards is not None and not torch.is_grad_enabled() and not is_traced():
-        known_call = known_calls.backward_call(tensors, needs, of_call.call.backend)
+        known_call = known_calls.backward_call(tensors, needs, call.backend)
         if (known := backwards.find(known_call)) is not None:
             return known(tensors)
-    spec, bias_shape = of_call.call.spec, of_call.bias_shape if needs[3] else ()
-    alpha, wanted = wanted_of(needs, spec.alpha, of_call.dtypes)
-    call = of_call.call if alpha == spec.alpha else of_call.call._replace(spec=spec._replace(alpha=alpha))
+    bias_shape = bias_shape if needs[3] else ()
+    alpha, wanted = wanted_of(needs, call.spec.alpha, dtypes)
+    if alpha != call.spec.alpha:
+        call = call._replace(spec=call.spec._replace(alpha=alpha))
     result = as_needed(needs, gradients(tensors, call, wanted, bias_shape), bias_shape)
     if (
-        known_call is not None
+        backwards is not None
+        and known_call is not None
         and wanted.dx is not None
         and _fit(tensors, call)
         and known_calls.may_remember(tensors, tensors, call.backward)
@@ -132,7 +112,7 @@ def _gradients_of(of_call: _OfCall, tensors: BackwardTensors, needs: tuple[bool,
             run = kernels.bind_backward(tensors, call, wanted)
             return lambda tensors: as_needed(needs, run(tensors), bias_shape)
 
-        of_call.backwards.remember(known_call, bind_gradients)
+        backwards.remember(known_call, bind_gradients)
     return result
 
 

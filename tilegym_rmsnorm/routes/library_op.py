@@ -148,9 +148,9 @@ def _differentiated(op: LibraryOp, overload: Any, *arguments: Any) -> Any:
     tensors = arguments[: op.count]
     register_sharding(tensors)
     if choose.why_transformed(*tensors) is not None:
-        return op.by_operations(op.check(*arguments))
+        return _transformed(op, *arguments)
     if is_recorded(*tensors):
-        return op.by_operations(op.check(*arguments)) if op.record is None else op.record(*arguments)
+        return _transformed(op, *arguments) if op.record is None else op.record(*arguments)
     # Not below autograd: the next call like this one looks for it with the dispatch keys of here. No mode and no
     # subclass stands between this rule and the op's own implementation: run that, past a kernel that somebody else
     # registered for a device.

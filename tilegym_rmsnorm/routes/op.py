@@ -148,10 +148,6 @@ def _run_forward(asked: Asked, call: Call) -> Outputs:
     return y, rstd.view(shape_of_rstd(asked.checked.tensors[0], asked.own)), residual_out
 
 
-def _bind_forward(tensors: ForwardTensors, call: Call, asked: Asked) -> Callable[[ForwardTensors], Outputs]:
-    return bind_op_forward(tensors, call, shape_of_rstd(tensors[0], asked.own))
-
-
 def bind_op_forward(
     tensors: ForwardTensors, call: Call, shape: tuple[int, ...]
 ) -> Callable[[ForwardTensors], Outputs]:
@@ -174,22 +170,18 @@ def _db_alone(asked: Asked) -> tuple[Tensor | None, ...] | None:
 
 
 def _run_backward(asked: Asked, call: Call) -> tuple[Tensor | None, ...]:
-    return _results_of(kernels.backward(asked.checked, call, asked.wanted), asked)
+    return _results_of(asked)(kernels.backward(asked.checked, call, asked.wanted))
 
 
 def _bind_backward(
     tensors: BackwardTensors, call: Call, asked: Asked
 ) -> Callable[[BackwardTensors], tuple[Tensor | None, ...]]:
     run = kernels.bind_backward(kernels.with_flat_rstd(tensors), call, asked.wanted)
-    results_of = _results_of_like(asked)
+    results_of = _results_of(asked)
     return lambda tensors: results_of(run(kernels.with_flat_rstd(tensors)))
 
 
-def _results_of(gradients: Gradients, asked: Asked) -> tuple[Tensor | None, ...]:
-    return _results_of_like(asked)(gradients)
-
-
-def _results_of_like(asked: Asked) -> Callable[[Gradients], tuple[Tensor | None, ...]]:
+def _results_of(asked: Asked) -> Callable[[Gradients], tuple[Tensor | None, ...]]:
     """Return a function that puts the gradients of such a call in the op's order. It holds no tensor."""
     (_, needs_dx), shape, x_dtype = asked.own, _shape_of_vectors(asked), asked.checked.tensors[0].dtype
 
@@ -247,14 +239,51 @@ class _ForwardOfOp(RecordedFunction):
     differentiable again."""
 
 
-def saved_of_norm(tensors: ForwardTensors, outputs: Outputs) -> tuple[Tensor | None, ...]:
-    """Return what the backward of a norm needs: x, weight and rstd."""
+def recording(
+    run: Callable[[ForwardTensors], Outputs],
+    tensors: ForwardTensors,
+    alpha: float,
+    gradients: Callable[[BackwardTensors, tuple[bool, ...]], WantedGradients],
+    **others: Any,
+) -> Recording:
+    """Record a forward on tensors like these. It saves weight, rstd and the normalized tensor: x, or residual_out.
+    gradients: of x, residual, weight and bias, where they are needed. others: fields of `Recording`."""
+    x, weight, bias, residual = tensors
+    saved = _saved_of_norm if residual is None else _saved_of_sum
+    dtypes = dtype_of(x), dtype_of(residual)
+    return Recording(run, saved, functools.partial(_gradients_of_results, gradients, alpha, dtypes), **others)
+
+
+def _saved_of_norm(tensors: ForwardTensors, outputs: Outputs) -> tuple[Tensor | None, ...]:
     return savable(tensors[0]), savable(tensors[1]), outputs[1]
 
 
-def saved_of_sum(tensors: ForwardTensors, outputs: Outputs) -> tuple[Tensor | None, ...]:
-    """Return what the backward of a norm with a residual needs: residual_out, weight and rstd; not x."""
-    return outputs[2], savable(tensors[1]), outputs[1]
+def _saved_of_sum(tensors: ForwardTensors, outputs: Outputs) -> tuple[Tensor | None, ...]:
+    return outputs[2], savable(tensors[1]), outputs[1]  # x need not be savable
+
+
+def _gradients_of_results(
+    gradients: Callable[[BackwardTensors, tuple[bool, ...]], WantedGradients],
+    alpha: float,
+    dtypes: tuple[torch.dtype | None, ...],
+    saved: tuple[Any, ...],
+    results: tuple[Any, ...],
+    needs: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    (x, weight, rstd), dy, d_residual_out = saved, results[0], results[-1] if len(results) > 1 else None
+    needs_dx, needs_dw, needs_db, needs_d_residual = needs
+    needs = needs_dx, needs_d_residual, needs_dw, needs_db
+    if dy is None:
+        dx, d_residual = operations.gradients_of_sum(d_residual_out, alpha, dtypes, needs)
+        return dx, None, None, d_residual
+    dx, d_residual, dw, db = gradients((x, dy, weight, rstd, d_residual_out), needs)
+    return dx, dw, db, d_residual
+
+
+def without_gradient(outputs: Outputs, needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
+    """Return the outputs through which no gradient flows: rstd, and a sum of which no part needs one."""
+    _, rstd, residual_out = outputs
+    return (rstd,) if residual_out is None or needs[0] or needs[3] else (rstd, residual_out)
 
 
 def _record_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any) -> Any:
@@ -263,46 +292,32 @@ def _record_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, 
         with library_op.below_autograd():
             return FORWARD(x, residual, weight, bias, *options)
 
+    dims, eps, offset, casting, alpha, *_ = options
+    call = Call(Spec(0, eps, offset, casting, alpha), library_op.backend_in_effect(options[-1], x))
     dtypes, bias_shape = tuple(map(dtype_of, (x, residual, weight, bias))), () if bias is None else bias.shape
-    backend = library_op.backend_in_effect(options[-1], x)
-    gradients = functools.partial(_gradients_of_results, options, backend, dtypes, bias_shape)
-    saved = saved_of_norm if residual is None else saved_of_sum
-    recording = Recording(run, saved, gradients, without_gradient=_without_gradient)
-    return _ForwardOfOp.apply(recording, x, weight, bias, residual)
+    gradients = functools.partial(_gradients_of_op, call, dims, dtypes, bias_shape)
+    tensors = x, weight, bias, residual
+    recorded = recording(run, tensors, alpha, gradients, without_gradient=without_gradient)
+    return _ForwardOfOp.apply(recorded, *tensors)
 
 
-def _without_gradient(outputs: Outputs, needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
-    _, rstd, residual_out = outputs
-    return (rstd,) if residual_out is None or needs[0] or needs[3] else (rstd, residual_out)
-
-
-def _gradients_of_results(
-    options: Options,
-    backend: str | None,
+def _gradients_of_op(
+    call: Call,
+    dims: int,
     dtypes: tuple[torch.dtype | None, ...],
     bias_shape: tuple[int, ...],
-    saved: tuple[Any, ...],
-    results: tuple[Any, ...],
+    tensors: BackwardTensors,
     needs: tuple[bool, ...],
-) -> tuple[Tensor | None, ...]:
-    dims, eps, offset, casting, alpha, *_ = options
-    (x, weight, rstd), (dy, _, d_residual_out) = saved, results
-    needs_dx, needs_dw, needs_db, needs_d_residual = needs
-    needs = needs_dx, needs_d_residual, needs_dw, needs_db
-    if dy is None:
-        dx, d_residual = operations.gradients_of_sum(d_residual_out, alpha, dtypes, needs)
-        return dx, None, None, d_residual
-    alpha, wanted = wanted_of(needs, alpha, dtypes)
-    call = Call(Spec(0, eps, offset, casting, alpha), backend)
-    tensors = x, dy, weight, rstd, d_residual_out
+) -> WantedGradients:
+    alpha, wanted = wanted_of(needs, call.spec.alpha, dtypes)
+    call = call._replace(spec=call.spec._replace(alpha=alpha))
     if choose.why_create_graph() is None:
-        found = call_backward(tensors, dims, call, wanted, needs_dx=needs_dx or needs_d_residual)
+        found = call_backward(tensors, dims, call, wanted, needs_dx=needs[0] or needs[1])
     elif wanted.dx is None:
-        found = None, None, None, operations.db_by_operations(dy, bias_shape, wanted)
+        found = None, None, None, operations.db_by_operations(tensors[1], bias_shape, wanted)
     else:
         found = operations.gradients_of_saved(tensors, dims, call, wanted)
-    dx, d_residual, dw, db = as_needed(needs, found, bias_shape)
-    return dx, dw, db, d_residual
+    return as_needed(needs, found, bias_shape)
 
 
 def _map_forward(info: Any, in_dims: tuple[int | None, ...], x: Tensor, residual: Any, *rest: Any) -> Any:
@@ -332,7 +347,9 @@ FORWARD = library_op.define(
         known_call=_known_forward,
         check=_check_forward,
         run=_run_forward,
-        bind=_bind_forward,
+        bind=lambda tensors, call, asked: bind_op_forward(
+            tensors, call, shape_of_rstd(tensors[0], asked.own)
+        ),
         for_fakes=_outputs_for_fakes,
         by_operations=_outputs_by_operations,
         rules=op_sharding.rules_of_forward,
