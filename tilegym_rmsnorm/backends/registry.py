@@ -146,8 +146,9 @@ def backward_of(
 def _request_of(spec: Any, facts: Facts, obstacle: str | None) -> Request:
     dtypes, rows, parts = facts
     n, is_aligned = spec.n, obstacle is not None or are_aligned(spec.n, *rows)
-    device = rows[0].device  # type: ignore[union-attr]
-    return request_of(device, spec.casting, obstacle, *dtypes, n=n, is_aligned=is_aligned, parts=parts)
+    return request_of(
+        rows[0].device, spec.casting, obstacle, *dtypes, n=n, is_aligned=is_aligned, parts=parts
+    )
 
 
 def is_reference(function: Callable[..., Any]) -> bool:

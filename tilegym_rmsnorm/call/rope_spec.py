@@ -42,17 +42,17 @@ class RopeSpec(NamedTuple):
 
     @property
     def ops(self) -> tuple[str, str]:
-        """As `Spec.ops`."""
+        """Names, as `Spec.ops`."""
         return ROPE_OPS
 
     def facts(self, tensors: Any, wanted: RopeWanted | None = None) -> Facts:
-        """As `Spec.facts`."""
+        """Return what `Spec.facts` returns."""
         *gradients, q, k, q_weight, k_weight, cos, _, _ = tensors
         others = [dtype_of(each) for each in (k, k_weight, cos, *gradients)]
-        return Facts((q.dtype, dtype_of(q_weight), *others), (q, k, *gradients), ("rotary embedding",))
+        return (q.dtype, dtype_of(q_weight), *others), (q, k, *gradients), ("rotary embedding",)
 
     def dtype_of_rows(self, tensors: Any) -> torch.dtype:
-        """As `Spec.dtype_of_rows`."""
+        """Return q's dtype, see `Spec.dtype_of_rows`."""
         return tensors[0].dtype
 
 
@@ -67,4 +67,4 @@ class RopeWanted(NamedTuple):
 
     @property
     def sum_alone(self) -> None:
-        """As `Wanted.sum_alone`."""
+        """None: a backend is asked, see `Wanted.sum_alone`."""

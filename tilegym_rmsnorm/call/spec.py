@@ -27,12 +27,9 @@ WantedGradients = tuple[_Maybe, _Maybe, _Maybe, _Maybe]  # the same, where dx ma
 NORM_OPS = "rms_norm_forward", "rms_norm_backward"  # as the registry names a backend's functions
 
 
-class Facts(NamedTuple):
-    """Properties of a call's tensors on which the choice of a backend depends."""
-
-    dtypes: tuple[torch.dtype | None, ...]  # of the first rows and of their weight, then of all others
-    rows: tuple[_Maybe, ...]  # the tensors whose rows kernels read or write, the first of them never None
-    parts: tuple[str, ...] = ()  # names for logs and errors: see `parts_of`
+# What the choice of a backend depends on, of a call's tensors: the dtypes of the first rows, of their weight and of all
+# others; the tensors whose rows kernels read, the first of them never None; and names for logs, see `parts_of`.
+Facts = tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]
 
 
 class Spec(NamedTuple):
@@ -50,11 +47,13 @@ class Spec(NamedTuple):
 
     @property
     def ops(self) -> tuple[str, str]:
-        """The names of the forward and of the backward."""
+        """Names of the forward and of the backward."""
         return NORM_OPS
 
     def facts(self, tensors: Any, wanted: Wanted | None = None) -> Facts:
         """Return the facts of a forward, or with `wanted` of a backward, from its tensors."""
+        rows: tuple[Any, ...]
+        others: tuple[Any, ...]
         if wanted is None:
             x, weight, bias, residual = tensors
             has_bias, has_residual, rows = bias is not None, residual is not None, (x, residual)
@@ -65,7 +64,7 @@ class Spec(NamedTuple):
             has_bias, rows = wanted.db is not None, (x, dy, d_residual_out)
             others = dy.dtype, dtype_of(d_residual_out), *wanted
         parts = parts_of(has_residual, has_bias, self.heads > 0)
-        return Facts((x.dtype, dtype_of(weight), *others), rows, parts)
+        return (x.dtype, dtype_of(weight), *others), rows, parts
 
     def dtype_of_rows(self, tensors: Any) -> torch.dtype:
         """Return the dtype of the normalized tensor, of a forward's tensors."""
@@ -95,7 +94,7 @@ class Wanted(NamedTuple):
 
     @property
     def sum_alone(self) -> str | None:
-        """Why no backend is asked for these gradients; None where one is."""
+        """Reason why no backend is asked for these gradients; None where one is."""
         return "db alone is a sum" if self.dx is None else None
 
 

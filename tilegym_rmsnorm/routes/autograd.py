@@ -22,7 +22,7 @@ from tilegym_rmsnorm.call.watched import count_modes
 Tensors = tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: an op makes one a call, and that would take a microsecond more
 class Recording:
     """Part of a recorded call that is not its tensors. It holds none of them: a known call keeps it."""
 
@@ -31,9 +31,10 @@ class Recording:
     # From what was saved, the gradients of the results (None for one that nobody used), and which inputs need one: the
     # gradients of all inputs.
     gradients: Callable[[Tensors, Tensors, tuple[bool, ...]], Tensors]
-    returned: Callable[[Tensors], Any] = tuple  # the results, of the outputs
+    returned: Callable[[Tensors], Any] | None = None  # the results, of the outputs; None: all of them
+    is_one: bool = False  # there is one result, which is not in a tuple
     without_gradient: Callable[[Tensors, tuple[bool, ...]], Tensors] | None = None  # results, of the outputs
-    # Hides dispatch modes where a result is saved too: autograd detaches such a tensor, and a mode may replace that.
+    # Hides dispatch modes. The first saved tensor is a result too: autograd detaches it, and a mode may replace that.
     unseen: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
 
 
@@ -46,26 +47,27 @@ class RecordedFunction(torch.autograd.Function):
         outputs = recording.run(tensors)
         ctx.recording = recording
         ctx.save_for_backward(*recording.saved(tensors, outputs))
-        # The gradient of an unused result is None, and so are those that it leads to. Zeros would be no DTensor.
-        ctx.set_materialize_grads(False)
+        if not recording.is_one:
+            # The gradient of an unused result is None, and so are those that it leads to. Zeros would be no DTensor.
+            ctx.set_materialize_grads(False)
         if recording.without_gradient is not None:
-            ctx.mark_non_differentiable(*recording.without_gradient(outputs, ctx.needs_input_grad[1:]))
-        return recording.returned(outputs)
+            if fixed := recording.without_gradient(outputs, ctx.needs_input_grad[1:]):
+                ctx.mark_non_differentiable(*fixed)
+        return outputs if recording.returned is None else recording.returned(outputs)
 
     @staticmethod
     def backward(ctx, *gradients):
         recording, saved = ctx.recording, ctx.saved_tensors
-        if recording.unseen is not None:
-            if any(each is not None and has_own_operations(each) for each in saved) and count_modes():
-                with recording.unseen():
-                    saved = ctx.saved_tensors
+        if recording.unseen is not None and has_own_operations(saved[0]) and count_modes():
+            with recording.unseen():
+                saved = ctx.saved_tensors
         return None, *recording.gradients(saved, gradients, ctx.needs_input_grad[1:])
 
 
 def apply_of(function: type[RecordedFunction]) -> Callable[..., Any]:
     """Return `function.apply` in C++. The Python around it, which checks for functorch and unwraps, costs 2 us. Dynamo
     before torch 2.13 does not know this apply, and never traces it here."""
-    return super(torch.autograd.Function, function).apply
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def is_recorded(*tensors: Tensor | None) -> bool:

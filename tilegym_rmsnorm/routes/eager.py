@@ -60,12 +60,13 @@ def _runner(
         return lambda tensors: returned(run(tensors))
     dtypes, bias_shape = tuple(map(dtype_of, (x, residual, weight, bias))), () if bias is None else bias.shape
     gradients = functools.partial(_gradients_of, call, dtypes, bias_shape, backwards)
-    others: dict[str, Any] = {"returned": returned}
-    if residual is not None:
-        others |= {"without_gradient": op.without_gradient, "unseen": lambda: kernels.unseen(call.backward)}
-    recording = op.recording(run, tensors, call.spec.alpha, gradients, **others)
-    record = _record if residual is None else _record_sum
-    return lambda tensors: record(recording, *tensors)
+    recording = op.recording(run, tensors, call.spec.alpha, gradients)
+    recording.returned, recording.is_one = returned, residual is None
+    if residual is None:
+        return lambda tensors: _record(recording, *tensors)
+    recording.without_gradient = op.sum_without_gradient
+    recording.unseen = lambda: kernels.unseen(call.backward)
+    return lambda tensors: _record_sum(recording, *tensors)
 
 
 class RMSNormFunction(RecordedFunction):

@@ -244,17 +244,24 @@ def recording(
     tensors: ForwardTensors,
     alpha: float,
     gradients: Callable[[BackwardTensors, tuple[bool, ...]], WantedGradients],
-    **others: Any,
 ) -> Recording:
-    """Record a forward on tensors like these. It saves weight, rstd and the normalized tensor: x, or residual_out.
-    gradients: of x, residual, weight and bias, where they are needed. others: fields of `Recording`."""
+    """Describe how forwards on tensors like these are recorded. They save weight, rstd and the normalized tensor: x, or
+    residual_out. gradients: of x, residual, weight and bias, where they are needed."""
     x, weight, bias, residual = tensors
-    saved = _saved_of_norm if residual is None else _saved_of_sum
+    if residual is not None:
+        saved = _saved_of_sum
+    else:
+        is_copied = x.is_inference() or (weight is not None and weight.is_inference())
+        saved = _copies_of_norm if is_copied else _saved_of_norm
     dtypes = dtype_of(x), dtype_of(residual)
-    return Recording(run, saved, functools.partial(_gradients_of_results, gradients, alpha, dtypes), **others)
+    return Recording(run, saved, functools.partial(_gradients_of_results, gradients, alpha, dtypes))
 
 
 def _saved_of_norm(tensors: ForwardTensors, outputs: Outputs) -> tuple[Tensor | None, ...]:
+    return tensors[0], tensors[1], outputs[1]
+
+
+def _copies_of_norm(tensors: ForwardTensors, outputs: Outputs) -> tuple[Tensor | None, ...]:
     return savable(tensors[0]), savable(tensors[1]), outputs[1]
 
 
@@ -280,10 +287,9 @@ def _gradients_of_results(
     return dx, dw, db, d_residual
 
 
-def without_gradient(outputs: Outputs, needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
-    """Return the outputs through which no gradient flows: rstd, and a sum of which no part needs one."""
-    _, rstd, residual_out = outputs
-    return (rstd,) if residual_out is None or needs[0] or needs[3] else (rstd, residual_out)
+def sum_without_gradient(outputs: Outputs, needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
+    """Return residual_out where neither x nor residual needs a gradient."""
+    return () if outputs[2] is None or needs[0] or needs[3] else (outputs[2],)
 
 
 def _record_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any) -> Any:
@@ -297,8 +303,13 @@ def _record_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, 
     dtypes, bias_shape = tuple(map(dtype_of, (x, residual, weight, bias))), () if bias is None else bias.shape
     gradients = functools.partial(_gradients_of_op, call, dims, dtypes, bias_shape)
     tensors = x, weight, bias, residual
-    recorded = recording(run, tensors, alpha, gradients, without_gradient=without_gradient)
+    recorded = recording(run, tensors, alpha, gradients)
+    recorded.without_gradient = _without_gradient
     return _ForwardOfOp.apply(recorded, *tensors)
+
+
+def _without_gradient(outputs: Outputs, needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
+    return outputs[1], *sum_without_gradient(outputs, needs)
 
 
 def _gradients_of_op(
