@@ -19,11 +19,11 @@ from tilegym_rmsnorm.routes import known_calls, rope_op
 from tilegym_rmsnorm.routes.choose import OP, OPERATIONS, UNTRACED, route_of
 from tilegym_rmsnorm.routes.kernels import unseen
 from tilegym_rmsnorm.routes.rope_eager import bind_eager
-from tilegym_rmsnorm.routes.rope_kernels import rope_by_operations
-from tilegym_rmsnorm.routes.traced import rope_in_graph
+from tilegym_rmsnorm.routes.rope_kernels import known_call, rope_by_operations
 from tilegym_rmsnorm.settings import BackendName
 
 __all__ = ["qk_norm_rope", "rms_norm_rope"]
+_KNOWN = known_calls.shared()
 
 
 def qk_norm_rope(
@@ -88,9 +88,9 @@ def qk_norm_rope(
     tensors = q, k, q_weight, k_weight, cos, sin, position_ids
     others = eps, offset, rotary_dim, interleaved, casting, rope_rounding
     if is_traced():
-        if k is not None and (result := rope_in_graph(tensors, others, backend)) is not None:
+        if k is not None and (result := rope_op.rope_in_graph(tensors, others, backend)) is not None:
             return result
-    elif (known := known_calls.ROPE.find(_known_call(tensors, others, backend))) is not None:
+    elif (known := _KNOWN.find(_known_call(tensors, others, backend))) is not None:
         return known(tensors)
     if has_torch_function(*tensors):
         options: dict[str, Any] = _named(others) | {"position_ids": position_ids, "backend": backend}
@@ -142,9 +142,9 @@ def rms_norm_rope(
     tensors = x, None, weight, None, cos, sin, position_ids
     others = eps, offset, rotary_dim, interleaved, casting, rope_rounding
     if is_traced():
-        if (result := rope_in_graph(tensors, others, backend)) is not None:
+        if (result := rope_op.rope_in_graph(tensors, others, backend)) is not None:
             return result[0]
-    elif (known := known_calls.ROPE.find(_known_call(tensors, others, backend))) is not None:
+    elif (known := _KNOWN.find(_known_call(tensors, others, backend))) is not None:
         return known(tensors)[0]
     if has_torch_function(*tensors):
         options: dict[str, Any] = _named(others) | {"position_ids": position_ids, "backend": backend}
@@ -167,7 +167,7 @@ def _known_call(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: str 
     is_usual = (eps is None or type(eps) is float) and type(offset) is float and type(interleaved) is bool
     if not is_usual or not (rotary_dim is None or type(rotary_dim) is int):
         return None
-    return known_calls.rope_call(tensors, others, backend)
+    return known_call(tensors, others, backend)
 
 
 def _checked(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: str | None) -> RopeOutputs:
@@ -184,7 +184,7 @@ def _checked(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: str | N
         run = bind_eager(checked.tensors, route.call)
         result = run(checked.tensors)
     if known_calls.may_remember(tensors, checked.tensors, route.call.forward):
-        known_calls.ROPE.remember(_known_call(tensors, others, backend), lambda: run)
+        _KNOWN.remember(_known_call(tensors, others, backend), lambda: run)
     return result
 
 

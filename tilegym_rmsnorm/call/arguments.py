@@ -43,7 +43,7 @@ class Checked(NamedTuple):
     names: tuple[str, ...]  # of the tensors, for error texts
     tensors: tuple[Any, ...]
     shape: torch.Size  # of the normalized dimensions
-    spec: Any  # Spec, or RopeSpec (rope.py)
+    spec: Any  # an op's Spec
     are_plain: bool
 
 

@@ -6,7 +6,7 @@
 A call is *known* by a key, the arguments that are no tensors, and by `TensorGuards`, by which torch.compile tells
 whether a graph fits: one call in C++ compares each tensor's class, dtype, device, sizes, strides, requires_grad and
 dispatch keys, those of the thread too: so zero or negated tensors, inference mode and autocast make other calls. Guards
-do not see all that surrounds a call, freed memory, the grad mode, or where memory begins: `_call` asks.
+do not see all that surrounds a call, freed memory, the grad mode, or where memory begins: `call_of` asks.
 
 Nothing here holds a tensor.
 """
@@ -72,16 +72,22 @@ class KnownCalls:
         self._kinds[key] = (kind, *self._kinds.get(key, ())[: MOST_KINDS - 1])
 
 
-NORM, FORWARD_OP, BACKWARD_OP = KnownCalls(), KnownCalls(), KnownCalls()
-ATEN_FORWARD, ATEN_BACKWARD = KnownCalls(), KnownCalls()  # of override_aten
-# Known calls of qk_norm_rope and its ops.
-ROPE, ROPE_FORWARD_OP, ROPE_BACKWARD_OP = KnownCalls(), KnownCalls(), KnownCalls()
+_SHARED: list[KnownCalls] = []  # those that a process has, each by a name; a recorded call has one of its own
+
+
+def shared() -> KnownCalls:
+    """Make a cache that `forget` empties."""
+    _SHARED.append(KnownCalls())
+    return _SHARED[-1]
+
+
+NORM, FORWARD_OP, BACKWARD_OP = shared(), shared(), shared()
+ATEN_FORWARD, ATEN_BACKWARD = shared(), shared()  # of override_aten
 
 
 def forget() -> None:
-    """Empty the caches, so that every call passes all checks once more."""
-    of_norm = NORM, FORWARD_OP, BACKWARD_OP, ATEN_FORWARD, ATEN_BACKWARD
-    for calls in (*of_norm, ROPE, ROPE_FORWARD_OP, ROPE_BACKWARD_OP):
+    """Empty the shared caches, so that every call passes all checks once more."""
+    for calls in _SHARED:
         calls._kinds.clear()
 
 
@@ -133,23 +139,16 @@ def forward_call(tensors: ForwardTensors, others: tuple[Any, ...], backend: Any)
     """Describe a forward. others: all arguments but tensors and backend."""
     x, weight, bias, residual = tensors
     parts = weight is None, bias is None, residual is None
-    return _call((x,) if residual is None else (x, residual), (weight, bias), parts, others, backend)
+    return call_of((x,) if residual is None else (x, residual), (weight, bias), parts, others, backend)
 
 
 def backward_call(tensors: BackwardTensors, others: tuple[Any, ...], backend: Any) -> _Call | None:
     x, dy, weight, rstd, d_residual_out = tensors
     rows = (x, dy) if d_residual_out is None else (x, dy, d_residual_out)
-    return _call(rows, (rstd, weight), (weight is None, d_residual_out is None), others, backend)
+    return call_of(rows, (rstd, weight), (weight is None, d_residual_out is None), others, backend)
 
 
-def rope_call(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: Any) -> _Call | None:
-    """Describe a forward or a backward of `qk_norm_rope`. others: all arguments but tensors and backend."""
-    *heads, q_weight, k_weight, cos, sin, positions = tensors
-    rows = *[each for each in heads if each is not None], cos, sin
-    return _call(rows, (q_weight, k_weight, positions), tuple(map(type, tensors)), others, backend)
-
-
-def _call(
+def call_of(
     rows: tuple[Any, ...],
     vectors: tuple[Any, ...],
     parts: tuple[Any, ...],

@@ -25,6 +25,7 @@ from tilegym_rmsnorm.routes.rope_kernels import (
     RunRope,
     bind_rope,
     bind_rope_backward,
+    known_call,
     rope_gradients_by_operations,
     run_rope_backward,
 )
@@ -48,10 +49,10 @@ def _gradients(
     call: Call, backwards: KnownCalls, tensors: tuple[Any, ...], wanted: RopeWanted
 ) -> RopeGradients:
     """Compute the gradients that autograd asks for, of a backward like an earlier one without checks."""
-    known_call = None
+    described = None
     if not torch.is_grad_enabled() and not is_traced():
-        known_call = known_calls.rope_call(tensors, wanted, call.backend)
-        if (known := backwards.find(known_call)) is not None:
+        described = known_call(tensors, wanted, call.backend)
+        if (known := backwards.find(described)) is not None:
             return known(tensors)
     spec: RopeSpec = call.spec
     options: dict[str, Any] = dict(zip(ROPE_OPTIONS, spec[1:], strict=True))
@@ -63,5 +64,5 @@ def _gradients(
         return rope_gradients_by_operations(checked.tensors, spec, wanted)
     gradients = run_rope_backward(checked, route.call, wanted)
     if known_calls.may_remember(tensors, checked.tensors, route.call.backward):
-        backwards.remember(known_call, lambda: bind_rope_backward(tensors, route.call, wanted))
+        backwards.remember(described, lambda: bind_rope_backward(tensors, route.call, wanted))
     return gradients

@@ -24,9 +24,18 @@ from tilegym_rmsnorm.call.rope_spec import RopeGradients, RopeOutputs, RopeSpec,
 from tilegym_rmsnorm.call.spec import Call
 from tilegym_rmsnorm.call.tensors import check_memory
 from tilegym_rmsnorm.rope_reference import rope_forward_torch, rope_gradients_torch
+from tilegym_rmsnorm.routes import known_calls
 from tilegym_rmsnorm.routes.kernels import unseen
 
 RunRope = Callable[[tuple[Any, ...]], Any]
+
+
+def known_call(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: Any) -> Any:
+    """Describe a forward or a backward for known calls. others: all arguments but tensors and backend."""
+    *heads, q_weight, k_weight, cos, sin, positions = tensors
+    rows = *[each for each in heads if each is not None], cos, sin
+    vectors, types = (q_weight, k_weight, positions), tuple(map(type, tensors))
+    return known_calls.call_of(rows, vectors, types, others, backend)
 
 
 def bind_rope(tensors: tuple[Any, ...], call: Call) -> RunRope:

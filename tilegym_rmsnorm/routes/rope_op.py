@@ -21,22 +21,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegym_rmsnorm.call.rope import checked_rope, checked_rope_backward
+from tilegym_rmsnorm.call.rope import ROUNDINGS, check_tables, checked_rope, checked_rope_backward
 from tilegym_rmsnorm.call.rope_spec import ROPE_OPS, ROPE_OPTIONS, RopeGradients, RopeOutputs, RopeWanted
 from tilegym_rmsnorm.call.spec import Call
-from tilegym_rmsnorm.call.tensors import savable
+from tilegym_rmsnorm.call.tensors import OfPlainType, savable
+from tilegym_rmsnorm.call.validation import are_equal_in_graph
+from tilegym_rmsnorm.reference import default_eps
 from tilegym_rmsnorm.routes import choose, known_calls, library_op
 from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
-from tilegym_rmsnorm.routes.library_op import Asked, LibraryOp, Options, Tensors
+from tilegym_rmsnorm.routes.library_op import Asked, LibraryOp, Options, Tensors, is_usual
 from tilegym_rmsnorm.routes.rope_kernels import (
     bind_rope,
     bind_rope_backward,
+    known_call,
     rope_by_operations,
     rope_gradients_by_operations,
     run_rope,
     run_rope_backward,
 )
-from tilegym_rmsnorm.settings import check_backend_name
+from tilegym_rmsnorm.settings import check_backend_name, traced_backends
 
 OF_Q, OF_K = 1, 2  # bits of `wanted`: the gradients of which weights
 _FORWARD_TENSORS = (
@@ -83,7 +86,7 @@ def _known_call(tensors: Tensors, options: Options) -> Any:
         return None
     if type(interleaved) is not bool or (len(options) > 7 and type(options[0]) is not int):
         return None
-    return known_calls.rope_call(tensors, options[:-1], options[-1])
+    return known_call(tensors, options[:-1], options[-1])
 
 
 def _check_forward(*arguments: Any) -> Asked:
@@ -212,7 +215,7 @@ FORWARD = library_op.define(
         schema=SCHEMAS[ROPE_OPS[0]],
         count=7,
         ordered=itemgetter(slice(7)),
-        known=known_calls.ROPE_FORWARD_OP,
+        known=known_calls.shared(),
         known_call=_known_call,
         check=_check_forward,
         run=lambda asked, call: run_rope(asked.checked, call),
@@ -229,7 +232,7 @@ BACKWARD = library_op.define(
         schema=SCHEMAS[ROPE_OPS[1]],
         count=9,
         ordered=itemgetter(slice(9)),
-        known=known_calls.ROPE_BACKWARD_OP,
+        known=known_calls.shared(),
         known_call=_known_call,
         check=_check_backward,
         run=lambda asked, call: run_rope_backward(asked.checked, call, asked.wanted),
@@ -241,3 +244,39 @@ BACKWARD = library_op.define(
         rules=lambda *arguments: _sharding_rules(4, arguments),
     )
 )
+
+
+def rope_in_graph(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: Any) -> Any:
+    """Call the forward op for a usual call of `qk_norm_rope`, as traced.py: q_out and k_out. others: `ROPE_OPTIONS`."""
+    q, k, q_weight, k_weight, cos, sin, positions = tensors
+    eps, offset, rotary_dim, interleaved, casting, rounding = others
+    if backend is None and traced_backends:
+        backend = traced_backends[-1]
+    if not is_usual(tensors[:-1], (1.0, offset, eps), casting, backend) or not 3 <= q.ndim <= 4:
+        return None
+    if positions is not None and not isinstance(positions, OfPlainType):
+        return None
+    n = q.shape[-1]
+    if k is not None and not (
+        k.dtype == q.dtype
+        and k.ndim == q.ndim
+        and are_equal_in_graph(k.shape[:-2], q.shape[:-2])
+        and are_equal_in_graph(k.shape[-1:], q.shape[-1:])
+    ):
+        return None
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        if weight is not None and (
+            x is None
+            or not 1 <= weight.ndim <= 2
+            or not are_equal_in_graph(weight.shape, x.shape[-weight.ndim :])
+        ):
+            return None
+    if rotary_dim is None:
+        rotary_dim = n
+    if not isinstance(rotary_dim, int) or rotary_dim % 2 != 0 or not 0 < rotary_dim <= n:
+        return None
+    if not isinstance(interleaved, bool) or rounding not in ROUNDINGS:
+        return None
+    check_tables(cos, sin, positions, q, rotary_dim, "x" if k is None else "q")
+    eps = default_eps(q.dtype) if eps is None else eps
+    return FORWARD(*tensors, eps, offset, rotary_dim, interleaved, casting, rounding, backend)

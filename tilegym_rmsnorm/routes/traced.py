@@ -5,8 +5,9 @@
 
 Dynamo guards on each function, module and constant of Python that it meets, and compares all of them before each call
 of the compiled function: 200 guards take 5 us. So a usual call meets few of them. The op's implementation for fake
-tensors makes all checks, once, and Dynamo does not trace it. Nothing here may build a NamedTuple, or ask for the type
-of a Parameter: with such a guard `torch._dynamo.config.caching_precompile` cannot keep or load the graph.
+tensors makes all checks, once, and Dynamo does not trace it. Nothing here, and in `rope_in_graph` (rope_op.py), may
+build a NamedTuple, or ask for the type of a Parameter: with such a guard `torch._dynamo.config.caching_precompile`
+cannot keep or load the graph.
 
 A function that returns None leaves the call to all checks, which know what the caller passed, and to `route_of`.
 """
@@ -16,17 +17,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from tilegym_rmsnorm.call.arguments import filled_in
-from tilegym_rmsnorm.call.rope import ROUNDINGS, check_tables
-from tilegym_rmsnorm.call.tensors import OfPlainType
 from tilegym_rmsnorm.call.validation import are_equal_in_graph
-from tilegym_rmsnorm.call.watched import Interpreter, peek_interpreter
 from tilegym_rmsnorm.reference import default_eps
+from tilegym_rmsnorm.routes.library_op import is_usual
 from tilegym_rmsnorm.routes.op import FORWARD
-from tilegym_rmsnorm.routes.rope_op import FORWARD as ROPE_FORWARD
-from tilegym_rmsnorm.settings import NAMES, traced_backends
+from tilegym_rmsnorm.settings import traced_backends
 
 
 def norm_in_graph(
@@ -45,7 +42,7 @@ def norm_in_graph(
     offset, alpha, residual_dtype, out_dtype, casting = others
     if backend is None and traced_backends:
         backend = traced_backends[-1]
-    if not _is_usual(tensors, (alpha, offset, eps), casting, backend):
+    if not is_usual(tensors, (alpha, offset, eps), casting, backend):
         return None
     if isinstance(normalized_shape, int):
         normalized_shape = (normalized_shape,)
@@ -83,71 +80,3 @@ def norm_in_graph(
     numbers = dims, eps, offset, casting, alpha, residual_dtype, out_dtype
     y, _, residual_out = FORWARD(x, residual, weight, bias, *numbers, backend)
     return y if residual is None else (y, residual_out)
-
-
-def rope_in_graph(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: Any) -> Any:
-    """Call the forward op for a usual call of `qk_norm_rope`: q_out and k_out. others: `ROPE_OPTIONS`."""
-    q, k, q_weight, k_weight, cos, sin, positions = tensors
-    eps, offset, rotary_dim, interleaved, casting, rounding = others
-    if backend is None and traced_backends:
-        backend = traced_backends[-1]
-    if not _is_usual(tensors[:-1], (1.0, offset, eps), casting, backend) or not 3 <= q.ndim <= 4:
-        return None
-    if positions is not None and not isinstance(positions, OfPlainType):
-        return None
-    n = q.shape[-1]
-    if k is not None and not (
-        k.dtype == q.dtype
-        and k.ndim == q.ndim
-        and are_equal_in_graph(k.shape[:-2], q.shape[:-2])
-        and are_equal_in_graph(k.shape[-1:], q.shape[-1:])
-    ):
-        return None
-    for x, weight in ((q, q_weight), (k, k_weight)):
-        if weight is not None and (
-            x is None
-            or not 1 <= weight.ndim <= 2
-            or not are_equal_in_graph(weight.shape, x.shape[-weight.ndim :])
-        ):
-            return None
-    if rotary_dim is None:
-        rotary_dim = n
-    if not isinstance(rotary_dim, int) or rotary_dim % 2 != 0 or not 0 < rotary_dim <= n:
-        return None
-    if not isinstance(interleaved, bool) or rounding not in ROUNDINGS:
-        return None
-    check_tables(cos, sin, positions, q, rotary_dim, "x" if k is None else "q")
-    eps = default_eps(q.dtype) if eps is None else eps
-    return ROPE_FORWARD(*tensors, eps, offset, rotary_dim, interleaved, casting, rounding, backend)
-
-
-def _is_usual(tensors: tuple[Any, ...], numbers: tuple[Any, ...], casting: Any, backend: Any) -> bool:
-    """Whether an op can stand for a call, as far as all of its floating tensors and these options say. numbers: alpha,
-    offset, eps."""
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    x = tensors[0]
-    if x is None:
-        return False
-    for each in tensors:
-        # A floating dtype of one byte is a float8. DTYPES would be five guards.
-        if each is not None and not (
-            isinstance(each, OfPlainType)
-            and each.is_floating_point()
-            and each.dtype.itemsize > 1
-            and each.device == x.device
-        ):
-            return False
-    alpha, offset, eps = numbers
-    for number in (alpha, offset, 0.0 if eps is None else eps):
-        # Neither infinite nor NaN. A number that is known only when the graph runs is none for an op.
-        if not isinstance(number, float) or not guard_or_false(number * 0.0 == 0.0):
-            return False
-    if eps is not None and not guard_or_false(eps >= 0.0):
-        return False
-    if not (casting == "once" or casting == "llama"):
-        return False
-    if backend is not None and (backend == "torch" or backend not in NAMES):
-        return False
-    # As `is_transformed`.
-    return forward_ad._current_level < 0 and not isinstance(peek_interpreter(), Interpreter)
