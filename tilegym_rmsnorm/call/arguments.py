@@ -38,7 +38,7 @@ HAS_AUTOCAST = torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", 
 
 class Checked(NamedTuple):
     """Checked arguments. tensors: x, weight, bias, residual of a forward; x, dy, weight, rstd, d_residual_out of a
-    backward; or those of rope.py. are_plain: every tensor is plain (tensors.py)."""
+    backward; or those of another op. are_plain: every tensor is plain (tensors.py)."""
 
     names: tuple[str, ...]  # of the tensors, for error texts
     tensors: tuple[Any, ...]

@@ -12,9 +12,9 @@
 
 docs/architecture.md, "All other calls", has the whole list.
 
-`route_of` decides for `rms_norm`, for `rms_norm_forward` and `rms_norm_backward`, for `qk_norm_rope`, and for the
-gradients that autograd asks of an eager call: each caller takes the route. Where Dynamo traces, traced.py comes first:
-it writes the op for usual calls, with few guards, and leaves all others to the checks and to `route_of`.
+`route_of` decides for the public functions and for the gradients that autograd asks of an eager call: each caller takes
+the route. Where Dynamo traces, traced.py comes first: it writes the op for usual calls, with few guards, and leaves all
+others to the checks and to `route_of`.
 
 A library op asks less. PyTorch's operations replace it in a transform (`why_transformed`), and its gradient under
 create_graph (`why_create_graph`). `call_of_op` chooses its backend when it runs.

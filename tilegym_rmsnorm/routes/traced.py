@@ -5,7 +5,7 @@
 
 Dynamo guards on each function, module and constant of Python that it meets, and compares all of them before each call
 of the compiled function: 200 guards take 5 us. So a usual call meets few of them. The op's implementation for fake
-tensors makes all checks, once, and Dynamo does not trace it. Nothing here, and in `rope_in_graph` (rope_op.py), may
+tensors makes all checks, once, and Dynamo does not trace it. Nothing here, and in such a function of another op, may
 build a NamedTuple, or ask for the type of a Parameter: with such a guard `torch._dynamo.config.caching_precompile`
 cannot keep or load the graph.
 
