@@ -20,6 +20,7 @@ from tilegym_rmsnorm.routes.choose import OP, OPERATIONS, UNTRACED, route_of
 from tilegym_rmsnorm.routes.kernels import unseen
 from tilegym_rmsnorm.routes.rope_eager import bind_eager
 from tilegym_rmsnorm.routes.rope_kernels import known_call, rope_by_operations
+from tilegym_rmsnorm.routes.rope_op import rope_in_graph
 from tilegym_rmsnorm.settings import BackendName
 
 __all__ = ["qk_norm_rope", "rms_norm_rope"]
@@ -88,7 +89,7 @@ def qk_norm_rope(
     tensors = q, k, q_weight, k_weight, cos, sin, position_ids
     others = eps, offset, rotary_dim, interleaved, casting, rope_rounding
     if is_traced():
-        if k is not None and (result := rope_op.rope_in_graph(tensors, others, backend)) is not None:
+        if k is not None and (result := rope_in_graph(tensors, others, backend)) is not None:
             return result
     elif (known := _KNOWN.find(_known_call(tensors, others, backend))) is not None:
         return known(tensors)
@@ -142,7 +143,7 @@ def rms_norm_rope(
     tensors = x, None, weight, None, cos, sin, position_ids
     others = eps, offset, rotary_dim, interleaved, casting, rope_rounding
     if is_traced():
-        if (result := rope_op.rope_in_graph(tensors, others, backend)) is not None:
+        if (result := rope_in_graph(tensors, others, backend)) is not None:
             return result[0]
     elif (known := _KNOWN.find(_known_call(tensors, others, backend))) is not None:
         return known(tensors)[0]

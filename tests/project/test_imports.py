@@ -42,8 +42,9 @@ LAYERS = (
     (f"{PACKAGE}.routes.choose", f"{PACKAGE}.routes.autograd"),
     (f"{PACKAGE}.routes.kernels", f"{PACKAGE}.routes.known_calls", f"{PACKAGE}.routes.op_sharding"),
     (f"{PACKAGE}.routes.library_op", f"{PACKAGE}.routes.operations", f"{PACKAGE}.routes.rope_kernels"),
-    (f"{PACKAGE}.routes.op", f"{PACKAGE}.routes.rope_op"),
-    (f"{PACKAGE}.routes.eager", f"{PACKAGE}.routes.rope_eager", f"{PACKAGE}.routes.traced"),
+    (f"{PACKAGE}.routes.op",),
+    (f"{PACKAGE}.routes.eager", f"{PACKAGE}.routes.traced"),
+    (f"{PACKAGE}.routes.rope_op", f"{PACKAGE}.routes.rope_eager"),
     (f"{PACKAGE}.functional", f"{PACKAGE}.rope"),
     (f"{PACKAGE}.nn",),
     # Its own file has public functions, which import an integration when they are called.

@@ -24,17 +24,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad, profiler
+from torch.autograd import profiler
 
 from tilegym_rmsnorm.call import watched
 from tilegym_rmsnorm.call.arguments import Checked
 from tilegym_rmsnorm.call.spec import Call
-from tilegym_rmsnorm.call.tensors import OfPlainType, is_dtensor, is_plain
-from tilegym_rmsnorm.call.watched import Interpreter, peek_interpreter
+from tilegym_rmsnorm.call.tensors import is_dtensor, is_plain
 from tilegym_rmsnorm.routes import choose, known_calls
 from tilegym_rmsnorm.routes.autograd import is_recorded
 from tilegym_rmsnorm.routes.known_calls import KnownCalls
-from tilegym_rmsnorm.settings import NAMES, get_current_backend
+from tilegym_rmsnorm.settings import get_current_backend
 
 NAMESPACE = "tilegym_rmsnorm"
 library = torch.library.Library(NAMESPACE, "DEF")
@@ -205,35 +204,3 @@ def _register_rules() -> None:
 
     for overload, rules in _RULES.items():
         register_sharding(overload)(rules)
-
-
-def is_usual(tensors: tuple[Any, ...], numbers: tuple[Any, ...], casting: Any, backend: Any) -> bool:
-    """Whether an op can stand for a call, as far as all of its floating tensors and these options say. numbers: alpha,
-    offset, eps."""
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    x = tensors[0]
-    if x is None:
-        return False
-    for each in tensors:
-        # A floating dtype of one byte is a float8. DTYPES would be five guards.
-        if each is not None and not (
-            isinstance(each, OfPlainType)
-            and each.is_floating_point()
-            and each.dtype.itemsize > 1
-            and each.device == x.device
-        ):
-            return False
-    alpha, offset, eps = numbers
-    for number in (alpha, offset, 0.0 if eps is None else eps):
-        # Neither infinite nor NaN. A number that is known only when the graph runs is none for an op.
-        if not isinstance(number, float) or not guard_or_false(number * 0.0 == 0.0):
-            return False
-    if eps is not None and not guard_or_false(eps >= 0.0):
-        return False
-    if not (casting == "once" or casting == "llama"):
-        return False
-    if backend is not None and (backend == "torch" or backend not in NAMES):
-        return False
-    # As `is_transformed`.
-    return forward_ad._current_level < 0 and not isinstance(peek_interpreter(), Interpreter)

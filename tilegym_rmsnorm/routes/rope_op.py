@@ -29,7 +29,7 @@ from tilegym_rmsnorm.call.validation import are_equal_in_graph
 from tilegym_rmsnorm.reference import default_eps
 from tilegym_rmsnorm.routes import choose, known_calls, library_op
 from tilegym_rmsnorm.routes.autograd import RecordedFunction, Recording
-from tilegym_rmsnorm.routes.library_op import Asked, LibraryOp, Options, Tensors, is_usual
+from tilegym_rmsnorm.routes.library_op import Asked, LibraryOp, Options, Tensors
 from tilegym_rmsnorm.routes.rope_kernels import (
     bind_rope,
     bind_rope_backward,
@@ -39,6 +39,7 @@ from tilegym_rmsnorm.routes.rope_kernels import (
     run_rope,
     run_rope_backward,
 )
+from tilegym_rmsnorm.routes.traced import is_usual
 from tilegym_rmsnorm.settings import check_backend_name, traced_backends
 
 OF_Q, OF_K = 1, 2  # bits of `wanted`: the gradients of which weights

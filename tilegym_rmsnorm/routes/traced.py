@@ -17,13 +17,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from tilegym_rmsnorm.call.arguments import filled_in
+from tilegym_rmsnorm.call.tensors import OfPlainType
 from tilegym_rmsnorm.call.validation import are_equal_in_graph
+from tilegym_rmsnorm.call.watched import Interpreter, peek_interpreter
 from tilegym_rmsnorm.reference import default_eps
-from tilegym_rmsnorm.routes.library_op import is_usual
 from tilegym_rmsnorm.routes.op import FORWARD
-from tilegym_rmsnorm.settings import traced_backends
+from tilegym_rmsnorm.settings import NAMES, traced_backends
 
 
 def norm_in_graph(
@@ -80,3 +82,35 @@ def norm_in_graph(
     numbers = dims, eps, offset, casting, alpha, residual_dtype, out_dtype
     y, _, residual_out = FORWARD(x, residual, weight, bias, *numbers, backend)
     return y if residual is None else (y, residual_out)
+
+
+def is_usual(tensors: tuple[Any, ...], numbers: tuple[Any, ...], casting: Any, backend: Any) -> bool:
+    """Whether an op can stand for a call, as far as all of its floating tensors and these options say. numbers: alpha,
+    offset, eps."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    x = tensors[0]
+    if x is None:
+        return False
+    for each in tensors:
+        # A floating dtype of one byte is a float8. DTYPES would be five guards.
+        if each is not None and not (
+            isinstance(each, OfPlainType)
+            and each.is_floating_point()
+            and each.dtype.itemsize > 1
+            and each.device == x.device
+        ):
+            return False
+    alpha, offset, eps = numbers
+    for number in (alpha, offset, 0.0 if eps is None else eps):
+        # Neither infinite nor NaN. A number that is known only when the graph runs is none for an op.
+        if not isinstance(number, float) or not guard_or_false(number * 0.0 == 0.0):
+            return False
+    if eps is not None and not guard_or_false(eps >= 0.0):
+        return False
+    if not (casting == "once" or casting == "llama"):
+        return False
+    if backend is not None and (backend == "torch" or backend not in NAMES):
+        return False
+    # As `is_transformed`.
+    return forward_ad._current_level < 0 and not isinstance(peek_interpreter(), Interpreter)
