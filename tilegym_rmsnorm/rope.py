@@ -91,7 +91,7 @@ def qk_norm_rope(
     if is_traced():
         if k is not None and (result := rope_in_graph(tensors, others, backend)) is not None:
             return result
-    elif (known := _KNOWN.find(_known_call(tensors, others, backend))) is not None:
+    elif (known := _KNOWN.find(known_call(tensors, others, backend))) is not None:
         return known(tensors)
     if has_torch_function(*tensors):
         options: dict[str, Any] = _named(others) | {"position_ids": position_ids, "backend": backend}
@@ -145,7 +145,7 @@ def rms_norm_rope(
     if is_traced():
         if (result := rope_in_graph(tensors, others, backend)) is not None:
             return result[0]
-    elif (known := _KNOWN.find(_known_call(tensors, others, backend))) is not None:
+    elif (known := _KNOWN.find(known_call(tensors, others, backend))) is not None:
         return known(tensors)[0]
     if has_torch_function(*tensors):
         options: dict[str, Any] = _named(others) | {"position_ids": position_ids, "backend": backend}
@@ -162,15 +162,6 @@ def _named(others: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip(ROPE_OPTIONS, others, strict=True))
 
 
-def _known_call(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: str | None) -> Any:
-    eps, offset, rotary_dim, interleaved, *_ = others
-    # A number of another type may equal one of these as a key, but must raise an error.
-    is_usual = (eps is None or type(eps) is float) and type(offset) is float and type(interleaved) is bool
-    if not is_usual or not (rotary_dim is None or type(rotary_dim) is int):
-        return None
-    return known_call(tensors, others, backend)
-
-
 def _checked(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: str | None) -> RopeOutputs:
     """Run a call with all checks; Dynamo traces this. The result has None in the place of k_out where k is None."""
     checked = checked_rope(*tensors, **_named(others))
@@ -185,7 +176,7 @@ def _checked(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: str | N
         run = bind_eager(checked.tensors, route.call)
         result = run(checked.tensors)
     if known_calls.may_remember(tensors, checked.tensors, route.call.forward):
-        _KNOWN.remember(_known_call(tensors, others, backend), lambda: run)
+        _KNOWN.remember(known_call(tensors, others, backend), lambda: run)
     return result
 
 

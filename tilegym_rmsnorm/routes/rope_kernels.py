@@ -30,12 +30,18 @@ from tilegym_rmsnorm.routes.kernels import unseen
 RunRope = Callable[[tuple[Any, ...]], Any]
 
 
-def known_call(tensors: tuple[Any, ...], others: tuple[Any, ...], backend: Any) -> Any:
-    """Describe a forward or a backward for known calls. others: all arguments but tensors and backend."""
+def known_call(tensors: tuple[Any, ...], numbers: tuple[Any, ...], backend: Any, wanted: Any = 0) -> Any:
+    """Describe a forward or a backward for known calls; None where it cannot be known. numbers: `ROPE_OPTIONS`. wanted:
+    of a backward."""
+    eps, offset, rotary_dim, interleaved, *_ = numbers
+    # A number of another type may equal one of these as a key, but must raise an error, or be cast by the dispatcher.
+    is_usual = (eps is None or type(eps) is float) and type(offset) is float and type(interleaved) is bool
+    if not is_usual or not (rotary_dim is None or type(rotary_dim) is int):
+        return None
     *heads, q_weight, k_weight, cos, sin, positions = tensors
     rows = *[each for each in heads if each is not None], cos, sin
     vectors, types = (q_weight, k_weight, positions), tuple(map(type, tensors))
-    return known_calls.call_of(rows, vectors, types, others, backend)
+    return known_calls.call_of(rows, vectors, types, (wanted, numbers), backend)
 
 
 def bind_rope(tensors: tuple[Any, ...], call: Call) -> RunRope:

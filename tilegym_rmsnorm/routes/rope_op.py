@@ -79,15 +79,9 @@ def wanted_of(bits: int, q_weight: Tensor | None, k_weight: Tensor | None) -> Ro
     return RopeWanted(of_q, k_weight.dtype if k_weight is not None and bits & OF_K else None)
 
 
-def _known_call(tensors: Tensors, options: Options) -> Any:
-    """Describe a call of either op; the backward's options begin with `wanted`."""
-    eps, offset, rotary_dim, interleaved, *_ = options[-7:]
-    # A number of another type may equal one of these as a key. The dispatcher casts or refuses it.
-    if not (type(eps) is float and type(offset) is float and type(rotary_dim) is int):
-        return None
-    if type(interleaved) is not bool or (len(options) > 7 and type(options[0]) is not int):
-        return None
-    return known_call(tensors, options[:-1], options[-1])
+def _known_backward(tensors: Tensors, options: Options) -> Any:
+    wanted, *numbers, backend = options
+    return known_call(tensors, tuple(numbers), backend, wanted) if type(wanted) is int else None
 
 
 def _check_forward(*arguments: Any) -> Asked:
@@ -217,7 +211,7 @@ FORWARD = library_op.define(
         count=7,
         ordered=itemgetter(slice(7)),
         known=known_calls.shared(),
-        known_call=_known_call,
+        known_call=lambda tensors, options: known_call(tensors, options[:-1], options[-1]),
         check=_check_forward,
         run=lambda asked, call: run_rope(asked.checked, call),
         bind=lambda tensors, call, _: bind_rope(tensors, call),
@@ -234,7 +228,7 @@ BACKWARD = library_op.define(
         count=9,
         ordered=itemgetter(slice(9)),
         known=known_calls.shared(),
-        known_call=_known_call,
+        known_call=_known_backward,
         check=_check_backward,
         run=lambda asked, call: run_rope_backward(asked.checked, call, asked.wanted),
         bind=lambda tensors, call, asked: bind_rope_backward(tensors, call, asked.wanted),
