@@ -120,6 +120,35 @@ def test_residual_out_changed_in_place(backend):
         y.backward(inputs.dy)
 
 
+def op_on(backend):
+    """The library op in place of `norm`, on x, weight, bias and residual of one dtype."""
+
+    def run(given):
+        x, weight, bias, residual = given.values()
+        options = 1, 1e-6, 0.0, "once", 1.0, None, None, backend
+        return torch.ops.tilegym_rmsnorm.rms_norm_forward(x, residual, weight, bias, *options)[::2]
+
+    return run
+
+
+def forms(backend):
+    return (lambda given: norm(VARIANT, given, backend)), op_on(backend)
+
+
+def test_residual_out_alone_needs_nothing_that_was_saved(backend):
+    """A residual stream is changed in place, as by `h += mlp(y.detach())`, and its graph is used twice."""
+    for run in forms(backend):
+        given, unpacked = leaves(make(VARIANT)), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: unpacked.append(t) or t):
+            _, residual_out = run(given)
+        given["weight"].detach().add_(1)
+        residual_out.add_(1)
+        for _ in range(2):
+            dx, d_residual = torch.autograd.grad(residual_out.sum(), (given["x"], given["residual"]))
+            assert torch.equal(dx, torch.ones_like(dx)) and torch.equal(d_residual, torch.ones_like(dx))
+        assert not unpacked
+
+
 @pytest.mark.parametrize("hooks", ["offloaded", "another copy", "strided"])
 def test_hooks_of_saved_tensors(hooks, backend):
     unpack = {

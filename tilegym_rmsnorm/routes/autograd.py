@@ -28,9 +28,10 @@ class Recording:
 
     run: Callable[[Tensors], Tensors]
     saved: Callable[[Tensors, Tensors], Tensors]  # of inputs and outputs, those that the backward needs
-    # From what was saved, the gradients of the results (None for one that nobody used), and which inputs need one: the
-    # gradients of all inputs.
-    gradients: Callable[[Tensors, Tensors, tuple[bool, ...]], Tensors]
+    # From a function that returns what was saved, the gradients of the results (None for one that nobody used), and
+    # which inputs need one: the gradients of all inputs. Gradients of a sum alone must not ask for what was saved:
+    # autograd raises if that was changed in place or freed, and hooks load or compute it.
+    gradients: Callable[[Callable[[], Tensors], Tensors, tuple[bool, ...]], Tensors]
     returned: Callable[[Tensors], Any] | None = None  # the results, of the outputs; None: all of them
     is_one: bool = False  # there is one result, which is not in a tuple
     without_gradient: Callable[[Tensors, tuple[bool, ...]], Tensors] | None = None  # results, of the outputs
@@ -57,10 +58,15 @@ class RecordedFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        recording, saved = ctx.recording, ctx.saved_tensors
-        if recording.unseen is not None and has_own_operations(saved[0]) and count_modes():
-            with recording.unseen():
-                saved = ctx.saved_tensors
+        recording = ctx.recording
+
+        def saved() -> Tensors:
+            tensors = ctx.saved_tensors
+            if recording.unseen is not None and has_own_operations(tensors[0]) and count_modes():
+                with recording.unseen():
+                    tensors = ctx.saved_tensors
+            return tensors
+
         return None, *recording.gradients(saved, gradients, ctx.needs_input_grad[1:])
 
 

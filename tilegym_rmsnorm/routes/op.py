@@ -273,16 +273,17 @@ def _gradients_of_results(
     gradients: Callable[[BackwardTensors, tuple[bool, ...]], WantedGradients],
     alpha: float,
     dtypes: tuple[torch.dtype | None, ...],
-    saved: tuple[Any, ...],
+    saved: Callable[[], tuple[Any, ...]],
     results: tuple[Any, ...],
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    (x, weight, rstd), dy, d_residual_out = saved, results[0], results[-1] if len(results) > 1 else None
+    dy, d_residual_out = results[0], results[-1] if len(results) > 1 else None
     needs_dx, needs_dw, needs_db, needs_d_residual = needs
     needs = needs_dx, needs_d_residual, needs_dw, needs_db
     if dy is None:
         dx, d_residual = operations.gradients_of_sum(d_residual_out, alpha, dtypes, needs)
         return dx, None, None, d_residual
+    x, weight, rstd = saved()
     dx, d_residual, dw, db = gradients((x, dy, weight, rstd, d_residual_out), needs)
     return dx, dw, db, d_residual
 

@@ -127,7 +127,10 @@ def _saved(tensors: Tensors, _: Tensors) -> Tensors:
 
 
 def _gradients_of_results(
-    gradients: Callable[..., RopeGradients], saved: Tensors, results: Tensors, needs: tuple[bool, ...]
+    gradients: Callable[..., RopeGradients],
+    saved: Callable[[], Tensors],
+    results: Tensors,
+    needs: tuple[bool, ...],
 ) -> Tensors:
     dq_out, dk_out = results
     if dq_out is None and dk_out is None:
@@ -136,11 +139,12 @@ def _gradients_of_results(
     needs_dq, needs_dk, *needs_of_weights = [
         is_needed and each is not None for is_needed, each in zip(needs[:4], of_heads, strict=True)
     ]
-    q, k, q_weight, k_weight, *_ = saved
+    tensors = saved()
+    q, k, q_weight, k_weight, *_ = tensors
     dq_out = torch.zeros_like(q) if dq_out is None else dq_out
     dk_out = torch.zeros_like(k) if dk_out is None and k is not None else dk_out
     bits = OF_Q * needs_of_weights[0] + OF_K * needs_of_weights[1]
-    dq, dk, *of_weights = gradients((dq_out, dk_out, *saved), wanted_of(bits, q_weight, k_weight))
+    dq, dk, *of_weights = gradients((dq_out, dk_out, *tensors), wanted_of(bits, q_weight, k_weight))
     return dq if needs_dq else None, dk if needs_dk else None, *of_weights, None, None, None
 
 
