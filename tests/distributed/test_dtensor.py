@@ -10,9 +10,11 @@ dist = pytest.importorskip("torch.distributed")
 if not dist.is_available():
     pytest.skip("torch is built without torch.distributed", allow_module_level=True)
 from torch.distributed.tensor import Replicate, Shard, debug, distribute_tensor  # noqa: E402
+from torch.distributed.tensor.experimental import implicit_replication  # noqa: E402
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module  # noqa: E402
 
 from tilegym_rmsnorm import RMSNorm, rms_norm  # noqa: E402
+from tilegym_rmsnorm.routes import library_op  # noqa: E402
 
 OPTIONS = {
     "as F.rms_norm": {},
@@ -91,3 +93,21 @@ def test_in_one_graph(mesh):
     torch.testing.assert_close(y.full_tensor(), rms_norm(x, (8,), weight, 1e-6).full_tensor())
     y.sum().backward()
     assert weight.grad is not None
+
+
+@pytest.mark.parametrize("index", [0, 1, 2, 3])
+def test_the_first_dtensor_may_be_any_argument_of_an_op(mesh, index, monkeypatch):
+    """Under `implicit_replication` DTensor's engine takes plain tensors beside it, and asks for rules."""
+    registered = []
+    register = library_op._register_rules
+    monkeypatch.setattr(library_op, "_register_rules", lambda: registered.append(True) or register())
+    given = [torch.randn(4, 8), torch.randn(4, 8), torch.rand(8), torch.rand(4, 1)]  # dy, x, weight, rstd
+    options = 1, 0.0, "once", 1.0, None, None, None, None, None
+    expected = torch.ops.tilegym_rmsnorm.rms_norm_backward(*given, None, 3, *options)
+    given[index] = distribute_tensor(given[index], mesh, [Replicate()])
+    assert not registered
+    with implicit_replication():
+        dx, dw, *_ = torch.ops.tilegym_rmsnorm.rms_norm_backward(*given, None, 3, *options)
+    assert registered
+    for one, other in zip((dx, dw), expected, strict=False):
+        torch.testing.assert_close(one.full_tensor(), other)

@@ -146,7 +146,7 @@ def _run(op: LibraryOp, run_known: Callable[..., Any], *arguments: Any) -> Any:
 def _differentiated(op: LibraryOp, overload: Any, *arguments: Any) -> Any:
     """Run an op at the dispatch key Autograd."""
     tensors = arguments[: op.count]
-    register_sharding(tensors[:1])  # where one is a DTensor, the first is
+    register_sharding(tensors)
     if choose.why_transformed(*tensors) is not None:
         return _transformed(op, *arguments)
     if is_recorded(*tensors):
