@@ -137,8 +137,9 @@ def forms(backend):
 
 def test_residual_out_alone_needs_nothing_that_was_saved(backend):
     """A residual stream is changed in place, as by `h += mlp(y.detach())`, and its graph is used twice."""
+    unpacked = []
     for run in forms(backend):
-        given, unpacked = leaves(make(VARIANT)), []
+        given = leaves(make(VARIANT))
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: unpacked.append(t) or t):
             _, residual_out = run(given)
         given["weight"].detach().add_(1)
@@ -147,6 +148,15 @@ def test_residual_out_alone_needs_nothing_that_was_saved(backend):
             dx, d_residual = torch.autograd.grad(residual_out.sum(), (given["x"], given["residual"]))
             assert torch.equal(dx, torch.ones_like(dx)) and torch.equal(d_residual, torch.ones_like(dx))
         assert not unpacked
+
+
+def test_autograd_has_the_tensors_in_one_order(backend):
+    """In it gradients of one tensor are added, so bits depend on it, and DDP makes its buckets."""
+    for run in forms(backend):
+        given = leaves(make(VARIANT))
+        edges = [node.variable for node, _ in run(given)[0].grad_fn.next_functions if node is not None]
+        order = "x", "residual", "weight", "bias"
+        assert all(edge is given[name] for edge, name in zip(edges, order, strict=True))
 
 
 @pytest.mark.parametrize("hooks", ["offloaded", "another copy", "strided"])

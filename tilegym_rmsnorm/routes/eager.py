@@ -22,6 +22,7 @@ from tilegym_rmsnorm.call.spec import (
     BackwardTensors,
     Call,
     ForwardTensors,
+    Outputs,
     Wanted,
     WantedGradients,
     as_needed,
@@ -60,13 +61,24 @@ def _runner(
         return lambda tensors: returned(run(tensors))
     dtypes, bias_shape = tuple(map(dtype_of, (x, residual, weight, bias))), () if bias is None else bias.shape
     gradients = functools.partial(_gradients_of, call, dtypes, bias_shape, backwards)
-    recording = op.recording(run, tensors, call.spec.alpha, gradients)
+
+    def run_recorded(tensors: tuple[Any, ...]) -> Outputs:
+        x, residual, weight, bias = tensors
+        return run((x, weight, bias, residual))
+
+    recording = op.recording(run_recorded, tensors, call.spec.alpha, gradients)
     recording.returned, recording.is_one = returned, residual is None
-    if residual is None:
-        return lambda tensors: _record(recording, *tensors)
-    recording.without_gradient = op.sum_without_gradient
-    recording.unseen = lambda: kernels.unseen(call.backward)
-    return lambda tensors: _record_sum(recording, *tensors)
+    record = _record
+    if residual is not None:
+        recording.without_gradient = op.sum_without_gradient
+        recording.unseen = lambda: kernels.unseen(call.backward)
+        record = _record_sum
+
+    def run_and_record(tensors: ForwardTensors) -> Any:
+        x, weight, bias, residual = tensors
+        return record(recording, x, residual, weight, bias)
+
+    return run_and_record
 
 
 class RMSNormFunction(RecordedFunction):

@@ -240,13 +240,14 @@ class _ForwardOfOp(RecordedFunction):
 
 
 def recording(
-    run: Callable[[ForwardTensors], Outputs],
+    run: Callable[[tuple[Any, ...]], Outputs],
     tensors: ForwardTensors,
     alpha: float,
     gradients: Callable[[BackwardTensors, tuple[bool, ...]], WantedGradients],
 ) -> Recording:
     """Describe how forwards on tensors like these are recorded. They save weight, rstd and the normalized tensor: x, or
-    residual_out. gradients: of x, residual, weight and bias, where they are needed."""
+    residual_out. gradients: of x, residual, weight and bias, where they are needed. Autograd gets the tensors in that
+    order, in which gradients of one tensor are added and hooks run; `run` gets them so too."""
     x, weight, bias, residual = tensors
     if residual is not None:
         saved = _saved_of_sum
@@ -257,16 +258,16 @@ def recording(
     return Recording(run, saved, functools.partial(_gradients_of_results, gradients, alpha, dtypes))
 
 
-def _saved_of_norm(tensors: ForwardTensors, outputs: Outputs) -> tuple[Tensor | None, ...]:
-    return tensors[0], tensors[1], outputs[1]
+def _saved_of_norm(tensors: tuple[Any, ...], outputs: Outputs) -> tuple[Tensor | None, ...]:
+    return tensors[0], tensors[2], outputs[1]
 
 
-def _copies_of_norm(tensors: ForwardTensors, outputs: Outputs) -> tuple[Tensor | None, ...]:
-    return savable(tensors[0]), savable(tensors[1]), outputs[1]
+def _copies_of_norm(tensors: tuple[Any, ...], outputs: Outputs) -> tuple[Tensor | None, ...]:
+    return savable(tensors[0]), savable(tensors[2]), outputs[1]
 
 
-def _saved_of_sum(tensors: ForwardTensors, outputs: Outputs) -> tuple[Tensor | None, ...]:
-    return outputs[2], savable(tensors[1]), outputs[1]  # x need not be savable
+def _saved_of_sum(tensors: tuple[Any, ...], outputs: Outputs) -> tuple[Tensor | None, ...]:
+    return outputs[2], savable(tensors[2]), outputs[1]  # x need not be savable
 
 
 def _gradients_of_results(
@@ -278,35 +279,30 @@ def _gradients_of_results(
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     dy, d_residual_out = results[0], results[-1] if len(results) > 1 else None
-    needs_dx, needs_dw, needs_db, needs_d_residual = needs
-    needs = needs_dx, needs_d_residual, needs_dw, needs_db
     if dy is None:
         dx, d_residual = operations.gradients_of_sum(d_residual_out, alpha, dtypes, needs)
-        return dx, None, None, d_residual
+        return dx, d_residual, None, None
     x, weight, rstd = saved()
-    dx, d_residual, dw, db = gradients((x, dy, weight, rstd, d_residual_out), needs)
-    return dx, dw, db, d_residual
+    return gradients((x, dy, weight, rstd, d_residual_out), needs)
 
 
 def sum_without_gradient(outputs: Outputs, needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
     """Return residual_out where neither x nor residual needs a gradient."""
-    return () if outputs[2] is None or needs[0] or needs[3] else (outputs[2],)
+    return () if outputs[2] is None or needs[0] or needs[1] else (outputs[2],)
 
 
 def _record_forward(x: Tensor, residual: Tensor | None, weight: Any, bias: Any, *options: Any) -> Any:
-    def run(tensors: ForwardTensors) -> Outputs:
-        x, weight, bias, residual = tensors
+    def run(tensors: tuple[Any, ...]) -> Outputs:
         with library_op.below_autograd():
-            return FORWARD(x, residual, weight, bias, *options)
+            return FORWARD(*tensors, *options)
 
     dims, eps, offset, casting, alpha, *_ = options
     call = Call(Spec(0, eps, offset, casting, alpha), library_op.backend_in_effect(options[-1], x))
     dtypes, bias_shape = tuple(map(dtype_of, (x, residual, weight, bias))), () if bias is None else bias.shape
     gradients = functools.partial(_gradients_of_op, call, dims, dtypes, bias_shape)
-    tensors = x, weight, bias, residual
-    recorded = recording(run, tensors, alpha, gradients)
+    recorded = recording(run, (x, weight, bias, residual), alpha, gradients)
     recorded.without_gradient = _without_gradient
-    return _ForwardOfOp.apply(recorded, *tensors)
+    return _ForwardOfOp.apply(recorded, x, residual, weight, bias)
 
 
 def _without_gradient(outputs: Outputs, needs: tuple[bool, ...]) -> tuple[Tensor, ...]:
